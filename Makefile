@@ -1,0 +1,45 @@
+# `make demo` and `make test` are all a newcomer types: both set up .venv by themselves.
+# Other targets: `make slow` (real text encoders), `make lint`, `make clean`.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+INSTALLED := .venv/installed
+ENCODERS ?= .encoders
+
+DEMO := demo
+VECTORS := $(DEMO)/source/hash.parquet
+
+# Quiet logs: neither TensorFlow's notes on the machine nor JAX's search for accelerators help here.
+export TF_CPP_MIN_LOG_LEVEL ?= 2
+
+.PHONY: demo test slow lint clean
+
+$(INSTALLED): setup.py constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[convert,text,test]'
+	touch $@
+
+# The whole way once, by the commands that serve real data as well.
+demo: $(INSTALLED)
+	rm -rf $(DEMO)
+	$(BIN)/python -m coyo11m_tfds.sample_data --out $(DEMO)/source
+	$(BIN)/python -m coyo11m_tfds.embed_captions --source $(DEMO)/source --encoder hash --out $(VECTORS)
+	$(BIN)/tfds build coyo11m_tfds --manual_dir=$(DEMO)/source --data_dir=$(DEMO)/data \
+		--config='{"name": "hash", "text_vectors": "$(VECTORS)", "shard_bytes": 16777216}'
+	$(BIN)/python -m train_lib.main --config=configs/demo.py --workdir=$(DEMO)/run
+	@$(BIN)/python -m train_lib.demo --config=configs/demo.py --workdir=$(DEMO)/run
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+# Fetches real text encoders once (0.4 GB) and runs what takes long.
+slow: $(INSTALLED)
+	$(BIN)/python tests/fetch_encoders.py --out $(ENCODERS)
+	COYO11M_ENCODERS=$(ENCODERS) $(BIN)/python -m pytest -m slow
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+clean:
+	rm -rf .venv $(DEMO) $(ENCODERS) build *.egg-info

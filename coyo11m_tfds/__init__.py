@@ -1,0 +1,11 @@
+"""coyo11m_tfds: VAE latents (`.pt`) and captions (Parquet) as a TFDS data set.
+
+    tfds build coyo11m_tfds --manual_dir=SOURCE --data_dir=OUT
+
+    import tensorflow_datasets as tfds
+    ds = tfds.load('coyo11m_tfds', data_dir='OUT', split='train')
+
+Importing this package is cheap: TensorFlow, TFDS, pyarrow and torch are imported by the modules
+that use them, so that `coyo11m_tfds.schema` and `coyo11m_tfds.preview` serve programs that have
+none of these. Import `coyo11m_tfds.coyo11m_tfds_dataset_builder` to register the builder's code.
+"""

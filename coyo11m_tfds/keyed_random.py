@@ -1,0 +1,89 @@
+"""Random numbers that depend on nothing but their arguments: hashes and computed permutations.
+
+    key = keyed_random.derive(seed, purpose, epoch)     # uint64
+    keyed_random.Permutation(10**9, key).apply(np.arange(8))
+
+The same on every machine and with every version of NumPy, which promises that for the streams of
+its bit generators, not for what `Generator` makes of them.
+"""
+
+import numpy as np
+
+# splitmix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014;
+# constants of Vigna's splitmix64.c.
+GOLDEN = 0x9E3779B97F4A7C15
+MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+SHIFTS = (30, 27, 31)
+
+
+def splitmix64(x: np.ndarray | int) -> np.ndarray:
+    """Mixes uint64 values of any shape; a bijection, so different values stay different."""
+    with np.errstate(over='ignore'):
+        z = np.asarray(x, np.uint64) + np.uint64(GOLDEN)
+        z = (z ^ (z >> np.uint64(SHIFTS[0]))) * np.uint64(MULTIPLIERS[0])
+        z = (z ^ (z >> np.uint64(SHIFTS[1]))) * np.uint64(MULTIPLIERS[1])
+        return z ^ (z >> np.uint64(SHIFTS[2]))
+
+
+def derive(seed: int, *numbers: int | np.ndarray) -> np.ndarray:
+    """Hashes the numbers in turn into the seed; uint64 of the numbers' common shape."""
+    key = splitmix64(seed & 0xFFFFFFFFFFFFFFFF)
+    for number in numbers:
+        key = splitmix64(key ^ np.asarray(number).astype(np.uint64))
+    return key
+
+
+class Permutation:
+    """A permutation of `range(size)` that depends on a 64-bit key, computed and not stored.
+
+    It is a Feistel network of splitmix64 rounds (Luby and Rackoff, "How to construct pseudorandom
+    permutations from pseudorandom functions", 1988) on the smallest domain of an even number of
+    bits, and what falls outside the range is sent through again ("cycle walking": Black and
+    Rogaway, "Ciphers with arbitrary finite domains", 2002). Its halves are too narrow to be random
+    on a small domain, so up to `TABLE_SIZE` a sorted table of hashes takes its place.
+    """
+
+    TABLE_SIZE = 2**16
+    ROUNDS = 8
+
+    def __init__(self, size: int, key: int):
+        self.size = size
+        self._round_keys = derive(key, np.arange(self.ROUNDS))
+        half = max(1, ((size - 1).bit_length() + 1) // 2)
+        self._half = np.uint64(half)
+        self._low = np.uint64((1 << half) - 1)
+        self._table = self._inverse = None
+        if size <= self.TABLE_SIZE:
+            self._table = np.argsort(derive(key, np.arange(size)))
+            self._inverse = np.argsort(self._table)
+
+    def apply(self, place: np.ndarray) -> np.ndarray:
+        """What stands at each place; int64, same shape."""
+        if self._table is not None:
+            return self._table[place]
+        return self._walk(place, self._round_keys)
+
+    def invert(self, value: np.ndarray) -> np.ndarray:
+        """The place at which each value stands; int64, same shape."""
+        if self._inverse is not None:
+            return self._inverse[value]
+        # Run backwards, a Feistel network is itself with its halves and its rounds turned round.
+        return self._walk(value, self._round_keys[::-1], swap=True)
+
+    def _walk(self, x: np.ndarray, round_keys: np.ndarray, swap: bool = False) -> np.ndarray:
+        x = np.array(x, np.uint64)
+        outside = np.ones(x.shape, bool)
+        while outside.any():
+            x[outside] = self._rounds(x[outside], round_keys, swap)
+            outside = x >= self.size
+        return x.astype(np.int64)
+
+    def _rounds(self, x: np.ndarray, round_keys: np.ndarray, swap: bool) -> np.ndarray:
+        left, right = x >> self._half, x & self._low
+        if swap:
+            left, right = right, left
+        for key in round_keys:
+            left, right = right, left ^ (splitmix64(right ^ key) & self._low)
+        if swap:
+            left, right = right, left
+        return (left << self._half) | right

@@ -1,0 +1,301 @@
+"""Makes a small data set in exactly the layout of the real source.
+
+    python -m coyo11m_tfds.sample_data --out DIR [--num_samples 4096] [--dtype float16]
+
+Pictures of one coloured shape on a coloured background, at different places and sizes, three crops
+each, as raw latents in `DIR/latents-3crop/*.pt`, and their captions in `DIR/coyo11m-meta.parquet`.
+A preview of the latents (`coyo11m_tfds.preview`) gives the picture back. As in the real source,
+the Parquet rows are in another order than the latents, a few keys have no row, a few captions are
+empty or null.
+
+One combination of (colour, shape, background) in five is never made: `held_out_prompts` gives
+captions of those, and `drawn_colours` tells what a picture shows, so that a trained model can be
+asked for something it has never seen and be measured.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import os
+import pathlib
+
+import numpy as np
+
+from coyo11m_tfds import preview, schema
+
+# Far apart from each other, so that the nearest one is never in doubt, but all of them rather
+# muted between green and magenta: there the preview is weak (the least singular value of
+# `schema.RGB_FACTORS` is 0.08, the others are 0.85 and 0.29), so that a vivid green or purple would
+# take latents many times larger than real ones.
+COLOURS = {
+    'red': (205, 75, 60),
+    'green': (80, 135, 85),
+    'blue': (45, 95, 185),
+    'yellow': (240, 190, 95),
+    'purple': (135, 90, 150),
+    'cyan': (115, 190, 215),
+    'white': (245, 245, 245),
+    'black': (25, 25, 25),
+}
+SHAPES = ('circle', 'square', 'triangle')
+WORDINGS = (
+    'A {size} {colour} {shape} {place} of the picture, on a {background} background.',
+    'There is one {colour} {shape} on a {background} background.',
+    'The picture has a {background} background. Before it stands a {size} {colour} {shape}.',
+    'A plain {background} background with a {colour} {shape} {place}.',
+)
+PLACES = ('at the left', 'in the middle', 'at the right')
+
+HELD_OUT_SHARE = 5  # one combination in so many
+NO_ROW_EVERY = 97  # one key in so many has no row in the Parquet file
+EMPTY_CAPTION_EVERY = 89  # one caption in so many is empty or null
+
+# A picture is a little wider than a crop; the crops are taken at its left, middle and right.
+_HEIGHT, _WIDTH = 32, 40
+_CROP_OFFSETS = (0, 4, 8)
+_RADII = (8.0, 12.0)  # pixels
+_OVERSAMPLING = 4  # sub-pixels a side, for smooth edges
+_COLOUR_JITTER = 6  # grey levels
+_BATCH = 512  # pictures drawn at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """What one picture shows."""
+
+    colour: str
+    shape: str
+    background: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Geometry:
+    """Centres and radii in pixels, each float32 `(n,)`."""
+
+    x: np.ndarray
+    y: np.ndarray
+    radius: np.ndarray
+
+
+def all_scenes() -> list[Scene]:
+    """Every combination whose background differs from the shape's colour."""
+    return [
+        Scene(colour, shape, background)
+        for colour, shape, background in itertools.product(COLOURS, SHAPES, COLOURS)
+        if colour != background
+    ]
+
+
+def split_scenes() -> tuple[list[Scene], list[Scene]]:
+    """The combinations that are made and those that are held out, in a fixed order."""
+    scenes = all_scenes()
+    order = np.random.Generator(np.random.Philox(key=11)).permutation(len(scenes))
+    cut = len(scenes) // HELD_OUT_SHARE
+    return [scenes[i] for i in sorted(order[cut:])], [scenes[i] for i in sorted(order[:cut])]
+
+
+def held_out_prompts(count: int, seed: int = 0) -> list[tuple[str, Scene]]:
+    """Captions of combinations that no sample shows, with what they ask for."""
+    _, held_out = split_scenes()
+    rng = np.random.Generator(np.random.Philox(key=seed))
+    scenes = [held_out[i % len(held_out)] for i in rng.permutation(max(count, len(held_out)))]
+    return [
+        (_caption(scene, rng, size='large', place=PLACES[1]), scene) for scene in scenes[:count]
+    ]
+
+
+def drawn_colours(picture: np.ndarray) -> tuple[str | None, str]:
+    """Tells the colours of the shape and of the background in a picture.
+
+    Every pixel is named by the nearest of `COLOURS`. The background is the commonest name along
+    the border; the shape is the commonest other name, if it covers at least a twentieth of the
+    picture (the smallest shape that is ever drawn covers more).
+
+    Args:
+        picture: uint8 `(H, W, 3)`.
+
+    Returns:
+        `(shape colour, background colour)`; the first is None where nothing stands out.
+    """
+    palette = np.array(list(COLOURS.values()), np.float32)
+    distance = np.linalg.norm(picture[:, :, None].astype(np.float32) - palette, axis=-1)
+    named = distance.argmin(-1)
+    border = np.concatenate([named[0], named[-1], named[1:-1, 0], named[1:-1, -1]])
+    background = np.bincount(border, minlength=len(palette)).argmax()
+    counts = np.bincount(named.ravel(), minlength=len(palette))
+    counts[background] = 0
+    names = list(COLOURS)
+    shape = names[counts.argmax()] if counts.max() >= named.size / 20 else None
+    return shape, names[background]
+
+
+def make_sample(
+    out_dir: str | os.PathLike,
+    num_samples: int = 4096,
+    num_files: int = 3,
+    dtype: str = 'float16',
+    seed: int = 0,
+) -> None:
+    """Writes `num_samples` samples into `num_files` `.pt` files of unequal length, and captions.
+
+    The same arguments give the same latents, keys and captions.
+
+    Args:
+        out_dir: folder to write; made when missing.
+        num_samples: samples in all, at least 4 a file.
+        num_files: `.pt` files.
+        dtype: of the latents, one of `schema.LATENT_DTYPES`.
+        seed: of everything random.
+
+    Raises:
+        ValueError: a value out of range, or an `out_dir` that already holds latents.
+    """
+    if dtype not in schema.LATENT_DTYPES:
+        raise ValueError(f'dtype is {dtype!r}, expected one of {schema.LATENT_DTYPES}.')
+    if num_files < 1 or num_samples < 4 * num_files:
+        raise ValueError(
+            f'{num_samples} samples in {num_files} files: expected at least 4 samples a file.'
+        )
+    folder = pathlib.Path(out_dir) / schema.LATENTS_FOLDER
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f'{folder} is not empty: remove it, or write somewhere else.')
+    folder.mkdir(parents=True, exist_ok=True)
+
+    rng = np.random.Generator(np.random.Philox(key=seed))
+    keys = np.sort(rng.choice(np.int64(1) << 62, num_samples, replace=False))
+    made, _ = split_scenes()
+    scenes = [made[i] for i in rng.integers(len(made), size=num_samples)]
+    geometry = _random_geometry(num_samples, rng)
+    for number, rows in enumerate(_unequal_parts(num_samples, num_files)):
+        name = f'{10 * number:06d}-{10 * number + 9:06d}.pt'
+        latents = _latents(scenes[rows], _take(geometry, rows), rng)
+        _save_pt(folder / name, keys[rows], latents, dtype)
+    _save_captions(pathlib.Path(out_dir) / schema.CAPTIONS_FILE, keys, scenes, geometry, rng)
+
+
+def _unequal_parts(total: int, parts: int) -> list[slice]:
+    """Cuts `range(total)` into parts whose lengths are in proportion 3, 4, 5, ..."""
+    weights = np.arange(3, 3 + parts)
+    ends = np.cumsum(weights) * total // weights.sum()
+    return [slice(int(a), int(b)) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def _random_geometry(count: int, rng: np.random.Generator) -> _Geometry:
+    """Places shapes so that every crop shows the better part of them."""
+    radius = rng.uniform(*_RADII, count)
+    # The stretch that all crops have in common, less most of the radius.
+    low, high = _CROP_OFFSETS[-1] + 0.7 * radius, _WIDTH - _CROP_OFFSETS[-1] - 0.7 * radius
+    x = low + (high - low) * rng.random(count)
+    y = radius + (_HEIGHT - 2 * radius) * rng.random(count)
+    return _Geometry(*(value.astype(np.float32) for value in (x, y, radius)))
+
+
+def _take(geometry: _Geometry, rows: slice) -> _Geometry:
+    return _Geometry(geometry.x[rows], geometry.y[rows], geometry.radius[rows])
+
+
+def _latents(scenes: list[Scene], geometry: _Geometry, rng: np.random.Generator) -> np.ndarray:
+    """Raw latents float32 `(n, 3, 4, 32, 32)` of the three crops of every scene."""
+    result = np.empty((len(scenes), *schema.LATENTS_SHAPE), np.float32)
+    size = schema.LATENT_SHAPE[-1]
+    for start in range(0, len(scenes), _BATCH):
+        rows = slice(start, start + _BATCH)
+        pictures = _draw(scenes[rows], _take(geometry, rows), rng)
+        for crop, offset in enumerate(_CROP_OFFSETS):
+            window = pictures[:, :, offset : offset + size]
+            result[rows, crop] = preview.rgb_to_latents(window)
+    return result
+
+
+def _draw(scenes: list[Scene], geometry: _Geometry, rng: np.random.Generator) -> np.ndarray:
+    """Draws scenes as uint8 `(n, _HEIGHT, _WIDTH, 3)` with smooth edges."""
+    cover = _coverage([scene.shape for scene in scenes], geometry)[..., None]
+    inside, outside = (
+        np.array([COLOURS[getattr(scene, part)] for scene in scenes], np.float32)
+        + rng.uniform(-_COLOUR_JITTER, _COLOUR_JITTER, (len(scenes), 3))
+        for part in ('colour', 'background')
+    )
+    pictures = cover * inside[:, None, None] + (1 - cover) * outside[:, None, None]
+    return np.round(np.clip(pictures, 0, 255)).astype(np.uint8)
+
+
+def _coverage(shapes: list[str], geometry: _Geometry) -> np.ndarray:
+    """The share of every pixel that lies inside the shape, float32 `(n, _HEIGHT, _WIDTH)`."""
+    fine = _OVERSAMPLING
+    rows = (np.arange(_HEIGHT * fine, dtype=np.float32) + 0.5) / fine
+    columns = (np.arange(_WIDTH * fine, dtype=np.float32) + 0.5) / fine
+    dy = (rows[None, :, None] - geometry.y[:, None, None]) / geometry.radius[:, None, None]
+    dx = (columns[None, None, :] - geometry.x[:, None, None]) / geometry.radius[:, None, None]
+    # In units of the radius. The sides make the three shapes about equally large.
+    tests = {
+        'circle': lambda x, y: x * x + y * y <= 1,
+        'square': lambda x, y: np.maximum(abs(x), abs(y)) <= 0.88,
+        'triangle': lambda x, y: (y <= 0.9) & (abs(x) <= 0.58 * (y + 1.1)),
+    }
+    inside = np.empty((len(shapes), len(rows), len(columns)), bool)
+    for shape, test in tests.items():
+        chosen = np.array([name == shape for name in shapes])
+        inside[chosen] = test(dx[chosen], dy[chosen])
+    blocks = inside.reshape(len(shapes), _HEIGHT, fine, _WIDTH, fine)
+    return blocks.mean((2, 4), dtype=np.float32)
+
+
+def _save_pt(path: pathlib.Path, keys: np.ndarray, latents: np.ndarray, dtype: str) -> None:
+    import torch  # Slow to import, and only needed to write.
+
+    tensor = torch.from_numpy(latents).to(getattr(torch, dtype))
+    torch.save({schema.PT_KEYS: torch.from_numpy(keys), schema.PT_LATENTS: tensor}, path)
+
+
+def _save_captions(
+    path: pathlib.Path,
+    keys: np.ndarray,
+    scenes: list[Scene],
+    geometry: _Geometry,
+    rng: np.random.Generator,
+) -> None:
+    """Writes the Parquet file as pandas does: `key` is the index column, rows shuffled."""
+    import pandas as pd  # Slow to import, and only needed to write.
+
+    rows = [i for i in rng.permutation(len(keys)) if i % NO_ROW_EVERY != 1]
+    middle_radius = sum(_RADII) / 2
+    long_captions: list[str | None] = []
+    for i in rows:
+        third = int(3 * geometry.x[i] / _WIDTH)
+        size = 'large' if geometry.radius[i] > middle_radius else 'small'
+        long_captions.append(_caption(scenes[i], rng, size, PLACES[third]))
+        if i % EMPTY_CAPTION_EVERY == 2:
+            long_captions[-1] = None if i % 2 else '  '
+    chosen = [scenes[i] for i in rows]
+    columns = {
+        'url': [f'https://pictures.invalid/{keys[i]}.png' for i in rows],
+        'caption': [f'{s.colour}-{s.shape}.png' for s in chosen],
+        schema.DEFAULT_CAPTION_COLUMN: long_captions,
+        'caption_llava_short': [f'A {s.colour} {s.shape}.' for s in chosen],
+        'tags_open_images': [s.shape.capitalize() for s in chosen],
+        'tags_booru': [f'{s.colour}_{s.shape}, {s.background}_background' for s in chosen],
+    }
+    index = pd.Index(keys[rows], name=schema.PARQUET_KEY)
+    pd.DataFrame(columns, index=index).to_parquet(path)
+
+
+def _caption(scene: Scene, rng: np.random.Generator, size: str, place: str) -> str:
+    wording = WORDINGS[rng.integers(len(WORDINGS))]
+    return wording.format(size=size, place=place, **dataclasses.asdict(scene))
+
+
+def main() -> None:
+    """Reads the command line and writes the sample."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--out', required=True, help='folder to write')
+    parser.add_argument('--num_samples', type=int, default=4096)
+    parser.add_argument('--num_files', type=int, default=3)
+    parser.add_argument('--dtype', choices=schema.LATENT_DTYPES, default='float16')
+    parser.add_argument('--seed', type=int, default=0)
+    args = parser.parse_args()
+    make_sample(args.out, args.num_samples, args.num_files, args.dtype, args.seed)
+    print(f'{args.num_samples} samples in {args.num_files} files: {args.out}')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,81 @@
+"""Names, shapes, dtypes and constants of the data: the one truth for every other module.
+
+The source is a folder `latents-3crop/` of `.pt` files and one Parquet file of captions, as in
+`KBlueLeaf/coyo11m-256px-ccrop-latent`. The data set is TFRecord shards, a chunk index and TFDS
+metadata. Nothing is imported here but numpy, so that any program can afford this module.
+"""
+
+import numpy as np
+
+NAME = 'coyo11m_tfds'
+VERSION = '1.0.0'
+
+# --- The source -----------------------------------------------------------------------------
+
+LATENTS_FOLDER = 'latents-3crop'
+CAPTIONS_FILE = 'coyo11m-meta.parquet'
+
+PT_KEYS = 'keys'  # int64 (N,)
+PT_LATENTS = 'latents'  # float16 or bfloat16 (N, 3, 4, 32, 32)
+PT_EMBEDDINGS = 'embeddings'  # float16, bfloat16 or float32 (N, D); not in every source
+
+PARQUET_KEY = 'key'
+DEFAULT_CAPTION_COLUMN = 'caption_llava'
+
+# --- Records --------------------------------------------------------------------------------
+
+KEY = 'key'  # int64 scalar; joins latents, captions and text vectors
+LATENTS = 'latents'  # raw bytes of LATENTS_SHAPE in the source's dtype, little endian
+CAPTION = 'caption'  # UTF-8
+TEXT_EMBEDDING = 'text_embedding'  # raw bytes of float16 (D,)
+
+NUM_CROPS = 3
+LATENT_SHAPE = (4, 32, 32)  # one crop: channels, height, width
+LATENTS_SHAPE = (NUM_CROPS, *LATENT_SHAPE)
+LATENT_DTYPES = ('float16', 'bfloat16')  # both are two bytes wide
+LATENT_NBYTES = 2 * int(np.prod(LATENT_SHAPE))  # one crop
+
+DEFAULT_TEXT_DIM = 640  # hidden size of Gemma-3-270M, and the width of the `hash` encoder
+
+TRAIN = 'train'
+VALIDATION = 'validation'
+
+# --- Files beside the shards ----------------------------------------------------------------
+
+# The chunk index keeps the byte offset of every CHUNK_STRIDE-th record of every shard; readers
+# use chunks of a multiple of it.
+CHUNK_STRIDE = 32
+
+# --- Metadata keys of `dataset_info` --------------------------------------------------------
+
+# Statistics are over the train split, all crops, in raw (unscaled) units.
+META_LATENT_MEAN = 'latent_mean'  # 4 floats, one a channel
+META_LATENT_STD = 'latent_std'  # 4 floats, one a channel
+META_LATENT_DTYPE = 'latent_dtype'  # one of LATENT_DTYPES
+META_TEXT_MEAN = 'text_embedding_mean'  # D floats
+META_TEXT_STD = 'text_embedding_std'  # D floats
+META_TEXT_ENCODER = 'text_encoder'  # name, e.g. 'hash' or 'hf:google/gemma-3-270m'
+META_TEXT_DIM = 'text_embedding_dim'  # D
+META_CAPTION_COLUMN = 'caption_column'
+META_DROPPED = 'dropped'  # {'no_row': int, 'no_caption': int, ...}
+META_SOURCE_FINGERPRINT = 'source_fingerprint'  # hex digest
+
+# --- Constants of the VAE -------------------------------------------------------------------
+
+# Latents are raw; a decoder of the SDXL family expects `latents * VAE_SCALING_FACTOR`.
+# Source: `scaling_factor` in the VAE configuration of stabilityai/sdxl-vae.
+VAE_SCALING_FACTOR = 0.13025
+
+# Linear approximation of SDXL's decoder at 1/8 resolution: scaled latents (4 channels) to RGB in
+# [-1, 1]. Source: `latent_rgb_factors` and `latent_rgb_factors_bias` of the SDXL latent format in
+# ComfyUI (comfy/latent_formats.py).
+RGB_FACTORS = np.array(
+    [
+        [0.3651, 0.4232, 0.4341],
+        [-0.2533, -0.0042, 0.1068],
+        [0.1076, 0.1111, -0.0362],
+        [-0.3165, -0.2492, -0.2188],
+    ],
+    np.float32,
+)
+RGB_BIAS = np.array([0.1084, -0.0175, -0.0011], np.float32)

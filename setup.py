@@ -1,0 +1,79 @@
+"""Installs the data set, the input pipeline and the trainer.
+
+    pip install -c constraints.txt -e '.[convert,text,test]'
+
+Training needs no torch: the extra `convert` is for the machine that runs `tfds build`, `text` for
+the one that makes text vectors with a transformers model.
+"""
+
+import pathlib
+
+import setuptools
+
+# TensorFlow only reads records here, so its CPU build is enough everywhere, also beside a GPU or
+# TPU; it exists for Linux on x86-64 alone.
+_CPU_BUILD = 'platform_system == "Linux" and platform_machine == "x86_64"'
+_ONE_BUILD = 'platform_system != "Linux" or platform_machine != "x86_64"'
+
+CONVERT = [
+    'apache-beam>=2.60',  # the `tfds` command imports it
+    'gcsfs>=2025.1',
+    'google-crc32c>=1.5',
+    'mlcroissant>=1.0',  # the `tfds` command imports it
+    'pandas>=2.2',
+    'pyarrow>=18',
+    'torch>=2.6',
+    'tqdm>=4.66',
+]
+TEXT = [
+    'accelerate>=1.0',  # transformers needs it and gguf to load a GGUF file
+    'gguf>=0.10',
+    'pyarrow>=18',
+    'torch>=2.6',
+    'tqdm>=4.66',
+    'transformers>=5.0',
+]
+TEST = [
+    'dill>=0.3.8',  # tfds.testing.DatasetBuilderTestCase imports it
+    'hypothesis>=6.100',
+    'pytest>=8.0',
+    'ruff>=0.9',
+]
+
+setuptools.setup(
+    name='coyo11m_tfds',
+    version='0.1.0',
+    description='VAE latents and captions as a TFDS data set, an exactly resumable input pipeline '
+    'and a JAX trainer for text-to-image models',
+    long_description=pathlib.Path('README.md').read_text(encoding='utf-8'),
+    long_description_content_type='text/markdown',
+    license='Apache-2.0',
+    python_requires='>=3.11',
+    packages=setuptools.find_packages(include=['coyo11m_tfds', 'train_lib', 'train_lib.*']),
+    py_modules=['input_pipeline'],
+    package_data={'coyo11m_tfds': ['README.md', 'CITATIONS.bib', 'TAGS.txt']},
+    install_requires=[
+        'absl-py>=2.1',
+        'clu>=0.0.12',
+        'etils[epath]>=1.9',
+        'flax>=0.10',
+        'importlib_resources>=6.0',  # tensorflow-datasets imports it
+        'jax>=0.5',
+        'ml_collections>=1.0',
+        'numpy>=2.0',
+        'optax>=0.2.4',
+        'orbax-checkpoint>=0.11',
+        'pillow>=10.1',
+        'tensorboard>=2.18',  # clu.metric_writers imports it
+        f'tensorflow-cpu>=2.18; {_CPU_BUILD}',
+        f'tensorflow>=2.18; {_ONE_BUILD}',
+        'tensorflow-datasets>=4.9.8',
+    ],
+    extras_require={
+        'convert': CONVERT,
+        'text': TEXT,
+        'test': TEST,
+        'tpu': ['jax[tpu]'],
+        'gpu': ['jax[cuda12]'],
+    },
+)

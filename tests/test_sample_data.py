@@ -1,0 +1,129 @@
+"""The made-up data set: the layout of the real one, and pictures that show what they say."""
+
+import re
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from coyo11m_tfds import preview, sample_data, schema
+
+
+def _load(folder):
+    files = sorted((folder / schema.LATENTS_FOLDER).iterdir())
+    parts = [torch.load(file, weights_only=True) for file in files]
+    table = pq.read_table(folder / schema.CAPTIONS_FILE).to_pandas()
+    return [file.name for file in files], parts, table
+
+
+@pytest.fixture(scope='module')
+def sample(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('sample')
+    sample_data.make_sample(folder, num_samples=600, num_files=3, seed=1)
+    return folder
+
+
+def test_the_layout_is_that_of_the_real_source(sample):
+    names, parts, table = _load(sample)
+    assert names == ['000000-000009.pt', '000010-000019.pt', '000020-000029.pt']
+    lengths = [len(part[schema.PT_KEYS]) for part in parts]
+    assert sum(lengths) == 600
+    assert len(set(lengths)) == 3
+    for part, length in zip(parts, lengths, strict=True):
+        assert part[schema.PT_KEYS].dtype == torch.int64
+        assert part[schema.PT_LATENTS].dtype == torch.float16
+        assert part[schema.PT_LATENTS].shape == (length, 3, 4, 32, 32)
+    assert table.index.name == 'key'
+    assert list(table.columns) == [
+        'url', 'caption', 'caption_llava', 'caption_llava_short', 'tags_open_images', 'tags_booru',
+    ]  # fmt: skip
+
+
+def test_keys_are_unique_and_some_lack_a_row_or_a_caption(sample):
+    _, parts, table = _load(sample)
+    keys = np.concatenate([part[schema.PT_KEYS].numpy() for part in parts])
+    assert len(set(keys)) == 600
+    assert set(table.index) < set(keys)
+    assert not np.array_equal(table.index, [key for key in keys if key in set(table.index)])
+    captions = table[schema.DEFAULT_CAPTION_COLUMN]
+    assert captions.isna().any()
+    assert (captions.str.strip() == '').any()
+    assert captions.str.contains(' ').mean() > 0.95
+
+
+def test_every_crop_shows_what_its_caption_says(sample):
+    _, parts, table = _load(sample)
+    checked = 0
+    for part in parts:
+        pictures = preview.latents_to_rgb(part[schema.PT_LATENTS].float().numpy())
+        for key, crops in zip(part[schema.PT_KEYS].numpy(), pictures, strict=True):
+            if key not in table.index:
+                continue
+            colour, background = re.match(r'(\w+)_\w+, (\w+)_', table.tags_booru[key]).groups()
+            for crop in crops:
+                assert sample_data.drawn_colours(crop) == (colour, background)
+                checked += 1
+    assert checked > 1700
+
+
+def test_a_picture_without_a_shape_shows_none():
+    plain = np.full((32, 32, 3), sample_data.COLOURS['blue'], np.uint8)
+    assert sample_data.drawn_colours(plain) == (None, 'blue')
+
+
+def test_held_out_combinations_are_never_made(sample):
+    made, held_out = sample_data.split_scenes()
+    assert len(made) + len(held_out) == len(sample_data.all_scenes()) == 168
+    assert not set(made) & set(held_out)
+    _, _, table = _load(sample)
+    shown = set(table.tags_booru)
+    for scene in held_out:
+        assert f'{scene.colour}_{scene.shape}, {scene.background}_background' not in shown
+
+
+def test_held_out_prompts_name_their_scene_and_repeat_for_a_seed():
+    prompts = sample_data.held_out_prompts(64, seed=3)
+    assert prompts == sample_data.held_out_prompts(64, seed=3) != sample_data.held_out_prompts(64)
+    _, held_out = sample_data.split_scenes()
+    assert {scene for _, scene in prompts} == set(held_out)
+    for caption, scene in prompts:
+        assert f'{scene.colour} {scene.shape}' in caption
+        assert f'{scene.background} background' in caption
+
+
+def test_the_same_seed_gives_the_same_data_and_another_seed_other_data(sample, tmp_path):
+    for name, seed in [('same', 1), ('other', 2)]:
+        sample_data.make_sample(tmp_path / name, num_samples=600, num_files=3, seed=seed)
+    _, parts, table = _load(sample)
+    _, same_parts, same_table = _load(tmp_path / 'same')
+    _, other_parts, _ = _load(tmp_path / 'other')
+    assert table.equals(same_table)
+    for part, same, other in zip(parts, same_parts, other_parts, strict=True):
+        assert torch.equal(part[schema.PT_LATENTS], same[schema.PT_LATENTS])
+        assert not torch.equal(part[schema.PT_LATENTS], other[schema.PT_LATENTS])
+
+
+def test_bfloat16_is_made_when_asked_for(tmp_path):
+    sample_data.make_sample(tmp_path, num_samples=8, num_files=2, dtype='bfloat16')
+    _, parts, _ = _load(tmp_path)
+    assert {part[schema.PT_LATENTS].dtype for part in parts} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    'arguments, message',
+    [
+        ({'dtype': 'float32'}, "dtype is 'float32'"),
+        ({'num_samples': 7, 'num_files': 2}, '7 samples in 2 files'),
+        ({'num_files': 0}, 'in 0 files'),
+    ],
+)
+def test_values_out_of_range_are_refused(tmp_path, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        sample_data.make_sample(tmp_path, **arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_data_that_is_there_is_not_overwritten(sample):
+    with pytest.raises(ValueError, match='not empty'):
+        sample_data.make_sample(sample, num_samples=12)
