@@ -1,0 +1,64 @@
+"""Data that several test files share, made once a session from made-up pictures."""
+
+import pathlib
+
+import hypothesis
+import pytest
+
+from coyo11m_tfds import embed_captions, sample_data
+
+# How long one example takes depends on what else runs on the machine.
+hypothesis.settings.register_profile('no_deadline', deadline=None)
+hypothesis.settings.load_profile('no_deadline')
+
+COCO_SAMPLE = pathlib.Path(__file__).parents[2] / 'shared' / 'data' / 'coco_sample'
+
+
+@pytest.fixture(scope='session')
+def sample_source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A source of 1,200 made-up samples in three `.pt` files; tests must not change it."""
+    folder = tmp_path_factory.mktemp('source')
+    sample_data.make_sample(folder, num_samples=1200, num_files=3)
+    return folder
+
+
+@pytest.fixture(scope='session')
+def hash_sidecar(
+    sample_source: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
+) -> pathlib.Path:
+    """Text vectors of `sample_source`, made by the `hash` encoder."""
+    path = tmp_path_factory.mktemp('sidecar') / 'hash.parquet'
+    embed_captions.embed(sample_source, 'hash', path)
+    return path
+
+
+@pytest.fixture(scope='session')
+def mini_dataset(
+    sample_source: pathlib.Path,
+    hash_sidecar: pathlib.Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> pathlib.Path:
+    """The folder of a built data set: text vectors, a dozen train shards of unequal lengths (none
+    a multiple of 32, except by chance), a tenth of the records in `validation`."""
+    # Imported here, because TFDS takes seconds and many test files do without.
+    from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
+
+    config = Coyo11mConfig(
+        name='hash',
+        source=str(sample_source),
+        text_vectors=str(hash_sidecar),
+        validation_fraction=0.1,
+        shard_bytes=2_500_000,
+        num_workers=1,
+    )
+    builder = Builder(data_dir=tmp_path_factory.mktemp('data'), config=config)
+    builder.download_and_prepare()
+    return pathlib.Path(builder.data_dir)
+
+
+@pytest.fixture(scope='session')
+def coco_sample() -> pathlib.Path:
+    """The small real sample beside the checkout; skips where it is absent."""
+    if not COCO_SAMPLE.is_dir():
+        pytest.skip(f'{COCO_SAMPLE} is absent')
+    return COCO_SAMPLE

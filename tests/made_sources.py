@@ -1,0 +1,84 @@
+"""Small sources for the tests of the conversion, with every value known."""
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from coyo11m_tfds import schema
+
+
+def make_latents(count: int, dtype: str = 'float16', seed: int = 0) -> torch.Tensor:
+    """Random latents `(count, 3, 4, 32, 32)`."""
+    generator = torch.Generator().manual_seed(seed)
+    values = 6 * torch.randn(count, *schema.LATENTS_SHAPE, generator=generator) + 1
+    return values.to(getattr(torch, dtype))
+
+
+def write_pt(
+    path: pathlib.Path,
+    keys: Sequence[int],
+    dtype: str = 'float16',
+    replace: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes a `.pt` file; `replace` adds or replaces entries of its dict, None removes one."""
+    content = {
+        schema.PT_KEYS: torch.tensor(keys, dtype=torch.int64),
+        schema.PT_LATENTS: make_latents(len(keys), dtype, seed=sum(keys)),
+    } | (replace or {})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({name: value for name, value in content.items() if value is not None}, path)
+
+
+def write_captions(folder: pathlib.Path, captions: Mapping[int, str | None]) -> None:
+    """Writes the Parquet file of captions."""
+    columns = {
+        schema.PARQUET_KEY: pa.array(list(captions), pa.int64()),
+        schema.DEFAULT_CAPTION_COLUMN: pa.array(list(captions.values()), pa.string()),
+        'caption': pa.array([f'short {key}' for key in captions], pa.string()),
+    }
+    pq.write_table(pa.table(columns), folder / schema.CAPTIONS_FILE)
+
+
+def write_source(
+    folder: pathlib.Path,
+    files: Sequence[Sequence[int]],
+    dtype: str = 'float16',
+    replace: Mapping[str, Any] | None = None,
+) -> pathlib.Path:
+    """Writes a whole source: `files` holds the keys of each `.pt` file; every key has a caption."""
+    for number, keys in enumerate(files):
+        write_pt(latents_file(folder, number), keys, dtype, replace)
+    write_captions(folder, {key: f'Caption of {key}.' for keys in files for key in keys})
+    return folder
+
+
+def latents_file(folder: pathlib.Path, number: int) -> pathlib.Path:
+    """Path of the n-th `.pt` file."""
+    return folder / schema.LATENTS_FOLDER / f'{10 * number:06d}-{10 * number + 9:06d}.pt'
+
+
+def write_sidecar(
+    path: pathlib.Path, vectors: Mapping[int, np.ndarray], **metadata: str | None
+) -> pathlib.Path:
+    """Writes text vectors as float16; `metadata` replaces entries of the schema's metadata."""
+    dim = len(next(iter(vectors.values())))
+    flat = pa.array(np.concatenate(list(vectors.values())).astype(np.float16))
+    entries = {
+        schema.META_TEXT_ENCODER: 'made-up',
+        schema.META_TEXT_DIM: str(dim),
+        schema.META_CAPTION_COLUMN: schema.DEFAULT_CAPTION_COLUMN,
+    } | metadata
+    table = pa.table(
+        {
+            schema.PARQUET_KEY: pa.array(list(vectors), pa.int64()),
+            schema.TEXT_EMBEDDING: pa.FixedSizeListArray.from_arrays(flat, dim),
+        }
+    )
+    entries = {name: value for name, value in entries.items() if value is not None}
+    pq.write_table(table.replace_schema_metadata(entries), path)
+    return path
