@@ -1,0 +1,269 @@
+"""Captions to text vectors: a sidecar Parquet file that the data set's builder joins by key.
+
+    python -m coyo11m_tfds.embed_captions --source SOURCE --encoder hash --out SIDE.parquet
+    tfds build coyo11m_tfds --manual_dir=SOURCE --data_dir=OUT \\
+        --config='{"name": "hash", "text_vectors": "SIDE.parquet"}'
+
+    from coyo11m_tfds import embed_captions
+    report = embed_captions.embed('SOURCE', 'hf:google/gemma-3-270m', 'SIDE.parquet')
+
+The sidecar has the columns `key` (int64, ascending, each once) and `text_embedding`
+(FixedSizeList<float16>[D]); its schema metadata names the encoder, D and the caption column
+(`schema.META_TEXT_ENCODER`, `META_TEXT_DIM`, `META_CAPTION_COLUMN`). Captions that are null or
+blank get no row. The file appears when it is complete, or not at all.
+"""
+
+import argparse
+import dataclasses
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tqdm
+
+from coyo11m_tfds import captions, keyed_parquet, schema, sources, text_encoders
+
+log = logging.getLogger(__name__)
+
+# Captions that are encoded at a time: enough for an encoder to sort by length, few enough for the
+# arrays of the hash encoder to stay in a cache. Vectors do not depend on it.
+DEFAULT_BATCH_SIZE = 1024
+ROW_GROUP_SIZE = 65536  # 84 MB of vectors of 640 float16 numbers
+SECONDS_BETWEEN_LOG_LINES = 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `embed` did.
+
+    Attributes:
+        num_captions: vectors written.
+        num_skipped: rows without a caption (null or blank).
+        num_truncated: captions cut to the encoder's greatest length.
+        encoder: its name.
+        dim: numbers a vector.
+        seconds: time for encoding and writing, without loading the model and sorting captions.
+    """
+
+    num_captions: int
+    num_skipped: int
+    num_truncated: int
+    encoder: str
+    dim: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f'{self.num_captions} captions encoded by {self.encoder}, {self.dim} numbers each '
+            f'({self.num_captions / self.seconds:.0f} captions/s); '
+            f'{self.num_skipped} null or blank ones skipped, {self.num_truncated} truncated'
+        )
+
+
+def embed(
+    source_dir: str | os.PathLike[str],
+    encoder: str | text_encoders.Encoder,
+    out: str | os.PathLike[str],
+    caption_column: str = schema.DEFAULT_CAPTION_COLUMN,
+    batch_size: int = DEFAULT_BATCH_SIZE,
+) -> Report:
+    """Encodes every caption of a source and writes the sidecar, replacing one that is there.
+
+    Captions are first brought into the order of keys on disk, in a hidden scratch folder beside
+    `out` that takes as much room as their text, so that memory stays flat but for 100 bytes a row.
+    The `hash` encoder gives the same file byte for byte whatever the batch size; others give the
+    same up to rounding.
+
+    Args:
+        source_dir: local folder with `schema.CAPTIONS_FILE`.
+        encoder: a specification for `text_encoders.make_encoder`, or an encoder.
+        out: local path of the sidecar; its folder is made where there is none.
+        caption_column: the Parquet column to encode.
+        batch_size: captions that are given to the encoder at a time.
+
+    Raises:
+        ValueError: the source has no captions file or that lacks a column, a key is null or comes
+            twice, there is no caption at all, the encoder cannot be had, or a number that it makes
+            is not finite in float16.
+    """
+    path = find_captions(source_dir, caption_column)
+    out = Path(sources.local_path(out))
+    if out.is_dir():
+        raise ValueError(f'{out} is a folder; expected the path of a file to write.')
+    if isinstance(encoder, str):
+        encoder = text_encoders.make_encoder(encoder)
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f'.{out.name}.') as scratch:
+        captions.build_store(path, caption_column, scratch)
+        store = captions.CaptionStore(scratch)
+        keys, rows, num_skipped = find_captioned(path, store)
+        start = time.perf_counter()
+        groups = encode_groups(rows, store, encoder, batch_size)
+        unfinished = Path(scratch) / 'sidecar.parquet'
+        write_sidecar(unfinished, keys, groups, encoder, caption_column)
+        seconds = time.perf_counter() - start
+        os.replace(unfinished, out)
+    return Report(len(keys), num_skipped, encoder.truncated, encoder.name, encoder.dim, seconds)
+
+
+def find_captions(source_dir: str | os.PathLike[str], caption_column: str) -> str:
+    """Returns the path of the captions file, having looked at its columns only.
+
+    Raises:
+        ValueError: the source is remote or has no such file, or the file lacks a column.
+    """
+    path = Path(sources.local_path(source_dir)) / schema.CAPTIONS_FILE
+    if not path.is_file():
+        raise ValueError(f'{path} is missing; expected the folder of the source to hold it.')
+    keyed_parquet.open_with_column(str(path), caption_column).close()
+    return str(path)
+
+
+def find_captioned(path: str, store: captions.CaptionStore) -> tuple[np.ndarray, np.ndarray, int]:
+    """Finds the rows of the captions file that have a caption.
+
+    Returns:
+        `(keys, rows, num_skipped)`: keys int64 `(n,)`, ascending; the row of each, int64 `(n,)`;
+        and how many rows have a null or blank caption.
+
+    Raises:
+        ValueError: no row has a caption.
+    """
+    keys = store.keys
+    rows = store.find(keys)
+    captioned = store.lengths(rows) > 0
+    if not captioned.any():
+        raise ValueError(f'{path}: all {len(keys)} captions are null or blank; nothing to encode.')
+    return keys[captioned], rows[captioned], int(np.count_nonzero(~captioned))
+
+
+def encode_groups(
+    rows: np.ndarray,
+    store: captions.CaptionStore,
+    encoder: text_encoders.Encoder,
+    batch_size: int,
+) -> Iterator[np.ndarray]:
+    """Yields the vectors of `rows`, float16 `(k, dim)`, of one row group of the sidecar at a time.
+
+    Raises:
+        ValueError: a number is not finite in float16.
+    """
+    progress = Progress(len(rows))
+    for start in range(0, len(rows), ROW_GROUP_SIZE):
+        group = rows[start : start + ROW_GROUP_SIZE]
+        vectors = np.empty((len(group), encoder.dim), np.float16)
+        for first in range(0, len(group), batch_size):
+            batch = slice(first, first + batch_size)
+            vectors[batch] = encode_finite([t.decode() for t in store.texts(group[batch])], encoder)
+            progress.update(len(group[batch]))
+        yield vectors
+    progress.close()
+
+
+def encode_finite(texts: Sequence[str], encoder: text_encoders.Encoder) -> np.ndarray:
+    """Returns float16 `(len(texts), dim)`; raises ValueError where a number is not finite in it."""
+    with np.errstate(over='ignore'):
+        vectors = encoder.encode(texts).astype(np.float16)
+    bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
+    if len(bad):
+        raise ValueError(
+            f'{encoder.name} makes numbers that float16 cannot hold of the caption '
+            f'{texts[bad[0]][:100]!r}; use another encoder or leave the caption out.'
+        )
+    return vectors
+
+
+def write_sidecar(
+    path: Path,
+    keys: np.ndarray,
+    groups: Iterable[np.ndarray],
+    encoder: text_encoders.Encoder,
+    caption_column: str,
+) -> None:
+    """Writes `keys` int64 `(n,)` and their vectors, float16 `(ROW_GROUP_SIZE, dim)` at a time."""
+    columns = pa.schema(
+        [
+            pa.field(schema.PARQUET_KEY, pa.int64(), nullable=False),
+            pa.field(schema.TEXT_EMBEDDING, pa.list_(pa.float16(), encoder.dim), nullable=False),
+        ],
+        metadata={
+            schema.META_TEXT_ENCODER: encoder.name,
+            schema.META_TEXT_DIM: str(encoder.dim),
+            schema.META_CAPTION_COLUMN: caption_column,
+        },
+    )
+    # A dictionary of numbers that seldom repeat only costs.
+    with pq.ParquetWriter(path, columns, compression='zstd', use_dictionary=False) as writer:
+        for start, vectors in zip(range(0, len(keys), ROW_GROUP_SIZE), groups, strict=True):
+            group = pa.array(keys[start : start + ROW_GROUP_SIZE])
+            values = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), encoder.dim)
+            table = pa.Table.from_arrays([group, values], schema=columns)
+            writer.write_table(table, row_group_size=ROW_GROUP_SIZE)
+
+
+class Progress:
+    """A bar on a terminal, a log line now and then elsewhere."""
+
+    def __init__(self, total: int) -> None:
+        self._bar = tqdm.tqdm(total=total, unit=' captions', disable=None)
+        self._total, self._done = total, 0
+        self._start = self._logged = time.monotonic()
+
+    def update(self, count: int) -> None:
+        """Counts `count` more captions as done."""
+        self._bar.update(count)
+        self._done += count
+        now = time.monotonic()
+        if self._bar.disable and now - self._logged > SECONDS_BETWEEN_LOG_LINES:
+            self._logged = now
+            rate = self._done / (now - self._start)
+            log.info('%d of %d captions, %.0f/s', self._done, self._total, rate)
+
+    def close(self) -> None:
+        """Ends the bar."""
+        self._bar.close()
+
+
+def parse_flags() -> argparse.Namespace:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(
+        prog='python -m coyo11m_tfds.embed_captions',
+        description='Encodes captions as text vectors, in a sidecar that the builder joins by key.',
+    )
+    add = parser.add_argument
+    column, length = schema.DEFAULT_CAPTION_COLUMN, text_encoders.DEFAULT_MAX_TOKENS
+    add('--source', required=True, help=f'folder with {schema.CAPTIONS_FILE}')
+    add('--out', required=True, help='Parquet file to write')
+    add('--encoder', default='hash', help='hash (the default), hf:HUB_NAME or hf:FOLDER')
+    add('--caption_column', default=column, help='column to encode (%(default)s)')
+    add('--max_tokens', type=int, default=length, help='hf: cut longer captions (%(default)s)')
+    add('--batch_tokens', type=int, help='hf: tokens in a forward pass; less takes less memory')
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Runs the command line; bad input ends it with one message and exit status 1."""
+    flags = parse_flags()
+    logging.basicConfig(level=logging.INFO, format='%(asctime)s %(message)s')
+    # A polite kill unwinds as Ctrl-C does, so that the scratch folder is removed.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        find_captions(flags.source, flags.caption_column)  # before a model is loaded in vain
+        encoder = text_encoders.make_encoder(flags.encoder, flags.max_tokens, flags.batch_tokens)
+        report = embed(flags.source, encoder, flags.out, flags.caption_column)
+    except ValueError as error:
+        sys.exit(f'error: {error}')
+    print(f'{report}: {flags.out}')
+
+
+if __name__ == '__main__':
+    main()

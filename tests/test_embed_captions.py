@@ -1,0 +1,282 @@
+"""The sidecar of text vectors: what is in it, what is refused, and that nothing half-made stays."""
+
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coyo11m_tfds import embed_captions, sample_data, schema, text_encoders, vectors
+
+COCO = pathlib.Path(__file__).parents[2] / 'shared/data/coco_sample'
+
+
+def make_source(folder: pathlib.Path, rows: dict, key_type=None, column='caption_llava'):
+    """Writes a captions file with the given {key: caption} in this order."""
+    folder.mkdir(exist_ok=True)
+    table = pa.table(
+        {column: pa.array(list(rows.values()), pa.string()), 'key': pa.array(list(rows), key_type)}
+    )
+    pq.write_table(table, folder / schema.CAPTIONS_FILE)
+    return folder
+
+
+def read_sidecar(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
+    table = pq.read_table(path)
+    flat = table.column(schema.TEXT_EMBEDDING).combine_chunks().values.to_numpy()
+    return table.column(schema.PARQUET_KEY).to_numpy(), flat.reshape(len(table), -1)
+
+
+@pytest.fixture
+def source(tmp_path):
+    rows = {7: 'a cat', -3: 'two dogs', 2**40: None, 5: '  \n', 1: '', 90: 'a red circle'}
+    return make_source(tmp_path / 'source', rows)
+
+
+@pytest.fixture
+def out(tmp_path):
+    """A path in a folder that holds nothing else."""
+    return tmp_path / 'sidecars' / 'hash.parquet'
+
+
+# --- What is in it --------------------------------------------------------------------------
+
+
+def test_every_caption_has_its_vector_under_its_key(source, out):
+    report = embed_captions.embed(source, 'hash', out)
+    keys, found = read_sidecar(out)
+    assert keys.tolist() == [-3, 7, 90]
+    expected = text_encoders.HashEncoder().encode(['two dogs', 'a cat', 'a red circle'])
+    np.testing.assert_array_equal(found, expected.astype(np.float16))
+    assert (report.num_captions, report.num_skipped, report.num_truncated) == (3, 3, 0)
+    assert '3 captions encoded by hash, 640 numbers each' in str(report)
+    assert os.listdir(out.parent) == [out.name]
+
+
+def test_the_file_says_what_it_is(source, out):
+    embed_captions.embed(source, 'hash', out)
+    columns = pq.read_schema(out)
+    assert columns.field('key').type == pa.int64()
+    assert columns.field('text_embedding').type == pa.list_(pa.float16(), 640)
+    assert columns.metadata == {
+        b'text_encoder': b'hash',
+        b'text_embedding_dim': b'640',
+        b'caption_column': b'caption_llava',
+    }
+
+
+def test_the_builder_reads_it(source, out, tmp_path):
+    embed_captions.embed(source, 'hash', out)
+    header = vectors.read_header(str(out))
+    assert header == vectors.SidecarHeader(640, 'hash', 'caption_llava')
+    vectors.build_store(str(out), tmp_path)
+    store = vectors.VectorStore(tmp_path, header.dim)
+    rows = store.find(np.array([90, 5, 7]))
+    assert rows[1] == -1
+    expected = text_encoders.HashEncoder().encode(['a red circle', 'a cat']).astype(np.float16)
+    np.testing.assert_array_equal(store.read(rows[[0, 2]]), expected)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    rows=st.dictionaries(
+        st.integers(-(2**63), 2**63 - 1), st.none() | st.text('ab \U0001f98a', max_size=6)
+    ),
+    shuffle=st.randoms(use_true_random=False),
+    batch_size=st.integers(1, 9),
+)
+def test_same_bytes_whatever_the_order_and_batches(tmp_path_factory, rows, shuffle, batch_size):
+    rows[0] = 'a'  # a source without any caption is refused
+    folder = tmp_path_factory.mktemp('same')
+    embed_captions.embed(make_source(folder / 'first', rows), 'hash', folder / 'first.parquet')
+    shuffled = dict(shuffle.sample(list(rows.items()), len(rows)))
+    embed_captions.embed(
+        make_source(folder / 'second', shuffled), 'hash', folder / 'second.parquet',
+        batch_size=batch_size,
+    )  # fmt: skip
+    assert (folder / 'first.parquet').read_bytes() == (folder / 'second.parquet').read_bytes()
+
+
+def test_many_row_groups(out, tmp_path, monkeypatch):
+    monkeypatch.setattr(embed_captions, 'ROW_GROUP_SIZE', 64)
+    keys = random.Random(0).sample(range(10**6), 300)
+    source = make_source(tmp_path / 'source', {key: f'number {key}' for key in keys})
+    embed_captions.embed(source, 'hash', out, batch_size=48)
+    assert pq.ParquetFile(out).metadata.num_row_groups == 5
+    found_keys, found = read_sidecar(out)
+    assert found_keys.tolist() == sorted(keys)
+    expected = text_encoders.HashEncoder().encode([f'number {key}' for key in sorted(keys)])
+    np.testing.assert_array_equal(found, expected.astype(np.float16))
+
+
+def test_another_column_and_an_old_sidecar(tmp_path, out):
+    source = make_source(tmp_path / 'source', {1: 'a cat'}, column='tags')
+    out.parent.mkdir()
+    out.write_bytes(b'an older one')
+    embed_captions.embed(source, 'hash', out, caption_column='tags')
+    assert vectors.read_header(str(out)).caption_column == 'tags'
+
+
+def test_progress_is_logged_where_there_is_no_terminal(source, out, monkeypatch, caplog):
+    monkeypatch.setattr(embed_captions, 'SECONDS_BETWEEN_LOG_LINES', 0)
+    caplog.set_level('INFO')
+    embed_captions.embed(source, 'hash', out, batch_size=2)
+    lines = [record.message for record in caplog.records]
+    assert [line.split(',')[0] for line in lines] == ['2 of 3 captions', '3 of 3 captions']
+
+
+# --- What is refused ------------------------------------------------------------------------
+
+
+def write_repeated_key(path):
+    table = pa.table({'key': [4, 9, 4], 'caption_llava': ['a', 'b', 'c']})
+    pq.write_table(table, path)
+
+
+def write_null_key(path):
+    table = pa.table({'key': pa.array([4, None]), 'caption_llava': ['a', 'b']})
+    pq.write_table(table, path)
+
+
+def write_text_key(path):
+    pq.write_table(pa.table({'key': ['4'], 'caption_llava': ['a']}), path)
+
+
+def write_no_column(path):
+    pq.write_table(pa.table({'key': [4], 'url': ['a'], 'tags': ['b']}), path)
+
+
+def write_number_captions(path):
+    pq.write_table(pa.table({'key': [4], 'caption_llava': [1.5]}), path)
+
+
+def write_blank_captions(path):
+    table = pa.table({'key': [4, 5], 'caption_llava': pa.array([None, ' '], pa.string())})
+    pq.write_table(table, path)
+
+
+@pytest.mark.parametrize(
+    ('write', 'message'),
+    [
+        (write_repeated_key, r'meta\.parquet.*key 4'),
+        (write_null_key, r'meta\.parquet.*null'),
+        (write_text_key, r"meta\.parquet.*'key' is string.*int64"),
+        (write_no_column, r"meta\.parquet.*no column 'caption_llava'.*key, url, tags"),
+        (write_number_captions, r"meta\.parquet.*'caption_llava' is double.*text"),
+        (write_blank_captions, r'meta\.parquet.*all 2 captions are null or blank'),
+        (lambda path: path.write_bytes(b'PAR?'), r'meta\.parquet.*not a Parquet file'),
+        (lambda path: None, r'meta\.parquet is missing'),
+    ],
+)
+def test_a_bad_source_is_refused_and_an_old_sidecar_stays(tmp_path, out, write, message):
+    write(tmp_path / schema.CAPTIONS_FILE)
+    out.parent.mkdir()
+    out.write_bytes(b'an older one')
+    with pytest.raises(ValueError, match=message):
+        embed_captions.embed(tmp_path, 'hash', out)
+    assert os.listdir(out.parent) == [out.name]
+    assert out.read_bytes() == b'an older one'
+
+
+def test_paths_that_cannot_be_are_refused(source, tmp_path):
+    with pytest.raises(ValueError, match=r'gs://bucket/out\.parquet is remote'):
+        embed_captions.embed(source, 'hash', 'gs://bucket/out.parquet')
+    with pytest.raises(ValueError, match=r'gs://bucket is remote'):
+        embed_captions.embed('gs://bucket', 'hash', tmp_path / 'out.parquet')
+    with pytest.raises(ValueError, match=r'is a folder'):
+        embed_captions.embed(source, 'hash', tmp_path)
+
+
+class HugeEncoder:
+    """Makes a number for one caption that float16 cannot hold."""
+
+    name, dim, truncated = 'huge', 2, 0
+
+    def encode(self, captions):
+        return np.array([[1, 1e6 if 'cat' in caption else 2] for caption in captions], np.float32)
+
+
+def test_numbers_too_large_for_float16_are_refused(source, out):
+    with pytest.raises(ValueError, match=r"huge.*float16.*'a cat'"):
+        embed_captions.embed(source, HugeEncoder(), out)
+    assert os.listdir(out.parent) == []
+
+
+# --- Command line ---------------------------------------------------------------------------
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, '-m', 'coyo11m_tfds.embed_captions', *map(str, arguments)],
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_command_line(tmp_path, out):
+    sample_data.make_sample(tmp_path / 'source', num_samples=200)
+    result = run('--source', tmp_path / 'source', '--encoder', 'hash', '--out', out)
+    assert result.returncode == 0, result.stderr
+    keys, found = read_sidecar(out)
+    assert f'{len(keys)} captions encoded by hash, 640 numbers each' in result.stdout
+    assert found.shape == (len(keys), 640)
+    assert 150 < len(keys) < 200
+    np.testing.assert_allclose(np.linalg.norm(found.astype(np.float32), axis=1), 1, atol=1e-3)
+
+
+def test_command_line_ends_with_one_message(source, out):
+    for arguments, message in (
+        (('--source', source, '--encoder', 'clip'), "error: unknown encoder 'clip'"),
+        (('--source', source, '--caption_column', 'alt'), "has no column 'alt'"),
+    ):
+        result = run(*arguments, '--out', out)
+        assert result.returncode == 1
+        assert message in result.stderr
+        assert 'Traceback' not in result.stderr
+    assert not out.parent.exists()
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_nothing_stays_when_it_is_stopped(source, out, number):
+    program = textwrap.dedent("""
+        import time
+        from coyo11m_tfds import embed_captions, text_encoders
+
+        class SlowEncoder(text_encoders.HashEncoder):
+            def encode(self, captions):
+                print('encoding', flush=True)
+                time.sleep(60)
+
+        text_encoders.HashEncoder = SlowEncoder
+        embed_captions.main()
+    """)
+    command = [sys.executable, '-c', program, '--source', str(source), '--out', str(out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b'encoding\n'
+        assert os.listdir(out.parent) != []
+        process.send_signal(number)
+        process.communicate(timeout=30)
+    assert process.returncode != 0
+    assert os.listdir(out.parent) == []
+
+
+# --- Real data ------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not COCO.is_dir(), reason=f'{COCO} is not here')
+def test_real_sample(out):
+    report = embed_captions.embed(COCO, 'hash', out)
+    assert (report.num_captions, report.num_skipped) == (350, 6)
+    _, found = read_sidecar(out)
+    found = found.astype(np.float32)
+    cosines = (found @ found.T)[np.triu_indices(len(found), 1)]
+    assert 0 < cosines.mean() < 0.5
