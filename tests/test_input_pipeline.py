@@ -1,0 +1,568 @@
+"""Reading, parsing and sending batches, on small data sets written here with TFDS' own tools."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import shutil
+import threading
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_datasets as tfds
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import input_pipeline
+from coyo11m_tfds import chunk_index, schema
+from coyo11m_tfds import order as order_lib
+
+TEXT_DIM = 6
+LENGTHS = {schema.TRAIN: (70, 97, 64, 131, 33), schema.VALIDATION: (37, 12)}
+ORDER = dict(batch_size=16, seed=5, chunk=32, lanes=4, window=24)
+ALL = input_pipeline.FEATURES
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A data set on disk, and what was written, in the order of the shards."""
+
+    path: pathlib.Path
+    key: np.ndarray
+    latents: np.ndarray  # (n, 3, 4, 32, 32)
+    text_embedding: np.ndarray
+    caption: list[bytes]
+    shard_lengths: tuple[int, ...]
+
+    def rows_of(self, keys: np.ndarray) -> np.ndarray:
+        by_key = np.argsort(self.key)
+        return by_key[np.searchsorted(self.key, keys, sorter=by_key)]
+
+
+def write_dataset(path: pathlib.Path, dtype=np.float16) -> dict[str, Written]:
+    path.mkdir(parents=True)
+    features = tfds.features.FeaturesDict(
+        {
+            schema.KEY: np.int64,
+            schema.LATENTS: tfds.features.Tensor(
+                shape=schema.LATENTS_SHAPE, dtype=dtype, encoding='bytes'
+            ),
+            schema.CAPTION: tfds.features.Text(),
+            schema.TEXT_EMBEDDING: tfds.features.Tensor(
+                shape=(TEXT_DIM,), dtype=np.float16, encoding='bytes'
+            ),
+        }
+    )
+    written = {split: write_split(path, split, dtype) for split in LENGTHS}
+    infos = [
+        tfds.core.SplitInfo(
+            name=split,
+            shard_lengths=list(LENGTHS[split]),
+            num_bytes=1,
+            filename_template=template(path, split),
+        )
+        for split in LENGTHS
+    ]
+    tfds.folder_dataset.write_metadata(
+        data_dir=path, features=features, split_infos=infos, check_data=False
+    )
+    return written
+
+
+def template(path: pathlib.Path, split: str) -> tfds.core.ShardedFileTemplate:
+    return tfds.core.ShardedFileTemplate(
+        data_dir=path, dataset_name=schema.NAME, split=split, filetype_suffix='tfrecord'
+    )
+
+
+def write_split(path: pathlib.Path, split: str, dtype) -> Written:
+    lengths = LENGTHS[split]
+    rng = np.random.default_rng(len(split))
+    count = sum(lengths)
+    written = Written(
+        path=path,
+        key=rng.choice(2**62, count, replace=False) - 2**61,
+        latents=rng.normal(0, 6, (count, *schema.LATENTS_SHAPE)).astype(dtype),
+        text_embedding=rng.normal(size=(count, TEXT_DIM)).astype(np.float16),
+        caption=[f'caption {i}'.encode() for i in range(count)],
+        shard_lengths=lengths,
+    )
+    first, offsets, sizes = 0, [], []
+    for shard, length in enumerate(lengths):
+        file = template(path, split).sharded_filepath(shard_index=shard, num_shards=len(lengths))
+        starts = write_shard(file, written, range(first, first + length))
+        offsets.append(np.array(starts[:-1][:: schema.CHUNK_STRIDE]))
+        sizes.append(starts[-1])
+        first += length
+    chunk_index.save(path, split, lengths, offsets, sizes)
+    return written
+
+
+def write_shard(file, written: Written, rows: range) -> list[int]:
+    """Returns where each record starts, and where the last one ends."""
+    starts = [0]
+    with tf.io.TFRecordWriter(str(file)) as writer:
+        for row in rows:
+            example = tf.train.Example()
+            feature = example.features.feature
+            feature[schema.KEY].int64_list.value.append(written.key[row])
+            feature[schema.LATENTS].bytes_list.value.append(written.latents[row].tobytes())
+            feature[schema.CAPTION].bytes_list.value.append(written.caption[row])
+            text = written.text_embedding[row].tobytes()
+            feature[schema.TEXT_EMBEDDING].bytes_list.value.append(text)
+            record = example.SerializeToString(deterministic=True)
+            writer.write(record)
+            starts.append(starts[-1] + len(record) + 16)  # length, and two checksums
+    return starts
+
+
+@pytest.fixture(scope='module')
+def written(tmp_path_factory) -> dict[str, Written]:
+    folder = tmp_path_factory.mktemp('written')
+    return write_dataset(folder / schema.NAME / 'hash' / schema.VERSION)
+
+
+@pytest.fixture(scope='module')
+def unindexed(tmp_path_factory) -> dict[str, Written]:
+    """A data set made elsewhere, without a chunk index."""
+    written = write_dataset(tmp_path_factory.mktemp('foreign') / 'foreign' / '1.0.0')
+    for file in written[schema.TRAIN].path.glob('chunk_index-*'):
+        file.unlink()
+    return written
+
+
+@pytest.fixture(scope='module')
+def order(written) -> order_lib.Order:
+    return input_pipeline.train_order(written[schema.TRAIN].path, **ORDER)
+
+
+def take(dataset: tf.data.Dataset, count: int) -> list[dict[str, np.ndarray]]:
+    return list(dataset.take(count).as_numpy_iterator())
+
+
+def train_batches(written, count: int, **changes) -> list[dict[str, np.ndarray]]:
+    """The first batches; also checks that they do not depend on how much is read at a time."""
+    train = written[schema.TRAIN]
+    return take(input_pipeline.train_dataset(train.path, **{**ORDER, **changes}), count)
+
+
+def assert_same(got: list[dict], expected: list[dict]) -> None:
+    assert len(got) == len(expected)
+    for got_batch, expected_batch in zip(got, expected, strict=True):
+        assert got_batch.keys() == expected_batch.keys()
+        for name, x in expected_batch.items():
+            np.testing.assert_array_equal(got_batch[name], x, err_msg=name)
+
+
+def shapes(batch: dict[str, np.ndarray]) -> dict:
+    return {name: (x.shape, x.dtype) for name, x in batch.items()}
+
+
+# --- The planned path --------------------------------------------------------------------------
+
+
+def test_batches_are_what_the_plan_says_over_several_epochs(written, order):
+    train = written[schema.TRAIN]
+    first_row = np.cumsum([0, *train.shard_lengths])
+    steps = sum(order.epoch(e).steps for e in range(3))
+    batches = train_batches(written, steps, features=ALL, caption_dropout=0.3)
+    for step, batch in enumerate(batches):
+        epoch, _ = order.locate(step)
+        shard, record = order.batch_records(step)
+        rows = first_row[shard] + record
+        keys = train.key[rows]
+        crops = order_lib.sample_crops(ORDER['seed'], epoch, keys)
+        np.testing.assert_array_equal(batch['key'], keys)
+        np.testing.assert_array_equal(batch['latents'], train.latents[rows, crops])
+        np.testing.assert_array_equal(batch['text_embedding'], train.text_embedding[rows])
+        assert batch['caption'].tolist() == [train.caption[row] for row in rows]
+        drops = order_lib.sample_drops(ORDER['seed'], epoch, keys, 0.3)
+        np.testing.assert_array_equal(batch['drop_text'], drops)
+
+
+def test_no_key_comes_twice_in_an_epoch(written, order):
+    steps = order.epoch(0).steps
+    keys = np.concatenate([b['key'] for b in train_batches(written, steps, features=('key',))])
+    assert len(np.unique(keys)) == len(keys) == steps * ORDER['batch_size']
+    assert len(keys) > 0.7 * sum(LENGTHS[schema.TRAIN])
+
+
+def test_the_seed_decides_the_order(written):
+    first, again = (train_batches(written, 3, features=('key',)) for _ in range(2))
+    assert_same(again, first)
+    other = train_batches(written, 3, features=('key',), seed=6)
+    assert not any(np.array_equal(a['key'], b['key']) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize('start', [1, 7, 'epoch', 'epoch*2-1'])
+def test_a_start_at_a_step_is_the_tail_of_the_run_from_0(written, order, start):
+    start = eval(str(start), {'epoch': order.epoch(0).steps})
+    steps = start + order.epoch(0).steps + 3
+    whole = train_batches(written, steps, caption_dropout=0.5)
+    tail = train_batches(written, steps - start, caption_dropout=0.5, start_step=start)
+    assert_same(tail, whole[start:])
+
+
+@pytest.mark.parametrize('process_count', [4])
+def test_processes_share_the_same_global_batches(written, process_count):
+    whole = train_batches(written, 30, features=ALL, caption_dropout=0.5)
+    parts = [
+        train_batches(
+            written,
+            30,
+            features=ALL,
+            caption_dropout=0.5,
+            process_index=process,
+            process_count=process_count,
+        )
+        for process in range(process_count)
+    ]
+    joined = [
+        {name: np.concatenate([part[name] for part in step]) for name in step[0]}
+        for step in zip(*parts, strict=True)
+    ]
+    assert_same(joined, whole)
+
+
+def test_reading_options_do_not_change_the_batches(written):
+    whole = train_batches(written, 10)
+    for options in (dict(parallel_reads=1), dict(parallel_reads=3, prefetch=1, private_threads=2)):
+        assert_same(train_batches(written, 10, **options), whole)
+
+
+def test_only_what_is_asked_for_is_in_a_batch(written):
+    assert shapes(train_batches(written, 1, features=ALL, caption_dropout=0.1)[0]) == {
+        'key': ((16,), np.int64),
+        'latents': ((16, 4, 32, 32), np.float16),
+        'text_embedding': ((16, TEXT_DIM), np.float16),
+        'caption': ((16,), np.object_),
+        'drop_text': ((16,), np.bool_),
+    }
+    latents_only = train_batches(written, 1, features=('latents',), caption_dropout=0.1)[0]
+    assert shapes(latents_only) == {'latents': ((16, 4, 32, 32), np.float16)}
+
+
+def test_bfloat16_latents_stay_bit_for_bit(tmp_path):
+    written = write_dataset(tmp_path / 'b' / '1.0.0', ml_dtypes.bfloat16)
+    train = written[schema.TRAIN]
+    batch = train_batches(written, 1)[0]
+    assert batch['latents'].dtype == ml_dtypes.bfloat16
+    crops = order_lib.sample_crops(ORDER['seed'], 0, batch['key'])
+    expected = train.latents[train.rows_of(batch['key']), crops]
+    np.testing.assert_array_equal(batch['latents'].view(np.uint16), expected.view(np.uint16))
+    assert input_pipeline.dataset_stats(train.path).latent_dtype == 'bfloat16'
+
+
+def test_the_builder_makes_data_sets_that_are_read_by_plan(mini_dataset):
+    builder = input_pipeline.open_dataset(mini_dataset)
+    settings = dict(batch_size=16, seed=0, lanes=4, chunk=32, window=64)
+    order = input_pipeline.train_order(builder, **settings)
+    source = {
+        int(example['key']): example for example in tfds.as_numpy(builder.as_dataset(split='train'))
+    }
+    batches = take(
+        input_pipeline.train_dataset(builder, features=ALL, **settings), order.epoch(0).steps
+    )
+    keys = np.concatenate([batch['key'] for batch in batches])
+    assert len(np.unique(keys)) == len(keys)
+    for batch in batches[:5]:
+        crops = order_lib.sample_crops(0, 0, batch['key'])
+        for i, key in enumerate(batch['key']):
+            example = source[int(key)]
+            np.testing.assert_array_equal(batch['latents'][i], example['latents'][crops[i]])
+            np.testing.assert_array_equal(batch['text_embedding'][i], example['text_embedding'])
+            assert batch['caption'][i] == example['caption']
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 2**40),
+    st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20),
+    st.floats(0, 1),
+)
+def test_tensorflow_makes_the_same_choices_as_numpy(seed, epoch, keys, probability):
+    keys = np.array(keys)
+    in_tf = tf.constant(epoch, tf.int64), tf.constant(keys)
+    crops = input_pipeline._tf_sample_crops(seed, *in_tf)
+    np.testing.assert_array_equal(crops, order_lib.sample_crops(seed, epoch, keys))
+    drops = input_pipeline._tf_sample_drops(seed, *in_tf, probability)
+    np.testing.assert_array_equal(drops, order_lib.sample_drops(seed, epoch, keys, probability))
+
+
+# --- Evaluation --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('kind', ['written', 'unindexed'])
+@pytest.mark.parametrize('batch_size, process_count', [(16, 1), (16, 4), (20, 2), (64, 8)])
+def test_evaluation_reads_every_record_once(request, kind, batch_size, process_count):
+    validation = request.getfixturevalue(kind)[schema.VALIDATION]
+    parts = []
+    for process in range(process_count):
+        dataset = input_pipeline.eval_dataset(
+            validation.path,
+            batch_size=batch_size,
+            features=ALL,
+            process_index=process,
+            process_count=process_count,
+        )
+        parts.append(take(dataset, -1))
+        assert len(parts[-1]) == dataset.cardinality() == -(-len(validation.key) // batch_size)
+    batches = [batch for part in parts for batch in part]
+    assert {len(x) for batch in batches for x in batch.values()} == {batch_size // process_count}
+    real = {name: np.concatenate([batch[name][batch['mask']] for batch in batches]) for name in ALL}
+    rows = validation.rows_of(real['key'])
+    assert sorted(rows) == list(range(len(validation.key)))
+    np.testing.assert_array_equal(real['key'], validation.key[rows])
+    np.testing.assert_array_equal(real['latents'], validation.latents[rows, 1])
+    np.testing.assert_array_equal(real['text_embedding'], validation.text_embedding[rows])
+    assert real['caption'].tolist() == [validation.caption[row] for row in rows]
+    if kind == 'written':
+        assert rows.tolist() == list(range(len(rows)))
+    assert not any(batch['latents'][~batch['mask']].any() for batch in batches)
+
+
+# --- The ordinary path -------------------------------------------------------------------------
+
+
+def test_without_chunk_index_an_epoch_has_every_record_once(unindexed, caplog):
+    train = unindexed[schema.TRAIN]
+    count = len(train.key)
+    settings = dict(batch_size=5, seed=5, features=ALL, caption_dropout=0.4)
+    assert count % 5 == 0
+    assert input_pipeline.train_order(train.path, batch_size=5, seed=5) is None
+    batches = take(input_pipeline.train_dataset(train.path, **settings), 2 * count // 5)
+    assert 'no chunk index' in caplog.text
+    key, latents, drops = (
+        np.concatenate([b[k] for b in batches]) for k in ('key', 'latents', 'drop_text')
+    )
+    epochs = np.repeat([0, 1], count)
+    for epoch in (0, 1):
+        assert sorted(key[epochs == epoch]) == sorted(train.key)
+    assert not np.array_equal(key[:count], key[count:])
+    crops = order_lib.sample_crops(5, epochs, key)
+    np.testing.assert_array_equal(latents, train.latents[train.rows_of(key), crops])
+    np.testing.assert_array_equal(drops, order_lib.sample_drops(5, epochs, key, 0.4))
+
+
+def test_without_chunk_index_processes_get_different_records(unindexed):
+    train = unindexed[schema.TRAIN]
+    parts = []
+    for process in range(2):
+        share = dict(process_index=process, process_count=2)
+        dataset = input_pipeline.train_dataset(
+            train.path, batch_size=10, seed=5, features=('key',), **share
+        )
+        parts.append(np.concatenate([batch['key'] for batch in take(dataset, 30)]))
+    assert not np.intersect1d(*parts).size
+
+
+@pytest.mark.parametrize('num_examples', [1, 20])
+def test_mocked_data_look_like_real_ones(written, unindexed, num_examples):
+    dataset = functools.partial(
+        input_pipeline.train_dataset, features=ALL, caption_dropout=0.1, **ORDER
+    )
+    real = dataset(written[schema.TRAIN].path)
+    builder = tfds.builder_from_directory(unindexed[schema.TRAIN].path)
+    with tfds.testing.mock_data(num_examples=num_examples):
+        mocked = dataset(builder)
+        assert mocked.element_spec == real.element_spec
+        assert shapes(take(mocked, 3)[-1]) == shapes(take(real, 1)[0])
+        held_out = input_pipeline.eval_dataset(builder, batch_size=16, features=ALL)
+        assert sum(batch['mask'].sum() for batch in take(held_out, -1)) == num_examples
+
+
+def test_a_mocked_builder_that_was_never_built(tmp_path):
+    from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder
+
+    with tfds.testing.mock_data(num_examples=7):
+        builder = Builder(data_dir=tmp_path)
+        assert not builder.info.splits
+        options = dict(features=('key', 'latents'))
+        train = input_pipeline.train_dataset(builder, **ORDER, **options)
+        assert shapes(take(train, 2)[1]) == {
+            'key': ((16,), np.int64),
+            'latents': ((16, 4, 32, 32), np.float16),
+        }
+        held_out = take(input_pipeline.eval_dataset(builder, batch_size=4, **options), -1)
+        assert [batch['mask'].tolist() for batch in held_out] == [[True] * 4, [True] * 3 + [False]]
+        stats = input_pipeline.dataset_stats(builder)
+        assert stats.latent_mean.tolist() == [0] * 4 and stats.latent_std.tolist() == [1] * 4
+        input_pipeline.position_settings(builder, batch_size=16, seed=0)
+
+
+# --- Metadata ----------------------------------------------------------------------------------
+
+
+def test_stats_come_from_the_metadata(mini_dataset):
+    metadata = json.loads((mini_dataset / 'metadata.json').read_text())
+    stats = input_pipeline.dataset_stats(mini_dataset)
+    np.testing.assert_allclose(stats.latent_mean, metadata[schema.META_LATENT_MEAN], rtol=1e-6)
+    np.testing.assert_allclose(stats.latent_std, metadata[schema.META_LATENT_STD], rtol=1e-6)
+    np.testing.assert_allclose(stats.text_std, metadata[schema.META_TEXT_STD], rtol=1e-6)
+    assert stats.text_mean.shape == (stats.text_dim,) == (schema.DEFAULT_TEXT_DIM,)
+    assert stats.text_encoder == 'hash' and stats.latent_dtype == 'float16'
+    assert stats.source_fingerprint == metadata[schema.META_SOURCE_FINGERPRINT]
+
+
+def test_position_settings_tell_what_differs(written, mini_dataset):
+    path = written[schema.TRAIN].path
+    saved = input_pipeline.position_settings(path, **ORDER)
+    assert input_pipeline.position_settings(path, **ORDER) == saved
+    assert json.loads(json.dumps(saved)) == saved
+    fingerprints = {input_pipeline.position_fingerprint(saved)}
+    for name in ORDER:
+        now = input_pipeline.position_settings(path, **{**ORDER, name: ORDER[name] * 2})
+        assert [key for key in saved if saved[key] != now[key]] == [name]
+        fingerprints.add(input_pipeline.position_fingerprint(now))
+    other = input_pipeline.position_settings(mini_dataset, **ORDER)
+    assert [key for key in saved if saved[key] != other[key]] == ['data_set']
+    fingerprints.add(input_pipeline.position_fingerprint(other))
+    assert len(fingerprints) == len(ORDER) + 2
+
+
+def test_position_settings_know_the_shards_and_the_source(written, tmp_path):
+    path = written[schema.TRAIN].path
+    saved = input_pipeline.position_settings(path, **ORDER)['data_set']
+    for number, change in enumerate(['shards', 'source']):
+        copy = tmp_path / str(number)
+        copy.mkdir()
+        shutil.copy(path / 'features.json', copy)
+        info = json.loads((path / 'dataset_info.json').read_text())
+        if change == 'shards':
+            lengths = info['splits'][0]['shardLengths']
+            lengths[0], lengths[1] = lengths[1], lengths[0]
+        else:
+            (copy / 'metadata.json').write_text(json.dumps({schema.META_SOURCE_FINGERPRINT: 'f'}))
+        (copy / 'dataset_info.json').write_text(json.dumps(info))
+        now = input_pipeline.position_settings(copy, **ORDER)['data_set']
+        assert now.split()[:-1] == saved.split()[:-1] and now != saved
+
+
+# --- Mistakes and damage -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'changes, message',
+    [
+        (dict(process_count=3), 'batch_size=15 works'),
+        (dict(process_count=8), 'lanes=8 works'),
+        (dict(process_count=2, process_index=2), r'process_index=2 is not in \[0, 2\)'),
+        (dict(lanes=3), 'lanes=2 works'),
+        (dict(features=('key', 'tags')), "no feature 'tags'; there are"),
+        (dict(split='test'), r"no split 'test'; there are \['train', 'validation'\]"),
+        (dict(caption_dropout=1.5), 'caption_dropout=1.5'),
+        (dict(start_step=-1), 'step=-1'),
+    ],
+)
+def test_a_mistake_is_named_before_anything_is_read(written, changes, message):
+    with pytest.raises(ValueError, match=message):
+        train_batches(written, 1, **changes)
+
+
+def test_an_index_of_other_shards_is_refused(tmp_path):
+    path = write_dataset(tmp_path / 'd' / '1.0.0')[schema.TRAIN].path
+    (path / 'chunk_index-validation.npy').rename(path / 'chunk_index-train.npy')
+    with pytest.raises(ValueError, match=r'5 shards of 395 records.* its chunk index 2 of 49'):
+        input_pipeline.train_dataset(path, **ORDER)
+
+
+def test_a_damaged_shard_ends_the_run(tmp_path):
+    path = write_dataset(tmp_path / 'd' / '1.0.0')[schema.VALIDATION].path
+    shard = min(path.glob('*-validation.tfrecord-*'))
+    whole = shard.read_bytes()
+    read = functools.partial(input_pipeline.eval_dataset, path, batch_size=8, features=('key',))
+    assert sum(batch['mask'].sum() for batch in take(read(), -1)) == 49
+    shard.write_bytes(whole[: len(whole) * 3 // 4])
+    with pytest.raises(tf.errors.OpError):
+        take(read(), -1)
+    middle = len(whole) // 2
+    shard.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+    with pytest.raises(tf.errors.DataLossError):
+        take(read(), -1)
+
+
+def test_a_shard_with_too_few_records_is_named(tmp_path):
+    validation = write_dataset(tmp_path / 'd' / '1.0.0')[schema.VALIDATION]
+    shard = min(validation.path.glob('*-validation.tfrecord-*'))
+    write_shard(shard, validation, range(LENGTHS[schema.VALIDATION][0] - 1))
+    dataset = input_pipeline.eval_dataset(validation.path, batch_size=8, features=('key',))
+    with pytest.raises(tf.errors.InvalidArgumentError, match=f'{shard.name}.*fewer records'):
+        take(dataset, -1)
+
+
+# --- To the device -----------------------------------------------------------------------------
+
+
+def one_device() -> jax.sharding.Sharding:
+    mesh = jax.make_mesh((1,), ('data',), devices=jax.devices()[:1])
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))
+
+
+def test_devices_get_what_the_host_read(written):
+    path = written[schema.TRAIN].path
+    dataset = input_pipeline.train_dataset(path, features=ALL, caption_dropout=0.5, **ORDER)
+    on_device = input_pipeline.to_device(dataset, one_device())
+    for batch in take(dataset, 4):
+        sent = next(on_device)
+        assert sent.keys() == batch.keys() - {'caption'}
+        assert all(isinstance(x, jax.Array) for x in sent.values())
+        for name in ('latents', 'text_embedding', 'drop_text'):
+            assert sent[name].dtype == batch[name].dtype
+            np.testing.assert_array_equal(sent[name], batch[name])
+        words = np.asarray(sent['key']).astype(np.uint64)
+        keys = (words[:, 0] | words[:, 1] << np.uint64(32)).astype(np.int64)
+        np.testing.assert_array_equal(keys, batch['key'])
+    on_device.close()
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5))
+def test_key_words_are_low_and_high(keys):
+    words = input_pipeline.key_words(np.array(keys, np.int64))
+    assert words.dtype == np.uint32 and words.shape == (len(keys), 2)
+    assert [int(low) | int(high) << 32 for low, high in words] == [k % 2**64 for k in keys]
+
+
+@pytest.mark.parametrize('ahead', [1, 2, 5])
+def test_batches_are_sent_ahead_but_not_without_limit(ahead):
+    made = []
+
+    def host_batches():
+        for i in range(20):
+            made.append(i)
+            yield {'x': np.full(2, i)}
+
+    arrived = []
+    for batch in input_pipeline.to_device(host_batches(), one_device(), ahead=ahead):
+        arrived.append(int(batch['x'][0]))
+        assert len(made) <= len(arrived) + ahead
+    assert arrived == made == list(range(20))
+
+
+def test_an_error_while_reading_reaches_the_loop():
+    def host_batches():
+        yield {'x': np.zeros(2)}
+        raise OSError('the disk is gone')
+
+    on_device = input_pipeline.to_device(host_batches(), one_device())
+    next(on_device)
+    with pytest.raises(OSError, match='the disk is gone'):
+        next(on_device)
+
+
+def test_closing_stops_the_thread():
+    def host_batches():
+        while True:
+            yield {'x': np.zeros(2)}
+
+    on_device = input_pipeline.to_device(host_batches(), one_device())
+    next(on_device)
+    threads = [t for t in threading.enumerate() if t.name.startswith('to_device')]
+    assert threads
+    on_device.close()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
