@@ -1,0 +1,68 @@
+"""The default run: S/2 on one machine, the base that every other configuration overrides.
+
+    python -m train_lib.main --config=configs/default.py --workdir=W \\
+        --config.data.dir=OUT/coyo11m_tfds/CONFIG/1.0.0
+
+Any field can be set on the command line: `--config.batch_size=512`, `--config.model.name=B/2`.
+"""
+
+import ml_collections
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """All fields; a locked `ConfigDict`."""
+    config = ml_collections.ConfigDict()
+
+    config.seed = 0  # of weights, of noise and times, and of the order of the data
+    config.batch_size = 256  # samples of one step, over all hosts
+    config.num_steps = 400_000  # 9 to 13 epochs of 7.6 to 11.4 million samples
+    config.ema_decay = 0.9999  # a step; the weights that evaluation and previews use
+
+    config.data = data = ml_collections.ConfigDict()
+    data.dir = ''  # folder of the built data set: .../coyo11m_tfds/CONFIG/1.0.0
+    data.chunk = 64  # records read at one offset, 1.6 MB; a multiple of 32
+    data.lanes = 16  # a constant of the run: hosts divide it, and it divides batch_size
+    data.window = 1024  # records shuffled together in a lane, 10 MB of memory each
+    data.caption_dropout = 0.1  # share of samples whose text is dropped, for guidance
+    data.parallel_reads = 4  # chunks read at once in each lane
+    data.prefetch = 2  # batches made ahead on the host
+
+    config.model = model = ml_collections.ConfigDict()
+    model.name = 'S/2'  # size and patch size: tiny, S, B, L or XL
+    model.dtype = 'bfloat16'  # of the computation; weights are float32
+    model.remat = False  # recompute activations in the backward pass, to save memory
+
+    config.optimizer = optimizer = ml_collections.ConfigDict()
+    optimizer.learning_rate = 2e-4  # at the end of the warm-up
+    optimizer.warmup_steps = 5_000  # steps of linear increase from 0
+    optimizer.schedule = 'cosine'  # after the warm-up: cosine (to 0) or constant
+    optimizer.weight_decay = 0.01  # of kernels alone
+    optimizer.b1 = 0.9  # AdamW, first moment
+    optimizer.b2 = 0.99  # AdamW, second moment; less than usual, for the noise of random times
+    optimizer.clip_norm = 1.0  # of the whole gradient
+
+    config.flow = flow = ml_collections.ConfigDict()
+    flow.logit_mean = 0.0  # of the logit-normal times: more than 0 favours noisy times
+    flow.logit_std = 1.0  # of the logit-normal times
+
+    config.distributed = False  # call jax.distributed.initialize; a TPU finds its hosts itself
+
+    config.mesh = mesh = ml_collections.ConfigDict()
+    mesh.data = -1  # devices along which the batch alone is split; -1: what fsdp leaves
+    mesh.fsdp = 1  # devices over which weights and optimizer state are split as well
+
+    config.preview = preview = ml_collections.ConfigDict()
+    preview.count = 16  # pictures in a grid
+    preview.guidance = 4.0  # strength of classifier-free guidance; 1 is none
+    preview.num_steps = 50  # Euler steps
+
+    config.log_every = 100  # steps that a logged metric is the average of
+
+    # Every so many steps; 0: never.
+    config.eval_every = 5_000  # a pass over the validation split
+    config.preview_every = 5_000  # a grid of pictures
+    config.checkpoint_every = 2_500  # also at the end, and when SIGTERM comes
+    config.keep_checkpoints = 3  # the last ones
+    config.profile_steps = 0  # steps to profile, from the tenth after the start; 0: no profile
+
+    return config.lock()

@@ -1,0 +1,39 @@
+"""The demo: a tiny model on the made-up pictures of `coyo11m_tfds.sample_data`, on two CPU cores.
+
+python -m train_lib.main --config=configs/demo.py --workdir=demo/run
+"""
+
+import ml_collections
+
+from configs import default
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """What differs from the default."""
+    config = default.get_config()
+    with config.unlocked():
+        config.data.dir = 'demo/data/coyo11m_tfds/hash/1.0.0'
+    config.batch_size = 64
+    config.num_steps = 1_200
+    config.ema_decay = 0.99  # remembers the last 100 steps: the run is short
+
+    config.data.chunk = 32  # the data set has a few thousand records
+    config.data.lanes = 4
+    config.data.window = 256
+
+    config.model.name = 'tiny/4'  # 64 tokens; with patches of 8 the width is too small for a token
+    config.model.dtype = 'float32'  # CPUs are no faster at bfloat16
+
+    config.optimizer.learning_rate = 2e-3
+    config.optimizer.warmup_steps = 100
+
+    config.flow.logit_mean = 0.4  # what is drawn, and where, is decided at noisy times
+
+    config.preview.guidance = 3.0
+    config.preview.num_steps = 25
+
+    config.log_every = 50
+    config.eval_every = 300
+    config.preview_every = 300
+    config.checkpoint_every = 300
+    return config

@@ -1,0 +1,72 @@
+"""Means are over samples, whatever the batches; masks and time bins count what they should."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from train_lib import metrics
+
+
+def _train(loss, learning_rate=0.0):
+    values = (jnp.float32(x) for x in (loss, 2 * loss, learning_rate))
+    return metrics.TrainMetrics.single_from_model_output(
+        **dict(zip(('loss', 'grad_norm', 'learning_rate'), values, strict=True))
+    )
+
+
+def test_training_metrics_average_over_steps_and_keep_the_last_learning_rate():
+    merged = metrics.TrainMetrics.empty()
+    for loss, rate in ((1.0, 0.1), (2.0, 0.2), (6.0, 0.3)):
+        merged = metrics.merge(merged, _train(loss, rate))
+    computed = jax.device_get(merged).compute()
+    assert computed['loss'] == 3.0
+    assert computed['grad_norm'] == 6.0
+    assert computed['learning_rate'] == np.float32(0.3)
+    assert set(computed) == {'loss', 'grad_norm', 'learning_rate'}
+
+
+def test_one_bad_step_shows_in_the_mean():
+    merged = metrics.merge(_train(1.0), _train(float('nan')))
+    assert np.isnan(merged.compute()['loss'])
+
+
+_SAMPLES = st.lists(
+    st.tuples(st.floats(0, 4, width=32), st.floats(0, 1, width=32), st.booleans()),
+    min_size=8,
+    max_size=8,
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(_SAMPLES)
+def test_evaluation_metrics_are_means_over_real_samples(samples):
+    loss, time, mask = (np.asarray(column) for column in zip(*samples, strict=True))
+    loss, time = loss.astype(np.float32), time.astype(np.float32)
+    halves = [
+        metrics.EvalMetrics.single_from_model_output(loss=loss[s], time=time[s], mask=mask[s])
+        for s in (slice(0, 4), slice(4, 8))
+    ]
+    computed = metrics.merge(*halves).compute()
+
+    def mean(chosen):
+        return loss[chosen].mean() if chosen.any() else np.nan
+
+    expected = {'loss': mean(mask)}
+    bins = np.minimum((time * metrics.NUM_TIME_BINS).astype(int), metrics.NUM_TIME_BINS - 1)
+    for index in range(metrics.NUM_TIME_BINS):
+        expected[f'loss_t{index}'] = mean(mask & (bins == index))
+    assert set(computed) == set(expected)
+    for name, value in expected.items():
+        np.testing.assert_allclose(computed[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(('time', 'index'), [(0.0, 0), (0.25, 1), (0.7499, 2), (0.75, 3), (1.0, 3)])
+def test_time_bins_hold_their_lower_bound(time, index):
+    computed = metrics.EvalMetrics.single_from_model_output(
+        loss=jnp.ones(1), time=jnp.full(1, time), mask=jnp.ones(1, bool)
+    ).compute()
+    held = [name for name, value in computed.items() if name != 'loss' and not np.isnan(value)]
+    assert held == [f'loss_t{index}']

@@ -1,0 +1,123 @@
+"""The transformer: shapes, conditioning, and what it must be at the start."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from train_lib import models
+from train_lib.models import dit
+
+
+def _inputs(batch=3, side=8, text_dim=16):
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (batch, side, side, 4))
+    t = jax.random.uniform(keys[1], (batch,))
+    return x, t, jax.random.normal(keys[2], (batch, text_dim))
+
+
+def _randomized(model, *inputs):
+    """Weights without zeros, so that every path through the model is open."""
+    params = model.init(jax.random.key(1), *inputs, None)['params']
+    leaves, tree = jax.tree.flatten(params)
+    rngs = jax.random.split(jax.random.key(2), len(leaves))
+    noisy = [
+        leaf + 0.1 * jax.random.normal(rng, leaf.shape)
+        for leaf, rng in zip(leaves, rngs, strict=True)
+    ]
+    return {'params': jax.tree.unflatten(tree, noisy)}
+
+
+@pytest.fixture(scope='module')
+def small():
+    model = dit.DiT(width=32, depth=2, num_heads=4, patch_size=2, dtype=jnp.float32)
+    inputs = _inputs()
+    return model, _randomized(model, *inputs), inputs
+
+
+@pytest.mark.parametrize(
+    'name, millions', [('S/2', 33), ('B/2', 130), ('L/2', 458), ('XL/2', 675), ('tiny/4', 2)]
+)
+def test_sizes_are_those_of_the_paper(name, millions):
+    """Peebles & Xie, table 1; the text vector stands where they have a class label."""
+    model = models.make(name)
+    x, t, text = _inputs(side=32, text_dim=640)
+    params = jax.eval_shape(model.init, jax.random.key(0), x, t, text, None)['params']
+    count = sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    assert count / 1e6 == pytest.approx(millions, rel=0.03)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype('float32')}
+
+
+@pytest.mark.parametrize('name', ['M/2', 'S', 'S/', 'S/0', 'S/x', ''])
+def test_an_unknown_name_is_refused(name):
+    with pytest.raises(ValueError, match='SIZE/PATCH'):
+        models.make(name)
+
+
+def test_a_new_model_predicts_zero(small):
+    model, _, inputs = small
+    variables = model.init(jax.random.key(1), *inputs, None)
+    np.testing.assert_array_equal(model.apply(variables, *inputs), 0)
+
+
+def test_the_result_has_the_shape_of_the_latents_and_float32(small):
+    _, variables, inputs = small
+    model = dit.DiT(width=32, depth=2, num_heads=4, patch_size=2, dtype=jnp.bfloat16)
+    out = model.apply(variables, *inputs)
+    assert (out.shape, out.dtype) == (inputs[0].shape, jnp.float32)
+
+
+def test_time_text_and_place_matter(small):
+    model, variables, (x, t, text) = small
+    out = model.apply(variables, x, t, text)
+    assert not np.allclose(out, model.apply(variables, x, t / 2, text), atol=1e-3)
+    assert not np.allclose(out, model.apply(variables, x, t, -text), atol=1e-3)
+    # Without position vectors a transformer would commute with a shift by whole patches.
+    shifted = jnp.roll(model.apply(variables, jnp.roll(x, 2, axis=1), t, text), -2, axis=1)
+    assert not np.allclose(out, shifted, atol=1e-3)
+
+
+def test_samples_of_a_batch_do_not_touch_each_other(small):
+    model, variables, (x, t, text) = small
+    alone = model.apply(variables, x[1:2], t[1:2], text[1:2])
+    np.testing.assert_allclose(model.apply(variables, x, t, text)[1:2], alone, atol=1e-5)
+
+
+def test_dropped_text_is_ignored_and_only_there(small):
+    model, variables, (x, t, text) = small
+    drop = jnp.array([True, False, True])
+    out = model.apply(variables, x, t, text, drop)
+    other = model.apply(variables, x, t, -text, drop)
+    np.testing.assert_array_equal(out[0], other[0])
+    np.testing.assert_array_equal(out[2], other[2])
+    assert not np.allclose(out[1], other[1], atol=1e-3)
+    nothing_dropped = model.apply(variables, x, t, text, jnp.zeros(3, bool))
+    np.testing.assert_array_equal(nothing_dropped, model.apply(variables, x, t, text, None))
+
+
+def test_recomputing_activations_changes_nothing(small):
+    model, variables, inputs = small
+    remat = dit.DiT(width=32, depth=2, num_heads=4, patch_size=2, dtype=jnp.float32, remat=True)
+
+    def loss(model):
+        return jax.grad(lambda v: jnp.sum(model.apply(v, *inputs) ** 2))(variables)
+
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
+        loss(model),
+        loss(remat),
+    )
+
+
+def test_latents_that_no_patch_divides_are_refused(small):
+    model, variables, _ = small
+    with pytest.raises(ValueError, match='7x7'):
+        model.apply(variables, *_inputs(side=7))
+
+
+def test_positions_differ_and_need_a_width_divisible_by_four():
+    positions = dit.sincos_positions_2d(4, 6, 16)
+    assert positions.shape == (24, 16)
+    assert len(np.unique(positions.round(5), axis=0)) == 24
+    with pytest.raises(ValueError, match='18'):
+        dit.sincos_positions_2d(4, 4, 18)

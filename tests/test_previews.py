@@ -1,0 +1,53 @@
+"""A grid holds every picture and caption, wherever they have room."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from train_lib import previews
+
+
+def _flat(colours):
+    """Pictures of one colour each: uint8 `(n, 8, 8, 3)`."""
+    return np.broadcast_to(np.asarray(colours, np.uint8)[:, None, None], (len(colours), 8, 8, 3))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 10), st.integers(1, 3))
+def test_every_picture_is_in_the_grid_at_four_times_its_size(count, columns):
+    number = np.arange(count * columns)
+    colours = np.stack([number, 100 + number, np.full_like(number, 77)], axis=-1)
+    pictures = [_flat(part) for part in colours.reshape(columns, count, 3)]
+    grid = previews.make_grid(pictures, ['a caption'] * count)
+    assert grid.dtype == np.uint8
+    for colour in colours:
+        assert (grid == colour).all(axis=-1).sum() == 32 * 32
+
+
+@pytest.mark.parametrize('caption', ['', 'x' * 2000, 'word ' * 400, 'two\nlines', '猫'])
+def test_any_caption_fits(caption):
+    grid = previews.make_grid([_flat([(1, 2, 3)])], [caption])
+    assert grid.shape[1] == 32 + 2 * 8
+    assert grid.shape[0] < 200
+
+
+def test_a_title_stands_above_the_cells():
+    pictures = [_flat([(1, 2, 3)])]
+    plain = previews.make_grid(pictures, ['a'])
+    titled = previews.make_grid(pictures, ['a'], title='left: data')
+    assert titled.shape[0] > plain.shape[0]
+
+
+def test_each_picture_needs_its_caption():
+    with pytest.raises(ValueError, match='zip'):
+        previews.make_grid([_flat([(1, 2, 3), (4, 5, 6)])], ['one'])
+
+
+def test_png_holds_the_same_pixels(tmp_path):
+    picture = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
+    path = tmp_path / 'new' / 'a.png'
+    previews.write_png(path, picture)
+    with Image.open(path) as image:
+        np.testing.assert_array_equal(np.asarray(image), picture)

@@ -1,0 +1,46 @@
+"""Asks the demo's model for what it has never seen, and measures what it draws.
+
+    python -m train_lib.demo --config=configs/demo.py --workdir=demo/run
+
+The captions are those of combinations of colour, shape and background that
+`coyo11m_tfds.sample_data` leaves out of the data. Prints where the pictures are, and the share of
+them in which the shape has the caption's colour and stands on the caption's background, each told
+by the nearest named colour.
+"""
+
+from absl import app, flags
+from etils import epath
+from ml_collections import config_flags
+
+from coyo11m_tfds import sample_data, text_encoders
+from train_lib import previews
+from train_lib.draw import Artist
+
+FLAGS = flags.FLAGS
+
+NUM_PROMPTS = 64
+
+
+def main(argv: list[str]) -> None:
+    """Draws, measures and prints."""
+    if len(argv) > 1:
+        raise app.UsageError(f'Unexpected arguments: {argv[1:]}')
+    artist = Artist(FLAGS.config, FLAGS.workdir)
+    captions, scenes = zip(*sample_data.held_out_prompts(NUM_PROMPTS), strict=True)
+    pictures = artist.draw(list(captions), text_encoders.make_encoder(artist.encoder_name))
+    path = epath.Path(FLAGS.workdir) / previews.FOLDER / 'held_out.png'
+    previews.write_png(path, previews.make_grid([pictures], captions))
+
+    right = sum(
+        sample_data.drawn_colours(picture) == (scene.colour, scene.background)
+        for picture, scene in zip(pictures, scenes, strict=True)
+    )
+    print(f'pictures: {path}')
+    print(f'colour accuracy: {right / NUM_PROMPTS:.2f} ({right}/{NUM_PROMPTS})')
+
+
+if __name__ == '__main__':
+    flags.DEFINE_string('workdir', None, 'Folder of the training run.')
+    config_flags.DEFINE_config_file('config', None, 'Configuration of the run.', lock_config=True)
+    flags.mark_flags_as_required(['config', 'workdir'])
+    app.run(main)

@@ -1,0 +1,210 @@
+"""Diffusion transformer (DiT) with adaptive layer norm, conditioned on time and a text vector.
+
+    model = DiT(width=384, depth=12, num_heads=6, patch_size=2)
+    params = model.init(rng, x, t, text, drop_text)['params']
+    velocity = model.apply({'params': params}, x, t, text, drop_text)
+
+Architecture: Peebles & Xie, "Scalable Diffusion Models with Transformers" (2023), block adaLN-Zero,
+with query and key normalization (Dehghani et al., "Scaling Vision Transformers to 22 Billion
+Parameters", 2023) and the text vector in the place of the class label. The blocks are one scanned
+module: compile time and the size of the program do not grow with the depth.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Dtype = jnp.dtype | type
+
+_TIME_FEATURES = 256
+_MAX_PERIOD = 10_000.0  # of the sinusoids; as in DiT and Vaswani et al. (2017)
+_TIME_SCALE = 1_000.0  # t in [0, 1] to the range the sinusoids are made for
+
+
+def sincos_positions_2d(rows: int, columns: int, width: int) -> np.ndarray:
+    """Fixed sine-cosine position vectors, half of the width for each axis.
+
+    Returns:
+        float32 `(rows * columns, width)`, in row-major order of the positions.
+
+    Raises:
+        ValueError: `width` is not a multiple of 4.
+    """
+    if width % 4:
+        raise ValueError(f'width is {width}, expected a multiple of 4.')
+    frequencies = _MAX_PERIOD ** -(np.arange(width // 4) / (width // 4))
+    grid = np.stack(np.meshgrid(np.arange(rows), np.arange(columns), indexing='ij'))
+    angles = grid.reshape(2, -1, 1) * frequencies
+    vectors = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
+    return np.concatenate([vectors[0], vectors[1]], axis=-1).astype(np.float32)
+
+
+def time_features(t: jax.Array) -> jax.Array:
+    """Sinusoids of the time: `(b,)` in [0, 1] to float32 `(b, 256)`."""
+    half = _TIME_FEATURES // 2
+    frequencies = jnp.exp(-jnp.log(_MAX_PERIOD) * jnp.arange(half, dtype=jnp.float32) / half)
+    angles = _TIME_SCALE * t.astype(jnp.float32)[:, None] * frequencies
+    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+
+
+def _modulate(x: jax.Array, shift: jax.Array, scale: jax.Array) -> jax.Array:
+    return x * (1 + scale[:, None]) + shift[:, None]
+
+
+class Conditioning(nn.Module):
+    """Adds up what the time and the text vector say: `(b, width)`."""
+
+    width: int
+    dtype: Dtype = jnp.bfloat16
+
+    @nn.compact
+    def __call__(self, t: jax.Array, text: jax.Array, drop_text: jax.Array | None) -> jax.Array:
+        def dense(name: str) -> nn.Dense:
+            return nn.Dense(self.width, dtype=self.dtype, name=name)
+
+        time = dense('time_2')(nn.silu(dense('time_1')(time_features(t))))
+        words = dense('text_1')(text)
+        # Stands in for the text where it is dropped: what guidance calls unconditional.
+        nothing = self.param('no_text', nn.initializers.normal(0.02), (self.width,))
+        if drop_text is not None:
+            words = jnp.where(drop_text[:, None], nothing.astype(self.dtype), words)
+        return time + dense('text_2')(nn.silu(words))
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with normalized queries and keys."""
+
+    num_heads: int
+    dtype: Dtype = jnp.bfloat16
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        batch, tokens, width = x.shape
+        qkv = nn.Dense(3 * width, dtype=self.dtype, name='qkv')(x)
+        query, key, value = jnp.split(
+            qkv.reshape(batch, tokens, 3 * self.num_heads, width // self.num_heads), 3, axis=2
+        )
+        query = nn.RMSNorm(dtype=self.dtype, name='query_norm')(query)
+        key = nn.RMSNorm(dtype=self.dtype, name='key_norm')(key)
+        mixed = jax.nn.dot_product_attention(query, key, value)
+        return nn.Dense(width, dtype=self.dtype, name='out')(mixed.reshape(x.shape))
+
+
+class Block(nn.Module):
+    """One transformer block; at the start of training it is the identity (adaLN-Zero)."""
+
+    num_heads: int
+    mlp_ratio: int = 4
+    dtype: Dtype = jnp.bfloat16
+
+    @nn.compact
+    def __call__(self, x: jax.Array, condition: jax.Array) -> jax.Array:
+        width = x.shape[-1]
+        modulation = nn.Dense(
+            6 * width, dtype=self.dtype, kernel_init=nn.initializers.zeros, name='modulation'
+        )(condition)
+        shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = jnp.split(modulation, 6, axis=-1)
+
+        h = nn.LayerNorm(use_bias=False, use_scale=False, dtype=self.dtype)(x)
+        h = Attention(self.num_heads, self.dtype, name='attention')(_modulate(h, shift_1, scale_1))
+        x = x + gate_1[:, None] * h
+
+        h = nn.LayerNorm(use_bias=False, use_scale=False, dtype=self.dtype)(x)
+        h = _modulate(h, shift_2, scale_2)
+        h = nn.gelu(nn.Dense(self.mlp_ratio * width, dtype=self.dtype, name='mlp_1')(h))
+        h = nn.Dense(width, dtype=self.dtype, name='mlp_2')(h)
+        return x + gate_2[:, None] * h
+
+
+class DiT(nn.Module):
+    """Predicts the velocity of rectified flow.
+
+    Attributes:
+        width: of the tokens; a multiple of 4 and of `num_heads`.
+        depth: number of blocks.
+        num_heads: of the attention.
+        patch_size: side of the square of latent positions that makes a token.
+        dtype: of the computation. Parameters and the result are float32.
+        remat: recompute the blocks' activations in the backward pass, to save memory.
+    """
+
+    width: int
+    depth: int
+    num_heads: int
+    patch_size: int
+    dtype: Dtype = jnp.bfloat16
+    remat: bool = False
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, t: jax.Array, text: jax.Array, drop_text: jax.Array | None = None
+    ) -> jax.Array:
+        """Applies the model.
+
+        Args:
+            x: noisy latents, standardized, `(b, H, W, C)`.
+            t: times in [0, 1], `(b,)`; 0 is data, 1 is noise.
+            text: standardized text vectors `(b, D)`.
+            drop_text: bool `(b,)`, True where the text is to be ignored; None is False everywhere.
+
+        Returns:
+            float32 velocity `(b, H, W, C)`.
+
+        Raises:
+            ValueError: H or W is not a multiple of `patch_size`.
+        """
+        _, height, width, channels = x.shape
+        p = self.patch_size
+        if height % p or width % p:
+            raise ValueError(f'latents of {height}x{width} cannot be cut into patches of {p}x{p}.')
+        rows, columns = height // p, width // p
+
+        condition = nn.silu(
+            Conditioning(self.width, self.dtype, name='conditioning')(t, text, drop_text)
+        )
+        tokens = nn.Dense(self.width, dtype=self.dtype, name='patches')(_to_patches(x, p))
+        tokens += sincos_positions_2d(rows, columns, self.width).astype(self.dtype)
+        tokens = self._blocks()(tokens, condition)
+
+        modulation = nn.Dense(
+            2 * self.width, dtype=self.dtype, kernel_init=nn.initializers.zeros, name='modulation'
+        )(condition)
+        tokens = nn.LayerNorm(use_bias=False, use_scale=False, dtype=self.dtype)(tokens)
+        tokens = _modulate(tokens, *jnp.split(modulation, 2, axis=-1))
+        # float32 from here on: the loss is a difference of numbers of like size.
+        patches = nn.Dense(
+            p * p * channels, dtype=jnp.float32, kernel_init=nn.initializers.zeros, name='velocity'
+        )(tokens.astype(jnp.float32))
+        return _from_patches(patches, rows, columns, p)
+
+    def _blocks(self):
+        """The stack of blocks as one scanned module."""
+        block = nn.remat(Block, prevent_cse=False) if self.remat else Block
+
+        def body(module: nn.Module, tokens: jax.Array, condition: jax.Array):
+            return module(tokens, condition), None
+
+        scanned = nn.scan(
+            body,
+            variable_axes={'params': 0},
+            split_rngs={'params': True},
+            in_axes=nn.broadcast,
+            length=self.depth,
+        )
+        stack = block(self.num_heads, dtype=self.dtype, name='blocks')
+        return lambda tokens, condition: scanned(stack, tokens, condition)[0]
+
+
+def _to_patches(x: jax.Array, p: int) -> jax.Array:
+    """`(b, H, W, C)` to `(b, H/p * W/p, p * p * C)`."""
+    batch, height, width, channels = x.shape
+    x = x.reshape(batch, height // p, p, width // p, p, channels)
+    return x.transpose(0, 1, 3, 2, 4, 5).reshape(batch, -1, p * p * channels)
+
+
+def _from_patches(patches: jax.Array, rows: int, columns: int, p: int) -> jax.Array:
+    """The inverse of `_to_patches`."""
+    batch = patches.shape[0]
+    x = patches.reshape(batch, rows, columns, p, p, -1).transpose(0, 1, 3, 2, 4, 5)
+    return x.reshape(batch, rows * p, columns * p, -1)

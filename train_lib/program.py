@@ -1,0 +1,126 @@
+"""Everything that is compiled, with where its arrays lie: made once from a configuration.
+
+    program = make_program(config, mesh, stats, latent_shape=(32, 32, 4))
+    state = program.init()
+    state, update = program.train_step(state, batch)   # donates the state
+
+Neither TensorFlow nor torch is imported here.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import ml_collections
+import optax
+from jax.sharding import Mesh
+
+from train_lib import flow, models, sampling, sharding, state, step
+from train_lib.metrics import EvalMetrics, TrainMetrics
+
+Batch = Mapping[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Jitted functions; batches are split over the mesh, states as `sharding.by_shape` says.
+
+    Attributes:
+        abstract_state: shapes, dtypes and shardings of a state.
+        init: to the state at step 0.
+        no_metrics: to training metrics of no step.
+        train_step: from `(state, batch)` to the next state and metrics; the state is donated.
+        eval_step: from `(params, batch)` to metrics.
+        draw: from `(params, text_embedding)`, raw text vectors `(n, D)`, to raw latents, float32
+            `(n, C, H, W)`; both whole on every device. The noise is the same each time.
+    """
+
+    abstract_state: state.TrainState
+    init: Callable[[], state.TrainState]
+    no_metrics: Callable[[], TrainMetrics]
+    train_step: Callable[[state.TrainState, Batch], tuple[state.TrainState, TrainMetrics]]
+    eval_step: Callable[[Any, Batch], EvalMetrics]
+    draw: Callable[[Any, jax.Array], jax.Array]
+
+
+def make_program(
+    config: ml_collections.ConfigDict,
+    mesh: Mesh,
+    stats: flow.Stats,
+    *,
+    latent_shape: Sequence[int],
+) -> Program:
+    """Builds model, optimizer and steps; nothing is compiled before it is called.
+
+    Args:
+        config: see `configs/default.py`.
+        mesh: from `sharding.make_mesh`.
+        stats: of the data set.
+        latent_shape: `(height, width, channels)` of one sample.
+    """
+    model = models.make(**config.model)
+    schedule, tx = _make_optimizer(config)
+    init = state.make_init(model, tx, latent_shape=latent_shape, text_dim=len(stats.text_mean))
+    train_step = step.make_train_step(
+        model, tx, schedule, stats, ema_decay=config.ema_decay, seed=config.seed, **config.flow
+    )
+    eval_step = step.make_eval_step(model, stats, seed=config.seed)
+
+    def init_from_seed() -> state.TrainState:
+        return init(jax.random.key(config.seed))
+
+    def draw(params: Any, text_embedding: jax.Array) -> jax.Array:
+        text = flow.standardize_text(text_embedding, stats)
+        noise = jax.random.normal(jax.random.key(config.seed), (len(text), *latent_shape))
+        drawn = sampling.sample(
+            lambda *inputs: model.apply({'params': params}, *inputs),
+            noise,
+            text,
+            guidance=config.preview.guidance,
+            num_steps=config.preview.num_steps,
+        )
+        return flow.raw_latents(drawn, stats)
+
+    abstract = jax.eval_shape(init_from_seed)
+    states, batches = sharding.by_shape(abstract, mesh), sharding.batch(mesh)
+    whole = sharding.replicated(mesh)
+    return Program(
+        abstract_state=jax.tree.map(_with_sharding, abstract, states),
+        init=jax.jit(init_from_seed, out_shardings=states),
+        no_metrics=jax.jit(TrainMetrics.empty, out_shardings=whole),
+        train_step=jax.jit(
+            train_step,
+            in_shardings=(states, batches),
+            out_shardings=(states, whole),
+            donate_argnums=0,
+        ),
+        eval_step=jax.jit(eval_step, in_shardings=(states.params, batches), out_shardings=whole),
+        draw=jax.jit(draw, in_shardings=(states.params, whole), out_shardings=whole),
+    )
+
+
+def _make_optimizer(
+    config: ml_collections.ConfigDict,
+) -> tuple[optax.Schedule, optax.GradientTransformation]:
+    optimizer = config.optimizer
+    schedule = state.make_schedule(
+        optimizer.schedule,
+        num_steps=config.num_steps,
+        learning_rate=optimizer.learning_rate,
+        warmup_steps=optimizer.warmup_steps,
+    )
+    tx = state.make_optimizer(
+        schedule,
+        weight_decay=optimizer.weight_decay,
+        b1=optimizer.b1,
+        b2=optimizer.b2,
+        clip_norm=optimizer.clip_norm,
+    )
+    return schedule, tx
+
+
+def _with_sharding(
+    leaf: jax.ShapeDtypeStruct, placed: jax.sharding.Sharding
+) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed)

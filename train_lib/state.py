@@ -1,0 +1,113 @@
+"""What a training step changes: weights, their moving average, the optimizer's state.
+
+    schedule = state.make_schedule('cosine', num_steps=9_000, learning_rate=1e-4, warmup_steps=500)
+    tx = state.make_optimizer(schedule, weight_decay=0.01, b1=0.9, b2=0.99, clip_norm=1.0)
+    init = state.make_init(model, tx, latent_shape=(32, 32, 4), text_dim=640)
+    train_state = jax.jit(init)(jax.random.key(seed))
+
+`TrainState` is a plain pytree of arrays: it can be sharded, donated and checkpointed as it is.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+
+@flax.struct.dataclass
+class TrainState:
+    """Everything that the next step needs besides its batch.
+
+    Attributes:
+        step: int32 scalar, the number of steps done.
+        params: float32 weights.
+        ema_params: exponential moving average of the weights; used to evaluate and to sample.
+        opt_state: the optimizer's state.
+    """
+
+    step: jax.Array
+    params: Any
+    ema_params: Any
+    opt_state: optax.OptState
+
+
+def make_schedule(
+    name: str, *, num_steps: int, learning_rate: float, warmup_steps: int
+) -> optax.Schedule:
+    """Learning rate as a function of the step: linear warm-up, then what `name` says.
+
+    Args:
+        name: `cosine`, which ends at 0, or `constant`.
+        num_steps: of the whole run, warm-up included.
+        learning_rate: at the end of the warm-up.
+        warmup_steps: 0 for no warm-up.
+
+    Raises:
+        ValueError: another name, or a warm-up that does not end before the run does.
+    """
+    if not 0 <= warmup_steps < num_steps:
+        raise ValueError(
+            f'optimizer.warmup_steps={warmup_steps} must be at least 0 and less than '
+            f'num_steps={num_steps}'
+        )
+    warmup = optax.linear_schedule(0.0, learning_rate, warmup_steps)
+    if name == 'cosine':
+        after = optax.cosine_decay_schedule(learning_rate, num_steps - warmup_steps)
+    elif name == 'constant':
+        after = optax.constant_schedule(learning_rate)
+    else:
+        raise ValueError(f"optimizer.schedule={name!r}: expected 'cosine' or 'constant'")
+    return optax.join_schedules([warmup, after], [warmup_steps])
+
+
+def make_optimizer(
+    schedule: optax.Schedule, *, weight_decay: float, b1: float, b2: float, clip_norm: float
+) -> optax.GradientTransformation:
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) behind clipping by the global norm.
+
+    Kernels decay; biases, scales and the vector that stands for no text do not.
+    """
+    return optax.chain(
+        optax.clip_by_global_norm(clip_norm),
+        optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay, mask=_is_kernel),
+    )
+
+
+def make_init(
+    model: nn.Module,
+    tx: optax.GradientTransformation,
+    *,
+    latent_shape: Sequence[int],
+    text_dim: int,
+) -> Callable[[jax.Array], TrainState]:
+    """Returns the function from a random key to the state at step 0, to be jitted with shardings.
+
+    Args:
+        model: called as `model(x, t, text, drop_text)`.
+        tx: from `make_optimizer`.
+        latent_shape: `(height, width, channels)` of one sample.
+        text_dim: width of a text vector.
+    """
+
+    def init(rng: jax.Array) -> TrainState:
+        x = jnp.zeros((1, *latent_shape), jnp.float32)
+        text = jnp.zeros((1, text_dim), jnp.float32)
+        params = model.init(rng, x, jnp.zeros((1,), jnp.float32), text, None)['params']
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            # A copy: a donated state must not hold one buffer twice.
+            ema_params=jax.tree.map(jnp.copy, params),
+            opt_state=tx.init(params),
+        )
+
+    return init
+
+
+def _is_kernel(params):
+    # By name and not by rank: the scanned blocks stack their biases to matrices.
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == 'kernel', params)

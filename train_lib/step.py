@@ -1,0 +1,108 @@
+"""One step of training and one of evaluation: pure functions of arrays, to be jitted by the caller.
+
+    train_step = make_train_step(model, tx, schedule, stats, ema_decay=0.9999, seed=0,
+                                 logit_mean=0.0, logit_std=1.0)
+    state, metrics = jax.jit(train_step, donate_argnums=0)(state, batch)
+
+A batch holds `latents` `(b, 4, H, W)` raw, `text_embedding` `(b, D)` and `key` uint32 `(b, 2)`; for
+training also `drop_text` bool `(b,)` where texts may be dropped, for evaluation `mask` bool `(b,)`.
+Neither TensorFlow nor torch is imported here, so that steps can be measured where JAX is alone.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+from train_lib import flow
+from train_lib.metrics import EvalMetrics, TrainMetrics
+from train_lib.state import TrainState
+
+Batch = Mapping[str, jax.Array]
+
+
+def make_train_step(
+    model: nn.Module,
+    tx: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    stats: flow.Stats,
+    *,
+    ema_decay: float,
+    seed: int,
+    logit_mean: float,
+    logit_std: float,
+) -> Callable[[TrainState, Batch], tuple[TrainState, TrainMetrics]]:
+    """Returns the function that turns a state and a batch into the next state and metrics.
+
+    Noise and times depend on `(seed, state.step)` alone, so a resumed run repeats them exactly.
+
+    Args:
+        model: called as `model(z, t, text, drop_text)`.
+        tx: the optimizer.
+        schedule: its learning rate, for the metrics.
+        stats: to standardize latents and text vectors.
+        ema_decay: a step, at the end; the average is shorter while there are few steps.
+        seed: of noise and times.
+        logit_mean: of the logit-normal times.
+        logit_std: of the logit-normal times.
+    """
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, TrainMetrics]:
+        noise_rng, time_rng = jax.random.split(jax.random.fold_in(jax.random.key(seed), state.step))
+        x = flow.standardize_latents(batch['latents'], stats)
+        noise = jax.random.normal(noise_rng, x.shape)
+        t = flow.logit_normal_times(time_rng, x.shape[0], logit_mean, logit_std)
+
+        def mean_loss(params: Any) -> jax.Array:
+            velocity = _velocity(model, params, batch, stats)
+            return jnp.mean(flow.squared_errors(velocity, x, noise, t))
+
+        loss, grads = jax.value_and_grad(mean_loss)(state.params)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        decay = _warm_decay(ema_decay, state.step)
+        ema_params = optax.incremental_update(params, state.ema_params, 1 - decay)
+        metrics = TrainMetrics.single_from_model_output(
+            loss=loss,
+            grad_norm=optax.tree.norm(grads),
+            learning_rate=jnp.asarray(schedule(state.step), jnp.float32),
+        )
+        return TrainState(state.step + 1, params, ema_params, opt_state), metrics
+
+    return train_step
+
+
+def make_eval_step(
+    model: nn.Module, stats: flow.Stats, *, seed: int
+) -> Callable[[Any, Batch], EvalMetrics]:
+    """Returns the function from weights and a batch to the loss of its real samples.
+
+    Noise and a time uniform in [0, 1) come from `(seed, key)` of each sample: the loss of a split
+    does not depend on its order, the batch size or the number of hosts.
+    """
+
+    def eval_step(params: Any, batch: Batch) -> EvalMetrics:
+        x = flow.standardize_latents(batch['latents'], stats)
+        noise, t = flow.noise_and_times_of_keys(batch['key'], x.shape[1:], seed)
+        loss = flow.squared_errors(_velocity(model, params, batch, stats), x, noise, t)
+        return EvalMetrics.single_from_model_output(loss=loss, time=t, mask=batch['mask'])
+
+    return eval_step
+
+
+def _velocity(
+    model: nn.Module, params: Any, batch: Batch, stats: flow.Stats
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """The model as a function of position and time, for the texts of a batch."""
+    text = flow.standardize_text(batch['text_embedding'], stats)
+    drop_text = batch.get('drop_text')
+    return lambda z, t: model.apply({'params': params}, z, t, text, drop_text)
+
+
+def _warm_decay(ema_decay: float, step: jax.Array) -> jax.Array:
+    # As in TensorFlow's ExponentialMovingAverage with `num_updates`: an average over many steps
+    # would hold the random first weights for as long.
+    return jnp.minimum(ema_decay, (1.0 + step) / (10.0 + step))
