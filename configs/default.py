@@ -53,6 +53,7 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.preview = preview = ml_collections.ConfigDict()
     preview.count = 16  # pictures in a grid
+    preview.split = 'validation'  # whose first records are drawn
     preview.guidance = 4.0  # strength of classifier-free guidance; 1 is none
     preview.num_steps = 50  # Euler steps
 

@@ -14,7 +14,7 @@ def get_config() -> ml_collections.ConfigDict:
     with config.unlocked():
         config.data.dir = 'demo/data/coyo11m_tfds/hash/1.0.0'
     config.batch_size = 64
-    config.num_steps = 1_200
+    config.num_steps = 900
     config.ema_decay = 0.99  # remembers the last 100 steps: the run is short
 
     config.data.chunk = 32  # the data set has a few thousand records
@@ -27,7 +27,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.optimizer.learning_rate = 2e-3
     config.optimizer.warmup_steps = 100
 
-    config.flow.logit_mean = 0.4  # what is drawn, and where, is decided at noisy times
+    config.flow.logit_mean = 1.0  # large plain shapes: what is where is decided at noisy times
 
     config.preview.guidance = 3.0
     config.preview.num_steps = 25

@@ -95,9 +95,10 @@ def test_dropped_text_is_ignored_and_only_there(small):
     np.testing.assert_array_equal(nothing_dropped, model.apply(variables, x, t, text, None))
 
 
-def test_recomputing_activations_changes_nothing(small):
+@pytest.mark.parametrize('option', [{'remat': True}, {'unroll': 2}])
+def test_how_blocks_are_compiled_changes_nothing(small, option):
     model, variables, inputs = small
-    remat = dit.DiT(width=32, depth=2, num_heads=4, patch_size=2, dtype=jnp.float32, remat=True)
+    other = dit.DiT(width=32, depth=2, num_heads=4, patch_size=2, dtype=jnp.float32, **option)
 
     def loss(model):
         return jax.grad(lambda v: jnp.sum(model.apply(v, *inputs) ** 2))(variables)
@@ -105,7 +106,7 @@ def test_recomputing_activations_changes_nothing(small):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
         loss(model),
-        loss(remat),
+        loss(other),
     )
 
 

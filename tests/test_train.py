@@ -25,7 +25,7 @@ from PIL import Image
 
 from configs import default
 from coyo11m_tfds import schema
-from train_lib import checkpoint, train
+from train_lib import checkpoint, data, sharding, train
 
 REPO = pathlib.Path(__file__).parents[1]
 
@@ -385,6 +385,17 @@ def test_one_step_on_mocked_data(data_dir, tmp_path, monkeypatch):
         state = train.train_and_evaluate(config, tmp_path / 'run')
     assert int(state.step) == 2
     assert all(np.isfinite(loss) for loss in losses(tmp_path / 'run').values())
+
+
+def test_previews_show_the_first_records_of_the_split_that_is_asked_for(data_dir):
+    shown = {}
+    for split in ('train', 'validation'):
+        config = small_config(data_dir, **{'preview.split': split})
+        shown[split] = data.TrainingData(config, sharding.make_mesh()).preview_samples.captions
+        examples = tfds.builder_from_directory(data_dir).as_dataset(split=split).take(3)
+        expected = [example['caption'].decode() for example in tfds.as_numpy(examples)]
+        assert list(shown[split]) == expected
+    assert shown['train'] != shown['validation']
 
 
 _ALONE = """

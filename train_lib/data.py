@@ -27,7 +27,7 @@ Batches = Iterator[dict[str, jax.Array]]
 
 @dataclasses.dataclass(frozen=True)
 class PreviewSamples:
-    """Records of the validation split that are drawn again and again while the model learns.
+    """Records that are drawn again and again while the model learns.
 
     Attributes:
         captions: n strings.
@@ -122,10 +122,11 @@ class TrainingData:
 
     @functools.cached_property
     def preview_samples(self) -> PreviewSamples:
-        """The first records of the validation split, the same on every process."""
+        """The first records of `preview.split`, the same on every process."""
         batches = input_pipeline.eval_dataset(
             self._builder,
             batch_size=self._config.preview.count,
+            split=self._config.preview.split,
             features=(schema.LATENTS, schema.TEXT_EMBEDDING, schema.CAPTION),
         )
         batch = next(batches.as_numpy_iterator())

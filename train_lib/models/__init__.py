@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from train_lib.models.dit import DiT
 
 SIZES = {
-    'tiny': {'width': 128, 'depth': 6, 'num_heads': 4},
+    'tiny': {'width': 128, 'depth': 6, 'num_heads': 4, 'unroll': 6},
     'S': {'width': 384, 'depth': 12, 'num_heads': 6},
     'B': {'width': 768, 'depth': 12, 'num_heads': 12},
     'L': {'width': 1024, 'depth': 24, 'num_heads': 16},

