@@ -1,8 +1,10 @@
 """What all `.pt` files of a source hold together, but for the latents themselves.
 
-latents = SourceLatents.read(['000000-000009.pt', '000010-000019.pt'])
-latents.keys      # int64 (rows of all files,)
-latents.starts    # int64 (files + 1,): row i of file f is row starts[f] + i of `keys`
+    latents = SourceLatents.read(['000000-000009.pt', '000010-000019.pt'])
+    latents.keys      # int64 (rows of all files,)
+    latents.starts    # int64 (files + 1,): row i of file f is row starts[f] + i of `keys`
+
+Reading it checks every file, before anything is written.
 """
 
 import dataclasses

@@ -13,7 +13,7 @@ from etils import epath
 from ml_collections import config_flags
 
 from coyo11m_tfds import sample_data, text_encoders
-from train_lib import previews
+from train_lib import previews, process
 from train_lib.draw import Artist
 
 FLAGS = flags.FLAGS
@@ -25,6 +25,7 @@ def main(argv: list[str]) -> None:
     """Draws, measures and prints."""
     if len(argv) > 1:
         raise app.UsageError(f'Unexpected arguments: {argv[1:]}')
+    process.prepare()
     artist = Artist(FLAGS.config, FLAGS.workdir)
     captions, scenes = zip(*sample_data.held_out_prompts(NUM_PROMPTS), strict=True)
     pictures = artist.draw(list(captions), text_encoders.make_encoder(artist.encoder_name))

@@ -13,13 +13,12 @@ import functools
 import jax
 import ml_collections
 import numpy as np
-import tensorflow as tf
 from absl import app, flags
 from etils import epath
 from ml_collections import config_flags
 
 from coyo11m_tfds import preview, text_encoders
-from train_lib import checkpoint, previews, sharding
+from train_lib import checkpoint, previews, process, sharding
 from train_lib.data import TrainingData
 from train_lib.program import make_program
 
@@ -72,7 +71,7 @@ def main(argv: list[str]) -> None:
     """Reads captions and writes the grid."""
     if len(argv) > 1:
         raise app.UsageError(f'Unexpected arguments: {argv[1:]}')
-    tf.config.set_visible_devices([], 'GPU')
+    process.prepare()
     captions = [line.strip() for line in epath.Path(FLAGS.prompts).read_text().splitlines()]
     captions = [caption for caption in captions if caption]
     if not captions:

@@ -1,7 +1,9 @@
 """One pass over the validation split: the loss at fixed noise and times.
 
-scalars = evaluation.evaluate(eval_step, state.ema_params, batches)
-# {'eval_loss': ..., 'eval_loss_t0': ..., 'eval_loss_t3': ...}
+    scalars = evaluation.evaluate(eval_step, state.ema_params, batches)
+    # {'eval_loss': ..., 'eval_loss_t0': ..., 'eval_loss_t3': ...}
+
+Two evaluations differ by their weights alone, so their losses can be compared.
 """
 
 import math

@@ -9,11 +9,10 @@ import shlex
 import sys
 
 import jax
-import tensorflow as tf
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from train_lib import checkpoint, train
+from train_lib import checkpoint, process, train
 
 FLAGS = flags.FLAGS
 
@@ -26,9 +25,7 @@ def main(argv: list[str]) -> None:
     """Prepares the process and trains."""
     if len(argv) > 1:
         raise app.UsageError(f'Unexpected arguments: {argv[1:]}')
-    logging.get_absl_handler().addFilter(_is_worth_reading)
-    # TensorFlow only reads records: the accelerator's memory is for JAX.
-    tf.config.set_visible_devices([], 'GPU')
+    process.prepare()
     if FLAGS.config.distributed:
         jax.distributed.initialize()
     logging.info('Process %d of %d.', jax.process_index(), jax.process_count())
@@ -42,11 +39,6 @@ def main(argv: list[str]) -> None:
     if int(state.step) < FLAGS.config.num_steps:
         command = shlex.join([sys.executable, '-m', 'train_lib.main', *sys.argv[1:]])
         logging.info('Stopped at step %d. To go on:\n%s', state.step, command)
-
-
-def _is_worth_reading(record) -> bool:
-    """Orbax tells some forty lines about each checkpoint; its warnings are enough."""
-    return record.levelname != 'INFO' or 'orbax' not in record.pathname
 
 
 if __name__ == '__main__':
