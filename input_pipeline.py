@@ -20,7 +20,6 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -30,11 +29,10 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 from absl import logging
 
-from coyo11m_tfds import chunk_index, keyed_random, schema
+from coyo11m_tfds import chunk_index, dataset, keyed_random, schema
 from coyo11m_tfds.keyed_random import derive
 from coyo11m_tfds.order import CROP, DROP, Order, Reads, consecutive_reads, divisors
 
-FEATURES = (schema.KEY, schema.LATENTS, schema.TEXT_EMBEDDING, schema.CAPTION)
 DROP_TEXT = 'drop_text'  # bool (b,); in training batches with caption_dropout > 0
 MASK = 'mask'  # bool (b,); in evaluation batches, False for padding
 
@@ -42,7 +40,6 @@ MASK = 'mask'  # bool (b,); in evaluation batches, False for padding
 EVAL_CROP = 1
 
 _AUTOTUNE = tf.data.AUTOTUNE
-Data = str | os.PathLike | tfds.core.DatasetBuilder
 
 # --- Choices about one sample ------------------------------------------------------------------
 
@@ -79,129 +76,11 @@ def _tf_sample_drops(seed: int, epoch: tf.Tensor, keys: tf.Tensor, probability: 
     return tf.cast(shifted, tf.int64) < int(probability * 2**53)
 
 
-# --- Data sets: what there is to read ----------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class DatasetStats:
-    """What the metadata of a data set tells a model.
-
-    Attributes:
-        latent_mean, latent_std: float32 `(4,)`, over the train split in raw units.
-        latent_dtype: 'float16' or 'bfloat16'.
-        text_mean, text_std: float32 `(text_dim,)`, or None without text vectors.
-        text_encoder: name of what made the text vectors, or None.
-        text_dim: width of the text vectors, or 0 without them.
-        source_fingerprint: hex digest of the source files, or None.
-    """
-
-    latent_mean: np.ndarray
-    latent_std: np.ndarray
-    latent_dtype: str
-    text_mean: np.ndarray | None
-    text_std: np.ndarray | None
-    text_encoder: str | None
-    text_dim: int
-    source_fingerprint: str | None
-
-
-def open_dataset(data: Data) -> tfds.core.DatasetBuilder:
-    """The builder of a data set, given itself or the folder that holds `dataset_info.json`."""
-    if isinstance(data, tfds.core.DatasetBuilder):
-        return data
-    return tfds.builder_from_directory(os.fspath(data))
-
-
-def dataset_stats(data: Data) -> DatasetStats:
-    """Reads the statistics of a data set from its metadata.
-
-    One without statistics, such as a mocked one, gets mean 0 and standard deviation 1, and a
-    warning in the log.
-    """
-    builder = open_dataset(data)
-    metadata = dict(builder.info.metadata or {})
-    if schema.META_LATENT_MEAN not in metadata:
-        logging.warning('%s has no latent statistics: taking mean 0, std 1', builder.name)
-    text_dim = _text_dim(builder)
-
-    def numbers(name: str, default: float, size: int) -> np.ndarray:
-        return np.asarray(metadata.get(name, [default] * size), np.float32)
-
-    return DatasetStats(
-        latent_mean=numbers(schema.META_LATENT_MEAN, 0, schema.LATENT_SHAPE[0]),
-        latent_std=numbers(schema.META_LATENT_STD, 1, schema.LATENT_SHAPE[0]),
-        latent_dtype=_latent_dtype(builder).name,
-        text_mean=numbers(schema.META_TEXT_MEAN, 0, text_dim) if text_dim else None,
-        text_std=numbers(schema.META_TEXT_STD, 1, text_dim) if text_dim else None,
-        text_encoder=metadata.get(schema.META_TEXT_ENCODER),
-        text_dim=text_dim,
-        source_fingerprint=metadata.get(schema.META_SOURCE_FINGERPRINT),
-    )
-
-
-def _latent_dtype(builder: tfds.core.DatasetBuilder) -> tf.DType:
-    feature = _feature(builder, schema.LATENTS)
-    if (
-        feature is None
-        or feature.shape != schema.LATENTS_SHAPE
-        or feature.tf_dtype.name not in schema.LATENT_DTYPES
-    ):
-        raise ValueError(
-            f'{builder.data_dir}: feature {schema.LATENTS!r} is {feature}, expected '
-            f'{schema.LATENTS_SHAPE} of {" or ".join(schema.LATENT_DTYPES)}'
-        )
-    return feature.tf_dtype
-
-
-def _text_dim(builder: tfds.core.DatasetBuilder) -> int:
-    feature = _feature(builder, schema.TEXT_EMBEDDING)
-    return 0 if feature is None else feature.shape[0]
-
-
-def _feature(builder: tfds.core.DatasetBuilder, name: str) -> tfds.features.FeatureConnector | None:
-    features = builder.info.features
-    return features[name] if name in features else None  # noqa: SIM401, it has no `get`
-
-
-def _check_features(builder: tfds.core.DatasetBuilder, features: Sequence[str]) -> None:
-    available = [name for name in FEATURES if _feature(builder, name) is not None]
-    missing = [name for name in features if name not in available]
-    if missing:
-        raise ValueError(
-            f'{builder.data_dir}: no feature {missing[0]!r}; there are {available}. Data sets with '
-            'text vectors are built with the config field text_vectors.'
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Split:
-    """One split with a chunk index."""
-
-    files: list[str]
-    index: chunk_index.ChunkIndex
-
-
-def _open_split(builder: tfds.core.DatasetBuilder, split: str) -> _Split | None:
-    """Finds what the planned order needs; None where there is no chunk index."""
-    splits = builder.info.splits
-    # A mocked data set knows of no splits and has all; 'train[:50%]' is a part of 'train'.
-    if splits and split.partition('[')[0] not in splits:
-        raise ValueError(f'{builder.data_dir}: no split {split!r}; there are {list(splits)}')
-    index = chunk_index.ChunkIndex.load(builder.data_dir, split)
-    if index is None:
-        return None
-    lengths = list(splits[split].shard_lengths) if split in splits else []
-    if lengths != index.shard_lengths.tolist():
-        raise ValueError(
-            f'{builder.data_dir}: dataset_info.json has {len(lengths)} shards of {sum(lengths)} '
-            f'records for split {split!r}, its chunk index {len(index.shard_lengths)} of '
-            f'{index.shard_lengths.sum()}; build the data set again'
-        )
-    return _Split([os.fspath(path) for path in splits[split].filepaths], index)
+# --- The place in the data ---------------------------------------------------------------------
 
 
 def train_order(
-    data: Data,
+    data: dataset.Data,
     *,
     batch_size: int,
     seed: int,
@@ -218,14 +97,14 @@ def train_order(
     Raises:
         ValueError: for settings that do not fit the data set, naming some that do.
     """
-    opened = _open_split(open_dataset(data), split)
+    opened = dataset.open_split(dataset.open_dataset(data), split)
     if opened is None:
         return None
     return Order(opened.index.shard_lengths, seed, batch_size, chunk, lanes, window)
 
 
 def position_settings(
-    data: Data,
+    data: dataset.Data,
     *,
     batch_size: int,
     seed: int,
@@ -240,7 +119,7 @@ def position_settings(
     which one differs. The entry `data_set` is the name, config, version and split, and a digest of
     these, the source's fingerprint and the lengths of the shards.
     """
-    info = open_dataset(data).info
+    info = dataset.open_dataset(data).info
     name = f'{info.full_name} {split}'
     shards = info.splits[split].shard_lengths if split in info.splits else []
     source = (info.metadata or {}).get(schema.META_SOURCE_FINGERPRINT)
@@ -370,8 +249,10 @@ class _Parser:
 
 
 def _make_parser(builder: tfds.core.DatasetBuilder, features: Sequence[str], **choices) -> _Parser:
-    _check_features(builder, (schema.KEY, *features))
-    return _Parser(tuple(features), _latent_dtype(builder), _text_dim(builder), **choices)
+    dataset.check_features(builder, (schema.KEY, *features))
+    return _Parser(
+        tuple(features), dataset.latent_dtype(builder), dataset.text_dim(builder), **choices
+    )
 
 
 def _read_batches(
@@ -404,7 +285,7 @@ def _pad_rows(batch: dict[str, tf.Tensor], pad: tf.Tensor) -> dict[str, tf.Tenso
 @tf.autograph.experimental.do_not_convert
 def _lane_batches(
     order: Order,
-    split: _Split,
+    split: dataset.IndexedSplit,
     parser: _Parser,
     lane: tf.Tensor,
     position: tuple[int, int],
@@ -456,7 +337,7 @@ def _lane_batches(
 
 
 def train_dataset(
-    data: Data,
+    data: dataset.Data,
     *,
     batch_size: int,
     seed: int,
@@ -480,7 +361,7 @@ def train_dataset(
         batch_size: records in a global batch; this process gets `b = batch_size / process_count`.
         seed: decides the order and every choice about a sample.
         start_step: the first batch is what the one after `start_step` batches would have been.
-        features: some of `FEATURES`.
+        features: some of `coyo11m_tfds.dataset.FEATURES`.
         chunk: records read together, a multiple of `schema.CHUNK_STRIDE`.
         lanes: streams that every batch takes an equal part of; a multiple of process_count.
         window: records shuffled together within a lane.
@@ -503,9 +384,9 @@ def train_dataset(
     _check_share(batch_size, process_index, process_count)
     if not 0 <= caption_dropout <= 1:
         raise ValueError(f'caption_dropout={caption_dropout} is not in [0, 1]')
-    builder = open_dataset(data)
+    builder = dataset.open_dataset(data)
     parser = _make_parser(builder, features, seed=seed, caption_dropout=caption_dropout)
-    opened = _open_split(builder, split)
+    opened = dataset.open_split(builder, split)
     if opened is None:
         batches = _ordinary_train(builder, split, parser, batch_size, process_index, process_count)
         batches = batches.skip(start_step)
@@ -599,7 +480,7 @@ def _ordinary_train(
 
 
 def eval_dataset(
-    data: Data,
+    data: dataset.Data,
     *,
     batch_size: int,
     features: Sequence[str] = (schema.KEY, schema.LATENTS, schema.TEXT_EMBEDDING),
@@ -623,9 +504,9 @@ def eval_dataset(
         ValueError: if the split is empty, or as of `train_dataset`.
     """
     _check_share(batch_size, process_index, process_count)
-    builder = open_dataset(data)
+    builder = dataset.open_dataset(data)
     parser = _make_parser(builder, features, fixed_crop=EVAL_CROP)
-    opened = _open_split(builder, split)
+    opened = dataset.open_split(builder, split)
     if opened is None:
         batches = _ordinary_eval(builder, split, parser, batch_size, process_index, process_count)
         return _finish(batches, prefetch, private_threads)

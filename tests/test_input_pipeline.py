@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import input_pipeline
-from coyo11m_tfds import chunk_index, schema
+from coyo11m_tfds import chunk_index, dataset, schema
 from coyo11m_tfds import order as order_lib
 
 TEXT_DIM = 6
 LENGTHS = {schema.TRAIN: (70, 97, 64, 131, 33), schema.VALIDATION: (37, 12)}
 ORDER = dict(batch_size=16, seed=5, chunk=32, lanes=4, window=24)
-ALL = input_pipeline.FEATURES
+ALL = dataset.FEATURES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,11 +253,11 @@ def test_bfloat16_latents_stay_bit_for_bit(tmp_path):
     crops = order_lib.sample_crops(ORDER['seed'], 0, batch['key'])
     expected = train.latents[train.rows_of(batch['key']), crops]
     np.testing.assert_array_equal(batch['latents'].view(np.uint16), expected.view(np.uint16))
-    assert input_pipeline.dataset_stats(train.path).latent_dtype == 'bfloat16'
+    assert dataset.dataset_stats(train.path).latent_dtype == 'bfloat16'
 
 
 def test_the_builder_makes_data_sets_that_are_read_by_plan(mini_dataset):
-    builder = input_pipeline.open_dataset(mini_dataset)
+    builder = dataset.open_dataset(mini_dataset)
     settings = dict(batch_size=16, seed=0, lanes=4, chunk=32, window=64)
     order = input_pipeline.train_order(builder, **settings)
     source = {
@@ -389,7 +389,7 @@ def test_a_mocked_builder_that_was_never_built(tmp_path):
         }
         held_out = take(input_pipeline.eval_dataset(builder, batch_size=4, **options), -1)
         assert [batch['mask'].tolist() for batch in held_out] == [[True] * 4, [True] * 3 + [False]]
-        stats = input_pipeline.dataset_stats(builder)
+        stats = dataset.dataset_stats(builder)
         assert stats.latent_mean.tolist() == [0] * 4 and stats.latent_std.tolist() == [1] * 4
         input_pipeline.position_settings(builder, batch_size=16, seed=0)
 
@@ -399,7 +399,7 @@ def test_a_mocked_builder_that_was_never_built(tmp_path):
 
 def test_stats_come_from_the_metadata(mini_dataset):
     metadata = json.loads((mini_dataset / 'metadata.json').read_text())
-    stats = input_pipeline.dataset_stats(mini_dataset)
+    stats = dataset.dataset_stats(mini_dataset)
     np.testing.assert_allclose(stats.latent_mean, metadata[schema.META_LATENT_MEAN], rtol=1e-6)
     np.testing.assert_allclose(stats.latent_std, metadata[schema.META_LATENT_STD], rtol=1e-6)
     np.testing.assert_allclose(stats.text_std, metadata[schema.META_TEXT_STD], rtol=1e-6)

@@ -19,7 +19,7 @@ from absl import logging
 from jax.sharding import Mesh
 
 import input_pipeline
-from coyo11m_tfds import schema
+from coyo11m_tfds import dataset, schema
 from train_lib import flow, sharding
 
 Batches = Iterator[dict[str, jax.Array]]
@@ -68,7 +68,7 @@ class TrainingData:
             )
         self._mesh = mesh
         self._config = config
-        self._builder = input_pipeline.open_dataset(config.data.dir)
+        self._builder = dataset.open_dataset(config.data.dir)
         order = input_pipeline.train_order(self._builder, **self._order())
         if order is not None:
             logging.info('An epoch has about %d steps.', order.epoch(0).steps)
@@ -77,7 +77,7 @@ class TrainingData:
             'process_index': jax.process_index(),
             'process_count': jax.process_count(),
         }
-        stats = input_pipeline.dataset_stats(self._builder)
+        stats = dataset.dataset_stats(self._builder)
         if not stats.text_dim:
             raise ValueError(
                 f'{config.data.dir} holds no text vectors: build it with the config field '

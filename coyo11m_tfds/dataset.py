@@ -1,0 +1,148 @@
+"""A built data set, opened: what its metadata says and where its records are.
+
+    builder = dataset.open_dataset('OUT/coyo11m_tfds/latents/1.0.0')
+    stats = dataset.dataset_stats(builder)
+    split = dataset.open_split(builder, 'train')   # None where there is no chunk index
+
+What `prepare` has written, `input_pipeline` and `train_lib` read here.
+"""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+import tensorflow_datasets as tfds
+from absl import logging
+
+from coyo11m_tfds import chunk_index, schema
+
+Data = str | os.PathLike | tfds.core.DatasetBuilder
+
+FEATURES = (schema.KEY, schema.LATENTS, schema.TEXT_EMBEDDING, schema.CAPTION)
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetStats:
+    """What the metadata of a data set tells a model.
+
+    Attributes:
+        latent_mean, latent_std: float32 `(4,)`, over the train split in raw units.
+        latent_dtype: 'float16' or 'bfloat16'.
+        text_mean, text_std: float32 `(text_dim,)`, or None without text vectors.
+        text_encoder: name of what made the text vectors, or None.
+        text_dim: width of the text vectors, or 0 without them.
+        source_fingerprint: hex digest of the source files, or None.
+    """
+
+    latent_mean: np.ndarray
+    latent_std: np.ndarray
+    latent_dtype: str
+    text_mean: np.ndarray | None
+    text_std: np.ndarray | None
+    text_encoder: str | None
+    text_dim: int
+    source_fingerprint: str | None
+
+
+def open_dataset(data: Data) -> tfds.core.DatasetBuilder:
+    """The builder of a data set, given itself or the folder that holds `dataset_info.json`."""
+    if isinstance(data, tfds.core.DatasetBuilder):
+        return data
+    return tfds.builder_from_directory(os.fspath(data))
+
+
+def dataset_stats(data: Data) -> DatasetStats:
+    """Reads the statistics of a data set from its metadata.
+
+    One without statistics, such as a mocked one, gets mean 0 and standard deviation 1, and a
+    warning in the log.
+    """
+    builder = open_dataset(data)
+    metadata = dict(builder.info.metadata or {})
+    if schema.META_LATENT_MEAN not in metadata:
+        logging.warning('%s has no latent statistics: taking mean 0, std 1', builder.name)
+    dim = text_dim(builder)
+
+    def numbers(name: str, default: float, size: int) -> np.ndarray:
+        return np.asarray(metadata.get(name, [default] * size), np.float32)
+
+    return DatasetStats(
+        latent_mean=numbers(schema.META_LATENT_MEAN, 0, schema.LATENT_SHAPE[0]),
+        latent_std=numbers(schema.META_LATENT_STD, 1, schema.LATENT_SHAPE[0]),
+        latent_dtype=latent_dtype(builder).name,
+        text_mean=numbers(schema.META_TEXT_MEAN, 0, dim) if dim else None,
+        text_std=numbers(schema.META_TEXT_STD, 1, dim) if dim else None,
+        text_encoder=metadata.get(schema.META_TEXT_ENCODER),
+        text_dim=dim,
+        source_fingerprint=metadata.get(schema.META_SOURCE_FINGERPRINT),
+    )
+
+
+def latent_dtype(builder: tfds.core.DatasetBuilder) -> tf.DType:
+    """The dtype of the latents.
+
+    Raises:
+        ValueError: the data set has no latents, or they have another shape or dtype.
+    """
+    feature = _feature(builder, schema.LATENTS)
+    if (
+        feature is None
+        or feature.shape != schema.LATENTS_SHAPE
+        or feature.tf_dtype.name not in schema.LATENT_DTYPES
+    ):
+        raise ValueError(
+            f'{builder.data_dir}: feature {schema.LATENTS!r} is {feature}, expected '
+            f'{schema.LATENTS_SHAPE} of {" or ".join(schema.LATENT_DTYPES)}'
+        )
+    return feature.tf_dtype
+
+
+def text_dim(builder: tfds.core.DatasetBuilder) -> int:
+    """The width of the text vectors, 0 for a data set without them."""
+    feature = _feature(builder, schema.TEXT_EMBEDDING)
+    return 0 if feature is None else feature.shape[0]
+
+
+def _feature(builder: tfds.core.DatasetBuilder, name: str) -> tfds.features.FeatureConnector | None:
+    features = builder.info.features
+    return features[name] if name in features else None  # noqa: SIM401, it has no `get`
+
+
+def check_features(builder: tfds.core.DatasetBuilder, features: Sequence[str]) -> None:
+    """Raises a ValueError for a feature that the data set does not have."""
+    available = [name for name in FEATURES if _feature(builder, name) is not None]
+    missing = [name for name in features if name not in available]
+    if missing:
+        raise ValueError(
+            f'{builder.data_dir}: no feature {missing[0]!r}; there are {available}. Data sets with '
+            'text vectors are built with the config field text_vectors.'
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexedSplit:
+    """One split with a chunk index."""
+
+    files: list[str]
+    index: chunk_index.ChunkIndex
+
+
+def open_split(builder: tfds.core.DatasetBuilder, split: str) -> IndexedSplit | None:
+    """Finds what the planned order needs; None where there is no chunk index."""
+    splits = builder.info.splits
+    # A mocked data set knows of no splits and has all; 'train[:50%]' is a part of 'train'.
+    if splits and split.partition('[')[0] not in splits:
+        raise ValueError(f'{builder.data_dir}: no split {split!r}; there are {list(splits)}')
+    index = chunk_index.ChunkIndex.load(builder.data_dir, split)
+    if index is None:
+        return None
+    lengths = list(splits[split].shard_lengths) if split in splits else []
+    if lengths != index.shard_lengths.tolist():
+        raise ValueError(
+            f'{builder.data_dir}: dataset_info.json has {len(lengths)} shards of {sum(lengths)} '
+            f'records for split {split!r}, its chunk index {len(index.shard_lengths)} of '
+            f'{index.shard_lengths.sum()}; build the data set again'
+        )
+    return IndexedSplit([os.fspath(path) for path in splits[split].filepaths], index)
