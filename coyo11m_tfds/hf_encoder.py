@@ -1,8 +1,8 @@
 """Text vectors from a transformers model: its last hidden states, averaged over the tokens.
 
-    encoder = HfEncoder('google/gemma-3-270m')     # of the Hugging Face hub, or its local cache
-    encoder = HfEncoder('models/all-MiniLM-L6-v2')  # a folder: config, safetensors, tokenizer
-    encoder = HfEncoder('models/gemma')             # a folder with one GGUF file
+    encoder = HfEncoder('google/gemma-3-270m', 512)  # of the Hugging Face hub, or its cache
+    encoder = HfEncoder('all-MiniLM-L6-v2/', 512)    # a folder: config, safetensors, tokenizer
+    encoder = HfEncoder('gemma/', 512)               # a folder with one GGUF file
     vectors = encoder.encode(['a cat', 'two dogs'])  # float32 (2, encoder.dim)
 
 Weights are read from safetensors or GGUF alone, and code in a model's repository is never run.
@@ -19,8 +19,6 @@ import numpy as np
 import torch
 import transformers
 from safetensors import SafetensorError
-
-from coyo11m_tfds import text_encoders
 
 # Tokens in a forward pass, padding counted in: so memory stays the same however long the captions
 # are. On a CPU more of them leave its caches: Gemma-3-270M does 9.1 captions/s a core with 512 to
@@ -47,7 +45,7 @@ class HfEncoder:
     def __init__(
         self,
         model: str,
-        max_tokens: int = text_encoders.DEFAULT_MAX_TOKENS,
+        max_tokens: int,
         batch_tokens: int | None = None,
     ) -> None:
         """Loads tokenizer and weights.

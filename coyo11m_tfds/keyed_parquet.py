@@ -1,10 +1,12 @@
 """Reading one column of a Parquet file together with its keys, and finding rows by key.
 
-for keys, values in keyed_parquet.batches('coyo11m-meta.parquet', 'caption_llava'):
-    ...                                             # int64 (n,), pyarrow.Array (n,)
+    for keys, values in keyed_parquet.batches('coyo11m-meta.parquet', 'caption_llava'):
+        ...                                             # int64 (n,), pyarrow.Array (n,)
 
-order = keyed_parquet.order_by_key(keys, path)      # checks that no key comes twice
-rows = keyed_parquet.find(keys[order], order, wanted)
+    order = keyed_parquet.order_by_key(keys, path)      # checks that no key comes twice
+    rows = keyed_parquet.find(keys[order], order, wanted)
+
+What comes batch by batch takes a few MB, however large the file.
 """
 
 from collections.abc import Iterator

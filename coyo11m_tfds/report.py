@@ -1,8 +1,10 @@
 """Says how the conversion goes, and what came of it.
 
-with Progress(num_bytes=10**9, num_shards=8) as progress:
-    progress.add(num_bytes)      # once for each shard written
-print(summary(plan, results, seconds=12.3))
+    with Progress(num_bytes=10**9, num_shards=8) as progress:
+        progress.add(num_bytes)      # once for each shard written
+    print(summary(plan, results, seconds=12.3))
+
+Nothing here decides what is written.
 """
 
 import sys
@@ -81,6 +83,5 @@ def summary(plan: Plan, results: Sequence[ShardResult], seconds: float) -> str:
 def _line(name: str, results: Sequence[ShardResult]) -> str:
     num_records = sum(result.num_records for result in results)
     num_bytes = sum(result.num_bytes for result in results)
-    return (
-        f'{name:10}  {num_records:,} records in {len(results):,} shards, {num_bytes / 1e6:,.1f} MB'
-    )
+    shards = f'{len(results):,} shard{"" if len(results) == 1 else "s"}'
+    return f'{name:10}  {num_records:,} records in {shards}, {num_bytes / 1e6:,.1f} MB'
