@@ -77,6 +77,20 @@ def test_time_text_and_place_matter(small):
     assert not np.allclose(out, shifted, atol=1e-3)
 
 
+def test_a_token_is_a_square_of_positions(small):
+    model, variables, (x, t, text) = small
+    # Without attention a token keeps to itself.
+    silent = jax.tree.map_with_path(
+        lambda path, leaf: 0 * leaf if 'attention' in str(path) else leaf, variables
+    )
+
+    def at_row_3_column_6(x):
+        return model.apply(silent, x, t, text)[0, 3, 6].sum()
+
+    touched = np.abs(jax.grad(at_row_3_column_6)(x)).sum(axis=(0, 3)) > 0
+    assert np.argwhere(touched).tolist() == [[2, 6], [2, 7], [3, 6], [3, 7]]
+
+
 def test_samples_of_a_batch_do_not_touch_each_other(small):
     model, variables, (x, t, text) = small
     alone = model.apply(variables, x[1:2], t[1:2], text[1:2])
