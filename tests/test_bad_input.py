@@ -1,6 +1,5 @@
 """Bad sources: one message that names the culprit, and no half-made data set."""
 
-import importlib.util
 import json
 import os
 import pathlib
@@ -259,9 +258,6 @@ def test_a_config_with_a_bad_field(fields: dict, message: str):
         Coyo11mConfig(**({'name': 'x'} | fields))
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec('apache_beam') is None, reason='the tfds command imports apache_beam'
-)
 def test_the_command_ends_with_the_message(source: pathlib.Path, tmp_path: pathlib.Path):
     """As a user sees it: the last lines of `tfds build`."""
     path = made_sources.latents_file(source, 1)
