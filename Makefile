@@ -9,7 +9,7 @@ ENCODERS ?= .encoders
 DEMO := demo
 VECTORS := $(DEMO)/source/hash.parquet
 
-# Quiet logs: neither TensorFlow's notes on the machine nor JAX's search for accelerators help here.
+# TensorFlow's notes on the machine help nobody here.
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 .PHONY: demo test slow lint clean
