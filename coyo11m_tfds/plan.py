@@ -90,7 +90,10 @@ def make_plan(
     vector_source, vectors_digest = _prepare_vectors(
         text_vectors, caption_column, latents, scratch_dir
     )
-    reasons = _drop_reasons(latents.keys, store, vector_source)
+    caption_rows = store.find(latents.keys)
+    # Of a key without a row this is some other caption's length; NO_ROW keeps it out.
+    caption_bytes = store.lengths(caption_rows)
+    reasons = _drop_reasons(latents.keys, caption_rows, caption_bytes, vector_source)
     dropped = {name: int(mask.sum()) for name, mask in reasons.items()}
     kept = ~np.logical_or.reduce(list(reasons.values()))
     _check_dropped(dropped, kept, source.captions_file)
@@ -98,7 +101,7 @@ def make_plan(
     tasks, num_bytes = [], 0
     for split, mask in _split_masks(latents.keys, kept, validation_fraction).items():
         rows = np.flatnonzero(mask)[:max_examples_per_split]
-        sizes = _record_sizes(latents.keys[rows], store, vector_source)
+        sizes = _record_sizes(caption_bytes[rows], vector_source)
         num_bytes += int(sizes.sum())
         runs = _cut_into_runs(rows, sizes, latents.starts, shard_bytes)
         tasks += _make_tasks(split, runs, latents, shard_path, captions_dir, vector_source)
@@ -142,12 +145,14 @@ def _prepare_vectors(
 
 
 def _drop_reasons(
-    keys: np.ndarray, store: captions.CaptionStore, vector_source: TextVectors | None
+    keys: np.ndarray,
+    caption_rows: np.ndarray,
+    caption_bytes: np.ndarray,
+    vector_source: TextVectors | None,
 ) -> dict[str, np.ndarray]:
     """Returns bool `(n,)` for each reason to drop a key; at most one of them is true."""
-    rows = store.find(keys)
-    no_row = rows < 0
-    no_caption = ~no_row & (store.lengths(rows) == 0)
+    no_row = caption_rows < 0
+    no_caption = ~no_row & (caption_bytes == 0)
     reasons = {NO_ROW: no_row, NO_CAPTION: no_caption}
     if vector_source:
         missing = np.zeros(len(keys), bool)
@@ -179,13 +184,11 @@ def _split_masks(
     return {schema.TRAIN: kept & ~validation, schema.VALIDATION: kept & validation}
 
 
-def _record_sizes(
-    keys: np.ndarray, store: captions.CaptionStore, vector_source: TextVectors | None
-) -> np.ndarray:
+def _record_sizes(caption_bytes: np.ndarray, vector_source: TextVectors | None) -> np.ndarray:
     """Returns the expected bytes of each record, int64 `(n,)`."""
     fixed = schema.NUM_CROPS * schema.LATENT_NBYTES + _RECORD_OVERHEAD
     vector = 2 * vector_source.dim if vector_source else 0
-    return store.lengths(store.find(keys)) + (fixed + vector)
+    return caption_bytes + (fixed + vector)
 
 
 def _cut_into_runs(
