@@ -129,7 +129,7 @@ class TrainingData:
             split=self._config.preview.split,
             features=(schema.LATENTS, schema.TEXT_EMBEDDING, schema.CAPTION),
         )
-        batch = next(batches.as_numpy_iterator())
+        batch = next(_without_autotuning(batches).as_numpy_iterator())
         real = batch[input_pipeline.MASK]
         return PreviewSamples(
             captions=[caption.decode() for caption in batch[schema.CAPTION][real]],
@@ -163,8 +163,15 @@ class TrainingData:
         }
 
     def _to_device(self, batches: tf.data.Dataset) -> Batches:
-        options = tf.data.Options()
-        # All that could be tuned is in the configuration. With autotuning, dropping an iterator
-        # waits for the tuner to wake up, up to 60 s, and no other Python thread runs meanwhile.
-        options.autotune.enabled = False
-        return input_pipeline.to_device(batches.with_options(options), sharding.batch(self._mesh))
+        return input_pipeline.to_device(_without_autotuning(batches), sharding.batch(self._mesh))
+
+
+def _without_autotuning(batches: tf.data.Dataset) -> tf.data.Dataset:
+    """All that could be tuned is in the configuration.
+
+    With autotuning, dropping an iterator waits for the tuner to wake up, up to 60 s, and no other
+    Python thread runs meanwhile.
+    """
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return batches.with_options(options)
