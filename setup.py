@@ -18,10 +18,13 @@ _ONE_BUILD = 'platform_system != "Linux" or platform_machine != "x86_64"'
 CONVERT = [
     'apache-beam>=2.60',  # the `tfds` command imports it
     'gcsfs>=2025.1',
+    'google-cloud-storage>=3.0',
     'google-crc32c>=1.5',
+    'huggingface_hub>=1.0',
     'mlcroissant>=1.0',  # the `tfds` command imports it
     'pandas>=2.2',
     'pyarrow>=18',
+    'requests>=2.31',
     'torch>=2.6',
     'tqdm>=4.66',
 ]
@@ -34,6 +37,7 @@ TEXT = [
     'transformers>=5.0',
 ]
 TEST = [
+    'cryptography>=42',  # the certificate of a storage server for tests
     'dill>=0.3.8',  # tfds.testing.DatasetBuilderTestCase imports it
     'hypothesis>=6.100',
     'pytest>=8.0',
