@@ -7,14 +7,27 @@
 A file `chunk_index-<split>.npy` lies beside the shards: a flat int64 array which holds, for one
 shard after the other, [number of records, byte offsets of the records 0, 32, 64, ..., file size].
 numpy and epath suffice to read it, locally or on gs://.
+
+In memory it takes half of its size. For 10^9 records in 190,000 shards, a file of 254 MB in the
+page cache, it took 0.12 s to load; with an epoch planned and the byte ranges known that 16 lanes
+begin to read, 0.18 s and at most 148 MB more than the interpreter and its modules (2 cores, median
+of 5). As int64 in memory it was 1.1 s and 276 MB.
 """
 
-from collections.abc import Sequence
+import tokenize
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO
 
 import numpy as np
 from etils import epath
 
 from coyo11m_tfds import schema
+
+# Entries read and looked through at a time, 2 MB of the file.
+_BLOCK = 1 << 18
+
+# What NumPy raises for a damaged header: its own errors and those of Python's parser.
+_HEADER_ERRORS = (ValueError, TypeError, SyntaxError, tokenize.TokenError)
 
 
 class ChunkIndex:
@@ -25,17 +38,18 @@ class ChunkIndex:
     """
 
     def __init__(self, flat: np.ndarray):
-        """Takes the array as it is in the file.
+        """Takes the array as it is in the file, or as uint32, which takes half of the memory.
 
         Raises:
             ValueError: it does not follow the format.
         """
         flat = np.asarray(flat)
-        if flat.ndim != 1 or flat.dtype != np.int64:
+        if flat.ndim != 1 or flat.dtype not in (np.int64, np.uint32):
             raise ValueError(f'expected a flat int64 array, got {flat.dtype} {flat.shape}')
         self._flat = flat
-        self._first_offset = _first_offsets(flat)
-        self.shard_lengths: np.ndarray = flat[self._first_offset - 1]
+        self._first_offset = np.fromiter(_first_offsets(flat), np.int64)
+        _check_rising(flat, self._first_offset)
+        self.shard_lengths: np.ndarray = flat[self._first_offset - 1].astype(np.int64)
 
     @classmethod
     def load(cls, data_dir: epath.PathLike, split: str) -> 'ChunkIndex | None':
@@ -48,9 +62,8 @@ class ChunkIndex:
         if not path.exists():
             return None
         try:
-            with path.open('rb') as file:
-                return cls(np.load(file))
-        except (ValueError, EOFError) as error:
+            return cls(_read_compact(path))
+        except ValueError as error:
             raise ValueError(
                 f'{path}: is not a chunk index ({error}). Build the data set again.'
             ) from error
@@ -88,7 +101,7 @@ class ChunkIndex:
             )
         start_at = self._first_offset[shard] + first // schema.CHUNK_STRIDE
         end_at = self._first_offset[shard] + -(-end // schema.CHUNK_STRIDE)
-        offset = self._flat[start_at]
+        offset = self._flat[start_at].astype(np.int64)
         return offset, self._flat[end_at] - offset
 
 
@@ -124,14 +137,63 @@ def save(
         np.save(file, flat)
 
 
-def _first_offsets(flat: np.ndarray) -> np.ndarray:
-    """Returns where each shard's offsets begin in the flat array, int64 `(num_shards,)`."""
-    starts, at = [], 0
+def _read_compact(path: epath.Path) -> np.ndarray:
+    """Reads a flat int64 array; uint32 unless a shard has 4 GiB or more."""
+    with path.open('rb') as file:
+        length = _read_header(file)
+        num_bytes = path.stat().length
+        if num_bytes != file.tell() + 8 * length:
+            raise ValueError(f'{length} entries do not make a file of {num_bytes} bytes')
+        flat = np.empty(length, np.uint32)
+        for start in range(0, length, _BLOCK):
+            count = min(_BLOCK, length - start)
+            block = np.frombuffer(file.read(8 * count), np.int64, count)
+            if flat.dtype == np.uint32 and block.view(np.uint64).max() >> 32:
+                flat = flat.astype(np.int64)
+            flat[start : start + count] = block
+    return flat
+
+
+def _read_header(file: BinaryIO) -> int:
+    """Returns how many entries follow."""
+    try:
+        if np.lib.format.read_magic(file) != (1, 0):
+            raise ValueError('another version of the .npy format than 1.0')
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+    except _HEADER_ERRORS as error:
+        raise ValueError(str(error)) from error
+    if len(shape) != 1 or dtype != np.int64:
+        raise ValueError(f'expected a flat int64 array, got {dtype} {shape}')
+    return shape[0]
+
+
+def _first_offsets(flat: np.ndarray) -> Iterator[int]:
+    """Yields where each shard's offsets begin in the flat array."""
+    entries, at = memoryview(flat), 0  # of Python's integers: a uint32 has no negative
     while at < len(flat):
-        length = int(flat[at])
-        last = at + 1 - (-length // schema.CHUNK_STRIDE)
-        if length < 1 or last >= len(flat) or (np.diff(flat[at + 1 : last + 1]) <= 0).any():
-            raise ValueError(f'entry {at} does not begin the offsets of a shard')
-        starts.append(at + 1)
-        at = last + 1
-    return np.asarray(starts, np.int64)
+        length = entries[at]
+        size_at = at + 1 - (-length // schema.CHUNK_STRIDE)
+        if length < 0 or size_at >= len(flat):
+            raise _no_shard(at)
+        yield at + 1
+        at = size_at + 1
+
+
+def _check_rising(flat: np.ndarray, first_offset: np.ndarray) -> None:
+    """Raises unless each shard's offsets are not negative and rise."""
+    # Only from the end of a shard to the next one's length, and from there to its first offset.
+    may_fall = np.concatenate([first_offset - 2, first_offset - 1])
+    rises = flat[first_offset] >= 0
+    if not rises.all():
+        raise _no_shard(int(first_offset[rises.argmin()]) - 1)
+    for start in range(0, len(flat) - 1, _BLOCK):
+        block = flat[start : start + _BLOCK + 1]
+        rises = block[1:] > block[:-1]
+        rises[may_fall[(may_fall >= start) & (may_fall < start + len(rises))] - start] = True
+        if not rises.all():
+            shard = np.searchsorted(first_offset, start + rises.argmin(), side='right') - 1
+            raise _no_shard(int(first_offset[shard]) - 1)
+
+
+def _no_shard(entry: int) -> ValueError:
+    return ValueError(f'entry {entry} does not begin the offsets of a shard')

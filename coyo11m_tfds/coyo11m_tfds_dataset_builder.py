@@ -1,6 +1,7 @@
 """The data set as TFDS sees it: configs, features, splits.
 
     tfds build coyo11m_tfds --manual_dir=SOURCE --data_dir=OUT
+    tfds build coyo11m_tfds --manual_dir=gs://BUCKET/coyo11m --data_dir=gs://BUCKET/tfds
     tfds build coyo11m_tfds --manual_dir=SOURCE --data_dir=OUT \
         --config='{"name": "gemma", "text_vectors": "gemma.parquet"}'
 
@@ -13,17 +14,22 @@ Reading a built data set needs neither this module nor torch: `tfds.builder_from
 import dataclasses
 import multiprocessing
 import re
-import tempfile
-import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
 import tensorflow_datasets as tfds
+from etils import epath
 from tensorflow_datasets.core import dataset_builder
 
 from coyo11m_tfds import schema
 
-_FEATURES_FILE = 'features.json'  # TFDS' name
+if TYPE_CHECKING:
+    from coyo11m_tfds import building
+    from coyo11m_tfds.shard_writer import ShardResult
+
+_FEATURES_FILE, _INFO_FILE = 'features.json', 'dataset_info.json'  # TFDS' names
 _CONFIG_NAME = re.compile(r'[A-Za-z0-9_][A-Za-z0-9_.-]*')
 _LATENT_DTYPES = {'float16': np.float16, 'bfloat16': ml_dtypes.bfloat16}
 
@@ -34,14 +40,22 @@ class Coyo11mConfig(tfds.core.BuilderConfig):
 
     Attributes:
         name: of the config, and so of the folder of the data set.
-        source: folder of the source; '' for TFDS' `manual_dir`.
+        source: folder of the source, local, `gs://` or `hf://`; '' for TFDS' `manual_dir`.
         caption_column: column of the Parquet file that becomes `caption`.
         validation_fraction: share of the keys in the validation split, in [0, 1).
         shard_bytes: largest size of a shard, about.
         text_vectors: '' for none; 'pt' for `embeddings` in the `.pt` files; else the path of a
             sidecar that `coyo11m_tfds.embed_captions` made.
+        bad_data: what to do about keys that come twice, files whose tensors disagree, and numbers
+            that are not finite: 'drop' and count them, or 'stop' at the first.
+        max_bad_fraction: share of the source's rows that may be dropped as bad, in [0, 1].
         num_workers: processes that write; 0 for the environment variable COYO11M_NUM_PROC, else
             all cores.
+        scratch_dir: local folder for what is kept between builds (captions as plain text, text
+            vectors) and for remote files on their way; '' for `.coyo11m_tfds` in a local data_dir,
+            else `~/.cache/coyo11m_tfds`. Beam's workers take their directory of temporary files.
+        scratch_gb: most GB of remote files that lie there at a time; at least the largest file.
+        wait_hours: how long to wait for another process that builds the same data set.
     """
 
     name: str = ''
@@ -50,7 +64,12 @@ class Coyo11mConfig(tfds.core.BuilderConfig):
     validation_fraction: float = 0.01
     shard_bytes: int = 128 * 1024 * 1024
     text_vectors: str = ''
+    bad_data: str = 'drop'
+    max_bad_fraction: float = 0.01
     num_workers: int = 0
+    scratch_dir: str = ''
+    scratch_gb: float = 32
+    wait_hours: float = 24
 
     def __new__(cls, *args, **fields):
         # Named here, because TFDS passes --config='{...}' on as it is.
@@ -65,15 +84,19 @@ class Coyo11mConfig(tfds.core.BuilderConfig):
     def __post_init__(self):
         is_name = isinstance(self.name, str) and _CONFIG_NAME.fullmatch(self.name)
         self._check('name', is_name, "the folder's name: letters, digits, '_', '-' and '.'")
-        for name in ('source', 'caption_column', 'text_vectors'):
+        for name in ('source', 'caption_column', 'text_vectors', 'scratch_dir'):
             self._check(name, isinstance(getattr(self, name), str), 'a string')
         for name in ('shard_bytes', 'num_workers'):
             self._check(name, isinstance(getattr(self, name), int), 'an integer')
         self._check('shard_bytes', self.shard_bytes > 0, 'at least 1')
         self._check('num_workers', self.num_workers >= 0, 'at least 0')
-        is_number = isinstance(self.validation_fraction, (int, float))
-        in_range = is_number and 0 <= self.validation_fraction < 1
-        self._check('validation_fraction', in_range, 'a number in [0, 1)')
+        for name in ('validation_fraction', 'max_bad_fraction', 'scratch_gb', 'wait_hours'):
+            self._check(name, isinstance(getattr(self, name), (int, float)), 'a number')
+        self._check('validation_fraction', 0 <= self.validation_fraction < 1, 'one in [0, 1)')
+        self._check('max_bad_fraction', 0 <= self.max_bad_fraction <= 1, 'one in [0, 1]')
+        self._check('scratch_gb', self.scratch_gb > 0, 'more than 0')
+        self._check('wait_hours', self.wait_hours >= 0, 'at least 0')
+        self._check('bad_data', self.bad_data in ('drop', 'stop'), "'drop' or 'stop'")
 
     def _check(self, name: str, good: bool, expected: str) -> None:
         if not good:
@@ -115,40 +138,91 @@ class Builder(dataset_builder.FileReaderBuilder):
         with_text = self.builder_config.text_vectors
         return make_features('float16', schema.DEFAULT_TEXT_DIM if with_text else None)
 
-    def _download_and_prepare(
+    def download_and_prepare(
         self,
-        dl_manager: tfds.download.DownloadManager,
+        *,
+        download_dir: epath.PathLike | None = None,
         download_config: tfds.download.DownloadConfig | None = None,
+        file_format: str | tfds.core.FileFormat | None = None,
+        **options,
     ) -> None:
-        # Here, so that reading the data set works where torch is not installed.
-        from coyo11m_tfds import plan as planning
-        from coyo11m_tfds import prepare, report, sources
+        """Builds the data set, unless it is there; see `tfds.core.DatasetBuilder`.
 
-        download_config = download_config or tfds.download.DownloadConfig()
-        self._reject_what_is_not_supported(download_config)
+        TFDS' own method writes into a folder of a random name, which it deletes after any error.
+        This one goes on where an earlier call was interrupted.
+
+        Raises:
+            ValueError: the source, the config or an option is bad.
+            OSError: a file cannot be read or written; what is finished is kept.
+        """
+        config = download_config or tfds.download.DownloadConfig()
+        mode = config.download_mode
+        is_there = (self.data_path / _INFO_FILE).exists() and not mode.overwrite_dataset
+        # `tfds.testing.mock_data` puts a function that does nothing in the place of TFDS' own.
+        base = dataset_builder.DatasetBuilder.download_and_prepare
+        is_mocked = base.__module__ != dataset_builder.__name__
+        if is_there or is_mocked or mode == tfds.GenerateMode.UPDATE_DATASET_INFO:
+            super().download_and_prepare(
+                download_dir=download_dir,
+                download_config=config,
+                file_format=file_format,
+                **options,
+            )
+            return
+        self._reject_what_is_not_supported(config, file_format, options)
+        source = self.builder_config.source or self._manual_dir(download_dir, config)
+        self._build(source, config)
+
+    def _download_and_prepare(self, dl_manager, download_config=None) -> None:
+        raise NotImplementedError('download_and_prepare does it all')
+
+    def _manual_dir(
+        self, download_dir: epath.PathLike | None, download_config: tfds.download.DownloadConfig
+    ) -> str:
+        if download_config.manual_dir:
+            return str(download_config.manual_dir)
+        # TFDS' manager knows the default, and makes folders.
+        return str(self._make_download_manager(download_dir, download_config).manual_dir)
+
+    def _build(self, source: str, download_config: tfds.download.DownloadConfig) -> None:
+        # Here, so that reading the data set works where torch is not installed.
+        from coyo11m_tfds import building, plan
+
         config = self.builder_config
-        start = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix=f'{schema.NAME}-') as scratch_dir:
-            plan = planning.make_plan(
-                sources.find(config.source or dl_manager.manual_dir),
+        options = building.BuildOptions(
+            source=source,
+            settings=plan.PlanSettings(
                 caption_column=config.caption_column,
                 text_vectors=config.text_vectors,
                 validation_fraction=config.validation_fraction,
                 shard_bytes=config.shard_bytes,
-                scratch_dir=scratch_dir,
-                shard_path=self._shard_path,
+                drop_bad=config.bad_data == 'drop',
+                max_bad_fraction=config.max_bad_fraction,
                 max_examples_per_split=download_config.max_examples_per_split,
-            )
-            results = prepare.write_shards(plan, config.num_workers)
-        prepare.write_chunk_indexes(results, self.data_dir)
-        self._set_info(
-            make_features(plan.latent_dtype, plan.text_vectors and plan.text_vectors.dim),
-            self._make_splits(prepare.by_split(results)),
-            prepare.make_metadata(plan, results, config.caption_column),
+            ),
+            num_workers=config.num_workers,
+            scratch_dir=config.scratch_dir,
+            scratch_bytes=int(config.scratch_gb * 10**9),
+            wait_seconds=config.wait_hours * 3600,
+            overwrite=download_config.download_mode.overwrite_dataset,
+            use_beam=bool(download_config.beam_options or download_config.beam_runner),
+            beam_options=download_config.beam_options,
+            beam_runner=download_config.beam_runner,
         )
-        print(report.summary(plan, results, seconds=time.monotonic() - start))
+        final = str(self.data_path)
+        built_here = building.build(final, options, self._shard_filename, self._write_info)
+        if not built_here:
+            self.info._features = self._initial_features()
+            self.info.read_from_directory(self.data_path)
 
-    def _reject_what_is_not_supported(self, options: tfds.download.DownloadConfig) -> None:
+    def _reject_what_is_not_supported(
+        self,
+        download_config: tfds.download.DownloadConfig,
+        file_format: str | tfds.core.FileFormat | None,
+        options: dict,
+    ) -> None:
+        if options:
+            raise ValueError(f'{", ".join(options)}: not supported; set the umask of the process.')
         defaults = tfds.download.DownloadConfig()
         for name, instead in {
             'num_shards': 'set shard_bytes in the config',
@@ -156,45 +230,50 @@ class Builder(dataset_builder.FileReaderBuilder):
             'max_shard_size': 'set shard_bytes in the config',
             'ignore_duplicates': 'remove repeated keys from the source',
         }.items():
-            value = getattr(options, name)
+            value = getattr(download_config, name)
             if value != getattr(defaults, name):
                 raise ValueError(f'{name}={value} is not supported; {instead}.')
-        limit = options.max_examples_per_split
+        limit = download_config.max_examples_per_split
         if limit is not None and limit < 1:
             raise ValueError(f'max_examples_per_split={limit}: expected at least 1.')
-        if self.info.file_format != tfds.core.FileFormat.TFRECORD:
+        kind = tfds.core.FileFormat(file_format or self.info.file_format)
+        if kind != tfds.core.FileFormat.TFRECORD:
             raise ValueError(
-                f'file_format={self.info.file_format.value} is not supported; leave it out, '
+                f'file_format={kind.value} is not supported; leave it out, '
                 'the chunk index is one of TFRecord files.'
             )
         if multiprocessing.current_process().daemon:
             raise ValueError('leave out --num_processes; set num_workers in the config.')
 
-    def _shard_path(self, split: str, index: int, num_shards: int) -> str:
+    def _shard_filename(self, split: str, index: int, num_shards: int) -> str:
         template = self._get_filename_template(split)
-        return str(template.sharded_filepath(shard_index=index, num_shards=num_shards))
+        return template.sharded_filepath(shard_index=index, num_shards=num_shards).name
 
-    def _make_splits(self, results_by_split: dict[str, list]) -> tfds.core.SplitDict:
+    def _write_info(self, built: 'building.Built', folder: str) -> None:
+        """Takes over what only the source tells, and writes TFDS' files about the data set."""
+        vectors = built.plan.text_vectors
+        # TFDS has no setter for features, but only the source tells their dtype and width.
+        self.info._features = make_features(built.plan.latent_dtype, vectors and vectors.dim)
+        self.info.set_splits(self._make_splits(built.results))
+        self.info.metadata.clear()
+        self.info.metadata.update(built.metadata)
+        self.info.write_to_directory(folder)
+
+    def _make_splits(self, results: 'Sequence[ShardResult]') -> tfds.core.SplitDict:
+        splits = {}
+        for result in results:
+            splits.setdefault(result.split, []).append(result)
         return tfds.core.SplitDict(
             [
                 tfds.core.SplitInfo(
                     name=split,
-                    shard_lengths=[result.num_records for result in results],
-                    num_bytes=sum(result.num_bytes for result in results),
+                    shard_lengths=[result.num_records for result in of_split],
+                    num_bytes=sum(result.num_bytes for result in of_split),
                     filename_template=self._get_filename_template(split),
                 )
-                for split, results in results_by_split.items()
+                for split, of_split in splits.items()
             ]
         )
-
-    def _set_info(
-        self, features: tfds.features.FeaturesDict, splits: tfds.core.SplitDict, metadata: dict
-    ) -> None:
-        # TFDS has no setter for features, but only the source tells their dtype and width.
-        self.info._features = features
-        self.info.set_splits(splits)
-        self.info.metadata.clear()
-        self.info.metadata.update(metadata)
 
 
 def make_features(latent_dtype: str, text_dim: int | None) -> tfds.features.FeaturesDict:

@@ -10,12 +10,13 @@
 The sidecar has the columns `key` (int64, ascending, each once) and `text_embedding`
 (FixedSizeList<float16>[D]); its schema metadata names the encoder, D and the caption column
 (`schema.META_TEXT_ENCODER`, `META_TEXT_DIM`, `META_CAPTION_COLUMN`). Captions that are null or
-blank get no row. The file appears when it is complete, or not at all.
+blank get no row. The file appears when it is complete, or not at all. SOURCE may be local, on gs://
+or on hf://.
 """
 
 import argparse
+import contextlib
 import dataclasses
-import logging
 import os
 import signal
 import sys
@@ -27,17 +28,16 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import tqdm
+from absl import logging
 
 from coyo11m_tfds import captions, keyed_parquet, schema, sources, text_encoders
-
-log = logging.getLogger(__name__)
+from coyo11m_tfds.progress import Progress
+from coyo11m_tfds.scratch import Scratch
 
 # Captions that are encoded at a time: enough for an encoder to sort by length, few enough for the
 # arrays of the hash encoder to stay in a cache. Vectors do not depend on it.
 DEFAULT_BATCH_SIZE = 1024
 ROW_GROUP_SIZE = 65536  # 84 MB of vectors of 640 float16 numbers
-SECONDS_BETWEEN_LOG_LINES = 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Report:
     Attributes:
         num_captions: vectors written.
         num_skipped: rows without a caption (null or blank).
+        num_repeated: rows left out because an earlier row has their key.
         num_truncated: captions cut to the encoder's greatest length.
         encoder: its name.
         dim: numbers a vector.
@@ -55,6 +56,7 @@ class Report:
 
     num_captions: int
     num_skipped: int
+    num_repeated: int
     num_truncated: int
     encoder: str
     dim: int
@@ -64,7 +66,8 @@ class Report:
         return (
             f'{self.num_captions} captions encoded by {self.encoder}, {self.dim} numbers each '
             f'({self.num_captions / self.seconds:.0f} captions/s); '
-            f'{self.num_skipped} null or blank ones skipped, {self.num_truncated} truncated'
+            f'{self.num_skipped} null or blank ones and {self.num_repeated} of repeated keys '
+            f'skipped, {self.num_truncated} truncated'
         )
 
 
@@ -74,6 +77,7 @@ def embed(
     out: str | os.PathLike[str],
     caption_column: str = schema.DEFAULT_CAPTION_COLUMN,
     batch_size: int = DEFAULT_BATCH_SIZE,
+    drop_repeats: bool = False,
 ) -> Report:
     """Encodes every caption of a source and writes the sidecar, replacing one that is there.
 
@@ -83,19 +87,24 @@ def embed(
     same up to rounding.
 
     Args:
-        source_dir: local folder with `schema.CAPTIONS_FILE`.
+        source_dir: folder with `schema.CAPTIONS_FILE`: local, `gs://` or `hf://`.
         encoder: a specification for `text_encoders.make_encoder`, or an encoder.
         out: local path of the sidecar; its folder is made where there is none.
         caption_column: the Parquet column to encode.
         batch_size: captions that are given to the encoder at a time.
+        drop_repeats: whether, of rows that repeat a key, the first wins; else they are an error.
 
     Raises:
         ValueError: the source has no captions file or that lacks a column, a key is null or comes
             twice, there is no caption at all, the encoder cannot be had, or a number that it makes
             is not finite in float16.
+        PermissionError: credentials for the source are missing or refused.
+        OSError: the source cannot be reached, or the disk is full.
     """
-    path = find_captions(source_dir, caption_column)
-    out = Path(sources.local_path(out))
+    file = find_captions(source_dir, caption_column)
+    if sources.is_remote(out):
+        raise ValueError(f'{out} is remote; expected a local path, which can be copied there.')
+    out = Path(out)
     if out.is_dir():
         raise ValueError(f'{out} is a folder; expected the path of a file to write.')
     if isinstance(encoder, str):
@@ -103,29 +112,57 @@ def embed(
 
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f'.{out.name}.') as scratch:
-        captions.build_store(path, caption_column, scratch)
-        store = captions.CaptionStore(scratch)
-        keys, rows, num_skipped = find_captioned(path, store)
+        store = captions.prepare_store(
+            lambda: hold(file, scratch),
+            name=file.path,
+            version=file.version,
+            column=caption_column,
+            cache_dir=scratch,
+            drop_repeats=drop_repeats,
+        )
+        keys, rows, num_skipped = find_captioned(file.path, store)
         start = time.perf_counter()
         groups = encode_groups(rows, store, encoder, batch_size)
         unfinished = Path(scratch) / 'sidecar.parquet'
         write_sidecar(unfinished, keys, groups, encoder, caption_column)
         seconds = time.perf_counter() - start
         os.replace(unfinished, out)
-    return Report(len(keys), num_skipped, encoder.truncated, encoder.name, encoder.dim, seconds)
+    return Report(
+        num_captions=len(keys),
+        num_skipped=num_skipped,
+        num_repeated=store.num_repeated,
+        num_truncated=encoder.truncated,
+        encoder=encoder.name,
+        dim=encoder.dim,
+        seconds=seconds,
+    )
 
 
-def find_captions(source_dir: str | os.PathLike[str], caption_column: str) -> str:
-    """Returns the path of the captions file, having looked at its columns only.
+def find_captions(source_dir: str | os.PathLike[str], caption_column: str) -> sources.SourceFile:
+    """Finds the captions file. If it is local, its columns are looked at already.
 
     Raises:
-        ValueError: the source is remote or has no such file, or the file lacks a column.
+        ValueError: the source has no such file, or the file lacks a column.
+        PermissionError: credentials for the source are missing or refused.
+        OSError: the source cannot be reached.
     """
-    path = Path(sources.local_path(source_dir)) / schema.CAPTIONS_FILE
-    if not path.is_file():
-        raise ValueError(f'{path} is missing; expected the folder of the source to hold it.')
-    keyed_parquet.open_with_column(str(path), caption_column).close()
-    return str(path)
+    file = sources.describe(f'{os.fspath(source_dir).rstrip("/")}/{schema.CAPTIONS_FILE}')
+    if not file.is_remote:
+        keyed_parquet.open_with_column(file.path, caption_column).close()
+    return file
+
+
+@contextlib.contextmanager
+def hold(file: sources.SourceFile, scratch: str) -> Iterator[str]:
+    """Gives a local path of a file; of one that is remote it is a copy in the folder `scratch`."""
+    if not file.is_remote:
+        yield file.path
+        return
+    with contextlib.ExitStack() as stack:
+        with Progress(f'Downloading {file.name}', file.size, 'B') as progress:
+            held = Scratch(scratch, file.size).hold(file, on_bytes=progress.add)
+            path = stack.enter_context(held)
+        yield path
 
 
 def find_captioned(path: str, store: captions.CaptionStore) -> tuple[np.ndarray, np.ndarray, int]:
@@ -157,16 +194,16 @@ def encode_groups(
     Raises:
         ValueError: a number is not finite in float16.
     """
-    progress = Progress(len(rows))
-    for start in range(0, len(rows), ROW_GROUP_SIZE):
-        group = rows[start : start + ROW_GROUP_SIZE]
-        vectors = np.empty((len(group), encoder.dim), np.float16)
-        for first in range(0, len(group), batch_size):
-            batch = slice(first, first + batch_size)
-            vectors[batch] = encode_finite([t.decode() for t in store.texts(group[batch])], encoder)
-            progress.update(len(group[batch]))
-        yield vectors
-    progress.close()
+    with Progress('Embedding', len(rows), 'captions') as progress:
+        for start in range(0, len(rows), ROW_GROUP_SIZE):
+            group = rows[start : start + ROW_GROUP_SIZE]
+            vectors = np.empty((len(group), encoder.dim), np.float16)
+            for first in range(0, len(group), batch_size):
+                batch = slice(first, first + batch_size)
+                texts = [text.decode() for text in store.texts(group[batch])]
+                vectors[batch] = encode_finite(texts, encoder)
+                progress.add(len(texts))
+            yield vectors
 
 
 def encode_finite(texts: Sequence[str], encoder: text_encoders.Encoder) -> np.ndarray:
@@ -210,29 +247,6 @@ def write_sidecar(
             writer.write_table(table, row_group_size=ROW_GROUP_SIZE)
 
 
-class Progress:
-    """A bar on a terminal, a log line now and then elsewhere."""
-
-    def __init__(self, total: int) -> None:
-        self._bar = tqdm.tqdm(total=total, unit=' captions', disable=None)
-        self._total, self._done = total, 0
-        self._start = self._logged = time.monotonic()
-
-    def update(self, count: int) -> None:
-        """Counts `count` more captions as done."""
-        self._bar.update(count)
-        self._done += count
-        now = time.monotonic()
-        if self._bar.disable and now - self._logged > SECONDS_BETWEEN_LOG_LINES:
-            self._logged = now
-            rate = self._done / (now - self._start)
-            log.info('%d of %d captions, %.0f/s', self._done, self._total, rate)
-
-    def close(self) -> None:
-        """Ends the bar."""
-        self._bar.close()
-
-
 def parse_flags() -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(
@@ -241,10 +255,11 @@ def parse_flags() -> argparse.Namespace:
     )
     add = parser.add_argument
     column, length = schema.DEFAULT_CAPTION_COLUMN, text_encoders.DEFAULT_MAX_TOKENS
-    add('--source', required=True, help=f'folder with {schema.CAPTIONS_FILE}')
+    add('--source', required=True, help=f'folder with {schema.CAPTIONS_FILE}, also gs:// or hf://')
     add('--out', required=True, help='Parquet file to write')
     add('--encoder', default='hash', help='hash (the default), hf:HUB_NAME or hf:FOLDER')
     add('--caption_column', default=column, help='column to encode (%(default)s)')
+    add('--drop_repeats', action='store_true', help='first row of a key wins; else an error')
     add('--max_tokens', type=int, default=length, help='hf: cut longer captions (%(default)s)')
     add('--batch_tokens', type=int, help='hf: tokens in a forward pass; less takes less memory')
     return parser.parse_args()
@@ -253,14 +268,20 @@ def parse_flags() -> argparse.Namespace:
 def main() -> None:
     """Runs the command line; bad input ends it with one message and exit status 1."""
     flags = parse_flags()
-    logging.basicConfig(level=logging.INFO, format='%(asctime)s %(message)s')
+    logging.set_verbosity(logging.INFO)
     # A polite kill unwinds as Ctrl-C does, so that the scratch folder is removed.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         find_captions(flags.source, flags.caption_column)  # before a model is loaded in vain
         encoder = text_encoders.make_encoder(flags.encoder, flags.max_tokens, flags.batch_tokens)
-        report = embed(flags.source, encoder, flags.out, flags.caption_column)
-    except ValueError as error:
+        report = embed(
+            flags.source,
+            encoder,
+            flags.out,
+            flags.caption_column,
+            drop_repeats=flags.drop_repeats,
+        )
+    except (ValueError, OSError) as error:
         sys.exit(f'error: {error}')
     print(f'{report}: {flags.out}')
 

@@ -3,10 +3,11 @@
     for keys, values in keyed_parquet.batches('coyo11m-meta.parquet', 'caption_llava'):
         ...                                             # int64 (n,), pyarrow.Array (n,)
 
-    order = keyed_parquet.order_by_key(keys, path)      # checks that no key comes twice
-    rows = keyed_parquet.find(keys[order], order, wanted)
+    order, repeats = keyed_parquet.order_by_key(keys)   # the first row of each key
+    places = keyed_parquet.find(keys[order], wanted)
 
-What comes batch by batch takes a few MB, however large the file.
+What comes batch by batch takes 150 MB with all libraries, however large the file and its row
+groups. Where `name` is given, it stands for the file in messages: a path may be that of a copy.
 """
 
 from collections.abc import Iterator
@@ -19,8 +20,10 @@ from coyo11m_tfds import schema
 
 ROWS_AT_ONCE = 16384
 
+_READ_BYTES = 1 << 20
 
-def open_with_column(path: str, column: str) -> pq.ParquetFile:
+
+def open_with_column(path: str, column: str, name: str = '') -> pq.ParquetFile:
     """Opens a Parquet file that must hold `column` and an integer `key`.
 
     pandas writes a named index as an ordinary column, so both kinds of key look the same here; but
@@ -29,78 +32,86 @@ def open_with_column(path: str, column: str) -> pq.ParquetFile:
     Raises:
         ValueError: it is no Parquet file, or lacks a column or any row.
     """
+    name = name or path
     try:
-        file = pq.ParquetFile(path, memory_map=True)
+        # Neither mapped nor fetched in whole column chunks: both would fill memory with as much of
+        # the file as has been read (4.8 GB of 5.2 GB, against 0.15 GB), and be no faster.
+        file = pq.ParquetFile(path, memory_map=False, pre_buffer=False, buffer_size=_READ_BYTES)
     except pa.ArrowInvalid as error:
         raise ValueError(
-            f'{path}: is damaged or not a Parquet file ({error}). Copy or download it again.'
+            f'{name}: is damaged or not a Parquet file ({error}). Copy or download it again.'
         ) from None
     names = file.schema_arrow.names
     in_metadata = [schema.PARQUET_KEY] if _key_range(file) else []
-    for name in (schema.PARQUET_KEY, column):
-        if name not in names + in_metadata:
-            raise ValueError(f"{path}: has no column '{name}'; its columns are {', '.join(names)}.")
+    for wanted in (schema.PARQUET_KEY, column):
+        if wanted not in names + in_metadata:
+            raise ValueError(
+                f"{name}: has no column '{wanted}'; its columns are {', '.join(names)}."
+            )
     if not in_metadata:
         kind = file.schema_arrow.field(schema.PARQUET_KEY).type
         if not pa.types.is_integer(kind):
-            raise ValueError(f"{path}: column '{schema.PARQUET_KEY}' is {kind}, expected int64.")
+            raise ValueError(f"{name}: column '{schema.PARQUET_KEY}' is {kind}, expected int64.")
     if file.metadata.num_rows == 0:
-        raise ValueError(f'{path}: has no rows.')
+        raise ValueError(f'{name}: has no rows.')
     return file
 
 
-def batches(path: str, column: str) -> Iterator[tuple[np.ndarray, pa.Array]]:
+def batches(path: str, column: str, name: str = '') -> Iterator[tuple[np.ndarray, pa.Array]]:
     """Yields `(keys int64 (n,), values of the column (n,))` in file order, a few MB at a time.
 
     Raises:
         ValueError: as `open_with_column`; a key is null; or a page of the file is damaged.
     """
-    with open_with_column(path, column) as file:
+    name = name or path
+    with open_with_column(path, column, name) as file:
         key_range = _key_range(file)
         columns = [column] if key_range else [schema.PARQUET_KEY, column]
         done = 0
         try:
-            for batch in file.iter_batches(ROWS_AT_ONCE, columns=columns):
+            # Threads would take a column each, and one of the two is next to nothing.
+            for batch in file.iter_batches(ROWS_AT_ONCE, columns=columns, use_threads=False):
                 if key_range:
                     keys = np.array(key_range[done : done + len(batch)], np.int64)
                 else:
-                    keys = _to_int64(batch.column(schema.PARQUET_KEY), path)
+                    keys = _to_int64(batch.column(schema.PARQUET_KEY), name)
                 yield keys, batch.column(column)
                 done += len(batch)
         except (pa.ArrowException, OSError) as error:
-            raise ValueError(f'{path}: cannot be read, probably damaged ({error}).') from error
+            raise ValueError(f'{name}: cannot be read, probably damaged ({error}).') from error
 
 
-def order_by_key(keys: np.ndarray, path: str) -> np.ndarray:
-    """Returns the order that sorts `keys`, int64 `(n,)`.
+def order_by_key(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns `(order, repeats)` of `keys` int64 `(n,)`.
 
-    Raises:
-        ValueError: a key occurs more than once.
+    `order` int64 `(m,)` are the rows that hold a key for the first time, sorted by key; `repeats`
+    int64 `(n - m,)` are the keys of the other rows, ascending.
     """
     order = np.argsort(keys, kind='stable')
-    sorted_keys = keys[order]
-    repeats = np.flatnonzero(sorted_keys[1:] == sorted_keys[:-1])
-    if repeats.size:
-        raise ValueError(
-            f'{path}: {repeats.size} rows repeat the key of another, e.g. key '
-            f'{sorted_keys[repeats[0]]}; expected one row a key. Remove the repeated rows.'
-        )
-    return order
+    ascending = keys[order]
+    repeated = np.zeros(len(keys), bool)
+    np.equal(ascending[1:], ascending[:-1], out=repeated[1:])
+    return order[~repeated], ascending[repeated]
 
 
-def find(sorted_keys: np.ndarray, order: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+def find(sorted_keys: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Finds each wanted key.
 
     Args:
         sorted_keys: int64 `(n,)`, ascending, not empty.
-        order: int64 `(n,)`, the row of each sorted key.
-        wanted: int64 `(m,)`.
+        wanted: int64 `(m,)`, in any order.
 
     Returns:
-        int64 `(m,)`: the row of each wanted key, -1 where there is none.
+        int64 `(m,)`: the place of each wanted key in `sorted_keys`, -1 where there is none.
     """
-    places = np.minimum(np.searchsorted(sorted_keys, wanted), len(sorted_keys) - 1)
-    return np.where(sorted_keys[places] == wanted, order[places], -1)
+    # Neighbours in order of keys share most steps of the search, and those are in the cache: of
+    # 11.4 million keys a million are found in 0.12 s, without sorting them first in 1.4 s.
+    order = np.argsort(wanted)
+    ascending = wanted[order]
+    places = np.minimum(np.searchsorted(sorted_keys, ascending), len(sorted_keys) - 1)
+    found = np.empty(len(wanted), np.int64)
+    found[order] = np.where(sorted_keys[places] == ascending, places, -1)
+    return found
 
 
 def _key_range(file: pq.ParquetFile) -> range | None:
@@ -111,12 +122,12 @@ def _key_range(file: pq.ParquetFile) -> range | None:
     return None
 
 
-def _to_int64(keys: pa.Array, path: str) -> np.ndarray:
+def _to_int64(keys: pa.Array, name: str) -> np.ndarray:
     if keys.null_count:
-        raise ValueError(f"{path}: column '{schema.PARQUET_KEY}' has nulls.")
+        raise ValueError(f"{name}: column '{schema.PARQUET_KEY}' has nulls.")
     try:
         return keys.cast(pa.int64()).to_numpy(zero_copy_only=False)
     except pa.ArrowInvalid as error:
         raise ValueError(
-            f"{path}: column '{schema.PARQUET_KEY}' does not fit int64 ({error})."
+            f"{name}: column '{schema.PARQUET_KEY}' does not fit int64 ({error})."
         ) from None

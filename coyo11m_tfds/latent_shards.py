@@ -25,11 +25,28 @@ _ZIP_MAGIC = b'PK\x03\x04'
 _EMBEDDING_DTYPES = ('float16', 'bfloat16', 'float32')
 
 
+class RowsDisagreeError(ValueError):
+    """The tensors of one file have unequal numbers of rows.
+
+    Attributes:
+        keys: those in the file, int64 `(n,)`.
+        digest: as `LatentShard.digest`.
+    """
+
+    def __init__(self, message: str, keys: np.ndarray, digest: str):
+        super().__init__(message)
+        self.keys, self.digest = keys, digest
+
+
 class LatentShard:
     """A validated `.pt` file, open for reading.
 
+    Args:
+        path: local file.
+        name: what errors call it, if that is not its path.
+
     Attributes:
-        path: the file.
+        path: as errors call it.
         keys: int64 `(N,)`.
         dtype: of the latents, one of `schema.LATENT_DTYPES`.
         embedding_dim: width of `embeddings`, None where the file has none.
@@ -39,12 +56,13 @@ class LatentShard:
     Raises:
         ValueError: the file is truncated, is no `.pt`, would run code when unpickled, or its
             tensors are missing or of an unexpected dtype or shape.
+        RowsDisagreeError: its tensors are well, but have unequal numbers of rows.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
-        self.path = os.fspath(path)
-        self.digest = _zip_digest(self.path)
-        tensors = _load(self.path)
+    def __init__(self, path: str | os.PathLike[str], name: str = ''):
+        self.path = name or os.fspath(path)
+        self.digest = _zip_digest(os.fspath(path), self.path)
+        tensors = _load(os.fspath(path), self.path)
         keys = _tensor(self.path, tensors, schema.PT_KEYS, ('int64',))
         if keys.ndim != 1:
             raise ValueError(
@@ -85,19 +103,21 @@ class LatentShard:
         return chosen.to(torch.float32).numpy()
 
     def _check_shape(self, name: str, tensor: torch.Tensor, row_shape: tuple) -> None:
-        expected = (len(self.keys), *row_shape)
         shape = tuple(tensor.shape)
-        same_rank = len(shape) == len(expected)
-        fits = same_rank and all(
+        row_fits = len(shape) == 1 + len(row_shape) and all(
             have == want if isinstance(want, int) else have > 0
-            for have, want in zip(shape, expected, strict=True)
+            for have, want in zip(shape[1:], row_shape, strict=True)
         )
-        if not fits:
-            wanted = ', '.join(map(str, expected))
-            raise ValueError(
-                f'{self.path}: {name} has shape {shape}, expected ({wanted}) '
-                f'to go with its {len(self.keys)} keys.'
-            )
+        if row_fits and shape[0] == len(self.keys):
+            return
+        wanted = ', '.join(map(str, (len(self.keys), *row_shape)))
+        message = (
+            f'{self.path}: {name} has shape {shape}, expected ({wanted}) '
+            f'to go with its {len(self.keys)} keys.'
+        )
+        if row_fits:
+            raise RowsDisagreeError(message, self.keys, self.digest)
+        raise ValueError(message)
 
 
 def use_one_thread() -> None:
@@ -105,7 +125,7 @@ def use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def _zip_digest(path: str) -> str:
+def _zip_digest(path: str, name: str) -> str:
     try:
         with zipfile.ZipFile(path) as archive:
             # The first folder of every name is the name under which the file was first saved.
@@ -124,29 +144,29 @@ def _zip_digest(path: str) -> str:
             else f'is not a .pt file ({size:,} bytes): expected a zip archive as torch.save '
             'writes it since torch 1.6. Save or download it again.'
         )
-        raise ValueError(f'{path}: {problem}') from None
+        raise ValueError(f'{name}: {problem}') from None
     return hashlib.sha256(json.dumps(sorted(entries)).encode()).hexdigest()
 
 
-def _load(path: str) -> dict[str, torch.Tensor]:
+def _load(path: str, name: str) -> dict[str, torch.Tensor]:
     try:
         content = torch.load(path, map_location='cpu', mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
-        named = re.search(r'GLOBAL (\S+)', str(error))
-        what = f'asks for {named[1]}' if named else 'is damaged or asks for other things'
+        asked = re.search(r'GLOBAL (\S+)', str(error))
+        what = f'asks for {asked[1]}' if asked else 'is damaged or asks for other things'
         raise ValueError(
-            f'{path}: refused, its pickle {what} where only tensors are expected, and could run '
+            f'{name}: refused, its pickle {what} where only tensors are expected, and could run '
             'code. None of it was run. If you trust it, save it again as a plain dict of tensors.'
         ) from None
     except Exception as error:  # many types, according to where in the file torch stumbles
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f'{path}: cannot be read as a .pt file, probably damaged ({first_line}). '
+            f'{name}: cannot be read as a .pt file, probably damaged ({first_line}). '
             'Save or download it again.'
         ) from error
     if not isinstance(content, dict):
         raise ValueError(
-            f'{path}: holds a {type(content).__name__}, expected a dict with '
+            f'{name}: holds a {type(content).__name__}, expected a dict with '
             f"'{schema.PT_KEYS}' and '{schema.PT_LATENTS}'."
         )
     return content

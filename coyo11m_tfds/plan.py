@@ -1,8 +1,8 @@
 """Decides what every shard will hold, before anything is written.
 
-    plan = make_plan(sources.find('/data/coyo11m'), scratch_dir=..., shard_path=..., ...)
-    plan.tasks     # one a shard, with the exact rows of its records
-    plan.dropped   # {'no_row': 7, 'no_caption': 6}
+    plan = make_plan(sources.find('/data/coyo11m'), settings, scratch, cache_dir, shard_filename)
+    plan.tasks            # one a shard, with the exact rows of its records
+    plan.dropped.counts   # {'no_row': 7, 'no_caption': 6, ...}
 
 Planning opens and checks every file of the source, joins captions and text vectors by key, and
 chooses the split of each key, so that what is wrong is found before hours are spent on writing.
@@ -13,24 +13,47 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import os
-import pathlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from absl import logging
 
 from coyo11m_tfds import captions, schema, sources, vectors
+from coyo11m_tfds.dropped import Dropped
 from coyo11m_tfds.keyed_random import splitmix64
+from coyo11m_tfds.scratch import Scratch
+from coyo11m_tfds.shard_inputs import StoreInputs
 from coyo11m_tfds.shard_writer import VECTORS_IN_PT, ShardTask, TextVectors
 from coyo11m_tfds.source_latents import SourceLatents
 
-NO_ROW, NO_CAPTION, NO_TEXT_VECTOR = 'no_row', 'no_caption', 'no_text_vector'
-
-# If more of the source is dropped, its captions or vectors belong to other latents.
-MAX_DROPPED_FRACTION = 0.5
-
 _RECORD_OVERHEAD = 128  # bytes of a record besides latents, caption and text vector
+
+# Part of every shard's fingerprint: to be raised when the same task gives other bytes than before.
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanSettings:
+    """What a user decides about the plan.
+
+    Attributes:
+        caption_column: column of the captions.
+        text_vectors: '' for none, 'pt' for `embeddings` in the `.pt` files, or a sidecar's path.
+        validation_fraction: share of the keys that goes to the validation split, in [0, 1).
+        shard_bytes: a file's records of one split are cut into the fewest shards of at most
+            about this size, nearly equal.
+        drop_bad: leave out and count bad rows, instead of stopping at the first.
+        max_bad_fraction: share of the source's rows that may be bad.
+        max_examples_per_split: keep only the first records of each split.
+    """
+
+    caption_column: str = schema.DEFAULT_CAPTION_COLUMN
+    text_vectors: str = ''
+    validation_fraction: float = 0.01
+    shard_bytes: int = 128 * 1024 * 1024
+    drop_bad: bool = True
+    max_bad_fraction: float = 0.01
+    max_examples_per_split: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,134 +65,179 @@ class Plan:
         num_bytes: their expected size, exact within 1%.
         latent_dtype: one of `schema.LATENT_DTYPES`.
         text_vectors: None where records hold no text vector.
-        dropped: how many rows of the source are left out, by reason.
+        dropped: the rows of the source that are left out, and why.
         source_fingerprint: hex digest of everything that is read.
+        stores: those that the tasks refer to. While they are open, no other build removes them.
     """
 
     tasks: tuple[ShardTask, ...]
     num_bytes: int
     latent_dtype: str
     text_vectors: TextVectors | None
-    dropped: dict[str, int]
+    dropped: Dropped
     source_fingerprint: str
+    stores: tuple[captions.CaptionStore | vectors.VectorStore, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Joined:
+    """What records take from elsewhere than the `.pt` files.
+
+    `text_vectors` is None without vectors, `vectors` where there is no sidecar.
+    """
+
+    captions: captions.CaptionStore
+    text_vectors: TextVectors | None
+    vectors: vectors.VectorStore | None
+
+    @property
+    def stores(self) -> tuple[captions.CaptionStore | vectors.VectorStore, ...]:
+        return (self.captions, self.vectors) if self.vectors else (self.captions,)
+
+    @property
+    def digests(self) -> list[str]:
+        in_pt = VECTORS_IN_PT if self.text_vectors else ''
+        return [self.captions.digest, self.vectors.digest if self.vectors else in_pt]
 
 
 def make_plan(
     source: sources.Source,
-    *,
-    caption_column: str,
-    text_vectors: str,
-    validation_fraction: float,
-    shard_bytes: int,
-    scratch_dir: str | os.PathLike[str],
-    shard_path: Callable[[str, int, int], str],
-    max_examples_per_split: int | None = None,
+    settings: PlanSettings,
+    scratch: Scratch,
+    cache_dir: str,
+    shard_filename: Callable[[str, int, int], str],
 ) -> Plan:
     """Plans the shards of a data set.
 
     Args:
         source: files to read.
-        caption_column: column of the captions.
-        text_vectors: '' for none, 'pt' for `embeddings` in the `.pt` files, or a sidecar's path.
-        validation_fraction: share of the keys that goes to the validation split, in [0, 1).
-        shard_bytes: a file's records of one split are cut into the fewest shards of at most
-            about this size, nearly equal.
-        scratch_dir: existing folder for the stores of captions and vectors; the tasks refer to it.
-        shard_path: (split, index, number of shards) -> file to write.
-        max_examples_per_split: keep only the first records of each split.
+        settings: what a user decides.
+        scratch: where remote files are put while they are read.
+        cache_dir: existing folder for the stores of captions and vectors. They stay there for the
+            next build, and the tasks refer to them.
+        shard_filename: (split, index, number of shards) -> name of the file.
 
     Raises:
         ValueError: something is wrong with the source.
+        OSError: a remote file cannot be read.
     """
-    latents = SourceLatents.read(source.latent_files)
-    logging.info('%d rows in %d .pt files', len(latents.keys), len(latents.paths))
-    captions_dir = _folder(scratch_dir, 'captions')
-    captions_digest = captions.build_store(source.captions_file, caption_column, captions_dir)
-    store = captions.CaptionStore(captions_dir)
-    logging.info('Read the captions of %s', source.captions_file)
-    vector_source, vectors_digest = _prepare_vectors(
-        text_vectors, caption_column, latents, scratch_dir
-    )
-    caption_rows = store.find(latents.keys)
+    latents = SourceLatents.read(source.latent_files, cache_dir, drop_bad=settings.drop_bad)
+    logging.info('%d rows in %d .pt files', latents.num_rows, len(latents.files))
+    joined = _join(source, settings, latents, scratch, cache_dir)
+    caption_rows = joined.captions.find(latents.keys)
     # Of a key without a row this is some other caption's length; NO_ROW keeps it out.
-    caption_bytes = store.lengths(caption_rows)
-    reasons = _drop_reasons(latents.keys, caption_rows, caption_bytes, vector_source)
-    dropped = {name: int(mask.sum()) for name, mask in reasons.items()}
-    kept = ~np.logical_or.reduce(list(reasons.values()))
-    _check_dropped(dropped, kept, source.captions_file)
+    caption_bytes = joined.captions.lengths(caption_rows)
+    reasons = _drop_reasons(latents, caption_rows, caption_bytes, joined)
+    dropped = _count_dropped(latents, joined.captions, reasons, settings.max_bad_fraction)
+    dropped.check_bad(source.root)
+    dropped.check_all(source.captions_file.path)
 
-    tasks, num_bytes = [], 0
-    for split, mask in _split_masks(latents.keys, kept, validation_fraction).items():
-        rows = np.flatnonzero(mask)[:max_examples_per_split]
-        sizes = _record_sizes(caption_bytes[rows], vector_source)
-        num_bytes += int(sizes.sum())
-        runs = _cut_into_runs(rows, sizes, latents.starts, shard_bytes)
-        tasks += _make_tasks(split, runs, latents, shard_path, captions_dir, vector_source)
+    kept = ~np.logical_or.reduce(list(reasons.values()))
+    tasks = []
+    for split, mask in _split_masks(latents.keys, kept, settings.validation_fraction).items():
+        rows = np.flatnonzero(mask)[: settings.max_examples_per_split]
+        sizes = _record_sizes(caption_bytes[rows], joined.text_vectors)
+        runs = _cut_into_runs(rows, sizes, latents.starts, settings.shard_bytes)
+        names = [shard_filename(split, index, len(runs)) for index in range(len(runs))]
+        tasks += _make_tasks(split, names, runs, latents, joined, settings.drop_bad)
     if not any(task.split == schema.TRAIN for task in tasks):
-        raise ValueError(f'{source.captions_file}: no record is left for the train split.')
+        raise ValueError(f'{source.root}: no record is left for the train split.')
     return Plan(
-        tasks=tuple(sorted(tasks, key=lambda task: (task.latents_path, task.split, task.index))),
-        num_bytes=num_bytes,
+        tasks=tuple(sorted(tasks, key=lambda task: (task.latents.path, task.split, task.index))),
+        num_bytes=sum(task.num_bytes for task in tasks),
         latent_dtype=latents.dtype,
-        text_vectors=vector_source,
+        text_vectors=joined.text_vectors,
         dropped=dropped,
-        source_fingerprint=_digest([*latents.digests, captions_digest, vectors_digest]),
+        source_fingerprint=_digest(
+            [
+                *(f'{f.name} {d}' for f, d in zip(latents.files, latents.digests, strict=True)),
+                *joined.digests,
+            ]
+        ),
+        stores=joined.stores,
     )
 
 
-def _prepare_vectors(
-    text_vectors: str, caption_column: str, latents: SourceLatents, scratch_dir: os.PathLike | str
-) -> tuple[TextVectors | None, str]:
-    """Returns where to read text vectors, and a digest of them."""
-    if not text_vectors:
-        return None, ''
-    if text_vectors == VECTORS_IN_PT:
+def _join(
+    source: sources.Source,
+    settings: PlanSettings,
+    latents: SourceLatents,
+    scratch: Scratch,
+    cache_dir: str,
+) -> _Joined:
+    """Opens what is joined to the rows, after making stores of it where there are none yet."""
+    store = captions.prepare_store(
+        lambda: scratch.hold(source.captions_file),
+        name=source.captions_file.path,
+        version=source.captions_file.version,
+        column=settings.caption_column,
+        cache_dir=cache_dir,
+        drop_repeats=settings.drop_bad,
+    )
+    logging.info('The captions of %s are ready', source.captions_file.path)
+    if not settings.text_vectors:
+        return _Joined(store, None, None)
+    if settings.text_vectors == VECTORS_IN_PT:
         dim = latents.common_embedding_dim()
-        return TextVectors(VECTORS_IN_PT, dim=dim, encoder=VECTORS_IN_PT), ''
-    path = sources.local_path(text_vectors)
-    if not os.path.isfile(path):
+        return _Joined(store, TextVectors(dim, encoder=VECTORS_IN_PT, in_pt=True), None)
+    text_vectors, vector_store = _prepare_sidecar(settings, scratch, cache_dir)
+    return _Joined(store, text_vectors, vector_store)
+
+
+def _prepare_sidecar(
+    settings: PlanSettings, scratch: Scratch, cache_dir: str
+) -> tuple[TextVectors, vectors.VectorStore]:
+    try:
+        sidecar = sources.describe(settings.text_vectors)
+    except ValueError as error:
         raise ValueError(
-            f"text_vectors: {path} is no file; expected '', 'pt' or the Parquet file that "
-            'coyo11m_tfds.embed_captions made.'
-        )
-    header = vectors.read_header(path)
-    if header.caption_column != caption_column:
+            f"text_vectors: {error} Otherwise '' or 'pt'; coyo11m_tfds.embed_captions makes such a "
+            'file.'
+        ) from None
+    header, store = vectors.prepare_store(
+        lambda: scratch.hold(sidecar),
+        name=sidecar.path,
+        version=sidecar.version,
+        cache_dir=cache_dir,
+    )
+    if header.caption_column != settings.caption_column:
         raise ValueError(
-            f"{path}: its vectors were made of column '{header.caption_column}', but the captions "
-            f"are '{caption_column}'. Embed that column, or set caption_column."
+            f"{sidecar.path}: its vectors were made of column '{header.caption_column}', but the "
+            f"captions are '{settings.caption_column}'. Embed that column, or set caption_column."
         )
-    folder = _folder(scratch_dir, 'vectors')
-    digest = vectors.build_store(path, folder)
-    logging.info('Read the text vectors of %s', path)
-    return TextVectors(folder, dim=header.dim, encoder=header.encoder), digest
+    logging.info('The text vectors of %s are ready', sidecar.path)
+    return TextVectors(header.dim, header.encoder, in_pt=False), store
 
 
 def _drop_reasons(
-    keys: np.ndarray,
-    caption_rows: np.ndarray,
-    caption_bytes: np.ndarray,
-    vector_source: TextVectors | None,
+    latents: SourceLatents, caption_rows: np.ndarray, caption_bytes: np.ndarray, joined: _Joined
 ) -> dict[str, np.ndarray]:
-    """Returns bool `(n,)` for each reason to drop a key; at most one of them is true."""
-    no_row = caption_rows < 0
-    no_caption = ~no_row & (caption_bytes == 0)
-    reasons = {NO_ROW: no_row, NO_CAPTION: no_caption}
-    if vector_source:
-        missing = np.zeros(len(keys), bool)
-        if vector_source.store != VECTORS_IN_PT:
-            missing = vectors.VectorStore(vector_source.store, vector_source.dim).find(keys) < 0
-        reasons[NO_TEXT_VECTOR] = missing & ~no_row & ~no_caption
+    """Returns bool `(n,)` for each reason to drop a row; at most one of them is true."""
+    no_row = ~latents.repeated & (caption_rows < 0)
+    no_caption = ~latents.repeated & ~no_row & (caption_bytes == 0)
+    reasons = {
+        schema.REPEATED_KEY: latents.repeated,
+        schema.NO_ROW: no_row,
+        schema.NO_CAPTION: no_caption,
+    }
+    if joined.vectors:
+        missing = joined.vectors.find(latents.keys) < 0
+        reasons[schema.NO_TEXT_VECTOR] = missing & ~np.logical_or.reduce(list(reasons.values()))
     return reasons
 
 
-def _check_dropped(dropped: dict[str, int], kept: np.ndarray, captions_file: str) -> None:
-    if sum(dropped.values()) > MAX_DROPPED_FRACTION * len(kept):
-        reasons = ', '.join(f'{name}: {count:,}' for name, count in dropped.items())
-        raise ValueError(
-            f'{captions_file}: {sum(dropped.values()):,} of {len(kept):,} rows would be dropped '
-            f'({reasons}), more than {MAX_DROPPED_FRACTION:.0%}. Do the captions (and text '
-            'vectors) belong to these .pt files?'
-        )
+def _count_dropped(
+    latents: SourceLatents,
+    store: captions.CaptionStore,
+    reasons: dict[str, np.ndarray],
+    max_bad_fraction: float,
+) -> Dropped:
+    dropped = Dropped(latents.num_rows, max_bad_fraction)
+    for reason, mask in reasons.items():
+        dropped.add(reason, int(mask.sum()), latents.keys[mask][: Dropped.MAX_EXAMPLES])
+    dropped.add(schema.ROWS_DISAGREE, len(latents.disagreeing), latents.disagreeing)
+    dropped.add(schema.REPEATED_CAPTION, store.num_repeated, store.repeated_keys)
+    return dropped
 
 
 def unit_hash(keys: np.ndarray) -> np.ndarray:
@@ -184,55 +252,70 @@ def _split_masks(
     return {schema.TRAIN: kept & ~validation, schema.VALIDATION: kept & validation}
 
 
-def _record_sizes(caption_bytes: np.ndarray, vector_source: TextVectors | None) -> np.ndarray:
+def _record_sizes(caption_bytes: np.ndarray, text_vectors: TextVectors | None) -> np.ndarray:
     """Returns the expected bytes of each record, int64 `(n,)`."""
     fixed = schema.NUM_CROPS * schema.LATENT_NBYTES + _RECORD_OVERHEAD
-    vector = 2 * vector_source.dim if vector_source else 0
-    return caption_bytes + (fixed + vector)
+    return caption_bytes + (fixed + (2 * text_vectors.dim if text_vectors else 0))
 
 
 def _cut_into_runs(
     rows: np.ndarray, sizes: np.ndarray, file_starts: np.ndarray, shard_bytes: int
-) -> list[tuple[int, np.ndarray]]:
-    """Cuts ascending rows at the files' borders and then to size: `(file, rows)` for each shard."""
+) -> list[tuple[int, np.ndarray, int]]:
+    """Cuts ascending rows at the files' borders and then to size.
+
+    Returns `(file, rows, expected bytes)` for each shard.
+    """
     borders = np.searchsorted(rows, file_starts)
     runs = []
     for file, (start, end) in enumerate(itertools.pairwise(borders)):
-        if start < end:
-            num_shards = -(-int(sizes[start:end].sum()) // shard_bytes)
-            runs += [
-                (file, run) for run in np.array_split(rows[start:end], min(num_shards, end - start))
-            ]
+        if start == end:
+            continue
+        num_shards = min(-(-int(sizes[start:end].sum()) // shard_bytes), end - start)
+        parts = zip(
+            np.array_split(rows[start:end], num_shards),
+            np.array_split(sizes[start:end], num_shards),
+            strict=True,
+        )
+        runs += [(file, run, int(run_sizes.sum())) for run, run_sizes in parts]
     return runs
 
 
 def _make_tasks(
     split: str,
-    runs: Sequence[tuple[int, np.ndarray]],
+    names: Sequence[str],
+    runs: Sequence[tuple[int, np.ndarray, int]],
     latents: SourceLatents,
-    shard_path: Callable[[str, int, int], str],
-    captions_dir: str,
-    vector_source: TextVectors | None,
+    joined: _Joined,
+    drop_bad: bool,
 ) -> list[ShardTask]:
-    return [
-        ShardTask(
+    common = _digest([_FORMAT, latents.dtype, drop_bad, *joined.digests])
+    tasks = []
+    for index, (name, (file, run, num_bytes)) in enumerate(zip(names, runs, strict=True)):
+        rows = (run - latents.starts[file]).astype(np.int32)
+        inputs = StoreInputs(
+            rows=rows,
+            keys=latents.keys[run],
+            captions_store=joined.captions.folder,
+            vectors_store=joined.vectors.folder if joined.vectors else '',
+            text_dim=joined.text_vectors.dim if joined.vectors else 0,
+        )
+        rows_digest = hashlib.sha256(rows).hexdigest()
+        task = ShardTask(
             split=split,
             index=index,
-            path=shard_path(split, index, len(runs)),
-            latents_path=latents.paths[file],
-            rows=(run - latents.starts[file]).astype(np.int32),
-            captions_store=captions_dir,
-            text_vectors=vector_source,
+            filename=name,
+            latents=latents.files[file],
+            latents_digest=latents.digests[file],
+            row_range=(int(rows[0]), int(rows[-1])),
+            inputs=inputs,
+            text_vectors=joined.text_vectors,
+            drop_bad=drop_bad,
+            num_bytes=num_bytes,
+            fingerprint=_digest([common, name, latents.digests[file], rows_digest]),
         )
-        for index, (file, run) in enumerate(runs)
-    ]
+        tasks.append(task)
+    return tasks
 
 
-def _folder(parent: str | os.PathLike[str], name: str) -> str:
-    folder = pathlib.Path(parent) / name
-    folder.mkdir()
-    return str(folder)
-
-
-def _digest(parts: Sequence[str]) -> str:
+def _digest(parts: Sequence[object]) -> str:
     return hashlib.sha256(json.dumps(list(parts)).encode()).hexdigest()

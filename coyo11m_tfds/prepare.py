@@ -1,67 +1,88 @@
-"""Carries out a plan: writes the shards with a process per core, then index and metadata.
+"""Carries out a plan: writes the shards that are missing, then index and metadata.
 
     plan = make_plan(...)
-    results = write_shards(plan, num_workers=0)
-    write_chunk_indexes(results, data_dir)
-    metadata = make_metadata(plan, results, caption_column)
+    results = write_shards(plan, work, engine)
+    dropped = count_dropped(plan, results)
+    write_chunk_indexes(results, folder)
+    metadata = make_metadata(plan, results, dropped, caption_column)
 
-What is written does not depend on the number of processes: a shard is a function of its task, and
-results are joined in the order of the shards. One core does 25,000 records (640 MB) a second,
-statistics and checksums included, if the disk can.
+What is written does not depend on the number of processes, nor on interruptions: a shard is a
+function of its task, and results are joined in the order of the shards. One core does 25,000
+records (640 MB) a second, statistics and checksums included, if the disk can.
 """
 
-import concurrent.futures
-import contextlib
-import multiprocessing
+import copy
 import os
 import pathlib
 import shutil
-import sys
-import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from coyo11m_tfds import chunk_index, moments, report, schema
+from coyo11m_tfds import chunk_index, report, schema, shard_statistics
+from coyo11m_tfds.destination import Destination
+from coyo11m_tfds.dropped import Dropped
+from coyo11m_tfds.finished import FinishedShards
 from coyo11m_tfds.plan import Plan
-from coyo11m_tfds.shard_writer import ShardResult, ShardTask, init_worker, write_shard
+from coyo11m_tfds.progress import Progress
+from coyo11m_tfds.shard_writer import ShardResult, ShardTask
 
-WORKERS_VARIABLE = 'COYO11M_NUM_PROC'
-
-# A process takes about 1.5 s to start; for less work than this it is not worth it.
-_BYTES_WORTH_A_WORKER = 500_000_000
+# Writes tasks and their records, and yields each when it is stored: `shard_pool` or `beam_engine`.
+Engine = Callable[[Sequence[ShardTask], FinishedShards], Iterable[tuple[ShardTask, ShardResult]]]
 
 
-def write_shards(plan: Plan, num_workers: int = 0) -> list[ShardResult]:
-    """Writes all shards of a plan.
+def write_shards(plan: Plan, work: Destination, engine: Engine) -> list[ShardResult]:
+    """Writes the shards of a plan that are not finished yet.
 
     Args:
         plan: what to write.
-        num_workers: number of processes; 0 takes the environment variable `COYO11M_NUM_PROC`, else
-            as many as there are cores and the amount of work is worth.
+        work: folder of the build; finished shards stay there if it is interrupted.
+        engine: who writes.
 
     Returns:
-        The results in the order train, validation, and by shard index.
+        The results of all shards in the order train, validation, and by shard index.
 
     Raises:
-        ValueError: the source holds numbers that are not finite; the variable is no number.
-        OSError: there is not enough space on the disk.
+        ValueError: too much of the source is bad; or see `shard_writer.write_shard`.
+        OSError: a file cannot be fetched, written or stored; there is not enough space on the disk.
         RuntimeError: a process died.
     """
-    _check_space(plan)
-    workers = min(_choose_workers(num_workers, plan.num_bytes), len(plan.tasks))
-    write = _write_here if workers == 1 else _write_in_pool
-    results = []
-    with report.Progress(plan.num_bytes, len(plan.tasks)) as progress:
-        for result in write(plan.tasks, workers):
+    finished = FinishedShards(work)
+    results = finished.load(plan.tasks)
+    found = {(result.split, result.index) for result in results}
+    missing = [task for task in plan.tasks if (task.split, task.index) not in found]
+    _check_space(work, sum(task.num_bytes for task in missing))
+    dropped = count_dropped(plan, results)
+    with Progress('Writing shards', plan.num_bytes, 'B', {'shards': len(plan.tasks)}) as progress:
+        progress.skip(
+            sum(result.num_bytes for result in results),
+            shards=len(results),
+            dropped=sum(dropped.counts.values()),
+        )
+        for task, result in engine(missing, finished):
+            _add_non_finite(dropped, result)
+            dropped.check_bad(task.latents.path)
             results.append(result)
-            progress.add(result.num_bytes)
+            progress.add(
+                result.num_bytes,
+                shards=1,
+                records=result.num_records,
+                dropped=result.statistics.non_finite,
+            )
     return sorted(results, key=lambda result: (result.split, result.index))
 
 
-def write_chunk_indexes(results: Sequence[ShardResult], data_dir: str | os.PathLike[str]) -> None:
+def count_dropped(plan: Plan, results: Iterable[ShardResult]) -> Dropped:
+    """What was left out while planning, and while writing these shards."""
+    dropped = copy.deepcopy(plan.dropped)
+    for result in results:
+        _add_non_finite(dropped, result)
+    return dropped
+
+
+def write_chunk_indexes(results: Sequence[ShardResult], folder: str | os.PathLike[str]) -> None:
     """Writes the chunk index of every split that has shards."""
     for split, of_split in by_split(results).items():
         chunk_index.save(
-            data_dir,
+            folder,
             split,
             shard_lengths=[result.num_records for result in of_split],
             offsets=[result.chunk_offsets for result in of_split],
@@ -69,21 +90,23 @@ def write_chunk_indexes(results: Sequence[ShardResult], data_dir: str | os.PathL
         )
 
 
-def make_metadata(plan: Plan, results: Sequence[ShardResult], caption_column: str) -> dict:
+def make_metadata(
+    plan: Plan, results: Sequence[ShardResult], dropped: Dropped, caption_column: str
+) -> dict:
     """Returns the metadata of `dataset_info`, with the keys `schema.META_*`; statistics are those
     of the train split."""
-    train = by_split(results)[schema.TRAIN]
-    mean, std = moments.join([result.latent_moments for result in train]).mean_and_std()
+    train = _join_statistics(by_split(results)[schema.TRAIN])
+    mean, std = train.latent_moments.mean_and_std()
     metadata = {
         schema.META_LATENT_MEAN: mean,
         schema.META_LATENT_STD: std,
         schema.META_LATENT_DTYPE: plan.latent_dtype,
         schema.META_CAPTION_COLUMN: caption_column,
-        schema.META_DROPPED: plan.dropped,
+        schema.META_DROPPED: dropped.counts,
         schema.META_SOURCE_FINGERPRINT: plan.source_fingerprint,
     }
     if plan.text_vectors:
-        mean, std = moments.join([result.text_moments for result in train]).mean_and_std()
+        mean, std = train.text_moments.mean_and_std()
         metadata |= {
             schema.META_TEXT_MEAN: mean,
             schema.META_TEXT_STD: std,
@@ -91,6 +114,34 @@ def make_metadata(plan: Plan, results: Sequence[ShardResult], caption_column: st
             schema.META_TEXT_DIM: plan.text_vectors.dim,
         }
     return metadata
+
+
+def make_facts(
+    name: str, results: Sequence[ShardResult], dropped: Dropped, metadata: dict
+) -> report.BuildFacts:
+    """Collects what the report of a build tells.
+
+    Args:
+        name: of the data set, with config and version.
+        results: of all shards.
+        dropped: what was left out.
+        metadata: of `dataset_info`.
+    """
+    splits = by_split(results)
+    previews = [preview for result in results for preview in result.statistics.previews]
+    return report.BuildFacts(
+        name=name,
+        shards={
+            split: [(result.num_records, result.num_bytes) for result in of_split]
+            for split, of_split in splits.items()
+        },
+        dropped=dropped.counts,
+        dropped_keys=dropped.examples,
+        num_rows=dropped.num_rows,
+        statistics={split: _join_statistics(of_split) for split, of_split in splits.items()},
+        previews=report.choose_previews(previews),
+        metadata=metadata,
+    )
 
 
 def by_split(results: Sequence[ShardResult]) -> dict[str, list[ShardResult]]:
@@ -101,66 +152,23 @@ def by_split(results: Sequence[ShardResult]) -> dict[str, list[ShardResult]]:
     return splits
 
 
-def _check_space(plan: Plan) -> None:
-    folder = os.path.dirname(plan.tasks[0].path)
-    if '://' in folder:  # a bucket has no end
+def _join_statistics(results: Sequence[ShardResult]) -> shard_statistics.ShardStatistics:
+    return shard_statistics.join([result.statistics for result in results])
+
+
+def _add_non_finite(dropped: Dropped, result: ShardResult) -> None:
+    statistics = result.statistics
+    dropped.add(schema.NON_FINITE, statistics.non_finite, statistics.non_finite_keys)
+
+
+def _check_space(work: Destination, num_bytes: int) -> None:
+    if work.is_remote:  # a bucket has no end
         return
-    free = shutil.disk_usage(folder).free
-    if free < plan.num_bytes:
+    folder = pathlib.Path(work.folder).absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
+    free = shutil.disk_usage(existing).free
+    if free < num_bytes:
         raise OSError(
-            f'{folder}: has {free / 1e9:.1f} GB free, but the data set takes '
-            f'{plan.num_bytes / 1e9:.1f} GB. Free some space or choose another --data_dir.'
+            f'{existing}: has {free / 1e9:.1f} GB free, but the data set takes another '
+            f'{num_bytes / 1e9:.1f} GB. Free some space or choose another --data_dir.'
         )
-
-
-def _choose_workers(num_workers: int, num_bytes: int) -> int:
-    if num_workers:
-        return num_workers
-    variable = os.environ.get(WORKERS_VARIABLE)
-    if variable:
-        if not variable.isdecimal() or int(variable) == 0:
-            raise ValueError(f'{WORKERS_VARIABLE}={variable}: expected a number from 1 up.')
-        return int(variable)
-    return min(len(os.sched_getaffinity(0)), 1 + num_bytes // _BYTES_WORTH_A_WORKER)
-
-
-def _write_here(tasks: Sequence[ShardTask], workers: int) -> Iterator[ShardResult]:
-    del workers
-    return map(write_shard, tasks)
-
-
-def _write_in_pool(tasks: Sequence[ShardTask], workers: int) -> Iterator[ShardResult]:
-    """Yields results as they come; after an error no further task is begun."""
-    # Forking a process that runs TensorFlow's threads can hang; spawned ones begin afresh.
-    context = multiprocessing.get_context('spawn')
-    with concurrent.futures.ProcessPoolExecutor(workers, context, init_worker) as pool:
-        try:
-            with _clean_start():
-                futures = [pool.submit(write_shard, task) for task in tasks]
-            for future in concurrent.futures.as_completed(futures):
-                yield future.result()
-        except concurrent.futures.process.BrokenProcessPool:
-            raise RuntimeError(
-                'A worker process died, most likely because memory ran out. Try fewer of them: '
-                f'num_workers in the config, or {WORKERS_VARIABLE} in the environment.'
-            ) from None
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-
-@contextlib.contextmanager
-def _clean_start() -> Iterator[None]:
-    """Within it, processes are spawned that can import this package and import nothing else.
-
-    A spawned process imports the program's main module: that of `tfds` takes 4 s and 700 MB, that
-    of a script without `if __name__ == '__main__':` starts the work again. The workers need
-    neither. But they need the folder of the package, which `tfds build` finds in a checkout itself.
-    """
-    root = str(pathlib.Path(__file__).parents[1])
-    main, path = sys.modules['__main__'], sys.path
-    sys.modules['__main__'] = types.ModuleType('__main__')
-    sys.path = path if root in path else [*path, root]
-    try:
-        yield
-    finally:
-        sys.modules['__main__'], sys.path = main, path

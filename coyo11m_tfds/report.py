@@ -1,87 +1,176 @@
-"""Says how the conversion goes, and what came of it.
+"""What came of a build: a few lines for the terminal, `report.json`, and a page to look at.
 
-    with Progress(num_bytes=10**9, num_shards=8) as progress:
-        progress.add(num_bytes)      # once for each shard written
-    print(summary(plan, results, seconds=12.3))
+    facts = BuildFacts(name='coyo11m_tfds/latents/1.0.0', ...)
+    write(facts, folder)                   # report.json and report.html
+    print(summary(facts, seconds=12.3))
 
-Nothing here decides what is written.
+Both files depend on nothing but what was built, so the same build gives the same bytes.
 """
 
-import sys
-import time
+import dataclasses
+import json
+import os
+import pathlib
 from collections.abc import Sequence
-from typing import Self
 
-import tqdm
-from absl import logging
+import numpy as np
 
-from coyo11m_tfds.plan import Plan
-from coyo11m_tfds.shard_writer import ShardResult
+from coyo11m_tfds import dropped, report_page, schema
+from coyo11m_tfds.shard_statistics import CAPTION_EDGES, LATENT_EDGES, Preview, ShardStatistics
 
-SECONDS_BETWEEN_LINES = 10
+JSON_FILE = 'report.json'
+PAGE_FILE = 'report.html'
+
+NUM_PREVIEWS = 24
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)  # of the lengths of captions
+
+_EXAMPLES_IN_SUMMARY = 3
 
 
-class Progress:
-    """A bar on a terminal; elsewhere a line in the log every ten seconds."""
+@dataclasses.dataclass(frozen=True)
+class BuildFacts:
+    """What a build did.
 
-    def __init__(self, num_bytes: int, num_shards: int):
-        self._num_bytes = num_bytes
-        self._num_shards = num_shards
-        self._done_shards = 0
-        self._done_bytes = 0
-        self._start = self._last_line = time.monotonic()
-        self._bar = tqdm.tqdm(
-            total=num_bytes,
-            desc='Writing shards',
-            unit='B',
-            unit_scale=True,
-            disable=not sys.stderr.isatty(),
-        )
+    Attributes:
+        name: of the data set, config and version, e.g. 'coyo11m_tfds/latents/1.0.0'.
+        shards: `(records, bytes)` of each shard, by split.
+        dropped: how many rows of the source were left out, by reason (`schema.DROP_REASONS`).
+        dropped_keys: some of their keys, by reason.
+        num_rows: rows of the `.pt` files.
+        statistics: of the records, by split.
+        previews: records to show.
+        metadata: that of `dataset_info`, with the keys `schema.META_*`.
+    """
 
-    def __enter__(self) -> Self:
-        return self
+    name: str
+    shards: dict[str, list[tuple[int, int]]]
+    dropped: dict[str, int]
+    dropped_keys: dict[str, list[int]]
+    num_rows: int
+    statistics: dict[str, ShardStatistics]
+    previews: list[Preview]
+    metadata: dict
 
-    def __exit__(self, *_) -> None:
-        self._bar.close()
 
-    def add(self, num_bytes: int) -> None:
-        """Counts one further shard of this size."""
-        self._bar.update(num_bytes)
-        self._done_shards += 1
-        self._done_bytes += num_bytes
-        now = time.monotonic()
-        is_last = self._done_shards == self._num_shards
-        if self._bar.disable and (is_last or now - self._last_line > SECONDS_BETWEEN_LINES):
-            self._last_line = now
-            logging.info(
-                'Wrote %d of %d shards (%.0f%%), %.0f MB/s',
-                self._done_shards,
-                self._num_shards,
-                100 * self._done_bytes / self._num_bytes,
-                self._done_bytes / 1e6 / (now - self._start),
+def write(facts: BuildFacts, folder: str | os.PathLike[str]) -> None:
+    """Writes `report.json` and `report.html` into an existing local folder."""
+    folder = pathlib.Path(folder)
+    content = to_json(facts)
+    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + '\n'
+    (folder / JSON_FILE).write_text(text, encoding='utf-8', newline='\n')
+    page = report_page.render(content, facts.previews)
+    (folder / PAGE_FILE).write_text(page, encoding='utf-8', newline='\n')
+
+
+def to_json(facts: BuildFacts) -> dict:
+    """Returns the content of `report.json`.
+
+    A histogram has `edges` and `counts`. Counts of the latents are, for each channel, of values
+    below the first edge, from each edge to the next, and from the last edge on; those of the
+    captions from each edge on.
+    """
+    shards = [shard for of_split in facts.shards.values() for shard in of_split]
+    return {
+        'name': facts.name,
+        **_totals(shards),
+        'source_rows': facts.num_rows,
+        'splits': {
+            split: _totals(of_split) | _statistics(facts.statistics[split])
+            for split, of_split in facts.shards.items()
+        },
+        'dropped': {
+            reason: {'rows': count, 'example_keys': facts.dropped_keys.get(reason, [])}
+            for reason, count in facts.dropped.items()
+        },
+        **{
+            name: facts.metadata[name]
+            for name in (
+                schema.META_CAPTION_COLUMN,
+                schema.META_LATENT_DTYPE,
+                schema.META_TEXT_ENCODER,
+                schema.META_TEXT_DIM,
+                schema.META_SOURCE_FINGERPRINT,
             )
+            if name in facts.metadata
+        },
+        'previews': [
+            {'key': preview.key, 'caption': preview.caption} for preview in facts.previews
+        ],
+    }
 
 
-def summary(plan: Plan, results: Sequence[ShardResult], seconds: float) -> str:
-    """Tells in a few lines what was written, what was dropped and why, and how fast."""
+def _totals(shards: Sequence[tuple[int, int]]) -> dict:
+    return {
+        'records': sum(records for records, _ in shards),
+        'shards': len(shards),
+        'bytes': sum(num_bytes for _, num_bytes in shards),
+    }
+
+
+def _statistics(statistics: ShardStatistics) -> dict:
+    has_records = statistics.num_records > 0
+    mean, std = statistics.latent_moments.mean_and_std() if has_records else (None, None)
+    return {
+        'caption_bytes': {
+            'quantiles': quantiles(statistics.caption_histogram),
+            'edges': CAPTION_EDGES.tolist(),
+            'counts': statistics.caption_histogram.tolist(),
+        },
+        'latents': {
+            'mean': mean,
+            'std': std,
+            'edges': LATENT_EDGES.tolist(),
+            'counts': statistics.latent_histogram.tolist(),
+        },
+    }
+
+
+def quantiles(caption_histogram: np.ndarray) -> dict[str, int] | None:
+    """Returns quantiles of the captions' lengths in bytes, None if there is no caption.
+
+    Lengths are taken as evenly spread within their bin, those in the last bin as its edge.
+    """
+    up_to = np.cumsum(caption_histogram)
+    if not up_to[-1]:
+        return None
+    ranks = np.multiply(QUANTILES, up_to[-1])
+    bins = np.searchsorted(up_to, ranks)
+    inside = 1 - (up_to[bins] - ranks) / caption_histogram[bins]
+    widths = np.append(np.diff(CAPTION_EDGES), 0)
+    values = CAPTION_EDGES[bins] + inside * widths[bins]
+    return {f'{share:g}': round(value) for share, value in zip(QUANTILES, values, strict=True)}
+
+
+def choose_previews(previews: Sequence[Preview], count: int = NUM_PREVIEWS) -> list[Preview]:
+    """Chooses at most `count`, evenly spaced."""
+    count = min(count, len(previews))
+    return [previews[number * len(previews) // count] for number in range(count)]
+
+
+def summary(facts: BuildFacts, seconds: float) -> str:
+    """Tells in a few lines what was written, what was dropped and why; of what is bad in the
+    source (`dropped.BAD`) it gives examples."""
     lines = ['']
-    for split in dict.fromkeys(result.split for result in results):
-        of_split = [result for result in results if result.split == split]
-        lines.append(_line(split, of_split))
-    lines.append(_line('total', results))
-    dropped = ', '.join(f'{name}: {count:,}' for name, count in plan.dropped.items())
-    lines.append(f'dropped     {sum(plan.dropped.values()):,} rows ({dropped})')
-    num_records = sum(result.num_records for result in results)
-    num_bytes = sum(result.num_bytes for result in results)
+    for split, shards in facts.shards.items():
+        lines.append(_line(split, shards))
+    lines.append(_line('total', [shard for shards in facts.shards.values() for shard in shards]))
+    counts = {reason: count for reason, count in facts.dropped.items() if count}
+    reasons = ', '.join(f'{reason}: {count:,}' for reason, count in counts.items())
     lines.append(
-        f'time        {seconds:,.1f} s, {num_records / seconds:,.0f} records/s, '
-        f'{num_bytes / 1e6 / seconds:,.0f} MB/s'
+        f'dropped     {sum(counts.values()):,} rows' + (f' ({reasons})' if reasons else '')
     )
+    for reason in dropped.BAD:
+        if keys := facts.dropped_keys.get(reason):
+            examples = ', '.join(map(str, keys[:_EXAMPLES_IN_SUMMARY]))
+            lines.append(f'            {reason}, e.g. key {examples}')
+    lines.append(f'time        {seconds:,.1f} s')
+    lines.append(f'report      {PAGE_FILE} beside the shards')
     return '\n'.join(lines)
 
 
-def _line(name: str, results: Sequence[ShardResult]) -> str:
-    num_records = sum(result.num_records for result in results)
-    num_bytes = sum(result.num_bytes for result in results)
-    shards = f'{len(results):,} shard{"" if len(results) == 1 else "s"}'
-    return f'{name:10}  {num_records:,} records in {shards}, {num_bytes / 1e6:,.1f} MB'
+def _line(name: str, shards: Sequence[tuple[int, int]]) -> str:
+    totals = _totals(shards)
+    return (
+        f'{name:10}  {totals["records"]:,} records in {totals["shards"]:,} '
+        f'shard{"" if len(shards) == 1 else "s"}, {report_page.size(totals["bytes"])}'
+    )

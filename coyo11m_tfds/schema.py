@@ -46,6 +46,30 @@ VALIDATION = 'validation'
 # use chunks of a multiple of it.
 CHUNK_STRIDE = 32
 
+# --- A build that is under way -----------------------------------------------------------------
+
+BUILD_SUFFIX = '.building'  # of its folder, beside the folder of the finished data set
+BUILD_DATA = 'data'  # sub-folder that becomes the finished data set
+
+# --- Why rows of the source are left out ------------------------------------------------------
+
+NO_ROW = 'no_row'  # the key has no row in the Parquet file
+NO_CAPTION = 'no_caption'  # its caption is null or blank
+NO_TEXT_VECTOR = 'no_text_vector'  # the sidecar has no vector for it
+REPEATED_KEY = 'repeated_key'  # the key was in an earlier row of the `.pt` files
+ROWS_DISAGREE = 'rows_disagree'  # in a `.pt` file whose tensors have unequal numbers of rows
+NON_FINITE = 'non_finite'  # NaN or infinity in its latents or text vector
+REPEATED_CAPTION = 'repeated_caption'  # a row of the Parquet file whose key came before
+DROP_REASONS = (
+    NO_ROW,
+    NO_CAPTION,
+    NO_TEXT_VECTOR,
+    REPEATED_KEY,
+    ROWS_DISAGREE,
+    NON_FINITE,
+    REPEATED_CAPTION,
+)
+
 # --- Metadata keys of `dataset_info` --------------------------------------------------------
 
 # Statistics are over the train split, all crops, in raw (unscaled) units.

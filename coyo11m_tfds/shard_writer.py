@@ -1,19 +1,25 @@
 """Writes one TFRecord shard: a pure function of its task, run in whichever process.
 
-    result = shard_writer.write_shard(task)
+    result = shard_writer.write_shard(task, '/scratch/000000-000009.pt', '/scratch/shard')
 
 A shard holds some rows of one `.pt` file. The rows are read `ROWS_AT_ONCE` at a time from the
 memory-mapped file, so memory does not grow with the file or the shard.
 """
 
+import base64
 import dataclasses
+import multiprocessing
+import os
+import threading
 from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
-from etils import epath
 
-from coyo11m_tfds import captions, latent_shards, moments, records, schema, vectors
+from coyo11m_tfds import latent_shards, records, schema
+from coyo11m_tfds.shard_inputs import PackedInputs, StoreInputs
+from coyo11m_tfds.shard_statistics import ShardStatistics
+from coyo11m_tfds.sources import SourceFile
 
 ROWS_AT_ONCE = 256
 VECTORS_IN_PT = 'pt'  # the config's `text_vectors` for `embeddings` inside the .pt files
@@ -21,17 +27,11 @@ VECTORS_IN_PT = 'pt'  # the config's `text_vectors` for `embeddings` inside the 
 
 @dataclasses.dataclass(frozen=True)
 class TextVectors:
-    """Where text vectors come from.
+    """The text vectors of a data set: `dim` numbers each, made by `encoder`."""
 
-    Attributes:
-        store: folder of a `vectors.VectorStore`, or `VECTORS_IN_PT`.
-        dim: numbers of one vector.
-        encoder: name for the metadata.
-    """
-
-    store: str
     dim: int
     encoder: str
+    in_pt: bool  # from the `.pt` files, not from a sidecar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,20 +41,28 @@ class ShardTask:
     Attributes:
         split: its split.
         index: its number within the split.
-        path: file to write.
-        latents_path: the `.pt` file.
-        rows: rows of the `.pt` file in the order of the records, int32 `(n,)`.
-        captions_store: folder of a `captions.CaptionStore`.
+        filename: name of the file to write.
+        latents: the `.pt` file, which may be remote.
+        latents_digest: `LatentShard.digest` of that file.
+        row_range: first and last row of that file, for people.
+        inputs: which rows, and the captions and vectors that go with them.
         text_vectors: None where records hold no text vector.
+        drop_bad: leave out and count what is not finite, instead of stopping.
+        num_bytes: expected size of the shard, within 1%.
+        fingerprint: hex digest of all that decides the shard's bytes.
     """
 
     split: str
     index: int
-    path: str
-    latents_path: str
-    rows: np.ndarray
-    captions_store: str
+    filename: str
+    latents: SourceFile
+    latents_digest: str
+    row_range: tuple[int, int]
+    inputs: StoreInputs | PackedInputs
     text_vectors: TextVectors | None
+    drop_bad: bool
+    num_bytes: int
+    fingerprint: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +76,7 @@ class ShardResult:
         num_bytes: size of the file.
         crc32c: checksum of the file.
         chunk_offsets: byte offsets of the records 0, 32, 64, ..., int64.
-        latent_moments: of each of the 4 channels.
-        text_moments: of each number of the text vectors, None where there are none.
+        statistics: of the records.
     """
 
     split: str
@@ -78,23 +85,44 @@ class ShardResult:
     num_bytes: int
     crc32c: int
     chunk_offsets: np.ndarray
-    latent_moments: moments.Moments
-    text_moments: moments.Moments | None
+    statistics: ShardStatistics
+
+    def to_json(self) -> dict:
+        """Returns it as what JSON can hold, exactly."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        offsets = base64.b64encode(self.chunk_offsets.astype('<i8').tobytes()).decode()
+        return fields | {'chunk_offsets': offsets, 'statistics': self.statistics.to_json()}
+
+    @classmethod
+    def from_json(cls, fields: dict) -> 'ShardResult':
+        """The inverse of `to_json`.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is not what `to_json` makes.
+        """
+        offsets = np.frombuffer(base64.b64decode(fields['chunk_offsets']), '<i8').astype(np.int64)
+        statistics = ShardStatistics.from_json(fields['statistics'])
+        return cls(**(fields | {'chunk_offsets': offsets, 'statistics': statistics}))
 
 
-def write_shard(task: ShardTask) -> ShardResult:
+def write_shard(task: ShardTask, latents_path: str, path: str) -> ShardResult:
     """Writes the shard's file.
 
+    Args:
+        task: what to write.
+        latents_path: `task.latents`, as a local file.
+        path: local file to write.
+
     Raises:
-        ValueError: the source holds numbers that are not finite.
+        ValueError: the source has changed since it was planned; or it holds numbers that are not
+            finite, and the task does not allow to drop them.
         OSError: the file cannot be written, e.g. because the disk is full.
     """
-    source = _OpenSource(task)
-    with epath.Path(task.path).open('wb') as file:
+    source = _OpenSource(task, latents_path)
+    with open(path, 'wb') as file:
         writer = records.RecordWriter(file)
-        for start in range(0, len(task.rows), ROWS_AT_ONCE):
-            for example in source.examples(task.rows[start : start + ROWS_AT_ONCE]):
-                writer.write(records.encode_example(example))
+        for example in source.examples():
+            writer.write(records.encode_example(example))
     return ShardResult(
         split=task.split,
         index=task.index,
@@ -102,8 +130,7 @@ def write_shard(task: ShardTask) -> ShardResult:
         num_bytes=writer.num_bytes,
         crc32c=writer.crc32c,
         chunk_offsets=np.asarray(writer.chunk_offsets, np.int64),
-        latent_moments=source.latent_moments,
-        text_moments=source.text_moments,
+        statistics=source.statistics,
     )
 
 
@@ -112,56 +139,69 @@ def init_worker() -> None:
     latent_shards.use_one_thread()
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed cannot end its workers, and they would wait for work for ever."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 class _OpenSource:
-    """What a task reads, opened, and the moments of what has been read."""
+    """What a task reads, opened, and the statistics of what has been read."""
 
-    def __init__(self, task: ShardTask):
-        self._latents = latent_shards.LatentShard(task.latents_path)
-        self._captions = captions.CaptionStore(task.captions_store)
-        self.latent_moments = moments.Moments(schema.LATENT_SHAPE[0])
-        self._text_vectors = task.text_vectors
-        self._vectors: vectors.VectorStore | None = None
-        self.text_moments: moments.Moments | None = None
-        if task.text_vectors:
-            self.text_moments = moments.Moments(task.text_vectors.dim)
-            if task.text_vectors.store != VECTORS_IN_PT:
-                self._vectors = vectors.VectorStore(task.text_vectors.store, task.text_vectors.dim)
+    def __init__(self, task: ShardTask, latents_path: str):
+        self._task = task
+        self._latents = latent_shards.LatentShard(latents_path, name=task.latents.path)
+        self._inputs = task.inputs.open()
+        self.statistics = ShardStatistics(task.text_vectors and task.text_vectors.dim)
+        self._check_unchanged()
 
-    def examples(self, rows: np.ndarray) -> Iterator[dict[str, bytes | int]]:
-        """Reads some rows at once and yields the features of one record each."""
-        keys = self._latents.keys[rows]
+    def examples(self) -> Iterator[dict[str, bytes | int]]:
+        """Yields the features of each record that is good."""
+        for start in range(0, len(self._inputs.rows), ROWS_AT_ONCE):
+            yield from self._examples(slice(start, start + ROWS_AT_ONCE))
+
+    def _examples(self, part: slice) -> Iterator[dict[str, bytes | int]]:
+        keys = self._inputs.keys[part]
+        captions = self._inputs.captions(part)
+        raw, latents = self._latents.latents(self._inputs.rows[part])
+        text = self._read_vectors(part)
+        finite = self.statistics.add(keys, captions, latents, text)
+        if not finite.all() and not self._task.drop_bad:
+            self._refuse(keys[finite.argmin()])
         columns = {
             schema.KEY: keys.tolist(),
-            schema.CAPTION: self._captions.texts(self._captions.find(keys)),
-            schema.LATENTS: self._read_latents(rows, keys),
+            schema.CAPTION: captions,
+            schema.LATENTS: [row.tobytes() for row in raw],
         }
-        if self._text_vectors:
-            columns[schema.TEXT_EMBEDDING] = self._read_vectors(rows, keys)
-        for values in zip(*columns.values(), strict=True):
-            yield dict(zip(columns, values, strict=True))
+        if text is not None:
+            columns[schema.TEXT_EMBEDDING] = [row.tobytes() for row in text]
+        for good, *values in zip(finite.tolist(), *columns.values(), strict=True):
+            if good:
+                yield dict(zip(columns, values, strict=True))
 
-    def _read_latents(self, rows: np.ndarray, keys: np.ndarray) -> list[bytes]:
-        raw, values = self._latents.latents(rows)
-        finite = moments.add_latents(self.latent_moments, values)
-        self._check_finite(finite, keys, schema.PT_LATENTS)
-        return [row.tobytes() for row in raw]
+    def _read_vectors(self, part: slice) -> np.ndarray | None:
+        if not self._task.text_vectors:
+            return None
+        if not self._task.text_vectors.in_pt:
+            return self._inputs.vectors(part)
+        with np.errstate(over='ignore'):  # becomes inf, which counts as not finite
+            return self._latents.embeddings(self._inputs.rows[part]).astype(np.float16)
 
-    def _read_vectors(self, rows: np.ndarray, keys: np.ndarray) -> list[bytes]:
-        if self._vectors:
-            text = self._vectors.read(self._vectors.find(keys))
-        else:
-            with np.errstate(over='ignore'):  # becomes inf, which is reported below
-                text = self._latents.embeddings(rows).astype(np.float16)
-        self._check_finite(np.isfinite(text).all(axis=1), keys, schema.PT_EMBEDDINGS)
-        moments.add_vectors(self.text_moments, text)
-        return [row.tobytes() for row in text]
-
-    def _check_finite(self, finite: np.ndarray, keys: np.ndarray, name: str) -> None:
-        if not finite.all():
+    def _check_unchanged(self) -> None:
+        rows = self._inputs.rows
+        same = self._latents.digest == self._task.latents_digest
+        if not same or not np.array_equal(self._latents.keys[rows], self._inputs.keys):
             raise ValueError(
-                f'{self._latents.path}: {name} of key {keys[finite.argmin()]} are not finite (or '
-                'too large to be). Remove the sample or make it again: one such number ruins a '
-                'training run.'
+                f'{self._task.latents.path}: has changed since the build began. Start it again.'
             )
+
+    def _refuse(self, key: int) -> None:
+        text = f' (or its {schema.PT_EMBEDDINGS})' if self._task.text_vectors else ''
+        raise ValueError(
+            f'{self._task.latents.path}: {schema.PT_LATENTS} of key {key}{text} are not finite, or '
+            'too large to be. One such number ruins a training run. Remove the sample or make it '
+            'again, or set bad_data to "drop" in the config.'
+        )

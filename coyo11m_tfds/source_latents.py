@@ -1,20 +1,38 @@
 """What all `.pt` files of a source hold together, but for the latents themselves.
 
-    latents = SourceLatents.read(['000000-000009.pt', '000010-000019.pt'])
+    latents = SourceLatents.read(source.latent_files, head_dir='/scratch', drop_bad=True)
     latents.keys      # int64 (rows of all files,)
     latents.starts    # int64 (files + 1,): row i of file f is row starts[f] + i of `keys`
+    latents.repeated  # bool (rows of all files,): the key was there before
 
-Reading it checks every file, before anything is written.
+Reading it checks every file, before anything is written. Of remote files only the heads are read,
+a few at a time.
 """
 
+import concurrent.futures
 import dataclasses
 import os
 from collections.abc import Sequence
 
 import numpy as np
 
-from coyo11m_tfds import schema
-from coyo11m_tfds.latent_shards import LatentShard
+from coyo11m_tfds import latent_heads, schema
+from coyo11m_tfds.latent_shards import LatentShard, RowsDisagreeError
+from coyo11m_tfds.sources import SourceFile
+
+# Heads are a few requests each, and waiting for these is most of the time.
+_HEADS_AT_ONCE = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class _Head:
+    """What is kept of one file; `disagreement` instead of keys where its tensors do not fit."""
+
+    keys: np.ndarray
+    dtype: str
+    embedding_dim: int | None
+    digest: str
+    disagreement: RowsDisagreeError | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,50 +40,71 @@ class SourceLatents:
     """Keys and kinds of all `.pt` files.
 
     Attributes:
-        paths: the files.
-        keys: of all rows, in the files' order, int64; no key comes twice.
+        files: the files.
+        keys: of all rows, in the files' order, int64.
         starts: row of `keys` at which each file starts, and the number of rows, int64.
         dtype: of the latents, one of `schema.LATENT_DTYPES`.
         embedding_dims: for each file the width of `embeddings`, None where it has none.
-        digests: for each file its name and the digest of its content.
+        digests: for each file the digest of its content.
+        repeated: rows whose key was in an earlier row, bool, shape of `keys`.
+        disagreeing: keys of files that are left out because their tensors have unequal numbers
+            of rows, so that nothing tells which row belongs to which key; int64.
     """
 
-    paths: tuple[str, ...]
+    files: tuple[SourceFile, ...]
     keys: np.ndarray
     starts: np.ndarray
     dtype: str
     embedding_dims: tuple[int | None, ...]
     digests: tuple[str, ...]
+    repeated: np.ndarray
+    disagreeing: np.ndarray
 
     @classmethod
-    def read(cls, paths: Sequence[str]) -> 'SourceLatents':
+    def read(
+        cls, files: Sequence[SourceFile], head_dir: str | os.PathLike[str], *, drop_bad: bool
+    ) -> 'SourceLatents':
         """Opens and checks every file.
 
+        Args:
+            files: the files.
+            head_dir: existing folder for the heads of remote files, some MB each.
+            drop_bad: mark repeated keys and leave out files whose tensors disagree, instead of
+                raising.
+
         Raises:
-            ValueError: a file is bad, the files disagree, or a key comes twice.
+            ValueError: a file is bad, or the files disagree; or `drop_bad` is false and a key comes
+                twice.
+            OSError: a remote file cannot be read.
         """
-        keys, dtypes, embedding_dims, digests = [], [], [], []
-        for path in paths:
-            shard = LatentShard(path)  # let go at once: all together are 300 GB of mapped memory
-            keys.append(shard.keys)
-            dtypes.append(shard.dtype)
-            embedding_dims.append(shard.embedding_dim)
-            digests.append(f'{os.path.basename(path)} {shard.digest}')
-            if shard.dtype != dtypes[0]:
-                raise ValueError(
-                    f'{path}: latents are {shard.dtype}, but those of {paths[0]} are {dtypes[0]}; '
-                    'expected one dtype in all files. Convert one of them.'
-                )
+        with concurrent.futures.ThreadPoolExecutor(_HEADS_AT_ONCE) as threads:
+            heads = list(threads.map(lambda file: _read_head(file, head_dir, drop_bad), files))
+        good = [head for head in heads if not head.disagreement]
+        if not good:
+            raise heads[0].disagreement
+        _check_dtypes(files, heads)
+        keys = np.concatenate([head.keys for head in heads])
         latents = cls(
-            paths=tuple(paths),
-            keys=np.concatenate(keys),
-            starts=np.cumsum([0, *map(len, keys)]),
-            dtype=dtypes[0],
-            embedding_dims=tuple(embedding_dims),
-            digests=tuple(digests),
+            files=tuple(files),
+            keys=keys,
+            starts=np.cumsum([0, *(len(head.keys) for head in heads)]),
+            dtype=good[0].dtype,
+            embedding_dims=tuple(head.embedding_dim for head in heads),
+            digests=tuple(head.digest for head in heads),
+            repeated=_repeats(keys),
+            disagreeing=np.concatenate(
+                [np.empty(0, np.int64)]
+                + [head.disagreement.keys for head in heads if head.disagreement]
+            ),
         )
-        latents._check_unique()
+        if not drop_bad:
+            latents._check_unique()
         return latents
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all files, with those of files that are left out."""
+        return len(self.keys) + len(self.disagreeing)
 
     def common_embedding_dim(self) -> int:
         """The width of `embeddings` in all files.
@@ -73,8 +112,15 @@ class SourceLatents:
         Raises:
             ValueError: a file has none, or another width than the first.
         """
-        first = self.embedding_dims[0]
-        for path, dim in zip(self.paths, self.embedding_dims, strict=True):
+        in_use = [
+            (file.path, dim)
+            for file, dim, rows in zip(
+                self.files, self.embedding_dims, np.diff(self.starts), strict=True
+            )
+            if rows
+        ]
+        first_path, first = in_use[0]
+        for path, dim in in_use:
             if dim is None:
                 raise ValueError(
                     f"{path}: lacks '{schema.PT_EMBEDDINGS}', which text_vectors='pt' asks for. "
@@ -82,23 +128,60 @@ class SourceLatents:
                 )
             if dim != first:
                 raise ValueError(
-                    f'{path}: {schema.PT_EMBEDDINGS} has {dim} numbers a row, but {self.paths[0]} '
+                    f'{path}: {schema.PT_EMBEDDINGS} has {dim} numbers a row, but {first_path} '
                     f'has {first}; expected one width in all files.'
                 )
         return first
 
     def _check_unique(self) -> None:
-        order = np.argsort(self.keys, kind='stable')
-        sorted_keys = self.keys[order]
-        repeats = np.flatnonzero(sorted_keys[1:] == sorted_keys[:-1])
+        repeats = np.flatnonzero(self.repeated)
         if repeats.size:
-            first, second = order[repeats[0]], order[repeats[0] + 1]
+            second = repeats[0]
+            first = np.flatnonzero(self.keys == self.keys[second])[0]
             raise ValueError(
                 f'{self._place(second)} has key {self.keys[second]}, but so has '
                 f'{self._place(first)}; expected every key once ({repeats.size} rows repeat a '
-                'key). Remove the repeated rows or files.'
+                'key). Remove the repeated rows or files, or set bad_data to "drop".'
             )
 
     def _place(self, row: int) -> str:
         file = int(np.searchsorted(self.starts, row, side='right')) - 1
-        return f'{self.paths[file]}: row {row - self.starts[file]}'
+        return f'{self.files[file].path}: row {row - self.starts[file]}'
+
+
+def _read_head(file: SourceFile, head_dir: str | os.PathLike[str], drop_bad: bool) -> _Head:
+    path = latent_heads.fetch_head(file, head_dir)
+    try:
+        # Let go at once: all files together are 300 GB of mapped memory.
+        shard = LatentShard(path, name=file.path)
+        return _Head(shard.keys, shard.dtype, shard.embedding_dim, shard.digest)
+    except RowsDisagreeError as error:
+        if not drop_bad:
+            raise
+        return _Head(np.empty(0, np.int64), '', None, error.digest, error)
+    finally:
+        if file.is_remote:
+            os.remove(path)
+
+
+def _check_dtypes(files: Sequence[SourceFile], heads: Sequence[_Head]) -> None:
+    used = [
+        (file.path, head.dtype)
+        for file, head in zip(files, heads, strict=True)
+        if not head.disagreement
+    ]
+    first_path, first = used[0]
+    for path, dtype in used:
+        if dtype != first:
+            raise ValueError(
+                f'{path}: latents are {dtype}, but those of {first_path} are {first}; '
+                'expected one dtype in all files. Convert one of them.'
+            )
+
+
+def _repeats(keys: np.ndarray) -> np.ndarray:
+    """Marks each element that has an equal one before it, bool `(n,)`."""
+    order = np.argsort(keys, kind='stable')
+    repeated = np.zeros(len(keys), bool)
+    repeated[order[1:]] = keys[order[1:]] == keys[order[:-1]]
+    return repeated

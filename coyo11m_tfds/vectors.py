@@ -1,25 +1,32 @@
-"""Text vectors of a sidecar file as a memory-mapped matrix that is looked up by key.
+"""Text vectors of a sidecar file as a matrix on disk that is looked up by key.
 
-    header = vectors.build_store('hash.parquet', folder)   # made by coyo11m_tfds.embed_captions
-    store = vectors.VectorStore(folder, header.dim)
-    rows = store.find(keys)                                # -1: the key has no vector
-    store.read(rows)                                       # float16 (n, dim)
+    header, store = vectors.prepare_store(      # of a file made by coyo11m_tfds.embed_captions
+        lambda: contextlib.nullcontext(path), name=path, version='1', cache_dir=folder
+    )
+    rows = store.find(keys)                     # -1: the key has no vector
+    store.read(rows)                            # float16 (n, header.dim)
+
+    vectors.VectorStore(store.folder, header.dim)       # how another process opens it
 
 A sidecar is one Parquet file with the columns `key` and `text_embedding` (a fixed-size list of
 float16) and, in its schema's metadata, the encoder's name, the width, and the caption column.
 """
 
+import concurrent.futures
 import dataclasses
 import hashlib
 import os
-import pathlib
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from absl import logging
 
-from coyo11m_tfds import keyed_parquet, schema
+from coyo11m_tfds import keyed_parquet, keyed_store, schema
+from coyo11m_tfds.captions import LocalFile
+from coyo11m_tfds.destination import naming
 
-_KEYS, _ORDER, _MATRIX = 'keys.npy', 'order.npy', 'matrix.bin'
+_PLACES, _MATRIX = 'places', 'matrix'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,31 +38,32 @@ class SidecarHeader:
     caption_column: str
 
 
-def read_header(path: str) -> SidecarHeader:
-    """Reads and checks what a sidecar says about itself.
+def read_header(path: str, name: str = '') -> SidecarHeader:
+    """Reads and checks what a sidecar says about itself; `name` stands for it in messages.
 
     Raises:
         ValueError: a column or an entry of the metadata is missing or of an unexpected type.
     """
-    with keyed_parquet.open_with_column(path, schema.TEXT_EMBEDDING) as file:
+    name = name or path
+    with keyed_parquet.open_with_column(path, schema.TEXT_EMBEDDING, name) as file:
         arrow_schema = file.schema_arrow
     kind = arrow_schema.field(schema.TEXT_EMBEDDING).type
     is_vector = pa.types.is_fixed_size_list(kind) and pa.types.is_float16(kind.value_type)
     if not is_vector or kind.list_size < 1:
         raise ValueError(
-            f"{path}: column '{schema.TEXT_EMBEDDING}' is {kind}, expected a fixed-size list of "
+            f"{name}: column '{schema.TEXT_EMBEDDING}' is {kind}, expected a fixed-size list of "
             'float16 as coyo11m_tfds.embed_captions writes it.'
         )
     metadata = {k.decode(): v.decode() for k, v in (arrow_schema.metadata or {}).items()}
-    for name in (schema.META_TEXT_ENCODER, schema.META_TEXT_DIM, schema.META_CAPTION_COLUMN):
-        if not metadata.get(name):
+    for entry in (schema.META_TEXT_ENCODER, schema.META_TEXT_DIM, schema.META_CAPTION_COLUMN):
+        if not metadata.get(entry):
             raise ValueError(
-                f"{path}: its schema's metadata lacks '{name}'; make the file with "
+                f"{name}: its schema's metadata lacks '{entry}'; make the file with "
                 'coyo11m_tfds.embed_captions.'
             )
     if metadata[schema.META_TEXT_DIM] != str(kind.list_size):
         raise ValueError(
-            f'{path}: its vectors have {kind.list_size} numbers, but its metadata says '
+            f'{name}: its vectors have {kind.list_size} numbers, but its metadata says '
             f'{metadata[schema.META_TEXT_DIM]}. Make it again.'
         )
     return SidecarHeader(
@@ -65,58 +73,103 @@ def read_header(path: str) -> SidecarHeader:
     )
 
 
-def build_store(path: str, folder: str | os.PathLike[str]) -> str:
-    """Writes the store of a sidecar into an existing folder.
-
-    Returns:
-        A hex digest of the keys and vectors.
-
-    Raises:
-        ValueError: see `read_header` and `keyed_parquet`; or a vector is null or not finite.
-    """
-    folder = pathlib.Path(folder)
-    dim = read_header(path).dim
-    keys = []
-    digest = hashlib.sha256()
-    with open(folder / _MATRIX, 'wb') as matrix:
-        for batch_keys, values in keyed_parquet.batches(path, schema.TEXT_EMBEDDING):
-            vectors = _to_numpy(values, dim, batch_keys, path)
-            matrix.write(vectors)
-            keys.append(batch_keys)
-            digest.update(batch_keys)
-            digest.update(vectors)
-    all_keys = np.concatenate(keys)
-    order = keyed_parquet.order_by_key(all_keys, path)
-    np.save(folder / _KEYS, all_keys[order])
-    np.save(folder / _ORDER, order)
-    return digest.hexdigest()
-
-
-class VectorStore:
-    """The store in a folder that `build_store` filled with vectors of `dim` numbers."""
+class VectorStore(keyed_store.KeyedStore):
+    """A store that `prepare_store` made; see `KeyedStore` for its attributes."""
 
     def __init__(self, folder: str | os.PathLike[str], dim: int):
-        folder = pathlib.Path(folder)
-        self._keys = np.lib.format.open_memmap(folder / _KEYS, mode='r')
-        self._order = np.lib.format.open_memmap(folder / _ORDER, mode='r')
-        self._matrix = np.memmap(folder / _MATRIX, np.float16, mode='r').reshape(-1, dim)
+        """Opens a store of vectors of `dim` numbers.
 
-    def find(self, keys: np.ndarray) -> np.ndarray:
-        """Returns the row of each key, int64 `(n,)`, -1 where the sidecar has none."""
-        return keyed_parquet.find(self._keys, self._order, keys)
+        Raises:
+            keyed_store.UnusableStoreError: see `KeyedStore`.
+        """
+        super().__init__(folder)
+        self._dim = dim
+        self._places = self.map_int64(_PLACES)
+        self._matrix = self.open_file(_MATRIX)
 
     def read(self, rows: np.ndarray) -> np.ndarray:
         """Returns the vectors, float16 `(n, dim)`; `rows` must not be -1."""
-        return self._matrix[rows]
+        vectors = np.empty((len(rows), self._dim), np.float16)
+        # 1.4 us for each of 640 numbers. To touch it in mapped memory the first time takes 3.4 us,
+        # and what is mapped with it, 64 KB, counts as the process's own memory from then on.
+        for vector, offset in zip(
+            vectors, (self._places[rows] * vectors.strides[0]).tolist(), strict=True
+        ):
+            os.preadv(self._matrix, [vector], offset)
+        return vectors
 
 
-def _to_numpy(values: pa.Array, dim: int, keys: np.ndarray, path: str) -> np.ndarray:
+def prepare_store(
+    local_file: LocalFile, *, name: str, version: str, cache_dir: str | os.PathLike[str]
+) -> tuple[SidecarHeader, VectorStore]:
+    """Opens the store of a sidecar that is in `cache_dir`, or builds it there.
+
+    Args:
+        local_file: gives the path of the sidecar; called only if that has to be read.
+        name: path or URL of the sidecar, for messages and to know its older stores.
+        version: of the sidecar; another one has the store built again.
+        cache_dir: local folder; made where there is none. See `keyed_store.prepare`.
+
+    Raises:
+        ValueError: see `read_header` and `keyed_parquet`; a key comes twice; or a vector is null or
+            not finite.
+        OSError: the store cannot be written.
+    """
+
+    def build(folder: str) -> dict[str, Any]:
+        with local_file() as path:
+            logging.info('Building a store of the vectors of %s.', name)
+            return build_store(path, folder, name)
+
+    made_from = keyed_store.MadeFrom('vectors', name, schema.TEXT_EMBEDDING, version)
+    # Held open until the store has been opened as what it is, so that nobody removes it.
+    prepared = keyed_store.prepare(cache_dir, made_from, build)
+    prepared.check_unique(name)
+    header = SidecarHeader(**prepared.facts['header'])
+    return header, VectorStore(prepared.folder, header.dim)
+
+
+def build_store(path: str, folder: str, name: str) -> dict[str, Any]:
+    """Writes the files of a store into an existing folder; `prepare_store` is what calls this.
+
+    Returns:
+        What `KeyedStore.facts` shall be, with the sidecar's header. Its digest depends on keys and
+        vectors in the order of the rows.
+
+    Raises:
+        As `prepare_store`, but for keys that come twice.
+    """
+    header = read_header(path, name)
+    all_keys = []
+    matrix_digest = hashlib.sha256()
+    matrix_path = os.path.join(folder, _MATRIX)
+    with (
+        naming(matrix_path),
+        open(matrix_path, 'wb') as matrix,
+        concurrent.futures.ThreadPoolExecutor(1) as other_thread,
+    ):
+        for keys, values in keyed_parquet.batches(path, schema.TEXT_EMBEDDING, name):
+            vectors = _to_numpy(values, header.dim, keys, name)
+            # Either takes longer than to read the file.
+            hashed = other_thread.submit(matrix_digest.update, vectors)
+            matrix.write(vectors)
+            hashed.result()
+            all_keys.append(keys)
+    keys = np.concatenate(all_keys)
+    digest = hashlib.sha256(matrix_digest.digest())
+    digest.update(keys)
+    places, facts = keyed_store.write_keys(folder, keys, digest.hexdigest())
+    keyed_store.write(folder, _PLACES, places)
+    return facts | {'header': dataclasses.asdict(header)}
+
+
+def _to_numpy(values: pa.Array, dim: int, keys: np.ndarray, name: str) -> np.ndarray:
     if values.null_count:
-        raise ValueError(f"{path}: column '{schema.TEXT_EMBEDDING}' has nulls.")
+        raise ValueError(f"{name}: column '{schema.TEXT_EMBEDDING}' has nulls.")
     vectors = values.flatten().to_numpy(zero_copy_only=False).reshape(-1, dim)
     bad = ~np.isfinite(vectors).all(axis=1)
     if bad.any():
         raise ValueError(
-            f'{path}: the vector of key {keys[bad.argmax()]} is not finite. Embed it again.'
+            f'{name}: the vector of key {keys[bad.argmax()]} is not finite. Embed it again.'
         )
     return vectors

@@ -40,7 +40,8 @@ def test_the_real_sample_is_converted_bit_for_bit(coco_sample: pathlib.Path, tmp
     report = capfd.readouterr().out
     assert '350 records' in report
     assert 'dropped     13 rows (no_row: 7, no_caption: 6)' in report
-    assert builder.info.metadata['dropped'] == {'no_row': 7, 'no_caption': 6}
+    dropped = dict.fromkeys(schema.DROP_REASONS, 0) | {'no_row': 7, 'no_caption': 6}
+    assert builder.info.metadata['dropped'] == dropped
     examples = read(builder, 'train') | read(builder, 'validation')
     assert len(examples) == builder.info.splits.total_num_examples == 350
     captions = pd.read_parquet(coco_sample / 'coyo11m-meta.parquet')['caption_llava'].fillna('')

@@ -1,6 +1,9 @@
-"""Captions and text vectors by key."""
+"""Captions and text vectors by key: what a store answers, and what of a file is refused."""
 
+import contextlib
 import pathlib
+import subprocess
+import sys
 import tempfile
 
 import numpy as np
@@ -8,47 +11,84 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coyo11m_tfds import captions, vectors
 from tests import made_sources
 
+ROOT = pathlib.Path(__file__).parents[1]
+
 KEYS = st.integers(-(2**63), 2**63 - 1)
+FEW_KEYS = st.integers(-3, 3)
 CAPTIONS = st.none() | st.text(max_size=40) | st.sampled_from(['', ' ', '\n\t ', '\u2003', 'ä b'])
 
 
-def build(path: pathlib.Path, folder: pathlib.Path, column: str = 'caption_llava'):
-    captions.build_store(str(path), column, folder)
-    return captions.CaptionStore(folder)
+def prepare(path: pathlib.Path, drop_repeats: bool = False) -> captions.CaptionStore:
+    """Builds the store of a file in a folder beside it."""
+    return captions.prepare_store(
+        lambda: contextlib.nullcontext(str(path)),
+        name=str(path),
+        version=str(path.stat().st_mtime_ns),
+        column='caption_llava',
+        cache_dir=path.parent / 'cache',
+        drop_repeats=drop_repeats,
+    )
 
 
-@given(st.dictionaries(KEYS, CAPTIONS, min_size=1, max_size=60), st.lists(KEYS), st.integers(1, 20))
+def prepare_vectors(path: pathlib.Path) -> tuple[vectors.SidecarHeader, vectors.VectorStore]:
+    return vectors.prepare_store(
+        lambda: contextlib.nullcontext(str(path)),
+        name=str(path),
+        version=str(path.stat().st_mtime_ns),
+        cache_dir=path.parent / 'cache',
+    )
+
+
+def texts_of(store: captions.CaptionStore, *keys: int) -> list[bytes]:
+    return store.texts(store.find(np.array(keys)))
+
+
+# --- What a store answers ---------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(KEYS | FEW_KEYS, CAPTIONS), min_size=1, max_size=60),
+    st.lists(KEYS | FEW_KEYS),
+    st.integers(1, 20),
+)
 def test_the_store_answers_like_a_dict(
-    rows: dict[int, str | None], others: list[int], row_group_size: int
+    rows: list[tuple[int, str | None]], others: list[int], row_group_size: int
 ):
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        table = pa.table(
-            {
-                'key': pa.array(list(rows), pa.int64()),
-                'caption_llava': pa.array(list(rows.values()), pa.string()),
-            }
-        )
-        pq.write_table(table, folder / 'x.parquet', row_group_size=row_group_size)
-        store = build(folder / 'x.parquet', folder)
+    expected: dict[int, str | None] = {}
+    for key, text in rows:
+        expected.setdefault(key, text)
+    keys = [key for key, _ in rows]
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / 'x.parquet'
+        text = pa.array([text for _, text in rows], pa.string())
+        table = pa.table({'key': pa.array(keys, pa.int64()), 'caption_llava': text})
+        pq.write_table(table, path, row_group_size=row_group_size)
+        if len(keys) > len(expected):
+            with pytest.raises(ValueError, match=f'{len(keys) - len(expected)} rows repeat the'):
+                prepare(path)
+        store = prepare(path, drop_repeats=True)
 
-    wanted = np.array([*rows, *others], np.int64)
+    wanted = np.array([*keys, *others], np.int64)
     found = store.find(wanted)
-    np.testing.assert_array_equal(found >= 0, [key in rows for key in wanted.tolist()])
+    np.testing.assert_array_equal(found >= 0, [key in expected for key in wanted.tolist()])
     held = wanted[found >= 0].tolist()
     lengths = store.lengths(found[found >= 0])
-    np.testing.assert_array_equal(lengths > 0, [bool((rows[k] or '').strip()) for k in held])
+    np.testing.assert_array_equal(lengths > 0, [bool((expected[k] or '').strip()) for k in held])
     texts = store.texts(found[found >= 0])
     for key, length, text in zip(held, lengths, texts, strict=True):
-        assert text == (rows[key].encode() if length else b'')
+        assert text == (expected[key].encode() if length else b'')
         assert len(text) == length
-    np.testing.assert_array_equal(store.keys, sorted(rows))
+    np.testing.assert_array_equal(store.keys, sorted(expected))
+    assert store.num_repeated == len(keys) - len(expected)
+    repeated = {key for key in keys if keys.count(key) > 1}
+    np.testing.assert_array_equal(store.repeated_keys, sorted(repeated)[:10])
 
 
 @pytest.mark.parametrize('as_index', [True, False])
@@ -56,8 +96,7 @@ def test_the_store_answers_like_a_dict(
 def test_the_key_may_be_the_pandas_index(tmp_path: pathlib.Path, keys, as_index: bool):
     frame = pd.DataFrame({'caption_llava': ['a', 'b', 'c']}, index=pd.Index(keys, name='key'))
     (frame if as_index else frame.reset_index()).to_parquet(tmp_path / 'x.parquet')
-    store = build(tmp_path / 'x.parquet', tmp_path)
-    assert store.texts(store.find(np.array(keys))) == [b'a', b'b', b'c']
+    assert texts_of(prepare(tmp_path / 'x.parquet'), *keys) == [b'a', b'b', b'c']
 
 
 @pytest.mark.parametrize(
@@ -69,35 +108,76 @@ def test_text_may_have_any_of_arrows_types(tmp_path: pathlib.Path, kind: pa.Data
     text = pa.array(['b', None, ' ', 'b'], pa.string()).cast(kind)
     table = pa.table({'key': pa.array([4, 3, 2, 1], pa.uint32()), 'caption_llava': text})
     pq.write_table(table, tmp_path / 'x.parquet')
-    store = build(tmp_path / 'x.parquet', tmp_path)
-    assert store.texts(store.find(np.array([1, 2, 3, 4]))) == [b'b', b'', b'', b'b']
+    assert texts_of(prepare(tmp_path / 'x.parquet'), 1, 2, 3, 4) == [b'b', b'', b'', b'b']
 
 
 def test_a_file_of_several_batches_is_joined_correctly(tmp_path: pathlib.Path):
     keys = np.random.default_rng(0).permutation(40_000)
-    text = [f'caption {key}' * (key % 3) for key in keys]
+    text = [f'caption {key} ' * (key % 8) for key in keys]
     table = pa.table({'key': keys, 'caption_llava': text})
     pq.write_table(table, tmp_path / 'x.parquet', row_group_size=9_000)
-    store = build(tmp_path / 'x.parquet', tmp_path)
-    wanted = np.array([39_999, 0, 20_000, 17])
-    assert store.texts(store.find(wanted)) == [f'caption {k}'.encode() * (k % 3) for k in wanted]
+    store = prepare(tmp_path / 'x.parquet')
+    # Few texts of many are read in another way than all.
+    for wanted in ([39_999, 0, 20_000, 17], keys.tolist()):
+        expected = [f'caption {k} '.encode() * (k % 8) for k in wanted]
+        assert texts_of(store, *wanted) == expected
 
 
 def test_an_index_that_is_a_range_may_span_several_batches(tmp_path: pathlib.Path):
     text = [f'caption {i}' for i in range(40_000)]
     index = pd.RangeIndex(100, 100 + len(text), name='key')
     pd.DataFrame({'caption_llava': text}, index=index).to_parquet(tmp_path / 'x.parquet')
-    store = build(tmp_path / 'x.parquet', tmp_path)
-    assert store.texts(store.find(np.array([100, 40_099]))) == [b'caption 0', b'caption 39999']
+    store = prepare(tmp_path / 'x.parquet')
+    assert texts_of(store, 100, 40_099) == [b'caption 0', b'caption 39999']
 
 
-def test_the_digest_depends_on_keys_and_captions(tmp_path: pathlib.Path):
-    digests = set()
-    for rows in ({1: 'a', 2: 'b'}, {1: 'a', 2: 'c'}, {1: 'a', 3: 'b'}, {1: 'ab', 2: ''}):
-        made_sources.write_captions(tmp_path, rows)
-        path = str(tmp_path / 'coyo11m-meta.parquet')
-        digests.add(captions.build_store(path, 'caption_llava', tmp_path))
-    assert len(digests) == 4
+def test_only_the_columns_that_are_needed_are_read(tmp_path: pathlib.Path):
+    path = tmp_path / 'x.parquet'
+    rows = range(1000)
+    other = [f'https://{i}' for i in rows]
+    pq.write_table(pa.table({'url': other, 'key': rows, 'caption_llava': map(str, rows)}), path)
+    place = pq.read_metadata(path).row_group(0).column(0)
+    content = bytearray(path.read_bytes())
+    start, size = place.dictionary_page_offset, place.total_compressed_size
+    content[start : start + size] = bytes(size)
+    path.write_bytes(content)
+    with pytest.raises((pa.ArrowException, OSError)):
+        pq.read_table(path)
+    assert texts_of(prepare(path), 999) == [b'999']
+
+
+def test_the_digest_is_that_of_keys_and_captions_in_their_order(tmp_path: pathlib.Path):
+    def digest(rows: dict, kind: pa.DataType, **options) -> str:
+        path = tmp_path / f'{len(list(tmp_path.iterdir()))}.parquet'
+        text = pa.array(list(rows.values()), pa.string()).cast(kind)
+        pq.write_table(pa.table({'key': list(rows), 'caption_llava': text}), path, **options)
+        return prepare(path).digest
+
+    rows = {key: str(key) for key in range(20_000)} | {-1: '', -2: 'z'}
+    same = [
+        digest(rows, pa.string()),
+        digest(rows, pa.large_string(), row_group_size=777, compression='zstd'),
+        digest(rows | {-1: None}, pa.string_view(), row_group_size=20_001),
+        digest(rows | {-1: ' \n'}, pa.dictionary(pa.int32(), pa.string())),
+    ]
+    assert len(set(same)) == 1
+    others = [
+        rows | {-2: 'y'},
+        {7: '7', **rows},
+        {key: rows[key] for key in sorted(rows)},
+        {1: 'a', 2: 'b'},
+        {1: 'ab', 2: ''},
+        {1: '', 2: 'ab'},
+        {1: 'a', 3: 'b'},
+        {1: ' ', 2: ' a', 3: ''},
+        {1: ' ', 2: 'a', 3: ' '},
+    ]
+    others[1].pop(0)
+    digests = {digest(other, pa.string()) for other in others}
+    assert len(digests - set(same)) == len(others)
+
+
+# --- What is refused --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -116,8 +196,16 @@ def test_the_digest_depends_on_keys_and_captions(tmp_path: pathlib.Path):
 def test_a_bad_captions_file_is_refused_by_name(tmp_path: pathlib.Path, columns, message: str):
     pq.write_table(pa.table(columns), tmp_path / 'x.parquet')
     with pytest.raises(ValueError, match=message) as error:
-        build(tmp_path / 'x.parquet', tmp_path)
+        prepare(tmp_path / 'x.parquet')
     assert str(tmp_path / 'x.parquet') in str(error.value)
+
+
+def test_text_that_is_not_utf8_is_refused_by_key(tmp_path: pathlib.Path):
+    raw = pa.array([None, 'ä'.encode(), b'a \xff b', b'c'], pa.binary())
+    text = pa.StringArray.from_buffers(len(raw), *raw.buffers()[1:], raw.buffers()[0])
+    pq.write_table(pa.table({'key': [1, 2, 3, 4], 'caption_llava': text}), tmp_path / 'x.parquet')
+    with pytest.raises(ValueError, match=r'x\.parquet: the text of key 3 is not UTF-8'):
+        prepare(tmp_path / 'x.parquet')
 
 
 def test_a_damaged_parquet_file_is_refused_by_name(tmp_path: pathlib.Path):
@@ -128,23 +216,54 @@ def test_a_damaged_parquet_file_is_refused_by_name(tmp_path: pathlib.Path):
     for content in (whole[:-100], b'', b'not a Parquet file', bytes(400) + whole[400:]):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r'x\.parquet: .* damaged'):
-            build(path, tmp_path)
+            prepare(path)
+
+
+def test_messages_name_the_file_that_a_copy_stands_for(tmp_path: pathlib.Path):
+    copy = tmp_path / 'copy.parquet'
+    for content in ({'key': [1]}, {'key': [1], 'caption_llava': [2]}, {'id': [1]}, b'PAR?'):
+        if isinstance(content, bytes):
+            copy.write_bytes(content)
+        else:
+            pq.write_table(pa.table(content), copy)
+        arguments = {'name': 'gs://b/x', 'version': '1', 'cache_dir': tmp_path / 'cache'}
+        for prepare_store, more in (
+            (captions.prepare_store, {'column': 'caption_llava', 'drop_repeats': True}),
+            (vectors.prepare_store, {}),
+        ):
+            with pytest.raises(ValueError, match=r'gs://b/x: ') as error:
+                prepare_store(lambda: contextlib.nullcontext(str(copy)), **arguments, **more)
+            assert 'copy' not in str(error.value).replace('Copy or download it again', '')
+
+
+# --- Text vectors -----------------------------------------------------------------------------
 
 
 def test_vectors_are_found_by_key(tmp_path: pathlib.Path):
     rng = np.random.default_rng(0)
-    wanted = {key: rng.normal(size=6).astype(np.float16) for key in (7, -3, 2**40)}
-    path = str(made_sources.write_sidecar(tmp_path / 'x.parquet', wanted))
-    header = vectors.read_header(path)
-    assert (header.dim, header.encoder, header.caption_column) == (6, 'made-up', 'caption_llava')
+    wanted = {int(key): rng.normal(size=6).astype(np.float16) for key in rng.permutation(30_000)}
+    path = made_sources.write_sidecar(tmp_path / 'x.parquet', wanted)
+    header, store = prepare_vectors(path)
+    assert header == vectors.SidecarHeader(6, 'made-up', 'caption_llava')
+    assert header == vectors.read_header(str(path))
 
-    vectors.build_store(path, tmp_path)
-    store = vectors.VectorStore(tmp_path, header.dim)
-
-    np.testing.assert_array_equal(store.find(np.array([8, -3])) >= 0, [False, True])
+    np.testing.assert_array_equal(store.find(np.array([-8, 3])) >= 0, [False, True])
     read = store.read(store.find(np.array(list(wanted))))
     assert read.dtype == np.float16
     np.testing.assert_array_equal(read, np.stack(list(wanted.values())))
+    again = vectors.VectorStore(store.folder, header.dim)
+    np.testing.assert_array_equal(again.read(again.find(np.array([7]))), wanted[7][None])
+
+
+def test_the_digest_of_vectors_is_that_of_keys_and_vectors(tmp_path: pathlib.Path):
+    digests = set()
+    for number, rows in enumerate(
+        ({1: [1, 2], 2: [3, 4]}, {1: [1, 2], 2: [3, 5]}, {1: [1, 2], 3: [3, 4]}, {1: [1, 2]})
+    ):
+        rows = {key: np.array(vector, np.float16) for key, vector in rows.items()}
+        path = made_sources.write_sidecar(tmp_path / f'{number}.parquet', rows)
+        digests.add(prepare_vectors(path)[1].digest)
+    assert len(digests) == 4
 
 
 @pytest.mark.parametrize(
@@ -163,7 +282,7 @@ def test_a_bad_sidecar_is_refused_by_name(
     rows = {3: np.ones(2), 4: np.array([1.0, value])}
     path = made_sources.write_sidecar(tmp_path / 'x.parquet', rows, **metadata)
     with pytest.raises(ValueError, match=rf'x\.parquet: .*{message}'):
-        vectors.build_store(str(path), tmp_path)
+        prepare_vectors(path)
 
 
 def test_a_sidecar_of_another_type_is_refused_by_name(tmp_path: pathlib.Path):
@@ -173,4 +292,58 @@ def test_a_sidecar_of_another_type_is_refused_by_name(tmp_path: pathlib.Path):
         with pytest.raises(
             ValueError, match=r'x\.parquet: .*expected a fixed-size list of float16'
         ):
-            vectors.build_store(str(path), tmp_path)
+            prepare_vectors(path)
+
+
+def test_a_sidecar_with_nulls_or_repeated_keys_is_refused_by_name(tmp_path: pathlib.Path):
+    path = made_sources.write_sidecar(tmp_path / 'x.parquet', {1: np.ones(2), 2: np.zeros(2)})
+    table = pq.read_table(path)
+    rows = table.to_pydict()
+    for change, message in (
+        ({'key': [5, 5]}, 'repeat the key of another, e.g. key 5'),
+        # Arrow cannot even read nulls in lists of a fixed size.
+        ({'text_embedding': [None, rows['text_embedding'][1]]}, 'has nulls|cannot be read'),
+    ):
+        pq.write_table(pa.Table.from_pydict(rows | change, schema=table.schema), path)
+        with pytest.raises(ValueError, match=rf'x\.parquet: .*({message})'):
+            prepare_vectors(path)
+
+
+# --- Size -------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_runs(tmp_path: pathlib.Path):
+    program = [sys.executable, ROOT / 'benchmarks' / 'captions.py', f'--dir={tmp_path}']
+    options = ['--rows=30000', '--asked=2000', '--repeats=1']
+    result = subprocess.run([*program, *options], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    for figure in ('30,000 captions', 'build s', 'peak MB', 'open s', 'texts s'):
+        assert figure in result.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ['captions-30000.parquet']
+
+
+@pytest.mark.slow
+def test_a_row_group_of_more_than_2_gb_takes_little_memory(tmp_path: pathlib.Path):
+    path = tmp_path / 'x.parquet'
+    part = pa.array([f'{number:04d} {"text " * 400}' for number in range(10_000)], pa.string())
+    num_rows = 1_100_000
+    table = pa.table(
+        {
+            'key': range(num_rows),
+            'caption_llava': pa.chunked_array([part] * (num_rows // len(part))),
+        }
+    )
+    pq.write_table(table, path, row_group_size=num_rows, use_dictionary=False, compression='none')
+    assert pq.read_metadata(path).row_group(0).column(1).total_uncompressed_size > 2**31
+    program = (
+        'import contextlib, re, sys; from coyo11m_tfds import captions\n'
+        'captions.prepare_store(lambda: contextlib.nullcontext(sys.argv[1]), name=sys.argv[1],\n'
+        "    version='1', column='caption_llava', cache_dir=sys.argv[2], drop_repeats=False)\n"
+        "status = open('/proc/self/status').read()\n"
+        "print(re.search(r'VmHWM:\\s+(\\d+) kB', status)[1])"
+    )
+    command = [sys.executable, '-c', program, path, tmp_path / 'cache']
+    result = subprocess.run(command, capture_output=True, check=True)
+    assert int(result.stdout) < 600_000
+    store = captions.CaptionStore(next((tmp_path / 'cache').glob('captions-*')))
+    assert texts_of(store, num_rows - 1, 3) == [part[-1].as_py().encode(), part[3].as_py().encode()]

@@ -1,5 +1,6 @@
 """The sidecar of text vectors: what is in it, what is refused, and that nothing half-made stays."""
 
+import contextlib
 import os
 import pathlib
 import random
@@ -15,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coyo11m_tfds import embed_captions, sample_data, schema, text_encoders, vectors
+from coyo11m_tfds import embed_captions, progress, sample_data, schema, text_encoders, vectors
+from tests.cloud import Fault, gcs  # noqa: F401
 
 COCO = pathlib.Path(__file__).parents[2] / 'shared/data/coco_sample'
 
@@ -58,6 +60,7 @@ def test_every_caption_has_its_vector_under_its_key(source, out):
     expected = text_encoders.HashEncoder().encode(['two dogs', 'a cat', 'a red circle'])
     np.testing.assert_array_equal(found, expected.astype(np.float16))
     assert (report.num_captions, report.num_skipped, report.num_truncated) == (3, 3, 0)
+    assert report.num_repeated == 0
     assert '3 captions encoded by hash, 640 numbers each' in str(report)
     assert os.listdir(out.parent) == [out.name]
 
@@ -76,10 +79,10 @@ def test_the_file_says_what_it_is(source, out):
 
 def test_the_builder_reads_it(source, out, tmp_path):
     embed_captions.embed(source, 'hash', out)
-    header = vectors.read_header(str(out))
+    header, store = vectors.prepare_store(
+        lambda: contextlib.nullcontext(str(out)), name=str(out), version='1', cache_dir=tmp_path
+    )
     assert header == vectors.SidecarHeader(640, 'hash', 'caption_llava')
-    vectors.build_store(str(out), tmp_path)
-    store = vectors.VectorStore(tmp_path, header.dim)
     rows = store.find(np.array([90, 5, 7]))
     assert rows[1] == -1
     expected = text_encoders.HashEncoder().encode(['a red circle', 'a cat']).astype(np.float16)
@@ -127,11 +130,41 @@ def test_another_column_and_an_old_sidecar(tmp_path, out):
 
 
 def test_progress_is_logged_where_there_is_no_terminal(source, out, monkeypatch, caplog):
-    monkeypatch.setattr(embed_captions, 'SECONDS_BETWEEN_LOG_LINES', 0)
+    monkeypatch.setattr(progress, 'SECONDS_BETWEEN_LINES', 0)
     caplog.set_level('INFO')
     embed_captions.embed(source, 'hash', out, batch_size=2)
-    lines = [record.message for record in caplog.records]
-    assert [line.split(',')[0] for line in lines] == ['2 of 3 captions', '3 of 3 captions']
+    lines = [record.message for record in caplog.records if 'Embedding' in record.message]
+    assert lines[0].startswith('Embedding: 67%, 2 of 3 captions, ')
+    assert lines[-1].startswith('Embedding: 100%, 3 of 3 captions, ')
+
+
+def test_of_repeated_keys_the_first_row_wins_if_asked(tmp_path, out):
+    write_repeated_key(tmp_path / schema.CAPTIONS_FILE)
+    report = embed_captions.embed(tmp_path, 'hash', out, drop_repeats=True)
+    keys, found = read_sidecar(out)
+    assert keys.tolist() == [4, 9]
+    expected = text_encoders.HashEncoder().encode(['a', 'b'])
+    np.testing.assert_array_equal(found, expected.astype(np.float16))
+    assert (report.num_captions, report.num_repeated) == (2, 1)
+
+
+# --- From a bucket --------------------------------------------------------------------------
+
+
+def test_a_remote_source_gives_the_same_file(source, out, tmp_path, gcs):  # noqa: F811
+    embed_captions.embed(source, 'hash', tmp_path / 'local.parquet')
+    gcs.upload_folder(source, 'gs://bucket/source')
+    gcs.inject(Fault('503'), Fault('cut', match='GET read'))
+    embed_captions.embed('gs://bucket/source/', 'hash', out)
+    assert out.read_bytes() == (tmp_path / 'local.parquet').read_bytes()
+    assert os.listdir(out.parent) == [out.name]
+
+
+def test_a_remote_source_that_is_missing_is_refused(out, gcs):  # noqa: F811
+    gcs.put('bucket', 'source/other', b'')
+    with pytest.raises(ValueError, match=r'gs://bucket/source/coyo11m-meta\.parquet is missing'):
+        embed_captions.embed('gs://bucket/source', 'hash', out)
+    assert not out.parent.exists()
 
 
 # --- What is refused ------------------------------------------------------------------------
@@ -190,8 +223,6 @@ def test_a_bad_source_is_refused_and_an_old_sidecar_stays(tmp_path, out, write, 
 def test_paths_that_cannot_be_are_refused(source, tmp_path):
     with pytest.raises(ValueError, match=r'gs://bucket/out\.parquet is remote'):
         embed_captions.embed(source, 'hash', 'gs://bucket/out.parquet')
-    with pytest.raises(ValueError, match=r'gs://bucket is remote'):
-        embed_captions.embed('gs://bucket', 'hash', tmp_path / 'out.parquet')
     with pytest.raises(ValueError, match=r'is a folder'):
         embed_captions.embed(source, 'hash', tmp_path)
 

@@ -29,7 +29,7 @@ def orders(draw) -> Order:
     """Orders whose every lane is sure to hold a batch."""
     lane_batch = draw(st.integers(1, 9))
     lanes = draw(st.integers(1, 6))
-    chunk = draw(st.sampled_from([32, 64]))
+    chunk = draw(st.sampled_from([32, 64, 96]))
     full = draw(st.integers(lanes, 3 * lanes)) * chunk
     lengths = [*draw(st.lists(st.integers(0, 300), max_size=6)), full + lanes * chunk * 5]
     return Order(
@@ -118,12 +118,16 @@ def test_batches_are_those_of_the_contract(order, window):
 
 @settings(deadline=None, max_examples=25)
 @given(orders(), st.data())
-def test_reads_and_windows_give_the_planned_batches_from_any_step(order, data):
+def test_processes_read_their_parts_of_the_planned_batches_from_any_step(order, data):
+    """Of a number of processes that divides the lanes, each of which has only its own plan."""
     two_epochs = order.epoch(0).steps + order.epoch(1).steps
     start = data.draw(st.integers(0, two_epochs))
+    processes = data.draw(st.sampled_from(order_lib.divisors(order.lanes)))
     steps = min(order.epoch(0).steps + 2, 20)
-    lanes = [read_lane(order, lane, start, steps) for lane in range(order.lanes)]
-    size = order.lane_batch
+    lanes, size = [], order.lane_batch
+    for own in np.split(np.arange(order.lanes), processes):
+        plan = dataclasses.replace(order)
+        lanes += [read_lane(plan, int(lane), start, steps) for lane in own]
     for step in range(steps):
         batch = [record for lane in lanes for record in lane[step * size : (step + 1) * size]]
         assert batch == planned_batch(order, start + step)
@@ -149,13 +153,18 @@ def test_a_start_reads_less_than_a_window_and_a_chunk_in_vain(order, data):
 
 
 @settings(deadline=None, max_examples=25)
-@given(orders())
-def test_no_record_comes_twice_in_an_epoch(order):
-    for epoch in range(2):
-        start = sum(order.epoch(e).steps for e in range(epoch))
-        steps = range(start, start + order.epoch(epoch).steps)
-        records = [record for step in steps for record in planned_batch(order, step)]
-        assert len(set(records)) == len(records)
+@given(orders(), st.integers(0, 3))
+def test_an_epoch_has_each_record_once_except_for_a_tail(order, number):
+    """The tail is what lanes have left over when the shortest cannot fill its part of a batch."""
+    epoch = order.epoch(number)
+    start = sum(order.epoch(e).steps for e in range(number))
+    batches = [planned_batch(order, start + step) for step in range(epoch.steps)]
+    records = list(itertools.chain.from_iterable(batches))
+    assert len(set(records)) == len(records) == epoch.steps * order.batch_size
+    assert all(0 <= record < order.shard_lengths[shard] for shard, record in records)
+    left_over = epoch.lane_lengths - epoch.steps * order.lane_batch
+    assert 0 <= left_over.min() < order.lane_batch
+    assert len(records) + left_over.sum() == order.shard_lengths.sum()
 
 
 def test_each_epoch_leaves_out_other_records():
@@ -180,16 +189,47 @@ def test_seed_and_epoch_decide_the_order():
     assert planned_batch(order, order.epoch(0).steps) != first
 
 
+@settings(deadline=None, max_examples=50)
+@given(
+    st.integers(0, 2**64 - 1),
+    st.integers(1, 2**64 - 1),
+    st.integers(0, 2**32),
+    st.integers(1, 2**32),
+    st.sampled_from([1, 2, 4]),
+    st.integers(20, 200),
+)
+def test_another_seed_or_epoch_is_another_order(seed, to_other, epoch, to_later, lanes, window):
+    """Of the chunks as of the records in a window; 20 of them cannot come again by chance."""
+    lengths = (32 * 40, 32 * 40 + 7)
+
+    def chunks_and_windows(seed: int, epoch: int) -> list[list]:
+        order = Order(lengths, seed, batch_size=8, chunk=32, lanes=lanes, window=window)
+        plan = order.epoch(epoch)
+        (reads,), windows = plan.lane_reads(0), next(plan.lane_windows(0))
+        return [np.stack([reads.shard, reads.first]).tolist(), windows[0].tolist()]
+
+    first = chunks_and_windows(seed, epoch)
+    assert chunks_and_windows(seed, epoch) == first
+    for other in (((seed + to_other) % 2**64, epoch), (seed, epoch + to_later)):
+        chunks, windows = chunks_and_windows(*other)
+        assert chunks != first[0] and windows != first[1]
+
+
 def test_the_order_stays_what_it_was_in_earlier_versions():
     """Checkpoints name a place in this order: a change would make them mean another place."""
 
+    def digest_of(arrays: list[np.ndarray]) -> str:
+        return hashlib.sha256(np.concatenate(arrays).astype('<i8').tobytes()).hexdigest()[:16]
+
     def digest(order: Order) -> str:
-        batches = [np.stack(order.batch_records(step)).astype('<i8') for step in (0, 5, 11, 40)]
-        return hashlib.sha256(np.concatenate(batches).tobytes()).hexdigest()[:16]
+        return digest_of([np.stack(order.batch_records(step)) for step in (0, 5, 11, 40)])
 
     assert digest(make_order()) == '2a97816a5958b05a'
     large = Order((2_000_003, 2_500_000), seed=1, batch_size=64, chunk=32)
     assert digest(large) == '3bd1bae587a8c61f'
+    keys = np.arange(-500, 500) * 2**53
+    choices = [order_lib.sample_crops(2, 3, keys), order_lib.sample_drops(2, 3, keys, 0.1)]
+    assert digest_of(choices) == '1fb42cbbb8da5710'
 
 
 def test_locate_counts_steps_over_epochs():
@@ -224,6 +264,29 @@ def test_an_error_names_settings_that_work(changes):
     assert f'{name}={value}' in str(error.value)
     advice = re.findall(r'(\w+)=(\d+)', str(error.value).split(';')[1])
     assert make_order(**{**changes, **{k: int(v) for k, v in advice}}).epoch(0).steps > 0
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 300), min_size=1, max_size=8).filter(any),
+    st.integers(-1, 64),
+    st.integers(-1, 200),
+    st.integers(-1, 20),
+    st.integers(0, 300),
+)
+def test_what_an_error_advises_leads_to_settings_that_work(lengths, batch, chunk, lanes, window):
+    """And what is accepted has a batch in every epoch, whatever its permutation of the chunks."""
+    settings = dict(batch_size=batch, chunk=chunk, lanes=lanes, window=window)
+    for _ in range(5):  # advice on chunk, on window, on lanes, on all together, and no more
+        try:
+            order = Order(lengths, seed=0, **settings)
+            break
+        except ValueError as error:
+            advice = str(error).split(';')[1].replace('batch_size of at most ', 'batch_size=')
+            settings |= {k: int(v) for k, v in re.findall(r'(\w+)=(\d+)', advice)}
+    else:
+        pytest.fail(f'{settings} are refused after all advice')
+    assert all(order.epoch(epoch).steps > 0 for epoch in range(4))
 
 
 def test_too_large_a_batch_says_how_many_records_there_are():
@@ -301,10 +364,13 @@ def test_choices_about_a_sample_depend_on_nothing_else(seed, epoch, key):
 def test_choices_are_evenly_distributed_and_independent():
     keys = np.arange(60_000)
     crops = order_lib.sample_crops(1, 0, keys)
-    later = order_lib.sample_crops(1, 1, keys)
     drops = order_lib.sample_drops(1, 0, keys, 0.25)
-    together = np.bincount(crops * 6 + later * 2 + drops, minlength=18).reshape(9, 2)
-    assert chi_square(together[:, 0]) < 40 and chi_square(together[:, 1]) < 40  # 8 degrees
+    for seed, epoch in [(1, 1), (2, 0)]:
+        others = order_lib.sample_crops(seed, epoch, keys)
+        together = np.bincount(crops * 6 + others * 2 + drops, minlength=18).reshape(9, 2)
+        assert chi_square(together[:, 0]) < 40 and chi_square(together[:, 1]) < 40  # 8 degrees
+        other_drops = order_lib.sample_drops(seed, epoch, keys, 0.25)
+        assert abs((drops & other_drops).mean() - 0.25**2) < 0.005
     assert abs(drops.mean() - 0.25) < 0.01
     assert not order_lib.sample_drops(1, 0, keys, 0.0).any()
     assert order_lib.sample_drops(1, 0, keys, 1.0).all()

@@ -1,6 +1,5 @@
-"""What is planned and written, from the source to the files of the data set."""
+"""What is written, from a plan to the files of the data set."""
 
-import itertools
 import pathlib
 import subprocess
 import sys
@@ -9,125 +8,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from coyo11m_tfds import latent_shards, plan, prepare, schema, shard_writer, sources
+from coyo11m_tfds import prepare, schema, shard_writer
 from coyo11m_tfds.chunk_index import ChunkIndex
 from tests import made_sources
+from tests.plans import data_folder, make_plan, planned_keys, write
 
 
-def make_plan(source: pathlib.Path, out: pathlib.Path, **changes) -> plan.Plan:
-    out.mkdir(exist_ok=True)
-    (out / 'scratch').mkdir()
-    arguments = {
-        'caption_column': schema.DEFAULT_CAPTION_COLUMN,
-        'text_vectors': '',
-        'validation_fraction': 0.2,
-        'shard_bytes': 150_000,
-        'scratch_dir': out / 'scratch',
-        'shard_path': lambda split, index, count: str(out / f'{split}-{index}-of-{count}'),
-    }
-    return plan.make_plan(sources.find(source), **(arguments | changes))
-
-
-def planned_keys(made: plan.Plan) -> dict[str, list[list[int]]]:
-    """Keys of every shard, by split."""
-    splits: dict[str, list[list[int]]] = {}
-    for task in sorted(made.tasks, key=lambda task: task.index):
-        keys = latent_shards.LatentShard(task.latents_path).keys[task.rows]
-        splits.setdefault(task.split, []).append(keys.tolist())
-    return splits
-
-
-def joined(shards: list[list[int]]) -> list[int]:
-    return list(itertools.chain.from_iterable(shards))
-
-
-def test_the_hash_is_splitmix64():
-    """Numbers of the reference implementation: state 1234567, then each state plus the gamma."""
-    gamma = 0x9E3779B97F4A7C15
-    states = [(1234567 + i * gamma) % 2**64 for i in range(3)]
-    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    keys = np.array(states, np.uint64).astype(np.int64)
-    np.testing.assert_array_equal(plan.unit_hash(keys), [(n >> 11) / 2**53 for n in expected])
-
-
-@given(st.floats(0, 1), st.integers(-(2**62), 2**62))
-def test_the_hash_gives_each_split_its_share(fraction: float, first: int):
-    share = (plan.unit_hash(np.arange(first, first + 4000)) < fraction).mean()
-    assert share == pytest.approx(fraction, abs=0.05)
-
-
-def test_every_kept_key_is_planned_once_in_source_order(tmp_path: pathlib.Path):
-    files = [range(100, 140), range(40, 0, -1)]
-    made = make_plan(made_sources.write_source(tmp_path, files), tmp_path / 'out')
-    splits = planned_keys(made)
-    is_validation = plan.unit_hash(np.arange(200)) < 0.2
-    for split, wanted in ((schema.TRAIN, False), (schema.VALIDATION, True)):
-        keys = joined(splits[split])
-        assert keys == [key for file in files for key in file if is_validation[key] == wanted]
-        assert len(keys) > 5
-
-
-def test_a_split_does_not_depend_on_files_or_shards(tmp_path: pathlib.Path):
-    one = made_sources.write_source(tmp_path / 'one', [range(60)])
-    many = made_sources.write_source(tmp_path / 'many', [range(9), range(40, 60), range(9, 40)])
-    keys = [
-        {split: sorted(joined(shards)) for split, shards in planned_keys(made).items()}
-        for made in (
-            make_plan(one, tmp_path / 'a'),
-            make_plan(many, tmp_path / 'b', shard_bytes=60_000),
-        )
-    ]
-    assert keys[0] == keys[1]
-
-
-@pytest.mark.parametrize('shard_bytes', [1, 60_000, 150_000, 10**9])
-def test_shards_are_nearly_equal_and_not_too_large(tmp_path: pathlib.Path, shard_bytes: int):
-    source = made_sources.write_source(tmp_path, [range(50), range(50, 53)])
-    made = make_plan(source, tmp_path / 'out', shard_bytes=shard_bytes, validation_fraction=0)
-    by_file: dict[str, list[int]] = {}
-    for task in made.tasks:
-        by_file.setdefault(task.latents_path, []).append(len(task.rows))
-    record = 24576 + 160
-    for lengths in by_file.values():
-        assert max(lengths) - min(lengths) <= 1
-        assert max(lengths) <= max(1, -(-shard_bytes // record))
-    sizes = [result.num_bytes for result in prepare.write_shards(made, 1)]
-    assert made.num_bytes == pytest.approx(sum(sizes), rel=0.01)
-
-
-def test_what_is_dropped_is_counted_by_reason(tmp_path: pathlib.Path):
-    source = made_sources.write_source(tmp_path, [range(20)])
-    captions = dict.fromkeys(range(18), 'text') | {2: None, 3: '', 4: ' \n', 99: 'unused'}
-    made_sources.write_captions(source, captions)
-    # 2 and 19 lack more than one thing and are counted once.
-    vectors = {key: np.ones(3) for key in range(25) if key not in (0, 2, 19)}
-    sidecar = made_sources.write_sidecar(tmp_path / 'x.parquet', vectors)
-
-    made = make_plan(source, tmp_path / 'out', text_vectors=str(sidecar))
-
-    assert made.dropped == {'no_row': 2, 'no_caption': 3, 'no_text_vector': 1}
-    kept = sorted(key for shards in planned_keys(made).values() for key in joined(shards))
-    assert kept == [1, *range(5, 18)]
-
-
-def test_dropping_more_than_half_is_an_error(tmp_path: pathlib.Path):
-    source = made_sources.write_source(tmp_path, [range(20)])
-    made_sources.write_captions(source, dict.fromkeys(range(10), 'text'))
-    make_plan(source, tmp_path / 'half')
-    made_sources.write_captions(source, dict.fromkeys(range(9), 'text'))
-    with pytest.raises(ValueError, match=r'meta\.parquet: 11 of 20 rows .*no_row: 11'):
-        make_plan(source, tmp_path / 'more')
-
-
-def test_a_limit_keeps_the_first_records_of_each_split(tmp_path: pathlib.Path):
-    source = made_sources.write_source(tmp_path, [range(30), range(30, 60)])
-    everything = planned_keys(make_plan(source, tmp_path / 'all'))
-    limited = planned_keys(make_plan(source, tmp_path / 'few', max_examples_per_split=7))
-    for split, shards in limited.items():
-        assert joined(shards) == joined(everything[split])[:7]
+def files_in(folder: pathlib.Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 def test_the_number_of_processes_does_not_change_a_byte(tmp_path: pathlib.Path):
@@ -135,15 +24,15 @@ def test_the_number_of_processes_does_not_change_a_byte(tmp_path: pathlib.Path):
     vectors = {key: np.full(5, key) for key in range(100)}
     sidecar = made_sources.write_sidecar(tmp_path / 'x.parquet', vectors)
     outcomes = []
-    for workers in (1, 2):
-        out = tmp_path / str(workers)
-        made = make_plan(source, out, text_vectors=str(sidecar))
-        results = prepare.write_shards(made, workers)
-        prepare.write_chunk_indexes(results, out)
-        metadata = prepare.make_metadata(made, results, 'caption_llava')
-        files = {p.name: p.read_bytes() for p in out.iterdir() if p.is_file()}
-        outcomes.append((files, metadata))
-    assert outcomes[0] == outcomes[1]
+    for workers in (1, 2, 4):
+        work = tmp_path / str(workers)
+        made = make_plan(source, tmp_path / 'stores', text_vectors=str(sidecar))
+        results = write(made, work, workers)
+        prepare.write_chunk_indexes(results, data_folder(work))
+        dropped = prepare.count_dropped(made, results)
+        metadata = prepare.make_metadata(made, results, dropped, 'caption_llava')
+        outcomes.append((files_in(data_folder(work)), metadata))
+    assert outcomes[0] == outcomes[1] == outcomes[2]
     assert len(outcomes[0][0]) > 10
 
 
@@ -155,33 +44,147 @@ def test_processes_start_from_a_program_that_knows_nothing_of_them(tmp_path: pat
         f"""
 import sys
 sys.path.insert(0, {str(pathlib.Path(__file__).parents[1])!r})
-from coyo11m_tfds import plan, prepare, sources
+import pathlib
+from tests import plans
 del sys.path[0]
-made = plan.make_plan(
-    sources.find('.'), caption_column='caption_llava', text_vectors='', validation_fraction=0.2,
-    shard_bytes=100_000, scratch_dir='scratch', shard_path=lambda *name: f'out/{{name}}')
-print(sum(result.num_records for result in prepare.write_shards(made, num_workers=2)))
+made = plans.make_plan('.', pathlib.Path('stores'), shard_bytes=100_000)
+results = plans.write(made, pathlib.Path('work'), num_workers=2)
+print(sum(result.num_records for result in results))
 """
     )
-    for name in ('scratch', 'out'):
-        (tmp_path / name).mkdir()
     command = [sys.executable, str(program)]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (ended.stdout, ended.returncode) == ('20\n', 0), ended.stderr
 
 
+def test_what_is_finished_is_not_written_again(tmp_path: pathlib.Path):
+    source = made_sources.write_source(tmp_path / 'source', [range(70), range(70, 100)])
+    made = make_plan(source, tmp_path / 'stores')
+    first = write(made, tmp_path / 'work')
+    data = data_folder(tmp_path / 'work')
+    undisturbed = files_in(data)
+    names = sorted(undisturbed)
+    lost, cut, flipped, recordless, damaged = names[:5]
+    (data / lost).unlink()
+    (data / cut).write_bytes(undisturbed[cut][:-1])
+    middle = len(undisturbed[flipped]) // 2
+    content = bytearray(undisturbed[flipped])
+    content[middle] ^= 1
+    (data / flipped).write_bytes(content)
+    records = tmp_path / 'work' / 'finished'
+    (records / f'{recordless}.json').unlink()
+    record = records / f'{damaged}.json'
+    record.write_text(record.read_text().replace('"num_records": ', '"num_records": 1'))
+    before = {name: (data / name).stat() for name in names[5:]}
+
+    second = write(made, tmp_path / 'work')
+
+    assert files_in(data) == undisturbed
+    after = {name: (data / name).stat() for name in names[5:]}
+    assert {n: s.st_ino for n, s in after.items()} == {n: s.st_ino for n, s in before.items()}
+    assert [result.to_json() for result in second] == [result.to_json() for result in first]
+
+
+def test_shards_of_another_plan_are_written_again(tmp_path: pathlib.Path):
+    source = made_sources.write_source(tmp_path / 'source', [range(70), range(70, 100)])
+    write(make_plan(source, tmp_path / 'stores'), tmp_path / 'work')
+    made_sources.write_captions(source, {key: f'Other of {key}.' for key in range(100)})
+    made = make_plan(source, tmp_path / 'stores')
+    write(made, tmp_path / 'work')
+    write(made, tmp_path / 'afresh')
+    assert files_in(data_folder(tmp_path / 'work')) == files_in(data_folder(tmp_path / 'afresh'))
+
+
+@pytest.mark.parametrize('value', [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize('num_workers', [1, 2])
+def test_what_is_not_finite_is_left_out_and_counted(
+    tmp_path: pathlib.Path, value: float, num_workers: int
+):
+    source = made_sources.write_source(tmp_path / 'source', [range(100), range(100, 150)])
+    latents = made_sources.make_latents(50)
+    latents[[3, 17], 1, 2, 3, 4] = value
+    path = made_sources.latents_file(source, 1)
+    made_sources.write_pt(path, range(100, 150), replace={'latents': latents})
+    made = make_plan(source, tmp_path / 'stores', max_bad_fraction=0.02, validation_fraction=0)
+    results = write(made, tmp_path / 'work', num_workers)
+    dropped = prepare.count_dropped(made, results)
+    assert dropped.counts['non_finite'] == 2
+    assert dropped.examples['non_finite'] == [103, 117]
+    assert sum(result.num_records for result in results) == 148
+    again = write(made, tmp_path / 'work')
+    assert prepare.count_dropped(made, again).counts == dropped.counts
+
+    good = made_sources.write_source(tmp_path / 'good', [range(100), range(100, 150)])
+    made_sources.write_pt(
+        made_sources.latents_file(good, 1),
+        [key for key in range(100, 150) if key not in (103, 117)],
+        replace={'latents': latents[[i for i in range(50) if i not in (3, 17)]]},
+    )
+    other = make_plan(good, tmp_path / 'stores', validation_fraction=0, shard_bytes=10**9)
+    wanted = make_plan(
+        source,
+        tmp_path / 'stores',
+        validation_fraction=0,
+        shard_bytes=10**9,
+        max_bad_fraction=0.02,
+    )
+    expected = write(other, tmp_path / 'good work')
+    got = write(wanted, tmp_path / 'bad work')
+    assert files_in(data_folder(tmp_path / 'bad work')) == files_in(
+        data_folder(tmp_path / 'good work')
+    )
+    np.testing.assert_array_equal(
+        [result.statistics.latent_moments.sums for result in got],
+        [result.statistics.latent_moments.sums for result in expected],
+    )
+
+
+def test_too_much_that_is_not_finite_stops_the_build(tmp_path: pathlib.Path):
+    source = made_sources.write_source(tmp_path / 'source', [range(100)])
+    latents = made_sources.make_latents(100)
+    latents[10:13, 0, 0, 0, 0] = np.nan
+    path = made_sources.latents_file(source, 0)
+    made_sources.write_pt(path, range(100), replace={'latents': latents})
+    write(make_plan(source, tmp_path / 'stores', max_bad_fraction=0.03), tmp_path / 'enough')
+    made = make_plan(source, tmp_path / 'stores', max_bad_fraction=0.02)
+    with pytest.raises(ValueError, match=r'non_finite: 3; e\.g\. key 1[012]\), more than 2\.00%'):
+        write(made, tmp_path / 'work')
+
+
+def test_a_shard_of_which_nothing_is_left_is_empty(tmp_path: pathlib.Path):
+    source = made_sources.write_source(tmp_path / 'source', [range(40), [40]])
+    latents = made_sources.make_latents(1) * np.nan
+    path = made_sources.latents_file(source, 1)
+    made_sources.write_pt(path, [40], replace={'latents': latents})
+    made = make_plan(source, tmp_path / 'stores', validation_fraction=0, max_bad_fraction=0.1)
+    results = write(made, tmp_path / 'work')
+    prepare.write_chunk_indexes(results, data_folder(tmp_path / 'work'))
+    index = ChunkIndex.load(data_folder(tmp_path / 'work'), schema.TRAIN)
+    assert index.shard_lengths[-1] == 0
+    assert index.shard_lengths.sum() == 40
+
+
+def test_a_file_that_changes_after_planning_is_noticed(tmp_path: pathlib.Path):
+    source = made_sources.write_source(tmp_path / 'source', [range(40)])
+    made = make_plan(source, tmp_path / 'stores')
+    path = made_sources.latents_file(source, 0)
+    made_sources.write_pt(path, range(39, -1, -1))
+    with pytest.raises(ValueError, match='has changed since the build began'):
+        write(made, tmp_path / 'work')
+
+
 def test_the_chunk_index_points_at_the_records(tmp_path: pathlib.Path):
     source = made_sources.write_source(tmp_path, [range(700)])
     made = make_plan(source, tmp_path / 'out', shard_bytes=10_000_000)
-    results = prepare.write_shards(made, 1)
-    prepare.write_chunk_indexes(results, tmp_path / 'out')
+    data = data_folder(tmp_path / 'work')
+    prepare.write_chunk_indexes(write(made, tmp_path / 'work'), data)
 
-    index = ChunkIndex.load(tmp_path / 'out', schema.TRAIN)
+    index = ChunkIndex.load(data, schema.TRAIN)
     train = sorted((t for t in made.tasks if t.split == schema.TRAIN), key=lambda t: t.index)
-    assert index.shard_lengths.tolist() == [len(task.rows) for task in train]
+    assert index.shard_lengths.tolist() == [len(task.inputs.open().rows) for task in train]
     for shard, task in enumerate(train):
-        whole = pathlib.Path(task.path).read_bytes()
-        records = list(tf.data.TFRecordDataset(task.path).as_numpy_iterator())
+        whole = (data / task.filename).read_bytes()
+        records = list(tf.data.TFRecordDataset(str(data / task.filename)).as_numpy_iterator())
         assert len(records) == index.shard_lengths[shard] > shard_writer.ROWS_AT_ONCE
         for first in range(0, len(records), 32):
             offset, nbytes = index.byte_range(shard, first, min(32, len(records) - first))
@@ -197,9 +200,11 @@ def test_statistics_are_those_of_the_train_split(tmp_path: pathlib.Path):
     vectors = {key: rng.normal(3, 2, 5).astype(np.float16) for key in range(64)}
     sidecar = made_sources.write_sidecar(tmp_path / 'x.parquet', vectors)
     made = make_plan(source, tmp_path / 'out', text_vectors=str(sidecar))
-    metadata = prepare.make_metadata(made, prepare.write_shards(made, 1), 'caption_llava')
+    results = write(made, tmp_path / 'work')
+    dropped = prepare.count_dropped(made, results)
+    metadata = prepare.make_metadata(made, results, dropped, 'caption_llava')
 
-    train = joined(planned_keys(made)[schema.TRAIN])
+    train = [key for shard in planned_keys(made)[schema.TRAIN] for key in shard]
     files = [torch.load(made_sources.latents_file(source, n), weights_only=True) for n in (0, 1)]
     latents = torch.cat([file['latents'] for file in files]).double().numpy()[train]
     text = np.stack([vectors[key] for key in train]).astype(np.float64)
@@ -214,22 +219,7 @@ def test_statistics_are_those_of_the_train_split(tmp_path: pathlib.Path):
     assert metadata['text_embedding_dim'] == 5
     assert metadata['latent_dtype'] == 'bfloat16'
     assert metadata['caption_column'] == 'caption_llava'
-    assert metadata['dropped'] == {'no_row': 0, 'no_caption': 0, 'no_text_vector': 0}
-
-
-def test_the_fingerprint_tells_sources_apart(tmp_path: pathlib.Path):
-    def fingerprint(name: str, replace: dict | None = None) -> str:
-        source = made_sources.write_source(tmp_path / name, [range(10)], replace=replace)
-        return make_plan(source, tmp_path / f'{name}-out').source_fingerprint
-
-    assert fingerprint('a') == fingerprint('b')
-    latents = made_sources.make_latents(10, seed=sum(range(10)))
-    latents[9, 2, 3, 31, 31] += 1
-    assert fingerprint('c', {'latents': latents}) != fingerprint('a2')
-
-    source = made_sources.write_source(tmp_path / 'd', [range(10)])
-    made_sources.write_captions(source, {key: f'Caption  of {key}.' for key in range(10)})
-    assert make_plan(source, tmp_path / 'd-out').source_fingerprint != fingerprint('a3')
+    assert metadata['dropped'] == dict.fromkeys(schema.DROP_REASONS, 0)
 
 
 @pytest.mark.parametrize('value', ['0', 'many', '-1', '1.5'])
@@ -239,5 +229,5 @@ def test_a_bad_number_of_processes_in_the_environment_is_refused(
     made = make_plan(made_sources.write_source(tmp_path, [range(5)]), tmp_path / 'out')
     monkeypatch.setenv('COYO11M_NUM_PROC', value)
     with pytest.raises(ValueError, match=f'COYO11M_NUM_PROC={value}: expected'):
-        prepare.write_shards(made)
-    assert [p.name for p in (tmp_path / 'out').iterdir()] == ['scratch']
+        write(made, tmp_path / 'work', num_workers=0)
+    assert not data_folder(tmp_path / 'work').exists()

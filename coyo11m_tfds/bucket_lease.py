@@ -1,0 +1,163 @@
+"""A lock in a bucket: a lease that lives as long as its holder writes it anew.
+
+    lease = BucketLease('gs://bucket/folder')   # the object gs://bucket/folder.lock
+    if not lease.try_acquire():                 # '' is success, else the holder's name
+        lease.check()
+        lease.release()
+
+The object is only ever created where there is none, and replaced or deleted in the very generation
+that was seen, so that of two who try one fails. The holder replaces it three times in
+`COYO11M_LEASE_SECONDS` (60). Who sees the same generation for that long, by his own clock, takes
+it over, and at once if it names a process of this machine that is dead. A holder that was taken for
+dead finds out when it renews the lease.
+"""
+
+import os
+import threading
+import time
+
+from absl import logging
+from google.api_core import exceptions
+
+from coyo11m_tfds import gcs_objects, lock_holder
+from coyo11m_tfds.build_lock import Lost
+from coyo11m_tfds.lock_holder import LockHolder
+
+_VARIABLE = 'COYO11M_LEASE_SECONDS'
+_DEFAULT_SECONDS = 60.0
+
+
+def lease_seconds() -> float:
+    """Seconds without a sign of life after which a lease may be taken over.
+
+    Raises:
+        ValueError: the environment variable is no positive number.
+    """
+    text = os.environ.get(_VARIABLE) or str(_DEFAULT_SECONDS)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float('inf'):
+        raise ValueError(f'{_VARIABLE} is {text!r}, expected a positive number of seconds.')
+    return seconds
+
+
+class BucketLease:
+    """The lease of a place; to be held once."""
+
+    def __init__(self, place: str):
+        """Does not look at the place yet.
+
+        Raises:
+            ValueError: the place is not of the kind `gs://bucket/folder`.
+            PermissionError: there are no credentials.
+        """
+        self._url = f'{place}.lock'
+        self._name = f'{gcs_objects.split_url(place)[1]}.lock'
+        self._bucket = gcs_objects.open_bucket(place)
+        self._seconds = lease_seconds()
+        self.longest_pause = min(10.0, self._seconds / 4)
+        self._holder = lock_holder.this_process(self._seconds)
+        self._generation = 0  # of our lease
+        self._renewed = 0.0  # when we last began to write it with success
+        self._other = LockHolder()
+        self._other_generation, self._other_seen = 0, 0.0  # what of the other we saw first, when
+        self._is_lost = False
+        self._mutex = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name=self._url, daemon=True)
+
+    def try_acquire(self) -> str:
+        """Returns '' if the lease is ours now, else who has it."""
+        with gcs_objects.plain_errors(self._url):
+            if not self._write(0) and not self._take_over():
+                return str(self._other)
+        self._thread.start()
+        return ''
+
+    def check(self) -> None:
+        """See `build_lock.Lock`."""
+        with self._mutex, gcs_objects.plain_errors(self._url):
+            if time.monotonic() - self._renewed > self._seconds / 2:
+                self._renew()
+            if self._is_lost:
+                raise Lost(
+                    f'{self._url}: {self._other} took over, as this process gave no sign of life '
+                    f'for {self._seconds:.0f} s. Run the same command again when that one is done.'
+                )
+
+    def release(self) -> None:
+        """Deletes the lease if it is still ours; if that fails, it expires."""
+        self._stop.set()
+        self._thread.join()
+        try:
+            self._bucket.blob(self._name).delete(
+                if_generation_match=self._generation, **gcs_objects.options(self._url)
+            )
+        except (exceptions.NotFound, exceptions.PreconditionFailed):
+            pass  # deleted by an attempt whose answer was lost, or taken over
+        except (OSError, exceptions.GoogleAPICallError) as error:
+            logging.warning('%s: not deleted, it will expire: %s', self._url, error)
+
+    def _keep(self) -> None:
+        """Renews the lease until it is released; run in a thread."""
+        while not self._stop.wait(self._seconds / 3):
+            try:
+                with self._mutex:
+                    self._renew(attempts=1, seconds=self._seconds / 3)
+            except Exception as error:  # whatever it is, the next time it may work
+                logging.warning('%s: not renewed: %s', self._url, error)
+
+    def _renew(self, **patience: float) -> None:
+        if not self._is_lost:
+            self._is_lost = not self._write(self._generation, **patience)
+
+    def _take_over(self) -> bool:
+        """Takes the lease of the other one if he is dead; `_write` has just seen it."""
+        now = time.monotonic()
+        unchanged = now - self._other_seen
+        if not self._other_generation or not (
+            self._other.is_dead() or unchanged >= max(self._seconds, self._other.lease_seconds)
+        ):
+            return False
+        logging.warning('%s: taking over from %s, which is gone', self._url, self._other)
+        return self._write(self._other_generation)
+
+    def _write(self, generation: int, **patience: float) -> bool:
+        """Puts our lease in place of this generation, 0 for none; False if another one is there."""
+        began = time.monotonic()
+        blob = self._bucket.blob(self._name)
+        try:
+            blob.upload_from_string(
+                self._holder.to_json(),
+                'application/json',
+                if_generation_match=generation,
+                checksum=None,
+                **gcs_objects.options(self._url, **patience),
+            )
+            written = blob.generation
+        except exceptions.PreconditionFailed:
+            written, holder = self._look(**patience)
+            if holder.token != self._holder.token:
+                self._note(written, holder)
+                return False
+            # It is ours: the answer to an attempt was lost.
+        self._generation, self._renewed = written, began
+        return True
+
+    def _look(self, **patience: float) -> tuple[int, LockHolder]:
+        """Returns generation and holder of the lease that is there; generation 0 for none."""
+        blob = self._bucket.blob(self._name)
+        options = gcs_objects.options(self._url, **patience)
+        try:
+            blob.reload(**options)
+            data = blob.download_as_bytes(checksum=None, **options)  # of that generation
+        except exceptions.NotFound:
+            return 0, LockHolder()
+        return blob.generation, lock_holder.from_json(data)
+
+    def _note(self, generation: int, holder: LockHolder) -> None:
+        if generation != self._other_generation:
+            self._other_seen = time.monotonic()
+        self._other_generation, self._other = generation, holder

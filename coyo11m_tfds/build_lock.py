@@ -1,0 +1,184 @@
+"""One builder at a time in one place, local or `gs://`; and waiting for what another one makes.
+
+    with build_lock.hold('gs://bucket/data/coyo11m_tfds/latents/1.0.0', wait_seconds=600) as lock:
+        ...             # write
+        lock.check()    # before a step that two must not take: raises `Lost` if another took over
+        ...
+    build_lock.wait_for(lambda: os.path.exists(path), path, wait_seconds=3600)
+
+The lock of a place is the file `<place>.lock`. Locally the system locks it (`flock`) and lets go
+when the holder ends, however that happens; in a bucket it is a lease, see `bucket_lease`. A lock
+that was left behind is taken over, so nobody ever has to delete one by hand.
+"""
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from absl import logging
+
+from coyo11m_tfds import file_lock, lock_holder
+
+_SECONDS_BETWEEN_LINES = 60
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+
+
+class Lost(RuntimeError):
+    """Another builder took the place over, because this one seemed to be dead."""
+
+
+class Lock(Protocol):
+    """What `hold` yields; the other methods are for `hold` itself."""
+
+    longest_pause: float  # seconds between two attempts to acquire it
+
+    def try_acquire(self) -> str:
+        """Returns '' if the lock is ours now, else who has it."""
+
+    def release(self) -> None:
+        """Lets others in."""
+
+    def check(self) -> None:
+        """Makes sure that the place is still ours.
+
+        Raises:
+            Lost: it is not.
+            OSError: the storage does not tell.
+        """
+
+
+@contextlib.contextmanager
+def hold(place: str | os.PathLike[str], wait_seconds: float) -> Iterator[Lock]:
+    """Keeps all others out of a place that call this too, on this machine or another.
+
+    While it waits, a line in the log says once a minute who is there.
+
+    Args:
+        place: path or URL; need not exist.
+        wait_seconds: how long to wait for another holder; 0 is not at all.
+
+    Raises:
+        TimeoutError: another still holds it.
+        PermissionError: the lock must not be written, or credentials are missing or refused.
+        OSError: the file system has no locks, or the storage cannot be reached.
+    """
+    place = os.fspath(place).rstrip('/')
+    lock = _open_lock(place)
+    patience = _Patience(wait_seconds, lock.longest_pause)
+    while holder := lock.try_acquire():
+        patience.pause(
+            f'{place}: waiting for {holder}, which is working there',
+            f'{place}: {holder} is still working there after {wait_seconds:.0f} s. Wait for it or '
+            'end it, then run the same command again.',
+        )
+    try:
+        yield lock
+    finally:
+        lock.release()
+
+
+def wait_for(is_there: Callable[[], bool], what: str, wait_seconds: float) -> None:
+    """Waits for what another process makes; a line in the log says so once a minute.
+
+    Args:
+        is_there: asked again and again, in pauses that grow to 10 seconds.
+        what: names it in messages.
+        wait_seconds: how long to wait.
+
+    Raises:
+        TimeoutError: it is not there by then.
+    """
+    patience = _Patience(wait_seconds, _LONGEST_PAUSE)
+    while not is_there():
+        patience.pause(
+            f'waiting for {what}, which another process makes',
+            f'{what} is not there after {wait_seconds:.0f} s. Look into the log of the process '
+            'that makes it, the first of the job; if it is still at work, wait longer.',
+        )
+
+
+class _Patience:
+    """Pauses that grow, for a limited time."""
+
+    def __init__(self, wait_seconds: float, longest_pause: float):
+        self._wait_seconds, self._longest_pause = wait_seconds, longest_pause
+        self._pause = _FIRST_PAUSE
+        self._start = time.monotonic()
+        self._next_line = self._start
+
+    def pause(self, line: str, give_up: str) -> None:
+        """Logs `line` now and then and sleeps; raises TimeoutError with `give_up` at the end."""
+        now = time.monotonic()
+        left = self._start + self._wait_seconds - now
+        if left <= 0:
+            raise TimeoutError(give_up)
+        if now >= self._next_line:
+            self._next_line = now + _SECONDS_BETWEEN_LINES
+            logging.info('%s (for %.0f s, at most %.0f s)', line, now - self._start, left)
+        time.sleep(min(self._pause, self._longest_pause, left))
+        self._pause *= 1.5
+
+
+def _open_lock(place: str) -> 'Lock':
+    if '://' not in place:
+        return _LocalLock(f'{place}.lock')
+    from coyo11m_tfds import bucket_lease  # imports the client of the storage
+
+    return bucket_lease.BucketLease(place)
+
+
+class _LocalLock:
+    """A locked file, which is removed in the end."""
+
+    longest_pause = 1.0  # asking costs nothing
+
+    def __init__(self, path: str):
+        self._path = path
+
+    def try_acquire(self) -> str:
+        """Returns '' if the lock is ours now, else who has it."""
+        os.makedirs(os.path.dirname(self._path) or os.curdir, exist_ok=True)
+        try:
+            self._lock = file_lock.FileLock(self._path, wait=False)
+        except BlockingIOError:
+            return str(lock_holder.from_json(self._read()))
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            raise OSError(
+                error.errno,
+                'this file system has no locks (flock). Mount it with locks, or build on a local '
+                'disk and copy the result',
+                self._path,
+            ) from error
+        with open(self._path, 'wb') as file:
+            file.write(lock_holder.this_process().to_json())
+            self._state = os.fstat(file.fileno())
+        return ''
+
+    def check(self) -> None:
+        if not self._is_at_path():
+            raise Lost(f'{self._path} was removed while it was held; another may have begun.')
+
+    def release(self) -> None:
+        # Removed while it is locked: who locks it after that finds that it is not at its path.
+        if self._is_at_path():
+            os.remove(self._path)
+        self._lock.release()
+
+    def _read(self) -> bytes:
+        try:
+            with open(self._path, 'rb') as file:
+                return file.read()
+        except FileNotFoundError:  # its holder has just left
+            return b''
+
+    def _is_at_path(self) -> bool:
+        try:
+            return os.path.samestat(self._state, os.stat(self._path))
+        except FileNotFoundError:
+            return False

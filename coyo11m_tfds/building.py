@@ -1,0 +1,219 @@
+"""One build from beginning to end: in one process of many, alone in its place, never starting over.
+
+    options = BuildOptions(source='gs://bucket/coyo11m', settings=PlanSettings())
+    build('OUT/coyo11m_tfds/latents/1.0.0', options, shard_filename, write_info)
+
+While it goes on, everything is in a folder beside the final one, `1.0.0.building`: finished shards
+with their records, which a later call goes on from. The final folder appears when all is there.
+"""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from absl import logging
+from etils import epath
+
+from coyo11m_tfds import build_lock, job, prepare, report, schema, shard_pool, sources
+from coyo11m_tfds.destination import Destination, file_state
+from coyo11m_tfds.finished import FinishedShards
+from coyo11m_tfds.plan import Plan, PlanSettings, make_plan
+from coyo11m_tfds.scratch import Scratch
+from coyo11m_tfds.shard_writer import ShardResult, ShardTask
+
+if TYPE_CHECKING:
+    from apache_beam.options.pipeline_options import PipelineOptions
+    from apache_beam.runners import PipelineRunner
+
+_INFO_FILE = 'dataset_info.json'  # TFDS' name; where it is, the data set is complete
+
+
+@dataclasses.dataclass(frozen=True)
+class BuildOptions:
+    """How to build.
+
+    Attributes:
+        source: folder of the source: local, `gs://` or `hf://`.
+        settings: what the records and shards shall be.
+        num_workers: processes that write; 0 for `COYO11M_NUM_PROC`, else all cores.
+        scratch_dir: local folder for stores and for files on their way; '' for one beside a local
+            data set, else in the user's cache.
+        scratch_bytes: most bytes of remote source files that lie there at a time.
+        wait_seconds: how long to wait for another process that builds the same.
+        overwrite: replace the data set that is there.
+        use_beam: write with Apache Beam.
+        beam_options: of the pipeline.
+        beam_runner: of the pipeline, where the options name none.
+    """
+
+    source: str
+    settings: PlanSettings
+    num_workers: int = 0
+    scratch_dir: str = ''
+    scratch_bytes: int = 32 * 10**9
+    wait_seconds: float = 24 * 3600
+    overwrite: bool = False
+    use_beam: bool = False
+    beam_options: 'PipelineOptions | None' = None
+    beam_runner: 'str | PipelineRunner | None' = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """What the shards have become; `results` in the order train, validation, and by index."""
+
+    plan: Plan
+    results: Sequence[ShardResult]
+    metadata: dict
+
+
+def build(
+    final: str,
+    options: BuildOptions,
+    shard_filename: Callable[[str, int, int], str],
+    write_info: Callable[[Built, str], None],
+) -> bool:
+    """Sees to it that the data set is complete in `final`.
+
+    In a job of several processes the first builds, and the others wait. So does a second build that
+    is started while one is going on.
+
+    Args:
+        final: folder of the data set, `.../NAME/CONFIG/VERSION`, local or `gs://`.
+        options: how to build.
+        shard_filename: (split, index, number of shards) -> name of the file.
+        write_info: writes TFDS' own files into the local folder that it is given.
+
+    Returns:
+        Whether it was built here and not by another process.
+
+    Raises:
+        ValueError: the source or an option is bad.
+        OSError: a file cannot be read or written.
+        TimeoutError: another process has not finished in time.
+        RuntimeError: a worker died, or another builder has taken the place over.
+    """
+    if job.process_index():
+        _wait_for_first_process(final, options)
+        return False
+    work = Destination(final + schema.BUILD_SUFFIX)
+    with build_lock.hold(final, options.wait_seconds) as lock:
+        is_needed = options.overwrite or not _is_complete(final)
+        if is_needed:
+            work.sweep()
+            names = _write_data(final, work, options, shard_filename, write_info, lock)
+            lock.check()
+            _finish(final, work, names, options.overwrite)
+        work.remove()
+    return is_needed
+
+
+def scratch_folder(final: str, chosen: str = '') -> str:
+    """The local folder for stores and downloads, made if it is not there; see `BuildOptions`."""
+    if not chosen and '://' not in final:
+        chosen = str(pathlib.Path(final).parents[2] / f'.{schema.NAME}')
+    cache = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
+    folder = os.path.expanduser(chosen) or os.path.join(cache, schema.NAME)
+    os.makedirs(folder, exist_ok=True)
+    return folder
+
+
+def _is_complete(final: str) -> bool:
+    return (epath.Path(final) / _INFO_FILE).exists()
+
+
+def _wait_for_first_process(final: str, options: BuildOptions) -> None:
+    if options.overwrite:
+        raise ValueError(
+            f'{final}: process {job.process_index()} of the job was told to overwrite it, while '
+            'others may read it. Overwrite it with one process, then start the job.'
+        )
+    build_lock.wait_for(
+        lambda: _is_complete(final),
+        f'{final}, which the first process of the job builds',
+        options.wait_seconds,
+    )
+
+
+def _write_data(
+    final: str,
+    work: Destination,
+    options: BuildOptions,
+    shard_filename: Callable[[str, int, int], str],
+    write_info: Callable[[Built, str], None],
+    lock: build_lock.Lock,
+) -> Sequence[str]:
+    """Fills the folder of the build; returns the names of the data set's files."""
+    start = time.monotonic()
+    folder = scratch_folder(final, options.scratch_dir)
+    scratch = Scratch(os.path.join(folder, 'source'), options.scratch_bytes)
+    source = sources.find(options.source)
+    plan = make_plan(source, options.settings, scratch, folder, shard_filename)
+    engine = _locked(_make_engine(work, folder, scratch, options), lock)
+    results = prepare.write_shards(plan, work, engine)
+    dropped = prepare.count_dropped(plan, results)
+    metadata = prepare.make_metadata(plan, results, dropped, options.settings.caption_column)
+    facts = prepare.make_facts(_name(final), results, dropped, metadata)
+    with tempfile.TemporaryDirectory(dir=work.staging(folder)) as local:
+        prepare.write_chunk_indexes(results, local)
+        write_info(Built(plan, results, metadata), local)
+        report.write(facts, local)
+        names = sorted(os.listdir(local))
+        for name in names:
+            path = os.path.join(local, name)
+            work.put(path, f'{schema.BUILD_DATA}/{name}', file_state(path).crc32c)
+    print(report.summary(facts, seconds=time.monotonic() - start))
+    return [*(task.filename for task in plan.tasks), *names]
+
+
+def _make_engine(
+    work: Destination, folder: str, scratch: Scratch, options: BuildOptions
+) -> prepare.Engine:
+    if options.use_beam:
+        from coyo11m_tfds import beam_engine  # Beam takes 2 s to import
+
+        settings = beam_engine.ScratchSettings(options.scratch_dir, options.scratch_bytes)
+        return lambda tasks, finished: beam_engine.write_shards(
+            tasks, finished, work, settings, options.beam_options, options.beam_runner
+        )
+    staging = work.staging(fallback=os.path.join(folder, 'staging'))
+    return lambda tasks, finished: shard_pool.write_shards(
+        tasks, finished, scratch, staging, options.num_workers
+    )
+
+
+def _locked(engine: prepare.Engine, lock: build_lock.Lock) -> prepare.Engine:
+    """The engine, stopped when another process has taken the lock over."""
+
+    def write_shards(
+        tasks: Sequence[ShardTask], finished: FinishedShards
+    ) -> Iterator[tuple[ShardTask, ShardResult]]:
+        with contextlib.closing(engine(tasks, finished)) as outcomes:
+            for outcome in outcomes:
+                lock.check()
+                yield outcome
+
+    return write_shards
+
+
+def _finish(final: str, work: Destination, names: Sequence[str], overwrite: bool) -> None:
+    """Makes the folder of the build the data set."""
+    # An interrupted build of other settings may have left shards under other names.
+    work.keep_only(schema.BUILD_DATA, names)
+    if overwrite:
+        logging.info('Removing the old data set %s', final)
+        Destination(final).remove(first=_INFO_FILE)
+    parent, _, version = final.rpartition('/')
+    Destination(parent).promote(
+        f'{version}{schema.BUILD_SUFFIX}/{schema.BUILD_DATA}', version, _INFO_FILE
+    )
+
+
+def _name(final: str) -> str:
+    """NAME/CONFIG/VERSION."""
+    return '/'.join(final.rstrip('/').split('/')[-3:])

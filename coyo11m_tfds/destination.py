@@ -1,0 +1,133 @@
+"""A folder that finished files are put into, local or `gs://`.
+
+    folder = Destination('gs://bucket/data/coyo11m_tfds/latents')   # or a local path
+    staging = folder.staging(fallback='/tmp')       # write the file there, then
+    folder.put(f'{staging}/x', '1.0.0.parts/x', crc32c)
+    folder.put_bytes('1.0.0.parts/x.json', b'{}')
+    folder.inventory('1.0.0.parts')                 # {'x': FileState(size, crc32c), 'x.json': ...}
+    folder.promote('1.0.0.parts', '1.0.0', last='dataset_info.json')
+
+A name stands for a whole file or for none: nothing half-written is ever seen under it, and when
+`put` returns, the file survives a loss of power. What was put is told by its checksum, read from
+the file itself or from the storage's own record, never from a cache.
+"""
+
+import os
+from collections.abc import Callable, Collection
+
+from coyo11m_tfds.file_state import FileState, ignore_bytes, naming
+from coyo11m_tfds.file_state import of_file as file_state
+from coyo11m_tfds.local_folder import LocalFolder
+
+__all__ = ['Destination', 'FileState', 'file_state', 'naming']
+
+
+class Destination:
+    """A folder that files are put into; it need not exist yet. Safe to use from many threads.
+
+    Attributes:
+        folder: its path or URL, without a slash at the end.
+        is_remote: whether it is in a bucket.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        """Does not touch the storage.
+
+        Raises:
+            ValueError: the folder is a URL, but not of the kind `gs://bucket/folder`.
+        """
+        path = os.fspath(folder)
+        self.folder = path.rstrip('/') or '/'
+        self.is_remote = '://' in path
+        if self.is_remote:
+            from coyo11m_tfds import gcs_folder  # imports the storage's client
+
+            self._store = gcs_folder.GcsFolder(path)
+        else:
+            self._store = LocalFolder(self.folder)
+
+    def staging(self, fallback: str | os.PathLike[str]) -> str:
+        """Returns an existing local folder to write files in that will be `put`.
+
+        For a local destination this is a hidden folder inside it, so that `put` only renames; for a
+        remote one it is `fallback`.
+        """
+        return self._store.staging(os.fspath(fallback))
+
+    def put(self, local_file: str | os.PathLike[str], name: str, crc32c: int) -> None:
+        """Moves a local file to `name`, replacing what is there; the local file is gone afterwards.
+
+        Args:
+            local_file: a file in the folder that `staging` gave.
+            name: relative to the folder; folders in it are made.
+            crc32c: of the file. Where the file is copied or uploaded, the copy must have it.
+
+        Raises:
+            OSError: the file cannot be stored, e.g. because the disk is full.
+            PermissionError: there are no credentials for the bucket, or they are refused.
+        """
+        self._store.put(os.fspath(local_file), name, crc32c)
+
+    def put_bytes(self, name: str, data: bytes) -> None:
+        """Stores a small file, replacing what is there; raises as `put` does."""
+        self._store.put_bytes(name, data)
+
+    def read_all(self, folder: str) -> dict[str, bytes]:
+        """Reads the (small) files directly in a sub-folder, by name; {} if it does not exist."""
+        return self._store.read_all(folder)
+
+    def inventory(
+        self,
+        folder: str = '',
+        on_bytes: Callable[[int], None] = ignore_bytes,
+        names: Collection[str] | None = None,
+    ) -> dict[str, FileState]:
+        """Returns the state of the files directly in a sub-folder, by name; {} if there is none.
+
+        Local files are read through, at the speed of the disk. Remote ones are one listing.
+
+        Args:
+            folder: relative to the destination.
+            on_bytes: told of local bytes that have been read, from several threads.
+            names: of the files that matter; None for all.
+        """
+        return self._store.inventory(folder, on_bytes, names)
+
+    def promote(self, folder: str, final: str, last: str) -> None:
+        """Makes the sub-folder `folder`, with all that is in it, the sub-folder `final`.
+
+        Locally this is one rename. In a bucket the objects are copied by the storage and `last`
+        after all others, so that a reader that waits for `last` never sees a part; then the
+        originals are deleted. After a kill at any point the same call finishes it; when it has
+        been finished, the call does nothing.
+
+        Args:
+            folder: relative to the destination.
+            final: relative to the destination.
+            last: name of the file in it that says that it is complete.
+
+        Raises:
+            FileNotFoundError: neither `folder` nor `final` holds `last`.
+            FileExistsError: `final` holds something else already; nothing has been changed.
+        """
+        self._store.promote(folder, final, last)
+
+    def sweep(self) -> None:
+        """Removes what killed processes left in the staging folder.
+
+        Only for whoever alone writes here (see `build_lock`).
+        """
+        self._store.sweep()
+
+    def keep_only(self, folder: str, names: Collection[str]) -> None:
+        """Removes the files directly in a sub-folder whose names are not given."""
+        self._store.keep_only(folder, names)
+
+    def remove(self, first: str = '') -> None:
+        """Removes the whole folder with all that is in it, if it exists.
+
+        Args:
+            first: name of a file that goes before all others; that which says that the folder is
+                complete, so that nobody believes it after a kill.
+        """
+        self._store.remove(first)

@@ -1,0 +1,76 @@
+"""Counts the rows that are left out, and says when they are too many.
+
+    dropped = Dropped(num_rows=1_000_000, max_bad_fraction=0.01)
+    dropped.add(schema.NO_CAPTION, 17, keys[:10])
+    dropped.check_bad('/data/coyo11m')   # raises if too many are bad
+    dropped.counts                       # {'no_caption': 17, 'non_finite': 0, ...}
+
+A row without a caption is common and only counted. A row that is bad (`BAD`) says that something
+went wrong when the source was made: few of them are dropped, many stop the build.
+"""
+
+from collections.abc import Iterable
+
+from coyo11m_tfds import schema
+
+BAD = (
+    schema.REPEATED_KEY,
+    schema.ROWS_DISAGREE,
+    schema.NON_FINITE,
+    schema.REPEATED_CAPTION,
+)
+
+# If more of the source is dropped, its captions or vectors belong to other latents.
+MAX_DROPPED_FRACTION = 0.5
+
+
+class Dropped:
+    """Rows that are left out, by reason.
+
+    Args:
+        num_rows: of the source.
+        max_bad_fraction: share of them that may be bad.
+
+    Attributes:
+        num_rows: of the source.
+        counts: rows by reason, every reason of `schema.DROP_REASONS`.
+        examples: some keys by reason, for those that occur.
+    """
+
+    MAX_EXAMPLES = 10
+
+    def __init__(self, num_rows: int, max_bad_fraction: float):
+        self.num_rows, self._max_bad_fraction = num_rows, max_bad_fraction
+        self.counts = dict.fromkeys(schema.DROP_REASONS, 0)
+        self.examples: dict[str, list[int]] = {}
+
+    def add(self, reason: str, count: int, keys: Iterable[int]) -> None:
+        """Counts `count` rows; `keys` has some of theirs."""
+        if count:
+            self.counts[reason] += count
+            examples = self.examples.setdefault(reason, [])
+            examples += [int(key) for key in keys][: self.MAX_EXAMPLES - len(examples)]
+
+    def check_bad(self, source: str) -> None:
+        """Raises a ValueError that names `source` if more rows are bad than may be."""
+        num_bad = sum(self.counts[reason] for reason in BAD)
+        if num_bad > self._max_bad_fraction * self.num_rows:
+            keys = next(self.examples[reason] for reason in BAD if reason in self.examples)
+            raise ValueError(
+                f'{source}: {num_bad:,} of {self.num_rows:,} rows are bad ({self._reasons(BAD)}; '
+                f'e.g. key {keys[0]}), more than {self._max_bad_fraction:.2%}. Mend the source, or '
+                'raise max_bad_fraction in the config.'
+            )
+
+    def check_all(self, captions: str) -> None:
+        """Raises a ValueError that names the file of `captions` if half of the rows are lost."""
+        total = sum(self.counts.values())
+        if total > MAX_DROPPED_FRACTION * self.num_rows:
+            raise ValueError(
+                f'{captions}: {total:,} of {self.num_rows:,} rows would be dropped '
+                f'({self._reasons(self.counts)}), more than {MAX_DROPPED_FRACTION:.0%}. Do the '
+                'captions (and text vectors) belong to these .pt files?'
+            )
+
+    def _reasons(self, reasons: Iterable[str]) -> str:
+        return ', '.join(f'{name}: {self.counts[name]:,}' for name in reasons if self.counts[name])

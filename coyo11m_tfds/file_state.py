@@ -1,0 +1,51 @@
+"""Size and checksum of a file: what tells whether it is whole.
+
+    state = file_state.of_file('x')     # FileState(size=5, crc32c=2591144780)
+
+CRC-32C is the checksum that Google Cloud Storage keeps of every object. One core makes it of
+13 GB/s from the page cache, so that the disk is what limits it.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import google_crc32c
+
+BLOCK = 4 << 20  # bytes read at once
+
+
+def ignore_bytes(num_bytes: int) -> None:
+    """Counts nothing: for those who do not want to know how far it is."""
+    del num_bytes
+
+
+class FileState(NamedTuple):
+    """What is known of a stored file: its size in bytes and the CRC-32C of its content."""
+
+    size: int
+    crc32c: int
+
+
+def of_file(
+    path: str | os.PathLike[str], on_bytes: Callable[[int], None] = ignore_bytes
+) -> FileState:
+    """Reads a local file through once and returns its state; `on_bytes(n)` counts what is read."""
+    checksum, size = google_crc32c.Checksum(), 0
+    with naming(path), open(path, 'rb', buffering=0) as file:
+        for block in checksum.consume(file, BLOCK):
+            size += len(block)
+            on_bytes(len(block))
+    return FileState(size, int.from_bytes(checksum.digest(), 'big'))
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Puts the path into an `OSError` that names none, as that of a full disk does."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = os.fspath(path)
+        raise

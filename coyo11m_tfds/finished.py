@@ -1,0 +1,93 @@
+"""Records of finished shards, from which an interrupted build goes on.
+
+    finished = FinishedShards(work)                 # work: a destination.Destination
+    results = finished.load(plan.tasks)             # those that need not be written again
+    finished.save(task, local_file, result)         # stores the shard, then its record
+
+A shard is finished if its record says that it was made of the same source, rows and settings as
+are planned now, and the file that is there has the size and the checksum of the record. That there
+is a file says nothing.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+
+from absl import logging
+
+from coyo11m_tfds import schema
+from coyo11m_tfds.destination import Destination, FileState
+from coyo11m_tfds.shard_writer import ShardResult, ShardTask
+
+_RECORDS = 'finished'
+
+
+class FinishedShards:
+    """The shards in the folder of a build that is under way, and their records.
+
+    Args:
+        work: the folder; shards are in its sub-folder `schema.BUILD_DATA`.
+    """
+
+    def __init__(self, work: Destination):
+        self._work = work
+
+    def save(self, task: ShardTask, local_file: str, result: ShardResult) -> None:
+        """Stores a shard that lies in a local file, and its record when it is safely there.
+
+        Raises:
+            OSError: it cannot be stored.
+        """
+        self._work.put(local_file, f'{schema.BUILD_DATA}/{task.filename}', result.crc32c)
+        data = _make_record(task, result)
+        self._work.put_bytes(f'{_RECORDS}/{task.filename}.json', data)
+
+    def load(
+        self, tasks: Sequence[ShardTask], on_bytes: Callable[[int], None] = lambda count: None
+    ) -> list[ShardResult]:
+        """Returns the results of the tasks that are finished; the others have to be written.
+
+        Args:
+            tasks: what is planned now.
+            on_bytes: told how many bytes of local shards have been read for their checksum.
+        """
+        records = self._work.read_all(_RECORDS)
+        if not records:
+            return []
+        states = self._work.inventory(schema.BUILD_DATA, on_bytes)
+        results = []
+        for task in tasks:
+            result = _read_record(records.get(f'{task.filename}.json'), task)
+            if result and states.get(task.filename) == FileState(result.num_bytes, result.crc32c):
+                results.append(result)
+        logging.info('%d of %d shards are finished already', len(results), len(tasks))
+        return results
+
+
+def _make_record(task: ShardTask, result: ShardResult) -> bytes:
+    record = {
+        'fingerprint': task.fingerprint,
+        'source': task.latents.path,
+        'rows': task.row_range,
+        'result': result.to_json(),
+    }
+    return json.dumps(record | {'digest': _digest(record)}, indent=1).encode()
+
+
+def _read_record(data: bytes | None, task: ShardTask) -> ShardResult | None:
+    """The result in a record; None if there is no record, a damaged one, or one of another task."""
+    if data is None:
+        return None
+    try:
+        record = json.loads(data)
+        if record.pop('digest') != _digest(record):
+            raise ValueError('wrong digest')
+        same = record['fingerprint'] == task.fingerprint
+        return ShardResult.from_json(record['result']) if same else None
+    except (AttributeError, KeyError, TypeError, ValueError):
+        logging.warning('%s: its record is damaged, it will be written again', task.filename)
+        return None
+
+
+def _digest(record: dict) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,184 @@
+"""`destination.Destination` on a local (or locally mounted) disk.
+
+    folder = LocalFolder('/data/set')
+    folder.put(f'{folder.staging("")}/x', 'sub/x', crc32c)
+    folder.read_all('sub')   # {'x': b'...'}
+
+Files are staged in a hidden folder of the same disk, flushed and renamed.
+"""
+
+import contextlib
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import google_crc32c
+
+from coyo11m_tfds import file_state
+from coyo11m_tfds.file_state import FileState, naming
+
+_STAGING = '.staging'
+# Files of one disk that are read at a time: enough to keep its queue filled.
+_READERS = 4
+
+
+class LocalFolder:
+    """A local folder; the methods without a docstring are those of `Destination`."""
+
+    def __init__(self, folder: str):
+        self._folder = folder
+
+    def staging(self, fallback: str) -> str:
+        del fallback
+        folder = os.path.join(self._folder, _STAGING)
+        _make_folders(folder)
+        return folder
+
+    def put(self, local_file: str, name: str, crc32c: int) -> None:
+        target = self._path(name)
+        _make_folders(os.path.dirname(target))
+        try:
+            _move(local_file, target)
+        except OSError as error:
+            if error.errno != errno.EXDEV:  # from another file system it has to be copied
+                raise
+            with self._new_file() as copy:
+                _copy(local_file, copy, crc32c)
+                _move(copy, target)
+            os.remove(local_file)
+
+    def put_bytes(self, name: str, data: bytes) -> None:
+        target = self._path(name)
+        _make_folders(os.path.dirname(target))
+        with self._new_file() as path:
+            with naming(path), open(path, 'wb') as file:
+                file.write(data)
+            _move(path, target)
+
+    def read_all(self, folder: str) -> dict[str, bytes]:
+        return {name: _read(path) for name, path in self._files(folder).items()}
+
+    def inventory(
+        self, folder: str, on_bytes: Callable[[int], None], names: Collection[str] | None
+    ) -> dict[str, FileState]:
+        files = self._files(folder)
+        if names is not None:
+            files = {name: path for name, path in files.items() if name in names}
+        with ThreadPoolExecutor(_READERS) as pool:
+            states = pool.map(lambda path: file_state.of_file(path, on_bytes), files.values())
+            return dict(zip(files, states, strict=True))
+
+    def promote(self, folder: str, final: str, last: str) -> None:
+        source, target = self._path(folder), self._path(final)
+        complete = os.path.isfile(os.path.join(source, last))
+        if not complete and not os.path.isfile(os.path.join(target, last)):
+            raise FileNotFoundError(f'{source}: {last} is missing, so the folder is not complete.')
+        if _has_content(source):
+            if _has_content(target):
+                raise FileExistsError(
+                    f'{target} exists already, so that {source} cannot take its place. Remove one '
+                    'of the two.'
+                )
+            _sync_tree(source)
+            os.rename(source, target)
+        _sync(os.path.dirname(target))
+
+    def sweep(self) -> None:
+        _remove_tree(os.path.join(self._folder, _STAGING))
+
+    def keep_only(self, folder: str, names: Collection[str]) -> None:
+        for name, path in self._files(folder).items():
+            if name not in names:
+                os.remove(path)
+
+    def remove(self, first: str) -> None:
+        if first:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(self._path(first))
+        _remove_tree(self._folder)
+
+    @contextlib.contextmanager
+    def _new_file(self) -> Iterator[str]:
+        """Yields a new path in the staging folder; what is still there in the end is deleted."""
+        path = os.path.join(self.staging(''), uuid.uuid4().hex)
+        try:
+            yield path
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(path)
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self._folder, name) if name else self._folder
+
+    def _files(self, folder: str) -> dict[str, str]:
+        """Paths of the files directly in a sub-folder, by name, sorted."""
+        try:
+            with os.scandir(self._path(folder)) as entries:
+                return dict(sorted((e.name, e.path) for e in entries if e.is_file()))
+        except FileNotFoundError:
+            return {}
+
+
+def _has_content(folder: str) -> bool:
+    return os.path.isdir(folder) and bool(os.listdir(folder))
+
+
+def _move(path: str, target: str) -> None:
+    """Renames a file; before it returns, the file is on the disk, whole and under its new name."""
+    _sync(path)
+    os.replace(path, target)
+    _sync(os.path.dirname(target))
+
+
+def _copy(path: str, target: str, crc32c: int) -> None:
+    copied = 0
+    with open(path, 'rb', buffering=0) as source, naming(target), open(target, 'wb') as file:
+        while block := source.read(file_state.BLOCK):
+            copied = google_crc32c.extend(copied, block)
+            file.write(block)
+    if copied != crc32c:
+        raise OSError(f'{path}: CRC-32C is {copied:08x}, expected {crc32c:08x}; write it again.')
+
+
+def _read(path: str) -> bytes:
+    with naming(path), open(path, 'rb') as file:
+        return file.read()
+
+
+def _make_folders(folder: str) -> None:
+    """Makes a folder and those above it, so that they survive a loss of power."""
+    if os.path.isdir(folder):
+        return
+    parent = os.path.dirname(os.path.abspath(folder))
+    _make_folders(parent)
+    os.makedirs(folder, exist_ok=True)  # another process may have been faster
+    _sync(parent)
+
+
+def _sync(path: str) -> None:
+    """Waits until a file's content, or the names in a folder, are on the disk."""
+    handle = os.open(path or os.curdir, os.O_RDONLY)
+    try:
+        with naming(path):
+            os.fsync(handle)
+    except OSError as error:
+        # Some network file systems know no fsync of a folder.
+        if not (os.path.isdir(path or os.curdir) and error.errno in (errno.EINVAL, errno.ENOTSUP)):
+            raise
+    finally:
+        os.close(handle)
+
+
+def _sync_tree(folder: str) -> None:
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            _sync(os.path.join(parent, name))
+        _sync(parent)
+
+
+def _remove_tree(folder: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(folder)

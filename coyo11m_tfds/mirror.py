@@ -1,0 +1,299 @@
+"""Copies a source to another place: in parallel, verified, and going on after whatever stopped it.
+
+    python -m coyo11m_tfds.mirror hf://datasets/KBlueLeaf/coyo11m-256px-ccrop-latent gs://BUCKET/coyo11m
+
+    from coyo11m_tfds import mirror
+    mirror.mirror('gs://bucket/coyo11m', '/data/coyo11m')   # Summary(num_files=129, ...)
+
+What is copied is the `.pt` files and the Parquet file of captions, under the same names. A second
+call copies what is missing or has changed since. From the hub to a bucket a file passes through a
+scratch folder of bounded size; between buckets the storage copies by itself. The destination also
+gets a folder `.mirror/`, from which the next call knows what is there.
+
+On 2 cores, with stand-ins for hub and storage on the same machine, 1 GB in four files comes from
+the hub to the disk at 650 MB/s and to a bucket at 320 MB/s, from disk to disk at 870 MB/s (`cp` and
+`sync`: 1,170), start of the program included; what is there is checked at 3,500 MB/s.
+"""
+
+import argparse
+import dataclasses
+import fnmatch
+import logging
+import multiprocessing.pool
+import os
+import pathlib
+import queue
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+
+import absl.logging
+
+from coyo11m_tfds import build_lock, file_copier, retry, schema, sources
+from coyo11m_tfds.copied_files import CopiedFiles
+from coyo11m_tfds.destination import Destination
+from coyo11m_tfds.progress import Progress
+from coyo11m_tfds.scratch import Scratch
+from coyo11m_tfds.sources import SourceFile
+
+DEFAULT_PARALLEL = 4
+DEFAULT_SCRATCH_GB = 50.0
+
+# Long enough for the lease of a mirror that was killed on another machine to expire.
+_WAIT_SECONDS = 300
+
+# After an error, for those that are copying to notice it and leave.
+_GRACE_SECONDS = 5
+
+_GCS = 'gs://'
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What is at the destination now.
+
+    Attributes:
+        num_files: that the source has.
+        num_bytes: of these.
+        num_copied: files among them that were copied by this call, not by an earlier one.
+        destination: where they are.
+    """
+
+    num_files: int
+    num_bytes: int
+    num_copied: int
+    destination: str
+
+    def __str__(self) -> str:
+        return (
+            f'{self.num_files} files, {self.num_bytes / 1e9:,.1f} GB, are verified at '
+            f'{self.destination}; {self.num_copied} of them were copied now.'
+        )
+
+
+def mirror(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    parallel: int = DEFAULT_PARALLEL,
+    scratch_dir: str | os.PathLike[str] = '',
+    scratch_bytes: int = int(DEFAULT_SCRATCH_GB * 1e9),
+    include: Collection[str] = (),
+) -> Summary:
+    """Copies what is missing at the destination.
+
+    Args:
+        source: local folder, `gs://bucket/folder` or `hf://datasets/owner/name[@revision]`.
+        destination: local folder or `gs://bucket/folder`.
+        parallel: files that are copied at a time.
+        scratch_dir: local folder for files on their way from the hub to a bucket; '' for one in
+            the user's cache.
+        scratch_bytes: most that they may take there.
+        include: patterns, such as `*.md`, of further files by their path within the source.
+
+    Raises:
+        ValueError: the source lacks files, or an argument is bad.
+        PermissionError: credentials are missing or refused.
+        OSError: a file cannot be read or written. What was copied stays, and the next call goes on.
+        TimeoutError: another mirror to this destination is going on.
+    """
+    target = Destination(destination)
+    if parallel < 1:
+        raise ValueError(f'parallel is {parallel}, expected at least 1.')
+    files = find_files(source, include)
+    scratch = _open_scratch(target, files, scratch_dir, scratch_bytes)
+    num_bytes = sum(file.size for file in files.values())
+    with build_lock.hold(target.folder, _WAIT_SECONDS) as lock:
+        copied = CopiedFiles(target)
+        missing = copied.missing(files)
+        _check_space(target, missing)
+        goals = {'files': len(files)}
+        with Progress(f'Copying to {target.folder}', num_bytes, 'B', goals) as progress:
+            left = sum(file.size for file in missing.values())
+            progress.skip(num_bytes - left, files=len(files) - len(missing))
+
+            def copy(name: str, file: SourceFile, stopped: threading.Event) -> None:
+                share = _Share(progress, file.size, stopped)
+                share.add(0)  # it may have been stopped before it began
+                state = file_copier.copy(file, target, name, scratch, share.add)
+                copied.save(name, file, state)
+                share.finish()
+
+            _copy_all(missing, copy, parallel, lock)
+        target.sweep()
+    return Summary(len(files), num_bytes, len(missing), target.folder)
+
+
+def find_files(
+    source: str | os.PathLike[str], include: Collection[str] = ()
+) -> dict[str, SourceFile]:
+    """Returns the files of a source by their path relative to it; see `mirror`."""
+    found = sources.find(source)
+    files = {f'{schema.LATENTS_FOLDER}/{file.name}': file for file in found.latent_files}
+    files[schema.CAPTIONS_FILE] = found.captions_file
+    if include:
+        for name in _all_names(found.root):
+            is_wanted = any(fnmatch.fnmatchcase(name, pattern) for pattern in include)
+            if is_wanted and name not in files:
+                files[name] = sources.describe(f'{found.root}/{name}')
+    return files
+
+
+def _all_names(root: str) -> list[str]:
+    """Paths of all files of a source, relative to it, without hidden ones."""
+    if not sources.is_remote(root):
+        paths = [path for path in pathlib.Path(root).rglob('*') if path.is_file()]
+        names = [path.relative_to(root).as_posix() for path in paths]
+    elif root.startswith(_GCS):
+        found = retry.call(lambda: sources.gcs().find(root), f'listing {root}')
+        names = [path.removeprefix(root.removeprefix(_GCS) + '/') for path in found]
+    else:
+        names = _names_on_hub(root)
+    return sorted(n for n in names if not any(part.startswith('.') for part in n.split('/')))
+
+
+def _names_on_hub(root: str) -> list[str]:
+    import huggingface_hub
+
+    uri = sources.hub_uri(root)
+    api = huggingface_hub.HfApi(endpoint=sources.hub_endpoint())
+    paths = retry.call(
+        lambda: api.list_repo_files(uri.id, revision=uri.revision, repo_type='dataset'),
+        f'listing {root}',
+    )
+    prefix = f'{uri.path_in_repo}/' if uri.path_in_repo else ''
+    return [path.removeprefix(prefix) for path in paths if path.startswith(prefix)]
+
+
+def _open_scratch(
+    target: Destination, files: Mapping[str, SourceFile], folder: str, num_bytes: int
+) -> Scratch | None:
+    """The scratch folder, checked to be large enough; None if no file needs it."""
+    passing = [file for file in files.values() if file_copier.needs_scratch(file, target)]
+    if not passing:
+        return None
+    largest = max(passing, key=lambda file: file.size)
+    if largest.size > num_bytes:
+        raise ValueError(
+            f'{largest.path} has {largest.size / 1e9:.1f} GB, but the scratch folder may hold '
+            f'{num_bytes / 1e9:.1f} GB; allow it more (--scratch_gb).'
+        )
+    cache = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
+    return Scratch(folder or os.path.join(cache, schema.NAME, 'mirror'), num_bytes)
+
+
+def _check_space(target: Destination, missing: Mapping[str, SourceFile]) -> None:
+    if target.is_remote or not missing:
+        return
+    staging = target.staging('')
+    free = shutil.disk_usage(staging).free
+    come = sum(path.stat().st_size for path in pathlib.Path(staging).iterdir())
+    needed = sum(file.size for file in missing.values()) - come
+    if free < needed:
+        raise OSError(
+            f'{target.folder} has {free / 1e9:.1f} GB free, but {needed / 1e9:.1f} GB are yet to '
+            'come. Free some space or choose another destination.'
+        )
+
+
+def _copy_all(
+    missing: Mapping[str, SourceFile],
+    copy: Callable[[str, SourceFile, threading.Event], None],
+    parallel: int,
+    lock: build_lock.Lock,
+) -> None:
+    """Copies files; after the first error the others end with the next bytes that come."""
+    # The largest first: one that began last would be waited for alone.
+    by_size = sorted(missing.items(), key=lambda item: item[1].size, reverse=True)
+    stopped = threading.Event()
+    outcomes = queue.SimpleQueue()
+    # Unlike those of concurrent.futures, these threads do not keep a program from ending while
+    # one of them waits for a silent server.
+    with multiprocessing.pool.ThreadPool(parallel) as pool:
+        results = [
+            pool.apply_async(
+                copy, (*item, stopped), callback=outcomes.put, error_callback=outcomes.put
+            )
+            for item in by_size
+        ]
+        try:
+            for _ in results:
+                error = outcomes.get()
+                if error is not None:
+                    raise error
+                lock.check()
+        except BaseException:
+            stopped.set()
+            deadline = time.monotonic() + _GRACE_SECONDS
+            for result in results:
+                result.wait(max(0, deadline - time.monotonic()))
+            raise
+
+
+class _Stopped(Exception):
+    """Ends the copying of a file, because that of another one failed."""
+
+
+class _Share:
+    """What one file adds to the progress: in the end its size, however often bytes were sent."""
+
+    def __init__(self, progress: Progress, size: int, stopped: threading.Event):
+        self._progress, self._size, self._stopped = progress, size, stopped
+        self._heard = self._told = 0
+
+    def add(self, num_bytes: int) -> None:
+        if self._stopped.is_set():
+            raise _Stopped
+        self._heard += num_bytes
+        self._tell(min(self._heard, self._size))
+
+    def finish(self) -> None:
+        self._tell(self._size, files=1)
+
+    def _tell(self, done: int, **counts: int) -> None:
+        self._progress.add(done - self._told, **counts)
+        self._told = done
+
+
+def parse_flags() -> argparse.Namespace:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(
+        prog='python -m coyo11m_tfds.mirror',
+        description='Copies a source: in parallel, verified, and going on after an interruption.',
+    )
+    add = parser.add_argument
+    add('source', help='local folder, gs://bucket/folder or hf://datasets/owner/name[@revision]')
+    add('destination', help='local folder or gs://bucket/folder')
+    add('--parallel', type=int, default=DEFAULT_PARALLEL, help='files at a time (%(default)s)')
+    add('--scratch', default='', help="folder for files on their way; in the user's cache")
+    add('--scratch_gb', type=float, default=DEFAULT_SCRATCH_GB, help='its size (%(default)g)')
+    add('--include', action='append', default=[], metavar='GLOB', help='further files, e.g. *.md')
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Runs the command line; what cannot be mended ends it with one message and status 1."""
+    flags = parse_flags()
+    logging.basicConfig(level=logging.INFO, format='%(asctime)s %(message)s')
+    absl.logging.set_verbosity(absl.logging.INFO)
+    # A polite kill unwinds as Ctrl-C does, so that the place is free for the next one at once.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        summary = mirror(
+            flags.source,
+            flags.destination,
+            parallel=flags.parallel,
+            scratch_dir=flags.scratch,
+            scratch_bytes=int(flags.scratch_gb * 1e9),
+            include=flags.include,
+        )
+    except (OSError, ValueError, build_lock.Lost) as error:
+        sys.exit(f'error: {" ".join(str(error).split())}')
+    print(summary)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,189 @@
+"""Says how far a long piece of work is: a bar on a terminal, elsewhere lines in the log.
+
+    with Progress('Writing shards', total=10**9, unit='B', goals={'shards': 8}) as progress:
+        progress.skip(2 * 10**8, shards=2)                       # found finished
+        progress.add(128 * 10**6, shards=1, records=5007, dropped=3)
+
+    Writing shards: 33%, 3 of 8 shards, 25,000 records/s, 640 MB/s, 3 dropped, 0:00:01 left
+
+Lines go to absl's log as INFO. `tfds build` and `absl.app` programs that ask for it show them;
+elsewhere call `absl.logging.set_verbosity(absl.logging.INFO)` first.
+"""
+
+import collections
+import datetime
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Self
+
+import tqdm
+from absl import logging
+
+SECONDS_BETWEEN_LINES = 10
+
+# Speed is that of the last minute: long enough for shards that take many seconds each, short
+# enough to show that a network has become slow.
+WINDOW_SECONDS = 60
+_SECONDS_BETWEEN_MARKS = 1
+
+RATED = 'records'  # the count that is shown as a speed
+
+_BYTES = 'B'
+_BAR_FORMAT = '{desc}: {percentage:3.0f}%|{bar}| {n_fmt}{unit}{postfix}'
+
+
+class _Moment(NamedTuple):
+    """What this run had done by then; speeds are differences between two of these."""
+
+    seconds: float
+    amount: int
+    records: int
+
+
+class Progress:
+    """Counts what is done; a context manager. Several threads may use one.
+
+    Args:
+        what: what is being done, e.g. 'Writing shards'.
+        total: how much there is to do, in `unit`; 0 where there is nothing. An estimate will do.
+        unit: 'B' for bytes, shown as MB/s; else the name of a thing in the plural.
+        goals: how many there will be of some of the counts, e.g. `{'shards': 2400}`.
+        clock: seconds from any moment on.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        total: int,
+        unit: str,
+        goals: Mapping[str, int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._what, self._total, self._unit = what, total, unit
+        self._goals = dict(goals or {})
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._done = 0
+        self._counts = collections.Counter(dict.fromkeys(self._goals, 0))
+        self._last_line = clock()
+        self._beginning = self._latest = _Moment(self._last_line, 0, 0)
+        self._marks = collections.deque([self._beginning])
+        self._bar = tqdm.tqdm(
+            desc=what,
+            total=total,
+            unit=unit if unit == _BYTES else f' {unit}',
+            unit_scale=True,
+            bar_format=_BAR_FORMAT,
+            miniters=1,  # redraw by time only; amounts vary too much to guess from
+            dynamic_ncols=True,
+            disable=not sys.stderr.isatty(),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error_type: type | None, *_) -> None:
+        """Shows the average speed of the whole run, also when it ends by an exception."""
+        ended = 'in' if error_type is None else 'ended after'
+        duration = _duration(self._clock() - self._beginning.seconds)
+        facts = [*self._facts(self._beginning), f'{ended} {duration}']
+        if self._bar.disable:
+            self._log(facts)
+        else:
+            self._bar.set_postfix_str(', '.join(facts))
+        self._bar.close()
+
+    def add(self, amount: int, **counts: int) -> None:
+        """Counts work that was just done.
+
+        Args:
+            amount: in the unit of the total.
+            counts: how many more of each name; `records` becomes a speed, a name with a goal
+                'n of m', and any other is shown as a number.
+        """
+        with self._lock:
+            self._latest = _Moment(
+                self._clock(),
+                self._latest.amount + amount,
+                self._latest.records + counts.get(RATED, 0),
+            )
+            self._mark()
+            self._count(amount, counts)
+            self._show(self._latest.seconds)
+
+    def skip(self, amount: int, **counts: int) -> None:
+        """Counts what an earlier run did: it is done, but says nothing about the speed."""
+        with self._lock:
+            self._count(amount, counts)
+            self._show(self._clock())
+
+    def _mark(self) -> None:
+        now = self._latest.seconds
+        if now - self._marks[-1].seconds >= _SECONDS_BETWEEN_MARKS:
+            self._marks.append(self._latest)
+        while len(self._marks) > 1 and now - self._marks[1].seconds >= WINDOW_SECONDS:
+            self._marks.popleft()
+
+    def _count(self, amount: int, counts: Mapping[str, int]) -> None:
+        self._done += amount
+        self._counts.update(counts)
+
+    def _show(self, now: float) -> None:
+        if not self._bar.disable:
+            # What a narrow terminal cuts off is the end.
+            facts = [*self._time_left(), *self._facts(self._marks[0])]
+            self._bar.set_postfix_str(', '.join(facts), refresh=False)
+            # A bar beyond its total falls apart, but the total may be an estimate.
+            self._bar.update(min(self._done, self._total) - self._bar.n)
+        elif now - self._last_line >= SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            self._log([*self._facts(self._marks[0]), *self._time_left()])
+
+    def _log(self, facts: list[str]) -> None:
+        done = [f'{min(self._done / self._total, 1):.0%}'] if self._total else []
+        if self._unit != _BYTES:
+            done.append(f'{self._done:,} of {self._total:,} {self._unit}')
+        logging.info('%s: %s', self._what, ', '.join([*done, *facts]))
+
+    def _time_left(self) -> list[str]:
+        speed, _ = self._speeds(self._marks[0])
+        if speed <= 0:
+            return []
+        return [f'{_duration(max(self._total - self._done, 0) / speed)} left']
+
+    def _facts(self, since: _Moment) -> list[str]:
+        """Returns goals, speeds since that moment, and other counts."""
+        speed, records_speed = self._speeds(since)
+        goals = [f'{self._counts[name]:,} of {goal:,} {name}' for name, goal in self._goals.items()]
+        speeds = [f'{records_speed:,.0f} {RATED}/s'] if RATED in self._counts else []
+        if self._unit == _BYTES:
+            speeds.append(f'{_round(speed / 1e6)} MB/s')
+        else:
+            speeds.append(f'{_round(speed)} {self._unit}/s')
+        others = [
+            f'{count:,} {name}'
+            for name, count in self._counts.items()
+            if name not in self._goals and name != RATED
+        ]
+        return [*goals, *speeds, *others]
+
+    def _speeds(self, since: _Moment) -> tuple[float, float]:
+        """Amount and records per second; 0 as long as no time has passed."""
+        seconds = self._latest.seconds - since.seconds
+        if seconds <= 0:
+            return 0.0, 0.0
+        amount = self._latest.amount - since.amount
+        return amount / seconds, (self._latest.records - since.records) / seconds
+
+
+def _round(speed: float) -> str:
+    decimals = 0 if speed >= 10 or speed == 0 else 1 if speed >= 1 else 2
+    return f'{speed:,.{decimals}f}'
+
+
+def _duration(seconds: float) -> str:
+    if seconds > datetime.timedelta(days=365).total_seconds():
+        return 'over a year'  # at hardly any speed it may exceed what a timedelta holds
+    return str(datetime.timedelta(seconds=round(seconds)))

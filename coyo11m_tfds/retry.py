@@ -1,0 +1,229 @@
+"""Tries again what may pass: exponential back-off with full jitter.
+
+    listing = retry.call(lambda: bucket.list('latents-3crop/'), 'gs://bucket/latents-3crop')
+
+One place decides what is worth another attempt and what is not, for all libraries that reach a
+storage, so that none of them has to be imported to be known. The environment sets the times:
+`COYO11M_RETRY_SECONDS` (1) is the longest first delay, `COYO11M_STALL_SECONDS` (60) is how long a
+request may stay without a byte.
+"""
+
+import errno
+import http.client
+import json
+import os
+import random
+import re
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from absl import logging
+
+T = TypeVar('T')
+
+_MAX_DOUBLINGS = 5  # the longest delay is 32 times the first
+_MAX_ASKED_SECONDS = 300.0  # a server that asks for more is tried again after this
+
+# Request time-out, too early, too many requests; 5xx are transient too.
+_TRANSIENT_STATUS = (408, 425, 429)
+_REFUSED_STATUS = (401, 403, 407)
+
+_TRANSIENT_ERRNO = (
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+    errno.ENETRESET,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENOBUFS,
+)
+_TRANSIENT_BUILTIN = (
+    ConnectionError,
+    TimeoutError,
+    http.client.HTTPException,
+    json.JSONDecodeError,  # half a response that a proxy passed as a whole one
+    socket.gaierror,
+    ssl.SSLError,
+)
+
+# By the package that defines them: names of classes whose instances, also of subclasses, pass.
+_TRANSIENT_NAMES = {
+    'aiohttp': {'ClientConnectionError', 'ClientPayloadError'},
+    'gcsfs': {'ChecksumError'},
+    'google': {'TransportError', 'RetryError'},
+    'httpx': {'TimeoutException', 'NetworkError', 'RemoteProtocolError', 'ProxyError'},
+    'requests': {'ConnectionError', 'Timeout', 'ChunkedEncodingError', 'ContentDecodingError'},
+    'tensorflow': {'UnavailableError', 'AbortedError', 'DeadlineExceededError', 'DataLossError'},
+    'urllib3': {'ProtocolError', 'TimeoutError', 'MaxRetryError', 'DecodeError', 'SSLError'},
+}
+_TRANSIENT_NAMES['httpx2'] = _TRANSIENT_NAMES['httpx']
+_REFUSED_NAMES = {
+    'gcsfs': {'NonRetryableError'},  # of its credentials only
+    'google': {'DefaultCredentialsError', 'RefreshError'},
+    'huggingface_hub': {'LocalTokenNotFoundError'},
+    'tensorflow': {'PermissionDeniedError', 'UnauthenticatedError'},
+}
+_PERMANENT_NAMES = {'huggingface_hub': {'OfflineModeIsEnabled'}}
+
+
+class GivenUp(OSError):
+    """Every attempt failed, each in a way that might have passed."""
+
+
+class Corrupted(OSError):
+    """What came is not what was sent: a wrong checksum or length. Another attempt may do better."""
+
+
+def call(operation: Callable[[], T], what: str, *, attempts: int = 8) -> T:
+    """Returns `operation()`, tried again as long as it fails in a way that may pass.
+
+    Args:
+        operation: takes nothing; must be safe to repeat.
+        what: names the file or place in messages, best with its URL.
+        attempts: how often it is tried at most.
+
+    Raises:
+        PermissionError: `what` is on gs:// or hf:// and credentials are missing or refused; the
+            message has the command that mends it. Not tried again.
+        GivenUp: an OSError; every attempt failed; names `what`, the attempts and the last cause.
+        Exception: whatever `operation` raised, at once, if it is not of the kind that passes.
+    """
+    for attempt in range(1, attempts + 1):
+        try:
+            return operation()
+        except Exception as error:
+            if not is_transient(error):
+                refused = _refused(error, what)
+                if refused is None:
+                    raise
+                raise refused from error
+            if attempt == attempts:
+                raise GivenUp(
+                    f'{what}: given up after {attempts} attempts; the last one failed with '
+                    f'{_text(error)}. Run the same command again later, it goes on from here.'
+                ) from error
+            delay = _delay(attempt, error)
+            logging.warning(
+                '%s: %s; trying again in %.1f s (attempt %d of %d failed).',
+                what,
+                _text(error),
+                delay,
+                attempt,
+                attempts,
+            )
+        time.sleep(delay)
+    raise ValueError(f'attempts is {attempts}, expected at least 1.')
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether another attempt may go better than the one that raised `error`."""
+    if isinstance(error, Corrupted):
+        return True
+    if 'CERTIFICATE_VERIFY_FAILED' in str(error) or _is_named(error, _PERMANENT_NAMES):
+        return False
+    # A token server that is down: google.auth marks it, gcsfs wraps it as a status of 401.
+    if any(getattr(link, 'retryable', False) is True for link in _causes(error)):
+        return True
+    status = _status(error)
+    if status is not None:
+        return status in _TRANSIENT_STATUS or 500 <= status < 600
+    if getattr(error, 'errno', None) in _TRANSIENT_ERRNO:
+        return True
+    return isinstance(error, _TRANSIENT_BUILTIN) or _is_named(error, _TRANSIENT_NAMES)
+
+
+def stall_seconds() -> float:
+    """Seconds after which a request that gets no byte is given up (and tried again)."""
+    return _seconds('COYO11M_STALL_SECONDS', 60.0)
+
+
+def _seconds(variable: str, default: float) -> float:
+    text = os.environ.get(variable, '')
+    try:
+        seconds = float(text) if text else default
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float('inf'):
+        raise ValueError(f'{variable} is {text!r}, expected a positive number of seconds.')
+    return seconds
+
+
+def _delay(attempt: int, error: Exception) -> float:
+    longest = _seconds('COYO11M_RETRY_SECONDS', 1.0) * 2 ** min(attempt - 1, _MAX_DOUBLINGS)
+    # Not the shared generator: workers that seed it alike would all come back at once.
+    delay = random.SystemRandom().uniform(0.0, longest)
+    return max(delay, min(_asked_seconds(error), _MAX_ASKED_SECONDS))
+
+
+def _asked_seconds(error: Exception) -> float:
+    """How long the server asked to be left alone; 0 if it did not."""
+    headers = getattr(getattr(error, 'response', None), 'headers', None) or {}
+    after = str(headers.get('retry-after', ''))
+    if after.isdigit():
+        return float(after)
+    # The hub's windows are five minutes: RateLimit: "resolvers";r=0;t=212
+    window = re.search(r';\s*r=0\b.*;\s*t=(\d+)', str(headers.get('ratelimit', '')))
+    return float(window[1]) if window else 0.0
+
+
+def _refused(error: Exception, what: str) -> PermissionError | None:
+    """The error that says how to get access; None if access is not what is missing."""
+    if isinstance(error, PermissionError):  # of the local disk, or told already
+        return None
+    links = list(_causes(error))
+    refused = any(
+        _status(link) in _REFUSED_STATUS
+        or _is_named(link, _REFUSED_NAMES)
+        or (type(link) is OSError and str(link).startswith('Forbidden:'))  # gcsfs's for 403
+        for link in links
+    )
+    if not refused:
+        return None
+    hub = re.search(r'hf://(datasets/[^/@\s]+/[^/@\s]+)?', what)
+    if hub:
+        page = f'https://huggingface.co/{hub[1] or "datasets/..."}'
+        mend = (
+            'Log in with `hf auth login` and accept the terms of the data set on its page, '
+            f'{page} (the hub answers the same when a name is wrong).'
+        )
+    elif 'gs://' in what:
+        mend = (
+            'Log in with `gcloud auth application-default login`, and ask the owner of the bucket '
+            'for access to its objects if that is not enough.'
+        )
+    else:
+        return None
+    return PermissionError(f'{what}: access was refused ({_text(error)}). {mend}')
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status that an error of any library stands for."""
+    # requests, httpx, huggingface_hub; aiohttp; gcsfs (also as text), google.api_core, urllib. One
+    # after the other, because asking aiohttp for the last gives a warning.
+    for name in ('response.status_code', 'status', 'code'):
+        value: object = error
+        for part in name.split('.'):
+            value = getattr(value, part, None)
+        if re.fullmatch(r'[1-5]\d\d', str(value)):
+            return int(value)
+    return None
+
+
+def _is_named(error: BaseException, names: dict[str, set[str]]) -> bool:
+    return any(
+        kind.__name__ in names.get(kind.__module__.partition('.')[0], ())
+        for kind in type(error).__mro__
+    )
+
+
+def _text(error: BaseException) -> str:
+    first_line = next((line for line in str(error).splitlines() if line.strip()), '')
+    return f'{type(error).__name__}: {first_line.strip()[:300]}'

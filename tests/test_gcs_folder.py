@@ -1,0 +1,427 @@
+"""Tests of destinations in a bucket: faults of every kind, and promotion that is broken off."""
+
+import json
+import pathlib
+import pickle
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import google_crc32c
+import pytest
+from google.cloud import storage
+
+from coyo11m_tfds import gcs_folder, gcs_objects
+from coyo11m_tfds.destination import Destination, FileState
+from tests.cloud import Fault, Gcs, fake_gcs
+
+LAST = 'dataset_info.json'
+PASSING = ['429', '503', 'cut', 'stall', 'slow', 'reset', 'lost']
+
+
+def _state(data: bytes) -> FileState:
+    return FileState(len(data), google_crc32c.value(data))
+
+
+# --- What TensorFlow writes: in one child process, as it takes seconds to start ----------------
+
+_PUT = """
+import json, os, resource, sys
+from coyo11m_tfds import gcs_folder
+from coyo11m_tfds.destination import Destination
+
+gcs_folder.import_tensorflow()
+print(json.dumps(dict(os.environ)), flush=True)
+for line in sys.stdin:
+    largest_file, folder, *arguments = json.loads(line)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
+    try:
+        Destination(folder).put(*arguments)
+        print(json.dumps('done'), flush=True)
+    except OSError as error:
+        print(json.dumps(f'{type(error).__name__}: {error}'), flush=True)
+"""
+
+
+class _Putter:
+    """`Destination.put` in a process with TensorFlow, and the storage that it puts into."""
+
+    def __init__(self, gcs: Gcs, child: subprocess.Popen[str], folder: pathlib.Path):
+        self.gcs, self._child, self._folder = gcs, child, folder
+        self.environment = json.loads(child.stdout.readline())
+
+    def put(
+        self, name: str, data: bytes, url: str = 'gs://bucket/set', largest_file: int = -1
+    ) -> str:
+        """Returns 'done' or the error; a file that gets larger fails as on a full disk."""
+        path = self._folder / 'x'
+        path.write_bytes(data)
+        line = json.dumps([largest_file, url, str(path), name, google_crc32c.value(data)])
+        print(line, file=self._child.stdin, flush=True)
+        answer = json.loads(self._child.stdout.readline())
+        assert path.exists() == (answer != 'done')
+        return answer
+
+
+@pytest.fixture(scope='module')
+def _tensorflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Putter]:
+    with fake_gcs(tmp_path_factory.mktemp('gcs')) as server:
+        patience = {'COYO11M_STALL_SECONDS': '1', 'COYO11M_RETRY_SECONDS': '0.002'}
+        environment = server.env | patience | {'PATH': ''}
+        del environment['GCS_RETRY_CONFIG_MAX_RETRIES']
+        del environment['GCS_REQUEST_IDLE_TIMEOUT_SECS']
+        with subprocess.Popen(
+            [sys.executable, '-c', _PUT],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        ) as child:
+            try:
+                yield _Putter(server, child, tmp_path_factory.mktemp('files'))
+            finally:
+                child.kill()
+
+
+@pytest.fixture
+def putter(_tensorflow: _Putter) -> _Putter:
+    """With an empty storage without faults."""
+    for name in _tensorflow.gcs.objects('bucket'):
+        _tensorflow.gcs.remove('bucket', name)
+    _tensorflow.gcs.heal()
+    _tensorflow.gcs.clear()
+    return _tensorflow
+
+
+def test_tensorflow_gives_up_in_minutes(putter):
+    assert putter.environment['GCS_RETRY_CONFIG_MAX_RETRIES'] == '3'
+    assert putter.environment['GCS_REQUEST_IDLE_TIMEOUT_SECS'] == '1'
+
+
+def test_put(putter):
+    large = random.Random(0).randbytes(3_000_000)
+    assert putter.put('a', b'') == 'done'
+    assert putter.put('sub/b', large) == 'done'
+    assert putter.put('sub/b', b'replaced') == 'done'
+    assert putter.gcs.objects('bucket') == {'set/a': b'', 'set/sub/b': b'replaced'}
+    clients = {r.client for r in putter.gcs.requests if r.action == 'upload'}
+    assert clients == {'tensorflow'}
+
+
+@pytest.mark.parametrize('kind', [*PASSING, 'flip'])
+def test_put_with_a_fault(putter, kind):
+    data = random.Random(1).randbytes(1_000_000)
+    # A stall takes two seconds, as TensorFlow counts whole ones.
+    for action in ['upload'] if kind in ('flip', 'stall') else ['start', 'upload', 'stat']:
+        putter.gcs.inject(Fault(kind, action=action, seconds=0.1 if kind == 'slow' else None))
+    assert putter.put('a', data) == 'done'
+    assert putter.gcs.objects('bucket') == {'set/a': data}
+    if kind == 'flip':
+        assert [r.path for r in putter.gcs.requests if r.action == 'delete'] == ['bucket/set/a']
+
+
+def test_put_that_is_always_corrupted(putter):
+    putter.gcs.inject(Fault('flip', count=None))
+    error = putter.put('a', b'content')
+    assert error.startswith('GivenUp: storing gs://bucket/set/a: given up after 8 attempts')
+    assert putter.gcs.objects('bucket') == {}
+
+
+@pytest.mark.parametrize('kind', ['401', '403'])
+def test_put_that_is_refused(putter, kind):
+    putter.gcs.inject(Fault(kind, count=None))
+    error = putter.put('a', b'content')
+    assert error.startswith('PermissionError: uploading gs://bucket/set/a: access was refused')
+    assert 'gcloud auth application-default login' in error
+    assert not any(request.action == 'upload' for request in putter.gcs.requests)
+    assert len(putter.gcs.requests) <= 5  # of one attempt
+    putter.gcs.heal()
+    assert putter.put('a', b'content') == 'done'
+
+
+def test_put_into_no_bucket(putter):
+    error = putter.put('a', b'content', 'gs://no-such-bucket/set')
+    assert error.startswith('OSError: gs://no-such-bucket/set/a: ')
+
+
+def test_put_without_room_for_the_copy(putter):
+    data = bytes(1_000_000)
+    error = putter.put('a', data, largest_file=500_000)
+    assert error.startswith(
+        'OSError: gs://bucket/set/a: Could not append to the internal temporary'
+    )
+    assert error.endswith('(Is there room in $TMPDIR?)')
+    assert putter.gcs.objects('bucket') == {}
+    assert putter.put('a', data) == 'done'
+
+
+# --- What needs no TensorFlow ------------------------------------------------------------------
+
+
+def test_small_files(gcs):
+    destination = Destination('gs://bucket/a/b/')
+    assert destination.is_remote and destination.folder == 'gs://bucket/a/b'
+    gcs.put('bucket', 'a/b/', b'')  # markers of folders
+    gcs.put('bucket', 'a/b/sub/', b'')
+    gcs.put('bucket', 'a/bc', b'of another')
+    destination.put_bytes('x', b'old')
+    destination.put_bytes('x', b'new')
+    destination.put_bytes('sub/y', b'1')
+    assert destination.read_all('') == {'x': b'new'}
+    assert destination.read_all('sub') == {'y': b'1'}
+    assert destination.inventory() == {'x': _state(b'new')}
+    assert destination.inventory('sub') == {'y': _state(b'1')}
+    assert destination.read_all('missing') == destination.inventory('missing') == {}
+    destination.keep_only('sub', ['z'])
+    assert destination.read_all('sub') == {}
+    destination.remove()
+    assert gcs.objects('bucket') == {'a/bc': b'of another'}
+
+
+def test_the_root_of_a_bucket(gcs):
+    destination = Destination('gs://bucket')
+    destination.put_bytes('x', b'1')
+    destination.put_bytes('a/y', b'2')
+    assert destination.read_all('') == {'x': b'1'}
+    assert destination.read_all('a') == {'y': b'2'}
+    assert gcs.objects('bucket') == {'x': b'1', 'a/y': b'2'}
+
+
+def test_more_files_than_a_page_of_a_listing(gcs):
+    files = {f'{i:04d}': str(i).encode() for i in range(1_050)}
+    for name, data in files.items():
+        gcs.put('bucket', f'a/{name}', data)
+    assert Destination('gs://bucket/a').inventory() == {n: _state(d) for n, d in files.items()}
+    assert sum(request.action == 'list' for request in gcs.requests) == 2
+
+
+def test_what_others_wrote_is_seen(gcs):
+    destination = Destination('gs://bucket/a')
+    for data in (b'1', b'22'):
+        gcs.put('bucket', 'a/x', data)
+        assert destination.inventory() == {'x': _state(data)}
+        assert destination.read_all('') == {'x': data}
+
+
+def test_staging(gcs, tmp_path):
+    assert Destination('gs://bucket/a').staging(tmp_path / 'new') == str(tmp_path / 'new')
+    assert (tmp_path / 'new').is_dir()
+    Destination('gs://bucket/a').sweep()
+
+
+def test_a_destination_goes_to_other_processes(gcs):
+    destination = Destination('gs://bucket/a')
+    destination.put_bytes('x', b'1')
+    assert pickle.loads(pickle.dumps(destination)).read_all('') == {'x': b'1'}
+
+
+@pytest.mark.parametrize('url', ['gs://', 's3://bucket/x', 'hf://datasets/a/b', 'gs:///x'])
+def test_other_places(url):
+    with pytest.raises(ValueError, match=f'{url}: expected a local path or gs://bucket/folder'):
+        Destination(url)
+
+
+def test_no_bucket(gcs):
+    destination = Destination('gs://no-such-bucket/a')
+    for act in (destination.inventory, destination.remove, lambda: destination.put_bytes('x', b'')):
+        with pytest.raises(OSError, match=r'^gs://no-such-bucket/a: .*does not exist'):
+            act()
+
+
+def test_no_credentials(gcs, monkeypatch):
+    monkeypatch.delenv('STORAGE_EMULATOR_HOST')
+    with pytest.raises(PermissionError, match=r'gs://bucket/a.*gcloud auth application-default'):
+        Destination('gs://bucket/a').inventory()
+
+
+def _complete(destination: Destination, tmp_path: pathlib.Path) -> None:
+    """Does everything once that changes or reads a bucket."""
+    (tmp_path / 'large').write_bytes(bytes(9_000_000))
+    destination.put_bytes('work/x', b'1' * 1000)
+    destination.put_bytes(f'work/{LAST}', b'2' * 1000)
+    folder = gcs_folder.GcsFolder(destination.folder)
+    large = str(tmp_path / 'large')
+    gcs_objects.upload(folder.blob('work/large'), large, _state(bytes(9_000_000)).crc32c)
+    wanted = {'x': b'1' * 1000, LAST: b'2' * 1000, 'large': bytes(9_000_000)}
+    assert destination.read_all('work') == wanted
+    assert destination.inventory('work') == {name: _state(data) for name, data in wanted.items()}
+    destination.promote('work', 'final', LAST)
+
+
+@pytest.mark.parametrize('kind', PASSING)
+def test_a_fault_of_every_request(gcs, tmp_path, kind, monkeypatch):
+    monkeypatch.setenv('COYO11M_STALL_SECONDS', '0.3')
+    for action in ['upload', 'start', 'list', 'read', 'copy', 'delete']:
+        gcs.inject(Fault(kind, action=action, seconds=0.1 if kind == 'slow' else None))
+    _complete(Destination('gs://bucket/a'), tmp_path)
+    sizes = {name: len(data) for name, data in gcs.objects('bucket').items()}
+    assert sizes == {f'a/final/{LAST}': 1000, 'a/final/large': 9_000_000, 'a/final/x': 1000}
+
+
+def test_flipped_bytes(gcs, tmp_path):
+    gcs.inject(Fault('flip', count=4, match='upload'), Fault('flip', count=2, action='read'))
+    _complete(Destination('gs://bucket/a'), tmp_path)
+    assert gcs.objects('bucket') == {
+        f'a/final/{LAST}': b'2' * 1000,
+        'a/final/large': bytes(9_000_000),
+        'a/final/x': b'1' * 1000,
+    }
+
+
+def test_mixed_faults(gcs, tmp_path):
+    gcs.inject_share([*PASSING[:3], 'reset', 'lost'], share=0.2, everywhere=True)
+    for number in range(10):
+        destination = Destination(f'gs://bucket/{number}')
+        destination.put_bytes(f'work/{LAST}', b'1')
+        destination.put_bytes('work/x', b'2')
+        destination.promote('work', 'final', LAST)
+        assert destination.read_all('final') == {LAST: b'1', 'x': b'2'}
+    assert len(gcs.objects('bucket')) == 20
+
+
+def test_an_upload_goes_on_where_it_broke_off(gcs, tmp_path, monkeypatch):
+    monkeypatch.setattr(gcs_objects, '_CHUNK', 1 << 20)
+    data = random.Random(0).randbytes(10_000_000)
+    (tmp_path / 'large').write_bytes(data)
+    gcs.inject(
+        Fault('cut', match='upload', after_bytes=300_000), Fault('503', count=2, match='uplo')
+    )
+    counted: list[int] = []
+    blob = gcs_folder.GcsFolder('gs://bucket/a').blob('large')
+    gcs_objects.upload(blob, str(tmp_path / 'large'), _state(data).crc32c, counted.append)
+    assert gcs.objects('bucket') == {'a/large': data}
+    assert sum(counted) == len(data)
+    received = sum(request.received for request in gcs.requests)
+    assert received < len(data) + (4 << 20)
+
+
+def test_an_upload_of_which_less_was_kept_than_sent(gcs, tmp_path, monkeypatch):
+    (tmp_path / 'large').write_bytes(bytes(9_000_000))
+    upload_from_file = storage.Blob.upload_from_file
+    attempts = []
+
+    def upload(blob: storage.Blob, *args: object, **options: object) -> None:
+        attempts.append(blob)
+        upload_from_file(blob, *args, **options)
+        if len(attempts) == 1:
+            raise ValueError('Bytes stream is in unexpected state.')  # the library's
+
+    monkeypatch.setattr(storage.Blob, 'upload_from_file', upload)
+    blob = gcs_folder.GcsFolder('gs://bucket/a').blob('x')
+    gcs_objects.upload(blob, str(tmp_path / 'large'), _state(bytes(9_000_000)).crc32c)
+    assert gcs.objects('bucket') == {'a/x': bytes(9_000_000)} and len(attempts) == 2
+
+
+def test_promote(gcs):
+    destination = Destination('gs://bucket/a')
+    gcs.put('bucket', 'a/work/', b'')
+    for name in ('x', 'sub/y', LAST):
+        destination.put_bytes(f'work/{name}', name.encode())
+    for _ in range(2):  # the second time there is nothing to do
+        destination.promote('work', 'final', LAST)
+        assert gcs.objects('bucket') == {
+            f'a/final/{LAST}': LAST.encode(),
+            'a/final/sub/y': b'sub/y',
+            'a/final/x': b'x',
+        }
+    copies = [request.path for request in gcs.requests if request.action == 'copy']
+    assert copies[-1] == f'bucket/a/work/{LAST}' and len(copies) == 3
+
+
+def test_promote_needs_a_complete_folder(gcs):
+    destination = Destination('gs://bucket/a')
+    destination.put_bytes('work/x', b'1')
+    with pytest.raises(FileNotFoundError, match=f'gs://bucket/a/work: {LAST} is missing'):
+        destination.promote('work', 'final', LAST)
+    assert gcs.objects('bucket') == {'a/work/x': b'1'}
+
+
+@pytest.mark.parametrize('of_work', [{LAST: b'new'}, {LAST: b'old', 'x': b'1'}, {'x': b'1'}])
+def test_promote_replaces_nothing(gcs, of_work):
+    destination = Destination('gs://bucket/a')
+    destination.put_bytes(f'final/{LAST}', b'old')
+    for name, data in of_work.items():
+        destination.put_bytes(f'work/{name}', data)
+    before = gcs.objects('bucket')
+    with pytest.raises(FileExistsError, match='gs://bucket/a/final exists already'):
+        destination.promote('work', 'final', LAST)
+    assert gcs.objects('bucket') == before
+
+
+def test_promote_clears_what_an_interrupted_one_left(gcs):
+    destination = Destination('gs://bucket/a')
+    destination.put_bytes('final/of-another-build', b'1')
+    destination.put_bytes('final/x', b'old')
+    destination.put_bytes('work/x', b'new')
+    destination.put_bytes(f'work/{LAST}', b'2')
+    destination.promote('work', 'final', LAST)
+    assert gcs.objects('bucket') == {f'a/final/{LAST}': b'2', 'a/final/x': b'new'}
+
+
+@pytest.mark.parametrize(
+    'match', ['copy .*/x5', f'copy .*{LAST}', 'DELETE .*/x5', f'DELETE .*{LAST}']
+)
+def test_promote_that_is_broken_off(gcs, match):
+    destination = Destination('gs://bucket/a')
+    files = {f'x{i}': str(i).encode() for i in range(20)} | {LAST: b'{}'}
+    for name, data in files.items():
+        gcs.put('bucket', f'a/work/{name}', data)
+    gcs.inject(Fault('403', match=match))
+    with pytest.raises(PermissionError):
+        destination.promote('work', 'final', LAST)
+    _check_interrupted(gcs, files)
+    destination.promote('work', 'final', LAST)
+    assert gcs.objects('bucket') == {f'a/final/{n}': d for n, d in sorted(files.items())}
+
+
+def _check_interrupted(gcs: Gcs, files: dict[str, bytes]) -> None:
+    """Nothing is lost, and `LAST` does not say that a part is the whole."""
+    stored = gcs.objects('bucket')
+    for name, data in files.items():
+        assert data in (stored.get(f'a/work/{name}'), stored.get(f'a/final/{name}'))
+    if f'a/final/{LAST}' in stored:
+        assert all(stored.get(f'a/final/{name}') == data for name, data in files.items())
+
+
+_PROMOTE = """
+import sys
+from coyo11m_tfds.destination import Destination
+
+destination = Destination('gs://bucket/a')
+destination.inventory('work')
+print('started', flush=True)
+destination.promote('work', 'final', sys.argv[1])
+"""
+
+
+def test_killed_while_promoting(gcs):
+    files = {f'x{i}': str(i).encode() for i in range(40)} | {LAST: b'{}'}
+    for name, data in files.items():
+        gcs.put('bucket', f'a/work/{name}', data)
+    gcs.latency = 0.02
+    for seed in range(3):
+        command = [sys.executable, '-c', _PROMOTE, LAST]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout.readline() == 'started\n'
+            time.sleep(random.Random(seed).uniform(0.02, 0.2))
+            child.kill()
+        _check_interrupted(gcs, files)
+    gcs.latency = 0
+    Destination('gs://bucket/a').promote('work', 'final', LAST)
+    assert gcs.objects('bucket') == {f'a/final/{n}': d for n, d in sorted(files.items())}
+
+
+def test_remove_begins_with_what_says_that_it_is_complete(gcs):
+    destination = Destination('gs://bucket/a')
+    for i in range(5):
+        destination.put_bytes(f'x{i}', b'')
+    destination.put_bytes(LAST, b'{}')
+    gcs.inject(Fault('403', match='DELETE .*/x3'))
+    with pytest.raises(PermissionError):
+        destination.remove(first=LAST)
+    assert f'a/{LAST}' not in gcs.objects('bucket')
+    destination.remove(first=LAST)
+    assert gcs.objects('bucket') == {}

@@ -1,0 +1,392 @@
+"""Tests of the mirror: from everywhere to everywhere, faults of both sides, kills and resumes."""
+
+import dataclasses
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+
+import pytest
+
+from coyo11m_tfds import build_lock, file_copier, mirror, schema, sources
+from coyo11m_tfds.destination import Destination
+from coyo11m_tfds.scratch import Scratch
+from tests.cloud import Fault, Gcs, Hub
+
+CAPTIONS = schema.CAPTIONS_FILE
+LATENTS = schema.LATENTS_FOLDER
+PASSING = ['429', '503', 'cut', 'stall', 'slow', 'reset']
+
+
+def _make_files(size: int = 300_000) -> dict[str, bytes]:
+    """A source as far as the mirror looks at it: names and bytes."""
+    chance = random.Random(0)
+    names = [f'{LATENTS}/{i:06d}-{i + 9:06d}.pt' for i in range(0, 40, 10)]
+    return {name: chance.randbytes(size + i) for i, name in enumerate([*names, CAPTIONS])}
+
+
+FILES = _make_files()
+
+
+def _write(folder: pathlib.Path, files: Mapping[str, bytes]) -> pathlib.Path:
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def _read(folder: pathlib.Path) -> dict[str, bytes]:
+    """All files but those of the mirror itself."""
+    paths = [path for path in folder.rglob('*') if path.is_file()]
+    names = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+    return {name: data for name, data in names.items() if not name.startswith('.')}
+
+
+def _in_bucket(gcs: Gcs, prefix: str = 'to/') -> dict[str, bytes]:
+    return {
+        name.removeprefix(prefix): data
+        for name, data in gcs.objects('bucket').items()
+        if name.startswith(prefix) and '/.mirror/' not in name
+    }
+
+
+@pytest.fixture
+def local(tmp_path: pathlib.Path) -> str:
+    return str(_write(tmp_path / 'from', FILES))
+
+
+@pytest.fixture
+def in_bucket(gcs: Gcs) -> str:
+    for name, data in FILES.items():
+        gcs.put('bucket', f'from/{name}', data)
+    gcs.put('bucket', 'from/README.md', b'hello')
+    return 'gs://bucket/from'
+
+
+@pytest.fixture
+def on_hub(hub: Hub) -> str:
+    hub.commit({**FILES, 'README.md': b'hello', 'docs/more.md': b'more', '.git/x.md': b''})
+    return 'hf://datasets/owner/name'
+
+
+@pytest.fixture(params=['local', 'in_bucket', 'on_hub'])
+def source(request: pytest.FixtureRequest) -> str:
+    return request.getfixturevalue(request.param)
+
+
+def test_to_a_local_folder(source, tmp_path):
+    for num_copied in (5, 0):
+        summary = mirror.mirror(source, tmp_path / 'to')
+        assert (summary.num_files, summary.num_copied) == (5, num_copied)
+        assert summary.num_bytes == sum(len(data) for data in FILES.values())
+        assert _read(tmp_path / 'to') == FILES
+    assert sources.find(tmp_path / 'to').captions_file.size == len(FILES[CAPTIONS])
+    assert not (tmp_path / 'to.lock').exists()
+
+
+def test_to_a_bucket(source, gcs, tmp_path):
+    for num_copied in (5, 0):
+        gcs.clear()
+        summary = mirror.mirror(source, 'gs://bucket/to', scratch_dir=tmp_path / 'scratch')
+        assert summary.num_copied == num_copied
+        assert _in_bucket(gcs) == FILES
+    assert not any(request.action in ('upload', 'copy', 'start') for request in _of_data(gcs))
+    assert 'to.lock' not in gcs.objects('bucket')
+    assert _read(tmp_path / 'scratch') == {}
+
+
+def _of_data(gcs: Gcs) -> list:
+    """Requests about files, not about the lock."""
+    return [request for request in gcs.requests if not request.path.endswith(('.lock', 'bucket/'))]
+
+
+def test_between_buckets_nothing_comes_here(gcs, in_bucket):
+    mirror.mirror(in_bucket, 'gs://other/to')
+    assert not any(r.action == 'read' and r.path.startswith('bucket/') for r in gcs.requests)
+    assert {n for n in gcs.objects('other') if n.endswith('.pt')} == {
+        f'to/{name}' for name in FILES if name.endswith('.pt')
+    }
+
+
+def test_to_the_root_of_a_bucket(gcs, local):
+    mirror.mirror(local, 'gs://other')
+    names = {n for n in gcs.objects('other') if not n.startswith('.mirror/')}
+    assert names == set(FILES)
+
+
+def test_further_files(source, tmp_path):
+    if not sources.is_remote(source):
+        _write(pathlib.Path(source), {'README.md': b'hello', '.hidden/x.md': b''})
+    mirror.mirror(source, tmp_path / 'to', include=['*.md', 'none*'])
+    further = {n: d for n, d in _read(tmp_path / 'to').items() if n not in FILES}
+    more = {'docs/more.md': b'more'} if source.startswith('hf:') else {}
+    assert further == {'README.md': b'hello', **more}
+
+
+@pytest.mark.parametrize('destination', ['local', 'bucket'])
+def test_only_what_changed_is_copied_again(gcs, local, tmp_path, destination):
+    target = 'gs://bucket/to' if destination == 'bucket' else str(tmp_path / 'to')
+    mirror.mirror(local, target)
+    first, second, third, fourth, _ = FILES
+    changed = dict(FILES)
+    # The source has another version of one file and lacks one.
+    changed[first] = b'new'
+    (pathlib.Path(local) / first).write_bytes(b'new')
+    (pathlib.Path(local) / fourth).unlink()
+    # At the destination one is gone, one has other bytes of the same length, one lost its record.
+    damaged = bytes([FILES[third][0] ^ 1]) + FILES[third][1:]
+    record = f'.mirror/{CAPTIONS}.json'
+    if destination == 'bucket':
+        gcs.remove('bucket', f'to/{second}')
+        gcs.put('bucket', f'to/{third}', damaged)
+        gcs.put('bucket', f'to/{record}', b'{"version": 1')
+    else:
+        (tmp_path / 'to' / second).unlink()
+        (tmp_path / 'to' / third).write_bytes(damaged)
+        (tmp_path / 'to' / record).write_bytes(b'{"version": 1')
+    assert mirror.mirror(local, target).num_copied == 4
+    assert (_in_bucket(gcs) if destination == 'bucket' else _read(tmp_path / 'to')) == changed
+    assert mirror.mirror(local, target).num_copied == 0
+
+
+def test_files_that_the_source_lost_are_named(local, tmp_path, caplog):
+    mirror.mirror(local, tmp_path / 'to')
+    gone = next(iter(FILES))
+    (pathlib.Path(local) / gone).unlink()
+    with caplog.at_level('WARNING', logger='absl'):
+        mirror.mirror(local, tmp_path / 'to')
+    assert f'1 files that the source does not have any more, such as {gone}' in caplog.text
+    assert (tmp_path / 'to' / gone).exists()
+
+
+@pytest.mark.parametrize('destination', ['to', 'gs://bucket/to'])
+def test_a_file_that_grows_while_it_is_copied(gcs, local, tmp_path, destination):
+    target = Destination(destination if '://' in destination else tmp_path / destination)
+    path = os.path.join(local, CAPTIONS)
+    file = dataclasses.replace(sources.describe(path), size=5)
+    with pytest.raises(OSError, match=r'parquet has 300,004 bytes now, but had 5 when'):
+        file_copier.copy(file, target, 'x')
+    assert target.inventory() == {}
+
+
+@pytest.mark.parametrize('destination', ['to', 'gs://bucket/to'])
+def test_bytes_are_counted_once(gcs, source, tmp_path, destination):
+    target = Destination(destination if '://' in destination else tmp_path / destination)
+    file = sources.find(source).captions_file
+    scratch = Scratch(tmp_path / 'scratch', 10**6)
+    counted: list[int] = []
+    state = file_copier.copy(file, target, 'x', scratch, counted.append)
+    assert sum(counted) == file.size == state.size
+    assert target.inventory() == {'x': state}
+
+
+# --- Faults -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('kind', [*PASSING, 'flip'])
+def test_faults_from_hub_to_bucket(gcs, on_hub, hub, tmp_path, monkeypatch, kind):
+    monkeypatch.setenv('COYO11M_STALL_SECONDS', '0.4')
+    details = {'seconds': 0.1} if kind == 'slow' else {}
+    for server, action in [
+        (hub, 'read'),
+        (gcs, 'upload'),
+        (gcs, 'list'),
+        (gcs, 'read'),
+    ]:
+        server.inject(Fault(kind, action=action, **details))
+    mirror.mirror(on_hub, 'gs://bucket/to', scratch_dir=tmp_path)
+    assert _in_bucket(gcs) == FILES
+    assert mirror.mirror(on_hub, 'gs://bucket/to', scratch_dir=tmp_path).num_copied == 0
+
+
+def test_mixed_faults(gcs, on_hub, hub, tmp_path, monkeypatch):
+    monkeypatch.setenv('COYO11M_STALL_SECONDS', '0.4')
+    kinds = ['429', '503', 'cut', 'reset', 'flip']
+    hub.inject_share(kinds, share=0.2, seed=1)
+    gcs.inject_share([*kinds, 'lost'], share=0.1, seed=2, everywhere=True)
+    mirror.mirror(on_hub, 'gs://bucket/to', scratch_dir=tmp_path / 'scratch')
+    mirror.mirror('gs://bucket/to', tmp_path / 'back')
+    mirror.mirror('gs://bucket/to', 'gs://bucket/again')
+    assert _in_bucket(gcs) == _in_bucket(gcs, 'again/') == _read(tmp_path / 'back') == FILES
+
+
+@pytest.mark.parametrize('side', ['hub', 'bucket'])
+def test_a_file_that_is_refused(gcs, on_hub, hub, tmp_path, side):
+    refused = f'{LATENTS}/000010-000019.pt'
+    server, action = (hub, 'resolve') if side == 'hub' else (gcs, 'upload')
+    server.inject(Fault('403', count=None, match=refused if side == 'hub' else '', action=action))
+    mends = 'hf auth login' if side == 'hub' else 'gcloud auth application-default login'
+    with pytest.raises(PermissionError, match=mends):
+        mirror.mirror(on_hub, 'gs://bucket/to', scratch_dir=tmp_path, parallel=1)
+    before = _in_bucket(gcs)
+    assert set(before.items()) < set(FILES.items())
+    server.heal()
+    summary = mirror.mirror(on_hub, 'gs://bucket/to', scratch_dir=tmp_path)
+    assert summary.num_copied == len(FILES) - len(before)
+    assert _in_bucket(gcs) == FILES
+
+
+def test_an_error_ends_the_other_files_soon(hub, tmp_path, monkeypatch):
+    monkeypatch.setenv('COYO11M_STALL_SECONDS', '0.5')
+    files = _make_files(900_000)
+    hub.commit(files)
+    hub.inject(Fault('403', match='resolve .*000000-000009.pt'))
+    # The others come a bit further with every request.
+    hub.inject(Fault('stall', count=None, action='read', after_bytes=300_000))
+    with pytest.raises(PermissionError):
+        mirror.mirror('hf://datasets/owner/name', tmp_path / 'to', parallel=5)
+    assert _read(tmp_path / 'to') == {}
+    assert len(hub.requests) < 20
+    hub.heal()
+    assert mirror.mirror('hf://datasets/owner/name', tmp_path / 'to').num_copied == 5
+    assert _read(tmp_path / 'to') == files
+
+
+# --- Kills ------------------------------------------------------------------------------------
+
+
+def _start(*args: object, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, '-m', 'coyo11m_tfds.mirror', *map(str, args)],
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _wait_until(condition, what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_download_goes_on(gcs, tmp_path, number):
+    files = _make_files(2_000_000)
+    for name, data in files.items():
+        gcs.put('bucket', f'from/{name}', data)
+    # Each file comes half, and then nothing more.
+    gcs.inject(
+        Fault('stall', count=None, match='read bucket/from', after_bytes=1_000_000, seconds=1.5)
+    )
+    with _start('gs://bucket/from', tmp_path / 'to', COYO11M_STALL_SECONDS='60') as child:
+        parts = tmp_path / 'to' / '.staging'
+        _wait_until(
+            lambda: sum(path.stat().st_size for path in parts.glob('*.part')) > 3_000_000,
+            'four parts',
+        )
+        child.send_signal(number)
+        gcs.heal()
+        _, errors = child.communicate()
+    if number == signal.SIGTERM:  # it has cleared up and said how far it was
+        assert child.returncode == 128 + number
+        assert '0 of 5 files' in errors and 'Traceback' not in errors
+        assert not (tmp_path / 'to.lock').exists()
+    assert not set(files) & set(_read(tmp_path / 'to'))
+    gcs.heal()
+    gcs.clear()
+    assert mirror.mirror('gs://bucket/from', tmp_path / 'to').num_copied == 5
+    assert _read(tmp_path / 'to') == files
+    reads = [r for r in gcs.requests if r.action == 'read' and 'from/' in r.path]
+    assert sum(r.nbytes for r in reads) < 7_500_000  # of ten million
+    assert not (tmp_path / 'to' / '.staging').exists()
+
+
+def test_a_killed_copy_between_buckets_goes_on(gcs, in_bucket):
+    gcs.latency = 0.05
+    with _start(in_bucket, 'gs://bucket/to', '--parallel=1') as child:
+        _wait_until(
+            lambda: any('/.mirror/' in name for name in gcs.objects('bucket')), 'the first copy'
+        )
+        child.kill()
+        child.communicate()
+    gcs.latency = 0
+    # The lease that the killed one has left is that of a dead process of this machine.
+    assert mirror.mirror(in_bucket, 'gs://bucket/to').num_copied < 5
+    assert _in_bucket(gcs) == FILES
+
+
+# --- The command ------------------------------------------------------------------------------
+
+
+def _run(*args: object) -> subprocess.CompletedProcess[str]:
+    with _start(*args) as child:
+        output, errors = child.communicate(timeout=60)
+        return subprocess.CompletedProcess(child.args, child.returncode, output, errors)
+
+
+def test_the_command(gcs, on_hub, hub, tmp_path):
+    scratch = tmp_path / 'scratch'
+    run = _run(on_hub, 'gs://bucket/to', f'--scratch={scratch}', '--include=*.md', '--parallel=2')
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == (
+        '7 files, 0.0 GB, are verified at gs://bucket/to; 7 of them were copied now.\n'
+    )
+    assert 'Copying to gs://bucket/to: 100%, 7 of 7 files, ' in run.stderr
+    assert _in_bucket(gcs) == FILES | {'README.md': b'hello', 'docs/more.md': b'more'}
+
+
+def test_an_error_of_the_command_is_one_line(gcs, hub, on_hub, tmp_path):
+    hub.inject(Fault('401', count=None))
+    run = _run(on_hub, 'gs://bucket/to', f'--scratch={tmp_path}')
+    assert run.returncode == 1
+    last = run.stderr.splitlines()[-1]
+    assert last.startswith('error: ') and 'hf auth login' in last
+    assert 'Traceback' not in run.stderr
+
+
+# --- Bad arguments ----------------------------------------------------------------------------
+
+
+def test_a_source_that_is_none(tmp_path):
+    (tmp_path / 'from').mkdir()
+    with pytest.raises(ValueError, match=r'No \.pt files in'):
+        mirror.mirror(tmp_path / 'from', tmp_path / 'to')
+    assert not (tmp_path / 'to').exists()
+
+
+def test_no_parallel_files(local, tmp_path):
+    with pytest.raises(ValueError, match='parallel is 0, expected at least 1'):
+        mirror.mirror(local, tmp_path / 'to', parallel=0)
+
+
+def test_a_scratch_folder_that_is_too_small(gcs, on_hub, tmp_path):
+    with pytest.raises(ValueError, match=r'parquet has 0\.0 GB.*--scratch_gb'):
+        mirror.mirror(on_hub, 'gs://bucket/to', scratch_dir=tmp_path, scratch_bytes=300_000)
+    assert gcs.objects('bucket') == {}
+
+
+def test_a_disk_that_is_too_small(local, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage)
+    with pytest.raises(OSError, match=r'to has 0\.0 GB free, but 0\.0 GB are yet to come'):
+        mirror.mirror(local, tmp_path / 'to')
+
+
+def test_a_disk_with_just_enough_for_the_rest(gcs, in_bucket, tmp_path, monkeypatch):
+    gcs.inject(Fault('cut', action='read', after_bytes=290_000))
+    gcs.inject(Fault('403', count=None, action='read'))
+    with pytest.raises(PermissionError):
+        mirror.mirror(in_bucket, tmp_path / 'to', parallel=1)
+    gcs.heal()
+    part = sum(path.stat().st_size for path in (tmp_path / 'to' / '.staging').iterdir())
+    left = sum(len(data) for data in FILES.values()) - part
+    usage = shutil.disk_usage(tmp_path)._replace(free=left)
+    monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage)
+    assert part > 0 and mirror.mirror(in_bucket, tmp_path / 'to').num_copied == 5
+
+
+def test_another_mirror_that_is_going_on(local, tmp_path, monkeypatch):
+    monkeypatch.setattr(mirror, '_WAIT_SECONDS', 0)
+    with (
+        build_lock.hold(tmp_path / 'to', wait_seconds=0),
+        pytest.raises(TimeoutError, match=f'process {os.getpid()} on .* is still working there'),
+    ):
+        mirror.mirror(local, tmp_path / 'to')

@@ -1,0 +1,470 @@
+"""Downloads arrive whole, whatever the network does, or say why they do not and go on later."""
+
+import json
+import os
+import pathlib
+import random
+import re
+import textwrap
+import time
+
+import pytest
+
+from coyo11m_tfds import remote, sources
+from coyo11m_tfds.sources import SourceFile
+from tests import children
+from tests.cloud import Fault, Gcs, Hub, gcs, hub  # noqa: F401
+from tests.fake_http import Call, FakeServer, Reply
+
+SIZE = 3_000_003
+DATA = random.Random(0).randbytes(SIZE)
+NAME = 'latents-3crop/000000-000009.pt'
+
+PASSING = ['429', '503', 'cut', 'flip', 'slow', 'reset', 'lost']
+
+
+class Cloud:
+    """A stand-in for a storage with one file in it."""
+
+    def __init__(self, server: FakeServer, file: SourceFile):
+        self.server, self.file = server, file
+        server.clear()
+
+    def reads(self) -> list[tuple[int, int | None] | None]:
+        """The ranges that were asked for."""
+        return [request.range for request in self.server.requests if request.action == 'read']
+
+    def inject(self, kind: str, **details) -> None:
+        self.server.inject(Fault(kind, action='read', **details))
+
+
+def in_bucket(server: Gcs) -> Cloud:
+    server.put('bucket', f'source/{NAME}', DATA)
+    return Cloud(server, sources.describe(f'gs://bucket/source/{NAME}'))
+
+
+def on_hub(server: Hub) -> Cloud:
+    server.commit({NAME: DATA})
+    return Cloud(server, sources.describe(f'hf://datasets/owner/name/{NAME}'))
+
+
+@pytest.fixture(params=['gs', 'hf'])
+def cloud(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cloud:
+    """One file of SIZE bytes on each storage."""
+    server = request.getfixturevalue('gcs' if request.param == 'gs' else 'hub')
+    monkeypatch.setenv('COYO11M_RETRY_SECONDS', '0.002')
+    return in_bucket(server) if request.param == 'gs' else on_hub(server)
+
+
+@pytest.fixture
+def bucket(gcs: Gcs, monkeypatch: pytest.MonkeyPatch) -> Cloud:  # noqa: F811
+    """The same on gs:// alone, where what is tested does not depend on the storage."""
+    monkeypatch.setenv('COYO11M_RETRY_SECONDS', '0.002')
+    return in_bucket(gcs)
+
+
+@pytest.fixture
+def target(tmp_path: pathlib.Path) -> pathlib.Path:
+    return tmp_path / 'folder' / 'x.pt'
+
+
+def fetch(file: SourceFile, target: pathlib.Path) -> list[int]:
+    """Fetches; returns what `on_bytes` was told."""
+    told: list[int] = []
+    target.parent.mkdir(exist_ok=True)
+    remote.fetch(file, str(target), told.append)
+    return told
+
+
+def assert_fetched(target: pathlib.Path, data: bytes = DATA) -> None:
+    """The file is there, and nothing besides."""
+    assert target.read_bytes() == data
+    assert os.listdir(target.parent) == [target.name]
+
+
+def test_a_file_comes_in_one_request(cloud: Cloud, target: pathlib.Path):
+    told = fetch(cloud.file, target)
+    assert_fetched(target)
+    assert cloud.reads() == [(0, SIZE - 1)]
+    assert sum(told) == SIZE
+    assert len(told) > 1
+
+
+def test_a_file_that_is_there_is_replaced(bucket: Cloud, target: pathlib.Path):
+    target.parent.mkdir()
+    target.write_bytes(b'old')
+    fetch(bucket.file, target)
+    assert_fetched(target)
+
+
+@pytest.mark.parametrize('kind', PASSING)
+def test_what_goes_wrong_twice_is_mended(cloud: Cloud, target: pathlib.Path, kind: str):
+    cloud.inject(kind, count=2, seconds=0.1)
+    told = fetch(cloud.file, target)
+    assert_fetched(target)
+    assert sum(told) == SIZE
+
+
+def test_a_stall_is_noticed(cloud: Cloud, target: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv('COYO11M_STALL_SECONDS', '0.2')
+    cloud.inject('stall', after_bytes=2_000_000)
+    started = time.monotonic()
+    fetch(cloud.file, target)
+    assert time.monotonic() - started < 5  # the server would go on stalling for ten
+    assert_fetched(target)
+    first, second = cloud.reads()
+    assert first == (0, SIZE - 1)
+    assert second[0] > 1_500_000
+
+
+def test_after_a_cut_only_the_rest_comes_again(cloud: Cloud, target: pathlib.Path):
+    for place in (1_000_000, 500_000, 700_000):
+        cloud.inject('cut', after_bytes=place)
+    fetch(cloud.file, target)
+    assert_fetched(target)
+    starts = [start for start, _ in cloud.reads()]
+    assert starts == sorted(set(starts))
+    assert len(starts) == 4
+    assert sum(r.nbytes for r in cloud.server.requests if r.action == 'read') < 1.4 * SIZE
+
+
+def test_progress_makes_up_for_many_breaks(
+    bucket: Cloud, target: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(remote, '_PROGRESS', 1_000_000)
+    bucket.inject('cut', count=10, after_bytes=280_000)
+    fetch(bucket.file, target)
+    assert_fetched(target)
+    assert len(bucket.reads()) == 11
+
+
+def test_a_server_that_only_breaks_off_is_given_up(bucket: Cloud, target: pathlib.Path):
+    bucket.inject('cut', count=None, after_bytes=10)
+    with pytest.raises(OSError, match=r'000000-000009\.pt: given up after 8 attempts'):
+        fetch(bucket.file, target)
+    assert len(bucket.reads()) == 8
+
+
+@pytest.mark.parametrize('kind', ['503', 'reset', 'cut'])
+def test_what_stays_wrong_ends_in_one_error_and_can_be_gone_on_with(
+    cloud: Cloud, target: pathlib.Path, kind: str
+):
+    cloud.inject('cut', after_bytes=2_000_000)
+    cloud.inject(kind, count=7, after_bytes=0 if kind == 'cut' else None)
+    with pytest.raises(OSError) as raised:
+        fetch(cloud.file, target)
+    assert cloud.file.path in str(raised.value)
+    assert 'given up after 8 attempts' in str(raised.value)
+    assert not target.exists()
+    cloud.server.heal()
+    cloud.server.clear()
+    told = fetch(cloud.file, target)
+    assert_fetched(target)
+    assert cloud.reads()[0][0] > 1_500_000
+    assert sum(told) == SIZE  # with those of the first call
+
+
+def test_a_checksum_that_stays_wrong_is_told_with_the_right_one(cloud: Cloud, target: pathlib.Path):
+    cloud.inject('flip', count=None)
+    with pytest.raises(OSError) as raised:
+        fetch(cloud.file, target)
+    assert cloud.file.path in str(raised.value)
+    assert f'expected {cloud.file.checksum}' in str(raised.value)
+    assert f'{SIZE} bytes is {cloud.file.checksum.partition(":")[0]}:' in str(raised.value)
+    assert len(cloud.reads()) == 8
+    assert not target.exists()
+    cloud.server.heal()
+    fetch(cloud.file, target)
+    assert_fetched(target)
+
+
+def test_wrong_bytes_are_taken_back(bucket: Cloud, target: pathlib.Path):
+    bucket.inject('flip')
+    told = fetch(bucket.file, target)
+    assert min(told) == -SIZE
+    assert sum(told) == SIZE
+    assert sum(n for n in told if n > 0) == 2 * SIZE
+
+
+@pytest.mark.parametrize('kind', ['401', '403'])
+@pytest.mark.parametrize('operation', ['fetch', 'read_range'])
+def test_missing_access_is_told_at_once(
+    cloud: Cloud, target: pathlib.Path, kind: str, operation: str
+):
+    cloud.inject(kind, count=None)
+    with pytest.raises(PermissionError, match=r'`(gcloud|hf) auth .*login`') as raised:
+        if operation == 'fetch':
+            fetch(cloud.file, target)
+        else:
+            remote.read_range(cloud.file, 0, 4)
+    assert cloud.file.path in str(raised.value)
+    assert str(raised.value).count('access was refused') == 1
+    assert re.search('storage.objects.get access|is restricted|not in the auth', str(raised.value))
+    assert len(cloud.reads()) == 1
+    cloud.server.heal()
+    fetch(cloud.file, target)
+    assert_fetched(target)
+
+
+def test_an_empty_file(bucket: Cloud, target: pathlib.Path):
+    bucket.server.put('bucket', 'empty', b'')
+    assert fetch(sources.describe('gs://bucket/empty'), target) == []
+    assert_fetched(target, b'')
+
+
+def test_a_small_file_of_the_hub(hub: Hub, target: pathlib.Path):  # noqa: F811
+    """It is known by git's checksum, and comes from another place than the large ones."""
+    hub.commit({'README.md': b'A data set.'})
+    file = sources.describe('hf://datasets/owner/name/README.md')
+    assert file.checksum.startswith('git-sha1:')
+    hub.inject(Fault('flip', action='read'))
+    fetch(file, target)
+    assert_fetched(target, b'A data set.')
+
+
+def test_a_file_that_is_gone(bucket: Cloud, target: pathlib.Path):
+    bucket.server.remove('bucket', f'source/{NAME}')
+    with pytest.raises(FileNotFoundError, match=rf'{bucket.file.path} is gone'):
+        fetch(bucket.file, target)
+    assert len(bucket.reads()) == 1
+
+
+@pytest.mark.parametrize(
+    'data', [DATA[:-1] + b'x', DATA + b'x', DATA[:-1], DATA[:1_000_000]], ids=len
+)
+@pytest.mark.parametrize('begun', [False, True])
+def test_a_file_that_has_changed_is_not_mixed(
+    bucket: Cloud, target: pathlib.Path, data: bytes, begun: bool
+):
+    if begun:
+        bucket.inject('cut', after_bytes=2_000_000)
+        bucket.inject('503', count=7)
+        with pytest.raises(OSError, match='given up'):
+            fetch(bucket.file, target)
+        bucket.server.heal()
+        bucket.server.clear()
+    bucket.server.put('bucket', f'source/{NAME}', data)
+    with pytest.raises(OSError, match='has changed since it was listed'):
+        fetch(bucket.file, target)
+    assert len(bucket.reads()) == 1
+    assert not target.exists()
+    bucket.server.clear()
+    fetch(sources.describe(bucket.file.path), target)
+    assert_fetched(target, data)
+    assert bucket.reads() == [(0, len(data) - 1)]
+
+
+def test_a_change_between_two_requests_is_noticed(bucket: Cloud, target: pathlib.Path):
+    bucket.inject('cut', after_bytes=1_000_000)
+    changed = False
+
+    def change(num_bytes: int) -> None:
+        nonlocal changed
+        if not changed:
+            bucket.server.put('bucket', f'source/{NAME}', bytes(SIZE))
+            changed = True
+
+    target.parent.mkdir()
+    with pytest.raises(OSError, match='has changed since it was listed'):
+        remote.fetch(bucket.file, str(target), change)
+    assert not target.exists()
+
+
+def test_without_a_checksum_the_size_is_checked(bucket: Cloud, target: pathlib.Path):
+    file = SourceFile(bucket.file.path, SIZE, 'v1', None)
+    fetch(file, target)
+    assert_fetched(target)
+
+
+def test_a_part_that_does_not_belong_is_dropped(bucket: Cloud, target: pathlib.Path):
+    """Without the record of its version nothing tells what it is the beginning of."""
+    target.parent.mkdir()
+    part = target.with_name('x.pt.part')
+    part.write_bytes(DATA[:1_000_000])
+    fetch(bucket.file, target)
+    assert bucket.reads() == [(0, SIZE - 1)]
+    assert_fetched(target)
+
+    bucket.server.clear()
+    part.write_bytes(DATA[:1_000_000])
+    part.with_name('x.pt.part.json').write_text('{"vers')
+    fetch(bucket.file, target)
+    assert bucket.reads() == [(0, SIZE - 1)]
+    assert_fetched(target)
+
+
+@pytest.mark.parametrize('rest', [b'', b'and more'], ids=['whole', 'longer'])
+def test_a_part_that_is_whole_or_too_long(bucket: Cloud, target: pathlib.Path, rest: bytes):
+    target.parent.mkdir()
+    part = target.with_name('x.pt.part')
+    part.write_bytes(DATA + rest)
+    part.with_name('x.pt.part.json').write_text(json.dumps({'version': bucket.file.version}))
+    fetch(bucket.file, target)
+    assert_fetched(target)
+    assert len(bucket.reads()) == (1 if rest else 0)
+
+
+def test_a_part_that_was_damaged_on_disk(bucket: Cloud, target: pathlib.Path):
+    target.parent.mkdir()
+    part = target.with_name('x.pt.part')
+    part.write_bytes(bytes(1_000_000))  # as a loss of power may leave it
+    part.with_name('x.pt.part.json').write_text(json.dumps({'version': bucket.file.version}))
+    fetch(bucket.file, target)
+    assert_fetched(target)
+
+
+# --- Ranges -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ('start', 'length'), [(0, 1), (0, SIZE), (SIZE - 1, 1), (1000, 2_000_000), (7, 0)]
+)
+def test_a_range(cloud: Cloud, start: int, length: int):
+    assert remote.read_range(cloud.file, start, length) == DATA[start : start + length]
+    assert len(cloud.reads()) == (1 if length else 0)
+
+
+@pytest.mark.parametrize(('start', 'length'), [(-1, 1), (0, SIZE + 1), (SIZE, 1), (1, -1)])
+def test_a_range_that_is_not_in_the_file(bucket: Cloud, start: int, length: int):
+    with pytest.raises(ValueError, match=rf'{bucket.file.path}: {length} bytes from byte {start}'):
+        remote.read_range(bucket.file, start, length)
+    assert bucket.reads() == []
+
+
+@pytest.mark.parametrize('kind', [kind for kind in PASSING if kind != 'flip'])
+def test_a_range_is_asked_for_again(cloud: Cloud, kind: str):
+    cloud.inject(kind, count=2, seconds=0.1)
+    assert remote.read_range(cloud.file, 10, 1_000_000) == DATA[10:1_000_010]
+
+
+def test_a_range_of_a_file_that_has_changed(bucket: Cloud):
+    bucket.server.put('bucket', f'source/{NAME}', bytes(SIZE))
+    with pytest.raises(OSError, match='has changed since it was listed'):
+        remote.read_range(bucket.file, 10, 10)
+
+
+def test_a_range_of_a_local_file(tmp_path: pathlib.Path):
+    path = tmp_path / 'x.pt'
+    path.write_bytes(DATA)
+    assert remote.read_range(sources.describe(path), 10, 1000) == DATA[10:1010]
+
+
+def test_a_server_that_knows_no_ranges(
+    bucket: Cloud, target: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Then the part is of no use, and no byte of the answer may be put behind it."""
+    answer = bucket.server._on_read
+
+    def answer_all(call: Call, *names: str) -> Reply:
+        del call.headers['Range']
+        return answer(call, *names)
+
+    monkeypatch.setattr(bucket.server, '_on_read', answer_all)
+    bucket.inject('cut', after_bytes=1_000_000)
+    told = fetch(bucket.file, target)
+    assert_fetched(target)
+    assert sum(told) == SIZE
+    assert len(bucket.reads()) == 2
+    with pytest.raises(OSError, match=r"asked for bytes 10 to 19, the answer is 200 ''"):
+        remote.read_range(bucket.file, 10, 10)
+
+
+# --- Processes --------------------------------------------------------------------------------
+
+
+FETCH = """
+    from coyo11m_tfds import remote, sources
+    def told(n):
+        print(n, flush=True)
+    remote.fetch(sources.describe(sys.argv[1]), sys.argv[2], told)
+"""
+
+
+def test_a_killed_download_is_gone_on_with(cloud: Cloud, target: pathlib.Path):
+    target.parent.mkdir()
+    cloud.inject('stall', after_bytes=2_000_000, seconds=30)
+    with children.python(FETCH, cloud.file.path, target) as child:
+        received = 0
+        while received < 1_500_000:
+            received += int(child.stdout.readline())
+        child.kill()
+    assert not target.exists()
+    kept = target.with_name('x.pt.part').stat().st_size
+    assert kept > 1_000_000
+    cloud.server.clear()
+    told = fetch(cloud.file, target)
+    assert_fetched(target)
+    assert cloud.reads() == [(kept, SIZE - 1)]
+    assert sum(told) == SIZE
+
+
+def test_two_that_fetch_to_one_place(bucket: Cloud, target: pathlib.Path):
+    target.parent.mkdir()
+    bucket.inject('slow', seconds=0.5)
+    code, arguments = FETCH, (bucket.file.path, target)
+    with children.python(code, *arguments) as one, children.python(code, *arguments) as other:
+        for child in (one, other):
+            _, errors = child.communicate(timeout=60)
+            assert child.returncode == 0, errors
+    assert_fetched(target)
+
+
+def test_a_full_disk_is_told_and_what_came_stays(bucket: Cloud, target: pathlib.Path):
+    target.parent.mkdir()
+    limited = f'import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({1 << 20}, {1 << 20}))'
+    code = f'{limited}\n{textwrap.dedent(FETCH)}'
+    with children.python(code, bucket.file.path, target) as child:
+        _, errors = child.communicate(timeout=60)
+    assert child.returncode == 1
+    assert f"OSError: [Errno 27] File too large: '{target}.part'" in errors
+    assert 'trying again' not in errors
+    assert 0 < target.with_name('x.pt.part').stat().st_size <= 1 << 20
+    bucket.server.clear()
+    fetch(bucket.file, target)
+    assert_fetched(target)
+    assert bucket.reads()[0][0] > 0
+
+
+def test_a_forked_process_has_connections_of_its_own(bucket: Cloud):
+    """Else both would read answers to the other from one connection."""
+    code = """
+        import os
+        from coyo11m_tfds import remote, sources
+        file = sources.describe(sys.argv[1])
+        remote.read_range(file, 0, 4)
+        forked = os.fork() == 0
+        got = b''.join(remote.read_range(file, 1000 * n + forked, 1) for n in range(50))
+        os.write(1, got.hex().encode() + b'\\n')
+        if forked:
+            os._exit(0)
+        os.wait()
+    """
+    with children.python(code, bucket.file.path) as child:
+        out, errors = child.communicate(timeout=60)
+    assert child.returncode == 0, errors
+    expected = [bytes(DATA[1000 * n + shift] for n in range(50)).hex() for shift in (0, 1)]
+    assert sorted(out.split()) == sorted(expected)
+    assert 'trying again' not in errors
+
+
+# --- All together -----------------------------------------------------------------------------
+
+
+def test_three_requests_in_ten_go_wrong(
+    cloud: Cloud, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv('COYO11M_STALL_SECONDS', '0.2')
+    contents = {f'{n}.pt': random.Random(n).randbytes(200_000 + n) for n in range(30)}
+    if isinstance(cloud.server, Hub):
+        cloud.server.commit(contents)
+    else:
+        for name, data in contents.items():
+            cloud.server.put('bucket', f'source/{name}', data)
+    root = cloud.file.path.removesuffix(NAME).partition('@')[0]
+    files = [sources.describe(f'{root.rstrip("/")}/{name}') for name in contents]
+    cloud.server.inject_share([*PASSING, 'stall'], share=0.3, seed=3, seconds=0.3)
+    for file in files:
+        fetch(file, tmp_path / 'all' / file.name)
+    got = {path.name: path.read_bytes() for path in (tmp_path / 'all').iterdir()}
+    assert got == contents
+    assert sum(request.fault is not None for request in cloud.server.requests) >= 5

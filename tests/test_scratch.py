@@ -1,0 +1,435 @@
+"""Copies of remote files: bounded, shared, and no matter who is killed when."""
+
+import concurrent.futures
+import contextlib
+import logging
+import os
+import pathlib
+import random
+import signal
+import textwrap
+import threading
+import time
+
+import pytest
+
+from coyo11m_tfds import scratch, sources
+from coyo11m_tfds.file_lock import FileLock
+from coyo11m_tfds.scratch import Scratch
+from coyo11m_tfds.sources import SourceFile
+from tests import children
+from tests.cloud import Fault, Gcs, gcs  # noqa: F401
+
+SIZE = 100_000
+
+
+@pytest.fixture
+def bucket(gcs: Gcs, monkeypatch: pytest.MonkeyPatch) -> Gcs:  # noqa: F811
+    monkeypatch.setenv('COYO11M_RETRY_SECONDS', '0.002')
+    return gcs
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> pathlib.Path:
+    return tmp_path / 'scratch'
+
+
+def content(name: str, size: int = SIZE) -> bytes:
+    return random.Random(name).randbytes(size)
+
+
+def put(bucket: Gcs, name: str, size: int = SIZE) -> SourceFile:
+    bucket.put('bucket', name, content(name, size))
+    return sources.describe(f'gs://bucket/{name}')
+
+
+def num_reads(bucket: Gcs, name: str = '') -> int:
+    return sum(r.action == 'read' and r.path.endswith(name) for r in bucket.requests)
+
+
+def copies(folder: pathlib.Path) -> dict[str, int]:
+    """Names and sizes of whole copies and parts, and of nothing else that lies there."""
+    sizes = {}
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # deleted or renamed just now
+                sizes[name] = os.stat(os.path.join(root, name)).st_size
+    return {name: size for name, size in sizes.items() if name.endswith(('.pt', '.part'))}
+
+
+def wait_until(condition, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+HOLD = """
+    from coyo11m_tfds import sources
+    from coyo11m_tfds.scratch import Scratch
+    folder, max_bytes, url, keep = sys.argv[1:]
+    with Scratch(folder, int(max_bytes)).hold(sources.describe(url), keep=keep == 'keep') as path:
+        print(path, flush=True)
+        sys.stdin.readline()
+"""
+
+
+def test_a_local_file_is_its_own_copy(folder: pathlib.Path, tmp_path: pathlib.Path):
+    path = tmp_path / 'x.pt'
+    path.write_bytes(b'content')
+    with Scratch(folder, 1).hold(sources.describe(path)) as held:
+        assert held == str(path)
+    assert path.read_bytes() == b'content'
+
+
+def test_a_copy_is_there_while_it_is_held(bucket: Gcs, folder: pathlib.Path):
+    file = put(bucket, 'source/x.pt')
+    told: list[int] = []
+    with Scratch(folder, SIZE).hold(file, on_bytes=told.append) as path:
+        assert pathlib.Path(path).read_bytes() == content('source/x.pt')
+        assert pathlib.Path(path).name == 'x.pt'
+        assert sum(told) == SIZE
+    assert copies(folder) == {}
+    assert os.listdir(folder) == ['.lock']
+
+
+def test_two_files_of_one_name(bucket: Gcs, folder: pathlib.Path):
+    one, other = put(bucket, 'a/x.pt'), put(bucket, 'b/x.pt')
+    held = Scratch(folder, 2 * SIZE)
+    with held.hold(one) as first, held.hold(other) as second:
+        assert pathlib.Path(first).read_bytes() == content('a/x.pt')
+        assert pathlib.Path(second).read_bytes() == content('b/x.pt')
+
+
+def test_a_new_version_is_another_file(bucket: Gcs, folder: pathlib.Path):
+    held = Scratch(folder, 2 * SIZE)
+    with held.hold(put(bucket, 'x.pt'), keep=True):
+        pass
+    bucket.put('bucket', 'x.pt', bytes(SIZE))
+    with held.hold(sources.describe('gs://bucket/x.pt')) as path:
+        assert pathlib.Path(path).read_bytes() == bytes(SIZE)
+
+
+def test_a_file_that_can_never_fit(bucket: Gcs, folder: pathlib.Path):
+    file = put(bucket, 'x.pt')
+    with (
+        pytest.raises(ValueError, match=r'gs://bucket/x\.pt has 100,000 bytes.*may take 99,999\.'),
+        Scratch(folder, SIZE - 1).hold(file),
+    ):
+        pass
+    assert num_reads(bucket) == 0
+
+
+def test_a_thread_does_not_wait_for_itself(bucket: Gcs, folder: pathlib.Path):
+    held = Scratch(folder, 2 * SIZE - 1)
+    with held.hold(put(bucket, 'x.pt')):
+        with (
+            pytest.raises(ValueError, match='beside the 100,000 that this thread holds'),
+            held.hold(put(bucket, 'y.pt')),
+        ):
+            pass
+        with held.hold(sources.describe('gs://bucket/x.pt')):  # the same copy once more
+            pass
+        assert copies(folder) == {'x.pt': SIZE}
+    with held.hold(sources.describe('gs://bucket/y.pt')):
+        pass
+
+
+def test_holders_share_a_copy_and_a_download(bucket: Gcs, folder: pathlib.Path):
+    file = put(bucket, 'x.pt')
+    bucket.inject(Fault('slow', seconds=0.3, action='read'))
+    all_in = threading.Barrier(8)
+
+    def hold(number: int) -> bytes:
+        with Scratch(folder, SIZE).hold(file) as path:
+            all_in.wait(20)  # so that nobody leaves before all are in
+            return pathlib.Path(path).read_bytes()
+
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        assert set(threads.map(hold, range(8))) == {content('x.pt')}
+    assert num_reads(bucket) == 1
+    assert copies(folder) == {}
+
+
+def test_processes_share_a_copy_until_the_last_leaves(bucket: Gcs, folder: pathlib.Path):
+    file = put(bucket, 'x.pt')
+    arguments = (folder, SIZE, file.path, '')
+    with children.python(HOLD, *arguments) as one, children.python(HOLD, *arguments) as other:
+        path = one.stdout.readline()
+        assert other.stdout.readline() == path
+        with Scratch(folder, SIZE).hold(file) as mine:
+            assert mine == path.strip()
+            one.communicate('leave\n')
+            other.communicate('leave\n')
+            assert pathlib.Path(mine).read_bytes() == content('x.pt')
+    assert num_reads(bucket) == 1
+    assert copies(folder) == {}
+
+
+def test_waiting_for_room(
+    bucket: Gcs,
+    folder: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    monkeypatch.setattr(scratch, '_SECONDS_BETWEEN_MESSAGES', 0.05)
+    caplog.set_level(logging.INFO, 'absl')
+    held = Scratch(folder, 2 * SIZE)
+    first, second, third = (put(bucket, f'{n}.pt') for n in range(3))
+    entered = threading.Event()
+
+    def hold_third() -> None:
+        with held.hold(third):
+            entered.set()
+
+    with held.hold(first):
+        with held.hold(second):
+            waiting = threading.Thread(target=hold_third)
+            waiting.start()
+            wait_until(lambda: 'Waiting for 100,000 bytes of 200,000' in caplog.text)
+            assert 'gs://bucket/2.pt' in caplog.text
+            assert num_reads(bucket, '2.pt') == 0
+        assert entered.wait(20)
+    waiting.join()
+
+
+def test_who_waits_may_stop_waiting(bucket: Gcs, folder: pathlib.Path):
+    held = Scratch(folder, SIZE)
+    first, second = put(bucket, 'x.pt'), put(bucket, 'y.pt')
+
+    def stop(num_bytes: int) -> None:
+        assert num_bytes == 0
+        raise InterruptedError
+
+    def wait() -> None:
+        with held.hold(second, on_bytes=stop):
+            pass
+
+    with held.hold(first), concurrent.futures.ThreadPoolExecutor(1) as thread:
+        assert isinstance(thread.submit(wait).exception(), InterruptedError)
+
+
+def test_an_error_in_the_block_lets_go(bucket: Gcs, folder: pathlib.Path):
+    file = put(bucket, 'x.pt')
+    with pytest.raises(ZeroDivisionError), Scratch(folder, SIZE).hold(file):
+        raise ZeroDivisionError
+    assert copies(folder) == {}
+
+
+# --- Keeping ----------------------------------------------------------------------------------
+
+
+def test_kept_copies_go_when_their_room_is_needed_the_oldest_first(
+    bucket: Gcs, folder: pathlib.Path
+):
+    held = Scratch(folder, 3 * SIZE)
+    files = [put(bucket, f'{n}.pt') for n in range(4)]
+    for number in (0, 1, 2, 0):  # so 1 is the one that was not used for longest
+        with held.hold(files[number], keep=True):
+            pass
+        time.sleep(0.02)
+    assert num_reads(bucket) == 3
+    assert copies(folder) == {'0.pt': SIZE, '1.pt': SIZE, '2.pt': SIZE}
+    with held.hold(files[3]):
+        assert copies(folder) == {'0.pt': SIZE, '2.pt': SIZE, '3.pt': SIZE}
+    assert copies(folder) == {'0.pt': SIZE, '2.pt': SIZE}
+
+
+def test_only_as_many_go_as_must(bucket: Gcs, folder: pathlib.Path):
+    held = Scratch(folder, 3 * SIZE)
+    for number in range(3):
+        with held.hold(put(bucket, f'{number}.pt'), keep=True):
+            pass
+        time.sleep(0.02)
+    with held.hold(put(bucket, 'large.pt', SIZE + 1)):
+        assert copies(folder) == {'2.pt': SIZE, 'large.pt': SIZE + 1}
+
+
+def test_one_that_keeps_among_others(bucket: Gcs, folder: pathlib.Path):
+    held = Scratch(folder, SIZE)
+    file = put(bucket, 'x.pt')
+    with held.hold(file), held.hold(file, keep=True):
+        pass
+    assert copies(folder) == {'x.pt': SIZE}
+
+
+def test_other_things_in_the_folder_are_left_alone(bucket: Gcs, folder: pathlib.Path):
+    (folder / 'stores').mkdir(parents=True)
+    (folder / 'stores' / 'x.pt').write_bytes(bytes(10 * SIZE))
+    with Scratch(folder, SIZE).hold(put(bucket, 'x.pt')):
+        pass
+    assert copies(folder) == {'x.pt': 10 * SIZE}
+
+
+# --- Failures and kills -----------------------------------------------------------------------
+
+
+def test_a_download_that_failed_is_gone_on_with(bucket: Gcs, folder: pathlib.Path):
+    size = 2_000_000
+    file = put(bucket, 'x.pt', size)
+    held = Scratch(folder, size)
+    bucket.inject(Fault('cut', action='read', after_bytes=1_500_000))
+    bucket.inject(Fault('503', action='read', count=7))
+    with pytest.raises(OSError, match='given up'), held.hold(file):
+        pass
+    kept = copies(folder)['x.pt.part']
+    assert kept > 1_000_000
+    bucket.clear()
+    with held.hold(file) as path:
+        assert pathlib.Path(path).read_bytes() == content('x.pt', size)
+    assert [r.range for r in bucket.requests if r.action == 'read'] == [(kept, size - 1)]
+    assert copies(folder) == {}
+
+
+def test_a_download_that_failed_makes_room(bucket: Gcs, folder: pathlib.Path):
+    file, other = put(bucket, 'x.pt', 1_000_000), put(bucket, 'y.pt', 1_000_000)
+    held = Scratch(folder, 1_000_000)
+    bucket.inject(Fault('cut', action='read', after_bytes=900_000))
+    bucket.inject(Fault('503', action='read', count=7))
+    with pytest.raises(OSError, match='given up'), held.hold(file):
+        pass
+    with held.hold(other):
+        assert copies(folder) == {'y.pt': 1_000_000}
+
+
+def test_who_is_killed_while_downloading_leaves_only_what_helps(bucket: Gcs, folder: pathlib.Path):
+    size = 2_000_000
+    file, other = put(bucket, 'x.pt', size), put(bucket, 'y.pt', size)
+    bucket.inject(Fault('stall', action='read', after_bytes=1_500_000, seconds=30))
+    with children.python(HOLD, folder, size, file.path, '') as child:
+        wait_until(lambda: copies(folder).get('x.pt.part', 0) > 1_000_000)
+        child.kill()
+    kept = copies(folder)['x.pt.part']
+    bucket.clear()
+    with Scratch(folder, size).hold(file) as path:
+        assert pathlib.Path(path).read_bytes() == content('x.pt', size)
+    assert [r.range for r in bucket.requests if r.action == 'read'] == [(kept, size - 1)]
+    with Scratch(folder, size).hold(other):
+        pass
+
+
+def test_who_waits_for_a_download_takes_over_from_who_is_killed(bucket: Gcs, folder: pathlib.Path):
+    size = 2_000_000
+    file = put(bucket, 'x.pt', size)
+    bucket.inject(Fault('stall', action='read', after_bytes=1_500_000, seconds=30))
+    with (
+        children.python(HOLD, folder, size, file.path, '') as child,
+        concurrent.futures.ThreadPoolExecutor(1) as threads,
+    ):
+        wait_until(lambda: copies(folder).get('x.pt.part', 0) > 1_000_000)
+
+        def hold() -> bytes:
+            with Scratch(folder, size).hold(file) as path:
+                return pathlib.Path(path).read_bytes()
+
+        waiting = threads.submit(hold)
+        time.sleep(0.1)
+        assert not waiting.done()
+        child.kill()
+        assert waiting.result(20) == content('x.pt', size)
+    assert num_reads(bucket) == 2
+
+
+def test_the_room_of_who_is_killed_while_holding_is_free(bucket: Gcs, folder: pathlib.Path):
+    file, other = put(bucket, 'x.pt'), put(bucket, 'y.pt')
+    for _ in range(2):
+        with children.python(HOLD, folder, SIZE, file.path, '') as child:
+            child.stdout.readline()
+            child.kill()
+    assert num_reads(bucket) == 1  # the second found the copy of the first
+    with Scratch(folder, SIZE).hold(other):
+        assert copies(folder) == {'y.pt': SIZE}
+
+
+def test_a_forked_child_does_not_hold_what_its_killed_parent_held(
+    bucket: Gcs, folder: pathlib.Path
+):
+    file, other = put(bucket, 'x.pt'), put(bucket, 'y.pt')
+    fork = r"os.write(1, b'%d\n' % os.fork())"
+    code = 'import os\n' + textwrap.dedent(HOLD).replace('sys.stdin', f'{fork}\n    sys.stdin')
+    with children.python(code, folder, SIZE, file.path, '') as child:
+        child.stdout.readline()
+        grandchild = max(int(child.stdout.readline()), int(child.stdout.readline()))
+        try:
+            child.kill()
+            child.wait()
+            with Scratch(folder, SIZE).hold(other):
+                assert copies(folder) == {'y.pt': SIZE}
+        finally:
+            os.kill(grandchild, signal.SIGKILL)
+
+
+# Starts a worker, which never ends by itself, for each seed that it reads; tells their ids.
+WORK = """
+    import os, pathlib, random, signal, traceback
+    import gcsfs, google_crc32c, requests  # once for all
+    from coyo11m_tfds import sources
+    from coyo11m_tfds.scratch import Scratch
+    folder, max_bytes, complaints = sys.argv[1:]
+
+    def work(seed):
+        dice, held = random.Random(seed), Scratch(folder, int(max_bytes))
+        files = [sources.describe(f'gs://bucket/{n}.pt') for n in range(6)]
+        while True:
+            file = dice.choice(files)
+            with held.hold(file, keep=dice.random() < 0.3) as path:
+                expected = random.Random(os.path.basename(file.path)).randbytes(file.size)
+                assert pathlib.Path(path).read_bytes() == expected
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for seed in sys.stdin:
+        worker = os.fork()
+        if worker == 0:
+            try:
+                work(seed)
+            except BaseException:
+                pathlib.Path(complaints).write_text(traceback.format_exc())
+            os._exit(1)
+        print(worker, flush=True)
+"""
+
+
+def assert_bounded(folder: pathlib.Path, bound: int) -> None:
+    with FileLock(folder / '.lock'):  # nothing comes or goes while this counts, it only grows
+        sizes = copies(folder)
+    whole = {name.removesuffix('.part'): size for name, size in sizes.items()}
+    assert sum(whole.values()) <= bound
+
+
+def test_killed_at_random_moments(bucket: Gcs, folder: pathlib.Path, tmp_path: pathlib.Path):
+    """The bound is kept, no copy is ever wrong, and in the end all room can be had at once."""
+    sizes = [SIZE + 10_000 * n for n in range(6)]
+    for number, size in enumerate(sizes):
+        put(bucket, f'{number}.pt', size)
+    bound = sizes[5] + sizes[4]
+    complaints = tmp_path / 'complaints'
+    dice = random.Random(0)
+    bucket.inject_share(['cut', 'flip', '503'], share=0.1)
+    Scratch(folder, bound)
+    with (
+        children.python(WORK, folder, bound, complaints) as nursery,
+        contextlib.ExitStack() as stack,
+    ):
+        workers: list[int] = []
+        stack.callback(lambda: [kill(worker) for worker in workers])
+        for number in range(20):
+            print(number, file=nursery.stdin, flush=True)
+            workers.append(int(nursery.stdout.readline()))
+            until = time.monotonic() + dice.uniform(0.02, 0.2)
+            while time.monotonic() < until:
+                assert_bounded(folder, bound)
+                time.sleep(0.005)
+            if len(workers) > 4:
+                kill(workers.pop(dice.randrange(5)))
+    assert not complaints.exists(), complaints.read_text()
+    bucket.heal()
+    assert num_reads(bucket) > 20
+    whole = Scratch(folder, sizes[5])
+    with whole.hold(sources.describe('gs://bucket/5.pt')) as path:
+        assert pathlib.Path(path).read_bytes() == content('5.pt', sizes[5])
+        assert copies(folder) == {'5.pt': sizes[5]}
+
+
+def kill(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it failed, which `complaints` tells
+        os.kill(process, signal.SIGKILL)
