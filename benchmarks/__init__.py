@@ -1,0 +1,1 @@
+"""Benchmarks of this project beside its peers; README.md has the commands and the figures."""
