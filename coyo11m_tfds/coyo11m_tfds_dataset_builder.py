@@ -211,9 +211,18 @@ class Builder(dataset_builder.FileReaderBuilder):
         )
         final = str(self.data_path)
         built_here = building.build(final, options, self._shard_filename, self._write_info)
-        if not built_here:
+        if built_here:
+            self._save_default_config()
+        else:
             self.info._features = self._initial_features()
             self.info.read_from_directory(self.data_path)
+
+    def _save_default_config(self) -> None:
+        """Tells programs without this class which config is meant if none is named."""
+        dataset_builder._save_default_config_name(
+            self.data_path.parent.parent,
+            default_config_name=self.get_default_builder_config().name,
+        )
 
     def _reject_what_is_not_supported(
         self,

@@ -160,10 +160,12 @@ def _names_on_hub(root: str) -> list[str]:
 
     uri = sources.hub_uri(root)
     api = huggingface_hub.HfApi(endpoint=sources.hub_endpoint())
-    paths = retry.call(
-        lambda: api.list_repo_files(uri.id, revision=uri.revision, repo_type='dataset'),
+    # Of the hub client's ways to list a repository the only one with a time-out.
+    info = retry.call(
+        lambda: api.dataset_info(uri.id, revision=uri.revision, timeout=retry.stall_seconds()),
         f'listing {root}',
     )
+    paths = [sibling.rfilename for sibling in info.siblings]
     prefix = f'{uri.path_in_repo}/' if uri.path_in_repo else ''
     return [path.removeprefix(prefix) for path in paths if path.startswith(prefix)]
 
