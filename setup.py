@@ -53,7 +53,7 @@ setuptools.setup(
     long_description_content_type='text/markdown',
     license='Apache-2.0',
     python_requires='>=3.11',
-    packages=setuptools.find_packages(include=['coyo11m_tfds', 'train_lib', 'train_lib.*']),
+    packages=setuptools.find_packages(include=['coyo11m_tfds', 'coyo11m_tfds.*', 'train_lib', 'train_lib.*']),
     py_modules=['input_pipeline'],
     package_data={'coyo11m_tfds': ['README.md', 'CITATIONS.bib', 'TAGS.txt']},
     install_requires=[

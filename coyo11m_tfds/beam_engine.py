@@ -20,10 +20,10 @@ from absl import logging
 from apache_beam.options.pipeline_options import PipelineOptions
 
 from coyo11m_tfds import shard_inputs
-from coyo11m_tfds.destination import Destination
 from coyo11m_tfds.finished import FinishedShards
-from coyo11m_tfds.scratch import Scratch
 from coyo11m_tfds.shard_writer import ShardResult, ShardTask, write_shard
+from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage.scratch import Scratch
 
 _INPUTS = 'inputs'
 _UPLOADS_AT_ONCE = 8

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING
 from absl import logging
 from etils import epath
 
-from coyo11m_tfds import build_lock, job, prepare, report, schema, shard_pool, sources
-from coyo11m_tfds.destination import Destination, file_state
+from coyo11m_tfds import job, prepare, report, schema, shard_pool, sources
 from coyo11m_tfds.finished import FinishedShards
 from coyo11m_tfds.plan import Plan, PlanSettings, make_plan
-from coyo11m_tfds.scratch import Scratch
 from coyo11m_tfds.shard_writer import ShardResult, ShardTask
+from coyo11m_tfds.storage import build_lock
+from coyo11m_tfds.storage.destination import Destination, file_state
+from coyo11m_tfds.storage.scratch import Scratch
 
 if TYPE_CHECKING:
     from apache_beam.options.pipeline_options import PipelineOptions

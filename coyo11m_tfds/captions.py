@@ -30,7 +30,7 @@ import pyarrow.compute as pc
 from absl import logging
 
 from coyo11m_tfds import keyed_parquet, keyed_store
-from coyo11m_tfds.destination import naming
+from coyo11m_tfds.storage.destination import naming
 
 # Gives the path of a Parquet file, which may have to be downloaded for it.
 LocalFile = Callable[[], contextlib.AbstractContextManager[str]]

@@ -30,9 +30,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from absl import logging
 
-from coyo11m_tfds import captions, keyed_parquet, schema, sources, text_encoders
+from coyo11m_tfds import captions, keyed_parquet, schema, text_encoders
 from coyo11m_tfds.progress import Progress
-from coyo11m_tfds.scratch import Scratch
+from coyo11m_tfds.storage import source_files
+from coyo11m_tfds.storage.scratch import Scratch
 
 # Captions that are encoded at a time: enough for an encoder to sort by length, few enough for the
 # arrays of the hash encoder to stay in a cache. Vectors do not depend on it.
@@ -102,7 +103,7 @@ def embed(
         OSError: the source cannot be reached, or the disk is full.
     """
     file = find_captions(source_dir, caption_column)
-    if sources.is_remote(out):
+    if source_files.is_remote(out):
         raise ValueError(f'{out} is remote; expected a local path, which can be copied there.')
     out = Path(out)
     if out.is_dir():
@@ -138,7 +139,9 @@ def embed(
     )
 
 
-def find_captions(source_dir: str | os.PathLike[str], caption_column: str) -> sources.SourceFile:
+def find_captions(
+    source_dir: str | os.PathLike[str], caption_column: str
+) -> source_files.SourceFile:
     """Finds the captions file. If it is local, its columns are looked at already.
 
     Raises:
@@ -146,14 +149,14 @@ def find_captions(source_dir: str | os.PathLike[str], caption_column: str) -> so
         PermissionError: credentials for the source are missing or refused.
         OSError: the source cannot be reached.
     """
-    file = sources.describe(f'{os.fspath(source_dir).rstrip("/")}/{schema.CAPTIONS_FILE}')
+    file = source_files.describe(f'{os.fspath(source_dir).rstrip("/")}/{schema.CAPTIONS_FILE}')
     if not file.is_remote:
         keyed_parquet.open_with_column(file.path, caption_column).close()
     return file
 
 
 @contextlib.contextmanager
-def hold(file: sources.SourceFile, scratch: str) -> Iterator[str]:
+def hold(file: source_files.SourceFile, scratch: str) -> Iterator[str]:
     """Gives a local path of a file; of one that is remote it is a copy in the folder `scratch`."""
     if not file.is_remote:
         yield file.path

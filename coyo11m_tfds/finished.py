@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from absl import logging
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.destination import Destination, FileState
 from coyo11m_tfds.shard_writer import ShardResult, ShardTask
+from coyo11m_tfds.storage.destination import Destination, FileState
 
 _RECORDS = 'finished'
 

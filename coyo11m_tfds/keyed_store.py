@@ -28,8 +28,8 @@ import numpy as np
 from absl import logging
 
 from coyo11m_tfds import keyed_parquet
-from coyo11m_tfds.destination import Destination, naming
-from coyo11m_tfds.file_lock import FileLock
+from coyo11m_tfds.storage.destination import Destination, naming
+from coyo11m_tfds.storage.file_lock import FileLock
 
 FORMAT = 1  # of the files of all stores; another number has them built again
 

@@ -15,9 +15,9 @@ import zipfile
 from collections.abc import Iterable
 from typing import BinaryIO
 
-from coyo11m_tfds import remote, retry
-from coyo11m_tfds.file_lock import FileLock
-from coyo11m_tfds.sources import SourceFile
+from coyo11m_tfds.storage import remote, retry
+from coyo11m_tfds.storage.file_lock import FileLock
+from coyo11m_tfds.storage.source_files import SourceFile
 
 # What is small enough to belong to the head; keys are 1/3000 of a file.
 _SMALL_BYTES = 1 << 20

@@ -32,12 +32,13 @@ from collections.abc import Callable, Collection, Mapping
 
 import absl.logging
 
-from coyo11m_tfds import build_lock, file_copier, retry, schema, sources
-from coyo11m_tfds.copied_files import CopiedFiles
-from coyo11m_tfds.destination import Destination
+from coyo11m_tfds import schema, sources
 from coyo11m_tfds.progress import Progress
-from coyo11m_tfds.scratch import Scratch
-from coyo11m_tfds.sources import SourceFile
+from coyo11m_tfds.storage import build_lock, file_copier, retry, source_files
+from coyo11m_tfds.storage.copied_files import CopiedFiles
+from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage.scratch import Scratch
+from coyo11m_tfds.storage.source_files import SourceFile
 
 DEFAULT_PARALLEL = 4
 DEFAULT_SCRATCH_GB = 50.0
@@ -138,17 +139,17 @@ def find_files(
         for name in _all_names(found.root):
             is_wanted = any(fnmatch.fnmatchcase(name, pattern) for pattern in include)
             if is_wanted and name not in files:
-                files[name] = sources.describe(f'{found.root}/{name}')
+                files[name] = source_files.describe(f'{found.root}/{name}')
     return files
 
 
 def _all_names(root: str) -> list[str]:
     """Paths of all files of a source, relative to it, without hidden ones."""
-    if not sources.is_remote(root):
+    if not source_files.is_remote(root):
         paths = [path for path in pathlib.Path(root).rglob('*') if path.is_file()]
         names = [path.relative_to(root).as_posix() for path in paths]
     elif root.startswith(_GCS):
-        found = retry.call(lambda: sources.gcs().find(root), f'listing {root}')
+        found = retry.call(lambda: source_files.gcs().find(root), f'listing {root}')
         names = [path.removeprefix(root.removeprefix(_GCS) + '/') for path in found]
     else:
         names = _names_on_hub(root)
@@ -158,8 +159,8 @@ def _all_names(root: str) -> list[str]:
 def _names_on_hub(root: str) -> list[str]:
     import huggingface_hub
 
-    uri = sources.hub_uri(root)
-    api = huggingface_hub.HfApi(endpoint=sources.hub_endpoint())
+    uri = source_files.hub_uri(root)
+    api = huggingface_hub.HfApi(endpoint=source_files.hub_endpoint())
     # Of the hub client's ways to list a repository the only one with a time-out.
     info = retry.call(
         lambda: api.dataset_info(uri.id, revision=uri.revision, timeout=retry.stall_seconds()),

@@ -21,10 +21,11 @@ from absl import logging
 from coyo11m_tfds import captions, schema, sources, vectors
 from coyo11m_tfds.dropped import Dropped
 from coyo11m_tfds.keyed_random import splitmix64
-from coyo11m_tfds.scratch import Scratch
 from coyo11m_tfds.shard_inputs import StoreInputs
 from coyo11m_tfds.shard_writer import VECTORS_IN_PT, ShardTask, TextVectors
 from coyo11m_tfds.source_latents import SourceLatents
+from coyo11m_tfds.storage import source_files
+from coyo11m_tfds.storage.scratch import Scratch
 
 _RECORD_OVERHEAD = 128  # bytes of a record besides latents, caption and text vector
 
@@ -188,7 +189,7 @@ def _prepare_sidecar(
     settings: PlanSettings, scratch: Scratch, cache_dir: str
 ) -> tuple[TextVectors, vectors.VectorStore]:
     try:
-        sidecar = sources.describe(settings.text_vectors)
+        sidecar = source_files.describe(settings.text_vectors)
     except ValueError as error:
         raise ValueError(
             f"text_vectors: {error} Otherwise '' or 'pt'; coyo11m_tfds.embed_captions makes such a "

@@ -18,12 +18,12 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 
 from coyo11m_tfds import chunk_index, report, schema, shard_statistics
-from coyo11m_tfds.destination import Destination
 from coyo11m_tfds.dropped import Dropped
 from coyo11m_tfds.finished import FinishedShards
 from coyo11m_tfds.plan import Plan
 from coyo11m_tfds.progress import Progress
 from coyo11m_tfds.shard_writer import ShardResult, ShardTask
+from coyo11m_tfds.storage.destination import Destination
 
 # Writes tasks and their records, and yields each when it is stored: `shard_pool` or `beam_engine`.
 Engine = Callable[[Sequence[ShardTask], FinishedShards], Iterable[tuple[ShardTask, ShardResult]]]

@@ -19,7 +19,8 @@ from typing import Protocol
 import numpy as np
 from etils import epath
 
-from coyo11m_tfds import captions, retry, vectors
+from coyo11m_tfds import captions, vectors
+from coyo11m_tfds.storage import retry
 
 
 class OpenInputs(Protocol):

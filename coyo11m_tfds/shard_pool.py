@@ -22,8 +22,8 @@ import uuid
 from collections.abc import Iterator, Sequence
 
 from coyo11m_tfds.finished import FinishedShards
-from coyo11m_tfds.scratch import Scratch
 from coyo11m_tfds.shard_writer import ShardResult, ShardTask, init_worker, write_shard
+from coyo11m_tfds.storage.scratch import Scratch
 
 WORKERS_VARIABLE = 'COYO11M_NUM_PROC'
 

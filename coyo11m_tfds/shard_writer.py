@@ -19,7 +19,7 @@ import pyarrow as pa
 from coyo11m_tfds import latent_shards, records, schema
 from coyo11m_tfds.shard_inputs import PackedInputs, StoreInputs
 from coyo11m_tfds.shard_statistics import ShardStatistics
-from coyo11m_tfds.sources import SourceFile
+from coyo11m_tfds.storage.source_files import SourceFile
 
 ROWS_AT_ONCE = 256
 VECTORS_IN_PT = 'pt'  # the config's `text_vectors` for `embeddings` inside the .pt files

@@ -18,7 +18,7 @@ import numpy as np
 
 from coyo11m_tfds import latent_heads, schema
 from coyo11m_tfds.latent_shards import LatentShard, RowsDisagreeError
-from coyo11m_tfds.sources import SourceFile
+from coyo11m_tfds.storage.source_files import SourceFile
 
 # Heads are a few requests each, and waiting for these is most of the time.
 _HEADS_AT_ONCE = 8

@@ -24,7 +24,7 @@ from absl import logging
 
 from coyo11m_tfds import keyed_parquet, keyed_store, schema
 from coyo11m_tfds.captions import LocalFile
-from coyo11m_tfds.destination import naming
+from coyo11m_tfds.storage.destination import naming
 
 _PLACES, _MATRIX = 'places', 'matrix'
 

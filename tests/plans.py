@@ -4,9 +4,9 @@ import pathlib
 from collections.abc import Sequence
 
 from coyo11m_tfds import plan, prepare, schema, shard_pool, shard_writer, sources
-from coyo11m_tfds.destination import Destination
 from coyo11m_tfds.finished import FinishedShards
-from coyo11m_tfds.scratch import Scratch
+from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage.scratch import Scratch
 
 
 def shard_filename(split: str, index: int, count: int) -> str:

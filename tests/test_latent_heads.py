@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 import torch
 
-from coyo11m_tfds import latent_heads, remote, retry, schema, sources
+from coyo11m_tfds import latent_heads, schema
 from coyo11m_tfds.latent_shards import LatentShard
-from coyo11m_tfds.sources import SourceFile
+from coyo11m_tfds.storage import remote, retry, source_files
+from coyo11m_tfds.storage.source_files import SourceFile
 from tests import children, made_sources
 from tests.cloud import Fault, Gcs, Hub, gcs, hub  # noqa: F401
 from tests.fake_http import FakeServer
@@ -52,7 +53,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 def upload(bucket: Gcs, data: bytes) -> SourceFile:
     bucket.put('bucket', NAME, data)
-    file = sources.describe(f'gs://bucket/{NAME}')
+    file = source_files.describe(f'gs://bucket/{NAME}')
     bucket.clear()
     return file
 
@@ -95,13 +96,13 @@ def test_a_head_from_the_hub(
     whole: pathlib.Path,
 ):
     hub.commit({f'{schema.LATENTS_FOLDER}/{NAME}': whole})
-    file = sources.describe(f'hf://datasets/owner/name/{schema.LATENTS_FOLDER}/{NAME}')
+    file = source_files.describe(f'hf://datasets/owner/name/{schema.LATENTS_FOLDER}/{NAME}')
     assert_alike(latent_heads.fetch_head(file, folder), whole)
     assert received(hub) < 300_000
 
 
 def test_a_local_file_is_its_own_head(folder: pathlib.Path, whole: pathlib.Path):
-    assert latent_heads.fetch_head(sources.describe(whole), folder) == str(whole)
+    assert latent_heads.fetch_head(source_files.describe(whole), folder) == str(whole)
     assert os.listdir(folder) == []
 
 
@@ -281,8 +282,9 @@ def test_who_is_killed_leaves_nothing_that_harms(
     bucket.inject(Fault('slow', count=2, action='read', seconds=0))
     bucket.inject(Fault('stall', action='read', seconds=30))
     code = """
-        from coyo11m_tfds import latent_heads, sources
-        latent_heads.fetch_head(sources.describe(sys.argv[1]), sys.argv[2])
+        from coyo11m_tfds import latent_heads
+        from coyo11m_tfds.storage import source_files
+        latent_heads.fetch_head(source_files.describe(sys.argv[1]), sys.argv[2])
     """
     with children.python(code, file.path, folder) as child:
         while num_reads(bucket) < 3:

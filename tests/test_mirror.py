@@ -13,9 +13,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from coyo11m_tfds import build_lock, file_copier, mirror, schema, sources
-from coyo11m_tfds.destination import Destination
-from coyo11m_tfds.scratch import Scratch
+from coyo11m_tfds import mirror, schema, sources
+from coyo11m_tfds.storage import build_lock, file_copier, source_files
+from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage.scratch import Scratch
 from tests.cloud import Fault, Gcs, Hub
 
 CAPTIONS = schema.CAPTIONS_FILE
@@ -120,7 +121,7 @@ def test_to_the_root_of_a_bucket(gcs, local):
 
 
 def test_further_files(source, tmp_path):
-    if not sources.is_remote(source):
+    if not source_files.is_remote(source):
         _write(pathlib.Path(source), {'README.md': b'hello', '.hidden/x.md': b''})
     mirror.mirror(source, tmp_path / 'to', include=['*.md', 'none*'])
     further = {n: d for n, d in _read(tmp_path / 'to').items() if n not in FILES}
@@ -168,7 +169,7 @@ def test_files_that_the_source_lost_are_named(local, tmp_path, caplog):
 def test_a_file_that_grows_while_it_is_copied(gcs, local, tmp_path, destination):
     target = Destination(destination if '://' in destination else tmp_path / destination)
     path = os.path.join(local, CAPTIONS)
-    file = dataclasses.replace(sources.describe(path), size=5)
+    file = dataclasses.replace(source_files.describe(path), size=5)
     with pytest.raises(OSError, match=r'parquet has 300,004 bytes now, but had 5 when'):
         file_copier.copy(file, target, 'x')
     assert target.inventory() == {}

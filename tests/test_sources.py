@@ -10,7 +10,8 @@ from collections.abc import Callable
 import google_crc32c
 import pytest
 
-from coyo11m_tfds import remote, schema, sources
+from coyo11m_tfds import schema, sources
+from coyo11m_tfds.storage import remote, source_files
 from tests import children
 from tests.cloud import Fault, Gcs, Hub, gcs, hub  # noqa: F401
 from tests.fake_http import FakeServer
@@ -111,8 +112,8 @@ def test_one_file_is_described_as_the_source_describes_it(place: Place):
     place.put(CONTENTS)
     source = sources.find(place.root)
     for file in (*source.latent_files, source.captions_file):
-        assert sources.describe(file.path) == file
-        assert file.is_remote == sources.is_remote(place.root)
+        assert source_files.describe(file.path) == file
+        assert file.is_remote == source_files.is_remote(place.root)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,11 @@ def test_one_file_is_described_as_the_source_describes_it(place: Place):
 )
 def test_what_is_missing_is_told(place: Place, kept: set[str], message: str):
     place.put({name: data for name, data in CONTENTS.items() if name in kept})
-    root = place.root if not kept else sources._list(place.root)[0]
+    root = (
+        place.root
+        if not kept
+        else source_files.list_files(place.root, 'latents-3crop', ('.pt',))[0]
+    )
     with pytest.raises(ValueError, match=message.format(root=re.escape(root))):
         sources.find(place.root)
 
@@ -154,7 +159,7 @@ def test_a_file_instead_of_a_folder(place: Place):
 def test_a_file_that_is_not_there(place: Place, name: str):
     place.put(CONTENTS)
     with pytest.raises(ValueError, match=rf'{name} is missing or a folder; expected a file'):
-        sources.describe(f'{place.root}/{name}')
+        source_files.describe(f'{place.root}/{name}')
 
 
 def test_versions_change_with_the_content_alone(place: Place):
@@ -163,7 +168,7 @@ def test_versions_change_with_the_content_alone(place: Place):
     place.put(CONTENTS | {'latents-3crop/000000-000009.pt': b'FIRST'})
     after = sources.find(place.root)
     assert after.latent_files[0].version != before.latent_files[0].version
-    if sources.is_remote(place.root):  # written again, but the same
+    if source_files.is_remote(place.root):  # written again, but the same
         assert after.latent_files[1].version == before.latent_files[1].version
         assert after.captions_file.version == before.captions_file.version
 
@@ -175,10 +180,10 @@ def test_a_local_version_is_size_and_time(tmp_path: pathlib.Path):
     path = tmp_path / 'x.pt'
     path.write_bytes(b'12345')
     os.utime(path, ns=(0, 123))
-    file = sources.describe(path)
-    assert file == sources.SourceFile(str(path), 5, '5-123', None)
+    file = source_files.describe(path)
+    assert file == source_files.SourceFile(str(path), 5, '5-123', None)
     os.utime(path, ns=(0, 124))
-    assert sources.describe(path).version == '5-124'
+    assert source_files.describe(path).version == '5-124'
 
 
 def test_a_source_in_the_working_folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
@@ -200,7 +205,7 @@ def test_a_link_to_nothing_is_not_overlooked(tmp_path: pathlib.Path):
 
 @pytest.mark.parametrize('path', ['s3://bucket/x', 'file:///data', 'https://example.org/x'])
 def test_places_that_are_not_known(path: str):
-    for look in (sources.find, sources.describe):
+    for look in (sources.find, source_files.describe):
         with pytest.raises(ValueError, match=rf'{path}: expected a local path, gs://'):
             look(path)
 
@@ -208,7 +213,8 @@ def test_places_that_are_not_known(path: str):
 def test_importing_brings_no_library_of_a_storage():
     heavy = ('torch', 'tensorflow', 'gcsfs', 'huggingface_hub', 'fsspec', 'aiohttp', 'requests')
     code = f"""
-        from coyo11m_tfds import file_lock, latent_heads, remote, retry, scratch, sources
+        from coyo11m_tfds import latent_heads, sources
+        from coyo11m_tfds.storage import file_lock, remote, retry, scratch, source_files
         print([name for name in {heavy} if name in sys.modules])
         sources.find(sys.argv[1])
     """
@@ -226,8 +232,8 @@ def test_importing_brings_no_library_of_a_storage():
 def test_checksums_in_a_bucket(gcs: Gcs):  # noqa: F811
     gcs.put('bucket', 'x.pt', b'content')
     expected = f'crc32c:{google_crc32c.value(b"content"):08x}'
-    file = sources.describe('gs://bucket/x.pt')
-    assert file == sources.SourceFile('gs://bucket/x.pt', 7, expected, expected)
+    file = source_files.describe('gs://bucket/x.pt')
+    assert file == source_files.SourceFile('gs://bucket/x.pt', 7, expected, expected)
 
 
 def test_a_source_that_is_a_whole_bucket(gcs: Gcs):  # noqa: F811
@@ -258,9 +264,11 @@ def test_finding_reads_nothing_and_asks_seldom(remote_place: Place):
 def test_checksums_on_the_hub(hub: Hub):  # noqa: F811
     hub.commit({'x.pt': b'content', 'small.txt': b'small'})
     sha256 = hashlib.sha256(b'content').hexdigest()
-    assert sources.describe('hf://datasets/owner/name/x.pt').checksum == f'sha256:{sha256}'
+    assert source_files.describe('hf://datasets/owner/name/x.pt').checksum == f'sha256:{sha256}'
     sha1 = hashlib.sha1(b'blob 5\0small').hexdigest()
-    assert sources.describe('hf://datasets/owner/name/small.txt').checksum == f'git-sha1:{sha1}'
+    assert (
+        source_files.describe('hf://datasets/owner/name/small.txt').checksum == f'git-sha1:{sha1}'
+    )
 
 
 def test_all_files_are_of_the_commit_that_was_found(hub: Hub):  # noqa: F811
@@ -269,7 +277,7 @@ def test_all_files_are_of_the_commit_that_was_found(hub: Hub):  # noqa: F811
     source = sources.find(root)
     assert source.root == f'{root}@{first}'
     second = hub.commit(CONTENTS | {'coyo11m-meta.parquet': b'other captions'})
-    assert sources.describe(source.captions_file.path) == source.captions_file
+    assert source_files.describe(source.captions_file.path) == source.captions_file
     assert sources.find(root).root == f'{root}@{second}'
     assert sources.find(f'{root}@{first}') == source
 
@@ -308,7 +316,7 @@ def test_what_goes_wrong_twice_is_mended(remote_place: Place, kind: str):
     assert sources.find(remote_place.root) == expected
     remote_place.server.heal()
     remote_place.server.inject(Fault(kind, count=2, seconds=0.1, match='stat|list|info'))
-    assert sources.describe(expected.captions_file.path) == expected.captions_file
+    assert source_files.describe(expected.captions_file.path) == expected.captions_file
 
 
 def test_a_stall_is_noticed(remote_place: Place):
@@ -333,7 +341,7 @@ def test_what_stays_wrong_is_one_error(remote_place: Place, kind: str):
 def test_missing_access_is_told_at_once(remote_place: Place, kind: str):
     remote_place.server.inject(Fault(kind, count=None, match='list|info|stat'))
     command = r'`gcloud auth application-default login`|`hf auth login`.*/datasets/owner/name '
-    for look in (sources.find, sources.describe):
+    for look in (sources.find, source_files.describe):
         remote_place.server.clear()
         with pytest.raises(PermissionError, match=command) as error:
             look(f'{remote_place.root}')

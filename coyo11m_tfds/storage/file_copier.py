@@ -14,11 +14,11 @@ from collections.abc import Callable
 
 import google_crc32c
 
-from coyo11m_tfds import file_state, remote
-from coyo11m_tfds.destination import Destination
-from coyo11m_tfds.file_state import FileState, ignore_bytes, naming
-from coyo11m_tfds.scratch import Scratch
-from coyo11m_tfds.sources import SourceFile
+from coyo11m_tfds.storage import file_state, remote
+from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage.file_state import FileState, ignore_bytes, naming
+from coyo11m_tfds.storage.scratch import Scratch
+from coyo11m_tfds.storage.source_files import SourceFile
 
 _CRC32C = 'crc32c:'
 
@@ -80,7 +80,7 @@ def _within_storage(
 ) -> FileState:
     from google.cloud import storage  # takes 0.2 s, and only copies to buckets need it
 
-    from coyo11m_tfds import gcs_folder, gcs_objects
+    from coyo11m_tfds.storage import gcs_folder, gcs_objects
 
     state = _stored_state(file)
     copy = gcs_folder.GcsFolder(target.folder).blob(name)
@@ -96,7 +96,7 @@ def _upload(
     name: str,
     on_bytes: Callable[[int], None],
 ) -> FileState:
-    from coyo11m_tfds import gcs_folder, gcs_objects
+    from coyo11m_tfds.storage import gcs_folder, gcs_objects
 
     state = file_state.of_file(path)
     _check_size(file, state)

@@ -1,6 +1,6 @@
 """Reads remote files: a whole one to the local disk, verified, or a few bytes.
 
-    file = sources.describe('gs://bucket/latents-3crop/000000-000009.pt')
+    file = source_files.describe('gs://bucket/latents-3crop/000000-000009.pt')
     remote.fetch(file, '/scratch/000000-000009.pt')   # goes on where an earlier download broke off
     remote.read_range(file, 0, 4)                     # b'PK\\x03\\x04'
 
@@ -18,10 +18,10 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from coyo11m_tfds import retry, sources
-from coyo11m_tfds.file_lock import FileLock
-from coyo11m_tfds.part_file import PartFile
-from coyo11m_tfds.sources import SourceFile
+from coyo11m_tfds.storage import retry, source_files
+from coyo11m_tfds.storage.file_lock import FileLock
+from coyo11m_tfds.storage.part_file import PartFile
+from coyo11m_tfds.storage.source_files import SourceFile
 
 if TYPE_CHECKING:
     import requests
@@ -186,7 +186,7 @@ def _check_range(file: SourceFile, start: int, stop: int, response: 'requests.Re
 def _check_version(file: SourceFile, response: 'requests.Response') -> None:
     # gs:// says with every range what the whole object's checksum is.
     stored = re.search(r'crc32c=([\w+/]+=*)', response.headers.get('X-Goog-Hash', ''))
-    found = sources.crc32c_checksum(stored[1]) if stored else file.checksum
+    found = source_files.crc32c_checksum(stored[1]) if stored else file.checksum
     if found != (file.checksum or found):
         raise _changed(file, f'its checksum is {found}, not {file.checksum}')
 
@@ -199,7 +199,7 @@ def _changed(file: SourceFile, how: str) -> OSError:
 
 
 def _gcs_address(file: SourceFile) -> tuple[str, Callable]:
-    storage = sources.gcs()
+    storage = source_files.gcs()
 
     def authorize(request: Any) -> Any:
         storage.credentials.apply(request.headers)
@@ -212,13 +212,13 @@ def _hub_address(file: SourceFile) -> tuple[str, Callable]:
     import huggingface_hub
     from huggingface_hub import utils
 
-    uri = sources.hub_uri(file.path)
+    uri = source_files.hub_uri(file.path)
     url = huggingface_hub.hf_hub_url(
         uri.id,
         uri.path_in_repo,
         repo_type='dataset',
         revision=uri.revision,
-        endpoint=sources.hub_endpoint(),
+        endpoint=source_files.hub_endpoint(),
     )
 
     # Given as a function, so that requests does not put the password of a .netrc in its place.

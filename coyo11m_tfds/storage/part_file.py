@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable
 from typing import Self
 
-from coyo11m_tfds.sources import SourceFile
+from coyo11m_tfds.storage.source_files import SourceFile
 
 _BLOCK = 1 << 20  # bytes read at a time
 

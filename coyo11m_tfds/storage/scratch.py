@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 from absl import logging
 
-from coyo11m_tfds import remote
-from coyo11m_tfds.file_lock import FileLock
-from coyo11m_tfds.sources import SourceFile
+from coyo11m_tfds.storage import remote
+from coyo11m_tfds.storage.file_lock import FileLock
+from coyo11m_tfds.storage.source_files import SourceFile
 
 # Beside the entries: held for moments, by whoever looks at all entries together.
 _MUTEX = '.lock'

@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from coyo11m_tfds.file_lock import FileLock
+from coyo11m_tfds.storage.file_lock import FileLock
 from tests import children
 
 HOLD = """
-    from coyo11m_tfds.file_lock import FileLock
+    from coyo11m_tfds.storage.file_lock import FileLock
     with FileLock(sys.argv[1]):
         print('held', flush=True)
         sys.stdin.readline()
@@ -107,7 +107,7 @@ def test_a_lock_whose_file_was_removed_is_another_one(path: pathlib.Path):
 def test_a_forked_child_has_no_part_in_it(path: pathlib.Path):
     code = """
         import os, time
-        from coyo11m_tfds.file_lock import FileLock
+        from coyo11m_tfds.storage.file_lock import FileLock
         lock = FileLock(sys.argv[1])
         child = os.fork()
         if child == 0:
@@ -148,7 +148,7 @@ def test_a_forked_child_cannot_release_another_lock_by_an_inherited_one(path: pa
     """The numbers of the descriptors that it closed are used anew."""
     code = """
         import os
-        from coyo11m_tfds.file_lock import FileLock
+        from coyo11m_tfds.storage.file_lock import FileLock
         inherited = FileLock(sys.argv[1])
         if os.fork() == 0:
             own = FileLock(sys.argv[1] + '.own')

@@ -15,12 +15,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from coyo11m_tfds import bucket_lease, build_lock, lock_holder
+from coyo11m_tfds.storage import bucket_lease, build_lock, lock_holder
 from tests.cloud import Fault
 
 _HOLD = """
 import sys
-from coyo11m_tfds import build_lock
+from coyo11m_tfds.storage import build_lock
 
 with build_lock.hold(sys.argv[1], wait_seconds=60) as lock:
     print('held', flush=True)
@@ -34,7 +34,7 @@ with build_lock.hold(sys.argv[1], wait_seconds=60) as lock:
 
 _COUNT = """
 import pathlib, sys, time
-from coyo11m_tfds import build_lock
+from coyo11m_tfds.storage import build_lock
 
 place, counter, rounds = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3])
 for _ in range(rounds):

@@ -17,10 +17,10 @@ from collections.abc import Collection, Mapping
 from absl import logging
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.destination import Destination
-from coyo11m_tfds.file_state import FileState
 from coyo11m_tfds.progress import Progress
-from coyo11m_tfds.sources import SourceFile
+from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage.file_state import FileState
+from coyo11m_tfds.storage.source_files import SourceFile
 
 _RECORDS = '.mirror'
 

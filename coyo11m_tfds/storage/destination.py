@@ -15,9 +15,9 @@ the file itself or from the storage's own record, never from a cache.
 import os
 from collections.abc import Callable, Collection
 
-from coyo11m_tfds.file_state import FileState, ignore_bytes, naming
-from coyo11m_tfds.file_state import of_file as file_state
-from coyo11m_tfds.local_folder import LocalFolder
+from coyo11m_tfds.storage.file_state import FileState, ignore_bytes, naming
+from coyo11m_tfds.storage.file_state import of_file as file_state
+from coyo11m_tfds.storage.local_folder import LocalFolder
 
 __all__ = ['Destination', 'FileState', 'file_state', 'naming']
 
@@ -40,7 +40,7 @@ class Destination:
         self.folder = path.rstrip('/') or '/'
         self.is_remote = '://' in path
         if self.is_remote:
-            from coyo11m_tfds import gcs_folder  # imports the storage's client
+            from coyo11m_tfds.storage import gcs_folder  # imports the storage's client
 
             self._store = gcs_folder.GcsFolder(path)
         else:

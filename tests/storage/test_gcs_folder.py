@@ -13,8 +13,8 @@ import google_crc32c
 import pytest
 from google.cloud import storage
 
-from coyo11m_tfds import gcs_folder, gcs_objects
-from coyo11m_tfds.destination import Destination, FileState
+from coyo11m_tfds.storage import gcs_folder, gcs_objects
+from coyo11m_tfds.storage.destination import Destination, FileState
 from tests.cloud import Fault, Gcs, fake_gcs
 
 LAST = 'dataset_info.json'
@@ -29,8 +29,8 @@ def _state(data: bytes) -> FileState:
 
 _PUT = """
 import json, os, resource, sys
-from coyo11m_tfds import gcs_folder
-from coyo11m_tfds.destination import Destination
+from coyo11m_tfds.storage import gcs_folder
+from coyo11m_tfds.storage.destination import Destination
 
 gcs_folder.import_tensorflow()
 print(json.dumps(dict(os.environ)), flush=True)
@@ -388,7 +388,7 @@ def _check_interrupted(gcs: Gcs, files: dict[str, bytes]) -> None:
 
 _PROMOTE = """
 import sys
-from coyo11m_tfds.destination import Destination
+from coyo11m_tfds.storage.destination import Destination
 
 destination = Destination('gs://bucket/a')
 destination.inventory('work')

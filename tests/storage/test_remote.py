@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from coyo11m_tfds import remote, sources
-from coyo11m_tfds.sources import SourceFile
+from coyo11m_tfds.storage import remote, source_files
+from coyo11m_tfds.storage.source_files import SourceFile
 from tests import children
 from tests.cloud import Fault, Gcs, Hub, gcs, hub  # noqa: F401
 from tests.fake_http import Call, FakeServer, Reply
@@ -40,12 +40,12 @@ class Cloud:
 
 def in_bucket(server: Gcs) -> Cloud:
     server.put('bucket', f'source/{NAME}', DATA)
-    return Cloud(server, sources.describe(f'gs://bucket/source/{NAME}'))
+    return Cloud(server, source_files.describe(f'gs://bucket/source/{NAME}'))
 
 
 def on_hub(server: Hub) -> Cloud:
     server.commit({NAME: DATA})
-    return Cloud(server, sources.describe(f'hf://datasets/owner/name/{NAME}'))
+    return Cloud(server, source_files.describe(f'hf://datasets/owner/name/{NAME}'))
 
 
 @pytest.fixture(params=['gs', 'hf'])
@@ -208,14 +208,14 @@ def test_missing_access_is_told_at_once(
 
 def test_an_empty_file(bucket: Cloud, target: pathlib.Path):
     bucket.server.put('bucket', 'empty', b'')
-    assert fetch(sources.describe('gs://bucket/empty'), target) == []
+    assert fetch(source_files.describe('gs://bucket/empty'), target) == []
     assert_fetched(target, b'')
 
 
 def test_a_small_file_of_the_hub(hub: Hub, target: pathlib.Path):  # noqa: F811
     """It is known by git's checksum, and comes from another place than the large ones."""
     hub.commit({'README.md': b'A data set.'})
-    file = sources.describe('hf://datasets/owner/name/README.md')
+    file = source_files.describe('hf://datasets/owner/name/README.md')
     assert file.checksum.startswith('git-sha1:')
     hub.inject(Fault('flip', action='read'))
     fetch(file, target)
@@ -249,7 +249,7 @@ def test_a_file_that_has_changed_is_not_mixed(
     assert len(bucket.reads()) == 1
     assert not target.exists()
     bucket.server.clear()
-    fetch(sources.describe(bucket.file.path), target)
+    fetch(source_files.describe(bucket.file.path), target)
     assert_fetched(target, data)
     assert bucket.reads() == [(0, len(data) - 1)]
 
@@ -346,7 +346,7 @@ def test_a_range_of_a_file_that_has_changed(bucket: Cloud):
 def test_a_range_of_a_local_file(tmp_path: pathlib.Path):
     path = tmp_path / 'x.pt'
     path.write_bytes(DATA)
-    assert remote.read_range(sources.describe(path), 10, 1000) == DATA[10:1010]
+    assert remote.read_range(source_files.describe(path), 10, 1000) == DATA[10:1010]
 
 
 def test_a_server_that_knows_no_ranges(
@@ -373,10 +373,10 @@ def test_a_server_that_knows_no_ranges(
 
 
 FETCH = """
-    from coyo11m_tfds import remote, sources
+    from coyo11m_tfds.storage import remote, source_files
     def told(n):
         print(n, flush=True)
-    remote.fetch(sources.describe(sys.argv[1]), sys.argv[2], told)
+    remote.fetch(source_files.describe(sys.argv[1]), sys.argv[2], told)
 """
 
 
@@ -429,8 +429,8 @@ def test_a_forked_process_has_connections_of_its_own(bucket: Cloud):
     """Else both would read answers to the other from one connection."""
     code = """
         import os
-        from coyo11m_tfds import remote, sources
-        file = sources.describe(sys.argv[1])
+        from coyo11m_tfds.storage import remote, source_files
+        file = source_files.describe(sys.argv[1])
         remote.read_range(file, 0, 4)
         forked = os.fork() == 0
         got = b''.join(remote.read_range(file, 1000 * n + forked, 1) for n in range(50))
@@ -461,7 +461,7 @@ def test_three_requests_in_ten_go_wrong(
         for name, data in contents.items():
             cloud.server.put('bucket', f'source/{name}', data)
     root = cloud.file.path.removesuffix(NAME).partition('@')[0]
-    files = [sources.describe(f'{root.rstrip("/")}/{name}') for name in contents]
+    files = [source_files.describe(f'{root.rstrip("/")}/{name}') for name in contents]
     cloud.server.inject_share([*PASSING, 'stall'], share=0.3, seed=3, seconds=0.3)
     for file in files:
         fetch(file, tmp_path / 'all' / file.name)

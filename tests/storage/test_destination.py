@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coyo11m_tfds.destination import Destination, FileState
+from coyo11m_tfds.storage.destination import Destination, FileState
 
 LAST = 'dataset_info.json'
 SHARED_MEMORY = pathlib.Path('/dev/shm')  # another file system, on Linux
@@ -118,7 +118,7 @@ def test_inventory_tells_every_changed_byte(tmp_path):
 
 _LIMITED = """
 import pathlib, resource, signal, sys
-from coyo11m_tfds.destination import Destination
+from coyo11m_tfds.storage.destination import Destination
 
 # A write beyond this size fails as on a full disk, with OSError instead of a signal.
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -142,7 +142,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
 _ENDLESS = """
 import pathlib, random, sys
 import google_crc32c
-from coyo11m_tfds.destination import Destination
+from coyo11m_tfds.storage.destination import Destination
 
 destination = Destination(sys.argv[1])
 staging = pathlib.Path(destination.staging('/nowhere'))

@@ -21,8 +21,8 @@ import google_crc32c
 from google.api_core import exceptions
 from google.cloud import storage
 
-from coyo11m_tfds import retry
-from coyo11m_tfds.file_state import FileState, ignore_bytes
+from coyo11m_tfds.storage import retry
+from coyo11m_tfds.storage.file_state import FileState, ignore_bytes
 
 T = TypeVar('T')
 

@@ -13,10 +13,10 @@ import time
 
 import pytest
 
-from coyo11m_tfds import scratch, sources
-from coyo11m_tfds.file_lock import FileLock
-from coyo11m_tfds.scratch import Scratch
-from coyo11m_tfds.sources import SourceFile
+from coyo11m_tfds.storage import scratch, source_files
+from coyo11m_tfds.storage.file_lock import FileLock
+from coyo11m_tfds.storage.scratch import Scratch
+from coyo11m_tfds.storage.source_files import SourceFile
 from tests import children
 from tests.cloud import Fault, Gcs, gcs  # noqa: F401
 
@@ -40,7 +40,7 @@ def content(name: str, size: int = SIZE) -> bytes:
 
 def put(bucket: Gcs, name: str, size: int = SIZE) -> SourceFile:
     bucket.put('bucket', name, content(name, size))
-    return sources.describe(f'gs://bucket/{name}')
+    return source_files.describe(f'gs://bucket/{name}')
 
 
 def num_reads(bucket: Gcs, name: str = '') -> int:
@@ -65,10 +65,11 @@ def wait_until(condition, seconds: float = 20) -> None:
 
 
 HOLD = """
-    from coyo11m_tfds import sources
-    from coyo11m_tfds.scratch import Scratch
+    from coyo11m_tfds.storage import source_files
+    from coyo11m_tfds.storage.scratch import Scratch
     folder, max_bytes, url, keep = sys.argv[1:]
-    with Scratch(folder, int(max_bytes)).hold(sources.describe(url), keep=keep == 'keep') as path:
+    file = source_files.describe(url)
+    with Scratch(folder, int(max_bytes)).hold(file, keep=keep == 'keep') as path:
         print(path, flush=True)
         sys.stdin.readline()
 """
@@ -77,7 +78,7 @@ HOLD = """
 def test_a_local_file_is_its_own_copy(folder: pathlib.Path, tmp_path: pathlib.Path):
     path = tmp_path / 'x.pt'
     path.write_bytes(b'content')
-    with Scratch(folder, 1).hold(sources.describe(path)) as held:
+    with Scratch(folder, 1).hold(source_files.describe(path)) as held:
         assert held == str(path)
     assert path.read_bytes() == b'content'
 
@@ -106,7 +107,7 @@ def test_a_new_version_is_another_file(bucket: Gcs, folder: pathlib.Path):
     with held.hold(put(bucket, 'x.pt'), keep=True):
         pass
     bucket.put('bucket', 'x.pt', bytes(SIZE))
-    with held.hold(sources.describe('gs://bucket/x.pt')) as path:
+    with held.hold(source_files.describe('gs://bucket/x.pt')) as path:
         assert pathlib.Path(path).read_bytes() == bytes(SIZE)
 
 
@@ -128,10 +129,10 @@ def test_a_thread_does_not_wait_for_itself(bucket: Gcs, folder: pathlib.Path):
             held.hold(put(bucket, 'y.pt')),
         ):
             pass
-        with held.hold(sources.describe('gs://bucket/x.pt')):  # the same copy once more
+        with held.hold(source_files.describe('gs://bucket/x.pt')):  # the same copy once more
             pass
         assert copies(folder) == {'x.pt': SIZE}
-    with held.hold(sources.describe('gs://bucket/y.pt')):
+    with held.hold(source_files.describe('gs://bucket/y.pt')):
         pass
 
 
@@ -363,13 +364,13 @@ def test_a_forked_child_does_not_hold_what_its_killed_parent_held(
 WORK = """
     import os, pathlib, random, signal, traceback
     import gcsfs, google_crc32c, requests  # once for all
-    from coyo11m_tfds import sources
-    from coyo11m_tfds.scratch import Scratch
+    from coyo11m_tfds.storage import source_files
+    from coyo11m_tfds.storage.scratch import Scratch
     folder, max_bytes, complaints = sys.argv[1:]
 
     def work(seed):
         dice, held = random.Random(seed), Scratch(folder, int(max_bytes))
-        files = [sources.describe(f'gs://bucket/{n}.pt') for n in range(6)]
+        files = [source_files.describe(f'gs://bucket/{n}.pt') for n in range(6)]
         while True:
             file = dice.choice(files)
             with held.hold(file, keep=dice.random() < 0.3) as path:
@@ -425,7 +426,7 @@ def test_killed_at_random_moments(bucket: Gcs, folder: pathlib.Path, tmp_path: p
     bucket.heal()
     assert num_reads(bucket) > 20
     whole = Scratch(folder, sizes[5])
-    with whole.hold(sources.describe('gs://bucket/5.pt')) as path:
+    with whole.hold(source_files.describe('gs://bucket/5.pt')) as path:
         assert pathlib.Path(path).read_bytes() == content('5.pt', sizes[5])
         assert copies(folder) == {'5.pt': sizes[5]}
 

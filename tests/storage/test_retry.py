@@ -23,7 +23,7 @@ import requests
 import tensorflow as tf
 import urllib3
 
-from coyo11m_tfds import retry
+from coyo11m_tfds.storage import retry
 
 GS = 'downloading gs://bucket/source/x.pt'
 HUB = 'downloading hf://datasets/owner/name@0123/x.pt'

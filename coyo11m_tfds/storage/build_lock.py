@@ -20,7 +20,7 @@ from typing import Protocol
 
 from absl import logging
 
-from coyo11m_tfds import file_lock, lock_holder
+from coyo11m_tfds.storage import file_lock, lock_holder
 
 _SECONDS_BETWEEN_LINES = 60
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds
@@ -126,7 +126,7 @@ class _Patience:
 def _open_lock(place: str) -> 'Lock':
     if '://' not in place:
         return _LocalLock(f'{place}.lock')
-    from coyo11m_tfds import bucket_lease  # imports the client of the storage
+    from coyo11m_tfds.storage import bucket_lease  # imports the client of the storage
 
     return bucket_lease.BucketLease(place)
 

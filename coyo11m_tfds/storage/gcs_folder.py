@@ -17,8 +17,8 @@ from typing import Any, ParamSpec, TypeVar
 from google.api_core import exceptions
 from google.cloud import storage
 
-from coyo11m_tfds import gcs_objects, retry
-from coyo11m_tfds.file_state import FileState
+from coyo11m_tfds.storage import gcs_objects, retry
+from coyo11m_tfds.storage.file_state import FileState
 
 P = ParamSpec('P')
 T = TypeVar('T')

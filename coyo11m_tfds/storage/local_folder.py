@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import google_crc32c
 
-from coyo11m_tfds import file_state
-from coyo11m_tfds.file_state import FileState, naming
+from coyo11m_tfds.storage import file_state
+from coyo11m_tfds.storage.file_state import FileState, naming
 
 _STAGING = '.staging'
 # Files of one disk that are read at a time: enough to keep its queue filled.

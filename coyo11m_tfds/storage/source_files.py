@@ -1,0 +1,274 @@
+"""What storages tell of their files: path, size and checksum; local, `gs://` and `hf://`.
+
+    file = source_files.describe('gs://bucket/latents-3crop/000000-000009.pt')
+    file.size, file.checksum                      # bytes, 'crc32c:1f2e3d4c'
+    folder, files = source_files.list_files('hf://datasets/owner/name', 'latents-3crop', ('.pt',))
+
+Nothing is read. What is on the hub is pinned to the commit that is found, so that all files are of
+one version; `@revision` after the name chooses it.
+"""
+
+import base64
+import dataclasses
+import functools
+import inspect
+import os
+import pathlib
+import stat
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from coyo11m_tfds.storage import retry
+
+if TYPE_CHECKING:
+    import gcsfs
+    import huggingface_hub
+
+_GCS = 'gs://'
+_HUB = 'hf://'
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceFile:
+    """One file of a source.
+
+    Attributes:
+        path: local path, or URL on gs:// or hf://.
+        size: in bytes.
+        version: changes when the content does: the checksum if the storage knows one, else size
+            and time of the last change.
+        checksum: `crc32c:<8 hex digits>` on gs://; on the hub `sha256:<hex>` or, of small files,
+            `git-sha1:<hex>`; None where the storage knows none.
+    """
+
+    path: str
+    size: int
+    version: str
+    checksum: str | None
+
+    @property
+    def name(self) -> str:
+        """The path without its folder."""
+        return os.path.basename(self.path)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it has to be fetched before it can be memory-mapped."""
+        return is_remote(self.path)
+
+
+def list_files(
+    folder: str | os.PathLike[str], sub_folder: str, suffixes: tuple[str, ...]
+) -> tuple[str, dict[str, SourceFile]]:
+    """Lists the files in a folder and in one of its sub-folders.
+
+    Args:
+        folder: local or remote.
+        sub_folder: its name.
+        suffixes: how the names of files that are wanted may end. Hidden ones are left out.
+
+    Returns:
+        The folder as it stands in the paths of its files (on the hub with the commit), and the
+        files by name relative to it.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        NotADirectoryError: it is a file.
+        ValueError: it is a URL of another kind, or a wanted file is a link to nothing.
+        PermissionError: credentials are missing or refused.
+        OSError: the storage cannot be reached.
+    """
+
+    def is_wanted(name: str) -> bool:
+        parent, base = os.path.split(name)
+        # A leading dot marks what tools leave behind, like macOS's '._000000-000009.pt'.
+        is_visible = not base.startswith('.')
+        return is_visible and parent in ('', sub_folder) and base.endswith(suffixes)
+
+    text = os.fspath(folder)
+    if not is_remote(text):
+        return str(pathlib.Path(text)), _local_files(pathlib.Path(text), sub_folder, is_wanted)
+    text, files = _list_remote(text.rstrip('/'), sub_folder)
+    return text, {name: file for name, file in files.items() if is_wanted(name)}
+
+
+def describe(path: str | os.PathLike[str]) -> SourceFile:
+    """Looks at one file, local or remote.
+
+    Raises:
+        ValueError: there is no such file.
+        PermissionError: credentials are missing or refused.
+        OSError: the storage cannot be reached.
+    """
+    text = os.fspath(path)
+    try:
+        if not is_remote(text):
+            return _local_file(pathlib.Path(text))
+        if _kind(text) == _GCS:
+            info = retry.call(lambda: gcs().info(text), f'looking for {text}')
+            if info['type'] != 'file':
+                raise FileNotFoundError(text)
+            return _gcs_file(info)
+        _, files = _hub_files(text)
+        if hub_uri(text).path_in_repo not in files:
+            raise FileNotFoundError(text)
+        return files[hub_uri(text).path_in_repo]
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f'{text} is missing or a folder; expected a file.') from None
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` is a URL."""
+    return '://' in os.fspath(path)
+
+
+def gcs() -> 'gcsfs.GCSFileSystem':
+    """Returns gcsfs with the credentials of this machine, for any thread.
+
+    It tries every request once, so that `retry.call` decides, and gives a stalled one up.
+    """
+    return _gcs(os.getpid(), retry.stall_seconds())
+
+
+def crc32c_checksum(stored: str) -> str:
+    """Returns what gs:// says of an object's CRC-32C as it is written in `SourceFile`."""
+    return f'crc32c:{base64.b64decode(stored).hex()}'
+
+
+def hub_uri(path: str) -> 'huggingface_hub.utils.HfUri':
+    """Takes `hf://datasets/owner/name@revision/path` apart.
+
+    Raises:
+        ValueError: it is not the URL of a data set on the hub.
+    """
+    from huggingface_hub import utils
+
+    uri = utils.parse_hf_uri(path)
+    if uri.type != 'dataset':
+        raise ValueError(
+            f'{path} is a {uri.type} on the hub; expected hf://datasets/owner/name[@revision].'
+        )
+    return uri
+
+
+def hub_endpoint() -> str | None:
+    """Address of the hub if it is not the usual one; read anew, unlike huggingface_hub's own."""
+    return os.environ.get('HF_ENDPOINT') or None
+
+
+def _kind(url: str) -> str:
+    for kind in (_GCS, _HUB):
+        if url.startswith(kind):
+            return kind
+    raise ValueError(
+        f'{url}: expected a local path, {_GCS}bucket/... or {_HUB}datasets/owner/name/...'
+    )
+
+
+def _list_remote(folder: str, sub_folder: str) -> tuple[str, dict[str, SourceFile]]:
+    """`list_files`, with others than the wanted ones."""
+    if _kind(folder) == _GCS:
+        return folder, _gcs_files(folder, sub_folder)
+    base, files = _hub_files(folder)
+    within = hub_uri(folder).path_in_repo
+    prefix = f'{within}/' if within else ''
+    chosen = {name.removeprefix(prefix): f for name, f in files.items() if name.startswith(prefix)}
+    if not chosen:
+        raise FileNotFoundError(folder)
+    return f'{base}/{within}'.rstrip('/'), chosen
+
+
+# --- Local ------------------------------------------------------------------------------------
+
+
+def _local_files(
+    folder: pathlib.Path, sub_folder: str, is_wanted: Callable[[str], bool]
+) -> dict[str, SourceFile]:
+    paths = list(folder.iterdir())
+    if (folder / sub_folder).is_dir():
+        paths += (folder / sub_folder).iterdir()
+    names = {path.relative_to(folder).as_posix(): path for path in paths}
+    return {name: describe(path) for name, path in names.items() if is_wanted(name)}
+
+
+def _local_file(path: pathlib.Path) -> SourceFile:
+    state = path.stat()
+    if not stat.S_ISREG(state.st_mode):
+        raise FileNotFoundError(path)
+    return SourceFile(str(path), state.st_size, f'{state.st_size}-{state.st_mtime_ns}', None)
+
+
+# --- gs:// ------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _gcs(process: int, stall_seconds: float) -> 'gcsfs.GCSFileSystem':
+    # fsspec's own cache has an instance for each thread, and to find credentials takes seconds.
+    del process
+    import aiohttp
+
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=stall_seconds, sock_read=stall_seconds)
+    return _gcs_class()(
+        use_listings_cache=False, requests_timeout=timeout, skip_instance_cache=True
+    )
+
+
+@functools.cache
+def _gcs_class() -> type:
+    # Not gcsfs.GCSFileSystem: that one also asks every bucket for its kind, by gRPC.
+    from gcsfs import core
+
+    class OneAttempt(core.GCSFileSystem):
+        # As it comes, a request is tried six times in half a minute, those with refused
+        # credentials too; within the attempts of `retry.call` this would be minutes of silence.
+        _request = inspect.unwrap(core.GCSFileSystem._request)
+
+    return OneAttempt
+
+
+def _gcs_files(folder: str, sub_folder: str) -> dict[str, SourceFile]:
+    infos = retry.call(lambda: gcs().ls(folder, detail=True), f'listing {folder}')
+    below = f'{folder}/{sub_folder}'
+    if any(info['type'] == 'directory' and f'{_GCS}{info["name"]}' == below for info in infos):
+        infos += retry.call(lambda: gcs().ls(below, detail=True), f'listing {below}')
+    prefix = folder.removeprefix(_GCS) + '/'
+    names = {info['name'].removeprefix(prefix): info for info in infos}
+    if all(name == info['name'] for name, info in names.items()):
+        raise FileNotFoundError(folder)  # nothing is in it, so it is not there, or it is a file
+    return {name: _gcs_file(info) for name, info in names.items() if info['type'] == 'file'}
+
+
+def _gcs_file(info: dict) -> SourceFile:
+    # Objects with an encryption key of the customer's have no checksum here.
+    checksum = crc32c_checksum(info['crc32c']) if 'crc32c' in info else None
+    version = checksum or f'{info["size"]}-{info["generation"]}'
+    return SourceFile(f'{_GCS}{info["name"]}', info['size'], version, checksum)
+
+
+# --- hf:// ------------------------------------------------------------------------------------
+
+
+def _hub_files(url: str) -> tuple[str, dict[str, SourceFile]]:
+    """The data set's URL with the commit, and all its files by their path in it."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    uri = hub_uri(url)
+    api = huggingface_hub.HfApi(endpoint=hub_endpoint())
+    try:
+        # One request for the commit and all files; listing a tree has no time-out.
+        info = retry.call(
+            lambda: api.dataset_info(
+                uri.id, revision=uri.revision, files_metadata=True, timeout=retry.stall_seconds()
+            ),
+            f'listing {url}',
+        )
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
+        raise FileNotFoundError(url) from None
+    base = f'{_HUB}datasets/{uri.id}@{info.sha}'
+    return base, {file.rfilename: _hub_file(base, file) for file in info.siblings}
+
+
+def _hub_file(base: str, file: 'huggingface_hub.hf_api.RepoSibling') -> SourceFile:
+    checksum = f'sha256:{file.lfs.sha256}' if file.lfs else f'git-sha1:{file.blob_id}'
+    return SourceFile(f'{base}/{file.rfilename}', file.size, checksum, checksum)
