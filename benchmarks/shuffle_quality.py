@@ -1,0 +1,305 @@
+"""How well the planned order shuffles, as figures and as a picture; no data set is needed.
+
+    python -m benchmarks.shuffle_quality                       # 7.6 million records, ten seconds
+    python -m benchmarks.shuffle_quality --records 1000000 --chunk 128 --window 4096
+    python -m benchmarks.shuffle_quality --svg docs/shuffle.svg
+
+Two questions are asked of one epoch. How many pairs of records of a global batch come from the same
+chunk? And how far apart in the order are two records that were neighbours in the source? For a
+perfect shuffle, one drawn from all permutations of the records with equal probability, formulas
+give the answers. With N records, B in a batch, b = B / L of them from each of L lanes, chunks of C
+and windows of W records:
+
+    pairs, as planned       L b (b - 1) / 2 (C - 1) / (W - 1), about: some chunks are not full
+    pairs, perfect          B (B - 1) / 2 (C - 1) / (N - 1)
+    neighbours, perfect     P(distance <= d) = d (2 N - d - 1) / (N (N - 1))
+"""
+
+import argparse
+import dataclasses
+import math
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from coyo11m_tfds import schema
+from coyo11m_tfds.order import Epoch, Order, Reads
+
+# Bytes of a record, with a text vector and a caption of 400 bytes, and of what waits of it in a
+# window: one crop, the text vector and the key.
+_RECORD_BYTES = schema.NUM_CROPS * schema.LATENT_NBYTES + 2 * schema.DEFAULT_TEXT_DIM + 450
+_WAITING_BYTES = schema.LATENT_NBYTES + 2 * schema.DEFAULT_TEXT_DIM + 8
+_SHARD_BYTES = 128 * 2**20
+_MB = 10**6
+
+_FAR = 10_000
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints a table of several settings, and draws the first of them if asked to."""
+    flags = parse_flags(arguments)
+    order = Order(
+        shard_lengths(flags.records),
+        flags.seed,
+        flags.batch_size,
+        flags.chunk,
+        flags.lanes,
+        flags.window,
+    )
+    ours, best = measure(order), perfect(order)
+    if flags.svg:
+        flags.svg.write_text(draw(order, ours, best), encoding='utf-8')
+    rows = [_row(order, ours)]
+    rows += [_row(other, measure(other)) for other in variants(order)]
+    print(make_table([*rows, ['perfect', '', '', '', '', *_figures(best)]]))
+
+
+def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
+    parser.add_argument('--records', type=int, default=7_600_000, help='in the data set')
+    parser.add_argument('--batch_size', type=int, default=256)
+    parser.add_argument('--seed', type=int, default=0)
+    for name in ('chunk', 'window', 'lanes'):
+        default = Order.__dataclass_fields__[name].default
+        parser.add_argument(f'--{name}', type=int, default=default)
+    parser.add_argument('--svg', type=pathlib.Path, help='file to draw the distances into')
+    return parser.parse_args(arguments)
+
+
+def shard_lengths(num_records: int) -> np.ndarray:
+    """Records in each shard of a data set of the usual size of shards; int64 `(num_shards,)`."""
+    num_shards = -(-num_records * _RECORD_BYTES // _SHARD_BYTES)
+    return np.diff(num_records * np.arange(num_shards + 1) // num_shards)
+
+
+def variants(order: Order) -> Iterator[Order]:
+    """Other chunks, other windows, and more lanes with windows that take the same memory."""
+    for chunk in (32, 64, 128, 256):
+        if chunk != order.chunk:
+            yield dataclasses.replace(order, chunk=chunk)
+    for window in (256, 1024, 4096):
+        if window != order.window:
+            yield dataclasses.replace(order, window=window)
+    for factor in (4, 16):
+        lanes = factor * order.lanes
+        if order.batch_size % lanes == 0:
+            yield dataclasses.replace(order, lanes=lanes, window=order.window // factor)
+
+
+# --- Figures -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Quality:
+    """How well an order shuffles.
+
+    Attributes:
+        pairs: of records of one global batch that come from the same chunk, on average.
+        chunks: that have records in one global batch, on average.
+        same_batch: share of neighbours of the source that are in the same batch.
+        median: distance of neighbours of the source in the order, in records.
+        within: share of neighbours whose distance is at most the given one; any shape.
+    """
+
+    pairs: float
+    chunks: float
+    same_batch: float
+    median: float
+    within: Callable[[np.ndarray], np.ndarray]
+
+
+def measure(order: Order, epoch: int = 0) -> Quality:
+    """Counts in one epoch, the records that are left over in its tail aside."""
+    plan = order.epoch(epoch)
+    part, pairs, chunks = order.lane_batch, 0, 0
+    place = np.full(order.shard_lengths.sum(), -1)  # in the order, of each record of the source
+    for lane in range(order.lanes):
+        record, chunk = _visits(order, plan, lane)
+        step, within = np.divmod(np.arange(len(record)), part)
+        place[record] = step * order.batch_size + lane * part + within
+        chunk = np.sort(chunk.reshape(plan.steps, part), axis=1)
+        pairs += sum(int((chunk[:, i:] == chunk[:, :-i]).sum()) for i in range(1, part))
+        chunks += plan.steps + int((np.diff(chunk) != 0).sum())
+    here, there = place[:-1], place[1:]
+    seen = (here >= 0) & (there >= 0)
+    distance = np.sort(np.abs(there - here)[seen])
+    same_batch = (here // order.batch_size == there // order.batch_size)[seen].mean()
+    return Quality(
+        pairs / plan.steps,
+        chunks / plan.steps,
+        float(same_batch),
+        float(np.median(distance)),
+        lambda d: np.searchsorted(distance, d, side='right') / len(distance),
+    )
+
+
+def _visits(order: Order, plan: Epoch, lane: int) -> tuple[np.ndarray, np.ndarray]:
+    """What a lane gives out: numbers of the records in the source, and of chunks in the lane."""
+    reads = Reads(*map(np.concatenate, zip(*plan.lane_reads(lane), strict=True)))
+    chunk = np.repeat(np.arange(len(reads.count)), reads.count)
+    within = np.arange(len(chunk)) - (np.cumsum(reads.count) - reads.count)[chunk]
+    shard_starts = np.cumsum(order.shard_lengths) - order.shard_lengths
+    record = (shard_starts[reads.shard] + reads.first + reads.skip)[chunk] + within
+    windows = np.concatenate(list(plan.lane_windows(lane)))
+    window_starts = np.arange(len(windows))[:, None] * order.window
+    given = (windows + window_starts)[windows >= 0]
+    return record[given], chunk[given]
+
+
+def perfect(order: Order) -> Quality:
+    """What to expect of a perfect shuffle of the same records, for batches of the same size."""
+    total, batch = int(order.shard_lengths.sum()), order.batch_size
+    full, last = np.divmod(order.shard_lengths, order.chunk)
+    sizes = np.concatenate([np.full(full.sum(), order.chunk), last])
+    pair_share = (sizes * (sizes - 1)).sum() / (total * (total - 1))
+    drawn = np.arange(batch)
+    missed = {  # probability that a batch has no record of a chunk of this size
+        size: math.exp(np.log1p(-size / (total - drawn)).sum()) for size in np.unique(sizes)
+    }
+    return Quality(
+        pairs=math.comb(batch, 2) * pair_share,
+        chunks=sum((sizes == size).sum() * (1 - share) for size, share in missed.items()),
+        same_batch=(batch - 1) / (total - 1),
+        median=total - 0.5 - math.sqrt((total - 0.5) ** 2 - total * (total - 1) / 2),
+        within=lambda d: d * (2 * total - d - 1) / (total * (total - 1)),
+    )
+
+
+# --- The table ---------------------------------------------------------------------------------
+
+_COLUMNS = (
+    'chunk',
+    'window',
+    'lanes',
+    'MB a request',
+    'MB in windows',
+    'pairs of a batch from one chunk',
+    'chunks in a batch',
+    'neighbours in one batch',
+    f'within {_FAR:,}',
+    'median distance',
+)
+
+
+def _row(order: Order, quality: Quality) -> list[str]:
+    waiting = order.lanes * order.window * _WAITING_BYTES / _MB
+    settings = [f'{value:,}' for value in (order.chunk, order.window, order.lanes)]
+    megabytes = [f'{order.chunk * _RECORD_BYTES / _MB:.1f}', f'{waiting:,.0f}']
+    return [*settings, *megabytes, *_figures(quality)]
+
+
+def _figures(quality: Quality) -> list[str]:
+    return [
+        f'{quality.pairs:.2f}' if quality.pairs < 10 else f'{quality.pairs:,.0f}',
+        f'{quality.chunks:.1f}',
+        _percent(quality.same_batch),
+        _percent(quality.within(_FAR)),
+        f'{quality.median:,.0f}',
+    ]
+
+
+def _percent(share: float) -> str:
+    return f'{share:.3%}' if share < 0.1 else f'{share:.0%}'
+
+
+def make_table(rows: Sequence[Sequence[str]]) -> str:
+    """Returns rows of `_COLUMNS` as Markdown."""
+    lines = [_COLUMNS, ['---:'] * len(_COLUMNS), *rows]
+    return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
+
+
+# --- The picture -------------------------------------------------------------------------------
+
+_WIDTH, _HEIGHT = 760, 440
+_LEFT, _RIGHT, _TOP, _BOTTOM = 72, 736, 104, 372  # of the plot
+
+# Colours follow the reader's choice of light or dark; the page around the picture may not.
+_STYLE = """
+svg { --page: #ffffff; --text: #1d2127; --faint: #646d7a; --line: #e2e3e1; --ours: #4a6fd8;
+  --best: #d0452b; font: 14px system-ui, sans-serif; }
+@media (prefers-color-scheme: dark) {
+  svg { --page: #14161a; --text: #e6e8eb; --faint: #98a0ae; --line: #31353d; --ours: #7b9cf4;
+    --best: #ff8b6b; }
+}
+.page { fill: var(--page); } text { fill: var(--faint); }
+.title { fill: var(--text); font-size: 19px; font-weight: 600; }
+line { stroke: var(--line); } .mark { stroke: var(--faint); stroke-dasharray: 3 4; }
+path { fill: none; stroke-width: 3; stroke-linejoin: round; }
+.ours { stroke: var(--ours); } text.ours { fill: var(--ours); stroke: none; font-weight: 600; }
+.best { stroke: var(--best); } text.best { fill: var(--best); stroke: none; font-weight: 600; }
+"""
+
+
+def draw(order: Order, ours: Quality, best: Quality) -> str:
+    """Returns an SVG file: which share of neighbours is at most how far apart."""
+    total = int(order.shard_lengths.sum())
+    settings = (
+        f'{total:,} records, batches of {order.batch_size:,}, chunks of {order.chunk:,}, '
+        f'windows of {order.window:,}, {order.lanes:,} lanes'
+    )
+    x = _log_axis(total)
+    batch, windows = x(order.batch_size), x(min(order.lanes * order.window, total))
+    shapes = [
+        f'<rect class="page" width="{_WIDTH}" height="{_HEIGHT}" rx="12"/>',
+        _text('How far apart neighbours of the source end up', 24, 36, 'title'),
+        _text(settings, 24, 60),
+        *_grid(x, total),
+        *_mark(batch, 'a batch'),
+        *_mark(windows, 'all windows'),
+        _curve(x, total, ours, 'ours'),
+        _text('planned order', windows + 12, _y(0.82), 'ours'),
+        _text(f'median {ours.median:,.0f}', windows + 12, _y(0.82) + 20),
+        _curve(x, total, best, 'best'),
+        _text('perfect shuffle', x(best.median) - 20, _y(0.6), 'best', 'end'),
+        _text(f'median {best.median:,.0f}', x(best.median) - 20, _y(0.6) + 20, anchor='end'),
+        _text('share of neighbours', _LEFT, _TOP - 8),
+        _text('at most so many records apart', _RIGHT, _HEIGHT - 20, anchor='end'),
+    ]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        f'aria-label="Share of neighbours by distance, planned order and perfect shuffle">'
+        f'<style>{_STYLE}</style>{"".join(shapes)}</svg>\n'
+    )
+
+
+def _log_axis(total: int) -> Callable[[float], float]:
+    return lambda d: _LEFT + (_RIGHT - _LEFT) * math.log(d) / math.log(total)
+
+
+def _y(share: float) -> float:
+    return _BOTTOM - (_BOTTOM - _TOP) * share
+
+
+def _text(text: str, x: float, y: float, kind: str = '', anchor: str = 'start') -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text}</text>'
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, kind: str = '') -> str:
+    return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
+
+
+def _grid(x: Callable[[float], float], total: int) -> Iterator[str]:
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        yield _line(_LEFT, _y(share), _RIGHT, _y(share))
+        yield _text(f'{share:.0%}', _LEFT - 12, _y(share) + 5, anchor='end')
+    for power in range(int(math.log10(total)) + 1):
+        yield _line(x(10**power), _BOTTOM, x(10**power), _BOTTOM + 6)
+        yield _text(f'{10**power:,}', x(10**power), _BOTTOM + 24, anchor='middle')
+
+
+def _mark(x: float, text: str) -> Iterator[str]:
+    yield _line(x, _TOP, x, _BOTTOM, 'mark')
+    yield _text(text, x, _TOP - 8, anchor='middle')
+
+
+def _curve(x: Callable[[float], float], total: int, quality: Quality, kind: str) -> str:
+    distances = np.unique(np.geomspace(1, total - 1, 300).astype(int))
+    shares = quality.within(distances)
+    points = (f'{x(d):.1f} {_y(s):.1f}' for d, s in zip(distances, shares, strict=True))
+    return f'<path class="{kind}" d="M{" L".join(points)}"/>'
+
+
+if __name__ == '__main__':
+    main()
