@@ -31,6 +31,7 @@ CONVERT = [
 TEXT = [
     'accelerate>=1.0',  # transformers needs it and gguf to load a GGUF file
     'gguf>=0.10',
+    'google-crc32c>=1.5',
     'pyarrow>=18',
     'torch>=2.6',
     'tqdm>=4.66',
@@ -53,7 +54,7 @@ setuptools.setup(
     long_description_content_type='text/markdown',
     license='Apache-2.0',
     python_requires='>=3.11',
-    packages=setuptools.find_packages(include=['coyo11m_tfds', 'coyo11m_tfds.*', 'train_lib', 'train_lib.*']),
+    packages=setuptools.find_packages(include=['coyo11m_tfds*', 'train_lib*']),
     py_modules=['input_pipeline'],
     package_data={'coyo11m_tfds': ['README.md', 'CITATIONS.bib', 'TAGS.txt']},
     install_requires=[
