@@ -20,8 +20,7 @@ from absl import logging
 from google.api_core import exceptions
 
 from coyo11m_tfds.storage import gcs_objects, lock_holder
-from coyo11m_tfds.storage.build_lock import Lost
-from coyo11m_tfds.storage.lock_holder import LockHolder
+from coyo11m_tfds.storage.lock_holder import LockHolder, Lost
 
 _VARIABLE = 'COYO11M_LEASE_SECONDS'
 _DEFAULT_SECONDS = 60.0

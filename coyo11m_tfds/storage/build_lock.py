@@ -21,14 +21,11 @@ from typing import Protocol
 from absl import logging
 
 from coyo11m_tfds.storage import file_lock, lock_holder
+from coyo11m_tfds.storage.lock_holder import Lost
 
 _SECONDS_BETWEEN_LINES = 60
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
-
-
-class Lost(RuntimeError):
-    """Another builder took the place over, because this one seemed to be dead."""
 
 
 class Lock(Protocol):

@@ -15,6 +15,10 @@ import socket
 import uuid
 
 
+class Lost(RuntimeError):
+    """Another builder took the place over, because this one seemed to be dead."""
+
+
 @dataclasses.dataclass(frozen=True)
 class LockHolder:
     """A process that holds a lock. Of a damaged record all fields are empty.
