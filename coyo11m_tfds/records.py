@@ -1,49 +1,153 @@
-"""Records as bytes: one `tf.train.Example` in the framing of a TFRecord file.
+"""Records as bytes: `tf.train.Example`s in the framing of a TFRecord file.
 
-    with open('x.tfrecord', 'wb') as file:
-        writer = records.RecordWriter(file)
-        writer.write(records.encode_example({'key': 7, 'caption': b'A cat.'}))
+    with open('x.tfrecord', 'wb') as file, records.RecordWriter(file) as writer:
+        writer.write({'key': np.array([7, 8]), 'caption': [b'A cat.', b'A dog.']})
     writer.chunk_offsets, writer.num_bytes, writer.crc32c
 
 The bytes are those that TensorFlow itself would write. They are made without it so that where
 records begin and the checksum of the file are known without reading it again, and so that a worker
-process takes 1.4 s and 260 MB before it begins instead of 5 s and 900 MB. The speed is the same:
-46,000 records of 25 KB a second on one core, 47,000 for `tf.train.Example` and `TFRecordWriter`.
+process takes 1.4 s and 260 MB before it begins instead of 5 s and 900 MB. It is also faster: a
+record of 25 KB takes 4 us on one of 2 cores, checksums included, before the system writes it.
 """
 
+import functools
 import struct
-from collections.abc import Mapping
-from typing import BinaryIO
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import BinaryIO, Self
 
 import google_crc32c
+import numpy as np
 
 from coyo11m_tfds import schema
 
+# What a feature holds: its number in tensorflow/core/example/feature.proto.
+_BYTES_LIST, _INT64_LIST = 1, 3
 
-def encode_example(features: Mapping[str, bytes | int]) -> bytes:
-    """Serializes a `tf.train.Example` whose features hold one value each.
+_LENGTH_AND_CHECKSUM = 12  # in front of a record; behind it is another checksum
+_CHECKSUM = 4
 
-    Equal to `Example.SerializeToString(deterministic=True)`, as long as no name is the beginning of
-    another (protobuf sorts these its own way). The field numbers are those of
-    tensorflow/core/example/{example,feature}.proto, the encoding that of
-    https://protobuf.dev/programming-guides/encoding.
+# Written at once. The system takes so much in half the time of a record at a time.
+_BLOCK_BYTES = 1_000_000
+
+
+class RecordWriter:
+    """Writes records to a binary file and keeps account of it.
+
+    A block of records is written at a time; the last one, and with it the account is that of the
+    file, when the writer's context ends without an error.
+
+    Attributes:
+        num_records: written so far.
+        num_bytes: size of the file so far.
+        crc32c: CRC-32C of the file; the checksum that Google Cloud Storage keeps too.
+        chunk_offsets: byte offsets of the records 0, 32, 64, ... (`schema.CHUNK_STRIDE`).
+    """
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+        # Filled again and again: to get new memory from the system takes longer than to fill it.
+        self._block = np.empty(_BLOCK_BYTES, np.uint8)
+        self._filled = 0
+        self.num_records = 0
+        self.num_bytes = 0
+        self.crc32c = 0
+        self.chunk_offsets: list[int] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self._write_block()
+
+    def write(self, columns: Mapping[str, np.ndarray | Sequence[bytes]]) -> None:
+        """Appends a record for each row of the columns, which are of equal length.
+
+        A record is a `tf.train.Example` whose features hold one value each. It is equal to
+        `Example.SerializeToString(deterministic=True)`, as long as no name is the beginning of
+        another (protobuf sorts these its own way).
+
+        Args:
+            columns: for each feature int64 `(n,)`, or bytes: a list of them or uint8 `(n, size)`.
+        """
+        fields, values = [], []
+        for name, column in sorted(columns.items()):
+            is_int = isinstance(column, np.ndarray) and column.ndim == 1
+            fields.append((name, _INT64_LIST if is_int else _BYTES_LIST))
+            values.append(map(_varint, column.tolist()) if is_int else column)
+        key = tuple(fields)
+        for row in zip(*values, strict=True):
+            self._append(_framing(key, tuple(map(len, row))), row)
+
+    def _append(self, framing: tuple[Sequence[bytes], int], values: Sequence[bytes]) -> None:
+        """Appends one record: length, its checksum, each value with what comes before it, checksum.
+
+        The format is described in tensorflow/core/lib/io/record_writer.h.
+        """
+        heads, size = framing
+        if self._filled + size > len(self._block):
+            self._write_block()
+            if size > len(self._block):
+                self._block = np.empty(size, np.uint8)
+        if self.num_records % schema.CHUNK_STRIDE == 0:
+            self.chunk_offsets.append(self.num_bytes)
+        start = at = self._filled
+        view = memoryview(self._block)
+        for head, value in zip(heads, values, strict=True):
+            middle, end = at + len(head), at + len(head) + len(value)
+            view[at:middle], view[middle:end] = head, value
+            at = end
+        # The checksum is computed of arrays, but not of a memoryview.
+        view[at : at + _CHECKSUM] = _masked_crc(self._block[start + _LENGTH_AND_CHECKSUM : at])
+        self._filled = start + size
+        self.num_bytes += size
+        self.num_records += 1
+
+    def _write_block(self) -> None:
+        block = self._block[: self._filled]
+        self._file.write(block)
+        self.crc32c = google_crc32c.extend(self.crc32c, block)
+        self._filled = 0
+
+
+# Only lengths vary from record to record, and captions have some hundred.
+@functools.lru_cache(4096)
+def _framing(
+    fields: tuple[tuple[str, int], ...], lengths: tuple[int, ...]
+) -> tuple[Sequence[bytes], int]:
+    """What comes before each value of a record, and the bytes of the whole record in the file.
+
+    The field numbers are those of tensorflow/core/example/{example,feature}.proto, the encoding is
+    that of https://protobuf.dev/programming-guides/encoding.
 
     Args:
-        features: bytes, or an integer of 64 bits.
+        fields: name and kind of each feature, in the order of the record.
+        lengths: bytes of each value; of an integer, those of its varint.
     """
-    entries = []
-    for name, value in sorted(features.items()):
-        if isinstance(value, bytes):
-            feature = _field(1, _field(1, value))  # Feature.bytes_list, BytesList.value
-        else:
-            feature = _field(3, _field(1, _varint(value)))  # Feature.int64_list, Int64List.value
-        entries.append(_field(1, _field(1, name.encode()) + _field(2, feature)))  # Features.feature
-    return _field(1, b''.join(entries))  # Example.features
+    heads = []
+    for (name, kind), length in zip(fields, lengths, strict=True):
+        head = _tag(1, length)  # BytesList.value or (packed) Int64List.value
+        head = _tag(kind, len(head) + length) + head  # a Feature's list
+        head = _tag(2, len(head) + length) + head  # value of an entry
+        head = _tag(1, len(name.encode())) + name.encode() + head  # its key
+        heads.append(_tag(1, len(head) + length) + head)  # Features.feature
+    payload = sum(map(len, heads)) + sum(lengths)
+    example = _tag(1, payload)  # Example.features
+    record_bytes = len(example) + payload
+    packed = struct.pack('<Q', record_bytes)
+    heads[0] = packed + _masked_crc(packed) + example + heads[0]
+    return heads, _LENGTH_AND_CHECKSUM + record_bytes + _CHECKSUM
 
 
-def _field(number: int, payload: bytes) -> bytes:
-    """A length-delimited field (wire type 2)."""
-    return b'%c%b%b' % (number << 3 | 2, _varint(len(payload)), payload)
+def _tag(number: int, length: int) -> bytes:
+    """The beginning of a length-delimited field (wire type 2)."""
+    return bytes([number << 3 | 2]) + _varint(length)
 
 
 def _varint(value: int) -> bytes:
@@ -57,40 +161,7 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-class RecordWriter:
-    """Writes records to a binary file and keeps account of it.
-
-    Attributes:
-        num_records: written so far.
-        num_bytes: size of the file so far.
-        crc32c: CRC-32C of the file so far; the checksum that Google Cloud Storage keeps too.
-        chunk_offsets: byte offsets of the records 0, 32, 64, ... (`schema.CHUNK_STRIDE`).
-    """
-
-    def __init__(self, file: BinaryIO):
-        self._file = file
-        self.num_records = 0
-        self.num_bytes = 0
-        self.crc32c = 0
-        self.chunk_offsets: list[int] = []
-
-    def write(self, record: bytes) -> None:
-        """Appends one record.
-
-        The format is described in tensorflow/core/lib/io/record_writer.h: length (uint64, little
-        endian), its masked CRC-32C, the record, its masked CRC-32C.
-        """
-        if self.num_records % schema.CHUNK_STRIDE == 0:
-            self.chunk_offsets.append(self.num_bytes)
-        length = struct.pack('<Q', len(record))
-        framed = b''.join((length, _masked_crc(length), record, _masked_crc(record)))
-        self._file.write(framed)
-        self.crc32c = google_crc32c.extend(self.crc32c, framed)
-        self.num_bytes += len(framed)
-        self.num_records += 1
-
-
-def _masked_crc(data: bytes) -> bytes:
+def _masked_crc(data: bytes | np.ndarray) -> bytes:
     """Masked as tensorflow/core/lib/hash/crc32c.h does, little endian."""
     crc = google_crc32c.value(data)
     return struct.pack('<I', ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)

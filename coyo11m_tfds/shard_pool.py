@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 
 from coyo11m_tfds.finished import FinishedShards
+from coyo11m_tfds.latent_shards import use_one_thread
 from coyo11m_tfds.shard_writer import ShardResult, ShardTask, init_worker, write_shard
 from coyo11m_tfds.storage.scratch import Scratch
 
@@ -162,7 +163,7 @@ class _Run:
 def _pool(workers: int) -> Iterator[concurrent.futures.Executor]:
     """Yields what runs `write_shard`: a thread for one worker, else processes."""
     if workers == 1:
-        with concurrent.futures.ThreadPoolExecutor(1, 'write') as pool:
+        with concurrent.futures.ThreadPoolExecutor(1, 'write', use_one_thread) as pool:
             yield pool
         return
     with concurrent.futures.ProcessPoolExecutor(workers, _CleanContext(), init_worker) as pool:

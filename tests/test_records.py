@@ -1,9 +1,11 @@
 """The bytes of records against those that TensorFlow writes and reads."""
 
+import io
 import itertools
 import pathlib
 
 import google_crc32c
+import numpy as np
 import pytest
 import tensorflow as tf
 from hypothesis import assume, given
@@ -12,12 +14,15 @@ from hypothesis import strategies as st
 from coyo11m_tfds import records
 
 FEATURES = st.dictionaries(
-    st.text(max_size=20), st.binary(max_size=300) | st.integers(-(2**63), 2**63 - 1), max_size=5
+    st.text(max_size=20),
+    st.binary(max_size=300) | st.integers(-(2**63), 2**63 - 1),
+    min_size=1,
+    max_size=5,
 )
 
 
 @given(FEATURES)
-def test_an_example_has_the_bytes_that_tensorflow_gives_it(features: dict[str, bytes | int]):
+def test_a_record_has_the_bytes_that_tensorflow_gives_it(features: dict[str, bytes | int]):
     names = sorted(features)
     assume(not any(b.startswith(a) for a, b in itertools.pairwise(names)))
     example = tf.train.Example()
@@ -26,28 +31,45 @@ def test_an_example_has_the_bytes_that_tensorflow_gives_it(features: dict[str, b
             example.features.feature[name].bytes_list.value.append(value)
         else:
             example.features.feature[name].int64_list.value.append(value)
-    expected = example.SerializeToString(deterministic=True)
-    if not features:  # we write an empty `features`, TensorFlow none
-        expected = b'\x0a\x00'
+    file = io.BytesIO()
 
-    assert records.encode_example(features) == expected
+    with records.RecordWriter(file) as writer:
+        writer.write(
+            {
+                name: [value] if isinstance(value, bytes) else np.array([value], np.int64)
+                for name, value in features.items()
+            }
+        )
+
+    assert file.getvalue()[12:-4] == example.SerializeToString(deterministic=True)
 
 
 @pytest.mark.parametrize('count', [0, 1, 32, 33, 100])
 def test_tensorflow_reads_what_is_written_and_the_account_is_right(
     tmp_path: pathlib.Path, count: int
 ):
-    wanted = [bytes([i]) * (i * 7) for i in range(count)]
+    # Some are longer than what is written at once.
+    texts = [bytes([i]) * (i * 7 if i % 40 else 1_200_000) for i in range(count)]
+    rows = np.arange(2 * count, dtype=np.uint8).reshape(count, 2)
     path = tmp_path / 'x.tfrecord'
-    with path.open('wb') as file:
-        writer = records.RecordWriter(file)
-        for record in wanted:
-            writer.write(record)
+    with path.open('wb') as file, records.RecordWriter(file) as writer:
+        for part in (slice(0, 40), slice(40, None)):
+            writer.write({'text': texts[part], 'row': rows[part]})
 
     # TensorFlow checks both checksums of every record.
-    assert list(tf.data.TFRecordDataset(str(path)).as_numpy_iterator()) == wanted
+    read = list(tf.data.TFRecordDataset(str(path)).as_numpy_iterator())
+    examples = [tf.train.Example.FromString(record).features.feature for record in read]
+    assert [example['text'].bytes_list.value[0] for example in examples] == texts
+    assert [example['row'].bytes_list.value[0] for example in examples] == [
+        row.tobytes() for row in rows
+    ]
     assert writer.num_records == count
     assert writer.num_bytes == path.stat().st_size
     assert writer.crc32c == google_crc32c.value(path.read_bytes())
-    starts = [sum(16 + len(record) for record in wanted[:i]) for i in range(0, count, 32)]
+    starts = [sum(16 + len(record) for record in read[:i]) for i in range(0, count, 32)]
     assert writer.chunk_offsets == starts
+
+
+def test_columns_of_unequal_lengths_are_refused():
+    with pytest.raises(ValueError), records.RecordWriter(io.BytesIO()) as writer:
+        writer.write({'text': [b'a', b'b'], 'key': np.array([1])})
