@@ -8,11 +8,14 @@ Opening reads the directory and the keys, not the latents. Nothing is unpickled 
 plain containers, so a hostile file cannot run code.
 """
 
+import functools
 import hashlib
+import itertools
 import json
 import os
 import pickle
 import re
+import weakref
 import zipfile
 from collections.abc import Sequence
 
@@ -61,6 +64,7 @@ class LatentShard:
 
     def __init__(self, path: str | os.PathLike[str], name: str = ''):
         self.path = name or os.fspath(path)
+        self._local_path = os.fspath(path)
         self.digest = _zip_digest(os.fspath(path), self.path)
         tensors = _load(os.fspath(path), self.path)
         keys = _tensor(self.path, tensors, schema.PT_KEYS, ('int64',))
@@ -96,10 +100,56 @@ class LatentShard:
             self._raw = self._raw.new_empty((count, *schema.LATENTS_SHAPE))
             self._values = self._values.new_empty((count, *schema.LATENTS_SHAPE))
         raw, values = self._raw[:count], self._values[:count]
-        chosen = torch.as_tensor(np.asarray(rows, np.int64))
-        torch.index_select(self._latents, 0, chosen, out=raw)
+        raw_bytes = raw.view(torch.uint8).flatten(1).numpy()
+        rows = np.asarray(rows, np.int64)
+        if self._latents_start is None:
+            torch.index_select(self._latents, 0, torch.from_numpy(rows), out=raw)
+        else:
+            self._read_rows(rows, raw_bytes)
         values.copy_(raw)  # torch converts 16-bit floats about 4 times as fast as numpy does
-        return raw.view(torch.uint8).numpy().reshape(count, -1), values.numpy()
+        return raw_bytes, values.numpy()
+
+    def _read_rows(self, rows: np.ndarray, out: np.ndarray) -> None:
+        """Reads rows of the latents into uint8 `(len(rows), bytes of a row)`.
+
+        They are not taken from the mapped file: for each row that is touched the system may map
+        2 MB, so that the few records of a validation shard make a process as large as the file; and
+        where the disk cannot be read, touching ends the process and reading is an error.
+        """
+        begins = np.flatnonzero(np.diff(rows, prepend=-2) != 1).tolist()
+        for begin, end in itertools.pairwise([*begins, len(rows)]):
+            part = memoryview(out[begin:end]).cast('B')
+            at = self._latents_start + int(rows[begin]) * out.shape[1]
+            while part:
+                count = os.preadv(self._file, [part], at)
+                if not count:
+                    raise ValueError(
+                        f'{self.path}: ends before its {schema.PT_LATENTS} do; it has become '
+                        'shorter since it was opened. Copy or download it again.'
+                    )
+                part, at = part[count:], at + count
+
+    @functools.cached_property
+    def _file(self) -> int:
+        file = os.open(self._local_path, os.O_RDONLY)
+        weakref.finalize(self, os.close, file)
+        return file
+
+    @functools.cached_property
+    def _latents_start(self) -> int | None:
+        """Where the latents begin in the file; None if they do not lie there row after row."""
+        if not len(self.keys) or not self._latents.is_contiguous():
+            return None
+        # Only a tensor without data knows where in the file its data would be. That torch tells it
+        # is not promised, so it is compared with what torch itself reads.
+        bare = torch.load(self._local_path, map_location='meta', weights_only=True)
+        latents = bare[schema.PT_LATENTS]
+        start = getattr(latents.untyped_storage(), '_checkpoint_offset', None)
+        if start is None:
+            return None
+        start += latents.storage_offset() * latents.element_size()
+        first_row = self._latents[0].view(torch.uint8).numpy().tobytes()
+        return start if os.pread(self._file, len(first_row), start) == first_row else None
 
     def embeddings(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
         """Reads the text vectors of some rows as float32 `(len(rows), embedding_dim)`.

@@ -156,6 +156,7 @@ class _OpenSource:
         self._task = task
         self._latents = latent_shards.LatentShard(latents_path, name=task.latents.path)
         self._inputs = task.inputs.open()
+        # All at once, 2 MB a shard: it takes half the time of a few at a time.
         self._captions = self._inputs.captions(slice(None))
         self.statistics = ShardStatistics(task.text_vectors and task.text_vectors.dim)
         self._check_unchanged()

@@ -70,24 +70,51 @@ def test_the_digest_tells_one_changed_number_but_not_the_name_of_the_file(tmp_pa
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_memory_does_not_grow_with_the_file(tmp_path: pathlib.Path):
+@pytest.mark.parametrize('spread', [False, True])
+def test_memory_does_not_grow_with_the_file(tmp_path: pathlib.Path, spread: bool):
     count = 4000  # 98 MB
     made_sources.write_pt(
         tmp_path / 'x.pt',
         range(count),
         replace={'latents': torch.zeros(count, 3, 4, 32, 32).half()},
     )
-    before = anonymous_bytes()
+    before = resident_bytes()
 
     shard = LatentShard(tmp_path / 'x.pt')
-    total = sum(shard.latents(np.arange(at, at + 100))[1].sum() for at in range(0, count, 100))
+    rows = np.arange(count).reshape(40, 100)
+    total = sum(shard.latents(part)[1].sum() for part in (rows.T if spread else rows))
 
     assert total == 0
-    assert anonymous_bytes() - before < 40e6
+    assert resident_bytes() - before < 40e6
 
 
-def anonymous_bytes() -> int:
-    """Memory of this process that is not a mapped file."""
+def resident_bytes() -> int:
+    """Memory of this process, with pages of mapped files."""
     status = pathlib.Path('/proc/self/status').read_text()
-    line = next(line for line in status.splitlines() if line.startswith('RssAnon'))
+    line = next(line for line in status.splitlines() if line.startswith('VmRSS'))
     return 1024 * int(line.split()[1])
+
+
+@pytest.mark.parametrize('rows', [[], [0], [0, 1, 2, 5, 6], [6, 5, 5, 6], range(7)])
+def test_runs_of_rows_and_single_ones_are_read_alike(tmp_path: pathlib.Path, rows: list[int]):
+    latents = made_sources.make_latents(8)
+    path = tmp_path / 'x.pt'
+    # A slice: the rows begin later than what is stored.
+    torch.save({'keys': torch.arange(7), 'latents': latents[1:]}, path)
+
+    raw, values = LatentShard(path).latents(rows)
+
+    np.testing.assert_array_equal(values, latents[1:][list(rows)].float().numpy())
+    assert raw.tobytes() == latents[1:][list(rows)].numpy().tobytes()
+
+
+def test_a_file_that_becomes_shorter_while_it_is_open_is_an_error(tmp_path: pathlib.Path):
+    path = tmp_path / 'x.pt'
+    made_sources.write_pt(path, range(50))
+    shard = LatentShard(path)
+    shard.latents([0])
+    with path.open('r+b') as file:
+        file.truncate(path.stat().st_size // 2)
+
+    with pytest.raises(ValueError, match=r'x\.pt: ends before its latents do'):
+        shard.latents([49])
