@@ -45,6 +45,20 @@ TEST = [
     'ruff>=0.9',
 ]
 
+# Other writers and readers, for `benchmarks/`; see its README for the one that pip cannot resolve.
+BENCH = [
+    'array_record>=0.8',
+    'datasets>=5.0',
+    'litdata>=0.2.60',
+    'webdataset>=1.0',
+    # What mosaicml-streaming imports:
+    'boto3>=1.30',
+    'brotli>=1.1',
+    'python-snappy>=0.7',
+    'xxhash>=3.0',
+    'zstd>=1.5',
+]
+
 setuptools.setup(
     name='coyo11m_tfds',
     version='0.1.0',
@@ -78,6 +92,7 @@ setuptools.setup(
         'convert': CONVERT,
         'text': TEXT,
         'test': TEST,
+        'bench': BENCH,
         'tpu': ['jax[tpu]'],
         'gpu': ['jax[cuda12]'],
     },

@@ -47,10 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         num_bytes = (flags.gb or 2) * _GB
         with measure.memory_filler(flags.dir) as fill:
-            make_ready = _make_ready(fill if not flags.as_found else lambda: None, flags.cold)
+            make_ready = _make_ready(fill if flags.fill_memory else lambda: None, flags.cold)
             results = compare(available, flags.dir, num_bytes, flags.repeats, make_ready)
-        print(make_table(results))
-        print(*make_ratios(results), sep='\n')
+        print('\n'.join([make_table(results), *make_ratios(results)]))
 
 
 def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -61,7 +60,7 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument('--repeats', type=int, default=3)
     parser.add_argument('--only', type=lambda text: text.split(','), help=','.join(WRITERS))
     parser.add_argument('--cold', action='store_true', help='read the source from the disk')
-    parser.add_argument('--as_found', action='store_true', help='leave free memory free')
+    parser.add_argument('--fill_memory', action='store_true', help='with page cache, before a run')
     parser.add_argument('--worker_memory', action='store_true', help='measure memory instead')
     parser.add_argument('--run', choices=WRITERS, help='run one writer and measure nothing')
     flags = parser.parse_args(arguments)
@@ -109,7 +108,7 @@ class Result:
     def row(self, one_process: 'Result') -> list[str]:
         """A row of the table; its ratios are to `one_process` of this builder."""
         rates = sorted(self.num_samples / run.between('writing', 'flushed') for run in self.runs)
-        cpu = self._median(lambda run: run.cpu_between('imported', 'flushed'))
+        cpu = self._median(lambda run: run.cpu_since('imported'))
         main, worker = (
             max(getattr(run, field).peak_rss for run in self.runs)
             for field in ('main_memory', 'worker_memory')

@@ -1,7 +1,7 @@
 """Runs a program in a process of its own and measures it, for all benchmarks of this folder.
 
     run = measure.run([sys.executable, '-m', 'benchmarks.convert', ...], marks_file)
-    run.seconds, run.between('imported', 'flushed'), run.cpu_between('imported', 'flushed')
+    run.seconds, run.between('imported', 'flushed'), run.cpu_since('imported')
     run.main_memory.peak_rss, run.worker_memory.peak_rss
 
     measure.Marks(marks_file).mark('imported')      # in the program, or in a process it starts
@@ -73,6 +73,7 @@ class Run:
 
     Attributes:
         seconds: from the start of the process to its end.
+        cpu_seconds: of the process and all that it has started and waited for.
         marks: (time, CPU time) by name.
         main_memory: of the process.
         worker_memory: of the largest process that it started; zeros where it started none.
@@ -80,6 +81,7 @@ class Run:
     """
 
     seconds: float
+    cpu_seconds: float
     marks: dict[str, tuple[float, float]]
     main_memory: Memory
     worker_memory: Memory
@@ -89,9 +91,9 @@ class Run:
         """Seconds from one mark to the other."""
         return self.marks[second][0] - self.marks[first][0]
 
-    def cpu_between(self, first: str, second: str) -> float:
-        """CPU seconds from one mark to the other; both must have been made by the main process."""
-        return self.marks[second][1] - self.marks[first][1]
+    def cpu_since(self, mark: str) -> float:
+        """CPU seconds of all processes from a mark of the main process to its end."""
+        return self.cpu_seconds - self.marks[mark][1]
 
 
 def run(command: Sequence[str], marks: Marks) -> Run:
@@ -107,12 +109,13 @@ def run(command: Sequence[str], marks: Marks) -> Run:
     watcher.start()
     output, _ = process.communicate()
     seconds = time.monotonic() - start
-    others = (_busy_seconds() - busy) - (_own_seconds() - own)
+    busy, own = _busy_seconds() - busy, _own_seconds() - own
     watcher.join()
     if process.returncode:
         tail = output.decode(errors='replace')[-4000:]
         raise RuntimeError(f'{" ".join(command)} ended with {process.returncode}:\n{tail}')
-    return Run(seconds, marks.read(), main, workers, max(others, 0) / seconds / os.cpu_count())
+    others_share = max(busy - own, 0) / seconds / os.cpu_count()
+    return Run(seconds, own, marks.read(), main, workers, others_share)
 
 
 def _busy_seconds() -> float:

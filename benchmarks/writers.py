@@ -28,7 +28,7 @@ from coyo11m_tfds import schema
 SHARD_BYTES = 128 * 1024 * 1024
 
 TFDS_WRITERS = ('tfds', 'tfds_unshuffled')
-PEERS = ('mds', 'webdataset', 'litdata', 'datasets', 'array_record')
+PEERS = ('mds', 'webdataset', 'litdata')
 
 Write = Callable[[pathlib.Path, pathlib.Path, Marks], None]
 
