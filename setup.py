@@ -54,7 +54,9 @@ BENCH = [
     # What mosaicml-streaming imports:
     'boto3>=1.30',
     'brotli>=1.1',
+    'catalogue>=2.0',
     'python-snappy>=0.7',
+    'torchvision>=0.20',
     'xxhash>=3.0',
     'zstd>=1.5',
 ]

@@ -19,15 +19,16 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 
 from benchmarks import measure, source
-from benchmarks.writers import PEERS, TFDS_WRITERS, WRITERS
+from benchmarks.writers import RANDOM_ACCESS_WRITERS, SHARD_WRITERS, TFDS_WRITERS, WRITERS
 
 _FILES = 4
 _MB, _GB = 10**6, 10**9
 
-# (ours, the others of whom the fastest counts, what the ratio of their speeds is)
+# (ours, the others, of whom the fastest counts, what the ratio of their speeds is)
 _RATIOS = (
     ('builder', TFDS_WRITERS, 'One process to the generator builder of TFDS (2.5 is wanted)'),
-    ('builder', PEERS, "One process to the best peer's writer (4 is wanted)"),
+    ('builder', SHARD_WRITERS, 'One process to MosaicML, WebDataset and litdata (4 is wanted)'),
+    ('builder', RANDOM_ACCESS_WRITERS, 'One process to HF datasets and ArrayRecord'),
     ('builder2', ('cp',), 'Two processes to `cp` (0.5 is wanted)'),
 )
 

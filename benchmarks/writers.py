@@ -28,7 +28,9 @@ from coyo11m_tfds import schema
 SHARD_BYTES = 128 * 1024 * 1024
 
 TFDS_WRITERS = ('tfds', 'tfds_unshuffled')
-PEERS = ('mds', 'webdataset', 'litdata')
+# Formats of streaming loaders, and formats for random access.
+SHARD_WRITERS = ('mds', 'webdataset', 'litdata')
+RANDOM_ACCESS_WRITERS = ('datasets', 'array_record')
 
 Write = Callable[[pathlib.Path, pathlib.Path, Marks], None]
 

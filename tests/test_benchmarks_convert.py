@@ -127,7 +127,7 @@ def test_ratios_are_those_of_the_medians_to_the_fastest_of_the_others():
     assert convert.make_ratios(results) == [
         'One process to the generator builder of TFDS (2.5 is wanted): 4.00; '
         'with captions and planning 3.00',
-        "One process to the best peer's writer (4 is wanted): 5.50; "
+        'One process to MosaicML, WebDataset and litdata (4 is wanted): 5.50; '
         'with captions and planning 4.00',
     ]
     _, _, builder, tfds, *_ = convert.make_table(results).splitlines()
