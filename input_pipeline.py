@@ -18,8 +18,6 @@ Records are read in chunks and parsed a chunk at a time; `key`, `latents`, `text
 import collections
 import concurrent.futures
 import dataclasses
-import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -29,7 +27,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 from absl import logging
 
-from coyo11m_tfds import chunk_index, dataset, keyed_random, schema
+from coyo11m_tfds import chunk_index, dataset, json_digest, keyed_random, schema
 from coyo11m_tfds.keyed_random import derive
 from coyo11m_tfds.order import CROP, DROP, Order, Reads, consecutive_reads, divisors
 
@@ -124,7 +122,7 @@ def position_settings(
     shards = info.splits[split].shard_lengths if split in info.splits else []
     source = (info.metadata or {}).get(schema.META_SOURCE_FINGERPRINT)
     return {
-        'data_set': f'{name} {_digest([name, source, *shards])[:16]}',
+        'data_set': f'{name} {json_digest.sha256([name, source, *shards])[:16]}',
         'seed': seed,
         'batch_size': batch_size,
         'chunk': chunk,
@@ -135,11 +133,7 @@ def position_settings(
 
 def position_fingerprint(settings: Mapping[str, str | int]) -> str:
     """One hex digest of `position_settings(...)`."""
-    return _digest(dict(settings))
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    return json_digest.sha256(dict(settings))
 
 
 # --- Reading and parsing -----------------------------------------------------------------------

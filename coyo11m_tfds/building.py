@@ -23,15 +23,13 @@ from coyo11m_tfds import job, prepare, report, schema, shard_pool, sources
 from coyo11m_tfds.finished import FinishedShards
 from coyo11m_tfds.plan import Plan, PlanSettings, make_plan
 from coyo11m_tfds.shard_writer import ShardResult, ShardTask
-from coyo11m_tfds.storage import build_lock
+from coyo11m_tfds.storage import build_lock, source_files
 from coyo11m_tfds.storage.destination import Destination, file_state
-from coyo11m_tfds.storage.scratch import Scratch
+from coyo11m_tfds.storage.scratch import Scratch, user_cache
 
 if TYPE_CHECKING:
     from apache_beam.options.pipeline_options import PipelineOptions
     from apache_beam.runners import PipelineRunner
-
-_INFO_FILE = 'dataset_info.json'  # TFDS' name; where it is, the data set is complete
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +64,10 @@ class BuildOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """What the shards have become; `results` in the order train, validation, and by index."""
+    """What the shards have become; those of each split by index."""
 
     plan: Plan
-    results: Sequence[ShardResult]
+    splits: dict[str, list[ShardResult]]
     metadata: dict
 
 
@@ -116,16 +114,15 @@ def build(
 
 def scratch_folder(final: str, chosen: str = '') -> str:
     """The local folder for stores and downloads, made if it is not there; see `BuildOptions`."""
-    if not chosen and '://' not in final:
+    if not chosen and not source_files.is_remote(final):
         chosen = str(pathlib.Path(final).parents[2] / f'.{schema.NAME}')
-    cache = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
-    folder = os.path.expanduser(chosen) or os.path.join(cache, schema.NAME)
+    folder = os.path.expanduser(chosen) or user_cache(schema.NAME)
     os.makedirs(folder, exist_ok=True)
     return folder
 
 
 def _is_complete(final: str) -> bool:
-    return (epath.Path(final) / _INFO_FILE).exists()
+    return (epath.Path(final) / schema.INFO_FILE).exists()
 
 
 def _wait_for_first_process(final: str, options: BuildOptions) -> None:
@@ -162,7 +159,7 @@ def _write_data(
     facts = prepare.make_facts(_name(final), results, dropped, metadata)
     with tempfile.TemporaryDirectory(dir=work.staging(folder)) as local:
         prepare.write_chunk_indexes(results, local)
-        write_info(Built(plan, results, metadata), local)
+        write_info(Built(plan, prepare.by_split(results), metadata), local)
         report.write(facts, local)
         names = sorted(os.listdir(local))
         for name in names:
@@ -208,10 +205,10 @@ def _finish(final: str, work: Destination, names: Sequence[str], overwrite: bool
     work.keep_only(schema.BUILD_DATA, names)
     if overwrite:
         logging.info('Removing the old data set %s', final)
-        Destination(final).remove(first=_INFO_FILE)
+        Destination(final).remove(first=schema.INFO_FILE)
     parent, _, version = final.rpartition('/')
     Destination(parent).promote(
-        f'{version}{schema.BUILD_SUFFIX}/{schema.BUILD_DATA}', version, _INFO_FILE
+        f'{version}{schema.BUILD_SUFFIX}/{schema.BUILD_DATA}', version, schema.INFO_FILE
     )
 
 

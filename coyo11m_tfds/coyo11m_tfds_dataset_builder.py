@@ -14,7 +14,6 @@ Reading a built data set needs neither this module nor torch: `tfds.builder_from
 import dataclasses
 import multiprocessing
 import re
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import ml_dtypes
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from coyo11m_tfds import building
     from coyo11m_tfds.shard_writer import ShardResult
 
-_FEATURES_FILE, _INFO_FILE = 'features.json', 'dataset_info.json'  # TFDS' names
+_FEATURES_FILE = 'features.json'  # TFDS' name
 _CONFIG_NAME = re.compile(r'[A-Za-z0-9_][A-Za-z0-9_.-]*')
 _LATENT_DTYPES = {'float16': np.float16, 'bfloat16': ml_dtypes.bfloat16}
 
@@ -157,7 +156,7 @@ class Builder(dataset_builder.FileReaderBuilder):
         """
         config = download_config or tfds.download.DownloadConfig()
         mode = config.download_mode
-        is_there = (self.data_path / _INFO_FILE).exists() and not mode.overwrite_dataset
+        is_there = (self.data_path / schema.INFO_FILE).exists() and not mode.overwrite_dataset
         # `tfds.testing.mock_data` puts a function that does nothing in the place of TFDS' own.
         base = dataset_builder.DatasetBuilder.download_and_prepare
         is_mocked = base.__module__ != dataset_builder.__name__
@@ -263,15 +262,12 @@ class Builder(dataset_builder.FileReaderBuilder):
         vectors = built.plan.text_vectors
         # TFDS has no setter for features, but only the source tells their dtype and width.
         self.info._features = make_features(built.plan.latent_dtype, vectors and vectors.dim)
-        self.info.set_splits(self._make_splits(built.results))
+        self.info.set_splits(self._make_splits(built.splits))
         self.info.metadata.clear()
         self.info.metadata.update(built.metadata)
         self.info.write_to_directory(folder)
 
-    def _make_splits(self, results: 'Sequence[ShardResult]') -> tfds.core.SplitDict:
-        splits = {}
-        for result in results:
-            splits.setdefault(result.split, []).append(result)
+    def _make_splits(self, splits: dict[str, list['ShardResult']]) -> tfds.core.SplitDict:
         return tfds.core.SplitDict(
             [
                 tfds.core.SplitInfo(

@@ -9,13 +9,12 @@ are planned now, and the file that is there has the size and the checksum of the
 is a file says nothing.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 
 from absl import logging
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import json_digest, schema
 from coyo11m_tfds.shard_writer import ShardResult, ShardTask
 from coyo11m_tfds.storage.destination import Destination, FileState
 
@@ -71,7 +70,7 @@ def _make_record(task: ShardTask, result: ShardResult) -> bytes:
         'rows': task.row_range,
         'result': result.to_json(),
     }
-    return json.dumps(record | {'digest': _digest(record)}, indent=1).encode()
+    return json.dumps(record | {'digest': json_digest.sha256(record)}, indent=1).encode()
 
 
 def _read_record(data: bytes | None, task: ShardTask) -> ShardResult | None:
@@ -80,14 +79,10 @@ def _read_record(data: bytes | None, task: ShardTask) -> ShardResult | None:
         return None
     try:
         record = json.loads(data)
-        if record.pop('digest') != _digest(record):
+        if record.pop('digest') != json_digest.sha256(record):
             raise ValueError('wrong digest')
         same = record['fingerprint'] == task.fingerprint
         return ShardResult.from_json(record['result']) if same else None
     except (AttributeError, KeyError, TypeError, ValueError):
         logging.warning('%s: its record is damaged, it will be written again', task.filename)
         return None
-
-
-def _digest(record: dict) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()

@@ -14,7 +14,6 @@ there as a whole or not at all, and what is damaged later is seen when it is ope
 import contextlib
 import dataclasses
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -27,7 +26,8 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from coyo11m_tfds import keyed_parquet
+from coyo11m_tfds import json_digest, keyed_parquet
+from coyo11m_tfds.storage import source_files
 from coyo11m_tfds.storage.destination import Destination, naming
 from coyo11m_tfds.storage.file_lock import FileLock
 
@@ -74,17 +74,17 @@ class MadeFrom:
     @property
     def group(self) -> str:
         """What the names of the folders of all versions begin with."""
-        if '://' in self.source:
+        if source_files.is_remote(self.source):
             source = re.sub('@[0-9a-f]{40}/', '/', self.source)
         else:
             source = os.path.abspath(self.source)
         column = urllib.parse.quote(self.column, safe='')[:100]
-        return f'{self.kind}-{column}-{_checksum([source, self.column])[:8]}-'
+        return f'{self.kind}-{column}-{json_digest.sha256([source, self.column])[:8]}-'
 
     @property
     def folder_name(self) -> str:
         """A name within `cache_dir`."""
-        return self.group + _checksum([FORMAT, self.version])[:16]
+        return self.group + json_digest.sha256([FORMAT, self.version])[:16]
 
 
 class KeyedStore:
@@ -212,7 +212,7 @@ def _write_meta(folder: str, made_from: MadeFrom, facts: dict[str, Any]) -> None
         'sizes': {entry.name: entry.stat().st_size for entry in os.scandir(folder)},
         'facts': facts,
     }
-    text = json.dumps(meta | {'checksum': _checksum(meta)}, indent=1)
+    text = json.dumps(meta | {'checksum': json_digest.sha256(meta)}, indent=1)
     write(folder, _META, np.frombuffer(text.encode(), np.uint8))
 
 
@@ -220,17 +220,13 @@ def _read_meta(folder: str) -> dict[str, Any]:
     """Reads and checks `store.json`, and the sizes in it."""
     with open(os.path.join(folder, _META), encoding='utf-8') as file:
         meta = json.load(file)
-    if meta.pop('checksum') != _checksum(meta) or meta['format'] != FORMAT:
+    if meta.pop('checksum') != json_digest.sha256(meta) or meta['format'] != FORMAT:
         raise ValueError(f'{_META} is damaged or of another format')
     for name, size in meta['sizes'].items():
         found = os.stat(os.path.join(folder, name)).st_size
         if found != size:
             raise ValueError(f'{name} has {found} bytes, expected {size}')
     return meta
-
-
-def _checksum(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _lock(path: str) -> FileLock:

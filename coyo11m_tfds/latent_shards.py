@@ -1,4 +1,4 @@
-"""One `.pt` file: its keys, and its latents by row, memory-mapped. The only importer of torch.
+"""One `.pt` file: its keys, and its latents by row. The only importer of torch.
 
     shard = latent_shards.LatentShard('latents-3crop/000000-000009.pt')
     shard.keys                              # int64 (N,)
@@ -9,9 +9,7 @@ plain containers, so a hostile file cannot run code.
 """
 
 import functools
-import hashlib
 import itertools
-import json
 import os
 import pickle
 import re
@@ -22,7 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import json_digest, schema
 
 _ZIP_MAGIC = b'PK\x03\x04'
 _EMBEDDING_DTYPES = ('float16', 'bfloat16', 'float32')
@@ -205,7 +203,7 @@ def _zip_digest(path: str, name: str) -> str:
             'writes it since torch 1.6. Save or download it again.'
         )
         raise ValueError(f'{name}: {problem}') from None
-    return hashlib.sha256(json.dumps(sorted(entries)).encode()).hexdigest()
+    return json_digest.sha256(sorted(entries))
 
 
 def _load(path: str, name: str) -> dict[str, torch.Tensor]:

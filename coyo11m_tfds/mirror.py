@@ -37,7 +37,7 @@ from coyo11m_tfds.progress import Progress
 from coyo11m_tfds.storage import build_lock, file_copier, retry, source_files
 from coyo11m_tfds.storage.copied_files import CopiedFiles
 from coyo11m_tfds.storage.destination import Destination
-from coyo11m_tfds.storage.scratch import Scratch
+from coyo11m_tfds.storage.scratch import Scratch, user_cache
 from coyo11m_tfds.storage.source_files import SourceFile
 
 DEFAULT_PARALLEL = 4
@@ -184,8 +184,7 @@ def _open_scratch(
             f'{largest.path} has {largest.size / 1e9:.1f} GB, but the scratch folder may hold '
             f'{num_bytes / 1e9:.1f} GB; allow it more (--scratch_gb).'
         )
-    cache = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
-    return Scratch(folder or os.path.join(cache, schema.NAME, 'mirror'), num_bytes)
+    return Scratch(folder or user_cache(schema.NAME, 'mirror'), num_bytes)
 
 
 def _check_space(target: Destination, missing: Mapping[str, SourceFile]) -> None:

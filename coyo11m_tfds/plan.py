@@ -12,13 +12,13 @@ For 12 million rows it takes 12 s beside reading the files, and at most 1.5 GB o
 import dataclasses
 import hashlib
 import itertools
-import json
+import tempfile
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from absl import logging
 
-from coyo11m_tfds import captions, schema, sources, vectors
+from coyo11m_tfds import captions, json_digest, schema, sources, vectors
 from coyo11m_tfds.dropped import Dropped
 from coyo11m_tfds.keyed_random import splitmix64
 from coyo11m_tfds.shard_inputs import StoreInputs
@@ -122,7 +122,9 @@ def make_plan(
         ValueError: something is wrong with the source.
         OSError: a remote file cannot be read.
     """
-    latents = SourceLatents.read(source.latent_files, cache_dir, drop_bad=settings.drop_bad)
+    # Of this build alone: another one of the same source must not remove what is read here.
+    with tempfile.TemporaryDirectory(dir=cache_dir) as heads:
+        latents = SourceLatents.read(source.latent_files, heads, drop_bad=settings.drop_bad)
     logging.info('%d rows in %d .pt files', latents.num_rows, len(latents.files))
     joined = _join(source, settings, latents, scratch, cache_dir)
     caption_rows = joined.captions.find(latents.keys)
@@ -149,7 +151,7 @@ def make_plan(
         latent_dtype=latents.dtype,
         text_vectors=joined.text_vectors,
         dropped=dropped,
-        source_fingerprint=_digest(
+        source_fingerprint=json_digest.sha256(
             [
                 *(f'{f.name} {d}' for f, d in zip(latents.files, latents.digests, strict=True)),
                 *joined.digests,
@@ -289,7 +291,7 @@ def _make_tasks(
     joined: _Joined,
     drop_bad: bool,
 ) -> list[ShardTask]:
-    common = _digest([_FORMAT, latents.dtype, drop_bad, *joined.digests])
+    common = json_digest.sha256([_FORMAT, latents.dtype, drop_bad, *joined.digests])
     tasks = []
     for index, (name, (file, run, num_bytes)) in enumerate(zip(names, runs, strict=True)):
         rows = (run - latents.starts[file]).astype(np.int32)
@@ -312,11 +314,7 @@ def _make_tasks(
             text_vectors=joined.text_vectors,
             drop_bad=drop_bad,
             num_bytes=num_bytes,
-            fingerprint=_digest([common, name, latents.digests[file], rows_digest]),
+            fingerprint=json_digest.sha256([common, name, latents.digests[file], rows_digest]),
         )
         tasks.append(task)
     return tasks
-
-
-def _digest(parts: Sequence[object]) -> str:
-    return hashlib.sha256(json.dumps(list(parts)).encode()).hexdigest()

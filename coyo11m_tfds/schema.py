@@ -46,6 +46,8 @@ VALIDATION = 'validation'
 # use chunks of a multiple of it.
 CHUNK_STRIDE = 32
 
+INFO_FILE = 'dataset_info.json'  # TFDS' name; where it is, the data set is complete
+
 # --- A build that is under way -----------------------------------------------------------------
 
 BUILD_SUFFIX = '.building'  # of its folder, beside the folder of the finished data set

@@ -116,7 +116,8 @@ class _Run:
             finally:
                 self._stop.set()
                 readers.shutdown(wait=False, cancel_futures=True)
-                self._pool.shutdown(wait=False, cancel_futures=True)
+                # Waits for what is being written: after this nobody writes here any more.
+                self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _write_file(self, tasks: Sequence[ShardTask], storers: concurrent.futures.Executor) -> None:
         """Writes all shards of one file; holds the file until the last is written."""
@@ -175,8 +176,6 @@ def _pool(workers: int) -> Iterator[concurrent.futures.Executor]:
                 'kept: start the same build again, perhaps with fewer processes (num_workers in '
                 f'the config, or {WORKERS_VARIABLE} in the environment).'
             ) from None
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
 
 
 class _CleanProcess(multiprocessing.context.SpawnProcess):

@@ -2,8 +2,8 @@
 
     result = shard_writer.write_shard(task, '/scratch/000000-000009.pt', '/scratch/shard')
 
-A shard holds some rows of one `.pt` file. The rows are read `ROWS_AT_ONCE` at a time from the
-memory-mapped file, so memory does not grow with the file or the shard.
+A shard holds some rows of one `.pt` file. The rows are read `ROWS_AT_ONCE` at a time,
+so memory does not grow with the file or the shard.
 """
 
 import base64

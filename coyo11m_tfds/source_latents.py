@@ -159,9 +159,6 @@ def _read_head(file: SourceFile, head_dir: str | os.PathLike[str], drop_bad: boo
         if not drop_bad:
             raise
         return _Head(np.empty(0, np.int64), '', None, error.digest, error)
-    finally:
-        if file.is_remote:
-            os.remove(path)
 
 
 def _check_dtypes(files: Sequence[SourceFile], heads: Sequence[_Head]) -> None:

@@ -27,7 +27,7 @@ from tests.fake_gcs import Gcs
 from tests.fake_hub import Hub
 from tests.tls_proxy import TlsProxy
 
-__all__ = ['Fault', 'Gcs', 'Hub', 'fake_gcs', 'fake_hub', 'gcs', 'hub']
+__all__ = ['Fault', 'Gcs', 'Hub', 'bucket', 'fake_gcs', 'fake_hub', 'gcs', 'hub']
 
 # The product's own patience.
 _PATIENCE = {'COYO11M_RETRY_SECONDS': '0.02', 'COYO11M_STALL_SECONDS': '2'}
@@ -115,6 +115,13 @@ def gcs(tmp_path_factory, monkeypatch) -> Iterator[Gcs]:
         yield server
         gcsfs.core.GCSFileSystem.clear_instance_cache()
     assert server.errors == []
+
+
+@pytest.fixture
+def bucket(gcs, monkeypatch) -> Gcs:
+    """The same, for tests of many attempts: pauses between them are hardly any."""
+    monkeypatch.setenv('COYO11M_RETRY_SECONDS', '0.002')
+    return gcs
 
 
 @pytest.fixture

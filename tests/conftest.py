@@ -6,7 +6,7 @@ import hypothesis
 import pytest
 
 from coyo11m_tfds import embed_captions, sample_data
-from tests.cloud import gcs, hub  # noqa: F401, fixtures
+from tests.cloud import bucket, gcs, hub  # noqa: F401, fixtures
 
 # How long one example takes depends on what else runs on the machine.
 hypothesis.settings.register_profile('no_deadline', deadline=None)

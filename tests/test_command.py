@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests import made_sources
-from tests.build_kills import CHECKOUT, files_of
+from tests.build_kills import CHECKOUT, files_of, final_folder
 from tests.cloud import fake_gcs, fake_hub
 
 FILES = [range(40), range(40, 60)]
@@ -34,10 +34,6 @@ def tfds_build(source: object, out: object, *flags: str, env: dict | None = None
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout + ended.stderr
-
-
-def final_folder(out: pathlib.Path) -> pathlib.Path:
-    return out / 'coyo11m_tfds' / 'x' / '1.0.0'
 
 
 @pytest.fixture(scope='module')

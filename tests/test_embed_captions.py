@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coyo11m_tfds import embed_captions, progress, sample_data, schema, text_encoders, vectors
-from tests.cloud import Fault, gcs  # noqa: F401
+from tests.cloud import Fault
 
 COCO = pathlib.Path(__file__).parents[2] / 'shared/data/coco_sample'
 
@@ -151,7 +151,7 @@ def test_of_repeated_keys_the_first_row_wins_if_asked(tmp_path, out):
 # --- From a bucket --------------------------------------------------------------------------
 
 
-def test_a_remote_source_gives_the_same_file(source, out, tmp_path, gcs):  # noqa: F811
+def test_a_remote_source_gives_the_same_file(source, out, tmp_path, gcs):
     embed_captions.embed(source, 'hash', tmp_path / 'local.parquet')
     gcs.upload_folder(source, 'gs://bucket/source')
     gcs.inject(Fault('503'), Fault('cut', match='GET read'))
@@ -160,7 +160,7 @@ def test_a_remote_source_gives_the_same_file(source, out, tmp_path, gcs):  # noq
     assert os.listdir(out.parent) == [out.name]
 
 
-def test_a_remote_source_that_is_missing_is_refused(out, gcs):  # noqa: F811
+def test_a_remote_source_that_is_missing_is_refused(out, gcs):
     gcs.put('bucket', 'source/other', b'')
     with pytest.raises(ValueError, match=r'gs://bucket/source/coyo11m-meta\.parquet is missing'):
         embed_captions.embed('gs://bucket/source', 'hash', out)
@@ -279,8 +279,11 @@ def test_command_line_ends_with_one_message(source, out):
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
 def test_nothing_stays_when_it_is_stopped(source, out, number):
     program = textwrap.dedent("""
-        import time
+        import signal, time
         from coyo11m_tfds import embed_captions, text_encoders
+
+        # A shell that starts the tests in the background has them ignore it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
         class SlowEncoder(text_encoders.HashEncoder):
             def encode(self, captions):

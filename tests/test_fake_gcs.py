@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.cloud import Fault, Gcs, fake_gcs, gcs  # noqa: F401
+from tests.cloud import Fault, Gcs, fake_gcs
 from tests.fake_client import Client
 from tests.fake_gcs_objects import select_fields
 
@@ -261,7 +261,7 @@ class Gcsfs(NamedTuple):
 
 
 @pytest.fixture
-def gcsfs(gcs: Gcs) -> Gcsfs:  # noqa: F811
+def gcsfs(gcs: Gcs) -> Gcsfs:
     return Gcsfs(gcs, fsspec.filesystem('gs'))
 
 

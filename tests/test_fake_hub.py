@@ -14,7 +14,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from tests.cloud import Fault, Hub, fake_hub, hub  # noqa: F401
+from tests.cloud import Fault, Hub, fake_hub
 from tests.fake_client import Client
 
 LATENTS = random.Random(0).randbytes(3_000_000)
@@ -34,7 +34,7 @@ def download(name: str, **arguments: object) -> bytes:
 
 
 @pytest.fixture
-def filled(hub: Hub) -> Hub:  # noqa: F811
+def filled(hub: Hub) -> Hub:
     """The hub that huggingface_hub in this process reaches, with FILES."""
     hub.commit(FILES)
     return hub
@@ -45,7 +45,7 @@ def files(filled: Hub) -> huggingface_hub.HfFileSystem:
     return huggingface_hub.HfFileSystem(skip_instance_cache=True)
 
 
-def actions(hub: Hub) -> list[str]:  # noqa: F811
+def actions(hub: Hub) -> list[str]:
     return [f'{r.method} {r.action}' for r in hub.requests if r.action != 'harnesses']
 
 

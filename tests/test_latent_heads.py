@@ -23,16 +23,10 @@ from coyo11m_tfds.latent_shards import LatentShard
 from coyo11m_tfds.storage import remote, retry, source_files
 from coyo11m_tfds.storage.source_files import SourceFile
 from tests import children, made_sources
-from tests.cloud import Fault, Gcs, Hub, gcs, hub  # noqa: F401
+from tests.cloud import Fault, Gcs, Hub
 from tests.fake_http import FakeServer
 
 NAME = '000000-000009.pt'
-
-
-@pytest.fixture
-def bucket(gcs: Gcs, monkeypatch: pytest.MonkeyPatch) -> Gcs:  # noqa: F811
-    monkeypatch.setenv('COYO11M_RETRY_SECONDS', '0.002')
-    return gcs
 
 
 @pytest.fixture
@@ -91,7 +85,7 @@ def test_a_head_says_what_the_whole_file_says(
 
 
 def test_a_head_from_the_hub(
-    hub: Hub,  # noqa: F811
+    hub: Hub,
     folder: pathlib.Path,
     whole: pathlib.Path,
 ):

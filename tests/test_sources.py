@@ -13,7 +13,7 @@ import pytest
 from coyo11m_tfds import schema, sources
 from coyo11m_tfds.storage import remote, source_files
 from tests import children
-from tests.cloud import Fault, Gcs, Hub, gcs, hub  # noqa: F401
+from tests.cloud import Fault, Gcs, Hub
 from tests.fake_http import FakeServer
 
 CONTENTS = {
@@ -229,14 +229,14 @@ def test_importing_brings_no_library_of_a_storage():
 # --- In a bucket ------------------------------------------------------------------------------
 
 
-def test_checksums_in_a_bucket(gcs: Gcs):  # noqa: F811
+def test_checksums_in_a_bucket(gcs: Gcs):
     gcs.put('bucket', 'x.pt', b'content')
     expected = f'crc32c:{google_crc32c.value(b"content"):08x}'
     file = source_files.describe('gs://bucket/x.pt')
     assert file == source_files.SourceFile('gs://bucket/x.pt', 7, expected, expected)
 
 
-def test_a_source_that_is_a_whole_bucket(gcs: Gcs):  # noqa: F811
+def test_a_source_that_is_a_whole_bucket(gcs: Gcs):
     for name, data in CONTENTS.items():
         gcs.put('bucket', name, data)
     for root in ('gs://bucket', 'gs://bucket/'):
@@ -245,7 +245,7 @@ def test_a_source_that_is_a_whole_bucket(gcs: Gcs):  # noqa: F811
         sources.find('gs://no-such-bucket')
 
 
-def test_more_files_than_a_page_of_the_listing_holds(gcs: Gcs):  # noqa: F811
+def test_more_files_than_a_page_of_the_listing_holds(gcs: Gcs):
     for number in range(2100):
         gcs.put('bucket', f'latents-3crop/{number:06d}.pt', b'')
     gcs.put('bucket', 'coyo11m-meta.parquet', b'')
@@ -261,7 +261,7 @@ def test_finding_reads_nothing_and_asks_seldom(remote_place: Place):
 # --- On the hub -------------------------------------------------------------------------------
 
 
-def test_checksums_on_the_hub(hub: Hub):  # noqa: F811
+def test_checksums_on_the_hub(hub: Hub):
     hub.commit({'x.pt': b'content', 'small.txt': b'small'})
     sha256 = hashlib.sha256(b'content').hexdigest()
     assert source_files.describe('hf://datasets/owner/name/x.pt').checksum == f'sha256:{sha256}'
@@ -271,7 +271,7 @@ def test_checksums_on_the_hub(hub: Hub):  # noqa: F811
     )
 
 
-def test_all_files_are_of_the_commit_that_was_found(hub: Hub):  # noqa: F811
+def test_all_files_are_of_the_commit_that_was_found(hub: Hub):
     first = hub.commit(CONTENTS)
     root = 'hf://datasets/owner/name'
     source = sources.find(root)
@@ -282,7 +282,7 @@ def test_all_files_are_of_the_commit_that_was_found(hub: Hub):  # noqa: F811
     assert sources.find(f'{root}@{first}') == source
 
 
-def test_a_branch_of_the_hub(hub: Hub):  # noqa: F811
+def test_a_branch_of_the_hub(hub: Hub):
     hub.commit({'README.md': b''})
     commit = hub.commit(CONTENTS, branch='refs/pr/1')
     for root in ('hf://datasets/owner/name@refs/pr/1', 'hf://datasets/owner/name@refs%2Fpr%2F1'):
@@ -299,7 +299,7 @@ def test_a_branch_of_the_hub(hub: Hub):  # noqa: F811
         ('hf://datasets/owner', 'owner'),
     ],
 )
-def test_urls_of_the_hub_that_lead_nowhere(hub: Hub, url: str, message: str):  # noqa: F811
+def test_urls_of_the_hub_that_lead_nowhere(hub: Hub, url: str, message: str):
     hub.commit(CONTENTS)
     with pytest.raises(ValueError, match=message) as error:
         sources.find(url)
@@ -349,7 +349,7 @@ def test_missing_access_is_told_at_once(remote_place: Place, kind: str):
         assert len([r for r in remote_place.server.requests if r.action != 'harnesses']) <= 3
 
 
-def test_a_gated_data_set_is_found_and_its_files_are_refused(hub: Hub):  # noqa: F811
+def test_a_gated_data_set_is_found_and_its_files_are_refused(hub: Hub):
     hub.commit(CONTENTS)
     hub.gated = True
     file = sources.find('hf://datasets/owner/name').captions_file
@@ -358,7 +358,7 @@ def test_a_gated_data_set_is_found_and_its_files_are_refused(hub: Hub):  # noqa:
 
 
 def test_a_token_is_sent_to_the_hub_alone(
-    hub: Hub,  # noqa: F811
+    hub: Hub,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: pathlib.Path,
 ):

@@ -12,18 +12,14 @@ it over, and at once if it names a process of this machine that is dead. A holde
 dead finds out when it renews the lease.
 """
 
-import os
 import threading
 import time
 
 from absl import logging
 from google.api_core import exceptions
 
-from coyo11m_tfds.storage import gcs_objects, lock_holder
+from coyo11m_tfds.storage import gcs_objects, lock_holder, retry
 from coyo11m_tfds.storage.lock_holder import LockHolder, Lost
-
-_VARIABLE = 'COYO11M_LEASE_SECONDS'
-_DEFAULT_SECONDS = 60.0
 
 
 def lease_seconds() -> float:
@@ -32,14 +28,7 @@ def lease_seconds() -> float:
     Raises:
         ValueError: the environment variable is no positive number.
     """
-    text = os.environ.get(_VARIABLE) or str(_DEFAULT_SECONDS)
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float('inf'):
-        raise ValueError(f'{_VARIABLE} is {text!r}, expected a positive number of seconds.')
-    return seconds
+    return retry.seconds('COYO11M_LEASE_SECONDS', 60.0)
 
 
 class BucketLease:

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from absl import logging
 
-from coyo11m_tfds.storage import file_lock, lock_holder
+from coyo11m_tfds.storage import file_lock, lock_holder, source_files
 from coyo11m_tfds.storage.lock_holder import Lost
 
 _SECONDS_BETWEEN_LINES = 60
@@ -121,7 +121,7 @@ class _Patience:
 
 
 def _open_lock(place: str) -> 'Lock':
-    if '://' not in place:
+    if not source_files.is_remote(place):
         return _LocalLock(f'{place}.lock')
     from coyo11m_tfds.storage import bucket_lease  # imports the client of the storage
 

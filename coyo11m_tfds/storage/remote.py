@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from coyo11m_tfds.storage import retry, source_files
 from coyo11m_tfds.storage.file_lock import FileLock
+from coyo11m_tfds.storage.file_state import ignore_bytes
 from coyo11m_tfds.storage.part_file import PartFile
 from coyo11m_tfds.storage.source_files import SourceFile
 
@@ -55,7 +56,7 @@ def fetch(file: SourceFile, target: str, on_bytes: Callable[[int], None] | None 
             checksum stays wrong, or the disk is full.
     """
     path = f'{target}.part'
-    with FileLock(path), PartFile(path, file, on_bytes or ignore) as part:
+    with FileLock(path), PartFile(path, file, on_bytes or ignore_bytes) as part:
         part.resume()
         retry.call(lambda: _complete(part), f'downloading {file.path}')
         part.move_to(target)
@@ -79,11 +80,6 @@ def read_range(file: SourceFile, start: int, length: int) -> bytes:
             stream.seek(start)
             return stream.read(length)
     return retry.call(lambda: _read_once(file, start, length), f'reading {file.path}')
-
-
-def ignore(num_bytes: int) -> None:
-    """An `on_bytes` that does nothing."""
-    del num_bytes
 
 
 def _read_once(file: SourceFile, start: int, length: int) -> bytes:

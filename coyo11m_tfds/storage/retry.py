@@ -136,22 +136,27 @@ def is_transient(error: BaseException) -> bool:
 
 def stall_seconds() -> float:
     """Seconds after which a request that gets no byte is given up (and tried again)."""
-    return _seconds('COYO11M_STALL_SECONDS', 60.0)
+    return seconds('COYO11M_STALL_SECONDS', 60.0)
 
 
-def _seconds(variable: str, default: float) -> float:
+def seconds(variable: str, default: float) -> float:
+    """Reads a time from an environment variable; unset or empty, it is the default.
+
+    Raises:
+        ValueError: it is no positive number.
+    """
     text = os.environ.get(variable, '')
     try:
-        seconds = float(text) if text else default
+        value = float(text) if text else default
     except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float('inf'):
+        value = 0.0
+    if not 0 < value < float('inf'):
         raise ValueError(f'{variable} is {text!r}, expected a positive number of seconds.')
-    return seconds
+    return value
 
 
 def _delay(attempt: int, error: Exception) -> float:
-    longest = _seconds('COYO11M_RETRY_SECONDS', 1.0) * 2 ** min(attempt - 1, _MAX_DOUBLINGS)
+    longest = seconds('COYO11M_RETRY_SECONDS', 1.0) * 2 ** min(attempt - 1, _MAX_DOUBLINGS)
     # Not the shared generator: workers that seed it alike would all come back at once.
     delay = random.SystemRandom().uniform(0.0, longest)
     return max(delay, min(_asked_seconds(error), _MAX_ASKED_SECONDS))

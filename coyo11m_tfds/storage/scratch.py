@@ -26,6 +26,7 @@ from absl import logging
 
 from coyo11m_tfds.storage import remote
 from coyo11m_tfds.storage.file_lock import FileLock
+from coyo11m_tfds.storage.file_state import ignore_bytes
 from coyo11m_tfds.storage.source_files import SourceFile
 
 # Beside the entries: held for moments, by whoever looks at all entries together.
@@ -48,6 +49,12 @@ class _Entry(NamedTuple):
     in_use: bool
     num_bytes: int
     last_used: float
+
+
+def user_cache(*names: str) -> str:
+    """Returns a folder within this user's cache, which need not exist."""
+    cache = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
+    return os.path.join(cache, *names)
 
 
 class Scratch:
@@ -98,7 +105,7 @@ class Scratch:
         entry = self._folder / _name_of(file)
         path = entry / file.name
         self._check_room(file, entry)
-        held = self._wait_for_room(file, entry, keep, on_bytes or remote.ignore)
+        held = self._wait_for_room(file, entry, keep, on_bytes or ignore_bytes)
         self._holdings[entry] += 1
         try:
             with FileLock(entry / _DOWNLOAD):

@@ -13,7 +13,7 @@ import pytest
 from coyo11m_tfds.storage import remote, source_files
 from coyo11m_tfds.storage.source_files import SourceFile
 from tests import children
-from tests.cloud import Fault, Gcs, Hub, gcs, hub  # noqa: F401
+from tests.cloud import Fault, Gcs, Hub
 from tests.fake_http import Call, FakeServer, Reply
 
 SIZE = 3_000_003
@@ -57,7 +57,7 @@ def cloud(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cl
 
 
 @pytest.fixture
-def bucket(gcs: Gcs, monkeypatch: pytest.MonkeyPatch) -> Cloud:  # noqa: F811
+def bucket(gcs: Gcs, monkeypatch: pytest.MonkeyPatch) -> Cloud:
     """The same on gs:// alone, where what is tested does not depend on the storage."""
     monkeypatch.setenv('COYO11M_RETRY_SECONDS', '0.002')
     return in_bucket(gcs)
@@ -212,7 +212,7 @@ def test_an_empty_file(bucket: Cloud, target: pathlib.Path):
     assert_fetched(target, b'')
 
 
-def test_a_small_file_of_the_hub(hub: Hub, target: pathlib.Path):  # noqa: F811
+def test_a_small_file_of_the_hub(hub: Hub, target: pathlib.Path):
     """It is known by git's checksum, and comes from another place than the large ones."""
     hub.commit({'README.md': b'A data set.'})
     file = source_files.describe('hf://datasets/owner/name/README.md')

@@ -18,15 +18,9 @@ from coyo11m_tfds.storage.file_lock import FileLock
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.source_files import SourceFile
 from tests import children
-from tests.cloud import Fault, Gcs, gcs  # noqa: F401
+from tests.cloud import Fault, Gcs
 
 SIZE = 100_000
-
-
-@pytest.fixture
-def bucket(gcs: Gcs, monkeypatch: pytest.MonkeyPatch) -> Gcs:  # noqa: F811
-    monkeypatch.setenv('COYO11M_RETRY_SECONDS', '0.002')
-    return gcs
 
 
 @pytest.fixture

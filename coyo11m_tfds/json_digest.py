@@ -1,0 +1,12 @@
+"""One digest of plain values, the same on every machine.
+
+json_digest.sha256(['train', 3, {'rows': [0, 15]}])    # 64 hex digits
+"""
+
+import hashlib
+import json
+
+
+def sha256(value: object) -> str:
+    """Returns the hex SHA-256 of the value as JSON; dicts count as equal in any order."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
