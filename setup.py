@@ -17,21 +17,17 @@ _ONE_BUILD = 'platform_system != "Linux" or platform_machine != "x86_64"'
 
 CONVERT = [
     'apache-beam>=2.60',  # the `tfds` command imports it
-    'gcsfs>=2025.1',
     'google-cloud-storage>=3.0',
-    'google-crc32c>=1.5',
     'huggingface_hub>=2.4',
     'mlcroissant>=1.0',  # the `tfds` command imports it
     'pandas>=2.2',
     'pyarrow>=18',
-    'requests>=2.31',
     'torch>=2.6',
     'tqdm>=4.66',
 ]
 TEXT = [
     'accelerate>=1.0',  # transformers needs it and gguf to load a GGUF file
     'gguf>=0.10',
-    'google-crc32c>=1.5',
     'pyarrow>=18',
     'torch>=2.6',
     'tqdm>=4.66',
@@ -49,7 +45,9 @@ TEST = [
 BENCH = [
     'array_record>=0.8',
     'datasets>=5.0',
+    'grain>=0.2.12',
     'litdata>=0.2.60',
+    'msgpack>=1.1',
     'webdataset>=1.0',
     # What mosaicml-streaming imports:
     'boto3>=1.30',
@@ -57,7 +55,8 @@ BENCH = [
     'catalogue>=2.0',
     'python-snappy>=0.7',
     'torchvision>=0.20',
-    'xxhash>=3.0',
+    'transformers>=5.0',
+    'xxhash>=3.0,<4',
     'zstd>=1.5',
 ]
 
@@ -78,6 +77,8 @@ setuptools.setup(
         'clu>=0.0.12',
         'etils[epath]>=1.9',
         'flax>=0.10',
+        'gcsfs>=2025.1',
+        'google-crc32c>=1.5',
         'importlib_resources>=6.0',  # tensorflow-datasets imports it
         'jax>=0.5',
         'ml_collections>=1.0',
@@ -85,6 +86,7 @@ setuptools.setup(
         'optax>=0.2.4',
         'orbax-checkpoint>=0.11',
         'pillow>=10.1',
+        'requests>=2.31',
         'tensorboard>=2.18',  # clu.metric_writers imports it
         f'tensorflow-cpu>=2.18; {_CPU_BUILD}',
         f'tensorflow>=2.18; {_ONE_BUILD}',

@@ -9,6 +9,7 @@ What `prepare` has written, `input_pipeline` and `train_lib` read here.
 
 import dataclasses
 import os
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +20,9 @@ from absl import logging
 from coyo11m_tfds import chunk_index, schema
 
 Data = str | os.PathLike | tfds.core.DatasetBuilder
+
+# In TFDS' file names, with as many digits as the number of shards needs and at least five.
+_FIRST_SHARD = re.compile(r'0{5,}(?=-of-\d+)')
 
 FEATURES = (schema.KEY, schema.LATENTS, schema.TEXT_EMBEDDING, schema.CAPTION)
 
@@ -123,10 +127,32 @@ def check_features(builder: tfds.core.DatasetBuilder, features: Sequence[str]) -
 
 @dataclasses.dataclass(frozen=True)
 class IndexedSplit:
-    """One split with a chunk index."""
+    """One split with a chunk index.
 
-    files: list[str]
+    Attributes:
+        index: where its records are.
+        file_prefix, file_suffix: of the path of every shard; its number is between them.
+        digits: of that number.
+    """
+
     index: chunk_index.ChunkIndex
+    file_prefix: str
+    file_suffix: str
+    digits: int
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether reading waits for a network."""
+        return '://' in self.file_prefix
+
+    def file(self, shard: int) -> str:
+        """The path of a shard."""
+        return f'{self.file_prefix}{shard:0{self.digits}}{self.file_suffix}'
+
+    def file_tensor(self, shard: tf.Tensor) -> tf.Tensor:
+        """The same in a graph, for an int64 scalar."""
+        number = tf.strings.as_string(shard, width=self.digits, fill='0')
+        return tf.strings.join([self.file_prefix, number, self.file_suffix])
 
 
 def open_split(builder: tfds.core.DatasetBuilder, split: str) -> IndexedSplit | None:
@@ -145,4 +171,16 @@ def open_split(builder: tfds.core.DatasetBuilder, split: str) -> IndexedSplit | 
             f'records for split {split!r}, its chunk index {len(index.shard_lengths)} of '
             f'{index.shard_lengths.sum()}; build the data set again'
         )
-    return IndexedSplit([os.fspath(path) for path in splits[split].filepaths], index)
+    return IndexedSplit(index, *_shard_paths(splits[split], len(lengths)))
+
+
+def _shard_paths(split: tfds.core.SplitInfo, num_shards: int) -> tuple[str, str, int]:
+    """What the paths of shards have before and after the shard's number, and its digits.
+
+    One path tells all: TFDS takes seconds to make those of a hundred thousand shards.
+    """
+    first = os.fspath(
+        split.filename_template.sharded_filepath(shard_index=0, num_shards=num_shards)
+    )
+    number = list(_FIRST_SHARD.finditer(first))[-1]
+    return first[: number.start()], first[number.end() :], len(number[0])

@@ -4,6 +4,8 @@
         writer.write({'key': np.array([7, 8]), 'caption': [b'A cat.', b'A dog.']})
     writer.chunk_offsets, writer.num_bytes, writer.crc32c
 
+    list(records.split(data))     # the other way round, where something is wrong with a file
+
 The bytes are those that TensorFlow itself would write. They are made without it so that where
 records begin and the checksum of the file are known without reading it again, and so that a worker
 process takes 1.4 s and 260 MB before it begins instead of 5 s and 900 MB. It is also faster: a
@@ -12,7 +14,7 @@ record of 25 KB takes 4 us on one of 2 cores, checksums included, before the sys
 
 import functools
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import BinaryIO, Self
 
@@ -114,6 +116,25 @@ class RecordWriter:
         self._file.write(block)
         self.crc32c = google_crc32c.extend(self.crc32c, block)
         self._filled = 0
+
+
+def split(data: bytes) -> Iterator[bytes | None]:
+    """Takes consecutive records of a file apart and checks them.
+
+    Yields:
+        Each record; None for one whose checksum is wrong. It ends where a length is damaged or
+        a record is not whole, because nobody knows where the next one begins.
+    """
+    at = 0
+    while at + _LENGTH_AND_CHECKSUM <= len(data):
+        packed, checksum = data[at : at + 8], data[at + 8 : at + _LENGTH_AND_CHECKSUM]
+        begin = at + _LENGTH_AND_CHECKSUM
+        end = begin + struct.unpack('<Q', packed)[0]
+        at = end + _CHECKSUM
+        if checksum != _masked_crc(packed) or at > len(data):
+            return
+        record = data[begin:end]
+        yield record if data[end:at] == _masked_crc(record) else None
 
 
 # Only lengths vary from record to record, and captions have some hundred.

@@ -11,6 +11,7 @@ import dataclasses
 import random
 import re
 import threading
+import time
 from collections.abc import Sequence
 
 # Requests that carry the bytes of a file, from the server (read) or to it (upload).
@@ -39,6 +40,7 @@ class Request:
     HTTP: (0, 99) is 100 bytes, (100, None) all from byte 100, (-100, None) the last 100.
     `nbytes` counts the bytes of the answer's body that the server sent (up to 256 KB too many if
     the client hung up meanwhile), `received` those of the request's body that it read.
+    `began` and `ended` say when it came and when its answer was complete (`time.monotonic`).
     `client` is the program by its User-Agent: 'tensorflow', 'gcsfs', 'huggingface_hub', or the
     first word of the header.
     """
@@ -52,6 +54,8 @@ class Request:
     received: int = 0
     status: int | None = None  # None: no status line was sent
     fault: str | None = None
+    began: float = dataclasses.field(default_factory=time.monotonic)
+    ended: float | None = None
 
     def __str__(self) -> str:
         return f'{self.method} {self.action} {self.path}'

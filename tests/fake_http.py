@@ -253,6 +253,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._leave(fault)
         finally:
             request.received = body.received
+            request.ended = time.monotonic()
 
     def _answer(self, fake: FakeServer, call: Call, request: Request, fault: Fault | None):
         kind = fault.kind if fault else None

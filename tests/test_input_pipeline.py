@@ -5,16 +5,12 @@ import functools
 import json
 import pathlib
 import shutil
-import threading
 
-import jax
 import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import input_pipeline
 from coyo11m_tfds import chunk_index, dataset, schema
@@ -277,22 +273,6 @@ def test_the_builder_makes_data_sets_that_are_read_by_plan(mini_dataset):
             assert batch['caption'][i] == example['caption']
 
 
-@settings(deadline=None, max_examples=50)
-@given(
-    st.integers(0, 2**64 - 1),
-    st.integers(0, 2**40),
-    st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20),
-    st.floats(0, 1),
-)
-def test_tensorflow_makes_the_same_choices_as_numpy(seed, epoch, keys, probability):
-    keys = np.array(keys)
-    in_tf = tf.constant(epoch, tf.int64), tf.constant(keys)
-    crops = input_pipeline._tf_sample_crops(seed, *in_tf)
-    np.testing.assert_array_equal(crops, order_lib.sample_crops(seed, epoch, keys))
-    drops = input_pipeline._tf_sample_drops(seed, *in_tf, probability)
-    np.testing.assert_array_equal(drops, order_lib.sample_drops(seed, epoch, keys, probability))
-
-
 # --- Evaluation --------------------------------------------------------------------------------
 
 
@@ -468,101 +448,3 @@ def test_an_index_of_other_shards_is_refused(tmp_path):
     (path / 'chunk_index-validation.npy').rename(path / 'chunk_index-train.npy')
     with pytest.raises(ValueError, match=r'5 shards of 395 records.* its chunk index 2 of 49'):
         input_pipeline.train_dataset(path, **ORDER)
-
-
-def test_a_damaged_shard_ends_the_run(tmp_path):
-    path = write_dataset(tmp_path / 'd' / '1.0.0')[schema.VALIDATION].path
-    shard = min(path.glob('*-validation.tfrecord-*'))
-    whole = shard.read_bytes()
-    read = functools.partial(input_pipeline.eval_dataset, path, batch_size=8, features=('key',))
-    assert sum(batch['mask'].sum() for batch in take(read(), -1)) == 49
-    shard.write_bytes(whole[: len(whole) * 3 // 4])
-    with pytest.raises(tf.errors.OpError):
-        take(read(), -1)
-    middle = len(whole) // 2
-    shard.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
-    with pytest.raises(tf.errors.DataLossError):
-        take(read(), -1)
-
-
-def test_a_shard_with_too_few_records_is_named(tmp_path):
-    validation = write_dataset(tmp_path / 'd' / '1.0.0')[schema.VALIDATION]
-    shard = min(validation.path.glob('*-validation.tfrecord-*'))
-    write_shard(shard, validation, range(LENGTHS[schema.VALIDATION][0] - 1))
-    dataset = input_pipeline.eval_dataset(validation.path, batch_size=8, features=('key',))
-    with pytest.raises(tf.errors.InvalidArgumentError, match=f'{shard.name}.*fewer records'):
-        take(dataset, -1)
-
-
-# --- To the device -----------------------------------------------------------------------------
-
-
-def one_device() -> jax.sharding.Sharding:
-    mesh = jax.make_mesh((1,), ('data',), devices=jax.devices()[:1])
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))
-
-
-def test_devices_get_what_the_host_read(written):
-    path = written[schema.TRAIN].path
-    dataset = input_pipeline.train_dataset(path, features=ALL, caption_dropout=0.5, **ORDER)
-    on_device = input_pipeline.to_device(dataset, one_device())
-    for batch in take(dataset, 4):
-        sent = next(on_device)
-        assert sent.keys() == batch.keys() - {'caption'}
-        assert all(isinstance(x, jax.Array) for x in sent.values())
-        for name in ('latents', 'text_embedding', 'drop_text'):
-            assert sent[name].dtype == batch[name].dtype
-            np.testing.assert_array_equal(sent[name], batch[name])
-        words = np.asarray(sent['key']).astype(np.uint64)
-        keys = (words[:, 0] | words[:, 1] << np.uint64(32)).astype(np.int64)
-        np.testing.assert_array_equal(keys, batch['key'])
-    on_device.close()
-
-
-@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5))
-def test_key_words_are_low_and_high(keys):
-    words = input_pipeline.key_words(np.array(keys, np.int64))
-    assert words.dtype == np.uint32 and words.shape == (len(keys), 2)
-    assert [int(low) | int(high) << 32 for low, high in words] == [k % 2**64 for k in keys]
-
-
-@pytest.mark.parametrize('ahead', [1, 2, 5])
-def test_batches_are_sent_ahead_but_not_without_limit(ahead):
-    made = []
-
-    def host_batches():
-        for i in range(20):
-            made.append(i)
-            yield {'x': np.full(2, i)}
-
-    arrived = []
-    for batch in input_pipeline.to_device(host_batches(), one_device(), ahead=ahead):
-        arrived.append(int(batch['x'][0]))
-        assert len(made) <= len(arrived) + ahead
-    assert arrived == made == list(range(20))
-
-
-def test_an_error_while_reading_reaches_the_loop():
-    def host_batches():
-        yield {'x': np.zeros(2)}
-        raise OSError('the disk is gone')
-
-    on_device = input_pipeline.to_device(host_batches(), one_device())
-    next(on_device)
-    with pytest.raises(OSError, match='the disk is gone'):
-        next(on_device)
-
-
-def test_closing_stops_the_thread():
-    def host_batches():
-        while True:
-            yield {'x': np.zeros(2)}
-
-    on_device = input_pipeline.to_device(host_batches(), one_device())
-    next(on_device)
-    threads = [t for t in threading.enumerate() if t.name.startswith('to_device')]
-    assert threads
-    on_device.close()
-    for thread in threads:
-        thread.join(10)
-        assert not thread.is_alive()

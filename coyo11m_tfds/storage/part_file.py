@@ -15,6 +15,8 @@ import os
 from collections.abc import Callable
 from typing import Self
 
+import google_crc32c
+
 from coyo11m_tfds.storage.source_files import SourceFile
 
 _BLOCK = 1 << 20  # bytes read at a time
@@ -97,8 +99,6 @@ class PartFile:
         self.size = 0
         self._kind = (self.file.checksum or 'sha256:').partition(':')[0]
         if self._kind == 'crc32c':
-            import google_crc32c  # part of an extra, and of no use to local files
-
             self._hash = google_crc32c.Checksum()
         else:
             self._hash = hashlib.new(self._kind.removeprefix('git-'), usedforsecurity=False)

@@ -1,0 +1,72 @@
+"""Where the large values lie in a record as this project writes it: counted from its end.
+
+    layout = Layout(text_dim=640)
+    if layout.fits(serialized):                                   # in a graph: `tf.cond`
+        crop = layout.cut(serialized, 'latents', begin=8192, nbytes=8192)
+
+A record ends with the latents and, in data sets that have it, the text vector, because features are
+sorted by name; both have a constant size. So a crop can be cut out of the record as it is, while
+`parse_example` would first copy the three of them.
+"""
+
+import tensorflow as tf
+
+from coyo11m_tfds import schema
+
+
+class Layout:
+    """The end of a record of one data set."""
+
+    def __init__(self, text_dim: int):
+        """Takes the width of the text vectors, 0 for a data set without them."""
+        sizes = {schema.LATENTS: schema.NUM_CROPS * schema.LATENT_NBYTES}
+        if text_dim:
+            sizes[schema.TEXT_EMBEDDING] = 2 * text_dim
+        self._from_end: dict[str, int] = {}  # where a value begins
+        self._heads: dict[int, bytes] = {}  # what is in front of a value, by where that begins
+        at = 0
+        for name, size in reversed(sizes.items()):
+            at += size
+            self._from_end[name] = at
+            head = _head(name, size)
+            at += len(head)
+            self._heads[at] = head
+
+    def fits(self, serialized: tf.Tensor) -> tf.Tensor:
+        """Whether all of some records are so; a bool scalar.
+
+        Args:
+            serialized: string `(n,)`.
+        """
+        length = tf.strings.length(serialized)
+        as_expected = [
+            tf.reduce_all(
+                tf.strings.substr(
+                    serialized,
+                    tf.maximum(length - from_end, 0),
+                    tf.fill(tf.shape(length), len(head)),
+                )
+                == head
+            )
+            for from_end, head in self._heads.items()
+        ]
+        return tf.reduce_all(as_expected)
+
+    def cut(self, serialized: tf.Tensor, name: str, begin: tf.Tensor, nbytes: int) -> tf.Tensor:
+        """Bytes of a value of each record, string `(n,)`; only where `fits` says so.
+
+        Args:
+            serialized: string `(n,)`.
+            name: of the value.
+            begin: of what is cut out, within the value; int32 `(n,)`.
+            nbytes: how much is cut out.
+        """
+        at = tf.strings.length(serialized) - self._from_end[name] + begin
+        return tf.strings.substr(serialized, at, tf.fill(tf.shape(at), nbytes))
+
+
+def _head(name: str, size: int) -> bytes:
+    """What a record has in front of a value: its name and lengths."""
+    value = tf.train.Feature(bytes_list=tf.train.BytesList(value=[bytes(size)]))
+    alone = tf.train.Features(feature={name: value}).SerializeToString()
+    return alone[:-size]

@@ -1,0 +1,140 @@
+"""Serialized records to tensors, a run of records at once.
+
+    parser = Parser(('key', 'latents'), tf.float16, text_dim=640, seed=0)
+    batch = parser.parse(serialized, good, epoch)     # dict(key=(n,), latents=(n, 4, 32, 32))
+
+One crop is cut out before anything is decoded, straight from the record where it lies as this
+project writes it.
+"""
+
+import dataclasses
+
+import tensorflow as tf
+
+from coyo11m_tfds import schema
+from coyo11m_tfds.reading import choices
+from coyo11m_tfds.reading.layout import Layout
+
+DROP_TEXT = 'drop_text'  # bool (b,); with caption_dropout > 0
+MASK = 'mask'  # bool (b,); False for rows of zeros that stand for no record
+
+# Evaluation sees the middle one of the three crops, which is the one centred on the image.
+EVAL_CROP = 1
+
+Batch = dict[str, tf.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parser:
+    """Turns serialized records into a batch.
+
+    Attributes:
+        features: to be in the batch.
+        latent_dtype: of the data set.
+        text_dim: width of its text vectors, 0 without them.
+        seed: of the choices about samples.
+        caption_dropout: share of samples that `drop_text` marks.
+        fixed_crop: taken of all samples; None takes one by (seed, epoch, key).
+        with_mask: whether `mask` is in the batch.
+    """
+
+    features: tuple[str, ...]
+    latent_dtype: tf.DType
+    text_dim: int
+    seed: int = 0
+    caption_dropout: float = 0.0
+    fixed_crop: int | None = None
+    with_mask: bool = False
+
+    def parse(self, serialized: tf.Tensor, good: tf.Tensor, epoch: tf.Tensor) -> Batch:
+        """Parses records of one epoch.
+
+        Args:
+            serialized: string `(n,)`.
+            good: bool `(n,)`: the mask.
+            epoch: int64 scalar.
+        """
+        small = {schema.KEY, *self.features} - {schema.LATENTS, schema.TEXT_EMBEDDING}
+        example = _parse(serialized, sorted(small))
+        crops = self._crops(epoch, example[schema.KEY])
+        latents, text = self._cut(serialized, crops)
+        batch = {}
+        for name in self.features:
+            if name == schema.LATENTS:
+                flat = tf.io.decode_raw(latents, self.latent_dtype)
+                batch[name] = tf.reshape(flat, [-1, *schema.LATENT_SHAPE])
+            elif name == schema.TEXT_EMBEDDING:
+                flat = tf.io.decode_raw(text, tf.float16)
+                batch[name] = tf.ensure_shape(flat, [None, self.text_dim])
+            else:
+                batch[name] = example[name]
+        return self._complete(batch, good, epoch, example[schema.KEY])
+
+    def choose(self, example: Batch, epoch: tf.Tensor) -> Batch:
+        """The same from a batch that TFDS has decoded, with latents `(b, 3, 4, 32, 32)`."""
+        keys = example[schema.KEY]
+        batch = {name: example[name] for name in self.features}
+        if schema.LATENTS in batch:
+            crops = self._crops(epoch, keys)
+            batch[schema.LATENTS] = tf.gather(batch[schema.LATENTS], crops, axis=1, batch_dims=1)
+        return self._complete(batch, tf.ones_like(keys, tf.bool), epoch, keys)
+
+    def blank(self) -> bytes:
+        """A serialized record of zeros with all features of the data set."""
+        feature = {
+            schema.KEY: tf.train.Feature(int64_list=tf.train.Int64List(value=[0])),
+            schema.CAPTION: _bytes_feature(b''),
+            schema.LATENTS: _bytes_feature(bytes(schema.NUM_CROPS * schema.LATENT_NBYTES)),
+        }
+        if self.text_dim:
+            feature[schema.TEXT_EMBEDDING] = _bytes_feature(bytes(2 * self.text_dim))
+        example = tf.train.Example(features=tf.train.Features(feature=feature))
+        return example.SerializeToString(deterministic=True)
+
+    def _crops(self, epoch: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
+        if self.fixed_crop is not None:
+            return tf.fill(tf.shape(keys), tf.constant(self.fixed_crop, tf.int64))
+        return choices.sample_crops(self.seed, epoch, keys)
+
+    def _cut(self, serialized: tf.Tensor, crops: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """The bytes of one crop and of the text vector of each record."""
+        layout = Layout(self.text_dim)
+        begin = tf.cast(crops, tf.int32) * schema.LATENT_NBYTES
+        sizes = {schema.LATENTS: schema.LATENT_NBYTES, schema.TEXT_EMBEDDING: 2 * self.text_dim}
+        wanted = [name for name in sizes if name in self.features]
+
+        def cut_values() -> list[tf.Tensor]:
+            starts = {schema.LATENTS: begin, schema.TEXT_EMBEDDING: tf.zeros_like(begin)}
+            return [layout.cut(serialized, name, starts[name], sizes[name]) for name in wanted]
+
+        def cut_parsed() -> list[tf.Tensor]:
+            parsed = _parse(serialized, wanted)
+            if schema.LATENTS in parsed:
+                size = tf.fill(tf.shape(begin), schema.LATENT_NBYTES)
+                parsed[schema.LATENTS] = tf.strings.substr(parsed[schema.LATENTS], begin, size)
+            return [parsed[name] for name in wanted]
+
+        if not wanted:
+            return None, None
+        values = tf.cond(layout.fits(serialized), cut_values, cut_parsed)
+        found = dict(zip(wanted, values, strict=True))
+        return found.get(schema.LATENTS), found.get(schema.TEXT_EMBEDDING)
+
+    def _complete(self, batch: Batch, good: tf.Tensor, epoch: tf.Tensor, keys: tf.Tensor) -> Batch:
+        """Adds what is not in the records."""
+        if self.caption_dropout and schema.TEXT_EMBEDDING in batch:
+            batch[DROP_TEXT] = choices.sample_drops(self.seed, epoch, keys, self.caption_dropout)
+        if self.with_mask:
+            batch[MASK] = good
+        return batch
+
+
+def _parse(serialized: tf.Tensor, names: list[str]) -> Batch:
+    spec = {name: tf.io.FixedLenFeature([], tf.string) for name in names}
+    if schema.KEY in spec:
+        spec[schema.KEY] = tf.io.FixedLenFeature([], tf.int64)
+    return tf.io.parse_example(serialized, spec)
+
+
+def _bytes_feature(value: bytes) -> tf.train.Feature:
+    return tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))

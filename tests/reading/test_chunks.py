@@ -1,0 +1,232 @@
+"""Records that cannot be read: named, or left out without moving anything else; and the counter."""
+
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_datasets as tfds
+
+import input_pipeline
+from coyo11m_tfds import chunk_index, dataset, schema
+from tests import small_dataset
+
+LENGTHS = {schema.TRAIN: (70, 0, 97, 64, 131), schema.VALIDATION: (37, 12)}
+ORDER = dict(batch_size=16, seed=5, chunk=64, lanes=4, window=24)
+
+
+@pytest.fixture(scope='module')
+def intact(tmp_path_factory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp('intact') / '1.0.0'
+    small_dataset.write(path, LENGTHS)
+    return path
+
+
+@pytest.fixture
+def copy(intact, tmp_path) -> pathlib.Path:
+    """A data set that a test may damage."""
+    return pathlib.Path(shutil.copytree(intact, tmp_path / '1.0.0'))
+
+
+def shard_path(path: pathlib.Path, shard: int, split: str = schema.TRAIN) -> pathlib.Path:
+    split_of_data = dataset.open_split(dataset.open_dataset(path), split)
+    return pathlib.Path(split_of_data.file(shard))
+
+
+def damage(path: pathlib.Path, shard: int, record: int, at: int = 100) -> None:
+    """Changes one byte of a record; those before `at=12` belong to its length."""
+    file = shard_path(path, shard)
+    data = bytearray(file.read_bytes())
+    begin = 0
+    for _ in range(record):
+        begin += 16 + int.from_bytes(data[begin : begin + 8], 'little')
+    data[begin + at] ^= 1
+    file.write_bytes(data)
+
+
+def train_batches(path: pathlib.Path, count: int, **changes) -> list[dict[str, np.ndarray]]:
+    batches = input_pipeline.train_dataset(
+        path, **{**ORDER, 'features': dataset.FEATURES, 'caption_dropout': 0.3, **changes}
+    )
+    return list(batches.take(count).as_numpy_iterator())
+
+
+def steps_of_an_epoch(path: pathlib.Path) -> int:
+    return input_pipeline.train_order(path, **ORDER).epoch(0).steps
+
+
+def place_of(path: pathlib.Path, step: int, place: int) -> tuple[int, int]:
+    """The shard and record that come at a place in a batch."""
+    shards, records = input_pipeline.train_order(path, **ORDER).batch_records(step)
+    return int(shards[place]), int(records[place])
+
+
+def test_a_damaged_record_is_named(copy):
+    shard, record = place_of(copy, 3, 5)
+    damage(copy, shard, record)
+    message = rf'{shard_path(copy, shard).name}: record {record} cannot be read: its checksum'
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        train_batches(copy, steps_of_an_epoch(copy))
+
+
+def test_a_missing_shard_is_named(copy):
+    shard_path(copy, 3).unlink()
+    message = rf'{shard_path(copy, 3).name}: record \d+ cannot be read: .*No such file'
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        train_batches(copy, steps_of_an_epoch(copy))
+
+
+def test_a_short_shard_is_named(copy):
+    whole = shard_path(copy, 2).read_bytes()
+    shard_path(copy, 2).write_bytes(whole[:-1])
+    message = 'record 96 cannot be read: the file is shorter than its chunk index says'
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        train_batches(copy, 4 * steps_of_an_epoch(copy))
+
+
+def test_in_evaluation_too(copy):
+    shard_path(copy, 1, schema.VALIDATION).unlink()
+    read = dict(batch_size=8, features=('key',))
+    with pytest.raises(tf.errors.InvalidArgumentError, match='record 0 cannot be read'):
+        list(input_pipeline.eval_dataset(copy, **read))
+    batches = list(input_pipeline.eval_dataset(copy, **read, on_bad_records='skip'))
+    mask = np.concatenate([batch['mask'] for batch in batches])
+    assert mask.tolist() == [True] * 37 + [False] * (7 * 8 - 37)
+
+
+def test_a_damaged_record_is_left_out_and_nothing_else_changes(intact, copy, caplog):
+    steps = steps_of_an_epoch(intact)
+    shard, record = place_of(intact, 3, 5)
+    damage(copy, shard, record)
+    counter = input_pipeline.ReadCounter()
+    expected = train_batches(intact, steps)
+    got = train_batches(copy, steps, on_bad_records='skip', counter=counter)
+    for step, (batch, whole) in enumerate(zip(got, expected, strict=True)):
+        bad = [5] if step == 3 else []
+        assert np.flatnonzero(~batch['mask']).tolist() == bad
+        for name, values in whole.items():
+            np.testing.assert_array_equal(batch[name][batch['mask']], values[batch['mask']])
+        assert not batch['latents'][bad].any() and not batch['key'][bad].any()
+        assert not batch['text_embedding'][bad].any() and all(
+            c == b'' for c in batch['caption'][bad]
+        )
+    assert counter.read().bad_records >= 1  # of this epoch, and of the next if it was begun
+    assert f'record {record} cannot be read' in caplog.text
+
+
+@pytest.mark.parametrize('kind', ['length', 'missing', 'short'])
+def test_what_is_lost_with_a_record_is_left_out(intact, copy, kind):
+    shard = 4
+    if kind == 'length':
+        damage(copy, shard, 70, at=3)
+        lost = range(70, 131)  # up to where the index knows a record again, by reads of a chunk
+    elif kind == 'missing':
+        shard_path(copy, shard).unlink()
+        lost = range(131)
+    else:
+        file = shard_path(copy, shard)
+        file.write_bytes(file.read_bytes()[:-20_000])
+        lost = range(130, 131)
+    steps = steps_of_an_epoch(intact)
+    order = input_pipeline.train_order(intact, **ORDER)
+    got = train_batches(copy, steps, on_bad_records='skip')
+    expected = train_batches(intact, steps)
+    left_out = set()
+    for step, (batch, whole) in enumerate(zip(got, expected, strict=True)):
+        shards, records = order.batch_records(step)
+        bad = ~batch['mask']
+        assert (shards[bad] == shard).all()
+        left_out |= set(records[bad].tolist())
+        np.testing.assert_array_equal(batch['latents'][~bad], whole['latents'][~bad])
+    given = {
+        int(r)
+        for step in range(steps)
+        for s, r in zip(*order.batch_records(step), strict=True)
+        if s == shard
+    }
+    # Only what is lost is missing, and of a damaged length no more than the rest of its chunk.
+    assert left_out == (given & set(lost) if kind != 'length' else left_out & set(range(70, 128)))
+    assert left_out
+
+
+def test_each_shard_is_reported_once(copy, caplog):
+    shard_path(copy, 0).unlink()
+    shard_path(copy, 3).unlink()
+    counter = input_pipeline.ReadCounter()
+    batches = train_batches(
+        copy, 3 * steps_of_an_epoch(copy), on_bad_records='skip', counter=counter
+    )
+    assert sum((~batch['mask']).sum() for batch in batches) > 200
+    reports = [r for r in caplog.records if 'It is left out' in r.getMessage()]
+    assert len(reports) == 2
+    assert counter.read().bad_records >= sum((~batch['mask']).sum() for batch in batches)
+
+
+def test_a_policy_that_does_not_exist_is_refused(intact):
+    with pytest.raises(ValueError, match="on_bad_records='ignore' is neither 'stop' nor 'skip'"):
+        train_batches(intact, 1, on_bad_records='ignore')
+
+
+def test_reading_intact_data_warns_of_nothing(intact, caplog):
+    train_batches(intact, 2 * steps_of_an_epoch(intact))
+    assert not caplog.records
+
+
+def test_intact_data_are_the_same_under_both_policies(intact):
+    stop, skip = (train_batches(intact, 9, on_bad_records=p) for p in ('stop', 'skip'))
+    for expected, batch in zip(stop, skip, strict=True):
+        assert batch.pop('mask').all()
+        for name, values in expected.items():
+            np.testing.assert_array_equal(batch[name], values)
+
+
+def test_the_counter_counts_what_is_read(intact):
+    counter = input_pipeline.ReadCounter()
+    batches = input_pipeline.eval_dataset(
+        intact, batch_size=49, chunk=32, features=('key',), counter=counter
+    )
+    assert len(list(batches)) == 1
+    size = sum(shard_path(intact, s, schema.VALIDATION).stat().st_size for s in range(2))
+    assert counter.read() == (size, 3, 0, 0)
+
+
+def test_one_counter_serves_several_data_sets(intact):
+    counter = input_pipeline.ReadCounter()
+    for _ in range(2):
+        list(input_pipeline.eval_dataset(intact, batch_size=7, chunk=32, counter=counter))
+    assert counter.read().num_chunks == 6
+
+
+@pytest.mark.parametrize('num_shards', [12, 100_000])
+def test_paths_of_shards_are_those_of_tfds(tmp_path, num_shards):
+    path = tmp_path / schema.NAME / '00000-of-00012' / '1.0.0'
+    path.mkdir(parents=True)
+    template = tfds.core.ShardedFileTemplate(
+        data_dir=path,
+        dataset_name=schema.NAME,
+        split=schema.TRAIN,
+        filetype_suffix='tfrecord',
+    )
+    # Shards without records. TFDS wants to see one file.
+    template.sharded_filepath(shard_index=0, num_shards=num_shards).touch()
+    chunk_index.save(path, schema.TRAIN, [0] * num_shards, [[]] * num_shards, [0] * num_shards)
+    tfds.folder_dataset.write_metadata(
+        data_dir=path,
+        features=tfds.features.FeaturesDict({schema.KEY: np.int64}),
+        split_infos=[
+            tfds.core.SplitInfo(
+                name=schema.TRAIN,
+                shard_lengths=[0] * num_shards,
+                num_bytes=0,
+                filename_template=template,
+            )
+        ],
+        check_data=False,
+    )
+    opened = dataset.open_split(dataset.open_dataset(path), schema.TRAIN)
+    for shard in (0, 7, num_shards - 1):
+        expected = template.sharded_filepath(shard_index=shard, num_shards=num_shards)
+        assert opened.file(shard) == str(expected)
+        in_graph = opened.file_tensor(tf.constant(shard, tf.int64))
+        assert in_graph.numpy().decode() == str(expected)

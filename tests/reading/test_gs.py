@@ -1,0 +1,109 @@
+"""Training data on gs://: how much is asked for, how many requests wait at once, what faults do."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from coyo11m_tfds import schema
+from tests import small_dataset
+from tests.cloud import Gcs
+
+LENGTHS = {schema.TRAIN: (400, 131, 700, 64, 500, 205)}
+ORDER = dict(batch_size=32, seed=5, chunk=64, lanes=4, window=128, parallel_reads=4)
+STEPS_OF_AN_EPOCH = 55  # of at least 1,760 records out of 2,000
+DATA = 'gs://bucket/d/1.0.0'
+
+
+@pytest.fixture(scope='module')
+def local(tmp_path_factory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp('local') / '1.0.0'
+    small_dataset.write(path, LENGTHS)
+    return path
+
+
+@pytest.fixture
+def bucket(local, gcs) -> Gcs:
+    gcs.upload_folder(local, DATA)
+    return gcs
+
+
+def read(path: object, steps: int, settle: bool = False, **changes) -> dict:
+    settings = ORDER | {'features': ['key']} | changes
+    asked = {'path': str(path), 'steps': steps, 'settle': settle, 'settings': settings}
+    ended = subprocess.run(
+        [sys.executable, '-m', 'tests.read_program'],
+        input=json.dumps(asked),
+        env={**os.environ, 'TF_CPP_MIN_LOG_LEVEL': '2'},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    if ended.returncode:
+        raise RuntimeError(ended.stderr[-3000:])
+    return json.loads(ended.stdout)
+
+
+def shard_reads(gcs: Gcs) -> list:
+    return [r for r in gcs.requests if r.action == 'read' and '.tfrecord' in r.path]
+
+
+def asked_bytes(gcs: Gcs) -> int:
+    """Bytes that all reads of shards asked for, as far as there are so many."""
+    total = 0
+    for request in shard_reads(gcs):
+        bucket, _, name = request.path.partition('/')
+        first, last = request.range
+        size = len(gcs.objects(bucket)[name])
+        total += min(size, last + 1) - first
+    return total
+
+
+def most_at_once(requests: list) -> int:
+    return max(sum(r.began <= begun.began < r.ended for r in requests) for begun in requests)
+
+
+def test_it_asks_once_for_a_chunk_and_for_hardly_more_than_it_uses(local, bucket):
+    asked = []
+    for epochs in (1, 3):
+        # Small windows, because of the last window of an epoch some records are read in vain.
+        found = read(DATA, epochs * STEPS_OF_AN_EPOCH, window=32, settle=True)
+        num_bytes, num_chunks, in_flight, _ = found['counts']
+        assert in_flight == 0
+        assert len(shard_reads(bucket)) <= num_chunks
+        asked.append(asked_bytes(bucket))
+        assert num_bytes <= asked[-1]
+        bucket.clear()
+    # What is read ahead is the same in both.
+    size = sum(path.stat().st_size for path in local.glob('*tfrecord*'))
+    delivered = 2 * STEPS_OF_AN_EPOCH * ORDER['batch_size'] * size / sum(LENGTHS[schema.TRAIN])
+    assert asked[1] - asked[0] <= 1.15 * delivered
+
+
+def test_all_reads_that_the_settings_allow_wait_at_once(bucket):
+    bucket.latency = 0.3
+    read(DATA, 8)
+    assert most_at_once(shard_reads(bucket)) >= 0.75 * ORDER['lanes'] * ORDER['parallel_reads']
+
+
+def test_faults_that_pass_change_nothing(local, bucket):
+    bucket.inject_share(['503', '429', 'cut', 'flip', 'reset', 'stall'], share=0.1, seed=3)
+    found = read(DATA, STEPS_OF_AN_EPOCH)
+    assert any(r.fault for r in shard_reads(bucket))
+    assert found['keys'] == read(local, STEPS_OF_AN_EPOCH)['keys']
+    assert found['counts'][3] == 0
+
+
+def test_a_shard_that_is_gone_is_named_or_left_out(local, bucket):
+    name = next(name for name in bucket.objects('bucket') if '00002-of' in name)
+    bucket.remove('bucket', name)
+    with pytest.raises(RuntimeError, match=rf'{name}: record \d+ cannot be read'):
+        read(DATA, STEPS_OF_AN_EPOCH)
+    found = read(DATA, STEPS_OF_AN_EPOCH, on_bad_records='skip')
+    assert found['counts'][3] > 0
+    for batch, whole in zip(found['keys'], read(local, STEPS_OF_AN_EPOCH)['keys'], strict=True):
+        assert all(key in (0, expected) for key, expected in zip(batch, whole, strict=True))

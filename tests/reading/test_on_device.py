@@ -1,0 +1,88 @@
+"""Sending batches to devices: ahead, without limit neither in memory nor in time."""
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import input_pipeline
+from coyo11m_tfds import dataset, schema
+from coyo11m_tfds.reading import on_device
+from tests import small_dataset
+
+
+def one_device() -> jax.sharding.Sharding:
+    mesh = jax.make_mesh((1,), ('data',), devices=jax.devices()[:1])
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))
+
+
+def test_devices_get_what_the_host_read(tmp_path):
+    path = tmp_path / '1.0.0'
+    small_dataset.write(path, {schema.TRAIN: (70, 97)})
+    batches = input_pipeline.train_dataset(
+        path, batch_size=8, seed=0, lanes=2, features=dataset.FEATURES, caption_dropout=0.5
+    )
+    sent = on_device.to_device(batches, one_device())
+    for batch in batches.take(4).as_numpy_iterator():
+        arrived = next(sent)
+        assert arrived.keys() == batch.keys() - {'caption'}
+        assert all(isinstance(x, jax.Array) for x in arrived.values())
+        for name in ('latents', 'text_embedding', 'drop_text'):
+            assert arrived[name].dtype == batch[name].dtype
+            np.testing.assert_array_equal(arrived[name], batch[name])
+        words = np.asarray(arrived['key']).astype(np.uint64)
+        keys = (words[:, 0] | words[:, 1] << np.uint64(32)).astype(np.int64)
+        np.testing.assert_array_equal(keys, batch['key'])
+    sent.close()
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5))
+def test_key_words_are_low_and_high(keys):
+    words = on_device.key_words(np.array(keys, np.int64))
+    assert words.dtype == np.uint32 and words.shape == (len(keys), 2)
+    assert [int(low) | int(high) << 32 for low, high in words] == [k % 2**64 for k in keys]
+
+
+@pytest.mark.parametrize('ahead', [1, 2, 5])
+def test_batches_are_sent_ahead_but_not_without_limit(ahead):
+    made = []
+
+    def host_batches():
+        for i in range(20):
+            made.append(i)
+            yield {'x': np.full(2, i)}
+
+    arrived = []
+    for batch in on_device.to_device(host_batches(), one_device(), ahead=ahead):
+        arrived.append(int(batch['x'][0]))
+        assert len(made) <= len(arrived) + ahead
+    assert arrived == made == list(range(20))
+
+
+def test_an_error_while_reading_reaches_the_loop():
+    def host_batches():
+        yield {'x': np.zeros(2)}
+        raise OSError('the disk is gone')
+
+    sent = on_device.to_device(host_batches(), one_device())
+    next(sent)
+    with pytest.raises(OSError, match='the disk is gone'):
+        next(sent)
+
+
+def test_closing_stops_the_thread():
+    def host_batches():
+        while True:
+            yield {'x': np.zeros(2)}
+
+    sent = on_device.to_device(host_batches(), one_device())
+    next(sent)
+    threads = [t for t in threading.enumerate() if t.name.startswith('to_device')]
+    assert threads
+    sent.close()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
