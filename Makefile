@@ -1,5 +1,5 @@
 # `make demo` and `make test` are all a newcomer types: both set up .venv by themselves.
-# Other targets: `make slow` (real text encoders), `make lint`, `make clean`.
+# Other targets: `make slow` (what takes minutes), `make lint`, `make clean`.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
@@ -29,10 +29,11 @@ demo: $(INSTALLED)
 	$(BIN)/python -m train_lib.main --config=configs/demo.py --workdir=$(DEMO)/run
 	@$(BIN)/python -m train_lib.demo --config=configs/demo.py --workdir=$(DEMO)/run
 
+# Two at a time, each file by one of them: many tests wait for processes and servers of their own.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
-# Fetches real text encoders once (0.4 GB) and runs what takes long.
+# Fetches real text encoders once (0.4 GB) and runs what takes long, random kills of builds among it.
 slow: $(INSTALLED)
 	$(BIN)/python tests/fetch_encoders.py --out $(ENCODERS)
 	COYO11M_ENCODERS=$(ENCODERS) $(BIN)/python -m pytest -m slow

@@ -38,6 +38,7 @@ TEST = [
     'dill>=0.3.8',  # tfds.testing.DatasetBuilderTestCase imports it
     'hypothesis>=6.100',
     'pytest>=8.0',
+    'pytest-xdist>=3.6',
     'ruff>=0.9',
 ]
 

@@ -18,7 +18,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 
-from benchmarks import measure, source
+from benchmarks import measure, report, source
 from benchmarks.writers import RANDOM_ACCESS_WRITERS, SHARD_WRITERS, TFDS_WRITERS, WRITERS
 
 _FILES = 4
@@ -170,13 +170,10 @@ def compare(
     files = source.files(made)
     made_bytes = sum(path.stat().st_size for path in files)
     results = [Result(name, num_samples, made_bytes, []) for name in names]
-    for repeat in range(repeats):
-        # Each repeat begins with another writer, so that none always follows the same one.
-        first = repeat * len(results) // repeats
-        for result in results[first:] + results[:first]:
-            print(f'{repeat + 1} of {repeats}: {result.name}', file=sys.stderr, flush=True)
-            make_ready(files)
-            result.runs.append(_run(result.name, made))
+    by_name = {result.name: result for result in results}
+    for name in measure.turns(names, repeats):
+        make_ready(files)
+        by_name[name].runs.append(_run(name, made))
     return results
 
 
@@ -218,9 +215,7 @@ def make_table(results: Iterable[Result]) -> str:
     """Returns the results as Markdown."""
     results = list(results)
     one_process = next((r for r in results if r.name == 'builder'), results[0])
-    rows = [_COLUMNS, ['---', *['---:'] * (len(_COLUMNS) - 1)]]
-    rows += [result.row(one_process) for result in results]
-    return '\n'.join(f'| {" | ".join(row)} |' for row in rows)
+    return report.markdown_table(_COLUMNS, [result.row(one_process) for result in results])
 
 
 def make_ratios(results: Iterable[Result]) -> list[str]:

@@ -4,6 +4,9 @@
     run.seconds, run.between('imported', 'flushed'), run.cpu_since('imported')
     run.main_memory.peak_rss, run.worker_memory.peak_rss
 
+    run = measure.run(command, marks_file, tree_memory=True)
+    run.tree_memory.peak, run.tree_memory.peak_mapped       # of all its processes together
+
     measure.Marks(marks_file).mark('imported')      # in the program, or in a process it starts
 
 Linux only: memory is read from /proc.
@@ -16,12 +19,14 @@ import os
 import pathlib
 import platform
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 _SAMPLE_SECONDS = 0.05
+_TREE_SECONDS = 0.5
 _PROC = pathlib.Path('/proc')
 
 # Free memory below this share of all is what the kernel keeps free anyway.
@@ -67,6 +72,21 @@ class Memory:
         self.peak_anonymous = max(self.peak_anonymous, other.peak_anonymous)
 
 
+@dataclasses.dataclass
+class TreeMemory:
+    """Most memory of several processes together, in bytes; seen every half second.
+
+    A page that n of them share counts as an n-th of a page for each (the kernel's PSS).
+
+    Attributes:
+        peak: all of it, without pages of mapped files.
+        peak_mapped: pages of mapped files.
+    """
+
+    peak: int = 0
+    peak_mapped: int = 0
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """What was measured.
@@ -78,6 +98,7 @@ class Run:
         main_memory: of the process.
         worker_memory: of the largest process that it started; zeros where it started none.
         others_share: of all cores' time, what other processes and the kernel's threads took.
+        tree_memory: of all its processes; zeros unless it was asked for.
     """
 
     seconds: float
@@ -86,6 +107,7 @@ class Run:
     main_memory: Memory
     worker_memory: Memory
     others_share: float
+    tree_memory: TreeMemory = dataclasses.field(default_factory=TreeMemory)
 
     def between(self, first: str, second: str) -> float:
         """Seconds from one mark to the other."""
@@ -96,26 +118,36 @@ class Run:
         return self.cpu_seconds - self.marks[mark][1]
 
 
-def run(command: Sequence[str], marks: Marks) -> Run:
+def run(command: Sequence[str], marks: Marks, tree_memory: bool = False) -> Run:
     """Runs a program to its end.
+
+    Args:
+        command: of the program.
+        marks: that it makes.
+        tree_memory: measure `Run.tree_memory`. The kernel goes through all pages for that,
+            which may take 10 ms for each GB that is mapped.
 
     Raises:
         RuntimeError: it failed; with the end of what it printed.
     """
-    main, workers = Memory(), Memory()
+    main, workers, tree = Memory(), Memory(), TreeMemory()
     start, busy, own = time.monotonic(), _busy_seconds(), _own_seconds()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    watcher = threading.Thread(target=_watch, args=(process, main, workers))
-    watcher.start()
+    watchers = [threading.Thread(target=_watch, args=(process, main, workers))]
+    if tree_memory:
+        watchers.append(threading.Thread(target=_watch_tree, args=(process, tree)))
+    for watcher in watchers:
+        watcher.start()
     output, _ = process.communicate()
     seconds = time.monotonic() - start
     busy, own = _busy_seconds() - busy, _own_seconds() - own
-    watcher.join()
+    for watcher in watchers:
+        watcher.join()
     if process.returncode:
         tail = output.decode(errors='replace')[-4000:]
         raise RuntimeError(f'{" ".join(command)} ended with {process.returncode}:\n{tail}')
     others_share = max(busy - own, 0) / seconds / os.cpu_count()
-    return Run(seconds, own, marks.read(), main, workers, others_share)
+    return Run(seconds, own, marks.read(), main, workers, others_share, tree)
 
 
 def _busy_seconds() -> float:
@@ -131,14 +163,44 @@ def _own_seconds() -> float:
 
 def _watch(process: subprocess.Popen, main: Memory, workers: Memory) -> None:
     while process.returncode is None:
-        main.include(_memory(process.pid))
+        main.include(memory_of(process.pid))
         for pid in _descendants(process.pid):
-            workers.include(_memory(pid))
+            workers.include(memory_of(pid))
         time.sleep(_SAMPLE_SECONDS)
 
 
-def _memory(pid: int) -> Memory:
-    """Of a process that may have ended."""
+def _watch_tree(process: subprocess.Popen, tree: TreeMemory) -> None:
+    while process.returncode is None:
+        sizes = [_pss(pid) for pid in [process.pid, *_descendants(process.pid)]]
+        tree.peak = max(tree.peak, sum(whole - mapped for whole, mapped in sizes))
+        tree.peak_mapped = max(tree.peak_mapped, sum(mapped for _, mapped in sizes))
+        time.sleep(_TREE_SECONDS)
+
+
+def _pss(pid: int) -> tuple[int, int]:
+    """Bytes of all pages and of those of mapped files; of a process that may have ended."""
+    try:
+        lines = (_PROC / str(pid) / 'smaps_rollup').read_text().splitlines()[1:]
+    except (FileNotFoundError, ProcessLookupError):
+        return 0, 0
+    fields = dict(line.split(':', 1) for line in lines)
+    whole, mapped = (1024 * int(fields[name].split()[0]) for name in ('Pss', 'Pss_File'))
+    return whole, mapped
+
+
+def cpu_seconds() -> float:
+    """CPU time so far of this process and of all that it has started, those running included."""
+    ticks = 0
+    for pid in _descendants(os.getpid()):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            # The name of the program, in parentheses, may hold spaces.
+            after_name = (_PROC / str(pid) / 'stat').read_text().rpartition(')')[2].split()
+            ticks += sum(map(int, after_name[11:15]))  # utime, stime, cutime, cstime
+    return _own_seconds() + ticks / os.sysconf('SC_CLK_TCK')
+
+
+def memory_of(pid: int) -> Memory:
+    """Most memory so far of a process; zeros if it has ended."""
     try:
         lines = (_PROC / str(pid) / 'status').read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -158,6 +220,18 @@ def _descendants(pid: int) -> Iterable[int]:
         return
 
 
+def turns(names: Sequence[str], repeats: int) -> Iterator[str]:
+    """Yields all names in each repeat, and says on the terminal how far it is.
+
+    Each repeat begins with another name, so that none always follows the same one.
+    """
+    for repeat in range(repeats):
+        first = repeat * len(names) // repeats
+        for name in [*names[first:], *names[:first]]:
+            print(f'{repeat + 1} of {repeats}: {name}', file=sys.stderr, flush=True)
+            yield name
+
+
 @contextlib.contextmanager
 def memory_filler(folder: pathlib.Path) -> Iterator[Callable[[], None]]:
     """Yields a function that fills free memory with page cache, as it is on a machine in use.
@@ -172,7 +246,7 @@ def memory_filler(folder: pathlib.Path) -> Iterator[Callable[[], None]]:
         def fill() -> None:
             nonlocal size
             buffer = bytearray(1 << 20)
-            while _memory_info('MemFree') > _memory_info('MemTotal') * _FREE_SHARE:
+            while memory_info('MemFree') > memory_info('MemTotal') * _FREE_SHARE:
                 size += len(buffer)
                 os.truncate(file.fileno(), size)  # the file stays empty: it takes no disk
                 os.preadv(file.fileno(), [buffer], size - len(buffer))
@@ -210,6 +284,11 @@ def size_of(folder: pathlib.Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob('*') if path.is_file())
 
 
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def describe_machine(folder: pathlib.Path, packages: Iterable[str]) -> str:
     """Returns a sentence on the machine, the file system of a folder, and packages' versions."""
     cpu = next(
@@ -218,7 +297,7 @@ def describe_machine(folder: pathlib.Path, packages: Iterable[str]) -> str:
     )
     versions = ', '.join(f'{name} {importlib.metadata.version(name)}' for name in packages)
     return (
-        f'{len(os.sched_getaffinity(0))} cores ({cpu}), {_memory_info("MemTotal") / 2**30:.0f} GiB '
+        f'{num_cores()} cores ({cpu}), {memory_info("MemTotal") / 2**30:.0f} GiB '
         f'of memory, {_file_system(folder)}, Linux {platform.release()}, '
         f'Python {platform.python_version()}; {versions}.'
     )
@@ -231,7 +310,8 @@ def _file_system(folder: pathlib.Path) -> str:
     return f'{kind} on {device}'
 
 
-def _memory_info(name: str) -> int:
+def memory_info(name: str) -> int:
+    """Bytes of an entry of /proc/meminfo: `MemTotal`, `MemAvailable`."""
     line = next(line for line in _lines('meminfo') if line.startswith(f'{name}:'))
     return 1024 * int(line.split()[1])
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from benchmarks.report import Page, line, markdown_table, text
 from coyo11m_tfds import schema
 from coyo11m_tfds.order import Epoch, Order, Reads
 
@@ -206,30 +207,13 @@ def _percent(share: float) -> str:
 
 def make_table(rows: Sequence[Sequence[str]]) -> str:
     """Returns rows of `_COLUMNS` as Markdown."""
-    lines = [_COLUMNS, ['---:'] * len(_COLUMNS), *rows]
-    return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
+    return markdown_table(_COLUMNS, rows)
 
 
 # --- The picture -------------------------------------------------------------------------------
 
 _WIDTH, _HEIGHT = 760, 440
 _LEFT, _RIGHT, _TOP, _BOTTOM = 72, 736, 104, 372  # of the plot
-
-# Colours follow the reader's choice of light or dark; the page around the picture may not.
-_STYLE = """
-svg { --page: #ffffff; --text: #1d2127; --faint: #646d7a; --line: #e2e3e1; --ours: #4a6fd8;
-  --best: #d0452b; font: 14px system-ui, sans-serif; }
-@media (prefers-color-scheme: dark) {
-  svg { --page: #14161a; --text: #e6e8eb; --faint: #98a0ae; --line: #31353d; --ours: #7b9cf4;
-    --best: #ff8b6b; }
-}
-.page { fill: var(--page); } text { fill: var(--faint); }
-.title { fill: var(--text); font-size: 19px; font-weight: 600; }
-line { stroke: var(--line); } .mark { stroke: var(--faint); stroke-dasharray: 3 4; }
-path { fill: none; stroke-width: 3; stroke-linejoin: round; }
-.ours { stroke: var(--ours); } text.ours { fill: var(--ours); stroke: none; font-weight: 600; }
-.best { stroke: var(--best); } text.best { fill: var(--best); stroke: none; font-weight: 600; }
-"""
 
 
 def draw(order: Order, ours: Quality, best: Quality) -> str:
@@ -241,27 +225,24 @@ def draw(order: Order, ours: Quality, best: Quality) -> str:
     )
     x = _log_axis(total)
     batch, windows = x(order.batch_size), x(min(order.lanes * order.window, total))
+    label = 'Share of neighbours by distance, planned order and perfect shuffle'
+    page = Page(_WIDTH, _HEIGHT, label)
     shapes = [
-        f'<rect class="page" width="{_WIDTH}" height="{_HEIGHT}" rx="12"/>',
-        _text('How far apart neighbours of the source end up', 24, 36, 'title'),
-        _text(settings, 24, 60),
+        page.title('How far apart neighbours of the source end up'),
+        text(settings, 24, 60),
         *_grid(x, total),
         *_mark(batch, 'a batch'),
         *_mark(windows, 'all windows'),
         _curve(x, total, ours, 'ours'),
-        _text('planned order', windows + 12, _y(0.82), 'ours'),
-        _text(f'median {ours.median:,.0f}', windows + 12, _y(0.82) + 20),
+        text('planned order', windows + 12, _y(0.82), 'ours'),
+        text(f'median {ours.median:,.0f}', windows + 12, _y(0.82) + 20),
         _curve(x, total, best, 'best'),
-        _text('perfect shuffle', x(best.median) - 20, _y(0.6), 'best', 'end'),
-        _text(f'median {best.median:,.0f}', x(best.median) - 20, _y(0.6) + 20, anchor='end'),
-        _text('share of neighbours', _LEFT, _TOP - 8),
-        _text('at most so many records apart', _RIGHT, _HEIGHT - 20, anchor='end'),
+        text('perfect shuffle', x(best.median) - 20, _y(0.6), 'best', 'end'),
+        text(f'median {best.median:,.0f}', x(best.median) - 20, _y(0.6) + 20, anchor='end'),
+        text('share of neighbours', _LEFT, _TOP - 8),
+        text('at most so many records apart', _RIGHT, _HEIGHT - 20, anchor='end'),
     ]
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
-        f'aria-label="Share of neighbours by distance, planned order and perfect shuffle">'
-        f'<style>{_STYLE}</style>{"".join(shapes)}</svg>\n'
-    )
+    return page.svg(shapes)
 
 
 def _log_axis(total: int) -> Callable[[float], float]:
@@ -272,26 +253,18 @@ def _y(share: float) -> float:
     return _BOTTOM - (_BOTTOM - _TOP) * share
 
 
-def _text(text: str, x: float, y: float, kind: str = '', anchor: str = 'start') -> str:
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text}</text>'
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, kind: str = '') -> str:
-    return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
-
-
 def _grid(x: Callable[[float], float], total: int) -> Iterator[str]:
     for share in (0, 0.25, 0.5, 0.75, 1):
-        yield _line(_LEFT, _y(share), _RIGHT, _y(share))
-        yield _text(f'{share:.0%}', _LEFT - 12, _y(share) + 5, anchor='end')
+        yield line(_LEFT, _y(share), _RIGHT, _y(share))
+        yield text(f'{share:.0%}', _LEFT - 12, _y(share) + 5, anchor='end')
     for power in range(int(math.log10(total)) + 1):
-        yield _line(x(10**power), _BOTTOM, x(10**power), _BOTTOM + 6)
-        yield _text(f'{10**power:,}', x(10**power), _BOTTOM + 24, anchor='middle')
+        yield line(x(10**power), _BOTTOM, x(10**power), _BOTTOM + 6)
+        yield text(f'{10**power:,}', x(10**power), _BOTTOM + 24, anchor='middle')
 
 
-def _mark(x: float, text: str) -> Iterator[str]:
-    yield _line(x, _TOP, x, _BOTTOM, 'mark')
-    yield _text(text, x, _TOP - 8, anchor='middle')
+def _mark(x: float, words: str) -> Iterator[str]:
+    yield line(x, _TOP, x, _BOTTOM, 'mark')
+    yield text(words, x, _TOP - 8, anchor='middle')
 
 
 def _curve(x: Callable[[float], float], total: int, quality: Quality, kind: str) -> str:

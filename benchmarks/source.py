@@ -20,7 +20,7 @@ from coyo11m_tfds import schema
 
 SAMPLE_BYTES = schema.NUM_CROPS * schema.LATENT_NBYTES
 
-_STAMP = 'made.json'
+STAMP = 'made.json'
 _ROWS_AT_ONCE = 1024
 _CAPTION_BYTES = (200, 600)
 # Enough for captions that no compression shrinks to nothing.
@@ -44,7 +44,7 @@ def make(folder: pathlib.Path, num_samples: int, num_files: int, seed: int = 0) 
     Raises:
         ValueError: the folder holds something else.
     """
-    stamp = folder / _STAMP
+    stamp = folder / STAMP
     wanted = {'num_samples': num_samples, 'num_files': num_files, 'seed': seed}
     if folder.exists():
         if not stamp.exists():

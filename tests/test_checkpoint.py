@@ -53,7 +53,7 @@ def test_the_last_checkpoint_comes_back_bit_for_bit(tmp_path):
     with _open(tmp_path) as manager:
         assert list(manager.all_steps()) == [2, 3]
         restored = _restore(manager)
-    jax.tree.map(np.testing.assert_array_equal, restored, (_state(3 / 3), _window(3 / 3)))
+    jax.tree.map(np.testing.assert_array_equal, restored, (_state(3 / 3), _window(3 / 3), False))
 
 
 def test_a_step_is_saved_once(tmp_path):
@@ -61,8 +61,17 @@ def test_a_step_is_saved_once(tmp_path):
         _save(manager, 1, 1)
         _save(manager, 1, 2)
         manager.wait_until_finished()
-        state, window = _restore(manager)
+        state, window, _ = _restore(manager)
     assert state['step'] == window['loss'] == 1
+
+
+@pytest.mark.parametrize('interrupted', [False, True])
+def test_what_was_not_done_is_known(tmp_path, interrupted):
+    with _open(tmp_path) as manager:
+        state, window = _state(1), _window(1)
+        checkpoint.save(manager, 1, state, window, IDENTITY, interrupted=interrupted)
+    with _open(tmp_path) as manager:
+        assert _restore(manager)[2] is interrupted
 
 
 def test_a_reader_disturbs_nobody(tmp_path):

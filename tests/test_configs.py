@@ -2,6 +2,7 @@
 
 import importlib
 import pathlib
+import re
 
 import jax
 import numpy as np
@@ -48,10 +49,22 @@ def test_lanes_and_chunks_are_such_as_the_pipeline_takes(name):
     assert config.checkpoint_every > 0
 
 
+@pytest.mark.parametrize('name', NAMES)
+def test_a_lane_gives_no_more_of_a_batch_than_in_the_default(name):
+    # Or more of its records would come from the same chunks.
+    config, default = _get(name), _get('default')
+    share = config.batch_size // config.data.lanes
+    assert share <= default.batch_size // default.data.lanes
+
+
 @pytest.mark.parametrize(('name', 'pod'), PODS.items())
 def test_a_pod_divides_lanes_and_batch(name, pod):
-    hosts, chips = pod
     config = _get(name)
+    hosts, chips = pod
+    said = re.search(
+        r'\((\d+) hosts of (\d+) chips\)', importlib.import_module(f'configs.{name}').__doc__
+    )
+    assert tuple(map(int, said.groups())) == pod
     assert config.distributed
     assert config.data.lanes % hosts == 0
     assert config.batch_size % (hosts * chips) == 0

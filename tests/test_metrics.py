@@ -70,3 +70,29 @@ def test_time_bins_hold_their_lower_bound(time, index):
     ).compute()
     held = [name for name, value in computed.items() if name != 'loss' and not np.isnan(value)]
     assert held == [f'loss_t{index}']
+
+
+@settings(max_examples=30, deadline=None)
+@given(_SAMPLES, st.integers(0, 8))
+def test_the_training_loss_is_a_mean_over_the_samples_that_count(samples, first):
+    loss, _, counts = (np.asarray(column) for column in zip(*samples, strict=True))
+    loss = loss.astype(np.float32)
+    merged = metrics.TrainMetrics.empty()
+    for rows in (slice(0, first), slice(first, 8)):
+        merged = merged.merge(
+            metrics.TrainMetrics.single_from_model_output(
+                loss=np.where(counts, loss, np.nan)[rows],
+                counts=counts[rows],
+                grad_norm=jnp.float32(1),
+                learning_rate=jnp.float32(0),
+            )
+        )
+    expected = loss[counts].mean() if counts.any() else 0
+    np.testing.assert_allclose(merged.compute()['loss'], expected, rtol=1e-5, atol=1e-6)
+    assert merged.compute()['grad_norm'] == 1
+
+
+def test_metrics_that_were_fetched_are_computed_without_the_device():
+    fetched = jax.device_get(_train(3.0))
+    with jax.transfer_guard('disallow'):
+        assert fetched.compute()['loss'] == 3.0

@@ -3,54 +3,39 @@
 Runs that are to be killed are real processes, started as a user starts them.
 """
 
-import collections
 import json
 import os
-import pathlib
 import random
+import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
+import threading
 import time
 
-import jax
 import numpy as np
 import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
-from jax.experimental.compilation_cache import compilation_cache
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
-from configs import default
+import input_pipeline
 from coyo11m_tfds import schema
+from tests import runs
+from tests.runs import (
+    REPO,
+    SMALL,
+    losses,
+    read_scalars,
+    saved_steps,
+    small_config,
+    start,
+    wait_until,
+)
 from train_lib import checkpoint, data, sharding, train
-
-REPO = pathlib.Path(__file__).parents[1]
-
-QUICK = '--xla_backend_optimization_level=0'  # compiles in a third of the time
-
-# What makes a run small; as flags for a process, as fields in this one.
-SMALL = {
-    'batch_size': 8,
-    'num_steps': 30,
-    'data.chunk': 32,
-    'data.lanes': 2,
-    'data.window': 32,
-    'model.name': 'tiny/16',  # 4 tokens
-    'model.dtype': 'float32',
-    # The compiled step is then the same for every number of steps.
-    'optimizer.warmup_steps': 1,
-    'optimizer.schedule': 'constant',
-    'preview.count': 3,
-    'preview.num_steps': 2,
-    'log_every': 1,
-    'eval_every': 10,
-    'preview_every': 0,
-    'checkpoint_every': 3,
-    'keep_checkpoints': 2,
-}
 
 
 @pytest.fixture(scope='module')
@@ -60,64 +45,8 @@ def data_dir(mini_dataset):
 
 @pytest.fixture(scope='module', autouse=True)
 def compiled(tmp_path_factory):
-    """Lets runs share what they compile; the environment for processes that shall do so too."""
-    folder = str(tmp_path_factory.mktemp('compiled'))
-    jax.config.update('jax_compilation_cache_dir', folder)
-    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.1)
-    compilation_cache.reset_cache()
-    yield {
-        'JAX_COMPILATION_CACHE_DIR': folder,
-        'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.1',
-        'JAX_PLATFORMS': 'cpu',
-        'TF_CPP_MIN_LOG_LEVEL': '2',
-    }
-    jax.config.update('jax_compilation_cache_dir', None)
-    compilation_cache.reset_cache()
-
-
-def small_config(data_dir, **changes):
-    config = default.get_config()
-    config.update_from_flattened_dict(SMALL | {'data.dir': str(data_dir)} | changes)
-    return config
-
-
-def start(data_dir, workdir, env, **changes):
-    """Starts a run as a process of its own."""
-    fields = SMALL | {'data.dir': data_dir} | changes
-    flags = [f'--config.{name}={value}' for name, value in fields.items()]
-    command = [sys.executable, '-m', 'train_lib.main', '--config=configs/default.py', *flags]
-    return subprocess.Popen(
-        [*command, f'--workdir={workdir}'],
-        cwd=REPO,
-        env=os.environ | env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def read_scalars(workdir):
-    """All values that were ever written: `{(tag, step): [values]}`."""
-    values = collections.defaultdict(list)
-    for path in sorted(workdir.glob('events.out.tfevents.*')):
-        # A process that was killed may leave half a record at the end.
-        records = tf.data.TFRecordDataset(str(path)).ignore_errors()
-        for record in records.as_numpy_iterator():
-            event = tf.compat.v1.Event.FromString(record)
-            for value in event.summary.value:
-                if value.metadata.plugin_data.plugin_name == 'scalars' or value.tensor.dtype == 1:
-                    values[value.tag, event.step].append(tf.make_ndarray(value.tensor).item())
-    return values
-
-
-def losses(workdir):
-    """`{(tag, step): value}` of losses; a value written twice has to be the same bit for bit."""
-    found = {}
-    for key, values in read_scalars(workdir).items():
-        if 'loss' in key[0]:
-            assert len(set(values)) == 1, (key, values)
-            found[key] = values[0]
-    return found
+    with runs.shared_compilations(tmp_path_factory.mktemp('compiled')) as env:
+        yield env
 
 
 def rewritten(data_dir, folder, field):
@@ -136,20 +65,6 @@ def metadata_alone(data_dir, folder):
     for name in ('dataset_info.json', 'features.json', 'metadata.json'):
         shutil.copy(data_dir / name, folder)
     return folder
-
-
-def saved_steps(workdir):
-    folder = workdir / checkpoint.FOLDER
-    names = os.listdir(folder) if folder.exists() else []
-    return [int(name) for name in names if name.isdigit()]
-
-
-def wait_until(condition, process):
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 @pytest.fixture(scope='module')
@@ -172,11 +87,15 @@ def test_the_default_configuration_made_small_does_everything_once(data_dir, tmp
         'learning_rate',
         'examples_per_second',
         'data_wait_share',
+        'read_mb_per_second',
+        'chunks_in_flight',
+        'bad_records',
         'eval_loss',
         'steps_per_sec',
     }
     assert {step for tag, step in scalars if tag == 'loss'} == {2, 4}
     assert 0 <= scalars['data_wait_share', 4][0] <= 1
+    assert scalars['bad_records', 4] == [0]
     pictures = sorted((tmp_path / 'previews').iterdir())
     assert [path.name for path in pictures] == ['step_000003.png', 'step_000004.png']
     with Image.open(pictures[0]) as picture:
@@ -190,6 +109,25 @@ def test_a_finished_run_started_again_does_nothing(data_dir, tmp_path):
     state = train.train_and_evaluate(config, tmp_path)
     assert int(state.step) == 6
     assert losses(tmp_path) == before
+
+
+def test_what_is_due_when_sigterm_comes_is_done_by_the_run_that_goes_on(data_dir, tmp_path):
+    def stop_when_saved():
+        while not saved_steps(tmp_path):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    often = {'eval_every': 1, 'preview_every': 1, 'checkpoint_every': 2}
+    stopper = threading.Thread(target=stop_when_saved)
+    stopper.start()
+    config = small_config(data_dir, **often, num_steps=10_000)
+    stopped = int(train.train_and_evaluate(config, tmp_path).step)
+    stopper.join()
+    assert ('eval_loss', stopped) not in losses(tmp_path)
+    train.train_and_evaluate(small_config(data_dir, **often, num_steps=stopped + 1), tmp_path)
+    evaluated = {step for tag, step in losses(tmp_path) if tag == 'eval_loss'}
+    assert evaluated == set(range(1, stopped + 2))
+    assert len(list((tmp_path / 'previews').glob('*.png'))) == stopped + 1
 
 
 def test_killed_and_stopped_at_any_step_a_run_computes_what_it_would_have(
@@ -226,61 +164,6 @@ def test_killed_and_stopped_at_any_step_a_run_computes_what_it_would_have(
     train.train_and_evaluate(small_config(data_dir), tmp_path)
     assert losses(tmp_path) == uninterrupted
     assert len([key for key in uninterrupted if key[0] == 'loss']) == SMALL['num_steps']
-
-
-_WORKER = """
-import json, sys
-import jax
-import tensorflow as tf
-from configs import default
-from train_lib import train
-
-index, port, workdir = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-jax.distributed.initialize(f'127.0.0.1:{port}', 2, index)
-config = default.get_config()
-config.update_from_flattened_dict(json.loads(sys.argv[4]))
-state = train.train_and_evaluate(config, workdir)
-print('stopped at', int(state.step))
-jax.distributed.shutdown()
-"""
-
-
-@pytest.mark.slow
-def test_two_hosts_train_as_one_stop_as_one_and_one_goes_on(data_dir, uninterrupted, tmp_path):
-    with socket.socket() as free:
-        free.bind(('127.0.0.1', 0))
-        port = str(free.getsockname()[1])
-    changes = {'mesh.fsdp': 2, 'num_steps': 500, 'preview_every': 10}
-    fields = SMALL | {'data.dir': str(data_dir)} | changes
-    hosts = [
-        subprocess.Popen(
-            [sys.executable, '-c', _WORKER, str(index), port, str(tmp_path), json.dumps(fields)],
-            cwd=REPO,
-            env=os.environ | {'XLA_FLAGS': f'{QUICK} --xla_force_host_platform_device_count=2'},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    wait_until(lambda: max(saved_steps(tmp_path), default=0) >= 12, hosts[0])
-    hosts[1].send_signal(signal.SIGTERM)
-    outputs = [host.communicate(timeout=60)[0] for host in hosts]
-    assert [host.returncode for host in hosts] == [0, 0], outputs
-    stopped = [out[out.index('stopped at') :].split()[2] for out in outputs]
-    assert stopped == [str(max(saved_steps(tmp_path)))] * 2
-    assert 12 <= int(stopped[0]) < 500
-
-    # One host with one device goes on with what two hosts of two devices have written.
-    config = small_config(data_dir, num_steps=int(stopped[0]) + 5)
-    train.train_and_evaluate(config, tmp_path)
-    together = losses(tmp_path)
-    assert len([key for key in together if key[0] == 'loss']) == int(stopped[0]) + 5
-    common = together.keys() & uninterrupted.keys()
-    assert len(common) > 12
-    for key in common:
-        np.testing.assert_allclose(together[key], uninterrupted[key], rtol=2e-5, err_msg=str(key))
 
 
 def test_an_interrupted_log_window_is_averaged_over_all_its_steps(
@@ -343,6 +226,9 @@ def test_a_run_that_diverges_ends_and_keeps_no_broken_checkpoint(data_dir, tmp_p
         ({'optimizer.warmup_steps': 30}, 'optimizer.warmup_steps=30'),
         ({'optimizer.schedule': 'step'}, "optimizer.schedule='step'"),
         ({'data.lanes': 3}, 'lanes=3 does not divide batch_size=8'),
+        ({'data.on_bad_records': 'ignore'}, "data.on_bad_records='ignore' is neither 'stop' nor"),
+        ({'data.device_prefetch': 0}, 'data.device_prefetch=0 must be at least 1'),
+        ({'data.ram_budget_gb': 0.001}, 'set data.window to 26 or data.ram_budget_gb to'),
         ({'model.name': 'S'}, "model name is 'S'"),
         ({'mesh.fsdp': 3}, 'mesh data=0 x fsdp=3'),
     ],
@@ -385,6 +271,133 @@ def test_one_step_on_mocked_data(data_dir, tmp_path, monkeypatch):
         state = train.train_and_evaluate(config, tmp_path / 'run')
     assert int(state.step) == 2
     assert all(np.isfinite(loss) for loss in losses(tmp_path / 'run').values())
+
+
+def test_what_evaluations_read_is_not_counted_as_read_for_training(data_dir):
+    opened = data.TrainingData(small_config(data_dir), sharding.make_mesh())
+    assert sum(1 for _ in opened.eval_batches()) > 1
+    assert opened.read_counts().num_bytes == 0
+    batches = opened.train_batches(0)
+    next(batches)
+    assert opened.read_counts().num_bytes > 0
+    batches.close()
+
+
+@pytest.mark.parametrize('ahead', [1, 3])
+def test_batches_are_on_the_device_before_they_are_asked_for(data_dir, monkeypatch, ahead):
+    made = []
+
+    def host_batches(*_, **__):
+        while True:
+            made.append({'key': np.zeros(8, np.int64)})
+            yield made[-1]
+
+    monkeypatch.setattr(input_pipeline, 'train_dataset', host_batches)
+    config = small_config(data_dir, **{'data.device_prefetch': ahead})
+    batches = data.TrainingData(config, sharding.make_mesh()).train_batches(0)
+    for asked in (1, 2, 3):
+        next(batches)
+        deadline = time.monotonic() + 60
+        while len(made) < asked + ahead:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+    assert len(made) == 3 + ahead
+    batches.close()
+
+
+def damaged(data_dir, folder):
+    """A copy of a data set with a byte changed here and there in every train shard."""
+    shutil.copytree(data_dir, folder)
+    for path in folder.glob('*-train.tfrecord*'):
+        content = bytearray(path.read_bytes())
+        for place in range(20_000, len(content), 500_000):
+            content[place] ^= 1
+        path.write_bytes(content)
+    return folder
+
+
+def test_records_that_cannot_be_read_stop_a_run_or_are_skipped_and_told(data_dir, tmp_path, caplog):
+    bad = damaged(data_dir, tmp_path / 'bad')
+    short = {'num_steps': 12, 'eval_every': 0, 'checkpoint_every': 0}
+    config = small_config(bad, **short, **{'data.on_bad_records': 'skip'})
+    state = train.train_and_evaluate(config, tmp_path / 'run')
+    assert int(state.step) == 12
+    told = [
+        value
+        for (tag, _), (value,) in read_scalars(tmp_path / 'run').items()
+        if tag == 'bad_records'
+    ]
+    assert max(told) > 0
+    assert all(np.isfinite(loss) for loss in losses(tmp_path / 'run').values())
+    left_out = [r.getMessage() for r in caplog.records if 'were left out' in r.getMessage()]
+    assert len(left_out) == 1 and int(left_out[0].split()[0]) >= max(told)
+
+    with pytest.raises(tf.errors.OpError, match=r'train\.tfrecord.*: record \d+ cannot be read'):
+        train.train_and_evaluate(small_config(bad, **short), tmp_path / 'other')
+
+
+@given(
+    window=st.integers(1, 10**7),
+    lanes=st.integers(1, 512),
+    text_dim=st.integers(1, 4096),
+    budget_gb=st.floats(0.001, 1000),
+)
+def test_windows_are_refused_that_do_not_fit_and_others_named(window, lanes, text_dim, budget_gb):
+    def check(window, budget_gb):
+        data.check_window_memory(window=window, lanes=lanes, text_dim=text_dim, budget_gb=budget_gb)
+
+    needed = 2 * lanes * window * (8192 + 2 * text_dim + 9)
+    if needed <= budget_gb * 1e9:
+        check(window, budget_gb)
+        return
+    with pytest.raises(ValueError, match=f'data.window={window} takes') as error:
+        check(window, budget_gb)
+    check(window, float(re.search(r'data.ram_budget_gb to ([\d.]+)', str(error.value))[1]))
+    named = re.search(r'set data.window to (\d+)', str(error.value))
+    fits = int(named[1]) if named else 0
+    assert fits < window
+    if fits:
+        check(fits, budget_gb)
+    with pytest.raises(ValueError):
+        check(fits + 1, budget_gb)
+
+
+def test_half_of_the_memory_is_for_windows_where_nothing_else_is_said():
+    memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+    half = memory // 2 // (2 * 16 * (8192 + 2 * 640 + 9))
+    data.check_window_memory(window=half, lanes=16, text_dim=640, budget_gb=0)
+    with pytest.raises(ValueError, match=f'set data.window to {half} or data.ram_budget_gb'):
+        data.check_window_memory(window=half + 1, lanes=16, text_dim=640, budget_gb=0)
+
+
+_START = """
+import sys
+from absl import app
+from coyo11m_tfds.reading import process_settings
+from train_lib import main
+
+def apply(data_dir, chunk):
+    loaded = {'tensorflow', 'tensorflow_datasets', 'torch'} & set(sys.modules)
+    print(data_dir, chunk, *loaded)
+    sys.exit()
+
+process_settings.apply = apply
+app.run(main.main)
+"""
+
+
+def test_settings_for_reading_are_made_before_tensorflow_is_imported(tmp_path):
+    flags = ['--config=configs/default.py', f'--workdir={tmp_path}']
+    fields = ['--config.data.dir=gs://bucket/data', '--config.data.chunk=96']
+    done = subprocess.run(
+        [sys.executable, '-c', _START, *flags, *fields],
+        cwd=REPO,
+        env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ['gs://bucket/data', '96']
 
 
 def test_previews_show_the_first_records_of_the_split_that_is_asked_for(data_dir):

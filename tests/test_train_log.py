@@ -1,13 +1,18 @@
 """Logs hold averages over whole windows, rates without pauses, and idle time alone."""
 
+import dataclasses
+import sys
+import threading
 import time
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from clu import metric_writers
 
 from train_lib import metrics, train_log
+
+ON_LINUX = sys.platform == 'linux'
 
 
 def _update(loss):
@@ -27,10 +32,13 @@ class _Notes(metric_writers.MultiWriter):
         self.scalars[step] = scalars
 
 
-def _make_log(every):
+def _make_log(every, read_counts=None):
     writer = _Notes()
     empty = metrics.TrainMetrics.empty()
-    return train_log.TrainLog(writer, every=every, batch_size=1, empty=empty), writer
+    log = train_log.TrainLog(
+        writer, every=every, batch_size=1, empty=empty, read_counts=read_counts
+    )
+    return log, writer
 
 
 def _losses(writer):
@@ -43,13 +51,17 @@ def test_windows_end_at_multiples_and_are_averages():
         log.add(step, _update(step))
     # The window that ends at step 6 was fetched when step 7 had been started.
     assert _losses(writer) == {3: 2.0, 6: 5.0}
-    assert set(writer.scalars[6]) == {
+    expected = {
         'loss',
         'grad_norm',
         'learning_rate',
         'examples_per_second',
         'data_wait_share',
+        'host_memory_gb',
     }
+    if not ON_LINUX:
+        expected.remove('host_memory_gb')
+    assert set(writer.scalars[6]) == expected
 
 
 def test_a_window_goes_on_where_another_log_left_it():
@@ -91,42 +103,36 @@ def test_no_checkpoint_of_an_unfinished_window_that_is_not_finite():
         log.settle(1)
 
 
-@jax.jit
-def _work(x):
-    return jax.lax.fori_loop(0, 15, lambda _, y: y @ x / 1e3, x)
+class _Step:
+    """What a step returns, as far as waiting for it goes; it takes until `end` is called."""
+
+    def __init__(self):
+        self._over = threading.Event()
+        self.end = self._over.set
+        self.block_until_ready = self._over.wait
 
 
-@pytest.fixture(scope='module')
-def work():
-    """Something that keeps the device busy, and how many seconds."""
-    x = jnp.ones((800, 800))
-    jax.block_until_ready(_work(x))
-    start = time.monotonic()
-    jax.block_until_ready(_work(x))
-    return lambda: _work(x), time.monotonic() - start
-
-
-def _run(clock, steps, wait, start_step):
-    clock.step_started(start_step())  # not counted
-    for _ in range(steps):
+def test_waiting_while_the_device_works_costs_nothing():
+    clock, step = train_log.StepClock(), _Step()
+    step.end()
+    clock.step_started(step)  # not counted
+    for _ in range(3):
+        step = _Step()
+        clock.step_started(step)
         with clock.waiting_for_data():
-            time.sleep(wait)
-        result = start_step()
-        clock.step_started(result)
-    jax.block_until_ready(result)
-    return clock.lap(batch_size=10)
+            time.sleep(0.05)
+        step.end()
+    assert clock.lap(batch_size=10)['data_wait_share'] == 0
 
 
-def test_waiting_while_the_device_works_costs_nothing(work):
-    start_step, seconds = work
-    scalars = _run(train_log.StepClock(), 5, seconds / 10, start_step)
-    assert scalars['data_wait_share'] < 0.2
-
-
-def test_waiting_while_the_device_is_idle_is_counted(work):
-    start_step, seconds = work
-    scalars = _run(train_log.StepClock(), 3, 3 * seconds, start_step)
-    assert 0.5 < scalars['data_wait_share'] <= 1
+def test_waiting_while_the_device_is_idle_is_counted():
+    clock = train_log.StepClock()
+    clock.step_started(jnp.zeros(()))
+    for _ in range(3):
+        with clock.waiting_for_data():
+            time.sleep(0.3)
+        clock.step_started(jnp.zeros(()))
+    assert 0.5 < clock.lap(batch_size=10)['data_wait_share'] <= 1
 
 
 def test_what_is_aside_slows_nothing_down():
@@ -163,3 +169,66 @@ def test_a_lap_without_steps_says_nothing():
 def test_a_window_has_steps():
     with pytest.raises(ValueError, match='log_every=0'):
         _make_log(every=0)
+
+
+@dataclasses.dataclass
+class _Counts:
+    num_bytes: int = 0
+    chunks_in_flight: int = 0
+    bad_records: int = 0
+
+
+def _mb_per_step(scalars):
+    """The seconds of both rates are the same; a batch is one sample here."""
+    return scalars['read_mb_per_second'] / scalars['examples_per_second']
+
+
+def test_what_was_read_is_told_as_rate_moment_and_sum():
+    counts = _Counts(num_bytes=50_000_000)
+    log, writer = _make_log(every=1, read_counts=lambda: counts)
+    log.add(1, _update(1))
+    counts.num_bytes += 25_000_000
+    counts.chunks_in_flight, counts.bad_records = 5, 2
+    # Before this step there was none that counts, but the moment can be told.
+    log.add(2, _update(1))
+    assert 'read_mb_per_second' not in writer.scalars[1]
+    assert (writer.scalars[1]['chunks_in_flight'], writer.scalars[1]['bad_records']) == (5, 2)
+
+    counts.chunks_in_flight, counts.bad_records = 3, 4
+    log.add(3, _update(1))
+    counts.num_bytes += 4_000_000
+    log.add(4, _update(1))
+    assert _mb_per_step(writer.scalars[2]) == pytest.approx(25)
+    assert _mb_per_step(writer.scalars[3]) == pytest.approx(4)
+    assert (writer.scalars[3]['chunks_in_flight'], writer.scalars[3]['bad_records']) == (3, 4)
+
+
+def test_what_is_read_aside_is_for_the_steps_that_follow():
+    counts = _Counts()
+    log, writer = _make_log(every=1, read_counts=lambda: counts)
+    for step in (1, 2):
+        log.add(step, _update(1))
+    with log.clock.aside():
+        counts.num_bytes += 6_000_000
+        time.sleep(0.2)
+    log.settle(2)
+    assert _mb_per_step(writer.scalars[2]) == pytest.approx(6)
+
+
+@pytest.mark.skipif(not ON_LINUX, reason='only Linux tells it')
+def test_memory_is_what_this_process_holds_now():
+    log, writer = _make_log(every=1)
+
+    def held(step):
+        log.add(step, _update(1))
+        log.settle(step)
+        return writer.scalars[step]['host_memory_gb']
+
+    before = held(1)
+    array = np.ones(40_000_000)
+    during = held(2)
+    del array
+    after = held(3)
+    assert 0.03 < before < 100
+    assert 0.25 < during - before < 0.6
+    assert after < during - 0.2

@@ -2,7 +2,7 @@
 
     with checkpoint.open_manager(workdir, keep=3, writable=True) as manager:
         restored = checkpoint.restore(manager, abstract_state, abstract_window, identity)
-        state, window = restored or fresh_start()
+        state, window, interrupted = restored or fresh_start()
         checkpoint.save(manager, step, state, window, identity)
 
 `state` is a `TrainState`; `window` are the metrics of an unfinished log window. `identity` is a
@@ -26,7 +26,8 @@ FOLDER = 'checkpoints'
 
 _STATE = 'state'
 _WINDOW = 'window'
-_RUN = 'run'
+_RUN = 'run'  # JSON: the identity, and:
+_INTERRUPTED = 'interrupted'
 
 
 class OtherRunError(ValueError):
@@ -56,25 +57,38 @@ def open_manager(
 
 
 def save(
-    manager: ocp.CheckpointManager, step: int, state: Any, window: Any, identity: Mapping
+    manager: ocp.CheckpointManager,
+    step: int,
+    state: Any,
+    window: Any,
+    identity: Mapping,
+    *,
+    interrupted: bool = False,
 ) -> None:
     """Starts to save; does nothing where this step is saved already.
 
     The arrays are copied to the host before this returns, so they may be donated after it.
+
+    Args:
+        manager: from `open_manager`, writable.
+        step: that the state has reached.
+        state, window: pytrees of arrays.
+        identity: plain values that say which run this is.
+        interrupted: what was due after this step has not been done.
     """
     if manager.latest_step() == step:
         return
     items = {
         _STATE: ocp.args.StandardSave(state),
         _WINDOW: ocp.args.StandardSave(window),
-        _RUN: ocp.args.JsonSave({'identity': identity}),
+        _RUN: ocp.args.JsonSave({'identity': identity, _INTERRUPTED: interrupted}),
     }
     manager.save(step, args=ocp.args.Composite(**items))
 
 
 def restore(
     manager: ocp.CheckpointManager, abstract_state: Any, abstract_window: Any, identity: Mapping
-) -> tuple[Any, Any] | None:
+) -> tuple[Any, Any, bool] | None:
     """Restores the last complete checkpoint, to go on with the run.
 
     Args:
@@ -85,14 +99,14 @@ def restore(
         identity: of this run.
 
     Returns:
-        `(state, window)`, or None where there is no checkpoint.
+        `(state, window, interrupted)`, or None where there is no checkpoint.
 
     Raises:
         OtherRunError: the checkpoint is of a run with another identity.
     """
     items = {_STATE: abstract_state, _WINDOW: abstract_window}
     restored = _restore(manager, items, identity)
-    return restored and (restored[_STATE], restored[_WINDOW])
+    return restored and (restored[_STATE], restored[_WINDOW], restored[_RUN][_INTERRUPTED])
 
 
 def restore_state(
@@ -114,7 +128,7 @@ def _restore(
     items = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
     restored = manager.restore(step, args=ocp.args.Composite(**items))
     logging.info('Restored step %d from %s.', step, manager.directory)
-    return dict(restored.items())
+    return dict(restored.items()) | {_RUN: run}
 
 
 def check_identity(saved: Mapping, current: Mapping, where: str) -> None:

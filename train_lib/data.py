@@ -9,6 +9,8 @@ That batch is what the 1001st step takes, however often the run was interrupted.
 
 import dataclasses
 import functools
+import math
+import os
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -20,6 +22,8 @@ from jax.sharding import Mesh
 
 import input_pipeline
 from coyo11m_tfds import dataset, schema
+from coyo11m_tfds.order import divisors
+from coyo11m_tfds.reading import chunks
 from train_lib import flow, sharding
 
 Batches = Iterator[dict[str, jax.Array]]
@@ -46,6 +50,8 @@ class TrainingData:
     Attributes:
         stats: to standardize latents and text vectors.
         latent_shape: `(height, width, channels)` of one sample.
+        read_counts: returns what this process has read for training, an
+            `input_pipeline.ReadCounts`.
         identity: plain values that say which data come in which order; see `checkpoint.py`.
     """
 
@@ -53,23 +59,18 @@ class TrainingData:
         """Opens the data set; reads its metadata and no records.
 
         Raises:
-            ValueError: there is no data set, it lacks text vectors or a validation split, or the
-                batch size, the lanes and the chunks do not fit it, each other or the devices.
+            ValueError: there is no data set, it lacks text vectors or a validation split; or the
+                batch size, the lanes and the chunks do not fit it, each other or the devices; or
+                a setting is none that there is.
         """
-        if not config.data.dir:
-            raise ValueError(
-                'data.dir is empty: set --config.data.dir to the folder of a built data set, '
-                '.../coyo11m_tfds/CONFIG/1.0.0'
-            )
-        if config.batch_size % mesh.size:
-            raise ValueError(
-                f'batch_size={config.batch_size} cannot be split over {mesh.size} devices: '
-                f'set it to a multiple of {mesh.size}'
-            )
+        _check_config(config)
         self._mesh = mesh
         self._config = config
         self._builder = dataset.open_dataset(config.data.dir)
         order = input_pipeline.train_order(self._builder, **self._order())
+        self._check_shares(has_lanes=order is not None)
+        # Without an order no windows are made.
+        self._window = 0 if order is None else order.window
         if order is not None:
             logging.info('An epoch has about %d steps.', order.epoch(0).steps)
         self._check_validation()
@@ -77,6 +78,9 @@ class TrainingData:
             'process_index': jax.process_index(),
             'process_count': jax.process_count(),
         }
+        # Of training alone: what evaluations read has no part in its rate.
+        self._counter = input_pipeline.ReadCounter()
+        self.read_counts = self._counter.read
         stats = dataset.dataset_stats(self._builder)
         if not stats.text_dim:
             raise ValueError(
@@ -95,28 +99,44 @@ class TrainingData:
             'model': {'name': config.model.name},
         }
 
+    def check_memory(self) -> None:
+        """Checks that the windows of training fit this machine; drawing and judging need none.
+
+        Raises:
+            ValueError: they need more than `data.ram_budget_gb`; see `check_window_memory`.
+        """
+        check_window_memory(
+            window=self._window,
+            lanes=self._own_lanes,
+            text_dim=len(self.stats.text_mean),
+            budget_gb=self._config.data.ram_budget_gb,
+        )
+
     def train_batches(self, start_step: int) -> Batches:
         """Batches without end, the first being that of the step after `start_step`."""
         batches = input_pipeline.train_dataset(
             self._builder,
             start_step=start_step,
             caption_dropout=self._config.data.caption_dropout,
+            counter=self._counter,
             parallel_reads=self._config.data.parallel_reads,
-            prefetch=self._config.data.prefetch,
             **self._order(),
             **self._share,
+            **self._reading(),
         )
         return self._to_device(batches)
 
     def eval_batches(self) -> Batches:
         """Every record of the validation split once, with a `mask`."""
+        config = self._config
         batches = input_pipeline.eval_dataset(
             self._builder,
-            batch_size=self._config.batch_size,
-            chunk=self._config.data.chunk,
-            parallel_reads=self._config.data.parallel_reads,
-            prefetch=self._config.data.prefetch,
+            batch_size=config.batch_size,
+            chunk=config.data.chunk,
+            # As many as training has in all its lanes.
+            parallel_reads=config.data.parallel_reads * self._own_lanes,
             **self._share,
+            **self._reading(),
         )
         return self._to_device(batches)
 
@@ -128,8 +148,9 @@ class TrainingData:
             batch_size=self._config.preview.count,
             split=self._config.preview.split,
             features=(schema.LATENTS, schema.TEXT_EMBEDDING, schema.CAPTION),
+            on_bad_records=self._config.data.on_bad_records,
         )
-        batch = next(_without_autotuning(batches).as_numpy_iterator())
+        batch = next(batches.as_numpy_iterator())
         real = batch[input_pipeline.MASK]
         return PreviewSamples(
             captions=[caption.decode() for caption in batch[schema.CAPTION][real]],
@@ -137,6 +158,27 @@ class TrainingData:
             text_embedding=jax.device_put(
                 batch[schema.TEXT_EMBEDDING][real], sharding.replicated(self._mesh)
             ),
+        )
+
+    @property
+    def _own_lanes(self) -> int:
+        return -(-self._config.data.lanes // jax.process_count())
+
+    def _check_shares(self, has_lanes: bool) -> None:
+        """Raises unless processes get equal numbers of lanes, and devices of records."""
+        batch_size, lanes = self._config.batch_size, self._config.data.lanes
+        processes, devices = jax.process_count(), self._mesh.size
+        if batch_size % devices == 0 and not (has_lanes and lanes % processes):
+            return
+        multiple = math.lcm(processes, devices)
+        working_size = max(1, round(batch_size / multiple)) * multiple
+        shared = [d for d in divisors(working_size) if d % processes == 0]
+        working_lanes = min(shared, key=lambda d: abs(d - lanes))
+        raise ValueError(
+            f'batch_size={batch_size} with data.lanes={lanes} cannot be shared equally by '
+            f'{processes} processes with {devices} devices in all: batch_size={working_size} with '
+            f'data.lanes={working_lanes} works. A run that goes on has to keep both; start it with '
+            'a number of processes that divides its lanes, and of devices that divides its batch.'
         )
 
     def _check_validation(self) -> None:
@@ -162,16 +204,62 @@ class TrainingData:
             'window': config.data.window,
         }
 
+    def _reading(self) -> dict[str, int | str]:
+        """How it is read, whatever the order."""
+        config = self._config.data
+        return {
+            'on_bad_records': config.on_bad_records,
+            'prefetch': config.prefetch,
+            'private_threads': config.private_threads,
+        }
+
     def _to_device(self, batches: tf.data.Dataset) -> Batches:
-        return input_pipeline.to_device(_without_autotuning(batches), sharding.batch(self._mesh))
+        ahead = self._config.data.device_prefetch
+        return input_pipeline.to_device(batches, sharding.batch(self._mesh), ahead=ahead)
 
 
-def _without_autotuning(batches: tf.data.Dataset) -> tf.data.Dataset:
-    """All that could be tuned is in the configuration.
+def _check_config(config: ml_collections.ConfigDict) -> None:
+    """What can be told before the data set is opened."""
+    if not config.data.dir:
+        raise ValueError(
+            'data.dir is empty: set --config.data.dir to the folder of a built data set, '
+            '.../coyo11m_tfds/CONFIG/1.0.0'
+        )
+    if config.data.on_bad_records not in (chunks.STOP, chunks.SKIP):
+        raise ValueError(
+            f'data.on_bad_records={config.data.on_bad_records!r} is neither {chunks.STOP!r} nor '
+            f'{chunks.SKIP!r}'
+        )
+    if config.data.device_prefetch < 1:
+        raise ValueError(
+            f'data.device_prefetch={config.data.device_prefetch} must be at least 1; 2 lets one '
+            'batch arrive while another is used'
+        )
 
-    With autotuning, dropping an iterator waits for the tuner to wake up, up to 60 s, and no other
-    Python thread runs meanwhile.
+
+def check_window_memory(*, window: int, lanes: int, text_dim: int, budget_gb: float) -> None:
+    """Checks what a lane holds: two windows of parsed records, one given out, the next being read.
+
+    Args:
+        window: records of a window.
+        lanes: of this process.
+        text_dim: width of the text vectors.
+        budget_gb: 10^9 bytes that the windows may take; 0 for half of the machine's memory.
+
+    Raises:
+        ValueError: they take more; names the largest window that does not, and the budget needed.
     """
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    return batches.with_options(options)
+    # Latents, the text vector in float16, the key and a byte for `drop_text`.
+    record = schema.LATENT_NBYTES + 2 * text_dim + 8 + 1
+    for_one = 2 * lanes * record
+    budget = 1e9 * budget_gb or os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2
+    if window * for_one <= budget:
+        return
+    needed = math.ceil(window * for_one / 1e8) / 10
+    fits = int(budget // for_one)
+    advice = [f'data.window to {fits}'] if fits > 0 else []
+    raise ValueError(
+        f'data.window={window} takes {needed:.1f} GB of memory in {lanes} lanes, more than the '
+        f'{budget / 1e9:.2f} GB of data.ram_budget_gb={budget_gb} (0: half of the machine): set '
+        f'{" or ".join([*advice, f"data.ram_budget_gb to {needed:.1f}"])}'
+    )

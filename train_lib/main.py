@@ -2,6 +2,9 @@
 
     python -m train_lib.main --config=configs/demo.py --workdir=W
 
+Where hosts do not find each other by themselves (a TPU's, Slurm's and Open MPI's do), add
+`--coordinator_address=HOST:PORT --process_count=P --process_index=I`, with another I on each.
+
 This file is intentionally kept short; the training loop is in `train.py`.
 """
 
@@ -12,22 +15,42 @@ import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from train_lib import checkpoint, process, train
+from coyo11m_tfds.reading import process_settings
 
 FLAGS = flags.FLAGS
 
 flags.DEFINE_string('workdir', None, 'Folder for checkpoints, logs and previews; local or gs://.')
+flags.DEFINE_string('coordinator_address', None, 'Address of process 0 and a free port on it.')
+flags.DEFINE_integer('process_count', None, 'How many processes train together.')
+flags.DEFINE_integer('process_index', None, 'Which of them this one is, from 0.')
 config_flags.DEFINE_config_file('config', None, 'File of the configuration.', lock_config=True)
 flags.mark_flags_as_required(['config', 'workdir'])
+
+
+@flags.multi_flags_validator(
+    ['coordinator_address', 'process_count', 'process_index'],
+    message='--coordinator_address, --process_count and --process_index go together.',
+)
+def _all_or_none(values: dict[str, str | int | None]) -> bool:
+    return len({value is None for value in values.values()}) == 1
 
 
 def main(argv: list[str]) -> None:
     """Prepares the process and trains."""
     if len(argv) > 1:
         raise app.UsageError(f'Unexpected arguments: {argv[1:]}')
+    try:
+        process_settings.apply(FLAGS.config.data.dir, FLAGS.config.data.chunk)
+    except OSError as error:
+        sys.exit(f'ERROR: {error}')
+    # Only now, because TensorFlow, which they import, looks at those settings when it starts.
+    from train_lib import checkpoint, process, train
+
     process.prepare()
-    if FLAGS.config.distributed:
-        jax.distributed.initialize()
+    if FLAGS.config.distributed or FLAGS.coordinator_address:
+        jax.distributed.initialize(
+            FLAGS.coordinator_address, FLAGS.process_count, FLAGS.process_index
+        )
     logging.info('Process %d of %d.', jax.process_index(), jax.process_count())
     logging.info('Devices: %s', jax.local_devices())
     logging.info('Configuration:\n%s', FLAGS.config)

@@ -1,7 +1,7 @@
 """What a step measures, as clu collections: built inside the step, merged, computed when logged.
 
     update = TrainMetrics.single_from_model_output(
-        loss=loss, grad_norm=optax.tree.norm(grads), learning_rate=schedule(step))
+        loss=losses, grad_norm=optax.tree.norm(grads), learning_rate=schedule(step))
     merged = metrics.merge(merged, update)
     scalars = jax.device_get(merged).compute()   # {'loss': ..., 'grad_norm': ..., ...}
 
@@ -11,6 +11,7 @@ Neither TensorFlow nor torch is imported here.
 import flax
 import jax
 import jax.numpy as jnp
+import numpy as np
 from clu import metrics as clu_metrics
 
 # The evaluation loss is also told apart by time: bin i holds t in [i/4, (i+1)/4).
@@ -22,10 +23,29 @@ merge = jax.jit(lambda merged, update: merged.merge(update))
 
 
 @flax.struct.dataclass
-class TrainMetrics(clu_metrics.Collection):
-    """From scalars of one step: `loss`, `grad_norm` (before clipping) and `learning_rate`."""
+class _MeanLoss(clu_metrics.Average):
+    """Mean over the samples that count; 0 where there is none, which is no sign of divergence."""
 
-    loss: clu_metrics.Average.from_output('loss')
+    @classmethod
+    def from_model_output(
+        cls, *, loss: jax.Array, counts: jax.Array | None = None, **_
+    ) -> '_MeanLoss':
+        return super().from_model_output(loss, mask=counts)
+
+    def compute(self) -> jax.Array:
+        # NumPy's `maximum`: JAX's would send what was fetched to the device again.
+        return self.total / np.maximum(self.count, 1)
+
+
+@flax.struct.dataclass
+class TrainMetrics(clu_metrics.Collection):
+    """From one step: `loss` of every sample, `grad_norm` (before clipping) and `learning_rate`.
+
+    `counts` (bool, as long as `loss`) may leave out samples that could not be read. It is not
+    called `mask`, because clu would apply that to the other two as well.
+    """
+
+    loss: _MeanLoss
     grad_norm: clu_metrics.Average.from_output('grad_norm')
     learning_rate: clu_metrics.LastValue.from_output('learning_rate')
 

@@ -5,7 +5,9 @@
     state, metrics = jax.jit(train_step, donate_argnums=0)(state, batch)
 
 A batch holds `latents` `(b, 4, H, W)` raw, `text_embedding` `(b, D)` and `key` uint32 `(b, 2)`; for
-training also `drop_text` bool `(b,)` where texts may be dropped, for evaluation `mask` bool `(b,)`.
+training also `drop_text` bool `(b,)` where texts may be dropped, for evaluation `mask` bool `(b,)`,
+False where there is no sample. A training batch has a `mask` as well where records that cannot be
+read are skipped; a batch without one is compiled as if there were no masks.
 Neither TensorFlow nor torch is imported here, so that steps can be measured where JAX is alone.
 """
 
@@ -55,22 +57,26 @@ def make_train_step(
         x = flow.standardize_latents(batch['latents'], stats)
         noise = jax.random.normal(noise_rng, x.shape)
         t = flow.logit_normal_times(time_rng, x.shape[0], logit_mean, logit_std)
+        mask = batch.get('mask')
 
-        def mean_loss(params: Any) -> jax.Array:
+        def mean_loss(params: Any) -> tuple[jax.Array, jax.Array]:
             velocity = _velocity(model, params, batch, stats)
-            return jnp.mean(flow.squared_errors(velocity, x, noise, t))
+            losses = flow.squared_errors(velocity, x, noise, t)
+            return _mean(losses, mask), losses
 
-        loss, grads = jax.value_and_grad(mean_loss)(state.params)
+        (_, losses), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         decay = _warm_decay(ema_decay, state.step)
         ema_params = optax.incremental_update(params, state.ema_params, 1 - decay)
         metrics = TrainMetrics.single_from_model_output(
-            loss=loss,
+            loss=losses,
+            counts=mask,
             grad_norm=optax.tree.norm(grads),
             learning_rate=jnp.asarray(schedule(state.step), jnp.float32),
         )
-        return TrainState(state.step + 1, params, ema_params, opt_state), metrics
+        after = TrainState(state.step + 1, params, ema_params, opt_state)
+        return _unless_empty(after, state, mask), metrics
 
     return train_step
 
@@ -91,6 +97,24 @@ def make_eval_step(
         return EvalMetrics.single_from_model_output(loss=loss, time=t, mask=batch['mask'])
 
     return eval_step
+
+
+def _mean(losses: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """The mean over the samples that the mask leaves, 0 where it leaves none."""
+    if mask is None:
+        return jnp.mean(losses)
+    return jnp.sum(jnp.where(mask, losses, 0)) / jnp.maximum(jnp.sum(mask), 1)
+
+
+def _unless_empty(after: TrainState, before: TrainState, mask: jax.Array | None) -> TrainState:
+    """The state after a step; where the mask leaves no sample, that before with its step counted.
+
+    Gradients of zero would still decay the weights and move them by the optimizer's momentum.
+    """
+    if mask is None:
+        return after
+    before = before.replace(step=after.step)
+    return jax.tree.map(lambda new, old: jnp.where(jnp.any(mask), new, old), after, before)
 
 
 def _velocity(

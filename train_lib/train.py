@@ -44,6 +44,7 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: epath.PathLik
     """
     mesh = sharding.make_mesh(**config.mesh)
     data = TrainingData(config, mesh)
+    data.check_memory()
     program = make_program(config, mesh, data.stats, latent_shape=data.latent_shape)
     writer = metric_writers.create_default_writer(workdir, just_logging=jax.process_index() > 0)
     with (
@@ -52,9 +53,9 @@ def train_and_evaluate(config: ml_collections.ConfigDict, workdir: epath.PathLik
         metric_writers.ensure_flushes(writer),
     ):
         run = _Run(config, epath.Path(workdir), data, program, writer, manager)
-        state, window = run.start_or_go_on()
+        state, window, interrupted = run.start_or_go_on()
         parameter_overview.log_parameter_overview(state.params, include_stats='sharding')
-        return _train(run, state, window, stop)
+        return _train(run, state, window, stop, interrupted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +69,8 @@ class _Run:
     writer: metric_writers.MetricWriter
     manager: ocp.CheckpointManager
 
-    def start_or_go_on(self) -> tuple[TrainState, metrics.TrainMetrics]:
-        """The state and the metrics of an unfinished log window."""
+    def start_or_go_on(self) -> tuple[TrainState, metrics.TrainMetrics, bool]:
+        """The state, the metrics of an unfinished log window, and whether what is due was not."""
         no_metrics = self.program.no_metrics()
         restored = checkpoint.restore(
             self.manager,
@@ -77,7 +78,7 @@ class _Run:
             jax.tree.map(_abstract, no_metrics),
             self.data.identity,
         )
-        return restored or (self.program.init(), no_metrics)
+        return restored or (self.program.init(), no_metrics, False)
 
     def make_log(self, window: metrics.TrainMetrics) -> TrainLog:
         """A log whose current window holds `window`."""
@@ -86,14 +87,17 @@ class _Run:
             every=self.config.log_every,
             batch_size=self.config.batch_size,
             empty=self.program.no_metrics(),
+            read_counts=self.data.read_counts,
         )
         log.window = window
         return log
 
-    def save(self, step: int, state: TrainState, log: TrainLog) -> None:
+    def save(self, step: int, state: TrainState, log: TrainLog, interrupted: bool = False) -> None:
         """Starts a checkpoint, after what was logged up to it is safe."""
         log.settle(step)
-        checkpoint.save(self.manager, step, state, log.window, self.data.identity)
+        checkpoint.save(
+            self.manager, step, state, log.window, self.data.identity, interrupted=interrupted
+        )
 
     def evaluate(self, step: int, state: TrainState) -> None:
         """Writes the loss of the validation split."""
@@ -116,15 +120,25 @@ class _Run:
 
 
 def _train(
-    run: _Run, state: TrainState, window: metrics.TrainMetrics, stop: signals.StopRequest
+    run: _Run,
+    state: TrainState,
+    window: metrics.TrainMetrics,
+    stop: signals.StopRequest,
+    interrupted: bool,
 ) -> TrainState:
-    """The loop over steps; ends with a checkpoint."""
+    """The loop over steps; ends with a checkpoint.
+
+    `interrupted` says that SIGTERM came before what was due at the step of `state`.
+    """
     config, start = run.config, int(state.step)
     log = run.make_log(window)
     progress = periodic_actions.ReportProgress(
         num_train_steps=config.num_steps, writer=run.writer, every_secs=60
     )
     hooks = [progress, *_profiler(run, start)]
+    if interrupted:
+        _now_and_then(run, start, state, log, progress)
+    interrupted = False
     batches = run.data.train_batches(start)
     for step in range(start + 1, config.num_steps + 1):
         with progress.timed('data'), log.clock.waiting_for_data():
@@ -137,11 +151,15 @@ def _train(
             hook(step)
         if stop.reached(step):
             logging.info('SIGTERM: saving step %d and stopping.', step)
+            interrupted = True
             break
         _now_and_then(run, step, state, log, progress)
-    run.save(int(state.step), state, log)
+    run.save(int(state.step), state, log, interrupted)
     # Before anything is torn down: after SIGTERM there may be seconds left.
     run.manager.wait_until_finished()
+    bad_records = run.data.read_counts().bad_records
+    if bad_records:
+        logging.warning('%d records could not be read and were left out here.', bad_records)
     return state
 
 

@@ -6,17 +6,32 @@
             batch = next(batches)
         state, update = train_step(state, batch)
         log.add(step, update)
-    log.settle()
+    log.settle(step)
+
+Every report holds the metrics of the steps (`metrics.TrainMetrics`), and of this host:
+
+    examples_per_second   samples of all hosts, evaluations and the like left out of the time
+    data_wait_share       share of that time in which the device had nothing to do for lack of data
+    read_mb_per_second    10^6 bytes of records that this host read for training, in that time
+    chunks_in_flight      runs of records being read at the moment of the report
+    bad_records           records that this host could not read and left out since it started
+    host_memory_gb        10^9 bytes of memory that this process holds at the moment (Linux)
+
+The first three need a counted step: they are left out of a report of the very first step alone,
+which includes the compiler. What comes from reading is left out where nothing counts it.
 
 The host does not wait for a step that has just been started: the metrics of a window are fetched
 when the step after it has been given to the device, so the device always has something to do.
+Neither TensorFlow nor torch is imported here.
 """
 
 import concurrent.futures
 import contextlib
+import os
+import pathlib
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -24,15 +39,28 @@ from clu import metric_writers
 
 from train_lib import metrics
 
+# Linux alone has it: sizes of this process in pages, the second of them what is resident.
+_OWN_MEMORY = pathlib.Path('/proc/self/statm')
+
+
+class ReadCounts(Protocol):
+    """Sums since they were first counted, as `input_pipeline.ReadCounter.read` returns them."""
+
+    num_bytes: int
+    chunks_in_flight: int
+    bad_records: int
+
 
 class StepClock:
-    """Measures the rate of steps and the share of the time in which the device lacked data.
+    """Measures the rates of steps and of reading, and how long the device lacked data.
 
     The device lacks data from the end of the last step until the host has the next batch; while
     the device still works, waiting for a batch costs nothing and is not counted.
     """
 
-    def __init__(self):
+    def __init__(self, read_counts: Callable[[], ReadCounts] | None = None):
+        """Starts; `read_counts` returns what has been read for training, if anything counts it."""
+        self._read_counts = read_counts
         self._watcher = concurrent.futures.ThreadPoolExecutor(1, 'step-clock')
         self._running = None
         self._paused = None
@@ -47,7 +75,10 @@ class StepClock:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """What happens here (an evaluation, say) counts neither as training nor as waiting."""
+        """What happens here (an evaluation, say) counts neither as training nor as waiting.
+
+        Reading goes on, for the steps that follow, and is counted.
+        """
         jax.block_until_ready(self._running)
         self._paused = time.monotonic()
         yield
@@ -67,7 +98,7 @@ class StepClock:
         self._running = result
 
     def lap(self, batch_size: int) -> dict[str, float]:
-        """Rate and share since the last lap; empty where no step was counted."""
+        """Rates and share since the last lap; empty where no step was counted."""
         if not self._steps:
             return {}
         now = time.monotonic() if self._paused is None else self._paused
@@ -77,6 +108,9 @@ class StepClock:
             'examples_per_second': self._steps * batch_size / seconds,
             'data_wait_share': waited / seconds,
         }
+        if self._read_counts is not None:
+            num_bytes = self._read_counts().num_bytes - self._num_bytes
+            scalars['read_mb_per_second'] = num_bytes / 1e6 / seconds
         self._restart()
         return scalars
 
@@ -87,13 +121,15 @@ class StepClock:
         self._aside = 0.0
         self._steps = 0
         self._waits = []
+        if self._read_counts is not None:
+            self._num_bytes = self._read_counts().num_bytes
 
 
 class TrainLog:
     """Merges the metrics of steps and writes their averages at every multiple of so many steps.
 
     Attributes:
-        clock: to be told of waiting and of what is aside; its rate and share are written too.
+        clock: to be told of waiting and of what is aside; its rates and share are written too.
         window: merged metrics of the steps since the last multiple. Part of a checkpoint, so that
             a run that was interrupted inside a window writes what it would have written.
     """
@@ -105,6 +141,7 @@ class TrainLog:
         every: int,
         batch_size: int,
         empty: metrics.TrainMetrics,
+        read_counts: Callable[[], ReadCounts] | None = None,
     ):
         """Starts with an empty window.
 
@@ -113,18 +150,21 @@ class TrainLog:
             every: steps of a window.
             batch_size: samples of a step, over all processes.
             empty: metrics of no step, on the devices where those of the steps are.
+            read_counts: returns what this host has read for training, evaluations left out; None
+                where nothing counts it.
 
         Raises:
             ValueError: `every` is less than 1.
         """
         if every < 1:
             raise ValueError(f'log_every={every} must be at least 1')
-        self.clock = StepClock()
+        self.clock = StepClock(read_counts)
         self.window = empty
         self._empty = empty
         self._writer = writer
         self._every = every
         self._batch_size = batch_size
+        self._read_counts = read_counts
         self._complete = None
 
     def add(self, step: int, update: metrics.TrainMetrics) -> None:
@@ -162,7 +202,20 @@ class TrainLog:
         self._complete = None
         scalars = {name: float(x) for name, x in jax.device_get(window).compute().items()}
         _check_finite(step, scalars)
-        self._writer.write_scalars(step, scalars | self.clock.lap(self._batch_size))
+        scalars |= self.clock.lap(self._batch_size)
+        self._writer.write_scalars(step, scalars | self._host_state())
+
+    def _host_state(self) -> dict[str, float]:
+        """What is so at this moment."""
+        scalars = {}
+        if self._read_counts is not None:
+            counts = self._read_counts()
+            scalars['chunks_in_flight'] = counts.chunks_in_flight
+            scalars['bad_records'] = counts.bad_records
+        if _OWN_MEMORY.exists():
+            pages = int(_OWN_MEMORY.read_text('ascii').split()[1])
+            scalars['host_memory_gb'] = pages * os.sysconf('SC_PAGE_SIZE') / 1e9
+        return scalars
 
 
 def _finished_at(result: Any) -> float:

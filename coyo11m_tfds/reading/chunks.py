@@ -1,8 +1,8 @@
 """Runs of records, each read at its offset with one request, and what to do about bad ones.
 
-    reader = ChunkReader(split, blank=parser.blank(), on_bad_records=STOP)
+    reader = ChunkReader(split, parser, on_bad_records=STOP)
     rows = byte_reads(split.index, order.epoch(0).lane_reads(0))     # int64 (n, 8)
-    records, good = reader.read(ByteReads(*row))                      # in a graph
+    batch = reader.read(ByteReads(*row))                              # in a graph
 
 TensorFlow reads and checks the records. Only a run that it could not read is read again here,
 record by record: that tells which one is bad and why, and a fault that has passed is no error.
@@ -18,6 +18,7 @@ from coyo11m_tfds import chunk_index, records, schema
 from coyo11m_tfds.dataset import IndexedSplit
 from coyo11m_tfds.order import Reads
 from coyo11m_tfds.reading.counter import ReadCounter
+from coyo11m_tfds.reading.parser import Batch, Parser
 
 STOP, SKIP = 'stop', 'skip'
 
@@ -51,7 +52,7 @@ class ChunkReader:
     def __init__(
         self,
         split: IndexedSplit,
-        blank: bytes,
+        parser: Parser,
         on_bad_records: str = STOP,
         counter: ReadCounter | None = None,
     ):
@@ -59,7 +60,7 @@ class ChunkReader:
 
         Args:
             split: whose records are read.
-            blank: stands in the place of a record that cannot be read.
+            parser: for the records of that split.
             on_bad_records: 'stop' is an error for the first bad record, 'skip' leaves them out.
             counter: is told of every chunk.
 
@@ -69,48 +70,52 @@ class ChunkReader:
         if on_bad_records not in (STOP, SKIP):
             raise ValueError(f'on_bad_records={on_bad_records!r} is neither {STOP!r} nor {SKIP!r}')
         self._split = split
-        self._blank = blank
+        self._parser = parser
         self._stops = on_bad_records == STOP
         self._counter = counter
         self._told = set()  # files that a bad record was reported of
 
-    def read(self, read: ByteReads) -> tuple[tf.Tensor, tf.Tensor]:
-        """Reads one run, in a graph.
-
-        Returns:
-            Serialized records, string `(count,)`, and which of them could be read, bool `(count,)`.
-        """
+    def read(self, read: ByteReads) -> Batch:
+        """Reads and parses one run, in a graph; in its batch are `read.count` rows."""
         file = self._split.file_tensor(read.shard)
         begun = [self._counter.begin()] if self._counter else []
         with tf.control_dependencies(begun):
             found = _read_run(file, read)
-        intact = tf.strings.length(found[0]) > 0
-        serialized, good = tf.cond(
-            intact,
-            lambda: (found, tf.ones_like(found, tf.bool)),
-            lambda: self._read_again(file, read),
+        # One decision for all that may be out of the ordinary: each takes as long as three records.
+        batch = tf.cond(
+            self._parser.is_regular(found),
+            lambda: self._parser.parse_regular(found, read.epoch),
+            lambda: self._parser.parse(*self._read_carefully(file, read, found), read.epoch),
         )
         ended = [self._counter.end(read.nbytes)] if self._counter else []
-        with tf.control_dependencies([serialized, *ended]):
-            return tf.identity(serialized), good
+        with tf.control_dependencies([*batch.values(), *ended]):
+            return {name: tf.identity(values) for name, values in batch.items()}
 
-    def _read_again(self, file: tf.Tensor, read: ByteReads) -> tuple[tf.Tensor, tf.Tensor]:
-        arguments = [file, tf.stack(read)]
+    def _read_carefully(
+        self, file: tf.Tensor, read: ByteReads, found: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Serialized records, string `(count,)`, and which of them could be read, bool."""
+        arguments = [file, tf.stack(read), found]
         outputs = tf.numpy_function(self._read_singly, arguments, [tf.string, tf.bool])
         return tuple(tf.ensure_shape(output, [None]) for output in outputs)
 
-    def _read_singly(self, file: bytes, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Reads a run record by record, and reports or refuses what is bad in it."""
+    def _read_singly(
+        self, file: bytes, row: np.ndarray, found: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Reads a run record by record if it was not found, and reports or refuses what is bad."""
+        if found[0]:
+            return found, np.ones(len(found), bool)
         path, read = file.decode(), ByteReads(*row.tolist())
         data, problem = _read_bytes(path, read)
-        found = list(records.split(data))[read.skip : read.skip + read.count]
-        found += [None] * (read.count - len(found))
-        good = np.array([record is not None for record in found])
+        one_by_one = list(records.split(data))[read.skip : read.skip + read.count]
+        one_by_one += [None] * (read.count - len(one_by_one))
+        good = np.array([record is not None for record in one_by_one])
         if good.all():
             logging.warning('%s: a read failed and went well when it was repeated.', path)
         else:
             self._report(path, read.first + read.skip, good, problem)
-        serialized = [self._blank if record is None else record for record in found]
+        blank = self._parser.blank()
+        serialized = [blank if record is None else record for record in one_by_one]
         return np.array(serialized, object), good
 
     def _report(self, path: str, first: int, good: np.ndarray, problem: str) -> None:
@@ -131,12 +136,13 @@ class ChunkReader:
 
 def _read_run(file: tf.Tensor, read: ByteReads) -> tf.Tensor:
     """Reads and checks one run; strings `(count,)`, empty ones if anything went wrong."""
-    # `ignore_errors` asks again after an error. This data set has nothing more to give then, while
-    # one of records that cannot open its file would fail in the same way for ever.
-    run = tf.data.Dataset.from_tensors((file, read.offset, read.nbytes, read.skip + read.count))
-    nothing = tf.data.Dataset.from_tensors(tf.fill([read.skip + read.count], ''))
-    found = run.map(_read_at).ignore_errors().concatenate(nothing).take(1).get_single_element()
-    return found[read.skip :]
+    wanted = read.skip + read.count
+    # `ignore_errors` asks again after an error. A data set of one element has nothing more to give
+    # then, while one of records would fail to open its file for ever, or read on at a wrong place.
+    run = tf.data.Dataset.from_tensors((file, read.offset, read.nbytes, wanted))
+    nothing = tf.data.Dataset.from_tensors(tf.fill([wanted], ''))
+    either = run.map(_read_at).ignore_errors().concatenate(nothing)
+    return either.take(1).get_single_element()[read.skip :]
 
 
 def _read_at(file: tf.Tensor, offset: tf.Tensor, nbytes: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
@@ -148,6 +154,7 @@ def _read_at(file: tf.Tensor, offset: tf.Tensor, nbytes: tf.Tensor, count: tf.Te
         filenames=[file], compression_type='', buffer_size=nbytes, byte_offsets=[offset]
     )
     single = tf.data.experimental.from_variant(variant, tf.TensorSpec([], tf.string))
+    # No `skip` or `take` of records: each would be one more step for every one of them.
     return single.batch(count, drop_remainder=True).take(1).get_single_element()
 
 

@@ -1,7 +1,7 @@
 """One lane of the planned order as a tf.data pipeline: chunks, windows, parts of batches.
 
-    reader, parser = ChunkReader(...), make_parser(...)
-    lanes = LaneReader(order, split.index, reader, parser, parallel_reads=4)
+    reader = ChunkReader(split, parser)
+    lanes = LaneReader(order, split.index, reader, parallel_reads=4)
     batches = lanes.read(range(16), position=order.locate(step))
 
 Every step of it handles a chunk, a window or a part of a batch; none handles a record.
@@ -17,12 +17,10 @@ from coyo11m_tfds import chunk_index
 from coyo11m_tfds.order import Epoch, Order
 from coyo11m_tfds.reading.chunks import ByteReads, ChunkReader, byte_reads
 from coyo11m_tfds.reading.padding import pad_rows
-from coyo11m_tfds.reading.parser import Batch, Parser
+from coyo11m_tfds.reading.parser import Batch
 
 
-def read_chunks(
-    rows: tf.data.Dataset, reader: ChunkReader, parser: Parser, parallel_reads: int
-) -> tf.data.Dataset:
+def read_chunks(rows: tf.data.Dataset, reader: ChunkReader, parallel_reads: int) -> tf.data.Dataset:
     """Turns rows of `byte_reads` into parsed batches, one for each row, in their order."""
 
     @tf.autograph.experimental.do_not_convert
@@ -30,7 +28,7 @@ def read_chunks(
         # Not `tf.unstack`: TensorFlow 2.21 crashes while it optimizes `skip(n)` or `take(n)` if n
         # is another than the first output of its operation.
         run = ByteReads(*(row[i] for i in range(len(ByteReads._fields))))
-        batch = parser.parse(*reader.read(run), run.epoch)
+        batch = reader.read(run)
         return tf.cond(run.pad > 0, lambda: pad_rows(batch, run.pad), lambda: batch)
 
     return rows.map(read, num_parallel_calls=parallel_reads, deterministic=True)
@@ -43,7 +41,6 @@ class LaneReader:
     order: Order
     index: chunk_index.ChunkIndex
     reader: ChunkReader
-    parser: Parser
     parallel_reads: int  # chunks being read at a time in each lane
 
     def read(self, lanes: range, position: tuple[int, int]) -> tf.data.Dataset:
@@ -83,7 +80,7 @@ class LaneReader:
             ).unbatch()
 
         chunks = read_chunks(
-            rows_of(reads, len(ByteReads._fields)), self.reader, self.parser, self.parallel_reads
+            rows_of(reads, len(ByteReads._fields)), self.reader, self.parallel_reads
         )
         window = self.order.window
         picked = tf.data.Dataset.zip(chunks.rebatch(window), rows_of(windows, window))

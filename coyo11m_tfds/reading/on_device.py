@@ -47,7 +47,12 @@ def to_device(
 
     Yields:
         Global arrays, the leading axis `b * process_count` long.
+
+    Raises:
+        ValueError: `ahead` is less than 1.
     """
+    if ahead < 1:
+        raise ValueError(f'ahead={ahead} must be at least 1; 2 lets one arrive while one is used')
     on_host = batches.as_numpy_iterator() if isinstance(batches, tf.data.Dataset) else batches
     arriving = map(lambda batch: _send(batch, sharding), on_host)
     thread = concurrent.futures.ThreadPoolExecutor(1, 'to_device')

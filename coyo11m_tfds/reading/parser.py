@@ -1,13 +1,14 @@
 """Serialized records to tensors, a run of records at once.
 
     parser = Parser(('key', 'latents'), tf.float16, text_dim=640, seed=0)
-    batch = parser.parse(serialized, good, epoch)     # dict(key=(n,), latents=(n, 4, 32, 32))
+    batch = parser.parse_regular(serialized, epoch)     # dict(key=(n,), latents=(n, 4, 32, 32))
 
 One crop is cut out before anything is decoded, straight from the record where it lies as this
 project writes it.
 """
 
 import dataclasses
+import functools
 
 import tensorflow as tf
 
@@ -22,6 +23,8 @@ MASK = 'mask'  # bool (b,); False for rows of zeros that stand for no record
 EVAL_CROP = 1
 
 Batch = dict[str, tf.Tensor]
+
+_LARGE = {schema.LATENTS, schema.TEXT_EMBEDDING}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,29 +49,43 @@ class Parser:
     fixed_crop: int | None = None
     with_mask: bool = False
 
+    def is_regular(self, serialized: tf.Tensor) -> tf.Tensor:
+        """Whether records `(n,)` are laid out as this project writes them; a bool scalar."""
+        return self._layout.fits(serialized)
+
+    def parse_regular(self, serialized: tf.Tensor, epoch: tf.Tensor) -> Batch:
+        """Parses records for which `is_regular` is true.
+
+        Args:
+            serialized: string `(n,)`.
+            epoch: int64 scalar.
+        """
+        example = _parse(serialized, {schema.KEY, *self.features} - _LARGE)
+        begin = self._crop_begins(epoch, example[schema.KEY])
+        if schema.LATENTS in self.features:
+            example[schema.LATENTS] = self._layout.cut(
+                serialized, schema.LATENTS, begin, schema.LATENT_NBYTES
+            )
+        if schema.TEXT_EMBEDDING in self.features:
+            example[schema.TEXT_EMBEDDING] = self._layout.cut(
+                serialized, schema.TEXT_EMBEDDING, tf.zeros_like(begin), 2 * self.text_dim
+            )
+        return self._decode(example, tf.ones_like(begin, tf.bool), epoch)
+
     def parse(self, serialized: tf.Tensor, good: tf.Tensor, epoch: tf.Tensor) -> Batch:
-        """Parses records of one epoch.
+        """Parses any records.
 
         Args:
             serialized: string `(n,)`.
             good: bool `(n,)`: the mask.
             epoch: int64 scalar.
         """
-        small = {schema.KEY, *self.features} - {schema.LATENTS, schema.TEXT_EMBEDDING}
-        example = _parse(serialized, sorted(small))
-        crops = self._crops(epoch, example[schema.KEY])
-        latents, text = self._cut(serialized, crops)
-        batch = {}
-        for name in self.features:
-            if name == schema.LATENTS:
-                flat = tf.io.decode_raw(latents, self.latent_dtype)
-                batch[name] = tf.reshape(flat, [-1, *schema.LATENT_SHAPE])
-            elif name == schema.TEXT_EMBEDDING:
-                flat = tf.io.decode_raw(text, tf.float16)
-                batch[name] = tf.ensure_shape(flat, [None, self.text_dim])
-            else:
-                batch[name] = example[name]
-        return self._complete(batch, good, epoch, example[schema.KEY])
+        example = _parse(serialized, {schema.KEY, *self.features})
+        begin = self._crop_begins(epoch, example[schema.KEY])
+        if schema.LATENTS in self.features:
+            size = tf.fill(tf.shape(begin), schema.LATENT_NBYTES)
+            example[schema.LATENTS] = tf.strings.substr(example[schema.LATENTS], begin, size)
+        return self._decode(example, good, epoch)
 
     def choose(self, example: Batch, epoch: tf.Tensor) -> Batch:
         """The same from a batch that TFDS has decoded, with latents `(b, 3, 4, 32, 32)`."""
@@ -96,29 +113,24 @@ class Parser:
             return tf.fill(tf.shape(keys), tf.constant(self.fixed_crop, tf.int64))
         return choices.sample_crops(self.seed, epoch, keys)
 
-    def _cut(self, serialized: tf.Tensor, crops: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """The bytes of one crop and of the text vector of each record."""
-        layout = Layout(self.text_dim)
-        begin = tf.cast(crops, tf.int32) * schema.LATENT_NBYTES
-        sizes = {schema.LATENTS: schema.LATENT_NBYTES, schema.TEXT_EMBEDDING: 2 * self.text_dim}
-        wanted = [name for name in sizes if name in self.features]
+    @functools.cached_property
+    def _layout(self) -> Layout:
+        return Layout(self.text_dim)
 
-        def cut_values() -> list[tf.Tensor]:
-            starts = {schema.LATENTS: begin, schema.TEXT_EMBEDDING: tf.zeros_like(begin)}
-            return [layout.cut(serialized, name, starts[name], sizes[name]) for name in wanted]
+    def _crop_begins(self, epoch: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
+        """Where in its three crops the crop of each sample begins, in bytes."""
+        return tf.cast(self._crops(epoch, keys), tf.int32) * schema.LATENT_NBYTES
 
-        def cut_parsed() -> list[tf.Tensor]:
-            parsed = _parse(serialized, wanted)
-            if schema.LATENTS in parsed:
-                size = tf.fill(tf.shape(begin), schema.LATENT_NBYTES)
-                parsed[schema.LATENTS] = tf.strings.substr(parsed[schema.LATENTS], begin, size)
-            return [parsed[name] for name in wanted]
-
-        if not wanted:
-            return None, None
-        values = tf.cond(layout.fits(serialized), cut_values, cut_parsed)
-        found = dict(zip(wanted, values, strict=True))
-        return found.get(schema.LATENTS), found.get(schema.TEXT_EMBEDDING)
+    def _decode(self, example: Batch, good: tf.Tensor, epoch: tf.Tensor) -> Batch:
+        """The batch from values as they are in the records, but with one crop."""
+        batch = {name: example[name] for name in self.features}
+        if schema.LATENTS in batch:
+            flat = tf.io.decode_raw(batch[schema.LATENTS], self.latent_dtype)
+            batch[schema.LATENTS] = tf.reshape(flat, [-1, *schema.LATENT_SHAPE])
+        if schema.TEXT_EMBEDDING in batch:
+            flat = tf.io.decode_raw(batch[schema.TEXT_EMBEDDING], tf.float16)
+            batch[schema.TEXT_EMBEDDING] = tf.ensure_shape(flat, [None, self.text_dim])
+        return self._complete(batch, good, epoch, example[schema.KEY])
 
     def _complete(self, batch: Batch, good: tf.Tensor, epoch: tf.Tensor, keys: tf.Tensor) -> Batch:
         """Adds what is not in the records."""
@@ -129,8 +141,8 @@ class Parser:
         return batch
 
 
-def _parse(serialized: tf.Tensor, names: list[str]) -> Batch:
-    spec = {name: tf.io.FixedLenFeature([], tf.string) for name in names}
+def _parse(serialized: tf.Tensor, names: set[str]) -> Batch:
+    spec = {name: tf.io.FixedLenFeature([], tf.string) for name in sorted(names)}
     if schema.KEY in spec:
         spec[schema.KEY] = tf.io.FixedLenFeature([], tf.int64)
     return tf.io.parse_example(serialized, spec)

@@ -38,7 +38,10 @@ def serialize(values: dict[str, np.ndarray], row: int, text_dim: int, **more: by
 def parse(records: list[bytes], text_dim: int, **choices) -> dict[str, tf.Tensor]:
     features = [schema.KEY, schema.LATENTS] + ([schema.TEXT_EMBEDDING] if text_dim else [])
     parser = Parser(tuple(features), tf.float16, text_dim, **choices)
-    return tf.function(parser.parse)(tf.constant(records), tf.fill([len(records)], True), EPOCH)
+    serialized = tf.constant(records)
+    if parser.is_regular(serialized):
+        return parser.parse_regular(serialized, EPOCH)
+    return parser.parse(serialized, tf.fill([len(records)], True), EPOCH)
 
 
 @pytest.mark.parametrize('text_dim', [0, TEXT_DIM])

@@ -62,6 +62,11 @@ def test_batches_are_sent_ahead_but_not_without_limit(ahead):
     assert arrived == made == list(range(20))
 
 
+def test_nothing_ahead_is_refused():
+    with pytest.raises(ValueError, match='ahead=0 must be at least 1'):
+        next(on_device.to_device([{'x': np.zeros(2)}], one_device(), ahead=0))
+
+
 def test_an_error_while_reading_reaches_the_loop():
     def host_batches():
         yield {'x': np.zeros(2)}

@@ -1,0 +1,243 @@
+"""Small training runs: in this process, as a command, or on several hosts, and what they wrote.
+
+process = runs.start(data_dir, workdir, env, num_steps=10)
+with runs.hosts(data_dir, workdir, env, processes=4, devices=1) as started:
+    assert runs.wait(started) == [0] * 4
+runs.losses(workdir)   # {('loss', 1): 1.93, ...}
+"""
+
+import collections
+import contextlib
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import jax
+import ml_collections
+import numpy as np
+import tensorflow as tf
+from jax.experimental.compilation_cache import compilation_cache
+
+from configs import default
+from coyo11m_tfds import schema
+from train_lib import checkpoint
+
+REPO = pathlib.Path(__file__).parents[1]
+
+QUICK = '--xla_backend_optimization_level=0'  # compiles in a third of the time
+
+# What makes a run small; as flags for a process, as fields in this one.
+SMALL = {
+    'batch_size': 8,
+    'num_steps': 30,
+    'data.chunk': 32,
+    'data.lanes': 2,
+    'data.window': 32,
+    'model.name': 'tiny/16',  # 4 tokens
+    'model.dtype': 'float32',
+    # The compiled step is then the same for every number of steps.
+    'optimizer.warmup_steps': 1,
+    'optimizer.schedule': 'constant',
+    'preview.count': 3,
+    'preview.num_steps': 2,
+    'log_every': 1,
+    'eval_every': 10,
+    'preview_every': 0,
+    'checkpoint_every': 3,
+    'keep_checkpoints': 2,
+}
+
+
+def small_config(data_dir: os.PathLike, **changes) -> ml_collections.ConfigDict:
+    """The default configuration made small."""
+    config = default.get_config()
+    config.update_from_flattened_dict(SMALL | {'data.dir': str(data_dir)} | changes)
+    return config
+
+
+# --- Runs as processes -------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def shared_compilations(folder: pathlib.Path) -> Iterator[dict[str, str]]:
+    """Lets runs share what they compile; gives the environment for processes to do so too."""
+    jax.config.update('jax_compilation_cache_dir', str(folder))
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.1)
+    compilation_cache.reset_cache()
+    yield {
+        'JAX_COMPILATION_CACHE_DIR': str(folder),
+        'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.1',
+        'JAX_PLATFORMS': 'cpu',
+        'TF_CPP_MIN_LOG_LEVEL': '2',
+    }
+    jax.config.update('jax_compilation_cache_dir', None)
+    compilation_cache.reset_cache()
+
+
+def start(
+    data_dir: os.PathLike, workdir: os.PathLike, env: dict[str, str], **changes
+) -> subprocess.Popen:
+    """Starts a run as a process of its own; its output is text in a pipe."""
+    return subprocess.Popen(
+        [*_command('train_lib.main'), *_flags(data_dir, workdir, **changes)],
+        cwd=REPO,
+        env=os.environ | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+class Host:
+    """One process of a run on several, as if on a machine of its own.
+
+    Attributes:
+        process: the process.
+        output: file of what it prints. Not a pipe: a host that waits for a reader stops them all.
+    """
+
+    def __init__(self, process: subprocess.Popen, output: pathlib.Path):
+        self.process, self.output = process, output
+
+
+@contextlib.contextmanager
+def hosts(
+    data_dir: os.PathLike,
+    workdir: pathlib.Path,
+    env: dict[str, str],
+    *,
+    processes: int,
+    devices: int,
+    **changes,
+) -> Iterator[list[Host]]:
+    """Starts a run on several processes of so many devices each; kills what is left of it at last.
+
+    They find each other over loopback, and note the keys of every step in `workdir` (see
+    `train_process.py`). One process is a run like any other.
+    """
+    flags = _flags(data_dir, workdir, **changes)
+    if processes > 1:
+        flags += [f'--coordinator_address=127.0.0.1:{_free_port()}', f'--process_count={processes}']
+    env = env | {'XLA_FLAGS': f'{QUICK} --xla_force_host_platform_device_count={devices}'}
+    workdir.mkdir(parents=True, exist_ok=True)
+    started = []
+    try:
+        for index in range(processes):
+            own = [f'--process_index={index}'] if processes > 1 else []
+            output = workdir / f'host_{index}_of_{processes}.log'
+            with output.open('w') as file:
+                process = subprocess.Popen(
+                    [*_command('tests.train_process'), str(workdir), *flags, *own],
+                    cwd=REPO,
+                    env=os.environ | env,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                )
+            started.append(Host(process, output))
+        yield started
+    finally:
+        for host in started:
+            host.process.kill()
+            host.process.wait()
+
+
+def _command(module: str) -> list[str]:
+    return [sys.executable, '-m', module]
+
+
+def _flags(data_dir: os.PathLike, workdir: os.PathLike, **changes) -> list[str]:
+    fields = SMALL | {'data.dir': data_dir} | changes
+    flags = [f'--config.{name}={value}' for name, value in fields.items()]
+    return ['--config=configs/default.py', f'--workdir={workdir}', *flags]
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        return free.getsockname()[1]
+
+
+# What a test waits for at most; four hosts on two busy cores take a minute to compile.
+_PATIENCE = 300  # seconds
+
+
+def wait(started: Sequence[Host]) -> list[int]:
+    """Waits until all hosts have ended; their exit codes."""
+    deadline = time.monotonic() + _PATIENCE
+    return [host.process.wait(max(0.0, deadline - time.monotonic())) for host in started]
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen) -> None:
+    """Waits for something that a process, which must not end before, brings about."""
+    deadline = time.monotonic() + _PATIENCE
+    while not condition():
+        assert process.poll() is None, process.stdout and process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+# --- What runs wrote ---------------------------------------------------------------------------
+
+
+def read_scalars(workdir: pathlib.Path) -> dict[tuple[str, int], list[float]]:
+    """All values that were ever written: `{(tag, step): [values]}`."""
+    values = collections.defaultdict(list)
+    for path in sorted(workdir.glob('events.out.tfevents.*')):
+        # A process that was killed may leave half a record at the end.
+        records = tf.data.TFRecordDataset(str(path)).ignore_errors()
+        for record in records.as_numpy_iterator():
+            event = tf.compat.v1.Event.FromString(record)
+            for value in event.summary.value:
+                if value.metadata.plugin_data.plugin_name == 'scalars' or value.tensor.dtype == 1:
+                    values[value.tag, event.step].append(tf.make_ndarray(value.tensor).item())
+    return values
+
+
+def losses(workdir: pathlib.Path) -> dict[tuple[str, int], float]:
+    """`{(tag, step): value}` of losses; a value written twice has to be the same bit for bit."""
+    found = {}
+    for key, values in read_scalars(workdir).items():
+        if 'loss' in key[0]:
+            assert len(set(values)) == 1, (key, values)
+            found[key] = values[0]
+    return found
+
+
+def saved_steps(workdir: pathlib.Path) -> list[int]:
+    """The steps of the complete checkpoints."""
+    folder = workdir / checkpoint.FOLDER
+    names = os.listdir(folder) if folder.exists() else []
+    return [int(name) for name in names if name.isdigit()]
+
+
+def keys_of_steps(workdir: pathlib.Path, processes: int) -> dict[int, np.ndarray]:
+    """The keys of every global batch that so many processes trained on: `{step: int64 (b,)}`.
+
+    Checks that process p had the p-th part of each.
+    """
+    by_process = [
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in sorted(workdir.glob(f'keys_*_of_{processes}.jsonl'))
+    ]
+    assert len(by_process) == processes
+    steps = {}
+    for parts in zip(*by_process, strict=True):
+        assert len({part['step'] for part in parts}) == 1
+        firsts = [part['first'] for part in parts]
+        assert firsts == [index * len(parts[0]['keys']) for index in range(processes)]
+        steps[parts[0]['step']] = np.concatenate([part['keys'] for part in parts])
+    return steps
+
+
+def own_keys(batch: Mapping[str, jax.Array]) -> np.ndarray:
+    """The keys of this process' rows of a batch on the devices, int64 `(b,)`."""
+    shards = sorted(
+        batch[schema.KEY].addressable_shards, key=lambda shard: shard.index[0].start or 0
+    )
+    words = np.concatenate([np.asarray(shard.data) for shard in shards])
+    return words.astype('<u4').view('<i8')[:, 0]

@@ -1,0 +1,42 @@
+"""`train_lib.main`, which besides notes the keys of every step that is trained.
+
+    python -m tests.train_process FOLDER --config=configs/demo.py --workdir=W
+
+Each process appends a line of JSON for each step to a file of its own in FOLDER: the step, the
+first row of the global batch that it holds, and the keys of its rows.
+"""
+
+import json
+import pathlib
+import runpy
+import sys
+from collections.abc import Iterator
+
+import jax
+
+from coyo11m_tfds import schema
+from tests import runs
+from train_lib import data
+
+
+def main() -> None:
+    """Runs the command in this process."""
+    folder = pathlib.Path(sys.argv.pop(1))
+    train_batches = data.TrainingData.train_batches
+
+    def noted(self: data.TrainingData, start_step: int) -> Iterator[dict[str, jax.Array]]:
+        name = f'keys_{jax.process_index()}_of_{jax.process_count()}.jsonl'
+        with (folder / name).open('a', buffering=1) as file:
+            for step, batch in enumerate(train_batches(self, start_step), start_step + 1):
+                rows = batch[schema.KEY].addressable_shards
+                first = min(shard.index[0].start or 0 for shard in rows)
+                keys = runs.own_keys(batch).tolist()
+                file.write(json.dumps({'step': step, 'first': first, 'keys': keys}) + '\n')
+                yield batch
+
+    data.TrainingData.train_batches = noted
+    runpy.run_module('train_lib.main', run_name='__main__', alter_sys=True)
+
+
+if __name__ == '__main__':
+    main()
