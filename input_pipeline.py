@@ -163,7 +163,6 @@ def train_dataset(
         ValueError: for settings that do not fit together, naming some that do, or a feature that
             the data set does not have.
     """
-    _check_share(batch_size, process_index, process_count)
     if not 0 <= caption_dropout <= 1:
         raise ValueError(f'caption_dropout={caption_dropout} is not in [0, 1]')
     builder = dataset.open_dataset(data)
@@ -175,6 +174,7 @@ def train_dataset(
         with_mask=on_bad_records == SKIP,
     )
     opened = dataset.open_split(builder, split)
+    _check_share(batch_size, process_index, process_count, lanes if opened else None)
     if opened is None:
         batches = ordinary.train_batches(
             builder, split, parser, batch_size, process_index, process_count
@@ -246,25 +246,27 @@ def _make_parser(builder: tfds.core.DatasetBuilder, features: Sequence[str], **c
     )
 
 
-def _check_share(batch_size: int, process_index: int, process_count: int) -> None:
+def _check_share(
+    batch_size: int, process_index: int, process_count: int, lanes: int | None = None
+) -> None:
+    """Raises unless processes get equal parts of a batch, and of its lanes if it has any."""
     if not 0 <= process_index < process_count:
         raise ValueError(f'process_index={process_index} is not in [0, {process_count})')
+    asked, working = f'batch_size={batch_size}', batch_size
     if batch_size < 1 or batch_size % process_count:
-        nearest = max(1, round(batch_size / process_count)) * process_count
+        working = max(1, round(batch_size / process_count)) * process_count
+    advice = f'batch_size={working}'
+    shared = [d for d in divisors(working) if d % process_count == 0]
+    if lanes is not None:
+        asked += f' with lanes={lanes}'
+        advice += f' with lanes={min(shared, key=lambda d: abs(d - lanes))}'
+    if working != batch_size or (lanes is not None and lanes % process_count):
         raise ValueError(
-            f'batch_size={batch_size} cannot be shared by {process_count} processes equally; '
-            f'batch_size={nearest} works'
+            f'{asked} cannot be shared by {process_count} processes equally; {advice} works'
         )
 
 
 def _own_lanes(order: Order, process_index: int, process_count: int) -> range:
-    if order.lanes % process_count:
-        working = [d for d in divisors(order.batch_size) if d % process_count == 0]
-        nearest = min(working, key=lambda d: abs(d - order.lanes))
-        raise ValueError(
-            f'lanes={order.lanes} cannot be shared by {process_count} processes equally; '
-            f'lanes={nearest} works'
-        )
     each = order.lanes // process_count
     return range(process_index * each, (process_index + 1) * each)
 

@@ -27,6 +27,7 @@ from benchmarks.streams import Batch, Stream, read_for
 from coyo11m_tfds import dataset, schema
 from coyo11m_tfds.chunk_index import ChunkIndex
 from coyo11m_tfds.reading import chunks
+from coyo11m_tfds.reading.parser import Parser
 from train_lib import flow, process, program, sharding
 
 _PROBES = 8  # reads that are timed, at random places
@@ -77,10 +78,11 @@ def _time_storage(builder: tfds.core.DatasetBuilder, chunk: int) -> dict[str, fl
     split = dataset.open_split(builder, schema.TRAIN)
     if split is None:
         raise ValueError(f'{builder.data_dir}: has no chunk index; build the data set again.')
-    reader = chunks.ChunkReader(split, blank=b'')
+    keys = Parser((schema.KEY,), dataset.latent_dtype(builder), dataset.text_dim(builder))
+    reader = chunks.ChunkReader(split, keys)
     fields = range(len(chunks.ByteReads._fields))
     # Not `tf.unstack`, for the reason that `reading.lanes` gives.
-    read = tf.function(lambda row: reader.read(chunks.ByteReads(*(row[i] for i in fields)))[0])
+    read = tf.function(lambda row: reader.read(chunks.ByteReads(*(row[i] for i in fields))))
     random = np.random.default_rng()
     times: dict[int, list[float]] = {1: [], chunk: []}
     for count in [1, chunk] * (1 + _PROBES):

@@ -428,8 +428,8 @@ def test_position_settings_know_the_shards_and_the_source(written, tmp_path):
 @pytest.mark.parametrize(
     'changes, message',
     [
-        (dict(process_count=3), 'batch_size=15 works'),
-        (dict(process_count=8), 'lanes=8 works'),
+        (dict(process_count=3), 'batch_size=15 with lanes=3 works'),
+        (dict(process_count=8), 'batch_size=16 with lanes=8 works'),
         (dict(process_count=2, process_index=2), r'process_index=2 is not in \[0, 2\)'),
         (dict(lanes=3), 'lanes=2 works'),
         (dict(features=('key', 'tags')), "no feature 'tags'; there are"),
