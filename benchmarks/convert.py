@@ -12,16 +12,19 @@ left out; benchmarks/README.md says how to install it, what is measured, and wha
 
 import argparse
 import dataclasses
+import os
 import pathlib
 import shutil
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 from benchmarks import measure, report, source
 from benchmarks.writers import RANDOM_ACCESS_WRITERS, SHARD_WRITERS, TFDS_WRITERS, WRITERS
 
 _FILES = 4
+_SETTLE_SECONDS = 2
 _MB, _GB = 10**6, 10**9
 
 # (ours, the others, of whom the fastest counts, what the ratio of their speeds is)
@@ -201,10 +204,21 @@ def _run(name: str, made: pathlib.Path) -> measure.Run:
         written = measure.size_of(out)
     finally:
         shutil.rmtree(out)
+        _let_disk_settle()
     expected = sum(path.stat().st_size for path in source.files(made)[:-1])
     if written < 0.99 * expected:
         raise RuntimeError(f'{name} has written {written:,} bytes of {expected:,}')
     return run
+
+
+def _let_disk_settle() -> None:
+    """Waits for what a deletion leaves to do, so that the next run need not.
+
+    A file system mounted with `discard` tells the disk of every deleted block when its journal is
+    written, which is at somebody's next `fsync`.
+    """
+    os.sync()
+    time.sleep(_SETTLE_SECONDS)
 
 
 def _out_of(made: pathlib.Path) -> tuple[pathlib.Path, measure.Marks]:
