@@ -22,10 +22,10 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from coyo11m_tfds import dataset, json_digest, schema
-from coyo11m_tfds.order import Order, consecutive_reads, divisors
+from coyo11m_tfds.order import Order, consecutive_reads, nearest_shares
 from coyo11m_tfds.reading import lanes as lanes_lib
 from coyo11m_tfds.reading import ordinary, padding
-from coyo11m_tfds.reading.chunks import SKIP, STOP, ChunkReader, byte_reads
+from coyo11m_tfds.reading.chunks import SKIP, STOP, ChunkReader
 from coyo11m_tfds.reading.counter import ReadCounter, ReadCounts
 from coyo11m_tfds.reading.on_device import key_words, to_device
 from coyo11m_tfds.reading.parser import DROP_TEXT, EVAL_CROP, MASK, Parser
@@ -183,7 +183,7 @@ def train_dataset(
     order = Order(opened.index.shard_lengths, seed, batch_size, chunk, lanes, window)
     own = _own_lanes(order, process_index, process_count)
     reader = ChunkReader(opened, parser, on_bad_records, counter)
-    lane_reader = lanes_lib.LaneReader(order, opened.index, reader, parallel_reads)
+    lane_reader = lanes_lib.LaneReader(order, reader, parallel_reads)
     batches = lane_reader.read(own, order.locate(start_step))
     threads = private_threads or _threads_for(opened, len(own) * parallel_reads)
     return _finish(batches, prefetch, threads)
@@ -232,8 +232,8 @@ def eval_dataset(
     begin = min(size, process_index * num_batches * local)
     end = min(size, begin + num_batches * local)
     reads = consecutive_reads(opened.index.shard_lengths, begin, end, chunk)
-    rows = tf.data.Dataset.from_tensor_slices(byte_reads(opened.index, reads))
     reader = ChunkReader(opened, parser, on_bad_records, counter)
+    rows = tf.data.Dataset.from_tensor_slices(reader.locate(reads))
     records = lanes_lib.read_chunks(rows, reader, parallel_reads)
     batches = padding.take_full(padding.fill_up(records.rebatch(local), local), num_batches)
     return _finish(batches, prefetch, private_threads or _threads_for(opened, parallel_reads))
@@ -252,18 +252,15 @@ def _check_share(
     """Raises unless processes get equal parts of a batch, and of its lanes if it has any."""
     if not 0 <= process_index < process_count:
         raise ValueError(f'process_index={process_index} is not in [0, {process_count})')
-    asked, working = f'batch_size={batch_size}', batch_size
-    if batch_size < 1 or batch_size % process_count:
-        working = max(1, round(batch_size / process_count)) * process_count
-    advice = f'batch_size={working}'
-    shared = [d for d in divisors(working) if d % process_count == 0]
+    if batch_size > 0 and not batch_size % process_count and not (lanes or 0) % process_count:
+        return
+    working, working_lanes = nearest_shares(batch_size, lanes or 1, process_count)
+    asked, advice = f'batch_size={batch_size}', f'batch_size={working}'
     if lanes is not None:
-        asked += f' with lanes={lanes}'
-        advice += f' with lanes={min(shared, key=lambda d: abs(d - lanes))}'
-    if working != batch_size or (lanes is not None and lanes % process_count):
-        raise ValueError(
-            f'{asked} cannot be shared by {process_count} processes equally; {advice} works'
-        )
+        asked, advice = f'{asked} with lanes={lanes}', f'{advice} with lanes={working_lanes}'
+    raise ValueError(
+        f'{asked} cannot be shared by {process_count} processes equally; {advice} works'
+    )
 
 
 def _own_lanes(order: Order, process_index: int, process_count: int) -> range:

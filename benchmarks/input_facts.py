@@ -80,9 +80,7 @@ def _time_storage(builder: tfds.core.DatasetBuilder, chunk: int) -> dict[str, fl
         raise ValueError(f'{builder.data_dir}: has no chunk index; build the data set again.')
     keys = Parser((schema.KEY,), dataset.latent_dtype(builder), dataset.text_dim(builder))
     reader = chunks.ChunkReader(split, keys)
-    fields = range(len(chunks.ByteReads._fields))
-    # Not `tf.unstack`, for the reason that `reading.lanes` gives.
-    read = tf.function(lambda row: reader.read(chunks.ByteReads(*(row[i] for i in fields))))
+    read = tf.function(lambda row: reader.read(chunks.ByteReads.of_row(row)))
     random = np.random.default_rng()
     times: dict[int, list[float]] = {1: [], chunk: []}
     for count in [1, chunk] * (1 + _PROBES):

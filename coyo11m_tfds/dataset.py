@@ -18,6 +18,7 @@ import tensorflow_datasets as tfds
 from absl import logging
 
 from coyo11m_tfds import chunk_index, schema
+from coyo11m_tfds.storage import source_files
 
 Data = str | os.PathLike | tfds.core.DatasetBuilder
 
@@ -143,7 +144,7 @@ class IndexedSplit:
     @property
     def is_remote(self) -> bool:
         """Whether reading waits for a network."""
-        return '://' in self.file_prefix
+        return source_files.is_remote(self.file_prefix)
 
     def file(self, shard: int) -> str:
         """The path of a shard."""

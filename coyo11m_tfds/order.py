@@ -22,6 +22,7 @@ import bisect
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -312,6 +313,19 @@ class _ShortChunks:
 def divisors(number: int) -> list[int]:
     """All of them, ascending."""
     return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def nearest_shares(
+    batch_size: int, lanes: int, process_count: int, device_count: int = 1
+) -> tuple[int, int]:
+    """The nearest batch size and number of lanes that go together.
+
+    Processes and devices get equal parts of the batch, processes equal numbers of its lanes.
+    """
+    multiple = math.lcm(process_count, device_count)
+    working = max(1, round(batch_size / multiple)) * multiple
+    shared = [d for d in divisors(working) if d % process_count == 0]
+    return working, min(shared, key=lambda d: abs(d - lanes))
 
 
 def consecutive_reads(shard_lengths: np.ndarray, begin: int, end: int, chunk: int) -> Reads:

@@ -2,8 +2,9 @@
 
     {"path": "gs://bucket/d/1.0.0", "steps": 20, "settle": false, "settings": {"batch_size": 32}}
 
-comes on the standard input; a JSON of the keys of all batches, what the counter says, and the
-seconds that the second half of the batches took goes to the standard output. With "settle" it
+comes on the standard input; a JSON of the keys of all batches, what the counter says, the most
+chunks that were in flight when a batch came, and the seconds that the second half of the batches
+took goes to the standard output. With "settle" it
 waits at the end until nothing is read ahead any more.
 """
 
@@ -24,16 +25,18 @@ def main() -> None:
 
     counter = input_pipeline.ReadCounter()
     batches = input_pipeline.train_dataset(asked['path'], counter=counter, **settings)
-    keys, start = [], 0.0
+    keys, most_in_flight, start = [], 0, 0.0
     iterator = batches.as_numpy_iterator()
     for step, batch in enumerate(itertools.islice(iterator, asked['steps'])):
         keys.append(batch['key'].tolist())
+        most_in_flight = max(most_in_flight, counter.read().chunks_in_flight)
         if step == asked['steps'] // 2 - 1:
             start = time.monotonic()
     seconds = time.monotonic() - start
     if asked.get('settle'):
         _wait_until_idle(counter)
-    json.dump({'keys': keys, 'seconds': seconds, 'counts': counter.read()}, sys.stdout)
+    found = {'keys': keys, 'seconds': seconds, 'most_in_flight': most_in_flight}
+    json.dump(found | {'counts': counter.read()}, sys.stdout)
 
 
 def _wait_until_idle(counter) -> None:

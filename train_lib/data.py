@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 import input_pipeline
 from coyo11m_tfds import dataset, schema
-from coyo11m_tfds.order import divisors
+from coyo11m_tfds.order import nearest_shares
 from coyo11m_tfds.reading import chunks
 from train_lib import flow, sharding
 
@@ -170,10 +170,7 @@ class TrainingData:
         processes, devices = jax.process_count(), self._mesh.size
         if batch_size % devices == 0 and not (has_lanes and lanes % processes):
             return
-        multiple = math.lcm(processes, devices)
-        working_size = max(1, round(batch_size / multiple)) * multiple
-        shared = [d for d in divisors(working_size) if d % processes == 0]
-        working_lanes = min(shared, key=lambda d: abs(d - lanes))
+        working_size, working_lanes = nearest_shares(batch_size, lanes, processes, devices)
         raise ValueError(
             f'batch_size={batch_size} with data.lanes={lanes} cannot be shared equally by '
             f'{processes} processes with {devices} devices in all: batch_size={working_size} with '

@@ -1,20 +1,20 @@
 """Runs of records, each read at its offset with one request, and what to do about bad ones.
 
     reader = ChunkReader(split, parser, on_bad_records=STOP)
-    rows = byte_reads(split.index, order.epoch(0).lane_reads(0))     # int64 (n, 8)
-    batch = reader.read(ByteReads(*row))                              # in a graph
+    rows = reader.locate(reads)                     # of `order.Reads`: int64 (n, 8)
+    batch = reader.read(ByteReads.of_row(row))      # in a graph
 
 TensorFlow reads and checks the records. Only a run that it could not read is read again here,
 record by record: that tells which one is bad and why, and a fault that has passed is no error.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from coyo11m_tfds import chunk_index, records, schema
+from coyo11m_tfds import records, schema
 from coyo11m_tfds.dataset import IndexedSplit
 from coyo11m_tfds.order import Reads
 from coyo11m_tfds.reading.counter import ReadCounter
@@ -35,15 +35,12 @@ class ByteReads(NamedTuple):
     count: tf.Tensor
     pad: tf.Tensor
 
-
-def byte_reads(index: chunk_index.ChunkIndex, reads: Reads) -> np.ndarray:
-    """Where in their files the reads are; int64 `(n, len(ByteReads._fields))`."""
-    stride = schema.CHUNK_STRIDE
-    whole = -(-(reads.skip + reads.count) // stride) * stride
-    num_records = np.minimum(whole, index.shard_lengths[reads.shard] - reads.first)
-    offset, nbytes = index.byte_range(reads.shard, reads.first, num_records)
-    columns = (reads.epoch, reads.shard, reads.first, offset, nbytes)
-    return np.stack([*columns, reads.skip, reads.count, reads.pad], axis=1)
+    @classmethod
+    def of_row(cls, row: tf.Tensor) -> Self:
+        """Takes one row of `ChunkReader.locate`."""
+        # Not `tf.unstack`: TensorFlow 2.21 crashes while it optimizes `skip(n)` or `take(n)` if n
+        # is another than the first output of its operation.
+        return cls(*(row[i] for i in range(len(cls._fields))))
 
 
 class ChunkReader:
@@ -75,21 +72,35 @@ class ChunkReader:
         self._counter = counter
         self._told = set()  # files that a bad record was reported of
 
+    def locate(self, reads: Reads) -> np.ndarray:
+        """Where in their files the reads are; int64 `(n, len(ByteReads._fields))`."""
+        index, stride = self._split.index, schema.CHUNK_STRIDE
+        whole = -(-(reads.skip + reads.count) // stride) * stride
+        num_records = np.minimum(whole, index.shard_lengths[reads.shard] - reads.first)
+        offset, nbytes = index.byte_range(reads.shard, reads.first, num_records)
+        columns = (reads.epoch, reads.shard, reads.first, offset, nbytes)
+        return np.stack([*columns, reads.skip, reads.count, reads.pad], axis=1)
+
     def read(self, read: ByteReads) -> Batch:
         """Reads and parses one run, in a graph; in its batch are `read.count` rows."""
+        if not self._counter:
+            return self._read(read)
+        with tf.control_dependencies([self._counter.begin()]):
+            batch = self._read(read)
+        with tf.control_dependencies(batch.values()):
+            ended = self._counter.end(read.nbytes)
+        with tf.control_dependencies([ended]):
+            return {name: tf.identity(values) for name, values in batch.items()}
+
+    def _read(self, read: ByteReads) -> Batch:
         file = self._split.file_tensor(read.shard)
-        begun = [self._counter.begin()] if self._counter else []
-        with tf.control_dependencies(begun):
-            found = _read_run(file, read)
+        found = _read_run(file, read)
         # One decision for all that may be out of the ordinary: each takes as long as three records.
-        batch = tf.cond(
+        return tf.cond(
             self._parser.is_regular(found),
             lambda: self._parser.parse_regular(found, read.epoch),
             lambda: self._parser.parse(*self._read_carefully(file, read, found), read.epoch),
         )
-        ended = [self._counter.end(read.nbytes)] if self._counter else []
-        with tf.control_dependencies([*batch.values(), *ended]):
-            return {name: tf.identity(values) for name, values in batch.items()}
 
     def _read_carefully(
         self, file: tf.Tensor, read: ByteReads, found: tf.Tensor

@@ -1,7 +1,7 @@
 """One lane of the planned order as a tf.data pipeline: chunks, windows, parts of batches.
 
     reader = ChunkReader(split, parser)
-    lanes = LaneReader(order, split.index, reader, parallel_reads=4)
+    lanes = LaneReader(order, reader, parallel_reads=4)
     batches = lanes.read(range(16), position=order.locate(step))
 
 Every step of it handles a chunk, a window or a part of a batch; none handles a record. Two cores
@@ -15,21 +15,18 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import tensorflow as tf
 
-from coyo11m_tfds import chunk_index
 from coyo11m_tfds.order import Epoch, Order
-from coyo11m_tfds.reading.chunks import ByteReads, ChunkReader, byte_reads
+from coyo11m_tfds.reading.chunks import ByteReads, ChunkReader
 from coyo11m_tfds.reading.padding import pad_rows
 from coyo11m_tfds.reading.parser import Batch
 
 
 def read_chunks(rows: tf.data.Dataset, reader: ChunkReader, parallel_reads: int) -> tf.data.Dataset:
-    """Turns rows of `byte_reads` into parsed batches, one for each row, in their order."""
+    """Turns rows of `ChunkReader.locate` into parsed batches, one for each row, in their order."""
 
     @tf.autograph.experimental.do_not_convert
     def read(row: tf.Tensor) -> Batch:
-        # Not `tf.unstack`: TensorFlow 2.21 crashes while it optimizes `skip(n)` or `take(n)` if n
-        # is another than the first output of its operation.
-        run = ByteReads(*(row[i] for i in range(len(ByteReads._fields))))
+        run = ByteReads.of_row(row)
         batch = reader.read(run)
         return tf.cond(run.pad > 0, lambda: pad_rows(batch, run.pad), lambda: batch)
 
@@ -41,7 +38,6 @@ class LaneReader:
     """Reads lanes of an order."""
 
     order: Order
-    index: chunk_index.ChunkIndex
     reader: ChunkReader
     parallel_reads: int  # chunks being read at a time in each lane
 
@@ -70,7 +66,7 @@ class LaneReader:
 
         def reads(lane: np.ndarray) -> Iterator[np.ndarray]:
             for block in plans(lambda plan, step: plan.lane_reads(int(lane), step)):
-                yield byte_reads(self.index, block)
+                yield self.reader.locate(block)
 
         def windows(lane: np.ndarray) -> Iterator[np.ndarray]:
             return plans(lambda plan, step: plan.lane_windows(int(lane), step))

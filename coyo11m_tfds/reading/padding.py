@@ -12,8 +12,8 @@ def pad_rows(batch: Batch, pad: tf.Tensor) -> Batch:
     """Puts `pad` rows of zeros (or empty strings) after a batch."""
 
     def padded(x: tf.Tensor) -> tf.Tensor:
-        ends = tf.scatter_nd([[0, 1]], [tf.cast(pad, tf.int32)], [x.shape.rank, 2])
-        return tf.ensure_shape(tf.pad(x, ends), [None, *x.shape[1:]])
+        shape = tf.concat([[tf.cast(pad, tf.int32)], tf.shape(x)[1:]], axis=0)
+        return tf.concat([x, tf.zeros(shape, x.dtype)], axis=0)
 
     return {name: padded(x) for name, x in batch.items()}
 

@@ -86,7 +86,8 @@ def test_it_asks_once_for_a_chunk_and_for_hardly_more_than_it_uses(local, bucket
 
 def test_all_reads_that_the_settings_allow_wait_at_once(bucket):
     bucket.latency = 0.3
-    read(DATA, 8)
+    found = read(DATA, 8)
+    assert found['most_in_flight'] > ORDER['lanes']
     assert most_at_once(shard_reads(bucket)) >= 0.75 * ORDER['lanes'] * ORDER['parallel_reads']
 
 
