@@ -3,7 +3,8 @@
     python -m benchmarks.remote --dir /tmp/bench        # 400 MB, three repeats, a minute
 
 The server and the way TensorFlow is led to it are those of the tests. Each run is a fresh process
-with the default settings of training; runs with and without the added latency take turns.
+with the default settings of training but for a smaller window; runs with and without the added
+latency take turns.
 """
 
 import argparse
@@ -16,9 +17,8 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-import tensorflow_datasets as tfds
-
-from benchmarks import measure, source
+from benchmarks import measure, report, source, tf_readers
+from benchmarks.writers import WRITERS
 from coyo11m_tfds import schema
 from tests.cloud import Gcs, fake_gcs
 
@@ -32,6 +32,13 @@ _SETTINGS = {
     'window': 256,
     'parallel_reads': 4,
 }
+_COLUMNS = (
+    'added to a request',
+    'samples/s',
+    'all runs',
+    'requests per chunk',
+    'bytes asked for, to bytes of the chunks',
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -55,30 +62,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for latency, of_latency in runs.items():
                 of_latency.append(_run(server, latency, flags.steps))
     rates = {latency: statistics.median(run['rate'] for run in r) for latency, r in runs.items()}
-    print('| added to a request | samples/s | all runs | requests per chunk | bytes asked for, to '
-          'bytes of the chunks |\n| ---: | ---: | ---: | ---: | ---: |')  # fmt: skip
-    for latency, of_latency in runs.items():
-        all_rates = sorted(run['rate'] for run in of_latency)
-        print(
-            f'| {1000 * latency:.0f} ms | {rates[latency]:,.0f} | {all_rates[0]:,.0f} to '
-            f'{all_rates[-1]:,.0f} | {max(run["requests"] for run in of_latency):.3f} | '
-            f'{max(run["bytes"] for run in of_latency):.3f} |'
-        )
+    print(report.markdown_table(_COLUMNS, [_row(*of_latency) for of_latency in runs.items()]))
     print(f'\nWith the latency: {rates[flags.latency] / rates[0.0]:.0%} (80% is wanted)')
+
+
+def _row(latency: float, runs: list[dict[str, float]]) -> list[str]:
+    rates = sorted(run['rate'] for run in runs)
+    return [
+        f'{1000 * latency:.0f} ms',
+        f'{statistics.median(rates):,.0f}',
+        f'{rates[0]:,.0f} to {rates[-1]:,.0f}',
+        f'{max(run["requests"] for run in runs):.3f}',
+        f'{max(run["bytes"] for run in runs):.3f}',
+    ]
 
 
 def _make_data(folder: pathlib.Path, num_samples: int) -> pathlib.Path:
     """Builds a data set of so many samples, once."""
-    config = json.dumps({'name': f'remote{num_samples}', 'validation_fraction': 0.0})
-    data_dir = folder / 'remote'
-    final = data_dir / schema.NAME / f'remote{num_samples}' / schema.VERSION
-    if not final.exists():
-        made = source.make(folder / f'remote-source{num_samples}', num_samples, num_files=3)
-        command = [sys.executable, '-m', 'tensorflow_datasets.scripts.cli.main', 'build']
-        command += [schema.NAME, f'--manual_dir={made}', f'--data_dir={data_dir}']
-        subprocess.run([*command, f'--config={config}'], check=True)
-    tfds.builder_from_directory(final)  # complete, or an error
-    return final
+    made = source.make(folder / 'remote-source', num_samples, num_files=3)
+    data = folder / f'remote{num_samples}'
+    if not any(data.rglob(schema.INFO_FILE)):
+        data.mkdir(exist_ok=True)
+        WRITERS['builder'].write(made, data, measure.Marks(folder / 'marks'))
+    return tf_readers.data_dir(data)
 
 
 def _run(server: Gcs, latency: float, steps: int) -> dict[str, float]:

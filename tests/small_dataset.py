@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tensorflow_datasets as tfds
+from numpy.typing import DTypeLike
 
 from coyo11m_tfds import chunk_index, records, schema
 from coyo11m_tfds.keyed_random import splitmix64
@@ -34,15 +35,26 @@ def write(path: pathlib.Path, splits: Mapping[str, Sequence[int]]) -> dict[str, 
     """
     path.mkdir(parents=True)
     keys = {split: _write_split(path, split, lengths) for split, lengths in splits.items()}
+    write_metadata(path, splits)
+    return keys
+
+
+def write_metadata(
+    path: pathlib.Path,
+    splits: Mapping[str, Sequence[int]],
+    dtype: DTypeLike = np.float16,
+    text_dim: int = TEXT_DIM,
+) -> None:
+    """Makes a folder of shards a data set of TFDS; arguments as of `write`."""
     features = tfds.features.FeaturesDict(
         {
             schema.KEY: np.int64,
             schema.LATENTS: tfds.features.Tensor(
-                shape=schema.LATENTS_SHAPE, dtype=np.float16, encoding='bytes'
+                shape=schema.LATENTS_SHAPE, dtype=dtype, encoding='bytes'
             ),
             schema.CAPTION: tfds.features.Text(),
             schema.TEXT_EMBEDDING: tfds.features.Tensor(
-                shape=(TEXT_DIM,), dtype=np.float16, encoding='bytes'
+                shape=(text_dim,), dtype=np.float16, encoding='bytes'
             ),
         }
     )
@@ -51,17 +63,17 @@ def write(path: pathlib.Path, splits: Mapping[str, Sequence[int]]) -> dict[str, 
             name=split,
             shard_lengths=list(lengths),
             num_bytes=1,
-            filename_template=_template(path, split),
+            filename_template=template(path, split),
         )
         for split, lengths in splits.items()
     ]
     tfds.folder_dataset.write_metadata(
         data_dir=path, features=features, split_infos=infos, check_data=False
     )
-    return keys
 
 
-def _template(path: pathlib.Path, split: str) -> tfds.core.ShardedFileTemplate:
+def template(path: pathlib.Path, split: str) -> tfds.core.ShardedFileTemplate:
+    """How the files of a split are named."""
     return tfds.core.ShardedFileTemplate(
         data_dir=path, dataset_name=schema.NAME, split=split, filetype_suffix='tfrecord'
     )
@@ -74,7 +86,7 @@ def _write_split(path: pathlib.Path, split: str, lengths: Sequence[int]) -> np.n
     keys = splitmix64(np.arange(count) + (len(split) << 32)).view(np.int64)
     offsets, sizes = [], []
     for shard, rows in enumerate(np.split(np.arange(count), np.cumsum(lengths)[:-1])):
-        name = _template(path, split).sharded_filepath(shard_index=shard, num_shards=len(lengths))
+        name = template(path, split).sharded_filepath(shard_index=shard, num_shards=len(lengths))
         with open(name, 'wb') as file, records.RecordWriter(file) as writer:
             writer.write(_columns(keys[rows], rows))
         offsets.append(np.array(writer.chunk_offsets))

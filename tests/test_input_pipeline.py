@@ -15,6 +15,7 @@ import tensorflow_datasets as tfds
 import input_pipeline
 from coyo11m_tfds import chunk_index, dataset, schema
 from coyo11m_tfds import order as order_lib
+from tests import small_dataset
 
 TEXT_DIM = 6
 LENGTHS = {schema.TRAIN: (70, 97, 64, 131, 33), schema.VALIDATION: (37, 12)}
@@ -40,38 +41,9 @@ class Written:
 
 def write_dataset(path: pathlib.Path, dtype=np.float16) -> dict[str, Written]:
     path.mkdir(parents=True)
-    features = tfds.features.FeaturesDict(
-        {
-            schema.KEY: np.int64,
-            schema.LATENTS: tfds.features.Tensor(
-                shape=schema.LATENTS_SHAPE, dtype=dtype, encoding='bytes'
-            ),
-            schema.CAPTION: tfds.features.Text(),
-            schema.TEXT_EMBEDDING: tfds.features.Tensor(
-                shape=(TEXT_DIM,), dtype=np.float16, encoding='bytes'
-            ),
-        }
-    )
     written = {split: write_split(path, split, dtype) for split in LENGTHS}
-    infos = [
-        tfds.core.SplitInfo(
-            name=split,
-            shard_lengths=list(LENGTHS[split]),
-            num_bytes=1,
-            filename_template=template(path, split),
-        )
-        for split in LENGTHS
-    ]
-    tfds.folder_dataset.write_metadata(
-        data_dir=path, features=features, split_infos=infos, check_data=False
-    )
+    small_dataset.write_metadata(path, LENGTHS, dtype, TEXT_DIM)
     return written
-
-
-def template(path: pathlib.Path, split: str) -> tfds.core.ShardedFileTemplate:
-    return tfds.core.ShardedFileTemplate(
-        data_dir=path, dataset_name=schema.NAME, split=split, filetype_suffix='tfrecord'
-    )
 
 
 def write_split(path: pathlib.Path, split: str, dtype) -> Written:
@@ -88,7 +60,9 @@ def write_split(path: pathlib.Path, split: str, dtype) -> Written:
     )
     first, offsets, sizes = 0, [], []
     for shard, length in enumerate(lengths):
-        file = template(path, split).sharded_filepath(shard_index=shard, num_shards=len(lengths))
+        file = small_dataset.template(path, split).sharded_filepath(
+            shard_index=shard, num_shards=len(lengths)
+        )
         starts = write_shard(file, written, range(first, first + length))
         offsets.append(np.array(starts[:-1][:: schema.CHUNK_STRIDE]))
         sizes.append(starts[-1])

@@ -6,7 +6,6 @@ import shutil
 import numpy as np
 import pytest
 import tensorflow as tf
-import tensorflow_datasets as tfds
 
 import input_pipeline
 from coyo11m_tfds import chunk_index, dataset, schema
@@ -202,28 +201,11 @@ def test_one_counter_serves_several_data_sets(intact):
 def test_paths_of_shards_are_those_of_tfds(tmp_path, num_shards):
     path = tmp_path / schema.NAME / '00000-of-00012' / '1.0.0'
     path.mkdir(parents=True)
-    template = tfds.core.ShardedFileTemplate(
-        data_dir=path,
-        dataset_name=schema.NAME,
-        split=schema.TRAIN,
-        filetype_suffix='tfrecord',
-    )
+    template = small_dataset.template(path, schema.TRAIN)
     # Shards without records. TFDS wants to see one file.
     template.sharded_filepath(shard_index=0, num_shards=num_shards).touch()
     chunk_index.save(path, schema.TRAIN, [0] * num_shards, [[]] * num_shards, [0] * num_shards)
-    tfds.folder_dataset.write_metadata(
-        data_dir=path,
-        features=tfds.features.FeaturesDict({schema.KEY: np.int64}),
-        split_infos=[
-            tfds.core.SplitInfo(
-                name=schema.TRAIN,
-                shard_lengths=[0] * num_shards,
-                num_bytes=0,
-                filename_template=template,
-            )
-        ],
-        check_data=False,
-    )
+    small_dataset.write_metadata(path, {schema.TRAIN: [0] * num_shards})
     opened = dataset.open_split(dataset.open_dataset(path), schema.TRAIN)
     for shard in (0, 7, num_shards - 1):
         expected = template.sharded_filepath(shard_index=shard, num_shards=num_shards)
