@@ -21,6 +21,7 @@ import types
 import uuid
 from collections.abc import Iterator, Sequence
 
+from coyo11m_tfds import machine
 from coyo11m_tfds.finished import FinishedShards
 from coyo11m_tfds.latent_shards import use_one_thread
 from coyo11m_tfds.shard_writer import ShardResult, ShardTask, init_worker, write_shard
@@ -79,7 +80,7 @@ def choose_workers(num_workers: int, num_bytes: int) -> int:
         if not variable.isdecimal() or int(variable) == 0:
             raise ValueError(f'{WORKERS_VARIABLE}={variable}: expected a number from 1 up.')
         return int(variable)
-    return min(len(os.sched_getaffinity(0)), 1 + num_bytes // _BYTES_WORTH_A_WORKER)
+    return min(machine.usable_cpus(), 1 + num_bytes // _BYTES_WORTH_A_WORKER)
 
 
 class _Run:
