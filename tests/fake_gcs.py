@@ -135,7 +135,7 @@ class Gcs(FakeServer):
             return action, f'{names[0]}/{call.query.get("prefix", "")}'
         if action in ('start', 'upload', 'status', 'cancel'):
             session = self._sessions.get(call.query.get('upload_id', ''))
-            return action, f'{names[0]}/{session.name if session else call.query.get("name", "")}'
+            return action, f'{names[0]}/{session.name if session else _name_to_upload(call)}'
         return action, '/'.join(names[:2])
 
     def _route(self, call: Call) -> tuple[str, list[str]]:
@@ -339,6 +339,14 @@ def _content(file: tempfile.SpooledTemporaryFile) -> bytes | mmap.mmap:
         return file.read()
     file.flush()
     return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+
+
+def _name_to_upload(call: Call) -> str:
+    """What the object shall be called; the metadata in front of its content may say so as well."""
+    if 'name' in call.query:
+        return call.query['name']
+    in_body = re.search(rb'"name": *("[^"]*")', call.body.peek())
+    return json.loads(in_body[1]) if in_body else ''
 
 
 def _split_url(url: str) -> tuple[str, str]:

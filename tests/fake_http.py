@@ -56,6 +56,10 @@ class Body:
         self.received = 0
         self.limit: int | None = None  # a fault lets only so many bytes through
 
+    def peek(self) -> bytes:
+        """The beginning of it, or what has come of that; nothing is taken."""
+        return b'' if self._ended else self._stream.peek()
+
     def pieces(self) -> Iterator[bytes]:
         """The rest of the body, as it comes; raises BrokenOff where it ends early."""
         while not self._ended:

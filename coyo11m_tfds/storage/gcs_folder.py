@@ -1,30 +1,24 @@
 """`destination.Destination` in a bucket, `gs://bucket/folder`.
 
     folder = GcsFolder('gs://bucket/folder')
-    folder.put('/tmp/x', 'sub/x', crc32c)        # TensorFlow's gfile writes
+    folder.put('/tmp/x', 'sub/x', crc32c)
     folder.read_all('sub')                       # {'x': b'...'}
 
 The storage is asked every time; nothing that it says is cached.
 """
 
-import contextlib
 import functools
 import os
-import types
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, ParamSpec, TypeVar
 
-from google.api_core import exceptions
 from google.cloud import storage
 
-from coyo11m_tfds.storage import gcs_objects, retry
+from coyo11m_tfds.storage import gcs_objects
 from coyo11m_tfds.storage.file_state import FileState
 
 P = ParamSpec('P')
 T = TypeVar('T')
-
-# TensorFlow tries again by itself, so that fewer attempts from outside are enough.
-_TENSORFLOW_ATTEMPTS = 3
 
 
 def _plain_errors(method: Callable[P, T]) -> Callable[P, T]:
@@ -65,13 +59,7 @@ class GcsFolder:
 
     @_plain_errors
     def put(self, local_file: str, name: str, crc32c: int) -> None:
-        sent = FileState(os.path.getsize(local_file), crc32c)
-        url = self.url(name)
-        try:
-            retry.call(lambda: self._upload(local_file, name, sent), f'storing {url}')
-        except import_tensorflow().errors.OpError as error:
-            hint = ' (Is there room in $TMPDIR?)' if 'temporary file' in error.message else ''
-            raise OSError(f'{url}: {error.message}{hint}') from error
+        gcs_objects.upload(self.blob(name), local_file, crc32c)
         os.remove(local_file)
 
     @_plain_errors
@@ -134,21 +122,6 @@ class GcsFolder:
     def _bucket(self) -> storage.Bucket:
         return gcs_objects.open_bucket(self.url(''))
 
-    def _upload(self, local_file: str, name: str, sent: FileState) -> None:
-        blob, url = self.blob(name), self.url(name)
-        gfile = import_tensorflow().io.gfile
-        # It copies the file to TMPDIR and sends that; where it breaks off, it goes on.
-        retry.call(
-            lambda: gfile.copy(local_file, url, overwrite=True),
-            f'uploading {url}',
-            attempts=_TENSORFLOW_ATTEMPTS,
-        )
-        try:
-            blob.reload(**gcs_objects.options(url))
-        except exceptions.NotFound:
-            raise retry.Corrupted(f'{url} was uploaded, but is not there.') from None
-        gcs_objects.check(blob, sent)
-
     def _files(self, folder: str) -> dict[str, storage.Blob]:
         """The objects directly in a sub-folder, by name, without markers of folders."""
         found = self._list(folder, '/')
@@ -179,22 +152,6 @@ class GcsFolder:
 
 
 @functools.cache
-def import_tensorflow() -> types.ModuleType:
-    """Returns TensorFlow, told to leave GPUs alone and to give up in minutes, not hours.
-
-    The latter only works where nothing else has imported TensorFlow before: it reads its
-    environment once. Each retry goes on with an upload where it was, so few will do.
-    """
-    os.environ.setdefault('GCS_RETRY_CONFIG_MAX_RETRIES', '3')
-    idle = max(1, round(retry.stall_seconds()))
-    os.environ.setdefault('GCS_REQUEST_IDLE_TIMEOUT_SECS', str(idle))
-    import tensorflow as tf
-
-    with contextlib.suppress(RuntimeError):  # the program has begun to use GPUs itself
-        tf.config.set_visible_devices([], 'GPU')
-    return tf
-
-
 def _is_marker(name: str) -> bool:
     # What some tools, TensorFlow among them, make so that an empty folder can be seen.
     return not name or name.endswith('/')

@@ -54,7 +54,9 @@ def open_bucket(url: str) -> storage.Bucket:
     """
     # Else each client asks once for the bucket, in a thread, to describe traces that nobody takes.
     os.environ.setdefault('DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA', 'true')
-    return retry.call(storage.Client, url).bucket(split_url(url)[0])
+    # Objects belong to a bucket; only what makes or lists buckets needs a project.
+    client = retry.call(lambda: storage.Client(project=None), url)
+    return client.bucket(split_url(url)[0])
 
 
 def options(what: str, attempts: int = 8, seconds: float | None = None) -> dict[str, Any]:

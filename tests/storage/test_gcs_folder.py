@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import google_crc32c
 import pytest
@@ -15,7 +14,8 @@ from google.cloud import storage
 
 from coyo11m_tfds.storage import gcs_folder, gcs_objects
 from coyo11m_tfds.storage.destination import Destination, FileState
-from tests.cloud import Fault, Gcs, fake_gcs
+from tests.cloud import Fault, Gcs
+from tests.fake_http import Call, FakeServer, Reply
 
 LAST = 'dataset_info.json'
 PASSING = ['429', '503', 'cut', 'stall', 'slow', 'reset', 'lost']
@@ -25,140 +25,54 @@ def _state(data: bytes) -> FileState:
     return FileState(len(data), google_crc32c.value(data))
 
 
-# --- What TensorFlow writes: in one child process, as it takes seconds to start ----------------
-
-_PUT = """
-import json, os, resource, sys
-from coyo11m_tfds.storage import gcs_folder
-from coyo11m_tfds.storage.destination import Destination
-
-gcs_folder.import_tensorflow()
-print(json.dumps(dict(os.environ)), flush=True)
-for line in sys.stdin:
-    largest_file, folder, *arguments = json.loads(line)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
-    try:
-        Destination(folder).put(*arguments)
-        print(json.dumps('done'), flush=True)
-    except OSError as error:
-        print(json.dumps(f'{type(error).__name__}: {error}'), flush=True)
-"""
+def _put(folder: pathlib.Path, name: str, data: bytes, url: str = 'gs://bucket/set') -> None:
+    path = folder / 'x'
+    path.write_bytes(data)
+    Destination(url).put(path, name, google_crc32c.value(data))
+    assert not path.exists()
 
 
-class _Putter:
-    """`Destination.put` in a process with TensorFlow, and the storage that it puts into."""
-
-    def __init__(self, gcs: Gcs, child: subprocess.Popen[str], folder: pathlib.Path):
-        self.gcs, self._child, self._folder = gcs, child, folder
-        self.environment = json.loads(child.stdout.readline())
-
-    def put(
-        self, name: str, data: bytes, url: str = 'gs://bucket/set', largest_file: int = -1
-    ) -> str:
-        """Returns 'done' or the error; a file that gets larger fails as on a full disk."""
-        path = self._folder / 'x'
-        path.write_bytes(data)
-        line = json.dumps([largest_file, url, str(path), name, google_crc32c.value(data)])
-        print(line, file=self._child.stdin, flush=True)
-        answer = json.loads(self._child.stdout.readline())
-        assert path.exists() == (answer != 'done')
-        return answer
-
-
-@pytest.fixture(scope='module')
-def _tensorflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Putter]:
-    with fake_gcs(tmp_path_factory.mktemp('gcs')) as server:
-        patience = {'COYO11M_STALL_SECONDS': '1', 'COYO11M_RETRY_SECONDS': '0.002'}
-        environment = server.env | patience | {'PATH': ''}
-        del environment['GCS_RETRY_CONFIG_MAX_RETRIES']
-        del environment['GCS_REQUEST_IDLE_TIMEOUT_SECS']
-        with subprocess.Popen(
-            [sys.executable, '-c', _PUT],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        ) as child:
-            try:
-                yield _Putter(server, child, tmp_path_factory.mktemp('files'))
-            finally:
-                child.kill()
-
-
-@pytest.fixture
-def putter(_tensorflow: _Putter) -> _Putter:
-    """With an empty storage without faults."""
-    for name in _tensorflow.gcs.objects('bucket'):
-        _tensorflow.gcs.remove('bucket', name)
-    _tensorflow.gcs.heal()
-    _tensorflow.gcs.clear()
-    return _tensorflow
-
-
-def test_tensorflow_gives_up_in_minutes(putter):
-    assert putter.environment['GCS_RETRY_CONFIG_MAX_RETRIES'] == '3'
-    assert putter.environment['GCS_REQUEST_IDLE_TIMEOUT_SECS'] == '1'
-
-
-def test_put(putter):
+def test_put(gcs, tmp_path):
     large = random.Random(0).randbytes(3_000_000)
-    assert putter.put('a', b'') == 'done'
-    assert putter.put('sub/b', large) == 'done'
-    assert putter.put('sub/b', b'replaced') == 'done'
-    assert putter.gcs.objects('bucket') == {'set/a': b'', 'set/sub/b': b'replaced'}
-    clients = {r.client for r in putter.gcs.requests if r.action == 'upload'}
-    assert clients == {'tensorflow'}
+    _put(tmp_path, 'a', b'')
+    _put(tmp_path, 'sub/b', large)
+    assert gcs.objects('bucket') == {'set/a': b'', 'set/sub/b': large}
+    _put(tmp_path, 'sub/b', b'replaced')
+    assert gcs.objects('bucket') == {'set/a': b'', 'set/sub/b': b'replaced'}
 
 
+@pytest.mark.parametrize('size', [1_000_000, 9_000_000])  # in one request, and in chunks
 @pytest.mark.parametrize('kind', [*PASSING, 'flip'])
-def test_put_with_a_fault(putter, kind):
-    data = random.Random(1).randbytes(1_000_000)
-    # A stall takes two seconds, as TensorFlow counts whole ones.
-    for action in ['upload'] if kind in ('flip', 'stall') else ['start', 'upload', 'stat']:
-        putter.gcs.inject(Fault(kind, action=action, seconds=0.1 if kind == 'slow' else None))
-    assert putter.put('a', data) == 'done'
-    assert putter.gcs.objects('bucket') == {'set/a': data}
+def test_put_with_a_fault(bucket, tmp_path, monkeypatch, kind, size):
+    monkeypatch.setenv('COYO11M_STALL_SECONDS', '0.5')
+    monkeypatch.setattr(gcs_objects, '_CHUNK', 2 << 20)
+    data = random.Random(1).randbytes(size)
+    for action in ['upload'] if kind == 'flip' else ['start', 'upload']:
+        bucket.inject(Fault(kind, action=action, seconds=0.1 if kind == 'slow' else None))
+    _put(tmp_path, 'a', data)
+    assert bucket.objects('bucket') == {'set/a': data}
     if kind == 'flip':
-        assert [r.path for r in putter.gcs.requests if r.action == 'delete'] == ['bucket/set/a']
+        assert [r.path for r in bucket.requests if r.action == 'delete'] == ['bucket/set/a']
 
 
-def test_put_that_is_always_corrupted(putter):
-    putter.gcs.inject(Fault('flip', count=None))
-    error = putter.put('a', b'content')
-    assert error.startswith('GivenUp: storing gs://bucket/set/a: given up after 8 attempts')
-    assert putter.gcs.objects('bucket') == {}
+def test_put_that_is_always_corrupted(bucket, tmp_path):
+    bucket.inject(Fault('flip', count=None))
+    with pytest.raises(OSError, match=r'^storing gs://bucket/set/a: given up after 8 attempts'):
+        _put(tmp_path, 'a', b'content')
+    assert bucket.objects('bucket') == {}
+    assert (tmp_path / 'x').read_bytes() == b'content'
 
 
 @pytest.mark.parametrize('kind', ['401', '403'])
-def test_put_that_is_refused(putter, kind):
-    putter.gcs.inject(Fault(kind, count=None))
-    error = putter.put('a', b'content')
-    assert error.startswith('PermissionError: uploading gs://bucket/set/a: access was refused')
-    assert 'gcloud auth application-default login' in error
-    assert not any(request.action == 'upload' for request in putter.gcs.requests)
-    assert len(putter.gcs.requests) <= 5  # of one attempt
-    putter.gcs.heal()
-    assert putter.put('a', b'content') == 'done'
-
-
-def test_put_into_no_bucket(putter):
-    error = putter.put('a', b'content', 'gs://no-such-bucket/set')
-    assert error.startswith('OSError: gs://no-such-bucket/set/a: ')
-
-
-def test_put_without_room_for_the_copy(putter):
-    data = bytes(1_000_000)
-    error = putter.put('a', data, largest_file=500_000)
-    assert error.startswith(
-        'OSError: gs://bucket/set/a: Could not append to the internal temporary'
-    )
-    assert error.endswith('(Is there room in $TMPDIR?)')
-    assert putter.gcs.objects('bucket') == {}
-    assert putter.put('a', data) == 'done'
-
-
-# --- What needs no TensorFlow ------------------------------------------------------------------
+@pytest.mark.parametrize('size', [7, 9_000_000])
+def test_put_that_is_refused(gcs, tmp_path, kind, size):
+    gcs.inject(Fault(kind, count=None))
+    with pytest.raises(PermissionError, match=r'gs://bucket/set/a: access was refused') as raised:
+        _put(tmp_path, 'a', bytes(size))
+    assert 'gcloud auth application-default login' in str(raised.value)
+    assert len(gcs.requests) == 1
+    gcs.heal()
+    _put(tmp_path, 'a', bytes(size))
 
 
 def test_small_files(gcs):
@@ -235,6 +149,43 @@ def test_no_credentials(gcs, monkeypatch):
     monkeypatch.delenv('STORAGE_EMULATOR_HOST')
     with pytest.raises(PermissionError, match=r'gs://bucket/a.*gcloud auth application-default'):
         Destination('gs://bucket/a').inventory()
+
+
+class _TokenServer(FakeServer):
+    """Exchanges any token for one of Google's."""
+
+    def describe(self, call: Call) -> tuple[str, str]:
+        return 'token', call.path
+
+    def answer(self, call: Call) -> Reply:
+        answer = {
+            'access_token': 'token-for-tests',
+            'issued_token_type': 'urn:ietf:params:oauth:token-type:access_token',
+            'token_type': 'Bearer',
+            'expires_in': 3600,
+        }
+        return Reply(200, json.dumps(answer).encode(), {'Content-Type': 'application/json'})
+
+
+def test_federated_credentials_without_a_project(gcs, tmp_path, monkeypatch):
+    """As of a workforce pool: no file of Google's, and nothing names a default project."""
+    (tmp_path / 'subject').write_text('a token of somebody else')
+    with _TokenServer() as tokens:
+        credentials = {
+            'type': 'external_account',
+            'audience': '//iam.googleapis.com/locations/global/workforcePools/p/providers/x',
+            'subject_token_type': 'urn:ietf:params:oauth:token-type:jwt',
+            'token_url': f'{tokens.url}/v1/token',
+            'credential_source': {'file': str(tmp_path / 'subject')},
+        }
+        (tmp_path / 'credentials').write_text(json.dumps(credentials))
+        for name in ('GOOGLE_CLOUD_PROJECT', 'GCLOUD_PROJECT', 'STORAGE_EMULATOR_HOST'):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv('GOOGLE_APPLICATION_CREDENTIALS', str(tmp_path / 'credentials'))
+        monkeypatch.setenv('API_ENDPOINT_OVERRIDE', gcs.url)
+        _put(tmp_path, 'a', b'content')
+        assert tokens.requests
+    assert gcs.objects('bucket') == {'set/a': b'content'}
 
 
 def _complete(destination: Destination, tmp_path: pathlib.Path) -> None:
