@@ -41,7 +41,7 @@ def find(root: str | os.PathLike[str]) -> Source:
     Raises:
         ValueError: the folder is missing, or lacks the `.pt` files or the captions.
         PermissionError: credentials are missing or refused.
-        OSError: the storage cannot be reached.
+        OSError: there is no such bucket, or the storage cannot be reached.
     """
     folder = os.fspath(root)
     try:

@@ -72,11 +72,15 @@ class _Session:
 
 
 class Gcs(FakeServer):
-    """The server. `root` is a folder for large objects; `env` leads a child process here."""
+    """The server. `root` is a folder for large objects; `env` leads a child process here.
+
+    Without `tells_size_of_empty` it leaves the size out of what it says of empty objects.
+    """
 
     def __init__(self, root: pathlib.Path):
         super().__init__()
         self.env: dict[str, str] = {'STORAGE_EMULATOR_HOST': self.url}
+        self.tells_size_of_empty = True
         self._root = root
         self._store = Store()
         self._sessions: dict[str, _Session] = {}
@@ -205,16 +209,22 @@ class Gcs(FakeServer):
         if prefixes := [name for name, is_folder in page if is_folder]:
             answer['prefixes'] = prefixes
         if items := [stored[name] for name, is_folder in page if not is_folder]:
-            answer['items'] = [item.resource(_base(call)) for item in items]
+            answer['items'] = [self._resource(call, item) for item in items]
         if more:
             answer['nextPageToken'] = base64.urlsafe_b64encode(page[-1][0].encode()).decode()
         return _json(select_fields(answer, call.query.get('fields', '')))
+
+    def _resource(self, call: Call, item: Object) -> dict[str, Any]:
+        resource = item.resource(_base(call))
+        if not (item.data or self.tells_size_of_empty):
+            del resource['size']
+        return resource
 
     # --- Objects -----------------------------------------------------------------------------
 
     def _on_stat(self, call: Call, bucket: str, name: str) -> Reply:
         found = self._store.find(call.query, bucket, name)
-        return _json(select_fields(found.resource(_base(call)), call.query.get('fields', '')))
+        return _json(select_fields(self._resource(call, found), call.query.get('fields', '')))
 
     def _on_read(self, call: Call, bucket: str, name: str) -> Reply:
         found = self._store.find(call.query, bucket, name)
@@ -232,14 +242,14 @@ class Gcs(FakeServer):
             'totalBytesRewritten': size,
             'objectSize': size,
             'done': True,
-            'resource': made.resource(_base(call)),
+            'resource': self._resource(call, made),
         }
         return _json(answer)
 
     def _on_move(self, call: Call, bucket: str, name: str, to_name: str) -> Reply:
         made = self._store.copy(call.query, bucket, name, bucket, to_name)
         self._store.delete({}, bucket, name)
-        return _json(made.resource(_base(call)))
+        return _json(self._resource(call, made))
 
     # --- Uploads -----------------------------------------------------------------------------
 
@@ -262,7 +272,7 @@ class Gcs(FakeServer):
             made = self._store.store(
                 call.query, bucket, name, _content(file), content_type, metadata
             )
-        return _json(made.resource(_base(call)))
+        return _json(self._resource(call, made))
 
     def _on_start(self, call: Call, bucket: str) -> Reply:
         described = json.loads(call.body.read() or b'{}')
@@ -281,7 +291,7 @@ class Gcs(FakeServer):
         session = self._session(call)
         with session.lock:
             if session.done is not None:
-                return _json(session.done.resource(_base(call)))
+                return _json(self._resource(call, session.done))
             first = call.range[0] if call.range else 0
             if first > session.received:
                 raise Refused(503, f'offset {first} exceeds the {session.received} bytes uploaded')
@@ -326,7 +336,7 @@ class Gcs(FakeServer):
             )
             session.file.close()
         if session.done is not None:
-            return _json(session.done.resource(_base(call)))
+            return _json(self._resource(call, session.done))
         kept = {'Range': f'bytes=0-{session.received - 1}'} if session.received else {}
         return Reply(308, headers=kept)
 

@@ -241,8 +241,11 @@ def test_a_source_that_is_a_whole_bucket(gcs: Gcs):
         gcs.put('bucket', name, data)
     for root in ('gs://bucket', 'gs://bucket/'):
         assert [file.name for file in sources.find(root).latent_files] == LATENTS
-    with pytest.raises(ValueError, match='gs://no-such-bucket is not a folder'):
-        sources.find('gs://no-such-bucket')
+    for url in ('gs://no-such-bucket', 'gs://no-such-bucket/deep/source'):
+        for look in (sources.find, source_files.describe, source_files.check_bucket):
+            with pytest.raises(OSError, match=r'^gs://no-such-bucket: there is no such bucket'):
+                look(url)
+    source_files.check_bucket('gs://bucket/anything')
 
 
 def test_more_files_than_a_page_of_the_listing_holds(gcs: Gcs):

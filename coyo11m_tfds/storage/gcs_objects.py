@@ -13,6 +13,7 @@ import base64
 import contextlib
 import io
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ import google_crc32c
 from google.api_core import exceptions
 from google.cloud import storage
 
-from coyo11m_tfds.storage import retry
+from coyo11m_tfds.storage import retry, source_files
 from coyo11m_tfds.storage.file_state import FileState, ignore_bytes
 
 T = TypeVar('T')
@@ -79,11 +80,19 @@ def options(what: str, attempts: int = 8, seconds: float | None = None) -> dict[
 
 @contextlib.contextmanager
 def plain_errors(url: str) -> Iterator[None]:
-    """Makes an `OSError` that names the URL of what the library raises, mostly for refusals."""
+    """Makes an `OSError` of one line that names the URL of what the library raises.
+
+    Of a bucket that does not exist it names the bucket, and how to make it.
+    """
     try:
         yield
     except exceptions.GoogleAPICallError as error:
-        raise OSError(f'{url}: {error.message}') from error
+        in_json = re.search(r'"message": *"([^"]*)"', error.message)
+        said = in_json[1] if in_json else error.message
+        asked = re.search(r'/b/([^/?]+)', getattr(error.response, 'url', None) or '')
+        if error.code == 404 and 'bucket does not exist' in said and asked:
+            raise source_files.no_bucket(asked[1]) from error
+        raise OSError(f'{url}: {" ".join(said.split())}') from error
 
 
 def url(blob: storage.Blob) -> str:
@@ -95,7 +104,7 @@ def state(blob: storage.Blob) -> FileState:
     """Returns the state of an object that the storage has described."""
     # Base64 of four bytes, most significant first; objects with keys of the customer's have none.
     crc32c = int.from_bytes(base64.b64decode(blob.crc32c), 'big') if blob.crc32c else -1
-    return FileState(blob.size, crc32c)
+    return FileState(blob.size or 0, crc32c)  # of an empty object some servers tell no size
 
 
 def check(blob: storage.Blob, sent: FileState) -> None:

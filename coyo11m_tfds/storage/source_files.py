@@ -9,13 +9,14 @@ one version; `@revision` after the name chooses it.
 """
 
 import base64
+import contextlib
 import dataclasses
 import functools
 import inspect
 import os
 import pathlib
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from coyo11m_tfds.storage import retry
@@ -72,11 +73,11 @@ def list_files(
         files by name relative to it.
 
     Raises:
-        FileNotFoundError: there is no such folder.
+        FileNotFoundError: there is no such folder; the bucket exists.
         NotADirectoryError: it is a file.
         ValueError: it is a URL of another kind, or a wanted file is a link to nothing.
         PermissionError: credentials are missing or refused.
-        OSError: the storage cannot be reached.
+        OSError: there is no such bucket, or the storage cannot be reached.
     """
 
     def is_wanted(name: str) -> bool:
@@ -88,7 +89,8 @@ def list_files(
     text = os.fspath(folder)
     if not is_remote(text):
         return str(pathlib.Path(text)), _local_files(pathlib.Path(text), sub_folder, is_wanted)
-    text, files = _list_remote(text.rstrip('/'), sub_folder)
+    with _looking_in_bucket(text):
+        text, files = _list_remote(text.rstrip('/'), sub_folder)
     return text, {name: file for name, file in files.items() if is_wanted(name)}
 
 
@@ -98,14 +100,15 @@ def describe(path: str | os.PathLike[str]) -> SourceFile:
     Raises:
         ValueError: there is no such file.
         PermissionError: credentials are missing or refused.
-        OSError: the storage cannot be reached.
+        OSError: there is no such bucket, or the storage cannot be reached.
     """
     text = os.fspath(path)
     try:
         if not is_remote(text):
             return _local_file(pathlib.Path(text))
         if _kind(text) == _GCS:
-            info = retry.call(lambda: gcs().info(text), f'looking for {text}')
+            with _looking_in_bucket(text):
+                info = retry.call(lambda: gcs().info(text), f'looking for {text}')
             if info['type'] != 'file':
                 raise FileNotFoundError(text)
             return _gcs_file(info)
@@ -128,6 +131,32 @@ def gcs() -> 'gcsfs.GCSFileSystem':
     It tries every request once, so that `retry.call` decides, and gives a stalled one up.
     """
     return _gcs(os.getpid(), retry.stall_seconds())
+
+
+def check_bucket(url: str) -> None:
+    """Makes sure that there is a bucket, before anything relies on it.
+
+    Args:
+        url: of the bucket or of anything in it.
+
+    Raises:
+        PermissionError: credentials are missing or refused.
+        OSError: there is no such bucket, or the storage cannot be reached.
+    """
+    name = url.removeprefix(_GCS).partition('/')[0]
+    try:
+        # A listing asks for no other rights than those who use the bucket have.
+        retry.call(lambda: gcs().call('GET', 'b/{}/o', name, maxResults=1), f'listing {_GCS}{name}')
+    except FileNotFoundError:
+        raise no_bucket(name) from None
+
+
+def no_bucket(name: str) -> OSError:
+    """The error that says that there is no bucket of this name."""
+    return OSError(
+        f'{_GCS}{name}: there is no such bucket. Make it with `gcloud storage buckets create '
+        f'{_GCS}{name}`, or correct the name.'
+    )
 
 
 def crc32c_checksum(stored: str) -> str:
@@ -224,6 +253,17 @@ def _gcs_class() -> type:
         _request = inspect.unwrap(core.GCSFileSystem._request)
 
     return OneAttempt
+
+
+@contextlib.contextmanager
+def _looking_in_bucket(url: str) -> Iterator[None]:
+    """gcsfs says the same of a bucket that is missing as of a file: tells the two apart."""
+    try:
+        yield
+    except FileNotFoundError:
+        if url.startswith(_GCS):
+            check_bucket(url)
+        raise
 
 
 def _gcs_files(folder: str, sub_folder: str) -> dict[str, SourceFile]:

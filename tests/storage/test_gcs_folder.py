@@ -138,11 +138,46 @@ def test_other_places(url):
         Destination(url)
 
 
-def test_no_bucket(gcs):
+def test_no_bucket(gcs, tmp_path):
     destination = Destination('gs://no-such-bucket/a')
-    for act in (destination.inventory, destination.remove, lambda: destination.put_bytes('x', b'')):
-        with pytest.raises(OSError, match=r'^gs://no-such-bucket/a: .*does not exist'):
+    line = (
+        r'^gs://no-such-bucket: there is no such bucket\. Make it with `gcloud storage buckets '
+        r'create gs://no-such-bucket`, or correct the name\.$'
+    )
+    for act in (
+        destination.inventory,
+        destination.remove,
+        lambda: destination.read_all('x'),
+        lambda: destination.put_bytes('x', b''),
+        lambda: destination.promote('x', 'y', LAST),
+        lambda: _put(tmp_path, 'x', b'', destination.folder),
+        lambda: _put(tmp_path, 'x', bytes(9_000_000), destination.folder),
+    ):
+        gcs.clear()
+        with pytest.raises(OSError, match=line):
             act()
+        assert len(gcs.requests) == 1
+
+
+def test_another_refusal_is_one_line_that_names_the_url(gcs):
+    gcs.put('bucket', 'a/x', b'1')
+    gone = gcs_folder.GcsFolder('gs://bucket/a').blob('gone')
+    with (
+        pytest.raises(OSError, match=r'^gs://bucket/a/gone: No such object: bucket/a/gone$'),
+        gcs_objects.plain_errors(gcs_objects.url(gone)),
+    ):
+        gone.download_as_bytes()
+
+
+def test_empty_objects_of_which_no_size_is_told(gcs):
+    gcs.tells_size_of_empty = False
+    destination = Destination('gs://bucket/a')
+    destination.put_bytes('work/x', b'')
+    destination.put_bytes(f'work/{LAST}', b'{}')
+    assert destination.inventory('work') == {'x': _state(b''), LAST: _state(b'{}')}
+    assert destination.read_all('work') == {'x': b'', LAST: b'{}'}
+    destination.promote('work', 'final', LAST)
+    assert gcs.objects('bucket') == {f'a/final/{LAST}': b'{}', 'a/final/x': b''}
 
 
 def test_no_credentials(gcs, monkeypatch):
