@@ -37,6 +37,7 @@ from coyo11m_tfds.progress import Progress
 from coyo11m_tfds.storage import build_lock, file_copier, retry, source_files
 from coyo11m_tfds.storage.copied_files import CopiedFiles
 from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage.names import stays_inside
 from coyo11m_tfds.storage.scratch import Scratch, user_cache
 from coyo11m_tfds.storage.source_files import SourceFile
 
@@ -131,16 +132,29 @@ def mirror(
 def find_files(
     source: str | os.PathLike[str], include: Collection[str] = ()
 ) -> dict[str, SourceFile]:
-    """Returns the files of a source by their path relative to it; see `mirror`."""
+    """Returns the files of a source by their path relative to it; see `mirror`.
+
+    Raises:
+        ValueError: the source lacks files, or one has a name that leads out of its folder.
+        PermissionError, OSError: as `sources.find`.
+    """
     found = sources.find(source)
     files = {f'{schema.LATENTS_FOLDER}/{file.name}': file for file in found.latent_files}
     files[schema.CAPTIONS_FILE] = found.captions_file
-    if include:
-        for name in _all_names(found.root):
-            is_wanted = any(fnmatch.fnmatchcase(name, pattern) for pattern in include)
-            if is_wanted and name not in files:
-                files[name] = source_files.describe(f'{found.root}/{name}')
-    return files
+    wanted = [
+        name
+        for name in (_all_names(found.root) if include else ())
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in include)
+    ]
+    for name in [*files, *wanted]:
+        if not stays_inside(name):
+            raise ValueError(
+                f'{found.root}: the name {name!r} leads out of the folder that it would be copied '
+                "to. Names must be relative, without empty parts, '.', '..' and backslashes: "
+                'rename it, or leave it out with another --include.'
+            )
+    others = [name for name in wanted if name not in files]
+    return files | {name: source_files.describe(f'{found.root}/{name}') for name in others}
 
 
 def _all_names(root: str) -> list[str]:
@@ -149,11 +163,17 @@ def _all_names(root: str) -> list[str]:
         paths = [path for path in pathlib.Path(root).rglob('*') if path.is_file()]
         names = [path.relative_to(root).as_posix() for path in paths]
     elif root.startswith(_GCS):
-        found = retry.call(lambda: source_files.gcs().find(root), f'listing {root}')
-        names = [path.removeprefix(root.removeprefix(_GCS) + '/') for path in found]
+        paths = retry.call(lambda: source_files.gcs().find(root), f'listing {root}')
+        names = [path.removeprefix(root.removeprefix(_GCS) + '/') for path in paths]
     else:
         names = _names_on_hub(root)
-    return sorted(n for n in names if not any(part.startswith('.') for part in n.split('/')))
+    return sorted(name for name in names if not _is_hidden(name))
+
+
+def _is_hidden(name: str) -> bool:
+    parts = [part for part in name.split('/') if part not in ('.', '..')]
+    # Some tools make an object whose name ends in a slash for every folder.
+    return not name or name.endswith('/') or any(part.startswith('.') for part in parts)
 
 
 def _names_on_hub(root: str) -> list[str]:

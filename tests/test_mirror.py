@@ -129,6 +129,29 @@ def test_further_files(source, tmp_path):
     assert further == {'README.md': b'hello', **more}
 
 
+@pytest.mark.parametrize(
+    'name', ['{abs}/path/evil.md', '../evil.md', 'a/../../evil.md', 'a/./evil.md', 'a\\evil.md']
+)
+def test_a_name_that_leads_out_of_the_folder(gcs, in_bucket, tmp_path, name):
+    """The object `x//abs/path/evil.md`, say, would become the file `/abs/path/evil.md`."""
+    name = name.format(abs=tmp_path)
+    gcs.put('bucket', f'from/{name}', b'evil')
+    for target in (tmp_path / 'to', 'gs://other/to'):
+        with pytest.raises(ValueError, match='leads out of the folder') as raised:
+            mirror.mirror(in_bucket, target, include=['*.md'])
+        assert repr(name) in str(raised.value)
+    assert list(tmp_path.iterdir()) == [] and gcs.objects('other') == {}
+    assert mirror.mirror(in_bucket, tmp_path / 'to', include=['README.md']).num_copied == 6
+
+
+def test_objects_that_stand_for_folders(gcs, in_bucket, tmp_path):
+    gcs.put('bucket', 'from/', b'')
+    gcs.put('bucket', 'from/sub/', b'')
+    gcs.put('bucket', 'from/sub/x.md', b'')
+    mirror.mirror(in_bucket, tmp_path / 'to', include=['*'])
+    assert {n for n in _read(tmp_path / 'to') if n not in FILES} == {'README.md', 'sub/x.md'}
+
+
 @pytest.mark.parametrize('destination', ['local', 'bucket'])
 def test_only_what_changed_is_copied_again(gcs, local, tmp_path, destination):
     target = 'gs://bucket/to' if destination == 'bucket' else str(tmp_path / 'to')

@@ -19,6 +19,7 @@ import google_crc32c
 
 from coyo11m_tfds.storage import file_state
 from coyo11m_tfds.storage.file_state import FileState, naming
+from coyo11m_tfds.storage.names import stays_inside
 
 _STAGING = '.staging'
 # Files of one disk that are read at a time: enough to keep its queue filled.
@@ -111,6 +112,8 @@ class LocalFolder:
                 os.remove(path)
 
     def _path(self, name: str) -> str:
+        if name and not stays_inside(name):
+            raise ValueError(f'{name!r} is no name of a file in {self._folder}.')
         return os.path.join(self._folder, name) if name else self._folder
 
     def _files(self, folder: str) -> dict[str, str]:

@@ -210,6 +210,21 @@ def test_promote_replaces_nothing(tmp_path):
     assert destination.read_all('parts') == {LAST: b'new'}
 
 
+@pytest.mark.parametrize('name', ['{abs}/x', '../x', 'a/../../x', 'a//x', './x', 'a\\x', 'a\0x'])
+def test_names_that_lead_elsewhere(tmp_path, name):
+    name = name.format(abs=tmp_path)
+    destination = Destination(tmp_path / 'out')
+    staged = pathlib.Path(destination.staging('/nowhere')) / 'x'
+    staged.write_bytes(b'1')
+    for put in (
+        lambda: destination.put_bytes(name, b'1'),
+        lambda: destination.put(staged, name, google_crc32c.value(b'1')),
+    ):
+        with pytest.raises(ValueError, match='is no name of a file in'):
+            put()
+    assert sorted(path.name for path in tmp_path.rglob('*')) == ['.staging', 'out', 'x']
+
+
 def test_remove(tmp_path):
     destination = Destination(tmp_path / 'out')
     destination.put_bytes('a/b/x', b'1')
