@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import os
 import pathlib
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -23,7 +22,7 @@ from coyo11m_tfds import job, prepare, report, schema, shard_pool, sources
 from coyo11m_tfds.finished import FinishedShards
 from coyo11m_tfds.plan import Plan, PlanSettings, make_plan
 from coyo11m_tfds.shard_writer import ShardResult, ShardTask
-from coyo11m_tfds.storage import build_lock, source_files
+from coyo11m_tfds.storage import build_lock, held_folder, source_files
 from coyo11m_tfds.storage.destination import Destination, file_state
 from coyo11m_tfds.storage.scratch import Scratch, user_cache
 
@@ -157,7 +156,7 @@ def _write_data(
     dropped = prepare.count_dropped(plan, results)
     metadata = prepare.make_metadata(plan, results, dropped, options.settings.caption_column)
     facts = prepare.make_facts(_name(final), results, dropped, metadata)
-    with tempfile.TemporaryDirectory(dir=work.staging(folder)) as local:
+    with held_folder.make(work.staging(folder), 'info-') as local:
         prepare.write_chunk_indexes(results, local)
         write_info(Built(plan, prepare.by_split(results), metadata), local)
         report.write(facts, local)
@@ -179,10 +178,17 @@ def _make_engine(
         return lambda tasks, finished: beam_engine.write_shards(
             tasks, finished, work, settings, options.beam_options, options.beam_runner
         )
-    staging = work.staging(fallback=os.path.join(folder, 'staging'))
-    return lambda tasks, finished: shard_pool.write_shards(
-        tasks, finished, scratch, staging, options.num_workers
-    )
+
+    def write_shards(
+        tasks: Sequence[ShardTask], finished: FinishedShards
+    ) -> Iterator[tuple[ShardTask, ShardResult]]:
+        with held_folder.make(folder, 'staging-') as fallback:
+            staging = work.staging(fallback)
+            yield from shard_pool.write_shards(
+                tasks, finished, scratch, staging, options.num_workers
+            )
+
+    return write_shards
 
 
 def _locked(engine: prepare.Engine, lock: build_lock.Lock) -> prepare.Engine:

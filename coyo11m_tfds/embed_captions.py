@@ -20,7 +20,6 @@ import dataclasses
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -32,7 +31,7 @@ from absl import logging
 
 from coyo11m_tfds import captions, keyed_parquet, schema, text_encoders
 from coyo11m_tfds.progress import Progress
-from coyo11m_tfds.storage import source_files
+from coyo11m_tfds.storage import held_folder, source_files
 from coyo11m_tfds.storage.scratch import Scratch
 
 # Captions that are encoded at a time: enough for an encoder to sort by length, few enough for the
@@ -112,7 +111,7 @@ def embed(
         encoder = text_encoders.make_encoder(encoder)
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f'.{out.name}.') as scratch:
+    with held_folder.make(out.parent, f'.{out.name}.') as scratch:
         store = captions.prepare_store(
             lambda: hold(file, scratch),
             name=file.path,

@@ -12,7 +12,6 @@ For 12 million rows it takes 12 s beside reading the files, and at most 1.5 GB o
 import dataclasses
 import hashlib
 import itertools
-import tempfile
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -24,7 +23,7 @@ from coyo11m_tfds.keyed_random import splitmix64
 from coyo11m_tfds.shard_inputs import StoreInputs
 from coyo11m_tfds.shard_writer import VECTORS_IN_PT, ShardTask, TextVectors
 from coyo11m_tfds.source_latents import SourceLatents
-from coyo11m_tfds.storage import source_files
+from coyo11m_tfds.storage import held_folder, source_files
 from coyo11m_tfds.storage.scratch import Scratch
 
 _RECORD_OVERHEAD = 128  # bytes of a record besides latents, caption and text vector
@@ -123,7 +122,7 @@ def make_plan(
         OSError: a remote file cannot be read.
     """
     # Of this build alone: another one of the same source must not remove what is read here.
-    with tempfile.TemporaryDirectory(dir=cache_dir) as heads:
+    with held_folder.make(cache_dir, 'heads-') as heads:
         latents = SourceLatents.read(source.latent_files, heads, drop_bad=settings.drop_bad)
     logging.info('%d rows in %d .pt files', latents.num_rows, len(latents.files))
     joined = _join(source, settings, latents, scratch, cache_dir)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tests import build_kills, made_sources
+from tests import build_kills, children, made_sources
 from tests.build_kills import CHECKOUT, SETTINGS
 from tests.cloud import Fault, Gcs, fake_gcs
 from tests.fake_faults import KINDS
@@ -213,6 +213,43 @@ def test_no_source_file_stays_in_the_scratch_folder(cloud, builder):
     builder.build(final_url('scratch'))
     left = [p for p in builder.scratch.rglob('*') if p.suffix in ('.pt', '.parquet', '.part')]
     assert left == []
+
+
+PLAN = """
+    from coyo11m_tfds import plan, sources
+    from coyo11m_tfds.storage.scratch import Scratch
+    folder = sys.argv[2]
+    source = sources.find(sys.argv[1])
+    plan.make_plan(source, plan.PlanSettings(), Scratch(f'{folder}/source', 10**9), folder, None)
+"""
+
+
+def test_the_next_build_removes_the_temporary_files_of_killed_ones(
+    cloud, builder, undisturbed, monkeypatch
+):
+    folder = builder.scratch
+    for name, value in cloud.env.items():
+        monkeypatch.setenv(name, value)
+    cloud.inject(Fault('stall', count=None, match=r'read source/.*\.pt', seconds=30))
+    with children.python(PLAN, SOURCE, folder) as planning:
+        build_kills.wait_until(lambda: list(folder.glob('heads-*/*')))
+        planning.kill()
+    cloud.heal()
+    final = final_url('swept')
+    cloud.inject(Fault('stall', count=None, match='upload data/.*train', seconds=30))
+    building = build_kills.start(SOURCE, final, num_workers=1, scratch_dir=str(folder))
+    build_kills.wait_until(lambda: list(folder.glob('staging-*/*')))
+    building.kill()
+    build_kills.end(building)
+    cloud.heal()
+    assert not list(folder.glob('heads-*'))  # of the first, by the second
+    assert list(folder.glob('staging-*/*'))
+
+    assert builder.build(final) == 'built here'
+
+    assert files_at(cloud, final) == undisturbed
+    left = [path.name for path in folder.iterdir()]
+    assert not [name for name in left if name.startswith(('heads-', 'staging-', 'info-'))]
 
 
 def kill_and_compare(cloud: Gcs, undisturbed: dict, tmp_path: pathlib.Path, kills: int) -> None:

@@ -276,7 +276,7 @@ def test_command_line_ends_with_one_message(source, out):
     assert not out.parent.exists()
 
 
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_stays_when_it_is_stopped(source, out, number):
     program = textwrap.dedent("""
         import signal, time
@@ -300,6 +300,10 @@ def test_nothing_stays_when_it_is_stopped(source, out, number):
         process.send_signal(number)
         process.communicate(timeout=30)
     assert process.returncode != 0
+    if number == signal.SIGKILL:
+        assert os.listdir(out.parent) != []
+        embed_captions.embed(source, 'hash', out)  # sweeps
+        out.unlink()
     assert os.listdir(out.parent) == []
 
 

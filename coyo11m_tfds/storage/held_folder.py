@@ -1,0 +1,59 @@
+"""Temporary folders that do not outlive their processes: what a killed one left, the next removes.
+
+    with held_folder.make('/scratch', 'heads-') as folder:     # /scratch/heads-8f3a...
+        ...
+    # deleted, and so is what killed processes have left in others of this prefix
+
+Each is held by a lock beside it that ends with the process, so a folder whose lock is free belongs
+to nobody. The lock's file is there before the folder and as long as it, so that at no moment there
+is a folder that cannot be told to be held.
+"""
+
+import contextlib
+import glob
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+
+from coyo11m_tfds.storage.file_lock import FileLock
+
+_LOCK = '.lock'
+_RANDOM = '[0-9a-f]' * 32
+
+
+@contextlib.contextmanager
+def make(parent: str | os.PathLike[str], prefix: str) -> Iterator[str]:
+    """Makes a new, empty folder that is deleted at the end of the `with` block.
+
+    Args:
+        parent: existing local folder.
+        prefix: begins the name of the folder; others of the same prefix in `parent` are deleted if
+            no living process of this machine holds them.
+
+    Raises:
+        OSError: the folder cannot be made.
+    """
+    _sweep(parent, prefix)
+    folder = os.path.join(parent, f'{prefix}{uuid.uuid4().hex}')
+    with FileLock(folder + _LOCK):
+        os.mkdir(folder, 0o700)
+        try:
+            yield folder
+        finally:
+            _remove(folder)
+
+
+def _sweep(parent: str | os.PathLike[str], prefix: str) -> None:
+    for lock in glob.glob(f'{glob.escape(os.path.join(parent, prefix))}{_RANDOM}{_LOCK}'):
+        # Held, or another user's.
+        with contextlib.suppress(OSError), FileLock(lock, wait=False):
+            _remove(lock.removesuffix(_LOCK))
+
+
+def _remove(folder: str) -> None:
+    """Deletes a folder and then its lock, which is held here."""
+    # A worker that outlives its killed parent for a moment may still write; the next one sweeps.
+    shutil.rmtree(folder, ignore_errors=True)
+    if not os.path.exists(folder):
+        os.remove(folder + _LOCK)
