@@ -15,7 +15,6 @@ or on hf://.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import os
 import signal
@@ -113,7 +112,7 @@ def embed(
     out.parent.mkdir(parents=True, exist_ok=True)
     with held_folder.make(out.parent, f'.{out.name}.') as scratch:
         store = captions.prepare_store(
-            lambda: hold(file, scratch),
+            lambda: Scratch(scratch, file.size).hold_showing(file),
             name=file.path,
             version=file.version,
             column=caption_column,
@@ -152,19 +151,6 @@ def find_captions(
     if not file.is_remote:
         keyed_parquet.open_with_column(file.path, caption_column).close()
     return file
-
-
-@contextlib.contextmanager
-def hold(file: source_files.SourceFile, scratch: str) -> Iterator[str]:
-    """Gives a local path of a file; of one that is remote it is a copy in the folder `scratch`."""
-    if not file.is_remote:
-        yield file.path
-        return
-    with contextlib.ExitStack() as stack:
-        with Progress(f'Downloading {file.name}', file.size, 'B') as progress:
-            held = Scratch(scratch, file.size).hold(file, on_bytes=progress.add)
-            path = stack.enter_context(held)
-        yield path
 
 
 def find_captioned(path: str, store: captions.CaptionStore) -> tuple[np.ndarray, np.ndarray, int]:

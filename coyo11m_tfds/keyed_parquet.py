@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.progress import Progress
 
 ROWS_AT_ONCE = 16384
 
@@ -60,11 +61,16 @@ def open_with_column(path: str, column: str, name: str = '') -> pq.ParquetFile:
 def batches(path: str, column: str, name: str = '') -> Iterator[tuple[np.ndarray, pa.Array]]:
     """Yields `(keys int64 (n,), values of the column (n,))` in file order, a few MB at a time.
 
+    How far it is shows in the log or on the terminal.
+
     Raises:
         ValueError: as `open_with_column`; a key is null; or a page of the file is damaged.
     """
     name = name or path
-    with open_with_column(path, column, name) as file:
+    with (
+        open_with_column(path, column, name) as file,
+        Progress(f"Reading '{column}' of {name}", file.metadata.num_rows, 'rows') as progress,
+    ):
         key_range = _key_range(file)
         columns = [column] if key_range else [schema.PARQUET_KEY, column]
         done = 0
@@ -77,6 +83,7 @@ def batches(path: str, column: str, name: str = '') -> Iterator[tuple[np.ndarray
                     keys = _to_int64(batch.column(schema.PARQUET_KEY), name)
                 yield keys, batch.column(column)
                 done += len(batch)
+                progress.add(len(batch))
         except (pa.ArrowException, OSError) as error:
             raise ValueError(f'{name}: cannot be read, probably damaged ({error}).') from error
 

@@ -169,7 +169,7 @@ def _join(
 ) -> _Joined:
     """Opens what is joined to the rows, after making stores of it where there are none yet."""
     store = captions.prepare_store(
-        lambda: scratch.hold(source.captions_file),
+        lambda: scratch.hold_showing(source.captions_file),
         name=source.captions_file.path,
         version=source.captions_file.version,
         column=settings.caption_column,
@@ -197,7 +197,7 @@ def _prepare_sidecar(
             'file.'
         ) from None
     header, store = vectors.prepare_store(
-        lambda: scratch.hold(sidecar),
+        lambda: scratch.hold_showing(sidecar),
         name=sidecar.path,
         version=sidecar.version,
         cache_dir=cache_dir,

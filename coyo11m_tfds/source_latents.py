@@ -18,6 +18,7 @@ import numpy as np
 
 from coyo11m_tfds import latent_heads, schema
 from coyo11m_tfds.latent_shards import LatentShard, RowsDisagreeError
+from coyo11m_tfds.progress import Progress
 from coyo11m_tfds.storage.source_files import SourceFile
 
 # Heads are a few requests each, and waiting for these is most of the time.
@@ -77,8 +78,14 @@ class SourceLatents:
                 twice.
             OSError: a remote file cannot be read.
         """
-        with concurrent.futures.ThreadPoolExecutor(_HEADS_AT_ONCE) as threads:
-            heads = list(threads.map(lambda file: _read_head(file, head_dir, drop_bad), files))
+        with (
+            Progress('Checking the source', len(files), 'files') as progress,
+            concurrent.futures.ThreadPoolExecutor(_HEADS_AT_ONCE) as threads,
+        ):
+            heads = []
+            for head in threads.map(lambda file: _read_head(file, head_dir, drop_bad), files):
+                heads.append(head)
+                progress.add(1)
         good = [head for head in heads if not head.disagreement]
         if not good:
             raise heads[0].disagreement

@@ -13,12 +13,14 @@ import threading
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from absl import logging as absl_logging
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coyo11m_tfds import progress
+from tests import made_sources, plans
 
 
 class Clock:
@@ -45,12 +47,13 @@ class Lines(logging.Handler):
 @contextlib.contextmanager
 def collected_lines() -> Iterator[list[str]]:
     """Within it, what is logged is kept instead of being shown."""
-    logger, handler, level = absl_logging.get_absl_logger(), Lines(), absl_logging.get_verbosity()
+    logger, handler = absl_logging.get_absl_logger(), Lines()
+    level = logger.level
     logger.addHandler(handler)
     logger.propagate = False
-    absl_logging.set_verbosity(absl_logging.INFO)
+    logger.setLevel(logging.INFO)
     yield handler.messages
-    absl_logging.set_verbosity(level)
+    logger.setLevel(level)
     logger.propagate = True
     logger.removeHandler(handler)
 
@@ -204,6 +207,7 @@ def test_threads_may_share_one(lines: list[str]):
 TERMINAL_PROGRAM = """
 from absl import logging
 from coyo11m_tfds import progress
+from tests import made_sources, plans
 logging.set_verbosity(logging.INFO)
 times = iter(range(0, 1000, 20))
 with progress.Progress('Writing', 10**9, 'B', {'shards': 4}, lambda: next(times)) as made:
@@ -233,3 +237,23 @@ def run_in_terminal(program: str, columns: int) -> str:
     os.close(ours)
     assert ended.returncode == 0, shown
     return shown
+
+
+def test_planning_shows_what_it_reads(gcs, tmp_path, monkeypatch, lines):
+    monkeypatch.setattr(progress, 'SECONDS_BETWEEN_LINES', 0)
+    source = made_sources.write_source(tmp_path / 'source', [range(20), range(20, 40)])
+    made_sources.write_sidecar(source / 'side.parquet', {key: np.ones(8) for key in range(40)})
+    gcs.upload_folder(source, 'gs://bucket/source')
+    plans.make_plan(
+        'gs://bucket/source', tmp_path / 'out', text_vectors='gs://bucket/source/side.parquet'
+    )
+
+    for begin in (
+        'Checking the source: 50%, 1 of 2 files',
+        'Checking the source: 100%, 2 of 2 files',
+        'Downloading gs://bucket/source/coyo11m-meta.parquet: 100%',
+        "Reading 'caption_llava' of gs://bucket/source/coyo11m-meta.parquet: 100%, 40 of 40 rows",
+        'Downloading gs://bucket/source/side.parquet: 100%',
+        "Reading 'text_embedding' of gs://bucket/source/side.parquet: 100%, 40 of 40 rows",
+    ):
+        assert any(line.startswith(begin) for line in lines), begin

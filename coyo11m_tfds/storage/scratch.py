@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from absl import logging
 
+from coyo11m_tfds.progress import Progress
 from coyo11m_tfds.storage import remote
 from coyo11m_tfds.storage.file_lock import FileLock
 from coyo11m_tfds.storage.file_state import ignore_bytes
@@ -115,6 +116,17 @@ class Scratch:
         finally:
             self._holdings[entry] -= 1
             self._leave(entry, path, held)
+
+    @contextlib.contextmanager
+    def hold_showing(self, file: SourceFile) -> Iterator[str]:
+        """Does as `hold`, and shows how far a download is in the log or on the terminal."""
+        if not file.is_remote:
+            yield file.path
+            return
+        with contextlib.ExitStack() as stack:
+            with Progress(f'Downloading {file.path}', file.size, 'B') as progress:
+                path = stack.enter_context(self.hold(file, on_bytes=progress.add))
+            yield path
 
     @property
     def _holdings(self) -> collections.Counter:
