@@ -31,6 +31,7 @@ from absl import logging
 from coyo11m_tfds import captions, keyed_parquet, schema, text_encoders
 from coyo11m_tfds.progress import Progress
 from coyo11m_tfds.storage import held_folder, source_files
+from coyo11m_tfds.storage.file_state import naming
 from coyo11m_tfds.storage.scratch import Scratch
 
 # Captions that are encoded at a time: enough for an encoder to sort by length, few enough for the
@@ -227,7 +228,10 @@ def write_sidecar(
         },
     )
     # A dictionary of numbers that seldom repeat only costs.
-    with pq.ParquetWriter(path, columns, compression='zstd', use_dictionary=False) as writer:
+    with (
+        naming(path),
+        pq.ParquetWriter(path, columns, compression='zstd', use_dictionary=False) as writer,
+    ):
         for start, vectors in zip(range(0, len(keys), ROW_GROUP_SIZE), groups, strict=True):
             group = pa.array(keys[start : start + ROW_GROUP_SIZE])
             values = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), encoder.dim)

@@ -20,6 +20,7 @@ import pyarrow as pa
 from coyo11m_tfds import latent_shards, records, schema
 from coyo11m_tfds.shard_inputs import PackedInputs, StoreInputs
 from coyo11m_tfds.shard_statistics import ShardStatistics
+from coyo11m_tfds.storage.file_state import naming
 from coyo11m_tfds.storage.source_files import SourceFile
 
 # What is read at once, 5 MB with the float32 numbers, stays in the processor's cache.
@@ -121,7 +122,7 @@ def write_shard(task: ShardTask, latents_path: str, path: str) -> ShardResult:
         OSError: the file cannot be written, e.g. because the disk is full.
     """
     source = _OpenSource(task, latents_path)
-    with open(path, 'wb') as file, records.RecordWriter(file) as writer:
+    with naming(path), open(path, 'wb') as file, records.RecordWriter(file) as writer:
         for columns in source.columns():
             writer.write(columns)
     return ShardResult(

@@ -17,6 +17,7 @@ from typing import Self
 
 import google_crc32c
 
+from coyo11m_tfds.storage.file_state import naming
 from coyo11m_tfds.storage.source_files import SourceFile
 
 _BLOCK = 1 << 20  # bytes read at a time
@@ -54,7 +55,8 @@ class PartFile:
         """Reads what an earlier process left, or drops it if it is of another version."""
         if self._recorded_version() != self.file.version:
             self._stream.truncate(0)
-            with open(self._record_path, 'w', encoding='utf-8') as record:
+            path = self._record_path
+            with naming(path), open(path, 'w', encoding='utf-8') as record:
                 json.dump({'version': self.file.version}, record)
         while block := self._stream.read(_BLOCK):
             self._count(block)
