@@ -1,6 +1,9 @@
 """The data set as TFDS builds and reads it."""
 
+import json
 import pathlib
+import subprocess
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -144,7 +147,8 @@ def test_a_built_data_set_is_reused_unless_it_is_to_be_overwritten(tmp_path: pat
     build(source, tmp_path / 'out', text_vectors='pt')
     made_sources.write_source(source, [range(30)], 'bfloat16')
 
-    assert build(source, tmp_path / 'out').info.splits.total_num_examples == 20
+    again = build(source, tmp_path / 'out', text_vectors='pt')
+    assert again.info.splits.total_num_examples == 20
 
     config = Coyo11mConfig(name='x', source=str(source), num_workers=1)
     again = Builder(data_dir=tmp_path / 'out', config=config)
@@ -155,6 +159,143 @@ def test_a_built_data_set_is_reused_unless_it_is_to_be_overwritten(tmp_path: pat
     assert again.info.metadata['latent_dtype'] == 'bfloat16'
     assert 'text_encoder' not in again.info.metadata
     assert len(read(again, 'train')) == again.info.splits['train'].num_examples
+
+
+def files_in(folder: pathlib.Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def overwrite(folder: pathlib.Path, out: pathlib.Path, **fields):
+    mode = tfds.GenerateMode.REUSE_CACHE_IF_EXISTS
+    return build(folder, out, {'download_mode': mode}, **fields)
+
+
+def test_the_old_data_set_stays_if_the_new_one_cannot_be_built(tmp_path: pathlib.Path):
+    source = made_sources.write_source(tmp_path / 'source', [range(20)])
+    final = pathlib.Path(build(source, tmp_path / 'out').data_dir)
+    before = files_in(final)
+    made_sources.latents_file(source, 0).write_bytes(b'damaged')
+    for folder in (tmp_path / 'missing', source):
+        with pytest.raises((ValueError, OSError)):
+            overwrite(folder, tmp_path / 'out')
+        assert files_in(final) == before
+
+
+def test_an_overwritten_data_set_has_its_own_metadata(tmp_path: pathlib.Path):
+    """TFDS loads those on disk as late as it can."""
+    source = made_sources.write_source(tmp_path / 'source', [range(20)])
+    build(source, tmp_path / 'out')
+    metadata = overwrite(source, tmp_path / 'out', caption_column='caption').info.metadata
+    assert metadata['caption_column'] == metadata['settings']['caption_column'] == 'caption'
+
+
+def test_to_remove_the_folder_is_to_have_it_replaced(tmp_path: pathlib.Path):
+    """So `tfds build --overwrite` begins, whatever may go wrong afterwards."""
+    source = made_sources.write_source(tmp_path / 'source', [range(20)])
+    build(source, tmp_path / 'out')
+    config = Coyo11mConfig(name='x', source=str(source), shard_bytes=500_000, num_workers=1)
+    builder = Builder(data_dir=tmp_path / 'out', config=config)
+    builder.data_path.rmtree()
+    assert builder.is_prepared()
+    made_sources.write_source(source, [range(30)])
+    Builder(data_dir=tmp_path / 'out', config=config).download_and_prepare()
+    again = tfds.builder_from_directory(builder.data_dir)
+    assert again.info.splits.total_num_examples == 30
+    (builder.data_path / 'sub').mkdir()
+    (builder.data_path / 'sub').rmtree()  # of others nothing is changed
+    assert not (builder.data_path / 'sub').exists()
+
+
+@pytest.mark.parametrize(
+    ('fields', 'limit', 'message'),
+    [
+        ({'caption_column': 'caption'}, 10, "caption_column is 'caption_llava' there, 'caption' "),
+        ({'validation_fraction': 0.5}, 10, r'validation_fraction is 0\.01 there, 0\.5 is asked'),
+        ({'shard_bytes': 1000}, 10, 'shard_bytes is 500000 there, 1000 is asked for'),
+        ({'bad_data': 'stop'}, 10, "bad_data is 'drop' there, 'stop' is asked for"),
+        ({'text_vectors': 'pt'}, 10, "text_vectors is '' there, 'pt' is asked for"),
+        ({'text_vectors': 'a.parquet'}, 10, "text_vectors is '' there, 'a.parquet' is asked for"),
+        ({}, None, 'max_examples_per_split is 10 there, None is asked for'),
+    ],
+)
+def test_a_data_set_of_other_settings_is_refused(
+    tmp_path: pathlib.Path, fields: dict, limit: int | None, message: str
+):
+    source = made_sources.write_source(tmp_path / 'source', [range(20)])
+    final = pathlib.Path(build(source, tmp_path / 'out', {'max_examples_per_split': 10}).data_dir)
+    before = files_in(final)
+    options = {'max_examples_per_split': limit}
+    with pytest.raises(ValueError, match=f'x/1.0.0 was built with .*{message}') as refused:
+        build(source, tmp_path / 'out', options, **fields)
+    assert 'another name, or replace the data set with --overwrite' in str(refused.value)
+    assert files_in(final) == before
+
+
+def test_what_does_not_change_the_records_may_differ(tmp_path: pathlib.Path):
+    source = made_sources.write_source(tmp_path / 'source', [range(20)])
+    final = pathlib.Path(build(source, tmp_path / 'out').data_dir)
+    other = {'max_bad_fraction': 0.5, 'num_workers': 2, 'source': 'elsewhere', 'scratch_gb': 1}
+    build(source, tmp_path / 'out', **other)
+
+    metadata = json.loads((final / 'metadata.json').read_text())
+    metadata['settings'] |= {'package_version': '0.0.1', 'of_a_later_version': 1}
+    (final / 'metadata.json').write_text(json.dumps(metadata))
+    build(source, tmp_path / 'out')
+    metadata['settings']['record_format'] += 1
+    (final / 'metadata.json').write_text(json.dumps(metadata))
+    with pytest.raises(ValueError, match='record_format is 2 there, 1 is asked for'):
+        build(source, tmp_path / 'out')
+    del metadata['settings']  # an earlier version of this package
+    (final / 'metadata.json').write_text(json.dumps(metadata))
+    build(source, tmp_path / 'out', validation_fraction=0.5)
+
+
+def test_a_sidecar_is_compared_by_what_it_says_about_itself(tmp_path: pathlib.Path):
+    source = made_sources.write_source(tmp_path / 'source', [range(20)])
+    vectors = {key: np.full(5, key) for key in range(20)}
+    sidecar = made_sources.write_sidecar(tmp_path / 'a.parquet', vectors)
+    built = build(source, tmp_path / 'out', text_vectors=str(sidecar))
+    assert built.info.metadata['settings']['text_vectors']['encoder'] == 'made-up'
+    assert str(tmp_path) not in json.dumps(built.info.metadata['settings'])
+    moved = sidecar.rename(tmp_path / 'b.parquet')
+    build(source, tmp_path / 'out', text_vectors=str(moved))
+    build(source, tmp_path / 'out', text_vectors=str(sidecar))  # it is gone
+    build(source, tmp_path / 'out', text_vectors='gs://bucket/a.parquet')  # not asked for
+    made_sources.write_sidecar(sidecar, vectors, text_encoder='another')
+    with pytest.raises(ValueError, match="text_vectors: encoder is 'made-up' there, 'another' is"):
+        build(source, tmp_path / 'out', text_vectors=str(sidecar))
+    with pytest.raises(ValueError, match=r"text_vectors is {.*'made-up'.*} there, '' is asked for"):
+        build(source, tmp_path / 'out')
+
+
+def test_the_default_config_is_told_even_if_the_first_build_could_not(tmp_path: pathlib.Path):
+    source = made_sources.write_source(tmp_path / 'source', [range(20)])
+    build(source, tmp_path / 'out')
+    told = tmp_path / 'out' / 'coyo11m_tfds' / '.config' / 'metadata.json'
+    told.unlink()
+    build(source, tmp_path / 'out')
+    assert json.loads(told.read_text()) == {'default_config_name': 'latents'}
+
+
+def test_a_data_set_that_is_there_needs_no_torch(tmp_path: pathlib.Path):
+    source = made_sources.write_source(tmp_path / 'source', [range(20)])
+    vectors = {key: np.full(5, key) for key in range(20)}
+    sidecar = made_sources.write_sidecar(tmp_path / 'a.parquet', vectors)
+    build(source, tmp_path / 'out', text_vectors=str(sidecar))
+    left = tmp_path / 'out' / 'coyo11m_tfds' / 'x' / '1.0.0.building' / 'data'
+    left.mkdir(parents=True)
+    program = f"""
+import sys
+sys.modules['torch'] = None
+from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
+config = Coyo11mConfig(name='x', text_vectors={str(sidecar)!r}, shard_bytes=500_000)
+Builder(data_dir={str(tmp_path / 'out')!r}, config=config).download_and_prepare()
+"""
+    command = [sys.executable, '-c', program]
+    root = pathlib.Path(__file__).parents[1]
+    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert not left.parent.exists()
 
 
 def test_the_same_source_gives_the_same_files(tmp_path: pathlib.Path):

@@ -17,7 +17,9 @@ FILES = [range(40), range(40, 60)]
 CONFIG = {'name': 'x', 'shard_bytes': 400_000, 'validation_fraction': 0.2}
 
 
-def tfds_build(source: object, out: object, *flags: str, env: dict | None = None, **fields) -> str:
+def tfds_build(
+    source: object, out: object, *flags: str, env: dict | None = None, status: int = 0, **fields
+) -> str:
     """Builds the config `x`; returns what the command says."""
     command = [
         *(sys.executable, '-m', 'tensorflow_datasets.scripts.cli.main', 'build', 'coyo11m_tfds'),
@@ -32,7 +34,7 @@ def tfds_build(source: object, out: object, *flags: str, env: dict | None = None
         text=True,
         timeout=300,
     )
-    assert ended.returncode == 0, ended.stderr
+    assert ended.returncode == status, ended.stderr
     return ended.stdout + ended.stderr
 
 
@@ -57,23 +59,51 @@ def test_from_a_bucket_to_a_bucket(source, plain, tmp_path):
         env = gcs.env | {'XDG_CACHE_HOME': str(tmp_path / 'cache')}
         tfds_build('gs://in/coyo', 'gs://out/data', env=env)
         gcs.download_folder('gs://out/data', tmp_path / 'copy')
-        program = """
+        # What a kill after the last step but one leaves.
+        gcs.put('out', 'data/coyo11m_tfds/x/1.0.0.building/finished/x.json', b'{}')
+        gcs.put('out', 'data/coyo11m_tfds/x/1.0.0.lock', b'')
+        gcs.remove('out', 'data/coyo11m_tfds/.config/metadata.json')
+        program = f"""
 import tensorflow_datasets as tfds
+from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
+Builder(data_dir='gs://out/data', config=Coyo11mConfig(**{CONFIG})).download_and_prepare()
 builder = tfds.builder_from_directory('gs://out/data/coyo11m_tfds/x/1.0.0')
 print(sorted(int(e['key']) for s in builder.info.splits for e in builder.as_dataset(s)))
 """
         read = subprocess.run(
             [sys.executable, '-c', program],
-            env=os.environ | env,
+            cwd=CHECKOUT,
+            env=os.environ | env | {'COYO11M_LEASE_SECONDS': '1'},
             capture_output=True,
             text=True,
             timeout=120,
         )
         assert not gcs.errors
-    assert read.stdout == f'{list(range(60))}\n', read.stderr
+        left = {name for name in gcs.objects('out') if '1.0.0/' not in name and name[-1] != '/'}
+    assert read.stdout.splitlines()[-1] == f'{list(range(60))}', read.stderr
+    assert left == {'data/coyo11m_tfds/.config/metadata.json'}
     assert files_of(final_folder(tmp_path / 'copy')) == plain
     beside = [path.name for path in final_folder(tmp_path / 'copy').parent.iterdir()]
     assert beside == ['1.0.0']
+
+
+def test_overwrite_keeps_the_old_data_set_until_there_is_a_new_one(source, plain, tmp_path):
+    final = final_folder(tmp_path)
+    final.parent.mkdir(parents=True)
+    final.mkdir()
+    for name, data in plain.items():
+        (final / name).write_bytes(data)
+
+    said = tfds_build(tmp_path / 'missing', tmp_path, '--overwrite', status=1)
+    assert 'missing' in said.splitlines()[-1]
+    assert files_of(final) == plain
+    assert [path.name for path in final.parent.iterdir()] == ['1.0.0']
+
+    tfds_build(source, tmp_path, '--overwrite', caption_column='caption')
+    assert [path.name for path in final.parent.iterdir()] == ['1.0.0']
+    metadata = json.loads((final / 'metadata.json').read_bytes())
+    assert metadata['caption_column'] == metadata['settings']['caption_column'] == 'caption'
+    assert b'short 7' in b''.join(files_of(final).values())
 
 
 def test_from_the_hub(source, plain, tmp_path):
