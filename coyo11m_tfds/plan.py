@@ -45,6 +45,7 @@ class PlanSettings:
             about this size, nearly equal.
         drop_bad: leave out and count bad rows, instead of stopping at the first.
         max_bad_fraction: share of the source's rows that may be bad.
+        check_crc: whether contents of `.pt` files are compared with their CRC-32.
         max_examples_per_split: keep only the first records of each split.
     """
 
@@ -54,6 +55,7 @@ class PlanSettings:
     shard_bytes: int = 128 * 1024 * 1024
     drop_bad: bool = True
     max_bad_fraction: float = 0.01
+    check_crc: bool = True
     max_examples_per_split: int | None = None
 
 
@@ -124,7 +126,9 @@ def make_plan(
     """
     # Of this build alone: another one of the same source must not remove what is read here.
     with tempfile.TemporaryDirectory(dir=cache_dir) as heads:
-        latents = SourceLatents.read(source.latent_files, heads, drop_bad=settings.drop_bad)
+        latents = SourceLatents.read(
+            source.latent_files, heads, drop_bad=settings.drop_bad, check_crc=settings.check_crc
+        )
     logging.info('%d rows in %d .pt files', latents.num_rows, len(latents.files))
     joined = _join(source, settings, latents, scratch, cache_dir)
     caption_rows = joined.captions.find(latents.keys)
@@ -153,7 +157,7 @@ def make_plan(
         dropped=dropped,
         source_fingerprint=json_digest.sha256(
             [
-                *(f'{f.name} {d}' for f, d in zip(latents.files, latents.digests, strict=True)),
+                *(f'{f.name} {v}' for f, v in zip(latents.files, latents.versions, strict=True)),
                 *joined.digests,
             ]
         ),
@@ -313,8 +317,9 @@ def _make_tasks(
             inputs=inputs,
             text_vectors=joined.text_vectors,
             drop_bad=drop_bad,
+            check_crc=latents.check_crc,
             num_bytes=num_bytes,
-            fingerprint=json_digest.sha256([common, name, latents.digests[file], rows_digest]),
+            fingerprint=json_digest.sha256([common, name, latents.versions[file], rows_digest]),
         )
         tasks.append(task)
     return tasks

@@ -49,6 +49,8 @@ class SourceLatents:
         repeated: rows whose key was in an earlier row, bool, shape of `keys`.
         disagreeing: keys of files that are left out because their tensors have unequal numbers
             of rows, so that nothing tells which row belongs to which key; int64.
+        disagreeing_files: paths of these files.
+        check_crc: whether contents have been, and are to be, compared with their CRC-32.
     """
 
     files: tuple[SourceFile, ...]
@@ -59,10 +61,17 @@ class SourceLatents:
     digests: tuple[str, ...]
     repeated: np.ndarray
     disagreeing: np.ndarray
+    disagreeing_files: tuple[str, ...]
+    check_crc: bool
 
     @classmethod
     def read(
-        cls, files: Sequence[SourceFile], head_dir: str | os.PathLike[str], *, drop_bad: bool
+        cls,
+        files: Sequence[SourceFile],
+        head_dir: str | os.PathLike[str],
+        *,
+        drop_bad: bool,
+        check_crc: bool = True,
     ) -> 'SourceLatents':
         """Opens and checks every file.
 
@@ -71,6 +80,7 @@ class SourceLatents:
             head_dir: existing folder for the heads of remote files, some MB each.
             drop_bad: mark repeated keys and leave out files whose tensors disagree, instead of
                 raising.
+            check_crc: compare all but the large storages with their CRC-32.
 
         Raises:
             ValueError: a file is bad, or the files disagree; or `drop_bad` is false and a key comes
@@ -78,8 +88,11 @@ class SourceLatents:
             OSError: a remote file cannot be read.
         """
         with concurrent.futures.ThreadPoolExecutor(_HEADS_AT_ONCE) as threads:
-            heads = list(threads.map(lambda file: _read_head(file, head_dir, drop_bad), files))
+            heads = list(
+                threads.map(lambda file: _read_head(file, head_dir, drop_bad, check_crc), files)
+            )
         good = [head for head in heads if not head.disagreement]
+        bad = [(file, head) for file, head in zip(files, heads, strict=True) if head.disagreement]
         if not good:
             raise heads[0].disagreement
         _check_dtypes(files, heads)
@@ -93,9 +106,10 @@ class SourceLatents:
             digests=tuple(head.digest for head in heads),
             repeated=_repeats(keys),
             disagreeing=np.concatenate(
-                [np.empty(0, np.int64)]
-                + [head.disagreement.keys for head in heads if head.disagreement]
+                [np.empty(0, np.int64)] + [head.disagreement.keys for _, head in bad]
             ),
+            disagreeing_files=tuple(file.path for file, _ in bad),
+            check_crc=check_crc,
         )
         if not drop_bad:
             latents._check_unique()
@@ -105,6 +119,13 @@ class SourceLatents:
     def num_rows(self) -> int:
         """Rows of all files, with those of files that are left out."""
         return len(self.keys) + len(self.disagreeing)
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """For each file what changes with its content; digests may not where there is no CRC-32."""
+        if self.check_crc:
+            return self.digests
+        return tuple(f'{d} {f.version}' for f, d in zip(self.files, self.digests, strict=True))
 
     def common_embedding_dim(self) -> int:
         """The width of `embeddings` in all files.
@@ -149,8 +170,10 @@ class SourceLatents:
         return f'{self.files[file].path}: row {row - self.starts[file]}'
 
 
-def _read_head(file: SourceFile, head_dir: str | os.PathLike[str], drop_bad: bool) -> _Head:
-    path = latent_heads.fetch_head(file, head_dir)
+def _read_head(
+    file: SourceFile, head_dir: str | os.PathLike[str], drop_bad: bool, check_crc: bool
+) -> _Head:
+    path = latent_heads.fetch_head(file, head_dir, check_crc=check_crc)
     try:
         # Let go at once: all files together are 300 GB of mapped memory.
         shard = LatentShard(path, name=file.path)

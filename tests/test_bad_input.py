@@ -94,13 +94,13 @@ def save_in_the_old_format(path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ('spoil', 'message'),
     [
-        (truncate, 'is truncated'),
-        (truncate_a_lot, 'is truncated'),
-        (empty, 'is not a .pt file'),
-        (replace_by_text, 'is not a .pt file'),
+        (truncate, 'is truncated or'),
+        (truncate_a_lot, 'is truncated or'),
+        (empty, 'or not a .pt file'),
+        (replace_by_text, 'or not a .pt file'),
         (replace_by_another_zip, 'cannot be read as a .pt file'),
-        (damage_the_pickle, 'its pickle is damaged or'),
-        (save_in_the_old_format, 'is not a .pt file'),
+        (damage_the_pickle, "data.pkl' has CRC-32"),
+        (save_in_the_old_format, 'or not a .pt file'),
     ],
 )
 def test_a_file_that_is_no_whole_pt_file(
@@ -109,6 +109,12 @@ def test_a_file_that_is_no_whole_pt_file(
     path = made_sources.latents_file(source, 1)
     spoil(path)
     assert_refused(source, str(path), message)
+
+
+def test_a_damaged_pickle_of_a_file_without_checksums(source: pathlib.Path):
+    path = made_sources.latents_file(source, 1)
+    damage_the_pickle(path)
+    assert_refused(source, str(path), 'its pickle is damaged or', check_crc=False)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +165,7 @@ def test_a_pickle_that_would_run_code_does_not(
         )
     else:
         path.write_bytes(pickle.dumps(Malicious(touched)))
-        assert_refused(source, str(path), 'is not a .pt file')
+        assert_refused(source, str(path), 'or not a .pt file')
     assert not touched.exists()
     torch.load(path, weights_only=False) if protocol == 'in a .pt file' else pickle.loads(
         path.read_bytes()
@@ -249,6 +255,7 @@ def test_vectors_of_another_caption_column(source: pathlib.Path, tmp_path: pathl
         ({'wait_hours': -1}, 'wait_hours is -1, expected at least 0'),
         ({'shard_bytes': 0}, 'shard_bytes is 0, expected at least 1'),
         ({'shard_bytes': 1e8}, 'shard_bytes is 100000000.0, expected an integer'),
+        ({'check_crc': 'no'}, "check_crc is 'no', expected true or false"),
         ({'num_workers': -1}, 'num_workers is -1, expected at least 0'),
         ({'text_vectors': None}, 'text_vectors is None, expected a string'),
     ],
