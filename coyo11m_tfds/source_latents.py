@@ -127,6 +127,10 @@ class SourceLatents:
             return self.digests
         return tuple(f'{d} {f.version}' for f, d in zip(self.files, self.digests, strict=True))
 
+    def path_of(self, row: int) -> str:
+        """The file of a row of `keys`."""
+        return self.files[self._file_of(row)].path
+
     def common_embedding_dim(self) -> int:
         """The width of `embeddings` in all files.
 
@@ -166,8 +170,11 @@ class SourceLatents:
             )
 
     def _place(self, row: int) -> str:
-        file = int(np.searchsorted(self.starts, row, side='right')) - 1
+        file = self._file_of(row)
         return f'{self.files[file].path}: row {row - self.starts[file]}'
+
+    def _file_of(self, row: int) -> int:
+        return int(np.searchsorted(self.starts, row, side='right')) - 1
 
 
 def _read_head(

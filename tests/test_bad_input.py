@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import mirror, schema
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
 from tests import made_sources
 
@@ -109,6 +109,60 @@ def test_a_file_that_is_no_whole_pt_file(
     path = made_sources.latents_file(source, 1)
     spoil(path)
     assert_refused(source, str(path), message)
+
+
+@pytest.mark.parametrize('bad_data', ['drop', 'stop'])
+def test_latents_that_were_not_copied_yet(source: pathlib.Path, bad_data: str):
+    """As of a download into a file of full size: zeros are finite numbers."""
+    path = made_sources.latents_file(source, 1)
+    with path.open('r+b') as file:
+        file.seek(path.stat().st_size // 2)
+        file.write(bytes(50_000))
+    assert_refused(source, str(path), 'is damaged or still being copied', bad_data=bad_data)
+
+
+def test_a_damaged_key_is_told_before_anything_is_written(source: pathlib.Path):
+    """Even one that has become the key of another caption."""
+    path = made_sources.latents_file(source, 1)
+    content = path.read_bytes()
+    at = content.index(np.arange(10, 16).tobytes()) + 5 * 8
+    path.write_bytes(content[:at] + bytes([99]) + content[at + 1 :])
+    made_sources.write_captions(source, dict.fromkeys(range(100), 'text'))
+    assert_refused(source, str(path), "data/0' has CRC-32")
+    assert not [path for path in source.parent.rglob('*') if '.building' in path.name]
+
+
+def test_a_copy_that_is_not_what_was_mirrored(source: pathlib.Path, tmp_path: pathlib.Path):
+    for name, spoil, options in (
+        (made_sources.latents_file(source, 1).relative_to(source), grow, {}),
+        (schema.CAPTIONS_FILE, grow, {}),
+        (made_sources.latents_file(source, 1).relative_to(source), flip_a_byte_in_between, {}),
+        (schema.CAPTIONS_FILE, flip_a_byte_in_between, {}),
+        (made_sources.latents_file(source, 0).relative_to(source), zero, {'check_crc': False}),
+    ):
+        copy = tmp_path / spoil.__name__ / str(name).replace('/', '-') / 'source'
+        mirror.mirror(source, copy)
+        build(copy, copy / 'good')
+        spoil(copy / name)
+        assert_refused(copy, str(copy / name), 'when it was mirrored', **options)
+
+
+def grow(path: pathlib.Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(b'#' + content if path.suffix == '.pt' else content[:4] + b'#' + content[4:])
+
+
+def flip_a_byte_in_between(path: pathlib.Path) -> None:
+    """Where neither a reader of `.pt` files nor one of Parquet files looks."""
+    content = path.read_bytes()
+    at = content.index(b'ZZZZ') if path.suffix == '.pt' else content.index(b'parquet-cpp-arrow')
+    path.write_bytes(content[:at] + b'Q' + content[at + 1 :])
+
+
+def zero(path: pathlib.Path) -> None:
+    content = path.read_bytes()
+    half = len(content) // 2
+    path.write_bytes(content[:half] + bytes(999) + content[half + 999 :])
 
 
 def test_a_damaged_pickle_of_a_file_without_checksums(source: pathlib.Path):
@@ -236,7 +290,9 @@ def test_captions_of_other_images(source: pathlib.Path):
 
 def test_vectors_of_another_caption_column(source: pathlib.Path, tmp_path: pathlib.Path):
     rows = {key: np.ones(4) for key in range(16)}
-    path = made_sources.write_sidecar(tmp_path / 'v.parquet', rows, caption_column='caption')
+    path = made_sources.write_sidecar(
+        tmp_path / 'v.parquet', rows, source, caption_column='caption'
+    )
     assert_refused(source, str(path), "were made of column 'caption'", text_vectors=str(path))
     build(source, tmp_path / 'good', text_vectors=str(path), caption_column='caption')
 
