@@ -36,6 +36,9 @@ _ENTRIES = (
     schema.META_CAPTIONS_DIGEST,
 )
 
+# Of a number while it is read: the number itself and its levels in the Parquet file, twice.
+_NUMBER_BYTES = 12
+
 _PLACES, _MATRIX = 'places', 'matrix'
 
 
@@ -180,7 +183,7 @@ def build_store(path: str, folder: str, name: str) -> dict[str, Any]:
         concurrent.futures.ThreadPoolExecutor(1) as other_thread,
     ):
         for keys, values in keyed_parquet.batches(
-            path, schema.TEXT_EMBEDDING, name, row_bytes=2 * header.dim
+            path, schema.TEXT_EMBEDDING, name, row_bytes=_NUMBER_BYTES * header.dim
         ):
             vectors = _to_numpy(values, header.dim, keys, name)
             # Either takes longer than to read the file.
