@@ -55,6 +55,8 @@ class Coyo11mConfig(tfds.core.BuilderConfig):
         bad_data: what to do about keys that come twice, files whose tensors disagree, and numbers
             that are not finite: 'drop' and count them, or 'stop' at the first.
         max_bad_fraction: share of the source's rows that may be dropped as bad, in [0, 1].
+        check_crc: whether contents of `.pt` files must have the CRC-32 that torch records with
+            them; False for files saved without valid checksums.
         num_workers: processes that write; 0 for the environment variable COYO11M_NUM_PROC, else
             all cores.
         scratch_dir: local folder for what is kept between builds (captions as plain text, text
@@ -72,6 +74,7 @@ class Coyo11mConfig(tfds.core.BuilderConfig):
     text_vectors: str = ''
     bad_data: str = 'drop'
     max_bad_fraction: float = 0.01
+    check_crc: bool = True
     num_workers: int = 0
     scratch_dir: str = ''
     scratch_gb: float = 32
@@ -102,6 +105,7 @@ class Coyo11mConfig(tfds.core.BuilderConfig):
         self._check('max_bad_fraction', 0 <= self.max_bad_fraction <= 1, 'one in [0, 1]')
         self._check('scratch_gb', self.scratch_gb > 0, 'more than 0')
         self._check('wait_hours', self.wait_hours >= 0, 'at least 0')
+        self._check('check_crc', isinstance(self.check_crc, bool), 'true or false')
         self._check('bad_data', self.bad_data in ('drop', 'stop'), "'drop' or 'stop'")
 
     def _check(self, name: str, good: bool, expected: str) -> None:
@@ -243,6 +247,7 @@ class Builder(dataset_builder.FileReaderBuilder):
                 shard_bytes=config.shard_bytes,
                 drop_bad=config.bad_data == 'drop',
                 max_bad_fraction=config.max_bad_fraction,
+                check_crc=config.check_crc,
                 max_examples_per_split=limit,
             ),
             num_workers=config.num_workers,

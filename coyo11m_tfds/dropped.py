@@ -2,8 +2,8 @@
 
     dropped = Dropped(num_rows=1_000_000, max_bad_fraction=0.01)
     dropped.add(schema.NO_CAPTION, 17, keys[:10])
-    dropped.check_bad('/data/coyo11m')   # raises if too many are bad
-    dropped.counts                       # {'no_caption': 17, 'non_finite': 0, ...}
+    dropped.check_bad('/data/x.parquet')    # raises if too many are bad
+    dropped.counts                          # {'no_caption': 17, 'non_finite': 0, ...}
 
 A row without a caption is common and only counted. A row that is bad (`BAD`) says that something
 went wrong when the source was made: few of them are dropped, many stop the build.
@@ -17,6 +17,7 @@ BAD = (
     schema.REPEATED_KEY,
     schema.ROWS_DISAGREE,
     schema.NON_FINITE,
+    schema.CAPTION_TOO_LONG,
     schema.REPEATED_CAPTION,
 )
 
@@ -43,23 +44,29 @@ class Dropped:
         self.num_rows, self._max_bad_fraction = num_rows, max_bad_fraction
         self.counts = dict.fromkeys(schema.DROP_REASONS, 0)
         self.examples: dict[str, list[int]] = {}
+        self._files: dict[str, str] = {}
 
-    def add(self, reason: str, count: int, keys: Iterable[int]) -> None:
-        """Counts `count` rows; `keys` has some of theirs."""
+    def add(self, reason: str, count: int, keys: Iterable[int], file: str = '') -> None:
+        """Counts `count` rows; `keys` has some of theirs, and `file` holds the first of them."""
         if count:
+            self._files.setdefault(reason, file)
             self.counts[reason] += count
             examples = self.examples.setdefault(reason, [])
             examples += [int(key) for key in keys][: self.MAX_EXAMPLES - len(examples)]
 
-    def check_bad(self, source: str) -> None:
-        """Raises a ValueError that names `source` if more rows are bad than may be."""
+    def check_bad(self, file: str) -> None:
+        """Raises a ValueError if more rows are bad than may be.
+
+        It names the file of the commonest bad rows: that which they were added with, else `file`.
+        """
         num_bad = sum(self.counts[reason] for reason in BAD)
         if num_bad > self._max_bad_fraction * self.num_rows:
-            keys = next(self.examples[reason] for reason in BAD if reason in self.examples)
+            commonest = max(BAD, key=self.counts.__getitem__)
             raise ValueError(
-                f'{source}: {num_bad:,} of {self.num_rows:,} rows are bad ({self._reasons(BAD)}; '
-                f'e.g. key {keys[0]}), more than {self._max_bad_fraction:.2%}. Mend the source, or '
-                'raise max_bad_fraction in the config.'
+                f'{self._files[commonest] or file}: {num_bad:,} of {self.num_rows:,} rows of the '
+                f'source are bad ({self._reasons(BAD)}; e.g. key {self.examples[commonest][0]}), '
+                f'more than {self._max_bad_fraction:.2%}. Mend the source, or raise '
+                'max_bad_fraction in the config.'
             )
 
     def check_all(self, captions: str) -> None:

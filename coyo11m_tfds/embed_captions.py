@@ -8,10 +8,10 @@
     report = embed_captions.embed('SOURCE', 'hf:google/gemma-3-270m', 'SIDE.parquet')
 
 The sidecar has the columns `key` (int64, ascending, each once) and `text_embedding`
-(FixedSizeList<float16>[D]); its schema metadata names the encoder, D and the caption column
-(`schema.META_TEXT_ENCODER`, `META_TEXT_DIM`, `META_CAPTION_COLUMN`). Captions that are null or
-blank get no row. The file appears when it is complete, or not at all. SOURCE may be local, on gs://
-or on hf://.
+(FixedSizeList<float16>[D]); its schema metadata says by what and from which captions they were made
+(see `vectors.SidecarHeader`), so that the builder refuses vectors of others. Captions that are
+null, blank or longer than `schema.MAX_CAPTION_BYTES` get no row. The file appears when it is
+complete, or not at all. SOURCE may be local, on gs:// or on hf://.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class Report:
 
     Attributes:
         num_captions: vectors written.
-        num_skipped: rows without a caption (null or blank).
+        num_skipped: rows without a caption (null, blank or too long).
         num_repeated: rows left out because an earlier row has their key.
         num_truncated: captions cut to the encoder's greatest length.
         encoder: its name.
@@ -66,8 +66,8 @@ class Report:
         return (
             f'{self.num_captions} captions encoded by {self.encoder}, {self.dim} numbers each '
             f'({self.num_captions / self.seconds:.0f} captions/s); '
-            f'{self.num_skipped} null or blank ones and {self.num_repeated} of repeated keys '
-            f'skipped, {self.num_truncated} truncated'
+            f'{self.num_skipped} null, blank or too long ones and {self.num_repeated} of repeated '
+            f'keys skipped, {self.num_truncated} truncated'
         )
 
 
@@ -124,7 +124,7 @@ def embed(
         start = time.perf_counter()
         groups = encode_groups(rows, store, encoder, batch_size)
         unfinished = Path(scratch) / 'sidecar.parquet'
-        write_sidecar(unfinished, keys, groups, encoder, caption_column)
+        write_sidecar(unfinished, keys, groups, encoder, caption_column, store.digest)
         seconds = time.perf_counter() - start
         os.replace(unfinished, out)
     return Report(
@@ -159,7 +159,7 @@ def find_captioned(path: str, store: captions.CaptionStore) -> tuple[np.ndarray,
 
     Returns:
         `(keys, rows, num_skipped)`: keys int64 `(n,)`, ascending; the row of each, int64 `(n,)`;
-        and how many rows have a null or blank caption.
+        and how many rows have a caption that is null, blank or too long.
 
     Raises:
         ValueError: no row has a caption.
@@ -168,7 +168,9 @@ def find_captioned(path: str, store: captions.CaptionStore) -> tuple[np.ndarray,
     rows = store.find(keys)
     captioned = store.lengths(rows) > 0
     if not captioned.any():
-        raise ValueError(f'{path}: all {len(keys)} captions are null or blank; nothing to encode.')
+        raise ValueError(
+            f'{path}: all {len(keys)} captions are null, blank or too long; nothing to encode.'
+        )
     return keys[captioned], rows[captioned], int(np.count_nonzero(~captioned))
 
 
@@ -214,6 +216,7 @@ def write_sidecar(
     groups: Iterable[np.ndarray],
     encoder: text_encoders.Encoder,
     caption_column: str,
+    captions_digest: str,
 ) -> None:
     """Writes `keys` int64 `(n,)` and their vectors, float16 `(ROW_GROUP_SIZE, dim)` at a time."""
     columns = pa.schema(
@@ -223,8 +226,11 @@ def write_sidecar(
         ],
         metadata={
             schema.META_TEXT_ENCODER: encoder.name,
+            schema.META_TEXT_REVISION: encoder.revision,
+            schema.META_TEXT_MAX_TOKENS: str(encoder.max_tokens),
             schema.META_TEXT_DIM: str(encoder.dim),
             schema.META_CAPTION_COLUMN: caption_column,
+            schema.META_CAPTIONS_DIGEST: captions_digest,
         },
     )
     # A dictionary of numbers that seldom repeat only costs.

@@ -11,6 +11,7 @@ it has in a caption on its own, in models with absolute positions too, a causal 
 attends to padding, and a mask keeps it from the others and from the mean.
 """
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,10 @@ from safetensors import SafetensorError
 BATCH_TOKENS = {'cpu': 2048, 'cuda': 32768}
 
 
+# Endings of the names of weights, configuration and tokenizer in a model's folder.
+_MODEL_FILES = {'.safetensors', '.gguf', '.json', '.txt', '.model'}
+
+
 class HfEncoder:
     """An encoder or a causal language model of transformers, on the GPU where there is one.
 
@@ -37,6 +42,7 @@ class HfEncoder:
 
     Attributes:
         name: `hf:` and the name on the hub or the folder's own name.
+        revision: of a model on the hub its commit; of a folder a digest of the files in it.
         dim: numbers a vector (the model's hidden size).
         truncated: captions cut to the greatest length so far.
         max_tokens: the greatest length, special tokens counted in; the model's own if smaller.
@@ -63,6 +69,7 @@ class HfEncoder:
         self.name = f'hf:{_public_name(model)}'
         self._device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
         self._tokenizer, self._model = _load(model, _dtype(self._device))
+        self.revision = _revision(model, self._model.config)
         self._model.to(self._device)
         self.max_tokens = _greatest_length(max_tokens, self._tokenizer, self._model.config)
         self._batch_tokens = batch_tokens or BATCH_TOKENS[self._device.type]
@@ -144,6 +151,20 @@ def length_batches(lengths: np.ndarray, batch_tokens: int) -> Iterator[np.ndarra
 def _public_name(model: str) -> str:
     """The name on the hub, or the folder's own name: paths of a machine are nobody's business."""
     return Path(model).resolve().name if Path(model).exists() else model
+
+
+def _revision(model: str, config: transformers.PretrainedConfig) -> str:
+    """What tells versions of a model apart."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return config._commit_hash or 'unknown'  # transformers has no public name for it
+    files = sorted(path for path in folder.iterdir() if path.suffix in _MODEL_FILES)
+    digest = hashlib.sha256()
+    for path in files:
+        with path.open('rb') as file:
+            of_file = hashlib.file_digest(file, 'sha256').hexdigest()
+        digest.update(f'{path.name} {of_file}\n'.encode())
+    return f'sha256:{digest.hexdigest()}'
 
 
 def _dtype(device: torch.device) -> torch.dtype:

@@ -7,7 +7,8 @@
     places = keyed_parquet.find(keys[order], wanted)
 
 What comes batch by batch takes 150 MB with all libraries, however large the file and its row
-groups. Where `name` is given, it stands for the file in messages: a path may be that of a copy.
+groups, and however often a text is repeated, if it is read as a dictionary. Where `name` is given,
+it stands for the file in messages: a path may be that of a copy.
 """
 
 from collections.abc import Iterator
@@ -19,16 +20,21 @@ import pyarrow.parquet as pq
 from coyo11m_tfds import schema
 from coyo11m_tfds.progress import Progress
 
+# What is read at once: so many rows, or fewer if they are larger than most.
 ROWS_AT_ONCE = 16384
+BYTES_AT_ONCE = 16 << 20
 
 _READ_BYTES = 1 << 20
 
 
-def open_with_column(path: str, column: str, name: str = '') -> pq.ParquetFile:
+def open_with_column(
+    path: str, column: str, name: str = '', *, as_dictionary: bool = False
+) -> pq.ParquetFile:
     """Opens a Parquet file that must hold `column` and an integer `key`.
 
     pandas writes a named index as an ordinary column, so both kinds of key look the same here; but
     an index of evenly spaced numbers it only describes in the metadata, which is understood too.
+    With `as_dictionary`, a column of text is read as `pa.DictionaryArray`.
 
     Raises:
         ValueError: it is no Parquet file, or lacks a column or any row.
@@ -37,13 +43,23 @@ def open_with_column(path: str, column: str, name: str = '') -> pq.ParquetFile:
     try:
         # Neither mapped nor fetched in whole column chunks: both would fill memory with as much of
         # the file as has been read (4.8 GB of 5.2 GB, against 0.15 GB), and be no faster.
-        file = pq.ParquetFile(path, memory_map=False, pre_buffer=False, buffer_size=_READ_BYTES)
-    except pa.ArrowInvalid as error:
+        file = pq.ParquetFile(
+            path,
+            memory_map=False,
+            pre_buffer=False,
+            buffer_size=_READ_BYTES,
+            read_dictionary=[column] if as_dictionary else None,
+            page_checksum_verification=True,  # of files that have checksums
+        )
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno:  # the file system's
+            raise
         raise ValueError(
             f'{name}: is damaged or not a Parquet file ({error}). Copy or download it again.'
         ) from None
     names = file.schema_arrow.names
-    in_metadata = [schema.PARQUET_KEY] if _key_range(file) else []
+    key_range = _key_range(file)
+    in_metadata = [schema.PARQUET_KEY] if key_range else []
     for wanted in (schema.PARQUET_KEY, column):
         if wanted not in names + in_metadata:
             raise ValueError(
@@ -55,28 +71,44 @@ def open_with_column(path: str, column: str, name: str = '') -> pq.ParquetFile:
             raise ValueError(f"{name}: column '{schema.PARQUET_KEY}' is {kind}, expected int64.")
     if file.metadata.num_rows == 0:
         raise ValueError(f'{name}: has no rows.')
+    if key_range and len(key_range) != file.metadata.num_rows:
+        raise ValueError(
+            f'{name}: has {file.metadata.num_rows:,} rows, but its metadata describes '
+            f'{len(key_range):,} keys. Write it again.'
+        )
     return file
 
 
-def batches(path: str, column: str, name: str = '') -> Iterator[tuple[np.ndarray, pa.Array]]:
+def batches(
+    path: str, column: str, name: str = '', *, row_bytes: int = 0, as_dictionary: bool = False
+) -> Iterator[tuple[np.ndarray, pa.Array]]:
     """Yields `(keys int64 (n,), values of the column (n,))` in file order, a few MB at a time.
 
     How far it is shows in the log or on the terminal.
+
+    Args:
+        path: of the file.
+        column: to read beside the keys.
+        name: what errors call the file.
+        row_bytes: of a value in memory, where they are all of one size.
+        as_dictionary: as for `open_with_column`.
 
     Raises:
         ValueError: as `open_with_column`; a key is null; or a page of the file is damaged.
     """
     name = name or path
     with (
-        open_with_column(path, column, name) as file,
+        open_with_column(path, column, name, as_dictionary=as_dictionary) as file,
         Progress(f"Reading '{column}' of {name}", file.metadata.num_rows, 'rows') as progress,
     ):
+        row_bytes = max(1, row_bytes, *_mean_bytes(file, column))
+        rows_at_once = max(1, min(ROWS_AT_ONCE, BYTES_AT_ONCE // row_bytes))
         key_range = _key_range(file)
         columns = [column] if key_range else [schema.PARQUET_KEY, column]
         done = 0
         try:
             # Threads would take a column each, and one of the two is next to nothing.
-            for batch in file.iter_batches(ROWS_AT_ONCE, columns=columns, use_threads=False):
+            for batch in file.iter_batches(rows_at_once, columns=columns, use_threads=False):
                 if key_range:
                     keys = np.array(key_range[done : done + len(batch)], np.int64)
                 else:
@@ -119,6 +151,35 @@ def find(sorted_keys: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     found = np.empty(len(wanted), np.int64)
     found[order] = np.where(sorted_keys[places] == ascending, places, -1)
     return found
+
+
+def check_mean_bytes(file: pq.ParquetFile, column: str, limit: int, name: str) -> None:
+    """Raises a ValueError if the values of a column have more than `limit` bytes on average."""
+    num_rows = file.metadata.num_rows
+    mean = sum(_uncompressed_bytes(file, column)) // num_rows
+    if mean > limit:
+        raise ValueError(
+            f"{name}: column '{column}' has {mean:,} bytes a row, expected at most {limit:,} as "
+            'of captions. Choose another column, or leave out what is too long.'
+        )
+
+
+def _mean_bytes(file: pq.ParquetFile, column: str) -> list[int]:
+    """Bytes a row of a column in each row group, uncompressed but encoded."""
+    return [
+        size // max(1, file.metadata.row_group(number).num_rows)
+        for number, size in enumerate(_uncompressed_bytes(file, column))
+    ]
+
+
+def _uncompressed_bytes(file: pq.ParquetFile, column: str) -> list[int]:
+    """Bytes of a column in each row group, uncompressed."""
+    if column not in file.schema_arrow.names:  # keys that the metadata describes
+        return []
+    paths = [file.schema.column(index).path for index in range(len(file.schema))]
+    index = next(i for i, path in enumerate(paths) if f'{path}.'.startswith(f'{column}.'))
+    groups = range(file.metadata.num_row_groups)
+    return [file.metadata.row_group(g).column(index).total_uncompressed_size for g in groups]
 
 
 def _key_range(file: pq.ParquetFile) -> range | None:

@@ -31,7 +31,7 @@ from coyo11m_tfds.storage import source_files
 from coyo11m_tfds.storage.destination import Destination, naming
 from coyo11m_tfds.storage.file_lock import FileLock
 
-FORMAT = 1  # of the files of all stores; another number has them built again
+FORMAT = 2  # of the files of all stores; another number has them built again
 
 MAX_EXAMPLES = 10
 
@@ -93,7 +93,7 @@ class KeyedStore:
     Attributes:
         folder: where it lies.
         facts: what the builder returned.
-        digest: hex digest of the content, in the order of the source's rows.
+        digest: hex digest of the content.
         keys: each once, int64 `(n,)`, ascending, memory-mapped.
         num_repeated: rows of the source left out because an earlier row has their key.
         repeated_keys: up to 10 of the keys of such rows, int64, ascending.
@@ -192,17 +192,17 @@ def write(folder: str, name: str, values: np.ndarray) -> None:
         file.write(values)
 
 
-def write_keys(folder: str, keys: np.ndarray, digest: str) -> tuple[np.ndarray, dict[str, Any]]:
+def write_keys(folder: str, keys: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
     """Writes the keys of a source's rows, int64 `(n,)`, each once and ascending.
 
     Returns:
         `(rows, facts)`: the row of each key that was written, int64, the first that has it; and
-        what every store has to know.
+        what every store has to know, but for its digest.
     """
     rows, repeats = keyed_parquet.order_by_key(keys)
     write(folder, _KEYS, keys[rows])
     examples = np.unique(repeats)[:MAX_EXAMPLES].tolist()
-    return rows, {'digest': digest, 'num_repeated': len(repeats), 'repeated_keys': examples}
+    return rows, {'num_repeated': len(repeats), 'repeated_keys': examples}
 
 
 def _write_meta(folder: str, made_from: MadeFrom, facts: dict[str, Any]) -> None:

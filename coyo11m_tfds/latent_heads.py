@@ -10,61 +10,46 @@ other file and reads keys, dtypes and shapes; only the latents are zeros.
 import hashlib
 import os
 import pathlib
-import struct
-import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import BinaryIO
 
+from coyo11m_tfds import pt_archive
 from coyo11m_tfds.storage import remote, retry
 from coyo11m_tfds.storage.file_lock import FileLock
 from coyo11m_tfds.storage.source_files import SourceFile
 
-# What is small enough to belong to the head; keys are 1/3000 of a file.
-_SMALL_BYTES = 1 << 20
-_SMALL_FRACTION = 100
-_MAX_SMALL = 4  # all small entries together are at most so many times this limit
+_MAX_SMALL = 4  # all small members together are at most so many times `small_bytes`
 
-# The directory of a .pt with keys, latents and embeddings takes half a KB.
-_TAIL = 64 << 10
-_LOCAL_HEADER = 30  # bytes before name and padding
 _PADDED_HEADER = 4 << 10
 _PAGE = 4 << 10
 _GAP = 64 << 10  # reading more costs less than another request
 
-_PARSE_ERRORS = (
-    zipfile.BadZipFile,
-    EOFError,
-    NotImplementedError,  # a zip of a later kind
-    OSError,  # no place to seek to
-    OverflowError,
-    ValueError,
-    struct.error,
-)
 
-
-def fetch_head(file: SourceFile, folder: str | os.PathLike[str]) -> str:
+def fetch_head(file: SourceFile, folder: str | os.PathLike[str], *, check_crc: bool = True) -> str:
     """Makes a local file of the size of `file` that holds everything but its big storages.
 
-    In it are the zip's directory, which is read twice, and every entry of at most 1 MB or 1% of
-    the file, which is checked against the directory's CRC-32; the rest are holes. Of a file of
-    2.9 GB that is 1.1 MB in three requests, and none if the head of this version is in `folder`
-    already.
+    In it are the zip's directory, which is read twice, and every member of at most 1 MB or 1% of
+    the file, which is checked against its CRC-32; the rest are holes. Of a file of 2.9 GB that is
+    1.1 MB in three requests, and none if the head of this version is in `folder` already.
 
     Args:
-        file: a `.pt` file; of a local one the path is returned as it is.
+        file: a `.pt` file; of a local one the path is returned, after the same checks.
         folder: existing local folder, kept by the caller.
+        check_crc: False for a file that was saved without valid checksums.
 
     Returns:
         Path of the head.
 
     Raises:
-        ValueError: it is no zip of stored entries, or its directory is larger than that of any
-            `.pt` of a source or contradicts itself.
+        ValueError: it is no zip as torch writes it, or its directory is larger than that of any
+            `.pt` of a source or contradicts itself; or a local file is damaged.
         PermissionError: credentials are missing or refused.
         OSError: the storage cannot be reached, the file is gone or has changed, or the content
             stays damaged.
     """
     if not file.is_remote:
+        if check_crc:
+            pt_archive.check_small(file.path)
         return file.path
     version = hashlib.sha256(f'{file.path} {file.version}'.encode()).hexdigest()
     head = os.path.join(folder, f'{version[:16]}-{file.name}')
@@ -72,113 +57,69 @@ def fetch_head(file: SourceFile, folder: str | os.PathLike[str]) -> str:
     with FileLock(unfinished):
         try:
             if not os.path.exists(head):  # nor made by another while this waited
-                retry.call(lambda: _make(file, unfinished), f'reading the head of {file.path}')
+                retry.call(
+                    lambda: _make(file, unfinished, check_crc), f'reading the head of {file.path}'
+                )
                 os.replace(unfinished, head)
         finally:
             pathlib.Path(unfinished).unlink(missing_ok=True)
     return head
 
 
-def _make(file: SourceFile, path: str) -> None:
+def _make(file: SourceFile, path: str, check_crc: bool) -> None:
     with open(path, 'r+b') as stream:
         stream.truncate(0)
         stream.truncate(file.size)
         copy = _SparseCopy(file, stream)
-        _copy_tail(file, copy)
-        with _open_zip(file, copy) as archive:
-            entries = archive.infolist()
-            copy.add(_chosen_ranges(file, entries, archive.start_dir))
-            _check_entries(file, archive, entries)
+        members = pt_archive.read_directory(_copy_tail(file, copy), file.size, file.path)
+        copy.add(_chosen_ranges(file, members))
         stream.flush()
         os.fsync(stream.fileno())
+    try:
+        (pt_archive.check_small if check_crc else pt_archive.open_archive)(path, file.path)
+    except ValueError as error:
+        # Of what was received only once, the transfer may be at fault.
+        raise retry.Corrupted(str(error).rstrip('.')) from error
 
 
-def _copy_tail(file: SourceFile, copy: '_SparseCopy') -> None:
+def _copy_tail(file: SourceFile, copy: '_SparseCopy') -> bytes:
     """Nothing in a zip vouches for its directory, so that is read twice."""
-    start = max(0, file.size - _TAIL)
+    start = max(0, file.size - pt_archive.TAIL_BYTES)
     copy.add([(start, file.size)])
-    copy.seek(start)
-    first = copy.read(_TAIL)
+    first = copy.read(start, file.size)
     again = remote.read_range(file, start, len(first))
     if first != again:
         raise retry.Corrupted(f'{file.path}: the last {len(first)} bytes differ when read twice')
+    return first
 
 
-def _open_zip(file: SourceFile, copy: '_SparseCopy') -> zipfile.ZipFile:
-    try:
-        return zipfile.ZipFile(copy)
-    except _PARSE_ERRORS as error:
-        raise ValueError(
-            f'{file.path}: is truncated or not a .pt file ({file.size:,} bytes, {error}): expected '
-            'a zip archive as torch.save writes it since torch 1.6. Save or upload it again.'
-        ) from None
-
-
-def _chosen_ranges(
-    file: SourceFile, entries: list[zipfile.ZipInfo], directory: int
-) -> list[tuple[int, int]]:
-    """Where the small entries are, and the local headers of the others."""
-    entries = sorted(entries, key=lambda entry: entry.header_offset)
-    ends = [entry.header_offset for entry in entries[1:]] + [directory]
+def _chosen_ranges(file: SourceFile, members: Sequence[pt_archive.Member]) -> list[tuple[int, int]]:
+    """Where the small members are, and the local headers of the others."""
+    small = pt_archive.small_bytes(file.size)
     ranges = []
-    for entry, end in zip(entries, ends, strict=True):
-        begin = entry.header_offset
-        stored = entry.compress_type == zipfile.ZIP_STORED and not entry.flag_bits & 1
-        if not stored or entry.file_size != entry.compress_size:
-            raise ValueError(
-                f'{file.path}: {entry.filename!r} is compressed or encrypted, expected it as '
-                'torch.save writes it, plain. Save it again.'
-            )
-        if begin < 0 or begin + _LOCAL_HEADER + entry.file_size > end:
-            raise ValueError(
-                f'{file.path}: damaged, {entry.filename!r} of {entry.file_size:,} bytes at '
-                f'{begin:,} does not fit before {end:,}. Save or upload it again.'
-            )
-        wanted = entry.file_size if entry.file_size <= _small(file) else 0
-        ranges.append((begin, min(end, begin + wanted + _PADDED_HEADER)))
+    for member in members:
+        wanted = member.size if member.size <= small else 0
+        ranges.append((member.begin, min(member.end, member.begin + wanted + _PADDED_HEADER)))
     total = sum(end - begin for begin, end in ranges)
-    if total > _MAX_SMALL * _small(file):
+    if total > _MAX_SMALL * small:
         raise ValueError(
-            f'{file.path}: its small entries take {total:,} bytes, expected no more than '
-            f"{_MAX_SMALL * _small(file):,} for '.pt' files of keys and latents."
+            f'{file.path}: its small members take {total:,} bytes, expected no more than '
+            f"{_MAX_SMALL * small:,} for '.pt' files of keys and latents."
         )
     return ranges
 
 
-def _check_entries(
-    file: SourceFile, archive: zipfile.ZipFile, entries: list[zipfile.ZipInfo]
-) -> None:
-    try:
-        for entry in entries:
-            with archive.open(entry) as content:  # checks the local header
-                if entry.file_size <= _small(file):
-                    content.read()  # checks the CRC-32
-    except _PARSE_ERRORS as error:
-        raise retry.Corrupted(f'{file.path}: {error}') from error
-
-
-def _small(file: SourceFile) -> int:
-    return max(_SMALL_BYTES, file.size // _SMALL_FRACTION)
-
-
 class _SparseCopy:
-    """A local file with holes, read like any other; what falls into a hole is a ValueError."""
+    """A local file with holes, filled a page at a time."""
 
     def __init__(self, file: SourceFile, stream: BinaryIO):
         self._file = file
         self._stream = stream
         self._pages: set[int] = set()
-        self.seek, self.tell = stream.seek, stream.tell
 
-    def seekable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        begin = self.tell()
-        end = self._file.size if size < 0 else min(begin + size, self._file.size)
-        if not self._pages.issuperset(_pages(begin, end)):
-            raise ValueError(f'no directory of a few tensors in its last {_TAIL:,} bytes')
-        return self._stream.read(max(0, end - begin))
+    def read(self, begin: int, end: int) -> bytes:
+        self._stream.seek(begin)
+        return self._stream.read(end - begin)
 
     def add(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Fills these ranges, given in ascending order."""

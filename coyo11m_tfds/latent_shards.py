@@ -14,15 +14,13 @@ import os
 import pickle
 import re
 import weakref
-import zipfile
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from coyo11m_tfds import json_digest, schema
+from coyo11m_tfds import pt_archive, schema
 
-_ZIP_MAGIC = b'PK\x03\x04'
 _EMBEDDING_DTYPES = ('float16', 'bfloat16', 'float32')
 
 
@@ -51,36 +49,48 @@ class LatentShard:
         keys: int64 `(N,)`.
         dtype: of the latents, one of `schema.LATENT_DTYPES`.
         embedding_dim: width of `embeddings`, None where the file has none.
-        digest: hex digest over the names, sizes and checksums of everything in the file. It tells
-            versions of a file apart without reading them: torch stores a CRC-32 of each tensor.
+        digest: of the names, sizes and checksums of everything in the file; see
+            `pt_archive.Archive`.
 
     Raises:
         ValueError: the file is truncated, is no `.pt`, would run code when unpickled, or its
-            tensors are missing or of an unexpected dtype or shape.
+            tensors are missing, of an unexpected dtype or shape, or not stored element by element.
         RowsDisagreeError: its tensors are well, but have unequal numbers of rows.
     """
 
     def __init__(self, path: str | os.PathLike[str], name: str = ''):
         self.path = name or os.fspath(path)
         self._local_path = os.fspath(path)
-        self.digest = _zip_digest(os.fspath(path), self.path)
-        tensors = _load(os.fspath(path), self.path)
-        keys = _tensor(self.path, tensors, schema.PT_KEYS, ('int64',))
+        archive = pt_archive.open_archive(path, self.path)
+        self.digest = archive.digest
+        self._sizes = {
+            start: member.size
+            for start, member in zip(archive.starts, archive.members, strict=True)
+        }
+        # Tensors without data: what they claim to be is checked before anything is allocated.
+        self._bare = _load(self._local_path, self.path, map_location='meta')
+        self._check_stored(schema.PT_KEYS, ('int64',))
+        keys = self._bare[schema.PT_KEYS]
         if keys.ndim != 1:
             raise ValueError(
                 f'{self.path}: {schema.PT_KEYS} has shape {tuple(keys.shape)}, expected (N,).'
             )
-        self.keys: np.ndarray = keys.numpy().copy()
-        self._latents = _tensor(self.path, tensors, schema.PT_LATENTS, schema.LATENT_DTYPES)
-        self._check_shape(schema.PT_LATENTS, self._latents, schema.LATENTS_SHAPE)
+        self._check_stored(schema.PT_LATENTS, schema.LATENT_DTYPES)
+        has_embeddings = schema.PT_EMBEDDINGS in self._bare
+        if has_embeddings:
+            self._check_stored(schema.PT_EMBEDDINGS, _EMBEDDING_DTYPES)
+        tensors = _load(self._local_path, self.path, map_location='cpu', mmap=True)
+        self.keys: np.ndarray = tensors[schema.PT_KEYS].detach().numpy().copy()
+        self._latents = tensors[schema.PT_LATENTS].detach()
+        self._check_shape(schema.PT_LATENTS, schema.LATENTS_SHAPE)
         self.dtype = _dtype_name(self._latents)
         self._raw = torch.empty((0, *schema.LATENTS_SHAPE), dtype=self._latents.dtype)
         self._values = torch.empty((0, *schema.LATENTS_SHAPE), dtype=torch.float32)
         self._embeddings: torch.Tensor | None = None
         self.embedding_dim: int | None = None
-        if schema.PT_EMBEDDINGS in tensors:
-            self._embeddings = _tensor(self.path, tensors, schema.PT_EMBEDDINGS, _EMBEDDING_DTYPES)
-            self._check_shape(schema.PT_EMBEDDINGS, self._embeddings, ('D',))
+        if has_embeddings:
+            self._embeddings = tensors[schema.PT_EMBEDDINGS].detach()
+            self._check_shape(schema.PT_EMBEDDINGS, ('D',))
             self.embedding_dim = self._embeddings.shape[1]
 
     def latents(self, rows: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -138,14 +148,9 @@ class LatentShard:
         """Where the latents begin in the file; None if they do not lie there row after row."""
         if not len(self.keys) or not self._latents.is_contiguous():
             return None
-        # Only a tensor without data knows where in the file its data would be. That torch tells it
-        # is not promised, so it is compared with what torch itself reads.
-        bare = torch.load(self._local_path, map_location='meta', weights_only=True)
-        latents = bare[schema.PT_LATENTS]
-        start = getattr(latents.untyped_storage(), '_checkpoint_offset', None)
-        if start is None:
-            return None
-        start += latents.storage_offset() * latents.element_size()
+        latents = self._bare[schema.PT_LATENTS]
+        start = _storage_start(latents) + latents.storage_offset() * latents.element_size()
+        # In a file of the other byte order torch has swapped the bytes.
         first_row = self._latents[0].view(torch.uint8).numpy().tobytes()
         return start if os.pread(self._file, len(first_row), start) == first_row else None
 
@@ -160,8 +165,31 @@ class LatentShard:
         chosen = self._embeddings[torch.as_tensor(np.asarray(rows, np.int64))]
         return chosen.to(torch.float32).numpy()
 
-    def _check_shape(self, name: str, tensor: torch.Tensor, row_shape: tuple) -> None:
-        shape = tuple(tensor.shape)
+    def _check_stored(self, name: str, dtypes: tuple[str, ...]) -> None:
+        """Checks that a tensor is one of these dtypes, and within one member of the archive."""
+        tensor = _tensor(self.path, self._bare, name, dtypes)
+        size = self._sizes.get(_storage_start(tensor))
+        if size is None:
+            raise ValueError(
+                f'{self.path}: {name} is not stored as torch.save stores a tensor, at the '
+                'beginning of a member of the archive. Save it again.'
+            )
+        elements = _elements_spanned(tensor)
+        if elements is None:
+            raise ValueError(
+                f'{self.path}: {name} of shape {tuple(tensor.shape)} has strides '
+                f'{tensor.stride()}, so that rows share memory; expected every element stored. '
+                'Save it again as .contiguous().'
+            )
+        needed = (tensor.storage_offset() + elements) * tensor.element_size()
+        if needed > size:
+            raise ValueError(
+                f'{self.path}: {name} of shape {tuple(tensor.shape)} takes {needed:,} bytes, but '
+                f'{size:,} are stored. Copy, download or save it again.'
+            )
+
+    def _check_shape(self, name: str, row_shape: tuple) -> None:
+        shape = tuple(self._bare[name].shape)
         row_fits = len(shape) == 1 + len(row_shape) and all(
             have == want if isinstance(want, int) else have > 0
             for have, want in zip(shape[1:], row_shape, strict=True)
@@ -183,32 +211,9 @@ def use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def _zip_digest(path: str, name: str) -> str:
+def _load(path: str, name: str, **options) -> dict[str, torch.Tensor]:
     try:
-        with zipfile.ZipFile(path) as archive:
-            # The first folder of every name is the name under which the file was first saved.
-            entries = [
-                (info.filename.partition('/')[2], info.file_size, info.CRC)
-                for info in archive.infolist()
-            ]
-    except (zipfile.BadZipFile, EOFError):
-        with open(path, 'rb') as file:
-            starts_well = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
-        size = os.path.getsize(path)
-        problem = (
-            f'is truncated ({size:,} bytes): it starts as a .pt file, but its end is missing. '
-            'Copy or download it again.'
-            if starts_well
-            else f'is not a .pt file ({size:,} bytes): expected a zip archive as torch.save '
-            'writes it since torch 1.6. Save or download it again.'
-        )
-        raise ValueError(f'{name}: {problem}') from None
-    return json_digest.sha256(sorted(entries))
-
-
-def _load(path: str, name: str) -> dict[str, torch.Tensor]:
-    try:
-        content = torch.load(path, map_location='cpu', mmap=True, weights_only=True)
+        content = torch.load(path, weights_only=True, **options)
     except pickle.UnpicklingError as error:
         asked = re.search(r'GLOBAL (\S+)', str(error))
         what = f'asks for {asked[1]}' if asked else 'is damaged or asks for other things'
@@ -241,7 +246,24 @@ def _tensor(path: str, tensors: dict, name: str, dtypes: tuple[str, ...]) -> tor
             f'{path}: {name} is {tensor.layout} {tensor.dtype}, expected a dense tensor of '
             f'{" or ".join(dtypes)}.'
         )
-    return tensor.detach()
+    return tensor
+
+
+def _storage_start(tensor: torch.Tensor) -> int:
+    """Where in the file the storage of a tensor without data begins; -1 if torch does not tell."""
+    return getattr(tensor.untyped_storage(), '_checkpoint_offset', -1)
+
+
+def _elements_spanned(tensor: torch.Tensor) -> int | None:
+    """Elements from the first to the last of a tensor; None if some share memory."""
+    if not tensor.numel():
+        return 0
+    span = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < span:
+            return None
+        span += stride * (size - 1)
+    return span
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

@@ -41,6 +41,7 @@ class PlanSettings:
             about this size, nearly equal.
         drop_bad: leave out and count bad rows, instead of stopping at the first.
         max_bad_fraction: share of the source's rows that may be bad.
+        check_crc: whether contents of `.pt` files are compared with their CRC-32.
         max_examples_per_split: keep only the first records of each split.
     """
 
@@ -50,6 +51,7 @@ class PlanSettings:
     shard_bytes: int = 128 * 1024 * 1024
     drop_bad: bool = True
     max_bad_fraction: float = 0.01
+    check_crc: bool = True
     max_examples_per_split: int | None = None
 
 
@@ -123,7 +125,9 @@ def make_plan(
     """
     # Of this build alone: another one of the same source must not remove what is read here.
     with held_folder.make(cache_dir, 'heads-') as heads:
-        latents = SourceLatents.read(source.latent_files, heads, drop_bad=settings.drop_bad)
+        latents = SourceLatents.read(
+            source.latent_files, heads, drop_bad=settings.drop_bad, check_crc=settings.check_crc
+        )
     logging.info('%d rows in %d .pt files', latents.num_rows, len(latents.files))
     joined = _join(source, settings, latents, scratch, cache_dir)
     caption_rows = joined.captions.find(latents.keys)
@@ -131,7 +135,13 @@ def make_plan(
     caption_bytes = joined.captions.lengths(caption_rows)
     reasons = _drop_reasons(latents, caption_rows, caption_bytes, joined)
     dropped = _count_dropped(latents, joined.captions, reasons, settings.max_bad_fraction)
-    dropped.check_bad(source.root)
+    if dropped.counts[schema.CAPTION_TOO_LONG] and not settings.drop_bad:
+        raise ValueError(
+            f'{source.captions_file.path}: the caption of key '
+            f'{dropped.examples[schema.CAPTION_TOO_LONG][0]} has more than '
+            f'{schema.MAX_CAPTION_BYTES:,} bytes. Shorten or remove it, or set bad_data to "drop".'
+        )
+    dropped.check_bad(source.captions_file.path)
     dropped.check_all(source.captions_file.path)
 
     kept = ~np.logical_or.reduce(list(reasons.values()))
@@ -153,7 +163,7 @@ def make_plan(
         dropped=dropped,
         source_fingerprint=json_digest.sha256(
             [
-                *(f'{f.name} {d}' for f, d in zip(latents.files, latents.digests, strict=True)),
+                *(f'{f.name} {v}' for f, v in zip(latents.files, latents.versions, strict=True)),
                 *joined.digests,
             ]
         ),
@@ -176,6 +186,7 @@ def _join(
         column=settings.caption_column,
         cache_dir=cache_dir,
         drop_repeats=settings.drop_bad,
+        recorded=source.captions_file.recorded,
     )
     logging.info('The captions of %s are ready', source.captions_file.path)
     if not settings.text_vectors:
@@ -183,13 +194,17 @@ def _join(
     if settings.text_vectors == VECTORS_IN_PT:
         dim = latents.common_embedding_dim()
         return _Joined(store, TextVectors(dim, VECTORS_IN_PT, in_pt=True), None, None)
-    header, vector_store = _prepare_sidecar(settings, scratch, cache_dir)
+    header, vector_store = _prepare_sidecar(source, settings, store, scratch, cache_dir)
     text_vectors = TextVectors(header.dim, header.encoder, in_pt=False)
     return _Joined(store, text_vectors, header, vector_store)
 
 
 def _prepare_sidecar(
-    settings: PlanSettings, scratch: Scratch, cache_dir: str
+    source: sources.Source,
+    settings: PlanSettings,
+    store: captions.CaptionStore,
+    scratch: Scratch,
+    cache_dir: str,
 ) -> tuple[vectors.SidecarHeader, vectors.VectorStore]:
     try:
         sidecar = source_files.describe(settings.text_vectors)
@@ -198,7 +213,7 @@ def _prepare_sidecar(
             f"text_vectors: {error} Otherwise '' or 'pt'; coyo11m_tfds.embed_captions makes such a "
             'file.'
         ) from None
-    header, store = vectors.prepare_store(
+    header, vector_store = vectors.prepare_store(
         lambda: scratch.hold_showing(sidecar),
         name=sidecar.path,
         version=sidecar.version,
@@ -209,8 +224,14 @@ def _prepare_sidecar(
             f"{sidecar.path}: its vectors were made of column '{header.caption_column}', but the "
             f"captions are '{settings.caption_column}'. Embed that column, or set caption_column."
         )
+    if header.captions_digest != store.digest:
+        raise ValueError(
+            f'{sidecar.path}: its vectors were made of other captions than column '
+            f"'{settings.caption_column}' of {source.captions_file.path} has. Make it again with "
+            'coyo11m_tfds.embed_captions, or name the source that it was made from.'
+        )
     logging.info('The text vectors of %s are ready', sidecar.path)
-    return header, store
+    return header, vector_store
 
 
 def _drop_reasons(
@@ -218,11 +239,12 @@ def _drop_reasons(
 ) -> dict[str, np.ndarray]:
     """Returns bool `(n,)` for each reason to drop a row; at most one of them is true."""
     no_row = ~latents.repeated & (caption_rows < 0)
-    no_caption = ~latents.repeated & ~no_row & (caption_bytes == 0)
+    has_row = ~latents.repeated & ~no_row
     reasons = {
         schema.REPEATED_KEY: latents.repeated,
         schema.NO_ROW: no_row,
-        schema.NO_CAPTION: no_caption,
+        schema.NO_CAPTION: has_row & (caption_bytes == 0),
+        schema.CAPTION_TOO_LONG: has_row & (caption_bytes == captions.TOO_LONG),
     }
     if joined.vectors:
         missing = joined.vectors.find(latents.keys) < 0
@@ -238,8 +260,12 @@ def _count_dropped(
 ) -> Dropped:
     dropped = Dropped(latents.num_rows, max_bad_fraction)
     for reason, mask in reasons.items():
-        dropped.add(reason, int(mask.sum()), latents.keys[mask][: Dropped.MAX_EXAMPLES])
-    dropped.add(schema.ROWS_DISAGREE, len(latents.disagreeing), latents.disagreeing)
+        rows = np.flatnonzero(mask)
+        file = latents.path_of(rows[0]) if reason == schema.REPEATED_KEY and len(rows) else ''
+        dropped.add(reason, len(rows), latents.keys[rows[: Dropped.MAX_EXAMPLES]], file)
+    if latents.disagreeing_files:
+        file, keys = latents.disagreeing_files[0], latents.disagreeing
+        dropped.add(schema.ROWS_DISAGREE, len(keys), keys, file)
     dropped.add(schema.REPEATED_CAPTION, store.num_repeated, store.repeated_keys)
     return dropped
 
@@ -314,8 +340,9 @@ def _make_tasks(
             inputs=inputs,
             text_vectors=joined.text_vectors,
             drop_bad=drop_bad,
+            check_crc=latents.check_crc,
             num_bytes=num_bytes,
-            fingerprint=json_digest.sha256([common, name, latents.digests[file], rows_digest]),
+            fingerprint=json_digest.sha256([common, name, latents.versions[file], rows_digest]),
         )
         tasks.append(task)
     return tasks

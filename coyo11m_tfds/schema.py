@@ -20,6 +20,8 @@ PT_LATENTS = 'latents'  # float16 or bfloat16 (N, 3, 4, 32, 32)
 PT_EMBEDDINGS = 'embeddings'  # float16, bfloat16 or float32 (N, D); not in every source
 
 PARQUET_KEY = 'key'
+MAX_CAPTION_BYTES = 65_536  # of UTF-8; what is longer was not written by a person or a model
+MAX_TEXT_DIM = 16_384  # numbers of a text vector; the widest encoders have 8,192
 DEFAULT_CAPTION_COLUMN = 'caption_llava'
 
 # --- Records --------------------------------------------------------------------------------
@@ -64,6 +66,7 @@ NO_TEXT_VECTOR = 'no_text_vector'  # the sidecar has no vector for it
 REPEATED_KEY = 'repeated_key'  # the key was in an earlier row of the `.pt` files
 ROWS_DISAGREE = 'rows_disagree'  # in a `.pt` file whose tensors have unequal numbers of rows
 NON_FINITE = 'non_finite'  # NaN or infinity in its latents or text vector
+CAPTION_TOO_LONG = 'caption_too_long'  # its caption has more than MAX_CAPTION_BYTES
 REPEATED_CAPTION = 'repeated_caption'  # a row of the Parquet file whose key came before
 DROP_REASONS = (
     NO_ROW,
@@ -72,6 +75,7 @@ DROP_REASONS = (
     REPEATED_KEY,
     ROWS_DISAGREE,
     NON_FINITE,
+    CAPTION_TOO_LONG,
     REPEATED_CAPTION,
 )
 
@@ -84,9 +88,12 @@ META_LATENT_DTYPE = 'latent_dtype'  # one of LATENT_DTYPES
 META_TEXT_MEAN = 'text_embedding_mean'  # D floats
 META_TEXT_STD = 'text_embedding_std'  # D floats
 META_TEXT_ENCODER = 'text_encoder'  # name, e.g. 'hash' or 'hf:google/gemma-3-270m'
+META_TEXT_REVISION = 'text_encoder_revision'  # commit, digest of its files or number
+META_TEXT_MAX_TOKENS = 'text_max_tokens'  # captions were cut to so many; 0 for no limit
 META_TEXT_DIM = 'text_embedding_dim'  # D
 META_CAPTION_COLUMN = 'caption_column'
 META_DROPPED = 'dropped'  # {'no_row': int, 'no_caption': int, ...}
+META_CAPTIONS_DIGEST = 'captions_digest'  # of keys and captions that vectors were made of
 META_SOURCE_FINGERPRINT = 'source_fingerprint'  # hex digest
 META_SETTINGS = 'settings'  # what decides the records, see `build_settings`
 

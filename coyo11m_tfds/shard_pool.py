@@ -21,7 +21,7 @@ import types
 import uuid
 from collections.abc import Iterator, Sequence
 
-from coyo11m_tfds import machine
+from coyo11m_tfds import machine, pt_archive
 from coyo11m_tfds.finished import FinishedShards
 from coyo11m_tfds.latent_shards import use_one_thread
 from coyo11m_tfds.shard_writer import ShardResult, ShardTask, init_worker, write_shard
@@ -124,6 +124,14 @@ class _Run:
         """Writes all shards of one file; holds the file until the last is written."""
         try:
             with self._scratch.hold(tasks[0].latents, on_bytes=self._check_going_on) as path:
+                file, check_crc = tasks[0].latents, tasks[0].check_crc
+                pt_archive.check_contents(
+                    path,
+                    file.path,
+                    check_crc=check_crc,
+                    recorded=file.recorded,
+                    on_bytes=self._check_going_on,
+                )
                 written = []
                 for task in tasks:
                     self._shards_in_work.acquire()
@@ -150,7 +158,7 @@ class _Run:
             self._shards_in_work.release()
 
     def _check_going_on(self, num_bytes: int) -> None:
-        """Ends a download that nobody waits for any more."""
+        """Ends a download or a check that nobody waits for any more."""
         del num_bytes
         if self._stop.is_set():
             raise concurrent.futures.CancelledError

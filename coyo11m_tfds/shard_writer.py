@@ -51,6 +51,7 @@ class ShardTask:
         inputs: which rows, and the captions and vectors that go with them.
         text_vectors: None where records hold no text vector.
         drop_bad: leave out and count what is not finite, instead of stopping.
+        check_crc: whether contents of the `.pt` file are compared with their CRC-32.
         num_bytes: expected size of the shard, within 1%.
         fingerprint: hex digest of all that decides the shard's bytes.
     """
@@ -64,6 +65,7 @@ class ShardTask:
     inputs: StoreInputs | PackedInputs
     text_vectors: TextVectors | None
     drop_bad: bool
+    check_crc: bool
     num_bytes: int
     fingerprint: str
 

@@ -50,6 +50,8 @@ class SourceLatents:
         repeated: rows whose key was in an earlier row, bool, shape of `keys`.
         disagreeing: keys of files that are left out because their tensors have unequal numbers
             of rows, so that nothing tells which row belongs to which key; int64.
+        disagreeing_files: paths of these files.
+        check_crc: whether contents have been, and are to be, compared with their CRC-32.
     """
 
     files: tuple[SourceFile, ...]
@@ -60,10 +62,17 @@ class SourceLatents:
     digests: tuple[str, ...]
     repeated: np.ndarray
     disagreeing: np.ndarray
+    disagreeing_files: tuple[str, ...]
+    check_crc: bool
 
     @classmethod
     def read(
-        cls, files: Sequence[SourceFile], head_dir: str | os.PathLike[str], *, drop_bad: bool
+        cls,
+        files: Sequence[SourceFile],
+        head_dir: str | os.PathLike[str],
+        *,
+        drop_bad: bool,
+        check_crc: bool = True,
     ) -> 'SourceLatents':
         """Opens and checks every file.
 
@@ -72,6 +81,7 @@ class SourceLatents:
             head_dir: existing folder for the heads of remote files, some MB each.
             drop_bad: mark repeated keys and leave out files whose tensors disagree, instead of
                 raising.
+            check_crc: compare all but the large storages with their CRC-32.
 
         Raises:
             ValueError: a file is bad, or the files disagree; or `drop_bad` is false and a key comes
@@ -83,10 +93,13 @@ class SourceLatents:
             concurrent.futures.ThreadPoolExecutor(_HEADS_AT_ONCE) as threads,
         ):
             heads = []
-            for head in threads.map(lambda file: _read_head(file, head_dir, drop_bad), files):
+            for head in threads.map(
+                lambda file: _read_head(file, head_dir, drop_bad, check_crc), files
+            ):
                 heads.append(head)
                 progress.add(1)
         good = [head for head in heads if not head.disagreement]
+        bad = [(file, head) for file, head in zip(files, heads, strict=True) if head.disagreement]
         if not good:
             raise heads[0].disagreement
         _check_dtypes(files, heads)
@@ -100,9 +113,10 @@ class SourceLatents:
             digests=tuple(head.digest for head in heads),
             repeated=_repeats(keys),
             disagreeing=np.concatenate(
-                [np.empty(0, np.int64)]
-                + [head.disagreement.keys for head in heads if head.disagreement]
+                [np.empty(0, np.int64)] + [head.disagreement.keys for _, head in bad]
             ),
+            disagreeing_files=tuple(file.path for file, _ in bad),
+            check_crc=check_crc,
         )
         if not drop_bad:
             latents._check_unique()
@@ -112,6 +126,17 @@ class SourceLatents:
     def num_rows(self) -> int:
         """Rows of all files, with those of files that are left out."""
         return len(self.keys) + len(self.disagreeing)
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """For each file what changes with its content; digests may not where there is no CRC-32."""
+        if self.check_crc:
+            return self.digests
+        return tuple(f'{d} {f.version}' for f, d in zip(self.files, self.digests, strict=True))
+
+    def path_of(self, row: int) -> str:
+        """The file of a row of `keys`."""
+        return self.files[self._file_of(row)].path
 
     def common_embedding_dim(self) -> int:
         """The width of `embeddings` in all files.
@@ -152,12 +177,17 @@ class SourceLatents:
             )
 
     def _place(self, row: int) -> str:
-        file = int(np.searchsorted(self.starts, row, side='right')) - 1
+        file = self._file_of(row)
         return f'{self.files[file].path}: row {row - self.starts[file]}'
 
+    def _file_of(self, row: int) -> int:
+        return int(np.searchsorted(self.starts, row, side='right')) - 1
 
-def _read_head(file: SourceFile, head_dir: str | os.PathLike[str], drop_bad: bool) -> _Head:
-    path = latent_heads.fetch_head(file, head_dir)
+
+def _read_head(
+    file: SourceFile, head_dir: str | os.PathLike[str], drop_bad: bool, check_crc: bool
+) -> _Head:
+    path = latent_heads.fetch_head(file, head_dir, check_crc=check_crc)
     try:
         # Let go at once: all files together are 300 GB of mapped memory.
         shard = LatentShard(path, name=file.path)

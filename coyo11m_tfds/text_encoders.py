@@ -27,11 +27,15 @@ class Encoder(Protocol):
 
     Attributes:
         name: what the metadata of a data set calls it; free of paths of this machine.
+        revision: changes when the same caption may get another vector.
+        max_tokens: captions are cut to so many tokens; 0 for no limit.
         dim: numbers a vector.
         truncated: captions cut to the encoder's greatest length so far.
     """
 
     name: str
+    revision: str
+    max_tokens: int
     dim: int
     truncated: int
 
@@ -90,6 +94,8 @@ class HashEncoder:
     """
 
     name = 'hash'
+    revision = '1'  # to be raised with every change of the vectors
+    max_tokens = 0
     dim = schema.DEFAULT_TEXT_DIM
     truncated = 0
 

@@ -9,7 +9,7 @@
     vectors.VectorStore(store.folder, header.dim)       # how another process opens it
 
 A sidecar is one Parquet file with the columns `key` and `text_embedding` (a fixed-size list of
-float16) and, in its schema's metadata, the encoder's name, the width, and the caption column.
+float16) and, in its schema's metadata, what `SidecarHeader` has.
 """
 
 import concurrent.futures
@@ -26,16 +26,41 @@ from coyo11m_tfds import keyed_parquet, keyed_store, schema
 from coyo11m_tfds.captions import LocalFile
 from coyo11m_tfds.storage.destination import naming
 
+# Of the schema's metadata.
+_ENTRIES = (
+    schema.META_TEXT_ENCODER,
+    schema.META_TEXT_REVISION,
+    schema.META_TEXT_MAX_TOKENS,
+    schema.META_TEXT_DIM,
+    schema.META_CAPTION_COLUMN,
+    schema.META_CAPTIONS_DIGEST,
+)
+
+# Of a number while it is read: the number itself and its levels in the Parquet file, twice.
+_NUMBER_BYTES = 12
+
 _PLACES, _MATRIX = 'places', 'matrix'
 
 
 @dataclasses.dataclass(frozen=True)
 class SidecarHeader:
-    """What a sidecar says about itself: `dim` numbers a vector, made by `encoder`."""
+    """What a sidecar says about itself.
+
+    Attributes:
+        dim: numbers a vector.
+        encoder: name of what made them.
+        revision: of the encoder.
+        max_tokens: captions were cut to so many tokens; 0 for no limit.
+        caption_column: that they were made from.
+        captions_digest: `CaptionStore.digest` of the captions that they were made from.
+    """
 
     dim: int
     encoder: str
+    revision: str
+    max_tokens: int
     caption_column: str
+    captions_digest: str
 
 
 def read_header(path: str, name: str = '') -> SidecarHeader:
@@ -49,18 +74,24 @@ def read_header(path: str, name: str = '') -> SidecarHeader:
         arrow_schema = file.schema_arrow
     kind = arrow_schema.field(schema.TEXT_EMBEDDING).type
     is_vector = pa.types.is_fixed_size_list(kind) and pa.types.is_float16(kind.value_type)
-    if not is_vector or kind.list_size < 1:
+    if not is_vector or not 1 <= kind.list_size <= schema.MAX_TEXT_DIM:
         raise ValueError(
             f"{name}: column '{schema.TEXT_EMBEDDING}' is {kind}, expected a fixed-size list of "
-            'float16 as coyo11m_tfds.embed_captions writes it.'
+            f'float16, at most {schema.MAX_TEXT_DIM:,}, as coyo11m_tfds.embed_captions writes it.'
         )
     metadata = {k.decode(): v.decode() for k, v in (arrow_schema.metadata or {}).items()}
-    for entry in (schema.META_TEXT_ENCODER, schema.META_TEXT_DIM, schema.META_CAPTION_COLUMN):
+    for entry in _ENTRIES:
         if not metadata.get(entry):
             raise ValueError(
-                f"{name}: its schema's metadata lacks '{entry}'; make the file with "
+                f"{name}: its schema's metadata lacks '{entry}'; make the file again with "
                 'coyo11m_tfds.embed_captions.'
             )
+    max_tokens = metadata[schema.META_TEXT_MAX_TOKENS]
+    if not max_tokens.isdecimal():
+        raise ValueError(
+            f'{name}: its metadata has {schema.META_TEXT_MAX_TOKENS} {max_tokens!r}, expected a '
+            'number. Make it again.'
+        )
     if metadata[schema.META_TEXT_DIM] != str(kind.list_size):
         raise ValueError(
             f'{name}: its vectors have {kind.list_size} numbers, but its metadata says '
@@ -69,7 +100,10 @@ def read_header(path: str, name: str = '') -> SidecarHeader:
     return SidecarHeader(
         dim=kind.list_size,
         encoder=metadata[schema.META_TEXT_ENCODER],
+        revision=metadata[schema.META_TEXT_REVISION],
+        max_tokens=int(max_tokens),
         caption_column=metadata[schema.META_CAPTION_COLUMN],
+        captions_digest=metadata[schema.META_CAPTIONS_DIGEST],
     )
 
 
@@ -148,7 +182,9 @@ def build_store(path: str, folder: str, name: str) -> dict[str, Any]:
         open(matrix_path, 'wb') as matrix,
         concurrent.futures.ThreadPoolExecutor(1) as other_thread,
     ):
-        for keys, values in keyed_parquet.batches(path, schema.TEXT_EMBEDDING, name):
+        for keys, values in keyed_parquet.batches(
+            path, schema.TEXT_EMBEDDING, name, row_bytes=_NUMBER_BYTES * header.dim
+        ):
             vectors = _to_numpy(values, header.dim, keys, name)
             # Either takes longer than to read the file.
             hashed = other_thread.submit(matrix_digest.update, vectors)
@@ -158,9 +194,9 @@ def build_store(path: str, folder: str, name: str) -> dict[str, Any]:
     keys = np.concatenate(all_keys)
     digest = hashlib.sha256(matrix_digest.digest())
     digest.update(keys)
-    places, facts = keyed_store.write_keys(folder, keys, digest.hexdigest())
+    places, facts = keyed_store.write_keys(folder, keys)
     keyed_store.write(folder, _PLACES, places)
-    return facts | {'header': dataclasses.asdict(header)}
+    return facts | {'digest': digest.hexdigest(), 'header': dataclasses.asdict(header)}
 
 
 def _to_numpy(values: pa.Array, dim: int, keys: np.ndarray, name: str) -> np.ndarray:

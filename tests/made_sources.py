@@ -1,6 +1,7 @@
 """Small sources for the tests of the conversion, with every value known."""
 
 import pathlib
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import captions, schema
 
 
 def make_latents(count: int, dtype: str = 'float16', seed: int = 0) -> torch.Tensor:
@@ -63,16 +64,28 @@ def latents_file(folder: pathlib.Path, number: int) -> pathlib.Path:
 
 
 def write_sidecar(
-    path: pathlib.Path, vectors: Mapping[int, np.ndarray], **metadata: str | None
+    path: pathlib.Path,
+    vectors: Mapping[int, np.ndarray],
+    source: pathlib.Path | None = None,
+    **metadata: str | None,
 ) -> pathlib.Path:
-    """Writes text vectors as float16; `metadata` replaces entries of the schema's metadata."""
+    """Writes text vectors as float16; `metadata` replaces entries of the schema's metadata.
+
+    With the folder of a `source` they count as made of its captions.
+    """
     dim = len(next(iter(vectors.values())))
     flat = pa.array(np.concatenate(list(vectors.values())).astype(np.float16))
     entries = {
         schema.META_TEXT_ENCODER: 'made-up',
+        schema.META_TEXT_REVISION: '1',
+        schema.META_TEXT_MAX_TOKENS: '0',
         schema.META_TEXT_DIM: str(dim),
         schema.META_CAPTION_COLUMN: schema.DEFAULT_CAPTION_COLUMN,
+        schema.META_CAPTIONS_DIGEST: 'made-up',
     } | metadata
+    if source is not None:
+        digest = captions_digest(source, entries[schema.META_CAPTION_COLUMN])
+        entries[schema.META_CAPTIONS_DIGEST] = digest
     table = pa.table(
         {
             schema.PARQUET_KEY: pa.array(list(vectors), pa.int64()),
@@ -82,3 +95,10 @@ def write_sidecar(
     entries = {name: value for name, value in entries.items() if value is not None}
     pq.write_table(table.replace_schema_metadata(entries), path)
     return path
+
+
+def captions_digest(source: pathlib.Path, column: str = schema.DEFAULT_CAPTION_COLUMN) -> str:
+    """What a sidecar that is made of these captions says of them."""
+    path = str(source / schema.CAPTIONS_FILE)
+    with tempfile.TemporaryDirectory() as folder:
+        return captions.build_store(path, column, folder, path)['digest']

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import mirror, schema
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
 from tests import made_sources
 
@@ -94,13 +94,13 @@ def save_in_the_old_format(path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ('spoil', 'message'),
     [
-        (truncate, 'is truncated'),
-        (truncate_a_lot, 'is truncated'),
-        (empty, 'is not a .pt file'),
-        (replace_by_text, 'is not a .pt file'),
+        (truncate, 'is truncated or'),
+        (truncate_a_lot, 'is truncated or'),
+        (empty, 'or not a .pt file'),
+        (replace_by_text, 'or not a .pt file'),
         (replace_by_another_zip, 'cannot be read as a .pt file'),
-        (damage_the_pickle, 'its pickle is damaged or'),
-        (save_in_the_old_format, 'is not a .pt file'),
+        (damage_the_pickle, "data.pkl' has CRC-32"),
+        (save_in_the_old_format, 'or not a .pt file'),
     ],
 )
 def test_a_file_that_is_no_whole_pt_file(
@@ -109,6 +109,66 @@ def test_a_file_that_is_no_whole_pt_file(
     path = made_sources.latents_file(source, 1)
     spoil(path)
     assert_refused(source, str(path), message)
+
+
+@pytest.mark.parametrize('bad_data', ['drop', 'stop'])
+def test_latents_that_were_not_copied_yet(source: pathlib.Path, bad_data: str):
+    """As of a download into a file of full size: zeros are finite numbers."""
+    path = made_sources.latents_file(source, 1)
+    with path.open('r+b') as file:
+        file.seek(path.stat().st_size // 2)
+        file.write(bytes(50_000))
+    assert_refused(source, str(path), 'is damaged or still being copied', bad_data=bad_data)
+
+
+def test_a_damaged_key_is_told_before_anything_is_written(source: pathlib.Path):
+    """Even one that has become the key of another caption."""
+    path = made_sources.latents_file(source, 1)
+    content = path.read_bytes()
+    at = content.index(np.arange(10, 16).tobytes()) + 5 * 8
+    path.write_bytes(content[:at] + bytes([99]) + content[at + 1 :])
+    made_sources.write_captions(source, dict.fromkeys(range(100), 'text'))
+    assert_refused(source, str(path), "data/0' has CRC-32")
+    assert not [path for path in source.parent.rglob('*') if '.building' in path.name]
+
+
+def test_a_copy_that_is_not_what_was_mirrored(source: pathlib.Path, tmp_path: pathlib.Path):
+    for name, spoil, options in (
+        (made_sources.latents_file(source, 1).relative_to(source), grow, {}),
+        (schema.CAPTIONS_FILE, grow, {}),
+        (made_sources.latents_file(source, 1).relative_to(source), flip_a_byte_in_between, {}),
+        (schema.CAPTIONS_FILE, flip_a_byte_in_between, {}),
+        (made_sources.latents_file(source, 0).relative_to(source), zero, {'check_crc': False}),
+    ):
+        copy = tmp_path / spoil.__name__ / str(name).replace('/', '-') / 'source'
+        mirror.mirror(source, copy)
+        build(copy, copy / 'good')
+        spoil(copy / name)
+        assert_refused(copy, str(copy / name), 'when it was mirrored', **options)
+
+
+def grow(path: pathlib.Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(b'#' + content if path.suffix == '.pt' else content[:4] + b'#' + content[4:])
+
+
+def flip_a_byte_in_between(path: pathlib.Path) -> None:
+    """Where neither a reader of `.pt` files nor one of Parquet files looks."""
+    content = path.read_bytes()
+    at = content.index(b'ZZZZ') if path.suffix == '.pt' else content.index(b'parquet-cpp-arrow')
+    path.write_bytes(content[:at] + b'Q' + content[at + 1 :])
+
+
+def zero(path: pathlib.Path) -> None:
+    content = path.read_bytes()
+    half = len(content) // 2
+    path.write_bytes(content[:half] + bytes(999) + content[half + 999 :])
+
+
+def test_a_damaged_pickle_of_a_file_without_checksums(source: pathlib.Path):
+    path = made_sources.latents_file(source, 1)
+    damage_the_pickle(path)
+    assert_refused(source, str(path), 'its pickle is damaged or', check_crc=False)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +219,7 @@ def test_a_pickle_that_would_run_code_does_not(
         )
     else:
         path.write_bytes(pickle.dumps(Malicious(touched)))
-        assert_refused(source, str(path), 'is not a .pt file')
+        assert_refused(source, str(path), 'or not a .pt file')
     assert not touched.exists()
     torch.load(path, weights_only=False) if protocol == 'in a .pt file' else pickle.loads(
         path.read_bytes()
@@ -230,7 +290,9 @@ def test_captions_of_other_images(source: pathlib.Path):
 
 def test_vectors_of_another_caption_column(source: pathlib.Path, tmp_path: pathlib.Path):
     rows = {key: np.ones(4) for key in range(16)}
-    path = made_sources.write_sidecar(tmp_path / 'v.parquet', rows, caption_column='caption')
+    path = made_sources.write_sidecar(
+        tmp_path / 'v.parquet', rows, source, caption_column='caption'
+    )
     assert_refused(source, str(path), "were made of column 'caption'", text_vectors=str(path))
     build(source, tmp_path / 'good', text_vectors=str(path), caption_column='caption')
 
@@ -249,6 +311,7 @@ def test_vectors_of_another_caption_column(source: pathlib.Path, tmp_path: pathl
         ({'wait_hours': -1}, 'wait_hours is -1, expected at least 0'),
         ({'shard_bytes': 0}, 'shard_bytes is 0, expected at least 1'),
         ({'shard_bytes': 1e8}, 'shard_bytes is 100000000.0, expected an integer'),
+        ({'check_crc': 'no'}, "check_crc is 'no', expected true or false"),
         ({'num_workers': -1}, 'num_workers is -1, expected at least 0'),
         ({'text_vectors': None}, 'text_vectors is None, expected a string'),
     ],

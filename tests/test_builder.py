@@ -76,7 +76,7 @@ def test_text_vectors_of_a_sidecar_are_joined_by_key(tmp_path: pathlib.Path):
     source = made_sources.write_source(tmp_path / 'source', [range(20), range(20, 30)])
     rng = np.random.default_rng(0)
     vectors = {int(key): rng.normal(size=7).astype(np.float16) for key in rng.permutation(30)}
-    sidecar = made_sources.write_sidecar(tmp_path / 'x.parquet', vectors)
+    sidecar = made_sources.write_sidecar(tmp_path / 'x.parquet', vectors, source)
 
     builder = build(source, tmp_path / 'out', text_vectors=str(sidecar))
 

@@ -30,7 +30,7 @@ def seconds_of(kind: str) -> float:
 def source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     folder = made_sources.write_source(tmp_path_factory.mktemp('source'), FILES)
     vectors = {key: np.full(8, key) for key in range(90)}
-    made_sources.write_sidecar(folder / 'vectors.parquet', vectors)
+    made_sources.write_sidecar(folder / 'vectors.parquet', vectors, folder)
     return folder
 
 

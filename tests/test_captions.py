@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+import textwrap
 
 import numpy as np
 import pandas as pd
@@ -146,7 +147,7 @@ def test_only_the_columns_that_are_needed_are_read(tmp_path: pathlib.Path):
     assert texts_of(prepare(path), 999) == [b'999']
 
 
-def test_the_digest_is_that_of_keys_and_captions_in_their_order(tmp_path: pathlib.Path):
+def test_the_digest_is_that_of_captions_by_key(tmp_path: pathlib.Path):
     def digest(rows: dict, kind: pa.DataType, **options) -> str:
         path = tmp_path / f'{len(list(tmp_path.iterdir()))}.parquet'
         text = pa.array(list(rows.values()), pa.string()).cast(kind)
@@ -159,12 +160,15 @@ def test_the_digest_is_that_of_keys_and_captions_in_their_order(tmp_path: pathli
         digest(rows, pa.large_string(), row_group_size=777, compression='zstd'),
         digest(rows | {-1: None}, pa.string_view(), row_group_size=20_001),
         digest(rows | {-1: ' \n'}, pa.dictionary(pa.int32(), pa.string())),
+        digest({key: rows[key] for key in sorted(rows)}, pa.string()),
+        digest({-3: None, **rows}, pa.string()),
+        digest({key: text for key, text in rows.items() if text}, pa.string()),
     ]
     assert len(set(same)) == 1
     others = [
         rows | {-2: 'y'},
-        {7: '7', **rows},
-        {key: rows[key] for key in sorted(rows)},
+        {key: text for key, text in rows.items() if key != 1},
+        rows | {-3: 'new'},
         {1: 'a', 2: 'b'},
         {1: 'ab', 2: ''},
         {1: '', 2: 'ab'},
@@ -172,7 +176,6 @@ def test_the_digest_is_that_of_keys_and_captions_in_their_order(tmp_path: pathli
         {1: ' ', 2: ' a', 3: ''},
         {1: ' ', 2: 'a', 3: ' '},
     ]
-    others[1].pop(0)
     digests = {digest(other, pa.string()) for other in others}
     assert len(digests - set(same)) == len(others)
 
@@ -244,7 +247,7 @@ def test_vectors_are_found_by_key(tmp_path: pathlib.Path):
     wanted = {int(key): rng.normal(size=6).astype(np.float16) for key in rng.permutation(30_000)}
     path = made_sources.write_sidecar(tmp_path / 'x.parquet', wanted)
     header, store = prepare_vectors(path)
-    assert header == vectors.SidecarHeader(6, 'made-up', 'caption_llava')
+    assert header == vectors.SidecarHeader(6, 'made-up', '1', 0, 'caption_llava', 'made-up')
     assert header == vectors.read_header(str(path))
 
     np.testing.assert_array_equal(store.find(np.array([-8, 3])) >= 0, [False, True])
@@ -272,7 +275,11 @@ def test_the_digest_of_vectors_is_that_of_keys_and_vectors(tmp_path: pathlib.Pat
         (np.nan, {}, 'vector of key 4 is not finite'),
         (1.0, {'text_encoder': None}, "metadata lacks 'text_encoder'"),
         (1.0, {'text_embedding_dim': None}, "metadata lacks 'text_embedding_dim'"),
-        (1.0, {'caption_column': ''}, "metadata lacks 'caption_column'"),
+        (1.0, {'caption_column': ''}, "metadata lacks 'caption_column'; make the file again"),
+        (1.0, {'captions_digest': None}, "metadata lacks 'captions_digest'; make the file again"),
+        (1.0, {'text_encoder_revision': None}, "lacks 'text_encoder_revision'"),
+        (1.0, {'text_max_tokens': None}, "lacks 'text_max_tokens'"),
+        (1.0, {'text_max_tokens': '-1'}, "text_max_tokens '-1', expected a number"),
         (1.0, {'text_embedding_dim': '3'}, 'have 2 numbers, but its metadata says 3'),
     ],
 )
@@ -307,6 +314,119 @@ def test_a_sidecar_with_nulls_or_repeated_keys_is_refused_by_name(tmp_path: path
         pq.write_table(pa.Table.from_pydict(rows | change, schema=table.schema), path)
         with pytest.raises(ValueError, match=rf'x\.parquet: .*({message})'):
             prepare_vectors(path)
+
+
+# --- Bombs ----------------------------------------------------------------------------------
+
+
+def write_texts(path: pathlib.Path, texts: list[str | None], **options) -> None:
+    table = pa.table({'key': range(len(texts)), 'caption_llava': texts})
+    pq.write_table(table, path, compression='zstd', **options)
+
+
+def write_repeated(path: pathlib.Path, text: str, count: int) -> None:
+    """As any Parquet writer with dictionaries does, without so much memory."""
+    texts = pa.DictionaryArray.from_arrays(np.zeros(count, np.int32), [text])
+    table = pa.table({'key': range(count), 'caption_llava': texts})
+    pq.write_table(table, path, compression='zstd', store_schema=False)
+
+
+def write_wide_vectors(path: pathlib.Path) -> None:
+    made_sources.write_sidecar(path, {key: np.ones(4096) for key in range(12_000)})
+
+
+BOMBS = {
+    'repeated and too long': (lambda path: write_repeated(path, 'x' * 100_000, 16_384), 0),
+    'repeated': (lambda path: write_repeated(path, 'x' * 60_000, 4_000), 4_000),
+    'plain': (
+        lambda path: write_texts(path, ['x' * 50_000] * 4_000, use_dictionary=False),
+        4_000,
+    ),
+}
+
+
+@pytest.mark.parametrize('kind', BOMBS)
+def test_texts_that_are_large_only_in_memory_take_little_of_it(tmp_path: pathlib.Path, kind: str):
+    write, num_captions = BOMBS[kind]
+    write(tmp_path / 'x.parquet')
+    assert (tmp_path / 'x.parquet').stat().st_size < 100_000
+    program = """
+        store = captions.prepare_store(
+            lambda: contextlib.nullcontext(path), name=path, version='1', column='caption_llava',
+            cache_dir=path + '.cache', drop_repeats=False,
+        )
+        print((store.lengths(store.find(store.keys)) > 0).sum())
+    """
+    assert run_with_little_memory(program, tmp_path / 'x.parquet') == f'{num_captions}\n'
+
+
+def test_vectors_are_read_a_few_at_a_time_if_they_are_wide(tmp_path: pathlib.Path):
+    write_wide_vectors(tmp_path / 'x.parquet')  # 96 MB
+    program = """
+        header, store = vectors.prepare_store(
+            lambda: contextlib.nullcontext(path), name=path, version='1', cache_dir=path + '.cache'
+        )
+        print(header.dim, len(store.keys))
+    """
+    assert run_with_little_memory(program, tmp_path / 'x.parquet') == '4096 12000\n'
+
+
+def run_with_little_memory(program: str, path: pathlib.Path) -> str:
+    """Runs a program in a process of its own, in which its memory may grow by 150 MB."""
+    program = f"""
+import contextlib, re, sys
+from coyo11m_tfds import captions, vectors
+path = sys.argv[1]
+def peak():
+    with open('/proc/self/status') as status:
+        return int(re.search('VmHWM:(.*)kB', status.read())[1])
+before = peak()
+{textwrap.dedent(program)}
+assert peak() - before < 150_000, peak() - before
+"""
+    command = [sys.executable, '-c', program, path]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_a_column_of_books_is_refused_by_name(tmp_path: pathlib.Path):
+    path = tmp_path / 'x.parquet'
+    write_texts(path, ['x' * 70_000] * 200, use_dictionary=False)
+    message = (
+        r"x\.parquet: column 'caption_llava' has 70,\d{3} bytes a row, expected at most 65,536"
+    )
+    with pytest.raises(ValueError, match=message):
+        prepare(path)
+
+
+def test_vectors_that_are_too_wide_are_refused_by_name(tmp_path: pathlib.Path):
+    path = made_sources.write_sidecar(tmp_path / 'x.parquet', {1: np.ones(16_385)})
+    with pytest.raises(ValueError, match=r'x\.parquet: .*list of float16, at most 16,384'):
+        prepare_vectors(path)
+
+
+def test_captions_that_are_too_long_are_not_kept(tmp_path: pathlib.Path):
+    texts = ['a' * 65_536, 'b', 'ä' * 40_000, None, 'c', ' ' * 70_000, 'd' * 65_537]
+    write_texts(tmp_path / 'x.parquet', texts + ['e'] * 20)
+    store = prepare(tmp_path / 'x.parquet')
+    rows = store.find(np.arange(8))
+    assert store.lengths(rows).tolist() == [65_536, 1, -1, 0, 1, -1, -1, 1]
+    kept = [text.encode() if text and len(text) in (1, 65_536) else b'' for text in texts]
+    assert store.texts(rows) == [*kept, b'e']
+
+
+def test_keys_that_the_metadata_describes_wrongly_are_refused(tmp_path: pathlib.Path):
+    index = pd.RangeIndex(2, name='key')
+    path = tmp_path / 'x.parquet'
+    pd.DataFrame({'caption_llava': ['a', 'b']}, index=index).to_parquet(path)
+    table = pq.read_table(path)
+    metadata = {k: v.replace(b'"stop": 2', b'"stop": 1') for k, v in table.schema.metadata.items()}
+    pq.write_table(table.replace_schema_metadata(metadata), path)
+    with pytest.raises(
+        ValueError, match=r'x\.parquet: has 2 rows, but its metadata describes 1 keys'
+    ):
+        prepare(path)
 
 
 # --- Size -------------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coyo11m_tfds import embed_captions, progress, sample_data, schema, text_encoders, vectors
+from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
+from tests import made_sources
 from tests.cloud import Fault
 
 COCO = pathlib.Path(__file__).parents[2] / 'shared/data/coco_sample'
@@ -72,6 +74,9 @@ def test_the_file_says_what_it_is(source, out):
     assert columns.field('text_embedding').type == pa.list_(pa.float16(), 640)
     assert columns.metadata == {
         b'text_encoder': b'hash',
+        b'text_encoder_revision': b'1',
+        b'text_max_tokens': b'0',
+        b'captions_digest': made_sources.captions_digest(source).encode(),
         b'text_embedding_dim': b'640',
         b'caption_column': b'caption_llava',
     }
@@ -82,7 +87,8 @@ def test_the_builder_reads_it(source, out, tmp_path):
     header, store = vectors.prepare_store(
         lambda: contextlib.nullcontext(str(out)), name=str(out), version='1', cache_dir=tmp_path
     )
-    assert header == vectors.SidecarHeader(640, 'hash', 'caption_llava')
+    digest = made_sources.captions_digest(source)
+    assert header == vectors.SidecarHeader(640, 'hash', '1', 0, 'caption_llava', digest)
     rows = store.find(np.array([90, 5, 7]))
     assert rows[1] == -1
     expected = text_encoders.HashEncoder().encode(['a red circle', 'a cat']).astype(np.float16)
@@ -148,6 +154,60 @@ def test_of_repeated_keys_the_first_row_wins_if_asked(tmp_path, out):
     assert (report.num_captions, report.num_repeated) == (2, 1)
 
 
+def test_a_caption_that_is_too_long_gets_no_vector(tmp_path, out):
+    source = make_source(tmp_path / 'source', {1: 'a', 2: 'b' * 70_000, 3: 'c', 4: None})
+    report = embed_captions.embed(source, 'hash', out)
+    assert read_sidecar(out)[0].tolist() == [1, 3]
+    assert report.num_skipped == 2
+
+
+# --- Whose captions they are ----------------------------------------------------------------
+
+
+def build(source: pathlib.Path, sidecar: pathlib.Path, out: pathlib.Path, **fields) -> None:
+    config = Coyo11mConfig(name='x', source=str(source), text_vectors=str(sidecar), **fields)
+    Builder(data_dir=out, config=config).download_and_prepare()
+
+
+@pytest.fixture
+def built(tmp_path):
+    """A source with latents, and a sidecar of its captions."""
+    source = made_sources.write_source(tmp_path / 'source', [range(30)])
+    embed_captions.embed(source, 'hash', tmp_path / 'x.parquet')
+    return source, tmp_path / 'x.parquet'
+
+
+@pytest.mark.parametrize(
+    'change',
+    [{3: 'Caption of 4.'}, {3: 'caption of 3.'}, {3: None}, {99: 'more'}],
+    ids=['another key', 'a letter', 'less', 'more'],
+)
+def test_a_sidecar_of_other_captions_is_refused(built, tmp_path, change):
+    source, sidecar = built
+    made_sources.write_captions(source, {k: f'Caption of {k}.' for k in range(30)} | change)
+    message = r"x\.parquet: its vectors were made of other captions than column 'caption_llava' of "
+    with pytest.raises(ValueError, match=message) as error:
+        build(source, sidecar, tmp_path / 'out')
+    assert '\n' not in str(error.value)
+    assert str(source / schema.CAPTIONS_FILE) in str(error.value)
+
+
+def test_rows_in_another_order_or_without_captions_are_no_other_captions(built, tmp_path):
+    source, sidecar = built
+    captions = {key: f'Caption of {key}.' for key in range(29, -1, -1)}
+    made_sources.write_captions(source, {50: None} | captions | {51: ' '})
+    build(source, sidecar, tmp_path / 'out')
+
+
+def test_captions_of_repeated_keys_are_the_same_for_both(tmp_path):
+    source = made_sources.write_source(tmp_path / 'source', [range(300)])
+    keys, texts = [*range(300), 5], [*(f'Caption of {key}.' for key in range(300)), 'another']
+    table = pa.table({'key': keys, 'caption_llava': texts})
+    pq.write_table(table, source / schema.CAPTIONS_FILE)
+    embed_captions.embed(source, 'hash', tmp_path / 'x.parquet', drop_repeats=True)
+    build(source, tmp_path / 'x.parquet', tmp_path / 'out')
+
+
 # --- From a bucket --------------------------------------------------------------------------
 
 
@@ -205,7 +265,7 @@ def write_blank_captions(path):
         (write_text_key, r"meta\.parquet.*'key' is string.*int64"),
         (write_no_column, r"meta\.parquet.*no column 'caption_llava'.*key, url, tags"),
         (write_number_captions, r"meta\.parquet.*'caption_llava' is double.*text"),
-        (write_blank_captions, r'meta\.parquet.*all 2 captions are null or blank'),
+        (write_blank_captions, r'meta\.parquet.*all 2 captions are null, blank or too long'),
         (lambda path: path.write_bytes(b'PAR?'), r'meta\.parquet.*not a Parquet file'),
         (lambda path: None, r'meta\.parquet is missing'),
     ],
@@ -230,7 +290,7 @@ def test_paths_that_cannot_be_are_refused(source, tmp_path):
 class HugeEncoder:
     """Makes a number for one caption that float16 cannot hold."""
 
-    name, dim, truncated = 'huge', 2, 0
+    name, revision, max_tokens, dim, truncated = 'huge', '1', 0, 2, 0
 
     def encode(self, captions):
         return np.array([[1, 1e6 if 'cat' in caption else 2] for caption in captions], np.float32)

@@ -258,8 +258,8 @@ def local_file():
 
 if mode == 'killed':
     batches = keyed_parquet.batches
-    def killed_after_first_batch(*arguments):
-        yield next(batches(*arguments))
+    def killed_after_first_batch(*arguments, **options):
+        yield next(batches(*arguments, **options))
         os.kill(os.getpid(), signal.SIGKILL)
     keyed_parquet.batches = killed_after_first_batch
 if mode.isdecimal():

@@ -92,7 +92,7 @@ def test_what_is_dropped_is_counted_by_reason(tmp_path: pathlib.Path):
     made_sources.write_captions(source, captions)
     # 2 and 19 lack more than one thing and are counted once.
     vectors = {key: np.ones(3) for key in range(25) if key not in (0, 2, 19)}
-    sidecar = made_sources.write_sidecar(tmp_path / 'x.parquet', vectors)
+    sidecar = made_sources.write_sidecar(tmp_path / 'x.parquet', vectors, source)
 
     made = make_plan(source, tmp_path / 'out', text_vectors=str(sidecar))
 
@@ -138,6 +138,27 @@ def test_a_file_whose_tensors_disagree_is_left_out(tmp_path: pathlib.Path):
     assert kept_keys(made) == [*range(90)]
     with pytest.raises(ValueError, match=r'shape \(9, 3, 4, 32, 32\)'):
         make_plan(source, tmp_path / 'stop', drop_bad=False)
+    with pytest.raises(ValueError, match=r'000010-000019\.pt: 10 of 100 .*rows_disagree: 10; e'):
+        make_plan(source, tmp_path / 'more', max_bad_fraction=0.09)
+
+
+def test_captions_that_are_too_long_are_bad(tmp_path: pathlib.Path):
+    source = made_sources.write_source(tmp_path / 'source', [range(20)])
+    limit = schema.MAX_CAPTION_BYTES
+    texts = dict.fromkeys(range(20), 'text') | {5: 'a' * limit, 7: 'a' * (limit + 1)}
+    made_sources.write_captions(source, texts | {99: 'b' * (limit + 1)})
+    made = make_plan(source, tmp_path / 'out', max_bad_fraction=0.05)
+    assert counts(made) == {'caption_too_long': 1}
+    assert made.dropped.examples == {'caption_too_long': [7]}
+    assert kept_keys(made) == [key for key in range(20) if key != 7]
+    with pytest.raises(
+        ValueError, match=r'meta\.parquet: 1 of 20 .*caption_too_long: 1; e\.g\. key 7'
+    ):
+        make_plan(source, tmp_path / 'few', max_bad_fraction=0.04)
+    with pytest.raises(
+        ValueError, match=r'meta\.parquet: the caption of key 7 has more than 65,536'
+    ):
+        make_plan(source, tmp_path / 'stop', drop_bad=False)
 
 
 @pytest.mark.parametrize('num_repeated', [3, 4])
@@ -148,7 +169,9 @@ def test_more_bad_rows_than_allowed_stop_the_build(tmp_path: pathlib.Path, num_r
     if num_repeated == 3:
         make_plan(source, tmp_path / 'out', max_bad_fraction=allowed)
         return
-    with pytest.raises(ValueError, match=r'source: 4 of 154 rows are bad \(repeated_key: 4; e\.g'):
+    with pytest.raises(
+        ValueError, match=r'019\.pt: 4 of 154 rows of the source are bad \(rep.*4; e\.g'
+    ):
         make_plan(source, tmp_path / 'out', max_bad_fraction=allowed)
 
 
@@ -198,7 +221,7 @@ def test_the_fingerprint_tells_sources_apart(tmp_path: pathlib.Path):
 def test_a_task_s_fingerprint_changes_with_all_that_changes_its_bytes(tmp_path: pathlib.Path):
     source = made_sources.write_source(tmp_path / 'source', [range(40), range(40, 60)])
     vectors = {key: np.full(5, key) for key in range(60)}
-    sidecar = made_sources.write_sidecar(tmp_path / 'x.parquet', vectors)
+    sidecar = made_sources.write_sidecar(tmp_path / 'x.parquet', vectors, source)
 
     def fingerprints(name: str, **settings) -> list[str]:
         return [task.fingerprint for task in make_plan(source, tmp_path / name, **settings).tasks]

@@ -22,7 +22,7 @@ def files_in(folder: pathlib.Path) -> dict[str, bytes]:
 def test_the_number_of_processes_does_not_change_a_byte(tmp_path: pathlib.Path):
     source = made_sources.write_source(tmp_path, [range(70), range(70, 100)])
     vectors = {key: np.full(5, key) for key in range(100)}
-    sidecar = made_sources.write_sidecar(tmp_path / 'x.parquet', vectors)
+    sidecar = made_sources.write_sidecar(tmp_path / 'x.parquet', vectors, source)
     outcomes = []
     for workers in (1, 2, 4):
         work = tmp_path / str(workers)
@@ -205,7 +205,7 @@ def test_statistics_are_those_of_the_train_split(tmp_path: pathlib.Path):
     source = made_sources.write_source(tmp_path, [range(30), range(30, 64)], dtype='bfloat16')
     rng = np.random.default_rng(0)
     vectors = {key: rng.normal(3, 2, 5).astype(np.float16) for key in range(64)}
-    sidecar = made_sources.write_sidecar(tmp_path / 'x.parquet', vectors)
+    sidecar = made_sources.write_sidecar(tmp_path / 'x.parquet', vectors, source)
     made = make_plan(source, tmp_path / 'out', text_vectors=str(sidecar))
     results = write(made, tmp_path / 'work')
     dropped = prepare.count_dropped(made, results)

@@ -9,6 +9,7 @@ size and CRC-32C of the copy. A file counts as copied if its record is of the ve
 source has now, and what is there now fits the record.
 """
 
+import concurrent.futures
 import json
 import os
 import urllib.parse
@@ -18,11 +19,13 @@ from absl import logging
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.progress import Progress
+from coyo11m_tfds.storage import remote, source_files
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.file_state import FileState
 from coyo11m_tfds.storage.source_files import SourceFile
 
 _RECORDS = '.mirror'
+_READS_AT_ONCE = 8
 
 
 class CopiedFiles:
@@ -55,7 +58,7 @@ class CopiedFiles:
         Copies on a local disk are read through for that.
         """
         records = {
-            urllib.parse.unquote(name.removesuffix('.json')): _read_record(data)
+            _copy_name(name): _read_record(data)
             for name, data in self._target.read_all(_RECORDS).items()
         }
         self._warn_of_others(records, files)
@@ -95,6 +98,44 @@ class CopiedFiles:
                 len(others),
                 min(others),
             )
+
+
+def recorded_states(folder: str) -> dict[str, FileState]:
+    """Returns the state of every copy in a source's folder when it was made, by name.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        OSError: the records cannot be read.
+    """
+    _, files = source_files.list_files(folder, _RECORDS, ('.json',))
+    records = [file for name, file in files.items() if os.path.dirname(name) == _RECORDS]
+    with concurrent.futures.ThreadPoolExecutor(_READS_AT_ONCE) as threads:
+        contents = threads.map(lambda file: remote.read_range(file, 0, file.size), records)
+        states = {
+            _copy_name(file.name): _read_record(content)
+            for file, content in zip(records, contents, strict=True)
+        }
+    return {name: state for name, (version, state) in states.items() if version}
+
+
+def compare(found: FileState, recorded: FileState, path: str) -> None:
+    """Raises a ValueError if a file is not what was copied there.
+
+    Args:
+        found: its state now.
+        recorded: its state when it was copied.
+        path: what the error calls it.
+    """
+    if found != recorded:
+        raise ValueError(
+            f'{path}: has {found.size:,} bytes with CRC-32C {found.crc32c:08x}, but when it was '
+            f'mirrored {recorded.size:,} with {recorded.crc32c:08x}. Mirror the source again; if '
+            f'you have replaced the file on purpose, delete its record in {_RECORDS}/.'
+        )
+
+
+def _copy_name(record_name: str) -> str:
+    return urllib.parse.unquote(record_name.removesuffix('.json'))
 
 
 def _read_record(data: bytes) -> tuple[str, FileState]:

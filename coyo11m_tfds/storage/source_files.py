@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from coyo11m_tfds.storage import retry
+from coyo11m_tfds.storage.file_state import FileState
 
 if TYPE_CHECKING:
     import gcsfs
@@ -40,12 +41,14 @@ class SourceFile:
             and time of the last change.
         checksum: `crc32c:<8 hex digits>` on gs://; on the hub `sha256:<hex>` or, of small files,
             `git-sha1:<hex>`; None where the storage knows none.
+        recorded: size and CRC-32C at the time when `mirror` made it; None if it did not.
     """
 
     path: str
     size: int
     version: str
     checksum: str | None
+    recorded: FileState | None = None
 
     @property
     def name(self) -> str:

@@ -1,0 +1,283 @@
+"""The zip archive that a `.pt` file is: where its members lie, and whether they are undamaged.
+
+    archive = pt_archive.open_archive('000000-000009.pt')
+    archive.members[0]      # Member(name='000000-000009/data.pkl', begin=0, size=269, ...)
+
+    pt_archive.check_small('000000-000009.pt')      # CRC-32 of the keys, not of the latents
+    pt_archive.check_contents('000000-000009.pt')   # CRC-32 of everything
+
+torch records a CRC-32 of every member and verifies none of them when it maps a file. Accepted is
+what torch writes and nothing else that may be a zip archive, so that other readers cannot find
+other contents in it: members that are stored plain, one after the other from the first byte on.
+"""
+
+import dataclasses
+import io
+import os
+import struct
+import zipfile
+from collections.abc import Callable, Iterator
+
+import google_crc32c
+import numpy as np
+from isal import isal_zlib
+
+from coyo11m_tfds import json_digest
+from coyo11m_tfds.storage import copied_files, file_state
+from coyo11m_tfds.storage.file_state import FileState, ignore_bytes
+
+# The directory of a .pt with keys, latents and embeddings takes half a KB.
+TAIL_BYTES = 64 << 10
+
+_LOCAL_HEADER = struct.Struct('<4s5H3I2H')
+_LOCAL_MAGIC = b'PK\x03\x04'
+_ENCRYPTED, _SIZES_FOLLOW, _UTF8 = 1 << 0, 1 << 3, 1 << 11  # flags
+_IN_64_BITS = 2**32 - 1
+
+_SMALL_BYTES = 1 << 20
+_SMALL_FRACTION = 100
+
+# Stays in a core's cache between reading and summing up: so 3 GB in the page cache take 0.3 s.
+_BLOCK_BYTES = 256 << 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """What the directory says of one member.
+
+    Attributes:
+        name: with the folder that all names begin with.
+        begin: where its local header begins.
+        end: where the next member or the directory begins.
+        size: in bytes.
+        crc32: of its contents, as recorded.
+        flags: of the zip format.
+    """
+
+    name: str
+    begin: int
+    end: int
+    size: int
+    crc32: int
+    flags: int
+
+    @property
+    def header_bytes(self) -> int:
+        """Size of the local header without padding."""
+        return _LOCAL_HEADER.size + len(self.raw_name)
+
+    @property
+    def raw_name(self) -> bytes:
+        """The name as it stands in the file."""
+        return self.name.encode('utf-8' if self.flags & _UTF8 else 'cp437')
+
+
+def small_bytes(file_size: int) -> int:
+    """What a member takes at most to count as small; keys are 1/3000 of a file."""
+    return max(_SMALL_BYTES, file_size // _SMALL_FRACTION)
+
+
+def read_directory(tail: bytes, file_size: int, name: str) -> tuple[Member, ...]:
+    """Reads and checks the directory at the end of a file.
+
+    Args:
+        tail: the last `TAIL_BYTES` of the file, or all of a smaller one.
+        file_size: in bytes.
+        name: what errors call the file.
+
+    Returns:
+        The members in the order of the file.
+
+    Raises:
+        ValueError: there is no directory, or it says what torch does not write.
+    """
+    try:
+        # Offsets are then relative to the tail.
+        with zipfile.ZipFile(io.BytesIO(tail)) as archive:
+            infos, directory = archive.infolist(), archive.start_dir
+    except Exception as error:  # of many types, depending on which byte is damaged
+        raise ValueError(
+            f'{name}: is truncated or not a .pt file ({file_size:,} bytes, {error}): expected a '
+            'zip archive as torch.save writes it since torch 1.6. Copy, download or save it again.'
+        ) from None
+    if not infos:
+        raise _damaged(name, 'it has no members')
+    shift = file_size - len(tail)
+    infos.sort(key=lambda info: info.header_offset)
+    ends = [info.header_offset for info in infos[1:]] + [directory]
+    members = tuple(
+        Member(
+            name=info.orig_filename,
+            begin=info.header_offset + shift,
+            end=end + shift,
+            size=info.file_size,
+            crc32=info.CRC,
+            flags=info.flag_bits,
+        )
+        for info, end in zip(infos, ends, strict=True)
+    )
+    for member, info in zip(members, infos, strict=True):
+        is_stored = info.compress_type == zipfile.ZIP_STORED and not member.flags & _ENCRYPTED
+        if not is_stored or info.file_size != info.compress_size:
+            raise ValueError(
+                f'{name}: {member.name!r} is compressed or encrypted, expected it as torch.save '
+                'writes it, plain. Save it again.'
+            )
+        if member.begin < 0 or member.begin + member.header_bytes + member.size > member.end:
+            raise _damaged(
+                name,
+                f'{member.name!r} of {member.size:,} bytes at {member.begin:,} does not fit '
+                f'before {member.end:,}',
+            )
+    # torch looks names up without regard to case.
+    if len({member.name.lower() for member in members}) < len(members):
+        raise _damaged(name, 'two members have the same name')
+    if members[0].begin:
+        raise _damaged(name, 'its first member does not begin at its first byte')
+    return members
+
+
+@dataclasses.dataclass(frozen=True)
+class Archive:
+    """A `.pt` file whose directory and local headers are in order.
+
+    Attributes:
+        name: what errors call the file.
+        size: of the file in bytes.
+        members: in the order of the file.
+        starts: for each member where its contents begin.
+    """
+
+    name: str
+    size: int
+    members: tuple[Member, ...]
+    starts: tuple[int, ...]
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of the members' names, sizes and checksums.
+
+        It tells versions of a file apart without reading them, unless they have no checksums.
+        """
+        # The first folder of every name is the name under which the file was first saved.
+        return json_digest.sha256(
+            sorted((m.name.partition('/')[2], m.size, m.crc32) for m in self.members)
+        )
+
+    def check(self, member: Member, crc32: int) -> None:
+        """Raises a ValueError if this is not the CRC-32 of the member."""
+        if crc32 != member.crc32:
+            raise ValueError(
+                f'{self.name}: {member.name!r} has CRC-32 {crc32:08x}, but {member.crc32:08x} is '
+                'recorded: it is damaged or still being copied. Copy or download it again; if it '
+                'was saved with torch.serialization.set_crc32_options(False), set check_crc to '
+                'false in the config.'
+            )
+
+    def parts(self) -> Iterator[tuple[int, Member | None]]:
+        """Divides the file into members and what is between; yields where each part ends."""
+        for member, start in zip(self.members, self.starts, strict=True):
+            yield start, None
+            yield start + member.size, member
+        yield self.size, None
+
+
+def open_archive(path: str | os.PathLike[str], name: str = '') -> Archive:
+    """Reads the directory and the local headers of a local file.
+
+    Args:
+        path: local file.
+        name: what errors call it, if that is not its path.
+
+    Raises:
+        ValueError: it is no `.pt` file, or damaged.
+    """
+    with open(path, 'rb', buffering=0) as file:
+        return _read(file.fileno(), name or os.fspath(path))
+
+
+def check_small(path: str | os.PathLike[str], name: str = '') -> None:
+    """As `open_archive`, and compares all small members with their CRC-32, the keys among them."""
+    with open(path, 'rb', buffering=0) as file:
+        archive = _read(file.fileno(), name or os.fspath(path))
+        for member, start in zip(archive.members, archive.starts, strict=True):
+            if member.size <= small_bytes(archive.size):
+                archive.check(member, isal_zlib.crc32(os.pread(file.fileno(), member.size, start)))
+
+
+def check_contents(
+    path: str | os.PathLike[str],
+    name: str = '',
+    *,
+    check_crc: bool = True,
+    recorded: FileState | None = None,
+    on_bytes: Callable[[int], None] = ignore_bytes,
+) -> None:
+    """Reads a `.pt` file through once and compares all members with their CRC-32.
+
+    Args:
+        path: local file.
+        name: what errors call it, if that is not its path.
+        check_crc: False for a file that was saved without valid checksums.
+        recorded: size and CRC-32C that the whole file had when it was copied, if they are known.
+        on_bytes: is told how many bytes have been read.
+
+    Raises:
+        ValueError: something differs, or it is no `.pt` file.
+    """
+    name = name or os.fspath(path)
+    if not check_crc:
+        if recorded:
+            copied_files.compare(file_state.of_file(path, on_bytes), recorded, name)
+        return
+    buffer, whole = np.empty(_BLOCK_BYTES, np.uint8), google_crc32c.Checksum()
+    with open(path, 'rb', buffering=0) as file:
+        archive, at = _read(file.fileno(), name), 0
+        for end, member in archive.parts():
+            crc32 = 0
+            while at < end:
+                count = file.readinto(buffer[: end - at])
+                if not count:
+                    raise ValueError(f'{name}: has become shorter. Copy or download it again.')
+                crc32 = isal_zlib.crc32(buffer[:count], crc32)
+                if recorded:
+                    whole.update(buffer[:count])
+                on_bytes(count)
+                at += count
+            if member:
+                archive.check(member, crc32)
+    if recorded:
+        found = FileState(archive.size, int.from_bytes(whole.digest(), 'big'))
+        copied_files.compare(found, recorded, name)
+
+
+def _read(file: int, name: str) -> Archive:
+    size = os.fstat(file).st_size
+    tail_bytes = min(TAIL_BYTES, size)
+    members = read_directory(os.pread(file, tail_bytes, size - tail_bytes), size, name)
+    return Archive(name, size, members, tuple(_find_start(file, m, name) for m in members))
+
+
+def _find_start(file: int, member: Member, name: str) -> int:
+    """Returns where the contents begin, after the local header, which must be that of `member`."""
+    header = os.pread(file, member.header_bytes, member.begin)
+    fields = _LOCAL_HEADER.unpack_from(header.ljust(_LOCAL_HEADER.size, b'\0'))
+    magic, _, flags, method, _, _, crc32, _, size, name_bytes, extra_bytes = fields
+    start = member.begin + _LOCAL_HEADER.size + name_bytes + extra_bytes
+    agrees = (
+        (magic, flags, method) == (_LOCAL_MAGIC, member.flags, zipfile.ZIP_STORED)
+        and name_bytes == len(member.raw_name)
+        and header[_LOCAL_HEADER.size :] == member.raw_name
+        and start + member.size <= member.end
+    )
+    if not flags & _SIZES_FOLLOW:
+        agrees = agrees and crc32 == member.crc32 and size in (member.size, _IN_64_BITS)
+    if not agrees:
+        raise _damaged(
+            name, f'the header of {member.name!r} at {member.begin:,} contradicts the directory'
+        )
+    return start
+
+
+def _damaged(name: str, what: str) -> ValueError:
+    return ValueError(f'{name}: is damaged, {what}. Copy, download or save it again.')
