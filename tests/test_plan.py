@@ -52,9 +52,11 @@ def test_every_kept_key_is_planned_once_in_source_order(tmp_path: pathlib.Path):
         assert len(keys) > 5
     for task in made.tasks:
         inputs = task.inputs.open()
-        in_file = latent_shards.LatentShard(task.latents.path).keys[inputs.rows]
-        np.testing.assert_array_equal(in_file, inputs.keys)
-        assert task.row_range == (min(inputs.rows), max(inputs.rows))
+        for part in task.parts:
+            rows = inputs.rows[part.records]
+            in_file = latent_shards.LatentShard(part.file.path).keys[rows]
+            np.testing.assert_array_equal(in_file, inputs.keys[part.records])
+            assert part.row_range == (min(rows), max(rows))
 
 
 def test_a_split_does_not_depend_on_files_or_shards(tmp_path: pathlib.Path):
@@ -74,11 +76,12 @@ def test_a_split_does_not_depend_on_files_or_shards(tmp_path: pathlib.Path):
 def test_shards_are_nearly_equal_and_not_too_large(tmp_path: pathlib.Path, shard_bytes: int):
     source = made_sources.write_source(tmp_path, [range(50), range(50, 53)])
     made = make_plan(source, tmp_path / 'out', shard_bytes=shard_bytes, validation_fraction=0)
-    by_file: dict[str, list[int]] = {}
+    by_group: dict[int, list[int]] = {}
     for task in made.tasks:
-        by_file.setdefault(task.latents.path, []).append(len(task.inputs.open().rows))
+        by_group.setdefault(task.group, []).append(len(task.inputs.open().rows))
     record = 24576 + 160
-    for lengths in by_file.values():
+    assert len(by_group) == (1 if shard_bytes > 53 * record else 2)
+    for lengths in by_group.values():
         assert max(lengths) - min(lengths) <= 1
         assert max(lengths) <= max(1, -(-shard_bytes // record))
     sizes = [result.num_bytes for result in write(made, tmp_path / 'work')]
@@ -121,7 +124,7 @@ def test_of_repeated_keys_the_first_row_is_kept(tmp_path: pathlib.Path):
     assert counts(made) == {'repeated_key': 2}
     assert made.dropped.examples == {'repeated_key': [7, 50]}
     assert kept_keys(made) == [*range(100), *range(200, 300)]
-    last_rows = [task.row_range[1] for task in made.tasks if task.split == schema.TRAIN]
+    last_rows = [task.parts[-1].row_range[1] for task in made.tasks if task.split == schema.TRAIN]
     assert max(last_rows) == 100  # in the second file, whose row 1 is left out
     with pytest.raises(ValueError, match=r'row 1 has key 50, but so has .*row 50'):
         made_sources.write_pt(made_sources.latents_file(source, 0), range(100))
