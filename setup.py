@@ -26,7 +26,7 @@ CONVERT = [
     'torch>=2.6',
     'tqdm>=4.66',
 ]
-# Apart from CONVERT, because it brings 50 more packages, and only Dataflow and its machines use them.
+# Apart from CONVERT, because it brings 50 more packages that only Dataflow has use for.
 DATAFLOW = [
     'apache-beam[gcp]>=2.60',
 ]
