@@ -3,27 +3,29 @@
     for task, result in write_shards(tasks, finished, scratch_settings, options):
         ...
 
-One small collection: an element is the description of one shard, a kilobyte. What a shard takes
-from captions and text vectors is put beside the data first, some MB each, because workers on other
-machines do not see the stores of this one. Each worker writes shards and their records in the same
-place as `shard_pool` does, so that a build may go on with another engine.
+One small collection: an element describes all shards of one group of files, some kilobytes, so that
+each file is fetched by one worker, once. What a shard takes from captions and text vectors is put
+beside the data first, some MB each, because workers on other machines do not see the stores of this
+one. A worker writes the shards of its group as `shard_pool` does on one machine, and in the same
+place, so that a build may be resumed with another engine.
 """
 
 import concurrent.futures
 import dataclasses
+import itertools
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 
 import apache_beam as beam
 from absl import logging
 from apache_beam.options.pipeline_options import PipelineOptions
 
-from coyo11m_tfds import shard_inputs
+from coyo11m_tfds import schema, shard_inputs, shard_pool
 from coyo11m_tfds.finished import FinishedShards
-from coyo11m_tfds.shard_writer import ShardResult, ShardTask, write_shard
+from coyo11m_tfds.shard_writer import ShardResult, ShardTask
+from coyo11m_tfds.storage import held_folder
 from coyo11m_tfds.storage.destination import Destination
-from coyo11m_tfds.storage.scratch import Scratch
+from coyo11m_tfds.storage.scratch import Scratch, user_temp
 
 _INPUTS = 'inputs'
 _UPLOADS_AT_ONCE = 8
@@ -33,17 +35,22 @@ _UPLOADS_AT_ONCE = 8
 class ScratchSettings:
     """Where each worker keeps remote `.pt` files: a folder of its machine, and bytes in it.
 
-    An empty folder stands for one under the worker's directory of temporary files.
+    An empty folder stands for one of the user's own, under the directory of temporary files.
     """
 
     folder: str
     max_bytes: int
 
-    def open(self) -> Scratch:
-        """The folder, made if it is not there."""
-        folder = self.folder or os.path.join(tempfile.gettempdir(), 'coyo11m_tfds')
-        os.makedirs(folder, exist_ok=True)
-        return Scratch(folder, self.max_bytes)
+    def open(self) -> tuple[Scratch, str]:
+        """Returns the scratch folder, and the path of a folder for other things beside it.
+
+        Raises:
+            PermissionError: the user's own folder is somebody else's.
+        """
+        folder = os.path.expanduser(self.folder) or user_temp(schema.NAME)
+        return Scratch(os.path.join(folder, 'source'), self.max_bytes), os.path.join(
+            folder, 'staging'
+        )
 
 
 def write_shards(
@@ -57,7 +64,7 @@ def write_shards(
     """Writes shards and their records, and yields them when all are stored.
 
     Args:
-        tasks: what to write.
+        tasks: what to write; tasks of one group follow each other.
         finished: where shards and records are stored.
         work: the same folder; all workers must reach it under this path.
         scratch: for each worker.
@@ -72,12 +79,13 @@ def write_shards(
     with concurrent.futures.ThreadPoolExecutor(_UPLOADS_AT_ONCE) as threads:
         packed = list(threads.map(lambda task: _pack(task, work), tasks))
     logging.info('Starting the pipeline with %d shards to write', len(packed))
+    groups = [list(group) for _, group in itertools.groupby(packed, lambda task: task.group)]
     with beam.Pipeline(runner=runner, options=options) as pipeline:
         _ = (
             pipeline
-            | 'Shards' >> beam.Create(packed, reshuffle=False)
+            | 'Groups' >> beam.Create(groups, reshuffle=False)
             | beam.Reshuffle()
-            | 'Write' >> beam.Map(_write, work.folder, scratch)
+            | 'Write' >> beam.Map(_write_group, work.folder, scratch)
         )
     by_place = {(task.split, task.index): task for task in tasks}
     for result in finished.load(packed):
@@ -97,14 +105,13 @@ def _pack(task: ShardTask, work: Destination) -> ShardTask:
     return dataclasses.replace(task, inputs=shard_inputs.PackedInputs(f'{work.folder}/{name}'))
 
 
-def _write(task: ShardTask, work_folder: str, settings: ScratchSettings) -> None:
-    """Runs on a worker."""
-    work, scratch = Destination(work_folder), settings.open()
-    staging = work.staging(fallback=tempfile.gettempdir())
-    # Kept for the other shards of the file that come to this machine.
-    with (
-        scratch.hold(task.latents, keep=True) as path,
-        tempfile.TemporaryDirectory(dir=staging) as folder,
-    ):
-        local = os.path.join(folder, task.filename)
-        FinishedShards(work).save(task, local, write_shard(task, path, local))
+def _write_group(tasks: Sequence[ShardTask], work_folder: str, settings: ScratchSettings) -> None:
+    """Runs on a worker, in as many processes as the runner starts there."""
+    work = Destination(work_folder)
+    scratch, beside = settings.open()
+    with held_folder.make(work.staging(fallback=beside), 'worker-') as staging:
+        shards = shard_pool.write_shards(
+            tasks, FinishedShards(work), scratch, staging, num_workers=1
+        )
+        for _ in shards:
+            pass

@@ -76,8 +76,8 @@ class FinishedShards:
 def _make_record(task: ShardTask, result: ShardResult) -> bytes:
     record = {
         'fingerprint': task.fingerprint,
-        'source': task.latents.path,
-        'rows': task.row_range,
+        'source': task.source,
+        'rows': [part.row_range for part in task.parts],
         'result': result.to_json(),
     }
     return json.dumps(record | {'digest': json_digest.sha256(record)}, indent=1).encode()

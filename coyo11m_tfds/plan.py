@@ -12,21 +12,25 @@ For 12 million rows it takes 12 s beside reading the files, and at most 1.5 GB o
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 from absl import logging
 
-from coyo11m_tfds import captions, json_digest, schema, sources, vectors
+from coyo11m_tfds import captions, json_digest, schema, shard_cuts, sources, vectors
 from coyo11m_tfds.dropped import Dropped
 from coyo11m_tfds.keyed_random import splitmix64
 from coyo11m_tfds.shard_inputs import StoreInputs
-from coyo11m_tfds.shard_writer import VECTORS_IN_PT, ShardTask, TextVectors
+from coyo11m_tfds.shard_writer import VECTORS_IN_PT, ShardPart, ShardTask, TextVectors
 from coyo11m_tfds.source_latents import SourceLatents
 from coyo11m_tfds.storage import held_folder, source_files
 from coyo11m_tfds.storage.scratch import Scratch
 
 _RECORD_OVERHEAD = 128  # bytes of a record besides latents, caption and text vector
+
+# A file counts for at least this share of its size: the files of one shard are on the disk
+# together, however few of their rows are kept.
+_LEAST_SHARE_OF_FILE = 1 / 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +41,8 @@ class PlanSettings:
         caption_column: column of the captions.
         text_vectors: '' for none, 'pt' for `embeddings` in the `.pt` files, or a sidecar's path.
         validation_fraction: share of the keys that goes to the validation split, in [0, 1).
-        shard_bytes: a file's records of one split are cut into the fewest shards of at most
-            about this size, nearly equal.
+        shard_bytes: the records of a larger file are cut into the fewest shards of at most about
+            this size, nearly equal; smaller files share one of half to twice this size.
         drop_bad: leave out and count bad rows, instead of stopping at the first.
         max_bad_fraction: share of the source's rows that may be bad.
         check_crc: whether contents of `.pt` files are compared with their CRC-32.
@@ -60,7 +64,7 @@ class Plan:
     """What will be written.
 
     Attributes:
-        tasks: all shards; the tasks that read the same `.pt` file follow each other.
+        tasks: all shards; those of one group, which read the same files, follow each other.
         num_bytes: their expected size, exact within 1%.
         latent_dtype: one of `schema.LATENT_DTYPES`.
         text_vectors: None where records hold no text vector.
@@ -145,17 +149,11 @@ def make_plan(
     dropped.check_all(source.captions_file.path)
 
     kept = ~np.logical_or.reduce(list(reasons.values()))
-    tasks = []
-    for split, mask in _split_masks(latents.keys, kept, settings.validation_fraction).items():
-        rows = np.flatnonzero(mask)[: settings.max_examples_per_split]
-        sizes = _record_sizes(caption_bytes[rows], joined.text_vectors)
-        runs = _cut_into_runs(rows, sizes, latents.starts, settings.shard_bytes)
-        names = [shard_filename(split, index, len(runs)) for index in range(len(runs))]
-        tasks += _make_tasks(split, names, runs, latents, joined, settings.drop_bad)
+    tasks = _plan_tasks(settings, latents, joined, kept, caption_bytes, shard_filename)
     if not any(task.split == schema.TRAIN for task in tasks):
         raise ValueError(f'{source.root}: no record is left for the train split.')
     return Plan(
-        tasks=tuple(sorted(tasks, key=lambda task: (task.latents.path, task.split, task.index))),
+        tasks=tasks,
         num_bytes=sum(task.num_bytes for task in tasks),
         latent_dtype=latents.dtype,
         text_vectors=joined.text_vectors,
@@ -288,61 +286,87 @@ def _record_sizes(caption_bytes: np.ndarray, text_vectors: TextVectors | None) -
     return caption_bytes + (fixed + (2 * text_vectors.dim if text_vectors else 0))
 
 
-def _cut_into_runs(
-    rows: np.ndarray, sizes: np.ndarray, file_starts: np.ndarray, shard_bytes: int
-) -> list[tuple[int, np.ndarray, int]]:
-    """Cuts ascending rows at the files' borders and then to size.
-
-    Returns `(file, rows, expected bytes)` for each shard.
-    """
-    borders = np.searchsorted(rows, file_starts)
-    runs = []
-    for file, (start, end) in enumerate(itertools.pairwise(borders)):
-        if start == end:
-            continue
-        num_shards = min(-(-int(sizes[start:end].sum()) // shard_bytes), end - start)
-        parts = zip(
-            np.array_split(rows[start:end], num_shards),
-            np.array_split(sizes[start:end], num_shards),
-            strict=True,
-        )
-        runs += [(file, run, int(run_sizes.sum())) for run, run_sizes in parts]
-    return runs
-
-
-def _make_tasks(
-    split: str,
-    names: Sequence[str],
-    runs: Sequence[tuple[int, np.ndarray, int]],
+def _plan_tasks(
+    settings: PlanSettings,
     latents: SourceLatents,
     joined: _Joined,
-    drop_bad: bool,
-) -> list[ShardTask]:
-    common = json_digest.sha256([schema.RECORD_FORMAT, latents.dtype, drop_bad, *joined.digests])
+    kept: np.ndarray,
+    caption_bytes: np.ndarray,
+    shard_filename: Callable[[str, int, int], str],
+) -> tuple[ShardTask, ...]:
+    sizes = _record_sizes(caption_bytes, joined.text_vectors)
+    masks = _split_masks(latents.keys, kept, settings.validation_fraction)
+    rows_by_split = {
+        split: np.flatnonzero(mask)[: settings.max_examples_per_split]
+        for split, mask in masks.items()
+    }
+    file_bytes = _file_bytes(latents, list(rows_by_split.values()), sizes)
+    groups = shard_cuts.group_files(file_bytes, settings.shard_bytes)
+    versions = dict(zip(latents.files, latents.versions, strict=True))
+    common = json_digest.sha256(
+        [schema.RECORD_FORMAT, latents.dtype, settings.drop_bad, *joined.digests]
+    )
     tasks = []
-    for index, (name, (file, run, num_bytes)) in enumerate(zip(names, runs, strict=True)):
-        rows = (run - latents.starts[file]).astype(np.int32)
-        inputs = StoreInputs(
-            rows=rows,
-            keys=latents.keys[run],
-            captions_store=joined.captions.folder,
-            vectors_store=joined.vectors.folder if joined.vectors else '',
-            text_dim=joined.text_vectors.dim if joined.vectors else 0,
+    for split, rows in rows_by_split.items():
+        cuts = shard_cuts.cut(rows, sizes[rows], latents.starts, groups, settings.shard_bytes)
+        for index, cut in enumerate(cuts):
+            name = shard_filename(split, index, len(cuts))
+            parts, inputs = _make_parts(cut.rows, latents, joined)
+            digests = [(versions[p.file], _rows_digest(inputs.rows[p.records])) for p in parts]
+            task = ShardTask(
+                split=split,
+                index=index,
+                filename=name,
+                group=cut.group,
+                parts=parts,
+                inputs=inputs,
+                text_vectors=joined.text_vectors,
+                drop_bad=settings.drop_bad,
+                check_crc=settings.check_crc,
+                num_bytes=cut.num_bytes,
+                fingerprint=json_digest.sha256([common, name, *itertools.chain(*digests)]),
+            )
+            tasks.append(task)
+    return tuple(sorted(tasks, key=lambda task: (task.group, task.split, task.index)))
+
+
+def _file_bytes(
+    latents: SourceLatents, rows_of_splits: list[np.ndarray], sizes: np.ndarray
+) -> np.ndarray:
+    """What each file counts for when files are grouped, int64 `(files,)`."""
+    kept = np.zeros(len(sizes), np.int64)
+    for rows in rows_of_splits:
+        kept[rows] = sizes[rows]
+    of_records = np.diff(np.concatenate([[0], np.cumsum(kept)])[latents.starts])
+    least = [int(_LEAST_SHARE_OF_FILE * file.size) for file in latents.files]
+    return np.where(of_records > 0, np.maximum(of_records, least), 0)
+
+
+def _make_parts(
+    rows: np.ndarray, latents: SourceLatents, joined: _Joined
+) -> tuple[tuple[ShardPart, ...], StoreInputs]:
+    """Takes rows that are numbered over all files apart by file."""
+    files = np.searchsorted(latents.starts, rows, side='right') - 1
+    in_file = (rows - latents.starts[files]).astype(np.int32)
+    inputs = StoreInputs(
+        rows=in_file,
+        keys=latents.keys[rows],
+        captions_store=joined.captions.folder,
+        vectors_store=joined.vectors.folder if joined.vectors else '',
+        text_dim=joined.text_vectors.dim if joined.vectors else 0,
+    )
+    starts = [0, *(np.flatnonzero(np.diff(files)) + 1).tolist(), len(rows)]
+    parts = [
+        ShardPart(
+            file=latents.files[files[start]],
+            digest=latents.digests[files[start]],
+            records=slice(start, end),
+            row_range=(int(in_file[start]), int(in_file[end - 1])),
         )
-        rows_digest = hashlib.sha256(rows).hexdigest()
-        task = ShardTask(
-            split=split,
-            index=index,
-            filename=name,
-            latents=latents.files[file],
-            latents_digest=latents.digests[file],
-            row_range=(int(rows[0]), int(rows[-1])),
-            inputs=inputs,
-            text_vectors=joined.text_vectors,
-            drop_bad=drop_bad,
-            check_crc=latents.check_crc,
-            num_bytes=num_bytes,
-            fingerprint=json_digest.sha256([common, name, latents.versions[file], rows_digest]),
-        )
-        tasks.append(task)
-    return tasks
+        for start, end in itertools.pairwise(starts)
+    ]
+    return tuple(parts), inputs
+
+
+def _rows_digest(rows: np.ndarray) -> str:
+    return hashlib.sha256(rows).hexdigest()

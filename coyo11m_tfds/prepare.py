@@ -59,7 +59,7 @@ def write_shards(plan: Plan, work: Destination, engine: Engine) -> list[ShardRes
         )
         for task, result in engine(missing, finished):
             _add_non_finite(dropped, result)
-            dropped.check_bad(task.latents.path)
+            dropped.check_bad(task.source)
             results.append(result)
             progress.add(
                 result.num_bytes,

@@ -26,14 +26,16 @@ from coyo11m_tfds.finished import FinishedShards
 from coyo11m_tfds.latent_shards import use_one_thread
 from coyo11m_tfds.shard_writer import ShardResult, ShardTask, init_worker, write_shard
 from coyo11m_tfds.storage.scratch import Scratch
+from coyo11m_tfds.storage.source_files import SourceFile
 
 WORKERS_VARIABLE = 'COYO11M_NUM_PROC'
 
 # A process takes about 1.5 s to start; for less work than this it is not worth it.
 _BYTES_WORTH_A_WORKER = 500_000_000
 
-# Files that are fetched or being written at a time: one download alone does not fill a fast line.
-_FILES_AT_ONCE = 4
+# Groups whose files are fetched or being written at a time: one download alone does not fill a fast
+# line.
+_GROUPS_AT_ONCE = 4
 
 # Shards that are being stored at a time, beside those being written. A flush to a disk and an
 # upload to a bucket are mostly waiting.
@@ -50,7 +52,7 @@ def write_shards(
     """Writes shards and their records, and yields each when it is stored.
 
     Args:
-        tasks: what to write; tasks of one file follow each other.
+        tasks: what to write; tasks of one group follow each other.
         finished: where shards and records are stored.
         scratch: where remote files are put while they are read.
         staging: existing local folder to write shards in.
@@ -84,7 +86,7 @@ def choose_workers(num_workers: int, num_bytes: int) -> int:
 
 
 class _Run:
-    """One thread for each file that is in work, one for each shard that is being stored."""
+    """One thread for each group that is in work, one for each shard that is being stored."""
 
     def __init__(
         self,
@@ -102,13 +104,13 @@ class _Run:
         self._stop = threading.Event()
 
     def results(self, tasks: Sequence[ShardTask]) -> Iterator[tuple[ShardTask, ShardResult]]:
-        files = [list(group) for _, group in itertools.groupby(tasks, lambda task: task.latents)]
+        groups = [list(group) for _, group in itertools.groupby(tasks, lambda task: task.group)]
         storers = concurrent.futures.ThreadPoolExecutor(_STORED_AT_ONCE, 'store')
-        readers = concurrent.futures.ThreadPoolExecutor(_FILES_AT_ONCE, 'file')
+        readers = concurrent.futures.ThreadPoolExecutor(_GROUPS_AT_ONCE, 'group')
         with storers, readers:
             try:
-                for file_tasks in files:
-                    readers.submit(self._write_file, file_tasks, storers)
+                for group in groups:
+                    readers.submit(self._write_group, group, storers)
                 for _ in tasks:
                     outcome = self._stored.get()
                     if isinstance(outcome, BaseException):
@@ -120,29 +122,39 @@ class _Run:
                 # Waits for what is being written: after this nobody writes here any more.
                 self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _write_file(self, tasks: Sequence[ShardTask], storers: concurrent.futures.Executor) -> None:
-        """Writes all shards of one file; holds the file until the last is written."""
+    def _write_group(
+        self, tasks: Sequence[ShardTask], storers: concurrent.futures.Executor
+    ) -> None:
+        """Writes the shards of one group; holds its files until the last is written."""
         try:
-            with self._scratch.hold(tasks[0].latents, on_bytes=self._check_going_on) as path:
-                file, check_crc = tasks[0].latents, tasks[0].check_crc
-                pt_archive.check_contents(
-                    path,
-                    file.path,
-                    check_crc=check_crc,
-                    recorded=file.recorded,
-                    on_bytes=self._check_going_on,
-                )
+            with self._hold_files(tasks) as paths:
                 written = []
                 for task in tasks:
                     self._shards_in_work.acquire()
                     if self._stop.is_set():
                         return
                     local = os.path.join(self._staging, uuid.uuid4().hex)
-                    future = self._pool.submit(write_shard, task, path, local)
+                    of_parts = [paths[part.file] for part in task.parts]
+                    future = self._pool.submit(write_shard, task, of_parts, local)
                     written.append(storers.submit(self._store, task, future, local))
                 concurrent.futures.wait(written)
         except BaseException as error:
             self._fail(error)
+
+    @contextlib.contextmanager
+    def _hold_files(self, tasks: Sequence[ShardTask]) -> Iterator[dict[SourceFile, str]]:
+        """Local paths of all files that some tasks read, after a check of their contents."""
+        files = list(dict.fromkeys(part.file for task in tasks for part in task.parts))
+        with self._scratch.hold_all(files, on_bytes=self._check_going_on) as paths:
+            for file, path in zip(files, paths, strict=True):
+                pt_archive.check_contents(
+                    path,
+                    file.path,
+                    check_crc=tasks[0].check_crc,
+                    recorded=file.recorded,
+                    on_bytes=self._check_going_on,
+                )
+            yield dict(zip(files, paths, strict=True))
 
     def _store(self, task: ShardTask, future: concurrent.futures.Future, local: str) -> None:
         try:

@@ -1,9 +1,9 @@
 """Writes one TFRecord shard: a pure function of its task, run in whichever process.
 
-    result = shard_writer.write_shard(task, '/scratch/000000-000009.pt', '/scratch/shard')
+    result = shard_writer.write_shard(task, ['/scratch/000000-000009.pt'], '/scratch/shard')
 
-A shard holds some rows of one `.pt` file. The rows are read `ROWS_AT_ONCE` at a time,
-so memory does not grow with the file or the shard.
+A shard holds some rows of one `.pt` file, or of several small ones. One file is open at a time, and
+its rows are read `ROWS_AT_ONCE` at a time, so memory does not grow with the files or the shard.
 """
 
 import base64
@@ -11,7 +11,7 @@ import dataclasses
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import compress
 
 import numpy as np
@@ -38,6 +38,23 @@ class TextVectors:
 
 
 @dataclasses.dataclass(frozen=True)
+class ShardPart:
+    """The records of a shard that come from one file.
+
+    Attributes:
+        file: the `.pt` file, which may be remote.
+        digest: `LatentShard.digest` of that file.
+        records: their range within the shard's.
+        row_range: first and last row of that file, for people.
+    """
+
+    file: SourceFile
+    digest: str
+    records: slice
+    row_range: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
 class ShardTask:
     """What one shard is made of.
 
@@ -45,9 +62,8 @@ class ShardTask:
         split: its split.
         index: its number within the split.
         filename: name of the file to write.
-        latents: the `.pt` file, which may be remote.
-        latents_digest: `LatentShard.digest` of that file.
-        row_range: first and last row of that file, for people.
+        group: number that it shares with the tasks that read the same files, and no others.
+        parts: the files, in the order of the records.
         inputs: which rows, and the captions and vectors that go with them.
         text_vectors: None where records hold no text vector.
         drop_bad: leave out and count what is not finite, instead of stopping.
@@ -59,15 +75,22 @@ class ShardTask:
     split: str
     index: int
     filename: str
-    latents: SourceFile
-    latents_digest: str
-    row_range: tuple[int, int]
+    group: int
+    parts: tuple[ShardPart, ...]
     inputs: StoreInputs | PackedInputs
     text_vectors: TextVectors | None
     drop_bad: bool
     check_crc: bool
     num_bytes: int
     fingerprint: str
+
+    @property
+    def source(self) -> str:
+        """The file or files that it reads, for messages."""
+        first = self.parts[0].file.path
+        if len(self.parts) == 1:
+            return first
+        return f'{first} to {self.parts[-1].file.name} ({len(self.parts)} files)'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,12 +133,12 @@ class ShardResult:
         return cls(**(fields | {'chunk_offsets': offsets, 'statistics': statistics}))
 
 
-def write_shard(task: ShardTask, latents_path: str, path: str) -> ShardResult:
+def write_shard(task: ShardTask, latents_paths: Sequence[str], path: str) -> ShardResult:
     """Writes the shard's file.
 
     Args:
         task: what to write.
-        latents_path: `task.latents`, as a local file.
+        latents_paths: the file of each part, as a local one.
         path: local file to write.
 
     Raises:
@@ -123,10 +146,11 @@ def write_shard(task: ShardTask, latents_path: str, path: str) -> ShardResult:
             finite, and the task does not allow to drop them.
         OSError: the file cannot be written, e.g. because the disk is full.
     """
-    source = _OpenSource(task, latents_path)
+    source = _OpenSource(task)
     with naming(path), open(path, 'wb') as file, records.RecordWriter(file) as writer:
-        for columns in source.columns():
-            writer.write(columns)
+        for part, latents_path in zip(task.parts, latents_paths, strict=True):
+            for columns in source.columns(part, latents_path):
+                writer.write(columns)
     return ShardResult(
         split=task.split,
         index=task.index,
@@ -153,30 +177,35 @@ def _end_with_parent() -> None:
 
 
 class _OpenSource:
-    """What a task reads, opened, and the statistics of what has been read."""
+    """What a task reads, and the statistics of what has been read."""
 
-    def __init__(self, task: ShardTask, latents_path: str):
+    def __init__(self, task: ShardTask):
         self._task = task
-        self._latents = latent_shards.LatentShard(latents_path, name=task.latents.path)
         self._inputs = task.inputs.open()
         # All at once, 2 MB a shard: it takes half the time of a few at a time.
         self._captions = self._inputs.captions(slice(None))
         self.statistics = ShardStatistics(task.text_vectors and task.text_vectors.dim)
-        self._check_unchanged()
 
-    def columns(self) -> Iterator[dict[str, np.ndarray | list[bytes]]]:
-        """Yields the features of the records that are good, some rows at a time.
+    def columns(
+        self, part: ShardPart, latents_path: str
+    ) -> Iterator[dict[str, np.ndarray | list[bytes]]]:
+        """Yields the features of the records of one file that are good, some rows at a time.
 
         What is yielded is overwritten by what comes next.
         """
-        for start in range(0, len(self._inputs.rows), ROWS_AT_ONCE):
-            yield self._columns(slice(start, start + ROWS_AT_ONCE))
+        latents = latent_shards.LatentShard(latents_path, name=part.file.path)
+        self._check_unchanged(part, latents)
+        records = part.records
+        for start in range(records.start, records.stop, ROWS_AT_ONCE):
+            yield self._columns(latents, slice(start, min(start + ROWS_AT_ONCE, records.stop)))
 
-    def _columns(self, part: slice) -> dict[str, np.ndarray | list[bytes]]:
-        keys = self._inputs.keys[part]
-        captions = self._captions[part]
-        raw, latents = self._latents.latents(self._inputs.rows[part])
-        text = self._read_vectors(part)
+    def _columns(
+        self, file: latent_shards.LatentShard, some: slice
+    ) -> dict[str, np.ndarray | list[bytes]]:
+        keys = self._inputs.keys[some]
+        captions = self._captions[some]
+        raw, latents = file.latents(self._inputs.rows[some])
+        text = self._read_vectors(file, some)
         good = self.statistics.add(keys, captions, latents, text)
         columns = {schema.KEY: keys, schema.CAPTION: captions, schema.LATENTS: raw}
         if text is not None:
@@ -184,32 +213,29 @@ class _OpenSource:
         if good.all():
             return columns
         if not self._task.drop_bad:
-            self._refuse(keys[good.argmin()])
+            self._refuse(file.path, keys[good.argmin()])
         return {
             name: column[good] if isinstance(column, np.ndarray) else list(compress(column, good))
             for name, column in columns.items()
         }
 
-    def _read_vectors(self, part: slice) -> np.ndarray | None:
+    def _read_vectors(self, file: latent_shards.LatentShard, some: slice) -> np.ndarray | None:
         if not self._task.text_vectors:
             return None
         if not self._task.text_vectors.in_pt:
-            return self._inputs.vectors(part)
+            return self._inputs.vectors(some)
         with np.errstate(over='ignore'):  # becomes inf, which counts as not finite
-            return self._latents.embeddings(self._inputs.rows[part]).astype(np.float16)
+            return file.embeddings(self._inputs.rows[some]).astype(np.float16)
 
-    def _check_unchanged(self) -> None:
-        rows = self._inputs.rows
-        same = self._latents.digest == self._task.latents_digest
-        if not same or not np.array_equal(self._latents.keys[rows], self._inputs.keys):
-            raise ValueError(
-                f'{self._task.latents.path}: has changed since the build began. Start it again.'
-            )
+    def _check_unchanged(self, part: ShardPart, file: latent_shards.LatentShard) -> None:
+        rows, keys = self._inputs.rows[part.records], self._inputs.keys[part.records]
+        if file.digest != part.digest or not np.array_equal(file.keys[rows], keys):
+            raise ValueError(f'{file.path}: has changed since the build began. Start it again.')
 
-    def _refuse(self, key: int) -> None:
+    def _refuse(self, path: str, key: int) -> None:
         text = f' (or its {schema.PT_EMBEDDINGS})' if self._task.text_vectors else ''
         raise ValueError(
-            f'{self._task.latents.path}: {schema.PT_LATENTS} of key {key}{text} are not finite, or '
+            f'{path}: {schema.PT_LATENTS} of key {key}{text} are not finite, or '
             'too large to be. One such number ruins a training run. Remove the sample or make it '
             'again, or set bad_data to "drop" in the config.'
         )

@@ -14,7 +14,7 @@ def shard_filename(split: str, index: int, count: int) -> str:
     return f'{split}-{index}-of-{count}'
 
 
-def make_plan(source: pathlib.Path, folder: pathlib.Path, **settings) -> plan.Plan:
+def make_plan(source: str | pathlib.Path, folder: pathlib.Path, **settings) -> plan.Plan:
     """Plans small shards, a fifth of the keys for validation; stores go into `folder`."""
     folder.mkdir(exist_ok=True)
     defaults = {'validation_fraction': 0.2, 'shard_bytes': 150_000}

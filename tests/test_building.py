@@ -1,7 +1,6 @@
 """Builds from beginning to end: alone, disturbed, killed, and several at a time."""
 
 import json
-import os
 import pathlib
 import signal
 import subprocess
@@ -46,32 +45,6 @@ def undisturbed(source: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) 
 def test_any_number_of_processes_builds_the_same(source, undisturbed, tmp_path, num_workers: int):
     final = final_folder(tmp_path)
     run(source, final, num_workers=num_workers)
-    assert files_of(final) == undisturbed
-    assert_only_the_data_set(final)
-
-
-def test_beam_builds_the_same(source, undisturbed, tmp_path):
-    final = final_folder(tmp_path)
-    flags = ['--direct_running_mode=multi_processing', '--direct_num_workers=2']
-    program = f"""
-import apache_beam as beam
-from tests import build_program
-from coyo11m_tfds import building, plan
-from tests.plans import shard_filename
-options = building.BuildOptions(
-    source={str(source)!r}, settings=plan.PlanSettings(**{SETTINGS!r}), use_beam=True,
-    beam_options=beam.options.pipeline_options.PipelineOptions({flags!r}),
-    beam_runner='DirectRunner')
-if __name__ == '__main__':
-    building.build({str(final)!r}, options, shard_filename, build_program.write_info)
-"""
-    path = tmp_path / 'program.py'
-    path.write_text(program)
-    env = os.environ | {'PYTHONPATH': str(CHECKOUT)}
-    ended = subprocess.run(
-        [sys.executable, str(path)], env=env, capture_output=True, text=True, timeout=120
-    )
-    assert ended.returncode == 0, ended.stderr
     assert files_of(final) == undisturbed
     assert_only_the_data_set(final)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coyo11m_tfds import latent_shards, plan, schema
+from coyo11m_tfds import latent_shards, plan, schema, shard_cuts, shard_writer
 from tests import made_sources
 from tests.plans import make_plan, planned_keys, write
 
@@ -52,9 +52,11 @@ def test_every_kept_key_is_planned_once_in_source_order(tmp_path: pathlib.Path):
         assert len(keys) > 5
     for task in made.tasks:
         inputs = task.inputs.open()
-        in_file = latent_shards.LatentShard(task.latents.path).keys[inputs.rows]
-        np.testing.assert_array_equal(in_file, inputs.keys)
-        assert task.row_range == (min(inputs.rows), max(inputs.rows))
+        for part in task.parts:
+            rows = inputs.rows[part.records]
+            in_file = latent_shards.LatentShard(part.file.path).keys[rows]
+            np.testing.assert_array_equal(in_file, inputs.keys[part.records])
+            assert part.row_range == (min(rows), max(rows))
 
 
 def test_a_split_does_not_depend_on_files_or_shards(tmp_path: pathlib.Path):
@@ -74,16 +76,68 @@ def test_a_split_does_not_depend_on_files_or_shards(tmp_path: pathlib.Path):
 def test_shards_are_nearly_equal_and_not_too_large(tmp_path: pathlib.Path, shard_bytes: int):
     source = made_sources.write_source(tmp_path, [range(50), range(50, 53)])
     made = make_plan(source, tmp_path / 'out', shard_bytes=shard_bytes, validation_fraction=0)
-    by_file: dict[str, list[int]] = {}
+    by_group: dict[int, list[int]] = {}
     for task in made.tasks:
-        by_file.setdefault(task.latents.path, []).append(len(task.inputs.open().rows))
+        by_group.setdefault(task.group, []).append(len(task.inputs.open().rows))
     record = 24576 + 160
-    for lengths in by_file.values():
+    assert len(by_group) == (1 if shard_bytes > 53 * record else 2)
+    for lengths in by_group.values():
         assert max(lengths) - min(lengths) <= 1
         assert max(lengths) <= max(1, -(-shard_bytes // record))
     sizes = [result.num_bytes for result in write(made, tmp_path / 'work')]
     assert made.num_bytes == pytest.approx(sum(sizes), rel=0.01)
     assert made.num_bytes == sum(task.num_bytes for task in made.tasks)
+
+
+@given(
+    st.lists(st.integers(0, 2000), max_size=60).map(lambda sizes: np.array([0, *sizes])),
+    st.integers(1, 1000),
+)
+def test_small_files_are_grouped_and_large_ones_are_alone(sizes: np.ndarray, shard_bytes: int):
+    groups = shard_cuts.group_files(sizes, shard_bytes)
+    assert joined([list(group) for group in groups]) == list(range(len(sizes)))
+    for files in groups:
+        small = sizes[files] <= shard_bytes
+        assert small.all() or len(files) == 1
+        if not small.all():
+            continue
+        total = sizes[files].sum()
+        assert total <= 2 * shard_bytes
+        if 2 * total < shard_bytes:  # only where no small file is beside it
+            assert files.start == 0 or sizes[files.start - 1] > shard_bytes
+            assert files.stop == len(sizes) or sizes[files.stop] > shard_bytes
+
+
+def test_many_small_files_share_a_few_shards(tmp_path: pathlib.Path):
+    files = [range(3 * n, 3 * n + 3) for n in range(100)]
+    source = made_sources.write_source(tmp_path / 'source', files)
+    made = make_plan(source, tmp_path / 'out', shard_bytes=2_000_000)
+    groups: dict[int, dict[str, shard_writer.ShardTask]] = {}
+    for task in made.tasks:
+        assert groups.setdefault(task.group, {}).setdefault(task.split, task) is task
+    assert 300 * 24576 / 3_000_000 < len(groups) < 300 * 24800 / 1_000_000
+    for tasks in groups.values():
+        assert 1_000_000 <= sum(task.num_bytes for task in tasks.values()) <= 4_000_000
+        assert tasks.keys() == {schema.TRAIN, schema.VALIDATION}
+    of_groups = [
+        {part.file.path for task in tasks.values() for part in task.parts}
+        for tasks in groups.values()
+    ]
+    assert sum(map(len, of_groups)) == len(set.union(*of_groups)) == 100
+    splits = planned_keys(made)
+    train = plan.unit_hash(np.arange(300)) >= 0.2
+    assert joined(splits[schema.TRAIN]) == np.flatnonzero(train).tolist()
+    assert joined(splits[schema.VALIDATION]) == np.flatnonzero(~train).tolist()
+
+
+def test_large_files_of_which_little_is_kept_are_not_fetched_together(tmp_path: pathlib.Path):
+    """As in a trial of few validation records, which are spread over many files."""
+    files = [range(100 * n, 100 * n + 100) for n in range(4)]
+    source = made_sources.write_source(tmp_path / 'source', files)
+    settings = {'validation_fraction': 0.01, 'max_examples_per_split': 3, 'shard_bytes': 600_000}
+    made = make_plan(source, tmp_path / 'out', **settings)
+    assert len({part.file for task in made.tasks for part in task.parts}) > 2
+    assert {len(task.parts) for task in made.tasks} == {1}
 
 
 def test_what_is_dropped_is_counted_by_reason(tmp_path: pathlib.Path):
@@ -121,7 +175,7 @@ def test_of_repeated_keys_the_first_row_is_kept(tmp_path: pathlib.Path):
     assert counts(made) == {'repeated_key': 2}
     assert made.dropped.examples == {'repeated_key': [7, 50]}
     assert kept_keys(made) == [*range(100), *range(200, 300)]
-    last_rows = [task.row_range[1] for task in made.tasks if task.split == schema.TRAIN]
+    last_rows = [task.parts[-1].row_range[1] for task in made.tasks if task.split == schema.TRAIN]
     assert max(last_rows) == 100  # in the second file, whose row 1 is left out
     with pytest.raises(ValueError, match=r'row 1 has key 50, but so has .*row 50'):
         made_sources.write_pt(made_sources.latents_file(source, 0), range(100))

@@ -1,5 +1,7 @@
 """What is written, from a plan to the files of the data set."""
 
+import hashlib
+import itertools
 import pathlib
 import subprocess
 import sys
@@ -34,6 +36,60 @@ def test_the_number_of_processes_does_not_change_a_byte(tmp_path: pathlib.Path):
         outcomes.append((files_in(data_folder(work)), metadata))
     assert outcomes[0] == outcomes[1] == outcomes[2]
     assert len(outcomes[0][0]) > 10
+
+
+def test_sources_of_large_files_keep_their_bytes(tmp_path: pathlib.Path):
+    """Those of the first release, in shards of the same names."""
+    source = tmp_path / 'source'
+    for number, count in enumerate((70, 30)):
+        keys = range(100 * number, 100 * number + count)
+        values = torch.arange(count * 3 * 4 * 32 * 32).reshape(count, *schema.LATENTS_SHAPE)
+        latents = ((values * 7919) % 1021 - 510).to(torch.float16) / 32
+        path = made_sources.latents_file(source, number)
+        made_sources.write_pt(path, keys, replace={'latents': latents})
+    made_sources.write_captions(source, {key: f'Caption of {key}.' for key in range(200)})
+    write(make_plan(source, tmp_path / 'stores'), tmp_path / 'work')
+    files = files_in(data_folder(tmp_path / 'work'))
+    assert len(files) == 18
+    digest = hashlib.sha256(b''.join(name.encode() + files[name] for name in sorted(files)))
+    assert digest.hexdigest() == '61982c199d97ea839f4c430e144b076650e736e4d434883829d15799949c4bc1'
+
+
+def test_small_files_give_the_same_shards_as_one_file_of_all_their_rows(tmp_path: pathlib.Path):
+    keys = range(60)
+    latents, embeddings = made_sources.make_latents(60), torch.randn(60, 5)
+    latents[[8, 47], 1] = np.inf
+    bounds = [0, 1, 8, 9, 30, 47, 48, 60]
+    outcomes = []
+    for name, borders in {'one': [0, 60], 'many': bounds}.items():
+        for number, (start, end) in enumerate(itertools.pairwise(borders)):
+            tensors = {'latents': latents[start:end], 'embeddings': embeddings[start:end]}
+            path = made_sources.latents_file(tmp_path / name, number)
+            made_sources.write_pt(path, keys[start:end], replace=tensors)
+        made_sources.write_captions(tmp_path / name, {key: f'Caption {key}' for key in keys})
+        settings = {'shard_bytes': 10**9, 'text_vectors': 'pt', 'max_bad_fraction': 0.1}
+        made = make_plan(tmp_path / name, tmp_path / 'stores', **settings)
+        results = write(made, tmp_path / f'{name} work')
+        files = files_in(data_folder(tmp_path / f'{name} work'))
+        outcomes.append((files, [result.to_json() for result in results]))
+    assert outcomes[0] == outcomes[1]
+    assert len(outcomes[0][0]) == 2
+
+
+def test_small_remote_files_are_fetched_once_and_together(gcs, tmp_path: pathlib.Path):
+    files = [range(3 * n, 3 * n + 3) for n in range(20)]
+    source = made_sources.write_source(tmp_path / 'source', files)
+    gcs.upload_folder(source, 'gs://in/coyo')
+    settings = {'shard_bytes': 700_000}
+    made = make_plan('gs://in/coyo', tmp_path / 'stores', **settings)
+    assert len({task.group for task in made.tasks}) == 2
+    gcs.clear()
+    write(made, tmp_path / 'work')
+    reads = [request.path for request in gcs.requests if request.action == 'read']
+    assert len(reads) == len(set(reads)) == 20
+    write(make_plan(source, tmp_path / 'stores', **settings), tmp_path / 'local')
+    assert files_in(data_folder(tmp_path / 'work')) == files_in(data_folder(tmp_path / 'local'))
+    assert [path.name for path in (tmp_path / 'work' / 'source').iterdir()] == ['.lock']
 
 
 def test_processes_start_from_a_program_that_knows_nothing_of_them(tmp_path: pathlib.Path):
@@ -176,8 +232,19 @@ def test_a_file_that_changes_after_planning_is_noticed(tmp_path: pathlib.Path):
     made = make_plan(source, tmp_path / 'stores')
     path = made_sources.latents_file(source, 0)
     made_sources.write_pt(path, range(39, -1, -1))
-    with pytest.raises(ValueError, match='has changed since the build began'):
+    with pytest.raises(ValueError, match=f'{path}: has changed since the build began'):
         write(made, tmp_path / 'work')
+
+
+def test_a_small_file_that_changes_after_planning_is_named(tmp_path: pathlib.Path):
+    files = [range(5 * n, 5 * n + 5) for n in range(4)]
+    source = made_sources.write_source(tmp_path / 'source', files)
+    made = make_plan(source, tmp_path / 'stores', shard_bytes=10**9)
+    path = made_sources.latents_file(source, 2)
+    made_sources.write_pt(path, range(14, 9, -1))
+    with pytest.raises(ValueError, match=f'{path}: has changed since the build began'):
+        write(made, tmp_path / 'work')
+    assert not list((tmp_path / 'work').glob('finished/*train*'))
 
 
 def test_the_chunk_index_points_at_the_records(tmp_path: pathlib.Path):

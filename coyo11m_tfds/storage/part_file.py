@@ -58,6 +58,10 @@ class PartFile:
             path = self._record_path
             with naming(path), open(path, 'w', encoding='utf-8') as record:
                 json.dump({'version': self.file.version}, record)
+        self.read()
+
+    def read(self) -> None:
+        """Reads what is there and takes it for the beginning of the file."""
         while block := self._stream.read(_BLOCK):
             self._count(block)
 
@@ -85,6 +89,11 @@ class PartFile:
     def checksum(self) -> str:
         """Returns that of what is there, written as in `SourceFile`."""
         return f'{self._kind}:{self._hash.digest().hex()}'
+
+    def is_whole(self) -> bool:
+        """Whether it has the size of the file and, if the storage knows one, the checksum."""
+        found = self.checksum()
+        return self.size == self.file.size and found == (self.file.checksum or found)
 
     def move_to(self, target: str) -> None:
         """Makes it the whole file, which survives a loss of power when this returns."""

@@ -62,6 +62,19 @@ def fetch(file: SourceFile, target: str, on_bytes: Callable[[int], None] | None 
         part.move_to(target)
 
 
+def is_copy(file: SourceFile, path: str) -> bool:
+    """Whether a local file is there and has the size and, if the storage knows one, the checksum.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if not os.path.exists(path) or os.path.getsize(path) != file.size:
+        return False
+    with PartFile(path, file, ignore_bytes) as copy:
+        copy.read()
+        return copy.is_whole()
+
+
 def read_range(file: SourceFile, start: int, length: int) -> bytes:
     """Reads `length` bytes from byte `start` of a file, remote or local.
 
@@ -102,9 +115,8 @@ def _complete(part: PartFile) -> None:
         except retry.GivenUp:
             if part.size < begin + _PROGRESS:
                 raise
-    found = part.checksum()
-    if part.size != file.size or found != (file.checksum or found):
-        size = part.size
+    if not part.is_whole():
+        size, found = part.size, part.checksum()
         part.restart()
         raise retry.Corrupted(
             f'{file.path}: the checksum of {size} bytes is {found}, '

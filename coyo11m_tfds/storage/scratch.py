@@ -4,22 +4,28 @@
     with scratch.hold(file) as path:        # waits for room, downloads, verifies
         LatentShard(path)
     # deleted, unless somebody else holds it
+    with scratch.hold_all(files) as paths:  # several, whose room is taken at once
+        ...
 
 Threads and processes of one machine share a folder and its bound, and who holds the same file
 shares one copy. What one of them has is told by locks alone, which end with the process, so a
 killed one leaves nothing that has to be cleaned up: its room is free at once, and what it had
-downloaded is gone on with by the next who wants the file, or deleted when its room is needed.
+downloaded is resumed by the next who wants the file, or deleted when its room is needed. A copy
+that somebody else has left or shares is used only after its size and checksum have been compared.
 """
 
 import collections
+import concurrent.futures
 import contextlib
 import hashlib
 import os
 import pathlib
 import shutil
+import stat
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from absl import logging
@@ -37,7 +43,9 @@ _ENTRY = 'held'  # begins the names of their folders; the size of the file and a
 # Empty files in the folder of an entry, beside the copy.
 _HOLDERS = 'holders'  # locked shared by every holder, for as long as it holds; tells the room taken
 _DOWNLOAD = 'download'  # locked by the one that downloads
-_KEEP = 'keep'  # there if a holder wants the copy to stay
+
+# Of several files that are held together; small ones are mostly waiting for the storage.
+_DOWNLOADS_AT_ONCE = 8
 
 _LONGEST_POLL = 0.5  # seconds
 _SECONDS_BETWEEN_MESSAGES = 60.0
@@ -50,6 +58,50 @@ class _Entry(NamedTuple):
     in_use: bool
     num_bytes: int
     last_used: float
+
+
+def user_temp(name: str) -> str:
+    """Returns a folder for temporary files that is this user's alone, made if it is not there.
+
+    Raises:
+        PermissionError: somebody else has made it, or may write to it.
+    """
+    folder = os.path.join(tempfile.gettempdir(), f'{name}-{os.getuid()}')
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, mode=0o700)
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(
+            f'{folder}: is a link, or others may use it; expected a folder of mode 0700 that '
+            f'belongs to user {os.getuid()}. Remove it, or set scratch_dir in the config.'
+        )
+    return folder
+
+
+class _Wanted:
+    """Remote files to be held together.
+
+    Attributes:
+        size: their bytes.
+        entry: folder of the copies.
+        paths: of the copies.
+    """
+
+    def __init__(self, files: Sequence[SourceFile], folder: pathlib.Path):
+        self.size = sum(file.size for file in files)
+        versions = '\n'.join(f'{file.path} {file.version}' for file in files)
+        digest = hashlib.sha256(versions.encode()).hexdigest()
+        self.entry = folder / f'{_ENTRY}-{self.size}-{digest[:16]}'
+        # Files of different folders may have the same name.
+        prefixes = [''] if len(files) == 1 else [f'{number}-' for number in range(len(files))]
+        self.paths = {
+            file: str(self.entry / f'{prefix}{file.name}')
+            for prefix, file in zip(prefixes, files, strict=True)
+        }
+
+    def __str__(self) -> str:
+        first, *others = self.paths
+        return f'{first.path} (with {len(others)} more files)' if others else first.path
 
 
 def user_cache(*names: str) -> str:
@@ -75,47 +127,50 @@ class Scratch:
 
     @contextlib.contextmanager
     def hold(
-        self,
-        file: SourceFile,
-        *,
-        keep: bool = False,
-        on_bytes: Callable[[int], None] | None = None,
+        self, file: SourceFile, *, on_bytes: Callable[[int], None] | None = None
     ) -> Iterator[str]:
-        """Gives a local path of a file, valid within the `with` block.
+        """Gives a local path of one file; see `hold_all`."""
+        with self.hold_all([file], on_bytes=on_bytes) as paths:
+            yield paths[0]
 
-        It waits while others hold so much that there is no room. A thread that holds one file and
-        waits for another may wait for a thread that does the same, so hold one at a time where
-        that can happen.
+    @contextlib.contextmanager
+    def hold_all(
+        self, files: Sequence[SourceFile], *, on_bytes: Callable[[int], None] | None = None
+    ) -> Iterator[list[str]]:
+        """Gives local paths of some files, valid within the `with` block.
+
+        It waits while others hold so much that there is no room for all of them. Room is taken for
+        all or none, so that holders never wait for each other; but a thread that holds files and
+        asks for others may wait for a thread that does the same, so ask once where that can happen.
 
         Args:
-            file: of a local file this is just its path.
-            keep: leave the copy when nobody holds it any more, until its room is needed; what was
-                not used for longest goes first. If holders disagree, it is kept.
-            on_bytes: as in `remote.fetch`, if this holder is the one that downloads; while it waits
-                for room it is told 0, so that it may raise an exception to stop waiting.
+            files: different ones, one or more. Of a local file the path is just its own.
+            on_bytes: as in `remote.fetch`, if this holder is the one that downloads, from several
+                threads; while it waits for room it is told 0, so that it may raise an exception to
+                stop waiting.
 
         Raises:
-            ValueError: the file is larger than the bound, or than what this thread leaves of it
+            ValueError: the files are larger than the bound, or than what this thread leaves of it
                 with what it holds already, so that it would wait for itself.
             PermissionError: credentials are missing or refused.
             OSError: the download fails; what has come stays.
         """
-        if not file.is_remote:
-            yield file.path
+        remote_files = [file for file in files if file.is_remote]
+        if not remote_files:
+            yield [file.path for file in files]
             return
-        entry = self._folder / _name_of(file)
-        path = entry / file.name
-        self._check_room(file, entry)
-        held = self._wait_for_room(file, entry, keep, on_bytes or ignore_bytes)
-        self._holdings[entry] += 1
+        wanted = _Wanted(remote_files, self._folder)
+        self._check_room(wanted)
+        on_bytes = on_bytes or ignore_bytes
+        held = self._wait_for_room(wanted, on_bytes)
+        self._holdings[wanted.entry] += 1
         try:
-            with FileLock(entry / _DOWNLOAD):
-                if not path.exists():
-                    remote.fetch(file, str(path), on_bytes)
-            yield str(path)
+            with FileLock(wanted.entry / _DOWNLOAD):
+                _complete(wanted.paths, on_bytes)
+            yield [wanted.paths.get(file, file.path) for file in files]
         finally:
-            self._holdings[entry] -= 1
-            self._leave(entry, path, held)
+            self._holdings[wanted.entry] -= 1
+            self._leave(wanted, held)
 
     @contextlib.contextmanager
     def hold_showing(self, file: SourceFile) -> Iterator[str]:
@@ -135,29 +190,28 @@ class Scratch:
             self._mine.holdings = collections.Counter()
         return self._mine.holdings
 
-    def _check_room(self, file: SourceFile, entry: pathlib.Path) -> None:
-        mine = sum(_reserved(e) for e, times in self._holdings.items() if times and e != entry)
-        if mine + file.size > self._max_bytes:
+    def _check_room(self, wanted: _Wanted) -> None:
+        held = [entry for entry, times in self._holdings.items() if times]
+        mine = sum(_reserved(entry) for entry in held if entry != wanted.entry)
+        if mine + wanted.size > self._max_bytes:
             besides = f' beside the {mine:,} that this thread holds' if mine else ''
             raise ValueError(
-                f'{file.path} has {file.size:,} bytes, but {self._folder} may take '
+                f'{wanted} has {wanted.size:,} bytes, but {self._folder} may take '
                 f'{self._max_bytes:,}{besides}. Allow it more.'
             )
 
-    def _wait_for_room(
-        self, file: SourceFile, entry: pathlib.Path, keep: bool, on_bytes: Callable[[int], None]
-    ) -> FileLock:
+    def _wait_for_room(self, wanted: _Wanted, on_bytes: Callable[[int], None]) -> FileLock:
         pause = 0.01
         message_at = time.monotonic() + _SECONDS_BETWEEN_MESSAGES
-        while (held := self._enter(file, entry, keep)) is None:
+        while (held := self._enter(wanted)) is None:
             if time.monotonic() >= message_at:
                 message_at += _SECONDS_BETWEEN_MESSAGES
                 logging.info(
                     'Waiting for %s bytes of %s in %s for %s: others hold files there.',
-                    f'{file.size:,}',
+                    f'{wanted.size:,}',
                     f'{self._max_bytes:,}',
                     self._folder,
-                    file.path,
+                    wanted,
                 )
             on_bytes(0)
             # Polling, because the death of a holder wakes nobody up.
@@ -165,33 +219,31 @@ class Scratch:
             pause = min(2 * pause, _LONGEST_POLL)
         return held
 
-    def _enter(self, file: SourceFile, entry: pathlib.Path, keep: bool) -> FileLock | None:
-        """Becomes a holder if the file is held already or there is room for it."""
+    def _enter(self, wanted: _Wanted) -> FileLock | None:
+        """Becomes a holder if the files are held already or there is room for them."""
         with FileLock(self._folder / _MUTEX):
-            others = [e for e in self._entries() if e.folder != entry]
+            others = [e for e in self._entries() if e.folder != wanted.entry]
             used = sum(other.num_bytes for other in others if other.in_use)
-            if used + file.size > self._max_bytes:
+            if used + wanted.size > self._max_bytes:
                 return None
             idle = sorted((o for o in others if not o.in_use), key=lambda o: o.last_used)
-            excess = used + file.size + sum(o.num_bytes for o in idle) - self._max_bytes
+            excess = used + wanted.size + sum(o.num_bytes for o in idle) - self._max_bytes
             for other in idle:
                 if excess > 0 or other.num_bytes == 0:  # who was killed may have got nothing yet
                     shutil.rmtree(other.folder)
                     excess -= other.num_bytes
-            entry.mkdir(exist_ok=True)
-            if keep:
-                (entry / _KEEP).touch()
-            return FileLock(entry / _HOLDERS, shared=True, wait=False)
+            wanted.entry.mkdir(exist_ok=True)
+            return FileLock(wanted.entry / _HOLDERS, shared=True, wait=False)
 
-    def _leave(self, entry: pathlib.Path, path: pathlib.Path, held: FileLock) -> None:
+    def _leave(self, wanted: _Wanted, held: FileLock) -> None:
+        holders = wanted.entry / _HOLDERS
         try:
             with FileLock(self._folder / _MUTEX):
-                os.utime(entry / _HOLDERS)
+                os.utime(holders)
                 held.release()
-                last = not _is_locked(entry / _HOLDERS)
-                # Without a copy the download failed; what has come of it may be gone on with.
-                if last and path.exists() and not (entry / _KEEP).exists():
-                    shutil.rmtree(entry)
+                # Of a download that failed stays what has come, for the next who tries.
+                if not _is_locked(holders) and all(map(os.path.exists, wanted.paths.values())):
+                    shutil.rmtree(wanted.entry)
         finally:
             held.release()
 
@@ -227,6 +279,12 @@ def _is_locked(path: pathlib.Path) -> bool:
     return False
 
 
-def _name_of(file: SourceFile) -> str:
-    version = hashlib.sha256(f'{file.path} {file.version}'.encode()).hexdigest()
-    return f'{_ENTRY}-{file.size}-{version[:16]}'
+def _complete(paths: Mapping[SourceFile, str], on_bytes: Callable[[int], None]) -> None:
+    """Downloads what is not there or not right."""
+
+    def complete(file: SourceFile) -> None:
+        if not remote.is_copy(file, paths[file]):
+            remote.fetch(file, paths[file], on_bytes)
+
+    with concurrent.futures.ThreadPoolExecutor(_DOWNLOADS_AT_ONCE) as threads:
+        list(threads.map(complete, paths))

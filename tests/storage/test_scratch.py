@@ -2,11 +2,14 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import logging
 import os
 import pathlib
 import random
 import signal
+import stat
+import tempfile
 import textwrap
 import threading
 import time
@@ -61,12 +64,20 @@ def wait_until(condition, seconds: float = 20) -> None:
 HOLD = """
     from coyo11m_tfds.storage import source_files
     from coyo11m_tfds.storage.scratch import Scratch
-    folder, max_bytes, url, keep = sys.argv[1:]
+    folder, max_bytes, url = sys.argv[1:]
     file = source_files.describe(url)
-    with Scratch(folder, int(max_bytes)).hold(file, keep=keep == 'keep') as path:
+    with Scratch(folder, int(max_bytes)).hold(file) as path:
         print(path, flush=True)
         sys.stdin.readline()
 """
+
+
+def leave(folder: pathlib.Path, file: SourceFile) -> pathlib.Path:
+    """Leaves the copy of a holder that was killed."""
+    with children.python(HOLD, folder, 10 * SIZE, file.path) as child:
+        path = pathlib.Path(child.stdout.readline().strip())
+        child.kill()
+    return path
 
 
 def test_a_local_file_is_its_own_copy(folder: pathlib.Path, tmp_path: pathlib.Path):
@@ -98,11 +109,10 @@ def test_two_files_of_one_name(bucket: Gcs, folder: pathlib.Path):
 
 def test_a_new_version_is_another_file(bucket: Gcs, folder: pathlib.Path):
     held = Scratch(folder, 2 * SIZE)
-    with held.hold(put(bucket, 'x.pt'), keep=True):
-        pass
-    bucket.put('bucket', 'x.pt', bytes(SIZE))
-    with held.hold(source_files.describe('gs://bucket/x.pt')) as path:
-        assert pathlib.Path(path).read_bytes() == bytes(SIZE)
+    with held.hold(put(bucket, 'x.pt')):
+        bucket.put('bucket', 'x.pt', bytes(SIZE))
+        with held.hold(source_files.describe('gs://bucket/x.pt')) as path:
+            assert pathlib.Path(path).read_bytes() == bytes(SIZE)
 
 
 def test_a_file_that_can_never_fit(bucket: Gcs, folder: pathlib.Path):
@@ -148,7 +158,7 @@ def test_holders_share_a_copy_and_a_download(bucket: Gcs, folder: pathlib.Path):
 
 def test_processes_share_a_copy_until_the_last_leaves(bucket: Gcs, folder: pathlib.Path):
     file = put(bucket, 'x.pt')
-    arguments = (folder, SIZE, file.path, '')
+    arguments = (folder, SIZE, file.path)
     with children.python(HOLD, *arguments) as one, children.python(HOLD, *arguments) as other:
         path = one.stdout.readline()
         assert other.stdout.readline() == path
@@ -211,41 +221,128 @@ def test_an_error_in_the_block_lets_go(bucket: Gcs, folder: pathlib.Path):
     assert copies(folder) == {}
 
 
-# --- Keeping ----------------------------------------------------------------------------------
+# --- Several at once --------------------------------------------------------------------------
 
 
-def test_kept_copies_go_when_their_room_is_needed_the_oldest_first(
+def test_several_files_are_there_together(bucket: Gcs, folder: pathlib.Path, tmp_path):
+    local = tmp_path / 'local.pt'
+    local.write_bytes(b'content')
+    remote = [put(bucket, name) for name in ('a/x.pt', 'b/x.pt', 'y.pt')]
+    files = [remote[0], source_files.describe(local), *remote[1:]]
+    told: list[int] = []
+    with Scratch(folder, 3 * SIZE).hold_all(files, on_bytes=told.append) as paths:
+        contents = [pathlib.Path(path).read_bytes() for path in paths]
+        assert paths[1] == str(local)
+    assert contents == [content('a/x.pt'), b'content', content('b/x.pt'), content('y.pt')]
+    assert sum(told) == 3 * SIZE
+    assert os.listdir(folder) == ['.lock']
+
+
+def test_several_files_that_can_never_fit(bucket: Gcs, folder: pathlib.Path):
+    files = [put(bucket, f'{n}.pt') for n in range(3)]
+    message = r'0\.pt \(with 2 more files\) has 300,000 bytes, .* may take 299,999'
+    with pytest.raises(ValueError, match=message), Scratch(folder, 3 * SIZE - 1).hold_all(files):
+        pass
+    assert num_reads(bucket) == 0
+
+
+def test_who_wants_several_waits_for_nobody_who_waits(bucket: Gcs, folder: pathlib.Path):
+    """There is room for the files of one; if each took a part of it, all would wait for ever."""
+    files = [put(bucket, f'{n}.pt') for n in range(6)]
+    held = Scratch(folder, 2 * SIZE)
+
+    def hold(number: int) -> None:
+        with held.hold_all(files[2 * number : 2 * number + 2]) as paths:
+            assert pathlib.Path(paths[1]).read_bytes() == content(f'{2 * number + 1}.pt')
+
+    threads = [threading.Thread(target=hold, args=(n % 3,), daemon=True) for n in range(12)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: not any(thread.is_alive() for thread in threads))
+
+
+def test_of_several_files_only_what_is_missing_comes_again(bucket: Gcs, folder: pathlib.Path):
+    files = [put(bucket, f'{n}.pt') for n in range(4)]
+    held = Scratch(folder, 4 * SIZE)
+    bucket.inject(Fault('503', count=None, match=r'read bucket/2\.pt'))
+    with pytest.raises(OSError, match=r'2\.pt.*given up'), held.hold_all(files):
+        pass
+    came = set(copies(folder)) - {'2-2.pt.part'}
+    assert came
+    bucket.heal()
+    bucket.clear()
+    with held.hold_all(files) as paths:
+        contents = [pathlib.Path(path).read_bytes() for path in paths]
+    assert contents == [content(f'{n}.pt') for n in range(4)]
+    for number in range(4):
+        assert num_reads(bucket, f'/{number}.pt') == (0 if f'{number}-{number}.pt' in came else 1)
+    assert copies(folder) == {}
+
+
+# --- What others have left --------------------------------------------------------------------
+
+
+def test_copies_of_the_killed_go_when_their_room_is_needed_the_oldest_first(
     bucket: Gcs, folder: pathlib.Path
 ):
-    held = Scratch(folder, 3 * SIZE)
     files = [put(bucket, f'{n}.pt') for n in range(4)]
-    for number in (0, 1, 2, 0):  # so 1 is the one that was not used for longest
-        with held.hold(files[number], keep=True):
-            pass
-        time.sleep(0.02)
-    assert num_reads(bucket) == 3
-    assert copies(folder) == {'0.pt': SIZE, '1.pt': SIZE, '2.pt': SIZE}
-    with held.hold(files[3]):
-        assert copies(folder) == {'0.pt': SIZE, '2.pt': SIZE, '3.pt': SIZE}
-    assert copies(folder) == {'0.pt': SIZE, '2.pt': SIZE}
-
-
-def test_only_as_many_go_as_must(bucket: Gcs, folder: pathlib.Path):
-    held = Scratch(folder, 3 * SIZE)
     for number in range(3):
-        with held.hold(put(bucket, f'{number}.pt'), keep=True):
-            pass
-        time.sleep(0.02)
-    with held.hold(put(bucket, 'large.pt', SIZE + 1)):
-        assert copies(folder) == {'2.pt': SIZE, 'large.pt': SIZE + 1}
+        leave(folder, files[number])
+    assert copies(folder) == {'0.pt': SIZE, '1.pt': SIZE, '2.pt': SIZE}
+    with Scratch(folder, 3 * SIZE).hold(files[3]):
+        assert copies(folder) == {'1.pt': SIZE, '2.pt': SIZE, '3.pt': SIZE}
+    with Scratch(folder, 3 * SIZE).hold(put(bucket, 'large.pt', 2 * SIZE + 1)):
+        assert copies(folder) == {'large.pt': 2 * SIZE + 1}
 
 
-def test_one_that_keeps_among_others(bucket: Gcs, folder: pathlib.Path):
-    held = Scratch(folder, SIZE)
+@pytest.mark.parametrize('damage', ['flipped', 'cut', 'replaced'])
+def test_a_copy_that_is_found_is_compared_before_it_is_used(
+    bucket: Gcs, folder: pathlib.Path, damage: str
+):
     file = put(bucket, 'x.pt')
-    with held.hold(file), held.hold(file, keep=True):
-        pass
-    assert copies(folder) == {'x.pt': SIZE}
+    path = leave(folder, file)
+    found = bytearray(path.read_bytes())
+    if damage == 'flipped':
+        found[SIZE // 2] ^= 1
+    path.write_bytes({'flipped': found, 'cut': found[:-1], 'replaced': bytes(SIZE)}[damage])
+    with Scratch(folder, SIZE).hold(file) as again:
+        assert again == str(path)
+        assert path.read_bytes() == content('x.pt')
+    assert num_reads(bucket) == 2
+
+
+def test_without_a_checksum_a_copy_that_is_found_has_the_size(bucket: Gcs, folder: pathlib.Path):
+    file = put(bucket, 'x.pt')
+    path = leave(folder, file)
+    path.write_bytes(path.read_bytes()[:-1])
+    with Scratch(folder, SIZE).hold(dataclasses.replace(file, checksum=None)) as again:
+        assert pathlib.Path(again).read_bytes() == content('x.pt')
+
+
+def test_the_folder_for_temporary_files_is_this_user_s_alone(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
+    folder = pathlib.Path(scratch.user_temp('x'))
+    assert folder == tmp_path / f'x-{os.getuid()}'
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert scratch.user_temp('x') == str(folder)
+    folder.chmod(0o770)
+    with pytest.raises(PermissionError, match=rf'{folder}: .*or others may use it'):
+        scratch.user_temp('x')
+    folder.chmod(0o700)
+    folder.rename(tmp_path / 'elsewhere')
+    folder.symlink_to(tmp_path / 'elsewhere')
+    with pytest.raises(PermissionError, match=rf'{folder}: is a link'):
+        scratch.user_temp('x')
+    folder.unlink()
+    folder.touch(0o700)
+    with pytest.raises(PermissionError, match='expected a folder'):
+        scratch.user_temp('x')
+    monkeypatch.setattr(os, 'getuid', lambda: 12345)
+    (tmp_path / 'x-12345').mkdir(0o700)
+    with pytest.raises(PermissionError, match='belongs to user 12345'):
+        scratch.user_temp('x')
 
 
 def test_other_things_in_the_folder_are_left_alone(bucket: Gcs, folder: pathlib.Path):
@@ -291,7 +388,7 @@ def test_who_is_killed_while_downloading_leaves_only_what_helps(bucket: Gcs, fol
     size = 2_000_000
     file, other = put(bucket, 'x.pt', size), put(bucket, 'y.pt', size)
     bucket.inject(Fault('stall', action='read', after_bytes=1_500_000, seconds=30))
-    with children.python(HOLD, folder, size, file.path, '') as child:
+    with children.python(HOLD, folder, size, file.path) as child:
         wait_until(lambda: copies(folder).get('x.pt.part', 0) > 1_000_000)
         child.kill()
     kept = copies(folder)['x.pt.part']
@@ -308,7 +405,7 @@ def test_who_waits_for_a_download_takes_over_from_who_is_killed(bucket: Gcs, fol
     file = put(bucket, 'x.pt', size)
     bucket.inject(Fault('stall', action='read', after_bytes=1_500_000, seconds=30))
     with (
-        children.python(HOLD, folder, size, file.path, '') as child,
+        children.python(HOLD, folder, size, file.path) as child,
         concurrent.futures.ThreadPoolExecutor(1) as threads,
     ):
         wait_until(lambda: copies(folder).get('x.pt.part', 0) > 1_000_000)
@@ -328,7 +425,7 @@ def test_who_waits_for_a_download_takes_over_from_who_is_killed(bucket: Gcs, fol
 def test_the_room_of_who_is_killed_while_holding_is_free(bucket: Gcs, folder: pathlib.Path):
     file, other = put(bucket, 'x.pt'), put(bucket, 'y.pt')
     for _ in range(2):
-        with children.python(HOLD, folder, SIZE, file.path, '') as child:
+        with children.python(HOLD, folder, SIZE, file.path) as child:
             child.stdout.readline()
             child.kill()
     assert num_reads(bucket) == 1  # the second found the copy of the first
@@ -342,7 +439,7 @@ def test_a_forked_child_does_not_hold_what_its_killed_parent_held(
     file, other = put(bucket, 'x.pt'), put(bucket, 'y.pt')
     fork = r"os.write(1, b'%d\n' % os.fork())"
     code = 'import os\n' + textwrap.dedent(HOLD).replace('sys.stdin', f'{fork}\n    sys.stdin')
-    with children.python(code, folder, SIZE, file.path, '') as child:
+    with children.python(code, folder, SIZE, file.path) as child:
         child.stdout.readline()
         grandchild = max(int(child.stdout.readline()), int(child.stdout.readline()))
         try:
@@ -367,7 +464,7 @@ WORK = """
         files = [source_files.describe(f'gs://bucket/{n}.pt') for n in range(6)]
         while True:
             file = dice.choice(files)
-            with held.hold(file, keep=dice.random() < 0.3) as path:
+            with held.hold(file) as path:
                 expected = random.Random(os.path.basename(file.path)).randbytes(file.size)
                 assert pathlib.Path(path).read_bytes() == expected
 
