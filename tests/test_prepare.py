@@ -116,7 +116,7 @@ print(sum(result.num_records for result in results))
 def test_a_full_disk_names_the_file(tmp_path: pathlib.Path):
     made = make_plan(made_sources.write_source(tmp_path, [range(20)]), tmp_path / 'stores')
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
-        shard_writer.write_shard(made.tasks[0], made.tasks[0].latents.path, '/dev/full')
+        shard_writer.write_shard(made.tasks[0], [made.tasks[0].parts[0].file.path], '/dev/full')
 
 
 def test_what_is_finished_is_not_written_again(tmp_path: pathlib.Path):
