@@ -328,7 +328,6 @@ class Builder(dataset_builder.FileReaderBuilder):
         # TFDS has no setter for features, but only the source tells their dtype and width.
         self.info._features = make_features(built.plan.latent_dtype, vectors and vectors.dim)
         self.info.set_splits(self._make_splits(built.splits))
-        self.info.metadata.keys()  # TFDS loads those on disk late, in place of what is set before
         self.info.metadata.clear()
         self.info.metadata.update(built.metadata)
         text_vectors = self.builder_config.text_vectors

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from coyo11m_tfds import job
 from tests import made_sources
 from tests.build_kills import (
     CHECKOUT,
@@ -78,23 +79,86 @@ def test_builds_killed_at_random_moments_end_with_the_same_bytes(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize('overwrite', [False, True])
 @pytest.mark.parametrize('victim', ['parent', 'worker'])
-def test_many_kills(source, undisturbed, tmp_path, victim: str):
-    kill_and_compare(source, undisturbed, tmp_path, victim, kills=20)
+def test_many_kills(source, undisturbed, tmp_path, victim: str, overwrite: bool):
+    kill_and_compare(source, undisturbed, tmp_path, victim, kills=20, overwrite=overwrite)
 
 
-def kill_and_compare(source, undisturbed, tmp_path, victim: str, kills: int) -> None:
+def kill_and_compare(
+    source, undisturbed, tmp_path, victim: str, kills: int, overwrite: bool = False
+) -> None:
     start_time = time.monotonic()
     run(source, final_folder(tmp_path / 'timed'), num_workers=2)
     whole = time.monotonic() - start_time
     final = final_folder(tmp_path / 'killed')
-    killer = Killer(source, final, seed=kills, num_workers=2)
+    old = {}
+    if overwrite:
+        run(source, final, settings={'caption_column': 'caption'})
+        old = files_of(final)
+    options = {'num_workers': 2, 'overwrite': overwrite}
+    killer = Killer(source, final, seed=kills, **options)
     kill = killer.kill_a_parent if victim == 'parent' else killer.kill_a_worker
     for _ in range(kills):
         kill(begun=0.3 * whole, lasts=0.9 * whole)
-    run(source, final, num_workers=2)
+        assert files_of(final) in (old, undisturbed) if overwrite else True
+    run(source, final, **options)
     assert files_of(final) == undisturbed
     assert_only_the_data_set(final)
+
+
+@pytest.fixture
+def old(source, undisturbed, tmp_path) -> pathlib.Path:
+    """A data set of other captions, which `undisturbed` is to replace."""
+    final = final_folder(tmp_path)
+    run(source, final, settings={'caption_column': 'caption'})
+    assert files_of(final) != undisturbed
+    return final
+
+
+def test_an_interrupted_overwriting_costs_neither_the_old_data_set_nor_the_work(
+    source, undisturbed, old
+):
+    before = files_of(old)
+    process = start(source, old, overwrite=True)
+    wait_until(lambda: finished_shards(old) >= 5)
+    process.kill()
+    end(process)
+    assert files_of(old) == before
+    plain = run(tmp := source / 'nothing here', old)
+    assert plain.stdout == 'built elsewhere\n' and not tmp.exists()
+    assert files_of(old) == before
+    done = finished_shards(old)
+    assert done >= 5
+    resumed = run(source, old, overwrite=True)
+    assert f'{done} of 41 shards are finished already' in resumed.stderr
+    assert files_of(old) == undisturbed
+    assert_only_the_data_set(old)
+
+
+def test_an_overwriting_that_was_killed_at_its_end_is_finished_not_repeated(
+    source, undisturbed, old
+):
+    """By the same command or by a plain build, which needs no source."""
+    process = start(source, old, overwrite=True)
+    journal = old.with_name('1.0.0.building') / 'journal.json'
+    wait_until(lambda: journal.exists() and b'complete' in journal.read_bytes())
+    process.kill()
+    end(process)
+    again = run(source, old, overwrite=True)
+    if 'finishing' in again.stderr:
+        assert again.stdout == 'built elsewhere\n'
+    assert files_of(old) == undisturbed
+    assert_only_the_data_set(old)
+
+
+def test_a_resumed_build_shows_how_far_the_checksums_are(source, tmp_path):
+    final = final_folder(tmp_path)
+    process = start(source, final)
+    wait_until(lambda: finished_shards(final) >= 5)
+    process.kill()
+    end(process)
+    assert 'Checking finished shards: 100%' in run(source, final).stderr
 
 
 def test_two_builds_at_once_build_once(source, undisturbed, tmp_path):
@@ -143,6 +207,59 @@ def test_a_process_of_a_job_waits_no_longer_than_it_may(source, tmp_path):
     assert last.startswith('TimeoutError')
     assert str(final) in last
     assert not final.parent.exists() or not list(final.parent.iterdir())
+
+
+JOBS = ('RANK', 'SLURM_PROCID', 'OMPI_COMM_WORLD_RANK')
+
+
+@pytest.mark.parametrize('variable', JOBS)
+def test_a_process_knows_its_number_in_a_job(monkeypatch, variable: str):
+    for name in JOBS:
+        monkeypatch.delenv(name, raising=False)
+    assert (job.process_index(), job.has_others()) == (0, False)
+    monkeypatch.setenv(variable, '0')
+    assert (job.process_index(), job.has_others()) == (0, True)
+    monkeypatch.setenv(variable, '3')
+    assert job.process_index() == 3
+    monkeypatch.setenv(variable, 'x')
+    with pytest.raises(ValueError, match=f'{variable}=x: expected the number'):
+        job.process_index()
+
+
+def test_the_others_of_a_job_learn_why_the_first_failed(source, tmp_path):
+    final = final_folder(tmp_path)
+    lease = {'COYO11M_LEASE_SECONDS': '2'}
+    missing = tmp_path / 'missing'
+    others = [start(missing, final, env=lease | {'SLURM_PROCID': rank}) for rank in ('1', '2')]
+    first = end(start(missing, final, env=lease | {'SLURM_PROCID': '0'}))
+    assert 'missing' in first.stderr.splitlines()[-1]
+    for other in others:
+        ended = end(other)
+        assert ended.returncode != 0
+        last = ended.stderr.splitlines()[-1]
+        assert last.startswith('RuntimeError') and str(missing) in last, last
+    # The failure is not taken for that of the next attempt.
+    others = [start(source, final, env=lease | {'RANK': '1'})]
+    assert end(start(source, final, env=lease | {'RANK': '0'})).returncode == 0
+    assert [end(other).returncode for other in others] == [0]
+    assert_only_the_data_set(final)
+
+
+def test_the_others_of_a_job_learn_that_the_first_was_killed(source, tmp_path):
+    final = final_folder(tmp_path)
+    env = {'COYO11M_LEASE_SECONDS': '2'}
+    first = start(source, final, env=env | {'RANK': '0'})
+    wait_until(lambda: finished_shards(final) >= 1)
+    first.send_signal(signal.SIGSTOP)
+    other = start(source, final, env=env | {'RANK': '1'})
+    for line in other.stderr:
+        if 'waiting for' in line:
+            break
+    first.kill()
+    end(first)
+    ended = end(other)
+    assert 'RuntimeError' in ended.stderr.splitlines()[-1]
+    assert 'ended without a word' in ended.stderr.splitlines()[-1]
 
 
 def test_a_rank_that_is_no_number_is_refused(source, tmp_path):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -252,10 +253,63 @@ def test_the_next_build_removes_the_temporary_files_of_killed_ones(
     assert not [name for name in left if name.startswith(('heads-', 'staging-', 'info-'))]
 
 
-def kill_and_compare(cloud: Gcs, undisturbed: dict, tmp_path: pathlib.Path, kills: int) -> None:
-    final = final_url(f'killed-{kills}')
+def test_a_builder_that_slept_while_it_removed_the_old_data_set_does_no_harm(
+    cloud, builder, undisturbed, tmp_path
+):
+    """Its lease has ended meanwhile, and another one has completed the data set."""
+    final = final_url('asleep')
+    assert builder.build(final, caption_column='caption') == 'built here'
+    options = {'scratch_dir': str(tmp_path), 'overwrite': True}
+    env = cloud.env | {'COYO11M_LEASE_SECONDS': '2'}
+    cloud.clear()
+    cloud.latency = 0.05  # so that there is time to stop it
+    asleep = build_kills.start(SOURCE, final, env=env, **options)
+    inside = final.removeprefix('gs://') + '/'
+    build_kills.wait_until(
+        lambda: any(r.action == 'delete' and r.path.startswith(inside) for r in cloud.requests)
+    )
+    asleep.send_signal(signal.SIGSTOP)
+    cloud.latency = 0
+    build_kills.run(SOURCE, final, env=env, **options)
+    assert files_at(cloud, final) == undisturbed
+    asleep.send_signal(signal.SIGCONT)
+    ended = build_kills.end(asleep)
+    assert ended.returncode != 0
+    assert 'took over' in ended.stderr.splitlines()[-1]
+    assert files_at(cloud, final) == undisturbed
+
+
+@pytest.mark.slow
+def test_a_builder_that_wakes_up_late_leaves_nothing_for_long(
+    cloud, builder, undisturbed, tmp_path
+):
+    final = final_url('late')
+    env = cloud.env | {'COYO11M_LEASE_SECONDS': '2'}
+    late = build_kills.start(SOURCE, final, env=env, scratch_dir=str(tmp_path))
+    build_kills.wait_until(lambda: any('late' in n and '/finished/' in n for n in objects(cloud)))
+    late.send_signal(signal.SIGSTOP)
+    build_kills.run(SOURCE, final, env=env, scratch_dir=str(tmp_path / 'other'))
+    late.send_signal(signal.SIGCONT)
+    assert build_kills.end(late).returncode != 0
+    # What it sent before it found out.
+    cloud.put('data', f'{final.removeprefix("gs://data/")}.building/data/x', b'')
+    assert builder.build(final) == 'built elsewhere'
+    assert files_at(cloud, final) == undisturbed
+
+
+def objects(cloud: Gcs) -> list[str]:
+    return list(cloud.objects('data'))
+
+
+def kill_and_compare(
+    cloud: Gcs, undisturbed: dict, tmp_path: pathlib.Path, kills: int, overwrite: bool
+) -> None:
+    final = final_url(f'killed-{kills}-{overwrite}')
     env = cloud.env | {'COYO11M_LEASE_SECONDS': '2'}
     options = {'num_workers': 2, 'scratch_dir': str(tmp_path), 'env': env}
+    if overwrite:
+        build_kills.run(SOURCE, final, settings={'caption_column': 'caption'}, **options)
+        options['overwrite'] = True
     cloud.latency = 0.01  # so that there is time to kill
     killer = build_kills.Killer(SOURCE, final, seed=kills, **options)
     for number in range(kills):
@@ -267,5 +321,6 @@ def kill_and_compare(cloud: Gcs, undisturbed: dict, tmp_path: pathlib.Path, kill
 
 
 @pytest.mark.slow
-def test_many_kills(cloud, undisturbed, tmp_path):
-    kill_and_compare(cloud, undisturbed, tmp_path, kills=20)
+@pytest.mark.parametrize('overwrite', [False, True])
+def test_many_kills(cloud, undisturbed, tmp_path, overwrite: bool):
+    kill_and_compare(cloud, undisturbed, tmp_path, kills=20, overwrite=overwrite)
