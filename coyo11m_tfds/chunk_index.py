@@ -6,7 +6,7 @@
 
 A file `chunk_index-<split>.npy` lies beside the shards: a flat int64 array which holds, for one
 shard after the other, [number of records, byte offsets of the records 0, 32, 64, ..., file size].
-numpy and epath suffice to read it, locally or on gs://.
+numpy suffices to read it.
 
 In memory it takes half of its size. For 10^9 records in 190,000 shards, a file of 254 MB in the
 page cache, it took 0.12 s to load; with an epoch planned and the byte ranges known that 16 lanes
@@ -15,6 +15,7 @@ of 5). As int64 in memory it was 1.1 s and 276 MB.
 """
 
 import io
+import os
 import tokenize
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
@@ -23,6 +24,7 @@ import numpy as np
 from etils import epath
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.storage import remote, source_files
 
 # Entries read and looked through at a time, 2 MB of the file.
 _BLOCK = 1 << 18
@@ -56,18 +58,26 @@ class ChunkIndex:
     def load(cls, data_dir: epath.PathLike, split: str) -> 'ChunkIndex | None':
         """Reads the index of a split, None where there is none.
 
+        One on gs:// passes through a file in the system's temporary folder, where its CRC-32C is
+        that of the object.
+
         Raises:
-            ValueError: the file is damaged.
+            ValueError: the file is damaged where it is stored.
+            PermissionError: credentials are missing or refused.
+            OSError: the storage cannot be reached.
         """
-        path = index_path(data_dir, split)
-        if not path.exists():
-            return None
+        path = os.fspath(index_path(data_dir, split))
         try:
-            return cls(_read_compact(path))
-        except ValueError as error:
-            raise ValueError(
-                f'{path}: is not a chunk index ({error}). Build the data set again.'
-            ) from error
+            file = source_files.describe(path)
+        except ValueError:  # no such file
+            return None
+        with remote.temporary_copy(file) as local:
+            try:
+                return cls(_read_compact(local))
+            except ValueError as error:
+                raise ValueError(
+                    f'{path}: is not a chunk index ({error}). Build the data set again.'
+                ) from error
 
     def byte_range(
         self, shard: np.ndarray | int, first: np.ndarray | int, count: np.ndarray | int
@@ -165,11 +175,11 @@ def save(
         np.save(file, flat)
 
 
-def _read_compact(path: epath.Path) -> np.ndarray:
+def _read_compact(path: str) -> np.ndarray:
     """Reads a flat int64 array; uint32 unless a shard has 4 GiB or more."""
-    with path.open('rb') as file:
+    with open(path, 'rb') as file:
         length = _read_header(file)
-        num_bytes = path.stat().length
+        num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes != file.tell() + 8 * length:
             raise ValueError(f'{length} entries do not make a file of {num_bytes} bytes')
         flat = np.empty(length, np.uint32)

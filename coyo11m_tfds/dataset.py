@@ -7,9 +7,12 @@
 What `prepare` has written, `input_pipeline` and `train_lib` read here.
 """
 
+import contextlib
 import dataclasses
+import json
 import os
 import re
+import tempfile
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,12 +21,14 @@ import tensorflow_datasets as tfds
 from absl import logging
 
 from coyo11m_tfds import chunk_index, schema
-from coyo11m_tfds.storage import source_files
+from coyo11m_tfds.storage import remote, retry, source_files
 
 Data = str | os.PathLike | tfds.core.DatasetBuilder
 
 # In TFDS' file names, with as many digits as the number of shards needs and at least five.
 _FIRST_SHARD = re.compile(r'0{5,}(?=-of-\d+)')
+
+_METADATA_FILES = (schema.INFO_FILE, 'features.json', 'metadata.json')
 
 FEATURES = (schema.KEY, schema.LATENTS, schema.TEXT_EMBEDDING, schema.CAPTION)
 
@@ -52,10 +57,55 @@ class DatasetStats:
 
 
 def open_dataset(data: Data) -> tfds.core.DatasetBuilder:
-    """The builder of a data set, given itself or the folder that holds `dataset_info.json`."""
+    """The builder of a data set, given itself or the folder that holds `dataset_info.json`.
+
+    What TFDS reads on gs:// is compared with copies whose CRC-32C is that of the objects.
+
+    Raises:
+        ValueError, OSError: the folder is missing or not readable, or holds no data set.
+    """
     if isinstance(data, tfds.core.DatasetBuilder):
         return data
-    return tfds.builder_from_directory(os.fspath(data))
+    folder = os.fspath(data).rstrip('/')
+    if folder.startswith('gs://'):
+        return retry.call(lambda: _open_verified(folder), f'opening {folder}')
+    return tfds.builder_from_directory(folder)
+
+
+def _open_verified(url: str) -> tfds.core.DatasetBuilder:
+    """Opens a data set on gs://; raises `retry.Corrupted` if a byte came wrong."""
+    try:
+        builder = tfds.builder_from_directory(url)
+        came = _facts(builder)
+    except tf.errors.OpError:
+        raise
+    except Exception as error:  # whatever parsers make of a wrong byte, also of a stored one
+        source_files.check_bucket(url)
+        if not _stored_facts(url):
+            raise
+        raise retry.Corrupted(f'{url}: its metadata came damaged ({error})') from error
+    if came != _stored_facts(url):
+        raise retry.Corrupted(f'{url}: its metadata came otherwise than it is stored')
+    return builder
+
+
+def _stored_facts(url: str) -> list | None:
+    """The facts in verified copies of a data set's metadata; None if they are none."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in _METADATA_FILES:
+            with contextlib.suppress(ValueError):  # it does not exist
+                file = source_files.describe(f'{url}/{name}')
+                remote.fetch(file, os.path.join(folder, name))
+        try:
+            return _facts(tfds.builder_from_directory(folder))
+        except Exception:  # as above
+            return None
+
+
+def _facts(builder: tfds.core.DatasetBuilder) -> list:
+    """All that was read from the files of metadata, in a form that can be compared."""
+    info = builder.info
+    return [info.as_proto, info.features.to_json(), json.dumps(dict(info.metadata or {}))]
 
 
 def dataset_stats(data: Data) -> DatasetStats:
