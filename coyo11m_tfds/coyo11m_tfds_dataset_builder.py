@@ -49,7 +49,7 @@ class Coyo11mConfig(tfds.core.BuilderConfig):
         source: folder of the source, local, `gs://` or `hf://`; '' for TFDS' `manual_dir`.
         caption_column: column of the Parquet file that becomes `caption`.
         validation_fraction: share of the keys in the validation split, in [0, 1).
-        shard_bytes: largest size of a shard, about.
+        shard_bytes: size of a shard, about; see `plan.PlanSettings`.
         text_vectors: '' for none; 'pt' for `embeddings` in the `.pt` files; else the path of a
             sidecar that `coyo11m_tfds.embed_captions` made.
         bad_data: what to do about keys that come twice, files whose tensors disagree, and numbers
@@ -61,8 +61,10 @@ class Coyo11mConfig(tfds.core.BuilderConfig):
             all cores.
         scratch_dir: local folder for what is kept between builds (captions as plain text, text
             vectors) and for remote files on their way; '' for `.coyo11m_tfds` in a local data_dir,
-            else `~/.cache/coyo11m_tfds`. Beam's workers take their directory of temporary files.
-        scratch_gb: most GB of remote files that lie there at a time; at least the largest file.
+            else `~/.cache/coyo11m_tfds`. Beam's workers take `coyo11m_tfds-<user id>` in their
+            directory of temporary files.
+        scratch_gb: most GB of remote files that lie there at a time; at least the largest
+            file, and the small files of one shard.
         wait_hours: how long to wait for another process that builds the same data set.
     """
 

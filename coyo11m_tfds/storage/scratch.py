@@ -281,10 +281,23 @@ def _is_locked(path: pathlib.Path) -> bool:
 
 def _complete(paths: Mapping[SourceFile, str], on_bytes: Callable[[int], None]) -> None:
     """Downloads what is not there or not right."""
+    stopped = threading.Event()
+
+    def tell(num_bytes: int) -> None:
+        on_bytes(num_bytes)
+        if stopped.is_set():
+            raise concurrent.futures.CancelledError
 
     def complete(file: SourceFile) -> None:
         if not remote.is_copy(file, paths[file]):
-            remote.fetch(file, paths[file], on_bytes)
+            remote.fetch(file, paths[file], tell)
 
+    if len(paths) == 1:  # in this thread, so that an interrupt ends it at once
+        complete(*paths)
+        return
     with concurrent.futures.ThreadPoolExecutor(_DOWNLOADS_AT_ONCE) as threads:
-        list(threads.map(complete, paths))
+        try:
+            list(threads.map(complete, paths))
+        except BaseException:
+            stopped.set()
+            raise
