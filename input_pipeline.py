@@ -25,7 +25,8 @@ from coyo11m_tfds import dataset, json_digest, schema
 from coyo11m_tfds.order import Order, consecutive_reads, nearest_shares
 from coyo11m_tfds.reading import lanes as lanes_lib
 from coyo11m_tfds.reading import ordinary, padding
-from coyo11m_tfds.reading.chunks import SKIP, STOP, ChunkReader
+from coyo11m_tfds.reading.bad_records import DEFAULT_MAX_FRACTION, SKIP, STOP
+from coyo11m_tfds.reading.chunks import ChunkReader
 from coyo11m_tfds.reading.counter import ReadCounter, ReadCounts
 from coyo11m_tfds.reading.on_device import key_words, to_device
 from coyo11m_tfds.reading.parser import DROP_TEXT, EVAL_CROP, MASK, Parser
@@ -124,6 +125,7 @@ def train_dataset(
     process_count: int = 1,
     split: str = schema.TRAIN,
     on_bad_records: str = STOP,
+    max_bad_fraction: float = DEFAULT_MAX_FRACTION,
     counter: ReadCounter | None = None,
     parallel_reads: int = 4,
     prefetch: int = tf.data.AUTOTUNE,
@@ -143,9 +145,12 @@ def train_dataset(
         caption_dropout: share of samples marked in `drop_text`, if text vectors are asked for.
         process_index, process_count: which part of each global batch this process gets.
         split: 'train', or another one that is in the data set.
-        on_bad_records: 'stop': a record that cannot be read is an error that names its file and
+        on_bad_records: 'stop': a record that is damaged is an error that names its file and
             number. 'skip': it is left out, counted and warned of; in its place are zeros, which
-            `mask` tells from records, so that everything else comes when it would have come.
+            `mask` tells from records, so that everything else comes when it would have come. A
+            file that is missing, refused or out of reach is an error either way.
+        max_bad_fraction: with 'skip', share of the split's records, each counted once, that may be
+            bad; more of them, and more than 64, are an error.
         counter: is told of every chunk that is read.
         parallel_reads: chunks being read at a time in each lane.
         prefetch: batches kept ready.
@@ -156,8 +161,8 @@ def train_dataset(
         Batches `dict(key=int64 (b,), latents=float16|bfloat16 (b,4,32,32),
         text_embedding=float16 (b,D), caption=string (b,))`, of these the features asked for;
         `drop_text=bool (b,)` with caption_dropout > 0 and text vectors; `mask=bool (b,)` with
-        on_bad_records='skip'. An iterator over them raises `tf.errors.OpError` where a record
-        cannot be read.
+        on_bad_records='skip'. An iterator over them raises `tf.errors.OpError` where a file or
+        a record cannot be read, or too many records are bad.
 
     Raises:
         ValueError: for settings that do not fit together, naming some that do, or a feature that
@@ -182,7 +187,7 @@ def train_dataset(
         return _finish(batches.skip(start_step), prefetch, private_threads)
     order = Order(opened.index.shard_lengths, seed, batch_size, chunk, lanes, window)
     own = _own_lanes(order, process_index, process_count)
-    reader = ChunkReader(opened, parser, on_bad_records, counter)
+    reader = ChunkReader(opened, parser, on_bad_records, counter, max_bad_fraction)
     lane_reader = lanes_lib.LaneReader(order, reader, parallel_reads)
     batches = lane_reader.read(own, order.locate(start_step))
     threads = private_threads or _threads_for(opened, len(own) * parallel_reads)
@@ -199,6 +204,7 @@ def eval_dataset(
     split: str = schema.VALIDATION,
     chunk: int = 64,
     on_bad_records: str = STOP,
+    max_bad_fraction: float = DEFAULT_MAX_FRACTION,
     counter: ReadCounter | None = None,
     parallel_reads: int = 16,
     prefetch: int = tf.data.AUTOTUNE,
@@ -232,7 +238,7 @@ def eval_dataset(
     begin = min(size, process_index * num_batches * local)
     end = min(size, begin + num_batches * local)
     reads = consecutive_reads(opened.index.shard_lengths, begin, end, chunk)
-    reader = ChunkReader(opened, parser, on_bad_records, counter)
+    reader = ChunkReader(opened, parser, on_bad_records, counter, max_bad_fraction)
     rows = tf.data.Dataset.from_tensor_slices(reader.locate(reads))
     records = lanes_lib.read_chunks(rows, reader, parallel_reads)
     batches = padding.take_full(padding.fill_up(records.rebatch(local), local), num_batches)

@@ -149,6 +149,7 @@ class TrainingData:
             split=self._config.preview.split,
             features=(schema.LATENTS, schema.TEXT_EMBEDDING, schema.CAPTION),
             on_bad_records=self._config.data.on_bad_records,
+            max_bad_fraction=self._config.data.max_bad_fraction,
         )
         batch = next(batches.as_numpy_iterator())
         real = batch[input_pipeline.MASK]
@@ -206,6 +207,7 @@ class TrainingData:
         config = self._config.data
         return {
             'on_bad_records': config.on_bad_records,
+            'max_bad_fraction': config.max_bad_fraction,
             'prefetch': config.prefetch,
             'private_threads': config.private_threads,
         }
