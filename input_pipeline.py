@@ -24,7 +24,7 @@ import tensorflow_datasets as tfds
 from coyo11m_tfds import dataset, json_digest, schema
 from coyo11m_tfds.order import Order, consecutive_reads, nearest_shares
 from coyo11m_tfds.reading import lanes as lanes_lib
-from coyo11m_tfds.reading import ordinary, padding
+from coyo11m_tfds.reading import memory, ordinary, padding
 from coyo11m_tfds.reading.bad_records import DEFAULT_MAX_FRACTION, SKIP, STOP
 from coyo11m_tfds.reading.chunks import ChunkReader
 from coyo11m_tfds.reading.counter import ReadCounter, ReadCounts
@@ -36,6 +36,7 @@ __all__ = [
     'MASK',
     'ReadCounter',
     'ReadCounts',
+    'check_memory',
     'eval_dataset',
     'key_words',
     'position_fingerprint',
@@ -243,6 +244,58 @@ def eval_dataset(
     records = lanes_lib.read_chunks(rows, reader, parallel_reads)
     batches = padding.take_full(padding.fill_up(records.rebatch(local), local), num_batches)
     return _finish(batches, prefetch, private_threads or _threads_for(opened, parallel_reads))
+
+
+def check_memory(
+    data: dataset.Data,
+    *,
+    batch_size: int,
+    features: Sequence[str] = (schema.KEY, schema.LATENTS, schema.TEXT_EMBEDDING),
+    chunk: int = 64,
+    lanes: int = 16,
+    window: int = 1024,
+    caption_dropout: float = 0.0,
+    process_count: int = 1,
+    split: str = schema.TRAIN,
+    on_bad_records: str = STOP,
+    parallel_reads: int = 4,
+    prefetch: int = tf.data.AUTOTUNE,
+    ram_budget_gb: float = 0.0,
+    processes_on_host: int = 1,
+) -> None:
+    """Checks that `train_dataset` with these arguments fits into the memory of this host.
+
+    See `coyo11m_tfds.reading.memory` for what is counted. A data set without a chunk index is read
+    without windows and always fits.
+
+    Args:
+        data and all others: as of `train_dataset`.
+        ram_budget_gb: 10^9 bytes that reading may take on this host; 0 for half of the memory that
+            this machine or container has.
+        processes_on_host: how many processes of the run share this host.
+
+    Raises:
+        ValueError: it takes more; the message says how much, and what would fit.
+    """
+    builder = dataset.open_dataset(data)
+    opened = dataset.open_split(builder, split)
+    if opened is None:
+        return
+    parser = _make_parser(
+        builder, features, caption_dropout=caption_dropout, with_mask=on_bad_records == SKIP
+    )
+    order = Order(opened.index.shard_lengths, 0, batch_size, chunk, lanes, window)
+    need = memory.Need(
+        batch_size=batch_size // process_count,
+        chunk=chunk,
+        lanes=-(-lanes // process_count),
+        window=order.window,
+        parallel_reads=parallel_reads,
+        prefetch=prefetch,
+        parsed_nbytes=parser.record_nbytes,
+        raw_nbytes=opened.record_nbytes,
+    )
+    memory.check(need, budget_gb=ram_budget_gb, processes_on_host=processes_on_host)
 
 
 def _make_parser(builder: tfds.core.DatasetBuilder, features: Sequence[str], **choices) -> Parser:
