@@ -9,3 +9,5 @@ Importing this package is cheap: TensorFlow, TFDS, pyarrow and torch are importe
 that use them, so that `coyo11m_tfds.schema` and `coyo11m_tfds.preview` serve programs that have
 none of these. Import `coyo11m_tfds.coyo11m_tfds_dataset_builder` to register the builder's code.
 """
+
+__version__ = '0.1.0'

@@ -4,7 +4,8 @@
     build('OUT/coyo11m_tfds/latents/1.0.0', options, shard_filename, write_info)
 
 While it goes on, everything is in a folder beside the final one, `1.0.0.building`: finished shards
-with their records, which a later call goes on from. The final folder appears when all is there.
+with their records, which a later call resumes from. When all is there, it becomes the final folder;
+see `build_folder`.
 """
 
 import contextlib
@@ -16,15 +17,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from absl import logging
-from etils import epath
-
-from coyo11m_tfds import job, prepare, report, schema, shard_pool, sources
+from coyo11m_tfds import job, json_digest, prepare, report, schema, shard_pool, sources
+from coyo11m_tfds.build_folder import BuildFolder
 from coyo11m_tfds.finished import FinishedShards
 from coyo11m_tfds.plan import Plan, PlanSettings, make_plan
 from coyo11m_tfds.shard_writer import ShardResult, ShardTask
 from coyo11m_tfds.storage import build_lock, source_files
-from coyo11m_tfds.storage.destination import Destination, file_state
+from coyo11m_tfds.storage.destination import Destination, FileState, file_state
 from coyo11m_tfds.storage.scratch import Scratch, user_cache
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ class BuildOptions:
             data set, else in the user's cache.
         scratch_bytes: most bytes of remote source files that lie there at a time.
         wait_seconds: how long to wait for another process that builds the same.
-        overwrite: replace the data set that is there.
+        overwrite: replace the data set that is there, when the new one is complete.
         use_beam: write with Apache Beam.
         beam_options: of the pipeline.
         beam_runner: of the pipeline, where the options name none.
@@ -89,27 +88,44 @@ def build(
         write_info: writes TFDS' own files into the local folder that it is given.
 
     Returns:
-        Whether it was built here and not by another process.
+        Whether this call built it. It did not if the data set was there, if another process built
+        it, or if an earlier build only had to be moved into its place.
 
     Raises:
         ValueError: the source or an option is bad.
         OSError: a file cannot be read or written.
         TimeoutError: another process has not finished in time.
-        RuntimeError: a worker died, or another builder has taken the place over.
+        RuntimeError: a worker died, the first process of the job failed, or another builder has
+            taken the place over.
     """
     if job.process_index():
         _wait_for_first_process(final, options)
         return False
-    work = Destination(final + schema.BUILD_SUFFIX)
     with build_lock.hold(final, options.wait_seconds) as lock:
-        is_needed = options.overwrite or not _is_complete(final)
-        if is_needed:
-            work.sweep()
-            names = _write_data(final, work, options, shard_filename, write_info, lock)
-            lock.check()
-            _finish(final, work, names, options.overwrite)
-        work.remove()
-    return is_needed
+        folder = BuildFolder(final, lock.check)
+        with folder.telling_failure():
+            finished = folder.finish()
+            if folder.is_complete() and not options.overwrite:
+                folder.tidy()
+                return False
+            start = time.monotonic()
+            local = scratch_folder(final, options.scratch_dir)
+            scratch = Scratch(os.path.join(local, 'source'), options.scratch_bytes)
+            source = sources.find(options.source)
+            plan = make_plan(source, options.settings, scratch, local, shard_filename)
+            digest = json_digest.sha256([task.fingerprint for task in plan.tasks])
+            if digest == finished:  # the interrupted build was this one
+                return False
+            folder.begin()
+            engine = _locked(_make_engine(folder.work, local, scratch, options), lock)
+            results = prepare.write_shards(plan, folder.work, engine)
+            column = options.settings.caption_column
+            facts, files = _write_metadata(
+                _name(final), folder.work, plan, results, column, local, write_info
+            )
+            folder.commit(files, digest)
+            print(report.summary(facts, seconds=time.monotonic() - start))
+            return True
 
 
 def scratch_folder(final: str, chosen: str = '') -> str:
@@ -121,52 +137,44 @@ def scratch_folder(final: str, chosen: str = '') -> str:
     return folder
 
 
-def _is_complete(final: str) -> bool:
-    return (epath.Path(final) / schema.INFO_FILE).exists()
-
-
 def _wait_for_first_process(final: str, options: BuildOptions) -> None:
     if options.overwrite:
         raise ValueError(
             f'{final}: process {job.process_index()} of the job was told to overwrite it, while '
             'others may read it. Overwrite it with one process, then start the job.'
         )
-    build_lock.wait_for(
-        lambda: _is_complete(final),
-        f'{final}, which the first process of the job builds',
-        options.wait_seconds,
-    )
+    folder = BuildFolder(final)
+    build_lock.wait_for(folder.is_complete, final, options.wait_seconds, folder.failure)
 
 
-def _write_data(
-    final: str,
+def _write_metadata(
+    name: str,
     work: Destination,
-    options: BuildOptions,
-    shard_filename: Callable[[str, int, int], str],
+    plan: Plan,
+    results: Sequence[ShardResult],
+    caption_column: str,
+    local: str,
     write_info: Callable[[Built, str], None],
-    lock: build_lock.Lock,
-) -> Sequence[str]:
-    """Fills the folder of the build; returns the names of the data set's files."""
-    start = time.monotonic()
-    folder = scratch_folder(final, options.scratch_dir)
-    scratch = Scratch(os.path.join(folder, 'source'), options.scratch_bytes)
-    source = sources.find(options.source)
-    plan = make_plan(source, options.settings, scratch, folder, shard_filename)
-    engine = _locked(_make_engine(work, folder, scratch, options), lock)
-    results = prepare.write_shards(plan, work, engine)
+) -> tuple[report.BuildFacts, dict[str, FileState]]:
+    """Stores what lies beside the shards.
+
+    Returns:
+        What there is to report, and the state of all files of the data set by name.
+    """
+    names = {(task.split, task.index): task.filename for task in plan.tasks}
+    files = {names[r.split, r.index]: FileState(r.num_bytes, r.crc32c) for r in results}
     dropped = prepare.count_dropped(plan, results)
-    metadata = prepare.make_metadata(plan, results, dropped, options.settings.caption_column)
-    facts = prepare.make_facts(_name(final), results, dropped, metadata)
-    with tempfile.TemporaryDirectory(dir=work.staging(folder)) as local:
-        prepare.write_chunk_indexes(results, local)
-        write_info(Built(plan, prepare.by_split(results), metadata), local)
-        report.write(facts, local)
-        names = sorted(os.listdir(local))
-        for name in names:
-            path = os.path.join(local, name)
-            work.put(path, f'{schema.BUILD_DATA}/{name}', file_state(path).crc32c)
-    print(report.summary(facts, seconds=time.monotonic() - start))
-    return [*(task.filename for task in plan.tasks), *names]
+    metadata = prepare.make_metadata(plan, results, dropped, caption_column)
+    facts = prepare.make_facts(name, results, dropped, metadata)
+    with tempfile.TemporaryDirectory(dir=work.staging(local)) as made:
+        prepare.write_chunk_indexes(results, made)
+        write_info(Built(plan, prepare.by_split(results), metadata), made)
+        report.write(facts, made)
+        for file_name in sorted(os.listdir(made)):
+            path = os.path.join(made, file_name)
+            files[file_name] = file_state(path)
+            work.put(path, f'{schema.BUILD_DATA}/{file_name}', files[file_name].crc32c)
+    return facts, files
 
 
 def _make_engine(
@@ -197,19 +205,6 @@ def _locked(engine: prepare.Engine, lock: build_lock.Lock) -> prepare.Engine:
                 yield outcome
 
     return write_shards
-
-
-def _finish(final: str, work: Destination, names: Sequence[str], overwrite: bool) -> None:
-    """Makes the folder of the build the data set."""
-    # An interrupted build of other settings may have left shards under other names.
-    work.keep_only(schema.BUILD_DATA, names)
-    if overwrite:
-        logging.info('Removing the old data set %s', final)
-        Destination(final).remove(first=schema.INFO_FILE)
-    parent, _, version = final.rpartition('/')
-    Destination(parent).promote(
-        f'{version}{schema.BUILD_SUFFIX}/{schema.BUILD_DATA}', version, schema.INFO_FILE
-    )
 
 
 def _name(final: str) -> str:

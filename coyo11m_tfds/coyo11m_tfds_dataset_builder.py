@@ -12,17 +12,20 @@ Reading a built data set needs neither this module nor torch: `tfds.builder_from
 """
 
 import dataclasses
+import functools
 import multiprocessing
+import os
 import re
 from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
 import tensorflow_datasets as tfds
+from absl import logging
 from etils import epath
 from tensorflow_datasets.core import dataset_builder
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import build_folder, build_settings, job, schema
 
 if TYPE_CHECKING:
     from coyo11m_tfds import building
@@ -31,6 +34,10 @@ if TYPE_CHECKING:
 _FEATURES_FILE = 'features.json'  # TFDS' name
 _CONFIG_NAME = re.compile(r'[A-Za-z0-9_][A-Za-z0-9_.-]*')
 _LATENT_DTYPES = {'float16': np.float16, 'bfloat16': ml_dtypes.bfloat16}
+
+
+# Folders of data sets that a program of TFDS wanted to be removed.
+_to_be_replaced: set[str] = set()
 
 
 @dataclasses.dataclass(eq=False)
@@ -102,6 +109,22 @@ class Coyo11mConfig(tfds.core.BuilderConfig):
             raise ValueError(f'config: {name} is {getattr(self, name)!r}, expected {expected}.')
 
 
+class _DataPath(type(epath.Path())):
+    """The folder of a data set, which stays when it is removed until there is another one.
+
+    `tfds build --overwrite` removes it before it asks for anything, so that a source that cannot
+    be read would cost the old data set. The paths that are made from this one are ordinary.
+    """
+
+    is_of_data_set = False
+
+    def rmtree(self, missing_ok: bool = False) -> None:
+        if self.is_of_data_set:
+            _to_be_replaced.add(os.fspath(self))
+        else:
+            super().rmtree(missing_ok)
+
+
 class Builder(dataset_builder.FileReaderBuilder):
     """Builds the data set from `.pt` files and a Parquet file of captions."""
 
@@ -116,6 +139,13 @@ class Builder(dataset_builder.FileReaderBuilder):
     BUILDER_CONFIGS = [  # noqa: RUF012
         Coyo11mConfig(name='latents', description='Latents and captions.')
     ]
+
+    @property
+    def data_path(self) -> epath.Path:
+        """Folder of the data set. To remove it is to have the next build replace it."""
+        path = _DataPath(super().data_path)
+        path.is_of_data_set = True
+        return path
 
     def _info(self) -> tfds.core.DatasetInfo:
         return tfds.core.DatasetInfo(
@@ -148,19 +178,29 @@ class Builder(dataset_builder.FileReaderBuilder):
         """Builds the data set, unless it is there; see `tfds.core.DatasetBuilder`.
 
         TFDS' own method writes into a folder of a random name, which it deletes after any error.
-        This one goes on where an earlier call was interrupted.
+        This one resumes where an earlier call was interrupted. A data set that is to be overwritten
+        stays until the new one is complete. One that is there already must have been built with the
+        same settings; whether the source has changed since is not looked at.
 
         Raises:
-            ValueError: the source, the config or an option is bad.
+            ValueError: the source, the config or an option is bad, or the data set that is there
+                was built with other settings.
             OSError: a file cannot be read or written; what is finished is kept.
+            RuntimeError: the first process of the job failed.
         """
         config = download_config or tfds.download.DownloadConfig()
         mode = config.download_mode
-        is_there = (self.data_path / schema.INFO_FILE).exists() and not mode.overwrite_dataset
+        overwrite = mode.overwrite_dataset or os.fspath(self.data_path) in _to_be_replaced
+        if self._is_there() and not overwrite:
+            build_folder.settle(os.fspath(self.data_path))
+        is_there = self._is_there() and not overwrite
         # `tfds.testing.mock_data` puts a function that does nothing in the place of TFDS' own.
         base = dataset_builder.DatasetBuilder.download_and_prepare
         is_mocked = base.__module__ != dataset_builder.__name__
-        if is_there or is_mocked or mode == tfds.GenerateMode.UPDATE_DATASET_INFO:
+        is_update = mode == tfds.GenerateMode.UPDATE_DATASET_INFO
+        if is_there and not (is_mocked or is_update):
+            self._take_over(config.max_examples_per_split)
+        if is_there or is_mocked or is_update:
             super().download_and_prepare(
                 download_dir=download_dir,
                 download_config=config,
@@ -170,7 +210,7 @@ class Builder(dataset_builder.FileReaderBuilder):
             return
         self._reject_what_is_not_supported(config, file_format, options)
         source = self.builder_config.source or self._manual_dir(download_dir, config)
-        self._build(source, config)
+        self._build(source, config, overwrite)
 
     def _download_and_prepare(self, dl_manager, download_config=None) -> None:
         raise NotImplementedError('download_and_prepare does it all')
@@ -183,11 +223,17 @@ class Builder(dataset_builder.FileReaderBuilder):
         # TFDS' manager knows the default, and makes folders.
         return str(self._make_download_manager(download_dir, download_config).manual_dir)
 
-    def _build(self, source: str, download_config: tfds.download.DownloadConfig) -> None:
+    def _is_there(self) -> bool:
+        return (self.data_path / schema.INFO_FILE).exists()
+
+    def _build(
+        self, source: str, download_config: tfds.download.DownloadConfig, overwrite: bool
+    ) -> None:
         # Here, so that reading the data set works where torch is not installed.
         from coyo11m_tfds import building, plan
 
         config = self.builder_config
+        limit = download_config.max_examples_per_split
         options = building.BuildOptions(
             source=source,
             settings=plan.PlanSettings(
@@ -197,31 +243,45 @@ class Builder(dataset_builder.FileReaderBuilder):
                 shard_bytes=config.shard_bytes,
                 drop_bad=config.bad_data == 'drop',
                 max_bad_fraction=config.max_bad_fraction,
-                max_examples_per_split=download_config.max_examples_per_split,
+                max_examples_per_split=limit,
             ),
             num_workers=config.num_workers,
             scratch_dir=config.scratch_dir,
             scratch_bytes=int(config.scratch_gb * 10**9),
             wait_seconds=config.wait_hours * 3600,
-            overwrite=download_config.download_mode.overwrite_dataset,
+            overwrite=overwrite,
             use_beam=bool(download_config.beam_options or download_config.beam_runner),
             beam_options=download_config.beam_options,
             beam_runner=download_config.beam_runner,
         )
-        final = str(self.data_path)
-        built_here = building.build(final, options, self._shard_filename, self._write_info)
+        final = os.fspath(self.data_path)
+        write_info = functools.partial(self._write_info, limit)
+        built_here = building.build(final, options, self._shard_filename, write_info)
+        _to_be_replaced.discard(final)
         if built_here:
             self._save_default_config()
         else:
-            self.info._features = self._initial_features()
-            self.info.read_from_directory(self.data_path)
+            self._take_over(limit)
+
+    def _take_over(self, limit: int | None) -> None:
+        """Makes the data set on disk that of this builder; raises ValueError if it is another."""
+        self.info._features = self._initial_features()
+        self.info.read_from_directory(self.data_path)
+        metadata = dict(self.info.metadata.items())  # not all methods of it load it
+        build_settings.check(self.data_path, metadata, self.builder_config, limit)
+        self._save_default_config()
 
     def _save_default_config(self) -> None:
         """Tells programs without this class which config is meant if none is named."""
-        dataset_builder._save_default_config_name(
-            self.data_path.parent.parent,
-            default_config_name=self.get_default_builder_config().name,
-        )
+        folder = self.data_path.parent.parent
+        name = self.get_default_builder_config().name
+        if job.process_index():
+            return
+        try:
+            if not dataset_builder.load_default_config_name(folder):
+                dataset_builder._save_default_config_name(folder, default_config_name=name)
+        except Exception as error:  # who only reads may not write; TensorFlow's are no OSErrors
+            logging.warning('%s: no default config is written: %s', folder, error)
 
     def _reject_what_is_not_supported(
         self,
@@ -257,14 +317,21 @@ class Builder(dataset_builder.FileReaderBuilder):
         template = self._get_filename_template(split)
         return template.sharded_filepath(shard_index=index, num_shards=num_shards).name
 
-    def _write_info(self, built: 'building.Built', folder: str) -> None:
+    def _write_info(self, limit: int | None, built: 'building.Built', folder: str) -> None:
         """Takes over what only the source tells, and writes TFDS' files about the data set."""
         vectors = built.plan.text_vectors
         # TFDS has no setter for features, but only the source tells their dtype and width.
         self.info._features = make_features(built.plan.latent_dtype, vectors and vectors.dim)
         self.info.set_splits(self._make_splits(built.splits))
+        self.info.metadata.keys()  # TFDS loads those on disk late, in place of what is set before
         self.info.metadata.clear()
         self.info.metadata.update(built.metadata)
+        text_vectors = self.builder_config.text_vectors
+        if built.plan.sidecar:
+            text_vectors = dataclasses.asdict(built.plan.sidecar)
+        self.info.metadata[schema.META_SETTINGS] = build_settings.record(
+            self.builder_config, limit, text_vectors
+        )
         self.info.write_to_directory(folder)
 
     def _make_splits(self, splits: dict[str, list['ShardResult']]) -> tfds.core.SplitDict:

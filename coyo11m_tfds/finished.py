@@ -10,11 +10,12 @@ is a file says nothing.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 from absl import logging
 
 from coyo11m_tfds import json_digest, schema
+from coyo11m_tfds.progress import Progress
 from coyo11m_tfds.shard_writer import ShardResult, ShardTask
 from coyo11m_tfds.storage.destination import Destination, FileState
 
@@ -41,26 +42,35 @@ class FinishedShards:
         data = _make_record(task, result)
         self._work.put_bytes(f'{_RECORDS}/{task.filename}.json', data)
 
-    def load(
-        self, tasks: Sequence[ShardTask], on_bytes: Callable[[int], None] = lambda count: None
-    ) -> list[ShardResult]:
+    def load(self, tasks: Sequence[ShardTask]) -> list[ShardResult]:
         """Returns the results of the tasks that are finished; the others have to be written.
 
-        Args:
-            tasks: what is planned now.
-            on_bytes: told how many bytes of local shards have been read for their checksum.
+        Local shards are read through for their checksum, the storage tells those of a bucket.
         """
         records = self._work.read_all(_RECORDS)
-        if not records:
+        recorded = {
+            task.filename: result
+            for task in tasks
+            if (result := _read_record(records.get(f'{task.filename}.json'), task))
+        }
+        if not recorded:
             return []
-        states = self._work.inventory(schema.BUILD_DATA, on_bytes)
-        results = []
-        for task in tasks:
-            result = _read_record(records.get(f'{task.filename}.json'), task)
-            if result and states.get(task.filename) == FileState(result.num_bytes, result.crc32c):
-                results.append(result)
+        states = self._check(recorded)
+        results = [
+            result
+            for name, result in recorded.items()
+            if states.get(name) == FileState(result.num_bytes, result.crc32c)
+        ]
         logging.info('%d of %d shards are finished already', len(results), len(tasks))
         return results
+
+    def _check(self, recorded: Mapping[str, ShardResult]) -> dict[str, FileState]:
+        """Returns the state of the shards that have a record, by name."""
+        if self._work.is_remote:
+            return self._work.inventory(schema.BUILD_DATA, names=recorded)
+        num_bytes = sum(result.num_bytes for result in recorded.values())
+        with Progress('Checking finished shards', num_bytes, 'B') as progress:
+            return self._work.inventory(schema.BUILD_DATA, progress.add, names=recorded)
 
 
 def _make_record(task: ShardTask, result: ShardResult) -> bytes:

@@ -2,27 +2,45 @@
 
 if job.process_index() == 0:
     build()
+if job.has_others():
+    tell_the_others()
 """
 
 import os
 import sys
 
+# torchrun and its kin, Slurm's srun, Open MPI's mpirun; the first that is set counts.
+_VARIABLES = ('RANK', 'SLURM_PROCID', 'OMPI_COMM_WORLD_RANK')
+
 
 def process_index() -> int:
     """Returns the number of this process in its job, 0 if it is alone.
 
-    It is the environment variable `RANK` (torchrun and its kin), else that of `jax.distributed`
-    where a program has set that up. JAX itself is not started by asking.
+    It is the environment variable `RANK`, `SLURM_PROCID` or `OMPI_COMM_WORLD_RANK`, else that of
+    `jax.distributed` where a program has set that up. JAX itself is not started by asking.
 
     Raises:
-        ValueError: `RANK` is no number.
+        ValueError: the variable is no number.
     """
-    rank = os.environ.get('RANK')
-    if rank:
-        if not rank.isdecimal():
-            raise ValueError(f'RANK={rank}: expected the number of this process, from 0 up.')
-        return int(rank)
+    return _index() or 0
+
+
+def has_others() -> bool:
+    """Whether this process was started as one of a job, so that others may wait for it.
+
+    Raises:
+        ValueError: see `process_index`.
+    """
+    return _index() is not None
+
+
+def _index() -> int | None:
+    for name in _VARIABLES:
+        if rank := os.environ.get(name):
+            if not rank.isdecimal():
+                raise ValueError(f'{name}={rank}: expected the number of this process, from 0 up.')
+            return int(rank)
     jax = sys.modules.get('jax')
     if jax and jax.distributed.is_initialized():
         return jax.process_index()
-    return 0
+    return None

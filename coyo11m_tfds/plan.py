@@ -29,9 +29,6 @@ from coyo11m_tfds.storage.scratch import Scratch
 
 _RECORD_OVERHEAD = 128  # bytes of a record besides latents, caption and text vector
 
-# Part of every shard's fingerprint: to be raised when the same task gives other bytes than before.
-_FORMAT = 1
-
 
 @dataclasses.dataclass(frozen=True)
 class PlanSettings:
@@ -66,6 +63,7 @@ class Plan:
         num_bytes: their expected size, exact within 1%.
         latent_dtype: one of `schema.LATENT_DTYPES`.
         text_vectors: None where records hold no text vector.
+        sidecar: what the file of the text vectors says about itself; None where there is none.
         dropped: the rows of the source that are left out, and why.
         source_fingerprint: hex digest of everything that is read.
         stores: those that the tasks refer to. While they are open, no other build removes them.
@@ -75,6 +73,7 @@ class Plan:
     num_bytes: int
     latent_dtype: str
     text_vectors: TextVectors | None
+    sidecar: vectors.SidecarHeader | None
     dropped: Dropped
     source_fingerprint: str
     stores: tuple[captions.CaptionStore | vectors.VectorStore, ...]
@@ -84,11 +83,12 @@ class Plan:
 class _Joined:
     """What records take from elsewhere than the `.pt` files.
 
-    `text_vectors` is None without vectors, `vectors` where there is no sidecar.
+    `text_vectors` is None without vectors, the others where there is no sidecar.
     """
 
     captions: captions.CaptionStore
     text_vectors: TextVectors | None
+    sidecar: vectors.SidecarHeader | None
     vectors: vectors.VectorStore | None
 
     @property
@@ -150,6 +150,7 @@ def make_plan(
         num_bytes=sum(task.num_bytes for task in tasks),
         latent_dtype=latents.dtype,
         text_vectors=joined.text_vectors,
+        sidecar=joined.sidecar,
         dropped=dropped,
         source_fingerprint=json_digest.sha256(
             [
@@ -179,17 +180,18 @@ def _join(
     )
     logging.info('The captions of %s are ready', source.captions_file.path)
     if not settings.text_vectors:
-        return _Joined(store, None, None)
+        return _Joined(store, None, None, None)
     if settings.text_vectors == VECTORS_IN_PT:
         dim = latents.common_embedding_dim()
-        return _Joined(store, TextVectors(dim, encoder=VECTORS_IN_PT, in_pt=True), None)
-    text_vectors, vector_store = _prepare_sidecar(settings, scratch, cache_dir)
-    return _Joined(store, text_vectors, vector_store)
+        return _Joined(store, TextVectors(dim, VECTORS_IN_PT, in_pt=True), None, None)
+    header, vector_store = _prepare_sidecar(settings, scratch, cache_dir)
+    text_vectors = TextVectors(header.dim, header.encoder, in_pt=False)
+    return _Joined(store, text_vectors, header, vector_store)
 
 
 def _prepare_sidecar(
     settings: PlanSettings, scratch: Scratch, cache_dir: str
-) -> tuple[TextVectors, vectors.VectorStore]:
+) -> tuple[vectors.SidecarHeader, vectors.VectorStore]:
     try:
         sidecar = source_files.describe(settings.text_vectors)
     except ValueError as error:
@@ -209,7 +211,7 @@ def _prepare_sidecar(
             f"captions are '{settings.caption_column}'. Embed that column, or set caption_column."
         )
     logging.info('The text vectors of %s are ready', sidecar.path)
-    return TextVectors(header.dim, header.encoder, in_pt=False), store
+    return header, store
 
 
 def _drop_reasons(
@@ -291,7 +293,7 @@ def _make_tasks(
     joined: _Joined,
     drop_bad: bool,
 ) -> list[ShardTask]:
-    common = json_digest.sha256([_FORMAT, latents.dtype, drop_bad, *joined.digests])
+    common = json_digest.sha256([schema.RECORD_FORMAT, latents.dtype, drop_bad, *joined.digests])
     tasks = []
     for index, (name, (file, run, num_bytes)) in enumerate(zip(names, runs, strict=True)):
         rows = (run - latents.starts[file]).astype(np.int32)

@@ -40,6 +40,9 @@ DEFAULT_TEXT_DIM = 640  # hidden size of Gemma-3-270M, and the width of the `has
 TRAIN = 'train'
 VALIDATION = 'validation'
 
+# To be raised when the same source and settings give other records or shards than before.
+RECORD_FORMAT = 1
+
 # --- Files beside the shards ----------------------------------------------------------------
 
 # The chunk index keeps the byte offset of every CHUNK_STRIDE-th record of every shard; readers
@@ -85,6 +88,7 @@ META_TEXT_DIM = 'text_embedding_dim'  # D
 META_CAPTION_COLUMN = 'caption_column'
 META_DROPPED = 'dropped'  # {'no_row': int, 'no_caption': int, ...}
 META_SOURCE_FINGERPRINT = 'source_fingerprint'  # hex digest
+META_SETTINGS = 'settings'  # what decides the records, see `build_settings`
 
 # --- Constants of the VAE -------------------------------------------------------------------
 

@@ -144,7 +144,8 @@ def test_a_built_data_set_is_reused_unless_it_is_to_be_overwritten(tmp_path: pat
     build(source, tmp_path / 'out', text_vectors='pt')
     made_sources.write_source(source, [range(30)], 'bfloat16')
 
-    assert build(source, tmp_path / 'out').info.splits.total_num_examples == 20
+    again = build(source, tmp_path / 'out', text_vectors='pt')
+    assert again.info.splits.total_num_examples == 20
 
     config = Coyo11mConfig(name='x', source=str(source), num_workers=1)
     again = Builder(data_dir=tmp_path / 'out', config=config)

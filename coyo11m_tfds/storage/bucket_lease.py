@@ -18,17 +18,8 @@ import time
 from absl import logging
 from google.api_core import exceptions
 
-from coyo11m_tfds.storage import gcs_objects, lock_holder, retry
+from coyo11m_tfds.storage import gcs_objects, lock_holder
 from coyo11m_tfds.storage.lock_holder import LockHolder, Lost
-
-
-def lease_seconds() -> float:
-    """Seconds without a sign of life after which a lease may be taken over.
-
-    Raises:
-        ValueError: the environment variable is no positive number.
-    """
-    return retry.seconds('COYO11M_LEASE_SECONDS', 60.0)
 
 
 class BucketLease:
@@ -44,13 +35,14 @@ class BucketLease:
         self._url = f'{place}.lock'
         self._name = f'{gcs_objects.split_url(place)[1]}.lock'
         self._bucket = gcs_objects.open_bucket(place)
-        self._seconds = lease_seconds()
+        self._seconds = lock_holder.lease_seconds()
         self.longest_pause = min(10.0, self._seconds / 4)
         self._holder = lock_holder.this_process(self._seconds)
         self._generation = 0  # of our lease
         self._renewed = 0.0  # when we last began to write it with success
         self._other = LockHolder()
         self._other_generation, self._other_seen = 0, 0.0  # what of the other we saw first, when
+        self._other_is_renewed = False
         self._is_lost = False
         self._mutex = threading.Lock()
         self._stop = threading.Event()
@@ -74,6 +66,14 @@ class BucketLease:
                     f'{self._url}: {self._other} took over, as this process gave no sign of life '
                     f'for {self._seconds:.0f} s. Run the same command again when that one is done.'
                 )
+
+    def is_alive(self) -> bool | None:
+        """See `build_lock.Lock`."""
+        with gcs_objects.plain_errors(self._url):
+            self._note(*self._look())
+        if not self._other_generation or self._is_over():
+            return False
+        return True if self._other_is_renewed or self._other.is_running() else None
 
     def release(self) -> None:
         """Deletes the lease if it is still ours; if that fails, it expires."""
@@ -103,14 +103,16 @@ class BucketLease:
 
     def _take_over(self) -> bool:
         """Takes the lease of the other one if he is dead; `_write` has just seen it."""
-        now = time.monotonic()
-        unchanged = now - self._other_seen
-        if not self._other_generation or not (
-            self._other.is_dead() or unchanged >= max(self._seconds, self._other.lease_seconds)
-        ):
+        if not self._other_generation or not self._is_over():
             return False
         logging.warning('%s: taking over from %s, which is gone', self._url, self._other)
         return self._write(self._other_generation)
+
+    def _is_over(self) -> bool:
+        """Whether the other one is dead, or gave no sign of life for as long as its lease."""
+        unchanged = time.monotonic() - self._other_seen
+        longest = max(self._seconds, self._other.lease_seconds)
+        return self._other.is_dead() or unchanged >= longest
 
     def _write(self, generation: int, **patience: float) -> bool:
         """Puts our lease in place of this generation, 0 for none; False if another one is there."""
@@ -147,5 +149,6 @@ class BucketLease:
 
     def _note(self, generation: int, holder: LockHolder) -> None:
         if generation != self._other_generation:
+            self._other_is_renewed = 0 not in (generation, self._other_generation)
             self._other_seen = time.monotonic()
         self._other_generation, self._other = generation, holder

@@ -4,7 +4,7 @@
         ...             # write
         lock.check()    # before a step that two must not take: raises `Lost` if another took over
         ...
-    build_lock.wait_for(lambda: os.path.exists(path), path, wait_seconds=3600)
+    build_lock.wait_for(lambda: os.path.exists(path), path, wait_seconds=3600)   # in a job
 
 The lock of a place is the file `<place>.lock`. Locally the system locks it (`flock`) and lets go
 when the holder ends, however that happens; in a bucket it is a lease, see `bucket_lease`. A lock
@@ -13,6 +13,7 @@ that was left behind is taken over, so nobody ever has to delete one by hand.
 
 import contextlib
 import errno
+import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -23,8 +24,12 @@ from absl import logging
 from coyo11m_tfds.storage import file_lock, lock_holder, source_files
 from coyo11m_tfds.storage.lock_holder import Lost
 
+SUFFIX = '.lock'
+
 _SECONDS_BETWEEN_LINES = 60
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds
+# How long `hold` looks for a sign of life at most. A lease shows one, or ends, in a minute.
+_LONGEST_LOOK = 120.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -35,6 +40,9 @@ class Lock(Protocol):
 
     def try_acquire(self) -> str:
         """Returns '' if the lock is ours now, else who has it."""
+
+    def is_alive(self) -> bool | None:
+        """Whether another one is at work there; None as long as that cannot be told."""
 
     def release(self) -> None:
         """Lets others in."""
@@ -49,14 +57,15 @@ class Lock(Protocol):
 
 
 @contextlib.contextmanager
-def hold(place: str | os.PathLike[str], wait_seconds: float) -> Iterator[Lock]:
+def hold(place: str | os.PathLike[str], wait_seconds: float | None) -> Iterator[Lock]:
     """Keeps all others out of a place that call this too, on this machine or another.
 
     While it waits, a line in the log says once a minute who is there.
 
     Args:
         place: path or URL; need not exist.
-        wait_seconds: how long to wait for another holder; 0 is not at all.
+        wait_seconds: how long to wait for another holder; 0 is not at all, None only until it is
+            known to be alive.
 
     Raises:
         TimeoutError: another still holds it.
@@ -65,11 +74,14 @@ def hold(place: str | os.PathLike[str], wait_seconds: float) -> Iterator[Lock]:
     """
     place = os.fspath(place).rstrip('/')
     lock = _open_lock(place)
-    patience = _Patience(wait_seconds, lock.longest_pause)
+    longest = _LONGEST_LOOK if wait_seconds is None else wait_seconds
+    patience = _Patience(longest, lock.longest_pause)
     while holder := lock.try_acquire():
+        if wait_seconds is None and lock.is_alive():
+            raise TimeoutError(f'{place}: {holder} is working there.')
         patience.pause(
             f'{place}: waiting for {holder}, which is working there',
-            f'{place}: {holder} is still working there after {wait_seconds:.0f} s. Wait for it or '
+            f'{place}: {holder} is still working there after {longest:.0f} s. Wait for it or '
             'end it, then run the same command again.',
         )
     try:
@@ -78,22 +90,51 @@ def hold(place: str | os.PathLike[str], wait_seconds: float) -> Iterator[Lock]:
         lock.release()
 
 
-def wait_for(is_there: Callable[[], bool], what: str, wait_seconds: float) -> None:
-    """Waits for what another process makes; a line in the log says so once a minute.
+def wait_for(
+    is_there: Callable[[], bool],
+    place: str | os.PathLike[str],
+    wait_seconds: float,
+    failure: Callable[[], str] = lambda: '',
+) -> None:
+    """Waits for what the first process of a job makes; a line in the log says so once a minute.
+
+    That process holds the lock of the place while it works. It has failed if nobody has held the
+    lock for two thirds of `COYO11M_LEASE_SECONDS` (60), and either somebody was seen to hold it
+    before, or a failure was left to be read. No failure counts earlier, because the one that lies
+    there may be of an earlier job, whose successor has still to begin.
 
     Args:
         is_there: asked again and again, in pauses that grow to 10 seconds.
-        what: names it in messages.
+        place: that it makes.
         wait_seconds: how long to wait.
+        failure: returns what the process said when it failed; '' as long as it says nothing.
 
     Raises:
         TimeoutError: it is not there by then.
+        RuntimeError: the process that makes it has failed, or was killed.
     """
+    lock = _open_lock(os.fspath(place).rstrip('/'))
     patience = _Patience(wait_seconds, _LONGEST_PAUSE)
-    while not is_there():
+    idle_seconds = lock_holder.lease_seconds() * 2 / 3
+    was_alive, idle_since = False, None
+    while True:
+        # In this order: who makes it lets go of the lock after it is there.
+        is_alive, said = lock.is_alive(), failure()
+        if is_there():
+            return
+        was_alive |= is_alive is True
+        if is_alive is False and (was_alive or said):
+            idle_since = idle_since or time.monotonic()
+            if time.monotonic() - idle_since >= idle_seconds:
+                raise RuntimeError(
+                    f'{place}: the first process of the job, which makes it, '
+                    + (f'failed: {said}' if said else 'ended without a word; look into its log.')
+                )
+        else:
+            idle_since = None
         patience.pause(
-            f'waiting for {what}, which another process makes',
-            f'{what} is not there after {wait_seconds:.0f} s. Look into the log of the process '
+            f'waiting for {place}, which the first process of the job makes',
+            f'{place} is not there after {wait_seconds:.0f} s. Look into the log of the process '
             'that makes it, the first of the job; if it is still at work, wait longer.',
         )
 
@@ -122,7 +163,7 @@ class _Patience:
 
 def _open_lock(place: str) -> 'Lock':
     if not source_files.is_remote(place):
-        return _LocalLock(f'{place}.lock')
+        return _LocalLock(place + SUFFIX)
     from coyo11m_tfds.storage import bucket_lease  # imports the client of the storage
 
     return bucket_lease.BucketLease(place)
@@ -156,6 +197,16 @@ class _LocalLock:
             file.write(lock_holder.this_process().to_json())
             self._state = os.fstat(file.fileno())
         return ''
+
+    def is_alive(self) -> bool | None:
+        try:
+            with open(self._path, 'rb') as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
 
     def check(self) -> None:
         if not self._is_at_path():

@@ -5,7 +5,7 @@
     folder.put(f'{staging}/x', '1.0.0.parts/x', crc32c)
     folder.put_bytes('1.0.0.parts/x.json', b'{}')
     folder.inventory('1.0.0.parts')                 # {'x': FileState(size, crc32c), 'x.json': ...}
-    folder.promote('1.0.0.parts', '1.0.0', last='dataset_info.json')
+    folder.promote('1.0.0.parts', '1.0.0', last='dataset_info.json', replace=True)
 
 A name stands for a whole file or for none: nothing half-written is ever seen under it, and when
 `put` returns, the file survives a loss of power. What was put is told by its checksum, read from
@@ -13,13 +13,17 @@ the file itself or from the storage's own record, never from a cache.
 """
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from coyo11m_tfds.storage.file_state import FileState, ignore_bytes, naming
 from coyo11m_tfds.storage.file_state import of_file as file_state
 from coyo11m_tfds.storage.local_folder import LocalFolder
 
 __all__ = ['Destination', 'FileState', 'file_state', 'naming']
+
+
+def _no_check() -> None:
+    """For those who share the folder with nobody."""
 
 
 class Destination:
@@ -93,24 +97,55 @@ class Destination:
         """
         return self._store.inventory(folder, on_bytes, names)
 
-    def promote(self, folder: str, final: str, last: str) -> None:
+    def identity(self, folder: str, last: str) -> str:
+        """Returns what tells a complete sub-folder from every other, also after `promote`.
+
+        Locally it is the number of its inode, in a bucket a digest of names, sizes and checksums;
+        '' if `last` is not in it.
+        """
+        return self._store.identity(folder, last)
+
+    def verify(self, folder: str, states: Mapping[str, FileState]) -> None:
+        """Compares a listing of a sub-folder with what must be in it, and nothing else.
+
+        Checksums are compared in a bucket only, where the listing has them.
+
+        Raises:
+            OSError: a file is missing, is not expected, or differs; names it.
+        """
+        self._store.verify(folder, states)
+
+    def promote(
+        self,
+        folder: str,
+        final: str,
+        last: str,
+        replace: bool = False,
+        check: Callable[[], None] = _no_check,
+    ) -> None:
         """Makes the sub-folder `folder`, with all that is in it, the sub-folder `final`.
 
-        Locally this is one rename. In a bucket the objects are copied by the storage and `last`
-        after all others, so that a reader that waits for `last` never sees a part; then the
-        originals are deleted. After a kill at any point the same call finishes it; when it has
-        been finished, the call does nothing.
+        What lies in `final` without `last` is not complete and is replaced. Locally this is one
+        rename; a complete `final` is exchanged for `folder` in one step where the system can do
+        that, else it is moved to `<folder>.old` first. In a bucket `last` of the old ones is
+        deleted before the others, the objects are copied by the storage and `last` after all
+        others, so that a reader that waits for `last` never sees a part; when the listing is that
+        of the originals, those are deleted. After a kill at any point the same call finishes it;
+        when it has been finished without `replace`, the call does nothing.
 
         Args:
             folder: relative to the destination.
             final: relative to the destination.
             last: name of the file in it that says that it is complete.
+            replace: whether `final` may be complete already.
+            check: called before each step that cannot be undone; what it raises ends the call.
 
         Raises:
             FileNotFoundError: neither `folder` nor `final` holds `last`.
-            FileExistsError: `final` holds something else already; nothing has been changed.
+            FileExistsError: `final` is complete already; nothing has been changed.
+            OSError: another process has changed `final` meanwhile.
         """
-        self._store.promote(folder, final, last)
+        self._store.promote(folder, final, last, replace, check)
 
     def sweep(self) -> None:
         """Removes what killed processes left in the staging folder.
@@ -119,15 +154,23 @@ class Destination:
         """
         self._store.sweep()
 
-    def keep_only(self, folder: str, names: Collection[str]) -> None:
-        """Removes the files directly in a sub-folder whose names are not given."""
-        self._store.keep_only(folder, names)
+    def keep_only(
+        self, folder: str, names: Collection[str], check: Callable[[], None] = _no_check
+    ) -> None:
+        """Removes the files directly in a sub-folder whose names are not given.
 
-    def remove(self, first: str = '') -> None:
+        Args:
+            folder: relative to the destination.
+            names: of the files that stay.
+            check: see `promote`.
+        """
+        self._store.keep_only(folder, names, check)
+
+    def remove(self, last: str = '', check: Callable[[], None] = _no_check) -> None:
         """Removes the whole folder with all that is in it, if it exists.
 
         Args:
-            first: name of a file that goes before all others; that which says that the folder is
-                complete, so that nobody believes it after a kill.
+            last: name of a file in it that stays until all others are gone.
+            check: see `promote`.
         """
-        self._store.remove(first)
+        self._store.remove(last, check)

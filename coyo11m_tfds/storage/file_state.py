@@ -8,8 +8,8 @@ CRC-32C is the checksum that Google Cloud Storage keeps of every object. One cor
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import google_crc32c
 
@@ -38,6 +38,21 @@ def of_file(
             size += len(block)
             on_bytes(len(block))
     return FileState(size, int.from_bytes(checksum.digest(), 'big'))
+
+
+def compare(folder: str, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Compares what is known of the files in a folder, by name, with what it must be.
+
+    Raises:
+        OSError: they differ; names the first file.
+    """
+    for name in sorted(found.keys() | expected.keys()):
+        if found.get(name) != expected.get(name):
+            raise OSError(
+                f'{folder}/{name}: found {found.get(name, "no such file")}, expected '
+                f'{expected.get(name, "no such file")}; another process has changed it. Run the '
+                'same command again.'
+            )
 
 
 @contextlib.contextmanager

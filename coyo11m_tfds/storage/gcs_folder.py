@@ -9,6 +9,7 @@ The storage is asked every time; nothing that it says is cached.
 
 import contextlib
 import functools
+import hashlib
 import os
 import types
 from collections.abc import Callable, Collection, Mapping
@@ -17,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 from google.api_core import exceptions
 from google.cloud import storage
 
-from coyo11m_tfds.storage import gcs_objects, retry
+from coyo11m_tfds.storage import file_state, gcs_objects, retry
 from coyo11m_tfds.storage.file_state import FileState
 
 P = ParamSpec('P')
@@ -93,42 +94,51 @@ class GcsFolder:
         return {n: state for n, state in states.items() if names is None or n in names}
 
     @_plain_errors
-    def promote(self, folder: str, final: str, last: str) -> None:
+    def identity(self, folder: str, last: str) -> str:
+        states = _states(self._tree(folder))
+        if last not in states:
+            return ''
+        return hashlib.sha256(repr(sorted(states.items())).encode()).hexdigest()
+
+    @_plain_errors
+    def verify(self, folder: str, states: Mapping[str, FileState]) -> None:
+        file_state.compare(self.url(folder), _states(self._tree(folder)), states)
+
+    @_plain_errors
+    def promote(
+        self, folder: str, final: str, last: str, replace: bool, check: Callable[[], None]
+    ) -> None:
         source, target = self._tree(folder), self._tree(final)
         wanted, there = _states(source), _states(target)
-        if last in there:
-            if wanted and any(wanted.get(name) != there.get(name) for name in [last, *wanted]):
+        is_complete = last in there
+        if not is_complete and last not in wanted:
+            raise FileNotFoundError(
+                f'{self.url(folder)}: {last} is missing, so the folder is not complete.'
+            )
+        is_copied = is_complete and all(
+            wanted.get(name) == there.get(name) for name in [last, *wanted]
+        )
+        if wanted and not (is_copied and (not replace or wanted == there)):
+            if is_complete and (not replace or last not in wanted):
                 raise FileExistsError(
                     f'{self.url(final)} exists already, so that {self.url(folder)} cannot take its '
                     'place. Remove one of the two.'
                 )
-        elif last not in wanted:
-            raise FileNotFoundError(
-                f'{self.url(folder)}: {last} is missing, so the folder is not complete.'
-            )
-        else:
-            # Without `last` they are left from a copy that was broken off, of another build.
-            gcs_objects.delete(target[name] for name in there.keys() - wanted.keys())
-            missing = [name for name in wanted if wanted[name] != there.get(name) and name != last]
-            for names in (missing, [last]):
-                self._copy({f'{final}/{name}': source[name] for name in names})
-        # Here too `last` goes last: as long as it is there, this can be taken up again.
-        gcs_objects.delete(source[name] for name in source.keys() - {last})
-        gcs_objects.delete(source[name] for name in source.keys() & {last})
+            self._copy_over(source, target, final, last, check)
+            self.verify(final, wanted)
+        self._delete(source, last, check)
 
     def sweep(self) -> None:
         """Does nothing, as nothing is staged in a bucket."""
 
     @_plain_errors
-    def keep_only(self, folder: str, names: Collection[str]) -> None:
+    def keep_only(self, folder: str, names: Collection[str], check: Callable[[], None]) -> None:
         files = self._files(folder)
-        gcs_objects.delete(blob for name, blob in files.items() if name not in names)
+        gcs_objects.delete((blob for name, blob in files.items() if name not in names), check)
 
     @_plain_errors
-    def remove(self, first: str) -> None:
-        found = self._tree('')
-        gcs_objects.delete(found[name] for name in found.keys() & {first})
-        gcs_objects.delete(found[name] for name in found.keys() - {first})
+    def remove(self, last: str, check: Callable[[], None]) -> None:
+        self._delete(self._tree(''), last, check)
 
     @functools.cached_property
     def _bucket(self) -> storage.Bucket:
@@ -169,13 +179,39 @@ class GcsFolder:
         )
         return {blob.name.removeprefix(prefix): blob for blob in blobs}
 
-    def _copy(self, blobs: Mapping[str, storage.Blob]) -> None:
-        """Copies objects to the names in this folder that are given."""
+    def _copy_over(
+        self,
+        source: Mapping[str, storage.Blob],
+        target: Mapping[str, storage.Blob],
+        final: str,
+        last: str,
+        check: Callable[[], None],
+    ) -> None:
+        """Copies objects to `final`, in place of those of `target`; `last` goes first, comes last.
+
+        Each is replaced only in the generation that was seen: a process that slept while another
+        one took over must do no harm with what it had begun.
+        """
+        wanted, there = _states(source), _states(target)
+        gcs_objects.delete([target[last]] if last in there else [], check)
+        gcs_objects.delete((target[name] for name in there.keys() - wanted.keys() - {last}), check)
 
         def copy(name: str) -> None:
-            gcs_objects.copy(blobs[name], self.blob(name), gcs_objects.state(blobs[name]))
+            check()
+            replaces = target[name].generation if name in there and name != last else 0
+            blob = self.blob(f'{final}/{name}')
+            gcs_objects.copy(source[name], blob, wanted[name], replaces=replaces)
 
-        gcs_objects.in_parallel(copy, blobs)
+        gcs_objects.in_parallel(
+            copy, [n for n in wanted if wanted[n] != there.get(n) and n != last]
+        )
+        copy(last)
+
+    def _delete(
+        self, blobs: Mapping[str, storage.Blob], last: str, check: Callable[[], None]
+    ) -> None:
+        for names in (blobs.keys() - {last}, blobs.keys() & {last}):
+            gcs_objects.delete((blobs[name] for name in names), check)
 
 
 @functools.cache

@@ -163,6 +163,7 @@ def copy(
     target: storage.Blob,
     expected: FileState,
     on_bytes: Callable[[int], None] = ignore_bytes,
+    replaces: int | None = None,
 ) -> None:
     """Has the storage copy an object; no byte of it comes here.
 
@@ -171,19 +172,32 @@ def copy(
         target: in any bucket; replaced if it exists.
         expected: state of the source; another is not accepted.
         on_bytes: told how many bytes have been copied; what it raises ends the copy.
+        replaces: generation of the target that may be replaced, 0 for none; None for any.
+
+    Raises:
+        OSError: the target is in another generation, and not a copy.
     """
 
     def attempt() -> None:
         token, before = None, 0
         while True:
-            token, copied, _ = target.rewrite(source, token=token, **options(url(target)))
+            token, copied, _ = target.rewrite(
+                source, token=token, if_generation_match=replaces, **options(url(target))
+            )
             on_bytes(copied - before)
             before = copied
             if token is None:
                 break
         check(target, expected)
 
-    retry.call(attempt, f'copying {url(source)} to {url(target)}')
+    try:
+        retry.call(attempt, f'copying {url(source)} to {url(target)}')
+    except exceptions.PreconditionFailed:
+        target.reload(**options(url(target)))
+        if state(target) != expected:  # else the answer to an attempt was lost
+            raise OSError(
+                f'{url(target)}: another process has changed it. Run the same command again.'
+            ) from None
 
 
 def read(blob: storage.Blob) -> bytes:
@@ -198,12 +212,20 @@ def read(blob: storage.Blob) -> bytes:
     return retry.call(attempt, f'reading {url(blob)}')
 
 
-def delete(blobs: Iterable[storage.Blob]) -> None:
-    """Deletes objects; one that does not exist is no error."""
+def delete(blobs: Iterable[storage.Blob], check: Callable[[], None] = lambda: None) -> None:
+    """Deletes objects that the storage has described, in that generation only.
+
+    One that does not exist, or that somebody has replaced since, is no error.
+
+    Args:
+        blobs: the objects.
+        check: called before each request; what it raises ends the deletion.
+    """
 
     def delete_one(blob: storage.Blob) -> None:
-        with contextlib.suppress(exceptions.NotFound):
-            blob.delete(**options(url(blob)))
+        check()
+        with contextlib.suppress(exceptions.NotFound, exceptions.PreconditionFailed):
+            blob.delete(if_generation_match=blob.generation, **options(url(blob)))
 
     in_parallel(delete_one, blobs)
 

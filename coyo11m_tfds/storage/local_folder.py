@@ -8,11 +8,12 @@ Files are staged in a hidden folder of the same disk, flushed and renamed.
 """
 
 import contextlib
+import ctypes
 import errno
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import google_crc32c
@@ -21,6 +22,11 @@ from coyo11m_tfds.storage import file_state
 from coyo11m_tfds.storage.file_state import FileState, naming
 
 _STAGING = '.staging'
+_OLD = '.old'
+# renameat2(2): the number that stands for the current folder, and the flag to exchange two names.
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+# What it fails with where the kernel or the file system cannot exchange.
+_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)
 # Files of one disk that are read at a time: enough to keep its queue filled.
 _READERS = 4
 
@@ -71,33 +77,55 @@ class LocalFolder:
             states = pool.map(lambda path: file_state.of_file(path, on_bytes), files.values())
             return dict(zip(files, states, strict=True))
 
-    def promote(self, folder: str, final: str, last: str) -> None:
+    def identity(self, folder: str, last: str) -> str:
+        path = self._path(folder)
+        return str(os.stat(path).st_ino) if os.path.isfile(os.path.join(path, last)) else ''
+
+    def verify(self, folder: str, states: Mapping[str, FileState]) -> None:
+        sizes = {name: os.path.getsize(path) for name, path in self._files(folder).items()}
+        wanted = {name: state.size for name, state in states.items()}
+        file_state.compare(self._path(folder), sizes, wanted)
+
+    def promote(
+        self, folder: str, final: str, last: str, replace: bool, check: Callable[[], None]
+    ) -> None:
         source, target = self._path(folder), self._path(final)
-        complete = os.path.isfile(os.path.join(source, last))
-        if not complete and not os.path.isfile(os.path.join(target, last)):
+        is_complete, is_ready = (os.path.isfile(os.path.join(f, last)) for f in (target, source))
+        if not is_complete and not is_ready:
             raise FileNotFoundError(f'{source}: {last} is missing, so the folder is not complete.')
         if _has_content(source):
-            if _has_content(target):
+            if is_complete and not (replace and is_ready):
                 raise FileExistsError(
                     f'{target} exists already, so that {source} cannot take its place. Remove one '
                     'of the two.'
                 )
             _sync_tree(source)
-            os.rename(source, target)
-        _sync(os.path.dirname(target))
+            check()
+            if _has_content(target):
+                _exchange(source, target)
+            else:
+                os.rename(source, target)
+        for parent in sorted({os.path.dirname(target), os.path.dirname(source)}):
+            if os.path.isdir(parent):
+                _sync(parent)
 
     def sweep(self) -> None:
         _remove_tree(os.path.join(self._folder, _STAGING))
 
-    def keep_only(self, folder: str, names: Collection[str]) -> None:
+    def keep_only(self, folder: str, names: Collection[str], check: Callable[[], None]) -> None:
         for name, path in self._files(folder).items():
             if name not in names:
+                check()
                 os.remove(path)
 
-    def remove(self, first: str) -> None:
-        if first:
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(self._path(first))
+    def remove(self, last: str, check: Callable[[], None]) -> None:
+        check()
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    _remove_tree(entry.path)
+                elif entry.name != last:
+                    os.remove(entry.path)
         _remove_tree(self._folder)
 
     @contextlib.contextmanager
@@ -124,6 +152,21 @@ class LocalFolder:
 
 def _has_content(folder: str) -> bool:
     return os.path.isdir(folder) and bool(os.listdir(folder))
+
+
+def _exchange(source: str, target: str) -> None:
+    """Puts one folder in place of the other, which is in `source` or `<source>.old` then."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, 'renameat2'):  # Linux
+        paths = [os.fsencode(path) for path in (source, target)]
+        if libc.renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0:
+            return
+        number = ctypes.get_errno()
+        if number not in _NO_EXCHANGE:
+            raise OSError(number, os.strerror(number), source, None, target)
+    _remove_tree(source + _OLD)
+    os.rename(target, source + _OLD)
+    os.rename(source, target)
 
 
 def _move(path: str, target: str) -> None:

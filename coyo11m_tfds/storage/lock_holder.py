@@ -14,6 +14,8 @@ import pathlib
 import socket
 import uuid
 
+from coyo11m_tfds.storage import retry
+
 
 class Lost(RuntimeError):
     """Another builder took the place over, because this one seemed to be dead."""
@@ -53,8 +55,23 @@ class LockHolder:
 
     def is_dead(self) -> bool:
         """Whether it certainly is: it ran on this machine, since its last boot, and is gone."""
-        here = self.machine == _machine() != ''
-        return here and self.started != started(self.pid)
+        return self._is_here() and self.started != started(self.pid)
+
+    def is_running(self) -> bool:
+        """Whether it certainly is, on this machine."""
+        return self._is_here() and self.started == started(self.pid)
+
+    def _is_here(self) -> bool:
+        return self.machine == _machine() != ''
+
+
+def lease_seconds() -> float:
+    """Seconds without a sign of life after which a holder that cannot be seen counts as dead.
+
+    Raises:
+        ValueError: the environment variable is no positive number.
+    """
+    return retry.seconds('COYO11M_LEASE_SECONDS', 60.0)
 
 
 def this_process(lease_seconds: float = 0) -> LockHolder:

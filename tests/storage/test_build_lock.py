@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from coyo11m_tfds.storage import bucket_lease, build_lock, lock_holder
+from coyo11m_tfds.storage import build_lock, lock_holder
 from tests.cloud import Fault
 
 _HOLD = """
@@ -353,7 +353,7 @@ def test_a_bucket_that_does_not_exist(gcs):
 def test_lease_seconds_must_be_positive(monkeypatch, text):
     monkeypatch.setenv('COYO11M_LEASE_SECONDS', text)
     with pytest.raises(ValueError, match=f"COYO11M_LEASE_SECONDS is '{text}', expected a positive"):
-        bucket_lease.lease_seconds()
+        lock_holder.lease_seconds()
 
 
 def test_a_lock_of_another_kind_of_place():
@@ -385,16 +385,78 @@ def test_holders():
 # --- Waiting for others -----------------------------------------------------------------------
 
 
-def test_wait_for_what_comes():
+def test_wait_for_what_comes(place):
     begin = time.monotonic()
-    build_lock.wait_for(lambda: time.monotonic() - begin > 0.3, 'it', wait_seconds=30)
+    build_lock.wait_for(lambda: time.monotonic() - begin > 0.3, place, wait_seconds=30)
     assert time.monotonic() - begin > 0.3
 
 
-def test_wait_for_what_does_not_come(caplog):
+def test_wait_for_what_does_not_come(place, caplog):
     with (
         caplog.at_level('INFO', logger='absl'),
-        pytest.raises(TimeoutError, match=r'the data set is not there after 0 s\. Look into'),
+        pytest.raises(TimeoutError, match=f'{place} is not there after 0 s. Look into'),
     ):
-        build_lock.wait_for(lambda: False, 'the data set', wait_seconds=0.3)
-    assert caplog.text.count('waiting for the data set') == 1
+        build_lock.wait_for(lambda: False, place, wait_seconds=0.3)
+    assert caplog.text.count(f'waiting for {place}') == 1
+
+
+def test_who_waits_learns_that_the_holder_was_killed(place, short_lease):
+    looks = []
+
+    def is_there() -> bool:
+        looks.append(1)
+        if len(looks) == 2:  # seen to be alive
+            child.kill()
+        return False
+
+    with (
+        _holder(place) as child,
+        pytest.raises(RuntimeError, match=r'the first process of the job, .* without a word'),
+    ):
+        build_lock.wait_for(is_there, place, wait_seconds=60)
+
+
+def test_who_waits_believes_in_a_holder_as_long_as_it_lives(place, short_lease):
+    with _holder(place), pytest.raises(TimeoutError):
+        build_lock.wait_for(lambda: False, place, 2.5, failure=lambda: 'of an earlier attempt')
+
+
+def test_who_waits_is_told_of_a_failure_after_a_while(place, short_lease):
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=f'{place}: .* failed: the source is missing'):
+        build_lock.wait_for(lambda: False, place, 60, failure=lambda: 'the source is missing')
+    # The next attempt may be about to begin.
+    assert time.monotonic() - begin > 0.6 * short_lease
+
+
+def test_a_lock_that_an_earlier_job_left_is_no_failure(gcs, very_short_lease):
+    gcs.put('bucket', 'set.lock', _ELSEWHERE.to_json())
+    with pytest.raises(TimeoutError):
+        build_lock.wait_for(lambda: False, 'gs://bucket/set', wait_seconds=1.5)
+
+
+def test_who_waits_sees_a_lease_of_another_machine_end(gcs, short_lease):
+    renewals = iter(range(3))
+
+    def is_there() -> bool:
+        if next(renewals, None) is not None:
+            gcs.put('bucket', 'set.lock', _ELSEWHERE.to_json())
+        return False
+
+    with pytest.raises(RuntimeError, match='without a word'):
+        build_lock.wait_for(is_there, 'gs://bucket/set', wait_seconds=60)
+
+
+def test_nobody_waits_for_a_living_holder_who_need_not(place, short_lease):
+    with (
+        _holder(place) as child,
+        pytest.raises(TimeoutError, match=f'process {child.pid} on .* is working there'),
+        build_lock.hold(place, wait_seconds=None),
+    ):
+        pass
+
+
+def test_a_lease_is_looked_at_until_it_is_known_to_be_dead(gcs, very_short_lease):
+    gcs.put('bucket', 'set.lock', _ELSEWHERE.to_json())
+    with build_lock.hold('gs://bucket/set', wait_seconds=None) as lock:
+        lock.check()

@@ -1,5 +1,7 @@
 """Tests of destinations: whole files or none, and what a resumed build can trust."""
 
+import ctypes
+import errno
 import os
 import pathlib
 import random
@@ -210,6 +212,67 @@ def test_promote_replaces_nothing(tmp_path):
     assert destination.read_all('parts') == {LAST: b'new'}
 
 
+@pytest.mark.parametrize('number', [0, errno.ENOSYS, errno.EINVAL])
+def test_promote_replaces_what_is_complete_if_it_is_told_to(tmp_path, monkeypatch, number: int):
+    destination = Destination(tmp_path)
+    destination.put_bytes(f'work/parts/{LAST}', b'new')
+    destination.put_bytes(f'final/{LAST}', b'old')
+    destination.put_bytes('final/of-the-old-one', b'')
+    parts = destination.identity('work/parts', LAST)
+    old = destination.identity('final', LAST)
+    if number:  # a system that cannot exchange two folders
+        monkeypatch.setattr(ctypes, 'CDLL', lambda *_, **__: _NoExchange(number))
+    destination.promote('work/parts', 'final', LAST, replace=True)
+    assert destination.read_all('final') == {LAST: b'new'}
+    assert destination.identity('final', LAST) == parts
+    kept = 'work/parts.old' if number else 'work/parts'
+    assert destination.identity(kept, LAST) == old
+    assert destination.identity('work/nothing', LAST) == ''
+
+
+class _NoExchange:
+    """A C library whose renameat2 fails."""
+
+    def __init__(self, number: int):
+        self._number = number
+
+    def renameat2(self, *_) -> int:
+        ctypes.set_errno(self._number)
+        return -1
+
+
+def test_promote_puts_nothing_incomplete_in_place_of_what_is_complete(tmp_path):
+    destination = Destination(tmp_path)
+    destination.put_bytes('work/x', b'new')
+    destination.put_bytes(f'final/{LAST}', b'old')
+    with pytest.raises(FileExistsError):
+        destination.promote('work', 'final', LAST, replace=True)
+    assert destination.read_all('final') == {LAST: b'old'}
+
+
+def test_promote_replaces_what_is_not_complete(tmp_path):
+    destination = Destination(tmp_path)
+    destination.put_bytes(f'work/{LAST}', b'new')
+    destination.put_bytes('final/left-of-a-removal', b'old')
+    destination.promote('work', 'final', LAST)
+    assert destination.read_all('final') == {LAST: b'new'}
+
+
+def test_verify_names_the_file_that_differs(tmp_path):
+    destination = Destination(tmp_path)
+    for name in ('a', 'b'):
+        destination.put_bytes(f'sub/{name}', b'12')
+    states = destination.inventory('sub')
+    destination.verify('sub', states)
+    with pytest.raises(OSError, match=r'sub/b: found 2, expected no such file'):
+        destination.verify('sub', {'a': states['a']})
+    with pytest.raises(OSError, match=r'sub/c: found no such file, expected 2'):
+        destination.verify('sub', states | {'c': states['a']})
+    (tmp_path / 'sub' / 'a').write_bytes(b'1')
+    with pytest.raises(OSError, match=r'sub/a: found 1, expected 2'):
+        destination.verify('sub', states)
+
+
 def test_remove(tmp_path):
     destination = Destination(tmp_path / 'out')
     destination.put_bytes('a/b/x', b'1')
@@ -219,17 +282,37 @@ def test_remove(tmp_path):
         assert destination.inventory() == {}
 
 
-def test_remove_begins_with_what_says_that_it_is_complete(tmp_path, monkeypatch):
+def test_remove_ends_with_what_says_why_it_is_there(tmp_path, monkeypatch):
     destination = Destination(tmp_path / 'out')
-    for name in ('x', LAST):
+    for name in ('a', 'sub/x', LAST, 'z'):
         destination.put_bytes(name, b'1')
-    monkeypatch.setattr(shutil, 'rmtree', _interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        destination.remove(first=LAST)
-    assert destination.read_all('') == {'x': b'1'}
-    monkeypatch.undo()
-    destination.remove(first=LAST)  # that it is gone is no error
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, 'rmtree', _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            destination.remove(last=LAST)
+    assert LAST in destination.read_all('')
+    destination.remove(last=LAST)
     assert not (tmp_path / 'out').exists()
+    destination.remove(last=LAST)  # that it is gone is no error
+
+
+def test_nothing_is_removed_by_who_has_lost_the_place(tmp_path):
+    destination = Destination(tmp_path / 'out')
+    for name in (f'work/{LAST}', f'final/{LAST}'):
+        destination.put_bytes(name, name.encode())
+    before = sorted(tmp_path.rglob('*'))
+    for act in (
+        lambda: destination.remove(check=_lost),
+        lambda: destination.keep_only('work', [], check=_lost),
+        lambda: destination.promote('work', 'final', LAST, replace=True, check=_lost),
+    ):
+        with pytest.raises(KeyError):
+            act()
+    assert sorted(tmp_path.rglob('*')) == before
+
+
+def _lost() -> None:
+    raise KeyError('lost')
 
 
 def _interrupt(path: str) -> None:

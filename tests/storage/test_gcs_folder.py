@@ -414,14 +414,99 @@ def test_killed_while_promoting(gcs):
     assert gcs.objects('bucket') == {f'a/final/{n}': d for n, d in sorted(files.items())}
 
 
-def test_remove_begins_with_what_says_that_it_is_complete(gcs):
+def test_promote_replaces_what_is_complete_if_it_is_told_to(gcs):
+    destination = Destination('gs://bucket/a')
+    old = {'x': b'old', 'same': b'same', 'of-the-old-one': b'1', LAST: b'old'}
+    new = {'x': b'new', 'same': b'same', 'y': b'2', LAST: b'new'}
+    for folder, files in {'final': old, 'work': new}.items():
+        for name, data in files.items():
+            gcs.put('bucket', f'a/{folder}/{name}', data)
+    identity = destination.identity('work', LAST)
+    assert identity not in ('', destination.identity('final', LAST))
+    destination.promote('work', 'final', LAST, replace=True)
+    assert gcs.objects('bucket') == {f'a/final/{n}': d for n, d in sorted(new.items())}
+    assert destination.identity('final', LAST) == identity
+    assert destination.identity('work', LAST) == ''
+    of_final = [r for r in gcs.requests if '/final/' in r.path or '/work/' in r.path]
+    steps = [f'{r.action} {r.path}' for r in of_final if r.action in ('copy', 'delete')]
+    assert steps[0] == f'delete bucket/a/final/{LAST}'
+    copies = [step for step in steps if step.startswith('copy')]
+    assert copies[-1] == f'copy bucket/a/work/{LAST}' and len(copies) == 3
+
+
+@pytest.mark.parametrize(
+    'match', [f'DELETE .*final/{LAST}', 'DELETE .*final/y', 'copy .*/x', f'copy .*{LAST}', 'list']
+)
+def test_promote_that_replaces_is_broken_off(gcs, match):
+    """The new set is whole until the last listing has shown that the copy is."""
+    destination = Destination('gs://bucket/a')
+    new = {'x': b'new', LAST: b'new'}
+    for folder, files in {'final': {'y': b'old', 'x': b'old', LAST: b'old'}, 'work': new}.items():
+        for name, data in files.items():
+            gcs.put('bucket', f'a/{folder}/{name}', data)
+    checks = []
+
+    def check() -> None:
+        checks.append(1)
+        if match == 'list' and not checks[1:]:
+            gcs.inject(Fault('403', action='list'))
+
+    if match != 'list':
+        gcs.inject(Fault('403', match=match))
+    with pytest.raises(PermissionError):
+        destination.promote('work', 'final', LAST, replace=True, check=check)
+    assert destination.read_all('work') == new
+    destination.promote('work', 'final', LAST, replace=True)
+    assert gcs.objects('bucket') == {f'a/final/{n}': d for n, d in sorted(new.items())}
+
+
+def test_what_another_one_stored_meanwhile_is_neither_deleted_nor_replaced(gcs):
+    """As after a sleep between the listing and a request."""
+    destination = Destination('gs://bucket/a')
+    for folder in ('final', 'work'):
+        for name in ('x', 'y', LAST):
+            gcs.put('bucket', f'a/{folder}/{name}', folder.encode())
+    gcs.put('bucket', 'a/final/z', b'final')
+
+    def store() -> None:
+        for name in ('x', 'y', 'z'):
+            gcs.put('bucket', f'a/final/{name}', b'of the other one')
+
+    with pytest.raises(OSError, match=r'a/final/.*another process has changed it'):
+        destination.promote('work', 'final', LAST, replace=True, check=store)
+    stored = gcs.objects('bucket')
+    assert {stored[f'a/final/{name}'] for name in ('x', 'y', 'z')} == {b'of the other one'}
+    assert f'a/final/{LAST}' not in stored
+    destination.keep_only('final', [], check=store)
+    destination.remove(check=store)
+    assert set(gcs.objects('bucket')) == {'a/final/x', 'a/final/y', 'a/final/z'}
+
+
+def test_an_answer_to_a_copy_that_is_lost(gcs):
+    destination = Destination('gs://bucket/a')
+    for name in ('x', LAST):
+        gcs.put('bucket', f'a/work/{name}', b'1')
+    gcs.inject(Fault('lost', count=2, action='copy'))
+    destination.promote('work', 'final', LAST)
+    assert gcs.objects('bucket') == {f'a/final/{LAST}': b'1', 'a/final/x': b'1'}
+
+
+def test_verify_compares_checksums(gcs):
+    destination = Destination('gs://bucket/a')
+    destination.put_bytes('sub/x', b'12')
+    destination.verify('sub', {'x': _state(b'12')})
+    with pytest.raises(OSError, match=r'gs://bucket/a/sub/x: found .*, expected .*crc32c'):
+        destination.verify('sub', {'x': _state(b'21')})
+
+
+def test_remove_ends_with_what_says_why_it_is_there(gcs):
     destination = Destination('gs://bucket/a')
     for i in range(5):
         destination.put_bytes(f'x{i}', b'')
     destination.put_bytes(LAST, b'{}')
     gcs.inject(Fault('403', match='DELETE .*/x3'))
     with pytest.raises(PermissionError):
-        destination.remove(first=LAST)
-    assert f'a/{LAST}' not in gcs.objects('bucket')
-    destination.remove(first=LAST)
+        destination.remove(last=LAST)
+    assert f'a/{LAST}' in gcs.objects('bucket')
+    destination.remove(last=LAST)
     assert gcs.objects('bucket') == {}

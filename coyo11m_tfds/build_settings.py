@@ -1,0 +1,103 @@
+"""The settings that decide the records: kept with a data set, and compared when it is found again.
+
+    metadata[schema.META_SETTINGS] = build_settings.record(config, limit, text_vectors)
+    build_settings.check(folder, metadata, config, limit)
+
+The source is not compared: its fingerprint is in the metadata too, but to know that of a folder,
+its files must be read.
+"""
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import coyo11m_tfds
+from coyo11m_tfds import schema
+from coyo11m_tfds.storage import source_files
+
+if TYPE_CHECKING:
+    from coyo11m_tfds.coyo11m_tfds_dataset_builder import Coyo11mConfig
+
+_IN_RECORDS = ('', 'pt')  # values of text_vectors that are no path
+_LIMIT = 'max_examples_per_split'
+_VECTORS = 'text_vectors'
+# What a build that has ended well does not depend on.
+_NOT_COMPARED = ('max_bad_fraction', 'package_version')
+
+
+def record(
+    config: 'Coyo11mConfig', limit: int | None, text_vectors: str | Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns what is kept with a data set, as JSON can carry it.
+
+    Args:
+        config: of the build.
+        limit: `max_examples_per_split`.
+        text_vectors: '', 'pt' or what a sidecar says about itself; never a path.
+    """
+    return {
+        'caption_column': config.caption_column,
+        _VECTORS: text_vectors,
+        'validation_fraction': float(config.validation_fraction),
+        'shard_bytes': config.shard_bytes,
+        'bad_data': config.bad_data,
+        'max_bad_fraction': float(config.max_bad_fraction),
+        _LIMIT: limit,
+        'record_format': schema.RECORD_FORMAT,
+        'package_version': coyo11m_tfds.__version__,
+    }
+
+
+def check(
+    folder: str | os.PathLike[str],
+    metadata: Mapping[str, Any],
+    config: 'Coyo11mConfig',
+    limit: int | None,
+) -> None:
+    """Refuses a data set that was built with other settings than are asked for.
+
+    One without recorded settings, of an earlier version, is accepted. Of a sidecar the header is
+    read, if it is a local file that exists.
+
+    Args:
+        folder: of the data set, for messages.
+        metadata: of its `dataset_info`.
+        config: what is asked for.
+        limit: `max_examples_per_split`.
+
+    Raises:
+        ValueError: they differ, or the sidecar is none.
+    """
+    recorded = metadata.get(schema.META_SETTINGS)
+    if recorded is None:
+        return
+    wanted = record(config, limit, _text_vectors(config.text_vectors, recorded.get(_VECTORS)))
+    differing = list(_differences(recorded, wanted))
+    if differing:
+        raise ValueError(
+            f'{os.fspath(folder)} was built with other settings: {"; ".join(differing)}. Give the '
+            'config another name, or replace the data set with --overwrite (in Python '
+            'download_mode=tfds.GenerateMode.REUSE_CACHE_IF_EXISTS).'
+        )
+
+
+def _text_vectors(chosen: str, recorded: Any) -> str | Mapping[str, Any]:
+    """What would be recorded of `text_vectors`; of a sidecar that is out of reach, what was."""
+    if chosen in _IN_RECORDS:
+        return chosen
+    if source_files.is_remote(chosen) or not os.path.isfile(chosen):
+        return recorded if isinstance(recorded, dict) else chosen
+    from coyo11m_tfds import vectors  # imports pyarrow
+
+    return dataclasses.asdict(vectors.read_header(chosen))
+
+
+def _differences(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
+    # What one of the two does not know belongs to another version of this package.
+    for name in wanted.keys() & recorded.keys() - set(_NOT_COMPARED):
+        there, here = recorded[name], wanted[name]
+        if isinstance(there, dict) and isinstance(here, dict):
+            yield from (f'{name}: {part}' for part in _differences(there, here))
+        elif there != here:
+            yield f'{name} is {there!r} there, {here!r} is asked for'
