@@ -24,8 +24,9 @@ import tensorflow_datasets as tfds
 from coyo11m_tfds import dataset, json_digest, schema
 from coyo11m_tfds.order import Order, consecutive_reads, nearest_shares
 from coyo11m_tfds.reading import lanes as lanes_lib
-from coyo11m_tfds.reading import ordinary, padding
-from coyo11m_tfds.reading.chunks import SKIP, STOP, ChunkReader
+from coyo11m_tfds.reading import memory, ordinary, padding
+from coyo11m_tfds.reading.bad_records import DEFAULT_MAX_FRACTION, SKIP, STOP
+from coyo11m_tfds.reading.chunks import ChunkReader
 from coyo11m_tfds.reading.counter import ReadCounter, ReadCounts
 from coyo11m_tfds.reading.on_device import key_words, to_device
 from coyo11m_tfds.reading.parser import DROP_TEXT, EVAL_CROP, MASK, Parser
@@ -35,6 +36,7 @@ __all__ = [
     'MASK',
     'ReadCounter',
     'ReadCounts',
+    'check_memory',
     'eval_dataset',
     'key_words',
     'position_fingerprint',
@@ -124,6 +126,7 @@ def train_dataset(
     process_count: int = 1,
     split: str = schema.TRAIN,
     on_bad_records: str = STOP,
+    max_bad_fraction: float = DEFAULT_MAX_FRACTION,
     counter: ReadCounter | None = None,
     parallel_reads: int = 4,
     prefetch: int = tf.data.AUTOTUNE,
@@ -143,9 +146,12 @@ def train_dataset(
         caption_dropout: share of samples marked in `drop_text`, if text vectors are asked for.
         process_index, process_count: which part of each global batch this process gets.
         split: 'train', or another one that is in the data set.
-        on_bad_records: 'stop': a record that cannot be read is an error that names its file and
+        on_bad_records: 'stop': a record that is damaged is an error that names its file and
             number. 'skip': it is left out, counted and warned of; in its place are zeros, which
-            `mask` tells from records, so that everything else comes when it would have come.
+            `mask` tells from records, so that everything else comes when it would have come. A
+            file that is missing, refused or out of reach is an error either way.
+        max_bad_fraction: with 'skip', share of the split's records, each counted once, that may be
+            bad; more of them, and more than 64, are an error.
         counter: is told of every chunk that is read.
         parallel_reads: chunks being read at a time in each lane.
         prefetch: batches kept ready.
@@ -156,8 +162,8 @@ def train_dataset(
         Batches `dict(key=int64 (b,), latents=float16|bfloat16 (b,4,32,32),
         text_embedding=float16 (b,D), caption=string (b,))`, of these the features asked for;
         `drop_text=bool (b,)` with caption_dropout > 0 and text vectors; `mask=bool (b,)` with
-        on_bad_records='skip'. An iterator over them raises `tf.errors.OpError` where a record
-        cannot be read.
+        on_bad_records='skip'. An iterator over them raises `tf.errors.OpError` where a file or
+        a record cannot be read, or too many records are bad.
 
     Raises:
         ValueError: for settings that do not fit together, naming some that do, or a feature that
@@ -182,7 +188,7 @@ def train_dataset(
         return _finish(batches.skip(start_step), prefetch, private_threads)
     order = Order(opened.index.shard_lengths, seed, batch_size, chunk, lanes, window)
     own = _own_lanes(order, process_index, process_count)
-    reader = ChunkReader(opened, parser, on_bad_records, counter)
+    reader = ChunkReader(opened, parser, on_bad_records, counter, max_bad_fraction)
     lane_reader = lanes_lib.LaneReader(order, reader, parallel_reads)
     batches = lane_reader.read(own, order.locate(start_step))
     threads = private_threads or _threads_for(opened, len(own) * parallel_reads)
@@ -199,6 +205,7 @@ def eval_dataset(
     split: str = schema.VALIDATION,
     chunk: int = 64,
     on_bad_records: str = STOP,
+    max_bad_fraction: float = DEFAULT_MAX_FRACTION,
     counter: ReadCounter | None = None,
     parallel_reads: int = 16,
     prefetch: int = tf.data.AUTOTUNE,
@@ -232,11 +239,63 @@ def eval_dataset(
     begin = min(size, process_index * num_batches * local)
     end = min(size, begin + num_batches * local)
     reads = consecutive_reads(opened.index.shard_lengths, begin, end, chunk)
-    reader = ChunkReader(opened, parser, on_bad_records, counter)
+    reader = ChunkReader(opened, parser, on_bad_records, counter, max_bad_fraction)
     rows = tf.data.Dataset.from_tensor_slices(reader.locate(reads))
     records = lanes_lib.read_chunks(rows, reader, parallel_reads)
     batches = padding.take_full(padding.fill_up(records.rebatch(local), local), num_batches)
     return _finish(batches, prefetch, private_threads or _threads_for(opened, parallel_reads))
+
+
+def check_memory(
+    data: dataset.Data,
+    *,
+    batch_size: int,
+    features: Sequence[str] = (schema.KEY, schema.LATENTS, schema.TEXT_EMBEDDING),
+    chunk: int = 64,
+    lanes: int = 16,
+    window: int = 1024,
+    caption_dropout: float = 0.0,
+    process_count: int = 1,
+    split: str = schema.TRAIN,
+    on_bad_records: str = STOP,
+    parallel_reads: int = 4,
+    prefetch: int = tf.data.AUTOTUNE,
+    ram_budget_gb: float = 0.0,
+    processes_on_host: int = 1,
+) -> None:
+    """Checks that `train_dataset` with these arguments fits into the memory of this host.
+
+    See `coyo11m_tfds.reading.memory` for what is counted. A data set without a chunk index is read
+    without windows and always fits.
+
+    Args:
+        data and all others: as of `train_dataset`.
+        ram_budget_gb: 10^9 bytes that reading may take on this host; 0 for half of the memory that
+            this machine or container has.
+        processes_on_host: how many processes of the run share this host.
+
+    Raises:
+        ValueError: it takes more; the message says how much, and what would fit.
+    """
+    builder = dataset.open_dataset(data)
+    opened = dataset.open_split(builder, split)
+    if opened is None:
+        return
+    parser = _make_parser(
+        builder, features, caption_dropout=caption_dropout, with_mask=on_bad_records == SKIP
+    )
+    order = Order(opened.index.shard_lengths, 0, batch_size, chunk, lanes, window)
+    need = memory.Need(
+        batch_size=batch_size // process_count,
+        chunk=chunk,
+        lanes=-(-lanes // process_count),
+        window=order.window,
+        parallel_reads=parallel_reads,
+        prefetch=prefetch,
+        parsed_nbytes=parser.record_nbytes,
+        raw_nbytes=opened.record_nbytes,
+    )
+    memory.check(need, budget_gb=ram_budget_gb, processes_on_host=processes_on_host)
 
 
 def _make_parser(builder: tfds.core.DatasetBuilder, features: Sequence[str], **choices) -> Parser:

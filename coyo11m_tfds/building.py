@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from coyo11m_tfds import job, json_digest, prepare, report, schema, shard_pool, sources
+from coyo11m_tfds import job, json_digest, manifest, prepare, report, schema, shard_pool, sources
 from coyo11m_tfds.build_folder import BuildFolder
 from coyo11m_tfds.finished import FinishedShards
 from coyo11m_tfds.plan import Plan, PlanSettings, make_plan
@@ -169,6 +169,8 @@ def _write_metadata(
         prepare.write_chunk_indexes(results, made)
         write_info(Built(plan, prepare.by_split(results), metadata), made)
         report.write(facts, made)
+        files |= {name: file_state(os.path.join(made, name)) for name in os.listdir(made)}
+        manifest.write(made, files)
         for file_name in sorted(os.listdir(made)):
             path = os.path.join(made, file_name)
             files[file_name] = file_state(path)

@@ -79,6 +79,19 @@ class ChunkIndex:
                     f'{path}: is not a chunk index ({error}). Build the data set again.'
                 ) from error
 
+    @classmethod
+    def parse(cls, data: bytes) -> 'ChunkIndex':
+        """Takes the content of an index file.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        file = io.BytesIO(data)
+        length = _read_header(file)
+        if len(data) != file.tell() + 8 * length:
+            raise ValueError(f'{length} entries do not make a file of {len(data)} bytes')
+        return cls(np.frombuffer(data, np.int64, length, file.tell()))
+
     def byte_range(
         self, shard: np.ndarray | int, first: np.ndarray | int, count: np.ndarray | int
     ) -> tuple[np.ndarray, np.ndarray]:

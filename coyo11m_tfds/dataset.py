@@ -196,6 +196,14 @@ class IndexedSplit:
         """Whether reading waits for a network."""
         return source_files.is_remote(self.file_prefix)
 
+    @property
+    def record_nbytes(self) -> int:
+        """Bytes of a record in the files, on average; 0 if there is none."""
+        lengths = self.index.shard_lengths
+        shards = np.flatnonzero(lengths)
+        _, nbytes = self.index.byte_range(shards, 0, lengths[shards])
+        return int(nbytes.sum() // max(1, lengths.sum()))
+
     def file(self, shard: int) -> str:
         """The path of a shard."""
         return f'{self.file_prefix}{shard:0{self.digits}}{self.file_suffix}'

@@ -6,6 +6,10 @@
 
     list(records.split(data))     # the other way round, where something is wrong with a file
 
+    scan = records.RecordScan()   # the same account of a file that is there
+    scan.add(block)
+    scan.num_records, scan.chunk_offsets, scan.num_bytes, scan.crc32c
+
 The bytes are those that TensorFlow itself would write. They are made without it so that where
 records begin and the checksum of the file are known without reading it again, and so that a worker
 process takes 1.4 s and 260 MB before it begins instead of 5 s and 900 MB. It is also faster: a
@@ -28,6 +32,9 @@ _BYTES_LIST, _INT64_LIST = 1, 3
 
 _LENGTH_AND_CHECKSUM = 12  # in front of a record; behind it is another checksum
 _CHECKSUM = 4
+
+# More than any record has, and little enough to keep: a length beyond it is not believed.
+_LARGEST_RECORD = 64 << 20
 
 # Written at once. The system takes so much in half the time of a record at a time.
 _BLOCK_BYTES = 1_000_000
@@ -135,6 +142,62 @@ def split(data: bytes) -> Iterator[bytes | None]:
             return
         record = data[begin:end]
         yield record if data[end:at] == _masked_crc(record) else None
+
+
+class RecordScan:
+    """Takes a file in, block by block, and keeps account of it as `RecordWriter` does.
+
+    Attributes:
+        num_records, num_bytes, crc32c, chunk_offsets: of what was added so far; records count as
+            long as there is no problem.
+        problem: what is wrong with the first record that is not as it should be; '' if none is.
+    """
+
+    def __init__(self):
+        self.num_records = 0
+        self.num_bytes = 0
+        self.crc32c = 0
+        self.chunk_offsets: list[int] = []
+        self.problem = ''
+        self._rest = b''  # of a record that is not whole yet
+
+    def add(self, block: bytes) -> None:
+        """Takes in what comes next in the file."""
+        self.crc32c = google_crc32c.extend(self.crc32c, block)
+        begin = self.num_bytes - len(self._rest)
+        self.num_bytes += len(block)
+        if self.problem:
+            return
+        data, at = self._rest + block, 0
+        while (size := self._whole_record(data, at)) and not self.problem:
+            if self.num_records % schema.CHUNK_STRIDE == 0:
+                self.chunk_offsets.append(begin + at)
+            self.num_records += 1
+            at += size
+        self._rest = b'' if self.problem else data[at:]
+
+    def end(self) -> None:
+        """Says that the file ends here."""
+        if self._rest:
+            self._set_problem('is not whole')
+
+    def _whole_record(self, data: bytes, at: int) -> int:
+        """Checks the record at a place; its bytes in the file, 0 if they are not all there."""
+        begin = at + _LENGTH_AND_CHECKSUM
+        if begin > len(data):
+            return 0
+        packed = data[at : at + 8]
+        end = begin + struct.unpack('<Q', packed)[0]
+        if data[at + 8 : begin] != _masked_crc(packed) or end - begin > _LARGEST_RECORD:
+            self._set_problem('has a damaged length')
+        elif end + _CHECKSUM <= len(data):
+            if data[end : end + _CHECKSUM] != _masked_crc(data[begin:end]):
+                self._set_problem('has a wrong checksum')
+            return end + _CHECKSUM - at
+        return 0
+
+    def _set_problem(self, what: str) -> None:
+        self.problem = f'record {self.num_records} {what}'
 
 
 # Only lengths vary from record to record, and captions have some hundred.

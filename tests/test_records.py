@@ -73,3 +73,58 @@ def test_tensorflow_reads_what_is_written_and_the_account_is_right(
 def test_columns_of_unequal_lengths_are_refused():
     with pytest.raises(ValueError), records.RecordWriter(io.BytesIO()) as writer:
         writer.write({'text': [b'a', b'b'], 'key': np.array([1])})
+
+
+def written(count: int) -> tuple[bytes, records.RecordWriter]:
+    file = io.BytesIO()
+    with records.RecordWriter(file) as writer:
+        writer.write({'text': [bytes([i]) * (i * 7 % 500) for i in range(count)]})
+    return file.getvalue(), writer
+
+
+def scan(data: bytes, block: int) -> records.RecordScan:
+    scanned = records.RecordScan()
+    for start in range(0, len(data), block):
+        scanned.add(data[start : start + block])
+    scanned.end()
+    return scanned
+
+
+@pytest.mark.parametrize('block', [1, 13, 1000, 10**6])
+@pytest.mark.parametrize('count', [0, 1, 33, 200])
+def test_a_scan_gives_the_account_of_the_writer(count: int, block: int):
+    data, writer = written(count)
+    scanned = scan(data, block)
+    assert scanned.problem == ''
+    for name in ('num_records', 'num_bytes', 'crc32c', 'chunk_offsets'):
+        assert getattr(scanned, name) == getattr(writer, name)
+
+
+@pytest.mark.parametrize('block', [1, 1000, 10**6])
+def test_a_scan_finds_the_first_record_that_is_damaged(block: int):
+    data, _ = written(100)
+    starts = np.cumsum([0, *(16 + len(record) for record in records.split(data))])
+    for at, problem in [
+        (starts[40], 'record 40 has a damaged length'),
+        (starts[40] + 7, 'record 40 has a damaged length'),
+        (starts[40] + 9, 'record 40 has a damaged length'),
+        (starts[40] + 12, 'record 40 has a wrong checksum'),
+        (starts[41] - 1, 'record 40 has a wrong checksum'),
+    ]:
+        damaged = bytearray(data)
+        damaged[at] ^= 128
+        scanned = scan(bytes(damaged), block)
+        assert scanned.problem == problem
+        assert scanned.crc32c == google_crc32c.value(bytes(damaged))
+    for end in (starts[41] - 1, starts[40] + 5):
+        assert scan(data[:end], block).problem == 'record 40 is not whole'
+    assert scan(data[: starts[40]], block).num_records == 40
+
+
+def test_a_scan_keeps_no_more_than_a_record_may_have():
+    """A length that is whole but absurd does not have the rest of the file kept."""
+    length = (10**12).to_bytes(8, 'little')
+    crc = google_crc32c.value(length)
+    masked = (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+    scanned = scan(length + masked.to_bytes(4, 'little') + bytes(1000), 100)
+    assert scanned.problem == 'record 0 has a damaged length'

@@ -9,8 +9,6 @@ That batch is what the 1001st step takes, however often the run was interrupted.
 
 import dataclasses
 import functools
-import math
-import os
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -24,7 +22,7 @@ import input_pipeline
 from coyo11m_tfds import dataset, schema
 from coyo11m_tfds.order import nearest_shares
 from coyo11m_tfds.reading import chunks
-from train_lib import flow, sharding
+from train_lib import flow, process, sharding
 
 Batches = Iterator[dict[str, jax.Array]]
 
@@ -69,8 +67,6 @@ class TrainingData:
         self._builder = dataset.open_dataset(config.data.dir)
         order = input_pipeline.train_order(self._builder, **self._order())
         self._check_shares(has_lanes=order is not None)
-        # Without an order no windows are made.
-        self._window = 0 if order is None else order.window
         if order is not None:
             logging.info('An epoch has about %d steps.', order.epoch(0).steps)
         self._check_validation()
@@ -100,16 +96,26 @@ class TrainingData:
         }
 
     def check_memory(self) -> None:
-        """Checks that the windows of training fit this machine; drawing and judging need none.
+        """Checks that what training reads fits this host; drawing and evaluating take little.
+
+        All processes call it together.
 
         Raises:
-            ValueError: they need more than `data.ram_budget_gb`; see `check_window_memory`.
+            ValueError: it takes more than `data.ram_budget_gb`; see `input_pipeline.check_memory`.
         """
-        check_window_memory(
-            window=self._window,
-            lanes=self._own_lanes,
-            text_dim=len(self.stats.text_mean),
-            budget_gb=self._config.data.ram_budget_gb,
+        config = self._config.data
+        order = self._order()
+        del order['seed']
+        input_pipeline.check_memory(
+            self._builder,
+            **order,
+            caption_dropout=config.caption_dropout,
+            process_count=jax.process_count(),
+            on_bad_records=config.on_bad_records,
+            parallel_reads=config.parallel_reads,
+            prefetch=config.prefetch,
+            ram_budget_gb=config.ram_budget_gb,
+            processes_on_host=process.processes_on_host(),
         )
 
     def train_batches(self, start_step: int) -> Batches:
@@ -149,6 +155,7 @@ class TrainingData:
             split=self._config.preview.split,
             features=(schema.LATENTS, schema.TEXT_EMBEDDING, schema.CAPTION),
             on_bad_records=self._config.data.on_bad_records,
+            max_bad_fraction=self._config.data.max_bad_fraction,
         )
         batch = next(batches.as_numpy_iterator())
         real = batch[input_pipeline.MASK]
@@ -206,6 +213,7 @@ class TrainingData:
         config = self._config.data
         return {
             'on_bad_records': config.on_bad_records,
+            'max_bad_fraction': config.max_bad_fraction,
             'prefetch': config.prefetch,
             'private_threads': config.private_threads,
         }
@@ -232,31 +240,3 @@ def _check_config(config: ml_collections.ConfigDict) -> None:
             f'data.device_prefetch={config.data.device_prefetch} must be at least 1; 2 lets one '
             'batch arrive while another is used'
         )
-
-
-def check_window_memory(*, window: int, lanes: int, text_dim: int, budget_gb: float) -> None:
-    """Checks what a lane holds: two windows of parsed records, one given out, the next being read.
-
-    Args:
-        window: records of a window.
-        lanes: of this process.
-        text_dim: width of the text vectors.
-        budget_gb: 10^9 bytes that the windows may take; 0 for half of the machine's memory.
-
-    Raises:
-        ValueError: they take more; names the largest window that does not, and the budget needed.
-    """
-    # Latents, the text vector in float16, the key and a byte for `drop_text`.
-    record = schema.LATENT_NBYTES + 2 * text_dim + 8 + 1
-    for_one = 2 * lanes * record
-    budget = 1e9 * budget_gb or os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2
-    if window * for_one <= budget:
-        return
-    needed = math.ceil(window * for_one / 1e8) / 10
-    fits = int(budget // for_one)
-    advice = [f'data.window to {fits}'] if fits > 0 else []
-    raise ValueError(
-        f'data.window={window} takes {needed:.1f} GB of memory in {lanes} lanes, more than the '
-        f'{budget / 1e9:.2f} GB of data.ram_budget_gb={budget_gb} (0: half of the machine): set '
-        f'{" or ".join([*advice, f"data.ram_budget_gb to {needed:.1f}"])}'
-    )

@@ -1,11 +1,13 @@
-"""Runs of records, each read at its offset with one request, and what to do about bad ones.
+"""Runs of records, each read at its offset with one request.
 
     reader = ChunkReader(split, parser, on_bad_records=STOP)
     rows = reader.locate(reads)                     # of `order.Reads`: int64 (n, 8)
     batch = reader.read(ByteReads.of_row(row))      # in a graph
 
 TensorFlow reads and checks the records. Only a run that it could not read is read again here,
-record by record: that tells which one is bad and why, and a fault that has passed is no error.
+record by record: that tells which one is bad and why, and a fault that has passed is no error. A
+record is bad if its bytes are wrong or its file ends before it. A file that is missing, refused or
+out of reach is an error, whatever the policy for bad records.
 """
 
 from typing import NamedTuple, Self
@@ -17,10 +19,16 @@ from absl import logging
 from coyo11m_tfds import records, schema
 from coyo11m_tfds.dataset import IndexedSplit
 from coyo11m_tfds.order import Reads
+from coyo11m_tfds.reading.bad_records import DEFAULT_MAX_FRACTION, SKIP, STOP, BadRecords
 from coyo11m_tfds.reading.counter import ReadCounter
 from coyo11m_tfds.reading.parser import Batch, Parser
+from coyo11m_tfds.storage import retry
 
-STOP, SKIP = 'stop', 'skip'
+__all__ = ['SKIP', 'STOP', 'ByteReads', 'ChunkReader']
+
+# How often a run that TensorFlow could not read is read again. On gs:// TensorFlow itself tries
+# each of these for minutes.
+_ATTEMPTS = 3
 
 
 class ByteReads(NamedTuple):
@@ -52,6 +60,7 @@ class ChunkReader:
         parser: Parser,
         on_bad_records: str = STOP,
         counter: ReadCounter | None = None,
+        max_bad_fraction: float = DEFAULT_MAX_FRACTION,
     ):
         """Opens nothing.
 
@@ -60,17 +69,16 @@ class ChunkReader:
             parser: for the records of that split.
             on_bad_records: 'stop' is an error for the first bad record, 'skip' leaves them out.
             counter: is told of every chunk.
+            max_bad_fraction: see `BadRecords`.
 
         Raises:
-            ValueError: `on_bad_records` is neither.
+            ValueError: `on_bad_records` is neither, or the fraction is not in [0, 1].
         """
-        if on_bad_records not in (STOP, SKIP):
-            raise ValueError(f'on_bad_records={on_bad_records!r} is neither {STOP!r} nor {SKIP!r}')
         self._split = split
         self._parser = parser
-        self._stops = on_bad_records == STOP
         self._counter = counter
-        self._told = set()  # files that a bad record was reported of
+        num_records = int(split.index.shard_lengths.sum())
+        self._bad_records = BadRecords(on_bad_records, max_bad_fraction, num_records, counter)
 
     def locate(self, reads: Reads) -> np.ndarray:
         """Where in their files the reads are; int64 `(n, len(ByteReads._fields))`."""
@@ -117,32 +125,16 @@ class ChunkReader:
         if found[0]:
             return found, np.ones(len(found), bool)
         path, read = file.decode(), ByteReads(*row.tolist())
-        data, problem = _read_bytes(path, read)
-        one_by_one = list(records.split(data))[read.skip : read.skip + read.count]
-        one_by_one += [None] * (read.count - len(one_by_one))
+        one_by_one, problem = _read_again(path, read)
         good = np.array([record is not None for record in one_by_one])
         if good.all():
             logging.warning('%s: a read failed and went well when it was repeated.', path)
         else:
-            self._report(path, read.first + read.skip, good, problem)
+            numbers = read.first + read.skip + np.flatnonzero(~good)
+            self._bad_records.add(path, read.shard, numbers.tolist(), problem)
         blank = self._parser.blank()
         serialized = [blank if record is None else record for record in one_by_one]
         return np.array(serialized, object), good
-
-    def _report(self, path: str, first: int, good: np.ndarray, problem: str) -> None:
-        """Raises, or counts and warns once a file."""
-        bad = first + np.flatnonzero(~good)
-        what = f'{path}: record {bad[0]} cannot be read: {problem}.'
-        if self._stops:
-            raise ValueError(
-                f'{what} Restore the file or build the data set again, or set on_bad_records='
-                f"'{SKIP}' to go on without such records."
-            )
-        if self._counter:
-            self._counter.add_bad(len(bad))
-        if path not in self._told:
-            self._told.add(path)
-            logging.warning('%s It is left out, with what else is bad in this file.', what)
 
 
 def _read_run(file: tf.Tensor, read: ByteReads) -> tf.Tensor:
@@ -169,14 +161,50 @@ def _read_at(file: tf.Tensor, offset: tf.Tensor, nbytes: tf.Tensor, count: tf.Te
     return single.batch(count, drop_remainder=True).take(1).get_single_element()
 
 
-def _read_bytes(path: str, read: ByteReads) -> tuple[bytes, str]:
-    """The bytes of a run, as many as there are, and what to say of records that are bad."""
-    try:
+def _read_again(path: str, read: ByteReads) -> tuple[list[bytes | None], str]:
+    """The records of a run, None for those that are bad, and what to say of these.
+
+    Bytes that are wrong are read anew, because they may have been changed on their way.
+    """
+    for _ in range(_ATTEMPTS):
+        data = _read_bytes(path, read)
+        found = list(records.split(data))[read.skip : read.skip + read.count]
+        found += [None] * (read.count - len(found))
+        if None not in found:
+            break
+    if len(data) < read.nbytes:
+        return found, 'the file is shorter than its chunk index says'
+    return found, 'its checksum is wrong, or its file has other records than its chunk index says'
+
+
+def _read_bytes(path: str, read: ByteReads) -> bytes:
+    """The bytes of a run, as many as there are.
+
+    Raises:
+        FileNotFoundError: the file is missing.
+        PermissionError: access to it was refused.
+        OSError: the storage is out of reach, or the file cannot be read.
+    """
+
+    def attempt() -> bytes:
         with tf.io.gfile.GFile(path, 'rb') as file:
             file.seek(read.offset)
-            data = file.read(read.nbytes)
+            return file.read(read.nbytes)
+
+    try:
+        return retry.call(attempt, path, attempts=_ATTEMPTS)
+    except tf.errors.OutOfRangeError:  # the file ends before the run
+        return b''
+    except tf.errors.NotFoundError as error:
+        raise FileNotFoundError(f'{path} is missing: restore it. {_said(error)}') from error
+    except tf.errors.PermissionDeniedError as error:
+        raise PermissionError(
+            f'{path}: access was refused: let this user read the file. {_said(error)}'
+        ) from error
     except tf.errors.OpError as error:
-        return b'', error.message
-    if len(data) < read.nbytes:
-        return data, 'the file is shorter than its chunk index says'
-    return data, 'its checksum is wrong, or its file has other records than its chunk index says'
+        raise OSError(f'{path} cannot be read. {_said(error)}') from error
+
+
+def _said(error: tf.errors.OpError) -> str:
+    """TensorFlow's message without the body of the storage's answer."""
+    return f'({error.message.partition(chr(10))[0][:300]})'

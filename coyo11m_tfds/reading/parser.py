@@ -22,6 +22,9 @@ MASK = 'mask'  # bool (b,); False for rows of zeros that stand for no record
 # Evaluation sees the middle one of the three crops, which is the one centred on the image.
 EVAL_CROP = 1
 
+# A long caption with what TensorFlow keeps beside it.
+_CAPTION_NBYTES = 600
+
 Batch = dict[str, tf.Tensor]
 
 _LARGE = {schema.LATENTS, schema.TEXT_EMBEDDING}
@@ -48,6 +51,19 @@ class Parser:
     caption_dropout: float = 0.0
     fixed_crop: int | None = None
     with_mask: bool = False
+
+    @property
+    def record_nbytes(self) -> int:
+        """Bytes of a record in a batch; of its caption a guess."""
+        sizes = {
+            schema.KEY: 8,
+            schema.LATENTS: schema.LATENT_NBYTES,
+            schema.TEXT_EMBEDDING: 2 * self.text_dim,
+            schema.CAPTION: _CAPTION_NBYTES,
+        }
+        return (
+            sum(sizes[name] for name in self.features) + bool(self.caption_dropout) + self.with_mask
+        )
 
     def is_regular(self, serialized: tf.Tensor) -> tf.Tensor:
         """Whether records `(n,)` are laid out as this project writes them; a bool scalar."""

@@ -1,6 +1,8 @@
 """Records that cannot be read: named, or left out without moving anything else; and the counter."""
 
+import os
 import pathlib
+import re
 import shutil
 
 import numpy as np
@@ -33,9 +35,11 @@ def shard_path(path: pathlib.Path, shard: int, split: str = schema.TRAIN) -> pat
     return pathlib.Path(split_of_data.file(shard))
 
 
-def damage(path: pathlib.Path, shard: int, record: int, at: int = 100) -> None:
+def damage(
+    path: pathlib.Path, shard: int, record: int, at: int = 100, split: str = schema.TRAIN
+) -> None:
     """Changes one byte of a record; those before `at=12` belong to its length."""
-    file = shard_path(path, shard)
+    file = shard_path(path, shard, split)
     data = bytearray(file.read_bytes())
     begin = 0
     for _ in range(record):
@@ -69,11 +73,44 @@ def test_a_damaged_record_is_named(copy):
         train_batches(copy, steps_of_an_epoch(copy))
 
 
-def test_a_missing_shard_is_named(copy):
+@pytest.mark.parametrize('policy', ['stop', 'skip'])
+def test_a_missing_shard_is_an_error_under_either_policy(copy, policy):
     shard_path(copy, 3).unlink()
-    message = rf'{shard_path(copy, 3).name}: record \d+ cannot be read: .*No such file'
-    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
-        train_batches(copy, steps_of_an_epoch(copy))
+    with pytest.raises(tf.errors.OpError) as error:
+        train_batches(copy, steps_of_an_epoch(copy), on_bad_records=policy)
+    first_line = told(error)
+    assert f'{shard_path(copy, 3)} is missing: restore it.' in first_line
+    assert 'build the data set again' not in first_line
+
+
+def test_evaluation_does_not_pass_over_a_missing_shard(copy):
+    shard_path(copy, 1, schema.VALIDATION).unlink()
+    batches = input_pipeline.eval_dataset(
+        copy, batch_size=8, features=('key',), on_bad_records='skip'
+    )
+    with pytest.raises(tf.errors.OpError, match='is missing: restore it'):
+        list(batches)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason='root may read everything')
+def test_a_shard_that_may_not_be_read_is_an_error(copy):
+    shard_path(copy, 3).chmod(0)
+    with pytest.raises(tf.errors.OpError, match='access was refused: let this user read the file'):
+        train_batches(copy, steps_of_an_epoch(copy), on_bad_records='skip')
+
+
+@pytest.mark.parametrize('policy', ['stop', 'skip'])
+def test_what_is_no_file_is_an_error(copy, policy):
+    shard_path(copy, 3).unlink()
+    shard_path(copy, 3).mkdir()
+    with pytest.raises(tf.errors.OpError) as error:
+        train_batches(copy, steps_of_an_epoch(copy), on_bad_records=policy)
+    assert f'{shard_path(copy, 3)} cannot be read. (' in told(error)
+
+
+def told(error: pytest.ExceptionInfo) -> str:
+    """The line of an error that a person looks for; below it TensorFlow puts traces."""
+    return next(line for line in str(error.value).splitlines() if '.tfrecord' in line)
 
 
 def test_a_short_shard_is_named(copy):
@@ -85,13 +122,13 @@ def test_a_short_shard_is_named(copy):
 
 
 def test_in_evaluation_too(copy):
-    shard_path(copy, 1, schema.VALIDATION).unlink()
+    damage(copy, 1, 3, split=schema.VALIDATION)
     read = dict(batch_size=8, features=('key',))
-    with pytest.raises(tf.errors.InvalidArgumentError, match='record 0 cannot be read'):
+    with pytest.raises(tf.errors.OpError, match='record 3 cannot be read'):
         list(input_pipeline.eval_dataset(copy, **read))
     batches = list(input_pipeline.eval_dataset(copy, **read, on_bad_records='skip'))
     mask = np.concatenate([batch['mask'] for batch in batches])
-    assert mask.tolist() == [True] * 37 + [False] * (7 * 8 - 37)
+    assert mask.tolist() == [True] * 40 + [False] + [True] * 8 + [False] * 7
 
 
 def test_a_damaged_record_is_left_out_and_nothing_else_changes(intact, copy, caplog):
@@ -114,14 +151,14 @@ def test_a_damaged_record_is_left_out_and_nothing_else_changes(intact, copy, cap
     assert f'record {record} cannot be read' in caplog.text
 
 
-@pytest.mark.parametrize('kind', ['length', 'missing', 'short'])
+@pytest.mark.parametrize('kind', ['length', 'zeros', 'short'])
 def test_what_is_lost_with_a_record_is_left_out(intact, copy, kind):
     shard = 4
     if kind == 'length':
         damage(copy, shard, 70, at=3)
         lost = range(70, 131)  # up to where the index knows a record again, by reads of a chunk
-    elif kind == 'missing':
-        shard_path(copy, shard).unlink()
+    elif kind == 'zeros':
+        shard_path(copy, shard).write_bytes(bytes(shard_path(copy, shard).stat().st_size))
         lost = range(131)
     else:
         file = shard_path(copy, shard)
@@ -129,7 +166,7 @@ def test_what_is_lost_with_a_record_is_left_out(intact, copy, kind):
         lost = range(130, 131)
     steps = steps_of_an_epoch(intact)
     order = input_pipeline.train_order(intact, **ORDER)
-    got = train_batches(copy, steps, on_bad_records='skip')
+    got = train_batches(copy, steps, on_bad_records='skip', max_bad_fraction=1)
     expected = train_batches(intact, steps)
     left_out = set()
     for step, (batch, whole) in enumerate(zip(got, expected, strict=True)):
@@ -150,11 +187,15 @@ def test_what_is_lost_with_a_record_is_left_out(intact, copy, kind):
 
 
 def test_each_shard_is_reported_once(copy, caplog):
-    shard_path(copy, 0).unlink()
-    shard_path(copy, 3).unlink()
+    for shard in (0, 3):
+        shard_path(copy, shard).write_bytes(b'')
     counter = input_pipeline.ReadCounter()
     batches = train_batches(
-        copy, 3 * steps_of_an_epoch(copy), on_bad_records='skip', counter=counter
+        copy,
+        3 * steps_of_an_epoch(copy),
+        on_bad_records='skip',
+        max_bad_fraction=1,
+        counter=counter,
     )
     assert sum((~batch['mask']).sum() for batch in batches) > 200
     reports = [r for r in caplog.records if 'It is left out' in r.getMessage()]
@@ -162,9 +203,47 @@ def test_each_shard_is_reported_once(copy, caplog):
     assert counter.read().bad_records >= sum((~batch['mask']).sum() for batch in batches)
 
 
-def test_a_policy_that_does_not_exist_is_refused(intact):
-    with pytest.raises(ValueError, match="on_bad_records='ignore' is neither 'stop' nor 'skip'"):
-        train_batches(intact, 1, on_bad_records='ignore')
+# --- How many may be bad -----------------------------------------------------------------------
+
+
+def test_more_bad_records_than_are_allowed_stop_it(copy):
+    for shard in range(len(LENGTHS[schema.TRAIN])):
+        shard_path(copy, shard).write_bytes(b'')
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        train_batches(copy, 60, on_bad_records='skip')
+    message = told(error)
+    assert re.search(r'[0-9]+ of 362 records are bad, more than max_bad_fraction=0.001', message)
+    assert 'python -m coyo11m_tfds.verify' in message
+
+
+@pytest.mark.parametrize(('fraction', 'stops'), [(70.5 / 362, False), (69.5 / 362, True)])
+def test_a_bad_record_counts_once_in_all_epochs(copy, fraction, stops):
+    shard_path(copy, 0).write_bytes(b'')  # 70 records
+    read = dict(on_bad_records='skip', max_bad_fraction=fraction)
+    steps = 4 * steps_of_an_epoch(copy)
+    if stops:
+        with pytest.raises(tf.errors.InvalidArgumentError, match='70 of 362 records are bad'):
+            train_batches(copy, steps, **read)
+    else:
+        assert sum((~batch['mask']).sum() for batch in train_batches(copy, steps, **read)) > 140
+
+
+def test_a_few_bad_records_never_stop_it(copy):
+    damage(copy, 4, 0, at=3)  # with a length all of its chunk is lost, 64 records
+    train_batches(copy, 3 * steps_of_an_epoch(copy), on_bad_records='skip', max_bad_fraction=0)
+
+
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        ({'on_bad_records': 'ignore'}, "on_bad_records='ignore' is neither 'stop' nor 'skip'"),
+        ({'max_bad_fraction': 1.5}, r'max_bad_fraction=1.5 is not in \[0, 1\]'),
+        ({'max_bad_fraction': float('nan')}, 'max_bad_fraction=nan is not in'),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(intact, changes, message):
+    with pytest.raises(ValueError, match=message):
+        train_batches(intact, 1, **changes)
 
 
 def test_reading_intact_data_warns_of_nothing(intact, caplog):

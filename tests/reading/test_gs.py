@@ -10,7 +10,7 @@ import pytest
 
 from coyo11m_tfds import schema
 from tests import small_dataset
-from tests.cloud import Gcs
+from tests.cloud import Fault, Gcs
 
 LENGTHS = {schema.TRAIN: (400, 131, 700, 64, 500, 205)}
 ORDER = dict(batch_size=32, seed=5, chunk=64, lanes=4, window=128, parallel_reads=4)
@@ -99,11 +99,31 @@ def test_faults_that_pass_change_nothing(local, bucket):
     assert found['counts'][3] == 0
 
 
-def test_a_shard_that_is_gone_is_named_or_left_out(local, bucket):
+def test_a_shard_that_is_gone_is_named(bucket):
     name = next(name for name in bucket.objects('bucket') if '00002-of' in name)
     bucket.remove('bucket', name)
-    with pytest.raises(RuntimeError, match=rf'{name}: record \d+ cannot be read'):
-        read(DATA, STEPS_OF_AN_EPOCH)
+    with pytest.raises(RuntimeError, match=rf'{name} is missing: restore it'):
+        read(DATA, STEPS_OF_AN_EPOCH, on_bad_records='skip')
+
+
+@pytest.mark.parametrize(
+    ('kind', 'advice'),
+    [('403', 'gcloud auth application-default login'), ('503', 'Run the same command again later')],
+)
+def test_an_outage_is_an_error_even_where_bad_records_are_skipped(bucket, kind, advice):
+    bucket.inject(Fault(kind, count=None, match=r'read bucket/.*\.tfrecord'))
+    with pytest.raises(RuntimeError) as error:
+        read(DATA, STEPS_OF_AN_EPOCH, on_bad_records='skip')
+    lines = [line for line in str(error.value).splitlines() if '.tfrecord' in line]
+    assert any(advice in line for line in lines), error.value
+    assert 'build the data set again' not in str(error.value)
+
+
+def test_what_is_damaged_in_the_bucket_is_left_out(local, bucket):
+    name = next(name for name in bucket.objects('bucket') if '00002-of' in name)
+    damaged = bytearray(bucket.objects('bucket')[name])
+    damaged[1_000_000] ^= 1
+    bucket.put('bucket', name, bytes(damaged))
     found = read(DATA, STEPS_OF_AN_EPOCH, on_bad_records='skip')
     assert found['counts'][3] > 0
     for batch, whole in zip(found['keys'], read(local, STEPS_OF_AN_EPOCH)['keys'], strict=True):

@@ -1,0 +1,103 @@
+"""How much memory reading a split for training takes, told before anything is read.
+
+    need = memory.Need(batch_size=256, chunk=64, lanes=16, window=1024, parallel_reads=4,
+                       prefetch=2, parsed_nbytes=9481, raw_nbytes=25_955)
+    need.num_bytes                                          # 823,000,000
+    memory.check(need, budget_gb=0, processes_on_host=1)    # ValueError: the machine has too little
+
+The sum covers what one process holds more than one that has read a few records: windows, chunks
+being read, batches kept ready. Whatever happens to batches afterwards comes on top.
+
+The factors are those of peak resident memory in child processes with records of 26 KB (2 cores,
+glibc told to keep freed memory, see `process_settings`; the processor shared with others). Of 27
+runs of 0.13 to 4.9 GB, with 2 to 64 lanes, windows of 256 to 8,192, chunks of 64 and 256, 2 to 16
+parallel reads and batches of 256 to 8,192, 23 took 15% less to 9% more than the sum, three 18% or
+19% less, and one 22% more.
+"""
+
+import dataclasses
+import functools
+import math
+
+from coyo11m_tfds import machine
+
+# Of a lane one window is given out, and the next is made of its chunks, which lie beside the joined
+# window, and that beside the shuffled one.
+_WINDOWS = 4
+# A run being read is a buffer, then strings, then tensors; not all runs are at the same point.
+_RAW_CHUNKS = 1.55
+_FIXED = 30_000_000  # plans, graphs, threads
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """What one process reads.
+
+    Attributes:
+        batch_size: records in this process's part of a batch.
+        chunk: records of a chunk.
+        lanes: of this process.
+        window: records of a window.
+        parallel_reads: chunks being read at a time in each lane.
+        prefetch: batches kept ready; a negative number, with which TensorFlow decides, counts as 2.
+        parsed_nbytes: bytes of a record in a batch.
+        raw_nbytes: bytes of a record in a file.
+    """
+
+    batch_size: int
+    chunk: int
+    lanes: int
+    window: int
+    parallel_reads: int
+    prefetch: int
+    parsed_nbytes: int
+    raw_nbytes: int
+
+    @functools.cached_property
+    def num_bytes(self) -> int:
+        """The memory that reading takes."""
+        return int(self._for_window * self.window + self._besides_windows)
+
+    def largest_window(self, num_bytes: float) -> int:
+        """The window with which it takes at most so much; less than 1 if there is none."""
+        return math.floor((num_bytes - self._besides_windows) / self._for_window)
+
+    @property
+    def _for_window(self) -> float:
+        """Bytes for each record of a window, in all lanes."""
+        return _WINDOWS * self.lanes * self.parsed_nbytes
+
+    @property
+    def _besides_windows(self) -> float:
+        in_flight = self.lanes * self.parallel_reads * self.chunk
+        prefetch = self.prefetch if self.prefetch >= 0 else 2
+        batches = (prefetch + 1) * self.batch_size * self.parsed_nbytes
+        return _RAW_CHUNKS * in_flight * self.raw_nbytes + batches + _FIXED
+
+
+def check(need: Need, *, budget_gb: float, processes_on_host: int) -> None:
+    """Checks that all processes on this host may take so much.
+
+    Args:
+        need: of each of them.
+        budget_gb: 10^9 bytes that all of them may take; 0 for half of the memory that this machine
+            or container has.
+        processes_on_host: how many processes read on this host.
+
+    Raises:
+        ValueError: they take more; names the largest window that does not, and the budget needed.
+    """
+    budget = 1e9 * budget_gb or machine.usable_memory() / 2
+    total = processes_on_host * need.num_bytes
+    if total <= budget:
+        return
+    needed = math.ceil(total / 1e8) / 10
+    fits = need.largest_window(budget / processes_on_host)
+    advice = [f'data.window to {fits}'] if fits > 0 else []
+    processes = f' in each of {processes_on_host} processes' if processes_on_host > 1 else ''
+    raise ValueError(
+        f'Reading with data.window={need.window} in {need.lanes} lanes{processes} takes '
+        f'{needed:.1f} GB of memory on this host, more than the {budget / 1e9:.2f} GB of '
+        f'data.ram_budget_gb={budget_gb} (0: half of what it has): set '
+        f'{" or ".join([*advice, f"data.ram_budget_gb to {needed:.1f}"])}'
+    )

@@ -1,0 +1,90 @@
+"""Reads files whole, a block at a time, so that what comes is what is stored.
+
+files = stored_files.list_folder('gs://bucket/data/coyo11m_tfds/latents/1.0.0')
+stored_files.read(files['features.json'], stored_files.Content).data
+"""
+
+import pathlib
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import google_crc32c
+
+from coyo11m_tfds.storage import remote, retry, source_files
+from coyo11m_tfds.storage.file_state import ignore_bytes
+from coyo11m_tfds.storage.source_files import SourceFile
+
+# Bytes in a request: a few times as much is in memory for each file that is being read.
+_BLOCK = 8 << 20
+
+Taken = TypeVar('Taken', bound='Taker')
+
+
+def list_folder(folder: str) -> dict[str, SourceFile]:
+    """The visible files of a folder by name.
+
+    Raises:
+        ValueError: there is no such folder.
+        OSError: the storage cannot be reached.
+    """
+    try:
+        if source_files.is_remote(folder):
+            _, files = source_files.list_files(folder, '', ('',))
+        else:
+            paths = [path for path in pathlib.Path(folder).iterdir() if path.is_file()]
+            files = {path.name: source_files.describe(path) for path in paths}
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f'{folder}: there is no such folder.') from None
+    return {name: file for name, file in files.items() if name and not name.startswith('.')}
+
+
+class Taker(Protocol):
+    """Takes a file in, block by block."""
+
+    crc32c: int  # of what was added
+
+    def add(self, block: bytes) -> None:
+        """Takes in what comes next."""
+
+
+class Content:
+    """Keeps a small file."""
+
+    def __init__(self):
+        self.data, self.crc32c = bytearray(), 0
+
+    def add(self, block: bytes) -> None:
+        self.data += block
+        self.crc32c = google_crc32c.extend(self.crc32c, block)
+
+
+def read(
+    file: SourceFile, new: Callable[[], Taken], on_bytes: Callable[[int], None] = ignore_bytes
+) -> Taken:
+    """Reads a file into what `new` makes; again from the start if it was changed on its way.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+
+    def attempt() -> Taken:
+        taken, done = new(), 0
+        for start in range(0, file.size, _BLOCK):
+            block = remote.read_range(file, start, min(_BLOCK, file.size - start))
+            taken.add(block)
+            on_bytes(len(block))
+            done += len(block)
+        if crc32c(file) not in (None, taken.crc32c):
+            on_bytes(-done)
+            raise retry.Corrupted(
+                f'CRC-32C of what came is {taken.crc32c:08x}, the storage has {file.checksum}'
+            )
+        return taken
+
+    return retry.call(attempt, f'reading {file.path}')
+
+
+def crc32c(file: SourceFile) -> int | None:
+    """The CRC-32C that the storage keeps of a file; None where it keeps none."""
+    kind, _, digits = (file.checksum or '').partition(':')
+    return int(digits, 16) if kind == 'crc32c' else None

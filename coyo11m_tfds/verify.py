@@ -1,0 +1,289 @@
+"""Checks a built data set: every file against what the build recorded, and files with each other.
+
+    python -m coyo11m_tfds.verify gs://BUCKET/data/coyo11m_tfds/latents/1.0.0
+
+    verified = verify.verify('OUT/coyo11m_tfds/latents/1.0.0')
+    verified.faults     # ['coyo11m_tfds-train.tfrecord-00003-of-00100: is missing']
+
+Shards are read once, several at a time: their lengths and CRC-32C are compared with
+`checksums.json`, their records with the chunk index and `dataset_info.json`. `--fast` leaves that
+out: it compares lengths, on gs:// also the CRC-32C that the storage keeps, and reads only the small
+files. What comes from gs:// is compared with the storage's CRC-32C and read again if it was changed
+on its way, so that a fault is one of the file that is stored.
+
+The exit status is 0 without faults, 1 with faults (a line each), and 2 if nothing can be said.
+"""
+
+import argparse
+import dataclasses
+import json
+import multiprocessing.pool
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from absl import logging
+
+from coyo11m_tfds import manifest, records, schema, stored_files, stored_splits
+from coyo11m_tfds.chunk_index import ChunkIndex, file_name
+from coyo11m_tfds.progress import Progress
+from coyo11m_tfds.storage.file_state import FileState
+from coyo11m_tfds.storage.source_files import SourceFile
+from coyo11m_tfds.stored_splits import StoredShard, StoredSplit
+
+DEFAULT_PARALLEL = 8
+
+# In the names of shards, and of no other file.
+_SHARD = '.tfrecord'
+
+_FEATURES = {schema.KEY, schema.LATENTS, schema.CAPTION}
+
+T = TypeVar('T')
+
+
+@dataclasses.dataclass(frozen=True)
+class Verified:
+    """What was found.
+
+    Attributes:
+        faults: a line each: `FILE: what was found, expected what`.
+        num_files: in the folder.
+        num_bytes: of these.
+        has_checksums: whether there is a usable record of the checksums of its files.
+    """
+
+    faults: list[str]
+    num_files: int
+    num_bytes: int
+    has_checksums: bool
+
+
+def verify(
+    data_dir: str | os.PathLike[str], *, fast: bool = False, parallel: int = DEFAULT_PARALLEL
+) -> Verified:
+    """Checks all files of a data set.
+
+    Args:
+        data_dir: its folder, local or `gs://`.
+        fast: do not read shards.
+        parallel: files that are read at a time.
+
+    Raises:
+        ValueError: there is no data set in the folder, or an argument is bad.
+        PermissionError: credentials are missing or refused.
+        OSError: the storage cannot be reached.
+    """
+    if parallel < 1:
+        raise ValueError(f'parallel is {parallel}, expected at least 1.')
+    folder = os.fspath(data_dir).rstrip('/')
+    files = stored_files.list_folder(folder)
+    if not {schema.INFO_FILE, schema.CHECKSUMS_FILE} & files.keys():
+        raise ValueError(
+            f'{folder}: there is no {schema.INFO_FILE}. Expected the folder of a built data set, '
+            '.../coyo11m_tfds/CONFIG/1.0.0.'
+        )
+    check = _Check(files, fast, parallel)
+    check.run()
+    num_bytes = sum(file.size for file in files.values())
+    return Verified(check.faults, len(files), num_bytes, bool(check.recorded))
+
+
+class _Check:
+    """One verification.
+
+    Attributes:
+        faults: found so far.
+        recorded: states of files by name, as the build recorded them; {} without such a record.
+    """
+
+    def __init__(self, files: Mapping[str, SourceFile], fast: bool, parallel: int):
+        self._files, self._fast, self._parallel = files, fast, parallel
+        self.faults: list[str] = []
+        self.recorded: dict[str, FileState] = {}
+
+    def run(self) -> None:
+        """Finds all faults."""
+        names = [name for name in self._files if _SHARD not in name]
+        contents = {schema.CHECKSUMS_FILE: self._read_small(schema.CHECKSUMS_FILE)}
+        self.recorded = self._parse(schema.CHECKSUMS_FILE, contents, manifest.parse) or {}
+        contents |= {name: self._read_small(name) for name in names}
+        self._parse(schema.FEATURES_FILE, contents, _check_features)
+        splits = self._parse(schema.INFO_FILE, contents, stored_splits.parse) or []
+        self._check_names(splits)
+        shards = {}
+        for split in splits:
+            index = self._parse(file_name(split.name), contents, ChunkIndex.parse)
+            shards |= self._describe_shards(split, index)
+        self._check_shards(shards)
+
+    def _add(self, name: str, what: str) -> None:
+        self.faults.append(f'{name}: {what}')
+
+    def _read_small(self, name: str) -> bytes | None:
+        """The content of a file; None, and maybe a fault, if there is nothing that can be used."""
+        if name not in self._files:
+            return None
+        try:
+            content = stored_files.read(self._files[name], stored_files.Content)
+        except OSError as error:
+            self._add(name, self._unreadable(name, error))
+            return None
+        fault = self._differs(name, len(content.data), content.crc32c)
+        if fault:
+            self._add(name, fault)
+            return None
+        return bytes(content.data)
+
+    def _parse(
+        self, name: str, contents: Mapping[str, bytes | None], parse: Callable[[bytes], T]
+    ) -> T | None:
+        """What a file says; None if it is missing or faulty, which is told once."""
+        data = contents.get(name)
+        if data is None:
+            return None
+        try:
+            return parse(data)
+        except ValueError as error:
+            self._add(name, f'cannot be used ({error}), expected what the build wrote')
+            return None
+
+    def _differs(self, name: str, size: int, crc32c: int | None) -> str:
+        """How a file differs from what was recorded of it; '' if it does not."""
+        expected = self.recorded.get(name, FileState(size, crc32c))
+        if size != expected.size:
+            return f'has {size} bytes, expected {expected.size}'
+        if crc32c not in (None, expected.crc32c):
+            return f'CRC-32C is {crc32c:08x}, expected {expected.crc32c:08x}'
+        return ''
+
+    def _unreadable(self, name: str, error: OSError) -> str:
+        """The fault of a local file; of a storage out of reach it is none, and is raised."""
+        if self._files[name].is_remote:
+            raise error
+        return f'cannot be read ({error.strerror or error})'
+
+    def _check_names(self, splits: Sequence[StoredSplit]) -> None:
+        """Compares the names of the files with those that there should be."""
+        expected = {schema.INFO_FILE, schema.FEATURES_FILE, *self.recorded}
+        for split in splits:
+            expected |= {file_name(split.name), *split.file_names}
+        for name in sorted(expected - self._files.keys()):
+            self._add(name, 'is missing')
+        for name in sorted(self._files.keys() - expected - {schema.CHECKSUMS_FILE}):
+            # Without a record, only of shards is it known which there should be.
+            if self.recorded or (splits and _SHARD in name):
+                self._add(name, f'is unexpected, a file of {self._files[name].size} bytes')
+
+    def _describe_shards(
+        self, split: StoredSplit, index: ChunkIndex | None
+    ) -> dict[str, StoredShard]:
+        """What the metadata say of each shard, after a comparison with each other."""
+        states = [self.recorded.get(n) or self._files.get(n) for n in split.file_names]
+        num_bytes = None if None in states else sum(state.size for state in states)
+        if num_bytes not in (None, split.num_bytes):
+            self._add(
+                schema.INFO_FILE,
+                f'has num_bytes={split.num_bytes} for split {split.name!r}, expected {num_bytes}, '
+                'the sum of its files',
+            )
+        lengths = list(split.shard_lengths)
+        if index is not None and index.shard_lengths.tolist() != lengths:
+            self._add(
+                file_name(split.name),
+                f'has {len(index.shard_lengths)} shards of {index.shard_lengths.sum()} records, '
+                f'expected {len(lengths)} of {sum(lengths)} as in {schema.INFO_FILE}, in its order',
+            )
+            index = None
+        return {
+            name: StoredShard(split.name, number, lengths[number], index)
+            for number, name in enumerate(split.file_names)
+        }
+
+    def _check_shards(self, shards: Mapping[str, StoredShard]) -> None:
+        known = sorted(self._files.keys() & {*shards, *self.recorded})
+        names = [name for name in known if _SHARD in name]
+        total = 0 if self._fast else sum(self._files[name].size for name in names)
+        with (
+            Progress('Verifying shards', total, 'B', {'shards': len(names)}) as progress,
+            # Its threads do not keep the program from ending after an error.
+            multiprocessing.pool.ThreadPool(self._parallel) as pool,
+        ):
+
+            def check(name: str) -> str:
+                fault = self._check_shard(name, shards.get(name), progress.add)
+                progress.add(0, shards=1)
+                return fault
+
+            for name, fault in zip(names, pool.imap(check, names), strict=True):
+                if fault:
+                    self._add(name, fault)
+
+    def _check_shard(
+        self, name: str, info: StoredShard | None, on_bytes: Callable[[int], None]
+    ) -> str:
+        """What is wrong with a shard; '' if nothing is."""
+        file = self._files[name]
+        fault = self._differs(name, file.size, stored_files.crc32c(file))
+        if self._fast or fault:
+            return fault
+        try:
+            scan = stored_files.read(file, records.RecordScan, on_bytes)
+        except OSError as error:
+            return self._unreadable(name, error)
+        scan.end()
+        fault = self._differs(name, file.size, scan.crc32c)
+        if scan.problem:
+            return f'{fault}, {scan.problem}' if fault else f'{scan.problem}, expected none that is'
+        return fault or (info.compare(scan) if info else '')
+
+
+def _check_features(data: bytes) -> None:
+    """Raises a ValueError if the content of `schema.FEATURES_FILE` cannot be that of a data set."""
+    try:
+        names = json.loads(data)['featuresDict']['features'].keys()
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f'it lacks {error}') from error
+    if not names >= _FEATURES:
+        raise ValueError(f'it has the features {sorted(names)}, not all of {sorted(_FEATURES)}')
+
+
+def parse_flags() -> argparse.Namespace:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(
+        prog='python -m coyo11m_tfds.verify',
+        description='Checks all files of a built data set.',
+    )
+    add = parser.add_argument
+    add('data_dir', help='folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0; also gs://')
+    add('--fast', action='store_true', help='do not read shards, compare sizes and the like')
+    add('--parallel', type=int, default=DEFAULT_PARALLEL, help='files at a time (%(default)s)')
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Runs the command line; the exit status is that of the module's docstring."""
+    flags = parse_flags()
+    logging.set_verbosity(logging.INFO)
+    try:
+        found = verify(flags.data_dir, fast=flags.fast, parallel=flags.parallel)
+    except (OSError, ValueError) as error:
+        print(f'error: {" ".join(str(error).split())}', file=sys.stderr)
+        sys.exit(2)
+    if not found.has_checksums:
+        print(
+            f'{schema.CHECKSUMS_FILE} is missing or damaged: files are checked against each other '
+            'alone, not against what was built.'
+        )
+    for fault in found.faults:
+        print(fault)
+    what = 'without reading shards' if flags.fast else 'read through'
+    print(
+        f'{flags.data_dir}: {found.num_files} files, {found.num_bytes:,} bytes, {what}: '
+        f'{len(found.faults) or "no"} fault{"" if len(found.faults) == 1 else "s"}.'
+    )
+    sys.exit(bool(found.faults))
+
+
+if __name__ == '__main__':
+    main()

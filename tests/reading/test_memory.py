@@ -1,0 +1,193 @@
+"""What reading takes of the memory: the sum told beforehand against what a process really takes."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import input_pipeline
+from coyo11m_tfds import chunk_index, machine, records, schema
+from coyo11m_tfds.reading import memory
+from tests import small_dataset
+
+RECORDS, SHARDS, TEXT_DIM = 512, 200, 640
+NEED = memory.Need(
+    batch_size=256,
+    chunk=64,
+    lanes=16,
+    window=1024,
+    parallel_reads=4,
+    prefetch=2,
+    parsed_nbytes=9481,
+    raw_nbytes=26_000,
+)
+
+
+@pytest.fixture(scope='module')
+def big(tmp_path_factory) -> pathlib.Path:
+    """100,000 records of real size; all shards are one file of 13 MB."""
+    path = tmp_path_factory.mktemp('big') / schema.VERSION
+    path.mkdir()
+    template = small_dataset.template(path, schema.TRAIN)
+    names = [
+        template.sharded_filepath(shard_index=shard, num_shards=SHARDS) for shard in range(SHARDS)
+    ]
+    with open(names[0], 'wb') as file, records.RecordWriter(file) as writer:
+        writer.write(
+            {
+                schema.KEY: np.arange(RECORDS),
+                schema.LATENTS: np.zeros((RECORDS, 3 * schema.LATENT_NBYTES), np.uint8),
+                schema.CAPTION: [b'A caption.' * 40] * RECORDS,
+                schema.TEXT_EMBEDDING: np.zeros((RECORDS, 2 * TEXT_DIM), np.uint8),
+            }
+        )
+    for name in names[1:]:
+        os.link(names[0], name)
+    offsets = np.array(writer.chunk_offsets)
+    sizes = [writer.num_bytes] * SHARDS
+    chunk_index.save(path, schema.TRAIN, [RECORDS] * SHARDS, [offsets] * SHARDS, sizes)
+    small_dataset.write_metadata(path, {schema.TRAIN: [RECORDS] * SHARDS}, text_dim=TEXT_DIM)
+    return path
+
+
+_READ = """
+import json, sys
+from coyo11m_tfds.reading import process_settings
+process_settings.keep_freed_memory()
+import input_pipeline
+
+def read(steps, **settings):
+    batches = input_pipeline.train_dataset(path, seed=0, **settings)
+    for _ in batches.take(steps).as_numpy_iterator():
+        pass
+
+def memory(field):
+    lines = open('/proc/self/status').read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+path, settings = json.loads(sys.argv[1])
+read(2, batch_size=16, lanes=1, chunk=32, window=32, parallel_reads=1)
+before = memory('VmRSS')
+open('/proc/self/clear_refs', 'w').write('5')  # forgets the peak
+windows = 4
+read(windows * settings['window'] * settings['lanes'] // settings['batch_size'], **settings)
+print(memory('VmHWM') - before)
+"""
+
+
+def measure(path: pathlib.Path, settings: dict) -> int:
+    """Bytes that a process takes at most for four windows of every lane."""
+    ended = subprocess.run(
+        [sys.executable, '-c', _READ, json.dumps([str(path), settings])],
+        cwd=pathlib.Path(__file__).parents[2],
+        env=os.environ | {'TF_CPP_MIN_LOG_LEVEL': '2'},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return int(ended.stdout)
+
+
+def told(path: pathlib.Path, settings: dict) -> float:
+    """The bytes that the check says they take."""
+    with pytest.raises(ValueError, match='GB of memory on this host') as error:
+        input_pipeline.check_memory(path, **settings, ram_budget_gb=1e-6)
+    return 1e9 * float(re.search(r'takes ([\d.]+) GB', str(error.value))[1])
+
+
+def check_told_is_taken(path: pathlib.Path, **changes) -> None:
+    settings = {'batch_size': 256, 'chunk': 64, 'lanes': 16, 'window': 1024, 'parallel_reads': 4}
+    settings |= changes
+    # The sum is told in tenths of a GB, and a busy machine does less at the same time.
+    assert 0.75 <= (measure(path, settings) + 5e7) / told(path, settings) <= 1.25
+
+
+@pytest.mark.skipif(not os.path.exists('/proc/self/clear_refs'), reason='needs Linux')
+def test_reading_takes_what_is_told(big):
+    check_told_is_taken(big)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists('/proc/self/clear_refs'), reason='needs Linux')
+@pytest.mark.parametrize(
+    'changes',
+    [
+        {'window': 2048},
+        {'lanes': 8, 'window': 3072},
+        {'lanes': 32, 'parallel_reads': 8},
+        {'chunk': 128},
+        {'batch_size': 4096},
+    ],
+)
+def test_reading_takes_what_is_told_at_other_settings(big, changes):
+    check_told_is_taken(big, **changes)
+
+
+@given(
+    need=st.builds(
+        memory.Need,
+        batch_size=st.integers(1, 10**5),
+        chunk=st.sampled_from([32, 64, 256]),
+        lanes=st.integers(1, 512),
+        window=st.integers(1, 10**6),
+        parallel_reads=st.integers(1, 32),
+        prefetch=st.integers(-1, 16),
+        parsed_nbytes=st.integers(8000, 20_000),
+        raw_nbytes=st.integers(24_000, 50_000),
+    ),
+    budget_gb=st.floats(0.001, 1000),
+    processes=st.integers(1, 8),
+)
+def test_what_does_not_fit_is_refused_and_what_fits_is_named(need, budget_gb, processes):
+    def check(need, budget_gb):
+        memory.check(need, budget_gb=budget_gb, processes_on_host=processes)
+
+    if processes * need.num_bytes <= budget_gb * 1e9:
+        check(need, budget_gb)
+        return
+    with pytest.raises(ValueError, match=f'data.window={need.window} in') as error:
+        check(need, budget_gb)
+    check(need, float(re.search(r'data.ram_budget_gb to ([\d.]+)', str(error.value))[1]))
+    named = re.search(r'set data.window to (\d+)', str(error.value))
+    fits = int(named[1]) if named else 0
+    assert fits < need.window
+    if fits:
+        check(dataclasses.replace(need, window=fits), budget_gb)
+    with pytest.raises(ValueError):
+        check(dataclasses.replace(need, window=fits + 1), budget_gb)
+
+
+def test_half_of_what_the_container_has_is_for_all_processes_of_a_host(monkeypatch):
+    for processes in (1, 4):
+        monkeypatch.setattr(machine, 'usable_memory', lambda n=processes: 2 * n * NEED.num_bytes)
+        memory.check(NEED, budget_gb=0, processes_on_host=processes)
+        with pytest.raises(ValueError, match=f'in each of {processes + 1} processes takes'):
+            memory.check(NEED, budget_gb=0, processes_on_host=processes + 1)
+
+
+def test_each_process_reads_its_part(tmp_path):
+    path = tmp_path / schema.VERSION
+    small_dataset.write(path, {schema.TRAIN: (700, 700)})
+    settings = dict(batch_size=16, chunk=32, lanes=8, window=64, ram_budget_gb=0.07)
+    with pytest.raises(ValueError, match=r'in 8 lanes takes 0\.1 GB.*ram_budget_gb=0\.07'):
+        input_pipeline.check_memory(path, **settings)
+    input_pipeline.check_memory(path, **settings, process_count=8)
+    with pytest.raises(ValueError, match=r'in 1 lanes in each of 8 processes takes 0\.3 GB'):
+        input_pipeline.check_memory(path, **settings, process_count=8, processes_on_host=8)
+
+
+def test_a_data_set_without_windows_always_fits(tmp_path):
+    path = tmp_path / schema.VERSION
+    small_dataset.write(path, {schema.TRAIN: (70,)})
+    (path / chunk_index.file_name(schema.TRAIN)).unlink()
+    input_pipeline.check_memory(path, batch_size=16, window=10**9, ram_budget_gb=1e-6)

@@ -1,0 +1,365 @@
+"""Verification of built data sets: every kind of damage is told, in a line that names the file."""
+
+import itertools
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+
+from coyo11m_tfds import manifest, records, schema, verify
+from coyo11m_tfds.storage.file_state import of_file
+from tests.cloud import Fault
+
+DATA = 'gs://bucket/d/1.0.0'
+SHARD = 'coyo11m_tfds-train.tfrecord-00003-of-00012'
+OTHER = 'coyo11m_tfds-train.tfrecord-00005-of-00012'
+
+
+@pytest.fixture
+def copy(mini_dataset, tmp_path) -> pathlib.Path:
+    """A built data set that a test may damage."""
+    return pathlib.Path(shutil.copytree(mini_dataset, tmp_path / '1.0.0'))
+
+
+def faults(data_dir: object, **options) -> list[str]:
+    return verify.verify(data_dir, **options).faults
+
+
+def flip(path: pathlib.Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, '-m', 'coyo11m_tfds.verify', *map(str, arguments)],
+        cwd=pathlib.Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+# --- Damage ------------------------------------------------------------------------------------
+
+
+def flip_a_byte(path: pathlib.Path) -> list[str]:
+    flip(path / SHARD, 1_000_000)
+    return [
+        rf'{SHARD}: CRC-32C is [0-9a-f]{{8}}, expected [0-9a-f]{{8}}, '
+        r'record 38 has a wrong checksum'
+    ]
+
+
+def flip_a_length(path: pathlib.Path) -> list[str]:
+    flip(path / SHARD, 1)
+    return [rf'{SHARD}: CRC-32C is .*, expected .*, record 0 has a damaged length']
+
+
+def truncate(path: pathlib.Path) -> list[str]:
+    size = (path / SHARD).stat().st_size
+    os.truncate(path / SHARD, 1000)
+    return [f'{SHARD}: has 1000 bytes, expected {size}']
+
+
+def remove(path: pathlib.Path) -> list[str]:
+    (path / SHARD).unlink()
+    return [f'{SHARD}: is missing']
+
+
+def swap(path: pathlib.Path) -> list[str]:
+    first, second = (path / SHARD).read_bytes(), (path / OTHER).read_bytes()
+    assert len(first) != len(second)
+    (path / SHARD).write_bytes(second)
+    (path / OTHER).write_bytes(first)
+    return [
+        f'{SHARD}: has {len(second)} bytes, expected {len(first)}',
+        f'{OTHER}: has {len(first)} bytes, expected {len(second)}',
+    ]
+
+
+def add_a_shard(path: pathlib.Path) -> list[str]:
+    name = SHARD.replace('00003', '00012')
+    shutil.copy(path / SHARD, path / name)
+    return [f'{name}: is unexpected, a file of .* bytes']
+
+
+def exchange_the_index(path: pathlib.Path) -> list[str]:
+    shutil.copy(path / 'chunk_index-validation.npy', path / 'chunk_index-train.npy')
+    return ['chunk_index-train.npy: has 224 bytes, expected 608']
+
+
+def edit_the_info(path: pathlib.Path) -> list[str]:
+    text = (path / schema.INFO_FILE).read_text()
+    (path / schema.INFO_FILE).write_text(text.replace('"86"', '"85"', 1))
+    return [f'{schema.INFO_FILE}: CRC-32C is .*, expected .*']
+
+
+def remove_the_features(path: pathlib.Path) -> list[str]:
+    (path / schema.FEATURES_FILE).unlink()
+    return [f'{schema.FEATURES_FILE}: is missing']
+
+
+DAMAGES = [
+    flip_a_byte,
+    flip_a_length,
+    truncate,
+    remove,
+    swap,
+    add_a_shard,
+    exchange_the_index,
+    edit_the_info,
+    remove_the_features,
+]
+
+
+def assert_told(found: list[str], expected: list[str]) -> None:
+    assert len(found) == len(expected), found
+    for fault, pattern in zip(sorted(found), sorted(expected), strict=True):
+        assert re.fullmatch(pattern, fault), (fault, pattern)
+
+
+def test_a_data_set_that_was_built_has_no_faults(mini_dataset):
+    for fast in (False, True):
+        found = verify.verify(mini_dataset, fast=fast)
+        assert found.faults == [] and found.has_checksums
+        assert found.num_files == len(list(mini_dataset.iterdir()))
+
+
+@pytest.mark.parametrize('damage', DAMAGES)
+def test_every_damage_is_told(copy, damage):
+    expected = damage(copy)
+    assert_told(faults(copy), expected)
+
+
+def test_many_damages_are_all_told(copy):
+    flip(copy / OTHER, 5000)
+    expected = [rf'{OTHER}: CRC-32C .*', *truncate(copy), *remove_the_features(copy)]
+    assert_told(faults(copy), expected)
+
+
+@pytest.mark.parametrize('damage', [truncate, remove, swap, add_a_shard, edit_the_info])
+def test_sizes_are_compared_without_reading(copy, damage):
+    expected = damage(copy)
+    assert_told(faults(copy, fast=True), expected)
+
+
+def test_shards_that_are_of_one_size_are_told_apart(copy):
+    """Records of equal sizes in another order: only the checksum differs."""
+    data = (copy / SHARD).read_bytes()
+    offsets = np.cumsum([0] + [16 + len(record) for record in records.split(data)])
+    pieces = [data[a:b] for a, b in itertools.pairwise(offsets)]
+    sizes = [len(piece) for piece in pieces]
+    first = next(i for i, size in enumerate(sizes) if size in sizes[i + 1 :])
+    second = sizes.index(sizes[first], first + 1)
+    pieces[first], pieces[second] = pieces[second], pieces[first]
+    (copy / SHARD).write_bytes(b''.join(pieces))
+    assert_told(faults(copy), [rf'{SHARD}: CRC-32C is .*, expected [0-9a-f]{{8}}'])
+
+
+# --- Data sets without a record of their checksums ---------------------------------------------
+
+
+@pytest.fixture
+def older(copy) -> pathlib.Path:
+    (copy / schema.CHECKSUMS_FILE).unlink()
+    return copy
+
+
+def test_an_older_data_set_is_checked_against_itself(older):
+    found = verify.verify(older)
+    assert found.faults == [] and not found.has_checksums
+
+
+@pytest.mark.parametrize(
+    ('damage', 'expected'),
+    [
+        (flip_a_byte, [f'{SHARD}: record 38 has a wrong checksum, expected none that is']),
+        (flip_a_length, [f'{SHARD}: record 0 has a damaged length, expected none that is']),
+        (
+            truncate,
+            [
+                f'{SHARD}: record 0 is not whole, expected none that is',
+                'dataset_info.json: has num_bytes=.*, expected .*, the sum of its files',
+            ],
+        ),
+        (remove, [f'{SHARD}: is missing']),
+        (
+            swap,
+            [
+                rf'{name}: has record 32 at byte .*, expected .* \(chunk_index-train.npy\)'
+                for name in (SHARD, OTHER)
+            ],
+        ),
+        (add_a_shard, [f'{SHARD.replace("00003", "00012")}: is unexpected, .*']),
+        (
+            exchange_the_index,
+            [
+                'chunk_index-train.npy: has 3 shards of 120 records, expected 12 of 1053 as in '
+                'dataset_info.json, in its order'
+            ],
+        ),
+        (
+            edit_the_info,
+            [
+                'chunk_index-train.npy: has 12 shards of 1053 records, expected 12 of 1052 .*',
+                'coyo11m_tfds-train.tfrecord-00000-of-00012: has 86 records, expected 85 .*',
+            ],
+        ),
+        (remove_the_features, [f'{schema.FEATURES_FILE}: is missing']),
+    ],
+)
+def test_damage_of_an_older_data_set(older, damage, expected):
+    damage(older)
+    assert_told(faults(older), expected)
+
+
+def test_offsets_of_the_index_are_compared_with_the_records(older):
+    path = older / 'chunk_index-train.npy'
+    index = np.load(path)
+    index[2] += 8  # of record 32 in the first shard: [86, 0, offset, ...]
+    np.save(path, index)
+    first = SHARD.replace('00003', '00000')
+    assert_told(
+        faults(older),
+        [
+            rf'{first}: has record 32 at byte {index[2] - 8}, expected {index[2]} '
+            r'\(chunk_index-train.npy\)'
+        ],
+    )
+
+
+def test_features_without_latents_are_told(older):
+    path = older / schema.FEATURES_FILE
+    content = json.loads(path.read_text())
+    del content['featuresDict']['features']['latents']
+    path.write_text(json.dumps(content))
+    assert_told(
+        faults(older), [r"features.json: cannot be used \(it has the features \['caption.*"]
+    )
+
+
+@pytest.mark.parametrize('name', [schema.INFO_FILE, schema.FEATURES_FILE, 'chunk_index-train.npy'])
+@pytest.mark.parametrize('content', [b'', b'{}', b'\xff\xfe', b'{"splits": [{}]}'])
+def test_metadata_that_make_no_sense_are_told(older, name, content):
+    (older / name).write_bytes(content)
+    assert any(fault.startswith(f'{name}: cannot be used (') for fault in faults(older))
+
+
+@pytest.mark.parametrize('content', [b'', b'{}', b'[]', b'{"files": {}}'])
+def test_a_damaged_record_of_checksums_is_told(copy, content):
+    (copy / schema.CHECKSUMS_FILE).write_bytes(content)
+    found = verify.verify(copy)
+    assert not found.has_checksums
+    assert_told(found.faults, [f'{schema.CHECKSUMS_FILE}: cannot be used .*'])
+
+
+def test_an_edited_record_of_checksums_is_told(copy):
+    path = copy / schema.CHECKSUMS_FILE
+    path.write_text(path.read_text().replace('"size": 608', '"size": 609'))
+    assert_told(
+        faults(copy), [rf'{schema.CHECKSUMS_FILE}: cannot be used \(its digest is wrong\).*']
+    )
+
+
+# --- In a bucket -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cloud(bucket, mini_dataset):
+    bucket.upload_folder(mini_dataset, DATA)
+    return bucket
+
+
+def upload(cloud, path: pathlib.Path) -> None:
+    for name in list(cloud.objects('bucket')):
+        cloud.remove('bucket', name)
+    cloud.upload_folder(path, DATA)
+
+
+def test_a_data_set_in_a_bucket_has_no_faults(cloud):
+    found = verify.verify(DATA)
+    assert found.faults == [] and found.has_checksums
+
+
+@pytest.mark.parametrize('damage', [flip_a_byte, truncate, remove, swap, add_a_shard])
+def test_damage_in_a_bucket_is_told(cloud, copy, damage):
+    expected = [pattern.partition(', record')[0] for pattern in damage(copy)]
+    upload(cloud, copy)
+    assert_told(faults(DATA), expected)
+
+
+def test_the_checksums_of_the_storage_do_without_reading(cloud, copy):
+    flip_a_byte(copy)
+    upload(cloud, copy)
+    cloud.clear()
+    assert_told(faults(DATA, fast=True), [f'{SHARD}: CRC-32C is .*, expected .*'])
+    assert not [r for r in cloud.requests if r.action == 'read' and '.tfrecord' in r.path]
+
+
+def test_what_is_changed_on_its_way_is_no_fault(cloud):
+    cloud.inject(Fault('flip', count=3, match=r'read bucket/.*\.tfrecord'))
+    cloud.inject(Fault('flip', count=2, match=r'read bucket/.*\.json'))
+    cloud.inject_share(['503', '429', 'cut', 'reset'], share=0.1, seed=1)
+    assert faults(DATA) == []
+    assert any(request.fault == 'flip' for request in cloud.requests)
+
+
+@pytest.mark.parametrize(
+    ('kind', 'error', 'message'),
+    [('403', PermissionError, 'gcloud auth'), ('503', OSError, 'given up after')],
+)
+def test_a_storage_out_of_reach_is_no_fault_of_the_data_set(cloud, kind, error, message):
+    cloud.inject(Fault(kind, count=None, match=rf'read bucket/.*{SHARD}'))
+    with pytest.raises(error, match=message):
+        verify.verify(DATA)
+
+
+# --- The command -------------------------------------------------------------------------------
+
+
+def test_the_command_says_it_in_lines_and_in_its_exit_status(copy):
+    ended = run(copy)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.endswith('read through: no faults.\n')
+    assert 'Verifying shards: 100%, 15 of 15 shards' in ended.stderr
+    flip(copy / SHARD, 5000)
+    (copy / OTHER).unlink()
+    ended = run(copy)
+    assert ended.returncode == 1
+    *lines, last = ended.stdout.splitlines()
+    assert [line.partition(':')[0] for line in lines] == [OTHER, SHARD]
+    assert last.endswith('read through: 2 faults.')
+
+
+@pytest.mark.parametrize(
+    'arguments', [[], ['no/such/folder'], ['.'], ['gs://'], ['--parallel=0', '.']]
+)
+def test_unusable_arguments_end_it_with_status_2(arguments):
+    ended = run(*arguments)
+    assert ended.returncode == 2
+    assert 'Traceback' not in ended.stderr
+    assert 'error: ' in ended.stderr.splitlines()[-1]
+
+
+# --- What a build records ----------------------------------------------------------------------
+
+
+def test_a_build_records_every_file(mini_dataset):
+    recorded = manifest.parse((mini_dataset / schema.CHECKSUMS_FILE).read_bytes())
+    paths = [path for path in mini_dataset.iterdir() if path.name != schema.CHECKSUMS_FILE]
+    assert recorded == {path.name: of_file(path) for path in paths}
+
+
+def test_tfds_reads_the_folder(mini_dataset):
+    builder = tfds.builder_from_directory(mini_dataset)
+    assert sum(1 for _ in builder.as_dataset(split='validation')) == 120
