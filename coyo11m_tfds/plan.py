@@ -259,8 +259,9 @@ def _count_dropped(
     dropped = Dropped(latents.num_rows, max_bad_fraction)
     for reason, mask in reasons.items():
         rows = np.flatnonzero(mask)
-        file = latents.path_of(rows[0]) if reason == schema.REPEATED_KEY and len(rows) else ''
-        dropped.add(reason, len(rows), latents.keys[rows[: Dropped.MAX_EXAMPLES]], file)
+        files = latents.files_of_key(rows[0]) if reason == schema.REPEATED_KEY and len(rows) else []
+        keys = latents.keys[rows[: Dropped.MAX_EXAMPLES]]
+        dropped.add(reason, len(rows), keys, ' and '.join(files))
     if latents.disagreeing_files:
         file, keys = latents.disagreeing_files[0], latents.disagreeing
         dropped.add(schema.ROWS_DISAGREE, len(keys), keys, file)

@@ -134,9 +134,10 @@ class SourceLatents:
             return self.digests
         return tuple(f'{d} {f.version}' for f, d in zip(self.files, self.digests, strict=True))
 
-    def path_of(self, row: int) -> str:
-        """The file of a row of `keys`."""
-        return self.files[self._file_of(row)].path
+    def files_of_key(self, row: int) -> list[str]:
+        """Paths of the files that hold the key of this row, up to the file of the row itself."""
+        rows = np.flatnonzero(self.keys[: row + 1] == self.keys[row])
+        return [self.files[file].path for file in sorted({self._file_of(r) for r in rows})]
 
     def common_embedding_dim(self) -> int:
         """The width of `embeddings` in all files.
