@@ -200,6 +200,16 @@ def test_a_lasting_fault_is_one_clear_error_and_what_is_finished_stays(
     assert place == 'source' or finished
 
 
+def test_a_bucket_that_does_not_exist_is_named_before_anything_is_read(cloud, builder):
+    cloud.clear()
+    outcome = builder.build('gs://no-such-bucket/coyo11m_tfds/x/1.0.0')
+    assert outcome == (
+        'OSError: gs://no-such-bucket: there is no such bucket. Make it with `gcloud storage '
+        'buckets create gs://no-such-bucket`, or correct the name.'
+    )
+    assert not any(request.path.startswith('source/') for request in cloud.requests)
+
+
 def test_a_sidecar_may_be_in_a_bucket(cloud, builder, source, tmp_path):
     final = final_url('vectors')
     vectors = f'{SOURCE}/vectors.parquet'

@@ -381,6 +381,14 @@ def test_no_parallel_files(local, tmp_path):
         mirror.mirror(local, tmp_path / 'to', parallel=0)
 
 
+def test_buckets_that_do_not_exist(gcs, local, tmp_path):
+    with pytest.raises(OSError, match=r'^gs://no-such-bucket: there is no such bucket'):
+        mirror.mirror(local, 'gs://no-such-bucket/to')
+    with pytest.raises(OSError, match=r'^gs://no-such-bucket: there is no such bucket'):
+        mirror.mirror('gs://no-such-bucket/from', tmp_path / 'to')
+    assert not (tmp_path / 'to').exists()
+
+
 def test_a_scratch_folder_that_is_too_small(gcs, on_hub, tmp_path):
     with pytest.raises(ValueError, match=r'parquet has 0\.0 GB.*--scratch_gb'):
         mirror.mirror(on_hub, 'gs://bucket/to', scratch_dir=tmp_path, scratch_bytes=300_000)
