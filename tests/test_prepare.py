@@ -91,6 +91,14 @@ def test_small_remote_files_are_fetched_once_and_together(gcs, tmp_path: pathlib
     assert files_in(data_folder(tmp_path / 'work')) == files_in(data_folder(tmp_path / 'local'))
     assert [path.name for path in (tmp_path / 'work' / 'source').iterdir()] == ['.lock']
 
+    lost = next(task for task in made.tasks if task.split == schema.VALIDATION)
+    (data_folder(tmp_path / 'work') / lost.filename).unlink()
+    gcs.clear()
+    write(made, tmp_path / 'work')
+    reads = {request.path for request in gcs.requests if request.action == 'read'}
+    assert {f'gs://{path}' for path in reads} == {part.file.path for part in lost.parts}
+    assert files_in(data_folder(tmp_path / 'work')) == files_in(data_folder(tmp_path / 'local'))
+
 
 def test_processes_start_from_a_program_that_knows_nothing_of_them(tmp_path: pathlib.Path):
     """One that finds the package by itself, as `tfds build` does, and has no guarded main part."""
