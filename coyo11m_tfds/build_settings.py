@@ -23,7 +23,7 @@ _IN_RECORDS = ('', 'pt')  # values of text_vectors that are no path
 _LIMIT = 'max_examples_per_split'
 _VECTORS = 'text_vectors'
 # What a build that has ended well does not depend on.
-_NOT_COMPARED = ('max_bad_fraction', 'package_version')
+_NOT_COMPARED = ('max_bad_fraction', 'check_crc', 'package_version')
 
 
 def record(
@@ -43,6 +43,7 @@ def record(
         'shard_bytes': config.shard_bytes,
         'bad_data': config.bad_data,
         'max_bad_fraction': float(config.max_bad_fraction),
+        'check_crc': config.check_crc,
         _LIMIT: limit,
         'record_format': schema.RECORD_FORMAT,
         'package_version': coyo11m_tfds.__version__,

@@ -253,7 +253,7 @@ def test_what_does_not_change_the_records_may_differ(tmp_path: pathlib.Path):
 def test_a_sidecar_is_compared_by_what_it_says_about_itself(tmp_path: pathlib.Path):
     source = made_sources.write_source(tmp_path / 'source', [range(20)])
     vectors = {key: np.full(5, key) for key in range(20)}
-    sidecar = made_sources.write_sidecar(tmp_path / 'a.parquet', vectors)
+    sidecar = made_sources.write_sidecar(tmp_path / 'a.parquet', vectors, source)
     built = build(source, tmp_path / 'out', text_vectors=str(sidecar))
     assert built.info.metadata['settings']['text_vectors']['encoder'] == 'made-up'
     assert str(tmp_path) not in json.dumps(built.info.metadata['settings'])
@@ -261,7 +261,7 @@ def test_a_sidecar_is_compared_by_what_it_says_about_itself(tmp_path: pathlib.Pa
     build(source, tmp_path / 'out', text_vectors=str(moved))
     build(source, tmp_path / 'out', text_vectors=str(sidecar))  # it is gone
     build(source, tmp_path / 'out', text_vectors='gs://bucket/a.parquet')  # not asked for
-    made_sources.write_sidecar(sidecar, vectors, text_encoder='another')
+    made_sources.write_sidecar(sidecar, vectors, source, text_encoder='another')
     with pytest.raises(ValueError, match="text_vectors: encoder is 'made-up' there, 'another' is"):
         build(source, tmp_path / 'out', text_vectors=str(sidecar))
     with pytest.raises(ValueError, match=r"text_vectors is {.*'made-up'.*} there, '' is asked for"):
@@ -280,7 +280,7 @@ def test_the_default_config_is_told_even_if_the_first_build_could_not(tmp_path: 
 def test_a_data_set_that_is_there_needs_no_torch(tmp_path: pathlib.Path):
     source = made_sources.write_source(tmp_path / 'source', [range(20)])
     vectors = {key: np.full(5, key) for key in range(20)}
-    sidecar = made_sources.write_sidecar(tmp_path / 'a.parquet', vectors)
+    sidecar = made_sources.write_sidecar(tmp_path / 'a.parquet', vectors, source)
     build(source, tmp_path / 'out', text_vectors=str(sidecar))
     left = tmp_path / 'out' / 'coyo11m_tfds' / 'x' / '1.0.0.building' / 'data'
     left.mkdir(parents=True)
