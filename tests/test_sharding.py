@@ -1,6 +1,8 @@
 """Placement is a function of shapes: tables of what goes where."""
 
 import os
+import pathlib
+import socket
 import subprocess
 import sys
 import textwrap
@@ -103,3 +105,37 @@ def test_arrays_land_as_told():
         '[[0, 1], [2, 3], [4, 5], [6, 7]]',
         'True',
     ]
+
+
+_COUNT = """
+import socket, sys
+import jax
+from train_lib import sharding
+
+port, index, name = sys.argv[1:]
+jax.distributed.initialize(f'127.0.0.1:{port}', 3, int(index))
+socket.gethostname = lambda: name
+print(sharding.processes_on_host())
+"""
+
+
+def test_processes_of_one_host_share_its_memory():
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        port = str(free.getsockname()[1])
+    started = [
+        subprocess.Popen(
+            [sys.executable, '-c', _COUNT, port, str(index), name],
+            cwd=pathlib.Path(__file__).parents[1],
+            env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for index, name in enumerate(['a', 'b', 'a'])
+    ]
+    try:
+        told = [process.communicate(timeout=120)[0].split()[-1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert told == ['2', '1', '2']

@@ -22,7 +22,7 @@ import input_pipeline
 from coyo11m_tfds import dataset, schema
 from coyo11m_tfds.order import nearest_shares
 from coyo11m_tfds.reading import chunks
-from train_lib import flow, process, sharding
+from train_lib import flow, sharding
 
 Batches = Iterator[dict[str, jax.Array]]
 
@@ -115,7 +115,7 @@ class TrainingData:
             parallel_reads=config.parallel_reads,
             prefetch=config.prefetch,
             ram_budget_gb=config.ram_budget_gb,
-            processes_on_host=process.processes_on_host(),
+            processes_on_host=sharding.processes_on_host(),
         )
 
     def train_batches(self, start_step: int) -> Batches:

@@ -6,13 +6,9 @@ Not part of the library modules, so that importing them changes nothing.
 """
 
 import logging as standard_logging
-import socket
-import zlib
 
-import numpy as np
 import tensorflow as tf
 from absl import logging
-from jax.experimental import multihost_utils
 
 
 def prepare() -> None:
@@ -20,16 +16,6 @@ def prepare() -> None:
     # TensorFlow only reads records: the accelerator's memory is for JAX.
     tf.config.set_visible_devices([], 'GPU')
     logging.get_absl_handler().addFilter(_is_worth_reading)
-
-
-def processes_on_host() -> int:
-    """How many processes of the run share this host's memory: those with the same host name.
-
-    Containers have names of their own, as they have memory of their own. All processes call it
-    together.
-    """
-    own = np.uint32(zlib.crc32(socket.gethostname().encode()))
-    return int((multihost_utils.process_allgather(own) == own).sum())
 
 
 def _is_worth_reading(record: standard_logging.LogRecord) -> bool:

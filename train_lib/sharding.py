@@ -9,10 +9,13 @@ plain data parallelism. The whole state (weights, their average, the optimizer's
 the same rule, since moments have the shapes of their weights.
 """
 
+import socket
+import zlib
 from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 DATA_AXIS = 'data'
@@ -79,3 +82,13 @@ def by_shape(tree, mesh: Mesh):
     """Maps a pytree of arrays or `jax.ShapeDtypeStruct` to one of `NamedSharding`."""
     fsdp = mesh.shape[FSDP_AXIS]
     return jax.tree.map(lambda leaf: NamedSharding(mesh, partition_spec(leaf.shape, fsdp)), tree)
+
+
+def processes_on_host() -> int:
+    """How many processes of the run share this host's memory: those with the same host name.
+
+    Containers have names of their own, as they have memory of their own. All processes call it
+    together.
+    """
+    own = np.uint32(zlib.crc32(socket.gethostname().encode()))
+    return int((multihost_utils.process_allgather(own) == own).sum())
