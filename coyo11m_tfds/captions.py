@@ -136,23 +136,9 @@ def build_store(path: str, column: str, folder: str, name: str) -> dict[str, Any
     Raises:
         As `prepare_store`, but for keys that come twice.
     """
-    with keyed_parquet.open_with_column(path, column, name) as file:
-        kind = file.schema_arrow.field(column).type
-        if not _is_text(kind):
-            raise ValueError(f"{name}: column '{column}' is {kind}, expected text.")
-        keyed_parquet.check_mean_bytes(file, column, schema.MAX_CAPTION_BYTES, name)
-    all_keys, all_lengths, all_checksums = [], [], []
-    text_path = os.path.join(folder, _TEXT)
-    with naming(text_path), open(text_path, 'wb') as text:
-        for keys, values in keyed_parquet.batches(path, column, name, as_dictionary=True):
-            texts, first_rows, places = _distinct(values)
-            lengths, checksums = _measure(texts, keys[first_rows], name)
-            _write_texts(text, texts, places, lengths)
-            all_keys.append(keys)
-            all_lengths.append(lengths[places])
-            all_checksums.append(checksums[places])
-    keys, lengths = np.concatenate(all_keys), np.concatenate(all_lengths)
-    checksums, sizes = np.concatenate(all_checksums), np.maximum(lengths, 0)
+    with keyed_parquet.naming_damage(name):
+        keys, lengths, checksums = _read_texts(path, column, os.path.join(folder, _TEXT), name)
+    sizes = np.maximum(lengths, 0)
     rows, facts = keyed_store.write_keys(folder, keys)
     keyed_store.write(folder, _STARTS, (np.cumsum(sizes) - sizes)[rows])
     keyed_store.write(folder, _LENGTHS, lengths[rows])
@@ -161,6 +147,32 @@ def build_store(path: str, column: str, folder: str, name: str) -> dict[str, Any
     for column_of_digest in (keys, lengths, checksums):
         digest.update(column_of_digest[captioned])
     return facts | {'digest': digest.hexdigest()}
+
+
+def _read_texts(
+    path: str, column: str, text_path: str, name: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Writes the captions of all rows to a file.
+
+    Returns:
+        Of each row the key, int64; the length as `CaptionStore.lengths` gives it, int64; and the
+        CRC-32 of its caption, uint32.
+    """
+    with keyed_parquet.open_with_column(path, column, name) as file:
+        kind = file.schema_arrow.field(column).type
+        if not _is_text(kind):
+            raise ValueError(f"{name}: column '{column}' is {kind}, expected text.")
+        keyed_parquet.check_mean_bytes(file, column, schema.MAX_CAPTION_BYTES, name)
+    all_keys, all_lengths, all_checksums = [], [], []
+    with naming(text_path), open(text_path, 'wb') as text:
+        for keys, values in keyed_parquet.batches(path, column, name, as_dictionary=True):
+            texts, first_rows, places = _distinct(values)
+            lengths, checksums = _measure(texts, keys[first_rows], name)
+            _write_texts(text, texts, places, lengths)
+            all_keys.append(keys)
+            all_lengths.append(lengths[places])
+            all_checksums.append(checksums[places])
+    return np.concatenate(all_keys), np.concatenate(all_lengths), np.concatenate(all_checksums)
 
 
 def _is_text(kind: pa.DataType) -> bool:

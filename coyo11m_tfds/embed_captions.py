@@ -233,11 +233,12 @@ def write_sidecar(
             schema.META_CAPTIONS_DIGEST: captions_digest,
         },
     )
-    # A dictionary of numbers that seldom repeat only costs.
-    with (
-        naming(path),
-        pq.ParquetWriter(path, columns, compression='zstd', use_dictionary=False) as writer,
-    ):
+    options = {
+        'compression': 'zstd',
+        'use_dictionary': False,  # of numbers that seldom repeat it only costs
+        'write_page_checksum': True,
+    }
+    with naming(path), pq.ParquetWriter(path, columns, **options) as writer:
         for start, vectors in zip(range(0, len(keys), ROW_GROUP_SIZE), groups, strict=True):
             group = pa.array(keys[start : start + ROW_GROUP_SIZE])
             values = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), encoder.dim)

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import torch
 import transformers
@@ -69,7 +70,7 @@ class HfEncoder:
         self.name = f'hf:{_public_name(model)}'
         self._device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
         self._tokenizer, self._model = _load(model, _dtype(self._device))
-        self.revision = _revision(model, self._model.config)
+        self.revision = _revision(model)
         self._model.to(self._device)
         self.max_tokens = _greatest_length(max_tokens, self._tokenizer, self._model.config)
         self._batch_tokens = batch_tokens or BATCH_TOKENS[self._device.type]
@@ -153,11 +154,12 @@ def _public_name(model: str) -> str:
     return Path(model).resolve().name if Path(model).exists() else model
 
 
-def _revision(model: str, config: transformers.PretrainedConfig) -> str:
-    """What tells versions of a model apart."""
+def _revision(model: str) -> str:
+    """What tells versions of a model apart that has been loaded."""
     folder = Path(model)
     if not folder.is_dir():
-        return config._commit_hash or 'unknown'  # transformers has no public name for it
+        cached = huggingface_hub.try_to_load_from_cache(model, 'config.json')
+        return Path(str(cached)).parent.name  # .../snapshots/COMMIT/config.json
     files = sorted(path for path in folder.iterdir() if path.suffix in _MODEL_FILES)
     digest = hashlib.sha256()
     for path in files:

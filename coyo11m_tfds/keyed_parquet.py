@@ -11,6 +11,7 @@ groups, and however often a text is repeated, if it is read as a dictionary. Whe
 it stands for the file in messages: a path may be that of a copy.
 """
 
+import contextlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -26,6 +27,17 @@ BYTES_AT_ONCE = 16 << 20
 
 _READ_BYTES = 1 << 20
 
+# In what Arrow and the reading of its metadata end, depending on which byte is damaged.
+_OF_DAMAGE = (
+    pa.ArrowException,
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+)
+
 
 def open_with_column(
     path: str, column: str, name: str = '', *, as_dictionary: bool = False
@@ -40,7 +52,7 @@ def open_with_column(
         ValueError: it is no Parquet file, or lacks a column or any row.
     """
     name = name or path
-    try:
+    with naming_damage(name):
         # Neither mapped nor fetched in whole column chunks: both would fill memory with as much of
         # the file as has been read (4.8 GB of 5.2 GB, against 0.15 GB), and be no faster.
         file = pq.ParquetFile(
@@ -49,16 +61,9 @@ def open_with_column(
             pre_buffer=False,
             buffer_size=_READ_BYTES,
             read_dictionary=[column] if as_dictionary else None,
-            page_checksum_verification=True,  # of files that have checksums
+            page_checksum_verification=True,  # of the pages that have one
         )
-    except (pa.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno:  # the file system's
-            raise
-        raise ValueError(
-            f'{name}: is damaged or not a Parquet file ({error}). Copy or download it again.'
-        ) from None
-    names = file.schema_arrow.names
-    key_range = _key_range(file)
+        names, key_range = file.schema_arrow.names, _key_range(file)
     in_metadata = [schema.PARQUET_KEY] if key_range else []
     for wanted in (schema.PARQUET_KEY, column):
         if wanted not in names + in_metadata:
@@ -98,6 +103,7 @@ def batches(
     """
     name = name or path
     with (
+        naming_damage(name),
         open_with_column(path, column, name, as_dictionary=as_dictionary) as file,
         Progress(f"Reading '{column}' of {name}", file.metadata.num_rows, 'rows') as progress,
     ):
@@ -106,18 +112,36 @@ def batches(
         key_range = _key_range(file)
         columns = [column] if key_range else [schema.PARQUET_KEY, column]
         done = 0
-        try:
-            # Threads would take a column each, and one of the two is next to nothing.
-            for batch in file.iter_batches(rows_at_once, columns=columns, use_threads=False):
-                if key_range:
-                    keys = np.array(key_range[done : done + len(batch)], np.int64)
-                else:
-                    keys = _to_int64(batch.column(schema.PARQUET_KEY), name)
-                yield keys, batch.column(column)
-                done += len(batch)
-                progress.add(len(batch))
-        except (pa.ArrowException, OSError) as error:
-            raise ValueError(f'{name}: cannot be read, probably damaged ({error}).') from error
+        # Threads would take a column each, and one of the two is next to nothing.
+        for batch in file.iter_batches(rows_at_once, columns=columns, use_threads=False):
+            if key_range:
+                keys = np.array(key_range[done : done + len(batch)], np.int64)
+            else:
+                keys = _to_int64(batch.column(schema.PARQUET_KEY), name)
+            yield keys, batch.column(column)
+            done += len(batch)
+            progress.add(len(batch))
+        if done != file.metadata.num_rows:
+            raise ValueError(f'{done:,} of {file.metadata.num_rows:,} rows are there')
+
+
+@contextlib.contextmanager
+def naming_damage(name: str) -> Iterator[None]:
+    """Makes one ValueError, with the `name` of the file, of all that a damaged one makes Arrow do.
+
+    What names the file already is left as it is, and so are errors of the disk.
+    """
+    try:
+        yield
+    except _OF_DAMAGE as error:
+        is_named = type(error) is ValueError and str(error).startswith(f'{name}: ')
+        is_of_disk = isinstance(error, OSError) and error.errno is not None
+        if is_named or is_of_disk:
+            raise
+        what = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
+        raise ValueError(
+            f'{name}: is damaged or not a Parquet file ({what}). Copy or download it again.'
+        ) from error
 
 
 def order_by_key(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

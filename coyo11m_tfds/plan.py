@@ -132,6 +132,8 @@ def make_plan(
         latents = SourceLatents.read(
             source.latent_files, heads, drop_bad=settings.drop_bad, check_crc=settings.check_crc
         )
+    if not settings.check_crc:
+        logging.warning('check_crc is false: no contents of .pt files are compared with a CRC-32.')
     logging.info('%d rows in %d .pt files', latents.num_rows, len(latents.files))
     joined = _join(source, settings, latents, scratch, cache_dir)
     caption_rows = joined.captions.find(latents.keys)

@@ -37,7 +37,7 @@ _IN_64_BITS = 2**32 - 1
 _SMALL_BYTES = 1 << 20
 _SMALL_FRACTION = 100
 
-# Stays in a core's cache between reading and summing up: so 3 GB in the page cache take 0.3 s.
+# Stays in a core's cache between reading and summing up: 1 GB from the page cache takes 0.05 s.
 _BLOCK_BYTES = 256 << 10
 
 
@@ -233,6 +233,8 @@ def check_contents(
     buffer, whole = np.empty(_BLOCK_BYTES, np.uint8), google_crc32c.Checksum()
     with open(path, 'rb', buffering=0) as file:
         archive, at = _read(file.fileno(), name), 0
+        if hasattr(os, 'posix_fadvise'):  # not on macOS
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         for end, member in archive.parts():
             crc32 = 0
             while at < end:

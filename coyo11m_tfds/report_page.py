@@ -28,6 +28,7 @@ _MEANINGS = {
     schema.REPEATED_KEY: 'the key was in an earlier row',
     schema.ROWS_DISAGREE: 'its file has unequal numbers of keys and latents',
     schema.NON_FINITE: 'NaN or infinity in latents or text vector',
+    schema.CAPTION_TOO_LONG: f'the caption has more than {schema.MAX_CAPTION_BYTES:,} bytes',
     schema.REPEATED_CAPTION: 'a second caption of a key (a row of the Parquet file)',
 }
 

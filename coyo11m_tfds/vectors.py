@@ -70,8 +70,12 @@ def read_header(path: str, name: str = '') -> SidecarHeader:
         ValueError: a column or an entry of the metadata is missing or of an unexpected type.
     """
     name = name or path
-    with keyed_parquet.open_with_column(path, schema.TEXT_EMBEDDING, name) as file:
+    with (
+        keyed_parquet.naming_damage(name),
+        keyed_parquet.open_with_column(path, schema.TEXT_EMBEDDING, name) as file,
+    ):
         arrow_schema = file.schema_arrow
+        metadata = {k.decode(): v.decode() for k, v in (arrow_schema.metadata or {}).items()}
     kind = arrow_schema.field(schema.TEXT_EMBEDDING).type
     is_vector = pa.types.is_fixed_size_list(kind) and pa.types.is_float16(kind.value_type)
     if not is_vector or not 1 <= kind.list_size <= schema.MAX_TEXT_DIM:
@@ -79,7 +83,6 @@ def read_header(path: str, name: str = '') -> SidecarHeader:
             f"{name}: column '{schema.TEXT_EMBEDDING}' is {kind}, expected a fixed-size list of "
             f'float16, at most {schema.MAX_TEXT_DIM:,}, as coyo11m_tfds.embed_captions writes it.'
         )
-    metadata = {k.decode(): v.decode() for k, v in (arrow_schema.metadata or {}).items()}
     for entry in _ENTRIES:
         if not metadata.get(entry):
             raise ValueError(
@@ -178,6 +181,7 @@ def build_store(path: str, folder: str, name: str) -> dict[str, Any]:
     matrix_digest = hashlib.sha256()
     matrix_path = os.path.join(folder, _MATRIX)
     with (
+        keyed_parquet.naming_damage(name),
         naming(matrix_path),
         open(matrix_path, 'wb') as matrix,
         concurrent.futures.ThreadPoolExecutor(1) as other_thread,

@@ -2,6 +2,7 @@
 
 import contextlib
 import pathlib
+import random
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coyo11m_tfds import captions, vectors
+from coyo11m_tfds import captions, embed_captions, vectors
 from tests import made_sources
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -222,6 +223,54 @@ def test_a_damaged_parquet_file_is_refused_by_name(tmp_path: pathlib.Path):
             prepare(path)
 
 
+def write_with_pandas(path: pathlib.Path) -> None:
+    frame = pd.DataFrame({'caption_llava': [f'caption {i} ' * 3 for i in range(50)]})
+    frame.index = pd.RangeIndex(50, name='key')
+    frame.to_parquet(path)
+
+
+def write_embedded(path: pathlib.Path) -> None:
+    source = path.parent / 'source'
+    source.mkdir()
+    made_sources.write_captions(source, {key: f'caption {key}' for key in range(50)})
+    embed_captions.embed(source, 'hash', path)
+
+
+@pytest.mark.parametrize(
+    ('write', 'prepare_store'),
+    [(write_with_pandas, prepare), (write_embedded, prepare_vectors)],
+    ids=['captions', 'vectors'],
+)
+def test_whatever_is_damaged_the_error_names_the_file(tmp_path: pathlib.Path, write, prepare_store):
+    path, random_ = tmp_path / 'x.parquet', random.Random(0)
+    write(path)
+    whole = path.read_bytes()
+    refused = 0
+    for _ in range(150):
+        at = random_.randrange(
+            len(whole) - min(len(whole), random_.choice([3000, 10**9])), len(whole)
+        )
+        change = random_.choice([b'', bytes(8), random_.randbytes(1)])
+        path.write_bytes(whole[:at] + change + whole[at + len(change) :] if change else whole[:at])
+        try:
+            prepare_store(path)
+        except ValueError as error:
+            assert str(error).startswith(f'{path}: '), repr(error)
+            refused += 1
+    assert 50 < refused < 150
+
+
+def test_damaged_vectors_of_a_sidecar_are_refused(tmp_path: pathlib.Path):
+    path = tmp_path / 'x.parquet'
+    write_embedded(path)
+    column = pq.read_metadata(path).row_group(0).column(1)
+    whole, start = path.read_bytes(), column.data_page_offset
+    for at in range(start, start + column.total_compressed_size, 97):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(ValueError, match=r'x\.parquet: is damaged'):
+            prepare_vectors(path)
+
+
 def test_messages_name_the_file_that_a_copy_stands_for(tmp_path: pathlib.Path):
     copy = tmp_path / 'copy.parquet'
     for content in ({'key': [1]}, {'key': [1], 'caption_llava': [2]}, {'id': [1]}, b'PAR?'):
@@ -309,7 +358,7 @@ def test_a_sidecar_with_nulls_or_repeated_keys_is_refused_by_name(tmp_path: path
     for change, message in (
         ({'key': [5, 5]}, 'repeat the key of another, e.g. key 5'),
         # Arrow cannot even read nulls in lists of a fixed size.
-        ({'text_embedding': [None, rows['text_embedding'][1]]}, 'has nulls|cannot be read'),
+        ({'text_embedding': [None, rows['text_embedding'][1]]}, 'has nulls|is damaged'),
     ):
         pq.write_table(pa.Table.from_pydict(rows | change, schema=table.schema), path)
         with pytest.raises(ValueError, match=rf'x\.parquet: .*({message})'):

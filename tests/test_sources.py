@@ -10,8 +10,9 @@ from collections.abc import Callable
 import google_crc32c
 import pytest
 
-from coyo11m_tfds import schema, sources
+from coyo11m_tfds import mirror, schema, sources
 from coyo11m_tfds.storage import remote, source_files
+from coyo11m_tfds.storage.file_state import FileState
 from tests import children
 from tests.cloud import Fault, Gcs, Hub
 from tests.fake_http import FakeServer
@@ -259,6 +260,63 @@ def test_finding_reads_nothing_and_asks_seldom(remote_place: Place):
     sources.find(remote_place.root)
     actions = [request.action for request in remote_place.server.requests]
     assert [action for action in actions if action != 'harnesses'] in (['list'] * 3, ['info'])
+
+
+# --- Mirrored ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=['disk', 'gs'])
+def mirrored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """A place that `mirror` has filled with `CONTENTS`."""
+    place, original = PLACES[request.param](request), tmp_path_factory.mktemp('original')
+    for name in ('latents-3crop/000000-000009.pt', 'coyo11m-meta.parquet'):
+        (original / name).parent.mkdir(exist_ok=True)
+        (original / name).write_bytes(CONTENTS[name])
+    mirror.mirror(original, place.root)
+    return place
+
+
+def test_a_copy_is_found_with_what_mirror_recorded(mirrored: Place):
+    source = sources.find(mirrored.root)
+    for file, content in ((source.latent_files[0], b'first'), (source.captions_file, b'captions')):
+        assert file.recorded == FileState(len(content), google_crc32c.value(content))
+
+
+@pytest.mark.parametrize('name', ['latents-3crop/000000-000009.pt', 'coyo11m-meta.parquet'])
+def test_a_copy_of_another_size_is_refused(mirrored: Place, name: str):
+    mirrored.put({name: b'longer than before'})
+    with pytest.raises(
+        ValueError, match=rf'{name}: has 18 bytes .* when it was mirrored [58] with'
+    ):
+        sources.find(mirrored.root)
+
+
+def test_another_object_of_the_same_size_is_refused_unread(gcs: Gcs, tmp_path: pathlib.Path):
+    for name in ('latents-3crop/000000-000009.pt', 'coyo11m-meta.parquet'):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(CONTENTS[name])
+    gcs.put('bucket', 'elsewhere', b'')
+    mirror.mirror(tmp_path, 'gs://bucket/copy')
+    gcs.put('bucket', 'copy/coyo11m-meta.parquet', b'Captions')
+    with pytest.raises(
+        ValueError, match=r'gs://bucket/copy/coyo11m-meta\.parquet: has 8 bytes with'
+    ):
+        sources.find('gs://bucket/copy')
+
+
+def test_a_file_that_mirror_did_not_copy_is_told(mirrored: Place, caplog: pytest.LogCaptureFixture):
+    mirrored.put({'latents-3crop/000010-000019.pt': b'second file'})
+    source = sources.find(mirrored.root)
+    assert [file.recorded is None for file in source.latent_files] == [False, True]
+    assert f'{source.latent_files[1].path}: is no file that mirror has copied' in caplog.text
+
+
+def test_a_damaged_record_counts_as_none(gcs: Gcs, caplog: pytest.LogCaptureFixture):
+    for name, data in CONTENTS.items():
+        gcs.put('bucket', f'copy/{name}', data)
+    gcs.put('bucket', 'copy/.mirror/coyo11m-meta.parquet.json', b'{"version": ')
+    assert sources.find('gs://bucket/copy').captions_file.recorded is None
+    assert 'mirror has copied' not in caplog.text
 
 
 # --- On the hub -------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -225,6 +226,40 @@ def test_long_captions_are_cut_between_their_special_tokens_and_counted(models):
     shorter = text_encoders.make_encoder(f'hf:{models / "bert"}', max_tokens=3)
     np.testing.assert_allclose(shorter.encode([LONG])[0], encoder.encode(['a'])[0], atol=2e-5)
     assert shorter.truncated == 1
+
+
+def test_the_revision_of_a_folder_changes_with_weights_and_tokenizer_alone(bert):
+    def revision() -> str:
+        return text_encoders.make_encoder(f'hf:{bert}').revision
+
+    first = revision()
+    assert re.fullmatch(r'sha256:[0-9a-f]{64}', first)
+    (bert / 'README.md').write_text('about it')
+    os.utime(bert / 'model.safetensors')
+    assert revision() == first
+    weights = (bert / 'model.safetensors').read_bytes()
+    (bert / 'model.safetensors').write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    second = revision()
+    tokenizer = (bert / 'tokenizer.json').read_text()
+    (bert / 'tokenizer.json').write_text(tokenizer + '\n')
+    assert len({first, second, revision()}) == 3
+
+
+def test_the_revision_of_a_model_on_the_hub_is_its_commit(models, tmp_path):
+    """From the hub's cache, as it lies there after a download."""
+    commit, repository = 'ab' * 20, tmp_path / 'hub/models--owner--tiny'
+    shutil.copytree(models / 'bert', repository / 'snapshots' / commit)
+    (repository / 'refs').mkdir()
+    (repository / 'refs/main').write_text(commit)
+    run = subprocess.run(
+        [sys.executable, '-c', 'from coyo11m_tfds.text_encoders import make_encoder as make\n'
+         'encoder = make("hf:owner/tiny")\nprint(encoder.name, encoder.revision)'],
+        env=os.environ | {'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )  # fmt: skip
+    assert run.stdout.splitlines()[-1] == f'hf:owner/tiny {commit}'
 
 
 @pytest.mark.parametrize('max_tokens', [-1, 0, 2])
