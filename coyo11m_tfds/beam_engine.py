@@ -48,9 +48,8 @@ class ScratchSettings:
             PermissionError: the user's own folder is somebody else's.
         """
         folder = os.path.expanduser(self.folder) or user_temp(schema.NAME)
-        return Scratch(os.path.join(folder, 'source'), self.max_bytes), os.path.join(
-            folder, 'staging'
-        )
+        scratch = Scratch(os.path.join(folder, 'source'), self.max_bytes)
+        return scratch, os.path.join(folder, 'staging')
 
 
 def write_shards(

@@ -62,13 +62,10 @@ def service(command: str | list[str], port: int, log: pathlib.Path, **options) -
             time.sleep(0.1)
         yield
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(30)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, sign)
+                process.wait(30)
 
 
 def build(arguments: list[str], env: dict[str, str]) -> str:
@@ -84,10 +81,16 @@ def build(arguments: list[str], env: dict[str, str]) -> str:
     return ended.stdout + ended.stderr
 
 
+@pytest.fixture
+def home(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """The workers' home; the environment in it has 4 GB."""
+    yield tmp_path / 'home'
+    shutil.rmtree(tmp_path / 'home')
+
+
 @pytest.mark.slow
-def test_the_documented_steps_end_in_the_same_bytes(tmp_path: pathlib.Path):
+def test_the_documented_steps_end_in_the_same_bytes(home: pathlib.Path, tmp_path: pathlib.Path):
     install, start_workers, command = documented_steps()
-    home = tmp_path / 'home'
     env = own_environment(home)
     copy = tmp_path / 'checkout'
     ignored = shutil.ignore_patterns('.*', '__pycache__', '*.egg-info', 'build', 'demo', 'tests')

@@ -60,6 +60,12 @@ class _Entry(NamedTuple):
     last_used: float
 
 
+def user_cache(*names: str) -> str:
+    """Returns a folder within this user's cache, which need not exist."""
+    cache = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
+    return os.path.join(cache, *names)
+
+
 def user_temp(name: str) -> str:
     """Returns a folder for temporary files that is this user's alone, made if it is not there.
 
@@ -104,12 +110,6 @@ class _Wanted:
         return f'{first.path} (with {len(others)} more files)' if others else first.path
 
 
-def user_cache(*names: str) -> str:
-    """Returns a folder within this user's cache, which need not exist."""
-    cache = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
-    return os.path.join(cache, *names)
-
-
 class Scratch:
     """Local copies of remote files in a folder of bounded size."""
 
@@ -141,7 +141,7 @@ class Scratch:
 
         It waits while others hold so much that there is no room for all of them. Room is taken for
         all or none, so that holders never wait for each other; but a thread that holds files and
-        asks for others may wait for a thread that does the same, so ask once where that can happen.
+        asks for others may wait for one that does the same, so ask once where that can happen.
 
         Args:
             files: different ones, one or more. Of a local file the path is just its own.
