@@ -8,6 +8,7 @@ build on Dataflow.
 """
 
 import pathlib
+import re
 
 import setuptools
 
@@ -69,7 +70,9 @@ BENCH = [
 
 setuptools.setup(
     name='coyo11m_tfds',
-    version='0.1.0',
+    version=re.search(
+        r"__version__ = '(.*)'", pathlib.Path('coyo11m_tfds/__init__.py').read_text()
+    )[1],
     description='VAE latents and captions as a TFDS data set, an exactly resumable input pipeline '
     'and a JAX trainer for text-to-image models',
     long_description=pathlib.Path('README.md').read_text(encoding='utf-8'),

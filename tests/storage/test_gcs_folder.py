@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import google_crc32c
 import pytest
@@ -454,17 +455,22 @@ def test_what_another_one_stored_meanwhile_is_neither_deleted_nor_replaced(gcs):
             gcs.put('bucket', f'a/{folder}/{name}', folder.encode())
     gcs.put('bucket', 'a/final/z', b'final')
 
-    def store() -> None:
-        for name in ('x', 'y', 'z'):
-            gcs.put('bucket', f'a/final/{name}', b'of the other one')
+    def once() -> Callable[[], None]:
+        names = ['x', 'y', 'z']
+
+        def store() -> None:
+            while names:
+                gcs.put('bucket', f'a/final/{names.pop()}', b'of the other one')
+
+        return store
 
     with pytest.raises(OSError, match=r'a/final/.*another process has changed it'):
-        destination.promote('work', 'final', LAST, replace=True, check=store)
+        destination.promote('work', 'final', LAST, replace=True, check=once())
     stored = gcs.objects('bucket')
     assert {stored[f'a/final/{name}'] for name in ('x', 'y', 'z')} == {b'of the other one'}
     assert f'a/final/{LAST}' not in stored
-    destination.keep_only('final', [], check=store)
-    destination.remove(check=store)
+    destination.keep_only('final', [], check=once())
+    destination.remove(check=once())
     assert set(gcs.objects('bucket')) == {'a/final/x', 'a/final/y', 'a/final/z'}
 
 
@@ -496,3 +502,23 @@ def test_remove_ends_with_what_says_why_it_is_there(gcs):
     assert f'a/{LAST}' in gcs.objects('bucket')
     destination.remove(last=LAST)
     assert gcs.objects('bucket') == {}
+
+
+def test_nothing_is_changed_by_who_has_lost_the_place(gcs):
+    destination = Destination('gs://bucket/a')
+    for folder in ('final', 'work'):
+        for name in ('x', LAST):
+            gcs.put('bucket', f'a/{folder}/{name}', folder.encode())
+    before = gcs.objects('bucket')
+    for act in (
+        lambda: destination.remove(check=_lost),
+        lambda: destination.keep_only('work', [], check=_lost),
+        lambda: destination.promote('work', 'final', LAST, replace=True, check=_lost),
+    ):
+        with pytest.raises(KeyError):
+            act()
+        assert gcs.objects('bucket') == before
+
+
+def _lost() -> None:
+    raise KeyError('lost')
