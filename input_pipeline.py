@@ -23,8 +23,8 @@ import tensorflow_datasets as tfds
 
 from coyo11m_tfds import dataset, json_digest, schema
 from coyo11m_tfds.order import Order, consecutive_reads, nearest_shares
+from coyo11m_tfds.reading import at_exit, memory, ordinary, padding
 from coyo11m_tfds.reading import lanes as lanes_lib
-from coyo11m_tfds.reading import memory, ordinary, padding
 from coyo11m_tfds.reading.bad_records import DEFAULT_MAX_FRACTION, SKIP, STOP
 from coyo11m_tfds.reading.chunks import ChunkReader
 from coyo11m_tfds.reading.counter import ReadCounter, ReadCounts
@@ -45,6 +45,8 @@ __all__ = [
     'train_dataset',
     'train_order',
 ]
+
+at_exit.register()
 
 # --- The place in the data ---------------------------------------------------------------------
 

@@ -67,6 +67,7 @@ def fake_gcs(root: pathlib.Path) -> Iterator[Gcs]:
             **_TENSORFLOW,
             'CLOUDSDK_CONFIG': str(root),
             'STORAGE_EMULATOR_HOST': server.url,
+            'TENSORSTORE_GCS_HTTP_URL': server.url,  # of Orbax
             'https_proxy': proxy.url,
             'CURL_CA_BUNDLE': str(proxy.certificate),
         }

@@ -1,4 +1,4 @@
-"""A stand-in for Google Cloud Storage, for gcsfs and for TensorFlow's gs:// file system.
+"""A stand-in for Google Cloud Storage, for gcsfs, TensorFlow and TensorStore.
 
     with Gcs(folder) as gcs:
         gcs.put('bucket', 'a/b.txt', b'hello')
@@ -6,7 +6,7 @@
         ...  # gcsfs with STORAGE_EMULATOR_HOST=gcs.url; `tests.cloud` leads TensorFlow here as well
         gcs.objects('bucket')  # {'a/b.txt': b'hello'}
 
-The JSON interface, as far as the two clients use it: listings in pages with prefix and delimiter,
+The JSON interface, as far as these clients use it: listings in pages with prefix and delimiter,
 metadata with checksums and generations, reads of ranges, uploads in one request, in two parts and
 resumable, copies, deletions, preconditions. A bucket exists from its first mention on, unless its
 name begins with 'no-such-'. Objects above 4 MB are kept in unnamed files.
@@ -30,6 +30,7 @@ from tests.fake_gcs_objects import (
     Object,
     Refused,
     Store,
+    Unchanged,
     list_names,
     select_fields,
     split_multipart,
@@ -162,6 +163,8 @@ class Gcs(FakeServer):
         try:
             return handler(call, *names)
         except Refused as refusal:
+            if isinstance(refusal, Unchanged) and call.method in ('GET', 'HEAD'):
+                return Reply(304)
             return _error(refusal.status, str(refusal))
 
     def refuse(self, status: int, call: Call) -> Reply:

@@ -104,6 +104,10 @@ class Refused(Exception):
         self.status = status
 
 
+class Unchanged(Refused):
+    """The object is the one that the caller knows; those who only read get 304 and no body."""
+
+
 class Store:
     """Buckets and their objects; every method is one atomic step.
 
@@ -143,8 +147,10 @@ class Store:
         generation = found.generation if found else 0
         wanted = int(query.get(f'{kind}GenerationMatch', generation))
         unwanted = int(query.get(f'{kind}GenerationNotMatch', -1))
-        if wanted != generation or unwanted == generation:
+        if wanted != generation:
             raise Refused(412, 'At least one of the pre-conditions you specified did not hold.')
+        if unwanted == generation:
+            raise Unchanged(412, 'The object has the generation that it must not have.')
 
     def store(
         self,

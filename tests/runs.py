@@ -84,7 +84,7 @@ def start(
 ) -> subprocess.Popen:
     """Starts a run as a process of its own; its output is text in a pipe."""
     return subprocess.Popen(
-        [*_command('train_lib.main'), *_flags(data_dir, workdir, **changes)],
+        [*_command('train_lib.main'), *flags(data_dir, workdir, **changes)],
         cwd=REPO,
         env=os.environ | env,
         stdout=subprocess.PIPE,
@@ -120,9 +120,12 @@ def hosts(
     They find each other over loopback, and note the keys of every step in `workdir` (see
     `train_process.py`). One process is a run like any other.
     """
-    flags = _flags(data_dir, workdir, **changes)
+    common = flags(data_dir, workdir, **changes)
     if processes > 1:
-        flags += [f'--coordinator_address=127.0.0.1:{_free_port()}', f'--process_count={processes}']
+        common += [
+            f'--coordinator_address=127.0.0.1:{_free_port()}',
+            f'--process_count={processes}',
+        ]
     env = env | {'XLA_FLAGS': f'{QUICK} --xla_force_host_platform_device_count={devices}'}
     workdir.mkdir(parents=True, exist_ok=True)
     started = []
@@ -132,7 +135,7 @@ def hosts(
             output = workdir / f'host_{index}_of_{processes}.log'
             with output.open('w') as file:
                 process = subprocess.Popen(
-                    [*_command('tests.train_process'), str(workdir), *flags, *own],
+                    [*_command('tests.train_process'), str(workdir), *common, *own],
                     cwd=REPO,
                     env=os.environ | env,
                     stdout=file,
@@ -150,10 +153,10 @@ def _command(module: str) -> list[str]:
     return [sys.executable, '-m', module]
 
 
-def _flags(data_dir: os.PathLike, workdir: os.PathLike, **changes) -> list[str]:
+def flags(data_dir: os.PathLike, workdir: os.PathLike, **changes) -> list[str]:
     fields = SMALL | {'data.dir': data_dir} | changes
-    flags = [f'--config.{name}={value}' for name, value in fields.items()]
-    return ['--config=configs/default.py', f'--workdir={workdir}', *flags]
+    fields = [f'--config.{name}={value}' for name, value in fields.items()]
+    return ['--config=configs/default.py', f'--workdir={workdir}', *fields]
 
 
 def _free_port() -> int:

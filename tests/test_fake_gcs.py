@@ -185,7 +185,10 @@ def test_preconditions(client, server):
     second = client.upload('a', b'2', ifGenerationMatch=first).json['generation']
     path = '/storage/v1/b/bucket/o/a'
     assert client('DELETE', f'{path}?ifGenerationMatch={first}').status == 412
-    assert client('GET', f'/bucket/a?ifGenerationNotMatch={second}').status == 412
+    unchanged = client('GET', f'/bucket/a?ifGenerationNotMatch={second}')
+    assert (unchanged.status, unchanged.body) == (304, b'')
+    assert client('GET', f'/bucket/a?ifGenerationNotMatch={first}').status == 200
+    assert client('DELETE', f'{path}?ifGenerationNotMatch={second}').status == 412
     assert client('GET', f'{path}?generation={first}').status == 404
     copy = f'{path}/rewriteTo/b/bucket/o/b'
     assert client('POST', f'{copy}?ifSourceGenerationMatch={first}').status == 412

@@ -22,6 +22,8 @@ import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
+from train_lib import workdirs
+
 FOLDER = 'checkpoints'
 
 _STATE = 'state'
@@ -52,7 +54,7 @@ def open_manager(
         cleanup_tmp_directories=writable,
         read_only=not writable,
     )
-    folder = epath.Path(workdir).absolute() / FOLDER
+    folder = workdirs.absolute(workdir) / FOLDER
     return ocp.CheckpointManager(folder, options=options, item_names=(_STATE, _WINDOW, _RUN))
 
 

@@ -13,7 +13,7 @@ from etils import epath
 from ml_collections import config_flags
 
 from coyo11m_tfds import sample_data, text_encoders
-from train_lib import previews, process
+from train_lib import previews, process, workdirs
 from train_lib.draw import Artist
 
 FLAGS = flags.FLAGS
@@ -26,10 +26,13 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f'Unexpected arguments: {argv[1:]}')
     process.prepare()
-    artist = Artist(FLAGS.config, FLAGS.workdir)
     captions, scenes = zip(*sample_data.held_out_prompts(NUM_PROMPTS), strict=True)
-    pictures = artist.draw(list(captions), text_encoders.make_encoder(artist.encoder_name))
-    path = epath.Path(FLAGS.workdir) / previews.FOLDER / 'held_out.png'
+    folder = epath.Path(FLAGS.workdir) / previews.FOLDER
+    with process.errors_in_one_line():
+        workdirs.check_writable(folder)
+        artist = Artist(FLAGS.config, FLAGS.workdir)
+        pictures = artist.draw(list(captions), text_encoders.make_encoder(artist.encoder_name))
+    path = folder / 'held_out.png'
     previews.write_png(path, previews.make_grid([pictures], captions))
 
     right = sum(

@@ -18,7 +18,7 @@ from etils import epath
 from ml_collections import config_flags
 
 from coyo11m_tfds import preview, text_encoders
-from train_lib import checkpoint, previews, process, sharding
+from train_lib import checkpoint, previews, process, sharding, workdirs
 from train_lib.data import TrainingData
 from train_lib.program import make_program
 
@@ -38,8 +38,10 @@ class Artist:
 
         Raises:
             ValueError: there is none in `workdir`.
+            OSError: `workdir` does not exist or cannot be read.
             checkpoint.OtherRunError: it was not trained with this configuration.
         """
+        workdirs.check_readable(workdir)
         self._mesh = sharding.make_mesh(**config.mesh)
         data = TrainingData(config, self._mesh)
         program = make_program(config, self._mesh, data.stats, latent_shape=data.latent_shape)
@@ -72,15 +74,22 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f'Unexpected arguments: {argv[1:]}')
     process.prepare()
-    captions = [line.strip() for line in epath.Path(FLAGS.prompts).read_text().splitlines()]
-    captions = [caption for caption in captions if caption]
-    if not captions:
-        raise ValueError(f'{FLAGS.prompts} holds no caption; expected one in each line.')
-    artist = Artist(FLAGS.config, FLAGS.workdir)
-    encoder = text_encoders.make_encoder(FLAGS.encoder or artist.encoder_name)
-    pictures = artist.draw(captions, encoder)
+    with process.errors_in_one_line():
+        workdirs.check_writable(epath.Path(FLAGS.out).parent)
+        captions = _read_captions(FLAGS.prompts)
+        artist = Artist(FLAGS.config, FLAGS.workdir)
+        encoder = text_encoders.make_encoder(FLAGS.encoder or artist.encoder_name)
+        pictures = artist.draw(captions, encoder)
     previews.write_png(FLAGS.out, previews.make_grid([pictures], captions))
     print(f'pictures: {FLAGS.out}')
+
+
+def _read_captions(path: str) -> list[str]:
+    lines = [line.strip() for line in epath.Path(path).read_text().splitlines()]
+    captions = [line for line in lines if line]
+    if not captions:
+        raise ValueError(f'{path} holds no caption; expected one in each line.')
+    return captions
 
 
 if __name__ == '__main__':

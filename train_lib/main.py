@@ -16,6 +16,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from coyo11m_tfds.reading import process_settings
+from train_lib import process, workdirs
 
 FLAGS = flags.FLAGS
 
@@ -39,12 +40,11 @@ def main(argv: list[str]) -> None:
     """Prepares the process and trains."""
     if len(argv) > 1:
         raise app.UsageError(f'Unexpected arguments: {argv[1:]}')
-    try:
+    with process.errors_in_one_line():
+        workdirs.check_writable(FLAGS.workdir)
         process_settings.apply(FLAGS.config.data.dir, FLAGS.config.data.chunk)
-    except OSError as error:
-        sys.exit(f'ERROR: {error}')
-    # Only now, because TensorFlow, which they import, looks at those settings when it starts.
-    from train_lib import checkpoint, process, train
+    # Only now, because TensorFlow, which it imports, looks at those settings when it starts.
+    from train_lib import checkpoint, train
 
     process.prepare()
     if FLAGS.config.distributed or FLAGS.coordinator_address:
@@ -55,10 +55,10 @@ def main(argv: list[str]) -> None:
     logging.info('Devices: %s', jax.local_devices())
     logging.info('Configuration:\n%s', FLAGS.config)
 
-    try:
-        state = train.train_and_evaluate(FLAGS.config, FLAGS.workdir)
-    except checkpoint.OtherRunError as error:
-        sys.exit(f'ERROR: {error}')
+    with process.errors_in_one_line():
+        setup = train.set_up(FLAGS.config, FLAGS.workdir)
+    with process.errors_in_one_line((checkpoint.OtherRunError, FloatingPointError)):
+        state = train.train(setup)
     if int(state.step) < FLAGS.config.num_steps:
         command = shlex.join([sys.executable, '-m', 'train_lib.main', *sys.argv[1:]])
         logging.info('Stopped at step %d. To go on:\n%s', state.step, command)

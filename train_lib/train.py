@@ -17,7 +17,7 @@ from clu import metric_writers, parameter_overview, periodic_actions
 from etils import epath
 
 from coyo11m_tfds import preview
-from train_lib import checkpoint, evaluation, metrics, previews, sharding, signals
+from train_lib import checkpoint, evaluation, metrics, previews, sharding, signals, workdirs
 from train_lib.data import TrainingData
 from train_lib.program import Program, make_program
 from train_lib.state import TrainState
@@ -28,44 +28,66 @@ _PROFILE_AFTER = 10  # steps
 
 
 def train_and_evaluate(config: ml_collections.ConfigDict, workdir: epath.PathLike) -> TrainState:
-    """Trains up to `config.num_steps`, from the last checkpoint in `workdir` if there is one.
+    """`train(set_up(config, workdir))`."""
+    return train(set_up(config, workdir))
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A run whose settings have been checked; nothing is compiled or written yet."""
+
+    config: ml_collections.ConfigDict
+    workdir: epath.Path
+    data: TrainingData
+    program: Program
+
+
+def set_up(config: ml_collections.ConfigDict, workdir: epath.PathLike) -> Setup:
+    """Checks all that a run needs before its first step.
 
     Args:
         config: see `configs/default.py`.
         workdir: local or `gs://` folder for checkpoints, TensorBoard logs and previews.
 
-    Returns:
-        The last state; its `step` is less than `config.num_steps` where SIGTERM ended the run.
-
     Raises:
-        ValueError: the configuration does not fit the devices or the data.
-        checkpoint.OtherRunError: the checkpoint in `workdir` belongs to another run.
-        FloatingPointError: training has diverged.
+        ValueError: a setting is out of its range, or does not fit the devices or the data.
+        OSError: `workdir` cannot be written to.
     """
+    workdirs.check_writable(workdir)
     mesh = sharding.make_mesh(**config.mesh)
     data = TrainingData(config, mesh)
     data.check_memory()
     program = make_program(config, mesh, data.stats, latent_shape=data.latent_shape)
+    return Setup(config, workdirs.absolute(workdir), data, program)
+
+
+def train(setup: Setup) -> TrainState:
+    """Trains up to `config.num_steps`, from the last checkpoint in the workdir if there is one.
+
+    Returns:
+        The last state; its `step` is less than `config.num_steps` where SIGTERM ended the run.
+
+    Raises:
+        checkpoint.OtherRunError: the last checkpoint belongs to another run.
+        FloatingPointError: training has diverged.
+    """
+    config, workdir = setup.config, setup.workdir
     writer = metric_writers.create_default_writer(workdir, just_logging=jax.process_index() > 0)
     with (
         signals.StopRequest() as stop,
         checkpoint.open_manager(workdir, config.keep_checkpoints, writable=True) as manager,
         metric_writers.ensure_flushes(writer),
     ):
-        run = _Run(config, epath.Path(workdir), data, program, writer, manager)
+        run = _Run(**vars(setup), writer=writer, manager=manager)
         state, window, interrupted = run.start_or_go_on()
         parameter_overview.log_parameter_overview(state.params, include_stats='sharding')
         return _train(run, state, window, stop, interrupted)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Run:
+class _Run(Setup):
     """What the loop works with, and what it does now and then."""
 
-    config: ml_collections.ConfigDict
-    workdir: epath.Path
-    data: TrainingData
-    program: Program
     writer: metric_writers.MetricWriter
     manager: ocp.CheckpointManager
 

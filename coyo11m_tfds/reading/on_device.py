@@ -62,9 +62,7 @@ def to_device(
             pending.append(thread.submit(next, arriving, None))
             yield batch
     finally:
-        for future in pending:
-            future.cancel()
-        thread.shutdown(wait=False)
+        thread.shutdown(wait=False, cancel_futures=True)
 
 
 def _send(batch: Mapping[str, np.ndarray], sharding: jax.sharding.Sharding) -> dict[str, jax.Array]:

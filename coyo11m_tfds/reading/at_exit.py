@@ -1,0 +1,43 @@
+"""Ends all iterators of tf.data before the interpreter ends, so that a program can end at all.
+
+    from coyo11m_tfds.reading import at_exit
+    at_exit.register()   # once is enough
+
+An iterator that is alive when Python finalizes has threads that call Python functions. They wait
+for the interpreter's lock, which nobody gives away any more, while the iterator's destructor waits
+for them: the program hangs, or aborts. `input_pipeline` registers this when it is imported; it
+then holds for every iterator of the program.
+"""
+
+import atexit
+import functools
+import gc
+import sys
+
+from tensorflow.python.data.ops import iterator_ops
+from tensorflow.python.ops import gen_dataset_ops
+
+
+@functools.cache
+def register() -> None:
+    """Has the living iterators ended when the program ends, however it does."""
+    atexit.register(end_iterators)
+    show = sys.excepthook
+
+    def end_and_show(*error) -> None:
+        # What other reads have to say, as they end, comes before the error and not after it.
+        end_iterators()
+        show(*error)
+
+    sys.excepthook = end_and_show
+
+
+def end_iterators() -> None:
+    """Ends what is behind every iterator, and waits until its threads have ended."""
+    # By exact type: asking for more would run code of objects that are nobody's business here.
+    living = [thing for thing in gc.get_objects() if type(thing) is iterator_ops.OwnedIterator]
+    for iterator in living:
+        # References to an iterator's resource are in places that nobody can clear, such as the
+        # frames of an error. So the resource stays, and what it holds is replaced by nothing.
+        nothing = iterator._dataset.take(0)
+        gen_dataset_ops.make_iterator(nothing._variant_tensor, iterator._iterator_resource)

@@ -1,0 +1,42 @@
+"""A program that reads a data set and ends in one of many ways, as programs of users do.
+
+    python -m tests.reading.ended_reader loop PATH
+
+`loop` reads until a record cannot be read, `to_device` the same on the devices; `raise`, `exit` and
+`return` end after a batch, with two living iterators.
+"""
+
+import sys
+
+import jax
+
+import input_pipeline
+
+SETTINGS = {'batch_size': 32, 'seed': 5, 'chunk': 32, 'lanes': 4, 'window': 64}
+
+kept = []  # as a notebook or a global variable keeps what it has made
+
+
+def main(how: str, path: str) -> None:
+    """Reads and ends."""
+    batches = input_pipeline.train_dataset(path, features=('key', 'latents'), **SETTINGS)
+    if how == 'to_device':
+        mesh = jax.make_mesh((1,), ('data',), devices=jax.devices()[:1])
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))
+        for _ in input_pipeline.to_device(batches, sharding):
+            pass
+    kept.append(batches.as_numpy_iterator())
+    if how == 'loop':
+        for _ in kept[0]:
+            pass
+    kept.append(iter(batches))
+    for iterator in kept:
+        next(iterator)
+    if how == 'raise':
+        raise RuntimeError('the step has failed')
+    if how == 'exit':
+        sys.exit('leaving')
+
+
+if __name__ == '__main__':
+    main(*sys.argv[1:])

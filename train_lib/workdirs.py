@@ -1,0 +1,75 @@
+"""The folder of a run, local or `gs://`: its absolute path, and whether it will do.
+
+    workdirs.check_writable('gs://bucket/runs/a')   # in seconds; an OSError of one line
+
+To be asked first of all: TensorFlow, which writes logs and pictures, asks for a bucket that does
+not exist again and again without a word. Nothing here imports TensorFlow.
+"""
+
+import contextlib
+import os
+import pathlib
+import uuid
+from collections.abc import Iterator
+
+from etils import epath
+
+from coyo11m_tfds.storage import retry, source_files
+
+
+def absolute(folder: epath.PathLike) -> epath.Path:
+    """The absolute path; a URL is one."""
+    path = epath.Path(folder)
+    # `epath` puts the current folder even before gs://.
+    return path if source_files.is_remote(os.fspath(path)) else path.absolute()
+
+
+def check_writable(folder: epath.PathLike) -> None:
+    """Checks that files can be made in a folder, which need not exist yet, and removed from it.
+
+    Raises:
+        PermissionError: this user may not.
+        OSError: a bucket that does not exist, a file in the place of a folder, or no connection.
+        ValueError: a URL of another kind.
+    """
+    text = os.fspath(folder)
+    if not source_files.is_remote(text):
+        _check_local(pathlib.Path(text).absolute())
+        return
+    probe = f'{text.rstrip("/")}/.writable_{uuid.uuid4().hex}'
+    with _plain_errors(text):
+        retry.call(lambda: source_files.gcs().pipe_file(probe, b'x'), f'writing to {text}')
+        retry.call(lambda: source_files.gcs().rm_file(probe), f'deleting from {text}')
+
+
+def check_readable(folder: epath.PathLike) -> None:
+    """Checks that a folder exists and can be listed; raises as `check_writable`."""
+    text = os.fspath(folder)
+    if not source_files.is_remote(text):
+        os.scandir(text).close()
+        return
+    with _plain_errors(text):
+        retry.call(lambda: source_files.gcs().info(text), f'looking for {text}')
+
+
+def _check_local(folder: pathlib.Path) -> None:
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(f'{folder}: {there} is a file; name another folder.')
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(f'{folder}: {there} cannot be written to by this user.')
+
+
+@contextlib.contextmanager
+def _plain_errors(url: str) -> Iterator[None]:
+    """Names the URL in what gcsfs raises without it."""
+    if not url.startswith('gs://'):
+        raise ValueError(f'{url}: expected a local folder or gs://bucket/folder.')
+    from gcsfs.retry import HttpError
+
+    try:
+        yield
+    except FileNotFoundError:
+        raise FileNotFoundError(f'{url}: there is no such bucket or folder.') from None
+    except HttpError as error:
+        raise OSError(f'{url}: {error}') from error
