@@ -33,6 +33,8 @@ _RATIOS = (
     ('builder', SHARD_WRITERS, 'One process to MosaicML, WebDataset and litdata (4 is wanted)'),
     ('builder', RANDOM_ACCESS_WRITERS, 'One process to HF datasets and ArrayRecord'),
     ('builder2', ('cp',), 'Two processes to `cp` (0.5 is wanted)'),
+    ('builder', ('unchecked',), 'One process to itself without checks (0.9 is wanted)'),
+    ('builder2', ('unchecked2',), 'Two processes to themselves without checks (0.9 is wanted)'),
 )
 
 

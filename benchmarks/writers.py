@@ -80,14 +80,20 @@ def samples(
             yield key, row, captions[key]
 
 
-def _builder(num_workers: int, source: pathlib.Path, out: pathlib.Path, marks: Marks) -> None:
+def _builder(
+    num_workers: int, check_crc: bool, source: pathlib.Path, out: pathlib.Path, marks: Marks
+) -> None:
     # The builder imports `building` when it builds.
     from coyo11m_tfds import building, shard_pool  # noqa: F401
     from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
 
     marks.mark('imported')
     config = Coyo11mConfig(
-        name='benchmark', source=str(source), shard_bytes=SHARD_BYTES, num_workers=num_workers
+        name='benchmark',
+        source=str(source),
+        shard_bytes=SHARD_BYTES,
+        num_workers=num_workers,
+        check_crc=check_crc,
     )
     # The only way to learn, from outside, when a worker is ready and begins.
     marked = functools.partial(_marked_write_shard, marks, shard_pool.write_shard)
@@ -238,8 +244,14 @@ _NUMPY = ('numpy', 'numpy')  # for what needs nothing of its own
 _HERE = ('coyo11m_tfds', 'coyo11m_tfds')
 
 WRITERS = {
-    'builder': Writer('this builder, 1 process', functools.partial(_builder, 1), *_HERE),
-    'builder2': Writer('this builder, 2 processes', functools.partial(_builder, 2), *_HERE),
+    'builder': Writer('this builder, 1 process', functools.partial(_builder, 1, True), *_HERE),
+    'builder2': Writer('this builder, 2 processes', functools.partial(_builder, 2, True), *_HERE),
+    'unchecked': Writer(
+        'the same, 1 process, `check_crc=False`', functools.partial(_builder, 1, False), *_HERE
+    ),
+    'unchecked2': Writer(
+        'the same, 2 processes, `check_crc=False`', functools.partial(_builder, 2, False), *_HERE
+    ),
     'tfds': Writer(
         'TFDS `GeneratorBasedBuilder`',
         functools.partial(_tfds, False),
