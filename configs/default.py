@@ -18,6 +18,10 @@ def get_config() -> ml_collections.ConfigDict:
     config.num_steps = 400_000  # 9 to 13 epochs of 7.6 to 11.4 million samples
     config.ema_decay = 0.9999  # a step; the weights that evaluation and previews use
 
+    # A step whose loss or gradient is not finite is skipped: it changes nothing, but is counted.
+    config.max_skipped_in_a_row = 10  # more are no bad batch but weights that are beyond recovery
+    config.max_skipped = 100  # in all; more say that the data or the learning rate are wrong
+
     config.data = data = ml_collections.ConfigDict()
     data.dir = ''  # folder of the built data set: .../coyo11m_tfds/CONFIG/1.0.0
     data.chunk = 64  # records read at one offset, a multiple of 32: 1.7 MB repay a request to gs://

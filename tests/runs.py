@@ -84,7 +84,7 @@ def start(
 ) -> subprocess.Popen:
     """Starts a run as a process of its own; its output is text in a pipe."""
     return subprocess.Popen(
-        [*_command('train_lib.main'), *flags(data_dir, workdir, **changes)],
+        [*_command('train_lib.main'), *flags(data_dir, workdir, **changes), _ACCEPTED],
         cwd=REPO,
         env=os.environ | env,
         stdout=subprocess.PIPE,
@@ -120,7 +120,7 @@ def hosts(
     They find each other over loopback, and note the keys of every step in `workdir` (see
     `train_process.py`). One process is a run like any other.
     """
-    common = flags(data_dir, workdir, **changes)
+    common = [*flags(data_dir, workdir, **changes), _ACCEPTED]
     if processes > 1:
         common += [
             f'--coordinator_address=127.0.0.1:{_free_port()}',
@@ -149,11 +149,16 @@ def hosts(
             host.process.wait()
 
 
+# So that a run can be resumed for some more steps.
+_ACCEPTED = '--accept_changes=num_steps'
+
+
 def _command(module: str) -> list[str]:
     return [sys.executable, '-m', module]
 
 
 def flags(data_dir: os.PathLike, workdir: os.PathLike, **changes) -> list[str]:
+    """Flags that name a small run."""
     fields = SMALL | {'data.dir': data_dir} | changes
     fields = [f'--config.{name}={value}' for name, value in fields.items()]
     return ['--config=configs/default.py', f'--workdir={workdir}', *fields]

@@ -21,6 +21,10 @@ IDENTITY = {
 }
 
 
+def _describe(identity, **settings):
+    return checkpoint.Description(identity, settings)
+
+
 def _state(value):
     return {'kernel': jnp.full((3, 2), value, jnp.float32), 'step': jnp.int32(value)}
 
@@ -38,11 +42,12 @@ def _open(folder):
 
 
 def _save(manager, step, value):
-    checkpoint.save(manager, step, _state(value), _window(value), IDENTITY)
+    checkpoint.save(manager, step, _state(value), _window(value), _describe(IDENTITY))
 
 
 def _restore(manager, identity=IDENTITY):
-    return checkpoint.restore(manager, _abstract(_state(0)), _abstract(_window(0)), identity)
+    wanted = _abstract(_state(0)), _abstract(_window(0))
+    return checkpoint.restore(manager, *wanted, _describe(identity))
 
 
 def test_the_last_checkpoint_comes_back_bit_for_bit(tmp_path):
@@ -69,7 +74,7 @@ def test_a_step_is_saved_once(tmp_path):
 def test_what_was_not_done_is_known(tmp_path, interrupted):
     with _open(tmp_path) as manager:
         state, window = _state(1), _window(1)
-        checkpoint.save(manager, 1, state, window, IDENTITY, interrupted=interrupted)
+        checkpoint.save(manager, 1, state, window, _describe(IDENTITY), interrupted=interrupted)
     with _open(tmp_path) as manager:
         assert _restore(manager)[2] is interrupted
 
@@ -131,13 +136,42 @@ def test_identities_are_equal_or_every_difference_is_named(saved, current):
         for name in saved.keys() | current.keys()
         if name not in saved or name not in current or saved[name] != current[name]
     }
+
+    def check():
+        descriptions = _describe({'x': saved}), _describe({'x': current})
+        checkpoint.check_same(*descriptions, accept_changes=names, where='W')
+
     if not names:
-        checkpoint.check_identity({'x': saved}, {'x': current}, 'W')
+        check()
         return
     with pytest.raises(checkpoint.OtherRunError) as error:
-        checkpoint.check_identity({'x': saved}, {'x': current}, 'W')
+        check()
     for name in 'abc':
         assert (f'x.{name} was ' in str(error.value)) == (name in names)
+
+
+@settings(deadline=None)
+@given(_PLAIN, _PLAIN, st.sets(st.sampled_from('abc')))
+def test_settings_are_equal_or_accepted_or_every_other_one_is_named(saved, current, accepted):
+    names = {
+        name
+        for name in saved.keys() | current.keys()
+        if name not in saved or name not in current or saved[name] != current[name]
+    }
+
+    def check():
+        descriptions = _describe({}, **saved), _describe({}, **current)
+        checkpoint.check_same(*descriptions, accept_changes=accepted, where='W')
+
+    # Without settings nobody resumes: the state is only looked at.
+    if not current or names <= accepted:
+        check()
+        return
+    with pytest.raises(checkpoint.OtherRunError) as error:
+        check()
+    for name in 'abc':
+        assert (f'{name} was ' in str(error.value)) == (name in names - accepted)
+    assert f'--accept_changes={",".join(sorted(names))};' in str(error.value)
 
 
 _RESHARD = """
@@ -154,7 +188,8 @@ _RESHARD = """
 
     state = {'kernel': jnp.arange(2**16, dtype=jnp.float32).reshape(256, 256)}
     with checkpoint.open_manager(sys.argv[1], keep=1, writable=True) as manager:
-        checkpoint.save(manager, 1, placed(state, 1), {'loss': jnp.ones(())}, {})
+        checkpoint.save(manager, 1, placed(state, 1), {'loss': jnp.ones(())},
+                        checkpoint.Description({}))
         manager.wait_until_finished()
         wanted = abstract(placed(state, 4))
         restored = checkpoint.restore_state(manager, wanted, {})

@@ -181,8 +181,32 @@ def test_a_batch_without_any_sample_leaves_everything_as_it_is(trainer):
     after, update = train_step(current, _batch() | {'mask': np.zeros(8, bool)})
     assert after.step == current.step + 1
     jax.tree.map(np.testing.assert_array_equal, after.replace(step=current.step), current)
-    computed = update.compute()
-    assert (computed['loss'], computed['grad_norm']) == (0, 0)
+    assert np.isnan(update.compute()['loss'])  # the mean of nothing
+
+
+@pytest.mark.parametrize('bad', [np.nan, np.inf, 6e4])
+def test_a_step_that_is_not_finite_changes_nothing_but_counts(trainer, bad):
+    train_step, _, current = trainer
+    for _ in range(2):
+        current, _ = train_step(current, _batch())
+    batch = _batch()
+    # A latent that is large but finite makes a loss that is: only its gradient may overflow.
+    batch['latents'][3, 1, 0, 0] = bad
+    skips = not np.isfinite(bad)
+    expected = current
+    for in_a_row in (1, 2):
+        after, update = train_step(expected, batch)
+        if not skips:
+            assert (after.skipped, after.skipped_in_a_row) == (0, 0)
+            return
+        expected = expected.replace(
+            step=expected.step + 1, skipped=jnp.int32(in_a_row), skipped_in_a_row=after.skipped
+        )
+        jax.tree.map(np.testing.assert_array_equal, after, expected)
+        assert np.isnan(update.compute()['loss'])
+    after, update = train_step(after, _batch())
+    assert (after.skipped, after.skipped_in_a_row) == (2, 0)
+    assert np.isfinite(update.compute()['loss'])
 
 
 def test_the_evaluation_loss_does_not_depend_on_how_samples_are_batched(trainer):

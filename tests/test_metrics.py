@@ -13,7 +13,9 @@ from train_lib import metrics
 def _train(loss, learning_rate=0.0):
     values = (jnp.float32(x) for x in (loss, 2 * loss, learning_rate))
     return metrics.TrainMetrics.single_from_model_output(
-        **dict(zip(('loss', 'grad_norm', 'learning_rate'), values, strict=True))
+        **dict(zip(('loss', 'grad_norm', 'learning_rate'), values, strict=True)),
+        skipped_steps=jnp.int32(0),
+        skipped_in_a_row=jnp.int32(0),
     )
 
 
@@ -25,7 +27,13 @@ def test_training_metrics_average_over_steps_and_keep_the_last_learning_rate():
     assert computed['loss'] == 3.0
     assert computed['grad_norm'] == 6.0
     assert computed['learning_rate'] == np.float32(0.3)
-    assert set(computed) == {'loss', 'grad_norm', 'learning_rate'}
+    assert set(computed) == {
+        'loss',
+        'grad_norm',
+        'learning_rate',
+        'skipped_steps',
+        'skipped_in_a_row',
+    }
 
 
 def test_one_bad_step_shows_in_the_mean():
@@ -85,11 +93,38 @@ def test_the_training_loss_is_a_mean_over_the_samples_that_count(samples, first)
                 counts=counts[rows],
                 grad_norm=jnp.float32(1),
                 learning_rate=jnp.float32(0),
+                skipped_steps=jnp.int32(0),
+                skipped_in_a_row=jnp.int32(0),
             )
         )
-    expected = loss[counts].mean() if counts.any() else 0
+    expected = loss[counts].mean() if counts.any() else np.nan
     np.testing.assert_allclose(merged.compute()['loss'], expected, rtol=1e-5, atol=1e-6)
     assert merged.compute()['grad_norm'] == 1
+
+
+def test_a_step_that_is_not_finite_counts_in_no_mean():
+    merged = metrics.TrainMetrics.empty()
+    in_a_row = 0
+    for step, loss in enumerate((1.0, np.nan, np.inf, 3.0)):
+        finite = np.isfinite(loss)
+        in_a_row = 0 if finite else in_a_row + 1
+        update = metrics.TrainMetrics.single_from_model_output(
+            loss=jnp.full(2, loss),
+            counts=jnp.full(2, finite),
+            grad_norm=jnp.float32(loss),
+            finite=jnp.asarray(finite),
+            learning_rate=jnp.float32(step),
+            skipped_steps=jnp.int32(min(step, 2)),
+            skipped_in_a_row=jnp.int32(in_a_row),
+        )
+        merged = metrics.merge(merged, update)
+    assert jax.device_get(merged).compute() == {
+        'loss': 2,
+        'grad_norm': 2,
+        'learning_rate': 3,
+        'skipped_steps': 2,
+        'skipped_in_a_row': 2,
+    }
 
 
 def test_metrics_that_were_fetched_are_computed_without_the_device():

@@ -121,7 +121,8 @@ def test_what_is_due_when_sigterm_comes_is_done_by_the_run_that_goes_on(data_dir
     stopped = int(train.train_and_evaluate(config, tmp_path).step)
     stopper.join()
     assert ('eval_loss', stopped) not in losses(tmp_path)
-    train.train_and_evaluate(small_config(data_dir, **often, num_steps=stopped + 1), tmp_path)
+    config.num_steps = stopped + 1
+    train.train_and_evaluate(config, tmp_path, accept_changes=['num_steps'])
     evaluated = {step for tag, step in losses(tmp_path) if tag == 'eval_loss'}
     assert evaluated == set(range(1, stopped + 2))
     assert len(list((tmp_path / 'previews').glob('*.png'))) == stopped + 1
@@ -168,7 +169,7 @@ def test_an_interrupted_log_window_is_averaged_over_all_its_steps(
 ):
     for num_steps in (7, 10):
         config = small_config(data_dir, num_steps=num_steps, log_every=10, eval_every=0)
-        train.train_and_evaluate(config, tmp_path)
+        train.train_and_evaluate(config, tmp_path, accept_changes=['num_steps'])
     expected = np.mean([np.float32(uninterrupted['loss', step]) for step in range(1, 11)])
     np.testing.assert_allclose(losses(tmp_path)['loss', 10], expected, rtol=1e-6)
 
@@ -197,6 +198,36 @@ def test_another_data_set_batch_size_or_encoder_is_refused_by_name(data_dir, tmp
     assert 'data.' not in message
 
 
+def test_a_change_of_what_steps_compute_has_to_be_meant(data_dir, tmp_path, caplog):
+    first = {'num_steps': 3, 'checkpoint_every': 0, 'eval_every': 0}
+    train.train_and_evaluate(small_config(data_dir, **first), tmp_path)
+    longer = first | {'num_steps': 4, 'optimizer.learning_rate': 1e-4}
+
+    def resume(*accept_changes):
+        return train.train_and_evaluate(small_config(data_dir, **longer), tmp_path, accept_changes)
+
+    both = '--accept_changes=num_steps,optimizer.learning_rate'
+    with pytest.raises(checkpoint.OtherRunError) as error:
+        resume()
+    assert 'num_steps was 3 and is now 4; optimizer.learning_rate was 0.0002 and is ' in str(
+        error.value
+    )
+    assert both in str(error.value)
+    with pytest.raises(checkpoint.OtherRunError) as error:
+        resume('num_steps')
+    assert 'other settings: optimizer.learning_rate was 0.0002 and is now 0.0001. If' in str(
+        error.value
+    )
+    assert both in str(error.value)
+    with pytest.raises(ValueError, match='--accept_changes=batch_size: expected some'):
+        resume('num_steps', 'batch_size')
+
+    assert int(resume('num_steps', 'optimizer.learning_rate').step) == 4
+    assert 'optimizer.learning_rate was 0.0002 and is now 0.0001' in caplog.text
+    # The last checkpoint holds what it was trained with.
+    assert int(resume().step) == 4
+
+
 def test_the_command_ends_with_one_message(data_dir, compiled, tmp_path):
     short = {'num_steps': 2, 'eval_every': 0}
     train.train_and_evaluate(small_config(data_dir, **short), tmp_path)
@@ -210,26 +241,73 @@ def test_the_command_ends_with_one_message(data_dir, compiled, tmp_path):
 
 def test_a_run_that_diverges_ends_and_keeps_no_broken_checkpoint(data_dir, tmp_path):
     changes = {'optimizer.learning_rate': 1e30, 'optimizer.clip_norm': 1e30, 'num_steps': 20}
-    with pytest.raises(FloatingPointError, match='in the steps up to'):
-        train.train_and_evaluate(small_config(data_dir, **changes), tmp_path)
-    for step in saved_steps(tmp_path):
-        assert np.isfinite(losses(tmp_path)['loss', step])
+    config = small_config(data_dir, **changes, max_skipped_in_a_row=4, eval_every=0)
+    with pytest.raises(FloatingPointError, match=r'^5 steps in a row up to step \d+ had a loss or'):
+        train.train_and_evaluate(config, tmp_path)
+    last = max(step for tag, step in losses(tmp_path) if tag == 'loss')
+    assert max(saved_steps(tmp_path)) <= last + 4
+
+
+def with_nan(monkeypatch, steps):
+    """Makes the latents of some steps NaN."""
+    train_batches = data.TrainingData.train_batches
+
+    def spoilt(self, start_step):
+        for step, batch in enumerate(train_batches(self, start_step), start_step + 1):
+            if step in steps:
+                batch['latents'] = batch['latents'] * np.float16('nan')
+            yield batch
+
+    monkeypatch.setattr(data.TrainingData, 'train_batches', spoilt)
+
+
+def test_a_step_that_is_not_finite_is_passed_and_counted_also_over_a_resume(
+    data_dir, tmp_path, monkeypatch
+):
+    with_nan(monkeypatch, {4, 5, 8})
+    config = small_config(data_dir, num_steps=10, log_every=2, max_skipped=3, eval_every=0)
+    state = train.train_and_evaluate(config, tmp_path / 'whole')
+    assert (int(state.skipped), int(state.skipped_in_a_row)) == (3, 0)
+    skipped = {
+        step: value
+        for (tag, step), (value,) in read_scalars(tmp_path / 'whole').items()
+        if tag == 'skipped_steps'
+    }
+    assert skipped == {2: 0, 4: 1, 6: 2, 8: 3, 10: 3}
+    expected = losses(tmp_path / 'whole')
+    assert all(np.isfinite(loss) for loss in expected.values())
+
+    for num_steps in (5, 10):  # 5: inside of a window, after two that were skipped
+        config.num_steps = num_steps
+        train.train_and_evaluate(config, tmp_path / 'parts', accept_changes=['num_steps'])
+    assert losses(tmp_path / 'parts') == expected
+
+
+@pytest.mark.parametrize('limit', ['max_skipped_in_a_row', 'max_skipped'])
+def test_too_many_steps_that_are_not_finite_end_the_run(data_dir, tmp_path, monkeypatch, limit):
+    with_nan(monkeypatch, {4, 5, 6})
+    config = small_config(data_dir, num_steps=10, eval_every=0, **{limit: 2})
+    with pytest.raises(FloatingPointError, match=f'up to step 6 .* more than {limit}=2'):
+        train.train_and_evaluate(config, tmp_path)
+    assert max(saved_steps(tmp_path)) == 3
 
 
 @pytest.mark.parametrize(
     ('changes', 'message'),
     [
-        ({'data.dir': ''}, 'data.dir is empty'),
+        ({'data.dir': ''}, "data.dir='': expected the folder of a built data set"),
         ({'optimizer.warmup_steps': 30}, 'optimizer.warmup_steps=30'),
         ({'optimizer.schedule': 'step'}, "optimizer.schedule='step'"),
         ({'data.lanes': 3}, 'lanes=3 does not divide batch_size=8'),
-        ({'data.on_bad_records': 'ignore'}, "data.on_bad_records='ignore' is neither 'stop' nor"),
-        ({'data.device_prefetch': 0}, 'data.device_prefetch=0 must be at least 1'),
+        ({'data.on_bad_records': 'ignore'}, "='ignore': expected 'stop' or 'skip'"),
+        ({'data.device_prefetch': 0}, 'data.device_prefetch=0: expected at least 1'),
+        ({'preview_every': 4, 'preview.split': 'test'}, "preview.split='test': .* none in 'test'"),
         (
             {'data.ram_budget_gb': 0.001},
             '0.00 GB of data.ram_budget_gb=0.001 .* set data.ram_budget_gb to 0.1',
         ),
-        ({'model.name': 'S'}, "model name is 'S'"),
+        ({'model.name': 'S'}, "model.name='S': expected SIZE/PATCH"),
+        ({'model.name': 'S/5'}, 'latents of 32x32 cannot be cut into patches of 5x5: expected a'),
         ({'mesh.fsdp': 3}, 'mesh data=0 x fsdp=3'),
     ],
 )
@@ -257,7 +335,7 @@ def test_a_validation_split_that_will_be_needed_is_missed_at_once(data_dir, tmp_
     info = json.loads(path.read_text())
     info['splits'] = [split for split in info['splits'] if split['name'] != schema.VALIDATION]
     path.write_text(json.dumps(info))
-    with pytest.raises(ValueError, match='the validation split is empty'):
+    with pytest.raises(ValueError, match=r"eval_every=10: .* none in 'validation': build it"):
         train.train_and_evaluate(small_config(bare), tmp_path / 'run')
 
 

@@ -15,9 +15,14 @@ from train_lib import metrics, train_log
 ON_LINUX = sys.platform == 'linux'
 
 
-def _update(loss):
+def _update(loss, skipped=0, in_a_row=0):
     return metrics.TrainMetrics.single_from_model_output(
-        loss=jnp.float32(loss), grad_norm=jnp.float32(1), learning_rate=jnp.float32(0.1)
+        loss=jnp.float32(loss),
+        counts=jnp.asarray(np.isfinite(loss)),
+        grad_norm=jnp.float32(1),
+        learning_rate=jnp.float32(0.1),
+        skipped_steps=jnp.int32(skipped),
+        skipped_in_a_row=jnp.int32(in_a_row),
     )
 
 
@@ -36,13 +41,19 @@ def _make_log(every, read_counts=None):
     writer = _Notes()
     empty = metrics.TrainMetrics.empty()
     log = train_log.TrainLog(
-        writer, every=every, batch_size=1, empty=empty, read_counts=read_counts
+        writer,
+        every=every,
+        batch_size=1,
+        empty=empty,
+        max_skipped_in_a_row=2,
+        max_skipped=4,
+        read_counts=read_counts,
     )
     return log, writer
 
 
-def _losses(writer):
-    return {step: scalars['loss'] for step, scalars in writer.scalars.items()}
+def _losses(scalars):
+    return {step: written['loss'] for step, written in scalars.items()}
 
 
 def test_windows_end_at_multiples_and_are_averages():
@@ -50,11 +61,12 @@ def test_windows_end_at_multiples_and_are_averages():
     for step in range(1, 8):
         log.add(step, _update(step))
     # The window that ends at step 6 was fetched when step 7 had been started.
-    assert _losses(writer) == {3: 2.0, 6: 5.0}
+    assert _losses(writer.scalars) == {3: 2.0, 6: 5.0}
     expected = {
         'loss',
         'grad_norm',
         'learning_rate',
+        'skipped_steps',
         'examples_per_second',
         'data_wait_share',
         'host_memory_gb',
@@ -72,7 +84,7 @@ def test_a_window_goes_on_where_another_log_left_it():
     second.window = first.window
     second.add(4, _update(4))
     second.settle(4)
-    assert _losses(writer) == {4: 2.5}
+    assert _losses(writer.scalars) == {4: 2.5}
 
 
 def test_settling_twice_or_with_nothing_new_writes_nothing_new():
@@ -83,24 +95,42 @@ def test_settling_twice_or_with_nothing_new_writes_nothing_new():
         log.add(step, _update(step))
     log.settle(2)
     log.settle(2)
-    assert _losses(writer) == {2: 1.5}
+    assert _losses(writer.scalars) == {2: 1.5}
 
 
-@pytest.mark.parametrize('bad', [float('nan'), float('inf')])
-def test_a_loss_that_is_not_finite_ends_the_run(bad):
+def test_a_window_without_a_step_that_counts_has_no_mean():
+    log, writer = _make_log(every=1)
+    log.add(1, _update(float('nan'), skipped=1, in_a_row=1))
+    log.add(2, _update(3, skipped=1))
+    log.settle(2)
+    assert 'loss' not in writer.scalars[1]
+    assert _losses({2: writer.scalars[2]}) == {2: 3}
+    assert [writer.scalars[step]['skipped_steps'] for step in (1, 2)] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ('skipped', 'in_a_row', 'message'),
+    [
+        (3, 3, r'^3 steps in a row up to step 2 .* more than max_skipped_in_a_row=2'),
+        (5, 1, r'^5 steps up to step 2 .* more than max_skipped=4'),
+    ],
+)
+def test_too_many_skipped_steps_end_the_run(skipped, in_a_row, message):
     log, writer = _make_log(every=2)
-    log.add(1, _update(1))
-    log.add(2, _update(bad))
-    with pytest.raises(FloatingPointError, match=r'loss.*in the steps up to 2'):
+    log.add(1, _update(1, skipped, in_a_row))
+    log.add(2, _update(1, skipped))
+    with pytest.raises(FloatingPointError, match=message):
         log.add(3, _update(1))
     assert not writer.scalars
 
 
-def test_no_checkpoint_of_an_unfinished_window_that_is_not_finite():
+def test_no_checkpoint_after_too_many_skipped_steps_in_an_unfinished_window():
     log, _ = _make_log(every=100)
-    log.add(1, _update(float('nan')))
-    with pytest.raises(FloatingPointError, match='in the steps up to 1'):
-        log.settle(1)
+    log.add(1, _update(1, skipped=4, in_a_row=2))
+    log.settle(1)
+    log.add(2, _update(1, skipped=5, in_a_row=3))
+    with pytest.raises(FloatingPointError, match='3 steps in a row up to step 2'):
+        log.settle(2)
 
 
 class _Step:
@@ -164,11 +194,6 @@ def test_a_lap_without_steps_says_nothing():
     assert clock.lap(batch_size=10) == {}
     clock.step_started(jnp.zeros(()))
     assert clock.lap(batch_size=10) == {}
-
-
-def test_a_window_has_steps():
-    with pytest.raises(ValueError, match='log_every=0'):
-        _make_log(every=0)
 
 
 @dataclasses.dataclass

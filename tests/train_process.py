@@ -3,10 +3,12 @@
     python -m tests.train_process FOLDER --config=configs/demo.py --workdir=W
 
 Each process appends a line of JSON for each step to a file of its own in FOLDER: the step, the
-first row of the global batch that it holds, and the keys of its rows.
+first row of the global batch that it holds, and the keys of its rows. With `FAILING=1:5` in the
+environment, process 1 cannot read the batch of step 5.
 """
 
 import json
+import os
 import pathlib
 import runpy
 import sys
@@ -28,6 +30,8 @@ def main() -> None:
         name = f'keys_{jax.process_index()}_of_{jax.process_count()}.jsonl'
         with (folder / name).open('a', buffering=1) as file:
             for step, batch in enumerate(train_batches(self, start_step), start_step + 1):
+                if os.environ.get('FAILING') == f'{jax.process_index()}:{step}':
+                    raise OSError('the disk is gone')
                 rows = batch[schema.KEY].addressable_shards
                 first = min(shard.index[0].start or 0 for shard in rows)
                 keys = runs.own_keys(batch).tolist()

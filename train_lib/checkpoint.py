@@ -1,39 +1,53 @@
-"""Checkpoints that hold the state and the place in the data, and refuse to go on with other data.
+"""Checkpoints that hold the state and the place in the data, and refuse another run's.
 
     with checkpoint.open_manager(workdir, keep=3, writable=True) as manager:
-        restored = checkpoint.restore(manager, abstract_state, abstract_window, identity)
+        restored = checkpoint.restore(manager, abstract_state, abstract_window, description)
         state, window, interrupted = restored or fresh_start()
-        checkpoint.save(manager, step, state, window, identity)
+        checkpoint.save(manager, step, state, window, description)
 
-`state` is a `TrainState`; `window` are the metrics of an unfinished log window. `identity` is a
-nested dict of plain values that says what the run is: the data set, the order of its samples, the
-text encoder, the model. The order of the data is a function of the step, so the step is all that
-has to be kept of the place in it.
+`state` is a `TrainState`; `window` are the metrics of an unfinished log window. `description` says
+what the run is and how it is set, see `Description`. The order of the data is a function of the
+step, so the step is all that has to be kept of the place in it.
 
 Orbax writes a checkpoint under a temporary name and renames it when it is complete: a process
 killed while it saves leaves the former checkpoint as the latest.
 """
 
+import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
-from train_lib import workdirs
+from train_lib import settings, workdirs
 
 FOLDER = 'checkpoints'
 
 _STATE = 'state'
 _WINDOW = 'window'
-_RUN = 'run'  # JSON: the identity, and:
+_RUN = 'run'  # JSON: the fields of the description, and:
 _INTERRUPTED = 'interrupted'
 
 
 class OtherRunError(ValueError):
-    """A checkpoint belongs to a run with other data, another order or another model."""
+    """A checkpoint belongs to a run with other data, another order, model or settings."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """What a run is, in plain values: a resumed run is compared with what its checkpoint says.
+
+    Attributes:
+        identity: what no run can change: the data set, the order of its samples, the text encoder,
+            the model. May be nested.
+        settings: what it may, if that is meant; names of fields with their values.
+    """
+
+    identity: Mapping[str, Any]
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def open_manager(
@@ -63,7 +77,7 @@ def save(
     step: int,
     state: Any,
     window: Any,
-    identity: Mapping,
+    description: Description,
     *,
     interrupted: bool = False,
 ) -> None:
@@ -75,7 +89,7 @@ def save(
         manager: from `open_manager`, writable.
         step: that the state has reached.
         state, window: pytrees of arrays.
-        identity: plain values that say which run this is.
+        description: of this run.
         interrupted: what was due after this step has not been done.
     """
     if manager.latest_step() == step:
@@ -83,92 +97,104 @@ def save(
     items = {
         _STATE: ocp.args.StandardSave(state),
         _WINDOW: ocp.args.StandardSave(window),
-        _RUN: ocp.args.JsonSave({'identity': identity, _INTERRUPTED: interrupted}),
+        _RUN: ocp.args.JsonSave(dataclasses.asdict(description) | {_INTERRUPTED: interrupted}),
     }
     manager.save(step, args=ocp.args.Composite(**items))
 
 
 def restore(
-    manager: ocp.CheckpointManager, abstract_state: Any, abstract_window: Any, identity: Mapping
+    manager: ocp.CheckpointManager,
+    abstract_state: Any,
+    abstract_window: Any,
+    description: Description,
+    accept_changes: Collection[str] = (),
 ) -> tuple[Any, Any, bool] | None:
-    """Restores the last complete checkpoint, to go on with the run.
+    """Restores the last complete checkpoint, to resume the run.
 
     Args:
         manager: from `open_manager`.
         abstract_state: a pytree of `jax.ShapeDtypeStruct` with the shardings that are wanted,
             which need not be those that were saved.
         abstract_window: the same for the metrics.
-        identity: of this run.
+        description: of this run.
+        accept_changes: names of settings that may differ from those of the checkpoint. The next
+            one holds the new values.
 
     Returns:
         `(state, window, interrupted)`, or None where there is no checkpoint.
 
     Raises:
-        OtherRunError: the checkpoint is of a run with another identity.
+        OtherRunError: the checkpoint is of a run with another identity, or with other settings that
+            are not accepted.
     """
     items = {_STATE: abstract_state, _WINDOW: abstract_window}
-    restored = _restore(manager, items, identity)
+    restored = _restore(manager, items, description, accept_changes)
     return restored and (restored[_STATE], restored[_WINDOW], restored[_RUN][_INTERRUPTED])
 
 
 def restore_state(
     manager: ocp.CheckpointManager, abstract_state: Any, identity: Mapping
 ) -> Any | None:
-    """Restores the state alone, to use what was trained; arguments and errors as in `restore`."""
-    restored = _restore(manager, {_STATE: abstract_state}, identity)
+    """Restores the state alone, to use what was trained, however it was set; else as `restore`."""
+    restored = _restore(manager, {_STATE: abstract_state}, Description(identity))
     return restored and restored[_STATE]
 
 
 def _restore(
-    manager: ocp.CheckpointManager, abstract: Mapping[str, Any], identity: Mapping
+    manager: ocp.CheckpointManager,
+    abstract: Mapping[str, Any],
+    description: Description,
+    accept_changes: Collection[str] = (),
 ) -> Mapping[str, Any] | None:
     step = manager.latest_step()
     if step is None:
         return None
     run = manager.restore(step, args=ocp.args.Composite(**{_RUN: ocp.args.JsonRestore()}))[_RUN]
-    check_identity(run['identity'], identity, where=str(manager.directory / str(step)))
+    saved = Description(run['identity'], run.get('settings', {}))
+    check_same(saved, description, accept_changes, where=str(manager.directory / str(step)))
     items = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
     restored = manager.restore(step, args=ocp.args.Composite(**items))
     logging.info('Restored step %d from %s.', step, manager.directory)
     return dict(restored.items()) | {_RUN: run}
 
 
-def check_identity(saved: Mapping, current: Mapping, where: str) -> None:
-    """Compares two identities, field by field.
+def check_same(
+    saved: Description, current: Description, accept_changes: Collection[str], where: str
+) -> None:
+    """Compares two descriptions, field by field; the settings only if the current one has any.
 
     Args:
         saved: of the checkpoint.
         current: of this run.
+        accept_changes: settings that may differ; those that do are told in the log.
         where: the checkpoint's path, for the message.
 
     Raises:
         OtherRunError: names every field that differs with both of its values, and the way out.
     """
-    before, now = _flatten(_as_json(saved)), _flatten(_as_json(current))
+    if other := _differences(saved.identity, current.identity):
+        raise OtherRunError(
+            f'{where} belongs to another run: {"; ".join(other.values())}. '
+            'To resume it set this back; to start afresh use another --workdir.'
+        )
+    changed = _differences(saved.settings, current.settings) if current.settings else {}
+    if unasked := changed.keys() - set(accept_changes):
+        raise OtherRunError(
+            f'{where} was trained with other settings: '
+            f'{"; ".join(changed[name] for name in sorted(unasked))}. If that is meant, add '
+            f'--accept_changes={",".join(changed)}; if not, set this back.'
+        )
+    for text in changed.values():
+        logging.warning('A change that is accepted: %s.', text)
+
+
+def _differences(saved: Mapping, current: Mapping) -> dict[str, str]:
+    """Names of fields that differ, to what they were and are."""
+    # As JSON, because that makes lists of tuples, and so on.
+    before, now = (settings.flatten(json.loads(json.dumps(x))) for x in (saved, current))
     missing = 'absent'
-    different = [
-        f'{name} was {before.get(name, missing)!r} and is now {now.get(name, missing)!r}'
+    return {
+        name: f'{name} was {before.get(name, missing)!r} and is now {now.get(name, missing)!r}'
         for name in sorted(before.keys() | now.keys())
         if before.get(name, missing) != now.get(name, missing)
-    ]
-    if different:
-        raise OtherRunError(
-            f'{where} belongs to another run: {"; ".join(different)}. '
-            'To go on with it set this back; to start afresh use another --workdir.'
-        )
-
-
-def _as_json(identity: Mapping) -> dict:
-    """What the identity looks like after it was saved and read: tuples as lists, and so on."""
-    return json.loads(json.dumps(identity))
-
-
-def _flatten(tree: Mapping, prefix: str = '') -> dict[str, Any]:
-    """Nested dicts to one: `{'data': {'seed': 0}}` to `{'data.seed': 0}`."""
-    flat = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f'{prefix}{key}.')
-        else:
-            flat[f'{prefix}{key}'] = value
-    return flat
+    }

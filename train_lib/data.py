@@ -21,8 +21,7 @@ from jax.sharding import Mesh
 import input_pipeline
 from coyo11m_tfds import dataset, schema
 from coyo11m_tfds.order import nearest_shares
-from coyo11m_tfds.reading import chunks
-from train_lib import flow, sharding
+from train_lib import flow, settings, sharding
 
 Batches = Iterator[dict[str, jax.Array]]
 
@@ -57,11 +56,11 @@ class TrainingData:
         """Opens the data set; reads its metadata and no records.
 
         Raises:
-            ValueError: there is no data set, it lacks text vectors or a validation split; or the
-                batch size, the lanes and the chunks do not fit it, each other or the devices; or
-                a setting is none that there is.
+            ValueError: a setting is out of its range; there is no data set, it lacks text vectors
+                or a split that is evaluated or drawn; or the batch size, the lanes and the chunks
+                do not fit it, each other or the devices.
         """
-        _check_config(config)
+        settings.check(config)
         self._mesh = mesh
         self._config = config
         self._builder = dataset.open_dataset(config.data.dir)
@@ -69,7 +68,10 @@ class TrainingData:
         self._check_shares(has_lanes=order is not None)
         if order is not None:
             logging.info('An epoch has about %d steps.', order.epoch(0).steps)
-        self._check_validation()
+        if config.eval_every:
+            self._check_split(schema.VALIDATION, f'eval_every={config.eval_every}')
+        if config.preview_every:
+            self._check_split(config.preview.split, f'preview.split={config.preview.split!r}')
         self._share = {
             'process_index': jax.process_index(),
             'process_count': jax.process_count(),
@@ -89,8 +91,7 @@ class TrainingData:
         channels, height, width = schema.LATENT_SHAPE
         self.latent_shape = height, width, channels
         self.identity = {
-            'data': input_pipeline.position_settings(self._builder, **self._order())
-            | {'caption_dropout': config.data.caption_dropout},
+            'data': input_pipeline.position_settings(self._builder, **self._order()),
             'text_encoder': {'name': stats.text_encoder, 'width': stats.text_dim},
             'model': {'name': config.model.name},
         }
@@ -185,17 +186,16 @@ class TrainingData:
             'a number of processes that divides its lanes, and of devices that divides its batch.'
         )
 
-    def _check_validation(self) -> None:
+    def _check_split(self, split: str, asked: str) -> None:
         splits = self._builder.info.splits
-        wanted = self._config.eval_every or self._config.preview_every
-        # Mocked data have records in every split and name none.
-        if not wanted or not splits:
+        # Mocked data have records in every split and name none; 'train[:50%]' is a part of 'train'.
+        if not splits or (split.partition('[')[0] in splits and splits[split].num_examples):
             return
-        if schema.VALIDATION not in splits or not splits[schema.VALIDATION].num_examples:
-            raise ValueError(
-                f'{self._config.data.dir}: the validation split is empty: build it with a larger '
-                'validation_fraction, or set eval_every=0 and preview_every=0'
-            )
+        there = [name for name, info in splits.items() if info.num_examples]
+        raise ValueError(
+            f'{asked}: {self._config.data.dir} has records in {there} and none in {split!r}: build '
+            'it with a larger validation_fraction, or set eval_every=0 and preview_every=0'
+        )
 
     def _order(self) -> dict[str, int]:
         """What the order of the training samples depends on."""
@@ -221,22 +221,3 @@ class TrainingData:
     def _to_device(self, batches: tf.data.Dataset) -> Batches:
         ahead = self._config.data.device_prefetch
         return input_pipeline.to_device(batches, sharding.batch(self._mesh), ahead=ahead)
-
-
-def _check_config(config: ml_collections.ConfigDict) -> None:
-    """What can be told before the data set is opened."""
-    if not config.data.dir:
-        raise ValueError(
-            'data.dir is empty: set --config.data.dir to the folder of a built data set, '
-            '.../coyo11m_tfds/CONFIG/1.0.0'
-        )
-    if config.data.on_bad_records not in (chunks.STOP, chunks.SKIP):
-        raise ValueError(
-            f'data.on_bad_records={config.data.on_bad_records!r} is neither {chunks.STOP!r} nor '
-            f'{chunks.SKIP!r}'
-        )
-    if config.data.device_prefetch < 1:
-        raise ValueError(
-            f'data.device_prefetch={config.data.device_prefetch} must be at least 1; 2 lets one '
-            'batch arrive while another is used'
-        )

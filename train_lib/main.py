@@ -21,6 +21,9 @@ from train_lib import process, workdirs
 FLAGS = flags.FLAGS
 
 flags.DEFINE_string('workdir', None, 'Folder for checkpoints, logs and previews; local or gs://.')
+flags.DEFINE_list(
+    'accept_changes', [], 'Fields that may differ from those of the checkpoint that is resumed.'
+)
 flags.DEFINE_string('coordinator_address', None, 'Address of process 0 and a free port on it.')
 flags.DEFINE_integer('process_count', None, 'How many processes train together.')
 flags.DEFINE_integer('process_index', None, 'Which of them this one is, from 0.')
@@ -44,21 +47,25 @@ def main(argv: list[str]) -> None:
         workdirs.check_writable(FLAGS.workdir)
         process_settings.apply(FLAGS.config.data.dir, FLAGS.config.data.chunk)
     # Only now, because TensorFlow, which it imports, looks at those settings when it starts.
-    from train_lib import checkpoint, train
+    from train_lib import checkpoint, failures, train
 
     process.prepare()
     if FLAGS.config.distributed or FLAGS.coordinator_address:
         jax.distributed.initialize(
-            FLAGS.coordinator_address, FLAGS.process_count, FLAGS.process_index
+            FLAGS.coordinator_address,
+            FLAGS.process_count,
+            FLAGS.process_index,
+            heartbeat_timeout_seconds=failures.HEARTBEAT_SECONDS,
         )
     logging.info('Process %d of %d.', jax.process_index(), jax.process_count())
     logging.info('Devices: %s', jax.local_devices())
     logging.info('Configuration:\n%s', FLAGS.config)
 
-    with process.errors_in_one_line():
-        setup = train.set_up(FLAGS.config, FLAGS.workdir)
-    with process.errors_in_one_line((checkpoint.OtherRunError, FloatingPointError)):
-        state = train.train(setup)
+    with failures.shared():
+        with process.errors_in_one_line():
+            setup = train.set_up(FLAGS.config, FLAGS.workdir, FLAGS.accept_changes)
+        with process.errors_in_one_line((checkpoint.OtherRunError, FloatingPointError)):
+            state = train.train(setup)
     if int(state.step) < FLAGS.config.num_steps:
         command = shlex.join([sys.executable, '-m', 'train_lib.main', *sys.argv[1:]])
         logging.info('Stopped at step %d. To go on:\n%s', state.step, command)

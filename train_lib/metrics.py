@@ -1,7 +1,7 @@
 """What a step measures, as clu collections: built inside the step, merged, computed when logged.
 
     update = TrainMetrics.single_from_model_output(
-        loss=losses, grad_norm=optax.tree.norm(grads), learning_rate=schedule(step))
+        loss=losses, counts=mask, grad_norm=optax.tree.norm(grads), finite=finite, ...)
     merged = metrics.merge(merged, update)
     scalars = jax.device_get(merged).compute()   # {'loss': ..., 'grad_norm': ..., ...}
 
@@ -23,31 +23,68 @@ merge = jax.jit(lambda merged, update: merged.merge(update))
 
 
 @flax.struct.dataclass
-class _MeanLoss(clu_metrics.Average):
-    """Mean over the samples that count; 0 where there is none, which is no sign of divergence."""
+class _Mean(clu_metrics.Average):
+    """Mean of what counts; NaN where nothing does."""
 
-    @classmethod
-    def from_model_output(
-        cls, *, loss: jax.Array, counts: jax.Array | None = None, **_
-    ) -> '_MeanLoss':
-        return super().from_model_output(loss, mask=counts)
+    def compute(self) -> np.ndarray:
+        # NumPy, because JAX would send what was fetched to the device again.
+        total, count = np.asarray(self.total), np.asarray(self.count)
+        return np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
 
-    def compute(self) -> jax.Array:
-        # NumPy's `maximum`: JAX's would send what was fetched to the device again.
-        return self.total / np.maximum(self.count, 1)
+
+def _mean_of(name: str, counts: str) -> type[_Mean]:
+    """Mean of an output over the rows that another one, bool and as long, lets count (or all)."""
+
+    @flax.struct.dataclass
+    class _MeanOf(_Mean):
+        @classmethod
+        def from_model_output(cls, **outputs: jax.Array) -> clu_metrics.Metric:
+            values, mask = jnp.atleast_1d(outputs[name]), outputs.get(counts)
+            return super().from_model_output(
+                values, mask=None if mask is None else jnp.atleast_1d(mask)
+            )
+
+    return _MeanOf
+
+
+def _most(name: str) -> type[clu_metrics.Metric]:
+    """The largest value of an output that is a count."""
+
+    @flax.struct.dataclass
+    class _Most(clu_metrics.Metric):
+        value: jax.Array
+
+        @classmethod
+        def empty(cls) -> clu_metrics.Metric:
+            return cls(value=jnp.zeros((), jnp.int32))
+
+        @classmethod
+        def from_model_output(cls, **outputs: jax.Array) -> clu_metrics.Metric:
+            return cls(value=outputs[name])
+
+        def merge(self, other: clu_metrics.Metric) -> clu_metrics.Metric:
+            return type(self)(value=jnp.maximum(self.value, other.value))
+
+        def compute(self) -> jax.Array:
+            return self.value
+
+    return _Most
 
 
 @flax.struct.dataclass
 class TrainMetrics(clu_metrics.Collection):
     """From one step: `loss` of every sample, `grad_norm` (before clipping) and `learning_rate`.
 
-    `counts` (bool, as long as `loss`) may leave out samples that could not be read. It is not
-    called `mask`, because clu would apply that to the other two as well.
+    `counts` (bool, as long as `loss`) leaves out samples that could not be read and those of a step
+    that is not `finite`. It is not called `mask`, because clu would apply that to everything.
+    `skipped_steps` and `skipped_in_a_row` are those of the state after the step; merged, the most.
     """
 
-    loss: _MeanLoss
-    grad_norm: clu_metrics.Average.from_output('grad_norm')
+    loss: _mean_of('loss', 'counts')
+    grad_norm: _mean_of('grad_norm', 'finite')
     learning_rate: clu_metrics.LastValue.from_output('learning_rate')
+    skipped_steps: _most('skipped_steps')
+    skipped_in_a_row: _most('skipped_in_a_row')
 
 
 def _time_bin(index: int) -> type[clu_metrics.Average]:

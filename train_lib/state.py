@@ -27,12 +27,17 @@ class TrainState:
         params: float32 weights.
         ema_params: exponential moving average of the weights; used to evaluate and to sample.
         opt_state: the optimizer's state.
+        skipped: int32 scalar, how many of the steps changed nothing, because their loss or gradient
+            was not finite.
+        skipped_in_a_row: int32 scalar, how many of the last steps.
     """
 
     step: jax.Array
     params: Any
     ema_params: Any
     opt_state: optax.OptState
+    skipped: jax.Array
+    skipped_in_a_row: jax.Array
 
 
 def make_schedule(
@@ -51,7 +56,7 @@ def make_schedule(
     """
     if not 0 <= warmup_steps < num_steps:
         raise ValueError(
-            f'optimizer.warmup_steps={warmup_steps} must be at least 0 and less than '
+            f'optimizer.warmup_steps={warmup_steps}: expected at least 0 and less than '
             f'num_steps={num_steps}'
         )
     warmup = optax.linear_schedule(0.0, learning_rate, warmup_steps)
@@ -103,6 +108,8 @@ def make_init(
             # A copy: a donated state must not hold one buffer twice.
             ema_params=jax.tree.map(jnp.copy, params),
             opt_state=tx.init(params),
+            skipped=jnp.zeros((), jnp.int32),
+            skipped_in_a_row=jnp.zeros((), jnp.int32),
         )
 
     return init

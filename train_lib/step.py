@@ -39,7 +39,9 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, TrainMetrics]]:
     """Returns the function that turns a state and a batch into the next state and metrics.
 
-    Noise and times depend on `(seed, state.step)` alone, so a resumed run repeats them exactly.
+    Noise and times depend on `(seed, state.step)` alone, so a resumed run repeats them exactly. A
+    step whose loss or gradient is not finite, or whose batch has no sample, changes nothing but its
+    count, and the former is counted as skipped.
 
     Args:
         model: called as `model(z, t, text, drop_text)`.
@@ -64,19 +66,34 @@ def make_train_step(
             losses = flow.squared_errors(velocity, x, noise, t)
             return _mean(losses, mask), losses
 
-        (_, losses), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
+        (loss, losses), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
+        grad_norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        # A batch without a sample has gradients of zero, which would still decay the weights and
+        # move them by the optimizer's momentum.
+        useful = finite if mask is None else finite & jnp.any(mask)
+
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         decay = _warm_decay(ema_decay, state.step)
         ema_params = optax.incremental_update(params, state.ema_params, 1 - decay)
+        after = state.replace(params=params, ema_params=ema_params, opt_state=opt_state)
+        after = jax.tree.map(lambda new, old: jnp.where(useful, new, old), after, state)
+        after = after.replace(
+            step=state.step + 1,
+            skipped=state.skipped + ~finite,
+            skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
+        )
         metrics = TrainMetrics.single_from_model_output(
             loss=losses,
-            counts=mask,
-            grad_norm=optax.tree.norm(grads),
+            counts=jnp.full(losses.shape, finite) if mask is None else finite & mask,
+            grad_norm=grad_norm,
+            finite=finite,
             learning_rate=jnp.asarray(schedule(state.step), jnp.float32),
+            skipped_steps=after.skipped,
+            skipped_in_a_row=after.skipped_in_a_row,
         )
-        after = TrainState(state.step + 1, params, ema_params, opt_state)
-        return _unless_empty(after, state, mask), metrics
+        return after, metrics
 
     return train_step
 
@@ -104,17 +121,6 @@ def _mean(losses: jax.Array, mask: jax.Array | None) -> jax.Array:
     if mask is None:
         return jnp.mean(losses)
     return jnp.sum(jnp.where(mask, losses, 0)) / jnp.maximum(jnp.sum(mask), 1)
-
-
-def _unless_empty(after: TrainState, before: TrainState, mask: jax.Array | None) -> TrainState:
-    """The state after a step; where the mask leaves no sample, that before with its step counted.
-
-    Gradients of zero would still decay the weights and move them by the optimizer's momentum.
-    """
-    if mask is None:
-        return after
-    before = before.replace(step=after.step)
-    return jax.tree.map(lambda new, old: jnp.where(jnp.any(mask), new, old), after, before)
 
 
 def _velocity(

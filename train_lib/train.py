@@ -8,6 +8,7 @@ last checkpoint and computes what it would have computed. SIGTERM makes it save 
 """
 
 import dataclasses
+from collections.abc import Collection
 
 import jax
 import ml_collections
@@ -17,7 +18,17 @@ from clu import metric_writers, parameter_overview, periodic_actions
 from etils import epath
 
 from coyo11m_tfds import preview
-from train_lib import checkpoint, evaluation, metrics, previews, sharding, signals, workdirs
+from train_lib import (
+    checkpoint,
+    evaluation,
+    failures,
+    metrics,
+    previews,
+    settings,
+    sharding,
+    signals,
+    workdirs,
+)
 from train_lib.data import TrainingData
 from train_lib.program import Program, make_program
 from train_lib.state import TrainState
@@ -27,9 +38,13 @@ from train_lib.train_log import TrainLog
 _PROFILE_AFTER = 10  # steps
 
 
-def train_and_evaluate(config: ml_collections.ConfigDict, workdir: epath.PathLike) -> TrainState:
-    """`train(set_up(config, workdir))`."""
-    return train(set_up(config, workdir))
+def train_and_evaluate(
+    config: ml_collections.ConfigDict,
+    workdir: epath.PathLike,
+    accept_changes: Collection[str] = (),
+) -> TrainState:
+    """`train(set_up(...))`."""
+    return train(set_up(config, workdir, accept_changes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,25 +55,35 @@ class Setup:
     workdir: epath.Path
     data: TrainingData
     program: Program
+    accept_changes: Collection[str]
 
 
-def set_up(config: ml_collections.ConfigDict, workdir: epath.PathLike) -> Setup:
+def set_up(
+    config: ml_collections.ConfigDict,
+    workdir: epath.PathLike,
+    accept_changes: Collection[str] = (),
+) -> Setup:
     """Checks all that a run needs before its first step.
 
     Args:
         config: see `configs/default.py`.
         workdir: local or `gs://` folder for checkpoints, TensorBoard logs and previews.
+        accept_changes: fields that may differ from those of the checkpoint that is resumed, some of
+            `settings.changeable`.
 
     Raises:
         ValueError: a setting is out of its range, or does not fit the devices or the data.
         OSError: `workdir` cannot be written to.
     """
     workdirs.check_writable(workdir)
+    settings.check_changeable(accept_changes, config)
     mesh = sharding.make_mesh(**config.mesh)
     data = TrainingData(config, mesh)
     data.check_memory()
+    if config.preview_every:
+        _ = data.preview_samples  # kept; what cannot be read is told now and not in some hours
     program = make_program(config, mesh, data.stats, latent_shape=data.latent_shape)
-    return Setup(config, workdirs.absolute(workdir), data, program)
+    return Setup(config, workdirs.absolute(workdir), data, program, accept_changes)
 
 
 def train(setup: Setup) -> TrainState:
@@ -76,6 +101,8 @@ def train(setup: Setup) -> TrainState:
     with (
         signals.StopRequest() as stop,
         checkpoint.open_manager(workdir, config.keep_checkpoints, writable=True) as manager,
+        # Inside of the manager, which would wait for the other processes.
+        failures.shared(),
         metric_writers.ensure_flushes(writer),
     ):
         run = _Run(**vars(setup), writer=writer, manager=manager)
@@ -91,6 +118,10 @@ class _Run(Setup):
     writer: metric_writers.MetricWriter
     manager: ocp.CheckpointManager
 
+    @property
+    def description(self) -> checkpoint.Description:
+        return checkpoint.Description(self.data.identity, settings.changeable(self.config))
+
     def start_or_go_on(self) -> tuple[TrainState, metrics.TrainMetrics, bool]:
         """The state, the metrics of an unfinished log window, and whether what is due was not."""
         no_metrics = self.program.no_metrics()
@@ -98,7 +129,8 @@ class _Run(Setup):
             self.manager,
             self.program.abstract_state,
             jax.tree.map(_abstract, no_metrics),
-            self.data.identity,
+            self.description,
+            self.accept_changes,
         )
         return restored or (self.program.init(), no_metrics, False)
 
@@ -109,6 +141,8 @@ class _Run(Setup):
             every=self.config.log_every,
             batch_size=self.config.batch_size,
             empty=self.program.no_metrics(),
+            max_skipped_in_a_row=self.config.max_skipped_in_a_row,
+            max_skipped=self.config.max_skipped,
             read_counts=self.data.read_counts,
         )
         log.window = window
@@ -118,7 +152,7 @@ class _Run(Setup):
         """Starts a checkpoint, after what was logged up to it is safe."""
         log.settle(step)
         checkpoint.save(
-            self.manager, step, state, log.window, self.data.identity, interrupted=interrupted
+            self.manager, step, state, log.window, self.description, interrupted=interrupted
         )
 
     def evaluate(self, step: int, state: TrainState) -> None:

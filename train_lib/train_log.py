@@ -8,7 +8,9 @@
         log.add(step, update)
     log.settle(step)
 
-Every report holds the metrics of the steps (`metrics.TrainMetrics`), and of this host:
+Every report holds the metrics of the steps (`metrics.TrainMetrics`); `loss` and `grad_norm` are
+left out where every step of the window was skipped, `skipped_steps` counts those of the whole run.
+And of this host:
 
     examples_per_second   samples of all hosts, evaluations and the like left out of the time
     data_wait_share       share of that time in which the device had nothing to do for lack of data
@@ -27,6 +29,7 @@ Neither TensorFlow nor torch is imported here.
 
 import concurrent.futures
 import contextlib
+import math
 import os
 import pathlib
 import time
@@ -34,7 +37,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import jax
-import numpy as np
 from clu import metric_writers
 
 from train_lib import metrics
@@ -141,26 +143,29 @@ class TrainLog:
         every: int,
         batch_size: int,
         empty: metrics.TrainMetrics,
+        max_skipped_in_a_row: int,
+        max_skipped: int,
         read_counts: Callable[[], ReadCounts] | None = None,
     ):
         """Starts with an empty window.
 
         Args:
             writer: gets the scalars.
-            every: steps of a window.
+            every: steps of a window, at least 1.
             batch_size: samples of a step, over all processes.
             empty: metrics of no step, on the devices where those of the steps are.
+            max_skipped_in_a_row, max_skipped: more steps that are not finite end the run, one after
+                the other or in all.
             read_counts: returns what this host has read for training, evaluations left out; None
                 where nothing counts it.
-
-        Raises:
-            ValueError: `every` is less than 1.
         """
-        if every < 1:
-            raise ValueError(f'log_every={every} must be at least 1')
         self.clock = StepClock(read_counts)
         self.window = empty
         self._empty = empty
+        self._limits = {
+            'skipped_in_a_row': ('max_skipped_in_a_row', max_skipped_in_a_row),
+            'skipped_steps': ('max_skipped', max_skipped),
+        }
         self._writer = writer
         self._every = every
         self._batch_size = batch_size
@@ -171,7 +176,7 @@ class TrainLog:
         """Adds a step that has just been started, and writes the window that ended before it.
 
         Raises:
-            FloatingPointError: a metric of that window is not finite.
+            FloatingPointError: too many steps up to the end of that window were skipped.
         """
         self._write_complete()
         self.window = metrics.merge(self.window, update)
@@ -184,15 +189,13 @@ class TrainLog:
         """Waits for all steps up to `step`, writes what is complete, and flushes the writer.
 
         Call it before a checkpoint: what precedes a checkpoint is not trained again, so its log
-        has to be safe, and a state that is no longer finite must not be kept.
+        has to be safe, and a run that is to end must not overwrite its checkpoints.
 
         Raises:
-            FloatingPointError: a metric is not finite, in the unfinished window included.
+            FloatingPointError: too many steps were skipped, in the unfinished window included.
         """
         self._write_complete()
-        window = jax.device_get(self.window)
-        if window.loss.count:
-            _check_finite(step, window.compute())
+        self._check_skipped(step, jax.device_get(self.window))
         self._writer.flush()
 
     def _write_complete(self) -> None:
@@ -200,10 +203,26 @@ class TrainLog:
             return
         step, window = self._complete
         self._complete = None
-        scalars = {name: float(x) for name, x in jax.device_get(window).compute().items()}
-        _check_finite(step, scalars)
+        window = jax.device_get(window)
+        self._check_skipped(step, window)
+        scalars = {name: float(x) for name, x in window.compute().items()}
+        del scalars['skipped_in_a_row']
+        # Where no step counted there is no mean.
+        scalars = {name: x for name, x in scalars.items() if not math.isnan(x)}
         scalars |= self.clock.lap(self._batch_size)
         self._writer.write_scalars(step, scalars | self._host_state())
+
+    def _check_skipped(self, step: int, window: metrics.TrainMetrics) -> None:
+        for name, (field, limit) in self._limits.items():
+            skipped = int(getattr(window, name).compute())
+            if skipped > limit:
+                in_a_row = ' in a row' if name == 'skipped_in_a_row' else ''
+                raise FloatingPointError(
+                    f'{skipped} steps{in_a_row} up to step {step} had a loss or a '
+                    f'gradient that was not finite, more than {field}={limit}: training '
+                    'has diverged. No checkpoint was written since; start again from an earlier '
+                    'one with a lower optimizer.learning_rate, or afresh with a longer warm-up.'
+                )
 
     def _host_state(self) -> dict[str, float]:
         """What is so at this moment."""
@@ -222,12 +241,3 @@ def _finished_at(result: Any) -> float:
     """When the arrays have been computed, or now if they were before."""
     jax.block_until_ready(result)
     return time.monotonic()
-
-
-def _check_finite(step: int, scalars: dict[str, float]) -> None:
-    bad = {name: float(x) for name, x in scalars.items() if not np.isfinite(x)}
-    if bad:
-        raise FloatingPointError(
-            f'{bad} in the steps up to {step}: training has diverged. No checkpoint was written '
-            'since; start again with a lower optimizer.learning_rate or a longer warm-up.'
-        )

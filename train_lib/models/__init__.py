@@ -33,7 +33,7 @@ def make(name: str, *, dtype: str = 'bfloat16', remat: bool = False) -> DiT:
     size, _, patch = name.partition('/')
     if size not in SIZES or not patch.isdigit() or int(patch) < 1:
         raise ValueError(
-            f'model name is {name!r}, expected SIZE/PATCH such as "S/2" '
+            f'model.name={name!r}: expected SIZE/PATCH such as "S/2" '
             f'with SIZE one of {", ".join(SIZES)}.'
         )
     return DiT(**SIZES[size], patch_size=int(patch), dtype=jnp.dtype(dtype), remat=remat)

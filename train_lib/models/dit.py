@@ -160,7 +160,10 @@ class DiT(nn.Module):
         _, height, width, channels = x.shape
         p = self.patch_size
         if height % p or width % p:
-            raise ValueError(f'latents of {height}x{width} cannot be cut into patches of {p}x{p}.')
+            raise ValueError(
+                f'latents of {height}x{width} cannot be cut into patches of {p}x{p}: expected a '
+                'model.name with another patch size'
+            )
         rows, columns = height // p, width // p
 
         condition = nn.silu(

@@ -1,0 +1,98 @@
+"""A process of a run on several hosts that fails takes the others with it, at once and by name.
+
+    jax.distributed.initialize(...)
+    with failures.shared():
+        train()
+
+Without it the others wait for minutes in a computation that needs all, and then abort. The first
+process that fails leaves its error with JAX's coordinator, where a thread of every other one looks
+for it. Processes that are waiting for each other cannot unwind: all end by `os._exit(1)`.
+"""
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+
+import jax
+from absl import logging
+from jax._src import distributed  # the store of the coordinator has no public name
+
+# Of `jax.distributed.initialize`: a process that is silent for so long has died without a word.
+HEARTBEAT_SECONDS = 40
+
+_FOLDER = 'coyo11m_tfds/failure/'
+_FIRST = f'{_FOLDER}first'
+_LOOK_SECONDS = 1.0
+_LAST_SECONDS = 15.0  # the coordinator waits so long for others to learn of a failure
+
+_ending = threading.Lock()  # never given back: one thread ends the process
+
+
+@contextlib.contextmanager
+def shared() -> Iterator[None]:
+    """Ends this process when another one fails here, and the others when this one does.
+
+    With a single process it does nothing. May be entered again inside of itself, where leaving it
+    by an error would wait for other processes.
+    """
+    if jax.process_count() == 1:
+        yield
+        return
+    over = threading.Event()
+    watcher = threading.Thread(target=_watch, args=(over,), name='failures', daemon=True)
+    watcher.start()
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, SystemExit) or error.code:
+            _tell(error)
+        raise
+    finally:
+        over.set()
+        watcher.join()
+
+
+def _watch(over: threading.Event) -> None:
+    client = distributed.global_state.client
+    while not over.wait(_LOOK_SECONDS):
+        # Not by waiting for the key: that could not be broken off.
+        failure = dict(client.key_value_dir_get(_FOLDER)).get(_FIRST)
+        if failure is not None:
+            _end(failure)
+
+
+def _tell(error: BaseException) -> None:
+    """Leaves the error with the coordinator, unless another process was first, and ends."""
+    if isinstance(error, SystemExit):
+        message = str(error.code).removeprefix('ERROR: ')
+    else:
+        traceback.print_exception(error)
+        message = f'{type(error).__name__}: {error}'
+    host = f'process {jax.process_index()} on {socket.gethostname()}'
+    client = distributed.global_state.client
+    failure = f'{host} has failed: {message}'
+    try:
+        client.key_value_set(_FIRST, failure)
+    except jax.errors.JaxRuntimeError:  # there is one
+        failure = client.key_value_try_get(_FIRST)
+    _end(failure)
+
+
+def _end(failure: str) -> None:
+    _ending.acquire()
+    client = distributed.global_state.client
+    logging.flush()
+    print(f'ERROR: {failure}', file=sys.stderr, flush=True)
+    client.key_value_set(f'{_FOLDER}known_to_{jax.process_index()}', '', allow_overwrite=True)
+    deadline = time.monotonic() + _LAST_SECONDS
+    # The coordinator lives in process 0, and the others abort when it is gone.
+    while jax.process_index() == 0 and time.monotonic() < deadline:
+        if len(client.key_value_dir_get(_FOLDER)) > jax.process_count():
+            break
+        time.sleep(0.1)
+    os._exit(1)

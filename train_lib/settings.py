@@ -1,0 +1,124 @@
+"""What the fields of a configuration may be, and which of them a resumed run compares.
+
+    settings.check(config)               # a ValueError that names field, value and what is expected
+    settings.changeable(config)          # {'optimizer.learning_rate': 2e-4, ...}
+
+Whether they fit the data and the devices is for those to say who know these. Optimizer
+and model check their own when they are made. Neither TensorFlow nor torch is imported here.
+"""
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import ml_collections
+
+
+class _Rule(NamedTuple):
+    expected: str
+    holds: Callable[[Any], bool]
+
+
+def _at_least(least: float) -> _Rule:
+    return _Rule(f'at least {least}', lambda x: least <= x < math.inf)
+
+
+def _above(bound: float) -> _Rule:
+    return _Rule(f'more than {bound}', lambda x: bound < x < math.inf)
+
+
+def _share(including_1: bool) -> _Rule:
+    if including_1:
+        return _Rule('from 0 to 1', lambda x: 0 <= x <= 1)
+    return _Rule('at least 0 and less than 1', lambda x: 0 <= x < 1)
+
+
+def _one_of(*values: str) -> _Rule:
+    return _Rule(' or '.join(map(repr, values)), lambda x: x in values)
+
+
+_FINITE = _Rule('a finite number', math.isfinite)
+
+_RULES = {
+    'seed': _Rule('from 0 to 2**31 - 1', lambda x: 0 <= x < 2**31),
+    'batch_size': _at_least(1),
+    'num_steps': _at_least(1),
+    'ema_decay': _share(including_1=False),
+    'max_skipped_in_a_row': _at_least(0),
+    'max_skipped': _at_least(0),
+    'data.dir': _Rule('the folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0', bool),
+    'data.caption_dropout': _share(including_1=True),
+    'data.on_bad_records': _one_of('stop', 'skip'),
+    'data.max_bad_fraction': _share(including_1=True),
+    'data.parallel_reads': _at_least(1),
+    'data.prefetch': _at_least(-1),  # -1: TensorFlow chooses
+    'data.device_prefetch': _Rule(
+        'at least 1; 2 lets one batch arrive while another is used', lambda x: x >= 1
+    ),
+    'data.private_threads': _at_least(0),
+    'data.ram_budget_gb': _at_least(0),
+    'model.dtype': _one_of('bfloat16', 'float16', 'float32'),
+    'optimizer.learning_rate': _above(0),
+    'optimizer.weight_decay': _at_least(0),
+    'optimizer.b1': _share(including_1=False),
+    'optimizer.b2': _share(including_1=False),
+    'optimizer.clip_norm': _above(0),
+    'flow.logit_mean': _FINITE,
+    'flow.logit_std': _above(0),
+    'preview.count': _at_least(1),
+    'preview.guidance': _FINITE,
+    'preview.num_steps': _at_least(1),
+    'log_every': _at_least(1),
+    'eval_every': _at_least(0),
+    'preview_every': _at_least(0),
+    'checkpoint_every': _at_least(0),
+    'keep_checkpoints': _at_least(1),
+    'profile_steps': _at_least(0),
+}
+
+# Fields that decide what a step computes and not which records it sees. What the latter depends on,
+# and the model, is in the identity of a run (`data.TrainingData`) and cannot be changed.
+_CHANGEABLE = ('num_steps', 'ema_decay', 'data.caption_dropout', 'model.dtype')
+_CHANGEABLE_GROUPS = ('optimizer', 'flow')
+
+
+def check(config: ml_collections.ConfigDict) -> None:
+    """Checks every field that can be judged by itself.
+
+    Raises:
+        ValueError: names the first that cannot be, its value and what is expected.
+    """
+    fields = flatten(config.to_dict())
+    for name, rule in _RULES.items():
+        if not rule.holds(fields[name]):
+            raise ValueError(f'{name}={fields[name]!r}: expected {rule.expected}')
+
+
+def changeable(config: ml_collections.ConfigDict) -> dict[str, Any]:
+    """Fields that a resumed run may have changed if that is meant, with their values."""
+    return {
+        name: value
+        for name, value in flatten(config.to_dict()).items()
+        if name in _CHANGEABLE or name.partition('.')[0] in _CHANGEABLE_GROUPS
+    }
+
+
+def check_changeable(names: Collection[str], config: ml_collections.ConfigDict) -> None:
+    """Raises a ValueError for a name that is none of a field that a resumed run may change."""
+    there = changeable(config)
+    unknown = [name for name in names if name not in there]
+    if unknown:
+        raise ValueError(
+            f'--accept_changes={",".join(unknown)}: expected some of {", ".join(sorted(there))}'
+        )
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
+    """Nested dicts to one: `{'data': {'seed': 0}}` to `{'data.seed': 0}`."""
+    flat = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f'{prefix}{key}.')
+        else:
+            flat[f'{prefix}{key}'] = value
+    return flat
