@@ -39,6 +39,7 @@ BAD = {
     'flow.logit_std': 0.0,
     'keep_checkpoints': 0,
     'log_every': 0,
+    'data.max_bad_fraction': 1.5,
     'max_skipped': -1,
     'max_skipped_in_a_row': -1,
     'model.dtype': 'int32',
