@@ -6,8 +6,10 @@ Hosts are real processes that find each other over loopback.
 import signal
 
 import pytest
+import tensorflow as tf
 
 from tests import runs
+from train_lib import failures
 
 SETTINGS = {'num_steps': 10_000, 'eval_every': 0, 'checkpoint_every': 3, 'batch_size': 8}
 HOSTS = {'processes': 2, 'devices': 1}
@@ -17,6 +19,21 @@ HOSTS = {'processes': 2, 'devices': 1}
 def env(tmp_path_factory):
     with runs.shared_compilations(tmp_path_factory.mktemp('compiled')) as env:
         yield env
+
+
+def test_the_summary_of_an_error_is_a_line_that_says_what_happened():
+    def fail(_):
+        raise ValueError('file.tfrecord: record 7 cannot be read')
+
+    def read(x):
+        return tf.numpy_function(fail, [x], tf.int64)
+
+    with pytest.raises(tf.errors.OpError) as error:
+        list(tf.data.Dataset.range(4).map(read, num_parallel_calls=2))
+    said = 'ValueError: file.tfrecord: record 7 cannot be read'
+    assert failures.summary(error.value) == said
+    assert failures.summary(ValueError('file.tfrecord: record 7 cannot be read')) == said
+    assert failures.summary(RuntimeError()) == 'RuntimeError: '
 
 
 @pytest.mark.parametrize('failing', [0, 1])

@@ -11,6 +11,7 @@ for it. Processes that are waiting for each other cannot unwind: all end by `os.
 
 import contextlib
 import os
+import re
 import socket
 import sys
 import threading
@@ -57,6 +58,13 @@ def shared() -> Iterator[None]:
         watcher.join()
 
 
+def summary(error: BaseException) -> str:
+    """One line. TensorFlow's errors quote those of Python functions with their whole traceback."""
+    lines = str(error).splitlines() or ['']
+    quoted = [line for line in lines[1:] if re.match(r'\w+Error: ', line)]
+    return quoted[-1] if quoted else f'{type(error).__name__}: {lines[0]}'
+
+
 def _watch(over: threading.Event) -> None:
     client = distributed.global_state.client
     while not over.wait(_LOOK_SECONDS):
@@ -72,7 +80,7 @@ def _tell(error: BaseException) -> None:
         message = str(error.code).removeprefix('ERROR: ')
     else:
         traceback.print_exception(error)
-        message = f'{type(error).__name__}: {error}'
+        message = summary(error)
     host = f'process {jax.process_index()} on {socket.gethostname()}'
     client = distributed.global_state.client
     failure = f'{host} has failed: {message}'
