@@ -21,6 +21,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.num_steps = 300_000
     config.data.lanes = 64  # 16 a host: 16 records of a batch each, as in the default
     config.model.name = 'L/2'
-    config.model.remat = True  # 16 GB a chip
+    config.model.remat = 'full'  # 16 GB a chip
     config.mesh.fsdp = 4  # the chips of a host
     return config

@@ -1,9 +1,9 @@
-"""TPU v5e-112 (28 hosts of 4 chips): XL/2, weights split over the chips of a host.
+"""TPU v5e-128 (32 hosts of 4 chips): XL/2, weights split over the chips of a host.
 
-    python -m train_lib.main --config=configs/tpu_v5e_112.py --workdir=gs://BUCKET/RUN \\
+    python -m train_lib.main --config=configs/tpu_v5e_128.py --workdir=gs://BUCKET/RUN \\
         --config.data.dir=gs://BUCKET/coyo11m_tfds/CONFIG/1.0.0
 
-On every host at once. 28 is no power of two, so neither are the lanes and the batch.
+On every host at once.
 """
 
 import ml_collections
@@ -15,9 +15,9 @@ def get_config() -> ml_collections.ConfigDict:
     """What differs from the default."""
     config = default.get_config()
     config.distributed = True
-    config.batch_size = 1792  # 16 a chip
-    config.data.lanes = 112  # 4 a host: 16 records of a batch each, as in the default
+    config.batch_size = 4096  # 32 a chip
+    config.data.lanes = 256  # 8 a host: 16 records of a batch each, as in the default
     config.model.name = 'XL/2'  # 0.68 billion weights, 13.5 GB with average, moments and gradient
-    config.model.remat = True  # 16 GB a chip
+    config.model.remat = 'full'  # 16 GB a chip
     config.mesh.fsdp = 4  # the chips of a host
     return config
