@@ -26,12 +26,12 @@ models.SIZES['test'] = {'width': 128, 'depth': 3, 'num_heads': 4}
 config = default.get_config()
 config.update_from_flattened_dict({
     'batch_size': 16, 'num_steps': 20, 'model.name': 'test/2', 'model.remat': 'full',
-    'optimizer.warmup_steps': 1, 'optimizer.learning_rate': 1e-2,
+    'optimizer.warmup_steps': 1, 'optimizer.learning_rate': 3e-2,
 })
 stats = flow.Stats(*(np.full(n, v, np.float32) for n, v in ((4, 0), (4, 1), (32, 0), (32, 1))))
 rng = np.random.default_rng(0)
 batch = {
-    'latents': rng.standard_normal((16, 4, 6, 10)).astype(np.float16),
+    'latents': 4 + rng.standard_normal((16, 4, 6, 10)).astype(np.float16),
     'text_embedding': rng.standard_normal((16, 32)).astype(np.float16),
     'key': np.zeros((16, 2), np.uint32),
 }
@@ -100,4 +100,4 @@ def test_fsdp_takes_the_memory_of_a_device_that_was_computed(steps):
     for mesh in steps.values():
         assert mesh['arguments'] == pytest.approx(mesh['computed'], rel=0.001)
     # All but small arrays are halved.
-    assert steps['4x2']['arguments'] < 0.55 * steps['8x1']['arguments']
+    assert steps['4x2']['arguments'] < 0.6 * steps['8x1']['arguments']
