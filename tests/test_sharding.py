@@ -1,6 +1,7 @@
 """Placement is a function of shapes: tables of what goes where."""
 
 import collections
+import dataclasses
 import os
 import random
 import subprocess
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from train_lib import sharding
+from train_lib import compile, sharding
 
 
 @pytest.mark.parametrize(
@@ -63,12 +64,17 @@ def test_a_mesh_that_does_not_fit_the_devices_is_refused(data, fsdp):
         sharding.make_mesh(data, fsdp, jax.devices()[:1])
 
 
+@dataclasses.dataclass(frozen=True)
+class _Chip:
+    id: int
+    coords: tuple[int, int, int]
+    process_index: int
+
+
 def _tpu_slice(columns, rows):
     """Stand-ins of the chips of a slice whose hosts have 2 x 2, shuffled; as on v5e and v6e."""
     chips = [
-        types.SimpleNamespace(
-            id=columns * y + x, coords=(x, y, 0), process_index=y // 2 * (columns // 2) + x // 2
-        )
+        _Chip(id=columns * y + x, coords=(x, y, 0), process_index=y // 2 * (columns // 2) + x // 2)
         for y in range(rows)
         for x in range(columns)
     ]
@@ -101,17 +107,14 @@ def test_on_a_slice_hosts_keep_their_rows_and_their_chips_make_a_ring(shape, fsd
 
 def test_stand_ins_are_as_the_chips_of_real_topologies():
     pytest.importorskip('libtpu')
-    from jax.experimental import topologies
 
     def facts(devices):
         return sorted((d.id, tuple(d.coords), d.process_index) for d in devices)
 
     for shape in ((4, 4), (8, 16), (16, 16)):
-        name = f'v5e:{shape[0]}x{shape[1]}'
-        real = topologies.get_topology_desc(platform='tpu', topology_name=name).devices
+        real = compile.slice_devices(f'v5e:{shape[0]}x{shape[1]}')
         assert facts(real) == facts(_tpu_slice(*shape))
-    two = topologies.get_topology_desc(platform='tpu', topology_name='v5e:4x4', num_slices=2)
-    mesh = sharding.make_mesh(-1, 4, two.devices)
+    mesh = sharding.make_mesh(-1, 4, compile.slice_devices('v5e:4x4', num_slices=2))
     assert [d.slice_index for d in mesh.devices.flat] == [0] * 16 + [1] * 16
     _assert_the_mesh_keeps_rows_and_links(mesh, hosts=8)
 

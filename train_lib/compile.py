@@ -11,10 +11,12 @@ needed. Topologies are such as `v5e:4x4`, `v5e:16x16`, `v6e:4x4`, `v5p:2x2x4` or
 """
 
 import collections
+import importlib.util
 import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -50,13 +52,10 @@ def analyze(
         Plain values, bytes, FLOPs and seconds, for one chip and one step.
 
     Raises:
-        ValueError: the topology has chips that `chips.CHIPS` does not know, or the configuration
-            does not fit the number of chips.
+        ValueError: libtpu is not installed or does not know the topology; `chips.CHIPS` does not
+            know its chips; or the configuration does not fit their number.
     """
-    more = {'num_slices': num_slices} if num_slices > 1 else {}
-    if topology.startswith('v4:'):
-        more['chip_config_name'] = 'megacore'  # one device a chip, as JAX has it on a real one
-    devices = topologies.get_topology_desc(platform='tpu', topology_name=topology, **more).devices
+    devices = slice_devices(topology, num_slices)
     chip = chips.CHIPS.get(devices[0].device_kind)
     if chip is None:
         raise ValueError(
@@ -97,7 +96,27 @@ def analyze(
             raise
         return report | {'fits': False, 'verdict': f'does not fit: {_first_sentence(error)}'}
     report |= _costs(compiled, mesh, model.turns)
-    return report | _judge(report, chip)
+    return report | judge(report, chip)
+
+
+def slice_devices(topology: str, num_slices: int = 1) -> Sequence[jax.Device]:
+    """The chips of a slice to compile for, whatever this machine has; see `analyze`."""
+    if importlib.util.find_spec('libtpu') is None:
+        raise ValueError("libtpu is not installed: pip install -c constraints.txt -e '.[tpu]'")
+    # Nothing is run: libtpu need not ask a cloud machine what it has, nor be alone with it.
+    os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
+    os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')
+    more = {'num_slices': num_slices} if num_slices > 1 else {}
+    if topology.startswith('v4:'):
+        more['chip_config_name'] = 'megacore'  # one device a chip, as JAX has it on a real one
+    try:
+        described = topologies.get_topology_desc(platform='tpu', topology_name=topology, **more)
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(
+            f'--topology={topology}: expected a name such as v5e:4x4, but libtpu says '
+            f'{str(error).splitlines()[0]}'
+        ) from error
+    return described.devices
 
 
 def _abstract_batch(batch_size: int, text_dim: int, mesh: jax.sharding.Mesh):
@@ -147,7 +166,8 @@ def _costs(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, turns: int) -
     }
 
 
-def _judge(report: Report, chip: chips.Chip) -> Report:
+def judge(report: Report, chip: chips.Chip) -> Report:
+    """Times at the chip's published rates, what limits, and the verdict in one sentence."""
     seconds = {
         'arithmetic': report['compiled_flops'] / chip.flops,
         'memory': report['memory_bytes'] / chip.memory_rate,
@@ -235,9 +255,7 @@ def main(argv: list[str]) -> None:
     """Prints the report; the exit status is 1 where the program does not fit."""
     if len(argv) > 1:
         raise app.UsageError(f'Unexpected arguments: {argv[1:]}')
-    # Keeps libtpu from asking a cloud machine's metadata server, and JAX from the devices here.
-    os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
-    jax.config.update('jax_platforms', 'cpu')
+    jax.config.update('jax_platforms', 'cpu')  # not the devices of this machine
     try:
         report = analyze(
             FLAGS.config, FLAGS.topology, text_dim=FLAGS.text_dim, num_slices=FLAGS.num_slices
