@@ -21,6 +21,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.num_steps = 200_000
     config.data.lanes = 256  # 8 a host: 16 records of a batch each, as in the default
     config.model.name = 'XL/2'  # 0.68 billion weights, 13.5 GB with average, moments and gradient
-    config.model.remat = 'full'  # as on v5e-16: to keep products costs more memory traffic than it saves
+    config.model.remat = 'full'  # to keep products costs more memory traffic than it saves
     config.mesh.fsdp = 4  # the chips of a host
     return config
