@@ -22,7 +22,6 @@ class Chip:
         memory_rate: bytes a second to and from it.
         link_rate: bytes a second that come in over all its links to other chips together. What
             moves along one axis of the mesh may find half of them or fewer on its way.
-        links: number of these links.
     """
 
     name: str
@@ -30,13 +29,12 @@ class Chip:
     memory: float
     memory_rate: float
     link_rate: float
-    links: int
 
 
 # By `device_kind` as JAX gives it.
 CHIPS = {
-    'TPU v4': Chip('v4', 275e12, 32e9, 1_200e9, 300e9, 6),
-    'TPU v5 lite': Chip('v5e', 197e12, 16e9, 819e9, 200e9, 4),
-    'TPU v5': Chip('v5p', 459e12, 95e9, 2_765e9, 600e9, 6),
-    'TPU v6 lite': Chip('v6e', 918e12, 32e9, 1_600e9, 400e9, 4),
+    'TPU v4': Chip('v4', 275e12, 32e9, 1_200e9, 300e9),
+    'TPU v5 lite': Chip('v5e', 197e12, 16e9, 819e9, 200e9),
+    'TPU v5': Chip('v5p', 459e12, 95e9, 2_765e9, 600e9),
+    'TPU v6 lite': Chip('v6e', 918e12, 32e9, 1_600e9, 400e9),
 }
