@@ -15,6 +15,7 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.seed = 0  # of weights, of noise and times, and of the order of the data
     config.batch_size = 256  # samples of one step, over all hosts
+    config.accumulate = 1  # parts that a batch is computed in, one after the other, to save memory
     config.num_steps = 400_000  # 9 to 13 epochs of 7.6 to 11.4 million samples
     config.ema_decay = 0.9999  # a step; the weights that evaluation and previews use
 
@@ -39,7 +40,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.model = model = ml_collections.ConfigDict()
     model.name = 'S/2'  # size and patch size: tiny, S, B, L or XL
     model.dtype = 'bfloat16'  # of the computation; weights are float32
-    model.remat = False  # recompute activations in the backward pass, to save memory
+    model.remat = 'none'  # computed again in the backward pass: none, all but dots, or full
+    model.attention = 'xla'  # or 'cudnn': fused, for NVIDIA GPUs
 
     config.optimizer = optimizer = ml_collections.ConfigDict()
     optimizer.learning_rate = 2e-4  # at the end of the warm-up

@@ -15,5 +15,5 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.name = 'B/2'
     # By XLA's own count (compiled for CPU) the whole batch on one device takes 15 GB so and
     # 134 GB otherwise, besides 2 GB of state.
-    config.model.remat = True
+    config.model.remat = 'full'
     return config

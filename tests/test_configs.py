@@ -15,7 +15,7 @@ from train_lib import flow, program, sharding
 NAMES = sorted(path.stem for path in (pathlib.Path(__file__).parents[1] / 'configs').glob('*.py'))
 
 # (hosts, chips a host) of the machines that the names promise.
-PODS = {'tpu_v5e_16': (4, 4), 'tpu_v5e_112': (28, 4), 'tpu_v5e_256': (64, 4)}
+PODS = {'tpu_v5e_16': (4, 4), 'tpu_v5e_128': (32, 4), 'tpu_v5e_256': (64, 4)}
 
 V5E_MEMORY = 16e9  # bytes a chip
 

@@ -1,12 +1,13 @@
 """The transformer: shapes, conditioning, and what it must be at the start."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from train_lib import models
-from train_lib.models import dit
+from train_lib.models import dense, dit
 
 
 def _inputs(batch=3, side=8, text_dim=16):
@@ -109,7 +110,18 @@ def test_dropped_text_is_ignored_and_only_there(small):
     np.testing.assert_array_equal(nothing_dropped, model.apply(variables, x, t, text, None))
 
 
-@pytest.mark.parametrize('option', [{'remat': True}, {'unroll': 2}])
+@pytest.mark.parametrize('remat', [True, False, 'True', 'offload'])
+def test_another_value_of_remat_is_refused_with_what_to_write_instead(remat):
+    with pytest.raises(ValueError, match=f'model.remat is {remat!r}.*"full".*"none"'):
+        models.make('S/2', remat=remat)
+
+
+def test_another_attention_is_refused():
+    with pytest.raises(ValueError, match="'flash', expected one of xla, cudnn"):
+        models.make('S/2', attention='flash')
+
+
+@pytest.mark.parametrize('option', [{'remat': 'dots'}, {'remat': 'full'}, {'unroll': 2}])
 def test_how_blocks_are_compiled_changes_nothing(small, option):
     model, variables, inputs = small
     other = dit.DiT(width=32, depth=2, num_heads=4, patch_size=2, dtype=jnp.float32, **option)
@@ -122,6 +134,59 @@ def test_how_blocks_are_compiled_changes_nothing(small, option):
         loss(model),
         loss(other),
     )
+
+
+def _saved_bytes(remat):
+    """Of what the forward pass keeps for the backward pass, of 2 blocks on 3 x 16 tokens."""
+    model = dit.DiT(width=32, depth=2, num_heads=4, patch_size=2, dtype=jnp.bfloat16, remat=remat)
+    inputs = _inputs()
+    params = jax.eval_shape(model.init, jax.random.key(0), *inputs, None)
+    _, backward = jax.eval_shape(lambda p: jax.vjp(lambda p: model.apply(p, *inputs), p), params)
+    # Of the scanned blocks, less the weights, which are there whatever is kept.
+    return sum(
+        np.prod(leaf.shape) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(backward)
+        if leaf.shape[:3] == (2, 3, 16)
+    )
+
+
+def test_remat_keeps_nothing_or_the_products_with_weights_or_all():
+    block_input = 2 * 3 * 16 * 32 * 2  # blocks, samples, tokens, width, bytes
+    none, dots, full = map(_saved_bytes, ('none', 'dots', 'full'))
+    assert full == block_input
+    assert dots == (1 + 3 + 1 + 4 + 1) * block_input  # qkv, out, mlp_1, mlp_2
+    assert none > 1.5 * dots
+
+
+def _matmul_flops(model, inputs):
+    """By XLA's own count, elementwise operations among them."""
+    variables = jax.eval_shape(model.init, jax.random.key(0), *inputs, None)
+    compiled = jax.jit(model.apply).lower(variables, *inputs).compile()
+    return compiled.cost_analysis()['flops']
+
+
+def test_flops_are_those_of_the_products():
+    # Without a loop, which XLA would count once; wide, for few elementwise operations beside.
+    model = dit.DiT(width=256, depth=2, num_heads=4, patch_size=2, dtype=jnp.float32, unroll=2)
+    inputs = _inputs(batch=4, side=16, text_dim=48)
+    assert model.flops((16, 16, 4), 48) == pytest.approx(_matmul_flops(model, inputs) / 4, rel=0.02)
+
+
+def test_gradients_of_kernels_are_float32_before_devices_add_them_up():
+    x = jax.random.normal(jax.random.key(0), (2, 5, 8), jnp.bfloat16)
+    layer = dense.Dense(4, dtype=jnp.bfloat16)
+    variables = layer.init(jax.random.key(1), x)
+
+    def gradient(layer):
+        return jax.grad(lambda v: jnp.sum(layer.apply(v, x) ** 2))(variables)['params']['kernel']
+
+    plain = nn.Dense(4, dtype=jnp.bfloat16)
+    np.testing.assert_array_equal(layer.apply(variables, x), plain.apply(variables, x))
+    own, rounded = gradient(layer), gradient(plain)
+    assert own.dtype == jnp.float32
+    np.testing.assert_allclose(own, rounded, rtol=2**-7)
+    np.testing.assert_array_equal(rounded, rounded.astype(jnp.bfloat16))
+    assert np.any(own != own.astype(jnp.bfloat16))
 
 
 def test_latents_that_no_patch_divides_are_refused(small):

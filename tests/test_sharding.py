@@ -1,11 +1,15 @@
 """Placement is a function of shapes: tables of what goes where."""
 
+import collections
+import dataclasses
 import os
 import pathlib
+import random
 import socket
 import subprocess
 import sys
 import textwrap
+import types
 
 import jax
 import numpy as np
@@ -14,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from train_lib import sharding
+from train_lib import compile, sharding
 
 
 @pytest.mark.parametrize(
@@ -60,6 +64,76 @@ def test_partition_spec_splits_one_dimension_evenly_or_none(shape, fsdp):
 def test_a_mesh_that_does_not_fit_the_devices_is_refused(data, fsdp):
     with pytest.raises(ValueError, match=rf'data=.* x fsdp={fsdp} does not make the 1 devices'):
         sharding.make_mesh(data, fsdp, jax.devices()[:1])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chip:
+    id: int
+    coords: tuple[int, int, int]
+    process_index: int
+
+
+def _tpu_slice(columns, rows):
+    """Stand-ins of the chips of a slice whose hosts have 2 x 2, shuffled; as on v5e and v6e."""
+    chips = [
+        _Chip(id=columns * y + x, coords=(x, y, 0), process_index=y // 2 * (columns // 2) + x // 2)
+        for y in range(rows)
+        for x in range(columns)
+    ]
+    return random.Random(0).sample(chips, len(chips))
+
+
+def _assert_the_mesh_keeps_rows_and_links(mesh, hosts):
+    devices = list(mesh.devices.flat)
+    # Rows are split over the mesh in this order: process p has to have the p-th part.
+    assert [d.process_index for d in devices] == sorted(d.process_index for d in devices)
+    places = collections.defaultdict(list)
+    for device in devices:
+        places[device.process_index].append(device.coords)
+    assert len(places) == hosts
+    for coords in places.values():
+        ring = zip(coords, coords[1:] + coords[:1], strict=True)
+        assert all(sum(map(abs, np.subtract(a, b))) == 1 for a, b in ring)  # one link apart
+        own = np.subtract(coords, coords[0])
+        np.testing.assert_array_equal(own, np.subtract(places[0], places[0][0]))
+
+
+@pytest.mark.parametrize('fsdp', [1, 2, 4, 8, 16])
+@pytest.mark.parametrize('shape', [(4, 4), (8, 16), (16, 16)])
+def test_on_a_slice_hosts_keep_their_rows_and_their_chips_make_a_ring(shape, fsdp):
+    mesh = sharding.make_mesh(-1, fsdp, _tpu_slice(*shape))
+    _assert_the_mesh_keeps_rows_and_links(mesh, hosts=shape[0] * shape[1] // 4)
+    groups = [{device.process_index for device in row} for row in mesh.devices]
+    assert {len(group) for group in groups} == {max(1, fsdp // 4)}  # hosts that share weights
+
+
+def test_stand_ins_are_as_the_chips_of_real_topologies():
+    pytest.importorskip('libtpu')
+
+    def facts(devices):
+        return sorted((d.id, tuple(d.coords), d.process_index) for d in devices)
+
+    for shape in ((4, 4), (8, 16), (16, 16)):
+        real = compile.slice_devices(f'v5e:{shape[0]}x{shape[1]}')
+        assert facts(real) == facts(_tpu_slice(*shape))
+    mesh = sharding.make_mesh(-1, 4, compile.slice_devices('v5e:4x4', num_slices=2))
+    assert [d.slice_index for d in mesh.devices.flat] == [0] * 16 + [1] * 16
+    _assert_the_mesh_keeps_rows_and_links(mesh, hosts=8)
+
+
+@pytest.mark.parametrize(
+    ('data', 'fsdp', 'expected'),
+    [
+        (1, 1, 0),
+        (8, 1, 2 * 7 / 8 * 4 * (2**20 + 10)),  # an all-reduce of float32
+        (1, 4, 3 / 4 * (2 + 2 + 4) * 2**20 + 2 * 3 / 4 * 4 * 10),  # the bias stays whole
+        (2, 4, (3 / 4 * 8 + 2 / 2 * 4 / 4) * 2**20 + 2 * 7 / 8 * 4 * 10),
+    ],
+)
+def test_least_bytes_of_a_step(data, fsdp, expected):
+    params = {'kernel': np.zeros((2**10, 2**10), np.float32), 'bias': np.zeros(10, np.float32)}
+    mesh = types.SimpleNamespace(shape={'data': data, 'fsdp': fsdp}, size=data * fsdp)
+    assert sharding.least_bytes(params, mesh) == pytest.approx(expected)
 
 
 def test_mesh_is_ordered_by_process_and_id():

@@ -58,14 +58,32 @@ def make_program(
         mesh: from `sharding.make_mesh`.
         stats: of the data set.
         latent_shape: `(height, width, channels)` of one sample.
+
+    Raises:
+        ValueError: a part of a batch cannot be split over the devices; or as `models.make`.
     """
+    if config.accumulate != 1 and (
+        config.accumulate < 1 or config.batch_size % (config.accumulate * mesh.size)
+    ):
+        raise ValueError(
+            f'batch_size={config.batch_size} in accumulate={config.accumulate} parts cannot be '
+            f'split over {mesh.size} devices: set accumulate to a divisor of the samples a device'
+        )
     model = models.make(**config.model)
     schedule, tx = _make_optimizer(config)
     init = state.make_init(model, tx, latent_shape=latent_shape, text_dim=len(stats.text_mean))
+    pinned = model.clone(pin=sharding.pin(mesh))
     train_step = step.make_train_step(
-        model, tx, schedule, stats, ema_decay=config.ema_decay, seed=config.seed, **config.flow
+        pinned,
+        tx,
+        schedule,
+        stats,
+        ema_decay=config.ema_decay,
+        seed=config.seed,
+        parts=config.accumulate,
+        **config.flow,
     )
-    eval_step = step.make_eval_step(model, stats, seed=config.seed)
+    eval_step = step.make_eval_step(pinned, stats, seed=config.seed)
 
     def init_from_seed() -> state.TrainState:
         return init(jax.random.key(config.seed))

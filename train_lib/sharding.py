@@ -11,7 +11,7 @@ the same rule, since moments have the shapes of their weights.
 
 import socket
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -29,9 +29,18 @@ MIN_SHARDED_SIZE = 2**16
 def make_mesh(data: int = -1, fsdp: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Lays all devices out as `(data, fsdp)`.
 
-    Devices come in the order of (process, id), so that process p holds the p-th part of the rows
-    of a batch, whatever the hardware: the same batch gives the same global array on any number of
-    hosts. It also puts the members of an `fsdp` group on one host where they fit.
+    Processes come in their order, so that process p holds the p-th part of the rows of a batch,
+    whatever the hardware: the same batch gives the same global array on any number of hosts. It
+    also puts the members of an `fsdp` group on one host where they fit, on neighbouring hosts
+    where they do not, and inside one of several slices, whose processes follow each other.
+    Inside a host chips come such that each is linked to the next: the four of a TPU host make a
+    ring, along which they gather weights, and chips with the same place in their hosts reduce
+    gradients.
+
+    `jax.experimental.mesh_utils.create_device_mesh` keeps to links as well, but over a slice it
+    gives a host rows that do not follow each other (v5e:4x4 as 4 x 4 begins with two chips of
+    host 0 and two of host 1), and does not do 64 x 4 of v5e:16x16; inside hosts it gives that ring
+    for the first host and another order for the next ones.
 
     Args:
         data: size of the data axis; -1 takes what `fsdp` leaves.
@@ -42,7 +51,7 @@ def make_mesh(data: int = -1, fsdp: int = 1, devices: Sequence[jax.Device] | Non
         ValueError: the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
+    ordered = sorted(devices, key=_place)
     if data == -1 and fsdp > 0:
         data = len(ordered) // fsdp
     if data < 1 or fsdp < 1 or data * fsdp != len(ordered):
@@ -53,9 +62,21 @@ def make_mesh(data: int = -1, fsdp: int = 1, devices: Sequence[jax.Device] | Non
     return Mesh(np.asarray(ordered).reshape(data, fsdp), (DATA_AXIS, FSDP_AXIS))
 
 
+def _place(device: jax.Device) -> tuple:
+    """Sorts by process, then along a line that turns back at the end of each row of chips."""
+    x, y, z = getattr(device, 'coords', None) or (0, 0, 0)
+    return device.process_index, z, y, -x if y % 2 else x, device.id
+
+
 def batch(mesh: Mesh) -> NamedSharding:
     """The first axis of a batch is split over all devices."""
     return NamedSharding(mesh, PartitionSpec((DATA_AXIS, FSDP_AXIS)))
+
+
+def pin(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
+    """Returns the function that keeps activations `(b, ...)` on the devices of their rows."""
+    rows = batch(mesh)
+    return lambda x: jax.lax.with_sharding_constraint(x, rows)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -92,3 +113,29 @@ def processes_on_host() -> int:
     """
     own = np.uint32(zlib.crc32(socket.gethostname().encode()))
     return int((multihost_utils.process_allgather(own) == own).sum())
+
+
+def least_bytes(params, mesh: Mesh, *, compute_bytes: int = 2, accumulate: int = 1) -> float:
+    """Bytes that a device has to receive in a training step if nothing but weights is moved.
+
+    A weight that is split over f devices is gathered for the forward and again for the backward
+    pass, in the type of the computation: (f-1)/f of it each time, for each part of the batch. Its
+    gradient is reduced in float32 over those f, (f-1)/f of it, and the own f-th of that over the d
+    others that hold it, 2(d-1)/d (to reduce is half of that, to hand the sum on the other half).
+
+    Args:
+        params: pytree of arrays or `jax.ShapeDtypeStruct`, as `by_shape` places them.
+        mesh: of the devices.
+        compute_bytes: of a number when it is gathered.
+        accumulate: parts that the batch is computed in.
+    """
+
+    def of(leaf) -> float:
+        split = partition_spec(leaf.shape, mesh.shape[FSDP_AXIS]) != PartitionSpec()
+        f = mesh.shape[FSDP_AXIS] if split else 1
+        d = mesh.size // f
+        size = np.prod(leaf.shape, dtype=np.float64)
+        within = (f - 1) / f * (2 * compute_bytes + 4) * accumulate
+        return size * (within + 2 * (d - 1) / d * 4 / f)
+
+    return float(sum(map(of, jax.tree.leaves(params))))

@@ -19,11 +19,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from train_lib import flow
+from train_lib import accumulate, flow
 from train_lib.metrics import EvalMetrics, TrainMetrics
 from train_lib.state import TrainState
 
 Batch = Mapping[str, jax.Array]
+
+_TEXTS = 'text_embedding', 'drop_text'  # of a batch, for the model
 
 
 def make_train_step(
@@ -36,6 +38,7 @@ def make_train_step(
     seed: int,
     logit_mean: float,
     logit_std: float,
+    parts: int = 1,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, TrainMetrics]]:
     """Returns the function that turns a state and a batch into the next state and metrics.
 
@@ -52,6 +55,7 @@ def make_train_step(
         seed: of noise and times.
         logit_mean: of the logit-normal times.
         logit_std: of the logit-normal times.
+        parts: the gradient is computed over so many parts of the batch in turn.
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, TrainMetrics]:
@@ -60,13 +64,16 @@ def make_train_step(
         noise = jax.random.normal(noise_rng, x.shape)
         t = flow.logit_normal_times(time_rng, x.shape[0], logit_mean, logit_std)
         mask = batch.get('mask')
+        texts = {name: batch[name] for name in _TEXTS if name in batch}
+        rows = texts, x, noise, t, _weights(x.shape[0], mask)
 
-        def mean_loss(params: Any) -> tuple[jax.Array, jax.Array]:
-            velocity = _velocity(model, params, batch, stats)
-            losses = flow.squared_errors(velocity, x, noise, t)
-            return _mean(losses, mask), losses
+        def mean_loss(params: Any, rows: Any) -> tuple[jax.Array, jax.Array]:
+            texts, x, noise, t, weights = rows
+            losses = flow.squared_errors(_velocity(model, params, texts, stats), x, noise, t)
+            return jnp.sum(jnp.where(weights > 0, weights * losses, 0)), losses
 
-        (loss, losses), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
+        gradient = accumulate.in_parts(jax.value_and_grad(mean_loss, has_aux=True), parts)
+        (loss, losses), grads = gradient(state.params, rows)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         # A batch without a sample has gradients of zero, which would still decay the weights and
@@ -116,11 +123,11 @@ def make_eval_step(
     return eval_step
 
 
-def _mean(losses: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """The mean over the samples that the mask leaves, 0 where it leaves none."""
+def _weights(count: int, mask: jax.Array | None) -> jax.Array:
+    """Of `count` samples in the mean over those that the mask leaves."""
     if mask is None:
-        return jnp.mean(losses)
-    return jnp.sum(jnp.where(mask, losses, 0)) / jnp.maximum(jnp.sum(mask), 1)
+        return jnp.full(count, 1 / count, jnp.float32)
+    return mask.astype(jnp.float32) / jnp.maximum(jnp.sum(mask), 1)
 
 
 def _velocity(

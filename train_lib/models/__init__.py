@@ -8,7 +8,7 @@ A name is a size and a patch size. Sizes S to XL are those of DiT (Peebles & Xie
 
 import jax.numpy as jnp
 
-from train_lib.models.dit import DiT
+from train_lib.models.dit import ATTENTION, REMAT, DiT
 
 SIZES = {
     'tiny': {'width': 128, 'depth': 6, 'num_heads': 4, 'unroll': 6},
@@ -19,16 +19,19 @@ SIZES = {
 }
 
 
-def make(name: str, *, dtype: str = 'bfloat16', remat: bool = False) -> DiT:
+def make(name: str, *, dtype: str = 'bfloat16', remat: str = 'none', attention: str = 'xla') -> DiT:
     """Makes the model of a name such as `'S/2'`.
 
     Args:
         name: size and patch size, `SIZE/PATCH`.
         dtype: of the computation; parameters are float32.
-        remat: recompute activations in the backward pass.
+        remat: what is kept for the backward pass: `none` of it is computed again, all but `dots`
+            (the products with weights) or the blocks in `full`.
+        attention: `xla`, or `cudnn` on NVIDIA GPUs.
 
     Raises:
-        ValueError: an unknown size, or a patch size that is not a positive number.
+        ValueError: an unknown size, or a patch size that is not a positive number; another value
+            of `remat` or `attention`.
     """
     size, _, patch = name.partition('/')
     if size not in SIZES or not patch.isdigit() or int(patch) < 1:
@@ -36,4 +39,19 @@ def make(name: str, *, dtype: str = 'bfloat16', remat: bool = False) -> DiT:
             f'model.name={name!r}: expected SIZE/PATCH such as "S/2" '
             f'with SIZE one of {", ".join(SIZES)}.'
         )
-    return DiT(**SIZES[size], patch_size=int(patch), dtype=jnp.dtype(dtype), remat=remat)
+    if remat not in REMAT:
+        raise ValueError(
+            f'model.remat is {remat!r}, expected one of {", ".join(REMAT)}; write "full" for what '
+            'was true, "none" for what was false.'
+        )
+    if attention not in ATTENTION:
+        raise ValueError(
+            f'model.attention is {attention!r}, expected one of {", ".join(ATTENTION)}.'
+        )
+    return DiT(
+        **SIZES[size],
+        patch_size=int(patch),
+        dtype=jnp.dtype(dtype),
+        remat=remat,
+        attention=attention,
+    )

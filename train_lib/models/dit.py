@@ -10,12 +10,33 @@ Parameters", 2023) and the text vector in the place of the class label. The bloc
 module: compile time and the size of the program do not grow with the depth.
 """
 
+from collections.abc import Callable, Sequence
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from train_lib.models.dense import Dense
+
 Dtype = jnp.dtype | type
+Pin = Callable[[jax.Array], jax.Array]
+
+
+def _unpinned(x: jax.Array) -> jax.Array:
+    return x
+
+
+_POLICIES = jax.checkpoint_policies
+
+# What the backward pass finds kept of each block, besides its input; the rest it computes again.
+REMAT = {
+    'none': None,
+    # Products with weights, 9 widths a token in bfloat16; not the scores of the attention.
+    'dots': _POLICIES.dots_with_no_batch_dims_saveable,
+    'full': _POLICIES.nothing_saveable,
+}
+ATTENTION = ('xla', 'cudnn')  # cudnn: fused, on NVIDIA GPUs alone, in 16 bits
 
 _TIME_FEATURES = 256
 _MAX_PERIOD = 10_000.0  # of the sinusoids; as in DiT and Vaswani et al. (2017)
@@ -60,8 +81,8 @@ class Conditioning(nn.Module):
 
     @nn.compact
     def __call__(self, t: jax.Array, text: jax.Array, drop_text: jax.Array | None) -> jax.Array:
-        def dense(name: str) -> nn.Dense:
-            return nn.Dense(self.width, dtype=self.dtype, name=name)
+        def dense(name: str) -> nn.Module:
+            return Dense(self.width, dtype=self.dtype, name=name)
 
         time = dense('time_2')(nn.silu(dense('time_1')(time_features(t))))
         words = dense('text_1')(text)
@@ -77,18 +98,22 @@ class Attention(nn.Module):
 
     num_heads: int
     dtype: Dtype = jnp.bfloat16
+    implementation: str = 'xla'
+    pin: Pin = _unpinned
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         batch, tokens, width = x.shape
-        qkv = nn.Dense(3 * width, dtype=self.dtype, name='qkv')(x)
+        qkv = self.pin(Dense(3 * width, dtype=self.dtype, name='qkv')(x))
         query, key, value = jnp.split(
             qkv.reshape(batch, tokens, 3 * self.num_heads, width // self.num_heads), 3, axis=2
         )
         query = nn.RMSNorm(dtype=self.dtype, name='query_norm')(query)
         key = nn.RMSNorm(dtype=self.dtype, name='key_norm')(key)
-        mixed = jax.nn.dot_product_attention(query, key, value)
-        return nn.Dense(width, dtype=self.dtype, name='out')(mixed.reshape(x.shape))
+        mixed = jax.nn.dot_product_attention(query, key, value, implementation=self.implementation)
+        return self.pin(
+            Dense(width, dtype=self.dtype, name='out')(self.pin(mixed.reshape(x.shape)))
+        )
 
 
 class Block(nn.Module):
@@ -97,24 +122,30 @@ class Block(nn.Module):
     num_heads: int
     mlp_ratio: int = 4
     dtype: Dtype = jnp.bfloat16
+    attention: str = 'xla'
+    pin: Pin = _unpinned
 
     @nn.compact
     def __call__(self, x: jax.Array, condition: jax.Array) -> jax.Array:
+        x, condition = self.pin(x), self.pin(condition)
         width = x.shape[-1]
-        modulation = nn.Dense(
+        modulation = Dense(
             6 * width, dtype=self.dtype, kernel_init=nn.initializers.zeros, name='modulation'
         )(condition)
         shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = jnp.split(modulation, 6, axis=-1)
 
         h = nn.LayerNorm(use_bias=False, use_scale=False, dtype=self.dtype)(x)
-        h = Attention(self.num_heads, self.dtype, name='attention')(_modulate(h, shift_1, scale_1))
+        attention = Attention(
+            self.num_heads, self.dtype, self.attention, self.pin, name='attention'
+        )
+        h = attention(_modulate(h, shift_1, scale_1))
         x = x + gate_1[:, None] * h
 
         h = nn.LayerNorm(use_bias=False, use_scale=False, dtype=self.dtype)(x)
         h = _modulate(h, shift_2, scale_2)
-        h = nn.gelu(nn.Dense(self.mlp_ratio * width, dtype=self.dtype, name='mlp_1')(h))
-        h = nn.Dense(width, dtype=self.dtype, name='mlp_2')(h)
-        return x + gate_2[:, None] * h
+        h = self.pin(nn.gelu(Dense(self.mlp_ratio * width, dtype=self.dtype, name='mlp_1')(h)))
+        h = Dense(width, dtype=self.dtype, name='mlp_2')(h)
+        return self.pin(x + gate_2[:, None] * h)
 
 
 class DiT(nn.Module):
@@ -126,9 +157,13 @@ class DiT(nn.Module):
         num_heads: of the attention.
         patch_size: side of the square of latent positions that makes a token.
         dtype: of the computation. Parameters and the result are float32.
-        remat: recompute the blocks' activations in the backward pass, to save memory.
+        remat: what of a block is kept for the backward pass, a key of `REMAT`.
+        attention: what computes it, of `ATTENTION`.
         unroll: blocks in one turn of the compiled loop. With all 6 blocks of the tiny model in one
             turn a step takes 13% less on 2 CPU cores; large models gain nothing but compile time.
+        pin: applied to the condition, the tokens and what becomes of them, `(b, ...)`, before and
+            after each product; may say how they lie on the devices (`sharding.pin`). Left to
+            itself, XLA's partitioner splits them like the weights and moves them instead.
     """
 
     width: int
@@ -136,8 +171,15 @@ class DiT(nn.Module):
     num_heads: int
     patch_size: int
     dtype: Dtype = jnp.bfloat16
-    remat: bool = False
+    remat: str = 'none'
+    attention: str = 'xla'
     unroll: int = 1
+    pin: Pin = _unpinned
+
+    @property
+    def turns(self) -> int:
+        """Of the loop over the blocks."""
+        return self.depth // self.unroll
 
     @nn.compact
     def __call__(
@@ -169,24 +211,46 @@ class DiT(nn.Module):
         condition = nn.silu(
             Conditioning(self.width, self.dtype, name='conditioning')(t, text, drop_text)
         )
-        tokens = nn.Dense(self.width, dtype=self.dtype, name='patches')(_to_patches(x, p))
+        tokens = Dense(self.width, dtype=self.dtype, name='patches')(_to_patches(x, p))
         tokens += sincos_positions_2d(rows, columns, self.width).astype(self.dtype)
-        tokens = self._blocks()(tokens, condition)
+        tokens = self._blocks()(self.pin(tokens), self.pin(condition))
 
-        modulation = nn.Dense(
+        modulation = Dense(
             2 * self.width, dtype=self.dtype, kernel_init=nn.initializers.zeros, name='modulation'
         )(condition)
         tokens = nn.LayerNorm(use_bias=False, use_scale=False, dtype=self.dtype)(tokens)
         tokens = _modulate(tokens, *jnp.split(modulation, 2, axis=-1))
         # float32 from here on: the loss is a difference of numbers of like size.
-        patches = nn.Dense(
+        patches = Dense(
             p * p * channels, dtype=jnp.float32, kernel_init=nn.initializers.zeros, name='velocity'
         )(tokens.astype(jnp.float32))
         return _from_patches(patches, rows, columns, p)
 
+    def flops(self, latent_shape: Sequence[int], text_dim: int) -> int:
+        """Of the matrix products of one sample, forward alone: training takes three times that.
+
+        Two for each multiplication and addition, as in Kaplan et al., "Scaling Laws for Neural
+        Language Models" (2020), table 1, with the scores of the attention counted as in Chowdhery
+        et al., "PaLM" (2022), appendix B; the backward pass has two products for each one. What is
+        computed again to save memory does not count.
+
+        Args:
+            latent_shape: `(height, width, channels)` of one sample.
+            text_dim: width of a text vector.
+        """
+        height, columns, channels = latent_shape
+        w, p = self.width, self.patch_size
+        tokens = height * columns // p**2
+        block = tokens * (12 * w**2 + 2 * tokens * w) + 6 * w**2  # mlp_ratio 4; modulation
+        ends = tokens * 2 * p**2 * channels * w + 2 * w**2
+        condition = (_TIME_FEATURES + text_dim + 2 * w) * w
+        return 2 * (self.depth * block + ends + condition)
+
     def _blocks(self):
         """The stack of blocks as one scanned module."""
-        block = nn.remat(Block, prevent_cse=False) if self.remat else Block
+        block = Block
+        if policy := REMAT[self.remat]:
+            block = nn.remat(Block, prevent_cse=False, policy=policy)
 
         def body(module: nn.Module, tokens: jax.Array, condition: jax.Array):
             return module(tokens, condition), None
@@ -199,7 +263,9 @@ class DiT(nn.Module):
             length=self.depth,
             unroll=self.unroll,
         )
-        stack = block(self.num_heads, dtype=self.dtype, name='blocks')
+        stack = block(
+            self.num_heads, dtype=self.dtype, attention=self.attention, pin=self.pin, name='blocks'
+        )
         return lambda tokens, condition: scanned(stack, tokens, condition)[0]
 
 

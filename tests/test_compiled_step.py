@@ -1,0 +1,103 @@
+"""The compiled training step on eight devices: what moves between them, and what lies on each.
+
+A child process has the devices; the model is small, its tokens are 15, which divides no size of
+weights, so that what moves can be told from its shape.
+"""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests import children
+
+_PROGRAM = """
+import json, os
+os.environ['XLA_FLAGS'] = (
+    '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
+)
+os.environ['JAX_PLATFORMS'] = 'cpu'
+import jax, jax.numpy as jnp, numpy as np
+from configs import default
+from train_lib import flow, hlo, hlo_costs, models, program, sharding
+
+SHAPE = 6, 10, 4  # latents, in patches of 2: 15 tokens
+models.SIZES['test'] = {'width': 128, 'depth': 3, 'num_heads': 4}
+config = default.get_config()
+config.update_from_flattened_dict({
+    'batch_size': 16, 'num_steps': 20, 'model.name': 'test/2', 'model.remat': 'full',
+    'optimizer.warmup_steps': 1, 'optimizer.learning_rate': 3e-2,
+})
+stats = flow.Stats(*(np.full(n, v, np.float32) for n, v in ((4, 0), (4, 1), (32, 0), (32, 1))))
+rng = np.random.default_rng(0)
+batch = {
+    'latents': 4 + rng.standard_normal((16, 4, 6, 10)).astype(np.float16),
+    'text_embedding': rng.standard_normal((16, 32)).astype(np.float16),
+    'key': np.zeros((16, 2), np.uint32),
+}
+
+def on_mesh(data, fsdp):
+    mesh = sharding.make_mesh(data, fsdp)
+    made = program.make_program(config, mesh, stats, latent_shape=SHAPE)
+    placed = jax.device_put(batch, sharding.batch(mesh))
+    compiled = made.train_step.lower(made.abstract_state, placed).compile()
+    state, losses = made.init(), []
+    for _ in range(8):
+        state, update = compiled(state, placed)
+        losses.append(float(update.loss.total) / 16)
+    moved = [
+        {'kind': c.kind, 'axes': c.axes, 'layers': 3 in c.loops, 'source': c.source,
+         'shapes': [array.shape for array in c.arrays], 'bytes': c.times * c.nbytes}
+        for c in hlo_costs.collectives(hlo.parse(compiled.as_text()), mesh)
+    ]
+    of_state = sum(
+        np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(made.abstract_state)
+    )
+    of_batch = sum(x.nbytes for x in batch.values()) / 8
+    return {
+        'losses': losses, 'moved': moved, 'computed': int(of_state + of_batch),
+        'arguments': compiled.memory_analysis().argument_size_in_bytes,
+        'least': sharding.least_bytes(made.abstract_state.params, mesh),
+    }
+
+print(json.dumps({'8x1': on_mesh(8, 1), '4x2': on_mesh(4, 2)}))
+"""
+
+
+@pytest.fixture(scope='module')
+def steps():
+    """What the child says of the step on a mesh of 8 x 1 and on one of 4 x 2."""
+    with children.python(_PROGRAM) as child:
+        out, error = child.communicate()
+    assert child.returncode == 0, error
+    return json.loads(out)
+
+
+def test_in_the_loop_over_layers_no_tokens_move_between_devices(steps):
+    in_layers = [move for move in steps['4x2']['moved'] if move['layers']]
+    assert {'all-gather', 'all-reduce'} <= {move['kind'] for move in in_layers}
+    tokens = [m for m in in_layers if any(np.prod(shape) % 15 == 0 for shape in m['shapes'])]
+    assert not tokens
+
+
+def test_weights_move_along_fsdp_and_gradients_in_float32(steps):
+    for mesh in steps.values():
+        gathered = [m for m in mesh['moved'] if m['kind'] == 'all-gather' and m['layers']]
+        assert all(move['axes'] == ['fsdp'] for move in gathered)
+    assert [m for m in steps['4x2']['moved'] if m['kind'] == 'all-gather']
+
+
+def test_fsdp_gives_the_losses_of_data_parallelism(steps):
+    # bfloat16 has 8 bits: parts of a sum that are added in another order differ by 2^-8 or so,
+    # and eight steps carry that on.
+    whole, split = steps['8x1']['losses'], steps['4x2']['losses']
+    np.testing.assert_allclose(split, whole, rtol=0.01)
+    assert whole[-1] < 0.9 * whole[0]  # it learns, so that the steps matter
+
+
+def test_fsdp_takes_the_memory_of_a_device_that_was_computed(steps):
+    for mesh in steps.values():
+        assert mesh['arguments'] == pytest.approx(mesh['computed'], rel=0.001)
+    # All but small arrays are halved.
+    assert steps['4x2']['arguments'] < 0.6 * steps['8x1']['arguments']

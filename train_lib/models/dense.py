@@ -1,0 +1,51 @@
+"""The dense layer of the models: computes in a narrow type, keeps its kernel's gradient in float32.
+
+    y = Dense(features, dtype=jnp.bfloat16, name='qkv')(x)
+
+Parameters, output and names are those of `flax.linen.Dense`, and so is every number of the forward
+pass. Where the kernel is cast before the product, as there, its gradient has the type of the
+product, and devices add up their parts of it in that type: in bfloat16 each of the additions rounds
+to 8 bits. Here the gradient's product is accumulated and given out in float32, which the matrix
+units do anyway, and is added up in float32 as well.
+"""
+
+import functools
+
+import flax.linen as nn
+import jax
+from flax.linen.dtypes import promote_dtype
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _dot(x: jax.Array, kernel: jax.Array, dimension_numbers, precision=None) -> jax.Array:
+    return jax.lax.dot_general(x, kernel.astype(x.dtype), dimension_numbers, precision=precision)
+
+
+def _dot_forward(x, kernel, dimension_numbers, precision):
+    # Not by `_dot`: policies of rematerialization look for products, and would not find this one.
+    y = jax.lax.dot_general(x, kernel.astype(x.dtype), dimension_numbers, precision=precision)
+    return y, (x, kernel)
+
+
+def _dot_backward(dimension_numbers, precision, saved, gradient):
+    x, kernel = saved
+    rows = tuple(range(x.ndim - 1))  # all axes of x but the one that is summed over
+    for_x = (((gradient.ndim - 1,), (1,)), ((), ()))
+    for_kernel = ((rows, rows), ((), ()))
+    return (
+        jax.lax.dot_general(gradient, kernel.astype(x.dtype), for_x, precision=precision),
+        jax.lax.dot_general(
+            x, gradient, for_kernel, precision=precision, preferred_element_type=kernel.dtype
+        ),
+    )
+
+
+_dot.defvjp(_dot_forward, _dot_backward)
+
+
+def _promote_all_but_kernel(inputs, kernel, bias, *, dtype):
+    inputs, bias = promote_dtype(inputs, bias, dtype=dtype)
+    return inputs, kernel, bias
+
+
+Dense = functools.partial(nn.Dense, promote_dtype=_promote_all_but_kernel, dot_general=_dot)
