@@ -1,5 +1,6 @@
 # `make demo` and `make test` are all a newcomer types: both set up .venv by themselves.
-# Other targets: `make slow` (what takes minutes), `make lint`, `make clean`.
+# Other targets: `make slow` (what takes minutes), `make pods` (compiles for TPU slices), `make lint`,
+# `make clean`.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
@@ -12,7 +13,7 @@ VECTORS := $(DEMO)/source/hash.parquet
 # TensorFlow's notes on the machine help nobody here.
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: demo test slow lint clean
+.PHONY: demo test slow pods lint clean
 
 $(INSTALLED): setup.py constraints.txt
 	$(PYTHON) -m venv .venv
@@ -37,6 +38,11 @@ test: $(INSTALLED)
 slow: $(INSTALLED)
 	$(BIN)/python tests/fetch_encoders.py --out $(ENCODERS)
 	COYO11M_ENCODERS=$(ENCODERS) $(BIN)/python -m pytest -m slow
+
+# Brings libtpu (0.3 GB); no TPU is needed.
+pods: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[tpu]'
+	$(BIN)/python -m pytest -m slow tests/test_compile.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

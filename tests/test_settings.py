@@ -16,6 +16,7 @@ ELSEWHERE = {
     'mesh.data',
     'mesh.fsdp',
     'model.name',
+    'model.attention',
     'model.remat',
     'optimizer.schedule',
     'optimizer.warmup_steps',
@@ -23,6 +24,7 @@ ELSEWHERE = {
 }
 
 BAD = {
+    'accumulate': 0,
     'batch_size': 0,
     'checkpoint_every': -1,
     'data.caption_dropout': 1.5,

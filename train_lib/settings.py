@@ -42,6 +42,7 @@ _FINITE = _Rule('a finite number', math.isfinite)
 _RULES = {
     'seed': _Rule('from 0 to 2**31 - 1', lambda x: 0 <= x < 2**31),
     'batch_size': _at_least(1),
+    'accumulate': _at_least(1),
     'num_steps': _at_least(1),
     'ema_decay': _share(including_1=False),
     'max_skipped_in_a_row': _at_least(0),
