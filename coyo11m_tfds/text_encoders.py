@@ -63,9 +63,14 @@ def make_encoder(
         from coyo11m_tfds import hf_encoder
 
         return hf_encoder.HfEncoder(spec.removeprefix('hf:'), max_tokens, batch_tokens)
+    if spec.startswith('jax:') and spec != 'jax:':
+        from coyo11m_tfds import jax_encoder
+
+        return jax_encoder.JaxEncoder(spec.removeprefix('jax:'), max_tokens, batch_tokens)
     raise ValueError(
         f'unknown encoder {spec!r}: expected hash, hf:HUB_NAME (as hf:google/gemma-3-270m) '
-        'or hf:FOLDER (with a transformers model or one GGUF file)'
+        'or hf:FOLDER (with a transformers model or one GGUF file), or jax: in place of hf: '
+        '(Gemma 3 without torch)'
     )
 
 
