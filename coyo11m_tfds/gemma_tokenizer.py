@@ -89,11 +89,12 @@ def from_gguf(fields: Mapping[str, Any], path: str) -> Tokenizer:
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(_SPACE, ' '), decoders.ByteFallback(), decoders.Fuse()]
     )
-    kinds = list(zip(tokens, fields.get('token_type', ()), strict=False))
+    kinds = list(zip(fields['tokens'], fields.get('token_type', ()), strict=False))
     control = [AddedToken(t, normalized=False) for t, kind in kinds if kind == _CONTROL]
     tokenizer.add_special_tokens(control)
-    whole = [AddedToken(t, normalized=False) for t, kind in kinds if kind == _USER_DEFINED]
-    tokenizer.add_tokens(whole)
+    # These are kept whole too, but for runs of spaces, which the merges make.
+    whole = [t for t, kind in kinds if kind == _USER_DEFINED and t in vocabulary]
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in whole])
     # llama.cpp starts a SentencePiece text so unless it is told not to.
     start = tokens[fields['bos_token_id']] if fields.get('add_bos_token', True) else None
     end = tokens[fields['eos_token_id']] if fields.get('add_eos_token', False) else None

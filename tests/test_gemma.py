@@ -4,6 +4,7 @@ The fast tests make tiny random models with everything in them that differs from
 The slow one uses the real weights: see `tests/fetch_encoders.py`.
 """
 
+import json
 import os
 import pathlib
 import shutil
@@ -17,6 +18,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import safetensors.numpy
+import tokenizers
 import torch
 import transformers
 from hypothesis import given, settings
@@ -348,11 +350,20 @@ def plain_loop(model, tokenizer, captions: list[str]) -> np.ndarray:
     return np.stack(vectors)
 
 
+def rules(tokenizer: tokenizers.Tokenizer) -> dict:
+    """What decides the tokens of a text."""
+    parts = json.loads(tokenizer.to_str())
+    parts['post_processor'] = parts['post_processor']['single']
+    parts['added_tokens'].sort(key=lambda token: token['id'])
+    return {name: part for name, part in parts.items() if name != 'truncation'}
+
+
 @pytest.mark.parametrize('name', ['text', 'gguf'])
 def test_tokens_are_those_of_transformers(models, name):
     source = {'gguf_file': 'model.gguf'} if name == 'gguf' else {}
     theirs = transformers.AutoTokenizer.from_pretrained(models / name, **source)
     encoder = text_encoders.make_encoder(f'jax:{models / name}')
+    assert rules(encoder._tokenizer) == rules(theirs.backend_tokenizer)
     tokens = encoder.tokenize(CAPTIONS)
     assert tokens == theirs(CAPTIONS)['input_ids']
     assert tokens[0] == [2, *(VOCABULARY.index(token) for token in ('a', '▁red', '▁circle'))]
@@ -405,6 +416,12 @@ for name in ('torch', 'tensorflow', 'transformers'):
 import numpy as np
 from coyo11m_tfds.text_encoders import make_encoder
 encoder = make_encoder({f'jax:{models / "gguf"}'!r}, batch_tokens=64)
+pool = encoder._pool
+def check_shares(params, tokens, lengths):
+    shares = [shard.data.shape[0] for shard in tokens.addressable_shards]
+    assert shares == 3 * [len(tokens) // 3], shares
+    return pool(params, tokens, lengths)
+encoder._pool = check_shares
 np.save({str(tmp_path / 'vectors.npy')!r}, encoder.encode({CAPTIONS!r}))
 """
     environment = os.environ | {'XLA_FLAGS': '--xla_force_host_platform_device_count=3'}
@@ -493,6 +510,22 @@ def test_pickled_weights_and_missing_folders_are_refused(text, tmp_path):
         text_encoders.make_encoder(f'jax:{tmp_path / "nowhere"}')
 
 
+def test_a_name_on_the_hub_is_read_from_its_cache(models, tmp_path):
+    repository = tmp_path / 'hub' / 'models--owner--tiny'
+    (repository / 'refs').mkdir(parents=True)
+    (repository / 'refs' / 'main').write_text('0' * 40)
+    shutil.copytree(models / 'text', repository / 'snapshots' / ('0' * 40))
+    run = subprocess.run(
+        [sys.executable, '-c', 'from coyo11m_tfds.text_encoders import make_encoder as make\n'
+         'encoder = make("jax:owner/tiny"); print(encoder.name, len(encoder.tokenize(["a"])[0]))'],
+        env=os.environ | {'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )  # fmt: skip
+    assert run.stdout == 'jax:owner/tiny 2\n'
+
+
 def test_a_name_that_cannot_be_had_gives_one_clear_message(tmp_path):
     run = subprocess.run(
         [sys.executable, '-c', 'from coyo11m_tfds.text_encoders import make_encoder as make\n'
@@ -524,6 +557,7 @@ def test_real_weights_give_the_vectors_of_transformers(coco_sample):
 
     theirs = text_encoders.make_encoder(f'hf:{folder}')
     ours = text_encoders.make_encoder(f'jax:{folder}')
+    assert rules(ours._tokenizer) == rules(theirs._tokenizer.backend_tokenizer)
     assert ours.tokenize(captions + odd) == theirs._tokenize(captions + odd)
     some = captions[::40] + odd
     plain = plain_loop(theirs._model, theirs._tokenizer, some)
