@@ -3,8 +3,9 @@
     encoder = make_encoder('hash')                      # or 'hf:google/gemma-3-270m', 'hf:FOLDER'
     vectors = encoder.encode(['a cat', 'two dogs'])     # float32 (2, encoder.dim)
 
-`hash` needs no weights and is the default; `hf:` runs a transformers model (`hf_encoder`). The
-vector of a caption depends on that caption alone, not on those that it is encoded together with.
+`hash` needs no weights and is the default; `hf:` runs a transformers model (`hf_encoder`), `jax:`
+a Gemma 3 in JAX (`jax_encoder`). The vector of a caption depends on that caption alone, not on
+those that it is encoded together with.
 """
 
 import functools
@@ -52,10 +53,10 @@ def make_encoder(
     """Makes the encoder that a specification names.
 
     Args:
-        spec: `hash`, `hf:HUB_NAME` or `hf:FOLDER`.
-        max_tokens: longer captions are cut; only for `hf:`.
-        batch_tokens: tokens in a forward pass at most, or None for what suits the device; only for
-            `hf:`.
+        spec: `hash`, `hf:HUB_NAME`, `hf:FOLDER`, `jax:HUB_NAME` or `jax:FOLDER`.
+        max_tokens: longer captions are cut; not for `hash`.
+        batch_tokens: tokens in a forward pass of a device at most, or None for what suits the
+            device; not for `hash`.
 
     Raises:
         ValueError: the specification is unknown, or the model cannot be had or is unfit.
@@ -67,9 +68,14 @@ def make_encoder(
         from coyo11m_tfds import hf_encoder
 
         return hf_encoder.HfEncoder(spec.removeprefix('hf:'), max_tokens, batch_tokens)
+    if spec.startswith('jax:') and spec != 'jax:':
+        from coyo11m_tfds import jax_encoder
+
+        return jax_encoder.JaxEncoder(spec.removeprefix('jax:'), max_tokens, batch_tokens)
     raise ValueError(
         f'unknown encoder {spec!r}: expected hash, hf:HUB_NAME (as hf:google/gemma-3-270m) '
-        'or hf:FOLDER (with a transformers model or one GGUF file)'
+        'or hf:FOLDER (with a transformers model or one GGUF file); jax: in place of hf: runs '
+        'Gemma 3 without torch'
     )
 
 

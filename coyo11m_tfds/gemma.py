@@ -1,0 +1,234 @@
+"""Gemma 3's text model in Flax: tokens in, hidden states out; no language-model head.
+
+    config, params = ...                            # gemma_weights reads both from a model's files
+    model = gemma.Gemma(config, dtype=jnp.bfloat16)
+    states = model.apply({'params': params}, tokens)    # int32 (b, T) -> (b, T, width)
+    vectors = gemma.mean_states(states, lengths)        # int32 (b,) -> float32 (b, width)
+
+Architecture: Gemma Team, "Gemma 3 Technical Report" (2025); the same numbers as transformers'
+`Gemma3TextModel`, whose names of settings are given at `Config`. Padding goes to the right: the
+attention is causal, so the states of real tokens do not depend on it, and no mask is needed but
+where states are averaged or attended to. Pure functions of arrays: they can be part of a jitted
+training step. The layers are one scanned module, so that compile time does not grow with depth.
+"""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Dtype = jnp.dtype | type
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary positions (Su et al., "RoFormer", 2021) of one kind of layer.
+
+    Attributes:
+        base: of the geometric series of wavelengths (`rope_theta`, `rope_local_base_freq`).
+        factor: positions are divided by it (Chen et al., "Extending Context Window of Large
+            Language Models via Position Interpolation", 2023; `rope_scaling` of type `linear`).
+    """
+
+    base: float
+    factor: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Sizes of a model; in parentheses the name in transformers' config.json.
+
+    Attributes:
+        vocab_size: rows of the embedding table (`vocab_size`).
+        width: of the hidden states (`hidden_size`).
+        mlp_width: of the feed-forward layers (`intermediate_size`).
+        num_heads: of queries (`num_attention_heads`).
+        num_kv_heads: of keys and values, each shared by as many query heads as it takes (Ainslie et
+            al., "GQA", 2023; `num_key_value_heads`).
+        head_dim: numbers a head (`head_dim`).
+        is_local: for each layer, whether a token attends to the last `window` tokens only, itself
+            counted in, or to all before it (`layer_types`).
+        window: of local layers, in tokens (`sliding_window`).
+        local_rope: positions in local layers.
+        global_rope: positions in the others.
+        query_scalar: attention logits are divided by its square root (`query_pre_attn_scalar`).
+        norm_epsilon: of all norms (`rms_norm_eps`).
+        max_positions: longest text the model was made for (`max_position_embeddings`).
+    """
+
+    vocab_size: int
+    width: int
+    mlp_width: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    is_local: tuple[bool, ...]
+    window: int
+    local_rope: Rope = Rope(10_000.0)
+    global_rope: Rope = Rope(1_000_000.0)
+    query_scalar: float = 256
+    norm_epsilon: float = 1e-6
+    max_positions: int = 131_072
+
+    @property
+    def depth(self) -> int:
+        """Number of layers."""
+        return len(self.is_local)
+
+
+def mean_states(states: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Averages hidden states `(b, T, width)` over the first `lengths` `(b,)` tokens of each row.
+
+    Returns:
+        float32 `(b, width)`, 0 where a length is 0.
+    """
+    real = jnp.arange(states.shape[1]) < lengths[:, None]
+    total = jnp.sum(states.astype(jnp.float32), axis=1, where=real[..., None])
+    return total / jnp.maximum(lengths, 1)[:, None]
+
+
+def _rotation(rope: Rope, tokens: int, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cosine and sine of every position and frequency, each float32 `(tokens, 1, head_dim / 2)`."""
+    frequencies = rope.base ** -(np.arange(0, head_dim, 2) / head_dim)
+    angles = np.arange(tokens)[:, None, None] / rope.factor * frequencies
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Turns the pairs (i, i + head_dim / 2) of `(b, T, heads, head_dim)` by their angles."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """Zhang & Sennrich 2019, computed in float32; the learned scale is relative to 1."""
+
+    epsilon: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.param('scale', nn.initializers.zeros, (x.shape[-1],))
+        y = x.astype(jnp.float32)
+        y *= jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.epsilon)
+        return (y * (1 + scale.astype(jnp.float32))).astype(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with normalized, rotated queries and keys."""
+
+    config: Config
+    dtype: Dtype
+
+    @nn.compact
+    def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, mask: jax.Array) -> jax.Array:
+        config = self.config
+
+        def heads(count: int, name: str) -> jax.Array:
+            y = nn.Dense(count * config.head_dim, use_bias=False, dtype=self.dtype, name=name)(x)
+            return y.reshape(*x.shape[:-1], count, config.head_dim)
+
+        query = RMSNorm(config.norm_epsilon, name='query_norm')(heads(config.num_heads, 'query'))
+        key = RMSNorm(config.norm_epsilon, name='key_norm')(heads(config.num_kv_heads, 'key'))
+        mixed = jax.nn.dot_product_attention(
+            _rotate(query, cos, sin),
+            _rotate(key, cos, sin),
+            heads(config.num_kv_heads, 'value'),
+            mask=mask[None, None],
+            scale=config.query_scalar**-0.5,
+        )
+        mixed = mixed.reshape(*x.shape[:-1], -1)
+        return nn.Dense(x.shape[-1], use_bias=False, dtype=self.dtype, name='out')(mixed)
+
+
+class GatedMLP(nn.Module):
+    """Shazeer, "GLU Variants Improve Transformer" (2020), with GELU's tanh approximation."""
+
+    width: int
+    dtype: Dtype
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def dense(width: int, name: str) -> nn.Dense:
+            return nn.Dense(width, use_bias=False, dtype=self.dtype, name=name)
+
+        gate = nn.gelu(dense(self.width, 'gate')(x), approximate=True)
+        return dense(x.shape[-1], 'down')(gate * dense(self.width, 'up')(x))
+
+
+class Layer(nn.Module):
+    """One layer: attention and feed-forward, each with a norm before it and one behind it."""
+
+    config: Config
+    dtype: Dtype
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, is_local: jax.Array, kinds: tuple[tuple[jax.Array, ...], ...]
+    ) -> tuple[jax.Array, None]:
+        """Applies the layer, in the form that `nn.scan` asks for.
+
+        Args:
+            x: hidden states `(b, T, width)`.
+            is_local: bool scalar.
+            kinds: `(cos, sin, mask)` of local layers, and those of the others.
+        """
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(self.config.norm_epsilon, name=name)
+
+        cos, sin, mask = jax.tree.map(lambda a, b: jnp.where(is_local, a, b), *kinds)
+        y = norm('attention_norm')(x)
+        y = Attention(self.config, self.dtype, name='attention')(y, cos, sin, mask)
+        x = x + norm('post_attention_norm')(y)
+        y = norm('mlp_norm')(x)
+        y = GatedMLP(self.config.mlp_width, self.dtype, name='mlp')(y)
+        return x + norm('post_mlp_norm')(y), None
+
+
+class Gemma(nn.Module):
+    """The text model.
+
+    Attributes:
+        config: sizes.
+        dtype: of the computation and of the result; norms and softmax are float32 always.
+    """
+
+    config: Config
+    dtype: Dtype = jnp.bfloat16
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Returns the last hidden states.
+
+        Args:
+            tokens: int32 `(b, T)`, each text at the start of its row; what stands behind it is
+                arbitrary, and so are the states there.
+
+        Returns:
+            `dtype` `(b, T, width)`.
+        """
+        config, length = self.config, tokens.shape[1]
+        shape = config.vocab_size, config.width
+        table = self.param('embedding', nn.initializers.normal(1 / np.sqrt(config.width)), shape)
+        # The factor is rounded to the dtype, as it was when the model was trained.
+        x = table[tokens].astype(self.dtype) * jnp.asarray(np.sqrt(config.width), self.dtype)
+
+        distance = np.arange(length)[:, None] - np.arange(length)
+        causal = distance >= 0
+        near = causal & (distance < config.window)
+        kinds = (
+            (*_rotation(config.local_rope, length, config.head_dim), near),
+            (*_rotation(config.global_rope, length, config.head_dim), causal),
+        )
+        layers = nn.scan(
+            Layer,
+            variable_axes={'params': 0},
+            split_rngs={'params': True},
+            in_axes=(0, nn.broadcast),
+            length=config.depth,
+        )(config, self.dtype, name='layers')
+        x, _ = layers(x, jnp.array(config.is_local), kinds)
+        return RMSNorm(config.norm_epsilon, name='norm')(x)
