@@ -40,6 +40,15 @@ TEXT = [
     'tqdm>=4.66',
     'transformers>=5.0',
 ]
+# Gemma 3 in JAX, without torch and transformers.
+TEXT_JAX = [
+    'gguf>=0.10',
+    'huggingface_hub>=2.4',
+    'pyarrow>=18',
+    'safetensors>=0.5',
+    'tokenizers>=0.21',
+    'tqdm>=4.66',
+]
 TEST = [
     'cryptography>=42',  # the certificate of a storage server for tests
     'dill>=0.3.8',  # tfds.testing.DatasetBuilderTestCase imports it
@@ -106,6 +115,7 @@ setuptools.setup(
         'convert': CONVERT,
         'dataflow': CONVERT + DATAFLOW,
         'text': TEXT,
+        'text_jax': TEXT_JAX,
         'test': TEST,
         'bench': BENCH,
         'tpu': ['jax[tpu]'],

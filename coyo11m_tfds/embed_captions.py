@@ -256,11 +256,20 @@ def parse_flags() -> argparse.Namespace:
     column, length = schema.DEFAULT_CAPTION_COLUMN, text_encoders.DEFAULT_MAX_TOKENS
     add('--source', required=True, help=f'folder with {schema.CAPTIONS_FILE}, also gs:// or hf://')
     add('--out', required=True, help='Parquet file to write')
-    add('--encoder', default='hash', help='hash (the default), hf:HUB_NAME or hf:FOLDER')
+    add(
+        '--encoder',
+        default='hash',
+        help='hash (the default), hf:NAME or jax:NAME; NAME is of the hub or a folder',
+    )
     add('--caption_column', default=column, help='column to encode (%(default)s)')
     add('--drop_repeats', action='store_true', help='first row of a key wins; else an error')
-    add('--max_tokens', type=int, default=length, help='hf: cut longer captions (%(default)s)')
-    add('--batch_tokens', type=int, help='hf: tokens in a forward pass; less takes less memory')
+    add(
+        '--max_tokens',
+        type=int,
+        default=length,
+        help='cut longer captions (%(default)s); not for hash',
+    )
+    add('--batch_tokens', type=int, help='tokens in a forward pass; less takes less memory')
     return parser.parse_args()
 
 

@@ -11,25 +11,21 @@ it has in a caption on its own, in models with absolute positions too, a causal 
 attends to padding, and a mask keeps it from the others and from the mean.
 """
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import numpy as np
 import torch
 import transformers
 from safetensors import SafetensorError
 
+from coyo11m_tfds import model_files
+
 # Tokens in a forward pass, padding counted in: so memory stays the same however long the captions
 # are. On a CPU more of them leave its caches: Gemma-3-270M does 9.1 captions/s a core with 512 to
 # 2,048 tokens, 7.6 with 4,096 and 6.8 with 8,192. A GPU needs many to be busy (not measured).
 BATCH_TOKENS = {'cpu': 2048, 'cuda': 32768}
-
-
-# Endings of the names of weights, configuration and tokenizer in a model's folder.
-_MODEL_FILES = {'.safetensors', '.gguf', '.json', '.txt', '.model'}
 
 
 class HfEncoder:
@@ -67,10 +63,10 @@ class HfEncoder:
             ValueError: there is no such model, it has no weights that are safe to read, some of
                 its weights are missing, it is not a text model, or max_tokens is too small.
         """
-        self.name = f'hf:{_public_name(model)}'
+        self.name = f'hf:{model_files.public_name(model)}'
         self._device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
         self._tokenizer, self._model = _load(model, _dtype(self._device))
-        self.revision = _revision(model)
+        self.revision = model_files.revision(model)
         self._model.to(self._device)
         self.max_tokens = _greatest_length(max_tokens, self._tokenizer, self._model.config)
         self._batch_tokens = batch_tokens or BATCH_TOKENS[self._device.type]
@@ -147,26 +143,6 @@ def length_batches(lengths: np.ndarray, batch_tokens: int) -> Iterator[np.ndarra
 
 
 # --- Loading --------------------------------------------------------------------------------
-
-
-def _public_name(model: str) -> str:
-    """The name on the hub, or the folder's own name: paths of a machine are nobody's business."""
-    return Path(model).resolve().name if Path(model).exists() else model
-
-
-def _revision(model: str) -> str:
-    """What tells versions of a model apart that has been loaded."""
-    folder = Path(model)
-    if not folder.is_dir():
-        cached = huggingface_hub.try_to_load_from_cache(model, 'config.json')
-        return Path(str(cached)).parent.name  # .../snapshots/COMMIT/config.json
-    files = sorted(path for path in folder.iterdir() if path.suffix in _MODEL_FILES)
-    digest = hashlib.sha256()
-    for path in files:
-        with path.open('rb') as file:
-            of_file = hashlib.file_digest(file, 'sha256').hexdigest()
-        digest.update(f'{path.name} {of_file}\n'.encode())
-    return f'sha256:{digest.hexdigest()}'
 
 
 def _dtype(device: torch.device) -> torch.dtype:

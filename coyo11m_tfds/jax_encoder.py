@@ -11,7 +11,6 @@ in few shapes, each of which is compiled once.
 
 import functools
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from coyo11m_tfds import gemma, gemma_weights
+from coyo11m_tfds import gemma, gemma_weights, model_files
 
 # Tokens in a forward pass of one device, padding counted in: so memory stays the same however long
 # the captions are. On a CPU more of them leave its caches: Gemma-3-270M takes 53 to 56 ms of CPU a
@@ -42,6 +41,7 @@ class JaxEncoder:
 
     Attributes:
         name: `jax:` and the name on the hub or the folder's own name.
+        revision: of a model on the hub its commit; of a folder a digest of the files in it.
         dim: numbers a vector (the model's width).
         truncated: captions cut to the greatest length so far.
         max_tokens: the greatest length, special tokens counted in; the model's own if smaller.
@@ -72,7 +72,8 @@ class JaxEncoder:
         dtype = dtype or (jnp.float32 if on_cpu else jnp.bfloat16)
         batch_tokens = batch_tokens or (CPU_BATCH_TOKENS if on_cpu else BATCH_TOKENS)
         checkpoint = gemma_weights.open_checkpoint(model)
-        self.name = f'jax:{Path(model).resolve().name if Path(model).exists() else model}'
+        self.name = f'jax:{model_files.public_name(model)}'
+        self.revision = model_files.revision(model)
         self.dim = checkpoint.config.width
         self.truncated = 0
         self._tokenizer = checkpoint.tokenizer()
