@@ -17,9 +17,9 @@ PATIENCE = 300  # seconds; each is over in a few, on a machine that has nothing 
 # (how it ends, what it reads): status, and what it says last but for TensorFlow's own lines.
 ENDS = {
     ('loop', 'damaged'): (1, 'cannot be read'),
-    ('loop', 'missing'): (1, 'cannot be read'),
+    ('loop', 'missing'): (1, 'is missing: restore it'),
     ('to_device', 'damaged'): (1, 'cannot be read'),
-    ('to_device', 'missing'): (1, 'cannot be read'),
+    ('to_device', 'missing'): (1, 'is missing: restore it'),
     ('raise', 'whole'): (1, 'RuntimeError: the step has failed'),
     ('exit', 'whole'): (1, 'leaving'),
     ('return', 'whole'): (0, ''),
