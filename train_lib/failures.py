@@ -76,18 +76,18 @@ def _watch(over: threading.Event) -> None:
 
 def _tell(error: BaseException) -> None:
     """Leaves the error with the coordinator, unless another process was first, and ends."""
-    if isinstance(error, SystemExit):
-        message = str(error.code).removeprefix('ERROR: ')
-    else:
-        traceback.print_exception(error)
-        message = summary(error)
+    is_message = isinstance(error, SystemExit)
+    message = str(error.code).removeprefix('ERROR: ') if is_message else summary(error)
     host = f'process {jax.process_index()} on {socket.gethostname()}'
     client = distributed.global_state.client
     failure = f'{host} has failed: {message}'
     try:
         client.key_value_set(_FIRST, failure)
-    except jax.errors.JaxRuntimeError:  # there is one
+    except jax.errors.JaxRuntimeError:  # another was first, and this error is what came of it
         failure = client.key_value_try_get(_FIRST)
+    else:
+        if not is_message:
+            traceback.print_exception(error)
     _end(failure)
 
 
