@@ -42,7 +42,7 @@ def undisturbed(source: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) 
     return files_of(final)
 
 
-@pytest.mark.parametrize('num_workers', [2, 4])
+@pytest.mark.parametrize('num_workers', [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_any_number_of_processes_builds_the_same(source, undisturbed, tmp_path, num_workers: int):
     final = final_folder(tmp_path)
     run(source, final, num_workers=num_workers)

@@ -113,6 +113,7 @@ def test_from_the_hub(source, plain, tmp_path):
     assert files_of(final_folder(tmp_path)) == plain
 
 
+@pytest.mark.slow
 def test_with_beam_options(source, plain, tmp_path):
     options = 'runner=DirectRunner,direct_running_mode=multi_processing,direct_num_workers=2'
     said = tfds_build(source, tmp_path, f'--beam_pipeline_options={options}')

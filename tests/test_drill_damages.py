@@ -161,7 +161,7 @@ def check(source: pathlib.Path, path: pathlib.Path, out: pathlib.Path, truth: di
 
 
 @pytest.mark.parametrize(
-    'count', [40, pytest.param(2000, marks=pytest.mark.slow)], ids=['few', 'many']
+    'count', [20, pytest.param(2000, marks=pytest.mark.slow)], ids=['few', 'many']
 )
 def test_random_damages(source, truth, tmp_path, count: int):
     """With the checksums that `mirror` recorded nothing wrong is taken for right."""
@@ -170,7 +170,7 @@ def test_random_damages(source, truth, tmp_path, count: int):
 
 
 @pytest.mark.parametrize(
-    'count', [40, pytest.param(1000, marks=pytest.mark.slow)], ids=['few', 'many']
+    'count', [20, pytest.param(1000, marks=pytest.mark.slow)], ids=['few', 'many']
 )
 def test_random_damages_of_a_source_without_records(source, truth, tmp_path, count: int):
     """The checksums inside the files do as well."""

@@ -104,6 +104,7 @@ def check_elastic(data_dir, folder, env, before, after, told, **changes):
     assert_same_losses(losses, alone, ends[:-1])
 
 
+@pytest.mark.slow
 def test_two_hosts_stop_as_one_and_this_process_goes_on(mini_dataset, env, tmp_path):
     """On its one device; what it would have computed alone is known from it as well."""
     stopped = run_until_stopped(mini_dataset, tmp_path / 'together', env, 2, 2, told=[1])
