@@ -40,11 +40,13 @@ def main() -> None:
 
 
 def _wait_until_idle(counter) -> None:
-    """Waits until nothing has been read for some time."""
-    before = None
-    while before != counter.read() or before.chunks_in_flight:
-        before = counter.read()
+    """Waits until nothing has been read for two seconds."""
+    before, looks = None, 0
+    while looks < 4:
         time.sleep(0.5)
+        now = counter.read()
+        looks = looks + 1 if now == before and not now.chunks_in_flight else 0
+        before = now
 
 
 if __name__ == '__main__':

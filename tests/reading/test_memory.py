@@ -112,6 +112,7 @@ def check_told_is_taken(path: pathlib.Path, **changes) -> None:
     assert 0.75 <= (measure(path, settings) + 5e7) / told(path, settings) <= 1.25
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists('/proc/self/clear_refs'), reason='needs Linux')
 def test_reading_takes_what_is_told(big):
     check_told_is_taken(big)
