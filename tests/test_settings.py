@@ -89,6 +89,13 @@ def test_a_value_out_of_its_range_is_told_with_what_is_expected(field):
         settings.check(config_with(**{field: BAD[field]}))
 
 
+def test_an_interval_of_guidance_without_any_time_is_refused():
+    fields = {'preview.guidance_low': 0.7, 'preview.guidance_high': 0.3}
+    message = r'preview\.guidance_low=0\.7: expected less than preview\.guidance_high=0\.3'
+    with pytest.raises(ValueError, match=message):
+        settings.check(config_with(**fields))
+
+
 def test_what_may_change_is_what_steps_compute_with():
     assert set(settings.changeable(config_with())) == {
         'data.caption_dropout',
