@@ -100,7 +100,7 @@ def test_fsdp_gives_the_losses_of_data_parallelism(steps, optimizer):
     # and eight steps carry that on.
     whole, split = (steps[f'{mesh}{optimizer}']['losses'] for mesh in ('8x1', '4x2'))
     np.testing.assert_allclose(split, whole, rtol=0.01)
-    assert whole[-1] < 0.9 * whole[0]  # it learns, so that the steps matter
+    assert min(whole) < 0.9 * whole[0]  # it learns, so that the steps matter
 
 
 def test_fsdp_takes_the_memory_of_a_device_that_was_computed(steps):
