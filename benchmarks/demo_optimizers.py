@@ -1,13 +1,13 @@
 """Trains the demo's model by several settings at equal CPU time, and judges what each has learned.
 
     python -m benchmarks.demo_optimizers --data_dir=demo/data/coyo11m_tfds/hash/1.0.0 \\
-        --setting='AdamW' --setting='Muon: optimizer.name="muon" optimizer.learning_rate=2e-3' \\
+        --setting='AdamW: optimizer.name="adamw"' --setting='Muon: optimizer.name="muon"' \\
         --steps=300 --seeds=3 --out=trials.jsonl
 
 The machine may be shared, so wall time says nothing: each setting is given as many steps as the CPU
 seconds of the first setting's `--steps` pay for, a step of each being measured in turns before. The
 loss is that of samples made for it alone, at fixed noise and times; pictures are those that
-`train_lib.demo` asks for. A line of JSON for each run, and a table of Markdown.
+`train_lib.demo` asks for. Writes a line of JSON for each run.
 """
 
 import argparse
@@ -123,7 +123,8 @@ def seconds_a_step(data_dir: str, settings: Settings) -> dict[str, float]:
 
 def run_one(data_dir, fields, seed, num_steps, batches, picture) -> dict[str, Any]:
     """Trains for `num_steps` with the schedule compressed to them, and judges."""
-    warmup = max(1, num_steps * fields.get('optimizer.warmup_steps', 100) // 900)
+    whole = make_config(data_dir, fields, seed)
+    warmup = max(1, round(num_steps * whole.optimizer.warmup_steps / whole.num_steps))
     fields = fields | {'num_steps': num_steps, 'optimizer.warmup_steps': warmup}
     trial = Trial(make_config(data_dir, fields, seed))
     seconds = trial.run(num_steps)
