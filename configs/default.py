@@ -38,13 +38,21 @@ def get_config() -> ml_collections.ConfigDict:
     data.ram_budget_gb = 0.0  # for reading on a host, refused if more; 0: half of its memory
 
     config.model = model = ml_collections.ConfigDict()
-    model.name = 'S/2'  # size and patch size: tiny, S, B, L or XL
+    model.kind = 'dit'  # see train_lib/models/__init__.py, where another model is one line
+    model.name = 'S/2'  # preset, size and patch size: tiny, S, B, L or XL
+    model.width = 0  # of tokens; 0: as the preset says. So are the next three
+    model.depth = 0  # blocks
+    model.num_heads = 0  # of the attention; they divide the width
+    model.patch_size = 0  # side of the square of latent positions that makes a token
+    model.mlp_ratio = 0.0  # hidden layer of a block, in widths; 0: 4
     model.dtype = 'bfloat16'  # of the computation; weights are float32
     model.remat = 'none'  # computed again in the backward pass: none, all but dots, or full
     model.attention = 'xla'  # or 'cudnn': fused, for NVIDIA GPUs
 
     config.optimizer = optimizer = ml_collections.ConfigDict()
-    optimizer.learning_rate = 2e-4  # at the end of the warm-up
+    optimizer.name = 'adamw'  # or 'muon': for kernels of blocks, with AdamW for all else
+    optimizer.learning_rate = 2e-4  # of AdamW, at the end of the warm-up
+    optimizer.muon_learning_rate = 2e-4  # of Muon; its updates are as large as AdamW's
     optimizer.warmup_steps = 5_000  # steps of linear increase from 0
     optimizer.schedule = 'cosine'  # after the warm-up: cosine (to 0) or constant
     optimizer.weight_decay = 0.01  # of kernels alone
@@ -66,7 +74,11 @@ def get_config() -> ml_collections.ConfigDict:
     preview.count = 16  # pictures in a grid
     preview.split = 'validation'  # whose first records are drawn
     preview.guidance = 4.0  # strength of classifier-free guidance; 1 is none
-    preview.num_steps = 50  # Euler steps
+    preview.guidance_low = 0.0  # times between which guidance acts: 0 is data,
+    preview.guidance_high = 1.0  # and 1 is noise
+    preview.num_steps = 50  # from noise to data
+    preview.sampler = 'euler'  # or 'heun': second order, twice the time a step
+    preview.time_shift = 1.0  # more than 1 spends more of the steps at noisy times
 
     config.log_every = 100  # steps that a logged metric is the average of
 

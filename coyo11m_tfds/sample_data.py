@@ -9,8 +9,8 @@ the Parquet rows are in another order than the latents, a few keys have no row, 
 empty or null.
 
 One combination of (colour, shape, background) in five is never made: `held_out_prompts` gives
-captions of those, and `drawn_colours` tells what a picture shows, so that a trained model can be
-asked for something it has never seen and be measured.
+captions of those, `drawn_colours` tells what a picture shows and `outlines` how shapes look, so
+that a trained model can be asked for something it has never seen and be measured.
 """
 
 import argparse
@@ -53,7 +53,7 @@ EMPTY_CAPTION_EVERY = 89  # one caption in so many is empty or null
 # A picture is a little wider than a crop; the crops are taken at its left, middle and right.
 _HEIGHT, _WIDTH = 32, 40
 _CROP_OFFSETS = (0, 4, 8)
-_RADII = (8.0, 12.0)  # pixels
+RADII = (8.0, 12.0)  # pixels
 _OVERSAMPLING = 4  # sub-pixels a side, for smooth edges
 _COLOUR_JITTER = 6  # grey levels
 _BATCH = 512  # pictures drawn at a time
@@ -129,6 +129,22 @@ def drawn_colours(picture: np.ndarray) -> tuple[str | None, str]:
     return shape, names[background]
 
 
+def outlines(shape: str, x: np.ndarray, y: np.ndarray, radius: np.ndarray) -> np.ndarray:
+    """Which pixels of a crop a shape covers.
+
+    Args:
+        shape: one of `SHAPES`.
+        x: centres, pixels from the left of the crop, float32 `(n,)`.
+        y: centres, pixels from the top.
+        radius: of the shapes, pixels.
+
+    Returns:
+        float32 `(n, 32, 32)`: the share of every pixel that lies inside.
+    """
+    size = schema.LATENT_SHAPE[-1]
+    return _coverage([shape] * len(x), _Geometry(x, y, radius))[:, :, :size]
+
+
 def make_sample(
     out_dir: str | os.PathLike,
     num_samples: int = 4096,
@@ -182,7 +198,7 @@ def _unequal_parts(total: int, parts: int) -> list[slice]:
 
 def _random_geometry(count: int, rng: np.random.Generator) -> _Geometry:
     """Places shapes so that every crop shows the better part of them."""
-    radius = rng.uniform(*_RADII, count)
+    radius = rng.uniform(*RADII, count)
     # The stretch that all crops have in common, less most of the radius.
     low, high = _CROP_OFFSETS[-1] + 0.7 * radius, _WIDTH - _CROP_OFFSETS[-1] - 0.7 * radius
     x = low + (high - low) * rng.random(count)
@@ -258,7 +274,7 @@ def _save_captions(
     import pandas as pd  # Slow to import, and only needed to write.
 
     rows = [i for i in rng.permutation(len(keys)) if i % NO_ROW_EVERY != 1]
-    middle_radius = sum(_RADII) / 2
+    middle_radius = sum(RADII) / 2
     long_captions: list[str | None] = []
     for i in rows:
         third = int(3 * geometry.x[i] / _WIDTH)

@@ -1,6 +1,7 @@
 """The mathematics of rectified flow, its steps and its sampler."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +52,7 @@ def _make_trainer(tx, schedule):
 def trainer():
     """A jitted step, its evaluation and a state to start from."""
     schedule = state.make_schedule('constant', num_steps=100, learning_rate=1e-2, warmup_steps=1)
-    tx = state.make_optimizer(schedule, weight_decay=0.01, b1=0.9, b2=0.95, clip_norm=1.0)
+    tx = state.make_optimizer('adamw', schedule, weight_decay=0.01, b1=0.9, b2=0.95, clip_norm=1.0)
     return _make_trainer(tx, schedule)
 
 
@@ -255,3 +256,60 @@ def test_the_sampler_asks_for_times_from_one_downwards():
         velocity, jnp.zeros((1, 2, 2, 1)), jnp.zeros((1, 5)), guidance=1.0, num_steps=4
     )
     np.testing.assert_allclose(out, -(1.0 + 0.75 + 0.5 + 0.25) / 4)
+
+
+def _decay(z, t, text, drop_text):
+    """Velocity `z + t`, whose path from z at time 1 to time 0 is known: `(z + 2) / e - 1`."""
+    return z + t[:, None, None, None]
+
+
+def _error(**settings):
+    noise = jax.random.normal(jax.random.key(3), (2, 4, 4, 1))
+    out = sampling.sample(_decay, noise, jnp.zeros((2, 5)), guidance=1.0, **settings)
+    return float(jnp.max(jnp.abs(out - ((noise + 2) / np.e - 1))))
+
+
+@pytest.mark.parametrize('time_shift', [1.0, 2.0])
+@pytest.mark.parametrize(('sampler', 'order'), [('euler', 1), ('heun', 2)])
+def test_the_error_falls_with_the_order_of_the_sampler(sampler, order, time_shift):
+    coarse, fine = (_error(num_steps=n, sampler=sampler, time_shift=time_shift) for n in (8, 32))
+    assert np.log2(coarse / fine) / 2 == pytest.approx(order, abs=0.25)
+
+
+@pytest.mark.parametrize('num_steps', [1, 2, 7])
+def test_heun_asks_for_both_ends_of_every_step_but_the_last(num_steps):
+    asked = []
+
+    def velocity(z, t, text, drop_text):
+        jax.debug.callback(lambda time: asked.append(float(time)), t[0], ordered=True)
+        return jnp.zeros_like(z)
+
+    jax.block_until_ready(
+        sampling.sample(
+            velocity, jnp.zeros((1, 2, 2, 1)), jnp.zeros((1, 5)),
+            guidance=1.0, num_steps=num_steps, sampler='heun',
+        )
+    )  # fmt: skip
+    jax.effects_barrier()
+    times = 1 - np.arange(num_steps) / num_steps
+    expected = [time for pair in itertools.pairwise(times) for time in pair]
+    np.testing.assert_allclose(asked, [*expected, times[-1]], atol=1e-6)
+
+
+def test_times_are_shifted_towards_noise():
+    np.testing.assert_allclose(sampling.step_times(4, 1.0), [1, 0.75, 0.5, 0.25, 0], atol=1e-7)
+    # In SD3's words, sqrt(m / n) = 3.
+    np.testing.assert_allclose(sampling.step_times(4, 3.0), [1, 0.9, 0.75, 0.5, 0], atol=1e-7)
+
+
+def test_guidance_acts_within_its_interval_alone():
+    def velocity(z, t, text, drop_text):
+        one = jnp.where(drop_text, 1.0, 3.0)
+        return jnp.broadcast_to(one[:, None, None, None], z.shape)
+
+    # Ten steps at 1.0, 0.9 to 0.1: those from 0.7 down to 0.3 are guided, to 1 + 5 * (3 - 1).
+    out = sampling.sample(
+        velocity, jnp.zeros((2, 4, 4, 1)), jnp.zeros((2, 5)),
+        guidance=5.0, num_steps=10, guidance_low=0.25, guidance_high=0.75,
+    )  # fmt: skip
+    np.testing.assert_allclose(out, -(5 * 11.0 + 5 * 3.0) / 10, rtol=1e-5)

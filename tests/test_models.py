@@ -1,11 +1,14 @@
 """The transformer: shapes, conditioning, and what it must be at the start."""
 
+import re
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from configs import default
 from train_lib import models
 from train_lib.models import dense, dit
 
@@ -53,6 +56,56 @@ def test_sizes_are_those_of_the_paper(name, millions):
 def test_an_unknown_name_is_refused(name):
     with pytest.raises(ValueError, match='SIZE/PATCH'):
         models.make(name)
+
+
+def _shapes(model):
+    inputs = _inputs(side=8)
+    params = jax.eval_shape(model.init, jax.random.key(0), *inputs, None)['params']
+    return jax.tree.map(lambda leaf: leaf.shape, params)
+
+
+def test_what_is_given_replaces_the_preset_and_0_leaves_it():
+    none = dict.fromkeys(('width', 'depth', 'num_heads', 'patch_size', 'mlp_ratio'), 0)
+    assert models.make('S/2', **none) == models.make('S/2')
+    given = {'width': 64, 'depth': 3, 'num_heads': 8, 'patch_size': 4, 'mlp_ratio': 2.5}
+    blocks = _shapes(models.make('S/2', **given))['blocks']
+    assert blocks['mlp_1']['kernel'] == (3, 64, 160)
+    assert blocks['attention']['query_norm']['scale'] == (3, 8)
+    assert _shapes(models.make('tiny/4', depth=4)) == _shapes(
+        models.make('tiny/2', depth=4, patch_size=4)
+    )
+
+
+@pytest.mark.parametrize(
+    ('fields', 'message'),
+    [
+        ({'width': 50}, 'model.width=50: expected a multiple of 4 and of model.num_heads=6'),
+        ({'num_heads': 5}, 'model.width=384: expected a multiple of 4 and of model.num_heads=5'),
+        ({'mlp_ratio': 1.001}, 'model.mlp_ratio=1.001: expected a whole number'),
+        ({'experts': 8}, "model.experts=8: expected 0, a model of kind 'dit' has no such field"),
+        ({'kind': 'unet'}, "model.kind='unet': expected one of dit"),
+    ],
+)
+def test_a_field_that_does_not_fit_is_refused_by_name_and_value(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        models.make('S/2', **fields)
+
+
+def test_another_model_is_a_line_of_the_registry(monkeypatch):
+    class Other(dit.DiT):
+        experts: int = 2
+
+    monkeypatch.setitem(models.KINDS, 'other', Other)
+    model = models.make('S/2', kind='other', experts=8)
+    assert (type(model), model.experts, model.width) == (Other, 8, 384)
+
+
+def test_the_identity_of_a_run_says_what_decides_the_weights():
+    config = default.get_config().model
+    assert models.identity(**config) == {'name': 'S/2'}  # as checkpoints say since there are any
+    config.update({'depth': 3, 'dtype': 'float32', 'remat': 'full'})
+    assert models.identity(**config) == {'name': 'S/2', 'depth': 3}
+    assert models.identity('S/2', kind='other') == {'name': 'S/2', 'kind': 'other'}
 
 
 def test_a_new_model_predicts_zero(small):
@@ -165,9 +218,11 @@ def _matmul_flops(model, inputs):
     return compiled.cost_analysis()['flops']
 
 
-def test_flops_are_those_of_the_products():
+@pytest.mark.parametrize('mlp_ratio', [4, 1.5])
+def test_flops_are_those_of_the_products(mlp_ratio):
     # Without a loop, which XLA would count once; wide, for few elementwise operations beside.
-    model = dit.DiT(width=256, depth=2, num_heads=4, patch_size=2, dtype=jnp.float32, unroll=2)
+    sizes = {'width': 256, 'depth': 2, 'num_heads': 4, 'patch_size': 2, 'mlp_ratio': mlp_ratio}
+    model = dit.DiT(**sizes, dtype=jnp.float32, unroll=2)
     inputs = _inputs(batch=4, side=16, text_dim=48)
     assert model.flops((16, 16, 4), 48) == pytest.approx(_matmul_flops(model, inputs) / 4, rel=0.02)
 

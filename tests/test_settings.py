@@ -15,6 +15,7 @@ ELSEWHERE = {
     'distributed',
     'mesh.data',
     'mesh.fsdp',
+    'model.kind',
     'model.name',
     'model.attention',
     'model.remat',
@@ -45,15 +46,26 @@ BAD = {
     'max_skipped': -1,
     'max_skipped_in_a_row': -1,
     'model.dtype': 'int32',
+    'model.depth': -1,
+    'model.mlp_ratio': -0.5,
+    'model.num_heads': -1,
+    'model.patch_size': -1,
+    'model.width': -1,
     'num_steps': 0,
     'optimizer.b1': 1.0,
     'optimizer.b2': -0.1,
     'optimizer.clip_norm': 0.0,
     'optimizer.learning_rate': float('nan'),
+    'optimizer.muon_learning_rate': 0.0,
+    'optimizer.name': 'lion',
     'optimizer.weight_decay': -0.1,
     'preview.count': 0,
     'preview.guidance': float('nan'),
+    'preview.guidance_high': 1.5,
+    'preview.guidance_low': 1.0,
     'preview.num_steps': 0,
+    'preview.sampler': 'ddim',
+    'preview.time_shift': 0.0,
     'preview_every': -1,
     'profile_steps': -1,
     'seed': -1,
@@ -77,6 +89,13 @@ def test_a_value_out_of_its_range_is_told_with_what_is_expected(field):
         settings.check(config_with(**{field: BAD[field]}))
 
 
+def test_an_interval_of_guidance_without_any_time_is_refused():
+    fields = {'preview.guidance_low': 0.7, 'preview.guidance_high': 0.3}
+    message = r'preview\.guidance_low=0\.7: expected less than preview\.guidance_high=0\.3'
+    with pytest.raises(ValueError, match=message):
+        settings.check(config_with(**fields))
+
+
 def test_what_may_change_is_what_steps_compute_with():
     assert set(settings.changeable(config_with())) == {
         'data.caption_dropout',
@@ -89,6 +108,7 @@ def test_what_may_change_is_what_steps_compute_with():
         'optimizer.b2',
         'optimizer.clip_norm',
         'optimizer.learning_rate',
+        'optimizer.muon_learning_rate',
         'optimizer.schedule',
         'optimizer.warmup_steps',
         'optimizer.weight_decay',

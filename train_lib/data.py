@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 import input_pipeline
 from coyo11m_tfds import dataset, schema
 from coyo11m_tfds.order import nearest_shares
-from train_lib import flow, settings, sharding
+from train_lib import flow, models, settings, sharding
 
 Batches = Iterator[dict[str, jax.Array]]
 
@@ -93,7 +93,8 @@ class TrainingData:
         self.identity = {
             'data': input_pipeline.position_settings(self._builder, **self._order()),
             'text_encoder': {'name': stats.text_encoder, 'width': stats.text_dim},
-            'model': {'name': config.model.name},
+            'model': models.identity(**config.model),
+            'optimizer': {'name': config.optimizer.name},
         }
 
     def check_memory(self) -> None:

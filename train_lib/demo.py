@@ -4,8 +4,8 @@
 
 The captions are those of combinations of colour, shape and background that
 `coyo11m_tfds.sample_data` leaves out of the data. Prints where the pictures are, and the share of
-them in which the shape has the caption's colour and stands on the caption's background, each told
-by the nearest named colour.
+them in which the shape has the caption's colour and stands on the caption's background, in which
+the shape is the caption's, and in which all three are right (see `demo_scores`).
 """
 
 from absl import app, flags
@@ -13,7 +13,7 @@ from etils import epath
 from ml_collections import config_flags
 
 from coyo11m_tfds import sample_data, text_encoders
-from train_lib import previews, process, workdirs
+from train_lib import demo_scores, previews, process, workdirs
 from train_lib.draw import Artist
 
 FLAGS = flags.FLAGS
@@ -35,12 +35,12 @@ def main(argv: list[str]) -> None:
     path = folder / 'held_out.png'
     previews.write_png(path, previews.make_grid([pictures], captions))
 
-    right = sum(
-        sample_data.drawn_colours(picture) == (scene.colour, scene.background)
-        for picture, scene in zip(pictures, scenes, strict=True)
-    )
+    scores = demo_scores.judge(pictures, scenes)
     print(f'pictures: {path}')
-    print(f'colour accuracy: {right / NUM_PROMPTS:.2f} ({right}/{NUM_PROMPTS})')
+    for name in ('colours', 'shape', 'all_three'):
+        share = getattr(scores, name)
+        count = round(NUM_PROMPTS * share)
+        print(f'{name.replace("_", " ")} right: {share:.2f} ({count}/{NUM_PROMPTS})')
 
 
 if __name__ == '__main__':

@@ -88,6 +88,9 @@ def make_program(
     def init_from_seed() -> state.TrainState:
         return init(jax.random.key(config.seed))
 
+    of_data = ('count', 'split')
+    sampling_settings = {n: x for n, x in config.preview.items() if n not in of_data}
+
     def draw(params: Any, text_embedding: jax.Array) -> jax.Array:
         text = flow.standardize_text(text_embedding, stats)
         noise = jax.random.normal(jax.random.key(config.seed), (len(text), *latent_shape))
@@ -95,8 +98,7 @@ def make_program(
             lambda *inputs: model.apply({'params': params}, *inputs),
             noise,
             text,
-            guidance=config.preview.guidance,
-            num_steps=config.preview.num_steps,
+            **sampling_settings,
         )
         return flow.raw_latents(drawn, stats)
 
@@ -122,20 +124,25 @@ def _make_optimizer(
     config: ml_collections.ConfigDict,
 ) -> tuple[optax.Schedule, optax.GradientTransformation]:
     optimizer = config.optimizer
-    schedule = state.make_schedule(
-        optimizer.schedule,
-        num_steps=config.num_steps,
-        learning_rate=optimizer.learning_rate,
-        warmup_steps=optimizer.warmup_steps,
-    )
+
+    def schedule(learning_rate: float) -> optax.Schedule:
+        return state.make_schedule(
+            optimizer.schedule,
+            num_steps=config.num_steps,
+            learning_rate=learning_rate,
+            warmup_steps=optimizer.warmup_steps,
+        )
+
     tx = state.make_optimizer(
-        schedule,
+        optimizer.name,
+        schedule(optimizer.learning_rate),
+        schedule(optimizer.muon_learning_rate),
         weight_decay=optimizer.weight_decay,
         b1=optimizer.b1,
         b2=optimizer.b2,
         clip_norm=optimizer.clip_norm,
     )
-    return schedule, tx
+    return schedule(optimizer.learning_rate), tx
 
 
 def _with_sharding(

@@ -1,6 +1,6 @@
-"""Pictures out of noise: Euler steps along the learned velocity, with classifier-free guidance.
+"""Pictures out of noise: steps along the learned velocity, with classifier-free guidance.
 
-    latents = sample(velocity, noise, text, guidance=2.0, num_steps=25)
+    latents = sample(velocity, noise, text, guidance=2.0, num_steps=25, sampler='heun')
 
 Neither TensorFlow nor torch is imported here.
 """
@@ -12,21 +12,44 @@ import jax.numpy as jnp
 
 Velocity = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
+SAMPLERS = ('euler', 'heun')
+
 
 def sample(
-    velocity: Velocity, noise: jax.Array, text: jax.Array, *, guidance: float, num_steps: int
+    velocity: Velocity,
+    noise: jax.Array,
+    text: jax.Array,
+    *,
+    guidance: float,
+    num_steps: int,
+    sampler: str = 'euler',
+    time_shift: float = 1.0,
+    guidance_low: float = 0.0,
+    guidance_high: float = 1.0,
 ) -> jax.Array:
     """Integrates from noise (time 1) to data (time 0).
 
     Guidance: Ho & Salimans, "Classifier-Free Diffusion Guidance" (2022); the velocity used is
-    `without + guidance * (with - without)`, so 1 is no guidance.
+    `without + guidance * (with - without)`, so 1 is no guidance. It may be kept to an interval of
+    times as in Kynkäänniemi et al., "Applying Guidance in a Limited Interval Improves Sample and
+    Distribution Quality in Diffusion Models" (2024), equation 5; outside of it the text is followed
+    as learned.
+
+    Heun: Karras et al., "Elucidating the Design Space of Diffusion-Based Generative Models" (2022),
+    algorithm 1. An Euler step, then the mean of the velocities at both of its ends; the last step
+    is Euler's, which leaves the error in proportion to the square of the step. It evaluates the
+    model `2 * num_steps - 1` times.
 
     Args:
         velocity: the model, from `(z, t, text, drop_text)` to a velocity of the shape of z.
         noise: standard normal `(b, H, W, C)`.
         text: standardized text vectors `(b, D)`.
         guidance: strength; 1 follows the text as learned, more follows it more closely.
-        num_steps: Euler steps of equal length.
+        num_steps: from noise to data.
+        sampler: `euler` or `heun`.
+        time_shift: see `step_times`.
+        guidance_low: the lowest time at which guidance acts.
+        guidance_high: the highest.
 
     Returns:
         Standardized latents float32 `(b, H, W, C)`.
@@ -36,10 +59,38 @@ def sample(
     texts = jnp.concatenate([text, text])
     drop_text = jnp.arange(2 * count) >= count
 
-    def euler_step(z: jax.Array, time: jax.Array) -> tuple[jax.Array, None]:
+    def guided(z: jax.Array, time: jax.Array) -> jax.Array:
         both = velocity(jnp.concatenate([z, z]), jnp.full((2 * count,), time), texts, drop_text)
         with_text, without = jnp.split(both, 2)
-        return z - (without + guidance * (with_text - without)) / num_steps, None
+        inside = (guidance_low <= time) & (time <= guidance_high)
+        return without + jnp.where(inside, guidance, 1.0) * (with_text - without)
 
-    times = 1 - jnp.arange(num_steps, dtype=jnp.float32) / num_steps
-    return jax.lax.scan(euler_step, noise.astype(jnp.float32), times)[0]
+    def euler_step(z: jax.Array, times: jax.Array) -> tuple[jax.Array, None]:
+        time, next_time = times
+        return z + (next_time - time) * guided(z, time), None
+
+    def heun_step(z: jax.Array, times: jax.Array) -> tuple[jax.Array, None]:
+        time, next_time = times
+        here = guided(z, time)
+        there = guided(z + (next_time - time) * here, next_time)
+        return z + (next_time - time) * (here + there) / 2, None
+
+    times = step_times(num_steps, time_shift)
+    ends = jnp.stack([times[:-1], times[1:]], axis=1)
+    z = noise.astype(jnp.float32)
+    if sampler == 'euler':
+        return jax.lax.scan(euler_step, z, ends)[0]
+    z, _ = jax.lax.scan(heun_step, z, ends[:-1])
+    return euler_step(z, ends[-1])[0]
+
+
+def step_times(num_steps: int, time_shift: float) -> jax.Array:
+    """The times at which steps begin and end: float32 `(num_steps + 1,)`, from 1 down to 0.
+
+    Equal steps in t become `s * t / (1 + (s - 1) * t)` with s the shift, as in Esser et al.,
+    "Scaling Rectified Flow Transformers for High-Resolution Image Synthesis" (2024), equation 23:
+    more than 1 spends more steps at noisy times. In training, the log of the shift added to
+    `flow.logit_mean` does the same.
+    """
+    t = 1 - jnp.arange(num_steps + 1, dtype=jnp.float32) / num_steps
+    return time_shift * t / (1 + (time_shift - 1) * t)

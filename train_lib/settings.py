@@ -58,8 +58,15 @@ _RULES = {
     ),
     'data.private_threads': _at_least(0),
     'data.ram_budget_gb': _at_least(0),
+    'model.width': _at_least(0),
+    'model.depth': _at_least(0),
+    'model.num_heads': _at_least(0),
+    'model.patch_size': _at_least(0),
+    'model.mlp_ratio': _at_least(0),
     'model.dtype': _one_of('bfloat16', 'float16', 'float32'),
+    'optimizer.name': _one_of('adamw', 'muon'),
     'optimizer.learning_rate': _above(0),
+    'optimizer.muon_learning_rate': _above(0),
     'optimizer.weight_decay': _at_least(0),
     'optimizer.b1': _share(including_1=False),
     'optimizer.b2': _share(including_1=False),
@@ -68,7 +75,11 @@ _RULES = {
     'flow.logit_std': _above(0),
     'preview.count': _at_least(1),
     'preview.guidance': _FINITE,
+    'preview.guidance_low': _share(including_1=False),
+    'preview.guidance_high': _share(including_1=True),
     'preview.num_steps': _at_least(1),
+    'preview.sampler': _one_of('euler', 'heun'),
+    'preview.time_shift': _above(0),
     'log_every': _at_least(1),
     'eval_every': _at_least(0),
     'preview_every': _at_least(0),
@@ -81,6 +92,7 @@ _RULES = {
 # and the model, is in the identity of a run (`data.TrainingData`) and cannot be changed.
 _CHANGEABLE = ('num_steps', 'ema_decay', 'data.caption_dropout', 'model.dtype')
 _CHANGEABLE_GROUPS = ('optimizer', 'flow')
+_FIXED = ('optimizer.name',)  # checkpoints hold its state
 
 
 def check(config: ml_collections.ConfigDict) -> None:
@@ -93,6 +105,11 @@ def check(config: ml_collections.ConfigDict) -> None:
     for name, rule in _RULES.items():
         if not rule.holds(fields[name]):
             raise ValueError(f'{name}={fields[name]!r}: expected {rule.expected}')
+    low, high = config.preview.guidance_low, config.preview.guidance_high
+    if low >= high:
+        raise ValueError(
+            f'preview.guidance_low={low!r}: expected less than preview.guidance_high={high!r}'
+        )
 
 
 def changeable(config: ml_collections.ConfigDict) -> dict[str, Any]:
@@ -100,7 +117,8 @@ def changeable(config: ml_collections.ConfigDict) -> dict[str, Any]:
     return {
         name: value
         for name, value in flatten(config.to_dict()).items()
-        if name in _CHANGEABLE or name.partition('.')[0] in _CHANGEABLE_GROUPS
+        if name in _CHANGEABLE
+        or (name.partition('.')[0] in _CHANGEABLE_GROUPS and name not in _FIXED)
     }
 
 

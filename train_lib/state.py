@@ -1,7 +1,8 @@
 """What a training step changes: weights, their moving average, the optimizer's state.
 
     schedule = state.make_schedule('cosine', num_steps=9_000, learning_rate=1e-4, warmup_steps=500)
-    tx = state.make_optimizer(schedule, weight_decay=0.01, b1=0.9, b2=0.99, clip_norm=1.0)
+    tx = state.make_optimizer(
+        'adamw', schedule, weight_decay=0.01, b1=0.9, b2=0.99, clip_norm=1.0)
     init = state.make_init(model, tx, latent_shape=(32, 32, 4), text_dim=640)
     train_state = jax.jit(init)(jax.random.key(seed))
 
@@ -16,6 +17,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 
 
 @flax.struct.dataclass
@@ -70,16 +72,48 @@ def make_schedule(
 
 
 def make_optimizer(
-    schedule: optax.Schedule, *, weight_decay: float, b1: float, b2: float, clip_norm: float
+    name: str,
+    schedule: optax.Schedule,
+    muon_schedule: optax.Schedule | None = None,
+    *,
+    weight_decay: float,
+    b1: float,
+    b2: float,
+    clip_norm: float,
 ) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) behind clipping by the global norm.
+    """AdamW, or Muon for the kernels of blocks, behind clipping by the global norm.
 
-    Kernels decay; biases, scales and the vector that stands for no text do not.
+    AdamW: Loshchilov and Hutter, arXiv:1711.05101. Muon: Jordan, "Muon: An optimizer for hidden
+    layers in neural networks" (2024), with the updates scaled to the root mean square of AdamW's
+    as in Liu et al., arXiv:2502.16982; all but the kernels of blocks is left to AdamW, and so are
+    those that make the modulation. Kernels decay; biases, scales and the vector that stands for no
+    text do not.
+
+    Args:
+        name: `adamw` or `muon`.
+        schedule: learning rate of AdamW.
+        muon_schedule: learning rate of Muon.
+        weight_decay: of kernels, times the learning rate.
+        b1: of AdamW's first moment.
+        b2: of AdamW's second moment.
+        clip_norm: the largest norm that the whole gradient keeps.
+
+    Raises:
+        ValueError: another name; at `init`, a model without kernels of blocks for Muon.
     """
-    return optax.chain(
-        optax.clip_by_global_norm(clip_norm),
-        optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay, mask=_is_kernel),
+    clip = optax.clip_by_global_norm(clip_norm)
+    adamw = optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay, mask=_is_kernel)
+    if name == 'adamw':
+        return optax.chain(clip, adamw)
+    if name != 'muon':
+        raise ValueError(f"optimizer.name={name!r}: expected 'adamw' or 'muon'")
+    muon = optax.contrib.muon(
+        muon_schedule,
+        weight_decay=weight_decay,
+        consistent_rms=0.2,
+        muon_weight_dimension_numbers=_as_matrices,
     )
+    return optax.chain(clip, optax.partition({'muon': muon, 'adamw': adamw}, _optimizer_of))
 
 
 def make_init(
@@ -118,3 +152,25 @@ def make_init(
 def _is_kernel(params):
     # By name and not by rank: the scanned blocks stack their biases to matrices.
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == 'kernel', params)
+
+
+def _optimizer_of(params):
+    """The name of the one that changes each leaf."""
+
+    def label(path, _):
+        *modules, name = (part.key for part in path)
+        of_block = modules[0] == 'blocks' and 'modulation' not in modules
+        return 'muon' if of_block and name == 'kernel' else 'adamw'
+
+    labels = jax.tree_util.tree_map_with_path(label, params)
+    if 'muon' not in jax.tree.leaves(labels):
+        raise ValueError(
+            "optimizer.name='muon': the model has no kernels in a module named 'blocks': expected "
+            "'adamw'"
+        )
+    return labels
+
+
+def _as_matrices(params):
+    # Kernels are `(layers, in, out)`: the last two axes are a matrix, whatever stands before.
+    return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), params)

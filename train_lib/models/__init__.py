@@ -1,14 +1,27 @@
-"""Models by name.
+"""Models by kind, and their sizes by name.
 
     model = models.make('S/2', dtype='bfloat16')
+    model = models.make('S/2', kind='dit', depth=16)   # what is given replaces the preset's
+
+Another model is a file beside `dit.py` and a line in `KINDS`. It is a `flax.linen.Module` with the
+attributes of `dit.DiT` that it is given, called as DiT is, with a method `flops` and an attribute
+`turns`; what stands in its module `blocks` is what Muon may train (see `state.make_optimizer`).
 
 A name is a size and a patch size. Sizes S to XL are those of DiT (Peebles & Xie 2023, table 1);
 `tiny` is for the demo and the tests.
 """
 
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
 import jax.numpy as jnp
 
-from train_lib.models.dit import ATTENTION, REMAT, DiT
+from train_lib.models.dit import DiT
+
+KINDS = {
+    'dit': DiT,
+}
 
 SIZES = {
     'tiny': {'width': 128, 'depth': 6, 'num_heads': 4, 'unroll': 6},
@@ -19,39 +32,48 @@ SIZES = {
 }
 
 
-def make(name: str, *, dtype: str = 'bfloat16', remat: str = 'none', attention: str = 'xla') -> DiT:
-    """Makes the model of a name such as `'S/2'`.
+def make(name: str, *, kind: str = 'dit', dtype: str = 'bfloat16', **fields: Any) -> nn.Module:
+    """Makes a model from the block `model` of a configuration.
 
     Args:
-        name: size and patch size, `SIZE/PATCH`.
+        name: the preset, size and patch size, `SIZE/PATCH`, such as `'S/2'`.
+        kind: a key of `KINDS`.
         dtype: of the computation; parameters are float32.
-        remat: what is kept for the backward pass: `none` of it is computed again, all but `dots`
-            (the products with weights) or the blocks in `full`.
-        attention: `xla`, or `cudnn` on NVIDIA GPUs.
+        fields: attributes of the model; for 0 it takes what the preset or, where that is silent,
+            the model itself says.
 
     Raises:
-        ValueError: an unknown size, or a patch size that is not a positive number; another value
-            of `remat` or `attention`.
+        ValueError: an unknown name or kind; a field that the kind does not have, or a value of one
+            that it refuses.
     """
+    if kind not in KINDS:
+        raise ValueError(f'model.kind={kind!r}: expected one of {", ".join(KINDS)}')
+    given = {field: value for field, value in fields.items() if _is_given(value)}
+    known = {field.name for field in dataclasses.fields(KINDS[kind])}
+    for field, value in given.items():
+        if field not in known:
+            raise ValueError(
+                f'model.{field}={value!r}: expected 0, a model of kind {kind!r} has no such field'
+            )
+    return KINDS[kind](**_preset(name) | given, dtype=jnp.dtype(dtype))
+
+
+def identity(name: str, *, kind: str = 'dit', **fields: Any) -> dict[str, Any]:
+    """What of the block `model` decides which weights there are, in plain values."""
+    own = {} if kind == 'dit' else {'kind': kind}
+    sizes = (field for field in fields if field not in ('dtype', 'remat', 'attention'))
+    return {'name': name} | own | {field: fields[field] for field in sizes if fields[field]}
+
+
+def _preset(name: str) -> dict[str, int]:
     size, _, patch = name.partition('/')
     if size not in SIZES or not patch.isdigit() or int(patch) < 1:
         raise ValueError(
             f'model.name={name!r}: expected SIZE/PATCH such as "S/2" '
             f'with SIZE one of {", ".join(SIZES)}.'
         )
-    if remat not in REMAT:
-        raise ValueError(
-            f'model.remat is {remat!r}, expected one of {", ".join(REMAT)}; write "full" for what '
-            'was true, "none" for what was false.'
-        )
-    if attention not in ATTENTION:
-        raise ValueError(
-            f'model.attention is {attention!r}, expected one of {", ".join(ATTENTION)}.'
-        )
-    return DiT(
-        **SIZES[size],
-        patch_size=int(patch),
-        dtype=jnp.dtype(dtype),
-        remat=remat,
-        attention=attention,
-    )
+    return SIZES[size] | {'patch_size': int(patch)}
+
+
+def _is_given(value: Any) -> bool:
+    return isinstance(value, bool) or value != 0  # False is no number to be left out but refused

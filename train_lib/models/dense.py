@@ -29,13 +29,14 @@ def _dot_forward(x, kernel, dimension_numbers, precision):
 
 def _dot_backward(dimension_numbers, precision, saved, gradient):
     x, kernel = saved
-    rows = tuple(range(x.ndim - 1))  # all axes of x but the one that is summed over
     for_x = (((gradient.ndim - 1,), (1,)), ((), ()))
-    for_kernel = ((rows, rows), ((), ()))
+    # As matrices: over two axes, XLA on CPUs would copy both factors, an eighth of a step's time.
+    rows, gradients = (a.reshape(-1, a.shape[-1]) for a in (x, gradient))
+    for_kernel = (((0,), (0,)), ((), ()))
     return (
         jax.lax.dot_general(gradient, kernel.astype(x.dtype), for_x, precision=precision),
         jax.lax.dot_general(
-            x, gradient, for_kernel, precision=precision, preferred_element_type=kernel.dtype
+            rows, gradients, for_kernel, precision=precision, preferred_element_type=kernel.dtype
         ),
     )
 

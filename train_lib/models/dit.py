@@ -120,7 +120,7 @@ class Block(nn.Module):
     """One transformer block; at the start of training it is the identity (adaLN-Zero)."""
 
     num_heads: int
-    mlp_ratio: int = 4
+    mlp_ratio: float = 4
     dtype: Dtype = jnp.bfloat16
     attention: str = 'xla'
     pin: Pin = _unpinned
@@ -143,7 +143,8 @@ class Block(nn.Module):
 
         h = nn.LayerNorm(use_bias=False, use_scale=False, dtype=self.dtype)(x)
         h = _modulate(h, shift_2, scale_2)
-        h = self.pin(nn.gelu(Dense(self.mlp_ratio * width, dtype=self.dtype, name='mlp_1')(h)))
+        hidden = Dense(int(self.mlp_ratio * width), dtype=self.dtype, name='mlp_1')(h)
+        h = self.pin(nn.gelu(hidden))
         h = Dense(width, dtype=self.dtype, name='mlp_2')(h)
         return self.pin(x + gate_2[:, None] * h)
 
@@ -156,6 +157,7 @@ class DiT(nn.Module):
         depth: number of blocks.
         num_heads: of the attention.
         patch_size: side of the square of latent positions that makes a token.
+        mlp_ratio: widths of the hidden layer of a block, times `width` a whole number.
         dtype: of the computation. Parameters and the result are float32.
         remat: what of a block is kept for the backward pass, a key of `REMAT`.
         attention: what computes it, of `ATTENTION`.
@@ -170,16 +172,39 @@ class DiT(nn.Module):
     depth: int
     num_heads: int
     patch_size: int
+    mlp_ratio: float = 4
     dtype: Dtype = jnp.bfloat16
     remat: str = 'none'
     attention: str = 'xla'
     unroll: int = 1
     pin: Pin = _unpinned
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.remat not in REMAT:
+            raise ValueError(
+                f'model.remat is {self.remat!r}, expected one of {", ".join(REMAT)}; write "full" '
+                'for what was true, "none" for what was false.'
+            )
+        if self.attention not in ATTENTION:
+            raise ValueError(
+                f'model.attention is {self.attention!r}, expected one of {", ".join(ATTENTION)}.'
+            )
+        if self.width % 4 or self.width % self.num_heads:
+            raise ValueError(
+                f'model.width={self.width}: expected a multiple of 4 and of '
+                f'model.num_heads={self.num_heads}'
+            )
+        if self.mlp_ratio * self.width % 1:
+            raise ValueError(
+                f'model.mlp_ratio={self.mlp_ratio}: expected a whole number when multiplied by '
+                f'model.width={self.width}'
+            )
+
     @property
     def turns(self) -> int:
         """Of the loop over the blocks."""
-        return self.depth // self.unroll
+        return max(1, self.depth // self.unroll)
 
     @nn.compact
     def __call__(
@@ -204,7 +229,7 @@ class DiT(nn.Module):
         if height % p or width % p:
             raise ValueError(
                 f'latents of {height}x{width} cannot be cut into patches of {p}x{p}: expected a '
-                'model.name with another patch size'
+                'model.name or model.patch_size with another one'
             )
         rows, columns = height // p, width // p
 
@@ -241,10 +266,11 @@ class DiT(nn.Module):
         height, columns, channels = latent_shape
         w, p = self.width, self.patch_size
         tokens = height * columns // p**2
-        block = tokens * (12 * w**2 + 2 * tokens * w) + 6 * w**2  # mlp_ratio 4; modulation
+        products = 4 + 2 * self.mlp_ratio  # qkv and out, mlp_1 and mlp_2
+        block = tokens * (products * w**2 + 2 * tokens * w) + 6 * w**2  # and modulation
         ends = tokens * 2 * p**2 * channels * w + 2 * w**2
         condition = (_TIME_FEATURES + text_dim + 2 * w) * w
-        return 2 * (self.depth * block + ends + condition)
+        return round(2 * (self.depth * block + ends + condition))
 
     def _blocks(self):
         """The stack of blocks as one scanned module."""
@@ -264,7 +290,7 @@ class DiT(nn.Module):
             unroll=self.unroll,
         )
         stack = block(
-            self.num_heads, dtype=self.dtype, attention=self.attention, pin=self.pin, name='blocks'
+            self.num_heads, self.mlp_ratio, self.dtype, self.attention, self.pin, name='blocks'
         )
         return lambda tokens, condition: scanned(stack, tokens, condition)[0]
 

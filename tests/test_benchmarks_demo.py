@@ -1,0 +1,29 @@
+"""The trial of optimizers on the demo's data: what its command line says, and what is trained."""
+
+import pytest
+
+from benchmarks import demo_optimizers
+
+
+def test_a_setting_is_a_name_and_fields_with_their_values():
+    text = 'Muon, batch 32: optimizer.name="muon" optimizer.learning_rate=2e-3 batch_size=32'
+    name, fields = demo_optimizers.read_setting(text)
+    assert name == 'Muon, batch 32'
+    assert fields == {'optimizer.name': 'muon', 'optimizer.learning_rate': 2e-3, 'batch_size': 32}
+    assert demo_optimizers.read_setting('As it is') == ('As it is', {})
+
+
+def test_a_setting_is_the_demo_but_for_its_fields():
+    config = demo_optimizers.make_config('/data', {'batch_size': 32}, seed=7)
+    assert (config.batch_size, config.seed, config.data.dir) == (32, 7, '/data')
+    assert config.model.name == demo_optimizers.demo.get_config().model.name
+    with pytest.raises(KeyError, match='optimiser'):
+        demo_optimizers.make_config('/data', {'optimiser.name': 'muon'}, seed=0)
+
+
+def test_samples_to_evaluate_on_are_whole_batches_with_captions():
+    batches = demo_optimizers.eval_batches()
+    assert {len(batch['mask']) for batch in batches} == {64}
+    assert sum(batch['mask'].sum() for batch in batches) == 384
+    assert all(batch['latents'].shape == (64, 4, 32, 32) for batch in batches)
+    assert all((abs(batch['text_embedding']).sum(1) > 0).all() for batch in batches)
