@@ -46,7 +46,7 @@ class SavedRun:
 
     def check_shapes(self, abstract_params: Any) -> None:
         """Raises a ValueError that names the first parameter that has another shape here."""
-        saved, wanted = self._shapes, _by_name(abstract_params)
+        saved, wanted = _by_name(self._metadata), _by_name(abstract_params)
         for name in sorted(saved.keys() | wanted.keys()):
             there, here = saved.get(name, 'absent'), wanted.get(name, 'absent')
             if there != here:
@@ -78,10 +78,17 @@ class SavedRun:
         logging.info('Read the %s at step %d from %s.', kind, self.step, self.folder)
         return restored[_FIELDS[average]]
 
+    def abstract_weights(self, placed: jax.sharding.Sharding) -> Any:
+        """Shapes and dtypes of the weights, all with this sharding."""
+        return jax.tree.map(
+            lambda saved: jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=placed),
+            self._metadata,
+        )
+
     @functools.cached_property
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        metadata = ocp.PyTreeCheckpointHandler().metadata(self.folder / checkpoint.STATE)
-        return _by_name(metadata['params'])
+    def _metadata(self) -> Any:
+        """A pytree like that of the weights."""
+        return ocp.PyTreeCheckpointHandler().metadata(self.folder / checkpoint.STATE)['params']
 
 
 def find(workdir: epath.PathLike) -> SavedRun | None:
