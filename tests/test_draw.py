@@ -1,5 +1,6 @@
 """Drawing with what was trained: from the workdir alone, with the right encoder."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from tests import runs
 from tests.runs import REPO, small_config
 from train_lib import data, draw, previews, sharding, train
 
+DEVICES = '--xla_force_host_platform_device_count'
 ENDING = {'num_steps': 4, 'eval_every': 0, 'checkpoint_every': 2}
 CAPTIONS = ['a red circle', 'a blue square', 'a red circle']
 
@@ -148,21 +150,30 @@ def test_a_workdir_without_a_checkpoint_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def _command(*flags):
+def _command(*flags, devices=1):
+    env = {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': f'{DEVICES}={devices} {runs.QUICK}'}
     return subprocess.run(
-        [sys.executable, '-m', 'train_lib.draw', *flags], cwd=REPO, capture_output=True, text=True
+        [sys.executable, '-m', 'train_lib.draw', *flags],
+        cwd=REPO,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
     )
 
 
-def test_workdir_and_prompts_are_enough_for_the_command(run, tmp_path):
+def test_workdir_and_prompts_are_enough_for_the_command_on_any_devices(run, encoder, tmp_path):
     prompts = tmp_path / 'captions.txt'
-    prompts.write_text('a red circle\n\na blue square on a green background\n')
-    done = _command(f'--workdir={run[0]}', f'--prompts={prompts}')
+    captions = ['a red circle', 'a blue square on a green background']
+    prompts.write_text('\n\n'.join(captions))
+    done = _command(f'--workdir={run[0]}', f'--prompts={prompts}', devices=3)
     assert done.returncode == 0, done.stderr
     path = run[0] / previews.FOLDER / 'captions_000004.png'
     assert re.search(f'^pictures: {path}$', done.stdout, re.MULTILINE)
+    drawn = draw.Artist(run[0]).draw(captions, encoder)
+    expected = previews.make_grid([drawn], captions).astype(int)
     with Image.open(path) as picture:
-        assert picture.width == 2 * 128 + 3 * 8
+        # By rounding, and what makes the pictures four times as large.
+        assert np.abs(np.asarray(picture) - expected).max() <= 3
 
 
 def test_what_is_missing_is_told_in_one_line(run, tmp_path):

@@ -23,6 +23,8 @@ from train_lib.metrics import EvalMetrics, TrainMetrics
 
 Batch = Mapping[str, jax.Array]
 
+_OF_PREVIEWS = 'count', 'split'  # fields of `config.preview` that sampling does not depend on
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -122,6 +124,7 @@ def make_draw(
     function of `config.seed` and its number, which is `first` (0 by default) for the first row.
     Other arguments as of `make_program`.
     """
+    settings = {name: x for name, x in config.preview.items() if name not in _OF_PREVIEWS}
 
     def draw(params: Any, text_embedding: jax.Array, first: int | jax.Array = 0) -> jax.Array:
         def noise_of(number: jax.Array) -> jax.Array:
@@ -132,8 +135,7 @@ def make_draw(
             lambda *inputs: model.apply({'params': params}, *inputs),
             jax.vmap(noise_of)(first + jnp.arange(len(text_embedding))),
             flow.standardize_text(text_embedding, stats),
-            guidance=config.preview.guidance,
-            num_steps=config.preview.num_steps,
+            **settings,
         )
         return flow.raw_latents(drawn, stats)
 

@@ -1,4 +1,4 @@
-"""The training loop: start or go on, step, tell, evaluate, draw, save.
+"""The training loop: start or resume, step, tell, evaluate, draw, save.
 
     from configs import demo
     state = train.train_and_evaluate(demo.get_config(), workdir='W')
