@@ -28,7 +28,7 @@ demo: $(INSTALLED)
 	$(BIN)/tfds build coyo11m_tfds --manual_dir=$(DEMO)/source --data_dir=$(DEMO)/data \
 		--config='{"name": "hash", "text_vectors": "$(VECTORS)", "shard_bytes": 16777216}'
 	$(BIN)/python -m train_lib.main --config=configs/demo.py --workdir=$(DEMO)/run
-	@$(BIN)/python -m train_lib.demo --config=configs/demo.py --workdir=$(DEMO)/run
+	@$(BIN)/python -m train_lib.demo --workdir=$(DEMO)/run
 
 # Two at a time, each file by one of them: many tests wait for processes and servers of their own.
 test: $(INSTALLED)

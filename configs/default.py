@@ -64,6 +64,9 @@ def get_config() -> ml_collections.ConfigDict:
     flow.logit_mean = 0.0  # of the logit-normal times: more than 0 favours noisy times
     flow.logit_std = 1.0  # of the logit-normal times
 
+    config.init_from = ''  # workdir of a run whose weights a new one begins with, or WORKDIR@STEP
+    config.init_average = True  # with the moving average of those weights; False: with the last
+
     config.distributed = False  # call jax.distributed.initialize; a TPU finds its hosts itself
 
     config.mesh = mesh = ml_collections.ConfigDict()
@@ -87,6 +90,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.preview_every = 5_000  # a grid of pictures
     config.checkpoint_every = 2_500  # also at the end, and when SIGTERM comes
     config.keep_checkpoints = 3  # the last ones
+    config.keep_every = 0  # and for ever those of every so many steps; 0: none
     config.profile_steps = 0  # steps to profile, from the tenth after the start; 0: no profile
 
     return config.lock()

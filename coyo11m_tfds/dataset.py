@@ -42,6 +42,8 @@ class DatasetStats:
         latent_dtype: 'float16' or 'bfloat16'.
         text_mean, text_std: float32 `(text_dim,)`, or None without text vectors.
         text_encoder: name of what made the text vectors, or None.
+        text_revision: of that: a commit, a digest of its files or a number; None if unknown.
+        text_max_tokens: captions were cut to so many tokens; 0 for no limit or if unknown.
         text_dim: width of the text vectors, or 0 without them.
         source_fingerprint: hex digest of the source files, or None.
     """
@@ -52,6 +54,8 @@ class DatasetStats:
     text_mean: np.ndarray | None
     text_std: np.ndarray | None
     text_encoder: str | None
+    text_revision: str | None
+    text_max_tokens: int
     text_dim: int
     source_fingerprint: str | None
 
@@ -119,6 +123,9 @@ def dataset_stats(data: Data) -> DatasetStats:
     if schema.META_LATENT_MEAN not in metadata:
         logging.warning('%s has no latent statistics: taking mean 0, std 1', builder.name)
     dim = text_dim(builder)
+    built_with = metadata.get(schema.META_SETTINGS) or {}
+    sidecar = built_with.get('text_vectors')
+    sidecar = sidecar if isinstance(sidecar, dict) else {}  # else 'pt'
 
     def numbers(name: str, default: float, size: int) -> np.ndarray:
         return np.asarray(metadata.get(name, [default] * size), np.float32)
@@ -130,6 +137,8 @@ def dataset_stats(data: Data) -> DatasetStats:
         text_mean=numbers(schema.META_TEXT_MEAN, 0, dim) if dim else None,
         text_std=numbers(schema.META_TEXT_STD, 1, dim) if dim else None,
         text_encoder=metadata.get(schema.META_TEXT_ENCODER),
+        text_revision=sidecar.get('revision'),
+        text_max_tokens=sidecar.get('max_tokens', 0),
         text_dim=dim,
         source_fingerprint=metadata.get(schema.META_SOURCE_FINGERPRINT),
     )

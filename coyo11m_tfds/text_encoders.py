@@ -8,11 +8,12 @@ a Gemma 3 in JAX (`jax_encoder`). The vector of a caption depends on that captio
 those that it is encoded together with.
 """
 
+import contextlib
 import functools
 import hashlib
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -59,17 +60,20 @@ def make_encoder(
             device; not for `hash`.
 
     Raises:
-        ValueError: the specification is unknown, or the model cannot be had or is unfit.
+        ValueError: the specification is unknown, the model cannot be had or is unfit, or what runs
+            it is not installed.
     """
     if spec == HashEncoder.name:
         return HashEncoder()
     if spec.startswith('hf:') and spec != 'hf:':
         # torch and transformers take seconds to import, and `hash` needs neither.
-        from coyo11m_tfds import hf_encoder
+        with _needing('text', spec):
+            from coyo11m_tfds import hf_encoder
 
         return hf_encoder.HfEncoder(spec.removeprefix('hf:'), max_tokens, batch_tokens)
     if spec.startswith('jax:') and spec != 'jax:':
-        from coyo11m_tfds import jax_encoder
+        with _needing('text_jax', spec):
+            from coyo11m_tfds import jax_encoder
 
         return jax_encoder.JaxEncoder(spec.removeprefix('jax:'), max_tokens, batch_tokens)
     raise ValueError(
@@ -77,6 +81,18 @@ def make_encoder(
         'or hf:FOLDER (with a transformers model or one GGUF file); jax: in place of hf: runs '
         'Gemma 3 without torch'
     )
+
+
+@contextlib.contextmanager
+def _needing(extra: str, spec: str) -> Iterator[None]:
+    """Turns a failed import into a ValueError that says which extra brings the module."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f'the text encoder {spec!r} needs {error.name}, which is not installed: '
+            f"pip install -c constraints.txt -e '.[{extra}]'"
+        ) from error
 
 
 # --- Feature hashing ------------------------------------------------------------------------

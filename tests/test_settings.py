@@ -13,6 +13,8 @@ ELSEWHERE = {
     'data.lanes',
     'data.window',
     'distributed',
+    'init_average',
+    'init_from',
     'mesh.data',
     'mesh.fsdp',
     'model.kind',
@@ -41,6 +43,7 @@ BAD = {
     'flow.logit_mean': float('inf'),
     'flow.logit_std': 0.0,
     'keep_checkpoints': 0,
+    'keep_every': -1,
     'log_every': 0,
     'data.max_bad_fraction': 1.5,
     'max_skipped': -1,
@@ -96,9 +99,14 @@ def test_an_interval_of_guidance_without_any_time_is_refused():
         settings.check(config_with(**fields))
 
 
-def test_what_may_change_is_what_steps_compute_with():
+def test_what_may_change_is_what_steps_compute_with_and_which_records_they_see():
     assert set(settings.changeable(config_with())) == {
+        'batch_size',
         'data.caption_dropout',
+        'data.chunk',
+        'data.dir',
+        'data.lanes',
+        'data.window',
         'ema_decay',
         'flow.logit_mean',
         'flow.logit_std',
@@ -112,4 +120,16 @@ def test_what_may_change_is_what_steps_compute_with():
         'optimizer.schedule',
         'optimizer.warmup_steps',
         'optimizer.weight_decay',
+        'seed',
     }
+
+
+@pytest.mark.parametrize(('keep_every', 'checkpoint_every'), [(25, 10), (5, 10), (10, 0)])
+def test_what_is_kept_for_ever_has_to_be_saved(keep_every, checkpoint_every):
+    changes = {'keep_every': keep_every, 'checkpoint_every': checkpoint_every}
+    expected = (
+        f'keep_every={keep_every}: expected a multiple of checkpoint_every={checkpoint_every}'
+    )
+    with pytest.raises(ValueError, match=expected):
+        settings.check(config_with(**changes))
+    settings.check(config_with(keep_every=20, checkpoint_every=10))

@@ -106,14 +106,17 @@ def test_a_run_in_buckets_killed_and_stopped_is_as_if_undisturbed(
     assert not (runs.REPO / 'gs:').exists()
 
     (tmp_path / 'captions.txt').write_text('a red circle\n')
-    drawn = command(
-        'train_lib.draw',
-        *runs.flags(DATA, RUN, **SETTINGS),
-        f'--prompts={tmp_path}/captions.txt',
-        '--out=gs://runs/drawn/grid.png',
-    )
+    drawn = command('train_lib.draw', f'--workdir={RUN}', f'--prompts={tmp_path}/captions.txt')
     assert drawn.returncode == 0, drawn.stderr
-    assert storage.objects('runs')['drawn/grid.png'].startswith(b'\x89PNG')
+    assert 'pictures: gs://runs/a/previews/captions_000012.png' in drawn.stdout
+    assert storage.objects('runs')['a/previews/captions_000012.png'].startswith(b'\x89PNG')
+
+    # Another run begins with its weights.
+    fields = {'init_from': f'{RUN}@10', 'batch_size': 16, 'num_steps': 2, 'eval_every': 0}
+    process = runs.start(DATA, 'gs://runs/b', compiled, **fields)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert f'Read the average of the weights at step 10 from {RUN}/checkpoints/10' in output
 
 
 @pytest.mark.slow
@@ -148,7 +151,9 @@ _NO_RUN = '--workdir=gs://no-such-bucket/run'
 def test_a_bucket_that_does_not_exist_is_told_in_one_line(gcs, tmp_path, program, flags):
     (tmp_path / 'captions').write_text('a red circle\n')
     flags = [flag.replace('=P', f'={tmp_path}/captions') for flag in flags]
-    done = command(program, '--config=configs/default.py', '--config.data.dir=/nowhere', *flags)
+    if program == 'train_lib.main':
+        flags += ['--config=configs/default.py', '--config.data.dir=/nowhere']
+    done = command(program, *flags)
     assert done.returncode == 1
     errors = [line for line in done.stderr.splitlines() if 'no-such-bucket' in line]
     assert len(errors) == 1 and errors[0] == done.stderr.splitlines()[-1], done.stderr

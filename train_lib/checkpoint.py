@@ -1,13 +1,16 @@
-"""Checkpoints that hold the state and the place in the data, and refuse another run's.
+"""Checkpoints that hold the state and what the run is, and refuse another run's.
 
-    with checkpoint.open_manager(workdir, keep=3, writable=True) as manager:
-        restored = checkpoint.restore(manager, abstract_state, abstract_window, description)
+    saved = saved_run.find(workdir)
+    if saved:
+        checkpoint.check_same(saved.description, description, accept_changes=[], where='W')
+    with checkpoint.open_manager(workdir, keep=3) as manager:
+        restored = checkpoint.restore(manager, abstract_state, abstract_window)
         state, window, interrupted = restored or fresh_start()
         checkpoint.save(manager, step, state, window, description)
 
 `state` is a `TrainState`; `window` are the metrics of an unfinished log window. `description` says
-what the run is and how it is set, see `Description`. The order of the data is a function of the
-step, so the step is all that has to be kept of the place in it.
+what the run is and how it is set, see `Description`: enough to draw with its weights where there is
+no data set. `saved_run` reads checkpoints of runs that are not one's own.
 
 Orbax writes a checkpoint under a temporary name and renames it when it is complete: a process
 killed while it saves leaves the former checkpoint as the latest.
@@ -26,9 +29,9 @@ from train_lib import settings, workdirs
 
 FOLDER = 'checkpoints'
 
-_STATE = 'state'
+STATE = 'state'
+RUN = 'run'  # JSON: the fields of the description, and:
 _WINDOW = 'window'
-_RUN = 'run'  # JSON: the fields of the description, and:
 _INTERRUPTED = 'interrupted'
 
 
@@ -41,35 +44,52 @@ class Description:
     """What a run is, in plain values: a resumed run is compared with what its checkpoint says.
 
     Attributes:
-        identity: what no run can change: the data set, the order of its samples, the text encoder,
-            the model. May be nested.
+        identity: what no run can change: the text encoder and the model. May be nested.
         settings: what it may, if that is meant; names of fields with their values.
+        config: the whole configuration, as nested values; not compared.
+        facts: what a model has to know of its data, of `data_facts.DataFacts`; not compared.
+        position: where it reads its data, of `position.Position`; not compared.
     """
 
     identity: Mapping[str, Any]
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    position: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, run: Mapping[str, Any], where: str) -> 'Description':
+        """Of what `save` has written into the checkpoint `where`."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        if missing := [name for name in names if name not in run]:
+            raise OtherRunError(
+                f'{where} says nothing of {", ".join(missing)}: an earlier version of this package '
+                'has saved it. Start afresh in another --workdir.'
+            )
+        return cls(**{name: run[name] for name in names})
 
 
-def open_manager(
-    workdir: epath.PathLike, keep: int, *, writable: bool = False
-) -> ocp.CheckpointManager:
-    """Opens `workdir/checkpoints`.
+def open_manager(workdir: epath.PathLike, keep: int, keep_every: int = 0) -> ocp.CheckpointManager:
+    """Opens `workdir/checkpoints` for the run itself, and for it alone.
+
+    Makes the folder and removes what a killed process left half-written. Saves go on in a
+    background thread; leaving the manager's context waits for them.
 
     Args:
         workdir: local or `gs://` folder.
         keep: how many checkpoints stay, the last ones.
-        writable: for the run itself, and for it alone: makes the folder and removes what a killed
-            process left half-written. Saves go on in a background thread; leaving the manager's
-            context waits for them.
+        keep_every: those of steps that it divides stay as well; 0 for no others.
     """
+    policies = [ocp.checkpoint_managers.LatestN(keep)]
+    if keep_every:
+        policies.append(ocp.checkpoint_managers.EveryNSteps(keep_every))
     options = ocp.CheckpointManagerOptions(
-        preservation_policy=ocp.checkpoint_managers.LatestN(keep),
-        create=writable,
-        cleanup_tmp_directories=writable,
-        read_only=not writable,
+        preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(policies),
+        create=True,
+        cleanup_tmp_directories=True,
     )
     folder = workdirs.absolute(workdir) / FOLDER
-    return ocp.CheckpointManager(folder, options=options, item_names=(_STATE, _WINDOW, _RUN))
+    return ocp.CheckpointManager(folder, options=options, item_names=(STATE, _WINDOW, RUN))
 
 
 def save(
@@ -86,7 +106,7 @@ def save(
     The arrays are copied to the host before this returns, so they may be donated after it.
 
     Args:
-        manager: from `open_manager`, writable.
+        manager: from `open_manager`.
         step: that the state has reached.
         state, window: pytrees of arrays.
         description: of this run.
@@ -95,19 +115,15 @@ def save(
     if manager.latest_step() == step:
         return
     items = {
-        _STATE: ocp.args.StandardSave(state),
+        STATE: ocp.args.StandardSave(state),
         _WINDOW: ocp.args.StandardSave(window),
-        _RUN: ocp.args.JsonSave(dataclasses.asdict(description) | {_INTERRUPTED: interrupted}),
+        RUN: ocp.args.JsonSave(dataclasses.asdict(description) | {_INTERRUPTED: interrupted}),
     }
     manager.save(step, args=ocp.args.Composite(**items))
 
 
 def restore(
-    manager: ocp.CheckpointManager,
-    abstract_state: Any,
-    abstract_window: Any,
-    description: Description,
-    accept_changes: Collection[str] = (),
+    manager: ocp.CheckpointManager, abstract_state: Any, abstract_window: Any
 ) -> tuple[Any, Any, bool] | None:
     """Restores the last complete checkpoint, to resume the run.
 
@@ -116,52 +132,27 @@ def restore(
         abstract_state: a pytree of `jax.ShapeDtypeStruct` with the shardings that are wanted,
             which need not be those that were saved.
         abstract_window: the same for the metrics.
-        description: of this run.
-        accept_changes: names of settings that may differ from those of the checkpoint. The next
-            one holds the new values.
 
     Returns:
         `(state, window, interrupted)`, or None where there is no checkpoint.
-
-    Raises:
-        OtherRunError: the checkpoint is of a run with another identity, or with other settings that
-            are not accepted.
     """
-    items = {_STATE: abstract_state, _WINDOW: abstract_window}
-    restored = _restore(manager, items, description, accept_changes)
-    return restored and (restored[_STATE], restored[_WINDOW], restored[_RUN][_INTERRUPTED])
-
-
-def restore_state(
-    manager: ocp.CheckpointManager, abstract_state: Any, identity: Mapping
-) -> Any | None:
-    """Restores the state alone, to use what was trained, however it was set; else as `restore`."""
-    restored = _restore(manager, {_STATE: abstract_state}, Description(identity))
-    return restored and restored[_STATE]
-
-
-def _restore(
-    manager: ocp.CheckpointManager,
-    abstract: Mapping[str, Any],
-    description: Description,
-    accept_changes: Collection[str] = (),
-) -> Mapping[str, Any] | None:
     step = manager.latest_step()
     if step is None:
         return None
-    run = manager.restore(step, args=ocp.args.Composite(**{_RUN: ocp.args.JsonRestore()}))[_RUN]
-    saved = Description(run['identity'], run.get('settings', {}))
-    check_same(saved, description, accept_changes, where=str(manager.directory / str(step)))
-    items = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
+    items = {
+        STATE: ocp.args.StandardRestore(abstract_state),
+        _WINDOW: ocp.args.StandardRestore(abstract_window),
+        RUN: ocp.args.JsonRestore(),
+    }
     restored = manager.restore(step, args=ocp.args.Composite(**items))
     logging.info('Restored step %d from %s.', step, manager.directory)
-    return dict(restored.items()) | {_RUN: run}
+    return restored[STATE], restored[_WINDOW], restored[RUN][_INTERRUPTED]
 
 
 def check_same(
     saved: Description, current: Description, accept_changes: Collection[str], where: str
 ) -> None:
-    """Compares two descriptions, field by field; the settings only if the current one has any.
+    """Compares two descriptions, field by field.
 
     Args:
         saved: of the checkpoint.
@@ -172,12 +163,12 @@ def check_same(
     Raises:
         OtherRunError: names every field that differs with both of its values, and the way out.
     """
-    if other := _differences(saved.identity, current.identity):
+    if other := differences(saved.identity, current.identity):
         raise OtherRunError(
             f'{where} belongs to another run: {"; ".join(other.values())}. '
             'To resume it set this back; to start afresh use another --workdir.'
         )
-    changed = _differences(saved.settings, current.settings) if current.settings else {}
+    changed = differences(saved.settings, current.settings)
     if unasked := changed.keys() - set(accept_changes):
         raise OtherRunError(
             f'{where} was trained with other settings: '
@@ -188,7 +179,7 @@ def check_same(
         logging.warning('A change that is accepted: %s.', text)
 
 
-def _differences(saved: Mapping, current: Mapping) -> dict[str, str]:
+def differences(saved: Mapping, current: Mapping) -> dict[str, str]:
     """Names of fields that differ, to what they were and are."""
     # As JSON, because that makes lists of tuples, and so on.
     before, now = (settings.flatten(json.loads(json.dumps(x))) for x in (saved, current))

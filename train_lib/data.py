@@ -22,6 +22,8 @@ import input_pipeline
 from coyo11m_tfds import dataset, schema
 from coyo11m_tfds.order import nearest_shares
 from train_lib import flow, models, settings, sharding
+from train_lib.data_facts import DataFacts
+from train_lib.position import DATA_SET
 
 Batches = Iterator[dict[str, jax.Array]]
 
@@ -45,11 +47,12 @@ class TrainingData:
     """This process's share of a data set, as the configuration asks for it.
 
     Attributes:
-        stats: to standardize latents and text vectors.
-        latent_shape: `(height, width, channels)` of one sample.
+        facts: what a model has to know of the data.
+        order: of the training samples; None for a data set without a chunk index.
         read_counts: returns what this process has read for training, an
             `input_pipeline.ReadCounts`.
-        identity: plain values that say which data come in which order; see `checkpoint.py`.
+        identity: plain values that no resumed run can change; see `checkpoint.Description`.
+        settings: plain values that it may, if that is meant.
     """
 
     def __init__(self, config: ml_collections.ConfigDict, mesh: Mesh):
@@ -64,10 +67,10 @@ class TrainingData:
         self._mesh = mesh
         self._config = config
         self._builder = dataset.open_dataset(config.data.dir)
-        order = input_pipeline.train_order(self._builder, **self._order())
-        self._check_shares(has_lanes=order is not None)
-        if order is not None:
-            logging.info('An epoch has about %d steps.', order.epoch(0).steps)
+        self.order = input_pipeline.train_order(self._builder, **self._order())
+        self._check_shares(has_lanes=self.order is not None)
+        if self.order is not None:
+            logging.info('An epoch has about %d steps.', self.order.epoch(0).steps)
         if config.eval_every:
             self._check_split(schema.VALIDATION, f'eval_every={config.eval_every}')
         if config.preview_every:
@@ -85,17 +88,22 @@ class TrainingData:
                 f'{config.data.dir} holds no text vectors: build it with the config field '
                 'text_vectors, as in --config=\'{"name": "hash", "text_vectors": "SIDE.parquet"}\''
             )
-        self.stats = flow.Stats(
-            stats.latent_mean, stats.latent_std, stats.text_mean, stats.text_std
-        )
         channels, height, width = schema.LATENT_SHAPE
-        self.latent_shape = height, width, channels
+        self.facts = DataFacts(
+            (height, width, channels),
+            flow.Stats(stats.latent_mean, stats.latent_std, stats.text_mean, stats.text_std),
+            stats.text_encoder or '',
+            stats.text_revision or '',
+            stats.text_max_tokens,
+        )
+        encoder = {'name': self.facts.encoder, 'revision': self.facts.encoder_revision}
         self.identity = {
-            'data': input_pipeline.position_settings(self._builder, **self._order()),
-            'text_encoder': {'name': stats.text_encoder, 'width': stats.text_dim},
+            'text_encoder': encoder | {'width': self.facts.text_dim},
             'model': models.identity(**config.model),
             'optimizer': {'name': config.optimizer.name},
         }
+        data_set = input_pipeline.position_settings(self._builder, **self._order())['data_set']
+        self.settings = settings.changeable(config) | {DATA_SET: data_set}
 
     def check_memory(self) -> None:
         """Checks that what training reads fits this host; drawing and evaluating take little.
@@ -121,7 +129,7 @@ class TrainingData:
         )
 
     def train_batches(self, start_step: int) -> Batches:
-        """Batches without end, the first being that of the step after `start_step`."""
+        """Batches without end, the first being what comes after `start_step` of them."""
         batches = input_pipeline.train_dataset(
             self._builder,
             start_step=start_step,
@@ -183,8 +191,9 @@ class TrainingData:
         raise ValueError(
             f'batch_size={batch_size} with data.lanes={lanes} cannot be shared equally by '
             f'{processes} processes with {devices} devices in all: batch_size={working_size} with '
-            f'data.lanes={working_lanes} works. A run that goes on has to keep both; start it with '
-            'a number of processes that divides its lanes, and of devices that divides its batch.'
+            f'data.lanes={working_lanes} works. A run that resumes keeps both unless '
+            '--accept_changes=batch_size,data.lanes is given; start it with a number of processes '
+            'that divides its lanes, and of devices that divides its batch.'
         )
 
     def _check_split(self, split: str, asked: str) -> None:

@@ -1,6 +1,6 @@
 """Asks the demo's model for what it has never seen, and measures what it draws.
 
-    python -m train_lib.demo --config=configs/demo.py --workdir=demo/run
+    python -m train_lib.demo --workdir=demo/run
 
 The captions are those of combinations of colour, shape and background that
 `coyo11m_tfds.sample_data` leaves out of the data. Prints where the pictures are, and the share of
@@ -10,10 +10,9 @@ the shape is the caption's, and in which all three are right (see `demo_scores`)
 
 from absl import app, flags
 from etils import epath
-from ml_collections import config_flags
 
-from coyo11m_tfds import sample_data, text_encoders
-from train_lib import demo_scores, previews, process, workdirs
+from coyo11m_tfds import sample_data
+from train_lib import caption_encoder, demo_scores, previews, process, workdirs
 from train_lib.draw import Artist
 
 FLAGS = flags.FLAGS
@@ -30,8 +29,8 @@ def main(argv: list[str]) -> None:
     folder = epath.Path(FLAGS.workdir) / previews.FOLDER
     with process.errors_in_one_line():
         workdirs.check_writable(folder)
-        artist = Artist(FLAGS.config, FLAGS.workdir)
-        pictures = artist.draw(list(captions), text_encoders.make_encoder(artist.encoder_name))
+        artist = Artist(FLAGS.workdir)
+        pictures = artist.draw(captions, caption_encoder.make(artist.facts))
     path = folder / 'held_out.png'
     previews.write_png(path, previews.make_grid([pictures], captions))
 
@@ -45,6 +44,5 @@ def main(argv: list[str]) -> None:
 
 if __name__ == '__main__':
     flags.DEFINE_string('workdir', None, 'Folder of the training run.')
-    config_flags.DEFINE_config_file('config', None, 'Configuration of the run.', lock_config=True)
-    flags.mark_flags_as_required(['config', 'workdir'])
+    flags.mark_flags_as_required(['workdir'])
     app.run(main)

@@ -1,72 +1,120 @@
 """Draws captions with a trained model.
 
-    python -m train_lib.draw --config=configs/demo.py --workdir=W \\
-        --prompts=captions.txt --out=grid.png
+    python -m train_lib.draw --workdir=W --prompts=captions.txt
+    python -m train_lib.draw --workdir=gs://BUCKET/W --prompts=captions.txt --out=grid.png \\
+        --step=20000 --guidance=5 --num_steps=100 --seed=1 --noaverage --encoder=hf:/models/gemma
 
-The captions are the lines of a text file. They are encoded as those of the training data were:
-`--encoder` has to be given where the data set's metadata does not say it in full, as for a model
-in a local folder, and is refused where it is another one.
+The captions are the lines of a text file. All that is needed is in the run's checkpoints: neither
+its configuration nor its data set nor its machines. The captions are encoded as those of the
+training data were: `--encoder` has to be given where the data set's metadata do not say where the
+model is, as for one in a local folder, and is refused where it is another one.
 """
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import ml_collections
 import numpy as np
 from absl import app, flags
 from etils import epath
-from ml_collections import config_flags
 
 from coyo11m_tfds import preview, text_encoders
-from train_lib import checkpoint, previews, process, sharding, workdirs
-from train_lib.data import TrainingData
-from train_lib.program import make_program
+from train_lib import (
+    caption_encoder,
+    data_facts,
+    models,
+    previews,
+    process,
+    program,
+    saved_run,
+    sharding,
+    workdirs,
+)
 
 FLAGS = flags.FLAGS
 
+BATCH_SIZE = 64  # pictures that are drawn at a time
+
 
 class Artist:
-    """The last checkpoint of a run, ready to draw.
+    """A checkpoint of a run, ready to draw on the devices of this process.
 
     Attributes:
         step: of the checkpoint.
-        encoder_name: what made the text vectors that the model learned from.
+        facts: what is known of the data that it was trained on.
     """
 
-    def __init__(self, config: ml_collections.ConfigDict, workdir: epath.PathLike):
-        """Restores the checkpoint.
+    def __init__(
+        self,
+        place: epath.PathLike,
+        *,
+        average: bool = True,
+        seed: int | None = None,
+        batch_size: int = BATCH_SIZE,
+        **changes: float | None,
+    ):
+        """Finds the checkpoint; reads its weights when they are needed.
+
+        Args:
+            place: `WORKDIR` of the run, for its last checkpoint, or `WORKDIR@STEP`.
+            average: draw with the moving average of the weights.
+            seed: of the noise; None for that of the run.
+            batch_size: pictures drawn at a time, rounded up to a multiple of the devices.
+            **changes: fields of `config.preview` to use in place of those of the run, such as
+                `guidance`; None for these.
 
         Raises:
-            ValueError: there is none in `workdir`.
-            OSError: `workdir` does not exist or cannot be read.
-            checkpoint.OtherRunError: it was not trained with this configuration.
+            ValueError: there is no such checkpoint.
+            OSError: the workdir does not exist or cannot be read.
         """
-        workdirs.check_readable(workdir)
-        self._mesh = sharding.make_mesh(**config.mesh)
-        data = TrainingData(config, self._mesh)
-        program = make_program(config, self._mesh, data.stats, latent_shape=data.latent_shape)
-        with checkpoint.open_manager(workdir, config.keep_checkpoints) as manager:
-            state = checkpoint.restore_state(manager, program.abstract_state, data.identity)
-        if state is None:
-            raise ValueError(f'{workdir} holds no checkpoint: train first, or name another one.')
-        self.step = int(state.step)
-        self.encoder_name = data.identity['text_encoder']['name']
-        self._draw = functools.partial(program.draw, state.ema_params)
+        self._saved = saved_run.open_run(place)
+        self.step = self._saved.step
+        self.facts = data_facts.from_json(self._saved.description.facts)
+        config = ml_collections.ConfigDict(self._saved.description.config)
+        config.preview.update({name: x for name, x in changes.items() if x is not None})
+        config.seed = config.seed if seed is None else seed
+        self._mesh = sharding.make_mesh(devices=jax.local_devices())
+        self._batch_size = batch_size
+        self._average = average
+        self._draw = self._compile(config)
 
-    def draw(self, captions: list[str], encoder: text_encoders.Encoder) -> np.ndarray:
+    def draw(self, captions: Sequence[str], encoder: text_encoders.Encoder) -> np.ndarray:
         """Draws one picture a caption, uint8 `(n, H, W, 3)`.
+
+        The picture is a function of the weights, the seed, the caption and its place in the list,
+        but for rounding, which depends on how many are drawn at a time.
 
         Raises:
             ValueError: the model was trained with another encoder.
         """
-        if encoder.name != self.encoder_name:
-            raise ValueError(
-                f'the captions are encoded by {encoder.name!r}, but the model was trained with '
-                f'{self.encoder_name!r}: name that one with --encoder.'
-            )
-        text = encoder.encode(captions).astype(np.float16)
-        drawn = self._draw(jax.device_put(text, sharding.replicated(self._mesh)))
-        return preview.latents_to_rgb(jax.device_get(drawn))
+        caption_encoder.check(self.facts, encoder)
+        text = encoder.encode(list(captions)).astype(np.float16)
+        devices = self._mesh.size
+        size = -(-min(self._batch_size, len(text)) // devices) * devices
+        pictures = []
+        for first in range(0, len(text), size):
+            part = text[first : first + size]
+            padded = np.pad(part, [(0, size - len(part)), (0, 0)])
+            latents = jax.device_get(self._draw(self._params, padded, np.int32(first)))
+            pictures.append(preview.latents_to_rgb(latents[: len(part)]))
+        return np.concatenate(pictures)
+
+    @functools.cached_property
+    def _params(self):
+        abstract = self._saved.abstract_weights(sharding.replicated(self._mesh))
+        return self._saved.restore_weights(abstract, average=self._average)
+
+    def _compile(self, config: ml_collections.ConfigDict):
+        """The jitted function; pictures are shared out over the devices, each has all weights."""
+        draw = program.make_draw(
+            config,
+            models.make(**config.model),
+            self.facts.stats,
+            latent_shape=self.facts.latent_shape,
+        )
+        whole, rows = sharding.replicated(self._mesh), sharding.batch(self._mesh)
+        return jax.jit(draw, in_shardings=(whole, rows, whole), out_shardings=rows)
 
 
 def main(argv: list[str]) -> None:
@@ -75,17 +123,27 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f'Unexpected arguments: {argv[1:]}')
     process.prepare()
     with process.errors_in_one_line():
-        workdirs.check_writable(epath.Path(FLAGS.out).parent)
-        captions = _read_captions(FLAGS.prompts)
-        artist = Artist(FLAGS.config, FLAGS.workdir)
-        encoder = text_encoders.make_encoder(FLAGS.encoder or artist.encoder_name)
-        pictures = artist.draw(captions, encoder)
-    previews.write_png(FLAGS.out, previews.make_grid([pictures], captions))
-    print(f'pictures: {FLAGS.out}')
+        prompts = epath.Path(FLAGS.prompts)
+        previews_of_run = workdirs.absolute(FLAGS.workdir) / previews.FOLDER
+        folder = epath.Path(FLAGS.out).parent if FLAGS.out else previews_of_run
+        workdirs.check_writable(folder)
+        captions = _read_captions(prompts)
+        artist = Artist(
+            FLAGS.workdir if FLAGS.step is None else f'{FLAGS.workdir}@{FLAGS.step}',
+            average=FLAGS.average,
+            seed=FLAGS.seed,
+            batch_size=FLAGS.batch_size,
+            guidance=FLAGS.guidance,
+            num_steps=FLAGS.num_steps,
+        )
+        pictures = artist.draw(captions, caption_encoder.make(artist.facts, FLAGS.encoder))
+    out = FLAGS.out or folder / f'{prompts.stem}_{artist.step:06}.png'
+    previews.write_png(out, previews.make_grid([pictures], captions))
+    print(f'pictures: {out}')
 
 
-def _read_captions(path: str) -> list[str]:
-    lines = [line.strip() for line in epath.Path(path).read_text().splitlines()]
+def _read_captions(path: epath.Path) -> list[str]:
+    lines = [line.strip() for line in path.read_text().splitlines()]
     captions = [line for line in lines if line]
     if not captions:
         raise ValueError(f'{path} holds no caption; expected one in each line.')
@@ -93,10 +151,15 @@ def _read_captions(path: str) -> list[str]:
 
 
 if __name__ == '__main__':
-    flags.DEFINE_string('workdir', None, 'Folder of the training run.')
+    flags.DEFINE_string('workdir', None, 'Folder of the training run, local or gs://.')
     flags.DEFINE_string('prompts', None, 'Text file with a caption in each line.')
-    flags.DEFINE_string('out', None, 'PNG file to write.')
-    flags.DEFINE_string('encoder', None, 'Text encoder; by default that of the data set.')
-    config_flags.DEFINE_config_file('config', None, 'Configuration of the run.', lock_config=True)
-    flags.mark_flags_as_required(['config', 'workdir', 'prompts', 'out'])
+    flags.DEFINE_string('out', None, 'PNG file to write; by default in WORKDIR/previews.')
+    flags.DEFINE_string('encoder', '', 'Text encoder; by default that of the data set.')
+    flags.DEFINE_integer('step', None, 'Of the checkpoint; by default the last.')
+    flags.DEFINE_bool('average', True, 'Draw with the moving average of the weights.')
+    flags.DEFINE_integer('seed', None, "Of the noise; by default the run's.")
+    flags.DEFINE_float('guidance', None, "Strength of guidance; by default the run's.")
+    flags.DEFINE_integer('num_steps', None, "Of the sampler; by default the run's.", lower_bound=1)
+    flags.DEFINE_integer('batch_size', BATCH_SIZE, 'Pictures drawn at a time.', lower_bound=1)
+    flags.mark_flags_as_required(['workdir', 'prompts'])
     app.run(main)

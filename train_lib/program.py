@@ -11,7 +11,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import ml_collections
 import optax
 from jax.sharding import Mesh
@@ -20,6 +22,8 @@ from train_lib import flow, models, sampling, sharding, state, step
 from train_lib.metrics import EvalMetrics, TrainMetrics
 
 Batch = Mapping[str, jax.Array]
+
+_OF_PREVIEWS = 'count', 'split'  # fields of `config.preview` that sampling does not depend on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,23 +92,10 @@ def make_program(
     def init_from_seed() -> state.TrainState:
         return init(jax.random.key(config.seed))
 
-    of_data = ('count', 'split')
-    sampling_settings = {n: x for n, x in config.preview.items() if n not in of_data}
-
-    def draw(params: Any, text_embedding: jax.Array) -> jax.Array:
-        text = flow.standardize_text(text_embedding, stats)
-        noise = jax.random.normal(jax.random.key(config.seed), (len(text), *latent_shape))
-        drawn = sampling.sample(
-            lambda *inputs: model.apply({'params': params}, *inputs),
-            noise,
-            text,
-            **sampling_settings,
-        )
-        return flow.raw_latents(drawn, stats)
-
     abstract = jax.eval_shape(init_from_seed)
     states, batches = sharding.by_shape(abstract, mesh), sharding.batch(mesh)
     whole = sharding.replicated(mesh)
+    draw = make_draw(config, model, stats, latent_shape=latent_shape)
     return Program(
         abstract_state=jax.tree.map(_with_sharding, abstract, states),
         init=jax.jit(init_from_seed, out_shardings=states),
@@ -118,6 +109,37 @@ def make_program(
         eval_step=jax.jit(eval_step, in_shardings=(states.params, batches), out_shardings=whole),
         draw=jax.jit(draw, in_shardings=(states.params, whole), out_shardings=whole),
     )
+
+
+def make_draw(
+    config: ml_collections.ConfigDict,
+    model: nn.Module,
+    stats: flow.Stats,
+    *,
+    latent_shape: Sequence[int],
+) -> Callable[..., jax.Array]:
+    """Returns the function from `(params, text_embedding, first)` to raw latents, to be jitted.
+
+    Text embeddings are raw, `(n, D)`; latents float32 `(n, C, H, W)`. The noise of a picture is a
+    function of `config.seed` and its number, which is `first` (0 by default) for the first row.
+    Other arguments as of `make_program`.
+    """
+    settings = {name: x for name, x in config.preview.items() if name not in _OF_PREVIEWS}
+
+    def draw(params: Any, text_embedding: jax.Array, first: int | jax.Array = 0) -> jax.Array:
+        def noise_of(number: jax.Array) -> jax.Array:
+            rng = jax.random.fold_in(jax.random.key(config.seed), number)
+            return jax.random.normal(rng, latent_shape)
+
+        drawn = sampling.sample(
+            lambda *inputs: model.apply({'params': params}, *inputs),
+            jax.vmap(noise_of)(first + jnp.arange(len(text_embedding))),
+            flow.standardize_text(text_embedding, stats),
+            **settings,
+        )
+        return flow.raw_latents(drawn, stats)
+
+    return draw
 
 
 def _make_optimizer(

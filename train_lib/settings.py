@@ -85,12 +85,24 @@ _RULES = {
     'preview_every': _at_least(0),
     'checkpoint_every': _at_least(0),
     'keep_checkpoints': _at_least(1),
+    'keep_every': _at_least(0),
     'profile_steps': _at_least(0),
 }
 
-# Fields that decide what a step computes and not which records it sees. What the latter depends on,
-# and the model, is in the identity of a run (`data.TrainingData`) and cannot be changed.
-_CHANGEABLE = ('num_steps', 'ema_decay', 'data.caption_dropout', 'model.dtype')
+# Fields that decide what a step computes and which records it sees. The text encoder and the model
+# are in the identity of a run (`data.TrainingData`) and cannot be changed.
+_CHANGEABLE = (
+    'seed',
+    'batch_size',
+    'num_steps',
+    'ema_decay',
+    'data.dir',
+    'data.chunk',
+    'data.lanes',
+    'data.window',
+    'data.caption_dropout',
+    'model.dtype',
+)
 _CHANGEABLE_GROUPS = ('optimizer', 'flow')
 _FIXED = ('optimizer.name',)  # checkpoints hold its state
 
@@ -110,6 +122,9 @@ def check(config: ml_collections.ConfigDict) -> None:
         raise ValueError(
             f'preview.guidance_low={low!r}: expected less than preview.guidance_high={high!r}'
         )
+    every, kept = config.checkpoint_every, config.keep_every
+    if kept and (not every or kept % every):
+        raise ValueError(f'keep_every={kept}: expected a multiple of checkpoint_every={every}')
 
 
 def changeable(config: ml_collections.ConfigDict) -> dict[str, Any]:

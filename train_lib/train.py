@@ -1,4 +1,4 @@
-"""The training loop: start or go on, step, tell, evaluate, draw, save.
+"""The training loop: start or resume, step, tell, evaluate, draw, save.
 
     from configs import demo
     state = train.train_and_evaluate(demo.get_config(), workdir='W')
@@ -19,6 +19,7 @@ from etils import epath
 
 from coyo11m_tfds import preview
 from train_lib import (
+    beginnings,
     checkpoint,
     evaluation,
     failures,
@@ -55,7 +56,7 @@ class Setup:
     workdir: epath.Path
     data: TrainingData
     program: Program
-    accept_changes: Collection[str]
+    beginning: beginnings.Beginning
 
 
 def set_up(
@@ -73,6 +74,7 @@ def set_up(
 
     Raises:
         ValueError: a setting is out of its range, or does not fit the devices or the data.
+        checkpoint.OtherRunError: the last checkpoint in `workdir` belongs to another run.
         OSError: `workdir` cannot be written to.
     """
     workdirs.check_writable(workdir)
@@ -82,8 +84,9 @@ def set_up(
     data.check_memory()
     if config.preview_every:
         _ = data.preview_samples  # kept; what cannot be read is told now and not in some hours
-    program = make_program(config, mesh, data.stats, latent_shape=data.latent_shape)
-    return Setup(config, workdirs.absolute(workdir), data, program, accept_changes)
+    program = make_program(config, mesh, data.facts.stats, latent_shape=data.facts.latent_shape)
+    beginning = beginnings.find(config, workdir, data, program, accept_changes)
+    return Setup(config, workdirs.absolute(workdir), data, program, beginning)
 
 
 def train(setup: Setup) -> TrainState:
@@ -93,20 +96,21 @@ def train(setup: Setup) -> TrainState:
         The last state; its `step` is less than `config.num_steps` where SIGTERM ended the run.
 
     Raises:
-        checkpoint.OtherRunError: the last checkpoint belongs to another run.
         FloatingPointError: training has diverged.
     """
     config, workdir = setup.config, setup.workdir
     writer = metric_writers.create_default_writer(workdir, just_logging=jax.process_index() > 0)
     with (
         signals.StopRequest() as stop,
-        checkpoint.open_manager(workdir, config.keep_checkpoints, writable=True) as manager,
+        checkpoint.open_manager(workdir, config.keep_checkpoints, config.keep_every) as manager,
         # Inside of the manager, which would wait for the other processes.
         failures.shared(),
         metric_writers.ensure_flushes(writer),
     ):
+        if jax.process_index() == 0:
+            setup.beginning.show_config(workdir)
         run = _Run(**vars(setup), writer=writer, manager=manager)
-        state, window, interrupted = run.start_or_go_on()
+        state, window, interrupted = run.start_or_resume()
         parameter_overview.log_parameter_overview(state.params, include_stats='sharding')
         return _train(run, state, window, stop, interrupted)
 
@@ -118,21 +122,12 @@ class _Run(Setup):
     writer: metric_writers.MetricWriter
     manager: ocp.CheckpointManager
 
-    @property
-    def description(self) -> checkpoint.Description:
-        return checkpoint.Description(self.data.identity, settings.changeable(self.config))
-
-    def start_or_go_on(self) -> tuple[TrainState, metrics.TrainMetrics, bool]:
+    def start_or_resume(self) -> tuple[TrainState, metrics.TrainMetrics, bool]:
         """The state, the metrics of an unfinished log window, and whether what is due was not."""
-        no_metrics = self.program.no_metrics()
-        restored = checkpoint.restore(
-            self.manager,
-            self.program.abstract_state,
-            jax.tree.map(_abstract, no_metrics),
-            self.description,
-            self.accept_changes,
-        )
-        return restored or (self.program.init(), no_metrics, False)
+        program, no_metrics = self.program, self.program.no_metrics()
+        window = jax.tree.map(_abstract, no_metrics)
+        restored = checkpoint.restore(self.manager, program.abstract_state, window)
+        return restored or (self.beginning.state(program), no_metrics, False)
 
     def make_log(self, window: metrics.TrainMetrics) -> TrainLog:
         """A log whose current window holds `window`."""
@@ -151,9 +146,8 @@ class _Run(Setup):
     def save(self, step: int, state: TrainState, log: TrainLog, interrupted: bool = False) -> None:
         """Starts a checkpoint, after what was logged up to it is safe."""
         log.settle(step)
-        checkpoint.save(
-            self.manager, step, state, log.window, self.description, interrupted=interrupted
-        )
+        description = self.beginning.description
+        checkpoint.save(self.manager, step, state, log.window, description, interrupted=interrupted)
 
     def evaluate(self, step: int, state: TrainState) -> None:
         """Writes the loss of the validation split."""
@@ -195,7 +189,7 @@ def _train(
     if interrupted:
         _now_and_then(run, start, state, log, progress)
     interrupted = False
-    batches = run.data.train_batches(start)
+    batches = run.data.train_batches(run.beginning.position.batch_at(start))
     for step in range(start + 1, config.num_steps + 1):
         with progress.timed('data'), log.clock.waiting_for_data():
             batch = next(batches)
