@@ -21,6 +21,7 @@ ELSEWHERE = {
     'optimizer.schedule',
     'optimizer.warmup_steps',
     'preview.split',
+    'wandb.project',
 }
 
 BAD = {
@@ -56,6 +57,7 @@ BAD = {
     'preview.num_steps': 0,
     'preview_every': -1,
     'profile_steps': -1,
+    'requeue_status': 256,
     'seed': -1,
 }
 

@@ -75,6 +75,7 @@ _RULES = {
     'checkpoint_every': _at_least(0),
     'keep_checkpoints': _at_least(1),
     'profile_steps': _at_least(0),
+    'requeue_status': _Rule('from 0 to 255, an exit status', lambda x: 0 <= x <= 255),
 }
 
 # Fields that decide what a step computes and not which records it sees. What the latter depends on,
