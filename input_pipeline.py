@@ -41,6 +41,7 @@ __all__ = [
     'key_words',
     'position_fingerprint',
     'position_settings',
+    'threads_for',
     'to_device',
     'train_dataset',
     'train_order',
@@ -193,7 +194,7 @@ def train_dataset(
     reader = ChunkReader(opened, parser, on_bad_records, counter, max_bad_fraction)
     lane_reader = lanes_lib.LaneReader(order, reader, parallel_reads)
     batches = lane_reader.read(own, order.locate(start_step))
-    threads = private_threads or _threads_for(opened, len(own) * parallel_reads)
+    threads = private_threads or threads_for(opened, len(own) * parallel_reads)
     return _finish(batches, prefetch, threads)
 
 
@@ -245,7 +246,7 @@ def eval_dataset(
     rows = tf.data.Dataset.from_tensor_slices(reader.locate(reads))
     records = lanes_lib.read_chunks(rows, reader, parallel_reads)
     batches = padding.take_full(padding.fill_up(records.rebatch(local), local), num_batches)
-    return _finish(batches, prefetch, private_threads or _threads_for(opened, parallel_reads))
+    return _finish(batches, prefetch, private_threads or threads_for(opened, parallel_reads))
 
 
 def check_memory(
@@ -329,7 +330,7 @@ def _own_lanes(order: Order, process_index: int, process_count: int) -> range:
     return range(process_index * each, (process_index + 1) * each)
 
 
-def _threads_for(opened: dataset.IndexedSplit, reads_in_flight: int) -> int:
+def threads_for(opened: dataset.IndexedSplit, reads_in_flight: int) -> int:
     """Threads that a data set needs for itself; 0 if those that all share will do.
 
     A read holds a thread while it waits. The shared pool has one thread a core, which is right for

@@ -110,6 +110,7 @@ setuptools.setup(
         f'tensorflow-cpu>=2.18; {_CPU_BUILD}',
         f'tensorflow>=2.18; {_ONE_BUILD}',
         'tensorflow-datasets>=4.9.8',
+        'tqdm>=4.66',
     ],
     extras_require={
         'convert': CONVERT,
@@ -120,5 +121,6 @@ setuptools.setup(
         'bench': BENCH,
         'tpu': ['jax[tpu]'],
         'gpu': ['jax[cuda12]'],
+        'wandb': ['wandb>=0.19'],
     },
 )

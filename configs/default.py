@@ -93,4 +93,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.keep_every = 0  # and for ever those of every so many steps; 0: none
     config.profile_steps = 0  # steps to profile, from the tenth after the start; 0: no profile
 
+    config.requeue_status = 75  # exit status of a run that a signal ended before it was complete
+
+    config.wandb = wandb = ml_collections.ConfigDict()
+    wandb.project = ''  # of Weights & Biases, which gets what TensorBoard gets; '': none
+
     return config.lock()

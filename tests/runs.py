@@ -3,7 +3,7 @@
 process = runs.start(data_dir, workdir, env, num_steps=10)
 with runs.hosts(data_dir, workdir, env, processes=4, devices=1) as started:
     assert runs.wait(started) == [0] * 4
-runs.losses(workdir)   # {('loss', 1): 1.93, ...}
+runs.losses(workdir)   # {('train/loss', 1): 1.93, ...}
 """
 
 import collections

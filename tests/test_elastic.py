@@ -48,7 +48,7 @@ def run_until_stopped(data_dir, workdir, env, processes, devices, told, **change
             started[index].process.send_signal(signal.SIGTERM)
         codes = runs.wait(started)
         outputs = [host.output.read_text() for host in started]
-        assert codes == [0] * processes, outputs[0]
+        assert codes == [75] * processes, outputs[0]
     stopped = {int(re.search(r'Stopped at step (\d+)', output)[1]) for output in outputs}
     assert stopped == {max(runs.saved_steps(workdir))}, 'hosts stopped at different steps'
     return stopped.pop()
@@ -139,8 +139,8 @@ def test_a_run_that_moves_from_two_hosts_to_four_and_to_one(mini_dataset, env, t
 def test_any_number_of_hosts_computes_the_same(mini_dataset, env, tmp_path):
     end = {'num_steps': 12, 'eval_every': 6}
     alone, alone_keys = run_to_the_end(mini_dataset, tmp_path / '1', env, 1, 4, **end)
-    assert {step for tag, step in alone if tag == 'loss'} == set(range(1, 13))
-    assert {step for tag, step in alone if tag == 'eval_loss'} == {6, 12}
+    assert {step for tag, step in alone if tag == 'train/loss'} == set(range(1, 13))
+    assert {step for tag, step in alone if tag == 'eval/loss'} == {6, 12}
     for processes in (2, 4):
         devices = 4 // processes
         losses, keys = run_to_the_end(

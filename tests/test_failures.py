@@ -45,7 +45,7 @@ def test_all_hosts_end_when_one_cannot_read(mini_dataset, env, tmp_path, failing
     assert codes == [1, 1], outputs
     for output in outputs:
         last = output.splitlines()[-1]
-        assert last.startswith(f'ERROR: process {failing} on ')
+        assert last.startswith(f'error: process {failing} on ')
         assert last.endswith('has failed: OSError: the disk is gone')
     assert 'Traceback' in outputs[failing]
     assert 'Traceback' not in outputs[1 - failing]
@@ -64,4 +64,4 @@ def test_all_hosts_end_when_one_is_killed(mini_dataset, env, tmp_path, killed, c
         assert codes[1 - killed] != 0
     else:
         assert codes[1 - killed] == code
-        assert output.splitlines()[-1].startswith('ERROR: process 0 on ')
+        assert output.splitlines()[-1].startswith('error: process 0 on ')

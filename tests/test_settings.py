@@ -24,6 +24,7 @@ ELSEWHERE = {
     'optimizer.schedule',
     'optimizer.warmup_steps',
     'preview.split',
+    'wandb.project',
 }
 
 BAD = {
@@ -71,6 +72,7 @@ BAD = {
     'preview.time_shift': 0.0,
     'preview_every': -1,
     'profile_steps': -1,
+    'requeue_status': 256,
     'seed': -1,
 }
 

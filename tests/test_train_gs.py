@@ -157,7 +157,7 @@ def test_a_bucket_that_does_not_exist_is_told_in_one_line(gcs, tmp_path, program
     assert done.returncode == 1
     errors = [line for line in done.stderr.splitlines() if 'no-such-bucket' in line]
     assert len(errors) == 1 and errors[0] == done.stderr.splitlines()[-1], done.stderr
-    assert errors[0].startswith('ERROR: gs://no-such-bucket')
+    assert errors[0].startswith('error: gs://no-such-bucket')
     assert errors[0].endswith('there is no such bucket or folder.')
     assert len(gcs.requests) < 10
 
@@ -167,7 +167,7 @@ def test_a_bucket_that_refuses_is_told_in_one_line(gcs):
     done = command('train_lib.main', '--config=configs/default.py', f'--workdir={RUN}')
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
-    assert last.startswith(f'ERROR: writing to {RUN}: access was refused')
+    assert last.startswith(f'error: writing to {RUN}: access was refused')
     assert 'gcloud auth application-default login' in last
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from clu import metric_writers
 
-from train_lib import metrics, train_log
+from train_lib import metrics, step_clock, train_log
 
 ON_LINUX = sys.platform == 'linux'
 
@@ -53,7 +53,7 @@ def _make_log(every, read_counts=None):
 
 
 def _losses(scalars):
-    return {step: written['loss'] for step, written in scalars.items()}
+    return {step: written['train/loss'] for step, written in scalars.items()}
 
 
 def test_windows_end_at_multiples_and_are_averages():
@@ -63,16 +63,20 @@ def test_windows_end_at_multiples_and_are_averages():
     # The window that ends at step 6 was fetched when step 7 had been started.
     assert _losses(writer.scalars) == {3: 2.0, 6: 5.0}
     expected = {
-        'loss',
-        'grad_norm',
-        'learning_rate',
-        'skipped_steps',
-        'examples_per_second',
-        'data_wait_share',
-        'host_memory_gb',
+        'train/loss',
+        'train/grad_norm',
+        'train/learning_rate',
+        'train/skipped_steps',
+        'train/steps_per_second',
+        'train/samples_per_second',
+        'device/step_seconds_median',
+        'device/step_seconds_p95',
+        'input/wait_share_min',
+        'input/wait_share_max',
+        'host/memory_gb',
     }
     if not ON_LINUX:
-        expected.remove('host_memory_gb')
+        expected.remove('host/memory_gb')
     assert set(writer.scalars[6]) == expected
 
 
@@ -103,9 +107,9 @@ def test_a_window_without_a_step_that_counts_has_no_mean():
     log.add(1, _update(float('nan'), skipped=1, in_a_row=1))
     log.add(2, _update(3, skipped=1))
     log.settle(2)
-    assert 'loss' not in writer.scalars[1]
+    assert 'train/loss' not in writer.scalars[1]
     assert _losses({2: writer.scalars[2]}) == {2: 3}
-    assert [writer.scalars[step]['skipped_steps'] for step in (1, 2)] == [1, 1]
+    assert [writer.scalars[step]['train/skipped_steps'] for step in (1, 2)] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +147,7 @@ class _Step:
 
 
 def test_waiting_while_the_device_works_costs_nothing():
-    clock, step = train_log.StepClock(), _Step()
+    clock, step = step_clock.StepClock(), _Step()
     step.end()
     clock.step_started(step)  # not counted
     for _ in range(3):
@@ -152,21 +156,21 @@ def test_waiting_while_the_device_works_costs_nothing():
         with clock.waiting_for_data():
             time.sleep(0.05)
         step.end()
-    assert clock.lap(batch_size=10)['data_wait_share'] == 0
+    assert clock.lap(batch_size=10)['input/wait_share_max'] == 0
 
 
 def test_waiting_while_the_device_is_idle_is_counted():
-    clock = train_log.StepClock()
+    clock = step_clock.StepClock()
     clock.step_started(jnp.zeros(()))
     for _ in range(3):
         with clock.waiting_for_data():
             time.sleep(0.3)
         clock.step_started(jnp.zeros(()))
-    assert 0.5 < clock.lap(batch_size=10)['data_wait_share'] <= 1
+    assert 0.5 < clock.lap(batch_size=10)['input/wait_share_max'] <= 1
 
 
 def test_what_is_aside_slows_nothing_down():
-    clock = train_log.StepClock()
+    clock = step_clock.StepClock()
 
     def start_step():
         return jnp.zeros(())
@@ -185,12 +189,44 @@ def test_what_is_aside_slows_nothing_down():
     clock.step_started(start_step())
     after = clock.lap(batch_size=10)
     for scalars in (inside, after):
-        assert 20 < scalars['examples_per_second'] <= 100
-        assert 0.4 < scalars['data_wait_share'] <= 1
+        assert 20 < scalars['train/samples_per_second'] <= 100
+        assert 0.4 < scalars['input/wait_share_max'] <= 1
+
+
+def test_a_lap_after_what_was_aside_begins_after_it():
+    clock = step_clock.StepClock()
+    for _ in range(2):
+        clock.step_started(jnp.zeros(()))
+    with clock.aside():
+        time.sleep(1)
+    clock.lap(batch_size=10)
+    clock.step_started(jnp.zeros(()))
+    assert clock.lap(batch_size=10)['device/step_seconds_p95'] < 0.9
+
+
+def test_steps_count_when_they_are_finished_and_few_are_started_ahead():
+    clock = step_clock.StepClock()
+    clock.step_started(jnp.zeros(()))
+    steps = [_Step() for _ in range(step_clock.AHEAD + 1)]
+    for step in steps[:-1]:
+        clock.step_started(step)  # none is over, and the host need not wait
+    waiting = threading.Thread(target=clock.step_started, args=[steps[-1]])
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive()
+    for step in steps:
+        time.sleep(0.1)
+        step.end()
+    waiting.join()
+    scalars = clock.lap(batch_size=10)
+    # However fast they were dispatched.
+    assert scalars['train/steps_per_second'] <= 10
+    assert scalars['train/samples_per_second'] == 10 * scalars['train/steps_per_second']
+    assert 0.09 < scalars['device/step_seconds_median'] < scalars['device/step_seconds_p95']
 
 
 def test_a_lap_without_steps_says_nothing():
-    clock = train_log.StepClock()
+    clock = step_clock.StepClock()
     assert clock.lap(batch_size=10) == {}
     clock.step_started(jnp.zeros(()))
     assert clock.lap(batch_size=10) == {}
@@ -205,7 +241,7 @@ class _Counts:
 
 def _mb_per_step(scalars):
     """The seconds of both rates are the same; a batch is one sample here."""
-    return scalars['read_mb_per_second'] / scalars['examples_per_second']
+    return scalars['input/read_mb_per_second'] / scalars['train/samples_per_second']
 
 
 def test_what_was_read_is_told_as_rate_moment_and_sum():
@@ -216,8 +252,11 @@ def test_what_was_read_is_told_as_rate_moment_and_sum():
     counts.chunks_in_flight, counts.bad_records = 5, 2
     # Before this step there was none that counts, but the moment can be told.
     log.add(2, _update(1))
-    assert 'read_mb_per_second' not in writer.scalars[1]
-    assert (writer.scalars[1]['chunks_in_flight'], writer.scalars[1]['bad_records']) == (5, 2)
+    assert 'input/read_mb_per_second' not in writer.scalars[1]
+    assert (
+        writer.scalars[1]['input/chunks_in_flight'],
+        writer.scalars[1]['input/bad_records'],
+    ) == (5, 2)
 
     counts.chunks_in_flight, counts.bad_records = 3, 4
     log.add(3, _update(1))
@@ -225,7 +264,10 @@ def test_what_was_read_is_told_as_rate_moment_and_sum():
     log.add(4, _update(1))
     assert _mb_per_step(writer.scalars[2]) == pytest.approx(25)
     assert _mb_per_step(writer.scalars[3]) == pytest.approx(4)
-    assert (writer.scalars[3]['chunks_in_flight'], writer.scalars[3]['bad_records']) == (3, 4)
+    assert (
+        writer.scalars[3]['input/chunks_in_flight'],
+        writer.scalars[3]['input/bad_records'],
+    ) == (3, 4)
 
 
 def test_what_is_read_aside_is_for_the_steps_that_follow():
@@ -247,7 +289,7 @@ def test_memory_is_what_this_process_holds_now():
     def held(step):
         log.add(step, _update(1))
         log.settle(step)
-        return writer.scalars[step]['host_memory_gb']
+        return writer.scalars[step]['host/memory_gb']
 
     before = held(1)
     array = np.ones(40_000_000)

@@ -4,7 +4,8 @@
 
 Each process appends a line of JSON for each step to a file of its own in FOLDER: the step, the
 first row of the global batch that it holds, and the keys of its rows. With `FAILING=1:5` in the
-environment, process 1 cannot read the batch of step 5.
+environment, process 1 cannot read the batch of step 5. With `STALLED=evaluation` an evaluation, or
+whatever hook has that name, takes a minute longer, and says so: `stalled evaluation`.
 """
 
 import json
@@ -12,13 +13,14 @@ import os
 import pathlib
 import runpy
 import sys
+import time
 from collections.abc import Iterator
 
 import jax
 
 from coyo11m_tfds import schema
 from tests import runs
-from train_lib import data
+from train_lib import data, hooks
 
 
 def main() -> None:
@@ -39,7 +41,23 @@ def main() -> None:
                 yield batch
 
     data.TrainingData.train_batches = noted
+    for hook in hooks.HOOKS:
+        if hook.name == os.environ.get('STALLED'):
+            _stall(hook)
     runpy.run_module('train_lib.main', run_name='__main__', alter_sys=True)
+
+
+def _stall(hook: type[hooks.Hook]) -> None:
+    call = hook.__call__
+
+    def stalled(self: hooks.Hook, *arguments) -> str | None:
+        print('stalled', self.name, flush=True)
+        over = time.monotonic() + 60
+        while time.monotonic() < over:
+            time.sleep(0.1)
+        return call(self, *arguments)
+
+    hook.__call__ = stalled
 
 
 if __name__ == '__main__':

@@ -9,6 +9,7 @@ All that can be refused is refused by `find`, which reads no weights and writes 
 
 import dataclasses
 import json
+import textwrap
 from collections.abc import Collection
 
 import jax
@@ -61,16 +62,12 @@ class Beginning:
         copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(params)
         return state.replace(params=params, ema_params=copied)
 
-    def show_config(self, workdir: epath.PathLike) -> None:
-        """Writes the configuration to TensorBoard, as text, where it has not been written yet."""
-        if not self.has_new_config:
-            return
-        text = json.dumps(self.description.config, indent=2)
-        writer = metric_writers.SummaryWriter(str(workdir))
-        # Markdown shows lines as they are if they are indented by four spaces.
-        indented = ''.join(f'    {line}\n' for line in text.splitlines())
-        writer.write_texts(self.step, {'config': indented})
-        writer.close()
+    def show_config(self, writer: metric_writers.MetricWriter) -> None:
+        """Writes the configuration as text, where it has not been written yet."""
+        if self.has_new_config:
+            text = json.dumps(self.description.config, indent=2)
+            # Markdown shows lines as they are if they are indented by four spaces.
+            writer.write_texts(self.step, {'config': textwrap.indent(text, '    ')})
 
 
 def find(

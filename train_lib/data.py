@@ -9,13 +9,16 @@ That batch is what the 1001st step takes, however often the run was interrupted.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import ml_collections
 import numpy as np
 import tensorflow as tf
-from absl import logging
+import tensorflow_datasets as tfds
+from etils import epath
 from jax.sharding import Mesh
 
 import input_pipeline
@@ -51,6 +54,7 @@ class TrainingData:
         order: of the training samples; None for a data set without a chunk index.
         read_counts: returns what this process has read for training, an
             `input_pipeline.ReadCounts`.
+        batches_ready: returns how many training batches could be taken without waiting.
         identity: plain values that no resumed run can change; see `checkpoint.Description`.
         settings: plain values that it may, if that is meant.
     """
@@ -66,11 +70,9 @@ class TrainingData:
         settings.check(config)
         self._mesh = mesh
         self._config = config
-        self._builder = dataset.open_dataset(config.data.dir)
+        self._builder = _open(config.data.dir)
         self.order = input_pipeline.train_order(self._builder, **self._order())
         self._check_shares(has_lanes=self.order is not None)
-        if self.order is not None:
-            logging.info('An epoch has about %d steps.', self.order.epoch(0).steps)
         if config.eval_every:
             self._check_split(schema.VALIDATION, f'eval_every={config.eval_every}')
         if config.preview_every:
@@ -82,6 +84,7 @@ class TrainingData:
         # Of training alone: what evaluations read has no part in its rate.
         self._counter = input_pipeline.ReadCounter()
         self.read_counts = self._counter.read
+        self._arrived = self._taken = 0
         stats = dataset.dataset_stats(self._builder)
         if not stats.text_dim:
             raise ValueError(
@@ -140,7 +143,35 @@ class TrainingData:
             **self._share,
             **self._reading(),
         )
-        return self._to_device(batches)
+        return self._counted(batches)
+
+    def batches_ready(self) -> int:
+        """How many training batches are on the devices, or on their way, and not asked for yet."""
+        return self._arrived - self._taken
+
+    def epoch(self, batch: int) -> float | None:
+        """Passes over the data until `step`, with a fraction; None where the order is not known."""
+        if self.order is None:
+            return None
+        epoch, inside = self.order.locate(batch)
+        return epoch + inside / self.order.epoch(epoch).steps
+
+    @property
+    def description(self) -> str:
+        """One line of what is trained on and how it is read."""
+        split = self._builder.info.splits.get(schema.TRAIN)
+        if split is None or self.order is None:
+            return f'{self._builder.info.full_name}, read without a chunk index'
+        config = self._config.data
+        reads = config.parallel_reads * self._own_lanes
+        opened = dataset.open_split(self._builder, schema.TRAIN)
+        threads = config.private_threads or input_pipeline.threads_for(opened, reads)
+        steps = self.order.epoch(0).steps
+        return (
+            f'{config.dir}, {split.num_examples:,} records in {split.num_shards:,} shards, '
+            f'{split.num_bytes / 1e9:,.3g} GB, {steps:,} steps an epoch, '
+            f'{reads} reads at once by {threads or os.cpu_count()} threads'
+        )
 
     def eval_batches(self) -> Batches:
         """Every record of the validation split once, with a `mask`."""
@@ -228,6 +259,38 @@ class TrainingData:
             'private_threads': config.private_threads,
         }
 
-    def _to_device(self, batches: tf.data.Dataset) -> Batches:
+    def _counted(self, batches: tf.data.Dataset | Iterable[dict[str, np.ndarray]]) -> Batches:
+        self._arrived = self._taken = 0
+        on_host = batches.as_numpy_iterator() if isinstance(batches, tf.data.Dataset) else batches
+
+        def arriving() -> Iterator[dict[str, np.ndarray]]:
+            for batch in on_host:
+                self._arrived += 1
+                yield batch
+
+        for batch in self._to_device(arriving()):
+            self._taken += 1
+            yield batch
+
+    def _to_device(self, batches: tf.data.Dataset | Iterable[dict[str, np.ndarray]]) -> Batches:
         ahead = self._config.data.device_prefetch
         return input_pipeline.to_device(batches, sharding.batch(self._mesh), ahead=ahead)
+
+
+def _open(folder: str) -> tfds.core.DatasetBuilder:
+    """Opens a data set; where there is none, the message says which ones lie below the folder."""
+    try:
+        return dataset.open_dataset(folder)
+    except (OSError, ValueError, tf.errors.OpError) as error:
+        path = epath.Path(folder)
+        if (path / schema.INFO_FILE).exists():
+            raise
+        below = sorted(map(os.fspath, path.glob('*'))) if path.exists() else []
+        versions = [name for name in below if re.search(r'/\d+\.\d+\.\d+$', name)]
+        if versions:
+            advice = f'name one of its versions: {", ".join(versions)}'
+        elif below:
+            advice = 'expected the folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0'
+        else:
+            advice = 'there is no such folder; build the data set with `tfds build coyo11m_tfds`'
+        raise FileNotFoundError(f'data.dir={folder}: {advice}') from error

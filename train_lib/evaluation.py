@@ -1,7 +1,7 @@
 """One pass over the validation split: the loss at fixed noise and times.
 
     scalars = evaluation.evaluate(eval_step, state.ema_params, batches)
-    # {'eval_loss': ..., 'eval_loss_t0': ..., 'eval_loss_t3': ...}
+    # {'eval/loss': ..., 'eval/loss_t0': ..., 'eval/loss_t3': ...}
 
 Two evaluations differ by their weights alone, so their losses can be compared.
 """
@@ -38,4 +38,4 @@ def evaluate(
     if merged is None:
         raise ValueError('there is no batch to evaluate on')
     computed = jax.device_get(merged).compute()
-    return {f'eval_{name}': float(x) for name, x in computed.items() if not math.isnan(x)}
+    return {f'eval/{name}': float(x) for name, x in computed.items() if not math.isnan(x)}

@@ -77,7 +77,7 @@ def _watch(over: threading.Event) -> None:
 def _tell(error: BaseException) -> None:
     """Leaves the error with the coordinator, unless another process was first, and ends."""
     is_message = isinstance(error, SystemExit)
-    message = str(error.code).removeprefix('ERROR: ') if is_message else summary(error)
+    message = str(error.code).removeprefix('error: ') if is_message else summary(error)
     host = f'process {jax.process_index()} on {socket.gethostname()}'
     client = distributed.global_state.client
     failure = f'{host} has failed: {message}'
@@ -95,7 +95,7 @@ def _end(failure: str) -> None:
     _ending.acquire()
     client = distributed.global_state.client
     logging.flush()
-    print(f'ERROR: {failure}', file=sys.stderr, flush=True)
+    print(f'error: {failure}', file=sys.stderr, flush=True)
     client.key_value_set(f'{_FOLDER}known_to_{jax.process_index()}', '', allow_overwrite=True)
     deadline = time.monotonic() + _LAST_SECONDS
     # The coordinator lives in process 0, and the others abort when it is gone.

@@ -4,19 +4,21 @@
 
 Where hosts do not find each other by themselves (a TPU's, Slurm's and Open MPI's do), add
 `--coordinator_address=HOST:PORT --process_count=P --process_index=I`, with another I on each.
+`--verbose` shows the configuration, the parameters, and what libraries have to say.
 
-This file is intentionally kept short; the training loop is in `train.py`.
+The exit status is 0 when the run is complete, `config.requeue_status` when Ctrl-C or SIGTERM ended
+it before, 1 for an error. This file is intentionally kept short; the training loop is in
+`train.py`.
 """
 
 import shlex
 import sys
 
-import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
 from coyo11m_tfds.reading import process_settings
-from train_lib import process, workdirs
+from train_lib import process, signals, workdirs
 
 FLAGS = flags.FLAGS
 
@@ -43,13 +45,16 @@ def main(argv: list[str]) -> None:
     """Prepares the process and trains."""
     if len(argv) > 1:
         raise app.UsageError(f'Unexpected arguments: {argv[1:]}')
+    signals.install(FLAGS.config.requeue_status)
     with process.errors_in_one_line():
         workdirs.check_writable(FLAGS.workdir)
         process_settings.apply(FLAGS.config.data.dir, FLAGS.config.data.chunk)
-    # Only now, because TensorFlow, which it imports, looks at those settings when it starts.
+    process.prepare()
+    # Only now, because they take seconds and import TensorFlow, which looks at those settings.
+    import jax
+
     from train_lib import checkpoint, failures, train
 
-    process.prepare()
     if FLAGS.config.distributed or FLAGS.coordinator_address:
         jax.distributed.initialize(
             FLAGS.coordinator_address,
@@ -57,19 +62,19 @@ def main(argv: list[str]) -> None:
             FLAGS.process_index,
             heartbeat_timeout_seconds=failures.HEARTBEAT_SECONDS,
         )
-    logging.info('Process %d of %d.', jax.process_index(), jax.process_count())
-    logging.info('Devices: %s', jax.local_devices())
-    logging.info('Configuration:\n%s', FLAGS.config)
-
+    if FLAGS.verbose:
+        logging.info('Configuration:\n%s', FLAGS.config)
     with failures.shared():
         with process.errors_in_one_line():
             setup = train.set_up(FLAGS.config, FLAGS.workdir, FLAGS.accept_changes)
         with process.errors_in_one_line((checkpoint.OtherRunError, FloatingPointError)):
-            state = train.train(setup)
-    if int(state.step) < FLAGS.config.num_steps:
+            state, finished = train.train(setup, FLAGS.verbose)
+    if not finished:
         command = shlex.join([sys.executable, '-m', 'train_lib.main', *sys.argv[1:]])
-        logging.info('Stopped at step %d. To go on:\n%s', state.step, command)
+        logging.info('Stopped at step %d, which is saved. To resume: %s', state.step, command)
+        sys.exit(FLAGS.config.requeue_status)
 
 
 if __name__ == '__main__':
-    app.run(main)
+    signals.install()
+    app.run(main, flags_parser=process.parse_flags)

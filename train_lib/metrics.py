@@ -87,14 +87,14 @@ class TrainMetrics(clu_metrics.Collection):
     skipped_in_a_row: _most('skipped_in_a_row')
 
 
-def _time_bin(index: int) -> type[clu_metrics.Average]:
+def _time_bin(index: int) -> type[_Mean]:
     """Mean loss of the samples whose time falls into one bin; the last bin includes t = 1."""
 
     def select(*, loss: jax.Array, time: jax.Array, mask: jax.Array, **_) -> dict[str, jax.Array]:
         bins = jnp.clip(jnp.floor(time * NUM_TIME_BINS), 0, NUM_TIME_BINS - 1)
         return {'values': loss, 'mask': mask & (bins == index)}
 
-    return clu_metrics.Average.from_fun(select)
+    return _Mean.from_fun(select)
 
 
 @flax.struct.dataclass

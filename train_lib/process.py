@@ -1,5 +1,7 @@
 """What every program of this package does before and around everything else.
 
+    app.run(main, flags_parser=process.parse_flags)
+
     with process.errors_in_one_line():
         workdirs.check_writable(workdir)
     process.prepare()
@@ -10,37 +12,104 @@ import TensorFlow, which reads its environment once.
 
 import contextlib
 import logging as standard_logging
+import os
+import pathlib
+import re
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 
-from absl import logging
+from absl import flags, logging
+
+STARTED = time.monotonic()  # about when the process did
+
+_PACKAGE = str(pathlib.Path(__file__).parents[1])
+
+flags.DEFINE_bool('verbose', False, 'Log all that libraries say, and tracebacks of errors.')
+
+
+def parse_flags(argv: Sequence[str]) -> list[str]:
+    """Parses flags as `app.run` does, but says in one line what is wrong with `--config`."""
+    with errors_in_one_line((flags.Error, OSError, ValueError, TypeError)):
+        try:
+            rest = flags.FLAGS(argv)
+            if 'config' in flags.FLAGS:
+                _ = flags.FLAGS.config.seed  # a file that cannot be loaded is told on first use
+        except (OSError, KeyError, AttributeError) as error:
+            raise ValueError(_wrong_config(argv, error)) from error
+    return rest
+
+
+def _wrong_config(argv: Sequence[str], error: Exception) -> str:
+    path, fields = '', []
+    for argument in argv:
+        if found := re.match(r'--?config=(.*)', argument):
+            path = found[1]
+        elif found := re.match(r'--?config\.([\w.]+)', argument):
+            fields.append(found[1])
+    if path and not os.path.isfile(path):
+        there = sorted(map(str, pathlib.Path('configs').glob('*.py')))
+        return f'--config={path}: there is no such file' + (
+            f'; there are {", ".join(there)}' if there else ''
+        )
+    if isinstance(error, OSError):
+        return f'--config={path}: {error}'
+    missing = re.search(r'\w+', str(error))[0]  # it begins with the name, in quotes of all kinds
+    likely = re.search(r'Did you mean "(\w+)"', str(error))
+    unknown = [field for field in fields if missing in field.split('.')]
+    where = f'--config.{unknown[0]}' if unknown else f'--config={path}'
+    advice = f'; did you mean {likely[1]!r}?' if likely else ''
+    return f'{where}: there is no field {missing!r}{advice}'
 
 
 def prepare() -> None:
-    """Keeps TensorFlow off the accelerator and the log readable."""
+    """Keeps TensorFlow off the accelerator and the log readable.
+
+    Call it before TensorFlow is imported, which tells its own settings otherwise.
+    """
+    if not _is_verbose():
+        handler = logging.get_absl_handler()
+        handler.addFilter(_is_worth_reading)
+        handler.setFormatter(_Lines())
+        os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '1')  # no INFO of the parts in C++
+        # TensorFlow computes nothing here that oneDNN could speed up, but tells about it.
+        os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')
     import tensorflow as tf
 
     # TensorFlow only reads records: the accelerator's memory is for JAX.
     tf.config.set_visible_devices([], 'GPU')
-    logging.get_absl_handler().addFilter(_is_worth_reading)
 
 
 @contextlib.contextmanager
 def errors_in_one_line(
     kinds: tuple[type[Exception], ...] = (ValueError, OSError),
 ) -> Iterator[None]:
-    """Ends the process with `ERROR: ...` and status 1 for errors that say what the user can mend.
+    """Ends the process with `error: ...` and status 1 for errors that say what the user can mend.
 
-    As these kinds do where settings are checked and files are opened. The traceback is in the log
-    with `--verbosity=1`.
+    As these kinds do where settings are checked and files are opened. With `--verbose` the
+    traceback precedes it.
     """
     try:
         yield
     except kinds as error:
-        logging.debug('Where the error comes from:', exc_info=True)
-        sys.exit(f'ERROR: {error}')
+        if _is_verbose():
+            logging.info('Where the error comes from:', exc_info=True)
+        sys.exit(f'error: {" ".join(str(error).split())}')
+
+
+def _is_verbose() -> bool:
+    # Programs without `app.run` prepare themselves as well.
+    return flags.FLAGS.is_parsed() and flags.FLAGS.verbose
+
+
+class _Lines(standard_logging.Formatter):
+    """The time of day and the message; the level where it is a warning or worse."""
+
+    def format(self, record: standard_logging.LogRecord) -> str:
+        level = '' if record.levelno <= standard_logging.INFO else f'{record.levelname}: '
+        return f'{self.formatTime(record, "%H:%M:%S")} {level}{super().format(record)}'
 
 
 def _is_worth_reading(record: standard_logging.LogRecord) -> bool:
-    """Orbax tells some forty lines about each checkpoint; its warnings are enough."""
-    return record.levelno > standard_logging.INFO or 'orbax' not in record.pathname
+    """What libraries tell about their work is not; their warnings are."""
+    return record.levelno > standard_logging.INFO or record.pathname.startswith(_PACKAGE)

@@ -87,6 +87,7 @@ _RULES = {
     'keep_checkpoints': _at_least(1),
     'keep_every': _at_least(0),
     'profile_steps': _at_least(0),
+    'requeue_status': _Rule('from 0 to 255, an exit status', lambda x: 0 <= x <= 255),
 }
 
 # Fields that decide what a step computes and which records it sees. The text encoder and the model

@@ -4,39 +4,41 @@
     state = train.train_and_evaluate(demo.get_config(), workdir='W')
 
 A run can be killed at any moment and started again with the same command: it goes on from its
-last checkpoint and computes what it would have computed. SIGTERM makes it save and return.
+last checkpoint and computes what it would have computed. SIGTERM and Ctrl-C make it save and
+return. What is done besides training is in `hooks.py`.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Collection
+import os
+from collections.abc import Collection, Mapping
 
 import jax
 import ml_collections
 import orbax.checkpoint as ocp
 from absl import logging
-from clu import metric_writers, parameter_overview, periodic_actions
+from clu import metric_writers, parameter_overview
 from etils import epath
 
-from coyo11m_tfds import preview
 from train_lib import (
     beginnings,
     checkpoint,
-    evaluation,
+    chips,
     failures,
+    hooks,
     metrics,
-    previews,
+    models,
     settings,
     sharding,
     signals,
     workdirs,
+    writers,
 )
+from train_lib.console import Console, say
 from train_lib.data import TrainingData
 from train_lib.program import Program, make_program
 from train_lib.state import TrainState
 from train_lib.train_log import TrainLog
-
-# The first profile: late enough that everything has been compiled.
-_PROFILE_AFTER = 10  # steps
 
 
 def train_and_evaluate(
@@ -44,8 +46,9 @@ def train_and_evaluate(
     workdir: epath.PathLike,
     accept_changes: Collection[str] = (),
 ) -> TrainState:
-    """`train(set_up(...))`."""
-    return train(set_up(config, workdir, accept_changes))
+    """The state of `train(set_up(...))`."""
+    state, _ = train(set_up(config, workdir, accept_changes))
+    return state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +60,12 @@ class Setup:
     data: TrainingData
     program: Program
     beginning: beginnings.Beginning
+
+    @property
+    def flops(self) -> int:
+        """Of the products of matrices that the model asks for, to train on one sample."""
+        model = models.make(**self.config.model)
+        return 3 * model.flops(self.data.facts.latent_shape, self.data.facts.text_dim)
 
 
 def set_up(
@@ -75,10 +84,11 @@ def set_up(
     Raises:
         ValueError: a setting is out of its range, or does not fit the devices or the data.
         checkpoint.OtherRunError: the last checkpoint in `workdir` belongs to another run.
-        OSError: `workdir` cannot be written to.
+        OSError: there is no data set, or `workdir` cannot be written to.
     """
     workdirs.check_writable(workdir)
     settings.check_changeable(accept_changes, config)
+    writers.check(config)
     mesh = sharding.make_mesh(**config.mesh)
     data = TrainingData(config, mesh)
     data.check_memory()
@@ -89,167 +99,160 @@ def set_up(
     return Setup(config, workdirs.absolute(workdir), data, program, beginning)
 
 
-def train(setup: Setup) -> TrainState:
+def train(setup: Setup, verbose: bool = False) -> tuple[TrainState, bool]:
     """Trains up to `config.num_steps`, from the last checkpoint in the workdir if there is one.
 
+    Args:
+        setup: of the run.
+        verbose: logs all parameters, and all that is written for TensorBoard.
+
     Returns:
-        The last state; its `step` is less than `config.num_steps` where SIGTERM ended the run.
+        The last state, and whether all is done; it is not where a signal ended the run.
 
     Raises:
         FloatingPointError: training has diverged.
     """
-    config, workdir = setup.config, setup.workdir
-    writer = metric_writers.create_default_writer(workdir, just_logging=jax.process_index() > 0)
+    config = setup.config
     with (
         signals.StopRequest() as stop,
-        checkpoint.open_manager(workdir, config.keep_checkpoints, config.keep_every) as manager,
+        checkpoint.open_manager(
+            setup.workdir, config.keep_checkpoints, config.keep_every
+        ) as manager,
         # Inside of the manager, which would wait for the other processes.
         failures.shared(),
-        metric_writers.ensure_flushes(writer),
     ):
-        if jax.process_index() == 0:
-            setup.beginning.show_config(workdir)
-        run = _Run(**vars(setup), writer=writer, manager=manager)
-        state, window, interrupted = run.start_or_resume()
-        parameter_overview.log_parameter_overview(state.params, include_stats='sharding')
-        return _train(run, state, window, stop, interrupted)
+        state, window, interrupted = _start_or_resume(setup, manager)
+        start = int(state.step)
+        if start == config.num_steps and not interrupted:
+            say('Finished already: all %d steps are in %s.', start, setup.workdir)
+            return state, True
+        _introduce(setup, start)
+        if verbose:
+            parameter_overview.log_parameter_overview(state.params, include_stats='sharding')
+        with (
+            contextlib.closing(writers.make(config, setup.workdir, verbose)) as writer,
+            Console(start, config.num_steps) as console,
+        ):
+            setup.beginning.show_config(writer)
+            log = _make_log(setup, writer, console, window)
+            run = Run(**vars(setup), start=start, writer=writer, manager=manager, log=log)
+            return _train(run, state, stop, interrupted)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Run(Setup):
-    """What the loop works with, and what it does now and then."""
+class Run(Setup):
+    """What the loop and its hooks work with.
 
+    Attributes:
+        start: the step that this process began with.
+    """
+
+    start: int
     writer: metric_writers.MetricWriter
     manager: ocp.CheckpointManager
+    log: TrainLog
 
-    def start_or_resume(self) -> tuple[TrainState, metrics.TrainMetrics, bool]:
-        """The state, the metrics of an unfinished log window, and whether what is due was not."""
-        program, no_metrics = self.program, self.program.no_metrics()
-        window = jax.tree.map(_abstract, no_metrics)
-        restored = checkpoint.restore(self.manager, program.abstract_state, window)
-        return restored or (self.beginning.state(program), no_metrics, False)
-
-    def make_log(self, window: metrics.TrainMetrics) -> TrainLog:
-        """A log whose current window holds `window`."""
-        log = TrainLog(
-            self.writer,
-            every=self.config.log_every,
-            batch_size=self.config.batch_size,
-            empty=self.program.no_metrics(),
-            max_skipped_in_a_row=self.config.max_skipped_in_a_row,
-            max_skipped=self.config.max_skipped,
-            read_counts=self.data.read_counts,
-        )
-        log.window = window
-        return log
-
-    def save(self, step: int, state: TrainState, log: TrainLog, interrupted: bool = False) -> None:
+    def save(self, step: int, state: TrainState, interrupted: bool = False) -> None:
         """Starts a checkpoint, after what was logged up to it is safe."""
-        log.settle(step)
+        self.log.settle(step)
         description = self.beginning.description
-        checkpoint.save(self.manager, step, state, log.window, description, interrupted=interrupted)
-
-    def evaluate(self, step: int, state: TrainState) -> None:
-        """Writes the loss of the validation split."""
-        batches = self.data.eval_batches()
-        scalars = evaluation.evaluate(self.program.eval_step, state.ema_params, batches)
-        self.writer.write_scalars(step, scalars)
-
-    def draw(self, step: int, state: TrainState) -> None:
-        """Writes a grid of pictures as PNG and to TensorBoard."""
-        samples = self.data.preview_samples
-        drawn = self.program.draw(state.ema_params, samples.text_embedding)
-        pictures = [
-            preview.latents_to_rgb(samples.latents),
-            preview.latents_to_rgb(jax.device_get(drawn)),
-        ]
-        grid = previews.make_grid(pictures, samples.captions, title='left: data, right: model')
-        self.writer.write_images(step, {'previews': grid[None]})
-        if jax.process_index() == 0:
-            previews.write_png(self.workdir / previews.FOLDER / f'step_{step:06}.png', grid)
+        checkpoint.save(
+            self.manager, step, state, self.log.window, description, interrupted=interrupted
+        )
 
 
 def _train(
-    run: _Run,
-    state: TrainState,
-    window: metrics.TrainMetrics,
-    stop: signals.StopRequest,
-    interrupted: bool,
-) -> TrainState:
+    run: Run, state: TrainState, stop: signals.StopRequest, interrupted: bool
+) -> tuple[TrainState, bool]:
     """The loop over steps; ends with a checkpoint.
 
-    `interrupted` says that SIGTERM came before what was due at the step of `state`.
+    `interrupted` says that a signal came before what was due at the step of `state`.
     """
-    config, start = run.config, int(state.step)
-    log = run.make_log(window)
-    progress = periodic_actions.ReportProgress(
-        num_train_steps=config.num_steps, writer=run.writer, every_secs=60
-    )
-    hooks = [progress, *_profiler(run, start)]
-    if interrupted:
-        _now_and_then(run, start, state, log, progress)
-    interrupted = False
-    batches = run.data.train_batches(run.beginning.position.batch_at(start))
-    for step in range(start + 1, config.num_steps + 1):
-        with progress.timed('data'), log.clock.waiting_for_data():
+    log, step = run.log, run.start
+    due_now = [hook(run) for hook in hooks.HOOKS]
+    # Whether what is due at `step` has been done and no stop is asked for.
+    complete = not interrupted or hooks.call_due(due_now, run, step, state, stop)
+    batches = run.data.train_batches(run.beginning.position.batch_at(step))
+    while complete and step < run.config.num_steps:
+        step += 1
+        with log.clock.waiting_for_data():
             batch = next(batches)
         # Whatever moves to or from the device here would do so at every step.
         with jax.transfer_guard('disallow'):
             state, update = run.program.train_step(state, batch)
             log.add(step, update)
-        for hook in hooks:
-            hook(step)
-        if stop.reached(step):
-            logging.info('SIGTERM: saving step %d and stopping.', step)
-            interrupted = True
-            break
-        _now_and_then(run, step, state, log, progress)
-    run.save(int(state.step), state, log, interrupted)
+        complete = not stop.reached(step) and hooks.call_due(due_now, run, step, state, stop)
+    run.save(step, state, interrupted=not complete)
     # Before anything is torn down: after SIGTERM there may be seconds left.
     run.manager.wait_until_finished()
     bad_records = run.data.read_counts().bad_records
     if bad_records:
         logging.warning('%d records could not be read and were left out here.', bad_records)
-    return state
+    return state, complete
 
 
-def _now_and_then(
-    run: _Run,
-    step: int,
-    state: TrainState,
-    log: TrainLog,
-    progress: periodic_actions.ReportProgress,
-) -> None:
-    """Evaluates, draws and saves, each at its steps and at the last one."""
-    config = run.config
-
-    def due(every: int) -> bool:
-        return every > 0 and (step % every == 0 or step == config.num_steps)
-
-    if due(config.eval_every):
-        with progress.timed('evaluation'), log.clock.aside():
-            run.evaluate(step, state)
-    if due(config.preview_every):
-        with progress.timed('previews'), log.clock.aside():
-            run.draw(step, state)
-    # Last, so that nothing due at this step is missing after a run is killed and goes on.
-    if due(config.checkpoint_every):
-        with progress.timed('checkpoint'), log.clock.aside():
-            run.save(step, state, log)
+def _start_or_resume(
+    setup: Setup, manager: ocp.CheckpointManager
+) -> tuple[TrainState, metrics.TrainMetrics, bool]:
+    """The state, the metrics of an unfinished log window, and whether what is due was not."""
+    program, no_metrics = setup.program, setup.program.no_metrics()
+    window = jax.tree.map(_abstract, no_metrics)
+    restored = checkpoint.restore(manager, program.abstract_state, window)
+    return restored or (setup.beginning.state(program), no_metrics, False)
 
 
-def _profiler(run: _Run, start: int) -> list[periodic_actions.Profile]:
-    if not run.config.profile_steps:
-        return []
-    return [
-        periodic_actions.Profile(
-            logdir=run.workdir,
-            num_profile_steps=run.config.profile_steps,
-            profile_duration_ms=None,
-            first_profile=start + _PROFILE_AFTER,
-            every_secs=None,
-        )
-    ]
+def _make_log(
+    setup: Setup,
+    writer: metric_writers.MetricWriter,
+    console: Console,
+    window: metrics.TrainMetrics,
+) -> TrainLog:
+    """A log whose current window holds `window`."""
+    flops = setup.flops / jax.device_count()
+    chip = chips.CHIPS.get(jax.devices()[0].device_kind)
+
+    def derived(step: int, scalars: Mapping[str, float]) -> Mapping[str, float]:
+        more = {}
+        if (epoch := setup.data.epoch(setup.beginning.position.batch_at(step))) is not None:
+            more['train/epoch'] = epoch
+        if 'train/samples_per_second' in scalars:
+            rate = flops * scalars['train/samples_per_second']
+            more['device/tflops_per_chip'] = rate / 1e12
+            if chip is not None:
+                more['device/model_flop_utilization'] = rate / chip.flops
+        return more
+
+    log = TrainLog(
+        writer,
+        every=setup.config.log_every,
+        batch_size=setup.config.batch_size,
+        empty=setup.program.no_metrics(),
+        max_skipped_in_a_row=setup.config.max_skipped_in_a_row,
+        max_skipped=setup.config.max_skipped,
+        read_counts=setup.data.read_counts,
+        batches_ready=setup.data.batches_ready,
+        derived=derived,
+        console=console,
+    )
+    log.window = window
+    return log
+
+
+def _introduce(setup: Setup, start: int) -> None:
+    """Says in a few lines what is trained, on what and where."""
+    config, device = setup.config, jax.devices()[0]
+    params = sum(leaf.size for leaf in jax.tree.leaves(setup.program.abstract_state.params))
+    say(
+        'machine: %d %s on %d hosts (%d cores here), mesh data %d x fsdp %d',
+        *(jax.device_count(), device.device_kind, jax.process_count(), os.cpu_count()),
+        *setup.program.abstract_state.step.sharding.mesh.shape.values(),
+    )
+    say('data: %s', setup.data.description)
+    say(
+        'model: %s, %.4g million parameters, %.3g GFLOP to train on a sample, %s',
+        *(config.model.name, params / 1e6, setup.flops / 1e9, config.model.dtype),
+    )
+    say('steps %d to %d, into %s; compiling ...', start + 1, config.num_steps, setup.workdir)
 
 
 def _abstract(array: jax.Array) -> jax.ShapeDtypeStruct:

@@ -6,6 +6,7 @@ for batch in on_device.to_device(batches, sharding):
 
 import collections
 import concurrent.futures
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 
 import jax
@@ -56,13 +57,15 @@ def to_device(
     on_host = batches.as_numpy_iterator() if isinstance(batches, tf.data.Dataset) else batches
     arriving = map(lambda batch: _send(batch, sharding), on_host)
     thread = concurrent.futures.ThreadPoolExecutor(1, 'to_device')
+    is_finalizing = sys.is_finalizing  # of an iterator that outlives all modules
     pending = collections.deque(thread.submit(next, arriving, None) for _ in range(ahead))
     try:
         while (batch := pending.popleft().result()) is not None:
             pending.append(thread.submit(next, arriving, None))
             yield batch
     finally:
-        thread.shutdown(wait=False, cancel_futures=True)
+        if not is_finalizing():  # or the interpreter has ended the thread
+            thread.shutdown(wait=False, cancel_futures=True)
 
 
 def _send(batch: Mapping[str, np.ndarray], sharding: jax.sharding.Sharding) -> dict[str, jax.Array]:

@@ -3,7 +3,7 @@
     python -m tests.reading.ended_reader loop PATH
 
 `loop` reads until a record cannot be read, `to_device` the same on the devices; `raise`, `exit` and
-`return` end after a batch, with two living iterators.
+`return` end after a batch, with two living iterators, and `hold` with one on the devices.
 """
 
 import sys
@@ -20,10 +20,14 @@ kept = []  # as a notebook or a global variable keeps what it has made
 def main(how: str, path: str) -> None:
     """Reads and ends."""
     batches = input_pipeline.train_dataset(path, features=('key', 'latents'), **SETTINGS)
-    if how == 'to_device':
+    if how in ('to_device', 'hold'):
         mesh = jax.make_mesh((1,), ('data',), devices=jax.devices()[:1])
         sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))
-        for _ in input_pipeline.to_device(batches, sharding):
+        kept.append(input_pipeline.to_device(batches, sharding))
+        if how == 'hold':
+            next(kept[0])
+            return
+        for _ in kept.pop():
             pass
     kept.append(batches.as_numpy_iterator())
     if how == 'loop':

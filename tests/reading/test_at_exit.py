@@ -23,6 +23,7 @@ ENDS = {
     ('raise', 'whole'): (1, 'RuntimeError: the step has failed'),
     ('exit', 'whole'): (1, 'leaving'),
     ('return', 'whole'): (0, ''),
+    ('hold', 'whole'): (0, ''),
 }
 
 
@@ -72,7 +73,7 @@ def check(process: subprocess.Popen, status: int, message: str) -> None:
     assert error < 0 or not re.search(r'^[IWEF]\d{4} ', output[error:], re.MULTILINE), output
 
 
-@pytest.mark.parametrize('how', ['loop', 'to_device', 'raise'])
+@pytest.mark.parametrize('how', ['loop', 'to_device', 'raise', 'hold'])
 def test_a_program_that_reads_ends(folder, how):
     chosen = {key: end for key, end in ENDS.items() if key[0] == how}
     processes = [(start(how, folder / data / '1.0.0'), end) for (how, data), end in chosen.items()]

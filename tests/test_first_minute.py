@@ -1,0 +1,164 @@
+"""What a person reads: a few lines before the first step, the loss first, and no noise."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests import runs
+from tests.runs import REPO
+from train_lib import checkpoint, train
+
+NOISE = (
+    'oneDNN',
+    'absl::InitializeLog',
+    'Unable to initialize backend',
+    'Type inference failed',
+    'dataset_info',
+    'work unit',
+    'invalid value',
+    'Warning',
+    'Traceback',
+)
+
+
+@pytest.fixture(scope='module', autouse=True)
+def env(tmp_path_factory):
+    with runs.shared_compilations(tmp_path_factory.mktemp('compiled')) as env:
+        # As on a machine of which nobody has said anything.
+        cache = {name: value for name, value in env.items() if 'CACHE' in name}
+        yield cache | {'XLA_FLAGS': runs.QUICK}
+
+
+def command(flags, env, terminal=False):
+    """The exit status and all lines of output of `train_lib.main`."""
+    environ = {name: x for name, x in os.environ.items() if name != 'TF_CPP_MIN_LOG_LEVEL'}
+    line = [sys.executable, '-m', 'train_lib.main', *flags]
+    if terminal:
+        wide = f'stty cols 160 rows 40; {" ".join(line)}'
+        line = ['script', '--quiet', '--return', '--command', wide, '/dev/null']
+    done = subprocess.run(
+        line, cwd=REPO, env=environ | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    return done.returncode, done.stdout.decode().splitlines()
+
+
+def test_a_run_from_the_beginning_to_the_end(mini_dataset, env, tmp_path):
+    changes = {'num_steps': 4, 'log_every': 2, 'eval_every': 4, 'preview_every': 4}
+    flags = runs.flags(mini_dataset, tmp_path, **changes, checkpoint_every=2)
+    code, lines = command(flags, env)
+    assert code == 0, lines
+    assert not [line for line in lines if any(word in line for word in NOISE)]
+    texts = [re.sub(r'^\d\d:\d\d:\d\d ', '', line) for line in lines]
+    first = next(i for i, text in enumerate(texts) if text.startswith('loss'))
+    assert [text.split(':')[0] for text in texts[:first]] == [
+        'machine',
+        'data',
+        'model',
+        f'steps 1 to 4, into {tmp_path}; compiling ...',
+    ]
+    assert re.fullmatch(
+        r'data: .*/hash/1\.0\.0, [\d,]+ records in \d+ shards, \S+ GB, \d+ steps an epoch, '
+        r'8 reads at once by \d+ threads',
+        texts[1],
+    )
+    assert re.fullmatch(
+        r'model: tiny/16, \S+ million parameters, \S+ GFLOP to train on a sample, float32', texts[2]
+    )
+    assert re.fullmatch(
+        r'loss \S+, step 1 after \d+ s: .* first batch, .* compile .*', texts[first]
+    )
+    rest = texts[first + 1 :]
+    shapes = [
+        r'loss \S+, step 2 of 4, \S+ steps/s, \d+:\d\d:\d\d left, epoch 0\.\d\d, \S+ samples/s, '
+        r'waiting \d+%',
+        r'checkpoint at step 2: .* \(\S+ s\)',
+        r'loss \S+, step 4 of 4, .*',
+        r'evaluation at step 4: loss \S+ \(\S+ s\)',
+        r'preview at step 4: 3 pictures in .*step_000004\.png \(\S+ s\)',
+        r'checkpoint at step 4: .* \(\S+ s\)',
+    ]
+    assert len(rest) == len(shapes), rest
+    for text, shape in zip(rest, shapes, strict=True):
+        assert re.fullmatch(shape, text)
+
+    code, lines = command(flags, env)
+    assert code == 0
+    assert len(lines) == 2, lines  # what was restored, and:
+    assert lines[-1].endswith(f'Finished already: all 4 steps are in {tmp_path}.')
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='`script` has other flags elsewhere')
+def test_a_terminal_shows_a_bar_and_lines_above_it(mini_dataset, env, tmp_path):
+    changes = {'num_steps': 4, 'log_every': 2, 'eval_every': 0, 'checkpoint_every': 2}
+    code, lines = command(runs.flags(mini_dataset, tmp_path, **changes), env, terminal=True)
+    assert code == 0, lines
+    output = '\n'.join(lines)
+    assert re.search(r'loss \d\.\d{4}  50%\|.*\| ?, 2/4, \S+ steps/s, \S+ left', output), output
+    assert re.search(r'\d\d:\d\d:\d\d checkpoint at step 2: ', output)
+    assert ' of 4, ' not in output  # no lines for what the bar shows
+
+
+@pytest.mark.parametrize(
+    ('flags', 'message'),
+    [
+        (['--config=configs/none.py'], '--config=configs/none.py: there is no such file; .*demo'),
+        (['--config=configs/none.py', '--config.seed=3'], 'configs/none.py: there is no such file'),
+        (['--config.modle.name=S'], "--config.modle.name: .* 'modle'; did you mean 'model'"),
+        (['--config.batch_sise=3'], "--config.batch_sise: .* did you mean 'batch_size'"),
+        (['--config.model.zzz=S'], "--config.model.zzz: there is no field 'zzz'$"),
+        (['--config.batch_size=many'], "--config.batch_size=many: .* 'many'"),
+        (['--no_such_flag=3'], "'no_such_flag'"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(env, tmp_path, flags, message):
+    code, lines = command([*runs.flags('', tmp_path / 'run'), *flags], env)
+    assert code == 1
+    assert len(lines) == 1, lines
+    assert lines[0].startswith('error: ')
+    assert re.search(message, lines[0]), lines[0]
+
+
+def test_an_error_is_one_line_and_leaves_nothing(mini_dataset, env, tmp_path):
+    code, lines = command(runs.flags(mini_dataset.parent, tmp_path / 'run'), env)
+    assert code == 1
+    there = f'{mini_dataset.parent}: name one of its versions: {mini_dataset}'
+    assert lines == [f'error: data.dir={there}']
+    assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.parametrize(
+    ('folder', 'message'),
+    [
+        ('/no/such', 'data.dir=/no/such: there is no such folder; build the data set with'),
+        ('configs', 'data.dir=configs: expected the folder of a built data set'),
+    ],
+)
+def test_a_folder_without_a_data_set_is_named(tmp_path, folder, message):
+    with pytest.raises(OSError, match=message):
+        train.set_up(runs.small_config(folder), tmp_path / 'run')
+
+
+def test_verbose_shows_configuration_parameters_and_tracebacks(mini_dataset, env, tmp_path):
+    # It diverges in its second step.
+    wrong = {'optimizer.learning_rate': 1e30, 'optimizer.clip_norm': 1e30, 'max_skipped': 0}
+    flags = runs.flags(mini_dataset, tmp_path, num_steps=5, eval_every=0, **wrong)
+    code, lines = command([*flags, '--verbose'], env)
+    assert code == 1
+    output = '\n'.join(lines)
+    assert 'max_skipped_in_a_row: 10' in output
+    assert re.search(r'\| \S+kernel +\|', output)
+    assert 'train/grad_norm=' in output
+    assert 'Traceback (most recent call last):' in lines
+    assert re.match('error: 1 steps in a row|error: 1 steps up to step', lines[-1])
+
+
+def test_a_run_that_is_refused_by_its_checkpoint_writes_no_events(mini_dataset, tmp_path):
+    small = {'num_steps': 2, 'eval_every': 0}
+    train.train_and_evaluate(runs.small_config(mini_dataset, **small), tmp_path)
+    before = sorted(path.name for path in tmp_path.rglob('*'))
+    with pytest.raises(checkpoint.OtherRunError, match=r'data\.seed was 0 and is now 1'):
+        train.train_and_evaluate(runs.small_config(mini_dataset, **small, seed=1), tmp_path)
+    assert sorted(path.name for path in tmp_path.rglob('*')) == before

@@ -1,0 +1,114 @@
+"""Scalars and pictures reach TensorBoard and, where that is asked for, Weights & Biases.
+
+wandb runs for real, in its offline mode; its file is read back.
+"""
+
+import importlib.util
+import json
+import re
+import struct
+import sys
+
+import numpy as np
+import pytest
+from etils import epath
+
+from tests import runs
+from train_lib import train, writers
+
+pytest.importorskip('wandb')
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path, monkeypatch):
+    (tmp_path / 'wandb').mkdir()
+    for name, value in {
+        'WANDB_MODE': 'offline',
+        'WANDB_DIR': str(tmp_path),
+        'WANDB_CACHE_DIR': str(tmp_path / 'cache'),
+        'WANDB_DATA_DIR': str(tmp_path / 'data'),
+        'WANDB_CONFIG_DIR': str(tmp_path / 'config'),
+    }.items():
+        monkeypatch.setenv(name, value)
+
+
+def config_with(project):
+    return runs.small_config('/nowhere', **{'wandb.project': project})
+
+
+def records(data):
+    """The records of a file of wandb's, which has the log format of LevelDB after 7 bytes."""
+    place, record = 7, b''
+    while place + 7 <= len(data):
+        left = 32768 - place % 32768  # of this block
+        if left < 7:
+            place += left
+            continue
+        _, length, kind = struct.unpack_from('<IHB', data, place)
+        record += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # it is whole, or this was its last part
+            yield record
+            record = b''
+
+
+def history(file):
+    """What a file of wandb's offline mode holds: `{step: {name: value}}`."""
+    from wandb.proto import wandb_internal_pb2
+
+    steps = {}
+    for data in records(file.read_bytes()):
+        record = wandb_internal_pb2.Record.FromString(data)
+        if record.WhichOneof('record_type') != 'history':
+            continue
+        items = {
+            '.'.join(item.nested_key) or item.key: json.loads(item.value_json)
+            for item in record.history.item
+        }
+        steps.setdefault(int(items['_step']), {}).update(items)
+    return steps
+
+
+def write(workdir, step):
+    writer = writers.make(config_with('tests'), epath.Path(workdir))
+    writer.write_scalars(step, {'train/loss': 1.5 * step, 'eval/loss': np.float32(2)})
+    writer.write_images(step, {'previews': np.full((1, 8, 6, 3), 200, np.uint8)})
+    writer.write_texts(step, {'config': 'seed: <0>'})
+    writer.close()
+
+
+def test_wandb_gets_what_tensorboard_gets_and_a_resumed_run_keeps_its_id(tmp_path):
+    workdir = tmp_path / 'run'
+    write(workdir, 10)
+    write(workdir, 20)
+    run_id = (workdir / 'wandb_id.txt').read_text()
+    files = sorted((tmp_path / 'wandb').glob(f'offline-run-*-{run_id}/run-{run_id}.wandb'))
+    assert len(files) == len(list((tmp_path / 'wandb').glob('offline-run-*'))) >= 1
+    steps = {}
+    for file in files:
+        steps |= history(file)
+    for step in (10, 20):
+        assert steps[step]['train/loss'] == 1.5 * step
+        assert steps[step]['eval/loss'] == 2
+        assert steps[step]['previews._type'] == 'images/separated'
+    assert len(list((tmp_path / 'wandb').glob('**/*.png'))) == 2
+    scalars = runs.read_scalars(workdir)
+    assert scalars['train/loss', 10] == [15] and scalars['train/loss', 20] == [30]
+
+
+def test_without_a_project_wandb_is_not_even_imported(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'wandb', None)  # an import of it is an error
+    writers.make(config_with(''), epath.Path(tmp_path / 'run')).close()
+    assert not (tmp_path / 'run' / 'wandb_id.txt').exists()
+
+
+def test_where_wandb_is_missing_the_message_says_how_to_get_it(tmp_path, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        'find_spec',
+        lambda name, *rest: None if name == 'wandb' else found(name, *rest),
+    )
+    with pytest.raises(ValueError, match=re.escape("pip install -c constraints.txt -e '.[wandb]'")):
+        train.set_up(config_with('tests'), tmp_path / 'run')
+    assert not (tmp_path / 'run').exists()

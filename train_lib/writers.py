@@ -1,0 +1,41 @@
+"""Where a run writes its scalars, pictures and texts: TensorBoard, and Weights & Biases if asked.
+
+    writers.check(config)                  # before anything is written
+    writer = writers.make(config, workdir)
+
+Another one is a `clu.metric_writers.MetricWriter` in the list of `make`. Each writes in a thread of
+its own, in process 0.
+"""
+
+import importlib.util
+import os
+
+import jax
+import ml_collections
+from clu import metric_writers
+from etils import epath
+
+
+def check(config: ml_collections.ConfigDict) -> None:
+    """Raises a ValueError for a writer that is asked for and not installed."""
+    if config.wandb.project and importlib.util.find_spec('wandb') is None:
+        raise ValueError(
+            f'wandb.project={config.wandb.project!r}: wandb is not installed: '
+            "pip install -c constraints.txt -e '.[wandb]'"
+        )
+
+
+def make(
+    config: ml_collections.ConfigDict, workdir: epath.Path, verbose: bool = False
+) -> metric_writers.MetricWriter:
+    """Opens all writers; `verbose` has everything that is written in the log as well."""
+    if jax.process_index():
+        return metric_writers.MultiWriter([])
+    writers = [metric_writers.SummaryWriter(os.fspath(workdir))]
+    if config.wandb.project:
+        from train_lib.wandb_writer import WandbWriter
+
+        writers.append(WandbWriter(config, workdir))
+    if verbose:
+        writers.append(metric_writers.LoggingWriter())
+    return metric_writers.AsyncMultiWriter(writers)
