@@ -17,8 +17,6 @@ complete, or not at all. SOURCE may be local, on gs:// or on hf://.
 import argparse
 import dataclasses
 import os
-import signal
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -28,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from absl import logging
 
-from coyo11m_tfds import captions, keyed_parquet, schema, text_encoders
+from coyo11m_tfds import captions, ending, keyed_parquet, schema, text_encoders
 from coyo11m_tfds.progress import Progress
 from coyo11m_tfds.storage import held_folder, source_files
 from coyo11m_tfds.storage.file_state import naming
@@ -277,9 +275,7 @@ def main() -> None:
     """Runs the command line; bad input ends it with one message and exit status 1."""
     flags = parse_flags()
     logging.set_verbosity(logging.INFO)
-    # A polite kill unwinds as Ctrl-C does, so that the scratch folder is removed.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
+    with ending.in_one_line(f'{flags.out} is as it was, the same command starts anew'):
         find_captions(flags.source, flags.caption_column)  # before a model is loaded in vain
         encoder = text_encoders.make_encoder(flags.encoder, flags.max_tokens, flags.batch_tokens)
         report = embed(
@@ -289,9 +285,7 @@ def main() -> None:
             flags.caption_column,
             drop_repeats=flags.drop_repeats,
         )
-    except (ValueError, OSError) as error:
-        sys.exit(f'error: {error}')
-    print(f'{report}: {flags.out}')
+        print(f'{report}: {flags.out}')
 
 
 if __name__ == '__main__':

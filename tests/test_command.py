@@ -1,16 +1,27 @@
 """`tfds build` as users type it: from and to wherever, with the pool or with Beam."""
 
+import contextlib
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
 
+from coyo11m_tfds import verify
 from tests import made_sources
-from tests.build_kills import CHECKOUT, files_of, final_folder
+from tests.build_kills import (
+    CHECKOUT,
+    children,
+    files_of,
+    final_folder,
+    finished_shards,
+    is_running,
+    wait_until,
+)
 from tests.cloud import fake_gcs, fake_hub
 
 FILES = [range(40), range(40, 60)]
@@ -21,21 +32,47 @@ def tfds_build(
     source: object, out: object, *flags: str, env: dict | None = None, status: int = 0, **fields
 ) -> str:
     """Builds the config `x`; returns what the command says."""
+    config = f'--config={json.dumps(CONFIG | fields)}'
+    return end(start(source, out, *flags, config, env=env), status)
+
+
+def start(
+    source: object, out: object, *flags: str, env: dict | None = None, cwd: object = CHECKOUT
+) -> subprocess.Popen:
+    """Starts the command in a process group of its own, as a shell does."""
     command = [
         *(sys.executable, '-m', 'tensorflow_datasets.scripts.cli.main', 'build', 'coyo11m_tfds'),
-        *(f'--manual_dir={source}', f'--data_dir={out}', *flags),
-        f'--config={json.dumps(CONFIG | fields)}',
+        *([f'--manual_dir={source}'] if source else []),
+        *(f'--data_dir={out}', *flags),
     ]
-    ended = subprocess.run(
+    return subprocess.Popen(
         command,
-        cwd=CHECKOUT,
+        cwd=cwd,
         env=os.environ | (env or {}),
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=300,
+        start_new_session=True,
+        # Who starts the tests in the background has them ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    assert ended.returncode == status, ended.stderr
-    return ended.stdout + ended.stderr
+
+
+@contextlib.contextmanager
+def killed_at_the_end(command: subprocess.Popen) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        command.kill()
+
+
+def end(command: subprocess.Popen, status: int = 0) -> str:
+    """Waits for the end; returns what the command says."""
+    with killed_at_the_end(command):
+        out, err = command.communicate(timeout=300)
+    assert command.returncode == status, err
+    assert 'Traceback' not in err
+    return out + err
 
 
 @pytest.fixture(scope='module')
@@ -95,7 +132,8 @@ def test_overwrite_keeps_the_old_data_set_until_there_is_a_new_one(source, plain
         (final / name).write_bytes(data)
 
     said = tfds_build(tmp_path / 'missing', tmp_path, '--overwrite', status=1)
-    assert 'missing' in said.splitlines()[-1]
+    last = said.splitlines()[-1]
+    assert last.startswith(f'error: {tmp_path / "missing"} is not a folder')
     assert files_of(final) == plain
     assert [path.name for path in final.parent.iterdir()] == ['1.0.0']
 
@@ -111,6 +149,62 @@ def test_from_the_hub(source, plain, tmp_path):
     with fake_hub(files) as hub:
         tfds_build('hf://datasets/owner/name', tmp_path, env=hub.env)
     assert files_of(final_folder(tmp_path)) == plain
+
+
+@pytest.mark.parametrize(
+    ('config', 'said'),
+    [
+        ('gemma', "config 'gemma' is not predefined, as latents is"),
+        ("{'name': 'x'}", "{'name': 'x'} is no JSON"),
+        ('{"name": "x", "text": "pt"}', "config has an unknown field 'text'"),
+    ],
+)
+def test_a_bad_config_is_one_line_that_shows_a_good_one(source, tmp_path, config, said):
+    ended = start(source, tmp_path, f'--config={config}')
+    *_, last = end(ended, status=1).splitlines()
+    assert last.startswith(f'error: {said}')
+    assert 'text_vectors' in last
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_source_the_flag_for_it_is_named(tmp_path):
+    command = start('', tmp_path, env={'HOME': str(tmp_path)})
+    assert 'error: --manual_dir is missing' in end(command, status=1)
+
+
+def test_from_any_folder_with_the_package_imported(source, plain, tmp_path):
+    out = tmp_path / 'out'
+    (tmp_path / 'empty').mkdir()
+    flags = ['-i', 'coyo11m_tfds', f'--config={json.dumps(CONFIG)}']
+    env = {'PYTHONPATH': str(CHECKOUT)}
+    end(start(source, out, *flags, env=env, cwd=tmp_path / 'empty'))
+    assert files_of(final_folder(out)) == plain
+
+
+@pytest.mark.parametrize('phase', [pytest.param('planning', marks=pytest.mark.slow), 'writing'])
+def test_ctrl_c_is_one_line_and_the_same_command_resumes(phase, tmp_path):
+    source = made_sources.write_source(tmp_path / 'source', [range(1500), range(1500, 3000)])
+    out = tmp_path / 'out'
+    final = final_folder(out)
+    flag = f'--config={json.dumps(CONFIG | {"num_workers": 2})}'
+    command = start(source, out, flag)
+    with killed_at_the_end(command):
+        if phase == 'writing':
+            wait_until(lambda: finished_shards(final) > 2)
+        else:
+            wait_until(lambda: (out / '.coyo11m_tfds').exists())
+        workers = children(command)
+        os.killpg(command.pid, signal.SIGINT)
+        said = end(command, status=-signal.SIGINT)
+    assert said.splitlines()[-1].startswith('Interrupted: what is finished is kept')
+    wait_until(lambda: not any(map(is_running, workers)), 10)
+    assert not (final / 'dataset_info.json').exists()
+    finished = finished_shards(final)
+
+    said = end(start(source, out, flag))
+    assert 'total       3,000 records' in said
+    assert (f'{finished} of ' in said) == (phase == 'writing')
+    assert verify.verify(final).faults == []
 
 
 @pytest.mark.slow
