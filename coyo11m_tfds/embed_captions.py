@@ -18,7 +18,7 @@ import argparse
 import dataclasses
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -190,15 +190,16 @@ def encode_groups(
             for first in range(0, len(group), batch_size):
                 batch = slice(first, first + batch_size)
                 texts = [text.decode() for text in store.texts(group[batch])]
-                vectors[batch] = encode_finite(texts, encoder)
-                progress.add(len(texts))
+                vectors[batch] = encode_finite(texts, encoder, progress.add)
             yield vectors
 
 
-def encode_finite(texts: Sequence[str], encoder: text_encoders.Encoder) -> np.ndarray:
+def encode_finite(
+    texts: Sequence[str], encoder: text_encoders.Encoder, on_captions: Callable[[int], None]
+) -> np.ndarray:
     """Returns float16 `(len(texts), dim)`; raises ValueError where a number is not finite in it."""
     with np.errstate(over='ignore'):
-        vectors = encoder.encode(texts).astype(np.float16)
+        vectors = encoder.encode(texts, on_captions).astype(np.float16)
     bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
     if len(bad):
         raise ValueError(

@@ -60,7 +60,7 @@ def interrupt_once() -> None:
 
     def interrupt(number, frame) -> None:
         if _is_ignoring_errors(frame):
-            threading.Timer(0.01, signal.raise_signal, [number]).start()
+            threading.Timer(0.01, os.kill, [os.getpid(), number]).start()
             return
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         raise KeyboardInterrupt

@@ -69,9 +69,15 @@ class Summary:
 
     def __str__(self) -> str:
         return (
-            f'{self.num_files} files, {self.num_bytes / 1e9:,.1f} GB, are verified at '
+            f'{self.num_files} files, {_size(self.num_bytes)}, are verified at '
             f'{self.destination}; {self.num_copied} of them were copied now.'
         )
+
+
+def _size(num_bytes: int) -> str:
+    units = (('GB', 1e9), ('MB', 1e6), ('kB', 1e3))
+    unit, factor = next((unit for unit in units if num_bytes >= unit[1]), units[-1])
+    return f'{num_bytes / factor:,.1f} {unit}'
 
 
 def mirror(
