@@ -16,7 +16,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from coyo11m_tfds.reading import process_settings
-from train_lib import process, workdirs
+from train_lib import named_configs, process, workdirs
 
 FLAGS = flags.FLAGS
 
@@ -72,4 +72,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == '__main__':
-    app.run(main)
+    app.run(main, argv=named_configs.resolve(sys.argv))
