@@ -49,6 +49,10 @@ TEXT_JAX = [
     'tokenizers>=0.21',
     'tqdm>=4.66',
 ]
+# Letters of captions in previews that DejaVu Sans lacks: Chinese, Japanese, Korean.
+FONTS = [
+    'noto-cjk-sans-otc>=0.0.1',
+]
 TEST = [
     'cryptography>=42',  # the certificate of a storage server for tests
     'dill>=0.3.8',  # tfds.testing.DatasetBuilderTestCase imports it
@@ -87,10 +91,19 @@ setuptools.setup(
     long_description=pathlib.Path('README.md').read_text(encoding='utf-8'),
     long_description_content_type='text/markdown',
     license='Apache-2.0',
+    # What the tests have run on.
+    classifiers=['Programming Language :: Python :: 3.11'],
     python_requires='>=3.11',
-    packages=setuptools.find_packages(include=['coyo11m_tfds*', 'train_lib*']),
+    packages=[
+        *setuptools.find_packages(include=['coyo11m_tfds*', 'train_lib*']),
+        'train_lib.configs',  # `--config=NAME` finds them there
+    ],
+    package_dir={'train_lib.configs': 'configs'},
     py_modules=['input_pipeline'],
-    package_data={'coyo11m_tfds': ['README.md', 'CITATIONS.bib', 'TAGS.txt']},
+    package_data={
+        'coyo11m_tfds': ['README.md', 'CITATIONS.bib', 'TAGS.txt'],
+        'train_lib': ['fonts/*'],
+    },
     install_requires=[
         'absl-py>=2.1',
         'clu>=0.0.12',
@@ -117,6 +130,7 @@ setuptools.setup(
         'dataflow': CONVERT + DATAFLOW,
         'text': TEXT,
         'text_jax': TEXT_JAX,
+        'fonts': FONTS,
         'test': TEST,
         'bench': BENCH,
         'tpu': ['jax[tpu]'],

@@ -96,6 +96,10 @@ def _time_storage(builder: tfds.core.DatasetBuilder, chunk: int) -> dict[str, fl
         'request_seconds': statistics.median(times[1][1:]),
         'chunk_seconds': statistics.median(times[chunk][1:]),
         'shard_bytes': statistics.median(sizes),
+        'num_shards': len(sizes),
+        'built_shard_bytes': dict(builder.info.metadata.items())
+        .get(schema.META_SETTINGS, {})
+        .get('shard_bytes'),
     }
 
 

@@ -18,6 +18,7 @@ _SAME = 1.05
 # Above this share of all cores, threads wait for a core rather than for the storage.
 _BUSY = 0.7
 _SHARD_BYTES = (64 * 2**20, 256 * 2**20)
+_ADVISED_SHARD_BYTES = 128 * 2**20
 # From there on each lane gives a batch so many records of one window that pairs from one chunk
 # become common: `benchmarks.shuffle_quality` has the figures.
 _LANE_RECORDS = 32
@@ -38,6 +39,8 @@ class Facts:
         num_cores: of this host.
         is_remote: the files are in object storage.
         shard_bytes: the median over the shards.
+        num_shards: of the split.
+        built_shard_bytes: what the data set was built with; None where it does not say.
         sample_bytes: of one record as it waits in a window.
         request_seconds: to read one record at an offset.
         chunk_seconds: to read one chunk at an offset.
@@ -60,6 +63,8 @@ class Facts:
     num_cores: int
     is_remote: bool
     shard_bytes: float
+    num_shards: int
+    built_shard_bytes: int | None
     sample_bytes: float
     request_seconds: float
     chunk_seconds: float
@@ -83,8 +88,13 @@ class Facts:
 
     @property
     def is_input_bound(self) -> bool:
-        """Whether steps take longer with the pipeline than without."""
-        return self.together_seconds > _SAME * self.step_seconds
+        """Whether steps take longer with the pipeline than without, and for want of batches.
+
+        Whoever waits for a batch waits at most as long as one takes. What more a step takes comes
+        from cores that step and pipeline share, and from noise.
+        """
+        is_slower = self.together_seconds > _SAME * self.step_seconds
+        return is_slower and _SAME * self.batch_seconds > self.together_seconds - self.step_seconds
 
 
 def verdicts(facts: Facts) -> list[str]:
@@ -105,6 +115,11 @@ def limit(facts: Facts) -> str:
         return (
             f'Step-bound: a step takes {step} alone and {together} with the pipeline, whose batch '
             f'takes {batch}. A faster input gains nothing.'
+            + (
+                ' Steps and pipeline share the cores of this host.'
+                if facts.together_seconds > _SAME * facts.step_seconds
+                else ''
+            )
         )
     if facts.batch_seconds > _SAME * facts.step_seconds:
         return (
@@ -166,11 +181,14 @@ def cpu_bound(facts: Facts) -> str | None:
 def shard_size(facts: Facts) -> str | None:
     """Small shards cost openings and listings, large ones make hosts and retries uneven."""
     smallest, largest = _SHARD_BYTES
-    if smallest <= facts.shard_bytes <= largest:
+    is_as_advised = facts.built_shard_bytes == _ADVISED_SHARD_BYTES
+    is_all = facts.num_shards == 1 and facts.shard_bytes < smallest
+    if smallest <= facts.shard_bytes <= largest or is_as_advised or is_all:
         return None
     return (
         f'Shards: the median is {facts.shard_bytes / _MB:,.0f} MB, outside {smallest / _MB:,.0f} '
-        f'to {largest / _MB:,.0f}. Build the data set with shard_bytes=134217728.'
+        f'to {largest / _MB:,.0f}. Build the data set with '
+        f'shard_bytes={_ADVISED_SHARD_BYTES}.'
     )
 
 

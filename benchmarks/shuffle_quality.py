@@ -16,9 +16,11 @@ and windows of W records:
 """
 
 import argparse
+import contextlib
 import dataclasses
 import math
 import pathlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -40,14 +42,17 @@ _FAR = 10_000
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a table of several settings, and draws the first of them if asked to."""
     flags = parse_flags(arguments)
-    order = Order(
-        shard_lengths(flags.records),
-        flags.seed,
-        flags.batch_size,
-        flags.chunk,
-        flags.lanes,
-        flags.window,
-    )
+    try:
+        order = Order(
+            shard_lengths(flags.records),
+            flags.seed,
+            flags.batch_size,
+            flags.chunk,
+            flags.lanes,
+            flags.window,
+        )
+    except ValueError as error:
+        sys.exit(f'error: {error}')
     ours, best = measure(order), perfect(order)
     if flags.svg:
         flags.svg.write_text(draw(order, ours, best), encoding='utf-8')
@@ -76,17 +81,27 @@ def shard_lengths(num_records: int) -> np.ndarray:
 
 
 def variants(order: Order) -> Iterator[Order]:
-    """Other chunks, other windows, and more lanes with windows that take the same memory."""
-    for chunk in (32, 64, 128, 256):
-        if chunk != order.chunk:
-            yield dataclasses.replace(order, chunk=chunk)
-    for window in (256, 1024, 4096):
-        if window != order.window:
-            yield dataclasses.replace(order, window=window)
-    for factor in (4, 16):
-        lanes = factor * order.lanes
-        if order.batch_size % lanes == 0:
-            yield dataclasses.replace(order, lanes=lanes, window=order.window // factor)
+    """Other chunks, other windows, and more lanes with windows that take the same memory.
+
+    Those that the records are too few for are left out.
+    """
+    changes = [{'chunk': chunk} for chunk in (32, 64, 128, 256)]
+    changes += [{'window': window} for window in (256, 1024, 4096)]
+    changes += [
+        {'lanes': factor * order.lanes, 'window': order.window // factor} for factor in (4, 16)
+    ]
+    seen = {_settings(order)}
+    for change in changes:
+        with contextlib.suppress(ValueError):
+            other = dataclasses.replace(order, **change)
+            # A window longer than a lane is the lane.
+            if _settings(other) not in seen:
+                seen.add(_settings(other))
+                yield other
+
+
+def _settings(order: Order) -> tuple[int, int, int]:
+    return order.chunk, order.window, order.lanes
 
 
 # --- Figures -----------------------------------------------------------------------------------
@@ -164,8 +179,12 @@ def perfect(order: Order) -> Quality:
         chunks=sum((sizes == size).sum() * (1 - share) for size, share in missed.items()),
         same_batch=(batch - 1) / (total - 1),
         median=total - 0.5 - math.sqrt((total - 0.5) ** 2 - total * (total - 1) / 2),
-        within=lambda d: d * (2 * total - d - 1) / (total * (total - 1)),
+        within=lambda d: _share_within(np.minimum(d, total - 1), total),
     )
+
+
+def _share_within(distance: np.ndarray, total: int) -> np.ndarray:
+    return distance * (2 * total - distance - 1) / (total * (total - 1))
 
 
 # --- The table ---------------------------------------------------------------------------------
@@ -186,7 +205,7 @@ _COLUMNS = (
 
 def _row(order: Order, quality: Quality) -> list[str]:
     waiting = order.lanes * order.window * _WAITING_BYTES / _MB
-    settings = [f'{value:,}' for value in (order.chunk, order.window, order.lanes)]
+    settings = [f'{value:,}' for value in _settings(order)]
     megabytes = [f'{order.chunk * _RECORD_BYTES / _MB:.1f}', f'{waiting:,.0f}']
     return [*settings, *megabytes, *_figures(quality)]
 

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from coyo11m_tfds import building
     from coyo11m_tfds.shard_writer import ShardResult
 
+# How `tfds build` is given a config that is not predefined.
+CONFIG_EXAMPLE = """--config='{"name": "gemma", "text_vectors": "gemma.parquet"}\'"""
+
 _FEATURES_FILE = 'features.json'  # TFDS' name
 _CONFIG_NAME = re.compile(r'[A-Za-z0-9_][A-Za-z0-9_.-]*')
 _LATENT_DTYPES = {'float16': np.float16, 'bfloat16': ml_dtypes.bfloat16}
@@ -227,7 +230,25 @@ class Builder(dataset_builder.FileReaderBuilder):
         if download_config.manual_dir:
             return str(download_config.manual_dir)
         # TFDS' manager knows the default, and makes folders.
-        return str(self._make_download_manager(download_dir, download_config).manual_dir)
+        try:
+            return str(self._make_download_manager(download_dir, download_config).manual_dir)
+        except AssertionError:
+            raise ValueError(
+                f'--manual_dir is missing: name the folder that holds {schema.LATENTS_FOLDER}/*.pt '
+                f'and {schema.CAPTIONS_FILE}; it may be local, on gs:// or on hf://.'
+            ) from None
+
+    def _create_builder_config(
+        self, builder_config: str | tfds.core.BuilderConfig | None, version: str | None
+    ) -> tfds.core.BuilderConfig | None:
+        name = builder_config.partition(':')[0] if isinstance(builder_config, str) else ''
+        known = [config.name for config in self.BUILDER_CONFIGS]
+        if name and name not in known:
+            raise ValueError(
+                f"config '{name}' is not predefined, as {', '.join(known)} is; to define it give "
+                f'its fields: {CONFIG_EXAMPLE}'
+            )
+        return super()._create_builder_config(builder_config, version)
 
     def _is_there(self) -> bool:
         return (self.data_path / schema.INFO_FILE).exists()

@@ -9,7 +9,7 @@ A row without a caption is common and only counted. A row that is bad (`BAD`) sa
 went wrong when the source was made: few of them are dropped, many stop the build.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from coyo11m_tfds import schema
 
@@ -23,6 +23,11 @@ BAD = (
 
 # If more of the source is dropped, its captions or vectors belong to other latents.
 MAX_DROPPED_FRACTION = 0.5
+
+
+def num_latents(counts: Mapping[str, int]) -> int:
+    """Rows of `.pt` files among these counts by reason: what the data set lacks of its source."""
+    return sum(counts.values()) - counts.get(schema.REPEATED_CAPTION, 0)
 
 
 class Dropped:
@@ -71,7 +76,7 @@ class Dropped:
 
     def check_all(self, captions: str) -> None:
         """Raises a ValueError that names the file of `captions` if half of the rows are lost."""
-        total = sum(self.counts.values())
+        total = num_latents(self.counts)
         if total > MAX_DROPPED_FRACTION * self.num_rows:
             raise ValueError(
                 f'{captions}: {total:,} of {self.num_rows:,} rows would be dropped '

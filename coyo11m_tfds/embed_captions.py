@@ -17,10 +17,8 @@ complete, or not at all. SOURCE may be local, on gs:// or on hf://.
 import argparse
 import dataclasses
 import os
-import signal
-import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from absl import logging
 
-from coyo11m_tfds import captions, keyed_parquet, schema, text_encoders
+from coyo11m_tfds import captions, ending, keyed_parquet, schema, text_encoders
 from coyo11m_tfds.progress import Progress
 from coyo11m_tfds.storage import held_folder, source_files
 from coyo11m_tfds.storage.file_state import naming
@@ -192,15 +190,16 @@ def encode_groups(
             for first in range(0, len(group), batch_size):
                 batch = slice(first, first + batch_size)
                 texts = [text.decode() for text in store.texts(group[batch])]
-                vectors[batch] = encode_finite(texts, encoder)
-                progress.add(len(texts))
+                vectors[batch] = encode_finite(texts, encoder, progress.add)
             yield vectors
 
 
-def encode_finite(texts: Sequence[str], encoder: text_encoders.Encoder) -> np.ndarray:
+def encode_finite(
+    texts: Sequence[str], encoder: text_encoders.Encoder, on_captions: Callable[[int], None]
+) -> np.ndarray:
     """Returns float16 `(len(texts), dim)`; raises ValueError where a number is not finite in it."""
     with np.errstate(over='ignore'):
-        vectors = encoder.encode(texts).astype(np.float16)
+        vectors = encoder.encode(texts, on_captions).astype(np.float16)
     bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
     if len(bad):
         raise ValueError(
@@ -277,9 +276,7 @@ def main() -> None:
     """Runs the command line; bad input ends it with one message and exit status 1."""
     flags = parse_flags()
     logging.set_verbosity(logging.INFO)
-    # A polite kill unwinds as Ctrl-C does, so that the scratch folder is removed.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
+    with ending.in_one_line(f'{flags.out} is as it was, the same command starts anew'):
         find_captions(flags.source, flags.caption_column)  # before a model is loaded in vain
         encoder = text_encoders.make_encoder(flags.encoder, flags.max_tokens, flags.batch_tokens)
         report = embed(
@@ -289,9 +286,7 @@ def main() -> None:
             flags.caption_column,
             drop_repeats=flags.drop_repeats,
         )
-    except (ValueError, OSError) as error:
-        sys.exit(f'error: {error}')
-    print(f'{report}: {flags.out}')
+        print(f'{report}: {flags.out}')
 
 
 if __name__ == '__main__':

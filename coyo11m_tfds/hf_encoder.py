@@ -11,7 +11,7 @@ it has in a caption on its own, in models with absolute positions too, a causal 
 attends to padding, and a mask keeps it from the others and from the mean.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import transformers
 from safetensors import SafetensorError
 
 from coyo11m_tfds import model_files
+from coyo11m_tfds.text_encoders import ignore_captions
 
 # Tokens in a forward pass, padding counted in: so memory stays the same however long the captions
 # are. On a CPU more of them leave its caches: Gemma-3-270M does 9.1 captions/s a core with 512 to
@@ -73,13 +74,16 @@ class HfEncoder:
         self.truncated = 0
         self.dim = self._probe()
 
-    def encode(self, captions: Sequence[str]) -> np.ndarray:
-        """Returns float32 `(len(captions), dim)`."""
+    def encode(
+        self, captions: Sequence[str], on_captions: Callable[[int], None] = ignore_captions
+    ) -> np.ndarray:
+        """Returns float32 `(len(captions), dim)`; see `text_encoders.Encoder`."""
         tokens = self._tokenize(list(captions))
         lengths = np.array([len(ids) for ids in tokens], np.int64)
         vectors = np.empty((len(tokens), self.dim), np.float32)
         for rows in length_batches(lengths, self._batch_tokens):
             vectors[rows] = self._pool([tokens[row] for row in rows]).cpu().numpy()
+            on_captions(len(rows))
         return vectors
 
     def _tokenize(self, captions: list[str]) -> list[list[int]]:

@@ -10,7 +10,7 @@ in few shapes, each of which is compiled once.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from coyo11m_tfds import gemma, gemma_weights, model_files
+from coyo11m_tfds.text_encoders import ignore_captions
 
 # Tokens in a forward pass of one device, padding counted in: so memory stays the same however long
 # the captions are. On a CPU more of them leave its caches: Gemma-3-270M takes 53 to 56 ms of CPU a
@@ -95,9 +96,11 @@ class JaxEncoder:
         network = gemma.Gemma(checkpoint.config, dtype)
         self._pool = jax.jit(functools.partial(_pool, network), out_shardings=self._rows)
 
-    def encode(self, captions: Sequence[str]) -> np.ndarray:
-        """Returns float32 `(len(captions), dim)`."""
-        return self.encode_tokens(self.tokenize(captions))
+    def encode(
+        self, captions: Sequence[str], on_captions: Callable[[int], None] = ignore_captions
+    ) -> np.ndarray:
+        """Returns float32 `(len(captions), dim)`; see `text_encoders.Encoder`."""
+        return self.encode_tokens(self.tokenize(captions), on_captions)
 
     def tokenize(self, captions: Sequence[str]) -> list[list[int]]:
         """Returns the tokens of every caption, at least one and at most `max_tokens`."""
@@ -105,7 +108,11 @@ class JaxEncoder:
         self.truncated += sum(bool(encoding.overflowing) for encoding in encodings)
         return [encoding.ids or [_PADDING] for encoding in encodings]
 
-    def encode_tokens(self, tokens: Sequence[Sequence[int]]) -> np.ndarray:
+    def encode_tokens(
+        self,
+        tokens: Sequence[Sequence[int]],
+        on_captions: Callable[[int], None] = ignore_captions,
+    ) -> np.ndarray:
         """Returns the means of the hidden states of each row of tokens, float32 `(n, dim)`."""
         lengths = np.array([len(ids) for ids in tokens], np.int32)
         results = []
@@ -121,6 +128,7 @@ class JaxEncoder:
         vectors = np.empty((len(lengths), self.dim), np.float32)
         for rows, means in results:
             vectors[rows] = np.asarray(means)[: len(rows)]
+            on_captions(len(rows))
         return vectors
 
 

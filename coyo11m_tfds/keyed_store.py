@@ -133,7 +133,9 @@ class KeyedStore:
         if self.num_repeated:
             raise ValueError(
                 f'{name}: {self.num_repeated} rows repeat the key of another, e.g. key '
-                f'{self.repeated_keys[0]}; expected one row a key. Remove the repeated rows.'
+                f'{self.repeated_keys[0]}; expected one row a key. Remove '
+                'the repeated rows, or take the first of each key: --drop_repeats of '
+                'embed_captions, bad_data="drop" of a build.'
             )
 
     def map_int64(self, name: str) -> np.ndarray:

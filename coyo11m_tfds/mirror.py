@@ -24,15 +24,13 @@ import os
 import pathlib
 import queue
 import shutil
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 
 import absl.logging
 
-from coyo11m_tfds import schema, sources
+from coyo11m_tfds import ending, schema, sources
 from coyo11m_tfds.progress import Progress
 from coyo11m_tfds.storage import build_lock, file_copier, retry, source_files
 from coyo11m_tfds.storage.copied_files import CopiedFiles
@@ -71,9 +69,15 @@ class Summary:
 
     def __str__(self) -> str:
         return (
-            f'{self.num_files} files, {self.num_bytes / 1e9:,.1f} GB, are verified at '
+            f'{self.num_files} files, {_size(self.num_bytes)}, are verified at '
             f'{self.destination}; {self.num_copied} of them were copied now.'
         )
+
+
+def _size(num_bytes: int) -> str:
+    units = (('GB', 1e9), ('MB', 1e6), ('kB', 1e3))
+    unit, factor = next((unit for unit in units if num_bytes >= unit[1]), units[-1])
+    return f'{num_bytes / factor:,.1f} {unit}'
 
 
 def mirror(
@@ -301,9 +305,11 @@ def main() -> None:
     flags = parse_flags()
     logging.basicConfig(level=logging.INFO, format='%(asctime)s %(message)s')
     absl.logging.set_verbosity(absl.logging.INFO)
-    # A polite kill unwinds as Ctrl-C does, so that the place is free for the next one at once.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
+    ends = ending.in_one_line(
+        'what was copied stays, the same command copies the rest',
+        (OSError, ValueError, build_lock.Lost),
+    )
+    with ends:
         summary = mirror(
             flags.source,
             flags.destination,
@@ -312,9 +318,7 @@ def main() -> None:
             scratch_bytes=int(flags.scratch_gb * 1e9),
             include=flags.include,
         )
-    except (OSError, ValueError, build_lock.Lost) as error:
-        sys.exit(f'error: {" ".join(str(error).split())}')
-    print(summary)
+        print(summary)
 
 
 if __name__ == '__main__':

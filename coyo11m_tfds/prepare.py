@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 
 from coyo11m_tfds import chunk_index, report, schema, shard_statistics
-from coyo11m_tfds.dropped import Dropped
+from coyo11m_tfds.dropped import Dropped, num_latents
 from coyo11m_tfds.finished import FinishedShards
 from coyo11m_tfds.plan import Plan
 from coyo11m_tfds.progress import Progress
@@ -55,7 +55,7 @@ def write_shards(plan: Plan, work: Destination, engine: Engine) -> list[ShardRes
         progress.skip(
             sum(result.num_bytes for result in results),
             shards=len(results),
-            dropped=sum(dropped.counts.values()),
+            dropped=num_latents(dropped.counts),
         )
         for task, result in engine(missing, finished):
             _add_non_finite(dropped, result)

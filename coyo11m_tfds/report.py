@@ -155,10 +155,11 @@ def summary(facts: BuildFacts, seconds: float) -> str:
         lines.append(_line(split, shards))
     lines.append(_line('total', [shard for shards in facts.shards.values() for shard in shards]))
     counts = {reason: count for reason, count in facts.dropped.items() if count}
+    num_rows, of_captions = dropped.num_latents(counts), counts.pop(schema.REPEATED_CAPTION, 0)
     reasons = ', '.join(f'{reason}: {count:,}' for reason, count in counts.items())
-    lines.append(
-        f'dropped     {sum(counts.values()):,} rows' + (f' ({reasons})' if reasons else '')
-    )
+    lines.append(f'dropped     {num_rows:,} rows' + (f' ({reasons})' if reasons else ''))
+    if of_captions:
+        lines.append(f'captions    {of_captions:,} rows repeat a key, the first of each is used')
     for reason in dropped.BAD:
         if keys := facts.dropped_keys.get(reason):
             examples = ', '.join(map(str, keys[:_EXAMPLES_IN_SUMMARY]))

@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from coyo11m_tfds import histogram_chart, schema
+from coyo11m_tfds.dropped import num_latents
 from coyo11m_tfds.histogram_chart import Axis
 from coyo11m_tfds.report_style import STYLE
 from coyo11m_tfds.shard_statistics import Preview
@@ -29,7 +30,8 @@ _MEANINGS = {
     schema.ROWS_DISAGREE: 'its file has unequal numbers of keys and latents',
     schema.NON_FINITE: 'NaN or infinity in latents or text vector',
     schema.CAPTION_TOO_LONG: f'the caption has more than {schema.MAX_CAPTION_BYTES:,} bytes',
-    schema.REPEATED_CAPTION: 'a second caption of a key (a row of the Parquet file)',
+    schema.REPEATED_CAPTION: 'a second caption of a key (a row of the Parquet file, not counted '
+    'as dropped above)',
 }
 
 _EXAMPLES = 5  # keys of each reason
@@ -80,7 +82,8 @@ def _header(content: dict) -> str:
 
 def _figures(content: dict) -> str:
     captions = content['splits'][schema.TRAIN]['caption_bytes']
-    dropped, rows = sum(e['rows'] for e in content['dropped'].values()), content['source_rows']
+    dropped = num_latents({name: entry['rows'] for name, entry in content['dropped'].items()})
+    rows = content['source_rows']
     figures = {
         'records': f'{content["records"]:,}',
         'on disk': size(content['bytes']),

@@ -69,7 +69,8 @@ REPEATED_KEY = 'repeated_key'  # the key was in an earlier row of the `.pt` file
 ROWS_DISAGREE = 'rows_disagree'  # in a `.pt` file whose tensors have unequal numbers of rows
 NON_FINITE = 'non_finite'  # NaN or infinity in its latents or text vector
 CAPTION_TOO_LONG = 'caption_too_long'  # its caption has more than MAX_CAPTION_BYTES
-REPEATED_CAPTION = 'repeated_caption'  # a row of the Parquet file whose key came before
+# A row of the Parquet file whose key came before. The only reason that counts none of `.pt` files.
+REPEATED_CAPTION = 'repeated_caption'
 DROP_REASONS = (
     NO_ROW,
     NO_CAPTION,

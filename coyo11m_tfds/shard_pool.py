@@ -15,6 +15,7 @@ import multiprocessing.context
 import os
 import pathlib
 import queue
+import signal
 import sys
 import threading
 import types
@@ -203,12 +204,24 @@ class _CleanProcess(multiprocessing.context.SpawnProcess):
     """Forking a process that runs TensorFlow's threads can hang; spawned ones begin afresh."""
 
     def start(self) -> None:
-        with _clean_start():
+        # Ctrl-C is for the parent, which ends its workers: a worker would die of it in the middle
+        # of an import, with a traceback.
+        with _clean_start(), _interrupts_blocked():
             super().start()
 
 
 class _CleanContext(multiprocessing.context.SpawnContext):
     Process = _CleanProcess
+
+
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Within it, this thread and the processes that it starts do not get SIGINT."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ import os
 from collections.abc import Sequence
 
 import numpy as np
+from absl import logging
 
 from coyo11m_tfds import latent_heads, schema
 from coyo11m_tfds.latent_shards import LatentShard, RowsDisagreeError
@@ -102,6 +103,8 @@ class SourceLatents:
         bad = [(file, head) for file, head in zip(files, heads, strict=True) if head.disagreement]
         if not good:
             raise heads[0].disagreement
+        for _, head in bad:
+            logging.warning('left out: %s', head.disagreement)
         _check_dtypes(files, heads)
         keys = np.concatenate([head.keys for head in heads])
         latents = cls(

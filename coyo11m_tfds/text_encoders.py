@@ -13,10 +13,11 @@ import functools
 import hashlib
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
+from absl import logging
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.keyed_random import splitmix64
@@ -41,9 +42,20 @@ class Encoder(Protocol):
     dim: int
     truncated: int
 
-    def encode(self, captions: Sequence[str]) -> np.ndarray:
-        """Returns float32 `(len(captions), dim)`."""
+    def encode(
+        self, captions: Sequence[str], on_captions: Callable[[int], None] = ...
+    ) -> np.ndarray:
+        """Returns float32 `(len(captions), dim)`.
+
+        Args:
+            captions: to encode.
+            on_captions: is told how many more are done, after each forward pass.
+        """
         ...
+
+
+def ignore_captions(count: int) -> None:
+    """The `on_captions` of who does not ask how far it is."""
 
 
 def make_encoder(
@@ -65,6 +77,8 @@ def make_encoder(
     """
     if spec == HashEncoder.name:
         return HashEncoder()
+    if re.fullmatch('(hf|jax):.+', spec):
+        logging.info('Loading the text encoder %s', spec)
     if spec.startswith('hf:') and spec != 'hf:':
         # torch and transformers take seconds to import, and `hash` needs neither.
         with _needing('text', spec):
@@ -121,7 +135,9 @@ class HashEncoder:
     dim = schema.DEFAULT_TEXT_DIM
     truncated = 0
 
-    def encode(self, captions: Sequence[str]) -> np.ndarray:
+    def encode(
+        self, captions: Sequence[str], on_captions: Callable[[int], None] = ignore_captions
+    ) -> np.ndarray:
         """Returns float32 `(len(captions), 640)`, the same on every machine."""
         words = [_words(caption) for caption in captions]
         rows = np.repeat(np.arange(len(words)), [len(w) for w in words])
@@ -129,11 +145,13 @@ class HashEncoder:
 
         neighbours = rows[1:] == rows[:-1]
         pairs = splitmix64(hashes[:-1] * _PAIR_MULTIPLIER + hashes[1:])[neighbours]
-        return self._project(
+        vectors = self._project(
             np.concatenate([hashes, pairs]),
             np.concatenate([rows, rows[1:][neighbours]]),
             len(captions),
         )
+        on_captions(len(captions))
+        return vectors
 
     def _project(self, features: np.ndarray, rows: np.ndarray, num_rows: int) -> np.ndarray:
         """Adds every feature (uint64) to its buckets in its row, and scales rows to length 1."""

@@ -25,7 +25,7 @@ from typing import TypeVar
 
 from absl import logging
 
-from coyo11m_tfds import manifest, records, schema, stored_files, stored_splits
+from coyo11m_tfds import ending, manifest, records, schema, stored_files, stored_splits
 from coyo11m_tfds.chunk_index import ChunkIndex, file_name
 from coyo11m_tfds.progress import Progress
 from coyo11m_tfds.storage.file_state import FileState
@@ -265,11 +265,8 @@ def main() -> None:
     """Runs the command line; the exit status is that of the module's docstring."""
     flags = parse_flags()
     logging.set_verbosity(logging.INFO)
-    try:
+    with ending.in_one_line('nothing was changed', status=2):
         found = verify(flags.data_dir, fast=flags.fast, parallel=flags.parallel)
-    except (OSError, ValueError) as error:
-        print(f'error: {" ".join(str(error).split())}', file=sys.stderr)
-        sys.exit(2)
     if not found.has_checksums:
         print(
             f'{schema.CHECKSUMS_FILE} is missing or damaged: files are checked against each other '

@@ -18,6 +18,8 @@ FINE = limits.Facts(
     num_cores=8,
     is_remote=False,
     shard_bytes=128e6,
+    num_shards=8,
+    built_shard_bytes=None,
     sample_bytes=10_000,
     request_seconds=0.001,
     chunk_seconds=0.003,
@@ -49,6 +51,11 @@ def test_a_step_bound_run_is_told_that_there_is_nothing_to_gain():
         ),
         ({'batch_seconds': 0.09, 'together_seconds': 0.15}, 'Both: a step takes 100.0 ms and a'),
         ({'batch_seconds': 0.2, 'together_seconds': 0.104}, 'Step-bound'),
+        # A batch of 1.9 ms cannot be what a step of a second waits for.
+        (
+            {'step_seconds': 1.174, 'batch_seconds': 0.0019, 'together_seconds': 1.3},
+            'Step-bound: a step takes 1,174.0 ms alone and 1,300.0 ms with the pipeline, whose',
+        ),
     ],
 )
 def test_the_first_line_names_the_limit(changes: dict, words: str):
@@ -108,6 +115,20 @@ def test_rules_for_remote_storage_keep_still_where_they_do_not_hold(changes: dic
     lines = limits.verdicts(dataclasses.replace(FINE, **SLOW, **changes))
 
     assert [line.split(':')[0] for line in lines] == ['Input-bound', 'CPU-bound']
+
+
+@pytest.mark.parametrize(
+    'changes',
+    [
+        {'shard_bytes': 40e6, 'built_shard_bytes': 134217728},
+        {'shard_bytes': 9e6, 'num_shards': 1},  # there is no more to fill a shard with
+        {'step_seconds': 1.174, 'batch_seconds': 0.0019, 'together_seconds': 1.3, 'cpu_share': 0.9},
+    ],
+)
+def test_no_advice_is_given_that_changes_nothing(changes: dict):
+    [line] = limits.verdicts(dataclasses.replace(FINE, **changes))
+
+    assert line.startswith('Step-bound')
 
 
 def test_lanes_stay_as_they_are_where_no_number_of_them_would_do():

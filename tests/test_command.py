@@ -1,16 +1,27 @@
 """`tfds build` as users type it: from and to wherever, with the pool or with Beam."""
 
+import contextlib
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
 
+from coyo11m_tfds import verify
 from tests import made_sources
-from tests.build_kills import CHECKOUT, files_of, final_folder
+from tests.build_kills import (
+    CHECKOUT,
+    children,
+    files_of,
+    final_folder,
+    finished_shards,
+    is_running,
+    wait_until,
+)
 from tests.cloud import fake_gcs, fake_hub
 
 FILES = [range(40), range(40, 60)]
@@ -21,21 +32,46 @@ def tfds_build(
     source: object, out: object, *flags: str, env: dict | None = None, status: int = 0, **fields
 ) -> str:
     """Builds the config `x`; returns what the command says."""
+    config = f'--config={json.dumps(CONFIG | fields)}'
+    return end(start(source, out, *flags, config, env=env), status)
+
+
+def start(
+    source: object, out: object, *flags: str, env: dict | None = None, cwd: object = CHECKOUT
+) -> subprocess.Popen:
+    """Starts the command in a process group of its own, as a shell does."""
     command = [
         *(sys.executable, '-m', 'tensorflow_datasets.scripts.cli.main', 'build', 'coyo11m_tfds'),
         *(f'--manual_dir={source}', f'--data_dir={out}', *flags),
-        f'--config={json.dumps(CONFIG | fields)}',
     ]
-    ended = subprocess.run(
+    return subprocess.Popen(
         command,
-        cwd=CHECKOUT,
+        cwd=cwd,
         env=os.environ | (env or {}),
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=300,
+        start_new_session=True,
+        # Who starts the tests in the background has them ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    assert ended.returncode == status, ended.stderr
-    return ended.stdout + ended.stderr
+
+
+@contextlib.contextmanager
+def killed_at_the_end(command: subprocess.Popen) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        command.kill()
+
+
+def end(command: subprocess.Popen, status: int = 0) -> str:
+    """Waits for the end; returns what the command says."""
+    with killed_at_the_end(command):
+        out, err = command.communicate(timeout=300)
+    assert command.returncode == status, err
+    assert 'Traceback' not in err
+    return out + err
 
 
 @pytest.fixture(scope='module')
@@ -95,7 +131,8 @@ def test_overwrite_keeps_the_old_data_set_until_there_is_a_new_one(source, plain
         (final / name).write_bytes(data)
 
     said = tfds_build(tmp_path / 'missing', tmp_path, '--overwrite', status=1)
-    assert 'missing' in said.splitlines()[-1]
+    last = said.splitlines()[-1]
+    assert last.startswith(f'error: {tmp_path / "missing"} is not a folder')
     assert files_of(final) == plain
     assert [path.name for path in final.parent.iterdir()] == ['1.0.0']
 
@@ -111,6 +148,70 @@ def test_from_the_hub(source, plain, tmp_path):
     with fake_hub(files) as hub:
         tfds_build('hf://datasets/owner/name', tmp_path, env=hub.env)
     assert files_of(final_folder(tmp_path)) == plain
+
+
+def test_a_bad_command_is_answered_with_one_line_that_shows_a_good_one(source, tmp_path):
+    """All in one process, whose main module has what that of `tfds` has."""
+    program = """
+import json, sys
+from tensorflow_datasets.scripts.cli.main import launch_cli
+for flags in json.loads(sys.argv[1]):
+    sys.argv = ['tfds', 'build', 'coyo11m_tfds', f'--data_dir={sys.argv[-1]}', *flags]
+    try:
+        launch_cli()
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+    sys.argv = ['', flags, sys.argv[3].partition('=')[2]]
+"""
+    manual_dir = f'--manual_dir={source}'
+    flags = {
+        "config 'gemma' is not predefined, as latents is": [manual_dir, '--config=gemma'],
+        "{'name': 'x'} is no JSON": [manual_dir, "--config={'name': 'x'}"],
+        "config has an unknown field 'text'": [manual_dir, '--config={"name": "x", "text": "pt"}'],
+        '--manual_dir is missing': [],
+    }
+    command = [sys.executable, '-c', program, json.dumps([*flags.values()]), str(tmp_path / 'out')]
+    ended = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=300)
+    assert 'Traceback' not in ended.stderr
+    errors = [line for line in ended.stderr.splitlines() if line.startswith('error: ')]
+    for error, said in zip(errors, flags, strict=True):
+        assert error.startswith(f'error: {said}')
+        assert 'text_vectors' in error or 'latents-3crop/*.pt' in error
+
+
+def test_from_any_folder_with_the_package_imported(source, plain, tmp_path):
+    out = tmp_path / 'out'
+    (tmp_path / 'empty').mkdir()
+    flags = ['-i', 'coyo11m_tfds', f'--config={json.dumps(CONFIG)}']
+    env = {'PYTHONPATH': str(CHECKOUT)}
+    end(start(source, out, *flags, env=env, cwd=tmp_path / 'empty'))
+    assert files_of(final_folder(out)) == plain
+
+
+@pytest.mark.parametrize('phase', [pytest.param('planning', marks=pytest.mark.slow), 'writing'])
+def test_ctrl_c_is_one_line_and_the_same_command_resumes(phase, tmp_path):
+    source = made_sources.write_source(tmp_path / 'source', [range(600), range(600, 1200)])
+    out = tmp_path / 'out'
+    final = final_folder(out)
+    flag = f'--config={json.dumps(CONFIG | {"num_workers": 2})}'
+    command = start(source, out, flag)
+    with killed_at_the_end(command):
+        if phase == 'writing':
+            wait_until(lambda: finished_shards(final) > 2)
+        else:
+            wait_until(lambda: (out / '.coyo11m_tfds').exists())
+        workers = children(command)
+        os.killpg(command.pid, signal.SIGINT)
+        said = end(command, status=-signal.SIGINT)
+    assert said.splitlines()[-1].startswith('Interrupted: what is finished is kept')
+    wait_until(lambda: not any(map(is_running, workers)), 10)
+    assert not (final / 'dataset_info.json').exists()
+    finished = finished_shards(final)
+
+    said = end(start(source, out, flag))
+    assert 'total       1,200 records' in said
+    assert (f'{finished} of ' in said) == (phase == 'writing')
+    assert verify.verify(final).faults == []
 
 
 @pytest.mark.slow

@@ -292,7 +292,7 @@ class HugeEncoder:
 
     name, revision, max_tokens, dim, truncated = 'huge', '1', 0, 2, 0
 
-    def encode(self, captions):
+    def encode(self, captions, on_captions):
         return np.array([[1, 1e6 if 'cat' in caption else 2] for caption in captions], np.float32)
 
 
@@ -300,6 +300,22 @@ def test_numbers_too_large_for_float16_are_refused(source, out):
     with pytest.raises(ValueError, match=r"huge.*float16.*'a cat'"):
         embed_captions.embed(source, HugeEncoder(), out)
     assert os.listdir(out.parent) == []
+
+
+class SteadyEncoder(text_encoders.HashEncoder):
+    """Tells of each caption, as models do of each forward pass."""
+
+    def encode(self, captions, on_captions):
+        for _ in captions:
+            on_captions(1)
+        return super().encode(captions)
+
+
+def test_the_progress_is_that_of_the_encoder(source, out, monkeypatch):
+    added = []
+    monkeypatch.setattr(embed_captions.Progress, 'add', lambda self, amount: added.append(amount))
+    report = embed_captions.embed(source, SteadyEncoder(), out)
+    assert added.count(1) >= report.num_captions > 1
 
 
 # --- Command line ---------------------------------------------------------------------------
@@ -346,7 +362,7 @@ def test_nothing_stays_when_it_is_stopped(source, out, number):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
         class SlowEncoder(text_encoders.HashEncoder):
-            def encode(self, captions):
+            def encode(self, captions, on_captions):
                 print('encoding', flush=True)
                 time.sleep(60)
 

@@ -40,6 +40,31 @@ def test_a_title_stands_above_the_cells():
     assert titled.shape[0] > plain.shape[0]
 
 
+@pytest.mark.parametrize('caption', ['ÀÉÎõüß', 'Łódź ğış', 'ΑΒΓ αβγ', 'Привет мир', 'שלום', '“—”…'])
+def test_letters_beyond_ascii_are_drawn_as_themselves(caption):
+    def drawn(text):
+        return previews.make_grid([_flat([(1, 2, 3)] * 1).repeat(8, 2)], [text]).tobytes()
+
+    letters = [letter for letter in caption if letter != ' ']
+    pictures = {drawn(letter) for letter in letters}
+    assert len(pictures) == len(set(letters))
+    assert drawn('\ufffe') not in pictures  # which no font has: a box
+
+
+def test_no_line_is_wider_than_its_cell():
+    wide = 'Привет ' * 3 + 'Шшшшшшшшшшшшшшшшшшш ' + '猫' * 30
+    pictures = [_flat([(1, 2, 3)]).repeat(4, 2)]
+    plain, captioned = (previews.make_grid(pictures, [text]) for text in ('', wide))
+    assert captioned.shape[1] == plain.shape[1]
+    assert (captioned[48:, -9:] == 255).all()  # nothing is cut off at the right
+
+
+def test_the_title_grows_with_the_grid():
+    pictures = [_flat([(1, 2, 3)] * 64).repeat(4, 1).repeat(4, 2)]
+    heights = [previews.make_grid(pictures, ['a'] * 64, title).shape[0] for title in ('', 'left')]
+    assert heights[1] - heights[0] > 40
+
+
 def test_each_picture_needs_its_caption():
     with pytest.raises(ValueError, match='zip'):
         previews.make_grid([_flat([(1, 2, 3), (4, 5, 6)])], ['one'])

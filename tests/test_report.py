@@ -411,6 +411,16 @@ def test_the_summary_names_keys_of_what_is_bad():
     ]
 
 
+def test_rows_of_the_captions_file_are_not_taken_for_rows_of_the_source(tmp_path):
+    counts = {'no_row': 7, 'no_caption': 6, 'repeated_caption': 3}
+    facts = make_facts(dropped=counts, dropped_keys={'repeated_caption': [5]})
+    lines = report.summary(facts, seconds=1).splitlines()
+    assert 'dropped     13 rows (no_row: 7, no_caption: 6)' in lines
+    assert 'captions    3 rows repeat a key, the first of each is used' in lines
+    report.write(facts, tmp_path)
+    assert 'dropped of 83 rows (15.7%)' in (tmp_path / report.PAGE_FILE).read_text()
+
+
 def test_nothing_dropped_is_said_too():
     facts = make_facts(dropped=dict.fromkeys(schema.DROP_REASONS, 0), dropped_keys={})
     assert 'dropped     0 rows' in report.summary(facts, seconds=1).splitlines()

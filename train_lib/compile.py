@@ -27,7 +27,7 @@ from absl import app, flags
 from jax.experimental import topologies
 from ml_collections import config_flags
 
-from train_lib import chips, flow, hlo, hlo_costs, models, sharding
+from train_lib import chips, flow, hlo, hlo_costs, models, process, sharding
 from train_lib.program import make_program
 
 FLAGS = flags.FLAGS
@@ -264,7 +264,7 @@ def main(argv: list[str]) -> None:
             FLAGS.config, FLAGS.topology, text_dim=FLAGS.text_dim, num_slices=FLAGS.num_slices
         )
     except ValueError as error:
-        sys.exit(f'ERROR: {error}')
+        sys.exit(f'error: {error}')
     print(json.dumps(report, indent=2) if FLAGS.json else table(report))
     sys.exit(not report['fits'])
 
@@ -276,4 +276,4 @@ if __name__ == '__main__':
     flags.DEFINE_integer('text_dim', 640, 'Width of the text vectors.')
     flags.DEFINE_bool('json', False, 'Print the report as JSON.')
     flags.mark_flags_as_required(['config', 'topology'])
-    app.run(main)
+    app.run(main, flags_parser=process.parse_flags)

@@ -150,7 +150,7 @@ class TrainingData:
         return self._arrived - self._taken
 
     def epoch(self, batch: int) -> float | None:
-        """Passes over the data until `step`, with a fraction; None where the order is not known."""
+        """Passes over the data before a batch, as a fraction; None where no order is planned."""
         if self.order is None:
             return None
         epoch, inside = self.order.locate(batch)

@@ -6,10 +6,14 @@
 No VAE is needed: latents become small pictures by a linear map (`coyo11m_tfds.preview`).
 """
 
+import functools
+import importlib.util
 import io
+import itertools
 import math
-import textwrap
-from collections.abc import Sequence
+import pathlib
+import re
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from etils import epath
@@ -20,8 +24,16 @@ FOLDER = 'previews'  # of a run's workdir
 _SCALE = 4  # a 32-pixel picture becomes 128 pixels wide
 _MARGIN = 8  # pixels between and around the pictures
 _FONT_SIZE = 12
-_LINE_HEIGHT = 15
 _MAX_LINES = 7  # of a caption; a longer one is cut short
+
+# A title has this share of the grid's width as its height: TensorBoard shows a grid as small as a
+# hand, whatever its size.
+_TITLE_SHARE = 1 / 28
+
+# What DejaVu lacks, above all Chinese, Japanese and Korean, is taken from the first of these that
+# is installed: as the package of the extra `fonts`, or with the fonts of the system.
+_CJK_PACKAGE, _CJK_FILE = 'noto_cjk_sans_otc', 'NotoSansCJK-Regular.ttc'
+_OTHER_FILES = (_CJK_FILE, 'DroidSansFallbackFull.ttf', 'wqy-zenhei.ttc')
 
 
 def make_grid(
@@ -31,7 +43,8 @@ def make_grid(
 
     Args:
         pictures: arrays uint8 `(n, H, W, 3)`; each gives one picture to every cell.
-        captions: n strings. The font knows Latin letters; others become boxes.
+        captions: n strings. Letters are drawn that DejaVu Sans has (Latin, Greek, Cyrillic, Hebrew,
+            Arabic, Armenian, Georgian) or a font of the system that is known here.
         title: above the cells.
 
     Returns:
@@ -41,7 +54,10 @@ def make_grid(
     across = math.ceil(math.sqrt(len(cells)))
     rows = [_join(cells[i : i + across], axis=1) for i in range(0, len(cells), across)]
     if title:
-        rows.insert(0, _write_lines([title], _FONT_SIZE * len(title), 'gray'))
+        width = max(row.shape[1] for row in rows)
+        size = max(_FONT_SIZE, round(width * _TITLE_SHARE))
+        longest = max(width, _FONT_SIZE * len(title))
+        rows.insert(0, _write_lines([title], longest, 'gray', size))
     return _pad(_join(rows, axis=0), _MARGIN, _MARGIN)
 
 
@@ -60,24 +76,90 @@ def _make_cell(pictures: Sequence[np.ndarray], caption: str) -> np.ndarray:
     return np.concatenate([joined, _write_lines(_wrap(caption, width), width, 'black')])
 
 
-def _write_lines(lines: Sequence[str], width: int, colour: str) -> np.ndarray:
-    image = Image.new('RGB', (width, _LINE_HEIGHT * len(lines) + _MARGIN // 2), 'white')
+def _write_lines(
+    lines: Sequence[str], width: int, colour: str, size: int = _FONT_SIZE
+) -> np.ndarray:
+    height = round(1.25 * size)
+    image = Image.new('RGB', (width, height * len(lines) + _MARGIN // 2), 'white')
     draw = ImageDraw.Draw(image)
     for number, line in enumerate(lines):
-        draw.text((0, _MARGIN // 2 + number * _LINE_HEIGHT), line, colour, _font())
+        x, baseline = 0.0, _MARGIN // 2 + number * height + size
+        for font, run in _runs(line, size):
+            draw.text((x, baseline), run, colour, font, anchor='ls')
+            x += font.getlength(run)
     return np.asarray(image)
 
 
 def _wrap(caption: str, width: int) -> list[str]:
-    """Breaks a caption into lines of about `width` pixels."""
-    letters = 'abcdefghijklmnopqrstuvwxyz '
-    characters = int(width / _font().getlength(letters) * len(letters))
-    lines = textwrap.wrap(caption, characters, max_lines=_MAX_LINES, placeholder=' ...')
+    """Breaks a caption into lines of at most `width` pixels: between words, else anywhere."""
+    lines = ['']
+    for word in re.findall(r'\S+', caption):
+        if _length(f'{lines[-1]} {word}') <= width:
+            lines[-1] = f'{lines[-1]} {word}'.lstrip()
+            continue
+        lines.append('')
+        for letter in word:
+            if _length(lines[-1] + letter) > width:
+                lines.append('')
+            lines[-1] += letter
+    lines = list(filter(None, lines))
+    if len(lines) > _MAX_LINES:
+        last = lines[_MAX_LINES - 1]
+        while _length(f'{last} ...') > width:
+            last = last[:-1]
+        lines[_MAX_LINES - 1 :] = [f'{last} ...']
     return lines or ['(no caption)']
 
 
-def _font() -> ImageFont.FreeTypeFont:
-    return ImageFont.load_default(_FONT_SIZE)
+def _length(text: str) -> float:
+    return sum(font.getlength(run) for font, run in _runs(text, _FONT_SIZE))
+
+
+# --- Fonts ----------------------------------------------------------------------------------
+
+
+def _runs(text: str, size: int) -> Iterator[tuple[ImageFont.FreeTypeFont, str]]:
+    """Yields parts of a text, each with the first font that has its letters."""
+    for index, run in itertools.groupby(text, _font_index):
+        yield _fonts(size)[index], ''.join(run)
+
+
+@functools.cache
+def _font_index(letter: str) -> int:
+    for index, has in enumerate(_coverages()):
+        if has(letter):
+            return index
+    return 0
+
+
+@functools.cache
+def _coverages() -> list[Callable[[str], bool]]:
+    """For each font, whether it has a letter: what it lacks it draws like what is no letter."""
+
+    def coverage(font: ImageFont.FreeTypeFont) -> Callable[[str], bool]:
+        def draw(letter: str) -> tuple[tuple[int, int], bytes]:
+            mask = font.getmask(letter)
+            return mask.size, bytes(mask)
+
+        lacking = draw('\uffff')
+        return lambda letter: draw(letter) != lacking
+
+    return [coverage(font) for font in _fonts(_FONT_SIZE)]
+
+
+@functools.cache
+def _fonts(size: int) -> list[ImageFont.FreeTypeFont]:
+    """DejaVu Sans, and one for other letters if any is installed."""
+    dejavu = pathlib.Path(__file__).with_name('fonts') / 'DejaVuSans.ttf'
+    fonts = [ImageFont.truetype(dejavu, size)]
+    package = importlib.util.find_spec(_CJK_PACKAGE)
+    packaged = [pathlib.Path(package.origin).with_name(_CJK_FILE)] if package else []
+    for file in (*packaged, *_OTHER_FILES):
+        try:
+            return [*fonts, ImageFont.truetype(file, size)]
+        except OSError:  # not installed
+            continue
+    return fonts
 
 
 def _enlarge(picture: np.ndarray) -> np.ndarray:

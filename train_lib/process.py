@@ -21,6 +21,8 @@ from collections.abc import Iterator, Sequence
 
 from absl import flags, logging
 
+from train_lib import named_configs
+
 STARTED = time.monotonic()  # about when the process did
 
 _PACKAGE = str(pathlib.Path(__file__).parents[1])
@@ -29,7 +31,11 @@ flags.DEFINE_bool('verbose', False, 'Log all that libraries say, and tracebacks 
 
 
 def parse_flags(argv: Sequence[str]) -> list[str]:
-    """Parses flags as `app.run` does, but says in one line what is wrong with `--config`."""
+    """Parses flags as `app.run` does, but takes names of configurations for `--config`.
+
+    What is wrong with it is said in one line.
+    """
+    argv = named_configs.resolve(argv)
     with errors_in_one_line((flags.Error, OSError, ValueError, TypeError)):
         try:
             rest = flags.FLAGS(argv)
@@ -47,11 +53,6 @@ def _wrong_config(argv: Sequence[str], error: Exception) -> str:
             path = found[1]
         elif found := re.match(r'--?config\.([\w.]+)', argument):
             fields.append(found[1])
-    if path and not os.path.isfile(path):
-        there = sorted(map(str, pathlib.Path('configs').glob('*.py')))
-        return f'--config={path}: there is no such file' + (
-            f'; there are {", ".join(there)}' if there else ''
-        )
     if isinstance(error, OSError):
         return f'--config={path}: {error}'
     missing = re.search(r'\w+', str(error))[0]  # it begins with the name, in quotes of all kinds

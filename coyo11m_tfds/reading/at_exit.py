@@ -6,12 +6,13 @@
 An iterator that is alive when Python finalizes has threads that call Python functions. They wait
 for the interpreter's lock, which nobody gives away any more, while the iterator's destructor waits
 for them: the program hangs, or aborts. `input_pipeline` registers this when it is imported; it
-then holds for every iterator of the program.
+then holds for every iterator of the program. From then on a Ctrl-C ends the program at once.
 """
 
 import atexit
 import functools
 import gc
+import signal
 import sys
 
 from tensorflow.python.data.ops import iterator_ops
@@ -21,15 +22,24 @@ from tensorflow.python.ops import gen_dataset_ops
 @functools.cache
 def register() -> None:
     """Has the living iterators ended when the program ends, however it does."""
-    atexit.register(end_iterators)
+    atexit.register(_end_at_exit)
     show = sys.excepthook
 
     def end_and_show(*error) -> None:
-        # What other reads have to say, as they end, comes before the error and not after it.
-        end_iterators()
+        # What other reads have to say, as they end, comes before the error and not after it. An
+        # interactive interpreter shows errors, too, and goes on.
+        if not (sys.flags.interactive or hasattr(sys, 'ps1')):
+            _end_at_exit()
         show(*error)
 
     sys.excepthook = end_and_show
+
+
+def _end_at_exit() -> None:
+    # A program that is leaving has no use for a KeyboardInterrupt. It would end this half-way.
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_iterators()
 
 
 def end_iterators() -> None:

@@ -162,6 +162,9 @@ def _read_at(file: tf.Tensor, offset: tf.Tensor, nbytes: tf.Tensor, count: tf.Te
         input_handle=tf.raw_ops.WrapDatasetVariant(input_handle=variant)
     )
     single = tf.data.experimental.from_variant(variant, tf.TensorSpec([], tf.string))
+    # Options, of which there are none, hide the type of the variant. TensorFlow declares it wrong,
+    # and `batch` would warn of that.
+    single = single.with_options(tf.data.Options())
     # No `skip` or `take` of records: each would be one more step for every one of them.
     return single.batch(count, drop_remainder=True).take(1).get_single_element()
 

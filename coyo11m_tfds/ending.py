@@ -1,0 +1,91 @@
+"""How the programs of this package end: with one line for an error or an interrupt.
+
+    def main() -> None:
+        with ending.in_one_line('the same command resumes the copy'):
+            mirror(...)
+
+An error that says what the user can mend ends the process with `error: ...` and status 1, Ctrl-C
+with `Interrupted: ...` and status 130, SIGTERM with status 143. All three unwind, so that locks
+and scratch folders are given back; a second Ctrl-C leaves at once. With `COYO11M_TRACEBACK=1` in
+the environment the traceback is shown instead.
+"""
+
+import contextlib
+import gc
+import os
+import signal
+import sys
+import threading
+import types
+from collections.abc import Iterator
+
+TRACEBACK_VARIABLE = 'COYO11M_TRACEBACK'
+
+INTERRUPTED = 128 + signal.SIGINT  # the exit status that shells give to Ctrl-C
+
+
+@contextlib.contextmanager
+def in_one_line(
+    outlook: str,
+    kinds: tuple[type[BaseException], ...] = (ValueError, OSError),
+    status: int = 1,
+) -> Iterator[None]:
+    """Ends the process as the module's docstring says; for the main thread.
+
+    Args:
+        outlook: what an interrupt leaves or what comes next, the end of its line.
+        kinds: errors that say what the user can mend.
+        status: of the process after such an error.
+    """
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    interrupt_once()
+    try:
+        yield
+    except (KeyboardInterrupt, *kinds) as error:
+        if wants_traceback():
+            raise
+        say(error, outlook)
+        sys.exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else status)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def interrupt_once() -> None:
+    """Has the first Ctrl-C raise KeyboardInterrupt, and the second end the process at once.
+
+    A process that is to ignore it, as one in the background, goes on to.
+    """
+
+    def interrupt(number, frame) -> None:
+        if _is_ignoring_errors(frame):
+            threading.Timer(0.01, os.kill, [os.getpid(), number]).start()
+            return
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+
+
+def _is_ignoring_errors(frame: types.FrameType | None) -> bool:
+    """Whether this is inside a callback of the garbage collector, as JAX has one."""
+    callbacks = {getattr(callback, '__code__', None) for callback in gc.callbacks}
+    while frame and frame.f_code not in callbacks:
+        frame = frame.f_back
+    return frame is not None
+
+
+def wants_traceback() -> bool:
+    """Whether the user asks for tracebacks."""
+    return bool(os.environ.get(TRACEBACK_VARIABLE))
+
+
+def say(error: BaseException, outlook: str) -> None:
+    """Prints the one line; see `in_one_line`."""
+    if isinstance(error, KeyboardInterrupt):
+        line = f'Interrupted: {outlook}.'
+    else:
+        line = f'error: {" ".join(str(error).split())}'
+    print(line, file=sys.stderr, flush=True)

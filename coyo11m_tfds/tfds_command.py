@@ -1,0 +1,51 @@
+"""What `tfds build coyo11m_tfds` does besides building: it ends in one line, and logs less.
+
+    tfds build coyo11m_tfds -i coyo11m_tfds --manual_dir=SOURCE --data_dir=OUT
+
+TFDS imports the package of a data set and catches nothing, so this hooks into the process. Only the
+package does that, and only in the `tfds` command: in a script of yours nothing changes.
+"""
+
+import functools
+import json
+import logging
+import re
+import sys
+from collections.abc import Callable
+
+import absl.logging
+
+from coyo11m_tfds import ending
+from coyo11m_tfds.coyo11m_tfds_dataset_builder import CONFIG_EXAMPLE
+from coyo11m_tfds.storage.lock_holder import Lost
+
+# What TFDS says of every build of a data set that is not there yet.
+_NOISE = re.compile('Variant folder .* has no dataset_info.json|Using custom data configuration')
+
+_MENDABLE = (ValueError, OSError, RuntimeError, Lost)
+# Of these a message says nothing to who did not write the program.
+_BUGS = (NotImplementedError, RecursionError)
+
+_OUTLOOK = 'what is finished is kept, the same command resumes the build'
+
+
+def prepare() -> None:
+    """Prepares the process. The data set is registered: `tfds` finds it by its name."""
+    absl.logging.get_absl_logger().addFilter(_is_worth_reading)
+    logging.getLogger('torch').setLevel(logging.WARNING)  # it logs statistics when it ends
+    sys.excepthook = functools.partial(_show, sys.excepthook)
+    ending.interrupt_once()
+
+
+def _show(show: Callable, kind: type, error: BaseException, traceback) -> None:
+    is_message = isinstance(error, (KeyboardInterrupt, *_MENDABLE)) and not isinstance(error, _BUGS)
+    if ending.wants_traceback() or not is_message:
+        show(kind, error, traceback)
+        return
+    if isinstance(error, json.JSONDecodeError) and any(error.doc in word for word in sys.argv):
+        error = ValueError(f'{error.doc} is no JSON: {error}. Expected {CONFIG_EXAMPLE}')
+    ending.say(error, _OUTLOOK)
+
+
+def _is_worth_reading(record: logging.LogRecord) -> bool:
+    return not _NOISE.match(record.getMessage())
