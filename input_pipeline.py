@@ -121,12 +121,9 @@ def position_settings(
     which one differs. The entry `data_set` is the name, config, version and split, and a digest of
     these, the source's fingerprint and the lengths of the shards.
     """
-    from coyo11m_tfds import dataset
-
-    info = dataset.open_dataset(data).info
-    name = f'{info.full_name} {split}'
-    shards = info.splits[split].shard_lengths if split in info.splits else []
-    source = (info.metadata or {}).get(schema.META_SOURCE_FINGERPRINT)
+    full_name, shards, metadata = _describe(data, split)
+    name = f'{full_name} {split}'
+    source = metadata.get(schema.META_SOURCE_FINGERPRINT)
     return {
         'data_set': f'{name} {json_digest.sha256([name, source, *shards])[:16]}',
         'seed': seed,
@@ -140,6 +137,25 @@ def position_settings(
 def position_fingerprint(settings: Mapping[str, str | int]) -> str:
     """One hex digest of `position_settings(...)`."""
     return json_digest.sha256(dict(settings))
+
+
+def _describe(data: 'dataset.Data', split: str) -> tuple[str, Sequence[int], Mapping[str, Any]]:
+    """The full name of a data set, the lengths of a split's shards, and the metadata."""
+    if stored := _read_stored(data):
+        found = stored.splits.get(split)
+        return stored.full_name, found.shard_lengths if found else [], stored.metadata
+    from coyo11m_tfds import dataset
+
+    info = dataset.open_dataset(data).info
+    shards = info.splits[split].shard_lengths if split in info.splits else []
+    return info.full_name, shards, info.metadata or {}
+
+
+def _read_stored(data: 'dataset.Data') -> StoredDataset | None:
+    """The metadata in a local folder; None for a builder, a URL, and where there is none."""
+    if not isinstance(data, str | os.PathLike) or source_files.is_remote(data):
+        return None
+    return stored_dataset.read(data)
 
 
 # --- Batches on the host -----------------------------------------------------------------------
@@ -404,7 +420,7 @@ def _open_rows(
     if engine == CHUNKS:
         return None
     folder = os.fspath(data if isinstance(data, str | os.PathLike) else data.data_dir)
-    stored = None if source_files.is_remote(folder) else stored_dataset.read(folder)
+    stored = _read_stored(folder)
     opened = stored and stored.open_split(split)
     if opened:
         return stored, opened

@@ -25,7 +25,7 @@ from coyo11m_tfds.storage import remote, retry, source_files
 
 Data = str | os.PathLike | tfds.core.DatasetBuilder
 
-_METADATA_FILES = (schema.INFO_FILE, 'features.json', 'metadata.json')
+_METADATA_FILES = (schema.INFO_FILE, schema.FEATURES_FILE, schema.METADATA_FILE)
 
 FEATURES = stored_dataset.FEATURES
 

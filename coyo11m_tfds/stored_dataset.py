@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from coyo11m_tfds import indexed_split, schema, stored_splits
 from coyo11m_tfds.indexed_split import IndexedSplit
@@ -24,13 +25,17 @@ class StoredDataset:
 
     Attributes:
         folder: that it lies in.
+        full_name: name, config and version, as TFDS joins them.
         splits: by name.
         features: its features by name, each as `features.json` describes it.
+        metadata: what `metadata.json` says; {} where there is none.
     """
 
     folder: str
+    full_name: str
     splits: Mapping[str, StoredSplit]
     features: Mapping[str, dict]
+    metadata: Mapping[str, Any]
 
     @property
     def latent_dtype(self) -> str:
@@ -97,16 +102,29 @@ def read(folder: str | os.PathLike[str]) -> StoredDataset | None:
     path = pathlib.Path(folder)
     if not (path / schema.INFO_FILE).is_file():
         return None
+    data = (path / schema.INFO_FILE).read_bytes()
     try:
-        splits = stored_splits.parse((path / schema.INFO_FILE).read_bytes())
+        splits = {split.name: split for split in stored_splits.parse(data)}
     except ValueError as error:
         raise ValueError(f'{path / schema.INFO_FILE}: is damaged ({error}).') from error
+    info = json.loads(data)
+    names = [info.get('name'), info.get('configName'), info.get('version')]
+    features = _read_json(path / schema.FEATURES_FILE).get('featuresDict', {}).get('features')
+    if not isinstance(features, dict):
+        raise ValueError(f'{path / schema.FEATURES_FILE}: is damaged (it names no features).')
+    file = path / schema.METADATA_FILE
+    metadata = _read_json(file) if file.exists() else {}
+    return StoredDataset(str(path), '/'.join(filter(None, names)), splits, features, metadata)
+
+
+def _read_json(path: pathlib.Path) -> dict:
     try:
-        content = json.loads((path / schema.FEATURES_FILE).read_bytes())
-        features = dict(content['featuresDict']['features'])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f'{path / schema.FEATURES_FILE}: is damaged ({error}).') from error
-    return StoredDataset(str(path), {split.name: split for split in splits}, features)
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f'{path}: is damaged ({error}).') from error
+    if not isinstance(content, dict):
+        raise ValueError(f'{path}: is damaged (it holds no object).')
+    return content
 
 
 def check_features(

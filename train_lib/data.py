@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 import jax
 import ml_collections
 import numpy as np
-import tensorflow as tf
 from absl import logging
 from jax.sharding import Mesh
 
@@ -117,11 +116,12 @@ class TrainingData:
             prefetch=config.prefetch,
             ram_budget_gb=config.ram_budget_gb,
             processes_on_host=sharding.processes_on_host(),
+            engine=config.engine,
         )
 
     def train_batches(self, start_step: int) -> Batches:
         """Batches without end, the first being that of the step after `start_step`."""
-        batches = input_pipeline.train_dataset(
+        batches = input_pipeline.train_batches(
             self._builder,
             start_step=start_step,
             caption_dropout=self._config.data.caption_dropout,
@@ -136,7 +136,7 @@ class TrainingData:
     def eval_batches(self) -> Batches:
         """Every record of the validation split once, with a `mask`."""
         config = self._config
-        batches = input_pipeline.eval_dataset(
+        batches = input_pipeline.eval_batches(
             self._builder,
             batch_size=config.batch_size,
             chunk=config.data.chunk,
@@ -150,15 +150,17 @@ class TrainingData:
     @functools.cached_property
     def preview_samples(self) -> PreviewSamples:
         """The first records of `preview.split`, the same on every process."""
-        batches = input_pipeline.eval_dataset(
+        batches = input_pipeline.eval_batches(
             self._builder,
             batch_size=self._config.preview.count,
             split=self._config.preview.split,
             features=(schema.LATENTS, schema.TEXT_EMBEDDING, schema.CAPTION),
             on_bad_records=self._config.data.on_bad_records,
             max_bad_fraction=self._config.data.max_bad_fraction,
+            engine=self._config.data.engine,
+            verify=self._config.data.verify,
         )
-        batch = next(batches.as_numpy_iterator())
+        batch = next(batches)
         real = batch[input_pipeline.MASK]
         return PreviewSamples(
             captions=[caption.decode() for caption in batch[schema.CAPTION][real]],
@@ -216,8 +218,10 @@ class TrainingData:
             'max_bad_fraction': config.max_bad_fraction,
             'prefetch': config.prefetch,
             'private_threads': config.private_threads,
+            'engine': config.engine,
+            'verify': config.verify,
         }
 
-    def _to_device(self, batches: tf.data.Dataset) -> Batches:
+    def _to_device(self, batches: Iterator[dict[str, np.ndarray]]) -> Batches:
         ahead = self._config.data.device_prefetch
         return input_pipeline.to_device(batches, sharding.batch(self._mesh), ahead=ahead)

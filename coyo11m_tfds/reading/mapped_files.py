@@ -23,9 +23,6 @@ _CHECK_SECONDS = 1.0
 # A process may have 65,530 mappings (vm.max_map_count), and other libraries need some.
 _MAX_FILES = 60_000
 
-# Of what was read, so much stays mapped: it counts as memory of this process until then.
-_MAPPED_BYTES = 256 << 20
-
 # Places in memory are counted from here: NumPy takes no array at address 0.
 _ORIGIN = 1 << 12
 _END = 1 << 47
@@ -80,7 +77,6 @@ class MappedFiles:
         self._maps: dict[int, mmap.mmap] = {}
         self._states: dict[int, tuple[int, ...]] = {}
         self._checked = time.monotonic()
-        self._mapped_bytes = 0
 
     def open(self, numbers: np.ndarray) -> None:
         """Maps those that are not mapped yet.
@@ -111,17 +107,6 @@ class MappedFiles:
                     'the data set is complete.'
                 )
         self._checked = time.monotonic()
-
-    def will_read(self, nbytes: int) -> None:
-        """Says how much is about to be read; lets go of what was read before if that is too much.
-
-        It stays in the page cache, so that this costs little.
-        """
-        self._mapped_bytes += nbytes
-        if self._mapped_bytes > _MAPPED_BYTES and hasattr(mmap, 'MADV_DONTNEED'):
-            for mapped in self._maps.values():
-                mapped.madvise(mmap.MADV_DONTNEED)
-            self._mapped_bytes = nbytes
 
     def will_need(self, number: int, offset: int, nbytes: int) -> None:
         """Tells the system that a part of a file will be read soon; it does not wait for it."""

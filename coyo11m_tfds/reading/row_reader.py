@@ -193,7 +193,6 @@ class RowReader:
         self._files.open(np.unique(shard))
         count = np.minimum(self._split.index.shard_lengths[shard] - first, schema.CHUNK_STRIDE)
         offset, nbytes = self._split.index.byte_range(shard, first, count)
-        self._files.will_read(int(nbytes.sum()))
         address = self._files.address[shard]
         limit = address + np.minimum(offset + nbytes, self._files.size[shard])
         return address + offset, count, limit

@@ -24,7 +24,7 @@ def train_batches(
     reader: RowReader, order: Order, lanes: range, start_step: int, prefetch: int
 ) -> Iterator[Batch]:
     """Some lanes' part of every batch from a step on, without end, `prefetch` of them ready."""
-    return Ahead(_read(reader, row_plan.train_blocks(order, lanes, start_step)), prefetch)
+    return Ahead(_read(reader, row_plan.train_blocks(order, lanes, start_step)), prefetch, 'rows')
 
 
 def eval_batches(
@@ -40,7 +40,7 @@ def eval_batches(
     empty = reader.read(reader.find(0, *np.zeros((2, 0), np.int64)))
     read = itertools.chain(_read(reader, blocks), itertools.repeat(empty))
     full = (_fill_up(batch, batch_size) for batch in itertools.islice(read, num_batches))
-    return Ahead(full, prefetch)
+    return Ahead(full, prefetch, 'rows')
 
 
 def _read(reader: RowReader, blocks: Iterator[Block]) -> Iterator[Batch]:
