@@ -31,6 +31,7 @@ from coyo11m_tfds.indexed_split import IndexedSplit
 from coyo11m_tfds.order import Order, nearest_shares
 from coyo11m_tfds.reading import memory, process_settings, rows, verified
 from coyo11m_tfds.reading.bad_records import DEFAULT_MAX_FRACTION, SKIP, STOP
+from coyo11m_tfds.reading.column_reader import ColumnReader
 from coyo11m_tfds.reading.counter import ReadCounter, ReadCounts
 from coyo11m_tfds.reading.names import DROP_TEXT, EVAL_CROP, MASK
 from coyo11m_tfds.reading.row_reader import RowChoices, RowReader
@@ -485,6 +486,12 @@ def _row_reader(
 ) -> RowReader:
     stored.check_features((schema.KEY, *asked.features))
     process_settings.keep_freed_memory()
+    latents = None
+    if schema.LATENTS in stored.columns:
+        nbytes = schema.NUM_CROPS * schema.LATENT_NBYTES
+        column = stored.columns[schema.LATENTS]
+        num_records = int(split.index.shard_lengths.sum())
+        latents = ColumnReader(column, stored.folder, asked.split, num_records, nbytes)
     return RowReader(
         split,
         RowChoices(tuple(asked.features), stored.latent_dtype, stored.text_dim, **choices),
@@ -492,6 +499,7 @@ def _row_reader(
         on_bad_records=asked.on_bad_records,
         counter=asked.counter,
         max_bad_fraction=asked.max_bad_fraction,
+        latents=latents,
     )
 
 

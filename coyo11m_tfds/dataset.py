@@ -19,7 +19,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 from absl import logging
 
-from coyo11m_tfds import indexed_split, schema, stored_dataset
+from coyo11m_tfds import columns, indexed_split, schema, stored_dataset
 from coyo11m_tfds.indexed_split import IndexedSplit
 from coyo11m_tfds.storage import remote, retry, source_files
 
@@ -139,6 +139,8 @@ def latent_dtype(builder: tfds.core.DatasetBuilder) -> tf.DType:
         ValueError: the data set has no latents, or they have another shape or dtype.
     """
     feature = _feature(builder, schema.LATENTS)
+    if feature is None and (column := _columns(builder).get(schema.LATENTS)):
+        return tf.as_dtype(column.dtype)
     if (
         feature is None
         or feature.shape != schema.LATENTS_SHAPE
@@ -162,9 +164,16 @@ def _feature(builder: tfds.core.DatasetBuilder, name: str) -> tfds.features.Feat
     return features[name] if name in features else None  # noqa: SIM401, it has no `get`
 
 
+def _columns(builder: tfds.core.DatasetBuilder) -> dict[str, columns.Column]:
+    """Features that lie elsewhere than in the records; only of a local data set."""
+    folder = os.fspath(builder.data_dir)
+    return {} if source_files.is_remote(folder) else columns.read(folder)
+
+
 def check_features(builder: tfds.core.DatasetBuilder, features: Sequence[str]) -> None:
     """Raises a ValueError for a feature that the data set does not have."""
     there = [name for name in FEATURES if _feature(builder, name) is not None]
+    there += _columns(builder)
     stored_dataset.check_features(builder.data_dir, there, features)
 
 

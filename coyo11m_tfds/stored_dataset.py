@@ -12,7 +12,8 @@ import pathlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from coyo11m_tfds import indexed_split, schema, stored_splits
+from coyo11m_tfds import columns, indexed_split, schema, stored_splits
+from coyo11m_tfds.columns import Column
 from coyo11m_tfds.indexed_split import IndexedSplit
 from coyo11m_tfds.stored_splits import StoredSplit
 
@@ -29,6 +30,7 @@ class StoredDataset:
         splits: by name.
         features: its features by name, each as `features.json` describes it.
         metadata: what `metadata.json` says; {} where there is none.
+        columns: features that lie elsewhere than in the records, by name.
     """
 
     folder: str
@@ -36,6 +38,7 @@ class StoredDataset:
     splits: Mapping[str, StoredSplit]
     features: Mapping[str, dict]
     metadata: Mapping[str, Any]
+    columns: Mapping[str, Column]
 
     @property
     def latent_dtype(self) -> str:
@@ -44,6 +47,8 @@ class StoredDataset:
         Raises:
             ValueError: the data set has no latents, or they have another shape, dtype or encoding.
         """
+        if schema.LATENTS in self.columns:
+            return self.columns[schema.LATENTS].dtype
         dtype, shape = self._tensor(schema.LATENTS)
         if shape != schema.LATENTS_SHAPE or dtype not in schema.LATENT_DTYPES:
             raise ValueError(
@@ -67,7 +72,7 @@ class StoredDataset:
 
     def check_features(self, names: Sequence[str]) -> None:
         """Raises a ValueError for a feature that the data set does not have."""
-        check_features(self.folder, self.features.keys(), names)
+        check_features(self.folder, {*self.features, *self.columns}, names)
 
     def open_split(self, split: str) -> IndexedSplit | None:
         """Finds what the planned order needs; None where there is no chunk index.
@@ -114,7 +119,8 @@ def read(folder: str | os.PathLike[str]) -> StoredDataset | None:
         raise ValueError(f'{path / schema.FEATURES_FILE}: is damaged (it names no features).')
     file = path / schema.METADATA_FILE
     metadata = _read_json(file) if file.exists() else {}
-    return StoredDataset(str(path), '/'.join(filter(None, names)), splits, features, metadata)
+    full_name = '/'.join(filter(None, names))
+    return StoredDataset(str(path), full_name, splits, features, metadata, columns.read(path))
 
 
 def _read_json(path: pathlib.Path) -> dict:

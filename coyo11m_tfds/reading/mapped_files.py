@@ -57,6 +57,7 @@ class MappedFiles:
         memory: that they are mapped into.
         address: where each file begins, int64; 0 for one that is not open, or is empty.
         size: bytes of each file, int64.
+        path_of: the path of each file, by its number.
     """
 
     def __init__(self, path_of: Callable[[int], str], num_files: int):
@@ -73,7 +74,7 @@ class MappedFiles:
         self.memory = Memory()
         self.address = np.zeros(num_files, np.int64)
         self.size = np.zeros(num_files, np.int64)
-        self._path_of = path_of
+        self.path_of = path_of
         self._maps: dict[int, mmap.mmap] = {}
         self._states: dict[int, tuple[int, ...]] = {}
         self._checked = time.monotonic()
@@ -96,8 +97,8 @@ class MappedFiles:
         """
         if time.monotonic() - self._checked < _CHECK_SECONDS:
             return
-        for number in numbers.tolist():
-            path, before = self._path_of(number), self._states[number]
+        for number in np.unique(numbers).tolist():
+            path, before = self.path_of(number), self._states[number]
             with _naming(path):
                 state = _state(os.stat(path))
             if state != before:
@@ -117,7 +118,7 @@ class MappedFiles:
                 self._maps[number].madvise(mmap.MADV_WILLNEED, start, end - start)
 
     def _open(self, number: int) -> None:
-        path = self._path_of(number)
+        path = self.path_of(number)
         with _naming(path), open(path, 'rb') as file:
             state = _state(os.fstat(file.fileno()))
             if state[0]:

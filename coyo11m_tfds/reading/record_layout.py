@@ -47,9 +47,9 @@ class RecordLayout:
         heads: what is in front of a value, by how far from the record's end that begins.
     """
 
-    def __init__(self, text_dim: int):
-        """Takes the width of the text vectors, 0 for a data set without them."""
-        sizes = {schema.LATENTS: schema.NUM_CROPS * schema.LATENT_NBYTES}
+    def __init__(self, text_dim: int, *, with_latents: bool = True):
+        """Takes what the records hold; `text_dim` is 0 without text vectors."""
+        sizes = {schema.LATENTS: schema.NUM_CROPS * schema.LATENT_NBYTES} if with_latents else {}
         if text_dim:
             sizes[schema.TEXT_EMBEDDING] = 2 * text_dim
         self.from_end: dict[str, int] = {}
@@ -82,7 +82,7 @@ class RecordLayout:
             regular & is_key,
             keys,
             key_end - length - self._key_heads.shape[1],
-            safe - from_end(schema.LATENTS),
+            safe - from_end(schema.LATENTS, 0),
             safe - from_end(schema.TEXT_EMBEDDING, 0),
         )
 

@@ -20,6 +20,7 @@ from coyo11m_tfds import order, schema
 from coyo11m_tfds.indexed_split import IndexedSplit
 from coyo11m_tfds.reading import bad_records, framing, record_layout, verified
 from coyo11m_tfds.reading.bad_records import BadRecords
+from coyo11m_tfds.reading.column_reader import ColumnReader
 from coyo11m_tfds.reading.counter import ReadCounter
 from coyo11m_tfds.reading.mapped_files import MappedFiles
 from coyo11m_tfds.reading.names import DROP_TEXT, MASK
@@ -95,6 +96,7 @@ class RowReader:
         on_bad_records: str = bad_records.STOP,
         counter: ReadCounter | None = None,
         max_bad_fraction: float = bad_records.DEFAULT_MAX_FRACTION,
+        latents: ColumnReader | None = None,
     ):
         """Opens nothing.
 
@@ -105,6 +107,7 @@ class RowReader:
             on_bad_records: 'stop' is an error for the first bad record, 'skip' leaves them out.
             counter: is told of every batch.
             max_bad_fraction: see `BadRecords`.
+            latents: where they lie, if not in the records.
 
         Raises:
             ValueError: an argument is out of its range, or there are too many shards.
@@ -114,7 +117,8 @@ class RowReader:
         self._split, self._choices, self._counter = split, choices, counter
         self._first = np.cumsum(lengths) - lengths
         self._files = MappedFiles(split.file, len(lengths))
-        self._layout = RecordLayout(choices.text_dim)
+        self._latents = latents
+        self._layout = RecordLayout(choices.text_dim, with_latents=latents is None)
         self._checks = verified.Checks(verify, num_records)
         self._bad_records = BadRecords(on_bad_records, max_bad_fraction, num_records, counter)
 
@@ -130,6 +134,9 @@ class RowReader:
         in_run = record % schema.CHUNK_STRIDE
         begin, end = begins[of_run, in_run], ends[of_run, in_run]
         values = self._layout.find(self._files.memory, begin, end)
+        if self._latents:
+            number = self._first[shard] + record
+            values = values._replace(latents=self._latents.find(number))
         return Rows(epoch, shard, record, begin, end, values)
 
     def prefetch(self, shard: np.ndarray, record: np.ndarray) -> list[tuple[int, int, int]]:
@@ -138,6 +145,9 @@ class RowReader:
         shards, first = _of_run_numbers(runs)
         count = np.minimum(self._split.index.shard_lengths[shards] - first, schema.CHUNK_STRIDE)
         offset, nbytes = self._split.index.byte_range(shards, first, count)
+        if self._latents:
+            first_number = self._first[shards] + first
+            self._latents.will_need(first_number, first_number + count - 1)
         # Runs that touch are one.
         starts = np.flatnonzero(np.diff(runs, prepend=-2) != 1)
         whole = np.add.reduceat(nbytes, starts)
@@ -164,17 +174,18 @@ class RowReader:
         """
         self._files.check_unchanged(rows.shard)
         number = self._first[rows.shard] + rows.record
+        if self._latents:
+            self._latents.check_unchanged(number)
         good = self._checks.check(self._files.memory, number, rows.begin, rows.end)
         others = self._read_irregular(rows, good)
         if not good.all():
             self._report_bad(rows, np.flatnonzero(~good))
-        gathered = good & rows.values.regular
-        keys = np.where(gathered, rows.values.keys, 0)
+        keys = np.where(good & rows.values.regular, rows.values.keys, 0)
         for row, values in others.items():
             keys[row] = values[schema.KEY]
         crops = self._choices.crops(rows.epoch, keys)
         batch = {
-            name: self._column(name, rows, gathered, keys, crops, others)
+            name: self._column(name, rows, good, keys, crops, others)
             for name in self._choices.features
         }
         if self._choices.caption_dropout and schema.TEXT_EMBEDDING in batch:
@@ -216,7 +227,8 @@ class RowReader:
         try:
             record = self._files.memory.view(int(rows.begin[row]), int(rows.end[row])).tobytes()
             values = record_layout.parse(record)
-            for name in (schema.KEY, *self._choices.features):
+            elsewhere = {schema.LATENTS} if self._latents else set()
+            for name in sorted({schema.KEY, *self._choices.features} - elsewhere):
                 if not isinstance(values.get(name), int if name == schema.KEY else bytes):
                     raise ValueError(f'it has no single value of feature {name!r}')
                 if name in sizes and len(values[name]) != sizes[name]:
@@ -246,7 +258,7 @@ class RowReader:
         self,
         name: str,
         rows: Rows,
-        gathered: np.ndarray,
+        good: np.ndarray,
         keys: np.ndarray,
         crops: np.ndarray,
         others: dict[int, dict[str, bytes | int]],
@@ -254,8 +266,11 @@ class RowReader:
         """One feature of a batch; zeros or empty where there is no record."""
         if name == schema.KEY:
             return keys
+        gathered = good & rows.values.regular
         if name == schema.CAPTION:
             return self._captions(rows, gathered, others)
+        if name == schema.LATENTS and self._latents:
+            gathered, others = good, {}
         if name == schema.LATENTS:
             begin, nbytes = crops * schema.LATENT_NBYTES, schema.LATENT_NBYTES
             dtype, shape = _DTYPES[self._choices.latent_dtype], schema.LATENT_SHAPE

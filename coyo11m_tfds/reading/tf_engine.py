@@ -43,6 +43,11 @@ def make_parser(builder: tfds.core.DatasetBuilder, features: Sequence[str], **ch
         ValueError: the data set does not have a feature.
     """
     dataset.check_features(builder, (schema.KEY, *features))
+    if schema.LATENTS in features and schema.LATENTS not in builder.info.features:
+        raise ValueError(
+            f"{builder.data_dir}: its latents lie in the files of its source, which engine='rows' "
+            'alone can read'
+        )
     return Parser(
         tuple(features), dataset.latent_dtype(builder), dataset.text_dim(builder), **choices
     )
