@@ -1,7 +1,7 @@
-"""Records to batches: a planned order, then tf.data, then sharded jax.Arrays.
+"""Records to batches of NumPy in a planned order, and those to sharded jax.Arrays.
 
     path = 'OUT/coyo11m_tfds/latents/1.0.0'
-    batches = input_pipeline.train_dataset(path, batch_size=256, seed=0, features=('latents',))
+    batches = input_pipeline.train_batches(path, batch_size=256, seed=0, features=('latents',))
     for batch in input_pipeline.to_device(batches, sharding):
         state = step(state, batch)
 
@@ -11,49 +11,80 @@ number of lanes, sees the same global batches. A run that resumes at step s, on 
 number of processes, goes on with exactly what it would have seen: it starts to read there. It needs
 to know the step and that data set and settings are the same (`position_settings`), nothing more.
 
-Records are read in chunks and parsed a chunk at a time; `key`, `latents`, `text_embedding` and
-`caption` keep the dtype and the layout of the source. Scaling is the model's business.
+Two engines give the same batches, bit for bit. `rows`, for local files, gathers what is asked for
+out of memory-mapped shards; it imports neither TensorFlow nor JAX. `chunks`, for gs://, reads runs
+of records through tf.data, and `train_dataset` gives that as a `tf.data.Dataset`. `key`, `latents`,
+`text_embedding` and `caption` keep the dtype and the layout of the source. Scaling is the model's
+business.
 """
 
+import inspect
 import os
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-import tensorflow as tf
-import tensorflow_datasets as tfds
+import numpy as np
 
-from coyo11m_tfds import dataset, json_digest, schema
-from coyo11m_tfds.order import Order, consecutive_reads, nearest_shares
-from coyo11m_tfds.reading import at_exit, memory, ordinary, padding
-from coyo11m_tfds.reading import lanes as lanes_lib
+from coyo11m_tfds import json_digest, schema, stored_dataset
+from coyo11m_tfds.indexed_split import IndexedSplit
+from coyo11m_tfds.order import Order, nearest_shares
+from coyo11m_tfds.reading import memory, process_settings, rows, verified
 from coyo11m_tfds.reading.bad_records import DEFAULT_MAX_FRACTION, SKIP, STOP
-from coyo11m_tfds.reading.chunks import ChunkReader
+from coyo11m_tfds.reading.column_reader import ColumnReader
 from coyo11m_tfds.reading.counter import ReadCounter, ReadCounts
-from coyo11m_tfds.reading.on_device import key_words, to_device
-from coyo11m_tfds.reading.parser import DROP_TEXT, EVAL_CROP, MASK, Parser
+from coyo11m_tfds.reading.names import DROP_TEXT, EVAL_CROP, MASK
+from coyo11m_tfds.reading.row_reader import RowChoices, RowReader
+from coyo11m_tfds.storage import source_files
+from coyo11m_tfds.stored_dataset import StoredDataset
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+    from coyo11m_tfds import dataset
+    from coyo11m_tfds.reading.on_device import key_words, to_device
 
 __all__ = [
+    'AUTO',
+    'CHUNKS',
     'DROP_TEXT',
     'MASK',
+    'ROWS',
     'ReadCounter',
     'ReadCounts',
     'check_memory',
+    'engine_of',
+    'eval_batches',
     'eval_dataset',
     'key_words',
     'position_fingerprint',
     'position_settings',
-    'threads_for',
     'to_device',
+    'train_batches',
     'train_dataset',
     'train_order',
 ]
 
-at_exit.register()
+AUTO, ROWS, CHUNKS = ENGINES = ('auto', 'rows', 'chunks')
+
+_AUTOTUNE = -1  # `tf.data.AUTOTUNE`
+_ROW_BATCHES_AHEAD = 2  # of the engine `rows`, unless `prefetch` says otherwise
+
+
+def __getattr__(name: str) -> Any:
+    """What needs JAX is imported when it is asked for."""
+    if name in ('to_device', 'key_words'):
+        from coyo11m_tfds.reading import on_device
+
+        return getattr(on_device, name)
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+
 
 # --- The place in the data ---------------------------------------------------------------------
 
 
 def train_order(
-    data: dataset.Data,
+    data: 'dataset.Data',
     *,
     batch_size: int,
     seed: int,
@@ -70,14 +101,14 @@ def train_order(
     Raises:
         ValueError: for settings that do not fit the data set, naming some that do.
     """
-    opened = dataset.open_split(dataset.open_dataset(data), split)
+    opened = _open_split(data, split)
     if opened is None:
         return None
     return Order(opened.index.shard_lengths, seed, batch_size, chunk, lanes, window)
 
 
 def position_settings(
-    data: dataset.Data,
+    data: 'dataset.Data',
     *,
     batch_size: int,
     seed: int,
@@ -92,10 +123,9 @@ def position_settings(
     which one differs. The entry `data_set` is the name, config, version and split, and a digest of
     these, the source's fingerprint and the lengths of the shards.
     """
-    info = dataset.open_dataset(data).info
-    name = f'{info.full_name} {split}'
-    shards = info.splits[split].shard_lengths if split in info.splits else []
-    source = (info.metadata or {}).get(schema.META_SOURCE_FINGERPRINT)
+    full_name, shards, metadata = _describe(data, split)
+    name = f'{full_name} {split}'
+    source = metadata.get(schema.META_SOURCE_FINGERPRINT)
     return {
         'data_set': f'{name} {json_digest.sha256([name, source, *shards])[:16]}',
         'seed': seed,
@@ -111,11 +141,91 @@ def position_fingerprint(settings: Mapping[str, str | int]) -> str:
     return json_digest.sha256(dict(settings))
 
 
+def _describe(data: 'dataset.Data', split: str) -> tuple[str, Sequence[int], Mapping[str, Any]]:
+    """The full name of a data set, the lengths of a split's shards, and the metadata."""
+    if stored := _read_stored(data):
+        found = stored.splits.get(split)
+        return stored.full_name, found.shard_lengths if found else [], stored.metadata
+    from coyo11m_tfds import dataset
+
+    info = dataset.open_dataset(data).info
+    shards = info.splits[split].shard_lengths if split in info.splits else []
+    return info.full_name, shards, info.metadata or {}
+
+
+def _read_stored(data: 'dataset.Data') -> StoredDataset | None:
+    """The metadata in a local folder; None for a builder, a URL, and where there is none."""
+    if not isinstance(data, str | os.PathLike) or source_files.is_remote(data):
+        return None
+    return stored_dataset.read(data)
+
+
 # --- Batches on the host -----------------------------------------------------------------------
 
 
+def train_batches(
+    data: 'dataset.Data', *, engine: str = AUTO, verify: str = verified.ONCE, **arguments: Any
+) -> Iterator[dict[str, np.ndarray]]:
+    """This process's part of the training batches from `start_step` on, without end.
+
+        batches = input_pipeline.train_batches(path, batch_size=256, seed=0, start_step=1000)
+        next(batches)['latents']        # float16 (256, 4, 32, 32)
+
+    Args:
+        data: the folder of a data set, or its builder.
+        engine: 'rows' gathers out of memory-mapped files, which have to be local and must not be
+            changed meanwhile; 'chunks' goes through `train_dataset`; 'auto' takes rows for a local
+            data set with a chunk index and chunks for any other. Both give the same batches.
+        verify: when `rows` compares records with their CRC-32C: 'once' when this process first
+            reads a record, 'always', or 'never'. `chunks` always does.
+        **arguments: as of `train_dataset`. For `rows` nothing depends on `parallel_reads` and
+            `private_threads`, and a negative `prefetch` keeps 2 batches ready.
+
+    Returns:
+        Batches as of `train_dataset`, of arrays that nobody else uses. With `rows`, the iterator
+        raises `ValueError` where a record cannot be read or too many are bad, and `OSError` where
+        a file is missing, refused or has changed since it was opened; with `chunks`,
+        `tf.errors.OpError`. Dropping the iterator ends its thread.
+
+    Raises:
+        ValueError: as of `train_dataset`; or `engine` or `verify` is unknown, or 'rows' is asked
+            for where files are not local or have no chunk index.
+        OSError: the metadata cannot be read.
+    """
+    opened = _open_rows(data, arguments.get('split', schema.TRAIN), engine, verify)
+    if opened is None:
+        return train_dataset(data, **arguments).as_numpy_iterator()
+    return _train_rows(*opened, verify, _bind(train_dataset, data, arguments))
+
+
+def engine_of(data: 'dataset.Data', engine: str = AUTO, split: str = schema.TRAIN) -> str:
+    """Returns the engine that `train_batches` uses: 'rows' or 'chunks'; raises as it does."""
+    return CHUNKS if _open_rows(data, split, engine) is None else ROWS
+
+
+def eval_batches(
+    data: 'dataset.Data', *, engine: str = AUTO, verify: str = verified.ONCE, **arguments: Any
+) -> Iterator[dict[str, np.ndarray]]:
+    """This process's part of every record of a split, once, in the order of the shards.
+
+    Args:
+        data, engine, verify: as of `train_batches`.
+        **arguments: as of `eval_dataset`.
+
+    Returns:
+        Batches as of `eval_dataset`; errors as of `train_batches`.
+
+    Raises:
+        ValueError, OSError: as of `train_batches`; or the split is empty.
+    """
+    opened = _open_rows(data, arguments.get('split', schema.VALIDATION), engine, verify)
+    if opened is None:
+        return eval_dataset(data, **arguments).as_numpy_iterator()
+    return _eval_rows(*opened, verify, _bind(eval_dataset, data, arguments))
+
+
 def train_dataset(
-    data: dataset.Data,
+    data: 'dataset.Data',
     *,
     batch_size: int,
     seed: int,
@@ -132,9 +242,9 @@ def train_dataset(
     max_bad_fraction: float = DEFAULT_MAX_FRACTION,
     counter: ReadCounter | None = None,
     parallel_reads: int = 4,
-    prefetch: int = tf.data.AUTOTUNE,
+    prefetch: int = _AUTOTUNE,
     private_threads: int = 0,
-) -> tf.data.Dataset:
+) -> 'tf.data.Dataset':
     """This process's part of the training batches from `start_step` on, without end.
 
     Args:
@@ -172,10 +282,12 @@ def train_dataset(
         ValueError: for settings that do not fit together, naming some that do, or a feature that
             the data set does not have.
     """
-    if not 0 <= caption_dropout <= 1:
-        raise ValueError(f'caption_dropout={caption_dropout} is not in [0, 1]')
+    from coyo11m_tfds import dataset
+    from coyo11m_tfds.reading import tf_engine
+
+    _check_dropout(caption_dropout)
     builder = dataset.open_dataset(data)
-    parser = _make_parser(
+    parser = tf_engine.make_parser(
         builder,
         features,
         seed=seed,
@@ -183,23 +295,22 @@ def train_dataset(
         with_mask=on_bad_records == SKIP,
     )
     opened = dataset.open_split(builder, split)
-    _check_share(batch_size, process_index, process_count, lanes if opened else None)
+    process = process_index, process_count
+    _check_share(batch_size, *process, lanes if opened else None)
+    reading = tf_engine.Reading(
+        on_bad_records, max_bad_fraction, counter, parallel_reads, prefetch, private_threads
+    )
     if opened is None:
-        batches = ordinary.train_batches(
-            builder, split, parser, batch_size, process_index, process_count
+        return tf_engine.train_ordinary(
+            builder, split, parser, batch_size, process, start_step, reading
         )
-        return _finish(batches.skip(start_step), prefetch, private_threads)
     order = Order(opened.index.shard_lengths, seed, batch_size, chunk, lanes, window)
-    own = _own_lanes(order, process_index, process_count)
-    reader = ChunkReader(opened, parser, on_bad_records, counter, max_bad_fraction)
-    lane_reader = lanes_lib.LaneReader(order, reader, parallel_reads)
-    batches = lane_reader.read(own, order.locate(start_step))
-    threads = private_threads or threads_for(opened, len(own) * parallel_reads)
-    return _finish(batches, prefetch, threads)
+    own = _own_lanes(order, *process)
+    return tf_engine.train_chunks(opened, parser, order, own, start_step, reading)
 
 
 def eval_dataset(
-    data: dataset.Data,
+    data: 'dataset.Data',
     *,
     batch_size: int,
     features: Sequence[str] = (schema.KEY, schema.LATENTS, schema.TEXT_EMBEDDING),
@@ -211,9 +322,9 @@ def eval_dataset(
     max_bad_fraction: float = DEFAULT_MAX_FRACTION,
     counter: ReadCounter | None = None,
     parallel_reads: int = 16,
-    prefetch: int = tf.data.AUTOTUNE,
+    prefetch: int = _AUTOTUNE,
     private_threads: int = 0,
-) -> tf.data.Dataset:
+) -> 'tf.data.Dataset':
     """This process's part of every record of a split, once, in the order of the shards.
 
     The crop is always the middle one. All processes get the same number of batches, which is
@@ -225,32 +336,26 @@ def eval_dataset(
     Raises:
         ValueError: if the split is empty, or as of `train_dataset`.
     """
-    _check_share(batch_size, process_index, process_count)
+    from coyo11m_tfds import dataset
+    from coyo11m_tfds.reading import tf_engine
+
+    process = process_index, process_count
+    _check_share(batch_size, *process)
     builder = dataset.open_dataset(data)
-    parser = _make_parser(builder, features, fixed_crop=EVAL_CROP, with_mask=True)
+    parser = tf_engine.make_parser(builder, features, fixed_crop=EVAL_CROP, with_mask=True)
     opened = dataset.open_split(builder, split)
+    reading = tf_engine.Reading(
+        on_bad_records, max_bad_fraction, counter, parallel_reads, prefetch, private_threads
+    )
     if opened is None:
-        batches = ordinary.eval_batches(
-            builder, split, parser, batch_size, process_index, process_count
-        )
-        return _finish(batches, prefetch, private_threads)
+        return tf_engine.eval_ordinary(builder, split, parser, batch_size, process, reading)
+    records, num_batches = _eval_share(builder.data_dir, split, opened, batch_size, *process)
     local = batch_size // process_count
-    size = int(opened.index.shard_lengths.sum())
-    if not size:
-        raise ValueError(f'{builder.data_dir}: split {split!r} is empty')
-    num_batches = -(-size // batch_size)
-    begin = min(size, process_index * num_batches * local)
-    end = min(size, begin + num_batches * local)
-    reads = consecutive_reads(opened.index.shard_lengths, begin, end, chunk)
-    reader = ChunkReader(opened, parser, on_bad_records, counter, max_bad_fraction)
-    rows = tf.data.Dataset.from_tensor_slices(reader.locate(reads))
-    records = lanes_lib.read_chunks(rows, reader, parallel_reads)
-    batches = padding.take_full(padding.fill_up(records.rebatch(local), local), num_batches)
-    return _finish(batches, prefetch, private_threads or threads_for(opened, parallel_reads))
+    return tf_engine.eval_chunks(opened, parser, records, chunk, local, num_batches, reading)
 
 
 def check_memory(
-    data: dataset.Data,
+    data: 'dataset.Data',
     *,
     batch_size: int,
     features: Sequence[str] = (schema.KEY, schema.LATENTS, schema.TEXT_EMBEDDING),
@@ -262,29 +367,36 @@ def check_memory(
     split: str = schema.TRAIN,
     on_bad_records: str = STOP,
     parallel_reads: int = 4,
-    prefetch: int = tf.data.AUTOTUNE,
+    prefetch: int = _AUTOTUNE,
     ram_budget_gb: float = 0.0,
     processes_on_host: int = 1,
+    engine: str = CHUNKS,
 ) -> None:
     """Checks that `train_dataset` with these arguments fits into the memory of this host.
 
-    See `coyo11m_tfds.reading.memory` for what is counted. A data set without a chunk index is read
-    without windows and always fits.
+    See `coyo11m_tfds.reading.memory` for what is counted. Rows, and a data set without a chunk
+    index, are read without windows and always fit.
 
     Args:
         data and all others: as of `train_dataset`.
         ram_budget_gb: 10^9 bytes that reading may take on this host; 0 for half of the memory that
             this machine or container has.
         processes_on_host: how many processes of the run share this host.
+        engine: as of `train_batches`.
 
     Raises:
         ValueError: it takes more; the message says how much, and what would fit.
     """
+    if _open_rows(data, split, engine):
+        return
+    from coyo11m_tfds import dataset
+    from coyo11m_tfds.reading import tf_engine
+
     builder = dataset.open_dataset(data)
     opened = dataset.open_split(builder, split)
     if opened is None:
         return
-    parser = _make_parser(
+    parser = tf_engine.make_parser(
         builder, features, caption_dropout=caption_dropout, with_mask=on_bad_records == SKIP
     )
     order = Order(opened.index.shard_lengths, 0, batch_size, chunk, lanes, window)
@@ -301,11 +413,121 @@ def check_memory(
     memory.check(need, budget_gb=ram_budget_gb, processes_on_host=processes_on_host)
 
 
-def _make_parser(builder: tfds.core.DatasetBuilder, features: Sequence[str], **choices) -> Parser:
-    dataset.check_features(builder, (schema.KEY, *features))
-    return Parser(
-        tuple(features), dataset.latent_dtype(builder), dataset.text_dim(builder), **choices
+# --- The engine `rows` -------------------------------------------------------------------------
+
+
+def _open_rows(
+    data: 'dataset.Data', split: str, engine: str, verify: str = verified.ONCE
+) -> tuple[StoredDataset, IndexedSplit] | None:
+    """The data set and the split that rows are read of; None where chunks are."""
+    if engine not in ENGINES:
+        raise ValueError(f'engine={engine!r} is none of {", ".join(map(repr, ENGINES))}')
+    if verify not in verified.MODES:
+        raise ValueError(f'verify={verify!r} is none of {", ".join(map(repr, verified.MODES))}')
+    if engine == CHUNKS:
+        return None
+    folder = os.fspath(data if isinstance(data, str | os.PathLike) else data.data_dir)
+    stored = _read_stored(folder)
+    opened = stored and stored.open_split(split)
+    if opened:
+        return stored, opened
+    if engine == ROWS:
+        raise ValueError(
+            f'{folder}: engine={ROWS!r} reads local data sets with a chunk index of split '
+            f'{split!r}, and this is none; set engine={CHUNKS!r}'
+        )
+    return None
+
+
+def _train_rows(
+    stored: StoredDataset, split: IndexedSplit, verify: str, asked: types.SimpleNamespace
+) -> Iterator[dict[str, np.ndarray]]:
+    """`train_batches` by rows; `asked` has the arguments of `train_dataset`."""
+    _check_dropout(asked.caption_dropout)
+    reader = _row_reader(
+        stored,
+        split,
+        verify,
+        asked,
+        seed=asked.seed,
+        caption_dropout=asked.caption_dropout,
+        with_mask=asked.on_bad_records == SKIP,
     )
+    process = asked.process_index, asked.process_count
+    _check_share(asked.batch_size, *process, asked.lanes)
+    order = Order(
+        split.index.shard_lengths,
+        asked.seed,
+        asked.batch_size,
+        asked.chunk,
+        asked.lanes,
+        asked.window,
+    )
+    own = _own_lanes(order, *process)
+    order.locate(asked.start_step)  # raises before anything is read
+    return rows.train_batches(reader, order, own, asked.start_step, _ahead(asked.prefetch))
+
+
+def _eval_rows(
+    stored: StoredDataset, split: IndexedSplit, verify: str, asked: types.SimpleNamespace
+) -> Iterator[dict[str, np.ndarray]]:
+    """`eval_batches` by rows; `asked` has the arguments of `eval_dataset`."""
+    process = asked.process_index, asked.process_count
+    _check_share(asked.batch_size, *process)
+    reader = _row_reader(stored, split, verify, asked, fixed_crop=EVAL_CROP, with_mask=True)
+    records, num_batches = _eval_share(
+        stored.folder, asked.split, split, asked.batch_size, *process
+    )
+    local = asked.batch_size // asked.process_count
+    lengths, prefetch = split.index.shard_lengths, _ahead(asked.prefetch)
+    return rows.eval_batches(reader, lengths, records, local, num_batches, prefetch)
+
+
+def _row_reader(
+    stored: StoredDataset,
+    split: IndexedSplit,
+    verify: str,
+    asked: types.SimpleNamespace,
+    **choices: Any,
+) -> RowReader:
+    stored.check_features((schema.KEY, *asked.features))
+    process_settings.keep_freed_memory()
+    latents = None
+    if schema.LATENTS in stored.columns:
+        nbytes = schema.NUM_CROPS * schema.LATENT_NBYTES
+        column = stored.columns[schema.LATENTS]
+        num_records = int(split.index.shard_lengths.sum())
+        latents = ColumnReader(column, stored.folder, asked.split, num_records, nbytes)
+    return RowReader(
+        split,
+        RowChoices(tuple(asked.features), stored.latent_dtype, stored.text_dim, **choices),
+        verify=verify,
+        on_bad_records=asked.on_bad_records,
+        counter=asked.counter,
+        max_bad_fraction=asked.max_bad_fraction,
+        latents=latents,
+    )
+
+
+def _bind(
+    function: Callable, data: 'dataset.Data', arguments: Mapping[str, Any]
+) -> types.SimpleNamespace:
+    """The arguments of a call with its defaults."""
+    bound = inspect.signature(function).bind(data, **arguments)
+    bound.apply_defaults()
+    return types.SimpleNamespace(**bound.arguments)
+
+
+def _ahead(prefetch: int) -> int:
+    return _ROW_BATCHES_AHEAD if prefetch < 0 else max(1, prefetch)
+
+
+# --- Shares of processes -----------------------------------------------------------------------
+
+
+def _check_dropout(caption_dropout: float) -> None:
+    if not 0 <= caption_dropout <= 1:
+        raise ValueError(f'caption_dropout={caption_dropout} is not in [0, 1]')
 
 
 def _check_share(
@@ -330,24 +552,28 @@ def _own_lanes(order: Order, process_index: int, process_count: int) -> range:
     return range(process_index * each, (process_index + 1) * each)
 
 
-def threads_for(opened: dataset.IndexedSplit, reads_in_flight: int) -> int:
-    """Threads that a data set needs for itself; 0 if those that all share will do.
+def _eval_share(
+    data_dir: str | os.PathLike[str],
+    name: str,
+    split: IndexedSplit,
+    batch_size: int,
+    process_index: int,
+    process_count: int,
+) -> tuple[range, int]:
+    """The records of a split that one process evaluates, and how many batches all of them have."""
+    size = int(split.index.shard_lengths.sum())
+    if not size:
+        raise ValueError(f'{data_dir}: split {name!r} is empty')
+    num_batches = -(-size // batch_size)
+    each = num_batches * (batch_size // process_count)
+    begin = min(size, process_index * each)
+    return range(begin, min(size, begin + each)), num_batches
 
-    A read holds a thread while it waits. The shared pool has one thread a core, which is right for
-    local files and far too few for the latency of gs://.
-    """
-    if not opened.is_remote or reads_in_flight < 1:
-        return 0
-    return reads_in_flight + (os.cpu_count() or 1)
 
+def _open_split(data: 'dataset.Data', split: str) -> IndexedSplit | None:
+    """A split with a chunk index, wherever it lies; None where there is none."""
+    if opened := _open_rows(data, split, AUTO):
+        return opened[1]
+    from coyo11m_tfds import dataset
 
-def _finish(batches: tf.data.Dataset, prefetch: int, private_threads: int) -> tf.data.Dataset:
-    options = tf.data.Options()
-    options.deterministic = True
-    # The buffer of `prefetch` tunes itself without the tuner of tf.data, which is there to choose
-    # numbers of parallel calls. With that one, dropping an iterator waits for it to wake up, up to
-    # 60 s, and no other Python thread runs meanwhile.
-    options.autotune.enabled = False
-    if private_threads:
-        options.threading.private_threadpool_size = private_threads
-    return batches.prefetch(prefetch).with_options(options)
+    return dataset.open_split(dataset.open_dataset(data), split)

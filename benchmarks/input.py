@@ -6,10 +6,10 @@
     python -m benchmarks.input --data_dir DATA --diagnose        # see diagnose.py
 
 The samples are made once and written in every reader's own format; they are kept in `--dir`. Every
-run is a fresh process that reads files in the page cache: one that starts, reads until it is steady
-and then for some seconds; and one that goes on in the middle of an epoch. Readers take turns, in
-another order in each repeat. What is not installed is left out; benchmarks/README.md says how to
-install it, what is measured, and what came out.
+run is a fresh process that reads files in the page cache, with `--cold` from the disk: one that
+starts, reads until it is steady and then for some seconds; and one that goes on in the middle of an
+epoch. Readers take turns, in another order in each repeat. What is not installed is left out;
+benchmarks/README.md says how to install it, what is measured, and what came out.
 """
 
 import argparse
@@ -54,6 +54,7 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument('--repeats', type=int, default=3)
     parser.add_argument('--seconds', type=float, default=5, help='to read for, when steady')
     parser.add_argument('--only', type=lambda text: text.split(','), help=','.join(READERS))
+    parser.add_argument('--cold', action='store_true', help='without the page cache')
     parser.add_argument('--fill_memory', action='store_true', help='with page cache, before a run')
     parser.add_argument('--svg', type=pathlib.Path, help='file to draw samples per second into')
     parser.add_argument('--task', choices=_TASKS, help='do one task and measure nothing')
@@ -125,7 +126,8 @@ def compare(
     def run(name: str, task: str) -> tuple[measure.Run, dict]:
         make_ready()
         data = _folder_of(flags.dir, READERS[name].writer)
-        measure.read_through(path for path in data.rglob('*') if path.is_file())
+        ready = measure.drop_from_page_cache if flags.cold else measure.read_through
+        ready(path for path in data.rglob('*') if path.is_file())
         return _run(name, task, flags.dir, flags.seconds)
 
     for name in measure.turns(names, flags.repeats):

@@ -20,7 +20,8 @@ from benchmarks.streams import Open, from_the_start
 from benchmarks.writers import WRITERS, import_streaming_base
 from configs import default
 
-OURS = ('ours', 'ours_configured')
+ROWS = ('rows', 'rows_always')
+OURS = (*ROWS, 'ours', 'ours_configured')
 BARE = 'tfrecord'
 # Those that go through their files in order and shuffle as they go, or are made to stream; and
 # those that fetch samples one by one from mapped files, which needs a local disk.
@@ -100,9 +101,25 @@ _HERE = ('coyo11m_tfds', 'coyo11m_tfds')
 _TORCH = 'torch.utils.data'
 
 READERS = {
-    'ours': Reader('this pipeline', tf_readers.ours, 'builder', *_HERE, _prepare_ours),
+    'rows': Reader(
+        'this pipeline by rows',
+        tf_readers.rows,
+        'builder',
+        'coyo11m_tfds',
+        'coyo11m_tfds',
+        _importing('input_pipeline'),
+    ),
+    'rows_always': Reader(
+        'by rows, all checksums',
+        tf_readers.rows_always,
+        'builder',
+        'coyo11m_tfds',
+        'coyo11m_tfds',
+        _importing('input_pipeline'),
+    ),
+    'ours': Reader('this pipeline by chunks', tf_readers.ours, 'builder', *_HERE, _prepare_ours),
     'ours_configured': Reader(
-        'this pipeline as configured',
+        'by chunks as configured',
         tf_readers.ours_configured,
         'builder',
         *_HERE,

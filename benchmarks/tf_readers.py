@@ -26,8 +26,8 @@ def data_dir(folder: pathlib.Path) -> pathlib.Path:
     return next(folder.rglob(schema.INFO_FILE)).parent
 
 
-def ours(folder: pathlib.Path, state: bytes | None, **settings: int) -> Stream:
-    """`input_pipeline.train_dataset`; what a checkpoint keeps of it is its state."""
+def ours(folder: pathlib.Path, state: bytes | None, **settings: int | str) -> Stream:
+    """`input_pipeline.train_batches`; what a checkpoint keeps of it is its state."""
     import input_pipeline
 
     data, order = data_dir(folder), {'batch_size': BATCH_SIZE, 'seed': SEED}
@@ -38,11 +38,9 @@ def ours(folder: pathlib.Path, state: bytes | None, **settings: int) -> Stream:
         start = saved.pop('step')
         if saved != position:
             raise ValueError(f'{data}: the state is of {saved}, the data set gives {position}.')
-    batches = input_pipeline.train_dataset(
-        data, **order, start_step=start, features=(schema.KEY, schema.LATENTS), **settings
-    )
+    settings = {'engine': 'chunks', 'features': (schema.KEY, schema.LATENTS), **settings}
     return Stream(
-        batches.as_numpy_iterator,
+        lambda: input_pipeline.train_batches(data, **order, start_step=start, **settings),
         lambda taken: json.dumps({'step': start + taken, **position}).encode(),
     )
 
@@ -56,6 +54,16 @@ def ours_configured(folder: pathlib.Path, state: bytes | None) -> Stream:
     ordering = inspect.signature(input_pipeline.train_order).parameters
     names = set(inspect.signature(input_pipeline.train_dataset).parameters) - set(ordering)
     return ours(folder, state, **{name: data[name] for name in sorted(names & set(data))})
+
+
+def rows(folder: pathlib.Path, state: bytes | None) -> Stream:
+    """Rows out of mapped shards; each checksum is compared once."""
+    return ours(folder, state, engine='rows')
+
+
+def rows_always(folder: pathlib.Path, state: bytes | None) -> Stream:
+    """The same with every checksum compared every time, as all that goes through tf.data is."""
+    return ours(folder, state, engine='rows', verify='always')
 
 
 # --- tf.data -----------------------------------------------------------------------------------

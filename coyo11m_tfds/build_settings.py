@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import coyo11m_tfds
 from coyo11m_tfds import schema
+from coyo11m_tfds.columns import IN_PLACE, RECORDS
 from coyo11m_tfds.storage import source_files
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _IN_RECORDS = ('', 'pt')  # values of text_vectors that are no path
 _LIMIT = 'max_examples_per_split'
 _VECTORS = 'text_vectors'
+_LATENTS = 'latents'
 # What a build that has ended well does not depend on.
 _NOT_COMPARED = ('max_bad_fraction', 'check_crc', 'package_version')
 
@@ -36,7 +38,9 @@ def record(
         limit: `max_examples_per_split`.
         text_vectors: '', 'pt' or what a sidecar says about itself; never a path.
     """
-    return {
+    # Only where it is so: the metadata of other data sets stays as it always was.
+    in_place = {_LATENTS: config.latents} if config.latents == IN_PLACE else {}
+    return in_place | {
         'caption_column': config.caption_column,
         _VECTORS: text_vectors,
         'validation_fraction': float(config.validation_fraction),
@@ -74,7 +78,8 @@ def check(
     if recorded is None:
         return
     wanted = record(config, limit, _text_vectors(config.text_vectors, recorded.get(_VECTORS)))
-    differing = list(_differences(recorded, wanted))
+    lie = {_LATENTS: RECORDS}
+    differing = list(_differences(lie | recorded, lie | wanted))
     if differing:
         raise ValueError(
             f'{os.fspath(folder)} was built with other settings: {"; ".join(differing)}. Give the '

@@ -97,6 +97,11 @@ def build(
         RuntimeError: a worker died, the first process of the job failed, or another builder has
             taken the place over.
     """
+    if options.settings.in_place and source_files.is_remote(final):
+        raise ValueError(
+            f"{final}: with latents='in_place' the data set is local, as its source is. Choose a "
+            "local --data_dir, or set latents='records'."
+        )
     if job.process_index():
         _wait_for_first_process(final, options)
         return False
@@ -167,6 +172,7 @@ def _write_metadata(
     facts = prepare.make_facts(name, results, dropped, metadata)
     with held_folder.make(work.staging(local), 'info-') as made:
         prepare.write_chunk_indexes(results, made)
+        prepare.write_columns(results, made)
         write_info(Built(plan, prepare.by_split(results), metadata), made)
         report.write(facts, made)
         files |= {name: file_state(os.path.join(made, name)) for name in os.listdir(made)}

@@ -26,6 +26,7 @@ from etils import epath
 from tensorflow_datasets.core import dataset_builder
 
 from coyo11m_tfds import build_folder, build_settings, job, schema
+from coyo11m_tfds.columns import IN_PLACE, LATENTS_LIE
 
 if TYPE_CHECKING:
     from coyo11m_tfds import building
@@ -55,6 +56,8 @@ class Coyo11mConfig(tfds.core.BuilderConfig):
         shard_bytes: size of a shard, about; see `plan.PlanSettings`.
         text_vectors: '' for none; 'pt' for `embeddings` in the `.pt` files; else the path of a
             sidecar that `coyo11m_tfds.embed_captions` made.
+        latents: 'records', or 'in_place': records hold all but the latents, which are read out of
+            the source's files; source and data set must be local, and the files stay as they are.
         bad_data: what to do about keys that come twice, files whose tensors disagree, and numbers
             that are not finite: 'drop' and count them, or 'stop' at the first.
         max_bad_fraction: share of the source's rows that may be dropped as bad, in [0, 1].
@@ -77,6 +80,7 @@ class Coyo11mConfig(tfds.core.BuilderConfig):
     validation_fraction: float = 0.01
     shard_bytes: int = 128 * 1024 * 1024
     text_vectors: str = ''
+    latents: str = 'records'
     bad_data: str = 'drop'
     max_bad_fraction: float = 0.01
     check_crc: bool = True
@@ -111,6 +115,7 @@ class Coyo11mConfig(tfds.core.BuilderConfig):
         self._check('scratch_gb', self.scratch_gb > 0, 'more than 0')
         self._check('wait_hours', self.wait_hours >= 0, 'at least 0')
         self._check('check_crc', isinstance(self.check_crc, bool), 'true or false')
+        self._check('latents', self.latents in LATENTS_LIE, "'records' or 'in_place'")
         self._check('bad_data', self.bad_data in ('drop', 'stop'), "'drop' or 'stop'")
 
     def _check(self, name: str, good: bool, expected: str) -> None:
@@ -174,7 +179,8 @@ class Builder(dataset_builder.FileReaderBuilder):
         if (self.data_path / _FEATURES_FILE).exists():
             return tfds.features.FeatureConnector.from_config(self.data_path)
         with_text = self.builder_config.text_vectors
-        return make_features('float16', schema.DEFAULT_TEXT_DIM if with_text else None)
+        dim = schema.DEFAULT_TEXT_DIM if with_text else None
+        return make_features('float16', dim, self.builder_config.latents)
 
     def download_and_prepare(
         self,
@@ -266,6 +272,7 @@ class Builder(dataset_builder.FileReaderBuilder):
             settings=plan.PlanSettings(
                 caption_column=config.caption_column,
                 text_vectors=config.text_vectors,
+                in_place=config.latents == IN_PLACE,
                 validation_fraction=config.validation_fraction,
                 shard_bytes=config.shard_bytes,
                 drop_bad=config.bad_data == 'drop',
@@ -349,7 +356,9 @@ class Builder(dataset_builder.FileReaderBuilder):
         """Takes over what only the source tells, and writes TFDS' files about the data set."""
         vectors = built.plan.text_vectors
         # TFDS has no setter for features, but only the source tells their dtype and width.
-        self.info._features = make_features(built.plan.latent_dtype, vectors and vectors.dim)
+        self.info._features = make_features(
+            built.plan.latent_dtype, vectors and vectors.dim, self.builder_config.latents
+        )
         self.info.set_splits(self._make_splits(built.splits))
         self.info.metadata.clear()
         self.info.metadata.update(built.metadata)
@@ -375,8 +384,16 @@ class Builder(dataset_builder.FileReaderBuilder):
         )
 
 
-def make_features(latent_dtype: str, text_dim: int | None) -> tfds.features.FeaturesDict:
-    """Returns the features of a record; without `text_embedding` if `text_dim` is None."""
+def make_features(
+    latent_dtype: str, text_dim: int | None, latents: str = 'records'
+) -> tfds.features.FeaturesDict:
+    """Returns the features of a record.
+
+    Args:
+        latent_dtype: one of `schema.LATENT_DTYPES`.
+        text_dim: None for records without `text_embedding`.
+        latents: 'in_place' for records without `latents`.
+    """
     features = {
         schema.KEY: tfds.features.Scalar(
             np.int64, doc='Identifies the image; the key of the source.'
@@ -391,6 +408,8 @@ def make_features(latent_dtype: str, text_dim: int | None) -> tfds.features.Feat
         ),
         schema.CAPTION: tfds.features.Text(doc='What the image shows.'),
     }
+    if latents == IN_PLACE:
+        del features[schema.LATENTS]
     if text_dim is not None:
         features[schema.TEXT_EMBEDDING] = tfds.features.Tensor(
             shape=(text_dim,),

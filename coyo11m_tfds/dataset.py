@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import tempfile
 from collections.abc import Sequence
 
@@ -20,17 +19,15 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 from absl import logging
 
-from coyo11m_tfds import chunk_index, schema
+from coyo11m_tfds import columns, indexed_split, schema, stored_dataset
+from coyo11m_tfds.indexed_split import IndexedSplit
 from coyo11m_tfds.storage import remote, retry, source_files
 
 Data = str | os.PathLike | tfds.core.DatasetBuilder
 
-# In TFDS' file names, with as many digits as the number of shards needs and at least five.
-_FIRST_SHARD = re.compile(r'0{5,}(?=-of-\d+)')
+_METADATA_FILES = (schema.INFO_FILE, schema.FEATURES_FILE, schema.METADATA_FILE)
 
-_METADATA_FILES = (schema.INFO_FILE, 'features.json', 'metadata.json')
-
-FEATURES = (schema.KEY, schema.LATENTS, schema.TEXT_EMBEDDING, schema.CAPTION)
+FEATURES = stored_dataset.FEATURES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +148,8 @@ def latent_dtype(builder: tfds.core.DatasetBuilder) -> tf.DType:
         ValueError: the data set has no latents, or they have another shape or dtype.
     """
     feature = _feature(builder, schema.LATENTS)
+    if feature is None and (column := _columns(builder).get(schema.LATENTS)):
+        return tf.as_dtype(column.dtype)
     if (
         feature is None
         or feature.shape != schema.LATENTS_SHAPE
@@ -174,53 +173,17 @@ def _feature(builder: tfds.core.DatasetBuilder, name: str) -> tfds.features.Feat
     return features[name] if name in features else None  # noqa: SIM401, it has no `get`
 
 
+def _columns(builder: tfds.core.DatasetBuilder) -> dict[str, columns.Column]:
+    """Features that lie elsewhere than in the records; only of a local data set."""
+    folder = os.fspath(builder.data_dir)
+    return {} if source_files.is_remote(folder) else columns.read(folder)
+
+
 def check_features(builder: tfds.core.DatasetBuilder, features: Sequence[str]) -> None:
     """Raises a ValueError for a feature that the data set does not have."""
-    available = [name for name in FEATURES if _feature(builder, name) is not None]
-    missing = [name for name in features if name not in available]
-    if missing:
-        raise ValueError(
-            f'{builder.data_dir}: no feature {missing[0]!r}; there are {available}. Data sets with '
-            'text vectors are built with the config field text_vectors.'
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class IndexedSplit:
-    """One split with a chunk index.
-
-    Attributes:
-        index: where its records are.
-        file_prefix, file_suffix: of the path of every shard; its number is between them.
-        digits: of that number.
-    """
-
-    index: chunk_index.ChunkIndex
-    file_prefix: str
-    file_suffix: str
-    digits: int
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether reading waits for a network."""
-        return source_files.is_remote(self.file_prefix)
-
-    @property
-    def record_nbytes(self) -> int:
-        """Bytes of a record in the files, on average; 0 if there is none."""
-        lengths = self.index.shard_lengths
-        shards = np.flatnonzero(lengths)
-        _, nbytes = self.index.byte_range(shards, 0, lengths[shards])
-        return int(nbytes.sum() // max(1, lengths.sum()))
-
-    def file(self, shard: int) -> str:
-        """The path of a shard."""
-        return f'{self.file_prefix}{shard:0{self.digits}}{self.file_suffix}'
-
-    def file_tensor(self, shard: tf.Tensor) -> tf.Tensor:
-        """The same in a graph, for an int64 scalar."""
-        number = tf.strings.as_string(shard, width=self.digits, fill='0')
-        return tf.strings.join([self.file_prefix, number, self.file_suffix])
+    there = [name for name in FEATURES if _feature(builder, name) is not None]
+    there += _columns(builder)
+    stored_dataset.check_features(builder.data_dir, there, features)
 
 
 def open_split(builder: tfds.core.DatasetBuilder, split: str) -> IndexedSplit | None:
@@ -229,26 +192,9 @@ def open_split(builder: tfds.core.DatasetBuilder, split: str) -> IndexedSplit | 
     # A mocked data set knows of no splits and has all; 'train[:50%]' is a part of 'train'.
     if splits and split.partition('[')[0] not in splits:
         raise ValueError(f'{builder.data_dir}: no split {split!r}; there are {list(splits)}')
-    index = chunk_index.ChunkIndex.load(builder.data_dir, split)
-    if index is None:
-        return None
-    lengths = list(splits[split].shard_lengths) if split in splits else []
-    if lengths != index.shard_lengths.tolist():
-        raise ValueError(
-            f'{builder.data_dir}: dataset_info.json has {len(lengths)} shards of {sum(lengths)} '
-            f'records for split {split!r}, its chunk index {len(index.shard_lengths)} of '
-            f'{index.shard_lengths.sum()}; build the data set again'
-        )
-    return IndexedSplit(index, *_shard_paths(splits[split], len(lengths)))
-
-
-def _shard_paths(split: tfds.core.SplitInfo, num_shards: int) -> tuple[str, str, int]:
-    """What the paths of shards have before and after the shard's number, and its digits.
-
-    One path tells all: TFDS takes seconds to make those of a hundred thousand shards.
-    """
-    first = os.fspath(
-        split.filename_template.sharded_filepath(shard_index=0, num_shards=num_shards)
-    )
-    number = list(_FIRST_SHARD.finditer(first))[-1]
-    return first[: number.start()], first[number.end() :], len(number[0])
+    lengths, first = [], ''
+    if split in splits:
+        lengths = list(splits[split].shard_lengths)
+        template = splits[split].filename_template
+        first = template.sharded_filepath(shard_index=0, num_shards=len(lengths))
+    return indexed_split.load(builder.data_dir, split, lengths, os.fspath(first))

@@ -110,7 +110,7 @@ class LatentShard:
         raw, values = self._raw[:count], self._values[:count]
         raw_bytes = raw.view(torch.uint8).flatten(1).numpy()
         rows = np.asarray(rows, np.int64)
-        if self._latents_start is None:
+        if self.latents_start is None:
             torch.index_select(self._latents, 0, torch.from_numpy(rows), out=raw)
         else:
             self._read_rows(rows, raw_bytes)
@@ -127,7 +127,7 @@ class LatentShard:
         begins = np.flatnonzero(np.diff(rows, prepend=-2) != 1).tolist()
         for begin, end in itertools.pairwise([*begins, len(rows)]):
             part = memoryview(out[begin:end]).cast('B')
-            at = self._latents_start + int(rows[begin]) * out.shape[1]
+            at = self.latents_start + int(rows[begin]) * out.shape[1]
             while part:
                 count = os.preadv(self._file, [part], at)
                 if not count:
@@ -144,7 +144,7 @@ class LatentShard:
         return file
 
     @functools.cached_property
-    def _latents_start(self) -> int | None:
+    def latents_start(self) -> int | None:
         """Where the latents begin in the file; None if they do not lie there row after row."""
         if not len(self.keys) or not self._latents.is_contiguous():
             return None

@@ -246,16 +246,22 @@ class Epoch:
             given = (place >= begin) & (place < end)
             yield np.where(given, self._permuted(lane, windows), -1)
 
-    def lane_records(self, lane: int, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """A lane's shards and records in batch `step` of this epoch, computed without reading."""
+    def lane_records(self, lane: int, step: int, count: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """A lane's shards and records in `count` batches from `step` on, without reading.
+
+        The batches are within this epoch; both are int64 `(count * lane_batch,)`.
+        """
         order = self.order
-        begin, end = step * order.lane_batch, (step + 1) * order.lane_batch
+        begin, end = step * order.lane_batch, (step + count) * order.lane_batch
         windows = np.arange(begin // order.window, -(-end // order.window))
         visited = (self._permuted(lane, windows) + windows[:, None] * order.window).ravel()
         skipped = begin - windows[0] * order.window
         index, within = self._short[lane].chunk_of(visited[skipped : skipped + end - begin])
-        shard, first = order.chunk_place(self._chunk(lane, index))
-        return shard, first + within
+        # Each chunk is looked up once, not once for each of its records.
+        first = int(index.min())
+        chunks = self._chunk(lane, np.arange(first, int(index.max()) + 1))
+        shard, record = order.chunk_place(chunks)
+        return shard[index - first], record[index - first] + within
 
     def _short_chunks_of_lanes(self) -> list['_ShortChunks']:
         lanes = self.order.lanes

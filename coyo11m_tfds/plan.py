@@ -47,6 +47,8 @@ class PlanSettings:
         max_bad_fraction: share of the source's rows that may be bad.
         check_crc: whether contents of `.pt` files are compared with their CRC-32.
         max_examples_per_split: keep only the first records of each split.
+        in_place: leave the latents where they are. The shards have the same records as otherwise,
+            so that the order of training is the same.
     """
 
     caption_column: str = schema.DEFAULT_CAPTION_COLUMN
@@ -57,6 +59,7 @@ class PlanSettings:
     max_bad_fraction: float = 0.01
     check_crc: bool = True
     max_examples_per_split: int | None = None
+    in_place: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +130,11 @@ def make_plan(
         ValueError: something is wrong with the source.
         OSError: a remote file cannot be read.
     """
+    if settings.in_place and any(file.is_remote for file in source.latent_files):
+        raise ValueError(
+            f"{source.root}: latents='in_place' reads files where they are, and these are not "
+            "local. Mirror them first (python -m coyo11m_tfds.mirror), or set latents='records'."
+        )
     # Of this build alone: another one of the same source must not remove what is read here.
     with held_folder.make(cache_dir, 'heads-') as heads:
         latents = SourceLatents.read(
@@ -306,9 +314,11 @@ def _plan_tasks(
     file_bytes = _file_bytes(latents, list(rows_by_split.values()), sizes)
     groups = shard_cuts.group_files(file_bytes, settings.shard_bytes)
     versions = dict(zip(latents.files, latents.versions, strict=True))
+    in_place = ['in_place'] if settings.in_place else []
     common = json_digest.sha256(
-        [schema.RECORD_FORMAT, latents.dtype, settings.drop_bad, *joined.digests]
+        [schema.RECORD_FORMAT, latents.dtype, settings.drop_bad, *joined.digests, *in_place]
     )
+    left_out = schema.NUM_CROPS * schema.LATENT_NBYTES if settings.in_place else 0
     tasks = []
     for split, rows in rows_by_split.items():
         cuts = shard_cuts.cut(rows, sizes[rows], latents.starts, groups, settings.shard_bytes)
@@ -326,7 +336,8 @@ def _plan_tasks(
                 text_vectors=joined.text_vectors,
                 drop_bad=settings.drop_bad,
                 check_crc=settings.check_crc,
-                num_bytes=cut.num_bytes,
+                num_bytes=cut.num_bytes - left_out * len(cut.rows),
+                in_place=settings.in_place,
                 fingerprint=json_digest.sha256([common, name, *itertools.chain(*digests)]),
             )
             tasks.append(task)

@@ -17,7 +17,7 @@ import pathlib
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 
-from coyo11m_tfds import chunk_index, report, schema, shard_statistics
+from coyo11m_tfds import chunk_index, columns, report, schema, shard_statistics
 from coyo11m_tfds.dropped import Dropped, num_latents
 from coyo11m_tfds.finished import FinishedShards
 from coyo11m_tfds.plan import Plan
@@ -88,6 +88,16 @@ def write_chunk_indexes(results: Sequence[ShardResult], folder: str | os.PathLik
             offsets=[result.chunk_offsets for result in of_split],
             shard_sizes=[result.num_bytes for result in of_split],
         )
+
+
+def write_columns(results: Sequence[ShardResult], folder: str | os.PathLike[str]) -> None:
+    """Writes where the latents are, if they are not in the records."""
+    splits = {
+        split: [result.sources for result in of_split]
+        for split, of_split in by_split(results).items()
+    }
+    if None not in splits[schema.TRAIN]:
+        columns.write_in_place(folder, splits)
 
 
 def make_metadata(

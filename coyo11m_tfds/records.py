@@ -214,19 +214,31 @@ def _framing(
         fields: name and kind of each feature, in the order of the record.
         lengths: bytes of each value; of an integer, those of its varint.
     """
-    heads = []
-    for (name, kind), length in zip(fields, lengths, strict=True):
-        head = _tag(1, length)  # BytesList.value or (packed) Int64List.value
-        head = _tag(kind, len(head) + length) + head  # a Feature's list
-        head = _tag(2, len(head) + length) + head  # value of an entry
-        head = _tag(1, len(name.encode())) + name.encode() + head  # its key
-        heads.append(_tag(1, len(head) + length) + head)  # Features.feature
+    heads = [
+        value_head(name, length, is_int=kind == _INT64_LIST)
+        for (name, kind), length in zip(fields, lengths, strict=True)
+    ]
     payload = sum(map(len, heads)) + sum(lengths)
-    example = _tag(1, payload)  # Example.features
+    example = example_head(payload)
     record_bytes = len(example) + payload
     packed = struct.pack('<Q', record_bytes)
     heads[0] = packed + _masked_crc(packed) + example + heads[0]
     return heads, _LENGTH_AND_CHECKSUM + record_bytes + _CHECKSUM
+
+
+def example_head(payload: int) -> bytes:
+    """What is in front of all features of a record, which take `payload` bytes together."""
+    return _tag(1, payload)  # Example.features
+
+
+def value_head(name: str, length: int, *, is_int: bool = False) -> bytes:
+    """What is in front of a value of `length` bytes (an integer's varint): name and lengths."""
+    head = _tag(1, length)  # BytesList.value or (packed) Int64List.value
+    kind = _INT64_LIST if is_int else _BYTES_LIST
+    head = _tag(kind, len(head) + length) + head  # a Feature's list
+    head = _tag(2, len(head) + length) + head  # value of an entry
+    head = _tag(1, len(name.encode())) + name.encode() + head  # its key
+    return _tag(1, len(head) + length) + head  # Features.feature
 
 
 def _tag(number: int, length: int) -> bytes:

@@ -53,6 +53,8 @@ CHUNK_STRIDE = 32
 
 INFO_FILE = 'dataset_info.json'  # TFDS' name; where it is, the data set is complete
 FEATURES_FILE = 'features.json'  # TFDS' name
+METADATA_FILE = 'metadata.json'  # TFDS' name
+COLUMNS_FILE = 'columns.json'  # features that lie elsewhere than in records, see `columns`
 CHECKSUMS_FILE = 'checksums.json'  # sizes and CRC-32C of all other files, see `manifest`
 
 # --- A build that is under way -----------------------------------------------------------------

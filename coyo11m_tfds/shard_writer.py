@@ -17,7 +17,7 @@ from itertools import compress
 import numpy as np
 import pyarrow as pa
 
-from coyo11m_tfds import latent_shards, records, schema
+from coyo11m_tfds import columns, latent_shards, records, schema
 from coyo11m_tfds.shard_inputs import PackedInputs, StoreInputs
 from coyo11m_tfds.shard_statistics import ShardStatistics
 from coyo11m_tfds.storage.file_state import naming
@@ -70,6 +70,7 @@ class ShardTask:
         check_crc: whether contents of the `.pt` file are compared with their CRC-32.
         num_bytes: expected size of the shard, within 1%.
         fingerprint: hex digest of all that decides the shard's bytes.
+        in_place: leave the latents out, and say where they are.
     """
 
     split: str
@@ -83,6 +84,7 @@ class ShardTask:
     check_crc: bool
     num_bytes: int
     fingerprint: str
+    in_place: bool = False
 
     @property
     def source(self) -> str:
@@ -105,6 +107,7 @@ class ShardResult:
         crc32c: checksum of the file.
         chunk_offsets: byte offsets of the records 0, 32, 64, ..., int64.
         statistics: of the records.
+        sources: where the latents of records without them are; else None.
     """
 
     split: str
@@ -114,12 +117,18 @@ class ShardResult:
     crc32c: int
     chunk_offsets: np.ndarray
     statistics: ShardStatistics
+    sources: columns.ShardSources | None = None
 
     def to_json(self) -> dict:
         """Returns it as what JSON can hold, exactly."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         offsets = base64.b64encode(self.chunk_offsets.astype('<i8').tobytes()).decode()
-        return fields | {'chunk_offsets': offsets, 'statistics': self.statistics.to_json()}
+        sources = self.sources and self.sources.to_json()
+        return fields | {
+            'chunk_offsets': offsets,
+            'statistics': self.statistics.to_json(),
+            'sources': sources,
+        }
 
     @classmethod
     def from_json(cls, fields: dict) -> 'ShardResult':
@@ -130,7 +139,9 @@ class ShardResult:
         """
         offsets = np.frombuffer(base64.b64decode(fields['chunk_offsets']), '<i8').astype(np.int64)
         statistics = ShardStatistics.from_json(fields['statistics'])
-        return cls(**(fields | {'chunk_offsets': offsets, 'statistics': statistics}))
+        sources = fields.get('sources') and columns.ShardSources.from_json(fields['sources'])
+        read = {'chunk_offsets': offsets, 'statistics': statistics, 'sources': sources}
+        return cls(**(fields | read))
 
 
 def write_shard(task: ShardTask, latents_paths: Sequence[str], path: str) -> ShardResult:
@@ -149,8 +160,8 @@ def write_shard(task: ShardTask, latents_paths: Sequence[str], path: str) -> Sha
     source = _OpenSource(task)
     with naming(path), open(path, 'wb') as file, records.RecordWriter(file) as writer:
         for part, latents_path in zip(task.parts, latents_paths, strict=True):
-            for columns in source.columns(part, latents_path):
-                writer.write(columns)
+            for some in source.columns(part, latents_path):
+                writer.write(some)
     return ShardResult(
         split=task.split,
         index=task.index,
@@ -159,6 +170,7 @@ def write_shard(task: ShardTask, latents_paths: Sequence[str], path: str) -> Sha
         crc32c=writer.crc32c,
         chunk_offsets=np.asarray(writer.chunk_offsets, np.int64),
         statistics=source.statistics,
+        sources=source.sources if task.in_place else None,
     )
 
 
@@ -185,6 +197,7 @@ class _OpenSource:
         # All at once, 2 MB a shard: it takes half the time of a few at a time.
         self._captions = self._inputs.captions(slice(None))
         self.statistics = ShardStatistics(task.text_vectors and task.text_vectors.dim)
+        self.sources = columns.ShardSources()
 
     def columns(
         self, part: ShardPart, latents_path: str
@@ -196,6 +209,8 @@ class _OpenSource:
         latents = latent_shards.LatentShard(latents_path, name=part.file.path)
         self._check_unchanged(part, latents)
         records = part.records
+        if self._task.in_place:
+            self.sources.begin(part.file, latents)
         for start in range(records.start, records.stop, ROWS_AT_ONCE):
             yield self._columns(latents, slice(start, min(start + ROWS_AT_ONCE, records.stop)))
 
@@ -207,16 +222,20 @@ class _OpenSource:
         raw, latents = file.latents(self._inputs.rows[some])
         text = self._read_vectors(file, some)
         good = self.statistics.add(keys, captions, latents, text)
-        columns = {schema.KEY: keys, schema.CAPTION: captions, schema.LATENTS: raw}
+        found = {schema.KEY: keys, schema.CAPTION: captions}
+        if self._task.in_place:
+            self.sources.add(self._inputs.rows[some][good])
+        else:
+            found[schema.LATENTS] = raw
         if text is not None:
-            columns[schema.TEXT_EMBEDDING] = text.view(np.uint8)
+            found[schema.TEXT_EMBEDDING] = text.view(np.uint8)
         if good.all():
-            return columns
+            return found
         if not self._task.drop_bad:
             self._refuse(file.path, keys[good.argmin()])
         return {
             name: column[good] if isinstance(column, np.ndarray) else list(compress(column, good))
-            for name, column in columns.items()
+            for name, column in found.items()
         }
 
     def _read_vectors(self, file: latent_shards.LatentShard, some: slice) -> np.ndarray | None:

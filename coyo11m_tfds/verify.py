@@ -16,6 +16,7 @@ The exit status is 0 without faults, 1 with faults (a line each), and 2 if nothi
 
 import argparse
 import dataclasses
+import functools
 import json
 import multiprocessing.pool
 import os
@@ -108,7 +109,9 @@ class _Check:
         contents = {schema.CHECKSUMS_FILE: self._read_small(schema.CHECKSUMS_FILE)}
         self.recorded = self._parse(schema.CHECKSUMS_FILE, contents, manifest.parse) or {}
         contents |= {name: self._read_small(name) for name in names}
-        self._parse(schema.FEATURES_FILE, contents, _check_features)
+        required = _FEATURES - ({schema.LATENTS} if schema.COLUMNS_FILE in names else set())
+        check_features = functools.partial(_check_features, required)
+        self._parse(schema.FEATURES_FILE, contents, check_features)
         splits = self._parse(schema.INFO_FILE, contents, stored_splits.parse) or []
         self._check_names(splits)
         shards = {}
@@ -238,14 +241,14 @@ class _Check:
         return fault or (info.compare(scan) if info else '')
 
 
-def _check_features(data: bytes) -> None:
+def _check_features(required: set[str], data: bytes) -> None:
     """Raises a ValueError if the content of `schema.FEATURES_FILE` cannot be that of a data set."""
     try:
         names = json.loads(data)['featuresDict']['features'].keys()
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f'it lacks {error}') from error
-    if not names >= _FEATURES:
-        raise ValueError(f'it has the features {sorted(names)}, not all of {sorted(_FEATURES)}')
+    if not names >= required:
+        raise ValueError(f'it has the features {sorted(names)}, not all of {sorted(required)}')
 
 
 def parse_flags() -> argparse.Namespace:

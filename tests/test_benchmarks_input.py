@@ -22,7 +22,7 @@ NUM_SAMPLES = 8 * BATCH_SIZE
 COMPARED = 3  # batches
 
 # Those that start no process read in this one.
-IN_PROCESS = ('ours', 'ours_configured', 'tfds')
+IN_PROCESS = ('rows', 'rows_always', 'ours', 'ours_configured', 'tfds')
 
 
 @pytest.fixture(scope='module')
@@ -173,7 +173,7 @@ def test_the_command_runs_in_fresh_processes_and_prints_a_table_and_a_picture(
 @pytest.mark.parametrize(
     ('arguments', 'words'),
     [
-        (['--dir=x', '--only=ours,mdz'], "'mdz' is none of ours"),
+        (['--dir=x', '--only=ours,mdz'], "'mdz' is none of rows"),
         ([], '--dir: name a folder'),
         (['--diagnose'], '--data_dir: name the folder'),
     ],
@@ -299,8 +299,8 @@ def test_the_table_shows_medians_and_what_is_worst():
     _, _, ours, bare, _, webdataset, _ = input_results.make_table(RESULTS).splitlines()
 
     assert ours == (
-        '| this pipeline | 90,000 | 45,000 to 180,000 | 20.0 | 7 | 1 | 2.00 | 3.00 | 250 | yes '
-        '| 4% |'
+        '| this pipeline by chunks | 90,000 | 45,000 to 180,000 | 20.0 | 7 | 1 | 2.00 | 3.00 | 250 '
+        '| yes | 4% |'
     )
     assert '| 2.00 |  |  |  | 4% |' in bare
     assert '3.00, reads from the start | 250 | no |' in webdataset
@@ -308,12 +308,14 @@ def test_the_table_shows_medians_and_what_is_worst():
 
 def test_ratios_are_to_the_fastest_of_each_kind():
     assert input_results.make_ratios(RESULTS) == [
-        'this pipeline to the best streaming peer (4 is wanted): 4.50 (MosaicML '
+        'this pipeline by chunks to the best streaming peer (4 is wanted): 4.50 (MosaicML '
         '`StreamingDataset`)',
-        'this pipeline to the best reader of mapped files: 0.90 (torch `DataLoader`, mapped `.pt`)',
-        'this pipeline to bare TFRecord reading (0.75 is wanted): 0.75 (bare TFRecord reading)',
-        'this pipeline, resume to cold start (1.5 at most): 1.50; 250 bytes of state (1,000 at '
-        'most)',
+        'this pipeline by chunks to the best reader of mapped files (0.8 is wanted): 0.90 (torch '
+        '`DataLoader`, mapped `.pt`)',
+        'this pipeline by chunks to bare TFRecord reading (0.75 is wanted): 0.75 (bare '
+        'TFRecord reading)',
+        'this pipeline by chunks, resume to cold start (1.5 at most): 1.50; 250 bytes of state '
+        '(1,000 at most)',
     ]
     assert input_results.make_ratios(RESULTS[1:]) == []
 
@@ -328,7 +330,13 @@ def test_the_picture_ranks_readers_and_bars_are_as_long_as_they_are_fast():
         np.divide(lengths, lengths[0]), [1, 100 / 120, 90 / 120, 20 / 120, 12 / 120], atol=1e-3
     )
     assert 270 + lengths[0] < 760  # where bars begin, and the width of the picture
-    names = ['bare TFRecord', 'torch DataLoader', '>this pipeline<', 'MosaicML', 'WebDataset']
+    names = [
+        'bare TFRecord',
+        'torch DataLoader',
+        '>this pipeline by chunks<',
+        'MosaicML',
+        'WebDataset',
+    ]
     places = [drawn.index(name) for name in names]
     assert places == sorted(places)
     assert 'prefers-color-scheme: dark' in drawn

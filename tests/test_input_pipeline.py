@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 import shutil
@@ -114,15 +115,19 @@ def take(dataset: tf.data.Dataset, count: int) -> list[dict[str, np.ndarray]]:
 
 
 def train_batches(written, count: int, **changes) -> list[dict[str, np.ndarray]]:
-    """The first batches; also checks that they do not depend on how much is read at a time."""
-    train = written[schema.TRAIN]
-    return take(input_pipeline.train_dataset(train.path, **{**ORDER, **changes}), count)
+    """The first batches, which both engines give alike."""
+    train, arguments = written[schema.TRAIN], {**ORDER, **changes}
+    by_chunks = take(input_pipeline.train_dataset(train.path, **arguments), count)
+    rows = input_pipeline.train_batches(train.path, engine='rows', **arguments)
+    assert_same(list(itertools.islice(rows, count)), by_chunks)
+    return by_chunks
 
 
 def assert_same(got: list[dict], expected: list[dict]) -> None:
     assert len(got) == len(expected)
     for got_batch, expected_batch in zip(got, expected, strict=True):
         assert got_batch.keys() == expected_batch.keys()
+        assert shapes(got_batch) == shapes(expected_batch)
         for name, x in expected_batch.items():
             np.testing.assert_array_equal(got_batch[name], x, err_msg=name)
 
@@ -413,8 +418,11 @@ def test_position_settings_know_the_shards_and_the_source(written, tmp_path):
     ],
 )
 def test_a_mistake_is_named_before_anything_is_read(written, changes, message):
-    with pytest.raises(ValueError, match=message):
-        train_batches(written, 1, **changes)
+    for engine in input_pipeline.ENGINES:
+        with pytest.raises(ValueError, match=message):
+            input_pipeline.train_batches(
+                written[schema.TRAIN].path, engine=engine, **{**ORDER, **changes}
+            )
 
 
 def test_an_index_of_other_shards_is_refused(tmp_path):
@@ -422,3 +430,11 @@ def test_an_index_of_other_shards_is_refused(tmp_path):
     (path / 'chunk_index-validation.npy').rename(path / 'chunk_index-train.npy')
     with pytest.raises(ValueError, match=r'5 shards of 395 records.* its chunk index 2 of 49'):
         input_pipeline.train_dataset(path, **ORDER)
+
+
+def test_a_position_is_the_same_with_tensorflow_and_without(written, mini_dataset):
+    for path in (written[schema.TRAIN].path, mini_dataset):
+        for split in LENGTHS:
+            by_folder = input_pipeline.position_settings(path, **ORDER, split=split)
+            builder = tfds.builder_from_directory(path)
+            assert input_pipeline.position_settings(builder, **ORDER, split=split) == by_folder

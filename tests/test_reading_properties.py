@@ -101,17 +101,16 @@ def written(tmp_path_factory) -> dict[str, Written]:
 
 
 def read(data: Written, run: Run, count: int, **arguments) -> list[dict[str, np.ndarray]]:
-    """`count` batches of one process, every feature in them."""
+    """`count` batches of one process, every feature in them, which both engines give alike."""
+    arguments |= run.order_settings | dict(features=dataset.FEATURES, caption_dropout=0.5)
     batches = input_pipeline.train_dataset(
-        data.builder,
-        features=dataset.FEATURES,
-        caption_dropout=0.5,
-        parallel_reads=1,
-        prefetch=1,
-        **run.order_settings,
-        **arguments,
-    )
-    return list(batches.take(count).as_numpy_iterator())
+        data.builder, parallel_reads=1, prefetch=1, **arguments
+    ).take(count)
+    by_chunks = list(batches.as_numpy_iterator())
+    without_counter = {name: x for name, x in arguments.items() if name != 'counter'}
+    rows = input_pipeline.train_batches(data.builder, engine='rows', **without_counter)
+    assert_same(list(itertools.islice(rows, count)), by_chunks)
+    return by_chunks
 
 
 def read_together(data: Written, run: Run, count: int) -> list[dict[str, np.ndarray]]:
@@ -132,6 +131,7 @@ def assert_same(got: list[dict], expected: list[dict]) -> None:
     for step, (got_batch, expected_batch) in enumerate(zip(got, expected, strict=True)):
         assert got_batch.keys() == expected_batch.keys()
         for name, x in expected_batch.items():
+            assert got_batch[name].dtype == x.dtype
             np.testing.assert_array_equal(got_batch[name], x, err_msg=f'{name} of batch {step}')
 
 
@@ -305,8 +305,7 @@ def test_evaluation_reads_every_record_once_over_all_processes(
     data = written[shards]
     parts = []
     for process in range(processes):
-        batches = input_pipeline.eval_dataset(
-            data.builder,
+        arguments = dict(
             batch_size=processes * local,
             features=dataset.FEATURES,
             split=schema.TRAIN,
@@ -316,7 +315,10 @@ def test_evaluation_reads_every_record_once_over_all_processes(
             parallel_reads=2,
             prefetch=1,
         )
+        batches = input_pipeline.eval_dataset(data.builder, **arguments)
         parts.append(list(batches.as_numpy_iterator()))
+        rows = input_pipeline.eval_batches(data.builder, engine='rows', **arguments)
+        assert_same(list(rows), parts[-1])
         assert batches.cardinality() == len(parts[-1])
     assert {len(part) for part in parts} == {math.ceil(len(data.keys) / (processes * local))}
     batches = list(itertools.chain.from_iterable(parts))

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import ml_collections
@@ -129,11 +129,12 @@ class TrainingData:
             prefetch=config.prefetch,
             ram_budget_gb=config.ram_budget_gb,
             processes_on_host=sharding.processes_on_host(),
+            engine=config.engine,
         )
 
     def train_batches(self, start_step: int) -> Batches:
         """Batches without end, the first being what comes after `start_step` of them."""
-        batches = input_pipeline.train_dataset(
+        batches = input_pipeline.train_batches(
             self._builder,
             start_step=start_step,
             caption_dropout=self._config.data.caption_dropout,
@@ -163,20 +164,18 @@ class TrainingData:
         if split is None or self.order is None:
             return f'{self._builder.info.full_name}, read without a chunk index'
         config = self._config.data
-        reads = config.parallel_reads * self._own_lanes
-        opened = dataset.open_split(self._builder, schema.TRAIN)
-        threads = config.private_threads or input_pipeline.threads_for(opened, reads)
-        steps = self.order.epoch(0).steps
+        engine = input_pipeline.engine_of(self._builder, config.engine)
+        how = 'by rows' if engine == input_pipeline.ROWS else f'in chunks of {config.chunk} records'
         return (
             f'{config.dir}, {split.num_examples:,} records in {split.num_shards:,} shards, '
-            f'{split.num_bytes / 1e9:,.3g} GB, {steps:,} steps an epoch, '
-            f'{reads} reads at once by {threads or os.cpu_count()} threads'
+            f'{split.num_bytes / 1e9:,.3g} GB, {self.order.epoch(0).steps:,} steps an epoch, '
+            f'read {how}'
         )
 
     def eval_batches(self) -> Batches:
         """Every record of the validation split once, with a `mask`."""
         config = self._config
-        batches = input_pipeline.eval_dataset(
+        batches = input_pipeline.eval_batches(
             self._builder,
             batch_size=config.batch_size,
             chunk=config.data.chunk,
@@ -190,15 +189,17 @@ class TrainingData:
     @functools.cached_property
     def preview_samples(self) -> PreviewSamples:
         """The first records of `preview.split`, the same on every process."""
-        batches = input_pipeline.eval_dataset(
+        batches = input_pipeline.eval_batches(
             self._builder,
             batch_size=self._config.preview.count,
             split=self._config.preview.split,
             features=(schema.LATENTS, schema.TEXT_EMBEDDING, schema.CAPTION),
             on_bad_records=self._config.data.on_bad_records,
             max_bad_fraction=self._config.data.max_bad_fraction,
+            engine=self._config.data.engine,
+            verify=self._config.data.verify,
         )
-        batch = next(batches.as_numpy_iterator())
+        batch = next(batches)
         real = batch[input_pipeline.MASK]
         return PreviewSamples(
             captions=[caption.decode() for caption in batch[schema.CAPTION][real]],
@@ -257,14 +258,15 @@ class TrainingData:
             'max_bad_fraction': config.max_bad_fraction,
             'prefetch': config.prefetch,
             'private_threads': config.private_threads,
+            'engine': config.engine,
+            'verify': config.verify,
         }
 
-    def _counted(self, batches: tf.data.Dataset | Iterable[dict[str, np.ndarray]]) -> Batches:
+    def _counted(self, batches: Iterator[dict[str, np.ndarray]]) -> Batches:
         self._arrived = self._taken = 0
-        on_host = batches.as_numpy_iterator() if isinstance(batches, tf.data.Dataset) else batches
 
         def arriving() -> Iterator[dict[str, np.ndarray]]:
-            for batch in on_host:
+            for batch in batches:
                 self._arrived += 1
                 yield batch
 
@@ -272,7 +274,7 @@ class TrainingData:
             self._taken += 1
             yield batch
 
-    def _to_device(self, batches: tf.data.Dataset | Iterable[dict[str, np.ndarray]]) -> Batches:
+    def _to_device(self, batches: Iterator[dict[str, np.ndarray]]) -> Batches:
         ahead = self._config.data.device_prefetch
         return input_pipeline.to_device(batches, sharding.batch(self._mesh), ahead=ahead)
 

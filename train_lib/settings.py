@@ -51,6 +51,8 @@ _RULES = {
     'data.caption_dropout': _share(including_1=True),
     'data.on_bad_records': _one_of('stop', 'skip'),
     'data.max_bad_fraction': _share(including_1=True),
+    'data.engine': _one_of('auto', 'rows', 'chunks'),
+    'data.verify': _one_of('once', 'always', 'never'),
     'data.parallel_reads': _at_least(1),
     'data.prefetch': _at_least(-1),  # -1: TensorFlow chooses
     'data.device_prefetch': _Rule(

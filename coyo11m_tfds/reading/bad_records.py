@@ -17,6 +17,10 @@ STOP, SKIP = 'stop', 'skip'
 
 DEFAULT_MAX_FRACTION = 0.001
 
+# What is wrong with a record.
+TOO_SHORT = 'the file is shorter than its chunk index says'
+DAMAGED = 'its checksum is wrong, or its file has other records than its chunk index says'
+
 # So many never stop a run: a damaged length costs the rest of a chunk, even in a small data set.
 ALWAYS_ALLOWED = 64
 

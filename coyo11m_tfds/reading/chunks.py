@@ -17,8 +17,9 @@ import tensorflow as tf
 from absl import logging
 
 from coyo11m_tfds import records, schema
-from coyo11m_tfds.dataset import IndexedSplit
+from coyo11m_tfds.indexed_split import IndexedSplit
 from coyo11m_tfds.order import Reads
+from coyo11m_tfds.reading import bad_records
 from coyo11m_tfds.reading.bad_records import DEFAULT_MAX_FRACTION, SKIP, STOP, BadRecords
 from coyo11m_tfds.reading.counter import ReadCounter
 from coyo11m_tfds.reading.parser import Batch, Parser
@@ -125,7 +126,7 @@ class ChunkReader:
         if found[0]:
             return found, np.ones(len(found), bool)
         path, read = file.decode(), ByteReads(*row.tolist())
-        one_by_one, problem = _read_again(path, read)
+        one_by_one, problem = self._read_again(path, read)
         good = np.array([record is not None for record in one_by_one])
         if good.all():
             logging.warning('%s: a read failed and went well when it was repeated.', path)
@@ -135,6 +136,35 @@ class ChunkReader:
         blank = self._parser.blank()
         serialized = [blank if record is None else record for record in one_by_one]
         return np.array(serialized, object), good
+
+    def _read_again(self, path: str, read: ByteReads) -> tuple[list[bytes | None], str]:
+        """The records of a run, None for those that are bad, and what to say of these.
+
+        Bytes that are wrong are read anew, because they may have been changed on their way.
+        """
+        for _ in range(_ATTEMPTS):
+            data = _read_bytes(path, read)
+            found = self._take_apart(data, read)[read.skip :]
+            if None not in found:
+                break
+        if len(data) < read.nbytes:
+            return found, bad_records.TOO_SHORT
+        return found, bad_records.DAMAGED
+
+    def _take_apart(self, data: bytes, read: ByteReads) -> list[bytes | None]:
+        """The first `skip + count` records of a run's bytes, None for those that are bad.
+
+        Where the index knows a record, it begins anew: a damaged length costs at most so many.
+        """
+        first = np.arange(read.first, read.first + read.skip + read.count, schema.CHUNK_STRIDE)
+        length = self._split.index.shard_lengths[read.shard]
+        count = np.minimum(length - first, schema.CHUNK_STRIDE)
+        offset, nbytes = self._split.index.byte_range(read.shard, first, count)
+        found = []
+        for begin, size, number in zip(offset - read.offset, nbytes, count, strict=True):
+            some = list(records.split(data[begin : begin + size]))[:number]
+            found += some + [None] * (number - len(some))
+        return found[: read.skip + read.count]
 
 
 def _read_run(file: tf.Tensor, read: ByteReads) -> tf.Tensor:
@@ -167,22 +197,6 @@ def _read_at(file: tf.Tensor, offset: tf.Tensor, nbytes: tf.Tensor, count: tf.Te
     single = single.with_options(tf.data.Options())
     # No `skip` or `take` of records: each would be one more step for every one of them.
     return single.batch(count, drop_remainder=True).take(1).get_single_element()
-
-
-def _read_again(path: str, read: ByteReads) -> tuple[list[bytes | None], str]:
-    """The records of a run, None for those that are bad, and what to say of these.
-
-    Bytes that are wrong are read anew, because they may have been changed on their way.
-    """
-    for _ in range(_ATTEMPTS):
-        data = _read_bytes(path, read)
-        found = list(records.split(data))[read.skip : read.skip + read.count]
-        found += [None] * (read.count - len(found))
-        if None not in found:
-            break
-    if len(data) < read.nbytes:
-        return found, 'the file is shorter than its chunk index says'
-    return found, 'its checksum is wrong, or its file has other records than its chunk index says'
 
 
 def _read_bytes(path: str, read: ByteReads) -> bytes:

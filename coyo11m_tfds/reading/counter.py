@@ -6,16 +6,19 @@ batches = input_pipeline.train_dataset(path, batch_size=256, seed=0, counter=cou
 counter.read().num_bytes
 """
 
-from typing import NamedTuple
+import functools
+import threading
+from typing import TYPE_CHECKING, NamedTuple
 
-import tensorflow as tf
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 
 class ReadCounts(NamedTuple):
     """Sums since the counter was made.
 
     Attributes:
-        num_bytes: in all chunks that have been read.
+        num_bytes: in all chunks that have been read, and in all batches of rows.
         num_chunks: that have been read.
         chunks_in_flight: now being read.
         bad_records: that could not be read and were left out; one is counted in every epoch.
@@ -28,34 +31,51 @@ class ReadCounts(NamedTuple):
 
 
 class ReadCounter:
-    """Counts chunks while tf.data reads them; one counter may serve several data sets.
+    """Counts chunks while tf.data reads them, and rows; one counter may serve several data sets.
 
     No Python runs for a chunk.
     """
 
     def __init__(self):
-        # In the order of the methods below: bytes, begun, done, bad.
-        self._sums = tf.Variable(tf.zeros([4], tf.int64), trainable=False)
+        self._row_bytes = self._bad = 0
+        self._lock = threading.Lock()  # chunks are read by several threads
 
     def read(self) -> ReadCounts:
         """The sums until now."""
-        num_bytes, begun, done, bad = self._sums.numpy().tolist()
-        return ReadCounts(num_bytes, done, begun - done, bad)
+        # Without chunks, nobody has to wait for TensorFlow.
+        of_chunks = self._sums.numpy().tolist() if '_sums' in vars(self) else (0, 0, 0)
+        num_bytes, begun, done = of_chunks
+        return ReadCounts(num_bytes + self._row_bytes, done, begun - done, self._bad)
 
-    def begin(self) -> tf.Operation:
+    def begin(self) -> 'tf.Operation':
         """In a graph: one chunk is being read."""
         return self._add(begun=1)
 
-    def end(self, num_bytes: tf.Tensor) -> tf.Operation:
+    def end(self, num_bytes: 'tf.Tensor') -> 'tf.Operation':
         """In a graph: one chunk has been read."""
         return self._add(num_bytes=num_bytes, done=1)
 
+    def add_rows(self, num_bytes: int) -> None:
+        """A batch of rows has been read."""
+        self._row_bytes += num_bytes
+
     def add_bad(self, num_records: int) -> None:
         """Some records could not be read."""
-        self._add(bad=num_records)
+        with self._lock:
+            self._bad += num_records
+
+    @functools.cached_property
+    def _sums(self) -> 'tf.Variable':
+        """Of chunks: bytes, begun, done."""
+        import tensorflow as tf
+
+        with tf.init_scope():
+            return tf.Variable(tf.zeros([3], tf.int64), trainable=False)
 
     def _add(
-        self, num_bytes: tf.Tensor | int = 0, begun: int = 0, done: int = 0, bad: int = 0
-    ) -> tf.Operation:
-        amounts = [tf.cast(x, tf.int64) for x in (num_bytes, begun, done, bad)]
+        self, num_bytes: 'tf.Tensor | int' = 0, begun: int = 0, done: int = 0
+    ) -> 'tf.Operation':
+        import tensorflow as tf
+
+        amounts = [tf.cast(x, tf.int64) for x in (num_bytes, begun, done)]
         return self._sums.assign_add(tf.stack(amounts), read_value=False)

@@ -11,7 +11,7 @@ sorted by name; both have a constant size. So a crop can be cut out of the recor
 
 import tensorflow as tf
 
-from coyo11m_tfds import schema
+from coyo11m_tfds.reading.record_layout import RecordLayout
 
 
 class Layout:
@@ -19,18 +19,8 @@ class Layout:
 
     def __init__(self, text_dim: int):
         """Takes the width of the text vectors, 0 for a data set without them."""
-        sizes = {schema.LATENTS: schema.NUM_CROPS * schema.LATENT_NBYTES}
-        if text_dim:
-            sizes[schema.TEXT_EMBEDDING] = 2 * text_dim
-        self._from_end: dict[str, int] = {}  # where a value begins
-        self._heads: dict[int, bytes] = {}  # what is in front of a value, by where that begins
-        at = 0
-        for name, size in reversed(sizes.items()):
-            at += size
-            self._from_end[name] = at
-            head = _head(name, size)
-            at += len(head)
-            self._heads[at] = head
+        layout = RecordLayout(text_dim)
+        self._from_end, self._heads = layout.from_end, layout.heads
 
     def fits(self, serialized: tf.Tensor) -> tf.Tensor:
         """Whether all of some records are so; a bool scalar.
@@ -63,10 +53,3 @@ class Layout:
         """
         at = tf.strings.length(serialized) - self._from_end[name] + begin
         return tf.strings.substr(serialized, at, tf.fill(tf.shape(at), nbytes))
-
-
-def _head(name: str, size: int) -> bytes:
-    """What a record has in front of a value: its name and lengths."""
-    value = tf.train.Feature(bytes_list=tf.train.BytesList(value=[bytes(size)]))
-    alone = tf.train.Features(feature={name: value}).SerializeToString()
-    return alone[:-size]

@@ -4,16 +4,17 @@ for batch in on_device.to_device(batches, sharding):
     state = step(state, batch)
 """
 
-import collections
-import concurrent.futures
-import sys
 from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
-import tensorflow as tf
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.reading.ahead import Ahead
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 
 def key_words(keys: np.ndarray) -> np.ndarray:
@@ -30,7 +31,7 @@ def key_words(keys: np.ndarray) -> np.ndarray:
 
 
 def to_device(
-    batches: tf.data.Dataset | Iterable[Mapping[str, np.ndarray]],
+    batches: 'tf.data.Dataset | Iterable[Mapping[str, np.ndarray]]',
     sharding: jax.sharding.Sharding,
     ahead: int = 2,
 ) -> Iterator[dict[str, jax.Array]]:
@@ -54,18 +55,8 @@ def to_device(
     """
     if ahead < 1:
         raise ValueError(f'ahead={ahead} must be at least 1; 2 lets one arrive while one is used')
-    on_host = batches.as_numpy_iterator() if isinstance(batches, tf.data.Dataset) else batches
-    arriving = map(lambda batch: _send(batch, sharding), on_host)
-    thread = concurrent.futures.ThreadPoolExecutor(1, 'to_device')
-    is_finalizing = sys.is_finalizing  # of an iterator that outlives all modules
-    pending = collections.deque(thread.submit(next, arriving, None) for _ in range(ahead))
-    try:
-        while (batch := pending.popleft().result()) is not None:
-            pending.append(thread.submit(next, arriving, None))
-            yield batch
-    finally:
-        if not is_finalizing():  # or the interpreter has ended the thread
-            thread.shutdown(wait=False, cancel_futures=True)
+    on_host = getattr(batches, 'as_numpy_iterator', lambda: iter(batches))()
+    yield from Ahead((_send(batch, sharding) for batch in on_host), ahead, 'to_device')
 
 
 def _send(batch: Mapping[str, np.ndarray], sharding: jax.sharding.Sharding) -> dict[str, jax.Array]:

@@ -15,12 +15,7 @@ import tensorflow as tf
 from coyo11m_tfds import schema
 from coyo11m_tfds.reading import choices
 from coyo11m_tfds.reading.layout import Layout
-
-DROP_TEXT = 'drop_text'  # bool (b,); with caption_dropout > 0
-MASK = 'mask'  # bool (b,); False for rows of zeros that stand for no record
-
-# Evaluation sees the middle one of the three crops, which is the one centred on the image.
-EVAL_CROP = 1
+from coyo11m_tfds.reading.names import DROP_TEXT, MASK
 
 # A long caption with what TensorFlow keeps beside it.
 _CAPTION_NBYTES = 600

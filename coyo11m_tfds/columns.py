@@ -1,0 +1,217 @@
+"""Features that lie elsewhere than in the records: rows of a fixed size in other files.
+
+    columns.write_in_place(folder, {'train': [ShardSources, ...], 'validation': [...]})
+
+    column = columns.read(folder)['latents']        # {} where all is in the records
+    column.files[3].path, column.files[3].start     # a `.pt` file, where its latents begin
+    column.load(folder, 'train')                    # uint32 (records, 2): number of file, row
+
+`columns.json` beside the shards names the files and what they were when the data set was built;
+`column_<feature>-<split>.npy` has the place of every record, in the order of the shards.
+"""
+
+import base64
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from coyo11m_tfds import json_digest, pt_archive, schema
+from coyo11m_tfds.storage import source_files
+from coyo11m_tfds.storage.source_files import SourceFile
+
+if TYPE_CHECKING:
+    from coyo11m_tfds.latent_shards import LatentShard
+
+RECORDS, IN_PLACE = LATENTS_LIE = ('records', 'in_place')  # the config's `latents`
+
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnFile:
+    """A `.pt` file that rows are read from.
+
+    Attributes:
+        path: absolute.
+        version: its size and time of change, see `SourceFile`.
+        digest: of the directory of its archive, see `pt_archive.Archive`.
+        start: where the first row begins, in bytes.
+    """
+
+    path: str
+    version: str
+    digest: str
+    start: int
+
+    def check(self) -> None:
+        """Compares the file with what it was; reads its directory and no rows.
+
+        Raises:
+            ValueError: it is missing, or another one.
+        """
+        advice = 'Restore it, or build the data set again.'
+        try:
+            version = source_files.describe(self.path).version
+        except ValueError:
+            raise ValueError(f'{self.path} is missing, and latents lie in it. {advice}') from None
+        digest = pt_archive.open_archive(self.path).digest
+        if (version, digest) != (self.version, self.digest):
+            raise ValueError(
+                f'{self.path}: has changed since the data set was built, and latents lie in it: '
+                f'size and time are {version}, expected {self.version}. {advice}'
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One feature.
+
+    Attributes:
+        name: of the feature.
+        dtype: of its numbers.
+        files: that its rows lie in.
+    """
+
+    name: str
+    dtype: str
+    files: tuple[ColumnFile, ...]
+
+    def load(self, folder: str | os.PathLike[str], split: str) -> np.ndarray:
+        """Where each record's row is: number of the file, row; uint32 `(n, 2)`, memory-mapped.
+
+        Raises:
+            ValueError: the file is missing or damaged.
+        """
+        path = os.path.join(folder, file_name(self.name, split))
+        try:
+            places = np.load(path, mmap_mode='r', allow_pickle=False)
+            if places.dtype != np.uint32 or places.shape[1:] != (2,):
+                raise ValueError(f'it has {places.dtype} {places.shape}')
+        except (OSError, EOFError, ValueError) as error:
+            raise ValueError(f'{path}: is no column ({error}). Build the data set again.') from None
+        return places
+
+
+class ShardSources:
+    """Where the latents of a shard's records are: runs of rows of some files."""
+
+    def __init__(self):
+        self._files: list[ColumnFile] = []
+        self._rows: list[np.ndarray] = []
+        self._counts: list[int] = []
+        self._dtype = ''
+
+    def begin(self, file: SourceFile, opened: 'LatentShard') -> None:
+        """The rows that follow are those of this file.
+
+        Raises:
+            ValueError: its latents do not lie row after row.
+        """
+        if opened.latents_start is None:
+            raise ValueError(
+                f'{file.path}: its {schema.PT_LATENTS} do not lie row after row, so that they '
+                "cannot be read in place. Save it again as .contiguous(), or set latents='records'."
+            )
+        path = os.path.abspath(file.path)
+        self._files.append(ColumnFile(path, file.version, opened.digest, opened.latents_start))
+        self._counts.append(0)
+        self._dtype = opened.dtype
+
+    def add(self, rows: np.ndarray) -> None:
+        """Appends records, by their rows."""
+        self._rows.append(np.asarray(rows, '<u4'))
+        self._counts[-1] += len(rows)
+
+    def to_json(self) -> dict:
+        """Returns it as what JSON can hold."""
+        return {
+            'dtype': self._dtype,
+            'files': [dataclasses.asdict(file) for file in self._files],
+            'counts': self._counts,
+            'rows': base64.b64encode(self.rows.tobytes()).decode(),
+        }
+
+    @classmethod
+    def from_json(cls, fields: Mapping) -> 'ShardSources':
+        """The inverse of `to_json`."""
+        made = cls()
+        made._dtype, made._counts = fields['dtype'], list(fields['counts'])
+        made._files = [ColumnFile(**file) for file in fields['files']]
+        made._rows = [np.frombuffer(base64.b64decode(fields['rows']), '<u4')]
+        return made
+
+    @property
+    def dtype(self) -> str:
+        return self._dtype
+
+    @property
+    def files(self) -> Sequence[ColumnFile]:
+        """Of each record; equal ones follow each other."""
+        return [f for f, n in zip(self._files, self._counts, strict=True) for _ in range(n)]
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Of each record, uint32 `(n,)`."""
+        return np.concatenate([np.empty(0, '<u4'), *self._rows])
+
+
+def file_name(column: str, split: str) -> str:
+    """The name of the file with a column's places in one split."""
+    return f'column_{column}-{split}.npy'
+
+
+def write_in_place(
+    folder: str | os.PathLike[str], splits: Mapping[str, Sequence[ShardSources]]
+) -> None:
+    """Writes where latents lie into a local folder.
+
+    Args:
+        folder: of the data set.
+        splits: of each split its shards, in their order.
+    """
+    shards = [shard for of_split in splits.values() for shard in of_split]
+    files = sorted({file for shard in shards for file in shard.files}, key=lambda f: f.path)
+    number = {file: n for n, file in enumerate(files)}
+    for split, of_split in splits.items():
+        places = [
+            np.stack([[number[f] for f in shard.files], shard.rows], axis=1) for shard in of_split
+        ]
+        path = os.path.join(folder, file_name(schema.LATENTS, split))
+        np.save(path, np.concatenate(places).astype('<u4'))
+    column = {
+        'kind': IN_PLACE,
+        'dtype': next(shard.dtype for shard in shards if shard.dtype),
+        'files': [dataclasses.asdict(file) for file in files],
+    }
+    content = {'format': _FORMAT, 'columns': {schema.LATENTS: column}}
+    with open(os.path.join(folder, schema.COLUMNS_FILE), 'w') as file:
+        json.dump(content | {'digest': json_digest.sha256(content)}, file, indent=1)
+        file.write('\n')
+
+
+def read(folder: str | os.PathLike[str]) -> dict[str, Column]:
+    """The columns of a data set in a local folder, by feature; {} where all is in the records.
+
+    Raises:
+        ValueError: the description is damaged.
+    """
+    path = pathlib.Path(folder) / schema.COLUMNS_FILE
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+        if content.pop('digest') != json_digest.sha256(content):
+            raise ValueError('its digest is wrong')
+        if content['format'] != _FORMAT:
+            raise ValueError(f'its format is {content["format"]!r}, expected {_FORMAT}')
+        return {
+            name: Column(name, column['dtype'], tuple(ColumnFile(**f) for f in column['files']))
+            for name, column in content['columns'].items()
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f'{path}: is damaged ({error}). Build the data set again.') from None

@@ -1,0 +1,95 @@
+"""Where the records of one split lie: its shards and their chunk index, without TensorFlow.
+
+split = indexed_split.load(data_dir, 'train', shard_lengths, path_of_first_shard)
+split.file(3), split.index.byte_range(3, 64, 32)
+"""
+
+import dataclasses
+import os
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from coyo11m_tfds import chunk_index, schema
+from coyo11m_tfds.storage import source_files
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+# In TFDS' file names, with as many digits as the number of shards needs and at least five.
+_FIRST_SHARD = re.compile(r'0{5,}(?=-of-\d+)')
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexedSplit:
+    """One split with a chunk index.
+
+    Attributes:
+        index: where its records are.
+        file_prefix, file_suffix: of the path of every shard; its number is between them.
+        digits: of that number.
+    """
+
+    index: chunk_index.ChunkIndex
+    file_prefix: str
+    file_suffix: str
+    digits: int
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether reading waits for a network."""
+        return source_files.is_remote(self.file_prefix)
+
+    @property
+    def record_nbytes(self) -> int:
+        """Bytes of a record in the files, on average; 0 if there is none."""
+        lengths = self.index.shard_lengths
+        shards = np.flatnonzero(lengths)
+        _, nbytes = self.index.byte_range(shards, 0, lengths[shards])
+        return int(nbytes.sum() // max(1, lengths.sum()))
+
+    def file(self, shard: int) -> str:
+        """The path of a shard."""
+        return f'{self.file_prefix}{shard:0{self.digits}}{self.file_suffix}'
+
+    def file_tensor(self, shard: 'tf.Tensor') -> 'tf.Tensor':
+        """The same in a graph, for an int64 scalar."""
+        import tensorflow as tf
+
+        number = tf.strings.as_string(shard, width=self.digits, fill='0')
+        return tf.strings.join([self.file_prefix, number, self.file_suffix])
+
+
+def load(
+    data_dir: str | os.PathLike[str],
+    split: str,
+    shard_lengths: Sequence[int],
+    first_shard: str,
+) -> IndexedSplit | None:
+    """Reads the chunk index of a split; None where there is none.
+
+    Args:
+        data_dir: folder of the data set.
+        split: its name.
+        shard_lengths: records of each shard, as `dataset_info.json` has them.
+        first_shard: path of the first one. It tells all: TFDS takes seconds to make those of a
+            hundred thousand shards.
+
+    Raises:
+        ValueError: the index is damaged, or of other shards.
+        OSError: it cannot be read.
+    """
+    index = chunk_index.ChunkIndex.load(data_dir, split)
+    if index is None:
+        return None
+    if list(shard_lengths) != index.shard_lengths.tolist():
+        raise ValueError(
+            f'{data_dir}: {schema.INFO_FILE} has {len(shard_lengths)} shards of '
+            f'{sum(shard_lengths)} records for split {split!r}, its chunk index '
+            f'{len(index.shard_lengths)} of {index.shard_lengths.sum()}; build the data set again'
+        )
+    number = list(_FIRST_SHARD.finditer(first_shard))[-1]
+    before, after = first_shard[: number.start()], first_shard[number.end() :]
+    return IndexedSplit(index, before, after, len(number[0]))

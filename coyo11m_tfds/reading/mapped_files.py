@@ -1,0 +1,147 @@
+"""Files mapped into memory, and rows of bytes gathered out of them.
+
+    files = MappedFiles(split.file)
+    files.open(np.array([3, 17]))
+    files.memory.gather(files.address[[3, 17]] + offsets, nbytes=8192)     # void8192 (2,)
+
+Rows of one batch lie in as many files as it has rows. So places are addresses: one call of NumPy
+gathers from all files together, without Python for a row, and without its lock.
+"""
+
+import contextlib
+import ctypes
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+# Files are looked at again at most so often.
+_CHECK_SECONDS = 1.0
+
+# A process may have 65,530 mappings (vm.max_map_count), and other libraries need some.
+_MAX_FILES = 60_000
+
+# Places in memory are counted from here: NumPy takes no array at address 0.
+_ORIGIN = 1 << 12
+_END = 1 << 47
+
+
+class Memory:
+    """All memory of this process as NumPy sees it; whoever gathers knows what is there."""
+
+    def __init__(self):
+        everything = (ctypes.c_ubyte * (_END - _ORIGIN)).from_address(_ORIGIN)
+        self._bytes = np.frombuffer(everything, np.uint8)
+        self._zeros = np.zeros(mmap.PAGESIZE * 16, np.uint8)
+        self.zeros: int = self._zeros.ctypes.data  # an address with 64 KB of zeros
+
+    def gather(self, addresses: np.ndarray, nbytes: int) -> np.ndarray:
+        """Copies `nbytes` from each address; void `(n,)` of that size."""
+        kind = np.dtype((np.void, nbytes))
+        rows = np.ndarray(_END - _ORIGIN - nbytes, kind, self._bytes, strides=(1,))
+        return rows[addresses - _ORIGIN]
+
+    def view(self, begin: int, end: int) -> np.ndarray:
+        """The bytes between two addresses as they are, uint8; not copied."""
+        return self._bytes[begin - _ORIGIN : end - _ORIGIN]
+
+
+class MappedFiles:
+    """Numbered files, mapped when they are first asked for and as long as this lives.
+
+    What is mapped must not be truncated: the system ends a process that reads there (SIGBUS).
+
+    Attributes:
+        memory: that they are mapped into.
+        address: where each file begins, int64; 0 for one that is not open, or is empty.
+        size: bytes of each file, int64.
+        path_of: the path of each file, by its number.
+    """
+
+    def __init__(self, path_of: Callable[[int], str], num_files: int):
+        """Opens nothing.
+
+        Raises:
+            ValueError: there are too many files.
+        """
+        if num_files > _MAX_FILES:
+            raise ValueError(
+                f'{path_of(0)}: {num_files} files cannot be mapped at once, at most {_MAX_FILES} '
+                "can; read them with engine='chunks'"
+            )
+        self.memory = Memory()
+        self.address = np.zeros(num_files, np.int64)
+        self.size = np.zeros(num_files, np.int64)
+        self.path_of = path_of
+        self._maps: dict[int, mmap.mmap] = {}
+        self._states: dict[int, tuple[int, ...]] = {}
+        self._checked = time.monotonic()
+
+    def open(self, numbers: np.ndarray) -> None:
+        """Maps those that are not mapped yet.
+
+        Raises:
+            FileNotFoundError, PermissionError, OSError: a file cannot be opened.
+        """
+        for number in numbers.tolist():
+            if number not in self._states:
+                self._open(number)
+
+    def check_unchanged(self, numbers: np.ndarray) -> None:
+        """Looks whether open files are what they were, at most once a second.
+
+        Raises:
+            OSError: one has another size or time of change, was replaced, or is gone.
+        """
+        if time.monotonic() - self._checked < _CHECK_SECONDS:
+            return
+        for number in np.unique(numbers).tolist():
+            path, before = self.path_of(number), self._states[number]
+            with _naming(path):
+                state = _state(os.stat(path))
+            if state != before:
+                raise OSError(
+                    f'{path}: has changed while it was read: it had {before[0]} bytes, now it has '
+                    f'{state[0]}, or another time of change. Start again from a checkpoint when '
+                    'the data set is complete.'
+                )
+        self._checked = time.monotonic()
+
+    def will_need(self, number: int, offset: int, nbytes: int) -> None:
+        """Tells the system that a part of a file will be read soon; it does not wait for it."""
+        if number in self._maps and hasattr(mmap, 'MADV_WILLNEED'):
+            start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+            end = min(offset + nbytes, int(self.size[number]))
+            if end > start:
+                self._maps[number].madvise(mmap.MADV_WILLNEED, start, end - start)
+
+    def _open(self, number: int) -> None:
+        path = self.path_of(number)
+        with _naming(path), open(path, 'rb') as file:
+            state = _state(os.fstat(file.fileno()))
+            if state[0]:
+                self._maps[number] = mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self.address[number] = np.frombuffer(mapped, np.uint8).ctypes.data
+                self.size[number] = len(mapped)
+        self._states[number] = state
+
+
+def _state(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev
+
+
+@contextlib.contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Errors that say what to do."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f'{path} is missing: restore it.') from error
+    except PermissionError as error:
+        raise PermissionError(
+            f'{path}: access was refused: let this user read the file.'
+        ) from error
+    except OSError as error:
+        raise OSError(f'{path} cannot be read. ({error.strerror or error})') from error

@@ -1,0 +1,10 @@
+"""Names of what a batch has besides the features of its records, and which crop evaluation takes.
+
+Nothing is imported here, so that both engines can afford it.
+"""
+
+DROP_TEXT = 'drop_text'  # bool (b,); with caption_dropout > 0
+MASK = 'mask'  # bool (b,); False for rows of zeros that stand for no record
+
+# Evaluation sees the middle one of the three crops, which is the one centred on the image.
+EVAL_CROP = 1

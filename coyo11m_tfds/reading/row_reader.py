@@ -1,0 +1,317 @@
+"""Batches gathered row by row out of local TFRecord files, without TensorFlow.
+
+    reader = RowReader(split, RowChoices(('key', 'latents'), 'float16', text_dim=640, seed=0))
+    rows = reader.find(epoch, shard, record)          # of many batches at once
+    batch = reader.read(rows.part(slice(0, 256)))     # dict(key=(256,), latents=(256, 4, 32, 32))
+
+Where rows lie is found for a block of batches at a time; a batch is then a few calls of NumPy that
+copy what is asked for, and nothing else of a record, unless its checksum is compared. Two kinds of
+records take a way of their own, one by one: those that cannot be read, and those that are laid out
+otherwise than this project does it.
+"""
+
+import dataclasses
+from typing import NamedTuple, Self
+
+import ml_dtypes
+import numpy as np
+
+from coyo11m_tfds import order, schema
+from coyo11m_tfds.indexed_split import IndexedSplit
+from coyo11m_tfds.reading import bad_records, framing, record_layout, verified
+from coyo11m_tfds.reading.bad_records import BadRecords
+from coyo11m_tfds.reading.column_reader import ColumnReader
+from coyo11m_tfds.reading.counter import ReadCounter
+from coyo11m_tfds.reading.mapped_files import MappedFiles
+from coyo11m_tfds.reading.names import DROP_TEXT, MASK
+from coyo11m_tfds.reading.record_layout import RecordLayout
+
+Batch = dict[str, np.ndarray]
+
+_DTYPES = {'float16': np.dtype(np.float16), 'bfloat16': np.dtype(ml_dtypes.bfloat16)}
+
+
+@dataclasses.dataclass(frozen=True)
+class RowChoices:
+    """What a batch is made of; `parser.Parser` in NumPy.
+
+    Attributes:
+        features: to be in the batch.
+        latent_dtype: of the data set, 'float16' or 'bfloat16'.
+        text_dim: width of its text vectors, 0 without them.
+        seed: of the choices about samples.
+        caption_dropout: share of samples that `drop_text` marks.
+        fixed_crop: taken of all samples; None takes one by (seed, epoch, key).
+        with_mask: whether `mask` is in the batch.
+    """
+
+    features: tuple[str, ...]
+    latent_dtype: str
+    text_dim: int
+    seed: int = 0
+    caption_dropout: float = 0.0
+    fixed_crop: int | None = None
+    with_mask: bool = False
+
+    def crops(self, epoch: int, keys: np.ndarray) -> np.ndarray:
+        """The crop of each key; int64 `(n,)`."""
+        if self.fixed_crop is not None:
+            return np.full(len(keys), self.fixed_crop)
+        return order.sample_crops(self.seed, epoch, keys)
+
+
+class Rows(NamedTuple):
+    """Where some records lie; arrays are int64 `(n,)` and, where they are places, addresses.
+
+    Attributes:
+        epoch: that reads them.
+        shard, record: their numbers.
+        begin, end: of the serialized records; 0 where framing does not lead to one.
+        values: where their values lie.
+    """
+
+    epoch: int
+    shard: np.ndarray
+    record: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    values: record_layout.Found
+
+    def part(self, some: slice) -> Self:
+        """Some of them."""
+        values = record_layout.Found(*(x[some] for x in self.values))
+        arrays = (x[some] for x in (self.shard, self.record, self.begin, self.end))
+        return type(self)(self.epoch, *arrays, values)
+
+
+class RowReader:
+    """Reads rows of one split."""
+
+    def __init__(
+        self,
+        split: IndexedSplit,
+        choices: RowChoices,
+        *,
+        verify: str = verified.ONCE,
+        on_bad_records: str = bad_records.STOP,
+        counter: ReadCounter | None = None,
+        max_bad_fraction: float = bad_records.DEFAULT_MAX_FRACTION,
+        latents: ColumnReader | None = None,
+    ):
+        """Opens nothing.
+
+        Args:
+            split: of a local data set.
+            choices: what is in a batch.
+            verify: see `verified`.
+            on_bad_records: 'stop' is an error for the first bad record, 'skip' leaves them out.
+            counter: is told of every batch.
+            max_bad_fraction: see `BadRecords`.
+            latents: where they lie, if not in the records.
+
+        Raises:
+            ValueError: an argument is out of its range, or there are too many shards.
+        """
+        lengths = split.index.shard_lengths
+        num_records = int(lengths.sum())
+        self._split, self._choices, self._counter = split, choices, counter
+        self._first = np.cumsum(lengths) - lengths
+        self._files = MappedFiles(split.file, len(lengths))
+        self._latents = latents
+        self._layout = RecordLayout(choices.text_dim, with_latents=latents is None)
+        self._checks = verified.Checks(verify, num_records)
+        self._bad_records = BadRecords(on_bad_records, max_bad_fraction, num_records, counter)
+
+    def find(self, epoch: int, shard: np.ndarray, record: np.ndarray) -> Rows:
+        """Finds records, int64 `(n,)`, in their files.
+
+        Raises:
+            OSError: a file cannot be opened.
+        """
+        runs, of_run = np.unique(_run_numbers(shard, record), return_inverse=True)
+        start, count, limit = self._places(runs)
+        begins, ends = framing.find_records(self._files.memory, start, count, limit)
+        in_run = record % schema.CHUNK_STRIDE
+        begin, end = begins[of_run, in_run], ends[of_run, in_run]
+        values = self._layout.find(self._files.memory, begin, end)
+        if self._latents:
+            number = self._first[shard] + record
+            values = values._replace(latents=self._latents.find(number))
+        return Rows(epoch, shard, record, begin, end, values)
+
+    def prefetch(self, shard: np.ndarray, record: np.ndarray) -> list[tuple[int, int, int]]:
+        """What to tell `will_need` so that records are in memory when they are asked for."""
+        runs = np.unique(_run_numbers(shard, record))
+        shards, first = _of_run_numbers(runs)
+        count = np.minimum(self._split.index.shard_lengths[shards] - first, schema.CHUNK_STRIDE)
+        offset, nbytes = self._split.index.byte_range(shards, first, count)
+        if self._latents:
+            first_number = self._first[shards] + first
+            self._latents.will_need(first_number, first_number + count - 1)
+        # Runs that touch are one.
+        starts = np.flatnonzero(np.diff(runs, prepend=-2) != 1)
+        whole = np.add.reduceat(nbytes, starts)
+        return list(
+            zip(shards[starts].tolist(), offset[starts].tolist(), whole.tolist(), strict=True)
+        )
+
+    def will_need(self, run: tuple[int, int, int]) -> None:
+        """Has the system begin to read a run of `prefetch`.
+
+        Raises:
+            OSError: its file cannot be opened.
+        """
+        self._files.open(np.array(run[:1]))
+        self._files.will_need(*run)
+
+    def read(self, rows: Rows) -> Batch:
+        """The batch of some rows, in their order.
+
+        Raises:
+            ValueError: a record cannot be read and the policy is 'stop', too many cannot, or one
+                is whole and lacks a value.
+            OSError: a file has changed since it was opened.
+        """
+        self._files.check_unchanged(rows.shard)
+        number = self._first[rows.shard] + rows.record
+        if self._latents:
+            self._latents.check_unchanged(number)
+        good = self._checks.check(self._files.memory, number, rows.begin, rows.end)
+        others = self._read_irregular(rows, good)
+        if not good.all():
+            self._report_bad(rows, np.flatnonzero(~good))
+        keys = np.where(good & rows.values.regular, rows.values.keys, 0)
+        for row, values in others.items():
+            keys[row] = values[schema.KEY]
+        crops = self._choices.crops(rows.epoch, keys)
+        batch = {
+            name: self._column(name, rows, good, keys, crops, others)
+            for name in self._choices.features
+        }
+        if self._choices.caption_dropout and schema.TEXT_EMBEDDING in batch:
+            batch[DROP_TEXT] = order.sample_drops(
+                self._choices.seed, rows.epoch, keys, self._choices.caption_dropout
+            )
+        if self._choices.with_mask:
+            batch[MASK] = good
+        if self._counter:
+            self._counter.add_rows(sum(x.nbytes for x in batch.values()))
+        return batch
+
+    def _places(self, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of each run its address, its records, and the address at which it ends."""
+        shard, first = _of_run_numbers(runs)
+        self._files.open(np.unique(shard))
+        count = np.minimum(self._split.index.shard_lengths[shard] - first, schema.CHUNK_STRIDE)
+        offset, nbytes = self._split.index.byte_range(shard, first, count)
+        address = self._files.address[shard]
+        limit = address + np.minimum(offset + nbytes, self._files.size[shard])
+        return address + offset, count, limit
+
+    def _read_irregular(self, rows: Rows, good: np.ndarray) -> dict[int, dict[str, bytes | int]]:
+        """The values of whole records of other layouts, by row; `good` learns which are damaged."""
+        found, memory = {}, self._files.memory
+        for row in np.flatnonzero(good & ~rows.values.regular).tolist():
+            begin, end = rows.begin[row : row + 1], rows.end[row : row + 1]
+            # Damage may be why it is otherwise, whatever is verified.
+            good[row] = verified.matches(memory, begin, end)[0]
+            if good[row]:
+                found[row] = self._parse(rows, row)
+        return found
+
+    def _parse(self, rows: Rows, row: int) -> dict[str, bytes | int]:
+        sizes = {
+            schema.LATENTS: schema.NUM_CROPS * schema.LATENT_NBYTES,
+            schema.TEXT_EMBEDDING: 2 * self._choices.text_dim,
+        }
+        try:
+            record = self._files.memory.view(int(rows.begin[row]), int(rows.end[row])).tobytes()
+            values = record_layout.parse(record)
+            elsewhere = {schema.LATENTS} if self._latents else set()
+            for name in sorted({schema.KEY, *self._choices.features} - elsewhere):
+                if not isinstance(values.get(name), int if name == schema.KEY else bytes):
+                    raise ValueError(f'it has no single value of feature {name!r}')
+                if name in sizes and len(values[name]) != sizes[name]:
+                    raise ValueError(
+                        f'feature {name!r} has {len(values[name])} bytes, expected {sizes[name]}'
+                    )
+            return values
+        except ValueError as error:
+            path = self._split.file(int(rows.shard[row]))
+            raise ValueError(
+                f'{path}: record {rows.record[row]} is not of this data set: {error}. Build the '
+                'data set again.'
+            ) from error
+
+    def _report_bad(self, rows: Rows, bad: np.ndarray) -> None:
+        for shard in np.unique(rows.shard[bad]).tolist():
+            numbers = np.sort(rows.record[bad][rows.shard[bad] == shard])
+            lengths = self._split.index.shard_lengths
+            first = numbers[0] // schema.CHUNK_STRIDE * schema.CHUNK_STRIDE
+            count = min(int(lengths[shard] - first), schema.CHUNK_STRIDE)
+            expected = sum(self._split.index.byte_range(shard, first, count))
+            is_short = self._files.size[shard] < expected
+            problem = bad_records.TOO_SHORT if is_short else bad_records.DAMAGED
+            self._bad_records.add(self._split.file(shard), shard, numbers.tolist(), problem)
+
+    def _column(
+        self,
+        name: str,
+        rows: Rows,
+        good: np.ndarray,
+        keys: np.ndarray,
+        crops: np.ndarray,
+        others: dict[int, dict[str, bytes | int]],
+    ) -> np.ndarray:
+        """One feature of a batch; zeros or empty where there is no record."""
+        if name == schema.KEY:
+            return keys
+        gathered = good & rows.values.regular
+        if name == schema.CAPTION:
+            return self._captions(rows, gathered, others)
+        if name == schema.LATENTS and self._latents:
+            gathered, others = good, {}
+        if name == schema.LATENTS:
+            begin, nbytes = crops * schema.LATENT_NBYTES, schema.LATENT_NBYTES
+            dtype, shape = _DTYPES[self._choices.latent_dtype], schema.LATENT_SHAPE
+            places = rows.values.latents + begin
+        else:
+            begin, nbytes = np.zeros_like(crops), 2 * self._choices.text_dim
+            dtype, shape = _DTYPES['float16'], (self._choices.text_dim,)
+            places = rows.values.text
+        memory = self._files.memory
+        column = memory.gather(np.where(gathered, places, memory.zeros), nbytes)
+        for row, values in others.items():
+            column[row] = values[name][begin[row] : begin[row] + nbytes]
+        return column.view(dtype).reshape(len(crops), *shape)
+
+    def _captions(
+        self, rows: Rows, gathered: np.ndarray, others: dict[int, dict[str, bytes | int]]
+    ) -> np.ndarray:
+        captions = np.full(len(gathered), b'', object)
+        memory = self._files.memory
+        places = zip(
+            rows.begin.tolist(), rows.values.captions_end.tolist(), rows.end.tolist(), strict=True
+        )
+        for row, (begin, key_begin, end) in enumerate(places):
+            if not gathered[row]:
+                continue
+            before = memory.view(begin, key_begin).tobytes()
+            head = record_layout.caption_head(len(before), end - begin)
+            if head is not None and before.startswith(head):
+                captions[row] = before[len(head) :]
+            else:
+                captions[row] = self._parse(rows, row)[schema.CAPTION]
+        for row, values in others.items():
+            captions[row] = values[schema.CAPTION]
+        return captions
+
+
+def _run_numbers(shard: np.ndarray, record: np.ndarray) -> np.ndarray:
+    """A number for the run that each record is in; of runs that touch, numbers that do."""
+    return (shard << 32) + record // schema.CHUNK_STRIDE
+
+
+def _of_run_numbers(runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The shard of each run and its first record."""
+    return runs >> 32, (runs & 0xFFFFFFFF) * schema.CHUNK_STRIDE

@@ -1,0 +1,428 @@
+"""Rows gathered out of mapped shards: damage, changes, odd records, and what is imported.
+
+That rows and chunks give the same batches of any data set, with any settings, is tested with the
+properties of these, in `test_reading_properties.py`; here, with damage.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import pathlib
+import shutil
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import input_pipeline
+from coyo11m_tfds import chunk_index, dataset, records, schema
+from coyo11m_tfds.reading import framing, mapped_files, record_layout
+from tests import children, small_dataset
+from tests.reading.test_chunks import damage, place_of, shard_path, steps_of_an_epoch
+
+LENGTHS = {schema.TRAIN: (70, 0, 97, 64, 131), schema.VALIDATION: (37, 12)}
+ORDER = dict(batch_size=16, seed=5, chunk=64, lanes=4, window=24)
+
+
+@pytest.fixture(scope='module')
+def intact(tmp_path_factory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp('intact') / '1.0.0'
+    small_dataset.write(path, LENGTHS)
+    return path
+
+
+@pytest.fixture
+def copy(intact, tmp_path) -> pathlib.Path:
+    """A data set that a test may damage."""
+    return pathlib.Path(shutil.copytree(intact, tmp_path / '1.0.0'))
+
+
+def read(path: pathlib.Path, count: int, engine: str = 'rows', **changes) -> list[dict]:
+    """The first batches."""
+    arguments = {**ORDER, 'features': dataset.FEATURES, 'caption_dropout': 0.3, **changes}
+    batches = input_pipeline.train_batches(path, engine=engine, **arguments)
+    return list(itertools.islice(batches, count))
+
+
+def assert_same(got: list[dict], expected: list[dict]) -> None:
+    assert len(got) == len(expected)
+    for step, (got_batch, expected_batch) in enumerate(zip(got, expected, strict=True)):
+        assert got_batch.keys() == expected_batch.keys()
+        for name, x in expected_batch.items():
+            assert got_batch[name].dtype == x.dtype
+            np.testing.assert_array_equal(got_batch[name], x, err_msg=f'{name} of batch {step}')
+
+
+# --- Damage ------------------------------------------------------------------------------------
+
+
+def damage_bytes(path: pathlib.Path) -> None:
+    """In latents, a key, a caption, and the checksum of a length."""
+    for shard, record, at in [(4, 70, 100), (4, 10, 60), (2, 5, 35), (0, 3, 9)]:
+        damage(path, shard, record, at)
+
+
+def damage_lengths(path: pathlib.Path) -> None:
+    for shard, record, at in [(4, 66, 1), (2, 0, 0), (3, 40, 6), (0, 69, 2)]:
+        damage(path, shard, record, at)
+
+
+def damage_files(path: pathlib.Path) -> None:
+    blank(path, 4)
+    cut_off(path, 2, 60_000)
+    cut_off(path, 3, 1)
+    shard_path(path, 0).write_bytes(b'')
+
+
+def blank(path: pathlib.Path, shard: int) -> None:
+    shard_path(path, shard).write_bytes(bytes(shard_path(path, shard).stat().st_size))
+
+
+def cut_off(path: pathlib.Path, shard: int, num_bytes: int) -> None:
+    file = shard_path(path, shard)
+    file.write_bytes(file.read_bytes()[:-num_bytes])
+
+
+@pytest.mark.parametrize('do_damage', [damage_bytes, damage_lengths, damage_files])
+def test_both_engines_leave_out_the_same_records(copy, do_damage):
+    do_damage(copy)
+    count = steps_of_an_epoch(copy) + 5
+    changes = dict(on_bad_records='skip', max_bad_fraction=1)
+    expected = read(copy, count, 'chunks', **changes)
+    assert sum((~batch['mask']).sum() for batch in expected) >= 3
+    for verify in ('once', 'always'):
+        assert_same(read(copy, count, verify=verify, **changes), expected)
+    parts = [
+        read(copy, count - 3, start_step=3, process_index=p, process_count=2, **changes)
+        for p in range(2)
+    ]
+    joined = [
+        {name: np.concatenate([part[name] for part in step]) for name in step[0]}
+        for step in zip(*parts, strict=True)
+    ]
+    assert_same(joined, expected[3:])
+
+
+def test_both_engines_evaluate_around_the_same_records(copy):
+    damage(copy, 1, 3, split=schema.VALIDATION)
+    arguments = dict(batch_size=8, features=dataset.FEATURES, on_bad_records='skip')
+    rows, chunks = (
+        list(input_pipeline.eval_batches(copy, engine=engine, **arguments))
+        for engine in ('rows', 'chunks')
+    )
+    assert_same(rows, chunks)
+    assert sum(batch['mask'].sum() for batch in rows) == 48
+
+
+@pytest.mark.parametrize('at', [0, 9, 100])
+def test_a_damaged_record_is_named(copy, at):
+    shard, record = place_of(copy, 3, 5)
+    damage(copy, shard, record, at)
+    file = shard_path(copy, shard).name
+    with pytest.raises(ValueError, match=rf'{file}: record \d+ cannot be read: its checksum'):
+        read(copy, steps_of_an_epoch(copy))
+
+
+def test_a_damaged_record_is_named_by_its_number(copy):
+    shard, record = place_of(copy, 3, 5)
+    damage(copy, shard, record)
+    with pytest.raises(ValueError, match=rf': record {record} cannot be read'):
+        read(copy, steps_of_an_epoch(copy))
+
+
+def test_a_short_shard_is_named(copy):
+    cut_off(copy, 2, 1)
+    message = 'record 96 cannot be read: the file is shorter than its chunk index says'
+    with pytest.raises(ValueError, match=message):
+        read(copy, 30 * steps_of_an_epoch(copy))
+
+
+@pytest.mark.parametrize('policy', ['stop', 'skip'])
+def test_a_missing_shard_is_an_error_under_either_policy(copy, policy):
+    shard_path(copy, 3).unlink()
+    with pytest.raises(FileNotFoundError) as error:
+        read(copy, steps_of_an_epoch(copy), on_bad_records=policy)
+    assert str(error.value) == f'{shard_path(copy, 3)} is missing: restore it.'
+
+
+def test_too_many_bad_records_stop_a_run(copy):
+    blank(copy, 4)
+    with pytest.raises(ValueError, match=r'of 362 records are bad, more than max_bad_fraction'):
+        read(copy, 2 * steps_of_an_epoch(copy), on_bad_records='skip')
+
+
+def test_bad_records_are_counted_and_told(copy, caplog):
+    shard, record = place_of(copy, 3, 5)
+    damage(copy, shard, record)
+    counter = input_pipeline.ReadCounter()
+    epoch = steps_of_an_epoch(copy)
+    batches = read(copy, epoch, on_bad_records='skip', counter=counter)
+    assert sum(int((~batch['mask']).sum()) for batch in batches) == 1
+    # The next epoch may have been begun meanwhile.
+    assert 1 <= counter.read().bad_records <= 2
+    assert counter.read().num_bytes > epoch * 16 * schema.LATENT_NBYTES
+    assert caplog.text.count(f'record {record} cannot be read') == 1
+
+
+# --- What is verified --------------------------------------------------------------------------
+
+
+def damage_unseen(path: pathlib.Path, shard: int, numbers: set[int]) -> None:
+    """As a disk does it: the file system knows nothing of it."""
+    file = shard_path(path, shard)
+    before, at = file.stat(), 12
+    with open(file, 'r+b') as opened:
+        for number, record in enumerate(records.split(file.read_bytes())):
+            if number in numbers:
+                opened.seek(at + 20_000)
+                opened.write(b'\xff\xff\xff')
+            at += len(record) + 16
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize('verify, fails', [('once', False), ('never', False), ('always', True)])
+def test_once_is_the_first_time_that_a_record_is_read(copy, verify, fails):
+    batches = input_pipeline.train_batches(copy, verify=verify, **ORDER)
+    order = input_pipeline.train_order(copy, **ORDER)
+    read_before = set()
+    for step in range(order.epoch(0).steps):
+        next(batches)
+        shards, numbers = order.batch_records(step)
+        read_before |= set(numbers[shards == 4].tolist())
+    damage_unseen(copy, 4, read_before)
+    with pytest.raises(ValueError, match='its checksum') if fails else contextlib.nullcontext():
+        for _ in range(order.epoch(1).steps):
+            next(batches)
+
+
+def test_what_is_not_verified_may_be_damaged(copy, intact):
+    damage(copy, 4, 70, at=20_000)
+    count = steps_of_an_epoch(intact)
+    got = read(copy, count, verify='never', features=('key',))
+    assert_same(got, read(intact, count, features=('key',)))
+
+
+# --- Files that change -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'change',
+    [
+        lambda file: os.utime(file, ns=(1, 1)),
+        lambda file: file.write_bytes(file.read_bytes() + b'x'),
+        lambda file: shutil.copy2(file, f'{file}.new') and os.replace(f'{file}.new', file),
+    ],
+    ids=['time', 'size', 'replaced'],
+)
+def test_a_file_that_changes_while_it_is_read_is_named(copy, monkeypatch, change):
+    monkeypatch.setattr(mapped_files, '_CHECK_SECONDS', 0)
+    batches = input_pipeline.train_batches(copy, engine='rows', **ORDER)
+    next(batches)
+    change(shard_path(copy, 4))
+    with pytest.raises(OSError, match=rf'{shard_path(copy, 4)}: has changed while it was read'):
+        for _ in range(steps_of_an_epoch(copy)):
+            next(batches)
+
+
+def test_a_file_that_vanishes_while_it_is_read_is_named(copy, monkeypatch):
+    monkeypatch.setattr(mapped_files, '_CHECK_SECONDS', 0)
+    batches = input_pipeline.train_batches(copy, engine='rows', **ORDER)
+    next(batches)
+    shard_path(copy, 4).unlink()
+    with pytest.raises(FileNotFoundError, match=f'{shard_path(copy, 4)} is missing'):
+        for _ in range(steps_of_an_epoch(copy)):
+            next(batches)
+
+
+# --- Records that others have written ----------------------------------------------------------
+
+
+def rewrite(path: pathlib.Path, shard: int, change) -> None:
+    """Writes a shard's records anew, each as `change(number, example)` leaves it."""
+    file = shard_path(path, shard)
+    examples = [tf.train.Example.FromString(r) for r in records.split(file.read_bytes())]
+    with tf.io.TFRecordWriter(str(file)) as writer:
+        for number, found in enumerate(examples):
+            change(number, found)
+            writer.write(found.SerializeToString(deterministic=True))
+    data, offsets, at = file.read_bytes(), [], 0
+    for record in records.split(data):
+        offsets.append(at)
+        at += 16 + len(record)
+    index = chunk_index.ChunkIndex.load(path, schema.TRAIN)
+    shards = range(len(index.shard_lengths))
+    strides = [np.arange(0, n, 32) for n in index.shard_lengths]
+    counts = [
+        np.minimum(n - first, 32) for n, first in zip(index.shard_lengths, strides, strict=True)
+    ]
+    ranges = [index.byte_range(s, f, c) for s, f, c in zip(shards, strides, counts, strict=True)]
+    starts = [offset for offset, _ in ranges]
+    starts[shard] = np.array(offsets[::32])
+    sizes = [shard_path(path, s).stat().st_size for s in shards]
+    chunk_index.save(path, schema.TRAIN, index.shard_lengths, starts, sizes)
+
+
+def test_records_with_more_in_them_are_read_all_the_same(copy, intact):
+    def change(number: int, found: tf.train.Example) -> None:
+        if number % 3 == 0:
+            found.features.feature['zoo'].bytes_list.value.append(b'lion')
+        elif number % 3 == 1:
+            found.features.feature['a'].int64_list.value.extend([1, -2])
+
+    rewrite(copy, 4, change)
+    count = steps_of_an_epoch(intact)
+    assert_same(read(copy, count), read(intact, count))
+    assert_same(read(copy, count, verify='never'), read(copy, count, 'chunks'))
+
+
+@pytest.mark.parametrize(
+    'name, message',
+    [
+        ('caption', "it has no single value of feature 'caption'"),
+        ('latents', "feature 'latents' has 100 bytes, expected 24576"),
+        ('key', "it has no single value of feature 'key'"),
+    ],
+)
+def test_a_record_that_lacks_a_value_is_named(copy, name, message):
+    def change(number: int, found: tf.train.Example) -> None:
+        if number == 7:
+            feature = found.features.feature[name]
+            feature.Clear()
+            if name == 'latents':
+                feature.bytes_list.value.append(bytes(100))
+
+    rewrite(copy, 4, change)
+    with pytest.raises(ValueError, match=rf'00004-of-00005: record 7 is not of .*: {message}'):
+        read(copy, 2 * steps_of_an_epoch(copy), on_bad_records='skip')
+
+
+@pytest.mark.parametrize('keys', [[0, 1, -1, 127, 128, 2**62, -(2**63), 2**63 - 1, 300, 2**35]])
+def test_keys_and_captions_of_every_length_are_found(keys, tmp_path):
+    captions = [b'x' * n for n in (0, 1, 90, 100, 120, 127, 128, 200, 16_300, 70_000)]
+    file = tmp_path / 'some.tfrecord'
+    columns = {
+        schema.KEY: np.array(keys),
+        schema.CAPTION: captions,
+        schema.LATENTS: np.zeros((10, 3 * schema.LATENT_NBYTES), np.uint8),
+        schema.TEXT_EMBEDDING: np.ones((10, 10), np.uint8),
+    }
+    with open(file, 'wb') as opened, records.RecordWriter(opened) as writer:
+        writer.write(columns)
+    files = mapped_files.MappedFiles(lambda number: str(file), 1)
+    files.open(np.array([0]))
+    start = files.address[[0]]
+    begin, end = framing.find_records(files.memory, start, np.array([10]), start + files.size)
+    begin, end = begin[0, :10], end[0, :10]
+    assert end[-1] + 4 == start[0] + files.size[0]
+    found = record_layout.RecordLayout(text_dim=5).find(files.memory, begin, end)
+    assert found.regular.all()
+    assert found.keys.tolist() == keys
+    for row, caption in enumerate(captions):
+        before, whole = int(found.captions_end[row] - begin[row]), int(end[row] - begin[row])
+        head = record_layout.caption_head(before, whole)
+        record = files.memory.view(int(begin[row]), int(end[row])).tobytes()
+        assert record.startswith(head) and record[len(head) : before] == caption
+        assert record_layout.parse(record) == {name: _value(columns[name][row]) for name in columns}
+    assert not record_layout.RecordLayout(text_dim=6).find(files.memory, begin, end).regular.any()
+
+
+def _value(x) -> bytes | int:
+    return x if isinstance(x, bytes) else x.tobytes() if x.ndim else int(x)
+
+
+# --- The face ----------------------------------------------------------------------------------
+
+
+def test_rows_need_neither_tensorflow_nor_torch_nor_jax(intact):
+    program = """
+        import input_pipeline, json
+        path = sys.argv[1]
+        settings = dict(batch_size=16, seed=5, chunk=64, lanes=4, window=24)
+        batches = input_pipeline.train_batches(path, **settings)
+        keys = [next(batches)['key'].tolist() for _ in range(3)]
+        held_out = list(input_pipeline.eval_batches(path, batch_size=16))
+        input_pipeline.train_order(path, **settings).locate(7)
+        input_pipeline.position_settings(path, **settings)
+        heavy = {'tensorflow', 'tensorflow_datasets', 'torch', 'jax', 'pyarrow', 'gcsfs'}
+        print(json.dumps([keys, len(held_out), sorted(heavy & sys.modules.keys())]))
+    """
+    with children.python(program, intact) as child:
+        output, errors = child.communicate()
+    assert not errors
+    keys, num_batches, heavy = json.loads(output)
+    assert heavy == []
+    assert num_batches == 4
+    assert keys == [batch['key'].tolist() for batch in read(intact, 3, 'chunks')]
+
+
+def test_torch_reads_what_jax_gets(intact):
+    torch = pytest.importorskip('torch')
+
+    class Batches(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            for batch in input_pipeline.train_batches(intact, **ORDER, start_step=2):
+                yield {name: torch.from_numpy(x) for name, x in batch.items()}
+
+    loader = torch.utils.data.DataLoader(Batches(), batch_size=None)
+    expected = read(intact, 102, 'chunks', features=('key', 'latents'), caption_dropout=0)
+    for batch, other in zip(itertools.islice(loader, 100), expected[2:], strict=True):
+        np.testing.assert_array_equal(batch['key'].numpy(), other['key'])
+        np.testing.assert_array_equal(batch['latents'].numpy(), other['latents'])
+
+
+def test_dropping_the_batches_ends_their_thread(intact):
+    batches = input_pipeline.train_batches(intact, engine='rows', **ORDER)
+    next(batches)
+    threads = [t for t in threading.enumerate() if t.name.startswith('rows')]
+    assert threads
+    del batches
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_batches_that_are_kept_stay_as_they_are(intact):
+    batches = input_pipeline.train_batches(intact, engine='rows', **ORDER)
+    kept = [next(batches) for _ in range(20)]
+    assert_same(
+        kept, read(intact, 20, features=('key', 'latents', 'text_embedding'), caption_dropout=0)
+    )
+
+
+@pytest.mark.parametrize(
+    'changes, message',
+    [
+        (dict(engine='lines'), "engine='lines' is none of 'auto', 'rows', 'chunks'"),
+        (dict(verify='twice'), "verify='twice' is none of 'once', 'always', 'never'"),
+        (dict(split='train[:50%]', engine='rows'), 'reads local data sets with a chunk index'),
+        (dict(on_bad_records='drop'), "on_bad_records='drop' is neither"),
+        (dict(max_bad_fraction=2), 'max_bad_fraction=2 is not in'),
+    ],
+)
+def test_a_mistake_is_named(intact, changes, message):
+    with pytest.raises(ValueError, match=message):
+        input_pipeline.train_batches(intact, **{**ORDER, **changes})
+
+
+def test_rows_are_local():
+    with pytest.raises(ValueError, match=r"gs://b/d: engine='rows' reads local data sets"):
+        input_pipeline.train_batches('gs://b/d', engine='rows', **ORDER)
+
+
+def test_other_encodings_are_refused_by_name(copy):
+    features = json.loads((copy / 'features.json').read_text())
+    features['featuresDict']['features']['latents']['tensor']['encoding'] = 'zlib'
+    (copy / 'features.json').write_text(json.dumps(features))
+    with pytest.raises(ValueError, match=f"{copy}: feature 'latents' is .*, expected the bytes"):
+        input_pipeline.train_batches(copy, engine='rows', **ORDER)
+
+
+def test_a_data_set_without_index_goes_through_tensorflow(copy):
+    for file in copy.glob('chunk_index-*'):
+        file.unlink()
+    with pytest.raises(ValueError, match='reads local data sets with a chunk index'):
+        input_pipeline.train_batches(copy, engine='rows', **ORDER)
+    batch = next(input_pipeline.train_batches(copy, **ORDER))
+    assert batch['latents'].shape == (16, *schema.LATENT_SHAPE)

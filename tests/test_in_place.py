@@ -1,0 +1,219 @@
+"""Latents that stay in the files of the source: the same batches, and sources that change."""
+
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+
+import input_pipeline
+from coyo11m_tfds import building, columns, dataset, plan, schema, sources, verify
+from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
+from coyo11m_tfds.latent_shards import LatentShard
+
+ORDER = dict(batch_size=16, seed=0, lanes=4, chunk=32, window=64)
+
+
+def build(source: pathlib.Path, sidecar: pathlib.Path, out: pathlib.Path, **fields) -> pathlib.Path:
+    """As `mini_dataset`, with the latents in place."""
+    config = Coyo11mConfig(
+        **{
+            'name': 'hash',
+            'source': str(source),
+            'text_vectors': str(sidecar),
+            'validation_fraction': 0.1,
+            'shard_bytes': 2_500_000,
+            'num_workers': 1,
+            'latents': 'in_place',
+            **fields,
+        }
+    )
+    builder = Builder(data_dir=out, config=config)
+    builder.download_and_prepare()
+    return pathlib.Path(builder.data_dir)
+
+
+@pytest.fixture(scope='module')
+def in_place(sample_source, hash_sidecar, tmp_path_factory) -> pathlib.Path:
+    return build(sample_source, hash_sidecar, tmp_path_factory.mktemp('in_place'))
+
+
+@pytest.fixture
+def movable(sample_source, hash_sidecar, tmp_path) -> tuple[pathlib.Path, pathlib.Path]:
+    """A data set in place and its source, which a test may damage."""
+    source = pathlib.Path(shutil.copytree(sample_source, tmp_path / 'source'))
+    return build(source, hash_sidecar, tmp_path / 'data'), source
+
+
+def read(path: pathlib.Path, count: int, **changes) -> list[dict]:
+    arguments = {**ORDER, 'features': dataset.FEATURES, 'caption_dropout': 0.3, **changes}
+    return list(itertools.islice(input_pipeline.train_batches(path, **arguments), count))
+
+
+def assert_same(got: list[dict], expected: list[dict]) -> None:
+    assert len(got) == len(expected)
+    for got_batch, expected_batch in zip(got, expected, strict=True):
+        assert got_batch.keys() == expected_batch.keys()
+        for name, x in expected_batch.items():
+            assert got_batch[name].dtype == x.dtype
+            np.testing.assert_array_equal(got_batch[name], x, err_msg=name)
+
+
+def test_batches_are_those_of_the_converted_data_set(in_place, mini_dataset):
+    steps = input_pipeline.train_order(mini_dataset, **ORDER).epoch(0).steps + 5
+    expected = read(mini_dataset, steps, engine='chunks')
+    assert_same(read(in_place, steps), expected)
+    assert_same(read(in_place, steps - 7, start_step=7), expected[7:])
+    parts = [read(in_place, steps, process_index=p, process_count=4) for p in range(4)]
+    joined = [
+        {name: np.concatenate([part[name] for part in step]) for name in step[0]}
+        for step in zip(*parts, strict=True)
+    ]
+    assert_same(joined, expected)
+
+
+def test_evaluation_is_that_of_the_converted_data_set(in_place, mini_dataset):
+    arguments = dict(batch_size=32, features=dataset.FEATURES)
+    rows, expected = (
+        list(input_pipeline.eval_batches(path, **arguments)) for path in (in_place, mini_dataset)
+    )
+    assert_same(rows, expected)
+
+
+def test_it_holds_everything_but_the_latents(in_place, mini_dataset):
+    size, converted = (
+        sum(file.stat().st_size for file in path.glob('*.tfrecord-*'))
+        for path in (in_place, mini_dataset)
+    )
+    assert size < converted / 10
+    there, before = (dataset.dataset_stats(path) for path in (in_place, mini_dataset))
+    for name in ('latent_mean', 'latent_std', 'text_mean', 'text_std'):
+        np.testing.assert_array_equal(getattr(there, name), getattr(before, name))
+    assert there.latent_dtype == before.latent_dtype
+    assert not verify.verify(in_place).faults
+    examples = tfds.as_numpy(tfds.builder_from_directory(in_place).as_dataset(split='train'))
+    assert next(iter(examples)).keys() == {'key', 'caption', 'text_embedding'}
+
+
+def test_a_build_is_the_same_however_many_write_it(in_place, sample_source, hash_sidecar, tmp_path):
+    again = build(sample_source, hash_sidecar, tmp_path, num_workers=2)
+    files = {path.name: path.read_bytes() for path in in_place.iterdir() if path.is_file()}
+    assert {p.name: p.read_bytes() for p in again.iterdir() if p.is_file()} == files
+    assert {'columns.json', 'column_latents-train.npy'} < files.keys()
+
+
+def test_through_tensorflow_it_is_refused(in_place):
+    for engine in ('chunks', 'rows'):
+        arguments = dict(engine=engine, features=('key', 'caption'))
+        assert next(input_pipeline.train_batches(in_place, **ORDER, **arguments))
+    with pytest.raises(ValueError, match="lie in the files of its source, which engine='rows'"):
+        input_pipeline.train_dataset(in_place, **ORDER)
+
+
+def test_another_setting_is_another_data_set(in_place, sample_source, hash_sidecar, mini_dataset):
+    out = in_place.parents[2]
+    with pytest.raises(ValueError, match="latents is 'in_place' there, 'records' is asked for"):
+        build(sample_source, hash_sidecar, out, latents='records')
+    with pytest.raises(ValueError, match="latents is 'records' there, 'in_place' is asked for"):
+        build(sample_source, hash_sidecar, mini_dataset.parents[2])
+
+
+# --- Sources that change -----------------------------------------------------------------------
+
+
+def latents_file(source: pathlib.Path) -> pathlib.Path:
+    return sorted((source / schema.LATENTS_FOLDER).glob('*.pt'))[1]
+
+
+@pytest.mark.parametrize(
+    'change',
+    [
+        lambda file: os.utime(file, ns=(1, 1)),
+        lambda file: file.write_bytes(file.read_bytes()[:-1]),
+        lambda file: shutil.copy(sorted(file.parent.glob('*.pt'))[0], file),
+    ],
+    ids=['time', 'cut', 'another'],
+)
+def test_a_source_that_has_changed_is_named_before_anything_is_read(movable, change):
+    path, source = movable
+    change(latents_file(source))
+    with pytest.raises(ValueError, match=str(latents_file(source))):
+        input_pipeline.train_batches(path, **ORDER)
+
+
+def test_a_source_that_is_gone_is_named(movable):
+    path, source = movable
+    file = latents_file(source)
+    file.unlink()
+    with pytest.raises(ValueError, match=f'{file} is missing, and latents lie in it'):
+        input_pipeline.train_batches(path, **ORDER)
+
+
+def test_a_source_that_changes_while_it_is_read_is_named(movable, monkeypatch):
+    from coyo11m_tfds.reading import mapped_files
+
+    monkeypatch.setattr(mapped_files, '_CHECK_SECONDS', 0)
+    path, source = movable
+    batches = input_pipeline.train_batches(path, **ORDER)
+    next(batches)
+    os.utime(latents_file(source), ns=(1, 1))
+    with pytest.raises(OSError, match=f'{latents_file(source)}: has changed while it was read'):
+        for _ in range(100):
+            next(batches)
+
+
+def test_bad_rows_of_the_source_are_left_out(movable, hash_sidecar, tmp_path):
+    torch = pytest.importorskip('torch')
+    _, source = movable
+    content = torch.load(latents_file(source), weights_only=True)
+    content['latents'][5, 1, 2] = float('nan')
+    torch.save(content, latents_file(source))
+    path = build(source, hash_sidecar, tmp_path / 'other')
+    keys = LatentShard(latents_file(source)).keys
+    steps = input_pipeline.train_order(path, **ORDER).epoch(0).steps
+    batches = read(path, steps, features=('key', 'latents'))
+    assert keys[5] not in np.concatenate([batch['key'] for batch in batches])
+    assert all(np.isfinite(batch['latents']).all() for batch in batches)
+
+
+def test_a_damaged_description_is_named(movable):
+    path, _ = movable
+    file = path / schema.COLUMNS_FILE
+    content = json.loads(file.read_text())
+    content['columns']['latents']['files'][0]['start'] += 64
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f'{file}: is damaged'):
+        input_pipeline.train_batches(path, **ORDER)
+
+
+def test_places_of_other_records_are_refused(movable):
+    path, _ = movable
+    validation, train = (path / columns.file_name('latents', s) for s in ('validation', 'train'))
+    shutil.copy(validation, train)
+    with pytest.raises(
+        ValueError, match=r"'latents' has \d+ rows for split 'train' of \d+ records"
+    ):
+        input_pipeline.train_batches(path, **ORDER)
+    train.write_bytes(b'')
+    with pytest.raises(ValueError, match=f'{train}: is no column'):
+        input_pipeline.train_batches(path, **ORDER)
+
+
+def test_only_what_is_local_can_stay_in_place(sample_source, tmp_path):
+    with pytest.raises(ValueError, match="expected 'records' or 'in_place'"):
+        Coyo11mConfig(name='x', latents='elsewhere')
+    options = building.BuildOptions(str(sample_source), plan.PlanSettings(in_place=True))
+    with pytest.raises(
+        ValueError, match=r"gs://b/d/c/1\.0\.0: with latents='in_place' the data set"
+    ):
+        building.build('gs://b/d/c/1.0.0', options, None, None)
+    source = sources.find(sample_source)
+    remote = [dataclasses.replace(f, path=f'gs://b/{f.name}') for f in source.latent_files]
+    source = dataclasses.replace(source, latent_files=remote)
+    with pytest.raises(ValueError, match="latents='in_place' reads files where they are"):
+        plan.make_plan(source, options.settings, None, str(tmp_path), None)
