@@ -309,7 +309,7 @@ def test_too_many_steps_that_are_not_finite_end_the_run(data_dir, tmp_path, monk
         ({'data.device_prefetch': 0}, 'data.device_prefetch=0: expected at least 1'),
         ({'preview_every': 4, 'preview.split': 'test'}, "preview.split='test': .* none in 'test'"),
         (
-            {'data.ram_budget_gb': 0.001},
+            {'data.ram_budget_gb': 0.001, 'data.engine': 'chunks'},
             '0.00 GB of data.ram_budget_gb=0.001 .* set data.ram_budget_gb to 0.1',
         ),
         ({'model.name': 'S'}, "model.name='S': expected SIZE/PATCH"),
