@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks import demo_optimizers
+from tests import runs
 
 
 def test_a_setting_is_a_name_and_fields_with_their_values():
@@ -27,3 +28,16 @@ def test_samples_to_evaluate_on_are_whole_batches_with_captions():
     assert sum(batch['mask'].sum() for batch in batches) == 384
     assert all(batch['latents'].shape == (64, 4, 32, 32) for batch in batches)
     assert all((abs(batch['text_embedding']).sum(1) > 0).all() for batch in batches)
+
+
+@pytest.mark.slow
+def test_a_trial_trains_and_judges(mini_dataset, tmp_path):
+    small = ('batch_size', 'data.chunk', 'data.lanes', 'data.window', 'model.name')
+    fields = {name: runs.SMALL[name] for name in small}
+    row = demo_optimizers.run_one(
+        str(mini_dataset), fields, 0, 2, demo_optimizers.eval_batches()[:1], tmp_path / 'grid.png'
+    )
+    assert (row['seed'], row['steps']) == (0, 2)
+    assert row['loss'] > 0.5
+    assert 0 <= row['all_three'] <= row['colours'] <= 1
+    assert (tmp_path / 'grid.png').stat().st_size > 10_000
