@@ -60,7 +60,7 @@ class Trial:
         self._mesh = sharding.make_mesh(**config.mesh)
         self._data = TrainingData(config, self._mesh)
         self._program = program.make_program(
-            config, self._mesh, self._data.stats, latent_shape=self._data.latent_shape
+            config, self._mesh, self._data.facts.stats, latent_shape=self._data.facts.latent_shape
         )
         self._batches = self._data.train_batches(0)
         self._state = self._program.init()

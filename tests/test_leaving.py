@@ -55,8 +55,7 @@ def test_while_it_imports(mini_dataset, env, tmp_path):
     assert not (tmp_path / 'run').exists()
 
 
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
-def test_while_it_compiles(mini_dataset, tmp_path, number):
+def test_while_it_compiles(mini_dataset, tmp_path):
     # Neither compiled before nor quickly: that takes ten seconds, of which Python sees nothing.
     env = {'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '2'}
     changes = ENDLESS | {'model.name': 'tiny/8'}
@@ -65,13 +64,12 @@ def test_while_it_compiles(mini_dataset, tmp_path, number):
         if 'compiling ...' in line:
             break
     time.sleep(1)
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     sent = time.monotonic()
     output, _ = process.communicate(timeout=SECONDS)
     assert time.monotonic() - sent < 5
     assert process.returncode == REQUEUE
-    name = 'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'
-    assert output.strip() == f'{name}: left at once, there was nothing to save.'
+    assert output.strip() == 'Ctrl-C: left at once, there was nothing to save.'
     assert not runs.saved_steps(tmp_path)
 
 
@@ -106,3 +104,27 @@ def test_a_checkpoint_is_completed_unless_there_is_a_second_signal(mini_dataset,
         output = leave(host, lambda _: True)
     assert output.splitlines()[-1].startswith('Ctrl-C again: left at once;')
     assert not runs.saved_steps(tmp_path)
+
+
+@pytest.mark.slow
+def test_ctrl_c_on_one_of_two_hosts_stops_both_at_one_step(mini_dataset, env, tmp_path):
+    changes = ENDLESS | {'batch_size': 8, 'log_every': 5}
+    hosts = runs.hosts(mini_dataset, tmp_path, env, processes=2, devices=1, **changes)
+    with hosts as started:
+        first = started[0]
+        runs.wait_until(lambda: ', step 5 of ' in first.output.read_text(), first.process)
+        started[1].process.send_signal(signal.SIGINT)
+        codes = runs.wait(started)
+        outputs = [host.output.read_text() for host in started]
+    assert codes == [REQUEUE] * 2, outputs
+    (step,) = runs.saved_steps(tmp_path)
+    for output in outputs:
+        assert 'Traceback' not in output
+        assert f'Stopped at step {step}, which is saved.' in output
+    # Both read, and one tells of it.
+    assert ', step 5 of ' not in outputs[1]
+    scalars = runs.read_scalars(tmp_path)
+    (least,), (most,) = (scalars[f'input/wait_share_{which}', 5] for which in ('min', 'max'))
+    assert 0 <= least <= most <= 1
+    keys = runs.keys_of_steps(tmp_path, 2)
+    assert max(keys) == step

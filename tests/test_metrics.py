@@ -131,3 +131,11 @@ def test_metrics_that_were_fetched_are_computed_without_the_device():
     fetched = jax.device_get(_train(3.0))
     with jax.transfer_guard('disallow'):
         assert fetched.compute()['loss'] == 3.0
+
+
+def test_an_empty_time_bin_of_fetched_metrics_is_nan_without_a_warning():
+    update = metrics.EvalMetrics.single_from_model_output(
+        loss=jnp.ones(1), time=jnp.zeros(1), mask=jnp.ones(1, bool)
+    )
+    with np.errstate(all='raise'):
+        assert np.isnan(jax.device_get(update).compute()['loss_t3'])

@@ -10,8 +10,8 @@ return. What is done besides training is in `hooks.py`.
 
 import contextlib
 import dataclasses
-import os
-from collections.abc import Collection, Mapping
+import functools
+from collections.abc import Collection
 
 import jax
 import ml_collections
@@ -23,11 +23,10 @@ from etils import epath
 from train_lib import (
     beginnings,
     checkpoint,
-    chips,
     failures,
     hooks,
+    introduction,
     metrics,
-    models,
     settings,
     sharding,
     signals,
@@ -60,12 +59,6 @@ class Setup:
     data: TrainingData
     program: Program
     beginning: beginnings.Beginning
-
-    @property
-    def flops(self) -> int:
-        """Of the products of matrices that the model asks for, to train on one sample."""
-        model = models.make(**self.config.model)
-        return 3 * model.flops(self.data.facts.latent_shape, self.data.facts.text_dim)
 
 
 def set_up(
@@ -126,7 +119,7 @@ def train(setup: Setup, verbose: bool = False) -> tuple[TrainState, bool]:
         if start == config.num_steps and not interrupted:
             say('Finished already: all %d steps are in %s.', start, setup.workdir)
             return state, True
-        _introduce(setup, start)
+        introduction.show(setup, start)
         if verbose:
             parameter_overview.log_parameter_overview(state.params, include_stats='sharding')
         with (
@@ -208,20 +201,6 @@ def _make_log(
     window: metrics.TrainMetrics,
 ) -> TrainLog:
     """A log whose current window holds `window`."""
-    flops = setup.flops / jax.device_count()
-    chip = chips.CHIPS.get(jax.devices()[0].device_kind)
-
-    def derived(step: int, scalars: Mapping[str, float]) -> Mapping[str, float]:
-        more = {}
-        if (epoch := setup.data.epoch(setup.beginning.position.batch_at(step))) is not None:
-            more['train/epoch'] = epoch
-        if 'train/samples_per_second' in scalars:
-            rate = flops * scalars['train/samples_per_second']
-            more['device/tflops_per_chip'] = rate / 1e12
-            if chip is not None:
-                more['device/model_flop_utilization'] = rate / chip.flops
-        return more
-
     log = TrainLog(
         writer,
         every=setup.config.log_every,
@@ -231,28 +210,11 @@ def _make_log(
         max_skipped=setup.config.max_skipped,
         read_counts=setup.data.read_counts,
         batches_ready=setup.data.batches_ready,
-        derived=derived,
+        derived=functools.partial(introduction.derived, setup),
         console=console,
     )
     log.window = window
     return log
-
-
-def _introduce(setup: Setup, start: int) -> None:
-    """Says in a few lines what is trained, on what and where."""
-    config, device = setup.config, jax.devices()[0]
-    params = sum(leaf.size for leaf in jax.tree.leaves(setup.program.abstract_state.params))
-    say(
-        'machine: %d %s on %d hosts (%d cores here), mesh data %d x fsdp %d',
-        *(jax.device_count(), device.device_kind, jax.process_count(), os.cpu_count()),
-        *setup.program.abstract_state.step.sharding.mesh.shape.values(),
-    )
-    say('data: %s', setup.data.description)
-    say(
-        'model: %s, %.4g million parameters, %.3g GFLOP to train on a sample, %s',
-        *(config.model.name, params / 1e6, setup.flops / 1e9, config.model.dtype),
-    )
-    say('steps %d to %d, into %s; compiling ...', start + 1, config.num_steps, setup.workdir)
 
 
 def _abstract(array: jax.Array) -> jax.ShapeDtypeStruct:
