@@ -28,7 +28,7 @@ from benchmarks import diagnose, input_results, measure, source
 from benchmarks.readers import BARE, READERS
 from benchmarks.streams import BATCH_SIZE, Batch, Stream, read_for
 from benchmarks.writers import WRITERS
-from coyo11m_tfds import schema
+from coyo11m_tfds import ending, schema
 
 _FILES = 4
 
@@ -39,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs what the command line asks for and prints its table."""
     flags = parse_flags(arguments)
     if flags.diagnose:
-        diagnose.main(flags)
+        with ending.in_one_line('nothing was changed'):
+            diagnose.main(flags)
     elif flags.task:
         run_here(flags)
     else:

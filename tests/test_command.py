@@ -155,13 +155,13 @@ def test_a_bad_command_is_answered_with_one_line_that_shows_a_good_one(source, t
     program = """
 import json, sys
 from tensorflow_datasets.scripts.cli.main import launch_cli
-for flags in json.loads(sys.argv[1]):
-    sys.argv = ['tfds', 'build', 'coyo11m_tfds', f'--data_dir={sys.argv[-1]}', *flags]
+_, commands, out = sys.argv
+for flags in json.loads(commands):
+    sys.argv = ['tfds', 'build', 'coyo11m_tfds', f'--data_dir={out}', *flags]
     try:
         launch_cli()
     except Exception:
         sys.excepthook(*sys.exc_info())
-    sys.argv = ['', flags, sys.argv[3].partition('=')[2]]
 """
     manual_dir = f'--manual_dir={source}'
     flags = {

@@ -17,6 +17,10 @@ from coyo11m_tfds.storage import remote, source_files
 
 READ_AHEAD = 'GCS_READAHEAD_BUFFER_SIZE_BYTES'
 
+# TensorFlow only reads records here. What it notes about the machine helps nobody: neither that it
+# has oneDNN (which it says whatever the level of the log) nor which instructions it could use.
+_QUIET = {'TF_ENABLE_ONEDNN_OPTS': '0', 'TF_CPP_MIN_LOG_LEVEL': '1'}
+
 # Enough of an index for 30 million records: their largest chunk is that of all, or nearly.
 _INDEX_BYTES = 8_000_000
 
@@ -36,12 +40,19 @@ def apply(data_dir: str | os.PathLike[str], chunk: int) -> None:
         OSError: gs:// cannot be reached, or does not let this user in (`PermissionError`).
     """
     keep_freed_memory()
+    quiet_tensorflow()
     data_dir = os.fspath(data_dir)
     if data_dir.startswith('gs://') and not os.environ.get(READ_AHEAD):
         largest = _largest_chunk(data_dir, chunk)
         if largest:
             # TensorFlow finds its place by reading the byte before it.
             os.environ[READ_AHEAD] = str(largest + 1)
+
+
+def quiet_tensorflow() -> None:
+    """Has TensorFlow log warnings and errors only; to be called before it is imported."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
 
 
 def keep_freed_memory() -> None:

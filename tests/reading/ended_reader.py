@@ -2,10 +2,13 @@
 
     python -m tests.reading.ended_reader loop PATH
 
-`loop` reads until a record cannot be read, `to_device` the same on the devices; `raise`, `exit` and
-`return` end after a batch, with two living iterators, and `hold` with one on the devices.
+`loop` reads until a record cannot be read, `to_device` the same on the devices; `raise`, `exit`,
+`interrupt`, `interrupt twice` (again while it ends) and `return` end after a batch, with two living
+iterators, and `hold` with one on the devices.
 """
 
+import atexit
+import signal
 import sys
 
 import jax
@@ -40,6 +43,12 @@ def main(how: str, path: str) -> None:
         raise RuntimeError('the step has failed')
     if how == 'exit':
         sys.exit('leaving')
+    if how.startswith('interrupt'):
+        # A shell that starts the tests in the background has them ignore it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if how == 'interrupt twice':
+            atexit.register(signal.raise_signal, signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
 
 
 if __name__ == '__main__':

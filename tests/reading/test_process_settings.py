@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import pathlib
 
 import numpy as np
@@ -112,3 +113,24 @@ def test_the_largest_chunk_of_any_index(lengths, chunk, random):
     assert chunk_index.largest_chunk(head, chunk) == largest_of(kept)
     if len(flat) > entries:
         assert chunk_index.largest_chunk(head + b'\1' * 7, chunk) == largest_of(kept)
+
+
+def test_tensorflow_says_nothing_of_the_machine_when_it_starts():
+    program = """
+    from coyo11m_tfds.reading import process_settings
+    process_settings.quiet_tensorflow()
+    import tensorflow as tf
+    tf.data.Dataset.range(3).map(lambda x: x + 1).reduce(tf.cast(0, tf.int64), lambda x, y: x + y)
+    """
+    with children.python(program) as child:
+        out, err = child.communicate(timeout=120)
+    assert (child.returncode, out) == (0, '')
+    assert 'oneDNN' not in err and 'CPU instructions' not in err
+
+
+def test_what_the_environment_says_of_the_log_stays(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv('TF_CPP_MIN_LOG_LEVEL', '0')
+    monkeypatch.setenv('TF_ENABLE_ONEDNN_OPTS', '1')
+    process_settings.quiet_tensorflow()
+    assert os.environ['TF_CPP_MIN_LOG_LEVEL'] == '0'
+    assert os.environ['TF_ENABLE_ONEDNN_OPTS'] == '1'
