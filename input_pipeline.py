@@ -33,6 +33,7 @@ from coyo11m_tfds.reading import memory, process_settings, rows, verified
 from coyo11m_tfds.reading.bad_records import DEFAULT_MAX_FRACTION, SKIP, STOP
 from coyo11m_tfds.reading.column_reader import ColumnReader
 from coyo11m_tfds.reading.counter import ReadCounter, ReadCounts
+from coyo11m_tfds.reading.mapped_files import MAX_FILES
 from coyo11m_tfds.reading.names import DROP_TEXT, EVAL_CROP, MASK
 from coyo11m_tfds.reading.row_reader import RowChoices, RowReader
 from coyo11m_tfds.storage import source_files
@@ -423,7 +424,7 @@ def _open_rows(
     folder = os.fspath(data if isinstance(data, str | os.PathLike) else data.data_dir)
     stored = _read_stored(folder)
     opened = stored and stored.open_split(split)
-    if opened:
+    if opened and (engine == ROWS or len(opened.index.shard_lengths) <= MAX_FILES):
         return stored, opened
     if engine == ROWS:
         raise ValueError(
