@@ -78,7 +78,7 @@ class TrainingData:
         # Of training alone: what evaluations read has no part in its rate.
         self._counter = input_pipeline.ReadCounter()
         self.read_counts = self._counter.read
-        stats = dataset.dataset_stats(self._builder)
+        stats = dataset.dataset_stats(self._builder, config.data.text)
         if not stats.text_dim:
             raise ValueError(
                 f'{config.data.dir} holds no text vectors: build it with the config field '
@@ -159,6 +159,7 @@ class TrainingData:
             max_bad_fraction=self._config.data.max_bad_fraction,
             engine=self._config.data.engine,
             verify=self._config.data.verify,
+            text=self._config.data.text,
         )
         batch = next(batches)
         real = batch[input_pipeline.MASK]
@@ -220,6 +221,7 @@ class TrainingData:
             'private_threads': config.private_threads,
             'engine': config.engine,
             'verify': config.verify,
+            'text': config.text,
         }
 
     def _to_device(self, batches: Iterator[dict[str, np.ndarray]]) -> Batches:
