@@ -29,11 +29,12 @@ import numpy as np
 from coyo11m_tfds import json_digest, schema, stored_dataset
 from coyo11m_tfds.indexed_split import IndexedSplit
 from coyo11m_tfds.order import Order, nearest_shares
-from coyo11m_tfds.reading import memory, process_settings, rows, verified
+from coyo11m_tfds.reading import column_reader, memory, process_settings, rows, verified
 from coyo11m_tfds.reading.bad_records import DEFAULT_MAX_FRACTION, SKIP, STOP
-from coyo11m_tfds.reading.column_reader import ColumnReader
 from coyo11m_tfds.reading.counter import ReadCounter, ReadCounts
+from coyo11m_tfds.reading.mapped_files import MAX_FILES
 from coyo11m_tfds.reading.names import DROP_TEXT, EVAL_CROP, MASK
+from coyo11m_tfds.reading.record_layout import RecordLayout
 from coyo11m_tfds.reading.row_reader import RowChoices, RowReader
 from coyo11m_tfds.storage import source_files
 from coyo11m_tfds.stored_dataset import StoredDataset
@@ -164,7 +165,12 @@ def _read_stored(data: 'dataset.Data') -> StoredDataset | None:
 
 
 def train_batches(
-    data: 'dataset.Data', *, engine: str = AUTO, verify: str = verified.ONCE, **arguments: Any
+    data: 'dataset.Data',
+    *,
+    engine: str = AUTO,
+    verify: str = verified.ONCE,
+    text: str = '',
+    **arguments: Any,
 ) -> Iterator[dict[str, np.ndarray]]:
     """This process's part of the training batches from `start_step` on, without end.
 
@@ -178,6 +184,8 @@ def train_batches(
             data set with a chunk index and chunks for any other. Both give the same batches.
         verify: when `rows` compares records with their CRC-32C: 'once' when this process first
             reads a record, 'always', or 'never'. `chunks` always does.
+        text: a column of text vectors that `python -m coyo11m_tfds.add_column` has added; they take
+            the place of those in the records. `rows` alone can read it.
         **arguments: as of `train_dataset`. For `rows` nothing depends on `parallel_reads` and
             `private_threads`, and a negative `prefetch` keeps 2 batches ready.
 
@@ -194,8 +202,9 @@ def train_batches(
     """
     opened = _open_rows(data, arguments.get('split', schema.TRAIN), engine, verify)
     if opened is None:
+        _check_no_column(data, text)
         return train_dataset(data, **arguments).as_numpy_iterator()
-    return _train_rows(*opened, verify, _bind(train_dataset, data, arguments))
+    return _train_rows(*opened, verify, text, _bind(train_dataset, data, arguments))
 
 
 def engine_of(data: 'dataset.Data', engine: str = AUTO, split: str = schema.TRAIN) -> str:
@@ -204,12 +213,17 @@ def engine_of(data: 'dataset.Data', engine: str = AUTO, split: str = schema.TRAI
 
 
 def eval_batches(
-    data: 'dataset.Data', *, engine: str = AUTO, verify: str = verified.ONCE, **arguments: Any
+    data: 'dataset.Data',
+    *,
+    engine: str = AUTO,
+    verify: str = verified.ONCE,
+    text: str = '',
+    **arguments: Any,
 ) -> Iterator[dict[str, np.ndarray]]:
     """This process's part of every record of a split, once, in the order of the shards.
 
     Args:
-        data, engine, verify: as of `train_batches`.
+        data, engine, verify, text: as of `train_batches`.
         **arguments: as of `eval_dataset`.
 
     Returns:
@@ -220,8 +234,9 @@ def eval_batches(
     """
     opened = _open_rows(data, arguments.get('split', schema.VALIDATION), engine, verify)
     if opened is None:
+        _check_no_column(data, text)
         return eval_dataset(data, **arguments).as_numpy_iterator()
-    return _eval_rows(*opened, verify, _bind(eval_dataset, data, arguments))
+    return _eval_rows(*opened, verify, text, _bind(eval_dataset, data, arguments))
 
 
 def train_dataset(
@@ -429,7 +444,7 @@ def _open_rows(
     folder = os.fspath(data if isinstance(data, str | os.PathLike) else data.data_dir)
     stored = _read_stored(folder)
     opened = stored and stored.open_split(split)
-    if opened:
+    if opened and (engine == ROWS or len(opened.index.shard_lengths) <= MAX_FILES):
         return stored, opened
     if engine == ROWS:
         raise ValueError(
@@ -440,7 +455,11 @@ def _open_rows(
 
 
 def _train_rows(
-    stored: StoredDataset, split: IndexedSplit, verify: str, asked: types.SimpleNamespace
+    stored: StoredDataset,
+    split: IndexedSplit,
+    verify: str,
+    text: str,
+    asked: types.SimpleNamespace,
 ) -> Iterator[dict[str, np.ndarray]]:
     """`train_batches` by rows; `asked` has the arguments of `train_dataset`."""
     _check_dropout(asked.caption_dropout)
@@ -448,6 +467,7 @@ def _train_rows(
         stored,
         split,
         verify,
+        text,
         asked,
         seed=asked.seed,
         caption_dropout=asked.caption_dropout,
@@ -469,12 +489,16 @@ def _train_rows(
 
 
 def _eval_rows(
-    stored: StoredDataset, split: IndexedSplit, verify: str, asked: types.SimpleNamespace
+    stored: StoredDataset,
+    split: IndexedSplit,
+    verify: str,
+    text: str,
+    asked: types.SimpleNamespace,
 ) -> Iterator[dict[str, np.ndarray]]:
     """`eval_batches` by rows; `asked` has the arguments of `eval_dataset`."""
     process = asked.process_index, asked.process_count
     _check_share(asked.batch_size, *process)
-    reader = _row_reader(stored, split, verify, asked, fixed_crop=EVAL_CROP, with_mask=True)
+    reader = _row_reader(stored, split, verify, text, asked, fixed_crop=EVAL_CROP, with_mask=True)
     records, num_batches = _eval_share(
         stored.folder, asked.split, split, asked.batch_size, *process
     )
@@ -487,26 +511,38 @@ def _row_reader(
     stored: StoredDataset,
     split: IndexedSplit,
     verify: str,
+    text: str,
     asked: types.SimpleNamespace,
     **choices: Any,
 ) -> RowReader:
-    stored.check_features((schema.KEY, *asked.features))
+    in_records = [f for f in asked.features if f != schema.TEXT_EMBEDDING or not text]
+    stored.check_features((schema.KEY, *in_records))
     process_settings.keep_freed_memory()
-    latents = None
-    if schema.LATENTS in stored.columns:
-        nbytes = schema.NUM_CROPS * schema.LATENT_NBYTES
-        column = stored.columns[schema.LATENTS]
-        num_records = int(split.index.shard_lengths.sum())
-        latents = ColumnReader(column, stored.folder, asked.split, num_records, nbytes)
+    num_records = int(split.index.shard_lengths.sum())
+    where = stored.folder, asked.split, num_records
+    found, text_dim = {}, stored.text_dim
+    if schema.LATENTS in stored.columns and schema.LATENTS in asked.features:
+        latents = stored.columns[schema.LATENTS]
+        found[schema.LATENTS] = column_reader.open_in_place(latents, *where)
+    if text:
+        vectors = stored.text_column(text)
+        found[schema.TEXT_EMBEDDING] = column_reader.open_beside(vectors, *where)
+        text_dim = vectors.width
     return RowReader(
         split,
-        RowChoices(tuple(asked.features), stored.latent_dtype, stored.text_dim, **choices),
+        RowChoices(tuple(asked.features), stored.latent_dtype, text_dim, **choices),
+        RecordLayout(stored.text_dim, with_latents=schema.LATENTS not in stored.columns),
         verify=verify,
         on_bad_records=asked.on_bad_records,
         counter=asked.counter,
         max_bad_fraction=asked.max_bad_fraction,
-        latents=latents,
+        columns=found,
     )
+
+
+def _check_no_column(data: 'dataset.Data', text: str) -> None:
+    if text:
+        raise ValueError(f"{data}: text={text!r} is a column, which engine='rows' alone can read")
 
 
 def _bind(

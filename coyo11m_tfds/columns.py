@@ -16,7 +16,7 @@ import json
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 RECORDS, IN_PLACE = LATENTS_LIE = ('records', 'in_place')  # the config's `latents`
 
+_BESIDE = 'beside'  # the kind of a column in files beside the shards
 _FORMAT = 1
 
 
@@ -95,6 +96,48 @@ class Column:
         except (OSError, EOFError, ValueError) as error:
             raise ValueError(f'{path}: is no column ({error}). Build the data set again.') from None
         return places
+
+
+@dataclasses.dataclass(frozen=True)
+class TextColumn:
+    """Text vectors in files beside the shards, a row a record, in their order.
+
+    Attributes:
+        name: that it is asked for by.
+        width: numbers of a vector, float16.
+        files: of each split the name of its file.
+        mean, std: of each number, over the train split.
+        encoder: name of what made the vectors, and what else their file says of itself.
+    """
+
+    name: str
+    width: int
+    files: Mapping[str, str]
+    mean: Sequence[float]
+    std: Sequence[float]
+    encoder: Mapping[str, Any]
+
+    def locate(
+        self, folder: str | os.PathLike[str], split: str, num_records: int
+    ) -> tuple[str, int]:
+        """The file of a split, and where its first row begins.
+
+        Raises:
+            ValueError: the file is missing, or not as long as the split.
+        """
+        if split not in self.files:
+            raise ValueError(f'{folder}: its column {self.name!r} has no split {split!r}.')
+        path = os.path.join(folder, self.files[split])
+        try:
+            rows = np.load(path, mmap_mode='r', allow_pickle=False)
+        except (OSError, EOFError, ValueError) as error:
+            raise ValueError(f'{path}: is no column ({error}). Add it again.') from None
+        if rows.dtype != np.float16 or rows.shape != (num_records, self.width):
+            raise ValueError(
+                f'{path}: holds {rows.dtype} {rows.shape}, expected float16 '
+                f'{(num_records, self.width)}. Add the column again.'
+            )
+        return path, int(rows.offset)
 
 
 class ShardSources:
@@ -183,18 +226,28 @@ def write_in_place(
         ]
         path = os.path.join(folder, file_name(schema.LATENTS, split))
         np.save(path, np.concatenate(places).astype('<u4'))
-    column = {
-        'kind': IN_PLACE,
-        'dtype': next(shard.dtype for shard in shards if shard.dtype),
-        'files': [dataclasses.asdict(file) for file in files],
+    dtype = next(shard.dtype for shard in shards if shard.dtype)
+    write(folder, {schema.LATENTS: Column(schema.LATENTS, dtype, tuple(files))})
+
+
+def write(folder: str | os.PathLike[str], columns: Mapping[str, Column | TextColumn]) -> None:
+    """Describes the columns of a data set in a local folder; replaces what is there."""
+    kinds = {Column: IN_PLACE, TextColumn: _BESIDE}
+    described = {
+        name: {'kind': kinds[type(column)], **dataclasses.asdict(column)}
+        for name, column in columns.items()
     }
-    content = {'format': _FORMAT, 'columns': {schema.LATENTS: column}}
-    with open(os.path.join(folder, schema.COLUMNS_FILE), 'w') as file:
+    for fields in described.values():
+        del fields['name']
+    content = {'format': _FORMAT, 'columns': described}
+    path = os.path.join(folder, schema.COLUMNS_FILE)
+    with open(f'{path}.part', 'w') as file:
         json.dump(content | {'digest': json_digest.sha256(content)}, file, indent=1)
         file.write('\n')
+    os.replace(f'{path}.part', path)
 
 
-def read(folder: str | os.PathLike[str]) -> dict[str, Column]:
+def read(folder: str | os.PathLike[str]) -> dict[str, Column | TextColumn]:
     """The columns of a data set in a local folder, by feature; {} where all is in the records.
 
     Raises:
@@ -209,9 +262,29 @@ def read(folder: str | os.PathLike[str]) -> dict[str, Column]:
             raise ValueError('its digest is wrong')
         if content['format'] != _FORMAT:
             raise ValueError(f'its format is {content["format"]!r}, expected {_FORMAT}')
-        return {
-            name: Column(name, column['dtype'], tuple(ColumnFile(**f) for f in column['files']))
-            for name, column in content['columns'].items()
-        }
+        return {name: _column(name, **column) for name, column in content['columns'].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f'{path}: is damaged ({error}). Build the data set again.') from None
+
+
+def find_text(
+    folder: str | os.PathLike[str], columns: Mapping[str, Column | TextColumn], name: str
+) -> TextColumn:
+    """The column of text vectors of this name; raises a ValueError if there is none."""
+    found = columns.get(name)
+    if not isinstance(found, TextColumn):
+        names = [n for n, column in columns.items() if isinstance(column, TextColumn)]
+        raise ValueError(
+            f'{folder}: no text vectors {name!r}; besides those of the records there are {names}. '
+            'python -m coyo11m_tfds.add_column adds some.'
+        )
+    return found
+
+
+def _column(name: str, kind: str, **fields: Any) -> Column | TextColumn:
+    if kind == _BESIDE:
+        return TextColumn(name, **fields)
+    if kind != IN_PLACE:
+        raise ValueError(f'column {name!r} is of kind {kind!r}')
+    files = tuple(ColumnFile(**file) for file in fields['files'])
+    return Column(name, fields['dtype'], files)

@@ -109,8 +109,11 @@ def _facts(builder: tfds.core.DatasetBuilder) -> list:
     return [info.as_proto, info.features.to_json(), json.dumps(dict(info.metadata or {}))]
 
 
-def dataset_stats(data: Data) -> DatasetStats:
+def dataset_stats(data: Data, text: str = '') -> DatasetStats:
     """Reads the statistics of a data set from its metadata.
+
+    With `text`, those of the text vectors of this column (see `add_column`) take the place of those
+    in the records; a ValueError if there is none.
 
     One without statistics, such as a mocked one, gets mean 0 and standard deviation 1, and a
     warning in the log.
@@ -127,7 +130,7 @@ def dataset_stats(data: Data) -> DatasetStats:
     def numbers(name: str, default: float, size: int) -> np.ndarray:
         return np.asarray(metadata.get(name, [default] * size), np.float32)
 
-    return DatasetStats(
+    stats = DatasetStats(
         latent_mean=numbers(schema.META_LATENT_MEAN, 0, schema.LATENT_SHAPE[0]),
         latent_std=numbers(schema.META_LATENT_STD, 1, schema.LATENT_SHAPE[0]),
         latent_dtype=latent_dtype(builder).name,
@@ -138,6 +141,16 @@ def dataset_stats(data: Data) -> DatasetStats:
         text_max_tokens=sidecar.get('max_tokens', 0),
         text_dim=dim,
         source_fingerprint=metadata.get(schema.META_SOURCE_FINGERPRINT),
+    )
+    if not text:
+        return stats
+    column = columns.find_text(builder.data_dir, _columns(builder), text)
+    return dataclasses.replace(
+        stats,
+        text_mean=np.asarray(column.mean, np.float32),
+        text_std=np.asarray(column.std, np.float32),
+        text_encoder=column.encoder['encoder'],
+        text_dim=column.width,
     )
 
 

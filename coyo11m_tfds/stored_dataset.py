@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from coyo11m_tfds import columns, indexed_split, schema, stored_splits
-from coyo11m_tfds.columns import Column
+from coyo11m_tfds.columns import Column, TextColumn
 from coyo11m_tfds.indexed_split import IndexedSplit
 from coyo11m_tfds.stored_splits import StoredSplit
 
@@ -38,7 +38,7 @@ class StoredDataset:
     splits: Mapping[str, StoredSplit]
     features: Mapping[str, dict]
     metadata: Mapping[str, Any]
-    columns: Mapping[str, Column]
+    columns: Mapping[str, Column | TextColumn]
 
     @property
     def latent_dtype(self) -> str:
@@ -69,6 +69,14 @@ class StoredDataset:
                 'the bytes of a vector of float16'
             )
         return shape[0]
+
+    def text_column(self, name: str) -> TextColumn:
+        """A column of text vectors.
+
+        Raises:
+            ValueError: there is none of this name.
+        """
+        return columns.find_text(self.folder, self.columns, name)
 
     def check_features(self, names: Sequence[str]) -> None:
         """Raises a ValueError for a feature that the data set does not have."""

@@ -12,6 +12,7 @@ ELSEWHERE = {
     'data.chunk',
     'data.lanes',
     'data.window',
+    'data.text',
     'distributed',
     'init_average',
     'init_from',

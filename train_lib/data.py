@@ -85,7 +85,7 @@ class TrainingData:
         self._counter = input_pipeline.ReadCounter()
         self.read_counts = self._counter.read
         self._arrived = self._taken = 0
-        stats = dataset.dataset_stats(self._builder)
+        stats = dataset.dataset_stats(self._builder, config.data.text)
         if not stats.text_dim:
             raise ValueError(
                 f'{config.data.dir} holds no text vectors: build it with the config field '
@@ -198,6 +198,7 @@ class TrainingData:
             max_bad_fraction=self._config.data.max_bad_fraction,
             engine=self._config.data.engine,
             verify=self._config.data.verify,
+            text=self._config.data.text,
         )
         batch = next(batches)
         real = batch[input_pipeline.MASK]
@@ -260,6 +261,7 @@ class TrainingData:
             'private_threads': config.private_threads,
             'engine': config.engine,
             'verify': config.verify,
+            'text': config.text,
         }
 
     def _counted(self, batches: Iterator[dict[str, np.ndarray]]) -> Batches:

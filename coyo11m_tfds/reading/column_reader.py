@@ -1,15 +1,50 @@
 """Rows of a column, mapped: values that lie elsewhere than in the records.
 
-latents = ColumnReader(column, folder, 'train', num_records, row_nbytes=24_576)
-latents.find(np.array([3, 17]))       # addresses of the values of these records
+latents = column_reader.open_in_place(column, folder, 'train', num_records)
+text = column_reader.open_beside(column, folder, 'train', num_records)
+text.find(np.array([3, 17]))       # addresses of the values of these records
 """
 
 import os
+from collections.abc import Sequence
 
 import numpy as np
 
-from coyo11m_tfds.columns import Column
+from coyo11m_tfds import schema
+from coyo11m_tfds.columns import Column, TextColumn
 from coyo11m_tfds.reading.mapped_files import MappedFiles
+
+
+def open_in_place(
+    column: Column, folder: str | os.PathLike[str], split: str, num_records: int
+) -> 'ColumnReader':
+    """Holds the files of latents against what the data set says of them; maps none.
+
+    Raises:
+        ValueError: a file is missing or has changed, or the column is damaged.
+    """
+    for file in column.files:
+        file.check()
+    places = column.load(folder, split)
+    if len(places) != num_records:
+        raise ValueError(
+            f'{folder}: its column {column.name!r} has {len(places)} rows for split {split!r} of '
+            f'{num_records} records. Build the data set again.'
+        )
+    paths, starts = [f.path for f in column.files], [f.start for f in column.files]
+    return ColumnReader(paths, starts, places, schema.NUM_CROPS * schema.LATENT_NBYTES)
+
+
+def open_beside(
+    column: TextColumn, folder: str | os.PathLike[str], split: str, num_records: int
+) -> 'ColumnReader':
+    """Opens a column file beside the shards; maps nothing.
+
+    Raises:
+        ValueError: the file is missing, or not as long as the split.
+    """
+    path, start = column.locate(folder, split, num_records)
+    return ColumnReader([path], [start], None, 2 * column.width)
 
 
 class ColumnReader:
@@ -17,35 +52,23 @@ class ColumnReader:
 
     def __init__(
         self,
-        column: Column,
-        folder: str | os.PathLike[str],
-        split: str,
-        num_records: int,
+        paths: Sequence[str],
+        starts: Sequence[int],
+        places: np.ndarray | None,
         row_nbytes: int,
     ):
-        """Holds the files against what the data set says of them; maps none.
+        """Maps nothing.
 
         Args:
-            column: what the data set says of it.
-            folder: of the data set.
-            split: its name.
-            num_records: of the split.
+            paths: of the files.
+            starts: where in each of them the first row begins, in bytes.
+            places: of each record the number of its file and its row, uint32 `(n, 2)`; None where
+                the rows of the first file are those of the records.
             row_nbytes: bytes of one row.
-
-        Raises:
-            ValueError: a file is missing or has changed, or the column is damaged.
         """
-        for file in column.files:
-            file.check()
-        self._places = column.load(folder, split)
-        if len(self._places) != num_records:
-            raise ValueError(
-                f'{folder}: its column {column.name!r} has {len(self._places)} rows for split '
-                f'{split!r} of {num_records} records. Build the data set again.'
-            )
-        self._starts = np.array([file.start for file in column.files], np.int64)
-        self._row_nbytes = row_nbytes
-        self._files = MappedFiles(lambda number: column.files[number].path, len(column.files))
+        self._places, self._row_nbytes = places, row_nbytes
+        self._starts = np.array(starts, np.int64)
+        self._files = MappedFiles(lambda number: paths[number], len(paths))
 
     def find(self, number: np.ndarray) -> np.ndarray:
         """The addresses of the values of some records of the split, int64 `(n,)`.
@@ -54,7 +77,7 @@ class ColumnReader:
             ValueError: a row is not within its file.
             OSError: a file cannot be opened.
         """
-        file, row = self._places[number].astype(np.int64).T
+        file, row = self._places_of(number)
         self._files.open(np.unique(file))
         offset = self._starts[file] + row * self._row_nbytes
         outside = offset + self._row_nbytes > self._files.size[file]
@@ -68,7 +91,7 @@ class ColumnReader:
 
     def will_need(self, first: np.ndarray, last: np.ndarray) -> None:
         """Has the system begin to read the rows of runs of records; of each its ends are given."""
-        (file, begin), (last_file, end) = self._places[first].T, self._places[last].T
+        (file, begin), (last_file, end) = self._places_of(first), self._places_of(last)
         self._files.open(np.unique(file))
         runs = zip(file.tolist(), last_file.tolist(), begin.tolist(), end.tolist(), strict=True)
         for one, other, start, stop in runs:
@@ -80,4 +103,11 @@ class ColumnReader:
 
     def check_unchanged(self, number: np.ndarray) -> None:
         """Looks whether the files of some records are what they were; see `MappedFiles`."""
-        self._files.check_unchanged(np.unique(self._places[number, 0]))
+        self._files.check_unchanged(self._places_of(number)[0])
+
+    def _places_of(self, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The file and the row of some records, each int64 `(n,)`."""
+        if self._places is None:
+            return np.zeros_like(number), number
+        file, row = self._places[number].astype(np.int64).T
+        return file, row

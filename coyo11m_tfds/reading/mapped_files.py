@@ -21,11 +21,12 @@ import numpy as np
 _CHECK_SECONDS = 1.0
 
 # A process may have 65,530 mappings (vm.max_map_count), and other libraries need some.
-_MAX_FILES = 60_000
+MAX_FILES = 60_000
 
-# Places in memory are counted from here: NumPy takes no array at address 0.
+# Places in memory are counted from here, as NumPy takes no array at address 0, to what a processor
+# of 64 bits gives programs. Times the bytes of a row, 32 KB at most, it has to be less than 2**63.
 _ORIGIN = 1 << 12
-_END = 1 << 47
+_END = 1 << 48
 
 
 class Memory:
@@ -66,9 +67,9 @@ class MappedFiles:
         Raises:
             ValueError: there are too many files.
         """
-        if num_files > _MAX_FILES:
+        if num_files > MAX_FILES:
             raise ValueError(
-                f'{path_of(0)}: {num_files} files cannot be mapped at once, at most {_MAX_FILES} '
+                f'{path_of(0)}: {num_files} files cannot be mapped at once, at most {MAX_FILES} '
                 "can; read them with engine='chunks'"
             )
         self.memory = Memory()

@@ -1,6 +1,7 @@
 """Batches gathered row by row out of local TFRecord files, without TensorFlow.
 
-    reader = RowReader(split, RowChoices(('key', 'latents'), 'float16', text_dim=640, seed=0))
+    choices = RowChoices(('key', 'latents'), 'float16', text_dim=640, seed=0)
+    reader = RowReader(split, choices, RecordLayout(text_dim=640))
     rows = reader.find(epoch, shard, record)          # of many batches at once
     batch = reader.read(rows.part(slice(0, 256)))     # dict(key=(256,), latents=(256, 4, 32, 32))
 
@@ -11,6 +12,7 @@ otherwise than this project does it.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple, Self
 
 import ml_dtypes
@@ -28,6 +30,9 @@ from coyo11m_tfds.reading.record_layout import RecordLayout
 
 Batch = dict[str, np.ndarray]
 
+# What `record_layout.Found` calls the places of a feature.
+_PLACES = {schema.LATENTS: 'latents', schema.TEXT_EMBEDDING: 'text'}
+
 _DTYPES = {'float16': np.dtype(np.float16), 'bfloat16': np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -38,7 +43,7 @@ class RowChoices:
     Attributes:
         features: to be in the batch.
         latent_dtype: of the data set, 'float16' or 'bfloat16'.
-        text_dim: width of its text vectors, 0 without them.
+        text_dim: width of the text vectors in a batch, 0 without them.
         seed: of the choices about samples.
         caption_dropout: share of samples that `drop_text` marks.
         fixed_crop: taken of all samples; None takes one by (seed, epoch, key).
@@ -91,23 +96,25 @@ class RowReader:
         self,
         split: IndexedSplit,
         choices: RowChoices,
+        layout: RecordLayout,
         *,
         verify: str = verified.ONCE,
         on_bad_records: str = bad_records.STOP,
         counter: ReadCounter | None = None,
         max_bad_fraction: float = bad_records.DEFAULT_MAX_FRACTION,
-        latents: ColumnReader | None = None,
+        columns: Mapping[str, ColumnReader] | None = None,
     ):
         """Opens nothing.
 
         Args:
             split: of a local data set.
             choices: what is in a batch.
+            layout: of the records.
             verify: see `verified`.
             on_bad_records: 'stop' is an error for the first bad record, 'skip' leaves them out.
             counter: is told of every batch.
             max_bad_fraction: see `BadRecords`.
-            latents: where they lie, if not in the records.
+            columns: features that lie elsewhere than in the records.
 
         Raises:
             ValueError: an argument is out of its range, or there are too many shards.
@@ -117,8 +124,7 @@ class RowReader:
         self._split, self._choices, self._counter = split, choices, counter
         self._first = np.cumsum(lengths) - lengths
         self._files = MappedFiles(split.file, len(lengths))
-        self._latents = latents
-        self._layout = RecordLayout(choices.text_dim, with_latents=latents is None)
+        self._layout, self._columns = layout, columns or {}
         self._checks = verified.Checks(verify, num_records)
         self._bad_records = BadRecords(on_bad_records, max_bad_fraction, num_records, counter)
 
@@ -134,9 +140,9 @@ class RowReader:
         in_run = record % schema.CHUNK_STRIDE
         begin, end = begins[of_run, in_run], ends[of_run, in_run]
         values = self._layout.find(self._files.memory, begin, end)
-        if self._latents:
-            number = self._first[shard] + record
-            values = values._replace(latents=self._latents.find(number))
+        number = self._first[shard] + record
+        for name, column in self._columns.items():
+            values = values._replace(**{_PLACES[name]: column.find(number)})
         return Rows(epoch, shard, record, begin, end, values)
 
     def prefetch(self, shard: np.ndarray, record: np.ndarray) -> list[tuple[int, int, int]]:
@@ -145,9 +151,9 @@ class RowReader:
         shards, first = _of_run_numbers(runs)
         count = np.minimum(self._split.index.shard_lengths[shards] - first, schema.CHUNK_STRIDE)
         offset, nbytes = self._split.index.byte_range(shards, first, count)
-        if self._latents:
-            first_number = self._first[shards] + first
-            self._latents.will_need(first_number, first_number + count - 1)
+        number = self._first[shards] + first
+        for column in self._columns.values():
+            column.will_need(number, number + count - 1)
         # Runs that touch are one.
         starts = np.flatnonzero(np.diff(runs, prepend=-2) != 1)
         whole = np.add.reduceat(nbytes, starts)
@@ -174,8 +180,8 @@ class RowReader:
         """
         self._files.check_unchanged(rows.shard)
         number = self._first[rows.shard] + rows.record
-        if self._latents:
-            self._latents.check_unchanged(number)
+        for column in self._columns.values():
+            column.check_unchanged(number)
         good = self._checks.check(self._files.memory, number, rows.begin, rows.end)
         others = self._read_irregular(rows, good)
         if not good.all():
@@ -227,8 +233,7 @@ class RowReader:
         try:
             record = self._files.memory.view(int(rows.begin[row]), int(rows.end[row])).tobytes()
             values = record_layout.parse(record)
-            elsewhere = {schema.LATENTS} if self._latents else set()
-            for name in sorted({schema.KEY, *self._choices.features} - elsewhere):
+            for name in sorted({schema.KEY, *self._choices.features} - self._columns.keys()):
                 if not isinstance(values.get(name), int if name == schema.KEY else bytes):
                     raise ValueError(f'it has no single value of feature {name!r}')
                 if name in sizes and len(values[name]) != sizes[name]:
@@ -269,7 +274,7 @@ class RowReader:
         gathered = good & rows.values.regular
         if name == schema.CAPTION:
             return self._captions(rows, gathered, others)
-        if name == schema.LATENTS and self._latents:
+        if name in self._columns:
             gathered, others = good, {}
         if name == schema.LATENTS:
             begin, nbytes = crops * schema.LATENT_NBYTES, schema.LATENT_NBYTES

@@ -426,3 +426,11 @@ def test_a_data_set_without_index_goes_through_tensorflow(copy):
         input_pipeline.train_batches(copy, engine='rows', **ORDER)
     batch = next(input_pipeline.train_batches(copy, **ORDER))
     assert batch['latents'].shape == (16, *schema.LATENT_SHAPE)
+
+
+def test_rows_as_wide_as_any_text_vector_are_gathered():
+    memory = mapped_files.Memory()
+    data = np.arange(2 * schema.MAX_TEXT_DIM + 9, dtype=np.uint8)
+    rows = memory.gather(data.ctypes.data + np.array([9, 0]), 2 * schema.MAX_TEXT_DIM)
+    np.testing.assert_array_equal(rows[0].tobytes(), data[9:].tobytes())
+    np.testing.assert_array_equal(rows[1].tobytes(), data[:-9].tobytes())
