@@ -359,7 +359,7 @@ def test_the_command(gcs, on_hub, hub, tmp_path):
     run = _run(on_hub, 'gs://bucket/to', f'--scratch={scratch}', '--include=*.md', '--parallel=2')
     assert run.returncode == 0, run.stderr
     assert run.stdout == (
-        '7 files, 0.0 GB, are verified at gs://bucket/to; 7 of them were copied now.\n'
+        '7 files, 1.5 MB, are verified at gs://bucket/to; 7 of them were copied now.\n'
     )
     assert 'Copying to gs://bucket/to: 100%, 7 of 7 files, ' in run.stderr
     assert _in_bucket(gcs) == FILES | {'README.md': b'hello', 'docs/more.md': b'more'}
