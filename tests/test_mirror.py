@@ -298,7 +298,7 @@ def test_the_summary_has_a_size_that_says_something(num_bytes, said):
     assert f'5 files, {said}, are verified' in str(mirror.Summary(5, num_bytes, 5, '/to'))
 
 
-@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_killed_download_goes_on(gcs, tmp_path, number):
     files = _make_files(2_000_000)
     for name, data in files.items():
@@ -316,9 +316,10 @@ def test_a_killed_download_goes_on(gcs, tmp_path, number):
         child.send_signal(number)
         gcs.heal()
         _, errors = child.communicate()
-    if number == signal.SIGTERM:  # it has cleared up and said how far it was
+    if number != signal.SIGKILL:  # it has cleared up and said how far it was
         assert child.returncode == 128 + number
         assert '0 of 5 files' in errors and 'Traceback' not in errors
+        assert ('Interrupted: what was copied stays' in errors) == (number == signal.SIGINT)
         assert not (tmp_path / 'to.lock').exists()
     assert not set(files) & set(_read(tmp_path / 'to'))
     gcs.heal()
@@ -358,7 +359,7 @@ def test_the_command(gcs, on_hub, hub, tmp_path):
     run = _run(on_hub, 'gs://bucket/to', f'--scratch={scratch}', '--include=*.md', '--parallel=2')
     assert run.returncode == 0, run.stderr
     assert run.stdout == (
-        '7 files, 0.0 GB, are verified at gs://bucket/to; 7 of them were copied now.\n'
+        '7 files, 1.5 MB, are verified at gs://bucket/to; 7 of them were copied now.\n'
     )
     assert 'Copying to gs://bucket/to: 100%, 7 of 7 files, ' in run.stderr
     assert _in_bucket(gcs) == FILES | {'README.md': b'hello', 'docs/more.md': b'more'}
