@@ -12,6 +12,7 @@ VECTORS := $(DEMO)/source/hash.parquet
 
 # TensorFlow's notes on the machine help nobody here.
 export TF_CPP_MIN_LOG_LEVEL ?= 2
+export TF_ENABLE_ONEDNN_OPTS ?= 0
 
 .PHONY: demo test slow pods lint clean
 
@@ -36,8 +37,10 @@ test: $(INSTALLED)
 
 # Fetches real text encoders once (0.4 GB) and runs what takes long, random kills of builds among it.
 slow: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[text_jax,wandb]'
 	$(BIN)/python tests/fetch_encoders.py --out $(ENCODERS)
 	COYO11M_ENCODERS=$(ENCODERS) $(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest tests/test_writers.py
 
 # Brings libtpu (0.3 GB); no TPU is needed.
 pods: $(INSTALLED)
