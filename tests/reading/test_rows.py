@@ -373,10 +373,11 @@ def test_torch_reads_what_jax_gets(intact):
 
 
 def test_dropping_the_batches_ends_their_thread(intact):
+    before = threading.enumerate()
     batches = input_pipeline.train_batches(intact, engine='rows', **ORDER)
     next(batches)
-    threads = [t for t in threading.enumerate() if t.name.startswith('rows')]
-    assert threads
+    threads = [thread for thread in threading.enumerate() if thread not in before]
+    assert len(threads) == 1
     del batches
     for thread in threads:
         thread.join(30)
