@@ -15,6 +15,8 @@ import input_pipeline
 from coyo11m_tfds import building, columns, dataset, plan, schema, sources, verify
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
 from coyo11m_tfds.latent_shards import LatentShard
+from tests import runs
+from train_lib import train
 
 ORDER = dict(batch_size=16, seed=0, lanes=4, chunk=32, window=64)
 
@@ -217,3 +219,17 @@ def test_only_what_is_local_can_stay_in_place(sample_source, tmp_path):
     source = dataclasses.replace(source, latent_files=remote)
     with pytest.raises(ValueError, match="latents='in_place' reads files where they are"):
         plan.make_plan(source, options.settings, None, str(tmp_path), None)
+
+
+# --- Training ----------------------------------------------------------------------------------
+
+
+def test_a_run_on_it_has_the_losses_of_one_on_the_converted_data_set(
+    in_place, mini_dataset, tmp_path
+):
+    short = {'num_steps': 4, 'eval_every': 4, 'checkpoint_every': 2}
+    found = []
+    for name, path in {'converted': mini_dataset, 'in_place': in_place}.items():
+        train.train_and_evaluate(runs.small_config(path, **short), tmp_path / name)
+        found.append(runs.losses(tmp_path / name))
+    assert found[0] == found[1] and len(found[0]) >= 4
