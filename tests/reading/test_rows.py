@@ -345,7 +345,7 @@ def test_rows_need_neither_tensorflow_nor_torch_nor_jax(intact):
         held_out = list(input_pipeline.eval_batches(path, batch_size=16))
         input_pipeline.train_order(path, **settings).locate(7)
         input_pipeline.position_settings(path, **settings)
-        heavy = {'tensorflow', 'tensorflow_datasets', 'torch', 'jax', 'pyarrow', 'gcsfs'}
+        heavy = {'tensorflow', 'tensorflow_datasets', 'torch', 'jax', 'pyarrow', 'gcsfs', 'tqdm'}
         print(json.dumps([keys, len(held_out), sorted(heavy & sys.modules.keys())]))
     """
     with children.python(program, intact) as child:
