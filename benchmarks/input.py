@@ -126,9 +126,11 @@ def compare(
 
     def run(name: str, task: str) -> tuple[measure.Run, dict]:
         make_ready()
-        data = _folder_of(flags.dir, READERS[name].writer)
+        folders = [_folder_of(flags.dir, READERS[name].writer)]
+        if READERS[name].writer == 'in_place':
+            folders.append(_folder_of(flags.dir, ''))
         ready = measure.drop_from_page_cache if flags.cold else measure.read_through
-        ready(path for path in data.rglob('*') if path.is_file())
+        ready(path for data in folders for path in data.rglob('*') if path.is_file())
         return _run(name, task, flags.dir, flags.seconds)
 
     for name in measure.turns(names, flags.repeats):

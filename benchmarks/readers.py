@@ -20,7 +20,7 @@ from benchmarks.streams import Open, from_the_start
 from benchmarks.writers import WRITERS, import_streaming_base
 from configs import default
 
-ROWS = ('rows', 'rows_always')
+ROWS = ('rows', 'rows_always', 'rows_in_place')
 OURS = (*ROWS, 'ours', 'ours_configured')
 BARE = 'tfrecord'
 # Those that go through their files in order and shuffle as they go, or are made to stream; and
@@ -113,6 +113,14 @@ READERS = {
         'by rows, all checksums',
         tf_readers.rows_always,
         'builder',
+        'coyo11m_tfds',
+        'coyo11m_tfds',
+        _importing('input_pipeline'),
+    ),
+    'rows_in_place': Reader(
+        'by rows, latents in place',
+        tf_readers.rows,
+        'in_place',
         'coyo11m_tfds',
         'coyo11m_tfds',
         _importing('input_pipeline'),

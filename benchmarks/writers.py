@@ -81,7 +81,12 @@ def samples(
 
 
 def _builder(
-    num_workers: int, check_crc: bool, source: pathlib.Path, out: pathlib.Path, marks: Marks
+    num_workers: int,
+    check_crc: bool,
+    source: pathlib.Path,
+    out: pathlib.Path,
+    marks: Marks,
+    latents: str = 'records',
 ) -> None:
     # The builder imports `building` when it builds.
     from coyo11m_tfds import building, shard_pool  # noqa: F401
@@ -94,6 +99,7 @@ def _builder(
         shard_bytes=SHARD_BYTES,
         num_workers=num_workers,
         check_crc=check_crc,
+        latents=latents,
     )
     # The only way to learn, from outside, when a worker is ready and begins.
     marked = functools.partial(_marked_write_shard, marks, shard_pool.write_shard)
@@ -246,6 +252,11 @@ _HERE = ('coyo11m_tfds', 'coyo11m_tfds')
 WRITERS = {
     'builder': Writer('this builder, 1 process', functools.partial(_builder, 1, True), *_HERE),
     'builder2': Writer('this builder, 2 processes', functools.partial(_builder, 2, True), *_HERE),
+    'in_place': Writer(
+        'the same, 1 process, latents in place',
+        functools.partial(_builder, 1, True, latents='in_place'),
+        *_HERE,
+    ),
     'unchecked': Writer(
         'the same, 1 process, `check_crc=False`', functools.partial(_builder, 1, False), *_HERE
     ),

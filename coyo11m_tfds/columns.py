@@ -257,14 +257,26 @@ def read(folder: str | os.PathLike[str]) -> dict[str, Column | TextColumn]:
     if not path.exists():
         return {}
     try:
-        content = json.loads(path.read_bytes())
+        return parse(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f'{path}: is damaged ({error}). Build the data set again.') from None
+
+
+def parse(data: bytes) -> dict[str, Column | TextColumn]:
+    """The columns, from the content of `schema.COLUMNS_FILE`.
+
+    Raises:
+        ValueError: it is damaged, or of another format.
+    """
+    try:
+        content = json.loads(data)
         if content.pop('digest') != json_digest.sha256(content):
             raise ValueError('its digest is wrong')
         if content['format'] != _FORMAT:
             raise ValueError(f'its format is {content["format"]!r}, expected {_FORMAT}')
         return {name: _column(name, **column) for name, column in content['columns'].items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f'{path}: is damaged ({error}). Build the data set again.') from None
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f'it lacks {error}') from error
 
 
 def find_text(

@@ -20,11 +20,15 @@ from collections.abc import Callable, Iterator
 
 import google_crc32c
 import numpy as np
-from isal import isal_zlib
 
 from coyo11m_tfds import json_digest
-from coyo11m_tfds.storage import copied_files, file_state
+from coyo11m_tfds.storage import file_state
 from coyo11m_tfds.storage.file_state import FileState, ignore_bytes
+
+try:
+    from isal import isal_zlib as zlib
+except ImportError:  # who only reads a data set may lack it, and look at directories alone
+    import zlib
 
 # The directory of a .pt with keys, latents and embeddings takes half a KB.
 TAIL_BYTES = 64 << 10
@@ -202,7 +206,7 @@ def check_small(path: str | os.PathLike[str], name: str = '') -> None:
         archive = _read(file.fileno(), name or os.fspath(path))
         for member, start in zip(archive.members, archive.starts, strict=True):
             if member.size <= small_bytes(archive.size):
-                archive.check(member, isal_zlib.crc32(os.pread(file.fileno(), member.size, start)))
+                archive.check(member, zlib.crc32(os.pread(file.fileno(), member.size, start)))
 
 
 def check_contents(
@@ -225,6 +229,8 @@ def check_contents(
     Raises:
         ValueError: something differs, or it is no `.pt` file.
     """
+    from coyo11m_tfds.storage import copied_files  # what only directories are read with lacks it
+
     name = name or os.fspath(path)
     if not check_crc:
         if recorded:
@@ -241,7 +247,7 @@ def check_contents(
                 count = file.readinto(buffer[: end - at])
                 if not count:
                     raise ValueError(f'{name}: has become shorter. Copy or download it again.')
-                crc32 = isal_zlib.crc32(buffer[:count], crc32)
+                crc32 = zlib.crc32(buffer[:count], crc32)
                 if recorded:
                     whole.update(buffer[:count])
                 on_bytes(count)

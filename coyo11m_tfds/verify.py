@@ -8,8 +8,9 @@
 Shards are read once, several at a time: their lengths and CRC-32C are compared with
 `checksums.json`, their records with the chunk index and `dataset_info.json`. `--fast` leaves that
 out: it compares lengths, on gs:// also the CRC-32C that the storage keeps, and reads only the small
-files. What comes from gs:// is compared with the storage's CRC-32C and read again if it was changed
-on its way, so that a fault is one of the file that is stored.
+files. Latents in place are part of it: their `.pt` files are read through too, or only their
+directories. What comes from gs:// is compared with the storage's CRC-32C and read again if it was
+changed on its way, so that a fault is one of the file that is stored.
 
 The exit status is 0 without faults, 1 with faults (a line each), and 2 if nothing can be said.
 """
@@ -26,7 +27,16 @@ from typing import TypeVar
 
 from absl import logging
 
-from coyo11m_tfds import ending, manifest, records, schema, stored_files, stored_splits
+from coyo11m_tfds import (
+    columns,
+    ending,
+    manifest,
+    pt_archive,
+    records,
+    schema,
+    stored_files,
+    stored_splits,
+)
 from coyo11m_tfds.chunk_index import ChunkIndex, file_name
 from coyo11m_tfds.progress import Progress
 from coyo11m_tfds.storage.file_state import FileState
@@ -109,8 +119,8 @@ class _Check:
         contents = {schema.CHECKSUMS_FILE: self._read_small(schema.CHECKSUMS_FILE)}
         self.recorded = self._parse(schema.CHECKSUMS_FILE, contents, manifest.parse) or {}
         contents |= {name: self._read_small(name) for name in names}
-        required = _FEATURES - ({schema.LATENTS} if schema.COLUMNS_FILE in names else set())
-        check_features = functools.partial(_check_features, required)
+        found = self._parse(schema.COLUMNS_FILE, contents, columns.parse) or {}
+        check_features = functools.partial(_check_features, _FEATURES - found.keys())
         self._parse(schema.FEATURES_FILE, contents, check_features)
         splits = self._parse(schema.INFO_FILE, contents, stored_splits.parse) or []
         self._check_names(splits)
@@ -119,6 +129,8 @@ class _Check:
             index = self._parse(file_name(split.name), contents, ChunkIndex.parse)
             shards |= self._describe_shards(split, index)
         self._check_shards(shards)
+        if schema.LATENTS in found:
+            self._check_sources(found[schema.LATENTS], contents.get(schema.METADATA_FILE))
 
     def _add(self, name: str, what: str) -> None:
         self.faults.append(f'{name}: {what}')
@@ -202,6 +214,18 @@ class _Check:
             name: StoredShard(split.name, number, lengths[number], index)
             for number, name in enumerate(split.file_names)
         }
+
+    def _check_sources(self, latents: columns.Column, metadata: bytes | None) -> None:
+        """Compares the files that latents lie in with what they were, unless `fast` throughout."""
+        settings = json.loads(metadata or b'{}').get(schema.META_SETTINGS, {})
+        for file in latents.files:
+            try:
+                file.check()
+                if not self._fast:
+                    check_crc = settings.get('check_crc', True)
+                    pt_archive.check_contents(file.path, check_crc=check_crc)
+            except (OSError, ValueError) as error:
+                self.faults.append(str(error))
 
     def _check_shards(self, shards: Mapping[str, StoredShard]) -> None:
         known = sorted(self._files.keys() & {*shards, *self.recorded})

@@ -10,7 +10,8 @@ import pytest
 
 import input_pipeline
 from coyo11m_tfds import add_column, dataset, embed_captions, schema, verify
-from tests import children
+from tests import children, runs
+from train_lib import data, sharding
 
 ORDER = dict(batch_size=16, seed=0, lanes=4, chunk=32, window=64)
 
@@ -133,3 +134,18 @@ def test_a_column_that_is_not_there_is_named(copy, other_vectors):
     shutil.copy(copy / 'column_other-validation.npy', copy / 'column_other-train.npy')
     with pytest.raises(ValueError, match=r'column_other-train.npy: holds float16 .*, expected'):
         input_pipeline.train_batches(copy, text='other', **ORDER)
+
+
+def test_the_trainer_takes_either_text(copy, other_vectors):
+    add_column.add(copy, 'other', other_vectors)
+    batches = []
+    for text in ('', 'other'):
+        config = runs.small_config(copy, **{'data.text': text})
+        opened = data.TrainingData(config, sharding.make_mesh())
+        assert opened.preview_samples.text_embedding.shape == (3, 640)
+        batches.append(next(opened.train_batches(0)))
+        assert opened.stats.text_mean.shape == (640,)
+    first, second = batches
+    np.testing.assert_array_equal(first['key'], second['key'])
+    np.testing.assert_array_equal(first['latents'], second['latents'])
+    assert not np.array_equal(first[schema.TEXT_EMBEDDING], second[schema.TEXT_EMBEDDING])

@@ -22,14 +22,14 @@ NUM_SAMPLES = 8 * BATCH_SIZE
 COMPARED = 3  # batches
 
 # Those that start no process read in this one.
-IN_PROCESS = ('rows', 'rows_always', 'ours', 'ours_configured', 'tfds')
+IN_PROCESS = ('rows', 'rows_always', 'rows_in_place', 'ours', 'ours_configured', 'tfds')
 
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """The folder that `--dir` names, with the source and what the builder has made of it."""
     folder = tmp_path_factory.mktemp('bench')
-    input.make_data(['ours'], folder, NUM_SAMPLES)
+    input.make_data(['ours', 'rows_in_place'], folder, NUM_SAMPLES)
     return folder
 
 

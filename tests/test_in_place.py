@@ -15,6 +15,8 @@ import input_pipeline
 from coyo11m_tfds import building, columns, dataset, plan, schema, sources, verify
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
 from coyo11m_tfds.latent_shards import LatentShard
+from tests import children, runs
+from train_lib import train
 
 ORDER = dict(batch_size=16, seed=0, lanes=4, chunk=32, window=64)
 
@@ -115,6 +117,26 @@ def test_through_tensorflow_it_is_refused(in_place):
         input_pipeline.train_dataset(in_place, **ORDER)
 
 
+def test_it_is_read_without_what_only_builds_need(in_place):
+    program = """
+        class Missing:
+            names = {'isal', 'tqdm', 'torch', 'pyarrow', 'huggingface_hub', 'tensorflow', 'jax'}
+
+            def find_spec(self, name, *_):
+                if name.split('.')[0] in self.names:
+                    raise ImportError(name)
+
+        sys.meta_path.insert(0, Missing())
+        import input_pipeline
+        order = dict(batch_size=16, seed=0, lanes=4, chunk=32)
+        print(next(input_pipeline.train_batches(sys.argv[1], **order))['latents'].shape)
+    """
+    with children.python(program, in_place) as child:
+        output, errors = child.communicate()
+    assert not errors
+    assert output == '(16, 4, 32, 32)\n'
+
+
 def test_another_setting_is_another_data_set(in_place, sample_source, hash_sidecar, mini_dataset):
     out = in_place.parents[2]
     with pytest.raises(ValueError, match="latents is 'in_place' there, 'records' is asked for"):
@@ -152,6 +174,23 @@ def test_a_source_that_is_gone_is_named(movable):
     file.unlink()
     with pytest.raises(ValueError, match=f'{file} is missing, and latents lie in it'):
         input_pipeline.train_batches(path, **ORDER)
+
+
+def test_verify_reads_the_source_too(movable):
+    path, source = movable
+    assert not verify.verify(path).faults
+    file = latents_file(source)
+    before = file.stat()
+    with open(file, 'r+b') as opened:
+        opened.seek(before.st_size // 2)
+        opened.write(b'\xff\xff')
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert not verify.verify(path, fast=True).faults
+    [fault] = verify.verify(path).faults
+    assert fault.startswith(f'{file}: ') and 'has CRC-32' in fault
+    os.utime(file, ns=(1, 1))
+    [fault] = verify.verify(path, fast=True).faults
+    assert fault.startswith(f'{file}: has changed since the data set was built')
 
 
 def test_a_source_that_changes_while_it_is_read_is_named(movable, monkeypatch):
@@ -217,3 +256,17 @@ def test_only_what_is_local_can_stay_in_place(sample_source, tmp_path):
     source = dataclasses.replace(source, latent_files=remote)
     with pytest.raises(ValueError, match="latents='in_place' reads files where they are"):
         plan.make_plan(source, options.settings, None, str(tmp_path), None)
+
+
+# --- Training ----------------------------------------------------------------------------------
+
+
+def test_a_run_on_it_has_the_losses_of_one_on_the_converted_data_set(
+    in_place, mini_dataset, tmp_path
+):
+    short = {'num_steps': 4, 'eval_every': 4, 'checkpoint_every': 2}
+    found = []
+    for name, path in {'converted': mini_dataset, 'in_place': in_place}.items():
+        train.train_and_evaluate(runs.small_config(path, **short), tmp_path / name)
+        found.append(runs.losses(tmp_path / name))
+    assert found[0] == found[1] and len(found[0]) >= 4

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import input_pipeline
 from coyo11m_tfds import dataset, schema
-from coyo11m_tfds.order import Order, divisors
+from coyo11m_tfds.order import Order, divisors, sample_crops, sample_drops
 from tests import small_dataset
 
 SHARDS = {
@@ -239,6 +239,41 @@ def test_another_seed_is_another_order_of_other_choices(written, run, to_other):
     assert len(common) > 20
     for choice in (0, 1):  # the crop, and whether the text is dropped
         assert any(by_key[0][key][choice] != by_key[1][key][choice] for key in common)
+
+
+@settings(max_examples=60)
+@given(run=runs())
+@example(run=Run('even', 64, lanes=2, chunk=64, window=1, start=5))  # each block is a batch
+@example(run=Run('one', 3, lanes=3, window=400, processes=3, start=150))  # several epochs in
+def test_rows_are_those_of_the_plan(written, run):
+    """By rows alone, which takes no graph: many more settings than with both engines."""
+    data, order, count = written[run.shards], run.order, 7
+    parts = [
+        itertools.islice(
+            input_pipeline.train_batches(
+                data.builder,
+                engine='rows',
+                features=dataset.FEATURES,
+                caption_dropout=0.5,
+                start_step=run.start,
+                process_index=process,
+                process_count=run.processes,
+                **run.order_settings,
+            ),
+            count,
+        )
+        for process in range(run.processes)
+    ]
+    first = np.cumsum([0, *SHARDS[run.shards]])
+    for step, of_processes in enumerate(zip(*parts, strict=True), run.start):
+        batch = {n: np.concatenate([b[n] for b in of_processes]) for n in of_processes[0]}
+        shard, record = order.batch_records(step)
+        np.testing.assert_array_equal(records_of(data, batch), first[shard] + record)
+        epoch, _ = order.locate(step)
+        crops = sample_crops(run.seed, epoch, batch['key'])
+        np.testing.assert_array_equal(batch['latents'][:, 0, 0, 0], crops)
+        drops = sample_drops(run.seed, epoch, batch['key'], 0.5)
+        np.testing.assert_array_equal(batch['drop_text'], drops)
 
 
 # --- Choices about a sample --------------------------------------------------------------------

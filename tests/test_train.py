@@ -376,7 +376,7 @@ def test_batches_are_on_the_device_before_they_are_asked_for(data_dir, monkeypat
             made.append({'key': np.zeros(8, np.int64)})
             yield made[-1]
 
-    monkeypatch.setattr(input_pipeline, 'train_dataset', host_batches)
+    monkeypatch.setattr(input_pipeline, 'train_batches', host_batches)
     config = small_config(data_dir, **{'data.device_prefetch': ahead})
     batches = data.TrainingData(config, sharding.make_mesh()).train_batches(0)
     for asked in (1, 2, 3):
@@ -416,8 +416,10 @@ def test_records_that_cannot_be_read_stop_a_run_or_are_skipped_and_told(data_dir
     left_out = [r.getMessage() for r in caplog.records if 'were left out' in r.getMessage()]
     assert len(left_out) == 1 and int(left_out[0].split()[0]) >= max(told)
 
-    with pytest.raises(tf.errors.OpError, match=r'train\.tfrecord.*: record \d+ cannot be read'):
-        train.train_and_evaluate(small_config(bad, **short), tmp_path / 'other')
+    for engine, error in {'rows': ValueError, 'chunks': tf.errors.OpError}.items():
+        config = small_config(bad, **short, **{'data.engine': engine})
+        with pytest.raises(error, match=r'train\.tfrecord.*: record \d+ cannot be read'):
+            train.train_and_evaluate(config, tmp_path / engine)
 
 
 _START = """

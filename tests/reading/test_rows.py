@@ -345,7 +345,7 @@ def test_rows_need_neither_tensorflow_nor_torch_nor_jax(intact):
         held_out = list(input_pipeline.eval_batches(path, batch_size=16))
         input_pipeline.train_order(path, **settings).locate(7)
         input_pipeline.position_settings(path, **settings)
-        heavy = {'tensorflow', 'tensorflow_datasets', 'torch', 'jax', 'pyarrow', 'gcsfs'}
+        heavy = {'tensorflow', 'tensorflow_datasets', 'torch', 'jax', 'pyarrow', 'gcsfs', 'tqdm'}
         print(json.dumps([keys, len(held_out), sorted(heavy & sys.modules.keys())]))
     """
     with children.python(program, intact) as child:
@@ -373,10 +373,11 @@ def test_torch_reads_what_jax_gets(intact):
 
 
 def test_dropping_the_batches_ends_their_thread(intact):
+    before = threading.enumerate()
     batches = input_pipeline.train_batches(intact, engine='rows', **ORDER)
     next(batches)
-    threads = [t for t in threading.enumerate() if t.name.startswith('rows')]
-    assert threads
+    threads = [thread for thread in threading.enumerate() if thread not in before]
+    assert len(threads) == 1
     del batches
     for thread in threads:
         thread.join(30)
