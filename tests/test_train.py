@@ -15,7 +15,6 @@ import time
 
 import numpy as np
 import pytest
-import tensorflow as tf
 import tensorflow_datasets as tfds
 from PIL import Image
 
@@ -416,9 +415,10 @@ def test_records_that_cannot_be_read_stop_a_run_or_are_skipped_and_told(data_dir
     left_out = [r.getMessage() for r in caplog.records if 'were left out' in r.getMessage()]
     assert len(left_out) == 1 and int(left_out[0].split()[0]) >= max(told)
 
-    for engine, error in {'rows': ValueError, 'chunks': tf.errors.OpError}.items():
+    for engine in ('rows', 'chunks'):
         config = small_config(bad, **short, **{'data.engine': engine})
-        with pytest.raises(error, match=r'train\.tfrecord.*: record \d+ cannot be read'):
+        message = r'^/[^\n]*train\.tfrecord[^\n]*: record \d+ cannot be read[^\n]*$'
+        with pytest.raises(data.ReadError, match=message):
             train.train_and_evaluate(config, tmp_path / engine)
 
 

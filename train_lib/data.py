@@ -24,11 +24,15 @@ from jax.sharding import Mesh
 import input_pipeline
 from coyo11m_tfds import dataset, schema
 from coyo11m_tfds.order import nearest_shares
-from train_lib import flow, models, settings, sharding
+from train_lib import failures, flow, models, settings, sharding
 from train_lib.data_facts import DataFacts
 from train_lib.position import DATA_SET
 
 Batches = Iterator[dict[str, jax.Array]]
+
+
+class ReadError(OSError):
+    """A record or a file of the data set cannot be read; the message names it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,7 +282,18 @@ class TrainingData:
 
     def _to_device(self, batches: Iterator[dict[str, np.ndarray]]) -> Batches:
         ahead = self._config.data.device_prefetch
-        return input_pipeline.to_device(batches, sharding.batch(self._mesh), ahead=ahead)
+        on_host = _with_read_errors(batches)
+        return input_pipeline.to_device(on_host, sharding.batch(self._mesh), ahead=ahead)
+
+
+def _with_read_errors(
+    batches: Iterator[dict[str, np.ndarray]],
+) -> Iterator[dict[str, np.ndarray]]:
+    """The same batches; errors of either engine as `ReadError`, without TensorFlow's traces."""
+    try:
+        yield from batches
+    except Exception as error:
+        raise ReadError(failures.summary(error).partition(': ')[2]) from error
 
 
 def _open(folder: str) -> tfds.core.DatasetBuilder:

@@ -54,6 +54,7 @@ def main(argv: list[str]) -> None:
     import jax
 
     from train_lib import checkpoint, failures, train
+    from train_lib.data import ReadError
 
     if FLAGS.config.distributed or FLAGS.coordinator_address:
         jax.distributed.initialize(
@@ -67,7 +68,7 @@ def main(argv: list[str]) -> None:
     with failures.shared():
         with process.errors_in_one_line():
             setup = train.set_up(FLAGS.config, FLAGS.workdir, FLAGS.accept_changes)
-        with process.errors_in_one_line((checkpoint.OtherRunError, FloatingPointError)):
+        with process.errors_in_one_line((checkpoint.OtherRunError, FloatingPointError, ReadError)):
             state, finished = train.train(setup, FLAGS.verbose)
     if not finished:
         command = shlex.join([sys.executable, '-m', 'train_lib.main', *sys.argv[1:]])
