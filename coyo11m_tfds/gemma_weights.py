@@ -23,7 +23,7 @@ import numpy as np
 import tokenizers
 from safetensors import SafetensorError, safe_open
 
-from coyo11m_tfds import gemma, gemma_config, gemma_tokenizer
+from coyo11m_tfds import gemma, gemma_config, gemma_tokenizer, model_files
 
 # The name of a weight in the Flax module, in transformers, and in GGUF (the latter two with
 # `.weight` behind it): of each layer, and of the rest.
@@ -57,24 +57,12 @@ def open_checkpoint(model: str) -> 'SafetensorsCheckpoint | GgufCheckpoint':
         ValueError: there is no such model, it has not exactly one kind of weights that are safe to
             read, or it is not a Gemma 3 that `gemma.Gemma` can compute.
     """
-    folder = Path(model)
-    if not folder.is_dir():
-        if folder.exists() or folder.is_absolute() or model.count('/') > 1:
-            raise ValueError(f'text encoder {model!r}: no such folder')
-        folder = _download(model)
-    gguf = sorted(folder.glob('*.gguf'))
+    folder = model_files.local_folder(model) or _download(model)
+    gguf = model_files.gguf_file(folder)
     try:
-        if any(folder.glob('*.safetensors')):
-            return SafetensorsCheckpoint(folder)
-        if len(gguf) == 1:
-            return GgufCheckpoint(gguf[0])
+        return GgufCheckpoint(gguf) if gguf else SafetensorsCheckpoint(folder)
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(f'cannot read the text encoder {model!r}: {error}') from error
-    raise ValueError(
-        f'text encoder {model!r}: expected *.safetensors or exactly one *.gguf in the folder, '
-        f'found {sorted(path.name for path in folder.iterdir())}. Pickled weights (*.bin, *.pt) '
-        'are not read, because a pickle can run code.'
-    )
 
 
 def load_params(

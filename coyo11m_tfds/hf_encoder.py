@@ -12,7 +12,6 @@ attends to padding, and a mask keeps it from the others and from the mean.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -158,9 +157,10 @@ def _dtype(device: torch.device) -> torch.dtype:
 def _load(model: str, dtype: torch.dtype) -> tuple[Any, transformers.PreTrainedModel]:
     """Loads the tokenizer and the model, in evaluation mode, or says why it cannot."""
     source: dict[str, Any] = {'trust_remote_code': False}
-    gguf = _find_gguf(model)
+    folder = model_files.local_folder(model)
+    gguf = folder and model_files.gguf_file(folder)
     if gguf:
-        source['gguf_file'] = gguf
+        source['gguf_file'] = gguf.name
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(model, **source)
         network, report = _auto_class(model, source).from_pretrained(
@@ -178,31 +178,6 @@ def _load(model: str, dtype: torch.dtype) -> tuple[Any, transformers.PreTrainedM
     network.config.use_cache = False
     tokenizer.truncation_side = 'right'
     return tokenizer, network.eval()
-
-
-def _find_gguf(model: str) -> str | None:
-    """The name of the GGUF file to read, or None where safetensors are to be read.
-
-    Raises:
-        ValueError: a folder holds neither safetensors nor exactly one GGUF file, or `model` looks
-            like a path and there is no such folder.
-    """
-    folder = Path(model)
-    if not folder.is_dir():
-        if folder.exists() or folder.is_absolute() or model.count('/') > 1:
-            raise ValueError(f'text encoder {model!r}: no such folder')
-        return None
-    if any(folder.glob('*.safetensors')):
-        return None
-    gguf = sorted(path.name for path in folder.glob('*.gguf'))
-    if len(gguf) == 1:
-        return gguf[0]
-    found = sorted(path.name for path in folder.iterdir())
-    raise ValueError(
-        f'text encoder {model!r}: expected *.safetensors or exactly one *.gguf in the folder, '
-        f'found {found}. Pickled weights (*.bin, *.pt) are not read, because a pickle can run '
-        'code: load them where you trust them and save_pretrained() them as safetensors.'
-    )
 
 
 def _auto_class(model: str, source: dict[str, Any]) -> Any:

@@ -1,7 +1,8 @@
-"""What identifies the files of a text encoder: a public name and a revision.
+"""The files of a text encoder: its public name, its revision, and where its weights are.
 
     model_files.public_name('/models/gemma-3-270m')    # 'gemma-3-270m'
     model_files.revision('google/gemma-3-270m')        # the commit that was loaded
+    model_files.gguf_file(Path('/models/gemma-q4'))    # where its weights are
 
 A model is a folder, or a name on the Hugging Face hub.
 """
@@ -16,6 +17,39 @@ _SUFFIXES = {'.safetensors', '.gguf', '.json', '.txt', '.model'}
 def public_name(model: str) -> str:
     """The name on the hub, or the folder's own name: metadata hold no paths of a machine."""
     return Path(model).resolve().name if Path(model).exists() else model
+
+
+def local_folder(model: str) -> Path | None:
+    """The folder of a model, or None for a name on the hub.
+
+    Raises:
+        ValueError: `model` looks like a path and there is no such folder.
+    """
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
+    if folder.exists() or folder.is_absolute() or model.count('/') > 1:
+        raise ValueError(f'text encoder {model!r}: no such folder')
+    return None
+
+
+def gguf_file(folder: Path) -> Path | None:
+    """The GGUF file to read in a model's folder, or None where safetensors are to be read.
+
+    Raises:
+        ValueError: it holds neither safetensors nor exactly one GGUF file.
+    """
+    if any(folder.glob('*.safetensors')):
+        return None
+    gguf = list(folder.glob('*.gguf'))
+    if len(gguf) == 1:
+        return gguf[0]
+    found = sorted(path.name for path in folder.iterdir())
+    raise ValueError(
+        f"text encoder '{folder}': expected *.safetensors or exactly one *.gguf in the folder, "
+        f'found {found}. Pickled weights (*.bin, *.pt) are not read, because a pickle can run '
+        'code: load them where you trust them and save_pretrained() them as safetensors.'
+    )
 
 
 def revision(model: str) -> str:

@@ -158,7 +158,7 @@ def test_a_bucket_that_does_not_exist_is_told_in_one_line(gcs, tmp_path, program
     errors = [line for line in done.stderr.splitlines() if 'no-such-bucket' in line]
     assert len(errors) == 1 and errors[0] == done.stderr.splitlines()[-1], done.stderr
     assert errors[0].startswith('error: gs://no-such-bucket')
-    assert errors[0].endswith('there is no such bucket or folder.')
+    assert ': there is no such bucket' in errors[0]
     assert len(gcs.requests) < 10
 
 
@@ -183,8 +183,11 @@ def test_a_workdir_is_checked_without_a_trace(gcs, tmp_path):
 
 def test_a_workdir_that_cannot_be_is_refused(gcs, tmp_path):
     (tmp_path / 'file').write_text('')
+    with pytest.raises(
+        OSError, match=r'^gs://no-such-bucket: there is no such bucket\. Make it with'
+    ):
+        workdirs.check_writable('gs://no-such-bucket/a')
     for folder, error in {
-        'gs://no-such-bucket/a': FileNotFoundError,
         'hf://datasets/a/b': ValueError,
         tmp_path / 'file' / 'run': NotADirectoryError,
     }.items():

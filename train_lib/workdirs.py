@@ -38,7 +38,10 @@ def check_writable(folder: epath.PathLike) -> None:
         return
     probe = f'{text.rstrip("/")}/.writable_{uuid.uuid4().hex}'
     with _plain_errors(text):
-        retry.call(lambda: source_files.gcs().pipe_file(probe, b'x'), f'writing to {text}')
+        try:
+            retry.call(lambda: source_files.gcs().pipe_file(probe, b'x'), f'writing to {text}')
+        except FileNotFoundError:
+            raise source_files.no_bucket(text.split('/')[2]) from None
         retry.call(lambda: source_files.gcs().rm_file(probe), f'deleting from {text}')
 
 
