@@ -1,0 +1,305 @@
+"""The model and the training step of `train_lib`, written a second time in PyTorch.
+
+    model = make('S/2').to('cuda')
+    trainer = Trainer(model, stats)
+    loss = trainer.step(batch, noise, t)
+
+`benchmarks.step` measures it beside the one in JAX. It is written as one would in PyTorch, to be
+fast: scaled dot product attention, `torch.compile`, fused AdamW, lists of tensors updated at once.
+Same weights and noise give the outputs, gradients and new weights of `train_lib`
+(tests/test_benchmarks_step.py). Weights are float32; products, residuals and norms have the type of
+`DiT.dtype`. JAX is not imported here.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils import checkpoint
+
+# Those of `train_lib.models`, written again for machines without JAX.
+SIZES = {
+    'tiny': {'width': 128, 'depth': 6, 'num_heads': 4},
+    'S': {'width': 384, 'depth': 12, 'num_heads': 6},
+    'B': {'width': 768, 'depth': 12, 'num_heads': 12},
+    'L': {'width': 1024, 'depth': 24, 'num_heads': 16},
+    'XL': {'width': 1152, 'depth': 28, 'num_heads': 16},
+}
+
+_TIME_FEATURES = 256
+_MAX_PERIOD = 10_000.0
+_TIME_SCALE = 1_000.0
+_EPSILON = 1e-6  # of the norms, as in Flax
+
+
+class Linear(nn.Linear):
+    """Computes in the type of its input; weights stay float32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+
+
+class HeadNorm(nn.Module):
+    """Root mean square norm of the last axis, with a scale."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), _EPSILON)
+
+
+class Conditioning(nn.Module):
+    """Adds up what the time and the text vector say: `(b, width)`."""
+
+    def __init__(self, width: int, text_dim: int):
+        super().__init__()
+        self.time_1, self.time_2 = Linear(_TIME_FEATURES, width), Linear(width, width)
+        self.text_1, self.text_2 = Linear(text_dim, width), Linear(width, width)
+        self.no_text = nn.Parameter(0.02 * torch.randn(width))
+
+    def forward(self, t, text, drop_text, dtype: torch.dtype) -> torch.Tensor:
+        time = self.time_2(F.silu(self.time_1(_time_features(t).to(dtype))))
+        words = self.text_1(text.to(dtype))
+        words = torch.where(drop_text[:, None], self.no_text.to(dtype), words)
+        return time + self.text_2(F.silu(words))
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with normalized queries and keys."""
+
+    def __init__(self, width: int, num_heads: int):
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv, self.out = Linear(width, 3 * width), Linear(width, width)
+        self.query_norm = HeadNorm(width // num_heads)
+        self.key_norm = HeadNorm(width // num_heads)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
+        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each (b, heads, n, width / heads)
+        query, key = self.query_norm(query), self.key_norm(key)
+        mixed = F.scaled_dot_product_attention(query, key, value)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """One transformer block, adaLN-Zero."""
+
+    def __init__(self, width: int, num_heads: int, mlp_ratio: float):
+        super().__init__()
+        self.modulation = _zeros(Linear(width, 6 * width))
+        self.attention = Attention(width, num_heads)
+        hidden = int(mlp_ratio * width)
+        self.mlp_1, self.mlp_2 = Linear(width, hidden), Linear(hidden, width)
+
+    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = _parts(self.modulation(condition), 6)
+        x = x + gate_1 * self.attention(_norm(x) * (1 + scale_1) + shift_1)
+        h = self.mlp_1(_norm(x) * (1 + scale_2) + shift_2)
+        return x + gate_2 * self.mlp_2(F.gelu(h, approximate='tanh'))
+
+
+class DiT(nn.Module):
+    """Predicts the velocity of rectified flow; attributes as of `train_lib.models.dit.DiT`.
+
+    Args:
+        remat: `full` computes each block again in the backward pass, `none` leaves to
+            `torch.compile` what to keep.
+        side: of a latent, in positions.
+    """
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        depth: int,
+        num_heads: int,
+        patch_size: int,
+        mlp_ratio: float = 4,
+        dtype: torch.dtype = torch.bfloat16,
+        remat: str = 'none',
+        side: int = 32,
+        channels: int = 4,
+        text_dim: int = 640,
+    ):
+        super().__init__()
+        self.patch_size, self.dtype, self.remat = patch_size, dtype, remat
+        self.conditioning = Conditioning(width, text_dim)
+        self.patches = Linear(patch_size**2 * channels, width)
+        self.blocks = nn.ModuleList(Block(width, num_heads, mlp_ratio) for _ in range(depth))
+        self.modulation = _zeros(Linear(width, 2 * width))
+        self.velocity = _zeros(Linear(width, patch_size**2 * channels))
+        positions = _sincos_positions_2d(side // patch_size, width)
+        self.register_buffer('positions', positions, persistent=False)
+
+    def forward(
+        self, x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, drop_text: torch.Tensor
+    ) -> torch.Tensor:
+        """Noisy latents `(b, H, W, C)`, times `(b,)` and texts `(b, D)` to float32 `(b, H, W, C)`.
+
+        Texts are ignored where `drop_text`, bool `(b,)`, says so.
+        """
+        side, p = x.shape[1], self.patch_size
+        x = _to_patches(x, p)
+        condition = F.silu(self.conditioning(t, text, drop_text, self.dtype))
+        x = self.patches(x.to(self.dtype)) + self.positions.to(self.dtype)
+        for block in self.blocks:
+            if self.remat == 'full':
+                x = checkpoint.checkpoint(block, x, condition, use_reentrant=False)
+            else:
+                x = block(x, condition)
+        shift, scale = _parts(self.modulation(condition), 2)
+        x = self.velocity((_norm(x) * (1 + scale) + shift).float())
+        return _from_patches(x, side, p)
+
+    def flops(self) -> int:
+        """Of the matrix products of one sample, forward alone, counted on the layers themselves."""
+        tokens, width = self.positions.shape
+        of_condition = ('conditioning.', 'modulation')
+        products = sum(
+            layer.weight.numel() * (1 if any(x in name for x in of_condition) else tokens)
+            for name, layer in self.named_modules()
+            if isinstance(layer, Linear)
+        )
+        return 2 * (products + len(self.blocks) * 2 * tokens**2 * width)
+
+
+def make(name: str, **fields: Any) -> DiT:
+    """Makes a model by its name, `SIZE/PATCH` such as `S/2`; fields as of `DiT`.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    size, _, patch = name.partition('/')
+    if size not in SIZES or not patch.isdigit():
+        raise ValueError(f'model {name!r}: expected SIZE/PATCH with SIZE one of {", ".join(SIZES)}')
+    return DiT(**SIZES[size], patch_size=int(patch), **fields)
+
+
+class Trainer:
+    """A model being trained as `train_lib.step` does it.
+
+    Unlike there, a step whose gradient is not finite is not skipped.
+
+    Args:
+        model: whose weights are changed, on the device where it is trained.
+        stats: `latent_mean`, `latent_std` `(4,)`, `text_mean`, `text_std` `(D,)` of the data.
+        mode: of `torch.compile`, which is used on GPUs alone.
+    """
+
+    def __init__(
+        self,
+        model: DiT,
+        stats: Mapping[str, torch.Tensor],
+        *,
+        mode: str = 'default',
+        learning_rate: float = 2e-4,
+        weight_decay: float = 0.01,
+        b1: float = 0.9,
+        b2: float = 0.99,
+        clip_norm: float = 1.0,
+        ema_decay: float = 0.9999,
+    ):
+        kernels = [layer.weight for layer in model.modules() if isinstance(layer, Linear)]
+        ids = set(map(id, kernels))
+        others = [weights for weights in model.parameters() if id(weights) not in ids]
+        self._optimizer = torch.optim.AdamW(
+            [{'params': kernels, 'weight_decay': weight_decay}, {'params': others}],
+            lr=learning_rate, betas=(b1, b2), weight_decay=0.0, fused=True,
+        )  # fmt: skip
+        self._params = list(model.parameters())
+        self.average = [weights.detach().clone() for weights in self._params]
+        self._clip_norm, self._ema_decay = clip_norm, ema_decay
+        self._num_steps = 0
+
+        def loss(batch, noise, t):
+            return flow_loss(model, stats, batch, noise, t)
+
+        on_gpu = self._params[0].is_cuda
+        self._loss = torch.compile(loss, mode=mode) if on_gpu else loss
+
+    def step(
+        self, batch: Mapping[str, torch.Tensor], noise: torch.Tensor, t: torch.Tensor
+    ) -> torch.Tensor:
+        """One step; arguments and result as of `flow_loss`."""
+        loss = self._loss(batch, noise, t)
+        self._optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self._params, self._clip_norm)
+        self._optimizer.step()
+        decay = min(self._ema_decay, (1 + self._num_steps) / (10 + self._num_steps))
+        with torch.no_grad():
+            torch._foreach_lerp_(self.average, self._params, 1 - decay)
+        self._num_steps += 1
+        return loss.detach()
+
+
+def flow_loss(
+    model: DiT,
+    stats: Mapping[str, torch.Tensor],
+    batch: Mapping[str, torch.Tensor],
+    noise: torch.Tensor,
+    t: torch.Tensor,
+) -> torch.Tensor:
+    """The mean squared error of the velocity.
+
+    Args:
+        model: that predicts it.
+        stats: see `Trainer`.
+        batch: `latents` `(b, 4, H, W)` and `text_embedding` `(b, D)`, raw; `drop_text` bool `(b,)`.
+        noise: standard normal, `(b, H, W, 4)`.
+        t: times `(b,)`.
+    """
+    x = batch['latents'].float().permute(0, 2, 3, 1)
+    x = (x - stats['latent_mean']) / stats['latent_std']
+    text = (batch['text_embedding'].float() - stats['text_mean']) / stats['text_std']
+    time = t[:, None, None, None]
+    predicted = model((1 - time) * x + time * noise, t, text, batch['drop_text'])
+    return F.mse_loss(predicted, noise - x)
+
+
+def _zeros(layer: Linear) -> Linear:
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def _norm(x: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(x, x.shape[-1:], eps=_EPSILON)
+
+
+def _parts(modulation: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """`(b, count * width)` to `count` times `(b, 1, width)`."""
+    return modulation[:, None].chunk(count, dim=-1)
+
+
+def _to_patches(x: torch.Tensor, p: int) -> torch.Tensor:
+    """`(b, H, W, C)` to `(b, H/p * W/p, p * p * C)`."""
+    x = x.unflatten(2, (-1, p)).unflatten(1, (-1, p))
+    return x.transpose(2, 3).flatten(3).flatten(1, 2)
+
+
+def _from_patches(patches: torch.Tensor, side: int, p: int) -> torch.Tensor:
+    """The inverse of `_to_patches`, for squares."""
+    x = patches.unflatten(2, (p, p, -1)).unflatten(1, (side // p, side // p))
+    return x.transpose(2, 3).flatten(3, 4).flatten(1, 2)
+
+
+def _time_features(t: torch.Tensor) -> torch.Tensor:
+    half = _TIME_FEATURES // 2
+    frequencies = _MAX_PERIOD ** -(torch.arange(half, device=t.device) / half)
+    angles = _TIME_SCALE * t.float()[:, None] * frequencies
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+def _sincos_positions_2d(side: int, width: int) -> torch.Tensor:
+    """Float32 `(side * side, width)`: half of the width says the row, half the column."""
+    frequencies = _MAX_PERIOD ** -(torch.arange(width // 4, dtype=torch.float64) / (width // 4))
+    angles = torch.arange(side)[:, None] * frequencies
+    axis = torch.cat([angles.sin(), angles.cos()], dim=-1)
+    rows, columns = axis.repeat_interleave(side, 0), axis.repeat(side, 1)
+    return torch.cat([rows, columns], dim=-1).float()

@@ -1,0 +1,244 @@
+"""The benchmark of training steps: both models compute the same, and the command does its work."""
+
+import copy
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import step, step_sides, torch_dit
+from configs import default
+from train_lib import chips, flow, models, program, sharding
+
+_ROOT = pathlib.Path(__file__).parents[1]
+_FIELDS = {'width': 32, 'depth': 2, 'num_heads': 4, 'patch_size': 2}
+_LATENT_SHAPE, _TEXT_DIM = (8, 8, 4), 16
+
+
+def _config():
+    config = default.get_config()
+    config.batch_size = 4
+    config.model.update(dtype='float32', **_FIELDS)
+    config.optimizer.update(schedule='constant', warmup_steps=0, learning_rate=1e-2, clip_norm=0.1)
+    return config
+
+
+def _stats():
+    rng = np.random.default_rng(1)
+    sizes = {'latent_mean': 4, 'latent_std': 4, 'text_mean': _TEXT_DIM, 'text_std': _TEXT_DIM}
+    return {name: rng.uniform(0.5, 2, size).astype(np.float32) for name, size in sizes.items()}
+
+
+def _batch():
+    rng = np.random.default_rng(2)
+    return {
+        'latents': 5 * rng.standard_normal((4, 4, 8, 8), np.float32),
+        'text_embedding': rng.standard_normal((4, _TEXT_DIM), np.float32),
+        'drop_text': np.array([False, True, False, False]),
+    }
+
+
+def _in_torch(arrays):
+    return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
+
+
+def _noise_and_times(number):
+    """Those of step `number` of `train_lib.step`."""
+    rngs = jax.random.split(jax.random.fold_in(jax.random.key(0), number))
+    arrays = (
+        jax.random.normal(rngs[0], (4, *_LATENT_SHAPE)),
+        flow.logit_normal_times(rngs[1], 4, 0, 1),
+    )
+    return [torch.from_numpy(np.array(array)) for array in arrays]
+
+
+def _as_torch_has_it(name, params):
+    """The weights of the model in JAX that are those called `name` in torch."""
+    path = name.split('.')
+    layer = int(path.pop(1)) if path[0] == 'blocks' else slice(None)
+    *modules, leaf = path
+    for module in modules:
+        params = params[module]
+    if leaf == 'weight':
+        leaf = 'kernel' if 'kernel' in params else 'scale'
+    return np.array(params[leaf][layer]).T
+
+
+@pytest.fixture
+def both():
+    """The program in JAX with a state whose weights have no zeros, and the model in torch."""
+    config = _config()
+    stats = flow.Stats(**_stats())
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    compiled = program.make_program(config, mesh, stats, latent_shape=_LATENT_SHAPE)
+    state = compiled.init()
+    leaves, tree = jax.tree.flatten(state.params)
+    rng = np.random.default_rng(3)
+    leaves = [leaf + 0.1 * rng.standard_normal(leaf.shape, np.float32) for leaf in leaves]
+    params, average = jax.tree.unflatten(tree, leaves), jax.tree.unflatten(tree, leaves)
+    average = jax.tree.map(np.array, average)
+    state = state.replace(params=params, ema_params=average)
+    model = torch_dit.DiT(**_FIELDS, dtype=torch.float32, side=8, text_dim=_TEXT_DIM)
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            weights.copy_(torch.from_numpy(_as_torch_has_it(name, params)))
+    return config, compiled, state, model
+
+
+def _assert_close(name, ours, theirs, tolerance):
+    """Relative to the largest number of the array."""
+    np.testing.assert_allclose(
+        theirs, ours, rtol=0, atol=tolerance * np.abs(ours).max(), err_msg=name
+    )
+
+
+def test_same_weights_give_the_same_outputs_and_gradients(both):
+    config, _, state, model = both
+    batch, stats = _batch(), flow.Stats(**_stats())
+    noise, t = _noise_and_times(0)
+    ours = models.make(**config.model)
+    x = flow.standardize_latents(batch['latents'], stats)
+    text = flow.standardize_text(batch['text_embedding'], stats)
+
+    def velocity(params):
+        return lambda z, t: ours.apply({'params': params}, z, t, text, batch['drop_text'])
+
+    outputs = velocity(state.params)(x, t.numpy())
+    inputs = (torch.from_numpy(np.array(array)) for array in (x, t, text, batch['drop_text']))
+    _assert_close('outputs', outputs, model(*inputs).detach().numpy(), 1e-5)
+
+    def loss(params):
+        return flow.squared_errors(velocity(params), x, noise.numpy(), t.numpy()).mean()
+
+    value, gradients = jax.value_and_grad(loss)(state.params)
+    in_torch = torch_dit.flow_loss(model, _in_torch(_stats()), _in_torch(batch), noise, t)
+    in_torch.backward()
+    assert in_torch.item() == pytest.approx(float(value), rel=1e-6)
+    for name, weights in model.named_parameters():
+        _assert_close(name, _as_torch_has_it(name, gradients), weights.grad.numpy(), 2e-5)
+    count = sum(weights.numel() for weights in model.parameters())
+    assert count == sum(leaf.size for leaf in jax.tree.leaves(gradients))
+
+
+def _weights_after(trainer, model):
+    """New weights and their average by name."""
+    names = (name for name, _ in model.named_parameters())
+    pairs = zip(model.parameters(), trainer.average, strict=True)
+    return {
+        name: [x.detach().numpy() for x in pair] for name, pair in zip(names, pairs, strict=True)
+    }
+
+
+def test_three_steps_lead_to_the_same_weights_and_average(both):
+    config, compiled, state, model = both
+    remat = copy.deepcopy(model)
+    remat.remat = 'full'
+    settings = {'ema_decay': config.ema_decay}
+    for name in ('learning_rate', 'weight_decay', 'b1', 'b2', 'clip_norm'):
+        settings[name] = config.optimizer[name]
+    trainers = [torch_dit.Trainer(m, _in_torch(_stats()), **settings) for m in (model, remat)]
+    before = jax.tree.map(np.array, state.params)
+    for number in range(3):
+        state, metrics = compiled.train_step(state, _batch())
+        losses = [t.step(_in_torch(_batch()), *_noise_and_times(number)).item() for t in trainers]
+        assert losses == pytest.approx([metrics.compute()['loss']] * 2, rel=1e-5)
+    assert metrics.compute()['grad_norm'] > config.optimizer.clip_norm
+    after, remat_after = map(_weights_after, trainers, (model, remat))
+    for name, theirs in after.items():
+        start = _as_torch_has_it(name, before)
+        for ours, new in zip((state.params, state.ema_params), theirs, strict=True):
+            # As a whole: Adam makes steps of full length of gradients that are rounding errors.
+            moved = _as_torch_has_it(name, ours) - start
+            assert np.linalg.norm(new - start - moved) < 2e-3 * np.linalg.norm(moved), name
+        np.testing.assert_allclose(remat_after[name], theirs, atol=1e-6)
+
+
+def test_sizes_and_flops_are_those_of_train_lib():
+    for size, fields in models.SIZES.items():
+        assert fields.items() >= torch_dit.SIZES[size].items()
+        ours = models.make(f'{size}/2').flops((32, 32, 4), 640)
+        with torch.device('meta'):
+            assert torch_dit.make(f'{size}/2').flops() == ours
+    with pytest.raises(ValueError, match="'M/2': expected SIZE/PATCH with SIZE one of tiny, S"):
+        torch_dit.make('M/2')
+
+
+def test_a_side_is_a_program_with_options():
+    assert step.read_side('jax') == ('jax', {})
+    assert step.read_side('jax:cudnn:dots') == ('jax', {'attention': 'cudnn', 'remat': 'dots'})
+    assert step.read_side('torch:full') == ('torch', {'remat': 'full'})
+    with pytest.raises(ValueError, match="torch has no option 'cudnn', expected some of full"):
+        step.read_side('torch:cudnn')
+    with pytest.raises(ValueError, match='--sides=mlx: expected one of jax, torch'):
+        step.read_side('mlx')
+
+
+def test_rates_are_those_of_the_median_turn_and_mfu_of_the_chip():
+    job = step_sides.Job('jax', 'XL/2', 100, {}, 1, 2, '')
+    turn = {'device': 'NVIDIA H200', 'memory': 70e9, 'flops': 98.9e12, 'loss': 1.0}
+    (row,) = [step.summary(job, [turn | {'seconds': s} for s in (0.4, 0.2, 0.25)])]
+    assert row['seconds'] == 0.25
+    assert row['samples_per_second'] == pytest.approx(400)
+    assert row['mfu'] == pytest.approx(0.4)
+    printed = step.table(
+        [row | {'side': 'jax'}, {'model': 'L/2', 'side': 'torch', 'failed': 'why'}]
+    )
+    for words in ('| 250.0 | 200.0 to 400.0 | 400.0 | 396 | 40.0% | 70.0 | NVIDIA H200 |',
+                  'L/2, torch, failed: why'):  # fmt: skip
+        assert words in printed
+    assert step.summary(job, [turn | {'seconds': 1, 'device': 'cpu'}])['mfu'] is None
+
+
+def _run(tmp_path, *arguments, missing=()):
+    """Runs the command where some packages cannot be imported."""
+    for package in missing:
+        (tmp_path / f'{package}.py').write_text(f'raise ModuleNotFoundError("no {package} here")')
+    command = [sys.executable, '-m', 'benchmarks.step', '--models=tiny/8', '--batch_size=2']
+    command += ['--turns=1', '--steps=2', '--warmup=1', f'--out={tmp_path}/out.json', *arguments]
+    environment = os.environ | {'PYTHONPATH': str(tmp_path), 'JAX_PLATFORMS': 'cpu'}
+    return subprocess.run(
+        command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_the_command_measures_without_tensorflow_and_torch_and_says_what_failed(tmp_path):
+    sides = 'jax:dots,torch,jax:cudnn'  # the last one is for GPUs
+    ended = _run(
+        tmp_path,
+        f'--sides={sides}',
+        f'--profile={tmp_path}/profile',
+        missing=['tensorflow', 'torch'],
+    )
+    assert ended.returncode == 1, ended.stderr
+    rows = json.loads((tmp_path / 'out.json').read_text())['rows']
+    assert [row['side'] for row in rows] == sides.split(',')
+    assert rows[0]['seconds'] > 0 and 1 < rows[0]['loss'] < 4
+    assert 'tiny/8, torch, left out: no torch here' in ended.stdout
+    assert 'cudnn' in rows[2]['failed'].lower()
+    assert 'tiny/8, jax:cudnn, failed: ' in ended.stdout
+    assert list((tmp_path / 'profile/tiny-8-jax-dots').glob('plugins/profile/*/*.xplane.pb'))
+
+
+def test_the_command_measures_torch_without_jax(tmp_path):
+    ended = _run(tmp_path, '--sides=jax,torch,torch:full', missing=['jax', 'ml_collections'])
+    assert ended.returncode == 0, ended.stderr
+    rows = json.loads((tmp_path / 'out.json').read_text())['rows']
+    assert rows[0]['missing'] == 'no jax here'
+    assert all(row['seconds'] > 0 and 1 < row['loss'] < 4 for row in rows[1:])
+
+
+def test_batch_sizes_are_one_or_one_for_each_model(tmp_path):
+    ended = _run(tmp_path, '--batch_size=1,2')
+    assert ended.returncode == 1
+    assert ended.stderr == ('error: --batch_size=1,2: expected one, or one for each of tiny/8\n')
+
+
+def test_rates_of_gpus_are_known():
+    """By the names that JAX and torch give them."""
+    assert chips.CHIPS['NVIDIA H100 80GB HBM3'].flops == chips.CHIPS['NVIDIA H200'].flops == 989e12
