@@ -155,6 +155,8 @@ def test_three_steps_lead_to_the_same_weights_and_average(ours, theirs):
         settings[name] = config.optimizer[name]
     trainers = [torch_dit.Trainer(m, _in_torch(_stats()), **settings) for m in (theirs, remat)]
     before = state.params
+    # Placed as the step wants it: otherwise it would be compiled twice.
+    state = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), state, compiled.abstract_state)
     for number in range(3):
         state, metrics = compiled.train_step(state, _batch())
         losses = [t.step(_in_torch(_batch()), *_noise_and_times(number)).item() for t in trainers]
