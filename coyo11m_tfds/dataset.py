@@ -150,6 +150,8 @@ def dataset_stats(data: Data, text: str = '') -> DatasetStats:
         text_mean=np.asarray(column.mean, np.float32),
         text_std=np.asarray(column.std, np.float32),
         text_encoder=column.encoder['encoder'],
+        text_revision=column.encoder.get('revision'),
+        text_max_tokens=column.encoder.get('max_tokens', 0),
         text_dim=column.width,
     )
 

@@ -82,6 +82,21 @@ def test_a_second_text_column_is_read_and_nothing_else_changes(copy, mini_datase
     assert dataset.dataset_stats(copy).text_encoder == stats.text_encoder == 'hash'
 
 
+def test_the_encoder_is_that_of_the_column_in_every_respect(copy, other_vectors, tmp_path):
+    table = pq.read_table(other_vectors)
+    about = {
+        b'text_encoder': b'hf:m',
+        b'text_encoder_revision': b'sha256:12',
+        b'text_max_tokens': b'77',
+    }
+    path = tmp_path / 'm.parquet'
+    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, **about}), path)
+    add_column.add(copy, 'm', path)
+    stats = dataset.dataset_stats(copy, 'm')
+    found = stats.text_encoder, stats.text_revision, stats.text_max_tokens
+    assert found == ('hf:m', 'sha256:12', 77)
+
+
 def test_the_command_adds_a_column_once(copy, other_vectors):
     program = """
         import runpy
