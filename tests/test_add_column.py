@@ -159,7 +159,7 @@ def test_the_trainer_takes_either_text(copy, other_vectors):
         opened = data.TrainingData(config, sharding.make_mesh())
         assert opened.preview_samples.text_embedding.shape == (3, 640)
         batches.append(next(opened.train_batches(0)))
-        assert opened.stats.text_mean.shape == (640,)
+        assert opened.facts.stats.text_mean.shape == (640,)
     first, second = batches
     np.testing.assert_array_equal(first['key'], second['key'])
     np.testing.assert_array_equal(first['latents'], second['latents'])
