@@ -183,6 +183,12 @@ def text_dim(builder: tfds.core.DatasetBuilder) -> int:
     return 0 if feature is None else feature.shape[0]
 
 
+def text_columns(builder: tfds.core.DatasetBuilder) -> list[str]:
+    """Names of the text vectors that `add_column` has added."""
+    found = _columns(builder).items()
+    return [name for name, column in found if isinstance(column, columns.TextColumn)]
+
+
 def _feature(builder: tfds.core.DatasetBuilder, name: str) -> tfds.features.FeatureConnector | None:
     features = builder.info.features
     return features[name] if name in features else None  # noqa: SIM401, it has no `get`

@@ -10,6 +10,7 @@ import pytest
 
 import input_pipeline
 from coyo11m_tfds import add_column, dataset, embed_captions, schema, verify
+from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
 from tests import children, runs
 from train_lib import data, sharding
 
@@ -149,6 +150,19 @@ def test_a_column_that_is_not_there_is_named(copy, other_vectors):
     shutil.copy(copy / 'column_other-validation.npy', copy / 'column_other-train.npy')
     with pytest.raises(ValueError, match=r'column_other-train.npy: holds float16 .*, expected'):
         input_pipeline.train_batches(copy, text='other', **ORDER)
+
+
+def test_the_trainer_names_what_was_added_where_records_hold_no_text(
+    sample_source, other_vectors, tmp_path
+):
+    config = Coyo11mConfig(
+        name='bare', source=str(sample_source), validation_fraction=0.1, num_workers=1
+    )
+    builder = Builder(data_dir=tmp_path, config=config)
+    builder.download_and_prepare()
+    add_column.add(builder.data_dir, 'other', other_vectors)
+    with pytest.raises(ValueError, match=r'no text vectors.* --config\.data\.text: other$'):
+        data.TrainingData(runs.small_config(builder.data_dir), sharding.make_mesh())
 
 
 def test_the_trainer_takes_either_text(copy, other_vectors):
