@@ -194,6 +194,7 @@ def main() -> None:
             sys.exit(f'error: {error}')
         rows = []
         for jobs in models:
+            print(*{job.model for job in jobs.values()}, file=sys.stderr)
             rows += measure_model(jobs, args.turns)
     machine = measure.describe_machine(pathlib.Path.cwd(), _installed())
     print(f'{machine}\n\n{table(rows)}')

@@ -86,6 +86,7 @@ def measure_jax(job: Job) -> dict[str, Any]:
 
 def measure_torch(job: Job) -> dict[str, Any]:
     """The step of `benchmarks.torch_dit`, on one device."""
+    os.environ.setdefault('TORCHINDUCTOR_CACHE_DIR', os.path.join(job.cache, 'torch'))
     import torch
 
     from benchmarks import torch_dit

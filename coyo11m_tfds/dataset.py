@@ -150,6 +150,8 @@ def dataset_stats(data: Data, text: str = '') -> DatasetStats:
         text_mean=np.asarray(column.mean, np.float32),
         text_std=np.asarray(column.std, np.float32),
         text_encoder=column.encoder['encoder'],
+        text_revision=column.encoder.get('revision'),
+        text_max_tokens=column.encoder.get('max_tokens', 0),
         text_dim=column.width,
     )
 
@@ -179,6 +181,12 @@ def text_dim(builder: tfds.core.DatasetBuilder) -> int:
     """The width of the text vectors, 0 for a data set without them."""
     feature = _feature(builder, schema.TEXT_EMBEDDING)
     return 0 if feature is None else feature.shape[0]
+
+
+def text_columns(builder: tfds.core.DatasetBuilder) -> list[str]:
+    """Names of the text vectors that `add_column` has added."""
+    found = _columns(builder).items()
+    return [name for name, column in found if isinstance(column, columns.TextColumn)]
 
 
 def _feature(builder: tfds.core.DatasetBuilder, name: str) -> tfds.features.FeatureConnector | None:

@@ -119,8 +119,8 @@ class Order:
         else:
             advice = f'a batch_size of at most {self.shard_lengths.sum()} with lanes=1 works'
         raise ValueError(
-            f'{self.shard_lengths.sum()} records in {len(self.shard_lengths)} shards are too few '
-            f'for batch_size={self.batch_size}, lanes={self.lanes}, chunk={self.chunk}: each lane '
+            f'{self.shard_lengths.sum()} records are too few for '
+            f'batch_size={self.batch_size}, lanes={self.lanes}, chunk={self.chunk}: each lane '
             f'must hold at least {self.lane_batch} records; {advice}'
         )
 

@@ -87,6 +87,9 @@ class Progress:
     def __exit__(self, error_type: type | None, *_) -> None:
         """Shows the average speed of the whole run, also when it ends by an exception."""
         ended = 'in' if error_type is None else 'ended after'
+        if error_type is None and self._unit == _BYTES:
+            self._done = self._total  # which may have been an estimate
+            self._bar.update(self._total - self._bar.n)
         duration = _duration(self._clock() - self._beginning.seconds)
         facts = [*self._facts(self._beginning), f'{ended} {duration}']
         if self._bar.disable:

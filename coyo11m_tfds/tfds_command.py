@@ -43,7 +43,7 @@ def _show(show: Callable, kind: type, error: BaseException, traceback) -> None:
         show(kind, error, traceback)
         return
     if isinstance(error, json.JSONDecodeError) and any(error.doc in word for word in sys.argv):
-        error = ValueError(f'{error.doc} is no JSON: {error}. Expected {CONFIG_EXAMPLE}')
+        error = ValueError(f'{error.doc} is not JSON: {error}. Expected {CONFIG_EXAMPLE}')
     ending.say(error, _OUTLOOK)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 import input_pipeline
 from coyo11m_tfds import add_column, dataset, embed_captions, schema, verify
+from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
 from tests import children, runs
 from train_lib import data, sharding
 
@@ -82,6 +83,21 @@ def test_a_second_text_column_is_read_and_nothing_else_changes(copy, mini_datase
     assert dataset.dataset_stats(copy).text_encoder == stats.text_encoder == 'hash'
 
 
+def test_the_encoder_is_that_of_the_column_in_every_respect(copy, other_vectors, tmp_path):
+    table = pq.read_table(other_vectors)
+    about = {
+        b'text_encoder': b'hf:m',
+        b'text_encoder_revision': b'sha256:12',
+        b'text_max_tokens': b'77',
+    }
+    path = tmp_path / 'm.parquet'
+    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, **about}), path)
+    add_column.add(copy, 'm', path)
+    stats = dataset.dataset_stats(copy, 'm')
+    found = stats.text_encoder, stats.text_revision, stats.text_max_tokens
+    assert found == ('hf:m', 'sha256:12', 77)
+
+
 def test_the_command_adds_a_column_once(copy, other_vectors):
     program = """
         import runpy
@@ -136,6 +152,19 @@ def test_a_column_that_is_not_there_is_named(copy, other_vectors):
         input_pipeline.train_batches(copy, text='other', **ORDER)
 
 
+def test_the_trainer_names_what_was_added_where_records_hold_no_text(
+    sample_source, other_vectors, tmp_path
+):
+    config = Coyo11mConfig(
+        name='bare', source=str(sample_source), validation_fraction=0.1, num_workers=1
+    )
+    builder = Builder(data_dir=tmp_path, config=config)
+    builder.download_and_prepare()
+    add_column.add(builder.data_dir, 'other', other_vectors)
+    with pytest.raises(ValueError, match=r'no text vectors.* --config\.data\.text: other$'):
+        data.TrainingData(runs.small_config(builder.data_dir), sharding.make_mesh())
+
+
 def test_the_trainer_takes_either_text(copy, other_vectors):
     add_column.add(copy, 'other', other_vectors)
     batches = []
@@ -144,7 +173,7 @@ def test_the_trainer_takes_either_text(copy, other_vectors):
         opened = data.TrainingData(config, sharding.make_mesh())
         assert opened.preview_samples.text_embedding.shape == (3, 640)
         batches.append(next(opened.train_batches(0)))
-        assert opened.stats.text_mean.shape == (640,)
+        assert opened.facts.stats.text_mean.shape == (640,)
     first, second = batches
     np.testing.assert_array_equal(first['key'], second['key'])
     np.testing.assert_array_equal(first['latents'], second['latents'])

@@ -1,6 +1,7 @@
 """The benchmark of training steps: both models compute the same, and the command does its work."""
 
 import copy
+import functools
 import json
 import os
 import pathlib
@@ -59,7 +60,7 @@ def _noise_and_times(number):
 
 
 def _as_torch_has_it(name, params):
-    """The weights of the model in JAX that are those called `name` in torch."""
+    """Of NumPy arrays, as the model in JAX has them, those that torch calls `name`."""
     path = name.split('.')
     layer = int(path.pop(1)) if path[0] == 'blocks' else slice(None)
     *modules, leaf = path
@@ -67,62 +68,72 @@ def _as_torch_has_it(name, params):
         params = params[module]
     if leaf == 'weight':
         leaf = 'kernel' if 'kernel' in params else 'scale'
-    return np.array(params[leaf][layer]).T
+    return params[leaf][layer].T
+
+
+@pytest.fixture(scope='module')
+def ours():
+    """The program in JAX, and a state as NumPy arrays whose weights have no zeros."""
+    config = _config()
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    stats = flow.Stats(**_stats())
+    compiled = program.make_program(config, mesh, stats, latent_shape=_LATENT_SHAPE)
+    state = jax.tree.map(np.array, compiled.init())
+    rng = np.random.default_rng(3)
+
+    def noisy(weights):
+        return weights + 0.1 * rng.standard_normal(weights.shape, np.float32)
+
+    params = jax.tree.map(noisy, state.params)
+    return config, compiled, state.replace(params=params, ema_params=params)
 
 
 @pytest.fixture
-def both():
-    """The program in JAX with a state whose weights have no zeros, and the model in torch."""
-    config = _config()
-    stats = flow.Stats(**_stats())
-    mesh = sharding.make_mesh(devices=jax.devices()[:1])
-    compiled = program.make_program(config, mesh, stats, latent_shape=_LATENT_SHAPE)
-    state = compiled.init()
-    leaves, tree = jax.tree.flatten(state.params)
-    rng = np.random.default_rng(3)
-    leaves = [leaf + 0.1 * rng.standard_normal(leaf.shape, np.float32) for leaf in leaves]
-    params, average = jax.tree.unflatten(tree, leaves), jax.tree.unflatten(tree, leaves)
-    average = jax.tree.map(np.array, average)
-    state = state.replace(params=params, ema_params=average)
+def theirs(ours):
+    """The model in torch with the weights of that state."""
+    *_, state = ours
     model = torch_dit.DiT(**_FIELDS, dtype=torch.float32, side=8, text_dim=_TEXT_DIM)
     with torch.no_grad():
         for name, weights in model.named_parameters():
-            weights.copy_(torch.from_numpy(_as_torch_has_it(name, params)))
-    return config, compiled, state, model
+            weights.copy_(torch.from_numpy(_as_torch_has_it(name, state.params)))
+    return model
 
 
-def _assert_close(name, ours, theirs, tolerance):
-    """Relative to the largest number of the array."""
-    np.testing.assert_allclose(
-        theirs, ours, rtol=0, atol=tolerance * np.abs(ours).max(), err_msg=name
-    )
+def _difference(ours, theirs):
+    """Relative to ours, of all numbers together."""
+    return np.linalg.norm(theirs - ours) / np.linalg.norm(ours)
 
 
-def test_same_weights_give_the_same_outputs_and_gradients(both):
-    config, _, state, model = both
+def test_same_weights_give_the_same_outputs_and_gradients(ours, theirs):
+    config, _, state = ours
     batch, stats = _batch(), flow.Stats(**_stats())
     noise, t = _noise_and_times(0)
-    ours = models.make(**config.model)
-    x = flow.standardize_latents(batch['latents'], stats)
-    text = flow.standardize_text(batch['text_embedding'], stats)
+    model = models.make(**config.model)
 
-    def velocity(params):
-        return lambda z, t: ours.apply({'params': params}, z, t, text, batch['drop_text'])
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def loss_and_outputs(params):
+        x = flow.standardize_latents(batch['latents'], stats)
+        text = flow.standardize_text(batch['text_embedding'], stats)
 
-    outputs = velocity(state.params)(x, t.numpy())
-    inputs = (torch.from_numpy(np.array(array)) for array in (x, t, text, batch['drop_text']))
-    _assert_close('outputs', outputs, model(*inputs).detach().numpy(), 1e-5)
+        def velocity(z, t):
+            return model.apply({'params': params}, z, t, text, batch['drop_text'])
 
-    def loss(params):
-        return flow.squared_errors(velocity(params), x, noise.numpy(), t.numpy()).mean()
+        losses = flow.squared_errors(velocity, x, noise.numpy(), t.numpy())
+        return losses.mean(), (x, text, velocity(x, t.numpy()))
 
-    value, gradients = jax.value_and_grad(loss)(state.params)
-    in_torch = torch_dit.flow_loss(model, _in_torch(_stats()), _in_torch(batch), noise, t)
+    (loss, (x, text, outputs)), gradients = jax.tree.map(np.array, loss_and_outputs(state.params))
+    inputs = (x, t.numpy(), text, batch['drop_text'])
+    in_torch = theirs(*map(torch.from_numpy, inputs))
+    assert _difference(outputs, in_torch.detach().numpy()) < 3e-6
+
+    in_torch = torch_dit.flow_loss(theirs, _in_torch(_stats()), _in_torch(batch), noise, t)
     in_torch.backward()
-    assert in_torch.item() == pytest.approx(float(value), rel=1e-6)
-    for name, weights in model.named_parameters():
-        _assert_close(name, _as_torch_has_it(name, gradients), weights.grad.numpy(), 2e-5)
-    count = sum(weights.numel() for weights in model.parameters())
+    assert in_torch.item() == pytest.approx(float(loss), rel=1e-6)
+    for name, weights in theirs.named_parameters():
+        expected = _as_torch_has_it(name, gradients)
+        assert _difference(expected, weights.grad.numpy()) < 1e-5, name
+    count = sum(weights.numel() for weights in theirs.parameters())
     assert count == sum(leaf.size for leaf in jax.tree.leaves(gradients))
 
 
@@ -135,28 +146,30 @@ def _weights_after(trainer, model):
     }
 
 
-def test_three_steps_lead_to_the_same_weights_and_average(both):
-    config, compiled, state, model = both
-    remat = copy.deepcopy(model)
+def test_three_steps_lead_to_the_same_weights_and_average(ours, theirs):
+    config, compiled, state = ours
+    remat = copy.deepcopy(theirs)
     remat.remat = 'full'
     settings = {'ema_decay': config.ema_decay}
     for name in ('learning_rate', 'weight_decay', 'b1', 'b2', 'clip_norm'):
         settings[name] = config.optimizer[name]
-    trainers = [torch_dit.Trainer(m, _in_torch(_stats()), **settings) for m in (model, remat)]
-    before = jax.tree.map(np.array, state.params)
+    trainers = [torch_dit.Trainer(m, _in_torch(_stats()), **settings) for m in (theirs, remat)]
+    before = state.params
+    # Placed as the step wants it: otherwise it would be compiled twice.
+    state = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), state, compiled.abstract_state)
     for number in range(3):
         state, metrics = compiled.train_step(state, _batch())
         losses = [t.step(_in_torch(_batch()), *_noise_and_times(number)).item() for t in trainers]
-        assert losses == pytest.approx([metrics.compute()['loss']] * 2, rel=1e-5)
+        assert losses == pytest.approx([float(metrics.compute()['loss'])] * 2, rel=1e-5)
     assert metrics.compute()['grad_norm'] > config.optimizer.clip_norm
-    after, remat_after = map(_weights_after, trainers, (model, remat))
-    for name, theirs in after.items():
+    state = jax.tree.map(np.array, state)
+    after, remat_after = map(_weights_after, trainers, (theirs, remat))
+    for name, pair in after.items():
         start = _as_torch_has_it(name, before)
-        for ours, new in zip((state.params, state.ema_params), theirs, strict=True):
-            # As a whole: Adam makes steps of full length of gradients that are rounding errors.
-            moved = _as_torch_has_it(name, ours) - start
-            assert np.linalg.norm(new - start - moved) < 2e-3 * np.linalg.norm(moved), name
-        np.testing.assert_allclose(remat_after[name], theirs, atol=1e-6)
+        for expected, new in zip((state.params, state.ema_params), pair, strict=True):
+            # Adam makes steps of full length of gradients that are no more than rounding errors.
+            assert _difference(_as_torch_has_it(name, expected) - start, new - start) < 1e-3, name
+        np.testing.assert_allclose(remat_after[name], pair, atol=1e-6)
 
 
 def test_sizes_and_flops_are_those_of_train_lib():
@@ -202,6 +215,7 @@ def _run(tmp_path, *arguments, missing=()):
     command = [sys.executable, '-m', 'benchmarks.step', '--models=tiny/8', '--batch_size=2']
     command += ['--turns=1', '--steps=2', '--warmup=1', f'--out={tmp_path}/out.json', *arguments]
     environment = os.environ | {'PYTHONPATH': str(tmp_path), 'JAX_PLATFORMS': 'cpu'}
+    environment['OMP_NUM_THREADS'] = '1'  # threads wait busily for each other where cores are few
     return subprocess.run(
         command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
@@ -226,11 +240,11 @@ def test_the_command_measures_without_tensorflow_and_torch_and_says_what_failed(
 
 
 def test_the_command_measures_torch_without_jax(tmp_path):
-    ended = _run(tmp_path, '--sides=jax,torch,torch:full', missing=['jax', 'ml_collections'])
+    ended = _run(tmp_path, '--sides=jax,torch:full', missing=['jax', 'ml_collections'])
     assert ended.returncode == 0, ended.stderr
     rows = json.loads((tmp_path / 'out.json').read_text())['rows']
     assert rows[0]['missing'] == 'no jax here'
-    assert all(row['seconds'] > 0 and 1 < row['loss'] < 4 for row in rows[1:])
+    assert rows[1]['seconds'] > 0 and 1 < rows[1]['loss'] < 4
 
 
 def test_batch_sizes_are_one_or_one_for_each_model(tmp_path):

@@ -166,7 +166,7 @@ for flags in json.loads(commands):
     manual_dir = f'--manual_dir={source}'
     flags = {
         "config 'gemma' is not predefined, as latents is": [manual_dir, '--config=gemma'],
-        "{'name': 'x'} is no JSON": [manual_dir, "--config={'name': 'x'}"],
+        "{'name': 'x'} is not JSON": [manual_dir, "--config={'name': 'x'}"],
         "config has an unknown field 'text'": [manual_dir, '--config={"name": "x", "text": "pt"}'],
         '--manual_dir is missing': [],
     }

@@ -92,6 +92,14 @@ def test_the_last_line_has_the_speed_of_the_whole_run(lines: list[str]):
     ]
 
 
+def test_what_ends_well_is_complete_whatever_was_estimated(lines: list[str]):
+    clock = Clock()
+    with progress.Progress('Writing', 10**8, 'B', {'shards': 2}, clock) as made:
+        clock.now += 1
+        made.add(79 * 10**6, shards=2)
+    assert lines == ['Writing: 100%, 2 of 2 shards, 79 MB/s, in 0:00:01']
+
+
 def test_it_says_so_when_the_work_was_broken_off(lines: list[str]):
     clock = Clock()
     with (

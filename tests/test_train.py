@@ -330,7 +330,7 @@ def test_a_data_set_without_text_vectors_is_refused(data_dir, tmp_path):
     features = json.loads(path.read_text())
     del features['featuresDict']['features'][schema.TEXT_EMBEDDING]
     path.write_text(json.dumps(features))
-    with pytest.raises(ValueError, match='holds no text vectors: build it with'):
+    with pytest.raises(ValueError, match='holds no text vectors in its records: build it with'):
         train.train_and_evaluate(small_config(bare), tmp_path / 'run')
 
 

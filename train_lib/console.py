@@ -23,7 +23,7 @@ from absl import logging
 import train_lib
 from train_lib.metrics import TrainMetrics
 
-_BAR_FORMAT = '{desc}{percentage:3.0f}%|{bar}|{postfix}'
+_BAR_FORMAT = '{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}'
 
 
 class Console:
@@ -75,7 +75,7 @@ class Console:
             say('%s', ', '.join([loss, f'step {step} of {self._num_steps}', *others]))
         else:
             self._bar.set_description_str(f'{loss} ', refresh=False)
-            self._bar.set_postfix_str(', '.join([f'{step}/{self._num_steps}', *others]))
+            self._bar.set_postfix_str(', '.join(others))
 
     def _facts(self, step: int, scalars: Mapping[str, float]) -> Iterator[str]:
         yield f'loss {scalars["train/loss"]:.4f}' if 'train/loss' in scalars else 'no finite loss'

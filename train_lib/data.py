@@ -91,9 +91,16 @@ class TrainingData:
         self._arrived = self._taken = 0
         stats = dataset.dataset_stats(self._builder, config.data.text)
         if not stats.text_dim:
+            added = dataset.text_columns(self._builder)
             raise ValueError(
-                f'{config.data.dir} holds no text vectors: build it with the config field '
-                'text_vectors, as in --config=\'{"name": "hash", "text_vectors": "SIDE.parquet"}\''
+                f'{config.data.dir} holds no text vectors in its records: '
+                + (
+                    f'choose added ones with --config.data.text: {", ".join(added)}'
+                    if added
+                    else 'build it with the config field text_vectors, as in '
+                    '--config=\'{"name": "hash", "text_vectors": "SIDE.parquet"}\', '
+                    'or add some with python -m coyo11m_tfds.add_column'
+                )
             )
         channels, height, width = schema.LATENT_SHAPE
         self.facts = DataFacts(
@@ -170,10 +177,11 @@ class TrainingData:
         config = self._config.data
         engine = input_pipeline.engine_of(self._builder, config.engine)
         how = 'by rows' if engine == input_pipeline.ROWS else f'in chunks of {config.chunk} records'
+        megabytes = split.num_bytes / 1e6
+        size = f'{megabytes / 1e3:,.3g} GB' if megabytes >= 1e3 else f'{megabytes:,.3g} MB'
         return (
-            f'{config.dir}, {split.num_examples:,} records in {split.num_shards:,} shards, '
-            f'{split.num_bytes / 1e9:,.3g} GB, {self.order.epoch(0).steps:,} steps an epoch, '
-            f'read {how}'
+            f'{config.dir}, {split.num_examples:,} records, {size}, '
+            f'about {self.order.epoch(0).steps:,} steps an epoch, read {how}'
         )
 
     def eval_batches(self) -> Batches:

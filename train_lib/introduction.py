@@ -21,7 +21,7 @@ def show(setup: 'Setup', start: int) -> None:
     """Logs machine, data, model and length of a run that begins with the step `start`."""
     config, state = setup.config, setup.program.abstract_state
     say(
-        'machine: %d x %s, %d hosts of %d cores, mesh data %d x fsdp %d',
+        'machine: %d x %s, hosts: %d of %d cores, mesh data %d x fsdp %d',
         *(jax.device_count(), jax.devices()[0].device_kind, jax.process_count(), os.cpu_count()),
         *state.step.sharding.mesh.shape.values(),
     )
