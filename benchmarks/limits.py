@@ -94,7 +94,8 @@ class Facts:
         from cores that step and pipeline share, and from noise.
         """
         is_slower = self.together_seconds > _SAME * self.step_seconds
-        return is_slower and _SAME * self.batch_seconds > self.together_seconds - self.step_seconds
+        waited = self.together_seconds - self.step_seconds
+        return is_slower and _SAME * self.batch_seconds > min(waited, self.step_seconds)
 
 
 def verdicts(facts: Facts) -> list[str]:

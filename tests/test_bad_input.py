@@ -335,5 +335,5 @@ def test_the_command_ends_with_the_message(source: pathlib.Path, tmp_path: pathl
     ended = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=120)
 
     assert ended.returncode != 0
-    assert ended.stderr.strip().splitlines()[-1].startswith(f'ValueError: {path}: is truncated')
+    assert ended.stderr.strip().splitlines()[-1].startswith(f'error: {path}: is truncated')
     assert_no_data_set(out)

@@ -215,7 +215,7 @@ def test_other_weights_are_looked_at_by_a_new_run_alone(mini_dataset, source, tm
         state = train.train_and_evaluate(config, tmp_path / 'run', ['num_steps'])
         shutil.rmtree(gone, ignore_errors=True)
     assert int(state.step) == 2
-    losses = [runs.losses(tmp_path / name)['loss', 1] for name in ('run', 'random')]
+    losses = [runs.losses(tmp_path / name)['train/loss', 1] for name in ('run', 'random')]
     assert losses[0] < losses[1]
 
 
@@ -256,6 +256,7 @@ def test_a_workdir_to_begin_with_that_is_missing_is_named(mini_dataset, tmp_path
         begin(mini_dataset, tmp_path / 'run', tmp_path / 'none')
 
 
+@pytest.mark.slow
 def test_weights_go_to_other_devices_by_the_command(mini_dataset, source, compiled, tmp_path):
     workdir = tmp_path / 'run'
     fields = SHORT | {'init_from': source[0], 'num_steps': 1, 'mesh.fsdp': 2}
@@ -263,5 +264,5 @@ def test_weights_go_to_other_devices_by_the_command(mini_dataset, source, compil
         assert runs.wait(started) == [0], started[0].output.read_text()
     config = small_config(mini_dataset, **SHORT, num_steps=1, init_from=str(source[0]))
     train.train_and_evaluate(config, tmp_path / 'one')
-    ours, theirs = (runs.losses(folder)['loss', 1] for folder in (workdir, tmp_path / 'one'))
+    ours, theirs = (runs.losses(folder)['train/loss', 1] for folder in (workdir, tmp_path / 'one'))
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)

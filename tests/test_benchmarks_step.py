@@ -221,6 +221,7 @@ def _run(tmp_path, *arguments, missing=()):
     )
 
 
+@pytest.mark.slow
 def test_the_command_measures_without_tensorflow_and_torch_and_says_what_failed(tmp_path):
     sides = 'jax:dots,torch,jax:cudnn'  # the last one is for GPUs
     ended = _run(
@@ -239,6 +240,7 @@ def test_the_command_measures_without_tensorflow_and_torch_and_says_what_failed(
     assert list((tmp_path / 'profile/tiny-8-jax-dots').glob('plugins/profile/*/*.xplane.pb'))
 
 
+@pytest.mark.slow
 def test_the_command_measures_torch_without_jax(tmp_path):
     ended = _run(tmp_path, '--sides=jax,torch:full', missing=['jax', 'ml_collections'])
     assert ended.returncode == 0, ended.stderr

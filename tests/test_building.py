@@ -70,7 +70,7 @@ def test_a_killed_build_goes_on_where_it_was(source, undisturbed, tmp_path):
     assert again.stdout == 'built here\n' or 'built elsewhere' in again.stdout
 
 
-@pytest.mark.parametrize('victim', ['parent', 'worker'])
+@pytest.mark.parametrize('victim', ['parent', pytest.param('worker', marks=pytest.mark.slow)])
 def test_builds_killed_at_random_moments_end_with_the_same_bytes(
     source, undisturbed, tmp_path, victim: str
 ):

@@ -36,11 +36,20 @@ def tfds_build(
     return end(start(source, out, *flags, config, env=env), status)
 
 
+# Tests that were started in the background ignore SIGINT, and so would what they start.
+AS_IN_A_SHELL = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
 def start(
     source: object, out: object, *flags: str, env: dict | None = None, cwd: object = CHECKOUT
 ) -> subprocess.Popen:
     """Starts the command in a process group of its own, as a shell does."""
     command = [
+        *(sys.executable, '-c', AS_IN_A_SHELL),
         *(sys.executable, '-m', 'tensorflow_datasets.scripts.cli.main', 'build', 'coyo11m_tfds'),
         *(f'--manual_dir={source}', f'--data_dir={out}', *flags),
     ]
@@ -52,8 +61,6 @@ def start(
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # Who starts the tests in the background has them ignore it.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

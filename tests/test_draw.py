@@ -183,6 +183,6 @@ def test_what_is_missing_is_told_in_one_line(run, tmp_path):
     done = _command(f'--workdir={run[0]}', *flags)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("ERROR: the captions are encoded by 'hf:/no/such/one', but the model")
+    assert last.startswith("error: the captions are encoded by 'hf:/no/such/one', but the model")
     assert 'Traceback' not in done.stderr
     assert not (tmp_path / 'new').exists()

@@ -261,6 +261,7 @@ def test_only_what_is_local_can_stay_in_place(sample_source, tmp_path):
 # --- Training ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_on_it_has_the_losses_of_one_on_the_converted_data_set(
     in_place, mini_dataset, tmp_path
 ):

@@ -81,6 +81,7 @@ def test_while_it_trains(mini_dataset, env, tmp_path):
     assert f'Stopped at step {step}, which is saved. To resume: ' in output.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_broken_off_and_done_by_the_run_that_resumes(mini_dataset, env, tmp_path):
     changes = {'eval_every': 3, 'num_steps': 5}
     stalled = env | {'STALLED': 'evaluation'}
@@ -94,6 +95,7 @@ def test_an_evaluation_is_broken_off_and_done_by_the_run_that_resumes(mini_datas
     assert evaluated == {3, 5}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_completed_unless_there_is_a_second_signal(mini_dataset, env, tmp_path):
     stalled = env | {'STALLED': 'checkpoint'}
     with one_host(mini_dataset, tmp_path, stalled, checkpoint_every=3) as [host]:

@@ -24,6 +24,7 @@ def assert_recorded(final: pathlib.Path) -> None:
     assert recorded == {name: of_file(final / name) for name in names}
 
 
+@pytest.mark.slow
 def test_of_a_build_that_was_killed_and_of_one_that_replaces_it(source, tmp_path):
     final = final_folder(tmp_path)
     process = start(source, final, num_workers=2)

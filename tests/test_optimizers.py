@@ -82,6 +82,7 @@ def test_another_name_is_refused():
         _updates('lion')
 
 
+@pytest.mark.slow
 def test_a_run_by_muon_resumes_as_if_it_had_not_stopped_and_stays_with_muon(mini_dataset, tmp_path):
     def run(folder, num_steps, **changes):
         with runs.shared_compilations(tmp_path / 'compiled'):
