@@ -25,7 +25,11 @@ from train_lib import named_configs
 
 STARTED = time.monotonic()  # about when the process did
 
-_PACKAGE = str(pathlib.Path(__file__).parents[1])
+# Not their parent folder: a virtual environment may lie in it.
+_OWN_CODE = tuple(
+    str(pathlib.Path(__file__).parents[1] / name)
+    for name in ('coyo11m_tfds', 'train_lib', 'input_pipeline.py')
+)
 
 flags.DEFINE_bool('verbose', False, 'Log all that libraries say, and tracebacks of errors.')
 
@@ -113,4 +117,4 @@ class _Lines(standard_logging.Formatter):
 
 def _is_worth_reading(record: standard_logging.LogRecord) -> bool:
     """What libraries tell about their work is not; their warnings are."""
-    return record.levelno > standard_logging.INFO or record.pathname.startswith(_PACKAGE)
+    return record.levelno > standard_logging.INFO or record.pathname.startswith(_OWN_CODE)
