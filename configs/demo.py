@@ -2,9 +2,9 @@
 
     python -m train_lib.main --config=configs/demo.py --workdir=demo/run
 
-Ends after 7 minutes at an evaluation loss of 0.18; 63 of 64 pictures of held-out captions then have
-the right colours (`python -m train_lib.demo`). Measured on 2 cores of an AMD EPYC, with 2.2 steps a
-second.
+Ends after 6 minutes; of 64 pictures of held-out captions 61 then have the right colours, 39 the
+right shape, and 38 both (`python -m train_lib.demo`). Measured on 2 cores of an AMD EPYC, with 5.5
+steps a second.
 """
 
 import ml_collections
