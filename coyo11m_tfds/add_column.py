@@ -16,14 +16,13 @@ import dataclasses
 import os
 import pathlib
 import re
-import sys
 import tempfile
 from collections.abc import Iterator
 
 import numpy as np
 from absl import logging
 
-from coyo11m_tfds import columns, manifest, schema, stored_dataset, vectors
+from coyo11m_tfds import columns, ending, manifest, schema, stored_dataset, vectors
 from coyo11m_tfds.columns import TextColumn
 from coyo11m_tfds.moments import Moments
 from coyo11m_tfds.progress import Progress
@@ -171,10 +170,8 @@ def main() -> None:
     """Runs the command line; bad input ends it with one message and exit status 1."""
     flags = parse_flags()
     logging.set_verbosity(logging.INFO)
-    try:
+    with ending.in_one_line('nothing was added, the same command starts anew'):
         column = add(flags.data_dir, flags.name, flags.embeddings, flags.scratch_dir)
-    except (ValueError, OSError) as error:
-        sys.exit(f'error: {error}')
     print(f'{flags.data_dir}: text={column.name!r} has {column.width} numbers a record.')
 
 

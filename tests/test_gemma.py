@@ -25,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coyo11m_tfds import gemma, gemma_config, gemma_weights, jax_encoder, text_encoders
+from tests import offline_hub
 
 CAPTIONS = [
     'a red circle',
@@ -511,32 +512,18 @@ def test_pickled_weights_and_missing_folders_are_refused(text, tmp_path):
 
 
 def test_a_name_on_the_hub_is_read_from_its_cache(models, tmp_path):
-    repository = tmp_path / 'hub' / 'models--owner--tiny'
-    (repository / 'refs').mkdir(parents=True)
-    (repository / 'refs' / 'main').write_text('0' * 40)
-    shutil.copytree(models / 'text', repository / 'snapshots' / ('0' * 40))
-    run = subprocess.run(
-        [sys.executable, '-c', 'from coyo11m_tfds.text_encoders import make_encoder as make\n'
-         'encoder = make("jax:owner/tiny"); print(encoder.name, len(encoder.tokenize(["a"])[0]))'],
-        env=os.environ | {'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )  # fmt: skip
-    assert run.stdout == 'jax:owner/tiny 2\n'
+    offline_hub.put(models / 'text', tmp_path, 'owner/tiny', commit='0' * 40)
+    said = offline_hub.run(
+        'encoder = make("jax:owner/tiny"); print(encoder.name, len(encoder.tokenize(["a"])[0]))',
+        tmp_path,
+    )
+    assert said == 'jax:owner/tiny 2\n'
 
 
 def test_a_name_that_cannot_be_had_gives_one_clear_message(tmp_path):
-    run = subprocess.run(
-        [sys.executable, '-c', 'from coyo11m_tfds.text_encoders import make_encoder as make\n'
-         'try: make("jax:google/gemma-3-270m")\nexcept ValueError as error: print(error)'],
-        env=os.environ | {'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )  # fmt: skip
-    assert "cannot load the text encoder 'google/gemma-3-270m'" in run.stdout
-    assert 'needs the network unless the model is in the cache' in run.stdout
+    said = offline_hub.refusal('jax:google/gemma-3-270m', tmp_path)
+    assert "cannot load the text encoder 'google/gemma-3-270m'" in said
+    assert 'needs the network unless the model is in the cache' in said
 
 
 # --- Real weights ---------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import input_pipeline
 from coyo11m_tfds import dataset, schema
 from coyo11m_tfds.order import Order, divisors, sample_crops, sample_drops
 from tests import small_dataset
+from tests.batches import assert_same
 
 SHARDS = {
     'unequal': (70, 97, 64, 131, 33, 64, 40, 1),
@@ -124,15 +125,6 @@ def read_together(data: Written, run: Run, count: int) -> list[dict[str, np.ndar
         {name: np.concatenate([batch[name] for batch in step]) for name in step[0]}
         for step in zip(*parts, strict=True)
     ]
-
-
-def assert_same(got: list[dict], expected: list[dict]) -> None:
-    assert len(got) == len(expected)
-    for step, (got_batch, expected_batch) in enumerate(zip(got, expected, strict=True)):
-        assert got_batch.keys() == expected_batch.keys()
-        for name, x in expected_batch.items():
-            assert got_batch[name].dtype == x.dtype
-            np.testing.assert_array_equal(got_batch[name], x, err_msg=f'{name} of batch {step}')
 
 
 def records_of(data: Written, batch: dict[str, np.ndarray]) -> np.ndarray:

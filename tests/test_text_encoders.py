@@ -11,8 +11,6 @@ import pathlib
 import pickle
 import re
 import shutil
-import subprocess
-import sys
 import unicodedata
 
 import numpy as np
@@ -25,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coyo11m_tfds import hf_encoder, text_encoders
+from tests import offline_hub
 
 SHORT = 'a red circle'
 LONG = 'a small blue square at the left of the picture on a red background'
@@ -246,20 +245,12 @@ def test_the_revision_of_a_folder_changes_with_weights_and_tokenizer_alone(bert)
 
 
 def test_the_revision_of_a_model_on_the_hub_is_its_commit(models, tmp_path):
-    """From the hub's cache, as it lies there after a download."""
-    commit, repository = 'ab' * 20, tmp_path / 'hub/models--owner--tiny'
-    shutil.copytree(models / 'bert', repository / 'snapshots' / commit)
-    (repository / 'refs').mkdir()
-    (repository / 'refs/main').write_text(commit)
-    run = subprocess.run(
-        [sys.executable, '-c', 'from coyo11m_tfds.text_encoders import make_encoder as make\n'
-         'encoder = make("hf:owner/tiny")\nprint(encoder.name, encoder.revision)'],
-        env=os.environ | {'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )  # fmt: skip
-    assert run.stdout.splitlines()[-1] == f'hf:owner/tiny {commit}'
+    commit = 'ab' * 20
+    offline_hub.put(models / 'bert', tmp_path, 'owner/tiny', commit)
+    said = offline_hub.run(
+        'encoder = make("hf:owner/tiny")\nprint(encoder.name, encoder.revision)', tmp_path
+    )
+    assert said.splitlines()[-1] == f'hf:owner/tiny {commit}'
 
 
 @pytest.mark.parametrize('max_tokens', [-1, 0, 2])
@@ -338,16 +329,9 @@ def test_a_model_that_needs_more_than_text_is_refused(tmp_path):
 
 
 def test_a_name_that_cannot_be_had_gives_one_clear_message(tmp_path):
-    run = subprocess.run(
-        [sys.executable, '-c', 'from coyo11m_tfds.text_encoders import make_encoder as make\n'
-         'try: make("hf:google/gemma-3-270m")\nexcept ValueError as error: print(error)'],
-        env=os.environ | {'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )  # fmt: skip
-    assert "cannot load the text encoder 'google/gemma-3-270m'" in run.stdout
-    assert 'needs the network unless the model is in the cache' in run.stdout
+    said = offline_hub.refusal('hf:google/gemma-3-270m', tmp_path)
+    assert "cannot load the text encoder 'google/gemma-3-270m'" in said
+    assert 'needs the network unless the model is in the cache' in said
 
 
 # --- Real encoders --------------------------------------------------------------------------

@@ -259,12 +259,10 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f'Unexpected arguments: {argv[1:]}')
     jax.config.update('jax_platforms', 'cpu')  # not the devices of this machine
-    try:
+    with process.errors_in_one_line((ValueError,)):
         report = analyze(
             FLAGS.config, FLAGS.topology, text_dim=FLAGS.text_dim, num_slices=FLAGS.num_slices
         )
-    except ValueError as error:
-        sys.exit(f'error: {error}')
     print(json.dumps(report, indent=2) if FLAGS.json else table(report))
     sys.exit(not report['fits'])
 

@@ -12,7 +12,6 @@ import TensorFlow, which reads its environment once.
 
 import contextlib
 import logging as standard_logging
-import os
 import pathlib
 import re
 import sys
@@ -21,6 +20,7 @@ from collections.abc import Iterator, Sequence
 
 from absl import flags, logging
 
+from coyo11m_tfds.reading import process_settings
 from train_lib import named_configs
 
 STARTED = time.monotonic()  # about when the process did
@@ -76,9 +76,7 @@ def prepare() -> None:
         handler = logging.get_absl_handler()
         handler.addFilter(_is_worth_reading)
         handler.setFormatter(_Lines())
-        os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '1')  # no INFO of the parts in C++
-        # TensorFlow computes nothing here that oneDNN could speed up, but tells about it.
-        os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')
+        process_settings.quiet_tensorflow()
     import tensorflow as tf
 
     # TensorFlow only reads records: the accelerator's memory is for JAX.

@@ -186,11 +186,6 @@ def _read_at(file: tf.Tensor, offset: tf.Tensor, nbytes: tf.Tensor, count: tf.Te
     variant = tf.raw_ops.TFRecordDatasetV2(
         filenames=[file], compression_type='', buffer_size=nbytes, byte_offsets=[offset]
     )
-    # TensorFlow's type inference takes its element for no tuple, unlike `batch`, and says so in the
-    # log; of a variant that was wrapped once it infers nothing.
-    variant = tf.raw_ops.UnwrapDatasetVariant(
-        input_handle=tf.raw_ops.WrapDatasetVariant(input_handle=variant)
-    )
     single = tf.data.experimental.from_variant(variant, tf.TensorSpec([], tf.string))
     # Options, of which there are none, hide the type of the variant. TensorFlow declares it wrong,
     # and `batch` would warn of that.

@@ -3,7 +3,6 @@
 import os
 import pathlib
 import re
-import shutil
 
 import numpy as np
 import pytest
@@ -12,40 +11,7 @@ import tensorflow as tf
 import input_pipeline
 from coyo11m_tfds import chunk_index, dataset, schema
 from tests import small_dataset
-
-LENGTHS = {schema.TRAIN: (70, 0, 97, 64, 131), schema.VALIDATION: (37, 12)}
-ORDER = dict(batch_size=16, seed=5, chunk=64, lanes=4, window=24)
-
-
-@pytest.fixture(scope='module')
-def intact(tmp_path_factory) -> pathlib.Path:
-    path = tmp_path_factory.mktemp('intact') / '1.0.0'
-    small_dataset.write(path, LENGTHS)
-    return path
-
-
-@pytest.fixture
-def copy(intact, tmp_path) -> pathlib.Path:
-    """A data set that a test may damage."""
-    return pathlib.Path(shutil.copytree(intact, tmp_path / '1.0.0'))
-
-
-def shard_path(path: pathlib.Path, shard: int, split: str = schema.TRAIN) -> pathlib.Path:
-    split_of_data = dataset.open_split(dataset.open_dataset(path), split)
-    return pathlib.Path(split_of_data.file(shard))
-
-
-def damage(
-    path: pathlib.Path, shard: int, record: int, at: int = 100, split: str = schema.TRAIN
-) -> None:
-    """Changes one byte of a record; those before `at=12` belong to its length."""
-    file = shard_path(path, shard, split)
-    data = bytearray(file.read_bytes())
-    begin = 0
-    for _ in range(record):
-        begin += 16 + int.from_bytes(data[begin : begin + 8], 'little')
-    data[begin + at] ^= 1
-    file.write_bytes(data)
+from tests.reading.damaged import LENGTHS, ORDER, damage, place_of, shard_path, steps_of_an_epoch
 
 
 def train_batches(path: pathlib.Path, count: int, **changes) -> list[dict[str, np.ndarray]]:
@@ -53,16 +19,6 @@ def train_batches(path: pathlib.Path, count: int, **changes) -> list[dict[str, n
         path, **{**ORDER, 'features': dataset.FEATURES, 'caption_dropout': 0.3, **changes}
     )
     return list(batches.take(count).as_numpy_iterator())
-
-
-def steps_of_an_epoch(path: pathlib.Path) -> int:
-    return input_pipeline.train_order(path, **ORDER).epoch(0).steps
-
-
-def place_of(path: pathlib.Path, step: int, place: int) -> tuple[int, int]:
-    """The shard and record that come at a place in a batch."""
-    shards, records = input_pipeline.train_order(path, **ORDER).batch_records(step)
-    return int(shards[place]), int(records[place])
 
 
 def test_a_damaged_record_is_named(copy):

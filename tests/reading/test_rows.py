@@ -19,24 +19,9 @@ import tensorflow as tf
 import input_pipeline
 from coyo11m_tfds import chunk_index, dataset, records, schema
 from coyo11m_tfds.reading import framing, mapped_files, record_layout
-from tests import children, small_dataset
-from tests.reading.test_chunks import damage, place_of, shard_path, steps_of_an_epoch
-
-LENGTHS = {schema.TRAIN: (70, 0, 97, 64, 131), schema.VALIDATION: (37, 12)}
-ORDER = dict(batch_size=16, seed=5, chunk=64, lanes=4, window=24)
-
-
-@pytest.fixture(scope='module')
-def intact(tmp_path_factory) -> pathlib.Path:
-    path = tmp_path_factory.mktemp('intact') / '1.0.0'
-    small_dataset.write(path, LENGTHS)
-    return path
-
-
-@pytest.fixture
-def copy(intact, tmp_path) -> pathlib.Path:
-    """A data set that a test may damage."""
-    return pathlib.Path(shutil.copytree(intact, tmp_path / '1.0.0'))
+from tests import children
+from tests.batches import assert_same
+from tests.reading.damaged import ORDER, damage, place_of, shard_path, steps_of_an_epoch
 
 
 def read(path: pathlib.Path, count: int, engine: str = 'rows', **changes) -> list[dict]:
@@ -44,15 +29,6 @@ def read(path: pathlib.Path, count: int, engine: str = 'rows', **changes) -> lis
     arguments = {**ORDER, 'features': dataset.FEATURES, 'caption_dropout': 0.3, **changes}
     batches = input_pipeline.train_batches(path, engine=engine, **arguments)
     return list(itertools.islice(batches, count))
-
-
-def assert_same(got: list[dict], expected: list[dict]) -> None:
-    assert len(got) == len(expected)
-    for step, (got_batch, expected_batch) in enumerate(zip(got, expected, strict=True)):
-        assert got_batch.keys() == expected_batch.keys()
-        for name, x in expected_batch.items():
-            assert got_batch[name].dtype == x.dtype
-            np.testing.assert_array_equal(got_batch[name], x, err_msg=f'{name} of batch {step}')
 
 
 # --- Damage ------------------------------------------------------------------------------------

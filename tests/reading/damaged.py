@@ -1,0 +1,37 @@
+"""A small data set that tests damage: its shape, and where to damage it."""
+
+import pathlib
+
+import input_pipeline
+from coyo11m_tfds import dataset, schema
+
+LENGTHS = {schema.TRAIN: (70, 0, 97, 64, 131), schema.VALIDATION: (37, 12)}
+ORDER = dict(batch_size=16, seed=5, chunk=64, lanes=4, window=24)
+
+
+def shard_path(path: pathlib.Path, shard: int, split: str = schema.TRAIN) -> pathlib.Path:
+    split_of_data = dataset.open_split(dataset.open_dataset(path), split)
+    return pathlib.Path(split_of_data.file(shard))
+
+
+def damage(
+    path: pathlib.Path, shard: int, record: int, at: int = 100, split: str = schema.TRAIN
+) -> None:
+    """Changes one byte of a record; those before `at=12` belong to its length."""
+    file = shard_path(path, shard, split)
+    data = bytearray(file.read_bytes())
+    begin = 0
+    for _ in range(record):
+        begin += 16 + int.from_bytes(data[begin : begin + 8], 'little')
+    data[begin + at] ^= 1
+    file.write_bytes(data)
+
+
+def place_of(path: pathlib.Path, step: int, place: int) -> tuple[int, int]:
+    """The shard and record that come at a place in a batch."""
+    shards, records = input_pipeline.train_order(path, **ORDER).batch_records(step)
+    return int(shards[place]), int(records[place])
+
+
+def steps_of_an_epoch(path: pathlib.Path) -> int:
+    return input_pipeline.train_order(path, **ORDER).epoch(0).steps
