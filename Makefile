@@ -38,14 +38,14 @@ test: $(INSTALLED)
 # Fetches real text encoders once (0.4 GB) and runs what takes long, random kills of builds among it.
 slow: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[text_jax,wandb]'
-	$(BIN)/python tests/fetch_encoders.py --out $(ENCODERS)
+	$(BIN)/python tests/text/fetch_encoders.py --out $(ENCODERS)
 	COYO11M_ENCODERS=$(ENCODERS) $(BIN)/python -m pytest -m slow
-	$(BIN)/python -m pytest tests/test_writers.py
+	$(BIN)/python -m pytest tests/train_lib/test_writers.py
 
 # Brings libtpu (0.3 GB); no TPU is needed.
 pods: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[tpu]'
-	$(BIN)/python -m pytest -m slow tests/test_compile.py
+	$(BIN)/python -m pytest -m slow tests/train_lib/test_compile.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

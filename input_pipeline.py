@@ -5,7 +5,7 @@
     for batch in input_pipeline.to_device(batches, sharding):
         state = step(state, batch)
 
-Training samples come in the order of `coyo11m_tfds.order`, a pure function of `(seed, step)` and
+Training samples come in the order of `reading.order`, a pure function of `(seed, step)` and
 the data set. Process p of P owns the lanes `[p*L/P, (p+1)*L/P)`, so every P that divides L, the
 number of lanes, sees the same global batches. A run that resumes at step s, on that or another
 number of processes, goes on with exactly what it would have seen: it starts to read there. It needs
@@ -26,23 +26,30 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from coyo11m_tfds import json_digest, schema, stored_dataset
-from coyo11m_tfds.indexed_split import IndexedSplit
-from coyo11m_tfds.order import Order, nearest_shares
-from coyo11m_tfds.reading import column_reader, memory, process_settings, rows, verified
+from coyo11m_tfds import schema
+from coyo11m_tfds.reading import (
+    column_reader,
+    memory,
+    process_settings,
+    rows,
+    stored_dataset,
+    verified,
+)
 from coyo11m_tfds.reading.bad_records import DEFAULT_MAX_FRACTION, SKIP, STOP
 from coyo11m_tfds.reading.counter import ReadCounter, ReadCounts
+from coyo11m_tfds.reading.indexed_split import IndexedSplit
 from coyo11m_tfds.reading.mapped_files import MAX_FILES
 from coyo11m_tfds.reading.names import DROP_TEXT, EVAL_CROP, MASK
+from coyo11m_tfds.reading.order import Order, nearest_shares
 from coyo11m_tfds.reading.record_layout import RecordLayout
 from coyo11m_tfds.reading.row_reader import RowChoices, RowReader
-from coyo11m_tfds.storage import source_files
-from coyo11m_tfds.stored_dataset import StoredDataset
+from coyo11m_tfds.reading.stored_dataset import StoredDataset
+from coyo11m_tfds.storage import json_digest, source_files
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
-    from coyo11m_tfds import dataset
+    from coyo11m_tfds.reading import dataset
     from coyo11m_tfds.reading.on_device import key_words, to_device
 
 __all__ = [
@@ -147,7 +154,7 @@ def _describe(data: 'dataset.Data', split: str) -> tuple[str, Sequence[int], Map
     if stored := _read_stored(data):
         found = stored.splits.get(split)
         return stored.full_name, found.shard_lengths if found else [], stored.metadata
-    from coyo11m_tfds import dataset
+    from coyo11m_tfds.reading import dataset
 
     info = dataset.open_dataset(data).info
     shards = info.splits[split].shard_lengths if split in info.splits else []
@@ -267,7 +274,7 @@ def train_dataset(
         batch_size: records in a global batch; this process gets `b = batch_size / process_count`.
         seed: decides the order and every choice about a sample.
         start_step: the first batch is what the one after `start_step` batches would have been.
-        features: some of `coyo11m_tfds.dataset.FEATURES`.
+        features: some of `coyo11m_tfds.reading.dataset.FEATURES`.
         chunk: records read together, a multiple of `schema.CHUNK_STRIDE`.
         lanes: streams that every batch takes an equal part of; a multiple of process_count.
         window: records shuffled together within a lane.
@@ -297,8 +304,7 @@ def train_dataset(
         ValueError: for settings that do not fit together, naming some that do, or a feature that
             the data set does not have.
     """
-    from coyo11m_tfds import dataset
-    from coyo11m_tfds.reading import tf_engine
+    from coyo11m_tfds.reading import dataset, tf_engine
 
     _check_dropout(caption_dropout)
     builder = dataset.open_dataset(data)
@@ -351,8 +357,7 @@ def eval_dataset(
     Raises:
         ValueError: if the split is empty, or as of `train_dataset`.
     """
-    from coyo11m_tfds import dataset
-    from coyo11m_tfds.reading import tf_engine
+    from coyo11m_tfds.reading import dataset, tf_engine
 
     process = process_index, process_count
     _check_share(batch_size, *process)
@@ -404,8 +409,7 @@ def check_memory(
     """
     if _open_rows(data, split, engine):
         return
-    from coyo11m_tfds import dataset
-    from coyo11m_tfds.reading import tf_engine
+    from coyo11m_tfds.reading import dataset, tf_engine
 
     builder = dataset.open_dataset(data)
     opened = dataset.open_split(builder, split)
@@ -610,6 +614,6 @@ def _open_split(data: 'dataset.Data', split: str) -> IndexedSplit | None:
     """A split with a chunk index, wherever it lies; None where there is none."""
     if opened := _open_rows(data, split, AUTO):
         return opened[1]
-    from coyo11m_tfds import dataset
+    from coyo11m_tfds.reading import dataset
 
     return dataset.open_split(dataset.open_dataset(data), split)

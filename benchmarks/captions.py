@@ -38,7 +38,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from coyo11m_tfds import captions, keyed_random, schema
+from coyo11m_tfds import keyed_random, schema
+from coyo11m_tfds.source import caption_store
 
 SEED = 0
 CAPTION_BYTES = (200, 600)
@@ -131,9 +132,11 @@ STEPS: dict[str, Callable[[pathlib.Path, argparse.Namespace], dict[str, float]]]
 }
 
 
-def prepare(folder: pathlib.Path, local_file: captions.LocalFile) -> captions.CaptionStore:
+def prepare(
+    folder: pathlib.Path, local_file: caption_store.LocalFile
+) -> caption_store.CaptionStore:
     """Opens the store, or builds it."""
-    return captions.prepare_store(
+    return caption_store.prepare_store(
         local_file,
         name='captions',
         version='1',

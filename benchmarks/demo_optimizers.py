@@ -26,7 +26,8 @@ import ml_collections
 import numpy as np
 
 from configs import demo
-from coyo11m_tfds import preview, sample_data, schema, text_encoders
+from coyo11m_tfds import latent_rgb, sample_data, schema
+from coyo11m_tfds.text import text_encoders
 from train_lib import demo_scores, evaluation, previews, program, sharding
 from train_lib.data import TrainingData
 
@@ -84,7 +85,7 @@ class Trial:
         drawn = self._program.draw(
             self._state.ema_params, jax.device_put(text, sharding.replicated(self._mesh))
         )
-        return preview.latents_to_rgb(jax.device_get(drawn))
+        return latent_rgb.latents_to_rgb(jax.device_get(drawn))
 
 
 def eval_batches() -> list[dict[str, np.ndarray]]:

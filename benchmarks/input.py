@@ -28,7 +28,8 @@ from benchmarks import diagnose, input_results, measure, source
 from benchmarks.readers import BARE, READERS
 from benchmarks.streams import BATCH_SIZE, Batch, Stream, read_for
 from benchmarks.writers import WRITERS
-from coyo11m_tfds import ending, schema
+from coyo11m_tfds import schema
+from coyo11m_tfds.process import ending
 
 _FILES = 4
 

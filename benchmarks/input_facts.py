@@ -24,9 +24,9 @@ from etils import epath
 import input_pipeline
 from benchmarks import limits, measure
 from benchmarks.streams import Batch, Stream, read_for
-from coyo11m_tfds import dataset, schema
+from coyo11m_tfds import schema
 from coyo11m_tfds.chunk_index import ChunkIndex
-from coyo11m_tfds.reading import chunks
+from coyo11m_tfds.reading import chunks, dataset
 from coyo11m_tfds.reading.parser import Parser
 from train_lib import flow, process, program, sharding
 

@@ -28,8 +28,6 @@ from benchmarks.streams import (
 from benchmarks.writers import import_streaming_base
 from coyo11m_tfds import schema
 
-# --- Loaders that keep their place -------------------------------------------------------------
-
 
 def mds(folder: pathlib.Path, state: bytes | None) -> Stream:
     """MosaicML `StreamingDataset` and `StreamingDataLoader`."""

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from benchmarks import measure, report, source, tf_readers
 from benchmarks.writers import WRITERS
 from coyo11m_tfds import schema
-from tests.cloud import Gcs, fake_gcs
+from tests.fakes.cloud import Gcs, fake_gcs
 
 _URL = 'gs://bucket/data/1.0.0'
 _SETTINGS = {
@@ -91,7 +91,7 @@ def _run(server: Gcs, latency: float, steps: int) -> dict[str, float]:
     server.clear()
     server.latency = latency
     ended = subprocess.run(
-        [sys.executable, '-m', 'tests.read_program'],
+        [sys.executable, '-m', 'tests.reading.read_program'],
         # What is under way at the end is waited for: server and counter then count the same.
         input=json.dumps({'path': _URL, 'steps': steps, 'settle': True, 'settings': _SETTINGS}),
         env={**os.environ, **server.env, 'TF_CPP_MIN_LOG_LEVEL': '2'},

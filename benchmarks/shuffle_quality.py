@@ -27,7 +27,7 @@ import numpy as np
 
 from benchmarks.report import Page, line, markdown_table, text
 from coyo11m_tfds import schema
-from coyo11m_tfds.order import Epoch, Order, Reads
+from coyo11m_tfds.reading.order import Epoch, Order, Reads
 
 # Bytes of a record, with a text vector and a caption of 400 bytes, and of what waits of it in a
 # window: one crop, the text vector and the key.

@@ -18,8 +18,6 @@ from typing import Any
 from benchmarks.streams import BATCH_SIZE, SEED, Batch, Stream
 from coyo11m_tfds import schema
 
-# --- This pipeline -----------------------------------------------------------------------------
-
 
 def data_dir(folder: pathlib.Path) -> pathlib.Path:
     """The folder of the data set that the builder has made in this one."""

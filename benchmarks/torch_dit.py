@@ -7,7 +7,7 @@
 `benchmarks.step` measures it beside the one in JAX. It is written as one would in PyTorch, to be
 fast: scaled dot product attention, `torch.compile`, fused AdamW, lists of tensors updated at once.
 Same weights and noise give the outputs, gradients and new weights of `train_lib`
-(tests/test_benchmarks_step.py). Weights are float32; products, residuals and norms have the type of
+(tests/benchmarks/test_step.py). Weights are float32; products, residuals and norms have the type of
 `DiT.dtype`. JAX is not imported here.
 """
 

@@ -89,7 +89,7 @@ def _builder(
     latents: str = 'records',
 ) -> None:
     # The builder imports `building` when it builds.
-    from coyo11m_tfds import building, shard_pool  # noqa: F401
+    from coyo11m_tfds.build import local_runner
     from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
 
     marks.mark('imported')
@@ -102,8 +102,8 @@ def _builder(
         latents=latents,
     )
     # The only way to learn, from outside, when a worker is ready and begins.
-    marked = functools.partial(_marked_write_shard, marks, shard_pool.write_shard)
-    with unittest.mock.patch.object(shard_pool, 'write_shard', marked):
+    marked = functools.partial(_marked_write_shard, marks, local_runner.write_shard)
+    with unittest.mock.patch.object(local_runner, 'write_shard', marked):
         Builder(data_dir=out, config=config).download_and_prepare()
 
 

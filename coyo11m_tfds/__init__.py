@@ -6,7 +6,7 @@
     ds = tfds.load('coyo11m_tfds', data_dir='OUT', split='train')
 
 Importing this package is cheap: TensorFlow, TFDS, pyarrow and torch are imported by the modules
-that use them, so that `coyo11m_tfds.schema` and `coyo11m_tfds.preview` serve programs that have
+that use them, so that `coyo11m_tfds.schema` and `coyo11m_tfds.latent_rgb` serve programs that have
 none of these. Import `coyo11m_tfds.coyo11m_tfds_dataset_builder` to register the builder's code.
 In the `tfds` command importing the package is enough, so that this works from everywhere:
 

@@ -22,17 +22,20 @@ from collections.abc import Iterator
 import numpy as np
 from absl import logging
 
-from coyo11m_tfds import columns, ending, manifest, schema, stored_dataset, vectors
+from coyo11m_tfds import columns, schema
+from coyo11m_tfds.build import manifest
 from coyo11m_tfds.columns import TextColumn
-from coyo11m_tfds.moments import Moments
-from coyo11m_tfds.progress import Progress
-from coyo11m_tfds.reading import rows, verified
+from coyo11m_tfds.process import ending
+from coyo11m_tfds.process.progress import Progress
+from coyo11m_tfds.reading import rows, stored_dataset, verified
 from coyo11m_tfds.reading.names import MASK
 from coyo11m_tfds.reading.record_layout import RecordLayout
 from coyo11m_tfds.reading.row_reader import RowChoices, RowReader
+from coyo11m_tfds.reading.stored_dataset import StoredDataset
+from coyo11m_tfds.report.moments import Moments
+from coyo11m_tfds.source import embedding_store
 from coyo11m_tfds.storage import source_files
 from coyo11m_tfds.storage.file_state import naming, of_file
-from coyo11m_tfds.stored_dataset import StoredDataset
 
 _NAME = re.compile(r'[a-z][a-z0-9_]*')
 _ROWS_AT_ONCE = 4096
@@ -68,7 +71,7 @@ def add(
             f"{sorted({*stored.features, *stored.columns})}. Use small letters, digits and '_'."
         )
     file = source_files.describe(embeddings)
-    header, store = vectors.prepare_store(
+    header, store = embedding_store.prepare_store(
         lambda: contextlib.nullcontext(file.path),
         name=file.path,
         version=file.version,
@@ -92,7 +95,7 @@ def _write(
     path: str,
     stored: StoredDataset,
     split: str,
-    store: vectors.VectorStore,
+    store: embedding_store.VectorStore,
     dim: int,
     moments: Moments,
     name: str,

@@ -12,7 +12,6 @@ Reading a built data set needs neither this module nor torch: `tfds.builder_from
 """
 
 import dataclasses
-import functools
 import multiprocessing
 import os
 import re
@@ -25,12 +24,15 @@ from absl import logging
 from etils import epath
 from tensorflow_datasets.core import dataset_builder
 
-from coyo11m_tfds import build_folder, build_settings, job, schema
-from coyo11m_tfds.columns import IN_PLACE, LATENTS_LIE
+from coyo11m_tfds import schema
+from coyo11m_tfds.build import build_folder, recorded_settings
+from coyo11m_tfds.build.settings import BuildSettings
+from coyo11m_tfds.columns import IN_PLACE
+from coyo11m_tfds.process import job
 
 if TYPE_CHECKING:
-    from coyo11m_tfds import building
-    from coyo11m_tfds.shard_writer import ShardResult
+    from coyo11m_tfds.build import driver
+    from coyo11m_tfds.build.shard_writer import ShardResult
 
 # How `tfds build` is given a config that is not predefined.
 CONFIG_EXAMPLE = """--config='{"name": "gemma", "text_vectors": "gemma.parquet"}\'"""
@@ -45,49 +47,10 @@ _to_be_replaced: set[str] = set()
 
 
 @dataclasses.dataclass(eq=False)
-class Coyo11mConfig(tfds.core.BuilderConfig):
-    """What to make of the source.
-
-    Attributes:
-        name: of the config, and so of the folder of the data set.
-        source: folder of the source, local, `gs://` or `hf://`; '' for TFDS' `manual_dir`.
-        caption_column: column of the Parquet file that becomes `caption`.
-        validation_fraction: share of the keys in the validation split, in [0, 1).
-        shard_bytes: size of a shard, about; see `plan.PlanSettings`.
-        text_vectors: '' for none; 'pt' for `embeddings` in the `.pt` files; else the path of a
-            sidecar that `coyo11m_tfds.embed_captions` made.
-        latents: 'records', or 'in_place': records hold all but the latents, which are read out of
-            the source's files; source and data set must be local, and the files stay as they are.
-        bad_data: what to do about keys that come twice, files whose tensors disagree, and numbers
-            that are not finite: 'drop' and count them, or 'stop' at the first.
-        max_bad_fraction: share of the source's rows that may be dropped as bad, in [0, 1].
-        check_crc: whether contents of `.pt` files must have the CRC-32 that torch records with
-            them; False for files saved without valid checksums.
-        num_workers: processes that write; 0 for the environment variable COYO11M_NUM_PROC, else
-            all cores.
-        scratch_dir: local folder for what is kept between builds (captions as plain text, text
-            vectors) and for remote files on their way; '' for `.coyo11m_tfds` in a local data_dir,
-            else `~/.cache/coyo11m_tfds`. Beam's workers take `coyo11m_tfds-<user id>` in their
-            directory of temporary files.
-        scratch_gb: most GB of remote files that lie there at a time; at least the largest
-            file, and the small files of one shard.
-        wait_hours: how long to wait for another process that builds the same data set.
-    """
+class Coyo11mConfig(BuildSettings, tfds.core.BuilderConfig):
+    """What to make of the source: `BuildSettings`, and the config's name, which its folder has."""
 
     name: str = ''
-    source: str = ''
-    caption_column: str = schema.DEFAULT_CAPTION_COLUMN
-    validation_fraction: float = 0.01
-    shard_bytes: int = 128 * 1024 * 1024
-    text_vectors: str = ''
-    latents: str = 'records'
-    bad_data: str = 'drop'
-    max_bad_fraction: float = 0.01
-    check_crc: bool = True
-    num_workers: int = 0
-    scratch_dir: str = ''
-    scratch_gb: float = 32
-    wait_hours: float = 24
 
     def __new__(cls, *args, **fields):
         # Named here, because TFDS passes --config='{...}' on as it is.
@@ -102,25 +65,7 @@ class Coyo11mConfig(tfds.core.BuilderConfig):
     def __post_init__(self):
         is_name = isinstance(self.name, str) and _CONFIG_NAME.fullmatch(self.name)
         self._check('name', is_name, "the folder's name: letters, digits, '_', '-' and '.'")
-        for name in ('source', 'caption_column', 'text_vectors', 'scratch_dir'):
-            self._check(name, isinstance(getattr(self, name), str), 'a string')
-        for name in ('shard_bytes', 'num_workers'):
-            self._check(name, isinstance(getattr(self, name), int), 'an integer')
-        self._check('shard_bytes', self.shard_bytes > 0, 'at least 1')
-        self._check('num_workers', self.num_workers >= 0, 'at least 0')
-        for name in ('validation_fraction', 'max_bad_fraction', 'scratch_gb', 'wait_hours'):
-            self._check(name, isinstance(getattr(self, name), (int, float)), 'a number')
-        self._check('validation_fraction', 0 <= self.validation_fraction < 1, 'one in [0, 1)')
-        self._check('max_bad_fraction', 0 <= self.max_bad_fraction <= 1, 'one in [0, 1]')
-        self._check('scratch_gb', self.scratch_gb > 0, 'more than 0')
-        self._check('wait_hours', self.wait_hours >= 0, 'at least 0')
-        self._check('check_crc', isinstance(self.check_crc, bool), 'true or false')
-        self._check('latents', self.latents in LATENTS_LIE, "'records' or 'in_place'")
-        self._check('bad_data', self.bad_data in ('drop', 'stop'), "'drop' or 'stop'")
-
-    def _check(self, name: str, good: bool, expected: str) -> None:
-        if not good:
-            raise ValueError(f'config: {name} is {getattr(self, name)!r}, expected {expected}.')
+        super().__post_init__()
 
 
 class _DataPath(type(epath.Path())):
@@ -263,37 +208,20 @@ class Builder(dataset_builder.FileReaderBuilder):
         self, source: str, download_config: tfds.download.DownloadConfig, overwrite: bool
     ) -> None:
         # Here, so that reading the data set works where torch is not installed.
-        from coyo11m_tfds import building, plan
+        from coyo11m_tfds.build import driver
 
-        config = self.builder_config
         limit = download_config.max_examples_per_split
-        options = building.BuildOptions(
-            source=source,
-            settings=plan.PlanSettings(
-                caption_column=config.caption_column,
-                text_vectors=config.text_vectors,
-                in_place=config.latents == IN_PLACE,
-                validation_fraction=config.validation_fraction,
-                shard_bytes=config.shard_bytes,
-                drop_bad=config.bad_data == 'drop',
-                max_bad_fraction=config.max_bad_fraction,
-                check_crc=config.check_crc,
-                max_examples_per_split=limit,
-            ),
-            num_workers=config.num_workers,
-            scratch_dir=config.scratch_dir,
-            scratch_bytes=int(config.scratch_gb * 10**9),
-            wait_seconds=config.wait_hours * 3600,
-            overwrite=overwrite,
-            use_beam=bool(download_config.beam_options or download_config.beam_runner),
-            beam_options=download_config.beam_options,
-            beam_runner=download_config.beam_runner,
-        )
         final = os.fspath(self.data_path)
-        write_info = functools.partial(self._write_info, limit)
-        built_here = building.build(final, options, self._shard_filename, write_info)
+        beam = None
+        if download_config.beam_options or download_config.beam_runner:
+            beam = driver.Beam(download_config.beam_options, download_config.beam_runner)
+        with driver.build(
+            final, source, self.builder_config, limit=limit, overwrite=overwrite, beam=beam
+        ) as built:
+            if built:
+                self._write_info(built, limit)
         _to_be_replaced.discard(final)
-        if built_here:
+        if built:
             self._save_default_config()
         else:
             self._take_over(limit)
@@ -303,7 +231,7 @@ class Builder(dataset_builder.FileReaderBuilder):
         self.info._features = self._initial_features()
         self.info.read_from_directory(self.data_path)
         metadata = dict(self.info.metadata.items())  # not all methods of it load it
-        build_settings.check(self.data_path, metadata, self.builder_config, limit)
+        recorded_settings.check(self.data_path, metadata, self.builder_config, limit)
         self._save_default_config()
 
     def _save_default_config(self) -> None:
@@ -348,11 +276,7 @@ class Builder(dataset_builder.FileReaderBuilder):
         if multiprocessing.current_process().daemon:
             raise ValueError('leave out --num_processes; set num_workers in the config.')
 
-    def _shard_filename(self, split: str, index: int, num_shards: int) -> str:
-        template = self._get_filename_template(split)
-        return template.sharded_filepath(shard_index=index, num_shards=num_shards).name
-
-    def _write_info(self, limit: int | None, built: 'building.Built', folder: str) -> None:
+    def _write_info(self, built: 'driver.Built', limit: int | None) -> None:
         """Takes over what only the source tells, and writes TFDS' files about the data set."""
         vectors = built.plan.text_vectors
         # TFDS has no setter for features, but only the source tells their dtype and width.
@@ -365,10 +289,10 @@ class Builder(dataset_builder.FileReaderBuilder):
         text_vectors = self.builder_config.text_vectors
         if built.plan.sidecar:
             text_vectors = dataclasses.asdict(built.plan.sidecar)
-        self.info.metadata[schema.META_SETTINGS] = build_settings.record(
+        self.info.metadata[schema.META_SETTINGS] = recorded_settings.record(
             self.builder_config, limit, text_vectors
         )
-        self.info.write_to_directory(folder)
+        self.info.write_to_directory(built.folder)
 
     def _make_splits(self, splits: dict[str, list['ShardResult']]) -> tfds.core.SplitDict:
         return tfds.core.SplitDict(

@@ -26,11 +26,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from absl import logging
 
-from coyo11m_tfds import captions, ending, keyed_parquet, schema, text_encoders
-from coyo11m_tfds.progress import Progress
+from coyo11m_tfds import schema
+from coyo11m_tfds.process import ending
+from coyo11m_tfds.process.progress import Progress
+from coyo11m_tfds.source import caption_store, keyed_parquet
 from coyo11m_tfds.storage import held_folder, source_files
 from coyo11m_tfds.storage.file_state import naming
 from coyo11m_tfds.storage.scratch import Scratch
+from coyo11m_tfds.text import text_encoders
 
 # Captions that are encoded at a time: enough for an encoder to sort by length, few enough for the
 # arrays of the hash encoder to stay in a cache. Vectors do not depend on it.
@@ -110,7 +113,7 @@ def embed(
 
     out.parent.mkdir(parents=True, exist_ok=True)
     with held_folder.make(out.parent, f'.{out.name}.') as scratch:
-        store = captions.prepare_store(
+        store = caption_store.prepare_store(
             lambda: Scratch(scratch, file.size).hold_showing(file),
             name=file.path,
             version=file.version,
@@ -152,7 +155,9 @@ def find_captions(
     return file
 
 
-def find_captioned(path: str, store: captions.CaptionStore) -> tuple[np.ndarray, np.ndarray, int]:
+def find_captioned(
+    path: str, store: caption_store.CaptionStore
+) -> tuple[np.ndarray, np.ndarray, int]:
     """Finds the rows of the captions file that have a caption.
 
     Returns:
@@ -174,7 +179,7 @@ def find_captioned(path: str, store: captions.CaptionStore) -> tuple[np.ndarray,
 
 def encode_groups(
     rows: np.ndarray,
-    store: captions.CaptionStore,
+    store: caption_store.CaptionStore,
     encoder: text_encoders.Encoder,
     batch_size: int,
 ) -> Iterator[np.ndarray]:

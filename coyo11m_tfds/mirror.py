@@ -30,10 +30,12 @@ from collections.abc import Callable, Collection, Mapping
 
 import absl.logging
 
-from coyo11m_tfds import ending, schema, sources
-from coyo11m_tfds.progress import Progress
+from coyo11m_tfds import schema
+from coyo11m_tfds.process import ending
+from coyo11m_tfds.process.progress import Progress
+from coyo11m_tfds.source import location
+from coyo11m_tfds.source.copied_files import CopiedFiles
 from coyo11m_tfds.storage import build_lock, file_copier, retry, source_files
-from coyo11m_tfds.storage.copied_files import CopiedFiles
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.names import stays_inside
 from coyo11m_tfds.storage.scratch import Scratch, user_cache
@@ -140,9 +142,9 @@ def find_files(
 
     Raises:
         ValueError: the source lacks files, or one has a name that leads out of its folder.
-        PermissionError, OSError: as `sources.find`.
+        PermissionError, OSError: as `location.find`.
     """
-    found = sources.find(source)
+    found = location.find(source)
     files = {f'{schema.LATENTS_FOLDER}/{file.name}': file for file in found.latent_files}
     files[schema.CAPTIONS_FILE] = found.captions_file
     wanted = [

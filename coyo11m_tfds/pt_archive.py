@@ -1,14 +1,10 @@
-"""The zip archive that a `.pt` file is: where its members lie, and whether they are undamaged.
+"""The zip archive that a `.pt` file is: where its members lie, and what checksums they have.
 
     archive = pt_archive.open_archive('000000-000009.pt')
     archive.members[0]      # Member(name='000000-000009/data.pkl', begin=0, size=269, ...)
 
-    pt_archive.check_small('000000-000009.pt')      # CRC-32 of the keys, not of the latents
-    pt_archive.check_contents('000000-000009.pt')   # CRC-32 of everything
-
-torch records a CRC-32 of every member and verifies none of them when it maps a file. Accepted is
-what torch writes and nothing else that may be a zip archive, so that other readers cannot find
-other contents in it: members that are stored plain, one after the other from the first byte on.
+Only what torch writes is accepted, members stored plain, one after the other from the first byte
+on: in anything else that may be a zip archive, other readers could find other contents.
 """
 
 import dataclasses
@@ -16,19 +12,9 @@ import io
 import os
 import struct
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-import google_crc32c
-import numpy as np
-
-from coyo11m_tfds import json_digest
-from coyo11m_tfds.storage import file_state
-from coyo11m_tfds.storage.file_state import FileState, ignore_bytes
-
-try:
-    from isal import isal_zlib as zlib
-except ImportError:  # who only reads a data set may lack it, and look at directories alone
-    import zlib
+from coyo11m_tfds.storage import json_digest
 
 # The directory of a .pt with keys, latents and embeddings takes half a KB.
 TAIL_BYTES = 64 << 10
@@ -40,9 +26,6 @@ _IN_64_BITS = 2**32 - 1
 
 _SMALL_BYTES = 1 << 20
 _SMALL_FRACTION = 100
-
-# Stays in a core's cache between reading and summing up: 1 GB from the page cache takes 0.05 s.
-_BLOCK_BYTES = 256 << 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,69 +180,11 @@ def open_archive(path: str | os.PathLike[str], name: str = '') -> Archive:
         ValueError: it is no `.pt` file, or damaged.
     """
     with open(path, 'rb', buffering=0) as file:
-        return _read(file.fileno(), name or os.fspath(path))
+        return read(file.fileno(), name or os.fspath(path))
 
 
-def check_small(path: str | os.PathLike[str], name: str = '') -> None:
-    """As `open_archive`, and compares all small members with their CRC-32, the keys among them."""
-    with open(path, 'rb', buffering=0) as file:
-        archive = _read(file.fileno(), name or os.fspath(path))
-        for member, start in zip(archive.members, archive.starts, strict=True):
-            if member.size <= small_bytes(archive.size):
-                archive.check(member, zlib.crc32(os.pread(file.fileno(), member.size, start)))
-
-
-def check_contents(
-    path: str | os.PathLike[str],
-    name: str = '',
-    *,
-    check_crc: bool = True,
-    recorded: FileState | None = None,
-    on_bytes: Callable[[int], None] = ignore_bytes,
-) -> None:
-    """Reads a `.pt` file through once and compares all members with their CRC-32.
-
-    Args:
-        path: local file.
-        name: what errors call it, if that is not its path.
-        check_crc: False for a file that was saved without valid checksums.
-        recorded: size and CRC-32C that the whole file had when it was copied, if they are known.
-        on_bytes: is told how many bytes have been read.
-
-    Raises:
-        ValueError: something differs, or it is no `.pt` file.
-    """
-    from coyo11m_tfds.storage import copied_files  # what only directories are read with lacks it
-
-    name = name or os.fspath(path)
-    if not check_crc:
-        if recorded:
-            copied_files.compare(file_state.of_file(path, on_bytes), recorded, name)
-        return
-    buffer, whole = np.empty(_BLOCK_BYTES, np.uint8), google_crc32c.Checksum()
-    with open(path, 'rb', buffering=0) as file:
-        archive, at = _read(file.fileno(), name), 0
-        if hasattr(os, 'posix_fadvise'):  # not on macOS
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        for end, member in archive.parts():
-            crc32 = 0
-            while at < end:
-                count = file.readinto(buffer[: end - at])
-                if not count:
-                    raise ValueError(f'{name}: has become shorter. Copy or download it again.')
-                crc32 = zlib.crc32(buffer[:count], crc32)
-                if recorded:
-                    whole.update(buffer[:count])
-                on_bytes(count)
-                at += count
-            if member:
-                archive.check(member, crc32)
-    if recorded:
-        found = FileState(archive.size, int.from_bytes(whole.digest(), 'big'))
-        copied_files.compare(found, recorded, name)
-
-
-def _read(file: int, name: str) -> Archive:
+def read(file: int, name: str) -> Archive:
+    """As `open_archive`, of an open file's descriptor."""
     size = os.fstat(file).st_size
     tail_bytes = min(TAIL_BYTES, size)
     members = read_directory(os.pread(file, tail_bytes, size - tail_bytes), size, name)

@@ -27,7 +27,6 @@ import numpy as np
 
 from coyo11m_tfds import schema
 
-# What a feature holds: its number in tensorflow/core/example/feature.proto.
 _BYTES_LIST, _INT64_LIST = 1, 3
 
 _LENGTH_AND_CHECKSUM = 12  # in front of a record; behind it is another checksum

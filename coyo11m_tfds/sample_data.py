@@ -4,7 +4,7 @@
 
 Pictures of one coloured shape on a coloured background, at different places and sizes, three crops
 each, as raw latents in `DIR/latents-3crop/*.pt`, and their captions in `DIR/coyo11m-meta.parquet`.
-A preview of the latents (`coyo11m_tfds.preview`) gives the picture back. As in the real source,
+A preview of the latents (`coyo11m_tfds.latent_rgb`) gives the picture back. As in the real source,
 the Parquet rows are in another order than the latents, a few keys have no row, a few captions are
 empty or null.
 
@@ -21,9 +21,8 @@ import pathlib
 
 import numpy as np
 
-from coyo11m_tfds import preview, schema
+from coyo11m_tfds import latent_rgb, schema
 
-# Far apart from each other, so that the nearest one is never in doubt, but all of them rather
 # muted between green and magenta: there the preview is weak (the least singular value of
 # `schema.RGB_FACTORS` is 0.08, the others are 0.85 and 0.29), so that a vivid green or purple would
 # take latents many times larger than real ones.
@@ -219,7 +218,7 @@ def _latents(scenes: list[Scene], geometry: _Geometry, rng: np.random.Generator)
         pictures = _draw(scenes[rows], _take(geometry, rows), rng)
         for crop, offset in enumerate(_CROP_OFFSETS):
             window = pictures[:, :, offset : offset + size]
-            result[rows, crop] = preview.rgb_to_latents(window)
+            result[rows, crop] = latent_rgb.rgb_to_latents(window)
     return result
 
 

@@ -100,7 +100,7 @@ META_CAPTION_COLUMN = 'caption_column'
 META_DROPPED = 'dropped'  # {'no_row': int, 'no_caption': int, ...}
 META_CAPTIONS_DIGEST = 'captions_digest'  # of keys and captions that vectors were made of
 META_SOURCE_FINGERPRINT = 'source_fingerprint'  # hex digest
-META_SETTINGS = 'settings'  # what decides the records, see `build_settings`
+META_SETTINGS = 'settings'  # what decides the records, see `build.recorded_settings`
 
 # --- Constants of the VAE -------------------------------------------------------------------
 
@@ -121,3 +121,9 @@ RGB_FACTORS = np.array(
     np.float32,
 )
 RGB_BIAS = np.array([0.1084, -0.0175, -0.0011], np.float32)
+
+
+def shard_filename(split: str, index: int, count: int) -> str:
+    """The name that TFDS gives to one of `count` shards of a split."""
+    digits = max(5, len(str(count)))
+    return f'{NAME}-{split}.tfrecord-{index:0{digits}}-of-{count:0{digits}}'

@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import absl.logging
 
-from coyo11m_tfds import ending
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import CONFIG_EXAMPLE
+from coyo11m_tfds.process import ending
 from coyo11m_tfds.storage.lock_holder import Lost
 
 # What TFDS says of every build of a data set that is not there yet.

@@ -27,21 +27,17 @@ from typing import TypeVar
 
 from absl import logging
 
-from coyo11m_tfds import (
-    columns,
-    ending,
-    manifest,
-    pt_archive,
-    records,
-    schema,
-    stored_files,
-    stored_splits,
-)
+from coyo11m_tfds import columns, records, schema
+from coyo11m_tfds.build import manifest
 from coyo11m_tfds.chunk_index import ChunkIndex, file_name
-from coyo11m_tfds.progress import Progress
+from coyo11m_tfds.process import ending
+from coyo11m_tfds.process.progress import Progress
+from coyo11m_tfds.reading import stored_splits
+from coyo11m_tfds.reading.stored_splits import StoredShard, StoredSplit
+from coyo11m_tfds.source import pt_check
+from coyo11m_tfds.storage import stored_files
 from coyo11m_tfds.storage.file_state import FileState
 from coyo11m_tfds.storage.source_files import SourceFile
-from coyo11m_tfds.stored_splits import StoredShard, StoredSplit
 
 DEFAULT_PARALLEL = 8
 
@@ -223,7 +219,7 @@ class _Check:
                 file.check()
                 if not self._fast:
                     check_crc = settings.get('check_crc', True)
-                    pt_archive.check_contents(file.path, check_crc=check_crc)
+                    pt_check.check_contents(file.path, check_crc=check_crc)
             except (OSError, ValueError) as error:
                 self.faults.append(str(error))
 

@@ -6,13 +6,12 @@ import hypothesis
 import pytest
 
 from coyo11m_tfds import embed_captions, sample_data
-from tests.cloud import bucket, gcs, hub  # noqa: F401, fixtures
+from tests.checkout import COCO_SAMPLE
+from tests.fakes.cloud import bucket, gcs, hub  # noqa: F401, fixtures
 
 # How long one example takes depends on what else runs on the machine.
 hypothesis.settings.register_profile('no_deadline', deadline=None)
 hypothesis.settings.load_profile('no_deadline')
-
-COCO_SAMPLE = pathlib.Path(__file__).parents[2] / 'shared' / 'data' / 'coco_sample'
 
 
 @pytest.fixture(scope='session')

@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from coyo11m_tfds import captions, schema
+from coyo11m_tfds import schema
+from coyo11m_tfds.source import caption_store
 
 
 def make_latents(count: int, dtype: str = 'float16', seed: int = 0) -> torch.Tensor:
@@ -101,4 +102,4 @@ def captions_digest(source: pathlib.Path, column: str = schema.DEFAULT_CAPTION_C
     """What a sidecar that is made of these captions says of them."""
     path = str(source / schema.CAPTIONS_FILE)
     with tempfile.TemporaryDirectory() as folder:
-        return captions.build_store(path, column, folder, path)['digest']
+        return caption_store.build_store(path, column, folder, path)['digest']

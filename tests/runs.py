@@ -25,9 +25,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from configs import default
 from coyo11m_tfds import schema
+from tests.checkout import CHECKOUT
 from train_lib import checkpoint
-
-REPO = pathlib.Path(__file__).parents[1]
 
 QUICK = '--xla_backend_optimization_level=0'  # compiles in a third of the time
 
@@ -85,7 +84,7 @@ def start(
     """Starts a run as a process of its own; its output is text in a pipe."""
     return subprocess.Popen(
         [*_command('train_lib.main'), *flags(data_dir, workdir, **changes), _ACCEPTED],
-        cwd=REPO,
+        cwd=CHECKOUT,
         env=os.environ | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -135,8 +134,8 @@ def hosts(
             output = workdir / f'host_{index}_of_{processes}.log'
             with output.open('w') as file:
                 process = subprocess.Popen(
-                    [*_command('tests.train_process'), str(workdir), *common, *own],
-                    cwd=REPO,
+                    [*_command('tests.train_lib.train_process'), str(workdir), *common, *own],
+                    cwd=CHECKOUT,
                     env=os.environ | env,
                     stdout=file,
                     stderr=subprocess.STDOUT,

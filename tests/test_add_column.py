@@ -9,8 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import input_pipeline
-from coyo11m_tfds import add_column, dataset, embed_captions, schema, verify
+from coyo11m_tfds import add_column, embed_captions, schema, verify
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
+from coyo11m_tfds.reading import dataset
 from tests import children, runs
 from train_lib import data, sharding
 

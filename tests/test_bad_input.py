@@ -18,6 +18,7 @@ import torch
 from coyo11m_tfds import mirror, schema
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
 from tests import made_sources
+from tests.checkout import CHECKOUT
 
 LATENTS = made_sources.make_latents(6)
 
@@ -331,8 +332,7 @@ def test_the_command_ends_with_the_message(source: pathlib.Path, tmp_path: pathl
         *(sys.executable, '-m', 'tensorflow_datasets.scripts.cli.main', 'build', 'coyo11m_tfds'),
         *(f'--manual_dir={source}', f'--data_dir={out}', f'--config={json.dumps(config)}'),
     ]
-    checkout = pathlib.Path(__file__).parents[1]
-    ended = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
 
     assert ended.returncode != 0
     assert ended.stderr.strip().splitlines()[-1].startswith(f'error: {path}: is truncated')

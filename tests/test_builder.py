@@ -16,6 +16,7 @@ import torch
 from coyo11m_tfds import schema
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
 from tests import made_sources
+from tests.checkout import CHECKOUT
 
 
 def build(folder: pathlib.Path, out: pathlib.Path, options: dict | None = None, **fields):
@@ -292,8 +293,7 @@ config = Coyo11mConfig(name='x', text_vectors={str(sidecar)!r}, shard_bytes=500_
 Builder(data_dir={str(tmp_path / 'out')!r}, config=config).download_and_prepare()
 """
     command = [sys.executable, '-c', program]
-    root = pathlib.Path(__file__).parents[1]
-    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     assert not left.parent.exists()
 

@@ -217,7 +217,7 @@ def test_a_billion_records_are_opened_and_planned_in_little_memory(tmp_path: pat
         import time
         import numpy as np
         from coyo11m_tfds.chunk_index import ChunkIndex
-        from coyo11m_tfds.order import Order
+        from coyo11m_tfds.reading.order import Order
 
         def memory(name):
             fields = dict(line.split(':') for line in open('/proc/self/status'))

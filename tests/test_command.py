@@ -13,8 +13,7 @@ import pytest
 
 from coyo11m_tfds import verify
 from tests import made_sources
-from tests.build_kills import (
-    CHECKOUT,
+from tests.build.build_kills import (
     children,
     files_of,
     final_folder,
@@ -22,7 +21,8 @@ from tests.build_kills import (
     is_running,
     wait_until,
 )
-from tests.cloud import fake_gcs, fake_hub
+from tests.checkout import CHECKOUT
+from tests.fakes.cloud import fake_gcs, fake_hub
 
 FILES = [range(40), range(40, 60)]
 CONFIG = {'name': 'x', 'shard_bytes': 400_000, 'validation_fraction': 0.2}

@@ -1,7 +1,6 @@
 """Every configuration is complete, fits its machine, and can be built into a program."""
 
 import importlib
-import pathlib
 import re
 
 import jax
@@ -10,9 +9,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from coyo11m_tfds import schema
+from tests.checkout import CHECKOUT
 from train_lib import flow, program, sharding
 
-NAMES = sorted(path.stem for path in (pathlib.Path(__file__).parents[1] / 'configs').glob('*.py'))
+NAMES = sorted(path.stem for path in (CHECKOUT / 'configs').glob('*.py'))
 
 # (hosts, chips a host) of the machines that the names promise.
 PODS = {'tpu_v5e_16': (4, 4), 'tpu_v5e_128': (32, 4), 'tpu_v5e_256': (64, 4)}
@@ -97,6 +97,6 @@ def test_state_and_gradient_leave_half_of_a_chip_to_activations(name):
 
 
 def test_the_readme_explains_every_field():
-    readme = (pathlib.Path(__file__).parents[1] / 'README.md').read_text()
+    readme = (CHECKOUT / 'README.md').read_text()
     for path, _ in jax.tree.leaves_with_path(_get('default').to_dict()):
         assert f'{path[-1].key}`' in readme, path

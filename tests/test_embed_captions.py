@@ -16,12 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coyo11m_tfds import embed_captions, progress, sample_data, schema, text_encoders, vectors
+from coyo11m_tfds import embed_captions, sample_data, schema
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
+from coyo11m_tfds.process import progress
+from coyo11m_tfds.source import embedding_store
+from coyo11m_tfds.text import text_encoders
 from tests import made_sources
-from tests.cloud import Fault
-
-COCO = pathlib.Path(__file__).parents[2] / 'shared/data/coco_sample'
+from tests.checkout import COCO_SAMPLE
+from tests.fakes.cloud import Fault
 
 
 def make_source(folder: pathlib.Path, rows: dict, key_type=None, column='caption_llava'):
@@ -84,11 +86,11 @@ def test_the_file_says_what_it_is(source, out):
 
 def test_the_builder_reads_it(source, out, tmp_path):
     embed_captions.embed(source, 'hash', out)
-    header, store = vectors.prepare_store(
+    header, store = embedding_store.prepare_store(
         lambda: contextlib.nullcontext(str(out)), name=str(out), version='1', cache_dir=tmp_path
     )
     digest = made_sources.captions_digest(source)
-    assert header == vectors.SidecarHeader(640, 'hash', '1', 0, 'caption_llava', digest)
+    assert header == embedding_store.SidecarHeader(640, 'hash', '1', 0, 'caption_llava', digest)
     rows = store.find(np.array([90, 5, 7]))
     assert rows[1] == -1
     expected = text_encoders.HashEncoder().encode(['a red circle', 'a cat']).astype(np.float16)
@@ -132,7 +134,7 @@ def test_another_column_and_an_old_sidecar(tmp_path, out):
     out.parent.mkdir()
     out.write_bytes(b'an older one')
     embed_captions.embed(source, 'hash', out, caption_column='tags')
-    assert vectors.read_header(str(out)).caption_column == 'tags'
+    assert embedding_store.read_header(str(out)).caption_column == 'tags'
 
 
 def test_progress_is_logged_where_there_is_no_terminal(source, out, monkeypatch, caplog):
@@ -356,9 +358,8 @@ def test_command_line_ends_with_one_message(source, out):
 def test_nothing_stays_when_it_is_stopped(source, out, number):
     program = textwrap.dedent("""
         import signal, time
-        from coyo11m_tfds import embed_captions, text_encoders
-
-        # A shell that starts the tests in the background has them ignore it.
+        from coyo11m_tfds import embed_captions
+        from coyo11m_tfds.text import text_encoders
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
         class SlowEncoder(text_encoders.HashEncoder):
@@ -386,9 +387,9 @@ def test_nothing_stays_when_it_is_stopped(source, out, number):
 # --- Real data ------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not COCO.is_dir(), reason=f'{COCO} is not here')
+@pytest.mark.skipif(not COCO_SAMPLE.is_dir(), reason=f'{COCO_SAMPLE} is not here')
 def test_real_sample(out):
-    report = embed_captions.embed(COCO, 'hash', out)
+    report = embed_captions.embed(COCO_SAMPLE, 'hash', out)
     assert (report.num_captions, report.num_skipped) == (350, 6)
     _, found = read_sidecar(out)
     found = found.astype(np.float32)

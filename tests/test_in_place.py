@@ -12,9 +12,13 @@ import pytest
 import tensorflow_datasets as tfds
 
 import input_pipeline
-from coyo11m_tfds import building, columns, dataset, plan, schema, sources, verify
+from coyo11m_tfds import columns, schema, verify
+from coyo11m_tfds.build import driver, plan
+from coyo11m_tfds.build.settings import BuildSettings
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
-from coyo11m_tfds.latent_shards import LatentShard
+from coyo11m_tfds.reading import dataset
+from coyo11m_tfds.source import location
+from coyo11m_tfds.source.pt_file import LatentShard
 from tests import children, runs
 from train_lib import train
 
@@ -246,16 +250,17 @@ def test_places_of_other_records_are_refused(movable):
 def test_only_what_is_local_can_stay_in_place(sample_source, tmp_path):
     with pytest.raises(ValueError, match="expected 'records' or 'in_place'"):
         Coyo11mConfig(name='x', latents='elsewhere')
-    options = building.BuildOptions(str(sample_source), plan.PlanSettings(in_place=True))
-    with pytest.raises(
-        ValueError, match=r"gs://b/d/c/1\.0\.0: with latents='in_place' the data set"
+    settings = BuildSettings(latents='in_place')
+    with (
+        pytest.raises(ValueError, match=r"gs://b/d/c/1\.0\.0: with latents='in_place' the data"),
+        driver.build('gs://b/d/c/1.0.0', str(sample_source), settings),
     ):
-        building.build('gs://b/d/c/1.0.0', options, None, None)
-    source = sources.find(sample_source)
+        pass
+    source = location.find(sample_source)
     remote = [dataclasses.replace(f, path=f'gs://b/{f.name}') for f in source.latent_files]
     source = dataclasses.replace(source, latent_files=remote)
     with pytest.raises(ValueError, match="latents='in_place' reads files where they are"):
-        plan.make_plan(source, options.settings, None, str(tmp_path), None)
+        plan.make_plan(source, settings, None, str(tmp_path))
 
 
 # --- Training ----------------------------------------------------------------------------------

@@ -14,9 +14,10 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 import input_pipeline
-from coyo11m_tfds import chunk_index, dataset, schema
-from coyo11m_tfds import order as order_lib
-from tests import small_dataset
+from coyo11m_tfds import chunk_index, schema
+from coyo11m_tfds.reading import dataset
+from coyo11m_tfds.reading import order as order_lib
+from tests.reading import small_dataset
 
 TEXT_DIM = 6
 LENGTHS = {schema.TRAIN: (70, 97, 64, 131, 33), schema.VALIDATION: (37, 12)}

@@ -13,11 +13,12 @@ from collections.abc import Mapping
 
 import pytest
 
-from coyo11m_tfds import mirror, schema, sources
+from coyo11m_tfds import mirror, schema
+from coyo11m_tfds.source import location
 from coyo11m_tfds.storage import build_lock, file_copier, source_files
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.scratch import Scratch
-from tests.cloud import Fault, Gcs, Hub
+from tests.fakes.cloud import Fault, Gcs, Hub
 
 CAPTIONS = schema.CAPTIONS_FILE
 LATENTS = schema.LATENTS_FOLDER
@@ -86,7 +87,7 @@ def test_to_a_local_folder(source, tmp_path):
         assert (summary.num_files, summary.num_copied) == (5, num_copied)
         assert summary.num_bytes == sum(len(data) for data in FILES.values())
         assert _read(tmp_path / 'to') == FILES
-    assert sources.find(tmp_path / 'to').captions_file.size == len(FILES[CAPTIONS])
+    assert location.find(tmp_path / 'to').captions_file.size == len(FILES[CAPTIONS])
     assert not (tmp_path / 'to.lock').exists()
 
 
@@ -201,7 +202,7 @@ def test_a_file_that_grows_while_it_is_copied(gcs, local, tmp_path, destination)
 @pytest.mark.parametrize('destination', ['to', 'gs://bucket/to'])
 def test_bytes_are_counted_once(gcs, source, tmp_path, destination):
     target = Destination(destination if '://' in destination else tmp_path / destination)
-    file = sources.find(source).captions_file
+    file = location.find(source).captions_file
     scratch = Scratch(tmp_path / 'scratch', 10**6)
     counted: list[int] = []
     state = file_copier.copy(file, target, 'x', scratch, counted.append)

@@ -6,15 +6,16 @@ from collections.abc import Iterator
 import pytest
 
 from coyo11m_tfds import schema
-from tests import children, small_dataset
-from tests.cloud import Fault, Gcs, fake_gcs
+from tests import children
+from tests.fakes.cloud import Fault, Gcs, fake_gcs
+from tests.reading import small_dataset
 
 LENGTHS = {schema.TRAIN: (100, 31), schema.VALIDATION: (40,)}
 DATA = 'gs://bucket/d/1.0.0'
 
 OPEN = """
     import json
-    from coyo11m_tfds import dataset
+    from coyo11m_tfds.reading import dataset
     for line in sys.stdin:
         try:
             builder = dataset.open_dataset(json.loads(line))

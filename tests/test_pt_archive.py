@@ -14,10 +14,12 @@ import pytest
 import torch
 
 from coyo11m_tfds import pt_archive
-from coyo11m_tfds.latent_shards import LatentShard
+from coyo11m_tfds.source import pt_check
+from coyo11m_tfds.source.pt_file import LatentShard
 from coyo11m_tfds.storage import file_state
 from coyo11m_tfds.storage.file_state import FileState
 from tests import made_sources
+from tests.checkout import CHECKOUT
 
 NAME = '000000-000009.pt'
 LATENTS = made_sources.make_latents(5)
@@ -34,7 +36,7 @@ def path(tmp_path: pathlib.Path) -> pathlib.Path:
 
 def contents(path: pathlib.Path) -> tuple:
     """All that a build takes from a file, after the checks that it makes."""
-    pt_archive.check_contents(path)
+    pt_check.check_contents(path)
     shard = LatentShard(path)
     rows = range(len(shard.keys))
     raw, _ = shard.latents(rows)
@@ -95,7 +97,7 @@ def test_every_member_is_where_the_archive_says(path: pathlib.Path):
 
 def test_all_bytes_are_read_and_told(path: pathlib.Path):
     told: list[int] = []
-    pt_archive.check_contents(path, on_bytes=told.append)
+    pt_check.check_contents(path, on_bytes=told.append)
     assert sum(told) == path.stat().st_size
 
 
@@ -106,8 +108,8 @@ def test_a_part_that_was_not_copied_yet_is_told(path: pathlib.Path):
     data = path.read_bytes()
     path.write_bytes(patched(data, 40_000, bytes(20_000)))
     with pytest.raises(ValueError, match=r'data/1. has CRC-32 \w{8}, but \w{8} is recorded: it is'):
-        pt_archive.check_contents(path)
-    pt_archive.check_contents(path, check_crc=False)
+        pt_check.check_contents(path)
+    pt_check.check_contents(path, check_crc=False)
 
 
 def test_damaged_keys_are_told_without_reading_the_rest(tmp_path: pathlib.Path):
@@ -116,9 +118,9 @@ def test_damaged_keys_are_told_without_reading_the_rest(tmp_path: pathlib.Path):
     at = data.index(struct.pack('<q', 450))
     (tmp_path / NAME).write_bytes(patched(data, at, b'\0'))
     with pytest.raises(ValueError, match=r"name: '000000-000009/data/0' has CRC-32"):
-        pt_archive.check_small(tmp_path / NAME, 'name')
+        pt_check.check_small(tmp_path / NAME, 'name')
     (tmp_path / NAME).write_bytes(patched(data, len(data) // 2, bytes(9999)))
-    pt_archive.check_small(tmp_path / NAME)
+    pt_check.check_small(tmp_path / NAME)
 
 
 def test_any_damaged_byte_of_the_directory_is_told_or_does_no_harm(path: pathlib.Path):
@@ -190,7 +192,7 @@ def test_other_archives_are_refused(
     path: pathlib.Path, make: Callable[[pathlib.Path], bytes], message: str
 ):
     path.write_bytes(make(path))
-    for check in (pt_archive.check_contents, pt_archive.check_small, LatentShard):
+    for check in (pt_check.check_contents, pt_check.check_small, LatentShard):
         with pytest.raises(ValueError, match=rf'^{path}: .*{message}'):
             check(path)
 
@@ -209,7 +211,7 @@ def test_a_header_that_contradicts_the_directory_is_refused(path: pathlib.Path):
         begin = pt_archive.open_archive(path).members[4].begin
         path.write_bytes(patched(data, begin + offset, replacement))
         with pytest.raises(ValueError, match=r'data/0.* contradicts the directory'):
-            pt_archive.check_contents(path)
+            pt_check.check_contents(path)
         path.write_bytes(data)
 
 
@@ -223,21 +225,21 @@ def test_a_file_saved_without_checksums_needs_to_be_told(tmp_path: pathlib.Path)
     finally:
         torch.serialization.set_crc32_options(True)
     with pytest.raises(ValueError, match=r'set_crc32_options\(False\), set check_crc to false in'):
-        pt_archive.check_contents(tmp_path / NAME)
-    pt_archive.check_contents(tmp_path / NAME, check_crc=False)
+        pt_check.check_contents(tmp_path / NAME)
+    pt_check.check_contents(tmp_path / NAME, check_crc=False)
 
 
 @pytest.mark.parametrize('check_crc', [True, False])
 def test_a_copy_must_be_what_was_recorded(path: pathlib.Path, check_crc: bool):
     recorded = file_state.of_file(path)
-    pt_archive.check_contents(path, check_crc=check_crc, recorded=recorded)
+    pt_check.check_contents(path, check_crc=check_crc, recorded=recorded)
     data = path.read_bytes()
     header = data.index(b'ZZZZ')  # padding, of which no CRC-32 tells
     path.write_bytes(patched(data, header, b'Y'))
     with pytest.raises(ValueError, match=rf'{NAME}: has .* but when it was mirrored {len(data):,}'):
-        pt_archive.check_contents(path, check_crc=check_crc, recorded=recorded)
+        pt_check.check_contents(path, check_crc=check_crc, recorded=recorded)
     with pytest.raises(ValueError, match='mirrored'):
-        pt_archive.check_contents(path, check_crc=check_crc, recorded=FileState(5, 7))
+        pt_check.check_contents(path, check_crc=check_crc, recorded=FileState(5, 7))
 
 
 # --- Bombs --------------------------------------------------------------------------------------
@@ -279,7 +281,7 @@ def assert_refused_for_little_memory(path: pathlib.Path, message: str) -> None:
     """In a process of its own, whose memory may grow by 100 MB."""
     program = """
 import re, sys
-from coyo11m_tfds.latent_shards import LatentShard
+from coyo11m_tfds.source.pt_file import LatentShard
 def peak():
     with open('/proc/self/status') as status:
         return int(re.search('VmHWM:(.*)kB', status.read())[1])
@@ -293,4 +295,4 @@ else:
 assert peak() - before < 100_000, peak() - before
 """
     command = [sys.executable, '-c', program, path, message]
-    subprocess.run(command, check=True, cwd=pathlib.Path(__file__).parents[1], timeout=60)
+    subprocess.run(command, check=True, cwd=CHECKOUT, timeout=60)

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from coyo11m_tfds import preview, sample_data, schema
+from coyo11m_tfds import latent_rgb, sample_data, schema
 
 
 def _load(folder):
@@ -56,7 +56,7 @@ def test_every_crop_shows_what_its_caption_says(sample):
     _, parts, table = _load(sample)
     checked = 0
     for part in parts:
-        pictures = preview.latents_to_rgb(part[schema.PT_LATENTS].float().numpy())
+        pictures = latent_rgb.latents_to_rgb(part[schema.PT_LATENTS].float().numpy())
         for key, crops in zip(part[schema.PT_KEYS].numpy(), pictures, strict=True):
             if key not in table.index:
                 continue

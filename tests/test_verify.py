@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-from coyo11m_tfds import manifest, records, schema, verify
+from coyo11m_tfds import records, schema, verify
+from coyo11m_tfds.build import manifest
 from coyo11m_tfds.storage.file_state import of_file
-from tests.cloud import Fault
+from tests.checkout import CHECKOUT
+from tests.fakes.cloud import Fault
 
 DATA = 'gs://bucket/d/1.0.0'
 SHARD = 'coyo11m_tfds-train.tfrecord-00003-of-00012'
@@ -41,7 +43,7 @@ def flip(path: pathlib.Path, at: int) -> None:
 def run(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, '-m', 'coyo11m_tfds.verify', *map(str, arguments)],
-        cwd=pathlib.Path(__file__).parents[1],
+        cwd=CHECKOUT,
         capture_output=True,
         text=True,
         timeout=120,

@@ -11,7 +11,7 @@ import venv
 import pytest
 
 from tests import made_sources
-from tests.build_kills import CHECKOUT
+from tests.checkout import CHECKOUT
 
 PARTS = ('coyo11m_tfds', 'train_lib', 'configs', 'input_pipeline.py', 'setup.py', 'pyproject.toml')
 

@@ -11,7 +11,7 @@ those in the data set's metadata.
 
 from absl import logging
 
-from coyo11m_tfds import model_files, text_encoders
+from coyo11m_tfds.text import model_files, text_encoders
 from train_lib.data_facts import DataFacts
 
 # Run the same models: on the same files their embeddings agree to a cosine of 0.99997.

@@ -22,8 +22,9 @@ from etils import epath
 from jax.sharding import Mesh
 
 import input_pipeline
-from coyo11m_tfds import dataset, schema
-from coyo11m_tfds.order import nearest_shares
+from coyo11m_tfds import schema
+from coyo11m_tfds.reading import dataset
+from coyo11m_tfds.reading.order import nearest_shares
 from train_lib import failures, flow, models, settings, sharding
 from train_lib.data_facts import DataFacts
 from train_lib.position import DATA_SET

@@ -19,7 +19,8 @@ import numpy as np
 from absl import app, flags
 from etils import epath
 
-from coyo11m_tfds import preview, text_encoders
+from coyo11m_tfds import latent_rgb
+from coyo11m_tfds.text import text_encoders
 from train_lib import (
     caption_encoder,
     data_facts,
@@ -97,7 +98,7 @@ class Artist:
             part = text[first : first + size]
             padded = np.pad(part, [(0, size - len(part)), (0, 0)])
             latents = jax.device_get(self._draw(self._params, padded, np.int32(first)))
-            pictures.append(preview.latents_to_rgb(latents[: len(part)]))
+            pictures.append(latent_rgb.latents_to_rgb(latents[: len(part)]))
         return np.concatenate(pictures)
 
     @functools.cached_property

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import jax
 from absl import logging
 
-from coyo11m_tfds import preview
+from coyo11m_tfds import latent_rgb
 from train_lib import console, evaluation, previews, signals
 from train_lib.state import TrainState
 
@@ -86,8 +86,8 @@ class Preview(Hook):
         samples = self.run.data.preview_samples
         drawn = self.run.program.draw(state.ema_params, samples.text_embedding)
         pictures = [
-            preview.latents_to_rgb(samples.latents),
-            preview.latents_to_rgb(jax.device_get(drawn)),
+            latent_rgb.latents_to_rgb(samples.latents),
+            latent_rgb.latents_to_rgb(jax.device_get(drawn)),
         ]
         grid = previews.make_grid(pictures, samples.captions, title='left: data, right: model')
         self.run.writer.write_images(step, {'previews': grid[None]})

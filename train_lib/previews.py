@@ -3,7 +3,7 @@
     grid = previews.make_grid([data, drawn], captions, title='left: data, right: model')
     previews.write_png(workdir / previews.FOLDER / 'step_000500.png', grid)
 
-No VAE is needed: latents become small pictures by a linear map (`coyo11m_tfds.preview`).
+No VAE is needed: latents become small pictures by a linear map (`coyo11m_tfds.latent_rgb`).
 """
 
 import functools

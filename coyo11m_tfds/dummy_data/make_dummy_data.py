@@ -14,7 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from coyo11m_tfds import plan, schema
+from coyo11m_tfds import schema
+from coyo11m_tfds.build import plan
 
 FOLDER = pathlib.Path(__file__).parent
 

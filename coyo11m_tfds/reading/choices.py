@@ -10,7 +10,7 @@ a batch it is, on any number of hosts.
 import tensorflow as tf
 
 from coyo11m_tfds import keyed_random, schema
-from coyo11m_tfds.order import CROP, DROP
+from coyo11m_tfds.reading.order import CROP, DROP
 
 
 def sample_crops(seed: int, epoch: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:

@@ -17,11 +17,11 @@ import tensorflow as tf
 from absl import logging
 
 from coyo11m_tfds import records, schema
-from coyo11m_tfds.indexed_split import IndexedSplit
-from coyo11m_tfds.order import Reads
 from coyo11m_tfds.reading import bad_records
 from coyo11m_tfds.reading.bad_records import DEFAULT_MAX_FRACTION, SKIP, STOP, BadRecords
 from coyo11m_tfds.reading.counter import ReadCounter
+from coyo11m_tfds.reading.indexed_split import IndexedSplit
+from coyo11m_tfds.reading.order import Reads
 from coyo11m_tfds.reading.parser import Batch, Parser
 from coyo11m_tfds.storage import retry
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import tensorflow as tf
 
-from coyo11m_tfds.order import Epoch, Order
 from coyo11m_tfds.reading.chunks import ByteReads, ChunkReader
+from coyo11m_tfds.reading.order import Epoch, Order
 from coyo11m_tfds.reading.padding import pad_rows
 from coyo11m_tfds.reading.parser import Batch
 

@@ -19,9 +19,8 @@ import dataclasses
 import functools
 import math
 
-from coyo11m_tfds import machine
+from coyo11m_tfds.process import machine
 
-# Of a lane one window is given out, and the next is made of its chunks, which lie beside the joined
 # window, and that beside the shuffled one.
 _WINDOWS = 4
 # A run being read is a buffer, then strings, then tensors; not all runs are at the same point.

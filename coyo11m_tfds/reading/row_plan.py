@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from coyo11m_tfds.order import Epoch, Order
+from coyo11m_tfds.reading.order import Epoch, Order
 
 # Rows that are planned together at least, so that NumPy's calls cost little a row.
 _BLOCK_ROWS = 8192

@@ -18,12 +18,12 @@ from typing import NamedTuple, Self
 import ml_dtypes
 import numpy as np
 
-from coyo11m_tfds import order, schema
-from coyo11m_tfds.indexed_split import IndexedSplit
-from coyo11m_tfds.reading import bad_records, framing, record_layout, verified
+from coyo11m_tfds import schema
+from coyo11m_tfds.reading import bad_records, framing, order, record_layout, verified
 from coyo11m_tfds.reading.bad_records import BadRecords
 from coyo11m_tfds.reading.column_reader import ColumnReader
 from coyo11m_tfds.reading.counter import ReadCounter
+from coyo11m_tfds.reading.indexed_split import IndexedSplit
 from coyo11m_tfds.reading.mapped_files import MappedFiles
 from coyo11m_tfds.reading.names import DROP_TEXT, MASK
 from coyo11m_tfds.reading.record_layout import RecordLayout

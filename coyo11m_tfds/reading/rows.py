@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from coyo11m_tfds.order import Order
 from coyo11m_tfds.reading import row_plan
 from coyo11m_tfds.reading.ahead import Ahead
+from coyo11m_tfds.reading.order import Order
 from coyo11m_tfds.reading.row_plan import Block
 from coyo11m_tfds.reading.row_reader import Batch, RowReader
 

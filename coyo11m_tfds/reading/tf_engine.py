@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from coyo11m_tfds import dataset, schema
-from coyo11m_tfds.indexed_split import IndexedSplit
-from coyo11m_tfds.order import Order, consecutive_reads
-from coyo11m_tfds.reading import at_exit, lanes, ordinary, padding
+from coyo11m_tfds import schema
+from coyo11m_tfds.reading import at_exit, dataset, lanes, ordinary, padding
 from coyo11m_tfds.reading.chunks import ChunkReader
 from coyo11m_tfds.reading.counter import ReadCounter
+from coyo11m_tfds.reading.indexed_split import IndexedSplit
+from coyo11m_tfds.reading.order import Order, consecutive_reads
 from coyo11m_tfds.reading.parser import Parser
 
 at_exit.register()

@@ -1,5 +1,5 @@
-"""Files on disks, in buckets and on the hub: found, fetched, stored, locked and tried again.
+"""Files on disks, in buckets and on the hub: listed, fetched, stored, locked, tried again.
 
-Nothing here knows what the files hold. Modules are imported one by one by those that use them, so
-that a build on a disk does not wait for the clients of buckets.
+Import any module but those of a single kind of place (`local_folder`, `gcs_folder`, `gcs_objects`),
+for which `destination` and `source_files` choose. This room knows nothing of what files hold.
 """

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from absl import logging
 
-from coyo11m_tfds.progress import Progress
+from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.storage import remote
 from coyo11m_tfds.storage.file_lock import FileLock
 from coyo11m_tfds.storage.file_state import ignore_bytes

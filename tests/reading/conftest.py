@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests import small_dataset
+from tests.reading import small_dataset
 from tests.reading.damaged import LENGTHS
 
 

@@ -3,7 +3,8 @@
 import pathlib
 
 import input_pipeline
-from coyo11m_tfds import dataset, schema
+from coyo11m_tfds import schema
+from coyo11m_tfds.reading import dataset
 
 LENGTHS = {schema.TRAIN: (70, 0, 97, 64, 131), schema.VALIDATION: (37, 12)}
 ORDER = dict(batch_size=16, seed=5, chunk=64, lanes=4, window=24)

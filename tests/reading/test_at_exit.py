@@ -11,7 +11,8 @@ import sys
 import pytest
 
 from coyo11m_tfds import schema
-from tests import runs, small_dataset
+from tests import runs
+from tests.reading import small_dataset
 
 PATIENCE = 300  # seconds; each is over in a few, on a machine that has nothing else to do
 

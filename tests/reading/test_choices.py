@@ -5,8 +5,8 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coyo11m_tfds import order as order_lib
 from coyo11m_tfds.reading import choices
+from coyo11m_tfds.reading import order as order_lib
 
 
 @settings(deadline=None, max_examples=50)

@@ -9,8 +9,9 @@ import pytest
 import tensorflow as tf
 
 import input_pipeline
-from coyo11m_tfds import chunk_index, dataset, schema
-from tests import small_dataset
+from coyo11m_tfds import chunk_index, schema
+from coyo11m_tfds.reading import dataset
+from tests.reading import small_dataset
 from tests.reading.damaged import LENGTHS, ORDER, damage, place_of, shard_path, steps_of_an_epoch
 
 

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from coyo11m_tfds import schema
-from tests import small_dataset
-from tests.cloud import Fault, Gcs
+from tests.fakes.cloud import Fault, Gcs
+from tests.reading import small_dataset
 
 LENGTHS = {schema.TRAIN: (400, 131, 700, 64, 500, 205)}
 ORDER = dict(batch_size=32, seed=5, chunk=64, lanes=4, window=128, parallel_reads=4)
@@ -35,7 +35,7 @@ def read(path: object, steps: int, settle: bool = False, **changes) -> dict:
     settings = ORDER | {'features': ['key']} | changes
     asked = {'path': str(path), 'steps': steps, 'settle': settle, 'settings': settings}
     ended = subprocess.run(
-        [sys.executable, '-m', 'tests.read_program'],
+        [sys.executable, '-m', 'tests.reading.read_program'],
         input=json.dumps(asked),
         env={**os.environ, 'TF_CPP_MIN_LOG_LEVEL': '2'},
         capture_output=True,

@@ -14,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import input_pipeline
-from coyo11m_tfds import chunk_index, machine, records, schema
+from coyo11m_tfds import chunk_index, records, schema
+from coyo11m_tfds.process import machine
 from coyo11m_tfds.reading import memory
-from tests import small_dataset
+from tests.checkout import CHECKOUT
+from tests.reading import small_dataset
 
 RECORDS, SHARDS, TEXT_DIM = 512, 200, 640
 NEED = memory.Need(
@@ -87,7 +89,7 @@ def measure(path: pathlib.Path, settings: dict) -> int:
     """Bytes that a process takes at most for four windows of every lane."""
     ended = subprocess.run(
         [sys.executable, '-c', _READ, json.dumps([str(path), settings])],
-        cwd=pathlib.Path(__file__).parents[2],
+        cwd=CHECKOUT,
         env=os.environ | {'TF_CPP_MIN_LOG_LEVEL': '2'},
         capture_output=True,
         text=True,

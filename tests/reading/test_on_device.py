@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import input_pipeline
-from coyo11m_tfds import dataset, schema
-from coyo11m_tfds.reading import on_device
-from tests import small_dataset
+from coyo11m_tfds import schema
+from coyo11m_tfds.reading import dataset, on_device
+from tests.reading import small_dataset
 
 
 def one_device() -> jax.sharding.Sharding:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from coyo11m_tfds import chunk_index, schema
 from coyo11m_tfds.reading import process_settings
-from tests import children, small_dataset
-from tests.cloud import Fault, Gcs
+from tests import children
+from tests.fakes.cloud import Fault, Gcs
+from tests.reading import small_dataset
 
 LENGTHS = {schema.TRAIN: (70, 0, 97, 64, 131)}
 

@@ -17,10 +17,10 @@ import pytest
 import tensorflow as tf
 
 import input_pipeline
-from coyo11m_tfds import chunk_index, dataset, records, schema
-from coyo11m_tfds.reading import framing, mapped_files, record_layout
+from coyo11m_tfds import chunk_index, records, schema
+from coyo11m_tfds.reading import dataset, framing, mapped_files, record_layout
 from tests import children
-from tests.batches import assert_same
+from tests.reading.batches import assert_same
 from tests.reading.damaged import ORDER, damage, place_of, shard_path, steps_of_an_epoch
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import pytest
 
 from coyo11m_tfds.storage import build_lock, lock_holder
-from tests.cloud import Fault
+from tests.fakes.cloud import Fault
 
 _HOLD = """
 import sys

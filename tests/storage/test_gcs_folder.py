@@ -15,8 +15,8 @@ from google.cloud import storage
 
 from coyo11m_tfds.storage import gcs_folder, gcs_objects
 from coyo11m_tfds.storage.destination import Destination, FileState
-from tests.cloud import Fault, Gcs
-from tests.fake_http import Call, FakeServer, Reply
+from tests.fakes.cloud import Fault, Gcs
+from tests.fakes.fake_http import Call, FakeServer, Reply
 
 LAST = 'dataset_info.json'
 PASSING = ['429', '503', 'cut', 'stall', 'slow', 'reset', 'lost']

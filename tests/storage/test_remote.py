@@ -13,8 +13,8 @@ import pytest
 from coyo11m_tfds.storage import remote, source_files
 from coyo11m_tfds.storage.source_files import SourceFile
 from tests import children
-from tests.cloud import Fault, Gcs, Hub
-from tests.fake_http import Call, FakeServer, Reply
+from tests.fakes.cloud import Fault, Gcs, Hub
+from tests.fakes.fake_http import Call, FakeServer, Reply
 
 SIZE = 3_000_003
 DATA = random.Random(0).randbytes(SIZE)

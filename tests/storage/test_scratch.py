@@ -21,7 +21,7 @@ from coyo11m_tfds.storage.file_lock import FileLock
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.source_files import SourceFile
 from tests import children
-from tests.cloud import Fault, Gcs
+from tests.fakes.cloud import Fault, Gcs
 
 SIZE = 100_000
 

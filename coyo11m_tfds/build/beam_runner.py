@@ -1,0 +1,117 @@
+"""Writes shards with Apache Beam, on as many machines as its runner has.
+
+    for task, result in write_shards(tasks, finished, scratch_settings, options):
+        ...
+
+One small collection: an element describes all shards of one group of files, some kilobytes, so that
+each file is fetched by one worker, once. What a shard takes from captions and text vectors is put
+beside the data first, some MB each, because workers on other machines do not see the stores of this
+one. A worker writes the shards of its group as `shard_pool` does on one machine, and in the same
+place, so that a build may be resumed with another engine.
+"""
+
+import concurrent.futures
+import dataclasses
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+
+import apache_beam as beam
+from absl import logging
+from apache_beam.options.pipeline_options import PipelineOptions
+
+from coyo11m_tfds import schema
+from coyo11m_tfds.build import local_runner, shard_inputs
+from coyo11m_tfds.build.finished_shards import FinishedShards
+from coyo11m_tfds.build.tasks import ShardResult, ShardTask
+from coyo11m_tfds.storage import held_folder
+from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage.scratch import Scratch, user_temp
+
+_INPUTS = 'inputs'
+_UPLOADS_AT_ONCE = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class ScratchSettings:
+    """Where each worker keeps remote `.pt` files: a folder of its machine, and bytes in it.
+
+    An empty folder stands for one of the user's own, under the directory of temporary files.
+    """
+
+    folder: str
+    max_bytes: int
+
+    def open(self) -> tuple[Scratch, str]:
+        """Returns the scratch folder, and the path of a folder for other things beside it.
+
+        Raises:
+            PermissionError: the user's own folder is somebody else's.
+        """
+        folder = os.path.expanduser(self.folder) or user_temp(schema.NAME)
+        scratch = Scratch(os.path.join(folder, 'source'), self.max_bytes)
+        return scratch, os.path.join(folder, 'staging')
+
+
+def write_shards(
+    tasks: Sequence[ShardTask],
+    finished: FinishedShards,
+    work: Destination,
+    scratch: ScratchSettings,
+    options: PipelineOptions | None,
+    runner: str | beam.runners.PipelineRunner | None = None,
+) -> Iterator[tuple[ShardTask, ShardResult]]:
+    """Writes shards and their records, and yields them when all are stored.
+
+    Args:
+        tasks: what to write; tasks of one group follow each other.
+        finished: where shards and records are stored.
+        work: the same folder; all workers must reach it under this path.
+        scratch: for each worker.
+        options: of the pipeline.
+        runner: of the pipeline, if the options do not name one.
+
+    Raises:
+        RuntimeError: a worker failed; what is finished is kept.
+    """
+    if not tasks:
+        return
+    with concurrent.futures.ThreadPoolExecutor(_UPLOADS_AT_ONCE) as threads:
+        packed = list(threads.map(lambda task: _pack(task, work), tasks))
+    logging.info('Starting the pipeline with %d shards to write', len(packed))
+    groups = [list(group) for _, group in itertools.groupby(packed, lambda task: task.group)]
+    with beam.Pipeline(runner=runner, options=options) as pipeline:
+        _ = (
+            pipeline
+            | 'Groups' >> beam.Create(groups, reshuffle=False)
+            | beam.Reshuffle()
+            | 'Write' >> beam.Map(_write_group, work.folder, scratch)
+        )
+    by_place = {(task.split, task.index): task for task in tasks}
+    for result in finished.load(packed):
+        yield by_place.pop((result.split, result.index)), result
+    if by_place:
+        names = ', '.join(task.filename for task in list(by_place.values())[:3])
+        raise RuntimeError(
+            f'{work.folder}: the pipeline ended, but {len(by_place)} shards are missing or damaged '
+            f'(e.g. {names}). Start the same build again, it writes what is missing.'
+        )
+
+
+def _pack(task: ShardTask, work: Destination) -> ShardTask:
+    """Puts what the task reads from stores beside the data, and refers to it there."""
+    name = f'{_INPUTS}/{task.filename}.npz'
+    work.put_bytes(name, shard_inputs.pack(task.inputs))
+    return dataclasses.replace(task, inputs=shard_inputs.PackedInputs(f'{work.folder}/{name}'))
+
+
+def _write_group(tasks: Sequence[ShardTask], work_folder: str, settings: ScratchSettings) -> None:
+    """Runs on a worker, in as many processes as the runner starts there."""
+    work = Destination(work_folder)
+    scratch, beside = settings.open()
+    with held_folder.make(work.staging(fallback=beside), 'worker-') as staging:
+        shards = local_runner.write_shards(
+            tasks, FinishedShards(work), scratch, staging, num_workers=1
+        )
+        for _ in shards:
+            pass

@@ -1,0 +1,222 @@
+"""One build from beginning to end: in one process of many, alone in its place, never starting over.
+
+    with driver.build('OUT/coyo11m_tfds/latents/1.0.0', 'gs://bucket/coyo11m', settings) as built:
+        if built:                           # None if the data set was there
+            write_info(built, built.folder)     # TFDS' own files
+
+While it goes on, everything is in a folder beside the final one, `1.0.0.building`: finished shards
+with their records, which a later call resumes from. When all is there, it becomes the final folder;
+see `build_folder`.
+"""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from coyo11m_tfds import schema
+from coyo11m_tfds.build import local_runner, manifest, run_plan
+from coyo11m_tfds.build.build_folder import BuildFolder
+from coyo11m_tfds.build.finished_shards import FinishedShards
+from coyo11m_tfds.build.plan import Plan, make_plan
+from coyo11m_tfds.build.settings import BuildSettings
+from coyo11m_tfds.build.tasks import ShardResult, ShardTask
+from coyo11m_tfds.process import job
+from coyo11m_tfds.report import summary
+from coyo11m_tfds.source import location
+from coyo11m_tfds.storage import build_lock, held_folder, json_digest, source_files
+from coyo11m_tfds.storage.destination import Destination, FileState, file_state
+from coyo11m_tfds.storage.scratch import Scratch, user_cache
+
+if TYPE_CHECKING:
+    from apache_beam.options.pipeline_options import PipelineOptions
+    from apache_beam.runners import PipelineRunner
+
+
+@dataclasses.dataclass(frozen=True)
+class Beam:
+    """Has Apache Beam write.
+
+    Attributes:
+        options: of the pipeline.
+        runner: of the pipeline, where the options name none.
+    """
+
+    options: 'PipelineOptions | None' = None
+    runner: 'str | PipelineRunner | None' = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """What a build has made.
+
+    Attributes:
+        plan: that it followed.
+        splits: of each split the results of its shards, by index.
+        metadata: of `dataset_info`.
+        folder: local, for what lies beside the shards.
+    """
+
+    plan: Plan
+    splits: dict[str, list[ShardResult]]
+    metadata: dict
+    folder: str
+
+
+@contextlib.contextmanager
+def build(
+    final: str,
+    source: str,
+    settings: BuildSettings,
+    *,
+    limit: int | None = None,
+    overwrite: bool = False,
+    beam: Beam | None = None,
+) -> Iterator[Built | None]:
+    """Sees to it that the data set is complete in `final`, when the block has ended.
+
+    In a job of several processes the first builds, and the others wait. So does a second build that
+    is started while one is going on.
+
+    Args:
+        final: folder of the data set, `.../NAME/CONFIG/VERSION`, local or `gs://`.
+        source: folder of the source, instead of that of the settings.
+        settings: what to make, and how.
+        limit: keep only so many records of each split.
+        overwrite: replace the data set that is there, when the new one is complete.
+        beam: write with Apache Beam, not with processes of this machine.
+
+    Yields:
+        What this call has made; the block adds TFDS' own files to its folder. None if nothing was
+        to be made: the data set was there, another process built it, or an earlier build only had
+        to be moved into its place.
+
+    Raises:
+        ValueError: the source or an option is bad.
+        OSError: a file cannot be read or written.
+        TimeoutError: another process has not finished in time.
+        RuntimeError: a worker died, the first process of the job failed, or another builder has
+            taken the place over.
+    """
+    if settings.in_place and source_files.is_remote(final):
+        raise ValueError(
+            f"{final}: with latents='in_place' the data set is local, as its source is. Choose a "
+            "local --data_dir, or set latents='records'."
+        )
+    if job.process_index():
+        _wait_for_first_process(final, settings, overwrite)
+        yield None
+        return
+    with build_lock.hold(final, settings.wait_seconds) as lock:
+        folder = BuildFolder(final, lock.check)
+        with folder.telling_failure():
+            finished = folder.finish()
+            if folder.is_complete() and not overwrite:
+                folder.tidy()
+                yield None
+                return
+            start = time.monotonic()
+            local = scratch_folder(final, settings.scratch_dir)
+            scratch = Scratch(os.path.join(local, 'source'), settings.scratch_bytes)
+            plan = make_plan(location.find(source), settings, scratch, local, limit)
+            digest = json_digest.sha256([task.fingerprint for task in plan.tasks])
+            if digest == finished:  # the interrupted build was this one
+                yield None
+                return
+            folder.begin()
+            engine = _locked(_make_engine(folder.work, local, scratch, settings, beam), lock)
+            results = run_plan.write_shards(plan, folder.work, engine)
+            dropped = run_plan.count_dropped(plan, results)
+            metadata = run_plan.make_metadata(plan, results, dropped, settings.caption_column)
+            facts = run_plan.make_facts(_name(final), results, dropped, metadata)
+            with held_folder.make(folder.work.staging(local), 'info-') as made:
+                run_plan.write_chunk_indexes(results, made)
+                run_plan.write_columns(results, made)
+                yield Built(plan, run_plan.by_split(results), metadata, made)
+                summary.write(facts, made)
+                files = _store_metadata(plan, results, made, folder.work)
+            folder.commit(files, digest)
+            print(summary.summarize(facts, seconds=time.monotonic() - start))
+
+
+def scratch_folder(final: str, chosen: str = '') -> str:
+    """The local folder for stores and downloads, made if it is not there; see `BuildSettings`."""
+    if not chosen and not source_files.is_remote(final):
+        chosen = str(pathlib.Path(final).parents[2] / f'.{schema.NAME}')
+    folder = os.path.expanduser(chosen) or user_cache(schema.NAME)
+    os.makedirs(folder, exist_ok=True)
+    return folder
+
+
+def _wait_for_first_process(final: str, settings: BuildSettings, overwrite: bool) -> None:
+    if overwrite:
+        raise ValueError(
+            f'{final}: process {job.process_index()} of the job was told to overwrite it, while '
+            'others may read it. Overwrite it with one process, then start the job.'
+        )
+    folder = BuildFolder(final)
+    build_lock.wait_for(folder.is_complete, final, settings.wait_seconds, folder.failure)
+
+
+def _store_metadata(
+    plan: Plan, results: Sequence[ShardResult], made: str, work: Destination
+) -> dict[str, FileState]:
+    """Stores what lies beside the shards; returns the state of all files of the data set."""
+    names = {(task.split, task.index): task.filename for task in plan.tasks}
+    files = {names[r.split, r.index]: FileState(r.num_bytes, r.crc32c) for r in results}
+    files |= {name: file_state(os.path.join(made, name)) for name in os.listdir(made)}
+    manifest.write(made, files)
+    for name in sorted(os.listdir(made)):
+        path = os.path.join(made, name)
+        files[name] = file_state(path)
+        work.put(path, f'{schema.BUILD_DATA}/{name}', files[name].crc32c)
+    return files
+
+
+def _make_engine(
+    work: Destination,
+    folder: str,
+    scratch: Scratch,
+    settings: BuildSettings,
+    beam: Beam | None,
+) -> run_plan.Engine:
+    if beam:
+        from coyo11m_tfds.build import beam_runner
+
+        of_worker = beam_runner.ScratchSettings(settings.scratch_dir, settings.scratch_bytes)
+        return lambda tasks, finished: beam_runner.write_shards(
+            tasks, finished, work, of_worker, beam.options, beam.runner
+        )
+
+    def write_shards(
+        tasks: Sequence[ShardTask], finished: FinishedShards
+    ) -> Iterator[tuple[ShardTask, ShardResult]]:
+        with held_folder.make(folder, 'staging-') as fallback:
+            staging = work.staging(fallback)
+            yield from local_runner.write_shards(
+                tasks, finished, scratch, staging, settings.num_workers
+            )
+
+    return write_shards
+
+
+def _locked(engine: run_plan.Engine, lock: build_lock.Lock) -> run_plan.Engine:
+    """The engine, stopped when another process has taken the lock over."""
+
+    def write_shards(
+        tasks: Sequence[ShardTask], finished: FinishedShards
+    ) -> Iterator[tuple[ShardTask, ShardResult]]:
+        with contextlib.closing(engine(tasks, finished)) as outcomes:
+            for outcome in outcomes:
+                lock.check()
+                yield outcome
+
+    return write_shards
+
+
+def _name(final: str) -> str:
+    """NAME/CONFIG/VERSION."""
+    return '/'.join(final.rstrip('/').split('/')[-3:])

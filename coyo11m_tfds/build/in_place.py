@@ -1,0 +1,103 @@
+"""A build that leaves the latents in the source's `.pt` files and records where they lie.
+
+sources = ShardSources()                          # of one shard
+sources.begin(file, opened)
+sources.add(rows)
+
+in_place.write(folder, {'train': [sources, ...], 'validation': [...]})
+"""
+
+import base64
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from coyo11m_tfds import columns, schema
+from coyo11m_tfds.columns import Column, ColumnFile
+from coyo11m_tfds.source.pt_file import LatentShard
+from coyo11m_tfds.storage.source_files import SourceFile
+
+
+class ShardSources:
+    """Where the latents of a shard's records are: runs of rows of some files."""
+
+    def __init__(self):
+        self._files: list[ColumnFile] = []
+        self._rows: list[np.ndarray] = []
+        self._counts: list[int] = []
+        self._dtype = ''
+
+    def begin(self, file: SourceFile, opened: LatentShard) -> None:
+        """The rows that follow are those of this file.
+
+        Raises:
+            ValueError: its latents do not lie row after row.
+        """
+        if opened.latents_start is None:
+            raise ValueError(
+                f'{file.path}: its {schema.PT_LATENTS} do not lie row after row, so that they '
+                "cannot be read in place. Save it again as .contiguous(), or set latents='records'."
+            )
+        path = os.path.abspath(file.path)
+        self._files.append(ColumnFile(path, file.version, opened.digest, opened.latents_start))
+        self._counts.append(0)
+        self._dtype = opened.dtype
+
+    def add(self, rows: np.ndarray) -> None:
+        """Appends records, by their rows."""
+        self._rows.append(np.asarray(rows, '<u4'))
+        self._counts[-1] += len(rows)
+
+    def to_json(self) -> dict:
+        """Returns it as what JSON can hold."""
+        return {
+            'dtype': self._dtype,
+            'files': [dataclasses.asdict(file) for file in self._files],
+            'counts': self._counts,
+            'rows': base64.b64encode(self.rows.tobytes()).decode(),
+        }
+
+    @classmethod
+    def from_json(cls, fields: Mapping) -> 'ShardSources':
+        """The inverse of `to_json`."""
+        made = cls()
+        made._dtype, made._counts = fields['dtype'], list(fields['counts'])
+        made._files = [ColumnFile(**file) for file in fields['files']]
+        made._rows = [np.frombuffer(base64.b64decode(fields['rows']), '<u4')]
+        return made
+
+    @property
+    def dtype(self) -> str:
+        return self._dtype
+
+    @property
+    def files(self) -> Sequence[ColumnFile]:
+        """Of each record; equal ones follow each other."""
+        return [f for f, n in zip(self._files, self._counts, strict=True) for _ in range(n)]
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Of each record, uint32 `(n,)`."""
+        return np.concatenate([np.empty(0, '<u4'), *self._rows])
+
+
+def write(folder: str | os.PathLike[str], splits: Mapping[str, Sequence[ShardSources]]) -> None:
+    """Writes where latents lie into a local folder.
+
+    Args:
+        folder: of the data set.
+        splits: of each split its shards, in their order.
+    """
+    shards = [shard for of_split in splits.values() for shard in of_split]
+    files = sorted({file for shard in shards for file in shard.files}, key=lambda f: f.path)
+    number = {file: n for n, file in enumerate(files)}
+    for split, of_split in splits.items():
+        places = [
+            np.stack([[number[f] for f in shard.files], shard.rows], axis=1) for shard in of_split
+        ]
+        path = os.path.join(folder, columns.file_name(schema.LATENTS, split))
+        np.save(path, np.concatenate(places).astype('<u4'))
+    dtype = next(shard.dtype for shard in shards if shard.dtype)
+    columns.write(folder, {schema.LATENTS: Column(schema.LATENTS, dtype, tuple(files))})

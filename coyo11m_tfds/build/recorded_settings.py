@@ -1,0 +1,107 @@
+"""The settings that decide the records: kept with a data set, and compared when it is found again.
+
+    metadata[schema.META_SETTINGS] = recorded_settings.record(settings, limit, text_vectors)
+    recorded_settings.check(folder, metadata, settings, limit)
+
+The source is not compared: its fingerprint is in the metadata too, but to know that of a folder,
+its files must be read.
+"""
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import coyo11m_tfds
+from coyo11m_tfds import schema
+from coyo11m_tfds.build.settings import BuildSettings
+from coyo11m_tfds.columns import IN_PLACE, RECORDS
+from coyo11m_tfds.storage import source_files
+
+_IN_RECORDS = ('', 'pt')  # values of text_vectors that are no path
+_LIMIT = 'max_examples_per_split'
+_VECTORS = 'text_vectors'
+_LATENTS = 'latents'
+# What a build that has ended well does not depend on.
+_NOT_COMPARED = ('max_bad_fraction', 'check_crc', 'package_version')
+
+
+def record(
+    settings: BuildSettings, limit: int | None, text_vectors: str | Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns what is kept with a data set, as JSON can carry it.
+
+    Args:
+        settings: of the build.
+        limit: `max_examples_per_split`.
+        text_vectors: '', 'pt' or what a sidecar says about itself; never a path.
+    """
+    # Only where it is so: the metadata of other data sets stays as it always was.
+    in_place = {_LATENTS: settings.latents} if settings.latents == IN_PLACE else {}
+    return in_place | {
+        'caption_column': settings.caption_column,
+        _VECTORS: text_vectors,
+        'validation_fraction': float(settings.validation_fraction),
+        'shard_bytes': settings.shard_bytes,
+        'bad_data': settings.bad_data,
+        'max_bad_fraction': float(settings.max_bad_fraction),
+        'check_crc': settings.check_crc,
+        _LIMIT: limit,
+        'record_format': schema.RECORD_FORMAT,
+        'package_version': coyo11m_tfds.__version__,
+    }
+
+
+def check(
+    folder: str | os.PathLike[str],
+    metadata: Mapping[str, Any],
+    settings: BuildSettings,
+    limit: int | None,
+) -> None:
+    """Refuses a data set that was built with other settings than are asked for.
+
+    One without recorded settings, of an earlier version, is accepted. Of a sidecar the header is
+    read, if it is a local file that exists.
+
+    Args:
+        folder: of the data set, for messages.
+        metadata: of its `dataset_info`.
+        settings: what is asked for.
+        limit: `max_examples_per_split`.
+
+    Raises:
+        ValueError: they differ, or the sidecar is none.
+    """
+    recorded = metadata.get(schema.META_SETTINGS)
+    if recorded is None:
+        return
+    wanted = record(settings, limit, _text_vectors(settings.text_vectors, recorded.get(_VECTORS)))
+    lie = {_LATENTS: RECORDS}
+    differing = list(_differences(lie | recorded, lie | wanted))
+    if differing:
+        raise ValueError(
+            f'{os.fspath(folder)} was built with other settings: {"; ".join(differing)}. Give the '
+            'config another name, or replace the data set with --overwrite (in Python '
+            'download_mode=tfds.GenerateMode.REUSE_CACHE_IF_EXISTS).'
+        )
+
+
+def _text_vectors(chosen: str, recorded: Any) -> str | Mapping[str, Any]:
+    """What would be recorded of `text_vectors`; of a sidecar that is out of reach, what was."""
+    if chosen in _IN_RECORDS:
+        return chosen
+    if source_files.is_remote(chosen) or not os.path.isfile(chosen):
+        return recorded if isinstance(recorded, dict) else chosen
+    from coyo11m_tfds.source import embedding_store
+
+    return dataclasses.asdict(embedding_store.read_header(chosen))
+
+
+def _differences(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
+    # What one of the two does not know belongs to another version of this package.
+    for name in wanted.keys() & recorded.keys() - set(_NOT_COMPARED):
+        there, here = recorded[name], wanted[name]
+        if isinstance(there, dict) and isinstance(here, dict):
+            yield from (f'{name}: {part}' for part in _differences(there, here))
+        elif there != here:
+            yield f'{name} is {there!r} there, {here!r} is asked for'

@@ -1,0 +1,135 @@
+"""What a shard's records take besides latents: which rows, and the captions and vectors of them.
+
+    inputs = StoreInputs(rows, keys, captions_store, vectors_store='', text_dim=0)
+    opened = inputs.open()
+    opened.rows, opened.keys                 # int32 (n,), int64 (n,)
+    opened.captions(slice(0, 256))           # list of UTF-8 bytes
+    opened.vectors(slice(0, 256))            # float16 (256, text_dim)
+
+On one machine all shards read the same memory-mapped stores (`StoreInputs`). A worker on another
+machine has no such store: for it, `pack` puts what one shard needs into bytes of its own, some MB,
+and `PackedInputs` reads them from wherever they were put.
+"""
+
+import dataclasses
+import io
+import zipfile
+from typing import Protocol
+
+import numpy as np
+from etils import epath
+
+from coyo11m_tfds.source import caption_store, embedding_store
+from coyo11m_tfds.storage import retry
+
+
+class OpenInputs(Protocol):
+    """What the writer of a shard reads; `part` is a range of the shard's rows.
+
+    Attributes:
+        rows: rows of the `.pt` file in the order of the records, int32 `(n,)`.
+        keys: their keys, int64 `(n,)`.
+    """
+
+    rows: np.ndarray
+    keys: np.ndarray
+
+    def captions(self, part: slice) -> list[bytes]:
+        """Captions as UTF-8."""
+
+    def vectors(self, part: slice) -> np.ndarray:
+        """Text vectors of a sidecar, float16 `(len(part), text_dim)`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreInputs:
+    """Inputs from the stores of captions and vectors on this machine.
+
+    Attributes:
+        rows: rows of the `.pt` file, int32 `(n,)`.
+        keys: their keys, int64 `(n,)`.
+        captions_store: folder of a `caption_store.CaptionStore`.
+        vectors_store: folder of a `embedding_store.VectorStore`; '' without a sidecar.
+        text_dim: numbers of one vector of the sidecar.
+    """
+
+    rows: np.ndarray
+    keys: np.ndarray
+    captions_store: str
+    vectors_store: str = ''
+    text_dim: int = 0
+
+    def open(self) -> OpenInputs:
+        """Opens the stores."""
+        return _FromStores(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedInputs:
+    """Inputs that `pack` has made, at a local or `gs://` path."""
+
+    path: str
+
+    def open(self) -> OpenInputs:
+        """Reads all of it, some MB.
+
+        Raises:
+            OSError: it cannot be read, or arrives damaged again and again.
+        """
+        return retry.call(self._read, self.path)
+
+    def _read(self) -> OpenInputs:
+        try:
+            return _Packed(epath.Path(self.path).read_bytes())
+        except (zipfile.BadZipFile, EOFError) as error:
+            raise retry.Corrupted(f'{self.path}: {error}') from error
+
+
+def pack(inputs: StoreInputs) -> bytes:
+    """Puts rows, keys, captions and vectors of one shard into one piece."""
+    opened, whole = inputs.open(), slice(None)
+    texts = opened.captions(whole)
+    arrays = {
+        'rows': opened.rows,
+        'keys': opened.keys,
+        'caption_lengths': np.array([len(text) for text in texts], np.int64),
+        'caption_text': np.frombuffer(b''.join(texts), np.uint8),
+    }
+    if inputs.vectors_store:
+        arrays['vectors'] = opened.vectors(whole)
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+class _FromStores:
+    def __init__(self, inputs: StoreInputs):
+        self.rows, self.keys = inputs.rows, inputs.keys
+        self._captions = caption_store.CaptionStore(inputs.captions_store)
+        self._vectors: embedding_store.VectorStore | None = None
+        if inputs.vectors_store:
+            self._vectors = embedding_store.VectorStore(inputs.vectors_store, inputs.text_dim)
+
+    def captions(self, part: slice) -> list[bytes]:
+        return self._captions.texts(self._captions.find(self.keys[part]))
+
+    def vectors(self, part: slice) -> np.ndarray:
+        return self._vectors.read(self._vectors.find(self.keys[part]))
+
+
+class _Packed:
+    def __init__(self, packed: bytes):
+        # Zip archives carry a checksum of each array, so damage is an error and not a caption.
+        with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
+            self.rows, self.keys = arrays['rows'], arrays['keys']
+            self._ends = np.cumsum(arrays['caption_lengths'])
+            self._starts = self._ends - arrays['caption_lengths']
+            self._text = arrays['caption_text'].tobytes()
+            self._vectors = arrays.get('vectors')
+
+    def captions(self, part: slice) -> list[bytes]:
+        bounds = zip(self._starts[part].tolist(), self._ends[part].tolist(), strict=True)
+        return [self._text[start:end] for start, end in bounds]
+
+    def vectors(self, part: slice) -> np.ndarray:
+        return self._vectors[part]

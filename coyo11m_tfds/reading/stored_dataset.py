@@ -1,0 +1,155 @@
+"""A built data set on a local disk, opened without TensorFlow: what its metadata files say.
+
+data = stored_dataset.read('OUT/coyo11m_tfds/latents/1.0.0')
+data.latent_dtype, data.text_dim              # 'float16', 640
+split = data.open_split('train')              # None where there is no chunk index
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from coyo11m_tfds import columns, schema
+from coyo11m_tfds.columns import Column, TextColumn
+from coyo11m_tfds.reading import indexed_split, stored_splits
+from coyo11m_tfds.reading.indexed_split import IndexedSplit
+from coyo11m_tfds.reading.stored_splits import StoredSplit
+
+FEATURES = (schema.KEY, schema.LATENTS, schema.TEXT_EMBEDDING, schema.CAPTION)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredDataset:
+    """The metadata of a data set.
+
+    Attributes:
+        folder: that it lies in.
+        full_name: name, config and version, as TFDS joins them.
+        splits: by name.
+        features: its features by name, each as `features.json` describes it.
+        metadata: what `metadata.json` says; {} where there is none.
+        columns: features that lie elsewhere than in the records, by name.
+    """
+
+    folder: str
+    full_name: str
+    splits: Mapping[str, StoredSplit]
+    features: Mapping[str, dict]
+    metadata: Mapping[str, Any]
+    columns: Mapping[str, Column | TextColumn]
+
+    @property
+    def latent_dtype(self) -> str:
+        """'float16' or 'bfloat16'.
+
+        Raises:
+            ValueError: the data set has no latents, or they have another shape, dtype or encoding.
+        """
+        if schema.LATENTS in self.columns:
+            return self.columns[schema.LATENTS].dtype
+        dtype, shape = self._tensor(schema.LATENTS)
+        if shape != schema.LATENTS_SHAPE or dtype not in schema.LATENT_DTYPES:
+            raise ValueError(
+                f'{self.folder}: feature {schema.LATENTS!r} is {dtype} {shape}, expected the bytes '
+                f'of {schema.LATENTS_SHAPE} of {" or ".join(schema.LATENT_DTYPES)}'
+            )
+        return dtype
+
+    @property
+    def text_dim(self) -> int:
+        """The width of the text vectors, 0 for a data set without them."""
+        if schema.TEXT_EMBEDDING not in self.features:
+            return 0
+        dtype, shape = self._tensor(schema.TEXT_EMBEDDING)
+        if dtype != 'float16' or len(shape) != 1:
+            raise ValueError(
+                f'{self.folder}: feature {schema.TEXT_EMBEDDING!r} is {dtype} {shape}, expected '
+                'the bytes of a vector of float16'
+            )
+        return shape[0]
+
+    def text_column(self, name: str) -> TextColumn:
+        """A column of text vectors.
+
+        Raises:
+            ValueError: there is none of this name.
+        """
+        return columns.find_text(self.folder, self.columns, name)
+
+    def check_features(self, names: Sequence[str]) -> None:
+        """Raises a ValueError for a feature that the data set does not have."""
+        check_features(self.folder, {*self.features, *self.columns}, names)
+
+    def open_split(self, split: str) -> IndexedSplit | None:
+        """Finds what the planned order needs; None where there is no chunk index.
+
+        Raises:
+            ValueError: there is no such split; its index is damaged, or of other shards.
+            OSError: the index cannot be read.
+        """
+        if split.partition('[')[0] not in self.splits:
+            raise ValueError(f'{self.folder}: no split {split!r}; there are {list(self.splits)}')
+        if split not in self.splits or not self.splits[split].file_names:
+            return None
+        found = self.splits[split]
+        first = os.path.join(self.folder, found.file_names[0])
+        return indexed_split.load(self.folder, split, found.shard_lengths, first)
+
+    def _tensor(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """The dtype and the shape of a feature that is stored as bytes; otherwise '' and ()."""
+        tensor = self.features.get(name, {}).get('tensor', {})
+        if tensor.get('encoding') != 'bytes':
+            return '', ()
+        return tensor['dtype'], tuple(map(int, tensor['shape'].get('dimensions', ())))
+
+
+def read(folder: str | os.PathLike[str]) -> StoredDataset | None:
+    """Reads the metadata in a local folder; None if there is no data set.
+
+    Raises:
+        ValueError: a file is damaged.
+        OSError: a file cannot be read.
+    """
+    path = pathlib.Path(folder)
+    if not (path / schema.INFO_FILE).is_file():
+        return None
+    data = (path / schema.INFO_FILE).read_bytes()
+    try:
+        splits = {split.name: split for split in stored_splits.parse(data)}
+    except ValueError as error:
+        raise ValueError(f'{path / schema.INFO_FILE}: is damaged ({error}).') from error
+    info = json.loads(data)
+    names = [info.get('name'), info.get('configName'), info.get('version')]
+    features = _read_json(path / schema.FEATURES_FILE).get('featuresDict', {}).get('features')
+    if not isinstance(features, dict):
+        raise ValueError(f'{path / schema.FEATURES_FILE}: is damaged (it names no features).')
+    file = path / schema.METADATA_FILE
+    metadata = _read_json(file) if file.exists() else {}
+    full_name = '/'.join(filter(None, names))
+    return StoredDataset(str(path), full_name, splits, features, metadata, columns.read(path))
+
+
+def _read_json(path: pathlib.Path) -> dict:
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f'{path}: is damaged ({error}).') from error
+    if not isinstance(content, dict):
+        raise ValueError(f'{path}: is damaged (it holds no object).')
+    return content
+
+
+def check_features(
+    data_dir: str | os.PathLike[str], there: Collection[str], asked: Sequence[str]
+) -> None:
+    """Raises a ValueError for a feature that is asked for and not there."""
+    available = [name for name in FEATURES if name in there]
+    missing = [name for name in asked if name not in available]
+    if missing:
+        raise ValueError(
+            f'{data_dir}: no feature {missing[0]!r}; there are {available}. Data sets with '
+            'text vectors are built with the config field text_vectors.'
+        )

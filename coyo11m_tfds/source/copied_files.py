@@ -1,0 +1,147 @@
+"""Which files of a source have been copied to a destination, wholly and in the right version.
+
+    copied = CopiedFiles(Destination('gs://bucket/coyo11m'))
+    copied.missing(files)              # those of `files`, by name, that are still to be copied
+    copied.save(name, file, state)     # when a copy is there
+
+A record of every copy, in `.mirror/` of the destination, has the version of the original and the
+size and CRC-32C of the copy. A file counts as copied if its record is of the version that the
+source has now, and what is there now fits the record.
+"""
+
+import concurrent.futures
+import json
+import os
+import urllib.parse
+from collections.abc import Collection, Mapping
+
+from absl import logging
+
+from coyo11m_tfds import schema
+from coyo11m_tfds.process.progress import Progress
+from coyo11m_tfds.storage import remote, source_files
+from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage.file_state import FileState
+from coyo11m_tfds.storage.source_files import SourceFile
+
+_RECORDS = '.mirror'
+_READS_AT_ONCE = 8
+
+
+class CopiedFiles:
+    """The copies in a destination and their records."""
+
+    def __init__(self, target: Destination):
+        self._target = target
+
+    def save(self, name: str, file: SourceFile, state: FileState) -> None:
+        """Writes the record of a copy that is safely there.
+
+        Args:
+            name: of the copy, relative to the destination.
+            file: the original.
+            state: of the copy.
+        """
+        record = {
+            'source': file.path,
+            'version': file.version,
+            'size': state.size,
+            'crc32c': f'{state.crc32c:08x}',
+        }
+        quoted = urllib.parse.quote(name, safe='')  # all records are in one folder
+        data = json.dumps(record, indent=1).encode()
+        self._target.put_bytes(f'{_RECORDS}/{quoted}.json', data)
+
+    def missing(self, files: Mapping[str, SourceFile]) -> dict[str, SourceFile]:
+        """Returns the files whose copy is not there, not whole, or of another version.
+
+        Copies on a local disk are read through for that.
+        """
+        records = {
+            _copy_name(name): _read_record(data)
+            for name, data in self._target.read_all(_RECORDS).items()
+        }
+        self._warn_of_others(records, files)
+        recorded = {
+            name: records[name][1]
+            for name, file in files.items()
+            if name in records and records[name][0] == file.version
+        }
+        found = self._look_for(recorded)
+        return {
+            name: file
+            for name, file in files.items()
+            if name not in recorded or found.get(name) != recorded[name]
+        }
+
+    def _look_for(self, recorded: Mapping[str, FileState]) -> dict[str, FileState]:
+        """The states of those of these files that are there."""
+        if not recorded:
+            return {}
+        where = self._target.folder
+        num_bytes = 0 if self._target.is_remote else sum(s.size for s in recorded.values())
+        found = {}
+        with Progress(f'Checking {where}', num_bytes, 'B') as progress:
+            for folder in sorted({os.path.dirname(name) for name in recorded}):
+                names = {os.path.basename(n) for n in recorded if os.path.dirname(n) == folder}
+                states = self._target.inventory(folder, progress.add, names)
+                found |= {os.path.join(folder, name): state for name, state in states.items()}
+        return found
+
+    def _warn_of_others(self, records: Collection[str], files: Mapping[str, SourceFile]) -> None:
+        others = [n for n in records if n.startswith(schema.LATENTS_FOLDER) and n not in files]
+        if others:
+            logging.warning(
+                '%s has copies of %d files that the source does not have any more, such as %s. '
+                'Delete them, or they become part of what is built from it.',
+                self._target.folder,
+                len(others),
+                min(others),
+            )
+
+
+def recorded_states(folder: str) -> dict[str, FileState]:
+    """Returns the state of every copy in a source's folder when it was made, by name.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        OSError: the records cannot be read.
+    """
+    _, files = source_files.list_files(folder, _RECORDS, ('.json',))
+    records = [file for name, file in files.items() if os.path.dirname(name) == _RECORDS]
+    with concurrent.futures.ThreadPoolExecutor(_READS_AT_ONCE) as threads:
+        contents = threads.map(lambda file: remote.read_range(file, 0, file.size), records)
+        states = {
+            _copy_name(file.name): _read_record(content)
+            for file, content in zip(records, contents, strict=True)
+        }
+    return {name: state for name, (version, state) in states.items() if version}
+
+
+def compare(found: FileState, recorded: FileState, path: str) -> None:
+    """Raises a ValueError if a file is not what was copied there.
+
+    Args:
+        found: its state now.
+        recorded: its state when it was copied.
+        path: what the error calls it.
+    """
+    if found != recorded:
+        raise ValueError(
+            f'{path}: has {found.size:,} bytes with CRC-32C {found.crc32c:08x}, but when it was '
+            f'mirrored {recorded.size:,} with {recorded.crc32c:08x}. Mirror the source again; if '
+            f'you have replaced the file on purpose, delete its record in {_RECORDS}/.'
+        )
+
+
+def _copy_name(record_name: str) -> str:
+    return urllib.parse.unquote(record_name.removesuffix('.json'))
+
+
+def _read_record(data: bytes) -> tuple[str, FileState]:
+    """Version of the original and state of the copy; those of no file if it is damaged."""
+    try:
+        record = json.loads(data)
+        return record['version'], FileState(record['size'], int(record['crc32c'], 16))
+    except (KeyError, TypeError, ValueError):
+        return '', FileState(-1, -1)

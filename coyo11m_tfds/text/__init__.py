@@ -1,0 +1,5 @@
+"""Text encoders: captions to tokens and embeddings, with torch or with JAX.
+
+Import `text_encoders`, which makes an encoder of its name. The others are loaded when they are
+asked for, so that hashed words need neither torch nor weights.
+"""

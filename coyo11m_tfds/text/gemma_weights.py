@@ -1,0 +1,221 @@
+"""Reads Gemma 3's text model from the files that transformers or llama.cpp read.
+
+    checkpoint = open_checkpoint('google/gemma-3-270m')  # of the Hugging Face hub, or its cache
+    checkpoint = open_checkpoint('gemma-3-270m/')        # config.json, *.safetensors, tokenizer
+    checkpoint = open_checkpoint('gemma-q4/')            # one GGUF file, quantized or not
+    params = load_params(checkpoint, jnp.bfloat16)       # for gemma.Gemma(checkpoint.config)
+    tokenizer = checkpoint.tokenizer()
+
+Of the multimodal sizes (4B and more) only the text model is read. Needs neither torch nor
+transformers, and unpickles nothing.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tokenizers
+from safetensors import SafetensorError, safe_open
+
+from coyo11m_tfds.text import gemma, gemma_config, gemma_tokenizer, model_files
+
+# `.weight` behind it): of each layer, and of the rest.
+_LAYER = [
+    ('attention_norm.scale', 'input_layernorm', 'attn_norm'),
+    ('attention.query.kernel', 'self_attn.q_proj', 'attn_q'),
+    ('attention.key.kernel', 'self_attn.k_proj', 'attn_k'),
+    ('attention.value.kernel', 'self_attn.v_proj', 'attn_v'),
+    ('attention.out.kernel', 'self_attn.o_proj', 'attn_output'),
+    ('attention.query_norm.scale', 'self_attn.q_norm', 'attn_q_norm'),
+    ('attention.key_norm.scale', 'self_attn.k_norm', 'attn_k_norm'),
+    ('post_attention_norm.scale', 'post_attention_layernorm', 'post_attention_norm'),
+    ('mlp_norm.scale', 'pre_feedforward_layernorm', 'ffn_norm'),
+    ('mlp.gate.kernel', 'mlp.gate_proj', 'ffn_gate'),
+    ('mlp.up.kernel', 'mlp.up_proj', 'ffn_up'),
+    ('mlp.down.kernel', 'mlp.down_proj', 'ffn_down'),
+    ('post_mlp_norm.scale', 'post_feedforward_layernorm', 'post_ffw_norm'),
+]
+_REST = [('embedding', 'embed_tokens', 'token_embd'), ('norm.scale', 'norm', 'output_norm')]
+
+# Weights in the files that the text model without its language-model head has no use for.
+_OTHER_PARTS = re.compile(r'(.*\.)?(lm_head|vision_tower|multi_modal_projector)\.|output\.weight$')
+
+_HUB_FILES = ['config.json', '*.safetensors', '*.safetensors.index.json', 'tokenizer*.json']
+
+
+def open_checkpoint(model: str) -> 'SafetensorsCheckpoint | GgufCheckpoint':
+    """Opens a folder, or a model of the hub, which is downloaded unless it is in the cache.
+
+    Raises:
+        ValueError: there is no such model, it has not exactly one kind of weights that are safe to
+            read, or it is not a Gemma 3 that `gemma.Gemma` can compute.
+    """
+    folder = model_files.local_folder(model) or _download(model)
+    gguf = model_files.gguf_file(folder)
+    try:
+        return GgufCheckpoint(gguf) if gguf else SafetensorsCheckpoint(folder)
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        raise ValueError(f'cannot read the text encoder {model!r}: {error}') from error
+
+
+def load_params(
+    checkpoint: 'SafetensorsCheckpoint | GgufCheckpoint', dtype: jnp.dtype | type
+) -> dict[str, Any]:
+    """Reads all weights, each once.
+
+    Returns:
+        The parameters of `gemma.Gemma(checkpoint.config)` as NumPy arrays: of `dtype`, but scales
+        of norms float32; those of all layers stacked as `(depth, ...)`.
+
+    Raises:
+        ValueError: weights are missing, unexpected, damaged, not of floating point, or not of the
+            shape that the configuration implies.
+    """
+    model = gemma.Gemma(checkpoint.config)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))['params']
+    params = {
+        name: np.empty(leaf.shape, np.float32 if name.endswith('.scale') else dtype)
+        for name, leaf in flax.traverse_util.flatten_dict(shapes, sep='.').items()
+    }
+    targets = _targets(params, checkpoint)
+    missing, unexpected = targets.keys() - checkpoint.names, checkpoint.names - targets.keys()
+    if missing or unexpected:
+        raise ValueError(
+            f'{checkpoint.path}: the weights do not fit the configuration: {len(missing)} are '
+            f'missing {sorted(missing)[:3]}, {len(unexpected)} unexpected {sorted(unexpected)[:3]}.'
+        )
+    for name, target in targets.items():
+        try:
+            values = checkpoint.read(name)
+        except (SafetensorError, ValueError, NotImplementedError) as error:
+            raise ValueError(f'{checkpoint.path}: cannot read {name}: {error}') from error
+        if values.shape != target.shape or not jnp.issubdtype(values.dtype, jnp.floating):
+            raise ValueError(
+                f'{checkpoint.path}: {name} is {values.dtype} {values.shape}, expected floating '
+                f'point {target.shape}.'
+            )
+        target[...] = values
+    return flax.traverse_util.unflatten_dict(params, sep='.')
+
+
+def _targets(
+    params: Mapping[str, np.ndarray], checkpoint: 'SafetensorsCheckpoint | GgufCheckpoint'
+) -> dict[str, np.ndarray]:
+    """Where to write each weight, by its name in the files, in the files' order of axes."""
+    targets = {}
+    for ours, *theirs in _REST:
+        targets[f'{theirs[checkpoint.kind]}.weight'] = params[ours]
+    for ours, *theirs in _LAYER:
+        for i, stacked in enumerate(params[f'layers.{ours}']):
+            name = f'{checkpoint.layers}.{i}.{theirs[checkpoint.kind]}.weight'
+            targets[name] = stacked.T  # a kernel is (in, out) here and (out, in) there
+    return targets
+
+
+class SafetensorsCheckpoint:
+    """A folder as `save_pretrained` of transformers writes it.
+
+    Attributes:
+        path: of the folder.
+        config: sizes of the model.
+        names: of the text model's weights, without the prefix that they share.
+        kind: which names it uses.
+        layers: what the names of weights in layers begin with.
+    """
+
+    kind, layers = 0, 'layers'
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+        raw = json.loads((folder / 'config.json').read_text(encoding='utf-8'))
+        self.config = gemma_config.from_transformers(raw, str(folder / 'config.json'))
+        index = folder / 'model.safetensors.index.json'
+        paths = set(folder.glob('*.safetensors'))
+        if index.is_file():
+            shards = json.loads(index.read_text(encoding='utf-8'))['weight_map'].values()
+            paths = {folder / shard for shard in shards}
+        self._files = {}
+        for path in sorted(paths):
+            file = safe_open(path, 'numpy')
+            for name in file.keys():  # noqa: SIM118, it is no mapping
+                if name in self._files:
+                    raise ValueError(f'{path}: {name} comes in another file of the folder too.')
+                self._files[name] = file
+        text = {name for name in self._files if not _OTHER_PARTS.match(name)}
+        self._prefix = next((n for n in text if n.endswith('embed_tokens.weight')), '')
+        self._prefix = self._prefix.removesuffix('embed_tokens.weight')
+        self.names = frozenset(name.removeprefix(self._prefix) for name in text)
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns the weight of a name in `names`."""
+        name = self._prefix + name
+        return self._files[name].get_tensor(name)
+
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        """Returns the tokenizer; raises ValueError if it is missing."""
+        return gemma_tokenizer.from_folder(self.path)
+
+
+class GgufCheckpoint:
+    """A GGUF file as llama.cpp's `convert_hf_to_gguf.py` and `llama-quantize` write it.
+
+    Attributes:
+        path, config, names, kind, layers: as in `SafetensorsCheckpoint`.
+    """
+
+    kind, layers = 1, 'blk'
+
+    def __init__(self, path: Path) -> None:
+        import gguf  # not needed for safetensors
+
+        self.path = path
+        try:
+            self._reader = gguf.GGUFReader(path)
+        except (ValueError, IndexError, KeyError) as error:
+            raise ValueError(f'{path} is not a GGUF file or is cut short: {error}') from error
+        tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self._tensors = {n: t for n, t in tensors.items() if not _OTHER_PARTS.match(n)}
+        self.names = frozenset(self._tensors)
+        fields = self._fields('general.') | self._fields('gemma3.')
+        table = tensors.get('token_embd.weight')
+        vocab_size = 0 if table is None else int(table.shape[1])
+        self.config = gemma_config.from_gguf(fields, vocab_size, str(path))
+
+    def _fields(self, prefix: str) -> dict[str, Any]:
+        fields = self._reader.fields.items()
+        return {name: field.contents() for name, field in fields if name.startswith(prefix)}
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns the weight of a name in `names`, dequantized, float32."""
+        import gguf
+
+        tensor = self._tensors[name]
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        # llama.cpp keeps what the normalized numbers are multiplied by.
+        return values - 1 if name.endswith('norm.weight') else values
+
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        """Returns the tokenizer; raises ValueError if it is not Gemma's kind."""
+        prefix = 'tokenizer.ggml.'
+        fields = {n.removeprefix(prefix): v for n, v in self._fields(prefix).items()}
+        return gemma_tokenizer.from_gguf(fields, str(self.path))
+
+
+def _download(model: str) -> Path:
+    """Returns the folder in the cache of the hub's client."""
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=_HUB_FILES))
+    except Exception as error:  # of the client, its HTTP library, or the disk
+        raise ValueError(
+            f'cannot load the text encoder {model!r}: {error}\nExpected a folder with config.json, '
+            '*.safetensors and tokenizer.json, a folder with one GGUF file, or a name on the '
+            'Hugging Face hub (which needs the network unless the model is in the cache).'
+        ) from error

@@ -1,0 +1,174 @@
+"""Text vectors from Gemma 3 in JAX: its last hidden states, averaged over the tokens.
+
+    encoder = JaxEncoder('google/gemma-3-270m', 512)    # of the Hugging Face hub, or its cache
+    encoder = JaxEncoder('gemma/', 512)                 # a folder: safetensors, or one GGUF file
+    vectors = encoder.encode(['a cat', 'two dogs'])     # float32 (2, encoder.dim)
+
+The vectors of `hf_encoder` on the same files, without torch and transformers, on TPU, GPU or CPU:
+rows of a batch are shared out over the local devices, each of which has all weights. Batches come
+in few shapes, each of which is compiled once.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from coyo11m_tfds.text import gemma, gemma_weights, model_files
+from coyo11m_tfds.text.text_encoders import ignore_captions
+
+# Tokens in a forward pass of one device, padding counted in: so memory stays the same however long
+# the captions are. On a CPU more of them leave its caches: Gemma-3-270M takes 53 to 56 ms of CPU a
+# caption of 49 tokens with 512 to 1,024 tokens, 63 with 2,048 and 80 with 4,096. Accelerators need
+# many to be busy; compiled for a TPU v5e, 32,768 take 0.3 GB beside the weights' 0.5.
+CPU_BATCH_TOKENS = 1024
+BATCH_TOKENS = 32768
+
+_WIDTHS_AN_OCTAVE = 8  # of batches; more of them mean less padding and more programs to compile
+_SHORTEST = 16  # no batch is narrower
+_PADDING = 0  # Gemma's own token for it; any other gives the same vectors
+
+
+class JaxEncoder:
+    """A Gemma 3 text model on the local devices.
+
+    Computes in float32 on CPUs and in bfloat16 elsewhere; norms, softmax and averages are float32
+    always. Of one caption the vector is the same in any company but for rounding, because the order
+    of sums in a matrix product depends on the product's shape.
+
+    Attributes:
+        name: `jax:` and the name on the hub or the folder's own name.
+        revision: of a model on the hub its commit; of a folder a digest of the files in it.
+        dim: numbers a vector (the model's width).
+        truncated: captions cut to the greatest length so far.
+        max_tokens: the greatest length, special tokens counted in; the model's own if smaller.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        max_tokens: int,
+        batch_tokens: int | None = None,
+        dtype: jnp.dtype | type | None = None,
+    ) -> None:
+        """Loads tokenizer and weights.
+
+        Args:
+            model: a folder, or a name on the hub.
+            max_tokens: longer captions are cut to it.
+            batch_tokens: tokens in a forward pass of a device at most, padding counted in; None for
+                `CPU_BATCH_TOKENS` or `BATCH_TOKENS`.
+            dtype: of weights and computation; None for bfloat16, but float32 on CPUs.
+
+        Raises:
+            ValueError: there is no such model, it is not a Gemma 3 or its files are unfit, or
+                max_tokens is too small.
+        """
+        devices = jax.local_devices()
+        on_cpu = devices[0].platform == 'cpu'
+        dtype = dtype or (jnp.float32 if on_cpu else jnp.bfloat16)
+        batch_tokens = batch_tokens or (CPU_BATCH_TOKENS if on_cpu else BATCH_TOKENS)
+        checkpoint = gemma_weights.open_checkpoint(model)
+        self.name = f'jax:{model_files.public_name(model)}'
+        self.revision = model_files.revision(model)
+        self.dim = checkpoint.config.width
+        self.truncated = 0
+        self._tokenizer = checkpoint.tokenizer()
+        self.max_tokens = min(max_tokens, checkpoint.config.max_positions)
+        special = self._tokenizer.num_special_tokens_to_add(is_pair=False)
+        if self.max_tokens <= special:
+            raise ValueError(
+                f'max_tokens is {self.max_tokens}, expected more than the {special} special tokens '
+                'that every caption gets'
+            )
+        self._tokenizer.enable_truncation(self.max_tokens)
+        self._num_devices = len(devices)
+        self._batch_tokens = batch_tokens * len(devices)
+
+        mesh = Mesh(np.array(devices), ('data',))
+        self._rows = NamedSharding(mesh, P('data'))
+        params = gemma_weights.load_params(checkpoint, dtype)
+        self._params = jax.device_put(params, NamedSharding(mesh, P()))
+        network = gemma.Gemma(checkpoint.config, dtype)
+        self._pool = jax.jit(functools.partial(_pool, network), out_shardings=self._rows)
+
+    def encode(
+        self, captions: Sequence[str], on_captions: Callable[[int], None] = ignore_captions
+    ) -> np.ndarray:
+        """Returns float32 `(len(captions), dim)`; see `text_encoders.Encoder`."""
+        return self.encode_tokens(self.tokenize(captions), on_captions)
+
+    def tokenize(self, captions: Sequence[str]) -> list[list[int]]:
+        """Returns the tokens of every caption, at least one and at most `max_tokens`."""
+        encodings = self._tokenizer.encode_batch_fast(list(captions))
+        self.truncated += sum(bool(encoding.overflowing) for encoding in encodings)
+        return [encoding.ids or [_PADDING] for encoding in encodings]
+
+    def encode_tokens(
+        self,
+        tokens: Sequence[Sequence[int]],
+        on_captions: Callable[[int], None] = ignore_captions,
+    ) -> np.ndarray:
+        """Returns the means of the hidden states of each row of tokens, float32 `(n, dim)`."""
+        lengths = np.array([len(ids) for ids in tokens], np.int32)
+        results = []
+        # The devices work on a batch while the next one is made.
+        for rows, shape in plan_batches(lengths, self._batch_tokens, self._num_devices):
+            padded = np.full(shape, _PADDING, np.int32)
+            for i, row in enumerate(rows):
+                padded[i, : lengths[row]] = tokens[row]
+            padded_lengths = np.zeros(shape[0], np.int32)
+            padded_lengths[: len(rows)] = lengths[rows]
+            batch = jax.device_put((padded, padded_lengths), self._rows)
+            results.append((rows, self._pool(self._params, *batch)))
+        vectors = np.empty((len(lengths), self.dim), np.float32)
+        for rows, means in results:
+            vectors[rows] = np.asarray(means)[: len(rows)]
+            on_captions(len(rows))
+        return vectors
+
+
+def plan_batches(
+    lengths: np.ndarray, batch_tokens: int, num_devices: int = 1
+) -> Iterator[tuple[np.ndarray, tuple[int, int]]]:
+    """Groups rows of like length, longest first, so that little of a batch is padding.
+
+    The shapes are few: a batch is as wide as its longest row, rounded up to one of eight widths an
+    octave, and as high as its width allows; the last one only as high as a power of two allows.
+
+    Args:
+        lengths: integers `(n,)`, tokens of each row.
+        batch_tokens: height times width of a batch at most, unless a row a device is more.
+        num_devices: heights are multiples of it.
+
+    Yields:
+        `(rows, (height, width))`: int64 `(k,)`, numbers of at most `height` rows, none of which is
+        longer than `width`; each row comes once.
+    """
+    order = np.argsort(-lengths, kind='stable')
+    start = 0
+    while start < len(order):
+        width = _round_up(int(lengths[order[start]]))
+        height = max(1, batch_tokens // (width * num_devices))  # of one device
+        left = -(-(len(order) - start) // num_devices)
+        height = min(height, 1 << (left - 1).bit_length()) * num_devices
+        yield order[start : start + height], (height, width)
+        start += height
+
+
+def _round_up(length: int) -> int:
+    """The least of 16, 18, 20, ..., 32, 36, 40, ..., 64, 72, ... that is not less than `length`."""
+    octave = 1 << (length - 1).bit_length()  # the least power of two that is not less
+    step = max(1, octave // (2 * _WIDTHS_AN_OCTAVE))
+    return max(_SHORTEST, -(-length // step) * step)
+
+
+def _pool(network: gemma.Gemma, params, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+    # Else accelerators round the operands of float32 products to fewer bits.
+    precision = 'highest' if network.dtype == jnp.float32 else None
+    with jax.default_matmul_precision(precision):
+        return gemma.mean_states(network.apply({'params': params}, tokens), lengths)

@@ -1,0 +1,163 @@
+"""The figures of the shuffle against counting and drawing by hand."""
+
+import collections
+import itertools
+import math
+import pathlib
+import statistics
+import xml.etree.ElementTree
+
+import numpy as np
+import pytest
+
+from benchmarks import shuffle_quality
+from coyo11m_tfds.reading.order import Order
+
+LENGTHS = (901, 640, 0, 33, 777, 1, 850)
+
+
+@pytest.mark.parametrize('epoch', [0, 2])
+def test_an_epoch_is_measured_as_counted_batch_by_batch(epoch: int):
+    order = Order(LENGTHS, seed=1, batch_size=48, chunk=64, lanes=4, window=200)
+    first = sum(order.epoch(number).steps for number in range(epoch))
+    steps = order.epoch(epoch).steps
+    batches = [
+        list(zip(*(x.tolist() for x in order.batch_records(first + step)), strict=True))
+        for step in range(steps)
+    ]
+    chunks = [
+        collections.Counter((shard, record // 64) for shard, record in batch) for batch in batches
+    ]
+    source = [(shard, record) for shard in range(len(LENGTHS)) for record in range(LENGTHS[shard])]
+    place = {record: i for i, record in enumerate(itertools.chain.from_iterable(batches))}
+    neighbours = [
+        (place[one], place[next_])
+        for one, next_ in itertools.pairwise(source)
+        if one in place and next_ in place
+    ]
+    distances = [abs(one - next_) for one, next_ in neighbours]
+
+    quality = shuffle_quality.measure(order, epoch)
+
+    pairs = [sum(math.comb(count, 2) for count in counter.values()) for counter in chunks]
+    assert quality.pairs == pytest.approx(statistics.mean(pairs))
+    assert quality.chunks == pytest.approx(statistics.mean(map(len, chunks)))
+    together = [one // 48 == next_ // 48 for one, next_ in neighbours]
+    assert quality.same_batch == pytest.approx(statistics.mean(together))
+    assert quality.median == statistics.median(distances)
+    for distance in (1, 47, 48, 500, 3000):
+        share = statistics.mean(d <= distance for d in distances)
+        assert quality.within(distance) == pytest.approx(share)
+
+
+def test_the_formulas_of_a_perfect_shuffle_are_those_of_drawn_permutations():
+    order = Order((100, 64, 40), seed=0, batch_size=12, chunk=64, lanes=1)
+    chunk = np.repeat([0, 1, 2, 3], [64, 36, 64, 40])
+    rng = np.random.default_rng(0)
+    pairs, chunks, together, distances = [], [], [], []
+    for _ in range(4000):
+        place = rng.permutation(204)
+        counts = np.bincount(chunk[np.argsort(place)[:12]])
+        pairs.append((counts * (counts - 1) // 2).sum())
+        chunks.append((counts > 0).sum())
+        together.append((place[:-1] // 12 == place[1:] // 12).mean())
+        distances.append(np.abs(np.diff(place)))
+
+    best = shuffle_quality.perfect(order)
+
+    # Three standard errors of the mean.
+    assert best.pairs == pytest.approx(np.mean(pairs), abs=3 * np.std(pairs) / 4000**0.5)
+    assert best.chunks == pytest.approx(np.mean(chunks), abs=3 * np.std(chunks) / 4000**0.5)
+    assert best.same_batch == pytest.approx(np.mean(together), rel=0.01)
+    assert best.median == pytest.approx(np.median(distances), abs=1)
+    for distance in (1, 10, 60, 150, 203):
+        share = np.mean(np.array(distances) <= distance)
+        assert best.within(distance) == pytest.approx(share, rel=0.02)
+    assert best.within(203) == 1
+
+
+def test_pairs_are_about_what_the_formula_says():
+    order = Order((64_000,) * 8, seed=0, batch_size=256, chunk=64, lanes=16, window=1024)
+    expected = 16 * math.comb(16, 2) * 63 / 1023
+    assert shuffle_quality.measure(order).pairs == pytest.approx(expected, rel=0.03)
+
+
+def test_a_data_set_is_cut_into_shards_of_the_usual_size():
+    lengths = shuffle_quality.shard_lengths(7_600_001)
+    assert lengths.sum() == 7_600_001
+    assert lengths.max() - lengths.min() <= 1
+    assert 60e6 < lengths.max() * 25_000 < 130e6
+
+
+def test_the_command_prints_a_table_and_draws(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture
+):
+    svg = tmp_path / 'shuffle.svg'
+    arguments = ['--records=100000', '--window=512', f'--svg={svg}']
+
+    shuffle_quality.main(arguments)
+
+    header, _, *rows = [
+        [cell.strip() for cell in line.split('|')[1:-1]]
+        for line in capsys.readouterr().out.splitlines()
+    ]
+    assert {len(row) for row in rows} == {len(header)}
+    settings = [tuple(int(cell.replace(',', '')) for cell in row[:3]) for row in rows[:-1]]
+    assert settings == [
+        (64, 512, 16),
+        (32, 512, 16),
+        (128, 512, 16),
+        (256, 512, 16),
+        (64, 256, 16),
+        (64, 1024, 16),
+        (64, 4096, 16),
+        (64, 128, 64),
+        (64, 32, 256),
+    ]
+    by_name = [dict(zip(header, row, strict=True)) for row in rows]
+    assert by_name[0]['MB a request'] == '1.7' and by_name[3]['MB a request'] == '6.7'
+    assert by_name[0]['MB in windows'] == by_name[-2]['MB in windows'] == '78'
+    pairs = [float(row['pairs of a batch from one chunk'].replace(',', '')) for row in by_name]
+    assert pairs[1] < pairs[0] < pairs[2] < pairs[3] and pairs[-1] < pairs[6] < pairs[5] < pairs[4]
+    assert pairs[-2] == 0
+
+    drawn = xml.etree.ElementTree.parse(svg).getroot()
+    texts = [text.text for text in drawn.findall('{*}text')]
+    assert {'planned order', 'perfect shuffle', 'windows of 512'} <= {
+        part for text in texts for part in (text, *text.split(', '))
+    }
+    ticks = {text.text: float(text.get('x')) for text in drawn.findall('{*}text')}
+    steps = np.diff([ticks[label] for label in ('1', '10', '100', '1,000', '100,000')])
+    np.testing.assert_allclose(steps / steps[0], [1, 1, 1, 2], rtol=0.01)
+    ours, best = (path_points(path.get('d')) for path in drawn.findall('{*}path'))
+    for points in (ours, best):
+        assert (np.diff(points[:, 0]) >= 0).all() and (np.diff(points[:, 1]) <= 0).all()
+        assert points[-1].tolist() == [736, 104]  # all neighbours are less than an epoch apart
+    assert (ours[:, 1] <= best[:, 1] + 1).all(), 'nothing is shuffled better than perfectly'
+    assert 'prefers-color-scheme: dark' in svg.read_text()
+
+
+@pytest.mark.parametrize('records', [347, 3972])
+def test_few_records_are_measured_with_the_settings_that_fit(
+    records: int, capsys: pytest.CaptureFixture
+):
+    flags = ['--batch_size=64', '--chunk=32', '--window=256', '--lanes=4']
+
+    shuffle_quality.main([f'--records={records}', *flags])
+
+    _, _, own, *others, perfect = [
+        [cell.strip() for cell in line.split('|')[1:-1]]
+        for line in capsys.readouterr().out.splitlines()
+    ]
+    assert own[0] == '32' and own[2] == '4'
+    assert own[:3] not in [other[:3] for other in others]
+    assert perfect[-2] == '100%'  # within 10,000: no two records are farther apart
+
+
+def test_too_few_records_are_an_error_in_one_line():
+    with pytest.raises(SystemExit, match=r'^error: 347 records .* too few'):
+        shuffle_quality.main(['--records=347'])
+
+
+def path_points(d: str) -> np.ndarray:
+    return np.array([point.split() for point in d.removeprefix('M').split(' L')], float)

@@ -1,0 +1,259 @@
+"""The benchmark of training steps: both models compute the same, and the command does its work."""
+
+import copy
+import functools
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import step, step_sides, torch_dit
+from configs import default
+from tests.checkout import CHECKOUT
+from train_lib import chips, flow, models, program, sharding
+
+_FIELDS = {'width': 32, 'depth': 2, 'num_heads': 4, 'patch_size': 2}
+_LATENT_SHAPE, _TEXT_DIM = (8, 8, 4), 16
+
+
+def _config():
+    config = default.get_config()
+    config.batch_size = 4
+    config.model.update(dtype='float32', **_FIELDS)
+    config.optimizer.update(schedule='constant', warmup_steps=0, learning_rate=1e-2, clip_norm=0.1)
+    return config
+
+
+def _stats():
+    rng = np.random.default_rng(1)
+    sizes = {'latent_mean': 4, 'latent_std': 4, 'text_mean': _TEXT_DIM, 'text_std': _TEXT_DIM}
+    return {name: rng.uniform(0.5, 2, size).astype(np.float32) for name, size in sizes.items()}
+
+
+def _batch():
+    rng = np.random.default_rng(2)
+    return {
+        'latents': 5 * rng.standard_normal((4, 4, 8, 8), np.float32),
+        'text_embedding': rng.standard_normal((4, _TEXT_DIM), np.float32),
+        'drop_text': np.array([False, True, False, False]),
+    }
+
+
+def _in_torch(arrays):
+    return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
+
+
+def _noise_and_times(number):
+    """Those of step `number` of `train_lib.step`."""
+    rngs = jax.random.split(jax.random.fold_in(jax.random.key(0), number))
+    arrays = (
+        jax.random.normal(rngs[0], (4, *_LATENT_SHAPE)),
+        flow.logit_normal_times(rngs[1], 4, 0, 1),
+    )
+    return [torch.from_numpy(np.array(array)) for array in arrays]
+
+
+def _as_torch_has_it(name, params):
+    """Of NumPy arrays, as the model in JAX has them, those that torch calls `name`."""
+    path = name.split('.')
+    layer = int(path.pop(1)) if path[0] == 'blocks' else slice(None)
+    *modules, leaf = path
+    for module in modules:
+        params = params[module]
+    if leaf == 'weight':
+        leaf = 'kernel' if 'kernel' in params else 'scale'
+    return params[leaf][layer].T
+
+
+@pytest.fixture(scope='module')
+def ours():
+    """The program in JAX, and a state as NumPy arrays whose weights have no zeros."""
+    config = _config()
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    stats = flow.Stats(**_stats())
+    compiled = program.make_program(config, mesh, stats, latent_shape=_LATENT_SHAPE)
+    state = jax.tree.map(np.array, compiled.init())
+    rng = np.random.default_rng(3)
+
+    def noisy(weights):
+        return weights + 0.1 * rng.standard_normal(weights.shape, np.float32)
+
+    params = jax.tree.map(noisy, state.params)
+    return config, compiled, state.replace(params=params, ema_params=params)
+
+
+@pytest.fixture
+def theirs(ours):
+    """The model in torch with the weights of that state."""
+    *_, state = ours
+    model = torch_dit.DiT(**_FIELDS, dtype=torch.float32, side=8, text_dim=_TEXT_DIM)
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            weights.copy_(torch.from_numpy(_as_torch_has_it(name, state.params)))
+    return model
+
+
+def _difference(ours, theirs):
+    """Relative to ours, of all numbers together."""
+    return np.linalg.norm(theirs - ours) / np.linalg.norm(ours)
+
+
+def test_same_weights_give_the_same_outputs_and_gradients(ours, theirs):
+    config, _, state = ours
+    batch, stats = _batch(), flow.Stats(**_stats())
+    noise, t = _noise_and_times(0)
+    model = models.make(**config.model)
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def loss_and_outputs(params):
+        x = flow.standardize_latents(batch['latents'], stats)
+        text = flow.standardize_text(batch['text_embedding'], stats)
+
+        def velocity(z, t):
+            return model.apply({'params': params}, z, t, text, batch['drop_text'])
+
+        losses = flow.squared_errors(velocity, x, noise.numpy(), t.numpy())
+        return losses.mean(), (x, text, velocity(x, t.numpy()))
+
+    (loss, (x, text, outputs)), gradients = jax.tree.map(np.array, loss_and_outputs(state.params))
+    inputs = (x, t.numpy(), text, batch['drop_text'])
+    in_torch = theirs(*map(torch.from_numpy, inputs))
+    assert _difference(outputs, in_torch.detach().numpy()) < 3e-6
+
+    in_torch = torch_dit.flow_loss(theirs, _in_torch(_stats()), _in_torch(batch), noise, t)
+    in_torch.backward()
+    assert in_torch.item() == pytest.approx(float(loss), rel=1e-6)
+    for name, weights in theirs.named_parameters():
+        expected = _as_torch_has_it(name, gradients)
+        assert _difference(expected, weights.grad.numpy()) < 1e-5, name
+    count = sum(weights.numel() for weights in theirs.parameters())
+    assert count == sum(leaf.size for leaf in jax.tree.leaves(gradients))
+
+
+def _weights_after(trainer, model):
+    """New weights and their average by name."""
+    names = (name for name, _ in model.named_parameters())
+    pairs = zip(model.parameters(), trainer.average, strict=True)
+    return {
+        name: [x.detach().numpy() for x in pair] for name, pair in zip(names, pairs, strict=True)
+    }
+
+
+def test_three_steps_lead_to_the_same_weights_and_average(ours, theirs):
+    config, compiled, state = ours
+    remat = copy.deepcopy(theirs)
+    remat.remat = 'full'
+    settings = {'ema_decay': config.ema_decay}
+    for name in ('learning_rate', 'weight_decay', 'b1', 'b2', 'clip_norm'):
+        settings[name] = config.optimizer[name]
+    trainers = [torch_dit.Trainer(m, _in_torch(_stats()), **settings) for m in (theirs, remat)]
+    before = state.params
+    # Placed as the step wants it: otherwise it would be compiled twice.
+    state = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), state, compiled.abstract_state)
+    for number in range(3):
+        state, metrics = compiled.train_step(state, _batch())
+        losses = [t.step(_in_torch(_batch()), *_noise_and_times(number)).item() for t in trainers]
+        assert losses == pytest.approx([float(metrics.compute()['loss'])] * 2, rel=1e-5)
+    assert metrics.compute()['grad_norm'] > config.optimizer.clip_norm
+    state = jax.tree.map(np.array, state)
+    after, remat_after = map(_weights_after, trainers, (theirs, remat))
+    for name, pair in after.items():
+        start = _as_torch_has_it(name, before)
+        for expected, new in zip((state.params, state.ema_params), pair, strict=True):
+            # Adam makes steps of full length of gradients that are no more than rounding errors.
+            assert _difference(_as_torch_has_it(name, expected) - start, new - start) < 1e-3, name
+        np.testing.assert_allclose(remat_after[name], pair, atol=1e-6)
+
+
+def test_sizes_and_flops_are_those_of_train_lib():
+    for size, fields in models.SIZES.items():
+        assert fields.items() >= torch_dit.SIZES[size].items()
+        ours = models.make(f'{size}/2').flops((32, 32, 4), 640)
+        with torch.device('meta'):
+            assert torch_dit.make(f'{size}/2').flops() == ours
+    with pytest.raises(ValueError, match="'M/2': expected SIZE/PATCH with SIZE one of tiny, S"):
+        torch_dit.make('M/2')
+
+
+def test_a_side_is_a_program_with_options():
+    assert step.read_side('jax') == ('jax', {})
+    assert step.read_side('jax:cudnn:dots') == ('jax', {'attention': 'cudnn', 'remat': 'dots'})
+    assert step.read_side('torch:full') == ('torch', {'remat': 'full'})
+    with pytest.raises(ValueError, match="torch has no option 'cudnn', expected some of full"):
+        step.read_side('torch:cudnn')
+    with pytest.raises(ValueError, match='--sides=mlx: expected one of jax, torch'):
+        step.read_side('mlx')
+
+
+def test_rates_are_those_of_the_median_turn_and_mfu_of_the_chip():
+    job = step_sides.Job('jax', 'XL/2', 100, {}, 1, 2, '')
+    turn = {'device': 'NVIDIA H200', 'memory': 70e9, 'flops': 98.9e12, 'loss': 1.0}
+    (row,) = [step.summary(job, [turn | {'seconds': s} for s in (0.4, 0.2, 0.25)])]
+    assert row['seconds'] == 0.25
+    assert row['samples_per_second'] == pytest.approx(400)
+    assert row['mfu'] == pytest.approx(0.4)
+    printed = step.table(
+        [row | {'side': 'jax'}, {'model': 'L/2', 'side': 'torch', 'failed': 'why'}]
+    )
+    for words in ('| 250.0 | 200.0 to 400.0 | 400.0 | 396 | 40.0% | 70.0 | NVIDIA H200 |',
+                  'L/2, torch, failed: why'):  # fmt: skip
+        assert words in printed
+    assert step.summary(job, [turn | {'seconds': 1, 'device': 'cpu'}])['mfu'] is None
+
+
+def _run(tmp_path, *arguments, missing=()):
+    """Runs the command where some packages cannot be imported."""
+    for package in missing:
+        (tmp_path / f'{package}.py').write_text(f'raise ModuleNotFoundError("no {package} here")')
+    command = [sys.executable, '-m', 'benchmarks.step', '--models=tiny/8', '--batch_size=2']
+    command += ['--turns=1', '--steps=2', '--warmup=1', f'--out={tmp_path}/out.json', *arguments]
+    environment = os.environ | {'PYTHONPATH': str(tmp_path), 'JAX_PLATFORMS': 'cpu'}
+    environment['OMP_NUM_THREADS'] = '1'  # threads wait busily for each other where cores are few
+    return subprocess.run(
+        command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.slow
+def test_the_command_measures_without_tensorflow_and_torch_and_says_what_failed(tmp_path):
+    sides = 'jax:dots,torch,jax:cudnn'  # the last one is for GPUs
+    ended = _run(
+        tmp_path,
+        f'--sides={sides}',
+        f'--profile={tmp_path}/profile',
+        missing=['tensorflow', 'torch'],
+    )
+    assert ended.returncode == 1, ended.stderr
+    rows = json.loads((tmp_path / 'out.json').read_text())['rows']
+    assert [row['side'] for row in rows] == sides.split(',')
+    assert rows[0]['seconds'] > 0 and 1 < rows[0]['loss'] < 4
+    assert 'tiny/8, torch, left out: no torch here' in ended.stdout
+    assert 'cudnn' in rows[2]['failed'].lower()
+    assert 'tiny/8, jax:cudnn, failed: ' in ended.stdout
+    assert list((tmp_path / 'profile/tiny-8-jax-dots').glob('plugins/profile/*/*.xplane.pb'))
+
+
+@pytest.mark.slow
+def test_the_command_measures_torch_without_jax(tmp_path):
+    ended = _run(tmp_path, '--sides=jax,torch:full', missing=['jax', 'ml_collections'])
+    assert ended.returncode == 0, ended.stderr
+    rows = json.loads((tmp_path / 'out.json').read_text())['rows']
+    assert rows[0]['missing'] == 'no jax here'
+    assert rows[1]['seconds'] > 0 and 1 < rows[1]['loss'] < 4
+
+
+def test_batch_sizes_are_one_or_one_for_each_model(tmp_path):
+    ended = _run(tmp_path, '--batch_size=1,2')
+    assert ended.returncode == 1
+    assert ended.stderr == ('error: --batch_size=1,2: expected one, or one for each of tiny/8\n')
+
+
+def test_rates_of_gpus_are_known():
+    """By the names that JAX and torch give them."""
+    assert chips.CHIPS['NVIDIA H100 80GB HBM3'].flops == chips.CHIPS['NVIDIA H200'].flops == 989e12

@@ -1,0 +1,119 @@
+"""Starts builds in processes of their own, kills them, and looks at what they leave."""
+
+import contextlib
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+from tests.checkout import CHECKOUT
+
+SETTINGS = {'shard_bytes': 400_000, 'validation_fraction': 0.2}
+
+
+def final_folder(out: pathlib.Path) -> pathlib.Path:
+    return out / 'coyo11m_tfds' / 'x' / '1.0.0'
+
+
+def start(
+    source: object, final: object, env: dict | None = None, settings: dict | None = None, **options
+) -> subprocess.Popen:
+    command = [
+        *(sys.executable, '-m', 'tests.build.build_program', str(source), str(final)),
+        *(json.dumps({'num_workers': 1} | options), json.dumps(SETTINGS | (settings or {}))),
+    ]
+    return subprocess.Popen(
+        command,
+        cwd=CHECKOUT,
+        env=os.environ | (env or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(source: object, final: object, **options) -> subprocess.CompletedProcess:
+    """Runs a build that must succeed."""
+    ended = end(start(source, final, **options))
+    assert ended.returncode == 0, ended.stderr
+    return ended
+
+
+def end(process: subprocess.Popen, timeout: float = 120) -> subprocess.CompletedProcess:
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def files_of(final: pathlib.Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in final.iterdir()}
+
+
+def assert_only_the_data_set(final: pathlib.Path) -> None:
+    assert [path.name for path in final.parent.iterdir()] == [final.name]
+
+
+def wait_until(condition, seconds: float = 60) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.002)
+
+
+def children(process: subprocess.Popen) -> list[int]:
+    with contextlib.suppress(FileNotFoundError):
+        path = f'/proc/{process.pid}/task/{process.pid}/children'
+        return [int(pid) for pid in pathlib.Path(path).read_text().split()]
+    return []
+
+
+def finished_shards(final: pathlib.Path) -> int:
+    return len(list(final.with_name('1.0.0.building').glob('finished/*.json')))
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return pathlib.Path(f'/proc/{pid}/stat').read_text().split()[2] != 'Z'
+    return False
+
+
+class Killer:
+    """Kills builds of one data set at random moments until it is there, and counts the kills."""
+
+    def __init__(self, source: object, final: object, seed: int, **options):
+        self.source, self.final, self.options = source, final, options
+        self.random = random.Random(seed)
+        self.parents = self.workers = 0
+
+    def kill_a_parent(self, begun: float, lasts: float) -> None:
+        """Starts a build, and kills it so long after it has begun to write, at random."""
+        process = start(self.source, self.final, **self.options)
+        self._wait(process, begun, lasts)
+        pids = children(process)
+        process.kill()
+        end(process)
+        self.parents += 1
+        wait_until(lambda: not any(is_running(pid) for pid in pids), 10)
+
+    def kill_a_worker(self, begun: float, lasts: float) -> None:
+        process = start(self.source, self.final, **self.options)
+        self._wait(process, begun, lasts)
+        # The last ones: before them there may be the tracker of shared resources.
+        for pid in children(process)[-1:]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                self.workers += 1
+        ended = end(process)
+        if ended.returncode:
+            assert 'A worker process died' in ended.stderr, ended.stderr
+
+    def _wait(self, process: subprocess.Popen, begun: float, lasts: float) -> None:
+        limit = time.monotonic() + begun + self.random.random() * lasts
+        while time.monotonic() < limit and process.poll() is None:
+            time.sleep(0.005)

@@ -1,0 +1,160 @@
+"""Stand-ins for Google Cloud Storage and the Hugging Face hub, ready for use in tests.
+
+    from tests.fakes.cloud import gcs, hub  # noqa: F401
+
+    def test_source(gcs):
+        gcs.upload_folder(folder, 'gs://bucket/source')
+        gcs.inject(Fault('503', count=2))
+        sources.find('gs://bucket/source')                                     # in this process
+        subprocess.run([sys.executable, ...], env={**os.environ, **gcs.env})   # TensorFlow as well
+
+gcsfs and huggingface_hub reach the stand-ins from the test process. TensorFlow reads its
+environment once, so what uses gs:// through it runs in a child process with `env`.
+"""
+
+import asyncio
+import contextlib
+import pathlib
+import tempfile
+import time
+import types
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from tests.fakes.fake_faults import Fault
+from tests.fakes.fake_gcs import Gcs
+from tests.fakes.fake_hub import Hub
+from tests.fakes.tls_proxy import TlsProxy
+
+__all__ = ['Fault', 'Gcs', 'Hub', 'bucket', 'fake_gcs', 'fake_hub', 'gcs', 'hub']
+
+# The product's own patience.
+_PATIENCE = {'COYO11M_RETRY_SECONDS': '0.02', 'COYO11M_STALL_SECONDS': '2'}
+
+# No request leaves this machine, and no account of the developer's is used.
+_NOBODY = {
+    'NO_GCE_CHECK': 'true',
+    'GOOGLE_APPLICATION_CREDENTIALS': '',
+    'no_proxy': '127.0.0.1,localhost',
+    'NO_PROXY': '127.0.0.1,localhost',
+}
+
+# Without it gcsfs asks by gRPC what kind of bucket it has, and the stand-in speaks HTTP only.
+_GCSFS = {'GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT': 'false'}
+
+# tsl/platform/cloud/gcs_file_system.cc; seconds unless US says microseconds.
+_TENSORFLOW = {
+    'GOOGLE_AUTH_TOKEN_FOR_TESTING': 'token-for-tests',
+    'GCS_RETRY_CONFIG_INIT_DELAY_TIME_US': '0',  # any other value adds up to a second of jitter
+    'GCS_RETRY_CONFIG_MAX_RETRIES': '4',
+    'GCS_REQUEST_CONNECTION_TIMEOUT_SECS': '10',
+    'GCS_REQUEST_IDLE_TIMEOUT_SECS': '1',
+    'GCS_METADATA_REQUEST_TIMEOUT_SECS': '10',
+    'GCS_READ_REQUEST_TIMEOUT_SECS': '60',
+    'GCS_WRITE_REQUEST_TIMEOUT_SECS': '60',
+}
+
+
+@contextlib.contextmanager
+def fake_gcs(root: pathlib.Path) -> Iterator[Gcs]:
+    """A storage server and the proxy that leads TensorFlow to it; `root` is for their files."""
+    with Gcs(root) as server, TlsProxy(server.address, root) as proxy:
+        server.env = {
+            **_PATIENCE,
+            **_NOBODY,
+            **_GCSFS,
+            **_TENSORFLOW,
+            'CLOUDSDK_CONFIG': str(root),
+            'STORAGE_EMULATOR_HOST': server.url,
+            'TENSORSTORE_GCS_HTTP_URL': server.url,  # of Orbax
+            'https_proxy': proxy.url,
+            'CURL_CA_BUNDLE': str(proxy.certificate),
+        }
+        yield server
+
+
+@contextlib.contextmanager
+def fake_hub(
+    repo_files: Mapping[str, bytes | pathlib.Path], repo: str = 'owner/name'
+) -> Iterator[Hub]:
+    """A hub with one data set; the cache of huggingface_hub in child processes is its own."""
+    with Hub(repo_files, repo) as server, tempfile.TemporaryDirectory() as home:
+        server.env = {
+            **_PATIENCE,
+            **_NOBODY,
+            'HF_ENDPOINT': server.url,
+            'HF_HOME': home,
+            'HF_TOKEN': '',
+            'HF_HUB_DISABLE_TELEMETRY': '1',
+            'HF_HUB_DOWNLOAD_TIMEOUT': '2',
+            'HF_HUB_ETAG_TIMEOUT': '2',
+        }
+        yield server
+
+
+@pytest.fixture
+def gcs(tmp_path_factory, monkeypatch) -> Iterator[Gcs]:
+    """An empty storage server without faults; gcsfs in this process reaches it."""
+    # Imported here, because it takes a second and many tests do without.
+    import fsspec
+    import gcsfs
+    from google.auth.compute_engine import _metadata
+
+    with fake_gcs(tmp_path_factory.mktemp('gcs')) as server:
+        for name, value in server.env.items():
+            monkeypatch.setenv(name, value)
+        # What is decided by the environment when these modules are imported, maybe long ago.
+        monkeypatch.setattr(_metadata, '_NO_GCE_CHECK', True)
+        monkeypatch.setattr(gcsfs, 'GCSFileSystem', gcsfs.core.GCSFileSystem)
+        for protocol in ('gs', 'gcs'):
+            fsspec.register_implementation(protocol, gcsfs.core.GCSFileSystem, clobber=True)
+        # It waits for up to 16 s between its own attempts and has no setting for that.
+        hasty = types.SimpleNamespace(sleep=lambda seconds: asyncio.sleep(0.01 * seconds))
+        monkeypatch.setattr(gcsfs.retry, 'asyncio', hasty)
+        gcsfs.core.GCSFileSystem.clear_instance_cache()
+        yield server
+        gcsfs.core.GCSFileSystem.clear_instance_cache()
+    assert server.errors == []
+
+
+@pytest.fixture
+def bucket(gcs, monkeypatch) -> Gcs:
+    """The same, for tests of many attempts: pauses between them are hardly any."""
+    monkeypatch.setenv('COYO11M_RETRY_SECONDS', '0.002')
+    return gcs
+
+
+@pytest.fixture
+def hub(monkeypatch) -> Iterator[Hub]:
+    """A hub whose data set 'owner/name' is empty: `hub.commit(files)` fills it.
+
+    huggingface_hub in this process reaches it.
+    """
+    from huggingface_hub import constants, file_download, hf_api
+    from huggingface_hub.utils import _http
+
+    with fake_hub({}) as server:
+        for name, value in server.env.items():
+            monkeypatch.setenv(name, value)
+        # It reads its environment once, when it is imported.
+        home = server.env['HF_HOME']
+        files = '/{repo_id}/resolve/{revision}/{filename}'
+        for name, value in {
+            'ENDPOINT': server.url,
+            'HUGGINGFACE_CO_URL_TEMPLATE': server.url + files,
+            'HF_HUB_CACHE': f'{home}/hub',
+            'HF_TOKEN_PATH': f'{home}/token',
+            'HF_HUB_DOWNLOAD_TIMEOUT': 2,
+            'HF_HUB_ETAG_TIMEOUT': 2,
+            'AGENT_HARNESSES_PATH': f'{home}/agent_harnesses.json',
+        }.items():
+            monkeypatch.setattr(constants, name, value)
+        monkeypatch.setattr(hf_api.api, 'endpoint', server.url)
+        # Its own waits: up to 8 s between attempts.
+        hasty = vars(time) | {'sleep': lambda seconds: time.sleep(0.01 * seconds)}
+        for module in (_http, file_download):
+            monkeypatch.setattr(module, 'time', types.SimpleNamespace(**hasty))
+        yield server
+        _http.close_session()
+    assert server.errors == []

@@ -1,0 +1,394 @@
+"""A stand-in for Google Cloud Storage, for gcsfs, TensorFlow and TensorStore.
+
+    with Gcs(folder) as gcs:
+        gcs.put('bucket', 'a/b.txt', b'hello')
+        gcs.inject(Fault('503', count=2, match='read bucket/a/b.txt'))
+        ...  # gcsfs with STORAGE_EMULATOR_HOST=gcs.url; `cloud` leads TensorFlow here too
+        gcs.objects('bucket')  # {'a/b.txt': b'hello'}
+
+The JSON interface, as far as these clients use it: listings in pages with prefix and delimiter,
+metadata with checksums and generations, reads of ranges, uploads in one request, in two parts and
+resumable, copies, deletions, preconditions. A bucket exists from its first mention on, unless its
+name begins with 'no-such-'. Objects above 4 MB are kept in unnamed files.
+"""
+
+import base64
+import dataclasses
+import json
+import mmap
+import pathlib
+import re
+import shutil
+import tempfile
+import threading
+import urllib.parse
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from tests.fakes.fake_gcs_objects import (
+    Object,
+    Refused,
+    Store,
+    Unchanged,
+    list_names,
+    select_fields,
+    split_multipart,
+)
+from tests.fakes.fake_http import BrokenOff, Call, FakeServer, Reply, select_range
+
+_MEMORY_BYTES = 4 << 20
+_UPLOAD_UNIT = 256 << 10  # of an upload that breaks off, whole units are kept
+_PAGE = 1000
+
+# Paths, percent-encoded, and what the methods mean there. Names are one segment each, as the
+# slashes in them are encoded; only the last form has them plain.
+_BUCKETS = '/storage/v1/b'
+_ROUTES = [
+    (f'{_BUCKETS}/?', {'GET': 'buckets', 'POST': 'create_bucket'}),
+    (f'{_BUCKETS}/([^/]+)/?', {'GET': 'bucket', 'DELETE': 'delete_bucket'}),
+    (f'{_BUCKETS}/([^/]+)/storageLayout', {'GET': 'layout'}),
+    (f'{_BUCKETS}/([^/]+)/o/?', {'GET': 'list'}),
+    (f'{_BUCKETS}/([^/]+)/o/([^/]+)/rewriteTo/b/([^/]+)/o/([^/]+)', {'POST': 'copy'}),
+    (f'{_BUCKETS}/([^/]+)/o/([^/]+)/moveTo/o/([^/]+)', {'POST': 'move'}),
+    (f'(?:/download)?{_BUCKETS}/([^/]+)/o/([^/]+)', {'GET': 'stat', 'DELETE': 'delete'}),
+    (f'/upload{_BUCKETS}/([^/]+)/o/?', {'POST': 'upload', 'PUT': 'upload', 'DELETE': 'cancel'}),
+    ('/(?!storage/|upload/|download/)([^/]+)/(.+)', {'GET': 'read', 'HEAD': 'read'}),
+]
+
+
+@dataclasses.dataclass
+class _Session:
+    """A resumable upload under way."""
+
+    bucket: str
+    name: str
+    query: dict[str, str]
+    content_type: str
+    metadata: dict[str, str] | None
+    file: tempfile.SpooledTemporaryFile
+    received: int = 0
+    done: Object | None = None
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+
+class Gcs(FakeServer):
+    """The server. `root` is a folder for large objects; `env` leads a child process here.
+
+    Without `tells_size_of_empty` it leaves the size out of what it says of empty objects.
+    """
+
+    def __init__(self, root: pathlib.Path):
+        super().__init__()
+        self.env: dict[str, str] = {'STORAGE_EMULATOR_HOST': self.url}
+        self.tells_size_of_empty = True
+        self._root = root
+        self._store = Store()
+        self._sessions: dict[str, _Session] = {}
+
+    def __exit__(self, *exc_info) -> None:
+        super().__exit__(*exc_info)
+        for session in self._sessions.values():
+            session.file.close()
+
+    # --- For the tests -----------------------------------------------------------------------
+
+    def objects(self, bucket: str) -> dict[str, bytes]:
+        """Content of all objects by name, sorted."""
+        found = self._store.bucket(bucket)
+        return {name: bytes(item.data) for name, item in sorted(found.items())}
+
+    def resource(self, bucket: str, name: str) -> dict[str, Any]:
+        """Metadata of an object, as the JSON interface gives it; KeyError if there is none."""
+        return self._store.bucket(bucket)[name].resource(self.url)
+
+    def put(self, bucket: str, name: str, data: bytes) -> None:
+        """Stores an object."""
+        self._store.store({}, bucket, name, data)
+
+    def remove(self, bucket: str, name: str) -> None:
+        """Deletes an object."""
+        self._store.delete({}, bucket, name)
+
+    def upload_folder(self, folder: str | pathlib.Path, url: str) -> None:
+        """Stores all files below `folder` under 'gs://bucket/prefix'."""
+        bucket, prefix = _split_url(url)
+        for path in sorted(p for p in pathlib.Path(folder).rglob('*') if p.is_file()):
+            with path.open('rb') as source, self._spool() as file:
+                shutil.copyfileobj(source, file)
+                name = prefix + path.relative_to(folder).as_posix()
+                self._store.store({}, bucket, name, _content(file))
+
+    def download_folder(self, url: str, folder: str | pathlib.Path) -> None:
+        """Writes all objects under 'gs://bucket/prefix' as files below `folder`."""
+        bucket, prefix = _split_url(url)
+        for name, item in self._store.bucket(bucket).items():
+            if not name.startswith(prefix):
+                continue
+            path = pathlib.Path(folder) / name[len(prefix) :]
+            if name.endswith('/'):  # marks a directory
+                path.mkdir(parents=True, exist_ok=True)
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(item.data)
+
+    # --- What a request is about -------------------------------------------------------------
+
+    def describe(self, call: Call) -> tuple[str, str]:
+        action, names = self._route(call)
+        if action == 'list':
+            return action, f'{names[0]}/{call.query.get("prefix", "")}'
+        if action in ('start', 'upload', 'status', 'cancel'):
+            session = self._sessions.get(call.query.get('upload_id', ''))
+            return action, f'{names[0]}/{session.name if session else _name_to_upload(call)}'
+        return action, '/'.join(names[:2])
+
+    def _route(self, call: Call) -> tuple[str, list[str]]:
+        for pattern, actions in _ROUTES:
+            if (match := re.fullmatch(pattern, call.path)) and call.method in actions:
+                action = actions[call.method]
+                if action == 'stat' and call.query.get('alt') == 'media':
+                    action = 'read'
+                if action == 'upload' and 'upload_id' not in call.query:
+                    action = 'start' if call.query['uploadType'] == 'resumable' else 'upload'
+                sent = call.headers.get('Content-Range', '')
+                if action == 'upload' and sent.startswith('bytes */'):
+                    action = 'status'
+                return action, [urllib.parse.unquote(name) for name in match.groups()]
+        raise NotImplementedError(f'{call.method} {call.path}')
+
+    def answer(self, call: Call) -> Reply:
+        action, names = self._route(call)
+        handler: Callable[..., Reply] = getattr(self, f'_on_{action}')
+        try:
+            return handler(call, *names)
+        except Refused as refusal:
+            if isinstance(refusal, Unchanged) and call.method in ('GET', 'HEAD'):
+                return Reply(304)
+            return _error(refusal.status, str(refusal))
+
+    def refuse(self, status: int, call: Call) -> Reply:
+        denied = 'does not have storage.objects.get access to the Google Cloud Storage object.'
+        known = 'Authorization' in call.headers
+        messages = {
+            401: 'Invalid Credentials' if known else f'Anonymous caller {denied}',
+            403: f'someone@example.com {denied}',
+            429: 'The rate of change requests to the object exceeds the rate limit.',
+            503: 'Backend Error',
+        }
+        return _error(status, messages[status])
+
+    # --- Buckets and listings ----------------------------------------------------------------
+
+    def _on_buckets(self, call: Call) -> Reply:
+        items = [_bucket_resource(name) for name in self._store.names()]
+        return _json({'kind': 'storage#buckets', 'items': items})
+
+    def _on_create_bucket(self, call: Call) -> Reply:
+        name = json.loads(call.body.read())['name']
+        self._store.bucket(name)
+        return _json(_bucket_resource(name))
+
+    def _on_bucket(self, call: Call, bucket: str) -> Reply:
+        self._store.bucket(bucket)
+        return _json(_bucket_resource(bucket))
+
+    def _on_delete_bucket(self, call: Call, bucket: str) -> Reply:
+        self._store.delete_bucket(bucket)
+        return Reply(204)
+
+    def _on_layout(self, call: Call, bucket: str) -> Reply:
+        self._store.bucket(bucket)
+        layout = {'kind': 'storage#storageLayout', 'bucket': bucket, 'location': 'US'}
+        return _json({**layout, 'hierarchicalNamespace': {'enabled': False}})
+
+    def _on_list(self, call: Call, bucket: str) -> Reply:
+        stored = self._store.bucket(bucket)
+        after = base64.urlsafe_b64decode(call.query.get('pageToken', '')).decode()
+        names = [entry for entry in list_names(stored, call.query) if entry[0] > after]
+        size = min(int(call.query.get('maxResults', _PAGE)), _PAGE)
+        page, more = names[:size], len(names) > size
+        answer: dict[str, Any] = {'kind': 'storage#objects'}
+        if prefixes := [name for name, is_folder in page if is_folder]:
+            answer['prefixes'] = prefixes
+        if items := [stored[name] for name, is_folder in page if not is_folder]:
+            answer['items'] = [self._resource(call, item) for item in items]
+        if more:
+            answer['nextPageToken'] = base64.urlsafe_b64encode(page[-1][0].encode()).decode()
+        return _json(select_fields(answer, call.query.get('fields', '')))
+
+    def _resource(self, call: Call, item: Object) -> dict[str, Any]:
+        resource = item.resource(_base(call))
+        if not (item.data or self.tells_size_of_empty):
+            del resource['size']
+        return resource
+
+    # --- Objects -----------------------------------------------------------------------------
+
+    def _on_stat(self, call: Call, bucket: str, name: str) -> Reply:
+        found = self._store.find(call.query, bucket, name)
+        return _json(select_fields(self._resource(call, found), call.query.get('fields', '')))
+
+    def _on_read(self, call: Call, bucket: str, name: str) -> Reply:
+        found = self._store.find(call.query, bucket, name)
+        return select_range(call, found.data, found.headers())
+
+    def _on_delete(self, call: Call, bucket: str, name: str) -> Reply:
+        self._store.delete(call.query, bucket, name)
+        return Reply(204)
+
+    def _on_copy(self, call: Call, bucket: str, name: str, to_bucket: str, to_name: str) -> Reply:
+        made = self._store.copy(call.query, bucket, name, to_bucket, to_name)
+        size = str(len(made.data))
+        answer = {
+            'kind': 'storage#rewriteResponse',
+            'totalBytesRewritten': size,
+            'objectSize': size,
+            'done': True,
+            'resource': self._resource(call, made),
+        }
+        return _json(answer)
+
+    def _on_move(self, call: Call, bucket: str, name: str, to_name: str) -> Reply:
+        made = self._store.copy(call.query, bucket, name, bucket, to_name)
+        self._store.delete({}, bucket, name)
+        return _json(self._resource(call, made))
+
+    # --- Uploads -----------------------------------------------------------------------------
+
+    def _spool(self) -> tempfile.SpooledTemporaryFile:
+        return tempfile.SpooledTemporaryFile(_MEMORY_BYTES, dir=self._root)
+
+    def _on_upload(self, call: Call, bucket: str) -> Reply:
+        if 'upload_id' in call.query:
+            return self._continue(call)
+        name, metadata = call.query.get('name'), None
+        content_type = call.headers.get('Content-Type', 'application/octet-stream')
+        pieces = call.body.pieces()
+        if call.query['uploadType'] == 'multipart':
+            described, content_type, content = split_multipart(content_type, call.body.read())
+            name, metadata = described.get('name', name), described.get('metadata')
+            pieces = iter([content])
+        with self._spool() as file:
+            for piece in call.file_pieces(pieces):
+                file.write(piece)
+            made = self._store.store(
+                call.query, bucket, name, _content(file), content_type, metadata
+            )
+        return _json(self._resource(call, made))
+
+    def _on_start(self, call: Call, bucket: str) -> Reply:
+        described = json.loads(call.body.read() or b'{}')
+        name = described.get('name', call.query.get('name'))
+        self._store.check(call.query, bucket, name)
+        content_type = call.headers.get('X-Upload-Content-Type', 'application/octet-stream')
+        number = uuid.uuid4().hex
+        self._sessions[number] = _Session(
+            bucket, name, call.query, content_type, described.get('metadata'), self._spool()
+        )
+        quoted = urllib.parse.quote(name, safe='')
+        where = f'/upload/storage/v1/b/{bucket}/o?uploadType=resumable&name={quoted}'
+        return Reply(200, headers={'Location': f'{_base(call)}{where}&upload_id={number}'})
+
+    def _continue(self, call: Call) -> Reply:
+        session = self._session(call)
+        with session.lock:
+            if session.done is not None:
+                return _json(self._resource(call, session.done))
+            first = call.range[0] if call.range else 0
+            if first > session.received:
+                raise Refused(503, f'offset {first} exceeds the {session.received} bytes uploaded')
+            session.file.seek(first)
+            try:
+                for piece in call.file_pieces(call.body.pieces()):
+                    session.file.write(piece)
+            except BrokenOff:
+                whole = session.file.tell() // _UPLOAD_UNIT * _UPLOAD_UNIT
+                session.received = max(session.received, whole)
+                raise
+            session.received = max(session.received, session.file.tell())
+            return self._session_state(call, session)
+
+    def _on_status(self, call: Call, bucket: str) -> Reply:
+        session = self._session(call)
+        with session.lock:
+            return self._session_state(call, session)
+
+    def _on_cancel(self, call: Call, bucket: str) -> Reply:
+        self._session(call).file.close()
+        del self._sessions[call.query['upload_id']]
+        return _error(499, 'The upload was cancelled.')
+
+    def _session(self, call: Call) -> _Session:
+        session = self._sessions.get(call.query['upload_id'])
+        if session is None:
+            raise Refused(404, 'No such upload.')
+        return session
+
+    def _session_state(self, call: Call, session: _Session) -> Reply:
+        """The finished object, or how far the upload is; makes the object of the last byte."""
+        total = call.headers.get('Content-Range', f'/{session.received}').rpartition('/')[2]
+        if session.done is None and total != '*' and int(total) == session.received:
+            session.done = self._store.store(
+                session.query,
+                session.bucket,
+                session.name,
+                _content(session.file),
+                session.content_type,
+                session.metadata,
+            )
+            session.file.close()
+        if session.done is not None:
+            return _json(self._resource(call, session.done))
+        kept = {'Range': f'bytes=0-{session.received - 1}'} if session.received else {}
+        return Reply(308, headers=kept)
+
+
+def _content(file: tempfile.SpooledTemporaryFile) -> bytes | mmap.mmap:
+    """All that was written; the map lives on when the file is closed."""
+    size = file.seek(0, 2)
+    if size <= _MEMORY_BYTES:
+        file.seek(0)
+        return file.read()
+    file.flush()
+    return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+
+
+def _name_to_upload(call: Call) -> str:
+    """What the object shall be called; the metadata in front of its content may say so as well."""
+    if 'name' in call.query:
+        return call.query['name']
+    in_body = re.search(rb'"name": *("[^"]*")', call.body.peek())
+    return json.loads(in_body[1]) if in_body else ''
+
+
+def _split_url(url: str) -> tuple[str, str]:
+    bucket, _, prefix = url.removeprefix('gs://').partition('/')
+    return bucket, prefix.rstrip('/') + '/' if prefix else ''
+
+
+def _base(call: Call) -> str:
+    """How the client calls this server: TensorFlow reaches it under Google's names."""
+    host = call.headers['Host']
+    return f'https://{host}' if host.endswith('googleapis.com') else f'http://{host}'
+
+
+def _bucket_resource(name: str) -> dict[str, Any]:
+    return {
+        'kind': 'storage#bucket',
+        'id': name,
+        'name': name,
+        'location': 'US',
+        'storageClass': 'STANDARD',
+    }
+
+
+def _json(answer: Any) -> Reply:
+    headers = {'Content-Type': 'application/json; charset=UTF-8'}
+    return Reply(200, json.dumps(answer).encode(), headers)
+
+
+def _error(status: int, message: str) -> Reply:
+    details = [{'message': message, 'domain': 'global', 'reason': 'error'}]
+    answer = {'error': {'code': status, 'message': message, 'errors': details}}
+    return dataclasses.replace(_json(answer), status=status)

@@ -1,0 +1,317 @@
+"""A stand-in for the HTTP interface of the Hugging Face hub, for one data set repository.
+
+    with Hub({'README.md': b'hello', 'latents-3crop/0.pt': pathlib.Path('0.pt')}) as hub:
+        hub.inject(Fault('cut', match='read .*0.pt'))
+        ...  # huggingface_hub in a process that was started with HF_ENDPOINT=hub.url
+        hub.commit({'README.md': b'changed'})
+
+Information about the repository, listings in pages, metadata of paths and downloads, as
+huggingface_hub 2.4 asks for them. Large files, and those named like data, are "LFS" files as on the
+hub: known by their SHA-256, and a download is sent on to another host, which must not see the
+user's token. Small ones are known by git's SHA-1. There is no Xet
+storage, so the client takes the plain HTTP way.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import mmap
+import pathlib
+import re
+import urllib.parse
+from collections.abc import Mapping
+from typing import Any
+
+from tests.fakes.fake_http import Call, FakeServer, Reply, select_range
+
+_LFS_BYTES = 1 << 20
+_LFS_NAMES = ('.pt', '.parquet', '.bin')
+_DATE = '2026-11-01T12:00:00.000Z'
+
+# Paths, percent-encoded; a repository's name is two segments.
+_REPO = r'datasets/([^/]+/[^/]+)'
+_ROUTES = [
+    (f'/api/{_REPO}(?:/revision/([^/]+))?', 'info'),
+    (f'/api/{_REPO}/tree/([^/]+)/?(.*)', 'tree'),
+    (f'/api/{_REPO}/paths-info/([^/]+)', 'paths'),
+    (f'/{_REPO}/resolve/([^/]+)/(.+)', 'resolve'),
+    (f'/api/resolve-cache/{_REPO}/([^/]+)/(.+)', 'small'),
+    ('/storage/([^/]+)/(.+)', 'read'),
+    ('/api/agent-harnesses()', 'harnesses'),  # asked once a process, for the User-Agent header
+]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _File:
+    """One file of the repository."""
+
+    path: str
+    data: bytes | mmap.mmap
+
+    @property
+    def is_lfs(self) -> bool:
+        return len(self.data) > _LFS_BYTES or self.path.endswith(_LFS_NAMES)
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.data).hexdigest()
+
+    @functools.cached_property
+    def blob(self) -> bytes | mmap.mmap:
+        """What git itself keeps: of an LFS file, a pointer."""
+        if not self.is_lfs:
+            return self.data
+        lines = 'version https://git-lfs.github.com/spec/v1\noid sha256:{}\nsize {}\n'
+        return lines.format(self.sha256, len(self.data)).encode()
+
+    @functools.cached_property
+    def sha1(self) -> str:
+        """Git's name of the blob."""
+        return hashlib.sha1(b'blob %d\0' % len(self.blob) + bytes(self.blob)).hexdigest()
+
+    @property
+    def etag(self) -> str:
+        return f'"{self.sha256 if self.is_lfs else self.sha1}"'
+
+    def entry(self) -> dict[str, Any]:
+        """The file as listings give it."""
+        entry = {'type': 'file', 'oid': self.sha1, 'size': len(self.data), 'path': self.path}
+        if self.is_lfs:
+            lfs = {'oid': self.sha256, 'size': len(self.data), 'pointerSize': len(self.blob)}
+            entry['lfs'] = lfs
+        return entry
+
+
+class _Refused(Exception):
+    """Ends a request with an error status and the code that the hub gives in a header."""
+
+    def __init__(self, status: int, code: str, message: str):
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+class Hub(FakeServer):
+    """The server.
+
+    Attributes:
+        repo: 'owner/name' of the only data set.
+        gated: whether files are only for those who send `token`; all may see what files there are.
+        page_size: entries in a page of a listing.
+        env: leads a child process here.
+    """
+
+    token = 'hf_token_for_tests'
+
+    def __init__(self, repo_files: Mapping[str, bytes | pathlib.Path], repo: str = 'owner/name'):
+        super().__init__()
+        self.repo = repo
+        self.gated = False
+        self.page_size = 1000
+        self.env: dict[str, str] = {'HF_ENDPOINT': self.url}
+        self._commits: dict[str, dict[str, _File]] = {}
+        self._branches: dict[str, str] = {}
+        self.commit(repo_files)
+
+    # --- For the tests -----------------------------------------------------------------------
+
+    def commit(self, files: Mapping[str, bytes | pathlib.Path], branch: str = 'main') -> str:
+        """Makes `files` all that the branch holds; returns the commit's hash."""
+        made = {path: _File(path, _content(data)) for path, data in sorted(files.items())}
+        names = [f'{len(self._commits)}', *(f'{file.path} {file.sha1}' for file in made.values())]
+        commit = hashlib.sha1('\n'.join(names).encode()).hexdigest()
+        self._commits[commit] = made
+        self._branches[branch] = commit
+        return commit
+
+    # --- What a request is about -------------------------------------------------------------
+
+    def _route(self, call: Call) -> tuple[str, list[str]]:
+        for pattern, action in _ROUTES:
+            if match := re.fullmatch(pattern, call.path):
+                return action, [urllib.parse.unquote(part or '') for part in match.groups()]
+        raise NotImplementedError(f'{call.method} {call.path}')
+
+    def describe(self, call: Call) -> tuple[str, str]:
+        action, parts = self._route(call)
+        if action in ('read', 'small', 'resolve', 'tree'):
+            path = '/'.join([self.repo, parts[-1]])
+            return 'read' if action == 'small' and call.method == 'GET' else action, path
+        return action, parts[0]
+
+    def answer(self, call: Call) -> Reply:
+        action, parts = self._route(call)
+        try:
+            return getattr(self, f'_on_{action}')(call, *parts)
+        except _Refused as refusal:
+            return _error(refusal.status, refusal.code, str(refusal))
+
+    def refuse(self, status: int, call: Call) -> Reply:
+        known = 'Authorization' in call.headers
+        code, message = {
+            401: ('', 'Invalid credentials in Authorization header')
+            if known
+            else ('GatedRepo', f'Access to dataset {self.repo} is restricted.'),
+            403: ('GatedRepo', f'You are not in the authorized list of dataset {self.repo}.'),
+            429: ('', 'We had to rate limit you.'),
+            503: ('', 'Service Unavailable'),
+        }[status]
+        return _error(status, code, message)
+
+    # --- Answers -----------------------------------------------------------------------------
+
+    def _files(self, repo: str, revision: str) -> tuple[str, dict[str, _File]]:
+        """Commit and files of a revision: a branch or a commit."""
+        if repo != self.repo:
+            raise _Refused(404, 'RepoNotFound', 'Repository not found')
+        commit = self._branches.get(revision or 'main', revision)
+        if commit not in self._commits:
+            raise _Refused(404, 'RevisionNotFound', f'Invalid rev id: {revision}')
+        return commit, self._commits[commit]
+
+    def _on_info(self, call: Call, repo: str, revision: str) -> Reply:
+        commit, files = self._files(repo, revision)
+        siblings = [{'rfilename': path} for path in files]
+        if call.query.get('blobs', '').lower() == 'true':
+            for sibling, file in zip(siblings, files.values(), strict=True):
+                sibling |= {'blobId': file.sha1, 'size': len(file.data)}
+                if file.is_lfs:
+                    sibling['lfs'] = {
+                        'sha256': file.sha256,
+                        'size': len(file.data),
+                        'pointerSize': len(file.blob),
+                    }
+        info = {
+            '_id': '0' * 24,
+            'id': repo,
+            'author': repo.split('/')[0],
+            'sha': commit,
+            'createdAt': _DATE,
+            'lastModified': _DATE,
+            'private': False,
+            'gated': 'manual' if self.gated else False,
+            'disabled': False,
+            'downloads': 0,
+            'likes': 0,
+            'tags': [],
+            'siblings': siblings,
+        }
+        return _json(info)
+
+    def _on_harnesses(self, call: Call, _: str) -> Reply:
+        return _json({'standardEnvVars': [], 'harnesses': {}})
+
+    def _on_tree(self, call: Call, repo: str, revision: str, folder: str) -> Reply:
+        commit, files = self._files(repo, revision)
+        prefix = folder.rstrip('/') + '/' if folder else ''
+        entries: dict[str, dict[str, Any]] = {}
+        for path, file in files.items():
+            if not path.startswith(prefix):
+                continue
+            parts = path[len(prefix) :].split('/')
+            for depth in range(1, len(parts)):
+                parent = prefix + '/'.join(parts[:depth])
+                entries[parent] = _folder(parent)
+            entries[path] = file.entry()
+        if folder and not entries:
+            raise _Refused(404, 'EntryNotFound', f'{folder} does not exist on "{revision}"')
+        if call.query.get('recursive', '').lower() != 'true':
+            entries = {path: e for path, e in entries.items() if '/' not in path[len(prefix) :]}
+        return self._page(call, commit, [entries[path] for path in sorted(entries)])
+
+    def _page(self, call: Call, commit: str, entries: list[dict[str, Any]]) -> Reply:
+        first = int(call.query.get('cursor', 0))
+        page = entries[first : first + self.page_size]
+        if call.query.get('expand', '').lower() == 'true':
+            page = [entry | _expansion(commit) for entry in page]
+        reply = _json(page)
+        if first + self.page_size < len(entries):
+            query = urllib.parse.urlencode({**call.query, 'cursor': first + self.page_size})
+            link = f'<{self.url}{call.path}?{query}>; rel="next"'
+            reply.headers = {**reply.headers, 'Link': link}
+        return reply
+
+    def _on_paths(self, call: Call, repo: str, revision: str) -> Reply:
+        commit, files = self._files(repo, revision)
+        form = urllib.parse.parse_qs(call.body.read().decode())
+        expansion = _expansion(commit) if form.get('expand', [''])[0].lower() == 'true' else {}
+        entries = []
+        for path in form.get('paths', []):
+            if path in files:
+                entries.append(files[path].entry() | expansion)
+            elif any(name.startswith(path + '/') for name in files):
+                entries.append(_folder(path) | expansion)
+        return _json(entries)
+
+    def _on_resolve(self, call: Call, repo: str, revision: str, path: str) -> Reply:
+        commit, files = self._files(repo, revision)
+        self._admit(call)
+        if path not in files:
+            raise _Refused(404, 'EntryNotFound', 'Entry not found')
+        file = files[path]
+        quoted = urllib.parse.quote(path)
+        headers = {'X-Repo-Commit': commit, 'Accept-Ranges': 'bytes', 'ETag': file.etag}
+        if not file.is_lfs:
+            where = f'/api/resolve-cache/datasets/{repo}/{commit}/{quoted}'
+            return Reply(307, headers={**headers, 'Location': where})
+        # Not `url`: under another name this is another host to the client.
+        host = f'http://localhost:{self.address[1]}'
+        headers['X-Linked-Size'] = str(len(file.data))
+        headers['X-Linked-ETag'] = file.etag
+        headers['Location'] = f'{host}/storage/{commit}/{quoted}?signature={file.sha256[:8]}'
+        return Reply(302, headers=headers)
+
+    def _on_small(self, call: Call, repo: str, commit: str, path: str) -> Reply:
+        self._admit(call)
+        file = self._commits[commit][path]
+        headers = {'X-Repo-Commit': commit, 'Accept-Ranges': 'bytes', 'ETag': file.etag}
+        return select_range(call, file.data, headers)
+
+    def _on_read(self, call: Call, commit: str, path: str) -> Reply:
+        file = self._commits[commit][path]
+        if 'Authorization' in call.headers:
+            return _error(400, '', 'Only one auth mechanism allowed')
+        if call.query.get('signature') != file.sha256[:8]:
+            return _error(403, '', 'SignatureDoesNotMatch')
+        return select_range(call, file.data, {'Accept-Ranges': 'bytes', 'ETag': file.etag})
+
+    def _admit(self, call: Call) -> None:
+        sent = call.headers.get('Authorization')
+        if not self.gated or sent == f'Bearer {self.token}':
+            return
+        if sent is None:
+            raise _Refused(401, 'GatedRepo', f'Access to dataset {self.repo} is restricted.')
+        message = f'You are not in the authorized list of dataset {self.repo}.'
+        raise _Refused(403, 'GatedRepo', message)
+
+
+def _content(data: bytes | pathlib.Path) -> bytes | mmap.mmap:
+    if isinstance(data, bytes):
+        return data
+    with data.open('rb') as file:
+        if data.stat().st_size == 0:
+            return b''
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _folder(path: str) -> dict[str, Any]:
+    oid = hashlib.sha1(path.encode()).hexdigest()
+    return {'type': 'directory', 'oid': oid, 'size': 0, 'path': path}
+
+
+def _expansion(commit: str) -> dict[str, Any]:
+    """What `expand` adds to an entry."""
+    return {'lastCommit': {'id': commit, 'title': 'Upload', 'date': _DATE}}
+
+
+def _json(answer: Any) -> Reply:
+    return Reply(200, json.dumps(answer).encode(), {'Content-Type': 'application/json'})
+
+
+def _error(status: int, code: str, message: str) -> Reply:
+    reply = dataclasses.replace(_json({'error': message}), status=status)
+    reply.headers = {**reply.headers, 'X-Error-Message': message}
+    if code:
+        reply.headers['X-Error-Code'] = code
+    return reply

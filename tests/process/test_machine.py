@@ -1,0 +1,105 @@
+"""Tests of the limits of containers, on made-up trees of control groups."""
+
+import os
+import pathlib
+
+import pytest
+
+from coyo11m_tfds.build import local_runner
+from coyo11m_tfds.process import machine
+
+PHYSICAL = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+GB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def many_cores(monkeypatch):
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda process: set(range(64)), raising=False)
+
+
+def tree(root: pathlib.Path, groups: str, **files: str) -> pathlib.Path:
+    """Makes `proc/self/cgroup`, and files below `sys/fs/cgroup`."""
+    in_sys = {f'sys/fs/cgroup/{path}': text for path, text in files.items()}
+    for path, text in {'proc/self/cgroup': groups, **in_sys}.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text + '\n')
+    return root
+
+
+@pytest.mark.parametrize(
+    ('quota', 'cpus'),
+    [
+        ('max 100000', 64),
+        ('400000 100000', 4),
+        ('150000 100000', 2),  # rounded up
+        ('1000 100000', 1),
+        ('9900000 100000', 64),
+    ],
+)
+def test_cpu_quota_of_version_2(tmp_path, quota, cpus):
+    assert machine.usable_cpus(tree(tmp_path, '0::/', **{'cpu.max': quota})) == cpus
+
+
+@pytest.mark.parametrize(('quota', 'cpus'), [('-1', 64), ('250000', 3), ('1000', 1)])
+@pytest.mark.parametrize('mount', ['cpu', 'cpu,cpuacct'])
+def test_cpu_quota_of_version_1(tmp_path, mount, quota, cpus):
+    files = {f'{mount}/cpu.cfs_quota_us': quota, f'{mount}/cpu.cfs_period_us': '100000'}
+    groups = '9:memory:/\n4:cpu,cpuacct:/\n0::/'
+    assert machine.usable_cpus(tree(tmp_path, groups, **files)) == cpus
+
+
+@pytest.mark.parametrize('limited', ['', 'kubepods/', 'kubepods/pod/', 'kubepods/pod/main/'])
+def test_every_group_above_counts(tmp_path, limited):
+    """Also where the path is that outside of the container, so that only the top is mounted."""
+    files = {f'{limited}cpu.max': '300000 100000', f'{limited}memory.max': str(GB)}
+    root = tree(tmp_path, '0::/kubepods/pod/main', **files)
+    assert (machine.usable_cpus(root), machine.usable_memory(root)) == (3, GB)
+
+
+def test_the_least_of_several_limits_counts(tmp_path):
+    files = {'a/cpu.max': '800000 100000', 'a/b/cpu.max': '200000 100000', 'a/b/c/cpu.max': 'max 1'}
+    memory = {'a/memory.max': str(GB), 'a/b/memory.max': str(2 * GB), 'a/b/c/memory.max': 'max'}
+    root = tree(tmp_path, '0::/a/b/c', **files, **memory)
+    assert (machine.usable_cpus(root), machine.usable_memory(root)) == (2, GB)
+
+
+def test_other_groups_do_not_count(tmp_path):
+    files = {'a/cpu.max': '100000 100000', 'a/memory.max': str(GB)}
+    root = tree(tmp_path, '0::/b', **files)
+    assert (machine.usable_cpus(root), machine.usable_memory(root)) == (64, PHYSICAL)
+
+
+@pytest.mark.parametrize(
+    ('limit', 'memory'), [(str(GB), GB), ('9223372036854771712', PHYSICAL), (str(3 * GB), 3 * GB)]
+)
+def test_memory_of_version_1(tmp_path, limit, memory):
+    root = tree(tmp_path, '5:memory:/docker/1', **{'memory/docker/1/memory.limit_in_bytes': limit})
+    assert machine.usable_memory(root) == min(memory, PHYSICAL)
+
+
+def test_a_mixed_hierarchy(tmp_path):
+    files = {'unified/x/cpu.max': '200000 100000', 'memory/x/memory.limit_in_bytes': str(GB)}
+    root = tree(tmp_path, '4:memory:/x\n1:name=systemd:/\n0::/x', **files)
+    assert (machine.usable_cpus(root), machine.usable_memory(root)) == (2, GB)
+
+
+def test_a_path_that_leaves_the_mount(tmp_path):
+    root = tree(tmp_path, '0::/../../outside', **{'cpu.max': '200000 100000'})
+    assert machine.usable_cpus(root) == 2
+
+
+def test_a_system_without_control_groups(tmp_path, monkeypatch):
+    assert (machine.usable_cpus(tmp_path), machine.usable_memory(tmp_path)) == (64, PHYSICAL)
+    monkeypatch.delattr(os, 'sched_getaffinity')
+    assert machine.usable_cpus(tmp_path) == os.cpu_count()
+
+
+def test_this_machine():
+    assert 1 <= machine.usable_cpus() <= 64
+    assert 1 << 20 < machine.usable_memory() <= PHYSICAL
+
+
+def test_workers_of_a_build_on_a_system_without_affinity(monkeypatch):
+    monkeypatch.delattr(os, 'sched_getaffinity')
+    monkeypatch.delenv(local_runner.WORKERS_VARIABLE, raising=False)
+    assert local_runner.choose_workers(0, 10**12) == machine.usable_cpus()

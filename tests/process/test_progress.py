@@ -1,0 +1,270 @@
+"""Progress: what it says in a log and on a terminal, and that it never breaks the work."""
+
+import contextlib
+import fcntl
+import logging
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from absl import logging as absl_logging
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coyo11m_tfds.process import progress
+from tests import made_sources
+from tests.build import plans
+
+
+class Clock:
+    """Seconds that pass only when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Lines(logging.Handler):
+    """Keeps the messages of the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def collected_lines() -> Iterator[list[str]]:
+    """Within it, what is logged is kept instead of being shown."""
+    logger, handler = absl_logging.get_absl_logger(), Lines()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.propagate = False
+    logger.setLevel(logging.INFO)
+    yield handler.messages
+    logger.setLevel(level)
+    logger.propagate = True
+    logger.removeHandler(handler)
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    with collected_lines() as messages:
+        yield messages
+
+
+def test_a_line_tells_goals_speeds_counts_and_the_time_left(lines: list[str]):
+    clock = Clock()
+    with progress.Progress('Writing shards', 10**9, 'B', {'shards': 2400}, clock) as made:
+        clock.now += 10
+        made.add(10**8, shards=3, records=50_000, dropped=7)
+        clock.now += 10
+        made.add(3 * 10**8, shards=2, records=150_000, dropped=0)
+        assert lines == [
+            'Writing shards: 10%, 3 of 2,400 shards, 5,000 records/s, 10 MB/s, 7 dropped, '
+            '0:01:30 left',
+            'Writing shards: 40%, 5 of 2,400 shards, 10,000 records/s, 20 MB/s, 7 dropped, '
+            '0:00:30 left',
+        ]
+
+
+def test_the_last_line_has_the_speed_of_the_whole_run(lines: list[str]):
+    clock = Clock()
+    with progress.Progress('Encoding', 5000, 'captions', clock=clock) as made:
+        clock.now += 100
+        made.add(4000)
+        clock.now += 100
+        made.add(1000)
+    assert lines[1:] == [
+        'Encoding: 100%, 5,000 of 5,000 captions, 10 captions/s, 0:00:00 left',
+        'Encoding: 100%, 5,000 of 5,000 captions, 25 captions/s, in 0:03:20',
+    ]
+
+
+def test_what_ends_well_is_complete_whatever_was_estimated(lines: list[str]):
+    clock = Clock()
+    with progress.Progress('Writing', 10**8, 'B', {'shards': 2}, clock) as made:
+        clock.now += 1
+        made.add(79 * 10**6, shards=2)
+    assert lines == ['Writing: 100%, 2 of 2 shards, 79 MB/s, in 0:00:01']
+
+
+def test_it_says_so_when_the_work_was_broken_off(lines: list[str]):
+    clock = Clock()
+    with (
+        pytest.raises(OSError, match='disk full'),
+        progress.Progress('Copying', 10**8, 'B', clock=clock) as made,
+    ):
+        clock.now += 5
+        made.add(10**7)
+        raise OSError('disk full')
+    assert lines == ['Copying: 10%, 2.0 MB/s, ended after 0:00:05']
+
+
+def test_lines_are_at_least_ten_seconds_apart(lines: list[str]):
+    clock = Clock()
+    with progress.Progress('Copying', 10**8, 'B', clock=clock) as made:
+        for _ in range(35):
+            clock.now += 1
+            made.add(10**6)
+        assert len(lines) == 3
+
+
+def test_the_speed_is_that_of_the_last_minute(lines: list[str]):
+    clock = Clock()
+    with progress.Progress('Copying', 10**10, 'B', clock=clock) as made:
+        for megabytes in [100] * 100 + [1] * 62:
+            clock.now += 1
+            made.add(megabytes * 10**6)
+    assert lines[0].startswith('Copying: 10%, 100 MB/s')
+    assert ', 1.0 MB/s, 0:00:00 left' in lines[-2]
+    assert ', 62 MB/s, in 0:02:42' in lines[-1]
+
+
+def test_what_an_earlier_run_did_counts_but_does_not_make_it_faster(lines: list[str]):
+    clock = Clock()
+    with progress.Progress('Writing', 10**9, 'B', {'shards': 10}, clock) as made:
+        made.skip(8 * 10**8, shards=8, records=4000)
+        clock.now += 10
+        made.add(10**8, shards=1, records=500)
+        assert lines == ['Writing: 90%, 9 of 10 shards, 50 records/s, 10 MB/s, 0:00:10 left']
+
+
+def test_slow_work_has_a_speed_too(lines: list[str]):
+    clock = Clock()
+    with progress.Progress('Encoding', 30, 'captions', clock=clock) as made:
+        clock.now += 100
+        made.add(12)
+
+    assert '0.12 captions/s, 0:02:30 left' in lines[0]
+
+
+def test_hardly_any_speed_is_no_error(lines: list[str]):
+    clock = Clock()
+    with progress.Progress('Copying', 10**13, 'B', clock=clock) as made:
+        clock.now += 1e6
+        made.add(1)
+    assert lines[0] == 'Copying: 0%, 0.00 MB/s, over a year left'
+
+
+def test_nothing_to_do_is_no_error(lines: list[str]):
+    with progress.Progress('Writing', 0, 'B', {'shards': 0}, Clock()) as made:
+        made.skip(0)
+        made.add(0)
+    assert lines == ['Writing: 0 of 0 shards, 0 MB/s, in 0:00:00']
+
+
+@given(
+    st.integers(0, 10**13),
+    st.sampled_from(['B', 'files']),
+    st.lists(st.tuples(st.integers(0, 10**13), st.floats(0, 1e6), st.booleans()), max_size=20),
+)
+def test_no_course_of_events_makes_it_fail(total: int, unit: str, steps: list[tuple]):
+    """Hours of work must not end because of a line in the log; nor is more than all ever done."""
+    clock = Clock()
+    with (
+        collected_lines() as lines,
+        progress.Progress('Copying', total, unit, {'shards': total}, clock) as made,
+    ):
+        for amount, seconds, earlier in steps:
+            clock.now += seconds
+            (made.skip if earlier else made.add)(amount, shards=1, records=amount)
+    assert lines
+    for line in lines:
+        assert '-' not in line
+        shares = [int(word[:-2]) for word in line.split() if word.endswith('%,')]
+        assert len(shares) == (total > 0)
+        assert all(share <= 100 for share in shares)
+
+
+class SlowOne(int):
+    """1, but while it is being added other threads run."""
+
+    def __new__(cls) -> 'SlowOne':
+        return super().__new__(cls, 1)
+
+    def __radd__(self, other: int) -> int:
+        time.sleep(1e-6)
+        return other + 1
+
+
+def test_threads_may_share_one(lines: list[str]):
+    with progress.Progress('Copying', 400, 'B', {'files': 400}) as made:
+        threads = [
+            threading.Thread(target=lambda: [made.add(SlowOne(), files=1) for _ in range(50)])
+            for _ in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert '100%, 400 of 400 files' in lines[-1]
+
+
+TERMINAL_PROGRAM = """
+from absl import logging
+from coyo11m_tfds.process import progress
+from tests import made_sources
+from tests.build import plans
+logging.set_verbosity(logging.INFO)
+times = iter(range(0, 1000, 20))
+with progress.Progress('Writing', 10**9, 'B', {'shards': 4}, lambda: next(times)) as made:
+    made.skip(5 * 10**8, shards=1)
+    made.add(3 * 10**8, shards=2, records=800, dropped=5)
+    made.add(3 * 10**8, shards=1)
+"""
+
+
+def test_a_terminal_gets_a_bar_with_the_same_facts():
+    shown = run_in_terminal(TERMINAL_PROGRAM, columns=120)
+    assert 'INFO' not in shown
+    last = shown.strip().splitlines()[-1]
+    assert last.startswith('Writing: 100%|')
+    assert '4 of 4 shards, ' in last
+    assert ' records/s, ' in last
+    assert ' MB/s, 5 dropped, in 0:0' in last
+
+
+def run_in_terminal(program: str, columns: int) -> str:
+    """Returns what a Python program shows on a terminal of that width."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack('HHHH', 24, columns, 0, 0))
+    ended = subprocess.run([sys.executable, '-c', program], stderr=theirs, timeout=60)
+    os.close(theirs)
+    shown = os.read(ours, 65536).decode()
+    os.close(ours)
+    assert ended.returncode == 0, shown
+    return shown
+
+
+def test_planning_shows_what_it_reads(gcs, tmp_path, monkeypatch, lines):
+    monkeypatch.setattr(progress, 'SECONDS_BETWEEN_LINES', 0)
+    source = made_sources.write_source(tmp_path / 'source', [range(20), range(20, 40)])
+    vectors = {key: np.ones(8) for key in range(40)}
+    made_sources.write_sidecar(source / 'side.parquet', vectors, source)
+    gcs.upload_folder(source, 'gs://bucket/source')
+    plans.make_plan(
+        'gs://bucket/source', tmp_path / 'out', text_vectors='gs://bucket/source/side.parquet'
+    )
+
+    for begin in (
+        'Checking the source: 50%, 1 of 2 files',
+        'Checking the source: 100%, 2 of 2 files',
+        'Downloading gs://bucket/source/coyo11m-meta.parquet: 100%',
+        "Reading 'caption_llava' of gs://bucket/source/coyo11m-meta.parquet: 100%, 40 of 40 rows",
+        'Downloading gs://bucket/source/side.parquet: 100%',
+        "Reading 'text_embedding' of gs://bucket/source/side.parquet: 100%, 40 of 40 rows",
+    ):
+        assert any(line.startswith(begin) for line in lines), begin

@@ -1,0 +1,234 @@
+"""Statistics of shards against plain NumPy, and what must be the same to the last bit."""
+
+import itertools
+import json
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coyo11m_tfds import latent_rgb, schema
+from coyo11m_tfds.report.shard_statistics import Preview, ShardStatistics, join
+
+DIM = 5
+
+
+def make_samples(count: int, seed: int = 0) -> dict[str, np.ndarray | list[bytes]]:
+    """The arguments of `add`, as keyword arguments."""
+    rng = np.random.default_rng(seed)
+    latents = 20 * rng.standard_normal((count, *schema.LATENTS_SHAPE)) + 3
+    return {
+        'keys': rng.integers(-(2**62), 2**62, count),
+        'captions': [b'x' * length for length in rng.integers(1, 3000, count)],
+        'latents': latents.astype(np.float16).astype(np.float32),
+        'text': rng.standard_normal((count, DIM)).astype(np.float16),
+    }
+
+
+def choose(samples: dict, rows: list[int] | range) -> dict:
+    """The same samples, but only some rows."""
+    rows = list(rows)
+    captions = [samples['captions'][row] for row in rows]
+    return {name: samples[name][rows] for name in ('keys', 'latents', 'text')} | {
+        'captions': captions
+    }
+
+
+def added(*blocks: dict) -> ShardStatistics:
+    statistics = ShardStatistics(DIM)
+    for block in blocks:
+        statistics.add(**block)
+    return statistics
+
+
+def bits(statistics: ShardStatistics) -> str:
+    return json.dumps(statistics.to_json())
+
+
+def test_statistics_are_those_of_numpy():
+    samples = make_samples(40)
+    made = added(choose(samples, range(25)), choose(samples, range(25, 40)))
+    assert made.num_records == 40
+    assert (made.non_finite, made.non_finite_keys) == (0, [])
+
+    latents = samples['latents'].astype(np.float64)
+    mean, std = made.latent_moments.mean_and_std()
+    np.testing.assert_allclose(mean, latents.mean(axis=(0, 1, 3, 4)), rtol=1e-6)
+    np.testing.assert_allclose(std, latents.std(axis=(0, 1, 3, 4)), rtol=1e-6)
+    mean, std = made.text_moments.mean_and_std()
+    np.testing.assert_allclose(mean, samples['text'].astype(np.float64).mean(axis=0), rtol=1e-12)
+    np.testing.assert_allclose(std, samples['text'].astype(np.float64).std(axis=0), rtol=1e-12)
+
+    edges = [-np.inf, *range(-60, 61), np.inf]
+    for channel in range(4):
+        expected, _ = np.histogram(latents[:, :, channel], edges)
+        np.testing.assert_array_equal(made.latent_histogram[channel], expected)
+    lengths = [len(caption) for caption in samples['captions']]
+    expected, _ = np.histogram(lengths, [*range(0, 2049, 16), np.inf])
+    np.testing.assert_array_equal(made.caption_histogram, expected)
+
+
+@pytest.mark.parametrize(
+    ('value', 'bin'),
+    [
+        *[(-1e4, 0), (-60.03125, 0), (-60, 1), (-59.03125, 1), (-1e-7, 60)],
+        *[(0, 61), (0.9995, 61), (59.9375, 120), (60, 121), (1e4, 121)],
+    ],
+)
+def test_each_value_falls_in_its_bin(value: float, bin: int):
+    samples = make_samples(1)
+    samples['latents'][:, :, 2] = np.float16(value)
+    histogram = added(samples).latent_histogram
+    assert histogram[2, bin] == histogram[2].sum() == 3 * 1024
+
+
+def test_latents_are_drawn_of_the_first_records_of_each_shard():
+    samples = make_samples(100)
+    made = added(choose(samples, range(50)), choose(samples, range(50, 100)))
+    first = added(choose(samples, range(64)))
+    np.testing.assert_array_equal(made.latent_histogram, first.latent_histogram)
+    assert made.latent_histogram.sum() == 64 * 3 * 4 * 1024
+    assert made.caption_histogram.sum() == 100
+    both = join([made, added(choose(samples, range(7)))])
+    assert both.latent_histogram.sum() == 71 * 3 * 4 * 1024
+
+
+def test_previews_are_the_middle_crops_of_the_first_good_records():
+    samples = make_samples(9)
+    samples['latents'][[0, 3], 0, 0, 0, 0] = np.inf
+    samples['captions'][1] = 'Ein Bär & ein <Schwan>'.encode()
+    made = added(choose(samples, range(3)), choose(samples, range(3, 9))).previews
+    rows = [1, 2, 4, 5, 6, 7]
+    assert [of_row.key for of_row in made] == samples['keys'][rows].tolist()
+    assert made[0].caption == 'Ein Bär & ein <Schwan>'
+    for row, of_row in zip(rows, made, strict=True):
+        rgb = latent_rgb.latents_to_rgb(samples['latents'][row, 1])
+        np.testing.assert_array_equal(of_row.rgb, rgb)
+        assert rgb.shape == (32, 32, 3)
+
+
+@pytest.mark.parametrize(
+    ('caption', 'shown'),
+    [(b'a\xff\xfeb', 'a\ufffd\ufffdb'), ('ä'.encode() * 9999, 'ä' * 1000 + '…'), (b'', '')],
+)
+def test_any_bytes_can_be_a_caption(caption: bytes, shown: str):
+    samples = make_samples(1)
+    samples['captions'] = [caption]
+    assert added(samples).previews[0].caption == shown
+
+
+@pytest.mark.parametrize('place', ['latents', 'text'])
+@pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_touches_nothing_else(place: str, value: float):
+    samples = make_samples(30)
+    for row in (0, 7, 29):
+        samples[place][row].flat[-1 - row % DIM] = value
+    if place == 'text':
+        samples[place][8, :2] = [np.inf, -np.inf]
+    bad = {0, 7, 29} | ({8} if place == 'text' else set())
+    statistics = ShardStatistics(DIM)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        good = statistics.add(**samples)
+    assert set(np.flatnonzero(~good)) == bad
+    assert statistics.non_finite == len(bad)
+    assert statistics.non_finite_keys == samples['keys'][sorted(bad)].tolist()
+
+    only_good = added(choose(samples, sorted(set(range(30)) - bad)))
+    only_good.non_finite, only_good.non_finite_keys = len(bad), statistics.non_finite_keys
+    assert bits(statistics) == bits(only_good)
+
+
+def test_numbers_too_large_for_their_squares_are_not_finite_either():
+    """Float32 holds some bfloat16 values, but not what the moments need of them."""
+    samples = make_samples(2)
+    samples['latents'][1, 2, 3] = 3e38
+    assert added(samples).non_finite == 1
+    samples['latents'][1, 2, 3] = 1e17
+    assert added(samples).non_finite == 0
+
+
+def test_at_most_ten_keys_are_kept():
+    samples = make_samples(25)
+    samples['latents'][:] = np.nan
+    keys = samples['keys'].tolist()
+    made = added(choose(samples, range(8)), choose(samples, range(8, 25)))
+    assert (made.non_finite, made.non_finite_keys) == (25, keys[:10])
+    assert (made.num_records, made.previews) == (0, [])
+    both = join([added(choose(samples, [20])), made])
+    assert (both.non_finite, both.non_finite_keys) == (26, [keys[20], *keys[:9]])
+
+
+def test_there_need_not_be_text_vectors_or_samples():
+    samples = make_samples(4)
+    del samples['text']
+    statistics = ShardStatistics(None)
+    assert statistics.add(**samples).all()
+    assert statistics.text_moments is None
+    nothing = statistics.add(np.empty(0, np.int64), [], np.empty((0, *schema.LATENTS_SHAPE), 'f4'))
+    assert nothing.shape == (0,)
+    back = ShardStatistics.from_json(json.loads(bits(statistics)))
+    assert back.text_moments is None
+    assert join([statistics, back]).num_records == 8
+    with pytest.raises(ValueError, match='no value'):
+        ShardStatistics(None).latent_moments.mean_and_std()
+
+
+@given(st.integers(0, 10**6), st.lists(st.integers(0, 8), max_size=4))
+def test_json_keeps_every_bit(seed: int, lengths: list[int]):
+    blocks = [make_samples(count, seed + number) for number, count in enumerate(lengths)]
+    for block in blocks:
+        block['latents'][3:4] = np.nan
+    statistics = added(*blocks)
+    back = ShardStatistics.from_json(json.loads(bits(statistics)))
+    assert bits(back) == bits(statistics) == bits(added(*blocks))
+    for name in ('latent_moments', 'text_moments'):
+        for sums in ('sums', 'squares'):
+            ours, theirs = (getattr(getattr(s, name), sums) for s in (statistics, back))
+            assert ours.tobytes() == theirs.tobytes()
+    if blocks:
+        more = make_samples(9, seed=1)
+        back.add(**more)
+        statistics.add(**more)
+        assert bits(back) == bits(statistics)
+
+
+@given(st.lists(st.integers(0, 20), max_size=5).map(sorted), st.integers(0, 3))
+def test_the_size_of_blocks_hardly_matters(cuts: list[int], seed: int):
+    samples = make_samples(20, seed)
+    borders = [0, *cuts, 20]
+    blocks = [choose(samples, range(*run)) for run in itertools.pairwise(borders)]
+    cut, whole, joined = added(*blocks), added(samples), join([added(b) for b in blocks])
+    np.testing.assert_array_equal(cut.latent_histogram, whole.latent_histogram)
+    for made in (cut, joined):
+        assert made.num_records == 20
+        assert made.latent_moments.count == whole.latent_moments.count == 20 * 3 * 1024
+        np.testing.assert_array_equal(made.caption_histogram, whole.caption_histogram)
+        for name in ('latent_moments', 'text_moments'):
+            ours, theirs = getattr(made, name), getattr(whole, name)
+            np.testing.assert_allclose(ours.sums, theirs.sums, rtol=1e-9, atol=1e-9)
+            np.testing.assert_allclose(ours.squares, theirs.squares, rtol=1e-12)
+    assert joined.previews == []
+
+
+def test_shards_are_joined_in_order():
+    blocks = [make_samples(20), make_samples(20, seed=1), make_samples(20, seed=1)]
+    for block, factor in zip(blocks, (1, 1e15, -1e15), strict=True):
+        block['latents'] *= np.float32(factor)
+    parts = [added(block) for block in blocks]
+    back = [ShardStatistics.from_json(json.loads(bits(part))) for part in parts]
+    assert bits(join(parts)) == bits(join(back))
+    small, large, opposite = (part.latent_moments.sums for part in parts)
+    assert join(parts).latent_moments.sums.tolist() == (small + large + opposite).tolist()
+    assert (large + opposite).tolist() == [0] * 4  # so that no other order gives this
+    assert (small + large + opposite != small).all()
+
+
+def test_a_preview_survives_json():
+    rgb = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
+    made = Preview(-5, 'ä\n"<&\u2028', rgb)
+    back = Preview.from_json(json.loads(json.dumps(made.to_json())))
+    assert (back.key, back.caption) == (made.key, made.caption)
+    np.testing.assert_array_equal(back.rgb, rgb)

@@ -1,0 +1,521 @@
+"""Captions and text vectors by key: what a store answers, and what of a file is refused."""
+
+import contextlib
+import pathlib
+import random
+import subprocess
+import sys
+import tempfile
+import textwrap
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coyo11m_tfds import embed_captions
+from coyo11m_tfds.source import caption_store, embedding_store
+from tests import made_sources
+from tests.checkout import CHECKOUT
+
+KEYS = st.integers(-(2**63), 2**63 - 1)
+FEW_KEYS = st.integers(-3, 3)
+CAPTIONS = st.none() | st.text(max_size=40) | st.sampled_from(['', ' ', '\n\t ', '\u2003', 'ä b'])
+
+
+def prepare(path: pathlib.Path, drop_repeats: bool = False) -> caption_store.CaptionStore:
+    """Builds the store of a file in a folder beside it."""
+    return caption_store.prepare_store(
+        lambda: contextlib.nullcontext(str(path)),
+        name=str(path),
+        version=str(path.stat().st_mtime_ns),
+        column='caption_llava',
+        cache_dir=path.parent / 'cache',
+        drop_repeats=drop_repeats,
+    )
+
+
+def prepare_vectors(
+    path: pathlib.Path,
+) -> tuple[embedding_store.SidecarHeader, embedding_store.VectorStore]:
+    return embedding_store.prepare_store(
+        lambda: contextlib.nullcontext(str(path)),
+        name=str(path),
+        version=str(path.stat().st_mtime_ns),
+        cache_dir=path.parent / 'cache',
+    )
+
+
+def texts_of(store: caption_store.CaptionStore, *keys: int) -> list[bytes]:
+    return store.texts(store.find(np.array(keys)))
+
+
+# --- What a store answers ---------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(KEYS | FEW_KEYS, CAPTIONS), min_size=1, max_size=60),
+    st.lists(KEYS | FEW_KEYS),
+    st.integers(1, 20),
+)
+def test_the_store_answers_like_a_dict(
+    rows: list[tuple[int, str | None]], others: list[int], row_group_size: int
+):
+    expected: dict[int, str | None] = {}
+    for key, text in rows:
+        expected.setdefault(key, text)
+    keys = [key for key, _ in rows]
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / 'x.parquet'
+        text = pa.array([text for _, text in rows], pa.string())
+        table = pa.table({'key': pa.array(keys, pa.int64()), 'caption_llava': text})
+        pq.write_table(table, path, row_group_size=row_group_size)
+        if len(keys) > len(expected):
+            with pytest.raises(ValueError, match=f'{len(keys) - len(expected)} rows repeat the'):
+                prepare(path)
+        store = prepare(path, drop_repeats=True)
+
+    wanted = np.array([*keys, *others], np.int64)
+    found = store.find(wanted)
+    np.testing.assert_array_equal(found >= 0, [key in expected for key in wanted.tolist()])
+    held = wanted[found >= 0].tolist()
+    lengths = store.lengths(found[found >= 0])
+    np.testing.assert_array_equal(lengths > 0, [bool((expected[k] or '').strip()) for k in held])
+    texts = store.texts(found[found >= 0])
+    for key, length, text in zip(held, lengths, texts, strict=True):
+        assert text == (expected[key].encode() if length else b'')
+        assert len(text) == length
+    np.testing.assert_array_equal(store.keys, sorted(expected))
+    assert store.num_repeated == len(keys) - len(expected)
+    repeated = {key for key in keys if keys.count(key) > 1}
+    np.testing.assert_array_equal(store.repeated_keys, sorted(repeated)[:10])
+
+
+@pytest.mark.parametrize('as_index', [True, False])
+@pytest.mark.parametrize('keys', [(5, 3, 8), range(9, 0, -3)], ids=['index', 'range'])
+def test_the_key_may_be_the_pandas_index(tmp_path: pathlib.Path, keys, as_index: bool):
+    frame = pd.DataFrame({'caption_llava': ['a', 'b', 'c']}, index=pd.Index(keys, name='key'))
+    (frame if as_index else frame.reset_index()).to_parquet(tmp_path / 'x.parquet')
+    assert texts_of(prepare(tmp_path / 'x.parquet'), *keys) == [b'a', b'b', b'c']
+
+
+@pytest.mark.parametrize(
+    'kind',
+    [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())],
+    ids=str,
+)
+def test_text_may_have_any_of_arrows_types(tmp_path: pathlib.Path, kind: pa.DataType):
+    text = pa.array(['b', None, ' ', 'b'], pa.string()).cast(kind)
+    table = pa.table({'key': pa.array([4, 3, 2, 1], pa.uint32()), 'caption_llava': text})
+    pq.write_table(table, tmp_path / 'x.parquet')
+    assert texts_of(prepare(tmp_path / 'x.parquet'), 1, 2, 3, 4) == [b'b', b'', b'', b'b']
+
+
+def test_a_file_of_several_batches_is_joined_correctly(tmp_path: pathlib.Path):
+    keys = np.random.default_rng(0).permutation(40_000)
+    text = [f'caption {key} ' * (key % 8) for key in keys]
+    table = pa.table({'key': keys, 'caption_llava': text})
+    pq.write_table(table, tmp_path / 'x.parquet', row_group_size=9_000)
+    store = prepare(tmp_path / 'x.parquet')
+    # Few texts of many are read in another way than all.
+    for wanted in ([39_999, 0, 20_000, 17], keys.tolist()):
+        expected = [f'caption {k} '.encode() * (k % 8) for k in wanted]
+        assert texts_of(store, *wanted) == expected
+
+
+def test_an_index_that_is_a_range_may_span_several_batches(tmp_path: pathlib.Path):
+    text = [f'caption {i}' for i in range(40_000)]
+    index = pd.RangeIndex(100, 100 + len(text), name='key')
+    pd.DataFrame({'caption_llava': text}, index=index).to_parquet(tmp_path / 'x.parquet')
+    store = prepare(tmp_path / 'x.parquet')
+    assert texts_of(store, 100, 40_099) == [b'caption 0', b'caption 39999']
+
+
+def test_only_the_columns_that_are_needed_are_read(tmp_path: pathlib.Path):
+    path = tmp_path / 'x.parquet'
+    rows = range(1000)
+    other = [f'https://{i}' for i in rows]
+    pq.write_table(pa.table({'url': other, 'key': rows, 'caption_llava': map(str, rows)}), path)
+    place = pq.read_metadata(path).row_group(0).column(0)
+    content = bytearray(path.read_bytes())
+    start, size = place.dictionary_page_offset, place.total_compressed_size
+    content[start : start + size] = bytes(size)
+    path.write_bytes(content)
+    with pytest.raises((pa.ArrowException, OSError)):
+        pq.read_table(path)
+    assert texts_of(prepare(path), 999) == [b'999']
+
+
+def test_the_digest_is_that_of_captions_by_key(tmp_path: pathlib.Path):
+    def digest(rows: dict, kind: pa.DataType, **options) -> str:
+        path = tmp_path / f'{len(list(tmp_path.iterdir()))}.parquet'
+        text = pa.array(list(rows.values()), pa.string()).cast(kind)
+        pq.write_table(pa.table({'key': list(rows), 'caption_llava': text}), path, **options)
+        return prepare(path).digest
+
+    rows = {key: str(key) for key in range(20_000)} | {-1: '', -2: 'z'}
+    same = [
+        digest(rows, pa.string()),
+        digest(rows, pa.large_string(), row_group_size=777, compression='zstd'),
+        digest(rows | {-1: None}, pa.string_view(), row_group_size=20_001),
+        digest(rows | {-1: ' \n'}, pa.dictionary(pa.int32(), pa.string())),
+        digest({key: rows[key] for key in sorted(rows)}, pa.string()),
+        digest({-3: None, **rows}, pa.string()),
+        digest({key: text for key, text in rows.items() if text}, pa.string()),
+    ]
+    assert len(set(same)) == 1
+    others = [
+        rows | {-2: 'y'},
+        {key: text for key, text in rows.items() if key != 1},
+        rows | {-3: 'new'},
+        {1: 'a', 2: 'b'},
+        {1: 'ab', 2: ''},
+        {1: '', 2: 'ab'},
+        {1: 'a', 3: 'b'},
+        {1: ' ', 2: ' a', 3: ''},
+        {1: ' ', 2: 'a', 3: ' '},
+    ]
+    digests = {digest(other, pa.string()) for other in others}
+    assert len(digests - set(same)) == len(others)
+
+
+# --- What is refused --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ('columns', 'message'),
+    [
+        ({'key': [1, 1], 'caption_llava': ['a', 'b']}, 'repeat the key of another, e.g. key 1'),
+        ({'key': [1], 'caption': ['a']}, "no column 'caption_llava'; its columns are key, caption"),
+        ({'id': [1], 'caption_llava': ['a']}, "no column 'key'"),
+        ({'key': ['1'], 'caption_llava': ['a']}, "'key' is string, expected int64"),
+        ({'key': [1, None], 'caption_llava': ['a', 'b']}, "'key' has nulls"),
+        ({'key': [1], 'caption_llava': [1.5]}, "'caption_llava' is double, expected text"),
+        ({'key': pa.array([], pa.int64()), 'caption_llava': pa.array([], pa.string())}, 'no rows'),
+        ({'key': pa.array([2**63], pa.uint64()), 'caption_llava': ['a']}, 'not fit int64'),
+    ],
+)
+def test_a_bad_captions_file_is_refused_by_name(tmp_path: pathlib.Path, columns, message: str):
+    pq.write_table(pa.table(columns), tmp_path / 'x.parquet')
+    with pytest.raises(ValueError, match=message) as error:
+        prepare(tmp_path / 'x.parquet')
+    assert str(tmp_path / 'x.parquet') in str(error.value)
+
+
+def test_text_that_is_not_utf8_is_refused_by_key(tmp_path: pathlib.Path):
+    raw = pa.array([None, 'ä'.encode(), b'a \xff b', b'c'], pa.binary())
+    text = pa.StringArray.from_buffers(len(raw), *raw.buffers()[1:], raw.buffers()[0])
+    pq.write_table(pa.table({'key': [1, 2, 3, 4], 'caption_llava': text}), tmp_path / 'x.parquet')
+    with pytest.raises(ValueError, match=r'x\.parquet: the text of key 3 is not UTF-8'):
+        prepare(tmp_path / 'x.parquet')
+
+
+def test_a_damaged_parquet_file_is_refused_by_name(tmp_path: pathlib.Path):
+    table = pa.table({'key': range(1000), 'caption_llava': [f'text {i}' for i in range(1000)]})
+    path = tmp_path / 'x.parquet'
+    pq.write_table(table, path)
+    whole = path.read_bytes()
+    for content in (whole[:-100], b'', b'not a Parquet file', bytes(400) + whole[400:]):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r'x\.parquet: .* damaged'):
+            prepare(path)
+
+
+def write_with_pandas(path: pathlib.Path) -> None:
+    frame = pd.DataFrame({'caption_llava': [f'caption {i} ' * 3 for i in range(50)]})
+    frame.index = pd.RangeIndex(50, name='key')
+    frame.to_parquet(path)
+
+
+def write_embedded(path: pathlib.Path) -> None:
+    source = path.parent / 'source'
+    source.mkdir()
+    made_sources.write_captions(source, {key: f'caption {key}' for key in range(50)})
+    embed_captions.embed(source, 'hash', path)
+
+
+@pytest.mark.parametrize(
+    ('write', 'prepare_store'),
+    [(write_with_pandas, prepare), (write_embedded, prepare_vectors)],
+    ids=['captions', 'vectors'],
+)
+def test_whatever_is_damaged_the_error_names_the_file(tmp_path: pathlib.Path, write, prepare_store):
+    path, random_ = tmp_path / 'x.parquet', random.Random(0)
+    write(path)
+    whole = path.read_bytes()
+    refused = 0
+    for _ in range(150):
+        at = random_.randrange(
+            len(whole) - min(len(whole), random_.choice([3000, 10**9])), len(whole)
+        )
+        change = random_.choice([b'', bytes(8), random_.randbytes(1)])
+        path.write_bytes(whole[:at] + change + whole[at + len(change) :] if change else whole[:at])
+        try:
+            prepare_store(path)
+        except ValueError as error:
+            assert str(error).startswith(f'{path}: '), repr(error)
+            refused += 1
+    assert 50 < refused < 150
+
+
+def test_damaged_vectors_of_a_sidecar_are_refused(tmp_path: pathlib.Path):
+    path = tmp_path / 'x.parquet'
+    write_embedded(path)
+    column = pq.read_metadata(path).row_group(0).column(1)
+    whole, start = path.read_bytes(), column.data_page_offset
+    for at in range(start, start + column.total_compressed_size, 97):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(ValueError, match=r'x\.parquet: is damaged'):
+            prepare_vectors(path)
+
+
+def test_messages_name_the_file_that_a_copy_stands_for(tmp_path: pathlib.Path):
+    copy = tmp_path / 'copy.parquet'
+    for content in ({'key': [1]}, {'key': [1], 'caption_llava': [2]}, {'id': [1]}, b'PAR?'):
+        if isinstance(content, bytes):
+            copy.write_bytes(content)
+        else:
+            pq.write_table(pa.table(content), copy)
+        arguments = {'name': 'gs://b/x', 'version': '1', 'cache_dir': tmp_path / 'cache'}
+        for prepare_store, more in (
+            (caption_store.prepare_store, {'column': 'caption_llava', 'drop_repeats': True}),
+            (embedding_store.prepare_store, {}),
+        ):
+            with pytest.raises(ValueError, match=r'gs://b/x: ') as error:
+                prepare_store(lambda: contextlib.nullcontext(str(copy)), **arguments, **more)
+            assert 'copy' not in str(error.value).replace('Copy or download it again', '')
+
+
+# --- Text vectors -----------------------------------------------------------------------------
+
+
+def test_vectors_are_found_by_key(tmp_path: pathlib.Path):
+    rng = np.random.default_rng(0)
+    wanted = {int(key): rng.normal(size=6).astype(np.float16) for key in rng.permutation(30_000)}
+    path = made_sources.write_sidecar(tmp_path / 'x.parquet', wanted)
+    header, store = prepare_vectors(path)
+    assert header == embedding_store.SidecarHeader(6, 'made-up', '1', 0, 'caption_llava', 'made-up')
+    assert header == embedding_store.read_header(str(path))
+
+    np.testing.assert_array_equal(store.find(np.array([-8, 3])) >= 0, [False, True])
+    read = store.read(store.find(np.array(list(wanted))))
+    assert read.dtype == np.float16
+    np.testing.assert_array_equal(read, np.stack(list(wanted.values())))
+    again = embedding_store.VectorStore(store.folder, header.dim)
+    np.testing.assert_array_equal(again.read(again.find(np.array([7]))), wanted[7][None])
+
+
+def test_the_digest_of_vectors_is_that_of_keys_and_vectors(tmp_path: pathlib.Path):
+    digests = set()
+    for number, rows in enumerate(
+        ({1: [1, 2], 2: [3, 4]}, {1: [1, 2], 2: [3, 5]}, {1: [1, 2], 3: [3, 4]}, {1: [1, 2]})
+    ):
+        rows = {key: np.array(vector, np.float16) for key, vector in rows.items()}
+        path = made_sources.write_sidecar(tmp_path / f'{number}.parquet', rows)
+        digests.add(prepare_vectors(path)[1].digest)
+    assert len(digests) == 4
+
+
+@pytest.mark.parametrize(
+    ('value', 'metadata', 'message'),
+    [
+        (np.nan, {}, 'vector of key 4 is not finite'),
+        (1.0, {'text_encoder': None}, "metadata lacks 'text_encoder'"),
+        (1.0, {'text_embedding_dim': None}, "metadata lacks 'text_embedding_dim'"),
+        (1.0, {'caption_column': ''}, "metadata lacks 'caption_column'; make the file again"),
+        (1.0, {'captions_digest': None}, "metadata lacks 'captions_digest'; make the file again"),
+        (1.0, {'text_encoder_revision': None}, "lacks 'text_encoder_revision'"),
+        (1.0, {'text_max_tokens': None}, "lacks 'text_max_tokens'"),
+        (1.0, {'text_max_tokens': '-1'}, "text_max_tokens '-1', expected a number"),
+        (1.0, {'text_embedding_dim': '3'}, 'have 2 numbers, but its metadata says 3'),
+    ],
+)
+def test_a_bad_sidecar_is_refused_by_name(
+    tmp_path: pathlib.Path, value: float, metadata: dict, message: str
+):
+    rows = {3: np.ones(2), 4: np.array([1.0, value])}
+    path = made_sources.write_sidecar(tmp_path / 'x.parquet', rows, **metadata)
+    with pytest.raises(ValueError, match=rf'x\.parquet: .*{message}'):
+        prepare_vectors(path)
+
+
+def test_a_sidecar_of_another_type_is_refused_by_name(tmp_path: pathlib.Path):
+    for values in (pa.array([[1.0, 2.0]]), pa.array([[1.0]], pa.list_(pa.float32(), 1))):
+        path = tmp_path / 'x.parquet'
+        pq.write_table(pa.table({'key': [1], 'text_embedding': values}), path)
+        with pytest.raises(
+            ValueError, match=r'x\.parquet: .*expected a fixed-size list of float16'
+        ):
+            prepare_vectors(path)
+
+
+def test_a_sidecar_with_nulls_or_repeated_keys_is_refused_by_name(tmp_path: pathlib.Path):
+    path = made_sources.write_sidecar(tmp_path / 'x.parquet', {1: np.ones(2), 2: np.zeros(2)})
+    table = pq.read_table(path)
+    rows = table.to_pydict()
+    for change, message in (
+        ({'key': [5, 5]}, 'repeat the key of another, e.g. key 5'),
+        # Arrow cannot even read nulls in lists of a fixed size.
+        ({'text_embedding': [None, rows['text_embedding'][1]]}, 'has nulls|is damaged'),
+    ):
+        pq.write_table(pa.Table.from_pydict(rows | change, schema=table.schema), path)
+        with pytest.raises(ValueError, match=rf'x\.parquet: .*({message})'):
+            prepare_vectors(path)
+
+
+# --- Bombs ----------------------------------------------------------------------------------
+
+
+def write_texts(path: pathlib.Path, texts: list[str | None], **options) -> None:
+    table = pa.table({'key': range(len(texts)), 'caption_llava': texts})
+    pq.write_table(table, path, compression='zstd', **options)
+
+
+def write_repeated(path: pathlib.Path, text: str, count: int) -> None:
+    """As any Parquet writer with dictionaries does, without so much memory."""
+    texts = pa.DictionaryArray.from_arrays(np.zeros(count, np.int32), [text])
+    table = pa.table({'key': range(count), 'caption_llava': texts})
+    pq.write_table(table, path, compression='zstd', store_schema=False)
+
+
+def write_wide_vectors(path: pathlib.Path) -> None:
+    made_sources.write_sidecar(path, {key: np.ones(4096) for key in range(12_000)})
+
+
+BOMBS = {
+    'repeated and too long': (lambda path: write_repeated(path, 'x' * 100_000, 16_384), 0),
+    'repeated': (lambda path: write_repeated(path, 'x' * 60_000, 4_000), 4_000),
+    'plain': (
+        lambda path: write_texts(path, ['x' * 50_000] * 4_000, use_dictionary=False),
+        4_000,
+    ),
+}
+
+
+@pytest.mark.parametrize('kind', BOMBS)
+def test_texts_that_are_large_only_in_memory_take_little_of_it(tmp_path: pathlib.Path, kind: str):
+    write, num_captions = BOMBS[kind]
+    write(tmp_path / 'x.parquet')
+    assert (tmp_path / 'x.parquet').stat().st_size < 100_000
+    program = """
+        store = caption_store.prepare_store(
+            lambda: contextlib.nullcontext(path), name=path, version='1', column='caption_llava',
+            cache_dir=path + '.cache', drop_repeats=False,
+        )
+        print((store.lengths(store.find(store.keys)) > 0).sum())
+    """
+    assert run_with_little_memory(program, tmp_path / 'x.parquet') == f'{num_captions}\n'
+
+
+def test_vectors_are_read_a_few_at_a_time_if_they_are_wide(tmp_path: pathlib.Path):
+    write_wide_vectors(tmp_path / 'x.parquet')  # 96 MB
+    program = """
+        header, store = embedding_store.prepare_store(
+            lambda: contextlib.nullcontext(path), name=path, version='1', cache_dir=path + '.cache'
+        )
+        print(header.dim, len(store.keys))
+    """
+    assert run_with_little_memory(program, tmp_path / 'x.parquet') == '4096 12000\n'
+
+
+def run_with_little_memory(program: str, path: pathlib.Path) -> str:
+    """Runs a program in a process of its own, in which its memory may grow by 150 MB."""
+    program = f"""
+import contextlib, re, sys
+from coyo11m_tfds.source import caption_store
+from coyo11m_tfds.source import embedding_store
+path = sys.argv[1]
+def peak():
+    with open('/proc/self/status') as status:
+        return int(re.search('VmHWM:(.*)kB', status.read())[1])
+before = peak()
+{textwrap.dedent(program)}
+assert peak() - before < 150_000, peak() - before
+"""
+    command = [sys.executable, '-c', program, path]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=CHECKOUT, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_a_column_of_books_is_refused_by_name(tmp_path: pathlib.Path):
+    path = tmp_path / 'x.parquet'
+    write_texts(path, ['x' * 70_000] * 200, use_dictionary=False)
+    message = (
+        r"x\.parquet: column 'caption_llava' has 70,\d{3} bytes a row, expected at most 65,536"
+    )
+    with pytest.raises(ValueError, match=message):
+        prepare(path)
+
+
+def test_vectors_that_are_too_wide_are_refused_by_name(tmp_path: pathlib.Path):
+    path = made_sources.write_sidecar(tmp_path / 'x.parquet', {1: np.ones(16_385)})
+    with pytest.raises(ValueError, match=r'x\.parquet: .*list of float16, at most 16,384'):
+        prepare_vectors(path)
+
+
+def test_captions_that_are_too_long_are_not_kept(tmp_path: pathlib.Path):
+    texts = ['a' * 65_536, 'b', 'ä' * 40_000, None, 'c', ' ' * 70_000, 'd' * 65_537]
+    write_texts(tmp_path / 'x.parquet', texts + ['e'] * 20)
+    store = prepare(tmp_path / 'x.parquet')
+    rows = store.find(np.arange(8))
+    assert store.lengths(rows).tolist() == [65_536, 1, -1, 0, 1, -1, -1, 1]
+    kept = [text.encode() if text and len(text) in (1, 65_536) else b'' for text in texts]
+    assert store.texts(rows) == [*kept, b'e']
+
+
+def test_keys_that_the_metadata_describes_wrongly_are_refused(tmp_path: pathlib.Path):
+    index = pd.RangeIndex(2, name='key')
+    path = tmp_path / 'x.parquet'
+    pd.DataFrame({'caption_llava': ['a', 'b']}, index=index).to_parquet(path)
+    table = pq.read_table(path)
+    metadata = {k: v.replace(b'"stop": 2', b'"stop": 1') for k, v in table.schema.metadata.items()}
+    pq.write_table(table.replace_schema_metadata(metadata), path)
+    with pytest.raises(
+        ValueError, match=r'x\.parquet: has 2 rows, but its metadata describes 1 keys'
+    ):
+        prepare(path)
+
+
+# --- Size -------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_runs(tmp_path: pathlib.Path):
+    program = [sys.executable, CHECKOUT / 'benchmarks' / 'captions.py', f'--dir={tmp_path}']
+    options = ['--rows=30000', '--asked=2000', '--repeats=1']
+    result = subprocess.run([*program, *options], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    for figure in ('30,000 captions', 'build s', 'peak MB', 'open s', 'texts s'):
+        assert figure in result.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ['captions-30000.parquet']
+
+
+@pytest.mark.slow
+def test_a_row_group_of_more_than_2_gb_takes_little_memory(tmp_path: pathlib.Path):
+    path = tmp_path / 'x.parquet'
+    part = pa.array([f'{number:04d} {"text " * 400}' for number in range(10_000)], pa.string())
+    num_rows = 1_100_000
+    table = pa.table(
+        {
+            'key': range(num_rows),
+            'caption_llava': pa.chunked_array([part] * (num_rows // len(part))),
+        }
+    )
+    pq.write_table(table, path, row_group_size=num_rows, use_dictionary=False, compression='none')
+    assert pq.read_metadata(path).row_group(0).column(1).total_uncompressed_size > 2**31
+    program = (
+        'import contextlib, re, sys; from coyo11m_tfds import captions\n'
+        'captions.prepare_store(lambda: contextlib.nullcontext(sys.argv[1]), name=sys.argv[1],\n'
+        "    version='1', column='caption_llava', cache_dir=sys.argv[2], drop_repeats=False)\n"
+        "status = open('/proc/self/status').read()\n"
+        "print(re.search(r'VmHWM:\\s+(\\d+) kB', status)[1])"
+    )
+    command = [sys.executable, '-c', program, path, tmp_path / 'cache']
+    result = subprocess.run(command, capture_output=True, check=True)
+    assert int(result.stdout) < 600_000
+    store = caption_store.CaptionStore(next((tmp_path / 'cache').glob('captions-*')))
+    assert texts_of(store, num_rows - 1, 3) == [part[-1].as_py().encode(), part[3].as_py().encode()]

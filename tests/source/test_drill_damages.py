@@ -1,0 +1,201 @@
+"""A drill: random damages of a source end in the right records or in one line that names the file.
+
+`make slow` runs 2,000 of them (6 minutes); `COYO11M_DRILL_SEED` chooses others.
+"""
+
+import os
+import pathlib
+import random
+import shutil
+from collections.abc import Callable, Iterator
+
+import pyarrow.parquet as pq
+import pytest
+
+from coyo11m_tfds import mirror, records, schema
+from tests import made_sources
+from tests.build import build_program
+
+FILES = (range(12), range(12, 24))
+CAPTIONS = {key: f'What the picture of {key} shows, in a dozen words or so.' for key in range(24)}
+SEED = int(os.environ.get('COYO11M_DRILL_SEED', '0'))
+
+
+@pytest.fixture(scope='module')
+def source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Two `.pt` files; a Parquet file whose pages have checksums; what `mirror` records of them."""
+    plain = made_sources.write_source(tmp_path_factory.mktemp('plain'), FILES)
+    made_sources.write_captions(plain, CAPTIONS)
+    table = pq.read_table(plain / schema.CAPTIONS_FILE)
+    pq.write_table(table, plain / schema.CAPTIONS_FILE, write_page_checksum=True)
+    copy = tmp_path_factory.mktemp('source')
+    mirror.mirror(plain, copy)
+    return copy
+
+
+@pytest.fixture(scope='module')
+def truth() -> dict[int, tuple[bytes, bytes]]:
+    """Latents and caption of each key."""
+    found = {}
+    for keys in FILES:
+        latents = made_sources.make_latents(len(keys), seed=sum(keys)).numpy()
+        found |= {
+            key: (row.tobytes(), CAPTIONS[key].encode())
+            for key, row in zip(keys, latents, strict=True)
+        }
+    return found
+
+
+# --- Damages: each changes a file's bytes; `others` are those of another file of the source ------
+
+
+def flip_a_byte(data: bytearray, choose: random.Random, others: bytes) -> None:
+    data[choose.randrange(len(data))] ^= 1 << choose.randrange(8)
+
+
+def flip_a_byte_of_the_ends(data: bytearray, choose: random.Random, others: bytes) -> None:
+    """Where the directories and headers are."""
+    at = choose.randrange(min(4096, len(data)))
+    data[choose.choice([at, -1 - at])] ^= 1 << choose.randrange(8)
+
+
+def overwrite(data: bytearray, choose: random.Random, others: bytes) -> None:
+    begin = choose.randrange(len(data))
+    end = min(len(data), begin + choose.randrange(1, 5000))
+    data[begin:end] = choose.randbytes(end - begin)
+
+
+def zero_a_block(data: bytearray, choose: random.Random, others: bytes) -> None:
+    """As in a file that is still being downloaded into space taken beforehand."""
+    size = choose.choice([512, 4096, 65536])
+    begin = choose.randrange(len(data)) // size * size
+    end = min(len(data), begin + size * choose.randrange(1, 5))
+    data[begin:end] = bytes(end - begin)
+
+
+def zero_the_end(data: bytearray, choose: random.Random, others: bytes) -> None:
+    begin = choose.randrange(len(data))
+    data[begin:] = bytes(len(data) - begin)
+
+
+def truncate(data: bytearray, choose: random.Random, others: bytes) -> None:
+    del data[choose.randrange(len(data)) :]
+
+
+def swap_blocks(data: bytearray, choose: random.Random, others: bytes) -> None:
+    size = 1 + choose.randrange(4096)
+    first, second = sorted(choose.randrange(max(1, len(data) - size)) for _ in range(2))
+    block = data[first : first + size]
+    data[first : first + size] = data[second : second + size]
+    data[second : second + size] = block
+
+
+def take_the_other_file(data: bytearray, choose: random.Random, others: bytes) -> None:
+    data[:] = others
+
+
+def take_a_part_of_the_other_file(data: bytearray, choose: random.Random, others: bytes) -> None:
+    begin = choose.randrange(min(len(data), len(others)))
+    end = min(len(data), len(others), begin + choose.randrange(1, 30_000))
+    data[begin:end] = others[begin:end]
+
+
+DAMAGES: list[Callable[[bytearray, random.Random, bytes], None]] = [
+    flip_a_byte,
+    flip_a_byte_of_the_ends,
+    overwrite,
+    zero_a_block,
+    zero_the_end,
+    truncate,
+    swap_blocks,
+    take_the_other_file,
+    take_a_part_of_the_other_file,
+]
+
+
+def damage(source: pathlib.Path, choose: random.Random) -> tuple[pathlib.Path, str]:
+    """Damages one file of a source; returns its path and the name of the damage."""
+    paths = sorted((source / schema.LATENTS_FOLDER).iterdir())
+    path = choose.choice([*paths, *paths, source / schema.CAPTIONS_FILE])
+    other = choose.choice([p for p in paths if p != path])
+    data = bytearray(path.read_bytes())
+    spoil = choose.choice(DAMAGES)
+    spoil(data, choose, other.read_bytes())
+    path.write_bytes(data)
+    return path, spoil.__name__
+
+
+def read_records(final: pathlib.Path) -> Iterator[tuple[int, tuple[bytes, bytes]]]:
+    """Key, and latents and caption, of every record of a data set."""
+    import tensorflow as tf  # takes seconds
+
+    for path in sorted(final.glob('*-of-*')):
+        for record in records.split(path.read_bytes()):
+            feature = tf.train.Example.FromString(record).features.feature
+            values = (feature[name].bytes_list.value[0] for name in ('latents', 'caption'))
+            yield feature['key'].int64_list.value[0], tuple(values)
+
+
+def check(source: pathlib.Path, path: pathlib.Path, out: pathlib.Path, truth: dict) -> str:
+    """Builds from a damaged source; returns '' or what is wrong with the outcome."""
+    final = out / 'coyo11m_tfds' / 'x' / '1.0.0'
+    try:
+        build_program.build(str(source), str(final), '{"num_workers": 1}')
+    except (ValueError, OSError) as error:
+        message = str(error)
+        if path.name not in message:
+            return f'the error does not name {path.name}: {message}'
+        if len(message.splitlines()) != 1:
+            return f'more than a line: {message}'
+        return 'left a data set behind' if final.exists() else ''
+    except Exception as error:
+        return f'{type(error).__name__}: {error}'
+    found = list(read_records(final))
+    if len({key for key, _ in found}) != len(found):
+        return 'a key comes twice'
+    wrong = [key for key, values in found if truth.get(key) != values]
+    if wrong:
+        return f'wrong records: {wrong}'
+    if len(found) != len(truth):
+        return f'{len(truth) - len(found)} records are missing without an error'
+    return ''
+
+
+@pytest.mark.parametrize(
+    'count', [20, pytest.param(2000, marks=pytest.mark.slow)], ids=['few', 'many']
+)
+def test_random_damages(source, truth, tmp_path, count: int):
+    """With the checksums that `mirror` recorded nothing wrong is taken for right."""
+    failures = run_drill(source, truth, tmp_path, count)
+    assert not failures, f'{len(failures)} of {count}:\n' + '\n'.join(failures[:20])
+
+
+@pytest.mark.parametrize(
+    'count', [20, pytest.param(1000, marks=pytest.mark.slow)], ids=['few', 'many']
+)
+def test_random_damages_of_a_source_without_records(source, truth, tmp_path, count: int):
+    """The checksums inside the files do as well."""
+    bare = tmp_path / 'bare'
+    shutil.copytree(source, bare, ignore=shutil.ignore_patterns('.mirror'))
+    failures = run_drill(bare, truth, tmp_path, count)
+    # Nothing says that a whole and sound file is another one than it was.
+    failures = [line for line in failures if 'take_the_other_file' not in line]
+    assert not failures, f'{len(failures)} of {count}:\n' + '\n'.join(failures[:20])
+
+
+def run_drill(source: pathlib.Path, truth: dict, folder: pathlib.Path, count: int) -> list[str]:
+    """Damages copies of a source in so many ways; returns a line for each wrong outcome."""
+    failures = []
+    for number in range(count):
+        seed = f'{SEED}-{number}'
+        damaged, out = folder / 'damaged', folder / 'out'
+        shutil.copytree(source, damaged)
+        path, kind = damage(damaged, random.Random(seed))
+        original = (source / path.relative_to(damaged)).read_bytes()
+        if path.read_bytes() != original:
+            problem = check(damaged, path, out, truth)
+            if problem:
+                failures.append(f'seed {seed}: {kind} of {path.name}: {problem}')
+        shutil.rmtree(damaged)
+        shutil.rmtree(out, ignore_errors=True)
+    return failures

@@ -1,0 +1,437 @@
+"""Finding the files of a source, on disk, in a bucket and on the hub."""
+
+import hashlib
+import os
+import pathlib
+import re
+import time
+from collections.abc import Callable
+
+import google_crc32c
+import pytest
+
+from coyo11m_tfds import mirror, schema
+from coyo11m_tfds.source import location
+from coyo11m_tfds.storage import remote, source_files
+from coyo11m_tfds.storage.file_state import FileState
+from tests import children
+from tests.fakes.cloud import Fault, Gcs, Hub
+from tests.fakes.fake_http import FakeServer
+
+CONTENTS = {
+    'latents-3crop/000010-000019.pt': b'second file',
+    'latents-3crop/000000-000009.pt': b'first',
+    'latents-3crop/._000000-000009.pt': b'of macOS',
+    'latents-3crop/README.md': b'latents',
+    'latents-3crop/old/000000-000009.pt': b'in a folder',
+    'coyo11m-meta.parquet': b'captions',
+    'other.parquet': b'other',
+    'README.md': b'source',
+    'stray.pt': b'not in its folder',
+}
+LATENTS = ['000000-000009.pt', '000010-000019.pt']
+
+
+class Place:
+    """Where a source lies: `root`; `put` makes it hold these files, and nothing else."""
+
+    server: FakeServer
+
+    def __init__(self, root: str, put: Callable[[dict[str, bytes]], object]):
+        self.root, self.put = root, put
+
+
+def on_disk(request: pytest.FixtureRequest) -> Place:
+    root = request.getfixturevalue('tmp_path') / 'source'
+
+    def put(contents: dict[str, bytes]) -> None:
+        for name, data in contents.items():
+            path = root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+
+    return Place(str(root), put)
+
+
+def in_bucket(request: pytest.FixtureRequest) -> Place:
+    server = request.getfixturevalue('gcs')
+
+    def put(contents: dict[str, bytes]) -> None:
+        server.put('bucket', 'source-and-more/x.pt', b'beside')
+        for name, data in contents.items():
+            server.put('bucket', f'deep/source/{name}', data)
+
+    place = Place('gs://bucket/deep/source', put)
+    place.server = server
+    return place
+
+
+def on_hub(request: pytest.FixtureRequest) -> Place:
+    server = request.getfixturevalue('hub')
+
+    def put(contents: dict[str, bytes]) -> None:
+        files = {f'deep/source/{name}': data for name, data in contents.items()}
+        server.commit(files | {'README.md': b'beside', 'deep/source-and-more/x.pt': b''})
+
+    place = Place('hf://datasets/owner/name/deep/source', put)
+    place.server = server
+    return place
+
+
+PLACES = {'disk': on_disk, 'gs': in_bucket, 'hf': on_hub}
+
+
+@pytest.fixture(params=PLACES)
+def place(request: pytest.FixtureRequest) -> Place:
+    return PLACES[request.param](request)
+
+
+@pytest.fixture(params=['gs', 'hf'])
+def remote_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
+    place = PLACES[request.param](request)
+    monkeypatch.setenv('COYO11M_RETRY_SECONDS', '0.002')
+    monkeypatch.setenv('COYO11M_STALL_SECONDS', '0.3')
+    place.put(CONTENTS)
+    place.server.clear()
+    return place
+
+
+def test_the_files_of_a_source_in_order(place: Place):
+    place.put(CONTENTS)
+    source = location.find(place.root)
+    assert [file.name for file in source.latent_files] == LATENTS
+    assert [file.size for file in source.latent_files] == [5, 11]
+    assert source.captions_file.name == schema.CAPTIONS_FILE
+    assert source.captions_file.size == 8
+    for file in source.latent_files:
+        assert file.path == f'{source.root}/{schema.LATENTS_FOLDER}/{file.name}'
+    assert source.captions_file.path == f'{source.root}/{schema.CAPTIONS_FILE}'
+    assert location.find(f'{place.root}/') == source
+    assert location.find(source.root) == source
+
+
+def test_one_file_is_described_as_the_source_describes_it(place: Place):
+    place.put(CONTENTS)
+    source = location.find(place.root)
+    for file in (*source.latent_files, source.captions_file):
+        assert source_files.describe(file.path) == file
+        assert file.is_remote == source_files.is_remote(place.root)
+
+
+@pytest.mark.parametrize(
+    ('kept', 'message'),
+    [
+        ({}, r'{root} is not a folder; expected the folder of the source data\.'),
+        (
+            {'coyo11m-meta.parquet'},
+            r'No \.pt files in {root}/latents-3crop; .*Is {root} the folder',
+        ),
+        (
+            {'stray.pt', 'coyo11m-meta.parquet', 'latents-3crop/._000000-000009.pt'},
+            r'No \.pt files in {root}/latents-3crop; ',
+        ),
+        (
+            {'latents-3crop/000000-000009.pt', 'other.parquet'},
+            r'{root}/coyo11m-meta\.parquet is missing; .*in the folder: other\.parquet\)',
+        ),
+        (
+            {'latents-3crop/000000-000009.pt'},
+            r'{root}/coyo11m-meta\.parquet is missing; .*in the folder: none\)',
+        ),
+    ],
+)
+def test_what_is_missing_is_told(place: Place, kept: set[str], message: str):
+    place.put({name: data for name, data in CONTENTS.items() if name in kept})
+    root = (
+        place.root
+        if not kept
+        else source_files.list_files(place.root, 'latents-3crop', ('.pt',))[0]
+    )
+    with pytest.raises(ValueError, match=message.format(root=re.escape(root))):
+        location.find(place.root)
+
+
+def test_a_file_instead_of_a_folder(place: Place):
+    place.put(CONTENTS)
+    with pytest.raises(ValueError, match=r'README\.md is not a folder'):
+        location.find(f'{place.root}/README.md')
+
+
+@pytest.mark.parametrize('name', ['absent.parquet', 'latents-3crop', 'README.md/x'])
+def test_a_file_that_is_not_there(place: Place, name: str):
+    place.put(CONTENTS)
+    with pytest.raises(ValueError, match=rf'{name} is missing or a folder; expected a file'):
+        source_files.describe(f'{place.root}/{name}')
+
+
+def test_versions_change_with_the_content_alone(place: Place):
+    place.put(CONTENTS)
+    before = location.find(place.root)
+    place.put(CONTENTS | {'latents-3crop/000000-000009.pt': b'FIRST'})
+    after = location.find(place.root)
+    assert after.latent_files[0].version != before.latent_files[0].version
+    if source_files.is_remote(place.root):  # written again, but the same
+        assert after.latent_files[1].version == before.latent_files[1].version
+        assert after.captions_file.version == before.captions_file.version
+
+
+# --- On disk ----------------------------------------------------------------------------------
+
+
+def test_a_local_version_is_size_and_time(tmp_path: pathlib.Path):
+    path = tmp_path / 'x.pt'
+    path.write_bytes(b'12345')
+    os.utime(path, ns=(0, 123))
+    file = source_files.describe(path)
+    assert file == source_files.SourceFile(str(path), 5, '5-123', None)
+    os.utime(path, ns=(0, 124))
+    assert source_files.describe(path).version == '5-124'
+
+
+def test_a_source_in_the_working_folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ('latents-3crop/000000-000009.pt', 'coyo11m-meta.parquet'):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b'')
+    monkeypatch.chdir(tmp_path)
+    assert [file.path for file in location.find('.').latent_files] == [
+        'latents-3crop/000000-000009.pt'
+    ]
+
+
+def test_a_link_to_nothing_is_not_overlooked(tmp_path: pathlib.Path):
+    (tmp_path / 'latents-3crop').mkdir()
+    (tmp_path / 'latents-3crop' / '000000-000009.pt').symlink_to(tmp_path / 'gone')
+    with pytest.raises(ValueError, match=r'000000-000009\.pt is missing'):
+        location.find(tmp_path)
+
+
+@pytest.mark.parametrize('path', ['s3://bucket/x', 'file:///data', 'https://example.org/x'])
+def test_places_that_are_not_known(path: str):
+    for look in (location.find, source_files.describe):
+        with pytest.raises(ValueError, match=rf'{path}: expected a local path, gs://'):
+            look(path)
+
+
+def test_importing_brings_no_library_of_a_storage():
+    heavy = ('torch', 'tensorflow', 'gcsfs', 'huggingface_hub', 'fsspec', 'aiohttp', 'requests')
+    code = f"""
+        from coyo11m_tfds.source import remote_heads
+        from coyo11m_tfds.source import location
+        from coyo11m_tfds.storage import file_lock, remote, retry, scratch, source_files
+        print([name for name in {heavy} if name in sys.modules])
+        location.find(sys.argv[1])
+    """
+    with children.python(code, '/absent') as child:
+        out, errors = child.communicate(timeout=60)
+    assert out == '[]\n', errors
+    assert errors.strip().endswith(
+        'ValueError: /absent is not a folder; expected the folder of the source data.'
+    )
+
+
+# --- In a bucket ------------------------------------------------------------------------------
+
+
+def test_checksums_in_a_bucket(gcs: Gcs):
+    gcs.put('bucket', 'x.pt', b'content')
+    expected = f'crc32c:{google_crc32c.value(b"content"):08x}'
+    file = source_files.describe('gs://bucket/x.pt')
+    assert file == source_files.SourceFile('gs://bucket/x.pt', 7, expected, expected)
+
+
+def test_a_source_that_is_a_whole_bucket(gcs: Gcs):
+    for name, data in CONTENTS.items():
+        gcs.put('bucket', name, data)
+    for root in ('gs://bucket', 'gs://bucket/'):
+        assert [file.name for file in location.find(root).latent_files] == LATENTS
+    for url in ('gs://no-such-bucket', 'gs://no-such-bucket/deep/source'):
+        for look in (location.find, source_files.describe, source_files.check_bucket):
+            with pytest.raises(OSError, match=r'^gs://no-such-bucket: there is no such bucket'):
+                look(url)
+    source_files.check_bucket('gs://bucket/anything')
+
+
+def test_more_files_than_a_page_of_the_listing_holds(gcs: Gcs):
+    for number in range(2100):
+        gcs.put('bucket', f'latents-3crop/{number:06d}.pt', b'')
+    gcs.put('bucket', 'coyo11m-meta.parquet', b'')
+    assert len(location.find('gs://bucket').latent_files) == 2100
+
+
+def test_finding_reads_nothing_and_asks_seldom(remote_place: Place):
+    location.find(remote_place.root)
+    actions = [request.action for request in remote_place.server.requests]
+    assert [action for action in actions if action != 'harnesses'] in (['list'] * 3, ['info'])
+
+
+# --- Mirrored ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=['disk', 'gs'])
+def mirrored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """A place that `mirror` has filled with `CONTENTS`."""
+    place, original = PLACES[request.param](request), tmp_path_factory.mktemp('original')
+    for name in ('latents-3crop/000000-000009.pt', 'coyo11m-meta.parquet'):
+        (original / name).parent.mkdir(exist_ok=True)
+        (original / name).write_bytes(CONTENTS[name])
+    mirror.mirror(original, place.root)
+    return place
+
+
+def test_a_copy_is_found_with_what_mirror_recorded(mirrored: Place):
+    source = location.find(mirrored.root)
+    for file, content in ((source.latent_files[0], b'first'), (source.captions_file, b'captions')):
+        assert file.recorded == FileState(len(content), google_crc32c.value(content))
+
+
+@pytest.mark.parametrize('name', ['latents-3crop/000000-000009.pt', 'coyo11m-meta.parquet'])
+def test_a_copy_of_another_size_is_refused(mirrored: Place, name: str):
+    mirrored.put({name: b'longer than before'})
+    with pytest.raises(
+        ValueError, match=rf'{name}: has 18 bytes .* when it was mirrored [58] with'
+    ):
+        location.find(mirrored.root)
+
+
+def test_another_object_of_the_same_size_is_refused_unread(gcs: Gcs, tmp_path: pathlib.Path):
+    for name in ('latents-3crop/000000-000009.pt', 'coyo11m-meta.parquet'):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(CONTENTS[name])
+    gcs.put('bucket', 'elsewhere', b'')
+    mirror.mirror(tmp_path, 'gs://bucket/copy')
+    gcs.put('bucket', 'copy/coyo11m-meta.parquet', b'Captions')
+    with pytest.raises(
+        ValueError, match=r'gs://bucket/copy/coyo11m-meta\.parquet: has 8 bytes with'
+    ):
+        location.find('gs://bucket/copy')
+
+
+def test_a_file_that_mirror_did_not_copy_is_told(mirrored: Place, caplog: pytest.LogCaptureFixture):
+    mirrored.put({'latents-3crop/000010-000019.pt': b'second file'})
+    source = location.find(mirrored.root)
+    assert [file.recorded is None for file in source.latent_files] == [False, True]
+    assert f'{source.latent_files[1].path}: is no file that mirror has copied' in caplog.text
+
+
+def test_a_damaged_record_counts_as_none(gcs: Gcs, caplog: pytest.LogCaptureFixture):
+    for name, data in CONTENTS.items():
+        gcs.put('bucket', f'copy/{name}', data)
+    gcs.put('bucket', 'copy/.mirror/coyo11m-meta.parquet.json', b'{"version": ')
+    assert location.find('gs://bucket/copy').captions_file.recorded is None
+    assert 'mirror has copied' not in caplog.text
+
+
+# --- On the hub -------------------------------------------------------------------------------
+
+
+def test_checksums_on_the_hub(hub: Hub):
+    hub.commit({'x.pt': b'content', 'small.txt': b'small'})
+    sha256 = hashlib.sha256(b'content').hexdigest()
+    assert source_files.describe('hf://datasets/owner/name/x.pt').checksum == f'sha256:{sha256}'
+    sha1 = hashlib.sha1(b'blob 5\0small').hexdigest()
+    assert (
+        source_files.describe('hf://datasets/owner/name/small.txt').checksum == f'git-sha1:{sha1}'
+    )
+
+
+def test_all_files_are_of_the_commit_that_was_found(hub: Hub):
+    first = hub.commit(CONTENTS)
+    root = 'hf://datasets/owner/name'
+    source = location.find(root)
+    assert source.root == f'{root}@{first}'
+    second = hub.commit(CONTENTS | {'coyo11m-meta.parquet': b'other captions'})
+    assert source_files.describe(source.captions_file.path) == source.captions_file
+    assert location.find(root).root == f'{root}@{second}'
+    assert location.find(f'{root}@{first}') == source
+
+
+def test_a_branch_of_the_hub(hub: Hub):
+    hub.commit({'README.md': b''})
+    commit = hub.commit(CONTENTS, branch='refs/pr/1')
+    for root in ('hf://datasets/owner/name@refs/pr/1', 'hf://datasets/owner/name@refs%2Fpr%2F1'):
+        assert location.find(root).root == f'hf://datasets/owner/name@{commit}'
+
+
+@pytest.mark.parametrize(
+    ('url', 'message'),
+    [
+        ('hf://datasets/owner/other', 'is not a folder'),
+        ('hf://datasets/owner/name@absent', 'is not a folder'),
+        ('hf://datasets/owner/name/absent', 'is not a folder'),
+        ('hf://owner/name', 'is a model on the hub; expected hf://datasets/'),
+        ('hf://datasets/owner', 'owner'),
+    ],
+)
+def test_urls_of_the_hub_that_lead_nowhere(hub: Hub, url: str, message: str):
+    hub.commit(CONTENTS)
+    with pytest.raises(ValueError, match=message) as error:
+        location.find(url)
+    assert url in str(error.value)
+
+
+# --- Faults -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('kind', ['429', '503', 'cut', 'slow', 'reset', 'lost'])
+def test_what_goes_wrong_twice_is_mended(remote_place: Place, kind: str):
+    expected = location.find(remote_place.root)
+    remote_place.server.inject(Fault(kind, count=2, seconds=0.1, match='list|info'))
+    assert location.find(remote_place.root) == expected
+    remote_place.server.heal()
+    remote_place.server.inject(Fault(kind, count=2, seconds=0.1, match='stat|list|info'))
+    assert source_files.describe(expected.captions_file.path) == expected.captions_file
+
+
+def test_a_stall_is_noticed(remote_place: Place):
+    expected = location.find(remote_place.root)
+    remote_place.server.inject(Fault('stall', seconds=30, match='list|info'))
+    started = time.monotonic()
+    assert location.find(remote_place.root) == expected
+    assert time.monotonic() - started < 15
+
+
+@pytest.mark.parametrize('kind', ['503', 'reset'])
+def test_what_stays_wrong_is_one_error(remote_place: Place, kind: str):
+    remote_place.server.inject(Fault(kind, count=None))
+    with pytest.raises(OSError, match=r'listing .*source.*: given up after 8 attempts'):
+        location.find(remote_place.root)
+    tries = [r for r in remote_place.server.requests if r.action in ('list', 'info')]
+    # aiohttp asks twice when a connection is reset; no library makes eight of each of the eight.
+    assert len(tries) in (8, 16)
+
+
+@pytest.mark.parametrize('kind', ['401', '403'])
+def test_missing_access_is_told_at_once(remote_place: Place, kind: str):
+    remote_place.server.inject(Fault(kind, count=None, match='list|info|stat'))
+    command = r'`gcloud auth application-default login`|`hf auth login`.*/datasets/owner/name '
+    for look in (location.find, source_files.describe):
+        remote_place.server.clear()
+        with pytest.raises(PermissionError, match=command) as error:
+            look(f'{remote_place.root}')
+        assert remote_place.root in str(error.value)
+        assert len([r for r in remote_place.server.requests if r.action != 'harnesses']) <= 3
+
+
+def test_a_gated_data_set_is_found_and_its_files_are_refused(hub: Hub):
+    hub.commit(CONTENTS)
+    hub.gated = True
+    file = location.find('hf://datasets/owner/name').captions_file
+    with pytest.raises(PermissionError, match=r'accept the terms .*datasets/owner/name '):
+        remote.read_range(file, 0, 4)
+
+
+def test_a_token_is_sent_to_the_hub_alone(
+    hub: Hub,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: pathlib.Path,
+):
+    """The stand-in refuses a token that comes with the signed address of the other host."""
+    hub.commit(CONTENTS)
+    hub.gated = True
+    monkeypatch.setenv('HF_TOKEN', hub.token)
+    netrc = tmp_path / 'netrc'
+    netrc.write_text('machine 127.0.0.1 login someone password else\n')
+    netrc.chmod(0o600)
+    monkeypatch.setenv('NETRC', str(netrc))
+    file = location.find('hf://datasets/owner/name').captions_file
+    assert remote.read_range(file, 0, 8) == b'captions'

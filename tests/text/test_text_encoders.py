@@ -1,0 +1,370 @@
+"""Encoders: the hash's rule, and transformers models read safely and averaged rightly.
+
+The fast tests make tiny random models. The slow ones use real ones, fetched by
+`python tests/text/fetch_encoders.py --out DIR` and found through the environment variable
+COYO11M_ENCODERS=DIR.
+"""
+
+import json
+import os
+import pathlib
+import pickle
+import re
+import shutil
+import unicodedata
+
+import numpy as np
+import pytest
+import safetensors.torch
+import tokenizers
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coyo11m_tfds.text import hf_encoder, text_encoders
+from tests.text import offline_hub
+
+SHORT = 'a red circle'
+LONG = 'a small blue square at the left of the picture on a red background'
+WORDS = sorted(set(LONG.split()) | set(SHORT.split()))
+SIZES = {'hidden_size': 32, 'num_hidden_layers': 2, 'num_attention_heads': 2}
+# Initialized so widely that a mistake in positions or masks shows in the third digit.
+WIDE = {'vocab_size': 64, 'initializer_range': 0.5}
+
+# Worked out from the definition in plain Python integers: bucket -> sign.
+RED_CIRCLE = {
+    **{25: -1, 129: 1, 247: -1, 302: -1, 305: -1, 322: -1},
+    **{329: -1, 408: 1, 420: -1, 437: -1, 537: -1, 582: -1},
+}
+
+
+# --- hash -----------------------------------------------------------------------------------
+
+
+def test_unknown_encoder_names_the_choices():
+    with pytest.raises(ValueError, match=r"'clip'.*hash, hf:HUB_NAME.*hf:FOLDER"):
+        text_encoders.make_encoder('clip')
+
+
+def test_hash_never_changes():
+    """Models are trained on these numbers; another rule would need another name."""
+    encoder = text_encoders.make_encoder('hash')
+    vectors = encoder.encode(['Red circle.', ''])
+    assert (encoder.name, encoder.dim, vectors.dtype) == ('hash', 640, np.float32)
+    places = np.flatnonzero(vectors[0])
+    signs = np.sign(vectors[0, places]).astype(int)
+    assert dict(zip(places.tolist(), signs.tolist(), strict=True)) == RED_CIRCLE
+    np.testing.assert_allclose(np.abs(vectors[0, places]), 12**-0.5, rtol=1e-6)
+    assert not vectors[1].any()
+
+
+@settings(deadline=None)
+@given(st.lists(st.text(max_size=30), max_size=8))
+def test_hash_of_a_caption_depends_on_it_alone(captions):
+    encoder = text_encoders.HashEncoder()
+    together = encoder.encode(captions)
+    assert together.shape == (len(captions), 640)
+    for vector, caption in zip(together, captions, strict=True):
+        np.testing.assert_array_equal(vector, encoder.encode([caption])[0])
+
+
+@settings(deadline=None)
+@given(st.text(max_size=60))
+def test_hash_has_length_one_and_ignores_case_and_unicode_form(caption):
+    encoder = text_encoders.HashEncoder()
+    (vector,) = encoder.encode([caption])
+    assert np.linalg.norm(vector) == pytest.approx(1 if vector.any() else 0, abs=1e-6)
+    (decomposed,) = encoder.encode([unicodedata.normalize('NFD', caption)])
+    np.testing.assert_array_equal(vector, decomposed)
+
+
+def test_hash_sees_words_and_their_order():
+    first, upper, swapped, other = text_encoders.HashEncoder().encode(
+        [
+            'a red circle on a blue background',
+            'A RED circle, on a blue background!',
+            'a blue circle on a red background',
+            'two dogs run through deep snow',
+        ]
+    )
+    np.testing.assert_array_equal(first, upper)
+    assert 0.5 < first @ swapped < 0.9
+    assert abs(first @ other) < 0.2
+
+
+def test_hash_keeps_inner_products():
+    """Captions that share half of their words have cosine 0.5, give or take the hashing's noise."""
+    words = [f'{i}' for i in range(3000)]
+    captions = [' '.join(words[i * 10 : i * 10 + 20 : 1]) for i in range(290)]
+    vectors = text_encoders.HashEncoder().encode(captions)
+    cosines = np.sum(vectors[:-1] * vectors[1:], axis=1)
+    # 10 of 20 words and 9 of 19 pairs are shared.
+    assert cosines.mean() == pytest.approx(19 / 39, abs=0.01)
+    assert cosines.std() < 0.06
+
+
+# --- Batches of like length -----------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 100))
+def test_length_batches_hold_each_row_once_within_the_budget(lengths, batch_tokens):
+    lengths = np.array(lengths, np.int64)
+    batches = list(hf_encoder.length_batches(lengths, batch_tokens))
+    rows = np.concatenate([*batches, np.empty(0, np.int64)])
+    assert sorted(rows.tolist()) == list(range(len(lengths)))
+    assert np.all(np.diff(lengths[rows]) <= 0)
+    for batch in batches:
+        assert len(batch) == 1 or len(batch) * lengths[batch].max() <= batch_tokens
+
+
+# --- transformers models --------------------------------------------------------------------
+
+
+def save_tokenizer(folder: pathlib.Path, ends: bool, **options) -> None:
+    """A word is a token; with `ends`, between [CLS] and [SEP] as BERT has it."""
+    vocabulary = {word: i for i, word in enumerate(['[PAD]', '[UNK]', '[CLS]', '[SEP]', *WORDS])}
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token='[UNK]'))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    if ends:
+        core.post_processor = tokenizers.processors.BertProcessing(('[SEP]', 3), ('[CLS]', 2))
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core, unk_token='[UNK]', eos_token='[SEP]', **options
+    ).save_pretrained(folder)
+
+
+def save_model(folder: pathlib.Path, kind: str) -> None:
+    """Saves a tiny random model, of the kinds whose padding and positions differ."""
+    torch.manual_seed(0)
+    if kind == 'bert':
+        config = transformers.BertConfig(
+            **SIZES, **WIDE, intermediate_size=64, max_position_embeddings=16
+        )
+        model = transformers.BertForMaskedLM(config)
+    elif kind == 'llama':
+        config = transformers.LlamaConfig(
+            **SIZES, **WIDE, intermediate_size=64, num_key_value_heads=1
+        )
+        model = transformers.LlamaForCausalLM(config)
+    elif kind == 'gpt2':
+        config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=64, **WIDE)
+        model = transformers.GPT2LMHeadModel(config)
+    else:
+        config = transformers.T5Config(
+            d_model=32, d_ff=64, d_kv=16, num_layers=2, num_heads=2, vocab_size=64
+        )
+        model = transformers.T5ForConditionalGeneration(config)
+    model.save_pretrained(folder)
+
+
+TOKENIZERS = {
+    'bert': {'ends': True, 'pad_token': '[PAD]', 'padding_side': 'right'},
+    'llama': {'ends': False, 'pad_token': '[PAD]', 'padding_side': 'left'},
+    'gpt2': {'ends': False, 'padding_side': 'left'},  # no token for padding, absolute positions
+    't5': {'ends': True, 'pad_token': '[PAD]', 'padding_side': 'right'},
+}
+
+
+@pytest.fixture(scope='module')
+def models(tmp_path_factory):
+    """A folder with a tiny model of each kind."""
+    root = tmp_path_factory.mktemp('models')
+    for kind, options in TOKENIZERS.items():
+        save_model(root / kind, kind)
+        save_tokenizer(root / kind, **options)
+    return root
+
+
+@pytest.fixture
+def bert(models, tmp_path):
+    """A copy of a model that a test may damage."""
+    return pathlib.Path(shutil.copytree(models / 'bert', tmp_path / 'bert'))
+
+
+def reference(folder: pathlib.Path, caption: str) -> np.ndarray:
+    """The plain definition: one caption, no padding, the mean of its last hidden states."""
+    kind = transformers.T5EncoderModel if folder.name == 't5' else transformers.AutoModel
+    model = kind.from_pretrained(folder).eval()
+    tokens = transformers.AutoTokenizer.from_pretrained(folder)(
+        caption, truncation=True, max_length=16, return_tensors='pt'
+    )
+    with torch.inference_mode():
+        states = model(input_ids=tokens['input_ids']).last_hidden_state
+    return states[0].mean(dim=0).numpy()
+
+
+@pytest.mark.parametrize('kind', TOKENIZERS)
+def test_vector_is_the_mean_of_hidden_states_in_any_company(models, kind):
+    encoder = text_encoders.make_encoder(f'hf:{models / kind}')
+    assert (encoder.name, encoder.dim, encoder.truncated) == (f'hf:{kind}', 32, 0)
+    expected = np.stack([reference(models / kind, caption) for caption in (SHORT, LONG)])
+    assert np.abs(expected[0] - expected[1]).max() > 0.05
+    together = encoder.encode([SHORT, LONG])
+    assert together.dtype == np.float32
+    np.testing.assert_allclose(together, expected, atol=2e-5)
+    np.testing.assert_allclose(encoder.encode([LONG, LONG, SHORT])[2], expected[0], atol=2e-5)
+    np.testing.assert_allclose(encoder.encode([SHORT])[0], expected[0], atol=2e-5)
+
+
+def test_small_batches_give_the_same_vectors_in_the_same_order(models):
+    captions = [' '.join(WORDS[:n]) for n in (3, 9, 1, 5, 2, 8, 4)]
+    folder = f'hf:{models / "llama"}'
+    once = text_encoders.make_encoder(folder).encode(captions)
+    in_parts = text_encoders.make_encoder(folder, batch_tokens=10).encode(captions)
+    np.testing.assert_allclose(in_parts, once, atol=2e-5)
+    assert text_encoders.make_encoder(folder).encode([]).shape == (0, 32)
+
+
+def test_long_captions_are_cut_between_their_special_tokens_and_counted(models):
+    encoder = text_encoders.make_encoder(f'hf:{models / "bert"}')
+    assert encoder.max_tokens == 16  # the model has no more positions
+    vectors = encoder.encode([f'{LONG} {LONG}', SHORT, LONG])
+    assert encoder.truncated == 1
+    np.testing.assert_allclose(vectors[0], reference(models / 'bert', f'{LONG} {LONG}'), atol=2e-5)
+    shorter = text_encoders.make_encoder(f'hf:{models / "bert"}', max_tokens=3)
+    np.testing.assert_allclose(shorter.encode([LONG])[0], encoder.encode(['a'])[0], atol=2e-5)
+    assert shorter.truncated == 1
+
+
+def test_the_revision_of_a_folder_changes_with_weights_and_tokenizer_alone(bert):
+    def revision() -> str:
+        return text_encoders.make_encoder(f'hf:{bert}').revision
+
+    first = revision()
+    assert re.fullmatch(r'sha256:[0-9a-f]{64}', first)
+    (bert / 'README.md').write_text('about it')
+    os.utime(bert / 'model.safetensors')
+    assert revision() == first
+    weights = (bert / 'model.safetensors').read_bytes()
+    (bert / 'model.safetensors').write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    second = revision()
+    tokenizer = (bert / 'tokenizer.json').read_text()
+    (bert / 'tokenizer.json').write_text(tokenizer + '\n')
+    assert len({first, second, revision()}) == 3
+
+
+def test_the_revision_of_a_model_on_the_hub_is_its_commit(models, tmp_path):
+    commit = 'ab' * 20
+    offline_hub.put(models / 'bert', tmp_path, 'owner/tiny', commit)
+    said = offline_hub.run(
+        'encoder = make("hf:owner/tiny")\nprint(encoder.name, encoder.revision)', tmp_path
+    )
+    assert said.splitlines()[-1] == f'hf:owner/tiny {commit}'
+
+
+@pytest.mark.parametrize('max_tokens', [-1, 0, 2])
+def test_captions_need_room_beside_their_special_tokens(models, max_tokens):
+    with pytest.raises(ValueError, match=rf'max_tokens is {max_tokens}, .* the 2 special tokens'):
+        text_encoders.make_encoder(f'hf:{models / "bert"}', max_tokens=max_tokens)
+
+
+def test_a_caption_without_tokens_has_a_vector(models):
+    assert np.isfinite(text_encoders.make_encoder(f'hf:{models / "llama"}').encode([' '])).all()
+
+
+# --- Models that must not be used ------------------------------------------------------------
+
+
+class Trap:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_pickled_weights_are_refused_unread(bert, tmp_path):
+    (bert / 'model.safetensors').unlink()
+    (bert / 'pytorch_model.bin').write_bytes(pickle.dumps(Trap(tmp_path / 'sprung')))
+    with pytest.raises(ValueError, match=r'bert.*safetensors.*pytorch_model\.bin.*a pickle can'):
+        text_encoders.make_encoder(f'hf:{bert}')
+    assert not (tmp_path / 'sprung').exists()
+
+
+def test_code_in_a_model_folder_is_not_run(bert, tmp_path):
+    config = json.loads((bert / 'config.json').read_text())
+    config |= {'model_type': 'unheard', 'auto_map': {'AutoConfig': 'x.X', 'AutoModel': 'x.X'}}
+    (bert / 'config.json').write_text(json.dumps(config))
+    (bert / 'x.py').write_text(f'import os\nos.mkdir({str(tmp_path / "sprung")!r})\n')
+    with pytest.raises(ValueError, match=r'cannot load the text encoder .*bert'):
+        text_encoders.make_encoder(f'hf:{bert}')
+    assert not (tmp_path / 'sprung').exists()
+
+
+def test_missing_and_damaged_weights_are_refused(bert):
+    weights = safetensors.torch.load_file(bert / 'model.safetensors')
+    del weights['bert.encoder.layer.1.output.dense.weight']
+    safetensors.torch.save_file(weights, bert / 'model.safetensors', {'format': 'pt'})
+    with pytest.raises(ValueError, match=r'lack 1 tensors.*layer\.1\.output\.dense\.weight'):
+        text_encoders.make_encoder(f'hf:{bert}')
+    data = (bert / 'model.safetensors').read_bytes()
+    (bert / 'model.safetensors').write_bytes(data[: len(data) // 2])
+    with pytest.raises(ValueError, match=r'cannot load the text encoder .*bert'):
+        text_encoders.make_encoder(f'hf:{bert}')
+
+
+def test_a_folder_needs_one_kind_of_weights(tmp_path):
+    with pytest.raises(ValueError, match=r"nowhere': no such folder"):
+        text_encoders.make_encoder(f'hf:{tmp_path / "nowhere"}')
+    for name in ('q4.gguf', 'q8.gguf'):
+        (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=r'exactly one \*\.gguf.*q4\.gguf.*q8\.gguf'):
+        text_encoders.make_encoder(f'hf:{tmp_path}')
+
+
+def test_a_model_that_needs_more_than_text_is_refused(tmp_path):
+    folder = tmp_path / 'clip'
+    config = transformers.CLIPConfig(
+        text_config={**SIZES, **WIDE, 'intermediate_size': 64},
+        vision_config={**SIZES, 'intermediate_size': 64, 'image_size': 32, 'patch_size': 16},
+        projection_dim=32,
+    )
+    transformers.CLIPModel(config).save_pretrained(folder)
+    save_tokenizer(folder, ends=True, pad_token='[PAD]')
+    with pytest.raises(ValueError, match=r'hf:clip: CLIPModel makes no hidden states from text'):
+        text_encoders.make_encoder(f'hf:{folder}')
+
+
+def test_a_name_that_cannot_be_had_gives_one_clear_message(tmp_path):
+    said = offline_hub.refusal('hf:google/gemma-3-270m', tmp_path)
+    assert "cannot load the text encoder 'google/gemma-3-270m'" in said
+    assert 'needs the network unless the model is in the cache' in said
+
+
+# --- Real encoders --------------------------------------------------------------------------
+
+CAPTIONS = [
+    'A man rides a brown horse along the beach.',
+    'Someone on horseback gallops over the sand by the sea.',
+    'A plate of pasta with tomato sauce stands on a wooden table.',
+    'Red double-decker buses are parked in a row in front of a brick station building, and people '
+    'with umbrellas wait for them in the rain.',
+]
+
+
+@pytest.fixture(scope='module')
+def encoders():
+    """The folder that fetch_encoders.py made."""
+    if 'COYO11M_ENCODERS' not in os.environ:
+        pytest.skip('COYO11M_ENCODERS is not set; see tests/text/fetch_encoders.py')
+    return pathlib.Path(os.environ['COYO11M_ENCODERS'])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('name', 'dim', 'least', 'most'), [('gemma', 640, 0.6, 0.95), ('minilm', 384, -0.1, 0.5)]
+)
+def test_real_encoder(encoders, name, dim, least, most):
+    encoder = text_encoders.make_encoder(f'hf:{encoders / name}')
+    assert (encoder.name, encoder.dim) == (f'hf:{name}', dim)
+    vectors = encoder.encode(CAPTIONS)
+    alone = np.concatenate([encoder.encode([caption]) for caption in CAPTIONS])
+    np.testing.assert_allclose(vectors, alone, atol=1e-5 * np.abs(vectors).max())
+
+    units = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    cosines = (units @ units.T)[np.triu_indices(len(CAPTIONS), 1)]
+    assert cosines.argmax() == 0, 'the two captions of one scene are the most alike'
+    assert least < cosines.mean() < most

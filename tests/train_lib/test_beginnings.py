@@ -1,0 +1,268 @@
+"""What a run begins with: another run's weights, or its own, also with other data or batches."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import input_pipeline
+from coyo11m_tfds import schema
+from tests import runs
+from tests.runs import small_config
+from tests.train_lib.test_train import rewritten
+from train_lib import checkpoint, data, saved_run, train
+
+SHORT = {
+    'eval_every': 0,
+    'checkpoint_every': 0,
+    'optimizer.learning_rate': 1e-2,
+    'optimizer.warmup_steps': 0,
+}
+
+
+@pytest.fixture(scope='module', autouse=True)
+def compiled(tmp_path_factory):
+    with runs.shared_compilations(tmp_path_factory.mktemp('compiled')) as env:
+        yield env
+
+
+@pytest.fixture
+def keys(monkeypatch):
+    """The keys of every batch that is trained on from now on, a list of int64 `(b,)`."""
+    seen, train_batches = [], data.TrainingData.train_batches
+
+    def noting(self, start_step):
+        for batch in train_batches(self, start_step):
+            seen.append(runs.own_keys(batch))
+            yield batch
+
+    monkeypatch.setattr(data.TrainingData, 'train_batches', noting)
+    return seen
+
+
+def keys_of(data_dir, start, count, **order):
+    """The keys of `count` batches of a data set, from batch `start` on."""
+    order = {'batch_size': 8, 'seed': 0, 'chunk': 32, 'lanes': 2, 'window': 32} | order
+    batches = input_pipeline.train_dataset(
+        data_dir, start_step=start, features=[schema.KEY], **order
+    )
+    return [batch[schema.KEY] for batch in batches.take(count).as_numpy_iterator()]
+
+
+# --- Resuming with another order ---------------------------------------------------------------
+
+
+def test_a_run_resumes_with_another_batch_size_and_then_as_ever(
+    mini_dataset, keys, tmp_path, caplog
+):
+    caplog.set_level('INFO')
+
+    def resume(num_steps, batch_size, *accepted):
+        config = small_config(mini_dataset, **SHORT, num_steps=num_steps, batch_size=batch_size)
+        return train.train_and_evaluate(config, tmp_path, ['num_steps', *accepted])
+
+    resume(5, 8)
+    with pytest.raises(checkpoint.OtherRunError, match='batch_size was 8 and is now 16'):
+        resume(7, 16)
+    resume(7, 16, 'batch_size')
+    assert '40 samples were used in 5 steps; reading resumes in epoch 0.0' in caplog.text
+    assert 'batches of 16), 8 samples further on.' in caplog.text
+    resume(9, 16)
+    assert caplog.text.count('samples were used') == 1
+    with pytest.raises(checkpoint.OtherRunError, match='batch_size was 16 and is now 8'):
+        resume(11, 8)
+    state = resume(11, 8, 'batch_size')
+    assert int(state.step) == 11
+
+    expected = [
+        *keys_of(mini_dataset, 0, 5),
+        *keys_of(mini_dataset, 3, 4, batch_size=16),
+        *keys_of(mini_dataset, 14, 2),
+    ]
+    assert len(keys) == 11
+    jax.tree.map(np.testing.assert_array_equal, keys, expected)
+    assert len(set(np.concatenate(keys))) == 5 * 8 + 4 * 16 + 2 * 8
+
+
+def test_a_run_resumes_with_another_permutation(mini_dataset, keys, tmp_path, caplog):
+    caplog.set_level('INFO')
+    config = small_config(mini_dataset, **SHORT, num_steps=2)
+    train.train_and_evaluate(config, tmp_path)
+    config.data.lanes, config.data.window, config.num_steps = 4, 64, 4
+    fields = 'data.lanes,data.window,num_steps'
+    with pytest.raises(checkpoint.OtherRunError, match=f'--accept_changes={fields};'):
+        train.train_and_evaluate(config, tmp_path)
+    train.train_and_evaluate(config, tmp_path, fields.split(','))
+    expected = keys_of(mini_dataset, 0, 2) + keys_of(mini_dataset, 2, 2, lanes=4, window=64)
+    jax.tree.map(np.testing.assert_array_equal, keys, expected)
+    assert 'some records come twice and others not at all' in caplog.text
+
+
+def test_a_run_resumes_with_another_data_set_at_its_beginning(mini_dataset, keys, tmp_path, caplog):
+    caplog.set_level('INFO')
+    other = rewritten(mini_dataset, tmp_path / 'other', schema.META_SOURCE_FINGERPRINT)
+    workdir = tmp_path / 'run'
+    train.train_and_evaluate(small_config(mini_dataset, **SHORT, num_steps=3), workdir)
+    for num_steps in (5, 6):  # changed, then resumed
+        config = small_config(other, **SHORT, num_steps=num_steps)
+        train.train_and_evaluate(config, workdir, ['num_steps', 'data.dir'])
+    expected = keys_of(mini_dataset, 0, 3) + keys_of(other, 0, 3)
+    jax.tree.map(np.testing.assert_array_equal, keys, expected)
+    assert caplog.text.count('the other data set is read from its beginning') == 1
+    place = saved_run.find(workdir).description.position
+    assert place == {'step': 3, 'batch': 0, 'samples': 24}
+
+
+def test_a_data_set_that_has_moved_is_the_same(mini_dataset, tmp_path):
+    moved = tmp_path / '1.0.0'
+    shutil.copytree(mini_dataset, moved)
+    config = small_config(mini_dataset, **SHORT, num_steps=1)
+    train.train_and_evaluate(config, tmp_path / 'run')
+    config.data.dir = str(moved)
+    train.train_and_evaluate(config, tmp_path / 'run')
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_in_one_line(mini_dataset, tmp_path):
+    config = small_config(mini_dataset, **SHORT, num_steps=1)
+    train.train_and_evaluate(config, tmp_path)
+    path = tmp_path / 'checkpoints' / '1' / 'run' / 'metadata'
+    run = json.loads(path.read_text())
+    del run['config']
+    path.write_text(json.dumps(run))
+    with pytest.raises(checkpoint.OtherRunError, match=r'1 says nothing of config: an earlier'):
+        train.train_and_evaluate(config, tmp_path)
+
+
+# --- The configuration -------------------------------------------------------------------------
+
+
+def _texts(workdir):
+    """Texts in the event files: `[(tag, step, text)]`."""
+    texts = []
+    for path in sorted(workdir.glob('events.out.tfevents.*')):
+        for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
+            event = tf.compat.v1.Event.FromString(record)
+            for value in event.summary.value:
+                if value.metadata.plugin_data.plugin_name == 'text':
+                    text = tf.make_ndarray(value.tensor).item().decode()
+                    texts.append((value.tag, event.step, text))
+    return texts
+
+
+def test_tensorboard_has_each_configuration_once(mini_dataset, tmp_path):
+    config = small_config(mini_dataset, **SHORT, num_steps=2)
+    for num_steps in (2, 2, 3, 3):
+        config.num_steps = num_steps
+        train.train_and_evaluate(config, tmp_path, ['num_steps'])
+    texts = _texts(tmp_path)
+    assert [text[:2] for text in texts] == [('config', 0), ('config', 2)]
+    config.num_steps = 2
+    assert json.loads(texts[0][2]) == json.loads(json.dumps(config.to_dict()))
+    assert all(line.startswith('    ') for line in texts[0][2].splitlines())  # as code
+    assert '"num_steps": 3' in texts[1][2]
+    assert saved_run.find(tmp_path).description.config['num_steps'] == 3
+
+
+# --- The weights of another run ----------------------------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def source(mini_dataset, tmp_path_factory):
+    """The workdir of a run of 4 steps, and its last state."""
+    workdir = tmp_path_factory.mktemp('source')
+    config = small_config(mini_dataset, **SHORT | {'checkpoint_every': 2}, num_steps=4)
+    return workdir, jax.device_get(train.train_and_evaluate(config, workdir))
+
+
+def begin(data_dir, workdir, init_from, **changes):
+    """The state at step 0 of a run that begins with another one's weights."""
+    config = small_config(data_dir, **SHORT, init_from=str(init_from), **changes)
+    setup = train.set_up(config, workdir)
+    return jax.device_get((setup.beginning.state(setup.program), setup.program.init()))
+
+
+@pytest.mark.parametrize('average', [True, False])
+def test_a_run_begins_with_the_weights_of_another(mini_dataset, source, tmp_path, average):
+    changes = {'init_average': average, 'batch_size': 16, 'seed': 3, 'optimizer.b1': 0.5}
+    state, fresh = begin(mini_dataset, tmp_path / 'new', source[0], **changes)
+    expected = source[1].ema_params if average else source[1].params
+    for weights in (state.params, state.ema_params):
+        jax.tree.map(np.testing.assert_array_equal, weights, expected)
+    empty = {'params': None, 'ema_params': None}
+    jax.tree.map(np.testing.assert_array_equal, state.replace(**empty), fresh.replace(**empty))
+    assert int(state.step) == 0
+    assert not (tmp_path / 'new').exists()  # so far nothing has been written
+
+
+def test_a_run_begins_with_an_earlier_checkpoint_that_is_named(mini_dataset, source, tmp_path):
+    last, _ = begin(mini_dataset, tmp_path, source[0])
+    earlier, _ = begin(mini_dataset, tmp_path, f'{source[0]}@2')
+    kernels = [state.params['patches']['kernel'] for state in (last, earlier)]
+    assert not np.array_equal(*kernels)
+
+
+def test_other_weights_are_looked_at_by_a_new_run_alone(mini_dataset, source, tmp_path, caplog):
+    gone = shutil.copytree(source[0], tmp_path / 'source')
+    # Of another seed, so that at first sight of the same samples it could not know them.
+    changes = SHORT | {'init_from': str(gone), 'seed': 1, 'log_every': 1}
+    random = small_config(mini_dataset, **changes | {'init_from': '', 'num_steps': 1})
+    train.train_and_evaluate(random, tmp_path / 'random')
+    for num_steps in (1, 2):
+        config = small_config(mini_dataset, **changes, num_steps=num_steps)
+        state = train.train_and_evaluate(config, tmp_path / 'run', ['num_steps'])
+        shutil.rmtree(gone, ignore_errors=True)
+    assert int(state.step) == 2
+    losses = [runs.losses(tmp_path / name)['train/loss', 1] for name in ('run', 'random')]
+    assert losses[0] < losses[1]
+
+
+def test_other_data_with_another_encoder_are_told(mini_dataset, source, tmp_path, caplog):
+    other = rewritten(mini_dataset, tmp_path / 'other', schema.META_TEXT_ENCODER)
+    begin(other, tmp_path / 'run', source[0])
+    assert "trained otherwise: text_encoder.name was 'hash' and is now 'another'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ('place', 'changes', 'message'),
+    [
+        (
+            '',
+            {'model.name': 'tiny/8'},
+            r'parameter \S+ has shape \(\d.*\) there and \(\d.*\) here: ',
+        ),
+        (
+            '',
+            {'model.name': 'S/16'},
+            r'parameter blocks/\S+ has shape .* there and .* here: expected',
+        ),
+        ('@3', {}, 'holds no checkpoint of step 3; there are 2, 4'),
+        ('/checkpoints', {}, 'holds no checkpoint: train first'),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_by_name(
+    mini_dataset, source, tmp_path, place, changes, message
+):
+    with pytest.raises(ValueError, match=rf'^init_from={source[0]}{place}: .*{message}') as error:
+        begin(mini_dataset, tmp_path / 'run', f'{source[0]}{place}', **changes)
+    assert '\n' not in str(error.value)
+    assert not (tmp_path / 'run').exists()
+
+
+def test_a_workdir_to_begin_with_that_is_missing_is_named(mini_dataset, tmp_path):
+    with pytest.raises(FileNotFoundError, match=f'^init_from={tmp_path}/none: '):
+        begin(mini_dataset, tmp_path / 'run', tmp_path / 'none')
+
+
+@pytest.mark.slow
+def test_weights_go_to_other_devices_by_the_command(mini_dataset, source, compiled, tmp_path):
+    workdir = tmp_path / 'run'
+    fields = SHORT | {'init_from': source[0], 'num_steps': 1, 'mesh.fsdp': 2}
+    with runs.hosts(mini_dataset, workdir, compiled, processes=1, devices=2, **fields) as started:
+        assert runs.wait(started) == [0], started[0].output.read_text()
+    config = small_config(mini_dataset, **SHORT, num_steps=1, init_from=str(source[0]))
+    train.train_and_evaluate(config, tmp_path / 'one')
+    ours, theirs = (runs.losses(folder)['train/loss', 1] for folder in (workdir, tmp_path / 'one'))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)

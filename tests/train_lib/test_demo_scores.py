@@ -1,0 +1,81 @@
+"""What a picture of the demo shows is recognized where it is true, and only there."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from coyo11m_tfds import latent_rgb, sample_data, schema
+from train_lib import demo_scores
+
+_COUNT = 96
+
+
+@pytest.fixture(scope='module')
+def truth():
+    """Pictures of combinations that are held out, by way of their latents, and what they show."""
+    rng = np.random.Generator(np.random.Philox(key=5))
+    _, held_out = sample_data.split_scenes()
+    scenes = [held_out[i % len(held_out)] for i in range(_COUNT)]
+    radius = rng.uniform(*sample_data.RADII, _COUNT)
+    # As much of a shape is cut off as in the data at most.
+    x = 0.7 * radius + (32 - 1.4 * radius) * rng.random(_COUNT)
+    y = radius + (32 - 2 * radius) * rng.random(_COUNT)
+    places = (value.astype(np.float32)[:, None] for value in (x, y, radius))
+    covers = [
+        sample_data.outlines(scene.shape, *place)[0, ..., None]
+        for scene, *place in zip(scenes, *places, strict=True)
+    ]
+    pictures = np.stack(
+        [
+            cover * sample_data.COLOURS[scene.colour]
+            + (1 - cover) * sample_data.COLOURS[scene.background]
+            for scene, cover in zip(scenes, covers, strict=True)
+        ]
+    )
+    latents = latent_rgb.rgb_to_latents(np.round(pictures).astype(np.uint8)).astype(np.float16)
+    assert latents.shape == (_COUNT, *schema.LATENT_SHAPE)
+    return latent_rgb.latents_to_rgb(latents.astype(np.float32)), scenes
+
+
+def test_true_pictures_are_all_right(truth):
+    scores = demo_scores.judge(*truth)
+    assert scores[:3] == (1, 1, 1)
+    assert scores.overlap > 0.9
+
+
+@pytest.mark.parametrize(
+    ('part', 'expected'), [('shape', (1, 0, 0)), ('colour', (0, 1, 0)), ('background', (0, 1, 0))]
+)
+def test_pictures_of_something_else_are_all_wrong_in_that(truth, part, expected):
+    def another(name, names):
+        return names[(names.index(name) + 1) % len(names)]
+
+    names = sample_data.SHAPES if part == 'shape' else tuple(sample_data.COLOURS)
+    pictures, scenes = truth
+    others = [
+        dataclasses.replace(scene, **{part: another(getattr(scene, part), names)})
+        for scene in scenes
+    ]
+    assert demo_scores.judge(pictures, others)[:3] == expected
+
+
+def test_shares_are_those_of_the_pictures(truth):
+    pictures, scenes = truth
+    third, half = _COUNT // 3, _COUNT // 2
+    plain = np.full_like(pictures[0], sample_data.COLOURS['blue'])
+    mixed = pictures.copy()
+    mixed[:third] = plain
+    scores = demo_scores.judge(mixed, scenes)
+    assert scores.colours == scores.shape == scores.all_three == pytest.approx(2 / 3)
+    assert demo_scores.judge(pictures[:half], scenes[:half]).all_three == 1
+
+
+def test_a_blob_is_no_shape(truth):
+    pictures, scenes = truth
+    # Every square of 4 x 4 pixels as its neighbour is, here and there: what little training draws.
+    rng = np.random.default_rng(0)
+    moved = np.roll(pictures, 8, axis=2)
+    torn = np.repeat(np.repeat(rng.random((_COUNT, 8, 8)) < 0.4, 4, 1), 4, 2)[..., None]
+    blobs = np.where(torn, moved, pictures)
+    assert demo_scores.judge(blobs, scenes).shape < 0.1

@@ -1,0 +1,188 @@
+"""Drawing with what was trained: from the workdir alone, with the right encoder."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from PIL import Image
+
+from coyo11m_tfds.text import text_encoders
+from tests import runs
+from tests.runs import REPO, small_config
+from train_lib import data, draw, previews, sharding, train
+
+DEVICES = '--xla_force_host_platform_device_count'
+ENDING = {'num_steps': 4, 'eval_every': 0, 'checkpoint_every': 2}
+CAPTIONS = ['a red circle', 'a blue square', 'a red circle']
+
+
+@pytest.fixture(scope='module', autouse=True)
+def compiled(tmp_path_factory):
+    with runs.shared_compilations(tmp_path_factory.mktemp('compiled')):
+        yield
+
+
+@pytest.fixture(scope='module')
+def run(mini_dataset, tmp_path_factory):
+    """The workdir of a run of 4 steps, whose data set is gone, and its last state."""
+    folder = tmp_path_factory.mktemp('run')
+    shutil.copytree(mini_dataset, folder / '1.0.0')
+    changes = {'preview.guidance': 3.0, 'optimizer.learning_rate': 1e-2}
+    config = small_config(folder / '1.0.0', **ENDING, **changes)
+    state = train.train_and_evaluate(config, folder / 'workdir')
+    shutil.rmtree(folder / '1.0.0')
+    return folder / 'workdir', jax.device_get(state)
+
+
+@pytest.fixture(scope='module')
+def encoder():
+    return text_encoders.make_encoder('hash')
+
+
+@pytest.fixture(scope='module')
+def pictures(run, encoder):
+    return draw.Artist(run[0]).draw(CAPTIONS, encoder)
+
+
+def test_every_caption_gets_a_picture_of_its_own(run, encoder, pictures):
+    assert draw.Artist(run[0]).step == 4
+    assert (pictures.shape, pictures.dtype) == ((3, 32, 32, 3), np.uint8)
+    assert not np.array_equal(pictures[0], pictures[1])
+    assert not np.array_equal(pictures[0], pictures[2])  # other noise
+    again = draw.Artist(run[0]).draw(['a red circle'] * 3, encoder)
+    np.testing.assert_array_equal(again[2], pictures[2])
+
+
+def test_what_the_model_knows_of_its_data_comes_back_bit_for_bit(run, mini_dataset):
+    opened = data.TrainingData(small_config(mini_dataset), sharding.make_mesh()).facts
+    facts = draw.Artist(run[0]).facts
+    assert (facts.encoder, facts.encoder_revision, facts.max_tokens) == ('hash', '1', 0)
+    assert (facts.latent_shape, facts.text_dim) == ((32, 32, 4), 640)
+    jax.tree.map(np.testing.assert_array_equal, facts.stats, opened.stats)
+
+
+@pytest.mark.parametrize('batch_size', [1, 16])
+def test_a_picture_is_the_same_however_many_are_drawn_at_a_time(run, encoder, batch_size):
+    captions = [f'a caption with the number {number}' for number in range(20)]
+    whole = draw.Artist(run[0], batch_size=20).draw(captions, encoder).astype(int)
+    drawn = draw.Artist(run[0], batch_size=batch_size).draw(captions, encoder)
+    assert np.abs(drawn - whole).max() <= 1  # of 255, by rounding
+    assert len({picture.tobytes() for picture in drawn}) == 20
+
+
+def test_a_batch_is_as_large_as_is_said_however_many_captions_there_are(run, encoder):
+    artist, seen = draw.Artist(run[0], batch_size=8), []
+    drawing = artist._draw
+    artist._draw = lambda *inputs: seen.append(inputs[1].shape) or drawing(*inputs)
+    assert len(artist.draw(['a cat'] * 50, encoder)) == 50
+    assert seen == [(8, 640)] * 7
+
+
+@pytest.mark.parametrize(
+    'options', [{'seed': 1}, {'guidance': 1.0}, {'num_steps': 3}, {'average': False}]
+)
+def test_options_change_the_picture(run, encoder, pictures, options):
+    assert not np.array_equal(draw.Artist(run[0], **options).draw(CAPTIONS, encoder), pictures)
+
+
+def test_options_that_repeat_those_of_the_run_change_nothing(run, encoder, pictures):
+    artist = draw.Artist(run[0], seed=0, guidance=3.0, num_steps=2, average=True)
+    np.testing.assert_array_equal(artist.draw(CAPTIONS, encoder), pictures)
+
+
+def test_an_earlier_checkpoint_can_be_named(run, encoder, pictures):
+    artist = draw.Artist(f'{run[0]}@2')
+    assert artist.step == 2
+    assert not np.array_equal(artist.draw(CAPTIONS, encoder), pictures)
+    with pytest.raises(ValueError, match='no checkpoint of step 3; there are 2, 4'):
+        draw.Artist(f'{run[0]}@3')
+
+
+@pytest.mark.parametrize('average', [True, False])
+def test_weights_and_average_are_told_apart(run, average):
+    workdir, state = run
+    expected = state.ema_params if average else state.params
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        jax.device_get(draw.Artist(workdir, average=average)._params),
+        expected,
+    )
+
+
+def test_neither_the_optimizer_nor_other_weights_are_read(run, monkeypatch):
+    read, deserialize = [], ocp.type_handlers.ArrayHandler.deserialize
+
+    def noting(self, infos, args=None):
+        read.extend(info.name.partition('.')[0] for info in infos)
+        return deserialize(self, infos, args)
+
+    monkeypatch.setattr(ocp.type_handlers.ArrayHandler, 'deserialize', noting)
+    params = draw.Artist(run[0])._params
+    assert read == ['ema_params'] * len(jax.tree.leaves(params))
+
+
+class _OtherEncoder(text_encoders.HashEncoder):
+    name = 'hf:other'
+
+
+class _NextEncoder(text_encoders.HashEncoder):
+    revision = '2'
+
+
+def test_captions_of_another_encoder_are_refused(run):
+    with pytest.raises(ValueError, match="by 'hf:other', but the model was trained with 'hash'"):
+        draw.Artist(run[0]).draw(['a cat'], _OtherEncoder())
+    with pytest.raises(
+        ValueError, match='of revision 2, but the model was trained with revision 1:'
+    ):
+        draw.Artist(run[0]).draw(['a cat'], _NextEncoder())
+
+
+def test_a_workdir_without_a_checkpoint_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=f'{tmp_path} holds no checkpoint'):
+        draw.Artist(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def _command(*flags, devices=1):
+    env = {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': f'{DEVICES}={devices} {runs.QUICK}'}
+    return subprocess.run(
+        [sys.executable, '-m', 'train_lib.draw', *flags],
+        cwd=REPO,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_workdir_and_prompts_are_enough_for_the_command_on_any_devices(run, encoder, tmp_path):
+    prompts = tmp_path / 'captions.txt'
+    captions = ['a red circle', 'a blue square on a green background']
+    prompts.write_text('\n\n'.join(captions))
+    done = _command(f'--workdir={run[0]}', f'--prompts={prompts}', devices=3)
+    assert done.returncode == 0, done.stderr
+    path = run[0] / previews.FOLDER / 'captions_000004.png'
+    assert re.search(f'^pictures: {path}$', done.stdout, re.MULTILINE)
+    drawn = draw.Artist(run[0]).draw(captions, encoder)
+    expected = previews.make_grid([drawn], captions).astype(int)
+    with Image.open(path) as picture:
+        # By rounding, and what makes the pictures four times as large.
+        assert np.abs(np.asarray(picture) - expected).max() <= 3
+
+
+def test_what_is_missing_is_told_in_one_line(run, tmp_path):
+    prompts = tmp_path / 'captions.txt'
+    prompts.write_text('a red circle\n')
+    flags = f'--prompts={prompts}', f'--out={tmp_path}/new/grid.png', '--encoder=hf:/no/such/one'
+    done = _command(f'--workdir={run[0]}', *flags)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: the captions are encoded by 'hf:/no/such/one', but the model")
+    assert 'Traceback' not in done.stderr
+    assert not (tmp_path / 'new').exists()

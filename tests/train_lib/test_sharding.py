@@ -1,0 +1,215 @@
+"""Placement is a function of shapes: tables of what goes where."""
+
+import collections
+import dataclasses
+import os
+import random
+import socket
+import subprocess
+import sys
+import textwrap
+import types
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from tests.checkout import CHECKOUT
+from train_lib import compile, sharding
+
+
+@pytest.mark.parametrize(
+    ('shape', 'fsdp', 'expected'),
+    [
+        ((), 4, P()),
+        ((1152,), 4, P()),  # small
+        ((2**16,), 4, P('fsdp')),
+        ((2**16 - 4,), 4, P()),  # just small
+        ((1152, 3456), 4, P(None, 'fsdp')),  # the largest
+        ((4608, 1152), 4, P('fsdp')),
+        ((512, 512), 4, P(None, 'fsdp')),  # of equals, the last
+        ((28, 1152, 4608), 4, P(None, None, 'fsdp')),
+        ((28, 4608, 1152), 4, P(None, 'fsdp')),
+        ((1001, 512), 4, P(None, 'fsdp')),  # the largest is not divisible
+        ((1001, 513), 4, P()),  # none is
+        ((28, 1152, 4608), 1, P()),  # nothing to split over
+        ((28, 1152, 4608), 5, P()),
+        ((28, 1152, 4608), 7, P('fsdp')),
+    ],
+)
+def test_partition_spec(shape, fsdp, expected):
+    assert sharding.partition_spec(shape, fsdp) == expected
+
+
+@given(
+    shape=st.lists(st.integers(1, 3000), max_size=3).map(tuple),
+    fsdp=st.integers(1, 64),
+)
+def test_partition_spec_splits_one_dimension_evenly_or_none(shape, fsdp):
+    spec = sharding.partition_spec(shape, fsdp)
+    split = [size for size, axis in zip(shape, spec, strict=False) if axis is not None]
+    assert len(split) <= 1
+    assert all(size % fsdp == 0 for size in split)
+    if split:
+        assert np.prod(shape) >= sharding.MIN_SHARDED_SIZE
+        assert split[0] == max(size for size in shape if size % fsdp == 0)
+
+
+@pytest.mark.parametrize(
+    ('data', 'fsdp'), [(2, 1), (-1, 2), (-1, 0), (0, 1), (-1, -1), (-2, 1), (1, 3)]
+)
+def test_a_mesh_that_does_not_fit_the_devices_is_refused(data, fsdp):
+    with pytest.raises(ValueError, match=rf'data=.* x fsdp={fsdp} does not make the 1 devices'):
+        sharding.make_mesh(data, fsdp, jax.devices()[:1])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chip:
+    id: int
+    coords: tuple[int, int, int]
+    process_index: int
+
+
+def _tpu_slice(columns, rows):
+    """Stand-ins of the chips of a slice whose hosts have 2 x 2, shuffled; as on v5e and v6e."""
+    chips = [
+        _Chip(id=columns * y + x, coords=(x, y, 0), process_index=y // 2 * (columns // 2) + x // 2)
+        for y in range(rows)
+        for x in range(columns)
+    ]
+    return random.Random(0).sample(chips, len(chips))
+
+
+def _assert_the_mesh_keeps_rows_and_links(mesh, hosts):
+    devices = list(mesh.devices.flat)
+    # Rows are split over the mesh in this order: process p has to have the p-th part.
+    assert [d.process_index for d in devices] == sorted(d.process_index for d in devices)
+    places = collections.defaultdict(list)
+    for device in devices:
+        places[device.process_index].append(device.coords)
+    assert len(places) == hosts
+    for coords in places.values():
+        ring = zip(coords, coords[1:] + coords[:1], strict=True)
+        assert all(sum(map(abs, np.subtract(a, b))) == 1 for a, b in ring)  # one link apart
+        own = np.subtract(coords, coords[0])
+        np.testing.assert_array_equal(own, np.subtract(places[0], places[0][0]))
+
+
+@pytest.mark.parametrize('fsdp', [1, 2, 4, 8, 16])
+@pytest.mark.parametrize('shape', [(4, 4), (8, 16), (16, 16)])
+def test_on_a_slice_hosts_keep_their_rows_and_their_chips_make_a_ring(shape, fsdp):
+    mesh = sharding.make_mesh(-1, fsdp, _tpu_slice(*shape))
+    _assert_the_mesh_keeps_rows_and_links(mesh, hosts=shape[0] * shape[1] // 4)
+    groups = [{device.process_index for device in row} for row in mesh.devices]
+    assert {len(group) for group in groups} == {max(1, fsdp // 4)}  # hosts that share weights
+
+
+def test_stand_ins_are_as_the_chips_of_real_topologies():
+    pytest.importorskip('libtpu')
+
+    def facts(devices):
+        return sorted((d.id, tuple(d.coords), d.process_index) for d in devices)
+
+    for shape in ((4, 4), (8, 16), (16, 16)):
+        real = compile.slice_devices(f'v5e:{shape[0]}x{shape[1]}')
+        assert facts(real) == facts(_tpu_slice(*shape))
+    mesh = sharding.make_mesh(-1, 4, compile.slice_devices('v5e:4x4', num_slices=2))
+    assert [d.slice_index for d in mesh.devices.flat] == [0] * 16 + [1] * 16
+    _assert_the_mesh_keeps_rows_and_links(mesh, hosts=8)
+
+
+@pytest.mark.parametrize(
+    ('data', 'fsdp', 'expected'),
+    [
+        (1, 1, 0),
+        (8, 1, 2 * 7 / 8 * 4 * (2**20 + 10)),  # an all-reduce of float32
+        (1, 4, 3 / 4 * (2 + 2 + 4) * 2**20 + 2 * 3 / 4 * 4 * 10),  # the bias stays whole
+        (2, 4, (3 / 4 * 8 + 2 / 2 * 4 / 4) * 2**20 + 2 * 7 / 8 * 4 * 10),
+    ],
+)
+def test_least_bytes_of_a_step(data, fsdp, expected):
+    params = {'kernel': np.zeros((2**10, 2**10), np.float32), 'bias': np.zeros(10, np.float32)}
+    mesh = types.SimpleNamespace(shape={'data': data, 'fsdp': fsdp}, size=data * fsdp)
+    assert sharding.least_bytes(params, mesh) == pytest.approx(expected)
+
+
+def test_mesh_is_ordered_by_process_and_id():
+    class Device:
+        def __init__(self, process_index, number):
+            self.process_index, self.id = process_index, number
+
+        def __repr__(self):
+            return f'{self.process_index}:{self.id}'
+
+    # As on a TPU pod, where the ids of a host's chips need not follow each other.
+    devices = [Device(p, i) for p, i in [(1, 2), (0, 5), (0, 0), (1, 3), (0, 1), (1, 7)]]
+    mesh = sharding.make_mesh(-1, 3, devices)
+    assert str(mesh.devices.tolist()) == '[[0:0, 0:1, 0:5], [1:2, 1:3, 1:7]]'
+    assert dict(mesh.shape) == {'data': 2, 'fsdp': 3}
+
+
+def test_arrays_land_as_told():
+    program = """
+        import jax, jax.numpy as jnp
+        from train_lib import sharding
+        mesh = sharding.make_mesh(-1, 2)
+        tree = {'kernel': jnp.zeros((256, 512)), 'bias': jnp.zeros(512)}
+        placed = jax.device_put(tree, sharding.by_shape(tree, mesh))
+        print({name: x.addressable_shards[0].data.shape for name, x in placed.items()})
+        batch = jax.device_put(jnp.arange(8), sharding.batch(mesh))
+        print([shard.data.tolist() for shard in batch.addressable_shards])
+        print(jax.device_put(jnp.arange(3), sharding.replicated(mesh)).is_fully_replicated)
+    """
+    env = os.environ | {
+        'XLA_FLAGS': '--xla_force_host_platform_device_count=4',
+        'JAX_PLATFORMS': 'cpu',
+    }
+    done = subprocess.run(
+        [sys.executable, '-c', textwrap.dedent(program)],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [
+        "{'bias': (512,), 'kernel': (256, 256)}",
+        '[[0, 1], [2, 3], [4, 5], [6, 7]]',
+        'True',
+    ]
+
+
+_COUNT = """
+import socket, sys
+import jax
+from train_lib import sharding
+
+port, index, name = sys.argv[1:]
+jax.distributed.initialize(f'127.0.0.1:{port}', 3, int(index))
+socket.gethostname = lambda: name
+print(sharding.processes_on_host())
+"""
+
+
+def test_processes_of_one_host_share_its_memory():
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        port = str(free.getsockname()[1])
+    started = [
+        subprocess.Popen(
+            [sys.executable, '-c', _COUNT, port, str(index), name],
+            cwd=CHECKOUT,
+            env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for index, name in enumerate(['a', 'b', 'a'])
+    ]
+    try:
+        told = [process.communicate(timeout=120)[0].split()[-1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert told == ['2', '1', '2']

@@ -1,0 +1,207 @@
+"""The whole life of a run on gs://: data, checkpoints, logs and pictures in buckets.
+
+The commands are those of a user, as processes; the storage server is on loopback.
+"""
+
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests import runs
+from tests.fakes.cloud import Fault
+from train_lib import train, workdirs
+
+DATA, RUN = 'gs://data/1.0.0', 'gs://runs/a'
+SETTINGS = {'num_steps': 12, 'eval_every': 5, 'preview_every': 6, 'checkpoint_every': 2}
+
+
+@pytest.fixture(scope='module')
+def compiled(tmp_path_factory):
+    with runs.shared_compilations(tmp_path_factory.mktemp('compiled')) as env:
+        yield env
+
+
+@pytest.fixture(scope='module')
+def undisturbed(mini_dataset, compiled, tmp_path_factory):
+    """Losses of a run on a disk."""
+    workdir = tmp_path_factory.mktemp('undisturbed')
+    train.train_and_evaluate(runs.small_config(mini_dataset, **SETTINGS), workdir)
+    return runs.losses(workdir)
+
+
+@pytest.fixture
+def storage(gcs, mini_dataset):
+    gcs.upload_folder(mini_dataset, DATA)
+    return gcs
+
+
+def checkpoints(gcs):
+    """Steps to whether the checkpoint is complete."""
+    steps = {}
+    for name in gcs.objects('runs'):
+        if found := re.match(r'a/checkpoints/(\d+)/(commit_success.txt$)?', name):
+            steps[int(found[1])] = bool(found[2]) or steps.get(int(found[1]), False)
+    return steps
+
+
+def last_complete(gcs):
+    return max((step for step, complete in checkpoints(gcs).items() if complete), default=0)
+
+
+def is_saving(gcs):
+    """Whether one checkpoint is complete and another is being written."""
+    return last_complete(gcs) > 0 and not all(checkpoints(gcs).values())
+
+
+def run_until(gcs, env, condition, number, pause=0.0):
+    """Starts the run and sends it a signal when the condition holds; its output."""
+    process = runs.start(DATA, RUN, env, **SETTINGS)
+    runs.wait_until(condition, process)
+    time.sleep(pause)
+    process.send_signal(number)
+    return process, process.communicate(timeout=120)[0]
+
+
+def run_to_the_end(env):
+    process = runs.start(DATA, RUN, env, **SETTINGS)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+
+
+def command(name, *flags):
+    """Runs a program of train_lib to its end."""
+    return subprocess.run(
+        [sys.executable, '-m', name, *flags], cwd=runs.REPO, capture_output=True, text=True
+    )
+
+
+def check_end(gcs, undisturbed, folder):
+    """What a run leaves that ended: as if it had never been disturbed, and nothing besides."""
+    gcs.download_folder(RUN, folder)
+    assert runs.losses(folder) == undisturbed
+    assert checkpoints(gcs) == {10: True, 12: True}
+    pictures = {name for name in gcs.objects('runs') if name.endswith('.png')}
+    assert pictures == {f'a/previews/step_{step:06}.png' for step in (6, 12)}
+
+
+def test_a_run_in_buckets_killed_and_stopped_is_as_if_undisturbed(
+    storage, undisturbed, compiled, tmp_path
+):
+    run_until(storage, compiled, lambda: is_saving(storage), signal.SIGKILL)
+    first = last_complete(storage)
+    process, output = run_until(
+        storage, compiled, lambda: last_complete(storage) > first, signal.SIGTERM
+    )
+    assert process.returncode == 75, output
+    if (stopped := last_complete(storage)) < SETTINGS['num_steps']:
+        assert f'Stopped at step {stopped}' in output
+    run_to_the_end(compiled)
+    check_end(storage, undisturbed, tmp_path)
+    assert not (runs.REPO / 'gs:').exists()
+
+    (tmp_path / 'captions.txt').write_text('a red circle\n')
+    drawn = command('train_lib.draw', f'--workdir={RUN}', f'--prompts={tmp_path}/captions.txt')
+    assert drawn.returncode == 0, drawn.stderr
+    assert 'pictures: gs://runs/a/previews/captions_000012.png' in drawn.stdout
+    assert storage.objects('runs')['a/previews/captions_000012.png'].startswith(b'\x89PNG')
+
+    # Another run begins with its weights.
+    fields = {'init_from': f'{RUN}@10', 'batch_size': 16, 'num_steps': 2, 'eval_every': 0}
+    process = runs.start(DATA, 'gs://runs/b', compiled, **fields)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert f'Read the average of the weights at step 10 from {RUN}/checkpoints/10' in output
+
+
+@pytest.mark.slow
+def test_a_run_in_buckets_killed_at_random(storage, undisturbed, compiled, tmp_path):
+    for _ in range(8):
+        before = last_complete(storage)
+        if before == SETTINGS['num_steps']:
+            break
+        number = random.choice([signal.SIGKILL, signal.SIGTERM])
+        pause = random.uniform(0, 0.5)
+        run_until(storage, compiled, lambda b=before: last_complete(storage) > b, number, pause)
+    run_to_the_end(compiled)
+    check_end(storage, undisturbed, tmp_path)
+
+
+_NO_RUN = '--workdir=gs://no-such-bucket/run'
+
+
+@pytest.mark.parametrize(
+    ('program', 'flags'),
+    [
+        ('train_lib.main', [_NO_RUN]),
+        ('train_lib.draw', [_NO_RUN, '--prompts=P', '--out=grid.png']),
+        pytest.param('train_lib.demo', [_NO_RUN], marks=pytest.mark.slow),
+        pytest.param(
+            'train_lib.draw',
+            ['--workdir=W', '--prompts=P', '--out=gs://no-such-bucket/grid.png'],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_bucket_that_does_not_exist_is_told_in_one_line(gcs, tmp_path, program, flags):
+    (tmp_path / 'captions').write_text('a red circle\n')
+    flags = [flag.replace('=P', f'={tmp_path}/captions') for flag in flags]
+    if program == 'train_lib.main':
+        flags += ['--config=configs/default.py', '--config.data.dir=/nowhere']
+    done = command(program, *flags)
+    assert done.returncode == 1
+    errors = [line for line in done.stderr.splitlines() if 'no-such-bucket' in line]
+    assert len(errors) == 1 and errors[0] == done.stderr.splitlines()[-1], done.stderr
+    assert errors[0].startswith('error: gs://no-such-bucket')
+    assert ': there is no such bucket' in errors[0]
+    assert len(gcs.requests) < 10
+
+
+def test_a_bucket_that_refuses_is_told_in_one_line(gcs):
+    gcs.inject(Fault('403', match='(upload|start) runs'))
+    done = command('train_lib.main', '--config=configs/default.py', f'--workdir={RUN}')
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f'error: writing to {RUN}: access was refused')
+    assert 'gcloud auth application-default login' in last
+
+
+def test_a_workdir_is_checked_without_a_trace(gcs, tmp_path):
+    workdirs.check_writable('gs://runs/new/folder/')
+    workdirs.check_writable(tmp_path / 'new' / 'folder')
+    assert gcs.objects('runs') == {}
+    assert not list(tmp_path.iterdir())
+    gcs.inject(Fault('403', match='delete runs'))
+    with pytest.raises(PermissionError, match='deleting from gs://runs/a'):
+        workdirs.check_writable(RUN)
+
+
+def test_a_workdir_that_cannot_be_is_refused(gcs, tmp_path):
+    (tmp_path / 'file').write_text('')
+    with pytest.raises(
+        OSError, match=r'^gs://no-such-bucket: there is no such bucket\. Make it with'
+    ):
+        workdirs.check_writable('gs://no-such-bucket/a')
+    for folder, error in {
+        'hf://datasets/a/b': ValueError,
+        tmp_path / 'file' / 'run': NotADirectoryError,
+    }.items():
+        with pytest.raises(error, match=re.escape(str(folder))):
+            workdirs.check_writable(folder)
+    gcs.put('runs', 'a/x', b'')
+    workdirs.check_readable(RUN)
+    for folder in ('gs://runs/b', 'gs://no-such-bucket/a', tmp_path / 'missing'):
+        with pytest.raises(FileNotFoundError, match=re.escape(str(folder))):
+            workdirs.check_readable(folder)
+
+
+@pytest.mark.parametrize('path', ['gs://bucket/a', 'gs://bucket/a/'])
+def test_a_url_is_absolute_and_a_path_becomes_so(path, tmp_path, monkeypatch):
+    assert str(workdirs.absolute(path)).rstrip('/') == 'gs://bucket/a'
+    monkeypatch.chdir(tmp_path)
+    assert workdirs.absolute('a') == pathlib.Path.cwd() / 'a'

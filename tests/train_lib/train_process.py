@@ -1,0 +1,64 @@
+"""`train_lib.main`, which besides notes the keys of every step that is trained.
+
+    python -m tests.train_lib.train_process FOLDER --config=configs/demo.py --workdir=W
+
+Each process appends a line of JSON for each step to a file of its own in FOLDER: the step, the
+first row of the global batch that it holds, and the keys of its rows. With `FAILING=1:5` in the
+environment, process 1 cannot read the batch of step 5. With `STALLED=evaluation` an evaluation, or
+whatever hook has that name, takes a minute longer, and says so: `stalled evaluation`.
+"""
+
+import json
+import os
+import pathlib
+import runpy
+import sys
+import time
+from collections.abc import Iterator
+
+import jax
+
+from coyo11m_tfds import schema
+from tests import runs
+from train_lib import data, hooks
+
+
+def main() -> None:
+    """Runs the command in this process."""
+    folder = pathlib.Path(sys.argv.pop(1))
+    train_batches = data.TrainingData.train_batches
+
+    def noted(self: data.TrainingData, start_step: int) -> Iterator[dict[str, jax.Array]]:
+        name = f'keys_{jax.process_index()}_of_{jax.process_count()}.jsonl'
+        with (folder / name).open('a', buffering=1) as file:
+            for step, batch in enumerate(train_batches(self, start_step), start_step + 1):
+                if os.environ.get('FAILING') == f'{jax.process_index()}:{step}':
+                    raise OSError('the disk is gone')
+                rows = batch[schema.KEY].addressable_shards
+                first = min(shard.index[0].start or 0 for shard in rows)
+                keys = runs.own_keys(batch).tolist()
+                file.write(json.dumps({'step': step, 'first': first, 'keys': keys}) + '\n')
+                yield batch
+
+    data.TrainingData.train_batches = noted
+    for hook in hooks.HOOKS:
+        if hook.name == os.environ.get('STALLED'):
+            _stall(hook)
+    runpy.run_module('train_lib.main', run_name='__main__', alter_sys=True)
+
+
+def _stall(hook: type[hooks.Hook]) -> None:
+    call = hook.__call__
+
+    def stalled(self: hooks.Hook, *arguments) -> str | None:
+        print('stalled', self.name, flush=True)
+        over = time.monotonic() + 60
+        while time.monotonic() < over:
+            time.sleep(0.1)
+        return call(self, *arguments)
+
+    hook.__call__ = stalled
+
+
+if __name__ == '__main__':
+    main()
