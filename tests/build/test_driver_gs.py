@@ -185,7 +185,7 @@ def test_a_lasting_fault_is_one_clear_error_and_what_is_finished_stays(
     cloud, builder, undisturbed, place: str, kind: str, message: str
 ):
     final = final_url(f'lasting-{place}-{kind}')
-    match = {'source': r'read source/.*010-.*\.pt', 'destination': r'upload data/.*train.*-00002-of'}
+    match = {
         'source': r'read source/.*010-.*\.pt',
         'destination': r'upload data/.*train.tfrecord-00002-of',
     }
