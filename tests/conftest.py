@@ -1,5 +1,6 @@
 """Data that several test files share, made once a session from made-up pictures."""
 
+import os
 import pathlib
 
 import hypothesis
@@ -8,6 +9,9 @@ import pytest
 from coyo11m_tfds import embed_captions, sample_data
 from tests.checkout import COCO_SAMPLE
 from tests.fakes.cloud import bucket, gcs, hub  # noqa: F401, fixtures
+
+# Tests compile more than they compute: this takes a third of the time.
+os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0')
 
 # How long one example takes depends on what else runs on the machine.
 hypothesis.settings.register_profile('no_deadline', deadline=None)

@@ -73,6 +73,7 @@ def shared_compilations(folder: pathlib.Path) -> Iterator[dict[str, str]]:
         'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.1',
         'JAX_PLATFORMS': 'cpu',
         'TF_CPP_MIN_LOG_LEVEL': '2',
+        'XLA_FLAGS': QUICK,
     }
     jax.config.update('jax_compilation_cache_dir', None)
     compilation_cache.reset_cache()

@@ -23,12 +23,6 @@ SHORT = {
 }
 
 
-@pytest.fixture(scope='module', autouse=True)
-def compiled(tmp_path_factory):
-    with runs.shared_compilations(tmp_path_factory.mktemp('compiled')) as env:
-        yield env
-
-
 @pytest.fixture
 def keys(monkeypatch):
     """The keys of every batch that is trained on from now on, a list of int64 `(b,)`."""
@@ -257,10 +251,10 @@ def test_a_workdir_to_begin_with_that_is_missing_is_named(mini_dataset, tmp_path
 
 
 @pytest.mark.slow
-def test_weights_go_to_other_devices_by_the_command(mini_dataset, source, compiled, tmp_path):
+def test_weights_go_to_other_devices_by_the_command(mini_dataset, source, env, tmp_path):
     workdir = tmp_path / 'run'
     fields = SHORT | {'init_from': source[0], 'num_steps': 1, 'mesh.fsdp': 2}
-    with runs.hosts(mini_dataset, workdir, compiled, processes=1, devices=2, **fields) as started:
+    with runs.hosts(mini_dataset, workdir, env, processes=1, devices=2, **fields) as started:
         assert runs.wait(started) == [0], started[0].output.read_text()
     config = small_config(mini_dataset, **SHORT, num_steps=1, init_from=str(source[0]))
     train.train_and_evaluate(config, tmp_path / 'one')

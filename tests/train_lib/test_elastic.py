@@ -24,12 +24,6 @@ LOSS_TOLERANCE = 1e-5
 EVAL_LOSS_TOLERANCE = 1e-6
 
 
-@pytest.fixture(scope='module')
-def env(tmp_path_factory):
-    with runs.shared_compilations(tmp_path_factory.mktemp('compiled')) as env:
-        yield env
-
-
 def run_to_the_end(data_dir, workdir, env, processes, devices, **changes):
     """Losses and keys of a run, or of its rest, that nothing disturbs."""
     share = {'processes': processes, 'devices': devices}

@@ -15,12 +15,6 @@ SETTINGS = {'num_steps': 10_000, 'eval_every': 0, 'checkpoint_every': 3, 'batch_
 HOSTS = {'processes': 2, 'devices': 1}
 
 
-@pytest.fixture(scope='module')
-def env(tmp_path_factory):
-    with runs.shared_compilations(tmp_path_factory.mktemp('compiled')) as env:
-        yield env
-
-
 def test_the_summary_of_an_error_is_a_line_that_says_what_happened():
     def fail(_):
         raise ValueError('file.tfrecord: record 7 cannot be read')

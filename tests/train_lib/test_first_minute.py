@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests import runs
-from tests.runs import REPO
+from tests.checkout import CHECKOUT
 from train_lib import checkpoint, train
 
 NOISE = (
@@ -24,12 +24,10 @@ NOISE = (
 )
 
 
-@pytest.fixture(scope='module', autouse=True)
-def env(tmp_path_factory):
-    with runs.shared_compilations(tmp_path_factory.mktemp('compiled')) as env:
-        # As on a machine of which nobody has said anything.
-        cache = {name: value for name, value in env.items() if 'CACHE' in name}
-        yield cache | {'XLA_FLAGS': runs.QUICK}
+@pytest.fixture
+def silent(env):
+    """The environment of a machine of which nobody has said anything."""
+    return {name: value for name, value in env.items() if 'CACHE' in name or 'XLA' in name}
 
 
 def command(flags, env, terminal=False):
@@ -40,15 +38,15 @@ def command(flags, env, terminal=False):
         wide = f'stty cols 160 rows 40; {" ".join(line)}'
         line = ['script', '--quiet', '--return', '--command', wide, '/dev/null']
     done = subprocess.run(
-        line, cwd=REPO, env=environ | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        line, cwd=CHECKOUT, env=environ | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     return done.returncode, done.stdout.decode().splitlines()
 
 
-def test_a_run_from_the_beginning_to_the_end(mini_dataset, env, tmp_path):
+def test_a_run_from_the_beginning_to_the_end(mini_dataset, silent, tmp_path):
     changes = {'num_steps': 4, 'log_every': 2, 'eval_every': 4, 'preview_every': 4}
     flags = runs.flags(mini_dataset, tmp_path, **changes, checkpoint_every=2)
-    code, lines = command(flags, env)
+    code, lines = command(flags, silent)
     assert code == 0, lines
     assert not [line for line in lines if any(word in line for word in NOISE)]
     texts = [re.sub(r'^\d\d:\d\d:\d\d ', '', line) for line in lines]
@@ -84,16 +82,16 @@ def test_a_run_from_the_beginning_to_the_end(mini_dataset, env, tmp_path):
     for text, shape in zip(rest, shapes, strict=True):
         assert re.fullmatch(shape, text)
 
-    code, lines = command(flags, env)
+    code, lines = command(flags, silent)
     assert code == 0
     assert len(lines) == 2, lines  # what was restored, and:
     assert lines[-1].endswith(f'Finished already: all 4 steps are in {tmp_path}.')
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='`script` has other flags elsewhere')
-def test_a_terminal_shows_a_bar_and_lines_above_it(mini_dataset, env, tmp_path):
+def test_a_terminal_shows_a_bar_and_lines_above_it(mini_dataset, silent, tmp_path):
     changes = {'num_steps': 4, 'log_every': 2, 'eval_every': 0, 'checkpoint_every': 2}
-    code, lines = command(runs.flags(mini_dataset, tmp_path, **changes), env, terminal=True)
+    code, lines = command(runs.flags(mini_dataset, tmp_path, **changes), silent, terminal=True)
     assert code == 0, lines
     output = '\n'.join(lines)
     assert re.search(r'loss \d\.\d{4}  50%\|.*\| 2/4, \S+ steps/s, \S+ left', output), output
@@ -113,16 +111,16 @@ def test_a_terminal_shows_a_bar_and_lines_above_it(mini_dataset, env, tmp_path):
         (['--no_such_flag=3'], "'no_such_flag'"),
     ],
 )
-def test_a_wrong_flag_is_one_line(env, tmp_path, flags, message):
-    code, lines = command([*runs.flags('', tmp_path / 'run'), *flags], env)
+def test_a_wrong_flag_is_one_line(silent, tmp_path, flags, message):
+    code, lines = command([*runs.flags('', tmp_path / 'run'), *flags], silent)
     assert code == 1
     assert len(lines) == 1, lines
     assert lines[0].startswith('error: ')
     assert re.search(message, lines[0]), lines[0]
 
 
-def test_an_error_is_one_line_and_leaves_nothing(mini_dataset, env, tmp_path):
-    code, lines = command(runs.flags(mini_dataset.parent, tmp_path / 'run'), env)
+def test_an_error_is_one_line_and_leaves_nothing(mini_dataset, silent, tmp_path):
+    code, lines = command(runs.flags(mini_dataset.parent, tmp_path / 'run'), silent)
     assert code == 1
     there = f'{mini_dataset.parent}: name one of its versions: {mini_dataset}'
     assert lines == [f'error: data.dir={there}']
@@ -142,11 +140,11 @@ def test_a_folder_without_a_data_set_is_named(tmp_path, folder, message):
 
 
 @pytest.mark.slow
-def test_verbose_shows_configuration_parameters_and_tracebacks(mini_dataset, env, tmp_path):
+def test_verbose_shows_configuration_parameters_and_tracebacks(mini_dataset, silent, tmp_path):
     # It diverges in its second step.
     wrong = {'optimizer.learning_rate': 1e30, 'optimizer.clip_norm': 1e30, 'max_skipped': 0}
     flags = runs.flags(mini_dataset, tmp_path, num_steps=5, eval_every=0, **wrong)
-    code, lines = command([*flags, '--verbose'], env)
+    code, lines = command([*flags, '--verbose'], silent)
     assert code == 1
     output = '\n'.join(lines)
     assert 'max_skipped_in_a_row: 10' in output

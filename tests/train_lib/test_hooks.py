@@ -24,12 +24,6 @@ class LargestWeight(hooks.Hook):
         return f'{largest:.2f}'
 
 
-@pytest.fixture(scope='module', autouse=True)
-def compiled(tmp_path_factory):
-    with runs.shared_compilations(tmp_path_factory.mktemp('compiled')) as env:
-        yield env
-
-
 def test_a_hook_of_ones_own_is_called_when_due_and_told_of(
     mini_dataset, tmp_path, monkeypatch, caplog
 ):

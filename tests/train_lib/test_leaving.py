@@ -18,12 +18,6 @@ SECONDS = 45  # that leaving may take here; a stalled hook alone would take long
 ENDLESS = {'num_steps': 10_000, 'eval_every': 0, 'checkpoint_every': 0}
 
 
-@pytest.fixture(scope='module')
-def env(tmp_path_factory):
-    with runs.shared_compilations(tmp_path_factory.mktemp('compiled')) as env:
-        yield env
-
-
 def leave(host, when, number=signal.SIGINT):
     """Sends a signal as soon as `when` holds for the output; the whole output after the end."""
     runs.wait_until(lambda: when(host.output.read_text()), host.process)
@@ -57,7 +51,7 @@ def test_while_it_imports(mini_dataset, env, tmp_path):
 
 def test_while_it_compiles(mini_dataset, tmp_path):
     # Neither compiled before nor quickly: that takes ten seconds, of which Python sees nothing.
-    env = {'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '2'}
+    env = {'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '2', 'XLA_FLAGS': ''}
     changes = ENDLESS | {'model.name': 'tiny/8'}
     process = runs.start(mini_dataset, tmp_path, env, **changes)
     for line in process.stdout:

@@ -85,10 +85,9 @@ def test_another_name_is_refused():
 @pytest.mark.slow
 def test_a_run_by_muon_resumes_as_if_it_had_not_stopped_and_stays_with_muon(mini_dataset, tmp_path):
     def run(folder, num_steps, **changes):
-        with runs.shared_compilations(tmp_path / 'compiled'):
-            settings = {'optimizer.name': 'muon', 'eval_every': 0, 'num_steps': num_steps} | changes
-            config = runs.small_config(mini_dataset, **settings)
-            return train.train_and_evaluate(config, tmp_path / folder, ['num_steps'])
+        settings = {'optimizer.name': 'muon', 'eval_every': 0, 'num_steps': num_steps} | changes
+        config = runs.small_config(mini_dataset, **settings)
+        return train.train_and_evaluate(config, tmp_path / folder, ['num_steps'])
 
     whole = run('whole', 6)
     run('parts', 3)

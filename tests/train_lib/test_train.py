@@ -20,7 +20,6 @@ from PIL import Image
 
 import input_pipeline
 from coyo11m_tfds import schema
-from tests import runs
 from tests.runs import (
     REPO,
     SMALL,
@@ -37,12 +36,6 @@ from train_lib import checkpoint, data, sharding, train
 @pytest.fixture(scope='module')
 def data_dir(mini_dataset):
     return mini_dataset
-
-
-@pytest.fixture(scope='module', autouse=True)
-def compiled(tmp_path_factory):
-    with runs.shared_compilations(tmp_path_factory.mktemp('compiled')) as env:
-        yield env
 
 
 def rewritten(data_dir, folder, field):
@@ -135,10 +128,10 @@ def test_what_is_due_when_sigterm_comes_is_done_by_the_run_that_goes_on(data_dir
 
 
 def test_killed_and_stopped_at_any_step_a_run_computes_what_it_would_have(
-    data_dir, uninterrupted, compiled, tmp_path
+    data_dir, uninterrupted, env, tmp_path
 ):
     # While a checkpoint is being written.
-    process = start(data_dir, tmp_path, compiled)
+    process = start(data_dir, tmp_path, env)
     folder = tmp_path / checkpoint.FOLDER
     wait_until(lambda: saved_steps(tmp_path) and list(folder.glob('*tmp*')), process)
     process.kill()
@@ -146,7 +139,7 @@ def test_killed_and_stopped_at_any_step_a_run_computes_what_it_would_have(
     first = max(saved_steps(tmp_path))
 
     # At any moment.
-    process = start(data_dir, tmp_path, compiled)
+    process = start(data_dir, tmp_path, env)
     wait_until(lambda: max(saved_steps(tmp_path)) > first, process)
     time.sleep(random.uniform(0, 0.3))
     process.kill()
@@ -154,7 +147,7 @@ def test_killed_and_stopped_at_any_step_a_run_computes_what_it_would_have(
     second = max(saved_steps(tmp_path))
 
     # As a machine that is to be preempted is told.
-    process = start(data_dir, tmp_path, compiled)
+    process = start(data_dir, tmp_path, env)
     wait_until(lambda: max(saved_steps(tmp_path)) > second, process)
     time.sleep(random.uniform(0, 0.3))
     process.send_signal(signal.SIGTERM)
@@ -234,10 +227,10 @@ def test_a_change_of_what_steps_compute_has_to_be_meant(data_dir, tmp_path, capl
     assert int(resume().step) == 4
 
 
-def test_the_command_ends_with_one_message(data_dir, compiled, tmp_path):
+def test_the_command_ends_with_one_message(data_dir, env, tmp_path):
     short = {'num_steps': 2, 'eval_every': 0}
     train.train_and_evaluate(small_config(data_dir, **short), tmp_path)
-    process = start(data_dir, tmp_path, compiled, **short, seed=1)
+    process = start(data_dir, tmp_path, env, **short, seed=1)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert 'Traceback' not in output

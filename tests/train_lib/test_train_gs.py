@@ -22,13 +22,7 @@ SETTINGS = {'num_steps': 12, 'eval_every': 5, 'preview_every': 6, 'checkpoint_ev
 
 
 @pytest.fixture(scope='module')
-def compiled(tmp_path_factory):
-    with runs.shared_compilations(tmp_path_factory.mktemp('compiled')) as env:
-        yield env
-
-
-@pytest.fixture(scope='module')
-def undisturbed(mini_dataset, compiled, tmp_path_factory):
+def undisturbed(mini_dataset, env, tmp_path_factory):
     """Losses of a run on a disk."""
     workdir = tmp_path_factory.mktemp('undisturbed')
     train.train_and_evaluate(runs.small_config(mini_dataset, **SETTINGS), workdir)
@@ -77,7 +71,7 @@ def run_to_the_end(env):
 def command(name, *flags):
     """Runs a program of train_lib to its end."""
     return subprocess.run(
-        [sys.executable, '-m', name, *flags], cwd=runs.REPO, capture_output=True, text=True
+        [sys.executable, '-m', name, *flags], cwd=runs.CHECKOUT, capture_output=True, text=True
     )
 
 
@@ -91,19 +85,19 @@ def check_end(gcs, undisturbed, folder):
 
 
 def test_a_run_in_buckets_killed_and_stopped_is_as_if_undisturbed(
-    storage, undisturbed, compiled, tmp_path
+    storage, undisturbed, env, tmp_path
 ):
-    run_until(storage, compiled, lambda: is_saving(storage), signal.SIGKILL)
+    run_until(storage, env, lambda: is_saving(storage), signal.SIGKILL)
     first = last_complete(storage)
     process, output = run_until(
-        storage, compiled, lambda: last_complete(storage) > first, signal.SIGTERM
+        storage, env, lambda: last_complete(storage) > first, signal.SIGTERM
     )
     assert process.returncode == 75, output
     if (stopped := last_complete(storage)) < SETTINGS['num_steps']:
         assert f'Stopped at step {stopped}' in output
-    run_to_the_end(compiled)
+    run_to_the_end(env)
     check_end(storage, undisturbed, tmp_path)
-    assert not (runs.REPO / 'gs:').exists()
+    assert not (runs.CHECKOUT / 'gs:').exists()
 
     (tmp_path / 'captions.txt').write_text('a red circle\n')
     drawn = command('train_lib.draw', f'--workdir={RUN}', f'--prompts={tmp_path}/captions.txt')
@@ -113,22 +107,22 @@ def test_a_run_in_buckets_killed_and_stopped_is_as_if_undisturbed(
 
     # Another run begins with its weights.
     fields = {'init_from': f'{RUN}@10', 'batch_size': 16, 'num_steps': 2, 'eval_every': 0}
-    process = runs.start(DATA, 'gs://runs/b', compiled, **fields)
+    process = runs.start(DATA, 'gs://runs/b', env, **fields)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert f'Read the average of the weights at step 10 from {RUN}/checkpoints/10' in output
 
 
 @pytest.mark.slow
-def test_a_run_in_buckets_killed_at_random(storage, undisturbed, compiled, tmp_path):
+def test_a_run_in_buckets_killed_at_random(storage, undisturbed, env, tmp_path):
     for _ in range(8):
         before = last_complete(storage)
         if before == SETTINGS['num_steps']:
             break
         number = random.choice([signal.SIGKILL, signal.SIGTERM])
         pause = random.uniform(0, 0.5)
-        run_until(storage, compiled, lambda b=before: last_complete(storage) > b, number, pause)
-    run_to_the_end(compiled)
+        run_until(storage, env, lambda b=before: last_complete(storage) > b, number, pause)
+    run_to_the_end(env)
     check_end(storage, undisturbed, tmp_path)
 
 
