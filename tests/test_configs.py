@@ -96,7 +96,9 @@ def test_state_and_gradient_leave_half_of_a_chip_to_activations(name):
     assert total < V5E_MEMORY / 2
 
 
-def test_the_readme_explains_every_field():
-    readme = (CHECKOUT / 'README.md').read_text()
+def test_the_default_configuration_explains_every_field():
+    """There is no other description of the fields."""
+    source = (CHECKOUT / 'configs' / 'default.py').read_text()
     for path, _ in jax.tree.leaves_with_path(_get('default').to_dict()):
-        assert f'{path[-1].key}`' in readme, path
+        assert re.search(rf'\.{path[-1].key} = .*  # \S', source), path
+
