@@ -118,7 +118,7 @@ def test_a_data_set_keeps_the_revision_and_length_of_its_encoder(
 def test_what_is_not_installed_is_told_with_the_command_that_brings_it(spec, missing, extra):
     script = (
         f'import sys; sys.modules[{missing!r}] = None\n'
-        'from coyo11m_tfds import text_encoders\n'
+        'from coyo11m_tfds.text import text_encoders\n'
         f'try: text_encoders.make_encoder({spec!r})\n'
         'except ValueError as error: print(error)'
     )
