@@ -50,6 +50,7 @@ pods: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/mypy
 
 clean:
 	rm -rf .venv $(DEMO) $(ENCODERS) build *.egg-info

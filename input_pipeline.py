@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.columns import Column
 from coyo11m_tfds.reading import (
     column_reader,
     memory,
@@ -447,8 +448,8 @@ def _open_rows(
         return None
     folder = os.fspath(data if isinstance(data, str | os.PathLike) else data.data_dir)
     stored = _read_stored(folder)
-    opened = stored and stored.open_split(split)
-    if opened and (engine == ROWS or len(opened.index.shard_lengths) <= MAX_FILES):
+    opened = stored.open_split(split) if stored else None
+    if stored and opened and (engine == ROWS or len(opened.index.shard_lengths) <= MAX_FILES):
         return stored, opened
     if engine == ROWS:
         raise ValueError(
@@ -525,8 +526,8 @@ def _row_reader(
     num_records = int(split.index.shard_lengths.sum())
     where = stored.folder, asked.split, num_records
     found, text_dim = {}, stored.text_dim
-    if schema.LATENTS in stored.columns and schema.LATENTS in asked.features:
-        latents = stored.columns[schema.LATENTS]
+    latents = stored.columns.get(schema.LATENTS)
+    if isinstance(latents, Column) and schema.LATENTS in asked.features:
         found[schema.LATENTS] = column_reader.open_in_place(latents, *where)
     if text:
         vectors = stored.text_column(text)

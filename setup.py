@@ -57,6 +57,7 @@ TEST = [
     'cryptography>=42',  # the certificate of a storage server for tests
     'dill>=0.3.8',  # tfds.testing.DatasetBuilderTestCase imports it
     'hypothesis>=6.100',
+    'mypy>=2.4',
     'pytest>=8.0',
     'pytest-xdist>=3.6',
     'ruff>=0.9',

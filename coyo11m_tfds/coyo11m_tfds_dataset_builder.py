@@ -63,12 +63,12 @@ class Coyo11mConfig(BuildSettings, tfds.core.BuilderConfig):
         return super().__new__(cls)
 
     def __post_init__(self):
-        is_name = isinstance(self.name, str) and _CONFIG_NAME.fullmatch(self.name)
+        is_name = isinstance(self.name, str) and bool(_CONFIG_NAME.fullmatch(self.name))
         self._check('name', is_name, "the folder's name: letters, digits, '_', '-' and '.'")
         super().__post_init__()
 
 
-class _DataPath(type(epath.Path())):
+class _DataPath(type(epath.Path())):  # type: ignore[misc]  # of this system's paths
     """The folder of a data set, which stays when it is removed until there is another one.
 
     `tfds build --overwrite` removes it before it asks for anything, so that a source that cannot
@@ -281,7 +281,7 @@ class Builder(dataset_builder.FileReaderBuilder):
         vectors = built.plan.text_vectors
         # TFDS has no setter for features, but only the source tells their dtype and width.
         self.info._features = make_features(
-            built.plan.latent_dtype, vectors and vectors.dim, self.builder_config.latents
+            built.plan.latent_dtype, vectors.dim if vectors else None, self.builder_config.latents
         )
         self.info.set_splits(self._make_splits(built.splits))
         self.info.metadata.clear()

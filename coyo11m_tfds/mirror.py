@@ -112,7 +112,7 @@ def mirror(
     if parallel < 1:
         raise ValueError(f'parallel is {parallel}, expected at least 1.')
     files = find_files(source, include)
-    scratch = _open_scratch(target, files, scratch_dir, scratch_bytes)
+    scratch = _open_scratch(target, files, os.fspath(scratch_dir), scratch_bytes)
     num_bytes = sum(file.size for file in files.values())
     with build_lock.hold(target.folder, _WAIT_SECONDS) as lock:
         copied = CopiedFiles(target)
@@ -169,8 +169,8 @@ def _all_names(root: str) -> list[str]:
         paths = [path for path in pathlib.Path(root).rglob('*') if path.is_file()]
         names = [path.relative_to(root).as_posix() for path in paths]
     elif root.startswith(_GCS):
-        paths = retry.call(lambda: source_files.gcs().find(root), f'listing {root}')
-        names = [path.removeprefix(root.removeprefix(_GCS) + '/') for path in paths]
+        found = retry.call(lambda: source_files.gcs().find(root), f'listing {root}')
+        names = [path.removeprefix(root.removeprefix(_GCS) + '/') for path in found]
     else:
         names = _names_on_hub(root)
     return sorted(name for name in names if not _is_hidden(name))
@@ -192,7 +192,7 @@ def _names_on_hub(root: str) -> list[str]:
         lambda: api.dataset_info(uri.id, revision=uri.revision, timeout=retry.stall_seconds()),
         f'listing {root}',
     )
-    paths = [sibling.rfilename for sibling in info.siblings]
+    paths = [sibling.rfilename for sibling in info.siblings or ()]
     prefix = f'{uri.path_in_repo}/' if uri.path_in_repo else ''
     return [path.removeprefix(prefix) for path in paths if path.startswith(prefix)]
 
@@ -237,7 +237,7 @@ def _copy_all(
     # The largest first: one that began last would be waited for alone.
     by_size = sorted(missing.items(), key=lambda item: item[1].size, reverse=True)
     stopped = threading.Event()
-    outcomes = queue.SimpleQueue()
+    outcomes: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
     # Unlike those of concurrent.futures, these threads do not keep a program from ending while
     # one of them waits for a silent server.
     with multiprocessing.pool.ThreadPool(parallel) as pool:

@@ -120,13 +120,14 @@ class _Check:
         self._parse(schema.FEATURES_FILE, contents, check_features)
         splits = self._parse(schema.INFO_FILE, contents, stored_splits.parse) or []
         self._check_names(splits)
-        shards = {}
+        shards: dict[str, StoredShard] = {}
         for split in splits:
             index = self._parse(file_name(split.name), contents, ChunkIndex.parse)
             shards |= self._describe_shards(split, index)
         self._check_shards(shards)
-        if schema.LATENTS in found:
-            self._check_sources(found[schema.LATENTS], contents.get(schema.METADATA_FILE))
+        latents = found.get(schema.LATENTS)
+        if isinstance(latents, columns.Column):
+            self._check_sources(latents, contents.get(schema.METADATA_FILE))
 
     def _add(self, name: str, what: str) -> None:
         self.faults.append(f'{name}: {what}')
@@ -161,7 +162,9 @@ class _Check:
 
     def _differs(self, name: str, size: int, crc32c: int | None) -> str:
         """How a file differs from what was recorded of it; '' if it does not."""
-        expected = self.recorded.get(name, FileState(size, crc32c))
+        expected = self.recorded.get(name)
+        if expected is None:
+            return ''
         if size != expected.size:
             return f'has {size} bytes, expected {expected.size}'
         if crc32c not in (None, expected.crc32c):
@@ -191,8 +194,8 @@ class _Check:
     ) -> dict[str, StoredShard]:
         """What the metadata say of each shard, after a comparison with each other."""
         states = [self.recorded.get(n) or self._files.get(n) for n in split.file_names]
-        num_bytes = None if None in states else sum(state.size for state in states)
-        if num_bytes not in (None, split.num_bytes):
+        num_bytes = sum(state.size for state in states if state)
+        if None not in states and num_bytes != split.num_bytes:
             self._add(
                 schema.INFO_FILE,
                 f'has num_bytes={split.num_bytes} for split {split.name!r}, expected {num_bytes}, '

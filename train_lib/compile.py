@@ -103,7 +103,7 @@ def slice_devices(topology: str, num_slices: int = 1) -> Sequence[jax.Device]:
     # Nothing is run: libtpu need not ask a cloud machine what it has, nor be alone with it.
     os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
     os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')
-    more = {'num_slices': num_slices} if num_slices > 1 else {}
+    more: dict[str, Any] = {'num_slices': num_slices} if num_slices > 1 else {}
     if topology.startswith('v4:'):
         more['chip_config_name'] = 'megacore'  # one device a chip, as JAX has it on a real one
     try:
@@ -138,7 +138,7 @@ def _abstract_batch(batch_size: int, text_dim: int, mesh: jax.sharding.Mesh):
 
 def _costs(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, turns: int) -> Report:
     """What the compiled program takes; `turns` is the length of the loop over layers."""
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
     sizes = {
         'arguments': memory.argument_size_in_bytes,
         'outputs': memory.output_size_in_bytes,
@@ -147,8 +147,8 @@ def _costs(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, turns: int) -
         'code': memory.generated_code_size_in_bytes,
     }
     sizes['total'] = sum(sizes.values()) - 2 * sizes['aliased']
-    module = hlo.parse(compiled.as_text())
-    moved = collections.Counter()
+    module = hlo.parse(compiled.as_text() or '')
+    moved: dict[tuple[str, str, str], float] = collections.defaultdict(float)
     for collective in hlo_costs.collectives(module, mesh):
         where = 'layers' if turns in collective.loops else 'outside'
         axis = '+'.join(collective.axes)
@@ -176,7 +176,7 @@ def judge(report: Report, chip: chips.Chip) -> Report:
         'memory': report['memory_bytes'] / chip.memory_rate,
         'links': report['collective_bytes'] / chip.link_rate,
     }
-    limit = max(seconds, key=seconds.get)
+    limit = max(seconds, key=lambda name: seconds[name])
     share = report['memory']['total'] / chip.memory
     bound = report['model_flops'] / chip.flops / seconds[limit]
     ratio = report['collective_bytes'] / max(report['least_bytes'], 1)

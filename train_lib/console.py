@@ -33,7 +33,7 @@ class Console:
         """Begins at the step `start` of `num_steps`."""
         self._start, self._num_steps = start, num_steps
         self._opened = time.monotonic()
-        self._first_finished = None
+        self._first_finished: float | None = None
         is_shown = jax.process_index() == 0 and sys.stderr.isatty()
         self._bar = tqdm.tqdm(
             total=num_steps,
@@ -84,7 +84,7 @@ class Console:
             yield f'{rate:.{2 if rate < 10 else 0}f} steps/s'
             # Evaluations and the like included, as they will come again.
             done = step - self._start - 1
-            per_step = (time.monotonic() - self._first_finished) / max(done, 1)
+            per_step = (time.monotonic() - (self._first_finished or self._opened)) / max(done, 1)
             left = round(per_step * (self._num_steps - step))
             yield f'{datetime.timedelta(seconds=left)} left'
         if 'train/epoch' in scalars:

@@ -12,6 +12,7 @@ import functools
 import os
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import ml_collections
@@ -82,7 +83,7 @@ class TrainingData:
             self._check_split(schema.VALIDATION, f'eval_every={config.eval_every}')
         if config.preview_every:
             self._check_split(config.preview.split, f'preview.split={config.preview.split!r}')
-        self._share = {
+        self._share: dict[str, Any] = {
             'process_index': jax.process_index(),
             'process_count': jax.process_count(),
         }
@@ -91,7 +92,7 @@ class TrainingData:
         self.read_counts = self._counter.read
         self._arrived = self._taken = 0
         stats = dataset.dataset_stats(self._builder, config.data.text)
-        if not stats.text_dim:
+        if stats.text_mean is None or stats.text_std is None:
             added = dataset.text_columns(self._builder)
             raise ValueError(
                 f'{config.data.dir} holds no text vectors in its records: '
@@ -253,7 +254,7 @@ class TrainingData:
             'it with a larger validation_fraction, or set eval_every=0 and preview_every=0'
         )
 
-    def _order(self) -> dict[str, int]:
+    def _order(self) -> dict[str, Any]:
         """What the order of the training samples depends on."""
         config = self._config
         return {
@@ -264,7 +265,7 @@ class TrainingData:
             'window': config.data.window,
         }
 
-    def _reading(self) -> dict[str, int | str]:
+    def _reading(self) -> dict[str, Any]:
         """How it is read, whatever the order."""
         config = self._config.data
         return {

@@ -77,11 +77,12 @@ def overlaps(picture: np.ndarray) -> np.ndarray:
 
 def _figure(picture: np.ndarray) -> np.ndarray:
     """Pixels that are nearer to the shape's colour than to the background's: float32, 0 or 1."""
-    colours = sample_data.drawn_colours(picture)
-    if colours[0] is None:
+    shape, background = sample_data.drawn_colours(picture)
+    if shape is None:
         return np.zeros(picture.shape[:2], np.float32)
     inside, outside = (
-        np.linalg.norm(picture - np.float32(sample_data.COLOURS[name]), axis=-1) for name in colours
+        np.linalg.norm(picture - np.array(sample_data.COLOURS[name], np.float32), axis=-1)
+        for name in (shape, background)
     )
     return (inside < outside).astype(np.float32)
 
@@ -90,13 +91,13 @@ def _figure(picture: np.ndarray) -> np.ndarray:
 def _outlines(shape: str) -> tuple[np.ndarray, np.ndarray]:
     """All outlines of a shape, float32 `(n, 1024)`, and the area of each, `(n,)`."""
     low, high = sample_data.RADII
-    places = []
+    grids = []
     for radius in np.arange(low, high + 1):
         beyond = (1 - _CUT_OFF) * radius
         x = np.arange(beyond, _SIZE - beyond + _STEP, _STEP)
         y = np.arange(radius, _SIZE - radius + _STEP, _STEP)
-        places.append(np.stack([*np.meshgrid(x, y), np.full((len(y), len(x)), radius)], -1))
-    places = np.concatenate([part.reshape(-1, 3) for part in places]).astype(np.float32)
+        grids.append(np.stack([*np.meshgrid(x, y), np.full((len(y), len(x)), radius)], -1))
+    places = np.concatenate([grid.reshape(-1, 3) for grid in grids]).astype(np.float32)
     drawn = [
         sample_data.outlines(shape, *places[start : start + _BATCH].T).reshape(-1, _SIZE**2)
         for start in range(0, len(places), _BATCH)

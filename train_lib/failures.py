@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 from absl import logging
@@ -66,7 +67,7 @@ def summary(error: BaseException) -> str:
 
 
 def _watch(over: threading.Event) -> None:
-    client = distributed.global_state.client
+    client = _client()
     while not over.wait(_LOOK_SECONDS):
         # Not by waiting for the key: that could not be broken off.
         failure = dict(client.key_value_dir_get(_FOLDER)).get(_FIRST)
@@ -74,12 +75,18 @@ def _watch(over: threading.Event) -> None:
             _end(failure)
 
 
+def _client() -> Any:
+    return distributed.global_state.client
+
+
 def _tell(error: BaseException) -> None:
     """Leaves the error with the coordinator, unless another process was first, and ends."""
     is_message = isinstance(error, SystemExit)
-    message = str(error.code).removeprefix('error: ') if is_message else summary(error)
+    message = summary(error)
+    if isinstance(error, SystemExit):
+        message = str(error.code).removeprefix('error: ')
     host = f'process {jax.process_index()} on {socket.gethostname()}'
-    client = distributed.global_state.client
+    client = _client()
     failure = f'{host} has failed: {message}'
     try:
         client.key_value_set(_FIRST, failure)
@@ -93,7 +100,7 @@ def _tell(error: BaseException) -> None:
 
 def _end(failure: str) -> None:
     _ending.acquire()
-    client = distributed.global_state.client
+    client = _client()
     logging.flush()
     print(f'error: {failure}', file=sys.stderr, flush=True)
     client.key_value_set(f'{_FOLDER}known_to_{jax.process_index()}', '', allow_overwrite=True)

@@ -35,7 +35,7 @@ class Array:
     @property
     def nbytes(self) -> int:
         """Without the padding that tiles need."""
-        bits = _BITS.get(self.dtype) or int(re.search(r'\d+', self.dtype)[0])
+        bits = _BITS.get(self.dtype) or int(re.findall(r'\d+', self.dtype)[0])
         return math.prod(self.shape) * bits // 8 if self.dtype != 'token' else 0
 
 
@@ -115,11 +115,12 @@ def parse(text: str) -> Module:
     Raises:
         ValueError: it has no entry computation.
     """
-    computations, entry, name, lines, root = {}, None, None, {}, None
+    computations, entry, name, root = {}, None, None, None
+    lines: dict[str, Instruction] = {}
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):
             name, lines, is_entry = header[2], {}, bool(header[1])
-        elif line.startswith('}') and name:
+        elif line.startswith('}') and name and root:
             computations[name] = Computation(name, lines, root)
             entry = computations[name] if is_entry else entry
             name = None

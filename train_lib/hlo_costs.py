@@ -102,7 +102,7 @@ def _instruction_bytes(
         read = [_read(module, fused, index) for index in range(len(instruction.operands))]
     else:
         written = [array.nbytes for array in instruction.outputs]
-        read = [None] * len(instruction.operands)
+        read = [_nbytes(computation.instructions[name]) for name in instruction.operands]
         if instruction.opcode == 'dynamic-update-slice':
             update = _nbytes(computation.operand(instruction, 1))
             read, written = [0, update], [update]
@@ -114,7 +114,7 @@ def _instruction_bytes(
     for name, nbytes in zip(instruction.operands, read, strict=False):
         arrays = computation.instructions[name].outputs
         if len(arrays) == 1 and arrays[0].space == 0:
-            total += arrays[0].nbytes if nbytes is None else min(nbytes, arrays[0].nbytes)
+            total += min(nbytes, arrays[0].nbytes)
     return total
 
 
@@ -259,7 +259,7 @@ def device_groups(attributes: str, count: int) -> np.ndarray:
         return found[found[:, 0] != found[:, 1]]
     if listed := re.search(r'replica_groups=\{(\{.*?\})?\}', attributes):
         rows = re.findall(r'\{([\d,]+)\}', listed[1] or '')
-        return np.array([_numbers(row) for row in rows] or [range(count)])
+        return np.array([_numbers(row) for row in rows] or [list(range(count))])
     if iota := re.search(r'replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)', attributes):
         return _iota(iota[2]).reshape(_numbers(iota[1]))
     if named := re.search(

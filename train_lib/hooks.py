@@ -18,6 +18,7 @@ stop request breaks off is done when the run is resumed.
 
 import abc
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -134,7 +135,7 @@ class Checkpoint(Hook):
 
 
 # A checkpoint comes last, so that nothing due at its step is missing after a run is killed.
-HOOKS: tuple[type[Hook], ...] = (Evaluate, Preview, Profile, Checkpoint)
+HOOKS: tuple[Callable[['Run'], Hook], ...] = (Evaluate, Preview, Profile, Checkpoint)
 
 
 def call_due(

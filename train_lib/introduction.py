@@ -6,7 +6,7 @@ scalars |= introduction.derived(setup, step, scalars)
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 def show(setup: 'Setup', start: int) -> None:
     """Logs machine, data, model and length of a run that begins with the step `start`."""
     config, state = setup.config, setup.program.abstract_state
+    placed: Any = state.step.sharding  # a NamedSharding
     say(
         'machine: %d x %s, hosts: %d of %d cores, mesh data %d x fsdp %d',
         *(jax.device_count(), jax.devices()[0].device_kind, jax.process_count(), os.cpu_count()),
-        *state.step.sharding.mesh.shape.values(),
+        *placed.mesh.shape.values(),
     )
     say('data: %s', setup.data.description)
     say(

@@ -153,7 +153,8 @@ def _fonts(size: int) -> list[ImageFont.FreeTypeFont]:
     dejavu = pathlib.Path(__file__).with_name('fonts') / 'DejaVuSans.ttf'
     fonts = [ImageFont.truetype(dejavu, size)]
     package = importlib.util.find_spec(_CJK_PACKAGE)
-    packaged = [pathlib.Path(package.origin).with_name(_CJK_FILE)] if package else []
+    origin = package.origin if package else None
+    packaged = [str(pathlib.Path(origin).with_name(_CJK_FILE))] if origin else []
     for file in (*packaged, *_OTHER_FILES):
         try:
             return [*fonts, ImageFont.truetype(file, size)]
@@ -183,5 +184,5 @@ def _join(pictures: Sequence[np.ndarray], axis: int) -> np.ndarray:
 
 def _pad(picture: np.ndarray, rows, columns) -> np.ndarray:
     """Adds white pixels; `rows` and `columns` as in `numpy.pad`."""
-    pairs = [np.broadcast_to(amount, 2) for amount in (rows, columns)]
-    return np.pad(picture, [*pairs, (0, 0)], constant_values=255)
+    pairs = [np.broadcast_to(amount, 2) for amount in (rows, columns, 0)]
+    return np.pad(picture, pairs, constant_values=255)

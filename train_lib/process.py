@@ -59,7 +59,7 @@ def _wrong_config(argv: Sequence[str], error: Exception) -> str:
             fields.append(found[1])
     if isinstance(error, OSError):
         return f'--config={path}: {error}'
-    missing = re.search(r'\w+', str(error))[0]  # it begins with the name, in quotes of all kinds
+    missing = re.findall(r'\w+', str(error))[0]  # it begins with the name, in quotes of all kinds
     likely = re.search(r'Did you mean "(\w+)"', str(error))
     unknown = [field for field in fields if missing in field.split('.')]
     where = f'--config.{unknown[0]}' if unknown else f'--config={path}'

@@ -43,7 +43,7 @@ class Program:
     abstract_state: state.TrainState
     init: Callable[[], state.TrainState]
     no_metrics: Callable[[], TrainMetrics]
-    train_step: Callable[[state.TrainState, Batch], tuple[state.TrainState, TrainMetrics]]
+    train_step: jax.stages.Wrapped
     eval_step: Callable[[Any, Batch], EvalMetrics]
     draw: Callable[[Any, jax.Array], jax.Array]
 
@@ -132,7 +132,7 @@ def make_draw(
             return jax.random.normal(rng, latent_shape)
 
         drawn = sampling.sample(
-            lambda *inputs: model.apply({'params': params}, *inputs),
+            step.applied(model, params),
             jax.vmap(noise_of)(first + jnp.arange(len(text_embedding))),
             flow.standardize_text(text_embedding, stats),
             **settings,

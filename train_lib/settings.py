@@ -152,7 +152,7 @@ def check_changeable(names: Collection[str], config: ml_collections.ConfigDict) 
 
 def flatten(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
     """Nested dicts to one: `{'data': {'seed': 0}}` to `{'data.seed': 0}`."""
-    flat = {}
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
             flat |= flatten(value, f'{prefix}{key}.')

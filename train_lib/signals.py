@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import NoReturn
 
 _SIGNALS = signal.SIGINT, signal.SIGTERM
 
@@ -26,7 +27,7 @@ _SIGNALS = signal.SIGINT, signal.SIGTERM
 _SECONDS_OF_ONE_REQUEST = 1
 
 _requests: list['StopRequest'] = []  # of the run that trains now; at most one
-_exit_status = {}  # by signal, for leaving at once
+_exit_status: dict[int, int] = {}  # by signal, for leaving at once
 
 
 class BrokenOff(BaseException):
@@ -150,6 +151,6 @@ def _say(text: str) -> None:
         os.write(2, f'{start}{text}\n'.encode())
 
 
-def _leave(number: int, text: str) -> None:
+def _leave(number: int, text: str) -> NoReturn:
     _say(text)
     os._exit(_exit_status[number])

@@ -20,8 +20,7 @@ import optax
 import optax.contrib
 
 
-@flax.struct.dataclass
-class TrainState:
+class TrainState(flax.struct.PyTreeNode):
     """Everything that the next step needs besides its batch.
 
     Attributes:

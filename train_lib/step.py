@@ -11,6 +11,7 @@ read are skipped; a batch without one is compiled as if there were no masks.
 Neither TensorFlow nor torch is imported here, so that steps can be measured where JAX is alone.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -136,7 +137,14 @@ def _velocity(
     """The model as a function of position and time, for the texts of a batch."""
     text = flow.standardize_text(batch['text_embedding'], stats)
     drop_text = batch.get('drop_text')
-    return lambda z, t: model.apply({'params': params}, z, t, text, drop_text)
+    apply = applied(model, params)
+    return lambda z, t: apply(z, t, text, drop_text)
+
+
+def applied(model: nn.Module, params: Any) -> Callable[..., jax.Array]:
+    """The model as a function of its inputs."""
+    apply: Callable[..., Any] = model.apply
+    return functools.partial(apply, {'params': params})
 
 
 def _warm_decay(ema_decay: float, step: jax.Array) -> jax.Array:

@@ -29,19 +29,24 @@ from jax.experimental import multihost_utils
 # than one, so that a hiccup of the host does not leave the devices idle.
 AHEAD = 2
 
+_Moment = concurrent.futures.Future[float]  # `time.monotonic`, once it is known
+
 
 class ReadCounts(Protocol):
     """Sums since they were first counted, as `input_pipeline.ReadCounter.read` returns them."""
 
-    num_bytes: int
-    chunks_in_flight: int
-    bad_records: int
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def chunks_in_flight(self) -> int: ...
+    @property
+    def bad_records(self) -> int: ...
 
 
 class _Mark(NamedTuple):
     """A moment: the end of a step, or the begin of a stretch of them."""
 
-    at: concurrent.futures.Future
+    at: _Moment
     ends_step: bool
 
 
@@ -69,9 +74,9 @@ class StepClock:
         self._read_counts = read_counts
         self._batches_ready = batches_ready
         self._watcher = concurrent.futures.ThreadPoolExecutor(1, 'step-clock')
-        self._in_flight = collections.deque()
-        self._last = None
-        self.first_batch = None
+        self._in_flight: collections.deque[_Moment] = collections.deque()
+        self._last: _Moment | None = None
+        self.first_batch: float | None = None
         self._restart(_moment(time.monotonic()))
 
     @contextlib.contextmanager
@@ -106,13 +111,13 @@ class StepClock:
         and for the step that was started `AHEAD` steps before this one.
         """
         is_first = self._last is None
-        self._last = self._watcher.submit(_finished_at, result)
+        self._last = finished = self._watcher.submit(_finished_at, result)
         if is_first:
-            self._last.result()
-            self._restart(self._last)
+            finished.result()
+            self._restart(finished)
             return
-        self._marks.append(_Mark(self._last, ends_step=True))
-        self._in_flight.append(self._last)
+        self._marks.append(_Mark(finished, ends_step=True))
+        self._in_flight.append(finished)
         if len(self._in_flight) > AHEAD:
             self._in_flight.popleft().result()
 
@@ -152,10 +157,10 @@ class StepClock:
         self._restart(self._marks[-1].at)
         return scalars
 
-    def _restart(self, moment: concurrent.futures.Future) -> None:
+    def _restart(self, moment: _Moment) -> None:
         self._marks = [_Mark(moment, ends_step=False)]
-        self._waits = []
-        self._ready = []
+        self._waits: list[tuple[float, _Moment, float]] = []
+        self._ready: list[int] = []
         if self._read_counts is not None:
             self._num_bytes = self._read_counts().num_bytes
 
@@ -166,7 +171,7 @@ def _finished_at(result: Any) -> float:
     return time.monotonic()
 
 
-def _moment(at: float) -> concurrent.futures.Future:
-    moment = concurrent.futures.Future()
+def _moment(at: float) -> _Moment:
+    moment = _Moment()
     moment.set_result(at)
     return moment

@@ -103,7 +103,7 @@ class TrainLog:
         self._read_counts = read_counts
         self._derived = derived
         self._console = console
-        self._complete = None
+        self._complete: tuple[int, metrics.TrainMetrics] | None = None
 
     def add(self, step: int, update: metrics.TrainMetrics) -> None:
         """Adds a step that has just been started, and writes the window that ended before it.
@@ -114,7 +114,7 @@ class TrainLog:
         self.write_complete()
         self.window = metrics.merge(self.window, update)
         self.clock.step_started(update)
-        if self._console is not None:
+        if self._console is not None and self.clock.first_batch is not None:
             self._console.started(step, update, self.clock.first_batch)
         if step % self._every == 0:
             self._complete = step, self.window
@@ -167,7 +167,7 @@ class TrainLog:
 
     def _host_state(self) -> dict[str, float]:
         """What is so at this moment."""
-        scalars = {}
+        scalars: dict[str, float] = {}
         if self._read_counts is not None:
             counts = self._read_counts()
             scalars['input/chunks_in_flight'] = counts.chunks_in_flight

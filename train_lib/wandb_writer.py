@@ -9,7 +9,7 @@ beyond its last checkpoint is sent again; wandb ignores it, and it is the same.
 
 import html
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ml_collections
@@ -67,8 +67,10 @@ class WandbWriter(metric_writers.MetricWriter):
     def write_histograms(self, step: int, arrays: Mapping[str, Any], num_buckets=None) -> None:
         """With 64 buckets where `num_buckets` does not say how many."""
         buckets = num_buckets or {}
+        # Its type names sequences alone, but it takes arrays.
+        histogram: Callable[..., wandb.Histogram] = wandb.Histogram
         values = {
-            name: wandb.Histogram(np.asarray(x), num_bins=buckets.get(name) or 64)
+            name: histogram(np.asarray(x), num_bins=buckets.get(name) or 64)
             for name, x in arrays.items()
         }
         self._run.log(values, step=step)

@@ -14,7 +14,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 import apache_beam as beam
 from absl import logging
@@ -60,7 +60,7 @@ def write_shards(
     scratch: ScratchSettings,
     options: PipelineOptions | None,
     runner: str | beam.runners.PipelineRunner | None = None,
-) -> Iterator[tuple[ShardTask, ShardResult]]:
+) -> Generator[tuple[ShardTask, ShardResult], None, None]:
     """Writes shards and their records, and yields them when all are stored.
 
     Args:
@@ -100,6 +100,7 @@ def write_shards(
 
 def _pack(task: ShardTask, work: Destination) -> ShardTask:
     """Puts what the task reads from stores beside the data, and refers to it there."""
+    assert isinstance(task.inputs, shard_inputs.StoreInputs)  # what a plan has
     name = f'{_INPUTS}/{task.filename}.npz'
     work.put_bytes(name, shard_inputs.pack(task.inputs))
     return dataclasses.replace(task, inputs=shard_inputs.PackedInputs(f'{work.folder}/{name}'))

@@ -191,9 +191,7 @@ def _make_engine(
             tasks, finished, work, of_worker, beam.options, beam.runner
         )
 
-    def write_shards(
-        tasks: Sequence[ShardTask], finished: FinishedShards
-    ) -> Iterator[tuple[ShardTask, ShardResult]]:
+    def write_shards(tasks: Sequence[ShardTask], finished: FinishedShards) -> run_plan.Outcomes:
         with held_folder.make(folder, 'staging-') as fallback:
             staging = work.staging(fallback)
             yield from local_runner.write_shards(
@@ -206,9 +204,7 @@ def _make_engine(
 def _locked(engine: run_plan.Engine, lock: build_lock.Lock) -> run_plan.Engine:
     """The engine, stopped when another process has taken the lock over."""
 
-    def write_shards(
-        tasks: Sequence[ShardTask], finished: FinishedShards
-    ) -> Iterator[tuple[ShardTask, ShardResult]]:
+    def write_shards(tasks: Sequence[ShardTask], finished: FinishedShards) -> run_plan.Outcomes:
         with contextlib.closing(engine(tasks, finished)) as outcomes:
             for outcome in outcomes:
                 lock.check()

@@ -337,7 +337,7 @@ def _make_parts(
         keys=latents.keys[rows],
         captions_store=joined.captions.folder,
         vectors_store=joined.vectors.folder if joined.vectors else '',
-        text_dim=joined.text_vectors.dim if joined.vectors else 0,
+        text_dim=joined.text_vectors.dim if joined.vectors and joined.text_vectors else 0,
     )
     starts = [0, *(np.flatnonzero(np.diff(files)) + 1).tolist(), len(rows)]
     parts = [

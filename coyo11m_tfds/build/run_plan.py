@@ -15,7 +15,8 @@ import copy
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any
 
 from coyo11m_tfds import chunk_index, schema
 from coyo11m_tfds.build import in_place
@@ -27,8 +28,10 @@ from coyo11m_tfds.report import shard_statistics, summary
 from coyo11m_tfds.report.dropped_rows import Dropped, num_latents
 from coyo11m_tfds.storage.destination import Destination
 
-# Writes tasks and their records, and yields each when it is stored: `shard_pool` or `beam_engine`.
-Engine = Callable[[Sequence[ShardTask], FinishedShards], Iterable[tuple[ShardTask, ShardResult]]]
+# Writes tasks and their records, and yields each when it is stored: of `local_runner` or
+# `beam_runner`.
+Outcomes = Generator[tuple[ShardTask, ShardResult], None, None]
+Engine = Callable[[Sequence[ShardTask], FinishedShards], Outcomes]
 
 
 def write_shards(plan: Plan, work: Destination, engine: Engine) -> list[ShardResult]:
@@ -95,10 +98,10 @@ def write_chunk_indexes(results: Sequence[ShardResult], folder: str | os.PathLik
 def write_columns(results: Sequence[ShardResult], folder: str | os.PathLike[str]) -> None:
     """Writes where the latents are, if they are not in the records."""
     splits = {
-        split: [result.sources for result in of_split]
+        split: [result.sources for result in of_split if result.sources]
         for split, of_split in by_split(results).items()
     }
-    if None not in splits[schema.TRAIN]:
+    if splits[schema.TRAIN]:
         in_place.write(folder, splits)
 
 
@@ -109,7 +112,7 @@ def make_metadata(
     of the train split."""
     train = _join_statistics(by_split(results)[schema.TRAIN])
     mean, std = train.latent_moments.mean_and_std()
-    metadata = {
+    metadata: dict[str, Any] = {
         schema.META_LATENT_MEAN: mean,
         schema.META_LATENT_STD: std,
         schema.META_LATENT_DTYPE: plan.latent_dtype,
@@ -117,7 +120,7 @@ def make_metadata(
         schema.META_DROPPED: dropped.counts,
         schema.META_SOURCE_FINGERPRINT: plan.source_fingerprint,
     }
-    if plan.text_vectors:
+    if plan.text_vectors and train.text_moments:
         mean, std = train.text_moments.mean_and_std()
         metadata |= {
             schema.META_TEXT_MEAN: mean,

@@ -98,7 +98,7 @@ def pack(inputs: StoreInputs) -> bytes:
     if inputs.vectors_store:
         arrays['vectors'] = opened.vectors(whole)
     file = io.BytesIO()
-    np.savez(file, **arrays)
+    np.savez(file, **arrays)  # type: ignore[arg-type]  # NumPy types its own keywords alone
     return file.getvalue()
 
 
@@ -106,7 +106,6 @@ class _FromStores:
     def __init__(self, inputs: StoreInputs):
         self.rows, self.keys = inputs.rows, inputs.keys
         self._captions = caption_store.CaptionStore(inputs.captions_store)
-        self._vectors: embedding_store.VectorStore | None = None
         if inputs.vectors_store:
             self._vectors = embedding_store.VectorStore(inputs.vectors_store, inputs.text_dim)
 

@@ -66,7 +66,9 @@ def init_worker() -> None:
 
 def _end_with_parent() -> None:
     """A parent that was killed cannot end its workers, and they would wait for work for ever."""
-    multiprocessing.parent_process().join()
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # this is a worker
+    parent.join()
     os._exit(1)
 
 
@@ -78,7 +80,7 @@ class _OpenSource:
         self._inputs = task.inputs.open()
         # All at once, 2 MB a shard: it takes half the time of a few at a time.
         self._captions = self._inputs.captions(slice(None))
-        self.statistics = ShardStatistics(task.text_vectors and task.text_vectors.dim)
+        self.statistics = ShardStatistics(task.text_vectors.dim if task.text_vectors else None)
         self.sources = ShardSources()
 
     def columns(
@@ -104,7 +106,7 @@ class _OpenSource:
         raw, latents = file.latents(self._inputs.rows[some])
         text = self._read_vectors(file, some)
         good = self.statistics.add(keys, captions, latents, text)
-        found = {schema.KEY: keys, schema.CAPTION: captions}
+        found: dict[str, np.ndarray | list[bytes]] = {schema.KEY: keys, schema.CAPTION: captions}
         if self._task.in_place:
             self.sources.add(self._inputs.rows[some][good])
         else:

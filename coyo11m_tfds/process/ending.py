@@ -40,9 +40,10 @@ def in_one_line(
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     interrupt_once()
+    caught: tuple[type[BaseException], ...] = (KeyboardInterrupt, *kinds)
     try:
         yield
-    except (KeyboardInterrupt, *kinds) as error:
+    except caught as error:
         if wants_traceback():
             raise
         say(error, outlook)

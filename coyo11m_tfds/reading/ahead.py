@@ -23,7 +23,7 @@ class Ahead(Iterator[T]):
     def __init__(self, items: Iterator[T], count: int, thread_name: str = 'ahead'):
         self._items, self._count = items, count
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name)
-        self._pending = collections.deque()
+        self._pending: collections.deque[concurrent.futures.Future[T | None]] = collections.deque()
         self._is_finalizing = sys.is_finalizing  # of an iterator that outlives all modules
 
     def __next__(self) -> T:

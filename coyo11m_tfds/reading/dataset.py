@@ -13,6 +13,7 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -24,7 +25,7 @@ from coyo11m_tfds.reading import indexed_split, stored_dataset
 from coyo11m_tfds.reading.indexed_split import IndexedSplit
 from coyo11m_tfds.storage import remote, retry, source_files
 
-Data = str | os.PathLike | tfds.core.DatasetBuilder
+Data: TypeAlias = str | os.PathLike | tfds.core.DatasetBuilder
 
 _METADATA_FILES = (schema.INFO_FILE, schema.FEATURES_FILE, schema.METADATA_FILE)
 
@@ -164,7 +165,8 @@ def latent_dtype(builder: tfds.core.DatasetBuilder) -> tf.DType:
         ValueError: the data set has no latents, or they have another shape or dtype.
     """
     feature = _feature(builder, schema.LATENTS)
-    if feature is None and (column := _columns(builder).get(schema.LATENTS)):
+    column = None if feature is not None else _columns(builder).get(schema.LATENTS)
+    if isinstance(column, columns.Column):
         return tf.as_dtype(column.dtype)
     if (
         feature is None
@@ -195,7 +197,7 @@ def _feature(builder: tfds.core.DatasetBuilder, name: str) -> tfds.features.Feat
     return features[name] if name in features else None  # noqa: SIM401, it has no `get`
 
 
-def _columns(builder: tfds.core.DatasetBuilder) -> dict[str, columns.Column]:
+def _columns(builder: tfds.core.DatasetBuilder) -> dict[str, columns.Column | columns.TextColumn]:
     """Features that lie elsewhere than in the records; only of a local data set."""
     folder = os.fspath(builder.data_dir)
     return {} if source_files.is_remote(folder) else columns.read(folder)

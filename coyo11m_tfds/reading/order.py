@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -46,7 +46,7 @@ class Reads(NamedTuple):
     shard: np.ndarray
     first: np.ndarray
     skip: np.ndarray
-    count: np.ndarray
+    count: np.ndarray  # type: ignore[assignment]  # instead of the method of tuples
     pad: np.ndarray
 
 
@@ -73,7 +73,7 @@ class Order:
         ValueError: for settings that do not fit together, naming some that do.
     """
 
-    shard_lengths: Sequence[int] | np.ndarray  # records in each shard
+    shard_lengths: np.ndarray  # records in each shard; any sequence becomes int64
     seed: int
     batch_size: int  # records in a global batch
     chunk: int = 64  # records read together

@@ -12,7 +12,7 @@ its name and lengths, is compared with what has to be there.
 
 import functools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from coyo11m_tfds import records, schema
 from coyo11m_tfds.reading.mapped_files import Memory
 
 _MAX_VARINT = 10  # bytes of a 64-bit integer
+_BYTES_LIST, _INT64_LIST = 1, 3  # fields of a `tf.train.Feature`
 
 
 class Found(NamedTuple):
@@ -77,13 +78,12 @@ class RecordLayout:
         key_end = safe - self._key_end
         window = memory.gather(key_end - self._window, self._window).view(np.uint8)
         keys, length, is_key = self._decode_keys(window.reshape(-1, self._window))
-        from_end = self.from_end.get
         return Found(
             regular & is_key,
             keys,
             key_end - length - self._key_heads.shape[1],
-            safe - from_end(schema.LATENTS, 0),
-            safe - from_end(schema.TEXT_EMBEDDING, 0),
+            safe - self.from_end.get(schema.LATENTS, 0),
+            safe - self.from_end.get(schema.TEXT_EMBEDDING, 0),
         )
 
     def _decode_keys(self, window: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -129,50 +129,58 @@ def caption_head(before_key: int, whole: int) -> bytes | None:
     return None
 
 
-def parse(record: bytes) -> dict[str, bytes | int]:
-    """The single values of a serialized `tf.train.Example`, in any layout.
+def parse(record: bytes) -> dict[str, Any]:
+    """The single values, bytes or integers, of a serialized `tf.train.Example`, in any layout.
 
     Raises:
         ValueError: it is none.
     """
     values = {}
-    for number, features, _ in _fields(record):
-        for entry_number, entry, _ in _fields(features) if number == 1 else ():
-            if entry_number == 1:
-                name, value = _entry(entry)
-                if value is not None:
-                    values[name] = value
+    for features in _messages(record, 1):
+        for entry in _messages(features, 1):
+            name, value = _entry(entry)
+            if value is not None:
+                values[name] = value
     return values
 
 
 def _entry(data: bytes) -> tuple[str, bytes | int | None]:
     """The name and the value of a feature; None if it holds no single bytes or integer."""
     name, value = '', None
-    for number, content, _ in _fields(data):
-        if number == 1:
-            name = content.decode()
-        elif number == 2:
-            for kind, values, _ in _fields(content):
-                found = [item for _, item, _ in _fields(values)]
-                value = _single(kind, found)
+    for content in _messages(data, 1):
+        name = content.decode()
+    for content in _messages(data, 2):
+        for kind in (_BYTES_LIST, _INT64_LIST):
+            for values in _messages(content, kind):
+                value = _single(kind, [item for _, item in _fields(values)])
     return name, value
 
 
 def _single(kind: int, found: list[bytes | int]) -> bytes | int | None:
-    if len(found) != 1 or kind not in (1, 3):
+    if len(found) != 1:
         return None
     value = found[0]
-    if kind == 3:
-        if isinstance(value, bytes):  # packed
-            value, end = _varint(value, 0)
-            if end != len(found[0]):
-                return None
-        return value - (value >> 63 << 64)
-    return value
+    if kind == _BYTES_LIST:
+        return value
+    if isinstance(value, bytes):
+        packed = value
+        value, end = _varint(packed, 0)
+        if end != len(packed):
+            return None
+    return value - (value >> 63 << 64)
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, bytes | int, int]]:
-    """The fields of a message: number, content, and where that begins."""
+def _messages(data: bytes, number: int) -> Iterator[bytes]:
+    """The contents of the fields of a message that have this number."""
+    for found, content in _fields(data):
+        if found == number:
+            if isinstance(content, int):
+                raise ValueError(f'field {number} is an integer')
+            yield content
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, bytes | int]]:
+    """The fields of a message: number and content."""
     at = 0
     while at < len(data):
         tag, at = _varint(data, at)
@@ -181,10 +189,10 @@ def _fields(data: bytes) -> Iterator[tuple[int, bytes | int, int]]:
             at = begin + size
             if at > len(data):
                 raise ValueError('a field reaches beyond its message')
-            yield tag >> 3, data[begin:at], begin
+            yield tag >> 3, data[begin:at]
         elif tag & 7 == 0:
             value, at = _varint(data, at)
-            yield tag >> 3, value, at
+            yield tag >> 3, value
         else:
             raise ValueError(f'a field of wire type {tag & 7}')
 

@@ -13,7 +13,7 @@ otherwise than this project does it.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import ml_dtypes
 import numpy as np
@@ -85,8 +85,8 @@ class Rows(NamedTuple):
     def part(self, some: slice) -> Self:
         """Some of them."""
         values = record_layout.Found(*(x[some] for x in self.values))
-        arrays = (x[some] for x in (self.shard, self.record, self.begin, self.end))
-        return type(self)(self.epoch, *arrays, values)
+        shard, record, begin, end = (x[some] for x in self[1:5])
+        return self._replace(shard=shard, record=record, begin=begin, end=end, values=values)
 
 
 class RowReader:
@@ -214,7 +214,7 @@ class RowReader:
         limit = address + np.minimum(offset + nbytes, self._files.size[shard])
         return address + offset, count, limit
 
-    def _read_irregular(self, rows: Rows, good: np.ndarray) -> dict[int, dict[str, bytes | int]]:
+    def _read_irregular(self, rows: Rows, good: np.ndarray) -> dict[int, dict[str, Any]]:
         """The values of whole records of other layouts, by row; `good` learns which are damaged."""
         found, memory = {}, self._files.memory
         for row in np.flatnonzero(good & ~rows.values.regular).tolist():
@@ -225,7 +225,7 @@ class RowReader:
                 found[row] = self._parse(rows, row)
         return found
 
-    def _parse(self, rows: Rows, row: int) -> dict[str, bytes | int]:
+    def _parse(self, rows: Rows, row: int) -> dict[str, Any]:
         sizes = {
             schema.LATENTS: schema.NUM_CROPS * schema.LATENT_NBYTES,
             schema.TEXT_EMBEDDING: 2 * self._choices.text_dim,
@@ -266,7 +266,7 @@ class RowReader:
         good: np.ndarray,
         keys: np.ndarray,
         crops: np.ndarray,
-        others: dict[int, dict[str, bytes | int]],
+        others: dict[int, dict[str, Any]],
     ) -> np.ndarray:
         """One feature of a batch; zeros or empty where there is no record."""
         if name == schema.KEY:
@@ -276,6 +276,7 @@ class RowReader:
             return self._captions(rows, gathered, others)
         if name in self._columns:
             gathered, others = good, {}
+        shape: tuple[int, ...]
         if name == schema.LATENTS:
             begin, nbytes = crops * schema.LATENT_NBYTES, schema.LATENT_NBYTES
             dtype, shape = _DTYPES[self._choices.latent_dtype], schema.LATENT_SHAPE
@@ -291,7 +292,7 @@ class RowReader:
         return column.view(dtype).reshape(len(crops), *shape)
 
     def _captions(
-        self, rows: Rows, gathered: np.ndarray, others: dict[int, dict[str, bytes | int]]
+        self, rows: Rows, gathered: np.ndarray, others: dict[int, dict[str, Any]]
     ) -> np.ndarray:
         captions = np.full(len(gathered), b'', object)
         memory = self._files.memory

@@ -48,8 +48,9 @@ class StoredDataset:
         Raises:
             ValueError: the data set has no latents, or they have another shape, dtype or encoding.
         """
-        if schema.LATENTS in self.columns:
-            return self.columns[schema.LATENTS].dtype
+        column = self.columns.get(schema.LATENTS)
+        if isinstance(column, Column):
+            return column.dtype
         dtype, shape = self._tensor(schema.LATENTS)
         if shape != schema.LATENTS_SHAPE or dtype not in schema.LATENT_DTYPES:
             raise ValueError(

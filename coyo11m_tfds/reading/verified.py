@@ -45,10 +45,10 @@ class Checks:
         if self._mode == NEVER:
             return good
         bit = np.left_shift(1, number & 7).astype(np.uint8)
-        todo = good.copy()
+        unchecked = good.copy()
         if self._mode == ONCE:
-            todo &= (self._done[number >> 3] & bit) == 0
-        todo = np.flatnonzero(todo)
+            unchecked &= (self._done[number >> 3] & bit) == 0
+        todo = np.flatnonzero(unchecked)
         if len(todo):
             good[todo] = matches(memory, begin[todo], end[todo])
             if self._mode == ONCE:

@@ -113,7 +113,7 @@ class ShardStatistics:
         if self.text_moments is None:
             good = moments.add_latents(self.latent_moments, latents)
         else:
-            vectors = text.astype(np.float64)
+            vectors = np.asarray(text, np.float64)
             with np.errstate(invalid='ignore'):
                 finite = np.isfinite(vectors.sum(axis=1))  # float64 holds the sum of any float16
             good = moments.add_latents(self.latent_moments, latents, finite)
@@ -173,9 +173,9 @@ def join(parts: Sequence[ShardStatistics]) -> ShardStatistics:
     joined.num_records = sum(part.num_records for part in parts)
     joined.latent_moments = moments.join([part.latent_moments for part in parts])
     if parts[0].text_moments:
-        joined.text_moments = moments.join([part.text_moments for part in parts])
-    joined.latent_histogram = sum(part.latent_histogram for part in parts)
-    joined.caption_histogram = sum(part.caption_histogram for part in parts)
+        joined.text_moments = moments.join([p.text_moments for p in parts if p.text_moments])
+    joined.latent_histogram = np.sum([part.latent_histogram for part in parts], axis=0)
+    joined.caption_histogram = np.sum([part.caption_histogram for part in parts], axis=0)
     joined.non_finite = sum(part.non_finite for part in parts)
     keys = [key for part in parts for key in part.non_finite_keys]
     joined.non_finite_keys = keys[:MAX_NON_FINITE_KEYS]
@@ -188,7 +188,7 @@ def _choose(
     """Returns what belongs to the good samples, without a copy where all are."""
     if good.all():
         return keys, captions, latents
-    return keys[good], [captions[row] for row in np.flatnonzero(good)], latents[good]
+    return keys[good], [captions[row] for row in np.flatnonzero(good).tolist()], latents[good]
 
 
 def _latent_histogram(latents: np.ndarray) -> np.ndarray:

@@ -80,7 +80,7 @@ class CopiedFiles:
             return {}
         where = self._target.folder
         num_bytes = 0 if self._target.is_remote else sum(s.size for s in recorded.values())
-        found = {}
+        found: dict[str, FileState] = {}
         with Progress(f'Checking {where}', num_bytes, 'B') as progress:
             for folder in sorted({os.path.dirname(name) for name in recorded}):
                 names = {os.path.basename(n) for n in recorded if os.path.dirname(n) == folder}

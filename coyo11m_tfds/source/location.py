@@ -101,7 +101,7 @@ def _add_records(folder: str, files: Sequence[SourceFile]) -> list[SourceFile]:
 
 def _add_record(file: SourceFile, state: FileState) -> SourceFile:
     """Adds what was recorded of a file, which must agree with what the storage says of it."""
-    has_crc32c = (file.checksum or '').startswith('crc32c:')
-    found = int(file.checksum.removeprefix('crc32c:'), 16) if has_crc32c else state.crc32c
+    kind, _, checksum = (file.checksum or '').partition(':')
+    found = int(checksum, 16) if kind == 'crc32c' else state.crc32c
     copied_files.compare(FileState(file.size, found), state, file.path)
     return dataclasses.replace(file, recorded=state)

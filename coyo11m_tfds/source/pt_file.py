@@ -149,7 +149,8 @@ class LatentShard:
         if not len(self.keys) or not self._latents.is_contiguous():
             return None
         latents = self._bare[schema.PT_LATENTS]
-        start = _storage_start(latents) + latents.storage_offset() * latents.element_size()
+        offset = int(latents.storage_offset())
+        start = _storage_start(latents) + offset * latents.element_size()
         # In a file of the other byte order torch has swapped the bytes.
         first_row = self._latents[0].view(torch.uint8).numpy().tobytes()
         return start if os.pread(self._file, len(first_row), start) == first_row else None

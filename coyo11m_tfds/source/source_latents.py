@@ -101,11 +101,11 @@ class SourceLatents:
                 heads.append(head)
                 progress.add(1)
         good = [head for head in heads if not head.disagreement]
-        bad = [(file, head) for file, head in zip(files, heads, strict=True) if head.disagreement]
+        bad = [(f, h.disagreement) for f, h in zip(files, heads, strict=True) if h.disagreement]
         if not good:
-            raise heads[0].disagreement
-        for _, head in bad:
-            logging.warning('left out: %s', head.disagreement)
+            raise bad[0][1]
+        for _, error in bad:
+            logging.warning('left out: %s', error)
         _check_dtypes(files, heads)
         keys = np.concatenate([head.keys for head in heads])
         latents = cls(
@@ -116,9 +116,7 @@ class SourceLatents:
             embedding_dims=tuple(head.embedding_dim for head in heads),
             digests=tuple(head.digest for head in heads),
             repeated=_repeats(keys),
-            disagreeing=np.concatenate(
-                [np.empty(0, np.int64)] + [head.disagreement.keys for _, head in bad]
-            ),
+            disagreeing=np.concatenate([np.empty(0, np.int64), *(error.keys for _, error in bad)]),
             disagreeing_files=tuple(file.path for file, _ in bad),
             check_crc=check_crc,
         )
@@ -141,7 +139,7 @@ class SourceLatents:
     def files_of_key(self, row: int) -> list[str]:
         """Paths of the files that hold the key of this row, up to the file of the row itself."""
         rows = np.flatnonzero(self.keys[: row + 1] == self.keys[row])
-        return [self.files[file].path for file in sorted({self._file_of(r) for r in rows})]
+        return [self.files[file].path for file in sorted({self._file_of(r) for r in rows.tolist()})]
 
     def common_embedding_dim(self) -> int:
         """The width of `embeddings` in all files.
@@ -168,6 +166,7 @@ class SourceLatents:
                     f'{path}: {schema.PT_EMBEDDINGS} has {dim} numbers a row, but {first_path} '
                     f'has {first}; expected one width in all files.'
                 )
+        assert first is not None
         return first
 
     def _check_unique(self) -> None:

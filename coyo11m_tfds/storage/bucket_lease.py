@@ -14,6 +14,7 @@ dead finds out when it renews the lease.
 
 import threading
 import time
+from typing import Any
 
 from absl import logging
 from google.api_core import exceptions
@@ -97,7 +98,7 @@ class BucketLease:
             except Exception as error:  # whatever it is, the next time it may work
                 logging.warning('%s: not renewed: %s', self._url, error)
 
-    def _renew(self, **patience: float) -> None:
+    def _renew(self, **patience: Any) -> None:
         if not self._is_lost:
             self._is_lost = not self._write(self._generation, **patience)
 
@@ -114,7 +115,7 @@ class BucketLease:
         longest = max(self._seconds, self._other.lease_seconds)
         return self._other.is_dead() or unchanged >= longest
 
-    def _write(self, generation: int, **patience: float) -> bool:
+    def _write(self, generation: int, **patience: Any) -> bool:
         """Puts our lease in place of this generation, 0 for none; False if another one is there."""
         began = time.monotonic()
         blob = self._bucket.blob(self._name)
@@ -136,7 +137,7 @@ class BucketLease:
         self._generation, self._renewed = written, began
         return True
 
-    def _look(self, **patience: float) -> tuple[int, LockHolder]:
+    def _look(self, **patience: Any) -> tuple[int, LockHolder]:
         """Returns generation and holder of the lease that is there; generation 0 for none."""
         blob = self._bucket.blob(self._name)
         options = gcs_objects.options(self._url, **patience)

@@ -46,7 +46,7 @@ class Destination:
         if self.is_remote:
             from coyo11m_tfds.storage import gcs_folder  # imports the storage's client
 
-            self._store = gcs_folder.GcsFolder(path)
+            self._store: gcs_folder.GcsFolder | LocalFolder = gcs_folder.GcsFolder(path)
         else:
             self._store = LocalFolder(self.folder)
 

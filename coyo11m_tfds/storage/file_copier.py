@@ -55,6 +55,7 @@ def copy(
         return _within_storage(file, target, name, on_bytes)
     if not file.is_remote:
         return _upload(file.path, file, target, name, on_bytes)
+    assert scratch is not None
     halves = _Halves(on_bytes)  # every byte comes, and then goes
     with scratch.hold(file, on_bytes=halves.add) as path:
         return _upload(path, file, target, name, halves.add)
@@ -129,7 +130,7 @@ def _is_in_bucket(file: SourceFile) -> bool:
 
 
 def _stored_state(file: SourceFile) -> FileState:
-    return FileState(file.size, int(file.checksum.removeprefix(_CRC32C), 16))
+    return FileState(file.size, int((file.checksum or '').removeprefix(_CRC32C), 16))
 
 
 class _Halves:

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from google.cloud import storage
 
@@ -22,7 +22,9 @@ P = ParamSpec('P')
 T = TypeVar('T')
 
 
-def _plain_errors(method: Callable[P, T]) -> Callable[P, T]:
+def _plain_errors(
+    method: Callable[Concatenate['GcsFolder', P], T],
+) -> Callable[Concatenate['GcsFolder', P], T]:
     @functools.wraps(method)
     def wrapped(self: 'GcsFolder', *args: P.args, **kwargs: P.kwargs) -> T:
         with gcs_objects.plain_errors(self.url('')):

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import google_crc32c
 
@@ -110,7 +110,7 @@ class PartFile:
         self.size = 0
         self._kind = (self.file.checksum or 'sha256:').partition(':')[0]
         if self._kind == 'crc32c':
-            self._hash = google_crc32c.Checksum()
+            self._hash: Any = google_crc32c.Checksum()
         else:
             self._hash = hashlib.new(self._kind.removeprefix('git-'), usedforsecurity=False)
         if self._kind == 'git-sha1':

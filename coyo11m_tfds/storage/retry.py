@@ -218,7 +218,7 @@ def _status(error: BaseException) -> int | None:
         for part in name.split('.'):
             value = getattr(value, part, None)
         if re.fullmatch(r'[1-5]\d\d', str(value)):
-            return int(value)
+            return int(str(value))
     return None
 
 

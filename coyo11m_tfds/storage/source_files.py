@@ -309,9 +309,10 @@ def _hub_files(url: str) -> tuple[str, dict[str, SourceFile]]:
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
         raise FileNotFoundError(url) from None
     base = f'{_HUB}datasets/{uri.id}@{info.sha}'
-    return base, {file.rfilename: _hub_file(base, file) for file in info.siblings}
+    return base, {file.rfilename: _hub_file(base, file) for file in info.siblings or ()}
 
 
 def _hub_file(base: str, file: 'huggingface_hub.hf_api.RepoSibling') -> SourceFile:
     checksum = f'sha256:{file.lfs.sha256}' if file.lfs else f'git-sha1:{file.blob_id}'
+    assert file.size is not None  # as `files_metadata` was asked for
     return SourceFile(f'{base}/{file.rfilename}', file.size, checksum, checksum)

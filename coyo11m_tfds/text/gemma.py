@@ -166,7 +166,7 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, is_local: jax.Array, kinds: tuple[tuple[jax.Array, ...], ...]
+        self, x: jax.Array, is_local: jax.Array, kinds: tuple[tuple[jax.typing.ArrayLike, ...], ...]
     ) -> tuple[jax.Array, None]:
         """Applies the layer, in the form that `nn.scan` asks for.
 

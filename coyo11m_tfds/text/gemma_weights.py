@@ -140,7 +140,7 @@ class SafetensorsCheckpoint:
         if index.is_file():
             shards = json.loads(index.read_text(encoding='utf-8'))['weight_map'].values()
             paths = {folder / shard for shard in shards}
-        self._files = {}
+        self._files: dict[str, safe_open] = {}
         for path in sorted(paths):
             file = safe_open(path, 'numpy')
             for name in file.keys():  # noqa: SIM118, it is no mapping

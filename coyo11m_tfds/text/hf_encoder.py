@@ -67,7 +67,7 @@ class HfEncoder:
         self._device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
         self._tokenizer, self._model = _load(model, _dtype(self._device))
         self.revision = model_files.revision(model)
-        self._model.to(self._device)
+        self._model.to(self._device)  # type: ignore[arg-type]  # its decorator loses `self`
         self.max_tokens = _greatest_length(max_tokens, self._tokenizer, self._model.config)
         self._batch_tokens = batch_tokens or BATCH_TOKENS[self._device.type]
         self.truncated = 0
@@ -192,11 +192,11 @@ def _auto_class(model: str, source: dict[str, Any]) -> Any:
 
 def _check_complete(model: str, missing: set[str]) -> None:
     """Refuses a model part of whose weights would be random; its pooling layer is not used."""
-    missing = sorted(name for name in missing if not name.startswith('pooler.'))
-    if missing:
+    lacking = sorted(name for name in missing if not name.startswith('pooler.'))
+    if lacking:
         raise ValueError(
-            f'text encoder {model!r}: the weights lack {len(missing)} tensors that the model '
-            f'needs, such as {missing[0]}; without them it would be initialized at random'
+            f'text encoder {model!r}: the weights lack {len(lacking)} tensors that the model '
+            f'needs, such as {lacking[0]}; without them it would be initialized at random'
         )
 
 

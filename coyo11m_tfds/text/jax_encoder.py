@@ -11,6 +11,7 @@ in few shapes, each of which is compiled once.
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -171,4 +172,5 @@ def _pool(network: gemma.Gemma, params, tokens: jax.Array, lengths: jax.Array) -
     # Else accelerators round the operands of float32 products to fewer bits.
     precision = 'highest' if network.dtype == jnp.float32 else None
     with jax.default_matmul_precision(precision):
-        return gemma.mean_states(network.apply({'params': params}, tokens), lengths)
+        states: Any = network.apply({'params': params}, tokens)
+        return gemma.mean_states(states, lengths)

@@ -304,6 +304,12 @@ def test_keys_and_captions_of_every_length_are_found(keys, tmp_path):
     assert not record_layout.RecordLayout(text_dim=6).find(files.memory, begin, end).regular.any()
 
 
+@pytest.mark.parametrize('data', [b'\x08\x01', b'\x0a\x02\x08\x01', b'\x0a\x04\x0a\x02\x08\x01'])
+def test_integers_in_the_place_of_messages_are_no_record(data):
+    with pytest.raises(ValueError, match='field 1 is an integer'):
+        record_layout.parse(data)
+
+
 def _value(x) -> bytes | int:
     return x if isinstance(x, bytes) else x.tobytes() if x.ndim else int(x)
 

@@ -49,4 +49,8 @@ def _promote_all_but_kernel(inputs, kernel, bias, *, dtype):
     return inputs, kernel, bias
 
 
-Dense = functools.partial(nn.Dense, promote_dtype=_promote_all_but_kernel, dot_general=_dot)
+Dense = functools.partial(
+    nn.Dense,
+    promote_dtype=_promote_all_but_kernel,  # type: ignore[arg-type]  # declared for any arrays
+    dot_general=_dot,
+)

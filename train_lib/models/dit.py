@@ -11,6 +11,7 @@ module: compile time and the size of the program do not grow with the depth.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import flax.linen as nn
 import jax
@@ -98,7 +99,7 @@ class Attention(nn.Module):
 
     num_heads: int
     dtype: Dtype = jnp.bfloat16
-    implementation: str = 'xla'
+    implementation: Literal['xla', 'cudnn'] = 'xla'
     pin: Pin = _unpinned
 
     @nn.compact
@@ -122,7 +123,7 @@ class Block(nn.Module):
     num_heads: int
     mlp_ratio: float = 4
     dtype: Dtype = jnp.bfloat16
-    attention: str = 'xla'
+    attention: Literal['xla', 'cudnn'] = 'xla'
     pin: Pin = _unpinned
 
     @nn.compact
@@ -175,7 +176,7 @@ class DiT(nn.Module):
     mlp_ratio: float = 4
     dtype: Dtype = jnp.bfloat16
     remat: str = 'none'
-    attention: str = 'xla'
+    attention: Literal['xla', 'cudnn'] = 'xla'
     unroll: int = 1
     pin: Pin = _unpinned
 
