@@ -25,7 +25,7 @@ from absl import logging
 from coyo11m_tfds import columns, schema
 from coyo11m_tfds.build import manifest
 from coyo11m_tfds.columns import TextColumn
-from coyo11m_tfds.process import ending
+from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.reading import rows, stored_dataset, verified
 from coyo11m_tfds.reading.names import MASK
@@ -157,10 +157,7 @@ def _commit(folder: str, made: str, names: list[str]) -> None:
 
 def parse_flags() -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        prog='python -m coyo11m_tfds.add_column',
-        description='Adds text vectors to a built data set, beside its shards.',
-    )
+    parser = command_line.Parser('coyo11m_tfds.add_column', __doc__)
     add_argument = parser.add_argument
     add_argument('--data_dir', required=True, help='folder of a data set, .../CONFIG/1.0.0')
     add_argument('--name', required=True, help='of the column, for data.text of the trainer')

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from absl import logging
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.process import ending
+from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import caption_store, keyed_parquet
 from coyo11m_tfds.storage import held_folder, source_files
@@ -252,10 +252,7 @@ def write_sidecar(
 
 def parse_flags() -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        prog='python -m coyo11m_tfds.embed_captions',
-        description='Encodes captions as text vectors, in a sidecar that the builder joins by key.',
-    )
+    parser = command_line.Parser('coyo11m_tfds.embed_captions', __doc__)
     add = parser.add_argument
     column, length = schema.DEFAULT_CAPTION_COLUMN, text_encoders.DEFAULT_MAX_TOKENS
     add('--source', required=True, help=f'folder with {schema.CAPTIONS_FILE}, also gs:// or hf://')

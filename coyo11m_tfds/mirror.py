@@ -31,7 +31,7 @@ from collections.abc import Callable, Collection, Mapping
 import absl.logging
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.process import ending
+from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import location
 from coyo11m_tfds.source.copied_files import CopiedFiles
@@ -288,10 +288,7 @@ class _Share:
 
 def parse_flags() -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        prog='python -m coyo11m_tfds.mirror',
-        description='Copies a source: in parallel, verified, and going on after an interruption.',
-    )
+    parser = command_line.Parser('coyo11m_tfds.mirror', __doc__)
     add = parser.add_argument
     add('source', help='local folder, gs://bucket/folder or hf://datasets/owner/name[@revision]')
     add('destination', help='local folder or gs://bucket/folder')

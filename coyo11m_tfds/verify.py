@@ -30,7 +30,7 @@ from absl import logging
 from coyo11m_tfds import columns, records, schema
 from coyo11m_tfds.build import manifest
 from coyo11m_tfds.chunk_index import ChunkIndex, file_name
-from coyo11m_tfds.process import ending
+from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.reading import stored_splits
 from coyo11m_tfds.reading.stored_splits import StoredShard, StoredSplit
@@ -273,10 +273,7 @@ def _check_features(required: set[str], data: bytes) -> None:
 
 def parse_flags() -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        prog='python -m coyo11m_tfds.verify',
-        description='Checks all files of a built data set.',
-    )
+    parser = command_line.Parser('coyo11m_tfds.verify', __doc__)
     add = parser.add_argument
     add('data_dir', help='folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0; also gs://')
     add('--fast', action='store_true', help='do not read shards, compare sizes and the like')

@@ -14,7 +14,8 @@ from PIL import Image
 
 from coyo11m_tfds.text import text_encoders
 from tests import runs
-from tests.runs import REPO, small_config
+from tests.checkout import CHECKOUT
+from tests.runs import small_config
 from train_lib import data, draw, previews, sharding, train
 
 DEVICES = '--xla_force_host_platform_device_count'
@@ -154,7 +155,7 @@ def _command(*flags, devices=1):
     env = {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': f'{DEVICES}={devices} {runs.QUICK}'}
     return subprocess.run(
         [sys.executable, '-m', 'train_lib.draw', *flags],
-        cwd=REPO,
+        cwd=CHECKOUT,
         env=os.environ | env,
         capture_output=True,
         text=True,

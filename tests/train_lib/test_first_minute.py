@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests import runs
-from tests.runs import REPO
+from tests.checkout import CHECKOUT
 from train_lib import checkpoint, train
 
 NOISE = (
@@ -40,7 +40,7 @@ def command(flags, env, terminal=False):
         wide = f'stty cols 160 rows 40; {" ".join(line)}'
         line = ['script', '--quiet', '--return', '--command', wide, '/dev/null']
     done = subprocess.run(
-        line, cwd=REPO, env=environ | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        line, cwd=CHECKOUT, env=environ | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     return done.returncode, done.stdout.decode().splitlines()
 

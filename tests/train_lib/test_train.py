@@ -425,7 +425,7 @@ def test_records_that_cannot_be_read_stop_a_run_or_are_skipped_and_told(data_dir
 
 _START = """
 import sys
-from absl import app
+from absl import flags
 from coyo11m_tfds.reading import process_settings
 from train_lib import main
 
@@ -435,7 +435,8 @@ def apply(data_dir, chunk):
     sys.exit()
 
 process_settings.apply = apply
-app.run(main.main)
+flags.FLAGS(sys.argv)
+main.main()
 """
 
 
