@@ -159,7 +159,7 @@ def parse_flags() -> argparse.Namespace:
     """Parses the command line."""
     parser = command_line.Parser('coyo11m_tfds.add_column', __doc__)
     add_argument = parser.add_argument
-    add_argument('--data_dir', required=True, help='folder of a data set, .../CONFIG/1.0.0')
+    add_argument('--data_dir', required=True, help=stored_dataset.FOLDER_HELP)
     add_argument('--name', required=True, help='of the column, for data.text of the trainer')
     add_argument('--embeddings', required=True, help='file made by coyo11m_tfds.embed_captions')
     add_argument('--scratch_dir', default='', help='local folder for the vectors on their way')
@@ -171,8 +171,9 @@ def main() -> None:
     flags = parse_flags()
     logging.set_verbosity(logging.INFO)
     with ending.in_one_line('nothing was added, the same command starts anew'):
-        column = add(flags.data_dir, flags.name, flags.embeddings, flags.scratch_dir)
-    print(f'{flags.data_dir}: text={column.name!r} has {column.width} numbers a record.')
+        folder = stored_dataset.choose(flags.data_dir)
+        column = add(folder, flags.name, flags.embeddings, flags.scratch_dir)
+    print(f'{folder}: text={column.name!r} has {column.width} numbers a record.')
 
 
 if __name__ == '__main__':

@@ -32,7 +32,7 @@ from coyo11m_tfds.build import manifest
 from coyo11m_tfds.chunk_index import ChunkIndex, file_name
 from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.reading import stored_splits
+from coyo11m_tfds.reading import stored_dataset, stored_splits
 from coyo11m_tfds.reading.stored_splits import StoredShard, StoredSplit
 from coyo11m_tfds.source import pt_check
 from coyo11m_tfds.storage import stored_files
@@ -275,8 +275,8 @@ def parse_flags() -> argparse.Namespace:
     """Parses the command line."""
     parser = command_line.Parser('coyo11m_tfds.verify', __doc__)
     add = parser.add_argument
-    add('data_dir', help='folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0; also gs://')
-    add('--fast', action='store_true', help='do not read shards, compare sizes and the like')
+    add('data_dir', help=stored_dataset.FOLDER_HELP + '; also gs://')
+    add('--fast', action='store_true', help='compare the sizes of shards instead of reading them')
     add('--parallel', type=int, default=DEFAULT_PARALLEL, help='files at a time (%(default)s)')
     return parser.parse_args()
 
@@ -286,7 +286,8 @@ def main() -> None:
     flags = parse_flags()
     logging.set_verbosity(logging.INFO)
     with ending.in_one_line('nothing was changed', status=2):
-        found = verify(flags.data_dir, fast=flags.fast, parallel=flags.parallel)
+        folder = stored_dataset.choose(flags.data_dir)
+        found = verify(folder, fast=flags.fast, parallel=flags.parallel)
     if not found.has_checksums:
         print(
             f'{schema.CHECKSUMS_FILE} is missing or damaged: files are checked against each other '
@@ -294,10 +295,10 @@ def main() -> None:
         )
     for fault in found.faults:
         print(fault)
-    what = 'without reading shards' if flags.fast else 'read through'
     print(
-        f'{flags.data_dir}: {found.num_files} files, {found.num_bytes:,} bytes, {what}: '
-        f'{len(found.faults) or "no"} fault{"" if len(found.faults) == 1 else "s"}.'
+        f'{folder}: {len(found.faults) or "no"} fault{"" if len(found.faults) == 1 else "s"} in '
+        f'{found.num_files} files, {found.num_bytes:,} bytes, '
+        + ('shards not read: only their sizes compared.' if flags.fast else 'all of them read.')
     )
     sys.exit(bool(found.faults))
 

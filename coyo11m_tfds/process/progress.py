@@ -163,10 +163,10 @@ class Progress:
         speed, records_speed = self._speeds(since)
         goals = [f'{self._counts[name]:,} of {goal:,} {name}' for name, goal in self._goals.items()]
         speeds = [f'{records_speed:,.0f} {RATED}/s'] if RATED in self._counts else []
-        if self._unit == _BYTES:
-            speeds.append(f'{_round(speed / 1e6)} MB/s')
-        else:
+        if self._unit != _BYTES:
             speeds.append(f'{_round(speed)} {self._unit}/s')
+        elif self._total:
+            speeds.append(f'{_round(speed / 1e6)} MB/s')
         others = [
             f'{count:,} {name}'
             for name, count in self._counts.items()
