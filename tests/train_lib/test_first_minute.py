@@ -122,9 +122,9 @@ def test_a_wrong_flag_is_one_line(env, tmp_path, flags, message):
 
 
 def test_an_error_is_one_line_and_leaves_nothing(mini_dataset, env, tmp_path):
-    code, lines = command(runs.flags(mini_dataset.parent, tmp_path / 'run'), env)
+    code, lines = command(runs.flags(mini_dataset.parents[1], tmp_path / 'run'), env)
     assert code == 1
-    there = f'{mini_dataset.parent}: name one of its versions: {mini_dataset}'
+    there = f'{mini_dataset.parents[1]}: name a data set below it: {mini_dataset}'
     assert lines == [f'error: data.dir={there}']
     assert not (tmp_path / 'run').exists()
 

@@ -22,7 +22,7 @@ import input_pipeline
 from coyo11m_tfds import schema
 from tests import runs
 from tests.runs import (
-    REPO,
+    CHECKOUT,
     SMALL,
     losses,
     read_scalars,
@@ -445,7 +445,7 @@ def test_settings_for_reading_are_made_before_tensorflow_is_imported(tmp_path):
     fields = ['--config.data.dir=gs://bucket/data', '--config.data.chunk=96']
     done = subprocess.run(
         [sys.executable, '-c', _START, *flags, *fields],
-        cwd=REPO,
+        cwd=CHECKOUT,
         env=os.environ | {'JAX_PLATFORMS': 'cpu'},
         capture_output=True,
         text=True,
@@ -490,7 +490,7 @@ print(float(update.compute()['loss']), float(evaluated.compute()['loss']))
 def test_model_and_steps_run_where_there_is_jax_alone():
     done = subprocess.run(
         [sys.executable, '-c', _ALONE],
-        cwd=REPO,
+        cwd=CHECKOUT,
         env=os.environ
         | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '--xla_backend_optimization_level=0'},
         capture_output=True,

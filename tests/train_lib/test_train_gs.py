@@ -77,7 +77,7 @@ def run_to_the_end(env):
 def command(name, *flags):
     """Runs a program of train_lib to its end."""
     return subprocess.run(
-        [sys.executable, '-m', name, *flags], cwd=runs.REPO, capture_output=True, text=True
+        [sys.executable, '-m', name, *flags], cwd=runs.CHECKOUT, capture_output=True, text=True
     )
 
 
@@ -103,7 +103,7 @@ def test_a_run_in_buckets_killed_and_stopped_is_as_if_undisturbed(
         assert f'Stopped at step {stopped}' in output
     run_to_the_end(compiled)
     check_end(storage, undisturbed, tmp_path)
-    assert not (runs.REPO / 'gs:').exists()
+    assert not (runs.CHECKOUT / 'gs:').exists()
 
     (tmp_path / 'captions.txt').write_text('a red circle\n')
     drawn = command('train_lib.draw', f'--workdir={RUN}', f'--prompts={tmp_path}/captions.txt')
