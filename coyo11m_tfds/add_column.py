@@ -20,7 +20,6 @@ import tempfile
 from collections.abc import Iterator
 
 import numpy as np
-from absl import logging
 
 from coyo11m_tfds import columns, schema
 from coyo11m_tfds.build import manifest
@@ -169,7 +168,7 @@ def parse_flags() -> argparse.Namespace:
 def main() -> None:
     """Runs the command line; bad input ends it with one message and exit status 1."""
     flags = parse_flags()
-    logging.set_verbosity(logging.INFO)
+    command_line.show_log()
     with ending.in_one_line('nothing was added, the same command starts anew'):
         folder = stored_dataset.choose(flags.data_dir)
         column = add(folder, flags.name, flags.embeddings, flags.scratch_dir)

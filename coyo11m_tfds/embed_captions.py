@@ -24,7 +24,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from absl import logging
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.process import command_line, ending
@@ -277,7 +276,7 @@ def parse_flags() -> argparse.Namespace:
 def main() -> None:
     """Runs the command line; bad input ends it with one message and exit status 1."""
     flags = parse_flags()
-    logging.set_verbosity(logging.INFO)
+    command_line.show_log()
     with ending.in_one_line(f'{flags.out} is as it was, the same command starts anew'):
         find_captions(flags.source, flags.caption_column)  # before a model is loaded in vain
         encoder = text_encoders.make_encoder(flags.encoder, flags.max_tokens, flags.batch_tokens)

@@ -25,8 +25,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from absl import logging
-
 from coyo11m_tfds import columns, records, schema
 from coyo11m_tfds.build import manifest
 from coyo11m_tfds.chunk_index import ChunkIndex, file_name
@@ -284,7 +282,7 @@ def parse_flags() -> argparse.Namespace:
 def main() -> None:
     """Runs the command line; the exit status is that of the module's docstring."""
     flags = parse_flags()
-    logging.set_verbosity(logging.INFO)
+    command_line.show_log()
     with ending.in_one_line('nothing was changed', status=2):
         folder = stored_dataset.choose(flags.data_dir)
         found = verify(folder, fast=flags.fast, parallel=flags.parallel)
@@ -300,6 +298,8 @@ def main() -> None:
         f'{found.num_files} files, {found.num_bytes:,} bytes, '
         + ('shards not read: only their sizes compared.' if flags.fast else 'all of them read.')
     )
+    if found.faults:
+        print('To mend it copy those files again, or build with --overwrite.')
     sys.exit(bool(found.faults))
 
 

@@ -341,15 +341,16 @@ def test_the_command_says_it_in_lines_and_in_its_exit_status(copy):
     ended = run(copy)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith(f'{copy}: no faults in ')
-    assert 'Verifying shards: 100%, 15 of 15 shards' in ended.stderr
+    assert re.search(r'^\d\d:\d\d:\d\d Verifying shards: 100%, 15 of 15', ended.stderr, re.M)
     flip(copy / SHARD, 5000)
     (copy / OTHER).unlink()
     ended = run(copy)
     assert ended.returncode == 1
-    *lines, last = ended.stdout.splitlines()
+    *lines, last, advice = ended.stdout.splitlines()
     assert [line.partition(':')[0] for line in lines] == [OTHER, SHARD]
     assert last.startswith(f'{copy}: 2 faults in ')
     assert last.endswith(', all of them read.')
+    assert advice.startswith('To mend it copy')
 
 
 @pytest.mark.parametrize('above', ['', 'hash', 'hash/1.0.0'])

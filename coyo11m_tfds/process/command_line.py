@@ -3,14 +3,18 @@
     parser = command_line.Parser('coyo11m_tfds.verify', __doc__)
     parser.add_argument('data_dir', help='folder of a built data set')
     flags = parser.parse_args()
+    command_line.show_log()
 
 The programs of this package parse with argparse. Those of `train_lib` need the flags of
 ml_collections, which are absl's, and share the advice.
 """
 
 import argparse
+import logging
 import re
 from typing import NoReturn
+
+import absl.logging
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,3 +46,9 @@ def advice(program: str, doc: str) -> str:
     """
     command = re.search(rf'^ {{4}}({re.escape(program)} (?:.*\\\n)*.*)', doc, re.MULTILINE)[1]
     return f'expected e.g. `{" ".join(command.replace(chr(92), " ").split())}`, see --help'
+
+
+def show_log() -> None:
+    """Shows what the program logs, such as its progress: lines with the time of day."""
+    logging.basicConfig(format='%(asctime)s %(message)s', datefmt='%H:%M:%S')
+    absl.logging.set_verbosity(absl.logging.INFO)
