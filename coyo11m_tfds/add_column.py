@@ -20,12 +20,11 @@ import tempfile
 from collections.abc import Iterator
 
 import numpy as np
-from absl import logging
 
 from coyo11m_tfds import columns, schema
 from coyo11m_tfds.build import manifest
 from coyo11m_tfds.columns import TextColumn
-from coyo11m_tfds.process import ending
+from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.reading import rows, stored_dataset, verified
 from coyo11m_tfds.reading.names import MASK
@@ -157,12 +156,9 @@ def _commit(folder: str, made: str, names: list[str]) -> None:
 
 def parse_flags() -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        prog='python -m coyo11m_tfds.add_column',
-        description='Adds text vectors to a built data set, beside its shards.',
-    )
+    parser = command_line.Parser('coyo11m_tfds.add_column', __doc__)
     add_argument = parser.add_argument
-    add_argument('--data_dir', required=True, help='folder of a data set, .../CONFIG/1.0.0')
+    add_argument('--data_dir', required=True, help=stored_dataset.FOLDER_HELP)
     add_argument('--name', required=True, help='of the column, for data.text of the trainer')
     add_argument('--embeddings', required=True, help='file made by coyo11m_tfds.embed_captions')
     add_argument('--scratch_dir', default='', help='local folder for the vectors on their way')
@@ -172,10 +168,11 @@ def parse_flags() -> argparse.Namespace:
 def main() -> None:
     """Runs the command line; bad input ends it with one message and exit status 1."""
     flags = parse_flags()
-    logging.set_verbosity(logging.INFO)
+    command_line.show_log()
     with ending.in_one_line('nothing was added, the same command starts anew'):
-        column = add(flags.data_dir, flags.name, flags.embeddings, flags.scratch_dir)
-    print(f'{flags.data_dir}: text={column.name!r} has {column.width} numbers a record.')
+        folder = stored_dataset.choose(flags.data_dir)
+        column = add(folder, flags.name, flags.embeddings, flags.scratch_dir)
+    print(f'{folder}: text={column.name!r} has {column.width} numbers a record.')
 
 
 if __name__ == '__main__':

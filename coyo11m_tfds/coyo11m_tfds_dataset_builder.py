@@ -29,6 +29,7 @@ from coyo11m_tfds.build import build_folder, recorded_settings
 from coyo11m_tfds.build.settings import BuildSettings
 from coyo11m_tfds.columns import IN_PLACE
 from coyo11m_tfds.process import job
+from coyo11m_tfds.storage import stored_files
 
 if TYPE_CHECKING:
     from coyo11m_tfds.build import driver
@@ -196,10 +197,21 @@ class Builder(dataset_builder.FileReaderBuilder):
         known = [config.name for config in self.BUILDER_CONFIGS]
         if name and name not in known:
             raise ValueError(
-                f"config '{name}' is not predefined, as {', '.join(known)} is; to define it give "
-                f'its fields: {CONFIG_EXAMPLE}'
+                f"config '{name}' is not predefined, as {', '.join(known)} is; {self._found(name)}"
+                f'to define it give its fields: {CONFIG_EXAMPLE}'
             )
         return super()._create_builder_config(builder_config, version)
+
+    def _found(self, config: str) -> str:
+        """Says how to read what was built with a config; '' if nothing is there."""
+        root = os.path.expanduser(self._original_state['data_dir'] or tfds.core.constants.DATA_DIR)
+        built = stored_files.folders_with(f'{root}/{schema.NAME}/{config}', schema.INFO_FILE)
+        if not built:
+            return ''
+        return (
+            f"{built[-1]} was built with it: read it with tfds.builder_from_directory('{built[-1]}'"
+            f'), train with --config.data.dir={built[-1]}; '
+        )
 
     def _is_there(self) -> bool:
         return (self.data_path / schema.INFO_FILE).exists()

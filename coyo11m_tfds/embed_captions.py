@@ -24,10 +24,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from absl import logging
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.process import ending
+from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import caption_store, keyed_parquet
 from coyo11m_tfds.storage import held_folder, source_files
@@ -252,10 +251,7 @@ def write_sidecar(
 
 def parse_flags() -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        prog='python -m coyo11m_tfds.embed_captions',
-        description='Encodes captions as text vectors, in a sidecar that the builder joins by key.',
-    )
+    parser = command_line.Parser('coyo11m_tfds.embed_captions', __doc__)
     add = parser.add_argument
     column, length = schema.DEFAULT_CAPTION_COLUMN, text_encoders.DEFAULT_MAX_TOKENS
     add('--source', required=True, help=f'folder with {schema.CAPTIONS_FILE}, also gs:// or hf://')
@@ -280,7 +276,7 @@ def parse_flags() -> argparse.Namespace:
 def main() -> None:
     """Runs the command line; bad input ends it with one message and exit status 1."""
     flags = parse_flags()
-    logging.set_verbosity(logging.INFO)
+    command_line.show_log()
     with ending.in_one_line(f'{flags.out} is as it was, the same command starts anew'):
         find_captions(flags.source, flags.caption_column)  # before a model is loaded in vain
         encoder = text_encoders.make_encoder(flags.encoder, flags.max_tokens, flags.batch_tokens)

@@ -18,7 +18,6 @@ the hub to the disk at 650 MB/s and to a bucket at 320 MB/s, from disk to disk a
 import argparse
 import dataclasses
 import fnmatch
-import logging
 import multiprocessing.pool
 import os
 import pathlib
@@ -28,10 +27,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 
-import absl.logging
-
 from coyo11m_tfds import schema
-from coyo11m_tfds.process import ending
+from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import location
 from coyo11m_tfds.source.copied_files import CopiedFiles
@@ -288,10 +285,7 @@ class _Share:
 
 def parse_flags() -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        prog='python -m coyo11m_tfds.mirror',
-        description='Copies a source: in parallel, verified, and going on after an interruption.',
-    )
+    parser = command_line.Parser('coyo11m_tfds.mirror', __doc__)
     add = parser.add_argument
     add('source', help='local folder, gs://bucket/folder or hf://datasets/owner/name[@revision]')
     add('destination', help='local folder or gs://bucket/folder')
@@ -305,8 +299,7 @@ def parse_flags() -> argparse.Namespace:
 def main() -> None:
     """Runs the command line; what cannot be mended ends it with one message and status 1."""
     flags = parse_flags()
-    logging.basicConfig(level=logging.INFO, format='%(asctime)s %(message)s')
-    absl.logging.set_verbosity(absl.logging.INFO)
+    command_line.show_log()
     ends = ending.in_one_line(
         'what was copied stays, the same command copies the rest',
         (OSError, ValueError, build_lock.Lost),

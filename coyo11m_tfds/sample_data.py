@@ -13,7 +13,6 @@ captions of those, `drawn_colours` tells what a picture shows and `outlines` how
 that a trained model can be asked for something it has never seen and be measured.
 """
 
-import argparse
 import dataclasses
 import itertools
 import os
@@ -22,6 +21,7 @@ import pathlib
 import numpy as np
 
 from coyo11m_tfds import latent_rgb, schema
+from coyo11m_tfds.process import command_line
 
 # muted between green and magenta: there the preview is weak (the least singular value of
 # `schema.RGB_FACTORS` is 0.08, the others are 0.85 and 0.29), so that a vivid green or purple would
@@ -301,7 +301,7 @@ def _caption(scene: Scene, rng: np.random.Generator, size: str, place: str) -> s
 
 def main() -> None:
     """Reads the command line and writes the sample."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line.Parser('coyo11m_tfds.sample_data', __doc__)
     parser.add_argument('--out', required=True, help='folder to write')
     parser.add_argument('--num_samples', type=int, default=4096)
     parser.add_argument('--num_files', type=int, default=3)

@@ -14,13 +14,17 @@ import sys
 from collections.abc import Callable
 
 import absl.logging
+import tensorflow_datasets as tfds
 
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import CONFIG_EXAMPLE
 from coyo11m_tfds.process import ending
 from coyo11m_tfds.storage.lock_holder import Lost
 
-# What TFDS says of every build of a data set that is not there yet.
-_NOISE = re.compile('Variant folder .* has no dataset_info.json|Using custom data configuration')
+# What TFDS says of every build.
+_NOISE = re.compile(
+    'Variant folder .* has no dataset_info.json|Using custom data configuration'
+    '|Dataset generation completed'
+)
 
 _MENDABLE = (ValueError, OSError, RuntimeError, Lost)
 # Of these a message says nothing to who did not write the program.
@@ -33,6 +37,7 @@ def prepare() -> None:
     """Prepares the process. The data set is registered: `tfds` finds it by its name."""
     absl.logging.get_absl_logger().addFilter(_is_worth_reading)
     logging.getLogger('torch').setLevel(logging.WARNING)  # it logs statistics when it ends
+    tfds.core.DatasetInfo.__repr__ = _how_to_open  # it prints that of what was built
     sys.excepthook = functools.partial(_show, sys.excepthook)
     ending.interrupt_once()
 
@@ -45,6 +50,10 @@ def _show(show: Callable, kind: type, error: BaseException, traceback) -> None:
     if isinstance(error, json.JSONDecodeError) and any(error.doc in word for word in sys.argv):
         error = ValueError(f'{error.doc} is not JSON: {error}. Expected {CONFIG_EXAMPLE}')
     ending.say(error, _OUTLOOK)
+
+
+def _how_to_open(info: tfds.core.DatasetInfo) -> str:
+    return f"tfds.builder_from_directory('{info.data_dir}')"
 
 
 def _is_worth_reading(record: logging.LogRecord) -> bool:

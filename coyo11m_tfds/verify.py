@@ -25,14 +25,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from absl import logging
-
 from coyo11m_tfds import columns, records, schema
 from coyo11m_tfds.build import manifest
 from coyo11m_tfds.chunk_index import ChunkIndex, file_name
-from coyo11m_tfds.process import ending
+from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.reading import stored_splits
+from coyo11m_tfds.reading import stored_dataset, stored_splits
 from coyo11m_tfds.reading.stored_splits import StoredShard, StoredSplit
 from coyo11m_tfds.source import pt_check
 from coyo11m_tfds.storage import stored_files
@@ -276,13 +274,10 @@ def _check_features(required: set[str], data: bytes) -> None:
 
 def parse_flags() -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        prog='python -m coyo11m_tfds.verify',
-        description='Checks all files of a built data set.',
-    )
+    parser = command_line.Parser('coyo11m_tfds.verify', __doc__)
     add = parser.add_argument
-    add('data_dir', help='folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0; also gs://')
-    add('--fast', action='store_true', help='do not read shards, compare sizes and the like')
+    add('data_dir', help=stored_dataset.FOLDER_HELP + '; also gs://')
+    add('--fast', action='store_true', help='compare the sizes of shards instead of reading them')
     add('--parallel', type=int, default=DEFAULT_PARALLEL, help='files at a time (%(default)s)')
     return parser.parse_args()
 
@@ -290,9 +285,10 @@ def parse_flags() -> argparse.Namespace:
 def main() -> None:
     """Runs the command line; the exit status is that of the module's docstring."""
     flags = parse_flags()
-    logging.set_verbosity(logging.INFO)
+    command_line.show_log()
     with ending.in_one_line('nothing was changed', status=2):
-        found = verify(flags.data_dir, fast=flags.fast, parallel=flags.parallel)
+        folder = stored_dataset.choose(flags.data_dir)
+        found = verify(folder, fast=flags.fast, parallel=flags.parallel)
     if not found.has_checksums:
         print(
             f'{schema.CHECKSUMS_FILE} is missing or damaged: files are checked against each other '
@@ -300,11 +296,13 @@ def main() -> None:
         )
     for fault in found.faults:
         print(fault)
-    what = 'without reading shards' if flags.fast else 'read through'
     print(
-        f'{flags.data_dir}: {found.num_files} files, {found.num_bytes:,} bytes, {what}: '
-        f'{len(found.faults) or "no"} fault{"" if len(found.faults) == 1 else "s"}.'
+        f'{folder}: {len(found.faults) or "no"} fault{"" if len(found.faults) == 1 else "s"} in '
+        f'{found.num_files} files, {found.num_bytes:,} bytes, '
+        + ('shards not read: only their sizes compared.' if flags.fast else 'all of them read.')
     )
+    if found.faults:
+        print('To mend it copy those files again, or build with --overwrite.')
     sys.exit(bool(found.faults))
 
 

@@ -105,7 +105,7 @@ def test_the_command_adds_a_column_once(copy, other_vectors):
         sys.argv = ['add_column', *sys.argv[1:]]
         runpy.run_module('coyo11m_tfds.add_column', run_name='__main__')
     """
-    flags = [f'--data_dir={copy}', '--name=other', f'--embeddings={other_vectors}']
+    flags = [f'--data_dir={copy.parents[1]}', '--name=other', f'--embeddings={other_vectors}']
     for status in (0, 1):
         with children.python(program, *flags) as child:
             output, errors = child.communicate()
@@ -113,7 +113,7 @@ def test_the_command_adds_a_column_once(copy, other_vectors):
         if status:
             assert "a new column cannot be called 'other'" in errors
         else:
-            assert "text='other' has 640 numbers a record" in output
+            assert f"{copy}: text='other' has 640 numbers a record" in output
     assert not verify.verify(copy).faults
 
 

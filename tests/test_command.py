@@ -87,13 +87,27 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.fixture(scope='module')
-def plain(source: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict]:
-    """The files of a local build."""
+def built(source: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> tuple:
+    """Where a local build has put the data set, and what it said."""
     out = tmp_path_factory.mktemp('plain')
-    said = tfds_build(source, out)
+    return out, tfds_build(source, out)
+
+
+@pytest.fixture(scope='module')
+def plain(built: tuple) -> dict:
+    """The files of a local build."""
+    out, said = built
     assert 'total       60 records' in said
     assert sorted(path.name for path in out.iterdir()) == ['.coyo11m_tfds', 'coyo11m_tfds']
     return files_of(final_folder(out))
+
+
+def test_it_ends_with_where_the_report_and_the_data_set_are(built: tuple):
+    out, said = built
+    lines = [line for line in said.partition('train  ')[2].splitlines() if line]
+    report = lines.index(f'report      {final_folder(out)}/report.html')
+    assert lines[report + 1] == f"tfds.builder_from_directory('{final_folder(out)}')"
+    assert 'DatasetInfo' not in said
 
 
 def test_from_a_bucket_to_a_bucket(source, plain, tmp_path):
@@ -171,7 +185,12 @@ for flags in json.loads(commands):
         sys.excepthook(*sys.exc_info())
 """
     manual_dir = f'--manual_dir={source}'
+    there = tmp_path / 'out' / 'coyo11m_tfds' / 'there' / '1.0.0'
+    there.mkdir(parents=True)
+    (there / 'dataset_info.json').touch()
     flags = {
+        f"config 'there' is not predefined, as latents is; {there} was built with it: read it with "
+        f"tfds.builder_from_directory('{there}')": [manual_dir, '--config=there'],
         "config 'gemma' is not predefined, as latents is": [manual_dir, '--config=gemma'],
         "{'name': 'x'} is not JSON": [manual_dir, "--config={'name': 'x'}"],
         "config has an unknown field 'text'": [manual_dir, '--config={"name": "x", "text": "pt"}'],

@@ -15,6 +15,7 @@ import tensorflow_datasets as tfds
 
 from coyo11m_tfds import records, schema, verify
 from coyo11m_tfds.build import manifest
+from coyo11m_tfds.storage import stored_files
 from coyo11m_tfds.storage.file_state import of_file
 from tests.checkout import CHECKOUT
 from tests.fakes.cloud import Fault
@@ -288,6 +289,13 @@ def upload(cloud, path: pathlib.Path) -> None:
     cloud.upload_folder(path, DATA)
 
 
+def test_a_data_set_in_a_bucket_is_found_from_above(cloud):
+    cloud.put('bucket', 'd/1.0.0.building/data/dataset_info.json', b'')
+    for folder in ('gs://bucket', 'gs://bucket/d/', DATA):
+        assert stored_files.folders_with(folder, schema.INFO_FILE) == [DATA]
+    assert stored_files.folders_with('gs://bucket/no', schema.INFO_FILE) == []
+
+
 def test_a_data_set_in_a_bucket_has_no_faults(cloud):
     found = verify.verify(DATA)
     assert found.faults == [] and found.has_checksums
@@ -332,15 +340,36 @@ def test_a_storage_out_of_reach_is_no_fault_of_the_data_set(cloud, kind, error, 
 def test_the_command_says_it_in_lines_and_in_its_exit_status(copy):
     ended = run(copy)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.endswith('read through: no faults.\n')
-    assert 'Verifying shards: 100%, 15 of 15 shards' in ended.stderr
+    assert ended.stdout.startswith(f'{copy}: no faults in ')
+    assert re.search(r'^\d\d:\d\d:\d\d Verifying shards: 100%, 15 of 15', ended.stderr, re.M)
     flip(copy / SHARD, 5000)
     (copy / OTHER).unlink()
     ended = run(copy)
     assert ended.returncode == 1
-    *lines, last = ended.stdout.splitlines()
+    *lines, last, advice = ended.stdout.splitlines()
     assert [line.partition(':')[0] for line in lines] == [OTHER, SHARD]
-    assert last.endswith('read through: 2 faults.')
+    assert last.startswith(f'{copy}: 2 faults in ')
+    assert last.endswith(', all of them read.')
+    assert advice.startswith('To mend it copy')
+
+
+@pytest.mark.parametrize('above', ['', 'hash', 'hash/1.0.0'])
+def test_a_folder_above_the_only_data_set_will_do(mini_dataset, above):
+    ended = run('--fast', mini_dataset.parents[1] / above)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith(f'{mini_dataset}: ')
+
+
+def test_of_several_data_sets_below_one_has_to_be_named(mini_dataset, tmp_path):
+    for name in ('a', 'b'):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / '1.0.0').symlink_to(mini_dataset)
+    ended = run(tmp_path)
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        f'error: {tmp_path}: there are 2 data sets, name one: {tmp_path}/a/1.0.0, '
+        f'{tmp_path}/b/1.0.0\n'
+    )
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 import numpy as np
-from absl import app, flags
+from absl import flags
 from jax.experimental import topologies
 from ml_collections import config_flags
 
@@ -254,10 +254,8 @@ def _first_sentence(error: Exception) -> str:
     return used[0] if used else str(error).splitlines()[0]
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Prints the report; the exit status is 1 where the program does not fit."""
-    if len(argv) > 1:
-        raise app.UsageError(f'Unexpected arguments: {argv[1:]}')
     jax.config.update('jax_platforms', 'cpu')  # not the devices of this machine
     with process.errors_in_one_line((ValueError,)):
         report = analyze(
@@ -268,10 +266,9 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == '__main__':
-    config_flags.DEFINE_config_file('config', None, 'Configuration of the run.', lock_config=True)
+    config_flags.DEFINE_config_file('config', None, process.CONFIG_HELP, lock_config=True)
     flags.DEFINE_string('topology', None, 'Slice to compile for, such as v5e:4x4.')
     flags.DEFINE_integer('num_slices', 1, 'Slices of that topology.')
     flags.DEFINE_integer('text_dim', 640, 'Width of the text vectors.')
     flags.DEFINE_bool('json', False, 'Print the report as JSON.')
-    flags.mark_flags_as_required(['config', 'topology'])
-    app.run(main, flags_parser=process.parse_flags)
+    process.run(main, required=['config', 'topology'])

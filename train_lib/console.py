@@ -21,6 +21,7 @@ import tqdm
 from absl import logging
 
 import train_lib
+from coyo11m_tfds.process.progress import make_bar
 from train_lib.metrics import TrainMetrics
 
 _BAR_FORMAT = '{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}'
@@ -34,13 +35,11 @@ class Console:
         self._start, self._num_steps = start, num_steps
         self._opened = time.monotonic()
         self._first_finished: float | None = None
-        is_shown = jax.process_index() == 0 and sys.stderr.isatty()
-        self._bar = tqdm.tqdm(
+        self._bar = make_bar(
+            jax.process_index() == 0,
             total=num_steps,
             initial=start,
             bar_format=_BAR_FORMAT,
-            dynamic_ncols=True,
-            disable=not is_shown,
         )
         self._above = contextlib.ExitStack()
 

@@ -9,8 +9,6 @@ That batch is what the 1001st step takes, however often the run was interrupted.
 
 import dataclasses
 import functools
-import os
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,6 +24,7 @@ import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.reading import dataset
 from coyo11m_tfds.reading.order import nearest_shares
+from coyo11m_tfds.storage import stored_files
 from train_lib import failures, flow, models, settings, sharding
 from train_lib.data_facts import DataFacts
 from train_lib.position import DATA_SET
@@ -314,11 +313,10 @@ def _open(folder: str) -> tfds.core.DatasetBuilder:
         path = epath.Path(folder)
         if (path / schema.INFO_FILE).exists():
             raise
-        below = sorted(map(os.fspath, path.glob('*'))) if path.exists() else []
-        versions = [name for name in below if re.search(r'/\d+\.\d+\.\d+$', name)]
-        if versions:
-            advice = f'name one of its versions: {", ".join(versions)}'
-        elif below:
+        below = stored_files.folders_with(folder, schema.INFO_FILE)
+        if below:
+            advice = f'name a data set below it: {", ".join(below)}'
+        elif path.exists():
             advice = 'expected the folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0'
         else:
             advice = 'there is no such folder; build the data set with `tfds build coyo11m_tfds`'

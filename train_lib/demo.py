@@ -8,7 +8,7 @@ them in which the shape has the caption's colour and stands on the caption's bac
 the shape is the caption's, and in which all three are right (see `demo_scores`).
 """
 
-from absl import app, flags
+from absl import flags
 from etils import epath
 
 from coyo11m_tfds import sample_data
@@ -20,10 +20,8 @@ FLAGS = flags.FLAGS
 NUM_PROMPTS = 64
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Draws, measures and prints."""
-    if len(argv) > 1:
-        raise app.UsageError(f'Unexpected arguments: {argv[1:]}')
     process.prepare()
     captions, scenes = zip(*sample_data.held_out_prompts(NUM_PROMPTS), strict=True)
     folder = epath.Path(FLAGS.workdir) / previews.FOLDER
@@ -44,5 +42,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == '__main__':
     flags.DEFINE_string('workdir', None, 'Folder of the training run.')
-    flags.mark_flags_as_required(['workdir'])
-    app.run(main)
+    process.run(main, required=['workdir'])

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import jax
 import ml_collections
 import numpy as np
-from absl import app, flags
+from absl import flags
 from etils import epath
 
 from coyo11m_tfds import latent_rgb
@@ -118,10 +118,8 @@ class Artist:
         return jax.jit(draw, in_shardings=(whole, rows, whole), out_shardings=rows)
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Reads captions and writes the grid."""
-    if len(argv) > 1:
-        raise app.UsageError(f'Unexpected arguments: {argv[1:]}')
     process.prepare()
     with process.errors_in_one_line():
         prompts = epath.Path(FLAGS.prompts)
@@ -162,5 +160,4 @@ if __name__ == '__main__':
     flags.DEFINE_float('guidance', None, "Strength of guidance; by default the run's.")
     flags.DEFINE_integer('num_steps', None, "Of the sampler; by default the run's.", lower_bound=1)
     flags.DEFINE_integer('batch_size', BATCH_SIZE, 'Pictures drawn at a time.', lower_bound=1)
-    flags.mark_flags_as_required(['workdir', 'prompts'])
-    app.run(main)
+    process.run(main, required=['workdir', 'prompts'])

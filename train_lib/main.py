@@ -7,14 +7,15 @@ Where hosts do not find each other by themselves (a TPU's, Slurm's and Open MPI'
 `--verbose` shows the configuration, the parameters, and what libraries have to say.
 
 The exit status is 0 when the run is complete, `config.requeue_status` when Ctrl-C or SIGTERM ended
-it before, 1 for an error. This file is intentionally kept short; the training loop is in
-`train.py`.
+it before, 1 for an error.
 """
+
+# Intentionally kept short; the training loop is in `train.py`.
 
 import shlex
 import sys
 
-from absl import app, flags, logging
+from absl import flags, logging
 from ml_collections import config_flags
 
 from coyo11m_tfds.reading import process_settings
@@ -29,8 +30,7 @@ flags.DEFINE_list(
 flags.DEFINE_string('coordinator_address', None, 'Address of process 0 and a free port on it.')
 flags.DEFINE_integer('process_count', None, 'How many processes train together.')
 flags.DEFINE_integer('process_index', None, 'Which of them this one is, from 0.')
-config_flags.DEFINE_config_file('config', None, 'File of the configuration.', lock_config=True)
-flags.mark_flags_as_required(['config', 'workdir'])
+config_flags.DEFINE_config_file('config', None, process.CONFIG_HELP, lock_config=True)
 
 
 @flags.multi_flags_validator(
@@ -41,10 +41,8 @@ def _all_or_none(values: dict[str, str | int | None]) -> bool:
     return len({value is None for value in values.values()}) == 1
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Prepares the process and trains."""
-    if len(argv) > 1:
-        raise app.UsageError(f'Unexpected arguments: {argv[1:]}')
     signals.install(FLAGS.config.requeue_status)
     with process.errors_in_one_line():
         workdirs.check_writable(FLAGS.workdir)
@@ -78,4 +76,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == '__main__':
     signals.install()
-    app.run(main, flags_parser=process.parse_flags)
+    process.run(main, required=['config', 'workdir'])

@@ -1,6 +1,8 @@
 """What every program of this package does before and around everything else.
 
-    app.run(main, flags_parser=process.parse_flags)
+    if __name__ == '__main__':
+        flags.DEFINE_string('workdir', None, 'Folder of the run.')
+        process.run(main, required=['workdir'])
 
     with process.errors_in_one_line():
         workdirs.check_writable(workdir)
@@ -11,17 +13,24 @@ import TensorFlow, which reads its environment once.
 """
 
 import contextlib
+import functools
 import logging as standard_logging
 import pathlib
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from absl import flags, logging
+from absl import app, flags, logging
 
+from coyo11m_tfds.process import command_line
 from coyo11m_tfds.reading import process_settings
 from train_lib import named_configs
+
+CONFIG_HELP = (
+    'Configuration of the run: a file, or the name of one of this package, such as demo; '
+    '--config.FIELD=VALUE changes a field.'
+)
 
 STARTED = time.monotonic()  # about when the process did
 
@@ -34,20 +43,42 @@ _OWN_CODE = tuple(
 flags.DEFINE_bool('verbose', False, 'Log all that libraries say, and tracebacks of errors.')
 
 
-def parse_flags(argv: Sequence[str]) -> list[str]:
-    """Parses flags as `app.run` does, but takes names of configurations for `--config`.
+def run(main: Callable[[], None], required: Sequence[str]) -> None:
+    """Parses the command line of the program that was started, and calls `main`.
 
-    What is wrong with it is said in one line.
+    `--config` may be the name of a configuration. A wrong command line ends the process with
+    `error: ...` in one line and status 1.
+
+    Args:
+        main: reads `flags.FLAGS`.
+        required: flags that must be given.
     """
+    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS['verbose'])  # for --help
+    parse = functools.partial(_parse_flags, required=required)
+    app.run(lambda argv: main(), flags_parser=parse)
+
+
+def _parse_flags(argv: Sequence[str], required: Sequence[str]) -> list[str]:
     argv = named_configs.resolve(argv)
     with errors_in_one_line((flags.Error, OSError, ValueError, TypeError)):
         try:
-            rest = flags.FLAGS(argv)
+            _, *stray = flags.FLAGS(argv)
+            if stray:
+                raise flags.Error(f'unexpected arguments: {" ".join(stray)}')
+            missing = [f'--{name}' for name in required if flags.FLAGS[name].value is None]
+            if missing:
+                raise flags.Error(f'missing: {", ".join(missing)}')
             if 'config' in flags.FLAGS:
                 _ = flags.FLAGS.config.seed  # a file that cannot be loaded is told on first use
+        except flags.Error as error:
+            program = sys.modules['__main__']
+            advice = command_line.advice(f'python -m {program.__spec__.name}', program.__doc__)
+            raise ValueError(f'{error}; {advice}') from error
         except (OSError, KeyError, AttributeError) as error:
             raise ValueError(_wrong_config(argv, error)) from error
-    return rest
+        except SystemExit:
+            sys.exit()  # absl shows the help, and ends with 1
+    return argv[:1]
 
 
 def _wrong_config(argv: Sequence[str], error: Exception) -> str:

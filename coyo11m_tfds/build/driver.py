@@ -139,7 +139,7 @@ def build(
                 summary.write(facts, made)
                 files = _store_metadata(plan, results, made, folder.work)
             folder.commit(files, digest)
-            print(summary.summarize(facts, seconds=time.monotonic() - start))
+            print(summary.summarize(facts, final, seconds=time.monotonic() - start))
 
 
 def scratch_folder(final: str, chosen: str = '') -> str:

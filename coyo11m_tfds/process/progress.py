@@ -12,11 +12,12 @@ elsewhere call `absl.logging.set_verbosity(absl.logging.INFO)` first.
 
 import collections
 import datetime
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TextIO
 
 import tqdm
 from absl import logging
@@ -31,6 +32,9 @@ _SECONDS_BETWEEN_MARKS = 1
 RATED = 'records'  # the count that is shown as a speed
 
 _BYTES = 'B'
+# Of a terminal that says nothing of its size, as that of a container.
+_COLUMNS, _LINES = 80, 24
+
 _BAR_FORMAT = '{desc}: {percentage:3.0f}%|{bar}| {n_fmt}{unit}{postfix}'
 
 
@@ -70,15 +74,13 @@ class Progress:
         self._last_line = clock()
         self._beginning = self._latest = _Moment(self._last_line, 0, 0)
         self._marks = collections.deque([self._beginning])
-        self._bar = tqdm.tqdm(
+        self._bar = make_bar(
             desc=what,
             total=total,
             unit=unit if unit == _BYTES else f' {unit}',
             unit_scale=True,
             bar_format=_BAR_FORMAT,
             miniters=1,  # redraw by time only; amounts vary too much to guess from
-            dynamic_ncols=True,
-            disable=not sys.stderr.isatty(),
         )
 
     def __enter__(self) -> Self:
@@ -161,10 +163,10 @@ class Progress:
         speed, records_speed = self._speeds(since)
         goals = [f'{self._counts[name]:,} of {goal:,} {name}' for name, goal in self._goals.items()]
         speeds = [f'{records_speed:,.0f} {RATED}/s'] if RATED in self._counts else []
-        if self._unit == _BYTES:
-            speeds.append(f'{_round(speed / 1e6)} MB/s')
-        else:
+        if self._unit != _BYTES:
             speeds.append(f'{_round(speed)} {self._unit}/s')
+        elif self._total:
+            speeds.append(f'{_round(speed / 1e6)} MB/s')
         others = [
             f'{count:,} {name}'
             for name, count in self._counts.items()
@@ -179,6 +181,30 @@ class Progress:
             return 0.0, 0.0
         amount = self._latest.amount - since.amount
         return amount / seconds, (self._latest.records - since.records) / seconds
+
+
+def make_bar(is_shown: bool = True, **options) -> tqdm.tqdm:
+    """A bar as wide as the terminal on standard error; disabled where that is none.
+
+    Args:
+        is_shown: False disables it.
+        **options: further ones of `tqdm`.
+    """
+    disable = not (is_shown and sys.stderr.isatty())
+    bar = tqdm.tqdm(dynamic_ncols=True, disable=disable, **options)
+    # tqdm's own takes a terminal of 0 columns as too narrow, one of 0 lines as full.
+    bar.dynamic_ncols = _terminal_size
+    bar.ncols, bar.nrows = _terminal_size(sys.stderr)
+    return bar
+
+
+def _terminal_size(stream: TextIO) -> tuple[int, int]:
+    """Columns and lines that a bar may use."""
+    try:
+        columns, lines = os.get_terminal_size(stream.fileno())
+    except OSError:  # no terminal, or closed while the program runs
+        columns, lines = 0, 0
+    return (columns or _COLUMNS) - 1, (lines or _LINES) - 1
 
 
 def _round(speed: float) -> str:

@@ -17,6 +17,12 @@ from coyo11m_tfds.columns import Column, TextColumn
 from coyo11m_tfds.reading import indexed_split, stored_splits
 from coyo11m_tfds.reading.indexed_split import IndexedSplit
 from coyo11m_tfds.reading.stored_splits import StoredSplit
+from coyo11m_tfds.storage import stored_files
+
+FOLDER_HELP = (
+    'folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0, or the --data_dir of `tfds build` '
+    'where it holds one data set only'
+)
 
 FEATURES = (schema.KEY, schema.LATENTS, schema.TEXT_EMBEDDING, schema.CAPTION)
 
@@ -131,6 +137,22 @@ def read(folder: str | os.PathLike[str]) -> StoredDataset | None:
     metadata = _read_json(file) if file.exists() else {}
     full_name = '/'.join(filter(None, names))
     return StoredDataset(str(path), full_name, splits, features, metadata, columns.read(path))
+
+
+def choose(folder: str | os.PathLike[str]) -> str:
+    """The data set that is meant by a folder, local or `gs://`: itself, or the only one below it.
+
+    Raises:
+        ValueError: there are several below.
+        OSError: the storage cannot be reached.
+    """
+    folder = os.fspath(folder).rstrip('/')
+    found = stored_files.folders_with(folder, schema.INFO_FILE) or [folder]
+    if len(found) > 1:
+        raise ValueError(
+            f'{folder}: there are {len(found)} data sets, name one: {", ".join(found)}'
+        )
+    return found[0]
 
 
 def _read_json(path: pathlib.Path) -> dict:

@@ -2,7 +2,7 @@
 
     facts = BuildFacts(name='coyo11m_tfds/latents/1.0.0', ...)
     write(facts, folder)                   # report.json and report.html
-    print(summary.summarize(facts, seconds=12.3))
+    print(summary.summarize(facts, 'OUT/coyo11m_tfds/latents/1.0.0', seconds=12.3))
 
 Both files depend on nothing but what was built, so the same build gives the same bytes.
 """
@@ -153,7 +153,7 @@ def choose_previews(previews: Sequence[Preview], count: int = NUM_PREVIEWS) -> l
     return [previews[number * len(previews) // count] for number in range(count)]
 
 
-def summarize(facts: BuildFacts, seconds: float) -> str:
+def summarize(facts: BuildFacts, folder: str, seconds: float) -> str:
     """Tells in a few lines what was written, what was dropped and why; of what is bad in the
     source (`dropped_rows.BAD`) it gives examples."""
     lines = ['']
@@ -171,7 +171,8 @@ def summarize(facts: BuildFacts, seconds: float) -> str:
             examples = ', '.join(map(str, keys[:_EXAMPLES_IN_SUMMARY]))
             lines.append(f'            {reason}, e.g. key {examples}')
     lines.append(f'time        {seconds:,.1f} s')
-    lines.append(f'report      {PAGE_FILE} beside the shards')
+    folder = folder if '://' in folder else os.path.abspath(folder)
+    lines.append(f'report      {folder}/{PAGE_FILE}')
     return '\n'.join(lines)
 
 

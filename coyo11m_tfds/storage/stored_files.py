@@ -4,6 +4,7 @@ files = stored_files.list_folder('gs://bucket/data/coyo11m_tfds/latents/1.0.0')
 stored_files.read(files['features.json'], stored_files.Content).data
 """
 
+import glob
 import pathlib
 from collections.abc import Callable
 from typing import Protocol, TypeVar
@@ -13,6 +14,10 @@ import google_crc32c
 from coyo11m_tfds.storage import remote, retry, source_files
 from coyo11m_tfds.storage.file_state import ignore_bytes
 from coyo11m_tfds.storage.source_files import SourceFile
+
+# Of a version, which is what folders of data sets are named by.
+_VERSION = '[0-9]*'
+_LEVELS = 3  # of NAME/CONFIG/VERSION
 
 # Bytes in a request: a few times as much is in memory for each file that is being read.
 _BLOCK = 8 << 20
@@ -36,6 +41,35 @@ def list_folder(folder: str) -> dict[str, SourceFile]:
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f'{folder}: there is no such folder.') from None
     return {name: file for name, file in files.items() if name and not name.startswith('.')}
+
+
+def folders_with(folder: str, name: str) -> list[str]:
+    """The folders of versions that hold a file: this one, else those NAME/CONFIG/VERSION below.
+
+    Args:
+        folder: local or `gs://`, of any kind; also one of the levels below.
+        name: of the file.
+
+    Returns:
+        Paths or URLs, sorted; [] where there is none.
+
+    Raises:
+        OSError: the storage cannot be reached.
+    """
+    folder = folder.rstrip('/')
+    below = ['/'.join([*'*' * level, _VERSION, name]) for level in range(_LEVELS)]
+    for pattern in [name, *below]:
+        if source_files.is_remote(folder):
+            found = retry.call(
+                lambda pattern=pattern: source_files.gcs().glob(f'{folder}/{pattern}'),
+                f'listing {folder}',
+            )
+            found = [f'gs://{path}' for path in found]
+        else:
+            found = [f'{folder}/{path}' for path in glob.glob(pattern, root_dir=folder)]
+        if found:
+            return sorted(path.removesuffix(f'/{name}') for path in found)
+    return []
 
 
 class Taker(Protocol):

@@ -384,14 +384,14 @@ def test_at_most_24_previews_are_chosen():
 
 
 def test_the_summary_tells_what_was_written_and_dropped():
-    assert summary.summarize(make_facts(), seconds=12.34).splitlines() == [
+    assert summary.summarize(make_facts(), 'gs://b/x/1.0.0', seconds=12.34).splitlines() == [
         '',
         'train       61 records in 2 shards, 1.5 MB',
         'validation  9 records in 1 shard, 0.2 MB',
         'total       70 records in 3 shards, 1.7 MB',
         'dropped     13 rows (no_row: 7, no_caption: 6)',
         'time        12.3 s',
-        'report      report.html beside the shards',
+        'report      gs://b/x/1.0.0/report.html',
     ]
 
 
@@ -401,21 +401,21 @@ def test_the_summary_names_keys_of_what_is_bad():
         dropped={'no_row': 2, 'repeated_key': 1234, 'non_finite': 1, 'rows_disagree': 0},
         dropped_keys={'no_row': [1, 2], 'repeated_key': [7, 8, 9, 10], 'non_finite': [-3]},
     )
-    assert summary.summarize(facts, seconds=0).splitlines()[1:] == [
+    assert summary.summarize(facts, 'out/x', seconds=0).splitlines()[1:] == [
         'train       12,016,800 records in 2,400 shards, 307.2 GB',
         'total       12,016,800 records in 2,400 shards, 307.2 GB',
         'dropped     1,237 rows (no_row: 2, repeated_key: 1,234, non_finite: 1)',
         '            repeated_key, e.g. key 7, 8, 9',
         '            non_finite, e.g. key -3',
         'time        0.0 s',
-        'report      report.html beside the shards',
+        f'report      {pathlib.Path.cwd()}/out/x/report.html',
     ]
 
 
 def test_rows_of_the_captions_file_are_not_taken_for_rows_of_the_source(tmp_path):
     counts = {'no_row': 7, 'no_caption': 6, 'repeated_caption': 3}
     facts = make_facts(dropped=counts, dropped_keys={'repeated_caption': [5]})
-    lines = summary.summarize(facts, seconds=1).splitlines()
+    lines = summary.summarize(facts, '', seconds=1).splitlines()
     assert 'dropped     13 rows (no_row: 7, no_caption: 6)' in lines
     assert 'captions    3 rows repeat a key, the first of each is used' in lines
     summary.write(facts, tmp_path)
@@ -424,7 +424,7 @@ def test_rows_of_the_captions_file_are_not_taken_for_rows_of_the_source(tmp_path
 
 def test_nothing_dropped_is_said_too():
     facts = make_facts(dropped=dict.fromkeys(schema.DROP_REASONS, 0), dropped_keys={})
-    assert 'dropped     0 rows' in summary.summarize(facts, seconds=1).splitlines()
+    assert 'dropped     0 rows' in summary.summarize(facts, '', seconds=1).splitlines()
 
 
 def test_the_statistics_of_shards_make_a_report(tmp_path: pathlib.Path):

@@ -120,9 +120,9 @@ def test_a_wrong_flag_is_one_line(silent, tmp_path, flags, message):
 
 
 def test_an_error_is_one_line_and_leaves_nothing(mini_dataset, silent, tmp_path):
-    code, lines = command(runs.flags(mini_dataset.parent, tmp_path / 'run'), silent)
+    code, lines = command(runs.flags(mini_dataset.parents[1], tmp_path / 'run'), silent)
     assert code == 1
-    there = f'{mini_dataset.parent}: name one of its versions: {mini_dataset}'
+    there = f'{mini_dataset.parents[1]}: name a data set below it: {mini_dataset}'
     assert lines == [f'error: data.dir={there}']
     assert not (tmp_path / 'run').exists()
 

@@ -21,7 +21,7 @@ from PIL import Image
 import input_pipeline
 from coyo11m_tfds import schema
 from tests.runs import (
-    REPO,
+    CHECKOUT,
     SMALL,
     losses,
     read_scalars,
@@ -418,7 +418,7 @@ def test_records_that_cannot_be_read_stop_a_run_or_are_skipped_and_told(data_dir
 
 _START = """
 import sys
-from absl import app
+from absl import flags
 from coyo11m_tfds.reading import process_settings
 from train_lib import main
 
@@ -428,7 +428,8 @@ def apply(data_dir, chunk):
     sys.exit()
 
 process_settings.apply = apply
-app.run(main.main)
+flags.FLAGS(sys.argv)
+main.main()
 """
 
 
@@ -437,7 +438,7 @@ def test_settings_for_reading_are_made_before_tensorflow_is_imported(tmp_path):
     fields = ['--config.data.dir=gs://bucket/data', '--config.data.chunk=96']
     done = subprocess.run(
         [sys.executable, '-c', _START, *flags, *fields],
-        cwd=REPO,
+        cwd=CHECKOUT,
         env=os.environ | {'JAX_PLATFORMS': 'cpu'},
         capture_output=True,
         text=True,
@@ -482,7 +483,7 @@ print(float(update.compute()['loss']), float(evaluated.compute()['loss']))
 def test_model_and_steps_run_where_there_is_jax_alone():
     done = subprocess.run(
         [sys.executable, '-c', _ALONE],
-        cwd=REPO,
+        cwd=CHECKOUT,
         env=os.environ
         | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '--xla_backend_optimization_level=0'},
         capture_output=True,

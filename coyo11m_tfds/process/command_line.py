@@ -1,0 +1,54 @@
+"""What the command lines of all programs share: `--help` from the docstring, errors in one line.
+
+    parser = command_line.Parser('coyo11m_tfds.verify', __doc__)
+    parser.add_argument('data_dir', help='folder of a built data set')
+    flags = parser.parse_args()
+    command_line.show_log()
+
+The programs of this package parse with argparse. Those of `train_lib` need the flags of
+ml_collections, which are absl's, and share the advice.
+"""
+
+import argparse
+import logging
+import re
+from typing import NoReturn
+
+import absl.logging
+
+
+class Parser(argparse.ArgumentParser):
+    """A wrong command line ends the program with `error: ...` in one line, and status 2.
+
+    Args:
+        program: the module that is run.
+        doc: its docstring, with a command that runs it, indented.
+    """
+
+    def __init__(self, program: str, doc: str):
+        super().__init__(
+            prog=f'python -m {program}',
+            description=doc,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse."""
+        self.exit(2, f'error: {message}; {advice(self.prog, self.description)}\n')
+
+
+def advice(program: str, doc: str) -> str:
+    """What to do about a wrong command line: what a docstring shows, and `--help`.
+
+    Args:
+        program: such as 'python -m coyo11m_tfds.verify'.
+        doc: has a command that begins so, indented, maybe on several lines.
+    """
+    command = re.search(rf'^ {{4}}({re.escape(program)} (?:.*\\\n)*.*)', doc, re.MULTILINE)[1]
+    return f'expected e.g. `{" ".join(command.replace(chr(92), " ").split())}`, see --help'
+
+
+def show_log() -> None:
+    """Shows what the program logs, such as its progress: lines with the time of day."""
+    logging.basicConfig(format='%(asctime)s %(message)s', datefmt='%H:%M:%S')
+    absl.logging.set_verbosity(absl.logging.INFO)

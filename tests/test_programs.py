@@ -1,0 +1,114 @@
+"""Every program: its `--help` is complete, and a wrong command line is answered in one line."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.checkout import CHECKOUT
+
+# With the flags that each cannot do without.
+REQUIRED = {
+    'coyo11m_tfds.add_column': ['--data_dir', '--name', '--embeddings'],
+    'coyo11m_tfds.embed_captions': ['--source', '--out'],
+    'coyo11m_tfds.mirror': ['source', 'destination'],
+    'coyo11m_tfds.sample_data': ['--out'],
+    'coyo11m_tfds.verify': ['data_dir'],
+    'train_lib.compile': ['--config', '--topology'],
+    'train_lib.demo': ['--workdir'],
+    'train_lib.draw': ['--workdir', '--prompts'],
+    'train_lib.main': ['--config', '--workdir'],
+}
+VALUES = {'--config': 'demo'}
+
+# Forks after the slow imports, so that each program begins at once in a process of its own.
+START = """
+import importlib, json, os, runpy, sys
+commands = json.loads(sys.argv[1])
+for program in {program for program, _ in commands} - {'train_lib.main'}:  # defines its flags
+    importlib.import_module(program)
+
+print('=== ended with 0', flush=True)
+for program, arguments in commands:
+    child = os.fork()
+    if not child:
+        sys.argv = [program, *arguments]
+        try:
+            runpy.run_module(program, run_name='__main__', alter_sys=True)
+        except SystemExit as end:
+            if isinstance(end.code, str):
+                print(end.code)
+            sys.stdout.flush()
+            os._exit(1 if isinstance(end.code, str) else end.code or 0)
+    _, status = os.waitpid(child, 0)
+    print('=== ended with', os.waitstatus_to_exitcode(status), flush=True)
+"""
+
+
+@pytest.fixture(scope='module')
+def said() -> dict[tuple[str, str], tuple[int, list[str]]]:
+    """The exit status and the lines of each program, by its name and what it was given."""
+    commands = []
+    for program, required in REQUIRED.items():
+        enough = [
+            f'{flag}={VALUES.get(flag, "x")}' if flag.startswith('-') else 'x' for flag in required
+        ]
+        commands += [
+            (program, []),
+            (program, ['--help']),
+            (program, [*enough, '--nope=1']),
+            (program, [*enough, 'stray']),
+        ]
+    command = [sys.executable, '-W', 'ignore', '-c', START, json.dumps(commands)]
+    ended = subprocess.run(
+        command,
+        cwd=CHECKOUT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    _, *parts = re.split(r'=== ended with (\d+)\n', ended.stdout)[1:]
+    return {
+        (program, (arguments or [''])[-1]): (int(status), output.splitlines())
+        for (program, arguments), output, status in zip(
+            commands, parts[::2], parts[1::2], strict=False
+        )
+    }
+
+
+@pytest.mark.parametrize('program', REQUIRED)
+def test_what_is_missing_is_one_line_with_a_whole_command(program, said):
+    status, lines = said[program, '']
+    assert status in (1, 2)
+    assert len(lines) == 1, lines
+    assert re.match('error: .*(missing|required): ', lines[0])
+    for flag in REQUIRED[program]:
+        assert flag in lines[0].partition('python -m')[0]
+    assert f'python -m {program} ' in lines[0]
+    assert '--help' in lines[0]
+
+
+@pytest.mark.parametrize('program', REQUIRED)
+@pytest.mark.parametrize('wrong', ['--nope=1', 'stray'])
+def test_what_is_wrong_is_one_line_that_names_it(program, wrong, said):
+    status, lines = said[program, wrong]
+    assert status in (1, 2)
+    assert len(lines) == 1, lines
+    assert re.match(f'error: .*{wrong.strip("-").partition("=")[0]}', lines[0])
+    assert '--help' in lines[0]
+
+
+@pytest.mark.parametrize('program', REQUIRED)
+def test_help_shows_a_command_and_all_flags(program, said):
+    status, lines = said[program, '--help']
+    assert status == 0
+    text = '\n'.join(lines)
+    assert f'    python -m {program} ' in text
+    for flag in REQUIRED[program]:
+        assert re.search(rf'^ +{flag}\b', text, re.MULTILINE)
+    if program.startswith('train_lib'):
+        assert '--[no]verbose' in text
