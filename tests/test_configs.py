@@ -101,4 +101,3 @@ def test_the_default_configuration_explains_every_field():
     source = (CHECKOUT / 'configs' / 'default.py').read_text()
     for path, _ in jax.tree.leaves_with_path(_get('default').to_dict()):
         assert re.search(rf'\.{path[-1].key} = .*  # \S', source), path
-
