@@ -72,7 +72,8 @@ def _parse_flags(argv: Sequence[str], required: Sequence[str]) -> list[str]:
                 _ = flags.FLAGS.config.seed  # a file that cannot be loaded is told on first use
         except flags.Error as error:
             program = sys.modules['__main__']
-            advice = command_line.advice(f'python -m {program.__spec__.name}', program.__doc__)
+            name = program.__spec__.name if program.__spec__ else ''
+            advice = command_line.advice(f'python -m {name}', program.__doc__)
             raise ValueError(f'{error}; {advice}') from error
         except (OSError, KeyError, AttributeError) as error:
             raise ValueError(_wrong_config(argv, error)) from error

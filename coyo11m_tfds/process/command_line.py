@@ -37,15 +37,17 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f'error: {message}; {advice(self.prog, self.description)}\n')
 
 
-def advice(program: str, doc: str) -> str:
+def advice(program: str, doc: str | None) -> str:
     """What to do about a wrong command line: what a docstring shows, and `--help`.
 
     Args:
         program: such as 'python -m coyo11m_tfds.verify'.
         doc: has a command that begins so, indented, maybe on several lines.
     """
-    command = re.search(rf'^ {{4}}({re.escape(program)} (?:.*\\\n)*.*)', doc, re.MULTILINE)[1]
-    return f'expected e.g. `{" ".join(command.replace(chr(92), " ").split())}`, see --help'
+    found = re.search(rf'^ {{4}}({re.escape(program)} (?:.*\\\n)*.*)', doc or '', re.MULTILINE)
+    if not found:
+        return 'see --help'
+    return f'expected e.g. `{" ".join(found[1].replace(chr(92), " ").split())}`, see --help'
 
 
 def show_log() -> None:

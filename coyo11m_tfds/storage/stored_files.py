@@ -4,6 +4,7 @@ files = stored_files.list_folder('gs://bucket/data/coyo11m_tfds/latents/1.0.0')
 stored_files.read(files['features.json'], stored_files.Content).data
 """
 
+import functools
 import glob
 import pathlib
 from collections.abc import Callable
@@ -60,10 +61,8 @@ def folders_with(folder: str, name: str) -> list[str]:
     below = ['/'.join([*'*' * level, _VERSION, name]) for level in range(_LEVELS)]
     for pattern in [name, *below]:
         if source_files.is_remote(folder):
-            found = retry.call(
-                lambda pattern=pattern: source_files.gcs().glob(f'{folder}/{pattern}'),
-                f'listing {folder}',
-            )
+            listing = functools.partial(source_files.gcs().glob, f'{folder}/{pattern}')
+            found = retry.call(listing, f'listing {folder}')
             found = [f'gs://{path}' for path in found]
         else:
             found = [f'{folder}/{path}' for path in glob.glob(pattern, root_dir=folder)]

@@ -510,7 +510,8 @@ def test_a_row_group_of_more_than_2_gb_takes_little_memory(tmp_path: pathlib.Pat
     program = (
         'import contextlib, re, sys; from coyo11m_tfds.source import caption_store\n'
         'caption_store.prepare_store(lambda: contextlib.nullcontext(sys.argv[1]),\n'
-        "    name=sys.argv[1], version='1', column='caption_llava', cache_dir=sys.argv[2], drop_repeats=False)\n"
+        "    name=sys.argv[1], version='1', column='caption_llava', \n"
+        '    cache_dir=sys.argv[2], drop_repeats=False)\n'
         "status = open('/proc/self/status').read()\n"
         "print(re.search(r'VmHWM:\\s+(\\d+) kB', status)[1])"
     )
