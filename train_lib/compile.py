@@ -250,8 +250,9 @@ def _time_lines(report: Report) -> list[str]:
 
 def _first_sentence(error: Exception) -> str:
     """What libtpu says about memory, without the list of allocations that follows."""
-    used = re.search(r'Used [\d.]+\w? of [\d.]+\w?', str(error))
-    return used[0] if used else str(error).splitlines()[0]
+    sums = r'Used [\d.]+\w? of [\d.]+\w?|the total memory required .* \([\d.]+\w?\)'
+    found = re.search(sums, str(error))
+    return found[0] if found else str(error).splitlines()[0]
 
 
 def main() -> None:
