@@ -3,9 +3,10 @@
     python -m train_lib.check --config=configs/demo.py --config.data.dir=OUT/coyo11m_tfds/hash/1.0.0
     {"devices": "1 x cpu", "data": "OUT/..., text vectors of hash", "unchecked": {}}
 
-Settings, mesh, data set and the memory that reading takes are checked as a run does before its
-first step; no model is made. An error ends it in one line with exit status 1. A configuration for
-a pod (`distributed`) is checked as far as one host can tell: the mesh is that of its own devices.
+Settings, mesh, data set, the memory that reading takes, model and optimizer are checked as a run
+does before its first step; nothing is compiled. An error ends it in one line with exit status 1. A
+configuration for a pod (`distributed`) is checked as far as one host can tell: the mesh is that of
+its own devices.
 """
 
 import json
@@ -36,7 +37,7 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
     # After `process.prepare`, because they import TensorFlow.
     import jax
 
-    from train_lib import settings, sharding, writers
+    from train_lib import program, settings, sharding, writers
     from train_lib.data import TrainingData
 
     writers.check(config)
@@ -49,6 +50,7 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
     if config.data.dir:
         data = TrainingData(config, mesh)
         data.check_memory()
+        program.make_program(config, mesh, data.facts.stats, latent_shape=data.facts.latent_shape)
         described = f'{config.data.dir}, text vectors of {data.facts.encoder}'
     else:
         how = 'name a built data set with --data_dir'

@@ -17,7 +17,9 @@ from coyo11m_tfds.process import ending, job, machine
 from coyo11m_tfds.storage import lock_holder, retry, scratch, source_files
 
 _OURS = 'COYO11M_'
-_KNOWN = {
+
+# All that have a meaning; the README's table explains them.
+VARIABLES = {
     local_runner.WORKERS_VARIABLE,
     ending.TRACEBACK_VARIABLE,
     'COYO11M_LEASE_SECONDS',
@@ -51,7 +53,7 @@ def check_environment(environment: Mapping[str, str]) -> list[Finding]:
             findings.append(finding.of_error('environment', error))
     ours = sorted(name for name in environment if name.startswith(_OURS))
     for name in ours:
-        if name not in _KNOWN:
+        if name not in VARIABLES:
             text = f'{name} is set, but no variable of this project has this name'
             findings.append(finding.warned('environment', text, f'unset {name}'))
     values = ', '.join(f'{name}={environment[name]}' for name in ours)

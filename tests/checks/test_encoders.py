@@ -2,10 +2,8 @@
 
 import json
 import pathlib
-import shutil
 
 import pytest
-import safetensors.torch
 import tokenizers
 import transformers
 
@@ -32,23 +30,13 @@ def fast(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope='module')
 def slow(tmp_path_factory) -> pathlib.Path:
-    """A T5 of bytes, whose tokenizer exists in Python alone."""
+    """The half of a T5 of bytes, whose tokenizer exists in Python alone."""
     folder = tmp_path_factory.mktemp('slow')
     (folder / 'tokenizer_config.json').write_text(json.dumps({'tokenizer_class': 'ByT5Tokenizer'}))
     config = transformers.T5Config(
         vocab_size=384, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2
     )
-    transformers.T5Model(config).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def weightless(slow, tmp_path) -> pathlib.Path:
-    """The same with some weights missing."""
-    folder = shutil.copytree(slow, tmp_path / 'weightless')
-    tensors = safetensors.torch.load_file(folder / 'model.safetensors')
-    del tensors['encoder.final_layer_norm.weight']
-    safetensors.torch.save_file(tensors, folder / 'model.safetensors', {'format': 'pt'})
+    transformers.T5EncoderModel(config).save_pretrained(folder)
     return folder
 
 
@@ -59,17 +47,11 @@ def test_a_fast_tokenizer_passes_and_the_speed_is_rated(fast):
     assert encoder.facts['captions_a_second'] > 0
 
 
-def test_a_slow_tokenizer_fails_by_name(slow):
+def test_a_slow_tokenizer_fails_by_name_even_where_the_encoder_does_not_load(slow):
     tokenizer, encoder = encoders.check_encoder(f'hf:{slow}', num_captions=10, seconds=120)
     assert tokenizer.status == 'fail'
     assert tokenizer.text.startswith('ByT5Tokenizer of hf:')
     assert 'tokenizer.json' in tokenizer.mend
-    assert encoder.name == 'encoder'
-
-
-def test_the_tokenizer_is_judged_although_the_encoder_does_not_load(weightless):
-    tokenizer, encoder = encoders.check_encoder(f'hf:{weightless}', num_captions=10, seconds=120)
-    assert tokenizer.text.startswith('ByT5Tokenizer of hf:')
     assert (encoder.status, 'weights lack' in encoder.text) == ('fail', True)
 
 
