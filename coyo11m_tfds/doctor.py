@@ -63,7 +63,7 @@ class Doctor:
         """
         self._flags, self._settings = flags, settings
         self._environment = dict(os.environ)
-        self._num_bytes = self._kept_bytes = self._scratch_bytes = 0
+        self._num_bytes = self._scratch_bytes = 0
         self._num_captions = _USUAL_CAPTIONS
         self._data_sets: list[str] = []
         self.hung = False
@@ -85,14 +85,15 @@ class Doctor:
         yield 'memory', hardware.check_memory, 1
         yield 'versions', functools.partial(versions.check_versions, self._extras()), 1
         yield 'environment', self._check_environment, 1
-        for library in ('jax', 'torch'):
-            check = functools.partial(devices.check_devices, [library], seconds)
-            yield f'accelerators of {library}', check, 2
+        check = functools.partial(devices.check_devices, ['jax', 'torch'], seconds)
+        yield 'accelerators', check, 2
         if flags.source:
             check = functools.partial(places.check_place, 'source', flags.source)
             yield 'credentials of source', check, 1
         if flags.data_dir:
-            check = functools.partial(places.check_place, 'data_dir', flags.data_dir, writes=True)
+            check = functools.partial(
+                places.check_place, 'data_dir', flags.data_dir, writes=bool(flags.source)
+            )
             yield 'credentials of data_dir', check, 1
         if flags.source:
             yield 'source', self._source, 2
@@ -128,7 +129,7 @@ class Doctor:
         yield from source_checks.check_files(source)
         found = source_checks.estimate(source, self._settings, self._write_rate())
         self._num_captions = found.num_records
-        self._num_bytes, self._kept_bytes = found.num_bytes, found.store_bytes
+        self._num_bytes = found.num_bytes
         fetched = min(found.fetched_bytes, self._settings.scratch_bytes)
         self._scratch_bytes = found.store_bytes + fetched
         yield from source_checks.check_build(found)
@@ -142,11 +143,12 @@ class Doctor:
     def _disks(self) -> Sequence[Finding]:
         from coyo11m_tfds.checks import choices
 
-        data_dir = self._flags.data_dir
-        scratch = choices.scratch_folder(data_dir, self._settings.scratch_dir)
-        local = {'scratch': (scratch, self._scratch_bytes)}
+        data_dir, builds, local = self._flags.data_dir, bool(self._flags.source), {}
         if data_dir and not source_files.is_remote(data_dir):
-            local = {'data_dir': (data_dir, self._num_bytes), **local}
+            local['data_dir'] = data_dir, self._num_bytes if builds else None
+        if builds or not data_dir:
+            scratch = choices.scratch_folder(data_dir, self._settings.scratch_dir)
+            local['scratch'] = scratch, self._scratch_bytes
         return hardware.check_disks(local)
 
     def _encoder(self) -> Sequence[Finding]:

@@ -13,18 +13,18 @@ from coyo11m_tfds.build import local_runner
 from coyo11m_tfds.build.settings import BuildSettings
 from coyo11m_tfds.checks import finding, hardware
 from coyo11m_tfds.checks.finding import Finding
-from coyo11m_tfds.process import ending, job, machine
+from coyo11m_tfds.process import job, machine
 from coyo11m_tfds.storage import lock_holder, retry, scratch, source_files
 
 _OURS = 'COYO11M_'
 
 # All that have a meaning; the README's table explains them.
 VARIABLES = {
-    local_runner.WORKERS_VARIABLE,
-    ending.TRACEBACK_VARIABLE,
     'COYO11M_LEASE_SECONDS',
+    'COYO11M_NUM_PROC',
     'COYO11M_RETRY_SECONDS',
     'COYO11M_STALL_SECONDS',
+    'COYO11M_TRACEBACK',
     # Of the tests.
     'COYO11M_DRILL_SEED',
     'COYO11M_ENCODERS',

@@ -76,7 +76,7 @@ def check_health(data_dir: str, read_through: int | None = None) -> list[Finding
     faults = list(found.faults)
     if not is_whole:
         faults += _check_spots(files, {fault.partition(':')[0] for fault in faults})
-    how = 'read through' if is_whole else f'a chunk of {min(_SPOTS, len(files))} shards read'
+    how = 'read through' if is_whole else f'a chunk of up to {_SPOTS} shards a split read'
     facts = {'files': found.num_files, 'num_bytes': found.num_bytes, 'faults': faults}
     if faults:
         return list(_tell(name, data_dir, faults))

@@ -7,6 +7,7 @@ Each library looks in a process of its own, so that no device and no memory is c
 that is not installed is not imported.
 """
 
+import concurrent.futures
 import importlib.util
 import os
 import pathlib
@@ -56,7 +57,10 @@ def check_devices(
         seconds: that each may take.
         root: see `plugged_in`.
     """
-    return [_check(library, seconds, plugged_in(root)) for library in libraries]
+    there = plugged_in(root)
+    # Together: each takes seconds to import.
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        return list(threads.map(lambda library: _check(library, seconds, there), libraries))
 
 
 def _check(library: str, seconds: float, there: str) -> Finding:

@@ -104,14 +104,15 @@ def look_at_disk(
 
 
 def check_disks(
-    places: Mapping[str, tuple[str, int]],
+    places: Mapping[str, tuple[str, int | None]],
     root: str | os.PathLike[str] = '/',
     usage: Callable[[str], tuple[int, int, int]] = shutil.disk_usage,
 ) -> list[Finding]:
     """Whether there is room in local folders, and what kind of disk they are on.
 
     Args:
-        places: of each name the folder, and the bytes that will be written to it.
+        places: of each name the folder, and the bytes that will be written to it; None where it is
+            only read.
         root, usage: see `look_at_disk`.
     """
     findings, taken = [], dict[int, int]()
@@ -122,22 +123,22 @@ def check_disks(
         except OSError as error:
             findings.append(finding.of_error(label, error))
             continue
-        # Places on one disk share its room.
-        needed += taken.get(disk.device, 0)
-        taken[disk.device] = needed
-        findings.append(_judge(label, name, folder, disk, max(needed, _LEAST_ROOM)))
+        if needed is not None:  # places on one disk share its room
+            taken[disk.device] = needed = needed + taken.get(disk.device, 0)
+            needed = max(needed, _LEAST_ROOM)
+        findings.append(_judge(label, name, folder, disk, needed))
     return findings
 
 
-def _judge(label: str, name: str, folder: str, disk: Disk, needed: int) -> Finding:
+def _judge(label: str, name: str, folder: str, disk: Disk, needed: int | None) -> Finding:
     facts = dataclasses.asdict(disk) | {'needed': needed}
     on = f'{disk.kind} ({disk.file_system})' if disk.file_system else disk.kind
     text = f'{folder} has {gigabytes(disk.free)} free on {on}'
     option = '--data_dir' if name == 'data_dir' else 'scratch_dir in the config of the build'
-    if not os.access(disk.folder, os.W_OK | os.X_OK):
+    if needed is not None and not os.access(disk.folder, os.W_OK | os.X_OK):
         text = f'{folder}: this user cannot write to {disk.folder}'
         return finding.failed(label, text, f'choose another {option}', **facts)
-    if disk.free < needed:
+    if needed is not None and disk.free < needed:
         text += f', expected {gigabytes(needed)} for what will be on this disk'
         return finding.failed(label, text, f'free some space, or choose another {option}', **facts)
     if disk.kind == MEMORY:

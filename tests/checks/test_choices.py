@@ -2,7 +2,6 @@
 
 import pytest
 
-from coyo11m_tfds.build import local_runner
 from coyo11m_tfds.build.settings import BuildSettings
 from coyo11m_tfds.checks import choices, finding, hardware
 from coyo11m_tfds.process import machine
@@ -17,7 +16,7 @@ def check(monkeypatch, **environment: str) -> list[tuple[str, str]]:
 
 
 def test_variables_that_count(monkeypatch):
-    monkeypatch.delenv(local_runner.WORKERS_VARIABLE, raising=False)
+    monkeypatch.delenv('COYO11M_NUM_PROC', raising=False)
     assert check(monkeypatch) == [('pass', 'nothing is set')]
     assert check(monkeypatch, COYO11M_NUM_PROC='4') == [('pass', 'COYO11M_NUM_PROC=4')]
 
@@ -45,7 +44,7 @@ def disks(monkeypatch) -> dict[str, hardware.Disk]:
     monkeypatch.setattr(hardware, 'look_at_disk', lambda folder, root: there[folder])
     monkeypatch.setattr(machine, 'usable_cpus', lambda: 16)
     monkeypatch.setattr(machine, 'free_memory', lambda root: 64 * GB)
-    monkeypatch.delenv(local_runner.WORKERS_VARIABLE, raising=False)
+    monkeypatch.delenv('COYO11M_NUM_PROC', raising=False)
     return there
 
 

@@ -57,6 +57,11 @@ def test_too_little_disk_is_a_failure_with_both_figures(tmp_path):
     assert 'another --data_dir' in found.mend
 
 
+def test_what_is_only_read_needs_no_room(tmp_path):
+    (found,) = hardware.check_disks({'data_dir': (str(tmp_path), None)}, usage=has_free(0))
+    assert found.status == 'pass'
+
+
 def test_places_on_one_disk_share_its_room(tmp_path):
     places = {'data_dir': (str(tmp_path), 30 * GB), 'scratch': (str(tmp_path / 's'), 32 * GB)}
     found = hardware.check_disks(places, usage=has_free(40 * GB))
