@@ -111,3 +111,22 @@ def test_unusable_arguments_end_it_with_status_2(arguments, message):
     ended = run(*arguments)
     assert (ended.returncode, message in ended.stderr) == (2, True), ended.stderr
     assert 'Traceback' not in ended.stderr
+
+
+def test_a_machine_that_only_trains_needs_no_packages_of_builds(mini_dataset):
+    program = f"""
+import sys
+sys.modules.update(dict.fromkeys(['torch', 'pyarrow', 'isal', 'huggingface_hub', 'transformers']))
+from coyo11m_tfds import doctor
+from coyo11m_tfds.build.settings import BuildSettings
+from coyo11m_tfds.checks import choices, data_sets
+found = [
+    *choices.check_environment({{}}),
+    *data_sets.check_health('{mini_dataset}'),
+    choices.choose(BuildSettings(), '', 0, 0, []),
+]
+print([one.status for one in found])
+"""
+    command = [sys.executable, '-c', program]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    assert done.stdout == "['pass', 'pass', 'pass']\n", done.stderr

@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping, Sequence
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.build import local_runner
 from coyo11m_tfds.build.settings import BuildSettings
 from coyo11m_tfds.checks import finding, hardware
 from coyo11m_tfds.checks.finding import Finding
@@ -41,7 +40,7 @@ def check_environment(environment: Mapping[str, str]) -> list[Finding]:
     """
     findings = []
     for read in (
-        lambda: local_runner.choose_workers(0, 0),
+        lambda: choose_workers(0, 0),
         lambda: retry.seconds('COYO11M_RETRY_SECONDS', 1),
         retry.stall_seconds,
         lock_holder.lease_seconds,
@@ -58,6 +57,15 @@ def check_environment(environment: Mapping[str, str]) -> list[Finding]:
             findings.append(finding.warned('environment', text, f'unset {name}'))
     values = ', '.join(f'{name}={environment[name]}' for name in ours)
     return findings or [finding.passed('environment', values or 'nothing is set')]
+
+
+def choose_workers(num_workers: int, num_bytes: int) -> int:
+    """`local_runner.choose_workers`; 1 where torch is missing, so that no build can run."""
+    try:
+        from coyo11m_tfds.build import local_runner
+    except ModuleNotFoundError:
+        return 1
+    return local_runner.choose_workers(num_workers, num_bytes)
 
 
 def scratch_folder(data_dir: str, chosen: str) -> str:
@@ -88,7 +96,7 @@ def choose(
         root: folder that holds `proc` and `sys`.
     """
     by_memory = max(1, machine.free_memory(root) // _WORKER_BYTES)
-    workers = min(local_runner.choose_workers(settings.num_workers, num_bytes), by_memory)
+    workers = min(choose_workers(settings.num_workers, num_bytes), by_memory)
     usual = scratch_folder(data_dir, settings.scratch_dir)
     folder = next((f for f in (usual, *candidates) if _suits(f, scratch_bytes, root)), usual)
     chosen: dict[str, int | float | str] = {'num_workers': int(workers)}
