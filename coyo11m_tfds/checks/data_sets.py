@@ -123,7 +123,7 @@ def _spots(
     files: dict[str, SourceFile], told: set[str]
 ) -> Iterator[tuple[SourceFile, str, int, int, int]]:
     """Yields shard, name of the index, place and length of a chunk, and how many records it has."""
-    if not {schema.INFO_FILE, schema.CHECKSUMS_FILE} <= files.keys() - told:
+    if schema.INFO_FILE not in files.keys() - told:
         return
     info = stored_files.read(files[schema.INFO_FILE], stored_files.Content).data
     for split in stored_splits.parse(bytes(info)):

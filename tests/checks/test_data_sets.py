@@ -4,6 +4,7 @@ import os
 import pathlib
 import shutil
 
+import numpy as np
 import pytest
 
 from coyo11m_tfds import schema, verify
@@ -68,6 +69,21 @@ def test_swapped_shards_of_one_size_are_found_without_reading_them_through(copy)
     found = data_sets.check_health(str(copy), read_through=0)
     assert [one.text.partition(': ')[0] for one in found] == [SHARD, OTHER]
     assert all('are not the' in one.text for one in found)
+
+
+def test_an_index_of_other_places_is_found_without_checksums(copy):
+    """As sizes and counts are right, only the records tell."""
+    (copy / schema.CHECKSUMS_FILE).unlink()
+    (found,) = data_sets.check_health(str(copy), read_through=0)
+    assert (found.status, 'are compared with each other alone' in found.text) == ('warn', True)
+    index = np.load(copy / 'chunk_index-train.npy')
+    last = index.shape[0] - 2  # offset of the last chunk of the last shard
+    index[last] += 1
+    np.save(copy / 'chunk_index-train.npy', index)
+    assert verify.verify(copy, fast=True).faults == []
+    (found,) = data_sets.check_health(str(copy), read_through=0)
+    assert found.status == 'fail'
+    assert 'chunk_index-train.npy tells of' in found.text
 
 
 def test_data_sets_are_found_below_a_data_dir(copy, tmp_path):
