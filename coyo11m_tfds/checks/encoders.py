@@ -59,10 +59,11 @@ def _rate(spec: str, answer: dict[str, Any], num_captions: int) -> Finding:
     rate = answer['captions_a_second']
     hours = num_captions / rate / 3600
     rating = next((name for most, name in _RATINGS if hours <= most), _SLOW)
+    digits = 0 if rate >= 10 else 1
     time = f'{hours:,.1f} hours' if hours >= 1 else f'{3600 * hours:,.0f} s'
     text = (
-        f'{spec} loads, vectors of {answer["dim"]} numbers, {rate:,.0f} captions/s here, {rating}: '
-        f'{time} for {num_captions:,} captions'
+        f'{spec} loads, vectors of {answer["dim"]} numbers, {rate:,.{digits}f} captions/s here, '
+        f'{rating}: {time} for {num_captions:,} captions'
     )
     facts = {'captions_a_second': rate, 'hours': hours, 'rating': rating, 'dim': answer['dim']}
     if rating == _SLOW:
