@@ -118,6 +118,7 @@ setuptools.setup(
         'numpy>=2.0',
         'optax>=0.2.4',
         'orbax-checkpoint>=0.11',
+        'packaging>=23.0',
         'pillow>=10.1',
         'requests>=2.31',
         'tensorboard>=2.18',  # clu.metric_writers imports it

@@ -32,7 +32,6 @@ from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.reading import stored_dataset, stored_splits
 from coyo11m_tfds.reading.stored_splits import StoredShard, StoredSplit
-from coyo11m_tfds.source import pt_check
 from coyo11m_tfds.storage import stored_files
 from coyo11m_tfds.storage.file_state import FileState
 from coyo11m_tfds.storage.source_files import SourceFile
@@ -214,6 +213,9 @@ class _Check:
 
     def _check_sources(self, latents: columns.Column, metadata: bytes | None) -> None:
         """Compares the files that latents lie in with what they were, unless `fast` throughout."""
+        # It needs the extra `convert`, as who has the source has it.
+        from coyo11m_tfds.source import pt_check
+
         settings = json.loads(metadata or b'{}').get(schema.META_SETTINGS, {})
         for file in latents.files:
             try:

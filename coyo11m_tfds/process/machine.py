@@ -2,6 +2,7 @@
 
     machine.usable_cpus()     # 4
     machine.usable_memory()   # 17179869184 bytes
+    machine.free_memory()     # 9663676416 of them
 
 Limits are those of the process's control group and of every group above it, version 1 and 2.
 """
@@ -45,6 +46,35 @@ def usable_memory(root: str | os.PathLike[str] = '/') -> int:
     return min(limits)
 
 
+def free_memory(root: str | os.PathLike[str] = '/') -> int:
+    """Returns the bytes of memory that this process could take now without pushing others out.
+
+    What the kernel keeps of files counts as free, because it is given up on demand.
+
+    Args:
+        root: folder that holds `proc` and `sys`.
+    """
+    free = [usable_memory(root)]
+    for folder in _groups(root, ''):
+        free += _left(folder, 'memory.max', 'memory.current')
+    for folder in _groups(root, 'memory'):
+        free += _left(folder, 'memory.limit_in_bytes', 'memory.usage_in_bytes')
+    meminfo = _fields(pathlib.Path(root, 'proc/meminfo'))
+    if 'MemAvailable:' in meminfo:
+        free.append(1024 * meminfo['MemAvailable:'])
+    return max(0, min(free))
+
+
+def _left(folder: pathlib.Path, limit: str, usage: str) -> list[int]:
+    """What a control group leaves of its limit; [] if it has none."""
+    numbers = _read(folder / limit) + _read(folder / usage)
+    if len(numbers) < 2:
+        return []
+    stat = _fields(folder / 'memory.stat')
+    cached = stat.get('total_inactive_file', stat.get('inactive_file', 0))
+    return [numbers[0] - numbers[1] + cached]
+
+
 def _groups(root: str | os.PathLike[str], controller: str) -> Iterator[pathlib.Path]:
     """Yields the folders of the process's control group and of those above it, as far as mounted.
 
@@ -74,3 +104,12 @@ def _read(file: pathlib.Path) -> list[int]:
         return [int(word) for word in file.read_text().split()]
     except (OSError, ValueError):
         return []
+
+
+def _fields(file: pathlib.Path) -> dict[str, int]:
+    """The first number after the name on each line; {} if there is no such file."""
+    try:
+        lines = [line.split() for line in file.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}

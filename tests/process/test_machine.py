@@ -103,3 +103,23 @@ def test_workers_of_a_build_on_a_system_without_affinity(monkeypatch):
     monkeypatch.delattr(os, 'sched_getaffinity')
     monkeypatch.delenv(local_runner.WORKERS_VARIABLE, raising=False)
     assert local_runner.choose_workers(0, 10**12) == machine.usable_cpus()
+
+
+@pytest.mark.parametrize('version', [1, 2])
+def test_free_memory_is_what_the_container_leaves_and_what_files_take(tmp_path, version):
+    if version == 2:
+        files = {'memory.max': str(8 * GB), 'memory.current': str(6 * GB)}
+        files['memory.stat'] = f'anon {4 * GB}\ninactive_file {1 * GB}'
+    else:
+        files = {'memory/memory.limit_in_bytes': str(8 * GB)}
+        files |= {'memory/memory.usage_in_bytes': str(6 * GB)}
+        files['memory/memory.stat'] = f'inactive_file 0\ntotal_inactive_file {1 * GB}'
+    root = tree(tmp_path, '3:memory:/\n0::/', **files)
+    (root / 'proc/meminfo').write_text(f'MemTotal: 9 kB\nMemAvailable: {20 * GB // 1024} kB\n')
+    assert machine.free_memory(root) == 3 * GB
+    (root / 'proc/meminfo').write_text(f'MemAvailable: {2 * GB // 1024} kB\n')
+    assert machine.free_memory(root) == 2 * GB
+
+
+def test_free_memory_without_limits_or_a_system_that_tells(tmp_path):
+    assert machine.free_memory(tree(tmp_path, '0::/')) == PHYSICAL

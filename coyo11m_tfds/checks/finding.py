@@ -1,0 +1,99 @@
+"""What a check says: one line that passes, warns or fails, with the command that mends it.
+
+    finding.failed('disk', '/data has 2.0 GB free, expected 310.0 GB', 'choose another --data_dir')
+    finding.bounded('source', 30, lambda: source_checks.check_files('gs://bucket/coyo11m'))
+
+A check never raises what a user can mend: `bounded` turns errors, and no answer, into findings.
+"""
+
+import dataclasses
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+PASS, WARN, FAIL = 'pass', 'warn', 'fail'
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line.
+
+    Attributes:
+        name: of the check.
+        status: `PASS`, `WARN` or `FAIL`.
+        text: what was found, in one line.
+        mend: the command or the change that mends it; '' where nothing is to be mended, or where
+            the text says it.
+        facts: plain values for programs, as JSON can carry them.
+    """
+
+    name: str
+    status: str
+    text: str
+    mend: str = ''
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        mend = f' -> {self.mend}' if self.mend else ''
+        return f'{self.status}  {self.name}: {self.text}{mend}'
+
+
+# Gives the findings of one subject.
+Check = Callable[[], Sequence[Finding]]
+
+
+def passed(name: str, text: str, **facts: Any) -> Finding:
+    """A check without fault."""
+    return Finding(name, PASS, text, '', facts)
+
+
+def warned(name: str, text: str, mend: str, **facts: Any) -> Finding:
+    """What costs time or may fail later."""
+    return Finding(name, WARN, text, mend, facts)
+
+
+def failed(name: str, text: str, mend: str = '', **facts: Any) -> Finding:
+    """What would end a build or a run, or has damaged a data set."""
+    return Finding(name, FAIL, text, mend, facts)
+
+
+def of_error(name: str, error: BaseException, mend: str = '') -> Finding:
+    """An error, whose message says what to do, as a failure of one line."""
+    if isinstance(error, ModuleNotFoundError):
+        mend = mend or "pip install -c constraints.txt -e '.[convert,text]'"
+        return failed(name, f'{error.name} is not installed, which this check needs', mend)
+    text = str(error) if isinstance(error, (ValueError, OSError)) and str(error) else repr(error)
+    return failed(name, ' '.join(text.split()), mend)
+
+
+def bounded(name: str, seconds: float, check: Check) -> tuple[list[Finding], bool]:
+    """Runs a check, but waits no longer than so many seconds.
+
+    Args:
+        name: of the finding that stands for an error or for no answer.
+        seconds: to wait. A check that hangs stays behind in a daemon thread.
+        check: what to run.
+
+    Returns:
+        Its findings, at least one; and whether it is over.
+    """
+    results: queue.SimpleQueue = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            results.put(list(check()))
+        except BaseException as error:
+            results.put([of_error(name, error)])
+
+    threading.Thread(target=run, name=f'check {name}', daemon=True).start()
+    try:
+        return results.get(timeout=seconds), True
+    except queue.Empty:
+        text = f'no answer within {seconds:g} s, so nothing is known of it'
+        return [failed(name, text, 'try again, or wait longer with --timeout')], False
+
+
+def gigabytes(num_bytes: float) -> str:
+    """Bytes as people read them: '12.3 GB', below 1 GB '45 MB'."""
+    return f'{num_bytes / 1e9:,.1f} GB' if num_bytes >= 1e9 else f'{num_bytes / 1e6:,.0f} MB'

@@ -1,0 +1,260 @@
+"""Looks at a machine, a source, an encoder, a configuration and data sets before hours are spent.
+
+    python -m coyo11m_tfds.doctor
+    python -m coyo11m_tfds.doctor --source=hf://datasets/owner/name --data_dir=gs://BUCKET/tfds \\
+        --encoder=hf:google/gemma-3-270m --config=tpu_v5e_16
+
+    pass  cores: 8, without a quota
+    fail  disk of data_dir: OUT has 20.0 GB free on SSD (ext4), expected 310.0 GB ... -> free ...
+
+One line a finding: pass, warn or fail, and after the arrow what mends it; `--json` prints all in
+one document. The exit status is 1 if anything fails. A build is planned, but not written: what this
+makes is temporary files, and in a bucket a file of one byte that it removes again. What is asked
+for and gives no answer in time has failed.
+"""
+
+import argparse
+import functools
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+
+from coyo11m_tfds import schema
+from coyo11m_tfds.build.settings import BuildSettings
+from coyo11m_tfds.checks import devices, encoders, finding, hardware, places, training, versions
+from coyo11m_tfds.checks.finding import FAIL, WARN, Finding
+from coyo11m_tfds.process import ending
+from coyo11m_tfds.storage import source_files
+
+DEFAULT_TIMEOUT = 60.0
+_OF_ENCODER = 4  # times as long: a large one takes a minute to load
+
+_USUAL_CAPTIONS = 11_000_000  # of the model case, to rate an encoder by where no source is named
+
+# A storage that answers does so in a moment; one that does not should be told soon.
+_IMPATIENCE = {'COYO11M_RETRY_SECONDS': '0.2', 'COYO11M_STALL_SECONDS': '10'}
+
+# Bytes a second that a kind of disk or a bucket takes, for the time of a build.
+_WRITE_RATES = {
+    hardware.SSD: 500e6,
+    hardware.ROTATING: 150e6,
+    hardware.MEMORY: 2e9,
+    hardware.NETWORK: 100e6,
+    hardware.DISK: 200e6,
+}
+_BUCKET_RATE = 200e6
+
+
+class Doctor:
+    """One examination.
+
+    Attributes:
+        hung: whether a check was left behind without an answer.
+    """
+
+    def __init__(self, flags: argparse.Namespace, settings: BuildSettings):
+        """Looks at nothing yet.
+
+        Args:
+            flags: those of `parse_flags`.
+            settings: of the build.
+        """
+        self._flags, self._settings = flags, settings
+        self._environment = dict(os.environ)
+        self._num_bytes = self._scratch_bytes = 0
+        self._num_captions = _USUAL_CAPTIONS
+        self._data_sets: list[str] = []
+        self.hung = False
+
+    def findings(self) -> Iterator[Finding]:
+        """Runs all checks that are asked for, one after the other."""
+        for name, check, patience in self._checks():
+            found, is_over = finding.bounded(name, patience * self._flags.timeout, check)
+            self.hung |= not is_over
+            yield from found
+
+    def _checks(self) -> Iterator[tuple[str, finding.Check, float]]:
+        """Yields names, checks, and how many times as long as usual each may take.
+
+        A check may use what those before it have found.
+        """
+        flags, seconds = self._flags, self._flags.timeout
+        yield 'cores', hardware.check_cores, 1
+        yield 'memory', hardware.check_memory, 1
+        yield 'versions', functools.partial(versions.check_versions, self._extras()), 1
+        yield 'environment', self._check_environment, 1
+        check = functools.partial(devices.check_devices, ['jax', 'torch'], seconds)
+        yield 'accelerators', check, 2
+        if flags.source:
+            check = functools.partial(places.check_place, 'source', flags.source)
+            yield 'credentials of source', check, 1
+        if flags.data_dir:
+            check = functools.partial(
+                places.check_place, 'data_dir', flags.data_dir, writes=bool(flags.source)
+            )
+            yield 'credentials of data_dir', check, 1
+        if flags.source:
+            yield 'source', self._source, 2
+        yield 'disks', self._disks, 1
+        if flags.encoder:
+            yield 'encoder', self._encoder, 2 * _OF_ENCODER
+        if flags.data_dir:
+            yield 'data sets', self._find_data_sets, 1
+            for data_set in self._data_sets:
+                yield f'data set {data_set}', functools.partial(self._health, data_set), 1
+        if flags.config:
+            yield 'config', self._config, 2
+        yield 'settings', self._choose, 1
+
+    def _extras(self) -> list[str]:
+        """Extras of this package that are needed for what is asked."""
+        kind = self._flags.encoder.partition(':')[0]
+        of_encoder = {'hf': ['text'], 'jax': ['text_jax']}.get(kind, [])
+        return ['convert', *of_encoder] if self._flags.source else of_encoder
+
+    # Modules that need an extra are imported where they are used: a missing one is a finding.
+
+    def _check_environment(self) -> Sequence[Finding]:
+        from coyo11m_tfds.checks import choices
+
+        return choices.check_environment(self._environment)
+
+    def _source(self) -> Iterator[Finding]:
+        from coyo11m_tfds.checks import source_checks
+        from coyo11m_tfds.source import location
+
+        source = location.find(self._flags.source)
+        yield from source_checks.check_files(source)
+        found = source_checks.estimate(source, self._settings, self._write_rate())
+        self._num_captions = found.num_records
+        self._num_bytes = found.num_bytes
+        fetched = min(found.fetched_bytes, self._settings.scratch_bytes)
+        self._scratch_bytes = found.store_bytes + fetched
+        yield from source_checks.check_build(found)
+
+    def _write_rate(self) -> float:
+        data_dir = self._flags.data_dir or os.curdir
+        if source_files.is_remote(data_dir):
+            return _BUCKET_RATE
+        return _WRITE_RATES[hardware.look_at_disk(data_dir).kind]
+
+    def _disks(self) -> Sequence[Finding]:
+        from coyo11m_tfds.checks import choices
+
+        data_dir, builds, local = self._flags.data_dir, bool(self._flags.source), {}
+        if data_dir and not source_files.is_remote(data_dir):
+            local['data_dir'] = data_dir, self._num_bytes if builds else None
+        if builds or not data_dir:
+            scratch = choices.scratch_folder(data_dir, self._settings.scratch_dir)
+            local['scratch'] = scratch, self._scratch_bytes
+        return hardware.check_disks(local)
+
+    def _encoder(self) -> Sequence[Finding]:
+        seconds = _OF_ENCODER * self._flags.timeout
+        return encoders.check_encoder(self._flags.encoder, self._num_captions, seconds)
+
+    def _find_data_sets(self) -> Sequence[Finding]:
+        from coyo11m_tfds.checks import data_sets
+
+        self._data_sets = data_sets.find(self._flags.data_dir)
+        if self._data_sets:
+            return []
+        text = f'none in {self._flags.data_dir} yet'
+        return [finding.passed('data sets', text)]
+
+    def _health(self, data_set: str) -> Sequence[Finding]:
+        from coyo11m_tfds.checks import data_sets
+
+        return data_sets.check_health(data_set)
+
+    def _config(self) -> Sequence[Finding]:
+        # Of several data sets the configuration chooses.
+        chosen = self._data_sets[0] if len(self._data_sets) == 1 else ''
+        return training.check_config(self._flags.config, chosen, self._flags.timeout)
+
+    def _choose(self) -> Sequence[Finding]:
+        from coyo11m_tfds.checks import choices
+        from coyo11m_tfds.storage import scratch
+
+        candidates = [scratch.user_cache(schema.NAME), tempfile.gettempdir(), os.getcwd()]
+        return [
+            choices.choose(
+                self._settings,
+                self._flags.data_dir,
+                self._num_bytes,
+                self._scratch_bytes,
+                candidates,
+            )
+        ]
+
+
+def parse_flags() -> argparse.Namespace:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(
+        prog='python -m coyo11m_tfds.doctor',
+        description='Looks at a machine and at what is to be built, embedded or trained on it.',
+    )
+    add = parser.add_argument
+    add('--source', default='', help='folder of the source, local, gs:// or hf://')
+    add(
+        '--data_dir', default='', help='--data_dir of `tfds build`, or a built data set; also gs://'
+    )
+    add('--encoder', default='', help='text encoder: hash, hf:NAME or jax:NAME')
+    add('--config', default='', help='configuration of the trainer: a file or a name')
+    add('--build_config', default='{}', help='--config of `tfds build`, as JSON')
+    add('--timeout', type=float, default=DEFAULT_TIMEOUT, help='seconds a check (%(default)s)')
+    add('--json', action='store_true', help='print one JSON document')
+    return parser.parse_args()
+
+
+def build_settings(text: str) -> BuildSettings:
+    """The settings that `tfds build --config=TEXT` would have.
+
+    Raises:
+        ValueError: it is no JSON object, or has a field that is unknown or bad.
+    """
+    try:
+        fields = dict(json.loads(text))
+        for name in ('name', 'description'):  # of TFDS' config alone
+            fields.pop(name, None)
+        return BuildSettings(**fields)
+    except TypeError as error:
+        raise ValueError(f'--build_config={text}: {error}') from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f'--build_config={text}: is no JSON object ({error})') from error
+
+
+def summarize(found: Sequence[Finding]) -> str:
+    """One line about all findings."""
+    counts = [(sum(one.status == status for one in found), status) for status in (FAIL, WARN)]
+    said = ', '.join(f'{count} {status}' for count, status in counts if count)
+    return f'{len(found)} checks: {said or "all pass"}'
+
+
+def main() -> None:
+    """Runs the command line; the exit status is that of the module's docstring."""
+    flags, found = parse_flags(), []
+    with ending.in_one_line('nothing was changed', status=2):
+        doctor = Doctor(flags, build_settings(flags.build_config))
+        for name, value in _IMPATIENCE.items():
+            os.environ.setdefault(name, value)
+        for one in doctor.findings():
+            found.append(one)
+            if not flags.json:
+                print(one, flush=True)
+    status = int(any(one.status == FAIL for one in found))
+    if flags.json:
+        listed = [vars(one) | {'facts': dict(one.facts)} for one in found]
+        print(json.dumps({'ok': not status, 'findings': listed}, indent=1))
+    else:
+        print(summarize(found))
+    sys.stdout.flush()
+    if doctor.hung:  # its threads would keep this process waiting
+        os._exit(status)
+    sys.exit(status)
+
+
+if __name__ == '__main__':
+    main()

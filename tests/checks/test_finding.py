@@ -1,0 +1,41 @@
+"""Tests of what checks say, and of checks that fail or hang."""
+
+import threading
+
+from coyo11m_tfds.checks import finding
+
+
+def test_a_finding_is_one_line():
+    said = str(finding.failed('disk', '/data has 2 GB free', 'choose another --data_dir'))
+    assert said == 'fail  disk: /data has 2 GB free -> choose another --data_dir'
+    assert str(finding.passed('cores', '8')) == 'pass  cores: 8'
+
+
+def test_errors_are_findings():
+    def check():
+        raise ValueError('two\nlines')
+
+    assert finding.bounded('x', 5, check) == ([finding.failed('x', 'two lines')], True)
+
+    def broken():
+        yield finding.passed('x', 'fine so far')
+        raise KeyError('a')
+
+    (found,), is_over = finding.bounded('x', 5, broken)
+    assert (found.status, found.text, is_over) == ('fail', "KeyError('a')", True)
+
+    def missing():
+        import nonesuch  # noqa: F401
+
+    (found,), _ = finding.bounded('x', 5, missing)
+    assert found.text.startswith('nonesuch is not installed')
+    assert "'.[convert,text]'" in found.mend
+
+
+def test_a_check_that_hangs_fails_in_time():
+    end = threading.Event()
+    (found,), is_over = finding.bounded('x', 0.05, lambda: [end.wait()])
+    end.set()
+    assert (found.status, is_over) == ('fail', False)
+    assert 'no answer within 0.05 s' in found.text
+    assert '--timeout' in found.mend

@@ -1,0 +1,132 @@
+"""The command that examines a machine and what is to be done on it, as a user calls it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from coyo11m_tfds import schema
+from tests import made_sources
+from tests.checkout import CHECKOUT
+from tests.fakes.cloud import Fault
+
+SHARD = 'coyo11m_tfds-train.tfrecord-00003-of-00012'
+
+
+def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, '-m', 'coyo11m_tfds.doctor', *map(str, arguments)],
+        cwd=CHECKOUT,
+        env=os.environ | {'JAX_PLATFORMS': 'cpu', 'CUDA_VISIBLE_DEVICES': ''} | environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def by_name(ended: subprocess.CompletedProcess) -> dict[str, dict]:
+    """The findings of `--json` by name."""
+    assert 'Traceback' not in ended.stderr
+    return {found['name']: found for found in json.loads(ended.stdout)['findings']}
+
+
+def test_a_machine_and_a_whole_way_are_examined(sample_source, mini_dataset):
+    data_dir = mini_dataset.parents[2]
+    config = CHECKOUT / 'configs' / 'demo.py'
+    ended = run(
+        f'--source={sample_source}',
+        f'--data_dir={data_dir}',
+        '--encoder=hash',
+        f'--config={config}',
+        '--build_config={"name": "x", "validation_fraction": 0.1, "shard_bytes": 2500000}',
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    *lines, last = ended.stdout.splitlines()
+    assert {line.partition('  ')[0] for line in lines} <= {'pass', 'warn'}
+    names = [line.partition('  ')[2].partition(': ')[0] for line in lines]
+    assert names == [
+        'cores',
+        'memory',
+        'versions',
+        'environment',
+        'accelerators of jax',
+        'accelerators of torch',
+        'credentials of source',
+        'credentials of data_dir',
+        'source',
+        'build',
+        'disk of data_dir',
+        'disk of scratch',
+        'encoder',
+        f'data set {mini_dataset}',
+        'config',
+        'settings',
+    ]
+    assert '1,173 records in 15 shards' in ended.stdout
+    assert 'text vectors of hash' in ended.stdout
+    assert last.startswith('16 checks: ')
+
+
+def test_what_fails_is_in_the_exit_status_and_in_the_document(mini_dataset, tmp_path):
+    copy = tmp_path / schema.NAME / 'hash' / '1.0.0'
+    shutil.copytree(mini_dataset, copy)
+    (copy / SHARD).unlink()
+    source = made_sources.write_source(tmp_path / 's', [range(40)])
+    os.truncate(made_sources.latents_file(source, 0), 1000)
+    ended = run(f'--data_dir={tmp_path}', f'--source={source}', '--json', RANK='x')
+    assert ended.returncode == 1
+    assert json.loads(ended.stdout)['ok'] is False
+    found = by_name(ended)
+    failed = {name for name, one in found.items() if one['status'] == 'fail'}
+    assert failed == {f'data set {copy}', 'environment', 'source'}
+    assert found[f'data set {copy}']['text'] == f'{SHARD}: is missing'
+    assert found['cores']['facts']['usable'] >= 1
+
+
+def test_a_storage_that_hangs_does_not_keep_it_waiting(gcs):
+    gcs.inject(Fault('stall', count=None, seconds=600, after_bytes=0))
+    ended = run('--source=gs://hangs/s', '--json', '--timeout=2', COYO11M_STALL_SECONDS='600')
+    found = by_name(ended)
+    assert ended.returncode == 1
+    for name in ('credentials of source', 'source'):
+        assert found[name]['status'] == 'fail'
+        assert 'no answer within' in found[name]['text']
+    assert 'settings' in found  # what comes after it is not left out
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'message'),
+    [
+        (['--build_config={"shard_bytes": 0}'], 'shard_bytes is 0'),
+        (['--build_config={"shards": 0}'], 'shards'),
+        (['--build_config=x'], 'no JSON object'),
+        (['--nonesuch'], 'unrecognized arguments'),
+    ],
+)
+def test_unusable_arguments_end_it_with_status_2(arguments, message):
+    ended = run(*arguments)
+    assert (ended.returncode, message in ended.stderr) == (2, True), ended.stderr
+    assert 'Traceback' not in ended.stderr
+
+
+def test_a_machine_that_only_trains_needs_no_packages_of_builds(mini_dataset):
+    program = f"""
+import sys
+sys.modules.update(dict.fromkeys(['torch', 'pyarrow', 'isal', 'huggingface_hub', 'transformers']))
+from coyo11m_tfds import doctor
+from coyo11m_tfds.build.settings import BuildSettings
+from coyo11m_tfds.checks import choices, data_sets
+found = [
+    *choices.check_environment({{}}),
+    *data_sets.check_health('{mini_dataset}'),
+    choices.choose(BuildSettings(), '', 0, 0, []),
+]
+print([one.status for one in found])
+"""
+    command = [sys.executable, '-c', program]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    assert done.stdout == "['pass', 'pass', 'pass']\n", done.stderr

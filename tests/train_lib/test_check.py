@@ -1,0 +1,62 @@
+"""Tests of the check of a configuration without a run."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests import runs
+from tests.checkout import CHECKOUT
+from train_lib import check
+
+
+def test_a_configuration_that_fits(mini_dataset):
+    found = check.check(runs.small_config(mini_dataset))
+    assert found['data'] == f'{mini_dataset}, text vectors of hash'
+    assert found['devices']
+    assert found['unchecked'] == {}
+
+
+@pytest.mark.parametrize(
+    ('field', 'value', 'message'),
+    [
+        ('batch_size', 0, 'batch_size=0: expected at least 1'),
+        ('mesh.fsdp', 7, 'mesh.*7'),
+        ('data.ram_budget_gb', 1e-6, 'data.ram_budget_gb'),
+        ('data.lanes', 3, 'lanes'),
+        ('model.name', 'huge/2', 'huge'),
+        ('wandb.project', 'x', 'wandb'),
+    ],
+)
+def test_what_does_not_fit_is_named(mini_dataset, monkeypatch, field, value, message):
+    monkeypatch.setitem(sys.modules, 'wandb', None)
+    changes = {field: value, 'data.engine': 'chunks'}
+    with pytest.raises(ValueError, match=message):
+        check.check(runs.small_config(mini_dataset, **changes))
+
+
+def test_without_a_data_set_all_else_is_checked_and_it_says_so():
+    found = check.check(runs.small_config(''))
+    assert (found['data'], list(found['unchecked'])) == (
+        '',
+        ['the data set and the memory for reading it'],
+    )
+    with pytest.raises(ValueError, match='seed'):
+        check.check(runs.small_config('', seed=-1))
+
+
+def test_of_a_pod_the_mesh_is_left_to_the_compiler(mini_dataset):
+    config = runs.small_config(mini_dataset, distributed=True, **{'mesh.fsdp': 64})
+    assert 'train_lib.compile' in check.check(config)['unchecked']['the mesh of all hosts']
+
+
+def test_the_command_ends_with_one_line_of_what_is_wrong():
+    command = [sys.executable, '-m', 'train_lib.check', '--config=demo']
+    done = subprocess.run(
+        [*command, '--config.data.dir=/no/such/folder'],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (1, '')
+    assert done.stderr.splitlines()[-1].startswith('error: data.dir=/no/such/folder')

@@ -1,0 +1,76 @@
+"""Checks a configuration against this machine and its data set, without training.
+
+    python -m train_lib.check --config=configs/demo.py --config.data.dir=OUT/coyo11m_tfds/hash/1.0.0
+    {"devices": "1 x cpu", "data": "OUT/..., text vectors of hash", "unchecked": {}}
+
+Settings, mesh, data set, the memory that reading takes, model and optimizer are checked as a run
+does before its first step; nothing is compiled. An error ends it in one line with exit status 1. A
+configuration for a pod (`distributed`) is checked as far as one host can tell: the mesh is that of
+its own devices.
+"""
+
+import json
+
+import ml_collections
+from absl import app, flags
+from ml_collections import config_flags
+
+from train_lib import process
+
+FLAGS = flags.FLAGS
+
+config_flags.DEFINE_config_file('config', None, 'File of the configuration.', lock_config=True)
+flags.mark_flag_as_required('config')
+
+
+def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
+    """Checks a configuration.
+
+    Returns:
+        `devices` and `data` that it would use, and `unchecked`: what nothing is known of, and how
+        to check it.
+
+    Raises:
+        ValueError: a setting is out of its range, or does not fit the devices or the data.
+        OSError: there is no data set.
+    """
+    # After `process.prepare`, because they import TensorFlow.
+    import jax
+
+    from train_lib import program, settings, sharding, writers
+    from train_lib.data import TrainingData
+
+    writers.check(config)
+    unchecked = {}
+    if config.distributed:
+        how = 'python -m train_lib.compile with this --config and the --topology of the pod'
+        unchecked['the mesh of all hosts'] = how
+    mesh = sharding.make_mesh(**({} if config.distributed else config.mesh))
+    described = ''
+    if config.data.dir:
+        data = TrainingData(config, mesh)
+        data.check_memory()
+        program.make_program(config, mesh, data.facts.stats, latent_shape=data.facts.latent_shape)
+        described = f'{config.data.dir}, text vectors of {data.facts.encoder}'
+    else:
+        how = 'name a built data set with --data_dir'
+        unchecked['the data set and the memory for reading it'] = how
+        config = ml_collections.ConfigDict(config)
+        config.data.dir = 'unknown'
+        settings.check(config)
+    kinds = [device.device_kind for device in jax.local_devices()]
+    devices = ', '.join(f'{kinds.count(kind)} x {kind}' for kind in dict.fromkeys(kinds))
+    return {'devices': devices, 'data': described, 'unchecked': unchecked}
+
+
+def main(argv: list[str]) -> None:
+    """Prints what `check` returns as one line of JSON."""
+    if len(argv) > 1:
+        raise app.UsageError(f'Unexpected arguments: {argv[1:]}')
+    process.prepare()
+    with process.errors_in_one_line():
+        print(json.dumps(check(FLAGS.config)))
+
+
+if __name__ == '__main__':
+    app.run(main, flags_parser=process.parse_flags)
