@@ -11,7 +11,6 @@ files, what they are, and the new checksums come into their place when all is wr
 """
 
 import argparse
-import contextlib
 import dataclasses
 import os
 import pathlib
@@ -33,7 +32,7 @@ from coyo11m_tfds.reading.record_layout import RecordLayout
 from coyo11m_tfds.reading.row_reader import RowChoices, RowReader
 from coyo11m_tfds.reading.stored_dataset import StoredDataset
 from coyo11m_tfds.report.moments import Moments
-from coyo11m_tfds.source import embedding_store
+from coyo11m_tfds.source import embedding_store, part_files
 from coyo11m_tfds.storage import source_files
 from coyo11m_tfds.storage.file_state import naming, of_file
 
@@ -52,7 +51,7 @@ def add(
     Args:
         data_dir: folder of the data set.
         name: that the column is asked for by: small letters, digits and '_'.
-        embeddings: local file that `embed_captions` made, of any column of captions.
+        embeddings: local file or folder that `embed_captions` made, of any column of captions.
         scratch_dir: local folder for the vectors as a matrix; '' for `.coyo11m_tfds` beside the
             folder of the data set, where a build has it.
 
@@ -70,11 +69,8 @@ def add(
             f'{folder}: a new column cannot be called {name!r}; there are '
             f"{sorted({*stored.features, *stored.columns})}. Use small letters, digits and '_'."
         )
-    file = source_files.describe(embeddings)
     header, store = embedding_store.prepare_store(
-        lambda: contextlib.nullcontext(file.path),
-        name=file.path,
-        version=file.version,
+        part_files.find(embeddings),
         cache_dir=scratch_dir or str(pathlib.Path(folder).parents[2] / f'.{schema.NAME}'),
     )
     with tempfile.TemporaryDirectory(dir=folder, prefix='.add_column-') as made:
@@ -83,7 +79,7 @@ def add(
             files[split] = columns.file_name(name, split)
             of_split = moments if split == schema.TRAIN else Moments(header.dim)
             path = os.path.join(made, files[split])
-            _write(path, stored, split, store, header.dim, of_split, file.path)
+            _write(path, stored, split, store, header.dim, of_split, embeddings)
         encoder = dataclasses.asdict(header)
         column = TextColumn(name, header.dim, files, *moments.mean_and_std(), encoder)
         columns.write(made, {**stored.columns, name: column})
@@ -164,7 +160,7 @@ def parse_flags() -> argparse.Namespace:
     add_argument = parser.add_argument
     add_argument('--data_dir', required=True, help='folder of a data set, .../CONFIG/1.0.0')
     add_argument('--name', required=True, help='of the column, for data.text of the trainer')
-    add_argument('--embeddings', required=True, help='file made by coyo11m_tfds.embed_captions')
+    add_argument('--embeddings', required=True, help='what coyo11m_tfds.embed_captions made')
     add_argument('--scratch_dir', default='', help='local folder for the vectors on their way')
     return parser.parse_args()
 
