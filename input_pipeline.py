@@ -19,6 +19,7 @@ business.
 """
 
 import inspect
+import itertools
 import os
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -177,6 +178,7 @@ def train_batches(
     engine: str = AUTO,
     verify: str = verified.ONCE,
     text: str = '',
+    stride: int = 1,
     **arguments: Any,
 ) -> Iterator[dict[str, np.ndarray]]:
     """This process's part of the training batches from `start_step` on, without end.
@@ -193,6 +195,8 @@ def train_batches(
             reads a record, 'always', or 'never'. `chunks` always does.
         text: a column of text vectors that `python -m coyo11m_tfds.add_column` has added; they take
             the place of those in the records. `rows` alone can read it.
+        stride: every so many batches one comes. W workers that begin at `start_step + w` with a
+            stride of W have together, in turns, what one reads; `chunks` reads all in each.
         **arguments: as of `train_dataset`. For `rows` nothing depends on `parallel_reads` and
             `private_threads`, and a negative `prefetch` keeps 2 batches ready.
 
@@ -207,11 +211,14 @@ def train_batches(
             for where files are not local or have no chunk index.
         OSError: the metadata cannot be read.
     """
+    if stride < 1:
+        raise ValueError(f'stride={stride} is not at least 1')
     opened = _open_rows(data, arguments.get('split', schema.TRAIN), engine, verify)
     if opened is None:
         _check_no_column(data, text)
-        return train_dataset(data, **arguments).as_numpy_iterator()
-    return _train_rows(*opened, verify, text, _bind(train_dataset, data, arguments))
+        batches = train_dataset(data, **arguments).as_numpy_iterator()
+        return itertools.islice(batches, 0, None, stride)
+    return _train_rows(*opened, verify, text, stride, _bind(train_dataset, data, arguments))
 
 
 def engine_of(data: 'dataset.Data', engine: str = AUTO, split: str = schema.TRAIN) -> str:
@@ -463,6 +470,7 @@ def _train_rows(
     split: IndexedSplit,
     verify: str,
     text: str,
+    stride: int,
     asked: types.SimpleNamespace,
 ) -> Iterator[dict[str, np.ndarray]]:
     """`train_batches` by rows; `asked` has the arguments of `train_dataset`."""
@@ -489,7 +497,8 @@ def _train_rows(
     )
     own = _own_lanes(order, *process)
     order.locate(asked.start_step)  # raises before anything is read
-    return rows.train_batches(reader, order, own, asked.start_step, _ahead(asked.prefetch))
+    prefetch = _ahead(asked.prefetch)
+    return rows.train_batches(reader, order, own, asked.start_step, prefetch, stride)
 
 
 def _eval_rows(
