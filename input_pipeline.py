@@ -533,17 +533,13 @@ def _row_reader(
     process_settings.keep_freed_memory()
     num_records = int(split.index.shard_lengths.sum())
     where = stored.folder, asked.split, num_records
-    found, text_dim = {}, stored.text_dim
-    if schema.LATENTS in stored.columns and schema.LATENTS in asked.features:
-        latents = stored.columns[schema.LATENTS]
-        found[schema.LATENTS] = column_reader.open_in_place(latents, *where)
+    columns = {name: stored.columns[name] for name in asked.features if name in stored.columns}
     if text:
-        vectors = stored.text_column(text)
-        found[schema.TEXT_EMBEDDING] = column_reader.open_beside(vectors, *where)
-        text_dim = vectors.width
+        columns[schema.TEXT_EMBEDDING] = stored.text_column(text)
+    found = {name: column_reader.open_column(column, *where) for name, column in columns.items()}
     return RowReader(
         split,
-        RowChoices(tuple(asked.features), stored.latent_dtype, text_dim, **choices),
+        RowChoices(tuple(asked.features), stored.latent_dtype, stored.text_dim, **choices),
         RecordLayout(stored.text_dim, with_latents=schema.LATENTS not in stored.columns),
         verify=verify,
         on_bad_records=asked.on_bad_records,

@@ -31,6 +31,7 @@ KEY = 'key'  # int64 scalar; joins latents, captions and text vectors
 LATENTS = 'latents'  # raw bytes of LATENTS_SHAPE in the source's dtype, little endian
 CAPTION = 'caption'  # UTF-8
 TEXT_EMBEDDING = 'text_embedding'  # raw bytes of float16 (D,)
+TOKENS = 'tokens'  # int32 (T,): ids of a caption's tokens, then -1
 
 NUM_CROPS = 3
 LATENT_SHAPE = (4, 32, 32)  # one crop: channels, height, width
