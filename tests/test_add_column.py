@@ -16,7 +16,7 @@ from coyo11m_tfds.reading import dataset
 from coyo11m_tfds.source import part_files
 from coyo11m_tfds.storage import build_lock
 from tests import children, runs
-from train_lib import data, sharding
+from train_lib import checkpoint, data, sharding, train
 
 ORDER = dict(batch_size=16, seed=0, lanes=4, chunk=32, window=64)
 
@@ -396,3 +396,31 @@ def test_the_trainer_takes_either_text(copy, other_vectors):
     np.testing.assert_array_equal(first['key'], second['key'])
     np.testing.assert_array_equal(first['latents'], second['latents'])
     assert not np.array_equal(first[schema.TEXT_EMBEDDING], second[schema.TEXT_EMBEDDING])
+
+
+@pytest.mark.slow
+def test_a_run_trains_with_either_text_and_resumes_with_its_own(copy, other_vectors, tmp_path):
+    shards = {path: path.read_bytes() for path in copy.glob('*.tfrecord*')}
+    add_column.add(copy, 'other', other_vectors)
+    found = {}
+    for text in ('', 'other'):
+        short = {'num_steps': 5, 'eval_every': 5, 'checkpoint_every': 5, 'data.text': text}
+        train.train_and_evaluate(runs.small_config(copy, **short), tmp_path / f'run{text}')
+        found[text] = runs.losses(tmp_path / f'run{text}')
+    assert found[''].keys() == found['other'].keys() and found[''] != found['other']
+    assert {path: path.read_bytes() for path in copy.glob('*.tfrecord*')} == shards
+    short |= {'data.text': '', 'num_steps': 10}
+    with pytest.raises(checkpoint.OtherRunError, match=r"data\.text was 'other' and is now ''"):
+        config = runs.small_config(copy, **short)
+        train.train_and_evaluate(config, tmp_path / 'runother', accept_changes=['num_steps'])
+
+
+def test_values_may_lie_in_a_bucket(copy, gcs, tmp_path):
+    keys = keys_of(copy)
+    path = write_column(tmp_path / 'x.parquet', 'x', keys, pa.array(keys // 2))
+    gcs.put('bucket', 'x.parquet', path.read_bytes())
+    add_column.add(copy, 'half', parquet='gs://bucket/x.parquet', column='x')
+    [batch] = itertools.islice(
+        input_pipeline.train_batches(copy, **ORDER, features=('key', 'half')), 1
+    )
+    np.testing.assert_array_equal(batch['half'], batch['key'] // 2)
