@@ -18,6 +18,7 @@ of records through tf.data, and `train_dataset` gives that as a `tf.data.Dataset
 business.
 """
 
+import importlib
 import inspect
 import itertools
 import os
@@ -31,6 +32,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.reading import (
     column_reader,
     memory,
+    probe,
     process_settings,
     rows,
     stored_dataset,
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
     from coyo11m_tfds.reading import dataset
+    from coyo11m_tfds.reading.dataset import dataset_stats, open_dataset, text_columns
     from coyo11m_tfds.reading.on_device import key_words, to_device
 
 __all__ = [
@@ -62,17 +65,25 @@ __all__ = [
     'ReadCounter',
     'ReadCounts',
     'check_memory',
+    'dataset_stats',
     'engine_of',
     'eval_batches',
     'eval_dataset',
     'key_words',
+    'nearest_shares',
+    'open_dataset',
     'position_fingerprint',
     'position_settings',
+    'prepare_process',
+    'probe_storage',
+    'text_columns',
     'to_device',
     'train_batches',
     'train_dataset',
     'train_order',
 ]
+
+prepare_process = process_settings.apply
 
 AUTO, ROWS, CHUNKS = ENGINES = ('auto', 'rows', 'chunks')
 
@@ -80,12 +91,18 @@ _AUTOTUNE = -1  # `tf.data.AUTOTUNE`
 _ROW_BATCHES_AHEAD = 2  # of the engine `rows`, unless `prefetch` says otherwise
 
 
-def __getattr__(name: str) -> Any:
-    """What needs JAX is imported when it is asked for."""
-    if name in ('to_device', 'key_words'):
-        from coyo11m_tfds.reading import on_device
+# What needs JAX or TensorFlow, by the modules of `reading` that have it.
+_LATER = {
+    'on_device': ('key_words', 'to_device'),
+    'dataset': ('dataset_stats', 'open_dataset', 'text_columns'),
+}
 
-        return getattr(on_device, name)
+
+def __getattr__(name: str) -> Any:
+    """Imports what needs JAX or TensorFlow when it is asked for."""
+    for module, there in _LATER.items():
+        if name in there:
+            return getattr(importlib.import_module(f'coyo11m_tfds.reading.{module}'), name)
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 
@@ -148,6 +165,18 @@ def position_settings(
 def position_fingerprint(settings: Mapping[str, str | int]) -> str:
     """One hex digest of `position_settings(...)`."""
     return json_digest.sha256(dict(settings))
+
+
+def probe_storage(
+    data: 'dataset.Data', chunk: int, split: str = schema.TRAIN
+) -> probe.Measured | None:
+    """Times reads of one record and of a chunk of a split; None without a chunk index.
+
+    Raises:
+        ValueError, OSError: the data set or a file of it is missing or cannot be read.
+    """
+    opened = _open_split(data, split)
+    return opened and probe.measure(opened, chunk)
 
 
 def _describe(data: 'dataset.Data', split: str) -> tuple[str, Sequence[int], Mapping[str, Any]]:
