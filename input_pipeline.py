@@ -62,6 +62,7 @@ __all__ = [
     'DROP_TEXT',
     'MASK',
     'ROWS',
+    'Order',
     'ReadCounter',
     'ReadCounts',
     'check_memory',
@@ -76,6 +77,7 @@ __all__ = [
     'position_settings',
     'prepare_process',
     'probe_storage',
+    'quiet_tensorflow',
     'text_columns',
     'to_device',
     'train_batches',
@@ -84,6 +86,7 @@ __all__ = [
 ]
 
 prepare_process = process_settings.apply
+quiet_tensorflow = process_settings.quiet_tensorflow
 
 AUTO, ROWS, CHUNKS = ENGINES = ('auto', 'rows', 'chunks')
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 
 from absl import flags, logging
 
-from coyo11m_tfds.reading import process_settings
+import input_pipeline
 from train_lib import named_configs
 
 STARTED = time.monotonic()  # about when the process did
@@ -76,7 +76,7 @@ def prepare() -> None:
         handler = logging.get_absl_handler()
         handler.addFilter(_is_worth_reading)
         handler.setFormatter(_Lines())
-        process_settings.quiet_tensorflow()
+        input_pipeline.quiet_tensorflow()
     import tensorflow as tf
 
     # TensorFlow only reads records: the accelerator's memory is for JAX.
