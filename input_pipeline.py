@@ -35,6 +35,7 @@ from coyo11m_tfds.reading import (
     probe,
     process_settings,
     rows,
+    shares,
     stored_dataset,
     verified,
 )
@@ -345,7 +346,7 @@ def train_dataset(
     """
     from coyo11m_tfds.reading import dataset, tf_engine
 
-    _check_dropout(caption_dropout)
+    shares.check_dropout(caption_dropout)
     builder = dataset.open_dataset(data)
     parser = tf_engine.make_parser(
         builder,
@@ -356,7 +357,7 @@ def train_dataset(
     )
     opened = dataset.open_split(builder, split)
     process = process_index, process_count
-    _check_share(batch_size, *process, lanes if opened else None)
+    shares.check_share(batch_size, *process, lanes if opened else None)
     reading = tf_engine.Reading(
         on_bad_records, max_bad_fraction, counter, parallel_reads, prefetch, private_threads
     )
@@ -365,7 +366,7 @@ def train_dataset(
             builder, split, parser, batch_size, process, start_step, reading
         )
     order = Order(opened.index.shard_lengths, seed, batch_size, chunk, lanes, window)
-    own = _own_lanes(order, *process)
+    own = shares.own_lanes(order, *process)
     return tf_engine.train_chunks(opened, parser, order, own, start_step, reading)
 
 
@@ -399,7 +400,7 @@ def eval_dataset(
     from coyo11m_tfds.reading import dataset, tf_engine
 
     process = process_index, process_count
-    _check_share(batch_size, *process)
+    shares.check_share(batch_size, *process)
     builder = dataset.open_dataset(data)
     parser = tf_engine.make_parser(builder, features, fixed_crop=EVAL_CROP, with_mask=True)
     opened = dataset.open_split(builder, split)
@@ -408,7 +409,7 @@ def eval_dataset(
     )
     if opened is None:
         return tf_engine.eval_ordinary(builder, split, parser, batch_size, process, reading)
-    records, num_batches = _eval_share(builder.data_dir, split, opened, batch_size, *process)
+    records, num_batches = shares.eval_share(builder.data_dir, split, opened, batch_size, *process)
     local = batch_size // process_count
     return tf_engine.eval_chunks(opened, parser, records, chunk, local, num_batches, reading)
 
@@ -506,7 +507,7 @@ def _train_rows(
     asked: types.SimpleNamespace,
 ) -> Iterator[dict[str, np.ndarray]]:
     """`train_batches` by rows; `asked` has the arguments of `train_dataset`."""
-    _check_dropout(asked.caption_dropout)
+    shares.check_dropout(asked.caption_dropout)
     reader = _row_reader(
         stored,
         split,
@@ -518,7 +519,7 @@ def _train_rows(
         with_mask=asked.on_bad_records == SKIP,
     )
     process = asked.process_index, asked.process_count
-    _check_share(asked.batch_size, *process, asked.lanes)
+    shares.check_share(asked.batch_size, *process, asked.lanes)
     order = Order(
         split.index.shard_lengths,
         asked.seed,
@@ -527,7 +528,7 @@ def _train_rows(
         asked.lanes,
         asked.window,
     )
-    own = _own_lanes(order, *process)
+    own = shares.own_lanes(order, *process)
     order.locate(asked.start_step)  # raises before anything is read
     prefetch = _ahead(asked.prefetch)
     return rows.train_batches(reader, order, own, asked.start_step, prefetch, stride)
@@ -542,9 +543,9 @@ def _eval_rows(
 ) -> Iterator[dict[str, np.ndarray]]:
     """`eval_batches` by rows; `asked` has the arguments of `eval_dataset`."""
     process = asked.process_index, asked.process_count
-    _check_share(asked.batch_size, *process)
+    shares.check_share(asked.batch_size, *process)
     reader = _row_reader(stored, split, verify, text, asked, fixed_crop=EVAL_CROP, with_mask=True)
-    records, num_batches = _eval_share(
+    records, num_batches = shares.eval_share(
         stored.folder, asked.split, split, asked.batch_size, *process
     )
     local = asked.batch_size // asked.process_count
@@ -597,54 +598,6 @@ def _bind(
 
 def _ahead(prefetch: int) -> int:
     return _ROW_BATCHES_AHEAD if prefetch < 0 else max(1, prefetch)
-
-
-# --- Shares of processes -----------------------------------------------------------------------
-
-
-def _check_dropout(caption_dropout: float) -> None:
-    if not 0 <= caption_dropout <= 1:
-        raise ValueError(f'caption_dropout={caption_dropout} is not in [0, 1]')
-
-
-def _check_share(
-    batch_size: int, process_index: int, process_count: int, lanes: int | None = None
-) -> None:
-    """Raises unless processes get equal parts of a batch, and of its lanes if it has any."""
-    if not 0 <= process_index < process_count:
-        raise ValueError(f'process_index={process_index} is not in [0, {process_count})')
-    if batch_size > 0 and not batch_size % process_count and not (lanes or 0) % process_count:
-        return
-    working, working_lanes = nearest_shares(batch_size, lanes or 1, process_count)
-    asked, advice = f'batch_size={batch_size}', f'batch_size={working}'
-    if lanes is not None:
-        asked, advice = f'{asked} with lanes={lanes}', f'{advice} with lanes={working_lanes}'
-    raise ValueError(
-        f'{asked} cannot be shared by {process_count} processes equally; {advice} works'
-    )
-
-
-def _own_lanes(order: Order, process_index: int, process_count: int) -> range:
-    each = order.lanes // process_count
-    return range(process_index * each, (process_index + 1) * each)
-
-
-def _eval_share(
-    data_dir: str | os.PathLike[str],
-    name: str,
-    split: IndexedSplit,
-    batch_size: int,
-    process_index: int,
-    process_count: int,
-) -> tuple[range, int]:
-    """The records of a split that one process evaluates, and how many batches all of them have."""
-    size = int(split.index.shard_lengths.sum())
-    if not size:
-        raise ValueError(f'{data_dir}: split {name!r} is empty')
-    num_batches = -(-size // batch_size)
-    each = num_batches * (batch_size // process_count)
-    begin = min(size, process_index * each)
-    return range(begin, min(size, begin + each)), num_batches
 
 
 def _open_split(data: 'dataset.Data', split: str) -> IndexedSplit | None:
