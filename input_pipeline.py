@@ -30,11 +30,10 @@ import numpy as np
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.reading import (
-    column_reader,
     memory,
     probe,
     process_settings,
-    rows,
+    row_engine,
     shares,
     stored_dataset,
     verified,
@@ -42,11 +41,8 @@ from coyo11m_tfds.reading import (
 from coyo11m_tfds.reading.bad_records import DEFAULT_MAX_FRACTION, SKIP, STOP
 from coyo11m_tfds.reading.counter import ReadCounter, ReadCounts
 from coyo11m_tfds.reading.indexed_split import IndexedSplit
-from coyo11m_tfds.reading.mapped_files import MAX_FILES
-from coyo11m_tfds.reading.names import DROP_TEXT, EVAL_CROP, MASK
+from coyo11m_tfds.reading.names import AUTO, CHUNKS, DROP_TEXT, ENGINES, EVAL_CROP, MASK, ROWS
 from coyo11m_tfds.reading.order import Order, nearest_shares
-from coyo11m_tfds.reading.record_layout import RecordLayout
-from coyo11m_tfds.reading.row_reader import RowChoices, RowReader
 from coyo11m_tfds.reading.stored_dataset import StoredDataset
 from coyo11m_tfds.storage import json_digest, source_files
 
@@ -61,6 +57,7 @@ __all__ = [
     'AUTO',
     'CHUNKS',
     'DROP_TEXT',
+    'ENGINES',
     'MASK',
     'ROWS',
     'Order',
@@ -89,11 +86,7 @@ __all__ = [
 prepare_process = process_settings.apply
 quiet_tensorflow = process_settings.quiet_tensorflow
 
-AUTO, ROWS, CHUNKS = ENGINES = ('auto', 'rows', 'chunks')
-
 _AUTOTUNE = -1  # `tf.data.AUTOTUNE`
-_ROW_BATCHES_AHEAD = 2  # of the engine `rows`, unless `prefetch` says otherwise
-
 
 # What needs JAX or TensorFlow, by the modules of `reading` that have it.
 _LATER = {
@@ -230,11 +223,13 @@ def train_batches(
             the place of those in the records. `rows` alone can read it.
         stride: every so many batches one comes. W workers that begin at `start_step + w` with a
             stride of W have together, in turns, what one reads; `chunks` reads all in each.
-        **arguments: as of `train_dataset`. For `rows` nothing depends on `parallel_reads` and
-            `private_threads`, and a negative `prefetch` keeps 2 batches ready.
+        **arguments: as of `train_dataset`. For `rows`, `features` may name added columns, too;
+            nothing depends on `parallel_reads` and `private_threads`, and a negative `prefetch`
+            keeps 2 batches ready.
 
     Returns:
-        Batches as of `train_dataset`, of arrays that nobody else uses. With `rows`, the iterator
+        Batches as of `train_dataset`, of arrays that nobody else uses; an added column as
+        `(b, n)` or `(b,)` in its own dtype. With `rows`, the iterator
         raises `ValueError` where a record cannot be read or too many are bad, and `OSError` where
         a file is missing, refused or has changed since it was opened; with `chunks`,
         `tf.errors.OpError`. Dropping the iterator ends its thread.
@@ -251,7 +246,7 @@ def train_batches(
         _check_no_column(data, text)
         batches = train_dataset(data, **arguments).as_numpy_iterator()
         return itertools.islice(batches, 0, None, stride)
-    return _train_rows(*opened, verify, text, stride, _bind(train_dataset, data, arguments))
+    return row_engine.train(*opened, verify, text, stride, _bind(train_dataset, data, arguments))
 
 
 def engine_of(data: 'dataset.Data', engine: str = AUTO, split: str = schema.TRAIN) -> str:
@@ -283,7 +278,7 @@ def eval_batches(
     if opened is None:
         _check_no_column(data, text)
         return eval_dataset(data, **arguments).as_numpy_iterator()
-    return _eval_rows(*opened, verify, text, _bind(eval_dataset, data, arguments))
+    return row_engine.evaluate(*opened, verify, text, _bind(eval_dataset, data, arguments))
 
 
 def train_dataset(
@@ -472,114 +467,7 @@ def check_memory(
     memory.check(need, budget_gb=ram_budget_gb, processes_on_host=processes_on_host)
 
 
-# --- The engine `rows` -------------------------------------------------------------------------
-
-
-def _open_rows(
-    data: 'dataset.Data', split: str, engine: str, verify: str = verified.ONCE
-) -> tuple[StoredDataset, IndexedSplit] | None:
-    """The data set and the split that rows are read of; None where chunks are."""
-    if engine not in ENGINES:
-        raise ValueError(f'engine={engine!r} is none of {", ".join(map(repr, ENGINES))}')
-    if verify not in verified.MODES:
-        raise ValueError(f'verify={verify!r} is none of {", ".join(map(repr, verified.MODES))}')
-    if engine == CHUNKS:
-        return None
-    folder = os.fspath(data if isinstance(data, str | os.PathLike) else data.data_dir)
-    stored = _read_stored(folder)
-    opened = stored and stored.open_split(split)
-    if opened and (engine == ROWS or len(opened.index.shard_lengths) <= MAX_FILES):
-        return stored, opened
-    if engine == ROWS:
-        raise ValueError(
-            f'{folder}: engine={ROWS!r} reads local data sets with a chunk index of split '
-            f'{split!r}, and this is none; set engine={CHUNKS!r}'
-        )
-    return None
-
-
-def _train_rows(
-    stored: StoredDataset,
-    split: IndexedSplit,
-    verify: str,
-    text: str,
-    stride: int,
-    asked: types.SimpleNamespace,
-) -> Iterator[dict[str, np.ndarray]]:
-    """`train_batches` by rows; `asked` has the arguments of `train_dataset`."""
-    shares.check_dropout(asked.caption_dropout)
-    reader = _row_reader(
-        stored,
-        split,
-        verify,
-        text,
-        asked,
-        seed=asked.seed,
-        caption_dropout=asked.caption_dropout,
-        with_mask=asked.on_bad_records == SKIP,
-    )
-    process = asked.process_index, asked.process_count
-    shares.check_share(asked.batch_size, *process, asked.lanes)
-    order = Order(
-        split.index.shard_lengths,
-        asked.seed,
-        asked.batch_size,
-        asked.chunk,
-        asked.lanes,
-        asked.window,
-    )
-    own = shares.own_lanes(order, *process)
-    order.locate(asked.start_step)  # raises before anything is read
-    prefetch = _ahead(asked.prefetch)
-    return rows.train_batches(reader, order, own, asked.start_step, prefetch, stride)
-
-
-def _eval_rows(
-    stored: StoredDataset,
-    split: IndexedSplit,
-    verify: str,
-    text: str,
-    asked: types.SimpleNamespace,
-) -> Iterator[dict[str, np.ndarray]]:
-    """`eval_batches` by rows; `asked` has the arguments of `eval_dataset`."""
-    process = asked.process_index, asked.process_count
-    shares.check_share(asked.batch_size, *process)
-    reader = _row_reader(stored, split, verify, text, asked, fixed_crop=EVAL_CROP, with_mask=True)
-    records, num_batches = shares.eval_share(
-        stored.folder, asked.split, split, asked.batch_size, *process
-    )
-    local = asked.batch_size // asked.process_count
-    lengths, prefetch = split.index.shard_lengths, _ahead(asked.prefetch)
-    return rows.eval_batches(reader, lengths, records, local, num_batches, prefetch)
-
-
-def _row_reader(
-    stored: StoredDataset,
-    split: IndexedSplit,
-    verify: str,
-    text: str,
-    asked: types.SimpleNamespace,
-    **choices: Any,
-) -> RowReader:
-    in_records = [f for f in asked.features if f != schema.TEXT_EMBEDDING or not text]
-    stored.check_features((schema.KEY, *in_records))
-    process_settings.keep_freed_memory()
-    num_records = int(split.index.shard_lengths.sum())
-    where = stored.folder, asked.split, num_records
-    columns = {name: stored.columns[name] for name in asked.features if name in stored.columns}
-    if text:
-        columns[schema.TEXT_EMBEDDING] = stored.text_column(text)
-    found = {name: column_reader.open_column(column, *where) for name, column in columns.items()}
-    return RowReader(
-        split,
-        RowChoices(tuple(asked.features), stored.latent_dtype, stored.text_dim, **choices),
-        RecordLayout(stored.text_dim, with_latents=schema.LATENTS not in stored.columns),
-        verify=verify,
-        on_bad_records=asked.on_bad_records,
-        counter=asked.counter,
-        max_bad_fraction=asked.max_bad_fraction,
-        columns=found,
-    )
+# --- What they share -----------------------------------------------------------------------------
 
 
 def _check_no_column(data: 'dataset.Data', text: str) -> None:
@@ -596,8 +484,12 @@ def _bind(
     return types.SimpleNamespace(**bound.arguments)
 
 
-def _ahead(prefetch: int) -> int:
-    return _ROW_BATCHES_AHEAD if prefetch < 0 else max(1, prefetch)
+def _open_rows(
+    data: 'dataset.Data', split: str, engine: str, verify: str = verified.ONCE
+) -> tuple[StoredDataset, IndexedSplit] | None:
+    """The data set and the split that rows are read of; None where chunks are."""
+    folder = os.fspath(data if isinstance(data, str | os.PathLike) else data.data_dir)
+    return row_engine.open_split(folder, split, engine, verify)
 
 
 def _open_split(data: 'dataset.Data', split: str) -> IndexedSplit | None:

@@ -248,6 +248,22 @@ def test_mistakes_of_a_command_are_named(copy, tmp_path):
         add_column.add(copy, 'y', parquet=path, column='x')
 
 
+@pytest.mark.parametrize(
+    ('flags', 'words'),
+    [
+        ([], 'one of the arguments --embeddings --tokens --parquet is required'),
+        (['--parquet=x'], '--parquet and --column: expected both or neither'),
+        (['--tokens=x', '--column=y'], '--parquet and --column: expected both or neither'),
+        (['--tokens=x', '--embeddings=y'], 'not allowed with argument'),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(monkeypatch, capsys, flags, words):
+    monkeypatch.setattr('sys.argv', ['add_column', '--data_dir=d', '--name=n', *flags])
+    with pytest.raises(SystemExit, match='2'):
+        add_column.parse_flags()
+    assert words in capsys.readouterr().err
+
+
 def test_a_command_that_was_killed_is_given_again(copy, mini_dataset, other_vectors):
     """At each moment at which a file is made durable or gets its name."""
     shutil.rmtree(copy)
