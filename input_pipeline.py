@@ -18,7 +18,9 @@ of records through tf.data, and `train_dataset` gives that as a `tf.data.Dataset
 business.
 """
 
+import importlib
 import inspect
+import itertools
 import os
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,23 +29,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.columns import Column
 from coyo11m_tfds.reading import (
-    column_reader,
     memory,
+    probe,
     process_settings,
-    rows,
+    row_engine,
+    shares,
     stored_dataset,
     verified,
 )
 from coyo11m_tfds.reading.bad_records import DEFAULT_MAX_FRACTION, SKIP, STOP
 from coyo11m_tfds.reading.counter import ReadCounter, ReadCounts
 from coyo11m_tfds.reading.indexed_split import IndexedSplit
-from coyo11m_tfds.reading.mapped_files import MAX_FILES
-from coyo11m_tfds.reading.names import DROP_TEXT, EVAL_CROP, MASK
+from coyo11m_tfds.reading.names import AUTO, CHUNKS, DROP_TEXT, ENGINES, EVAL_CROP, MASK, ROWS
 from coyo11m_tfds.reading.order import Order, nearest_shares
-from coyo11m_tfds.reading.record_layout import RecordLayout
-from coyo11m_tfds.reading.row_reader import RowChoices, RowReader
 from coyo11m_tfds.reading.stored_dataset import StoredDataset
 from coyo11m_tfds.storage import json_digest, source_files
 
@@ -51,41 +50,56 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
     from coyo11m_tfds.reading import dataset
+    from coyo11m_tfds.reading.dataset import dataset_stats, open_dataset, text_columns
     from coyo11m_tfds.reading.on_device import key_words, to_device
 
 __all__ = [
     'AUTO',
     'CHUNKS',
     'DROP_TEXT',
+    'ENGINES',
     'MASK',
     'ROWS',
+    'Order',
     'ReadCounter',
     'ReadCounts',
     'check_memory',
+    'dataset_stats',
     'engine_of',
     'eval_batches',
     'eval_dataset',
     'key_words',
+    'nearest_shares',
+    'open_dataset',
     'position_fingerprint',
     'position_settings',
+    'prepare_process',
+    'probe_storage',
+    'quiet_tensorflow',
+    'text_columns',
     'to_device',
     'train_batches',
     'train_dataset',
     'train_order',
 ]
 
-AUTO, ROWS, CHUNKS = ENGINES = ('auto', 'rows', 'chunks')
+prepare_process = process_settings.apply
+quiet_tensorflow = process_settings.quiet_tensorflow
 
 _AUTOTUNE = -1  # `tf.data.AUTOTUNE`
-_ROW_BATCHES_AHEAD = 2  # of the engine `rows`, unless `prefetch` says otherwise
+
+# What needs JAX or TensorFlow, by the modules of `reading` that have it.
+_LATER = {
+    'on_device': ('key_words', 'to_device'),
+    'dataset': ('dataset_stats', 'open_dataset', 'text_columns'),
+}
 
 
 def __getattr__(name: str) -> Any:
-    """What needs JAX is imported when it is asked for."""
-    if name in ('to_device', 'key_words'):
-        from coyo11m_tfds.reading import on_device
-
-        return getattr(on_device, name)
+    """Imports what needs JAX or TensorFlow when it is asked for."""
+    for module, there in _LATER.items():
+        if name in there:
+            return getattr(importlib.import_module(f'coyo11m_tfds.reading.{module}'), name)
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 
@@ -150,6 +164,18 @@ def position_fingerprint(settings: Mapping[str, str | int]) -> str:
     return json_digest.sha256(dict(settings))
 
 
+def probe_storage(
+    data: 'dataset.Data', chunk: int, split: str = schema.TRAIN
+) -> probe.Measured | None:
+    """Times reads of one record and of a chunk of a split; None without a chunk index.
+
+    Raises:
+        ValueError, OSError: the data set or a file of it is missing or cannot be read.
+    """
+    opened = _open_split(data, split)
+    return opened and probe.measure(opened, chunk)
+
+
 def _describe(data: 'dataset.Data', split: str) -> tuple[str, Sequence[int], Mapping[str, Any]]:
     """The full name of a data set, the lengths of a split's shards, and the metadata."""
     if stored := _read_stored(data):
@@ -178,6 +204,7 @@ def train_batches(
     engine: str = AUTO,
     verify: str = verified.ONCE,
     text: str = '',
+    stride: int = 1,
     **arguments: Any,
 ) -> Iterator[dict[str, np.ndarray]]:
     """This process's part of the training batches from `start_step` on, without end.
@@ -194,11 +221,15 @@ def train_batches(
             reads a record, 'always', or 'never'. `chunks` always does.
         text: a column of text vectors that `python -m coyo11m_tfds.add_column` has added; they take
             the place of those in the records. `rows` alone can read it.
-        **arguments: as of `train_dataset`. For `rows` nothing depends on `parallel_reads` and
-            `private_threads`, and a negative `prefetch` keeps 2 batches ready.
+        stride: every so many batches one comes. W workers that begin at `start_step + w` with a
+            stride of W have together, in turns, what one reads; `chunks` reads all in each.
+        **arguments: as of `train_dataset`. For `rows`, `features` may name added columns, too;
+            nothing depends on `parallel_reads` and `private_threads`, and a negative `prefetch`
+            keeps 2 batches ready.
 
     Returns:
-        Batches as of `train_dataset`, of arrays that nobody else uses. With `rows`, the iterator
+        Batches as of `train_dataset`, of arrays that nobody else uses; an added column as
+        `(b, n)` or `(b,)` in its own dtype. With `rows`, the iterator
         raises `ValueError` where a record cannot be read or too many are bad, and `OSError` where
         a file is missing, refused or has changed since it was opened; with `chunks`,
         `tf.errors.OpError`. Dropping the iterator ends its thread.
@@ -208,11 +239,14 @@ def train_batches(
             for where files are not local or have no chunk index.
         OSError: the metadata cannot be read.
     """
+    if stride < 1:
+        raise ValueError(f'stride={stride} is not at least 1')
     opened = _open_rows(data, arguments.get('split', schema.TRAIN), engine, verify)
     if opened is None:
         _check_no_column(data, text)
-        return train_dataset(data, **arguments).as_numpy_iterator()
-    return _train_rows(*opened, verify, text, _bind(train_dataset, data, arguments))
+        batches = train_dataset(data, **arguments).as_numpy_iterator()
+        return itertools.islice(batches, 0, None, stride)
+    return row_engine.train(*opened, verify, text, stride, _bind(train_dataset, data, arguments))
 
 
 def engine_of(data: 'dataset.Data', engine: str = AUTO, split: str = schema.TRAIN) -> str:
@@ -244,7 +278,7 @@ def eval_batches(
     if opened is None:
         _check_no_column(data, text)
         return eval_dataset(data, **arguments).as_numpy_iterator()
-    return _eval_rows(*opened, verify, text, _bind(eval_dataset, data, arguments))
+    return row_engine.evaluate(*opened, verify, text, _bind(eval_dataset, data, arguments))
 
 
 def train_dataset(
@@ -307,7 +341,7 @@ def train_dataset(
     """
     from coyo11m_tfds.reading import dataset, tf_engine
 
-    _check_dropout(caption_dropout)
+    shares.check_dropout(caption_dropout)
     builder = dataset.open_dataset(data)
     parser = tf_engine.make_parser(
         builder,
@@ -318,7 +352,7 @@ def train_dataset(
     )
     opened = dataset.open_split(builder, split)
     process = process_index, process_count
-    _check_share(batch_size, *process, lanes if opened else None)
+    shares.check_share(batch_size, *process, lanes if opened else None)
     reading = tf_engine.Reading(
         on_bad_records, max_bad_fraction, counter, parallel_reads, prefetch, private_threads
     )
@@ -327,7 +361,7 @@ def train_dataset(
             builder, split, parser, batch_size, process, start_step, reading
         )
     order = Order(opened.index.shard_lengths, seed, batch_size, chunk, lanes, window)
-    own = _own_lanes(order, *process)
+    own = shares.own_lanes(order, *process)
     return tf_engine.train_chunks(opened, parser, order, own, start_step, reading)
 
 
@@ -361,7 +395,7 @@ def eval_dataset(
     from coyo11m_tfds.reading import dataset, tf_engine
 
     process = process_index, process_count
-    _check_share(batch_size, *process)
+    shares.check_share(batch_size, *process)
     builder = dataset.open_dataset(data)
     parser = tf_engine.make_parser(builder, features, fixed_crop=EVAL_CROP, with_mask=True)
     opened = dataset.open_split(builder, split)
@@ -370,7 +404,7 @@ def eval_dataset(
     )
     if opened is None:
         return tf_engine.eval_ordinary(builder, split, parser, batch_size, process, reading)
-    records, num_batches = _eval_share(builder.data_dir, split, opened, batch_size, *process)
+    records, num_batches = shares.eval_share(builder.data_dir, split, opened, batch_size, *process)
     local = batch_size // process_count
     return tf_engine.eval_chunks(opened, parser, records, chunk, local, num_batches, reading)
 
@@ -433,116 +467,7 @@ def check_memory(
     memory.check(need, budget_gb=ram_budget_gb, processes_on_host=processes_on_host)
 
 
-# --- The engine `rows` -------------------------------------------------------------------------
-
-
-def _open_rows(
-    data: 'dataset.Data', split: str, engine: str, verify: str = verified.ONCE
-) -> tuple[StoredDataset, IndexedSplit] | None:
-    """The data set and the split that rows are read of; None where chunks are."""
-    if engine not in ENGINES:
-        raise ValueError(f'engine={engine!r} is none of {", ".join(map(repr, ENGINES))}')
-    if verify not in verified.MODES:
-        raise ValueError(f'verify={verify!r} is none of {", ".join(map(repr, verified.MODES))}')
-    if engine == CHUNKS:
-        return None
-    folder = os.fspath(data if isinstance(data, str | os.PathLike) else data.data_dir)
-    stored = _read_stored(folder)
-    opened = stored.open_split(split) if stored else None
-    if stored and opened and (engine == ROWS or len(opened.index.shard_lengths) <= MAX_FILES):
-        return stored, opened
-    if engine == ROWS:
-        raise ValueError(
-            f'{folder}: engine={ROWS!r} reads local data sets with a chunk index of split '
-            f'{split!r}, and this is none; set engine={CHUNKS!r}'
-        )
-    return None
-
-
-def _train_rows(
-    stored: StoredDataset,
-    split: IndexedSplit,
-    verify: str,
-    text: str,
-    asked: types.SimpleNamespace,
-) -> Iterator[dict[str, np.ndarray]]:
-    """`train_batches` by rows; `asked` has the arguments of `train_dataset`."""
-    _check_dropout(asked.caption_dropout)
-    reader = _row_reader(
-        stored,
-        split,
-        verify,
-        text,
-        asked,
-        seed=asked.seed,
-        caption_dropout=asked.caption_dropout,
-        with_mask=asked.on_bad_records == SKIP,
-    )
-    process = asked.process_index, asked.process_count
-    _check_share(asked.batch_size, *process, asked.lanes)
-    order = Order(
-        split.index.shard_lengths,
-        asked.seed,
-        asked.batch_size,
-        asked.chunk,
-        asked.lanes,
-        asked.window,
-    )
-    own = _own_lanes(order, *process)
-    order.locate(asked.start_step)  # raises before anything is read
-    return rows.train_batches(reader, order, own, asked.start_step, _ahead(asked.prefetch))
-
-
-def _eval_rows(
-    stored: StoredDataset,
-    split: IndexedSplit,
-    verify: str,
-    text: str,
-    asked: types.SimpleNamespace,
-) -> Iterator[dict[str, np.ndarray]]:
-    """`eval_batches` by rows; `asked` has the arguments of `eval_dataset`."""
-    process = asked.process_index, asked.process_count
-    _check_share(asked.batch_size, *process)
-    reader = _row_reader(stored, split, verify, text, asked, fixed_crop=EVAL_CROP, with_mask=True)
-    records, num_batches = _eval_share(
-        stored.folder, asked.split, split, asked.batch_size, *process
-    )
-    local = asked.batch_size // asked.process_count
-    lengths, prefetch = split.index.shard_lengths, _ahead(asked.prefetch)
-    return rows.eval_batches(reader, lengths, records, local, num_batches, prefetch)
-
-
-def _row_reader(
-    stored: StoredDataset,
-    split: IndexedSplit,
-    verify: str,
-    text: str,
-    asked: types.SimpleNamespace,
-    **choices: Any,
-) -> RowReader:
-    in_records = [f for f in asked.features if f != schema.TEXT_EMBEDDING or not text]
-    stored.check_features((schema.KEY, *in_records))
-    process_settings.keep_freed_memory()
-    num_records = int(split.index.shard_lengths.sum())
-    where = stored.folder, asked.split, num_records
-    found, text_dim = {}, stored.text_dim
-    latents = stored.columns.get(schema.LATENTS)
-    if isinstance(latents, Column) and schema.LATENTS in asked.features:
-        found[schema.LATENTS] = column_reader.open_in_place(latents, *where)
-    if text:
-        vectors = stored.text_column(text)
-        found[schema.TEXT_EMBEDDING] = column_reader.open_beside(vectors, *where)
-        text_dim = vectors.width
-    return RowReader(
-        split,
-        RowChoices(tuple(asked.features), stored.latent_dtype, text_dim, **choices),
-        RecordLayout(stored.text_dim, with_latents=schema.LATENTS not in stored.columns),
-        verify=verify,
-        on_bad_records=asked.on_bad_records,
-        counter=asked.counter,
-        max_bad_fraction=asked.max_bad_fraction,
-        columns=found,
-    )
+# --- What they share -----------------------------------------------------------------------------
 
 
 def _check_no_column(data: 'dataset.Data', text: str) -> None:
@@ -559,56 +484,12 @@ def _bind(
     return types.SimpleNamespace(**bound.arguments)
 
 
-def _ahead(prefetch: int) -> int:
-    return _ROW_BATCHES_AHEAD if prefetch < 0 else max(1, prefetch)
-
-
-# --- Shares of processes -----------------------------------------------------------------------
-
-
-def _check_dropout(caption_dropout: float) -> None:
-    if not 0 <= caption_dropout <= 1:
-        raise ValueError(f'caption_dropout={caption_dropout} is not in [0, 1]')
-
-
-def _check_share(
-    batch_size: int, process_index: int, process_count: int, lanes: int | None = None
-) -> None:
-    """Raises unless processes get equal parts of a batch, and of its lanes if it has any."""
-    if not 0 <= process_index < process_count:
-        raise ValueError(f'process_index={process_index} is not in [0, {process_count})')
-    if batch_size > 0 and not batch_size % process_count and not (lanes or 0) % process_count:
-        return
-    working, working_lanes = nearest_shares(batch_size, lanes or 1, process_count)
-    asked, advice = f'batch_size={batch_size}', f'batch_size={working}'
-    if lanes is not None:
-        asked, advice = f'{asked} with lanes={lanes}', f'{advice} with lanes={working_lanes}'
-    raise ValueError(
-        f'{asked} cannot be shared by {process_count} processes equally; {advice} works'
-    )
-
-
-def _own_lanes(order: Order, process_index: int, process_count: int) -> range:
-    each = order.lanes // process_count
-    return range(process_index * each, (process_index + 1) * each)
-
-
-def _eval_share(
-    data_dir: str | os.PathLike[str],
-    name: str,
-    split: IndexedSplit,
-    batch_size: int,
-    process_index: int,
-    process_count: int,
-) -> tuple[range, int]:
-    """The records of a split that one process evaluates, and how many batches all of them have."""
-    size = int(split.index.shard_lengths.sum())
-    if not size:
-        raise ValueError(f'{data_dir}: split {name!r} is empty')
-    num_batches = -(-size // batch_size)
-    each = num_batches * (batch_size // process_count)
-    begin = min(size, process_index * each)
-    return range(begin, min(size, begin + each)), num_batches
+def _open_rows(
+    data: 'dataset.Data', split: str, engine: str, verify: str = verified.ONCE
+) -> tuple[StoredDataset, IndexedSplit] | None:
+    """The data set and the split that rows are read of; None where chunks are."""
+    folder = os.fspath(data if isinstance(data, str | os.PathLike) else data.data_dir)
+    return row_engine.open_split(folder, split, engine, verify)
 
 
 def _open_split(data: 'dataset.Data', split: str) -> IndexedSplit | None:

@@ -3,7 +3,6 @@
     python -m benchmarks.input --dir /tmp/bench                  # 1.5 GB, 3 repeats, 15 minutes
     python -m benchmarks.input --dir /tmp/bench --only ours,tfrecord --repeats 5
     python -m benchmarks.input --dir /tmp/bench --svg docs/input.svg
-    python -m benchmarks.input --data_dir DATA --diagnose        # see diagnose.py
 
 The samples are made once and written in every reader's own format; they are kept in `--dir`. Every
 run is a fresh process that reads files in the page cache, with `--cold` from the disk: one that
@@ -24,12 +23,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from benchmarks import diagnose, input_results, measure, source
+from benchmarks import input_results, measure, source
 from benchmarks.readers import BARE, READERS
 from benchmarks.streams import BATCH_SIZE, Batch, Stream, read_for
 from benchmarks.writers import WRITERS
 from coyo11m_tfds import schema
-from coyo11m_tfds.process import ending
 
 _FILES = 4
 
@@ -39,10 +37,7 @@ _COMPARED_BATCHES = 8  # after a resume
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs what the command line asks for and prints its table."""
     flags = parse_flags(arguments)
-    if flags.diagnose:
-        with ending.in_one_line('nothing was changed'):
-            diagnose.main(flags)
-    elif flags.task:
+    if flags.task:
         run_here(flags)
     else:
         _compare_and_show(flags)
@@ -61,12 +56,9 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument('--svg', type=pathlib.Path, help='file to draw samples per second into')
     parser.add_argument('--task', choices=_TASKS, help='do one task and measure nothing')
     parser.add_argument('--run', choices={*READERS, *WRITERS}, help='whose task')
-    diagnose.add_flags(parser)
     flags = parser.parse_args(arguments)
-    if not flags.diagnose and not flags.dir:
+    if not flags.dir:
         parser.error('--dir: name a folder to work in, with room for 12 GB.')
-    if flags.diagnose and not flags.data_dir:
-        parser.error('--data_dir: name the folder of a built data set.')
     for name in flags.only or ():
         if name not in READERS:
             parser.error(f'--only: {name!r} is none of {", ".join(READERS)}.')

@@ -1,125 +1,205 @@
-"""Adds text vectors to a built data set, in files beside its shards, which stay as they are.
+"""Adds values to the records of a built data set, in files beside its shards; these stay the same.
 
     python -m coyo11m_tfds.embed_captions --source=SOURCE --encoder=hf:NAME --out=other.parquet
     python -m coyo11m_tfds.add_column --data_dir=OUT/coyo11m_tfds/latents/1.0.0 --name=other \\
         --embeddings=other.parquet
 
     batches = input_pipeline.train_batches(data_dir, text='other', ...)
+    batches = input_pipeline.train_batches(data_dir, features=('key', 'other'), ...)
 
-Every record needs a vector. A row of the file is that of a record, in the order of the shards. The
-files, what they are, and the new checksums come into their place when all is written.
+Text embeddings, token ids (`--tokens`), or numbers of any Parquet file with a column `key`
+(`--parquet FILE --column NAME`). Every record needs a value. A row of the file that is written is
+that of a record, in the order of the shards. The description of the columns is replaced last: until
+then the data set is what it was, and a command that was killed can be given again.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import os
 import pathlib
 import re
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
 from coyo11m_tfds import columns, schema
 from coyo11m_tfds.build import manifest
-from coyo11m_tfds.columns import TextColumn
+from coyo11m_tfds.columns import AddedColumn
 from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.reading import rows, stored_dataset, verified
-from coyo11m_tfds.reading.names import MASK
+from coyo11m_tfds.reading import names, rows, stored_dataset, verified
 from coyo11m_tfds.reading.record_layout import RecordLayout
 from coyo11m_tfds.reading.row_reader import RowChoices, RowReader
 from coyo11m_tfds.reading.stored_dataset import StoredDataset
-from coyo11m_tfds.report.moments import Moments
-from coyo11m_tfds.source import embedding_store
-from coyo11m_tfds.storage import source_files
-from coyo11m_tfds.storage.file_state import naming, of_file
+from coyo11m_tfds.report.moments import Moments, add_vectors
+from coyo11m_tfds.source import embedding_store, part_files, row_store
+from coyo11m_tfds.storage import build_lock, file_state, source_files
+from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage.scratch import Scratch
 
 _NAME = re.compile(r'[a-z][a-z0-9_]*')
+_TAKEN = {*stored_dataset.FEATURES, names.DROP_TEXT, names.MASK}
 _ROWS_AT_ONCE = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class _Values:
+    """What is to be added, looked up by key.
+
+    Attributes:
+        place: path or URL of the file or folder that they come from.
+        store: finds them.
+        dtype, shape: of a row.
+        feature, encoder: see `AddedColumn`.
+    """
+
+    place: str
+    store: embedding_store.VectorStore | row_store.RowStore
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    feature: str = ''
+    encoder: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def add(
     data_dir: str | os.PathLike[str],
     name: str,
-    embeddings: str | os.PathLike[str],
+    embeddings: str | os.PathLike[str] = '',
+    *,
+    tokens: str | os.PathLike[str] = '',
+    parquet: str | os.PathLike[str] = '',
+    column: str = '',
     scratch_dir: str = '',
-) -> TextColumn:
-    """Adds a column of text vectors to a local data set.
+) -> AddedColumn:
+    """Adds a column to a local data set: embeddings, tokens, or a column of a Parquet file.
+
+    What is read is one Parquet file, or a folder of `part-NNNNN-of-MMMMM.parquet`; local or remote.
 
     Args:
         data_dir: folder of the data set.
         name: that the column is asked for by: small letters, digits and '_'.
-        embeddings: local file that `embed_captions` made, of any column of captions.
-        scratch_dir: local folder for the vectors as a matrix; '' for `.coyo11m_tfds` beside the
-            folder of the data set, where a build has it.
+        embeddings: what `embed_captions` made, of any column of captions.
+        tokens: files with a column `tokens` of int32 lists of one length, padded with -1.
+        parquet: files with `column`.
+        column: of integers, floats, or lists of these of one length; it keeps its dtype.
+        scratch_dir: local folder for the values as a matrix, which takes as much room as they do;
+            '' for `.coyo11m_tfds` beside the folder of the data set, where a build has it.
 
     Raises:
-        ValueError: there is no data set, or a column of this name; the file is none of vectors, or
-            lacks that of a record; or a record is damaged.
+        ValueError: there is no data set, or a column of this name; the files hold something else,
+            or lack the value of a record; or a record is damaged.
+        TimeoutError: another process writes this data set.
         OSError: a file cannot be read or written.
     """
+    if sum(map(bool, (embeddings, tokens, parquet))) != 1 or bool(parquet) != bool(column):
+        raise ValueError('expected one of embeddings, tokens, and parquet with column.')
     folder = os.fspath(data_dir).rstrip('/')
-    stored = None if source_files.is_remote(folder) else stored_dataset.read(folder)
-    if stored is None:
-        raise ValueError(f'{folder}: is no local data set, .../coyo11m_tfds/CONFIG/1.0.0.')
-    if not _NAME.fullmatch(name) or name in {*stored.features, *stored.columns}:
+    if source_files.is_remote(folder):
         raise ValueError(
-            f'{folder}: a new column cannot be called {name!r}; there are '
-            f"{sorted({*stored.features, *stored.columns})}. Use small letters, digits and '_'."
+            f'{folder}: is no local data set; columns are added to local ones alone, as rows are '
+            'read there alone. Copy it to a disk.'
         )
-    file = source_files.describe(embeddings)
+    if not os.path.exists(os.path.join(folder, schema.INFO_FILE)):
+        raise ValueError(f'{folder}: is no local data set, .../coyo11m_tfds/CONFIG/1.0.0.')
+    with build_lock.hold(folder, wait_seconds=None) as lock:
+        stored = stored_dataset.read(folder)
+        _check_name(stored, name)
+        above = pathlib.Path(folder).absolute().parents
+        scratch = scratch_dir or str(above[min(2, len(above) - 1)] / f'.{schema.NAME}')
+        if embeddings:
+            values = _open_embeddings(os.fspath(embeddings), scratch)
+        elif tokens:
+            values = _open_rows(os.fspath(tokens), schema.TOKENS, scratch)
+        else:
+            values = _open_rows(os.fspath(parquet), column, scratch)
+        return _add(stored, name, values, lock)
+
+
+def _check_name(stored: StoredDataset, name: str) -> None:
+    taken = {*stored.features, *stored.columns} | _TAKEN
+    if not _NAME.fullmatch(name) or name in taken:
+        raise ValueError(
+            f'{stored.folder}: a new column cannot be called {name!r}; taken are {sorted(taken)}. '
+            "Use small letters, digits and '_'."
+        )
+
+
+def _hold(scratch: str) -> row_store.Hold:
+    return lambda file: Scratch(scratch, file.size).hold_showing(file)
+
+
+def _open_embeddings(place: str, scratch: str) -> _Values:
     header, store = embedding_store.prepare_store(
-        lambda: contextlib.nullcontext(file.path),
-        name=file.path,
-        version=file.version,
-        cache_dir=scratch_dir or str(pathlib.Path(folder).parents[2] / f'.{schema.NAME}'),
+        part_files.find(place), cache_dir=scratch, hold=_hold(scratch)
     )
-    with tempfile.TemporaryDirectory(dir=folder, prefix='.add_column-') as made:
-        files, moments = {}, Moments(header.dim)
-        for split in stored.splits:
-            files[split] = columns.file_name(name, split)
-            of_split = moments if split == schema.TRAIN else Moments(header.dim)
-            path = os.path.join(made, files[split])
-            _write(path, stored, split, store, header.dim, of_split, file.path)
-        encoder = dataclasses.asdict(header)
-        column = TextColumn(name, header.dim, files, *moments.mean_and_std(), encoder)
-        columns.write(made, {**stored.columns, name: column})
-        _commit(folder, made, [*files.values(), schema.COLUMNS_FILE])
+    encoder, shape = dataclasses.asdict(header), (header.dim,)
+    return _Values(place, store, np.dtype(np.float16), shape, schema.TEXT_EMBEDDING, encoder)
+
+
+def _open_rows(place: str, column: str, scratch: str) -> _Values:
+    store = row_store.prepare_store(
+        part_files.find(place), column, cache_dir=scratch, hold=_hold(scratch)
+    )
+    is_tokens = column == schema.TOKENS
+    if is_tokens and (store.dtype != np.int32 or not store.shape):
+        raise ValueError(
+            f"{place}: column '{column}' has {store.dtype} {store.shape}, expected int32 lists."
+        )
+    feature = schema.TOKENS if is_tokens else ''
+    return _Values(place, store, store.dtype, store.shape, feature, store.encoder)
+
+
+def _add(stored: StoredDataset, name: str, values: _Values, lock: build_lock.Lock) -> AddedColumn:
+    """Writes the files and puts them into their place, the description of the columns last."""
+    destination = Destination(stored.folder)
+    destination.sweep()  # what a killed one left
+    staging = destination.staging('')
+    is_text = values.feature == schema.TEXT_EMBEDDING
+    sums = Moments(values.shape[0]) if is_text else None
+    try:
+        files = {split: columns.file_name(name, split) for split in stored.splits}
+        for split, file in files.items():
+            of_split = sums if split == schema.TRAIN else None
+            _write(os.path.join(staging, file), stored, split, values, of_split)
+        column = AddedColumn(
+            name, values.dtype.name, values.shape, files, values.feature, encoder=values.encoder
+        )
+        if sums:
+            mean, std = sums.mean_and_std()
+            column = dataclasses.replace(column, mean=mean, std=std)
+        columns.write(staging, {**stored.columns, name: column})
+        lock.check()
+        _commit(destination, staging, list(files.values()))
+    finally:
+        destination.sweep()
     return column
 
 
 def _write(
-    path: str,
-    stored: StoredDataset,
-    split: str,
-    store: embedding_store.VectorStore,
-    dim: int,
-    moments: Moments,
-    name: str,
+    path: str, stored: StoredDataset, split: str, values: _Values, sums: Moments | None
 ) -> None:
-    """Writes the vectors of a split, float16 `(n, dim)`, as a `.npy` file, and sums them up."""
-    num_records = sum(stored.splits[split].shard_lengths)
+    """Writes the values of a split as a `.npy` file, and adds them to `sums`, if any."""
+    shape = sum(stored.splits[split].shard_lengths), *values.shape
     with (
-        naming(path),
+        file_state.naming(path),
         open(path, 'wb') as file,
-        Progress(split, num_records, 'records') as progress,
+        Progress(split, shape[0], 'records') as progress,
     ):
-        header = {'descr': '<f2', 'fortran_order': False, 'shape': (num_records, dim)}
-        np.lib.format.write_array_header_1_0(file, header)
+        header = {'descr': values.dtype.newbyteorder('<').str, 'fortran_order': False}
+        np.lib.format.write_array_header_1_0(file, header | {'shape': shape})
         for keys in _keys(stored, split):
-            found = store.find(keys)
+            found = values.store.find(keys)
             if (found < 0).any():
                 raise ValueError(
-                    f'{name}: has no vector for {(found < 0).sum()} of {len(keys)} records of '
-                    f'{stored.folder}, such as key {keys[(found < 0).argmax()]}. Embed the '
-                    'captions of all of them.'
+                    f'{values.place}: has nothing for {(found < 0).sum()} of {len(keys)} records '
+                    f'of {stored.folder}, such as key {keys[(found < 0).argmax()]}. Every record '
+                    'needs a value.'
                 )
-            values = store.read(found)
-            file.write(values.astype('<f2', copy=False).data)
-            exact = values.astype(np.float64)
-            moments.add(len(exact), exact.sum(axis=0), (exact**2).sum(axis=0))
+            read = values.store.read(found)
+            file.write(read.data)
+            if sums:
+                add_vectors(sums, read)
             progress.add(len(keys))
 
 
@@ -139,19 +219,24 @@ def _keys(stored: StoredDataset, split: str) -> Iterator[np.ndarray]:
     size = int(lengths.sum())
     count = -(-size // _ROWS_AT_ONCE)
     for batch in rows.eval_batches(reader, lengths, range(size), _ROWS_AT_ONCE, count, 1):
-        yield batch[schema.KEY][batch[MASK]]
+        yield batch[schema.KEY][batch[names.MASK]]
 
 
-def _commit(folder: str, made: str, names: list[str]) -> None:
-    """Moves files into the folder of a data set, and then the checksums that know them."""
-    recorded = os.path.join(folder, schema.CHECKSUMS_FILE)
-    if os.path.exists(recorded):
-        files = manifest.parse(pathlib.Path(recorded).read_bytes())
-        files |= {name: of_file(os.path.join(made, name)) for name in names}
-        manifest.write(made, files)
-        names = [*names, schema.CHECKSUMS_FILE]
+def _commit(destination: Destination, staging: str, files: list[str]) -> None:
+    """Moves files, and what describes them, from `staging` to where the data set is.
+
+    Checksums come before the description of the columns: what that does not name is no column, so
+    that at any moment in between the same command adds it.
+    """
+    names = [*files, schema.COLUMNS_FILE]
+    states = {name: file_state.of_file(os.path.join(staging, name)) for name in names}
+    recorded = pathlib.Path(destination.folder, schema.CHECKSUMS_FILE)
+    if recorded.exists():
+        manifest.write(staging, manifest.parse(recorded.read_bytes()) | states)
+        names.insert(-1, recorded.name)
     for name in names:
-        os.replace(os.path.join(made, name), os.path.join(folder, name))
+        path = os.path.join(staging, name)
+        destination.put(path, name, file_state.of_file(path).crc32c)
 
 
 def parse_flags() -> argparse.Namespace:
@@ -159,20 +244,31 @@ def parse_flags() -> argparse.Namespace:
     parser = command_line.Parser('coyo11m_tfds.add_column', __doc__)
     add_argument = parser.add_argument
     add_argument('--data_dir', required=True, help=stored_dataset.FOLDER_HELP)
-    add_argument('--name', required=True, help='of the column, for data.text of the trainer')
-    add_argument('--embeddings', required=True, help='file made by coyo11m_tfds.embed_captions')
-    add_argument('--scratch_dir', default='', help='local folder for the vectors on their way')
-    return parser.parse_args()
+    add_argument('--name', required=True, help='of the column, for data.text or features=')
+    source = parser.add_mutually_exclusive_group(required=True)
+    made = 'of coyo11m_tfds.embed_captions: a file or a folder'
+    source.add_argument('--embeddings', default='', help=f'text embeddings {made}')
+    source.add_argument('--tokens', default='', help=f'token ids {made}')
+    source.add_argument('--parquet', default='', help='any Parquet file with a column key')
+    add_argument('--column', default='', help='of --parquet: numbers, or lists of one length')
+    add_argument('--scratch_dir', default='', help='local folder for the values on their way')
+    flags = parser.parse_args()
+    if bool(flags.parquet) != bool(flags.column):
+        parser.error('--parquet and --column: expected both or neither')
+    return flags
 
 
 def main() -> None:
     """Runs the command line; bad input ends it with one message and exit status 1."""
     flags = parse_flags()
     command_line.show_log()
-    with ending.in_one_line('nothing was added, the same command starts anew'):
-        folder = stored_dataset.choose(flags.data_dir)
-        column = add(folder, flags.name, flags.embeddings, flags.scratch_dir)
-    print(f'{folder}: text={column.name!r} has {column.width} numbers a record.')
+    outlook = 'nothing was added, the same command starts anew'
+    with ending.in_one_line(outlook, (ValueError, OSError, build_lock.Lost)):
+        flags.data_dir = stored_dataset.choose(flags.data_dir)
+        column = add(**vars(flags))
+    what = f'text={column.name!r}' if column.mean else f'features=({column.name!r},)'
+    kind = f'{column.dtype} {column.shape}'
+    print(f'{flags.data_dir}: {what} has {kind} for each record.')
 
 
 if __name__ == '__main__':

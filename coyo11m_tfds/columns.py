@@ -2,7 +2,7 @@
 
     column = columns.read(folder)['latents']        # {} where all is in the records
     column.files[3].path, column.files[3].start     # a `.pt` file, where its latents begin
-    column.load(folder, 'train')                    # uint32 (records, 2): number of file, row
+    column.locate(folder, 'train', num_records)     # uint32 (records, 2): number of file, row
 
 `columns.json` beside the shards names the files and what they were when the data set was built;
 `column_<feature>-<split>.npy` has the place of every record, in the order of the shards.
@@ -21,6 +21,8 @@ from coyo11m_tfds import pt_archive, schema
 from coyo11m_tfds.storage import json_digest, source_files
 
 RECORDS, IN_PLACE = LATENTS_LIE = ('records', 'in_place')  # the config's `latents`
+
+MAX_ROW_NBYTES = 2 * schema.MAX_TEXT_DIM  # of an added column: `mapped_files` gathers no more
 
 _BESIDE = 'beside'  # the kind of a column in files beside the shards
 _FORMAT = 1
@@ -75,11 +77,11 @@ class Column:
     dtype: str
     files: tuple[ColumnFile, ...]
 
-    def load(self, folder: str | os.PathLike[str], split: str) -> np.ndarray:
+    def locate(self, folder: str | os.PathLike[str], split: str, num_records: int) -> np.ndarray:
         """Where each record's row is: number of the file, row; uint32 `(n, 2)`, memory-mapped.
 
         Raises:
-            ValueError: the file is missing or damaged.
+            ValueError: the file is missing or damaged, or not as long as the split.
         """
         path = os.path.join(folder, file_name(self.name, split))
         try:
@@ -88,27 +90,37 @@ class Column:
                 raise ValueError(f'it has {places.dtype} {places.shape}')
         except (OSError, EOFError, ValueError) as error:
             raise ValueError(f'{path}: is no column ({error}). Build the data set again.') from None
+        if len(places) != num_records:
+            raise ValueError(
+                f'{folder}: its column {self.name!r} has {len(places)} rows for split {split!r} of '
+                f'{num_records} records. Build the data set again.'
+            )
         return places
 
 
 @dataclasses.dataclass(frozen=True)
-class TextColumn:
-    """Text vectors in files beside the shards, a row a record, in their order.
+class AddedColumn:
+    """Values in files beside the shards, a row a record, in their order.
 
     Attributes:
         name: that it is asked for by.
-        width: numbers of a vector, float16.
+        dtype: of its numbers, as NumPy calls it.
+        shape: of a row: `(n,)` for n numbers, `()` for a single one.
         files: of each split the name of its file.
-        mean, std: of each number, over the train split.
-        encoder: name of what made the vectors, and what else their file says of itself.
+        feature: of the records that it can take the place of; '' for none.
+        mean, std: of each number, over the train split; empty but for text embeddings.
+        encoder: name of what made the values, and what else their file says of itself; {} if that
+            is nothing.
     """
 
     name: str
-    width: int
+    dtype: str
+    shape: tuple[int, ...]
     files: Mapping[str, str]
-    mean: Sequence[float]
-    std: Sequence[float]
-    encoder: Mapping[str, Any]
+    feature: str = ''
+    mean: Sequence[float] = ()
+    std: Sequence[float] = ()
+    encoder: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def locate(
         self, folder: str | os.PathLike[str], split: str, num_records: int
@@ -125,22 +137,27 @@ class TextColumn:
             rows = np.load(path, mmap_mode='r', allow_pickle=False)
         except (OSError, EOFError, ValueError) as error:
             raise ValueError(f'{path}: is no column ({error}). Add it again.') from None
-        if rows.dtype != np.float16 or rows.shape != (num_records, self.width):
+        if rows.dtype != self.dtype or rows.shape != (num_records, *self.shape):
             raise ValueError(
-                f'{path}: holds {rows.dtype} {rows.shape}, expected float16 '
-                f'{(num_records, self.width)}. Add the column again.'
+                f'{path}: holds {rows.dtype} {rows.shape}, expected {self.dtype} '
+                f'{(num_records, *self.shape)}. Add the column again.'
             )
         return path, int(rows.offset)
 
 
 def file_name(column: str, split: str) -> str:
-    """The name of the file with a column's places in one split."""
+    """The name of the file with a column's values in one split, or with their places."""
     return f'column_{column}-{split}.npy'
 
 
-def write(folder: str | os.PathLike[str], columns: Mapping[str, Column | TextColumn]) -> None:
+def is_file_name(name: str) -> bool:
+    """Whether it is the name of such a file."""
+    return name.startswith('column_') and name.endswith('.npy')
+
+
+def write(folder: str | os.PathLike[str], columns: Mapping[str, Column | AddedColumn]) -> None:
     """Describes the columns of a data set in a local folder; replaces what is there."""
-    kinds = {Column: IN_PLACE, TextColumn: _BESIDE}
+    kinds = {Column: IN_PLACE, AddedColumn: _BESIDE}
     described = {
         name: {'kind': kinds[type(column)], **dataclasses.asdict(column)}
         for name, column in columns.items()
@@ -155,7 +172,7 @@ def write(folder: str | os.PathLike[str], columns: Mapping[str, Column | TextCol
     os.replace(f'{path}.part', path)
 
 
-def read(folder: str | os.PathLike[str]) -> dict[str, Column | TextColumn]:
+def read(folder: str | os.PathLike[str]) -> dict[str, Column | AddedColumn]:
     """The columns of a data set in a local folder, by feature; {} where all is in the records.
 
     Raises:
@@ -170,7 +187,7 @@ def read(folder: str | os.PathLike[str]) -> dict[str, Column | TextColumn]:
         raise ValueError(f'{path}: is damaged ({error}). Build the data set again.') from None
 
 
-def parse(data: bytes) -> dict[str, Column | TextColumn]:
+def parse(data: bytes) -> dict[str, Column | AddedColumn]:
     """The columns, from the content of `schema.COLUMNS_FILE`.
 
     Raises:
@@ -188,22 +205,27 @@ def parse(data: bytes) -> dict[str, Column | TextColumn]:
 
 
 def find_text(
-    folder: str | os.PathLike[str], columns: Mapping[str, Column | TextColumn], name: str
-) -> TextColumn:
-    """The column of text vectors of this name; raises a ValueError if there is none."""
-    found = columns.get(name)
-    if not isinstance(found, TextColumn):
-        names = [n for n, column in columns.items() if isinstance(column, TextColumn)]
+    folder: str | os.PathLike[str], columns: Mapping[str, Column | AddedColumn], name: str
+) -> AddedColumn:
+    """The column of text embeddings of this name; raises a ValueError if there is none."""
+    names = text_names(columns)
+    if name not in names:
         raise ValueError(
-            f'{folder}: no text vectors {name!r}; besides those of the records there are {names}. '
-            'python -m coyo11m_tfds.add_column adds some.'
+            f'{folder}: no text embeddings {name!r}; besides those of the records there are '
+            f'{names}. python -m coyo11m_tfds.add_column adds some.'
         )
-    return found
+    return columns[name]
 
 
-def _column(name: str, kind: str, **fields: Any) -> Column | TextColumn:
+def text_names(columns: Mapping[str, Column | AddedColumn]) -> list[str]:
+    """Names of the columns of text embeddings."""
+    added = {name: column for name, column in columns.items() if isinstance(column, AddedColumn)}
+    return [name for name, column in added.items() if column.feature == schema.TEXT_EMBEDDING]
+
+
+def _column(name: str, kind: str, **fields: Any) -> Column | AddedColumn:
     if kind == _BESIDE:
-        return TextColumn(name, **fields)
+        return AddedColumn(name, **fields | {'shape': tuple(fields['shape'])})
     if kind != IN_PLACE:
         raise ValueError(f'column {name!r} is of kind {kind!r}')
     files = tuple(ColumnFile(**file) for file in fields['files'])

@@ -20,6 +20,7 @@ PT_LATENTS = 'latents'  # float16 or bfloat16 (N, 3, 4, 32, 32)
 PT_EMBEDDINGS = 'embeddings'  # float16, bfloat16 or float32 (N, D); not in every source
 
 PARQUET_KEY = 'key'
+PART_EMBEDDING = 'embedding'  # of the parts that embed_captions makes; `key` is beside it
 MAX_CAPTION_BYTES = 65_536  # of UTF-8; what is longer was not written by a person or a model
 MAX_TEXT_DIM = 16_384  # numbers of a text vector; the widest encoders have 8,192
 DEFAULT_CAPTION_COLUMN = 'caption_llava'
@@ -30,6 +31,7 @@ KEY = 'key'  # int64 scalar; joins latents, captions and text vectors
 LATENTS = 'latents'  # raw bytes of LATENTS_SHAPE in the source's dtype, little endian
 CAPTION = 'caption'  # UTF-8
 TEXT_EMBEDDING = 'text_embedding'  # raw bytes of float16 (D,)
+TOKENS = 'tokens'  # int32 (T,): ids of a caption's tokens, then -1
 
 NUM_CROPS = 3
 LATENT_SHAPE = (4, 32, 32)  # one crop: channels, height, width
@@ -98,6 +100,7 @@ META_TEXT_MAX_TOKENS = 'text_max_tokens'  # captions were cut to so many; 0 for 
 META_TEXT_DIM = 'text_embedding_dim'  # D
 META_CAPTION_COLUMN = 'caption_column'
 META_DROPPED = 'dropped'  # {'no_row': int, 'no_caption': int, ...}
+META_PART = 'part'  # of a sidecar in parts: 'i of n', from 0
 META_CAPTIONS_DIGEST = 'captions_digest'  # of keys and captions that vectors were made of
 META_SOURCE_FINGERPRINT = 'source_fingerprint'  # hex digest
 META_SETTINGS = 'settings'  # what decides the records, see `build.recorded_settings`

@@ -5,8 +5,8 @@
     verified = verify.verify('OUT/coyo11m_tfds/latents/1.0.0')
     verified.faults     # ['coyo11m_tfds-train.tfrecord-00003-of-00100: is missing']
 
-Shards are read once, several at a time: their lengths and CRC-32C are compared with
-`checksums.json`, their records with the chunk index and `dataset_info.json`. `--fast` leaves that
+Shards and columns are read once, several at a time: lengths and CRC-32C are compared with
+`checksums.json`, records with the chunk index and `dataset_info.json`. `--fast` leaves that
 out: it compares lengths, on gs:// also the CRC-32C that the storage keeps, and reads only the small
 files. Latents in place are part of it: their `.pt` files are read through too, or only their
 directories. What comes from gs:// is compared with the storage's CRC-32C and read again if it was
@@ -108,7 +108,7 @@ class _Check:
 
     def run(self) -> None:
         """Finds all faults."""
-        names = [name for name in self._files if _SHARD not in name]
+        names = [name for name in self._files if not _is_large(name)]
         contents = {schema.CHECKSUMS_FILE: self._read_small(schema.CHECKSUMS_FILE)}
         self.recorded = self._parse(schema.CHECKSUMS_FILE, contents, manifest.parse) or {}
         contents |= {name: self._read_small(name) for name in names}
@@ -122,6 +122,8 @@ class _Check:
             index = self._parse(file_name(split.name), contents, ChunkIndex.parse)
             shards |= self._describe_shards(split, index)
         self._check_shards(shards)
+        if not self.recorded:
+            self._check_columns(found, splits)
         latents = found.get(schema.LATENTS)
         if isinstance(latents, columns.Column):
             self._check_sources(latents, contents.get(schema.METADATA_FILE))
@@ -211,6 +213,21 @@ class _Check:
             for number, name in enumerate(split.file_names)
         }
 
+    def _check_columns(
+        self, found: Mapping[str, columns.Column | columns.AddedColumn], splits: list[StoredSplit]
+    ) -> None:
+        """Compares the sizes of local columns, of which there are no checksums, with the splits."""
+        local = {name: file for name, file in self._files.items() if not file.is_remote}
+        if schema.COLUMNS_FILE not in local:
+            return
+        folder = os.path.dirname(local[schema.COLUMNS_FILE].path)
+        for column in found.values():
+            for split in splits:
+                try:
+                    column.locate(folder, split.name, sum(split.shard_lengths))
+                except ValueError as error:
+                    self.faults.append(str(error))
+
     def _check_sources(self, latents: columns.Column, metadata: bytes | None) -> None:
         """Compares the files that latents lie in with what they were, unless `fast` throughout."""
         # It needs the extra `convert`, as who has the source has it.
@@ -228,7 +245,7 @@ class _Check:
 
     def _check_shards(self, shards: Mapping[str, StoredShard]) -> None:
         known = sorted(self._files.keys() & {*shards, *self.recorded})
-        names = [name for name in known if _SHARD in name]
+        names = [name for name in known if _is_large(name)]
         total = 0 if self._fast else sum(self._files[name].size for name in names)
         with (
             Progress('Verifying shards', total, 'B', {'shards': len(names)}) as progress,
@@ -254,14 +271,22 @@ class _Check:
         if self._fast or fault:
             return fault
         try:
-            scan = stored_files.read(file, records.RecordScan, on_bytes)
+            new = records.RecordScan if _SHARD in name else stored_files.Checksum
+            scan = stored_files.read(file, new, on_bytes)
         except OSError as error:
             return self._unreadable(name, error)
-        scan.end()
         fault = self._differs(name, file.size, scan.crc32c)
+        if _SHARD not in name:
+            return fault
+        scan.end()
         if scan.problem:
             return f'{fault}, {scan.problem}' if fault else f'{scan.problem}, expected none that is'
         return fault or (info.compare(scan) if info else '')
+
+
+def _is_large(name: str) -> bool:
+    """Whether a file is a shard or a column, which are read through and not kept in memory."""
+    return _SHARD in name or columns.is_file_name(name)
 
 
 def _check_features(required: set[str], data: bytes) -> None:

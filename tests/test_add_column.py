@@ -1,10 +1,11 @@
-"""Text vectors that are added to a built data set, and read in the place of its own."""
+"""Columns that are added to a built data set: text in the place of its own, tokens, numbers."""
 
 import itertools
 import pathlib
 import shutil
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -12,8 +13,10 @@ import input_pipeline
 from coyo11m_tfds import add_column, embed_captions, schema, verify
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
 from coyo11m_tfds.reading import dataset
+from coyo11m_tfds.source import part_files
+from coyo11m_tfds.storage import build_lock
 from tests import children, runs
-from train_lib import data, sharding
+from train_lib import checkpoint, data, sharding, train
 
 ORDER = dict(batch_size=16, seed=0, lanes=4, chunk=32, window=64)
 
@@ -80,7 +83,7 @@ def test_a_second_text_column_is_read_and_nothing_else_changes(copy, mini_datase
     stats = dataset.dataset_stats(copy, 'other')
     np.testing.assert_allclose(stats.text_mean, values.mean(axis=0), rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(stats.text_std, values.std(axis=0), rtol=1e-5, atol=1e-7)
-    assert stats.text_dim == column.width == values.shape[1]
+    assert column.shape == values.shape[1:] == (stats.text_dim,)
     assert dataset.dataset_stats(copy).text_encoder == stats.text_encoder == 'hash'
 
 
@@ -99,6 +102,234 @@ def test_the_encoder_is_that_of_the_column_in_every_respect(copy, other_vectors,
     assert found == ('hf:m', 'sha256:12', 77)
 
 
+def split_up(path: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """The rows of a sidecar as three parts in a folder."""
+    folder.mkdir()
+    table = pq.read_table(path)
+    names = [schema.PARQUET_KEY, schema.PART_EMBEDDING]
+    for number in range(3):
+        metadata = {**table.schema.metadata, schema.META_PART.encode(): f'{number} of 3'.encode()}
+        part = table.slice(number * 400, 400)
+        part = part.rename_columns(names).replace_schema_metadata(metadata)
+        pq.write_table(part, folder / part_files.name(number, 3))
+    return folder
+
+
+def test_parts_in_a_folder_are_as_good_as_one_file(copy, other_vectors, tmp_path):
+    folder = split_up(other_vectors, tmp_path / 'parts')
+    whole = add_column.add(copy, 'whole', other_vectors)
+    parts = add_column.add(copy, 'parts', folder)
+    assert (parts.encoder, parts.mean, parts.std) == (whole.encoder, whole.mean, whole.std)
+    for split in ('train', 'validation'):
+        one, other = (copy / f'column_{name}-{split}.npy' for name in ('whole', 'parts'))
+        assert one.read_bytes() == other.read_bytes()
+    (folder / part_files.name(1, 3)).unlink()
+    with pytest.raises(ValueError, match=r'part-00001-of-00003\.parquet is missing'):
+        add_column.add(copy, 'third', folder)
+
+
+# --- Tokens and numbers ------------------------------------------------------------------------
+
+
+def keys_of(path: pathlib.Path) -> np.ndarray:
+    batches = [
+        batch
+        for split in ('train', 'validation')
+        for batch in input_pipeline.eval_batches(
+            path, batch_size=64, features=('key',), split=split
+        )
+    ]
+    return np.concatenate([batch['key'][batch['mask']] for batch in batches])
+
+
+def write_column(path: pathlib.Path, name: str, keys: np.ndarray, values: pa.Array) -> pathlib.Path:
+    pq.write_table(pa.table({'key': keys, name: values}), path)
+    return path
+
+
+def as_lists(values: np.ndarray) -> pa.Array:
+    return pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1])
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'float64', 'int64', 'uint8', 'float16'])
+@pytest.mark.parametrize('width', [None, 3])
+def test_numbers_come_under_their_own_name_as_they_are(copy, tmp_path, dtype, width):
+    keys = keys_of(copy)[::-1]
+    shape = (len(keys),) if width is None else (len(keys), width)
+    values = np.random.default_rng(0).integers(0, 200, shape).astype(dtype)
+    column = pa.array(values) if width is None else as_lists(values)
+    path = write_column(tmp_path / 'x.parquet', 'score', keys, column)
+    expected = dict(zip(keys.tolist(), values, strict=True))
+
+    add_column.add(copy, 'aesthetic', parquet=path, column='score')
+    assert not verify.verify(copy).faults
+    features = ('key', 'aesthetic')
+    batches = input_pipeline.train_batches(copy, **ORDER, features=features)
+    for batch in itertools.islice(batches, 20):
+        assert batch.keys() == {'key', 'aesthetic'}
+        assert batch['aesthetic'].dtype == dtype
+        wanted = np.stack([expected[key] for key in batch['key'].tolist()])
+        np.testing.assert_array_equal(batch['aesthetic'], wanted)
+    for batch in input_pipeline.eval_batches(copy, batch_size=50, features=features):
+        mask = batch['mask']
+        wanted = np.stack([expected[key] for key in batch['key'][mask].tolist()])
+        np.testing.assert_array_equal(batch['aesthetic'][mask], wanted)
+        assert not batch['aesthetic'][~mask].any()
+
+
+def test_tokens_and_embeddings_come_side_by_side(copy, other_vectors, tmp_path):
+    keys = keys_of(copy)
+    tokens = np.random.default_rng(0).integers(-1, 1000, (len(keys), 7)).astype(np.int32)
+    path = write_column(tmp_path / 't.parquet', 'tokens', keys, as_lists(tokens))
+    column = add_column.add(copy, 'words', tokens=path)
+    assert (column.dtype, column.shape, column.feature) == ('int32', (7,), 'tokens')
+    add_column.add(copy, 'other', other_vectors)
+    expected = dict(zip(keys.tolist(), tokens, strict=True))
+    vectors = vectors_of(other_vectors)
+
+    features = ('key', 'latents', 'text_embedding', 'words', 'other')
+    batch = next(input_pipeline.train_batches(copy, **ORDER, features=features))
+    own = next(input_pipeline.train_batches(copy, **ORDER, features=features[:3]))
+    for name in own:
+        np.testing.assert_array_equal(batch[name], own[name])
+    for row, key in enumerate(batch['key'].tolist()):
+        np.testing.assert_array_equal(batch['words'][row], expected[key])
+        np.testing.assert_array_equal(batch['other'][row], vectors[key])
+    with pytest.raises(ValueError, match=r"no text embeddings 'words'; .* are \['other'\]"):
+        input_pipeline.train_batches(copy, **ORDER, text='words')
+    with pytest.raises(ValueError, match=r"no feature 'score'; there are \[.*'words', 'other'\]"):
+        input_pipeline.train_batches(copy, **ORDER, features=('score',))
+    for read, order in (
+        (input_pipeline.train_batches, ORDER),
+        (input_pipeline.eval_batches, {'batch_size': 16}),
+    ):
+        with pytest.raises(ValueError, match="'words' is a column, which engine='rows' alone can"):
+            read(copy, **order, engine='chunks', features=('words',))
+
+
+BAD = [
+    (['a', 'b', 'c'], r"column 'x' is string, expected integers, floats, or lists"),
+    ([[1], [2, 3], [4]], r"column 'x' is list<.*>, expected integers, floats, or lists"),
+    ([True, False, True], r"column 'x' is bool, expected"),
+    (np.zeros((3, 5000)), r'is fixed_size_list<.*>\[5000\], .* at most 32,768 bytes a row'),
+    ([1.0, None, 2.0], r"column 'x' has nulls, such as that of key 5\. Fill them"),
+    (np.zeros((3, 2), np.float32), r'x.parquet: has nothing for \d+ of \d+ records of'),
+]
+
+
+@pytest.mark.parametrize(('values', 'message'), BAD)
+def test_other_columns_are_refused_and_leave_nothing(copy, tmp_path, values, message):
+    array = as_lists(values) if isinstance(values, np.ndarray) else pa.array(values)
+    path = write_column(tmp_path / 'x.parquet', 'x', np.array([4, 5, 6]), array)
+    before = sorted(copy.iterdir())
+    with pytest.raises(ValueError, match=message):
+        add_column.add(copy, 'y', parquet=path, column='x')
+    assert sorted(copy.iterdir()) == before
+
+
+def test_mistakes_of_a_command_are_named(copy, tmp_path):
+    path = write_column(tmp_path / 'x.parquet', 'x', np.array([4, 5, 4]), pa.array([1, 2, 3]))
+    with pytest.raises(ValueError, match=r'1 rows repeat the key of another, e\.g\. key 4'):
+        add_column.add(copy, 'y', parquet=path, column='x')
+    with pytest.raises(ValueError, match="has no column 'z'; its columns are key, x"):
+        add_column.add(copy, 'y', parquet=path, column='z')
+    with pytest.raises(ValueError, match="has no column 'tokens'"):
+        add_column.add(copy, 'y', tokens=path)
+    ids = write_column(tmp_path / 't.parquet', 'tokens', np.array([4]), pa.array([1]))
+    with pytest.raises(ValueError, match=r"'tokens' has int64 \(\), expected int32 lists"):
+        add_column.add(copy, 'y', tokens=ids)
+    for sources in ({}, {'parquet': path}, {'tokens': path, 'column': 'x'}, {'column': 'x'}):
+        with pytest.raises(ValueError, match='expected one of embeddings, tokens, and parquet'):
+            add_column.add(copy, 'y', **sources)
+    with (
+        build_lock.hold(copy, wait_seconds=0),
+        pytest.raises(TimeoutError, match=f'{copy}: .* is working there'),
+    ):
+        add_column.add(copy, 'y', parquet=path, column='x')
+
+
+@pytest.mark.parametrize(
+    ('flags', 'words'),
+    [
+        ([], 'one of the arguments --embeddings --tokens --parquet is required'),
+        (['--parquet=x'], '--parquet and --column: expected both or neither'),
+        (['--tokens=x', '--column=y'], '--parquet and --column: expected both or neither'),
+        (['--tokens=x', '--embeddings=y'], 'not allowed with argument'),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(monkeypatch, capsys, flags, words):
+    monkeypatch.setattr('sys.argv', ['add_column', '--data_dir=d', '--name=n', *flags])
+    with pytest.raises(SystemExit, match='2'):
+        add_column.parse_flags()
+    assert words in capsys.readouterr().err
+
+
+def test_a_command_that_was_killed_is_given_again(copy, mini_dataset, other_vectors):
+    """At each moment at which a file is made durable or gets its name."""
+    shutil.rmtree(copy)
+    program = """
+        import itertools, os, shutil, signal
+        from coyo11m_tfds import add_column, verify
+        built, copy, vectors = sys.argv[1:]
+
+        def kill_at(moment):
+            countdown = itertools.count(moment, -1)
+            def dying(function):
+                def call(*arguments):
+                    if next(countdown) == 0:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return function(*arguments)
+                return call
+            os.fsync, os.replace = dying(os.fsync), dying(os.replace)
+
+        for moment in itertools.count():
+            shutil.rmtree(copy, ignore_errors=True)
+            shutil.copytree(built, copy)
+            child = os.fork()
+            if not child:
+                kill_at(moment)
+                add_column.add(copy, 'other', vectors)
+                os._exit(0)
+            _, status = os.waitpid(child, 0)
+            if not status:
+                break
+            described = os.path.exists(os.path.join(copy, 'columns.json'))
+            print(moment, described, flush=True)
+            if not described:
+                add_column.add(copy, 'other', vectors)
+                assert not [name for name in os.listdir(copy) if name.startswith('.')]
+            assert not verify.verify(copy).faults
+    """
+    with children.python(program, mini_dataset, copy, other_vectors) as child:
+        output, errors = child.communicate(timeout=300)
+    assert child.returncode == 0, errors
+    described = [line.split()[1] for line in output.splitlines()]
+    assert len(described) > 10 and described[0] == 'False'
+    assert sorted(described) == described  # from one moment on it is there
+
+
+# --- What was added is verified ------------------------------------------------------------------
+
+
+def test_a_column_is_verified_with_the_shards(copy, other_vectors):
+    add_column.add(copy, 'other', other_vectors)
+    path = copy / 'column_other-train.npy'
+    data = bytearray(path.read_bytes())
+    data[5000] ^= 1
+    path.write_bytes(data)
+    assert verify.verify(copy, fast=True).faults == []
+    [fault] = verify.verify(copy).faults
+    assert fault.startswith('column_other-train.npy: CRC-32C is ')
+    path.write_bytes(data[:-2])
+    for fast in (False, True):
+        [fault] = verify.verify(copy, fast=fast).faults
+        assert fault == f'column_other-train.npy: has {len(data) - 2} bytes, expected {len(data)}'
+    shutil.copy(copy / 'column_other-validation.npy', path)
+    (copy / schema.CHECKSUMS_FILE).unlink()
+    [fault] = verify.verify(copy).faults
+    assert 'column_other-train.npy: holds float16' in fault
+
+
 def test_the_command_adds_a_column_once(copy, other_vectors):
     program = """
         import runpy
@@ -113,7 +344,7 @@ def test_the_command_adds_a_column_once(copy, other_vectors):
         if status:
             assert "a new column cannot be called 'other'" in errors
         else:
-            assert f"{copy}: text='other' has 640 numbers a record" in output
+            assert f"{copy}: text='other' has float16 (640,) for each record" in output
     assert not verify.verify(copy).faults
 
 
@@ -121,12 +352,12 @@ def test_records_without_a_vector_are_an_error_and_leave_nothing(copy, other_vec
     table = pq.read_table(other_vectors)
     pq.write_table(table.slice(0, len(table) // 2), tmp_path / 'half.parquet')
     before = sorted(path.name for path in copy.iterdir())
-    with pytest.raises(ValueError, match=r'half.parquet: has no vector for \d+ of \d+ records of'):
+    with pytest.raises(ValueError, match=r'half.parquet: has nothing for \d+ of \d+ records of'):
         add_column.add(copy, 'other', tmp_path / 'half.parquet')
     assert sorted(path.name for path in copy.iterdir()) == before
 
 
-@pytest.mark.parametrize('name', ['text_embedding', 'latents', 'Other', '../x', ''])
+@pytest.mark.parametrize('name', ['text_embedding', 'latents', 'mask', 'Other', '../x', ''])
 def test_a_name_that_cannot_be_is_refused(copy, other_vectors, name):
     with pytest.raises(ValueError, match='a new column cannot be called'):
         add_column.add(copy, name, other_vectors)
@@ -141,9 +372,11 @@ def test_what_is_no_local_data_set_is_refused(tmp_path, other_vectors):
 def test_a_column_that_is_not_there_is_named(copy, other_vectors):
     for read in (input_pipeline.train_batches, input_pipeline.eval_batches):
         order = ORDER if read is input_pipeline.train_batches else {'batch_size': 16}
-        with pytest.raises(ValueError, match=r"no text vectors 'other'; besides those .* are \[\]"):
+        with pytest.raises(
+            ValueError, match=r"no text embeddings 'other'; besides those .* are \[\]"
+        ):
             read(copy, text='other', **order)
-    with pytest.raises(ValueError, match="no text vectors 'other'"):
+    with pytest.raises(ValueError, match="no text embeddings 'other'"):
         dataset.dataset_stats(copy, 'other')
     add_column.add(copy, 'other', other_vectors)
     with pytest.raises(ValueError, match="'other' is a column, which engine='rows' alone can read"):
@@ -179,3 +412,31 @@ def test_the_trainer_takes_either_text(copy, other_vectors):
     np.testing.assert_array_equal(first['key'], second['key'])
     np.testing.assert_array_equal(first['latents'], second['latents'])
     assert not np.array_equal(first[schema.TEXT_EMBEDDING], second[schema.TEXT_EMBEDDING])
+
+
+@pytest.mark.slow
+def test_a_run_trains_with_either_text_and_resumes_with_its_own(copy, other_vectors, tmp_path):
+    shards = {path: path.read_bytes() for path in copy.glob('*.tfrecord*')}
+    add_column.add(copy, 'other', other_vectors)
+    found = {}
+    for text in ('', 'other'):
+        short = {'num_steps': 5, 'eval_every': 5, 'checkpoint_every': 5, 'data.text': text}
+        train.train_and_evaluate(runs.small_config(copy, **short), tmp_path / f'run{text}')
+        found[text] = runs.losses(tmp_path / f'run{text}')
+    assert found[''].keys() == found['other'].keys() and found[''] != found['other']
+    assert {path: path.read_bytes() for path in copy.glob('*.tfrecord*')} == shards
+    short |= {'data.text': '', 'num_steps': 10}
+    with pytest.raises(checkpoint.OtherRunError, match=r"data\.text was 'other' and is now ''"):
+        config = runs.small_config(copy, **short)
+        train.train_and_evaluate(config, tmp_path / 'runother', accept_changes=['num_steps'])
+
+
+def test_values_may_lie_in_a_bucket(copy, gcs, tmp_path):
+    keys = keys_of(copy)
+    path = write_column(tmp_path / 'x.parquet', 'x', keys, pa.array(keys // 2))
+    gcs.put('bucket', 'x.parquet', path.read_bytes())
+    add_column.add(copy, 'half', parquet='gs://bucket/x.parquet', column='x')
+    [batch] = itertools.islice(
+        input_pipeline.train_batches(copy, **ORDER, features=('key', 'half')), 1
+    )
+    np.testing.assert_array_equal(batch['half'], batch['key'] // 2)

@@ -1,6 +1,5 @@
 """The sidecar of text vectors: what is in it, what is refused, and that nothing half-made stays."""
 
-import contextlib
 import os
 import pathlib
 import random
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 from coyo11m_tfds import embed_captions, sample_data, schema
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
 from coyo11m_tfds.process import progress
-from coyo11m_tfds.source import embedding_store
+from coyo11m_tfds.source import embedding_store, part_files
 from coyo11m_tfds.text import text_encoders
 from tests import made_sources
 from tests.checkout import COCO_SAMPLE
@@ -86,9 +85,7 @@ def test_the_file_says_what_it_is(source, out):
 
 def test_the_builder_reads_it(source, out, tmp_path):
     embed_captions.embed(source, 'hash', out)
-    header, store = embedding_store.prepare_store(
-        lambda: contextlib.nullcontext(str(out)), name=str(out), version='1', cache_dir=tmp_path
-    )
+    header, store = embedding_store.prepare_store(part_files.find(out), cache_dir=tmp_path)
     digest = made_sources.captions_digest(source)
     assert header == embedding_store.SidecarHeader(640, 'hash', '1', 0, 'caption_llava', digest)
     rows = store.find(np.array([90, 5, 7]))

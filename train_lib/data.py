@@ -22,8 +22,6 @@ from jax.sharding import Mesh
 
 import input_pipeline
 from coyo11m_tfds import schema
-from coyo11m_tfds.reading import dataset
-from coyo11m_tfds.reading.order import nearest_shares
 from coyo11m_tfds.storage import stored_files
 from train_lib import failures, flow, models, settings, sharding
 from train_lib.data_facts import DataFacts
@@ -90,9 +88,9 @@ class TrainingData:
         self._counter = input_pipeline.ReadCounter()
         self.read_counts = self._counter.read
         self._arrived = self._taken = 0
-        stats = dataset.dataset_stats(self._builder, config.data.text)
+        stats = input_pipeline.dataset_stats(self._builder, config.data.text)
         if stats.text_mean is None or stats.text_std is None:
-            added = dataset.text_columns(self._builder)
+            added = input_pipeline.text_columns(self._builder)
             raise ValueError(
                 f'{config.data.dir} holds no text vectors in its records: '
                 + (
@@ -233,7 +231,9 @@ class TrainingData:
         processes, devices = jax.process_count(), self._mesh.size
         if batch_size % devices == 0 and not (has_lanes and lanes % processes):
             return
-        working_size, working_lanes = nearest_shares(batch_size, lanes, processes, devices)
+        working_size, working_lanes = input_pipeline.nearest_shares(
+            batch_size, lanes, processes, devices
+        )
         raise ValueError(
             f'batch_size={batch_size} with data.lanes={lanes} cannot be shared equally by '
             f'{processes} processes with {devices} devices in all: batch_size={working_size} with '
@@ -308,7 +308,7 @@ def _with_read_errors(
 def _open(folder: str) -> tfds.core.DatasetBuilder:
     """Opens a data set; where there is none, the message says which ones lie below the folder."""
     try:
-        return dataset.open_dataset(folder)
+        return input_pipeline.open_dataset(folder)
     except (OSError, ValueError, tf.errors.OpError) as error:
         path = epath.Path(folder)
         if (path / schema.INFO_FILE).exists():

@@ -18,7 +18,7 @@ import sys
 from absl import flags, logging
 from ml_collections import config_flags
 
-from coyo11m_tfds.reading import process_settings
+import input_pipeline
 from train_lib import process, signals, workdirs
 
 FLAGS = flags.FLAGS
@@ -46,7 +46,7 @@ def main() -> None:
     signals.install(FLAGS.config.requeue_status)
     with process.errors_in_one_line():
         workdirs.check_writable(FLAGS.workdir)
-        process_settings.apply(FLAGS.config.data.dir, FLAGS.config.data.chunk)
+        input_pipeline.prepare_process(FLAGS.config.data.dir, FLAGS.config.data.chunk)
     process.prepare()
     # Only now, because they take seconds and import TensorFlow, which looks at those settings.
     import jax

@@ -19,7 +19,7 @@ from typing import Any
 
 from absl import logging
 
-from coyo11m_tfds.reading.order import Order
+from input_pipeline import Order
 
 DATA_SET = 'data.dir'  # the setting whose value says which data set there is
 

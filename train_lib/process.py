@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from absl import app, flags, logging
 
+import input_pipeline
 from coyo11m_tfds.process import command_line
-from coyo11m_tfds.reading import process_settings
 from train_lib import named_configs
 
 CONFIG_HELP = (
@@ -108,7 +108,7 @@ def prepare() -> None:
         handler = logging.get_absl_handler()
         handler.addFilter(_is_worth_reading)
         handler.setFormatter(_Lines())
-        process_settings.quiet_tensorflow()
+        input_pipeline.quiet_tensorflow()
     import tensorflow as tf
 
     # TensorFlow only reads records: the accelerator's memory is for JAX.

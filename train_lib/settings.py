@@ -100,6 +100,7 @@ _CHANGEABLE = (
     'num_steps',
     'ema_decay',
     'data.dir',
+    'data.text',
     'data.chunk',
     'data.lanes',
     'data.window',

@@ -73,9 +73,15 @@ class ShardSources:
         return self._dtype
 
     @property
-    def files(self) -> Sequence[ColumnFile]:
-        """Of each record; equal ones follow each other."""
-        return [f for f, n in zip(self._files, self._counts, strict=True) for _ in range(n)]
+    def counts(self) -> Sequence[tuple[ColumnFile, int]]:
+        """Files and how many records each has, if any, in the order of the records."""
+        found = zip(self._files, self._counts, strict=True)
+        return [(file, count) for file, count in found if count]
+
+    def places(self, number: Mapping[ColumnFile, int]) -> np.ndarray:
+        """The number of the file and the row of each record, uint32 `(n, 2)`."""
+        of_file = [np.full(count, number[file], '<u4') for file, count in self.counts]
+        return np.stack([np.concatenate([np.empty(0, '<u4'), *of_file]), self.rows], axis=1)
 
     @property
     def rows(self) -> np.ndarray:
@@ -91,13 +97,11 @@ def write(folder: str | os.PathLike[str], splits: Mapping[str, Sequence[ShardSou
         splits: of each split its shards, in their order.
     """
     shards = [shard for of_split in splits.values() for shard in of_split]
-    files = sorted({file for shard in shards for file in shard.files}, key=lambda f: f.path)
+    files = sorted({file for shard in shards for file, _ in shard.counts}, key=lambda f: f.path)
     number = {file: n for n, file in enumerate(files)}
     for split, of_split in splits.items():
-        places = [
-            np.stack([[number[f] for f in shard.files], shard.rows], axis=1) for shard in of_split
-        ]
+        places = [shard.places(number) for shard in of_split]
         path = os.path.join(folder, columns.file_name(schema.LATENTS, split))
-        np.save(path, np.concatenate(places).astype('<u4'))
+        np.save(path, np.concatenate(places))
     dtype = next(shard.dtype for shard in shards if shard.dtype)
     columns.write(folder, {schema.LATENTS: Column(schema.LATENTS, dtype, tuple(files))})

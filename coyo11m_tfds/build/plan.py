@@ -23,9 +23,9 @@ from coyo11m_tfds.build.shard_inputs import StoreInputs
 from coyo11m_tfds.build.tasks import VECTORS_IN_PT, ShardPart, ShardTask, TextVectors
 from coyo11m_tfds.keyed_random import splitmix64
 from coyo11m_tfds.report.dropped_rows import Dropped
-from coyo11m_tfds.source import caption_store, embedding_store, location
+from coyo11m_tfds.source import caption_store, embedding_store, location, part_files
 from coyo11m_tfds.source.source_latents import SourceLatents
-from coyo11m_tfds.storage import held_folder, json_digest, source_files
+from coyo11m_tfds.storage import held_folder, json_digest
 from coyo11m_tfds.storage.scratch import Scratch
 
 _RECORD_OVERHEAD = 128  # bytes of a record besides latents, caption and text vector
@@ -188,30 +188,27 @@ def _prepare_sidecar(
     cache_dir: str,
 ) -> tuple[embedding_store.SidecarHeader, embedding_store.VectorStore]:
     try:
-        sidecar = source_files.describe(settings.text_vectors)
+        files = part_files.find(settings.text_vectors)
     except ValueError as error:
         raise ValueError(
             f"text_vectors: {error} Otherwise '' or 'pt'; coyo11m_tfds.embed_captions makes such a "
-            'file.'
+            'file or folder.'
         ) from None
-    header, vector_store = embedding_store.prepare_store(
-        lambda: scratch.hold_showing(sidecar),
-        name=sidecar.path,
-        version=sidecar.version,
-        cache_dir=cache_dir,
-    )
+    hold = scratch.hold_showing if len(files) == 1 else scratch.hold
+    header, vector_store = embedding_store.prepare_store(files, cache_dir=cache_dir, hold=hold)
     if header.caption_column != settings.caption_column:
         raise ValueError(
-            f"{sidecar.path}: its vectors were made of column '{header.caption_column}', but the "
-            f"captions are '{settings.caption_column}'. Embed that column, or set caption_column."
+            f"{settings.text_vectors}: its vectors were made of column '{header.caption_column}', "
+            f"but the captions are '{settings.caption_column}'. Embed that column, or set "
+            'caption_column.'
         )
     if header.captions_digest != store.digest:
         raise ValueError(
-            f'{sidecar.path}: its vectors were made of other captions than column '
+            f'{settings.text_vectors}: its vectors were made of other captions than column '
             f"'{settings.caption_column}' of {source.captions_file.path} has. Make it again with "
             'coyo11m_tfds.embed_captions, or name the source that it was made from.'
         )
-    logging.info('The text vectors of %s are ready', sidecar.path)
+    logging.info('The text vectors of %s are ready', settings.text_vectors)
     return header, vector_store
 
 

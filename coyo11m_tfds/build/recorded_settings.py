@@ -61,7 +61,7 @@ def check(
     """Refuses a data set that was built with other settings than are asked for.
 
     One without recorded settings, of an earlier version, is accepted. Of a sidecar the header is
-    read, if it is a local file that exists.
+    read, if it is local and exists.
 
     Args:
         folder: of the data set, for messages.
@@ -90,11 +90,12 @@ def _text_vectors(chosen: str, recorded: Any) -> str | Mapping[str, Any]:
     """What would be recorded of `text_vectors`; of a sidecar that is out of reach, what was."""
     if chosen in _IN_RECORDS:
         return chosen
-    if source_files.is_remote(chosen) or not os.path.isfile(chosen):
+    if source_files.is_remote(chosen) or not os.path.exists(chosen):
         return recorded if isinstance(recorded, dict) else chosen
-    from coyo11m_tfds.source import embedding_store
+    from coyo11m_tfds.source import embedding_store, part_files
 
-    return dataclasses.asdict(embedding_store.read_header(chosen))
+    first, *_ = part_files.find(chosen)
+    return dataclasses.asdict(embedding_store.read_header(first.path))
 
 
 def _differences(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:

@@ -1,61 +1,55 @@
 """Rows of a column, mapped: values that lie elsewhere than in the records.
 
-latents = column_reader.open_in_place(column, folder, 'train', num_records)
-text = column_reader.open_beside(column, folder, 'train', num_records)
-text.find(np.array([3, 17]))       # addresses of the values of these records
+latents = column_reader.open_column(column, folder, 'train', num_records)
+latents.find(np.array([3, 17]))       # addresses of the values of these records
 """
 
+import math
 import os
 from collections.abc import Sequence
 
+import ml_dtypes
 import numpy as np
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.columns import Column, TextColumn
+from coyo11m_tfds.columns import AddedColumn, Column
 from coyo11m_tfds.reading.mapped_files import MappedFiles
 
 
-def open_in_place(
-    column: Column, folder: str | os.PathLike[str], split: str, num_records: int
+def open_column(
+    column: Column | AddedColumn, folder: str | os.PathLike[str], split: str, num_records: int
 ) -> 'ColumnReader':
-    """Holds the files of latents against what the data set says of them; maps none.
+    """Holds the files of a column against what the data set says of them; maps none.
 
     Raises:
-        ValueError: a file is missing or has changed, or the column is damaged.
+        ValueError: a file is missing or has changed, or is not as long as the split.
     """
+    if isinstance(column, AddedColumn):
+        path, start = column.locate(folder, split, num_records)
+        return ColumnReader([path], [start], None, np.dtype(column.dtype), column.shape)
     for file in column.files:
         file.check()
-    places = column.load(folder, split)
-    if len(places) != num_records:
-        raise ValueError(
-            f'{folder}: its column {column.name!r} has {len(places)} rows for split {split!r} of '
-            f'{num_records} records. Build the data set again.'
-        )
+    places = column.locate(folder, split, num_records)
     paths, starts = [f.path for f in column.files], [f.start for f in column.files]
-    return ColumnReader(paths, starts, places, schema.NUM_CROPS * schema.LATENT_NBYTES)
-
-
-def open_beside(
-    column: TextColumn, folder: str | os.PathLike[str], split: str, num_records: int
-) -> 'ColumnReader':
-    """Opens a column file beside the shards; maps nothing.
-
-    Raises:
-        ValueError: the file is missing, or not as long as the split.
-    """
-    path, start = column.locate(folder, split, num_records)
-    return ColumnReader([path], [start], None, 2 * column.width)
+    dtype = np.dtype(getattr(ml_dtypes, column.dtype, column.dtype))
+    return ColumnReader(paths, starts, places, dtype, schema.LATENTS_SHAPE)
 
 
 class ColumnReader:
-    """Finds the rows of one column of a split in its files."""
+    """Finds the rows of one column of a split in its files.
+
+    Attributes:
+        dtype: of the numbers of a row.
+        shape: of a row.
+    """
 
     def __init__(
         self,
         paths: Sequence[str],
         starts: Sequence[int],
         places: np.ndarray | None,
-        row_nbytes: int,
+        dtype: np.dtype,
+        shape: tuple[int, ...],
     ):
         """Maps nothing.
 
@@ -64,9 +58,10 @@ class ColumnReader:
             starts: where in each of them the first row begins, in bytes.
             places: of each record the number of its file and its row, uint32 `(n, 2)`; None where
                 the rows of the first file are those of the records.
-            row_nbytes: bytes of one row.
+            dtype, shape: of one row.
         """
-        self._places, self._row_nbytes = places, row_nbytes
+        self.dtype, self.shape = dtype, shape
+        self._places, self._row_nbytes = places, dtype.itemsize * math.prod(shape)
         self._starts = np.array(starts, np.int64)
         self._files = MappedFiles(lambda number: paths[number], len(paths))
 

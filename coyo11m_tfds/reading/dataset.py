@@ -154,7 +154,7 @@ def dataset_stats(data: Data, text: str = '') -> DatasetStats:
         text_encoder=column.encoder['encoder'],
         text_revision=column.encoder.get('revision'),
         text_max_tokens=column.encoder.get('max_tokens', 0),
-        text_dim=column.width,
+        text_dim=column.shape[0],
     )
 
 
@@ -187,9 +187,8 @@ def text_dim(builder: tfds.core.DatasetBuilder) -> int:
 
 
 def text_columns(builder: tfds.core.DatasetBuilder) -> list[str]:
-    """Names of the text vectors that `add_column` has added."""
-    found = _columns(builder).items()
-    return [name for name, column in found if isinstance(column, columns.TextColumn)]
+    """Names of the text embeddings that `add_column` has added."""
+    return columns.text_names(_columns(builder))
 
 
 def _feature(builder: tfds.core.DatasetBuilder, name: str) -> tfds.features.FeatureConnector | None:
@@ -204,9 +203,15 @@ def _columns(builder: tfds.core.DatasetBuilder) -> dict[str, columns.Column | co
 
 
 def check_features(builder: tfds.core.DatasetBuilder, features: Sequence[str]) -> None:
-    """Raises a ValueError for a feature that the data set does not have."""
+    """Raises a ValueError for a feature that the data set does not have, or TensorFlow not read."""
     there = [name for name in FEATURES if _feature(builder, name) is not None]
-    there += _columns(builder)
+    for name, column in _columns(builder).items():
+        if isinstance(column, columns.Column):
+            there.append(name)
+        elif name in features:
+            raise ValueError(
+                f"{builder.data_dir}: {name!r} is a column, which engine='rows' alone can read"
+            )
     stored_dataset.check_features(builder.data_dir, there, features)
 
 

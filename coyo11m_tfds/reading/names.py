@@ -1,7 +1,9 @@
-"""Names of what a batch has besides the features of its records, and which crop evaluation takes.
+"""Names of engines and of what a batch has besides features, and which crop evaluation takes.
 
 Nothing is imported here, so that both engines can afford it.
 """
+
+AUTO, ROWS, CHUNKS = ENGINES = ('auto', 'rows', 'chunks')
 
 DROP_TEXT = 'drop_text'  # bool (b,); with caption_dropout > 0
 MASK = 'mask'  # bool (b,); False for rows of zeros that stand for no record

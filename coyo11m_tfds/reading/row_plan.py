@@ -28,19 +28,23 @@ class Block(NamedTuple):
     record: np.ndarray
 
 
-def train_blocks(order: Order, lanes: range, start_step: int) -> Iterator[Block]:
-    """Some lanes' part of every batch from a step on, without end.
+def train_blocks(order: Order, lanes: range, start_step: int, stride: int = 1) -> Iterator[Block]:
+    """Some lanes' part of every `stride`-th batch from a step on, without end.
 
     A block ends where windows end: their records lie in the same chunks.
     """
     epoch, step = order.locate(start_step)
+    skip = 0  # batches before the next that is wanted
     windows = max(1, -(-_BLOCK_ROWS // (order.window * len(lanes))))
     while True:
         plan = order.epoch(epoch)
         while step < plan.steps:
             end_window = step * order.lane_batch // order.window + windows
             end = min(plan.steps, max(step + 1, -(-end_window * order.window // order.lane_batch)))
-            yield _block(plan, lanes, step, end - step)
+            block = _block(plan, lanes, step, end - step)
+            if skip < end - step:
+                yield Block(plan.number, block.shard[skip::stride], block.record[skip::stride])
+            skip = (skip - (end - step)) % stride
             step = end
         epoch, step = epoch + 1, 0
 

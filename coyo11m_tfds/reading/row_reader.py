@@ -12,6 +12,7 @@ otherwise than this project does it.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
@@ -43,7 +44,7 @@ class RowChoices:
     Attributes:
         features: to be in the batch.
         latent_dtype: of the data set, 'float16' or 'bfloat16'.
-        text_dim: width of the text vectors in a batch, 0 without them.
+        text_dim: width of the text vectors in the records, 0 without them.
         seed: of the choices about samples.
         caption_dropout: share of samples that `drop_text` marks.
         fixed_crop: taken of all samples; None takes one by (seed, epoch, key).
@@ -73,6 +74,7 @@ class Rows(NamedTuple):
         shard, record: their numbers.
         begin, end: of the serialized records; 0 where framing does not lead to one.
         values: where their values lie.
+        columns: where those of each column lie.
     """
 
     epoch: int
@@ -81,12 +83,20 @@ class Rows(NamedTuple):
     begin: np.ndarray
     end: np.ndarray
     values: record_layout.Found
+    columns: Mapping[str, np.ndarray]
 
     def part(self, some: slice) -> Self:
         """Some of them."""
         values = record_layout.Found(*(x[some] for x in self.values))
         shard, record, begin, end = (x[some] for x in self[1:5])
-        return self._replace(shard=shard, record=record, begin=begin, end=end, values=values)
+        return self._replace(
+            shard=shard,
+            record=record,
+            begin=begin,
+            end=end,
+            values=values,
+            columns={name: places[some] for name, places in self.columns.items()},
+        )
 
 
 class RowReader:
@@ -125,6 +135,12 @@ class RowReader:
         self._first = np.cumsum(lengths) - lengths
         self._files = MappedFiles(split.file, len(lengths))
         self._layout, self._columns = layout, columns or {}
+        # Of each feature the dtype and the shape of a row in a batch; of latents, one crop comes.
+        self._kinds = {schema.TEXT_EMBEDDING: (_DTYPES['float16'], (choices.text_dim,))}
+        self._kinds |= {
+            name: (column.dtype, column.shape) for name, column in self._columns.items()
+        }
+        self._kinds[schema.LATENTS] = (_DTYPES[choices.latent_dtype], schema.LATENT_SHAPE)
         self._checks = verified.Checks(verify, num_records)
         self._bad_records = BadRecords(on_bad_records, max_bad_fraction, num_records, counter)
 
@@ -141,9 +157,8 @@ class RowReader:
         begin, end = begins[of_run, in_run], ends[of_run, in_run]
         values = self._layout.find(self._files.memory, begin, end)
         number = self._first[shard] + record
-        for name, column in self._columns.items():
-            values = values._replace(**{_PLACES[name]: column.find(number)})
-        return Rows(epoch, shard, record, begin, end, values)
+        columns = {name: column.find(number) for name, column in self._columns.items()}
+        return Rows(epoch, shard, record, begin, end, values, columns)
 
     def prefetch(self, shard: np.ndarray, record: np.ndarray) -> list[tuple[int, int, int]]:
         """What to tell `will_need` so that records are in memory when they are asked for."""
@@ -191,7 +206,7 @@ class RowReader:
             keys[row] = values[schema.KEY]
         crops = self._choices.crops(rows.epoch, keys)
         batch = {
-            name: self._column(name, rows, good, keys, crops, others)
+            name: self._feature(name, rows, good, keys, crops, others)
             for name in self._choices.features
         }
         if self._choices.caption_dropout and schema.TEXT_EMBEDDING in batch:
@@ -259,7 +274,7 @@ class RowReader:
             problem = bad_records.TOO_SHORT if is_short else bad_records.DAMAGED
             self._bad_records.add(self._split.file(shard), shard, numbers.tolist(), problem)
 
-    def _column(
+    def _feature(
         self,
         name: str,
         rows: Rows,
@@ -275,21 +290,17 @@ class RowReader:
         if name == schema.CAPTION:
             return self._captions(rows, gathered, others)
         if name in self._columns:
-            gathered, others = good, {}
-        shape: tuple[int, ...]
-        if name == schema.LATENTS:
-            begin, nbytes = crops * schema.LATENT_NBYTES, schema.LATENT_NBYTES
-            dtype, shape = _DTYPES[self._choices.latent_dtype], schema.LATENT_SHAPE
-            places = rows.values.latents + begin
+            places, gathered, others = rows.columns[name], good, {}
         else:
-            begin, nbytes = np.zeros_like(crops), 2 * self._choices.text_dim
-            dtype, shape = _DTYPES['float16'], (self._choices.text_dim,)
-            places = rows.values.text
+            places = getattr(rows.values, _PLACES[name])
+        dtype, shape = self._kinds[name]
+        nbytes = dtype.itemsize * math.prod(shape)
+        begin = crops * nbytes if name == schema.LATENTS else np.zeros_like(crops)
         memory = self._files.memory
-        column = memory.gather(np.where(gathered, places, memory.zeros), nbytes)
-        for row, values in others.items():
-            column[row] = values[name][begin[row] : begin[row] + nbytes]
-        return column.view(dtype).reshape(len(crops), *shape)
+        values = memory.gather(np.where(gathered, places + begin, memory.zeros), nbytes)
+        for row, parsed in others.items():
+            values[row] = parsed[name][begin[row] : begin[row] + nbytes]
+        return values.view(dtype).reshape(len(crops), *shape)
 
     def _captions(
         self, rows: Rows, gathered: np.ndarray, others: dict[int, dict[str, Any]]

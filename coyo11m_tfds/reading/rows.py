@@ -21,10 +21,16 @@ from coyo11m_tfds.reading.row_reader import Batch, RowReader
 
 
 def train_batches(
-    reader: RowReader, order: Order, lanes: range, start_step: int, prefetch: int
+    reader: RowReader,
+    order: Order,
+    lanes: range,
+    start_step: int,
+    prefetch: int,
+    stride: int = 1,
 ) -> Iterator[Batch]:
-    """Some lanes' part of every batch from a step on, without end, `prefetch` of them ready."""
-    return Ahead(_read(reader, row_plan.train_blocks(order, lanes, start_step)), prefetch, 'rows')
+    """Some lanes' part of every `stride`-th batch from a step on, `prefetch` of them ready."""
+    blocks = row_plan.train_blocks(order, lanes, start_step, stride)
+    return Ahead(_read(reader, blocks), prefetch, 'rows')
 
 
 def eval_batches(

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from coyo11m_tfds import columns, schema
-from coyo11m_tfds.columns import Column, TextColumn
+from coyo11m_tfds.columns import AddedColumn, Column
 from coyo11m_tfds.reading import indexed_split, stored_splits
 from coyo11m_tfds.reading.indexed_split import IndexedSplit
 from coyo11m_tfds.reading.stored_splits import StoredSplit
@@ -45,7 +45,7 @@ class StoredDataset:
     splits: Mapping[str, StoredSplit]
     features: Mapping[str, dict]
     metadata: Mapping[str, Any]
-    columns: Mapping[str, Column | TextColumn]
+    columns: Mapping[str, Column | AddedColumn]
 
     @property
     def latent_dtype(self) -> str:
@@ -78,8 +78,8 @@ class StoredDataset:
             )
         return shape[0]
 
-    def text_column(self, name: str) -> TextColumn:
-        """A column of text vectors.
+    def text_column(self, name: str) -> AddedColumn:
+        """A column of text embeddings.
 
         Raises:
             ValueError: there is none of this name.
@@ -88,7 +88,8 @@ class StoredDataset:
 
     def check_features(self, names: Sequence[str]) -> None:
         """Raises a ValueError for a feature that the data set does not have."""
-        check_features(self.folder, {*self.features, *self.columns}, names)
+        there = [name for name in FEATURES if name in self.features]
+        check_features(self.folder, [*there, *self.columns], names)
 
     def open_split(self, split: str) -> IndexedSplit | None:
         """Finds what the planned order needs; None where there is no chunk index.
@@ -169,10 +170,10 @@ def check_features(
     data_dir: str | os.PathLike[str], there: Collection[str], asked: Sequence[str]
 ) -> None:
     """Raises a ValueError for a feature that is asked for and not there."""
-    available = [name for name in FEATURES if name in there]
-    missing = [name for name in asked if name not in available]
+    missing = [name for name in asked if name not in there]
     if missing:
         raise ValueError(
-            f'{data_dir}: no feature {missing[0]!r}; there are {available}. Data sets with '
-            'text vectors are built with the config field text_vectors.'
+            f'{data_dir}: no feature {missing[0]!r}; there are {list(there)}. Data sets with text '
+            'vectors are built with the config field text_vectors; python -m '
+            'coyo11m_tfds.add_column adds columns.'
         )

@@ -1,31 +1,39 @@
-"""Text vectors of a sidecar file as a matrix on disk that is looked up by key.
+"""Embeddings of a sidecar as a matrix on disk that is looked up by key.
 
-    header, store = vectors.prepare_store(      # of a file made by coyo11m_tfds.embed_captions
-        lambda: contextlib.nullcontext(path), name=path, version='1', cache_dir=folder
-    )
-    rows = store.find(keys)                     # -1: the key has no vector
+    files = part_files.find(place)      # made by coyo11m_tfds.embed_captions
+    header, store = embedding_store.prepare_store(files, cache_dir=folder)
+    rows = store.find(keys)                     # -1: the key has no embedding
     store.read(rows)                            # float16 (n, header.dim)
 
-    vectors.VectorStore(store.folder, header.dim)       # how another process opens it
+    embedding_store.VectorStore(store.folder, header.dim)   # how another process opens it
 
-A sidecar is one Parquet file with the columns `key` and `text_embedding` (a fixed-size list of
-float16) and, in its schema's metadata, what `SidecarHeader` has.
+A sidecar is a Parquet file with the columns `key` and `text_embedding` (a fixed-size list of
+float16) and, in its schema's metadata, what `SidecarHeader` has; or a folder of such files, whose
+column is called `embedding` (see `part_files`).
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from absl import logging
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import keyed_parquet, keyed_store
-from coyo11m_tfds.source.caption_store import LocalFile
+from coyo11m_tfds.storage import json_digest
 from coyo11m_tfds.storage.destination import naming
+from coyo11m_tfds.storage.source_files import SourceFile
+
+# Gives the path of a file, which may have to be downloaded for it.
+Hold = Callable[[SourceFile], contextlib.AbstractContextManager[str]]
 
 # Of the schema's metadata.
 _ENTRIES = (
@@ -65,23 +73,29 @@ class SidecarHeader:
 
 
 def read_header(path: str, name: str = '') -> SidecarHeader:
-    """Reads and checks what a sidecar says about itself; `name` stands for it in messages.
+    """Reads and checks what a file says about itself; `name` stands for it in messages.
 
     Raises:
         ValueError: a column or an entry of the metadata is missing or of an unexpected type.
     """
-    name = name or path
+    return _read_header(path, name or path)[0]
+
+
+def _read_header(path: str, name: str) -> tuple[SidecarHeader, dict[str, str]]:
+    """`read_header`, and all entries that parts of one sidecar have in common."""
+    column = _column(path, name)
     with (
         keyed_parquet.naming_damage(name),
-        keyed_parquet.open_with_column(path, schema.TEXT_EMBEDDING, name) as file,
+        keyed_parquet.open_with_column(path, column, name) as file,
     ):
         arrow_schema = file.schema_arrow
         metadata = {k.decode(): v.decode() for k, v in (arrow_schema.metadata or {}).items()}
-    kind = arrow_schema.field(schema.TEXT_EMBEDDING).type
+    metadata.pop(schema.META_PART, None)
+    kind = arrow_schema.field(column).type
     is_vector = pa.types.is_fixed_size_list(kind) and pa.types.is_float16(kind.value_type)
     if not is_vector or not 1 <= kind.list_size <= schema.MAX_TEXT_DIM:
         raise ValueError(
-            f"{name}: column '{schema.TEXT_EMBEDDING}' is {kind}, expected a fixed-size list of "
+            f"{name}: column '{column}' is {kind}, expected a fixed-size list of "
             f'float16, at most {schema.MAX_TEXT_DIM:,}, as coyo11m_tfds.embed_captions writes it.'
         )
     for entry in _ENTRIES:
@@ -101,7 +115,7 @@ def read_header(path: str, name: str = '') -> SidecarHeader:
             f'{name}: its vectors have {kind.list_size} numbers, but its metadata says '
             f'{metadata[schema.META_TEXT_DIM]}. Make it again.'
         )
-    return SidecarHeader(
+    header = SidecarHeader(
         dim=kind.list_size,
         encoder=metadata[schema.META_TEXT_ENCODER],
         revision=metadata[schema.META_TEXT_REVISION],
@@ -109,6 +123,14 @@ def read_header(path: str, name: str = '') -> SidecarHeader:
         caption_column=metadata[schema.META_CAPTION_COLUMN],
         captions_digest=metadata[schema.META_CAPTIONS_DIGEST],
     )
+    return header, metadata
+
+
+def _column(path: str, name: str) -> str:
+    """The name of the column of embeddings: parts have another than a sidecar of one file."""
+    with keyed_parquet.naming_damage(name):
+        names = pq.read_schema(path).names
+    return schema.PART_EMBEDDING if schema.PART_EMBEDDING in names else schema.TEXT_EMBEDDING
 
 
 class VectorStore(keyed_store.KeyedStore):
@@ -137,27 +159,33 @@ class VectorStore(keyed_store.KeyedStore):
         return vectors
 
 
+def _own_path(file: SourceFile) -> contextlib.AbstractContextManager[str]:
+    return contextlib.nullcontext(file.path)
+
+
 def prepare_store(
-    local_file: LocalFile, *, name: str, version: str, cache_dir: str | os.PathLike[str]
+    files: Sequence[SourceFile], *, cache_dir: str | os.PathLike[str], hold: Hold = _own_path
 ) -> tuple[SidecarHeader, VectorStore]:
     """Opens the store of a sidecar that is in `cache_dir`, or builds it there.
 
     Args:
-        local_file: gives the path of the sidecar; called only if that has to be read.
-        name: path or URL of the sidecar, for messages and to know its older stores.
-        version: of the sidecar; another one has the store built again.
+        files: of the sidecar, see `part_files.find`; other versions have the store built again.
         cache_dir: local folder; made where there is none. See `keyed_store.prepare`.
+        hold: gives the path of a file; called only if that has to be read.
 
     Raises:
-        ValueError: see `read_header` and `keyed_parquet`; a key comes twice; or a vector is null or
-            not finite.
+        ValueError: see `read_header` and `keyed_parquet`; parts differ in what made them; a key
+            comes twice; or an embedding is null or not finite.
         OSError: the store cannot be written.
     """
+    name, version = files[0].path, files[0].version
+    if len(files) > 1:
+        name = os.path.dirname(name)
+        version = json_digest.sha256([[file.name, file.version] for file in files])
 
     def build(folder: str) -> dict[str, Any]:
-        with local_file() as path:
-            logging.info('Building a store of the vectors of %s.', name)
-            return build_store(path, folder, name)
+        logging.info('Building a store of the embeddings of %s.', name)
+        return build_store(files, hold, folder, name)
 
     made_from = keyed_store.MadeFrom('vectors', name, schema.TEXT_EMBEDDING, version)
     # Held open until the store has been opened as what it is, so that nobody removes it.
@@ -167,30 +195,26 @@ def prepare_store(
     return header, VectorStore(prepared.folder, header.dim)
 
 
-def build_store(path: str, folder: str, name: str) -> dict[str, Any]:
+def build_store(files: Sequence[SourceFile], hold: Hold, folder: str, name: str) -> dict[str, Any]:
     """Writes the files of a store into an existing folder; `prepare_store` is what calls this.
 
     Returns:
         What `KeyedStore.facts` shall be, with the sidecar's header. Its digest depends on keys and
-        vectors in the order of the rows.
+        embeddings in the order of the rows.
 
     Raises:
         As `prepare_store`, but for keys that come twice.
     """
-    header = read_header(path, name)
     all_keys = []
     matrix_digest = hashlib.sha256()
     matrix_path = os.path.join(folder, _MATRIX)
     with (
-        keyed_parquet.naming_damage(name),
         naming(matrix_path),
         open(matrix_path, 'wb') as matrix,
         concurrent.futures.ThreadPoolExecutor(1) as other_thread,
     ):
-        for keys, values in keyed_parquet.batches(
-            path, schema.TEXT_EMBEDDING, name, row_bytes=_NUMBER_BYTES * header.dim
-        ):
-            vectors = _to_numpy(values, header.dim, keys, name)
+        for of_file, keys, vectors in _read_rows(files, hold, name):
+            header = of_file
             # Either takes longer than to read the file.
             hashed = other_thread.submit(matrix_digest.update, vectors)
             matrix.write(vectors)
@@ -202,6 +226,42 @@ def build_store(path: str, folder: str, name: str) -> dict[str, Any]:
     places, facts = keyed_store.write_keys(folder, keys)
     keyed_store.write(folder, _PLACES, places)
     return facts | {'digest': digest.hexdigest(), 'header': dataclasses.asdict(header)}
+
+
+def _read_rows(
+    files: Sequence[SourceFile], hold: Hold, name: str
+) -> Iterator[tuple[SidecarHeader, np.ndarray, np.ndarray]]:
+    """Yields the header, some keys int64 `(n,)` and their embeddings float16 `(n, dim)`."""
+    first: dict[str, str] = {}
+    with Progress(f'Reading {name}', len(files), 'files') as progress:
+        for file in files:
+            with hold(file) as path, keyed_parquet.naming_damage(file.path):
+                header, entries = _read_header(path, file.path)
+                first = first or entries
+                check_same(first, entries, file.path, f'in {files[0].path}')
+                for keys, values in keyed_parquet.batches(
+                    path,
+                    _column(path, file.path),
+                    file.path,
+                    row_bytes=_NUMBER_BYTES * header.dim,
+                    quiet=len(files) > 1,
+                ):
+                    yield header, keys, _to_numpy(values, header.dim, keys, file.path)
+            progress.add(1)
+
+
+def check_same(expected: dict[str, str], found: dict[str, str], name: str, where: str) -> None:
+    """Compares the metadata of a file with what it must be.
+
+    Raises:
+        ValueError: they differ; names the file, the entry and both values, `where` the first is.
+    """
+    for entry in sorted(expected.keys() | found.keys()):
+        if expected.get(entry) != found.get(entry):
+            raise ValueError(
+                f'{name}: {entry} is {found.get(entry)!r}, but {expected.get(entry)!r} {where}. '
+                'Remove the file, or choose another folder.'
+            )
 
 
 def _to_numpy(values: pa.Array, dim: int, keys: np.ndarray, name: str) -> np.ndarray:

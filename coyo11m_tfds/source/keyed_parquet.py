@@ -12,7 +12,7 @@ it stands for the file in messages: a path may be that of a copy.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pyarrow as pa
@@ -85,7 +85,13 @@ def open_with_column(
 
 
 def batches(
-    path: str, column: str, name: str = '', *, row_bytes: int = 0, as_dictionary: bool = False
+    path: str,
+    column: str,
+    name: str = '',
+    *,
+    row_bytes: int = 0,
+    as_dictionary: bool = False,
+    quiet: bool = False,
 ) -> Iterator[tuple[np.ndarray, pa.Array]]:
     """Yields `(keys int64 (n,), values of the column (n,))` in file order, a few MB at a time.
 
@@ -97,6 +103,7 @@ def batches(
         name: what errors call the file.
         row_bytes: of a value in memory, where they are all of one size.
         as_dictionary: as for `open_with_column`.
+        quiet: show nothing, as for one of many files.
 
     Raises:
         ValueError: as `open_with_column`; a key is null; or a page of the file is damaged.
@@ -105,7 +112,7 @@ def batches(
     with (
         naming_damage(name),
         open_with_column(path, column, name, as_dictionary=as_dictionary) as file,
-        Progress(f"Reading '{column}' of {name}", file.metadata.num_rows, 'rows') as progress,
+        _progress(f"Reading '{column}' of {name}", file.metadata.num_rows, quiet) as count,
     ):
         row_bytes = max(1, row_bytes, *_mean_bytes(file, column))
         rows_at_once = max(1, min(ROWS_AT_ONCE, BYTES_AT_ONCE // row_bytes))
@@ -120,9 +127,18 @@ def batches(
                 keys = _to_int64(batch.column(schema.PARQUET_KEY), name)
             yield keys, batch.column(column)
             done += len(batch)
-            progress.add(len(batch))
+            count(len(batch))
         if done != file.metadata.num_rows:
             raise ValueError(f'{done:,} of {file.metadata.num_rows:,} rows are there')
+
+
+@contextlib.contextmanager
+def _progress(what: str, num_rows: int, quiet: bool) -> Iterator[Callable[[int], None]]:
+    if quiet:
+        yield lambda num_rows: None
+        return
+    with Progress(what, num_rows, 'rows') as progress:
+        yield progress.add
 
 
 @contextlib.contextmanager

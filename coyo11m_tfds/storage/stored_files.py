@@ -91,6 +91,16 @@ class Content:
         self.crc32c = google_crc32c.extend(self.crc32c, block)
 
 
+class Checksum:
+    """Keeps nothing but the checksum."""
+
+    def __init__(self):
+        self.crc32c = 0
+
+    def add(self, block: bytes) -> None:
+        self.crc32c = google_crc32c.extend(self.crc32c, block)
+
+
 def read(
     file: SourceFile, new: Callable[[], Taken], on_bytes: Callable[[int], None] = ignore_bytes
 ) -> Taken:

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from benchmarks import diagnose, input, input_results, measure, report, source
+from benchmarks import input, input_results, measure, report, source
 from benchmarks.readers import BARE, READERS
 from benchmarks.streams import BATCH_SIZE, Stream, from_the_start, read_for
 from coyo11m_tfds import schema
@@ -175,7 +175,6 @@ def test_the_command_runs_in_fresh_processes_and_prints_a_table_and_a_picture(
     [
         (['--dir=x', '--only=ours,mdz'], "'mdz' is none of rows"),
         ([], '--dir: name a folder'),
-        (['--diagnose'], '--data_dir: name the folder'),
     ],
 )
 def test_a_command_that_cannot_work_is_refused(
@@ -395,80 +394,3 @@ def test_readers_take_turns_and_each_repeat_begins_with_another():
     turns = list(measure.turns(['a', 'b', 'c'], repeats=3))
 
     assert turns == ['a', 'b', 'c', 'b', 'c', 'a', 'c', 'a', 'b']
-
-
-# --- Diagnosis ---------------------------------------------------------------------------------
-
-CONFIG = """
-from configs import default
-
-def get_config():
-    config = default.get_config()
-    config.update_from_flattened_dict({
-        'batch_size': 16, 'data.chunk': 32, 'data.lanes': 2, 'data.window': 64,
-        'model.name': 'tiny/16', 'model.dtype': 'float32',
-    })
-    return config
-"""
-
-
-@pytest.fixture
-def config_file(tmp_path: pathlib.Path) -> str:
-    (tmp_path / 'small.py').write_text(CONFIG)
-    return str(tmp_path / 'small.py')
-
-
-@pytest.mark.slow
-def test_the_diagnosis_times_a_step_of_the_model_here(
-    mini_dataset: pathlib.Path, config_file: str, capsys: pytest.CaptureFixture
-):
-    diagnose_with(mini_dataset, config_file)
-
-    output = capsys.readouterr().out
-    assert all(milliseconds > 0 for milliseconds in times(output))
-    assert re.search(r'^- (Step-bound|Input-bound|Both): ', output, re.MULTILINE)
-
-
-def test_an_assumed_step_of_no_time_waits_for_data(
-    mini_dataset: pathlib.Path, config_file: str, capsys: pytest.CaptureFixture
-):
-    diagnose_with(
-        mini_dataset, config_file, '--step_ms=0.001', '--hosts=2', '--set=data.window=128'
-    )
-
-    output = capsys.readouterr().out
-    assert all(milliseconds > 0 for milliseconds in times(output)[1:])
-    assert '- Input-bound: ' in output
-    assert 'Build the data set with shard_bytes=' in output  # its shards have 2.5 MB
-    # One lane of this host, two windows of 128 records: latents, text vectors and keys.
-    assert 'of which windows about 2 MB' in output
-
-
-def diagnose_with(data_dir: pathlib.Path, config_file: str, *more: str) -> None:
-    flags = ['--diagnose', f'--data_dir={data_dir}', f'--config={config_file}', '--seconds=0.2']
-    input.main([*flags, *more])
-
-
-def times(output: str) -> list[float]:
-    """Milliseconds of a step, a batch, both, and a chunk."""
-    names = ('a step alone: ', 'a batch alone: ', 'a step with both: ', 'one chunk: ')
-    after = [output.partition(name)[2] for name in names]
-    return [float(text.partition(' ms')[0].replace(',', '')) for text in after]
-
-
-def test_fields_of_a_configuration_are_set_on_the_command_line(config_file: str):
-    config = diagnose.read_config(config_file, ['data.window=128', 'model.name="tiny/8"'])
-
-    assert (config.data.window, config.model.name) == (128, 'tiny/8')
-    for wrong in ('data.windwo=1', 'data.window', 'data.window=x'):
-        with pytest.raises(ValueError, match=f'--set {wrong}: expected FIELD=VALUE'):
-            diagnose.read_config(config_file, [wrong])
-
-
-def test_a_data_set_that_cannot_be_diagnosed_is_an_error(folder: pathlib.Path, config_file: str):
-    from benchmarks import input_facts
-
-    config = diagnose.read_config(config_file, [])
-    [info] = (folder / 'builder').rglob(schema.INFO_FILE)
-    with pytest.raises(ValueError, match=r'no text vectors.*--step_ms'):
-        input_facts.measure_facts(config, str(info.parent), 1, step_ms=None, seconds=0.1)

@@ -1,10 +1,11 @@
 """Rows gathered out of mapped shards: damage, changes, odd records, and what is imported.
 
 That rows and chunks give the same batches of any data set, with any settings, is tested with the
-properties of these, in `test_reading_properties.py`; here, with damage.
+properties of these, in `test_properties.py`; here, with damage.
 """
 
 import contextlib
+import hashlib
 import itertools
 import json
 import os
@@ -20,6 +21,7 @@ import input_pipeline
 from coyo11m_tfds import chunk_index, records, schema
 from coyo11m_tfds.reading import dataset, framing, mapped_files, record_layout
 from tests import children
+from tests.checkout import CHECKOUT
 from tests.reading.batches import assert_same
 from tests.reading.damaged import ORDER, damage, place_of, shard_path, steps_of_an_epoch
 
@@ -339,19 +341,42 @@ def test_rows_need_neither_tensorflow_nor_torch_nor_jax(intact):
     assert keys == [batch['key'].tolist() for batch in read(intact, 3, 'chunks')]
 
 
-def test_torch_reads_what_jax_gets(intact):
-    torch = pytest.importorskip('torch')
+def test_torch_reads_what_jax_gets_with_any_number_of_workers(intact):
+    pytest.importorskip('torch')
+    text = (CHECKOUT / 'docs' / 'pytorch.md').read_text()
+    example = text.partition('```python\n')[2].partition('```')[0]
+    program = """
+        import hashlib, itertools, json
+        exec(sys.argv[2])
+        settings = json.loads(sys.argv[3])
+        data = Batches(sys.argv[1], start_step=2, features=('key', 'latents'), **settings)
+        found = {}
+        for num_workers in (0, 2, 3):
+            loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=num_workers)
+            found[num_workers] = [
+                [batch['key'].tolist(), hashlib.sha256(batch['latents'].numpy()).hexdigest()]
+                for batch in itertools.islice(loader, 100)
+            ]
+        print(json.dumps(found))
+    """
+    with children.python(program, intact, example, json.dumps(ORDER)) as child:
+        output, errors = child.communicate(timeout=300)
+    assert child.returncode == 0, errors
+    batches = read(intact, 102, 'chunks', features=('key', 'latents'), caption_dropout=0)[2:]
+    expected = [
+        [batch['key'].tolist(), hashlib.sha256(batch['latents']).hexdigest()] for batch in batches
+    ]
+    assert json.loads(output) == {'0': expected, '2': expected, '3': expected}
 
-    class Batches(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            for batch in input_pipeline.train_batches(intact, **ORDER, start_step=2):
-                yield {name: torch.from_numpy(x) for name, x in batch.items()}
 
-    loader = torch.utils.data.DataLoader(Batches(), batch_size=None)
-    expected = read(intact, 102, 'chunks', features=('key', 'latents'), caption_dropout=0)
-    for batch, other in zip(itertools.islice(loader, 100), expected[2:], strict=True):
-        np.testing.assert_array_equal(batch['key'].numpy(), other['key'])
-        np.testing.assert_array_equal(batch['latents'].numpy(), other['latents'])
+@pytest.mark.parametrize('engine', ['rows', 'chunks'])
+@pytest.mark.parametrize('stride, part', [(2, (0, 1)), (7, (0, 1)), (3, (1, 2))])
+def test_strides_share_the_batches_of_one(intact, engine, stride, part):
+    process = dict(zip(('process_index', 'process_count'), part, strict=True))
+    expected = read(intact, 3 + 5 * stride, 'rows', **process)[3:]
+    for worker in range(stride):
+        got = read(intact, 5, engine, start_step=3 + worker, stride=stride, **process)
+        assert_same(got, expected[worker::stride])
 
 
 def test_dropping_the_batches_ends_their_thread(intact):
@@ -382,6 +407,7 @@ def test_batches_that_are_kept_stay_as_they_are(intact):
         (dict(split='train[:50%]', engine='rows'), 'reads local data sets with a chunk index'),
         (dict(on_bad_records='drop'), "on_bad_records='drop' is neither"),
         (dict(max_bad_fraction=2), 'max_bad_fraction=2 is not in'),
+        (dict(stride=0), 'stride=0 is not at least 1'),
     ],
 )
 def test_a_mistake_is_named(intact, changes, message):

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coyo11m_tfds import embed_captions
-from coyo11m_tfds.source import caption_store, embedding_store
+from coyo11m_tfds.source import caption_store, embedding_store, part_files
+from coyo11m_tfds.storage.source_files import SourceFile
 from tests import made_sources
 from tests.checkout import CHECKOUT
 
@@ -41,12 +42,8 @@ def prepare(path: pathlib.Path, drop_repeats: bool = False) -> caption_store.Cap
 def prepare_vectors(
     path: pathlib.Path,
 ) -> tuple[embedding_store.SidecarHeader, embedding_store.VectorStore]:
-    return embedding_store.prepare_store(
-        lambda: contextlib.nullcontext(str(path)),
-        name=str(path),
-        version=str(path.stat().st_mtime_ns),
-        cache_dir=path.parent / 'cache',
-    )
+    files = part_files.find(path)
+    return embedding_store.prepare_store(files, cache_dir=path.parent / 'cache')
 
 
 def texts_of(store: caption_store.CaptionStore, *keys: int) -> list[bytes]:
@@ -275,18 +272,33 @@ def test_damaged_vectors_of_a_sidecar_are_refused(tmp_path: pathlib.Path):
 
 def test_messages_name_the_file_that_a_copy_stands_for(tmp_path: pathlib.Path):
     copy = tmp_path / 'copy.parquet'
+    file = SourceFile('gs://b/x', 0, '1', None)
+
+    def captions() -> None:
+        caption_store.prepare_store(
+            lambda: contextlib.nullcontext(str(copy)),
+            name=file.path,
+            version='1',
+            column='caption_llava',
+            cache_dir=tmp_path / 'cache',
+            drop_repeats=True,
+        )
+
+    def embeddings() -> None:
+        embedding_store.prepare_store(
+            [file],
+            cache_dir=tmp_path / 'cache',
+            hold=lambda file: contextlib.nullcontext(str(copy)),
+        )
+
     for content in ({'key': [1]}, {'key': [1], 'caption_llava': [2]}, {'id': [1]}, b'PAR?'):
         if isinstance(content, bytes):
             copy.write_bytes(content)
         else:
             pq.write_table(pa.table(content), copy)
-        arguments = {'name': 'gs://b/x', 'version': '1', 'cache_dir': tmp_path / 'cache'}
-        for prepare_store, more in (
-            (caption_store.prepare_store, {'column': 'caption_llava', 'drop_repeats': True}),
-            (embedding_store.prepare_store, {}),
-        ):
+        for prepare_store in (captions, embeddings):
             with pytest.raises(ValueError, match=r'gs://b/x: ') as error:
-                prepare_store(lambda: contextlib.nullcontext(str(copy)), **arguments, **more)
+                prepare_store()
             assert 'copy' not in str(error.value).replace('Copy or download it again', '')
 
 
@@ -415,7 +427,7 @@ def test_vectors_are_read_a_few_at_a_time_if_they_are_wide(tmp_path: pathlib.Pat
     write_wide_vectors(tmp_path / 'x.parquet')  # 96 MB
     program = """
         header, store = embedding_store.prepare_store(
-            lambda: contextlib.nullcontext(path), name=path, version='1', cache_dir=path + '.cache'
+            part_files.find(path), cache_dir=path + '.cache'
         )
         print(header.dim, len(store.keys))
     """
@@ -427,7 +439,7 @@ def run_with_little_memory(program: str, path: pathlib.Path) -> str:
     program = f"""
 import contextlib, re, sys
 from coyo11m_tfds.source import caption_store
-from coyo11m_tfds.source import embedding_store
+from coyo11m_tfds.source import embedding_store, part_files
 path = sys.argv[1]
 def peak():
     with open('/proc/self/status') as status:

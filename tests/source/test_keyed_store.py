@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from coyo11m_tfds.source import caption_store, embedding_store, keyed_store
+from coyo11m_tfds.source import caption_store, embedding_store, keyed_store, part_files
 from tests import made_sources
 
 ROWS = {7: b'seven', 3: b'three', -5: b''}
@@ -77,11 +77,10 @@ def test_a_store_is_built_once(source: Source):
 def test_a_sidecar_is_read_once(tmp_path: pathlib.Path):
     path = made_sources.write_sidecar(tmp_path / 'x.parquet', {1: np.ones(2)})
     prepared = []
-    for local_file in (lambda: contextlib.nullcontext(str(path)), None):
+    for hold in (lambda file: contextlib.nullcontext(file.path), None):
+        files = part_files.find(path)
         prepared.append(
-            embedding_store.prepare_store(
-                local_file, name='x.parquet', version='1', cache_dir=tmp_path / 'cache'
-            )
+            embedding_store.prepare_store(files, cache_dir=tmp_path / 'cache', hold=hold)
         )
     (header, store), (same_header, same_store) = prepared
     assert (header, store.folder, store.digest) == (

@@ -31,6 +31,7 @@ class Facts:
     """What was set and what was measured, on one host.
 
     Attributes:
+        engine: that reads: 'rows' or 'chunks'.
         batch_size, lanes: over all hosts.
         num_hosts: that share both equally.
         chunk, window: records.
@@ -53,6 +54,7 @@ class Facts:
         available_bytes: memory that was free for it.
     """
 
+    engine: str
     batch_size: int
     lanes: int
     num_hosts: int
@@ -84,6 +86,8 @@ class Facts:
     @property
     def window_bytes(self) -> float:
         """Memory for windows: of each lane one that is given out and one that is read."""
+        if self.engine == 'rows':
+            return 0
         return 2 * self.own_lanes * self.window * self.sample_bytes
 
     @property
@@ -101,6 +105,8 @@ class Facts:
 def verdicts(facts: Facts) -> list[str]:
     """Returns what the limit is, in the first line, and then what to change."""
     speed = (private_threads, more_parallel_reads, larger_chunk, cpu_bound)
+    if facts.engine == 'rows':
+        speed = (one_thread,)
     always = (shard_size, smaller_window, more_lanes)
     rules = [*(speed if facts.is_input_bound else ()), *always]
     return [limit(facts), *(line for rule in rules if (line := rule(facts)))]
@@ -179,6 +185,21 @@ def cpu_bound(facts: Facts) -> str | None:
     )
 
 
+def one_thread(facts: Facts) -> str | None:
+    """Rows are gathered by one thread, which works or waits for the disk."""
+    busy = facts.cpu_share * facts.num_cores
+    rate = facts.batch_size / facts.num_hosts / facts.batch_seconds
+    if busy >= _BUSY:
+        return (
+            f'CPU-bound: rows are gathered by one thread, which is busy at {rate:,.0f} samples/s. '
+            "data.verify='never' leaves out checksums; else more hosts or faster cores help."
+        )
+    return (
+        f'Disk-bound: rows come at {rate:,.0f} samples/s, for which {busy:.2f} of a core is busy. '
+        'A faster disk helps, or memory in which the data set stays.'
+    )
+
+
 def shard_size(facts: Facts) -> str | None:
     """Small shards cost openings and listings, large ones make hosts and retries uneven."""
     smallest, largest = _SHARD_BYTES
@@ -197,7 +218,7 @@ def smaller_window(facts: Facts) -> str | None:
     """Windows fill memory, and all have to be full before the first batch."""
     is_short = facts.window_bytes > _WINDOW_SHARE * facts.available_bytes
     is_slow = facts.first_batch_seconds > _FIRST_BATCH_SECONDS
-    if not (is_short or is_slow) or facts.window <= facts.chunk:
+    if facts.engine == 'rows' or not (is_short or is_slow) or facts.window <= facts.chunk:
         return None
     reason = (
         f'windows take about {facts.window_bytes / _MB:,.0f} MB of '
@@ -218,10 +239,10 @@ def more_lanes(facts: Facts) -> str | None:
     if each <= _LANE_RECORDS or lanes is None:
         return None
     window = max(facts.window * facts.lanes // lanes, 1)
+    same = '' if facts.engine == 'rows' else f', and data.window={window} for the same memory'
     return (
         f'More lanes: each gives {each:.0f} records to a batch of {facts.batch_size}. Set '
-        f'data.lanes={lanes} (now {facts.lanes}), and data.window={window} for the same memory; it '
-        'is another order, so start anew.'
+        f'data.lanes={lanes} (now {facts.lanes}){same}; it is another order, so start anew.'
     )
 
 

@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 
-from benchmarks import limits
+from train_lib import limits
 
 # A run whose input is fast enough and whose settings break no rule.
 FINE = limits.Facts(
+    engine='chunks',
     batch_size=256,
     lanes=16,
     num_hosts=1,
@@ -142,3 +143,27 @@ def test_windows_of_one_chunk_get_no_smaller():
     small = dataclasses.replace(FINE, window=64, first_batch_seconds=99)
 
     assert limits.smaller_window(small) is None
+
+
+ROWS = {'engine': 'rows', 'num_cores': 4}
+
+
+@pytest.mark.parametrize(
+    ('changes', 'words'),
+    [
+        ({'cpu_share': 0.24}, 'CPU-bound: rows are gathered by one thread, which is busy at 1,280'),
+        ({'cpu_share': 0.05}, 'Disk-bound: rows come at 1,280 samples/s, for which 0.20 of a core'),
+    ],
+)
+def test_rows_are_told_about_their_thread_and_their_disk_alone(changes: dict, words: str):
+    slow = {**SLOW, 'first_batch_seconds': 99, 'available_bytes': 1e6, **ROWS, **changes}
+    facts = dataclasses.replace(FINE, **slow)
+    first, *others = limits.verdicts(facts)
+    assert first.startswith('Input-bound')
+    assert len(others) == 1 and others[0].startswith(words)
+
+
+def test_more_lanes_of_rows_take_no_memory():
+    facts = dataclasses.replace(FINE, batch_size=1024, **ROWS)
+    [_, line] = limits.verdicts(facts)
+    assert 'Set data.lanes=32 (now 16); it is another order' in line

@@ -1,0 +1,57 @@
+"""Which part of the batches one of several processes gets.
+
+shares.check_share(256, process_index=1, process_count=4, lanes=16)
+shares.own_lanes(order, 1, 4)           # range(4, 8)
+"""
+
+import os
+
+from coyo11m_tfds.reading.indexed_split import IndexedSplit
+from coyo11m_tfds.reading.order import Order, nearest_shares
+
+
+def check_dropout(caption_dropout: float) -> None:
+    """Raises a ValueError for what is no share."""
+    if not 0 <= caption_dropout <= 1:
+        raise ValueError(f'caption_dropout={caption_dropout} is not in [0, 1]')
+
+
+def check_share(
+    batch_size: int, process_index: int, process_count: int, lanes: int | None = None
+) -> None:
+    """Raises a ValueError unless processes get equal parts of a batch, and of any lanes."""
+    if not 0 <= process_index < process_count:
+        raise ValueError(f'process_index={process_index} is not in [0, {process_count})')
+    if batch_size > 0 and not batch_size % process_count and not (lanes or 0) % process_count:
+        return
+    working, working_lanes = nearest_shares(batch_size, lanes or 1, process_count)
+    asked, advice = f'batch_size={batch_size}', f'batch_size={working}'
+    if lanes is not None:
+        asked, advice = f'{asked} with lanes={lanes}', f'{advice} with lanes={working_lanes}'
+    raise ValueError(
+        f'{asked} cannot be shared by {process_count} processes equally; {advice} works'
+    )
+
+
+def own_lanes(order: Order, process_index: int, process_count: int) -> range:
+    """The lanes of one process."""
+    each = order.lanes // process_count
+    return range(process_index * each, (process_index + 1) * each)
+
+
+def eval_share(
+    data_dir: str | os.PathLike[str],
+    name: str,
+    split: IndexedSplit,
+    batch_size: int,
+    process_index: int,
+    process_count: int,
+) -> tuple[range, int]:
+    """The records of a split that one process evaluates, and how many batches all of them have."""
+    size = int(split.index.shard_lengths.sum())
+    if not size:
+        raise ValueError(f'{data_dir}: split {name!r} is empty')
+    num_batches = -(-size // batch_size)
+    each = num_batches * (batch_size // process_count)
+    begin = min(size, process_index * each)
+    return range(begin, min(size, begin + each)), num_batches

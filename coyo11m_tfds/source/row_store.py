@@ -1,0 +1,171 @@
+"""Numbers of Parquet files as a matrix on disk that is looked up by key.
+
+    store = row_store.prepare_store(files, 'aesthetic', cache_dir=folder)
+    rows = store.find(keys)             # -1: the key has no row
+    store.read(rows)                    # float32 (n, *store.shape)
+
+Each file has a column `key`, and one of integers, floats or fixed-size lists of these, which are
+kept as they are.
+"""
+
+import contextlib
+import hashlib
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from absl import logging
+
+from coyo11m_tfds import columns, schema
+from coyo11m_tfds.source import keyed_parquet, keyed_store
+from coyo11m_tfds.storage import json_digest
+from coyo11m_tfds.storage.destination import naming
+from coyo11m_tfds.storage.source_files import SourceFile
+
+# Gives the path of a file, which may have to be downloaded for it.
+Hold = Callable[[SourceFile], contextlib.AbstractContextManager[str]]
+
+# What a file of token ids says about what made them, by its names in `SidecarHeader`.
+_ENCODER = {
+    'encoder': schema.META_TEXT_ENCODER,
+    'revision': schema.META_TEXT_REVISION,
+    'caption_column': schema.META_CAPTION_COLUMN,
+    'captions_digest': schema.META_CAPTIONS_DIGEST,
+}
+
+_PLACES, _MATRIX = 'places', 'matrix'
+
+
+class RowStore(keyed_store.KeyedStore):
+    """A store that `prepare_store` made; see `KeyedStore` for more attributes.
+
+    Attributes:
+        dtype: of the numbers.
+        shape: of a row: `(n,)` for n numbers, `()` for a single one.
+        encoder: what made the files, as far as they say so.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        """Opens a store; raises `keyed_store.UnusableStoreError` as `KeyedStore` does."""
+        super().__init__(folder)
+        self.dtype, self.shape = np.dtype(self.facts['dtype']), tuple(self.facts['shape'])
+        self.encoder: dict[str, str] = self.facts['encoder']
+        self._places = self.map_int64(_PLACES)
+        self._matrix = self.open_file(_MATRIX)
+
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        """Returns rows, `(n, *shape)` of `dtype`; `rows` must not be -1."""
+        values = np.empty((len(rows), math.prod(self.shape)), self.dtype)
+        # As in `embedding_store`: less memory, and faster, than to map it.
+        offsets = (self._places[rows] * values.strides[0]).tolist()
+        for value, offset in zip(values, offsets, strict=True):
+            os.preadv(self._matrix, [value], offset)
+        return values.reshape(len(rows), *self.shape)
+
+
+def prepare_store(
+    files: Sequence[SourceFile],
+    column: str,
+    *,
+    cache_dir: str | os.PathLike[str],
+    hold: Hold = lambda file: contextlib.nullcontext(file.path),
+) -> RowStore:
+    """Opens the store of a column that is in `cache_dir`, or builds it there.
+
+    Args:
+        files: whose rows it has, in their order.
+        column: to read, beside `key`.
+        cache_dir: local folder; made where there is none. See `keyed_store.prepare`.
+        hold: gives the path of a file; called only if that has to be read.
+
+    Raises:
+        ValueError: see `keyed_parquet`; the column holds something else or nulls, files differ in
+            what it holds or was made by, or a key comes twice.
+        OSError: the store cannot be written.
+    """
+    name, version = files[0].path, files[0].version
+    if len(files) > 1:
+        name = os.path.dirname(name)
+        version = json_digest.sha256([[file.name, file.version] for file in files])
+
+    def build(folder: str) -> dict[str, Any]:
+        logging.info("Building a store of column '%s' of %s.", column, name)
+        return _build(files, column, hold, folder)
+
+    made_from = keyed_store.MadeFrom('rows', name, column, version)
+    # Held open until the store has been opened as what it is, so that nobody removes it.
+    prepared = keyed_store.prepare(cache_dir, made_from, build)
+    if prepared.num_repeated:
+        raise ValueError(
+            f'{name}: {prepared.num_repeated} rows repeat the key of another, e.g. key '
+            f'{prepared.repeated_keys[0]}; expected one row a key. Remove the others.'
+        )
+    return RowStore(prepared.folder)
+
+
+def _build(files: Sequence[SourceFile], column: str, hold: Hold, folder: str) -> dict[str, Any]:
+    """Writes the files of a store into an existing folder; returns its facts."""
+    all_keys, digest, known = [], hashlib.sha256(), {}
+    path_of_matrix = os.path.join(folder, _MATRIX)
+    with naming(path_of_matrix), open(path_of_matrix, 'wb') as matrix:
+        for file in files:
+            with hold(file) as path:
+                found = _describe(path, column, file.path)
+                known = known or found
+                if found != known:
+                    raise ValueError(
+                        f"{file.path}: its column '{column}' is {found}, expected {known} as of "
+                        f'{files[0].path}. Make it again.'
+                    )
+                width = math.prod(known['shape'])
+                for keys, values in keyed_parquet.batches(
+                    path, column, file.path, row_bytes=16 * width
+                ):
+                    rows = _to_numpy(values, width, keys, f"{file.path}: column '{column}'")
+                    digest.update(rows)
+                    matrix.write(rows)
+                    all_keys.append(keys)
+    keys = np.concatenate(all_keys)
+    digest.update(keys)
+    places, facts = keyed_store.write_keys(folder, keys)
+    keyed_store.write(folder, _PLACES, places)
+    return facts | known | {'digest': digest.hexdigest()}
+
+
+def _describe(path: str, column: str, name: str) -> dict[str, Any]:
+    """What a file holds: `dtype` and `shape` of its rows, and the `encoder` that made them."""
+    with (
+        keyed_parquet.naming_damage(name),
+        keyed_parquet.open_with_column(path, column, name) as file,
+    ):
+        kind, metadata = file.schema_arrow.field(column).type, file.schema_arrow.metadata or {}
+    is_list = pa.types.is_fixed_size_list(kind)
+    number, shape = (kind.value_type, [kind.list_size]) if is_list else (kind, [])
+    is_number = pa.types.is_integer(number) or pa.types.is_floating(number)
+    nbytes = number.bit_width // 8 * math.prod(shape) if is_number else 0
+    if not 1 <= nbytes <= columns.MAX_ROW_NBYTES:
+        raise ValueError(
+            f"{name}: column '{column}' is {kind}, expected integers, floats, or lists of a fixed "
+            f'size of these, at most {columns.MAX_ROW_NBYTES:,} bytes a row.'
+        )
+    said = {entry: metadata.get(key.encode(), b'').decode() for entry, key in _ENCODER.items()}
+    return {
+        'dtype': np.dtype(number.to_pandas_dtype()).name,
+        'shape': shape,
+        'encoder': {entry: value for entry, value in said.items() if value},
+    }
+
+
+def _to_numpy(values: pa.Array, width: int, keys: np.ndarray, name: str) -> np.ndarray:
+    """The numbers of some rows, `(n, width)`."""
+    is_list = pa.types.is_fixed_size_list(values.type)
+    null = values.is_null().to_numpy(zero_copy_only=False)
+    if not null.any():
+        numbers = values.flatten() if is_list else values
+        null = numbers.is_null().to_numpy(zero_copy_only=False).reshape(-1, width).any(axis=1)
+    if null.any():
+        raise ValueError(f'{name} has nulls, such as that of key {keys[null.argmax()]}. Fill them.')
+    return numbers.to_numpy(zero_copy_only=False).reshape(-1, width)

@@ -1,0 +1,20 @@
+"""What training imports of the other half of the project."""
+
+import ast
+import pathlib
+
+import train_lib
+
+
+def test_training_reads_through_the_face_alone():
+    found = {}
+    for path in pathlib.Path(train_lib.__file__).parent.rglob('*.py'):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or '').startswith('coyo11m_tfds'):
+                names = {f'{node.module}.{alias.name}' for alias in node.names}
+                found.setdefault(path.name, set()).update(name.split('.')[1] for name in names)
+    assert found['data.py'] == {'schema'}
+    rooms = set().union(*found.values())
+    # The folder of a run may lie in a bucket: that is `storage`, and no matter of reading.
+    assert not rooms & {'reading', 'source', 'build', 'report'}
+    assert [name for name, rooms in found.items() if 'storage' in rooms] == ['workdirs.py']
