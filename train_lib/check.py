@@ -12,15 +12,14 @@ its own devices.
 import json
 
 import ml_collections
-from absl import app, flags
+from absl import flags
 from ml_collections import config_flags
 
 from train_lib import process
 
 FLAGS = flags.FLAGS
 
-config_flags.DEFINE_config_file('config', None, 'File of the configuration.', lock_config=True)
-flags.mark_flag_as_required('config')
+config_flags.DEFINE_config_file('config', None, process.CONFIG_HELP, lock_config=True)
 
 
 def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
@@ -63,14 +62,12 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
     return {'devices': devices, 'data': described, 'unchecked': unchecked}
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Prints what `check` returns as one line of JSON."""
-    if len(argv) > 1:
-        raise app.UsageError(f'Unexpected arguments: {argv[1:]}')
     process.prepare()
     with process.errors_in_one_line():
         print(json.dumps(check(FLAGS.config)))
 
 
 if __name__ == '__main__':
-    app.run(main, flags_parser=process.parse_flags)
+    process.run(main, required=['config'])

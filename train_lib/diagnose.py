@@ -8,7 +8,7 @@ one host alone, read with the engine that the run would use, and both together a
 applies the rules of `limits.py`. A step of a large model on a CPU takes minutes.
 """
 
-from absl import app, flags
+from absl import flags
 from ml_collections import config_flags
 
 import input_pipeline
@@ -19,10 +19,8 @@ FLAGS = flags.FLAGS
 _MB = 10**6
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Measures, and prints the facts and the verdicts."""
-    if len(argv) > 1:
-        raise app.UsageError(f'Unexpected arguments: {argv[1:]}')
     config = FLAGS.config
     with process.errors_in_one_line():
         input_pipeline.prepare_process(config.data.dir, config.data.chunk)
@@ -52,9 +50,8 @@ def describe(facts: limits.Facts) -> str:
 
 
 if __name__ == '__main__':
-    config_flags.DEFINE_config_file('config', None, 'Configuration of the run.', lock_config=True)
+    config_flags.DEFINE_config_file('config', None, process.CONFIG_HELP, lock_config=True)
     flags.DEFINE_integer('hosts', 1, 'Hosts that share the batch; this is one.')
     flags.DEFINE_float('step_ms', None, 'Take this for the time of a step.')
     flags.DEFINE_float('seconds', 5, 'To read for and to step for, each alone and together.')
-    flags.mark_flags_as_required(['config'])
-    app.run(main, flags_parser=process.parse_flags)
+    process.run(main, required=['config'])
