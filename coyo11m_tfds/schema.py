@@ -31,6 +31,7 @@ KEY = 'key'  # int64 scalar; joins latents, captions and text vectors
 LATENTS = 'latents'  # raw bytes of LATENTS_SHAPE in the source's dtype, little endian
 CAPTION = 'caption'  # UTF-8
 TEXT_EMBEDDING = 'text_embedding'  # raw bytes of float16 (D,)
+TOKENS = 'tokens'  # int32 (T,), ids padded with -1
 
 NUM_CROPS = 3
 LATENT_SHAPE = (4, 32, 32)  # one crop: channels, height, width
@@ -97,6 +98,9 @@ META_TEXT_ENCODER = 'text_encoder'  # name, e.g. 'hash' or 'hf:google/gemma-3-27
 META_TEXT_REVISION = 'text_encoder_revision'  # commit, digest of its files or number
 META_TEXT_MAX_TOKENS = 'text_max_tokens'  # captions were cut to so many; 0 for no limit
 META_TEXT_DIM = 'text_embedding_dim'  # D
+META_TEXT_VOCABULARY = 'text_vocabulary'  # ids of tokens are less than this
+META_TEXT_POOLING = 'text_pooling'  # how a vector is made of those of the tokens
+META_TEXT_DTYPE = 'text_dtype'  # of the encoder's weights and computation
 META_CAPTION_COLUMN = 'caption_column'
 META_DROPPED = 'dropped'  # {'no_row': int, 'no_caption': int, ...}
 META_PART = 'part'  # of a sidecar in parts: 'i of n', from 0

@@ -10,7 +10,7 @@ in few shapes, each of which is compiled once.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from coyo11m_tfds.text import gemma, gemma_weights, model_files
-from coyo11m_tfds.text.text_encoders import ignore_captions
+from coyo11m_tfds.text.text_encoders import OnBatch, ignore_batch, one_behind
 
 # Tokens in a forward pass of one device, padding counted in: so memory stays the same however long
 # the captions are. On a CPU more of them leave its caches: Gemma-3-270M takes 53 to 56 ms of CPU a
@@ -33,7 +33,51 @@ _SHORTEST = 16  # no batch is narrower
 _PADDING = 0  # Gemma's own token for it; any other gives the same vectors
 
 
-class JaxEncoder:
+class JaxTokenizer:
+    """The tokenizer of a Gemma 3, always the fast one.
+
+    Attributes:
+        name: `jax:` and the name on the hub or the folder's own name.
+        revision: of a model on the hub its commit; of a folder a digest of the files in it.
+        max_tokens: the greatest length, special tokens counted in; the model's own if smaller.
+        vocabulary: ids are less than this.
+        truncated: captions cut to it so far.
+    """
+
+    def __init__(self, model: str, max_tokens: int) -> None:
+        """Loads the tokenizer.
+
+        Args:
+            model: a folder, or a name on the hub.
+            max_tokens: longer captions are cut to it.
+
+        Raises:
+            ValueError: there is no such model, it is not a Gemma 3 or its files are unfit, or
+                max_tokens is too small.
+        """
+        self._checkpoint = gemma_weights.open_checkpoint(model)
+        self.name = f'jax:{model_files.public_name(model)}'
+        self.revision = model_files.revision(model)
+        self.truncated = 0
+        self._tokenizer = self._checkpoint.tokenizer()
+        self.max_tokens = min(max_tokens, self._checkpoint.config.max_positions)
+        self.vocabulary = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        special = self._tokenizer.num_special_tokens_to_add(is_pair=False)
+        if self.max_tokens <= special:
+            raise ValueError(
+                f'max_tokens is {self.max_tokens}, expected more than the {special} special tokens '
+                'that every caption gets'
+            )
+        self._tokenizer.enable_truncation(self.max_tokens)
+
+    def tokenize(self, captions: Sequence[str]) -> list[list[int]]:
+        """Returns the tokens of every caption, at least one and at most `max_tokens`."""
+        encodings = self._tokenizer.encode_batch_fast(list(captions))
+        self.truncated += sum(bool(encoding.overflowing) for encoding in encodings)
+        return [encoding.ids or [_PADDING] for encoding in encodings]
+
+
+class JaxEncoder(JaxTokenizer):
     """A Gemma 3 text model on the local devices.
 
     Computes in float32 on CPUs and in bfloat16 elsewhere; norms, softmax and averages are float32
@@ -41,12 +85,12 @@ class JaxEncoder:
     of sums in a matrix product depends on the product's shape.
 
     Attributes:
-        name: `jax:` and the name on the hub or the folder's own name.
-        revision: of a model on the hub its commit; of a folder a digest of the files in it.
-        dim: numbers a vector (the model's width).
-        truncated: captions cut to the greatest length so far.
-        max_tokens: the greatest length, special tokens counted in; the model's own if smaller.
+        dim: numbers an embedding (the model's width).
+        dtype: of weights and computation.
+        pooling: the mean.
     """
+
+    pooling = 'mean'
 
     def __init__(
         self,
@@ -72,51 +116,39 @@ class JaxEncoder:
         on_cpu = devices[0].platform == 'cpu'
         dtype = dtype or (jnp.float32 if on_cpu else jnp.bfloat16)
         batch_tokens = batch_tokens or (CPU_BATCH_TOKENS if on_cpu else BATCH_TOKENS)
-        checkpoint = gemma_weights.open_checkpoint(model)
-        self.name = f'jax:{model_files.public_name(model)}'
-        self.revision = model_files.revision(model)
-        self.dim = checkpoint.config.width
-        self.truncated = 0
-        self._tokenizer = checkpoint.tokenizer()
-        self.max_tokens = min(max_tokens, checkpoint.config.max_positions)
-        special = self._tokenizer.num_special_tokens_to_add(is_pair=False)
-        if self.max_tokens <= special:
-            raise ValueError(
-                f'max_tokens is {self.max_tokens}, expected more than the {special} special tokens '
-                'that every caption gets'
-            )
-        self._tokenizer.enable_truncation(self.max_tokens)
+        super().__init__(model, max_tokens)
+        config = self._checkpoint.config
+        self.dim = config.width
+        self.dtype = jnp.dtype(dtype).name
         self._num_devices = len(devices)
         self._batch_tokens = batch_tokens * len(devices)
 
         mesh = Mesh(np.array(devices), ('data',))
         self._rows = NamedSharding(mesh, P('data'))
-        params = gemma_weights.load_params(checkpoint, dtype)
+        params = gemma_weights.load_params(self._checkpoint, dtype)
         self._params = jax.device_put(params, NamedSharding(mesh, P()))
-        network = gemma.Gemma(checkpoint.config, dtype)
+        network = gemma.Gemma(config, dtype)
         self._pool = jax.jit(functools.partial(_pool, network), out_shardings=self._rows)
 
-    def encode(
-        self, captions: Sequence[str], on_captions: Callable[[int], None] = ignore_captions
-    ) -> np.ndarray:
-        """Returns float32 `(len(captions), dim)`; see `text_encoders.Encoder`."""
-        return self.encode_tokens(self.tokenize(captions), on_captions)
-
-    def tokenize(self, captions: Sequence[str]) -> list[list[int]]:
-        """Returns the tokens of every caption, at least one and at most `max_tokens`."""
-        encodings = self._tokenizer.encode_batch_fast(list(captions))
-        self.truncated += sum(bool(encoding.overflowing) for encoding in encodings)
-        return [encoding.ids or [_PADDING] for encoding in encodings]
+    def encode(self, captions: Sequence[str]) -> np.ndarray:
+        """Returns float32 `(len(captions), dim)`."""
+        return self.encode_tokens(self.tokenize(captions))
 
     def encode_tokens(
-        self,
-        tokens: Sequence[Sequence[int]],
-        on_captions: Callable[[int], None] = ignore_captions,
+        self, tokens: Sequence[Sequence[int]], on_batch: OnBatch = ignore_batch
     ) -> np.ndarray:
         """Returns the means of the hidden states of each row of tokens, float32 `(n, dim)`."""
         lengths = np.array([len(ids) for ids in tokens], np.int32)
-        results = []
-        # The devices work on a batch while the next one is made.
+        vectors = np.empty((len(lengths), self.dim), np.float32)
+        for rows, slots, means in one_behind(self._results(tokens, lengths)):
+            vectors[rows] = np.asarray(means)[: len(rows)]
+            on_batch(len(rows), int(lengths[rows].sum()), slots)
+        return vectors
+
+    def _results(
+        self, tokens: Sequence[Sequence[int]], lengths: np.ndarray
+    ) -> Iterator[tuple[np.ndarray, int, jax.Array]]:
+        """Starts batch after batch; yields its rows, its size and what will be its means."""
         for rows, shape in plan_batches(lengths, self._batch_tokens, self._num_devices):
             padded = np.full(shape, _PADDING, np.int32)
             for i, row in enumerate(rows):
@@ -124,12 +156,7 @@ class JaxEncoder:
             padded_lengths = np.zeros(shape[0], np.int32)
             padded_lengths[: len(rows)] = lengths[rows]
             batch = jax.device_put((padded, padded_lengths), self._rows)
-            results.append((rows, self._pool(self._params, *batch)))
-        vectors = np.empty((len(lengths), self.dim), np.float32)
-        for rows, means in results:
-            vectors[rows] = np.asarray(means)[: len(rows)]
-            on_captions(len(rows))
-        return vectors
+            yield rows, shape[0] * shape[1], self._pool(self._params, *batch)
 
 
 def plan_batches(
