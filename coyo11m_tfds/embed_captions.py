@@ -62,6 +62,8 @@ class Report:
         num_skipped: rows without a caption (null, blank or too long).
         num_repeated: rows left out because an earlier row has their key.
         num_truncated: captions that this run cut to the encoder's greatest length.
+        num_tokens: that this run made or encoded.
+        padding: share of what the encoder computed that was padding.
         missing_parts: names of those that are left to others.
         encoder: its name.
         dim: numbers an embedding, or token ids a caption.
@@ -73,6 +75,8 @@ class Report:
     num_skipped: int
     num_repeated: int
     num_truncated: int
+    num_tokens: int
+    padding: float
     missing_parts: tuple[str, ...]
     encoder: str
     dim: int
@@ -175,6 +179,8 @@ def embed(
         num_skipped=len(store.keys) - len(captions),
         num_repeated=store.num_repeated,
         num_truncated=outcome.made.num_truncated,
+        num_tokens=outcome.counter.tokens,
+        padding=outcome.counter.padding,
         missing_parts=outcome.missing,
         encoder=outcome.made.encoder,
         dim=outcome.made.width,
@@ -186,6 +192,7 @@ class _Outcome(NamedTuple):
     """See `Report`."""
 
     made: part_runner.Made
+    counter: part_runner.Counter
     num_captions: int
     num_kept: int
     missing: tuple[str, ...]
@@ -199,7 +206,7 @@ def _make_file(job: Job, captions: Captions, encoder: text_encoders.Encoder) -> 
         counter = part_runner.Counter(progress)
         made = part_runner.make_file(job, captions, path, encoder, counter)
     os.replace(path, job.out)
-    return _Outcome(made, len(captions), 0, (), time.perf_counter() - start)
+    return _Outcome(made, counter, len(captions), 0, (), time.perf_counter() - start)
 
 
 def _make_parts(
@@ -212,20 +219,20 @@ def _make_parts(
     start = time.perf_counter()
     mine = range(captions.count)[share[0] :: share[1]]
     finished = _finished_parts(job, captions.count)
-    found = {number: finished[number] for number in mine if number in finished}
     missing = [number for number in mine if number not in finished]
-    num_kept, num_captions = (sum(map(captions.size, numbers)) for numbers in (found, missing))
+    num_captions = sum(map(captions.size, missing))
+    num_kept = sum(map(captions.size, mine)) - num_captions
     processes = 1
     if not encoder:
         processes = part_runner.choose_workers(num_workers, job.encoder, len(missing))
     with Progress('Embedding', num_kept + num_captions, 'captions') as progress:
         progress.skip(num_kept)
         counter = part_runner.Counter(progress)
-        made = part_runner.run(job, missing, found, processes, encoder, counter)
+        made = part_runner.run(job, missing, finished, processes, encoder, counter)
     seconds = time.perf_counter() - start
     finished = _finished_parts(job, captions.count)
     left = [part_files.name(n, captions.count) for n in range(captions.count) if n not in finished]
-    return _Outcome(made, num_captions, num_kept, tuple(left), seconds)
+    return _Outcome(made, counter, num_captions, num_kept, tuple(left), seconds)
 
 
 def _finished_parts(job: Job, count: int) -> dict[int, source_files.SourceFile]:

@@ -108,18 +108,28 @@ class Made(NamedTuple):
 
 
 class Counter:
-    """Adds to a progress what `on_batch` tells: captions, tokens and how much of all is padding."""
+    """An `on_batch` that adds to a progress what it is told.
+
+    Attributes:
+        tokens: all so far.
+        slots: these and padding.
+    """
 
     def __init__(self, progress: Progress):
         self._progress = progress
-        self._tokens = self._slots = 0
+        self.tokens = self.slots = 0
 
     def __call__(self, captions: int, tokens: int, slots: int) -> None:
-        self._tokens += tokens
-        self._slots += slots
-        if self._slots:
-            self._progress.note = f'{1 - self._tokens / self._slots:.1%} padding'
+        self.tokens += tokens
+        self.slots += slots
+        if self.slots > self.tokens:
+            self._progress.note = f'{self.padding:.1%} padding'
         self._progress.add(captions, tokens=tokens)
+
+    @property
+    def padding(self) -> float:
+        """The share of what was computed that is padding."""
+        return 1 - self.tokens / self.slots if self.slots else 0.0
 
 
 def run(
@@ -135,7 +145,7 @@ def run(
     Args:
         job: what is to be made.
         missing: numbers of the parts to make.
-        found: the parts to check.
+        found: all parts that are there. Every process checks them before it adds one.
         num_workers: processes.
         encoder: if it is loaded already; for one process.
         on_batch: see `part_maker.make`.
@@ -164,8 +174,7 @@ def run(
         for index in range(num_workers):
             mine = slice(index, None, num_workers)
             process = _Process(index, num_workers, gpus[index % len(gpus)])
-            of_found = dict(list(found.items())[mine])
-            futures.add(pool.submit(_work, job, process, missing[mine], of_found))
+            futures.add(pool.submit(_work, job, process, missing[mine], found))
         try:
             pending = futures
             while pending:
@@ -282,7 +291,7 @@ def _work(
 ) -> Made:
     """Runs in a process of its own: makes its parts and notes on the board how far it is."""
     assert _board is not None
-    # Before anything is imported that reads them.
+    # Before torch and tokenizers are imported, which read them.
     cpus = max(1, machine.usable_cpus() // process.count)
     os.environ.update(dict.fromkeys(_CPUS_VARIABLES, str(cpus)))
     if process.gpu:

@@ -237,6 +237,15 @@ def test_parts_of_something_else_are_refused_by_name_and_stay(source, model, tmp
         assert files_of(out) == before
 
 
+@pytest.mark.parametrize('options', [{'num_workers': 2}, {'share': (1, 2)}])
+def test_nothing_is_added_to_parts_of_another_encoder(source, tmp_path, options):
+    out = tmp_path / 'parts'
+    embed(source, out, RevisedEncoder(), share=(0, 10))
+    with pytest.raises(ValueError, match=r"00000-of-00010\.parquet: text_encoder_revision is '2'"):
+        embed(source, out, **options)
+    assert list(files_of(out)) == [part_files.name(0, 10)]
+
+
 class RevisedEncoder(text_encoders.HashEncoder):
     revision = '2'
 
