@@ -210,7 +210,13 @@ def embed_plainly(folder: pathlib.Path, flags: argparse.Namespace, batch: int = 
     results = []
     with torch.inference_mode():
         for texts in _batches(captions, batch):
-            inputs = tokenizer(texts, return_tensors='pt', padding=True, truncation=True)
+            inputs = tokenizer(
+                texts,
+                return_tensors='pt',
+                padding=True,
+                truncation=True,
+                max_length=encoder.max_tokens,
+            )
             mask = inputs['attention_mask']
             states = model(input_ids=inputs['input_ids'], attention_mask=mask).last_hidden_state
             sums = (states * mask[..., None]).sum(dim=1)

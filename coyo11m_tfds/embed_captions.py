@@ -24,32 +24,25 @@ local, on gs:// or on hf://.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import os
-import platform
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from absl import logging
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.embedding import part_maker, part_runner
+from coyo11m_tfds.embedding import out_place, part_maker, part_runner
 from coyo11m_tfds.embedding.part_maker import Captions
 from coyo11m_tfds.embedding.part_runner import EncoderChoice, Job
 from coyo11m_tfds.process import ending, workers
 from coyo11m_tfds.process import job as ranks
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import caption_store, keyed_parquet, part_files
-from coyo11m_tfds.storage import held_folder, source_files
-from coyo11m_tfds.storage.destination import Destination
-from coyo11m_tfds.storage.scratch import Scratch, user_temp
+from coyo11m_tfds.storage import source_files
+from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.text import text_encoders
-
-_FILE = '.parquet'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,14 +139,14 @@ def embed(
     """
     out = os.fspath(out).rstrip('/')
     file = find_captions(source_dir, caption_column)
-    _check_place(out, share)
+    out_place.check(out, share)
     loaded = None if isinstance(encoder, str) else encoder
     choice = EncoderChoice(
         loaded.name if loaded else encoder, max_tokens, batch_tokens, tokens_only
     )
     if not loaded and _one_process(out, num_workers, choice):  # before captions are fetched in vain
         loaded = choice.load()
-    with _scratch_folder(out, scratch_dir) as folder:
+    with out_place.scratch_folder(out, scratch_dir) as folder:
         store = caption_store.prepare_store(
             lambda: Scratch(folder, file.size).hold_showing(file),
             name=file.path,
@@ -169,7 +162,7 @@ def embed(
                 'nothing to encode.'
             )
         job = Job(choice, store.folder, caption_column, part_captions, out, folder)
-        if out.endswith(_FILE):
+        if out_place.is_file(out):
             outcome = _make_file(job, captions, loaded)
         else:
             outcome = _make_parts(job, captions, share, num_workers, loaded)
@@ -218,7 +211,7 @@ def _make_parts(
 ) -> _Outcome:
     start = time.perf_counter()
     mine = range(captions.count)[share[0] :: share[1]]
-    finished = _finished_parts(job, captions.count)
+    finished = out_place.finished_parts(job.out, captions.count)
     missing = [number for number in mine if number not in finished]
     num_captions = sum(map(captions.size, missing))
     num_kept = sum(map(captions.size, mine)) - num_captions
@@ -230,64 +223,16 @@ def _make_parts(
         counter = part_runner.Counter(progress)
         made = part_runner.run(job, missing, finished, processes, encoder, counter)
     seconds = time.perf_counter() - start
-    finished = _finished_parts(job, captions.count)
+    finished = out_place.finished_parts(job.out, captions.count)
     left = [part_files.name(n, captions.count) for n in range(captions.count) if n not in finished]
     return _Outcome(made, counter, num_captions, num_kept, tuple(left), seconds)
 
 
-def _finished_parts(job: Job, count: int) -> dict[int, source_files.SourceFile]:
-    """The parts that are in the folder; refuses those of another number."""
-    found_count, parts = part_files.find_parts(job.out, missing_ok=True)
-    if parts and found_count != count:
-        raise ValueError(
-            f'{next(iter(parts.values())).path}: is one of {found_count} parts, but these captions '
-            f'make {count}, of {job.part_captions:,} at most. Remove it, or choose another folder.'
-        )
-    return parts
-
-
 def _one_process(out: str, num_workers: int, choice: EncoderChoice) -> bool:
     """Whether this process will run the encoder itself, however much there is to do."""
-    if out.endswith(_FILE):
+    if out_place.is_file(out):
         return True
     return part_runner.choose_workers(num_workers, choice, sys.maxsize) == 1
-
-
-def _check_place(out: str, share: tuple[int, int]) -> None:
-    """Refuses what cannot be written, before anything is read."""
-    if not 0 <= share[0] < share[1]:
-        raise ValueError(f'part {share[0]} of {share[1]}: expected one of 0 to n - 1, of n.')
-    if not out.endswith(_FILE):
-        if os.path.isfile(out):
-            raise ValueError(f'{out} is a file; expected a folder, or a name ending in {_FILE}.')
-        Destination(out)
-        return
-    if source_files.is_remote(out):
-        raise ValueError(
-            f'{out} is remote; expected a local path, which can be copied there, or a folder.'
-        )
-    if os.path.isdir(out):
-        raise ValueError(f'{out} is a folder; expected the path of a file to write.')
-    if share[1] > 1:
-        raise ValueError(
-            f'{out}: one process makes a file, and this is one of {share[1]}. Name a folder.'
-        )
-
-
-@contextlib.contextmanager
-def _scratch_folder(out: str, chosen: str | os.PathLike[str]) -> Iterator[str]:
-    """A folder of this run alone; in or beside a local `out`, so that parts are only renamed."""
-    if out.endswith(_FILE):
-        parent, prefix = Path(out).parent, f'.{Path(out).name}.'
-    elif source_files.is_remote(out):
-        parent, prefix = Path(chosen or user_temp(schema.NAME)), 'embed-'
-    else:
-        # What another host of a shared disk has must stay, even if locks do not reach so far.
-        parent, prefix = Path(chosen or out), f'.{platform.node()}-'
-        Path(out).mkdir(parents=True, exist_ok=True)
-    parent.mkdir(parents=True, exist_ok=True)
-    with held_folder.make(parent, prefix) as folder:
-        yield folder
 
 
 def find_captions(
@@ -320,7 +265,7 @@ def parse_flags() -> argparse.Namespace:
     add = parser.add_argument
     column, length = schema.DEFAULT_CAPTION_COLUMN, text_encoders.DEFAULT_MAX_TOKENS
     add('--source', required=True, help=f'folder with {schema.CAPTIONS_FILE}, also gs:// or hf://')
-    add('--out', required=True, help=f'folder to fill, also gs://; or a local file, *{_FILE}')
+    add('--out', required=True, help='folder to fill, also gs://; or a local file, *.parquet')
     add(
         '--encoder',
         default='hash',

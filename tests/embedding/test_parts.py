@@ -228,7 +228,7 @@ def test_parts_of_something_else_are_refused_by_name_and_stay(source, model, tmp
     for options, message in (
         ({'encoder': f'hf:{model}'}, 'text_.* is .*, but .* is what this command makes'),
         ({'source': other}, 'captions_digest is'),
-        ({'part_captions': 300}, 'is one of 10 parts, but these captions make 4, of 300 at most'),
+        ({'part_captions': 300}, 'is one of 10 parts, but these captions make 4 parts here'),
         ({'encoder': RevisedEncoder()}, "text_encoder_revision is '1', but '2'"),
     ):
         with pytest.raises(ValueError, match=r'part-00002-of-00010\.parquet: ' + message) as error:
@@ -263,14 +263,19 @@ def test_a_damaged_part_is_refused_by_name(source, tmp_path):
 # --- Killed ---------------------------------------------------------------------------------
 
 
-def start(source, out, num_workers: int) -> subprocess.Popen:
+def start(source, out, num_workers: int, **env: str) -> subprocess.Popen:
     command = [
         *(sys.executable, '-m', 'coyo11m_tfds.embed_captions', '--source', str(source)),
         *('--out', str(out), '--num_workers', str(num_workers)),
         *('--part_captions', str(PART_CAPTIONS)),
     ]
     return subprocess.Popen(
-        command, cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=CHECKOUT,
+        env=os.environ | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -318,6 +323,22 @@ def files_of_parts(out: pathlib.Path) -> dict[str, bytes]:
 @pytest.mark.parametrize('num_workers', [1, 2])
 def test_killed_and_started_again_it_makes_the_same_bytes(source, expected, tmp_path, num_workers):
     drill(source, expected, tmp_path / 'parts', num_workers, kills=1)
+
+
+def test_of_two_hosts_one_dies_and_the_next_run_makes_the_rest(source, expected, tmp_path):
+    out = tmp_path / 'parts'
+    first, second = (start(source, out, 1, RANK=rank, WORLD_SIZE='2') for rank in '01')
+    while second.poll() is None and not (out / part_files.name(1, 10)).exists():
+        time.sleep(0.002)
+    second.kill()
+    second.communicate(timeout=60)
+    said, error = first.communicate(timeout=60)
+    assert first.returncode == 0, error
+    assert 'parts are missing' in said or len(files_of_parts(out)) == 10
+    ended = start(source, out, 1)
+    assert ended.wait(timeout=60) == 0
+    ended.communicate()
+    assert files_of(out) == expected
 
 
 @pytest.mark.slow
