@@ -21,7 +21,7 @@ import transformers
 from absl import logging
 from safetensors import SafetensorError
 
-from coyo11m_tfds.text import model_files
+from coyo11m_tfds.text import fast_tokenizer, model_files
 from coyo11m_tfds.text.text_encoders import OnBatch, ignore_batch, one_behind
 
 # Tokens in a forward pass, padding counted in: so memory stays the same however long the captions
@@ -72,16 +72,25 @@ class HfTokenizer:
 
     def tokenize(self, captions: Sequence[str]) -> list[list[int]]:
         """Returns the tokens of every caption, at least one and at most `max_tokens`."""
-        if not captions:
-            return []
-        tokens = self._tokenizer(list(captions), verbose=False)['input_ids']
-        too_long = [row for row, ids in enumerate(tokens) if len(ids) > self.max_tokens]
-        self.truncated += len(too_long)
-        for row in too_long:
-            # Not a slice: the tokenizer keeps its special tokens at both ends.
-            cut = self._tokenizer(captions[row], truncation=True, max_length=self.max_tokens)
-            tokens[row] = cut['input_ids']
+        if self._tokenizer.is_fast:
+            backend = self._tokenizer.backend_tokenizer
+            tokens, truncated = fast_tokenizer.encode(backend, captions, self.max_tokens)
+        else:
+            tokens, truncated = self._tokenize_slowly(captions)
+        self.truncated += truncated
         return [ids or [self._filler] for ids in tokens]
+
+    def _tokenize_slowly(self, captions: Sequence[str]) -> tuple[list[list[int]], int]:
+        tokens, truncated = [], 0
+        for caption in captions:
+            ids = self._tokenizer(caption, verbose=False)['input_ids']
+            if len(ids) > self.max_tokens:
+                truncated += 1
+                # Not a slice: the tokenizer keeps its special tokens at both ends.
+                cut = self._tokenizer(caption, truncation=True, max_length=self.max_tokens)
+                ids = cut['input_ids']
+            tokens.append(ids)
+        return tokens, truncated
 
     @property
     def _filler(self) -> int:

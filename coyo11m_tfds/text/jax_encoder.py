@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from coyo11m_tfds.text import gemma, gemma_weights, model_files
+from coyo11m_tfds.text import fast_tokenizer, gemma, gemma_weights, model_files
 from coyo11m_tfds.text.text_encoders import OnBatch, ignore_batch, one_behind
 
 # Tokens in a forward pass of one device, padding counted in: so memory stays the same however long
@@ -68,13 +68,12 @@ class JaxTokenizer:
                 f'max_tokens is {self.max_tokens}, expected more than the {special} special tokens '
                 'that every caption gets'
             )
-        self._tokenizer.enable_truncation(self.max_tokens)
 
     def tokenize(self, captions: Sequence[str]) -> list[list[int]]:
         """Returns the tokens of every caption, at least one and at most `max_tokens`."""
-        encodings = self._tokenizer.encode_batch_fast(list(captions))
-        self.truncated += sum(bool(encoding.overflowing) for encoding in encodings)
-        return [encoding.ids or [_PADDING] for encoding in encodings]
+        tokens, truncated = fast_tokenizer.encode(self._tokenizer, captions, self.max_tokens)
+        self.truncated += truncated
+        return [ids or [_PADDING] for ids in tokens]
 
 
 class JaxEncoder(JaxTokenizer):

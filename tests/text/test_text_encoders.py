@@ -273,7 +273,13 @@ def test_a_tokenizer_alone_is_that_of_the_encoder_without_its_weights(models, tm
     tokenizer = text_encoders.make_tokenizer(f'hf:{folder}', max_tokens=9)
     assert (tokenizer.name, tokenizer.revision) == (encoder.name, encoder.revision)
     captions = [SHORT, LONG, ' ']
-    assert tokenizer.tokenize(captions) == encoder.tokenize(captions)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    theirs.truncation_side = 'right'
+    expected = [theirs(text, truncation=True, max_length=9)['input_ids'] for text in captions]
+    tokens = tokenizer.tokenize(captions)
+    assert tokens == encoder.tokenize(captions)
+    assert tokens[:2] == expected[:2]
+    assert tokens[2] == expected[2] or not expected[2]  # a model needs one token at least
     assert tokenizer.truncated == encoder.truncated == 1
     assert max(map(len, tokenizer.tokenize(captions))) == tokenizer.max_tokens == 9
     (folder / 'model.safetensors').write_bytes(b'')
@@ -294,7 +300,10 @@ def test_a_tokenizer_in_python_is_warned_of(tmp_path, caplog):
     transformers.T5Config(d_model=32).save_pretrained(tmp_path / 'slow')
     (tmp_path / 'slow' / 'model.safetensors').touch()
     text_encoders.make_tokenizer(f'hf:{tmp_path / "slow"}')
-    [warning] = [record for record in caplog.records if record.levelname == 'WARNING']
+    tokenizer = text_encoders.make_tokenizer(f'hf:{tmp_path / "slow"}', max_tokens=4)
+    assert tokenizer.tokenize(['ab', 'abcdef', '']) == [[100, 101, 1], [100, 101, 102, 1], [1]]
+    assert tokenizer.truncated == 1
+    [warning, _] = [record for record in caplog.records if record.levelname == 'WARNING']
     assert re.search('hf:slow: its tokenizer, ByT5Tokenizer, runs in Python', warning.message)
 
 
