@@ -1,6 +1,6 @@
 """What the parts of a sidecar hold: a pure function of captions, encoder and number of parts.
 
-    captions = Captions(store, part_captions=16384)
+    captions = Captions(store, part_captions=32768)
     for number, keys, values in part_maker.make(captions, [0, 3], encoder):
         ...                                             # float16 (n, dim)
 
@@ -20,9 +20,9 @@ import numpy as np
 from coyo11m_tfds.source import caption_store
 from coyo11m_tfds.text.text_encoders import Encoder, OnBatch, Tokenizer
 
-# Enough for batches of like length, few enough to lose little when a part is interrupted: half an
-# hour of Gemma-3-270M on a core, a minute on an accelerator. 21 MB of 640 numbers each.
-PART_CAPTIONS = 16384
+# Enough for batches of like length on several devices, few enough to lose little when a part is
+# interrupted: an hour of Gemma-3-270M on a core. 42 MB of 640 numbers each.
+PART_CAPTIONS = 32768
 
 PADDING = -1  # of token ids
 

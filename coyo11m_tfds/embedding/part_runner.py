@@ -1,7 +1,7 @@
 """Makes the parts that are missing, in this process or in several.
 
     choice = EncoderChoice('hf:google/gemma-3-270m')
-    job = Job(choice, store.folder, 'caption_llava', 16384, 'gs://bucket/gemma', '/tmp/staging')
+    job = Job(choice, store.folder, 'caption_llava', 32768, 'gs://bucket/gemma', '/tmp/staging')
     made = part_runner.run(job, [0, 3, 6], {9: file}, 2, None, on_batch)
 
 A part appears in the folder when it is complete, or not at all, and what decides it stands in it.

@@ -23,12 +23,13 @@ from coyo11m_tfds.text.text_encoders import OnBatch, ignore_batch, one_behind
 
 # Tokens in a forward pass of one device, padding counted in: so memory stays the same however long
 # the captions are. On a CPU more of them leave its caches: Gemma-3-270M takes 53 to 56 ms of CPU a
-# caption of 49 tokens with 512 to 1,024 tokens, 63 with 2,048 and 80 with 4,096. Accelerators need
-# many to be busy; compiled for a TPU v5e, 32,768 take 0.3 GB beside the weights' 0.5.
+# caption of 49 tokens with 512 to 1,024 tokens, 63 with 2,048 and 80 with 4,096. An accelerator
+# has enough to do with 8,192 (1.6 TFLOP of the 270M model; not measured on one), and with more, on
+# several devices, the batches of a part get so tall that their rows differ in length.
 CPU_BATCH_TOKENS = 1024
-BATCH_TOKENS = 32768
+BATCH_TOKENS = 8192
 
-_WIDTHS_AN_OCTAVE = 8  # of batches; more of them mean less padding and more programs to compile
+_WIDTHS_AN_OCTAVE = 16  # of batches; more of them mean less padding and more programs to compile
 _SHORTEST = 16  # no batch is narrower
 _PADDING = 0  # Gemma's own token for it; any other gives the same vectors
 
@@ -163,7 +164,7 @@ def plan_batches(
 ) -> Iterator[tuple[np.ndarray, tuple[int, int]]]:
     """Groups rows of like length, longest first, so that little of a batch is padding.
 
-    The shapes are few: a batch is as wide as its longest row, rounded up to one of eight widths an
+    The shapes are few: a batch is as wide as its longest row, rounded up to one of 16 widths an
     octave, and as high as its width allows; the last one only as high as a power of two allows.
 
     Args:
@@ -187,7 +188,7 @@ def plan_batches(
 
 
 def _round_up(length: int) -> int:
-    """The least of 16, 18, 20, ..., 32, 36, 40, ..., 64, 72, ... that is not less than `length`."""
+    """The least of 16, 17, 18, ..., 32, 34, 36, ..., 64, 68, ... that is not less than `length`."""
     octave = 1 << (length - 1).bit_length()  # the least power of two that is not less
     step = max(1, octave // (2 * _WIDTHS_AN_OCTAVE))
     return max(_SHORTEST, -(-length // step) * step)

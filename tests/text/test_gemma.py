@@ -459,11 +459,14 @@ def test_batches_hold_each_row_once(lengths, batch_tokens, num_devices):
 
 def test_batches_have_little_padding_and_few_shapes():
     rng = np.random.default_rng(0)
-    lengths = np.clip(rng.lognormal(4.2, 0.5, 100_000).astype(int), 3, 512)
-    batches = list(jax_encoder.plan_batches(lengths, 32768))
-    slots = sum(height * width for _, (height, width) in batches)
-    assert lengths.sum() > 0.95 * slots
-    assert len({shape for _, shape in batches}) <= 40
+    of_captions = np.clip(rng.lognormal(4.2, 0.5, 32_768).astype(int), 3, 512)  # of a part
+    for lengths in (of_captions, rng.integers(10, 251, 32_768)):
+        for devices in (1, 4):
+            tokens = devices * jax_encoder.BATCH_TOKENS
+            batches = list(jax_encoder.plan_batches(lengths, tokens, devices))
+            slots = sum(height * width for _, (height, width) in batches)
+            assert lengths.sum() > 0.95 * slots
+            assert len({shape for _, shape in batches}) <= 64
 
 
 # --- Files that must not be used ------------------------------------------------------------
