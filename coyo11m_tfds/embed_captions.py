@@ -1,43 +1,46 @@
-"""Captions to text vectors: a sidecar Parquet file that the data set's builder joins by key.
+"""Captions to embeddings: a sidecar of Parquet files that the data set's builder joins by key.
 
-    python -m coyo11m_tfds.embed_captions --source SOURCE --encoder hash --out SIDE.parquet
+    python -m coyo11m_tfds.embed_captions --source SOURCE --encoder hf:google/gemma-3-270m \\
+        --out gs://BUCKET/gemma
     tfds build coyo11m_tfds --manual_dir=SOURCE --data_dir=OUT \\
-        --config='{"name": "hash", "text_vectors": "SIDE.parquet"}'
+        --config='{"name": "gemma", "text_vectors": "gs://BUCKET/gemma"}'
 
     from coyo11m_tfds import embed_captions
-    report = embed_captions.embed('SOURCE', 'hf:google/gemma-3-270m', 'SIDE.parquet')
+    report = embed_captions.embed('SOURCE', 'hash', 'hash.parquet')     # one file
 
-The sidecar has the columns `key` (int64, ascending, each once) and `text_embedding`
-(FixedSizeList<float16>[D]); its schema metadata says by what and from which captions they were made
-(see `vectors.SidecarHeader`), so that the builder refuses vectors of others. Captions that are
-null, blank or longer than `schema.MAX_CAPTION_BYTES` get no row. The file appears when it is
-complete, or not at all. SOURCE may be local, on gs:// or on hf://.
+OUT is a folder, local or on gs://, of files `part-00000-of-00700.parquet`, or a local file if its
+name ends in `.parquet`. Parts have the columns `key` (int64, ascending, each once) and `embedding`
+(FixedSizeList<float16>[D]), in one file it is `text_embedding`; with `--tokens_only` it is `tokens`
+(FixedSizeList<int32>[max_tokens], padded with -1). The schema's metadata say by what and of which
+captions they were made, so that the builder refuses those of others.
+
+A part appears when it is complete, or not at all. A run that was interrupted is resumed by the same
+command: it keeps the parts that are there, and refuses those of another encoder or of other
+captions. Several hosts share the work, as a job of `torchrun`, `srun` or `mpirun`, or with `--part
+0/4` to `--part 3/4`; what a host leaves undone, the same command makes on any host.
+
+Captions that are null, blank or longer than `schema.MAX_CAPTION_BYTES` get no row. SOURCE may be
+local, on gs:// or on hf://.
 """
 
 import argparse
 import dataclasses
 import os
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
-
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import NamedTuple
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.process import command_line, ending
+from coyo11m_tfds.embedding import out_place, part_maker, part_runner
+from coyo11m_tfds.embedding.part_maker import Captions
+from coyo11m_tfds.embedding.part_runner import EncoderChoice, Job
+from coyo11m_tfds.process import command_line, ending, workers
+from coyo11m_tfds.process import job as ranks
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.source import caption_store, keyed_parquet
-from coyo11m_tfds.storage import held_folder, source_files
-from coyo11m_tfds.storage.file_state import naming
+from coyo11m_tfds.source import caption_store, keyed_parquet, part_files
+from coyo11m_tfds.storage import source_files
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.text import text_encoders
-
-# Captions that are encoded at a time: enough for an encoder to sort by length, few enough for the
-# arrays of the hash encoder to stay in a cache. Vectors do not depend on it.
-DEFAULT_BATCH_SIZE = 1024
-ROW_GROUP_SIZE = 65536  # 84 MB of vectors of 640 float16 numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,29 +48,44 @@ class Report:
     """What `embed` did.
 
     Attributes:
-        num_captions: vectors written.
+        num_captions: encoded by this run.
+        num_kept: captions in parts that were there already.
         num_skipped: rows without a caption (null, blank or too long).
         num_repeated: rows left out because an earlier row has their key.
-        num_truncated: captions cut to the encoder's greatest length.
+        num_truncated: captions that this run cut to the encoder's greatest length.
+        num_tokens: that this run made or encoded.
+        padding: share of what the encoder computed that was padding.
+        missing_parts: names of those that are left to others.
         encoder: its name.
-        dim: numbers a vector.
-        seconds: time for encoding and writing, without loading the model and sorting captions.
+        dim: numbers an embedding, or token ids a caption.
+        seconds: time for encoding and writing, without sorting captions.
     """
 
     num_captions: int
+    num_kept: int
     num_skipped: int
     num_repeated: int
     num_truncated: int
+    num_tokens: int
+    padding: float
+    missing_parts: tuple[str, ...]
     encoder: str
     dim: int
     seconds: float
 
     def __str__(self) -> str:
+        kept = f', {self.num_kept} were there already' if self.num_kept else ''
+        left = ''
+        if self.missing_parts:
+            left = (
+                f'; {len(self.missing_parts)} parts are missing, such as {self.missing_parts[0]}: '
+                'the other hosts make them, or the same command where they have ended'
+            )
         return (
             f'{self.num_captions} captions encoded by {self.encoder}, {self.dim} numbers each '
-            f'({self.num_captions / self.seconds:.0f} captions/s); '
+            f'({self.num_captions / self.seconds:.0f} captions/s){kept}; '
             f'{self.num_skipped} null, blank or too long ones and {self.num_repeated} of repeated '
-            f'keys skipped, {self.num_truncated} truncated'
+            f'keys skipped, {self.num_truncated} truncated{left}'
         )
 
 
@@ -76,66 +94,143 @@ def embed(
     encoder: str | text_encoders.Encoder,
     out: str | os.PathLike[str],
     caption_column: str = schema.DEFAULT_CAPTION_COLUMN,
-    batch_size: int = DEFAULT_BATCH_SIZE,
+    *,
     drop_repeats: bool = False,
+    tokens_only: bool = False,
+    max_tokens: int = text_encoders.DEFAULT_MAX_TOKENS,
+    batch_tokens: int | None = None,
+    num_workers: int = 0,
+    share: tuple[int, int] = (0, 1),
+    part_captions: int = part_maker.PART_CAPTIONS,
+    scratch_dir: str | os.PathLike[str] = '',
 ) -> Report:
-    """Encodes every caption of a source and writes the sidecar, replacing one that is there.
+    """Encodes the captions of a source that are not encoded yet, and writes the sidecar.
 
-    Captions are first brought into the order of keys on disk, in a hidden scratch folder beside
-    `out` that takes as much room as their text, so that memory stays flat but for 100 bytes a row.
-    The `hash` encoder gives the same file byte for byte whatever the batch size; others give the
-    same up to rounding.
+    Captions are first brought into the order of keys on disk, in a hidden folder that takes as much
+    room as their text, so that memory stays flat but for 100 bytes a row. Hashed words and token
+    ids are the same bytes whatever made them; embeddings of a model are equal on equal devices.
 
     Args:
         source_dir: folder with `schema.CAPTIONS_FILE`: local, `gs://` or `hf://`.
-        encoder: a specification for `text_encoders.make_encoder`, or an encoder.
-        out: local path of the sidecar; its folder is made where there is none.
+        encoder: a specification for `text_encoders.make_encoder`, or an encoder, which runs in this
+            process.
+        out: a folder, local or on `gs://`; or a local file to replace, its name ends in `.parquet`.
         caption_column: the Parquet column to encode.
-        batch_size: captions that are given to the encoder at a time.
         drop_repeats: whether, of rows that repeat a key, the first wins; else they are an error.
+        tokens_only: whether to write token ids in place of embeddings.
+        max_tokens: longer captions are cut; not for `hash`.
+        batch_tokens: see `text_encoders.make_encoder`.
+        num_workers: processes; 0 for `COYO11M_NUM_PROC` or what suits, see
+            `part_runner.choose_workers`. A single file is made by one.
+        share: `(i, n)`: make parts i, i + n, i + 2n, ... only.
+        part_captions: captions of a part at most. Another number needs another folder.
+        scratch_dir: local folder for the captions; '' for one in `out`, or where that is remote in
+            the system's folder for temporary files.
 
     Raises:
         ValueError: the source has no captions file or that lacks a column, a key is null or comes
-            twice, there is no caption at all, the encoder cannot be had, or a number that it makes
-            is not finite in float16.
-        PermissionError: credentials for the source are missing or refused.
-        OSError: the source cannot be reached, or the disk is full.
+            twice, there is no caption at all, the encoder cannot be had, a number that it makes is
+            not finite in float16, or a part that is there was made by or of something else.
+        PermissionError: credentials for the source or the folder are missing or refused.
+        OSError: the source or the folder cannot be reached, or the disk is full.
+        RuntimeError: a process died.
     """
+    out = os.fspath(out).rstrip('/')
     file = find_captions(source_dir, caption_column)
-    if source_files.is_remote(out):
-        raise ValueError(f'{out} is remote; expected a local path, which can be copied there.')
-    out = Path(out)
-    if out.is_dir():
-        raise ValueError(f'{out} is a folder; expected the path of a file to write.')
-    if isinstance(encoder, str):
-        encoder = text_encoders.make_encoder(encoder)
-
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with held_folder.make(out.parent, f'.{out.name}.') as scratch:
+    out_place.check(out, share)
+    loaded = None if isinstance(encoder, str) else encoder
+    choice = EncoderChoice(
+        loaded.name if loaded else encoder, max_tokens, batch_tokens, tokens_only
+    )
+    if not loaded and _one_process(out, num_workers, choice):  # before captions are fetched in vain
+        loaded = choice.load()
+    with out_place.scratch_folder(out, scratch_dir) as folder:
         store = caption_store.prepare_store(
-            lambda: Scratch(scratch, file.size).hold_showing(file),
+            lambda: Scratch(folder, file.size).hold_showing(file),
             name=file.path,
             version=file.version,
             column=caption_column,
-            cache_dir=scratch,
+            cache_dir=folder,
             drop_repeats=drop_repeats,
         )
-        keys, rows, num_skipped = find_captioned(file.path, store)
-        start = time.perf_counter()
-        groups = encode_groups(rows, store, encoder, batch_size)
-        unfinished = Path(scratch) / 'sidecar.parquet'
-        write_sidecar(unfinished, keys, groups, encoder, caption_column, store.digest)
-        seconds = time.perf_counter() - start
-        os.replace(unfinished, out)
+        captions = part_maker.Captions(store, part_captions)
+        if not len(captions):
+            raise ValueError(
+                f'{file.path}: all {len(store.keys)} captions are null, blank or too long; '
+                'nothing to encode.'
+            )
+        job = Job(choice, store.folder, caption_column, part_captions, out, folder)
+        if out_place.is_file(out):
+            outcome = _make_file(job, captions, loaded)
+        else:
+            outcome = _make_parts(job, captions, share, num_workers, loaded)
     return Report(
-        num_captions=len(keys),
-        num_skipped=num_skipped,
+        num_captions=outcome.num_captions,
+        num_kept=outcome.num_kept,
+        num_skipped=len(store.keys) - len(captions),
         num_repeated=store.num_repeated,
-        num_truncated=encoder.truncated,
-        encoder=encoder.name,
-        dim=encoder.dim,
-        seconds=seconds,
+        num_truncated=outcome.made.num_truncated,
+        num_tokens=outcome.counter.tokens,
+        padding=outcome.counter.padding,
+        missing_parts=outcome.missing,
+        encoder=outcome.made.encoder,
+        dim=outcome.made.width,
+        seconds=outcome.seconds,
     )
+
+
+class _Outcome(NamedTuple):
+    """See `Report`."""
+
+    made: part_runner.Made
+    counter: part_runner.Counter
+    num_captions: int
+    num_kept: int
+    missing: tuple[str, ...]
+    seconds: float
+
+
+def _make_file(job: Job, captions: Captions, encoder: text_encoders.Encoder) -> _Outcome:
+    start = time.perf_counter()
+    path = os.path.join(job.staging, 'sidecar')
+    with Progress('Embedding', len(captions), 'captions') as progress:
+        counter = part_runner.Counter(progress)
+        made = part_runner.make_file(job, captions, path, encoder, counter)
+    os.replace(path, job.out)
+    return _Outcome(made, counter, len(captions), 0, (), time.perf_counter() - start)
+
+
+def _make_parts(
+    job: Job,
+    captions: Captions,
+    share: tuple[int, int],
+    num_workers: int,
+    encoder: text_encoders.Encoder | None,
+) -> _Outcome:
+    start = time.perf_counter()
+    mine = range(captions.count)[share[0] :: share[1]]
+    finished = out_place.finished_parts(job.out, captions.count)
+    missing = [number for number in mine if number not in finished]
+    num_captions = sum(map(captions.size, missing))
+    num_kept = sum(map(captions.size, mine)) - num_captions
+    processes = 1
+    if not encoder:
+        processes = part_runner.choose_workers(num_workers, job.encoder, len(missing))
+    with Progress('Embedding', num_kept + num_captions, 'captions') as progress:
+        progress.skip(num_kept)
+        counter = part_runner.Counter(progress)
+        made = part_runner.run(job, missing, finished, processes, encoder, counter)
+    seconds = time.perf_counter() - start
+    finished = out_place.finished_parts(job.out, captions.count)
+    left = [part_files.name(n, captions.count) for n in range(captions.count) if n not in finished]
+    return _Outcome(made, counter, num_captions, num_kept, tuple(left), seconds)
+
+
+def _one_process(out: str, num_workers: int, choice: EncoderChoice) -> bool:
+    """Whether this process will run the encoder itself, however much there is to do."""
+    if out_place.is_file(out):
+        return True
+    return part_runner.choose_workers(num_workers, choice, sys.maxsize) == 1
 
 
 def find_captions(
@@ -154,99 +249,9 @@ def find_captions(
     return file
 
 
-def find_captioned(
-    path: str, store: caption_store.CaptionStore
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """Finds the rows of the captions file that have a caption.
-
-    Returns:
-        `(keys, rows, num_skipped)`: keys int64 `(n,)`, ascending; the row of each, int64 `(n,)`;
-        and how many rows have a caption that is null, blank or too long.
-
-    Raises:
-        ValueError: no row has a caption.
-    """
-    keys = store.keys
-    rows = store.find(keys)
-    captioned = store.lengths(rows) > 0
-    if not captioned.any():
-        raise ValueError(
-            f'{path}: all {len(keys)} captions are null, blank or too long; nothing to encode.'
-        )
-    return keys[captioned], rows[captioned], int(np.count_nonzero(~captioned))
-
-
-def encode_groups(
-    rows: np.ndarray,
-    store: caption_store.CaptionStore,
-    encoder: text_encoders.Encoder,
-    batch_size: int,
-) -> Iterator[np.ndarray]:
-    """Yields the vectors of `rows`, float16 `(k, dim)`, of one row group of the sidecar at a time.
-
-    Raises:
-        ValueError: a number is not finite in float16.
-    """
-    with Progress('Embedding', len(rows), 'captions') as progress:
-        for start in range(0, len(rows), ROW_GROUP_SIZE):
-            group = rows[start : start + ROW_GROUP_SIZE]
-            vectors = np.empty((len(group), encoder.dim), np.float16)
-            for first in range(0, len(group), batch_size):
-                batch = slice(first, first + batch_size)
-                texts = [text.decode() for text in store.texts(group[batch])]
-                vectors[batch] = encode_finite(texts, encoder, progress.add)
-            yield vectors
-
-
-def encode_finite(
-    texts: Sequence[str], encoder: text_encoders.Encoder, on_captions: Callable[[int], None]
-) -> np.ndarray:
-    """Returns float16 `(len(texts), dim)`; raises ValueError where a number is not finite in it."""
-    with np.errstate(over='ignore'):
-        vectors = encoder.encode(texts, on_captions).astype(np.float16)
-    bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
-    if len(bad):
-        raise ValueError(
-            f'{encoder.name} makes numbers that float16 cannot hold of the caption '
-            f'{texts[bad[0]][:100]!r}; use another encoder or leave the caption out.'
-        )
-    return vectors
-
-
-def write_sidecar(
-    path: Path,
-    keys: np.ndarray,
-    groups: Iterable[np.ndarray],
-    encoder: text_encoders.Encoder,
-    caption_column: str,
-    captions_digest: str,
-) -> None:
-    """Writes `keys` int64 `(n,)` and their vectors, float16 `(ROW_GROUP_SIZE, dim)` at a time."""
-    columns = pa.schema(
-        [
-            pa.field(schema.PARQUET_KEY, pa.int64(), nullable=False),
-            pa.field(schema.TEXT_EMBEDDING, pa.list_(pa.float16(), encoder.dim), nullable=False),
-        ],
-        metadata={
-            schema.META_TEXT_ENCODER: encoder.name,
-            schema.META_TEXT_REVISION: encoder.revision,
-            schema.META_TEXT_MAX_TOKENS: str(encoder.max_tokens),
-            schema.META_TEXT_DIM: str(encoder.dim),
-            schema.META_CAPTION_COLUMN: caption_column,
-            schema.META_CAPTIONS_DIGEST: captions_digest,
-        },
-    )
-    options = {
-        'compression': 'zstd',
-        'use_dictionary': False,  # of numbers that seldom repeat it only costs
-        'write_page_checksum': True,
-    }
-    with naming(path), pq.ParquetWriter(path, columns, **options) as writer:
-        for start, vectors in zip(range(0, len(keys), ROW_GROUP_SIZE), groups, strict=True):
-            group = pa.array(keys[start : start + ROW_GROUP_SIZE])
-            values = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), encoder.dim)
-            table = pa.Table.from_arrays([group, values], schema=columns)
-            writer.write_table(table, row_group_size=ROW_GROUP_SIZE)
+def _share(text: str) -> tuple[int, int]:
+    index, count = text.split('/')
+    return int(index), int(count)
 
 
 def parse_flags() -> argparse.Namespace:
@@ -255,7 +260,7 @@ def parse_flags() -> argparse.Namespace:
     add = parser.add_argument
     column, length = schema.DEFAULT_CAPTION_COLUMN, text_encoders.DEFAULT_MAX_TOKENS
     add('--source', required=True, help=f'folder with {schema.CAPTIONS_FILE}, also gs:// or hf://')
-    add('--out', required=True, help='Parquet file to write')
+    add('--out', required=True, help='folder to fill, also gs://; or a local file, *.parquet')
     add(
         '--encoder',
         default='hash',
@@ -263,6 +268,7 @@ def parse_flags() -> argparse.Namespace:
     )
     add('--caption_column', default=column, help='column to encode (%(default)s)')
     add('--drop_repeats', action='store_true', help='first row of a key wins; else an error')
+    add('--tokens_only', action='store_true', help='write token ids in place of embeddings')
     add(
         '--max_tokens',
         type=int,
@@ -270,6 +276,25 @@ def parse_flags() -> argparse.Namespace:
         help='cut longer captions (%(default)s); not for hash',
     )
     add('--batch_tokens', type=int, help='tokens in a forward pass; less takes less memory')
+    add(
+        '--num_workers',
+        type=int,
+        default=0,
+        help=f'processes; else {workers.VARIABLE} or what suits the encoder and this machine',
+    )
+    add(
+        '--part',
+        type=_share,
+        metavar='I/N',
+        help="of N hosts this is host I, from 0; else the job's launcher says so",
+    )
+    add(
+        '--part_captions',
+        type=int,
+        default=part_maker.PART_CAPTIONS,
+        help='captions of a part at most (%(default)s)',
+    )
+    add('--scratch_dir', default='', help='local folder for the captions on their way')
     return parser.parse_args()
 
 
@@ -277,15 +302,20 @@ def main() -> None:
     """Runs the command line; bad input ends it with one message and exit status 1."""
     flags = parse_flags()
     command_line.show_log()
-    with ending.in_one_line(f'{flags.out} is as it was, the same command starts anew'):
-        find_captions(flags.source, flags.caption_column)  # before a model is loaded in vain
-        encoder = text_encoders.make_encoder(flags.encoder, flags.max_tokens, flags.batch_tokens)
+    with ending.in_one_line('the same command resumes it', (ValueError, OSError, RuntimeError)):
         report = embed(
             flags.source,
-            encoder,
+            flags.encoder,
             flags.out,
             flags.caption_column,
             drop_repeats=flags.drop_repeats,
+            tokens_only=flags.tokens_only,
+            max_tokens=flags.max_tokens,
+            batch_tokens=flags.batch_tokens,
+            num_workers=flags.num_workers,
+            share=flags.part or ranks.share(),
+            part_captions=flags.part_captions,
+            scratch_dir=flags.scratch_dir,
         )
         print(f'{report}: {flags.out}')
 

@@ -11,27 +11,20 @@ upload, nor for the disk. What a worker needs of memory is the same for any size
 import concurrent.futures
 import contextlib
 import itertools
-import multiprocessing.context
 import os
-import pathlib
 import queue
-import signal
-import sys
 import threading
-import types
 import uuid
 from collections.abc import Iterator, Sequence
 
 from coyo11m_tfds.build.finished_shards import FinishedShards
 from coyo11m_tfds.build.shard_writer import init_worker, write_shard
 from coyo11m_tfds.build.tasks import ShardResult, ShardTask
-from coyo11m_tfds.process import machine
+from coyo11m_tfds.process import machine, workers
 from coyo11m_tfds.source import pt_check
 from coyo11m_tfds.source.pt_file import use_one_thread
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.source_files import SourceFile
-
-WORKERS_VARIABLE = 'COYO11M_NUM_PROC'
 
 # A process takes about 1.5 s to start; for less work than this it is not worth it.
 _BYTES_WORTH_A_WORKER = 500_000_000
@@ -70,22 +63,16 @@ def write_shards(
     if not tasks:
         return
     num_bytes = sum(task.num_bytes for task in tasks)
-    workers = min(choose_workers(num_workers, num_bytes), len(tasks))
-    with _pool(workers) as pool:
-        run = _Run(pool, finished, scratch, staging, workers)
+    num_workers = min(choose_workers(num_workers, num_bytes), len(tasks))
+    with _pool(num_workers) as pool:
+        run = _Run(pool, finished, scratch, staging, num_workers)
         yield from run.results(tasks)
 
 
 def choose_workers(num_workers: int, num_bytes: int) -> int:
     """The number of processes for so many bytes of shards; see `write_shards`."""
-    if num_workers:
-        return num_workers
-    variable = os.environ.get(WORKERS_VARIABLE)
-    if variable:
-        if not variable.isdecimal() or int(variable) == 0:
-            raise ValueError(f'{WORKERS_VARIABLE}={variable}: expected a number from 1 up.')
-        return int(variable)
-    return min(machine.usable_cpus(), 1 + num_bytes // _BYTES_WORTH_A_WORKER)
+    chosen = workers.chosen(num_workers)
+    return chosen or min(machine.usable_cpus(), 1 + num_bytes // _BYTES_WORTH_A_WORKER)
 
 
 class _Run:
@@ -97,12 +84,12 @@ class _Run:
         finished: FinishedShards,
         scratch: Scratch,
         staging: str,
-        workers: int,
+        num_workers: int,
     ):
         self._pool, self._finished, self._scratch = pool, finished, scratch
         self._staging = staging
         # Bounds the shards that lie in `staging`: one for each worker to do, one to have in hand.
-        self._shards_in_work = threading.Semaphore(2 * workers + _STORED_AT_ONCE)
+        self._shards_in_work = threading.Semaphore(2 * num_workers + _STORED_AT_ONCE)
         self._stored: queue.SimpleQueue = queue.SimpleQueue()
         self._stop = threading.Event()
 
@@ -185,60 +172,11 @@ class _Run:
 
 
 @contextlib.contextmanager
-def _pool(workers: int) -> Iterator[concurrent.futures.Executor]:
+def _pool(num_workers: int) -> Iterator[concurrent.futures.Executor]:
     """Yields what runs `write_shard`: a thread for one worker, else processes."""
-    if workers == 1:
+    if num_workers == 1:
         with concurrent.futures.ThreadPoolExecutor(1, 'write', use_one_thread) as pool:
             yield pool
         return
-    with concurrent.futures.ProcessPoolExecutor(workers, _CleanContext(), init_worker) as pool:
-        try:
-            yield pool
-        except concurrent.futures.process.BrokenProcessPool:
-            raise RuntimeError(
-                'A worker process died, most likely because memory ran out. What is finished is '
-                'kept: start the same build again, perhaps with fewer processes (num_workers in '
-                f'the config, or {WORKERS_VARIABLE} in the environment).'
-            ) from None
-
-
-class _CleanProcess(multiprocessing.context.SpawnProcess):
-    """Forking a process that runs TensorFlow's threads can hang; spawned ones begin afresh."""
-
-    def start(self) -> None:
-        # Ctrl-C is for the parent, which ends its workers: a worker would die of it in the middle
-        # of an import, with a traceback.
-        with _clean_start(), _interrupts_blocked():
-            super().start()
-
-
-class _CleanContext(multiprocessing.context.SpawnContext):
-    Process = _CleanProcess
-
-
-@contextlib.contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """Within it, this thread and the processes that it starts do not get SIGINT."""
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
-
-
-@contextlib.contextmanager
-def _clean_start() -> Iterator[None]:
-    """Within it, processes are spawned that can import this package and import nothing else.
-
-    A spawned process imports the program's main module: that of `tfds` takes 4 s and 700 MB, that
-    of a script without `if __name__ == '__main__':` starts the work again. The workers need
-    neither. But they need the folder of the package, which `tfds build` finds in a checkout itself.
-    """
-    root = str(pathlib.Path(__file__).parents[1])
-    main, path = sys.modules['__main__'], sys.path
-    sys.modules['__main__'] = types.ModuleType('__main__')
-    sys.path = path if root in path else [*path, root]
-    try:
-        yield
-    finally:
-        sys.modules['__main__'], sys.path = main, path
+    with workers.pool(num_workers, init_worker) as pool:
+        yield pool

@@ -6,9 +6,6 @@ A shard holds some rows of one `.pt` file, or of several small ones. One file is
 its rows are read `ROWS_AT_ONCE` at a time, so memory does not grow with the files or the shard.
 """
 
-import multiprocessing
-import os
-import threading
 from collections.abc import Iterator, Sequence
 from itertools import compress
 
@@ -61,15 +58,6 @@ def init_worker() -> None:
     pt_file.use_one_thread()
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """A parent that was killed cannot end its workers, and they would wait for work for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None  # this is a worker
-    parent.join()
-    os._exit(1)
 
 
 class _OpenSource:

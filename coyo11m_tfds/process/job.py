@@ -4,13 +4,19 @@ if job.process_index() == 0:
     build()
 if job.has_others():
     tell_the_others()
+index, count = job.share()
+mine = tasks[index::count]
 """
 
 import os
 import sys
 
 # torchrun and its kin, Slurm's srun, Open MPI's mpirun; the first that is set counts.
-_VARIABLES = ('RANK', 'SLURM_PROCID', 'OMPI_COMM_WORLD_RANK')
+_VARIABLES = {
+    'RANK': 'WORLD_SIZE',
+    'SLURM_PROCID': 'SLURM_NTASKS',
+    'OMPI_COMM_WORLD_RANK': 'OMPI_COMM_WORLD_SIZE',
+}
 
 
 def process_index() -> int:
@@ -32,6 +38,26 @@ def has_others() -> bool:
         ValueError: see `process_index`.
     """
     return _index() is not None
+
+
+def share() -> tuple[int, int]:
+    """Returns the number of this process and how many there are, `(0, 1)` if it is alone.
+
+    Raises:
+        ValueError: a variable is no number, or that of the count is missing or too small.
+    """
+    for rank, size in _VARIABLES.items():
+        if os.environ.get(rank):
+            count = os.environ.get(size, '')
+            if not count.isdecimal() or process_index() >= int(count):
+                raise ValueError(
+                    f'{rank}={os.environ[rank]} and {size}={count}: expected the number of this '
+                    'process, from 0 up, and the count of all.'
+                )
+            return process_index(), int(count)
+    if has_others():
+        return process_index(), sys.modules['jax'].process_count()
+    return 0, 1
 
 
 def _index() -> int | None:

@@ -29,7 +29,7 @@ SECONDS_BETWEEN_LINES = 10
 WINDOW_SECONDS = 60
 _SECONDS_BETWEEN_MARKS = 1
 
-RATED = 'records'  # the count that is shown as a speed
+RATED = 'records', 'tokens'  # the counts that are shown as speeds
 
 _BYTES = 'B'
 # Of a terminal that says nothing of its size, as that of a container.
@@ -43,7 +43,7 @@ class _Moment(NamedTuple):
 
     seconds: float
     amount: int
-    records: int
+    rated: tuple[int, ...]  # of `RATED`
 
 
 class Progress:
@@ -55,7 +55,12 @@ class Progress:
         unit: 'B' for bytes, shown as MB/s; else the name of a thing in the plural.
         goals: how many there will be of some of the counts, e.g. `{'shards': 2400}`.
         clock: seconds from any moment on.
+
+    Attributes:
+        note: shown behind the speeds; may be changed at any time.
     """
+
+    note = ''
 
     def __init__(
         self,
@@ -72,7 +77,7 @@ class Progress:
         self._done = 0
         self._counts = collections.Counter(dict.fromkeys(self._goals, 0))
         self._last_line = clock()
-        self._beginning = self._latest = _Moment(self._last_line, 0, 0)
+        self._beginning = self._latest = _Moment(self._last_line, 0, (0,) * len(RATED))
         self._marks = collections.deque([self._beginning])
         self._bar = make_bar(
             desc=what,
@@ -105,14 +110,17 @@ class Progress:
 
         Args:
             amount: in the unit of the total.
-            counts: how many more of each name; `records` becomes a speed, a name with a goal
-                'n of m', and any other is shown as a number.
+            counts: how many more of each name; `records` and `tokens` become speeds, a name with a
+                goal 'n of m', and any other is shown as a number.
         """
         with self._lock:
             self._latest = _Moment(
                 self._clock(),
                 self._latest.amount + amount,
-                self._latest.records + counts.get(RATED, 0),
+                tuple(
+                    done + counts.get(name, 0)
+                    for done, name in zip(self._latest.rated, RATED, strict=True)
+                ),
             )
             self._mark()
             self._count(amount, counts)
@@ -153,16 +161,17 @@ class Progress:
         logging.info('%s: %s', self._what, ', '.join([*done, *facts]))
 
     def _time_left(self) -> list[str]:
-        speed, _ = self._speeds(self._marks[0])
+        speed, *_ = self._speeds(self._marks[0])
         if speed <= 0:
             return []
         return [f'{_duration(max(self._total - self._done, 0) / speed)} left']
 
     def _facts(self, since: _Moment) -> list[str]:
         """Returns goals, speeds since that moment, and other counts."""
-        speed, records_speed = self._speeds(since)
+        speed, *of_rated = self._speeds(since)
         goals = [f'{self._counts[name]:,} of {goal:,} {name}' for name, goal in self._goals.items()]
-        speeds = [f'{records_speed:,.0f} {RATED}/s'] if RATED in self._counts else []
+        rates = dict(zip(RATED, of_rated, strict=True))
+        speeds = [f'{rate:,.0f} {n}/s' for n, rate in rates.items() if n in self._counts]
         if self._unit != _BYTES:
             speeds.append(f'{_round(speed)} {self._unit}/s')
         elif self._total:
@@ -170,17 +179,16 @@ class Progress:
         others = [
             f'{count:,} {name}'
             for name, count in self._counts.items()
-            if name not in self._goals and name != RATED
+            if name not in self._goals and name not in RATED
         ]
-        return [*goals, *speeds, *others]
+        return [*goals, *speeds, *others, *([self.note] if self.note else [])]
 
-    def _speeds(self, since: _Moment) -> tuple[float, float]:
-        """Amount and records per second; 0 as long as no time has passed."""
+    def _speeds(self, since: _Moment) -> list[float]:
+        """Amount and what is rated per second; 0 as long as no time has passed."""
         seconds = self._latest.seconds - since.seconds
-        if seconds <= 0:
-            return 0.0, 0.0
-        amount = self._latest.amount - since.amount
-        return amount / seconds, (self._latest.records - since.records) / seconds
+        now, then = ((moment.amount, *moment.rated) for moment in (self._latest, since))
+        done = [after - before for after, before in zip(now, then, strict=True)]
+        return [count / seconds if seconds > 0 else 0.0 for count in done]
 
 
 def make_bar(is_shown: bool = True, **options) -> tqdm.tqdm:

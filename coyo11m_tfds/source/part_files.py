@@ -21,8 +21,8 @@ def name(number: int, count: int) -> str:
     return f'part-{number:05}-of-{count:05}.parquet'
 
 
-def find_parts(folder: str) -> tuple[int, dict[int, SourceFile]]:
-    """Looks which parts are in a folder, local or remote.
+def find_parts(folder: str, missing_ok: bool = False) -> tuple[int, dict[int, SourceFile]]:
+    """Looks which parts are in a folder, local or remote; with `missing_ok` it need not exist.
 
     Returns:
         `(count, parts)`: how many there are to be, 0 if there is none; and those that are there.
@@ -33,7 +33,7 @@ def find_parts(folder: str) -> tuple[int, dict[int, SourceFile]]:
     """
     found = {
         (int(match[2]), int(match[1])): file
-        for file_name, file in stored_files.list_folder(folder).items()
+        for file_name, file in stored_files.list_folder(folder, missing_ok).items()
         if (match := _NAME.fullmatch(file_name))
     }
     counts = sorted({count for count, _ in found})

@@ -26,8 +26,8 @@ _BLOCK = 8 << 20
 Taken = TypeVar('Taken', bound='Taker')
 
 
-def list_folder(folder: str) -> dict[str, SourceFile]:
-    """The visible files of a folder by name.
+def list_folder(folder: str, missing_ok: bool = False) -> dict[str, SourceFile]:
+    """The visible files of a folder by name; with `missing_ok` none where there is no folder.
 
     Raises:
         ValueError: there is no such folder.
@@ -40,6 +40,8 @@ def list_folder(folder: str) -> dict[str, SourceFile]:
             paths = [path for path in pathlib.Path(folder).iterdir() if path.is_file()]
             files = {path.name: source_files.describe(path) for path in paths}
     except (FileNotFoundError, NotADirectoryError):
+        if missing_ok:
+            return {}
         raise ValueError(f'{folder}: there is no such folder.') from None
     return {name: file for name, file in files.items() if name and not name.startswith('.')}
 

@@ -11,16 +11,18 @@ it has in a caption on its own, in models with absolute positions too, a causal 
 attends to padding, and a mask keeps it from the others and from the mean.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from absl import logging
 from safetensors import SafetensorError
 
-from coyo11m_tfds.text import model_files
-from coyo11m_tfds.text.text_encoders import ignore_captions
+from coyo11m_tfds.text import fast_tokenizer, model_files
+from coyo11m_tfds.text.text_encoders import OnBatch, ignore_batch, one_behind
 
 # Tokens in a forward pass, padding counted in: so memory stays the same however long the captions
 # are. On a CPU more of them leave its caches: Gemma-3-270M does 9.1 captions/s a core with 512 to
@@ -28,7 +30,76 @@ from coyo11m_tfds.text.text_encoders import ignore_captions
 BATCH_TOKENS = {'cpu': 2048, 'cuda': 32768}
 
 
-class HfEncoder:
+class HfTokenizer:
+    """The tokenizer of a transformers model.
+
+    Attributes:
+        name: `hf:` and the name on the hub or the folder's own name.
+        revision: of a model on the hub its commit; of a folder a digest of the files in it.
+        max_tokens: the greatest length, special tokens counted in; the model's own if smaller.
+        vocabulary: ids are less than this.
+        truncated: captions cut to it so far.
+    """
+
+    def __init__(self, model: str, max_tokens: int, config: Any = None) -> None:
+        """Loads the tokenizer.
+
+        Args:
+            model: a folder, or a name on the hub.
+            max_tokens: longer captions are cut to it.
+            config: of the model, if it has been read already.
+
+        Raises:
+            ValueError: there is no such model, or max_tokens is too small.
+        """
+        source = _source(model)
+        with _naming(model):
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(model, **source)
+            config = config or transformers.AutoConfig.from_pretrained(model, **source)
+        self._tokenizer.truncation_side = 'right'
+        self.name = f'hf:{model_files.public_name(model)}'
+        self.revision = model_files.revision(model)
+        self.max_tokens = _greatest_length(max_tokens, self._tokenizer, config)
+        self.vocabulary = len(self._tokenizer)
+        self.truncated = 0
+        if not self._tokenizer.is_fast:
+            logging.warning(
+                '%s: its tokenizer, %s, runs in Python, many times slower than the fast ones (in '
+                'Rust), so that the model will wait for it. Save the model with a tokenizer.json.',
+                self.name,
+                type(self._tokenizer).__name__,
+            )
+
+    def tokenize(self, captions: Sequence[str]) -> list[list[int]]:
+        """Returns the tokens of every caption, at least one and at most `max_tokens`."""
+        if self._tokenizer.is_fast:
+            backend = self._tokenizer.backend_tokenizer
+            tokens, truncated = fast_tokenizer.encode(backend, captions, self.max_tokens)
+        else:
+            tokens, truncated = self._tokenize_slowly(captions)
+        self.truncated += truncated
+        return [ids or [self._filler] for ids in tokens]
+
+    def _tokenize_slowly(self, captions: Sequence[str]) -> tuple[list[list[int]], int]:
+        tokens, truncated = [], 0
+        for caption in captions:
+            ids = self._tokenizer(caption, verbose=False)['input_ids']
+            if len(ids) > self.max_tokens:
+                truncated += 1
+                # Not a slice: the tokenizer keeps its special tokens at both ends.
+                cut = self._tokenizer(caption, truncation=True, max_length=self.max_tokens)
+                ids = cut['input_ids']
+            tokens.append(ids)
+        return tokens, truncated
+
+    @property
+    def _filler(self) -> int:
+        """A token for padding, which the mask hides; many causal models have none of their own."""
+        special = (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id, 0)
+        return next(token for token in special if token is not None)
+
+
+class HfEncoder(HfTokenizer):
     """An encoder or a causal language model of transformers, on the GPU where there is one.
 
     Computes in float32 on CPUs and in bfloat16 on GPUs that have it; averages in float32. Of one
@@ -38,12 +109,12 @@ class HfEncoder:
     Captions of 50 tokens a second and CPU core: Gemma-3-270M 9, MiniLM-L6 83.
 
     Attributes:
-        name: `hf:` and the name on the hub or the folder's own name.
-        revision: of a model on the hub its commit; of a folder a digest of the files in it.
-        dim: numbers a vector (the model's hidden size).
-        truncated: captions cut to the greatest length so far.
-        max_tokens: the greatest length, special tokens counted in; the model's own if smaller.
+        dim: numbers an embedding (the model's hidden size).
+        dtype: of weights and computation.
+        pooling: the mean.
     """
+
+    pooling = 'mean'
 
     def __init__(
         self,
@@ -63,49 +134,34 @@ class HfEncoder:
             ValueError: there is no such model, it has no weights that are safe to read, some of
                 its weights are missing, it is not a text model, or max_tokens is too small.
         """
-        self.name = f'hf:{model_files.public_name(model)}'
         self._device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
-        self._tokenizer, self._model = _load(model, _dtype(self._device))
-        self.revision = model_files.revision(model)
+        dtype = _dtype(self._device)
+        self.dtype = str(dtype).removeprefix('torch.')
+        self._model = _load(model, dtype)
+        super().__init__(model, max_tokens, self._model.config)
         self._model.to(self._device)  # type: ignore[arg-type]  # its decorator loses `self`
-        self.max_tokens = _greatest_length(max_tokens, self._tokenizer, self._model.config)
         self._batch_tokens = batch_tokens or BATCH_TOKENS[self._device.type]
-        self.truncated = 0
         self.dim = self._probe()
 
-    def encode(
-        self, captions: Sequence[str], on_captions: Callable[[int], None] = ignore_captions
+    def encode(self, captions: Sequence[str]) -> np.ndarray:
+        """Returns float32 `(len(captions), dim)`."""
+        return self.encode_tokens(self.tokenize(captions))
+
+    def encode_tokens(
+        self, tokens: Sequence[Sequence[int]], on_batch: OnBatch = ignore_batch
     ) -> np.ndarray:
-        """Returns float32 `(len(captions), dim)`; see `text_encoders.Encoder`."""
-        tokens = self._tokenize(list(captions))
+        """Returns float32 `(len(tokens), dim)`; see `text_encoders.Encoder`."""
         lengths = np.array([len(ids) for ids in tokens], np.int64)
         vectors = np.empty((len(tokens), self.dim), np.float32)
-        for rows in length_batches(lengths, self._batch_tokens):
-            vectors[rows] = self._pool([tokens[row] for row in rows]).cpu().numpy()
-            on_captions(len(rows))
+        batches = length_batches(lengths, self._batch_tokens)
+        started = ((rows, self._pool([tokens[row] for row in rows])) for rows in batches)
+        for rows, means in one_behind(started):
+            vectors[rows] = means.cpu().numpy()
+            on_batch(len(rows), int(lengths[rows].sum()), len(rows) * int(lengths[rows[0]]))
         return vectors
 
-    def _tokenize(self, captions: list[str]) -> list[list[int]]:
-        """Returns the tokens of every caption, at least one and at most `max_tokens`."""
-        if not captions:
-            return []
-        tokens = self._tokenizer(captions, verbose=False)['input_ids']
-        too_long = [row for row, ids in enumerate(tokens) if len(ids) > self.max_tokens]
-        self.truncated += len(too_long)
-        for row in too_long:
-            # Not a slice: the tokenizer keeps its special tokens at both ends.
-            cut = self._tokenizer(captions[row], truncation=True, max_length=self.max_tokens)
-            tokens[row] = cut['input_ids']
-        return [ids or [self._filler] for ids in tokens]
-
-    @property
-    def _filler(self) -> int:
-        """A token for padding, which the mask hides; many causal models have none of their own."""
-        special = (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id, 0)
-        return next(token for token in special if token is not None)
-
     @torch.inference_mode()
-    def _pool(self, tokens: list[list[int]]) -> torch.Tensor:
+    def _pool(self, tokens: Sequence[Sequence[int]]) -> torch.Tensor:
         """Runs the model on a batch; returns the means over real tokens, float32 `(n, dim)`."""
         lengths = torch.tensor([len(ids) for ids in tokens], device=self._device)
         padded = torch.nn.utils.rnn.pad_sequence(
@@ -154,18 +210,19 @@ def _dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if bfloat16 else torch.float32
 
 
-def _load(model: str, dtype: torch.dtype) -> tuple[Any, transformers.PreTrainedModel]:
-    """Loads the tokenizer and the model, in evaluation mode, or says why it cannot."""
-    source: dict[str, Any] = {'trust_remote_code': False}
+def _source(model: str) -> dict[str, Any]:
+    """What `from_pretrained` needs to know besides the name."""
     folder = model_files.local_folder(model)
     gguf = folder and model_files.gguf_file(folder)
-    if gguf:
-        source['gguf_file'] = gguf.name
+    source: dict[str, Any] = {'trust_remote_code': False}
+    return source | ({'gguf_file': gguf.name} if gguf else {})
+
+
+@contextlib.contextmanager
+def _naming(model: str) -> Iterator[None]:
+    """Turns what loading a model raises into a ValueError that says what is expected."""
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(model, **source)
-        network, report = _auto_class(model, source).from_pretrained(
-            model, dtype=dtype, use_safetensors=True, output_loading_info=True, **source
-        )
+        yield
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise ValueError(
             f'cannot load the text encoder {model!r}: {error}\n'
@@ -173,11 +230,19 @@ def _load(model: str, dtype: torch.dtype) -> tuple[Any, transformers.PreTrainedM
             'GGUF file, or a name on the Hugging Face hub (which needs the network unless the '
             'model is in the cache; pickled weights and code in the repository are not accepted).'
         ) from error
+
+
+def _load(model: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    """Loads the model, in evaluation mode, or says why it cannot."""
+    source = _source(model)
+    with _naming(model):
+        network, report = _auto_class(model, source).from_pretrained(
+            model, dtype=dtype, use_safetensors=True, output_loading_info=True, **source
+        )
     _check_complete(model, report['missing_keys'])
     # Whole captions go through at once, so keys and values need not be kept for a next token.
     network.config.use_cache = False
-    tokenizer.truncation_side = 'right'
-    return tokenizer, network.eval()
+    return network.eval()
 
 
 def _auto_class(model: str, source: dict[str, Any]) -> Any:

@@ -10,7 +10,7 @@ in few shapes, each of which is compiled once.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,22 +19,66 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from coyo11m_tfds.text import gemma, gemma_weights, model_files
-from coyo11m_tfds.text.text_encoders import ignore_captions
+from coyo11m_tfds.text import fast_tokenizer, gemma, gemma_weights, model_files
+from coyo11m_tfds.text.text_encoders import OnBatch, ignore_batch, one_behind
 
 # Tokens in a forward pass of one device, padding counted in: so memory stays the same however long
 # the captions are. On a CPU more of them leave its caches: Gemma-3-270M takes 53 to 56 ms of CPU a
-# caption of 49 tokens with 512 to 1,024 tokens, 63 with 2,048 and 80 with 4,096. Accelerators need
-# many to be busy; compiled for a TPU v5e, 32,768 take 0.3 GB beside the weights' 0.5.
+# caption of 49 tokens with 512 to 1,024 tokens, 63 with 2,048 and 80 with 4,096. An accelerator
+# has enough to do with 8,192 (1.6 TFLOP of the 270M model; not measured on one), and with more, on
+# several devices, the batches of a part get so tall that their rows differ in length.
 CPU_BATCH_TOKENS = 1024
-BATCH_TOKENS = 32768
+BATCH_TOKENS = 8192
 
-_WIDTHS_AN_OCTAVE = 8  # of batches; more of them mean less padding and more programs to compile
+_WIDTHS_AN_OCTAVE = 16  # of batches; more of them mean less padding and more programs to compile
 _SHORTEST = 16  # no batch is narrower
 _PADDING = 0  # Gemma's own token for it; any other gives the same vectors
 
 
-class JaxEncoder:
+class JaxTokenizer:
+    """The tokenizer of a Gemma 3, always the fast one.
+
+    Attributes:
+        name: `jax:` and the name on the hub or the folder's own name.
+        revision: of a model on the hub its commit; of a folder a digest of the files in it.
+        max_tokens: the greatest length, special tokens counted in; the model's own if smaller.
+        vocabulary: ids are less than this.
+        truncated: captions cut to it so far.
+    """
+
+    def __init__(self, model: str, max_tokens: int) -> None:
+        """Loads the tokenizer.
+
+        Args:
+            model: a folder, or a name on the hub.
+            max_tokens: longer captions are cut to it.
+
+        Raises:
+            ValueError: there is no such model, it is not a Gemma 3 or its files are unfit, or
+                max_tokens is too small.
+        """
+        self._checkpoint = gemma_weights.open_checkpoint(model)
+        self.name = f'jax:{model_files.public_name(model)}'
+        self.revision = model_files.revision(model)
+        self.truncated = 0
+        self._tokenizer = self._checkpoint.tokenizer()
+        self.max_tokens = min(max_tokens, self._checkpoint.config.max_positions)
+        self.vocabulary = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        special = self._tokenizer.num_special_tokens_to_add(is_pair=False)
+        if self.max_tokens <= special:
+            raise ValueError(
+                f'max_tokens is {self.max_tokens}, expected more than the {special} special tokens '
+                'that every caption gets'
+            )
+
+    def tokenize(self, captions: Sequence[str]) -> list[list[int]]:
+        """Returns the tokens of every caption, at least one and at most `max_tokens`."""
+        tokens, truncated = fast_tokenizer.encode(self._tokenizer, captions, self.max_tokens)
+        self.truncated += truncated
+        return [ids or [_PADDING] for ids in tokens]
+
+
+class JaxEncoder(JaxTokenizer):
     """A Gemma 3 text model on the local devices.
 
     Computes in float32 on CPUs and in bfloat16 elsewhere; norms, softmax and averages are float32
@@ -42,12 +86,12 @@ class JaxEncoder:
     of sums in a matrix product depends on the product's shape.
 
     Attributes:
-        name: `jax:` and the name on the hub or the folder's own name.
-        revision: of a model on the hub its commit; of a folder a digest of the files in it.
-        dim: numbers a vector (the model's width).
-        truncated: captions cut to the greatest length so far.
-        max_tokens: the greatest length, special tokens counted in; the model's own if smaller.
+        dim: numbers an embedding (the model's width).
+        dtype: of weights and computation.
+        pooling: the mean.
     """
+
+    pooling = 'mean'
 
     def __init__(
         self,
@@ -73,51 +117,39 @@ class JaxEncoder:
         on_cpu = devices[0].platform == 'cpu'
         dtype = dtype or (jnp.float32 if on_cpu else jnp.bfloat16)
         batch_tokens = batch_tokens or (CPU_BATCH_TOKENS if on_cpu else BATCH_TOKENS)
-        checkpoint = gemma_weights.open_checkpoint(model)
-        self.name = f'jax:{model_files.public_name(model)}'
-        self.revision = model_files.revision(model)
-        self.dim = checkpoint.config.width
-        self.truncated = 0
-        self._tokenizer = checkpoint.tokenizer()
-        self.max_tokens = min(max_tokens, checkpoint.config.max_positions)
-        special = self._tokenizer.num_special_tokens_to_add(is_pair=False)
-        if self.max_tokens <= special:
-            raise ValueError(
-                f'max_tokens is {self.max_tokens}, expected more than the {special} special tokens '
-                'that every caption gets'
-            )
-        self._tokenizer.enable_truncation(self.max_tokens)
+        super().__init__(model, max_tokens)
+        config = self._checkpoint.config
+        self.dim = config.width
+        self.dtype = jnp.dtype(dtype).name
         self._num_devices = len(devices)
         self._batch_tokens = batch_tokens * len(devices)
 
         mesh = Mesh(np.array(devices), ('data',))
         self._rows = NamedSharding(mesh, P('data'))
-        params = gemma_weights.load_params(checkpoint, dtype)
+        params = gemma_weights.load_params(self._checkpoint, dtype)
         self._params = jax.device_put(params, NamedSharding(mesh, P()))
-        network = gemma.Gemma(checkpoint.config, dtype)
+        network = gemma.Gemma(config, dtype)
         self._pool = jax.jit(functools.partial(_pool, network), out_shardings=self._rows)
 
-    def encode(
-        self, captions: Sequence[str], on_captions: Callable[[int], None] = ignore_captions
-    ) -> np.ndarray:
-        """Returns float32 `(len(captions), dim)`; see `text_encoders.Encoder`."""
-        return self.encode_tokens(self.tokenize(captions), on_captions)
-
-    def tokenize(self, captions: Sequence[str]) -> list[list[int]]:
-        """Returns the tokens of every caption, at least one and at most `max_tokens`."""
-        encodings = self._tokenizer.encode_batch_fast(list(captions))
-        self.truncated += sum(bool(encoding.overflowing) for encoding in encodings)
-        return [encoding.ids or [_PADDING] for encoding in encodings]
+    def encode(self, captions: Sequence[str]) -> np.ndarray:
+        """Returns float32 `(len(captions), dim)`."""
+        return self.encode_tokens(self.tokenize(captions))
 
     def encode_tokens(
-        self,
-        tokens: Sequence[Sequence[int]],
-        on_captions: Callable[[int], None] = ignore_captions,
+        self, tokens: Sequence[Sequence[int]], on_batch: OnBatch = ignore_batch
     ) -> np.ndarray:
         """Returns the means of the hidden states of each row of tokens, float32 `(n, dim)`."""
         lengths = np.array([len(ids) for ids in tokens], np.int32)
-        results = []
-        # The devices work on a batch while the next one is made.
+        vectors = np.empty((len(lengths), self.dim), np.float32)
+        for rows, slots, means in one_behind(self._results(tokens, lengths)):
+            vectors[rows] = np.asarray(means)[: len(rows)]
+            on_batch(len(rows), int(lengths[rows].sum()), slots)
+        return vectors
+
+    def _results(
+        self, tokens: Sequence[Sequence[int]], lengths: np.ndarray
+    ) -> Iterator[tuple[np.ndarray, int, jax.Array]]:
+        """Starts batch after batch; yields its rows, its size and what will be its means."""
         for rows, shape in plan_batches(lengths, self._batch_tokens, self._num_devices):
             padded = np.full(shape, _PADDING, np.int32)
             for i, row in enumerate(rows):
@@ -125,12 +157,7 @@ class JaxEncoder:
             padded_lengths = np.zeros(shape[0], np.int32)
             padded_lengths[: len(rows)] = lengths[rows]
             batch = jax.device_put((padded, padded_lengths), self._rows)
-            results.append((rows, self._pool(self._params, *batch)))
-        vectors = np.empty((len(lengths), self.dim), np.float32)
-        for rows, means in results:
-            vectors[rows] = np.asarray(means)[: len(rows)]
-            on_captions(len(rows))
-        return vectors
+            yield rows, shape[0] * shape[1], self._pool(self._params, *batch)
 
 
 def plan_batches(
@@ -138,7 +165,7 @@ def plan_batches(
 ) -> Iterator[tuple[np.ndarray, tuple[int, int]]]:
     """Groups rows of like length, longest first, so that little of a batch is padding.
 
-    The shapes are few: a batch is as wide as its longest row, rounded up to one of eight widths an
+    The shapes are few: a batch is as wide as its longest row, rounded up to one of 16 widths an
     octave, and as high as its width allows; the last one only as high as a power of two allows.
 
     Args:
@@ -162,7 +189,7 @@ def plan_batches(
 
 
 def _round_up(length: int) -> int:
-    """The least of 16, 18, 20, ..., 32, 36, 40, ..., 64, 72, ... that is not less than `length`."""
+    """The least of 16, 17, 18, ..., 32, 34, 36, ..., 64, 68, ... that is not less than `length`."""
     octave = 1 << (length - 1).bit_length()  # the least power of two that is not less
     step = max(1, octave // (2 * _WIDTHS_AN_OCTAVE))
     return max(_SHORTEST, -(-length // step) * step)

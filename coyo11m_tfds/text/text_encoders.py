@@ -1,7 +1,12 @@
-"""Encoders of captions: text in, one vector a caption out.
+"""Encoders of captions: text in, one embedding a caption out.
 
     encoder = make_encoder('hash')                      # or 'hf:google/gemma-3-270m', 'hf:FOLDER'
     vectors = encoder.encode(['a cat', 'two dogs'])     # float32 (2, encoder.dim)
+
+    tokens = encoder.tokenize(['a cat', 'two dogs'])    # the same in two steps, so that a thread
+    vectors = encoder.encode_tokens(tokens)             # can tokenize ahead of the model
+
+    make_tokenizer('hf:FOLDER', 128).tokenize(['a cat'])    # [[2, 35, 14]]; reads no weights
 
 `hash` needs no weights and is the default; `hf:` runs a transformers model (`hf_encoder`), `jax:`
 a Gemma 3 in JAX (`jax_encoder`). The vector of a caption depends on that caption alone, not on
@@ -14,7 +19,7 @@ import hashlib
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from absl import logging
@@ -24,38 +29,74 @@ from coyo11m_tfds.keyed_random import splitmix64
 
 DEFAULT_MAX_TOKENS = 512
 
+T = TypeVar('T')
 
-class Encoder(Protocol):
-    """What `embed_captions` asks of an encoder.
+
+# Told after each forward pass of its captions, their tokens, and what it computed of tokens and
+# padding together.
+OnBatch = Callable[[int, int, int], None]
+
+
+class Tokenizer(Protocol):
+    """What `embed_captions` asks for the tokens of captions.
 
     Attributes:
         name: what the metadata of a data set calls it; free of paths of this machine.
-        revision: changes when the same caption may get another vector.
+        revision: changes when the same caption may get other tokens, or another embedding.
         max_tokens: captions are cut to so many tokens; 0 for no limit.
-        dim: numbers a vector.
-        truncated: captions cut to the encoder's greatest length so far.
+        vocabulary: ids are less than this; 0 where tokens are no ids.
+        truncated: captions cut to the greatest length so far.
     """
 
     name: str
     revision: str
     max_tokens: int
-    dim: int
+    vocabulary: int
     truncated: int
 
-    def encode(
-        self, captions: Sequence[str], on_captions: Callable[[int], None] = ...
-    ) -> np.ndarray:
-        """Returns float32 `(len(captions), dim)`.
-
-        Args:
-            captions: to encode.
-            on_captions: is told how many more are done, after each forward pass.
-        """
+    def tokenize(self, captions: Sequence[str]) -> Sequence[Sequence[Any]]:
+        """Returns the tokens of each caption; may run in another thread than `encode_tokens`."""
         ...
 
 
-def ignore_captions(count: int) -> None:
-    """The `on_captions` of who does not ask how far it is."""
+class Encoder(Tokenizer, Protocol):
+    """What `embed_captions` asks of an encoder.
+
+    Attributes:
+        dim: numbers an embedding.
+        dtype: of weights and computation.
+        pooling: how one embedding is made of those of the tokens.
+    """
+
+    dim: int
+    dtype: str
+    pooling: str
+
+    def encode_tokens(self, tokens: Sequence[Sequence[Any]], on_batch: OnBatch = ...) -> np.ndarray:
+        """Returns float32 `(len(tokens), dim)`; the batches depend on the tokens alone.
+
+        Args:
+            tokens: what `tokenize` returned.
+            on_batch: may raise an exception to end it.
+        """
+        ...
+
+    def encode(self, captions: Sequence[str]) -> np.ndarray:
+        """Returns float32 `(len(captions), dim)`."""
+        ...
+
+
+def ignore_batch(captions: int, tokens: int, slots: int) -> None:
+    """The `on_batch` of who does not ask how far it is."""
+
+
+def one_behind(results: Iterator[T]) -> Iterator[T]:
+    """Yields each result after the next one has been started, so that a device is never idle."""
+    waiting: list[T] = []
+    for result in results:
+        yield from waiting
+        waiting = [result]
+    yield from waiting
 
 
 def make_encoder(
@@ -77,24 +118,48 @@ def make_encoder(
     """
     if spec == HashEncoder.name:
         return HashEncoder()
-    if re.fullmatch('(hf|jax):.+', spec):
-        logging.info('Loading the text encoder %s', spec)
-    if spec.startswith('hf:') and spec != 'hf:':
-        # torch and transformers take seconds to import, and `hash` needs neither.
+    runner, model = _take_apart(spec)
+    logging.info('Loading the text encoder %s', spec)
+    # torch and transformers take seconds to import, and `hash` needs neither.
+    if runner == 'hf':
         with _needing('text', spec):
             from coyo11m_tfds.text import hf_encoder
 
-        return hf_encoder.HfEncoder(spec.removeprefix('hf:'), max_tokens, batch_tokens)
-    if spec.startswith('jax:') and spec != 'jax:':
-        with _needing('text_jax', spec):
-            from coyo11m_tfds.text import jax_encoder
+        return hf_encoder.HfEncoder(model, max_tokens, batch_tokens)
+    with _needing('text_jax', spec):
+        from coyo11m_tfds.text import jax_encoder
 
-        return jax_encoder.JaxEncoder(spec.removeprefix('jax:'), max_tokens, batch_tokens)
-    raise ValueError(
-        f'unknown encoder {spec!r}: expected hash, hf:HUB_NAME (as hf:google/gemma-3-270m) '
-        'or hf:FOLDER (with a transformers model or one GGUF file); jax: in place of hf: runs '
-        'Gemma 3 without torch'
-    )
+    return jax_encoder.JaxEncoder(model, max_tokens, batch_tokens)
+
+
+def make_tokenizer(spec: str, max_tokens: int = DEFAULT_MAX_TOKENS) -> Tokenizer:
+    """Makes the tokenizer alone of an encoder that has token ids; see `make_encoder`."""
+    if spec == HashEncoder.name:
+        raise ValueError(
+            f'the encoder {spec!r} has no token ids: name a model, as hf:google/gemma-3-270m.'
+        )
+    runner, model = _take_apart(spec)
+    if runner == 'hf':
+        with _needing('text', spec):
+            from coyo11m_tfds.text import hf_encoder
+
+        return hf_encoder.HfTokenizer(model, max_tokens)
+    with _needing('text_jax', spec):
+        from coyo11m_tfds.text import jax_encoder
+
+    return jax_encoder.JaxTokenizer(model, max_tokens)
+
+
+def _take_apart(spec: str) -> tuple[str, str]:
+    """Returns what runs a model, and its name."""
+    runner, _, model = spec.partition(':')
+    if runner not in ('hf', 'jax') or not model:
+        raise ValueError(
+            f'unknown encoder {spec!r}: expected hash, hf:HUB_NAME (as hf:google/gemma-3-270m) '
+            'or hf:FOLDER (with a transformers model or one GGUF file); jax: in place of hf: runs '
+            'Gemma 3 without torch'
+        )
+    return runner, model
 
 
 @contextlib.contextmanager
@@ -114,6 +179,7 @@ def _needing(extra: str, spec: str) -> Iterator[None]:
 _WORD = re.compile(r'\w+')
 _PAIR_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, so (a, b) and (b, a) differ
 _BUCKETS_A_FEATURE = 4  # one for each 16 bits of a feature's hash
+_ROWS_AT_ONCE = 1024  # few enough for their arrays to stay in a cache
 
 
 class HashEncoder:
@@ -132,26 +198,43 @@ class HashEncoder:
     name = 'hash'
     revision = '1'  # to be raised with every change of the vectors
     max_tokens = 0
+    vocabulary = 0
     dim = schema.DEFAULT_TEXT_DIM
+    dtype = 'float32'
+    pooling = 'sum'
     truncated = 0
 
-    def encode(
-        self, captions: Sequence[str], on_captions: Callable[[int], None] = ignore_captions
-    ) -> np.ndarray:
+    def encode(self, captions: Sequence[str]) -> np.ndarray:
         """Returns float32 `(len(captions), 640)`, the same on every machine."""
-        words = [_words(caption) for caption in captions]
+        return self.encode_tokens(self.tokenize(captions))
+
+    def tokenize(self, captions: Sequence[str]) -> list[list[str]]:
+        """Returns the words of each caption."""
+        return [_words(caption) for caption in captions]
+
+    def encode_tokens(
+        self, tokens: Sequence[Sequence[str]], on_batch: OnBatch = ignore_batch
+    ) -> np.ndarray:
+        """Returns float32 `(len(tokens), 640)`; see `Encoder`."""
+        vectors = np.empty((len(tokens), self.dim), np.float32)
+        for start in range(0, len(tokens), _ROWS_AT_ONCE):
+            words = tokens[start : start + _ROWS_AT_ONCE]
+            vectors[start : start + len(words)] = self._encode_words(words)
+            num_words = sum(map(len, words))
+            on_batch(len(words), num_words, num_words)
+        return vectors
+
+    def _encode_words(self, words: Sequence[Sequence[str]]) -> np.ndarray:
         rows = np.repeat(np.arange(len(words)), [len(w) for w in words])
         hashes = np.fromiter((_hash_word(w) for ws in words for w in ws), np.uint64, len(rows))
 
         neighbours = rows[1:] == rows[:-1]
         pairs = splitmix64(hashes[:-1] * _PAIR_MULTIPLIER + hashes[1:])[neighbours]
-        vectors = self._project(
+        return self._project(
             np.concatenate([hashes, pairs]),
             np.concatenate([rows, rows[1:][neighbours]]),
-            len(captions),
+            len(words),
         )
-        on_captions(len(captions))
-        return vectors
 
     def _project(self, features: np.ndarray, rows: np.ndarray, num_rows: int) -> np.ndarray:
         """Adds every feature (uint64) to its buckets in its row, and scales rows to length 1."""

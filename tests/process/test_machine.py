@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from coyo11m_tfds.build import local_runner
-from coyo11m_tfds.process import machine
+from coyo11m_tfds.process import machine, workers
 
 PHYSICAL = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
 GB = 1 << 30
@@ -101,7 +101,7 @@ def test_this_machine():
 
 def test_workers_of_a_build_on_a_system_without_affinity(monkeypatch):
     monkeypatch.delattr(os, 'sched_getaffinity')
-    monkeypatch.delenv(local_runner.WORKERS_VARIABLE, raising=False)
+    monkeypatch.delenv(workers.VARIABLE, raising=False)
     assert local_runner.choose_workers(0, 10**12) == machine.usable_cpus()
 
 

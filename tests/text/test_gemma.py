@@ -400,6 +400,15 @@ def test_both_encoders_agree(models):
     assert ours.truncated == theirs.truncated > 0
 
 
+@pytest.mark.parametrize('name', ['text', 'gguf'])
+def test_a_tokenizer_alone_is_that_of_the_encoder(models, name):
+    encoder = text_encoders.make_encoder(f'jax:{models / name}', max_tokens=20)
+    tokenizer = text_encoders.make_tokenizer(f'jax:{models / name}', max_tokens=20)
+    assert tokenizer.tokenize(CAPTIONS) == encoder.tokenize(CAPTIONS)
+    for attribute in ('name', 'revision', 'max_tokens', 'truncated'):
+        assert getattr(tokenizer, attribute) == getattr(encoder, attribute)
+
+
 def test_long_captions_are_cut_and_counted(models):
     encoder = text_encoders.make_encoder(f'jax:{models / "text"}')
     assert encoder.max_tokens == 64  # the model was made for no more
@@ -450,11 +459,14 @@ def test_batches_hold_each_row_once(lengths, batch_tokens, num_devices):
 
 def test_batches_have_little_padding_and_few_shapes():
     rng = np.random.default_rng(0)
-    lengths = np.clip(rng.lognormal(4.2, 0.5, 100_000).astype(int), 3, 512)
-    batches = list(jax_encoder.plan_batches(lengths, 32768))
-    slots = sum(height * width for _, (height, width) in batches)
-    assert lengths.sum() > 0.95 * slots
-    assert len({shape for _, shape in batches}) <= 40
+    of_captions = np.clip(rng.lognormal(4.2, 0.5, 32_768).astype(int), 3, 512)  # of a part
+    for lengths in (of_captions, rng.integers(10, 251, 32_768)):
+        for devices in (1, 4):
+            tokens = devices * jax_encoder.BATCH_TOKENS
+            batches = list(jax_encoder.plan_batches(lengths, tokens, devices))
+            slots = sum(height * width for _, (height, width) in batches)
+            assert lengths.sum() > 0.95 * slots
+            assert len({shape for _, shape in batches}) <= 64
 
 
 # --- Files that must not be used ------------------------------------------------------------
@@ -545,7 +557,7 @@ def test_real_weights_give_the_vectors_of_transformers(coco_sample):
     theirs = text_encoders.make_encoder(f'hf:{folder}')
     ours = text_encoders.make_encoder(f'jax:{folder}')
     assert rules(ours._tokenizer) == rules(theirs._tokenizer.backend_tokenizer)
-    assert ours.tokenize(captions + odd) == theirs._tokenize(captions + odd)
+    assert ours.tokenize(captions + odd) == theirs.tokenize(captions + odd)
     some = captions[::40] + odd
     plain = plain_loop(theirs._model, theirs._tokenizer, some)
     vectors = ours.encode(some)

@@ -263,6 +263,57 @@ def test_a_caption_without_tokens_has_a_vector(models):
     assert np.isfinite(text_encoders.make_encoder(f'hf:{models / "llama"}').encode([' '])).all()
 
 
+# --- Tokens -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('kind', TOKENIZERS)
+def test_a_tokenizer_alone_is_that_of_the_encoder_without_its_weights(models, tmp_path, kind):
+    encoder = text_encoders.make_encoder(f'hf:{models / kind}', max_tokens=9)
+    folder = shutil.copytree(models / kind, tmp_path / kind)
+    tokenizer = text_encoders.make_tokenizer(f'hf:{folder}', max_tokens=9)
+    assert (tokenizer.name, tokenizer.revision) == (encoder.name, encoder.revision)
+    captions = [SHORT, LONG, ' ']
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    theirs.truncation_side = 'right'
+    expected = [theirs(text, truncation=True, max_length=9)['input_ids'] for text in captions]
+    tokens = tokenizer.tokenize(captions)
+    assert tokens == encoder.tokenize(captions)
+    assert tokens[:2] == expected[:2]
+    assert tokens[2] == expected[2] or not expected[2]  # a model needs one token at least
+    assert tokenizer.truncated == encoder.truncated == 1
+    assert max(map(len, tokenizer.tokenize(captions))) == tokenizer.max_tokens == 9
+    (folder / 'model.safetensors').write_bytes(b'')
+    text_encoders.make_tokenizer(f'hf:{folder}')
+
+
+def test_batches_are_told_with_their_padding(models):
+    told = []
+    encoder = text_encoders.make_encoder(f'hf:{models / "llama"}', batch_tokens=20)
+    tokens = encoder.tokenize(['a', SHORT, 'a red', LONG])
+    encoder.encode_tokens(tokens, lambda *counts: told.append(counts))
+    assert told == [(1, 14, 14), (3, 6, 9)]
+
+
+def test_a_tokenizer_in_python_is_warned_of(tmp_path, caplog):
+    tokenizer = transformers.ByT5Tokenizer()  # has no fast kind
+    tokenizer.save_pretrained(tmp_path / 'slow')
+    transformers.T5Config(d_model=32).save_pretrained(tmp_path / 'slow')
+    (tmp_path / 'slow' / 'model.safetensors').touch()
+    text_encoders.make_tokenizer(f'hf:{tmp_path / "slow"}')
+    tokenizer = text_encoders.make_tokenizer(f'hf:{tmp_path / "slow"}', max_tokens=4)
+    assert tokenizer.tokenize(['ab', 'abcdef', '']) == [[100, 101, 1], [100, 101, 102, 1], [1]]
+    assert tokenizer.truncated == 1
+    [warning, _] = [record for record in caplog.records if record.levelname == 'WARNING']
+    assert re.search('hf:slow: its tokenizer, ByT5Tokenizer, runs in Python', warning.message)
+
+
+def test_hash_has_no_token_ids():
+    with pytest.raises(ValueError, match="'hash' has no token ids"):
+        text_encoders.make_tokenizer('hash')
+    with pytest.raises(ValueError, match="unknown encoder 'clip'"):
+        text_encoders.make_tokenizer('clip')
+
+
 # --- Models that must not be used ------------------------------------------------------------
 
 

@@ -1,0 +1,115 @@
+"""A pool of processes that begin afresh and end with their parent.
+
+with workers.pool(4, init) as pool:
+    pool.submit(function, argument)
+
+workers.chosen(num_workers)     # or COYO11M_NUM_PROC, or 0 where nobody has chosen
+"""
+
+import concurrent.futures
+import contextlib
+import multiprocessing.context
+import os
+import pathlib
+import signal
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+
+VARIABLE = 'COYO11M_NUM_PROC'
+
+
+def chosen(num_workers: int) -> int:
+    """Returns `num_workers`, or the environment variable if it is 0, or 0 if that is not set.
+
+    Raises:
+        ValueError: the variable is no number.
+    """
+    variable = os.environ.get(VARIABLE)
+    if num_workers or not variable:
+        return num_workers
+    if not variable.isdecimal() or int(variable) == 0:
+        raise ValueError(f'{VARIABLE}={variable}: expected a number from 1 up.')
+    return int(variable)
+
+
+@contextlib.contextmanager
+def pool(
+    num_workers: int, init: Callable[[], None] | None = None
+) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
+    """Yields a pool of processes.
+
+    Args:
+        num_workers: how many.
+        init: called in each before any work.
+
+    Raises:
+        RuntimeError: one of them died.
+    """
+    with concurrent.futures.ProcessPoolExecutor(num_workers, CONTEXT, _begin, (init,)) as processes:
+        try:
+            yield processes
+        except concurrent.futures.process.BrokenProcessPool:
+            raise RuntimeError(
+                'A worker process died, most likely because memory ran out. What is finished is '
+                'kept: run the same command again, perhaps with fewer processes (num_workers, or '
+                f'{VARIABLE} in the environment).'
+            ) from None
+
+
+def _begin(init: Callable[[], None] | None) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if init:
+        init()
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed cannot end its workers, and they would wait for work for ever."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+class _CleanProcess(multiprocessing.context.SpawnProcess):
+    """Forking a process that runs TensorFlow's threads can hang; spawned ones begin afresh."""
+
+    def start(self) -> None:
+        # Ctrl-C is for the parent, which ends its workers: a worker would die of it in the middle
+        # of an import, with a traceback.
+        with _clean_start(), _interrupts_blocked():
+            super().start()
+
+
+class _CleanContext(multiprocessing.context.SpawnContext):
+    Process = _CleanProcess
+
+
+CONTEXT = _CleanContext()
+
+
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Within it, this thread and the processes that it starts do not get SIGINT."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+@contextlib.contextmanager
+def _clean_start() -> Iterator[None]:
+    """Within it, processes are spawned that can import this package and import nothing else.
+
+    A spawned process imports the program's main module: that of `tfds` takes 4 s and 700 MB, that
+    of a script without `if __name__ == '__main__':` starts the work again. The workers need
+    neither. But they need the folder of the package, which `tfds build` finds in a checkout itself.
+    """
+    root = str(pathlib.Path(__file__).parents[2])
+    main, path = sys.modules['__main__'], sys.path
+    sys.modules['__main__'] = types.ModuleType('__main__')
+    sys.path = path if root in path else [*path, root]
+    try:
+        yield
+    finally:
+        sys.modules['__main__'], sys.path = main, path

@@ -1,0 +1,365 @@
+"""A sidecar in parts: the same bytes whoever makes it, resumed, shared out, and never mixed up."""
+
+import contextlib
+import os
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from coyo11m_tfds import embed_captions, schema
+from coyo11m_tfds.process import job
+from coyo11m_tfds.source import part_files
+from coyo11m_tfds.text import text_encoders
+from tests import made_sources
+from tests.checkout import CHECKOUT
+from tests.fakes.cloud import Fault
+from tests.text.test_text_encoders import WORDS, save_model, save_tokenizer
+
+PART_CAPTIONS = 100
+
+
+def make_captions(count: int) -> dict[int, str | None]:
+    """Of `count` rows some have no caption, and some the same one."""
+    random_ = random.Random(0)
+    keys = random_.sample(range(10 * count), count)
+    captions = {key: ' '.join(random_.choices(WORDS, k=random_.randint(1, 12))) for key in keys}
+    return captions | dict.fromkeys(keys[::7], 'a red circle') | dict.fromkeys(keys[::31], None)
+
+
+@pytest.fixture(scope='module')
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('source')
+    made_sources.write_captions(folder, make_captions(1000))
+    return folder
+
+
+@pytest.fixture(scope='module')
+def expected(source, tmp_path_factory):
+    """The files that one undisturbed process makes."""
+    out = tmp_path_factory.mktemp('expected') / 'parts'
+    report = embed(source, out)
+    assert (report.num_captions, report.num_kept, report.missing_parts) == (967, 0, ())
+    return files_of(out)
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+    """The folder of a tiny model."""
+    folder = tmp_path_factory.mktemp('models') / 'bert'
+    save_model(folder, 'bert')
+    save_tokenizer(folder, ends=True, pad_token='[PAD]')
+    return folder
+
+
+def embed(source, out, encoder='hash', **options) -> embed_captions.Report:
+    return embed_captions.embed(
+        source, encoder, out, **{'part_captions': PART_CAPTIONS, 'num_workers': 1} | options
+    )
+
+
+def files_of(folder: pathlib.Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def read(folder: pathlib.Path, column: str) -> tuple[np.ndarray, np.ndarray]:
+    tables = [pq.read_table(file.path) for file in part_files.find(folder)]
+    values = [table.column(column).combine_chunks().flatten().to_numpy() for table in tables]
+    keys = np.concatenate([table.column('key').to_numpy() for table in tables])
+    return keys, np.concatenate(values).reshape(len(keys), -1)
+
+
+# --- What is in them ------------------------------------------------------------------------
+
+
+def test_parts_hold_what_one_file_holds(source, expected, tmp_path):
+    assert list(sorted(expected)) == [part_files.name(number, 10) for number in range(10)]
+    embed(source, tmp_path / 'parts')
+    embed(source, tmp_path / 'one.parquet')
+    keys, vectors = read(tmp_path / 'parts', 'embedding')
+    assert np.all(np.diff(keys) > 0)
+    table = pq.read_table(tmp_path / 'one.parquet')
+    np.testing.assert_array_equal(keys, table.column('key').to_numpy())
+    flat = table.column('text_embedding').combine_chunks().flatten().to_numpy()
+    np.testing.assert_array_equal(vectors.ravel(), flat)
+
+
+def test_a_part_says_what_it_is(source, expected, tmp_path):
+    path = tmp_path / 'x.parquet'
+    path.write_bytes(expected[part_files.name(3, 10)])
+    columns = pq.read_schema(path)
+    assert {name.decode(): value.decode() for name, value in columns.metadata.items()} == {
+        'text_encoder': 'hash',
+        'text_encoder_revision': '1',
+        'text_max_tokens': '0',
+        'text_embedding_dim': '640',
+        'text_pooling': 'sum',
+        'text_dtype': 'float32',
+        'caption_column': 'caption_llava',
+        'captions_digest': made_sources.captions_digest(source),
+        'part': '3 of 10',
+    }
+    assert str(columns.field('embedding').type) == 'fixed_size_list<element: halffloat>[640]'
+
+
+class CountingEncoder(text_encoders.HashEncoder):
+    """Keeps what it is given."""
+
+    def __init__(self):
+        self.given = []
+
+    def encode_tokens(self, tokens, on_batch):
+        self.given += [' '.join(words) for words in tokens]
+        return super().encode_tokens(tokens, on_batch)
+
+
+def test_equal_captions_of_a_part_are_encoded_once(source, tmp_path):
+    encoder = CountingEncoder()
+    report = embed(source, tmp_path / 'parts', encoder, part_captions=10_000)
+    assert len(encoder.given) == len(set(encoder.given)) < report.num_captions - 100
+
+
+@pytest.mark.parametrize('runner', ['hf'])
+def test_token_ids_are_those_of_the_tokenizer(source, model, tmp_path, runner):
+    spec = f'{runner}:{model}'
+    report = embed(source, tmp_path / 'parts', spec, tokens_only=True, max_tokens=8)
+    keys, tokens = read(tmp_path / 'parts', 'tokens')
+    assert (tokens.dtype, tokens.shape, report.dim) == (np.int32, (967, 8), 8)
+    tokenizer = text_encoders.make_tokenizer(spec, 8)
+    captions = make_captions(1000)
+    for key, row in zip(keys.tolist(), tokens.tolist(), strict=True):
+        [ids] = tokenizer.tokenize([captions[key]])
+        assert row == ids + [-1] * (8 - len(ids))
+    assert report.num_truncated > 100
+    metadata = pq.read_schema(tmp_path / 'parts' / part_files.name(0, 10)).metadata
+    assert metadata[b'text_vocabulary'] == str(tokenizer.vocabulary).encode()
+    assert metadata[b'text_max_tokens'] == b'8'
+
+
+# --- Whoever makes them ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('num_workers', [2, 4])
+def test_several_processes_make_the_same_bytes(source, expected, tmp_path, num_workers):
+    report = embed(source, tmp_path / 'parts', num_workers=num_workers)
+    assert files_of(tmp_path / 'parts') == expected
+    assert (report.num_captions, report.encoder, report.dim) == (967, 'hash', 640)
+
+
+@pytest.mark.parametrize('tokens_only', [False, True])
+def test_resumed_parts_of_a_model_are_the_same_bytes(source, model, tmp_path, tokens_only):
+    options = {'tokens_only': tokens_only, 'max_tokens': 12, 'part_captions': 300}
+    embed(source, tmp_path / 'once', f'hf:{model}', **options)
+    embed(source, tmp_path / 'twice', f'hf:{model}', share=(1, 3), **options)
+    embed(source, tmp_path / 'twice', f'hf:{model}', **options)
+    assert files_of(tmp_path / 'once') == files_of(tmp_path / 'twice')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('tokens_only', [False, True])
+def test_several_processes_of_a_model_make_the_same_bytes(source, model, tmp_path, tokens_only):
+    options = {'tokens_only': tokens_only, 'max_tokens': 12, 'part_captions': 300}
+    for num_workers in (1, 2):
+        embed(
+            source, tmp_path / f'{num_workers}', f'hf:{model}', num_workers=num_workers, **options
+        )
+    assert files_of(tmp_path / '1') == files_of(tmp_path / '2')
+
+
+def test_hosts_share_the_parts_and_whoever_comes_makes_those_of_a_dead_one(
+    source, expected, tmp_path
+):
+    out = tmp_path / 'parts'
+    report = embed(source, out, share=(1, 3))
+    assert sorted(files_of(out)) == [part_files.name(number, 10) for number in (1, 4, 7)]
+    assert len(report.missing_parts) == 7
+    assert '7 parts are missing, such as part-00000-of-00010.parquet' in str(report)
+    with pytest.raises(ValueError, match=r'part-00000-of-00010\.parquet is missing, 7 of 10'):
+        part_files.find(out)
+    embed(source, out, share=(2, 3))
+    report = embed(source, out)
+    assert report.num_captions + report.num_kept == 967
+    assert report.missing_parts == ()
+    assert files_of(out) == expected
+
+
+def test_a_job_tells_each_process_its_share(monkeypatch):
+    for rank, size in (
+        ('RANK', 'WORLD_SIZE'),
+        ('SLURM_PROCID', 'SLURM_NTASKS'),
+        ('OMPI_COMM_WORLD_RANK', 'OMPI_COMM_WORLD_SIZE'),
+    ):
+        assert job.share() == (0, 1)
+        monkeypatch.setenv(rank, '2')
+        for wrong in ('', '2', 'x'):
+            monkeypatch.setenv(size, wrong)
+            with pytest.raises(ValueError, match=f'{rank}=2 and {size}={wrong}: expected'):
+                job.share()
+        monkeypatch.setenv(size, '5')
+        assert job.share() == (2, 5)
+        monkeypatch.delenv(rank)
+
+
+def test_a_bucket_holds_the_same(source, expected, tmp_path, gcs):
+    gcs.inject(Fault('503'), Fault('503', match='GET read'))
+    embed(source, 'gs://bucket/parts', share=(0, 2))
+    report = embed(source, 'gs://bucket/parts/')
+    assert report.num_kept > 0
+    gcs.download_folder('gs://bucket/parts', tmp_path / 'got')
+    assert files_of(tmp_path / 'got') == expected
+
+
+# --- What is refused ------------------------------------------------------------------------
+
+
+def test_parts_of_something_else_are_refused_by_name_and_stay(source, model, tmp_path):
+    out = tmp_path / 'parts'
+    embed(source, out, share=(2, 10))
+    before = files_of(out)
+    other = shutil.copytree(source, tmp_path / 'other')
+    made_sources.write_captions(other, make_captions(1000) | {5: 'one more'})
+    for options, message in (
+        ({'encoder': f'hf:{model}'}, 'text_.* is .*, but .* is what this command makes'),
+        ({'source': other}, 'captions_digest is'),
+        ({'part_captions': 300}, 'is one of 10 parts, but these captions make 4 parts here'),
+        ({'encoder': RevisedEncoder()}, "text_encoder_revision is '1', but '2'"),
+    ):
+        with pytest.raises(ValueError, match=r'part-00002-of-00010\.parquet: ' + message) as error:
+            embed(**{'source': source, 'out': out} | options)
+        assert '\n' not in str(error.value)
+        assert files_of(out) == before
+
+
+@pytest.mark.parametrize('options', [{'num_workers': 2}, {'share': (1, 2)}])
+def test_nothing_is_added_to_parts_of_another_encoder(source, tmp_path, options):
+    out = tmp_path / 'parts'
+    embed(source, out, RevisedEncoder(), share=(0, 10))
+    with pytest.raises(ValueError, match=r"00000-of-00010\.parquet: text_encoder_revision is '2'"):
+        embed(source, out, **options)
+    assert list(files_of(out)) == [part_files.name(0, 10)]
+
+
+class RevisedEncoder(text_encoders.HashEncoder):
+    revision = '2'
+
+
+def test_a_damaged_part_is_refused_by_name(source, tmp_path):
+    out = tmp_path / 'parts'
+    embed(source, out)
+    path = out / part_files.name(4, 10)
+    path.write_bytes(path.read_bytes()[:-20])
+    for num_workers in (1, 2):
+        with pytest.raises(ValueError, match=r'part-00004-of-00010\.parquet: is damaged'):
+            embed(source, out, num_workers=num_workers)
+
+
+# --- Killed ---------------------------------------------------------------------------------
+
+
+def start(source, out, num_workers: int, **env: str) -> subprocess.Popen:
+    command = [
+        *(sys.executable, '-m', 'coyo11m_tfds.embed_captions', '--source', str(source)),
+        *('--out', str(out), '--num_workers', str(num_workers)),
+        *('--part_captions', str(PART_CAPTIONS)),
+    ]
+    return subprocess.Popen(
+        command,
+        cwd=CHECKOUT,
+        env=os.environ | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def kill_when_begun(source, out, num_workers: int, random_: random.Random) -> None:
+    """Kills a run, or one of its workers, some time after it has made a part more."""
+    had = len(list(out.glob('part-*')))
+    process = start(source, out, num_workers)
+    wanted = had + random_.randint(0, 3)
+    while process.poll() is None and len(list(out.glob('part-*'))) < wanted:
+        time.sleep(0.002)
+    time.sleep(random_.random() * 0.05)
+    victims = [process.pid]
+    if num_workers > 1 and random_.random() < 0.5:
+        with contextlib.suppress(FileNotFoundError):
+            children = pathlib.Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text()
+            # The last ones: before them there may be the tracker of shared resources.
+            victims = [int(pid) for pid in children.split()][-1:]
+    for pid in victims:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, 9)
+    _, error = process.communicate(timeout=60)
+    if process.returncode > 0:
+        assert 'A worker process died' in error, error
+
+
+def drill(source, expected, out, num_workers: int, kills: int) -> None:
+    random_ = random.Random(num_workers)
+    for _ in range(kills):
+        kill_when_begun(source, out, num_workers, random_)
+        there = {n: data for n, data in files_of_parts(out).items() if expected[n] != data}
+        assert not there, 'a part is there as a whole or not at all'
+        if len(files_of_parts(out)) > 7:
+            for path in random_.sample(sorted(out.glob('part-*')), 6):
+                path.unlink()
+    ended = start(source, out, num_workers)
+    _, error = ended.communicate(timeout=60)
+    assert ended.returncode == 0, error
+    assert files_of(out) == expected
+
+
+def files_of_parts(out: pathlib.Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in out.glob('part-*')}
+
+
+@pytest.mark.parametrize('num_workers', [1, 2])
+def test_killed_and_started_again_it_makes_the_same_bytes(source, expected, tmp_path, num_workers):
+    drill(source, expected, tmp_path / 'parts', num_workers, kills=1)
+
+
+def test_of_two_hosts_one_dies_and_the_next_run_makes_the_rest(source, expected, tmp_path):
+    out = tmp_path / 'parts'
+    first, second = (start(source, out, 1, RANK=rank, WORLD_SIZE='2') for rank in '01')
+    while second.poll() is None and not (out / part_files.name(1, 10)).exists():
+        time.sleep(0.002)
+    second.kill()
+    second.communicate(timeout=60)
+    said, error = first.communicate(timeout=60)
+    assert first.returncode == 0, error
+    assert 'parts are missing' in said or len(files_of_parts(out)) == 10
+    ended = start(source, out, 1)
+    assert ended.wait(timeout=60) == 0
+    ended.communicate()
+    assert files_of(out) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('num_workers', [1, 2, 4])
+def test_killed_20_times_it_makes_the_same_bytes(source, expected, tmp_path, num_workers):
+    drill(source, expected, tmp_path / 'parts', num_workers, kills=20)
+
+
+@pytest.mark.slow
+def test_two_million_captions_take_little_memory(tmp_path):
+    count = 2_000_000
+    columns = pa.schema([('key', pa.int64()), ('caption_llava', pa.string())])
+    with pq.ParquetWriter(tmp_path / schema.CAPTIONS_FILE, columns) as writer:
+        for start in range(0, count, 100_000):
+            keys = range(start, start + 100_000)
+            captions = [f'{" ".join(WORDS)} {key}' for key in keys]
+            writer.write_table(pa.table([pa.array(keys), captions], schema=columns))
+    command = ['-m', 'coyo11m_tfds.embed_captions', '--source', tmp_path, '--out', tmp_path / 'x']
+    pid = os.posix_spawn(
+        sys.executable, [sys.executable, *map(str, command), '--num_workers', '1'], os.environ
+    )
+    _, status, usage = os.wait4(pid, 0)
+    assert status == 0
+    assert usage.ru_maxrss < 1_000_000  # KB
