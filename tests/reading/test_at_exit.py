@@ -53,7 +53,7 @@ def folder(tmp_path_factory):
 def start(how: str, data_dir: pathlib.Path) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, '-m', 'tests.reading.ended_reader', how, str(data_dir)],
-        cwd=runs.REPO,
+        cwd=runs.CHECKOUT,
         env=os.environ | {'JAX_PLATFORMS': 'cpu'},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -12,7 +12,7 @@ import pytest
 
 from coyo11m_tfds import embed_captions
 from coyo11m_tfds.text import model_files
-from tests.runs import REPO
+from tests.checkout import CHECKOUT
 from tests.text.test_gemma import models  # noqa: F401, a fixture
 from train_lib import caption_encoder, data_facts, flow
 
@@ -124,7 +124,7 @@ def test_what_is_not_installed_is_told_with_the_command_that_brings_it(spec, mis
     )
     done = subprocess.run(
         [sys.executable, '-c', script],
-        cwd=REPO,
+        cwd=CHECKOUT,
         env=os.environ | {'JAX_PLATFORMS': 'cpu'},
         capture_output=True,
         text=True,
