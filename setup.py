@@ -92,8 +92,7 @@ setuptools.setup(
     long_description=pathlib.Path('README.md').read_text(encoding='utf-8'),
     long_description_content_type='text/markdown',
     license='Apache-2.0',
-    # What the tests have run on.
-    classifiers=['Programming Language :: Python :: 3.11'],
+    classifiers=[f'Programming Language :: Python :: 3.{minor}' for minor in (11, 12, 13)],
     python_requires='>=3.11',
     packages=[
         *setuptools.find_packages(include=['coyo11m_tfds*', 'train_lib*']),
