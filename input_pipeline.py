@@ -11,23 +11,25 @@ number of lanes, sees the same global batches. A run that resumes at step s, on 
 number of processes, goes on with exactly what it would have seen: it starts to read there. It needs
 to know the step and that data set and settings are the same (`position_settings`), nothing more.
 
-Two engines give the same batches, bit for bit. `rows`, for local files, gathers what is asked for
-out of memory-mapped shards; it imports neither TensorFlow nor JAX. `chunks`, for gs://, reads runs
-of records through tf.data, and `train_dataset` gives that as a `tf.data.Dataset`. `key`, `latents`,
+Two engines give the same batches, bit for bit, and import neither TensorFlow nor JAX. `rows`, for
+local files, gathers what is asked for out of memory-mapped shards; `chunks`, for gs://, out of runs
+of records that it fetches. `train_dataset` gives them as a `tf.data.Dataset`. `key`, `latents`,
 `text_embedding` and `caption` keep the dtype and the layout of the source. Scaling is the model's
 business.
 """
 
+import functools
 import inspect
 import os
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.reading import (
+    chunk_blocks,
     column_reader,
     memory,
     process_settings,
@@ -37,6 +39,7 @@ from coyo11m_tfds.reading import (
 )
 from coyo11m_tfds.reading.bad_records import DEFAULT_MAX_FRACTION, SKIP, STOP
 from coyo11m_tfds.reading.counter import ReadCounter, ReadCounts
+from coyo11m_tfds.reading.fetched_files import FetchedFiles
 from coyo11m_tfds.reading.indexed_split import IndexedSplit
 from coyo11m_tfds.reading.mapped_files import MAX_FILES
 from coyo11m_tfds.reading.names import DROP_TEXT, EVAL_CROP, MASK
@@ -187,36 +190,38 @@ def train_batches(
     Args:
         data: the folder of a data set, or its builder.
         engine: 'rows' gathers out of memory-mapped files, which have to be local and must not be
-            changed meanwhile; 'chunks' goes through `train_dataset`; 'auto' takes rows for a local
-            data set with a chunk index and chunks for any other. Both give the same batches.
+            changed meanwhile; 'chunks' fetches runs of records, each with one request; 'auto' takes
+            rows for a local data set and chunks for one on gs://. Both give the same batches. A
+            data set without a chunk index goes through `train_dataset`.
         verify: when `rows` compares records with their CRC-32C: 'once' when this process first
             reads a record, 'always', or 'never'. `chunks` always does.
         text: a column of text vectors that `python -m coyo11m_tfds.add_column` has added; they take
-            the place of those in the records. `rows` alone can read it.
-        **arguments: as of `train_dataset`. For `rows` nothing depends on `parallel_reads` and
-            `private_threads`, and a negative `prefetch` keeps 2 batches ready.
+            the place of those in the records.
+        **arguments: as of `train_dataset`. Nothing depends on `private_threads`, for `rows` nor on
+            `parallel_reads`, and a negative `prefetch` keeps 2 batches ready.
 
     Returns:
-        Batches as of `train_dataset`, of arrays that nobody else uses. With `rows`, the iterator
-        raises `ValueError` where a record cannot be read or too many are bad, and `OSError` where
-        a file is missing, refused or has changed since it was opened; with `chunks`,
-        `tf.errors.OpError`. Dropping the iterator ends its thread.
+        Batches as of `train_dataset`, of arrays that nobody else uses. The iterator raises
+        `ValueError` where a record cannot be read or too many are bad, and `OSError` where a file
+        is missing, refused, out of reach or, of `rows`, has changed since it was opened; without a
+        chunk index `tf.errors.OpError`. Dropping the iterator ends its threads.
 
     Raises:
         ValueError: as of `train_dataset`; or `engine` or `verify` is unknown, or 'rows' is asked
             for where files are not local or have no chunk index.
         OSError: the metadata cannot be read.
     """
-    opened = _open_rows(data, arguments.get('split', schema.TRAIN), engine, verify)
+    opened = _open_indexed(data, arguments.get('split', schema.TRAIN), engine, verify)
     if opened is None:
         _check_no_column(data, text)
         return train_dataset(data, **arguments).as_numpy_iterator()
-    return _train_rows(*opened, verify, text, _bind(train_dataset, data, arguments))
+    return _train_indexed(opened, verify, text, _bind(train_dataset, data, arguments))
 
 
 def engine_of(data: 'dataset.Data', engine: str = AUTO, split: str = schema.TRAIN) -> str:
     """Returns the engine that `train_batches` uses: 'rows' or 'chunks'; raises as it does."""
-    return CHUNKS if _open_rows(data, split, engine) is None else ROWS
+    opened = _open_indexed(data, split, engine)
+    return opened.engine if opened else CHUNKS
 
 
 def eval_batches(
@@ -239,11 +244,11 @@ def eval_batches(
     Raises:
         ValueError, OSError: as of `train_batches`; or the split is empty.
     """
-    opened = _open_rows(data, arguments.get('split', schema.VALIDATION), engine, verify)
+    opened = _open_indexed(data, arguments.get('split', schema.VALIDATION), engine, verify)
     if opened is None:
         _check_no_column(data, text)
         return eval_dataset(data, **arguments).as_numpy_iterator()
-    return _eval_rows(*opened, verify, text, _bind(eval_dataset, data, arguments))
+    return _eval_indexed(opened, verify, text, _bind(eval_dataset, data, arguments))
 
 
 def train_dataset(
@@ -392,10 +397,10 @@ def check_memory(
     processes_on_host: int = 1,
     engine: str = CHUNKS,
 ) -> None:
-    """Checks that `train_dataset` with these arguments fits into the memory of this host.
+    """Checks that `train_batches` with these arguments fits into the memory of this host.
 
     See `coyo11m_tfds.reading.memory` for what is counted. Rows, and a data set without a chunk
-    index, are read without windows and always fit.
+    index, always fit.
 
     Args:
         data and all others: as of `train_dataset`.
@@ -407,18 +412,18 @@ def check_memory(
     Raises:
         ValueError: it takes more; the message says how much, and what would fit.
     """
-    if _open_rows(data, split, engine):
+    opened = _open_indexed(data, split, engine)
+    if opened is None or opened.engine == ROWS:
         return
-    from coyo11m_tfds.reading import dataset, tf_engine
-
-    builder = dataset.open_dataset(data)
-    opened = dataset.open_split(builder, split)
-    if opened is None:
-        return
-    parser = tf_engine.make_parser(
-        builder, features, caption_dropout=caption_dropout, with_mask=on_bad_records == SKIP
+    stored, split_, _ = opened
+    choices = RowChoices(
+        tuple(features),
+        stored.latent_dtype,
+        stored.text_dim,
+        caption_dropout=caption_dropout,
+        with_mask=on_bad_records == SKIP,
     )
-    order = Order(opened.index.shard_lengths, 0, batch_size, chunk, lanes, window)
+    order = Order(split_.index.shard_lengths, 0, batch_size, chunk, lanes, window)
     need = memory.Need(
         batch_size=batch_size // process_count,
         chunk=chunk,
@@ -426,61 +431,59 @@ def check_memory(
         window=order.window,
         parallel_reads=parallel_reads,
         prefetch=prefetch,
-        parsed_nbytes=parser.record_nbytes,
-        raw_nbytes=opened.record_nbytes,
+        parsed_nbytes=choices.row_nbytes,
+        raw_nbytes=split_.record_nbytes,
     )
     memory.check(need, budget_gb=ram_budget_gb, processes_on_host=processes_on_host)
 
 
-# --- The engine `rows` -------------------------------------------------------------------------
+# --- Rows and chunks ---------------------------------------------------------------------------
 
 
-def _open_rows(
+class _Opened(NamedTuple):
+    """A split with a chunk index, and the engine that reads it."""
+
+    stored: StoredDataset
+    split: IndexedSplit
+    engine: str
+
+
+def _open_indexed(
     data: 'dataset.Data', split: str, engine: str, verify: str = verified.ONCE
-) -> tuple[StoredDataset, IndexedSplit] | None:
-    """The data set and the split that rows are read of; None where chunks are."""
+) -> _Opened | None:
+    """The split that is read by rows or chunks; None without a chunk index."""
     if engine not in ENGINES:
         raise ValueError(f'engine={engine!r} is none of {", ".join(map(repr, ENGINES))}')
     if verify not in verified.MODES:
         raise ValueError(f'verify={verify!r} is none of {", ".join(map(repr, verified.MODES))}')
-    if engine == CHUNKS:
-        return None
     folder = os.fspath(data if isinstance(data, str | os.PathLike) else data.data_dir)
-    stored = _read_stored(folder)
-    opened = stored and stored.open_split(split)
-    if opened and (engine == ROWS or len(opened.index.shard_lengths) <= MAX_FILES):
-        return stored, opened
-    if engine == ROWS:
+    is_remote = source_files.is_remote(folder)
+    opened = stored = None
+    if not (is_remote and engine == ROWS):
+        stored = stored_dataset.read(folder)
+        opened = stored and stored.open_split(split)
+    if opened is None and engine == ROWS:
         raise ValueError(
             f'{folder}: engine={ROWS!r} reads local data sets with a chunk index of split '
             f'{split!r}, and this is none; set engine={CHUNKS!r}'
         )
-    return None
+    if not opened:
+        return None
+    if engine == AUTO:
+        by_rows = not is_remote and len(opened.index.shard_lengths) <= MAX_FILES
+        engine = ROWS if by_rows else CHUNKS
+    return _Opened(stored, opened, engine)
 
 
-def _train_rows(
-    stored: StoredDataset,
-    split: IndexedSplit,
-    verify: str,
-    text: str,
-    asked: types.SimpleNamespace,
+def _train_indexed(
+    opened: _Opened, verify: str, text: str, asked: types.SimpleNamespace
 ) -> Iterator[dict[str, np.ndarray]]:
-    """`train_batches` by rows; `asked` has the arguments of `train_dataset`."""
+    """`train_batches` with a chunk index; `asked` has the arguments of `train_dataset`."""
     _check_dropout(asked.caption_dropout)
-    reader = _row_reader(
-        stored,
-        split,
-        verify,
-        text,
-        asked,
-        seed=asked.seed,
-        caption_dropout=asked.caption_dropout,
-        with_mask=asked.on_bad_records == SKIP,
-    )
     process = asked.process_index, asked.process_count
     _check_share(asked.batch_size, *process, asked.lanes)
     order = Order(
-        split.index.shard_lengths,
+        opened.split.index.shard_lengths,
         asked.seed,
         asked.batch_size,
         asked.chunk,
@@ -489,40 +492,86 @@ def _train_rows(
     )
     own = _own_lanes(order, *process)
     order.locate(asked.start_step)  # raises before anything is read
-    return rows.train_batches(reader, order, own, asked.start_step, _ahead(asked.prefetch))
+    in_flight = len(own) * asked.parallel_reads
+    reader, read = _reader(
+        opened,
+        verify,
+        text,
+        asked,
+        in_flight,
+        seed=asked.seed,
+        caption_dropout=asked.caption_dropout,
+        with_mask=asked.on_bad_records == SKIP,
+    )
+    block_rows = in_flight * asked.chunk if opened.engine == CHUNKS else 0
+    return rows.train_batches(
+        reader,
+        order,
+        own,
+        asked.start_step,
+        _ahead(asked.prefetch),
+        read=read,
+        block_rows=block_rows,
+    )
 
 
-def _eval_rows(
-    stored: StoredDataset,
-    split: IndexedSplit,
-    verify: str,
-    text: str,
-    asked: types.SimpleNamespace,
+def _eval_indexed(
+    opened: _Opened, verify: str, text: str, asked: types.SimpleNamespace
 ) -> Iterator[dict[str, np.ndarray]]:
-    """`eval_batches` by rows; `asked` has the arguments of `eval_dataset`."""
+    """`eval_batches` with a chunk index; `asked` has the arguments of `eval_dataset`."""
     process = asked.process_index, asked.process_count
     _check_share(asked.batch_size, *process)
-    reader = _row_reader(stored, split, verify, text, asked, fixed_crop=EVAL_CROP, with_mask=True)
     records, num_batches = _eval_share(
-        stored.folder, asked.split, split, asked.batch_size, *process
+        opened.stored.folder, asked.split, opened.split, asked.batch_size, *process
+    )
+    reader, read = _reader(
+        opened, verify, text, asked, asked.parallel_reads, fixed_crop=EVAL_CROP, with_mask=True
     )
     local = asked.batch_size // asked.process_count
-    lengths, prefetch = split.index.shard_lengths, _ahead(asked.prefetch)
-    return rows.eval_batches(reader, lengths, records, local, num_batches, prefetch)
+    lengths, prefetch = opened.split.index.shard_lengths, _ahead(asked.prefetch)
+    return rows.eval_batches(reader, lengths, records, local, num_batches, prefetch, read=read)
 
 
-def _row_reader(
-    stored: StoredDataset,
-    split: IndexedSplit,
+def _reader(
+    opened: _Opened,
     verify: str,
     text: str,
     asked: types.SimpleNamespace,
+    in_flight: int,
     **choices: Any,
-) -> RowReader:
+) -> tuple[RowReader, rows.Read]:
+    """What finds and gathers rows, and what reads blocks of them."""
+    stored, split, engine = opened
     in_records = [f for f in asked.features if f != schema.TEXT_EMBEDDING or not text]
     stored.check_features((schema.KEY, *in_records))
     process_settings.keep_freed_memory()
-    num_records = int(split.index.shard_lengths.sum())
+    found, text_dim = _columns(opened, text, asked)
+    files = None
+    if engine == CHUNKS:
+        sizes = split.file_sizes
+        files = FetchedFiles(split.file, sizes, in_flight, asked.counter)
+    reader = RowReader(
+        split,
+        RowChoices(tuple(asked.features), stored.latent_dtype, text_dim, **choices),
+        RecordLayout(stored.text_dim, with_latents=schema.LATENTS not in stored.columns),
+        verify=verify if files is None else verified.ALWAYS,
+        on_bad_records=asked.on_bad_records,
+        counter=asked.counter,
+        max_bad_fraction=asked.max_bad_fraction,
+        columns=found,
+        files=files,
+    )
+    if files is None:
+        return reader, functools.partial(rows.read_rows, reader, counter=asked.counter)
+    return reader, chunk_blocks.Chunks(split, reader, files, asked.chunk).read
+
+
+def _columns(
+    opened: _Opened, text: str, asked: types.SimpleNamespace
+) -> tuple[dict[str, column_reader.ColumnReader], int]:
+    """What lies elsewhere than in the records, and the width of text vectors."""
+    stored = opened.stored
+    num_records = int(opened.split.index.shard_lengths.sum())
     where = stored.folder, asked.split, num_records
     found, text_dim = {}, stored.text_dim
     if schema.LATENTS in stored.columns and schema.LATENTS in asked.features:
@@ -532,21 +581,14 @@ def _row_reader(
         vectors = stored.text_column(text)
         found[schema.TEXT_EMBEDDING] = column_reader.open_beside(vectors, *where)
         text_dim = vectors.width
-    return RowReader(
-        split,
-        RowChoices(tuple(asked.features), stored.latent_dtype, text_dim, **choices),
-        RecordLayout(stored.text_dim, with_latents=schema.LATENTS not in stored.columns),
-        verify=verify,
-        on_bad_records=asked.on_bad_records,
-        counter=asked.counter,
-        max_bad_fraction=asked.max_bad_fraction,
-        columns=found,
-    )
+    return found, text_dim
 
 
 def _check_no_column(data: 'dataset.Data', text: str) -> None:
     if text:
-        raise ValueError(f"{data}: text={text!r} is a column, which engine='rows' alone can read")
+        raise ValueError(
+            f'{data}: text={text!r} is a column, and without a chunk index it cannot be read'
+        )
 
 
 def _bind(
@@ -612,8 +654,8 @@ def _eval_share(
 
 def _open_split(data: 'dataset.Data', split: str) -> IndexedSplit | None:
     """A split with a chunk index, wherever it lies; None where there is none."""
-    if opened := _open_rows(data, split, AUTO):
-        return opened[1]
+    if opened := _open_indexed(data, split, AUTO):
+        return opened.split
     from coyo11m_tfds.reading import dataset
 
     return dataset.open_split(dataset.open_dataset(data), split)

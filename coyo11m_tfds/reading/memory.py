@@ -8,11 +8,8 @@
 The sum covers what one process holds more than one that has read a few records: windows, chunks
 being read, batches kept ready. Whatever happens to batches afterwards comes on top.
 
-The factors are those of peak resident memory in child processes with records of 26 KB (2 cores,
-glibc told to keep freed memory, see `process_settings`; the processor shared with others). Of 27
-runs of 0.13 to 4.9 GB, with 2 to 64 lanes, windows of 256 to 8,192, chunks of 64 and 256, 2 to 16
-parallel reads and batches of 256 to 8,192, 23 took 15% less to 9% more than the sum, three 18% or
-19% less, and one 22% more.
+A block of batches is given out while the next one is filled, and chunks that are on their way, or
+have come early, are held as they are in their files.
 """
 
 import dataclasses
@@ -21,11 +18,9 @@ import math
 
 from coyo11m_tfds.process import machine
 
-# window, and that beside the shuffled one.
-_WINDOWS = 4
-# A run being read is a buffer, then strings, then tensors; not all runs are at the same point.
-_RAW_CHUNKS = 1.55
-_FIXED = 30_000_000  # plans, graphs, threads
+# One block is given out, one is filled, and of the one before some batches may be in use.
+_BLOCKS = 2.2
+_FIXED = 60_000_000  # plans, threads, chunks that are being gathered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +33,7 @@ class Need:
         lanes: of this process.
         window: records of a window.
         parallel_reads: chunks being read at a time in each lane.
-        prefetch: batches kept ready; a negative number, with which TensorFlow decides, counts as 2.
+        prefetch: batches kept ready; a negative number counts as 2.
         parsed_nbytes: bytes of a record in a batch.
         raw_nbytes: bytes of a record in a file.
     """
@@ -64,14 +59,14 @@ class Need:
     @property
     def _for_window(self) -> float:
         """Bytes for each record of a window, in all lanes."""
-        return _WINDOWS * self.lanes * self.parsed_nbytes
+        return _BLOCKS * self.lanes * self.parsed_nbytes
 
     @property
     def _besides_windows(self) -> float:
         in_flight = self.lanes * self.parallel_reads * self.chunk
         prefetch = self.prefetch if self.prefetch >= 0 else 2
         batches = (prefetch + 1) * self.batch_size * self.parsed_nbytes
-        return _RAW_CHUNKS * in_flight * self.raw_nbytes + batches + _FIXED
+        return in_flight * self.raw_nbytes + batches + _FIXED
 
 
 def check(need: Need, *, budget_gb: float, processes_on_host: int) -> None:

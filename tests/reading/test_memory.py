@@ -61,14 +61,14 @@ def big(tmp_path_factory) -> pathlib.Path:
 
 
 _READ = """
-import json, sys
+import itertools, json, sys
 from coyo11m_tfds.reading import process_settings
 process_settings.keep_freed_memory()
 import input_pipeline
 
 def read(steps, **settings):
-    batches = input_pipeline.train_dataset(path, seed=0, **settings)
-    for _ in batches.take(steps).as_numpy_iterator():
+    batches = input_pipeline.train_batches(path, engine='chunks', seed=0, **settings)
+    for _ in itertools.islice(batches, steps):
         pass
 
 def memory(field):
