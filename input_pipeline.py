@@ -34,7 +34,6 @@ from coyo11m_tfds.reading import (
     memory,
     process_settings,
     rows,
-    stored_dataset,
     verified,
 )
 from coyo11m_tfds.reading.bad_records import DEFAULT_MAX_FRACTION, SKIP, STOP
@@ -43,17 +42,20 @@ from coyo11m_tfds.reading.fetched_files import FetchedFiles
 from coyo11m_tfds.reading.indexed_split import IndexedSplit
 from coyo11m_tfds.reading.mapped_files import MAX_FILES
 from coyo11m_tfds.reading.names import DROP_TEXT, EVAL_CROP, MASK
+from coyo11m_tfds.reading.opened_data import OpenedData, open_data
 from coyo11m_tfds.reading.order import Order, nearest_shares
 from coyo11m_tfds.reading.record_layout import RecordLayout
 from coyo11m_tfds.reading.row_reader import RowChoices, RowReader
 from coyo11m_tfds.reading.stored_dataset import StoredDataset
-from coyo11m_tfds.storage import json_digest, source_files
+from coyo11m_tfds.storage import json_digest
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
     from coyo11m_tfds.reading import dataset
     from coyo11m_tfds.reading.on_device import key_words, to_device
+
+    Data = dataset.Data | OpenedData
 
 __all__ = [
     'AUTO',
@@ -68,6 +70,7 @@ __all__ = [
     'eval_batches',
     'eval_dataset',
     'key_words',
+    'open_data',
     'position_fingerprint',
     'position_settings',
     'to_device',
@@ -95,7 +98,7 @@ def __getattr__(name: str) -> Any:
 
 
 def train_order(
-    data: 'dataset.Data',
+    data: 'Data',
     *,
     batch_size: int,
     seed: int,
@@ -119,7 +122,7 @@ def train_order(
 
 
 def position_settings(
-    data: 'dataset.Data',
+    data: 'Data',
     *,
     batch_size: int,
     seed: int,
@@ -152,30 +155,24 @@ def position_fingerprint(settings: Mapping[str, str | int]) -> str:
     return json_digest.sha256(dict(settings))
 
 
-def _describe(data: 'dataset.Data', split: str) -> tuple[str, Sequence[int], Mapping[str, Any]]:
+def _describe(data: 'Data', split: str) -> tuple[str, Sequence[int], Mapping[str, Any]]:
     """The full name of a data set, the lengths of a split's shards, and the metadata."""
-    if stored := _read_stored(data):
+    data = open_data(data)
+    if stored := data.stored:
         found = stored.splits.get(split)
         return stored.full_name, found.shard_lengths if found else [], stored.metadata
     from coyo11m_tfds.reading import dataset
 
-    info = dataset.open_dataset(data).info
+    info = dataset.open_dataset(data.source).info
     shards = info.splits[split].shard_lengths if split in info.splits else []
     return info.full_name, shards, info.metadata or {}
-
-
-def _read_stored(data: 'dataset.Data') -> StoredDataset | None:
-    """The metadata in a local folder; None for a builder, a URL, and where there is none."""
-    if not isinstance(data, str | os.PathLike) or source_files.is_remote(data):
-        return None
-    return stored_dataset.read(data)
 
 
 # --- Batches on the host -----------------------------------------------------------------------
 
 
 def train_batches(
-    data: 'dataset.Data',
+    data: 'Data',
     *,
     engine: str = AUTO,
     verify: str = verified.ONCE,
@@ -188,7 +185,8 @@ def train_batches(
         next(batches)['latents']        # float16 (256, 4, 32, 32)
 
     Args:
-        data: the folder of a data set, or its builder.
+        data: the folder of a data set, its builder, or what `open_data` gives for one of these, so
+            that several functions read its metadata and chunk index once.
         engine: 'rows' gathers out of memory-mapped files, which have to be local and must not be
             changed meanwhile; 'chunks' fetches runs of records, each with one request; 'auto' takes
             rows for a local data set and chunks for one on gs://. Both give the same batches. A
@@ -218,14 +216,14 @@ def train_batches(
     return _train_indexed(opened, verify, text, _bind(train_dataset, data, arguments))
 
 
-def engine_of(data: 'dataset.Data', engine: str = AUTO, split: str = schema.TRAIN) -> str:
+def engine_of(data: 'Data', engine: str = AUTO, split: str = schema.TRAIN) -> str:
     """Returns the engine that `train_batches` uses: 'rows' or 'chunks'; raises as it does."""
     opened = _open_indexed(data, split, engine)
     return opened.engine if opened else CHUNKS
 
 
 def eval_batches(
-    data: 'dataset.Data',
+    data: 'Data',
     *,
     engine: str = AUTO,
     verify: str = verified.ONCE,
@@ -252,7 +250,7 @@ def eval_batches(
 
 
 def train_dataset(
-    data: 'dataset.Data',
+    data: 'Data',
     *,
     batch_size: int,
     seed: int,
@@ -312,7 +310,7 @@ def train_dataset(
     from coyo11m_tfds.reading import dataset, tf_engine
 
     _check_dropout(caption_dropout)
-    builder = dataset.open_dataset(data)
+    builder = dataset.open_dataset(open_data(data).source)
     parser = tf_engine.make_parser(
         builder,
         features,
@@ -336,7 +334,7 @@ def train_dataset(
 
 
 def eval_dataset(
-    data: 'dataset.Data',
+    data: 'Data',
     *,
     batch_size: int,
     features: Sequence[str] = (schema.KEY, schema.LATENTS, schema.TEXT_EMBEDDING),
@@ -366,7 +364,7 @@ def eval_dataset(
 
     process = process_index, process_count
     _check_share(batch_size, *process)
-    builder = dataset.open_dataset(data)
+    builder = dataset.open_dataset(open_data(data).source)
     parser = tf_engine.make_parser(builder, features, fixed_crop=EVAL_CROP, with_mask=True)
     opened = dataset.open_split(builder, split)
     reading = tf_engine.Reading(
@@ -380,7 +378,7 @@ def eval_dataset(
 
 
 def check_memory(
-    data: 'dataset.Data',
+    data: 'Data',
     *,
     batch_size: int,
     features: Sequence[str] = (schema.KEY, schema.LATENTS, schema.TEXT_EMBEDDING),
@@ -449,30 +447,26 @@ class _Opened(NamedTuple):
 
 
 def _open_indexed(
-    data: 'dataset.Data', split: str, engine: str, verify: str = verified.ONCE
+    data: 'Data', split: str, engine: str, verify: str = verified.ONCE
 ) -> _Opened | None:
     """The split that is read by rows or chunks; None without a chunk index."""
     if engine not in ENGINES:
         raise ValueError(f'engine={engine!r} is none of {", ".join(map(repr, ENGINES))}')
     if verify not in verified.MODES:
         raise ValueError(f'verify={verify!r} is none of {", ".join(map(repr, verified.MODES))}')
-    folder = os.fspath(data if isinstance(data, str | os.PathLike) else data.data_dir)
-    is_remote = source_files.is_remote(folder)
-    opened = stored = None
-    if not (is_remote and engine == ROWS):
-        stored = stored_dataset.read(folder)
-        opened = stored and stored.open_split(split)
+    data = open_data(data)
+    opened = None if data.is_remote and engine == ROWS else data.split(split)
     if opened is None and engine == ROWS:
         raise ValueError(
-            f'{folder}: engine={ROWS!r} reads local data sets with a chunk index of split '
+            f'{data.folder}: engine={ROWS!r} reads local data sets with a chunk index of split '
             f'{split!r}, and this is none; set engine={CHUNKS!r}'
         )
-    if not opened:
+    if opened is None:
         return None
     if engine == AUTO:
-        by_rows = not is_remote and len(opened.index.shard_lengths) <= MAX_FILES
+        by_rows = not data.is_remote and len(opened.index.shard_lengths) <= MAX_FILES
         engine = ROWS if by_rows else CHUNKS
-    return _Opened(stored, opened, engine)
+    return _Opened(data.stored, opened, engine)
 
 
 def _train_indexed(
@@ -584,16 +578,14 @@ def _columns(
     return found, text_dim
 
 
-def _check_no_column(data: 'dataset.Data', text: str) -> None:
+def _check_no_column(data: 'Data', text: str) -> None:
     if text:
         raise ValueError(
             f'{data}: text={text!r} is a column, and without a chunk index it cannot be read'
         )
 
 
-def _bind(
-    function: Callable, data: 'dataset.Data', arguments: Mapping[str, Any]
-) -> types.SimpleNamespace:
+def _bind(function: Callable, data: 'Data', arguments: Mapping[str, Any]) -> types.SimpleNamespace:
     """The arguments of a call with its defaults."""
     bound = inspect.signature(function).bind(data, **arguments)
     bound.apply_defaults()
@@ -652,10 +644,10 @@ def _eval_share(
     return range(begin, min(size, begin + each)), num_batches
 
 
-def _open_split(data: 'dataset.Data', split: str) -> IndexedSplit | None:
+def _open_split(data: 'Data', split: str) -> IndexedSplit | None:
     """A split with a chunk index, wherever it lies; None where there is none."""
     if opened := _open_indexed(data, split, AUTO):
         return opened.split
     from coyo11m_tfds.reading import dataset
 
-    return dataset.open_split(dataset.open_dataset(data), split)
+    return dataset.open_split(dataset.open_dataset(open_data(data).source), split)

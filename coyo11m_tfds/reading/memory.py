@@ -5,14 +5,14 @@
     need.num_bytes                                          # 708,000,000
     memory.check(need, budget_gb=0, processes_on_host=1)    # ValueError: the machine has too little
 
-The sum covers what one process holds more than one that has read a few records: windows, chunks
-being read, batches kept ready. Whatever happens to batches afterwards comes on top.
+The sum covers what one process holds more than one that has read a few records: blocks of
+windows, chunks being read, batches kept ready. Whatever happens to batches afterwards comes on top.
 
 A block of batches is given out while the next one is filled, and chunks that are on their way, or
 have come early, are held as they are in their files.
 
-The factors are those of peak resident memory in child processes with records of 26 KB (2 busy cores,
-glibc told to keep freed memory, see `process_settings`): six runs of 0.7 to 1.5 GB, with 8 to 32
+The factors are those of peak resident memory in child processes with records of 26 KB (2 busy
+cores, glibc told to keep freed memory, see `process_settings`): six runs of 0.7 to 1.5 GB, 8 to 32
 lanes, windows of 1,024 to 3,072, chunks of 64 and 128, 4 and 8 parallel reads and batches of 256
 and 4,096, took 20% less to 12% more than what is told.
 """
