@@ -34,7 +34,7 @@ def main() -> None:
     if asked.get('settle'):
         _wait_until_idle(counter)
     found = {'keys': keys, 'seconds': seconds, 'cpu_seconds': cpu_seconds}
-    found |= {'most_in_flight': most_in_flight}
+    found |= {'most_in_flight': most_in_flight, 'with_tensorflow': 'tensorflow' in sys.modules}
     json.dump(found | {'counts': counter.read()}, sys.stdout)
 
 
