@@ -32,7 +32,7 @@ def get_config() -> ml_collections.ConfigDict:
     data.caption_dropout = 0.1  # share of samples whose text is dropped, for guidance
     data.on_bad_records = 'stop'  # or 'skip': leave out and count damaged records
     data.max_bad_fraction = 0.001  # of a split's records that 'skip' may leave out
-    data.engine = 'auto'  # 'rows' of local files, 'chunks' by tf.data: the same batches
+    data.engine = 'auto'  # 'rows' of local files, 'chunks' fetched: the same batches
     data.verify = 'once'  # checksums of rows; 'always': 3 us of a core a sample more; 'never'
     data.parallel_reads = 4  # chunks read at once in a lane: 64 make 40,000 samples/s 0.1 s away
     data.prefetch = 2  # batches ready on the host: one is sent, one evens out slow reads
