@@ -11,9 +11,9 @@ number of lanes, sees the same global batches. A run that resumes at step s, on 
 number of processes, goes on with exactly what it would have seen: it starts to read there. It needs
 to know the step and that data set and settings are the same (`position_settings`), nothing more.
 
-Two engines give the same batches, bit for bit. `rows`, for local files, gathers what is asked for
-out of memory-mapped shards; it imports neither TensorFlow nor JAX. `chunks`, for gs://, reads runs
-of records through tf.data, and `train_dataset` gives that as a `tf.data.Dataset`. `key`, `latents`,
+Two engines give the same batches, bit for bit, and import neither TensorFlow nor JAX. `rows`, for
+local files, gathers what is asked for out of memory-mapped shards; `chunks`, for gs://, out of runs
+of records that it fetches. `train_dataset` gives them as a `tf.data.Dataset`. `key`, `latents`,
 `text_embedding` and `caption` keep the dtype and the layout of the source. Scaling is the model's
 business.
 """
@@ -21,7 +21,6 @@ business.
 import importlib
 import inspect
 import itertools
-import os
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,21 +29,21 @@ import numpy as np
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.reading import (
+    engines,
     memory,
     probe,
     process_settings,
-    row_engine,
     shares,
-    stored_dataset,
     verified,
 )
 from coyo11m_tfds.reading.bad_records import DEFAULT_MAX_FRACTION, SKIP, STOP
 from coyo11m_tfds.reading.counter import ReadCounter, ReadCounts
 from coyo11m_tfds.reading.indexed_split import IndexedSplit
 from coyo11m_tfds.reading.names import AUTO, CHUNKS, DROP_TEXT, ENGINES, EVAL_CROP, MASK, ROWS
+from coyo11m_tfds.reading.opened_data import OpenedData, open_data
 from coyo11m_tfds.reading.order import Order, nearest_shares
-from coyo11m_tfds.reading.stored_dataset import StoredDataset
-from coyo11m_tfds.storage import json_digest, source_files
+from coyo11m_tfds.reading.row_reader import RowChoices
+from coyo11m_tfds.storage import json_digest
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -52,6 +51,8 @@ if TYPE_CHECKING:
     from coyo11m_tfds.reading import dataset
     from coyo11m_tfds.reading.dataset import dataset_stats, open_dataset, text_columns
     from coyo11m_tfds.reading.on_device import key_words, to_device
+
+    Data = dataset.Data | OpenedData
 
 __all__ = [
     'AUTO',
@@ -70,6 +71,7 @@ __all__ = [
     'eval_dataset',
     'key_words',
     'nearest_shares',
+    'open_data',
     'open_dataset',
     'position_fingerprint',
     'position_settings',
@@ -107,7 +109,7 @@ def __getattr__(name: str) -> Any:
 
 
 def train_order(
-    data: 'dataset.Data',
+    data: 'Data',
     *,
     batch_size: int,
     seed: int,
@@ -131,7 +133,7 @@ def train_order(
 
 
 def position_settings(
-    data: 'dataset.Data',
+    data: 'Data',
     *,
     batch_size: int,
     seed: int,
@@ -164,42 +166,34 @@ def position_fingerprint(settings: Mapping[str, str | int]) -> str:
     return json_digest.sha256(dict(settings))
 
 
-def probe_storage(
-    data: 'dataset.Data', chunk: int, split: str = schema.TRAIN
-) -> probe.Measured | None:
+def probe_storage(data: 'Data', chunk: int, split: str = schema.TRAIN) -> probe.Measured | None:
     """Times reads of one record and of a chunk of a split; None without a chunk index.
 
     Raises:
         ValueError, OSError: the data set or a file of it is missing or cannot be read.
     """
     opened = _open_split(data, split)
-    return opened and probe.measure(opened, chunk)
+    return probe.measure(opened, chunk) if opened else None
 
 
-def _describe(data: 'dataset.Data', split: str) -> tuple[str, Sequence[int], Mapping[str, Any]]:
+def _describe(data: 'Data', split: str) -> tuple[str, Sequence[int], Mapping[str, Any]]:
     """The full name of a data set, the lengths of a split's shards, and the metadata."""
-    if stored := _read_stored(data):
+    data = open_data(data)
+    if stored := data.stored:
         found = stored.splits.get(split)
         return stored.full_name, found.shard_lengths if found else [], stored.metadata
     from coyo11m_tfds.reading import dataset
 
-    info = dataset.open_dataset(data).info
+    info = dataset.open_dataset(data.source).info
     shards = info.splits[split].shard_lengths if split in info.splits else []
     return info.full_name, shards, info.metadata or {}
-
-
-def _read_stored(data: 'dataset.Data') -> StoredDataset | None:
-    """The metadata in a local folder; None for a builder, a URL, and where there is none."""
-    if not isinstance(data, str | os.PathLike) or source_files.is_remote(data):
-        return None
-    return stored_dataset.read(data)
 
 
 # --- Batches on the host -----------------------------------------------------------------------
 
 
 def train_batches(
-    data: 'dataset.Data',
+    data: 'Data',
     *,
     engine: str = AUTO,
     verify: str = verified.ONCE,
@@ -213,26 +207,28 @@ def train_batches(
         next(batches)['latents']        # float16 (256, 4, 32, 32)
 
     Args:
-        data: the folder of a data set, or its builder.
+        data: the folder of a data set, its builder, or what `open_data` gives for one of these, so
+            that several functions read its metadata and chunk index once.
         engine: 'rows' gathers out of memory-mapped files, which have to be local and must not be
-            changed meanwhile; 'chunks' goes through `train_dataset`; 'auto' takes rows for a local
-            data set with a chunk index and chunks for any other. Both give the same batches.
+            changed meanwhile; 'chunks' fetches runs of records, each with one request; 'auto' takes
+            rows for a local data set and chunks for one on gs://. Both give the same batches. A
+            data set without a chunk index goes through `train_dataset`.
         verify: when `rows` compares records with their CRC-32C: 'once' when this process first
             reads a record, 'always', or 'never'. `chunks` always does.
         text: a column of text vectors that `python -m coyo11m_tfds.add_column` has added; they take
-            the place of those in the records. `rows` alone can read it.
+            the place of those in the records.
         stride: every so many batches one comes. W workers that begin at `start_step + w` with a
-            stride of W have together, in turns, what one reads; `chunks` reads all in each.
-        **arguments: as of `train_dataset`. For `rows`, `features` may name added columns, too;
-            nothing depends on `parallel_reads` and `private_threads`, and a negative `prefetch`
+            stride of W have together, in turns, what one reads.
+        **arguments: as of `train_dataset`. `features` may name added columns, too. Nothing depends
+            on `private_threads`, for `rows` nor on `parallel_reads`, and a negative `prefetch`
             keeps 2 batches ready.
 
     Returns:
-        Batches as of `train_dataset`, of arrays that nobody else uses; an added column as
-        `(b, n)` or `(b,)` in its own dtype. With `rows`, the iterator
-        raises `ValueError` where a record cannot be read or too many are bad, and `OSError` where
-        a file is missing, refused or has changed since it was opened; with `chunks`,
-        `tf.errors.OpError`. Dropping the iterator ends its thread.
+        Batches as of `train_dataset`, of arrays that nothing else uses; an added column as
+        `(b, n)` or `(b,)` in its own dtype. The iterator raises `ValueError` where a record cannot
+        be read or too many are bad, and `OSError` where a file is missing, refused, out of reach
+        or, of `rows`, has changed since it was opened; without a chunk index `tf.errors.OpError`.
+        Dropping the iterator ends its threads.
 
     Raises:
         ValueError: as of `train_dataset`; or `engine` or `verify` is unknown, or 'rows' is asked
@@ -241,21 +237,24 @@ def train_batches(
     """
     if stride < 1:
         raise ValueError(f'stride={stride} is not at least 1')
-    opened = _open_rows(data, arguments.get('split', schema.TRAIN), engine, verify)
+    opened = engines.open_split(
+        open_data(data), arguments.get('split', schema.TRAIN), engine, verify
+    )
     if opened is None:
         _check_no_column(data, text)
         batches = train_dataset(data, **arguments).as_numpy_iterator()
         return itertools.islice(batches, 0, None, stride)
-    return row_engine.train(*opened, verify, text, stride, _bind(train_dataset, data, arguments))
+    return engines.train(opened, verify, text, stride, _bind(train_dataset, data, arguments))
 
 
-def engine_of(data: 'dataset.Data', engine: str = AUTO, split: str = schema.TRAIN) -> str:
+def engine_of(data: 'Data', engine: str = AUTO, split: str = schema.TRAIN) -> str:
     """Returns the engine that `train_batches` uses: 'rows' or 'chunks'; raises as it does."""
-    return CHUNKS if _open_rows(data, split, engine) is None else ROWS
+    opened = engines.open_split(open_data(data), split, engine)
+    return opened.engine if opened else CHUNKS
 
 
 def eval_batches(
-    data: 'dataset.Data',
+    data: 'Data',
     *,
     engine: str = AUTO,
     verify: str = verified.ONCE,
@@ -274,15 +273,17 @@ def eval_batches(
     Raises:
         ValueError, OSError: as of `train_batches`; or the split is empty.
     """
-    opened = _open_rows(data, arguments.get('split', schema.VALIDATION), engine, verify)
+    opened = engines.open_split(
+        open_data(data), arguments.get('split', schema.VALIDATION), engine, verify
+    )
     if opened is None:
         _check_no_column(data, text)
         return eval_dataset(data, **arguments).as_numpy_iterator()
-    return row_engine.evaluate(*opened, verify, text, _bind(eval_dataset, data, arguments))
+    return engines.evaluate(opened, verify, text, _bind(eval_dataset, data, arguments))
 
 
 def train_dataset(
-    data: 'dataset.Data',
+    data: 'Data',
     *,
     batch_size: int,
     seed: int,
@@ -342,7 +343,7 @@ def train_dataset(
     from coyo11m_tfds.reading import dataset, tf_engine
 
     shares.check_dropout(caption_dropout)
-    builder = dataset.open_dataset(data)
+    builder = dataset.open_dataset(open_data(data).source)
     parser = tf_engine.make_parser(
         builder,
         features,
@@ -366,7 +367,7 @@ def train_dataset(
 
 
 def eval_dataset(
-    data: 'dataset.Data',
+    data: 'Data',
     *,
     batch_size: int,
     features: Sequence[str] = (schema.KEY, schema.LATENTS, schema.TEXT_EMBEDDING),
@@ -396,7 +397,7 @@ def eval_dataset(
 
     process = process_index, process_count
     shares.check_share(batch_size, *process)
-    builder = dataset.open_dataset(data)
+    builder = dataset.open_dataset(open_data(data).source)
     parser = tf_engine.make_parser(builder, features, fixed_crop=EVAL_CROP, with_mask=True)
     opened = dataset.open_split(builder, split)
     reading = tf_engine.Reading(
@@ -410,7 +411,7 @@ def eval_dataset(
 
 
 def check_memory(
-    data: 'dataset.Data',
+    data: 'Data',
     *,
     batch_size: int,
     features: Sequence[str] = (schema.KEY, schema.LATENTS, schema.TEXT_EMBEDDING),
@@ -427,10 +428,10 @@ def check_memory(
     processes_on_host: int = 1,
     engine: str = CHUNKS,
 ) -> None:
-    """Checks that `train_dataset` with these arguments fits into the memory of this host.
+    """Checks that `train_batches` with these arguments fits into the memory of this host.
 
     See `coyo11m_tfds.reading.memory` for what is counted. Rows, and a data set without a chunk
-    index, are read without windows and always fit.
+    index, always fit.
 
     Args:
         data and all others: as of `train_dataset`.
@@ -442,18 +443,18 @@ def check_memory(
     Raises:
         ValueError: it takes more; the message says how much, and what would fit.
     """
-    if _open_rows(data, split, engine):
+    opened = engines.open_split(open_data(data), split, engine)
+    if opened is None or opened.engine == ROWS:
         return
-    from coyo11m_tfds.reading import dataset, tf_engine
-
-    builder = dataset.open_dataset(data)
-    opened = dataset.open_split(builder, split)
-    if opened is None:
-        return
-    parser = tf_engine.make_parser(
-        builder, features, caption_dropout=caption_dropout, with_mask=on_bad_records == SKIP
+    stored, split_, _ = opened
+    choices = RowChoices(
+        tuple(features),
+        stored.latent_dtype,
+        stored.text_dim,
+        caption_dropout=caption_dropout,
+        with_mask=on_bad_records == SKIP,
     )
-    order = Order(opened.index.shard_lengths, 0, batch_size, chunk, lanes, window)
+    order = Order(split_.index.shard_lengths, 0, batch_size, chunk, lanes, window)
     need = memory.Need(
         batch_size=batch_size // process_count,
         chunk=chunk,
@@ -461,8 +462,8 @@ def check_memory(
         window=order.window,
         parallel_reads=parallel_reads,
         prefetch=prefetch,
-        parsed_nbytes=parser.record_nbytes,
-        raw_nbytes=opened.record_nbytes,
+        parsed_nbytes=choices.row_nbytes,
+        raw_nbytes=split_.record_nbytes,
     )
     memory.check(need, budget_gb=ram_budget_gb, processes_on_host=processes_on_host)
 
@@ -470,32 +471,24 @@ def check_memory(
 # --- What they share -----------------------------------------------------------------------------
 
 
-def _check_no_column(data: 'dataset.Data', text: str) -> None:
+def _check_no_column(data: 'Data', text: str) -> None:
     if text:
-        raise ValueError(f"{data}: text={text!r} is a column, which engine='rows' alone can read")
+        raise ValueError(
+            f'{data}: text={text!r} is a column, and without a chunk index it cannot be read'
+        )
 
 
-def _bind(
-    function: Callable, data: 'dataset.Data', arguments: Mapping[str, Any]
-) -> types.SimpleNamespace:
+def _bind(function: Callable, data: 'Data', arguments: Mapping[str, Any]) -> types.SimpleNamespace:
     """The arguments of a call with its defaults."""
     bound = inspect.signature(function).bind(data, **arguments)
     bound.apply_defaults()
     return types.SimpleNamespace(**bound.arguments)
 
 
-def _open_rows(
-    data: 'dataset.Data', split: str, engine: str, verify: str = verified.ONCE
-) -> tuple[StoredDataset, IndexedSplit] | None:
-    """The data set and the split that rows are read of; None where chunks are."""
-    folder = os.fspath(data if isinstance(data, str | os.PathLike) else data.data_dir)
-    return row_engine.open_split(folder, split, engine, verify)
-
-
-def _open_split(data: 'dataset.Data', split: str) -> IndexedSplit | None:
+def _open_split(data: 'Data', split: str) -> IndexedSplit | None:
     """A split with a chunk index, wherever it lies; None where there is none."""
-    if opened := _open_rows(data, split, AUTO):
-        return opened[1]
+    if opened := engines.open_split(open_data(data), split, AUTO):
+        return opened.split
     from coyo11m_tfds.reading import dataset
 
-    return dataset.open_split(dataset.open_dataset(data), split)
+    return dataset.open_split(dataset.open_dataset(open_data(data).source), split)

@@ -36,6 +36,7 @@ _COLUMNS = (
     'added to a request',
     'samples/s',
     'all runs',
+    'CPU us a sample',
     'requests per chunk',
     'bytes asked for, to bytes of the chunks',
 )
@@ -72,6 +73,7 @@ def _row(latency: float, runs: list[dict[str, float]]) -> list[str]:
         f'{1000 * latency:.0f} ms',
         f'{statistics.median(rates):,.0f}',
         f'{rates[0]:,.0f} to {rates[-1]:,.0f}',
+        f'{statistics.median(run["cpu"] for run in runs):.1f}',
         f'{max(run["requests"] for run in runs):.3f}',
         f'{max(run["bytes"] for run in runs):.3f}',
     ]
@@ -105,6 +107,7 @@ def _run(server: Gcs, latency: float, steps: int) -> dict[str, float]:
     timed = steps - steps // 2
     return {
         'rate': timed * _SETTINGS['batch_size'] / found['seconds'],
+        'cpu': 1e6 * found['cpu_seconds'] / (timed * _SETTINGS['batch_size']),
         'requests': len(reads) / num_chunks,
         'bytes': sum(r.nbytes for r in reads) / num_bytes,
     }

@@ -369,6 +369,15 @@ def test_what_is_no_local_data_set_is_refused(tmp_path, other_vectors):
             add_column.add(folder, 'other', other_vectors)
 
 
+def test_both_engines_read_an_added_column(copy, other_vectors):
+    add_column.add(copy, 'other', other_vectors)
+    rows, chunks = (
+        next(input_pipeline.train_batches(copy, engine=engine, text='other', **ORDER))
+        for engine in ('rows', 'chunks')
+    )
+    np.testing.assert_array_equal(chunks['text_embedding'], rows['text_embedding'])
+
+
 def test_a_column_that_is_not_there_is_named(copy, other_vectors):
     for read in (input_pipeline.train_batches, input_pipeline.eval_batches):
         order = ORDER if read is input_pipeline.train_batches else {'batch_size': 16}
@@ -379,8 +388,6 @@ def test_a_column_that_is_not_there_is_named(copy, other_vectors):
     with pytest.raises(ValueError, match="no text embeddings 'other'"):
         dataset.dataset_stats(copy, 'other')
     add_column.add(copy, 'other', other_vectors)
-    with pytest.raises(ValueError, match="'other' is a column, which engine='rows' alone can read"):
-        input_pipeline.train_batches(copy, engine='chunks', text='other', **ORDER)
     shutil.copy(copy / 'column_other-validation.npy', copy / 'column_other-train.npy')
     with pytest.raises(ValueError, match=r'column_other-train.npy: holds float16 .*, expected'):
         input_pipeline.train_batches(copy, text='other', **ORDER)

@@ -439,3 +439,24 @@ def test_a_position_is_the_same_with_tensorflow_and_without(written, mini_datase
             by_folder = input_pipeline.position_settings(path, **ORDER, split=split)
             builder = tfds.builder_from_directory(path)
             assert input_pipeline.position_settings(builder, **ORDER, split=split) == by_folder
+
+
+# --- Opening -----------------------------------------------------------------------------------
+
+
+def test_what_is_opened_once_is_read_once(tmp_path, gcs):
+    small_dataset.write(tmp_path / '1.0.0', {schema.TRAIN: (70, 97)})
+    gcs.upload_folder(tmp_path / '1.0.0', 'gs://bucket/d/1.0.0')
+    order = dict(batch_size=16, seed=5, chunk=64, lanes=2, window=24)
+    data = input_pipeline.open_data('gs://bucket/d/1.0.0')
+    assert input_pipeline.open_data(data) is data
+    input_pipeline.train_order(data, **order)
+    input_pipeline.position_settings(data, **order)
+    input_pipeline.check_memory(data, **{n: x for n, x in order.items() if n != 'seed'})
+    assert input_pipeline.engine_of(data) == 'chunks'
+    batch = next(input_pipeline.train_batches(data, **order))
+    expected = next(input_pipeline.train_batches(tmp_path / '1.0.0', **order))
+    np.testing.assert_array_equal(batch['latents'], expected['latents'])
+    reads = [r.path for r in gcs.requests if r.action == 'read' and 'tfrecord' not in r.path]
+    names = ['chunk_index-train.npy', 'dataset_info.json', 'features.json']
+    assert sorted(path.rpartition('/')[2] for path in reads) == names

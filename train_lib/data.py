@@ -74,7 +74,8 @@ class TrainingData:
         self._mesh = mesh
         self._config = config
         self._builder = _open(config.data.dir)
-        self.order = input_pipeline.train_order(self._builder, **self._order())
+        self._opened = input_pipeline.open_data(self._builder)
+        self.order = input_pipeline.train_order(self._opened, **self._order())
         self._check_shares(has_lanes=self.order is not None)
         if config.eval_every:
             self._check_split(schema.VALIDATION, f'eval_every={config.eval_every}')
@@ -115,7 +116,7 @@ class TrainingData:
             'model': models.identity(**config.model),
             'optimizer': {'name': config.optimizer.name},
         }
-        data_set = input_pipeline.position_settings(self._builder, **self._order())['data_set']
+        data_set = input_pipeline.position_settings(self._opened, **self._order())['data_set']
         self.settings = settings.changeable(config) | {DATA_SET: data_set}
 
     def check_memory(self) -> None:
@@ -130,7 +131,7 @@ class TrainingData:
         order = self._order()
         del order['seed']
         input_pipeline.check_memory(
-            self._builder,
+            self._opened,
             **order,
             caption_dropout=config.caption_dropout,
             process_count=jax.process_count(),
@@ -145,7 +146,7 @@ class TrainingData:
     def train_batches(self, start_step: int) -> Batches:
         """Batches without end, the first being what comes after `start_step` of them."""
         batches = input_pipeline.train_batches(
-            self._builder,
+            self._opened,
             start_step=start_step,
             caption_dropout=self._config.data.caption_dropout,
             counter=self._counter,
@@ -174,7 +175,7 @@ class TrainingData:
         if split is None or self.order is None:
             return f'{self._builder.info.full_name}, read without a chunk index'
         config = self._config.data
-        engine = input_pipeline.engine_of(self._builder, config.engine)
+        engine = input_pipeline.engine_of(self._opened, config.engine)
         how = 'by rows' if engine == input_pipeline.ROWS else f'in chunks of {config.chunk} records'
         megabytes = split.num_bytes / 1e6
         size = f'{megabytes / 1e3:,.3g} GB' if megabytes >= 1e3 else f'{megabytes:,.3g} MB'
@@ -187,7 +188,7 @@ class TrainingData:
         """Every record of the validation split once, with a `mask`."""
         config = self._config
         batches = input_pipeline.eval_batches(
-            self._builder,
+            self._opened,
             batch_size=config.batch_size,
             chunk=config.data.chunk,
             # As many as training has in all its lanes.
@@ -201,7 +202,7 @@ class TrainingData:
     def preview_samples(self) -> PreviewSamples:
         """The first records of `preview.split`, the same on every process."""
         batches = input_pipeline.eval_batches(
-            self._builder,
+            self._opened,
             batch_size=self._config.preview.count,
             split=self._config.preview.split,
             features=(schema.LATENTS, schema.TEXT_EMBEDDING, schema.CAPTION),

@@ -6,8 +6,10 @@ batches = input_pipeline.train_dataset(path, batch_size=256, seed=0, counter=cou
 counter.read().num_bytes
 """
 
+import contextlib
 import functools
 import threading
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ class ReadCounter:
     """
 
     def __init__(self):
-        self._row_bytes = self._bad = 0
+        self._bytes = self._begun = self._done = self._bad = 0
         self._lock = threading.Lock()  # chunks are read by several threads
 
     def read(self) -> ReadCounts:
@@ -45,7 +47,9 @@ class ReadCounter:
         # Without chunks, nobody has to wait for TensorFlow.
         of_chunks = self._sums.numpy().tolist() if '_sums' in vars(self) else (0, 0, 0)
         num_bytes, begun, done = of_chunks
-        return ReadCounts(num_bytes + self._row_bytes, done, begun - done, self._bad)
+        with self._lock:
+            begun, done = begun + self._begun, done + self._done
+            return ReadCounts(num_bytes + self._bytes, done, begun - done, self._bad)
 
     def begin(self) -> 'tf.Operation':
         """In a graph: one chunk is being read."""
@@ -55,14 +59,30 @@ class ReadCounter:
         """In a graph: one chunk has been read."""
         return self._add(num_bytes=num_bytes, done=1)
 
+    @contextlib.contextmanager
+    def chunk(self) -> Iterator[Callable[[int], None]]:
+        """In its `with` block one chunk is being read; tells the function given how long it was."""
+        self._count(begun=1)
+        try:
+            yield lambda num_bytes: self._count(num_bytes=num_bytes, done=1)
+        except BaseException:
+            self._count(begun=-1)
+            raise
+
     def add_rows(self, num_bytes: int) -> None:
         """A batch of rows has been read."""
-        self._row_bytes += num_bytes
+        self._count(num_bytes=num_bytes)
 
     def add_bad(self, num_records: int) -> None:
         """Some records could not be read."""
         with self._lock:
             self._bad += num_records
+
+    def _count(self, num_bytes: int = 0, begun: int = 0, done: int = 0) -> None:
+        with self._lock:
+            self._bytes += num_bytes
+            self._begun += begun
+            self._done += done
 
     @functools.cached_property
     def _sums(self) -> 'tf.Variable':

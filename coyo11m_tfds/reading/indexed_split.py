@@ -45,10 +45,16 @@ class IndexedSplit:
     @property
     def record_nbytes(self) -> int:
         """Bytes of a record in the files, on average; 0 if there is none."""
+        return int(self.file_sizes.sum() // max(1, self.index.shard_lengths.sum()))
+
+    @property
+    def file_sizes(self) -> np.ndarray:
+        """Bytes of each shard, as the index has them; int64 `(num_shards,)`."""
         lengths = self.index.shard_lengths
         shards = np.flatnonzero(lengths)
-        _, nbytes = self.index.byte_range(shards, 0, lengths[shards])
-        return int(nbytes.sum() // max(1, lengths.sum()))
+        sizes = np.zeros(len(lengths), np.int64)
+        sizes[shards] = self.index.byte_range(shards, 0, lengths[shards])[1]
+        return sizes
 
     def file(self, shard: int) -> str:
         """The path of a shard."""

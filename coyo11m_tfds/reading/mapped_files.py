@@ -90,6 +90,26 @@ class MappedFiles:
             if number not in self._states:
                 self._open(number)
 
+    def locate(
+        self, number: np.ndarray, offset: np.ndarray, nbytes: np.ndarray | int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The addresses of places in files, and of the end of what is there of them.
+
+        Args:
+            number: of each file, int64 `(n,)`.
+            offset: of each place in its file.
+            nbytes: how much is wanted from there on.
+
+        Returns:
+            `(address, limit)`, int64 `(n,)`: what reaches beyond the end of its file is cut there.
+
+        Raises:
+            FileNotFoundError, PermissionError, OSError: a file cannot be opened.
+        """
+        self.open(np.unique(number))
+        start = self.address[number]
+        return start + offset, start + np.minimum(offset + nbytes, self.size[number])
+
     def check_unchanged(self, numbers: np.ndarray) -> None:
         """Looks whether open files are what they were, at most once a second.
 
@@ -100,7 +120,7 @@ class MappedFiles:
             return
         for number in np.unique(numbers).tolist():
             path, before = self.path_of(number), self._states[number]
-            with _naming(path):
+            with naming(path):
                 state = _state(os.stat(path))
             if state != before:
                 raise OSError(
@@ -120,7 +140,7 @@ class MappedFiles:
 
     def _open(self, number: int) -> None:
         path = self.path_of(number)
-        with _naming(path), open(path, 'rb') as file:
+        with naming(path), open(path, 'rb') as file:
             state = _state(os.fstat(file.fileno()))
             if state[0]:
                 self._maps[number] = mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -134,15 +154,20 @@ def _state(found: os.stat_result) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def _naming(path: str) -> Iterator[None]:
+def naming(path: str) -> Iterator[None]:
     """Errors that say what to do."""
     try:
         yield
     except FileNotFoundError as error:
-        raise FileNotFoundError(f'{path} is missing: restore it.') from error
+        raise missing(path) from error
     except PermissionError as error:
         raise PermissionError(
             f'{path}: access was refused: let this user read the file.'
         ) from error
     except OSError as error:
         raise OSError(f'{path} cannot be read. ({error.strerror or error})') from error
+
+
+def missing(path: str) -> FileNotFoundError:
+    """The error for a file that is not there."""
+    return FileNotFoundError(f'{path} is missing: restore it.')

@@ -2,17 +2,19 @@
 
     need = memory.Need(batch_size=256, chunk=64, lanes=16, window=1024, parallel_reads=4,
                        prefetch=2, parsed_nbytes=9481, raw_nbytes=25_955)
-    need.num_bytes                                          # 823,000,000
+    need.num_bytes                                          # 708,000,000
     memory.check(need, budget_gb=0, processes_on_host=1)    # ValueError: the machine has too little
 
-The sum covers what one process holds more than one that has read a few records: windows, chunks
-being read, batches kept ready. Whatever happens to batches afterwards comes on top.
+The sum covers what one process holds more than one that has read a few records: blocks of
+windows, chunks being read, batches kept ready. Whatever happens to batches afterwards comes on top.
 
-The factors are those of peak resident memory in child processes with records of 26 KB (2 cores,
-glibc told to keep freed memory, see `process_settings`; the processor shared with others). Of 27
-runs of 0.13 to 4.9 GB, with 2 to 64 lanes, windows of 256 to 8,192, chunks of 64 and 256, 2 to 16
-parallel reads and batches of 256 to 8,192, 23 took 15% less to 9% more than the sum, three 18% or
-19% less, and one 22% more.
+A block of batches is given out while the next one is filled, and chunks that are on their way, or
+have come early, are held as they are in their files.
+
+The factors are those of peak resident memory in child processes with records of 26 KB (2 busy
+cores, glibc told to keep freed memory, see `process_settings`): six runs of 0.7 to 1.5 GB, 8 to 32
+lanes, windows of 1,024 to 3,072, chunks of 64 and 128, 4 and 8 parallel reads and batches of 256
+and 4,096, took 20% less to 12% more than what is told.
 """
 
 import dataclasses
@@ -21,11 +23,11 @@ import math
 
 from coyo11m_tfds.process import machine
 
-# window, and that beside the shuffled one.
-_WINDOWS = 4
-# A run being read is a buffer, then strings, then tensors; not all runs are at the same point.
-_RAW_CHUNKS = 1.55
-_FIXED = 30_000_000  # plans, graphs, threads
+# One block is given out, one is filled, and of the one before some batches may be in use.
+_BLOCKS = 2.2
+# The allocator keeps what threads have freed.
+_RAW_CHUNKS = 1.5
+_FIXED = 200_000_000  # also plans, threads, and chunks that are being gathered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Need:
         lanes: of this process.
         window: records of a window.
         parallel_reads: chunks being read at a time in each lane.
-        prefetch: batches kept ready; a negative number, with which TensorFlow decides, counts as 2.
+        prefetch: batches kept ready; a negative number counts as 2.
         parsed_nbytes: bytes of a record in a batch.
         raw_nbytes: bytes of a record in a file.
     """
@@ -64,7 +66,7 @@ class Need:
     @property
     def _for_window(self) -> float:
         """Bytes for each record of a window, in all lanes."""
-        return _WINDOWS * self.lanes * self.parsed_nbytes
+        return _BLOCKS * self.lanes * self.parsed_nbytes
 
     @property
     def _besides_windows(self) -> float:

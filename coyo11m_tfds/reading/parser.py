@@ -17,9 +17,6 @@ from coyo11m_tfds.reading import choices
 from coyo11m_tfds.reading.layout import Layout
 from coyo11m_tfds.reading.names import DROP_TEXT, MASK
 
-# A long caption with what TensorFlow keeps beside it.
-_CAPTION_NBYTES = 600
-
 Batch = dict[str, tf.Tensor]
 
 _LARGE = {schema.LATENTS, schema.TEXT_EMBEDDING}
@@ -46,19 +43,6 @@ class Parser:
     caption_dropout: float = 0.0
     fixed_crop: int | None = None
     with_mask: bool = False
-
-    @property
-    def record_nbytes(self) -> int:
-        """Bytes of a record in a batch; of its caption a guess."""
-        sizes = {
-            schema.KEY: 8,
-            schema.LATENTS: schema.LATENT_NBYTES,
-            schema.TEXT_EMBEDDING: 2 * self.text_dim,
-            schema.CAPTION: _CAPTION_NBYTES,
-        }
-        return (
-            sum(sizes[name] for name in self.features) + bool(self.caption_dropout) + self.with_mask
-        )
 
     def is_regular(self, serialized: tf.Tensor) -> tf.Tensor:
         """Whether records `(n,)` are laid out as this project writes them; a bool scalar."""

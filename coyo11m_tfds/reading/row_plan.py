@@ -28,14 +28,17 @@ class Block(NamedTuple):
     record: np.ndarray
 
 
-def train_blocks(order: Order, lanes: range, start_step: int, stride: int = 1) -> Iterator[Block]:
+def train_blocks(
+    order: Order, lanes: range, start_step: int, stride: int = 1, block_rows: int = 0
+) -> Iterator[Block]:
     """Some lanes' part of every `stride`-th batch from a step on, without end.
 
-    A block ends where windows end: their records lie in the same chunks.
+    A block ends where windows end: their records lie in the same chunks. It has the fewest windows
+    that make `block_rows` rows, or of 0 as many as cost little to plan.
     """
     epoch, step = order.locate(start_step)
     skip = 0  # batches before the next that is wanted
-    windows = max(1, -(-_BLOCK_ROWS // (order.window * len(lanes))))
+    windows = max(1, -(-(block_rows or _BLOCK_ROWS) // (order.window * len(lanes))))
     while True:
         plan = order.epoch(epoch)
         while step < plan.steps:

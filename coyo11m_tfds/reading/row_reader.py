@@ -1,4 +1,4 @@
-"""Batches gathered row by row out of local TFRecord files, without TensorFlow.
+"""Batches gathered row by row out of TFRecord files in memory, without TensorFlow.
 
     choices = RowChoices(('key', 'latents'), 'float16', text_dim=640, seed=0)
     reader = RowReader(split, choices, RecordLayout(text_dim=640))
@@ -24,6 +24,7 @@ from coyo11m_tfds.reading import bad_records, framing, order, record_layout, ver
 from coyo11m_tfds.reading.bad_records import BadRecords
 from coyo11m_tfds.reading.column_reader import ColumnReader
 from coyo11m_tfds.reading.counter import ReadCounter
+from coyo11m_tfds.reading.fetched_files import FetchedFiles
 from coyo11m_tfds.reading.indexed_split import IndexedSplit
 from coyo11m_tfds.reading.mapped_files import MappedFiles
 from coyo11m_tfds.reading.names import DROP_TEXT, MASK
@@ -33,6 +34,9 @@ Batch = dict[str, np.ndarray]
 
 # What `record_layout.Found` calls the places of a feature.
 _PLACES = {schema.LATENTS: 'latents', schema.TEXT_EMBEDDING: 'text'}
+
+# A long caption as an object of Python, with its share of the array.
+_CAPTION_NBYTES = 600
 
 _DTYPES = {'float16': np.dtype(np.float16), 'bfloat16': np.dtype(ml_dtypes.bfloat16)}
 
@@ -58,6 +62,19 @@ class RowChoices:
     caption_dropout: float = 0.0
     fixed_crop: int | None = None
     with_mask: bool = False
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of a row in a batch; of its caption a guess."""
+        sizes = {
+            schema.KEY: 8,
+            schema.LATENTS: schema.LATENT_NBYTES,
+            schema.TEXT_EMBEDDING: 2 * self.text_dim,
+            schema.CAPTION: _CAPTION_NBYTES,
+        }
+        return (
+            sum(sizes[name] for name in self.features) + bool(self.caption_dropout) + self.with_mask
+        )
 
     def crops(self, epoch: int, keys: np.ndarray) -> np.ndarray:
         """The crop of each key; int64 `(n,)`."""
@@ -113,27 +130,29 @@ class RowReader:
         counter: ReadCounter | None = None,
         max_bad_fraction: float = bad_records.DEFAULT_MAX_FRACTION,
         columns: Mapping[str, ColumnReader] | None = None,
+        files: FetchedFiles | None = None,
     ):
         """Opens nothing.
 
         Args:
-            split: of a local data set.
+            split: of a data set, a local one unless `files` is given.
             choices: what is in a batch.
             layout: of the records.
             verify: see `verified`.
             on_bad_records: 'stop' is an error for the first bad record, 'skip' leaves them out.
-            counter: is told of every batch.
+            counter: is told of bad records.
             max_bad_fraction: see `BadRecords`.
             columns: features that lie elsewhere than in the records.
+            files: the shards, if they are not to be mapped.
 
         Raises:
             ValueError: an argument is out of its range, or there are too many shards.
         """
         lengths = split.index.shard_lengths
         num_records = int(lengths.sum())
-        self._split, self._choices, self._counter = split, choices, counter
+        self._split, self._choices = split, choices
         self._first = np.cumsum(lengths) - lengths
-        self._files = MappedFiles(split.file, len(lengths))
+        self._files = files or MappedFiles(split.file, len(lengths))
         self._layout, self._columns = layout, columns or {}
         # Of each feature the dtype and the shape of a row in a batch; of latents, one crop comes.
         self._kinds = {schema.TEXT_EMBEDDING: (_DTYPES['float16'], (choices.text_dim,))}
@@ -185,8 +204,13 @@ class RowReader:
         self._files.open(np.array(run[:1]))
         self._files.will_need(*run)
 
-    def read(self, rows: Rows) -> Batch:
-        """The batch of some rows, in their order.
+    def check(self, rows: Rows) -> np.ndarray:
+        """Which rows can be read; bool `(n,)`. Compares checksums as far as `verify` asks."""
+        number = self._first[rows.shard] + rows.record
+        return self._checks.check(self._files.memory, number, rows.begin, rows.end)
+
+    def read(self, rows: Rows, good: np.ndarray) -> Batch:
+        """The batch of some rows, in their order, with what `check` says of them.
 
         Raises:
             ValueError: a record cannot be read and the policy is 'stop', too many cannot, or one
@@ -197,7 +221,6 @@ class RowReader:
         number = self._first[rows.shard] + rows.record
         for column in self._columns.values():
             column.check_unchanged(number)
-        good = self._checks.check(self._files.memory, number, rows.begin, rows.end)
         others = self._read_irregular(rows, good)
         if not good.all():
             self._report_bad(rows, np.flatnonzero(~good))
@@ -215,19 +238,21 @@ class RowReader:
             )
         if self._choices.with_mask:
             batch[MASK] = good
-        if self._counter:
-            self._counter.add_rows(sum(x.nbytes for x in batch.values()))
         return batch
+
+    def empty(self) -> Batch:
+        """A batch without rows."""
+        nothing = np.zeros(0, np.int64)
+        rows = self.find(0, nothing, nothing)
+        return self.read(rows, self.check(rows))
 
     def _places(self, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of each run its address, its records, and the address at which it ends."""
         shard, first = _of_run_numbers(runs)
-        self._files.open(np.unique(shard))
         count = np.minimum(self._split.index.shard_lengths[shard] - first, schema.CHUNK_STRIDE)
         offset, nbytes = self._split.index.byte_range(shard, first, count)
-        address = self._files.address[shard]
-        limit = address + np.minimum(offset + nbytes, self._files.size[shard])
-        return address + offset, count, limit
+        address, limit = self._files.locate(shard, offset, nbytes)
+        return address, count, limit
 
     def _read_irregular(self, rows: Rows, good: np.ndarray) -> dict[int, dict[str, Any]]:
         """The values of whole records of other layouts, by row; `good` learns which are damaged."""

@@ -5,19 +5,24 @@
 
 There are no windows in memory: the plan says which records come, and each batch is gathered out of
 the page cache when it is due. What the following batches need is asked for ahead, so that a disk
-reads it meanwhile.
+reads it meanwhile. `train_batches` and `eval_batches` serve the engine `chunks`, too.
 """
 
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from coyo11m_tfds.reading import row_plan
 from coyo11m_tfds.reading.ahead import Ahead
+from coyo11m_tfds.reading.counter import ReadCounter
 from coyo11m_tfds.reading.order import Order
 from coyo11m_tfds.reading.row_plan import Block
 from coyo11m_tfds.reading.row_reader import Batch, RowReader
+
+# Gives the batches of blocks of rows.
+Read = Callable[[Iterator[Block]], Iterator[Batch]]
 
 
 def train_batches(
@@ -27,10 +32,17 @@ def train_batches(
     start_step: int,
     prefetch: int,
     stride: int = 1,
+    *,
+    read: Read | None = None,
+    block_rows: int = 0,
 ) -> Iterator[Batch]:
-    """Some lanes' part of every `stride`-th batch from a step on, `prefetch` of them ready."""
-    blocks = row_plan.train_blocks(order, lanes, start_step, stride)
-    return Ahead(_read(reader, blocks), prefetch, 'rows')
+    """Some lanes' part of every `stride`-th batch from a step on, `prefetch` of them ready.
+
+    `read` is another way to read blocks than `read_rows`; `block_rows` as of `train_blocks`.
+    """
+    read = read or functools.partial(read_rows, reader)
+    blocks = row_plan.train_blocks(order, lanes, start_step, stride, block_rows)
+    return Ahead(read(blocks), prefetch, 'batches')
 
 
 def eval_batches(
@@ -40,16 +52,24 @@ def eval_batches(
     batch_size: int,
     num_batches: int,
     prefetch: int,
+    *,
+    read: Read | None = None,
 ) -> Iterator[Batch]:
-    """Records, counted over all shards, in so many full batches; rows of zeros fill them up."""
+    """Records, counted over all shards, in so many full batches; rows of zeros fill them up.
+
+    `read` as of `train_batches`.
+    """
+    read = read or functools.partial(read_rows, reader)
     blocks = row_plan.eval_blocks(shard_lengths, records.start, records.stop, batch_size)
-    empty = reader.read(reader.find(0, *np.zeros((2, 0), np.int64)))
-    read = itertools.chain(_read(reader, blocks), itertools.repeat(empty))
-    full = (_fill_up(batch, batch_size) for batch in itertools.islice(read, num_batches))
-    return Ahead(full, prefetch, 'rows')
+    batches = itertools.chain(read(blocks), itertools.repeat(reader.empty()))
+    full = (_fill_up(batch, batch_size) for batch in itertools.islice(batches, num_batches))
+    return Ahead(full, prefetch, 'batches')
 
 
-def _read(reader: RowReader, blocks: Iterator[Block]) -> Iterator[Batch]:
+def read_rows(
+    reader: RowReader, blocks: Iterator[Block], counter: ReadCounter | None = None
+) -> Iterator[Batch]:
+    """The batches of all blocks, one after the other; `counter` is told of each."""
     blocks = iter(blocks)
     block = next(blocks, None)
     if block is not None:
@@ -63,7 +83,11 @@ def _read(reader: RowReader, blocks: Iterator[Block]) -> Iterator[Batch]:
         for step in range(steps):
             for run in runs[step::steps]:
                 reader.will_need(run)
-            yield reader.read(rows.part(slice(step * size, (step + 1) * size)))
+            some = rows.part(slice(step * size, (step + 1) * size))
+            batch = reader.read(some, reader.check(some))
+            if counter:
+                counter.add_rows(sum(x.nbytes for x in batch.values()))
+            yield batch
 
 
 def _fill_up(batch: Batch, size: int) -> Batch:

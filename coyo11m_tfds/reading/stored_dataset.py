@@ -1,4 +1,4 @@
-"""A built data set on a local disk, opened without TensorFlow: what its metadata files say.
+"""A built data set, opened without TensorFlow: what its metadata files say.
 
 data = stored_dataset.read('OUT/coyo11m_tfds/latents/1.0.0')
 data.latent_dtype, data.text_dim              # 'float16', 640
@@ -8,7 +8,6 @@ split = data.open_split('train')              # None where there is no chunk ind
 import dataclasses
 import json
 import os
-import pathlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from coyo11m_tfds.columns import AddedColumn, Column
 from coyo11m_tfds.reading import indexed_split, stored_splits
 from coyo11m_tfds.reading.indexed_split import IndexedSplit
 from coyo11m_tfds.reading.stored_splits import StoredSplit
-from coyo11m_tfds.storage import stored_files
+from coyo11m_tfds.storage import source_files, stored_files
 
 FOLDER_HELP = (
     'folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0, or the --data_dir of `tfds build` '
@@ -115,29 +114,29 @@ class StoredDataset:
 
 
 def read(folder: str | os.PathLike[str]) -> StoredDataset | None:
-    """Reads the metadata in a local folder; None if there is no data set.
+    """Reads the metadata in a folder, local or on gs://; None if there is no data set.
 
     Raises:
         ValueError: a file is damaged.
         OSError: a file cannot be read.
     """
-    path = pathlib.Path(folder)
-    if not (path / schema.INFO_FILE).is_file():
+    path = os.fspath(folder).rstrip('/')
+    data = _read(f'{path}/{schema.INFO_FILE}')
+    if data is None:
         return None
-    data = (path / schema.INFO_FILE).read_bytes()
     try:
         splits = {split.name: split for split in stored_splits.parse(data)}
     except ValueError as error:
-        raise ValueError(f'{path / schema.INFO_FILE}: is damaged ({error}).') from error
+        raise ValueError(f'{path}/{schema.INFO_FILE}: is damaged ({error}).') from error
     info = json.loads(data)
     names = [info.get('name'), info.get('configName'), info.get('version')]
-    features = _read_json(path / schema.FEATURES_FILE).get('featuresDict', {}).get('features')
+    features = _read_json(f'{path}/{schema.FEATURES_FILE}').get('featuresDict', {}).get('features')
     if not isinstance(features, dict):
-        raise ValueError(f'{path / schema.FEATURES_FILE}: is damaged (it names no features).')
-    file = path / schema.METADATA_FILE
-    metadata = _read_json(file) if file.exists() else {}
+        raise ValueError(f'{path}/{schema.FEATURES_FILE}: is damaged (it names no features).')
+    metadata = _read_json(f'{path}/{schema.METADATA_FILE}', {})
     full_name = '/'.join(filter(None, names))
-    return StoredDataset(str(path), full_name, splits, features, metadata, columns.read(path))
+    found = {} if source_files.is_remote(path) else columns.read(path)
+    return StoredDataset(path, full_name, splits, features, metadata, found)
 
 
 def choose(folder: str | os.PathLike[str]) -> str:
@@ -156,9 +155,23 @@ def choose(folder: str | os.PathLike[str]) -> str:
     return found[0]
 
 
-def _read_json(path: pathlib.Path) -> dict:
+def _read(path: str) -> bytes | None:
+    """The content of a small file; None if there is none."""
     try:
-        content = json.loads(path.read_bytes())
+        file = source_files.describe(path)
+    except ValueError:
+        return None
+    return bytes(stored_files.read(file, stored_files.Content).data)
+
+
+def _read_json(path: str, default: dict | None = None) -> dict:
+    data = _read(path)
+    if data is None and default is not None:
+        return default
+    if data is None:
+        raise FileNotFoundError(f'{path}: is missing; restore it or build the data set again.')
+    try:
+        content = json.loads(data)
     except ValueError as error:
         raise ValueError(f'{path}: is damaged ({error}).') from error
     if not isinstance(content, dict):

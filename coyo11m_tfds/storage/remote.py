@@ -37,6 +37,10 @@ _PROGRESS = 16 << 20
 _threads = threading.local()
 
 
+class Changed(OSError):
+    """A file is not what it was when it was described."""
+
+
 def fetch(file: SourceFile, target: str, on_bytes: Callable[[int], None] | None = None) -> None:
     """Downloads a remote file; `target` is there when it is whole and right, and not before.
 
@@ -113,13 +117,12 @@ def read_range(file: SourceFile, start: int, length: int) -> bytes:
 
 
 def _read_once(file: SourceFile, start: int, length: int) -> bytes:
-    content = bytearray()
     with _get(file, start, start + length) as response:
-        for block in response.iter_content(_BLOCK):
-            content += block
+        # In one piece: the blocks of `iter_content` would be copied twice.
+        content = response.raw.read(decode_content=False)
     if len(content) != length:
         raise retry.Corrupted(f'{len(content)} bytes came, expected {length}')
-    return bytes(content)
+    return content
 
 
 def _complete(part: PartFile) -> None:
@@ -158,7 +161,7 @@ def _get(file: SourceFile, start: int, stop: int, *, or_all: bool = False) -> 'r
     Raises:
         requests.HTTPError: the server refused.
         FileNotFoundError: the file is gone.
-        OSError: it has changed.
+        Changed: it has another size or checksum.
         retry.Corrupted: the answer is another range.
     """
     url, authorize = _gcs_address(file) if file.path.startswith('gs://') else _hub_address(file)
@@ -216,8 +219,8 @@ def _check_version(file: SourceFile, response: 'requests.Response') -> None:
         raise _changed(file, f'its checksum is {found}, not {file.checksum}')
 
 
-def _changed(file: SourceFile, how: str) -> OSError:
-    return OSError(
+def _changed(file: SourceFile, how: str) -> Changed:
+    return Changed(
         f'{file.path} has changed since it was listed ({how}). Run the same command again, when '
         'nobody writes to it any more.'
     )

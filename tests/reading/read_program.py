@@ -3,9 +3,9 @@
     {"path": "gs://bucket/d/1.0.0", "steps": 20, "settle": false, "settings": {"batch_size": 32}}
 
 comes on the standard input; a JSON of the keys of all batches, what the counter says, the most
-chunks that were in flight when a batch came, and the seconds that the second half of the batches
-took goes to the standard output. With "settle" it
-waits at the end until nothing is read ahead any more.
+chunks that were in flight when a batch came, and the seconds (also of processor time) that the
+second half of the batches took goes to the standard output. With "settle" it waits at the end until
+nothing is read ahead any more.
 """
 
 import itertools
@@ -13,29 +13,28 @@ import json
 import sys
 import time
 
-from coyo11m_tfds.reading import process_settings
+import input_pipeline
 
 
 def main() -> None:
     """Reads what the standard input asks for."""
     asked = json.load(sys.stdin)
     settings = asked['settings']
-    process_settings.apply(asked['path'], settings['chunk'])
-    import input_pipeline  # TensorFlow reads its environment when it is imported
-
     counter = input_pipeline.ReadCounter()
-    batches = input_pipeline.train_dataset(asked['path'], counter=counter, **settings)
-    keys, most_in_flight, start = [], 0, 0.0
-    iterator = batches.as_numpy_iterator()
-    for step, batch in enumerate(itertools.islice(iterator, asked['steps'])):
+    batches = input_pipeline.train_batches(
+        asked['path'], engine='chunks', counter=counter, **settings
+    )
+    keys, most_in_flight, start, cpu_start = [], 0, 0.0, 0.0
+    for step, batch in enumerate(itertools.islice(batches, asked['steps'])):
         keys.append(batch['key'].tolist())
         most_in_flight = max(most_in_flight, counter.read().chunks_in_flight)
         if step == asked['steps'] // 2 - 1:
-            start = time.monotonic()
-    seconds = time.monotonic() - start
+            start, cpu_start = time.monotonic(), time.process_time()
+    seconds, cpu_seconds = time.monotonic() - start, time.process_time() - cpu_start
     if asked.get('settle'):
         _wait_until_idle(counter)
-    found = {'keys': keys, 'seconds': seconds, 'most_in_flight': most_in_flight}
+    found = {'keys': keys, 'seconds': seconds, 'cpu_seconds': cpu_seconds}
+    found |= {'most_in_flight': most_in_flight, 'with_tensorflow': 'tensorflow' in sys.modules}
     json.dump(found | {'counts': counter.read()}, sys.stdout)
 
 

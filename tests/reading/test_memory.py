@@ -61,14 +61,14 @@ def big(tmp_path_factory) -> pathlib.Path:
 
 
 _READ = """
-import json, sys
+import itertools, json, sys
 from coyo11m_tfds.reading import process_settings
 process_settings.keep_freed_memory()
 import input_pipeline
 
 def read(steps, **settings):
-    batches = input_pipeline.train_dataset(path, seed=0, **settings)
-    for _ in batches.take(steps).as_numpy_iterator():
+    batches = input_pipeline.train_batches(path, engine='chunks', seed=0, **settings)
+    for _ in itertools.islice(batches, steps):
         pass
 
 def memory(field):
@@ -181,11 +181,11 @@ def test_half_of_what_the_container_has_is_for_all_processes_of_a_host(monkeypat
 def test_each_process_reads_its_part(tmp_path):
     path = tmp_path / schema.VERSION
     small_dataset.write(path, {schema.TRAIN: (700, 700)})
-    settings = dict(batch_size=16, chunk=32, lanes=8, window=64, ram_budget_gb=0.07)
-    with pytest.raises(ValueError, match=r'in 8 lanes takes 0\.1 GB.*ram_budget_gb=0\.07'):
+    settings = dict(batch_size=16, chunk=32, lanes=8, window=64, ram_budget_gb=0.22)
+    with pytest.raises(ValueError, match=r'in 8 lanes takes 0\.3 GB.*ram_budget_gb=0\.22'):
         input_pipeline.check_memory(path, **settings)
     input_pipeline.check_memory(path, **settings, process_count=8)
-    with pytest.raises(ValueError, match=r'in 1 lanes in each of 8 processes takes 0\.3 GB'):
+    with pytest.raises(ValueError, match=r'in 1 lanes in each of 8 processes takes 1\.7 GB'):
         input_pipeline.check_memory(path, **settings, process_count=8, processes_on_host=8)
 
 

@@ -103,15 +103,16 @@ def written(tmp_path_factory) -> dict[str, Written]:
 
 
 def read(data: Written, run: Run, count: int, **arguments) -> list[dict[str, np.ndarray]]:
-    """`count` batches of one process, every feature in them, which both engines give alike."""
+    """`count` batches of one process, every feature in them, which all ways to read give alike."""
     arguments |= run.order_settings | dict(features=dataset.FEATURES, caption_dropout=0.5)
     batches = input_pipeline.train_dataset(
         data.builder, parallel_reads=1, prefetch=1, **arguments
     ).take(count)
     by_chunks = list(batches.as_numpy_iterator())
     without_counter = {name: x for name, x in arguments.items() if name != 'counter'}
-    rows = input_pipeline.train_batches(data.builder, engine='rows', **without_counter)
-    assert_same(list(itertools.islice(rows, count)), by_chunks)
+    for engine in ('rows', 'chunks'):
+        batches = input_pipeline.train_batches(data.builder, engine=engine, **without_counter)
+        assert_same(list(itertools.islice(batches, count)), by_chunks)
     return by_chunks
 
 
@@ -234,18 +235,19 @@ def test_another_seed_is_another_order_of_other_choices(written, run, to_other):
         assert any(by_key[0][key][choice] != by_key[1][key][choice] for key in common)
 
 
+@pytest.mark.parametrize('engine', ['rows', 'chunks'])
 @settings(max_examples=60)
 @given(run=runs())
 @example(run=Run('even', 64, lanes=2, chunk=64, window=1, start=5))  # each block is a batch
 @example(run=Run('one', 3, lanes=3, window=400, processes=3, start=150))  # several epochs in
-def test_rows_are_those_of_the_plan(written, run):
-    """By rows alone, which takes no graph: many more settings than with both engines."""
+def test_batches_are_those_of_the_plan(written, engine, run):
+    """Without TensorFlow, which takes no graph: many more settings than with it."""
     data, order, count = written[run.shards], run.order, 7
     parts = [
         itertools.islice(
             input_pipeline.train_batches(
                 data.builder,
-                engine='rows',
+                engine=engine,
                 features=dataset.FEATURES,
                 caption_dropout=0.5,
                 start_step=run.start,
@@ -345,8 +347,9 @@ def test_evaluation_reads_every_record_once_over_all_processes(
         )
         batches = input_pipeline.eval_dataset(data.builder, **arguments)
         parts.append(list(batches.as_numpy_iterator()))
-        rows = input_pipeline.eval_batches(data.builder, engine='rows', **arguments)
-        assert_same(list(rows), parts[-1])
+        for engine in ('rows', 'chunks'):
+            others = input_pipeline.eval_batches(data.builder, engine=engine, **arguments)
+            assert_same(list(others), parts[-1])
         assert batches.cardinality() == len(parts[-1])
     assert {len(part) for part in parts} == {math.ceil(len(data.keys) / (processes * local))}
     batches = list(itertools.chain.from_iterable(parts))

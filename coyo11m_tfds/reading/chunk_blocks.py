@@ -1,0 +1,126 @@
+"""The engine `chunks`: batches out of chunks of records, each fetched with one request.
+
+    batches = rows.train_batches(chunk_blocks.Chunks(split, reader, files, 64).read, order, ...)
+
+A block of batches is filled chunk by chunk as they come: records are found, compared with their
+checksums and gathered by `RowReader`, as in mapped files, and of a chunk no more stays than what
+the batches hold. While a block is given out the next one is filled.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from absl import logging
+
+from coyo11m_tfds.reading.ahead import Ahead
+from coyo11m_tfds.reading.fetched_files import FetchedFiles, Range
+from coyo11m_tfds.reading.indexed_split import IndexedSplit
+from coyo11m_tfds.reading.row_plan import Block
+from coyo11m_tfds.reading.row_reader import Batch, RowReader
+
+# How often a chunk with a damaged record is fetched, whose bytes may have been changed on the way.
+_ATTEMPTS = 3
+
+# Records that are gathered together at least, so that NumPy's calls cost little a record.
+_GROUP_RECORDS = 1024
+
+
+class _Plan(NamedTuple):
+    """A block of rows by chunks.
+
+    Attributes:
+        block: the rows.
+        ranges: of the chunks that they are in.
+        rows: places in the block, ordered by their chunks.
+        ends: of each chunk one past its last place in `rows`.
+    """
+
+    block: Block
+    ranges: list[Range]
+    rows: np.ndarray
+    ends: np.ndarray
+
+
+class Chunks:
+    """Reads blocks of rows of one split."""
+
+    def __init__(self, split: IndexedSplit, reader: RowReader, files: FetchedFiles, chunk: int):
+        """Takes a reader of these files, and how many records are fetched together."""
+        self._index, self._reader, self._files, self._chunk = split.index, reader, files, chunk
+
+    def read(self, blocks: Iterator[Block]) -> Iterator[Batch]:
+        """The batches of all blocks, one after the other.
+
+        Raises:
+            ValueError, OSError: as of `RowReader.read`; or a file cannot be read.
+        """
+        for steps, values in Ahead(self._fill(blocks), 1, 'chunks'):
+            size = len(next(iter(values.values()))) // steps
+            for step in range(steps):
+                part = slice(step * size, (step + 1) * size)
+                yield {name: x[part] for name, x in values.items()}
+
+    def _fill(self, blocks: Iterator[Block]) -> Iterator[tuple[int, Batch]]:
+        """Of each block the number of batches, and their values one after the other."""
+        try:
+            plans = itertools.chain(map(self._plan, blocks), [None])
+            plan = next(plans)
+            self._files.ask(plan.ranges if plan else [])
+            while plan:
+                following = next(plans)
+                both = set(following.ranges).intersection(plan.ranges) if following else set()
+                if following:
+                    self._files.ask(part for part in following.ranges if part not in both)
+                yield len(plan.block.shard), self._gather(plan, both)
+                plan = following
+        finally:
+            self._files.close()
+
+    def _plan(self, block: Block) -> _Plan:
+        shard, record = block.shard.ravel(), block.record.ravel()
+        chunks, of_chunk = np.unique((shard << 32) + record // self._chunk, return_inverse=True)
+        shards, first = chunks >> 32, (chunks & 0xFFFFFFFF) * self._chunk
+        count = np.minimum(self._index.shard_lengths[shards] - first, self._chunk)
+        begin, nbytes = self._index.byte_range(shards, first, count)
+        ranges = zip(shards.tolist(), begin.tolist(), (begin + nbytes).tolist(), strict=True)
+        rows = np.argsort(of_chunk, kind='stable')
+        return _Plan(block, list(ranges), rows, np.cumsum(np.bincount(of_chunk)))
+
+    def _gather(self, plan: _Plan, kept: set[Range]) -> Batch:
+        """The values of a block; forgets its chunks but for those that are kept."""
+        values: Batch = {}
+        each = -(-_GROUP_RECORDS // self._chunk)
+        for first in range(0, len(plan.ranges), each):
+            ranges = plan.ranges[first : first + each]
+            start = plan.ends[first - 1] if first else 0
+            rows = plan.rows[start : plan.ends[first + len(ranges) - 1]]
+            self._files.take(ranges)
+            for name, x in self._read(plan.block, rows, ranges).items():
+                if name not in values:
+                    values[name] = np.empty((len(plan.rows), *x.shape[1:]), x.dtype)
+                values[name][rows] = x
+            self._files.drop(part for part in ranges if part not in kept)
+        return values
+
+    def _read(self, block: Block, rows: np.ndarray, ranges: list[Range]) -> Batch:
+        """The values of some rows; those of damaged records come from the last attempt."""
+        where = block.epoch, block.shard.ravel()[rows], block.record.ravel()[rows]
+        found = self._reader.find(*where)
+        good = self._reader.check(found)
+        for _ in range(_ATTEMPTS - 1):
+            if good.all():
+                break
+            damaged = self._ranges_of(where[1][~good], where[2][~good])
+            self._files.take_again(part for part in ranges if part in damaged)
+            found = self._reader.find(*where)
+            again = self._reader.check(found)
+            if again.all():
+                path = self._files.path_of(min(damaged)[0])
+                logging.warning('%s: a read failed and went well when it was repeated.', path)
+            good = again
+        return self._reader.read(found, good)
+
+    def _ranges_of(self, shard: np.ndarray, record: np.ndarray) -> set[Range]:
+        return set(self._plan(Block(0, shard, record)).ranges)
