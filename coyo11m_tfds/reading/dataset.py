@@ -196,7 +196,7 @@ def _feature(builder: tfds.core.DatasetBuilder, name: str) -> tfds.features.Feat
     return features[name] if name in features else None  # noqa: SIM401, it has no `get`
 
 
-def _columns(builder: tfds.core.DatasetBuilder) -> dict[str, columns.Column | columns.TextColumn]:
+def _columns(builder: tfds.core.DatasetBuilder) -> dict[str, columns.Column | columns.AddedColumn]:
     """Features that lie elsewhere than in the records; only of a local data set."""
     folder = os.fspath(builder.data_dir)
     return {} if source_files.is_remote(folder) else columns.read(folder)
