@@ -104,6 +104,7 @@ def add(
         raise ValueError(f'{folder}: is no local data set, .../coyo11m_tfds/CONFIG/1.0.0.')
     with build_lock.hold(folder, wait_seconds=None) as lock:
         stored = stored_dataset.read(folder)
+        assert stored is not None  # its `dataset_info.json` is there
         _check_name(stored, name)
         above = pathlib.Path(folder).absolute().parents
         scratch = scratch_dir or str(above[min(2, len(above) - 1)] / f'.{schema.NAME}')

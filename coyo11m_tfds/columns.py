@@ -208,13 +208,13 @@ def find_text(
     folder: str | os.PathLike[str], columns: Mapping[str, Column | AddedColumn], name: str
 ) -> AddedColumn:
     """The column of text embeddings of this name; raises a ValueError if there is none."""
-    names = text_names(columns)
-    if name not in names:
+    names, column = text_names(columns), columns.get(name)
+    if name not in names or not isinstance(column, AddedColumn):
         raise ValueError(
             f'{folder}: no text embeddings {name!r}; besides those of the records there are '
             f'{names}. python -m coyo11m_tfds.add_column adds some.'
         )
-    return columns[name]
+    return column
 
 
 def text_names(columns: Mapping[str, Column | AddedColumn]) -> list[str]:

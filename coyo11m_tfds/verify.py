@@ -271,13 +271,13 @@ class _Check:
         if self._fast or fault:
             return fault
         try:
-            new = records.RecordScan if _SHARD in name else stored_files.Checksum
-            scan = stored_files.read(file, new, on_bytes)
+            if _SHARD not in name:
+                whole = stored_files.read(file, stored_files.Checksum, on_bytes)
+                return self._differs(name, file.size, whole.crc32c)
+            scan = stored_files.read(file, records.RecordScan, on_bytes)
         except OSError as error:
             return self._unreadable(name, error)
         fault = self._differs(name, file.size, scan.crc32c)
-        if _SHARD not in name:
-            return fault
         scan.end()
         if scan.problem:
             return f'{fault}, {scan.problem}' if fault else f'{scan.problem}, expected none that is'

@@ -73,7 +73,7 @@ def measure_facts(
 
 
 def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
 
 
 def _available_memory() -> int:
@@ -83,7 +83,7 @@ def _available_memory() -> int:
     return 1024 * int(line.split()[1])
 
 
-def _time_storage(builder: tfds.core.DatasetBuilder, chunk: int) -> dict[str, float]:
+def _time_storage(builder: tfds.core.DatasetBuilder, chunk: int) -> dict[str, Any]:
     """Reads at random places of the train split."""
     measured = input_pipeline.probe_storage(builder, chunk)
     if measured is None:
@@ -144,7 +144,7 @@ def _time_device(
     batch: Batch,
     step_ms: float | None,
     seconds: float,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Steps on one batch that stays on the devices, and on those of the pipeline."""
 
     mesh = sharding.make_mesh(**config.mesh)
@@ -159,7 +159,7 @@ def _time_device(
         'step_seconds': _time_steps(step, itertools.repeat(on_device), seconds),
         'together_seconds': _time_steps(step, arriving, seconds),
     }
-    arriving.close()
+    arriving.close()  # type: ignore[attr-defined]  # a generator
     return times
 
 
@@ -169,7 +169,7 @@ def _make_step(
     """The training step of the configuration, from weights as at the start."""
 
     stats = input_pipeline.dataset_stats(builder, config.data.text)
-    if not stats.text_dim:
+    if stats.text_mean is None or stats.text_std is None:
         raise ValueError(
             f'{builder.data_dir}: holds no text vectors, so that no step can be made for it; say '
             'how long one takes with --step_ms.'

@@ -9,7 +9,7 @@ people use by hand; where one is more than a habit, its reason stands beside it.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 _MB = 10**6
 
@@ -104,7 +104,12 @@ class Facts:
 
 def verdicts(facts: Facts) -> list[str]:
     """Returns what the limit is, in the first line, and then what to change."""
-    speed = (private_threads, more_parallel_reads, larger_chunk, cpu_bound)
+    speed: tuple[Callable[[Facts], str | None], ...] = (
+        private_threads,
+        more_parallel_reads,
+        larger_chunk,
+        cpu_bound,
+    )
     if facts.engine == 'rows':
         speed = (one_thread,)
     always = (shard_size, smaller_window, more_lanes)

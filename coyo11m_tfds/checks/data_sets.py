@@ -41,7 +41,7 @@ def find(data_dir: str) -> list[str]:
     """
     data_dir = data_dir.rstrip('/') or '/'
     try:
-        if _is_data_set(stored_files.list_folder(data_dir)):
+        if _is_data_set(list(stored_files.list_folder(data_dir))):
             return [data_dir]
     except ValueError:  # no such folder; remote ones without files of their own are none either
         pass

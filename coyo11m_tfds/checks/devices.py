@@ -76,8 +76,8 @@ def _check(library: str, seconds: float, there: str) -> Finding:
     counts = ', '.join(f'{kinds.count(kind)} x {kind}' for kind in dict.fromkeys(kinds))
     text = f'{library} {answer["version"]}: {counts}'
     seen = {platform.replace('cuda', 'gpu') for platform, _ in answer['devices']}
-    mend = _MENDS.get((library, there))
-    if mend and there not in seen:
+    cure = _MENDS.get((library, there))
+    if cure and there not in seen:
         text += f', although there is a {there.upper()} in this machine'
-        return finding.warned(name, text, mend, **answer)
+        return finding.warned(name, text, cure, **answer)
     return finding.passed(name, text, **answer)

@@ -9,7 +9,7 @@ A check never raises what a user can mend: `bounded` turns errors, and no answer
 import dataclasses
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 PASS, WARN, FAIL = 'pass', 'warn', 'fail'
@@ -40,7 +40,7 @@ class Finding:
 
 
 # Gives the findings of one subject.
-Check = Callable[[], Sequence[Finding]]
+Check = Callable[[], Iterable[Finding]]
 
 
 def passed(name: str, text: str, **facts: Any) -> Finding:

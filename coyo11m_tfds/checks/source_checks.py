@@ -152,7 +152,7 @@ def _from_plan(source: Source, settings: BuildSettings) -> Estimate:
         plan = make_plan(source, settings, scratch, folder)
         store_bytes = _store_bytes(source.captions_file, settings)
     return Estimate(
-        num_records=sum(len(task.inputs.rows) for task in plan.tasks),
+        num_records=sum(len(task.inputs.open().keys) for task in plan.tasks),
         num_shards=len(plan.tasks),
         num_bytes=plan.num_bytes,
         store_bytes=store_bytes,

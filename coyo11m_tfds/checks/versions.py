@@ -101,8 +101,8 @@ def check_versions(
 def _installed(path: Sequence[str] | None) -> dict[str, importlib.metadata.Distribution]:
     """All packages by canonical name; of two with one name the one that is imported."""
     found: dict[str, importlib.metadata.Distribution] = {}
-    options = {} if path is None else {'path': list(path)}
-    for package in importlib.metadata.distributions(**options):
+    distributions = importlib.metadata.distributions
+    for package in distributions() if path is None else distributions(path=list(path)):
         if name := package.metadata['Name']:
             found.setdefault(canonicalize_name(name), package)
     return found

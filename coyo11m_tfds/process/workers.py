@@ -66,7 +66,9 @@ def _begin(init: Callable[[], None] | None) -> None:
 
 def _end_with_parent() -> None:
     """A parent that was killed cannot end its workers, and they would wait for work for ever."""
-    multiprocessing.parent_process().join()
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # this is a worker
+    parent.join()
     os._exit(1)
 
 

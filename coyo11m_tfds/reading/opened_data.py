@@ -55,7 +55,7 @@ class OpenedData:
             ValueError, OSError: as of `StoredDataset.open_split`, and of `stored`.
         """
         if name not in self._splits:
-            self._splits[name] = self.stored and self.stored.open_split(name)
+            self._splits[name] = self.stored.open_split(name) if self.stored else None
         return self._splits[name]
 
 

@@ -155,9 +155,9 @@ class RowReader:
         self._files = files or MappedFiles(split.file, len(lengths))
         self._layout, self._columns = layout, columns or {}
         # Of each feature the dtype and the shape of a row in a batch; of latents, one crop comes.
-        self._kinds = {schema.TEXT_EMBEDDING: (_DTYPES['float16'], (choices.text_dim,))}
-        self._kinds |= {
-            name: (column.dtype, column.shape) for name, column in self._columns.items()
+        self._kinds: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
+            schema.TEXT_EMBEDDING: (np.dtype(np.float16), (choices.text_dim,)),
+            **{name: (column.dtype, column.shape) for name, column in self._columns.items()},
         }
         self._kinds[schema.LATENTS] = (_DTYPES[choices.latent_dtype], schema.LATENT_SHAPE)
         self._checks = verified.Checks(verify, num_records)
@@ -196,13 +196,14 @@ class RowReader:
         )
 
     def will_need(self, run: tuple[int, int, int]) -> None:
-        """Has the system begin to read a run of `prefetch`.
+        """Has the system begin to read a run of `prefetch`, where files are mapped.
 
         Raises:
             OSError: its file cannot be opened.
         """
-        self._files.open(np.array(run[:1]))
-        self._files.will_need(*run)
+        if isinstance(self._files, MappedFiles):
+            self._files.open(np.array(run[:1]))
+            self._files.will_need(*run)
 
     def check(self, rows: Rows) -> np.ndarray:
         """Which rows can be read; bool `(n,)`. Compares checksums as far as `verify` asks."""

@@ -108,7 +108,8 @@ def prepare_store(
 
 def _build(files: Sequence[SourceFile], column: str, hold: Hold, folder: str) -> dict[str, Any]:
     """Writes the files of a store into an existing folder; returns its facts."""
-    all_keys, digest, known = [], hashlib.sha256(), {}
+    all_keys, digest = [], hashlib.sha256()
+    known: dict[str, Any] = {}
     path_of_matrix = os.path.join(folder, _MATRIX)
     with naming(path_of_matrix), open(path_of_matrix, 'wb') as matrix:
         for file in files:
