@@ -7,8 +7,10 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
+from configs import default
 from tests.checkout import CHECKOUT
 from train_lib import chips, compile
 
@@ -94,6 +96,22 @@ def test_without_libtpu_the_command_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
     with pytest.raises(ValueError, match='libtpu is not installed: pip install'):
         compile.slice_devices('v5e:4x4')
+
+
+@pytest.mark.parametrize('text', ['pooled', 'sequence'])
+def test_texts_are_vectors_or_tokens_as_the_configuration_says(monkeypatch, text):
+    monkeypatch.setattr(compile, 'slice_devices', lambda *_: jax.devices()[:1])
+    monkeypatch.setitem(chips.CHIPS, 'cpu', chips.CHIPS['TPU v5 lite'])
+    config = default.get_config()
+    fields = {'name': 'tiny/16', 'depth': 1, 'text': text}
+    config.update_from_flattened_dict({f'model.{name}': x for name, x in fields.items()})
+    config.batch_size = 8
+    found = [
+        compile.analyze(config, 'here', text_dim=24, num_tokens=n, vocabulary=64) for n in (4, 9)
+    ]
+    assert all(report['fits'] for report in found)
+    flops = [report['model_flops'] for report in found]
+    assert (flops[0] < flops[1]) == (text == 'sequence')
 
 
 def test_a_topology_that_there_is_not_is_refused():
