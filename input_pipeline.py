@@ -14,8 +14,8 @@ to know the step and that data set and settings are the same (`position_settings
 Two engines give the same batches, bit for bit. `rows`, for local files, gathers what is asked for
 out of memory-mapped shards; it imports neither TensorFlow nor JAX. `chunks`, for gs://, reads runs
 of records through tf.data, and `train_dataset` gives that as a `tf.data.Dataset`. `key`, `latents`,
-`text_embedding` and `caption` keep the dtype and the layout of the source. Scaling is the model's
-business.
+`text_embedding`, `tokens` and `caption` keep the dtype and the layout of the source. Scaling is the
+model's business.
 """
 
 import inspect
@@ -41,7 +41,6 @@ from coyo11m_tfds.reading.indexed_split import IndexedSplit
 from coyo11m_tfds.reading.mapped_files import MAX_FILES
 from coyo11m_tfds.reading.names import DROP_TEXT, EVAL_CROP, MASK
 from coyo11m_tfds.reading.order import Order, nearest_shares
-from coyo11m_tfds.reading.record_layout import RecordLayout
 from coyo11m_tfds.reading.row_reader import RowChoices, RowReader
 from coyo11m_tfds.reading.stored_dataset import StoredDataset
 from coyo11m_tfds.storage import json_digest, source_files
@@ -274,11 +273,11 @@ def train_dataset(
         batch_size: records in a global batch; this process gets `b = batch_size / process_count`.
         seed: decides the order and every choice about a sample.
         start_step: the first batch is what the one after `start_step` batches would have been.
-        features: some of `coyo11m_tfds.reading.dataset.FEATURES`.
+        features: some of `coyo11m_tfds.reading.dataset.FEATURES`, or `tokens`.
         chunk: records read together, a multiple of `schema.CHUNK_STRIDE`.
         lanes: streams that every batch takes an equal part of; a multiple of process_count.
         window: records shuffled together within a lane.
-        caption_dropout: share of samples marked in `drop_text`, if text vectors are asked for.
+        caption_dropout: share of samples marked in `drop_text`, if vectors or tokens are asked for.
         process_index, process_count: which part of each global batch this process gets.
         split: 'train', or another one that is in the data set.
         on_bad_records: 'stop': a record that is damaged is an error that names its file and
@@ -295,10 +294,10 @@ def train_dataset(
 
     Returns:
         Batches `dict(key=int64 (b,), latents=float16|bfloat16 (b,4,32,32),
-        text_embedding=float16 (b,D), caption=string (b,))`, of these the features asked for;
-        `drop_text=bool (b,)` with caption_dropout > 0 and text vectors; `mask=bool (b,)` with
-        on_bad_records='skip'. An iterator over them raises `tf.errors.OpError` where a file or
-        a record cannot be read, or too many records are bad.
+        text_embedding=float16 (b,D), tokens=int32 (b,T), caption=string (b,))`, of these the
+        features asked for; `drop_text=bool (b,)` with caption_dropout > 0 and vectors or tokens;
+        `mask=bool (b,)` with on_bad_records='skip'. An iterator over them raises
+        `tf.errors.OpError` where a file or a record cannot be read, or too many records are bad.
 
     Raises:
         ValueError: for settings that do not fit together, naming some that do, or a feature that
@@ -534,8 +533,14 @@ def _row_reader(
         text_dim = vectors.width
     return RowReader(
         split,
-        RowChoices(tuple(asked.features), stored.latent_dtype, text_dim, **choices),
-        RecordLayout(stored.text_dim, with_latents=schema.LATENTS not in stored.columns),
+        RowChoices(
+            tuple(asked.features),
+            stored.latent_dtype,
+            text_dim,
+            num_tokens=stored.num_tokens,
+            **choices,
+        ),
+        stored.record_layout,
         verify=verify,
         on_bad_records=asked.on_bad_records,
         counter=asked.counter,

@@ -11,7 +11,6 @@ files, what they are, and the new checksums come into their place when all is wr
 """
 
 import argparse
-import dataclasses
 import os
 import pathlib
 import re
@@ -28,7 +27,6 @@ from coyo11m_tfds.process import ending
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.reading import rows, stored_dataset, verified
 from coyo11m_tfds.reading.names import MASK
-from coyo11m_tfds.reading.record_layout import RecordLayout
 from coyo11m_tfds.reading.row_reader import RowChoices, RowReader
 from coyo11m_tfds.reading.stored_dataset import StoredDataset
 from coyo11m_tfds.report.moments import Moments
@@ -73,6 +71,10 @@ def add(
         part_files.find(embeddings),
         cache_dir=scratch_dir or str(pathlib.Path(folder).parents[2] / f'.{schema.NAME}'),
     )
+    if header.vocabulary:
+        raise ValueError(
+            f'{embeddings}: holds tokens, which records alone can hold; expected embeddings.'
+        )
     with tempfile.TemporaryDirectory(dir=folder, prefix='.add_column-') as made:
         files, moments = {}, Moments(header.dim)
         for split in stored.splits:
@@ -80,7 +82,7 @@ def add(
             of_split = moments if split == schema.TRAIN else Moments(header.dim)
             path = os.path.join(made, files[split])
             _write(path, stored, split, store, header.dim, of_split, embeddings)
-        encoder = dataclasses.asdict(header)
+        encoder = header.to_json()
         column = TextColumn(name, header.dim, files, *moments.mean_and_std(), encoder)
         columns.write(made, {**stored.columns, name: column})
         _commit(folder, made, [*files.values(), schema.COLUMNS_FILE])
@@ -125,11 +127,10 @@ def _keys(stored: StoredDataset, split: str) -> Iterator[np.ndarray]:
     opened = stored.open_split(split)
     if opened is None:
         raise ValueError(f'{stored.folder}: split {split!r} has no chunk index.')
-    with_latents = schema.LATENTS not in stored.columns
     reader = RowReader(
         opened,
         RowChoices((schema.KEY,), stored.latent_dtype, stored.text_dim, with_mask=True),
-        RecordLayout(stored.text_dim, with_latents=with_latents),
+        stored.record_layout,
         verify=verified.ALWAYS,
     )
     lengths = opened.index.shard_lengths

@@ -9,9 +9,10 @@
 
 The sidecar has the columns `key` (int64, ascending, each once) and `text_embedding`
 (FixedSizeList<float16>[D]); its schema metadata says by what and from which captions they were made
-(see `vectors.SidecarHeader`), so that the builder refuses vectors of others. Captions that are
-null, blank or longer than `schema.MAX_CAPTION_BYTES` get no row. The file appears when it is
-complete, or not at all. SOURCE may be local, on gs:// or on hf://.
+(see `embedding_store.SidecarHeader`), so that the builder refuses vectors of others. With
+`--tokens_only` it has `tokens` (FixedSizeList<int32>[T], padded with -1) in the place of vectors.
+Captions that are null, blank or longer than `schema.MAX_CAPTION_BYTES` get no row. The file appears
+when it is complete, or not at all. SOURCE may be local, on gs:// or on hf://.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from coyo11m_tfds.source import caption_store, keyed_parquet
 from coyo11m_tfds.storage import held_folder, source_files
 from coyo11m_tfds.storage.file_state import naming
 from coyo11m_tfds.storage.scratch import Scratch
-from coyo11m_tfds.text import text_encoders
+from coyo11m_tfds.text import text_encoders, tokenizers
 
 # Captions that are encoded at a time: enough for an encoder to sort by length, few enough for the
 # arrays of the hash encoder to stay in a cache. Vectors do not depend on it.
@@ -74,7 +75,7 @@ class Report:
 
 def embed(
     source_dir: str | os.PathLike[str],
-    encoder: str | text_encoders.Encoder,
+    encoder: str | text_encoders.Encoder | tokenizers.Tokenizer,
     out: str | os.PathLike[str],
     caption_column: str = schema.DEFAULT_CAPTION_COLUMN,
     batch_size: int = DEFAULT_BATCH_SIZE,
@@ -89,7 +90,7 @@ def embed(
 
     Args:
         source_dir: folder with `schema.CAPTIONS_FILE`: local, `gs://` or `hf://`.
-        encoder: a specification for `text_encoders.make_encoder`, or an encoder.
+        encoder: a specification for `text_encoders.make_encoder`, an encoder or a tokenizer.
         out: local path of the sidecar; its folder is made where there is none.
         caption_column: the Parquet column to encode.
         batch_size: captions that are given to the encoder at a time.
@@ -134,7 +135,7 @@ def embed(
         num_repeated=store.num_repeated,
         num_truncated=encoder.truncated,
         encoder=encoder.name,
-        dim=encoder.dim,
+        dim=_numbers(encoder)[1],
         seconds=seconds,
     )
 
@@ -191,12 +192,24 @@ def encode_groups(
     with Progress('Embedding', len(rows), 'captions') as progress:
         for start in range(0, len(rows), ROW_GROUP_SIZE):
             group = rows[start : start + ROW_GROUP_SIZE]
-            vectors = np.empty((len(group), encoder.dim), np.float16)
+            name, dim = _numbers(encoder)
+            vectors = np.empty((len(group), dim), schema.TEXT_DTYPES[name])
             for first in range(0, len(group), batch_size):
                 batch = slice(first, first + batch_size)
                 texts = [text.decode() for text in store.texts(group[batch])]
-                vectors[batch] = encode_finite(texts, encoder, progress.add)
+                if name == schema.TOKENS:
+                    vectors[batch] = encoder.tokenize(texts)
+                    progress.add(len(texts))
+                else:
+                    vectors[batch] = encode_finite(texts, encoder, progress.add)
             yield vectors
+
+
+def _numbers(encoder: text_encoders.Encoder | tokenizers.Tokenizer) -> tuple[str, int]:
+    """The feature that is made, and how many numbers of it a caption has."""
+    if hasattr(encoder, 'tokenize'):
+        return schema.TOKENS, encoder.max_tokens
+    return schema.TEXT_EMBEDDING, encoder.dim
 
 
 def encode_finite(
@@ -223,16 +236,22 @@ def write_sidecar(
     captions_digest: str,
 ) -> None:
     """Writes `keys` int64 `(n,)` and their vectors, float16 `(ROW_GROUP_SIZE, dim)` at a time."""
+    name, dim = _numbers(encoder)
+    if name == schema.TOKENS:
+        size = {schema.META_TEXT_VOCABULARY: str(encoder.vocabulary)}
+    else:
+        size = {schema.META_TEXT_DIM: str(dim)}
+    number = pa.from_numpy_dtype(schema.TEXT_DTYPES[name])
     columns = pa.schema(
         [
             pa.field(schema.PARQUET_KEY, pa.int64(), nullable=False),
-            pa.field(schema.TEXT_EMBEDDING, pa.list_(pa.float16(), encoder.dim), nullable=False),
+            pa.field(name, pa.list_(number, dim), nullable=False),
         ],
         metadata={
             schema.META_TEXT_ENCODER: encoder.name,
             schema.META_TEXT_REVISION: encoder.revision,
             schema.META_TEXT_MAX_TOKENS: str(encoder.max_tokens),
-            schema.META_TEXT_DIM: str(encoder.dim),
+            **size,
             schema.META_CAPTION_COLUMN: caption_column,
             schema.META_CAPTIONS_DIGEST: captions_digest,
         },
@@ -245,7 +264,7 @@ def write_sidecar(
     with naming(path), pq.ParquetWriter(path, columns, **options) as writer:
         for start, vectors in zip(range(0, len(keys), ROW_GROUP_SIZE), groups, strict=True):
             group = pa.array(keys[start : start + ROW_GROUP_SIZE])
-            values = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), encoder.dim)
+            values = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), dim)
             table = pa.Table.from_arrays([group, values], schema=columns)
             writer.write_table(table, row_group_size=ROW_GROUP_SIZE)
 
@@ -273,6 +292,7 @@ def parse_flags() -> argparse.Namespace:
         default=length,
         help='cut longer captions (%(default)s); not for hash',
     )
+    add('--tokens_only', action='store_true', help='write token ids; with --encoder words')
     add('--batch_tokens', type=int, help='tokens in a forward pass; less takes less memory')
     return parser.parse_args()
 
@@ -283,7 +303,12 @@ def main() -> None:
     logging.set_verbosity(logging.INFO)
     with ending.in_one_line(f'{flags.out} is as it was, the same command starts anew'):
         find_captions(flags.source, flags.caption_column)  # before a model is loaded in vain
-        encoder = text_encoders.make_encoder(flags.encoder, flags.max_tokens, flags.batch_tokens)
+        if flags.tokens_only:
+            encoder = tokenizers.make_tokenizer(flags.encoder, flags.max_tokens)
+        else:
+            encoder = text_encoders.make_encoder(
+                flags.encoder, flags.max_tokens, flags.batch_tokens
+            )
         report = embed(
             flags.source,
             encoder,

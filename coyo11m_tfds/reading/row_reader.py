@@ -31,7 +31,7 @@ from coyo11m_tfds.reading.record_layout import RecordLayout
 Batch = dict[str, np.ndarray]
 
 # What `record_layout.Found` calls the places of a feature.
-_PLACES = {schema.LATENTS: 'latents', schema.TEXT_EMBEDDING: 'text'}
+_PLACES = {schema.LATENTS: 'latents', schema.TEXT_EMBEDDING: 'text', schema.TOKENS: 'tokens'}
 
 _DTYPES = {'float16': np.dtype(np.float16), 'bfloat16': np.dtype(ml_dtypes.bfloat16)}
 
@@ -48,6 +48,7 @@ class RowChoices:
         caption_dropout: share of samples that `drop_text` marks.
         fixed_crop: taken of all samples; None takes one by (seed, epoch, key).
         with_mask: whether `mask` is in the batch.
+        num_tokens: of a text, 0 without them.
     """
 
     features: tuple[str, ...]
@@ -57,6 +58,12 @@ class RowChoices:
     caption_dropout: float = 0.0
     fixed_crop: int | None = None
     with_mask: bool = False
+    num_tokens: int = 0
+
+    @property
+    def text_nbytes(self) -> dict[str, int]:
+        """Of what a record may hold of a text."""
+        return {schema.TEXT_EMBEDDING: 2 * self.text_dim, schema.TOKENS: 4 * self.num_tokens}
 
     def crops(self, epoch: int, keys: np.ndarray) -> np.ndarray:
         """The crop of each key; int64 `(n,)`."""
@@ -194,7 +201,7 @@ class RowReader:
             name: self._column(name, rows, good, keys, crops, others)
             for name in self._choices.features
         }
-        if self._choices.caption_dropout and schema.TEXT_EMBEDDING in batch:
+        if self._choices.caption_dropout and schema.TEXT_DTYPES.keys() & batch.keys():
             batch[DROP_TEXT] = order.sample_drops(
                 self._choices.seed, rows.epoch, keys, self._choices.caption_dropout
             )
@@ -228,7 +235,7 @@ class RowReader:
     def _parse(self, rows: Rows, row: int) -> dict[str, bytes | int]:
         sizes = {
             schema.LATENTS: schema.NUM_CROPS * schema.LATENT_NBYTES,
-            schema.TEXT_EMBEDDING: 2 * self._choices.text_dim,
+            **self._choices.text_nbytes,
         }
         try:
             record = self._files.memory.view(int(rows.begin[row]), int(rows.end[row])).tobytes()
@@ -281,9 +288,10 @@ class RowReader:
             dtype, shape = _DTYPES[self._choices.latent_dtype], schema.LATENT_SHAPE
             places = rows.values.latents + begin
         else:
-            begin, nbytes = np.zeros_like(crops), 2 * self._choices.text_dim
-            dtype, shape = _DTYPES['float16'], (self._choices.text_dim,)
-            places = rows.values.text
+            begin, nbytes = np.zeros_like(crops), self._choices.text_nbytes[name]
+            dtype = np.dtype(schema.TEXT_DTYPES[name])
+            shape = (nbytes // dtype.itemsize,)
+            places = getattr(rows.values, _PLACES[name])
         memory = self._files.memory
         column = memory.gather(np.where(gathered, places, memory.zeros), nbytes)
         for row, values in others.items():

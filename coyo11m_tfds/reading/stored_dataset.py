@@ -16,9 +16,11 @@ from coyo11m_tfds import columns, schema
 from coyo11m_tfds.columns import Column, TextColumn
 from coyo11m_tfds.reading import indexed_split, stored_splits
 from coyo11m_tfds.reading.indexed_split import IndexedSplit
+from coyo11m_tfds.reading.record_layout import RecordLayout
 from coyo11m_tfds.reading.stored_splits import StoredSplit
 
 FEATURES = (schema.KEY, schema.LATENTS, schema.TEXT_EMBEDDING, schema.CAPTION)
+READABLE = (*FEATURES, schema.TOKENS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,15 +63,21 @@ class StoredDataset:
     @property
     def text_dim(self) -> int:
         """The width of the text vectors, 0 for a data set without them."""
-        if schema.TEXT_EMBEDDING not in self.features:
-            return 0
-        dtype, shape = self._tensor(schema.TEXT_EMBEDDING)
-        if dtype != 'float16' or len(shape) != 1:
-            raise ValueError(
-                f'{self.folder}: feature {schema.TEXT_EMBEDDING!r} is {dtype} {shape}, expected '
-                'the bytes of a vector of float16'
-            )
-        return shape[0]
+        return self._text_size(schema.TEXT_EMBEDDING)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a text in the records, 0 for a data set without them."""
+        return self._text_size(schema.TOKENS)
+
+    @property
+    def record_layout(self) -> RecordLayout:
+        """Where values lie in its records."""
+        return RecordLayout(
+            self.text_dim,
+            num_tokens=self.num_tokens,
+            with_latents=schema.LATENTS not in self.columns,
+        )
 
     def text_column(self, name: str) -> TextColumn:
         """A column of text vectors.
@@ -97,6 +105,17 @@ class StoredDataset:
         found = self.splits[split]
         first = os.path.join(self.folder, found.file_names[0])
         return indexed_split.load(self.folder, split, found.shard_lengths, first)
+
+    def _text_size(self, name: str) -> int:
+        if name not in self.features:
+            return 0
+        dtype, shape = self._tensor(name)
+        if dtype != schema.TEXT_DTYPES[name] or len(shape) != 1:
+            raise ValueError(
+                f'{self.folder}: feature {name!r} is {dtype} {shape}, expected the bytes of a '
+                f'vector of {schema.TEXT_DTYPES[name]}'
+            )
+        return shape[0]
 
     def _tensor(self, name: str) -> tuple[str, tuple[int, ...]]:
         """The dtype and the shape of a feature that is stored as bytes; otherwise '' and ()."""
@@ -146,10 +165,10 @@ def check_features(
     data_dir: str | os.PathLike[str], there: Collection[str], asked: Sequence[str]
 ) -> None:
     """Raises a ValueError for a feature that is asked for and not there."""
-    available = [name for name in FEATURES if name in there]
+    available = [name for name in READABLE if name in there]
     missing = [name for name in asked if name not in available]
     if missing:
         raise ValueError(
             f'{data_dir}: no feature {missing[0]!r}; there are {available}. Data sets with '
-            'text vectors are built with the config field text_vectors.'
+            'text vectors or tokens are built with the config field text_vectors.'
         )

@@ -139,9 +139,9 @@ class HashEncoder:
         self, captions: Sequence[str], on_captions: Callable[[int], None] = ignore_captions
     ) -> np.ndarray:
         """Returns float32 `(len(captions), 640)`, the same on every machine."""
-        words = [_words(caption) for caption in captions]
+        words = [split_words(caption) for caption in captions]
         rows = np.repeat(np.arange(len(words)), [len(w) for w in words])
-        hashes = np.fromiter((_hash_word(w) for ws in words for w in ws), np.uint64, len(rows))
+        hashes = np.fromiter((hash_word(w) for ws in words for w in ws), np.uint64, len(rows))
 
         neighbours = rows[1:] == rows[:-1]
         pairs = splitmix64(hashes[:-1] * _PAIR_MULTIPLIER + hashes[1:])[neighbours]
@@ -166,11 +166,12 @@ class HashEncoder:
         return (sums / np.maximum(lengths, 1)).astype(np.float32)
 
 
-def _words(caption: str) -> list[str]:
+def split_words(caption: str) -> list[str]:
+    """The words of a caption, in small letters, without punctuation."""
     return _WORD.findall(unicodedata.normalize('NFKC', caption).lower())
 
 
 @functools.lru_cache(maxsize=1 << 20)
-def _hash_word(word: str) -> int:
+def hash_word(word: str) -> int:
     """64 bits that are the same in every process and on every platform, unlike `hash()`."""
     return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), 'little')
