@@ -43,12 +43,12 @@ class PreviewSamples:
     Attributes:
         captions: n strings.
         latents: the data's own answer, raw `(n, 4, H, W)`.
-        text_embedding: float16 `(n, D)`, whole on every device.
+        text: text vectors float16 `(n, D)` or token ids int32 `(n, T)`, whole on every device.
     """
 
     captions: Sequence[str]
     latents: np.ndarray
-    text_embedding: jax.Array
+    text: jax.Array
 
 
 class TrainingData:
@@ -91,7 +91,7 @@ class TrainingData:
         self.read_counts = self._counter.read
         self._arrived = self._taken = 0
         stats = dataset.dataset_stats(self._builder, config.data.text)
-        if not stats.text_dim:
+        if not (stats.text_dim or stats.num_tokens):
             added = dataset.text_columns(self._builder)
             raise ValueError(
                 f'{config.data.dir} holds no text vectors in its records: '
@@ -106,14 +106,20 @@ class TrainingData:
         channels, height, width = schema.LATENT_SHAPE
         self.facts = DataFacts(
             (height, width, channels),
-            flow.Stats(stats.latent_mean, stats.latent_std, stats.text_mean, stats.text_std),
+            flow.Stats(stats.latent_mean, stats.latent_std, *_text_stats(stats)),
             stats.text_encoder or '',
             stats.text_revision or '',
             stats.text_max_tokens,
+            stats.vocabulary,
         )
+        self._text = schema.TOKENS if self.facts.vocabulary else schema.TEXT_EMBEDDING
+        self._features = schema.KEY, schema.LATENTS, self._text
         encoder = {'name': self.facts.encoder, 'revision': self.facts.encoder_revision}
+        width = {'width': self.facts.text_dim}
+        if self.facts.vocabulary:
+            width = {'vocabulary': self.facts.vocabulary}
         self.identity = {
-            'text_encoder': encoder | {'width': self.facts.text_dim},
+            'text_encoder': encoder | width,
             'model': models.identity(**config.model),
             'optimizer': {'name': config.optimizer.name},
         }
@@ -134,6 +140,7 @@ class TrainingData:
         input_pipeline.check_memory(
             self._builder,
             **order,
+            features=self._features,
             caption_dropout=config.caption_dropout,
             process_count=jax.process_count(),
             on_bad_records=config.on_bad_records,
@@ -149,6 +156,7 @@ class TrainingData:
         batches = input_pipeline.train_batches(
             self._builder,
             start_step=start_step,
+            features=self._features,
             caption_dropout=self._config.data.caption_dropout,
             counter=self._counter,
             parallel_reads=self._config.data.parallel_reads,
@@ -191,6 +199,7 @@ class TrainingData:
         batches = input_pipeline.eval_batches(
             self._builder,
             batch_size=config.batch_size,
+            features=self._features,
             chunk=config.data.chunk,
             # As many as training has in all its lanes.
             parallel_reads=config.data.parallel_reads * self._own_lanes,
@@ -206,7 +215,7 @@ class TrainingData:
             self._builder,
             batch_size=self._config.preview.count,
             split=self._config.preview.split,
-            features=(schema.LATENTS, schema.TEXT_EMBEDDING, schema.CAPTION),
+            features=(schema.LATENTS, self._text, schema.CAPTION),
             on_bad_records=self._config.data.on_bad_records,
             max_bad_fraction=self._config.data.max_bad_fraction,
             engine=self._config.data.engine,
@@ -218,9 +227,7 @@ class TrainingData:
         return PreviewSamples(
             captions=[caption.decode() for caption in batch[schema.CAPTION][real]],
             latents=batch[schema.LATENTS][real],
-            text_embedding=jax.device_put(
-                batch[schema.TEXT_EMBEDDING][real], sharding.replicated(self._mesh)
-            ),
+            text=jax.device_put(batch[self._text][real], sharding.replicated(self._mesh)),
         )
 
     @property
@@ -293,6 +300,12 @@ class TrainingData:
         ahead = self._config.data.device_prefetch
         on_host = _with_read_errors(batches)
         return input_pipeline.to_device(on_host, sharding.batch(self._mesh), ahead=ahead)
+
+
+def _text_stats(stats: dataset.DatasetStats) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and deviation of text vectors; of tokens there are none."""
+    none = np.zeros(0, np.float32)
+    return (stats.text_mean, stats.text_std) if stats.text_dim else (none, none)
 
 
 def _with_read_errors(
