@@ -14,8 +14,8 @@ to know the step and that data set and settings are the same (`position_settings
 Two engines give the same batches, bit for bit, and import neither TensorFlow nor JAX. `rows`, for
 local files, gathers what is asked for out of memory-mapped shards; `chunks`, for gs://, out of runs
 of records that it fetches. `train_dataset` gives them as a `tf.data.Dataset`. `key`, `latents`,
-`text_embedding` and `caption` keep the dtype and the layout of the source. Scaling is the model's
-business.
+`text_embedding`, `tokens` and `caption` keep the dtype and the layout of the source. Scaling is the
+model's business.
 """
 
 import importlib
@@ -49,7 +49,12 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
     from coyo11m_tfds.reading import dataset
-    from coyo11m_tfds.reading.dataset import dataset_stats, open_dataset, text_columns
+    from coyo11m_tfds.reading.dataset import (
+        DatasetStats,
+        dataset_stats,
+        open_dataset,
+        text_columns,
+    )
     from coyo11m_tfds.reading.on_device import key_words, to_device
 
     Data = dataset.Data | OpenedData
@@ -61,6 +66,7 @@ __all__ = [
     'ENGINES',
     'MASK',
     'ROWS',
+    'DatasetStats',
     'Order',
     'ReadCounter',
     'ReadCounts',
@@ -93,7 +99,7 @@ _AUTOTUNE = -1  # `tf.data.AUTOTUNE`
 # What needs JAX or TensorFlow, by the modules of `reading` that have it.
 _LATER = {
     'on_device': ('key_words', 'to_device'),
-    'dataset': ('dataset_stats', 'open_dataset', 'text_columns'),
+    'dataset': ('DatasetStats', 'dataset_stats', 'open_dataset', 'text_columns'),
 }
 
 
@@ -310,11 +316,11 @@ def train_dataset(
         batch_size: records in a global batch; this process gets `b = batch_size / process_count`.
         seed: decides the order and every choice about a sample.
         start_step: the first batch is what the one after `start_step` batches would have been.
-        features: some of `coyo11m_tfds.reading.dataset.FEATURES`.
+        features: some of `coyo11m_tfds.reading.dataset.FEATURES`, or `tokens`.
         chunk: records read together, a multiple of `schema.CHUNK_STRIDE`.
         lanes: streams that every batch takes an equal part of; a multiple of process_count.
         window: records shuffled together within a lane.
-        caption_dropout: share of samples marked in `drop_text`, if text vectors are asked for.
+        caption_dropout: share of samples marked in `drop_text`, if vectors or tokens are asked for.
         process_index, process_count: which part of each global batch this process gets.
         split: 'train', or another one that is in the data set.
         on_bad_records: 'stop': a record that is damaged is an error that names its file and
@@ -331,10 +337,10 @@ def train_dataset(
 
     Returns:
         Batches `dict(key=int64 (b,), latents=float16|bfloat16 (b,4,32,32),
-        text_embedding=float16 (b,D), caption=string (b,))`, of these the features asked for;
-        `drop_text=bool (b,)` with caption_dropout > 0 and text vectors; `mask=bool (b,)` with
-        on_bad_records='skip'. An iterator over them raises `tf.errors.OpError` where a file or
-        a record cannot be read, or too many records are bad.
+        text_embedding=float16 (b,D), tokens=int32 (b,T), caption=string (b,))`, of these the
+        features asked for; `drop_text=bool (b,)` with caption_dropout > 0 and vectors or tokens;
+        `mask=bool (b,)` with on_bad_records='skip'. An iterator over them raises
+        `tf.errors.OpError` where a file or a record cannot be read, or too many records are bad.
 
     Raises:
         ValueError: for settings that do not fit together, naming some that do, or a feature that
@@ -453,6 +459,7 @@ def check_memory(
         stored.text_dim,
         caption_dropout=caption_dropout,
         with_mask=on_bad_records == SKIP,
+        num_tokens=stored.num_tokens,
     )
     order = Order(split_.index.shard_lengths, 0, batch_size, chunk, lanes, window)
     need = memory.Need(

@@ -41,12 +41,12 @@ class PreviewSamples:
     Attributes:
         captions: n strings.
         latents: the data's own answer, raw `(n, 4, H, W)`.
-        text_embedding: float16 `(n, D)`, whole on every device.
+        text: text vectors float16 `(n, D)` or token ids int32 `(n, T)`, whole on every device.
     """
 
     captions: Sequence[str]
     latents: np.ndarray
-    text_embedding: jax.Array
+    text: jax.Array
 
 
 class TrainingData:
@@ -90,7 +90,7 @@ class TrainingData:
         self.read_counts = self._counter.read
         self._arrived = self._taken = 0
         stats = input_pipeline.dataset_stats(self._builder, config.data.text)
-        if stats.text_mean is None or stats.text_std is None:
+        if not (stats.text_dim or stats.num_tokens):
             added = input_pipeline.text_columns(self._builder)
             raise ValueError(
                 f'{config.data.dir} holds no text vectors in its records: '
@@ -105,14 +105,20 @@ class TrainingData:
         channels, height, width = schema.LATENT_SHAPE
         self.facts = DataFacts(
             (height, width, channels),
-            flow.Stats(stats.latent_mean, stats.latent_std, stats.text_mean, stats.text_std),
+            model_stats(stats),
             stats.text_encoder or '',
             stats.text_revision or '',
             stats.text_max_tokens,
+            stats.vocabulary,
         )
+        self._text = schema.TOKENS if self.facts.vocabulary else schema.TEXT_EMBEDDING
+        self._features = schema.KEY, schema.LATENTS, self._text
         encoder = {'name': self.facts.encoder, 'revision': self.facts.encoder_revision}
+        width = {'width': self.facts.text_dim}
+        if self.facts.vocabulary:
+            width = {'vocabulary': self.facts.vocabulary}
         self.identity = {
-            'text_encoder': encoder | {'width': self.facts.text_dim},
+            'text_encoder': encoder | width,
             'model': models.identity(**config.model),
             'optimizer': {'name': config.optimizer.name},
         }
@@ -133,6 +139,7 @@ class TrainingData:
         input_pipeline.check_memory(
             self._opened,
             **order,
+            features=self._features,
             caption_dropout=config.caption_dropout,
             process_count=jax.process_count(),
             on_bad_records=config.on_bad_records,
@@ -148,6 +155,7 @@ class TrainingData:
         batches = input_pipeline.train_batches(
             self._opened,
             start_step=start_step,
+            features=self._features,
             caption_dropout=self._config.data.caption_dropout,
             counter=self._counter,
             parallel_reads=self._config.data.parallel_reads,
@@ -190,6 +198,7 @@ class TrainingData:
         batches = input_pipeline.eval_batches(
             self._opened,
             batch_size=config.batch_size,
+            features=self._features,
             chunk=config.data.chunk,
             # As many as training has in all its lanes.
             parallel_reads=config.data.parallel_reads * self._own_lanes,
@@ -205,7 +214,7 @@ class TrainingData:
             self._opened,
             batch_size=self._config.preview.count,
             split=self._config.preview.split,
-            features=(schema.LATENTS, schema.TEXT_EMBEDDING, schema.CAPTION),
+            features=(schema.LATENTS, self._text, schema.CAPTION),
             on_bad_records=self._config.data.on_bad_records,
             max_bad_fraction=self._config.data.max_bad_fraction,
             engine=self._config.data.engine,
@@ -217,9 +226,7 @@ class TrainingData:
         return PreviewSamples(
             captions=[caption.decode() for caption in batch[schema.CAPTION][real]],
             latents=batch[schema.LATENTS][real],
-            text_embedding=jax.device_put(
-                batch[schema.TEXT_EMBEDDING][real], sharding.replicated(self._mesh)
-            ),
+            text=jax.device_put(batch[self._text][real], sharding.replicated(self._mesh)),
         )
 
     @property
@@ -294,6 +301,14 @@ class TrainingData:
         ahead = self._config.data.device_prefetch
         on_host = _with_read_errors(batches)
         return input_pipeline.to_device(on_host, sharding.batch(self._mesh), ahead=ahead)
+
+
+def model_stats(stats: 'input_pipeline.DatasetStats') -> flow.Stats:
+    """What a model standardizes by; of token ids there is nothing."""
+    mean, std = stats.text_mean, stats.text_std
+    if mean is None or std is None:
+        mean = std = np.zeros(0, np.float32)
+    return flow.Stats(stats.latent_mean, stats.latent_std, mean, std)
 
 
 def _with_read_errors(
