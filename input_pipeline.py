@@ -43,7 +43,7 @@ from coyo11m_tfds.reading.names import AUTO, CHUNKS, DROP_TEXT, ENGINES, EVAL_CR
 from coyo11m_tfds.reading.opened_data import OpenedData, open_data
 from coyo11m_tfds.reading.order import Order, nearest_shares
 from coyo11m_tfds.reading.row_reader import RowChoices
-from coyo11m_tfds.storage import json_digest
+from coyo11m_tfds.storage import json_digest, stored_files
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -71,6 +71,7 @@ __all__ = [
     'ReadCounter',
     'ReadCounts',
     'check_memory',
+    'data_sets_below',
     'dataset_stats',
     'engine_of',
     'eval_batches',
@@ -109,6 +110,11 @@ def __getattr__(name: str) -> Any:
         if name in there:
             return getattr(importlib.import_module(f'coyo11m_tfds.reading.{module}'), name)
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+
+
+def data_sets_below(folder: str) -> list[str]:
+    """The folders of data sets at or below one, local or `gs://`; see `stored_files`."""
+    return stored_files.folders_with(folder, schema.INFO_FILE)
 
 
 # --- The place in the data ---------------------------------------------------------------------

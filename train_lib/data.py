@@ -22,7 +22,6 @@ from jax.sharding import Mesh
 
 import input_pipeline
 from coyo11m_tfds import schema
-from coyo11m_tfds.storage import stored_files
 from train_lib import failures, flow, models, settings, sharding
 from train_lib.data_facts import DataFacts
 from train_lib.position import DATA_SET
@@ -114,11 +113,11 @@ class TrainingData:
         self._text = schema.TOKENS if self.facts.vocabulary else schema.TEXT_EMBEDDING
         self._features = schema.KEY, schema.LATENTS, self._text
         encoder = {'name': self.facts.encoder, 'revision': self.facts.encoder_revision}
-        width = {'width': self.facts.text_dim}
+        size = {'width': self.facts.text_dim}
         if self.facts.vocabulary:
-            width = {'vocabulary': self.facts.vocabulary}
+            size = {'vocabulary': self.facts.vocabulary}
         self.identity = {
-            'text_encoder': encoder | width,
+            'text_encoder': encoder | size,
             'model': models.identity(**config.model),
             'optimizer': {'name': config.optimizer.name},
         }
@@ -329,7 +328,7 @@ def _open(folder: str) -> tfds.core.DatasetBuilder:
         path = epath.Path(folder)
         if (path / schema.INFO_FILE).exists():
             raise
-        below = stored_files.folders_with(folder, schema.INFO_FILE)
+        below = input_pipeline.data_sets_below(folder)
         if below:
             advice = f'name a data set below it: {", ".join(below)}'
         elif path.exists():

@@ -162,7 +162,7 @@ class RowReader:
         self._files = files or MappedFiles(split.file, len(lengths))
         self._layout, self._columns = layout, columns or {}
         # Of each feature the dtype and the shape of a row in a batch; of latents, one crop comes.
-        self._kinds = {
+        self._kinds: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
             schema.TEXT_EMBEDDING: (_DTYPES['float16'], (choices.text_dim,)),
             schema.TOKENS: (np.dtype(np.int32), (choices.num_tokens,)),
         }

@@ -136,7 +136,8 @@ def make_tokenizer(spec: str, max_tokens: int = DEFAULT_MAX_TOKENS) -> Tokenizer
     """Makes the tokenizer alone of an encoder that has token ids; see `make_encoder`."""
     if spec == HashEncoder.name:
         raise ValueError(
-            f'the encoder {spec!r} has no token ids: name words, or a model, as hf:google/gemma-3-270m.'
+            f'the encoder {spec!r} has no token ids: name words, or a model, as '
+            'hf:google/gemma-3-270m.'
         )
     runner, model = _take_apart(spec)
     if runner == 'hf':

@@ -43,5 +43,5 @@ def test_a_length_out_of_range_is_refused(max_tokens):
 def test_what_makes_no_tokens_and_what_makes_nothing_else_are_refused():
     with pytest.raises(ValueError, match="the encoder 'hash' has no token ids: name words"):
         tokenizers.make_tokenizer('hash', 16)
-    with pytest.raises(ValueError, match="unknown encoder 'words'.*words makes tokens alone"):
+    with pytest.raises(ValueError, match=r"unknown encoder 'words'.*words makes tokens alone"):
         text_encoders.make_encoder('words')
