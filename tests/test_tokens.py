@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
 from coyo11m_tfds.text import text_encoders, tokenizers
 from tests import made_sources, runs
 from tests.runs import small_config
-from train_lib import caption_encoder, data, draw, sharding, train
+from train_lib import caption_encoder, check, data, draw, input_facts, sharding, train
 
 LENGTH = 12
 FEATURES = 'key', 'latents', 'tokens', 'caption'
@@ -134,6 +135,34 @@ def test_tokens_are_no_embeddings_to_add(dataset, sidecar, tmp_path):
         add_column.add(dataset, 'more', sidecar, scratch_dir=str(tmp_path))
 
 
+def test_a_sidecar_in_parts_makes_the_same_shards(sample_source, dataset, tmp_path):
+    parts = tmp_path / 'parts'
+    asked = {'tokens_only': True, 'max_tokens': LENGTH}
+    report = embed_captions.embed(sample_source, 'words', parts, part_captions=100, **asked)
+    assert len(list(parts.iterdir())) > 2
+    assert (report.encoder, report.dim) == ('words', LENGTH)
+    other = build(sample_source, parts, tmp_path / 'data')
+    shards = sorted(path.name for path in dataset.glob('*.tfrecord*'))
+    assert sorted(path.name for path in other.glob('*.tfrecord*')) == shards
+    for name in shards:
+        assert (other / name).read_bytes() == (dataset / name).read_bytes(), name
+
+
+def test_tokens_of_a_column_come_beside_those_of_the_records(dataset, sidecar, tmp_path):
+    copy = shutil.copytree(dataset, tmp_path / 'copy')
+    scratch = str(tmp_path / 'scratch')
+    with pytest.raises(ValueError, match="cannot be called 'tokens'"):
+        add_column.add(copy, 'tokens', tokens=sidecar, scratch_dir=scratch)
+    add_column.add(copy, 'words', tokens=sidecar, scratch_dir=scratch)
+    for engine in ('rows', 'chunks'):
+        batches = input_pipeline.eval_batches(
+            copy, batch_size=16, features=('key', 'words', 'tokens'), engine=engine
+        )
+        batch = next(iter(batches))
+        assert (batch['tokens'] >= 0).any()
+        np.testing.assert_array_equal(batch['words'], batch['tokens'])
+
+
 def test_an_encoder_of_vectors_makes_no_tokens(sample_source, tmp_path, capsys, monkeypatch):
     out = tmp_path / 'x.parquet'
     flags = ['--source', str(sample_source), '--out', str(out), '--tokens_only']
@@ -197,6 +226,13 @@ def test_sequences_of_a_data_set_of_vectors_are_refused(mini_dataset, tmp_path):
     config = small_config(mini_dataset, **{'model.text': 'sequence'})
     with pytest.raises(ValueError, match=r"model\.text='sequence'.*tokens"):
         train.train_and_evaluate(config, tmp_path / 'workdir')
+
+
+def test_a_check_and_the_diagnosis_take_tokens(dataset):
+    config = small_config(dataset)
+    assert check.check(config)['data'].endswith('tokens of words')
+    facts = input_facts.measure_facts(config, num_hosts=1, step_ms=None, seconds=0.1)
+    assert facts.step_seconds > 0
 
 
 def test_another_vocabulary_is_another_identity(dataset, mini_dataset):
