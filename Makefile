@@ -8,7 +8,7 @@ INSTALLED := .venv/installed
 ENCODERS ?= .encoders
 
 DEMO := demo
-VECTORS := $(DEMO)/source/hash.parquet
+TOKENS := $(DEMO)/source/words.parquet
 
 # TensorFlow's notes on the machine help nobody here.
 export TF_CPP_MIN_LOG_LEVEL ?= 2
@@ -25,9 +25,10 @@ $(INSTALLED): setup.py constraints.txt
 demo: $(INSTALLED)
 	rm -rf $(DEMO)
 	$(BIN)/python -m coyo11m_tfds.sample_data --out $(DEMO)/source
-	$(BIN)/python -m coyo11m_tfds.embed_captions --source $(DEMO)/source --encoder hash --out $(VECTORS)
+	$(BIN)/python -m coyo11m_tfds.embed_captions --source $(DEMO)/source --encoder words \
+		--tokens_only --max_tokens 16 --out $(TOKENS)
 	$(BIN)/tfds build coyo11m_tfds --manual_dir=$(DEMO)/source --data_dir=$(DEMO)/data \
-		--config='{"name": "hash", "text_vectors": "$(VECTORS)", "shard_bytes": 16777216}'
+		--config='{"name": "words", "text_vectors": "$(TOKENS)", "shard_bytes": 16777216}'
 	$(BIN)/python -m train_lib.main --config=configs/demo.py --workdir=$(DEMO)/run
 	@$(BIN)/python -m train_lib.demo --workdir=$(DEMO)/run
 

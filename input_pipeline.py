@@ -14,8 +14,8 @@ to know the step and that data set and settings are the same (`position_settings
 Two engines give the same batches, bit for bit, and import neither TensorFlow nor JAX. `rows`, for
 local files, gathers what is asked for out of memory-mapped shards; `chunks`, for gs://, out of runs
 of records that it fetches. `train_dataset` gives them as a `tf.data.Dataset`. `key`, `latents`,
-`text_embedding` and `caption` keep the dtype and the layout of the source. Scaling is the model's
-business.
+`text_embedding`, `tokens` and `caption` keep the dtype and the layout of the source. Scaling is the
+model's business.
 """
 
 import importlib
@@ -43,13 +43,18 @@ from coyo11m_tfds.reading.names import AUTO, CHUNKS, DROP_TEXT, ENGINES, EVAL_CR
 from coyo11m_tfds.reading.opened_data import OpenedData, open_data
 from coyo11m_tfds.reading.order import Order, nearest_shares
 from coyo11m_tfds.reading.row_reader import RowChoices
-from coyo11m_tfds.storage import json_digest
+from coyo11m_tfds.storage import json_digest, stored_files
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
     from coyo11m_tfds.reading import dataset
-    from coyo11m_tfds.reading.dataset import dataset_stats, open_dataset, text_columns
+    from coyo11m_tfds.reading.dataset import (
+        DatasetStats,
+        dataset_stats,
+        open_dataset,
+        text_columns,
+    )
     from coyo11m_tfds.reading.on_device import key_words, to_device
 
     Data = dataset.Data | OpenedData
@@ -61,10 +66,12 @@ __all__ = [
     'ENGINES',
     'MASK',
     'ROWS',
+    'DatasetStats',
     'Order',
     'ReadCounter',
     'ReadCounts',
     'check_memory',
+    'data_sets_below',
     'dataset_stats',
     'engine_of',
     'eval_batches',
@@ -93,7 +100,7 @@ _AUTOTUNE = -1  # `tf.data.AUTOTUNE`
 # What needs JAX or TensorFlow, by the modules of `reading` that have it.
 _LATER = {
     'on_device': ('key_words', 'to_device'),
-    'dataset': ('dataset_stats', 'open_dataset', 'text_columns'),
+    'dataset': ('DatasetStats', 'dataset_stats', 'open_dataset', 'text_columns'),
 }
 
 
@@ -103,6 +110,11 @@ def __getattr__(name: str) -> Any:
         if name in there:
             return getattr(importlib.import_module(f'coyo11m_tfds.reading.{module}'), name)
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+
+
+def data_sets_below(folder: str) -> list[str]:
+    """The folders of data sets at or below one, local or `gs://`; see `stored_files`."""
+    return stored_files.folders_with(folder, schema.INFO_FILE)
 
 
 # --- The place in the data ---------------------------------------------------------------------
@@ -310,11 +322,11 @@ def train_dataset(
         batch_size: records in a global batch; this process gets `b = batch_size / process_count`.
         seed: decides the order and every choice about a sample.
         start_step: the first batch is what the one after `start_step` batches would have been.
-        features: some of `coyo11m_tfds.reading.dataset.FEATURES`.
+        features: some of `coyo11m_tfds.reading.dataset.FEATURES`, or `tokens`.
         chunk: records read together, a multiple of `schema.CHUNK_STRIDE`.
         lanes: streams that every batch takes an equal part of; a multiple of process_count.
         window: records shuffled together within a lane.
-        caption_dropout: share of samples marked in `drop_text`, if text vectors are asked for.
+        caption_dropout: share of samples marked in `drop_text`, if vectors or tokens are asked for.
         process_index, process_count: which part of each global batch this process gets.
         split: 'train', or another one that is in the data set.
         on_bad_records: 'stop': a record that is damaged is an error that names its file and
@@ -331,10 +343,10 @@ def train_dataset(
 
     Returns:
         Batches `dict(key=int64 (b,), latents=float16|bfloat16 (b,4,32,32),
-        text_embedding=float16 (b,D), caption=string (b,))`, of these the features asked for;
-        `drop_text=bool (b,)` with caption_dropout > 0 and text vectors; `mask=bool (b,)` with
-        on_bad_records='skip'. An iterator over them raises `tf.errors.OpError` where a file or
-        a record cannot be read, or too many records are bad.
+        text_embedding=float16 (b,D), tokens=int32 (b,T), caption=string (b,))`, of these the
+        features asked for; `drop_text=bool (b,)` with caption_dropout > 0 and vectors or tokens;
+        `mask=bool (b,)` with on_bad_records='skip'. An iterator over them raises
+        `tf.errors.OpError` where a file or a record cannot be read, or too many records are bad.
 
     Raises:
         ValueError: for settings that do not fit together, naming some that do, or a feature that
@@ -453,6 +465,7 @@ def check_memory(
         stored.text_dim,
         caption_dropout=caption_dropout,
         with_mask=on_bad_records == SKIP,
+        num_tokens=stored.num_tokens,
     )
     order = Order(split_.index.shard_lengths, 0, batch_size, chunk, lanes, window)
     need = memory.Need(

@@ -1,6 +1,6 @@
 """Trains the demo's model by several settings at equal CPU time, and judges what each has learned.
 
-    python -m benchmarks.demo_optimizers --data_dir=demo/data/coyo11m_tfds/hash/1.0.0 \\
+    python -m benchmarks.demo_optimizers --data_dir=demo/data/coyo11m_tfds/words/1.0.0 \\
         --setting='AdamW: optimizer.name="adamw"' --setting='Muon: optimizer.name="muon"' \\
         --steps=300 --seeds=3 --out=trials.jsonl
 
@@ -18,7 +18,7 @@ import pathlib
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,8 +27,7 @@ import numpy as np
 
 from configs import demo
 from coyo11m_tfds import latent_rgb, sample_data, schema
-from coyo11m_tfds.text import text_encoders
-from train_lib import demo_scores, evaluation, previews, program, sharding
+from train_lib import caption_encoder, demo_scores, evaluation, previews, program, sharding
 from train_lib.data import TrainingData
 
 _EVAL_SAMPLES = 384
@@ -61,8 +60,13 @@ class Trial:
         self._mesh = sharding.make_mesh(**config.mesh)
         self._data = TrainingData(config, self._mesh)
         self._program = program.make_program(
-            config, self._mesh, self._data.facts.stats, latent_shape=self._data.facts.latent_shape
+            config,
+            self._mesh,
+            self._data.facts.stats,
+            latent_shape=self._data.facts.latent_shape,
+            vocabulary=self._data.facts.vocabulary,
         )
+        self._encoder = caption_encoder.make(self._data.facts)
         self._batches = self._data.train_batches(0)
         self._state = self._program.init()
 
@@ -74,18 +78,27 @@ class Trial:
         jax.block_until_ready(self._state)
         return time.process_time() - start
 
-    def eval_loss(self, batches: Iterator[dict[str, np.ndarray]]) -> float:
-        """Of the averaged weights."""
+    def eval_loss(self, samples: list[dict[str, np.ndarray]]) -> float:
+        """Of the averaged weights, on batches of `eval_batches`."""
+        name = schema.TOKENS if self._data.facts.vocabulary else schema.TEXT_EMBEDDING
+        batches = [
+            {n: x for n, x in batch.items() if n != schema.CAPTION}
+            | {name: self._texts(batch[schema.CAPTION])}
+            for batch in samples
+        ]
         scalars = evaluation.evaluate(self._program.eval_step, self._state.ema_params, batches)
         return next(value for name, value in scalars.items() if name.endswith('loss'))
 
     def draw(self, captions: list[str]) -> np.ndarray:
         """Pictures uint8 `(n, 32, 32, 3)` by the averaged weights."""
-        text = text_encoders.make_encoder('hash').encode(captions).astype(np.float16)
+        text = self._texts(captions)
         drawn = self._program.draw(
             self._state.ema_params, jax.device_put(text, sharding.replicated(self._mesh))
         )
         return latent_rgb.latents_to_rgb(jax.device_get(drawn))
+
+    def _texts(self, captions: Sequence[str]) -> np.ndarray:
+        return caption_encoder.texts(self._data.facts, self._encoder, captions)
 
 
 def eval_batches() -> list[dict[str, np.ndarray]]:
@@ -105,7 +118,7 @@ def eval_batches() -> list[dict[str, np.ndarray]]:
     keys = keys[rows]
     samples = {
         'latents': stored[schema.PT_LATENTS][rows, 1].numpy(),
-        'text_embedding': text_encoders.make_encoder('hash').encode(list(captions[keys])),
+        schema.CAPTION: captions[keys].to_numpy(),
         'key': np.stack([keys & 0xFFFFFFFF, keys >> 32], -1).astype(np.uint32),
         'mask': np.ones(len(keys), bool),
     }

@@ -50,6 +50,7 @@ def get_config() -> ml_collections.ConfigDict:
     model.mlp_ratio = 0.0  # hidden layer of a block, in widths; 0: 4
     model.dtype = 'bfloat16'  # of the computation; weights are float32
     model.remat = 'none'  # computed again in the backward pass: none, all but dots, or full
+    model.text = 'pooled'  # or 'sequence': attention sees the tokens too, where records hold them
     model.attention = 'xla'  # or 'cudnn': fused, for NVIDIA GPUs
 
     config.optimizer = optimizer = ml_collections.ConfigDict()

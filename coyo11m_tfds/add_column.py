@@ -29,7 +29,6 @@ from coyo11m_tfds.columns import AddedColumn
 from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.reading import names, rows, stored_dataset, verified
-from coyo11m_tfds.reading.record_layout import RecordLayout
 from coyo11m_tfds.reading.row_reader import RowChoices, RowReader
 from coyo11m_tfds.reading.stored_dataset import StoredDataset
 from coyo11m_tfds.report.moments import Moments, add_vectors
@@ -39,7 +38,7 @@ from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.scratch import Scratch
 
 _NAME = re.compile(r'[a-z][a-z0-9_]*')
-_TAKEN = {*stored_dataset.FEATURES, names.DROP_TEXT, names.MASK}
+_TAKEN = {*stored_dataset.READABLE, names.DROP_TEXT, names.MASK}
 _ROWS_AT_ONCE = 4096
 
 
@@ -134,7 +133,9 @@ def _open_embeddings(place: str, scratch: str) -> _Values:
     header, store = embedding_store.prepare_store(
         part_files.find(place), cache_dir=scratch, hold=_hold(scratch)
     )
-    encoder, shape = dataclasses.asdict(header), (header.dim,)
+    if header.vocabulary:
+        raise ValueError(f'{place}: holds tokens, expected embeddings; add it as tokens.')
+    encoder, shape = header.to_json(), (header.dim,)
     return _Values(place, store, np.dtype(np.float16), shape, schema.TEXT_EMBEDDING, encoder)
 
 
@@ -209,11 +210,10 @@ def _keys(stored: StoredDataset, split: str) -> Iterator[np.ndarray]:
     opened = stored.open_split(split)
     if opened is None:
         raise ValueError(f'{stored.folder}: split {split!r} has no chunk index.')
-    with_latents = schema.LATENTS not in stored.columns
     reader = RowReader(
         opened,
         RowChoices((schema.KEY,), stored.latent_dtype, stored.text_dim, with_mask=True),
-        RecordLayout(stored.text_dim, with_latents=with_latents),
+        stored.record_layout,
         verify=verified.ALWAYS,
     )
     lengths = opened.index.shard_lengths

@@ -41,7 +41,10 @@ CONFIG_EXAMPLE = """--config='{"name": "gemma", "text_vectors": "gemma.parquet"}
 _FEATURES_FILE = 'features.json'  # TFDS' name
 _CONFIG_NAME = re.compile(r'[A-Za-z0-9_][A-Za-z0-9_.-]*')
 _LATENT_DTYPES = {'float16': np.float16, 'bfloat16': ml_dtypes.bfloat16}
-
+_TEXT_DOCS = {
+    schema.TEXT_EMBEDDING: 'Vector of the caption, as the encoder gave it (not standardized).',
+    schema.TOKENS: 'Token ids of the caption, padded with -1.',
+}
 
 # Folders of data sets that a program of TFDS wanted to be removed.
 _to_be_replaced: set[str] = set()
@@ -293,14 +296,17 @@ class Builder(dataset_builder.FileReaderBuilder):
         vectors = built.plan.text_vectors
         # TFDS has no setter for features, but only the source tells their dtype and width.
         self.info._features = make_features(
-            built.plan.latent_dtype, vectors.dim if vectors else None, self.builder_config.latents
+            built.plan.latent_dtype,
+            vectors.dim if vectors else None,
+            self.builder_config.latents,
+            text=vectors.feature if vectors else schema.TEXT_EMBEDDING,
         )
         self.info.set_splits(self._make_splits(built.splits))
         self.info.metadata.clear()
         self.info.metadata.update(built.metadata)
         text_vectors = self.builder_config.text_vectors
         if built.plan.sidecar:
-            text_vectors = dataclasses.asdict(built.plan.sidecar)
+            text_vectors = built.plan.sidecar.to_json()
         self.info.metadata[schema.META_SETTINGS] = recorded_settings.record(
             self.builder_config, limit, text_vectors
         )
@@ -321,14 +327,18 @@ class Builder(dataset_builder.FileReaderBuilder):
 
 
 def make_features(
-    latent_dtype: str, text_dim: int | None, latents: str = 'records'
+    latent_dtype: str,
+    text_dim: int | None,
+    latents: str = 'records',
+    text: str = schema.TEXT_EMBEDDING,
 ) -> tfds.features.FeaturesDict:
     """Returns the features of a record.
 
     Args:
         latent_dtype: one of `schema.LATENT_DTYPES`.
-        text_dim: None for records without `text_embedding`.
+        text_dim: numbers of a text vector, or tokens of a text; None for records without either.
         latents: 'in_place' for records without `latents`.
+        text: which of `schema.TEXT_DTYPES` they have.
     """
     features = {
         schema.KEY: tfds.features.Scalar(
@@ -347,10 +357,10 @@ def make_features(
     if latents == IN_PLACE:
         del features[schema.LATENTS]
     if text_dim is not None:
-        features[schema.TEXT_EMBEDDING] = tfds.features.Tensor(
+        features[text] = tfds.features.Tensor(
             shape=(text_dim,),
-            dtype=np.float16,
+            dtype=np.dtype(schema.TEXT_DTYPES[text]),
             encoding=tfds.features.Encoding.BYTES,
-            doc='Vector of the caption, as the encoder gave it (not standardized).',
+            doc=_TEXT_DOCS[text],
         )
     return tfds.features.FeaturesDict(features)

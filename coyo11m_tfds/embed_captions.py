@@ -112,8 +112,8 @@ def embed(
 
     Args:
         source_dir: folder with `schema.CAPTIONS_FILE`: local, `gs://` or `hf://`.
-        encoder: a specification for `text_encoders.make_encoder`, or an encoder, which runs in this
-            process.
+        encoder: a specification for `text_encoders.make_encoder`, or with `tokens_only` for
+            `tokenizers.make_tokenizer`; or an encoder, which runs in this process.
         out: a folder, local or on `gs://`; or a local file to replace, its name ends in `.parquet`.
         caption_column: the Parquet column to encode.
         drop_repeats: whether, of rows that repeat a key, the first wins; else they are an error.
@@ -264,7 +264,8 @@ def parse_flags() -> argparse.Namespace:
     add(
         '--encoder',
         default='hash',
-        help='hash (the default), hf:NAME or jax:NAME; NAME is of the hub or a folder',
+        help='hash (the default), hf:NAME or jax:NAME; NAME is of the hub or a folder; with '
+        '--tokens_only also words',
     )
     add('--caption_column', default=column, help='column to encode (%(default)s)')
     add('--drop_repeats', action='store_true', help='first row of a key wins; else an error')

@@ -23,6 +23,7 @@ PARQUET_KEY = 'key'
 PART_EMBEDDING = 'embedding'  # of the parts that embed_captions makes; `key` is beside it
 MAX_CAPTION_BYTES = 65_536  # of UTF-8; what is longer was not written by a person or a model
 MAX_TEXT_DIM = 16_384  # numbers of a text vector; the widest encoders have 8,192
+MAX_TOKENS = 4096  # ids of a caption, padding included
 DEFAULT_CAPTION_COLUMN = 'caption_llava'
 
 # --- Records --------------------------------------------------------------------------------
@@ -31,7 +32,8 @@ KEY = 'key'  # int64 scalar; joins latents, captions and text vectors
 LATENTS = 'latents'  # raw bytes of LATENTS_SHAPE in the source's dtype, little endian
 CAPTION = 'caption'  # UTF-8
 TEXT_EMBEDDING = 'text_embedding'  # raw bytes of float16 (D,)
-TOKENS = 'tokens'  # int32 (T,): ids of a caption's tokens, then -1
+TOKENS = 'tokens'  # raw bytes of int32 (T,), ids padded with -1; in place of the former
+TEXT_DTYPES = {TEXT_EMBEDDING: 'float16', TOKENS: 'int32'}  # what a record may hold of a text
 
 NUM_CROPS = 3
 LATENT_SHAPE = (4, 32, 32)  # one crop: channels, height, width

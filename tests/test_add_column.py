@@ -409,7 +409,7 @@ def test_the_trainer_takes_either_text(copy, other_vectors):
     for text in ('', 'other'):
         config = runs.small_config(copy, **{'data.text': text})
         opened = data.TrainingData(config, sharding.make_mesh())
-        assert opened.preview_samples.text_embedding.shape == (3, 640)
+        assert opened.preview_samples.text.shape == (3, 640)
         batches.append(next(opened.train_batches(0)))
         assert opened.facts.stats.text_mean.shape == (640,)
     first, second = batches

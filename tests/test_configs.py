@@ -76,7 +76,10 @@ def test_a_program_can_be_made(name):
     config = _get(name)
     config.mesh.fsdp = 1
     mesh = sharding.make_mesh(**config.mesh)
-    made = program.make_program(config, mesh, _stats(), latent_shape=(32, 32, 4))
+    vocabulary = 4096 if config.model.text == 'sequence' else 0
+    made = program.make_program(
+        config, mesh, _stats(), latent_shape=(32, 32, 4), vocabulary=vocabulary
+    )
     assert made.abstract_state.step.shape == ()
 
 

@@ -9,9 +9,14 @@ with their captions, so name and revision (a commit, or a digest of the files) a
 those in the data set's metadata.
 """
 
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
 from absl import logging
 
-from coyo11m_tfds.text import model_files, text_encoders
+from coyo11m_tfds.text import model_files, text_encoders, tokenizers
+from coyo11m_tfds.text.text_encoders import Encoder, Tokenizer
 from train_lib.data_facts import DataFacts
 
 # Run the same models: on the same files their embeddings agree to a cosine of 0.99997.
@@ -21,8 +26,8 @@ _IN_PT = 'pt'  # embeddings that came with the latents, from an encoder that not
 _OF_FOLDER = 'sha256:'  # how the revision of a model in a local folder begins
 
 
-def make(facts: DataFacts, spec: str = '') -> text_encoders.Encoder:
-    """Loads the encoder that the text embeddings of a data set were made with.
+def make(facts: DataFacts, spec: str = '') -> Encoder | Tokenizer:
+    """Loads the encoder that the text embeddings of a data set were made with, or the tokenizer.
 
     Args:
         facts: of that data set.
@@ -51,14 +56,22 @@ def make(facts: DataFacts, spec: str = '') -> text_encoders.Encoder:
     if colon and wanted != _IN_PT:  # before minutes are spent with loading it
         _check_name(facts, f'{runner}:{model_files.public_name(model)}')
     max_tokens = facts.max_tokens or text_encoders.DEFAULT_MAX_TOKENS
-    encoder = text_encoders.make_encoder(spec, max_tokens)
+    make_one = tokenizers.make_tokenizer if facts.vocabulary else text_encoders.make_encoder
+    encoder = make_one(spec, max_tokens)
     check(facts, encoder)
     return encoder
 
 
-def check(facts: DataFacts, encoder: text_encoders.Encoder) -> None:
-    """Raises a ValueError for another encoder than that of the data set."""
-    if facts.encoder == _IN_PT and encoder.dim == facts.text_dim:
+def texts(facts: DataFacts, encoder: Encoder | Tokenizer, captions: Sequence[str]) -> np.ndarray:
+    """What the model takes of captions: vectors float16 `(n, D)`, or token ids int32 `(n, T)`."""
+    if facts.vocabulary:
+        return tokenizers.pad(encoder.tokenize(captions), encoder.max_tokens)
+    return cast(Encoder, encoder).encode(captions).astype(np.float16)
+
+
+def check(facts: DataFacts, encoder: Encoder | Tokenizer) -> None:
+    """Raises a ValueError for another encoder or tokenizer than that of the data set."""
+    if facts.encoder == _IN_PT and cast(Encoder, encoder).dim == facts.text_dim:
         logging.warning('Nothing says whether %s made the text embeddings.', encoder.name)
         return
     _check_name(facts, encoder.name)

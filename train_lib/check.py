@@ -49,8 +49,16 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
     if config.data.dir:
         data = TrainingData(config, mesh)
         data.check_memory()
-        program.make_program(config, mesh, data.facts.stats, latent_shape=data.facts.latent_shape)
-        described = f'{config.data.dir}, text vectors of {data.facts.encoder}'
+        facts = data.facts
+        program.make_program(
+            config,
+            mesh,
+            facts.stats,
+            latent_shape=facts.latent_shape,
+            vocabulary=facts.vocabulary,
+        )
+        what = 'tokens' if facts.vocabulary else 'text vectors'
+        described = f'{config.data.dir}, {what} of {facts.encoder}'
     else:
         how = 'name a built data set with --data_dir'
         unchecked['the data set and the memory for reading it'] = how

@@ -28,6 +28,7 @@ from jax.experimental import topologies
 from ml_collections import config_flags
 
 from train_lib import chips, flow, hlo, hlo_costs, models, process, sharding
+from train_lib.models.dit import POOLED
 from train_lib.program import make_program
 
 FLAGS = flags.FLAGS
@@ -38,14 +39,22 @@ Report = dict[str, Any]
 
 
 def analyze(
-    config: ml_collections.ConfigDict, topology: str, *, text_dim: int, num_slices: int = 1
+    config: ml_collections.ConfigDict,
+    topology: str,
+    *,
+    text_dim: int,
+    num_tokens: int = 128,
+    vocabulary: int = 4096,
+    num_slices: int = 1,
 ) -> Report:
     """Compiles the training step of a configuration and adds up what it takes of a chip.
 
     Args:
         config: see `configs/default.py`.
         topology: such as `v5e:4x4`.
-        text_dim: width of the text vectors.
+        text_dim: width of the text vectors, which texts are with `model.text='pooled'`.
+        num_tokens: of a text, which it is made of with `model.text='sequence'`.
+        vocabulary: ids of these are less than this.
         num_slices: slices of that topology. The network between them is not in the times: all that
             moves is taken to move over the links inside a slice.
 
@@ -64,8 +73,17 @@ def analyze(
             f'{", ".join(chips.CHIPS)}; add it to train_lib/chips.py'
         )
     mesh = sharding.make_mesh(**config.mesh, devices=devices)
-    program = make_program(config, mesh, _no_stats(text_dim), latent_shape=LATENT_SHAPE)
-    model = models.make(**config.model)
+    if config.model.text == POOLED:
+        vocabulary = num_tokens = 0
+    program = make_program(
+        config,
+        mesh,
+        _no_stats(text_dim),
+        latent_shape=LATENT_SHAPE,
+        vocabulary=vocabulary,
+    )
+    model = models.make(**config.model, vocabulary=vocabulary)
+    flops = model.flops(LATENT_SHAPE, text_dim, num_tokens)
     report = {
         'topology': topology,
         'num_slices': num_slices,
@@ -75,7 +93,7 @@ def analyze(
         'mesh': dict(mesh.shape),
         'batch_size': config.batch_size,
         'accumulate': config.accumulate,
-        'model_flops': 3 * model.flops(LATENT_SHAPE, text_dim) * config.batch_size / len(devices),
+        'model_flops': 3 * flops * config.batch_size / len(devices),
         'least_bytes': sharding.least_bytes(
             program.abstract_state.params,
             mesh,
@@ -85,7 +103,7 @@ def analyze(
         'chip': chip.name,
         'chip_memory': chip.memory,
     }
-    batch = _abstract_batch(config.batch_size, text_dim, mesh)
+    batch = _abstract_batch(config.batch_size, text_dim, num_tokens, mesh)
     try:
         compiled = program.train_step.lower(program.abstract_state, batch).compile()
     except jax.errors.JaxRuntimeError as error:
@@ -122,15 +140,17 @@ def _no_stats(text_dim: int) -> flow.Stats:
     return flow.Stats(zeros(4), ones(4), zeros(text_dim), ones(text_dim))
 
 
-def _abstract_batch(batch_size: int, text_dim: int, mesh: jax.sharding.Mesh):
+def _abstract_batch(batch_size: int, text_dim: int, num_tokens: int, mesh: jax.sharding.Mesh):
     height, width, channels = LATENT_SHAPE
 
     def rows(dtype, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((batch_size, *shape), dtype, sharding=sharding.batch(mesh))
 
-    return {
+    texts = {'text_embedding': rows(jnp.float16, text_dim)}
+    if num_tokens:
+        texts = {'tokens': rows(jnp.int32, num_tokens)}
+    return texts | {
         'latents': rows(jnp.bfloat16, channels, height, width),
-        'text_embedding': rows(jnp.float16, text_dim),
         'key': rows(jnp.uint32, 2),
         'drop_text': rows(jnp.bool_),
     }
@@ -260,7 +280,12 @@ def main() -> None:
     jax.config.update('jax_platforms', 'cpu')  # not the devices of this machine
     with process.errors_in_one_line((ValueError,)):
         report = analyze(
-            FLAGS.config, FLAGS.topology, text_dim=FLAGS.text_dim, num_slices=FLAGS.num_slices
+            FLAGS.config,
+            FLAGS.topology,
+            text_dim=FLAGS.text_dim,
+            num_tokens=FLAGS.num_tokens,
+            vocabulary=FLAGS.vocabulary,
+            num_slices=FLAGS.num_slices,
         )
     print(json.dumps(report, indent=2) if FLAGS.json else table(report))
     sys.exit(not report['fits'])
@@ -271,5 +296,7 @@ if __name__ == '__main__':
     flags.DEFINE_string('topology', None, 'Slice to compile for, such as v5e:4x4.')
     flags.DEFINE_integer('num_slices', 1, 'Slices of that topology.')
     flags.DEFINE_integer('text_dim', 640, 'Width of the text vectors.')
+    flags.DEFINE_integer('num_tokens', 128, 'Of a text, with model.text=sequence.')
+    flags.DEFINE_integer('vocabulary', 4096, 'Of these tokens.')
     flags.DEFINE_bool('json', False, 'Print the report as JSON.')
     process.run(main, required=['config', 'topology'])

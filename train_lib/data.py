@@ -22,7 +22,6 @@ from jax.sharding import Mesh
 
 import input_pipeline
 from coyo11m_tfds import schema
-from coyo11m_tfds.storage import stored_files
 from train_lib import failures, flow, models, settings, sharding
 from train_lib.data_facts import DataFacts
 from train_lib.position import DATA_SET
@@ -41,12 +40,12 @@ class PreviewSamples:
     Attributes:
         captions: n strings.
         latents: the data's own answer, raw `(n, 4, H, W)`.
-        text_embedding: float16 `(n, D)`, whole on every device.
+        text: text vectors float16 `(n, D)` or token ids int32 `(n, T)`, whole on every device.
     """
 
     captions: Sequence[str]
     latents: np.ndarray
-    text_embedding: jax.Array
+    text: jax.Array
 
 
 class TrainingData:
@@ -90,7 +89,7 @@ class TrainingData:
         self.read_counts = self._counter.read
         self._arrived = self._taken = 0
         stats = input_pipeline.dataset_stats(self._builder, config.data.text)
-        if stats.text_mean is None or stats.text_std is None:
+        if not (stats.text_dim or stats.num_tokens):
             added = input_pipeline.text_columns(self._builder)
             raise ValueError(
                 f'{config.data.dir} holds no text vectors in its records: '
@@ -105,14 +104,20 @@ class TrainingData:
         channels, height, width = schema.LATENT_SHAPE
         self.facts = DataFacts(
             (height, width, channels),
-            flow.Stats(stats.latent_mean, stats.latent_std, stats.text_mean, stats.text_std),
+            model_stats(stats),
             stats.text_encoder or '',
             stats.text_revision or '',
             stats.text_max_tokens,
+            stats.vocabulary,
         )
+        self._text = schema.TOKENS if self.facts.vocabulary else schema.TEXT_EMBEDDING
+        self._features = schema.KEY, schema.LATENTS, self._text
         encoder = {'name': self.facts.encoder, 'revision': self.facts.encoder_revision}
+        size = {'width': self.facts.text_dim}
+        if self.facts.vocabulary:
+            size = {'vocabulary': self.facts.vocabulary}
         self.identity = {
-            'text_encoder': encoder | {'width': self.facts.text_dim},
+            'text_encoder': encoder | size,
             'model': models.identity(**config.model),
             'optimizer': {'name': config.optimizer.name},
         }
@@ -133,6 +138,7 @@ class TrainingData:
         input_pipeline.check_memory(
             self._opened,
             **order,
+            features=self._features,
             caption_dropout=config.caption_dropout,
             process_count=jax.process_count(),
             on_bad_records=config.on_bad_records,
@@ -148,6 +154,7 @@ class TrainingData:
         batches = input_pipeline.train_batches(
             self._opened,
             start_step=start_step,
+            features=self._features,
             caption_dropout=self._config.data.caption_dropout,
             counter=self._counter,
             parallel_reads=self._config.data.parallel_reads,
@@ -190,6 +197,7 @@ class TrainingData:
         batches = input_pipeline.eval_batches(
             self._opened,
             batch_size=config.batch_size,
+            features=self._features,
             chunk=config.data.chunk,
             # As many as training has in all its lanes.
             parallel_reads=config.data.parallel_reads * self._own_lanes,
@@ -205,7 +213,7 @@ class TrainingData:
             self._opened,
             batch_size=self._config.preview.count,
             split=self._config.preview.split,
-            features=(schema.LATENTS, schema.TEXT_EMBEDDING, schema.CAPTION),
+            features=(schema.LATENTS, self._text, schema.CAPTION),
             on_bad_records=self._config.data.on_bad_records,
             max_bad_fraction=self._config.data.max_bad_fraction,
             engine=self._config.data.engine,
@@ -217,9 +225,7 @@ class TrainingData:
         return PreviewSamples(
             captions=[caption.decode() for caption in batch[schema.CAPTION][real]],
             latents=batch[schema.LATENTS][real],
-            text_embedding=jax.device_put(
-                batch[schema.TEXT_EMBEDDING][real], sharding.replicated(self._mesh)
-            ),
+            text=jax.device_put(batch[self._text][real], sharding.replicated(self._mesh)),
         )
 
     @property
@@ -296,6 +302,14 @@ class TrainingData:
         return input_pipeline.to_device(on_host, sharding.batch(self._mesh), ahead=ahead)
 
 
+def model_stats(stats: 'input_pipeline.DatasetStats') -> flow.Stats:
+    """What a model standardizes by; of token ids there is nothing."""
+    mean, std = stats.text_mean, stats.text_std
+    if mean is None or std is None:
+        mean = std = np.zeros(0, np.float32)
+    return flow.Stats(stats.latent_mean, stats.latent_std, mean, std)
+
+
 def _with_read_errors(
     batches: Iterator[dict[str, np.ndarray]],
 ) -> Iterator[dict[str, np.ndarray]]:
@@ -314,7 +328,7 @@ def _open(folder: str) -> tfds.core.DatasetBuilder:
         path = epath.Path(folder)
         if (path / schema.INFO_FILE).exists():
             raise
-        below = stored_files.folders_with(folder, schema.INFO_FILE)
+        below = input_pipeline.data_sets_below(folder)
         if below:
             advice = f'name a data set below it: {", ".join(below)}'
         elif path.exists():

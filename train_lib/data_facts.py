@@ -26,6 +26,9 @@ class DataFacts:
         encoder_revision: its commit on the hub, or `sha256:...` of the files in a local folder;
             empty where the data set does not tell.
         max_tokens: captions were cut to so many tokens; 0 for no limit or where it is unknown.
+            Records that hold tokens hold so many, padding included.
+        vocabulary: ids of the tokens in the records are less than this; 0 where records hold text
+            embeddings.
     """
 
     latent_shape: tuple[int, int, int]
@@ -33,10 +36,11 @@ class DataFacts:
     encoder: str
     encoder_revision: str = ''
     max_tokens: int = 0
+    vocabulary: int = 0
 
     @property
     def text_dim(self) -> int:
-        """Numbers of a text embedding."""
+        """Numbers of a text embedding; 0 where there is none."""
         return len(self.stats.text_mean)
 
     def to_json(self) -> dict[str, Any]:

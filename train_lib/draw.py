@@ -20,7 +20,7 @@ from absl import flags
 from etils import epath
 
 from coyo11m_tfds import latent_rgb
-from coyo11m_tfds.text import text_encoders
+from coyo11m_tfds.text.text_encoders import Encoder, Tokenizer
 from train_lib import (
     caption_encoder,
     data_facts,
@@ -80,7 +80,7 @@ class Artist:
         self._average = average
         self._draw = self._compile(config)
 
-    def draw(self, captions: Sequence[str], encoder: text_encoders.Encoder) -> np.ndarray:
+    def draw(self, captions: Sequence[str], encoder: Encoder | Tokenizer) -> np.ndarray:
         """Draws one picture a caption, uint8 `(n, H, W, 3)`.
 
         The picture is a function of the weights, the seed, the caption and its place in the list,
@@ -90,7 +90,7 @@ class Artist:
             ValueError: the model was trained with another encoder.
         """
         caption_encoder.check(self.facts, encoder)
-        text = encoder.encode(list(captions)).astype(np.float16)
+        text = caption_encoder.texts(self.facts, encoder, list(captions))
         devices = self._mesh.size
         size = -(-min(self._batch_size, len(text)) // devices) * devices
         pictures = []
@@ -110,7 +110,7 @@ class Artist:
         """The jitted function; pictures are shared out over the devices, each has all weights."""
         draw = program.make_draw(
             config,
-            models.make(**config.model),
+            models.make(**config.model, vocabulary=self.facts.vocabulary),
             self.facts.stats,
             latent_shape=self.facts.latent_shape,
         )

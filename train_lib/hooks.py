@@ -85,7 +85,7 @@ class Preview(Hook):
 
     def __call__(self, step: int, state: TrainState) -> str:
         samples = self.run.data.preview_samples
-        drawn = self.run.program.draw(state.ema_params, samples.text_embedding)
+        drawn = self.run.program.draw(state.ema_params, samples.text)
         pictures = [
             latent_rgb.latents_to_rgb(samples.latents),
             latent_rgb.latents_to_rgb(jax.device_get(drawn)),

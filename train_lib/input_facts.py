@@ -20,7 +20,8 @@ import tensorflow_datasets as tfds
 
 import input_pipeline
 from coyo11m_tfds import schema
-from train_lib import flow, limits, program, sharding
+from train_lib import limits, program, sharding
+from train_lib.data import model_stats
 
 Batch = Mapping[str, Any]
 
@@ -99,12 +100,13 @@ def _batches(
     data = config.data
     read = (input_pipeline.train_batches, input_pipeline.train_dataset)
     known = {name for function in read for name in inspect.signature(function).parameters}
-    has_text = data.text or input_pipeline.dataset_stats(builder).text_dim
+    stats = input_pipeline.dataset_stats(builder, data.text)
+    texts = {schema.TEXT_EMBEDDING: stats.text_dim, schema.TOKENS: stats.num_tokens}
     return input_pipeline.train_batches(
         builder,
         batch_size=config.batch_size,
         seed=config.seed,
-        features=(schema.KEY, schema.LATENTS, *([schema.TEXT_EMBEDDING] if has_text else [])),
+        features=(schema.KEY, schema.LATENTS, *filter(texts.get, texts)),
         process_index=0,
         process_count=num_hosts,
         **{name: value for name, value in data.items() if name in known},
@@ -169,7 +171,7 @@ def _make_step(
     """The training step of the configuration, from weights as at the start."""
 
     stats = input_pipeline.dataset_stats(builder, config.data.text)
-    if stats.text_mean is None or stats.text_std is None:
+    if not (stats.text_dim or stats.num_tokens):
         raise ValueError(
             f'{builder.data_dir}: holds no text vectors, so that no step can be made for it; say '
             'how long one takes with --step_ms.'
@@ -178,8 +180,9 @@ def _make_step(
     compiled = program.make_program(
         config,
         mesh,
-        flow.Stats(stats.latent_mean, stats.latent_std, stats.text_mean, stats.text_std),
+        model_stats(stats),
         latent_shape=(height, width, channels),
+        vocabulary=stats.vocabulary,
     )
     state = compiled.init()
 

@@ -52,5 +52,6 @@ def derived(setup: 'Setup', step: int, scalars: Mapping[str, float]) -> dict[str
 
 def flops(setup: 'Setup') -> int:
     """Of the products of matrices that the model asks for, to train on one sample."""
-    model = models.make(**setup.config.model)
-    return 3 * model.flops(setup.data.facts.latent_shape, setup.data.facts.text_dim)
+    facts = setup.data.facts
+    model = models.make(**setup.config.model, vocabulary=facts.vocabulary)
+    return 3 * model.flops(facts.latent_shape, facts.text_dim, facts.max_tokens)

@@ -36,8 +36,9 @@ class Program:
         no_metrics: to training metrics of no step.
         train_step: from `(state, batch)` to the next state and metrics; the state is donated.
         eval_step: from `(params, batch)` to metrics.
-        draw: from `(params, text_embedding)`, raw text vectors `(n, D)`, to raw latents, float32
-            `(n, C, H, W)`; both whole on every device. The noise is the same each time.
+        draw: from `(params, texts)`, raw text vectors `(n, D)` or token ids `(n, T)`, to raw
+            latents, float32 `(n, C, H, W)`; both whole on every device. The noise is the same each
+            time.
     """
 
     abstract_state: state.TrainState
@@ -54,6 +55,7 @@ def make_program(
     stats: flow.Stats,
     *,
     latent_shape: Sequence[int],
+    vocabulary: int = 0,
 ) -> Program:
     """Builds model, optimizer and steps; nothing is compiled before it is called.
 
@@ -62,6 +64,7 @@ def make_program(
         mesh: from `sharding.make_mesh`.
         stats: of the data set.
         latent_shape: `(height, width, channels)` of one sample.
+        vocabulary: of the data set's tokens; 0 where it has text vectors.
 
     Raises:
         ValueError: a part of a batch cannot be split over the devices; or as `models.make`.
@@ -73,9 +76,10 @@ def make_program(
             f'batch_size={config.batch_size} in accumulate={config.accumulate} parts cannot be '
             f'split over {mesh.size} devices: set accumulate to a divisor of the samples a device'
         )
-    model = models.make(**config.model)
+    model = models.make(**config.model, vocabulary=vocabulary)
     schedule, tx = _make_optimizer(config)
-    init = state.make_init(model, tx, latent_shape=latent_shape, text_dim=len(stats.text_mean))
+    text_dim = 0 if vocabulary else len(stats.text_mean)
+    init = state.make_init(model, tx, latent_shape=latent_shape, text_dim=text_dim)
     pinned = model.clone(pin=sharding.pin(mesh))
     train_step = step.make_train_step(
         pinned,
@@ -118,23 +122,23 @@ def make_draw(
     *,
     latent_shape: Sequence[int],
 ) -> Callable[..., jax.Array]:
-    """Returns the function from `(params, text_embedding, first)` to raw latents, to be jitted.
+    """Returns the function from `(params, texts, first)` to raw latents, to be jitted.
 
-    Text embeddings are raw, `(n, D)`; latents float32 `(n, C, H, W)`. The noise of a picture is a
-    function of `config.seed` and its number, which is `first` (0 by default) for the first row.
-    Other arguments as of `make_program`.
+    Texts are raw text vectors, `(n, D)`, or token ids, int32 `(n, T)`; latents float32
+    `(n, C, H, W)`. The noise of a picture is a function of `config.seed` and its number, which is
+    `first` (0 by default) for the first row. Other arguments as of `make_program`.
     """
     settings = {name: x for name, x in config.preview.items() if name not in _OF_PREVIEWS}
 
-    def draw(params: Any, text_embedding: jax.Array, first: int | jax.Array = 0) -> jax.Array:
+    def draw(params: Any, texts: jax.Array, first: int | jax.Array = 0) -> jax.Array:
         def noise_of(number: jax.Array) -> jax.Array:
             rng = jax.random.fold_in(jax.random.key(config.seed), number)
             return jax.random.normal(rng, latent_shape)
 
         drawn = sampling.sample(
             step.applied(model, params),
-            jax.vmap(noise_of)(first + jnp.arange(len(text_embedding))),
-            flow.standardize_text(text_embedding, stats),
+            jax.vmap(noise_of)(first + jnp.arange(len(texts))),
+            flow.standardize_text(texts, stats),
             **settings,
         )
         return flow.raw_latents(drawn, stats)

@@ -65,6 +65,7 @@ _RULES = {
     'model.num_heads': _at_least(0),
     'model.patch_size': _at_least(0),
     'model.mlp_ratio': _at_least(0),
+    'model.text': _one_of('pooled', 'sequence'),
     'model.dtype': _one_of('bfloat16', 'float16', 'float32'),
     'optimizer.name': _one_of('adamw', 'muon'),
     'optimizer.learning_rate': _above(0),

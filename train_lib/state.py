@@ -128,12 +128,13 @@ def make_init(
         model: called as `model(x, t, text, drop_text)`.
         tx: from `make_optimizer`.
         latent_shape: `(height, width, channels)` of one sample.
-        text_dim: width of a text vector.
+        text_dim: width of a text vector; 0 for a model that takes token ids.
     """
 
     def init(rng: jax.Array) -> TrainState:
         x = jnp.zeros((1, *latent_shape), jnp.float32)
-        text = jnp.zeros((1, text_dim), jnp.float32)
+        # The weights do not depend on the number of tokens.
+        text = jnp.zeros((1, text_dim)) if text_dim else jnp.zeros((1, 1), jnp.int32)
         params = model.init(rng, x, jnp.zeros((1,), jnp.float32), text, None)['params']
         return TrainState(
             step=jnp.zeros((), jnp.int32),

@@ -4,10 +4,11 @@
                                  logit_mean=0.0, logit_std=1.0)
     state, metrics = jax.jit(train_step, donate_argnums=0)(state, batch)
 
-A batch holds `latents` `(b, 4, H, W)` raw, `text_embedding` `(b, D)` and `key` uint32 `(b, 2)`; for
-training also `drop_text` bool `(b,)` where texts may be dropped, for evaluation `mask` bool `(b,)`,
-False where there is no sample. A training batch has a `mask` as well where records that cannot be
-read are skipped; a batch without one is compiled as if there were no masks.
+A batch holds `latents` `(b, 4, H, W)` raw, `key` uint32 `(b, 2)` and texts: `text_embedding`
+`(b, D)` or, for a model with a vocabulary, `tokens` int32 `(b, T)`; for training also `drop_text`
+bool `(b,)` where texts may be dropped, for evaluation `mask` bool `(b,)`, False where there is no
+sample. A training batch has a `mask` as well where records that cannot be read are skipped; a batch
+without one is compiled as if there were no masks.
 Neither TensorFlow nor torch is imported here, so that steps can be measured where JAX is alone.
 """
 
@@ -26,7 +27,7 @@ from train_lib.state import TrainState
 
 Batch = Mapping[str, jax.Array]
 
-_TEXTS = 'text_embedding', 'drop_text'  # of a batch, for the model
+_TEXTS = 'text_embedding', 'tokens', 'drop_text'  # of a batch, for the model
 
 
 def make_train_step(
@@ -135,7 +136,8 @@ def _velocity(
     model: nn.Module, params: Any, batch: Batch, stats: flow.Stats
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """The model as a function of position and time, for the texts of a batch."""
-    text = flow.standardize_text(batch['text_embedding'], stats)
+    texts = batch['tokens'] if 'tokens' in batch else batch['text_embedding']
+    text = flow.standardize_text(texts, stats)
     drop_text = batch.get('drop_text')
     apply = applied(model, params)
     return lambda z, t: apply(z, t, text, drop_text)

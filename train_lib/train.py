@@ -87,7 +87,14 @@ def set_up(
     data.check_memory()
     if config.preview_every:
         _ = data.preview_samples  # kept; what cannot be read is told now and not in some hours
-    program = make_program(config, mesh, data.facts.stats, latent_shape=data.facts.latent_shape)
+    facts = data.facts
+    program = make_program(
+        config,
+        mesh,
+        facts.stats,
+        latent_shape=facts.latent_shape,
+        vocabulary=facts.vocabulary,
+    )
     beginning = beginnings.find(config, workdir, data, program, accept_changes)
     return Setup(config, workdirs.absolute(workdir), data, program, beginning)
 

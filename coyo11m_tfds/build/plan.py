@@ -176,7 +176,9 @@ def _join(
         dim = latents.common_embedding_dim()
         return _Joined(store, TextVectors(dim, VECTORS_IN_PT, in_pt=True), None, None)
     header, vector_store = _prepare_sidecar(source, settings, store, scratch, cache_dir)
-    text_vectors = TextVectors(header.dim, header.encoder, in_pt=False)
+    text_vectors = TextVectors(
+        header.dim, header.encoder, in_pt=False, vocabulary=header.vocabulary
+    )
     return _Joined(store, text_vectors, header, vector_store)
 
 
@@ -264,7 +266,7 @@ def _split_masks(
 def _record_sizes(caption_bytes: np.ndarray, text_vectors: TextVectors | None) -> np.ndarray:
     """Returns the expected bytes of each record, int64 `(n,)`."""
     fixed = schema.NUM_CROPS * schema.LATENT_NBYTES + _RECORD_OVERHEAD
-    return caption_bytes + (fixed + (2 * text_vectors.dim if text_vectors else 0))
+    return caption_bytes + (fixed + (text_vectors.nbytes if text_vectors else 0))
 
 
 def _plan_tasks(

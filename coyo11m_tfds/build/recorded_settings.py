@@ -7,7 +7,6 @@ The source is not compared: its fingerprint is in the metadata too, but to know 
 its files must be read.
 """
 
-import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -95,7 +94,7 @@ def _text_vectors(chosen: str, recorded: Any) -> str | Mapping[str, Any]:
     from coyo11m_tfds.source import embedding_store, part_files
 
     first, *_ = part_files.find(chosen)
-    return dataclasses.asdict(embedding_store.read_header(first.path))
+    return embedding_store.read_header(first.path).to_json()
 
 
 def _differences(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:

@@ -120,7 +120,12 @@ def make_metadata(
         schema.META_DROPPED: dropped.counts,
         schema.META_SOURCE_FINGERPRINT: plan.source_fingerprint,
     }
-    if plan.text_vectors and train.text_moments:
+    if plan.text_vectors and plan.text_vectors.vocabulary:
+        metadata |= {
+            schema.META_TEXT_ENCODER: plan.text_vectors.encoder,
+            schema.META_TEXT_VOCABULARY: plan.text_vectors.vocabulary,
+        }
+    elif plan.text_vectors and train.text_moments:
         mean, std = train.text_moments.mean_and_std()
         metadata |= {
             schema.META_TEXT_MEAN: mean,

@@ -17,7 +17,8 @@ class BuildSettings:
         shard_bytes: the records of a larger `.pt` file are cut into the fewest shards of at most
             about this size, nearly equal; smaller files share one of half to twice this size.
         text_vectors: '' for none; 'pt' for `embeddings` in the `.pt` files; else the place of a
-            sidecar that `coyo11m_tfds.embed_captions` made, a file or a folder.
+            sidecar that `coyo11m_tfds.embed_captions` made, of embeddings or of tokens; a file or
+            a folder.
         latents: 'records', or 'in_place': records hold all but the latents, which are read out of
             the source's files; source and data set must be local, and the files stay as they are.
             The shards have the same records as otherwise, so that the order of training is the

@@ -38,7 +38,7 @@ class OpenInputs(Protocol):
         """Captions as UTF-8."""
 
     def vectors(self, part: slice) -> np.ndarray:
-        """Text vectors of a sidecar, float16 `(len(part), text_dim)`."""
+        """Text vectors of a sidecar, float16 `(len(part), text_dim)`, or tokens, int32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class StoreInputs:
         keys: their keys, int64 `(n,)`.
         captions_store: folder of a `caption_store.CaptionStore`.
         vectors_store: folder of a `embedding_store.VectorStore`; '' without a sidecar.
-        text_dim: numbers of one vector of the sidecar.
+        text_dim: numbers of one vector of the sidecar, or tokens.
     """
 
     rows: np.ndarray

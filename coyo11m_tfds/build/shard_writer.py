@@ -68,7 +68,11 @@ class _OpenSource:
         self._inputs = task.inputs.open()
         # All at once, 2 MB a shard: it takes half the time of a few at a time.
         self._captions = self._inputs.captions(slice(None))
-        self.statistics = ShardStatistics(task.text_vectors.dim if task.text_vectors else None)
+        vectors = task.text_vectors
+        self._text = vectors.feature if vectors else ''
+        self.statistics = ShardStatistics(
+            vectors.dim if vectors and self._text == schema.TEXT_EMBEDDING else None
+        )
         self.sources = ShardSources()
 
     def columns(
@@ -93,14 +97,15 @@ class _OpenSource:
         captions = self._captions[some]
         raw, latents = file.latents(self._inputs.rows[some])
         text = self._read_vectors(file, some)
-        good = self.statistics.add(keys, captions, latents, text)
+        vectors = text if self._text == schema.TEXT_EMBEDDING else None
+        good = self.statistics.add(keys, captions, latents, vectors)
         found: dict[str, np.ndarray | list[bytes]] = {schema.KEY: keys, schema.CAPTION: captions}
         if self._task.in_place:
             self.sources.add(self._inputs.rows[some][good])
         else:
             found[schema.LATENTS] = raw
         if text is not None:
-            found[schema.TEXT_EMBEDDING] = text.view(np.uint8)
+            found[self._text] = text.view(np.uint8)
         if good.all():
             return found
         if not self._task.drop_bad:

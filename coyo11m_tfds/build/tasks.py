@@ -5,6 +5,7 @@ import dataclasses
 
 import numpy as np
 
+from coyo11m_tfds import schema
 from coyo11m_tfds.build.in_place import ShardSources
 from coyo11m_tfds.build.shard_inputs import PackedInputs, StoreInputs
 from coyo11m_tfds.report.shard_statistics import ShardStatistics
@@ -15,11 +16,22 @@ VECTORS_IN_PT = 'pt'  # the config's `text_vectors` for `embeddings` inside the 
 
 @dataclasses.dataclass(frozen=True)
 class TextVectors:
-    """The text vectors of a data set: `dim` numbers each, made by `encoder`."""
+    """What records hold of a text: a vector of `dim` numbers, or so many tokens, by `encoder`."""
 
     dim: int
     encoder: str
     in_pt: bool  # from the `.pt` files, not from a sidecar
+    vocabulary: int = 0  # of tokens; 0: vectors
+
+    @property
+    def feature(self) -> str:
+        """Its name in the records."""
+        return schema.TOKENS if self.vocabulary else schema.TEXT_EMBEDDING
+
+    @property
+    def nbytes(self) -> int:
+        """Of one record's."""
+        return self.dim * np.dtype(schema.TEXT_DTYPES[self.feature]).itemsize
 
 
 @dataclasses.dataclass(frozen=True)

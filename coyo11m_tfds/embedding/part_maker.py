@@ -18,13 +18,12 @@ from typing import Any
 import numpy as np
 
 from coyo11m_tfds.source import caption_store
+from coyo11m_tfds.text import tokenizers
 from coyo11m_tfds.text.text_encoders import Encoder, OnBatch, Tokenizer
 
 # Enough for batches of like length on several devices, few enough to lose little when a part is
 # interrupted: an hour of Gemma-3-270M on a core. 42 MB of 640 numbers each.
 PART_CAPTIONS = 32768
-
-PADDING = -1  # of token ids
 
 
 class Captions:
@@ -95,7 +94,7 @@ def make(
 
     Yields:
         `(number, keys, values)`: keys int64 `(n,)`, ascending; embeddings float16 `(n, dim)`, or
-        token ids int32 `(n, encoder.max_tokens)`, padded with `PADDING`.
+        token ids int32 `(n, encoder.max_tokens)`, padded with -1.
 
     Raises:
         ValueError: a number is not finite in float16.
@@ -107,8 +106,8 @@ def make(
             if following is not None:
                 coming = thread.submit(_prepare, captions, following, encoder)
             if tokens_only:
-                values = _pad(prepared.tokens, encoder.max_tokens)
-                num_tokens = int((values != PADDING).sum())
+                values = tokenizers.pad(prepared.tokens, encoder.max_tokens)
+                num_tokens = int((values != tokenizers.PADDING).sum())
                 on_batch(len(values), num_tokens, num_tokens)
             else:
                 values = _encode(prepared, encoder, on_batch)
@@ -122,13 +121,6 @@ def _prepare(captions: Captions, number: int, tokenizer: Tokenizer) -> _Prepared
     places = np.array([place_of.setdefault(text, len(place_of)) for text in texts], np.int64)
     different = [text.decode() for text in place_of]
     return _Prepared(number, different, tokenizer.tokenize(different), places)
-
-
-def _pad(tokens: Sequence[Sequence[int]], width: int) -> np.ndarray:
-    padded = np.full((len(tokens), width), PADDING, np.int32)
-    for row, ids in zip(padded, tokens, strict=True):
-        row[: len(ids)] = ids
-    return padded
 
 
 def _encode(prepared: _Prepared, encoder: Encoder, on_batch: OnBatch) -> np.ndarray:

@@ -28,7 +28,7 @@ from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import caption_store, part_files
 from coyo11m_tfds.storage.destination import Destination, file_state
 from coyo11m_tfds.storage.source_files import SourceFile
-from coyo11m_tfds.text import text_encoders
+from coyo11m_tfds.text import text_encoders, tokenizers
 from coyo11m_tfds.text.text_encoders import Encoder, OnBatch, Tokenizer
 
 # What a process of the hash encoder or of a tokenizer takes; 0.76 GB of 2 million captions.
@@ -46,7 +46,7 @@ class EncoderChoice:
     """Which encoder, for a process to load it.
 
     Attributes:
-        spec: see `text_encoders.make_encoder`.
+        spec: see `text_encoders.make_encoder`; of tokens `tokenizers.make_tokenizer`.
         max_tokens: captions are cut to it.
         batch_tokens: see `text_encoders.make_encoder`.
         tokens_only: whether to make token ids in place of embeddings.
@@ -60,7 +60,7 @@ class EncoderChoice:
     def load(self) -> Encoder | Tokenizer:
         """Loads the encoder, or the tokenizer alone; raises as `text_encoders.make_encoder`."""
         if self.tokens_only:
-            return text_encoders.make_tokenizer(self.spec, self.max_tokens)
+            return tokenizers.make_tokenizer(self.spec, self.max_tokens)
         return text_encoders.make_encoder(self.spec, self.max_tokens, self.batch_tokens)
 
     @property

@@ -44,6 +44,8 @@ class DatasetStats:
         text_revision: of that: a commit, a digest of its files or a number; None if unknown.
         text_max_tokens: captions were cut to so many tokens; 0 for no limit or if unknown.
         text_dim: width of the text vectors, or 0 without them.
+        num_tokens: of a text in the records, or 0 without them.
+        vocabulary: ids of these are less than this; 0 without them.
         source_fingerprint: hex digest of the source files, or None.
     """
 
@@ -57,6 +59,8 @@ class DatasetStats:
     text_max_tokens: int
     text_dim: int
     source_fingerprint: str | None
+    num_tokens: int = 0
+    vocabulary: int = 0
 
 
 def open_dataset(data: Data) -> tfds.core.DatasetBuilder:
@@ -143,6 +147,8 @@ def dataset_stats(data: Data, text: str = '') -> DatasetStats:
         text_max_tokens=sidecar.get('max_tokens', 0),
         text_dim=dim,
         source_fingerprint=metadata.get(schema.META_SOURCE_FINGERPRINT),
+        num_tokens=num_tokens(builder),
+        vocabulary=metadata.get(schema.META_TEXT_VOCABULARY, 0),
     )
     if not text:
         return stats
@@ -155,6 +161,8 @@ def dataset_stats(data: Data, text: str = '') -> DatasetStats:
         text_revision=column.encoder.get('revision'),
         text_max_tokens=column.encoder.get('max_tokens', 0),
         text_dim=column.shape[0],
+        num_tokens=0,
+        vocabulary=0,
     )
 
 
@@ -182,7 +190,16 @@ def latent_dtype(builder: tfds.core.DatasetBuilder) -> tf.DType:
 
 def text_dim(builder: tfds.core.DatasetBuilder) -> int:
     """The width of the text vectors, 0 for a data set without them."""
-    feature = _feature(builder, schema.TEXT_EMBEDDING)
+    return _text_size(builder, schema.TEXT_EMBEDDING)
+
+
+def num_tokens(builder: tfds.core.DatasetBuilder) -> int:
+    """Tokens of a text in the records, 0 for a data set without them."""
+    return _text_size(builder, schema.TOKENS)
+
+
+def _text_size(builder: tfds.core.DatasetBuilder, name: str) -> int:
+    feature = _feature(builder, name)
     return 0 if feature is None else feature.shape[0]
 
 
@@ -204,7 +221,7 @@ def _columns(builder: tfds.core.DatasetBuilder) -> dict[str, columns.Column | co
 
 def check_features(builder: tfds.core.DatasetBuilder, features: Sequence[str]) -> None:
     """Raises a ValueError for a feature that the data set does not have, or TensorFlow not read."""
-    there = [name for name in FEATURES if _feature(builder, name) is not None]
+    there = [name for name in stored_dataset.READABLE if _feature(builder, name) is not None]
     for name, column in _columns(builder).items():
         if isinstance(column, columns.Column):
             there.append(name)

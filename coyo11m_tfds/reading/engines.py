@@ -29,7 +29,6 @@ from coyo11m_tfds.reading.mapped_files import MAX_FILES
 from coyo11m_tfds.reading.names import AUTO, CHUNKS, ENGINES, EVAL_CROP, ROWS
 from coyo11m_tfds.reading.opened_data import OpenedData
 from coyo11m_tfds.reading.order import Order
-from coyo11m_tfds.reading.record_layout import RecordLayout
 from coyo11m_tfds.reading.row_reader import RowChoices, RowReader
 from coyo11m_tfds.reading.stored_dataset import StoredDataset
 
@@ -151,8 +150,14 @@ def _reader(
         files = FetchedFiles(split.file, split.file_sizes, in_flight, asked.counter)
     reader = RowReader(
         split,
-        RowChoices(tuple(asked.features), stored.latent_dtype, stored.text_dim, **choices),
-        RecordLayout(stored.text_dim, with_latents=schema.LATENTS not in stored.columns),
+        RowChoices(
+            tuple(asked.features),
+            stored.latent_dtype,
+            stored.text_dim,
+            num_tokens=stored.num_tokens,
+            **choices,
+        ),
+        stored.record_layout,
         verify=verify if files is None else verified.ALWAYS,
         on_bad_records=asked.on_bad_records,
         counter=asked.counter,

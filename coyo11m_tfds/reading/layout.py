@@ -4,9 +4,9 @@
     if layout.fits(serialized):                                   # in a graph: `tf.cond`
         crop = layout.cut(serialized, 'latents', begin=8192, nbytes=8192)
 
-A record ends with the latents and, in data sets that have it, the text vector, because features are
-sorted by name; both have a constant size. So a crop can be cut out of the record as it is, while
-`parse_example` would first copy the three of them.
+A record ends with the latents and, in data sets that have them, the text vector or the tokens,
+because features are sorted by name; all have a constant size. So a crop can be cut out of the
+record as it is, while `parse_example` would first copy the three of them.
 """
 
 import tensorflow as tf
@@ -17,9 +17,9 @@ from coyo11m_tfds.reading.record_layout import RecordLayout
 class Layout:
     """The end of a record of one data set."""
 
-    def __init__(self, text_dim: int):
-        """Takes the width of the text vectors, 0 for a data set without them."""
-        layout = RecordLayout(text_dim)
+    def __init__(self, text_dim: int, num_tokens: int = 0):
+        """Takes the width of the text vectors and the number of tokens, 0 where there are none."""
+        layout = RecordLayout(text_dim, num_tokens=num_tokens)
         self._from_end, self._heads = layout.from_end, layout.heads
 
     def fits(self, serialized: tf.Tensor) -> tf.Tensor:

@@ -19,7 +19,7 @@ from coyo11m_tfds.reading.names import DROP_TEXT, MASK
 
 Batch = dict[str, tf.Tensor]
 
-_LARGE = {schema.LATENTS, schema.TEXT_EMBEDDING}
+_LARGE = {schema.LATENTS, *schema.TEXT_DTYPES}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Parser:
         features: to be in the batch.
         latent_dtype: of the data set.
         text_dim: width of its text vectors, 0 without them.
+        num_tokens: of a text in its records, 0 without them.
         seed: of the choices about samples.
         caption_dropout: share of samples that `drop_text` marks.
         fixed_crop: taken of all samples; None takes one by (seed, epoch, key).
@@ -43,6 +44,7 @@ class Parser:
     caption_dropout: float = 0.0
     fixed_crop: int | None = None
     with_mask: bool = False
+    num_tokens: int = 0
 
     def is_regular(self, serialized: tf.Tensor) -> tf.Tensor:
         """Whether records `(n,)` are laid out as this project writes them; a bool scalar."""
@@ -61,10 +63,9 @@ class Parser:
             example[schema.LATENTS] = self._layout.cut(
                 serialized, schema.LATENTS, begin, schema.LATENT_NBYTES
             )
-        if schema.TEXT_EMBEDDING in self.features:
-            example[schema.TEXT_EMBEDDING] = self._layout.cut(
-                serialized, schema.TEXT_EMBEDDING, tf.zeros_like(begin), 2 * self.text_dim
-            )
+        for name, nbytes in self._text_nbytes.items():
+            if name in self.features:
+                example[name] = self._layout.cut(serialized, name, tf.zeros_like(begin), nbytes)
         return self._decode(example, tf.ones_like(begin, tf.bool), epoch)
 
     def parse(self, serialized: tf.Tensor, good: tf.Tensor, epoch: tf.Tensor) -> Batch:
@@ -98,8 +99,9 @@ class Parser:
             schema.CAPTION: _bytes_feature(b''),
             schema.LATENTS: _bytes_feature(bytes(schema.NUM_CROPS * schema.LATENT_NBYTES)),
         }
-        if self.text_dim:
-            feature[schema.TEXT_EMBEDDING] = _bytes_feature(bytes(2 * self.text_dim))
+        for name, nbytes in self._text_nbytes.items():
+            if nbytes:
+                feature[name] = _bytes_feature(bytes(nbytes))
         example = tf.train.Example(features=tf.train.Features(feature=feature))
         return example.SerializeToString(deterministic=True)
 
@@ -110,7 +112,11 @@ class Parser:
 
     @functools.cached_property
     def _layout(self) -> Layout:
-        return Layout(self.text_dim)
+        return Layout(self.text_dim, self.num_tokens)
+
+    @property
+    def _text_nbytes(self) -> dict[str, int]:
+        return {schema.TEXT_EMBEDDING: 2 * self.text_dim, schema.TOKENS: 4 * self.num_tokens}
 
     def _crop_begins(self, epoch: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
         """Where in its three crops the crop of each sample begins, in bytes."""
@@ -122,14 +128,17 @@ class Parser:
         if schema.LATENTS in batch:
             flat = tf.io.decode_raw(batch[schema.LATENTS], self.latent_dtype)
             batch[schema.LATENTS] = tf.reshape(flat, [-1, *schema.LATENT_SHAPE])
-        if schema.TEXT_EMBEDDING in batch:
-            flat = tf.io.decode_raw(batch[schema.TEXT_EMBEDDING], tf.float16)
-            batch[schema.TEXT_EMBEDDING] = tf.ensure_shape(flat, [None, self.text_dim])
+        for name, dtype in schema.TEXT_DTYPES.items():
+            if name in batch:
+                dtype = tf.as_dtype(dtype)
+                size = self._text_nbytes[name] // dtype.size
+                flat = tf.io.decode_raw(batch[name], dtype)
+                batch[name] = tf.ensure_shape(flat, [None, size])
         return self._complete(batch, good, epoch, example[schema.KEY])
 
     def _complete(self, batch: Batch, good: tf.Tensor, epoch: tf.Tensor, keys: tf.Tensor) -> Batch:
         """Adds what is not in the records."""
-        if self.caption_dropout and schema.TEXT_EMBEDDING in batch:
+        if self.caption_dropout and schema.TEXT_DTYPES.keys() & batch.keys():
             batch[DROP_TEXT] = choices.sample_drops(self.seed, epoch, keys, self.caption_dropout)
         if self.with_mask:
             batch[MASK] = good

@@ -5,9 +5,9 @@
     found.keys, found.latents, found.text, found.regular
     record_layout.parse(serialized)['latents']    # of one, whatever its layout
 
-Features are sorted by name (caption, key, latents, text vector), and all but the caption have a
-known size, so that places are counted from the end of a record. What stands in front of each value,
-its name and lengths, is compared with what has to be there.
+Features are sorted by name (caption, key, latents, text vector, tokens), and all but the caption
+have a known size, so that places are counted from the end of a record. What stands in front of each
+value, its name and lengths, is compared with what has to be there.
 """
 
 import functools
@@ -30,7 +30,7 @@ class Found(NamedTuple):
         regular: bool `(n,)`; what is said of others means nothing.
         keys: int64 `(n,)`.
         captions_end: addresses at which the captions end, int64 `(n,)`.
-        latents, text: addresses at which the values begin, int64 `(n,)`.
+        latents, text, tokens: addresses at which the values begin, int64 `(n,)`.
     """
 
     regular: np.ndarray
@@ -38,6 +38,7 @@ class Found(NamedTuple):
     captions_end: np.ndarray
     latents: np.ndarray
     text: np.ndarray
+    tokens: np.ndarray
 
 
 class RecordLayout:
@@ -48,11 +49,13 @@ class RecordLayout:
         heads: what is in front of a value, by how far from the record's end that begins.
     """
 
-    def __init__(self, text_dim: int, *, with_latents: bool = True):
-        """Takes what the records hold; `text_dim` is 0 without text vectors."""
+    def __init__(self, text_dim: int, *, num_tokens: int = 0, with_latents: bool = True):
+        """Takes what the records hold: 0 numbers or tokens where there are none."""
         sizes = {schema.LATENTS: schema.NUM_CROPS * schema.LATENT_NBYTES} if with_latents else {}
         if text_dim:
             sizes[schema.TEXT_EMBEDDING] = 2 * text_dim
+        if num_tokens:
+            sizes[schema.TOKENS] = 4 * num_tokens
         self.from_end: dict[str, int] = {}
         self.heads: dict[int, bytes] = {}
         at = 0
@@ -84,6 +87,7 @@ class RecordLayout:
             key_end - length - self._key_heads.shape[1],
             safe - self.from_end.get(schema.LATENTS, 0),
             safe - self.from_end.get(schema.TEXT_EMBEDDING, 0),
+            safe - self.from_end.get(schema.TOKENS, 0),
         )
 
     def _decode_keys(self, window: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -33,7 +33,7 @@ from coyo11m_tfds.reading.record_layout import RecordLayout
 Batch = dict[str, np.ndarray]
 
 # What `record_layout.Found` calls the places of a feature.
-_PLACES = {schema.LATENTS: 'latents', schema.TEXT_EMBEDDING: 'text'}
+_PLACES = {schema.LATENTS: 'latents', schema.TEXT_EMBEDDING: 'text', schema.TOKENS: 'tokens'}
 
 # A long caption as an object of Python, with its share of the array.
 _CAPTION_NBYTES = 600
@@ -53,6 +53,7 @@ class RowChoices:
         caption_dropout: share of samples that `drop_text` marks.
         fixed_crop: taken of all samples; None takes one by (seed, epoch, key).
         with_mask: whether `mask` is in the batch.
+        num_tokens: of a text, 0 without them.
     """
 
     features: tuple[str, ...]
@@ -62,6 +63,12 @@ class RowChoices:
     caption_dropout: float = 0.0
     fixed_crop: int | None = None
     with_mask: bool = False
+    num_tokens: int = 0
+
+    @property
+    def text_nbytes(self) -> dict[str, int]:
+        """Of what a record may hold of a text."""
+        return {schema.TEXT_EMBEDDING: 2 * self.text_dim, schema.TOKENS: 4 * self.num_tokens}
 
     @property
     def row_nbytes(self) -> int:
@@ -69,8 +76,8 @@ class RowChoices:
         sizes = {
             schema.KEY: 8,
             schema.LATENTS: schema.LATENT_NBYTES,
-            schema.TEXT_EMBEDDING: 2 * self.text_dim,
             schema.CAPTION: _CAPTION_NBYTES,
+            **self.text_nbytes,
         }
         return (
             sum(sizes[name] for name in self.features) + bool(self.caption_dropout) + self.with_mask
@@ -157,6 +164,7 @@ class RowReader:
         # Of each feature the dtype and the shape of a row in a batch; of latents, one crop comes.
         self._kinds: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
             schema.TEXT_EMBEDDING: (np.dtype(np.float16), (choices.text_dim,)),
+            schema.TOKENS: (np.dtype(np.int32), (choices.num_tokens,)),
             **{name: (column.dtype, column.shape) for name, column in self._columns.items()},
         }
         self._kinds[schema.LATENTS] = (_DTYPES[choices.latent_dtype], schema.LATENT_SHAPE)
@@ -233,7 +241,7 @@ class RowReader:
             name: self._feature(name, rows, good, keys, crops, others)
             for name in self._choices.features
         }
-        if self._choices.caption_dropout and schema.TEXT_EMBEDDING in batch:
+        if self._choices.caption_dropout and schema.TEXT_DTYPES.keys() & batch.keys():
             batch[DROP_TEXT] = order.sample_drops(
                 self._choices.seed, rows.epoch, keys, self._choices.caption_dropout
             )
@@ -269,7 +277,7 @@ class RowReader:
     def _parse(self, rows: Rows, row: int) -> dict[str, Any]:
         sizes = {
             schema.LATENTS: schema.NUM_CROPS * schema.LATENT_NBYTES,
-            schema.TEXT_EMBEDDING: 2 * self._choices.text_dim,
+            **self._choices.text_nbytes,
         }
         try:
             record = self._files.memory.view(int(rows.begin[row]), int(rows.end[row])).tobytes()

@@ -15,6 +15,7 @@ from coyo11m_tfds import columns, schema
 from coyo11m_tfds.columns import AddedColumn, Column
 from coyo11m_tfds.reading import indexed_split, stored_splits
 from coyo11m_tfds.reading.indexed_split import IndexedSplit
+from coyo11m_tfds.reading.record_layout import RecordLayout
 from coyo11m_tfds.reading.stored_splits import StoredSplit
 from coyo11m_tfds.storage import source_files, stored_files
 
@@ -24,6 +25,7 @@ FOLDER_HELP = (
 )
 
 FEATURES = (schema.KEY, schema.LATENTS, schema.TEXT_EMBEDDING, schema.CAPTION)
+READABLE = (*FEATURES, schema.TOKENS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,15 +69,21 @@ class StoredDataset:
     @property
     def text_dim(self) -> int:
         """The width of the text vectors, 0 for a data set without them."""
-        if schema.TEXT_EMBEDDING not in self.features:
-            return 0
-        dtype, shape = self._tensor(schema.TEXT_EMBEDDING)
-        if dtype != 'float16' or len(shape) != 1:
-            raise ValueError(
-                f'{self.folder}: feature {schema.TEXT_EMBEDDING!r} is {dtype} {shape}, expected '
-                'the bytes of a vector of float16'
-            )
-        return shape[0]
+        return self._text_size(schema.TEXT_EMBEDDING)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a text in the records, 0 for a data set without them."""
+        return self._text_size(schema.TOKENS)
+
+    @property
+    def record_layout(self) -> RecordLayout:
+        """Where values lie in its records."""
+        return RecordLayout(
+            self.text_dim,
+            num_tokens=self.num_tokens,
+            with_latents=schema.LATENTS not in self.columns,
+        )
 
     def text_column(self, name: str) -> AddedColumn:
         """A column of text embeddings.
@@ -87,7 +95,7 @@ class StoredDataset:
 
     def check_features(self, names: Sequence[str]) -> None:
         """Raises a ValueError for a feature that the data set does not have."""
-        there = [name for name in FEATURES if name in self.features]
+        there = [name for name in READABLE if name in self.features]
         check_features(self.folder, [*there, *self.columns], names)
 
     def open_split(self, split: str) -> IndexedSplit | None:
@@ -104,6 +112,17 @@ class StoredDataset:
         found = self.splits[split]
         first = os.path.join(self.folder, found.file_names[0])
         return indexed_split.load(self.folder, split, found.shard_lengths, first)
+
+    def _text_size(self, name: str) -> int:
+        if name not in self.features:
+            return 0
+        dtype, shape = self._tensor(name)
+        if dtype != schema.TEXT_DTYPES[name] or len(shape) != 1:
+            raise ValueError(
+                f'{self.folder}: feature {name!r} is {dtype} {shape}, expected the bytes of a '
+                f'vector of {schema.TEXT_DTYPES[name]}'
+            )
+        return shape[0]
 
     def _tensor(self, name: str) -> tuple[str, tuple[int, ...]]:
         """The dtype and the shape of a feature that is stored as bytes; otherwise '' and ()."""
@@ -187,6 +206,6 @@ def check_features(
     if missing:
         raise ValueError(
             f'{data_dir}: no feature {missing[0]!r}; there are {list(there)}. Data sets with text '
-            'vectors are built with the config field text_vectors; python -m '
+            'vectors or tokens are built with the config field text_vectors; python -m '
             'coyo11m_tfds.add_column adds columns.'
         )

@@ -49,7 +49,11 @@ def make_parser(builder: tfds.core.DatasetBuilder, features: Sequence[str], **ch
             'alone can read'
         )
     return Parser(
-        tuple(features), dataset.latent_dtype(builder), dataset.text_dim(builder), **choices
+        tuple(features),
+        dataset.latent_dtype(builder),
+        dataset.text_dim(builder),
+        num_tokens=dataset.num_tokens(builder),
+        **choices,
     )
 
 

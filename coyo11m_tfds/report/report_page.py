@@ -206,7 +206,9 @@ def _origin(content: dict) -> str:
         'Captions': f'column {content[schema.META_CAPTION_COLUMN]}',
         'Latents': content[schema.META_LATENT_DTYPE],
     }
-    if schema.META_TEXT_ENCODER in content:
+    if vocabulary := content.get(schema.META_TEXT_VOCABULARY):
+        entries['Tokens'] = f'{vocabulary} different ones of {content[schema.META_TEXT_ENCODER]}'
+    elif schema.META_TEXT_ENCODER in content:
         dim = content[schema.META_TEXT_DIM]
         entries['Text vectors'] = f'{dim} numbers of {content[schema.META_TEXT_ENCODER]}'
     items = [f'<dt>{_text(name)}</dt><dd>{_text(value)}</dd>' for name, value in entries.items()]

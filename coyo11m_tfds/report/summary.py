@@ -95,6 +95,7 @@ def to_json(facts: BuildFacts) -> dict:
                 schema.META_LATENT_DTYPE,
                 schema.META_TEXT_ENCODER,
                 schema.META_TEXT_DIM,
+                schema.META_TEXT_VOCABULARY,
                 schema.META_SOURCE_FINGERPRINT,
             )
             if name in facts.metadata

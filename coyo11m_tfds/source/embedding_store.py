@@ -40,7 +40,6 @@ _ENTRIES = (
     schema.META_TEXT_ENCODER,
     schema.META_TEXT_REVISION,
     schema.META_TEXT_MAX_TOKENS,
-    schema.META_TEXT_DIM,
     schema.META_CAPTION_COLUMN,
     schema.META_CAPTIONS_DIGEST,
 )
@@ -56,12 +55,13 @@ class SidecarHeader:
     """What a sidecar says about itself.
 
     Attributes:
-        dim: numbers a vector.
+        dim: numbers a vector, or tokens a caption with their padding.
         encoder: name of what made them.
         revision: of the encoder.
         max_tokens: captions were cut to so many tokens; 0 for no limit.
         caption_column: that they were made from.
         captions_digest: `CaptionStore.digest` of the captions that they were made from.
+        vocabulary: ids of tokens are less than this; 0 for a sidecar of vectors.
     """
 
     dim: int
@@ -70,6 +70,19 @@ class SidecarHeader:
     max_tokens: int
     caption_column: str
     captions_digest: str
+    vocabulary: int = 0
+
+    @property
+    def dtype(self) -> str:
+        """Of the numbers."""
+        return schema.TEXT_DTYPES[schema.TOKENS if self.vocabulary else schema.TEXT_EMBEDDING]
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields; `vocabulary` only of tokens, so that of vectors they are as ever."""
+        fields = dataclasses.asdict(self)
+        if not self.vocabulary:
+            del fields['vocabulary']
+        return fields
 
 
 def read_header(path: str, name: str = '') -> SidecarHeader:
@@ -92,64 +105,73 @@ def _read_header(path: str, name: str) -> tuple[SidecarHeader, dict[str, str]]:
         metadata = {k.decode(): v.decode() for k, v in (arrow_schema.metadata or {}).items()}
     metadata.pop(schema.META_PART, None)
     kind = arrow_schema.field(column).type
-    is_vector = pa.types.is_fixed_size_list(kind) and pa.types.is_float16(kind.value_type)
-    if not is_vector or not 1 <= kind.list_size <= schema.MAX_TEXT_DIM:
+    are_tokens = column == schema.TOKENS
+    number, most = (
+        ('int32', schema.MAX_TOKENS) if are_tokens else ('halffloat', schema.MAX_TEXT_DIM)
+    )
+    is_vector = pa.types.is_fixed_size_list(kind) and str(kind.value_type) == number
+    if not is_vector or not 1 <= kind.list_size <= most:
         raise ValueError(
             f"{name}: column '{column}' is {kind}, expected a fixed-size list of "
-            f'float16, at most {schema.MAX_TEXT_DIM:,}, as coyo11m_tfds.embed_captions writes it.'
+            f'{schema.TEXT_DTYPES[schema.TOKENS] if are_tokens else "float16"}, at most {most:,}, '
+            'as coyo11m_tfds.embed_captions writes it.'
         )
-    for entry in _ENTRIES:
+    size = schema.META_TEXT_MAX_TOKENS if are_tokens else schema.META_TEXT_DIM
+    for entry in (*_ENTRIES, schema.META_TEXT_VOCABULARY if are_tokens else size):
         if not metadata.get(entry):
             raise ValueError(
                 f"{name}: its schema's metadata lacks '{entry}'; make the file again with "
                 'coyo11m_tfds.embed_captions.'
             )
-    max_tokens = metadata[schema.META_TEXT_MAX_TOKENS]
-    if not max_tokens.isdecimal():
-        raise ValueError(
-            f'{name}: its metadata has {schema.META_TEXT_MAX_TOKENS} {max_tokens!r}, expected a '
-            'number. Make it again.'
-        )
-    if metadata[schema.META_TEXT_DIM] != str(kind.list_size):
+    for entry in {schema.META_TEXT_MAX_TOKENS, schema.META_TEXT_VOCABULARY} & metadata.keys():
+        if not metadata[entry].isdecimal():
+            raise ValueError(
+                f'{name}: its metadata has {entry} {metadata[entry]!r}, expected a number. Make it '
+                'again.'
+            )
+    if metadata[size] != str(kind.list_size):
         raise ValueError(
             f'{name}: its vectors have {kind.list_size} numbers, but its metadata says '
-            f'{metadata[schema.META_TEXT_DIM]}. Make it again.'
+            f'{metadata[size]}. Make it again.'
         )
     header = SidecarHeader(
         dim=kind.list_size,
         encoder=metadata[schema.META_TEXT_ENCODER],
         revision=metadata[schema.META_TEXT_REVISION],
-        max_tokens=int(max_tokens),
+        max_tokens=int(metadata[schema.META_TEXT_MAX_TOKENS]),
         caption_column=metadata[schema.META_CAPTION_COLUMN],
         captions_digest=metadata[schema.META_CAPTIONS_DIGEST],
+        vocabulary=int(metadata[schema.META_TEXT_VOCABULARY]) if are_tokens else 0,
     )
     return header, metadata
 
 
 def _column(path: str, name: str) -> str:
-    """The name of the column of embeddings: parts have another than a sidecar of one file."""
+    """The name of the column of values; embeddings in parts have another than those in one file."""
     with keyed_parquet.naming_damage(name):
         names = pq.read_schema(path).names
-    return schema.PART_EMBEDDING if schema.PART_EMBEDDING in names else schema.TEXT_EMBEDDING
+    others = (name for name in (schema.TOKENS, schema.PART_EMBEDDING) if name in names)
+    return next(others, schema.TEXT_EMBEDDING)
 
 
 class VectorStore(keyed_store.KeyedStore):
     """A store that `prepare_store` made; see `KeyedStore` for its attributes."""
 
     def __init__(self, folder: str | os.PathLike[str], dim: int):
-        """Opens a store of vectors of `dim` numbers.
+        """Opens a store of rows of `dim` numbers, which itself knows whether they are tokens.
 
         Raises:
             keyed_store.UnusableStoreError: see `KeyedStore`.
         """
         super().__init__(folder)
         self._dim = dim
+        self._dtype = SidecarHeader(**self.facts['header']).dtype
         self._places = self.map_int64(_PLACES)
         self._matrix = self.open_file(_MATRIX)
 
     def read(self, rows: np.ndarray) -> np.ndarray:
-        """Returns the vectors, float16 `(n, dim)`; `rows` must not be -1."""
-        vectors = np.empty((len(rows), self._dim), np.float16)
+        """Returns vectors, float16 `(n, dim)`, or tokens, int32; `rows` must not be -1."""
+        vectors = np.empty((len(rows), self._dim), self._dtype)
         # 1.4 us for each of 640 numbers. To touch it in mapped memory the first time takes 3.4 us,
         # and what is mapped with it, 64 KB, counts as the process's own memory from then on.
         for vector, offset in zip(
@@ -225,13 +247,13 @@ def build_store(files: Sequence[SourceFile], hold: Hold, folder: str, name: str)
     digest.update(keys)
     places, facts = keyed_store.write_keys(folder, keys)
     keyed_store.write(folder, _PLACES, places)
-    return facts | {'digest': digest.hexdigest(), 'header': dataclasses.asdict(header)}
+    return facts | {'digest': digest.hexdigest(), 'header': header.to_json()}
 
 
 def _read_rows(
     files: Sequence[SourceFile], hold: Hold, name: str
 ) -> Iterator[tuple[SidecarHeader, np.ndarray, np.ndarray]]:
-    """Yields the header, some keys int64 `(n,)` and their embeddings float16 `(n, dim)`."""
+    """Yields the header, some keys int64 `(n,)` and their rows of numbers, `(n, dim)`."""
     first: dict[str, str] = {}
     with Progress(f'Reading {name}', len(files), 'files') as progress:
         for file in files:
@@ -246,7 +268,7 @@ def _read_rows(
                     row_bytes=_NUMBER_BYTES * header.dim,
                     quiet=len(files) > 1,
                 ):
-                    yield header, keys, _to_numpy(values, header.dim, keys, file.path)
+                    yield header, keys, _to_numpy(values, header, keys, file.path)
             progress.add(1)
 
 
@@ -264,10 +286,19 @@ def check_same(expected: dict[str, str], found: dict[str, str], name: str, where
             )
 
 
-def _to_numpy(values: pa.Array, dim: int, keys: np.ndarray, name: str) -> np.ndarray:
+def _to_numpy(values: pa.Array, header: SidecarHeader, keys: np.ndarray, name: str) -> np.ndarray:
     if values.null_count:
-        raise ValueError(f"{name}: column '{schema.TEXT_EMBEDDING}' has nulls.")
-    vectors = values.flatten().to_numpy(zero_copy_only=False).reshape(-1, dim)
+        column = schema.TOKENS if header.vocabulary else schema.TEXT_EMBEDDING
+        raise ValueError(f"{name}: column '{column}' has nulls.")
+    vectors = values.flatten().to_numpy(zero_copy_only=False).reshape(-1, header.dim)
+    if header.vocabulary:
+        bad = ((vectors < -1) | (vectors >= header.vocabulary)).any(axis=1)
+        if bad.any():
+            raise ValueError(
+                f'{name}: key {keys[bad.argmax()]} has tokens {vectors[bad.argmax()].tolist()}, '
+                f'expected ids from 0 to {header.vocabulary - 1}, padded with -1. Make it again.'
+            )
+        return vectors
     bad = ~np.isfinite(vectors).all(axis=1)
     if bad.any():
         raise ValueError(

@@ -136,7 +136,8 @@ def make_tokenizer(spec: str, max_tokens: int = DEFAULT_MAX_TOKENS) -> Tokenizer
     """Makes the tokenizer alone of an encoder that has token ids; see `make_encoder`."""
     if spec == HashEncoder.name:
         raise ValueError(
-            f'the encoder {spec!r} has no token ids: name a model, as hf:google/gemma-3-270m.'
+            f'the encoder {spec!r} has no token ids: name words, or a model, as '
+            'hf:google/gemma-3-270m.'
         )
     runner, model = _take_apart(spec)
     if runner == 'hf':
@@ -157,7 +158,7 @@ def _take_apart(spec: str) -> tuple[str, str]:
         raise ValueError(
             f'unknown encoder {spec!r}: expected hash, hf:HUB_NAME (as hf:google/gemma-3-270m) '
             'or hf:FOLDER (with a transformers model or one GGUF file); jax: in place of hf: runs '
-            'Gemma 3 without torch'
+            'Gemma 3 without torch; words makes tokens alone (--tokens_only)'
         )
     return runner, model
 
@@ -210,7 +211,7 @@ class HashEncoder:
 
     def tokenize(self, captions: Sequence[str]) -> list[list[str]]:
         """Returns the words of each caption."""
-        return [_words(caption) for caption in captions]
+        return [split_words(caption) for caption in captions]
 
     def encode_tokens(
         self, tokens: Sequence[Sequence[str]], on_batch: OnBatch = ignore_batch
@@ -226,7 +227,7 @@ class HashEncoder:
 
     def _encode_words(self, words: Sequence[Sequence[str]]) -> np.ndarray:
         rows = np.repeat(np.arange(len(words)), [len(w) for w in words])
-        hashes = np.fromiter((_hash_word(w) for ws in words for w in ws), np.uint64, len(rows))
+        hashes = np.fromiter((hash_word(w) for ws in words for w in ws), np.uint64, len(rows))
 
         neighbours = rows[1:] == rows[:-1]
         pairs = splitmix64(hashes[:-1] * _PAIR_MULTIPLIER + hashes[1:])[neighbours]
@@ -249,11 +250,12 @@ class HashEncoder:
         return (sums / np.maximum(lengths, 1)).astype(np.float32)
 
 
-def _words(caption: str) -> list[str]:
+def split_words(caption: str) -> list[str]:
+    """The words of a caption, in small letters, without punctuation."""
     return _WORD.findall(unicodedata.normalize('NFKC', caption).lower())
 
 
 @functools.lru_cache(maxsize=1 << 20)
-def _hash_word(word: str) -> int:
+def hash_word(word: str) -> int:
     """64 bits that are the same in every process and on every platform, unlike `hash()`."""
     return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), 'little')

@@ -7,10 +7,12 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
+from configs import default
 from tests.checkout import CHECKOUT
-from train_lib import chips, compile
+from train_lib import chips, compile, models
 
 PODS = {'tpu_v5e_16': 'v5e:4x4', 'tpu_v5e_128': 'v5e:8x16', 'tpu_v5e_256': 'v5e:16x16'}
 
@@ -94,6 +96,20 @@ def test_without_libtpu_the_command_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
     with pytest.raises(ValueError, match='libtpu is not installed: pip install'):
         compile.slice_devices('v5e:4x4')
+
+
+@pytest.mark.parametrize('text', ['pooled', 'sequence'])
+def test_texts_are_vectors_or_tokens_as_the_configuration_says(monkeypatch, text):
+    monkeypatch.setattr(compile, 'slice_devices', lambda *_: jax.devices()[:1])
+    monkeypatch.setitem(chips.CHIPS, 'cpu', chips.CHIPS['TPU v5 lite'])
+    config = default.get_config()
+    fields = {'name': 'tiny/16', 'depth': 1, 'text': text}
+    config.update_from_flattened_dict({f'model.{name}': x for name, x in fields.items()})
+    config.batch_size = 8
+    report = compile.analyze(config, 'here', text_dim=24, num_tokens=9, vocabulary=64)
+    assert report['fits']
+    model = models.make(**config.model, vocabulary=64 if text == 'sequence' else 0)
+    assert report['model_flops'] == 3 * 8 * model.flops((32, 32, 4), 24, 9)
 
 
 def test_a_topology_that_there_is_not_is_refused():

@@ -1,7 +1,7 @@
 """The compiled training step on eight devices: what moves between them, and what lies on each.
 
-A child process has the devices; the model is small, its tokens are 15, which divides no size of
-weights, so that what moves can be told from its shape.
+A child process has the devices; the model is small, its tokens are 15 and its words 7, which divide
+no size of weights, so that what moves can be told from its shape.
 """
 
 import json
@@ -37,11 +37,17 @@ batch = {
     'key': np.zeros((16, 2), np.uint32),
 }
 
-def on_mesh(data, fsdp, optimizer='adamw'):
-    config.optimizer.name = optimizer
+words = rng.integers(-1, 1024, (16, 6), np.int32)  # and one for no text
+
+def on_mesh(data, fsdp, optimizer='adamw', text='pooled'):
+    config.optimizer.name, config.model.text = optimizer, text
+    vocabulary = 1024 if text == 'sequence' else 0
     mesh = sharding.make_mesh(data, fsdp)
-    made = program.make_program(config, mesh, stats, latent_shape=SHAPE)
-    placed = jax.device_put(batch, sharding.batch(mesh))
+    made = program.make_program(config, mesh, stats, latent_shape=SHAPE, vocabulary=vocabulary)
+    own = batch
+    if vocabulary:
+        own = {'tokens': words} | {name: batch[name] for name in ('latents', 'key')}
+    placed = jax.device_put(own, sharding.batch(mesh))
     compiled = made.train_step.lower(made.abstract_state, placed).compile()
     state, losses = made.init(), []
     for _ in range(8):
@@ -56,7 +62,7 @@ def on_mesh(data, fsdp, optimizer='adamw'):
         np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(made.abstract_state)
     )
-    of_batch = sum(x.nbytes for x in batch.values()) / 8
+    of_batch = sum(x.nbytes for x in own.values()) / 8
     return {
         'losses': losses, 'moved': moved, 'computed': int(of_state + of_batch),
         'arguments': compiled.memory_analysis().argument_size_in_bytes,
@@ -66,6 +72,7 @@ def on_mesh(data, fsdp, optimizer='adamw'):
 print(json.dumps({
     '8x1': on_mesh(8, 1), '4x2': on_mesh(4, 2),
     '8x1 muon': on_mesh(8, 1, 'muon'), '4x2 muon': on_mesh(4, 2, 'muon'),
+    '8x1 words': on_mesh(8, 1, text='sequence'), '4x2 words': on_mesh(4, 2, text='sequence'),
 }))
 """
 
@@ -79,12 +86,12 @@ def steps():
     return json.loads(out)
 
 
-@pytest.mark.parametrize('mesh', ['4x2', '4x2 muon'])
+@pytest.mark.parametrize('mesh', ['4x2', '4x2 muon', '4x2 words'])
 def test_in_the_loop_over_layers_no_tokens_move_between_devices(steps, mesh):
     in_layers = [move for move in steps[mesh]['moved'] if move['layers']]
     assert {'all-gather', 'all-reduce'} <= {move['kind'] for move in in_layers}
-    tokens = [m for m in in_layers if any(np.prod(shape) % 15 == 0 for shape in m['shapes'])]
-    assert not tokens
+    sizes = [np.prod(shape) for move in in_layers for shape in move['shapes']]
+    assert not [size for size in sizes if size % 15 == 0 or size % 7 == 0]
 
 
 def test_weights_move_along_fsdp_and_gradients_in_float32(steps):
@@ -94,7 +101,7 @@ def test_weights_move_along_fsdp_and_gradients_in_float32(steps):
     assert [m for m in steps['4x2']['moved'] if m['kind'] == 'all-gather']
 
 
-@pytest.mark.parametrize('optimizer', ['', ' muon'])
+@pytest.mark.parametrize('optimizer', ['', ' muon', ' words'])
 def test_fsdp_gives_the_losses_of_data_parallelism(steps, optimizer):
     # bfloat16 has 8 bits: parts of a sum that are added in another order differ by 2^-8 or so,
     # and eight steps carry that on.
@@ -107,7 +114,7 @@ def test_fsdp_takes_the_memory_of_a_device_that_was_computed(steps):
     for mesh in steps.values():
         assert mesh['arguments'] == pytest.approx(mesh['computed'], rel=0.001)
     # All but small arrays are halved; Muon has one moment where AdamW has two.
-    for optimizer in ('', ' muon'):
+    for optimizer in ('', ' muon', ' words'):
         split, whole = (steps[f'{mesh}{optimizer}']['arguments'] for mesh in ('4x2', '8x1'))
         assert split < 0.6 * whole
     assert steps['4x2 muon']['arguments'] < steps['4x2']['arguments']

@@ -57,6 +57,7 @@ BAD = {
     'model.mlp_ratio': -0.5,
     'model.num_heads': -1,
     'model.patch_size': -1,
+    'model.text': 'both',
     'model.width': -1,
     'num_steps': 0,
     'optimizer.b1': 1.0,

@@ -17,6 +17,7 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 
+from train_lib.models import dit
 from train_lib.models.dit import DiT
 
 KINDS = {
@@ -60,9 +61,11 @@ def make(name: str, *, kind: str = 'dit', dtype: str = 'bfloat16', **fields: Any
 
 def identity(name: str, *, kind: str = 'dit', **fields: Any) -> dict[str, Any]:
     """What of the block `model` decides which weights there are, in plain values."""
-    own = {} if kind == 'dit' else {'kind': kind}
-    sizes = (field for field in fields if field not in ('dtype', 'remat', 'attention'))
-    return {'name': name} | own | {field: fields[field] for field in sizes if fields[field]}
+    found = {'name': name} | ({} if kind == 'dit' else {'kind': kind})
+    for field, value in fields.items():
+        if value and value != dit.POOLED and field not in ('dtype', 'remat', 'attention'):
+            found[field] = value
+    return found
 
 
 def _preset(name: str) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Diffusion transformer (DiT) with adaptive layer norm, conditioned on time and a text vector.
+"""Diffusion transformer (DiT) with adaptive layer norm, conditioned on time and a text.
 
     model = DiT(width=384, depth=12, num_heads=6, patch_size=2)
     params = model.init(rng, x, t, text, drop_text)['params']
@@ -6,12 +6,15 @@
 
 Architecture: Peebles & Xie, "Scalable Diffusion Models with Transformers" (2023), block adaLN-Zero,
 with query and key normalization (Dehghani et al., "Scaling Vision Transformers to 22 Billion
-Parameters", 2023) and the text vector in the place of the class label. The blocks are one scanned
-module: compile time and the size of the program do not grow with the depth.
+Parameters", 2023) and the text vector in the place of the class label. A text may also be token
+ids: the text vector is then the mean of what a learned table makes of them, and with
+`text='sequence'` every block's attention sees the words beside the picture's own tokens, as in
+Nichol et al., "GLIDE" (2021). The blocks are one scanned module: compile time and the size of the
+program do not grow with the depth.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -19,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from train_lib.models.dense import Dense
+from train_lib.models.words import Words, WordTable
 
 Dtype = jnp.dtype | type
 Pin = Callable[[jax.Array], jax.Array]
@@ -37,6 +41,8 @@ REMAT = {
     'dots': _POLICIES.dots_with_no_batch_dims_saveable,
     'full': _POLICIES.nothing_saveable,
 }
+POOLED, SEQUENCE = 'pooled', 'sequence'
+TEXTS = POOLED, SEQUENCE  # what of a text conditions the blocks
 ATTENTION = ('xla', 'cudnn')  # cudnn: fused, on NVIDIA GPUs alone, in 16 bits
 
 _TIME_FEATURES = 256
@@ -95,7 +101,7 @@ class Conditioning(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention with normalized queries and keys."""
+    """Multi-head attention of tokens to each other and to words, queries and keys normalized."""
 
     num_heads: int
     dtype: Dtype = jnp.bfloat16
@@ -103,18 +109,31 @@ class Attention(nn.Module):
     pin: Pin = _unpinned
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        batch, tokens, width = x.shape
-        qkv = self.pin(Dense(3 * width, dtype=self.dtype, name='qkv')(x))
-        query, key, value = jnp.split(
-            qkv.reshape(batch, tokens, 3 * self.num_heads, width // self.num_heads), 3, axis=2
-        )
+    def __call__(self, x: jax.Array, words: Words | None = None) -> jax.Array:
+        query, key, value = self._heads(x, 3, 'qkv')
+        mask = None
+        if words is not None:
+            of_words = self._heads(words.vectors, 2, 'words')
+            key, value = (
+                jnp.concatenate(both, 1) for both in zip((key, value), of_words, strict=True)
+            )
+            tokens = [(0, 0), (x.shape[1], 0)]
+            mask = jnp.pad(words.present, tokens, constant_values=True)[:, None, None]
         query = nn.RMSNorm(dtype=self.dtype, name='query_norm')(query)
         key = nn.RMSNorm(dtype=self.dtype, name='key_norm')(key)
-        mixed = jax.nn.dot_product_attention(query, key, value, implementation=self.implementation)
-        return self.pin(
-            Dense(width, dtype=self.dtype, name='out')(self.pin(mixed.reshape(x.shape)))
+        mixed = jax.nn.dot_product_attention(
+            query, key, value, mask=mask, implementation=self.implementation
         )
+        return self.pin(
+            Dense(x.shape[-1], dtype=self.dtype, name='out')(self.pin(mixed.reshape(x.shape)))
+        )
+
+    def _heads(self, x: jax.Array, parts: int, name: str) -> list[jax.Array]:
+        """One product to so many of query, key and value, each `(b, n, heads, width / heads)`."""
+        batch, tokens, width = x.shape
+        x = self.pin(Dense(parts * width, dtype=self.dtype, name=name)(x))
+        heads = x.reshape(batch, tokens, parts * self.num_heads, width // self.num_heads)
+        return jnp.split(heads, parts, axis=2)
 
 
 class Block(nn.Module):
@@ -127,7 +146,7 @@ class Block(nn.Module):
     pin: Pin = _unpinned
 
     @nn.compact
-    def __call__(self, x: jax.Array, condition: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, condition: jax.Array, words: Words | None = None) -> jax.Array:
         x, condition = self.pin(x), self.pin(condition)
         width = x.shape[-1]
         modulation = Dense(
@@ -139,7 +158,7 @@ class Block(nn.Module):
         attention = Attention(
             self.num_heads, self.dtype, self.attention, self.pin, name='attention'
         )
-        h = attention(_modulate(h, shift_1, scale_1))
+        h = attention(_modulate(h, shift_1, scale_1), words)
         x = x + gate_1[:, None] * h
 
         h = nn.LayerNorm(use_bias=False, use_scale=False, dtype=self.dtype)(x)
@@ -162,6 +181,8 @@ class DiT(nn.Module):
         dtype: of the computation. Parameters and the result are float32.
         remat: what of a block is kept for the backward pass, a key of `REMAT`.
         attention: what computes it, of `ATTENTION`.
+        text: what of a text conditions the blocks, of `TEXTS`.
+        vocabulary: ids of tokens are less than this; 0: texts are vectors.
         unroll: blocks in one turn of the compiled loop. With all 6 blocks of the tiny model in one
             turn a step takes 13% less on 2 CPU cores; large models gain nothing but compile time.
         pin: applied to the condition, the tokens and what becomes of them, `(b, ...)`, before and
@@ -177,6 +198,8 @@ class DiT(nn.Module):
     dtype: Dtype = jnp.bfloat16
     remat: str = 'none'
     attention: Literal['xla', 'cudnn'] = 'xla'
+    text: str = POOLED
+    vocabulary: int = 0
     unroll: int = 1
     pin: Pin = _unpinned
 
@@ -190,6 +213,13 @@ class DiT(nn.Module):
         if self.attention not in ATTENTION:
             raise ValueError(
                 f'model.attention is {self.attention!r}, expected one of {", ".join(ATTENTION)}.'
+            )
+        if self.text not in TEXTS:
+            raise ValueError(f'model.text is {self.text!r}, expected one of {", ".join(TEXTS)}.')
+        if self.text == SEQUENCE and not self.vocabulary:
+            raise ValueError(
+                "model.text='sequence': the data set holds one vector a caption, expected one of "
+                "tokens (embed_captions --tokens_only), or model.text='pooled'"
             )
         if self.width % 4 or self.width % self.num_heads:
             raise ValueError(
@@ -216,7 +246,8 @@ class DiT(nn.Module):
         Args:
             x: noisy latents, standardized, `(b, H, W, C)`.
             t: times in [0, 1], `(b,)`; 0 is data, 1 is noise.
-            text: standardized text vectors `(b, D)`.
+            text: standardized text vectors `(b, D)`; with a vocabulary token ids, int32 `(b, T)`,
+                padded with -1.
             drop_text: bool `(b,)`, True where the text is to be ignored; None is False everywhere.
 
         Returns:
@@ -234,12 +265,17 @@ class DiT(nn.Module):
             )
         rows, columns = height // p, width // p
 
+        words = None
+        if self.vocabulary:
+            table = WordTable(self.vocabulary, self.width, self.dtype, name='words')
+            words, text = table(text, drop_text)
+            words = jax.tree.map(self.pin, words) if self.text == SEQUENCE else None
         condition = nn.silu(
             Conditioning(self.width, self.dtype, name='conditioning')(t, text, drop_text)
         )
         tokens = Dense(self.width, dtype=self.dtype, name='patches')(_to_patches(x, p))
         tokens += sincos_positions_2d(rows, columns, self.width).astype(self.dtype)
-        tokens = self._blocks()(self.pin(tokens), self.pin(condition))
+        tokens = self._blocks()(self.pin(tokens), self.pin(condition), words)
 
         modulation = Dense(
             2 * self.width, dtype=self.dtype, kernel_init=nn.initializers.zeros, name='modulation'
@@ -252,7 +288,7 @@ class DiT(nn.Module):
         )(tokens.astype(jnp.float32))
         return _from_patches(patches, rows, columns, p)
 
-    def flops(self, latent_shape: Sequence[int], text_dim: int) -> int:
+    def flops(self, latent_shape: Sequence[int], text_dim: int, num_tokens: int = 0) -> int:
         """Of the matrix products of one sample, forward alone: training takes three times that.
 
         Two for each multiplication and addition, as in Kaplan et al., "Scaling Laws for Neural
@@ -262,7 +298,8 @@ class DiT(nn.Module):
 
         Args:
             latent_shape: `(height, width, channels)` of one sample.
-            text_dim: width of a text vector.
+            text_dim: width of a text vector; not used with a vocabulary.
+            num_tokens: of a text, padding included; used with a vocabulary alone.
         """
         height, columns, channels = latent_shape
         w, p = self.width, self.patch_size
@@ -270,6 +307,11 @@ class DiT(nn.Module):
         products = 4 + 2 * self.mlp_ratio  # qkv and out, mlp_1 and mlp_2
         block = tokens * (products * w**2 + 2 * tokens * w) + 6 * w**2  # and modulation
         ends = tokens * 2 * p**2 * channels * w + 2 * w**2
+        if self.vocabulary:
+            text_dim = w
+            ends += num_tokens * 3 * w**2
+        if self.text == SEQUENCE:  # and no text
+            block += (num_tokens + 1) * (2 * w**2 + 2 * tokens * w)
         condition = (_TIME_FEATURES + text_dim + 2 * w) * w
         return round(2 * (self.depth * block + ends + condition))
 
@@ -279,8 +321,8 @@ class DiT(nn.Module):
         if policy := REMAT[self.remat]:
             block = nn.remat(Block, prevent_cse=False, policy=policy)
 
-        def body(module: nn.Module, tokens: jax.Array, condition: jax.Array):
-            return module(tokens, condition), None
+        def body(module: nn.Module, tokens: jax.Array, *context: Any):
+            return module(tokens, *context), None
 
         scanned = nn.scan(
             body,
@@ -293,7 +335,7 @@ class DiT(nn.Module):
         stack = block(
             self.num_heads, self.mlp_ratio, self.dtype, self.attention, self.pin, name='blocks'
         )
-        return lambda tokens, condition: scanned(stack, tokens, condition)[0]
+        return lambda tokens, *context: scanned(stack, tokens, *context)[0]
 
 
 def _to_patches(x: jax.Array, p: int) -> jax.Array:

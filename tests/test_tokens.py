@@ -1,0 +1,247 @@
+"""Token ids on their way: sidecar, records, both engines, training, a drawing."""
+
+import os
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tensorflow_datasets as tfds
+
+import input_pipeline
+from coyo11m_tfds import add_column, embed_captions, schema
+from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
+from coyo11m_tfds.text import text_encoders, tokenizers
+from tests import made_sources, runs
+from tests.runs import small_config
+from train_lib import caption_encoder, check, data, draw, input_facts, sharding, train
+
+LENGTH = 12
+FEATURES = 'key', 'latents', 'tokens', 'caption'
+
+
+@pytest.fixture(scope='module')
+def words() -> text_encoders.Tokenizer:
+    return tokenizers.make_tokenizer('words', LENGTH)
+
+
+@pytest.fixture(scope='module')
+def sidecar(sample_source, tmp_path_factory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp('sidecar') / 'words.parquet'
+    embed_captions.embed(sample_source, 'words', path, tokens_only=True, max_tokens=LENGTH)
+    return path
+
+
+def build(source, sidecar, out, **fields) -> pathlib.Path:
+    config = Coyo11mConfig(
+        name='words',
+        source=str(source),
+        text_vectors=str(sidecar),
+        validation_fraction=0.1,
+        shard_bytes=5_000_000,
+        **{'num_workers': 1} | fields,
+    )
+    builder = Builder(data_dir=out, config=config)
+    builder.download_and_prepare()
+    return pathlib.Path(builder.data_dir)
+
+
+@pytest.fixture(scope='module')
+def dataset(sample_source, sidecar, tmp_path_factory) -> pathlib.Path:
+    return build(sample_source, sidecar, tmp_path_factory.mktemp('data'))
+
+
+def test_a_sidecar_says_what_made_its_tokens(sidecar, words):
+    table = pq.read_table(sidecar)
+    assert table.column_names == ['key', 'tokens']
+    assert str(table.schema.field('tokens').type) == f'fixed_size_list<element: int32>[{LENGTH}]'
+    entries = {name.decode(): x.decode() for name, x in table.schema.metadata.items()}
+    assert entries.pop('captions_digest')
+    assert entries == {
+        'text_encoder': 'words',
+        'text_encoder_revision': '1',
+        'text_max_tokens': str(LENGTH),
+        'text_vocabulary': str(words.vocabulary),
+        'caption_column': 'caption_llava',
+    }
+
+
+def test_records_hold_the_tokens_of_their_captions(dataset, words):
+    builder = tfds.builder_from_directory(dataset)
+    feature = builder.info.features['tokens']
+    assert (feature.shape, feature.np_dtype) == ((LENGTH,), np.int32)
+    examples = list(tfds.as_numpy(builder.as_dataset('train').take(50)))
+    assert examples[0].keys() == {'key', 'latents', 'caption', 'tokens'}
+    captions = [example['caption'].decode() for example in examples]
+    found = np.stack([example['tokens'] for example in examples])
+    np.testing.assert_array_equal(found, tokenizers.pad(words.tokenize(captions), LENGTH))
+    metadata = builder.info.metadata
+    assert (metadata['text_encoder'], metadata['text_vocabulary']) == ('words', words.vocabulary)
+    assert not {'text_embedding_dim', 'text_embedding_mean', 'text_embedding_std'} & set(metadata)
+
+
+def test_any_number_of_workers_makes_the_same_files(sample_source, sidecar, dataset, tmp_path):
+    other = build(sample_source, sidecar, tmp_path, num_workers=2)
+    names = {path.name for path in dataset.iterdir()} - {'report.html', 'report.json'}
+    assert {path.name for path in other.iterdir()} >= names
+    for name in names:
+        assert (other / name).read_bytes() == (dataset / name).read_bytes(), name
+
+
+def test_both_engines_give_the_same_tokens(dataset, words):
+    asked = {'batch_size': 16, 'features': FEATURES, 'chunk': 32, 'lanes': 2, 'window': 64}
+    first = {}
+    for engine in ('rows', 'chunks'):
+        batches = input_pipeline.train_batches(
+            dataset, seed=3, start_step=5, caption_dropout=0.5, engine=engine, **asked
+        )
+        first[engine] = next(iter(batches))
+    rows, chunks = first['rows'], first['chunks']
+    assert (rows['tokens'].dtype, rows['tokens'].shape) == (np.int32, (16, LENGTH))
+    captions = [caption.decode() for caption in rows['caption']]
+    expected = tokenizers.pad(words.tokenize(captions), LENGTH)
+    np.testing.assert_array_equal(rows['tokens'], expected)
+    assert rows.keys() == {*FEATURES, 'drop_text'}
+    for name, values in rows.items():
+        np.testing.assert_array_equal(values, chunks[name], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ('ids', 'message'),
+    [
+        ([5, 4096], r'key 3 has tokens \[5, 4096\], expected ids from 0 to 4095'),
+        ([5, -2], r'key 3 has tokens \[5, -2\]'),
+    ],
+)
+def test_tokens_that_the_model_cannot_look_up_are_refused(tmp_path, ids, message):
+    source = made_sources.write_source(tmp_path / 'source', [range(20)])
+    path = tmp_path / 'words.parquet'
+    embed_captions.embed(source, 'words', path, tokens_only=True, max_tokens=2)
+    table = pq.read_table(path)
+    rows = table.column('tokens').to_pylist()
+    rows[table.column('key').to_pylist().index(3)] = ids
+    kind = table.schema.field('tokens')
+    pq.write_table(table.set_column(1, kind, pa.array(rows, kind.type)), path)
+    with pytest.raises(ValueError, match=message):
+        build(source, path, tmp_path / 'out')
+    assert not list(tmp_path.glob('out/**/dataset_info.json'))
+
+
+def test_tokens_are_no_embeddings_to_add(dataset, sidecar, tmp_path):
+    with pytest.raises(ValueError, match=r'words\.parquet: holds tokens.*expected embeddings'):
+        add_column.add(dataset, 'more', sidecar, scratch_dir=str(tmp_path))
+
+
+def test_a_sidecar_in_parts_makes_the_same_shards(sample_source, dataset, tmp_path):
+    parts = tmp_path / 'parts'
+    asked = {'tokens_only': True, 'max_tokens': LENGTH}
+    report = embed_captions.embed(sample_source, 'words', parts, part_captions=100, **asked)
+    assert len(list(parts.iterdir())) > 2
+    assert (report.encoder, report.dim) == ('words', LENGTH)
+    other = build(sample_source, parts, tmp_path / 'data')
+    shards = sorted(path.name for path in dataset.glob('*.tfrecord*'))
+    assert sorted(path.name for path in other.glob('*.tfrecord*')) == shards
+    for name in shards:
+        assert (other / name).read_bytes() == (dataset / name).read_bytes(), name
+
+
+def test_tokens_of_a_column_come_beside_those_of_the_records(dataset, sidecar, tmp_path):
+    copy = shutil.copytree(dataset, tmp_path / 'copy')
+    scratch = str(tmp_path / 'scratch')
+    with pytest.raises(ValueError, match="cannot be called 'tokens'"):
+        add_column.add(copy, 'tokens', tokens=sidecar, scratch_dir=scratch)
+    add_column.add(copy, 'words', tokens=sidecar, scratch_dir=scratch)
+    for engine in ('rows', 'chunks'):
+        batches = input_pipeline.eval_batches(
+            copy, batch_size=16, features=('key', 'words', 'tokens'), engine=engine
+        )
+        batch = next(iter(batches))
+        assert (batch['tokens'] >= 0).any()
+        np.testing.assert_array_equal(batch['words'], batch['tokens'])
+
+
+def test_an_encoder_of_vectors_makes_no_tokens(sample_source, tmp_path, capsys, monkeypatch):
+    out = tmp_path / 'x.parquet'
+    flags = ['--source', str(sample_source), '--out', str(out), '--tokens_only']
+    monkeypatch.setattr('sys.argv', ['embed_captions', *flags, '--encoder', 'hash'])
+    with pytest.raises(SystemExit):
+        embed_captions.main()
+    assert "the encoder 'hash' has no token ids: name words, or a model" in capsys.readouterr().err
+    assert not out.exists()
+
+
+# --- Training ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def run(dataset, tmp_path_factory):
+    """The workdir of a run on sequences of tokens, and its last state."""
+    folder = tmp_path_factory.mktemp('run')
+    with runs.shared_compilations(folder / 'compiled'):
+        changes = {'eval_every': 6, 'preview_every': 6, 'num_steps': 6}
+        changes |= {'model.text': 'sequence', 'data.caption_dropout': 0.5}
+        changes |= {'optimizer.learning_rate': 1e-2, 'model.depth': 2}
+        config = small_config(dataset, **changes)
+        state = train.train_and_evaluate(config, folder / 'workdir')
+    return folder / 'workdir', jax.device_get(state)
+
+
+def test_a_run_learns_what_words_mean(run):
+    workdir, state = run
+    assert state.skipped == 0
+    table = state.params['words']['table']
+    assert table.shape == (4096, 128)
+    (moment,) = (
+        leaf
+        for path, leaf in jax.tree.leaves_with_path(state.opt_state)
+        if '.mu' in (found := jax.tree_util.keystr(path)) and "'table'" in found
+    )
+    assert 10 < np.any(moment, axis=1).sum() <= 33  # words of the captions
+    assert sorted(os.listdir(workdir / 'previews')) == ['step_000006.png']
+
+
+def test_a_drawing_takes_its_captions_apart_itself(run, words):
+    artist = draw.Artist(run[0])
+    assert (artist.facts.encoder, artist.facts.vocabulary, artist.facts.max_tokens) == (
+        'words',
+        words.vocabulary,
+        LENGTH,
+    )
+    encoder = caption_encoder.make(artist.facts)
+    pictures = artist.draw(['a red circle', 'A RED CIRCLE!', 'a blue square'], encoder)
+    assert pictures.shape == (3, 32, 32, 3)
+    alone = artist.draw(['a blue square', 'a red circle', 'a blue square'], words)
+    np.testing.assert_array_equal(alone[2], pictures[2])
+    assert not np.array_equal(alone[0], pictures[0])
+    with pytest.raises(
+        ValueError, match="encoded by 'hash', but the model was trained with 'words"
+    ):
+        artist.draw(['a red circle'], text_encoders.make_encoder('hash'))
+
+
+def test_sequences_of_a_data_set_of_vectors_are_refused(mini_dataset, tmp_path):
+    config = small_config(mini_dataset, **{'model.text': 'sequence'})
+    with pytest.raises(ValueError, match=r"model\.text='sequence'.*tokens"):
+        train.train_and_evaluate(config, tmp_path / 'workdir')
+
+
+def test_a_check_and_the_diagnosis_take_tokens(dataset):
+    config = small_config(dataset)
+    assert check.check(config)['data'].endswith('tokens of words')
+    facts = input_facts.measure_facts(config, num_hosts=1, step_ms=None, seconds=0.1)
+    assert facts.step_seconds > 0
+
+
+def test_another_vocabulary_is_another_identity(dataset, mini_dataset):
+    mesh = sharding.make_mesh()
+    ours = data.TrainingData(small_config(dataset), mesh).identity
+    assert ours['text_encoder'] == {'name': 'words', 'revision': '1', 'vocabulary': 4096}
+    theirs = data.TrainingData(small_config(mini_dataset), mesh).identity
+    assert theirs['text_encoder'] == {'name': 'hash', 'revision': '1', 'width': 640}
+    assert 'text' not in ours['model']
+    sequence = data.TrainingData(small_config(dataset, **{'model.text': 'sequence'}), mesh).identity
+    assert sequence['model']['text'] == 'sequence'
+    assert schema.TOKENS in data.TrainingData(small_config(dataset), mesh)._features
