@@ -138,10 +138,9 @@ def embed(
     out = os.fspath(out).rstrip('/')
     file = find_captions(source_dir, caption_column)
     out_place.check(out, share)
-    loaded = None if isinstance(encoder, str) else encoder
-    choice = EncoderChoice(
-        loaded.name if loaded else encoder, max_tokens, batch_tokens, tokens_only
-    )
+    loaded: text_encoders.Tokenizer | None = None if isinstance(encoder, str) else encoder
+    spec = encoder if isinstance(encoder, str) else encoder.name
+    choice = EncoderChoice(spec, max_tokens, batch_tokens, tokens_only)
     if not loaded and _one_process(out, num_workers, choice):  # before captions are fetched in vain
         loaded = choice.load()
     with out_place.scratch_folder(out, scratch_dir) as folder:
@@ -161,7 +160,7 @@ def embed(
             )
         job = Job(choice, store.folder, caption_column, part_captions, out, folder)
         if out_place.is_file(out):
-            outcome = _make_file(job, captions, loaded)
+            outcome = _make_file(job, captions, loaded or choice.load())
         else:
             outcome = _make_parts(job, captions, share, num_workers, loaded)
     return Report(
@@ -190,7 +189,7 @@ class _Outcome(NamedTuple):
     seconds: float
 
 
-def _make_file(job: Job, captions: Captions, encoder: text_encoders.Encoder) -> _Outcome:
+def _make_file(job: Job, captions: Captions, encoder: text_encoders.Tokenizer) -> _Outcome:
     start = time.perf_counter()
     path = os.path.join(job.staging, 'sidecar')
     with Progress('Embedding', len(captions), 'captions') as progress:
@@ -205,7 +204,7 @@ def _make_parts(
     captions: Captions,
     share: tuple[int, int],
     num_workers: int,
-    encoder: text_encoders.Encoder | None,
+    encoder: text_encoders.Tokenizer | None,
 ) -> _Outcome:
     start = time.perf_counter()
     mine = range(captions.count)[share[0] :: share[1]]

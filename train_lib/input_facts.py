@@ -115,7 +115,7 @@ def _batches(
 
 def _time_reading(
     read: Callable[[], Iterator[Batch]], seconds: float
-) -> tuple[Batch, dict[str, float]]:
+) -> tuple[Batch, dict[str, Any]]:
     """Reads alone; returns one batch, too."""
     begin = time.monotonic()
     batches = read()

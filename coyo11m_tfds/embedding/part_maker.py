@@ -13,7 +13,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -110,7 +110,7 @@ def make(
                 num_tokens = int((values != tokenizers.PADDING).sum())
                 on_batch(len(values), num_tokens, num_tokens)
             else:
-                values = _encode(prepared, encoder, on_batch)
+                values = _encode(prepared, cast(Encoder, encoder), on_batch)
             on_batch(len(prepared.places) - len(values), 0, 0)
             yield number, captions.keys(number), values[prepared.places]
 

@@ -15,7 +15,7 @@ import functools
 import os
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from absl import logging
@@ -75,7 +75,7 @@ class EncoderChoice:
 
     def width(self, encoder: Encoder | Tokenizer) -> int:
         """Returns how many numbers the encoder makes of a caption."""
-        return encoder.max_tokens if self.tokens_only else encoder.dim
+        return encoder.max_tokens if self.tokens_only else cast(Encoder, encoder).dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,7 +266,8 @@ def _gpus(encoder: EncoderChoice) -> list[str]:
     return [str(number) for number in range(torch.cuda.device_count())]
 
 
-class _Process(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Process:
     """Which of `count` processes this is, and the GPU that is its own, or ''."""
 
     index: int

@@ -10,6 +10,7 @@ part_writer.check(files, entries, count)    # those that an earlier run has fini
 import concurrent.futures
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from typing import cast
 
 import numpy as np
 import pyarrow as pa
@@ -40,10 +41,11 @@ def entries(
     }
     if tokens_only:
         return common | {schema.META_TEXT_VOCABULARY: str(encoder.vocabulary)}
+    whole = cast(Encoder, encoder)
     return common | {
-        schema.META_TEXT_DIM: str(encoder.dim),
-        schema.META_TEXT_POOLING: encoder.pooling,
-        schema.META_TEXT_DTYPE: encoder.dtype,
+        schema.META_TEXT_DIM: str(whole.dim),
+        schema.META_TEXT_POOLING: whole.pooling,
+        schema.META_TEXT_DTYPE: whole.dtype,
     }
 
 
