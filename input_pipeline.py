@@ -8,7 +8,7 @@
 Training samples come in the order of `reading.order`, a pure function of `(seed, step)` and
 the data set. Process p of P owns the lanes `[p*L/P, (p+1)*L/P)`, so every P that divides L, the
 number of lanes, sees the same global batches. A run that resumes at step s, on that or another
-number of processes, goes on with exactly what it would have seen: it starts to read there. It needs
+number of processes, resumes with exactly what it would have seen: it starts to read there. It needs
 to know the step and that data set and settings are the same (`position_settings`), nothing more.
 
 Two engines give the same batches, bit for bit, and import neither TensorFlow nor JAX. `rows`, for
@@ -156,7 +156,7 @@ def position_settings(
 ) -> dict[str, str | int]:
     """All that a step number needs beside it to mean one place in the data.
 
-    A checkpoint keeps this; a run that goes on compares it entry by entry, so that it can say
+    A checkpoint keeps this; a resumed run compares it entry by entry, so that it can say
     which one differs. The entry `data_set` is the name, config, version and split, and a digest of
     these, the source's fingerprint and the lengths of the shards.
     """

@@ -79,7 +79,7 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _make_ready(
     fill_memory: Callable[[], None], cold: bool
 ) -> Callable[[list[pathlib.Path]], None]:
-    """What brings memory and the files of the source into the same state before each run."""
+    """Brings memory and the files of the source into the same state before each run."""
 
     def make_ready(files: list[pathlib.Path]) -> None:
         fill_memory()
@@ -93,7 +93,7 @@ def _make_ready(
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What all runs of one writer came to.
+    """The medians of all runs of one writer.
 
     Attributes:
         name: in `WRITERS`.

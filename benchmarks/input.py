@@ -6,7 +6,7 @@
 
 The samples are made once and written in every reader's own format; they are kept in `--dir`. Every
 run is a fresh process that reads files in the page cache, with `--cold` from the disk: one that
-starts, reads until it is steady and then for some seconds; and one that goes on in the middle of an
+starts, reads until it is steady and then for some seconds; and one that resumes in the middle of an
 epoch. Readers take turns, in another order in each repeat. What is not installed is left out;
 benchmarks/README.md says how to install it, what is measured, and what came out.
 """
@@ -107,7 +107,7 @@ def _folder_of(folder: pathlib.Path, writer: str) -> pathlib.Path:
 def compare(
     names: Sequence[str], flags: argparse.Namespace, make_ready: Callable[[], None]
 ) -> list[input_results.Result]:
-    """Runs readers in turns; each once to read, and once to go on in the middle of an epoch.
+    """Runs readers in turns; each once to read, and once to resume in the middle of an epoch.
 
     Args:
         names: of the readers, in `READERS`.

@@ -1,4 +1,4 @@
-"""What the benchmark of the input has measured: a table, ratios, and a picture.
+"""Results of the benchmark of the input: a table, ratios, and a picture.
 
 result = Result('mds')
 result.add_read(run, {'samples': 100_096, 'seconds': 5.0, 'cpu_seconds': 9.8})
@@ -18,11 +18,11 @@ _MB = 10**6
 
 @dataclasses.dataclass
 class Result:
-    """What all runs of one reader came to.
+    """The medians of all runs of one reader.
 
     Attributes:
         name: in `READERS`.
-        state_bytes: of what has to be kept to go on in the middle of an epoch.
+        state_bytes: of what has to be kept to resume in the middle of an epoch.
         rates: samples a second of each run, when steady.
         cpu_per_million: CPU seconds of all processes for a million samples, when steady.
         first_seconds: from when all is imported to the first batch.

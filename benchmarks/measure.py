@@ -89,7 +89,7 @@ class TreeMemory:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What was measured.
+    """One measurement.
 
     Attributes:
         seconds: from the start of the process to its end.

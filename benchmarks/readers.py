@@ -52,7 +52,7 @@ class Reader:
     keeps_place: bool = True
 
     def is_installed(self) -> bool:
-        """Whether it can be run here, and its data be written."""
+        """True if it can be run here, and its data be written."""
         writable = not self.writer or WRITERS[self.writer].is_installed()
         return writable and importlib.util.find_spec(self.module) is not None
 

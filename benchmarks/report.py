@@ -1,4 +1,4 @@
-"""What the benchmarks of this folder show: Markdown tables, and pictures in one style.
+"""Output of the benchmarks: Markdown tables, and pictures in one style.
 
     report.markdown_table(['reader', 'samples/s'], [['ours', '90,000']])
     page = report.Page(760, 440, label='Samples per second')

@@ -152,7 +152,7 @@ def measure(order: Order, epoch: int = 0) -> Quality:
 
 
 def _visits(order: Order, plan: Epoch, lane: int) -> tuple[np.ndarray, np.ndarray]:
-    """What a lane gives out: numbers of the records in the source, and of chunks in the lane."""
+    """The output of a lane: numbers of the records in the source, and of chunks in the lane."""
     reads = Reads(*map(np.concatenate, zip(*plan.lane_reads(lane), strict=True)))
     chunk = np.repeat(np.arange(len(reads.count)), reads.count)
     within = np.arange(len(chunk)) - (np.cumsum(reads.count) - reads.count)[chunk]
@@ -165,7 +165,7 @@ def _visits(order: Order, plan: Epoch, lane: int) -> tuple[np.ndarray, np.ndarra
 
 
 def perfect(order: Order) -> Quality:
-    """What to expect of a perfect shuffle of the same records, for batches of the same size."""
+    """Expectations for a perfect shuffle of the same records, for batches of the same size."""
     total, batch = int(order.shard_lengths.sum()), order.batch_size
     full, last = np.divmod(order.shard_lengths, order.chunk)
     sizes = np.concatenate([np.full(full.sum(), order.chunk), last])

@@ -24,7 +24,7 @@ _PROFILED_STEPS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is measured in a turn.
+    """The measurements of a turn.
 
     Attributes:
         program: `jax` or `torch`.

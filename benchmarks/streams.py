@@ -1,9 +1,9 @@
-"""What a reader of the benchmark is: an opened `Stream`, and what all of them share.
+"""Readers of the benchmark: an opened `Stream`, and what all of them share.
 
 stream = readers.READERS['ours'].open(folder_of_its_format, None)
 for batch in stream.epoch():          # key int64 (256,), latents float16 (256, 4, 32, 32)
     ...
-state = stream.state(batches_taken)   # bytes; `open(folder, state)` goes on from there
+state = stream.state(batches_taken)   # bytes; `open(folder, state)` resumes from there
 """
 
 import dataclasses

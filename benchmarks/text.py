@@ -119,7 +119,7 @@ def run_sides(task: str, model: str, flags: argparse.Namespace) -> dict[str, lis
 
 
 def is_installed(module: str) -> bool:
-    """Whether a peer can be imported."""
+    """True if a peer can be imported."""
     return (
         subprocess.run([sys.executable, '-c', f'import {module}'], capture_output=True).returncode
         == 0
@@ -198,7 +198,7 @@ def embed_with_jax(folder: pathlib.Path, flags: argparse.Namespace) -> Timed:
 
 
 def embed_plainly(folder: pathlib.Path, flags: argparse.Namespace, batch: int = BATCH) -> Timed:
-    """What one writes in ten lines: captions in their order, padded to the longest of a batch."""
+    """A loop of ten lines: captions in their order, padded to the longest of a batch."""
     import torch
 
     encoder = text_encoders.make_encoder(f'hf:{flags.encoders}/{flags.model}')

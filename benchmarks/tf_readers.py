@@ -68,7 +68,7 @@ def rows_always(folder: pathlib.Path, state: bytes | None) -> Stream:
 
 
 def tfds(folder: pathlib.Path, state: bytes | None) -> Stream:
-    """What TFDS gives, shuffled and batched as its guide to performance has it."""
+    """TFDS, shuffled and batched as its guide to performance has it."""
     import tensorflow as tf
     import tensorflow_datasets as tfds
 

@@ -52,7 +52,7 @@ class Writer:
     module: str
 
     def is_installed(self) -> bool:
-        """Whether it can be run here."""
+        """True if it can be run here."""
         return importlib.util.find_spec(self.module.partition('.')[0]) is not None
 
 

@@ -13,7 +13,7 @@ from configs import default
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """What differs from the default."""
+    """Fields that differ from the default."""
     config = default.get_config()
     with config.unlocked():
         config.data.dir = 'demo/data/coyo11m_tfds/words/1.0.0'

@@ -10,7 +10,7 @@ from configs import default
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """What differs from the default."""
+    """Fields that differ from the default."""
     config = default.get_config()
     config.model.name = 'B/2'
     # By XLA's own count (compiled for CPU) the whole batch on one device takes 15 GB so and

@@ -14,7 +14,7 @@ from configs import default
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """What differs from the default."""
+    """Fields that differ from the default."""
     config = default.get_config()
     config.distributed = True
     config.batch_size = 4096  # 16 a chip

@@ -44,7 +44,7 @@ _ROWS_AT_ONCE = 4096
 
 @dataclasses.dataclass(frozen=True)
 class _Values:
-    """What is to be added, looked up by key.
+    """Values to add, looked up by key.
 
     Attributes:
         place: path or URL of the file or folder that they come from.

@@ -151,7 +151,7 @@ def file_name(column: str, split: str) -> str:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether it is the name of such a file."""
+    """True if it is the name of such a file."""
     return name.startswith('column_') and name.endswith('.npy')
 
 

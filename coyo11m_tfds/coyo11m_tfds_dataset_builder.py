@@ -52,7 +52,7 @@ _to_be_replaced: set[str] = set()
 
 @dataclasses.dataclass(eq=False)
 class Coyo11mConfig(BuildSettings, tfds.core.BuilderConfig):
-    """What to make of the source: `BuildSettings`, and the config's name, which its folder has."""
+    """`BuildSettings` and the name of the config, which is also that of its folder."""
 
     name: str = ''
 

@@ -45,7 +45,7 @@ from coyo11m_tfds.text import text_encoders
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `embed` did.
+    """The outcome of `embed`.
 
     Attributes:
         num_captions: encoded by this run.
@@ -226,7 +226,7 @@ def _make_parts(
 
 
 def _one_process(out: str, num_workers: int, choice: EncoderChoice) -> bool:
-    """Whether this process will run the encoder itself, however much there is to do."""
+    """True if this process will run the encoder itself, however much there is to do."""
     if out_place.is_file(out):
         return True
     return part_runner.choose_workers(num_workers, choice, sys.maxsize) == 1

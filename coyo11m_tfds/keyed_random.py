@@ -58,7 +58,7 @@ class Permutation:
             self._inverse = np.argsort(self._table)
 
     def apply(self, place: np.ndarray) -> np.ndarray:
-        """What stands at each place; int64, same shape."""
+        """The number at each place; int64, same shape."""
         if self._table is not None:
             return self._table[place]
         return self._walk(place, self._round_keys)

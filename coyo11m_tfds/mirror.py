@@ -1,4 +1,4 @@
-"""Copies a source to another place: in parallel, verified, and going on after whatever stopped it.
+"""Copies a source to another place: in parallel, verified, and resumed after any interruption.
 
     python -m coyo11m_tfds.mirror hf://datasets/KBlueLeaf/coyo11m-256px-ccrop-latent gs://BUCKET/coyo11m
 
@@ -52,7 +52,7 @@ _GCS = 'gs://'
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """What is at the destination now.
+    """The files that are at the destination now.
 
     Attributes:
         num_files: that the source has.
@@ -102,8 +102,8 @@ def mirror(
     Raises:
         ValueError: the source lacks files, or an argument is bad.
         PermissionError: credentials are missing or refused.
-        OSError: a file cannot be read or written. What was copied stays, and the next call goes on.
-        TimeoutError: another mirror to this destination is going on.
+        OSError: a file cannot be read or written. Finished copies stay, and the next call resumes.
+        TimeoutError: another mirror to this destination is running.
     """
     target = Destination(destination)
     if parallel < 1:
@@ -263,7 +263,7 @@ class _Stopped(Exception):
 
 
 class _Share:
-    """What one file adds to the progress: in the end its size, however often bytes were sent."""
+    """The progress of one file: in the end its size, however often bytes were sent."""
 
     def __init__(self, progress: Progress, size: int, stopped: threading.Event):
         self._progress, self._size, self._stopped = progress, size, stopped

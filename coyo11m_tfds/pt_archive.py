@@ -30,7 +30,7 @@ _SMALL_FRACTION = 100
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """What the directory says of one member.
+    """One member, as the directory describes it.
 
     Attributes:
         name: with the folder that all names begin with.
@@ -60,7 +60,7 @@ class Member:
 
 
 def small_bytes(file_size: int) -> int:
-    """What a member takes at most to count as small; keys are 1/3000 of a file."""
+    """The largest size of a member that counts as small; keys are 1/3000 of a file."""
     return max(_SMALL_BYTES, file_size // _SMALL_FRACTION)
 
 

@@ -133,7 +133,7 @@ def split(data: bytes) -> Iterator[bytes | None]:
 
     Yields:
         Each record; None for one whose checksum is wrong. It ends where a length is damaged or
-        a record is not whole, because nobody knows where the next one begins.
+        a record is not whole, because the start of the next one is unknown.
     """
     at = 0
     while at + _LENGTH_AND_CHECKSUM <= len(data):
@@ -208,7 +208,7 @@ class RecordScan:
 def _framing(
     fields: tuple[tuple[str, int], ...], lengths: tuple[int, ...]
 ) -> tuple[Sequence[bytes], int]:
-    """What comes before each value of a record, and the bytes of the whole record in the file.
+    """The bytes before each value of a record, and those of the whole record in the file.
 
     The field numbers are those of tensorflow/core/example/{example,feature}.proto, the encoding is
     that of https://protobuf.dev/programming-guides/encoding.
@@ -230,12 +230,12 @@ def _framing(
 
 
 def example_head(payload: int) -> bytes:
-    """What is in front of all features of a record, which take `payload` bytes together."""
+    """The bytes in front of all features of a record, which take `payload` bytes together."""
     return _tag(1, payload)  # Example.features
 
 
 def value_head(name: str, length: int, *, is_int: bool = False) -> bytes:
-    """What is in front of a value of `length` bytes (an integer's varint): name and lengths."""
+    """The bytes in front of a value of `length` bytes (an integer's varint): name and lengths."""
     head = _tag(1, length)  # BytesList.value or (packed) Int64List.value
     kind = _INT64_LIST if is_int else _BYTES_LIST
     head = _tag(kind, len(head) + length) + head  # a Feature's list

@@ -60,7 +60,7 @@ _BATCH = 512  # pictures drawn at a time
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """What one picture shows."""
+    """The scene of one picture."""
 
     colour: str
     shape: str

@@ -1,4 +1,4 @@
-"""What `tfds build coyo11m_tfds` does besides building: it ends in one line, and logs less.
+"""Prepares the `tfds` command: it ends in one line, and logs less.
 
     tfds build coyo11m_tfds -i coyo11m_tfds --manual_dir=SOURCE --data_dir=OUT
 

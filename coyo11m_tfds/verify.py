@@ -48,7 +48,7 @@ T = TypeVar('T')
 
 @dataclasses.dataclass(frozen=True)
 class Verified:
-    """What was found.
+    """The result of a verification.
 
     Attributes:
         faults: a line each: `FILE: what was found, expected what`.
@@ -149,7 +149,7 @@ class _Check:
     def _parse(
         self, name: str, contents: Mapping[str, bytes | None], parse: Callable[[bytes], T]
     ) -> T | None:
-        """What a file says; None if it is missing or faulty, which is told once."""
+        """The content of a file; None if it is missing or faulty, which is told once."""
         data = contents.get(name)
         if data is None:
             return None
@@ -191,7 +191,7 @@ class _Check:
     def _describe_shards(
         self, split: StoredSplit, index: ChunkIndex | None
     ) -> dict[str, StoredShard]:
-        """What the metadata say of each shard, after a comparison with each other."""
+        """Each shard as the metadata describe it, after a comparison with each other."""
         states = [self.recorded.get(n) or self._files.get(n) for n in split.file_names]
         num_bytes = sum(state.size for state in states if state)
         if None not in states and num_bytes != split.num_bytes:
@@ -265,7 +265,7 @@ class _Check:
     def _check_shard(
         self, name: str, info: StoredShard | None, on_bytes: Callable[[int], None]
     ) -> str:
-        """What is wrong with a shard; '' if nothing is."""
+        """The fault of a shard; '' if it has none."""
         file = self._files[name]
         fault = self._differs(name, file.size, stored_files.crc32c(file))
         if self._fast or fault:
@@ -285,7 +285,7 @@ class _Check:
 
 
 def _is_large(name: str) -> bool:
-    """Whether a file is a shard or a column, which are read through and not kept in memory."""
+    """True if a file is a shard or a column, which are read through and not kept in memory."""
     return _SHARD in name or columns.is_file_name(name)
 
 

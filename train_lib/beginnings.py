@@ -1,4 +1,4 @@
-"""What a run begins with: its own last checkpoint, another run's weights, or a random state.
+"""The beginning of a run: its own last checkpoint, another run's weights, or a random state.
 
     beginning = beginnings.find(config, workdir, data, program, accept_changes=['batch_size'])
     batches = data.train_batches(beginning.position.batch_at(step))

@@ -41,7 +41,7 @@ class OtherRunError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What a run is, in plain values: a resumed run is compared with what its checkpoint says.
+    """The identity of a run, in plain values: a resume compares it with that of the checkpoint.
 
     Attributes:
         identity: what no run can change: the text encoder and the model. May be nested.

@@ -1,4 +1,4 @@
-"""What the makers publish about the chips that training runs on or can be compiled for.
+"""Published figures of the chips that training runs on or can be compiled for.
 
     chip = chips.CHIPS[jax.devices()[0].device_kind]
 

@@ -157,7 +157,7 @@ def _abstract_batch(batch_size: int, text_dim: int, num_tokens: int, mesh: jax.s
 
 
 def _costs(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, turns: int) -> Report:
-    """What the compiled program takes; `turns` is the length of the loop over layers."""
+    """Memory and traffic of the compiled program; `turns` is the length of the loop over layers."""
     memory: Any = compiled.memory_analysis()
     sizes = {
         'arguments': memory.argument_size_in_bytes,
@@ -269,7 +269,7 @@ def _time_lines(report: Report) -> list[str]:
 
 
 def _first_sentence(error: Exception) -> str:
-    """What libtpu says about memory, without the list of allocations that follows."""
+    """The message of libtpu about memory, without the list of allocations that follows."""
     sums = r'Used [\d.]+\w? of [\d.]+\w?|the total memory required .* \([\d.]+\w?\)'
     found = re.search(sums, str(error))
     return found[0] if found else str(error).splitlines()[0]

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a bar on a terminal, elsewhere a line for each window of steps.
+"""Shows a run to a person: a bar on a terminal, elsewhere a line for each window of steps.
 
     with Console(start=0, num_steps=900) as console:
         console.started(step, update)      # every step

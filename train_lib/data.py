@@ -261,7 +261,7 @@ class TrainingData:
         )
 
     def _order(self) -> dict[str, Any]:
-        """What the order of the training samples depends on."""
+        """The settings that the order of the training samples depends on."""
         config = self._config
         return {
             'batch_size': config.batch_size,
@@ -303,7 +303,7 @@ class TrainingData:
 
 
 def model_stats(stats: 'input_pipeline.DatasetStats') -> flow.Stats:
-    """What a model standardizes by; of token ids there is nothing."""
+    """The statistics that a model standardizes by; of token ids there are none."""
     mean, std = stats.text_mean, stats.text_std
     if mean is None or std is None:
         mean = std = np.zeros(0, np.float32)

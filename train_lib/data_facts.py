@@ -1,4 +1,4 @@
-"""What a model has to know of the data that it learns from: enough to draw without them.
+"""Facts about the training data that a model needs, so that it draws without the data.
 
     facts = data_facts.DataFacts(latent_shape=(32, 32, 4), stats=stats, encoder='hash')
     facts == data_facts.from_json(json.loads(json.dumps(facts.to_json())))   # bit for bit

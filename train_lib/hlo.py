@@ -105,7 +105,7 @@ class Executed:
 
     @property
     def fused(self) -> bool:
-        """Whether its values stay inside a fusion, and so out of memory."""
+        """True if its values stay inside a fusion, and so out of memory."""
         return self.place is not self.computation
 
 

@@ -1,4 +1,4 @@
-"""What one run of a compiled program costs a device: arithmetic, memory traffic, collectives.
+"""Costs of one run of a compiled program on a device: arithmetic, memory traffic, collectives.
 
 module = hlo.parse(compiled.as_text())
 matmul_flops(module)              # of all products of matrices, loops multiplied out
@@ -141,7 +141,7 @@ def _read_of(module: hlo.Module, fused: hlo.Computation, value: hlo.Instruction)
             elif user.opcode == 'dynamic-update-slice' and place == 0:
                 continue  # written in place
             elif user.opcode in ('tuple', 'custom-call', *COLLECTIVES):
-                continue  # handed on: a collective that goes on beside other work
+                continue  # handed on: a collective that runs beside other work
             else:
                 return _nbytes(value)
     return total
@@ -211,7 +211,7 @@ def _collectives(module: hlo.Module, mesh: Mesh) -> Iterator[Collective]:
             kind = instruction.opcode.removesuffix('-start')
             if kind not in COLLECTIVES:
                 continue
-            # One that goes on beside other work stands in each of the fusions that it spans.
+            # One that runs beside other work stands in each of the fusions that it spans.
             chain = re.search(r'chain_id="(\d+)"', instruction.attributes)
             if chain and step.fused:
                 key = step.place.name, chain[1], instruction.attribute('channel_id')

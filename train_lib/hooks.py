@@ -1,4 +1,4 @@
-"""What is done now and then besides training; a list of classes, and how to write another one.
+"""Hooks of a run: a list of classes, and how to write another one.
 
     class WeightNorm(hooks.Hook):
         name = 'weight norm'
@@ -52,7 +52,7 @@ class Hook(abc.ABC):
         self.run, self.every = run, every
 
     def due(self, step: int) -> bool:
-        """Whether to be called after this step, the same on all processes."""
+        """True if it is called after this step, the same on all processes."""
         return self.every > 0 and (step % self.every == 0 or step == self.run.config.num_steps)
 
     @abc.abstractmethod

@@ -96,7 +96,7 @@ def _time_storage(builder: tfds.core.DatasetBuilder, chunk: int) -> dict[str, An
 def _batches(
     config: ml_collections.ConfigDict, builder: tfds.core.DatasetBuilder, num_hosts: int
 ) -> Iterator[Batch]:
-    """What one host trains on, read as it would be, with the features that the data set has."""
+    """The batches that one host trains on, with the features that the data set has."""
     data = config.data
     read = (input_pipeline.train_batches, input_pipeline.train_dataset)
     known = {name for function in read for name in inspect.signature(function).parameters}

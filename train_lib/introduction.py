@@ -1,4 +1,4 @@
-"""What is trained, on what and where: for people in a few lines, and as scalars beside the loss.
+"""Introduces a run: what is trained, on what and where, in a few lines and as scalars.
 
 introduction.show(setup, start=0)
 scalars |= introduction.derived(setup, step, scalars)

@@ -1,4 +1,4 @@
-"""What holds the input back, and which setting to change: rules over measured facts.
+"""Names the limit of the input, and the setting to change: rules over measured facts.
 
     for line in limits.verdicts(facts):
         print(line)
@@ -28,7 +28,7 @@ _FIRST_BATCH_SECONDS = 10
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What was set and what was measured, on one host.
+    """Settings and measurements of one host.
 
     Attributes:
         engine: that reads: 'rows' or 'chunks'.
@@ -92,7 +92,7 @@ class Facts:
 
     @property
     def is_input_bound(self) -> bool:
-        """Whether steps take longer with the pipeline than without, and for want of batches.
+        """True if steps take longer with the pipeline than without, and for want of batches.
 
         Whoever waits for a batch waits at most as long as one takes. What more a step takes comes
         from cores that step and pipeline share, and from noise.

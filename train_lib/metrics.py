@@ -1,4 +1,4 @@
-"""What a step measures, as clu collections: built inside the step, merged, computed when logged.
+"""Metrics as clu collections: built inside the step, merged, computed when logged.
 
     update = TrainMetrics.single_from_model_output(
         loss=losses, counts=mask, grad_norm=optax.tree.norm(grads), finite=finite, ...)

@@ -7,9 +7,9 @@
 
 Positions are counted in samples. A run that has used u samples of epoch e resumes in epoch e, with
 the first whole batch of the new order that begins at or after the u-th sample; with none left, in
-the next epoch. If only the batch size differs, no record comes twice in this epoch, and fewer than
+the next epoch. If only the batch size differs, no record is repeated in this epoch, and fewer than
 one new batch of records is left out. With other lanes, chunks, windows or another seed the rest of
-this epoch comes out of another permutation, so that some of its records come twice and others not
+this epoch comes out of another permutation, so that some of its records are repeated and others not
 at all. Later epochs are complete in any case. Another data set is read from its beginning.
 """
 

@@ -1,4 +1,4 @@
-"""What every program of this package does before and around everything else.
+"""Set-up and error lines that all programs of this package share.
 
     if __name__ == '__main__':
         flags.DEFINE_string('workdir', None, 'Folder of the run.')
@@ -146,5 +146,5 @@ class _Lines(standard_logging.Formatter):
 
 
 def _is_worth_reading(record: standard_logging.LogRecord) -> bool:
-    """What libraries tell about their work is not; their warnings are."""
+    """Messages of libraries about their work are not; their warnings are."""
     return record.levelno > standard_logging.INFO or record.pathname.startswith(_OWN_CODE)

@@ -38,7 +38,7 @@ class SavedRun:
 
     @functools.cached_property
     def description(self) -> checkpoint.Description:
-        """What the checkpoint says of its run; `ValueError` if a former version has saved it."""
+        """The run's description in the checkpoint; `ValueError` if a former version saved it."""
         with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
             return checkpoint.Description.from_json(
                 reader.restore(self.folder / checkpoint.RUN), where=str(self.folder)

@@ -1,4 +1,4 @@
-"""What the fields of a configuration may be, and which of them a resumed run compares.
+"""Rules for the fields of a configuration, and which of them a resumed run compares.
 
     settings.check(config)               # a ValueError that names field, value and what is expected
     settings.changeable(config)          # {'optimizer.learning_rate': 2e-4, ...}

@@ -94,13 +94,13 @@ class StopRequest:
         _requests.remove(self)
 
     def reached(self, step: int) -> bool:
-        """Whether to stop after this step; every process has to ask after every step."""
+        """True if the run stops after this step; every process has to ask after every step."""
         self.can_save = True
         return self._noted if self._alone else self._agreed(step)
 
     @contextlib.contextmanager
     def repeatable(self) -> Iterator[None]:
-        """What happens here may be broken off, by a `BrokenOff` in the main thread.
+        """Work in this block may be interrupted, by a `BrokenOff` in the main thread.
 
         Of several processes none may leave the others alone in a computation, so it is completed.
         """

@@ -1,4 +1,4 @@
-"""What a training step changes: weights, their moving average, the optimizer's state.
+"""The state of training: weights, their moving average, the optimizer's state.
 
     schedule = state.make_schedule('cosine', num_steps=9_000, learning_rate=1e-4, warmup_steps=500)
     tx = state.make_optimizer(

@@ -93,7 +93,7 @@ class StepClock:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """What happens here (an evaluation, say) counts neither as training nor as waiting.
+        """Time in this block (an evaluation, say) counts neither as training nor as waiting.
 
         Reading goes on, for the steps that follow, and is counted. Waits for the steps before.
         """

@@ -3,7 +3,7 @@
     from configs import demo
     state = train.train_and_evaluate(demo.get_config(), workdir='W')
 
-A run can be killed at any moment and started again with the same command: it goes on from its
+A run can be killed at any moment and started again with the same command: it resumes from its
 last checkpoint and computes what it would have computed. SIGTERM and Ctrl-C make it save and
 return. What is done besides training is in `hooks.py`.
 """
@@ -141,7 +141,7 @@ def train(setup: Setup, verbose: bool = False) -> tuple[TrainState, bool]:
 
 @dataclasses.dataclass(frozen=True)
 class Run(Setup):
-    """What the loop and its hooks work with.
+    """The objects that the loop and its hooks work with.
 
     Attributes:
         start: the step that this process began with.

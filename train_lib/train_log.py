@@ -1,4 +1,4 @@
-"""What a run tells while it trains: averages over a window of steps, and where the time went.
+"""The log of a run: averages over a window of steps, and where the time went.
 
     log = train_log.TrainLog(writer, every=100, batch_size=256, empty=TrainMetrics.empty())
     for step in range(1, num_steps + 1):
@@ -166,7 +166,7 @@ class TrainLog:
                 )
 
     def _host_state(self) -> dict[str, float]:
-        """What is so at this moment."""
+        """Scalars of this moment."""
         scalars: dict[str, float] = {}
         if self._read_counts is not None:
             counts = self._read_counts()

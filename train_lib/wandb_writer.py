@@ -3,7 +3,7 @@
     writer = WandbWriter(config, workdir)      # on with --config.wandb.project=NAME
 
 `WANDB_MODE=offline` keeps all on this machine; `wandb sync` sends it later. The run's id lies in
-the workdir, so that a resumed run goes on in the same chart. What a run that was killed had sent
+the workdir, so that a resumed run continues the same chart. What a run that was killed had sent
 beyond its last checkpoint is sent again; wandb ignores it, and it is the same.
 """
 

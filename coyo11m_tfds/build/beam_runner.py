@@ -46,7 +46,7 @@ class ScratchSettings:
         """Returns the scratch folder, and the path of a folder for other things beside it.
 
         Raises:
-            PermissionError: the user's own folder is somebody else's.
+            PermissionError: the user's own folder belongs to another user.
         """
         folder = os.path.expanduser(self.folder) or user_temp(schema.NAME)
         scratch = Scratch(os.path.join(folder, 'source'), self.max_bytes)

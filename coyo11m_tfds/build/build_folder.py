@@ -58,7 +58,7 @@ class BuildFolder:
         self._check = check
 
     def is_complete(self) -> bool:
-        """Whether the data set is in its place."""
+        """True if the data set is in its place."""
         return (epath.Path(self._final) / schema.INFO_FILE).exists()
 
     def finish(self) -> str:
@@ -137,7 +137,7 @@ class BuildFolder:
             raise
 
     def failure(self) -> str:
-        """What an attempt of the first process of the job said when it failed; '' if none did."""
+        """The message of the first process of the job when it failed; '' if it did not."""
         return self._read(_FAILURE).get('message', '')
 
     def _promote(self) -> None:
@@ -162,7 +162,7 @@ def settle(final: str) -> None:
     """Finishes or removes what an interrupted build has left beside a complete data set.
 
     Where nothing is left this is one listing. Of the processes of a job only the first does it, and
-    nobody waits for a builder that is alive. Whoever may not write there is warned, no more.
+    no process waits for a builder that is alive. Whoever may not write there is warned, no more.
 
     Args:
         final: folder of the data set, local or `gs://`.

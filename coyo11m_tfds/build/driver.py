@@ -4,7 +4,7 @@
         if built:                           # None if the data set was there
             write_info(built, built.folder)     # TFDS' own files
 
-While it goes on, everything is in a folder beside the final one, `1.0.0.building`: finished shards
+Until it ends, everything is in a folder beside the final one, `1.0.0.building`: finished shards
 with their records, which a later call resumes from. When all is there, it becomes the final folder;
 see `build_folder`.
 """
@@ -51,7 +51,7 @@ class Beam:
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """What a build has made.
+    """The outcome of a build.
 
     Attributes:
         plan: that it followed.
@@ -79,7 +79,7 @@ def build(
     """Sees to it that the data set is complete in `final`, when the block has ended.
 
     In a job of several processes the first builds, and the others wait. So does a second build that
-    is started while one is going on.
+    is started while one is running.
 
     Args:
         final: folder of the data set, `.../NAME/CONFIG/VERSION`, local or `gs://`.

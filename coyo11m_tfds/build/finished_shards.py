@@ -1,4 +1,4 @@
-"""Records of finished shards, from which an interrupted build goes on.
+"""Records of finished shards, from which an interrupted build resumes.
 
     finished = FinishedShards(work)                 # work: a destination.Destination
     results = finished.load(plan.tasks)             # those that need not be written again

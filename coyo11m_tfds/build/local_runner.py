@@ -109,7 +109,7 @@ class _Run:
             finally:
                 self._stop.set()
                 readers.shutdown(wait=False, cancel_futures=True)
-                # Waits for what is being written: after this nobody writes here any more.
+                # Waits for what is being written: after this nothing is written here.
                 self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _write_group(
@@ -160,7 +160,7 @@ class _Run:
             self._shards_in_work.release()
 
     def _check_going_on(self, num_bytes: int) -> None:
-        """Ends a download or a check that nobody waits for any more."""
+        """Ends a download or a check whose result is no longer needed."""
         del num_bytes
         if self._stop.is_set():
             raise concurrent.futures.CancelledError

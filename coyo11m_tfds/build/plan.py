@@ -37,7 +37,7 @@ _LEAST_SHARE_OF_FILE = 1 / 4
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What will be written.
+    """The shards to write, and the reasons for rows that are left out.
 
     Attributes:
         tasks: all shards; those of one group, which read the same files, follow each other.
@@ -62,7 +62,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class _Joined:
-    """What records take from elsewhere than the `.pt` files.
+    """The parts of records that do not come from the `.pt` files.
 
     `text_vectors` is None without vectors, the others where there is no sidecar.
     """
@@ -316,7 +316,7 @@ def _plan_tasks(
 def _file_bytes(
     latents: SourceLatents, rows_of_splits: list[np.ndarray], sizes: np.ndarray
 ) -> np.ndarray:
-    """What each file counts for when files are grouped, int64 `(files,)`."""
+    """The bytes that each file counts for when files are grouped, int64 `(files,)`."""
     kept = np.zeros(len(sizes), np.int64)
     for rows in rows_of_splits:
         kept[rows] = sizes[rows]

@@ -86,7 +86,7 @@ def check(
 
 
 def _text_vectors(chosen: str, recorded: Any) -> str | Mapping[str, Any]:
-    """What would be recorded of `text_vectors`; of a sidecar that is out of reach, what was."""
+    """The record of `text_vectors` for a build now; the old one if the sidecar is out of reach."""
     if chosen in _IN_RECORDS:
         return chosen
     if source_files.is_remote(chosen) or not os.path.exists(chosen):

@@ -76,7 +76,7 @@ def write_shards(plan: Plan, work: Destination, engine: Engine) -> list[ShardRes
 
 
 def count_dropped(plan: Plan, results: Iterable[ShardResult]) -> Dropped:
-    """What was left out while planning, and while writing these shards."""
+    """The rows left out while planning, and while writing these shards."""
     dropped = copy.deepcopy(plan.dropped)
     for result in results:
         _add_non_finite(dropped, result)
@@ -182,7 +182,7 @@ def _add_non_finite(dropped: Dropped, result: ShardResult) -> None:
 
 
 def _check_space(work: Destination, num_bytes: int) -> None:
-    if work.is_remote:  # a bucket has no end
+    if work.is_remote:  # a bucket has no size limit
         return
     folder = pathlib.Path(work.folder).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())

@@ -1,4 +1,4 @@
-"""What a user decides about a build: one object, handed down from the config to the workers."""
+"""The settings of a build: one object, handed down from the config to the workers."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from coyo11m_tfds.columns import IN_PLACE, LATENTS_LIE
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class BuildSettings:
-    """What to make of a source, and how.
+    """The settings of a build.
 
     Attributes:
         source: folder of the source, local, `gs://` or `hf://`; '' for TFDS' `manual_dir`.

@@ -1,4 +1,4 @@
-"""What a shard's records take besides latents: which rows, and the captions and vectors of them.
+"""The inputs of a shard besides latents: its rows, and their captions and embeddings.
 
     inputs = StoreInputs(rows, keys, captions_store, vectors_store='', text_dim=0)
     opened = inputs.open()
@@ -24,7 +24,7 @@ from coyo11m_tfds.storage import retry
 
 
 class OpenInputs(Protocol):
-    """What the writer of a shard reads; `part` is a range of the shard's rows.
+    """The inputs of the writer of a shard; `part` is a range of the shard's rows.
 
     Attributes:
         rows: rows of the `.pt` file in the order of the records, int32 `(n,)`.

@@ -61,7 +61,7 @@ def init_worker() -> None:
 
 
 class _OpenSource:
-    """What a task reads, and the statistics of what has been read."""
+    """The source of a task, opened, and the statistics of the rows that were read."""
 
     def __init__(self, task: ShardTask):
         self._task = task

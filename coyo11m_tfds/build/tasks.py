@@ -1,4 +1,4 @@
-"""What a build hands to its workers and gets back: one task and one result a shard."""
+"""Tasks and results of a build: one of each for every shard."""
 
 import base64
 import dataclasses
@@ -16,7 +16,7 @@ VECTORS_IN_PT = 'pt'  # the config's `text_vectors` for `embeddings` inside the 
 
 @dataclasses.dataclass(frozen=True)
 class TextVectors:
-    """What records hold of a text: a vector of `dim` numbers, or so many tokens, by `encoder`."""
+    """The text in records: an embedding of `dim` numbers, or so many tokens, by `encoder`."""
 
     dim: int
     encoder: str
@@ -53,7 +53,7 @@ class ShardPart:
 
 @dataclasses.dataclass(frozen=True)
 class ShardTask:
-    """What one shard is made of.
+    """The contents of one shard.
 
     Attributes:
         split: its split.
@@ -94,7 +94,7 @@ class ShardTask:
 
 @dataclasses.dataclass(frozen=True)
 class ShardResult:
-    """What was written.
+    """One shard that was written.
 
     Attributes:
         split: as in the task.

@@ -1,4 +1,4 @@
-"""What the environment sets, and the settings of a build that suit this machine.
+"""Settings from the environment, and those of a build that suit this machine.
 
 choices.check_environment(os.environ)     # [Finding('environment', 'pass', 'COYO11M_NUM_PROC=8')]
 choices.choose(BuildSettings(), 'OUT', num_bytes, scratch_bytes, ['/scratch']).facts['config']
@@ -33,7 +33,7 @@ _WORKER_BYTES = 500_000_000  # memory that a process of a build takes
 
 
 def check_environment(environment: Mapping[str, str]) -> list[Finding]:
-    """Whether the variables of this project, and of the job, have names and values that count.
+    """True if the variables of this project, and of the job, have names and values that count.
 
     Args:
         environment: of this process, as the user has set it.

@@ -142,7 +142,7 @@ def _spots(
 
 
 def _check_spot(file: SourceFile, index: str, offset: int, nbytes: int, count: int) -> str:
-    """What is wrong with a chunk; '' if nothing is."""
+    """The fault of a chunk; '' if it has none."""
     try:
         data = remote.read_range(file, offset, nbytes)
     except ValueError as error:

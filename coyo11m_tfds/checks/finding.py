@@ -1,4 +1,4 @@
-"""What a check says: one line that passes, warns or fails, with the command that mends it.
+"""Findings: one line that passes, warns or fails, with the command that mends it.
 
     finding.failed('disk', '/data has 2.0 GB free, expected 310.0 GB', 'choose another --data_dir')
     finding.bounded('source', 30, lambda: source_checks.check_files('gs://bucket/coyo11m'))
@@ -49,12 +49,12 @@ def passed(name: str, text: str, **facts: Any) -> Finding:
 
 
 def warned(name: str, text: str, mend: str, **facts: Any) -> Finding:
-    """What costs time or may fail later."""
+    """A finding that costs time or may fail later."""
     return Finding(name, WARN, text, mend, facts)
 
 
 def failed(name: str, text: str, mend: str = '', **facts: Any) -> Finding:
-    """What would end a build or a run, or has damaged a data set."""
+    """A finding that would end a build or a run, or has damaged a data set."""
     return Finding(name, FAIL, text, mend, facts)
 
 

@@ -1,4 +1,4 @@
-"""What a source holds, and what a build of it would be: a dry run that writes no shard.
+"""The contents of a source, and the build of it: a dry run that writes no shard.
 
     source = location.find('hf://datasets/owner/name')
     source_checks.check_files(source)                    # heads of some .pt files, at most 8
@@ -48,7 +48,7 @@ _PROBE_BYTES, _PROBES = 8 << 20, 4  # read at a time to see how fast a storage i
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What a build would be.
+    """An estimate of a build.
 
     Attributes:
         num_records: of all splits.
@@ -142,7 +142,7 @@ def _spread(files: Sequence[SourceFile]) -> list[SourceFile]:
 
 
 def _heads_are_few(source: Source) -> bool:
-    """Whether the heads of all files can be read in seconds; of local ones they can."""
+    """True if the heads of all files can be read in seconds; of local ones they can."""
     return not source.latent_files[0].is_remote or len(source.latent_files) <= _HEADS
 
 

@@ -1,4 +1,4 @@
-"""Whether the installed packages fit each other, by what they declare and by what is known besides.
+"""True if the installed packages fit each other, by what they declare and by what is known besides.
 
     versions.check_versions(['convert', 'text'])
     # [Finding('versions', 'pass', '143 packages fit each other; ...')]
@@ -130,7 +130,7 @@ def _walk(
 def _requirements(
     package: importlib.metadata.Distribution, extras: Collection[str]
 ) -> Iterator[Requirement]:
-    """What a package needs on this machine, with some of its extras."""
+    """Requirements of a package on this machine, with some of its extras."""
     for text in package.requires or ():
         try:
             requirement = Requirement(text)

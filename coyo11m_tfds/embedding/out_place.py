@@ -23,7 +23,7 @@ _FILE = '.parquet'
 
 
 def is_file(out: str) -> bool:
-    """Whether `out` names one file."""
+    """True if `out` names one file."""
     return out.endswith(_FILE)
 
 

@@ -1,4 +1,4 @@
-"""What the parts of a sidecar hold: a pure function of captions, encoder and number of parts.
+"""The parts of a sidecar: a pure function of captions, encoder and number of parts.
 
     captions = Captions(store, part_captions=32768)
     for number, keys, values in part_maker.make(captions, [0, 3], encoder):

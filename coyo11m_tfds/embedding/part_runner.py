@@ -65,7 +65,7 @@ class EncoderChoice:
 
     @property
     def is_light(self) -> bool:
-        """Whether a process of it takes a core and little memory."""
+        """True if a process of it takes a core and little memory."""
         return self.tokens_only or self.spec == text_encoders.HashEncoder.name
 
     @property
@@ -80,7 +80,7 @@ class EncoderChoice:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is to be made; the same for all processes.
+    """The embedding of a source; the same for all processes.
 
     Attributes:
         encoder: that makes it.
@@ -100,7 +100,7 @@ class Job:
 
 
 class Made(NamedTuple):
-    """What was made: by which encoder, numbers a caption, and how many captions were cut."""
+    """Encoder, numbers a caption, and how many captions were cut."""
 
     encoder: str
     width: int

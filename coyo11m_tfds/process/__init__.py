@@ -1,4 +1,4 @@
-"""What a process knows of its surroundings: cores and memory, its job, its terminal, how it ends.
+"""The surroundings of a process: cores and memory, its job, its terminal, and how it ends.
 
 Import any module. This room imports no other.
 """

@@ -1,4 +1,4 @@
-"""What the command lines of all programs share: `--help` from the docstring, errors in one line.
+"""Command lines of all programs: `--help` from the docstring, errors in one line.
 
     parser = command_line.Parser('coyo11m_tfds.verify', __doc__)
     parser.add_argument('data_dir', help='folder of a built data set')
@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def advice(program: str, doc: str | None) -> str:
-    """What to do about a wrong command line: what a docstring shows, and `--help`.
+    """Advice for a wrong command line: the command of a docstring, and `--help`.
 
     Args:
         program: such as 'python -m coyo11m_tfds.verify'.

@@ -56,7 +56,7 @@ def in_one_line(
 def interrupt_once() -> None:
     """Has the first Ctrl-C raise KeyboardInterrupt, and the second end the process at once.
 
-    A process that is to ignore it, as one in the background, goes on to.
+    A process that is to ignore it, as one in the background, still does.
     """
 
     def interrupt(number, frame) -> None:
@@ -71,7 +71,7 @@ def interrupt_once() -> None:
 
 
 def _is_ignoring_errors(frame: types.FrameType | None) -> bool:
-    """Whether this is inside a callback of the garbage collector, as JAX has one."""
+    """True if this is inside a callback of the garbage collector, as JAX has one."""
     callbacks = {getattr(callback, '__code__', None) for callback in gc.callbacks}
     while frame and frame.f_code not in callbacks:
         frame = frame.f_back
@@ -79,7 +79,7 @@ def _is_ignoring_errors(frame: types.FrameType | None) -> bool:
 
 
 def wants_traceback() -> bool:
-    """Whether the user asks for tracebacks."""
+    """True if the user asks for tracebacks."""
     return bool(os.environ.get(TRACEBACK_VARIABLE))
 
 

@@ -32,7 +32,7 @@ def process_index() -> int:
 
 
 def has_others() -> bool:
-    """Whether this process was started as one of a job, so that others may wait for it.
+    """True if this process was started as one of a job, so that others may wait for it.
 
     Raises:
         ValueError: see `process_index`.

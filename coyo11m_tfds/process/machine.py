@@ -66,7 +66,7 @@ def free_memory(root: str | os.PathLike[str] = '/') -> int:
 
 
 def _left(folder: pathlib.Path, limit: str, usage: str) -> list[int]:
-    """What a control group leaves of its limit; [] if it has none."""
+    """The memory that a control group leaves of its limit; [] if it has none."""
     numbers = _read(folder / limit) + _read(folder / usage)
     if len(numbers) < 2:
         return []

@@ -39,7 +39,7 @@ _BAR_FORMAT = '{desc}: {percentage:3.0f}%|{bar}| {n_fmt}{unit}{postfix}'
 
 
 class _Moment(NamedTuple):
-    """What this run had done by then; speeds are differences between two of these."""
+    """The work done by some moment; speeds are differences between two of these."""
 
     seconds: float
     amount: int

@@ -4,7 +4,7 @@
     at_exit.register()   # once is enough
 
 An iterator that is alive when Python finalizes has threads that call Python functions. They wait
-for the interpreter's lock, which nobody gives away any more, while the iterator's destructor waits
+for the interpreter's lock, which is never released again, while the iterator's destructor waits
 for them: the program hangs, or aborts. `input_pipeline` registers this when it is imported; it
 then holds for every iterator of the program. From then on a Ctrl-C ends the program at once.
 """
@@ -27,7 +27,7 @@ def register() -> None:
 
     def end_and_show(*error) -> None:
         # What other reads have to say, as they end, comes before the error and not after it. An
-        # interactive interpreter shows errors, too, and goes on.
+        # interactive interpreter shows errors, too, and continues.
         if not (sys.flags.interactive or hasattr(sys, 'ps1')):
             _end_at_exit()
         show(*error)
@@ -44,10 +44,10 @@ def _end_at_exit() -> None:
 
 def end_iterators() -> None:
     """Ends what is behind every iterator, and waits until its threads have ended."""
-    # By exact type: asking for more would run code of objects that are nobody's business here.
+    # By exact type: asking for more would run code of unrelated objects.
     living = [thing for thing in gc.get_objects() if type(thing) is iterator_ops.OwnedIterator]
     for iterator in living:
-        # References to an iterator's resource are in places that nobody can clear, such as the
+        # References to an iterator's resource are in places that cannot be cleared, such as the
         # frames of an error. So the resource stays, and what it holds is replaced by nothing.
         nothing = iterator._dataset.take(0)
         gen_dataset_ops.make_iterator(nothing._variant_tensor, iterator._iterator_resource)

@@ -1,4 +1,4 @@
-"""What to do about records that are damaged: stop at the first, or at too many of them.
+"""Policies for damaged records: stop at the first, or at too many of them.
 
     bad = BadRecords(SKIP, max_fraction=0.001, num_records=10**7)
     bad.add('OUT/coyo11m_tfds-train.tfrecord-00003-of-00100', 3, [17], 'its checksum is wrong')

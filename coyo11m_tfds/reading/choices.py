@@ -21,7 +21,7 @@ def sample_crops(seed: int, epoch: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
 
 
 def sample_drops(seed: int, epoch: tf.Tensor, keys: tf.Tensor, probability: float) -> tf.Tensor:
-    """Whether an epoch drops the caption of each key; epoch int64, a scalar or one per key."""
+    """True if an epoch drops the caption of each key; epoch int64, a scalar or one per key."""
     hashed = _hash(seed, DROP, epoch, keys)
     shifted = tf.bitwise.right_shift(hashed, tf.constant(11, tf.uint64))
     return tf.cast(shifted, tf.int64) < int(probability * 2**53)

@@ -44,7 +44,7 @@ class ReadCounter:
 
     def read(self) -> ReadCounts:
         """The sums until now."""
-        # Without chunks, nobody has to wait for TensorFlow.
+        # Without chunks, there is no need to wait for TensorFlow.
         of_chunks = self._sums.numpy().tolist() if '_sums' in vars(self) else (0, 0, 0)
         num_bytes, begun, done = of_chunks
         with self._lock:

@@ -34,7 +34,7 @@ FEATURES = stored_dataset.FEATURES
 
 @dataclasses.dataclass(frozen=True)
 class DatasetStats:
-    """What the metadata of a data set tells a model.
+    """The statistics in the metadata of a data set that a model needs.
 
     Attributes:
         latent_mean, latent_std: float32 `(4,)`, over the train split in raw units.

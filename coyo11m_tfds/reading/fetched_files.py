@@ -108,7 +108,7 @@ class FetchedFiles:
         return address, np.minimum(address + nbytes, self._ends[part])
 
     def check_unchanged(self, numbers: np.ndarray) -> None:
-        """What was fetched cannot change."""
+        """Fetched bytes cannot change."""
 
     def _begin(self) -> None:
         while self._asked and len(self._coming) < self._most_at_once:

@@ -39,7 +39,7 @@ def find_records(
     Returns:
         `(begin, end)`: addresses of the serialized records, int64 `(n, CHUNK_STRIDE)`. Both are 0
         where there is none, and from the first record on that is not whole or whose length is
-        damaged, because nobody knows where the next one begins.
+        damaged, because the start of the next one is unknown.
     """
     begin = np.zeros((len(start), _STRIDE), np.int64)
     end = np.zeros_like(begin)

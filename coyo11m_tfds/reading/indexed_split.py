@@ -39,7 +39,7 @@ class IndexedSplit:
 
     @property
     def is_remote(self) -> bool:
-        """Whether reading waits for a network."""
+        """True if reading waits for a network."""
         return source_files.is_remote(self.file_prefix)
 
     @property

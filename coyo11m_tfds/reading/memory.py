@@ -32,7 +32,7 @@ _FIXED = 200_000_000  # also plans, threads, and chunks that are being gathered
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """What one process reads.
+    """The reading of one process, as far as memory depends on it.
 
     Attributes:
         batch_size: records in this process's part of a batch.

@@ -35,12 +35,12 @@ class OpenedData:
 
     @property
     def is_remote(self) -> bool:
-        """Whether it lies on gs://."""
+        """True if it lies on gs://."""
         return source_files.is_remote(self.folder)
 
     @functools.cached_property
     def stored(self) -> StoredDataset | None:
-        """What its metadata say; None if there is no data set in the folder.
+        """The metadata; None if there is no data set in the folder.
 
         Raises:
             ValueError: a file is damaged.

@@ -211,7 +211,7 @@ class Epoch:
         self.steps = int(self.lane_lengths.min()) // order.lane_batch
 
     def lane_reads(self, lane: int, step: int = 0, block: int = 256) -> Iterator[Reads]:
-        """What a lane reads from the window on that its part of batch `step` begins in.
+        """The reads of a lane from the window on that its part of batch `step` begins in.
 
         The records kept and padded make whole windows. Each block has at most `block` reads.
         """
@@ -352,6 +352,6 @@ def sample_crops(seed: int, epoch: int, keys: np.ndarray) -> np.ndarray:
 
 
 def sample_drops(seed: int, epoch: int, keys: np.ndarray, probability: float) -> np.ndarray:
-    """Whether epoch `epoch` drops the caption of each key; bool, same shape as `keys`."""
+    """True if epoch `epoch` drops the caption of each key; bool, same shape as `keys`."""
     hashed = derive(seed, DROP, epoch, keys) >> np.uint64(11)
     return hashed.astype(np.int64) < int(probability * 2**53)

@@ -47,7 +47,7 @@ class Parser:
     num_tokens: int = 0
 
     def is_regular(self, serialized: tf.Tensor) -> tf.Tensor:
-        """Whether records `(n,)` are laid out as this project writes them; a bool scalar."""
+        """True if records `(n,)` are laid out as this project writes them; a bool scalar."""
         return self._layout.fits(serialized)
 
     def parse_regular(self, serialized: tf.Tensor, epoch: tf.Tensor) -> Batch:

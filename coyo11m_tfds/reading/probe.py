@@ -18,7 +18,7 @@ _READS = 8  # of each size that are timed
 
 
 class Measured(NamedTuple):
-    """What was found.
+    """The result of a verification.
 
     Attributes:
         is_remote: whether the files are in object storage.

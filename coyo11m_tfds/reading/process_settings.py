@@ -1,4 +1,4 @@
-"""What has to be set in a process before TensorFlow starts, so that reading is fast.
+"""Settings of a process that TensorFlow reads once, when it starts.
 
     process_settings.apply('gs://bucket/coyo11m_tfds/latents/1.0.0', chunk=64)
     import tensorflow as tf
@@ -17,7 +17,7 @@ from coyo11m_tfds.storage import remote, source_files
 
 READ_AHEAD = 'GCS_READAHEAD_BUFFER_SIZE_BYTES'
 
-# TensorFlow only reads records here. What it notes about the machine helps nobody: neither that it
+# TensorFlow only reads records here. Its notes about the machine are of no use: neither that it
 # has oneDNN (which it says whatever the level of the log) nor which instructions it could use.
 _QUIET = {'TF_ENABLE_ONEDNN_OPTS': '0', 'TF_CPP_MIN_LOG_LEVEL': '1'}
 

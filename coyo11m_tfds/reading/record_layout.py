@@ -113,7 +113,7 @@ class RecordLayout:
 
 @functools.lru_cache(65536)
 def caption_head(before_key: int, whole: int) -> bytes | None:
-    """What a regular record begins with, up to its caption; None if there is no such record.
+    """The first bytes of a regular record, up to its caption; None if there is no such record.
 
     Args:
         before_key: bytes from its begin to its key: what is asked for, and the caption.

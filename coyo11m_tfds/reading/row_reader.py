@@ -43,7 +43,7 @@ _DTYPES = {'float16': np.dtype(np.float16), 'bfloat16': np.dtype(ml_dtypes.bfloa
 
 @dataclasses.dataclass(frozen=True)
 class RowChoices:
-    """What a batch is made of; `parser.Parser` in NumPy.
+    """The features of a batch, gathered with NumPy as `parser.Parser` does in a graph.
 
     Attributes:
         features: to be in the batch.
@@ -188,7 +188,7 @@ class RowReader:
         return Rows(epoch, shard, record, begin, end, values, columns)
 
     def prefetch(self, shard: np.ndarray, record: np.ndarray) -> list[tuple[int, int, int]]:
-        """What to tell `will_need` so that records are in memory when they are asked for."""
+        """Arguments of `will_need` that bring records into memory before they are asked for."""
         runs = np.unique(_run_numbers(shard, record))
         shards, first = _of_run_numbers(runs)
         count = np.minimum(self._split.index.shard_lengths[shards] - first, schema.CHUNK_STRIDE)

@@ -1,4 +1,4 @@
-"""What the metadata files say of the splits and shards of a data set, without TFDS.
+"""Splits and shards of a data set, read from its metadata files without TFDS.
 
 splits = stored_splits.parse(pathlib.Path('1.0.0/dataset_info.json').read_bytes())
 splits[0].name, splits[0].file_names, splits[0].shard_lengths, splits[0].num_bytes
@@ -33,7 +33,7 @@ class StoredSplit:
 
 @dataclasses.dataclass(frozen=True)
 class StoredShard:
-    """What the metadata say of one shard.
+    """One shard, as the metadata describe it.
 
     Attributes:
         split: its name.

@@ -34,7 +34,7 @@ class Checks:
     def check(
         self, memory: Memory, number: np.ndarray, begin: np.ndarray, end: np.ndarray
     ) -> np.ndarray:
-        """Whether records are as they were written, as far as the mode asks; bool `(n,)`.
+        """True if records are as they were written, as far as the mode asks; bool `(n,)`.
 
         Args:
             memory: that they lie in.
@@ -58,7 +58,7 @@ class Checks:
 
 
 def matches(memory: Memory, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Whether serialized records have the checksums that stand behind them; bool `(n,)`."""
+    """True if serialized records have the checksums that stand behind them; bool `(n,)`."""
     crcs = [
         google_crc32c.value(memory.view(first, last))
         for first, last in zip(begin.tolist(), end.tolist(), strict=True)

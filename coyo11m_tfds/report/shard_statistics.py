@@ -1,4 +1,4 @@
-"""What the records of a shard look like, gathered while they are written.
+"""Statistics of the records of a shard, gathered while they are written.
 
     statistics = ShardStatistics(text_dim=640)
     good = statistics.add(keys, captions, latents, text)    # bool (n,); write only those

@@ -1,4 +1,4 @@
-"""What came of a build: a few lines for the terminal, `report.json`, and a page to look at.
+"""Reports a build: a few lines for the terminal, `report.json`, and a page to look at.
 
     facts = BuildFacts(name='coyo11m_tfds/latents/1.0.0', ...)
     write(facts, folder)                   # report.json and report.html
@@ -35,7 +35,7 @@ _EXAMPLES_IN_SUMMARY = 3
 
 @dataclasses.dataclass(frozen=True)
 class BuildFacts:
-    """What a build did.
+    """The facts of a build.
 
     Attributes:
         name: of the data set, config and version, e.g. 'coyo11m_tfds/latents/1.0.0'.

@@ -108,7 +108,7 @@ def prepare_store(
 
     Raises:
         ValueError: see `keyed_parquet`; or the column does not hold text, a text is not UTF-8,
-            a key comes twice, or the file is not what was recorded.
+            a key is a duplicate, or the file is not what was recorded.
         OSError: the store cannot be written.
     """
 
@@ -120,7 +120,7 @@ def prepare_store(
             return build_store(path, column, folder, name)
 
     made_from = keyed_store.MadeFrom('captions', name, column, version)
-    # Held open until the store has been opened as what it is, so that nobody removes it.
+    # Held open until the store has been opened as what it is, so that no other process removes it.
     prepared = keyed_store.prepare(cache_dir, made_from, build)
     if not drop_repeats:
         prepared.check_unique(name)
@@ -135,7 +135,7 @@ def build_store(path: str, column: str, folder: str, name: str) -> dict[str, Any
         these captions, and on nothing else: neither on the order of the rows nor on other rows.
 
     Raises:
-        As `prepare_store`, but for keys that come twice.
+        As `prepare_store`, but for duplicate keys.
     """
     with keyed_parquet.naming_damage(name):
         keys, lengths, checksums = _read_texts(path, column, os.path.join(folder, _TEXT), name)

@@ -52,7 +52,7 @@ _PLACES, _MATRIX = 'places', 'matrix'
 
 @dataclasses.dataclass(frozen=True)
 class SidecarHeader:
-    """What a sidecar says about itself.
+    """The header of a sidecar.
 
     Attributes:
         dim: numbers a vector, or tokens a caption with their padding.
@@ -210,7 +210,7 @@ def prepare_store(
         return build_store(files, hold, folder, name)
 
     made_from = keyed_store.MadeFrom('vectors', name, schema.TEXT_EMBEDDING, version)
-    # Held open until the store has been opened as what it is, so that nobody removes it.
+    # Held open until the store has been opened as what it is, so that no other process removes it.
     prepared = keyed_store.prepare(cache_dir, made_from, build)
     prepared.check_unique(name)
     header = SidecarHeader(**prepared.facts['header'])
@@ -225,7 +225,7 @@ def build_store(files: Sequence[SourceFile], hold: Hold, folder: str, name: str)
         embeddings in the order of the rows.
 
     Raises:
-        As `prepare_store`, but for keys that come twice.
+        As `prepare_store`, but for duplicate keys.
     """
     all_keys = []
     matrix_digest = hashlib.sha256()

@@ -55,7 +55,7 @@ class UnusableStoreError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class MadeFrom:
-    """What a store was made from; stores that differ in anything have different folders.
+    """The origin of a store; stores that differ in anything have different folders.
 
     A new store takes the place of older ones that differ from it in the version only.
 
@@ -73,7 +73,7 @@ class MadeFrom:
 
     @property
     def group(self) -> str:
-        """What the names of the folders of all versions begin with."""
+        """The prefix of the folders of all versions."""
         if source_files.is_remote(self.source):
             source = re.sub('@[0-9a-f]{40}/', '/', self.source)
         else:
@@ -110,7 +110,7 @@ class KeyedStore:
         self._open_files = contextlib.ExitStack()
         weakref.finalize(self, self._open_files.close)
         try:
-            # As long as this is open, nobody removes the store (see `_remove_unused`).
+            # As long as this is open, no other process removes the store (see `_remove_unused`).
             meta_file = self.open_file(_META)
             fcntl.flock(meta_file, fcntl.LOCK_SH)
             meta = _read_meta(self.folder)
@@ -156,7 +156,7 @@ def prepare(
     """Opens the store in `cache_dir` that was made from `made_from`, or builds it.
 
     Of several processes that want the same one builds it, the others wait. Older stores of the same
-    file and column are removed, unless somebody has them open.
+    file and column are removed, unless a process has them open.
 
     Args:
         cache_dir: made where there is none.

@@ -96,7 +96,7 @@ def prepare_store(
         return _build(files, column, hold, folder)
 
     made_from = keyed_store.MadeFrom('rows', name, column, version)
-    # Held open until the store has been opened as what it is, so that nobody removes it.
+    # Held open until the store has been opened as what it is, so that no other process removes it.
     prepared = keyed_store.prepare(cache_dir, made_from, build)
     if prepared.num_repeated:
         raise ValueError(
@@ -137,7 +137,7 @@ def _build(files: Sequence[SourceFile], column: str, hold: Hold, folder: str) ->
 
 
 def _describe(path: str, column: str, name: str) -> dict[str, Any]:
-    """What a file holds: `dtype` and `shape` of its rows, and the `encoder` that made them."""
+    """The contents of a file: `dtype` and `shape` of its rows, and the `encoder` that made them."""
     with (
         keyed_parquet.naming_damage(name),
         keyed_parquet.open_with_column(path, column, name) as file,

@@ -1,4 +1,4 @@
-"""What all `.pt` files of a source hold together, but for the latents themselves.
+"""Everything that the `.pt` files of a source hold together, except the latents.
 
     latents = SourceLatents.read(source.latent_files, head_dir='/scratch', drop_bad=True)
     latents.keys      # int64 (rows of all files,)
@@ -29,7 +29,7 @@ _HEADS_AT_ONCE = 8
 
 @dataclasses.dataclass(frozen=True)
 class _Head:
-    """What is kept of one file; `disagreement` instead of keys where its tensors do not fit."""
+    """The contents of one file; `disagreement` instead of keys where its tensors do not fit."""
 
     keys: np.ndarray
     dtype: str

@@ -110,7 +110,7 @@ class BucketLease:
         return self._write(self._other_generation)
 
     def _is_over(self) -> bool:
-        """Whether the other one is dead, or gave no sign of life for as long as its lease."""
+        """True if the other one is dead, or gave no sign of life for as long as its lease."""
         unchanged = time.monotonic() - self._other_seen
         longest = max(self._seconds, self._other.lease_seconds)
         return self._other.is_dead() or unchanged >= longest

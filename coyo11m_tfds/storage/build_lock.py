@@ -8,7 +8,7 @@
 
 The lock of a place is the file `<place>.lock`. Locally the system locks it (`flock`) and lets go
 when the holder ends, however that happens; in a bucket it is a lease, see `bucket_lease`. A lock
-that was left behind is taken over, so nobody ever has to delete one by hand.
+that was left behind is taken over, so none ever has to be deleted by hand.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
 class Lock(Protocol):
-    """What `hold` yields; the other methods are for `hold` itself."""
+    """A lock that is held; methods other than `check` are for `hold` itself."""
 
     longest_pause: float  # seconds between two attempts to acquire it
 
@@ -42,7 +42,7 @@ class Lock(Protocol):
         """Returns '' if the lock is ours now, else who has it."""
 
     def is_alive(self) -> bool | None:
-        """Whether another one is at work there; None as long as that cannot be told."""
+        """True if another one is at work there; None as long as that cannot be told."""
 
     def release(self) -> None:
         """Lets others in."""
@@ -98,8 +98,8 @@ def wait_for(
 ) -> None:
     """Waits for what the first process of a job makes; a line in the log says so once a minute.
 
-    That process holds the lock of the place while it works. It has failed if nobody has held the
-    lock for two thirds of `COYO11M_LEASE_SECONDS` (60), and either somebody was seen to hold it
+    That process holds the lock of the place while it works. It has failed if no process has held
+    the lock for two thirds of `COYO11M_LEASE_SECONDS` (60), and either one was seen to hold it
     before, or a failure was left to be read. No failure counts earlier, because the one that lies
     there may be of an earlier job, whose successor has still to begin.
 
@@ -149,7 +149,7 @@ class _Patience:
         self._next_line = self._start
 
     def pause(self, line: str, give_up: str) -> None:
-        """Logs `line` now and then and sleeps; raises TimeoutError with `give_up` at the end."""
+        """Sleeps and logs `line` at growing intervals; at the end raises TimeoutError."""
         now = time.monotonic()
         left = self._start + self._wait_seconds - now
         if left <= 0:

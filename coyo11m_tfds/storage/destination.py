@@ -23,7 +23,7 @@ __all__ = ['Destination', 'FileState', 'file_state', 'naming']
 
 
 def _no_check() -> None:
-    """For those who share the folder with nobody."""
+    """For a folder that is not shared."""
 
 
 class Destination:

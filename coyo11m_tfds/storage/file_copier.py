@@ -24,7 +24,7 @@ _CRC32C = 'crc32c:'
 
 
 def needs_scratch(file: SourceFile, target: Destination) -> bool:
-    """Whether the file passes through the scratch folder on its way."""
+    """True if the file passes through the scratch folder on its way."""
     return file.is_remote and target.is_remote and not _is_in_bucket(file)
 
 

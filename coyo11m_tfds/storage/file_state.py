@@ -22,7 +22,7 @@ def ignore_bytes(num_bytes: int) -> None:
 
 
 class FileState(NamedTuple):
-    """What is known of a stored file: its size in bytes and the CRC-32C of its content."""
+    """The state of a stored file: its size in bytes and the CRC-32C of its content."""
 
     size: int
     crc32c: int

@@ -53,7 +53,7 @@ def open_bucket(url: str) -> storage.Bucket:
     Raises:
         PermissionError: there are none.
     """
-    # Else each client asks once for the bucket, in a thread, to describe traces that nobody takes.
+    # Else each client asks once for the bucket, in a thread, to describe traces never taken.
     os.environ.setdefault('DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA', 'true')
     # Objects belong to a bucket; only what makes or lists buckets needs a project.
     client = retry.call(lambda: storage.Client(project=None), url)
@@ -226,7 +226,7 @@ def read(blob: storage.Blob) -> bytes:
 def delete(blobs: Iterable[storage.Blob], check: Callable[[], None] = lambda: None) -> None:
     """Deletes objects that the storage has described, in that generation only.
 
-    One that does not exist, or that somebody has replaced since, is no error.
+    One that does not exist, or that was replaced since, is no error.
 
     Args:
         blobs: the objects.

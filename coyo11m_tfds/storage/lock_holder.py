@@ -1,4 +1,4 @@
-"""Who holds a lock: a process, told so that others can say its name and see that it is dead.
+"""The holder of a lock: a process, described so that others can name it and see that it is dead.
 
 data = lock_holder.this_process().to_json()
 holder = lock_holder.from_json(data)
@@ -54,11 +54,11 @@ class LockHolder:
         return json.dumps(dataclasses.asdict(self)).encode()
 
     def is_dead(self) -> bool:
-        """Whether it certainly is: it ran on this machine, since its last boot, and is gone."""
+        """True if it certainly is: it ran on this machine, since its last boot, and is gone."""
         return self._is_here() and self.started != started(self.pid)
 
     def is_running(self) -> bool:
-        """Whether it certainly is, on this machine."""
+        """True if it certainly is, on this machine."""
         return self._is_here() and self.started == started(self.pid)
 
     def _is_here(self) -> bool:

@@ -6,7 +6,7 @@ stays_inside('sub//../x.md')      # False
 
 
 def stays_inside(name: str) -> bool:
-    """Whether a file of this name, relative to a folder, is below it on every kind of system.
+    """True if a file of this name, relative to a folder, is below it on every kind of system.
 
     Objects of a bucket may have any name. One that is absolute, or has an empty part, `.`, `..`, a
     backslash or a NUL, may lead elsewhere as a path.

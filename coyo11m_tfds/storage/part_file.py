@@ -91,7 +91,7 @@ class PartFile:
         return f'{self._kind}:{self._hash.digest().hex()}'
 
     def is_whole(self) -> bool:
-        """Whether it has the size of the file and, if the storage knows one, the checksum."""
+        """True if it has the size of the file and, if the storage knows one, the checksum."""
         found = self.checksum()
         return self.size == self.file.size and found == (self.file.checksum or found)
 

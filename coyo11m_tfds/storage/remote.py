@@ -1,11 +1,11 @@
 """Reads remote files: a whole one to the local disk, verified, or a few bytes.
 
     file = source_files.describe('gs://bucket/latents-3crop/000000-000009.pt')
-    remote.fetch(file, '/scratch/000000-000009.pt')   # goes on where an earlier download broke off
+    remote.fetch(file, '/scratch/000000-000009.pt')   # resumes an earlier download
     remote.read_range(file, 0, 4)                     # b'PK\\x03\\x04'
 
 gcsfs and huggingface_hub give addresses and credentials. The bytes come through requests, one
-stream a file, because neither library notices a stall in reasonable time, or goes on in a file that
+stream a file, because neither library notices a stall in reasonable time, or resumes a file that
 another process began. 1 GB from a server on the same 2 cores, synced to disk: `fetch` from gs:// is
 as fast as a bare urllib loop that does the same (0.85 against 0.75 GB/s); from the hub it has half
 the speed (0.45 against 1.1), as much as SHA-256 takes. Ranges of 16 MB would be half as fast.
@@ -68,7 +68,7 @@ def fetch(file: SourceFile, target: str, on_bytes: Callable[[int], None] | None 
 
 
 def is_copy(file: SourceFile, path: str) -> bool:
-    """Whether a local file is there and has the size and, if the storage knows one, the checksum.
+    """True if a local file is there and has the size and, if the storage knows one, the checksum.
 
     Raises:
         OSError: it cannot be read.

@@ -73,7 +73,7 @@ class GivenUp(OSError):
 
 
 class Corrupted(OSError):
-    """What came is not what was sent: a wrong checksum or length. Another attempt may do better."""
+    """Other bytes came than were sent: a wrong checksum or length. A retry may do better."""
 
 
 def call(operation: Callable[[], T], what: str, *, attempts: int = 8) -> T:
@@ -118,7 +118,7 @@ def call(operation: Callable[[], T], what: str, *, attempts: int = 8) -> T:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether another attempt may go better than the one that raised `error`."""
+    """True if another attempt may go better than the one that raised `error`."""
     if isinstance(error, Corrupted):
         return True
     if 'CERTIFICATE_VERIFY_FAILED' in str(error) or _is_named(error, _PERMANENT_NAMES):

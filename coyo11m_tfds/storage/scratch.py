@@ -3,7 +3,7 @@
     scratch = Scratch('/scratch', max_bytes=20 << 30)
     with scratch.hold(file) as path:        # waits for room, downloads, verifies
         LatentShard(path)
-    # deleted, unless somebody else holds it
+    # deleted, unless another process holds it
     with scratch.hold_all(files) as paths:  # several, whose room is taken at once
         ...
 
@@ -70,7 +70,7 @@ def user_temp(name: str) -> str:
     """Returns a folder for temporary files that is this user's alone, made if it is not there.
 
     Raises:
-        PermissionError: somebody else has made it, or may write to it.
+        PermissionError: another user has made it, or may write to it.
     """
     folder = os.path.join(tempfile.gettempdir(), f'{name}-{os.getuid()}')
     with contextlib.suppress(FileExistsError):
@@ -214,7 +214,7 @@ class Scratch:
                     wanted,
                 )
             on_bytes(0)
-            # Polling, because the death of a holder wakes nobody up.
+            # Polling, because the death of a holder wakes no waiter.
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_POLL)
         return held
@@ -269,7 +269,7 @@ def _reserved(entry: pathlib.Path) -> int:
 
 
 def _is_locked(path: pathlib.Path) -> bool:
-    """Whether somebody has locked this file; to be asked by who has the mutex."""
+    """True if a process has locked this file; only the holder of the mutex may ask."""
     if not path.exists():
         return False
     try:

@@ -1,4 +1,4 @@
-"""What storages tell of their files: path, size and checksum; local, `gs://` and `hf://`.
+"""Lists and describes files: path, size and checksum; local, `gs://` and `hf://`.
 
     file = source_files.describe('gs://bucket/latents-3crop/000000-000009.pt')
     file.size, file.checksum                      # bytes, 'crc32c:1f2e3d4c'
@@ -57,7 +57,7 @@ class SourceFile:
 
     @property
     def is_remote(self) -> bool:
-        """Whether it has to be fetched before it can be memory-mapped."""
+        """True if it has to be fetched before it can be memory-mapped."""
         return is_remote(self.path)
 
 
@@ -124,7 +124,7 @@ def describe(path: str | os.PathLike[str]) -> SourceFile:
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` is a URL."""
+    """True if `path` is a URL."""
     return '://' in os.fspath(path)
 
 

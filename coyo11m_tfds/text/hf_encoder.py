@@ -211,7 +211,7 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 
 def _source(model: str) -> dict[str, Any]:
-    """What `from_pretrained` needs to know besides the name."""
+    """Arguments of `from_pretrained` besides the name."""
     folder = model_files.local_folder(model)
     gguf = folder and model_files.gguf_file(folder)
     source: dict[str, Any] = {'trust_remote_code': False}

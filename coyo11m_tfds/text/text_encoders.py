@@ -38,7 +38,7 @@ OnBatch = Callable[[int, int, int], None]
 
 
 class Tokenizer(Protocol):
-    """What `embed_captions` asks for the tokens of captions.
+    """A tokenizer, as `embed_captions` uses it.
 
     Attributes:
         name: what the metadata of a data set calls it; free of paths of this machine.
@@ -60,7 +60,7 @@ class Tokenizer(Protocol):
 
 
 class Encoder(Tokenizer, Protocol):
-    """What `embed_captions` asks of an encoder.
+    """A text encoder, as `embed_captions` uses it.
 
     Attributes:
         dim: numbers an embedding.

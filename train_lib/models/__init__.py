@@ -60,7 +60,7 @@ def make(name: str, *, kind: str = 'dit', dtype: str = 'bfloat16', **fields: Any
 
 
 def identity(name: str, *, kind: str = 'dit', **fields: Any) -> dict[str, Any]:
-    """What of the block `model` decides which weights there are, in plain values."""
+    """The fields of the block `model` that decide the weights, in plain values."""
     found = {'name': name} | ({} if kind == 'dit' else {'kind': kind})
     for field, value in fields.items():
         if value and value != dit.POOLED and field not in ('dtype', 'remat', 'attention'):
