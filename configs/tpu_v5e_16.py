@@ -4,7 +4,7 @@
         --config.data.dir=gs://BUCKET/coyo11m_tfds/CONFIG/1.0.0
 
 On every host at once. `python -m train_lib.compile --topology=v5e:4x4` says, without a TPU:
-fits: 35% of the memory, 0.98 times the least traffic, at most 68% of the peak rate, limited by
+fits: 35% of the memory, 0.98 times the least traffic, at most 67% of the peak rate, limited by
 memory. See docs/pods.md.
 """
 

@@ -4,7 +4,7 @@
         --config.data.dir=gs://BUCKET/coyo11m_tfds/CONFIG/1.0.0
 
 On every host at once. `python -m train_lib.compile --topology=v5e:16x16` says, without a TPU:
-fits: 30% of the memory, 0.98 times the least traffic, at most 74% of the peak rate, limited by
+fits: 30% of the memory, 0.98 times the least traffic, at most 71% of the peak rate, limited by
 memory. See docs/pods.md.
 """
 

@@ -63,7 +63,7 @@ def make(facts: DataFacts, spec: str = '') -> Encoder | Tokenizer:
 
 
 def texts(facts: DataFacts, encoder: Encoder | Tokenizer, captions: Sequence[str]) -> np.ndarray:
-    """Captions as the model takes them: embeddings float16 `(n, D)`, or token ids int32 `(n, T)`."""
+    """Captions for the model: embeddings float16 `(n, D)`, or token ids int32 `(n, T)`."""
     if facts.vocabulary:
         return tokenizers.pad(encoder.tokenize(captions), encoder.max_tokens)
     return cast(Encoder, encoder).encode(captions).astype(np.float16)
