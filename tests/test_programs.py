@@ -11,7 +11,7 @@ from tests.checkout import CHECKOUT
 
 # With the flags that each cannot do without.
 REQUIRED = {
-    'coyo11m_tfds.add_column': ['--data_dir', '--name', '--embeddings'],
+    'coyo11m_tfds.add_column': ['--data_dir', '--name'],
     'coyo11m_tfds.embed_captions': ['--source', '--out'],
     'coyo11m_tfds.mirror': ['source', 'destination'],
     'coyo11m_tfds.sample_data': ['--out'],

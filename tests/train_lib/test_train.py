@@ -303,7 +303,7 @@ def test_too_many_steps_that_are_not_finite_end_the_run(data_dir, tmp_path, monk
         ({'preview_every': 4, 'preview.split': 'test'}, "preview.split='test': .* none in 'test'"),
         (
             {'data.ram_budget_gb': 0.001, 'data.engine': 'chunks'},
-            '0.00 GB of data.ram_budget_gb=0.001 .* set data.ram_budget_gb to 0.1',
+            '0.00 GB of data.ram_budget_gb=0.001 .* set data.ram_budget_gb to 0.3',
         ),
         ({'model.name': 'S'}, "model.name='S': expected SIZE/PATCH"),
         ({'model.name': 'S/5'}, 'latents of 32x32 cannot be cut into patches of 5x5: expected a'),
@@ -419,7 +419,7 @@ def test_records_that_cannot_be_read_stop_a_run_or_are_skipped_and_told(data_dir
 _START = """
 import sys
 from absl import flags
-from coyo11m_tfds.reading import process_settings
+import input_pipeline
 from train_lib import main
 
 def apply(data_dir, chunk):
@@ -427,7 +427,7 @@ def apply(data_dir, chunk):
     print(data_dir, chunk, *loaded)
     sys.exit()
 
-process_settings.apply = apply
+input_pipeline.prepare_process = apply
 flags.FLAGS(sys.argv)
 main.main()
 """
