@@ -34,9 +34,11 @@ def by_name(ended: subprocess.CompletedProcess) -> dict[str, dict]:
     return {found['name']: found for found in json.loads(ended.stdout)['findings']}
 
 
-def test_a_machine_and_a_whole_way_are_examined(sample_source, mini_dataset):
+def test_a_machine_and_a_whole_way_are_examined(sample_source, mini_dataset, tmp_path):
     data_dir = mini_dataset.parents[2]
-    config = CHECKOUT / 'configs' / 'demo.py'
+    config = tmp_path / 'pooled.py'
+    demo = 'from configs import demo\ndef get_config():\n    config = demo.get_config()\n'
+    config.write_text(f"{demo}    config.model.text = 'pooled'\n    return config\n")
     ended = run(
         f'--source={sample_source}',
         f'--data_dir={data_dir}',

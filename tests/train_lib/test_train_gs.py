@@ -105,13 +105,6 @@ def test_a_run_in_buckets_killed_and_stopped_is_as_if_undisturbed(
     assert 'pictures: gs://runs/a/previews/captions_000012.png' in drawn.stdout
     assert storage.objects('runs')['a/previews/captions_000012.png'].startswith(b'\x89PNG')
 
-    # Another run begins with its weights.
-    fields = {'init_from': f'{RUN}@10', 'batch_size': 16, 'num_steps': 2, 'eval_every': 0}
-    process = runs.start(DATA, 'gs://runs/b', env, **fields)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    assert f'Read the average of the weights at step 10 from {RUN}/checkpoints/10' in output
-
 
 @pytest.mark.slow
 def test_a_run_in_buckets_killed_at_random(storage, undisturbed, env, tmp_path):
@@ -124,6 +117,13 @@ def test_a_run_in_buckets_killed_at_random(storage, undisturbed, env, tmp_path):
         run_until(storage, env, lambda b=before: last_complete(storage) > b, number, pause)
     run_to_the_end(env)
     check_end(storage, undisturbed, tmp_path)
+
+    # Another run begins with its weights.
+    fields = {'init_from': f'{RUN}@10', 'batch_size': 16, 'num_steps': 2, 'eval_every': 0}
+    process = runs.start(DATA, 'gs://runs/b', env, **fields)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert f'Read the average of the weights at step 10 from {RUN}/checkpoints/10' in output
 
 
 _NO_RUN = '--workdir=gs://no-such-bucket/run'
