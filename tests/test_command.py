@@ -144,6 +144,7 @@ print(sorted(int(e['key']) for s in builder.info.splits for e in builder.as_data
     assert beside == ['1.0.0']
 
 
+@pytest.mark.slow
 def test_overwrite_keeps_the_old_data_set_until_there_is_a_new_one(source, plain, tmp_path):
     final = final_folder(tmp_path)
     final.parent.mkdir(parents=True)

@@ -228,6 +228,7 @@ def test_sequences_of_a_data_set_of_vectors_are_refused(mini_dataset, tmp_path):
         train.train_and_evaluate(config, tmp_path / 'workdir')
 
 
+@pytest.mark.slow
 def test_a_check_and_the_diagnosis_take_tokens(dataset):
     config = small_config(dataset)
     assert check.check(config)['data'].endswith('tokens of words')

@@ -149,6 +149,7 @@ def compare(folder: pathlib.Path, name: str, num_samples: int) -> list[input_res
     return input.compare([name], flags, make_ready=lambda: None)
 
 
+@pytest.mark.slow
 def test_the_command_runs_in_fresh_processes_and_prints_a_table_and_a_picture(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture
 ):

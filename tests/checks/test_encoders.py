@@ -40,6 +40,7 @@ def slow(tmp_path_factory) -> pathlib.Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_fast_tokenizer_passes_and_the_speed_is_rated(fast):
     tokenizer, encoder = encoders.check_encoder(f'hf:{fast}', num_captions=10, seconds=120)
     assert (tokenizer.status, 'in Rust' in tokenizer.text) == ('pass', True)

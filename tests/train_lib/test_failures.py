@@ -30,7 +30,7 @@ def test_the_summary_of_an_error_is_a_line_that_says_what_happened():
     assert failures.summary(RuntimeError()) == 'RuntimeError: '
 
 
-@pytest.mark.parametrize('failing', [0, 1])
+@pytest.mark.parametrize('failing', [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_all_hosts_end_when_one_cannot_read(mini_dataset, env, tmp_path, failing):
     env = env | {'FAILING': f'{failing}:5'}
     with runs.hosts(mini_dataset, tmp_path, env, **HOSTS, **SETTINGS) as started:
