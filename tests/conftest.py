@@ -7,6 +7,7 @@ import hypothesis
 import pytest
 
 from coyo11m_tfds import embed_captions, sample_data
+from tests import built
 from tests.checkout import COCO_SAMPLE
 from tests.fakes.cloud import bucket, gcs, hub  # noqa: F401, fixtures
 
@@ -44,20 +45,7 @@ def mini_dataset(
 ) -> pathlib.Path:
     """The folder of a built data set: text vectors, a dozen train shards of unequal lengths (none
     a multiple of 32, except by chance), a tenth of the records in `validation`."""
-    # Imported here, because TFDS takes seconds and many test files do without.
-    from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
-
-    config = Coyo11mConfig(
-        name='hash',
-        source=str(sample_source),
-        text_vectors=str(hash_sidecar),
-        validation_fraction=0.1,
-        shard_bytes=2_500_000,
-        num_workers=1,
-    )
-    builder = Builder(data_dir=tmp_path_factory.mktemp('data'), config=config)
-    builder.download_and_prepare()
-    return pathlib.Path(builder.data_dir)
+    return built.build(sample_source, hash_sidecar, tmp_path_factory.mktemp('data'))
 
 
 @pytest.fixture(scope='session')

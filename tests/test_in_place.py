@@ -15,11 +15,11 @@ import input_pipeline
 from coyo11m_tfds import columns, schema, verify
 from coyo11m_tfds.build import driver, plan
 from coyo11m_tfds.build.settings import BuildSettings
-from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
+from coyo11m_tfds.coyo11m_tfds_dataset_builder import Coyo11mConfig
 from coyo11m_tfds.reading import dataset
 from coyo11m_tfds.source import location
 from coyo11m_tfds.source.pt_file import LatentShard
-from tests import children, runs
+from tests import built, children, runs
 from train_lib import train
 
 ORDER = dict(batch_size=16, seed=0, lanes=4, chunk=32, window=64)
@@ -27,21 +27,7 @@ ORDER = dict(batch_size=16, seed=0, lanes=4, chunk=32, window=64)
 
 def build(source: pathlib.Path, sidecar: pathlib.Path, out: pathlib.Path, **fields) -> pathlib.Path:
     """As `mini_dataset`, with the latents in place."""
-    config = Coyo11mConfig(
-        **{
-            'name': 'hash',
-            'source': str(source),
-            'text_vectors': str(sidecar),
-            'validation_fraction': 0.1,
-            'shard_bytes': 2_500_000,
-            'num_workers': 1,
-            'latents': 'in_place',
-            **fields,
-        }
-    )
-    builder = Builder(data_dir=out, config=config)
-    builder.download_and_prepare()
-    return pathlib.Path(builder.data_dir)
+    return built.build(source, sidecar, out, **({'latents': 'in_place'} | fields))
 
 
 @pytest.fixture(scope='module')

@@ -13,9 +13,8 @@ import tensorflow_datasets as tfds
 
 import input_pipeline
 from coyo11m_tfds import add_column, embed_captions, schema
-from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
 from coyo11m_tfds.text import text_encoders, tokenizers
-from tests import made_sources, runs
+from tests import built, made_sources, runs
 from tests.runs import small_config
 from train_lib import caption_encoder, check, data, draw, input_facts, sharding, train
 
@@ -36,17 +35,7 @@ def sidecar(sample_source, tmp_path_factory) -> pathlib.Path:
 
 
 def build(source, sidecar, out, **fields) -> pathlib.Path:
-    config = Coyo11mConfig(
-        name='words',
-        source=str(source),
-        text_vectors=str(sidecar),
-        validation_fraction=0.1,
-        shard_bytes=5_000_000,
-        **{'num_workers': 1} | fields,
-    )
-    builder = Builder(data_dir=out, config=config)
-    builder.download_and_prepare()
-    return pathlib.Path(builder.data_dir)
+    return built.build(source, sidecar, out, name='words', shard_bytes=5_000_000, **fields)
 
 
 @pytest.fixture(scope='module')

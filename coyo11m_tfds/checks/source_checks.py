@@ -151,9 +151,8 @@ def _from_plan(source: Source, settings: BuildSettings) -> Estimate:
         scratch = Scratch(f'{folder}/source', settings.scratch_bytes)
         plan = make_plan(source, settings, scratch, folder)
         store_bytes = _store_bytes(source.captions_file, settings)
-        num_records = sum(len(task.inputs.open().keys) for task in plan.tasks)
     return Estimate(
-        num_records=num_records,
+        num_records=sum(task.parts[-1].records.stop for task in plan.tasks),
         num_shards=len(plan.tasks),
         num_bytes=plan.num_bytes,
         store_bytes=store_bytes,

@@ -13,11 +13,10 @@ column is called `embedding` (see `part_files`).
 """
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,13 +26,10 @@ from absl import logging
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.source import keyed_parquet, keyed_store
-from coyo11m_tfds.storage import json_digest
+from coyo11m_tfds.source import keyed_parquet, keyed_store, matrix_store
+from coyo11m_tfds.source.matrix_store import MATRIX, PLACES, Hold, MatrixStore
 from coyo11m_tfds.storage.destination import naming
 from coyo11m_tfds.storage.source_files import SourceFile
-
-# Gives the path of a file, which may have to be downloaded for it.
-Hold = Callable[[SourceFile], contextlib.AbstractContextManager[str]]
 
 # Of the schema's metadata.
 _ENTRIES = (
@@ -46,8 +42,6 @@ _ENTRIES = (
 
 # Of a number while it is read: the number itself and its levels in the Parquet file, twice.
 _NUMBER_BYTES = 12
-
-_PLACES, _MATRIX = 'places', 'matrix'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,8 +148,8 @@ def _column(path: str, name: str) -> str:
     return next(others, schema.TEXT_EMBEDDING)
 
 
-class VectorStore(keyed_store.KeyedStore):
-    """A store that `prepare_store` made; see `KeyedStore` for its attributes."""
+class VectorStore(MatrixStore):
+    """A store that `prepare_store` made, of embeddings or tokens; see `MatrixStore`."""
 
     def __init__(self, folder: str | os.PathLike[str], dim: int):
         """Opens a store of rows of `dim` numbers, which itself knows whether they are tokens.
@@ -164,29 +158,14 @@ class VectorStore(keyed_store.KeyedStore):
             keyed_store.UnusableStoreError: see `KeyedStore`.
         """
         super().__init__(folder)
-        self._dim = dim
-        self._dtype = SidecarHeader(**self.facts['header']).dtype
-        self._places = self.map_int64(_PLACES)
-        self._matrix = self.open_file(_MATRIX)
-
-    def read(self, rows: np.ndarray) -> np.ndarray:
-        """Returns vectors, float16 `(n, dim)`, or tokens, int32; `rows` must not be -1."""
-        vectors = np.empty((len(rows), self._dim), self._dtype)
-        # 1.4 us for each of 640 numbers. To touch it in mapped memory the first time takes 3.4 us,
-        # and what is mapped with it, 64 KB, counts as the process's own memory from then on.
-        for vector, offset in zip(
-            vectors, (self._places[rows] * vectors.strides[0]).tolist(), strict=True
-        ):
-            os.preadv(self._matrix, [vector], offset)
-        return vectors
-
-
-def _own_path(file: SourceFile) -> contextlib.AbstractContextManager[str]:
-    return contextlib.nullcontext(file.path)
+        self.open_matrix(SidecarHeader(**self.facts['header']).dtype, (dim,))
 
 
 def prepare_store(
-    files: Sequence[SourceFile], *, cache_dir: str | os.PathLike[str], hold: Hold = _own_path
+    files: Sequence[SourceFile],
+    *,
+    cache_dir: str | os.PathLike[str],
+    hold: Hold = matrix_store.own_path,
 ) -> tuple[SidecarHeader, VectorStore]:
     """Opens the store of a sidecar that is in `cache_dir`, or builds it there.
 
@@ -200,10 +179,7 @@ def prepare_store(
             comes twice; or an embedding is null or not finite.
         OSError: the store cannot be written.
     """
-    name, version = files[0].path, files[0].version
-    if len(files) > 1:
-        name = os.path.dirname(name)
-        version = json_digest.sha256([[file.name, file.version] for file in files])
+    name, version = matrix_store.name_and_version(files)
 
     def build(folder: str) -> dict[str, Any]:
         logging.info('Building a store of the embeddings of %s.', name)
@@ -229,7 +205,7 @@ def build_store(files: Sequence[SourceFile], hold: Hold, folder: str, name: str)
     """
     all_keys = []
     matrix_digest = hashlib.sha256()
-    matrix_path = os.path.join(folder, _MATRIX)
+    matrix_path = os.path.join(folder, MATRIX)
     with (
         naming(matrix_path),
         open(matrix_path, 'wb') as matrix,
@@ -246,7 +222,7 @@ def build_store(files: Sequence[SourceFile], hold: Hold, folder: str, name: str)
     digest = hashlib.sha256(matrix_digest.digest())
     digest.update(keys)
     places, facts = keyed_store.write_keys(folder, keys)
-    keyed_store.write(folder, _PLACES, places)
+    keyed_store.write(folder, PLACES, places)
     return facts | {'digest': digest.hexdigest(), 'header': header.to_json()}
 
 

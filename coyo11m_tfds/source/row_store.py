@@ -8,11 +8,10 @@ Each file has a column `key`, and one of integers, floats or fixed-size lists of
 kept as they are.
 """
 
-import contextlib
 import hashlib
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,13 +19,10 @@ import pyarrow as pa
 from absl import logging
 
 from coyo11m_tfds import columns, schema
-from coyo11m_tfds.source import keyed_parquet, keyed_store
-from coyo11m_tfds.storage import json_digest
+from coyo11m_tfds.source import keyed_parquet, keyed_store, matrix_store
+from coyo11m_tfds.source.matrix_store import MATRIX, PLACES, Hold, MatrixStore
 from coyo11m_tfds.storage.destination import naming
 from coyo11m_tfds.storage.source_files import SourceFile
-
-# Gives the path of a file, which may have to be downloaded for it.
-Hold = Callable[[SourceFile], contextlib.AbstractContextManager[str]]
 
 # What a file of token ids says about what made them, by its names in `SidecarHeader`.
 _ENCODER = {
@@ -36,34 +32,19 @@ _ENCODER = {
     'captions_digest': schema.META_CAPTIONS_DIGEST,
 }
 
-_PLACES, _MATRIX = 'places', 'matrix'
 
-
-class RowStore(keyed_store.KeyedStore):
-    """A store that `prepare_store` made; see `KeyedStore` for more attributes.
+class RowStore(MatrixStore):
+    """A store that `prepare_store` made; see `MatrixStore` for more attributes.
 
     Attributes:
-        dtype: of the numbers.
-        shape: of a row: `(n,)` for n numbers, `()` for a single one.
         encoder: what made the files, as far as they say so.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
         """Opens a store; raises `keyed_store.UnusableStoreError` as `KeyedStore` does."""
         super().__init__(folder)
-        self.dtype, self.shape = np.dtype(self.facts['dtype']), tuple(self.facts['shape'])
         self.encoder: dict[str, str] = self.facts['encoder']
-        self._places = self.map_int64(_PLACES)
-        self._matrix = self.open_file(_MATRIX)
-
-    def read(self, rows: np.ndarray) -> np.ndarray:
-        """Returns rows, `(n, *shape)` of `dtype`; `rows` must not be -1."""
-        values = np.empty((len(rows), math.prod(self.shape)), self.dtype)
-        # As in `embedding_store`: less memory, and faster, than to map it.
-        offsets = (self._places[rows] * values.strides[0]).tolist()
-        for value, offset in zip(values, offsets, strict=True):
-            os.preadv(self._matrix, [value], offset)
-        return values.reshape(len(rows), *self.shape)
+        self.open_matrix(self.facts['dtype'], self.facts['shape'])
 
 
 def prepare_store(
@@ -71,7 +52,7 @@ def prepare_store(
     column: str,
     *,
     cache_dir: str | os.PathLike[str],
-    hold: Hold = lambda file: contextlib.nullcontext(file.path),
+    hold: Hold = matrix_store.own_path,
 ) -> RowStore:
     """Opens the store of a column that is in `cache_dir`, or builds it there.
 
@@ -86,10 +67,7 @@ def prepare_store(
             what it holds or was made by, or a key comes twice.
         OSError: the store cannot be written.
     """
-    name, version = files[0].path, files[0].version
-    if len(files) > 1:
-        name = os.path.dirname(name)
-        version = json_digest.sha256([[file.name, file.version] for file in files])
+    name, version = matrix_store.name_and_version(files)
 
     def build(folder: str) -> dict[str, Any]:
         logging.info("Building a store of column '%s' of %s.", column, name)
@@ -110,7 +88,7 @@ def _build(files: Sequence[SourceFile], column: str, hold: Hold, folder: str) ->
     """Writes the files of a store into an existing folder; returns its facts."""
     all_keys, digest = [], hashlib.sha256()
     known: dict[str, Any] = {}
-    path_of_matrix = os.path.join(folder, _MATRIX)
+    path_of_matrix = os.path.join(folder, MATRIX)
     with naming(path_of_matrix), open(path_of_matrix, 'wb') as matrix:
         for file in files:
             with hold(file) as path:
@@ -132,7 +110,7 @@ def _build(files: Sequence[SourceFile], column: str, hold: Hold, folder: str) ->
     keys = np.concatenate(all_keys)
     digest.update(keys)
     places, facts = keyed_store.write_keys(folder, keys)
-    keyed_store.write(folder, _PLACES, places)
+    keyed_store.write(folder, PLACES, places)
     return facts | known | {'digest': digest.hexdigest()}
 
 

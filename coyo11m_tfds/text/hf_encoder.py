@@ -22,7 +22,7 @@ from absl import logging
 from safetensors import SafetensorError
 
 from coyo11m_tfds.text import fast_tokenizer, model_files
-from coyo11m_tfds.text.text_encoders import OnBatch, ignore_batch, one_behind
+from coyo11m_tfds.text.text_encoders import Encoder, OnBatch, Tokenizer, ignore_batch, one_behind
 
 # Tokens in a forward pass, padding counted in: so memory stays the same however long the captions
 # are. On a CPU more of them leave its caches: Gemma-3-270M does 9.1 captions/s a core with 512 to
@@ -30,7 +30,7 @@ from coyo11m_tfds.text.text_encoders import OnBatch, ignore_batch, one_behind
 BATCH_TOKENS = {'cpu': 2048, 'cuda': 32768}
 
 
-class HfTokenizer:
+class HfTokenizer(Tokenizer):
     """The tokenizer of a transformers model.
 
     Attributes:
@@ -99,7 +99,7 @@ class HfTokenizer:
         return next(token for token in special if token is not None)
 
 
-class HfEncoder(HfTokenizer):
+class HfEncoder(HfTokenizer, Encoder):
     """An encoder or a causal language model of transformers, on the GPU where there is one.
 
     Computes in float32 on CPUs and in bfloat16 on GPUs that have it; averages in float32. Of one
@@ -142,10 +142,6 @@ class HfEncoder(HfTokenizer):
         self._model.to(self._device)  # type: ignore[arg-type]  # its decorator loses `self`
         self._batch_tokens = batch_tokens or BATCH_TOKENS[self._device.type]
         self.dim = self._probe()
-
-    def encode(self, captions: Sequence[str]) -> np.ndarray:
-        """Returns float32 `(len(captions), dim)`."""
-        return self.encode_tokens(self.tokenize(captions))
 
     def encode_tokens(
         self, tokens: Sequence[Sequence[int]], on_batch: OnBatch = ignore_batch

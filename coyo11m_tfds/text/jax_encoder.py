@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from coyo11m_tfds.text import fast_tokenizer, gemma, gemma_weights, model_files
-from coyo11m_tfds.text.text_encoders import OnBatch, ignore_batch, one_behind
+from coyo11m_tfds.text.text_encoders import Encoder, OnBatch, Tokenizer, ignore_batch, one_behind
 
 # Tokens in a forward pass of one device, padding counted in: so memory stays the same however long
 # the captions are. On a CPU more of them leave its caches: Gemma-3-270M takes 53 to 56 ms of CPU a
@@ -35,7 +35,7 @@ _SHORTEST = 16  # no batch is narrower
 _PADDING = 0  # Gemma's own token for it; any other gives the same vectors
 
 
-class JaxTokenizer:
+class JaxTokenizer(Tokenizer):
     """The tokenizer of a Gemma 3, always the fast one.
 
     Attributes:
@@ -78,7 +78,7 @@ class JaxTokenizer:
         return [ids or [_PADDING] for ids in tokens]
 
 
-class JaxEncoder(JaxTokenizer):
+class JaxEncoder(JaxTokenizer, Encoder):
     """A Gemma 3 text model on the local devices.
 
     Computes in float32 on CPUs and in bfloat16 elsewhere; norms, softmax and averages are float32
@@ -130,10 +130,6 @@ class JaxEncoder(JaxTokenizer):
         self._params = jax.device_put(params, NamedSharding(mesh, P()))
         network = gemma.Gemma(config, dtype)
         self._pool = jax.jit(functools.partial(_pool, network), out_shardings=self._rows)
-
-    def encode(self, captions: Sequence[str]) -> np.ndarray:
-        """Returns float32 `(len(captions), dim)`."""
-        return self.encode_tokens(self.tokenize(captions))
 
     def encode_tokens(
         self, tokens: Sequence[Sequence[int]], on_batch: OnBatch = ignore_batch

@@ -83,7 +83,7 @@ class Encoder(Tokenizer, Protocol):
 
     def encode(self, captions: Sequence[str]) -> np.ndarray:
         """Returns float32 `(len(captions), dim)`."""
-        ...
+        return self.encode_tokens(self.tokenize(captions))
 
 
 def ignore_batch(captions: int, tokens: int, slots: int) -> None:
@@ -183,7 +183,7 @@ _BUCKETS_A_FEATURE = 4  # one for each 16 bits of a feature's hash
 _ROWS_AT_ONCE = 1024  # few enough for their arrays to stay in a cache
 
 
-class HashEncoder:
+class HashEncoder(Encoder):
     """Signed feature hashing of words and pairs of neighbouring words; nothing is learned.
 
     Weinberger et al. 2009, "Feature Hashing for Large Scale Multitask Learning": each feature adds
@@ -191,7 +191,7 @@ class HashEncoder:
     buckets (as in the sparse projections of Kane and Nelson 2014): of the 50 features of a
     caption two share a bucket nearly always, and would be one and the same feature to a model if
     they had no other. It costs a fifth of the speed. Vectors have length 1, or 0 where a caption
-    has no word.
+    has no word, and are the same on every machine.
 
     On one core, of captions in COCO: 110,000/s of 10 words, 46,000/s of 42 words.
     """
@@ -204,10 +204,6 @@ class HashEncoder:
     dtype = 'float32'
     pooling = 'sum'
     truncated = 0
-
-    def encode(self, captions: Sequence[str]) -> np.ndarray:
-        """Returns float32 `(len(captions), 640)`, the same on every machine."""
-        return self.encode_tokens(self.tokenize(captions))
 
     def tokenize(self, captions: Sequence[str]) -> list[list[str]]:
         """Returns the words of each caption."""
