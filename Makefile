@@ -28,7 +28,7 @@ demo: $(INSTALLED)
 	$(BIN)/python -m coyo11m_tfds.embed_captions --source $(DEMO)/source --encoder words \
 		--tokens_only --max_tokens 16 --out $(TOKENS)
 	$(BIN)/tfds build coyo11m_tfds --manual_dir=$(DEMO)/source --data_dir=$(DEMO)/data \
-		--config='{"name": "words", "text_vectors": "$(TOKENS)", "shard_bytes": 16777216}'
+		--config='{"name": "words", "text_embeddings": "$(TOKENS)", "shard_bytes": 16777216}'
 	$(BIN)/python -m train_lib.main --config=configs/demo.py --workdir=$(DEMO)/run
 	@$(BIN)/python -m train_lib.demo --workdir=$(DEMO)/run
 

@@ -227,8 +227,8 @@ def train_batches(
             data set without a chunk index goes through `train_dataset`.
         verify: when `rows` compares records with their CRC-32C: 'once' when this process first
             reads a record, 'always', or 'never'. `chunks` always does.
-        text: a column of text vectors that `python -m coyo11m_tfds.add_column` has added; they take
-            the place of those in the records.
+        text: a column of text embeddings that `python -m coyo11m_tfds.add_column` has added; they
+            take the place of those in the records.
         stride: every so many batches one comes. W workers that begin at `start_step + w` with a
             stride of W have together, in turns, what one reads.
         **arguments: as of `train_dataset`. `features` may name added columns, too. Nothing depends
@@ -326,7 +326,7 @@ def train_dataset(
         chunk: records read together, a multiple of `schema.CHUNK_STRIDE`.
         lanes: streams that every batch takes an equal part of; a multiple of process_count.
         window: records shuffled together within a lane.
-        caption_dropout: share of samples marked in `drop_text`, if vectors or tokens are asked for.
+        caption_dropout: share of samples marked in `drop_text`, if a feature asked for is text.
         process_index, process_count: which part of each global batch this process gets.
         split: 'train', or another one that is in the data set.
         on_bad_records: 'stop': a record that is damaged is an error that names its file and
@@ -344,7 +344,7 @@ def train_dataset(
     Returns:
         Batches `dict(key=int64 (b,), latents=float16|bfloat16 (b,4,32,32),
         text_embedding=float16 (b,D), tokens=int32 (b,T), caption=string (b,))`, of these the
-        features asked for; `drop_text=bool (b,)` with caption_dropout > 0 and vectors or tokens;
+        features asked for; `drop_text=bool (b,)` with caption_dropout > 0 and embeddings or tokens;
         `mask=bool (b,)` with on_bad_records='skip'. An iterator over them raises
         `tf.errors.OpError` where a file or a record cannot be read, or too many records are bad.
 

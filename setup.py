@@ -3,7 +3,7 @@
     pip install -c constraints.txt -e '.[convert,text,test]'
 
 Training needs no torch: the extra `convert` is for the machine that runs `tfds build`, `text` for
-the one that makes text vectors with a transformers model, `dataflow` for the one that starts a
+the one that makes text embeddings with a transformers model, `dataflow` for the one that starts a
 build on Dataflow.
 """
 

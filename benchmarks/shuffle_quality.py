@@ -29,8 +29,8 @@ from benchmarks.report import Page, line, markdown_table, text
 from coyo11m_tfds import schema
 from coyo11m_tfds.reading.order import Epoch, Order, Reads
 
-# Bytes of a record, with a text vector and a caption of 400 bytes, and of what waits of it in a
-# window: one crop, the text vector and the key.
+# Bytes of a record, with a text embedding and a caption of 400 bytes, and of what waits of it in a
+# window: one crop, the text embedding and the key.
 _RECORD_BYTES = schema.NUM_CROPS * schema.LATENT_NBYTES + 2 * schema.DEFAULT_TEXT_DIM + 450
 _WAITING_BYTES = schema.LATENT_NBYTES + 2 * schema.DEFAULT_TEXT_DIM + 8
 _SHARD_BYTES = 128 * 2**20

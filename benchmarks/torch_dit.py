@@ -54,7 +54,7 @@ class HeadNorm(nn.Module):
 
 
 class Conditioning(nn.Module):
-    """Adds up what the time and the text vector say: `(b, width)`."""
+    """Adds up what the time and the text embedding say: `(b, width)`."""
 
     def __init__(self, width: int, text_dim: int):
         super().__init__()

@@ -26,7 +26,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.data.window = 256
 
     config.model.name = 'tiny/4'  # 64 tokens; with patches of 8 the width is too small for a token
-    # After a quarter of the demo all colours are right; with one vector a caption, 5 in 6 pictures.
+    # After a quarter of the demo all colours are right; with one embedding a caption, those of 5
+    # in 6 pictures.
     config.model.text = 'sequence'
     config.model.dtype = 'float32'  # CPUs are no faster at bfloat16
 

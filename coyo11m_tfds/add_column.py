@@ -54,7 +54,7 @@ class _Values:
     """
 
     place: str
-    store: embedding_store.VectorStore | row_store.RowStore
+    store: embedding_store.EmbeddingStore | row_store.RowStore
     dtype: np.dtype
     shape: tuple[int, ...]
     feature: str = ''

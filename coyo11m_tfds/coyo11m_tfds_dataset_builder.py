@@ -3,9 +3,9 @@
     tfds build coyo11m_tfds --manual_dir=SOURCE --data_dir=OUT
     tfds build coyo11m_tfds --manual_dir=gs://BUCKET/coyo11m --data_dir=gs://BUCKET/tfds
     tfds build coyo11m_tfds --manual_dir=SOURCE --data_dir=OUT \
-        --config='{"name": "gemma", "text_vectors": "gemma.parquet"}'
+        --config='{"name": "gemma", "text_embeddings": "gemma.parquet"}'
 
-    config = Coyo11mConfig(name='hash', source='SOURCE', text_vectors='hash.parquet')
+    config = Coyo11mConfig(name='hash', source='SOURCE', text_embeddings='hash.parquet')
     Builder(data_dir='OUT', config=config).download_and_prepare()
 
 Reading a built data set needs neither this module nor torch: `tfds.builder_from_directory`.
@@ -36,15 +36,17 @@ if TYPE_CHECKING:
     from coyo11m_tfds.build.shard_writer import ShardResult
 
 # How `tfds build` is given a config that is not predefined.
-CONFIG_EXAMPLE = """--config='{"name": "gemma", "text_vectors": "gemma.parquet"}\'"""
+CONFIG_EXAMPLE = """--config='{"name": "gemma", "text_embeddings": "gemma.parquet"}\'"""
 
 _FEATURES_FILE = 'features.json'  # TFDS' name
 _CONFIG_NAME = re.compile(r'[A-Za-z0-9_][A-Za-z0-9_.-]*')
 _LATENT_DTYPES = {'float16': np.float16, 'bfloat16': ml_dtypes.bfloat16}
 _TEXT_DOCS = {
-    schema.TEXT_EMBEDDING: 'Vector of the caption, as the encoder gave it (not standardized).',
+    schema.TEXT_EMBEDDING: 'Embedding of the caption, as the encoder gave it (not standardized).',
     schema.TOKENS: 'Token ids of the caption, padded with -1.',
 }
+
+_RENAMED = {'text_vectors': 'text_embeddings'}  # fields, of earlier versions
 
 # Folders of data sets that a program of TFDS wanted to be removed.
 _to_be_replaced: set[str] = set()
@@ -60,6 +62,8 @@ class Coyo11mConfig(BuildSettings, tfds.core.BuilderConfig):
         # Named here, because TFDS passes --config='{...}' on as it is.
         known = [field.name for field in dataclasses.fields(cls)]
         for name in fields:
+            if name in _RENAMED:
+                raise ValueError(f"config: the field '{name}' is now '{_RENAMED[name]}'.")
             if name not in known:
                 raise ValueError(
                     f"config has an unknown field '{name}'; the fields are {', '.join(known)}."
@@ -115,7 +119,7 @@ class Builder(dataset_builder.FileReaderBuilder):
             builder=self,
             description=(
                 'Raw latents of a VAE of the SDXL family, three crops of each image, with a '
-                'caption and, in configs that ask for it, a vector of the caption.'
+                'caption and, in configs that ask for it, an embedding of the caption.'
             ),
             features=self._initial_features(),
             citation=self.get_metadata().citation,
@@ -127,7 +131,7 @@ class Builder(dataset_builder.FileReaderBuilder):
         """Those of the data set on disk; before it is built, what its source usually has."""
         if (self.data_path / _FEATURES_FILE).exists():
             return tfds.features.FeatureConnector.from_config(self.data_path)
-        with_text = self.builder_config.text_vectors
+        with_text = self.builder_config.text_embeddings
         dim = schema.DEFAULT_TEXT_DIM if with_text else None
         return make_features('float16', dim, self.builder_config.latents)
 
@@ -293,22 +297,22 @@ class Builder(dataset_builder.FileReaderBuilder):
 
     def _write_info(self, built: 'driver.Built', limit: int | None) -> None:
         """Takes over what only the source tells, and writes TFDS' files about the data set."""
-        vectors = built.plan.text_vectors
+        embeddings = built.plan.text_embeddings
         # TFDS has no setter for features, but only the source tells their dtype and width.
         self.info._features = make_features(
             built.plan.latent_dtype,
-            vectors.dim if vectors else None,
+            embeddings.dim if embeddings else None,
             self.builder_config.latents,
-            text=vectors.feature if vectors else schema.TEXT_EMBEDDING,
+            text=embeddings.feature if embeddings else schema.TEXT_EMBEDDING,
         )
         self.info.set_splits(self._make_splits(built.splits))
         self.info.metadata.clear()
         self.info.metadata.update(built.metadata)
-        text_vectors = self.builder_config.text_vectors
+        text_embeddings = self.builder_config.text_embeddings
         if built.plan.sidecar:
-            text_vectors = built.plan.sidecar.to_json()
+            text_embeddings = built.plan.sidecar.to_json()
         self.info.metadata[schema.META_SETTINGS] = recorded_settings.record(
-            self.builder_config, limit, text_vectors
+            self.builder_config, limit, text_embeddings
         )
         self.info.write_to_directory(built.folder)
 
@@ -336,7 +340,7 @@ def make_features(
 
     Args:
         latent_dtype: one of `schema.LATENT_DTYPES`.
-        text_dim: numbers of a text vector, or tokens of a text; None for records without either.
+        text_dim: numbers of a text embedding, or tokens of a text; None for records without either.
         latents: 'in_place' for records without `latents`.
         text: which of `schema.TEXT_DTYPES` they have.
     """

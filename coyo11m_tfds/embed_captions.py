@@ -3,7 +3,7 @@
     python -m coyo11m_tfds.embed_captions --source SOURCE --encoder hf:google/gemma-3-270m \\
         --out gs://BUCKET/gemma
     tfds build coyo11m_tfds --manual_dir=SOURCE --data_dir=OUT \\
-        --config='{"name": "gemma", "text_vectors": "gs://BUCKET/gemma"}'
+        --config='{"name": "gemma", "text_embeddings": "gs://BUCKET/gemma"}'
 
     from coyo11m_tfds import embed_captions
     report = embed_captions.embed('SOURCE', 'hash', 'hash.parquet')     # one file

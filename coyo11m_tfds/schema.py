@@ -22,13 +22,13 @@ PT_EMBEDDINGS = 'embeddings'  # float16, bfloat16 or float32 (N, D); not in ever
 PARQUET_KEY = 'key'
 PART_EMBEDDING = 'embedding'  # of the parts that embed_captions makes; `key` is beside it
 MAX_CAPTION_BYTES = 65_536  # of UTF-8; what is longer was not written by a person or a model
-MAX_TEXT_DIM = 16_384  # numbers of a text vector; the widest encoders have 8,192
+MAX_TEXT_DIM = 16_384  # numbers of a text embedding; the widest encoders have 8,192
 MAX_TOKENS = 4096  # ids of a caption, padding included
 DEFAULT_CAPTION_COLUMN = 'caption_llava'
 
 # --- Records --------------------------------------------------------------------------------
 
-KEY = 'key'  # int64 scalar; joins latents, captions and text vectors
+KEY = 'key'  # int64 scalar; joins latents, captions and text embeddings
 LATENTS = 'latents'  # raw bytes of LATENTS_SHAPE in the source's dtype, little endian
 CAPTION = 'caption'  # UTF-8
 TEXT_EMBEDDING = 'text_embedding'  # raw bytes of float16 (D,)
@@ -70,17 +70,17 @@ BUILD_DATA = 'data'  # sub-folder that becomes the finished data set
 
 NO_ROW = 'no_row'  # the key has no row in the Parquet file
 NO_CAPTION = 'no_caption'  # its caption is null or blank
-NO_TEXT_VECTOR = 'no_text_vector'  # the sidecar has no vector for it
+NO_TEXT_EMBEDDING = 'no_text_vector'  # on disk from the start; the sidecar has none for it
 REPEATED_KEY = 'repeated_key'  # the key was in an earlier row of the `.pt` files
 ROWS_DISAGREE = 'rows_disagree'  # in a `.pt` file whose tensors have unequal numbers of rows
-NON_FINITE = 'non_finite'  # NaN or infinity in its latents or text vector
+NON_FINITE = 'non_finite'  # NaN or infinity in its latents or text embedding
 CAPTION_TOO_LONG = 'caption_too_long'  # its caption has more than MAX_CAPTION_BYTES
 # A row of the Parquet file whose key came before. The only reason that counts none of `.pt` files.
 REPEATED_CAPTION = 'repeated_caption'
 DROP_REASONS = (
     NO_ROW,
     NO_CAPTION,
-    NO_TEXT_VECTOR,
+    NO_TEXT_EMBEDDING,
     REPEATED_KEY,
     ROWS_DISAGREE,
     NON_FINITE,
@@ -101,14 +101,15 @@ META_TEXT_REVISION = 'text_encoder_revision'  # commit, digest of its files or n
 META_TEXT_MAX_TOKENS = 'text_max_tokens'  # captions were cut to so many; 0 for no limit
 META_TEXT_DIM = 'text_embedding_dim'  # D
 META_TEXT_VOCABULARY = 'text_vocabulary'  # ids of tokens are less than this
-META_TEXT_POOLING = 'text_pooling'  # how a vector is made of those of the tokens
+META_TEXT_POOLING = 'text_pooling'  # how an embedding is made of those of the tokens
 META_TEXT_DTYPE = 'text_dtype'  # of the encoder's weights and computation
 META_CAPTION_COLUMN = 'caption_column'
 META_DROPPED = 'dropped'  # {'no_row': int, 'no_caption': int, ...}
 META_PART = 'part'  # of a sidecar in parts: 'i of n', from 0
-META_CAPTIONS_DIGEST = 'captions_digest'  # of keys and captions that vectors were made of
+META_CAPTIONS_DIGEST = 'captions_digest'  # of keys and captions that embeddings were made of
 META_SOURCE_FINGERPRINT = 'source_fingerprint'  # hex digest
 META_SETTINGS = 'settings'  # what decides the records, see `build.recorded_settings`
+SETTINGS_TEXT = 'text_vectors'  # of those: the text in the records, by the name it began with
 
 # --- Constants of the VAE -------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ def build(
     defaults = {
         'name': 'hash',
         'source': str(source),
-        'text_vectors': str(sidecar),
+        'text_embeddings': str(sidecar),
         'validation_fraction': 0.1,
         'shard_bytes': 2_500_000,
         'num_workers': 1,

@@ -31,7 +31,7 @@ def sample_source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def hash_sidecar(
     sample_source: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
 ) -> pathlib.Path:
-    """Text vectors of `sample_source`, made by the `hash` encoder."""
+    """Text embeddings of `sample_source`, made by the `hash` encoder."""
     path = tmp_path_factory.mktemp('sidecar') / 'hash.parquet'
     embed_captions.embed(sample_source, 'hash', path)
     return path
@@ -43,8 +43,8 @@ def mini_dataset(
     hash_sidecar: pathlib.Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> pathlib.Path:
-    """The folder of a built data set: text vectors, a dozen train shards of unequal lengths (none
-    a multiple of 32, except by chance), a tenth of the records in `validation`."""
+    """The folder of a built data set: text embeddings, a dozen train shards of unequal lengths
+    (none a multiple of 32, except by chance), a tenth of the records in `validation`."""
     return built.build(sample_source, hash_sidecar, tmp_path_factory.mktemp('data'))
 
 

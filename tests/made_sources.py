@@ -66,16 +66,16 @@ def latents_file(folder: pathlib.Path, number: int) -> pathlib.Path:
 
 def write_sidecar(
     path: pathlib.Path,
-    vectors: Mapping[int, np.ndarray],
+    embeddings: Mapping[int, np.ndarray],
     source: pathlib.Path | None = None,
     **metadata: str | None,
 ) -> pathlib.Path:
-    """Writes text vectors as float16; `metadata` replaces entries of the schema's metadata.
+    """Writes text embeddings as float16; `metadata` replaces entries of the schema's metadata.
 
     With the folder of a `source` they count as made of its captions.
     """
-    dim = len(next(iter(vectors.values())))
-    flat = pa.array(np.concatenate(list(vectors.values())).astype(np.float16))
+    dim = len(next(iter(embeddings.values())))
+    flat = pa.array(np.concatenate(list(embeddings.values())).astype(np.float16))
     entries = {
         schema.META_TEXT_ENCODER: 'made-up',
         schema.META_TEXT_REVISION: '1',
@@ -89,7 +89,7 @@ def write_sidecar(
         entries[schema.META_CAPTIONS_DIGEST] = digest
     table = pa.table(
         {
-            schema.PARQUET_KEY: pa.array(list(vectors), pa.int64()),
+            schema.PARQUET_KEY: pa.array(list(embeddings), pa.int64()),
             schema.TEXT_EMBEDDING: pa.FixedSizeListArray.from_arrays(flat, dim),
         }
     )

@@ -22,7 +22,7 @@ ORDER = dict(batch_size=16, seed=0, lanes=4, chunk=32, window=64)
 
 
 @pytest.fixture(scope='module')
-def other_vectors(sample_source, tmp_path_factory) -> pathlib.Path:
+def other_embeddings(sample_source, tmp_path_factory) -> pathlib.Path:
     """Of another column of captions."""
     path = tmp_path_factory.mktemp('other') / 'other.parquet'
     embed_captions.embed(sample_source, 'hash', path, 'caption')
@@ -35,7 +35,7 @@ def copy(mini_dataset, tmp_path) -> pathlib.Path:
     return pathlib.Path(shutil.copytree(mini_dataset, folder))
 
 
-def vectors_of(path: pathlib.Path) -> dict[int, np.ndarray]:
+def embeddings_of(path: pathlib.Path) -> dict[int, np.ndarray]:
     table = pq.read_table(path)
     return dict(
         zip(
@@ -46,10 +46,12 @@ def vectors_of(path: pathlib.Path) -> dict[int, np.ndarray]:
     )
 
 
-def test_a_second_text_column_is_read_and_nothing_else_changes(copy, mini_dataset, other_vectors):
+def test_a_second_text_column_is_read_and_nothing_else_changes(
+    copy, mini_dataset, other_embeddings
+):
     before = {file.name: file.read_bytes() for file in mini_dataset.iterdir() if file.is_file()}
-    column = add_column.add(copy, 'other', other_vectors)
-    expected = vectors_of(other_vectors)
+    column = add_column.add(copy, 'other', other_embeddings)
+    expected = embeddings_of(other_embeddings)
 
     after = {file.name: file.read_bytes() for file in copy.iterdir() if file.is_file()}
     assert {name for name in after if after[name] != before.get(name)} == {
@@ -87,8 +89,8 @@ def test_a_second_text_column_is_read_and_nothing_else_changes(copy, mini_datase
     assert dataset.dataset_stats(copy).text_encoder == stats.text_encoder == 'hash'
 
 
-def test_the_encoder_is_that_of_the_column_in_every_respect(copy, other_vectors, tmp_path):
-    table = pq.read_table(other_vectors)
+def test_the_encoder_is_that_of_the_column_in_every_respect(copy, other_embeddings, tmp_path):
+    table = pq.read_table(other_embeddings)
     about = {
         b'text_encoder': b'hf:m',
         b'text_encoder_revision': b'sha256:12',
@@ -115,9 +117,9 @@ def split_up(path: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-def test_parts_in_a_folder_are_as_good_as_one_file(copy, other_vectors, tmp_path):
-    folder = split_up(other_vectors, tmp_path / 'parts')
-    whole = add_column.add(copy, 'whole', other_vectors)
+def test_parts_in_a_folder_are_as_good_as_one_file(copy, other_embeddings, tmp_path):
+    folder = split_up(other_embeddings, tmp_path / 'parts')
+    whole = add_column.add(copy, 'whole', other_embeddings)
     parts = add_column.add(copy, 'parts', folder)
     assert (parts.encoder, parts.mean, parts.std) == (whole.encoder, whole.mean, whole.std)
     for split in ('train', 'validation'):
@@ -177,15 +179,15 @@ def test_numbers_come_under_their_own_name_as_they_are(copy, tmp_path, dtype, wi
         assert not batch['aesthetic'][~mask].any()
 
 
-def test_tokens_and_embeddings_come_side_by_side(copy, other_vectors, tmp_path):
+def test_tokens_and_embeddings_come_side_by_side(copy, other_embeddings, tmp_path):
     keys = keys_of(copy)
     tokens = np.random.default_rng(0).integers(-1, 1000, (len(keys), 7)).astype(np.int32)
     path = write_column(tmp_path / 't.parquet', 'tokens', keys, as_lists(tokens))
     column = add_column.add(copy, 'words', tokens=path)
     assert (column.dtype, column.shape, column.feature) == ('int32', (7,), 'tokens')
-    add_column.add(copy, 'other', other_vectors)
+    add_column.add(copy, 'other', other_embeddings)
     expected = dict(zip(keys.tolist(), tokens, strict=True))
-    vectors = vectors_of(other_vectors)
+    embeddings = embeddings_of(other_embeddings)
 
     features = ('key', 'latents', 'text_embedding', 'words', 'other')
     batch = next(input_pipeline.train_batches(copy, **ORDER, features=features))
@@ -194,7 +196,7 @@ def test_tokens_and_embeddings_come_side_by_side(copy, other_vectors, tmp_path):
         np.testing.assert_array_equal(batch[name], own[name])
     for row, key in enumerate(batch['key'].tolist()):
         np.testing.assert_array_equal(batch['words'][row], expected[key])
-        np.testing.assert_array_equal(batch['other'][row], vectors[key])
+        np.testing.assert_array_equal(batch['other'][row], embeddings[key])
     with pytest.raises(ValueError, match=r"no text embeddings 'words'; .* are \['other'\]"):
         input_pipeline.train_batches(copy, **ORDER, text='words')
     with pytest.raises(ValueError, match=r"no feature 'score'; there are \[.*'words', 'other'\]"):
@@ -261,13 +263,13 @@ def test_flags_that_do_not_go_together_are_refused(monkeypatch, capsys, flags, w
     assert words in capsys.readouterr().err
 
 
-def test_a_command_that_was_killed_is_given_again(copy, mini_dataset, other_vectors):
+def test_a_command_that_was_killed_is_given_again(copy, mini_dataset, other_embeddings):
     """At each moment at which a file is made durable or gets its name."""
     shutil.rmtree(copy)
     program = """
         import itertools, os, shutil, signal
         from coyo11m_tfds import add_column, verify
-        built, copy, vectors = sys.argv[1:]
+        built, copy, embeddings = sys.argv[1:]
 
         def kill_at(moment):
             countdown = itertools.count(moment, -1)
@@ -285,7 +287,7 @@ def test_a_command_that_was_killed_is_given_again(copy, mini_dataset, other_vect
             child = os.fork()
             if not child:
                 kill_at(moment)
-                add_column.add(copy, 'other', vectors)
+                add_column.add(copy, 'other', embeddings)
                 os._exit(0)
             _, status = os.waitpid(child, 0)
             if not status:
@@ -293,11 +295,11 @@ def test_a_command_that_was_killed_is_given_again(copy, mini_dataset, other_vect
             described = os.path.exists(os.path.join(copy, 'columns.json'))
             print(moment, described, flush=True)
             if not described:
-                add_column.add(copy, 'other', vectors)
+                add_column.add(copy, 'other', embeddings)
                 assert not [name for name in os.listdir(copy) if name.startswith('.')]
             assert not verify.verify(copy).faults
     """
-    with children.python(program, mini_dataset, copy, other_vectors) as child:
+    with children.python(program, mini_dataset, copy, other_embeddings) as child:
         output, errors = child.communicate(timeout=300)
     assert child.returncode == 0, errors
     described = [line.split()[1] for line in output.splitlines()]
@@ -308,8 +310,8 @@ def test_a_command_that_was_killed_is_given_again(copy, mini_dataset, other_vect
 # --- What was added is verified ------------------------------------------------------------------
 
 
-def test_a_column_is_verified_with_the_shards(copy, other_vectors):
-    add_column.add(copy, 'other', other_vectors)
+def test_a_column_is_verified_with_the_shards(copy, other_embeddings):
+    add_column.add(copy, 'other', other_embeddings)
     path = copy / 'column_other-train.npy'
     data = bytearray(path.read_bytes())
     data[5000] ^= 1
@@ -327,13 +329,13 @@ def test_a_column_is_verified_with_the_shards(copy, other_vectors):
     assert 'column_other-train.npy: holds float16' in fault
 
 
-def test_the_command_adds_a_column_once(copy, other_vectors):
+def test_the_command_adds_a_column_once(copy, other_embeddings):
     program = """
         import runpy
         sys.argv = ['add_column', *sys.argv[1:]]
         runpy.run_module('coyo11m_tfds.add_column', run_name='__main__')
     """
-    flags = [f'--data_dir={copy.parents[1]}', '--name=other', f'--embeddings={other_vectors}']
+    flags = [f'--data_dir={copy.parents[1]}', '--name=other', f'--embeddings={other_embeddings}']
     for status in (0, 1):
         with children.python(program, *flags) as child:
             output, errors = child.communicate()
@@ -345,8 +347,8 @@ def test_the_command_adds_a_column_once(copy, other_vectors):
     assert not verify.verify(copy).faults
 
 
-def test_records_without_a_vector_are_an_error_and_leave_nothing(copy, other_vectors, tmp_path):
-    table = pq.read_table(other_vectors)
+def test_records_without_a_vector_are_an_error_and_leave_nothing(copy, other_embeddings, tmp_path):
+    table = pq.read_table(other_embeddings)
     pq.write_table(table.slice(0, len(table) // 2), tmp_path / 'half.parquet')
     before = sorted(path.name for path in copy.iterdir())
     with pytest.raises(ValueError, match=r'half.parquet: has nothing for \d+ of \d+ records of'):
@@ -355,19 +357,19 @@ def test_records_without_a_vector_are_an_error_and_leave_nothing(copy, other_vec
 
 
 @pytest.mark.parametrize('name', ['text_embedding', 'latents', 'mask', 'Other', '../x', ''])
-def test_a_name_that_cannot_be_is_refused(copy, other_vectors, name):
+def test_a_name_that_cannot_be_is_refused(copy, other_embeddings, name):
     with pytest.raises(ValueError, match='a new column cannot be called'):
-        add_column.add(copy, name, other_vectors)
+        add_column.add(copy, name, other_embeddings)
 
 
-def test_what_is_no_local_data_set_is_refused(tmp_path, other_vectors):
+def test_what_is_no_local_data_set_is_refused(tmp_path, other_embeddings):
     for folder in (tmp_path, 'gs://bucket/d'):
         with pytest.raises(ValueError, match=f'{folder}: is no local data set'):
-            add_column.add(folder, 'other', other_vectors)
+            add_column.add(folder, 'other', other_embeddings)
 
 
-def test_both_engines_read_an_added_column(copy, other_vectors):
-    add_column.add(copy, 'other', other_vectors)
+def test_both_engines_read_an_added_column(copy, other_embeddings):
+    add_column.add(copy, 'other', other_embeddings)
     rows, chunks = (
         next(input_pipeline.train_batches(copy, engine=engine, text='other', **ORDER))
         for engine in ('rows', 'chunks')
@@ -375,7 +377,7 @@ def test_both_engines_read_an_added_column(copy, other_vectors):
     np.testing.assert_array_equal(chunks['text_embedding'], rows['text_embedding'])
 
 
-def test_a_column_that_is_not_there_is_named(copy, other_vectors):
+def test_a_column_that_is_not_there_is_named(copy, other_embeddings):
     for read in (input_pipeline.train_batches, input_pipeline.eval_batches):
         order = ORDER if read is input_pipeline.train_batches else {'batch_size': 16}
         with pytest.raises(
@@ -384,27 +386,27 @@ def test_a_column_that_is_not_there_is_named(copy, other_vectors):
             read(copy, text='other', **order)
     with pytest.raises(ValueError, match="no text embeddings 'other'"):
         dataset.dataset_stats(copy, 'other')
-    add_column.add(copy, 'other', other_vectors)
+    add_column.add(copy, 'other', other_embeddings)
     shutil.copy(copy / 'column_other-validation.npy', copy / 'column_other-train.npy')
     with pytest.raises(ValueError, match=r'column_other-train.npy: holds float16 .*, expected'):
         input_pipeline.train_batches(copy, text='other', **ORDER)
 
 
 def test_the_trainer_names_what_was_added_where_records_hold_no_text(
-    sample_source, other_vectors, tmp_path
+    sample_source, other_embeddings, tmp_path
 ):
     config = Coyo11mConfig(
         name='bare', source=str(sample_source), validation_fraction=0.1, num_workers=1
     )
     builder = Builder(data_dir=tmp_path, config=config)
     builder.download_and_prepare()
-    add_column.add(builder.data_dir, 'other', other_vectors)
-    with pytest.raises(ValueError, match=r'no text vectors.* --config\.data\.text: other$'):
+    add_column.add(builder.data_dir, 'other', other_embeddings)
+    with pytest.raises(ValueError, match=r'no text embeddings.* --config\.data\.text: other$'):
         data.TrainingData(runs.small_config(builder.data_dir), sharding.make_mesh())
 
 
-def test_the_trainer_takes_either_text(copy, other_vectors):
-    add_column.add(copy, 'other', other_vectors)
+def test_the_trainer_takes_either_text(copy, other_embeddings):
+    add_column.add(copy, 'other', other_embeddings)
     batches = []
     for text in ('', 'other'):
         config = runs.small_config(copy, **{'data.text': text})
@@ -419,9 +421,9 @@ def test_the_trainer_takes_either_text(copy, other_vectors):
 
 
 @pytest.mark.slow
-def test_a_run_trains_with_either_text_and_resumes_with_its_own(copy, other_vectors, tmp_path):
+def test_a_run_trains_with_either_text_and_resumes_with_its_own(copy, other_embeddings, tmp_path):
     shards = {path: path.read_bytes() for path in copy.glob('*.tfrecord*')}
-    add_column.add(copy, 'other', other_vectors)
+    add_column.add(copy, 'other', other_embeddings)
     found = {}
     for text in ('', 'other'):
         short = {'num_steps': 5, 'eval_every': 5, 'checkpoint_every': 5, 'data.text': text}

@@ -252,16 +252,19 @@ def test_embeddings_that_float16_cannot_hold(source: pathlib.Path):
         path = made_sources.latents_file(source, number)
         made_sources.write_pt(path, keys, replace={'embeddings': embeddings})
     assert_refused(
-        source, str(path), 'latents of key 13 (or its embeddings) are not finite', text_vectors='pt'
+        source,
+        str(path),
+        'latents of key 13 (or its embeddings) are not finite',
+        text_embeddings='pt',
     )
 
 
 def test_embeddings_that_are_missing_or_of_unequal_width(source: pathlib.Path):
     first, second = (made_sources.latents_file(source, n) for n in (0, 1))
     made_sources.write_pt(first, range(10), replace={'embeddings': torch.zeros(10, 4)})
-    assert_refused(source, str(second), "lacks 'embeddings'", text_vectors='pt')
+    assert_refused(source, str(second), "lacks 'embeddings'", text_embeddings='pt')
     made_sources.write_pt(second, range(10, 16), replace={'embeddings': torch.zeros(6, 5)})
-    assert_refused(source, str(second), 'has 5 numbers a row', text_vectors='pt')
+    assert_refused(source, str(second), 'has 5 numbers a row', text_embeddings='pt')
 
 
 def test_folders_and_files_that_are_not_there(source: pathlib.Path, tmp_path: pathlib.Path):
@@ -270,7 +273,7 @@ def test_folders_and_files_that_are_not_there(source: pathlib.Path, tmp_path: pa
     assert_refused(empty_folder, str(empty_folder), 'No .pt files')
     assert_refused(tmp_path / 'absent', str(tmp_path / 'absent'), 'is not a folder')
     assert_refused(
-        source, 'vectors.parquet', 'is missing or a folder', text_vectors='vectors.parquet'
+        source, 'embeddings.parquet', 'is missing or a folder', text_embeddings='embeddings.parquet'
     )
     (source / schema.CAPTIONS_FILE).rename(source / 'other.parquet')
     assert_refused(source, schema.CAPTIONS_FILE, 'Parquet files in the folder: other.parquet')
@@ -289,19 +292,20 @@ def test_captions_of_other_images(source: pathlib.Path):
     assert_refused(source, schema.CAPTIONS_FILE, 'no_row: 16')
 
 
-def test_vectors_of_another_caption_column(source: pathlib.Path, tmp_path: pathlib.Path):
+def test_embeddings_of_another_caption_column(source: pathlib.Path, tmp_path: pathlib.Path):
     rows = {key: np.ones(4) for key in range(16)}
     path = made_sources.write_sidecar(
         tmp_path / 'v.parquet', rows, source, caption_column='caption'
     )
-    assert_refused(source, str(path), "were made of column 'caption'", text_vectors=str(path))
-    build(source, tmp_path / 'good', text_vectors=str(path), caption_column='caption')
+    assert_refused(source, str(path), "were made of column 'caption'", text_embeddings=str(path))
+    build(source, tmp_path / 'good', text_embeddings=str(path), caption_column='caption')
 
 
 @pytest.mark.parametrize(
     ('fields', 'message'),
     [
         ({'captoin_column': 'caption'}, "unknown field 'captoin_column'; the fields are name,"),
+        ({'text_vectors': 'pt'}, "the field 'text_vectors' is now 'text_embeddings'"),
         ({'name': ''}, "name is '', expected"),
         ({'name': 'a/b'}, "name is 'a/b', expected"),
         ({'validation_fraction': 1}, 'validation_fraction is 1, expected one in'),
@@ -314,7 +318,7 @@ def test_vectors_of_another_caption_column(source: pathlib.Path, tmp_path: pathl
         ({'shard_bytes': 1e8}, 'shard_bytes is 100000000.0, expected an integer'),
         ({'check_crc': 'no'}, "check_crc is 'no', expected true or false"),
         ({'num_workers': -1}, 'num_workers is -1, expected at least 0'),
-        ({'text_vectors': None}, 'text_vectors is None, expected a string'),
+        ({'text_embeddings': None}, 'text_embeddings is None, expected a string'),
     ],
 )
 def test_a_config_with_a_bad_field(fields: dict, message: str):

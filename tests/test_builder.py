@@ -73,27 +73,27 @@ def test_latents_keep_the_dtype_of_the_source(tmp_path: pathlib.Path, dtype: str
         assert examples[key]['latents'].tobytes() == latents.view(torch.uint8).numpy().tobytes()
 
 
-def test_text_vectors_of_a_sidecar_are_joined_by_key(tmp_path: pathlib.Path):
+def test_text_embeddings_of_a_sidecar_are_joined_by_key(tmp_path: pathlib.Path):
     source = made_sources.write_source(tmp_path / 'source', [range(20), range(20, 30)])
     rng = np.random.default_rng(0)
-    vectors = {int(key): rng.normal(size=7).astype(np.float16) for key in rng.permutation(30)}
-    sidecar = made_sources.write_sidecar(tmp_path / 'x.parquet', vectors, source)
+    embeddings = {int(key): rng.normal(size=7).astype(np.float16) for key in rng.permutation(30)}
+    sidecar = made_sources.write_sidecar(tmp_path / 'x.parquet', embeddings, source)
 
-    builder = build(source, tmp_path / 'out', text_vectors=str(sidecar))
+    builder = build(source, tmp_path / 'out', text_embeddings=str(sidecar))
 
     assert builder.info.features['text_embedding'].shape == (7,)
     for key, example in read(builder, 'train').items():
-        np.testing.assert_array_equal(example['text_embedding'], vectors[key])
+        np.testing.assert_array_equal(example['text_embedding'], embeddings[key])
         assert example['caption'] == f'Caption of {key}.'.encode()
 
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float32])
-def test_text_vectors_inside_the_pt_files_are_used_if_asked_for(tmp_path, dtype: torch.dtype):
+def test_text_embeddings_inside_the_pt_files_are_used_if_asked_for(tmp_path, dtype: torch.dtype):
     embeddings = torch.randn(20, 9).to(dtype)
     source = made_sources.write_source(
         tmp_path / 'source', [range(20)], replace={'embeddings': embeddings}
     )
-    made = build(source, tmp_path / 'out', name='with', text_vectors='pt')
+    made = build(source, tmp_path / 'out', name='with', text_embeddings='pt')
     assert made.info.metadata['text_encoder'] == 'pt'
     for key, example in read(made, 'train').items():
         np.testing.assert_array_equal(example['text_embedding'], embeddings[key].half().numpy())
@@ -131,7 +131,7 @@ def test_the_builders_own_class_reads_what_is_on_disk(tmp_path: pathlib.Path):
     source = made_sources.write_source(
         tmp_path / 'source', [range(20)], 'bfloat16', {'embeddings': embeddings}
     )
-    config = Coyo11mConfig(name='x', source=str(source), text_vectors='pt', num_workers=1)
+    config = Coyo11mConfig(name='x', source=str(source), text_embeddings='pt', num_workers=1)
     first = Builder(data_dir=tmp_path / 'out', config=config)
     first.download_and_prepare()
     again = Builder(data_dir=tmp_path / 'out', config=config)
@@ -143,12 +143,12 @@ def test_the_builders_own_class_reads_what_is_on_disk(tmp_path: pathlib.Path):
 
 
 def test_a_built_data_set_is_reused_unless_it_is_to_be_overwritten(tmp_path: pathlib.Path):
-    vectors = {'embeddings': torch.ones(20, 4)}
-    source = made_sources.write_source(tmp_path / 'source', [range(20)], replace=vectors)
-    build(source, tmp_path / 'out', text_vectors='pt')
+    embeddings = {'embeddings': torch.ones(20, 4)}
+    source = made_sources.write_source(tmp_path / 'source', [range(20)], replace=embeddings)
+    build(source, tmp_path / 'out', text_embeddings='pt')
     made_sources.write_source(source, [range(30)], 'bfloat16')
 
-    again = build(source, tmp_path / 'out', text_vectors='pt')
+    again = build(source, tmp_path / 'out', text_embeddings='pt')
     assert again.info.splits.total_num_examples == 20
 
     config = Coyo11mConfig(name='x', source=str(source), num_workers=1)
@@ -214,8 +214,12 @@ def test_to_remove_the_folder_is_to_have_it_replaced(tmp_path: pathlib.Path):
         ({'validation_fraction': 0.5}, 10, r'validation_fraction is 0\.01 there, 0\.5 is asked'),
         ({'shard_bytes': 1000}, 10, 'shard_bytes is 500000 there, 1000 is asked for'),
         ({'bad_data': 'stop'}, 10, "bad_data is 'drop' there, 'stop' is asked for"),
-        ({'text_vectors': 'pt'}, 10, "text_vectors is '' there, 'pt' is asked for"),
-        ({'text_vectors': 'a.parquet'}, 10, "text_vectors is '' there, 'a.parquet' is asked for"),
+        ({'text_embeddings': 'pt'}, 10, "text_embeddings is '' there, 'pt' is asked for"),
+        (
+            {'text_embeddings': 'a.parquet'},
+            10,
+            "text_embeddings is '' there, 'a.parquet' is asked for",
+        ),
         ({}, None, 'max_examples_per_split is 10 there, None is asked for'),
     ],
 )
@@ -253,19 +257,23 @@ def test_what_does_not_change_the_records_may_differ(tmp_path: pathlib.Path):
 
 def test_a_sidecar_is_compared_by_what_it_says_about_itself(tmp_path: pathlib.Path):
     source = made_sources.write_source(tmp_path / 'source', [range(20)])
-    vectors = {key: np.full(5, key) for key in range(20)}
-    sidecar = made_sources.write_sidecar(tmp_path / 'a.parquet', vectors, source)
-    built = build(source, tmp_path / 'out', text_vectors=str(sidecar))
+    embeddings = {key: np.full(5, key) for key in range(20)}
+    sidecar = made_sources.write_sidecar(tmp_path / 'a.parquet', embeddings, source)
+    built = build(source, tmp_path / 'out', text_embeddings=str(sidecar))
     assert built.info.metadata['settings']['text_vectors']['encoder'] == 'made-up'
     assert str(tmp_path) not in json.dumps(built.info.metadata['settings'])
     moved = sidecar.rename(tmp_path / 'b.parquet')
-    build(source, tmp_path / 'out', text_vectors=str(moved))
-    build(source, tmp_path / 'out', text_vectors=str(sidecar))  # it is gone
-    build(source, tmp_path / 'out', text_vectors='gs://bucket/a.parquet')  # not asked for
-    made_sources.write_sidecar(sidecar, vectors, source, text_encoder='another')
-    with pytest.raises(ValueError, match="text_vectors: encoder is 'made-up' there, 'another' is"):
-        build(source, tmp_path / 'out', text_vectors=str(sidecar))
-    with pytest.raises(ValueError, match=r"text_vectors is {.*'made-up'.*} there, '' is asked for"):
+    build(source, tmp_path / 'out', text_embeddings=str(moved))
+    build(source, tmp_path / 'out', text_embeddings=str(sidecar))  # it is gone
+    build(source, tmp_path / 'out', text_embeddings='gs://bucket/a.parquet')  # not asked for
+    made_sources.write_sidecar(sidecar, embeddings, source, text_encoder='another')
+    with pytest.raises(
+        ValueError, match="text_embeddings: encoder is 'made-up' there, 'another' is"
+    ):
+        build(source, tmp_path / 'out', text_embeddings=str(sidecar))
+    with pytest.raises(
+        ValueError, match=r"text_embeddings is {.*'made-up'.*} there, '' is asked for"
+    ):
         build(source, tmp_path / 'out')
 
 
@@ -280,16 +288,16 @@ def test_the_default_config_is_told_even_if_the_first_build_could_not(tmp_path: 
 
 def test_a_data_set_that_is_there_needs_no_torch(tmp_path: pathlib.Path):
     source = made_sources.write_source(tmp_path / 'source', [range(20)])
-    vectors = {key: np.full(5, key) for key in range(20)}
-    sidecar = made_sources.write_sidecar(tmp_path / 'a.parquet', vectors, source)
-    build(source, tmp_path / 'out', text_vectors=str(sidecar))
+    embeddings = {key: np.full(5, key) for key in range(20)}
+    sidecar = made_sources.write_sidecar(tmp_path / 'a.parquet', embeddings, source)
+    build(source, tmp_path / 'out', text_embeddings=str(sidecar))
     left = tmp_path / 'out' / 'coyo11m_tfds' / 'x' / '1.0.0.building' / 'data'
     left.mkdir(parents=True)
     program = f"""
 import sys
 sys.modules['torch'] = None
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
-config = Coyo11mConfig(name='x', text_vectors={str(sidecar)!r}, shard_bytes=500_000)
+config = Coyo11mConfig(name='x', text_embeddings={str(sidecar)!r}, shard_bytes=500_000)
 Builder(data_dir={str(tmp_path / 'out')!r}, config=config).download_and_prepare()
 """
     command = [sys.executable, '-c', program]
@@ -357,7 +365,7 @@ def test_other_file_formats_are_refused(tmp_path: pathlib.Path):
 
 
 def test_it_can_be_mocked_before_it_is_built(tmp_path: pathlib.Path):
-    config = Coyo11mConfig(name='x', text_vectors='pt')
+    config = Coyo11mConfig(name='x', text_embeddings='pt')
     with tfds.testing.mock_data(num_examples=3):
         data = tfds.load('coyo11m_tfds', split='train', data_dir=tmp_path)
         with_text = Builder(data_dir=tmp_path, config=config).as_dataset(split='train')

@@ -203,7 +203,7 @@ for flags in json.loads(commands):
     errors = [line for line in ended.stderr.splitlines() if line.startswith('error: ')]
     for error, said in zip(errors, flags, strict=True):
         assert error.startswith(f'error: {said}')
-        assert 'text_vectors' in error or 'latents-3crop/*.pt' in error
+        assert 'text_embeddings' in error or 'latents-3crop/*.pt' in error
 
 
 def test_from_any_folder_with_the_package_imported(source, plain, tmp_path):

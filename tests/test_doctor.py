@@ -69,7 +69,7 @@ def test_a_machine_and_a_whole_way_are_examined(sample_source, mini_dataset, tmp
         'settings',
     ]
     assert '1,173 records in 15 shards' in ended.stdout
-    assert 'text vectors of hash' in ended.stdout
+    assert 'text embeddings of hash' in ended.stdout
     assert last.startswith('16 checks: ')
 
 

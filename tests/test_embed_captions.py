@@ -1,4 +1,4 @@
-"""The sidecar of text vectors: what is in it, what is refused, and that nothing half-made stays."""
+"""The sidecar of text embeddings: its contents, what is refused, that nothing half-made stays."""
 
 import os
 import pathlib
@@ -170,7 +170,7 @@ def test_a_caption_that_is_too_long_gets_no_vector(tmp_path, out):
 
 
 def build(source: pathlib.Path, sidecar: pathlib.Path, out: pathlib.Path, **fields) -> None:
-    config = Coyo11mConfig(name='x', source=str(source), text_vectors=str(sidecar), **fields)
+    config = Coyo11mConfig(name='x', source=str(source), text_embeddings=str(sidecar), **fields)
     Builder(data_dir=out, config=config).download_and_prepare()
 
 
@@ -190,7 +190,9 @@ def built(tmp_path):
 def test_a_sidecar_of_other_captions_is_refused(built, tmp_path, change):
     source, sidecar = built
     made_sources.write_captions(source, {k: f'Caption of {k}.' for k in range(30)} | change)
-    message = r"x\.parquet: its vectors were made of other captions than column 'caption_llava' of "
+    message = (
+        r"x\.parquet: its embeddings were made of other captions than column 'caption_llava' of "
+    )
     with pytest.raises(ValueError, match=message) as error:
         build(source, sidecar, tmp_path / 'out')
     assert '\n' not in str(error.value)

@@ -40,8 +40,8 @@ def contents(path: pathlib.Path) -> tuple:
     shard = LatentShard(path)
     rows = range(len(shard.keys))
     raw, _ = shard.latents(rows)
-    vectors = shard.embeddings(rows).tolist() if shard.embedding_dim else None
-    return shard.keys.tolist(), raw.tobytes(), shard.dtype, vectors
+    embeddings = shard.embeddings(rows).tolist() if shard.embedding_dim else None
+    return shard.keys.tolist(), raw.tobytes(), shard.dtype, embeddings
 
 
 def assert_refused_or_unharmed(path: pathlib.Path, expected: tuple) -> bool:

@@ -152,7 +152,7 @@ def test_tokens_of_a_column_come_beside_those_of_the_records(dataset, sidecar, t
         np.testing.assert_array_equal(batch['words'], batch['tokens'])
 
 
-def test_an_encoder_of_vectors_makes_no_tokens(sample_source, tmp_path, capsys, monkeypatch):
+def test_an_encoder_of_embeddings_makes_no_tokens(sample_source, tmp_path, capsys, monkeypatch):
     out = tmp_path / 'x.parquet'
     flags = ['--source', str(sample_source), '--out', str(out), '--tokens_only']
     monkeypatch.setattr('sys.argv', ['embed_captions', *flags, '--encoder', 'hash'])
@@ -211,7 +211,7 @@ def test_a_drawing_takes_its_captions_apart_itself(run, words):
         artist.draw(['a red circle'], text_encoders.make_encoder('hash'))
 
 
-def test_sequences_of_a_data_set_of_vectors_are_refused(mini_dataset, tmp_path):
+def test_sequences_of_a_data_set_of_embeddings_are_refused(mini_dataset, tmp_path):
     config = small_config(mini_dataset, **{'model.text': 'sequence'})
     with pytest.raises(ValueError, match=r"model\.text='sequence'.*tokens"):
         train.train_and_evaluate(config, tmp_path / 'workdir')

@@ -1,7 +1,7 @@
 """Checks a configuration against this machine and its data set, without training.
 
     python -m train_lib.check --config=configs/demo.py --config.data.dir=OUT/coyo11m_tfds/hash/1.0.0
-    {"devices": "1 x cpu", "data": "OUT/..., text vectors of hash", "unchecked": {}}
+    {"devices": "1 x cpu", "data": "OUT/..., text embeddings of hash", "unchecked": {}}
 
 Settings, mesh, data set, the memory that reading takes, model and optimizer are checked as a run
 does before its first step; nothing is compiled. An error ends it in one line with exit status 1. A
@@ -57,7 +57,7 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
             latent_shape=facts.latent_shape,
             vocabulary=facts.vocabulary,
         )
-        what = 'tokens' if facts.vocabulary else 'text vectors'
+        what = 'tokens' if facts.vocabulary else 'text embeddings'
         described = f'{config.data.dir}, {what} of {facts.encoder}'
     else:
         how = 'name a built data set with --data_dir'

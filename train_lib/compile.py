@@ -52,7 +52,7 @@ def analyze(
     Args:
         config: see `configs/default.py`.
         topology: such as `v5e:4x4`.
-        text_dim: width of the text vectors, which texts are with `model.text='pooled'`.
+        text_dim: width of the text embeddings, which texts are with `model.text='pooled'`.
         num_tokens: of a text, which it is made of with `model.text='sequence'`.
         vocabulary: ids of these are less than this.
         num_slices: slices of that topology. The network between them is not in the times: all that
@@ -295,7 +295,7 @@ if __name__ == '__main__':
     config_flags.DEFINE_config_file('config', None, process.CONFIG_HELP, lock_config=True)
     flags.DEFINE_string('topology', None, 'Slice to compile for, such as v5e:4x4.')
     flags.DEFINE_integer('num_slices', 1, 'Slices of that topology.')
-    flags.DEFINE_integer('text_dim', 640, 'Width of the text vectors.')
+    flags.DEFINE_integer('text_dim', 640, 'Width of the text embeddings.')
     flags.DEFINE_integer('num_tokens', 128, 'Of a text, with model.text=sequence.')
     flags.DEFINE_integer('vocabulary', 4096, 'Of these tokens.')
     flags.DEFINE_bool('json', False, 'Print the report as JSON.')

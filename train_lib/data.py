@@ -40,7 +40,7 @@ class PreviewSamples:
     Attributes:
         captions: n strings.
         latents: the data's own answer, raw `(n, 4, H, W)`.
-        text: text vectors float16 `(n, D)` or token ids int32 `(n, T)`, whole on every device.
+        text: text embeddings float16 `(n, D)` or token ids int32 `(n, T)`, whole on every device.
     """
 
     captions: Sequence[str]
@@ -65,9 +65,9 @@ class TrainingData:
         """Opens the data set; reads its metadata and no records.
 
         Raises:
-            ValueError: a setting is out of its range; there is no data set, it lacks text vectors
-                or a split that is evaluated or drawn; or the batch size, the lanes and the chunks
-                do not fit it, each other or the devices.
+            ValueError: a setting is out of its range; there is no data set, it lacks text
+                embeddings or a split that is evaluated or drawn; or the batch size, the lanes and
+                the chunks do not fit it, each other or the devices.
         """
         settings.check(config)
         self._mesh = mesh
@@ -92,12 +92,12 @@ class TrainingData:
         if not (stats.text_dim or stats.num_tokens):
             added = input_pipeline.text_columns(self._builder)
             raise ValueError(
-                f'{config.data.dir} holds no text vectors in its records: '
+                f'{config.data.dir} holds no text embeddings in its records: '
                 + (
                     f'choose added ones with --config.data.text: {", ".join(added)}'
                     if added
-                    else 'build it with the config field text_vectors, as in '
-                    '--config=\'{"name": "hash", "text_vectors": "SIDE.parquet"}\', '
+                    else 'build it with the config field text_embeddings, as in '
+                    '--config=\'{"name": "hash", "text_embeddings": "SIDE.parquet"}\', '
                     'or add some with python -m coyo11m_tfds.add_column'
                 )
             )

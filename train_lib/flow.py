@@ -48,7 +48,7 @@ def raw_latents(standardized: jax.Array, stats: Stats) -> jax.Array:
 
 
 def standardize_text(text: jax.Array, stats: Stats) -> jax.Array:
-    """Text vectors `(b, D)`, any float dtype, to float32 with mean 0 and deviation 1.
+    """Text embeddings `(b, D)`, any float dtype, to float32 with mean 0 and deviation 1.
 
     Token ids, int32 `(b, T)`, stay as they are.
     """

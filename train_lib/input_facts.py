@@ -173,8 +173,8 @@ def _make_step(
     stats = input_pipeline.dataset_stats(builder, config.data.text)
     if not (stats.text_dim or stats.num_tokens):
         raise ValueError(
-            f'{builder.data_dir}: holds no text vectors, so that no step can be made for it; say '
-            'how long one takes with --step_ms.'
+            f'{builder.data_dir}: holds no text embeddings, so that no step can be made for it; '
+            'say how long one takes with --step_ms.'
         )
     channels, height, width = schema.LATENT_SHAPE
     compiled = program.make_program(

@@ -36,7 +36,7 @@ class Program:
         no_metrics: to training metrics of no step.
         train_step: from `(state, batch)` to the next state and metrics; the state is donated.
         eval_step: from `(params, batch)` to metrics.
-        draw: from `(params, texts)`, raw text vectors `(n, D)` or token ids `(n, T)`, to raw
+        draw: from `(params, texts)`, raw text embeddings `(n, D)` or token ids `(n, T)`, to raw
             latents, float32 `(n, C, H, W)`; both whole on every device. The noise is the same each
             time.
     """
@@ -64,7 +64,7 @@ def make_program(
         mesh: from `sharding.make_mesh`.
         stats: of the data set.
         latent_shape: `(height, width, channels)` of one sample.
-        vocabulary: of the data set's tokens; 0 where it has text vectors.
+        vocabulary: of the data set's tokens; 0 where it has text embeddings.
 
     Raises:
         ValueError: a part of a batch cannot be split over the devices; or as `models.make`.
@@ -124,7 +124,7 @@ def make_draw(
 ) -> Callable[..., jax.Array]:
     """Returns the function from `(params, texts, first)` to raw latents, to be jitted.
 
-    Texts are raw text vectors, `(n, D)`, or token ids, int32 `(n, T)`; latents float32
+    Texts are raw text embeddings, `(n, D)`, or token ids, int32 `(n, T)`; latents float32
     `(n, C, H, W)`. The noise of a picture is a function of `config.seed` and its number, which is
     `first` (0 by default) for the first row. Other arguments as of `make_program`.
     """

@@ -43,7 +43,7 @@ def sample(
     Args:
         velocity: the model, from `(z, t, text, drop_text)` to a velocity of the shape of z.
         noise: standard normal `(b, H, W, C)`.
-        text: standardized text vectors `(b, D)`, or token ids `(b, T)`.
+        text: standardized text embeddings `(b, D)`, or token ids `(b, T)`.
         guidance: strength; 1 follows the text as learned, more follows it more closely.
         num_steps: from noise to data.
         sampler: `euler` or `heun`.

@@ -128,7 +128,7 @@ def make_init(
         model: called as `model(x, t, text, drop_text)`.
         tx: from `make_optimizer`.
         latent_shape: `(height, width, channels)` of one sample.
-        text_dim: width of a text vector; 0 for a model that takes token ids.
+        text_dim: width of a text embedding; 0 for a model that takes token ids.
     """
 
     def init(rng: jax.Array) -> TrainState:

@@ -52,7 +52,7 @@ def make_train_step(
         model: called as `model(z, t, text, drop_text)`.
         tx: the optimizer.
         schedule: its learning rate, for the metrics.
-        stats: to standardize latents and text vectors.
+        stats: to standardize latents and text embeddings.
         ema_decay: a step, at the end; the average is shorter while there are few steps.
         seed: of noise and times.
         logit_mean: of the logit-normal times.

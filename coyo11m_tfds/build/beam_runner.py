@@ -4,10 +4,10 @@
         ...
 
 One small collection: an element describes all shards of one group of files, some kilobytes, so that
-each file is fetched by one worker, once. What a shard takes from captions and text vectors is put
-beside the data first, some MB each, because workers on other machines do not see the stores of this
-one. A worker writes the shards of its group as `shard_pool` does on one machine, and in the same
-place, so that a build may be resumed with another engine.
+each file is fetched by one worker, once. The captions and text embeddings of a shard, some MB, are
+put beside the data first, because workers on other machines do not see the stores of this one. A
+worker writes the shards of its group as `shard_pool` does on one machine, and in the same place, so
+that a build may be resumed with another engine.
 """
 
 import concurrent.futures

@@ -4,7 +4,7 @@
     plan.tasks            # one a shard, with the exact rows of its records
     plan.dropped.counts   # {'no_row': 7, 'no_caption': 6, ...}
 
-Planning opens and checks every file of the source, joins captions and text vectors by key, and
+Planning opens and checks every file of the source, joins captions and text embeddings by key, and
 chooses the split of each key, so that what is wrong is found before hours are spent on writing.
 For 12 million rows it takes 12 s beside reading the files, and at most 1.5 GB of memory.
 """
@@ -20,7 +20,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.build import shard_cuts
 from coyo11m_tfds.build.settings import BuildSettings
 from coyo11m_tfds.build.shard_inputs import StoreInputs
-from coyo11m_tfds.build.tasks import VECTORS_IN_PT, ShardPart, ShardTask, TextVectors
+from coyo11m_tfds.build.tasks import EMBEDDINGS_IN_PT, ShardPart, ShardTask, TextEmbeddings
 from coyo11m_tfds.keyed_random import splitmix64
 from coyo11m_tfds.report.dropped_rows import Dropped
 from coyo11m_tfds.source import caption_store, embedding_store, location, part_files
@@ -28,7 +28,7 @@ from coyo11m_tfds.source.source_latents import SourceLatents
 from coyo11m_tfds.storage import held_folder, json_digest
 from coyo11m_tfds.storage.scratch import Scratch
 
-_RECORD_OVERHEAD = 128  # bytes of a record besides latents, caption and text vector
+_RECORD_OVERHEAD = 128  # bytes of a record besides latents, caption and text embedding
 
 # A file counts for at least this share of its size: the files of one shard are on the disk
 # together, however few of their rows are kept.
@@ -43,8 +43,8 @@ class Plan:
         tasks: all shards; those of one group, which read the same files, follow each other.
         num_bytes: their expected size, exact within 1%.
         latent_dtype: one of `schema.LATENT_DTYPES`.
-        text_vectors: None where records hold no text vector.
-        sidecar: what the file of the text vectors says about itself; None where there is none.
+        text_embeddings: None where records hold no text embedding.
+        sidecar: what the file of the text embeddings says about itself; None where there is none.
         dropped: the rows of the source that are left out, and why.
         source_fingerprint: hex digest of everything that is read.
         stores: those that the tasks refer to. While they are open, no other build removes them.
@@ -53,33 +53,33 @@ class Plan:
     tasks: tuple[ShardTask, ...]
     num_bytes: int
     latent_dtype: str
-    text_vectors: TextVectors | None
+    text_embeddings: TextEmbeddings | None
     sidecar: embedding_store.SidecarHeader | None
     dropped: Dropped
     source_fingerprint: str
-    stores: tuple[caption_store.CaptionStore | embedding_store.VectorStore, ...]
+    stores: tuple[caption_store.CaptionStore | embedding_store.EmbeddingStore, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Joined:
     """The parts of records that do not come from the `.pt` files.
 
-    `text_vectors` is None without vectors, the others where there is no sidecar.
+    `text_embeddings` is None without embeddings, the others where there is no sidecar.
     """
 
     captions: caption_store.CaptionStore
-    text_vectors: TextVectors | None
+    text_embeddings: TextEmbeddings | None
     sidecar: embedding_store.SidecarHeader | None
-    vectors: embedding_store.VectorStore | None
+    embeddings: embedding_store.EmbeddingStore | None
 
     @property
-    def stores(self) -> tuple[caption_store.CaptionStore | embedding_store.VectorStore, ...]:
-        return (self.captions, self.vectors) if self.vectors else (self.captions,)
+    def stores(self) -> tuple[caption_store.CaptionStore | embedding_store.EmbeddingStore, ...]:
+        return (self.captions, self.embeddings) if self.embeddings else (self.captions,)
 
     @property
     def digests(self) -> list[str]:
-        in_pt = VECTORS_IN_PT if self.text_vectors else ''
-        return [self.captions.digest, self.vectors.digest if self.vectors else in_pt]
+        in_pt = EMBEDDINGS_IN_PT if self.text_embeddings else ''
+        return [self.captions.digest, self.embeddings.digest if self.embeddings else in_pt]
 
 
 def make_plan(
@@ -95,8 +95,8 @@ def make_plan(
         source: files to read.
         settings: what a user decides.
         scratch: where remote files are put while they are read.
-        cache_dir: existing folder for the stores of captions and vectors. They stay there for the
-            next build, and the tasks refer to them.
+        cache_dir: existing folder for the stores of captions and embeddings. They stay there for
+            the next build, and the tasks refer to them.
         limit: keep only so many records of each split, the first.
 
     Raises:
@@ -139,7 +139,7 @@ def make_plan(
         tasks=tasks,
         num_bytes=sum(task.num_bytes for task in tasks),
         latent_dtype=latents.dtype,
-        text_vectors=joined.text_vectors,
+        text_embeddings=joined.text_embeddings,
         sidecar=joined.sidecar,
         dropped=dropped,
         source_fingerprint=json_digest.sha256(
@@ -170,16 +170,16 @@ def _join(
         recorded=source.captions_file.recorded,
     )
     logging.info('The captions of %s are ready', source.captions_file.path)
-    if not settings.text_vectors:
+    if not settings.text_embeddings:
         return _Joined(store, None, None, None)
-    if settings.text_vectors == VECTORS_IN_PT:
+    if settings.text_embeddings == EMBEDDINGS_IN_PT:
         dim = latents.common_embedding_dim()
-        return _Joined(store, TextVectors(dim, VECTORS_IN_PT, in_pt=True), None, None)
-    header, vector_store = _prepare_sidecar(source, settings, store, scratch, cache_dir)
-    text_vectors = TextVectors(
+        return _Joined(store, TextEmbeddings(dim, EMBEDDINGS_IN_PT, in_pt=True), None, None)
+    header, store_of_embeddings = _prepare_sidecar(source, settings, store, scratch, cache_dir)
+    text_embeddings = TextEmbeddings(
         header.dim, header.encoder, in_pt=False, vocabulary=header.vocabulary
     )
-    return _Joined(store, text_vectors, header, vector_store)
+    return _Joined(store, text_embeddings, header, store_of_embeddings)
 
 
 def _prepare_sidecar(
@@ -188,30 +188,32 @@ def _prepare_sidecar(
     store: caption_store.CaptionStore,
     scratch: Scratch,
     cache_dir: str,
-) -> tuple[embedding_store.SidecarHeader, embedding_store.VectorStore]:
+) -> tuple[embedding_store.SidecarHeader, embedding_store.EmbeddingStore]:
     try:
-        files = part_files.find(settings.text_vectors)
+        files = part_files.find(settings.text_embeddings)
     except ValueError as error:
         raise ValueError(
-            f"text_vectors: {error} Otherwise '' or 'pt'; coyo11m_tfds.embed_captions makes such a "
-            'file or folder.'
+            f"text_embeddings: {error} Otherwise '' or 'pt'; coyo11m_tfds.embed_captions makes "
+            'such a file or folder.'
         ) from None
     hold = scratch.hold_showing if len(files) == 1 else scratch.hold
-    header, vector_store = embedding_store.prepare_store(files, cache_dir=cache_dir, hold=hold)
+    header, store_of_embeddings = embedding_store.prepare_store(
+        files, cache_dir=cache_dir, hold=hold
+    )
     if header.caption_column != settings.caption_column:
         raise ValueError(
-            f"{settings.text_vectors}: its vectors were made of column '{header.caption_column}', "
-            f"but the captions are '{settings.caption_column}'. Embed that column, or set "
-            'caption_column.'
+            f'{settings.text_embeddings}: its embeddings were made of column '
+            f"'{header.caption_column}', but the captions are '{settings.caption_column}'. Embed "
+            'that column, or set caption_column.'
         )
     if header.captions_digest != store.digest:
         raise ValueError(
-            f'{settings.text_vectors}: its vectors were made of other captions than column '
+            f'{settings.text_embeddings}: its embeddings were made of other captions than column '
             f"'{settings.caption_column}' of {source.captions_file.path} has. Make it again with "
             'coyo11m_tfds.embed_captions, or name the source that it was made from.'
         )
-    logging.info('The text vectors of %s are ready', settings.text_vectors)
-    return header, vector_store
+    logging.info('The text embeddings of %s are ready', settings.text_embeddings)
+    return header, store_of_embeddings
 
 
 def _drop_reasons(
@@ -226,9 +228,9 @@ def _drop_reasons(
         schema.NO_CAPTION: has_row & (caption_bytes == 0),
         schema.CAPTION_TOO_LONG: has_row & (caption_bytes == caption_store.TOO_LONG),
     }
-    if joined.vectors:
-        missing = joined.vectors.find(latents.keys) < 0
-        reasons[schema.NO_TEXT_VECTOR] = missing & ~np.logical_or.reduce(list(reasons.values()))
+    if joined.embeddings:
+        missing = joined.embeddings.find(latents.keys) < 0
+        reasons[schema.NO_TEXT_EMBEDDING] = missing & ~np.logical_or.reduce(list(reasons.values()))
     return reasons
 
 
@@ -263,10 +265,10 @@ def _split_masks(
     return {schema.TRAIN: kept & ~validation, schema.VALIDATION: kept & validation}
 
 
-def _record_sizes(caption_bytes: np.ndarray, text_vectors: TextVectors | None) -> np.ndarray:
+def _record_sizes(caption_bytes: np.ndarray, text_embeddings: TextEmbeddings | None) -> np.ndarray:
     """Returns the expected bytes of each record, int64 `(n,)`."""
     fixed = schema.NUM_CROPS * schema.LATENT_NBYTES + _RECORD_OVERHEAD
-    return caption_bytes + (fixed + (text_vectors.nbytes if text_vectors else 0))
+    return caption_bytes + (fixed + (text_embeddings.nbytes if text_embeddings else 0))
 
 
 def _plan_tasks(
@@ -277,7 +279,7 @@ def _plan_tasks(
     caption_bytes: np.ndarray,
     limit: int | None,
 ) -> tuple[ShardTask, ...]:
-    sizes = _record_sizes(caption_bytes, joined.text_vectors)
+    sizes = _record_sizes(caption_bytes, joined.text_embeddings)
     masks = _split_masks(latents.keys, kept, settings.validation_fraction)
     rows_by_split = {split: np.flatnonzero(mask)[:limit] for split, mask in masks.items()}
     file_bytes = _file_bytes(latents, list(rows_by_split.values()), sizes)
@@ -302,7 +304,7 @@ def _plan_tasks(
                 group=cut.group,
                 parts=parts,
                 inputs=inputs,
-                text_vectors=joined.text_vectors,
+                text_embeddings=joined.text_embeddings,
                 drop_bad=settings.drop_bad,
                 check_crc=settings.check_crc,
                 num_bytes=cut.num_bytes - left_out * len(cut.rows),
@@ -335,8 +337,8 @@ def _make_parts(
         rows=in_file,
         keys=latents.keys[rows],
         captions_store=joined.captions.folder,
-        vectors_store=joined.vectors.folder if joined.vectors else '',
-        text_dim=joined.text_vectors.dim if joined.vectors and joined.text_vectors else 0,
+        sidecar_store=joined.embeddings.folder if joined.embeddings else '',
+        text_dim=joined.text_embeddings.dim if joined.embeddings and joined.text_embeddings else 0,
     )
     starts = [0, *(np.flatnonzero(np.diff(files)) + 1).tolist(), len(rows)]
     parts = [

@@ -1,6 +1,6 @@
 """The settings that decide the records: kept with a data set, and compared when it is found again.
 
-    metadata[schema.META_SETTINGS] = recorded_settings.record(settings, limit, text_vectors)
+    metadata[schema.META_SETTINGS] = recorded_settings.record(settings, limit, text_embeddings)
     recorded_settings.check(folder, metadata, settings, limit)
 
 The source is not compared: its fingerprint is in the metadata too, but to know that of a folder,
@@ -17,29 +17,28 @@ from coyo11m_tfds.build.settings import BuildSettings
 from coyo11m_tfds.columns import IN_PLACE, RECORDS
 from coyo11m_tfds.storage import source_files
 
-_IN_RECORDS = ('', 'pt')  # values of text_vectors that are no path
+_NO_PATHS = ('', 'pt')  # values of text_embeddings
 _LIMIT = 'max_examples_per_split'
-_VECTORS = 'text_vectors'
 _LATENTS = 'latents'
 # What a build that has ended well does not depend on.
 _NOT_COMPARED = ('max_bad_fraction', 'check_crc', 'package_version')
 
 
 def record(
-    settings: BuildSettings, limit: int | None, text_vectors: str | Mapping[str, Any]
+    settings: BuildSettings, limit: int | None, text_embeddings: str | Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns what is kept with a data set, as JSON can carry it.
 
     Args:
         settings: of the build.
         limit: `max_examples_per_split`.
-        text_vectors: '', 'pt' or what a sidecar says about itself; never a path.
+        text_embeddings: '', 'pt' or what a sidecar says about itself; never a path.
     """
     # Only where it is so: the metadata of other data sets stays as it always was.
     in_place = {_LATENTS: settings.latents} if settings.latents == IN_PLACE else {}
     return in_place | {
         'caption_column': settings.caption_column,
-        _VECTORS: text_vectors,
+        schema.SETTINGS_TEXT: text_embeddings,
         'validation_fraction': float(settings.validation_fraction),
         'shard_bytes': settings.shard_bytes,
         'bad_data': settings.bad_data,
@@ -74,7 +73,11 @@ def check(
     recorded = metadata.get(schema.META_SETTINGS)
     if recorded is None:
         return
-    wanted = record(settings, limit, _text_vectors(settings.text_vectors, recorded.get(_VECTORS)))
+    wanted = record(
+        settings,
+        limit,
+        _text_embeddings(settings.text_embeddings, recorded.get(schema.SETTINGS_TEXT)),
+    )
     lie = {_LATENTS: RECORDS}
     differing = list(_differences(lie | recorded, lie | wanted))
     if differing:
@@ -85,9 +88,9 @@ def check(
         )
 
 
-def _text_vectors(chosen: str, recorded: Any) -> str | Mapping[str, Any]:
-    """The record of `text_vectors` for a build now; the old one if the sidecar is out of reach."""
-    if chosen in _IN_RECORDS:
+def _text_embeddings(chosen: str, recorded: Any) -> str | Mapping[str, Any]:
+    """`text_embeddings` as a build would record it now; as recorded if the sidecar is not here."""
+    if chosen in _NO_PATHS:
         return chosen
     if source_files.is_remote(chosen) or not os.path.exists(chosen):
         return recorded if isinstance(recorded, dict) else chosen
@@ -101,7 +104,8 @@ def _differences(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iter
     # What one of the two does not know belongs to another version of this package.
     for name in wanted.keys() & recorded.keys() - set(_NOT_COMPARED):
         there, here = recorded[name], wanted[name]
+        field = 'text_embeddings' if name == schema.SETTINGS_TEXT else name
         if isinstance(there, dict) and isinstance(here, dict):
-            yield from (f'{name}: {part}' for part in _differences(there, here))
+            yield from (f'{field}: {part}' for part in _differences(there, here))
         elif there != here:
-            yield f'{name} is {there!r} there, {here!r} is asked for'
+            yield f'{field} is {there!r} there, {here!r} is asked for'

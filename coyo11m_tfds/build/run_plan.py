@@ -120,18 +120,18 @@ def make_metadata(
         schema.META_DROPPED: dropped.counts,
         schema.META_SOURCE_FINGERPRINT: plan.source_fingerprint,
     }
-    if plan.text_vectors and plan.text_vectors.vocabulary:
+    if plan.text_embeddings and plan.text_embeddings.vocabulary:
         metadata |= {
-            schema.META_TEXT_ENCODER: plan.text_vectors.encoder,
-            schema.META_TEXT_VOCABULARY: plan.text_vectors.vocabulary,
+            schema.META_TEXT_ENCODER: plan.text_embeddings.encoder,
+            schema.META_TEXT_VOCABULARY: plan.text_embeddings.vocabulary,
         }
-    elif plan.text_vectors and train.text_moments:
+    elif plan.text_embeddings and train.text_moments:
         mean, std = train.text_moments.mean_and_std()
         metadata |= {
             schema.META_TEXT_MEAN: mean,
             schema.META_TEXT_STD: std,
-            schema.META_TEXT_ENCODER: plan.text_vectors.encoder,
-            schema.META_TEXT_DIM: plan.text_vectors.dim,
+            schema.META_TEXT_ENCODER: plan.text_embeddings.encoder,
+            schema.META_TEXT_DIM: plan.text_embeddings.dim,
         }
     return metadata
 

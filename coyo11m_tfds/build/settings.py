@@ -16,7 +16,7 @@ class BuildSettings:
         validation_fraction: share of the keys in the validation split, in [0, 1).
         shard_bytes: the records of a larger `.pt` file are cut into the fewest shards of at most
             about this size, nearly equal; smaller files share one of half to twice this size.
-        text_vectors: '' for none; 'pt' for `embeddings` in the `.pt` files; else the place of a
+        text_embeddings: '' for none; 'pt' for `embeddings` in the `.pt` files; else the place of a
             sidecar that `coyo11m_tfds.embed_captions` made, of embeddings or of tokens; a file or
             a folder.
         latents: 'records', or 'in_place': records hold all but the latents, which are read out of
@@ -31,9 +31,9 @@ class BuildSettings:
         num_workers: processes that write; 0 for the environment variable COYO11M_NUM_PROC, else
             all cores.
         scratch_dir: local folder for what is kept between builds (captions as plain text, text
-            vectors) and for remote files on their way; '' for `.coyo11m_tfds` in a local data_dir,
-            else `~/.cache/coyo11m_tfds`. Beam's workers take `coyo11m_tfds-<user id>` in their
-            directory of temporary files.
+            embeddings) and for remote files on their way; '' for `.coyo11m_tfds` in a local
+            data_dir, else `~/.cache/coyo11m_tfds`. Beam's workers take `coyo11m_tfds-<user id>` in
+            their directory of temporary files.
         scratch_gb: most GB of remote files that lie there at a time; at least the largest
             file, and the small files of one shard.
         wait_hours: how long to wait for another process that builds the same data set.
@@ -43,7 +43,7 @@ class BuildSettings:
     caption_column: str = schema.DEFAULT_CAPTION_COLUMN
     validation_fraction: float = 0.01
     shard_bytes: int = 128 * 1024 * 1024
-    text_vectors: str = ''
+    text_embeddings: str = ''
     latents: str = 'records'
     bad_data: str = 'drop'
     max_bad_fraction: float = 0.01
@@ -54,7 +54,7 @@ class BuildSettings:
     wait_hours: float = 24
 
     def __post_init__(self):
-        for name in ('source', 'caption_column', 'text_vectors', 'scratch_dir'):
+        for name in ('source', 'caption_column', 'text_embeddings', 'scratch_dir'):
             self._check(name, isinstance(getattr(self, name), str), 'a string')
         for name in ('shard_bytes', 'num_workers'):
             self._check(name, isinstance(getattr(self, name), int), 'an integer')

@@ -1,10 +1,10 @@
 """The inputs of a shard besides latents: its rows, and their captions and embeddings.
 
-    inputs = StoreInputs(rows, keys, captions_store, vectors_store='', text_dim=0)
+    inputs = StoreInputs(rows, keys, captions_store, sidecar_store='', text_dim=0)
     opened = inputs.open()
     opened.rows, opened.keys                 # int32 (n,), int64 (n,)
     opened.captions(slice(0, 256))           # list of UTF-8 bytes
-    opened.vectors(slice(0, 256))            # float16 (256, text_dim)
+    opened.embeddings(slice(0, 256))            # float16 (256, text_dim)
 
 On one machine all shards read the same memory-mapped stores (`StoreInputs`). A worker on another
 machine has no such store: for it, `pack` puts what one shard needs into bytes of its own, some MB,
@@ -37,26 +37,26 @@ class OpenInputs(Protocol):
     def captions(self, part: slice) -> list[bytes]:
         """Captions as UTF-8."""
 
-    def vectors(self, part: slice) -> np.ndarray:
-        """Text vectors of a sidecar, float16 `(len(part), text_dim)`, or tokens, int32."""
+    def embeddings(self, part: slice) -> np.ndarray:
+        """Text embeddings of a sidecar, float16 `(len(part), text_dim)`, or tokens, int32."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StoreInputs:
-    """Inputs from the stores of captions and vectors on this machine.
+    """Inputs from the stores of captions and embeddings on this machine.
 
     Attributes:
         rows: rows of the `.pt` file, int32 `(n,)`.
         keys: their keys, int64 `(n,)`.
         captions_store: folder of a `caption_store.CaptionStore`.
-        vectors_store: folder of a `embedding_store.VectorStore`; '' without a sidecar.
-        text_dim: numbers of one vector of the sidecar, or tokens.
+        sidecar_store: folder of a `embedding_store.EmbeddingStore`; '' without a sidecar.
+        text_dim: numbers of one embedding of the sidecar, or tokens.
     """
 
     rows: np.ndarray
     keys: np.ndarray
     captions_store: str
-    vectors_store: str = ''
+    sidecar_store: str = ''
     text_dim: int = 0
 
     def open(self) -> OpenInputs:
@@ -86,7 +86,7 @@ class PackedInputs:
 
 
 def pack(inputs: StoreInputs) -> bytes:
-    """Puts rows, keys, captions and vectors of one shard into one piece."""
+    """Puts rows, keys, captions and embeddings of one shard into one piece."""
     opened, whole = inputs.open(), slice(None)
     texts = opened.captions(whole)
     arrays = {
@@ -95,8 +95,8 @@ def pack(inputs: StoreInputs) -> bytes:
         'caption_lengths': np.array([len(text) for text in texts], np.int64),
         'caption_text': np.frombuffer(b''.join(texts), np.uint8),
     }
-    if inputs.vectors_store:
-        arrays['vectors'] = opened.vectors(whole)
+    if inputs.sidecar_store:
+        arrays['embeddings'] = opened.embeddings(whole)
     file = io.BytesIO()
     np.savez(file, **arrays)  # type: ignore[arg-type]  # NumPy types its own keywords alone
     return file.getvalue()
@@ -106,14 +106,14 @@ class _FromStores:
     def __init__(self, inputs: StoreInputs):
         self.rows, self.keys = inputs.rows, inputs.keys
         self._captions = caption_store.CaptionStore(inputs.captions_store)
-        if inputs.vectors_store:
-            self._vectors = embedding_store.VectorStore(inputs.vectors_store, inputs.text_dim)
+        if inputs.sidecar_store:
+            self._embeddings = embedding_store.EmbeddingStore(inputs.sidecar_store, inputs.text_dim)
 
     def captions(self, part: slice) -> list[bytes]:
         return self._captions.texts(self._captions.find(self.keys[part]))
 
-    def vectors(self, part: slice) -> np.ndarray:
-        return self._vectors.read(self._vectors.find(self.keys[part]))
+    def embeddings(self, part: slice) -> np.ndarray:
+        return self._embeddings.read(self._embeddings.find(self.keys[part]))
 
 
 class _Packed:
@@ -124,11 +124,11 @@ class _Packed:
             self._ends = np.cumsum(arrays['caption_lengths'])
             self._starts = self._ends - arrays['caption_lengths']
             self._text = arrays['caption_text'].tobytes()
-            self._vectors = arrays.get('vectors')
+            self._embeddings = arrays.get('embeddings')
 
     def captions(self, part: slice) -> list[bytes]:
         bounds = zip(self._starts[part].tolist(), self._ends[part].tolist(), strict=True)
         return [self._text[start:end] for start, end in bounds]
 
-    def vectors(self, part: slice) -> np.ndarray:
-        return self._vectors[part]
+    def embeddings(self, part: slice) -> np.ndarray:
+        return self._embeddings[part]

@@ -68,10 +68,10 @@ class _OpenSource:
         self._inputs = task.inputs.open()
         # All at once, 2 MB a shard: it takes half the time of a few at a time.
         self._captions = self._inputs.captions(slice(None))
-        vectors = task.text_vectors
-        self._text = vectors.feature if vectors else ''
+        embeddings = task.text_embeddings
+        self._text = embeddings.feature if embeddings else ''
         self.statistics = ShardStatistics(
-            vectors.dim if vectors and self._text == schema.TEXT_EMBEDDING else None
+            embeddings.dim if embeddings and self._text == schema.TEXT_EMBEDDING else None
         )
         self.sources = ShardSources()
 
@@ -96,9 +96,9 @@ class _OpenSource:
         keys = self._inputs.keys[some]
         captions = self._captions[some]
         raw, latents = file.latents(self._inputs.rows[some])
-        text = self._read_vectors(file, some)
-        vectors = text if self._text == schema.TEXT_EMBEDDING else None
-        good = self.statistics.add(keys, captions, latents, vectors)
+        text = self._read_text(file, some)
+        embeddings = text if self._text == schema.TEXT_EMBEDDING else None
+        good = self.statistics.add(keys, captions, latents, embeddings)
         found: dict[str, np.ndarray | list[bytes]] = {schema.KEY: keys, schema.CAPTION: captions}
         if self._task.in_place:
             self.sources.add(self._inputs.rows[some][good])
@@ -115,11 +115,11 @@ class _OpenSource:
             for name, column in found.items()
         }
 
-    def _read_vectors(self, file: pt_file.LatentShard, some: slice) -> np.ndarray | None:
-        if not self._task.text_vectors:
+    def _read_text(self, file: pt_file.LatentShard, some: slice) -> np.ndarray | None:
+        if not self._task.text_embeddings:
             return None
-        if not self._task.text_vectors.in_pt:
-            return self._inputs.vectors(some)
+        if not self._task.text_embeddings.in_pt:
+            return self._inputs.embeddings(some)
         with np.errstate(over='ignore'):  # becomes inf, which counts as not finite
             return file.embeddings(self._inputs.rows[some]).astype(np.float16)
 
@@ -129,7 +129,7 @@ class _OpenSource:
             raise ValueError(f'{file.path}: has changed since the build began. Start it again.')
 
     def _refuse(self, path: str, key: int) -> None:
-        text = f' (or its {schema.PT_EMBEDDINGS})' if self._task.text_vectors else ''
+        text = f' (or its {schema.PT_EMBEDDINGS})' if self._task.text_embeddings else ''
         raise ValueError(
             f'{path}: {schema.PT_LATENTS} of key {key}{text} are not finite, or '
             'too large to be. One such number ruins a training run. Remove the sample or make it '

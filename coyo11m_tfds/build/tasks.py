@@ -11,17 +11,17 @@ from coyo11m_tfds.build.shard_inputs import PackedInputs, StoreInputs
 from coyo11m_tfds.report.shard_statistics import ShardStatistics
 from coyo11m_tfds.storage.source_files import SourceFile
 
-VECTORS_IN_PT = 'pt'  # the config's `text_vectors` for `embeddings` inside the .pt files
+EMBEDDINGS_IN_PT = 'pt'  # the config's `text_embeddings` for `embeddings` inside the .pt files
 
 
 @dataclasses.dataclass(frozen=True)
-class TextVectors:
+class TextEmbeddings:
     """The text in records: an embedding of `dim` numbers, or so many tokens, by `encoder`."""
 
     dim: int
     encoder: str
     in_pt: bool  # from the `.pt` files, not from a sidecar
-    vocabulary: int = 0  # of tokens; 0: vectors
+    vocabulary: int = 0  # of tokens; 0: embeddings
 
     @property
     def feature(self) -> str:
@@ -61,8 +61,8 @@ class ShardTask:
         filename: name of the file to write.
         group: number that it shares with the tasks that read the same files, and no others.
         parts: the files, in the order of the records.
-        inputs: which rows, and the captions and vectors that go with them.
-        text_vectors: None where records hold no text vector.
+        inputs: which rows, and the captions and embeddings that go with them.
+        text_embeddings: None where records hold no text embedding.
         drop_bad: leave out and count what is not finite, instead of stopping.
         check_crc: whether contents of the `.pt` file are compared with their CRC-32.
         num_bytes: expected size of the shard, within 1%.
@@ -76,7 +76,7 @@ class ShardTask:
     group: int
     parts: tuple[ShardPart, ...]
     inputs: StoreInputs | PackedInputs
-    text_vectors: TextVectors | None
+    text_embeddings: TextEmbeddings | None
     drop_bad: bool
     check_crc: bool
     num_bytes: int

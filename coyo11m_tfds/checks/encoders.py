@@ -62,7 +62,7 @@ def _rate(spec: str, answer: dict[str, Any], num_captions: int) -> Finding:
     digits = 0 if rate >= 10 else 1
     time = f'{hours:,.1f} hours' if hours >= 1 else f'{3600 * hours:,.0f} s'
     text = (
-        f'{spec} loads, vectors of {answer["dim"]} numbers, {rate:,.{digits}f} captions/s here, '
+        f'{spec} loads, embeddings of {answer["dim"]} numbers, {rate:,.{digits}f} captions/s here, '
         f'{rating}: {time} for {num_captions:,} captions'
     )
     facts = {'captions_a_second': rate, 'hours': hours, 'rating': rating, 'dim': answer['dim']}

@@ -37,7 +37,7 @@ _HEADS = 8  # .pt files whose heads stand for all
 # Captions that are read through: 11 million of 400 bytes take 13 s, these one or two.
 _EXACT_BYTES = {False: 500_000_000, True: 30_000_000}  # by whether they come from afar
 
-_RECORD_BYTES = schema.NUM_CROPS * schema.LATENT_NBYTES + 128  # without caption and text vector
+_RECORD_BYTES = schema.NUM_CROPS * schema.LATENT_NBYTES + 128  # without caption and text embedding
 
 _MUCH = 0.1  # share of the rows; a build without one of its captions in ten is seldom meant
 
@@ -169,7 +169,7 @@ def _from_heads(source: Source, settings: BuildSettings) -> Estimate:
         )
     rows_a_byte = latents.num_rows / sum(file.size for file in files)
     num_rows, caption_bytes = _footer(source.captions_file, settings.caption_column)
-    text_bytes = 2 * schema.DEFAULT_TEXT_DIM if settings.text_vectors else 0
+    text_bytes = 2 * schema.DEFAULT_TEXT_DIM if settings.text_embeddings else 0
     a_record = _RECORD_BYTES + caption_bytes / max(1, num_rows) + text_bytes
     rows = np.array([rows_a_byte * file.size for file in source.latent_files])
     per_file = (rows * a_record).astype(np.int64)

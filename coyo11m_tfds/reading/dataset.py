@@ -39,11 +39,11 @@ class DatasetStats:
     Attributes:
         latent_mean, latent_std: float32 `(4,)`, over the train split in raw units.
         latent_dtype: 'float16' or 'bfloat16'.
-        text_mean, text_std: float32 `(text_dim,)`, or None without text vectors.
-        text_encoder: name of what made the text vectors, or None.
+        text_mean, text_std: float32 `(text_dim,)`, or None without text embeddings.
+        text_encoder: name of what made the text embeddings, or None.
         text_revision: of that: a commit, a digest of its files or a number; None if unknown.
         text_max_tokens: captions were cut to so many tokens; 0 for no limit or if unknown.
-        text_dim: width of the text vectors, or 0 without them.
+        text_dim: width of the text embeddings, or 0 without them.
         num_tokens: of a text in the records, or 0 without them.
         vocabulary: ids of these are less than this; 0 without them.
         source_fingerprint: hex digest of the source files, or None.
@@ -118,8 +118,8 @@ def _facts(builder: tfds.core.DatasetBuilder) -> list:
 def dataset_stats(data: Data, text: str = '') -> DatasetStats:
     """Reads the statistics of a data set from its metadata.
 
-    With `text`, those of the text vectors of this column (see `add_column`) take the place of those
-    in the records; a ValueError if there is none.
+    With `text`, those of the text embeddings of this column (see `add_column`) take the place of
+    those in the records; a ValueError if there is none.
 
     One without statistics, such as a mocked one, gets mean 0 and standard deviation 1, and a
     warning in the log.
@@ -130,7 +130,7 @@ def dataset_stats(data: Data, text: str = '') -> DatasetStats:
         logging.warning('%s has no latent statistics: taking mean 0, std 1', builder.name)
     dim = text_dim(builder)
     built_with = metadata.get(schema.META_SETTINGS) or {}
-    sidecar = built_with.get('text_vectors')
+    sidecar = built_with.get(schema.SETTINGS_TEXT)
     sidecar = sidecar if isinstance(sidecar, dict) else {}  # else 'pt'
 
     def numbers(name: str, default: float, size: int) -> np.ndarray:
@@ -189,7 +189,7 @@ def latent_dtype(builder: tfds.core.DatasetBuilder) -> tf.DType:
 
 
 def text_dim(builder: tfds.core.DatasetBuilder) -> int:
-    """The width of the text vectors, 0 for a data set without them."""
+    """The width of the text embeddings, 0 for a data set without them."""
     return _text_size(builder, schema.TEXT_EMBEDDING)
 
 

@@ -4,7 +4,7 @@
     if layout.fits(serialized):                                   # in a graph: `tf.cond`
         crop = layout.cut(serialized, 'latents', begin=8192, nbytes=8192)
 
-A record ends with the latents and, in data sets that have them, the text vector or the tokens,
+A record ends with the latents and, in data sets that have them, the text embedding or the tokens,
 because features are sorted by name; all have a constant size. So a crop can be cut out of the
 record as it is, while `parse_example` would first copy the three of them.
 """
@@ -18,7 +18,7 @@ class Layout:
     """The end of a record of one data set."""
 
     def __init__(self, text_dim: int, num_tokens: int = 0):
-        """Takes the width of the text vectors and the number of tokens, 0 where there are none."""
+        """Takes the width of the text embeddings and the number of tokens; 0 for none."""
         layout = RecordLayout(text_dim, num_tokens=num_tokens)
         self._from_end, self._heads = layout.from_end, layout.heads
 

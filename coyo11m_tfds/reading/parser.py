@@ -29,7 +29,7 @@ class Parser:
     Attributes:
         features: to be in the batch.
         latent_dtype: of the data set.
-        text_dim: width of its text vectors, 0 without them.
+        text_dim: width of its text embeddings, 0 without them.
         num_tokens: of a text in its records, 0 without them.
         seed: of the choices about samples.
         caption_dropout: share of samples that `drop_text` marks.

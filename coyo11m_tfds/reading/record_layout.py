@@ -5,7 +5,7 @@
     found.keys, found.latents, found.text, found.regular
     record_layout.parse(serialized)['latents']    # of one, whatever its layout
 
-Features are sorted by name (caption, key, latents, text vector, tokens), and all but the caption
+Features are sorted by name (caption, key, latents, text embedding, tokens), and all but the caption
 have a known size, so that places are counted from the end of a record. What stands in front of each
 value, its name and lengths, is compared with what has to be there.
 """

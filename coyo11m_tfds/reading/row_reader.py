@@ -48,7 +48,7 @@ class RowChoices:
     Attributes:
         features: to be in the batch.
         latent_dtype: of the data set, 'float16' or 'bfloat16'.
-        text_dim: width of the text vectors in the records, 0 without them.
+        text_dim: width of the text embeddings in the records, 0 without them.
         seed: of the choices about samples.
         caption_dropout: share of samples that `drop_text` marks.
         fixed_crop: taken of all samples; None takes one by (seed, epoch, key).

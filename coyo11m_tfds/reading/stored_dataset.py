@@ -68,7 +68,7 @@ class StoredDataset:
 
     @property
     def text_dim(self) -> int:
-        """The width of the text vectors, 0 for a data set without them."""
+        """The width of the text embeddings, 0 for a data set without them."""
         return self._text_size(schema.TEXT_EMBEDDING)
 
     @property
@@ -206,6 +206,6 @@ def check_features(
     if missing:
         raise ValueError(
             f'{data_dir}: no feature {missing[0]!r}; there are {list(there)}. Data sets with text '
-            'vectors or tokens are built with the config field text_vectors; python -m '
+            'embeddings or tokens are built with the config field text_embeddings; python -m '
             'coyo11m_tfds.add_column adds columns.'
         )

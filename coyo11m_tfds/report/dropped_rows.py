@@ -21,7 +21,7 @@ BAD = (
     schema.REPEATED_CAPTION,
 )
 
-# If more of the source is dropped, its captions or vectors belong to other latents.
+# If more of the source is dropped, its captions or embeddings belong to other latents.
 MAX_DROPPED_FRACTION = 0.5
 
 
@@ -81,7 +81,7 @@ class Dropped:
             raise ValueError(
                 f'{captions}: {total:,} of {self.num_rows:,} rows would be dropped '
                 f'({self._reasons(self.counts)}), more than {MAX_DROPPED_FRACTION:.0%}. Do the '
-                'captions (and text vectors) belong to these .pt files?'
+                'captions (and text embeddings) belong to these .pt files?'
             )
 
     def _reasons(self, reasons: Iterable[str]) -> str:

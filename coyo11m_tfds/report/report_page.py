@@ -26,10 +26,10 @@ _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 _MEANINGS = {
     schema.NO_ROW: 'the key has no row in the Parquet file',
     schema.NO_CAPTION: 'the caption is null or blank',
-    schema.NO_TEXT_VECTOR: 'the key has no text vector',
+    schema.NO_TEXT_EMBEDDING: 'the key has no text embedding',
     schema.REPEATED_KEY: 'the key was in an earlier row',
     schema.ROWS_DISAGREE: 'its file has unequal numbers of keys and latents',
-    schema.NON_FINITE: 'NaN or infinity in latents or text vector',
+    schema.NON_FINITE: 'NaN or infinity in latents or text embedding',
     schema.CAPTION_TOO_LONG: f'the caption has more than {schema.MAX_CAPTION_BYTES:,} bytes',
     schema.REPEATED_CAPTION: 'a second caption of a key (a row of the Parquet file, not counted '
     'as dropped above)',
@@ -210,7 +210,7 @@ def _origin(content: dict) -> str:
         entries['Tokens'] = f'{vocabulary} different ones of {content[schema.META_TEXT_ENCODER]}'
     elif schema.META_TEXT_ENCODER in content:
         dim = content[schema.META_TEXT_DIM]
-        entries['Text vectors'] = f'{dim} numbers of {content[schema.META_TEXT_ENCODER]}'
+        entries['Text embeddings'] = f'{dim} numbers of {content[schema.META_TEXT_ENCODER]}'
     items = [f'<dt>{_text(name)}</dt><dd>{_text(value)}</dd>' for name, value in entries.items()]
     return _section('Origin', '', f'<dl class="origin">{"".join(items)}</dl>')
 

@@ -64,12 +64,12 @@ class ShardStatistics:
     """Counts, moments and histograms of the good samples of a shard, or of several shards.
 
     Args:
-        text_dim: numbers of a text vector; None where there are none.
+        text_dim: numbers of a text embedding; None where there are none.
 
     Attributes:
-        num_records: good samples, i.e. those whose latents and text vector are finite.
+        num_records: good samples, i.e. those whose latents and text embedding are finite.
         latent_moments: of the 4 channels.
-        text_moments: of each number of the text vectors; None where there are none.
+        text_moments: of each number of the text embeddings; None where there are none.
         latent_histogram: int64 `(4, 122)`, of the first 64 good samples of each shard: below the
             first of `LATENT_EDGES`, from each edge to the next, from the last edge on.
         caption_histogram: int64 `(129,)`, captions by length in bytes, bins from each of
@@ -98,14 +98,14 @@ class ShardStatistics:
     ) -> np.ndarray:
         """Adds samples in the order of the shard; those that are not finite are only counted.
 
-        In blocks of 256 and shards of 5,000 it takes 2.5 us a record, with text vectors of 640
+        In blocks of 256 and shards of 5,000 it takes 2.5 us a record, with text embeddings of 640
         numbers 3.6 us, on one of 2 cores; a block with a bad sample takes twice that.
 
         Args:
             keys: int64 `(n,)`.
             captions: UTF-8, one a sample.
             latents: float32 `(n, 3, 4, 32, 32)`.
-            text: text vectors, float16 `(n, text_dim)`, where there are any.
+            text: text embeddings, float16 `(n, text_dim)`, where there are any.
 
         Returns:
             Which samples are good, bool `(n,)`.
@@ -113,11 +113,11 @@ class ShardStatistics:
         if self.text_moments is None:
             good = moments.add_latents(self.latent_moments, latents)
         else:
-            vectors = np.asarray(text, np.float64)
+            embeddings = np.asarray(text, np.float64)
             with np.errstate(invalid='ignore'):
-                finite = np.isfinite(vectors.sum(axis=1))  # float64 holds the sum of any float16
+                finite = np.isfinite(embeddings.sum(axis=1))  # float64 holds the sum of any float16
             good = moments.add_latents(self.latent_moments, latents, finite)
-            moments.add_vectors(self.text_moments, vectors if good.all() else vectors[good])
+            moments.add_vectors(self.text_moments, embeddings if good.all() else embeddings[good])
         self._count_non_finite(keys, good)
         self._add_good(*_choose(good, keys, captions, latents))
         return good

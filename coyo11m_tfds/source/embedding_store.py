@@ -5,7 +5,7 @@
     rows = store.find(keys)                     # -1: the key has no embedding
     store.read(rows)                            # float16 (n, header.dim)
 
-    embedding_store.VectorStore(store.folder, header.dim)   # how another process opens it
+    embedding_store.EmbeddingStore(store.folder, header.dim)   # how another process opens it
 
 A sidecar is a Parquet file with the columns `key` and `text_embedding` (a fixed-size list of
 float16) and, in its schema's metadata, what `SidecarHeader` has; or a folder of such files, whose
@@ -49,13 +49,13 @@ class SidecarHeader:
     """The header of a sidecar.
 
     Attributes:
-        dim: numbers a vector, or tokens a caption with their padding.
+        dim: numbers an embedding, or tokens a caption with their padding.
         encoder: name of what made them.
         revision: of the encoder.
         max_tokens: captions were cut to so many tokens; 0 for no limit.
         caption_column: that they were made from.
         captions_digest: `CaptionStore.digest` of the captions that they were made from.
-        vocabulary: ids of tokens are less than this; 0 for a sidecar of vectors.
+        vocabulary: ids of tokens are less than this; 0 for a sidecar of embeddings.
     """
 
     dim: int
@@ -72,7 +72,7 @@ class SidecarHeader:
         return schema.TEXT_DTYPES[schema.TOKENS if self.vocabulary else schema.TEXT_EMBEDDING]
 
     def to_json(self) -> dict[str, Any]:
-        """The fields; `vocabulary` only of tokens, so that of vectors they are as ever."""
+        """The fields; `vocabulary` only of tokens, so that of embeddings they are as ever."""
         fields = dataclasses.asdict(self)
         if not self.vocabulary:
             del fields['vocabulary']
@@ -125,7 +125,7 @@ def _read_header(path: str, name: str) -> tuple[SidecarHeader, dict[str, str]]:
             )
     if metadata[size] != str(kind.list_size):
         raise ValueError(
-            f'{name}: its vectors have {kind.list_size} numbers, but its metadata says '
+            f'{name}: its embeddings have {kind.list_size} numbers, but its metadata says '
             f'{metadata[size]}. Make it again.'
         )
     header = SidecarHeader(
@@ -148,7 +148,7 @@ def _column(path: str, name: str) -> str:
     return next(others, schema.TEXT_EMBEDDING)
 
 
-class VectorStore(MatrixStore):
+class EmbeddingStore(MatrixStore):
     """A store that `prepare_store` made, of embeddings or tokens; see `MatrixStore`."""
 
     def __init__(self, folder: str | os.PathLike[str], dim: int):
@@ -166,7 +166,7 @@ def prepare_store(
     *,
     cache_dir: str | os.PathLike[str],
     hold: Hold = matrix_store.own_path,
-) -> tuple[SidecarHeader, VectorStore]:
+) -> tuple[SidecarHeader, EmbeddingStore]:
     """Opens the store of a sidecar that is in `cache_dir`, or builds it there.
 
     Args:
@@ -185,12 +185,12 @@ def prepare_store(
         logging.info('Building a store of the embeddings of %s.', name)
         return build_store(files, hold, folder, name)
 
-    made_from = keyed_store.MadeFrom('vectors', name, schema.TEXT_EMBEDDING, version)
+    made_from = keyed_store.MadeFrom('embeddings', name, schema.TEXT_EMBEDDING, version)
     # Held open until the store has been opened as what it is, so that no other process removes it.
     prepared = keyed_store.prepare(cache_dir, made_from, build)
     prepared.check_unique(name)
     header = SidecarHeader(**prepared.facts['header'])
-    return header, VectorStore(prepared.folder, header.dim)
+    return header, EmbeddingStore(prepared.folder, header.dim)
 
 
 def build_store(files: Sequence[SourceFile], hold: Hold, folder: str, name: str) -> dict[str, Any]:
@@ -211,11 +211,11 @@ def build_store(files: Sequence[SourceFile], hold: Hold, folder: str, name: str)
         open(matrix_path, 'wb') as matrix,
         concurrent.futures.ThreadPoolExecutor(1) as other_thread,
     ):
-        for of_file, keys, vectors in _read_rows(files, hold, name):
+        for of_file, keys, embeddings in _read_rows(files, hold, name):
             header = of_file
             # Either takes longer than to read the file.
-            hashed = other_thread.submit(matrix_digest.update, vectors)
-            matrix.write(vectors)
+            hashed = other_thread.submit(matrix_digest.update, embeddings)
+            matrix.write(embeddings)
             hashed.result()
             all_keys.append(keys)
     keys = np.concatenate(all_keys)
@@ -266,18 +266,18 @@ def _to_numpy(values: pa.Array, header: SidecarHeader, keys: np.ndarray, name: s
     if values.null_count:
         column = schema.TOKENS if header.vocabulary else schema.TEXT_EMBEDDING
         raise ValueError(f"{name}: column '{column}' has nulls.")
-    vectors = values.flatten().to_numpy(zero_copy_only=False).reshape(-1, header.dim)
+    embeddings = values.flatten().to_numpy(zero_copy_only=False).reshape(-1, header.dim)
     if header.vocabulary:
-        bad = ((vectors < -1) | (vectors >= header.vocabulary)).any(axis=1)
+        bad = ((embeddings < -1) | (embeddings >= header.vocabulary)).any(axis=1)
         if bad.any():
             raise ValueError(
-                f'{name}: key {keys[bad.argmax()]} has tokens {vectors[bad.argmax()].tolist()}, '
+                f'{name}: key {keys[bad.argmax()]} has tokens {embeddings[bad.argmax()].tolist()}, '
                 f'expected ids from 0 to {header.vocabulary - 1}, padded with -1. Make it again.'
             )
-        return vectors
-    bad = ~np.isfinite(vectors).all(axis=1)
+        return embeddings
+    bad = ~np.isfinite(embeddings).all(axis=1)
     if bad.any():
         raise ValueError(
-            f'{name}: the vector of key {keys[bad.argmax()]} is not finite. Embed it again.'
+            f'{name}: the embedding of key {keys[bad.argmax()]} is not finite. Embed it again.'
         )
-    return vectors
+    return embeddings

@@ -156,7 +156,7 @@ class LatentShard:
         return start if os.pread(self._file, len(first_row), start) == first_row else None
 
     def embeddings(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Reads the text vectors of some rows as float32 `(len(rows), embedding_dim)`.
+        """Reads the text embeddings of some rows as float32 `(len(rows), embedding_dim)`.
 
         Raises:
             ValueError: the file has no `embeddings`.

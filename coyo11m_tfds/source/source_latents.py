@@ -158,7 +158,7 @@ class SourceLatents:
         for path, dim in in_use:
             if dim is None:
                 raise ValueError(
-                    f"{path}: lacks '{schema.PT_EMBEDDINGS}', which text_vectors='pt' asks for. "
+                    f"{path}: lacks '{schema.PT_EMBEDDINGS}', which text_embeddings='pt' asks for. "
                     'Name a file made by coyo11m_tfds.embed_captions instead.'
                 )
             if dim != first:

@@ -1,9 +1,9 @@
-"""Text vectors from a transformers model: its last hidden states, averaged over the tokens.
+"""Text embeddings from a transformers model: its last hidden states, averaged over the tokens.
 
     encoder = HfEncoder('google/gemma-3-270m', 512)  # of the Hugging Face hub, or its cache
     encoder = HfEncoder('all-MiniLM-L6-v2/', 512)    # a folder: config, safetensors, tokenizer
     encoder = HfEncoder('gemma/', 512)               # a folder with one GGUF file
-    vectors = encoder.encode(['a cat', 'two dogs'])  # float32 (2, encoder.dim)
+    embeddings = encoder.encode(['a cat', 'two dogs'])  # float32 (2, encoder.dim)
 
 Weights are read from safetensors or GGUF alone, and code in a model's repository is never run.
 Padding goes to the right, whatever the tokenizer prefers: then every token has the position that
@@ -103,7 +103,7 @@ class HfEncoder(HfTokenizer, Encoder):
     """An encoder or a causal language model of transformers, on the GPU where there is one.
 
     Computes in float32 on CPUs and in bfloat16 on GPUs that have it; averages in float32. Of one
-    caption the vector is the same in any company but for rounding (about 1e-6 of its length in
+    caption the embedding is the same in any company but for rounding (about 1e-6 of its length in
     float32), because the order of sums in a matrix product depends on the product's shape.
 
     Captions of 50 tokens a second and CPU core: Gemma-3-270M 9, MiniLM-L6 83.
@@ -148,13 +148,13 @@ class HfEncoder(HfTokenizer, Encoder):
     ) -> np.ndarray:
         """Returns float32 `(len(tokens), dim)`; see `text_encoders.Encoder`."""
         lengths = np.array([len(ids) for ids in tokens], np.int64)
-        vectors = np.empty((len(tokens), self.dim), np.float32)
+        embeddings = np.empty((len(tokens), self.dim), np.float32)
         batches = length_batches(lengths, self._batch_tokens)
         started = ((rows, self._pool([tokens[row] for row in rows])) for rows in batches)
         for rows, means in one_behind(started):
-            vectors[rows] = means.cpu().numpy()
+            embeddings[rows] = means.cpu().numpy()
             on_batch(len(rows), int(lengths[rows].sum()), len(rows) * int(lengths[rows[0]]))
-        return vectors
+        return embeddings
 
     @torch.inference_mode()
     def _pool(self, tokens: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -1,12 +1,12 @@
-"""Text vectors from Gemma 3 in JAX: its last hidden states, averaged over the tokens.
+"""Text embeddings from Gemma 3 in JAX: its last hidden states, averaged over the tokens.
 
     encoder = JaxEncoder('google/gemma-3-270m', 512)    # of the Hugging Face hub, or its cache
     encoder = JaxEncoder('gemma/', 512)                 # a folder: safetensors, or one GGUF file
-    vectors = encoder.encode(['a cat', 'two dogs'])     # float32 (2, encoder.dim)
+    embeddings = encoder.encode(['a cat', 'two dogs'])     # float32 (2, encoder.dim)
 
-The vectors of `hf_encoder` on the same files, without torch and transformers, on TPU, GPU or CPU:
-rows of a batch are shared out over the local devices, each of which has all weights. Batches come
-in few shapes, each of which is compiled once.
+It gives the embeddings of `hf_encoder` on the same files, without torch and transformers, on TPU,
+GPU or CPU: the local devices share the rows of a batch, and each has all weights. Batches have few
+shapes, each of which is compiled once.
 """
 
 import functools
@@ -32,7 +32,7 @@ BATCH_TOKENS = 8192
 
 _WIDTHS_AN_OCTAVE = 16  # of batches; more of them mean less padding and more programs to compile
 _SHORTEST = 16  # no batch is narrower
-_PADDING = 0  # Gemma's own token for it; any other gives the same vectors
+_PADDING = 0  # Gemma's own token for it; any other gives the same embeddings
 
 
 class JaxTokenizer(Tokenizer):
@@ -82,8 +82,8 @@ class JaxEncoder(JaxTokenizer, Encoder):
     """A Gemma 3 text model on the local devices.
 
     Computes in float32 on CPUs and in bfloat16 elsewhere; norms, softmax and averages are float32
-    always. Of one caption the vector is the same in any company but for rounding, because the order
-    of sums in a matrix product depends on the product's shape.
+    always. The embedding of a caption does not depend on its batch but for rounding, because the
+    order of sums in a matrix product depends on the product's shape.
 
     Attributes:
         dim: numbers an embedding (the model's width).
@@ -136,11 +136,11 @@ class JaxEncoder(JaxTokenizer, Encoder):
     ) -> np.ndarray:
         """Returns the means of the hidden states of each row of tokens, float32 `(n, dim)`."""
         lengths = np.array([len(ids) for ids in tokens], np.int32)
-        vectors = np.empty((len(lengths), self.dim), np.float32)
+        embeddings = np.empty((len(lengths), self.dim), np.float32)
         for rows, slots, means in one_behind(self._results(tokens, lengths)):
-            vectors[rows] = np.asarray(means)[: len(rows)]
+            embeddings[rows] = np.asarray(means)[: len(rows)]
             on_batch(len(rows), int(lengths[rows].sum()), slots)
-        return vectors
+        return embeddings
 
     def _results(
         self, tokens: Sequence[Sequence[int]], lengths: np.ndarray

@@ -1,15 +1,15 @@
 """Encoders of captions: text in, one embedding a caption out.
 
     encoder = make_encoder('hash')                      # or 'hf:google/gemma-3-270m', 'hf:FOLDER'
-    vectors = encoder.encode(['a cat', 'two dogs'])     # float32 (2, encoder.dim)
+    embeddings = encoder.encode(['a cat', 'two dogs'])     # float32 (2, encoder.dim)
 
     tokens = encoder.tokenize(['a cat', 'two dogs'])    # the same in two steps, so that a thread
-    vectors = encoder.encode_tokens(tokens)             # can tokenize ahead of the model
+    embeddings = encoder.encode_tokens(tokens)             # can tokenize ahead of the model
 
     make_tokenizer('hf:FOLDER', 128).tokenize(['a cat'])    # [[2, 35, 14]]; reads no weights
 
 `hash` needs no weights and is the default; `hf:` runs a transformers model (`hf_encoder`), `jax:`
-a Gemma 3 in JAX (`jax_encoder`). The vector of a caption depends on that caption alone, not on
+a Gemma 3 in JAX (`jax_encoder`). The embedding of a caption depends on that caption alone, not on
 those that it is encoded together with.
 """
 
@@ -190,14 +190,14 @@ class HashEncoder(Encoder):
     +1 or -1 to a bucket, so that inner products are kept on average. Here each feature goes to 4
     buckets (as in the sparse projections of Kane and Nelson 2014): of the 50 features of a
     caption two share a bucket nearly always, and would be one and the same feature to a model if
-    they had no other. It costs a fifth of the speed. Vectors have length 1, or 0 where a caption
+    they had no other. It costs a fifth of the speed. Embeddings have length 1, or 0 where a caption
     has no word, and are the same on every machine.
 
     On one core, of captions in COCO: 110,000/s of 10 words, 46,000/s of 42 words.
     """
 
     name = 'hash'
-    revision = '1'  # to be raised with every change of the vectors
+    revision = '1'  # to be raised with every change of the embeddings
     max_tokens = 0
     vocabulary = 0
     dim = schema.DEFAULT_TEXT_DIM
@@ -213,13 +213,13 @@ class HashEncoder(Encoder):
         self, tokens: Sequence[Sequence[str]], on_batch: OnBatch = ignore_batch
     ) -> np.ndarray:
         """Returns float32 `(len(tokens), 640)`; see `Encoder`."""
-        vectors = np.empty((len(tokens), self.dim), np.float32)
+        embeddings = np.empty((len(tokens), self.dim), np.float32)
         for start in range(0, len(tokens), _ROWS_AT_ONCE):
             words = tokens[start : start + _ROWS_AT_ONCE]
-            vectors[start : start + len(words)] = self._encode_words(words)
+            embeddings[start : start + len(words)] = self._encode_words(words)
             num_words = sum(map(len, words))
             on_batch(len(words), num_words, num_words)
-        return vectors
+        return embeddings
 
     def _encode_words(self, words: Sequence[Sequence[str]]) -> np.ndarray:
         rows = np.repeat(np.arange(len(words)), [len(w) for w in words])

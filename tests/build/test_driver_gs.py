@@ -32,8 +32,8 @@ def seconds_of(kind: str) -> float:
 @pytest.fixture(scope='module')
 def source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     folder = made_sources.write_source(tmp_path_factory.mktemp('source'), FILES)
-    vectors = {key: np.full(8, key) for key in range(90)}
-    made_sources.write_sidecar(folder / 'vectors.parquet', vectors, folder)
+    embeddings = {key: np.full(8, key) for key in range(90)}
+    made_sources.write_sidecar(folder / 'embeddings.parquet', embeddings, folder)
     return folder
 
 
@@ -216,11 +216,11 @@ def test_a_bucket_that_does_not_exist_is_named_before_anything_is_read(cloud, bu
 
 
 def test_a_sidecar_may_be_in_a_bucket(cloud, builder, source, tmp_path):
-    final = final_url('vectors')
-    vectors = f'{SOURCE}/vectors.parquet'
-    assert builder.build(final, text_vectors=vectors) == 'built here'
+    final = final_url('embeddings')
+    embeddings = f'{SOURCE}/embeddings.parquet'
+    assert builder.build(final, text_embeddings=embeddings) == 'built here'
     local = build_kills.final_folder(tmp_path)
-    settings = {'text_vectors': str(source / 'vectors.parquet')}
+    settings = {'text_embeddings': str(source / 'embeddings.parquet')}
     build_kills.run(source, local, settings=settings)
     assert files_at(cloud, final) == build_kills.files_of(local)
 

@@ -148,10 +148,10 @@ def test_what_is_dropped_is_counted_by_reason(tmp_path: pathlib.Path):
     captions = dict.fromkeys(range(18), 'text') | {2: None, 3: '', 4: ' \n', 99: 'unused'}
     made_sources.write_captions(source, captions)
     # 2 and 19 lack more than one thing and are counted once.
-    vectors = {key: np.ones(3) for key in range(25) if key not in (0, 2, 19)}
-    sidecar = made_sources.write_sidecar(tmp_path / 'x.parquet', vectors, source)
+    embeddings = {key: np.ones(3) for key in range(25) if key not in (0, 2, 19)}
+    sidecar = made_sources.write_sidecar(tmp_path / 'x.parquet', embeddings, source)
 
-    made = make_plan(source, tmp_path / 'out', text_vectors=str(sidecar))
+    made = make_plan(source, tmp_path / 'out', text_embeddings=str(sidecar))
 
     assert counts(made) == {'no_row': 2, 'no_caption': 3, 'no_text_vector': 1}
     assert made.dropped.examples == {
@@ -277,8 +277,8 @@ def test_the_fingerprint_tells_sources_apart(tmp_path: pathlib.Path):
 
 def test_a_task_s_fingerprint_changes_with_all_that_changes_its_bytes(tmp_path: pathlib.Path):
     source = made_sources.write_source(tmp_path / 'source', [range(40), range(40, 60)])
-    vectors = {key: np.full(5, key) for key in range(60)}
-    sidecar = made_sources.write_sidecar(tmp_path / 'x.parquet', vectors, source)
+    embeddings = {key: np.full(5, key) for key in range(60)}
+    sidecar = made_sources.write_sidecar(tmp_path / 'x.parquet', embeddings, source)
 
     def fingerprints(name: str, **settings) -> list[str]:
         return [task.fingerprint for task in make_plan(source, tmp_path / name, **settings).tasks]
@@ -287,7 +287,7 @@ def test_a_task_s_fingerprint_changes_with_all_that_changes_its_bytes(tmp_path: 
     assert len(set(first)) == len(first)
     assert fingerprints('b') == first
     for name, settings in {
-        'vectors': {'text_vectors': str(sidecar)},
+        'embeddings': {'text_embeddings': str(sidecar)},
         'column': {'caption_column': 'caption'},
         'policy': {'bad_data': 'stop'},
         'sizes': {'shard_bytes': 100_000},

@@ -26,12 +26,12 @@ def files_in(folder: pathlib.Path) -> dict[str, bytes]:
 
 def test_the_number_of_processes_does_not_change_a_byte(tmp_path: pathlib.Path):
     source = made_sources.write_source(tmp_path, [range(70), range(70, 100)])
-    vectors = {key: np.full(5, key) for key in range(100)}
-    sidecar = made_sources.write_sidecar(tmp_path / 'x.parquet', vectors, source)
+    embeddings = {key: np.full(5, key) for key in range(100)}
+    sidecar = made_sources.write_sidecar(tmp_path / 'x.parquet', embeddings, source)
     outcomes = []
     for workers in (1, 2, 4):
         work = tmp_path / str(workers)
-        made = make_plan(source, tmp_path / 'stores', text_vectors=str(sidecar))
+        made = make_plan(source, tmp_path / 'stores', text_embeddings=str(sidecar))
         results = write(made, work, workers)
         run_plan.write_chunk_indexes(results, data_folder(work))
         dropped = run_plan.count_dropped(made, results)
@@ -71,7 +71,7 @@ def test_small_files_give_the_same_shards_as_one_file_of_all_their_rows(tmp_path
             path = made_sources.latents_file(tmp_path / name, number)
             made_sources.write_pt(path, keys[start:end], replace=tensors)
         made_sources.write_captions(tmp_path / name, {key: f'Caption {key}' for key in keys})
-        settings = {'shard_bytes': 10**9, 'text_vectors': 'pt', 'max_bad_fraction': 0.1}
+        settings = {'shard_bytes': 10**9, 'text_embeddings': 'pt', 'max_bad_fraction': 0.1}
         made = make_plan(tmp_path / name, tmp_path / 'stores', **settings)
         results = write(made, tmp_path / f'{name} work')
         files = files_in(data_folder(tmp_path / f'{name} work'))
@@ -283,9 +283,9 @@ def test_the_chunk_index_points_at_the_records(tmp_path: pathlib.Path):
 def test_statistics_are_those_of_the_train_split(tmp_path: pathlib.Path):
     source = made_sources.write_source(tmp_path, [range(30), range(30, 64)], dtype='bfloat16')
     rng = np.random.default_rng(0)
-    vectors = {key: rng.normal(3, 2, 5).astype(np.float16) for key in range(64)}
-    sidecar = made_sources.write_sidecar(tmp_path / 'x.parquet', vectors, source)
-    made = make_plan(source, tmp_path / 'out', text_vectors=str(sidecar))
+    embeddings = {key: rng.normal(3, 2, 5).astype(np.float16) for key in range(64)}
+    sidecar = made_sources.write_sidecar(tmp_path / 'x.parquet', embeddings, source)
+    made = make_plan(source, tmp_path / 'out', text_embeddings=str(sidecar))
     results = write(made, tmp_path / 'work')
     dropped = run_plan.count_dropped(made, results)
     metadata = run_plan.make_metadata(made, results, dropped, 'caption_llava')
@@ -293,7 +293,7 @@ def test_statistics_are_those_of_the_train_split(tmp_path: pathlib.Path):
     train = [key for shard in planned_keys(made)[schema.TRAIN] for key in shard]
     files = [torch.load(made_sources.latents_file(source, n), weights_only=True) for n in (0, 1)]
     latents = torch.cat([file['latents'] for file in files]).double().numpy()[train]
-    text = np.stack([vectors[key] for key in train]).astype(np.float64)
+    text = np.stack([embeddings[key] for key in train]).astype(np.float64)
     for name, expected in {
         'latent_mean': latents.mean(axis=(0, 1, 3, 4)),
         'latent_std': latents.std(axis=(0, 1, 3, 4)),

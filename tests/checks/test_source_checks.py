@@ -24,7 +24,7 @@ def built(mini_dataset) -> tuple[int, int, int]:
 @pytest.fixture
 def settings(hash_sidecar) -> BuildSettings:
     return BuildSettings(
-        validation_fraction=0.1, shard_bytes=2_500_000, text_vectors=str(hash_sidecar)
+        validation_fraction=0.1, shard_bytes=2_500_000, text_embeddings=str(hash_sidecar)
     )
 
 

@@ -83,12 +83,12 @@ def test_parts_hold_what_one_file_holds(source, expected, tmp_path):
     assert list(sorted(expected)) == [part_files.name(number, 10) for number in range(10)]
     embed(source, tmp_path / 'parts')
     embed(source, tmp_path / 'one.parquet')
-    keys, vectors = read(tmp_path / 'parts', 'embedding')
+    keys, embeddings = read(tmp_path / 'parts', 'embedding')
     assert np.all(np.diff(keys) > 0)
     table = pq.read_table(tmp_path / 'one.parquet')
     np.testing.assert_array_equal(keys, table.column('key').to_numpy())
     flat = table.column('text_embedding').combine_chunks().flatten().to_numpy()
-    np.testing.assert_array_equal(vectors.ravel(), flat)
+    np.testing.assert_array_equal(embeddings.ravel(), flat)
 
 
 def test_a_part_says_what_it_is(source, expected, tmp_path):

@@ -260,11 +260,11 @@ def run_in_terminal(program: str, columns: int, lines: int = 24) -> str:
 def test_planning_shows_what_it_reads(gcs, tmp_path, monkeypatch, lines):
     monkeypatch.setattr(progress, 'SECONDS_BETWEEN_LINES', 0)
     source = made_sources.write_source(tmp_path / 'source', [range(20), range(20, 40)])
-    vectors = {key: np.ones(8) for key in range(40)}
-    made_sources.write_sidecar(source / 'side.parquet', vectors, source)
+    embeddings = {key: np.ones(8) for key in range(40)}
+    made_sources.write_sidecar(source / 'side.parquet', embeddings, source)
     gcs.upload_folder(source, 'gs://bucket/source')
     plans.make_plan(
-        'gs://bucket/source', tmp_path / 'out', text_vectors='gs://bucket/source/side.parquet'
+        'gs://bucket/source', tmp_path / 'out', text_embeddings='gs://bucket/source/side.parquet'
     )
 
     for begin in (

@@ -161,7 +161,7 @@ def test_at_most_ten_keys_are_kept():
     assert (both.non_finite, both.non_finite_keys) == (26, [keys[20], *keys[:9]])
 
 
-def test_there_need_not_be_text_vectors_or_samples():
+def test_there_need_not_be_text_embeddings_or_samples():
     samples = make_samples(4)
     del samples['text']
     statistics = ShardStatistics(None)

@@ -1,4 +1,4 @@
-"""Captions and text vectors by key: what a store answers, and what of a file is refused."""
+"""Captions and text embeddings by key: what a store answers, and what of a file is refused."""
 
 import contextlib
 import pathlib
@@ -39,9 +39,9 @@ def prepare(path: pathlib.Path, drop_repeats: bool = False) -> caption_store.Cap
     )
 
 
-def prepare_vectors(
+def prepare_embeddings(
     path: pathlib.Path,
-) -> tuple[embedding_store.SidecarHeader, embedding_store.VectorStore]:
+) -> tuple[embedding_store.SidecarHeader, embedding_store.EmbeddingStore]:
     files = part_files.find(path)
     return embedding_store.prepare_store(files, cache_dir=path.parent / 'cache')
 
@@ -237,8 +237,8 @@ def write_embedded(path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize(
     ('write', 'prepare_store'),
-    [(write_with_pandas, prepare), (write_embedded, prepare_vectors)],
-    ids=['captions', 'vectors'],
+    [(write_with_pandas, prepare), (write_embedded, prepare_embeddings)],
+    ids=['captions', 'embeddings'],
 )
 def test_whatever_is_damaged_the_error_names_the_file(tmp_path: pathlib.Path, write, prepare_store):
     path, random_ = tmp_path / 'x.parquet', random.Random(0)
@@ -259,7 +259,7 @@ def test_whatever_is_damaged_the_error_names_the_file(tmp_path: pathlib.Path, wr
     assert 50 < refused < 150
 
 
-def test_damaged_vectors_of_a_sidecar_are_refused(tmp_path: pathlib.Path):
+def test_damaged_embeddings_of_a_sidecar_are_refused(tmp_path: pathlib.Path):
     path = tmp_path / 'x.parquet'
     write_embedded(path)
     column = pq.read_metadata(path).row_group(0).column(1)
@@ -267,7 +267,7 @@ def test_damaged_vectors_of_a_sidecar_are_refused(tmp_path: pathlib.Path):
     for at in range(start, start + column.total_compressed_size, 97):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         with pytest.raises(ValueError, match=r'x\.parquet: is damaged'):
-            prepare_vectors(path)
+            prepare_embeddings(path)
 
 
 def test_messages_name_the_file_that_a_copy_stands_for(tmp_path: pathlib.Path):
@@ -302,14 +302,14 @@ def test_messages_name_the_file_that_a_copy_stands_for(tmp_path: pathlib.Path):
             assert 'copy' not in str(error.value).replace('Copy or download it again', '')
 
 
-# --- Text vectors -----------------------------------------------------------------------------
+# --- Text embeddings -----------------------------------------------------------------------------
 
 
-def test_vectors_are_found_by_key(tmp_path: pathlib.Path):
+def test_embeddings_are_found_by_key(tmp_path: pathlib.Path):
     rng = np.random.default_rng(0)
     wanted = {int(key): rng.normal(size=6).astype(np.float16) for key in rng.permutation(30_000)}
     path = made_sources.write_sidecar(tmp_path / 'x.parquet', wanted)
-    header, store = prepare_vectors(path)
+    header, store = prepare_embeddings(path)
     assert header == embedding_store.SidecarHeader(6, 'made-up', '1', 0, 'caption_llava', 'made-up')
     assert header == embedding_store.read_header(str(path))
 
@@ -317,25 +317,25 @@ def test_vectors_are_found_by_key(tmp_path: pathlib.Path):
     read = store.read(store.find(np.array(list(wanted))))
     assert read.dtype == np.float16
     np.testing.assert_array_equal(read, np.stack(list(wanted.values())))
-    again = embedding_store.VectorStore(store.folder, header.dim)
+    again = embedding_store.EmbeddingStore(store.folder, header.dim)
     np.testing.assert_array_equal(again.read(again.find(np.array([7]))), wanted[7][None])
 
 
-def test_the_digest_of_vectors_is_that_of_keys_and_vectors(tmp_path: pathlib.Path):
+def test_the_digest_of_embeddings_is_that_of_keys_and_vectors(tmp_path: pathlib.Path):
     digests = set()
     for number, rows in enumerate(
         ({1: [1, 2], 2: [3, 4]}, {1: [1, 2], 2: [3, 5]}, {1: [1, 2], 3: [3, 4]}, {1: [1, 2]})
     ):
         rows = {key: np.array(vector, np.float16) for key, vector in rows.items()}
         path = made_sources.write_sidecar(tmp_path / f'{number}.parquet', rows)
-        digests.add(prepare_vectors(path)[1].digest)
+        digests.add(prepare_embeddings(path)[1].digest)
     assert len(digests) == 4
 
 
 @pytest.mark.parametrize(
     ('value', 'metadata', 'message'),
     [
-        (np.nan, {}, 'vector of key 4 is not finite'),
+        (np.nan, {}, 'embedding of key 4 is not finite'),
         (1.0, {'text_encoder': None}, "metadata lacks 'text_encoder'"),
         (1.0, {'text_embedding_dim': None}, "metadata lacks 'text_embedding_dim'"),
         (1.0, {'caption_column': ''}, "metadata lacks 'caption_column'; make the file again"),
@@ -352,7 +352,7 @@ def test_a_bad_sidecar_is_refused_by_name(
     rows = {3: np.ones(2), 4: np.array([1.0, value])}
     path = made_sources.write_sidecar(tmp_path / 'x.parquet', rows, **metadata)
     with pytest.raises(ValueError, match=rf'x\.parquet: .*{message}'):
-        prepare_vectors(path)
+        prepare_embeddings(path)
 
 
 def test_a_sidecar_of_another_type_is_refused_by_name(tmp_path: pathlib.Path):
@@ -362,7 +362,7 @@ def test_a_sidecar_of_another_type_is_refused_by_name(tmp_path: pathlib.Path):
         with pytest.raises(
             ValueError, match=r'x\.parquet: .*expected a fixed-size list of float16'
         ):
-            prepare_vectors(path)
+            prepare_embeddings(path)
 
 
 def test_a_sidecar_with_nulls_or_repeated_keys_is_refused_by_name(tmp_path: pathlib.Path):
@@ -376,7 +376,7 @@ def test_a_sidecar_with_nulls_or_repeated_keys_is_refused_by_name(tmp_path: path
     ):
         pq.write_table(pa.Table.from_pydict(rows | change, schema=table.schema), path)
         with pytest.raises(ValueError, match=rf'x\.parquet: .*({message})'):
-            prepare_vectors(path)
+            prepare_embeddings(path)
 
 
 # --- Bombs ----------------------------------------------------------------------------------
@@ -394,7 +394,7 @@ def write_repeated(path: pathlib.Path, text: str, count: int) -> None:
     pq.write_table(table, path, compression='zstd', store_schema=False)
 
 
-def write_wide_vectors(path: pathlib.Path) -> None:
+def write_wide_embeddings(path: pathlib.Path) -> None:
     made_sources.write_sidecar(path, {key: np.ones(4096) for key in range(12_000)})
 
 
@@ -423,8 +423,8 @@ def test_texts_that_are_large_only_in_memory_take_little_of_it(tmp_path: pathlib
     assert run_with_little_memory(program, tmp_path / 'x.parquet') == f'{num_captions}\n'
 
 
-def test_vectors_are_read_a_few_at_a_time_if_they_are_wide(tmp_path: pathlib.Path):
-    write_wide_vectors(tmp_path / 'x.parquet')  # 96 MB
+def test_embeddings_are_read_a_few_at_a_time_if_they_are_wide(tmp_path: pathlib.Path):
+    write_wide_embeddings(tmp_path / 'x.parquet')  # 96 MB
     program = """
         header, store = embedding_store.prepare_store(
             part_files.find(path), cache_dir=path + '.cache'
@@ -464,10 +464,10 @@ def test_a_column_of_books_is_refused_by_name(tmp_path: pathlib.Path):
         prepare(path)
 
 
-def test_vectors_that_are_too_wide_are_refused_by_name(tmp_path: pathlib.Path):
+def test_embeddings_that_are_too_wide_are_refused_by_name(tmp_path: pathlib.Path):
     path = made_sources.write_sidecar(tmp_path / 'x.parquet', {1: np.ones(16_385)})
     with pytest.raises(ValueError, match=r'x\.parquet: .*list of float16, at most 16,384'):
-        prepare_vectors(path)
+        prepare_embeddings(path)
 
 
 def test_captions_that_are_too_long_are_not_kept(tmp_path: pathlib.Path):

@@ -11,7 +11,7 @@ from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
 from coyo11m_tfds.source import embedding_store, part_files
 from tests import made_sources
 
-VECTORS = {key: np.full(4, key, np.float16) for key in range(30)}
+EMBEDDINGS = {key: np.full(4, key, np.float16) for key in range(30)}
 
 
 def write_parts(folder: pathlib.Path, source: pathlib.Path | None = None, **metadata: str) -> None:
@@ -19,22 +19,24 @@ def write_parts(folder: pathlib.Path, source: pathlib.Path | None = None, **meta
     folder.mkdir()
     for number in range(3):
         path = folder / part_files.name(number, 3)
-        vectors = {key: VECTORS[key] for key in range(10 * number, 10 * number + 10)}
+        embeddings = {key: EMBEDDINGS[key] for key in range(10 * number, 10 * number + 10)}
         entries = {schema.META_PART: f'{number} of 3'} | (metadata if number == 2 else {})
-        made_sources.write_sidecar(path, vectors, source, **entries)
+        made_sources.write_sidecar(path, embeddings, source, **entries)
         table = pq.read_table(path)
         renamed = table.rename_columns([schema.PARQUET_KEY, schema.PART_EMBEDDING])
         pq.write_table(renamed.replace_schema_metadata(table.schema.metadata), path)
 
 
-def prepare(place: pathlib.Path, cache: pathlib.Path) -> embedding_store.VectorStore:
+def prepare(place: pathlib.Path, cache: pathlib.Path) -> embedding_store.EmbeddingStore:
     return embedding_store.prepare_store(part_files.find(place), cache_dir=cache)[1]
 
 
 def test_parts_are_read_as_one_file_would_be(tmp_path):
     write_parts(tmp_path / 'parts')
     store = prepare(tmp_path / 'parts', tmp_path / 'cache')
-    one = prepare(made_sources.write_sidecar(tmp_path / 'one.parquet', VECTORS), tmp_path / 'cache')
+    one = prepare(
+        made_sources.write_sidecar(tmp_path / 'one.parquet', EMBEDDINGS), tmp_path / 'cache'
+    )
     assert store.digest == one.digest
     np.testing.assert_array_equal(store.read(store.find(np.array([25, 3])))[:, 0], [25, 3])
 
@@ -42,8 +44,8 @@ def test_parts_are_read_as_one_file_would_be(tmp_path):
 def test_a_changed_part_is_read_again(tmp_path):
     write_parts(tmp_path / 'parts')
     before = prepare(tmp_path / 'parts', tmp_path / 'cache').digest
-    vectors = {key: VECTORS[key] + np.float16(1) for key in range(10)}
-    made_sources.write_sidecar(tmp_path / 'parts' / part_files.name(0, 3), vectors)
+    embeddings = {key: EMBEDDINGS[key] + np.float16(1) for key in range(10)}
+    made_sources.write_sidecar(tmp_path / 'parts' / part_files.name(0, 3), embeddings)
     assert prepare(tmp_path / 'parts', tmp_path / 'cache').digest != before
 
 
@@ -63,7 +65,7 @@ def test_a_changed_part_is_read_again(tmp_path):
             r'00000-of-00003\.parquet and .*00001-of-00004\.parquet: parts of 3 and of 4',
         ),
         (
-            lambda f: made_sources.write_sidecar(f / part_files.name(1, 3), {3: VECTORS[3]}),
+            lambda f: made_sources.write_sidecar(f / part_files.name(1, 3), {3: EMBEDDINGS[3]}),
             r'parts: 1 rows repeat .* e\.g\. key 3;',
         ),
         (
@@ -99,14 +101,14 @@ def test_a_folder_that_is_missing_is_refused(tmp_path):
 def test_a_data_set_is_the_same_of_parts_here_in_a_bucket_and_of_one_file(tmp_path, gcs):
     source = made_sources.write_source(tmp_path / 'source', [range(30)])
     write_parts(tmp_path / 'parts', source)
-    made_sources.write_sidecar(tmp_path / 'one.parquet', VECTORS, source)
+    made_sources.write_sidecar(tmp_path / 'one.parquet', EMBEDDINGS, source)
     gcs.upload_folder(tmp_path / 'parts', 'gs://bucket/parts')
     built = {}
     for number, place in enumerate(
         (str(tmp_path / 'one.parquet'), str(tmp_path / 'parts'), 'gs://bucket/parts')
     ):
         out = tmp_path / f'out{number}'
-        config = Coyo11mConfig(name='x', source=str(source), text_vectors=place, num_workers=1)
+        config = Coyo11mConfig(name='x', source=str(source), text_embeddings=place, num_workers=1)
         Builder(data_dir=out, config=config).download_and_prepare()
         Builder(data_dir=out, config=config).download_and_prepare()  # finds it there
         built[place] = {

@@ -41,13 +41,13 @@ def test_latents_that_are_a_strided_view_are_read_correctly(tmp_path: pathlib.Pa
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float32])
 def test_embeddings_are_read_where_there_are_some(tmp_path: pathlib.Path, dtype: torch.dtype):
-    vectors = torch.randn(4, 10).to(dtype)
-    made_sources.write_pt(tmp_path / 'x.pt', range(4), replace={'embeddings': vectors})
+    embeddings = torch.randn(4, 10).to(dtype)
+    made_sources.write_pt(tmp_path / 'x.pt', range(4), replace={'embeddings': embeddings})
 
     shard = LatentShard(tmp_path / 'x.pt')
 
     assert shard.embedding_dim == 10
-    np.testing.assert_array_equal(shard.embeddings([2, 1]), vectors[[2, 1]].float().numpy())
+    np.testing.assert_array_equal(shard.embeddings([2, 1]), embeddings[[2, 1]].float().numpy())
 
 
 def test_a_file_without_embeddings_says_so(tmp_path: pathlib.Path):

@@ -343,12 +343,12 @@ def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def plain_loop(model, tokenizer, captions: list[str]) -> np.ndarray:
     """The definition: one caption at a time, no padding, the mean of its last hidden states."""
-    vectors = []
+    embeddings = []
     for caption in captions:
         tokens = tokenizer(caption, return_tensors='pt')['input_ids']
         with torch.inference_mode():
-            vectors.append(model(input_ids=tokens).last_hidden_state[0].mean(dim=0).numpy())
-    return np.stack(vectors)
+            embeddings.append(model(input_ids=tokens).last_hidden_state[0].mean(dim=0).numpy())
+    return np.stack(embeddings)
 
 
 def rules(tokenizer: tokenizers.Tokenizer) -> dict:
@@ -432,12 +432,12 @@ def check_shares(params, tokens, lengths):
     assert shares == 3 * [len(tokens) // 3], shares
     return pool(params, tokens, lengths)
 encoder._pool = check_shares
-np.save({str(tmp_path / 'vectors.npy')!r}, encoder.encode({CAPTIONS!r}))
+np.save({str(tmp_path / 'embeddings.npy')!r}, encoder.encode({CAPTIONS!r}))
 """
     environment = os.environ | {'XLA_FLAGS': '--xla_force_host_platform_device_count=3'}
     subprocess.run([sys.executable, '-c', program], env=environment, check=True)
     expected = text_encoders.make_encoder(f'jax:{models / "gguf"}').encode(CAPTIONS)
-    np.testing.assert_allclose(np.load(tmp_path / 'vectors.npy'), expected, atol=1e-5)
+    np.testing.assert_allclose(np.load(tmp_path / 'embeddings.npy'), expected, atol=1e-5)
 
 
 @settings(deadline=None)
@@ -542,7 +542,7 @@ def test_a_name_that_cannot_be_had_gives_one_clear_message(tmp_path):
 
 
 @pytest.mark.slow
-def test_real_weights_give_the_vectors_of_transformers(coco_sample):
+def test_real_weights_give_the_embeddings_of_transformers(coco_sample):
     """In float32 to rounding; bfloat16 is what an accelerator computes."""
     if 'COYO11M_ENCODERS' not in os.environ:
         pytest.skip('COYO11M_ENCODERS is not set; see tests/text/fetch_encoders.py')
@@ -560,9 +560,9 @@ def test_real_weights_give_the_vectors_of_transformers(coco_sample):
     assert ours.tokenize(captions + odd) == theirs.tokenize(captions + odd)
     some = captions[::40] + odd
     plain = plain_loop(theirs._model, theirs._tokenizer, some)
-    vectors = ours.encode(some)
-    assert cosines(vectors, plain).min() > 0.999999
-    assert cosines(vectors, theirs.encode(some)).min() > 0.999999
+    embeddings = ours.encode(some)
+    assert cosines(embeddings, plain).min() > 0.999999
+    assert cosines(embeddings, theirs.encode(some)).min() > 0.999999
     assert cosines(ours.encode(some[:1]), plain[:1]).min() > 0.999999
     half = jax_encoder.JaxEncoder(str(folder), 512, dtype=jnp.bfloat16)
     assert cosines(half.encode(some), plain).min() > 0.999

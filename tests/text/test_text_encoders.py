@@ -50,13 +50,13 @@ def test_unknown_encoder_names_the_choices():
 def test_hash_never_changes():
     """Models are trained on these numbers; another rule would need another name."""
     encoder = text_encoders.make_encoder('hash')
-    vectors = encoder.encode(['Red circle.', ''])
-    assert (encoder.name, encoder.dim, vectors.dtype) == ('hash', 640, np.float32)
-    places = np.flatnonzero(vectors[0])
-    signs = np.sign(vectors[0, places]).astype(int)
+    embeddings = encoder.encode(['Red circle.', ''])
+    assert (encoder.name, encoder.dim, embeddings.dtype) == ('hash', 640, np.float32)
+    places = np.flatnonzero(embeddings[0])
+    signs = np.sign(embeddings[0, places]).astype(int)
     assert dict(zip(places.tolist(), signs.tolist(), strict=True)) == RED_CIRCLE
-    np.testing.assert_allclose(np.abs(vectors[0, places]), 12**-0.5, rtol=1e-6)
-    assert not vectors[1].any()
+    np.testing.assert_allclose(np.abs(embeddings[0, places]), 12**-0.5, rtol=1e-6)
+    assert not embeddings[1].any()
 
 
 @settings(deadline=None)
@@ -97,8 +97,8 @@ def test_hash_keeps_inner_products():
     """Captions that share half of their words have cosine 0.5, give or take the hashing's noise."""
     words = [f'{i}' for i in range(3000)]
     captions = [' '.join(words[i * 10 : i * 10 + 20 : 1]) for i in range(290)]
-    vectors = text_encoders.HashEncoder().encode(captions)
-    cosines = np.sum(vectors[:-1] * vectors[1:], axis=1)
+    embeddings = text_encoders.HashEncoder().encode(captions)
+    cosines = np.sum(embeddings[:-1] * embeddings[1:], axis=1)
     # 10 of 20 words and 9 of 19 pairs are shared.
     assert cosines.mean() == pytest.approx(19 / 39, abs=0.01)
     assert cosines.std() < 0.06
@@ -207,7 +207,7 @@ def test_vector_is_the_mean_of_hidden_states_in_any_company(models, kind):
     np.testing.assert_allclose(encoder.encode([SHORT])[0], expected[0], atol=2e-5)
 
 
-def test_small_batches_give_the_same_vectors_in_the_same_order(models):
+def test_small_batches_give_the_same_embeddings_in_the_same_order(models):
     captions = [' '.join(WORDS[:n]) for n in (3, 9, 1, 5, 2, 8, 4)]
     folder = f'hf:{models / "llama"}'
     once = text_encoders.make_encoder(folder).encode(captions)
@@ -219,9 +219,11 @@ def test_small_batches_give_the_same_vectors_in_the_same_order(models):
 def test_long_captions_are_cut_between_their_special_tokens_and_counted(models):
     encoder = text_encoders.make_encoder(f'hf:{models / "bert"}')
     assert encoder.max_tokens == 16  # the model has no more positions
-    vectors = encoder.encode([f'{LONG} {LONG}', SHORT, LONG])
+    embeddings = encoder.encode([f'{LONG} {LONG}', SHORT, LONG])
     assert encoder.truncated == 1
-    np.testing.assert_allclose(vectors[0], reference(models / 'bert', f'{LONG} {LONG}'), atol=2e-5)
+    np.testing.assert_allclose(
+        embeddings[0], reference(models / 'bert', f'{LONG} {LONG}'), atol=2e-5
+    )
     shorter = text_encoders.make_encoder(f'hf:{models / "bert"}', max_tokens=3)
     np.testing.assert_allclose(shorter.encode([LONG])[0], encoder.encode(['a'])[0], atol=2e-5)
     assert shorter.truncated == 1
@@ -411,11 +413,11 @@ def encoders():
 def test_real_encoder(encoders, name, dim, least, most):
     encoder = text_encoders.make_encoder(f'hf:{encoders / name}')
     assert (encoder.name, encoder.dim) == (f'hf:{name}', dim)
-    vectors = encoder.encode(CAPTIONS)
+    embeddings = encoder.encode(CAPTIONS)
     alone = np.concatenate([encoder.encode([caption]) for caption in CAPTIONS])
-    np.testing.assert_allclose(vectors, alone, atol=1e-5 * np.abs(vectors).max())
+    np.testing.assert_allclose(embeddings, alone, atol=1e-5 * np.abs(embeddings).max())
 
-    units = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    units = embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
     cosines = (units @ units.T)[np.triu_indices(len(CAPTIONS), 1)]
     assert cosines.argmax() == 0, 'the two captions of one scene are the most alike'
     assert least < cosines.mean() < most

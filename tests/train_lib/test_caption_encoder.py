@@ -98,7 +98,7 @@ def test_a_data_set_keeps_the_revision_and_length_of_its_encoder(
     encoder = caption_encoder.text_encoders.make_encoder(f'jax:{models}/text', max_tokens=12)
     embed_captions.embed(sample_source, encoder, sidecar)
     config = Coyo11mConfig(
-        name='local', source=str(sample_source), text_vectors=str(sidecar), num_workers=1
+        name='local', source=str(sample_source), text_embeddings=str(sidecar), num_workers=1
     )
     builder = Builder(data_dir=tmp_path / 'data', config=config)
     builder.download_and_prepare()

@@ -12,7 +12,7 @@ from train_lib import check
 
 def test_a_configuration_that_fits(mini_dataset):
     found = check.check(runs.small_config(mini_dataset))
-    assert found['data'] == f'{mini_dataset}, text vectors of hash'
+    assert found['data'] == f'{mini_dataset}, text embeddings of hash'
     assert found['devices']
     assert found['unchecked'] == {}
 

@@ -43,7 +43,7 @@ def small():
     'name, millions', [('S/2', 33), ('B/2', 130), ('L/2', 458), ('XL/2', 675), ('tiny/4', 2)]
 )
 def test_sizes_are_those_of_the_paper(name, millions):
-    """Peebles & Xie, table 1; the text vector stands where they have a class label."""
+    """Peebles & Xie, table 1; the text embedding stands where they have a class label."""
     model = models.make(name)
     x, t, text = _inputs(side=32, text_dim=640)
     params = jax.eval_shape(model.init, jax.random.key(0), x, t, text, None)['params']

@@ -318,13 +318,13 @@ def test_a_configuration_that_cannot_work_leaves_nothing_behind(
     assert not (tmp_path / 'run').exists()
 
 
-def test_a_data_set_without_text_vectors_is_refused(data_dir, tmp_path):
+def test_a_data_set_without_text_embeddings_is_refused(data_dir, tmp_path):
     bare = metadata_alone(data_dir, tmp_path / 'bare')
     path = bare / 'features.json'
     features = json.loads(path.read_text())
     del features['featuresDict']['features'][schema.TEXT_EMBEDDING]
     path.write_text(json.dumps(features))
-    with pytest.raises(ValueError, match='holds no text vectors in its records: build it with'):
+    with pytest.raises(ValueError, match='holds no text embeddings in its records: build it with'):
         train.train_and_evaluate(small_config(bare), tmp_path / 'run')
 
 

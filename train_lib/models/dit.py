@@ -6,8 +6,8 @@
 
 Architecture: Peebles & Xie, "Scalable Diffusion Models with Transformers" (2023), block adaLN-Zero,
 with query and key normalization (Dehghani et al., "Scaling Vision Transformers to 22 Billion
-Parameters", 2023) and the text vector in the place of the class label. A text may also be token
-ids: the text vector is then the mean of what a learned table makes of them, and with
+Parameters", 2023) and the text embedding in the place of the class label. A text may also be token
+ids: the text embedding is then the mean of what a learned table makes of them, and with
 `text='sequence'` every block's attention sees the words beside the picture's own tokens, as in
 Nichol et al., "GLIDE" (2021). The blocks are one scanned module: compile time and the size of the
 program do not grow with the depth.
@@ -81,7 +81,7 @@ def _modulate(x: jax.Array, shift: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 class Conditioning(nn.Module):
-    """Adds up what the time and the text vector say: `(b, width)`."""
+    """Adds up what the time and the text embedding say: `(b, width)`."""
 
     width: int
     dtype: Dtype = jnp.bfloat16
@@ -182,7 +182,7 @@ class DiT(nn.Module):
         remat: what of a block is kept for the backward pass, a key of `REMAT`.
         attention: what computes it, of `ATTENTION`.
         text: what of a text conditions the blocks, of `TEXTS`.
-        vocabulary: ids of tokens are less than this; 0: texts are vectors.
+        vocabulary: ids of tokens are less than this; 0: texts are embeddings.
         unroll: blocks in one turn of the compiled loop. With all 6 blocks of the tiny model in one
             turn a step takes 13% less on 2 CPU cores; large models gain nothing but compile time.
         pin: applied to the condition, the tokens and what becomes of them, `(b, ...)`, before and
@@ -218,8 +218,8 @@ class DiT(nn.Module):
             raise ValueError(f'model.text is {self.text!r}, expected one of {", ".join(TEXTS)}.')
         if self.text == SEQUENCE and not self.vocabulary:
             raise ValueError(
-                "model.text='sequence': the data set holds one vector a caption, expected one of "
-                "tokens (embed_captions --tokens_only), or model.text='pooled'"
+                "model.text='sequence': the data set holds embeddings, expected tokens "
+                "(embed_captions --tokens_only), or model.text='pooled'"
             )
         if self.width % 4 or self.width % self.num_heads:
             raise ValueError(
@@ -246,8 +246,8 @@ class DiT(nn.Module):
         Args:
             x: noisy latents, standardized, `(b, H, W, C)`.
             t: times in [0, 1], `(b,)`; 0 is data, 1 is noise.
-            text: standardized text vectors `(b, D)`; with a vocabulary token ids, int32 `(b, T)`,
-                padded with -1.
+            text: standardized text embeddings `(b, D)`; with a vocabulary token ids, int32
+                `(b, T)`, padded with -1.
             drop_text: bool `(b,)`, True where the text is to be ignored; None is False everywhere.
 
         Returns:
@@ -298,7 +298,7 @@ class DiT(nn.Module):
 
         Args:
             latent_shape: `(height, width, channels)` of one sample.
-            text_dim: width of a text vector; not used with a vocabulary.
+            text_dim: width of a text embedding; not used with a vocabulary.
             num_tokens: of a text, padding included; used with a vocabulary alone.
         """
         height, columns, channels = latent_shape
