@@ -1,0 +1,128 @@
+"""The texts that people read: links lead somewhere, code parses, commands can be typed."""
+
+import ast
+import functools
+import importlib
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.checkout import CHECKOUT
+
+TEXTS = [
+    path.relative_to(CHECKOUT)
+    for pattern in ('*.md', '*/*.md')
+    for path in sorted(CHECKOUT.glob(pattern))
+    if not path.relative_to(CHECKOUT).parts[0].startswith('.')
+]
+
+
+def blocks(path) -> Iterator[tuple[str, str]]:
+    """The language and the text of each fenced block."""
+    for found in re.finditer(
+        r'^```(\w*)\n(.*?)^```', (CHECKOUT / path).read_text('utf-8'), re.M | re.S
+    ):
+        yield found[1], found[2]
+
+
+def commands(path) -> Iterator[tuple[str, list[str]]]:
+    """The module and the arguments of each `python -m` of this project."""
+    for language, text in blocks(path):
+        if language == 'python':
+            continue
+        for found in re.finditer(r'python -m (\w[\w.]*)(.*)', text.replace('\\\n', ' ')):
+            if found[1].split('.')[0] in ('coyo11m_tfds', 'train_lib', 'benchmarks'):
+                yield found[1], re.findall(r'(?<!\S)--\w[\w.]*', found[2])
+
+
+def test_the_texts_have_commands():
+    assert len(TEXTS) > 6
+    assert sum(1 for path in TEXTS for _ in commands(path)) > 20
+
+
+@pytest.mark.parametrize('path', TEXTS, ids=str)
+def test_links_lead_somewhere(path):
+    text = re.sub(r'```.*?```', '', (CHECKOUT / path).read_text('utf-8'), flags=re.S)
+    links = re.findall(r'\]\(([^)\s]+)\)|src="([^"]+)"', text)
+    for link in (''.join(pair) for pair in links):
+        if '://' not in link:
+            target, _, anchor = link.partition('#')
+            file = (CHECKOUT / path).parent / target if target else CHECKOUT / path
+            assert file.exists(), link
+            if anchor:
+                headings = re.findall(r'^#+ (.*)$', file.read_text('utf-8'), re.M)
+                assert anchor in [
+                    re.sub(r'[^\w\- ]', '', h.lower()).replace(' ', '-') for h in headings
+                ]
+
+
+@pytest.mark.parametrize('path', TEXTS, ids=str)
+def test_python_parses_and_imports_what_there_is(path):
+    for language, text in blocks(path):
+        if language != 'python':
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith(
+                ('coyo11m', 'train_lib')
+            ):
+                module = importlib.import_module(node.module)
+                for name in node.names:
+                    known = hasattr(module, name.name)
+                    assert known or importlib.util.find_spec(f'{node.module}.{name.name}'), text
+
+
+@pytest.mark.parametrize('path', TEXTS, ids=str)
+def test_modules_and_fields_of_commands_exist(path):
+    config = importlib.import_module('configs.default').get_config()
+    for module, flags in commands(path):
+        assert importlib.util.find_spec(module), module
+        for flag in flags:
+            if flag.startswith('--config.'):
+                functools.reduce(lambda part, name: part[name], flag.split('.')[1:], config)
+
+
+@functools.cache
+def help_of(module: str) -> str:
+    done = subprocess.run(
+        [sys.executable, '-m', module, '--help'], cwd=CHECKOUT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('path', TEXTS, ids=str)
+def test_flags_of_commands_are_those_of_the_programs(path):
+    for module, flags in commands(path):
+        for flag in flags:
+            if not flag.startswith('--config.'):
+                name = re.sub(r'^--(no)?', '', flag)
+                assert re.search(rf'--(\[no\])?({flag[2:]}|{name})\b', help_of(module)), (
+                    module,
+                    flag,
+                )
+
+
+@pytest.mark.slow
+def test_the_first_try_of_the_readme_ends_well(mini_dataset, tmp_path):
+    (command,) = re.findall(
+        r'^python (-m train_lib.main --config=demo (?:.*\\\n)*.*)$',
+        (CHECKOUT / 'README.md').read_text(),
+        re.M,
+    )
+    places = {'TRY': str(tmp_path / 'W'), 'OUT/coyo11m_tfds/gemma/1.0.0': str(mini_dataset)}
+    for theirs, here in places.items():
+        command = command.replace(f'={theirs}', f'={here}')
+    done = subprocess.run(
+        [sys.executable, *shlex.split(command.replace('\\\n', ' '))],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert 'step 60 of 60' in done.stderr
