@@ -142,7 +142,7 @@ def prepare(
         version='1',
         column=schema.DEFAULT_CAPTION_COLUMN,
         cache_dir=folder / 'cache',
-        drop_repeats=False,
+        drop_duplicates=False,
     )
 
 

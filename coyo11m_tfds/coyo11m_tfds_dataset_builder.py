@@ -278,7 +278,7 @@ class Builder(dataset_builder.FileReaderBuilder):
             'num_shards': 'set shard_bytes in the config',
             'min_shard_size': 'set shard_bytes in the config',
             'max_shard_size': 'set shard_bytes in the config',
-            'ignore_duplicates': 'remove repeated keys from the source',
+            'ignore_duplicates': 'remove duplicate keys from the source',
         }.items():
             value = getattr(download_config, name)
             if value != getattr(defaults, name):

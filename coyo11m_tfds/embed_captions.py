@@ -51,7 +51,7 @@ class Report:
         num_captions: encoded by this run.
         num_kept: captions in parts that were there already.
         num_skipped: rows without a caption (null, blank or too long).
-        num_repeated: rows left out because an earlier row has their key.
+        num_duplicates: rows left out because an earlier row has their key.
         num_truncated: captions that this run cut to the encoder's greatest length.
         num_tokens: that this run made or encoded.
         padding: share of what the encoder computed that was padding.
@@ -64,7 +64,7 @@ class Report:
     num_captions: int
     num_kept: int
     num_skipped: int
-    num_repeated: int
+    num_duplicates: int
     num_truncated: int
     num_tokens: int
     padding: float
@@ -84,8 +84,8 @@ class Report:
         return (
             f'{self.num_captions} captions encoded by {self.encoder}, {self.dim} numbers each '
             f'({self.num_captions / self.seconds:.0f} captions/s){kept}; '
-            f'{self.num_skipped} null, blank or too long ones and {self.num_repeated} of repeated '
-            f'keys skipped, {self.num_truncated} truncated{left}'
+            f'{self.num_skipped} null, blank or too long ones and {self.num_duplicates} duplicates '
+            f'skipped, {self.num_truncated} truncated{left}'
         )
 
 
@@ -95,7 +95,7 @@ def embed(
     out: str | os.PathLike[str],
     caption_column: str = schema.DEFAULT_CAPTION_COLUMN,
     *,
-    drop_repeats: bool = False,
+    drop_duplicates: bool = False,
     tokens_only: bool = False,
     max_tokens: int = text_encoders.DEFAULT_MAX_TOKENS,
     batch_tokens: int | None = None,
@@ -116,7 +116,7 @@ def embed(
             `tokenizers.make_tokenizer`; or an encoder, which runs in this process.
         out: a folder, local or on `gs://`; or a local file to replace, its name ends in `.parquet`.
         caption_column: the Parquet column to encode.
-        drop_repeats: whether, of rows that repeat a key, the first wins; else they are an error.
+        drop_duplicates: whether, of rows that repeat a key, the first wins; else they are an error.
         tokens_only: whether to write token ids in place of embeddings.
         max_tokens: longer captions are cut; not for `hash`.
         batch_tokens: see `text_encoders.make_encoder`.
@@ -150,7 +150,7 @@ def embed(
             version=file.version,
             column=caption_column,
             cache_dir=folder,
-            drop_repeats=drop_repeats,
+            drop_duplicates=drop_duplicates,
         )
         captions = part_maker.Captions(store, part_captions)
         if not len(captions):
@@ -167,7 +167,7 @@ def embed(
         num_captions=outcome.num_captions,
         num_kept=outcome.num_kept,
         num_skipped=len(store.keys) - len(captions),
-        num_repeated=store.num_repeated,
+        num_duplicates=store.num_duplicates,
         num_truncated=outcome.made.num_truncated,
         num_tokens=outcome.counter.tokens,
         padding=outcome.counter.padding,
@@ -267,7 +267,7 @@ def parse_flags() -> argparse.Namespace:
         '--tokens_only also words',
     )
     add('--caption_column', default=column, help='column to encode (%(default)s)')
-    add('--drop_repeats', action='store_true', help='first row of a key wins; else an error')
+    add('--drop_duplicates', action='store_true', help='first row of a key wins; else an error')
     add('--tokens_only', action='store_true', help='write token ids in place of embeddings')
     add(
         '--max_tokens',
@@ -308,7 +308,7 @@ def main() -> None:
             flags.encoder,
             flags.out,
             flags.caption_column,
-            drop_repeats=flags.drop_repeats,
+            drop_duplicates=flags.drop_duplicates,
             tokens_only=flags.tokens_only,
             max_tokens=flags.max_tokens,
             batch_tokens=flags.batch_tokens,

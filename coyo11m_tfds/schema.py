@@ -71,21 +71,21 @@ BUILD_DATA = 'data'  # sub-folder that becomes the finished data set
 NO_ROW = 'no_row'  # the key has no row in the Parquet file
 NO_CAPTION = 'no_caption'  # its caption is null or blank
 NO_TEXT_EMBEDDING = 'no_text_vector'  # on disk from the start; the sidecar has none for it
-REPEATED_KEY = 'repeated_key'  # the key was in an earlier row of the `.pt` files
+DUPLICATE_KEY = 'repeated_key'  # the key was in an earlier row of the `.pt` files
 ROWS_DISAGREE = 'rows_disagree'  # in a `.pt` file whose tensors have unequal numbers of rows
 NON_FINITE = 'non_finite'  # NaN or infinity in its latents or text embedding
 CAPTION_TOO_LONG = 'caption_too_long'  # its caption has more than MAX_CAPTION_BYTES
 # A row of the Parquet file whose key came before. The only reason that counts none of `.pt` files.
-REPEATED_CAPTION = 'repeated_caption'
+DUPLICATE_CAPTION = 'repeated_caption'
 DROP_REASONS = (
     NO_ROW,
     NO_CAPTION,
     NO_TEXT_EMBEDDING,
-    REPEATED_KEY,
+    DUPLICATE_KEY,
     ROWS_DISAGREE,
     NON_FINITE,
     CAPTION_TOO_LONG,
-    REPEATED_CAPTION,
+    DUPLICATE_CAPTION,
 )
 
 # --- Metadata keys of `dataset_info` --------------------------------------------------------

@@ -64,7 +64,7 @@ def test_every_caption_has_its_vector_under_its_key(source, out):
     expected = text_encoders.HashEncoder().encode(['two dogs', 'a cat', 'a red circle'])
     np.testing.assert_array_equal(found, expected.astype(np.float16))
     assert (report.num_captions, report.num_skipped, report.num_truncated) == (3, 3, 0)
-    assert report.num_repeated == 0
+    assert report.num_duplicates == 0
     assert '3 captions encoded by hash, 640 numbers each' in str(report)
     assert os.listdir(out.parent) == [out.name]
 
@@ -149,14 +149,14 @@ def test_progress_is_logged_where_there_is_no_terminal(source, out, monkeypatch,
     assert lines[-1].startswith('Embedding: 100%, 3 of 3 captions, ')
 
 
-def test_of_repeated_keys_the_first_row_wins_if_asked(tmp_path, out):
+def test_of_duplicate_keys_the_first_row_wins_if_asked(tmp_path, out):
     write_repeated_key(tmp_path / schema.CAPTIONS_FILE)
-    report = embed_captions.embed(tmp_path, 'hash', out, drop_repeats=True)
+    report = embed_captions.embed(tmp_path, 'hash', out, drop_duplicates=True)
     keys, found = read_sidecar(out)
     assert keys.tolist() == [4, 9]
     expected = text_encoders.HashEncoder().encode(['a', 'b'])
     np.testing.assert_array_equal(found, expected.astype(np.float16))
-    assert (report.num_captions, report.num_repeated) == (2, 1)
+    assert (report.num_captions, report.num_duplicates) == (2, 1)
 
 
 def test_a_caption_that_is_too_long_gets_no_vector(tmp_path, out):
@@ -206,12 +206,12 @@ def test_rows_in_another_order_or_without_captions_are_no_other_captions(built, 
     build(source, sidecar, tmp_path / 'out')
 
 
-def test_captions_of_repeated_keys_are_the_same_for_both(tmp_path):
+def test_captions_of_duplicate_keys_are_the_same_for_both(tmp_path):
     source = made_sources.write_source(tmp_path / 'source', [range(300)])
     keys, texts = [*range(300), 5], [*(f'Caption of {key}.' for key in range(300)), 'another']
     table = pa.table({'key': keys, 'caption_llava': texts})
     pq.write_table(table, source / schema.CAPTIONS_FILE)
-    embed_captions.embed(source, 'hash', tmp_path / 'x.parquet', drop_repeats=True)
+    embed_captions.embed(source, 'hash', tmp_path / 'x.parquet', drop_duplicates=True)
     build(source, tmp_path / 'x.parquet', tmp_path / 'out')
 
 

@@ -166,7 +166,7 @@ def _join(
         version=source.captions_file.version,
         column=settings.caption_column,
         cache_dir=cache_dir,
-        drop_repeats=settings.drop_bad,
+        drop_duplicates=settings.drop_bad,
         recorded=source.captions_file.recorded,
     )
     logging.info('The captions of %s are ready', source.captions_file.path)
@@ -220,10 +220,10 @@ def _drop_reasons(
     latents: SourceLatents, caption_rows: np.ndarray, caption_bytes: np.ndarray, joined: _Joined
 ) -> dict[str, np.ndarray]:
     """Returns bool `(n,)` for each reason to drop a row; at most one of them is true."""
-    no_row = ~latents.repeated & (caption_rows < 0)
-    has_row = ~latents.repeated & ~no_row
+    no_row = ~latents.duplicate & (caption_rows < 0)
+    has_row = ~latents.duplicate & ~no_row
     reasons = {
-        schema.REPEATED_KEY: latents.repeated,
+        schema.DUPLICATE_KEY: latents.duplicate,
         schema.NO_ROW: no_row,
         schema.NO_CAPTION: has_row & (caption_bytes == 0),
         schema.CAPTION_TOO_LONG: has_row & (caption_bytes == caption_store.TOO_LONG),
@@ -243,13 +243,15 @@ def _count_dropped(
     dropped = Dropped(latents.num_rows, max_bad_fraction)
     for reason, mask in reasons.items():
         rows = np.flatnonzero(mask)
-        files = latents.files_of_key(rows[0]) if reason == schema.REPEATED_KEY and len(rows) else []
+        files = (
+            latents.files_of_key(rows[0]) if reason == schema.DUPLICATE_KEY and len(rows) else []
+        )
         keys = latents.keys[rows[: Dropped.MAX_EXAMPLES]]
         dropped.add(reason, len(rows), keys, ' and '.join(files))
     if latents.disagreeing_files:
         file, keys = latents.disagreeing_files[0], latents.disagreeing
         dropped.add(schema.ROWS_DISAGREE, len(keys), keys, file)
-    dropped.add(schema.REPEATED_CAPTION, store.num_repeated, store.repeated_keys)
+    dropped.add(schema.DUPLICATE_CAPTION, store.num_duplicates, store.duplicate_keys)
     return dropped
 
 

@@ -157,7 +157,7 @@ def run(
         RuntimeError: a process died.
     """
     logging.info(
-        '%d parts to make, %d processes (--num_workers or %s: another number)',
+        'parts to make: %d; processes: %d (--num_workers or %s changes that)',
         len(missing),
         num_workers,
         workers.VARIABLE,

@@ -118,7 +118,7 @@ class Chunks:
             again = self._reader.check(found)
             if again.all():
                 path = self._files.path_of(min(damaged)[0])
-                logging.warning('%s: a read failed and went well when it was repeated.', path)
+                logging.warning('%s: a read failed and succeeded when tried again.', path)
             good = again
         return self._reader.read(found, good)
 

@@ -129,7 +129,7 @@ class ChunkReader:
         one_by_one, problem = self._read_again(path, read)
         good = np.array([record is not None for record in one_by_one])
         if good.all():
-            logging.warning('%s: a read failed and went well when it was repeated.', path)
+            logging.warning('%s: a read failed and succeeded when tried again.', path)
         else:
             numbers = read.first + read.skip + np.flatnonzero(~good)
             self._bad_records.add(path, read.shard, numbers.tolist(), problem)

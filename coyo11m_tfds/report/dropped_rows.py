@@ -14,11 +14,11 @@ from collections.abc import Iterable, Mapping
 from coyo11m_tfds import schema
 
 BAD = (
-    schema.REPEATED_KEY,
+    schema.DUPLICATE_KEY,
     schema.ROWS_DISAGREE,
     schema.NON_FINITE,
     schema.CAPTION_TOO_LONG,
-    schema.REPEATED_CAPTION,
+    schema.DUPLICATE_CAPTION,
 )
 
 # If more of the source is dropped, its captions or embeddings belong to other latents.
@@ -27,7 +27,7 @@ MAX_DROPPED_FRACTION = 0.5
 
 def num_latents(counts: Mapping[str, int]) -> int:
     """Rows of `.pt` files among these counts by reason: what the data set lacks of its source."""
-    return sum(counts.values()) - counts.get(schema.REPEATED_CAPTION, 0)
+    return sum(counts.values()) - counts.get(schema.DUPLICATE_CAPTION, 0)
 
 
 class Dropped:

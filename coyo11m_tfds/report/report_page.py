@@ -27,11 +27,11 @@ _MEANINGS = {
     schema.NO_ROW: 'the key has no row in the Parquet file',
     schema.NO_CAPTION: 'the caption is null or blank',
     schema.NO_TEXT_EMBEDDING: 'the key has no text embedding',
-    schema.REPEATED_KEY: 'the key was in an earlier row',
+    schema.DUPLICATE_KEY: 'the key was in an earlier row',
     schema.ROWS_DISAGREE: 'its file has unequal numbers of keys and latents',
     schema.NON_FINITE: 'NaN or infinity in latents or text embedding',
     schema.CAPTION_TOO_LONG: f'the caption has more than {schema.MAX_CAPTION_BYTES:,} bytes',
-    schema.REPEATED_CAPTION: 'a second caption of a key (a row of the Parquet file, not counted '
+    schema.DUPLICATE_CAPTION: 'a second caption of a key (a row of the Parquet file, not counted '
     'as dropped above)',
 }
 

@@ -162,7 +162,10 @@ def summarize(facts: BuildFacts, folder: str, seconds: float) -> str:
         lines.append(_line(split, shards))
     lines.append(_line('total', [shard for shards in facts.shards.values() for shard in shards]))
     counts = {reason: count for reason, count in facts.dropped.items() if count}
-    num_rows, of_captions = dropped_rows.num_latents(counts), counts.pop(schema.REPEATED_CAPTION, 0)
+    num_rows, of_captions = (
+        dropped_rows.num_latents(counts),
+        counts.pop(schema.DUPLICATE_CAPTION, 0),
+    )
     reasons = ', '.join(f'{reason}: {count:,}' for reason, count in counts.items())
     lines.append(f'dropped     {num_rows:,} rows' + (f' ({reasons})' if reasons else ''))
     if of_captions:

@@ -2,7 +2,7 @@
 
     store = captions.prepare_store(
         lambda: contextlib.nullcontext(path), name=path, version='1', column='caption_llava',
-        cache_dir=folder, drop_repeats=False,
+        cache_dir=folder, drop_duplicates=False,
     )
     rows = store.find(keys)     # -1: the key has no row
     store.lengths(rows)         # bytes of each caption; 0: null, empty or blank; -1: too long
@@ -92,7 +92,7 @@ def prepare_store(
     version: str,
     column: str,
     cache_dir: str | os.PathLike[str],
-    drop_repeats: bool,
+    drop_duplicates: bool,
     recorded: FileState | None = None,
 ) -> CaptionStore:
     """Opens the store of one caption column that is in `cache_dir`, or builds it there.
@@ -103,7 +103,7 @@ def prepare_store(
         version: of the file; another one has the store built again.
         column: to read.
         cache_dir: local folder; made where there is none. See `keyed_store.prepare`.
-        drop_repeats: whether, of rows that repeat a key, the first wins; else they are an error.
+        drop_duplicates: whether, of rows that repeat a key, the first wins; else they are an error.
         recorded: size and CRC-32C that the file had when it was copied, if they are known.
 
     Raises:
@@ -122,7 +122,7 @@ def prepare_store(
     made_from = keyed_store.MadeFrom('captions', name, column, version)
     # Held open until the store has been opened as what it is, so that no other process removes it.
     prepared = keyed_store.prepare(cache_dir, made_from, build)
-    if not drop_repeats:
+    if not drop_duplicates:
         prepared.check_unique(name)
     return CaptionStore(prepared.folder)
 

@@ -3,11 +3,11 @@
     for keys, values in keyed_parquet.batches('coyo11m-meta.parquet', 'caption_llava'):
         ...                                             # int64 (n,), pyarrow.Array (n,)
 
-    order, repeats = keyed_parquet.order_by_key(keys)   # the first row of each key
+    order, duplicates = keyed_parquet.order_by_key(keys)   # the first row of each key
     places = keyed_parquet.find(keys[order], wanted)
 
 What comes batch by batch takes 150 MB with all libraries, however large the file and its row
-groups, and however often a text is repeated, if it is read as a dictionary. Where `name` is given,
+groups, and however often a text occurs, if it is read as a dictionary. Where `name` is given,
 it stands for the file in messages: a path may be that of a copy.
 """
 
@@ -161,16 +161,16 @@ def naming_damage(name: str) -> Iterator[None]:
 
 
 def order_by_key(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns `(order, repeats)` of `keys` int64 `(n,)`.
+    """Returns `(order, duplicates)` of `keys` int64 `(n,)`.
 
-    `order` int64 `(m,)` are the rows that hold a key for the first time, sorted by key; `repeats`
+    `order` int64 `(m,)` are the first rows of each key, sorted by key; `duplicates`
     int64 `(n - m,)` are the keys of the other rows, ascending.
     """
     order = np.argsort(keys, kind='stable')
     ascending = keys[order]
-    repeated = np.zeros(len(keys), bool)
-    np.equal(ascending[1:], ascending[:-1], out=repeated[1:])
-    return order[~repeated], ascending[repeated]
+    duplicate = np.zeros(len(keys), bool)
+    np.equal(ascending[1:], ascending[:-1], out=duplicate[1:])
+    return order[~duplicate], ascending[duplicate]
 
 
 def find(sorted_keys: np.ndarray, wanted: np.ndarray) -> np.ndarray:

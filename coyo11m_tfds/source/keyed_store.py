@@ -31,7 +31,7 @@ from coyo11m_tfds.storage import json_digest, source_files
 from coyo11m_tfds.storage.destination import Destination, naming
 from coyo11m_tfds.storage.file_lock import FileLock
 
-FORMAT = 2  # of the files of all stores; another number has them built again
+FORMAT = 3  # of the files of all stores; another number has them built again
 
 MAX_EXAMPLES = 10
 
@@ -95,8 +95,8 @@ class KeyedStore:
         facts: what the builder returned.
         digest: hex digest of the content.
         keys: each once, int64 `(n,)`, ascending, memory-mapped.
-        num_repeated: rows of the source left out because an earlier row has their key.
-        repeated_keys: up to 10 of the keys of such rows, int64, ascending.
+        num_duplicates: rows of the source left out because an earlier row has their key.
+        duplicate_keys: up to 10 of the keys of such rows, int64, ascending.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
@@ -121,8 +121,8 @@ class KeyedStore:
                 f'{self.folder}: holds no usable store ({error!r}). Prepare it again.'
             ) from error
         self.digest: str = self.facts['digest']
-        self.num_repeated: int = self.facts['num_repeated']
-        self.repeated_keys = np.array(self.facts['repeated_keys'], np.int64)
+        self.num_duplicates: int = self.facts['num_duplicates']
+        self.duplicate_keys = np.array(self.facts['duplicate_keys'], np.int64)
 
     def find(self, keys: np.ndarray) -> np.ndarray:
         """Returns the row of each key in this store, int64 `(n,)`, -1 where there is none."""
@@ -130,11 +130,11 @@ class KeyedStore:
 
     def check_unique(self, name: str) -> None:
         """Raises ValueError, with the `name` of the source, if rows of it repeat a key."""
-        if self.num_repeated:
+        if self.num_duplicates:
             raise ValueError(
-                f'{name}: {self.num_repeated} rows repeat the key of another, e.g. key '
-                f'{self.repeated_keys[0]}; expected one row a key. Remove '
-                'the repeated rows, or take the first of each key: --drop_repeats of '
+                f'{name}: {self.num_duplicates} rows repeat the key of another, e.g. key '
+                f'{self.duplicate_keys[0]}; expected one row a key. Remove '
+                'the duplicates, or take the first of each key: --drop_duplicates of '
                 'embed_captions, bad_data="drop" of a build.'
             )
 
@@ -201,10 +201,10 @@ def write_keys(folder: str, keys: np.ndarray) -> tuple[np.ndarray, dict[str, Any
         `(rows, facts)`: the row of each key that was written, int64, the first that has it; and
         what every store has to know, but for its digest.
     """
-    rows, repeats = keyed_parquet.order_by_key(keys)
+    rows, duplicates = keyed_parquet.order_by_key(keys)
     write(folder, _KEYS, keys[rows])
-    examples = np.unique(repeats)[:MAX_EXAMPLES].tolist()
-    return rows, {'num_repeated': len(repeats), 'repeated_keys': examples}
+    examples = np.unique(duplicates)[:MAX_EXAMPLES].tolist()
+    return rows, {'num_duplicates': len(duplicates), 'duplicate_keys': examples}
 
 
 def _write_meta(folder: str, made_from: MadeFrom, facts: dict[str, Any]) -> None:

@@ -76,10 +76,10 @@ def prepare_store(
     made_from = keyed_store.MadeFrom('rows', name, column, version)
     # Held open until the store has been opened as what it is, so that no other process removes it.
     prepared = keyed_store.prepare(cache_dir, made_from, build)
-    if prepared.num_repeated:
+    if prepared.num_duplicates:
         raise ValueError(
-            f'{name}: {prepared.num_repeated} rows repeat the key of another, e.g. key '
-            f'{prepared.repeated_keys[0]}; expected one row a key. Remove the others.'
+            f'{name}: {prepared.num_duplicates} rows repeat the key of another, e.g. key '
+            f'{prepared.duplicate_keys[0]}; expected one row a key. Remove the others.'
         )
     return RowStore(prepared.folder)
 

@@ -3,7 +3,7 @@
     latents = SourceLatents.read(source.latent_files, head_dir='/scratch', drop_bad=True)
     latents.keys      # int64 (rows of all files,)
     latents.starts    # int64 (files + 1,): row i of file f is row starts[f] + i of `keys`
-    latents.repeated  # bool (rows of all files,): the key was there before
+    latents.duplicate  # bool (rows of all files,): the key was there before
 
 Reading it checks every file, before anything is written. Of remote files only the heads are read,
 a few at a time.
@@ -49,7 +49,7 @@ class SourceLatents:
         dtype: of the latents, one of `schema.LATENT_DTYPES`.
         embedding_dims: for each file the width of `embeddings`, None where it has none.
         digests: for each file the digest of its content.
-        repeated: rows whose key was in an earlier row, bool, shape of `keys`.
+        duplicate: rows whose key was in an earlier row, bool, shape of `keys`.
         disagreeing: keys of files that are left out because their tensors have unequal numbers
             of rows, so that nothing tells which row belongs to which key; int64.
         disagreeing_files: paths of these files.
@@ -62,7 +62,7 @@ class SourceLatents:
     dtype: str
     embedding_dims: tuple[int | None, ...]
     digests: tuple[str, ...]
-    repeated: np.ndarray
+    duplicate: np.ndarray
     disagreeing: np.ndarray
     disagreeing_files: tuple[str, ...]
     check_crc: bool
@@ -81,7 +81,7 @@ class SourceLatents:
         Args:
             files: the files.
             head_dir: existing folder for the heads of remote files, some MB each.
-            drop_bad: mark repeated keys and leave out files whose tensors disagree, instead of
+            drop_bad: mark duplicate keys and leave out files whose tensors disagree, instead of
                 raising.
             check_crc: compare all but the large storages with their CRC-32.
 
@@ -115,7 +115,7 @@ class SourceLatents:
             dtype=good[0].dtype,
             embedding_dims=tuple(head.embedding_dim for head in heads),
             digests=tuple(head.digest for head in heads),
-            repeated=_repeats(keys),
+            duplicate=_duplicates(keys),
             disagreeing=np.concatenate([np.empty(0, np.int64), *(error.keys for _, error in bad)]),
             disagreeing_files=tuple(file.path for file, _ in bad),
             check_crc=check_crc,
@@ -170,14 +170,14 @@ class SourceLatents:
         return first
 
     def _check_unique(self) -> None:
-        repeats = np.flatnonzero(self.repeated)
-        if repeats.size:
-            second = repeats[0]
+        duplicates = np.flatnonzero(self.duplicate)
+        if duplicates.size:
+            second = duplicates[0]
             first = np.flatnonzero(self.keys == self.keys[second])[0]
             raise ValueError(
                 f'{self._place(second)} has key {self.keys[second]}, but so has '
-                f'{self._place(first)}; expected every key once ({repeats.size} rows repeat a '
-                'key). Remove the repeated rows or files, or set bad_data to "drop".'
+                f'{self._place(first)}; expected every key once ({duplicates.size} rows repeat '
+                'a key). Remove the duplicate rows or files, or set bad_data to "drop".'
             )
 
     def _place(self, row: int) -> str:
@@ -217,9 +217,9 @@ def _check_dtypes(files: Sequence[SourceFile], heads: Sequence[_Head]) -> None:
             )
 
 
-def _repeats(keys: np.ndarray) -> np.ndarray:
+def _duplicates(keys: np.ndarray) -> np.ndarray:
     """Marks each element that has an equal one before it, bool `(n,)`."""
     order = np.argsort(keys, kind='stable')
-    repeated = np.zeros(len(keys), bool)
-    repeated[order[1:]] = keys[order[1:]] == keys[order[:-1]]
-    return repeated
+    duplicate = np.zeros(len(keys), bool)
+    duplicate[order[1:]] = keys[order[1:]] == keys[order[:-1]]
+    return duplicate

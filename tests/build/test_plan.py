@@ -171,7 +171,7 @@ def test_dropping_more_than_half_is_an_error(tmp_path: pathlib.Path):
         make_plan(source, tmp_path / 'more')
 
 
-def test_of_repeated_keys_the_first_row_is_kept(tmp_path: pathlib.Path):
+def test_of_duplicate_keys_the_first_row_is_kept(tmp_path: pathlib.Path):
     files = [[*range(100), 7], [200, 50, *range(201, 300)]]
     source = made_sources.write_source(tmp_path / 'source', files)
     made = make_plan(source, tmp_path / 'out', max_bad_fraction=0.02)
@@ -218,12 +218,12 @@ def test_captions_that_are_too_long_are_bad(tmp_path: pathlib.Path):
         make_plan(source, tmp_path / 'stop', bad_data='stop')
 
 
-@pytest.mark.parametrize('num_repeated', [3, 4])
-def test_more_bad_rows_than_allowed_stop_the_build(tmp_path: pathlib.Path, num_repeated: int):
-    files = [range(100), [*range(100, 150), *range(num_repeated)]]
+@pytest.mark.parametrize('num_duplicates', [3, 4])
+def test_more_bad_rows_than_allowed_stop_the_build(tmp_path: pathlib.Path, num_duplicates: int):
+    files = [range(100), [*range(100, 150), *range(num_duplicates)]]
     source = made_sources.write_source(tmp_path / 'source', files)
-    allowed = 3 / (150 + num_repeated)
-    if num_repeated == 3:
+    allowed = 3 / (150 + num_duplicates)
+    if num_duplicates == 3:
         make_plan(source, tmp_path / 'out', max_bad_fraction=allowed)
         return
     with pytest.raises(

@@ -27,7 +27,7 @@ FEW_KEYS = st.integers(-3, 3)
 CAPTIONS = st.none() | st.text(max_size=40) | st.sampled_from(['', ' ', '\n\t ', '\u2003', 'ä b'])
 
 
-def prepare(path: pathlib.Path, drop_repeats: bool = False) -> caption_store.CaptionStore:
+def prepare(path: pathlib.Path, drop_duplicates: bool = False) -> caption_store.CaptionStore:
     """Builds the store of a file in a folder beside it."""
     return caption_store.prepare_store(
         lambda: contextlib.nullcontext(str(path)),
@@ -35,7 +35,7 @@ def prepare(path: pathlib.Path, drop_repeats: bool = False) -> caption_store.Cap
         version=str(path.stat().st_mtime_ns),
         column='caption_llava',
         cache_dir=path.parent / 'cache',
-        drop_repeats=drop_repeats,
+        drop_duplicates=drop_duplicates,
     )
 
 
@@ -74,7 +74,7 @@ def test_the_store_answers_like_a_dict(
         if len(keys) > len(expected):
             with pytest.raises(ValueError, match=f'{len(keys) - len(expected)} rows repeat the'):
                 prepare(path)
-        store = prepare(path, drop_repeats=True)
+        store = prepare(path, drop_duplicates=True)
 
     wanted = np.array([*keys, *others], np.int64)
     found = store.find(wanted)
@@ -87,9 +87,9 @@ def test_the_store_answers_like_a_dict(
         assert text == (expected[key].encode() if length else b'')
         assert len(text) == length
     np.testing.assert_array_equal(store.keys, sorted(expected))
-    assert store.num_repeated == len(keys) - len(expected)
+    assert store.num_duplicates == len(keys) - len(expected)
     repeated = {key for key in keys if keys.count(key) > 1}
-    np.testing.assert_array_equal(store.repeated_keys, sorted(repeated)[:10])
+    np.testing.assert_array_equal(store.duplicate_keys, sorted(repeated)[:10])
 
 
 @pytest.mark.parametrize('as_index', [True, False])
@@ -281,7 +281,7 @@ def test_messages_name_the_file_that_a_copy_stands_for(tmp_path: pathlib.Path):
             version='1',
             column='caption_llava',
             cache_dir=tmp_path / 'cache',
-            drop_repeats=True,
+            drop_duplicates=True,
         )
 
     def embeddings() -> None:
@@ -365,7 +365,7 @@ def test_a_sidecar_of_another_type_is_refused_by_name(tmp_path: pathlib.Path):
             prepare_embeddings(path)
 
 
-def test_a_sidecar_with_nulls_or_repeated_keys_is_refused_by_name(tmp_path: pathlib.Path):
+def test_a_sidecar_with_nulls_or_duplicate_keys_is_refused_by_name(tmp_path: pathlib.Path):
     path = made_sources.write_sidecar(tmp_path / 'x.parquet', {1: np.ones(2), 2: np.zeros(2)})
     table = pq.read_table(path)
     rows = table.to_pydict()
@@ -416,7 +416,7 @@ def test_texts_that_are_large_only_in_memory_take_little_of_it(tmp_path: pathlib
     program = """
         store = caption_store.prepare_store(
             lambda: contextlib.nullcontext(path), name=path, version='1', column='caption_llava',
-            cache_dir=path + '.cache', drop_repeats=False,
+            cache_dir=path + '.cache', drop_duplicates=False,
         )
         print((store.lengths(store.find(store.keys)) > 0).sum())
     """
@@ -523,7 +523,7 @@ def test_a_row_group_of_more_than_2_gb_takes_little_memory(tmp_path: pathlib.Pat
         'import contextlib, re, sys; from coyo11m_tfds.source import caption_store\n'
         'caption_store.prepare_store(lambda: contextlib.nullcontext(sys.argv[1]),\n'
         "    name=sys.argv[1], version='1', column='caption_llava', \n"
-        '    cache_dir=sys.argv[2], drop_repeats=False)\n'
+        '    cache_dir=sys.argv[2], drop_duplicates=False)\n'
         "status = open('/proc/self/status').read()\n"
         "print(re.search(r'VmHWM:\\s+(\\d+) kB', status)[1])"
     )

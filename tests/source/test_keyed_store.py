@@ -42,7 +42,7 @@ class Source:
             'version': '1',
             'column': 'caption_llava',
             'cache_dir': self.cache,
-            'drop_repeats': False,
+            'drop_duplicates': False,
         }
         return caption_store.prepare_store(self.local_file, **arguments | changes)
 
@@ -90,17 +90,17 @@ def test_a_sidecar_is_read_once(tmp_path: pathlib.Path):
     )
 
 
-def test_repeated_keys_are_refused_or_dropped_without_reading_again(source: Source):
+def test_duplicate_keys_are_refused_or_dropped_without_reading_again(source: Source):
     keys = [*range(100, 112), *range(115, 99, -1), 100]
     table = pa.table({'key': keys, 'caption_llava': [str(place) for place in range(len(keys))]})
     pq.write_table(table, source.path)
     for _ in range(2):
         with pytest.raises(ValueError, match=r'x\.parquet: 13 rows repeat .* e\.g\. key 100;'):
             source.prepare()
-    store = source.prepare(drop_repeats=True)
+    store = source.prepare(drop_duplicates=True)
     assert source.times_read == 1
-    assert (store.num_repeated, store.repeated_keys.tolist()) == (13, list(range(100, 110)))
-    assert store.repeated_keys.dtype == np.int64
+    assert (store.num_duplicates, store.duplicate_keys.tolist()) == (13, list(range(100, 110)))
+    assert store.duplicate_keys.dtype == np.int64
     assert store.texts(store.find(np.array([100, 111, 112]))) == [b'0', b'11', b'15']
 
 
@@ -266,7 +266,7 @@ if mode.isdecimal():
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(mode), int(mode)))
 store = caption_store.prepare_store(
     local_file, name=path, version=version, column='caption_llava', cache_dir=cache,
-    drop_repeats=False,
+    drop_duplicates=False,
 )
 print(store.folder, store.digest, *store.texts(store.find(store.keys[1:])))
 """
