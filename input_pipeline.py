@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, texts
 from coyo11m_tfds.reading import (
     engines,
     memory,
@@ -209,7 +209,7 @@ def train_batches(
     *,
     engine: str = AUTO,
     verify: str = verified.ONCE,
-    text: str = '',
+    text: texts.Spec = '',
     stride: int = 1,
     **arguments: Any,
 ) -> Iterator[dict[str, np.ndarray]]:
@@ -227,8 +227,11 @@ def train_batches(
             data set without a chunk index goes through `train_dataset`.
         verify: when `rows` compares records with their CRC-32C: 'once' when this process first
             reads a record, 'always', or 'never'. `chunks` always does.
-        text: a column of text embeddings that `python -m coyo11m_tfds.add_column` has added; they
-            take the place of those in the records.
+        text: what `text_embedding` or `tokens` is of: '' for the records, the name of a column that
+            `python -m coyo11m_tfds.add_column` has added, or several with weights, of which a hash
+            of seed, epoch and key chooses one a sample: `{'': 2, 'short': 1}`, or as a string
+            `'records:2,short:1'`. They have to be of one kind: embeddings of one encoder, or tokens
+            of one vocabulary, which are padded with -1 to the longest. See `texts.parse`.
         stride: every so many batches one comes. W workers that begin at `start_step + w` with a
             stride of W have together, in turns, what one reads.
         **arguments: as of `train_dataset`. `features` may name added columns, too. Nothing depends
@@ -270,13 +273,14 @@ def eval_batches(
     *,
     engine: str = AUTO,
     verify: str = verified.ONCE,
-    text: str = '',
+    text: texts.Spec = '',
     **arguments: Any,
 ) -> Iterator[dict[str, np.ndarray]]:
     """This process's part of every record of a split, once, in the order of the shards.
 
     Args:
-        data, engine, verify, text: as of `train_batches`.
+        data, engine, verify: as of `train_batches`.
+        text: as of `train_batches`; of several the first is taken for every record.
         **arguments: as of `eval_dataset`.
 
     Returns:
@@ -484,8 +488,8 @@ def check_memory(
 # --- What they share -----------------------------------------------------------------------------
 
 
-def _check_no_column(data: 'Data', text: str) -> None:
-    if text:
+def _check_no_column(data: 'Data', text: texts.Spec) -> None:
+    if any(texts.parse(text)):
         raise ValueError(
             f'{data}: text={text!r} is a column, and without a chunk index it cannot be read'
         )

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from coyo11m_tfds import columns, schema
+from coyo11m_tfds import columns, schema, texts
 from coyo11m_tfds.build import manifest
 from coyo11m_tfds.columns import AddedColumn
 from coyo11m_tfds.process import command_line, ending
@@ -38,7 +38,7 @@ from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.scratch import Scratch
 
 _NAME = re.compile(r'[a-z][a-z0-9_]*')
-_TAKEN = {*stored_dataset.READABLE, names.DROP_TEXT, names.MASK}
+_TAKEN = {*stored_dataset.READABLE, names.DROP_TEXT, names.MASK, texts.RECORDS}
 _ROWS_AT_ONCE = 4096
 
 
@@ -79,7 +79,7 @@ def add(
         data_dir: folder of the data set.
         name: that the column is asked for by: small letters, digits and '_'.
         embeddings: what `embed_captions` made, of any column of captions.
-        tokens: files with a column `tokens` of int32 lists of one length, padded with -1.
+        tokens: what `embed_captions` made with `tokens_only`.
         parquet: files with `column`.
         column: of integers, floats, or lists of these of one length; it keeps its dtype.
         scratch_dir: local folder for the values as a matrix, which takes as much room as they do;
@@ -108,9 +108,9 @@ def add(
         above = pathlib.Path(folder).absolute().parents
         scratch = scratch_dir or str(above[min(2, len(above) - 1)] / f'.{schema.NAME}')
         if embeddings:
-            values = _open_embeddings(os.fspath(embeddings), scratch)
+            values = _open_texts(os.fspath(embeddings), schema.TEXT_EMBEDDING, scratch)
         elif tokens:
-            values = _open_rows(os.fspath(tokens), schema.TOKENS, scratch)
+            values = _open_texts(os.fspath(tokens), schema.TOKENS, scratch)
         else:
             values = _open_rows(os.fspath(parquet), column, scratch)
         return _add(stored, name, values, lock)
@@ -129,27 +129,21 @@ def _hold(scratch: str) -> row_store.Hold:
     return lambda file: Scratch(scratch, file.size).hold_showing(file)
 
 
-def _open_embeddings(place: str, scratch: str) -> _Values:
+def _open_texts(place: str, feature: str, scratch: str) -> _Values:
     header, store = embedding_store.prepare_store(
         part_files.find(place), cache_dir=scratch, hold=_hold(scratch)
     )
-    if header.vocabulary:
-        raise ValueError(f'{place}: holds tokens, expected embeddings; add it as tokens.')
-    encoder, shape = header.to_json(), (header.dim,)
-    return _Values(place, store, np.dtype(np.float16), shape, schema.TEXT_EMBEDDING, encoder)
+    holds, others = ('tokens', 'embeddings') if header.vocabulary else ('embeddings', 'tokens')
+    if (feature == schema.TOKENS) != (holds == 'tokens'):
+        raise ValueError(f'{place}: holds {holds}, expected {others}; add it as {holds}.')
+    return _Values(place, store, store.dtype, store.shape, feature, header.to_json())
 
 
 def _open_rows(place: str, column: str, scratch: str) -> _Values:
     store = row_store.prepare_store(
         part_files.find(place), column, cache_dir=scratch, hold=_hold(scratch)
     )
-    is_tokens = column == schema.TOKENS
-    if is_tokens and (store.dtype != np.int32 or not store.shape):
-        raise ValueError(
-            f"{place}: column '{column}' has {store.dtype} {store.shape}, expected int32 lists."
-        )
-    feature = schema.TOKENS if is_tokens else ''
-    return _Values(place, store, store.dtype, store.shape, feature, store.encoder)
+    return _Values(place, store, store.dtype, store.shape)
 
 
 def _add(stored: StoredDataset, name: str, values: _Values, lock: build_lock.Lock) -> AddedColumn:
@@ -267,7 +261,7 @@ def main() -> None:
     with ending.in_one_line(outlook, (ValueError, OSError, build_lock.Lost)):
         flags.data_dir = stored_dataset.choose(flags.data_dir)
         column = add(**vars(flags))
-    what = f'text={column.name!r}' if column.mean else f'features=({column.name!r},)'
+    what = f'text={column.name!r}' if column.feature else f'features=({column.name!r},)'
     kind = f'{column.dtype} {column.shape}'
     print(f'{flags.data_dir}: {what} has {kind} for each record.')
 

@@ -204,25 +204,6 @@ def parse(data: bytes) -> dict[str, Column | AddedColumn]:
         raise ValueError(f'it lacks {error}') from error
 
 
-def find_text(
-    folder: str | os.PathLike[str], columns: Mapping[str, Column | AddedColumn], name: str
-) -> AddedColumn:
-    """The column of text embeddings of this name; raises a ValueError if there is none."""
-    names, column = text_names(columns), columns.get(name)
-    if name not in names or not isinstance(column, AddedColumn):
-        raise ValueError(
-            f'{folder}: no text embeddings {name!r}; besides those of the records there are '
-            f'{names}. python -m coyo11m_tfds.add_column adds some.'
-        )
-    return column
-
-
-def text_names(columns: Mapping[str, Column | AddedColumn]) -> list[str]:
-    """Names of the columns of text embeddings."""
-    added = {name: column for name, column in columns.items() if isinstance(column, AddedColumn)}
-    return [name for name, column in added.items() if column.feature == schema.TEXT_EMBEDDING]
-
-
 def _column(name: str, kind: str, **fields: Any) -> Column | AddedColumn:
     if kind == _BESIDE:
         return AddedColumn(name, **fields | {'shape': tuple(fields['shape'])})

@@ -149,6 +149,22 @@ def write_column(path: pathlib.Path, name: str, keys: np.ndarray, values: pa.Arr
     return path
 
 
+def write_tokens(
+    path: pathlib.Path, keys: np.ndarray, tokens: np.ndarray, vocabulary: int
+) -> pathlib.Path:
+    metadata = {
+        schema.META_TEXT_ENCODER: 'words',
+        schema.META_TEXT_REVISION: '1',
+        schema.META_TEXT_MAX_TOKENS: str(tokens.shape[1]),
+        schema.META_TEXT_VOCABULARY: str(vocabulary),
+        schema.META_CAPTION_COLUMN: 'caption',
+        schema.META_CAPTIONS_DIGEST: '12',
+    }
+    table = pa.table({'key': keys, 'tokens': as_lists(tokens)})
+    pq.write_table(table.replace_schema_metadata(metadata), path)
+    return path
+
+
 def as_lists(values: np.ndarray) -> pa.Array:
     return pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1])
 
@@ -182,7 +198,7 @@ def test_numbers_come_under_their_own_name_as_they_are(copy, tmp_path, dtype, wi
 def test_tokens_and_embeddings_come_side_by_side(copy, other_embeddings, tmp_path):
     keys = keys_of(copy)
     tokens = np.random.default_rng(0).integers(-1, 1000, (len(keys), 7)).astype(np.int32)
-    path = write_column(tmp_path / 't.parquet', 'tokens', keys, as_lists(tokens))
+    path = write_tokens(tmp_path / 't.parquet', keys, tokens, vocabulary=1000)
     column = add_column.add(copy, 'words', tokens=path)
     assert (column.dtype, column.shape, column.feature) == ('int32', (7,), 'tokens')
     add_column.add(copy, 'other', other_embeddings)
@@ -197,7 +213,13 @@ def test_tokens_and_embeddings_come_side_by_side(copy, other_embeddings, tmp_pat
     for row, key in enumerate(batch['key'].tolist()):
         np.testing.assert_array_equal(batch['words'][row], expected[key])
         np.testing.assert_array_equal(batch['other'][row], embeddings[key])
-    with pytest.raises(ValueError, match=r"no text embeddings 'words'; .* are \['other'\]"):
+    batch = next(input_pipeline.train_batches(copy, **ORDER, text='words', features=('tokens',)))
+    np.testing.assert_array_equal(batch['tokens'], [expected[key] for key in own['key'].tolist()])
+    stats = dataset.dataset_stats(copy, 'words')
+    found = stats.num_tokens, stats.vocabulary, stats.text_max_tokens, stats.text_dim
+    assert (*found, stats.text_mean) == (7, 1000, 7, 0, None)
+    message = r"features has 'text_embedding', expected 'tokens', which text='words' is"
+    with pytest.raises(ValueError, match=message):
         input_pipeline.train_batches(copy, **ORDER, text='words')
     with pytest.raises(ValueError, match=r"no feature 'score'; there are \[.*'words', 'other'\]"):
         input_pipeline.train_batches(copy, **ORDER, features=('score',))
@@ -226,17 +248,22 @@ def test_other_columns_are_refused_and_leave_nothing(copy, tmp_path, values, mes
     assert sorted(copy.iterdir()) == before
 
 
-def test_mistakes_of_a_command_are_named(copy, tmp_path):
+def test_mistakes_of_a_command_are_named(copy, other_embeddings, tmp_path):
     path = write_column(tmp_path / 'x.parquet', 'x', np.array([4, 5, 4]), pa.array([1, 2, 3]))
     with pytest.raises(ValueError, match=r'1 rows repeat the key of another, e\.g\. key 4'):
         add_column.add(copy, 'y', parquet=path, column='x')
     with pytest.raises(ValueError, match="has no column 'z'; its columns are key, x"):
         add_column.add(copy, 'y', parquet=path, column='z')
-    with pytest.raises(ValueError, match="has no column 'tokens'"):
+    with pytest.raises(ValueError, match='has no column'):
         add_column.add(copy, 'y', tokens=path)
     ids = write_column(tmp_path / 't.parquet', 'tokens', np.array([4]), pa.array([1]))
-    with pytest.raises(ValueError, match=r"'tokens' has int64 \(\), expected int32 lists"):
+    with pytest.raises(ValueError, match=r"'tokens' is int64, expected a fixed-size list of int32"):
         add_column.add(copy, 'y', tokens=ids)
+    ids = write_tokens(ids, np.array([4]), np.array([[3, 1000]], np.int32), vocabulary=1000)
+    with pytest.raises(ValueError, match=r'has tokens \[3, 1000\], expected ids from 0 to 999'):
+        add_column.add(copy, 'y', tokens=ids)
+    with pytest.raises(ValueError, match=r'other\.parquet: holds embeddings, expected tokens'):
+        add_column.add(copy, 'y', tokens=other_embeddings)
     for sources in ({}, {'parquet': path}, {'tokens': path, 'column': 'x'}, {'column': 'x'}):
         with pytest.raises(ValueError, match='expected one of embeddings, tokens, and parquet'):
             add_column.add(copy, 'y', **sources)
@@ -356,7 +383,7 @@ def test_records_without_a_vector_are_an_error_and_leave_nothing(copy, other_emb
     assert sorted(path.name for path in copy.iterdir()) == before
 
 
-@pytest.mark.parametrize('name', ['text_embedding', 'latents', 'mask', 'Other', '../x', ''])
+@pytest.mark.parametrize('name', ['tokens', 'latents', 'mask', 'records', 'Other', '../x', ''])
 def test_a_name_that_cannot_be_is_refused(copy, other_embeddings, name):
     with pytest.raises(ValueError, match='a new column cannot be called'):
         add_column.add(copy, name, other_embeddings)
@@ -381,10 +408,10 @@ def test_a_column_that_is_not_there_is_named(copy, other_embeddings):
     for read in (input_pipeline.train_batches, input_pipeline.eval_batches):
         order = ORDER if read is input_pipeline.train_batches else {'batch_size': 16}
         with pytest.raises(
-            ValueError, match=r"no text embeddings 'other'; besides those .* are \[\]"
+            ValueError, match=r"text='other': 'other' is no column of text.*; there are \[\]"
         ):
             read(copy, text='other', **order)
-    with pytest.raises(ValueError, match="no text embeddings 'other'"):
+    with pytest.raises(ValueError, match="'other' is no column of text embeddings"):
         dataset.dataset_stats(copy, 'other')
     add_column.add(copy, 'other', other_embeddings)
     shutil.copy(copy / 'column_other-validation.npy', copy / 'column_other-train.npy')

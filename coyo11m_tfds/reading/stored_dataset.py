@@ -11,7 +11,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from coyo11m_tfds import columns, schema
+from coyo11m_tfds import columns, schema, texts
 from coyo11m_tfds.columns import AddedColumn, Column
 from coyo11m_tfds.reading import indexed_split, stored_splits
 from coyo11m_tfds.reading.indexed_split import IndexedSplit
@@ -85,13 +85,10 @@ class StoredDataset:
             with_latents=schema.LATENTS not in self.columns,
         )
 
-    def text_column(self, name: str) -> AddedColumn:
-        """A column of text embeddings.
-
-        Raises:
-            ValueError: there is none of this name.
-        """
-        return columns.find_text(self.folder, self.columns, name)
+    def choose_texts(self, spec: texts.Spec) -> texts.Chosen:
+        """The texts that are asked for; raises a ValueError as `texts.choose` does."""
+        own = texts.of_records(self.metadata, self.text_dim, self.num_tokens)
+        return texts.choose(self.folder, spec, own, self.columns)
 
     def check_features(self, names: Sequence[str]) -> None:
         """Raises a ValueError for a feature that the data set does not have."""
