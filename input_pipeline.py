@@ -443,6 +443,7 @@ def check_memory(
     ram_budget_gb: float = 0.0,
     processes_on_host: int = 1,
     engine: str = CHUNKS,
+    text: texts.Spec = '',
 ) -> None:
     """Checks that `train_batches` with these arguments fits into the memory of this host.
 
@@ -454,7 +455,7 @@ def check_memory(
         ram_budget_gb: 10^9 bytes that reading may take on this host; 0 for half of the memory that
             this machine or container has.
         processes_on_host: how many processes of the run share this host.
-        engine: as of `train_batches`.
+        engine, text: as of `train_batches`.
 
     Raises:
         ValueError: it takes more; the message says how much, and what would fit.
@@ -463,6 +464,7 @@ def check_memory(
     if opened is None or opened.engine == ROWS:
         return
     stored, split_, _ = opened
+    chosen = stored.choose_texts(text)
     choices = RowChoices(
         tuple(features),
         stored.latent_dtype,
@@ -470,6 +472,7 @@ def check_memory(
         caption_dropout=caption_dropout,
         with_mask=on_bad_records == SKIP,
         num_tokens=stored.num_tokens,
+        text=chosen if chosen.in_columns else None,
     )
     order = Order(split_.index.shard_lengths, 0, batch_size, chunk, lanes, window)
     need = memory.Need(

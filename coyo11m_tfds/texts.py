@@ -173,6 +173,16 @@ class Chosen:
         return [text.name for text in self.texts]
 
     @property
+    def in_columns(self) -> bool:
+        """True unless they are the text in the records alone."""
+        return any(self.names)
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of a text in a batch."""
+        return self.size * np.dtype(schema.TEXT_DTYPES[self.feature]).itemsize
+
+    @property
     def first(self) -> Self:
         """The first of them alone, as long as all are."""
         return dataclasses.replace(self, texts=self.texts[:1], weights=self.weights[:1])

@@ -145,14 +145,13 @@ def _reader(
         stored.latent_dtype,
         stored.text_dim,
         num_tokens=stored.num_tokens,
-        text=text if any(text.names) and text.feature in asked.features else None,
+        text=text if text.in_columns else None,
         **choices,
     )
     stored.check_features(sorted(row_choices.in_records))
     process_settings.keep_freed_memory()
     where = stored.folder, asked.split, int(split.index.shard_lengths.sum())
-    named = [*asked.features, *(row_choices.text.names if row_choices.text else [])]
-    columns = {name: stored.columns[name] for name in named if name in stored.columns}
+    columns = stored.find_columns(asked.features, text)
     files = None
     if engine == CHUNKS:
         files = FetchedFiles(split.file, split.file_sizes, in_flight, asked.counter)
@@ -175,7 +174,7 @@ def _reader(
 def _check_text(folder: str, text: texts.Chosen, features: Sequence[str]) -> None:
     """Raises a ValueError where texts of columns are asked for, and features of the other kind."""
     other = schema.TEXT_DTYPES.keys() & set(features) - {text.feature}
-    if any(text.names) and other:
+    if text.in_columns and other:
         raise ValueError(
             f'{folder}: features has {min(other)!r}, expected {text.feature!r}, which text='
             f'{text.names[0] or texts.RECORDS!r} is.'

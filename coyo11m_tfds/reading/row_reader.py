@@ -87,6 +87,7 @@ class RowChoices:
             schema.LATENTS: schema.LATENT_NBYTES,
             schema.CAPTION: _CAPTION_NBYTES,
             **self.text_nbytes,
+            **({self.text.feature: self.text.row_nbytes} if self.text else {}),
         }
         return (
             sum(sizes[name] for name in self.features) + bool(self.caption_dropout) + self.with_mask

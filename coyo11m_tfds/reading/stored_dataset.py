@@ -90,6 +90,13 @@ class StoredDataset:
         own = texts.of_records(self.metadata, self.text_dim, self.num_tokens)
         return texts.choose(self.folder, spec, own, self.columns)
 
+    def find_columns(
+        self, features: Sequence[str], text: texts.Chosen
+    ) -> dict[str, Column | AddedColumn]:
+        """The columns that some features of a batch are read from, by name."""
+        names = [*features, *(text.names if text.feature in features else [])]
+        return {name: self.columns[name] for name in names if name in self.columns}
+
     def check_features(self, names: Sequence[str]) -> None:
         """Raises a ValueError for a feature that the data set does not have."""
         there = [name for name in READABLE if name in self.features]

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 import shutil
 
 import numpy as np
@@ -210,3 +211,15 @@ def test_what_does_not_go_together_is_refused_before_anything_is_read(data):
     assert next(read('two,records', schema.KEY)).keys() == {schema.KEY}
     with pytest.raises(ValueError, match=r"no feature 'tokens'"):
         read('', schema.TOKENS)
+
+
+def test_the_check_of_memory_counts_the_text_that_is_read(data):
+    order = {'batch_size': 8, 'lanes': 4, 'chunk': 32, 'features': ('key', 'tokens')}
+    order |= {'prefetch': 10**7, 'ram_budget_gb': 1e-3, 'engine': 'chunks'}
+    found = []
+    for text in ('few', 'many', 'few,many'):
+        with pytest.raises(ValueError, match='takes') as error:
+            input_pipeline.check_memory(data, **order, text=text)
+        found.append(float(re.search(r'takes ([\d.]+) GB', str(error.value))[1]))
+    assert found[1] - found[0] == pytest.approx(8e7 * 2 * 4 / 1e9, abs=0.11)
+    assert found[2] == found[1]
