@@ -93,6 +93,18 @@ class StoredDataset:
         """
         return columns.find_text(self.folder, self.columns, name)
 
+    def find_columns(
+        self, features: Sequence[str], text: str = ''
+    ) -> dict[str, Column | AddedColumn]:
+        """The columns that some features are read from, by feature.
+
+        Args:
+            features: of a batch.
+            text: see `text_column`; '' for the text embeddings of the records.
+        """
+        found = {name: self.columns[name] for name in features if name in self.columns}
+        return found | ({schema.TEXT_EMBEDDING: self.text_column(text)} if text else {})
+
     def check_features(self, names: Sequence[str]) -> None:
         """Raises a ValueError for a feature that the data set does not have."""
         there = [name for name in READABLE if name in self.features]
@@ -154,8 +166,7 @@ def read(folder: str | os.PathLike[str]) -> StoredDataset | None:
         raise ValueError(f'{path}/{schema.FEATURES_FILE}: is damaged (it names no features).')
     metadata = _read_json(f'{path}/{schema.METADATA_FILE}', {})
     full_name = '/'.join(filter(None, names))
-    found = {} if source_files.is_remote(path) else columns.read(path)
-    return StoredDataset(path, full_name, splits, features, metadata, found)
+    return StoredDataset(path, full_name, splits, features, metadata, columns.read(path))
 
 
 def choose(folder: str | os.PathLike[str]) -> str:
