@@ -439,6 +439,7 @@ def check_memory(
     ram_budget_gb: float = 0.0,
     processes_on_host: int = 1,
     engine: str = CHUNKS,
+    text: str = '',
 ) -> None:
     """Checks that `train_batches` with these arguments fits into the memory of this host.
 
@@ -450,7 +451,7 @@ def check_memory(
         ram_budget_gb: 10^9 bytes that reading may take on this host; 0 for half of the memory that
             this machine or container has.
         processes_on_host: how many processes of the run share this host.
-        engine: as of `train_batches`.
+        engine, text: as of `train_batches`.
 
     Raises:
         ValueError: it takes more; the message says how much, and what would fit.
@@ -459,6 +460,7 @@ def check_memory(
     if opened is None or opened.engine == ROWS:
         return
     stored, split_, _ = opened
+    columns = stored.find_columns(features, text)
     choices = RowChoices(
         tuple(features),
         stored.latent_dtype,
@@ -475,8 +477,8 @@ def check_memory(
         window=order.window,
         parallel_reads=parallel_reads,
         prefetch=prefetch,
-        parsed_nbytes=choices.row_nbytes,
-        raw_nbytes=split_.record_nbytes,
+        parsed_nbytes=choices.row_nbytes(columns),
+        raw_nbytes=split_.record_nbytes + sum(c.row_nbytes for c in columns.values()),
     )
     memory.check(need, budget_gb=ram_budget_gb, processes_on_host=processes_on_host)
 

@@ -2,6 +2,7 @@
 
 import itertools
 import pathlib
+import re
 import threading
 from collections.abc import Iterator
 
@@ -134,17 +135,14 @@ def test_rows_are_refused_where_latents_are_fetched(storage, described):
             input_pipeline.train_batches(path, engine='rows', **ORDER)
 
 
-def test_memory_counts_the_latents_that_are_fetched(storage, mini_dataset, monkeypatch):
-    from coyo11m_tfds.reading import memory
-
-    needs = []
-    monkeypatch.setattr(memory, 'check', lambda need, **_: needs.append(need))
+def test_memory_counts_the_latents_that_are_fetched(storage, mini_dataset):
     settings = {name: x for name, x in ORDER.items() if name != 'seed'}
+    needs = []
     for path in (DATA, mini_dataset):
-        input_pipeline.check_memory(path, **settings)
-    there, converted = needs
-    assert there.parsed_nbytes == converted.parsed_nbytes
-    assert abs(there.raw_nbytes - converted.raw_nbytes) < 100
+        with pytest.raises(ValueError, match=r'takes [\d.]+ GB') as error:
+            input_pipeline.check_memory(path, **settings, parallel_reads=1000, ram_budget_gb=1e-9)
+        needs.append(float(re.search(r'takes ([\d.]+) GB', str(error.value))[1]))
+    assert needs[0] == pytest.approx(needs[1], rel=0.05)
 
 
 def test_a_bucket_is_built_into_as_a_disk_is(bucket, sample_source, tmp_path):

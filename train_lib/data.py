@@ -147,6 +147,7 @@ class TrainingData:
             ram_budget_gb=config.ram_budget_gb,
             processes_on_host=sharding.processes_on_host(),
             engine=config.engine,
+            text=config.text,
         )
 
     def train_batches(self, start_step: int) -> Batches:

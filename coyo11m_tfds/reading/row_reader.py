@@ -21,6 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.columns import AddedColumn, Column
 from coyo11m_tfds.reading import bad_records, framing, order, record_layout, verified
 from coyo11m_tfds.reading.bad_records import BadRecords
 from coyo11m_tfds.reading.column_reader import ColumnReader
@@ -71,14 +72,14 @@ class RowChoices:
         """Of what a record may hold of a text."""
         return {schema.TEXT_EMBEDDING: 2 * self.text_dim, schema.TOKENS: 4 * self.num_tokens}
 
-    @property
-    def row_nbytes(self) -> int:
-        """Bytes of a row in a batch; of its caption a guess."""
+    def row_nbytes(self, columns: Mapping[str, Column | AddedColumn]) -> int:
+        """Bytes of a row in a batch; of its caption a guess. Takes the columns that are read."""
         sizes = {
             schema.KEY: 8,
-            schema.LATENTS: schema.LATENT_NBYTES,
             schema.CAPTION: _CAPTION_NBYTES,
             **self.text_nbytes,
+            **{name: column.row_nbytes for name, column in columns.items()},
+            schema.LATENTS: schema.LATENT_NBYTES,
         }
         return (
             sum(sizes[name] for name in self.features) + bool(self.caption_dropout) + self.with_mask
