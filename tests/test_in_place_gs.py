@@ -1,8 +1,12 @@
 """Latents that stay in a bucket: the same batches as from records; objects that are replaced."""
 
 import itertools
+import json
+import os
 import pathlib
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -13,11 +17,14 @@ import input_pipeline
 from coyo11m_tfds import columns, schema, verify
 from coyo11m_tfds.build import driver
 from coyo11m_tfds.build.settings import BuildSettings
+from coyo11m_tfds.checks import data_sets
 from coyo11m_tfds.reading import dataset
-from tests import built
+from tests import built, runs
 from tests.build import build_kills
+from tests.checkout import CHECKOUT
 from tests.fakes.cloud import Gcs, fake_gcs
 from tests.reading.batches import assert_same
+from train_lib import train
 
 ORDER = dict(batch_size=16, seed=0, lanes=4, chunk=32, window=64)
 SOURCE, DATA = 'gs://source/coyo', 'gs://data/coyo11m_tfds/here/1.0.0'
@@ -166,3 +173,39 @@ def test_a_source_that_readers_cannot_reach_is_refused(sample_source, hub, tmp_p
     hub.commit({p.relative_to(sample_source).as_posix(): p for p in sample_source.rglob('*.*')})
     with pytest.raises(ValueError, match=r"\.pt: latents='in_place' .* local or on gs://\. Mirror"):
         build('hf://datasets/owner/name', str(tmp_path / 'a' / 'b' / 'c' / '1.0.0'))
+
+
+# --- Programs ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def env(bucket, tmp_path_factory) -> Iterator[dict[str, str]]:
+    with runs.shared_compilations(tmp_path_factory.getbasetemp() / 'compiled') as env:
+        yield env | bucket.env
+
+
+def test_the_doctor_finds_it_healthy(storage, env):
+    [found] = data_sets.check_health(DATA)
+    assert found.status == 'pass', found
+    url = replace_object(storage, lambda data: data[:-1] + b'x')
+    [found] = data_sets.check_health(DATA)
+    assert (found.status, found.text.partition(': ')[0]) == ('fail', url)
+
+
+@pytest.mark.slow
+def test_a_stopped_run_has_the_losses_of_one_on_the_converted_data_set(
+    storage, env, mini_dataset, tmp_path
+):
+    short = {'eval_every': 4, 'checkpoint_every': 2}
+    flags = [flag for flag in runs.flags(DATA, '') if not flag.startswith('--workdir')]
+    command = [sys.executable, '-m', 'train_lib.check', *flags]
+    said = subprocess.check_output(command, cwd=CHECKOUT, env=os.environ | env, text=True)
+    assert json.loads(said)['data'] == f'{DATA}, text embeddings of hash'
+    for num_steps in (4, 8):
+        process = runs.start(DATA, tmp_path / 'there', env, num_steps=num_steps, **short)
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output
+    config = runs.small_config(mini_dataset, num_steps=8, **short)
+    train.train_and_evaluate(config, tmp_path / 'converted')
+    expected = runs.losses(tmp_path / 'converted')
+    assert len(expected) >= 8 and runs.losses(tmp_path / 'there') == expected
