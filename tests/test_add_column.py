@@ -5,7 +5,6 @@ import itertools
 import pathlib
 import re
 import shutil
-import threading
 
 import numpy as np
 import pyarrow as pa
@@ -474,10 +473,7 @@ DATA = 'gs://data/coyo11m_tfds/hash/1.0.0'
 @pytest.fixture
 def storage(bucket, mini_dataset):
     bucket.upload_folder(mini_dataset, DATA)
-    yield bucket
-    for thread in threading.enumerate():  # what is read ahead comes to its end
-        if thread.name.startswith('fetch'):
-            thread.join(30)
+    return bucket
 
 
 def objects(storage) -> dict[str, bytes]:

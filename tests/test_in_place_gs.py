@@ -7,7 +7,6 @@ import pathlib
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -43,13 +42,10 @@ def described(sample_source, hash_sidecar, tmp_path_factory) -> pathlib.Path:
 
 
 @pytest.fixture
-def storage(bucket: Gcs, sample_source, described) -> Iterator[Gcs]:
+def storage(bucket: Gcs, sample_source, described) -> Gcs:
     bucket.upload_folder(sample_source, SOURCE)
     bucket.upload_folder(described, DATA)
-    yield bucket
-    for thread in threading.enumerate():  # what is read ahead comes to its end
-        if thread.name.startswith('fetch'):
-            thread.join(30)
+    return bucket
 
 
 def read(path: object, count: int, **changes) -> list[dict]:
