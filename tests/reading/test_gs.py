@@ -85,7 +85,7 @@ def test_it_asks_once_for_a_chunk_and_for_hardly_more_than_it_uses(local, bucket
     assert asked[1] - asked[0] <= 1.15 * delivered
 
 
-def test_an_epoch_is_asked_for_once_and_nothing_besides(bucket, tmp_path):
+def test_an_epoch_is_asked_for_at_most_once_and_nothing_besides(bucket, tmp_path):
     """Of lanes that are even, so that no tail of an epoch is left out."""
     path = tmp_path / '1.0.0'
     small_dataset.write(path, {schema.TRAIN: (512,) * 4})
@@ -96,8 +96,8 @@ def test_an_epoch_is_asked_for_once_and_nothing_besides(bucket, tmp_path):
         asked.append(asked_bytes(bucket))
         requests.append(len(shard_reads(bucket)))
         bucket.clear()
-    # What is read ahead is the same in both.
-    assert requests[1] - requests[0] == 2 * 2048 // ORDER['chunk']
+    # What is read ahead is the same in both; a chunk that the next epoch begins with is kept.
+    assert requests[1] - requests[0] <= 2 * 2048 // ORDER['chunk']
     size = sum(path.stat().st_size for path in path.glob('*tfrecord*'))
     assert asked[1] - asked[0] <= 1.05 * 2 * size
 
