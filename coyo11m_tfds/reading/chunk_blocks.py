@@ -65,7 +65,8 @@ class Chunks:
             size = len(next(iter(values.values()))) // steps
             for step in range(steps):
                 part = slice(step * size, (step + 1) * size)
-                yield {name: x[part] for name, x in values.items()}
+                # Who keeps a batch must not keep a block.
+                yield {name: x[part].copy() for name, x in values.items()}
 
     def _fill(self, blocks: Iterator[Block]) -> Iterator[tuple[int, Batch]]:
         """Of each block the number of batches, and their values one after the other."""
