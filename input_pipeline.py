@@ -465,6 +465,7 @@ def check_memory(
         return
     stored, split_, _ = opened
     chosen = stored.choose_texts(text)
+    columns = stored.find_columns(features, chosen)
     choices = RowChoices(
         tuple(features),
         stored.latent_dtype,
@@ -482,8 +483,8 @@ def check_memory(
         window=order.window,
         parallel_reads=parallel_reads,
         prefetch=prefetch,
-        parsed_nbytes=choices.row_nbytes,
-        raw_nbytes=split_.record_nbytes,
+        parsed_nbytes=choices.row_nbytes(columns),
+        raw_nbytes=split_.record_nbytes + sum(c.row_nbytes for c in columns.values()),
     )
     memory.check(need, budget_gb=ram_budget_gb, processes_on_host=processes_on_host)
 

@@ -1,7 +1,9 @@
 """Columns that are added to a built data set: text in the place of its own, tokens, numbers."""
 
+import functools
 import itertools
 import pathlib
+import re
 import shutil
 
 import numpy as np
@@ -16,6 +18,7 @@ from coyo11m_tfds.reading import dataset
 from coyo11m_tfds.source import part_files
 from coyo11m_tfds.storage import build_lock
 from tests import children, runs
+from tests.reading.batches import assert_same
 from train_lib import checkpoint, data, sharding, train
 
 ORDER = dict(batch_size=16, seed=0, lanes=4, chunk=32, window=64)
@@ -389,10 +392,12 @@ def test_a_name_that_cannot_be_is_refused(copy, other_embeddings, name):
         add_column.add(copy, name, other_embeddings)
 
 
-def test_what_is_no_local_data_set_is_refused(tmp_path, other_embeddings):
+def test_what_is_no_data_set_is_refused(tmp_path, gcs, other_embeddings):
+    gcs.put('bucket', 'other', b'')
     for folder in (tmp_path, 'gs://bucket/d'):
-        with pytest.raises(ValueError, match=f'{folder}: is no local data set'):
+        with pytest.raises(ValueError, match=f'{folder}: is no data set'):
             add_column.add(folder, 'other', other_embeddings)
+    assert list(gcs.objects('bucket')) == ['other'] and not list(tmp_path.iterdir())
 
 
 def test_both_engines_read_an_added_column(copy, other_embeddings):
@@ -462,6 +467,88 @@ def test_a_run_trains_with_either_text_and_resumes_with_its_own(copy, other_embe
     with pytest.raises(checkpoint.OtherRunError, match=r"data\.text was 'other' and is now ''"):
         config = runs.small_config(copy, **short)
         train.train_and_evaluate(config, tmp_path / 'runother', accept_changes=['num_steps'])
+
+
+def test_memory_counts_an_added_column(copy, tmp_path):
+    keys = keys_of(copy)
+    values = as_lists(np.zeros((len(keys), 4000), np.float32))
+    add_column.add(
+        copy, 'wide', parquet=write_column(tmp_path / 'x.parquet', 'x', keys, values), column='x'
+    )
+    order = {name: x for name, x in ORDER.items() if name != 'seed'} | {'window': 10**6}
+    needs = []
+    for feature in ('key', 'wide'):
+        with pytest.raises(ValueError, match=r'takes [\d.]+ GB') as error:
+            input_pipeline.check_memory(
+                copy,
+                **order,
+                engine='chunks',
+                parallel_reads=1000,
+                features=('key', feature),
+                ram_budget_gb=1e-9,
+            )
+        needs.append(float(re.search(r'takes ([\d.]+) GB', str(error.value))[1]))
+    # 4 lanes with 1,000 chunks of 32 records on their way each, by the factor of `memory`.
+    assert needs[1] - needs[0] >= 4 * 1000 * 32 * 16_000 / 1e9
+
+
+# --- In a bucket ---------------------------------------------------------------------------------
+
+DATA = 'gs://data/coyo11m_tfds/hash/1.0.0'
+
+
+@pytest.fixture
+def storage(bucket, mini_dataset):
+    bucket.upload_folder(mini_dataset, DATA)
+    return bucket
+
+
+def objects(storage) -> dict[str, bytes]:
+    """Of the data set, by name."""
+    return {name.rpartition('/')[2]: data for name, data in storage.objects('data').items()}
+
+
+def test_a_bucket_gets_the_same_files_as_a_disk(storage, copy, other_embeddings, tmp_path):
+    before = objects(storage)
+    add_column.add(copy, 'other', other_embeddings)
+    storage.clear()
+    add_column.add(DATA, 'other', other_embeddings, scratch_dir=str(tmp_path / 'scratch'))
+    assert objects(storage) == {file.name: file.read_bytes() for file in copy.iterdir()}
+    assert objects(storage).keys() - before.keys() == {
+        *('column_other-train.npy', 'column_other-validation.npy', schema.COLUMNS_FILE),
+    }
+    written = [r.path for r in storage.requests if r.action == 'upload' and 'lock' not in r.path]
+    assert [path.rpartition('/')[2] for path in written][-2:] == [
+        *(schema.CHECKSUMS_FILE, schema.COLUMNS_FILE),
+    ]
+    assert not verify.verify(DATA).faults
+    assert not list((tmp_path / 'scratch').glob('column-*'))
+
+
+def test_a_column_in_a_bucket_is_read_as_from_a_disk(storage, copy, other_embeddings, tmp_path):
+    keys = keys_of(copy)
+    scores = write_column(tmp_path / 'x.parquet', 'x', keys, pa.array(keys // 2))
+    for place in (copy, DATA):
+        options = {'scratch_dir': str(tmp_path / 'scratch')}
+        add_column.add(place, 'other', other_embeddings, **options)
+        add_column.add(place, 'half', parquet=scores, column='x', **options)
+    asked = {'features': ('key', 'latents', 'text_embedding', 'half'), 'text': 'other'}
+    read = functools.partial(input_pipeline.train_batches, **ORDER, **asked, start_step=3)
+    storage.clear()
+    there, local = (list(itertools.islice(read(place), 60)) for place in (DATA, copy))
+    assert_same(there, local)
+    reads = [request.path for request in storage.requests if request.action == 'read']
+    for name in ('other', 'half'):  # at most a request for its header, and one for each chunk
+        of_column = sum(f'column_{name}-train' in path for path in reads)
+        assert 1 < of_column <= 1 + sum('.tfrecord' in path for path in reads)
+    evaluate = functools.partial(input_pipeline.eval_batches, batch_size=32, **asked)
+    assert_same(list(evaluate(DATA)), list(evaluate(copy)))
+    batches = read(DATA)
+    next(batches)
+    path = 'coyo11m_tfds/hash/1.0.0/column_half-train.npy'
+    storage.put('data', path, storage.objects('data')[path][:-1] + b'x')
+    with pytest.raises(OSError, match=f'{path} has changed since'):
+        list(itertools.islice(batches, 200))
 
 
 def test_values_may_lie_in_a_bucket(copy, gcs, tmp_path):

@@ -200,9 +200,8 @@ def _feature(builder: tfds.core.DatasetBuilder, name: str) -> tfds.features.Feat
 
 
 def _columns(builder: tfds.core.DatasetBuilder) -> dict[str, columns.Column | columns.AddedColumn]:
-    """Features that lie elsewhere than in the records; only of a local data set."""
-    folder = os.fspath(builder.data_dir)
-    return {} if source_files.is_remote(folder) else columns.read(folder)
+    """Features that lie elsewhere than in the records."""
+    return columns.read(os.fspath(builder.data_dir))
 
 
 def check_features(builder: tfds.core.DatasetBuilder, features: Sequence[str]) -> None:

@@ -23,6 +23,7 @@ from coyo11m_tfds.reading import (
     verified,
 )
 from coyo11m_tfds.reading.bad_records import SKIP
+from coyo11m_tfds.reading.column_reader import ColumnReader
 from coyo11m_tfds.reading.fetched_files import FetchedFiles
 from coyo11m_tfds.reading.indexed_split import IndexedSplit
 from coyo11m_tfds.reading.mapped_files import MAX_FILES
@@ -60,7 +61,7 @@ def open_split(
     if opened is None and engine == ROWS:
         raise ValueError(
             f'{data.folder}: engine={ROWS!r} reads local data sets with a chunk index of split '
-            f'{split!r}, and this is none; set engine={CHUNKS!r}'
+            f'{split!r} and no latents on gs://, and this is none; set engine={CHUNKS!r}'
         )
     if opened is None or data.stored is None:
         return None
@@ -151,10 +152,14 @@ def _reader(
     stored.check_features(sorted(row_choices.in_records))
     process_settings.keep_freed_memory()
     where = stored.folder, asked.split, int(split.index.shard_lengths.sum())
-    columns = stored.find_columns(asked.features, text)
+    columns = {
+        name: column_reader.open_column(column, *where)
+        for name, column in stored.find_columns(asked.features, text).items()
+    }
     files = None
     if engine == CHUNKS:
-        files = FetchedFiles(split.file, split.file_sizes, in_flight, asked.counter)
+        at_once = in_flight * (1 + len(columns))
+        files = FetchedFiles(split.file, split.file_sizes, at_once, asked.counter)
     reader = RowReader(
         split,
         row_choices,
@@ -163,7 +168,7 @@ def _reader(
         on_bad_records=asked.on_bad_records,
         counter=asked.counter,
         max_bad_fraction=asked.max_bad_fraction,
-        columns={name: column_reader.open_column(c, *where) for name, c in columns.items()},
+        columns={name: ColumnReader(column, files) for name, column in columns.items()},
         files=files,
     )
     if files is None:

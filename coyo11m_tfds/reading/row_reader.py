@@ -12,6 +12,7 @@ otherwise than this project does it.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
@@ -20,11 +21,12 @@ import ml_dtypes
 import numpy as np
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.columns import AddedColumn, Column
 from coyo11m_tfds.reading import bad_records, framing, order, record_layout, verified
 from coyo11m_tfds.reading.bad_records import BadRecords
 from coyo11m_tfds.reading.column_reader import ColumnReader
 from coyo11m_tfds.reading.counter import ReadCounter
-from coyo11m_tfds.reading.fetched_files import FetchedFiles
+from coyo11m_tfds.reading.fetched_files import FetchedFiles, Range
 from coyo11m_tfds.reading.indexed_split import IndexedSplit
 from coyo11m_tfds.reading.mapped_files import MappedFiles
 from coyo11m_tfds.reading.names import DROP_TEXT, MASK
@@ -79,15 +81,15 @@ class RowChoices:
         """Of what a record may hold of a text."""
         return {schema.TEXT_EMBEDDING: 2 * self.text_dim, schema.TOKENS: 4 * self.num_tokens}
 
-    @property
-    def row_nbytes(self) -> int:
-        """Bytes of a row in a batch; of its caption a guess."""
+    def row_nbytes(self, columns: Mapping[str, Column | AddedColumn]) -> int:
+        """Bytes of a row in a batch; of its caption a guess. Takes the columns that are read."""
         sizes = {
             schema.KEY: 8,
-            schema.LATENTS: schema.LATENT_NBYTES,
             schema.CAPTION: _CAPTION_NBYTES,
             **self.text_nbytes,
             **({self.text.feature: self.text.row_nbytes} if self.text else {}),
+            **{name: column.row_nbytes for name, column in columns.items()},
+            schema.LATENTS: schema.LATENT_NBYTES,
         }
         return (
             sum(sizes[name] for name in self.features) + bool(self.caption_dropout) + self.with_mask
@@ -212,6 +214,24 @@ class RowReader:
         return list(
             zip(shards[starts].tolist(), offset[starts].tolist(), whole.tolist(), strict=True)
         )
+
+    def ranges(
+        self, shard: np.ndarray, first: np.ndarray, count: np.ndarray
+    ) -> list[tuple[Range, ...]]:
+        """What runs of records need of fetched files: of each its records, then rows of columns.
+
+        Args:
+            shard, first: number and first record of each run, int64 `(n,)`.
+            count: its records, at least 1.
+        """
+        begin, nbytes = self._split.index.byte_range(shard, first, count)
+        records = zip(shard.tolist(), begin.tolist(), (begin + nbytes).tolist(), strict=True)
+        number = self._first[shard] + first
+        of_columns = [column.ranges(number, count) for column in self._columns.values()]
+        return [
+            (record, *itertools.chain(*rows))
+            for record, *rows in zip(records, *of_columns, strict=True)
+        ]
 
     def will_need(self, run: tuple[int, int, int]) -> None:
         """Has the system begin to read a run of `prefetch`, where files are mapped.

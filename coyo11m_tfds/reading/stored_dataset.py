@@ -158,8 +158,7 @@ def read(folder: str | os.PathLike[str]) -> StoredDataset | None:
         raise ValueError(f'{path}/{schema.FEATURES_FILE}: is damaged (it names no features).')
     metadata = _read_json(f'{path}/{schema.METADATA_FILE}', {})
     full_name = '/'.join(filter(None, names))
-    found = {} if source_files.is_remote(path) else columns.read(path)
-    return StoredDataset(path, full_name, splits, features, metadata, found)
+    return StoredDataset(path, full_name, splits, features, metadata, columns.read(path))
 
 
 def choose(folder: str | os.PathLike[str]) -> str:
