@@ -16,6 +16,7 @@ from coyo11m_tfds import columns, schema
 from coyo11m_tfds.columns import AddedColumn
 from coyo11m_tfds.reading.order import Order, sample_texts
 from tests.reading import small_dataset
+from tests.reading.batches import assert_same
 
 LENGTHS = (70, 97, 64, 0, 131, 33)
 SPLITS = {schema.TRAIN: LENGTHS, schema.VALIDATION: (20,)}
@@ -223,3 +224,17 @@ def test_the_check_of_memory_counts_the_text_that_is_read(data):
         found.append(float(re.search(r'takes ([\d.]+) GB', str(error.value))[1]))
     assert found[1] - found[0] == pytest.approx(8e7 * 2 * 4 / 1e9, abs=0.11)
     assert found[2] == found[1]
+
+
+def test_texts_in_a_bucket_are_chosen_as_on_a_disk(data, bucket):
+    place = f'gs://data/texts/{schema.VERSION}'
+    bucket.upload_folder(data, place)
+    for weights, feature in [
+        ({'': 2, 'two': 1, 'three': 1}, schema.TEXT_EMBEDDING),
+        ({'few': 1, 'many': 2}, schema.TOKENS),
+    ]:
+        run = Run(seed=3, window=64, start=30, processes=2, weights=weights)
+        there, local = (
+            read_together(path, run, 40, features=(schema.KEY, feature)) for path in (place, data)
+        )
+        assert_same(there, local)
