@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, texts
 from coyo11m_tfds.reading import (
     engines,
     memory,
@@ -209,7 +209,7 @@ def train_batches(
     *,
     engine: str = AUTO,
     verify: str = verified.ONCE,
-    text: str = '',
+    text: texts.Spec = '',
     stride: int = 1,
     **arguments: Any,
 ) -> Iterator[dict[str, np.ndarray]]:
@@ -227,8 +227,11 @@ def train_batches(
             data set without a chunk index goes through `train_dataset`.
         verify: when `rows` compares records with their CRC-32C: 'once' when this process first
             reads a record, 'always', or 'never'. `chunks` always does.
-        text: a column of text embeddings that `python -m coyo11m_tfds.add_column` has added; they
-            take the place of those in the records.
+        text: what `text_embedding` or `tokens` is of: '' for the records, the name of a column that
+            `python -m coyo11m_tfds.add_column` has added, or several with weights, of which a hash
+            of seed, epoch and key chooses one a sample: `{'': 2, 'short': 1}`, or as a string
+            `'records:2,short:1'`. They have to be of one kind: embeddings of one encoder, or tokens
+            of one vocabulary, which are padded with -1 to the longest. See `texts.parse`.
         stride: every so many batches one comes. W workers that begin at `start_step + w` with a
             stride of W have together, in turns, what one reads.
         **arguments: as of `train_dataset`. `features` may name added columns, too. Nothing depends
@@ -270,13 +273,14 @@ def eval_batches(
     *,
     engine: str = AUTO,
     verify: str = verified.ONCE,
-    text: str = '',
+    text: texts.Spec = '',
     **arguments: Any,
 ) -> Iterator[dict[str, np.ndarray]]:
     """This process's part of every record of a split, once, in the order of the shards.
 
     Args:
-        data, engine, verify, text: as of `train_batches`.
+        data, engine, verify: as of `train_batches`.
+        text: as of `train_batches`; of several the first is taken for every record.
         **arguments: as of `eval_dataset`.
 
     Returns:
@@ -439,6 +443,7 @@ def check_memory(
     ram_budget_gb: float = 0.0,
     processes_on_host: int = 1,
     engine: str = CHUNKS,
+    text: texts.Spec = '',
 ) -> None:
     """Checks that `train_batches` with these arguments fits into the memory of this host.
 
@@ -450,7 +455,7 @@ def check_memory(
         ram_budget_gb: 10^9 bytes that reading may take on this host; 0 for half of the memory that
             this machine or container has.
         processes_on_host: how many processes of the run share this host.
-        engine: as of `train_batches`.
+        engine, text: as of `train_batches`.
 
     Raises:
         ValueError: it takes more; the message says how much, and what would fit.
@@ -459,6 +464,8 @@ def check_memory(
     if opened is None or opened.engine == ROWS:
         return
     stored, split_, _ = opened
+    chosen = stored.choose_texts(text)
+    columns = stored.find_columns(features, chosen)
     choices = RowChoices(
         tuple(features),
         stored.latent_dtype,
@@ -466,6 +473,7 @@ def check_memory(
         caption_dropout=caption_dropout,
         with_mask=on_bad_records == SKIP,
         num_tokens=stored.num_tokens,
+        text=chosen if chosen.in_columns else None,
     )
     order = Order(split_.index.shard_lengths, 0, batch_size, chunk, lanes, window)
     need = memory.Need(
@@ -475,8 +483,8 @@ def check_memory(
         window=order.window,
         parallel_reads=parallel_reads,
         prefetch=prefetch,
-        parsed_nbytes=choices.row_nbytes,
-        raw_nbytes=split_.record_nbytes,
+        parsed_nbytes=choices.row_nbytes(columns),
+        raw_nbytes=split_.record_nbytes + sum(c.row_nbytes for c in columns.values()),
     )
     memory.check(need, budget_gb=ram_budget_gb, processes_on_host=processes_on_host)
 
@@ -484,8 +492,8 @@ def check_memory(
 # --- What they share -----------------------------------------------------------------------------
 
 
-def _check_no_column(data: 'Data', text: str) -> None:
-    if text:
+def _check_no_column(data: 'Data', text: texts.Spec) -> None:
+    if any(texts.parse(text)):
         raise ValueError(
             f'{data}: text={text!r} is a column, and without a chunk index it cannot be read'
         )

@@ -28,7 +28,7 @@ def get_config() -> ml_collections.ConfigDict:
     data.chunk = 64  # records read at one offset, a multiple of 32: 1.7 MB repay a request to gs://
     data.lanes = 16  # hosts divide it, it divides batch_size: 16 records of a batch from each
     data.window = 1024  # records shuffled together in a lane; a lane takes 39 MB for it
-    data.text = ''  # text embeddings of this column, see `add_column`, not those in the records
+    data.text = ''  # of the records; a column of `add_column`; or both: 'records:2,short:1'
     data.caption_dropout = 0.1  # share of samples whose text is dropped, for guidance
     data.on_bad_records = 'stop'  # or 'skip': leave out and count damaged records
     data.max_bad_fraction = 0.001  # of a split's records that 'skip' may leave out

@@ -10,7 +10,8 @@
 Text embeddings, token ids (`--tokens`), or numbers of any Parquet file with a column `key`
 (`--parquet FILE --column NAME`). Every record needs a value. A row of the file that is written is
 that of a record, in the order of the shards. The description of the columns is replaced last: until
-then the data set is what it was, and a command that was killed can be given again.
+then the data set is what it was, and a command that was killed can be given again. Keys are read
+out of the shards; of a data set on gs:// all of their bytes are fetched for that.
 """
 
 import argparse
@@ -23,23 +24,25 @@ from typing import Any
 
 import numpy as np
 
-from coyo11m_tfds import columns, schema
+from coyo11m_tfds import columns, schema, texts
 from coyo11m_tfds.build import manifest
 from coyo11m_tfds.columns import AddedColumn
 from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.reading import names, rows, stored_dataset, verified
+from coyo11m_tfds.reading import chunk_blocks, names, rows, stored_dataset, verified
+from coyo11m_tfds.reading.fetched_files import FetchedFiles
 from coyo11m_tfds.reading.row_reader import RowChoices, RowReader
 from coyo11m_tfds.reading.stored_dataset import StoredDataset
 from coyo11m_tfds.report.moments import Moments, add_vectors
 from coyo11m_tfds.source import embedding_store, part_files, row_store
-from coyo11m_tfds.storage import build_lock, file_state, source_files
+from coyo11m_tfds.storage import build_lock, file_state, held_folder, source_files, stored_files
 from coyo11m_tfds.storage.destination import Destination
-from coyo11m_tfds.storage.scratch import Scratch
+from coyo11m_tfds.storage.scratch import Scratch, user_cache
 
 _NAME = re.compile(r'[a-z][a-z0-9_]*')
-_TAKEN = {*stored_dataset.READABLE, names.DROP_TEXT, names.MASK}
+_TAKEN = {*stored_dataset.READABLE, names.DROP_TEXT, names.MASK, texts.RECORDS}
 _ROWS_AT_ONCE = 4096
+_CHUNK, _CHUNKS_AT_ONCE = 64, 32  # records of a request to gs://, requests
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,19 +74,20 @@ def add(
     column: str = '',
     scratch_dir: str = '',
 ) -> AddedColumn:
-    """Adds a column to a local data set: embeddings, tokens, or a column of a Parquet file.
+    """Adds a column to a data set: embeddings, tokens, or a column of a Parquet file.
 
     What is read is one Parquet file, or a folder of `part-NNNNN-of-MMMMM.parquet`; local or remote.
 
     Args:
-        data_dir: folder of the data set.
+        data_dir: folder of the data set, local or on gs://.
         name: that the column is asked for by: small letters, digits and '_'.
         embeddings: what `embed_captions` made, of any column of captions.
-        tokens: files with a column `tokens` of int32 lists of one length, padded with -1.
+        tokens: what `embed_captions` made with `tokens_only`.
         parquet: files with `column`.
         column: of integers, floats, or lists of these of one length; it keeps its dtype.
         scratch_dir: local folder for the values as a matrix, which takes as much room as they do;
-            '' for `.coyo11m_tfds` beside the folder of the data set, where a build has it.
+            '' for where a build has it: `.coyo11m_tfds` beside the folder of the data set, or this
+            user's cache for one on gs://.
 
     Raises:
         ValueError: there is no data set, or a column of this name; the files hold something else,
@@ -94,26 +98,29 @@ def add(
     if sum(map(bool, (embeddings, tokens, parquet))) != 1 or bool(parquet) != bool(column):
         raise ValueError('expected one of embeddings, tokens, and parquet with column.')
     folder = os.fspath(data_dir).rstrip('/')
-    if source_files.is_remote(folder):
-        raise ValueError(
-            f'{folder}: is no local data set; columns are added to local ones alone, as rows are '
-            'read there alone. Copy it to a disk.'
-        )
-    if not os.path.exists(os.path.join(folder, schema.INFO_FILE)):
-        raise ValueError(f'{folder}: is no local data set, .../coyo11m_tfds/CONFIG/1.0.0.')
+    if stored_dataset.read(folder) is None:
+        raise ValueError(f'{folder}: is no data set, .../coyo11m_tfds/CONFIG/1.0.0.')
     with build_lock.hold(folder, wait_seconds=None) as lock:
         stored = stored_dataset.read(folder)
-        assert stored is not None  # its `dataset_info.json` is there
+        assert stored is not None  # as above
         _check_name(stored, name)
-        above = pathlib.Path(folder).absolute().parents
-        scratch = scratch_dir or str(above[min(2, len(above) - 1)] / f'.{schema.NAME}')
+        scratch = scratch_dir or _default_scratch(folder)
+        os.makedirs(scratch, exist_ok=True)
         if embeddings:
-            values = _open_embeddings(os.fspath(embeddings), scratch)
+            values = _open_texts(os.fspath(embeddings), schema.TEXT_EMBEDDING, scratch)
         elif tokens:
-            values = _open_rows(os.fspath(tokens), schema.TOKENS, scratch)
+            values = _open_texts(os.fspath(tokens), schema.TOKENS, scratch)
         else:
             values = _open_rows(os.fspath(parquet), column, scratch)
-        return _add(stored, name, values, lock)
+        with held_folder.make(scratch, 'column-') as staging:
+            return _add(stored, name, values, lock, staging)
+
+
+def _default_scratch(folder: str) -> str:
+    if source_files.is_remote(folder):
+        return user_cache(schema.NAME)
+    above = pathlib.Path(folder).absolute().parents
+    return str(above[min(2, len(above) - 1)] / f'.{schema.NAME}')
 
 
 def _check_name(stored: StoredDataset, name: str) -> None:
@@ -129,34 +136,30 @@ def _hold(scratch: str) -> row_store.Hold:
     return lambda file: Scratch(scratch, file.size).hold_showing(file)
 
 
-def _open_embeddings(place: str, scratch: str) -> _Values:
+def _open_texts(place: str, feature: str, scratch: str) -> _Values:
     header, store = embedding_store.prepare_store(
         part_files.find(place), cache_dir=scratch, hold=_hold(scratch)
     )
-    if header.vocabulary:
-        raise ValueError(f'{place}: holds tokens, expected embeddings; add it as tokens.')
-    encoder, shape = header.to_json(), (header.dim,)
-    return _Values(place, store, np.dtype(np.float16), shape, schema.TEXT_EMBEDDING, encoder)
+    holds, others = ('tokens', 'embeddings') if header.vocabulary else ('embeddings', 'tokens')
+    if (feature == schema.TOKENS) != (holds == 'tokens'):
+        raise ValueError(f'{place}: holds {holds}, expected {others}; add it as {holds}.')
+    return _Values(place, store, store.dtype, store.shape, feature, header.to_json())
 
 
 def _open_rows(place: str, column: str, scratch: str) -> _Values:
     store = row_store.prepare_store(
         part_files.find(place), column, cache_dir=scratch, hold=_hold(scratch)
     )
-    is_tokens = column == schema.TOKENS
-    if is_tokens and (store.dtype != np.int32 or not store.shape):
-        raise ValueError(
-            f"{place}: column '{column}' has {store.dtype} {store.shape}, expected int32 lists."
-        )
-    feature = schema.TOKENS if is_tokens else ''
-    return _Values(place, store, store.dtype, store.shape, feature, store.encoder)
+    return _Values(place, store, store.dtype, store.shape)
 
 
-def _add(stored: StoredDataset, name: str, values: _Values, lock: build_lock.Lock) -> AddedColumn:
+def _add(
+    stored: StoredDataset, name: str, values: _Values, lock: build_lock.Lock, fallback: str
+) -> AddedColumn:
     """Writes the files and puts them into their place, the description of the columns last."""
     destination = Destination(stored.folder)
     destination.sweep()  # what a killed one left
-    staging = destination.staging('')
+    staging = destination.staging(fallback)
     is_text = values.feature == schema.TEXT_EMBEDDING
     sums = Moments(values.shape[0]) if is_text else None
     try:
@@ -210,16 +213,22 @@ def _keys(stored: StoredDataset, split: str) -> Iterator[np.ndarray]:
     opened = stored.open_split(split)
     if opened is None:
         raise ValueError(f'{stored.folder}: split {split!r} has no chunk index.')
+    files = None
+    if opened.is_remote:
+        files = FetchedFiles(opened.file, opened.file_sizes, _CHUNKS_AT_ONCE)
     reader = RowReader(
         opened,
         RowChoices((schema.KEY,), stored.latent_dtype, stored.text_dim, with_mask=True),
         stored.record_layout,
         verify=verified.ALWAYS,
+        files=files,
     )
+    read = chunk_blocks.Chunks(opened, reader, files, _CHUNK).read if files else None
     lengths = opened.index.shard_lengths
     size = int(lengths.sum())
     count = -(-size // _ROWS_AT_ONCE)
-    for batch in rows.eval_batches(reader, lengths, range(size), _ROWS_AT_ONCE, count, 1):
+    everything = range(size)
+    for batch in rows.eval_batches(reader, lengths, everything, _ROWS_AT_ONCE, count, 1, read=read):
         yield batch[schema.KEY][batch[names.MASK]]
 
 
@@ -231,9 +240,10 @@ def _commit(destination: Destination, staging: str, files: list[str]) -> None:
     """
     names = [*files, schema.COLUMNS_FILE]
     states = {name: file_state.of_file(os.path.join(staging, name)) for name in names}
-    recorded = pathlib.Path(destination.folder, schema.CHECKSUMS_FILE)
-    if recorded.exists():
-        manifest.write(staging, manifest.parse(recorded.read_bytes()) | states)
+    there = stored_files.list_folder(destination.folder)
+    if recorded := there.get(schema.CHECKSUMS_FILE):
+        content = stored_files.read(recorded, stored_files.Content)
+        manifest.write(staging, manifest.parse(bytes(content.data)) | states)
         names.insert(-1, recorded.name)
     for name in names:
         path = os.path.join(staging, name)
@@ -267,7 +277,7 @@ def main() -> None:
     with ending.in_one_line(outlook, (ValueError, OSError, build_lock.Lost)):
         flags.data_dir = stored_dataset.choose(flags.data_dir)
         column = add(**vars(flags))
-    what = f'text={column.name!r}' if column.mean else f'features=({column.name!r},)'
+    what = f'text={column.name!r}' if column.feature else f'features=({column.name!r},)'
     kind = f'{column.dtype} {column.shape}'
     print(f'{flags.data_dir}: {what} has {kind} for each record.')
 

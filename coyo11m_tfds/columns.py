@@ -9,16 +9,18 @@
 """
 
 import dataclasses
+import io
 import json
+import math
 import os
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from coyo11m_tfds import pt_archive, schema
-from coyo11m_tfds.storage import json_digest, source_files
+from coyo11m_tfds.storage import json_digest, remote, source_files, stored_files
+from coyo11m_tfds.storage.source_files import SourceFile
 
 RECORDS, IN_PLACE = LATENTS_LIE = ('records', 'in_place')  # the config's `latents`
 
@@ -26,6 +28,7 @@ MAX_ROW_NBYTES = 2 * schema.MAX_TEXT_DIM  # of an added column: `mapped_files` g
 
 _BESIDE = 'beside'  # the kind of a column in files beside the shards
 _FORMAT = 1
+_NPY_HEADER = 4096  # bytes in which the header of a `.npy` file ends
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +36,8 @@ class ColumnFile:
     """A `.pt` file that rows are read from.
 
     Attributes:
-        path: absolute.
-        version: its size and time of change, see `SourceFile`.
+        path: absolute, or a URL on gs://.
+        version: its checksum on gs://, else its size and time of change; see `SourceFile`.
         digest: of the directory of its archive, see `pt_archive.Archive`.
         start: where the first row begins, in bytes.
     """
@@ -44,23 +47,31 @@ class ColumnFile:
     digest: str
     start: int
 
-    def check(self) -> None:
-        """Compares the file with what it was; reads its directory and no rows.
+    def check(self, found: SourceFile | None) -> SourceFile:
+        """Compares the file with what it was; of a local one it reads the directory, but no rows.
+
+        Args:
+            found: what is there now, None for nothing.
+
+        Returns:
+            The same.
 
         Raises:
             ValueError: it is missing, or another one.
         """
         advice = 'Restore it, or build the data set again.'
-        try:
-            version = source_files.describe(self.path).version
-        except ValueError:
-            raise ValueError(f'{self.path} is missing, and latents lie in it. {advice}') from None
-        digest = pt_archive.open_archive(self.path).digest
-        if (version, digest) != (self.version, self.digest):
+        if found is None:
+            raise ValueError(f'{self.path} is missing, and latents lie in it. {advice}')
+        # The checksum of a bucket covers the directory.
+        is_same = found.version == self.version and (
+            found.is_remote or pt_archive.open_archive(self.path).digest == self.digest
+        )
+        if not is_same:
             raise ValueError(
                 f'{self.path}: has changed since the data set was built, and latents lie in it: '
-                f'size and time are {version}, expected {self.version}. {advice}'
+                f'its version is {found.version}, expected {self.version}. {advice}'
             )
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,18 +88,47 @@ class Column:
     dtype: str
     files: tuple[ColumnFile, ...]
 
+    @property
+    def is_remote(self) -> bool:
+        """True if reading it waits for a network."""
+        return any(source_files.is_remote(file.path) for file in self.files)
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of a row in a file."""
+        return schema.NUM_CROPS * schema.LATENT_NBYTES
+
+    def find_files(self) -> list[SourceFile | None]:
+        """What lies where each of its files was, None for nothing; a bucket is asked by folders.
+
+        Raises:
+            OSError: the storage cannot be reached.
+        """
+        folders = {os.path.dirname(file.path) for file in self.files}
+        listed = [stored_files.list_folder(folder, missing_ok=True) for folder in sorted(folders)]
+        found = {file.path: file for files in listed for file in files.values()}
+        return [found.get(file.path) for file in self.files]
+
+    def check_files(self) -> list[SourceFile]:
+        """Its files, after a comparison with what they were; raises as `ColumnFile.check`."""
+        found = zip(self.files, self.find_files(), strict=True)
+        return [file.check(there) for file, there in found]
+
     def locate(self, folder: str | os.PathLike[str], split: str, num_records: int) -> np.ndarray:
-        """Where each record's row is: number of the file, row; uint32 `(n, 2)`, memory-mapped.
+        """Where each record's row is: number of the file, row; uint32 `(n, 2)`.
+
+        It is memory-mapped, or read whole from gs://: 8 bytes a record.
 
         Raises:
             ValueError: the file is missing or damaged, or not as long as the split.
+            OSError: it cannot be read.
         """
         path = os.path.join(folder, file_name(self.name, split))
         try:
-            places = np.load(path, mmap_mode='r', allow_pickle=False)
+            places = _load(path)
             if places.dtype != np.uint32 or places.shape[1:] != (2,):
                 raise ValueError(f'it has {places.dtype} {places.shape}')
-        except (OSError, EOFError, ValueError) as error:
+        except (FileNotFoundError, EOFError, ValueError) as error:
             raise ValueError(f'{path}: is no column ({error}). Build the data set again.') from None
         if len(places) != num_records:
             raise ValueError(
@@ -122,27 +162,38 @@ class AddedColumn:
     std: Sequence[float] = ()
     encoder: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of a row in a file and in a batch."""
+        return np.dtype(self.dtype).itemsize * math.prod(self.shape)
+
     def locate(
         self, folder: str | os.PathLike[str], split: str, num_records: int
-    ) -> tuple[str, int]:
+    ) -> tuple[SourceFile, int]:
         """The file of a split, and where its first row begins.
 
         Raises:
             ValueError: the file is missing, or not as long as the split.
+            OSError: it cannot be read.
         """
         if split not in self.files:
             raise ValueError(f'{folder}: its column {self.name!r} has no split {split!r}.')
         path = os.path.join(folder, self.files[split])
         try:
-            rows = np.load(path, mmap_mode='r', allow_pickle=False)
-        except (OSError, EOFError, ValueError) as error:
+            file = source_files.describe(path)
+            dtype, shape, start = _read_header(file)
+        except ValueError as error:
             raise ValueError(f'{path}: is no column ({error}). Add it again.') from None
-        if rows.dtype != self.dtype or rows.shape != (num_records, *self.shape):
+        if dtype != self.dtype or shape != (num_records, *self.shape):
             raise ValueError(
-                f'{path}: holds {rows.dtype} {rows.shape}, expected {self.dtype} '
+                f'{path}: holds {dtype} {shape}, expected {self.dtype} '
                 f'{(num_records, *self.shape)}. Add the column again.'
             )
-        return path, int(rows.offset)
+        if file.size < (expected := start + num_records * self.row_nbytes):
+            raise ValueError(
+                f'{path}: has {file.size:,} bytes, expected {expected:,}. Add the column again.'
+            )
+        return file, start
 
 
 def file_name(column: str, split: str) -> str:
@@ -173,16 +224,19 @@ def write(folder: str | os.PathLike[str], columns: Mapping[str, Column | AddedCo
 
 
 def read(folder: str | os.PathLike[str]) -> dict[str, Column | AddedColumn]:
-    """The columns of a data set in a local folder, by feature; {} where all is in the records.
+    """The columns of a data set, local or on gs://, by feature; {} where all is in the records.
 
     Raises:
         ValueError: the description is damaged.
+        OSError: it cannot be read.
     """
-    path = pathlib.Path(folder) / schema.COLUMNS_FILE
-    if not path.exists():
+    path = os.path.join(folder, schema.COLUMNS_FILE)
+    try:
+        file = source_files.describe(path)
+    except ValueError:
         return {}
     try:
-        return parse(path.read_bytes())
+        return parse(bytes(stored_files.read(file, stored_files.Content).data))
     except ValueError as error:
         raise ValueError(f'{path}: is damaged ({error}). Build the data set again.') from None
 
@@ -204,25 +258,6 @@ def parse(data: bytes) -> dict[str, Column | AddedColumn]:
         raise ValueError(f'it lacks {error}') from error
 
 
-def find_text(
-    folder: str | os.PathLike[str], columns: Mapping[str, Column | AddedColumn], name: str
-) -> AddedColumn:
-    """The column of text embeddings of this name; raises a ValueError if there is none."""
-    names, column = text_names(columns), columns.get(name)
-    if name not in names or not isinstance(column, AddedColumn):
-        raise ValueError(
-            f'{folder}: no text embeddings {name!r}; besides those of the records there are '
-            f'{names}. python -m coyo11m_tfds.add_column adds some.'
-        )
-    return column
-
-
-def text_names(columns: Mapping[str, Column | AddedColumn]) -> list[str]:
-    """Names of the columns of text embeddings."""
-    added = {name: column for name, column in columns.items() if isinstance(column, AddedColumn)}
-    return [name for name, column in added.items() if column.feature == schema.TEXT_EMBEDDING]
-
-
 def _column(name: str, kind: str, **fields: Any) -> Column | AddedColumn:
     if kind == _BESIDE:
         return AddedColumn(name, **fields | {'shape': tuple(fields['shape'])})
@@ -230,3 +265,24 @@ def _column(name: str, kind: str, **fields: Any) -> Column | AddedColumn:
         raise ValueError(f'column {name!r} is of kind {kind!r}')
     files = tuple(ColumnFile(**file) for file in fields['files'])
     return Column(name, fields['dtype'], files)
+
+
+def _load(path: str) -> np.ndarray:
+    """The array in a `.npy` file."""
+    if not source_files.is_remote(path):
+        return np.load(path, mmap_mode='r', allow_pickle=False)
+    content = stored_files.read(source_files.describe(path), stored_files.Content)
+    return np.load(io.BytesIO(content.data), allow_pickle=False)
+
+
+def _read_header(file: SourceFile) -> tuple[np.dtype, tuple[int, ...], int]:
+    """The dtype and the shape of the array in a `.npy` file, and where its numbers begin.
+
+    Raises:
+        ValueError: it is no such file.
+    """
+    stream = io.BytesIO(remote.read_range(file, 0, min(file.size, _NPY_HEADER)))
+    if np.lib.format.read_magic(stream) != (1, 0):
+        raise ValueError('it is no .npy file of version 1.0')
+    shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+    return dtype, shape, stream.tell()

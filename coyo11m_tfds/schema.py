@@ -32,7 +32,8 @@ KEY = 'key'  # int64 scalar; joins latents, captions and text embeddings
 LATENTS = 'latents'  # raw bytes of LATENTS_SHAPE in the source's dtype, little endian
 CAPTION = 'caption'  # UTF-8
 TEXT_EMBEDDING = 'text_embedding'  # raw bytes of float16 (D,)
-TOKENS = 'tokens'  # raw bytes of int32 (T,), ids padded with -1; in place of the former
+TOKENS = 'tokens'  # raw bytes of int32 (T,), padded ids; in place of the former
+TOKEN_PADDING = -1
 TEXT_DTYPES = {TEXT_EMBEDDING: 'float16', TOKENS: 'int32'}  # what a record may hold of a text
 
 NUM_CROPS = 3

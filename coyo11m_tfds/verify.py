@@ -216,11 +216,10 @@ class _Check:
     def _check_columns(
         self, found: Mapping[str, columns.Column | columns.AddedColumn], splits: list[StoredSplit]
     ) -> None:
-        """Compares the sizes of local columns, of which there are no checksums, with the splits."""
-        local = {name: file for name, file in self._files.items() if not file.is_remote}
-        if schema.COLUMNS_FILE not in local:
+        """Compares the sizes of columns, of which there are no checksums, with the splits."""
+        if schema.COLUMNS_FILE not in self._files:
             return
-        folder = os.path.dirname(local[schema.COLUMNS_FILE].path)
+        folder = os.path.dirname(self._files[schema.COLUMNS_FILE].path)
         for column in found.values():
             for split in splits:
                 try:
@@ -230,17 +229,16 @@ class _Check:
 
     def _check_sources(self, latents: columns.Column, metadata: bytes | None) -> None:
         """Compares the files that latents lie in with what they were, unless `fast` throughout."""
-        # It needs the extra `convert`, as who has the source has it.
-        from coyo11m_tfds.source import pt_check
-
         settings = json.loads(metadata or b'{}').get(schema.META_SETTINGS, {})
-        for file in latents.files:
+        check_crc = settings.get('check_crc', True)
+        for file, found in zip(latents.files, latents.find_files(), strict=True):
             try:
-                file.check()
+                there = file.check(found)
                 if not self._fast:
-                    check_crc = settings.get('check_crc', True)
-                    pt_check.check_contents(file.path, check_crc=check_crc)
+                    _read_source(there, check_crc)
             except (OSError, ValueError) as error:
+                if found and found.is_remote and isinstance(error, OSError):
+                    raise
                 self.faults.append(str(error))
 
     def _check_shards(self, shards: Mapping[str, StoredShard]) -> None:
@@ -282,6 +280,17 @@ class _Check:
         if scan.problem:
             return f'{fault}, {scan.problem}' if fault else f'{scan.problem}, expected none that is'
         return fault or (info.compare(scan) if info else '')
+
+
+def _read_source(file: SourceFile, check_crc: bool) -> None:
+    """Reads a `.pt` file through; raises a ValueError if it is damaged."""
+    if file.is_remote:  # all of it has the checksum that it is known by
+        stored_files.read(file, stored_files.Checksum)
+        return
+    # It needs the extra `convert`, as who has the source has it.
+    from coyo11m_tfds.source import pt_check
+
+    pt_check.check_contents(file.path, check_crc=check_crc)
 
 
 def _is_large(name: str) -> bool:

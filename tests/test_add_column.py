@@ -1,7 +1,9 @@
 """Columns that are added to a built data set: text in the place of its own, tokens, numbers."""
 
+import functools
 import itertools
 import pathlib
+import re
 import shutil
 
 import numpy as np
@@ -16,6 +18,7 @@ from coyo11m_tfds.reading import dataset
 from coyo11m_tfds.source import part_files
 from coyo11m_tfds.storage import build_lock
 from tests import children, runs
+from tests.reading.batches import assert_same
 from train_lib import checkpoint, data, sharding, train
 
 ORDER = dict(batch_size=16, seed=0, lanes=4, chunk=32, window=64)
@@ -149,6 +152,22 @@ def write_column(path: pathlib.Path, name: str, keys: np.ndarray, values: pa.Arr
     return path
 
 
+def write_tokens(
+    path: pathlib.Path, keys: np.ndarray, tokens: np.ndarray, vocabulary: int
+) -> pathlib.Path:
+    metadata = {
+        schema.META_TEXT_ENCODER: 'words',
+        schema.META_TEXT_REVISION: '1',
+        schema.META_TEXT_MAX_TOKENS: str(tokens.shape[1]),
+        schema.META_TEXT_VOCABULARY: str(vocabulary),
+        schema.META_CAPTION_COLUMN: 'caption',
+        schema.META_CAPTIONS_DIGEST: '12',
+    }
+    table = pa.table({'key': keys, 'tokens': as_lists(tokens)})
+    pq.write_table(table.replace_schema_metadata(metadata), path)
+    return path
+
+
 def as_lists(values: np.ndarray) -> pa.Array:
     return pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1])
 
@@ -182,7 +201,7 @@ def test_numbers_come_under_their_own_name_as_they_are(copy, tmp_path, dtype, wi
 def test_tokens_and_embeddings_come_side_by_side(copy, other_embeddings, tmp_path):
     keys = keys_of(copy)
     tokens = np.random.default_rng(0).integers(-1, 1000, (len(keys), 7)).astype(np.int32)
-    path = write_column(tmp_path / 't.parquet', 'tokens', keys, as_lists(tokens))
+    path = write_tokens(tmp_path / 't.parquet', keys, tokens, vocabulary=1000)
     column = add_column.add(copy, 'words', tokens=path)
     assert (column.dtype, column.shape, column.feature) == ('int32', (7,), 'tokens')
     add_column.add(copy, 'other', other_embeddings)
@@ -197,7 +216,13 @@ def test_tokens_and_embeddings_come_side_by_side(copy, other_embeddings, tmp_pat
     for row, key in enumerate(batch['key'].tolist()):
         np.testing.assert_array_equal(batch['words'][row], expected[key])
         np.testing.assert_array_equal(batch['other'][row], embeddings[key])
-    with pytest.raises(ValueError, match=r"no text embeddings 'words'; .* are \['other'\]"):
+    batch = next(input_pipeline.train_batches(copy, **ORDER, text='words', features=('tokens',)))
+    np.testing.assert_array_equal(batch['tokens'], [expected[key] for key in own['key'].tolist()])
+    stats = dataset.dataset_stats(copy, 'words')
+    found = stats.num_tokens, stats.vocabulary, stats.text_max_tokens, stats.text_dim
+    assert (*found, stats.text_mean) == (7, 1000, 7, 0, None)
+    message = r"features has 'text_embedding', expected 'tokens', which text='words' is"
+    with pytest.raises(ValueError, match=message):
         input_pipeline.train_batches(copy, **ORDER, text='words')
     with pytest.raises(ValueError, match=r"no feature 'score'; there are \[.*'words', 'other'\]"):
         input_pipeline.train_batches(copy, **ORDER, features=('score',))
@@ -226,17 +251,22 @@ def test_other_columns_are_refused_and_leave_nothing(copy, tmp_path, values, mes
     assert sorted(copy.iterdir()) == before
 
 
-def test_mistakes_of_a_command_are_named(copy, tmp_path):
+def test_mistakes_of_a_command_are_named(copy, other_embeddings, tmp_path):
     path = write_column(tmp_path / 'x.parquet', 'x', np.array([4, 5, 4]), pa.array([1, 2, 3]))
     with pytest.raises(ValueError, match=r'1 rows repeat the key of another, e\.g\. key 4'):
         add_column.add(copy, 'y', parquet=path, column='x')
     with pytest.raises(ValueError, match="has no column 'z'; its columns are key, x"):
         add_column.add(copy, 'y', parquet=path, column='z')
-    with pytest.raises(ValueError, match="has no column 'tokens'"):
+    with pytest.raises(ValueError, match='has no column'):
         add_column.add(copy, 'y', tokens=path)
     ids = write_column(tmp_path / 't.parquet', 'tokens', np.array([4]), pa.array([1]))
-    with pytest.raises(ValueError, match=r"'tokens' has int64 \(\), expected int32 lists"):
+    with pytest.raises(ValueError, match=r"'tokens' is int64, expected a fixed-size list of int32"):
         add_column.add(copy, 'y', tokens=ids)
+    ids = write_tokens(ids, np.array([4]), np.array([[3, 1000]], np.int32), vocabulary=1000)
+    with pytest.raises(ValueError, match=r'has tokens \[3, 1000\], expected ids from 0 to 999'):
+        add_column.add(copy, 'y', tokens=ids)
+    with pytest.raises(ValueError, match=r'other\.parquet: holds embeddings, expected tokens'):
+        add_column.add(copy, 'y', tokens=other_embeddings)
     for sources in ({}, {'parquet': path}, {'tokens': path, 'column': 'x'}, {'column': 'x'}):
         with pytest.raises(ValueError, match='expected one of embeddings, tokens, and parquet'):
             add_column.add(copy, 'y', **sources)
@@ -356,16 +386,18 @@ def test_records_without_a_vector_are_an_error_and_leave_nothing(copy, other_emb
     assert sorted(path.name for path in copy.iterdir()) == before
 
 
-@pytest.mark.parametrize('name', ['text_embedding', 'latents', 'mask', 'Other', '../x', ''])
+@pytest.mark.parametrize('name', ['tokens', 'latents', 'mask', 'records', 'Other', '../x', ''])
 def test_a_name_that_cannot_be_is_refused(copy, other_embeddings, name):
     with pytest.raises(ValueError, match='a new column cannot be called'):
         add_column.add(copy, name, other_embeddings)
 
 
-def test_what_is_no_local_data_set_is_refused(tmp_path, other_embeddings):
+def test_what_is_no_data_set_is_refused(tmp_path, gcs, other_embeddings):
+    gcs.put('bucket', 'other', b'')
     for folder in (tmp_path, 'gs://bucket/d'):
-        with pytest.raises(ValueError, match=f'{folder}: is no local data set'):
+        with pytest.raises(ValueError, match=f'{folder}: is no data set'):
             add_column.add(folder, 'other', other_embeddings)
+    assert list(gcs.objects('bucket')) == ['other'] and not list(tmp_path.iterdir())
 
 
 def test_both_engines_read_an_added_column(copy, other_embeddings):
@@ -381,10 +413,10 @@ def test_a_column_that_is_not_there_is_named(copy, other_embeddings):
     for read in (input_pipeline.train_batches, input_pipeline.eval_batches):
         order = ORDER if read is input_pipeline.train_batches else {'batch_size': 16}
         with pytest.raises(
-            ValueError, match=r"no text embeddings 'other'; besides those .* are \[\]"
+            ValueError, match=r"text='other': 'other' is no column of text.*; there are \[\]"
         ):
             read(copy, text='other', **order)
-    with pytest.raises(ValueError, match="no text embeddings 'other'"):
+    with pytest.raises(ValueError, match="'other' is no column of text embeddings"):
         dataset.dataset_stats(copy, 'other')
     add_column.add(copy, 'other', other_embeddings)
     shutil.copy(copy / 'column_other-validation.npy', copy / 'column_other-train.npy')
@@ -435,6 +467,88 @@ def test_a_run_trains_with_either_text_and_resumes_with_its_own(copy, other_embe
     with pytest.raises(checkpoint.OtherRunError, match=r"data\.text was 'other' and is now ''"):
         config = runs.small_config(copy, **short)
         train.train_and_evaluate(config, tmp_path / 'runother', accept_changes=['num_steps'])
+
+
+def test_memory_counts_an_added_column(copy, tmp_path):
+    keys = keys_of(copy)
+    values = as_lists(np.zeros((len(keys), 4000), np.float32))
+    add_column.add(
+        copy, 'wide', parquet=write_column(tmp_path / 'x.parquet', 'x', keys, values), column='x'
+    )
+    order = {name: x for name, x in ORDER.items() if name != 'seed'} | {'window': 10**6}
+    needs = []
+    for feature in ('key', 'wide'):
+        with pytest.raises(ValueError, match=r'takes [\d.]+ GB') as error:
+            input_pipeline.check_memory(
+                copy,
+                **order,
+                engine='chunks',
+                parallel_reads=1000,
+                features=('key', feature),
+                ram_budget_gb=1e-9,
+            )
+        needs.append(float(re.search(r'takes ([\d.]+) GB', str(error.value))[1]))
+    # 4 lanes with 1,000 chunks of 32 records on their way each, by the factor of `memory`.
+    assert needs[1] - needs[0] >= 4 * 1000 * 32 * 16_000 / 1e9
+
+
+# --- In a bucket ---------------------------------------------------------------------------------
+
+DATA = 'gs://data/coyo11m_tfds/hash/1.0.0'
+
+
+@pytest.fixture
+def storage(bucket, mini_dataset):
+    bucket.upload_folder(mini_dataset, DATA)
+    return bucket
+
+
+def objects(storage) -> dict[str, bytes]:
+    """Of the data set, by name."""
+    return {name.rpartition('/')[2]: data for name, data in storage.objects('data').items()}
+
+
+def test_a_bucket_gets_the_same_files_as_a_disk(storage, copy, other_embeddings, tmp_path):
+    before = objects(storage)
+    add_column.add(copy, 'other', other_embeddings)
+    storage.clear()
+    add_column.add(DATA, 'other', other_embeddings, scratch_dir=str(tmp_path / 'scratch'))
+    assert objects(storage) == {file.name: file.read_bytes() for file in copy.iterdir()}
+    assert objects(storage).keys() - before.keys() == {
+        *('column_other-train.npy', 'column_other-validation.npy', schema.COLUMNS_FILE),
+    }
+    written = [r.path for r in storage.requests if r.action == 'upload' and 'lock' not in r.path]
+    assert [path.rpartition('/')[2] for path in written][-2:] == [
+        *(schema.CHECKSUMS_FILE, schema.COLUMNS_FILE),
+    ]
+    assert not verify.verify(DATA).faults
+    assert not list((tmp_path / 'scratch').glob('column-*'))
+
+
+def test_a_column_in_a_bucket_is_read_as_from_a_disk(storage, copy, other_embeddings, tmp_path):
+    keys = keys_of(copy)
+    scores = write_column(tmp_path / 'x.parquet', 'x', keys, pa.array(keys // 2))
+    for place in (copy, DATA):
+        options = {'scratch_dir': str(tmp_path / 'scratch')}
+        add_column.add(place, 'other', other_embeddings, **options)
+        add_column.add(place, 'half', parquet=scores, column='x', **options)
+    asked = {'features': ('key', 'latents', 'text_embedding', 'half'), 'text': 'other'}
+    read = functools.partial(input_pipeline.train_batches, **ORDER, **asked, start_step=3)
+    storage.clear()
+    there, local = (list(itertools.islice(read(place), 60)) for place in (DATA, copy))
+    assert_same(there, local)
+    reads = [request.path for request in storage.requests if request.action == 'read']
+    for name in ('other', 'half'):  # at most a request for its header, and one for each chunk
+        of_column = sum(f'column_{name}-train' in path for path in reads)
+        assert 1 < of_column <= 1 + sum('.tfrecord' in path for path in reads)
+    evaluate = functools.partial(input_pipeline.eval_batches, batch_size=32, **asked)
+    assert_same(list(evaluate(DATA)), list(evaluate(copy)))
+    batches = read(DATA)
+    next(batches)
+    path = 'coyo11m_tfds/hash/1.0.0/column_half-train.npy'
+    storage.put('data', path, storage.objects('data')[path][:-1] + b'x')
+    with pytest.raises(OSError, match=f'{path} has changed since'):
+        list(itertools.islice(batches, 200))
 
 
 def test_values_may_lie_in_a_bucket(copy, gcs, tmp_path):

@@ -147,6 +147,7 @@ class TrainingData:
             ram_budget_gb=config.ram_budget_gb,
             processes_on_host=sharding.processes_on_host(),
             engine=config.engine,
+            text=config.text,
         )
 
     def train_batches(self, start_step: int) -> Batches:
@@ -186,9 +187,10 @@ class TrainingData:
         how = 'by rows' if engine == input_pipeline.ROWS else f'in chunks of {config.chunk} records'
         megabytes = split.num_bytes / 1e6
         size = f'{megabytes / 1e3:,.3g} GB' if megabytes >= 1e3 else f'{megabytes:,.3g} MB'
+        text = f', text {config.text}' if config.text else ''
         return (
             f'{config.dir}, {split.num_examples:,} records, {size}, '
-            f'about {self.order.epoch(0).steps:,} steps an epoch, read {how}'
+            f'about {self.order.epoch(0).steps:,} steps an epoch, read {how}{text}'
         )
 
     def eval_batches(self) -> Batches:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import ml_collections
 
+from coyo11m_tfds import texts
+
 
 class _Rule(NamedTuple):
     expected: str
@@ -37,6 +39,13 @@ def _one_of(*values: str) -> _Rule:
     return _Rule(' or '.join(map(repr, values)), lambda x: x in values)
 
 
+def _is_text(spec: str) -> bool:
+    try:
+        return bool(texts.parse(spec))
+    except ValueError:
+        return False
+
+
 _FINITE = _Rule('a finite number', math.isfinite)
 
 _RULES = {
@@ -48,6 +57,7 @@ _RULES = {
     'max_skipped_in_a_row': _at_least(0),
     'max_skipped': _at_least(0),
     'data.dir': _Rule('the folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0', bool),
+    'data.text': _Rule(texts.SYNTAX, _is_text),
     'data.caption_dropout': _share(including_1=True),
     'data.on_bad_records': _one_of('stop', 'skip'),
     'data.max_bad_fraction': _share(including_1=True),

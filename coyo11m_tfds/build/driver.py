@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.build import local_runner, manifest, run_plan
+from coyo11m_tfds.build import in_place, local_runner, manifest, run_plan
 from coyo11m_tfds.build.build_folder import BuildFolder
 from coyo11m_tfds.build.finished_shards import FinishedShards
 from coyo11m_tfds.build.plan import Plan, make_plan
@@ -101,11 +101,6 @@ def build(
         RuntimeError: a worker died, the first process of the job failed, or another builder has
             taken the place over.
     """
-    if settings.in_place and source_files.is_remote(final):
-        raise ValueError(
-            f"{final}: with latents='in_place' the data set is local, as its source is. Choose a "
-            "local --data_dir, or set latents='records'."
-        )
     if job.process_index():
         _wait_for_first_process(final, settings, overwrite)
         yield None
@@ -121,7 +116,10 @@ def build(
             start = time.monotonic()
             local = scratch_folder(final, settings.scratch_dir)
             scratch = Scratch(os.path.join(local, 'source'), settings.scratch_bytes)
-            plan = make_plan(location.find(source), settings, scratch, local, limit)
+            found = location.find(source)
+            if settings.in_place:
+                in_place.check_within_reach(found.latent_files[0], final)
+            plan = make_plan(found, settings, scratch, local, limit)
             digest = json_digest.sha256([task.fingerprint for task in plan.tasks])
             if digest == finished:  # the interrupted build was this one
                 yield None

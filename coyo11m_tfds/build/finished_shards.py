@@ -81,7 +81,7 @@ def _make_record(task: ShardTask, result: ShardResult) -> bytes:
         'rows': [part.row_range for part in task.parts],
         'result': result.to_json(),
     }
-    return json.dumps(record | {'digest': json_digest.sha256(record)}, indent=1).encode()
+    return json.dumps(record | {'digest': json_digest.sha256(record)}).encode()
 
 
 def _read_record(data: bytes | None, task: ShardTask) -> ShardResult | None:

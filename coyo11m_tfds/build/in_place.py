@@ -17,6 +17,7 @@ import numpy as np
 from coyo11m_tfds import columns, schema
 from coyo11m_tfds.columns import Column, ColumnFile
 from coyo11m_tfds.source.pt_file import LatentShard
+from coyo11m_tfds.storage import source_files
 from coyo11m_tfds.storage.source_files import SourceFile
 
 
@@ -40,7 +41,7 @@ class ShardSources:
                 f'{file.path}: its {schema.PT_LATENTS} do not lie row after row, so that they '
                 "cannot be read in place. Save it again as .contiguous(), or set latents='records'."
             )
-        path = os.path.abspath(file.path)
+        path = file.path if file.is_remote else os.path.abspath(file.path)
         self._files.append(ColumnFile(path, file.version, opened.digest, opened.latents_start))
         self._counts.append(0)
         self._dtype = opened.dtype
@@ -87,6 +88,26 @@ class ShardSources:
     def rows(self) -> np.ndarray:
         """Of each record, uint32 `(n,)`."""
         return np.concatenate([np.empty(0, '<u4'), *self._rows])
+
+
+def check_within_reach(file: SourceFile, final: str) -> None:
+    """Checks that whoever reads a data set can read its source.
+
+    Args:
+        file: of the source.
+        final: folder of the data set, local or `gs://`.
+
+    Raises:
+        ValueError: the source is not local or on gs://, or is local and the data set is not.
+    """
+    is_remote = source_files.is_remote(final)
+    if not file.path.startswith('gs://') and (file.is_remote or is_remote):
+        where = 'on gs://, as the data set is' if is_remote else 'local or on gs://'
+        raise ValueError(
+            f"{file.path}: latents='in_place' leaves it where it is, so that it has to be {where}. "
+            'Mirror the source there first (python -m coyo11m_tfds.mirror), or set '
+            "latents='records'."
+        )
 
 
 def write(folder: str | os.PathLike[str], splits: Mapping[str, Sequence[ShardSources]]) -> None:

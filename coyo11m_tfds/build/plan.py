@@ -103,11 +103,6 @@ def make_plan(
         ValueError: something is wrong with the source.
         OSError: a remote file cannot be read.
     """
-    if settings.in_place and any(file.is_remote for file in source.latent_files):
-        raise ValueError(
-            f"{source.root}: latents='in_place' reads files where they are, and these are not "
-            "local. Mirror them first (python -m coyo11m_tfds.mirror), or set latents='records'."
-        )
     # Of this build alone: another one of the same source must not remove what is read here.
     with held_folder.make(cache_dir, 'heads-') as heads:
         latents = SourceLatents.read(

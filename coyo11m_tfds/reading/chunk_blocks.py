@@ -1,6 +1,7 @@
 """The engine `chunks`: batches out of chunks of records, each fetched with one request.
 
-    batches = rows.train_batches(chunk_blocks.Chunks(split, reader, files, 64).read, order, ...)
+    read = chunk_blocks.Chunks(split, reader, files, 64).read
+    batches = rows.train_batches(reader, order, ..., read=read)
 
 A block of batches is filled chunk by chunk as they come: records are found, compared with their
 checksums and gathered by `RowReader`, as in mapped files, and of a chunk no more stays than what
@@ -8,7 +9,7 @@ the batches hold. While a block is given out the next one is filled.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -27,18 +28,22 @@ _ATTEMPTS = 3
 _GROUP_RECORDS = 1024
 
 
+# The ranges of files that hold the values of its records; the first one has the records.
+Chunk = tuple[Range, ...]
+
+
 class _Plan(NamedTuple):
     """A block of rows by chunks.
 
     Attributes:
         block: the rows.
-        ranges: of the chunks that they are in.
+        chunks: that they are in: of each the ranges that hold its records and their columns.
         rows: places in the block, ordered by their chunks.
         ends: of each chunk one past its last place in `rows`.
     """
 
     block: Block
-    ranges: list[Range]
+    chunks: list[Chunk]
     rows: np.ndarray
     ends: np.ndarray
 
@@ -60,19 +65,20 @@ class Chunks:
             size = len(next(iter(values.values()))) // steps
             for step in range(steps):
                 part = slice(step * size, (step + 1) * size)
-                yield {name: x[part] for name, x in values.items()}
+                # Who keeps a batch must not keep a block.
+                yield {name: x[part].copy() for name, x in values.items()}
 
     def _fill(self, blocks: Iterator[Block]) -> Iterator[tuple[int, Batch]]:
         """Of each block the number of batches, and their values one after the other."""
         try:
             plans = itertools.chain(map(self._plan, blocks), [None])
             plan = next(plans)
-            self._files.ask(plan.ranges if plan else [])
+            self._files.ask(_ranges(plan.chunks if plan else []))
             while plan:
                 following = next(plans)
-                both = set(following.ranges).intersection(plan.ranges) if following else set()
+                both = set(following.chunks).intersection(plan.chunks) if following else set()
                 if following:
-                    self._files.ask(part for part in following.ranges if part not in both)
+                    self._files.ask(_ranges(x for x in following.chunks if x not in both))
                 yield len(plan.block.shard), self._gather(plan, both)
                 plan = following
         finally:
@@ -83,28 +89,27 @@ class Chunks:
         chunks, of_chunk = np.unique((shard << 32) + record // self._chunk, return_inverse=True)
         shards, first = chunks >> 32, (chunks & 0xFFFFFFFF) * self._chunk
         count = np.minimum(self._index.shard_lengths[shards] - first, self._chunk)
-        begin, nbytes = self._index.byte_range(shards, first, count)
-        ranges = zip(shards.tolist(), begin.tolist(), (begin + nbytes).tolist(), strict=True)
         rows = np.argsort(of_chunk, kind='stable')
-        return _Plan(block, list(ranges), rows, np.cumsum(np.bincount(of_chunk)))
+        ends = np.cumsum(np.bincount(of_chunk))
+        return _Plan(block, self._reader.ranges(shards, first, count), rows, ends)
 
-    def _gather(self, plan: _Plan, kept: set[Range]) -> Batch:
+    def _gather(self, plan: _Plan, kept: set[Chunk]) -> Batch:
         """The values of a block; forgets its chunks but for those that are kept."""
         values: Batch = {}
         each = -(-_GROUP_RECORDS // self._chunk)
-        for first in range(0, len(plan.ranges), each):
-            ranges = plan.ranges[first : first + each]
+        for first in range(0, len(plan.chunks), each):
+            chunks = plan.chunks[first : first + each]
             start = plan.ends[first - 1] if first else 0
-            rows = plan.rows[start : plan.ends[first + len(ranges) - 1]]
-            self._files.take(ranges)
-            for name, x in self._read(plan.block, rows, ranges).items():
+            rows = plan.rows[start : plan.ends[first + len(chunks) - 1]]
+            self._files.take(_ranges(chunks))
+            for name, x in self._read(plan.block, rows).items():
                 if name not in values:
                     values[name] = np.empty((len(plan.rows), *x.shape[1:]), x.dtype)
                 values[name][rows] = x
-            self._files.drop(part for part in ranges if part not in kept)
+            self._files.drop(_ranges(chunk for chunk in chunks if chunk not in kept))
         return values
 
-    def _read(self, block: Block, rows: np.ndarray, ranges: list[Range]) -> Batch:
+    def _read(self, block: Block, rows: np.ndarray) -> Batch:
         """The values of some rows; those of damaged records come from the last attempt."""
         where = block.epoch, block.shard.ravel()[rows], block.record.ravel()[rows]
         found = self._reader.find(*where)
@@ -112,15 +117,17 @@ class Chunks:
         for _ in range(_ATTEMPTS - 1):
             if good.all():
                 break
-            damaged = self._ranges_of(where[1][~good], where[2][~good])
-            self._files.take_again(part for part in ranges if part in damaged)
+            damaged = self._plan(Block(0, where[1][~good], where[2][~good])).chunks
+            records = [chunk[0] for chunk in damaged]
+            self._files.take_again(records)
             found = self._reader.find(*where)
             again = self._reader.check(found)
             if again.all():
-                path = self._files.path_of(min(damaged)[0])
+                path = self._files.path_of(min(records)[0])
                 logging.warning('%s: a read failed and succeeded when tried again.', path)
             good = again
         return self._reader.read(found, good)
 
-    def _ranges_of(self, shard: np.ndarray, record: np.ndarray) -> set[Range]:
-        return set(self._plan(Block(0, shard, record)).ranges)
+
+def _ranges(chunks: Iterable[Chunk]) -> Iterator[Range]:
+    return itertools.chain.from_iterable(chunks)

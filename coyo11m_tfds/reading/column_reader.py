@@ -1,38 +1,64 @@
-"""Rows of a column, mapped: values that lie elsewhere than in the records.
+"""Rows of a column: values that lie elsewhere than in the records, mapped or fetched.
 
-latents = column_reader.open_column(column, folder, 'train', num_records)
-latents.find(np.array([3, 17]))       # addresses of the values of these records
+opened = column_reader.open_column(column, folder, 'train', num_records)
+latents = ColumnReader(opened)                # or ColumnReader(opened, fetched_files)
+latents.find(np.array([3, 17]))               # addresses of the values of these records
 """
 
 import math
 import os
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.columns import AddedColumn, Column
+from coyo11m_tfds.reading.fetched_files import FetchedFiles, Range
 from coyo11m_tfds.reading.mapped_files import MappedFiles
+from coyo11m_tfds.storage.source_files import SourceFile
+
+# Bytes between two rows that are fetched with them: another request would take longer. The rows
+# of a chunk are neighbours in the source but for those that were dropped or are of another split.
+_GAP = 128 << 10
+
+
+class OpenedColumn(NamedTuple):
+    """One column of a split, held against what the data set says of it.
+
+    Attributes:
+        files: that its rows lie in, as they are now.
+        starts: where in each of them the first row begins, in bytes.
+        places: of each record the number of its file and its row, uint32 `(n, 2)`; None where the
+            rows of the only file are those of the records.
+        dtype, shape: of one row.
+    """
+
+    files: Sequence[SourceFile]
+    starts: Sequence[int]
+    places: np.ndarray | None
+    dtype: np.dtype
+    shape: tuple[int, ...]
 
 
 def open_column(
     column: Column | AddedColumn, folder: str | os.PathLike[str], split: str, num_records: int
-) -> 'ColumnReader':
-    """Holds the files of a column against what the data set says of them; maps none.
+) -> OpenedColumn:
+    """Holds the files of a column against what the data set says of them; reads no rows.
 
     Raises:
         ValueError: a file is missing or has changed, or is not as long as the split.
+        OSError: the storage cannot be reached.
     """
     if isinstance(column, AddedColumn):
-        path, start = column.locate(folder, split, num_records)
-        return ColumnReader([path], [start], None, np.dtype(column.dtype), column.shape)
-    for file in column.files:
-        file.check()
+        file, start = column.locate(folder, split, num_records)
+        return OpenedColumn([file], [start], None, np.dtype(column.dtype), column.shape)
+    files = column.check_files()
     places = column.locate(folder, split, num_records)
-    paths, starts = [f.path for f in column.files], [f.start for f in column.files]
     dtype = np.dtype(getattr(ml_dtypes, column.dtype, column.dtype))
-    return ColumnReader(paths, starts, places, dtype, schema.LATENTS_SHAPE)
+    starts = [file.start for file in column.files]
+    return OpenedColumn(files, starts, places, dtype, schema.LATENTS_SHAPE)
 
 
 class ColumnReader:
@@ -43,27 +69,25 @@ class ColumnReader:
         shape: of a row.
     """
 
-    def __init__(
-        self,
-        paths: Sequence[str],
-        starts: Sequence[int],
-        places: np.ndarray | None,
-        dtype: np.dtype,
-        shape: tuple[int, ...],
-    ):
-        """Maps nothing.
+    def __init__(self, opened: OpenedColumn, fetched: FetchedFiles | None = None):
+        """Reads nothing; maps the files when rows of them are looked for, unless they are fetched.
 
         Args:
-            paths: of the files.
-            starts: where in each of them the first row begins, in bytes.
-            places: of each record the number of its file and its row, uint32 `(n, 2)`; None where
-                the rows of the first file are those of the records.
-            dtype, shape: of one row.
+            opened: the column.
+            fetched: learns its files, whose `ranges` are to be taken before rows are looked for.
+
+        Raises:
+            ValueError: there are too many files to map.
         """
-        self.dtype, self.shape = dtype, shape
-        self._places, self._row_nbytes = places, dtype.itemsize * math.prod(shape)
-        self._starts = np.array(starts, np.int64)
-        self._files = MappedFiles(lambda number: paths[number], len(paths))
+        self.dtype, self.shape = opened.dtype, opened.shape
+        self._places, self._row_nbytes = opened.places, self.dtype.itemsize * math.prod(self.shape)
+        self._starts = np.array(opened.starts, np.int64)
+        self._files: MappedFiles | FetchedFiles
+        if fetched:
+            self._files, self._first = fetched, fetched.add(opened.files)
+        else:
+            paths = [file.path for file in opened.files]
+            self._files, self._first = MappedFiles(lambda number: paths[number], len(paths)), 0
 
     def find(self, number: np.ndarray) -> np.ndarray:
         """The addresses of the values of some records of the split, int64 `(n,)`.
@@ -72,37 +96,57 @@ class ColumnReader:
             ValueError: a row is not within its file.
             OSError: a file cannot be opened.
         """
-        file, row = self._places_of(number)
-        self._files.open(np.unique(file))
-        offset = self._starts[file] + row * self._row_nbytes
-        outside = offset + self._row_nbytes > self._files.size[file]
+        file, row, offset = self._places_of(number)
+        address, limit = self._files.locate(file, offset, self._row_nbytes)
+        outside = limit - address < self._row_nbytes
         if outside.any():
             worst = int(outside.argmax())
             raise ValueError(
                 f'{self._files.path_of(int(file[worst]))}: has no row {row[worst]}, which the data '
                 'set asks for. Build the data set again.'
             )
-        return self._files.address[file] + offset
+        return address
+
+    def ranges(self, first: np.ndarray, count: np.ndarray) -> list[list[Range]]:
+        """What is to be fetched of the files for each run of records: rows, and small gaps.
+
+        Args:
+            first: record that each run begins with, int64 `(n,)`.
+            count: its records, at least 1.
+        """
+        run = np.repeat(np.arange(len(first)), count)
+        in_run = np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)
+        file, _, begin = self._places_of(first[run] + in_run)
+        end = begin + self._row_nbytes
+        gap = begin[1:] - end[:-1]
+        apart = (np.diff(run) != 0) | (np.diff(file) != 0) | (gap < 0) | (gap > _GAP)
+        starts = np.flatnonzero(np.concatenate([[True], apart])[: len(run)])
+        stops = np.append(starts[1:], len(run)) - 1
+        found: list[list[Range]] = [[] for _ in first]
+        parts = np.stack([run[starts], file[starts], begin[starts], end[stops]], axis=1)
+        for of_run, *part in parts.tolist():
+            found[of_run].append(tuple(part))
+        return found
 
     def will_need(self, first: np.ndarray, last: np.ndarray) -> None:
         """Has the system begin to read the rows of runs of records; of each its ends are given."""
-        (file, begin), (last_file, end) = self._places_of(first), self._places_of(last)
+        if not isinstance(self._files, MappedFiles):
+            return
+        (file, _, begin), (last_file, _, end) = self._places_of(first), self._places_of(last)
         self._files.open(np.unique(file))
         runs = zip(file.tolist(), last_file.tolist(), begin.tolist(), end.tolist(), strict=True)
         for one, other, start, stop in runs:
             if one == other and start <= stop:
-                nbytes = (stop - start + 1) * self._row_nbytes
-                self._files.will_need(
-                    one, int(self._starts[one]) + start * self._row_nbytes, nbytes
-                )
+                self._files.will_need(one, start, stop + self._row_nbytes - start)
 
     def check_unchanged(self, number: np.ndarray) -> None:
         """Looks whether the files of some records are what they were; see `MappedFiles`."""
         self._files.check_unchanged(self._places_of(number)[0])
 
-    def _places_of(self, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The file and the row of some records, each int64 `(n,)`."""
+    def _places_of(self, number: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The file, the row and the offset of some records, each int64 `(n,)`."""
         if self._places is None:
-            return np.zeros_like(number), number
-        file, row = self._places[number].astype(np.int64).T
-        return file, row
+            file, row = np.zeros_like(number), number
+        else:
+            file, row = self._places[number].astype(np.int64).T
+        return self._first + file, row, self._starts[file] + row * self._row_nbytes

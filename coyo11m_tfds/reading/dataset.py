@@ -20,7 +20,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 from absl import logging
 
-from coyo11m_tfds import columns, schema
+from coyo11m_tfds import columns, schema, texts
 from coyo11m_tfds.reading import indexed_split, stored_dataset
 from coyo11m_tfds.reading.indexed_split import IndexedSplit
 from coyo11m_tfds.storage import remote, retry, source_files
@@ -44,7 +44,7 @@ class DatasetStats:
         text_revision: of that: a commit, a digest of its files or a number; None if unknown.
         text_max_tokens: captions were cut to so many tokens; 0 for no limit or if unknown.
         text_dim: width of the text embeddings, or 0 without them.
-        num_tokens: of a text in the records, or 0 without them.
+        num_tokens: of a text with its padding, or 0 for embeddings.
         vocabulary: ids of these are less than this; 0 without them.
         source_fingerprint: hex digest of the source files, or None.
     """
@@ -115,11 +115,11 @@ def _facts(builder: tfds.core.DatasetBuilder) -> list:
     return [info.as_proto, info.features.to_json(), json.dumps(dict(info.metadata or {}))]
 
 
-def dataset_stats(data: Data, text: str = '') -> DatasetStats:
-    """Reads the statistics of a data set from its metadata.
+def dataset_stats(data: Data, text: texts.Spec = '') -> DatasetStats:
+    """Reads the statistics of a data set from its metadata, with those of the texts asked for.
 
-    With `text`, those of the text embeddings of this column (see `add_column`) take the place of
-    those in the records; a ValueError if there is none.
+    Of several texts they are those of the mixture; `texts.parse` says how `text` names them, and
+    `texts.choose` what is a ValueError.
 
     One without statistics, such as a mocked one, gets mean 0 and standard deviation 1, and a
     warning in the log.
@@ -128,41 +128,27 @@ def dataset_stats(data: Data, text: str = '') -> DatasetStats:
     metadata = dict(builder.info.metadata or {})
     if schema.META_LATENT_MEAN not in metadata:
         logging.warning('%s has no latent statistics: taking mean 0, std 1', builder.name)
-    dim = text_dim(builder)
-    built_with = metadata.get(schema.META_SETTINGS) or {}
-    sidecar = built_with.get(schema.SETTINGS_TEXT)
-    sidecar = sidecar if isinstance(sidecar, dict) else {}  # else 'pt'
+    own = texts.of_records(metadata, text_dim(builder), num_tokens(builder))
+    chosen = texts.choose(builder.data_dir, text, own, _columns(builder))
+    first, (mean, std) = chosen.texts[0], chosen.mean_and_std()
+    is_embedding = chosen.feature == schema.TEXT_EMBEDDING
 
-    def numbers(name: str, default: float, size: int) -> np.ndarray:
-        return np.asarray(metadata.get(name, [default] * size), np.float32)
+    def of_latents(name: str, default: float) -> np.ndarray:
+        return np.asarray(metadata.get(name, [default] * schema.LATENT_SHAPE[0]), np.float32)
 
-    stats = DatasetStats(
-        latent_mean=numbers(schema.META_LATENT_MEAN, 0, schema.LATENT_SHAPE[0]),
-        latent_std=numbers(schema.META_LATENT_STD, 1, schema.LATENT_SHAPE[0]),
+    return DatasetStats(
+        latent_mean=of_latents(schema.META_LATENT_MEAN, 0),
+        latent_std=of_latents(schema.META_LATENT_STD, 1),
         latent_dtype=latent_dtype(builder).name,
-        text_mean=numbers(schema.META_TEXT_MEAN, 0, dim) if dim else None,
-        text_std=numbers(schema.META_TEXT_STD, 1, dim) if dim else None,
-        text_encoder=metadata.get(schema.META_TEXT_ENCODER),
-        text_revision=sidecar.get('revision'),
-        text_max_tokens=sidecar.get('max_tokens', 0),
-        text_dim=dim,
+        text_mean=mean.astype(np.float32) if is_embedding else None,
+        text_std=std.astype(np.float32) if is_embedding else None,
+        text_encoder=first.encoder,
+        text_revision=first.revision,
+        text_max_tokens=chosen.max_tokens,
+        text_dim=chosen.size if is_embedding else 0,
         source_fingerprint=metadata.get(schema.META_SOURCE_FINGERPRINT),
-        num_tokens=num_tokens(builder),
-        vocabulary=metadata.get(schema.META_TEXT_VOCABULARY, 0),
-    )
-    if not text:
-        return stats
-    column = columns.find_text(builder.data_dir, _columns(builder), text)
-    return dataclasses.replace(
-        stats,
-        text_mean=np.asarray(column.mean, np.float32),
-        text_std=np.asarray(column.std, np.float32),
-        text_encoder=column.encoder['encoder'],
-        text_revision=column.encoder.get('revision'),
-        text_max_tokens=column.encoder.get('max_tokens', 0),
-        text_dim=column.shape[0],
-        num_tokens=0,
-        vocabulary=0,
+        num_tokens=chosen.size if chosen.feature == schema.TOKENS else 0,
+        vocabulary=first.vocabulary,
     )
 
 
@@ -204,8 +190,8 @@ def _text_size(builder: tfds.core.DatasetBuilder, name: str) -> int:
 
 
 def text_columns(builder: tfds.core.DatasetBuilder) -> list[str]:
-    """Names of the text embeddings that `add_column` has added."""
-    return columns.text_names(_columns(builder))
+    """Names of the text embeddings and tokens that `add_column` has added."""
+    return texts.column_names(_columns(builder))
 
 
 def _feature(builder: tfds.core.DatasetBuilder, name: str) -> tfds.features.FeatureConnector | None:
@@ -214,9 +200,8 @@ def _feature(builder: tfds.core.DatasetBuilder, name: str) -> tfds.features.Feat
 
 
 def _columns(builder: tfds.core.DatasetBuilder) -> dict[str, columns.Column | columns.AddedColumn]:
-    """Features that lie elsewhere than in the records; only of a local data set."""
-    folder = os.fspath(builder.data_dir)
-    return {} if source_files.is_remote(folder) else columns.read(folder)
+    """Features that lie elsewhere than in the records."""
+    return columns.read(os.fspath(builder.data_dir))
 
 
 def check_features(builder: tfds.core.DatasetBuilder, features: Sequence[str]) -> None:

@@ -8,12 +8,12 @@ How batches are gathered is in `rows` and `chunk_blocks`.
 
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, texts
 from coyo11m_tfds.reading import (
     chunk_blocks,
     column_reader,
@@ -23,6 +23,7 @@ from coyo11m_tfds.reading import (
     verified,
 )
 from coyo11m_tfds.reading.bad_records import SKIP
+from coyo11m_tfds.reading.column_reader import ColumnReader
 from coyo11m_tfds.reading.fetched_files import FetchedFiles
 from coyo11m_tfds.reading.indexed_split import IndexedSplit
 from coyo11m_tfds.reading.mapped_files import MAX_FILES
@@ -60,7 +61,7 @@ def open_split(
     if opened is None and engine == ROWS:
         raise ValueError(
             f'{data.folder}: engine={ROWS!r} reads local data sets with a chunk index of split '
-            f'{split!r}, and this is none; set engine={CHUNKS!r}'
+            f'{split!r} and no latents on gs://, and this is none; set engine={CHUNKS!r}'
         )
     if opened is None or data.stored is None:
         return None
@@ -71,7 +72,7 @@ def open_split(
 
 
 def train(
-    opened: Opened, verify: str, text: str, stride: int, asked: types.SimpleNamespace
+    opened: Opened, verify: str, text: texts.Spec, stride: int, asked: types.SimpleNamespace
 ) -> Iterator[dict[str, np.ndarray]]:
     """`input_pipeline.train_batches`; `asked` has the arguments of `train_dataset`."""
     shares.check_dropout(asked.caption_dropout)
@@ -91,7 +92,7 @@ def train(
     reader, read = _reader(
         opened,
         verify,
-        text,
+        opened.stored.choose_texts(text),
         asked,
         in_flight,
         seed=asked.seed,
@@ -112,7 +113,7 @@ def train(
 
 
 def evaluate(
-    opened: Opened, verify: str, text: str, asked: types.SimpleNamespace
+    opened: Opened, verify: str, text: texts.Spec, asked: types.SimpleNamespace
 ) -> Iterator[dict[str, np.ndarray]]:
     """`input_pipeline.eval_batches`; `asked` has the arguments of `eval_dataset`."""
     process = asked.process_index, asked.process_count
@@ -120,8 +121,9 @@ def evaluate(
     records, num_batches = shares.eval_share(
         opened.stored.folder, asked.split, opened.split, asked.batch_size, *process
     )
+    chosen = opened.stored.choose_texts(text).first
     reader, read = _reader(
-        opened, verify, text, asked, asked.parallel_reads, fixed_crop=EVAL_CROP, with_mask=True
+        opened, verify, chosen, asked, asked.parallel_reads, fixed_crop=EVAL_CROP, with_mask=True
     )
     local = asked.batch_size // asked.process_count
     lengths, prefetch = opened.split.index.shard_lengths, _ahead(asked.prefetch)
@@ -131,43 +133,57 @@ def evaluate(
 def _reader(
     opened: Opened,
     verify: str,
-    text: str,
+    text: texts.Chosen,
     asked: types.SimpleNamespace,
     in_flight: int,
     **choices: Any,
 ) -> tuple[RowReader, rows.Read]:
     """Finds and gathers rows; and reads blocks of them."""
     stored, split, engine = opened
-    in_records = [f for f in asked.features if f != schema.TEXT_EMBEDDING or not text]
-    stored.check_features((schema.KEY, *in_records))
+    _check_text(stored.folder, text, asked.features)
+    row_choices = RowChoices(
+        tuple(asked.features),
+        stored.latent_dtype,
+        stored.text_dim,
+        num_tokens=stored.num_tokens,
+        text=text if text.in_columns else None,
+        **choices,
+    )
+    stored.check_features(sorted(row_choices.in_records))
     process_settings.keep_freed_memory()
     where = stored.folder, asked.split, int(split.index.shard_lengths.sum())
-    columns = {name: stored.columns[name] for name in asked.features if name in stored.columns}
-    if text:
-        columns[schema.TEXT_EMBEDDING] = stored.text_column(text)
+    columns = {
+        name: column_reader.open_column(column, *where)
+        for name, column in stored.find_columns(asked.features, text).items()
+    }
     files = None
     if engine == CHUNKS:
-        files = FetchedFiles(split.file, split.file_sizes, in_flight, asked.counter)
+        at_once = in_flight * (1 + len(columns))
+        files = FetchedFiles(split.file, split.file_sizes, at_once, asked.counter)
     reader = RowReader(
         split,
-        RowChoices(
-            tuple(asked.features),
-            stored.latent_dtype,
-            stored.text_dim,
-            num_tokens=stored.num_tokens,
-            **choices,
-        ),
+        row_choices,
         stored.record_layout,
         verify=verify if files is None else verified.ALWAYS,
         on_bad_records=asked.on_bad_records,
         counter=asked.counter,
         max_bad_fraction=asked.max_bad_fraction,
-        columns={name: column_reader.open_column(c, *where) for name, c in columns.items()},
+        columns={name: ColumnReader(column, files) for name, column in columns.items()},
         files=files,
     )
     if files is None:
         return reader, functools.partial(rows.read_rows, reader, counter=asked.counter)
     return reader, chunk_blocks.Chunks(split, reader, files, asked.chunk).read
+
+
+def _check_text(folder: str, text: texts.Chosen, features: Sequence[str]) -> None:
+    """Raises a ValueError where texts of columns are asked for, and features of the other kind."""
+    other = schema.TEXT_DTYPES.keys() & set(features) - {text.feature}
+    if text.in_columns and other:
+        raise ValueError(
+            f'{folder}: features has {min(other)!r}, expected {text.feature!r}, which text='
+            f'{text.names[0] or texts.RECORDS!r} is.'
+        )
 
 
 def _ahead(prefetch: int) -> int:

@@ -36,7 +36,6 @@ class FetchedFiles:
     Attributes:
         memory: that they lie in.
         size: bytes of each file, int64; one that turns out to be shorter gets its true size.
-        path_of: the path of each file, by its number; local or `gs://`.
     """
 
     def __init__(
@@ -49,20 +48,33 @@ class FetchedFiles:
         """Fetches nothing.
 
         Args:
-            path_of: see above.
-            size: see above.
+            path_of: the path of each file, by its number; local or `gs://`.
+            size: bytes of each file.
             most_at_once: ranges that are on their way, or have come and were not taken yet.
             counter: is told of every range.
         """
         self.memory = Memory()
         self.size = np.array(size, np.int64)
-        self.path_of = path_of
+        self._path_of = path_of
+        self._described: dict[int, SourceFile] = {}
         self._most_at_once, self._counter = most_at_once, counter
         self._pool = ThreadPoolExecutor(most_at_once, 'fetch')
         self._asked: collections.deque[Range] = collections.deque()
         self._coming: dict[Range, Future[bytes]] = {}
         self._held: dict[Range, bytes] = {}
         self._index()
+
+    def add(self, files: Sequence[SourceFile]) -> int:
+        """Numbers more files, from what it returns on, that must stay as they are described."""
+        first = len(self.size)
+        self._described |= dict(enumerate(files, first))
+        self.size = np.append(self.size, [file.size for file in files]).astype(np.int64)
+        return first
+
+    def path_of(self, number: int) -> str:
+        """The path of a file."""
+        described = self._described.get(number)
+        return described.path if described else self._path_of(number)
 
     def ask(self, ranges: Iterable[Range]) -> None:
         """Begins to fetch ranges, in this order, behind those that were asked for before."""
@@ -136,8 +148,10 @@ class FetchedFiles:
 
     def _read_remote(self, path: str, number: int, begin: int, end: int) -> bytes:
         try:
-            with contextlib.suppress(remote.Changed):
-                return self._read_range(path, number, begin, end)
+            return self._read_range(path, number, begin, end)
+        except remote.Changed:
+            if number in self._described:
+                raise
             # Shorter or longer than the index says: what is there is read.
             self.size[number] = source_files.describe(path).size
             return self._read_range(path, number, begin, end)
@@ -146,7 +160,7 @@ class FetchedFiles:
 
     def _read_range(self, path: str, number: int, begin: int, end: int) -> bytes:
         size = int(self.size[number])
-        file = SourceFile(path, size, '', None)
+        file = self._described.get(number) or SourceFile(path, size, '', None)
         return remote.read_range(file, min(begin, size), max(0, min(end, size) - begin))
 
     def _read_local(self, path: str, number: int, begin: int, end: int) -> bytes:
@@ -155,7 +169,10 @@ class FetchedFiles:
             data = file.read(end - begin)
             if len(data) < end - begin:
                 self.size[number] = os.fstat(file.fileno()).st_size
-            return data
+        before = self._described.get(number)
+        if before and source_files.describe(path).version != before.version:
+            raise mapped_files.changed(path, before.size, os.path.getsize(path))
+        return data
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[Callable[[int], None]]:

@@ -123,11 +123,7 @@ class MappedFiles:
             with naming(path):
                 state = _state(os.stat(path))
             if state != before:
-                raise OSError(
-                    f'{path}: has changed while it was read: it had {before[0]} bytes, now it has '
-                    f'{state[0]}, or another time of change. Start again from a checkpoint when '
-                    'the data set is complete.'
-                )
+                raise changed(path, before[0], state[0])
         self._checked = time.monotonic()
 
     def will_need(self, number: int, offset: int, nbytes: int) -> None:
@@ -166,6 +162,14 @@ def naming(path: str) -> Iterator[None]:
         ) from error
     except OSError as error:
         raise OSError(f'{path} cannot be read. ({error.strerror or error})') from error
+
+
+def changed(path: str, before: int, now: int) -> OSError:
+    """The error for a file that is no longer what it was; takes its bytes before and now."""
+    return OSError(
+        f'{path}: has changed while it was read: it had {before} bytes, now it has {now}, or '
+        'another time of change. Start again from a checkpoint when the data set is complete.'
+    )
 
 
 def missing(path: str) -> FileNotFoundError:

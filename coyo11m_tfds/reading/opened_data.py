@@ -8,6 +8,8 @@ import functools
 import os
 from typing import TYPE_CHECKING, Union
 
+from coyo11m_tfds import schema
+from coyo11m_tfds.columns import Column
 from coyo11m_tfds.reading import stored_dataset
 from coyo11m_tfds.reading.indexed_split import IndexedSplit
 from coyo11m_tfds.reading.stored_dataset import StoredDataset
@@ -35,8 +37,11 @@ class OpenedData:
 
     @property
     def is_remote(self) -> bool:
-        """True if it lies on gs://."""
-        return source_files.is_remote(self.folder)
+        """True if it lies on gs://, or the latents of its records do."""
+        if source_files.is_remote(self.folder) or self.stored is None:
+            return source_files.is_remote(self.folder)
+        latents = self.stored.columns.get(schema.LATENTS)
+        return isinstance(latents, Column) and latents.is_remote
 
     @functools.cached_property
     def stored(self) -> StoredDataset | None:

@@ -11,7 +11,8 @@ The order is a pure function of `(seed, step)` and the lengths of the shards:
 2. Epoch e visits the chunks in a permutation drawn from `(seed, e)`; the i-th goes to lane i mod L.
 3. Within a lane, each window of W records is permuted by `(seed, e, lane, window)`.
 4. Global batch s takes the next B/L records of every lane, in lane order.
-5. Which crop is taken and whether the caption is dropped come from a hash of `(seed, e, key)`.
+5. Which crop is taken, which of several texts, and whether the text is dropped come from hashes of
+   `(seed, e, key)`.
 
 An epoch ends for all lanes with the shortest one; what the others have left over is a different,
 random tail each time. Any step is found by computing where it is: a lane that starts there reads
@@ -23,7 +24,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +33,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.keyed_random import Permutation, derive, splitmix64
 
 # The first number hashed after the seed, one for each purpose.
-CHUNKS, WINDOWS, CROP, DROP = range(4)
+CHUNKS, WINDOWS, CROP, DROP, TEXT = range(5)
 
 
 class Reads(NamedTuple):
@@ -355,3 +356,14 @@ def sample_drops(seed: int, epoch: int, keys: np.ndarray, probability: float) ->
     """True if epoch `epoch` drops the caption of each key; bool, same shape as `keys`."""
     hashed = derive(seed, DROP, epoch, keys) >> np.uint64(11)
     return hashed.astype(np.int64) < int(probability * 2**53)
+
+
+def sample_texts(seed: int, epoch: int, keys: np.ndarray, weights: Sequence[float]) -> np.ndarray:
+    """Which of some texts epoch `epoch` takes of each key, in shares by weight.
+
+    Returns the number of a weight, int64, same shape as `keys`.
+    """
+    sums = list(itertools.accumulate(weights))
+    ends = np.array([int(x / sums[-1] * 2**53) for x in sums], np.int64)
+    hashed = derive(seed, TEXT, epoch, keys) >> np.uint64(11)
+    return np.searchsorted(ends[:-1], hashed.astype(np.int64), side='right')

@@ -12,6 +12,7 @@ otherwise than this project does it.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
@@ -20,15 +21,17 @@ import ml_dtypes
 import numpy as np
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.columns import AddedColumn, Column
 from coyo11m_tfds.reading import bad_records, framing, order, record_layout, verified
 from coyo11m_tfds.reading.bad_records import BadRecords
 from coyo11m_tfds.reading.column_reader import ColumnReader
 from coyo11m_tfds.reading.counter import ReadCounter
-from coyo11m_tfds.reading.fetched_files import FetchedFiles
+from coyo11m_tfds.reading.fetched_files import FetchedFiles, Range
 from coyo11m_tfds.reading.indexed_split import IndexedSplit
 from coyo11m_tfds.reading.mapped_files import MappedFiles
 from coyo11m_tfds.reading.names import DROP_TEXT, MASK
 from coyo11m_tfds.reading.record_layout import RecordLayout
+from coyo11m_tfds.texts import Chosen
 
 Batch = dict[str, np.ndarray]
 
@@ -53,7 +56,8 @@ class RowChoices:
         caption_dropout: share of samples that `drop_text` marks.
         fixed_crop: taken of all samples; None takes one by (seed, epoch, key).
         with_mask: whether `mask` is in the batch.
-        num_tokens: of a text, 0 without them.
+        num_tokens: of a text in the records, 0 without them.
+        text: which text a sample takes; None for that of its record.
     """
 
     features: tuple[str, ...]
@@ -64,20 +68,28 @@ class RowChoices:
     fixed_crop: int | None = None
     with_mask: bool = False
     num_tokens: int = 0
+    text: Chosen | None = None
+
+    @property
+    def in_records(self) -> set[str]:
+        """What a record has to hold, unless it is a column."""
+        elsewhere = {self.text.feature} if self.text and '' not in self.text.names else set()
+        return {schema.KEY, *self.features} - elsewhere
 
     @property
     def text_nbytes(self) -> dict[str, int]:
         """Of what a record may hold of a text."""
         return {schema.TEXT_EMBEDDING: 2 * self.text_dim, schema.TOKENS: 4 * self.num_tokens}
 
-    @property
-    def row_nbytes(self) -> int:
-        """Bytes of a row in a batch; of its caption a guess."""
+    def row_nbytes(self, columns: Mapping[str, Column | AddedColumn]) -> int:
+        """Bytes of a row in a batch; of its caption a guess. Takes the columns that are read."""
         sizes = {
             schema.KEY: 8,
-            schema.LATENTS: schema.LATENT_NBYTES,
             schema.CAPTION: _CAPTION_NBYTES,
             **self.text_nbytes,
+            **({self.text.feature: self.text.row_nbytes} if self.text else {}),
+            **{name: column.row_nbytes for name, column in columns.items()},
+            schema.LATENTS: schema.LATENT_NBYTES,
         }
         return (
             sum(sizes[name] for name in self.features) + bool(self.caption_dropout) + self.with_mask
@@ -203,6 +215,24 @@ class RowReader:
             zip(shards[starts].tolist(), offset[starts].tolist(), whole.tolist(), strict=True)
         )
 
+    def ranges(
+        self, shard: np.ndarray, first: np.ndarray, count: np.ndarray
+    ) -> list[tuple[Range, ...]]:
+        """What runs of records need of fetched files: of each its records, then rows of columns.
+
+        Args:
+            shard, first: number and first record of each run, int64 `(n,)`.
+            count: its records, at least 1.
+        """
+        begin, nbytes = self._split.index.byte_range(shard, first, count)
+        records = zip(shard.tolist(), begin.tolist(), (begin + nbytes).tolist(), strict=True)
+        number = self._first[shard] + first
+        of_columns = [column.ranges(number, count) for column in self._columns.values()]
+        return [
+            (record, *itertools.chain(*rows))
+            for record, *rows in zip(records, *of_columns, strict=True)
+        ]
+
     def will_need(self, run: tuple[int, int, int]) -> None:
         """Has the system begin to read a run of `prefetch`, where files are mapped.
 
@@ -282,7 +312,7 @@ class RowReader:
         try:
             record = self._files.memory.view(int(rows.begin[row]), int(rows.end[row])).tobytes()
             values = record_layout.parse(record)
-            for name in sorted({schema.KEY, *self._choices.features} - self._columns.keys()):
+            for name in sorted(self._choices.in_records - self._columns.keys()):
                 if not isinstance(values.get(name), int if name == schema.KEY else bytes):
                     raise ValueError(f'it has no single value of feature {name!r}')
                 if name in sizes and len(values[name]) != sizes[name]:
@@ -320,21 +350,52 @@ class RowReader:
         """One feature of a batch; zeros or empty where there is no record."""
         if name == schema.KEY:
             return keys
-        gathered = good & rows.values.regular
         if name == schema.CAPTION:
-            return self._captions(rows, gathered, others)
+            return self._captions(rows, good & rows.values.regular, others)
+        if self._choices.text and name == self._choices.text.feature:
+            return self._text(self._choices.text, rows, good, keys, others)
+        return self._numbers(name, rows, good, others, crops if name == schema.LATENTS else None)
+
+    def _text(
+        self,
+        chosen: Chosen,
+        rows: Rows,
+        good: np.ndarray,
+        keys: np.ndarray,
+        others: dict[int, dict[str, Any]],
+    ) -> np.ndarray:
+        """The text that each sample takes; tokens are padded to the longest of all texts."""
+        picked = order.sample_texts(self._choices.seed, rows.epoch, keys, chosen.weights)
+        found = np.zeros((len(keys), chosen.size), schema.TEXT_DTYPES[chosen.feature])
+        found[good] = schema.TOKEN_PADDING
+        for number, text in enumerate(chosen.texts):
+            mine = picked == number
+            values = self._numbers(text.name or chosen.feature, rows, good & mine, others)
+            found[mine, : text.size] = values[mine]
+        return found
+
+    def _numbers(
+        self,
+        name: str,
+        rows: Rows,
+        good: np.ndarray,
+        others: dict[int, dict[str, Any]],
+        crops: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Values of a fixed size, of records or of a column, of all crops one; else zeros."""
+        gathered = good & rows.values.regular
         if name in self._columns:
             places, gathered, others = rows.columns[name], good, {}
         else:
             places = getattr(rows.values, _PLACES[name])
         dtype, shape = self._kinds[name]
         nbytes = dtype.itemsize * math.prod(shape)
-        begin = crops * nbytes if name == schema.LATENTS else np.zeros_like(crops)
+        begin = np.zeros_like(rows.begin) if crops is None else crops * nbytes
         memory = self._files.memory
         values = memory.gather(np.where(gathered, places + begin, memory.zeros), nbytes)
         for row, parsed in others.items():
             values[row] = parsed[name][begin[row] : begin[row] + nbytes]
-        return values.view(dtype).reshape(len(crops), *shape)
+        return values.view(dtype).reshape(len(good), *shape)
 
     def _captions(
         self, rows: Rows, gathered: np.ndarray, others: dict[int, dict[str, Any]]

@@ -11,7 +11,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from coyo11m_tfds import columns, schema
+from coyo11m_tfds import columns, schema, texts
 from coyo11m_tfds.columns import AddedColumn, Column
 from coyo11m_tfds.reading import indexed_split, stored_splits
 from coyo11m_tfds.reading.indexed_split import IndexedSplit
@@ -85,13 +85,17 @@ class StoredDataset:
             with_latents=schema.LATENTS not in self.columns,
         )
 
-    def text_column(self, name: str) -> AddedColumn:
-        """A column of text embeddings.
+    def choose_texts(self, spec: texts.Spec) -> texts.Chosen:
+        """The texts that are asked for; raises a ValueError as `texts.choose` does."""
+        own = texts.of_records(self.metadata, self.text_dim, self.num_tokens)
+        return texts.choose(self.folder, spec, own, self.columns)
 
-        Raises:
-            ValueError: there is none of this name.
-        """
-        return columns.find_text(self.folder, self.columns, name)
+    def find_columns(
+        self, features: Sequence[str], text: texts.Chosen
+    ) -> dict[str, Column | AddedColumn]:
+        """The columns that some features of a batch are read from, by name."""
+        names = [*features, *(text.names if text.feature in features else [])]
+        return {name: self.columns[name] for name in names if name in self.columns}
 
     def check_features(self, names: Sequence[str]) -> None:
         """Raises a ValueError for a feature that the data set does not have."""
@@ -154,8 +158,7 @@ def read(folder: str | os.PathLike[str]) -> StoredDataset | None:
         raise ValueError(f'{path}/{schema.FEATURES_FILE}: is damaged (it names no features).')
     metadata = _read_json(f'{path}/{schema.METADATA_FILE}', {})
     full_name = '/'.join(filter(None, names))
-    found = {} if source_files.is_remote(path) else columns.read(path)
-    return StoredDataset(path, full_name, splits, features, metadata, found)
+    return StoredDataset(path, full_name, splits, features, metadata, columns.read(path))
 
 
 def choose(folder: str | os.PathLike[str]) -> str:

@@ -18,32 +18,19 @@ import numpy as np
 import pyarrow as pa
 from absl import logging
 
-from coyo11m_tfds import columns, schema
+from coyo11m_tfds import columns
 from coyo11m_tfds.source import keyed_parquet, keyed_store, matrix_store
 from coyo11m_tfds.source.matrix_store import MATRIX, PLACES, Hold, MatrixStore
 from coyo11m_tfds.storage.destination import naming
 from coyo11m_tfds.storage.source_files import SourceFile
 
-# What a file of token ids says about what made them, by its names in `SidecarHeader`.
-_ENCODER = {
-    'encoder': schema.META_TEXT_ENCODER,
-    'revision': schema.META_TEXT_REVISION,
-    'caption_column': schema.META_CAPTION_COLUMN,
-    'captions_digest': schema.META_CAPTIONS_DIGEST,
-}
-
 
 class RowStore(MatrixStore):
-    """A store that `prepare_store` made; see `MatrixStore` for more attributes.
-
-    Attributes:
-        encoder: what made the files, as far as they say so.
-    """
+    """A store that `prepare_store` made; see `MatrixStore`."""
 
     def __init__(self, folder: str | os.PathLike[str]):
         """Opens a store; raises `keyed_store.UnusableStoreError` as `KeyedStore` does."""
         super().__init__(folder)
-        self.encoder: dict[str, str] = self.facts['encoder']
         self.open_matrix(self.facts['dtype'], self.facts['shape'])
 
 
@@ -64,7 +51,7 @@ def prepare_store(
 
     Raises:
         ValueError: see `keyed_parquet`; the column holds something else or nulls, files differ in
-            what it holds or was made by, or a key comes twice.
+            what it holds, or a key comes twice.
         OSError: the store cannot be written.
     """
     name, version = matrix_store.name_and_version(files)
@@ -115,12 +102,12 @@ def _build(files: Sequence[SourceFile], column: str, hold: Hold, folder: str) ->
 
 
 def _describe(path: str, column: str, name: str) -> dict[str, Any]:
-    """The contents of a file: `dtype` and `shape` of its rows, and the `encoder` that made them."""
+    """The `dtype` and the `shape` of the rows of a file."""
     with (
         keyed_parquet.naming_damage(name),
         keyed_parquet.open_with_column(path, column, name) as file,
     ):
-        kind, metadata = file.schema_arrow.field(column).type, file.schema_arrow.metadata or {}
+        kind = file.schema_arrow.field(column).type
     is_list = pa.types.is_fixed_size_list(kind)
     number, shape = (kind.value_type, [kind.list_size]) if is_list else (kind, [])
     is_number = pa.types.is_integer(number) or pa.types.is_floating(number)
@@ -130,12 +117,7 @@ def _describe(path: str, column: str, name: str) -> dict[str, Any]:
             f"{name}: column '{column}' is {kind}, expected integers, floats, or lists of a fixed "
             f'size of these, at most {columns.MAX_ROW_NBYTES:,} bytes a row.'
         )
-    said = {entry: metadata.get(key.encode(), b'').decode() for entry, key in _ENCODER.items()}
-    return {
-        'dtype': np.dtype(number.to_pandas_dtype()).name,
-        'shape': shape,
-        'encoder': {entry: value for entry, value in said.items() if value},
-    }
+    return {'dtype': np.dtype(number.to_pandas_dtype()).name, 'shape': shape}
 
 
 def _to_numpy(values: pa.Array, width: int, keys: np.ndarray, name: str) -> np.ndarray:

@@ -16,7 +16,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.text import text_encoders
 from coyo11m_tfds.text.text_encoders import Tokenizer, hash_word, split_words
 
-PADDING = -1
+PADDING = schema.TOKEN_PADDING
 
 
 def make_tokenizer(spec: str, max_tokens: int = text_encoders.DEFAULT_MAX_TOKENS) -> Tokenizer:

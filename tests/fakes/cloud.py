@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import pathlib
 import tempfile
+import threading
 import time
 import types
 from collections.abc import Iterator, Mapping
@@ -72,6 +73,10 @@ def fake_gcs(root: pathlib.Path) -> Iterator[Gcs]:
             'CURL_CA_BUNDLE': str(proxy.certificate),
         }
         yield server
+        # What this process reads ahead comes to its end while there is a server.
+        for thread in threading.enumerate():
+            if thread.name.startswith('fetch'):
+                thread.join(30)
 
 
 @contextlib.contextmanager

@@ -85,6 +85,24 @@ def test_it_asks_once_for_a_chunk_and_for_hardly_more_than_it_uses(local, bucket
     assert asked[1] - asked[0] <= 1.15 * delivered
 
 
+def test_an_epoch_is_asked_for_at_most_once_and_nothing_besides(bucket, tmp_path):
+    """Of lanes that are even, so that no tail of an epoch is left out."""
+    path = tmp_path / '1.0.0'
+    small_dataset.write(path, {schema.TRAIN: (512,) * 4})
+    bucket.upload_folder(path, DATA)
+    asked, requests = [], []
+    for epochs in (1, 3):
+        read(DATA, epochs * 2048 // ORDER['batch_size'], window=32, settle=True)
+        asked.append(asked_bytes(bucket))
+        requests.append(len(shard_reads(bucket)))
+        bucket.clear()
+    # What is read ahead is the same in both; a chunk that the next epoch begins with is kept.
+    chunks, num_bytes = requests[1] - requests[0], asked[1] - asked[0]
+    assert chunks <= 2 * 2048 // ORDER['chunk']
+    size = sum(path.stat().st_size for path in path.glob('*tfrecord*'))
+    assert num_bytes <= 1.05 * size * chunks * ORDER['chunk'] / 2048
+
+
 def test_all_reads_that_the_settings_allow_wait_at_once(bucket):
     bucket.latency = 0.3
     found = read(DATA, 8)

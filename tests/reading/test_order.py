@@ -230,6 +230,7 @@ def test_the_order_stays_what_it_was_in_earlier_versions():
     keys = np.arange(-500, 500) * 2**53
     choices = [order_lib.sample_crops(2, 3, keys), order_lib.sample_drops(2, 3, keys, 0.1)]
     assert digest_of(choices) == '1fb42cbbb8da5710'
+    assert digest_of([order_lib.sample_texts(2, 3, keys, (2, 1, 0.5))]) == '80ccd4757252007c'
 
 
 def test_locate_counts_steps_over_epochs():
@@ -374,6 +375,31 @@ def test_choices_are_evenly_distributed_and_independent():
     assert abs(drops.mean() - 0.25) < 0.01
     assert not order_lib.sample_drops(1, 0, keys, 0.0).any()
     assert order_lib.sample_drops(1, 0, keys, 1.0).all()
+
+
+def test_a_text_is_taken_in_shares_by_weight_whatever_else_is_chosen():
+    keys = np.arange(60_000)
+    texts = order_lib.sample_texts(1, 0, keys, (3, 1, 2))
+    share = np.bincount(texts, minlength=3) / len(keys)
+    assert np.abs(share - [1 / 2, 1 / 6, 1 / 3]).max() < 0.01
+    crops, drops = order_lib.sample_crops(1, 0, keys), order_lib.sample_drops(1, 0, keys, 0.5)
+    others = [crops, drops] + [
+        order_lib.sample_texts(seed, epoch, keys, (3, 1, 2)) for seed, epoch in [(1, 1), (2, 0)]
+    ]
+    for other in others:
+        for value in range(other.max() + 1):
+            share_there = np.bincount(texts[other == value], minlength=3) / (other == value).sum()
+            assert np.abs(share_there - share).max() < 0.02
+    np.testing.assert_array_equal(texts, order_lib.sample_texts(1, 0, keys, (6, 2, 4)))
+    assert not order_lib.sample_texts(1, 0, keys, (5,)).any()
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 100), st.integers(-(2**63), 2**63 - 1))
+def test_the_text_of_a_sample_depends_on_nothing_else(seed, epoch, key):
+    keys = np.array([key, 5, key])
+    texts = order_lib.sample_texts(seed, epoch, keys, (1, 1, 1e-9, 1e9))
+    assert texts.min() >= 0 and texts.max() <= 3
+    assert texts[0] == texts[2] == order_lib.sample_texts(seed, epoch, keys[:1], (1, 1, 1e-9, 1e9))
 
 
 def test_a_billion_records_are_planned_in_little_memory():

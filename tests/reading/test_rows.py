@@ -443,3 +443,11 @@ def test_rows_as_wide_as_any_text_vector_are_gathered():
     rows = memory.gather(data.ctypes.data + np.array([9, 0]), 2 * schema.MAX_TEXT_DIM)
     np.testing.assert_array_equal(rows[0].tobytes(), data[9:].tobytes())
     np.testing.assert_array_equal(rows[1].tobytes(), data[:-9].tobytes())
+
+
+@pytest.mark.parametrize('engine', ['rows', 'chunks'])
+def test_a_batch_that_is_kept_keeps_no_others_alive(intact, engine):
+    order = dict(batch_size=16, seed=0, lanes=2, chunk=32, window=32)
+    batch = next(input_pipeline.train_batches(intact, engine=engine, **order))
+    for name, x in batch.items():
+        assert x.base is None or x.base.nbytes == x.nbytes, name

@@ -1,0 +1,207 @@
+"""Latents that stay in a bucket: the same batches as from records; objects that are replaced."""
+
+import itertools
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import input_pipeline
+from coyo11m_tfds import columns, schema, verify
+from coyo11m_tfds.build import driver
+from coyo11m_tfds.build.settings import BuildSettings
+from coyo11m_tfds.checks import data_sets
+from coyo11m_tfds.reading import dataset
+from tests import built, runs
+from tests.build import build_kills
+from tests.checkout import CHECKOUT
+from tests.fakes.cloud import Gcs, fake_gcs
+from tests.reading.batches import assert_same
+from train_lib import train
+
+ORDER = dict(batch_size=16, seed=0, lanes=4, chunk=32, window=64)
+SOURCE, DATA = 'gs://source/coyo', 'gs://data/coyo11m_tfds/here/1.0.0'
+LATENTS = f'coyo/{schema.LATENTS_FOLDER}'
+
+
+@pytest.fixture(scope='module')
+def described(sample_source, hash_sidecar, tmp_path_factory) -> pathlib.Path:
+    """A local data set in place whose source lies in a bucket."""
+    with pytest.MonkeyPatch.context() as patch, fake_gcs(tmp_path_factory.mktemp('gcs')) as server:
+        for name, value in server.env.items():
+            patch.setenv(name, value)
+        server.upload_folder(sample_source, SOURCE)
+        out = tmp_path_factory.mktemp('described')
+        return built.build(SOURCE, hash_sidecar, out, name='here', latents='in_place')
+
+
+@pytest.fixture
+def storage(bucket: Gcs, sample_source, described) -> Gcs:
+    bucket.upload_folder(sample_source, SOURCE)
+    bucket.upload_folder(described, DATA)
+    return bucket
+
+
+def read(path: object, count: int, **changes) -> list[dict]:
+    arguments = {**ORDER, 'features': dataset.FEATURES, 'caption_dropout': 0.3, **changes}
+    return list(itertools.islice(input_pipeline.train_batches(path, **arguments), count))
+
+
+def replace_object(storage: Gcs, change) -> str:
+    """Changes the second `.pt` file of the source; returns its URL."""
+    name = sorted(name for name in storage.objects('source') if name.endswith('.pt'))[1]
+    storage.put('source', name, change(storage.objects('source')[name]))
+    return f'gs://source/{name}'
+
+
+def test_batches_are_those_of_the_converted_data_set(storage, described, mini_dataset):
+    steps = input_pipeline.train_order(mini_dataset, **ORDER).epoch(0).steps + 5
+    expected = read(mini_dataset, steps)
+    for path in (DATA, described):
+        assert input_pipeline.engine_of(path) == 'chunks'
+        assert_same(read(path, steps), expected)
+        assert_same(read(path, steps - 7, start_step=7), expected[7:])
+    for count in (2, 4):
+        parts = [read(DATA, steps, process_index=p, process_count=count) for p in range(count)]
+        joined = [
+            {name: np.concatenate([part[name] for part in step]) for name in step[0]}
+            for step in zip(*parts, strict=True)
+        ]
+        assert_same(joined, expected)
+
+
+def test_evaluation_is_that_of_the_converted_data_set(storage, mini_dataset):
+    arguments = dict(batch_size=32, features=dataset.FEATURES)
+    batches, expected = (
+        list(input_pipeline.eval_batches(path, **arguments)) for path in (DATA, mini_dataset)
+    )
+    assert_same(batches, expected)
+
+
+def test_a_chunk_is_a_request_for_records_and_one_for_latents(storage, described):
+    lengths = input_pipeline.train_order(described, **ORDER).shard_lengths
+    storage.clear()
+    read(DATA, 60)
+    reads = [request for request in storage.requests if request.action == 'read']
+    shards = [request for request in reads if '.tfrecord' in request.path]
+    latents = [request for request in reads if request.path.endswith('.pt')]
+    # Where one file of the source ends and the next begins a chunk takes both.
+    assert len(shards) <= len(latents) <= 1.1 * len(shards)
+    asked = sum(request.range[1] + 1 - request.range[0] for request in latents)
+    records_a_chunk = sum(lengths) / sum(-(-length // ORDER['chunk']) for length in lengths)
+    # A tenth of the rows between them are of the other split.
+    assert asked <= 1.2 * len(shards) * records_a_chunk * 24_576
+
+
+def test_passing_faults_change_nothing(storage, mini_dataset):
+    storage.inject_share(['503', '429', 'cut', 'reset'], share=0.1, seed=3)
+    assert_same(read(DATA, 40), read(mini_dataset, 40))
+    assert any(r.fault and r.path.endswith('.pt') for r in storage.requests)
+
+
+def test_an_object_that_was_replaced_is_named_before_anything_is_read(storage):
+    url = replace_object(storage, lambda data: data[:-1] + b'x')
+    with pytest.raises(ValueError, match=f'{url}: has changed since the data set was built'):
+        input_pipeline.train_batches(DATA, **ORDER)
+    storage.remove('source', url.removeprefix('gs://source/'))
+    with pytest.raises(ValueError, match=f'{url} is missing, and latents lie in it'):
+        input_pipeline.train_batches(DATA, **ORDER)
+
+
+def test_an_object_that_is_replaced_while_it_is_read_is_named(storage):
+    batches = input_pipeline.train_batches(DATA, **ORDER)
+    next(batches)
+    url = replace_object(storage, lambda data: data[:-1] + b'x')
+    with pytest.raises(OSError, match=f'{url} has changed since it was listed'):
+        for _ in range(200):
+            next(batches)
+
+
+def test_verify_compares_the_bucket(storage):
+    for fast in (False, True):
+        assert verify.verify(DATA, fast=fast).faults == []
+    url = replace_object(storage, lambda data: data[:-1] + b'x')
+    for fast in (False, True):
+        [fault] = verify.verify(DATA, fast=fast).faults
+        assert fault.startswith(f'{url}: has changed since the data set was built')
+
+
+def test_rows_are_refused_where_latents_are_fetched(storage, described):
+    for path in (DATA, described):
+        with pytest.raises(ValueError, match=f'{path}: .* set engine='):
+            input_pipeline.train_batches(path, engine='rows', **ORDER)
+
+
+def test_memory_counts_the_latents_that_are_fetched(storage, mini_dataset):
+    settings = {name: x for name, x in ORDER.items() if name != 'seed'}
+    needs = []
+    for path in (DATA, mini_dataset):
+        with pytest.raises(ValueError, match=r'takes [\d.]+ GB') as error:
+            input_pipeline.check_memory(path, **settings, parallel_reads=1000, ram_budget_gb=1e-9)
+        needs.append(float(re.search(r'takes ([\d.]+) GB', str(error.value))[1]))
+    assert needs[0] == pytest.approx(needs[1], rel=0.05)
+
+
+def test_a_bucket_is_built_into_as_a_disk_is(bucket, sample_source, tmp_path):
+    """Stub metadata stand for TFDS' own, which needs TensorFlow to write to a bucket."""
+    bucket.upload_folder(sample_source, SOURCE)
+    options = {'scratch_dir': str(tmp_path / 'scratch'), 'env': bucket.env}
+    for final in (DATA, tmp_path / 'coyo11m_tfds' / 'here' / '1.0.0'):
+        build_kills.run(SOURCE, final, settings={'latents': 'in_place'}, **options)
+    bucket.download_folder(DATA, tmp_path / 'copy')
+    assert build_kills.files_of(tmp_path / 'copy') == build_kills.files_of(final)
+    paths = [file.path for file in columns.read(final)[schema.LATENTS].files]
+    assert paths == [f'gs://source/{n}' for n in bucket.objects('source') if n.endswith('.pt')]
+
+
+def test_a_source_that_readers_cannot_reach_is_refused(sample_source, hub, tmp_path):
+    def build(source: object, final: str) -> None:
+        settings = BuildSettings(latents='in_place', scratch_dir=str(tmp_path))
+        with driver.build(final, str(source), settings):
+            pass
+
+    hub.commit({p.relative_to(sample_source).as_posix(): p for p in sample_source.rglob('*.*')})
+    with pytest.raises(ValueError, match=r"\.pt: latents='in_place' .* local or on gs://\. Mirror"):
+        build('hf://datasets/owner/name', str(tmp_path / 'a' / 'b' / 'c' / '1.0.0'))
+
+
+# --- Programs ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def env(bucket, tmp_path_factory) -> Iterator[dict[str, str]]:
+    with runs.shared_compilations(tmp_path_factory.getbasetemp() / 'compiled') as env:
+        yield env | bucket.env
+
+
+def test_the_doctor_finds_it_healthy(storage, env):
+    [found] = data_sets.check_health(DATA)
+    assert found.status == 'pass', found
+    url = replace_object(storage, lambda data: data[:-1] + b'x')
+    [found] = data_sets.check_health(DATA)
+    assert (found.status, found.text.partition(': ')[0]) == ('fail', url)
+
+
+@pytest.mark.slow
+def test_a_stopped_run_has_the_losses_of_one_on_the_converted_data_set(
+    storage, env, mini_dataset, tmp_path
+):
+    short = {'eval_every': 4, 'checkpoint_every': 2}
+    flags = [flag for flag in runs.flags(DATA, '') if not flag.startswith('--workdir')]
+    command = [sys.executable, '-m', 'train_lib.check', *flags]
+    said = subprocess.check_output(command, cwd=CHECKOUT, env=os.environ | env, text=True)
+    assert json.loads(said)['data'] == f'{DATA}, text embeddings of hash'
+    for num_steps in (4, 8):
+        process = runs.start(DATA, tmp_path / 'there', env, num_steps=num_steps, **short)
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output
+    config = runs.small_config(mini_dataset, num_steps=8, **short)
+    train.train_and_evaluate(config, tmp_path / 'converted')
+    expected = runs.losses(tmp_path / 'converted')
+    assert len(expected) >= 8 and runs.losses(tmp_path / 'there') == expected
