@@ -160,12 +160,14 @@ def test_a_bucket_is_built_into_as_a_disk_is(bucket, sample_source, tmp_path):
     assert paths == [f'gs://source/{n}' for n in bucket.objects('source') if n.endswith('.pt')]
 
 
-def test_a_source_that_readers_cannot_reach_is_refused(sample_source, hub, tmp_path):
+def test_a_source_that_readers_cannot_reach_is_refused(sample_source, gcs, hub, tmp_path):
     def build(source: object, final: str) -> None:
         settings = BuildSettings(latents='in_place', scratch_dir=str(tmp_path))
         with driver.build(final, str(source), settings):
             pass
 
+    with pytest.raises(ValueError, match=r"latents='in_place' .* on gs://, as the data set is\."):
+        build(sample_source, DATA)
     hub.commit({p.relative_to(sample_source).as_posix(): p for p in sample_source.rglob('*.*')})
     with pytest.raises(ValueError, match=r"\.pt: latents='in_place' .* local or on gs://\. Mirror"):
         build('hf://datasets/owner/name', str(tmp_path / 'a' / 'b' / 'c' / '1.0.0'))
