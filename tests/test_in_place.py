@@ -99,7 +99,9 @@ def test_through_tensorflow_it_is_refused(in_place):
     for engine in ('chunks', 'rows'):
         arguments = dict(engine=engine, features=('key', 'caption'))
         assert next(input_pipeline.train_batches(in_place, **ORDER, **arguments))
-    with pytest.raises(ValueError, match="lie in the files of its source, which engine='rows'"):
+    with pytest.raises(
+        ValueError, match='lie in the files of its source, which only `train_batches`'
+    ):
         input_pipeline.train_dataset(in_place, **ORDER)
 
 

@@ -183,8 +183,12 @@ def env(bucket, tmp_path_factory) -> Iterator[dict[str, str]]:
 
 
 def test_the_doctor_finds_it_healthy(storage, env):
-    [found] = data_sets.check_health(DATA)
-    assert found.status == 'pass', found
+    for read_through, is_whole in ((None, True), (20_000_000, False)):
+        storage.clear()
+        [found] = data_sets.check_health(DATA, read_through)
+        assert found.status == 'pass', found
+        reads = [r for r in storage.requests if r.action == 'read' and r.path.endswith('.pt')]
+        assert bool(reads) == is_whole  # the three files have 29 MB
     url = replace_object(storage, lambda data: data[:-1] + b'x')
     [found] = data_sets.check_health(DATA)
     assert (found.status, found.text.partition(': ')[0]) == ('fail', url)
