@@ -19,7 +19,7 @@ from coyo11m_tfds.build.settings import BuildSettings
 from coyo11m_tfds.checks import data_sets
 from coyo11m_tfds.reading import dataset
 from tests import built, runs
-from tests.build import build_kills
+from tests.build import build_kills, build_program
 from tests.checkout import CHECKOUT
 from tests.fakes.cloud import Gcs, fake_gcs
 from tests.reading.batches import assert_same
@@ -151,9 +151,11 @@ def test_memory_counts_the_latents_that_are_fetched(storage, mini_dataset):
 def test_a_bucket_is_built_into_as_a_disk_is(bucket, sample_source, tmp_path):
     """Stub metadata stand for TFDS' own, which needs TensorFlow to write to a bucket."""
     bucket.upload_folder(sample_source, SOURCE)
-    options = {'scratch_dir': str(tmp_path / 'scratch'), 'env': bucket.env}
-    for final in (DATA, tmp_path / 'coyo11m_tfds' / 'here' / '1.0.0'):
-        build_kills.run(SOURCE, final, settings={'latents': 'in_place'}, **options)
+    options = json.dumps({'scratch_dir': str(tmp_path / 'scratch'), 'num_workers': 1})
+    settings = json.dumps(build_kills.SETTINGS | {'latents': 'in_place'})
+    final = tmp_path / 'coyo11m_tfds' / 'here' / '1.0.0'
+    for place in (DATA, final):
+        assert build_program.build(SOURCE, str(place), options, settings) == 'built here'
     bucket.download_folder(DATA, tmp_path / 'copy')
     assert build_kills.files_of(tmp_path / 'copy') == build_kills.files_of(final)
     paths = [file.path for file in columns.read(final)[schema.LATENTS].files]
