@@ -516,6 +516,9 @@ def test_a_column_in_a_bucket_is_read_as_from_a_disk(storage, copy, other_embedd
         assert 1 < of_column <= 1 + sum('.tfrecord' in path for path in reads)
     evaluate = functools.partial(input_pipeline.eval_batches, batch_size=32, **asked)
     assert_same(list(evaluate(DATA)), list(evaluate(copy)))
+    storage.clear()
+    next(read(DATA, features=('key',)))
+    assert sum('column_' in r.path and r.action == 'read' for r in storage.requests) == 0
     batches = read(DATA)
     next(batches)
     path = 'coyo11m_tfds/hash/1.0.0/column_half-train.npy'

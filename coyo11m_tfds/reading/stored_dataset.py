@@ -101,9 +101,14 @@ class StoredDataset:
         Args:
             features: of a batch.
             text: see `text_column`; '' for the text embeddings of the records.
+
+        Raises:
+            ValueError: as of `text_column`.
         """
-        found = {name: self.columns[name] for name in features if name in self.columns}
-        return found | ({schema.TEXT_EMBEDDING: self.text_column(text)} if text else {})
+        there = {**self.columns}
+        if text:
+            there[schema.TEXT_EMBEDDING] = self.text_column(text)
+        return {name: there[name] for name in features if name in there}
 
     def check_features(self, names: Sequence[str]) -> None:
         """Raises a ValueError for a feature that the data set does not have."""
