@@ -181,12 +181,13 @@ def test_verify_reads_the_source_too(movable):
     assert fault.startswith(f'{file}: has changed since the data set was built')
 
 
-def test_a_source_that_changes_while_it_is_read_is_named(movable, monkeypatch):
+@pytest.mark.parametrize('engine', ['rows', 'chunks'])
+def test_a_source_that_changes_while_it_is_read_is_named(movable, monkeypatch, engine):
     from coyo11m_tfds.reading import mapped_files
 
     monkeypatch.setattr(mapped_files, '_CHECK_SECONDS', 0)
     path, source = movable
-    batches = input_pipeline.train_batches(path, **ORDER)
+    batches = input_pipeline.train_batches(path, engine=engine, **ORDER)
     next(batches)
     os.utime(latents_file(source), ns=(1, 1))
     with pytest.raises(OSError, match=f'{latents_file(source)}: has changed while it was read'):
