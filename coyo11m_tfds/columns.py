@@ -5,7 +5,8 @@
     column.locate(folder, 'train', num_records)     # uint32 (records, 2): number of file, row
 
 `columns.json` beside the shards names the files and what they were when the data set was built;
-`column_<feature>-<split>.npy` has the place of every record, in the order of the shards.
+`column_<feature>-<split>.npy` has the place of every record, in the order of the shards. All of it
+may lie on gs://.
 """
 
 import dataclasses

@@ -18,7 +18,7 @@ from coyo11m_tfds.reading import dataset
 from coyo11m_tfds.source import part_files
 from coyo11m_tfds.storage import build_lock
 from tests import children, runs
-from tests.reading.batches import assert_same
+from tests.reading.batches import assert_same, wait_until_idle
 from train_lib import checkpoint, data, sharding, train
 
 ORDER = dict(batch_size=16, seed=0, lanes=4, chunk=32, window=64)
@@ -535,14 +535,19 @@ def test_a_column_in_a_bucket_is_read_as_from_a_disk(storage, copy, other_embedd
     asked = {'features': ('key', 'latents', 'text_embedding', 'half'), 'text': 'other'}
     read = functools.partial(input_pipeline.train_batches, **ORDER, **asked, start_step=3)
     storage.clear()
-    there, local = (list(itertools.islice(read(place), 60)) for place in (DATA, copy))
-    assert_same(there, local)
+    counter = input_pipeline.ReadCounter()
+    batches = read(DATA, counter=counter)
+    assert_same(list(itertools.islice(batches, 60)), list(itertools.islice(read(copy), 60)))
+    wait_until_idle(counter)
     reads = [request.path for request in storage.requests if request.action == 'read']
     for name in ('other', 'half'):  # at most a request for its header, and one for each chunk
         of_column = sum(f'column_{name}-train' in path for path in reads)
         assert 1 < of_column <= 1 + sum('.tfrecord' in path for path in reads)
     evaluate = functools.partial(input_pipeline.eval_batches, batch_size=32, **asked)
     assert_same(list(evaluate(DATA)), list(evaluate(copy)))
+    storage.clear()
+    next(read(DATA, features=('key',)))
+    assert sum('column_' in r.path and r.action == 'read' for r in storage.requests) == 0
     batches = read(DATA)
     next(batches)
     path = 'coyo11m_tfds/hash/1.0.0/column_half-train.npy'

@@ -20,9 +20,8 @@ class BuildSettings:
             sidecar that `coyo11m_tfds.embed_captions` made, of embeddings or of tokens; a file or
             a folder.
         latents: 'records', or 'in_place': records hold all but the latents, which are read out of
-            the source's files; source and data set must be local, and the files stay as they are.
-            The shards have the same records as otherwise, so that the order of training is the
-            same.
+            the source's files. These must stay as they are, on gs:// if the data set is there. The
+            shards have the same records as otherwise, so that the order of training is the same.
         bad_data: what to do about duplicate keys, files whose tensors disagree, and numbers that
             are not finite: 'drop' and count them, or 'stop' at the first.
         max_bad_fraction: share of the source's rows that may be dropped as bad, in [0, 1].

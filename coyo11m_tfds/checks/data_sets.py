@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from coyo11m_tfds import records, schema, verify
+from coyo11m_tfds import columns, records, schema, verify
 from coyo11m_tfds.checks import finding
 from coyo11m_tfds.checks.finding import Finding, gigabytes
 from coyo11m_tfds.chunk_index import ChunkIndex, file_name
@@ -60,18 +60,19 @@ def check_health(data_dir: str, read_through: int | None = None) -> list[Finding
 
     Args:
         data_dir: its folder.
-        read_through: bytes of shards up to which all are read; None for what takes seconds.
+        read_through: bytes of shards, and of latents in place, up to which all are read; None for
+            what takes seconds.
 
     Raises:
         ValueError: there is no data set in the folder.
         OSError: the storage cannot be reached.
     """
     name = f'data set {data_dir}'
-    if read_through is None:
-        read_through = READ_THROUGH[source_files.is_remote(data_dir)]
     files = stored_files.list_folder(data_dir)
-    shards = sum(file.size for file in files.values() if '.tfrecord' in file.name)
-    is_whole = shards <= read_through
+    large = [file for file in files.values() if '.tfrecord' in file.name] + _sources(data_dir)
+    if read_through is None:
+        read_through = READ_THROUGH[any(file.is_remote for file in large)]
+    is_whole = sum(file.size for file in large) <= read_through
     found = verify.verify(data_dir, fast=not is_whole)
     faults = list(found.faults)
     if not is_whole:
@@ -87,6 +88,17 @@ def check_health(data_dir: str, read_through: int | None = None) -> list[Finding
         text += 'other alone'
         return [finding.warned(name, text, 'build the data set again with --overwrite', **facts)]
     return [finding.passed(name, text if is_whole else f'{text}; all of it: {command}', **facts)]
+
+
+def _sources(data_dir: str) -> list[SourceFile]:
+    """The files that latents in place lie in, as far as they are there."""
+    try:
+        latents = columns.read(data_dir).get(schema.LATENTS)
+    except ValueError:  # which is told as a fault
+        return []
+    if not isinstance(latents, columns.Column):
+        return []
+    return [file for file in latents.find_files() if file]
 
 
 def _tell(name: str, data_dir: str, faults: Sequence[str]) -> Iterator[Finding]:

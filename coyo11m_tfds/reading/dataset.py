@@ -212,7 +212,8 @@ def check_features(builder: tfds.core.DatasetBuilder, features: Sequence[str]) -
             there.append(name)
         elif name in features:
             raise ValueError(
-                f"{builder.data_dir}: {name!r} is a column, which engine='rows' alone can read"
+                f'{builder.data_dir}: {name!r} is a column, which only `train_batches` and '
+                '`eval_batches` can read'
             )
     stored_dataset.check_features(builder.data_dir, there, features)
 

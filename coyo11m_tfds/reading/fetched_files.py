@@ -147,11 +147,10 @@ class FetchedFiles:
             return data
 
     def _read_remote(self, path: str, number: int, begin: int, end: int) -> bytes:
+        passing = () if number in self._described else (remote.Changed,)
         try:
-            return self._read_range(path, number, begin, end)
-        except remote.Changed:
-            if number in self._described:
-                raise
+            with contextlib.suppress(*passing):
+                return self._read_range(path, number, begin, end)
             # Shorter or longer than the index says: what is there is read.
             self.size[number] = source_files.describe(path).size
             return self._read_range(path, number, begin, end)

@@ -45,8 +45,8 @@ def make_parser(builder: tfds.core.DatasetBuilder, features: Sequence[str], **ch
     dataset.check_features(builder, (schema.KEY, *features))
     if schema.LATENTS in features and schema.LATENTS not in builder.info.features:
         raise ValueError(
-            f"{builder.data_dir}: its latents lie in the files of its source, which engine='rows' "
-            'alone can read'
+            f'{builder.data_dir}: its latents lie in the files of its source, which only '
+            '`train_batches` and `eval_batches` can read'
         )
     return Parser(
         tuple(features),
