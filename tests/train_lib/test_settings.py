@@ -14,6 +14,7 @@ ELSEWHERE = {
     'data.window',
     'data.text',
     'distributed',
+    'encoder',
     'init_average',
     'init_from',
     'mesh.data',
