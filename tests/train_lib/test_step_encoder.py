@@ -62,7 +62,7 @@ def facts_of(spec, **changes):
 # --- One step -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('text', dit.TEXTS)
+@pytest.mark.parametrize('text', [dit.SEQUENCE, pytest.param(dit.POOLED, marks=pytest.mark.slow)])
 def test_the_loss_is_that_of_hidden_states_computed_outside(models, spec, tokens, text):  # noqa: F811
     config = default.get_config()
     fields = {'name': 'tiny/4', 'depth': 2, 'dtype': 'float32', 'text': text}
@@ -178,7 +178,7 @@ def test_the_encoder_has_to_be_the_one_of_the_token_ids(models, spec, tmp_path):
     facts = facts_of(spec)
     assert step_encoder.load('', facts, mesh, dtype='float32') is None
     assert step_encoder.load(spec, facts, mesh, dtype='bfloat16').name == 'jax:text'
-    by_hf = dataclasses.replace(facts, encoder='hf:text')
+    by_hf = facts_of(spec.replace('jax:', 'hf:'))
     assert step_encoder.load(spec, by_hf, mesh, dtype='bfloat16').name == 'jax:text'
 
     words = facts_of('words', vocabulary=4096)
