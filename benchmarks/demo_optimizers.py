@@ -27,7 +27,15 @@ import numpy as np
 
 from configs import demo
 from coyo11m_tfds import latent_rgb, sample_data, schema
-from train_lib import caption_encoder, demo_scores, evaluation, previews, program, sharding
+from train_lib import (
+    caption_encoder,
+    demo_scores,
+    evaluation,
+    previews,
+    program,
+    sharding,
+    step_encoder,
+)
 from train_lib.data import TrainingData
 
 _EVAL_SAMPLES = 384
@@ -65,6 +73,9 @@ class Trial:
             self._data.facts.stats,
             latent_shape=self._data.facts.latent_shape,
             vocabulary=self._data.facts.vocabulary,
+            encoder=step_encoder.load(
+                config.encoder, self._data.facts, self._mesh, dtype=config.model.dtype
+            ),
         )
         self._encoder = caption_encoder.make(self._data.facts)
         self._batches = self._data.train_batches(0)

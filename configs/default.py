@@ -53,6 +53,8 @@ def get_config() -> ml_collections.ConfigDict:
     model.text = 'pooled'  # or 'sequence': attention sees the tokens too, where records hold them
     model.attention = 'xla'  # or 'cudnn': fused, for NVIDIA GPUs
 
+    config.encoder = ''  # jax:FOLDER: frozen, encodes tokens in the step; '': a learned table
+
     config.optimizer = optimizer = ml_collections.ConfigDict()
     optimizer.name = 'adamw'  # or 'muon': for kernels of blocks, with AdamW for all else
     optimizer.learning_rate = 2e-4  # of AdamW, at the end of the warm-up

@@ -93,7 +93,7 @@ def find(
         OSError: `init_from` does not exist or cannot be read.
     """
     description = checkpoint.Description(
-        identity=data.identity,
+        identity=data.identity | program.identity,
         settings=data.settings,
         # As JSON has it, to be compared with what comes back from there.
         config=json.loads(json.dumps(config.to_dict())),

@@ -84,7 +84,7 @@ def check(facts: DataFacts, encoder: Encoder | Tokenizer) -> None:
 
 
 def _check_name(facts: DataFacts, name: str) -> None:
-    if _model(name) != _model(facts.encoder):
+    if model_name(name) != model_name(facts.encoder):
         revision = f' (revision {facts.encoder_revision})' if facts.encoder_revision else ''
         raise ValueError(
             f'the captions are encoded by {name!r}, but the model was trained with '
@@ -92,7 +92,7 @@ def _check_name(facts: DataFacts, name: str) -> None:
         )
 
 
-def _model(name: str) -> str:
-    """The name without what runs it."""
+def model_name(name: str) -> str:
+    """The name of an encoder without what runs it: `hf:a/b` and `jax:a/b` are the same model."""
     runner, _, model = name.partition(':')
     return model if runner in _RUNNERS else name

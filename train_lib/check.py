@@ -36,7 +36,7 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
     # After `process.prepare`, because they import TensorFlow.
     import jax
 
-    from train_lib import program, settings, sharding, writers
+    from train_lib import program, settings, sharding, step_encoder, writers
     from train_lib.data import TrainingData
 
     writers.check(config)
@@ -56,6 +56,7 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
             facts.stats,
             latent_shape=facts.latent_shape,
             vocabulary=facts.vocabulary,
+            encoder=step_encoder.load(config.encoder, facts, mesh, dtype=config.model.dtype),
         )
         what = 'tokens' if facts.vocabulary else 'text embeddings'
         described = f'{config.data.dir}, {what} of {facts.encoder}'

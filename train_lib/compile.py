@@ -5,6 +5,7 @@
 
 libtpu's compiler runs on any CPU. The table has the memory of a chip, the arithmetic, and what
 moves between chips, from the compiled program itself, beside what the model and the mesh ask for;
+a frozen text encoder (`--config.encoder=jax:FOLDER`) is part of it, its weights are not read;
 times are at the rates that the chip's maker publishes, so that no run can be faster. The exit
 status is 1 where the program does not fit into a chip. Neither data nor TensorFlow nor torch is
 needed. Topologies are such as `v5e:4x4`, `v5e:16x16`, `v6e:4x4`, `v5p:2x2x4` or `v4:2x2x4`.
@@ -27,7 +28,7 @@ from absl import flags
 from jax.experimental import topologies
 from ml_collections import config_flags
 
-from train_lib import chips, flow, hlo, hlo_costs, models, process, sharding
+from train_lib import chips, flow, hlo, hlo_costs, models, process, sharding, step_encoder
 from train_lib.models.dit import POOLED
 from train_lib.program import make_program
 
@@ -52,8 +53,9 @@ def analyze(
     Args:
         config: see `configs/default.py`.
         topology: such as `v5e:4x4`.
-        text_dim: width of the text embeddings, which texts are with `model.text='pooled'`.
-        num_tokens: of a text, which it is made of with `model.text='sequence'`.
+        text_dim: width of the text embeddings, which texts are with `model.text='pooled'` unless an
+            encoder is in the step.
+        num_tokens: of a text, which it is made of else.
         vocabulary: ids of these are less than this.
         num_slices: slices of that topology. The network between them is not in the times: all that
             moves is taken to move over the links inside a slice.
@@ -73,14 +75,20 @@ def analyze(
             f'{", ".join(chips.CHIPS)}; add it to train_lib/chips.py'
         )
     mesh = sharding.make_mesh(**config.mesh, devices=devices)
-    if config.model.text == POOLED:
+    encoder = step_encoder.abstract(config.encoder, mesh, dtype=config.model.dtype)
+    if encoder is not None:
+        text_dim, vocabulary = encoder.dim, encoder.network.config.vocab_size
+    elif config.model.text == POOLED:
         vocabulary = num_tokens = 0
+    else:
+        text_dim = 0
     program = make_program(
         config,
         mesh,
         _no_stats(text_dim),
         latent_shape=LATENT_SHAPE,
         vocabulary=vocabulary,
+        encoder=encoder,
     )
     model = models.make(**config.model, vocabulary=vocabulary)
     flops = model.flops(LATENT_SHAPE, text_dim, num_tokens)
@@ -103,6 +111,13 @@ def analyze(
         'chip': chip.name,
         'chip_memory': chip.memory,
     }
+    if encoder is not None:
+        of_sample = encoder.network.config.flops(num_tokens)
+        report['encoder'] = {
+            'name': encoder.name,
+            'flops': of_sample * config.batch_size / len(devices),
+            'bytes': sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(encoder.params)),
+        }
     batch = _abstract_batch(config.batch_size, text_dim, num_tokens, mesh)
     try:
         compiled = program.train_step.lower(program.abstract_state, batch).compile()
@@ -233,6 +248,8 @@ def _memory_lines(report: Report) -> list[str]:
     sizes = report['memory']
     lines = ['memory of a chip                GB']
     lines += [f'  {name:24}{size / 1e9:10.2f}' for name, size in sizes.items()]
+    if 'encoder' in report:
+        lines.append(f'  {"of which the encoder":24}{report["encoder"]["bytes"] / 1e9:10.2f}')
     if report['host_memory']:
         lines.append(f'  {"in the host":24}{report["host_memory"] / 1e9:10.2f}')
     lines.append(f'  {"the chip has":24}{report["chip_memory"] / 1e9:10.2f}')
@@ -253,9 +270,11 @@ def _moved_lines(report: Report) -> list[str]:
 
 def _time_lines(report: Report) -> list[str]:
     seconds = report['seconds']
+    parts = f'the model {report["model_flops"] / 1e12:.1f}'
+    if 'encoder' in report:
+        parts += f', the encoder {report["encoder"]["flops"] / 1e12:.1f}'
     work = {
-        'arithmetic': f'{report["compiled_flops"] / 1e12:.1f} TFLOP, of which the model '
-        f'{report["model_flops"] / 1e12:.1f}',
+        'arithmetic': f'{report["compiled_flops"] / 1e12:.1f} TFLOP, of which {parts}',
         'memory': f'{report["memory_bytes"] / 1e9:.1f} GB',
         'links': f'{report["collective_bytes"] / 1e9:.2f} GB',
     }
@@ -296,7 +315,7 @@ if __name__ == '__main__':
     flags.DEFINE_string('topology', None, 'Slice to compile for, such as v5e:4x4.')
     flags.DEFINE_integer('num_slices', 1, 'Slices of that topology.')
     flags.DEFINE_integer('text_dim', 640, 'Width of the text embeddings.')
-    flags.DEFINE_integer('num_tokens', 128, 'Of a text, with model.text=sequence.')
+    flags.DEFINE_integer('num_tokens', 128, 'Of a text, with model.text=sequence or an encoder.')
     flags.DEFINE_integer('vocabulary', 4096, 'Of these tokens.')
     flags.DEFINE_bool('json', False, 'Print the report as JSON.')
     process.run(main, required=['config', 'topology'])

@@ -101,15 +101,7 @@ class TrainingData:
                     'or add some with python -m coyo11m_tfds.add_column'
                 )
             )
-        channels, height, width = schema.LATENT_SHAPE
-        self.facts = DataFacts(
-            (height, width, channels),
-            model_stats(stats),
-            stats.text_encoder or '',
-            stats.text_revision or '',
-            stats.text_max_tokens,
-            stats.vocabulary,
-        )
+        self.facts = model_facts(stats)
         self._text = schema.TOKENS if self.facts.vocabulary else schema.TEXT_EMBEDDING
         self._features = schema.KEY, schema.LATENTS, self._text
         encoder = {'name': self.facts.encoder, 'revision': self.facts.encoder_revision}
@@ -304,12 +296,20 @@ class TrainingData:
         return input_pipeline.to_device(on_host, sharding.batch(self._mesh), ahead=ahead)
 
 
-def model_stats(stats: 'input_pipeline.DatasetStats') -> flow.Stats:
-    """The statistics that a model standardizes by; of token ids there are none."""
+def model_facts(stats: 'input_pipeline.DatasetStats') -> DataFacts:
+    """What a model has to know of a data set; token ids have no statistics."""
     mean, std = stats.text_mean, stats.text_std
     if mean is None or std is None:
         mean = std = np.zeros(0, np.float32)
-    return flow.Stats(stats.latent_mean, stats.latent_std, mean, std)
+    channels, height, width = schema.LATENT_SHAPE
+    return DataFacts(
+        (height, width, channels),
+        flow.Stats(stats.latent_mean, stats.latent_std, mean, std),
+        stats.text_encoder or '',
+        stats.text_revision or '',
+        stats.text_max_tokens,
+        stats.vocabulary,
+    )
 
 
 def _with_read_errors(

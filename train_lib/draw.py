@@ -30,6 +30,8 @@ from train_lib import (
     program,
     saved_run,
     sharding,
+    step,
+    step_encoder,
     workdirs,
 )
 
@@ -44,6 +46,7 @@ class Artist:
     Attributes:
         step: of the checkpoint.
         facts: what is known of the data that it was trained on.
+        encoder: where the encoder in its step is; '' for a run without one.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Artist:
         average: bool = True,
         seed: int | None = None,
         batch_size: int = BATCH_SIZE,
+        encoder: str = '',
         **changes: float | None,
     ):
         """Finds the checkpoint; reads its weights when they are needed.
@@ -62,11 +66,12 @@ class Artist:
             average: draw with the moving average of the weights.
             seed: of the noise; None for that of the run.
             batch_size: pictures drawn at a time, rounded up to a multiple of the devices.
+            encoder: of a run with one in its step, where it is now; '' for where the run had it.
             **changes: fields of `config.preview` to use in place of those of the run, such as
                 `guidance`; None for these.
 
         Raises:
-            ValueError: there is no such checkpoint.
+            ValueError: there is no such checkpoint; or as `step_encoder.load`.
             OSError: the workdir does not exist or cannot be read.
         """
         self._saved = saved_run.open_run(place)
@@ -78,6 +83,8 @@ class Artist:
         self._mesh = sharding.make_mesh(devices=jax.local_devices())
         self._batch_size = batch_size
         self._average = average
+        # Absent from the checkpoints of an earlier version.
+        self.encoder = config.get('encoder', '') and (encoder or config.encoder)
         self._draw = self._compile(config)
 
     def draw(self, captions: Sequence[str], encoder: Encoder | Tokenizer) -> np.ndarray:
@@ -97,7 +104,7 @@ class Artist:
         for first in range(0, len(text), size):
             part = text[first : first + size]
             padded = np.pad(part, [(0, size - len(part)), (0, 0)])
-            latents = jax.device_get(self._draw(self._params, padded, np.int32(first)))
+            latents = jax.device_get(self._draw(padded, np.int32(first)))
             pictures.append(latent_rgb.latents_to_rgb(latents[: len(part)]))
         return np.concatenate(pictures)
 
@@ -108,14 +115,26 @@ class Artist:
 
     def _compile(self, config: ml_collections.ConfigDict):
         """The jitted function; pictures are shared out over the devices, each has all weights."""
+        encoder = self._load_encoder(config.model.dtype)
+        encode, frozen = (encoder.encode, encoder.params) if encoder else (step.as_ids, None)
         draw = program.make_draw(
             config,
             models.make(**config.model, vocabulary=self.facts.vocabulary),
             self.facts.stats,
             latent_shape=self.facts.latent_shape,
+            encode=encode,
         )
         whole, rows = sharding.replicated(self._mesh), sharding.batch(self._mesh)
-        return jax.jit(draw, in_shardings=(whole, rows, whole), out_shardings=rows)
+        jitted = jax.jit(draw, in_shardings=(whole, rows, whole, whole), out_shardings=rows)
+        return lambda texts, first: jitted(self._params, texts, frozen, first)
+
+    def _load_encoder(self, dtype: str) -> step_encoder.StepEncoder | None:
+        try:
+            return step_encoder.load(self.encoder, self.facts, self._mesh, dtype=dtype)
+        except ValueError as error:
+            raise ValueError(
+                f'{error}; name the one that the model was trained with by --encoder'
+            ) from error
 
 
 def main() -> None:
@@ -132,10 +151,12 @@ def main() -> None:
             average=FLAGS.average,
             seed=FLAGS.seed,
             batch_size=FLAGS.batch_size,
+            encoder=FLAGS.encoder,
             guidance=FLAGS.guidance,
             num_steps=FLAGS.num_steps,
         )
-        pictures = artist.draw(captions, caption_encoder.make(artist.facts, FLAGS.encoder))
+        encoder = caption_encoder.make(artist.facts, artist.encoder or FLAGS.encoder)
+        pictures = artist.draw(captions, encoder)
     out = FLAGS.out or folder / f'{prompts.stem}_{artist.step:06}.png'
     previews.write_png(out, previews.make_grid([pictures], captions))
     print(f'pictures: {out}')

@@ -48,12 +48,7 @@ def raw_latents(standardized: jax.Array, stats: Stats) -> jax.Array:
 
 
 def standardize_text(text: jax.Array, stats: Stats) -> jax.Array:
-    """Text embeddings `(b, D)`, any float dtype, to float32 with mean 0 and deviation 1.
-
-    Token ids, int32 `(b, T)`, stay as they are.
-    """
-    if text.dtype == jnp.int32:
-        return text
+    """Text embeddings `(b, D)`, any float dtype, to float32 with mean 0 and deviation 1."""
     # A feature that never varies tells nothing: it becomes 0 instead of a division by zero.
     varies = stats.text_std > 1e-6
     scale = jnp.where(varies, 1 / jnp.where(varies, stats.text_std, 1), 0)

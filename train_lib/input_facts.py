@@ -20,8 +20,8 @@ import tensorflow_datasets as tfds
 
 import input_pipeline
 from coyo11m_tfds import schema
-from train_lib import limits, program, sharding
-from train_lib.data import model_stats
+from train_lib import limits, program, sharding, step_encoder
+from train_lib.data import model_facts
 
 Batch = Mapping[str, Any]
 
@@ -176,13 +176,14 @@ def _make_step(
             f'{builder.data_dir}: holds no text embeddings, so that no step can be made for it; '
             'say how long one takes with --step_ms.'
         )
-    channels, height, width = schema.LATENT_SHAPE
+    facts = model_facts(stats)
     compiled = program.make_program(
         config,
         mesh,
-        model_stats(stats),
-        latent_shape=(height, width, channels),
-        vocabulary=stats.vocabulary,
+        facts.stats,
+        latent_shape=facts.latent_shape,
+        vocabulary=facts.vocabulary,
+        encoder=step_encoder.load(config.encoder, facts, mesh, dtype=config.model.dtype),
     )
     state = compiled.init()
 

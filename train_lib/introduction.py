@@ -27,6 +27,14 @@ def show(setup: 'Setup', start: int) -> None:
         *placed.mesh.shape.values(),
     )
     say('data: %s', setup.data.description)
+    if (encoder := setup.program.encoder) is not None:
+        say(
+            'encoder: %s, %.4g million parameters, frozen, %.3g GFLOP a sample, %s',
+            encoder.name,
+            sum(leaf.size for leaf in jax.tree.leaves(encoder.params)) / 1e6,
+            encoder.network.config.flops(setup.data.facts.max_tokens) / 1e9,
+            encoder.network.dtype,
+        )
     say(
         'model: %s, %.4g million parameters, %.3g GFLOP to train on a sample, %s',
         config.model.name,
@@ -51,7 +59,11 @@ def derived(setup: 'Setup', step: int, scalars: Mapping[str, float]) -> dict[str
 
 
 def flops(setup: 'Setup') -> int:
-    """Of the products of matrices that the model asks for, to train on one sample."""
-    facts = setup.data.facts
+    """Of the products of matrices that the model asks for, to train on one sample.
+
+    Those of a frozen encoder are not among them.
+    """
+    facts, encoder = setup.data.facts, setup.program.encoder
     model = models.make(**setup.config.model, vocabulary=facts.vocabulary)
-    return 3 * model.flops(facts.latent_shape, facts.text_dim, facts.max_tokens)
+    text_dim = encoder.dim if encoder else facts.text_dim
+    return 3 * model.flops(facts.latent_shape, text_dim, facts.max_tokens)

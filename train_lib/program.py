@@ -4,6 +4,7 @@
     state = program.init()
     state, update = program.train_step(state, batch)   # donates the state
 
+With a frozen text encoder its weights are one more argument of what is compiled, in no state.
 Neither TensorFlow nor torch is imported here.
 """
 
@@ -20,6 +21,7 @@ from jax.sharding import Mesh
 
 from train_lib import flow, models, sampling, sharding, state, step
 from train_lib.metrics import EvalMetrics, TrainMetrics
+from train_lib.step_encoder import StepEncoder
 
 Batch = Mapping[str, jax.Array]
 
@@ -27,10 +29,32 @@ _OF_PREVIEWS = 'count', 'split'  # fields of `config.preview` that sampling does
 
 
 @dataclasses.dataclass(frozen=True)
+class Bound:
+    """A jitted function whose last argument is always the same.
+
+    Attributes:
+        jitted: the function.
+        frozen: that argument, arrays or, to compile alone, their shapes.
+    """
+
+    jitted: jax.stages.Wrapped
+    frozen: Any
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Calls it."""
+        return self.jitted(*arguments, self.frozen)
+
+    def lower(self, *arguments: Any) -> jax.stages.Lowered:
+        """Lowers it; what is compiled of that takes `frozen` too."""
+        return self.jitted.lower(*arguments, self.frozen)
+
+
+@dataclasses.dataclass(frozen=True)
 class Program:
     """Jitted functions; batches are split over the mesh, states as `sharding.by_shape` says.
 
     Attributes:
+        encoder: of token ids, frozen; None without.
         abstract_state: shapes, dtypes and shardings of a state.
         init: to the state at step 0.
         no_metrics: to training metrics of no step.
@@ -41,12 +65,18 @@ class Program:
             time.
     """
 
+    encoder: StepEncoder | None
     abstract_state: state.TrainState
     init: Callable[[], state.TrainState]
     no_metrics: Callable[[], TrainMetrics]
-    train_step: jax.stages.Wrapped
+    train_step: Bound
     eval_step: Callable[[Any, Batch], EvalMetrics]
     draw: Callable[[Any, jax.Array], jax.Array]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What no resume can change, in plain values; see `checkpoint.Description`."""
+        return {'encoder': self.encoder.identity} if self.encoder else {}
 
 
 def make_program(
@@ -56,6 +86,7 @@ def make_program(
     *,
     latent_shape: Sequence[int],
     vocabulary: int = 0,
+    encoder: StepEncoder | None = None,
 ) -> Program:
     """Builds model, optimizer and steps; nothing is compiled before it is called.
 
@@ -65,6 +96,7 @@ def make_program(
         stats: of the data set.
         latent_shape: `(height, width, channels)` of one sample.
         vocabulary: of the data set's tokens; 0 where it has text embeddings.
+        encoder: of these tokens, on the same mesh; None for a learned table.
 
     Raises:
         ValueError: a part of a batch cannot be split over the devices; or as `models.make`.
@@ -78,8 +110,12 @@ def make_program(
         )
     model = models.make(**config.model, vocabulary=vocabulary)
     schedule, tx = _make_optimizer(config)
-    text_dim = 0 if vocabulary else len(stats.text_mean)
-    init = state.make_init(model, tx, latent_shape=latent_shape, text_dim=text_dim)
+    encode, frozen = (encoder.encode, encoder.params) if encoder else (step.as_ids, None)
+    raw = jax.ShapeDtypeStruct((1, len(stats.text_mean)), jnp.float32)
+    if vocabulary:
+        raw = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    text = jax.eval_shape(step.make_text_of(stats, encode), frozen, raw)
+    init = state.make_init(model, tx, latent_shape=latent_shape, text=text)
     pinned = model.clone(pin=sharding.pin(mesh))
     train_step = step.make_train_step(
         pinned,
@@ -89,9 +125,10 @@ def make_program(
         ema_decay=config.ema_decay,
         seed=config.seed,
         parts=config.accumulate,
+        encode=encode,
         **config.flow,
     )
-    eval_step = step.make_eval_step(pinned, stats, seed=config.seed)
+    eval_step = step.make_eval_step(pinned, stats, seed=config.seed, encode=encode)
 
     def init_from_seed() -> state.TrainState:
         return init(jax.random.key(config.seed))
@@ -99,19 +136,22 @@ def make_program(
     abstract = jax.eval_shape(init_from_seed)
     states, batches = sharding.by_shape(abstract, mesh), sharding.batch(mesh)
     whole = sharding.replicated(mesh)
-    draw = make_draw(config, model, stats, latent_shape=latent_shape)
+    draw = make_draw(config, model, stats, latent_shape=latent_shape, encode=encode)
+
+    def bound(function: Callable, *shardings: Any, **options: Any) -> Bound:
+        of_frozen = jax.tree.map(lambda leaf: leaf.sharding, frozen)
+        return Bound(jax.jit(function, in_shardings=(*shardings, of_frozen), **options), frozen)
+
     return Program(
+        encoder=encoder,
         abstract_state=jax.tree.map(_with_sharding, abstract, states),
         init=jax.jit(init_from_seed, out_shardings=states),
         no_metrics=jax.jit(TrainMetrics.empty, out_shardings=whole),
-        train_step=jax.jit(
-            train_step,
-            in_shardings=(states, batches),
-            out_shardings=(states, whole),
-            donate_argnums=0,
+        train_step=bound(
+            train_step, states, batches, out_shardings=(states, whole), donate_argnums=0
         ),
-        eval_step=jax.jit(eval_step, in_shardings=(states.params, batches), out_shardings=whole),
-        draw=jax.jit(draw, in_shardings=(states.params, whole), out_shardings=whole),
+        eval_step=bound(eval_step, states.params, batches, out_shardings=whole),
+        draw=bound(draw, states.params, whole, out_shardings=whole),
     )
 
 
@@ -121,16 +161,21 @@ def make_draw(
     stats: flow.Stats,
     *,
     latent_shape: Sequence[int],
+    encode: step.Encode = step.as_ids,
 ) -> Callable[..., jax.Array]:
-    """Returns the function from `(params, texts, first)` to raw latents, to be jitted.
+    """Returns the function from `(params, texts, frozen, first)` to raw latents, to be jitted.
 
-    Texts are raw text embeddings, `(n, D)`, or token ids, int32 `(n, T)`; latents float32
-    `(n, C, H, W)`. The noise of a picture is a function of `config.seed` and its number, which is
-    `first` (0 by default) for the first row. Other arguments as of `make_program`.
+    Texts are raw text embeddings, `(n, D)`, or token ids, int32 `(n, T)`, which `encode` takes with
+    the weights `frozen`; latents float32 `(n, C, H, W)`. The noise of a picture is a function of
+    `config.seed` and its number, which is `first` (0 by default) for the first row. Other arguments
+    as of `make_program`.
     """
     settings = {name: x for name, x in config.preview.items() if name not in _OF_PREVIEWS}
+    text_of = step.make_text_of(stats, encode)
 
-    def draw(params: Any, texts: jax.Array, first: int | jax.Array = 0) -> jax.Array:
+    def draw(
+        params: Any, texts: jax.Array, frozen: Any = None, first: int | jax.Array = 0
+    ) -> jax.Array:
         def noise_of(number: jax.Array) -> jax.Array:
             rng = jax.random.fold_in(jax.random.key(config.seed), number)
             return jax.random.normal(rng, latent_shape)
@@ -138,7 +183,7 @@ def make_draw(
         drawn = sampling.sample(
             step.applied(model, params),
             jax.vmap(noise_of)(first + jnp.arange(len(texts))),
-            flow.standardize_text(texts, stats),
+            text_of(frozen, texts),
             **settings,
         )
         return flow.raw_latents(drawn, stats)

@@ -6,11 +6,12 @@ Neither TensorFlow nor torch is imported here.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-Velocity = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+Velocity = Callable[[jax.Array, jax.Array, Any, jax.Array], jax.Array]
 
 SAMPLERS = ('euler', 'heun')
 
@@ -18,7 +19,7 @@ SAMPLERS = ('euler', 'heun')
 def sample(
     velocity: Velocity,
     noise: jax.Array,
-    text: jax.Array,
+    text: Any,
     *,
     guidance: float,
     num_steps: int,
@@ -43,7 +44,7 @@ def sample(
     Args:
         velocity: the model, from `(z, t, text, drop_text)` to a velocity of the shape of z.
         noise: standard normal `(b, H, W, C)`.
-        text: standardized text embeddings `(b, D)`, or token ids `(b, T)`.
+        text: as the model takes it, a pytree of arrays `(b, ...)`.
         guidance: strength; 1 follows the text as learned, more follows it more closely.
         num_steps: from noise to data.
         sampler: `euler` or `heun`.
@@ -56,7 +57,7 @@ def sample(
     """
     count = noise.shape[0]
     # Both halves of guidance go through the model as one batch.
-    texts = jnp.concatenate([text, text])
+    texts = jax.tree.map(lambda x: jnp.concatenate([x, x]), text)
     drop_text = jnp.arange(2 * count) >= count
 
     def guided(z: jax.Array, time: jax.Array) -> jax.Array:

@@ -3,7 +3,8 @@
     schedule = state.make_schedule('cosine', num_steps=9_000, learning_rate=1e-4, warmup_steps=500)
     tx = state.make_optimizer(
         'adamw', schedule, weight_decay=0.01, b1=0.9, b2=0.99, clip_norm=1.0)
-    init = state.make_init(model, tx, latent_shape=(32, 32, 4), text_dim=640)
+    text = jax.ShapeDtypeStruct((1, 640), jnp.float32)
+    init = state.make_init(model, tx, latent_shape=(32, 32, 4), text=text)
     train_state = jax.jit(init)(jax.random.key(seed))
 
 `TrainState` is a plain pytree of arrays: it can be sharded, donated and checkpointed as it is.
@@ -120,7 +121,7 @@ def make_init(
     tx: optax.GradientTransformation,
     *,
     latent_shape: Sequence[int],
-    text_dim: int,
+    text: Any,
 ) -> Callable[[jax.Array], TrainState]:
     """Returns the function from a random key to the state at step 0, to be jitted with shardings.
 
@@ -128,14 +129,14 @@ def make_init(
         model: called as `model(x, t, text, drop_text)`.
         tx: from `make_optimizer`.
         latent_shape: `(height, width, channels)` of one sample.
-        text_dim: width of a text embedding; 0 for a model that takes token ids.
+        text: of one sample as the model is given it, a pytree of `jax.ShapeDtypeStruct`. The
+            weights do not depend on the number of tokens.
     """
 
     def init(rng: jax.Array) -> TrainState:
         x = jnp.zeros((1, *latent_shape), jnp.float32)
-        # The weights do not depend on the number of tokens.
-        text = jnp.zeros((1, text_dim)) if text_dim else jnp.zeros((1, 1), jnp.int32)
-        params = model.init(rng, x, jnp.zeros((1,), jnp.float32), text, None)['params']
+        nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), text)
+        params = model.init(rng, x, jnp.zeros((1,), jnp.float32), nothing, None)['params']
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,

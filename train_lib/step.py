@@ -5,10 +5,11 @@
     state, metrics = jax.jit(train_step, donate_argnums=0)(state, batch)
 
 A batch holds `latents` `(b, 4, H, W)` raw, `key` uint32 `(b, 2)` and texts: `text_embedding`
-`(b, D)` or, for a model with a vocabulary, `tokens` int32 `(b, T)`; for training also `drop_text`
-bool `(b,)` where texts may be dropped, for evaluation `mask` bool `(b,)`, False where there is no
-sample. A training batch has a `mask` as well where records that cannot be read are skipped; a batch
-without one is compiled as if there were no masks.
+`(b, D)` or, for a model with a vocabulary, `tokens` int32 `(b, T)`, which a frozen encoder may turn
+into hidden states before the model sees them. For training it also holds `drop_text` bool `(b,)`
+where texts may be dropped, for evaluation `mask` bool `(b,)`, False where there is no sample. A
+training batch has a `mask` as well where records that cannot be read are skipped; a batch without
+one is compiled as if there were no masks.
 Neither TensorFlow nor torch is imported here, so that steps can be measured where JAX is alone.
 """
 
@@ -26,8 +27,16 @@ from train_lib.metrics import EvalMetrics, TrainMetrics
 from train_lib.state import TrainState
 
 Batch = Mapping[str, jax.Array]
+# From frozen weights and token ids, int32 `(b, T)`, to what the model is given of a text.
+Encode = Callable[[Any, jax.Array], Any]
 
 _TEXTS = 'text_embedding', 'tokens', 'drop_text'  # of a batch, for the model
+
+
+def as_ids(frozen: Any, tokens: jax.Array) -> jax.Array:
+    """The `Encode` of a model that looks tokens up in a table of its own."""
+    del frozen
+    return tokens
 
 
 def make_train_step(
@@ -41,8 +50,11 @@ def make_train_step(
     logit_mean: float,
     logit_std: float,
     parts: int = 1,
-) -> Callable[[TrainState, Batch], tuple[TrainState, TrainMetrics]]:
+    encode: Encode = as_ids,
+) -> Callable[..., tuple[TrainState, TrainMetrics]]:
     """Returns the function that turns a state and a batch into the next state and metrics.
+
+    It takes the frozen weights of `encode` as a third argument, which is None for `as_ids`.
 
     Noise and times depend on `(seed, state.step)` alone, so a resumed run repeats them exactly. A
     step whose loss or gradient is not finite, or whose batch has no sample, changes nothing but its
@@ -58,9 +70,13 @@ def make_train_step(
         logit_mean: of the logit-normal times.
         logit_std: of the logit-normal times.
         parts: the gradient is computed over so many parts of the batch in turn.
+        encode: of tokens.
     """
+    text_of = make_text_of(stats, encode)
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, TrainMetrics]:
+    def train_step(
+        state: TrainState, batch: Batch, frozen: Any = None
+    ) -> tuple[TrainState, TrainMetrics]:
         noise_rng, time_rng = jax.random.split(jax.random.fold_in(jax.random.key(seed), state.step))
         x = flow.standardize_latents(batch['latents'], stats)
         noise = jax.random.normal(noise_rng, x.shape)
@@ -71,7 +87,8 @@ def make_train_step(
 
         def mean_loss(params: Any, rows: Any) -> tuple[jax.Array, jax.Array]:
             texts, x, noise, t, weights = rows
-            losses = flow.squared_errors(_velocity(model, params, texts, stats), x, noise, t)
+            velocity = _velocity(model, params, texts, functools.partial(text_of, frozen))
+            losses = flow.squared_errors(velocity, x, noise, t)
             return jnp.sum(jnp.where(weights > 0, weights * losses, 0)), losses
 
         gradient = accumulate.in_parts(jax.value_and_grad(mean_loss, has_aux=True), parts)
@@ -108,18 +125,21 @@ def make_train_step(
 
 
 def make_eval_step(
-    model: nn.Module, stats: flow.Stats, *, seed: int
-) -> Callable[[Any, Batch], EvalMetrics]:
-    """Returns the function from weights and a batch to the loss of its real samples.
+    model: nn.Module, stats: flow.Stats, *, seed: int, encode: Encode = as_ids
+) -> Callable[..., EvalMetrics]:
+    """Returns the function from weights, a batch and frozen weights to the loss of its samples.
 
     Noise and a time uniform in [0, 1) come from `(seed, key)` of each sample: the loss of a split
     does not depend on its order, the batch size or the number of hosts.
     """
 
-    def eval_step(params: Any, batch: Batch) -> EvalMetrics:
+    text_of = make_text_of(stats, encode)
+
+    def eval_step(params: Any, batch: Batch, frozen: Any = None) -> EvalMetrics:
         x = flow.standardize_latents(batch['latents'], stats)
         noise, t = flow.noise_and_times_of_keys(batch['key'], x.shape[1:], seed)
-        loss = flow.squared_errors(_velocity(model, params, batch, stats), x, noise, t)
+        velocity = _velocity(model, params, batch, functools.partial(text_of, frozen))
+        loss = flow.squared_errors(velocity, x, noise, t)
         return EvalMetrics.single_from_model_output(loss=loss, time=t, mask=batch['mask'])
 
     return eval_step
@@ -132,12 +152,25 @@ def _weights(count: int, mask: jax.Array | None) -> jax.Array:
     return mask.astype(jnp.float32) / jnp.maximum(jnp.sum(mask), 1)
 
 
+def make_text_of(stats: flow.Stats, encode: Encode) -> Callable[[Any, jax.Array], Any]:
+    """Returns the function from frozen weights and raw texts to what the model is given.
+
+    Text embeddings `(b, D)` are standardized, token ids int32 `(b, T)` encoded.
+    """
+
+    def text_of(frozen: Any, texts: jax.Array) -> Any:
+        if texts.dtype == jnp.int32:
+            return encode(frozen, texts)
+        return flow.standardize_text(texts, stats)
+
+    return text_of
+
+
 def _velocity(
-    model: nn.Module, params: Any, batch: Batch, stats: flow.Stats
+    model: nn.Module, params: Any, batch: Batch, text_of: Callable[[jax.Array], Any]
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """The model as a function of position and time, for the texts of a batch."""
-    texts = batch['tokens'] if 'tokens' in batch else batch['text_embedding']
-    text = flow.standardize_text(texts, stats)
+    text = text_of(batch['tokens'] if 'tokens' in batch else batch['text_embedding'])
     drop_text = batch.get('drop_text')
     apply = applied(model, params)
     return lambda z, t: apply(z, t, text, drop_text)

@@ -30,6 +30,7 @@ from train_lib import (
     settings,
     sharding,
     signals,
+    step_encoder,
     workdirs,
     writers,
 )
@@ -94,6 +95,7 @@ def set_up(
         facts.stats,
         latent_shape=facts.latent_shape,
         vocabulary=facts.vocabulary,
+        encoder=step_encoder.load(config.encoder, facts, mesh, dtype=config.model.dtype),
     )
     beginning = beginnings.find(config, workdir, data, program, accept_changes)
     return Setup(config, workdirs.absolute(workdir), data, program, beginning)

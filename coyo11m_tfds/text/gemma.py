@@ -77,6 +77,17 @@ class Config:
         """Number of layers."""
         return len(self.is_local)
 
+    def flops(self, num_tokens: int) -> int:
+        """Of the matrix products of one text forward, padding included.
+
+        Two for each multiplication and addition. Scores of all pairs of tokens count, because they
+        are computed, also those that are masked.
+        """
+        heads = self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        weights = self.width * (heads + 3 * self.mlp_width)
+        scores = 2 * num_tokens * self.num_heads * self.head_dim
+        return 2 * num_tokens * self.depth * (weights + scores)
+
 
 def mean_states(states: jax.Array, lengths: jax.Array) -> jax.Array:
     """Averages hidden states `(b, T, width)` over the first `lengths` `(b,)` tokens of each row.

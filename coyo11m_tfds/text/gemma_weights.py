@@ -64,6 +64,18 @@ def open_checkpoint(model: str) -> 'SafetensorsCheckpoint | GgufCheckpoint':
         raise ValueError(f'cannot read the text encoder {model!r}: {error}') from error
 
 
+def abstract_params(config: gemma.Config, dtype: jnp.dtype | type) -> dict[str, Any]:
+    """Shapes and dtypes of what `load_params` returns, as `jax.ShapeDtypeStruct`."""
+    init = gemma.Gemma(config).init
+    shapes = jax.eval_shape(init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))['params']
+
+    def stored(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        kind = np.float32 if path[-1].key == 'scale' else dtype
+        return jax.ShapeDtypeStruct(leaf.shape, kind)
+
+    return jax.tree_util.tree_map_with_path(stored, shapes)
+
+
 def load_params(
     checkpoint: 'SafetensorsCheckpoint | GgufCheckpoint', dtype: jnp.dtype | type
 ) -> dict[str, Any]:
@@ -77,12 +89,8 @@ def load_params(
         ValueError: weights are missing, unexpected, damaged, not of floating point, or not of the
             shape that the configuration implies.
     """
-    model = gemma.Gemma(checkpoint.config)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))['params']
-    params = {
-        name: np.empty(leaf.shape, np.float32 if name.endswith('.scale') else dtype)
-        for name, leaf in flax.traverse_util.flatten_dict(shapes, sep='.').items()
-    }
+    shapes = flax.traverse_util.flatten_dict(abstract_params(checkpoint.config, dtype), sep='.')
+    params = {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
     targets = _targets(params, checkpoint)
     missing, unexpected = targets.keys() - checkpoint.names, checkpoint.names - targets.keys()
     if missing or unexpected:

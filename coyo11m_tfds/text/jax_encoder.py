@@ -44,6 +44,7 @@ class JaxTokenizer(Tokenizer):
         max_tokens: the greatest length, special tokens counted in; the model's own if smaller.
         vocabulary: ids are less than this.
         truncated: captions cut to it so far.
+        checkpoint: the model's files.
     """
 
     def __init__(self, model: str, max_tokens: int) -> None:
@@ -57,12 +58,12 @@ class JaxTokenizer(Tokenizer):
             ValueError: there is no such model, it is not a Gemma 3 or its files are unfit, or
                 max_tokens is too small.
         """
-        self._checkpoint = gemma_weights.open_checkpoint(model)
+        self.checkpoint = gemma_weights.open_checkpoint(model)
         self.name = f'jax:{model_files.public_name(model)}'
         self.revision = model_files.revision(model)
         self.truncated = 0
-        self._tokenizer = self._checkpoint.tokenizer()
-        self.max_tokens = min(max_tokens, self._checkpoint.config.max_positions)
+        self._tokenizer = self.checkpoint.tokenizer()
+        self.max_tokens = min(max_tokens, self.checkpoint.config.max_positions)
         self.vocabulary = self._tokenizer.get_vocab_size(with_added_tokens=True)
         special = self._tokenizer.num_special_tokens_to_add(is_pair=False)
         if self.max_tokens <= special:
@@ -118,7 +119,7 @@ class JaxEncoder(JaxTokenizer, Encoder):
         dtype = dtype or (jnp.float32 if on_cpu else jnp.bfloat16)
         batch_tokens = batch_tokens or (CPU_BATCH_TOKENS if on_cpu else BATCH_TOKENS)
         super().__init__(model, max_tokens)
-        config = self._checkpoint.config
+        config = self.checkpoint.config
         self.dim = config.width
         self.dtype = jnp.dtype(dtype).name
         self._num_devices = len(devices)
@@ -126,7 +127,7 @@ class JaxEncoder(JaxTokenizer, Encoder):
 
         mesh = Mesh(np.array(devices), ('data',))
         self._rows = NamedSharding(mesh, P('data'))
-        params = gemma_weights.load_params(self._checkpoint, dtype)
+        params = gemma_weights.load_params(self.checkpoint, dtype)
         self._params = jax.device_put(params, NamedSharding(mesh, P()))
         network = gemma.Gemma(config, dtype)
         self._pool = jax.jit(functools.partial(_pool, network), out_shardings=self._rows)

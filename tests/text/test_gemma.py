@@ -232,6 +232,16 @@ def test_the_window_is_in_tokens_and_counts_the_token_itself(models):
     assert changed.tolist() == list(range(2 * (WINDOW - 1) + 1))
 
 
+def test_flops_are_those_of_the_matrix_products(models):
+    # One layer, since XLA counts a loop's body once; many tokens, so that scores matter.
+    checkpoint = gemma_weights.open_checkpoint(str(models / 'text'))
+    config = gemma.Config(**{**vars(checkpoint.config), 'is_local': (False,)})
+    network, tokens = gemma.Gemma(config, jnp.float32), jnp.zeros((3, 200), jnp.int32)
+    params = jax.eval_shape(network.init, jax.random.key(0), tokens)
+    cost = jax.jit(network.apply).lower(params, tokens).compile().cost_analysis()['flops']
+    assert 3 * config.flops(200) == pytest.approx(cost, rel=0.1)  # and elementwise operations
+
+
 def test_bfloat16_is_close_and_stays_bfloat16(models):
     checkpoint = gemma_weights.open_checkpoint(str(models / 'text'))
     params = gemma_weights.load_params(checkpoint, jnp.bfloat16)

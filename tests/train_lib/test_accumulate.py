@@ -12,6 +12,7 @@ from configs import default
 from train_lib import accumulate, flow, program, sharding, state, step
 from train_lib.models import dit
 
+TEXT = jax.ShapeDtypeStruct((1, 16), jnp.float32)
 STATS = flow.Stats(*(np.full(n, v, np.float32) for n, v in ((4, 0), (4, 1), (16, 0), (16, 1))))
 
 
@@ -41,7 +42,7 @@ def _step(parts, batch):
         logit_std=1.0,
         parts=parts,
     )
-    init = state.make_init(model, tx, latent_shape=(8, 8, 4), text_dim=16)
+    init = state.make_init(model, tx, latent_shape=(8, 8, 4), text=TEXT)
     jit = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
     jitted, after = jit(train_step), init(jax.random.key(0))
     for _ in range(3):  # at the first weights most gradients are 0

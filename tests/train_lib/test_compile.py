@@ -8,11 +8,15 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from configs import default
+from coyo11m_tfds.text import gemma_weights
 from tests.checkout import CHECKOUT
-from train_lib import chips, compile, models
+from tests.text.test_gemma import models  # noqa: F401, a fixture
+from train_lib import chips, compile
+from train_lib import models as networks
 
 PODS = {'tpu_v5e_16': 'v5e:4x4', 'tpu_v5e_128': 'v5e:8x16', 'tpu_v5e_256': 'v5e:16x16'}
 
@@ -108,8 +112,31 @@ def test_texts_are_vectors_or_tokens_as_the_configuration_says(monkeypatch, text
     config.batch_size = 8
     report = compile.analyze(config, 'here', text_dim=24, num_tokens=9, vocabulary=64)
     assert report['fits']
-    model = models.make(**config.model, vocabulary=64 if text == 'sequence' else 0)
-    assert report['model_flops'] == 3 * 8 * model.flops((32, 32, 4), 24, 9)
+    model = networks.make(**config.model, vocabulary=64 if text == 'sequence' else 0)
+    text_dim = 24 if text == 'pooled' else 0
+    assert report['model_flops'] == 3 * 8 * model.flops((32, 32, 4), text_dim, 9)
+
+
+def test_a_frozen_encoder_is_part_of_what_is_compiled(monkeypatch, models):  # noqa: F811
+    monkeypatch.setattr(compile, 'slice_devices', lambda *_: jax.devices()[:1])
+    monkeypatch.setitem(chips.CHIPS, 'cpu', chips.CHIPS['TPU v5 lite'])
+    config = default.get_config()
+    config.update_from_flattened_dict({'model.name': 'tiny/16', 'model.depth': 1, 'batch_size': 8})
+    config.encoder = f'jax:{models}/text'
+    report = compile.analyze(config, 'here', text_dim=0, num_tokens=64)
+    checkpoint = gemma_weights.open_checkpoint(f'{models}/text')
+    params = jax.tree.leaves(gemma_weights.load_params(checkpoint, jnp.bfloat16))
+    assert report['encoder'] == {
+        'name': 'jax:text',
+        'flops': 8 * checkpoint.config.flops(64),
+        'bytes': sum(leaf.nbytes for leaf in params),
+    }
+    asked = report['model_flops'] + report['encoder']['flops']
+    assert report['compiled_flops'] == pytest.approx(asked, rel=0.05)
+    assert report['encoder']['flops'] > 0.1 * asked
+    text = compile.table(report)
+    assert 'of which the encoder' in text
+    assert ', the encoder 0.0' in text
 
 
 def test_a_topology_that_there_is_not_is_refused():

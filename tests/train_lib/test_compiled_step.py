@@ -51,7 +51,7 @@ def on_mesh(data, fsdp, optimizer='adamw', text='pooled'):
     compiled = made.train_step.lower(made.abstract_state, placed).compile()
     state, losses = made.init(), []
     for _ in range(8):
-        state, update = compiled(state, placed)
+        state, update = compiled(state, placed, made.train_step.frozen)
         losses.append(float(update.loss.total) / 16)
     moved = [
         {'kind': c.kind, 'axes': c.axes, 'layers': 3 in c.loops, 'source': c.source,

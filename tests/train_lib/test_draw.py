@@ -74,7 +74,7 @@ def test_a_picture_is_the_same_however_many_are_drawn_at_a_time(run, encoder, ba
 def test_a_batch_is_as_large_as_is_said_however_many_captions_there_are(run, encoder):
     artist, seen = draw.Artist(run[0], batch_size=8), []
     drawing = artist._draw
-    artist._draw = lambda *inputs: seen.append(inputs[1].shape) or drawing(*inputs)
+    artist._draw = lambda *inputs: seen.append(inputs[0].shape) or drawing(*inputs)
     assert len(artist.draw(['a cat'] * 50, encoder)) == 50
     assert seen == [(8, 640)] * 7
 

@@ -12,6 +12,7 @@ import pytest
 from train_lib import flow, sampling, state, step
 from train_lib.models import dit
 
+TEXT = jax.ShapeDtypeStruct((1, 16), jnp.float32)
 STATS = flow.Stats(
     latent_mean=np.array([1.0, -2.0, 3.0, 0.5], np.float32),
     latent_std=np.array([5.0, 6.0, 7.0, 8.0], np.float32),
@@ -38,7 +39,7 @@ def _model():
 
 def _make_trainer(tx, schedule):
     model = _model()
-    first = state.make_init(model, tx, latent_shape=(8, 8, 4), text_dim=16)(jax.random.key(0))
+    first = state.make_init(model, tx, latent_shape=(8, 8, 4), text=TEXT)(jax.random.key(0))
     train_step = step.make_train_step(
         model, tx, schedule, STATS, ema_decay=0.9, seed=0, logit_mean=0.0, logit_std=1.0
     )

@@ -13,6 +13,7 @@ ELSEWHERE = {
     'data.lanes',
     'data.window',
     'distributed',
+    'encoder',
     'init_average',
     'init_from',
     'mesh.data',

@@ -1,4 +1,6 @@
-"""Texts as tokens in the model: what attention sees, what padding and dropping change."""
+"""Texts as sequences in the model: what attention sees, what padding and dropping change."""
+
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,25 +11,33 @@ from configs import default
 from tests.train_lib.test_models import _matmul_flops, _randomized
 from train_lib import models
 from train_lib.models import dit
+from train_lib.models.words import Words
 
 TOKENS = np.array([[5, 9, 2, -1, -1], [5, 3, -1, -1, -1], [7, 7, 7, 7, 7]], np.int32)
 EMPTY = np.full((3, 5), -1, np.int32)
 
 
-def _inputs(tokens=TOKENS):
+def _inputs(tokens=TOKENS, text_of=np.asarray):
     keys = jax.random.split(jax.random.key(0), 2)
     x = jax.random.normal(keys[0], (len(tokens), 8, 8, 4))
-    return x, jax.random.uniform(keys[1], (len(tokens),)), tokens
+    return x, jax.random.uniform(keys[1], (len(tokens),)), text_of(tokens)
 
 
-@pytest.fixture(scope='module', params=dit.TEXTS)
+def _states(tokens):
+    """Like those of a causal encoder: of a token and all before it; of padding anything."""
+    table = 10 * np.random.default_rng(0).standard_normal((13, 24)).astype(np.float32)
+    return Words(np.cumsum(table[tokens], 1), tokens >= 0)
+
+
+@pytest.fixture(scope='module', params=itertools.product(dit.TEXTS, (np.asarray, _states)), ids=str)
 def model(request):
     """The model with weights, as a function of tokens and what is dropped."""
     fields = {'width': 32, 'depth': 2, 'num_heads': 4, 'patch_size': 2, 'dtype': jnp.float32}
-    made = dit.DiT(**fields, text=request.param, vocabulary=12)
-    variables = _randomized(made, *_inputs())
+    text, text_of = request.param
+    made = dit.DiT(**fields, text=text, vocabulary=12)
+    variables = _randomized(made, *_inputs(text_of=text_of))
     apply = jax.jit(made.apply)
-    return lambda tokens, drop_text=None: apply(variables, *_inputs(tokens), drop_text)
+    return lambda tokens, drop_text=None: apply(variables, *_inputs(tokens, text_of), drop_text)
 
 
 def test_padding_changes_nothing(model):
@@ -82,11 +92,12 @@ def test_sequences_of_what_is_one_vector_are_refused():
         models.make('S/2', text='sequence')
 
 
+@pytest.mark.parametrize(('text_of', 'dim'), [(np.asarray, 0), (_states, 24)])
 @pytest.mark.parametrize('text', dit.TEXTS)
-def test_flops_are_those_of_the_matrix_products(text):
+def test_flops_are_those_of_the_matrix_products(text, text_of, dim):
     # Without a loop, which XLA would count once; wide, for few elementwise operations beside.
     fields = {'width': 256, 'depth': 2, 'num_heads': 4, 'patch_size': 2, 'dtype': jnp.float32}
     made = dit.DiT(**fields, unroll=2, text=text, vocabulary=12)
     tokens = np.tile(TOKENS, (1, 8))
-    found = _matmul_flops(made, _inputs(tokens)) / len(tokens)
-    assert made.flops((8, 8, 4), 0, tokens.shape[1]) == pytest.approx(found, rel=0.02)
+    found = _matmul_flops(made, _inputs(tokens, text_of)) / len(tokens)
+    assert made.flops((8, 8, 4), dim, tokens.shape[1]) == pytest.approx(found, rel=0.02)

@@ -7,10 +7,10 @@
 Architecture: Peebles & Xie, "Scalable Diffusion Models with Transformers" (2023), block adaLN-Zero,
 with query and key normalization (Dehghani et al., "Scaling Vision Transformers to 22 Billion
 Parameters", 2023) and the text embedding in the place of the class label. A text may also be token
-ids: the text embedding is then the mean of what a learned table makes of them, and with
-`text='sequence'` every block's attention sees the words beside the picture's own tokens, as in
-Nichol et al., "GLIDE" (2021). The blocks are one scanned module: compile time and the size of the
-program do not grow with the depth.
+ids, or the hidden states of a text encoder: the text embedding is then the mean of what a learned
+table or projection makes of them, and with `text='sequence'` every block's attention sees the words
+beside the picture's own tokens, as in Nichol et al., "GLIDE" (2021). The blocks are one scanned
+module: compile time and the size of the program do not grow with the depth.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from train_lib.models.dense import Dense
-from train_lib.models.words import Words, WordTable
+from train_lib.models.words import Words, WordStates, WordTable
 
 Dtype = jnp.dtype | type
 Pin = Callable[[jax.Array], jax.Array]
@@ -239,7 +239,11 @@ class DiT(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, t: jax.Array, text: jax.Array, drop_text: jax.Array | None = None
+        self,
+        x: jax.Array,
+        t: jax.Array,
+        text: jax.Array | Words,
+        drop_text: jax.Array | None = None,
     ) -> jax.Array:
         """Applies the model.
 
@@ -247,7 +251,7 @@ class DiT(nn.Module):
             x: noisy latents, standardized, `(b, H, W, C)`.
             t: times in [0, 1], `(b,)`; 0 is data, 1 is noise.
             text: standardized text embeddings `(b, D)`; with a vocabulary token ids, int32
-                `(b, T)`, padded with -1.
+                `(b, T)`, padded with -1, or hidden states of these, `(b, T, D)`.
             drop_text: bool `(b,)`, True where the text is to be ignored; None is False everywhere.
 
         Returns:
@@ -265,13 +269,13 @@ class DiT(nn.Module):
             )
         rows, columns = height // p, width // p
 
-        words = None
+        words: Words | None = None
+        embedding: Any = text
         if self.vocabulary:
-            table = WordTable(self.vocabulary, self.width, self.dtype, name='words')
-            words, text = table(text, drop_text)
+            words, embedding = self._words(text, drop_text)
             words = jax.tree.map(self.pin, words) if self.text == SEQUENCE else None
         condition = nn.silu(
-            Conditioning(self.width, self.dtype, name='conditioning')(t, text, drop_text)
+            Conditioning(self.width, self.dtype, name='conditioning')(t, embedding, drop_text)
         )
         tokens = Dense(self.width, dtype=self.dtype, name='patches')(_to_patches(x, p))
         tokens += sincos_positions_2d(rows, columns, self.width).astype(self.dtype)
@@ -298,7 +302,7 @@ class DiT(nn.Module):
 
         Args:
             latent_shape: `(height, width, channels)` of one sample.
-            text_dim: width of a text embedding; not used with a vocabulary.
+            text_dim: width of a text embedding or of an encoder's states; 0 for token ids.
             num_tokens: of a text, padding included; used with a vocabulary alone.
         """
         height, columns, channels = latent_shape
@@ -308,12 +312,20 @@ class DiT(nn.Module):
         block = tokens * (products * w**2 + 2 * tokens * w) + 6 * w**2  # and modulation
         ends = tokens * 2 * p**2 * channels * w + 2 * w**2
         if self.vocabulary:
+            ends += num_tokens * (text_dim or 3 * w) * w
             text_dim = w
-            ends += num_tokens * 3 * w**2
         if self.text == SEQUENCE:  # and no text
             block += (num_tokens + 1) * (2 * w**2 + 2 * tokens * w)
         condition = (_TIME_FEATURES + text_dim + 2 * w) * w
         return round(2 * (self.depth * block + ends + condition))
+
+    def _words(
+        self, text: jax.Array | Words, drop_text: jax.Array | None
+    ) -> tuple[Words, jax.Array]:
+        """The sequence of a text's vectors, and their mean."""
+        if isinstance(text, Words):
+            return WordStates(self.width, self.dtype, name='words')(text, drop_text)
+        return WordTable(self.vocabulary, self.width, self.dtype, name='words')(text, drop_text)
 
     def _blocks(self):
         """The stack of blocks as one scanned module."""

@@ -1,6 +1,7 @@
-"""A text as token ids: a learned table of them, and what attention sees of a sequence.
+"""A text as a sequence: token ids or an encoder's hidden states, and what attention sees of them.
 
 words, pooled = WordTable(vocabulary=4096, width=384)(tokens, drop_text)
+words, pooled = WordStates(width=384)(states, drop_text)
 Attention(num_heads=6)(x, words)     # see `dit`
 """
 
@@ -14,12 +15,12 @@ from train_lib.models.dense import Dense
 
 
 class Words(NamedTuple):
-    """The texts of a batch as attention sees them.
+    """The texts of a batch as sequences of vectors.
 
     Attributes:
         vectors: `(b, n, width)`.
-        present: bool `(b, n)`, False for padding and for what is dropped. At least one of a row is
-            True.
+        present: bool `(b, n)`, False for padding and for what is dropped. Attention needs one True
+            in every row.
     """
 
     vectors: jax.Array
@@ -65,12 +66,51 @@ class WordTable(nn.Module):
         beside = jnp.concatenate([around[:, :-2], own, around[:, 2:]], -1)
         vectors = nn.silu(Dense(self.width, dtype=self.dtype, name='neighbours')(beside))
 
-        count = jnp.maximum(jnp.sum(real, 1, keepdims=True), 1)
-        pooled = jnp.sum(jnp.where(real[..., None], vectors, 0), 1) / count.astype(self.dtype)
-        kept = real if drop_text is None else real & ~drop_text[:, None]
-        first = jnp.broadcast_to(nothing.astype(self.dtype), (len(tokens), 1, self.width))
-        words = Words(
-            jnp.concatenate([first, vectors], 1),
-            jnp.pad(kept, [(0, 0), (1, 0)], constant_values=True),
-        )
-        return words, pooled
+        return _sequence_and_mean(Words(vectors, real), nothing, drop_text)
+
+
+class WordStates(nn.Module):
+    """Normalizes and projects the hidden states of a text encoder.
+
+    RMS norm with a learned scale, then a dense layer, as in Lumina-Next (Zhuo et al., 2024): no
+    statistics of the states are needed.
+
+    Attributes:
+        width: of the vectors.
+        dtype: of the computation.
+    """
+
+    width: int
+    dtype: jnp.dtype | type = jnp.bfloat16
+
+    @nn.compact
+    def __call__(
+        self, states: Words, drop_text: jax.Array | None = None
+    ) -> tuple[Words, jax.Array]:
+        """Returns the sequence and the mean of it, as `WordTable` does.
+
+        Args:
+            states: hidden states `(b, T, D)`; a text may have none that is present.
+            drop_text: as of `WordTable`.
+        """
+        nothing = self.param('nothing', nn.initializers.normal(1.0), (self.width,))
+        normalized = nn.RMSNorm(dtype=self.dtype, name='norm')(states.vectors)
+        vectors = Dense(self.width, dtype=self.dtype, name='projection')(normalized)
+        return _sequence_and_mean(Words(vectors, states.present), nothing, drop_text)
+
+
+def _sequence_and_mean(
+    words: Words, nothing: jax.Array, drop_text: jax.Array | None
+) -> tuple[Words, jax.Array]:
+    """The words behind the vector `nothing`, without those that are dropped; the mean of all."""
+    vectors, real = words
+    dtype = vectors.dtype
+    count = jnp.maximum(jnp.sum(real, 1, keepdims=True), 1)
+    pooled = jnp.sum(jnp.where(real[..., None], vectors, 0), 1) / count.astype(dtype)
+    kept = real if drop_text is None else real & ~drop_text[:, None]
+    first = jnp.broadcast_to(nothing.astype(dtype), (len(vectors), 1, vectors.shape[-1]))
+    sequence = Words(
+        jnp.concatenate([first, vectors], 1),
+        jnp.pad(kept, [(0, 0), (1, 0)], constant_values=True),
+    )
+    return sequence, pooled
