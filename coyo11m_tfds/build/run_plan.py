@@ -71,6 +71,7 @@ def write_shards(plan: Plan, finished: FinishedShards, engine: Engine) -> list[S
                 records=result.num_records,
                 dropped=result.statistics.non_finite,
             )
+    assert len(results) == len(plan.tasks)  # or the data set would lack shards
     return sorted(results, key=lambda result: (result.split, result.index))
 
 

@@ -2,14 +2,21 @@
 
 import pathlib
 import signal
+import subprocess
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
-from coyo11m_tfds.build import shared_tasks
-from coyo11m_tfds.build.tasks import ShardTask
+from coyo11m_tfds import schema
+from coyo11m_tfds.build import local_runner, shared_tasks
+from coyo11m_tfds.build.build_folder import BuildFolder
+from coyo11m_tfds.build.finished_shards import FinishedShards
+from coyo11m_tfds.build.tasks import ShardResult, ShardTask
 from coyo11m_tfds.process import job
+from coyo11m_tfds.report.shard_statistics import ShardStatistics
 from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage.scratch import Scratch
 from tests import made_sources
 from tests.build import plans
 from tests.build.build_kills import end, start, wait_until
@@ -67,12 +74,26 @@ def check_whole(place: Place, expected: Files) -> None:
     assert place.others() == []
 
 
-def start_and_stop_first(place: Place, count: int = 2):
+def start_and_stop_first(place: Place, count: int = 2) -> subprocess.Popen:
     """Starts the first process of a job, and stops it when the tasks can be had."""
     first = place.start((0, count))
     wait_until(lambda: place.finished() >= 1)
     first.send_signal(signal.SIGSTOP)
     return first
+
+
+def wait_until_it_helps(place: Place, other: subprocess.Popen) -> None:
+    """Returns when a process beside a first one that sleeps has written a shard."""
+    wait_for_line(other, 'helps to write')
+    had = place.finished()
+    wait_until(lambda: place.finished() > had)
+
+
+def wait_for_line(process: subprocess.Popen, part: str) -> None:
+    for line in process.stderr:
+        if part in line:
+            return
+    raise AssertionError(f'it ended without a line of {part!r}')
 
 
 # --- Who writes ------------------------------------------------------------------------------
@@ -158,8 +179,7 @@ def test_a_task_can_be_told_to_another_process(source, tmp_path):
 def test_of_two_processes_the_second_is_killed(place, expected):
     first = start_and_stop_first(place)
     other = place.start((1, 2), num_workers=2)
-    had = place.finished()
-    wait_until(lambda: place.finished() > had)
+    wait_until_it_helps(place, other)
     other.kill()
     end(other)
     first.send_signal(signal.SIGCONT)
@@ -170,16 +190,13 @@ def test_of_two_processes_the_second_is_killed(place, expected):
 def test_the_first_is_killed_the_others_end_and_the_same_command_resumes(place, expected):
     first = start_and_stop_first(place)
     other = place.start((1, 2))
-    had = place.finished()
-    wait_until(lambda: place.finished() > had)
+    wait_until_it_helps(place, other)
     first.kill()
     end(first)
     ended = end(other)
     assert ended.returncode != 0
     assert 'RuntimeError' in ended.stderr.splitlines()[-1]
     assert 'ended without a word' in ended.stderr.splitlines()[-1]
-    done = place.finished()
-    assert done > had
     processes = [place.start((index, 2)) for index in (0, 1)]
     assert end_well(*processes) == ['built here', 'built elsewhere']
     check_whole(place, expected)
@@ -190,8 +207,7 @@ def test_a_first_process_that_is_started_again_finds_its_helpers(place, expected
     first = start_and_stop_first(place)
     place.env |= {'COYO11M_LEASE_SECONDS': '60'}  # of the helper: it waits as long as that takes
     other = place.start((1, 2))
-    had = place.finished()
-    wait_until(lambda: place.finished() > had)
+    wait_until_it_helps(place, other)
     first.kill()
     end(first)
     place.env |= {'COYO11M_LEASE_SECONDS': '2'}
@@ -201,23 +217,77 @@ def test_a_first_process_that_is_started_again_finds_its_helpers(place, expected
 
 
 @pytest.mark.slow
-def test_a_helper_that_slept_disturbs_no_other_build(place, expected):
-    """What it had still to store belongs to a build of other settings."""
+def test_a_helper_that_slept_disturbs_no_other_build(place, tmp_path):
     first = start_and_stop_first(place)
-    other = place.start((1, 2), settings={'caption_column': 'caption'})
-    had = place.finished()
-    wait_until(lambda: place.finished() > had)
+    other = place.start((1, 2))
+    wait_until_it_helps(place, other)
     other.send_signal(signal.SIGSTOP)
     first.kill()
     end(first)
-    again = place.start(settings={'caption_column': 'caption'})
-    wait_until(lambda: 'finished already' in again.stderr.readline() or again.poll() is not None)
+    changed = {'settings': {'caption_column': 'caption'}}
+    again = place.start(**changed)
+    wait_for_line(again, 'The captions of')
     other.send_signal(signal.SIGCONT)
     assert end_well(again, other) == ['built here', 'built elsewhere']
-    alone = LocalPlace(place._folder / 'alone', place.source)
+    alone = LocalPlace(tmp_path / 'alone', place.source)
     alone.env = place.env
-    end_well(alone.start(settings={'caption_column': 'caption'}))
+    end_well(alone.start(**changed))
     check_whole(place, alone.read())
+
+
+class Complete(BuildFolder):
+    """Becomes complete when a process begins another build in it."""
+
+    def is_complete(self) -> bool:
+        return self._is_complete
+
+    _is_complete = False
+
+    def begin(self) -> None:
+        super().begin()
+        self._is_complete = True
+
+
+def test_a_process_stores_nothing_once_another_build_has_begun(source, tmp_path):
+    tasks = plans.make_plan(source, tmp_path / 'cache').tasks
+    folder = Complete(str(tmp_path / '1.0.0'))
+    shared_tasks.offer(folder.work, tasks)
+    staged = tmp_path / 'shard'
+    staged.touch()
+
+    def engine(tasks, finished):
+        folder.begin()
+        result = ShardResult('train', 0, 0, 0, 0, np.array([0]), ShardStatistics(None))
+        finished.save(tasks[0], staged, result)
+        yield tasks[0], result
+
+    shared_tasks.help_out(folder, engine, (1, 2), wait_seconds=60)
+    assert staged.exists()
+    assert folder.work.read_all(schema.BUILD_DATA) == folder.work.read_all('finished') == {}
+
+
+def test_what_others_have_written_is_left_out(tmp_path):
+    """By now it cannot be written any more."""
+    source = made_sources.write_source(tmp_path / 'source', [range(20)])
+    made = plans.make_plan(source, tmp_path / 'cache')
+    written = plans.write(made, tmp_path / 'work')
+    made_sources.latents_file(source, 0).unlink()
+    finished = FinishedShards(Destination(tmp_path / 'work'), are_shared=True)
+    scratch = Scratch(tmp_path / 'scratch', 10**9)
+    seen = list(local_runner.write_shards(made.tasks, finished, scratch, str(tmp_path), 1))
+    results = sorted((result.split, result.index, result.crc32c) for _, result in seen)
+    assert results == [(result.split, result.index, result.crc32c) for result in written]
+
+
+def test_only_what_is_written_from_now_on_counts(tmp_path):
+    """A shard that is damaged is written again, though it has a record."""
+    source = made_sources.write_source(tmp_path / 'source', [range(20)])
+    made = plans.make_plan(source, tmp_path / 'cache')
+    plans.write(made, tmp_path / 'work')
+    finished = FinishedShards(Destination(tmp_path / 'work'))
+    damaged, *whole = made.tasks
+    finished.forget([damaged])
+    assert [task for task, _ in finished.look(made.tasks)] == whole
 
 
 def test_a_process_that_cannot_write_leaves_it_to_the_first(source, expected, tmp_path):
@@ -225,9 +295,7 @@ def test_a_process_that_cannot_write_leaves_it_to_the_first(source, expected, tm
     first = start_and_stop_first(place)
     (tmp_path / 'file').touch()
     other = place.start((1, 2), scratch_dir=str(tmp_path / 'file'))
-    for line in other.stderr:
-        if 'no longer helps' in line:
-            break
+    wait_for_line(other, 'no longer helps')
     first.send_signal(signal.SIGCONT)
     assert end_well(first, other) == ['built here', 'built elsewhere']
     check_whole(place, expected)
