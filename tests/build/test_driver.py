@@ -184,11 +184,6 @@ def test_a_second_build_says_what_it_waits_for_and_when_it_gives_up(source, tmp_
     assert str(first.pid) in second.stderr.splitlines()[-1]
 
 
-def test_a_rank_that_is_no_number_is_refused(source, tmp_path):
-    ended = end(start(source, final_folder(tmp_path), env={'RANK': 'first'}))
-    assert 'ValueError: RANK=first: expected the number' in ended.stderr
-
-
 def test_what_an_interrupted_build_of_other_settings_left_is_not_in_the_data_set(
     source, undisturbed, tmp_path
 ):
