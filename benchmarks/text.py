@@ -7,7 +7,8 @@ captions, of 10 to 250 tokens of MiniLM, in the same random order; a side is a p
 and they take turns. Times count from when the model is loaded to when the last result is there: on
 the disk for this project, whose time includes finding equal captions and writing, and for
 `datasets.map`; in memory for the others. CPU seconds are of all processes of the side, from there
-on. A peer that is not installed is left out.
+on. A peer that is not installed is named and left out (`pip install datasets sentence-transformers`
+in the environment of this project brings both).
 """
 
 import argparse
@@ -101,14 +102,9 @@ def make_source(folder: pathlib.Path, count: int, flags: argparse.Namespace) -> 
 def run_sides(task: str, model: str, flags: argparse.Namespace) -> dict[str, list[dict]]:
     """Runs every side of a task `repeats` times, taking turns."""
     results: dict[str, list[dict]] = {}
+    sides = choose_sides(task, model)
     for _ in range(flags.repeats):
-        for side in SIDES[task]:
-            if side in MODULES and not is_installed(MODULES[side]):
-                continue
-            if 'JAX' in side and model != 'gemma':
-                continue
-            if side == 'sentence-transformers' and model == 'gemma':  # reads no GGUF
-                continue
+        for side in sides:
             command = [sys.executable, '-m', 'benchmarks.text', *sys.argv[1:]]
             command += ['--side', f'{task}/{side}', '--model', model]
             ended = subprocess.run(command, capture_output=True, text=True)
@@ -118,12 +114,27 @@ def run_sides(task: str, model: str, flags: argparse.Namespace) -> dict[str, lis
     return results
 
 
-def is_installed(module: str) -> bool:
-    """True if a peer can be imported."""
-    return (
-        subprocess.run([sys.executable, '-c', f'import {module}'], capture_output=True).returncode
-        == 0
+def choose_sides(task: str, model: str) -> list[str]:
+    """Returns the sides that can run here, and prints why the others cannot."""
+    sides = []
+    for side in SIDES[task]:
+        if side in MODULES and (error := import_error(MODULES[side])):
+            print(f'left out: {side}: {error}', flush=True)
+        elif ('JAX' in side and model != 'gemma') or (
+            side == 'sentence-transformers' and model == 'gemma'
+        ):
+            print(f'left out: {side}: cannot load {model}', flush=True)
+        else:
+            sides.append(side)
+    return sides
+
+
+def import_error(module: str) -> str:
+    """Why a peer cannot be imported; '' if it can."""
+    ended = subprocess.run(
+        [sys.executable, '-c', f'import {module}'], capture_output=True, text=True
     )
+    return ended.stderr.splitlines()[-1] if ended.returncode else ''
 
 
 def print_table(num_tokens: int, count: int, results: dict[str, list[dict]]) -> None:
@@ -174,6 +185,7 @@ def tokenize_with_datasets(folder: pathlib.Path, flags: argparse.Namespace) -> T
         lambda rows: tokenizer(rows['caption'], truncation=True, max_length=256),
         batched=True,
         num_proc=2,
+        load_from_cache_file=False,
         cache_file_name=str(folder / 'mapped.arrow'),
     )
     return time.perf_counter() - start, None

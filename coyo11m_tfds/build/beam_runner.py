@@ -10,7 +10,6 @@ worker writes the shards of its group as `shard_pool` does on one machine, and i
 that a build may be resumed with another engine.
 """
 
-import concurrent.futures
 import dataclasses
 import itertools
 import os
@@ -21,15 +20,12 @@ from absl import logging
 from apache_beam.options.pipeline_options import PipelineOptions
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.build import local_runner, shard_inputs
+from coyo11m_tfds.build import local_runner, shared_tasks
 from coyo11m_tfds.build.finished_shards import FinishedShards
 from coyo11m_tfds.build.tasks import ShardResult, ShardTask
 from coyo11m_tfds.storage import held_folder
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.scratch import Scratch, user_temp
-
-_INPUTS = 'inputs'
-_UPLOADS_AT_ONCE = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +72,7 @@ def write_shards(
     """
     if not tasks:
         return
-    with concurrent.futures.ThreadPoolExecutor(_UPLOADS_AT_ONCE) as threads:
-        packed = list(threads.map(lambda task: _pack(task, work), tasks))
+    packed = shared_tasks.pack(tasks, work)
     logging.info('Starting the pipeline with %d shards to write', len(packed))
     groups = [list(group) for _, group in itertools.groupby(packed, lambda task: task.group)]
     with beam.Pipeline(runner=runner, options=options) as pipeline:
@@ -96,14 +91,6 @@ def write_shards(
             f'{work.folder}: the pipeline ended, but {len(by_place)} shards are missing or damaged '
             f'(e.g. {names}). Start the same build again, it writes what is missing.'
         )
-
-
-def _pack(task: ShardTask, work: Destination) -> ShardTask:
-    """Puts what the task reads from stores beside the data, and refers to it there."""
-    assert isinstance(task.inputs, shard_inputs.StoreInputs)  # what a plan has
-    name = f'{_INPUTS}/{task.filename}.npz'
-    work.put_bytes(name, shard_inputs.pack(task.inputs))
-    return dataclasses.replace(task, inputs=shard_inputs.PackedInputs(f'{work.folder}/{name}'))
 
 
 def _write_group(tasks: Sequence[ShardTask], work_folder: str, settings: ScratchSettings) -> None:

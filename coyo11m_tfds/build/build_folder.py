@@ -32,6 +32,7 @@ from coyo11m_tfds.process import job
 from coyo11m_tfds.storage import build_lock
 from coyo11m_tfds.storage.destination import Destination, FileState
 
+OFFERS = 'offers'  # its sub-folder for those of `shared_tasks`
 _JOURNAL, _FAILURE = 'journal.json', 'failure.json'
 _BUILDING, _REPLACING, _COMPLETE = 'building', 'replacing', 'complete'
 
@@ -40,6 +41,7 @@ class BuildFolder:
     """The folder of a build, for whoever holds the lock of the data set.
 
     Attributes:
+        final: folder of the data set.
         work: the folder; shards and metadata go into its sub-folder `schema.BUILD_DATA`.
     """
 
@@ -50,7 +52,7 @@ class BuildFolder:
             final: folder of the data set, `.../NAME/CONFIG/VERSION`, local or `gs://`.
             check: of the lock; called before each step that cannot be undone.
         """
-        self._final = final
+        self.final = final
         parent, _, self._version = final.rpartition('/')
         self._parent = Destination(parent)
         self._data = f'{self._version}{schema.BUILD_SUFFIX}/{schema.BUILD_DATA}'
@@ -59,7 +61,7 @@ class BuildFolder:
 
     def is_complete(self) -> bool:
         """True if the data set is in its place."""
-        return (epath.Path(self._final) / schema.INFO_FILE).exists()
+        return (epath.Path(self.final) / schema.INFO_FILE).exists()
 
     def finish(self) -> str:
         """Does what a killed build had still to do after its `data` were complete.
@@ -74,16 +76,22 @@ class BuildFolder:
             if self._parent.identity(self._data, schema.INFO_FILE) != journal['identity']:
                 logging.warning('%s: changed after it was complete', self.work.folder)
                 return ''
-            logging.info('%s: finishing what an interrupted build began', self._final)
+            logging.info('%s: finishing what an interrupted build began', self.final)
             self._promote()
         self._remove()
         return journal['digest']
 
     def begin(self) -> None:
         """Makes it the folder of a build that is under way, keeping what is finished."""
-        self._check()
+        # In this order: a process that helped another builder, and is still at it, stores nothing
+        # more, or its file is gone before it can be moved.
+        self.withdraw()
         self.work.sweep()
         self._write_journal(_REPLACING if self.is_complete() else _BUILDING)
+
+    def withdraw(self) -> None:
+        """Ends all offers to other processes of a job; see `shared_tasks`."""
+        self.work.keep_only(OFFERS, [], self._check)
 
     def commit(self, files: Mapping[str, FileState], digest: str) -> None:
         """Makes its `data` the data set, in place of the old one if there is one.
@@ -133,7 +141,7 @@ class BuildFolder:
                 self._check()
                 self.work.put_bytes(_FAILURE, json.dumps(said).encode())
             except Exception as failure:  # the first error is the one to be seen
-                logging.warning('%s: cannot tell the other processes: %s', self._final, failure)
+                logging.warning('%s: cannot tell the other processes: %s', self.final, failure)
             raise
 
     def failure(self) -> str:

@@ -1,4 +1,4 @@
-"""One build from beginning to end: in one process of many, alone in its place, never starting over.
+"""One build from beginning to end: alone in its place, shared by a job, never starting over.
 
     with driver.build('OUT/coyo11m_tfds/latents/1.0.0', 'gs://bucket/coyo11m', settings) as built:
         if built:                           # None if the data set was there
@@ -13,12 +13,13 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import platform
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.build import in_place, local_runner, manifest, run_plan
+from coyo11m_tfds.build import in_place, local_runner, manifest, run_plan, shared_tasks
 from coyo11m_tfds.build.build_folder import BuildFolder
 from coyo11m_tfds.build.finished_shards import FinishedShards
 from coyo11m_tfds.build.plan import Plan, make_plan
@@ -78,8 +79,8 @@ def build(
 ) -> Iterator[Built | None]:
     """Sees to it that the data set is complete in `final`, when the block has ended.
 
-    In a job of several processes the first builds, and the others wait. So does a second build that
-    is started while one is running.
+    In a job of several processes the first plans and joins, and one of each machine writes; see
+    `shared_tasks`. A second build that is started while one is running waits for it.
 
     Args:
         final: folder of the data set, `.../NAME/CONFIG/VERSION`, local or `gs://`.
@@ -101,8 +102,9 @@ def build(
         RuntimeError: a worker died, the first process of the job failed, or another builder has
             taken the place over.
     """
-    if job.process_index():
-        _wait_for_first_process(final, settings, overwrite)
+    index, num_processes = job.share()
+    if index:
+        _help_first_process(final, settings, overwrite)
         yield None
         return
     with build_lock.hold(final, settings.wait_seconds) as lock:
@@ -115,7 +117,7 @@ def build(
                 return
             start = time.monotonic()
             local = scratch_folder(final, settings.scratch_dir)
-            scratch = Scratch(os.path.join(local, 'source'), settings.scratch_bytes)
+            scratch = _open_scratch(local, settings)
             found = location.find(source)
             if settings.in_place:
                 in_place.check_within_reach(found.latent_files[0], final)
@@ -125,8 +127,9 @@ def build(
                 yield None
                 return
             folder.begin()
-            engine = _locked(_make_engine(folder.work, local, scratch, settings, beam), lock)
-            results = run_plan.write_shards(plan, folder.work, engine)
+            engine = _make_engine(folder, local, settings, beam)
+            finished_shards = FinishedShards(folder.work, lock.check, are_shared=num_processes > 1)
+            results = run_plan.write_shards(plan, finished_shards, engine)
             dropped = run_plan.count_dropped(plan, results)
             metadata = run_plan.make_metadata(plan, results, dropped, settings.caption_column)
             facts = run_plan.make_facts(_name(final), results, dropped, metadata)
@@ -149,14 +152,24 @@ def scratch_folder(final: str, chosen: str = '') -> str:
     return folder
 
 
-def _wait_for_first_process(final: str, settings: BuildSettings, overwrite: bool) -> None:
+def _help_first_process(final: str, settings: BuildSettings, overwrite: bool) -> None:
     if overwrite:
         raise ValueError(
             f'{final}: process {job.process_index()} of the job was told to overwrite it, while '
             'others may read it. Overwrite it with one process, then start the job.'
         )
     folder = BuildFolder(final)
-    build_lock.wait_for(folder.is_complete, final, settings.wait_seconds, folder.failure)
+    if not job.is_first_of_machine():  # that one takes all cores
+        watch = build_lock.Watch(final, folder.failure)
+        watch.wait_for(folder.is_complete, settings.wait_seconds)
+        return
+
+    def write_shards(tasks: Sequence[ShardTask], finished: FinishedShards) -> run_plan.Outcomes:
+        # Locks of a shared disk may not reach from one machine to another.
+        local = scratch_folder(final, settings.scratch_dir)
+        yield from _write_here(tasks, finished, settings, local, f'-{platform.node()}')
+
+    shared_tasks.help_out(folder, write_shards, job.share(), settings.wait_seconds)
 
 
 def _store_metadata(
@@ -175,40 +188,48 @@ def _store_metadata(
 
 
 def _make_engine(
-    work: Destination,
-    folder: str,
-    scratch: Scratch,
-    settings: BuildSettings,
-    beam: Beam | None,
+    folder: BuildFolder, local: str, settings: BuildSettings, beam: Beam | None
 ) -> run_plan.Engine:
+    """What writes in the process that holds the lock; `local` is its scratch folder."""
     if beam:
         from coyo11m_tfds.build import beam_runner
 
         of_worker = beam_runner.ScratchSettings(settings.scratch_dir, settings.scratch_bytes)
         return lambda tasks, finished: beam_runner.write_shards(
-            tasks, finished, work, of_worker, beam.options, beam.runner
+            tasks, finished, folder.work, of_worker, beam.options, beam.runner
         )
 
     def write_shards(tasks: Sequence[ShardTask], finished: FinishedShards) -> run_plan.Outcomes:
-        with held_folder.make(folder, 'staging-') as fallback:
-            staging = work.staging(fallback)
-            yield from local_runner.write_shards(
-                tasks, finished, scratch, staging, settings.num_workers
-            )
+        if not finished.are_shared:
+            yield from _write_here(tasks, finished, settings, local)
+            return
+        finished.forget(tasks)
+        shared_tasks.offer(folder.work, tasks)
+        tasks = shared_tasks.in_turn(tasks, *job.share())
+        yield from _write_here(tasks, finished, settings, local)
+        folder.withdraw()
 
     return write_shards
 
 
-def _locked(engine: run_plan.Engine, lock: build_lock.Lock) -> run_plan.Engine:
-    """The engine, stopped when another process has taken the lock over."""
+def _write_here(
+    tasks: Sequence[ShardTask],
+    finished: FinishedShards,
+    settings: BuildSettings,
+    local: str,
+    suffix: str = '',
+) -> run_plan.Outcomes:
+    """Writes with processes of this machine; the suffix keeps its temporary files apart."""
+    scratch = _open_scratch(local, settings, suffix)
+    with held_folder.make(local, f'staging{suffix}-') as fallback:
+        staging = finished.work.staging(fallback)
+        yield from local_runner.write_shards(
+            tasks, finished, scratch, staging, settings.num_workers
+        )
 
-    def write_shards(tasks: Sequence[ShardTask], finished: FinishedShards) -> run_plan.Outcomes:
-        with contextlib.closing(engine(tasks, finished)) as outcomes:
-            for outcome in outcomes:
-                lock.check()
-                yield outcome
 
-    return write_shards
+def _open_scratch(local: str, settings: BuildSettings, suffix: str = '') -> Scratch:
+    return Scratch(os.path.join(local, f'source{suffix}'), settings.scratch_bytes)
 
 
 def _name(final: str) -> str:

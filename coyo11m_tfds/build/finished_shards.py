@@ -10,7 +10,7 @@ is a file says nothing.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from absl import logging
 
@@ -26,12 +26,20 @@ _RECORDS = 'finished'
 class FinishedShards:
     """The shards in the folder of a build that is under way, and their records.
 
-    Args:
+    Attributes:
         work: the folder; shards are in its sub-folder `schema.BUILD_DATA`.
+        check: makes sure that this process may write there; what it raises ends its work.
+        are_shared: whether other processes of the job write there too.
     """
 
-    def __init__(self, work: Destination):
-        self._work = work
+    def __init__(
+        self,
+        work: Destination,
+        check: Callable[[], None] = lambda: None,
+        are_shared: bool = False,
+    ):
+        """Does not touch the storage."""
+        self.work, self.check, self.are_shared = work, check, are_shared
 
     def save(self, task: ShardTask, local_file: str, result: ShardResult) -> None:
         """Stores a shard that lies in a local file, and its record when it is safely there.
@@ -39,24 +47,20 @@ class FinishedShards:
         Raises:
             OSError: it cannot be stored.
         """
-        self._work.put(local_file, f'{schema.BUILD_DATA}/{task.filename}', result.crc32c)
-        data = _make_record(task, result)
-        self._work.put_bytes(f'{_RECORDS}/{task.filename}.json', data)
+        self.check()
+        self.work.put(local_file, f'{schema.BUILD_DATA}/{task.filename}', result.crc32c)
+        self.check()
+        self.work.put_bytes(_record_name(task), _make_record(task, result))
 
     def load(self, tasks: Sequence[ShardTask]) -> list[ShardResult]:
         """Returns the results of the tasks that are finished; the others have to be written.
 
         Local shards are read through for their checksum, the storage tells those of a bucket.
         """
-        records = self._work.read_all(_RECORDS)
-        recorded = {
-            task.filename: result
-            for task in tasks
-            if (result := _read_record(records.get(f'{task.filename}.json'), task))
-        }
+        recorded = {task.filename: result for task, result in self.look(tasks)}
         if not recorded:
             return []
-        states = self._check(recorded)
+        states = self._read_states(recorded)
         results = [
             result
             for name, result in recorded.items()
@@ -65,13 +69,31 @@ class FinishedShards:
         logging.info('%d of %d shards are finished already', len(results), len(tasks))
         return results
 
-    def _check(self, recorded: Mapping[str, ShardResult]) -> dict[str, FileState]:
+    def look(self, tasks: Sequence[ShardTask]) -> list[tuple[ShardTask, ShardResult]]:
+        """Returns the tasks that have a record, and their results, without a look at the shards."""
+        by_name = {f'{task.filename}.json': task for task in tasks}
+        records = self.work.read_all(_RECORDS, by_name)
+        found = (
+            (by_name[name], _read_record(data, by_name[name])) for name, data in records.items()
+        )
+        return [(task, result) for task, result in found if result]
+
+    def forget(self, tasks: Sequence[ShardTask]) -> None:
+        """Removes the records of tasks: one that is there later is of a shard written since."""
+        names = {f'{task.filename}.json' for task in tasks}
+        self.work.keep_only(_RECORDS, self.work.inventory(_RECORDS).keys() - names, self.check)
+
+    def _read_states(self, recorded: Mapping[str, ShardResult]) -> dict[str, FileState]:
         """Returns the state of the shards that have a record, by name."""
-        if self._work.is_remote:
-            return self._work.inventory(schema.BUILD_DATA, names=recorded)
+        if self.work.is_remote:
+            return self.work.inventory(schema.BUILD_DATA, names=recorded)
         num_bytes = sum(result.num_bytes for result in recorded.values())
         with Progress('Checking finished shards', num_bytes, 'B') as progress:
-            return self._work.inventory(schema.BUILD_DATA, progress.add, names=recorded)
+            return self.work.inventory(schema.BUILD_DATA, progress.add, names=recorded)
+
+
+def _record_name(task: ShardTask) -> str:
+    return f'{_RECORDS}/{task.filename}.json'
 
 
 def _make_record(task: ShardTask, result: ShardResult) -> bytes:
@@ -84,10 +106,8 @@ def _make_record(task: ShardTask, result: ShardResult) -> bytes:
     return json.dumps(record | {'digest': json_digest.sha256(record)}).encode()
 
 
-def _read_record(data: bytes | None, task: ShardTask) -> ShardResult | None:
-    """The result in a record; None if there is no record, a damaged one, or one of another task."""
-    if data is None:
-        return None
+def _read_record(data: bytes, task: ShardTask) -> ShardResult | None:
+    """The result in a record; None if it is damaged, or of another task."""
     try:
         record = json.loads(data)
         if record.pop('digest') != json_digest.sha256(record):

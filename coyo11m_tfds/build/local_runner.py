@@ -14,6 +14,7 @@ import itertools
 import os
 import queue
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 
@@ -26,12 +27,17 @@ from coyo11m_tfds.source.pt_file import use_one_thread
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.source_files import SourceFile
 
+Outcome = tuple[ShardTask, ShardResult]
+
 # A process takes about 1.5 s to start; for less work than this it is not worth it.
 _BYTES_WORTH_A_WORKER = 500_000_000
 
 # Groups whose files are fetched or being written at a time: one download alone does not fill a fast
 # line.
 _GROUPS_AT_ONCE = 4
+
+# How often it is asked whether to go on, and what others of the job have written.
+_SECONDS_BETWEEN_LOOKS = 5.0
 
 # Shards that are being stored at a time, beside those being written. A flush to a disk and an
 # upload to a bucket are mostly waiting.
@@ -44,11 +50,13 @@ def write_shards(
     scratch: Scratch,
     staging: str,
     num_workers: int = 0,
-) -> Iterator[tuple[ShardTask, ShardResult]]:
+) -> Iterator[Outcome]:
     """Writes shards and their records, and yields each when it is stored.
 
+    Where other processes write some of them too, those are left out and yielded when they are seen.
+
     Args:
-        tasks: what to write; tasks of one group follow each other.
+        tasks: what to write, in this order; tasks of one group follow each other.
         finished: where shards and records are stored.
         scratch: where remote files are put while they are read.
         staging: existing local folder to write shards in.
@@ -59,6 +67,7 @@ def write_shards(
         ValueError: see `shard_writer.write_shard`; or the variable is no number.
         OSError: a file cannot be fetched, written or stored.
         RuntimeError: a process died.
+        Exception: what `finished.check` raises.
     """
     if not tasks:
         return
@@ -92,8 +101,11 @@ class _Run:
         self._shards_in_work = threading.Semaphore(2 * num_workers + _STORED_AT_ONCE)
         self._stored: queue.SimpleQueue = queue.SimpleQueue()
         self._stop = threading.Event()
+        self._left: dict[str, ShardTask] = {}  # what nobody has written yet, by filename
+        self._next_look = 0.0
 
-    def results(self, tasks: Sequence[ShardTask]) -> Iterator[tuple[ShardTask, ShardResult]]:
+    def results(self, tasks: Sequence[ShardTask]) -> Iterator[Outcome]:
+        self._left = {task.filename: task for task in tasks}
         groups = [list(group) for _, group in itertools.groupby(tasks, lambda task: task.group)]
         storers = concurrent.futures.ThreadPoolExecutor(_STORED_AT_ONCE, 'store')
         readers = concurrent.futures.ThreadPoolExecutor(_GROUPS_AT_ONCE, 'group')
@@ -101,25 +113,42 @@ class _Run:
             try:
                 for group in groups:
                     readers.submit(self._write_group, group, storers)
-                for _ in tasks:
-                    outcome = self._stored.get()
-                    if isinstance(outcome, BaseException):
-                        raise outcome
-                    yield outcome
+                while self._left:
+                    for task, result in self._wait():
+                        if self._left.pop(task.filename, None):
+                            yield task, result
             finally:
                 self._stop.set()
                 readers.shutdown(wait=False, cancel_futures=True)
                 # Waits for what is being written: after this nothing is written here.
                 self._pool.shutdown(wait=True, cancel_futures=True)
 
+    def _wait(self) -> list[Outcome]:
+        """Returns what has been stored since, perhaps nothing."""
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + _SECONDS_BETWEEN_LOOKS
+            self._finished.check()
+            if self._finished.are_shared:
+                return self._finished.look(list(self._left.values()))
+        try:
+            outcome = self._stored.get(timeout=self._next_look - now)
+        except queue.Empty:
+            return []
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return [outcome]
+
     def _write_group(
         self, tasks: Sequence[ShardTask], storers: concurrent.futures.Executor
     ) -> None:
         """Writes the shards of one group; holds its files until the last is written."""
         try:
+            if not any(self._is_left(task) for task in tasks):
+                return
             with self._hold_files(tasks) as paths:
                 written = []
-                for task in tasks:
+                for task in filter(self._is_left, tasks):
                     self._shards_in_work.acquire()
                     if self._stop.is_set():
                         return
@@ -158,6 +187,9 @@ class _Run:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(local)
             self._shards_in_work.release()
+
+    def _is_left(self, task: ShardTask) -> bool:
+        return task.filename in self._left
 
     def _check_going_on(self, num_bytes: int) -> None:
         """Ends a download or a check whose result is no longer needed."""

@@ -1,7 +1,7 @@
 """Carries out a plan: writes the shards that are missing, then index and metadata.
 
     plan = make_plan(...)
-    results = write_shards(plan, work, engine)
+    results = write_shards(plan, FinishedShards(work), engine)
     dropped = count_dropped(plan, results)
     write_chunk_indexes(results, folder)
     metadata = make_metadata(plan, results, dropped, caption_column)
@@ -34,12 +34,12 @@ Outcomes = Generator[tuple[ShardTask, ShardResult], None, None]
 Engine = Callable[[Sequence[ShardTask], FinishedShards], Outcomes]
 
 
-def write_shards(plan: Plan, work: Destination, engine: Engine) -> list[ShardResult]:
+def write_shards(plan: Plan, finished: FinishedShards, engine: Engine) -> list[ShardResult]:
     """Writes the shards of a plan that are not finished yet.
 
     Args:
         plan: what to write.
-        work: folder of the build; finished shards stay there if it is interrupted.
+        finished: the folder of the build; shards stay there if it is interrupted.
         engine: who writes.
 
     Returns:
@@ -50,11 +50,10 @@ def write_shards(plan: Plan, work: Destination, engine: Engine) -> list[ShardRes
         OSError: a file cannot be fetched, written or stored; there is not enough space on the disk.
         RuntimeError: a process died.
     """
-    finished = FinishedShards(work)
     results = finished.load(plan.tasks)
     found = {(result.split, result.index) for result in results}
     missing = [task for task in plan.tasks if (task.split, task.index) not in found]
-    _check_space(work, sum(task.num_bytes for task in missing))
+    _check_space(finished.work, sum(task.num_bytes for task in missing))
     dropped = count_dropped(plan, results)
     with Progress('Writing shards', plan.num_bytes, 'B', {'shards': len(plan.tasks)}) as progress:
         progress.skip(
@@ -72,6 +71,7 @@ def write_shards(plan: Plan, work: Destination, engine: Engine) -> list[ShardRes
                 records=result.num_records,
                 dropped=result.statistics.non_finite,
             )
+    assert len(results) == len(plan.tasks)  # or the data set would lack shards
     return sorted(results, key=lambda result: (result.split, result.index))
 
 

@@ -9,6 +9,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.build.in_place import ShardSources
 from coyo11m_tfds.build.shard_inputs import PackedInputs, StoreInputs
 from coyo11m_tfds.report.shard_statistics import ShardStatistics
+from coyo11m_tfds.storage.file_state import FileState
 from coyo11m_tfds.storage.source_files import SourceFile
 
 EMBEDDINGS_IN_PT = 'pt'  # the config's `text_embeddings` for `embeddings` inside the .pt files
@@ -50,6 +51,23 @@ class ShardPart:
     records: slice
     row_range: tuple[int, int]
 
+    def to_json(self) -> dict:
+        """Returns it as what JSON can hold."""
+        fields = dataclasses.asdict(self)
+        return fields | {'records': [self.records.start, self.records.stop]}
+
+    @classmethod
+    def from_json(cls, fields: dict) -> 'ShardPart':
+        """The inverse of `to_json`."""
+        recorded = fields['file']['recorded']
+        recorded = recorded and FileState(*recorded)
+        return cls(
+            file=SourceFile(**fields['file'] | {'recorded': recorded}),
+            digest=fields['digest'],
+            records=slice(*fields['records']),
+            row_range=tuple(fields['row_range']),
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class ShardTask:
@@ -90,6 +108,27 @@ class ShardTask:
         if len(self.parts) == 1:
             return first
         return f'{first} to {self.parts[-1].file.name} ({len(self.parts)} files)'
+
+    def to_json(self) -> dict:
+        """Returns a task of packed inputs as what JSON can hold."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        text = self.text_embeddings
+        return fields | {
+            'parts': [part.to_json() for part in self.parts],
+            'inputs': dataclasses.asdict(self.inputs),
+            'text_embeddings': text and dataclasses.asdict(text),
+        }
+
+    @classmethod
+    def from_json(cls, fields: dict) -> 'ShardTask':
+        """The inverse of `to_json`."""
+        text = fields['text_embeddings']
+        read = {
+            'parts': tuple(map(ShardPart.from_json, fields['parts'])),
+            'inputs': PackedInputs(**fields['inputs']),
+            'text_embeddings': text and TextEmbeddings(**text),
+        }
+        return cls(**(fields | read))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,13 +10,23 @@ mine = tasks[index::count]
 
 import os
 import sys
+from typing import NamedTuple
+
+
+class _Launcher(NamedTuple):
+    """Its variables: the number of a process, how many there are, the number on its machine."""
+
+    rank: str
+    size: str
+    local_rank: str
+
 
 # torchrun and its kin, Slurm's srun, Open MPI's mpirun; the first that is set counts.
-_VARIABLES = {
-    'RANK': 'WORLD_SIZE',
-    'SLURM_PROCID': 'SLURM_NTASKS',
-    'OMPI_COMM_WORLD_RANK': 'OMPI_COMM_WORLD_SIZE',
-}
+_LAUNCHERS = (
+    _Launcher('RANK', 'WORLD_SIZE', 'LOCAL_RANK'),
+    _Launcher('SLURM_PROCID', 'SLURM_NTASKS', 'SLURM_LOCALID'),
+    _Launcher('OMPI_COMM_WORLD_RANK', 'OMPI_COMM_WORLD_SIZE', 'OMPI_COMM_WORLD_LOCAL_RANK'),
+)
 
 
 def process_index() -> int:
@@ -46,26 +56,38 @@ def share() -> tuple[int, int]:
     Raises:
         ValueError: a variable is no number, or that of the count is missing or too small.
     """
-    for rank, size in _VARIABLES.items():
-        if os.environ.get(rank):
-            count = os.environ.get(size, '')
-            if not count.isdecimal() or process_index() >= int(count):
-                raise ValueError(
-                    f'{rank}={os.environ[rank]} and {size}={count}: expected the number of this '
-                    'process, from 0 up, and the count of all.'
-                )
-            return process_index(), int(count)
+    if launcher := _launcher():
+        rank, size = launcher.rank, launcher.size
+        count = os.environ.get(size, '')
+        if not count.isdecimal() or process_index() >= int(count):
+            raise ValueError(
+                f'{rank}={os.environ[rank]} and {size}={count}: expected the number of this '
+                'process, from 0 up, and the count of all.'
+            )
+        return process_index(), int(count)
     if has_others():
         return process_index(), sys.modules['jax'].process_count()
     return 0, 1
 
 
+def is_first_of_machine() -> bool:
+    """True unless the launcher says that this machine runs another process of the job before it."""
+    launcher = _launcher()
+    return not launcher or os.environ.get(launcher.local_rank, '0') == '0'
+
+
+def _launcher() -> _Launcher | None:
+    return next((each for each in _LAUNCHERS if os.environ.get(each.rank)), None)
+
+
 def _index() -> int | None:
-    for name in _VARIABLES:
-        if rank := os.environ.get(name):
-            if not rank.isdecimal():
-                raise ValueError(f'{name}={rank}: expected the number of this process, from 0 up.')
-            return int(rank)
+    if launcher := _launcher():
+        rank = os.environ[launcher.rank]
+        if not rank.isdecimal():
+            raise ValueError(
+                f'{launcher.rank}={rank}: expected the number of this process, from 0 up.'
+            )
+        return int(rank)
     jax = sys.modules.get('jax')
     if jax and jax.distributed.is_initialized():
         return jax.process_index()

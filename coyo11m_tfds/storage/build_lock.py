@@ -4,7 +4,7 @@
         ...             # write
         lock.check()    # before a step that two must not take: raises `Lost` if another took over
         ...
-    build_lock.wait_for(lambda: os.path.exists(path), path, wait_seconds=3600)   # in a job
+    build_lock.Watch(path).wait_for(lambda: os.path.exists(path), wait_seconds=3600)   # in a job
 
 The lock of a place is the file `<place>.lock`. Locally the system locks it (`flock`) and lets go
 when the holder ends, however that happens; in a bucket it is a lease, see `bucket_lease`. A lock
@@ -15,6 +15,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -90,53 +91,67 @@ def hold(place: str | os.PathLike[str], wait_seconds: float | None) -> Iterator[
         lock.release()
 
 
-def wait_for(
-    is_there: Callable[[], bool],
-    place: str | os.PathLike[str],
-    wait_seconds: float,
-    failure: Callable[[], str] = lambda: '',
-) -> None:
-    """Waits for what the first process of a job makes; a line in the log says so once a minute.
+class Watch:
+    """Watches the first process of a job, which holds the lock of a place while it works.
 
-    That process holds the lock of the place while it works. It has failed if no process has held
-    the lock for two thirds of `COYO11M_LEASE_SECONDS` (60), and either one was seen to hold it
-    before, or a failure was left to be read. No failure counts earlier, because the one that lies
-    there may be of an earlier job, whose successor has still to begin.
-
-    Args:
-        is_there: asked again and again, in pauses that grow to 10 seconds.
-        place: that it makes.
-        wait_seconds: how long to wait.
-        failure: returns what the process said when it failed; '' as long as it says nothing.
-
-    Raises:
-        TimeoutError: it is not there by then.
-        RuntimeError: the process that makes it has failed, or was killed.
+    That process has ended if no process has held the lock for two thirds of
+    `COYO11M_LEASE_SECONDS` (60), and either one was seen to hold it before, or a failure was left
+    to be read. No failure counts earlier, because the one that lies there may be of an earlier job,
+    whose successor has still to begin. Safe to use from many threads.
     """
-    lock = _open_lock(os.fspath(place).rstrip('/'))
-    patience = _Patience(wait_seconds, _LONGEST_PAUSE)
-    idle_seconds = lock_holder.lease_seconds() * 2 / 3
-    was_alive, idle_since = False, None
-    while True:
-        # In this order: who makes it lets go of the lock after it is there.
-        is_alive, said = lock.is_alive(), failure()
-        if is_there():
-            return
-        was_alive |= is_alive is True
-        if is_alive is False and (was_alive or said):
-            idle_since = idle_since or time.monotonic()
-            if time.monotonic() - idle_since >= idle_seconds:
-                raise RuntimeError(
-                    f'{place}: the first process of the job, which makes it, '
-                    + (f'failed: {said}' if said else 'ended without a word; look into its log.')
-                )
-        else:
-            idle_since = None
-        patience.pause(
-            f'waiting for {place}, which the first process of the job makes',
-            f'{place} is not there after {wait_seconds:.0f} s. Look into the log of the process '
-            'that makes it, the first of the job; if it is still at work, wait longer.',
-        )
+
+    def __init__(self, place: str | os.PathLike[str], failure: Callable[[], str] = lambda: ''):
+        """Does not look at the place yet.
+
+        Args:
+            place: what the process makes.
+            failure: returns what it said when it failed; '' as long as it says nothing.
+        """
+        self._place, self._failure = place, failure
+        self._lock = _open_lock(os.fspath(place).rstrip('/'))
+        self._idle_seconds = lock_holder.lease_seconds() * 2 / 3
+        self._was_alive = False
+        self._idle_since: float | None = None
+        self._mutex = threading.Lock()
+
+    def look(self) -> str:
+        """Returns '' as long as the process may be at work, else how it has ended."""
+        with self._mutex:
+            is_alive, said = self._lock.is_alive(), self._failure()
+            self._was_alive |= is_alive is True
+            if is_alive is not False or not (self._was_alive or said):
+                self._idle_since = None
+                return ''
+            self._idle_since = self._idle_since or time.monotonic()
+            if time.monotonic() - self._idle_since < self._idle_seconds:
+                return ''
+        how = f'failed: {said}' if said else 'ended without a word; look into its log.'
+        return f'{self._place}: the first process of the job, which makes it, {how}'
+
+    def wait_for(self, is_there: Callable[[], bool], wait_seconds: float) -> None:
+        """Waits for what the process makes; a line in the log says so once a minute.
+
+        Args:
+            is_there: asked again and again, in pauses that grow to 10 seconds.
+            wait_seconds: how long to wait.
+
+        Raises:
+            TimeoutError: it is not there by then.
+            RuntimeError: the process has failed, or was killed.
+        """
+        patience = _Patience(wait_seconds, _LONGEST_PAUSE)
+        while True:
+            # In this order: who makes it lets go of the lock after it is there.
+            ended = self.look()
+            if is_there():
+                return
+            if ended:
+                raise RuntimeError(ended)
+            patience.pause(
+                f'waiting for {self._place}, which the first process of the job makes',
+                f'{self._place} is not there after {wait_seconds:.0f} s. Look into the log of the '
+                'process that makes it, the first of the job; if it is still at work, wait longer.',
+            )
 
 
 class _Patience:

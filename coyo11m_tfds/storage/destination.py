@@ -76,9 +76,14 @@ class Destination:
         """Stores a small file, replacing what is there; raises as `put` does."""
         self._store.put_bytes(name, data)
 
-    def read_all(self, folder: str) -> dict[str, bytes]:
-        """Reads the (small) files directly in a sub-folder, by name; {} if it does not exist."""
-        return self._store.read_all(folder)
+    def read_all(self, folder: str, names: Collection[str] | None = None) -> dict[str, bytes]:
+        """Reads the (small) files directly in a sub-folder, by name; {} if it does not exist.
+
+        Args:
+            folder: relative to the destination.
+            names: of the files to read, as far as they are there; None for all.
+        """
+        return self._store.read_all(folder, names)
 
     def inventory(
         self,

@@ -70,8 +70,10 @@ class GcsFolder:
         gcs_objects.write(self.blob(name), data)
 
     @_plain_errors
-    def read_all(self, folder: str) -> dict[str, bytes]:
+    def read_all(self, folder: str, names: Collection[str] | None) -> dict[str, bytes]:
         files = self._files(folder)
+        if names is not None:
+            files = {name: blob for name, blob in files.items() if name in names}
         contents = gcs_objects.in_parallel(gcs_objects.read, files.values())
         return dict(zip(files, contents, strict=True))
 

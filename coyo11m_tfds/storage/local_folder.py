@@ -28,6 +28,8 @@ _OLD = '.old'
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 # What it fails with where the kernel or the file system cannot exchange.
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)
+# Another process that still writes there does so for moments.
+_REMOVALS = 10
 # Files of one disk that are read at a time: enough to keep its queue filled.
 _READERS = 4
 
@@ -65,15 +67,13 @@ class LocalFolder:
                 file.write(data)
             _move(path, target)
 
-    def read_all(self, folder: str) -> dict[str, bytes]:
-        return {name: _read(path) for name, path in self._files(folder).items()}
+    def read_all(self, folder: str, names: Collection[str] | None) -> dict[str, bytes]:
+        return {name: _read(path) for name, path in self._files(folder, names).items()}
 
     def inventory(
         self, folder: str, on_bytes: Callable[[int], None], names: Collection[str] | None
     ) -> dict[str, FileState]:
-        files = self._files(folder)
-        if names is not None:
-            files = {name: path for name, path in files.items() if name in names}
+        files = self._files(folder, names)
         with ThreadPoolExecutor(_READERS) as pool:
             states = pool.map(lambda path: file_state.of_file(path, on_bytes), files.values())
             return dict(zip(files, states, strict=True))
@@ -144,13 +144,14 @@ class LocalFolder:
             raise ValueError(f'{name!r} is no name of a file in {self._folder}.')
         return os.path.join(self._folder, name) if name else self._folder
 
-    def _files(self, folder: str) -> dict[str, str]:
-        """Paths of the files directly in a sub-folder, by name, sorted."""
+    def _files(self, folder: str, names: Collection[str] | None = None) -> dict[str, str]:
+        """Paths of the files directly in a sub-folder, of these names, by name, sorted."""
         try:
             with os.scandir(self._path(folder)) as entries:
-                return dict(sorted((e.name, e.path) for e in entries if e.is_file()))
+                files = sorted((e.name, e.path) for e in entries if e.is_file())
         except FileNotFoundError:
             return {}
+        return {name: path for name, path in files if names is None or name in names}
 
 
 def _has_content(folder: str) -> bool:
@@ -226,5 +227,12 @@ def _sync_tree(folder: str) -> None:
 
 
 def _remove_tree(folder: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(folder)
+    """Removes a folder if it is there, also while others move files out of it or into it."""
+    for attempts_left in reversed(range(_REMOVALS)):
+        if not os.path.lexists(folder):
+            return
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY) or not attempts_left:
+                raise

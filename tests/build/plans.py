@@ -36,7 +36,7 @@ def write(made: plan.Plan, work: pathlib.Path, num_workers: int = 1) -> list[Sha
         scratch = Scratch(work / 'source', 10**9)
         return local_runner.write_shards(tasks, finished, scratch, staging, num_workers)
 
-    return run_plan.write_shards(made, Destination(work), engine)
+    return run_plan.write_shards(made, FinishedShards(Destination(work)), engine)
 
 
 def data_folder(work: pathlib.Path) -> pathlib.Path:

@@ -55,7 +55,7 @@ def final(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> str:
 @pytest.fixture(autouse=True)
 def plain_exists(monkeypatch: pytest.MonkeyPatch):
     def is_complete(folder: BuildFolder) -> bool:
-        return schema.INFO_FILE in Destination(folder._final).read_all('')
+        return schema.INFO_FILE in Destination(folder.final).read_all('')
 
     monkeypatch.setattr(BuildFolder, 'is_complete', is_complete)
 

@@ -9,7 +9,6 @@ import time
 
 import pytest
 
-from coyo11m_tfds.process import job
 from tests import made_sources
 from tests.build.build_kills import (
     SETTINGS,
@@ -183,88 +182,6 @@ def test_a_second_build_says_what_it_waits_for_and_when_it_gives_up(source, tmp_
     assert second.returncode != 0
     assert 'TimeoutError' in second.stderr
     assert str(first.pid) in second.stderr.splitlines()[-1]
-
-
-def test_in_a_job_the_first_process_builds_and_the_others_wait(source, undisturbed, tmp_path):
-    final = final_folder(tmp_path)
-    others = [start(source, final, env={'RANK': rank}) for rank in ('1', '2')]
-    first = start(source, final, env={'RANK': '0'})
-    ended = [end(process) for process in (first, *others)]
-    assert [process.returncode for process in ended] == [0, 0, 0], ended
-    assert [process.stdout.splitlines()[-1] for process in ended] == [
-        'built here',
-        'built elsewhere',
-        'built elsewhere',
-    ]
-    assert files_of(final) == undisturbed
-
-
-def test_a_process_of_a_job_waits_no_longer_than_it_may(source, tmp_path):
-    final = final_folder(tmp_path)
-    ended = end(start(source, final, env={'RANK': '1'}, wait_hours=0.5 / 3600))
-    assert ended.returncode != 0
-    last = ended.stderr.splitlines()[-1]
-    assert last.startswith('TimeoutError')
-    assert str(final) in last
-    assert not final.parent.exists() or not list(final.parent.iterdir())
-
-
-JOBS = ('RANK', 'SLURM_PROCID', 'OMPI_COMM_WORLD_RANK')
-
-
-@pytest.mark.parametrize('variable', JOBS)
-def test_a_process_knows_its_number_in_a_job(monkeypatch, variable: str):
-    for name in JOBS:
-        monkeypatch.delenv(name, raising=False)
-    assert (job.process_index(), job.has_others()) == (0, False)
-    monkeypatch.setenv(variable, '0')
-    assert (job.process_index(), job.has_others()) == (0, True)
-    monkeypatch.setenv(variable, '3')
-    assert job.process_index() == 3
-    monkeypatch.setenv(variable, 'x')
-    with pytest.raises(ValueError, match=f'{variable}=x: expected the number'):
-        job.process_index()
-
-
-def test_the_others_of_a_job_learn_why_the_first_failed(source, tmp_path):
-    final = final_folder(tmp_path)
-    lease = {'COYO11M_LEASE_SECONDS': '2'}
-    missing = tmp_path / 'missing'
-    others = [start(missing, final, env=lease | {'SLURM_PROCID': rank}) for rank in ('1', '2')]
-    first = end(start(missing, final, env=lease | {'SLURM_PROCID': '0'}))
-    assert 'missing' in first.stderr.splitlines()[-1]
-    for other in others:
-        ended = end(other)
-        assert ended.returncode != 0
-        last = ended.stderr.splitlines()[-1]
-        assert last.startswith('RuntimeError') and str(missing) in last, last
-    # The failure is not taken for that of the next attempt, which may begin some seconds later.
-    others = [start(source, final, env={'RANK': '1'})]
-    assert end(start(source, final, env={'RANK': '0'})).returncode == 0
-    assert [end(other).returncode for other in others] == [0]
-    assert_only_the_data_set(final)
-
-
-def test_the_others_of_a_job_learn_that_the_first_was_killed(source, tmp_path):
-    final = final_folder(tmp_path)
-    env = {'COYO11M_LEASE_SECONDS': '2'}
-    first = start(source, final, env=env | {'RANK': '0'})
-    wait_until(lambda: finished_shards(final) >= 1)
-    first.send_signal(signal.SIGSTOP)
-    other = start(source, final, env=env | {'RANK': '1'})
-    for line in other.stderr:
-        if 'waiting for' in line:
-            break
-    first.kill()
-    end(first)
-    ended = end(other)
-    assert 'RuntimeError' in ended.stderr.splitlines()[-1]
-    assert 'ended without a word' in ended.stderr.splitlines()[-1]
-
-
-def test_a_rank_that_is_no_number_is_refused(source, tmp_path):
-    ended = end(start(source, final_folder(tmp_path), env={'RANK': 'first'}))
-    assert 'ValueError: RANK=first: expected the number' in ended.stderr
 
 
 def test_what_an_interrupted_build_of_other_settings_left_is_not_in_the_data_set(

@@ -387,7 +387,7 @@ def test_holders():
 
 def test_wait_for_what_comes(place):
     begin = time.monotonic()
-    build_lock.wait_for(lambda: time.monotonic() - begin > 0.3, place, wait_seconds=30)
+    build_lock.Watch(place).wait_for(lambda: time.monotonic() - begin > 0.3, wait_seconds=30)
     assert time.monotonic() - begin > 0.3
 
 
@@ -396,7 +396,7 @@ def test_wait_for_what_does_not_come(place, caplog):
         caplog.at_level('INFO', logger='absl'),
         pytest.raises(TimeoutError, match=f'{place} is not there after 0 s. Look into'),
     ):
-        build_lock.wait_for(lambda: False, place, wait_seconds=0.3)
+        build_lock.Watch(place).wait_for(lambda: False, wait_seconds=0.3)
     assert caplog.text.count(f'waiting for {place}') == 1
 
 
@@ -413,18 +413,18 @@ def test_who_waits_learns_that_the_holder_was_killed(place, short_lease):
         _holder(place) as child,
         pytest.raises(RuntimeError, match=r'the first process of the job, .* without a word'),
     ):
-        build_lock.wait_for(is_there, place, wait_seconds=60)
+        build_lock.Watch(place).wait_for(is_there, wait_seconds=60)
 
 
 def test_who_waits_believes_in_a_holder_as_long_as_it_lives(place, short_lease):
     with _holder(place), pytest.raises(TimeoutError):
-        build_lock.wait_for(lambda: False, place, 2.5, failure=lambda: 'of an earlier attempt')
+        build_lock.Watch(place, lambda: 'of an earlier attempt').wait_for(lambda: False, 2.5)
 
 
 def test_who_waits_is_told_of_a_failure_after_a_while(place, short_lease):
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match=f'{place}: .* failed: the source is missing'):
-        build_lock.wait_for(lambda: False, place, 60, failure=lambda: 'the source is missing')
+        build_lock.Watch(place, lambda: 'the source is missing').wait_for(lambda: False, 60)
     # The next attempt may be about to begin.
     assert time.monotonic() - begin > 0.6 * short_lease
 
@@ -432,7 +432,7 @@ def test_who_waits_is_told_of_a_failure_after_a_while(place, short_lease):
 def test_a_lock_that_an_earlier_job_left_is_no_failure(gcs, very_short_lease):
     gcs.put('bucket', 'set.lock', _ELSEWHERE.to_json())
     with pytest.raises(TimeoutError):
-        build_lock.wait_for(lambda: False, 'gs://bucket/set', wait_seconds=1.5)
+        build_lock.Watch('gs://bucket/set').wait_for(lambda: False, wait_seconds=1.5)
 
 
 def test_who_waits_sees_a_lease_of_another_machine_end(gcs, short_lease):
@@ -444,7 +444,7 @@ def test_who_waits_sees_a_lease_of_another_machine_end(gcs, short_lease):
         return False
 
     with pytest.raises(RuntimeError, match='without a word'):
-        build_lock.wait_for(is_there, 'gs://bucket/set', wait_seconds=60)
+        build_lock.Watch('gs://bucket/set').wait_for(is_there, wait_seconds=60)
 
 
 def test_nobody_waits_for_a_living_holder_who_need_not(place, short_lease):
