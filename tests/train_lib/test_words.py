@@ -29,7 +29,11 @@ def _states(tokens):
     return Words(np.cumsum(table[tokens], 1), tokens >= 0)
 
 
-@pytest.fixture(scope='module', params=itertools.product(dit.TEXTS, (np.asarray, _states)), ids=str)
+@pytest.fixture(
+    scope='module',
+    params=itertools.product(dit.TEXTS, (np.asarray, _states)),
+    ids=lambda pair: f'{pair[0]}-{pair[1].__name__}',
+)
 def model(request):
     """The model with weights, as a function of tokens and what is dropped."""
     fields = {'width': 32, 'depth': 2, 'num_heads': 4, 'patch_size': 2, 'dtype': jnp.float32}
