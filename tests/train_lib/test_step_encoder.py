@@ -153,6 +153,7 @@ print(json.dumps([on_mesh(2, 1), on_mesh(1, 2)]))
 """
 
 
+@pytest.mark.slow
 def test_two_devices_compute_the_same_however_the_weights_lie(spec, tokens):
     facts = json.dumps(facts_of(spec).to_json())
     with children.python(_ON_MESHES, spec, facts, json.dumps(tokens.tolist())) as child:
