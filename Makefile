@@ -34,7 +34,7 @@ demo: $(INSTALLED)
 
 # Two at a time, each file by one of them: many tests wait for processes and servers of their own.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 # Fetches real text encoders once (0.4 GB) and runs what takes long, random kills of builds among it.
 slow: $(INSTALLED)

@@ -19,11 +19,6 @@ hypothesis.settings.register_profile('no_deadline', deadline=None)
 hypothesis.settings.load_profile('no_deadline')
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the longest files first, so that processes that share the tests end together."""
-    items.sort(key=lambda item: 'train_lib' not in item.path.parts)
-
-
 @pytest.fixture(scope='session')
 def sample_source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A source of 1,200 made-up samples in three `.pt` files; tests must not change it."""
