@@ -206,6 +206,7 @@ for flags in json.loads(commands):
         assert 'text_embeddings' in error or 'latents-3crop/*.pt' in error
 
 
+@pytest.mark.slow
 def test_from_any_folder_with_the_package_imported(source, plain, tmp_path):
     out = tmp_path / 'out'
     (tmp_path / 'empty').mkdir()

@@ -89,6 +89,7 @@ def test_what_fails_is_in_the_exit_status_and_in_the_document(mini_dataset, tmp_
     assert found['cores']['facts']['usable'] >= 1
 
 
+@pytest.mark.slow
 def test_a_storage_that_hangs_does_not_keep_it_waiting(gcs):
     gcs.inject(Fault('stall', count=None, seconds=600, after_bytes=0))
     ended = run('--source=gs://hangs/s', '--json', '--timeout=2', COYO11M_STALL_SECONDS='600')

@@ -76,6 +76,7 @@ def test_it_builds_a_data_set(installed, tmp_path):
     assert list(tmp_path.glob('out/coyo11m_tfds/latents/1.0.0/*.tfrecord*'))
 
 
+@pytest.mark.slow
 def test_it_trains_with_a_configuration_by_name(installed, tmp_path):
     command = [installed, '-m', 'train_lib.main', '--config=demo', '--workdir=w']
     said = run(*command, '--config.data.dir=/nowhere', cwd=tmp_path, status=1)

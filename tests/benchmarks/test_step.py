@@ -145,6 +145,7 @@ def _weights_after(trainer, model):
     }
 
 
+@pytest.mark.slow
 def test_three_steps_lead_to_the_same_weights_and_average(ours, theirs):
     config, compiled, state = ours
     remat = copy.deepcopy(theirs)

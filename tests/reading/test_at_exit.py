@@ -83,10 +83,8 @@ def check(process: subprocess.Popen, status: int, message: str) -> None:
     assert error < 0 or not re.search(r'^[IWEF]\d{4} ', output[error:], re.MULTILINE), output
 
 
-# All are in the slow test below.
-@pytest.mark.parametrize('how', ['loop', 'interrupt twice', 'hold'])
-def test_a_program_that_reads_ends(folder, how):
-    chosen = {key: end for key, end in ENDS.items() if key[0] == how}
+def test_a_loop_over_batches_ends(folder):
+    chosen = {key: end for key, end in ENDS.items() if key[0] == 'loop'}
     processes = [(start(how, folder / data / '1.0.0'), end) for (how, data), end in chosen.items()]
     for process, end in processes:
         check(process, *end)

@@ -207,6 +207,7 @@ def test_lanes_that_are_even_leave_nothing_out(written):
     assert sorted(seen) == list(range(len(data.keys)))
 
 
+@pytest.mark.slow
 @settings(max_examples=FEW)
 @given(
     run=runs(shards=st.just('unequal')),

@@ -50,7 +50,7 @@ def _step(parts, batch):
     return after, metrics.compute()
 
 
-@pytest.mark.parametrize('masked', [False, True])
+@pytest.mark.parametrize('masked', [pytest.param(False, marks=pytest.mark.slow), True])
 def test_parts_give_the_step_of_the_whole_batch(masked):
     # The mask leaves parts with unequal numbers of samples.
     mask = np.array([1, 0, 1, 1, 0, 0, 1, 1, 1, 1, 0, 1], bool) if masked else None

@@ -95,6 +95,7 @@ def test_a_run_resumes_with_another_permutation(mini_dataset, keys, tmp_path, ca
     assert 'some records come twice and others not at all' in caplog.text
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_another_data_set_at_its_beginning(mini_dataset, keys, tmp_path, caplog):
     caplog.set_level('INFO')
     other = rewritten(mini_dataset, tmp_path / 'other', schema.META_SOURCE_FINGERPRINT)
@@ -198,6 +199,7 @@ def test_a_run_begins_with_an_earlier_checkpoint_that_is_named(mini_dataset, sou
     assert not np.array_equal(*kernels)
 
 
+@pytest.mark.slow
 def test_other_weights_are_looked_at_by_a_new_run_alone(mini_dataset, source, tmp_path, caplog):
     gone = shutil.copytree(source[0], tmp_path / 'source')
     # Of another seed, so that at first sight of the same samples it could not know them.

@@ -102,7 +102,7 @@ def test_without_libtpu_the_command_says_what_to_install(monkeypatch):
         compile.slice_devices('v5e:4x4')
 
 
-@pytest.mark.parametrize('text', ['pooled', 'sequence'])
+@pytest.mark.parametrize('text', [pytest.param('pooled', marks=pytest.mark.slow), 'sequence'])
 def test_texts_are_vectors_or_tokens_as_the_configuration_says(monkeypatch, text):
     monkeypatch.setattr(compile, 'slice_devices', lambda *_: jax.devices()[:1])
     monkeypatch.setitem(chips.CHIPS, 'cpu', chips.CHIPS['TPU v5 lite'])

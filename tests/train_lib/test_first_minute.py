@@ -154,6 +154,7 @@ def test_verbose_shows_configuration_parameters_and_tracebacks(mini_dataset, sil
     assert re.match('error: 1 steps in a row|error: 1 steps up to step', lines[-1])
 
 
+@pytest.mark.slow
 def test_a_run_that_is_refused_by_its_checkpoint_writes_no_events(mini_dataset, tmp_path):
     small = {'num_steps': 2, 'eval_every': 0}
     train.train_and_evaluate(runs.small_config(mini_dataset, **small), tmp_path)

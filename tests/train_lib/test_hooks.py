@@ -48,6 +48,7 @@ def test_a_hook_of_ones_own_is_called_when_due_and_told_of(
     assert rate == pytest.approx(samples * 0.0394e9 / 1e12, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_profile_has_its_steps(mini_dataset, tmp_path):
     changes = {'num_steps': 13, 'eval_every': 0, 'checkpoint_every': 0, 'profile_steps': 2}
     train.train_and_evaluate(runs.small_config(mini_dataset, **changes), tmp_path)

@@ -42,6 +42,7 @@ def _updates(name, *, weight_decay=0.0):
 BY_MUON = {f'blocks.{name}.kernel' for name in ('attention.qkv', 'attention.out', 'mlp_1', 'mlp_2')}
 
 
+@pytest.mark.slow
 def test_muon_changes_the_kernels_of_blocks_and_adamw_all_else_as_it_would_alone():
     muon, adamw = _updates('muon'), _updates('adamw')
     differ = {name for name in muon if not np.array_equal(muon[name], adamw[name])}

@@ -246,6 +246,7 @@ def run(config_with, tmp_path_factory):
     return folder / 'workdir', jax.device_get(state)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_interrupted_computes_what_it_would_have(run, config_with, tmp_path):
     workdir, state = run
     for num_steps in (4, 6):

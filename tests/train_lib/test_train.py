@@ -163,6 +163,7 @@ def test_killed_and_stopped_at_any_step_a_run_computes_what_it_would_have(
     assert len([key for key in uninterrupted if key[0] == 'train/loss']) == SMALL['num_steps']
 
 
+@pytest.mark.slow
 def test_an_interrupted_log_window_is_averaged_over_all_its_steps(
     data_dir, uninterrupted, tmp_path
 ):
