@@ -16,6 +16,7 @@ from coyo11m_tfds.coyo11m_tfds_dataset_builder import Coyo11mConfig
 from coyo11m_tfds.reading import dataset
 from coyo11m_tfds.source.pt_file import LatentShard
 from tests import built, children, runs
+from tests.reading.batches import assert_same, joined
 from train_lib import train
 
 ORDER = dict(batch_size=16, seed=0, lanes=4, chunk=32, window=64)
@@ -38,18 +39,9 @@ def movable(sample_source, hash_sidecar, tmp_path) -> tuple[pathlib.Path, pathli
     return build(source, hash_sidecar, tmp_path / 'data'), source
 
 
-def read(path: pathlib.Path, count: int, **changes) -> list[dict]:
+def read(path: object, count: int, **changes) -> list[dict]:
     arguments = {**ORDER, 'features': dataset.FEATURES, 'caption_dropout': 0.3, **changes}
     return list(itertools.islice(input_pipeline.train_batches(path, **arguments), count))
-
-
-def assert_same(got: list[dict], expected: list[dict]) -> None:
-    assert len(got) == len(expected)
-    for got_batch, expected_batch in zip(got, expected, strict=True):
-        assert got_batch.keys() == expected_batch.keys()
-        for name, x in expected_batch.items():
-            assert got_batch[name].dtype == x.dtype
-            np.testing.assert_array_equal(got_batch[name], x, err_msg=name)
 
 
 def test_batches_are_those_of_the_converted_data_set(in_place, mini_dataset):
@@ -58,11 +50,7 @@ def test_batches_are_those_of_the_converted_data_set(in_place, mini_dataset):
     assert_same(read(in_place, steps), expected)
     assert_same(read(in_place, steps - 7, start_step=7), expected[7:])
     parts = [read(in_place, steps, process_index=p, process_count=4) for p in range(4)]
-    joined = [
-        {name: np.concatenate([part[name] for part in step]) for name in step[0]}
-        for step in zip(*parts, strict=True)
-    ]
-    assert_same(joined, expected)
+    assert_same(joined(parts), expected)
 
 
 def test_evaluation_is_that_of_the_converted_data_set(in_place, mini_dataset):

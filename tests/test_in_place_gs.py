@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 import input_pipeline
@@ -22,10 +21,10 @@ from tests import built, runs
 from tests.build import build_kills, build_program
 from tests.checkout import CHECKOUT
 from tests.fakes.cloud import Gcs, fake_gcs
-from tests.reading.batches import assert_same, wait_until_idle
+from tests.reading.batches import assert_same, joined, wait_until_idle
+from tests.test_in_place import ORDER, read
 from train_lib import train
 
-ORDER = dict(batch_size=16, seed=0, lanes=4, chunk=32, window=64)
 SOURCE, DATA = 'gs://source/coyo', 'gs://data/coyo11m_tfds/here/1.0.0'
 LATENTS = f'coyo/{schema.LATENTS_FOLDER}'
 
@@ -48,11 +47,6 @@ def storage(bucket: Gcs, sample_source, described) -> Gcs:
     return bucket
 
 
-def read(path: object, count: int, **changes) -> list[dict]:
-    arguments = {**ORDER, 'features': dataset.FEATURES, 'caption_dropout': 0.3, **changes}
-    return list(itertools.islice(input_pipeline.train_batches(path, **arguments), count))
-
-
 def replace_object(storage: Gcs, change) -> str:
     """Changes the second `.pt` file of the source; returns its URL."""
     name = sorted(name for name in storage.objects('source') if name.endswith('.pt'))[1]
@@ -69,11 +63,7 @@ def test_batches_are_those_of_the_converted_data_set(storage, described, mini_da
         assert_same(read(path, steps - 7, start_step=7), expected[7:])
     for count in (2, 4):
         parts = [read(DATA, steps, process_index=p, process_count=count) for p in range(count)]
-        joined = [
-            {name: np.concatenate([part[name] for part in step]) for name in step[0]}
-            for step in zip(*parts, strict=True)
-        ]
-        assert_same(joined, expected)
+        assert_same(joined(parts), expected)
 
 
 def test_evaluation_is_that_of_the_converted_data_set(storage, mini_dataset):

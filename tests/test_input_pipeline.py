@@ -18,6 +18,7 @@ from coyo11m_tfds import chunk_index, schema
 from coyo11m_tfds.reading import dataset
 from coyo11m_tfds.reading import order as order_lib
 from tests.reading import small_dataset
+from tests.reading.batches import assert_same, joined
 
 TEXT_DIM = 6
 LENGTHS = {schema.TRAIN: (70, 97, 64, 131, 33), schema.VALIDATION: (37, 12)}
@@ -124,15 +125,6 @@ def train_batches(written, count: int, **changes) -> list[dict[str, np.ndarray]]
     return by_chunks
 
 
-def assert_same(got: list[dict], expected: list[dict]) -> None:
-    assert len(got) == len(expected)
-    for got_batch, expected_batch in zip(got, expected, strict=True):
-        assert got_batch.keys() == expected_batch.keys()
-        assert shapes(got_batch) == shapes(expected_batch)
-        for name, x in expected_batch.items():
-            np.testing.assert_array_equal(got_batch[name], x, err_msg=name)
-
-
 def shapes(batch: dict[str, np.ndarray]) -> dict:
     return {name: (x.shape, x.dtype) for name, x in batch.items()}
 
@@ -196,11 +188,7 @@ def test_processes_share_the_same_global_batches(written, process_count):
         )
         for process in range(process_count)
     ]
-    joined = [
-        {name: np.concatenate([part[name] for part in step]) for name in step[0]}
-        for step in zip(*parts, strict=True)
-    ]
-    assert_same(joined, whole)
+    assert_same(joined(parts), whole)
 
 
 def test_reading_options_do_not_change_the_batches(written):

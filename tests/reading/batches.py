@@ -1,18 +1,43 @@
-"""Comparing batches, and waiting until none are read ahead."""
+"""Reading batches, comparing them, and waiting until none are read ahead."""
 
+import itertools
 import time
+from collections.abc import Iterable
 
 import numpy as np
 
 import input_pipeline
 
+Batch = dict[str, np.ndarray]
 
-def assert_same(got: list[dict], expected: list[dict]) -> None:
+
+def joined(parts: Iterable[Iterable[Batch]]) -> list[Batch]:
+    """Global batches, put together from those of every process."""
+    return [
+        {name: np.concatenate([part[name] for part in step]) for name in step[0]}
+        for step in zip(*parts, strict=True)
+    ]
+
+
+def global_batches(data: object, processes: int, count: int, **arguments) -> list[Batch]:
+    """`count` global batches of `train_batches`, put together from those of every process."""
+    return joined(
+        itertools.islice(
+            input_pipeline.train_batches(
+                data, process_index=process, process_count=processes, **arguments
+            ),
+            count,
+        )
+        for process in range(processes)
+    )
+
+
+def assert_same(got: list[Batch], expected: list[Batch]) -> None:
     assert len(got) == len(expected)
     for step, (got_batch, expected_batch) in enumerate(zip(got, expected, strict=True)):
         assert got_batch.keys() == expected_batch.keys()
         for name, x in expected_batch.items():
-            assert got_batch[name].dtype == x.dtype
+            assert (got_batch[name].dtype, got_batch[name].shape) == (x.dtype, x.shape)
             np.testing.assert_array_equal(got_batch[name], x, err_msg=f'{name} of batch {step}')
 
 

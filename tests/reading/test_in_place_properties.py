@@ -1,7 +1,6 @@
 """Batches with latents in place, local or in a bucket, are those of records, whatever the run."""
 
 import dataclasses
-import itertools
 import pathlib
 from collections.abc import Iterator
 
@@ -9,13 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 
-import input_pipeline
 from coyo11m_tfds import columns, schema
 from coyo11m_tfds.reading import dataset
 from coyo11m_tfds.storage import source_files
 from tests.fakes.cloud import fake_gcs
 from tests.reading import small_dataset
-from tests.reading.batches import assert_same
+from tests.reading.batches import assert_same, global_batches
 from tests.reading.test_properties import SHARDS, Run, runs
 
 COUNT = 7
@@ -64,26 +62,16 @@ def in_bucket(file: columns.ColumnFile, url: str) -> columns.ColumnFile:
 def read(place: tuple[str, str], run: Run) -> list[dict[str, np.ndarray]]:
     """Batches from `run.start` on, put together from those of every process."""
     path, engine = place
-    parts = [
-        itertools.islice(
-            input_pipeline.train_batches(
-                path,
-                engine=engine,
-                features=dataset.FEATURES,
-                caption_dropout=0.5,
-                start_step=run.start,
-                process_index=process,
-                process_count=run.processes,
-                **run.order_settings,
-            ),
-            COUNT,
-        )
-        for process in range(run.processes)
-    ]
-    return [
-        {name: np.concatenate([batch[name] for batch in step]) for name in step[0]}
-        for step in zip(*parts, strict=True)
-    ]
+    return global_batches(
+        path,
+        run.processes,
+        COUNT,
+        engine=engine,
+        features=dataset.FEATURES,
+        caption_dropout=0.5,
+        start_step=run.start,
+        **run.order_settings,
+    )
 
 
 @pytest.mark.parametrize('way', WAYS)

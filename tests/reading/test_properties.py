@@ -21,7 +21,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.reading import dataset
 from coyo11m_tfds.reading.order import Order, divisors, sample_crops, sample_drops
 from tests.reading import small_dataset
-from tests.reading.batches import assert_same
+from tests.reading.batches import assert_same, global_batches, joined
 
 SHARDS = {
     'unequal': (70, 97, 64, 131, 33, 64, 40, 1),
@@ -123,10 +123,7 @@ def read_together(data: Written, run: Run, count: int) -> list[dict[str, np.ndar
     assert {len(x) for part in parts for batch in part for x in batch.values()} == {
         run.batch_size // run.processes
     }
-    return [
-        {name: np.concatenate([batch[name] for batch in step]) for name in step[0]}
-        for step in zip(*parts, strict=True)
-    ]
+    return joined(parts)
 
 
 def records_of(data: Written, batch: dict[str, np.ndarray]) -> np.ndarray:
@@ -244,25 +241,18 @@ def test_another_seed_is_another_order_of_other_choices(written, run, to_other):
 def test_batches_are_those_of_the_plan(written, engine, run):
     """Without TensorFlow, which takes no graph: many more settings than with it."""
     data, order, count = written[run.shards], run.order, 7
-    parts = [
-        itertools.islice(
-            input_pipeline.train_batches(
-                data.builder,
-                engine=engine,
-                features=dataset.FEATURES,
-                caption_dropout=0.5,
-                start_step=run.start,
-                process_index=process,
-                process_count=run.processes,
-                **run.order_settings,
-            ),
-            count,
-        )
-        for process in range(run.processes)
-    ]
+    batches = global_batches(
+        data.builder,
+        run.processes,
+        count,
+        engine=engine,
+        features=dataset.FEATURES,
+        caption_dropout=0.5,
+        start_step=run.start,
+        **run.order_settings,
+    )
     first = np.cumsum([0, *SHARDS[run.shards]])
-    for step, of_processes in enumerate(zip(*parts, strict=True), run.start):
-        batch = {n: np.concatenate([b[n] for b in of_processes]) for n in of_processes[0]}
+    for step, batch in enumerate(batches, run.start):
         shard, record = order.batch_records(step)
         np.testing.assert_array_equal(records_of(data, batch), first[shard] + record)
         epoch, _ = order.locate(step)

@@ -22,7 +22,7 @@ from coyo11m_tfds import chunk_index, records, schema
 from coyo11m_tfds.reading import dataset, framing, mapped_files, record_layout
 from tests import children
 from tests.checkout import CHECKOUT
-from tests.reading.batches import assert_same
+from tests.reading.batches import assert_same, joined
 from tests.reading.damaged import ORDER, damage, place_of, shard_path, steps_of_an_epoch
 
 
@@ -76,11 +76,7 @@ def test_both_engines_leave_out_the_same_records(copy, do_damage):
         read(copy, count - 3, start_step=3, process_index=p, process_count=2, **changes)
         for p in range(2)
     ]
-    joined = [
-        {name: np.concatenate([part[name] for part in step]) for name in step[0]}
-        for step in zip(*parts, strict=True)
-    ]
-    assert_same(joined, expected[3:])
+    assert_same(joined(parts), expected[3:])
 
 
 def test_both_engines_evaluate_around_the_same_records(copy):

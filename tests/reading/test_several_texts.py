@@ -1,7 +1,6 @@
 """Several texts a record: which one a sample takes, from files, in both engines."""
 
 import dataclasses
-import itertools
 import json
 import re
 import shutil
@@ -16,7 +15,7 @@ from coyo11m_tfds import columns, schema
 from coyo11m_tfds.columns import AddedColumn
 from coyo11m_tfds.reading.order import Order, sample_texts
 from tests.reading import small_dataset
-from tests.reading.batches import assert_same
+from tests.reading.batches import assert_same, global_batches
 
 LENGTHS = (70, 97, 64, 0, 131, 33)
 SPLITS = {schema.TRAIN: LENGTHS, schema.VALIDATION: (20,)}
@@ -96,24 +95,8 @@ def runs(*names: str) -> st.SearchStrategy[Run]:
 
 def read_together(data, run, count, **arguments) -> list[dict[str, np.ndarray]]:
     """Global batches from `run.start` on, put together from those of every process."""
-    parts = [
-        itertools.islice(
-            input_pipeline.train_batches(
-                data,
-                text=run.weights,
-                start_step=run.start,
-                process_index=process,
-                process_count=run.processes,
-                **run.order | arguments,
-            ),
-            count,
-        )
-        for process in range(run.processes)
-    ]
-    return [
-        {name: np.concatenate([part[name] for part in step]) for name in step[0]}
-        for step in zip(*parts, strict=True)
-    ]
+    asked = dict(text=run.weights, start_step=run.start) | run.order | arguments
+    return global_batches(data, run.processes, count, **asked)
 
 
 def expected_texts(run: Run, step: int, keys: np.ndarray) -> np.ndarray:
