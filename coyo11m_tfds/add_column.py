@@ -24,14 +24,13 @@ from typing import Any
 
 import numpy as np
 
+import input_pipeline
 from coyo11m_tfds import columns, schema, texts
 from coyo11m_tfds.build import manifest
 from coyo11m_tfds.columns import AddedColumn
 from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.reading import chunk_blocks, names, rows, stored_dataset, verified
-from coyo11m_tfds.reading.fetched_files import FetchedFiles
-from coyo11m_tfds.reading.row_reader import RowChoices, RowReader
+from coyo11m_tfds.reading import names, stored_dataset, verified
 from coyo11m_tfds.reading.stored_dataset import StoredDataset
 from coyo11m_tfds.report.moments import Moments, add_vectors
 from coyo11m_tfds.source import embedding_store, part_files, row_store
@@ -42,7 +41,7 @@ from coyo11m_tfds.storage.scratch import Scratch, user_cache
 _NAME = re.compile(r'[a-z][a-z0-9_]*')
 _TAKEN = {*stored_dataset.READABLE, names.DROP_TEXT, names.MASK, texts.RECORDS}
 _ROWS_AT_ONCE = 4096
-_CHUNK, _CHUNKS_AT_ONCE = 64, 32  # records of a request to gs://, requests
+_CHUNKS_AT_ONCE = 32  # requests to gs://
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,25 +209,20 @@ def _write(
 
 def _keys(stored: StoredDataset, split: str) -> Iterator[np.ndarray]:
     """The keys of a split in the order of its records, some at a time."""
-    opened = stored.open_split(split)
-    if opened is None:
+    if stored.open_split(split) is None:
         raise ValueError(f'{stored.folder}: split {split!r} has no chunk index.')
-    files = None
-    if opened.is_remote:
-        files = FetchedFiles(opened.file, opened.file_sizes, _CHUNKS_AT_ONCE)
-    reader = RowReader(
-        opened,
-        RowChoices((schema.KEY,), stored.latent_dtype, stored.text_dim, with_mask=True),
-        stored.record_layout,
+    if not any(stored.splits[split].shard_lengths):
+        return
+    batches = input_pipeline.eval_batches(
+        stored.folder,
         verify=verified.ALWAYS,
-        files=files,
+        split=split,
+        features=(schema.KEY,),
+        batch_size=_ROWS_AT_ONCE,
+        parallel_reads=_CHUNKS_AT_ONCE,
+        prefetch=1,
     )
-    read = chunk_blocks.Chunks(opened, reader, files, _CHUNK).read if files else None
-    lengths = opened.index.shard_lengths
-    size = int(lengths.sum())
-    count = -(-size // _ROWS_AT_ONCE)
-    everything = range(size)
-    for batch in rows.eval_batches(reader, lengths, everything, _ROWS_AT_ONCE, count, 1, read=read):
+    for batch in batches:
         yield batch[schema.KEY][batch[names.MASK]]
 
 
