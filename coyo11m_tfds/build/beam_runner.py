@@ -6,8 +6,8 @@
 One small collection: an element describes all shards of one group of files, some kilobytes, so that
 each file is fetched by one worker, once. The captions and text embeddings of a shard, some MB, are
 put beside the data first, because workers on other machines do not see the stores of this one. A
-worker writes the shards of its group as `shard_pool` does on one machine, and in the same place, so
-that a build may be resumed with another engine.
+worker writes the shards of its group as `local_runner` does on one machine, and in the same place,
+so that a build may be resumed with another engine.
 """
 
 import dataclasses

@@ -4,7 +4,7 @@
     opened = inputs.open()
     opened.rows, opened.keys                 # int32 (n,), int64 (n,)
     opened.captions(slice(0, 256))           # list of UTF-8 bytes
-    opened.embeddings(slice(0, 256))            # float16 (256, text_dim)
+    opened.embeddings(slice(0, 256))         # float16 (256, text_dim)
 
 On one machine all shards read the same memory-mapped stores (`StoreInputs`). A worker on another
 machine has no such store: for it, `pack` puts what one shard needs into bytes of its own, some MB,

@@ -33,7 +33,7 @@ _WORKER_BYTES = 500_000_000  # memory that a process of a build takes
 
 
 def check_environment(environment: Mapping[str, str]) -> list[Finding]:
-    """True if the variables of this project, and of the job, have names and values that count.
+    """Checks the names and values of the variables of this project and of the job.
 
     Args:
         environment: of this process, as the user has set it.

@@ -1,4 +1,4 @@
-"""True if a text encoder loads here, whether its tokenizer is the fast one, and how long it takes.
+"""Checks that a text encoder loads here, that its tokenizer is the fast one, and how long it takes.
 
 encoders.check_encoder('hf:google/gemma-3-270m', num_captions=11_000_000, seconds=120)
 # [Finding('tokenizer', 'pass', 'GemmaTokenizer in Rust, 800,000 tokens/s'),

@@ -108,7 +108,7 @@ def check_disks(
     root: str | os.PathLike[str] = '/',
     usage: Callable[[str], tuple[int, int, int]] = shutil.disk_usage,
 ) -> list[Finding]:
-    """True if there is room in local folders, and what kind of disk they are on.
+    """Checks that there is room in local folders, and tells what kind of disk they are on.
 
     Args:
         places: of each name the folder, and the bytes that will be written to it; None where it is

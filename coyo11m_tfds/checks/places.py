@@ -1,4 +1,4 @@
-"""True if a place lets this user in: by a small request, of a destination by a small write.
+"""Checks that a place lets this user in: by a small request, of a destination by a small write.
 
     places.check_place('source', 'hf://datasets/owner/name')
     places.check_place('data_dir', 'gs://bucket/tfds', writes=True)

@@ -11,7 +11,7 @@ _PROGRAM = 'train_lib.check'
 
 
 def check_config(config: str, data_set: str, seconds: float) -> list[Finding]:
-    """True if settings, devices, data set and memory fit each other.
+    """Checks that settings, devices, data set and memory fit each other.
 
     Args:
         config: file or name of a configuration.

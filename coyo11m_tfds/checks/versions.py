@@ -1,4 +1,4 @@
-"""True if the installed packages fit each other, by what they declare and by what is known besides.
+"""Checks that the installed packages fit each other, by what they declare and what is known.
 
     versions.check_versions(['convert', 'text'])
     # [Finding('versions', 'pass', '143 packages fit each other; ...')]

@@ -18,7 +18,7 @@ _READS = 8  # of each size that are timed
 
 
 class Measured(NamedTuple):
-    """The result of a verification.
+    """How long reads take, and what they were measured on.
 
     Attributes:
         is_remote: whether the files are in object storage.
