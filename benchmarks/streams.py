@@ -87,6 +87,8 @@ def numpy_batch(keys: Iterable[int], crops: Iterable[bytes | memoryview]) -> Bat
 _WARM_SECONDS = 1.0
 _WARM_BATCHES = 8
 
+_NO_BATCH = 'an epoch has no full batch; take more samples.'
+
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
@@ -104,13 +106,16 @@ def read_for(stream: Stream, seconds: float, on_first: Callable[[], None] = lamb
         stream: freshly opened.
         seconds: to count.
         on_first: called when the first batch is there.
+
+    Raises:
+        RuntimeError: an epoch has no batch.
     """
     batches, elapsed, cpu, warm_batches = 0, 0.0, 0.0, _WARM_BATCHES
     begin = time.monotonic()
     while elapsed < seconds:
         of_epoch = iter(stream.epoch())
         if next(of_epoch, None) is None:
-            raise RuntimeError('an epoch has no full batch; take more samples.')
+            raise RuntimeError(_NO_BATCH)
         on_first()
         skipped = 1 + sum(1 for _ in itertools.islice(of_epoch, warm_batches))
         while time.monotonic() - begin < _WARM_SECONDS and next(of_epoch, None) is not None:
@@ -122,6 +127,26 @@ def read_for(stream: Stream, seconds: float, on_first: Callable[[], None] = lamb
         # An epoch may be shorter than the warm-up that was meant for it.
         warm_batches = min(warm_batches, (skipped + part.batches) // 4)
     return Rate(batches, elapsed, cpu)
+
+
+def read_once(stream: Stream, num_batches: int, on_first: Callable[[], None]) -> Rate:
+    """Reads one epoch from its first batch to its last, so that no byte is read twice.
+
+    Args:
+        stream: freshly opened.
+        num_batches: of an epoch.
+        on_first: called when the first batch is there.
+
+    Raises:
+        RuntimeError: no batch came.
+    """
+    count, cpu, begin = 0, measure.cpu_seconds(), time.monotonic()
+    for count, _ in enumerate(itertools.islice(stream.epoch(), num_batches), start=1):
+        if count == 1:
+            on_first()
+    if not count:
+        raise RuntimeError(_NO_BATCH)
+    return Rate(count, time.monotonic() - begin, measure.cpu_seconds() - cpu)
 
 
 def _time(batches: Iterator[Batch], seconds: float) -> Rate:

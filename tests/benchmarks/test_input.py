@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import input, input_results, measure, report, source
 from benchmarks.readers import BARE, READERS
-from benchmarks.streams import BATCH_SIZE, Stream, from_the_start, read_for
+from benchmarks.streams import BATCH_SIZE, Stream, from_the_start, read_for, read_once
 from coyo11m_tfds import schema
 from coyo11m_tfds.source.pt_file import LatentShard
 
@@ -252,9 +252,28 @@ def test_epochs_that_are_shorter_than_a_warm_up_are_read_all_the_same(
     assert rate.batches / rate.seconds == 2
 
 
-def test_a_reader_without_a_full_batch_is_an_error(monkeypatch: pytest.MonkeyPatch):
+def test_a_cold_rate_counts_all_of_one_epoch(monkeypatch: pytest.MonkeyPatch):
+    first = []
+    clock = Clock(monkeypatch)
+    stream = clock.stream([20], before_epoch=2, a_batch=0.5)
+
+    rate = read_once(stream, 16, on_first=lambda: first.append(clock.now))
+
+    assert (rate.batches, rate.seconds, rate.cpu_seconds) == (16, 10, 20)
+    assert first == [102.5]
+
+
+@pytest.mark.parametrize(
+    'read',
+    [
+        lambda stream: read_for(stream, seconds=1),
+        lambda stream: read_once(stream, 1, on_first=lambda: None),
+    ],
+    ids=['steady', 'cold'],
+)
+def test_a_reader_without_a_full_batch_is_an_error(monkeypatch: pytest.MonkeyPatch, read):
     with pytest.raises(RuntimeError, match='no full batch'):
-        read_for(Clock(monkeypatch).stream([0], 0, 1), seconds=1)
+        read(Clock(monkeypatch).stream([0], 0, 1))
 
 
 def test_a_reader_that_forgets_its_place_reads_from_the_start():
