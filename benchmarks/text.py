@@ -32,7 +32,10 @@ from coyo11m_tfds.text import text_encoders
 
 TOKENS = 10, 250
 BATCH = 32  # captions of a plain loop's batch
-MODULES = {'datasets.map': 'datasets', 'sentence-transformers': 'sentence_transformers'}
+MODULES = {
+    'datasets.map, 2 processes': 'datasets',
+    'sentence-transformers': 'sentence_transformers',
+}
 SEED = 0
 
 # Each is a token of its own.
@@ -171,8 +174,8 @@ def _ours(folder: pathlib.Path, encoder, num_workers: int, **options) -> Timed:
 
 
 def tokenize_ours(folder: pathlib.Path, flags: argparse.Namespace) -> Timed:
-    options = {'tokens_only': True, 'max_tokens': 256, 'part_captions': 4096}
-    return _ours(folder, f'hf:{flags.encoders}/{flags.model}', 2, **options)
+    spec = f'hf:{flags.encoders}/{flags.model}'
+    return _ours(folder, spec, 1, tokens_only=True, max_tokens=256)
 
 
 def tokenize_with_datasets(folder: pathlib.Path, flags: argparse.Namespace) -> Timed:
@@ -268,8 +271,8 @@ def _batches(captions: list[str], size: int) -> Iterator[list[str]]:
 
 SIDES: dict[str, dict[str, Callable[[pathlib.Path, argparse.Namespace], Timed]]] = {
     'tokenizing': {
-        'this project, 2 processes': tokenize_ours,
-        'datasets.map': tokenize_with_datasets,
+        'this project': tokenize_ours,
+        'datasets.map, 2 processes': tokenize_with_datasets,
         'plain calls': tokenize_plainly,
     },
     'embedding': {

@@ -31,8 +31,8 @@ from coyo11m_tfds.storage.source_files import SourceFile
 from coyo11m_tfds.text import text_encoders, tokenizers
 from coyo11m_tfds.text.text_encoders import Encoder, OnBatch, Tokenizer
 
-# What a process of the hash encoder or of a tokenizer takes: of 2 million captions 1.13 GB with the
-# store of captions that the first of them makes, 0.66 GB for tokens.
+# What a process that hashes words takes: of 2 million captions 1.13 GB with the store of captions
+# that the first of them makes, 0.66 GB for tokens.
 _WORKER_BYTES = 1_200_000_000
 # A process takes 1 to 2 s to start, a part of hashed words 0.3 s.
 _PARTS_WORTH_A_WORKER = 8
@@ -65,9 +65,9 @@ class EncoderChoice:
         return text_encoders.make_encoder(self.spec, self.max_tokens, self.batch_tokens)
 
     @property
-    def is_light(self) -> bool:
-        """True if a process of it takes a core and little memory."""
-        return self.tokens_only or self.spec == text_encoders.HashEncoder.name
+    def hashes(self) -> bool:
+        """True if it hashes words, in Python: a process of it takes one core and no weights."""
+        return self.spec in (text_encoders.HashEncoder.name, tokenizers.WordsTokenizer.name)
 
     @property
     def column(self) -> str:
@@ -239,8 +239,9 @@ def choose_workers(num_workers: int, encoder: EncoderChoice, num_parts: int) -> 
 
     Args:
         num_workers: what is asked for; 0 takes `COYO11M_NUM_PROC`, else what suits: one a core for
-            hashing and tokenizing, as far as memory allows and the work is worth it, one a GPU for
-            a model of `hf:`, and one for all others, which use all that is there by themselves.
+            hashed words, as far as memory allows and the work is worth it, one a GPU for a model of
+            `hf:`, and one for all others. Those use all cores or devices by themselves, the fast
+            tokenizers among them.
         encoder: what they run.
         num_parts: to make.
 
@@ -248,7 +249,7 @@ def choose_workers(num_workers: int, encoder: EncoderChoice, num_parts: int) -> 
         ValueError: the variable is no number.
     """
     chosen = workers.chosen(num_workers)
-    if not chosen and encoder.is_light:
+    if not chosen and encoder.hashes:
         cpus, memory = machine.usable_cpus(), machine.usable_memory()
         chosen = min(cpus, memory // _WORKER_BYTES, 1 + num_parts // _PARTS_WORTH_A_WORKER)
     return max(1, min(chosen or len(_gpus(encoder)), num_parts))

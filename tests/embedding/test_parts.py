@@ -263,11 +263,12 @@ def test_a_damaged_part_is_refused_by_name(source, tmp_path):
 # --- Killed ---------------------------------------------------------------------------------
 
 
-def start(source, out, num_workers: int, **env: str) -> subprocess.Popen:
+def start(source, out, num_workers: int, options=(), **env: str) -> subprocess.Popen:
     command = [
         *(sys.executable, '-m', 'coyo11m_tfds.embed_captions', '--source', str(source)),
         *('--out', str(out), '--num_workers', str(num_workers)),
         *('--part_captions', str(PART_CAPTIONS)),
+        *options,
     ]
     return subprocess.Popen(
         command,
@@ -279,10 +280,10 @@ def start(source, out, num_workers: int, **env: str) -> subprocess.Popen:
     )
 
 
-def kill_when_begun(source, out, num_workers: int, random_: random.Random) -> None:
+def kill_when_begun(source, out, num_workers: int, options, random_: random.Random) -> None:
     """Kills a run, or one of its workers, some time after it has made a part more."""
     had = len(list(out.glob('part-*')))
-    process = start(source, out, num_workers)
+    process = start(source, out, num_workers, options)
     wanted = had + random_.randint(0, 3)
     while process.poll() is None and len(list(out.glob('part-*'))) < wanted:
         time.sleep(0.002)
@@ -301,16 +302,16 @@ def kill_when_begun(source, out, num_workers: int, random_: random.Random) -> No
         assert 'A worker process died' in error, error
 
 
-def drill(source, expected, out, num_workers: int, kills: int) -> None:
+def drill(source, expected, out, num_workers: int, kills: int, options=()) -> None:
     random_ = random.Random(num_workers)
     for _ in range(kills):
-        kill_when_begun(source, out, num_workers, random_)
+        kill_when_begun(source, out, num_workers, options, random_)
         there = {n: data for n, data in files_of_parts(out).items() if expected[n] != data}
         assert not there, 'a part is there as a whole or not at all'
         if len(files_of_parts(out)) > 7:
             for path in random_.sample(sorted(out.glob('part-*')), 6):
                 path.unlink()
-    ended = start(source, out, num_workers)
+    ended = start(source, out, num_workers, options)
     _, error = ended.communicate(timeout=60)
     assert ended.returncode == 0, error
     assert files_of(out) == expected
@@ -345,6 +346,19 @@ def test_of_two_hosts_one_dies_and_the_next_run_makes_the_rest(source, expected,
 @pytest.mark.parametrize('num_workers', [1, 2, 4])
 def test_killed_20_times_it_makes_the_same_bytes(source, expected, tmp_path, num_workers):
     drill(source, expected, tmp_path / 'parts', num_workers, kills=20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('num_workers', [1, 2, 4])
+@pytest.mark.parametrize(('encoder', 'tokens_only'), [('words', True), ('hf', True), ('hf', False)])
+def test_killed_20_times_it_makes_the_same_tokens_and_embeddings_of_a_model(
+    source, model, tmp_path, encoder, tokens_only, num_workers
+):
+    spec = f'hf:{model}' if encoder == 'hf' else encoder
+    embed(source, tmp_path / 'expected', spec, tokens_only=tokens_only, max_tokens=8)
+    options = ['--encoder', spec, '--max_tokens=8', *['--tokens_only'] * tokens_only]
+    expected = files_of(tmp_path / 'expected')
+    drill(source, expected, tmp_path / 'parts', num_workers, kills=20, options=options)
 
 
 @pytest.mark.slow
