@@ -33,9 +33,8 @@ def encode(
     # Of two threads one collects ids, on one core, while the other has all cores for its block.
     with concurrent.futures.ThreadPoolExecutor(2, 'tokenize') as threads:
         encoded = list(threads.map(lambda block: _encode_block(tokenizer, block), blocks))
-    return list(itertools.chain.from_iterable(ids for ids, _ in encoded)), sum(
-        n for _, n in encoded
-    )
+    ids = list(itertools.chain.from_iterable(of_block for of_block, _ in encoded))
+    return ids, sum(num_truncated for _, num_truncated in encoded)
 
 
 def _encode_block(tokenizer: Tokenizer, captions: list[str]) -> tuple[list[list[int]], int]:

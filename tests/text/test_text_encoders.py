@@ -288,6 +288,16 @@ def test_a_tokenizer_alone_is_that_of_the_encoder_without_its_weights(models, tm
     text_encoders.make_tokenizer(f'hf:{folder}')
 
 
+@pytest.mark.parametrize('count', [0, 1024, 2500])
+def test_thousands_of_captions_keep_their_order_and_are_all_counted(models, count):
+    tokenizer = text_encoders.make_tokenizer(f'hf:{models / "bert"}', max_tokens=9)
+    words = [WORDS[i % len(WORDS)] for i in range(count)]
+    ids = {word: tokenizer.tokenize([word])[0] for word in WORDS}
+    assert tokenizer.tokenize(words) == [ids[word] for word in words]
+    assert tokenizer.tokenize([LONG] * count) == tokenizer.tokenize([LONG])[:1] * count
+    assert tokenizer.truncated == count + 1
+
+
 def test_batches_are_told_with_their_padding(models):
     told = []
     encoder = text_encoders.make_encoder(f'hf:{models / "llama"}', batch_tokens=20)
