@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-# What the package returns of a caption of 137 tokens takes 12 KB. MiniLM's tokenizer takes 170 us of
-# CPU for one with 128 to 1,024 captions at a time, and 210 us with 30,000, whose memory is new each
-# time (AMD EPYC).
+# What the package returns of a caption of 137 tokens takes 12 KB. MiniLM's tokenizer takes 170 us
+# of CPU for one with 128 to 1,024 captions at a time, and 210 us with 30,000, whose memory is new
+# each time (AMD EPYC).
 _CAPTIONS_AT_ONCE = 1024
 
 
