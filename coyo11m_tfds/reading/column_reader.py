@@ -28,6 +28,7 @@ class OpenedColumn(NamedTuple):
     """One column of a split, held against what the data set says of it.
 
     Attributes:
+        name: what errors call it.
         files: that its rows lie in, as they are now.
         starts: where in each of them the first row begins, in bytes.
         places: of each record the number of its file and its row, uint32 `(n, 2)`; None where the
@@ -35,11 +36,17 @@ class OpenedColumn(NamedTuple):
         dtype, shape: of one row.
     """
 
+    name: str
     files: Sequence[SourceFile]
     starts: Sequence[int]
     places: np.ndarray | None
     dtype: np.dtype
     shape: tuple[int, ...]
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of a row in a file."""
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 def open_column(
@@ -51,14 +58,15 @@ def open_column(
         ValueError: a file is missing or has changed, or is not as long as the split.
         OSError: the storage cannot be reached.
     """
+    name = f'{folder}: its column {column.name!r}'
     if isinstance(column, AddedColumn):
         file, start = column.locate(folder, split, num_records)
-        return OpenedColumn([file], [start], None, np.dtype(column.dtype), column.shape)
+        return OpenedColumn(name, [file], [start], None, np.dtype(column.dtype), column.shape)
     files = column.check_files()
     places = column.locate(folder, split, num_records)
     dtype = np.dtype(getattr(ml_dtypes, column.dtype, column.dtype))
     starts = [file.start for file in column.files]
-    return OpenedColumn(files, starts, places, dtype, schema.LATENTS_SHAPE)
+    return OpenedColumn(name, files, starts, places, dtype, schema.LATENTS_SHAPE)
 
 
 class ColumnReader:
@@ -79,8 +87,8 @@ class ColumnReader:
         Raises:
             ValueError: there are too many files to map.
         """
-        self.dtype, self.shape = opened.dtype, opened.shape
-        self._places, self._row_nbytes = opened.places, self.dtype.itemsize * math.prod(self.shape)
+        self.dtype, self.shape, self._name = opened.dtype, opened.shape, opened.name
+        self._places, self._row_nbytes = opened.places, opened.row_nbytes
         self._starts = np.array(opened.starts, np.int64)
         self._files: MappedFiles | FetchedFiles
         if fetched:
@@ -149,4 +157,9 @@ class ColumnReader:
             file, row = np.zeros_like(number), number
         else:
             file, row = self._places[number].astype(np.int64).T
+            if (largest := file.max(initial=0)) >= len(self._starts):
+                raise ValueError(
+                    f'{self._name} names file {largest}, expected less than {len(self._starts)}. '
+                    'Build the data set again.'
+                )
         return self._first + file, row, self._starts[file] + row * self._row_nbytes
