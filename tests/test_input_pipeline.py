@@ -414,6 +414,14 @@ def test_a_mistake_is_named_before_anything_is_read(written, changes, message):
             )
 
 
+def test_the_check_of_memory_names_a_feature_that_is_not_there(written):
+    arguments = {name: x for name, x in ORDER.items() if name != 'seed'}
+    with pytest.raises(ValueError, match="no feature 'tags'; there are"):
+        input_pipeline.check_memory(
+            written[schema.TRAIN].path, **arguments, features=('key', 'tags')
+        )
+
+
 def test_an_index_of_other_shards_is_refused(tmp_path):
     path = write_dataset(tmp_path / 'd' / '1.0.0')[schema.TRAIN].path
     (path / 'chunk_index-validation.npy').rename(path / 'chunk_index-train.npy')

@@ -1,7 +1,7 @@
 """The engine `chunks`: batches out of chunks of records, each fetched with one request.
 
-    read = chunk_blocks.Chunks(split, reader, files, 64).read
-    batches = rows.train_batches(reader, order, ..., read=read)
+    read = chunk_blocks.Chunks(split, columns, reader, files, 64).read
+    batches = rows.train_batches(read, order, lanes=range(16), start_step=1000, prefetch=2)
 
 A block of batches is filled chunk by chunk as they come: records are found, compared with their
 checksums and gathered by `RowReader`, as in mapped files, and of a chunk no more stays than what
@@ -9,13 +9,14 @@ the batches hold. While a block is given out the next one is filled.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 from absl import logging
 
 from coyo11m_tfds.reading.ahead import Ahead
+from coyo11m_tfds.reading.column_reader import ColumnReader
 from coyo11m_tfds.reading.fetched_files import FetchedFiles, Range
 from coyo11m_tfds.reading.indexed_split import IndexedSplit
 from coyo11m_tfds.reading.row_plan import Block
@@ -30,6 +31,31 @@ _GROUP_RECORDS = 1024
 
 # The ranges of files that hold the values of its records; the first one has the records.
 Chunk = tuple[Range, ...]
+
+
+def find_chunks(
+    split: IndexedSplit,
+    columns: Collection[ColumnReader],
+    shard: np.ndarray,
+    first: np.ndarray,
+    count: np.ndarray,
+) -> list[Chunk]:
+    """What runs of records need of fetched files.
+
+    Args:
+        split: that they are in.
+        columns: that are read with them.
+        shard, first: number and first record of each run, int64 `(n,)`.
+        count: its records, at least 1.
+    """
+    begin, nbytes = split.index.byte_range(shard, first, count)
+    records = zip(shard.tolist(), begin.tolist(), (begin + nbytes).tolist(), strict=True)
+    number = split.first_numbers[shard] + first
+    of_columns = [column.ranges(number, count) for column in columns]
+    return [
+        (record, *itertools.chain(*rows))
+        for record, *rows in zip(records, *of_columns, strict=True)
+    ]
 
 
 class _Plan(NamedTuple):
@@ -51,9 +77,17 @@ class _Plan(NamedTuple):
 class Chunks:
     """Reads blocks of rows of one split."""
 
-    def __init__(self, split: IndexedSplit, reader: RowReader, files: FetchedFiles, chunk: int):
+    def __init__(
+        self,
+        split: IndexedSplit,
+        columns: Collection[ColumnReader],
+        reader: RowReader,
+        files: FetchedFiles,
+        chunk: int,
+    ):
         """Takes a reader of these files, and how many records are fetched together."""
-        self._index, self._reader, self._files, self._chunk = split.index, reader, files, chunk
+        self._split, self._columns = split, columns
+        self._reader, self._files, self._chunk = reader, files, chunk
 
     def read(self, blocks: Iterator[Block]) -> Iterator[Batch]:
         """The batches of all blocks, one after the other.
@@ -88,10 +122,11 @@ class Chunks:
         shard, record = block.shard.ravel(), block.record.ravel()
         chunks, of_chunk = np.unique((shard << 32) + record // self._chunk, return_inverse=True)
         shards, first = chunks >> 32, (chunks & 0xFFFFFFFF) * self._chunk
-        count = np.minimum(self._index.shard_lengths[shards] - first, self._chunk)
+        count = np.minimum(self._split.index.shard_lengths[shards] - first, self._chunk)
         rows = np.argsort(of_chunk, kind='stable')
         ends = np.cumsum(np.bincount(of_chunk))
-        return _Plan(block, self._reader.ranges(shards, first, count), rows, ends)
+        found = find_chunks(self._split, self._columns, shards, first, count)
+        return _Plan(block, found, rows, ends)
 
     def _gather(self, plan: _Plan, kept: set[Chunk]) -> Batch:
         """The values of a block; forgets its chunks but for those that are kept."""

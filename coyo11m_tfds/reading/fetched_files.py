@@ -13,7 +13,7 @@ of this process a byte of a file lies.
 import collections
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -51,13 +51,13 @@ class FetchedFiles:
             path_of: the path of each file, by its number; local or `gs://`.
             size: bytes of each file.
             most_at_once: ranges that are on their way, or have come and were not taken yet.
-            counter: is told of every range.
+            counter: is told of every range; only those of files that were not added are chunks.
         """
         self.memory = Memory()
         self.size = np.array(size, np.int64)
         self._path_of = path_of
         self._described: dict[int, SourceFile] = {}
-        self._most_at_once, self._counter = most_at_once, counter
+        self._most_at_once, self._counter = most_at_once, counter or ReadCounter()
         self._pool = ThreadPoolExecutor(most_at_once, 'fetch')
         self._asked: collections.deque[Range] = collections.deque()
         self._coming: dict[Range, Future[bytes]] = {}
@@ -138,13 +138,14 @@ class FetchedFiles:
         self._ends = starts + np.array([len(self._held[part]) for part in parts], np.int64)
 
     def _fetch(self, part: Range) -> bytes:
-        with self._counting() as done:
-            number, begin, end = part
-            path = self.path_of(number)
-            read = self._read_remote if source_files.is_remote(path) else self._read_local
+        number, begin, end = part
+        path = self.path_of(number)
+        read = self._read_remote if source_files.is_remote(path) else self._read_local
+        is_column = number in self._described
+        with contextlib.nullcontext() if is_column else self._counter.chunk():
             data = read(path, number, begin, end)
-            done(len(data))
-            return data
+        self._counter.add_bytes(len(data))
+        return data
 
     def _read_remote(self, path: str, number: int, begin: int, end: int) -> bytes:
         passing = () if number in self._described else (remote.Changed,)
@@ -172,11 +173,3 @@ class FetchedFiles:
         if before and source_files.describe(path).version != before.version:
             raise mapped_files.changed(path, before.size, os.path.getsize(path))
         return data
-
-    @contextlib.contextmanager
-    def _counting(self) -> Iterator[Callable[[int], None]]:
-        if self._counter is None:
-            yield lambda num_bytes: None
-        else:
-            with self._counter.chunk() as done:
-                yield done

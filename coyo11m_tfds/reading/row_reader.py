@@ -12,7 +12,6 @@ otherwise than this project does it.
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
@@ -26,7 +25,7 @@ from coyo11m_tfds.reading import bad_records, framing, order, record_layout, ver
 from coyo11m_tfds.reading.bad_records import BadRecords
 from coyo11m_tfds.reading.column_reader import ColumnReader
 from coyo11m_tfds.reading.counter import ReadCounter
-from coyo11m_tfds.reading.fetched_files import FetchedFiles, Range
+from coyo11m_tfds.reading.fetched_files import FetchedFiles
 from coyo11m_tfds.reading.indexed_split import IndexedSplit
 from coyo11m_tfds.reading.mapped_files import MappedFiles
 from coyo11m_tfds.reading.names import DROP_TEXT, MASK
@@ -170,7 +169,6 @@ class RowReader:
         lengths = split.index.shard_lengths
         num_records = int(lengths.sum())
         self._split, self._choices = split, choices
-        self._first = np.cumsum(lengths) - lengths
         self._files = files or MappedFiles(split.file, len(lengths))
         self._layout, self._columns = layout, columns or {}
         # Of each feature the dtype and the shape of a row in a batch; of latents, one crop comes.
@@ -195,7 +193,7 @@ class RowReader:
         in_run = record % schema.CHUNK_STRIDE
         begin, end = begins[of_run, in_run], ends[of_run, in_run]
         values = self._layout.find(self._files.memory, begin, end)
-        number = self._first[shard] + record
+        number = self._split.first_numbers[shard] + record
         columns = {name: column.find(number) for name, column in self._columns.items()}
         return Rows(epoch, shard, record, begin, end, values, columns)
 
@@ -205,7 +203,7 @@ class RowReader:
         shards, first = _of_run_numbers(runs)
         count = np.minimum(self._split.index.shard_lengths[shards] - first, schema.CHUNK_STRIDE)
         offset, nbytes = self._split.index.byte_range(shards, first, count)
-        number = self._first[shards] + first
+        number = self._split.first_numbers[shards] + first
         for column in self._columns.values():
             column.will_need(number, number + count - 1)
         # Runs that touch are one.
@@ -214,24 +212,6 @@ class RowReader:
         return list(
             zip(shards[starts].tolist(), offset[starts].tolist(), whole.tolist(), strict=True)
         )
-
-    def ranges(
-        self, shard: np.ndarray, first: np.ndarray, count: np.ndarray
-    ) -> list[tuple[Range, ...]]:
-        """What runs of records need of fetched files: of each its records, then rows of columns.
-
-        Args:
-            shard, first: number and first record of each run, int64 `(n,)`.
-            count: its records, at least 1.
-        """
-        begin, nbytes = self._split.index.byte_range(shard, first, count)
-        records = zip(shard.tolist(), begin.tolist(), (begin + nbytes).tolist(), strict=True)
-        number = self._first[shard] + first
-        of_columns = [column.ranges(number, count) for column in self._columns.values()]
-        return [
-            (record, *itertools.chain(*rows))
-            for record, *rows in zip(records, *of_columns, strict=True)
-        ]
 
     def will_need(self, run: tuple[int, int, int]) -> None:
         """Has the system begin to read a run of `prefetch`, where files are mapped.
@@ -245,7 +225,7 @@ class RowReader:
 
     def check(self, rows: Rows) -> np.ndarray:
         """Which rows can be read; bool `(n,)`. Compares checksums as far as `verify` asks."""
-        number = self._first[rows.shard] + rows.record
+        number = self._split.first_numbers[rows.shard] + rows.record
         return self._checks.check(self._files.memory, number, rows.begin, rows.end)
 
     def read(self, rows: Rows, good: np.ndarray) -> Batch:
@@ -257,7 +237,7 @@ class RowReader:
             OSError: a file has changed since it was opened.
         """
         self._files.check_unchanged(rows.shard)
-        number = self._first[rows.shard] + rows.record
+        number = self._split.first_numbers[rows.shard] + rows.record
         for column in self._columns.values():
             column.check_unchanged(number)
         others = self._read_irregular(rows, good)
