@@ -8,8 +8,8 @@
 Training samples come in the order of `reading.order`, a pure function of `(seed, step)` and
 the data set. Process p of P owns the lanes `[p*L/P, (p+1)*L/P)`, so every P that divides L, the
 number of lanes, sees the same global batches. A run that resumes at step s, on that or another
-number of processes, resumes with exactly what it would have seen: it starts to read there. It needs
-to know the step and that data set and settings are the same (`position_settings`), nothing more.
+number of processes, continues with exactly what it would have seen: it starts to read there. All it
+needs to know is the step, and that data set and settings are the same (`position_settings`).
 
 Two engines give the same batches, bit for bit, and import neither TensorFlow nor JAX. `rows`, for
 local files, gathers what is asked for out of memory-mapped shards; `chunks`, for gs://, out of runs
@@ -238,16 +238,16 @@ def train_batches(
             data set without a chunk index goes through `train_dataset`.
         verify: when `rows` compares records with their CRC-32C: 'once' when this process first
             reads a record, 'always', or 'never'. `chunks` always does.
-        text: what `text_embedding` or `tokens` is of: '' for the records, the name of a column that
-            `python -m coyo11m_tfds.add_column` has added, or several with weights, of which a hash
-            of seed, epoch and key chooses one a sample: `{'': 2, 'short': 1}`, or as a string
-            `'records:2,short:1'`. They have to be of one kind: embeddings of one encoder, or tokens
-            of one vocabulary, which are padded with -1 to the longest. See `texts.parse`.
-        stride: every so many batches one comes. W workers that begin at `start_step + w` with a
-            stride of W have together, in turns, what one reads.
-        **arguments: as of `train_dataset`. `features` may name added columns, too. Nothing depends
-            on `private_threads`, for `rows` nor on `parallel_reads`, and a negative `prefetch`
-            keeps 2 batches ready.
+        text: where `text_embedding` or `tokens` comes from: '' for the records, the name of a
+            column that `python -m coyo11m_tfds.add_column` has added, or several with weights, of
+            which a hash of seed, epoch and key chooses one a sample: `{'': 2, 'short': 1}`, or as
+            a string `'records:2,short:1'`. They have to be of one kind: embeddings of one encoder,
+            or tokens of one vocabulary, which are padded with -1 to the longest. See `texts.parse`.
+        stride: only every `stride`-th batch is read. W workers that begin at `start_step + w` with
+            a stride of W read together, in turns, the batches of a single one.
+        **arguments: as of `train_dataset`. `features` may name added columns, too.
+            `private_threads` has no effect, nor has `parallel_reads` for `rows`; a negative
+            `prefetch` keeps 2 batches ready.
 
     Returns:
         Batches as of `train_dataset`, of arrays that nothing else uses; an added column as

@@ -72,6 +72,17 @@ def test_a_place_in_a_file_that_is_not_there_is_named(path):
         read(path)
 
 
+def test_places_of_other_records_are_refused(path):
+    file = path / columns.file_name(schema.LATENTS, schema.TRAIN)
+    np.save(file, np.load(file)[:-1])
+    message = "its column 'latents' has 103 rows for split 'train' of 104 records"
+    with pytest.raises(ValueError, match=f'{path}: {message}'):
+        read(path)
+    file.write_bytes(b'')
+    with pytest.raises(ValueError, match=f'{file}: is no column'):
+        read(path)
+
+
 def test_a_source_of_the_same_size_and_time_is_told_by_its_directory(path):
     [one, other] = (pathlib.Path(f.path) for f in columns.read(path)[schema.LATENTS].files)
     before = one.stat()

@@ -3,9 +3,9 @@
     read = chunk_blocks.Chunks(split, columns, reader, files, 64).read
     batches = rows.train_batches(read, order, lanes=range(16), start_step=1000, prefetch=2)
 
-A block of batches is filled chunk by chunk as they come: records are found, compared with their
-checksums and gathered by `RowReader`, as in mapped files, and of a chunk no more stays than what
-the batches hold. While a block is given out the next one is filled.
+A block of batches is filled chunk by chunk: `RowReader` finds the records, compares them with their
+checksums and gathers their values, as in mapped files. Then the bytes of the chunk are dropped.
+While one block is given out, the next one is filled.
 """
 
 import itertools
@@ -22,12 +22,11 @@ from coyo11m_tfds.reading.indexed_split import IndexedSplit
 from coyo11m_tfds.reading.row_plan import Block
 from coyo11m_tfds.reading.row_reader import Batch, RowReader
 
-# How often a chunk with a damaged record is fetched, whose bytes may have been changed on the way.
+# How often a chunk with a damaged record is fetched: its bytes may have been changed on the way.
 _ATTEMPTS = 3
 
-# Records that are gathered together at least, so that NumPy's calls cost little a record.
+# At least so many records are gathered together, so that NumPy's calls cost little for each.
 _GROUP_RECORDS = 1024
-
 
 # The ranges of files that hold the values of its records; the first one has the records.
 Chunk = tuple[Range, ...]
@@ -59,13 +58,13 @@ def find_chunks(
 
 
 class _Plan(NamedTuple):
-    """A block of rows by chunks.
+    """A block of rows, and the chunks that they are in.
 
     Attributes:
         block: the rows.
-        chunks: that they are in: of each the ranges that hold its records and their columns.
+        chunks: all that hold any of the rows.
         rows: places in the block, ordered by their chunks.
-        ends: of each chunk one past its last place in `rows`.
+        ends: for each chunk one past its last place in `rows`.
     """
 
     block: Block
@@ -95,15 +94,14 @@ class Chunks:
         Raises:
             ValueError, OSError: as of `RowReader.read`; or a file cannot be read.
         """
-        for steps, values in Ahead(self._fill(blocks), 1, 'chunks'):
-            size = len(next(iter(values.values()))) // steps
+        for (steps, size), values in Ahead(self._fill(blocks), 1, 'chunks'):
             for step in range(steps):
                 part = slice(step * size, (step + 1) * size)
-                # Who keeps a batch must not keep a block.
+                # A batch that is kept must not keep its block.
                 yield {name: x[part].copy() for name, x in values.items()}
 
-    def _fill(self, blocks: Iterator[Block]) -> Iterator[tuple[int, Batch]]:
-        """Of each block the number of batches, and their values one after the other."""
+    def _fill(self, blocks: Iterator[Block]) -> Iterator[tuple[tuple[int, ...], Batch]]:
+        """Yields for each block its batches and their rows, and all values one after the other."""
         try:
             plans = itertools.chain(map(self._plan, blocks), [None])
             plan = next(plans)
@@ -113,7 +111,7 @@ class Chunks:
                 both = set(following.chunks).intersection(plan.chunks) if following else set()
                 if following:
                     self._files.ask(_ranges(x for x in following.chunks if x not in both))
-                yield len(plan.block.shard), self._gather(plan, both)
+                yield plan.block.shard.shape, self._gather(plan, both)
                 plan = following
         finally:
             self._files.close()

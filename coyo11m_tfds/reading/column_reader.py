@@ -19,13 +19,13 @@ from coyo11m_tfds.reading.fetched_files import FetchedFiles, Range
 from coyo11m_tfds.reading.mapped_files import MappedFiles
 from coyo11m_tfds.storage.source_files import SourceFile
 
-# Bytes between two rows that are fetched with them: another request would take longer. The rows
-# of a chunk are neighbours in the source but for those that were dropped or are of another split.
+# Two rows with a gap of at most so many bytes are fetched together: another request would take
+# longer. The rows of a chunk are neighbours in the source, but for dropped rows and other splits.
 _GAP = 128 << 10
 
 
 class OpenedColumn(NamedTuple):
-    """One column of a split, held against what the data set says of it.
+    """One column of a split, after a comparison with what the data set says of it.
 
     Attributes:
         name: what errors call it.
@@ -52,7 +52,7 @@ class OpenedColumn(NamedTuple):
 def open_column(
     column: Column | AddedColumn, folder: str | os.PathLike[str], split: str, num_records: int
 ) -> OpenedColumn:
-    """Holds the files of a column against what the data set says of them; reads no rows.
+    """Compares the files of a column with what the data set says of them; reads no rows.
 
     Raises:
         ValueError: a file is missing or has changed, or is not as long as the split.
@@ -137,7 +137,7 @@ class ColumnReader:
         return found
 
     def will_need(self, first: np.ndarray, last: np.ndarray) -> None:
-        """Has the system begin to read the rows of runs of records; of each its ends are given."""
+        """Has the system read ahead the rows of runs of records, given by first and last record."""
         if not isinstance(self._files, MappedFiles):
             return
         (file, _, begin), (last_file, _, end) = self._places_of(first), self._places_of(last)
@@ -148,7 +148,7 @@ class ColumnReader:
                 self._files.will_need(one, start, stop + self._row_nbytes - start)
 
     def check_unchanged(self, number: np.ndarray) -> None:
-        """Looks whether the files of some records are what they were; see `MappedFiles`."""
+        """Checks that the files of some records have not changed; see `MappedFiles`."""
         self._files.check_unchanged(self._places_of(number)[0])
 
     def _places_of(self, number: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

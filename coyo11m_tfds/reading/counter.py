@@ -34,9 +34,9 @@ class ReadCounts(NamedTuple):
 
 
 class ReadCounter:
-    """Counts chunks while tf.data reads them, and rows; one counter may serve several data sets.
+    """Counts what is read; one counter may serve several data sets.
 
-    No Python runs for a chunk.
+    Chunks that tf.data reads are counted in its graph, without Python.
     """
 
     def __init__(self):

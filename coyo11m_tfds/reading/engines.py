@@ -140,7 +140,7 @@ def _reader(
     in_flight: int,
     **choices: Any,
 ) -> tuple[RowReader, rows.Read]:
-    """Finds and gathers rows; and reads blocks of them."""
+    """The reader of rows, and the function that reads blocks of them."""
     stored, split, engine = opened
     _check_text(stored.folder, text, asked.features)
     row_choices = RowChoices(

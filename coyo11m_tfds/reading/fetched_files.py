@@ -50,7 +50,7 @@ class FetchedFiles:
         Args:
             path_of: the path of each file, by its number; local or `gs://`.
             size: bytes of each file.
-            most_at_once: ranges that are on their way, or have come and were not taken yet.
+            most_at_once: ranges that may be on their way, or have come and wait to be taken.
             counter: is told of every range; only those of files that were not added are chunks.
         """
         self.memory = Memory()
@@ -65,7 +65,7 @@ class FetchedFiles:
         self._index()
 
     def add(self, files: Sequence[SourceFile]) -> int:
-        """Numbers more files, from what it returns on, that must stay as they are described."""
+        """Adds files that must not change; returns the number of the first, the others follow."""
         first = len(self.size)
         self._described |= dict(enumerate(files, first))
         self.size = np.append(self.size, [file.size for file in files]).astype(np.int64)
@@ -77,7 +77,7 @@ class FetchedFiles:
         return described.path if described else self._path_of(number)
 
     def ask(self, ranges: Iterable[Range]) -> None:
-        """Begins to fetch ranges, in this order, behind those that were asked for before."""
+        """Begins to fetch ranges, in this order, after those that were asked for before."""
         self._asked.extend(ranges)
         self._begin()
 
@@ -131,7 +131,7 @@ class FetchedFiles:
         parts = sorted(self._held)
         number, begin = np.array(parts, np.int64).reshape(-1, 3)[:, :2].T
         self._keys = (number << _FILE_SHIFT) + begin
-        # Of an empty one, which has no address, none is asked for: its end is its beginning.
+        # An empty range has no address; nobody asks for one, as its end is its beginning.
         data = [np.frombuffer(self._held[part] or b'\0', np.uint8) for part in parts]
         starts = np.array([x.ctypes.data for x in data], np.int64)
         self._addresses = starts - begin

@@ -1,4 +1,4 @@
-"""How much memory reading a split for training takes, told before anything is read.
+"""How much memory reading a split for training takes, estimated before anything is read.
 
     need = memory.Need(batch_size=256, chunk=64, lanes=16, window=1024, parallel_reads=4,
                        prefetch=2, parsed_nbytes=9481, raw_nbytes=25_955)
@@ -15,7 +15,7 @@ held as they are in their files.
 The factors are those of peak resident memory in child processes with records of 26 KB (2 busy
 cores, glibc told to keep freed memory, see `process_settings`): six runs of 0.7 to 1.5 GB, 8 to 32
 lanes, windows of 1,024 to 3,072, chunks of 64 and 128, 4 and 8 parallel reads and batches of 256
-and 4,096, took 20% less to 12% more than what is told.
+and 4,096, took 20% less to 12% more than estimated.
 """
 
 import dataclasses

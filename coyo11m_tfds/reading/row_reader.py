@@ -1,14 +1,15 @@
 """Batches gathered row by row out of TFRecord files in memory, without TensorFlow.
 
     choices = RowChoices(('key', 'latents'), 'float16', text_dim=640, seed=0)
-    reader = RowReader(split, choices, RecordLayout(text_dim=640))
+    reader = RowReader(split, choices, RecordLayout(text_dim=640), verify='once', ...)
     rows = reader.find(epoch, shard, record)          # of many batches at once
-    batch = reader.read(rows.part(slice(0, 256)))     # dict(key=(256,), latents=(256, 4, 32, 32))
+    some = rows.part(slice(0, 256))
+    batch = reader.read(some, reader.check(some))     # dict(key=(256,), latents=(256, 4, 32, 32))
 
 Where rows lie is found for a block of batches at a time; a batch is then a few calls of NumPy that
 copy what is asked for, and nothing else of a record, unless its checksum is compared. Two kinds of
-records take a way of their own, one by one: those that cannot be read, and those that are laid out
-otherwise than this project does it.
+records are handled one by one: those that cannot be read, and those of another layout than this
+project writes.
 """
 
 import dataclasses
@@ -37,7 +38,7 @@ Batch = dict[str, np.ndarray]
 # What `record_layout.Found` calls the places of a feature.
 _PLACES = {schema.LATENTS: 'latents', schema.TEXT_EMBEDDING: 'text', schema.TOKENS: 'tokens'}
 
-# A long caption as an object of Python, with its share of the array.
+# Bytes of a long caption as an object of Python, with its place in the array.
 _CAPTION_NBYTES = 600
 
 _DTYPES = {'float16': np.dtype(np.float16), 'bfloat16': np.dtype(ml_dtypes.bfloat16)}
@@ -107,6 +108,7 @@ class Rows(NamedTuple):
     Attributes:
         epoch: that reads them.
         shard, record: their numbers.
+        number: of each record in the split.
         begin, end: of the serialized records; 0 where framing does not lead to one.
         values: where their values lie.
         columns: where those of each column lie.
@@ -115,6 +117,7 @@ class Rows(NamedTuple):
     epoch: int
     shard: np.ndarray
     record: np.ndarray
+    number: np.ndarray
     begin: np.ndarray
     end: np.ndarray
     values: record_layout.Found
@@ -122,14 +125,10 @@ class Rows(NamedTuple):
 
     def part(self, some: slice) -> Self:
         """Some of them."""
-        values = record_layout.Found(*(x[some] for x in self.values))
-        shard, record, begin, end = (x[some] for x in self[1:5])
+        names = ('shard', 'record', 'number', 'begin', 'end')
         return self._replace(
-            shard=shard,
-            record=record,
-            begin=begin,
-            end=end,
-            values=values,
+            **{name: getattr(self, name)[some] for name in names},
+            values=record_layout.Found(*(x[some] for x in self.values)),
             columns={name: places[some] for name, places in self.columns.items()},
         )
 
@@ -143,17 +142,17 @@ class RowReader:
         choices: RowChoices,
         layout: RecordLayout,
         *,
-        verify: str = verified.ONCE,
-        on_bad_records: str = bad_records.STOP,
-        counter: ReadCounter | None = None,
-        max_bad_fraction: float = bad_records.DEFAULT_MAX_FRACTION,
-        columns: Mapping[str, ColumnReader] | None = None,
-        files: FetchedFiles | None = None,
+        verify: str,
+        on_bad_records: str,
+        counter: ReadCounter | None,
+        max_bad_fraction: float,
+        columns: Mapping[str, ColumnReader],
+        files: FetchedFiles | None,
     ):
         """Opens nothing.
 
         Args:
-            split: of a data set, a local one unless `files` is given.
+            split: of a data set.
             choices: what is in a batch.
             layout: of the records.
             verify: see `verified`.
@@ -161,7 +160,7 @@ class RowReader:
             counter: is told of bad records.
             max_bad_fraction: see `BadRecords`.
             columns: features that lie elsewhere than in the records.
-            files: the shards, if they are not to be mapped.
+            files: the shards; None to map them, which are then local.
 
         Raises:
             ValueError: an argument is out of its range, or there are too many shards.
@@ -170,7 +169,7 @@ class RowReader:
         num_records = int(lengths.sum())
         self._split, self._choices = split, choices
         self._files = files or MappedFiles(split.file, len(lengths))
-        self._layout, self._columns = layout, columns or {}
+        self._layout, self._columns = layout, columns
         # Of each feature the dtype and the shape of a row in a batch; of latents, one crop comes.
         self._kinds: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
             schema.TEXT_EMBEDDING: (np.dtype(np.float16), (choices.text_dim,)),
@@ -195,7 +194,7 @@ class RowReader:
         values = self._layout.find(self._files.memory, begin, end)
         number = self._split.first_numbers[shard] + record
         columns = {name: column.find(number) for name, column in self._columns.items()}
-        return Rows(epoch, shard, record, begin, end, values, columns)
+        return Rows(epoch, shard, record, number, begin, end, values, columns)
 
     def prefetch(self, shard: np.ndarray, record: np.ndarray) -> list[tuple[int, int, int]]:
         """Arguments of `will_need` that bring records into memory before they are asked for."""
@@ -214,7 +213,7 @@ class RowReader:
         )
 
     def will_need(self, run: tuple[int, int, int]) -> None:
-        """Has the system begin to read a run of `prefetch`, where files are mapped.
+        """Has the system read ahead a run of `prefetch`, where files are mapped.
 
         Raises:
             OSError: its file cannot be opened.
@@ -225,8 +224,7 @@ class RowReader:
 
     def check(self, rows: Rows) -> np.ndarray:
         """Which rows can be read; bool `(n,)`. Compares checksums as far as `verify` asks."""
-        number = self._split.first_numbers[rows.shard] + rows.record
-        return self._checks.check(self._files.memory, number, rows.begin, rows.end)
+        return self._checks.check(self._files.memory, rows.number, rows.begin, rows.end)
 
     def read(self, rows: Rows, good: np.ndarray) -> Batch:
         """The batch of some rows, in their order, with what `check` says of them.
@@ -237,9 +235,8 @@ class RowReader:
             OSError: a file has changed since it was opened.
         """
         self._files.check_unchanged(rows.shard)
-        number = self._split.first_numbers[rows.shard] + rows.record
         for column in self._columns.values():
-            column.check_unchanged(number)
+            column.check_unchanged(rows.number)
         others = self._read_irregular(rows, good)
         if not good.all():
             self._report_bad(rows, np.flatnonzero(~good))
@@ -274,11 +271,11 @@ class RowReader:
         return address, count, limit
 
     def _read_irregular(self, rows: Rows, good: np.ndarray) -> dict[int, dict[str, Any]]:
-        """The values of whole records of other layouts, by row; `good` learns which are damaged."""
+        """The values of whole records of other layouts, by row; marks damaged ones in `good`."""
         found, memory = {}, self._files.memory
         for row in np.flatnonzero(good & ~rows.values.regular).tolist():
             begin, end = rows.begin[row : row + 1], rows.end[row : row + 1]
-            # Damage may be why it is otherwise, whatever is verified.
+            # Damage may be the reason, whatever is verified.
             good[row] = verified.matches(memory, begin, end)[0]
             if good[row]:
                 found[row] = self._parse(rows, row)

@@ -79,14 +79,15 @@ path, settings = json.loads(sys.argv[1])
 read(2, batch_size=16, lanes=1, chunk=32, window=32, parallel_reads=1)
 before = memory('VmRSS')
 open('/proc/self/clear_refs', 'w').write('5')  # forgets the peak
-windows = 4
-read(windows * settings['window'] * settings['lanes'] // settings['batch_size'], **settings)
+blocks, in_flight = 4, settings['parallel_reads'] * settings['chunk']
+block = max(settings['window'], in_flight) * settings['lanes']
+read(blocks * block // settings['batch_size'], **settings)
 print(memory('VmHWM') - before)
 """
 
 
 def measure(path: pathlib.Path, settings: dict) -> int:
-    """Bytes that a process takes at most for four windows of every lane."""
+    """Bytes that a process takes at most for four blocks of batches."""
     ended = subprocess.run(
         [sys.executable, '-c', _READ, json.dumps([str(path), settings])],
         cwd=CHECKOUT,

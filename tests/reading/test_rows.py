@@ -94,15 +94,9 @@ def test_both_engines_evaluate_around_the_same_records(copy):
 def test_a_damaged_record_is_named(copy, at):
     shard, record = place_of(copy, 3, 5)
     damage(copy, shard, record, at)
-    file = shard_path(copy, shard).name
-    with pytest.raises(ValueError, match=rf'{file}: record \d+ cannot be read: its checksum'):
-        read(copy, steps_of_an_epoch(copy))
-
-
-def test_a_damaged_record_is_named_by_its_number(copy):
-    shard, record = place_of(copy, 3, 5)
-    damage(copy, shard, record)
-    with pytest.raises(ValueError, match=rf': record {record} cannot be read'):
+    # A damaged length costs the records after it as well, one of which may come first.
+    name, number = shard_path(copy, shard).name, record if at == 100 else r'\d+'
+    with pytest.raises(ValueError, match=rf'{name}: record {number} cannot be read: its checksum'):
         read(copy, steps_of_an_epoch(copy))
 
 
@@ -419,6 +413,11 @@ def test_evaluation_names_a_chunk_that_works(intact, engine, chunk, nearest):
     message = f'chunk={chunk} is not a multiple of 32, .*; chunk={nearest} works'
     with pytest.raises(ValueError, match=message):
         input_pipeline.eval_batches(intact, batch_size=8, engine=engine, chunk=chunk)
+
+
+@pytest.mark.parametrize('engine', ['rows', 'chunks'])
+def test_no_features_are_empty_batches(intact, engine):
+    assert read(intact, 3, engine, features=(), caption_dropout=0) == [{}, {}, {}]
 
 
 @pytest.mark.parametrize('engine', ['rows', 'chunks'])
