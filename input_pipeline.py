@@ -8,8 +8,8 @@
 Training samples come in the order of `reading.order`, a pure function of `(seed, step)` and
 the data set. Process p of P owns the lanes `[p*L/P, (p+1)*L/P)`, so every P that divides L, the
 number of lanes, sees the same global batches. A run that resumes at step s, on that or another
-number of processes, resumes with exactly what it would have seen: it starts to read there. It needs
-to know the step and that data set and settings are the same (`position_settings`), nothing more.
+number of processes, continues with exactly what it would have seen: it starts to read there. All it
+needs to know is the step, and that data set and settings are the same (`position_settings`).
 
 Two engines give the same batches, bit for bit, and import neither TensorFlow nor JAX. `rows`, for
 local files, gathers what is asked for out of memory-mapped shards; `chunks`, for gs://, out of runs
@@ -38,7 +38,6 @@ from coyo11m_tfds.reading import (
 )
 from coyo11m_tfds.reading.bad_records import DEFAULT_MAX_FRACTION, SKIP, STOP
 from coyo11m_tfds.reading.counter import ReadCounter, ReadCounts
-from coyo11m_tfds.reading.indexed_split import IndexedSplit
 from coyo11m_tfds.reading.names import AUTO, CHUNKS, DROP_TEXT, ENGINES, EVAL_CROP, MASK, ROWS
 from coyo11m_tfds.reading.opened_data import OpenedData, open_data
 from coyo11m_tfds.reading.order import Order, nearest_shares
@@ -141,7 +140,7 @@ def train_order(
     opened = _open_split(data, split)
     if opened is None:
         return None
-    return Order(opened.index.shard_lengths, seed, batch_size, chunk, lanes, window)
+    return Order(opened.split.index.shard_lengths, seed, batch_size, chunk, lanes, window)
 
 
 def position_settings(
@@ -178,14 +177,26 @@ def position_fingerprint(settings: Mapping[str, str | int]) -> str:
     return json_digest.sha256(dict(settings))
 
 
-def probe_storage(data: 'Data', chunk: int, split: str = schema.TRAIN) -> probe.Measured | None:
+def probe_storage(
+    data: 'Data',
+    chunk: int,
+    split: str = schema.TRAIN,
+    features: Sequence[str] = (schema.KEY, schema.LATENTS, schema.TEXT_EMBEDDING),
+    text: texts.Spec = '',
+) -> probe.Measured | None:
     """Times reads of one record and of a chunk of a split; None without a chunk index.
+
+    Args:
+        data, features, text: as of `train_batches`. A chunk is read with its rows of the columns
+            that these lie in.
+        chunk: records read together.
+        split: that is read.
 
     Raises:
         ValueError, OSError: the data set or a file of it is missing or cannot be read.
     """
     opened = _open_split(data, split)
-    return probe.measure(opened, chunk) if opened else None
+    return engines.measure_storage(opened, split, chunk, features, text) if opened else None
 
 
 def _describe(data: 'Data', split: str) -> tuple[str, Sequence[int], Mapping[str, Any]]:
@@ -227,16 +238,16 @@ def train_batches(
             data set without a chunk index goes through `train_dataset`.
         verify: when `rows` compares records with their CRC-32C: 'once' when this process first
             reads a record, 'always', or 'never'. `chunks` always does.
-        text: what `text_embedding` or `tokens` is of: '' for the records, the name of a column that
-            `python -m coyo11m_tfds.add_column` has added, or several with weights, of which a hash
-            of seed, epoch and key chooses one a sample: `{'': 2, 'short': 1}`, or as a string
-            `'records:2,short:1'`. They have to be of one kind: embeddings of one encoder, or tokens
-            of one vocabulary, which are padded with -1 to the longest. See `texts.parse`.
-        stride: every so many batches one comes. W workers that begin at `start_step + w` with a
-            stride of W have together, in turns, what one reads.
-        **arguments: as of `train_dataset`. `features` may name added columns, too. Nothing depends
-            on `private_threads`, for `rows` nor on `parallel_reads`, and a negative `prefetch`
-            keeps 2 batches ready.
+        text: where `text_embedding` or `tokens` comes from: '' for the records, the name of a
+            column that `python -m coyo11m_tfds.add_column` has added, or several with weights, of
+            which a hash of seed, epoch and key chooses one a sample: `{'': 2, 'short': 1}`, or as
+            a string `'records:2,short:1'`. They have to be of one kind: embeddings of one encoder,
+            or tokens of one vocabulary, which are padded with -1 to the longest. See `texts.parse`.
+        stride: only every `stride`-th batch is read. W workers that begin at `start_step + w` with
+            a stride of W read together, in turns, the batches of a single one.
+        **arguments: as of `train_dataset`. `features` may name added columns, too.
+            `private_threads` has no effect, nor has `parallel_reads` for `rows`; a negative
+            `prefetch` keeps 2 batches ready.
 
     Returns:
         Batches as of `train_dataset`, of arrays that nothing else uses; an added column as
@@ -475,6 +486,7 @@ def check_memory(
         num_tokens=stored.num_tokens,
         text=chosen if chosen.in_columns else None,
     )
+    stored.check_features(sorted(choices.in_records))
     order = Order(split_.index.shard_lengths, 0, batch_size, chunk, lanes, window)
     need = memory.Need(
         batch_size=batch_size // process_count,
@@ -506,10 +518,15 @@ def _bind(function: Callable, data: 'Data', arguments: Mapping[str, Any]) -> typ
     return types.SimpleNamespace(**bound.arguments)
 
 
-def _open_split(data: 'Data', split: str) -> IndexedSplit | None:
-    """A split with a chunk index, wherever it lies; None where there is none."""
-    if opened := engines.open_split(open_data(data), split, AUTO):
-        return opened.split
-    from coyo11m_tfds.reading import dataset
+def _open_split(data: 'Data', split: str) -> engines.Opened | None:
+    """A split with a chunk index, wherever it lies; None where there is none.
 
-    return dataset.open_split(dataset.open_dataset(open_data(data).source), split)
+    Raises:
+        ValueError, OSError: there is no such data set or split, or it cannot be read.
+    """
+    opened = engines.open_split(open_data(data), split, AUTO)
+    if opened is None:
+        from coyo11m_tfds.reading import dataset
+
+        dataset.open_split(dataset.open_dataset(open_data(data).source), split)
+    return opened

@@ -30,7 +30,7 @@ from coyo11m_tfds.storage import remote, source_files
 _BLOCK = 1 << 18
 
 # What NumPy raises for a damaged header: its own errors and those of Python's parser.
-_HEADER_ERRORS = (ValueError, TypeError, SyntaxError, tokenize.TokenError)
+HEADER_ERRORS = (ValueError, TypeError, SyntaxError, tokenize.TokenError)
 
 
 class ChunkIndex:
@@ -211,7 +211,7 @@ def _read_header(file: BinaryIO) -> int:
         if np.lib.format.read_magic(file) != (1, 0):
             raise ValueError('another version of the .npy format than 1.0')
         shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-    except _HEADER_ERRORS as error:
+    except HEADER_ERRORS as error:
         raise ValueError(str(error)) from error
     if len(shape) != 1 or dtype != np.int64:
         raise ValueError(f'expected a flat int64 array, got {dtype} {shape}')

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from coyo11m_tfds import pt_archive, schema
+from coyo11m_tfds.chunk_index import HEADER_ERRORS
 from coyo11m_tfds.storage import json_digest, remote, source_files, stored_files
 from coyo11m_tfds.storage.source_files import SourceFile
 
@@ -63,14 +64,17 @@ class ColumnFile:
         advice = 'Restore it, or build the data set again.'
         if found is None:
             raise ValueError(f'{self.path} is missing, and latents lie in it. {advice}')
-        # The checksum of a bucket covers the directory.
-        is_same = found.version == self.version and (
-            found.is_remote or pt_archive.open_archive(self.path).digest == self.digest
-        )
-        if not is_same:
+        what, now, before = 'version is', found.version, self.version
+        if now == before and not found.is_remote:  # the checksum of a bucket covers the directory
+            what, now, before = (
+                'directory has digest',
+                pt_archive.open_archive(self.path).digest,
+                self.digest,
+            )
+        if now != before:
             raise ValueError(
                 f'{self.path}: has changed since the data set was built, and latents lie in it: '
-                f'its version is {found.version}, expected {self.version}. {advice}'
+                f'its {what} {now}, expected {before}. {advice}'
             )
         return found
 
@@ -126,10 +130,8 @@ class Column:
         """
         path = os.path.join(folder, file_name(self.name, split))
         try:
-            places = _load(path)
-            if places.dtype != np.uint32 or places.shape[1:] != (2,):
-                raise ValueError(f'it has {places.dtype} {places.shape}')
-        except (FileNotFoundError, EOFError, ValueError) as error:
+            places = _load_places(path)
+        except HEADER_ERRORS as error:
             raise ValueError(f'{path}: is no column ({error}). Build the data set again.') from None
         if len(places) != num_records:
             raise ValueError(
@@ -182,17 +184,14 @@ class AddedColumn:
         path = os.path.join(folder, self.files[split])
         try:
             file = source_files.describe(path)
-            dtype, shape, start = _read_header(file)
-        except ValueError as error:
+            head = remote.read_range(file, 0, min(file.size, _NPY_HEADER))
+            dtype, shape, start = _parse_header(head, file.size)
+        except HEADER_ERRORS as error:
             raise ValueError(f'{path}: is no column ({error}). Add it again.') from None
         if dtype != self.dtype or shape != (num_records, *self.shape):
             raise ValueError(
                 f'{path}: holds {dtype} {shape}, expected {self.dtype} '
                 f'{(num_records, *self.shape)}. Add the column again.'
-            )
-        if file.size < (expected := start + num_records * self.row_nbytes):
-            raise ValueError(
-                f'{path}: has {file.size:,} bytes, expected {expected:,}. Add the column again.'
             )
         return file, start
 
@@ -268,22 +267,34 @@ def _column(name: str, kind: str, **fields: Any) -> Column | AddedColumn:
     return Column(name, fields['dtype'], files)
 
 
-def _load(path: str) -> np.ndarray:
-    """The array in a `.npy` file."""
-    if not source_files.is_remote(path):
-        return np.load(path, mmap_mode='r', allow_pickle=False)
-    content = stored_files.read(source_files.describe(path), stored_files.Content)
-    return np.load(io.BytesIO(content.data), allow_pickle=False)
+def _load_places(path: str) -> np.ndarray:
+    """The array in a `.npy` file, uint32 `(n, 2)`; raises as `_parse_header`."""
+    file = source_files.describe(path)
+    if file.is_remote:
+        data: Any = stored_files.read(file, stored_files.Content).data
+    else:
+        data = np.memmap(path, np.uint8, 'r')
+    dtype, shape, start = _parse_header(bytes(data[:_NPY_HEADER]), file.size)
+    if dtype != np.uint32 or shape[1:] != (2,):
+        raise ValueError(f'it has {dtype} {shape}')
+    return np.frombuffer(data, dtype, offset=start).reshape(shape)
 
 
-def _read_header(file: SourceFile) -> tuple[np.dtype, tuple[int, ...], int]:
+def _parse_header(head: bytes, num_bytes: int) -> tuple[np.dtype, tuple[int, ...], int]:
     """The dtype and the shape of the array in a `.npy` file, and where its numbers begin.
 
+    Args:
+        head: the first bytes of the file, with all of its header.
+        num_bytes: of the file.
+
     Raises:
-        ValueError: it is no such file.
+        HEADER_ERRORS: it is no such file.
     """
-    stream = io.BytesIO(remote.read_range(file, 0, min(file.size, _NPY_HEADER)))
+    stream = io.BytesIO(head)
     if np.lib.format.read_magic(stream) != (1, 0):
         raise ValueError('it is no .npy file of version 1.0')
-    shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+    shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(stream)
+    expected = stream.tell() + dtype.itemsize * math.prod(shape)
+    if is_fortran or num_bytes != expected:
+        raise ValueError(f'it has {num_bytes:,} bytes, expected {expected:,}')
     return dtype, shape, stream.tell()

@@ -1,7 +1,6 @@
 """Latents that stay in the files of the source: the same batches, and sources that change."""
 
 import itertools
-import json
 import os
 import pathlib
 import shutil
@@ -11,7 +10,7 @@ import pytest
 import tensorflow_datasets as tfds
 
 import input_pipeline
-from coyo11m_tfds import columns, schema, verify
+from coyo11m_tfds import schema, verify
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import Coyo11mConfig
 from coyo11m_tfds.reading import dataset
 from coyo11m_tfds.source.pt_file import LatentShard
@@ -195,29 +194,6 @@ def test_bad_rows_of_the_source_are_left_out(movable, hash_sidecar, tmp_path):
     batches = read(path, steps, features=('key', 'latents'))
     assert keys[5] not in np.concatenate([batch['key'] for batch in batches])
     assert all(np.isfinite(batch['latents']).all() for batch in batches)
-
-
-def test_a_damaged_description_is_named(movable):
-    path, _ = movable
-    file = path / schema.COLUMNS_FILE
-    content = json.loads(file.read_text())
-    content['columns']['latents']['files'][0]['start'] += 64
-    file.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=f'{file}: is damaged'):
-        input_pipeline.train_batches(path, **ORDER)
-
-
-def test_places_of_other_records_are_refused(movable):
-    path, _ = movable
-    validation, train = (path / columns.file_name('latents', s) for s in ('validation', 'train'))
-    shutil.copy(validation, train)
-    with pytest.raises(
-        ValueError, match=r"'latents' has \d+ rows for split 'train' of \d+ records"
-    ):
-        input_pipeline.train_batches(path, **ORDER)
-    train.write_bytes(b'')
-    with pytest.raises(ValueError, match=f'{train}: is no column'):
-        input_pipeline.train_batches(path, **ORDER)
 
 
 def test_a_place_that_is_none_is_refused():

@@ -1,4 +1,8 @@
-"""Reading, parsing and sending batches, on small data sets written here with TFDS' own tools."""
+"""Reading and parsing batches, on small data sets written here with TFDS' own tools.
+
+That processes share batches, and that any start is the tail of a run, is tested with the properties
+of `tests/reading/test_properties.py`.
+"""
 
 import dataclasses
 import functools
@@ -18,7 +22,7 @@ from coyo11m_tfds import chunk_index, schema
 from coyo11m_tfds.reading import dataset
 from coyo11m_tfds.reading import order as order_lib
 from tests.reading import small_dataset
-from tests.reading.batches import assert_same, joined
+from tests.reading.batches import assert_same
 
 TEXT_DIM = 6
 LENGTHS = {schema.TRAIN: (70, 97, 64, 131, 33), schema.VALIDATION: (37, 12)}
@@ -149,46 +153,6 @@ def test_batches_are_what_the_plan_says_over_several_epochs(written, order):
         assert batch['caption'].tolist() == [train.caption[row] for row in rows]
         drops = order_lib.sample_drops(ORDER['seed'], epoch, keys, 0.3)
         np.testing.assert_array_equal(batch['drop_text'], drops)
-
-
-def test_no_key_comes_twice_in_an_epoch(written, order):
-    steps = order.epoch(0).steps
-    keys = np.concatenate([b['key'] for b in train_batches(written, steps, features=('key',))])
-    assert len(np.unique(keys)) == len(keys) == steps * ORDER['batch_size']
-    assert len(keys) > 0.7 * sum(LENGTHS[schema.TRAIN])
-
-
-def test_the_seed_decides_the_order(written):
-    first, again = (train_batches(written, 3, features=('key',)) for _ in range(2))
-    assert_same(again, first)
-    other = train_batches(written, 3, features=('key',), seed=6)
-    assert not any(np.array_equal(a['key'], b['key']) for a, b in zip(first, other, strict=True))
-
-
-@pytest.mark.parametrize('start', [1, 7, 'epoch', 'epoch*2-1'])
-def test_a_start_at_a_step_is_the_tail_of_the_run_from_0(written, order, start):
-    start = eval(str(start), {'epoch': order.epoch(0).steps})
-    steps = start + order.epoch(0).steps + 3
-    whole = train_batches(written, steps, caption_dropout=0.5)
-    tail = train_batches(written, steps - start, caption_dropout=0.5, start_step=start)
-    assert_same(tail, whole[start:])
-
-
-@pytest.mark.parametrize('process_count', [4])
-def test_processes_share_the_same_global_batches(written, process_count):
-    whole = train_batches(written, 30, features=ALL, caption_dropout=0.5)
-    parts = [
-        train_batches(
-            written,
-            30,
-            features=ALL,
-            caption_dropout=0.5,
-            process_index=process,
-            process_count=process_count,
-        )
-        for process in range(process_count)
-    ]
-    assert_same(joined(parts), whole)
 
 
 def test_reading_options_do_not_change_the_batches(written):
@@ -412,6 +376,14 @@ def test_a_mistake_is_named_before_anything_is_read(written, changes, message):
             input_pipeline.train_batches(
                 written[schema.TRAIN].path, engine=engine, **{**ORDER, **changes}
             )
+
+
+def test_the_check_of_memory_names_a_feature_that_is_not_there(written):
+    arguments = {name: x for name, x in ORDER.items() if name != 'seed'}
+    with pytest.raises(ValueError, match="no feature 'tags'; there are"):
+        input_pipeline.check_memory(
+            written[schema.TRAIN].path, **arguments, features=('key', 'tags')
+        )
 
 
 def test_an_index_of_other_shards_is_refused(tmp_path):

@@ -41,8 +41,9 @@ def describe(facts: limits.Facts) -> str:
         f'samples/s), {facts.num_cores} cores {facts.cpu_share:.0%} busy; the first after '
         f'{facts.first_batch_seconds:.1f} s',
         f'a step with both: {1000 * facts.together_seconds:,.1f} ms',
-        f'one record at an offset: {1000 * facts.request_seconds:,.1f} ms, one chunk: '
-        f'{1000 * facts.chunk_seconds:,.1f} ms; shards of {facts.shard_bytes / _MB:,.0f} MB',
+        f'one record at an offset: {1000 * facts.request_seconds:,.1f} ms, one chunk of '
+        f'{facts.chunk_bytes / _MB:,.1f} MB: {1000 * facts.chunk_seconds:,.1f} ms; shards of '
+        f'{facts.shard_bytes / _MB:,.0f} MB',
         f'memory: {facts.resident_bytes / _MB:,.0f} MB resident, of which windows about '
         f'{facts.window_bytes / _MB:,.0f} MB; {facts.available_bytes / _MB:,.0f} MB available',
     ]

@@ -49,10 +49,11 @@ def measure_facts(
     """
     builder = input_pipeline.open_dataset(config.data.dir)
     available = _available_memory()
-    storage = _time_storage(builder, config.data.chunk)
+    features = _features(config, builder)
+    storage = _time_storage(config, builder, features)
 
     def read() -> Iterator[Batch]:
-        return _batches(config, builder, num_hosts)
+        return _batches(config, builder, features, num_hosts)
 
     batch, reading = _time_reading(read, seconds)
     device = _time_device(config, builder, read(), batch, step_ms, seconds)
@@ -64,7 +65,6 @@ def measure_facts(
         chunk=config.data.chunk,
         window=config.data.window,
         parallel_reads=config.data.parallel_reads,
-        private_threads=config.data.private_threads,
         num_cores=_num_cores(),
         available_bytes=available,
         **storage,
@@ -84,9 +84,24 @@ def _available_memory() -> int:
     return 1024 * int(line.split()[1])
 
 
-def _time_storage(builder: tfds.core.DatasetBuilder, chunk: int) -> dict[str, Any]:
+def _features(
+    config: ml_collections.ConfigDict, builder: tfds.core.DatasetBuilder
+) -> tuple[str, ...]:
+    """What training reads, as far as the data set has it."""
+    stats = input_pipeline.dataset_stats(builder, config.data.text)
+    texts = {schema.TEXT_EMBEDDING: stats.text_dim, schema.TOKENS: stats.num_tokens}
+    return schema.KEY, schema.LATENTS, *filter(texts.get, texts)
+
+
+def _time_storage(
+    config: ml_collections.ConfigDict,
+    builder: tfds.core.DatasetBuilder,
+    features: tuple[str, ...],
+) -> dict[str, Any]:
     """Reads at random places of the train split."""
-    measured = input_pipeline.probe_storage(builder, chunk)
+    measured = input_pipeline.probe_storage(
+        builder, config.data.chunk, features=features, text=config.data.text
+    )
     if measured is None:
         raise ValueError(f'{builder.data_dir}: has no chunk index; build the data set again.')
     built_with = dict(builder.info.metadata or {}).get(schema.META_SETTINGS, {})
@@ -94,19 +109,20 @@ def _time_storage(builder: tfds.core.DatasetBuilder, chunk: int) -> dict[str, An
 
 
 def _batches(
-    config: ml_collections.ConfigDict, builder: tfds.core.DatasetBuilder, num_hosts: int
+    config: ml_collections.ConfigDict,
+    builder: tfds.core.DatasetBuilder,
+    features: tuple[str, ...],
+    num_hosts: int,
 ) -> Iterator[Batch]:
-    """The batches that one host trains on, with the features that the data set has."""
+    """The batches that one host trains on."""
     data = config.data
     read = (input_pipeline.train_batches, input_pipeline.train_dataset)
     known = {name for function in read for name in inspect.signature(function).parameters}
-    stats = input_pipeline.dataset_stats(builder, data.text)
-    texts = {schema.TEXT_EMBEDDING: stats.text_dim, schema.TOKENS: stats.num_tokens}
     return input_pipeline.train_batches(
         builder,
         batch_size=config.batch_size,
         seed=config.seed,
-        features=(schema.KEY, schema.LATENTS, *filter(texts.get, texts)),
+        features=features,
         process_index=0,
         process_count=num_hosts,
         **{name: value for name, value in data.items() if name in known},

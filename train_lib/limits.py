@@ -36,15 +36,15 @@ class Facts:
         num_hosts: that share both equally.
         chunk, window: records.
         parallel_reads: chunks read at once in each lane.
-        private_threads: of the pipeline; 0 for as many as it needs.
         num_cores: of this host.
-        is_remote: the files are in object storage.
-        shard_bytes: the median over the shards.
+        is_remote: files that a batch comes from are in object storage.
+        shard_bytes: the median over the shards, with latents in place.
         num_shards: of the split.
         built_shard_bytes: what the data set was built with; None where it does not say.
         sample_bytes: of one record as it waits in a window.
         request_seconds: to read one record at an offset.
-        chunk_seconds: to read one chunk at an offset.
+        chunk_seconds: to read one chunk at an offset, with its rows of columns.
+        chunk_bytes: of these.
         step_seconds: a step of the device on data that are there.
         batch_seconds: a batch of the pipeline alone.
         together_seconds: a step with both.
@@ -61,7 +61,6 @@ class Facts:
     chunk: int
     window: int
     parallel_reads: int
-    private_threads: int
     num_cores: int
     is_remote: bool
     shard_bytes: float
@@ -70,6 +69,7 @@ class Facts:
     sample_bytes: float
     request_seconds: float
     chunk_seconds: float
+    chunk_bytes: float
     step_seconds: float
     batch_seconds: float
     together_seconds: float
@@ -85,10 +85,19 @@ class Facts:
 
     @property
     def window_bytes(self) -> float:
-        """Memory for windows: of each lane one that is given out and one that is read."""
+        """Memory for windows: of each lane those that are given out and those that are read.
+
+        They are whole, and hold at least as many records as are read at once.
+        """
         if self.engine == 'rows':
             return 0
-        return 2 * self.own_lanes * self.window * self.sample_bytes
+        windows = -(-self.lane_in_flight // self.window)
+        return 2 * self.own_lanes * windows * self.window * self.sample_bytes
+
+    @property
+    def lane_in_flight(self) -> int:
+        """Records of a lane that are read at once."""
+        return self.parallel_reads * self.chunk
 
     @property
     def is_input_bound(self) -> bool:
@@ -105,7 +114,6 @@ class Facts:
 def verdicts(facts: Facts) -> list[str]:
     """Returns what the limit is, in the first line, and then what to change."""
     speed: tuple[Callable[[Facts], str | None], ...] = (
-        private_threads,
         more_parallel_reads,
         larger_chunk,
         cpu_bound,
@@ -154,25 +162,13 @@ def more_parallel_reads(facts: Facts) -> str | None:
     )
 
 
-def private_threads(facts: Facts) -> str | None:
-    """A read of remote storage keeps a thread waiting."""
-    in_flight = facts.own_lanes * facts.parallel_reads
-    # 0 is as many as are needed.
-    if not facts.is_remote or not 0 < facts.private_threads < in_flight:
-        return None
-    return (
-        f'More threads: {facts.private_threads} serve {in_flight} reads ({facts.own_lanes} lanes, '
-        f'{facts.parallel_reads} each), each of which waits for the storage. Set '
-        'data.private_threads=0, which is as many as are needed.'
-    )
-
-
 def larger_chunk(facts: Facts) -> str | None:
     """The storage takes longer to answer than to send a chunk."""
     if not facts.is_remote or facts.request_seconds <= facts.chunk_seconds / 2:
         return None
     return (
-        f'Larger chunks: of {1000 * facts.chunk_seconds:,.0f} ms for a chunk, '
+        f'Larger chunks: of {1000 * facts.chunk_seconds:,.0f} ms for a chunk of '
+        f'{facts.chunk_bytes / _MB:,.1f} MB, '
         f'{1000 * facts.request_seconds:,.0f} ms are the answer to any request. Set '
         f'data.chunk={2 * facts.chunk} (now {facts.chunk}); it is another order, so start anew.'
     )
@@ -223,7 +219,8 @@ def smaller_window(facts: Facts) -> str | None:
     """Windows fill memory, and all have to be full before the first batch."""
     is_short = facts.window_bytes > _WINDOW_SHARE * facts.available_bytes
     is_slow = facts.first_batch_seconds > _FIRST_BATCH_SECONDS
-    if facts.engine == 'rows' or not (is_short or is_slow) or facts.window <= facts.chunk:
+    is_smallest = facts.window <= facts.lane_in_flight  # smaller ones take no less memory
+    if facts.engine == 'rows' or is_smallest or not (is_short or is_slow):
         return None
     reason = (
         f'windows take about {facts.window_bytes / _MB:,.0f} MB of '

@@ -14,19 +14,22 @@ T = TypeVar('T')
 
 
 class Ahead(Iterator[T]):
-    """Gives the items of an iterator, which a thread asks for the next `count` of meanwhile.
+    """Gives the items of an iterator while a thread of its own reads up to `count` more of them.
 
-    What the iterator raises is raised where its item would have come. The thread starts with the
-    first item that is asked for, and ends when this is closed or dropped.
+    An error of the iterator is raised in the place of its item. The thread starts when the first
+    item is asked for, and ends when this is closed or dropped.
     """
 
     def __init__(self, items: Iterator[T], count: int, thread_name: str = 'ahead'):
         self._items, self._count = items, count
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name)
         self._pending: collections.deque[concurrent.futures.Future[T | None]] = collections.deque()
+        self._is_closed = False
         self._is_finalizing = sys.is_finalizing  # of an iterator that outlives all modules
 
     def __next__(self) -> T:
+        if self._is_closed:
+            raise StopIteration
         while len(self._pending) < self._count:
             self._pending.append(self._thread.submit(next, self._items, None))
         item = self._pending.popleft().result()
@@ -38,5 +41,6 @@ class Ahead(Iterator[T]):
 
     def close(self) -> None:
         """Ends the thread; there are no more items."""
+        self._is_closed = True
         if not self._is_finalizing():  # or the interpreter has ended the thread
             self._thread.shutdown(wait=False, cancel_futures=True)

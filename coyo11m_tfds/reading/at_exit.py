@@ -21,13 +21,13 @@ from tensorflow.python.ops import gen_dataset_ops
 
 @functools.cache
 def register() -> None:
-    """Has the living iterators ended when the program ends, however it does."""
+    """Ends living iterators when the program ends, in whatever way it does."""
     atexit.register(_end_at_exit)
     show = sys.excepthook
 
     def end_and_show(*error) -> None:
-        # What other reads have to say, as they end, comes before the error and not after it. An
-        # interactive interpreter shows errors, too, and continues.
+        # Other reads log as they end: before the error, not after it. An interactive interpreter
+        # shows the error and continues.
         if not (sys.flags.interactive or hasattr(sys, 'ps1')):
             _end_at_exit()
         show(*error)
@@ -43,7 +43,7 @@ def _end_at_exit() -> None:
 
 
 def end_iterators() -> None:
-    """Ends what is behind every iterator, and waits until its threads have ended."""
+    """Ends the pipeline behind every iterator, and waits until its threads have ended."""
     # By exact type: asking for more would run code of unrelated objects.
     living = [thing for thing in gc.get_objects() if type(thing) is iterator_ops.OwnedIterator]
     for iterator in living:

@@ -3,8 +3,8 @@
     bad = BadRecords(SKIP, max_fraction=0.001, num_records=10**7)
     bad.add('OUT/coyo11m_tfds-train.tfrecord-00003-of-00100', 3, [17], 'its checksum is wrong')
 
-A bad record is one whose bytes are there and wrong. A file that cannot be read is none: that is an
-error whatever the policy (see `chunks`).
+A bad record is one whose bytes are there but wrong. A file that cannot be read is an error under
+either policy (see `chunks`).
 """
 
 from collections.abc import Sequence

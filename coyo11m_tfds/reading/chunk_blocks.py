@@ -1,45 +1,70 @@
 """The engine `chunks`: batches out of chunks of records, each fetched with one request.
 
-    read = chunk_blocks.Chunks(split, reader, files, 64).read
-    batches = rows.train_batches(reader, order, ..., read=read)
+    read = chunk_blocks.Chunks(split, columns, reader, files, 64).read
+    batches = rows.train_batches(read, order, lanes=range(16), start_step=1000, prefetch=2)
 
-A block of batches is filled chunk by chunk as they come: records are found, compared with their
-checksums and gathered by `RowReader`, as in mapped files, and of a chunk no more stays than what
-the batches hold. While a block is given out the next one is filled.
+A block of batches is filled chunk by chunk: `RowReader` finds the records, compares them with their
+checksums and gathers their values, as in mapped files. Then the bytes of the chunk are dropped.
+While one block is given out, the next one is filled.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 from absl import logging
 
 from coyo11m_tfds.reading.ahead import Ahead
+from coyo11m_tfds.reading.column_reader import ColumnReader
 from coyo11m_tfds.reading.fetched_files import FetchedFiles, Range
 from coyo11m_tfds.reading.indexed_split import IndexedSplit
 from coyo11m_tfds.reading.row_plan import Block
 from coyo11m_tfds.reading.row_reader import Batch, RowReader
 
-# How often a chunk with a damaged record is fetched, whose bytes may have been changed on the way.
+# How often a chunk with a damaged record is fetched: its bytes may have been changed on the way.
 _ATTEMPTS = 3
 
-# Records that are gathered together at least, so that NumPy's calls cost little a record.
+# At least so many records are gathered together, so that NumPy's calls cost little for each.
 _GROUP_RECORDS = 1024
-
 
 # The ranges of files that hold the values of its records; the first one has the records.
 Chunk = tuple[Range, ...]
 
 
+def find_chunks(
+    split: IndexedSplit,
+    columns: Collection[ColumnReader],
+    shard: np.ndarray,
+    first: np.ndarray,
+    count: np.ndarray,
+) -> list[Chunk]:
+    """What runs of records need of fetched files.
+
+    Args:
+        split: that they are in.
+        columns: that are read with them.
+        shard, first: number and first record of each run, int64 `(n,)`.
+        count: its records, at least 1.
+    """
+    begin, nbytes = split.index.byte_range(shard, first, count)
+    records = zip(shard.tolist(), begin.tolist(), (begin + nbytes).tolist(), strict=True)
+    number = split.first_numbers[shard] + first
+    of_columns = [column.ranges(number, count) for column in columns]
+    return [
+        (record, *itertools.chain(*rows))
+        for record, *rows in zip(records, *of_columns, strict=True)
+    ]
+
+
 class _Plan(NamedTuple):
-    """A block of rows by chunks.
+    """A block of rows, and the chunks that they are in.
 
     Attributes:
         block: the rows.
-        chunks: that they are in: of each the ranges that hold its records and their columns.
+        chunks: all that hold any of the rows.
         rows: places in the block, ordered by their chunks.
-        ends: of each chunk one past its last place in `rows`.
+        ends: for each chunk one past its last place in `rows`.
     """
 
     block: Block
@@ -51,9 +76,17 @@ class _Plan(NamedTuple):
 class Chunks:
     """Reads blocks of rows of one split."""
 
-    def __init__(self, split: IndexedSplit, reader: RowReader, files: FetchedFiles, chunk: int):
+    def __init__(
+        self,
+        split: IndexedSplit,
+        columns: Collection[ColumnReader],
+        reader: RowReader,
+        files: FetchedFiles,
+        chunk: int,
+    ):
         """Takes a reader of these files, and how many records are fetched together."""
-        self._index, self._reader, self._files, self._chunk = split.index, reader, files, chunk
+        self._split, self._columns = split, columns
+        self._reader, self._files, self._chunk = reader, files, chunk
 
     def read(self, blocks: Iterator[Block]) -> Iterator[Batch]:
         """The batches of all blocks, one after the other.
@@ -61,15 +94,14 @@ class Chunks:
         Raises:
             ValueError, OSError: as of `RowReader.read`; or a file cannot be read.
         """
-        for steps, values in Ahead(self._fill(blocks), 1, 'chunks'):
-            size = len(next(iter(values.values()))) // steps
+        for (steps, size), values in Ahead(self._fill(blocks), 1, 'chunks'):
             for step in range(steps):
                 part = slice(step * size, (step + 1) * size)
-                # Who keeps a batch must not keep a block.
+                # A batch that is kept must not keep its block.
                 yield {name: x[part].copy() for name, x in values.items()}
 
-    def _fill(self, blocks: Iterator[Block]) -> Iterator[tuple[int, Batch]]:
-        """Of each block the number of batches, and their values one after the other."""
+    def _fill(self, blocks: Iterator[Block]) -> Iterator[tuple[tuple[int, ...], Batch]]:
+        """Yields for each block its batches and their rows, and all values one after the other."""
         try:
             plans = itertools.chain(map(self._plan, blocks), [None])
             plan = next(plans)
@@ -79,7 +111,7 @@ class Chunks:
                 both = set(following.chunks).intersection(plan.chunks) if following else set()
                 if following:
                     self._files.ask(_ranges(x for x in following.chunks if x not in both))
-                yield len(plan.block.shard), self._gather(plan, both)
+                yield plan.block.shard.shape, self._gather(plan, both)
                 plan = following
         finally:
             self._files.close()
@@ -88,10 +120,11 @@ class Chunks:
         shard, record = block.shard.ravel(), block.record.ravel()
         chunks, of_chunk = np.unique((shard << 32) + record // self._chunk, return_inverse=True)
         shards, first = chunks >> 32, (chunks & 0xFFFFFFFF) * self._chunk
-        count = np.minimum(self._index.shard_lengths[shards] - first, self._chunk)
+        count = np.minimum(self._split.index.shard_lengths[shards] - first, self._chunk)
         rows = np.argsort(of_chunk, kind='stable')
         ends = np.cumsum(np.bincount(of_chunk))
-        return _Plan(block, self._reader.ranges(shards, first, count), rows, ends)
+        found = find_chunks(self._split, self._columns, shards, first, count)
+        return _Plan(block, found, rows, ends)
 
     def _gather(self, plan: _Plan, kept: set[Chunk]) -> Batch:
         """The values of a block; forgets its chunks but for those that are kept."""

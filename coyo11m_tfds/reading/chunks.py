@@ -5,7 +5,7 @@
     batch = reader.read(ByteReads.of_row(row))      # in a graph
 
 TensorFlow reads and checks the records. Only a run that it could not read is read again here,
-record by record: that tells which one is bad and why, and a fault that has passed is no error. A
+record by record: that tells which one is bad and why, and a transient fault is no error. A
 record is bad if its bytes are wrong or its file ends before it. A file that is missing, refused or
 out of reach is an error, whatever the policy for bad records.
 """

@@ -19,15 +19,16 @@ from coyo11m_tfds.reading.fetched_files import FetchedFiles, Range
 from coyo11m_tfds.reading.mapped_files import MappedFiles
 from coyo11m_tfds.storage.source_files import SourceFile
 
-# Bytes between two rows that are fetched with them: another request would take longer. The rows
-# of a chunk are neighbours in the source but for those that were dropped or are of another split.
+# Two rows with a gap of at most so many bytes are fetched together: another request would take
+# longer. The rows of a chunk are neighbours in the source, but for dropped rows and other splits.
 _GAP = 128 << 10
 
 
 class OpenedColumn(NamedTuple):
-    """One column of a split, held against what the data set says of it.
+    """One column of a split, after a comparison with what the data set says of it.
 
     Attributes:
+        name: what errors call it.
         files: that its rows lie in, as they are now.
         starts: where in each of them the first row begins, in bytes.
         places: of each record the number of its file and its row, uint32 `(n, 2)`; None where the
@@ -35,30 +36,37 @@ class OpenedColumn(NamedTuple):
         dtype, shape: of one row.
     """
 
+    name: str
     files: Sequence[SourceFile]
     starts: Sequence[int]
     places: np.ndarray | None
     dtype: np.dtype
     shape: tuple[int, ...]
 
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of a row in a file."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
 
 def open_column(
     column: Column | AddedColumn, folder: str | os.PathLike[str], split: str, num_records: int
 ) -> OpenedColumn:
-    """Holds the files of a column against what the data set says of them; reads no rows.
+    """Compares the files of a column with what the data set says of them; reads no rows.
 
     Raises:
         ValueError: a file is missing or has changed, or is not as long as the split.
         OSError: the storage cannot be reached.
     """
+    name = f'{folder}: its column {column.name!r}'
     if isinstance(column, AddedColumn):
         file, start = column.locate(folder, split, num_records)
-        return OpenedColumn([file], [start], None, np.dtype(column.dtype), column.shape)
+        return OpenedColumn(name, [file], [start], None, np.dtype(column.dtype), column.shape)
     files = column.check_files()
     places = column.locate(folder, split, num_records)
     dtype = np.dtype(getattr(ml_dtypes, column.dtype, column.dtype))
     starts = [file.start for file in column.files]
-    return OpenedColumn(files, starts, places, dtype, schema.LATENTS_SHAPE)
+    return OpenedColumn(name, files, starts, places, dtype, schema.LATENTS_SHAPE)
 
 
 class ColumnReader:
@@ -79,8 +87,8 @@ class ColumnReader:
         Raises:
             ValueError: there are too many files to map.
         """
-        self.dtype, self.shape = opened.dtype, opened.shape
-        self._places, self._row_nbytes = opened.places, self.dtype.itemsize * math.prod(self.shape)
+        self.dtype, self.shape, self._name = opened.dtype, opened.shape, opened.name
+        self._places, self._row_nbytes = opened.places, opened.row_nbytes
         self._starts = np.array(opened.starts, np.int64)
         self._files: MappedFiles | FetchedFiles
         if fetched:
@@ -129,7 +137,7 @@ class ColumnReader:
         return found
 
     def will_need(self, first: np.ndarray, last: np.ndarray) -> None:
-        """Has the system begin to read the rows of runs of records; of each its ends are given."""
+        """Has the system read ahead the rows of runs of records, given by first and last record."""
         if not isinstance(self._files, MappedFiles):
             return
         (file, _, begin), (last_file, _, end) = self._places_of(first), self._places_of(last)
@@ -140,7 +148,7 @@ class ColumnReader:
                 self._files.will_need(one, start, stop + self._row_nbytes - start)
 
     def check_unchanged(self, number: np.ndarray) -> None:
-        """Looks whether the files of some records are what they were; see `MappedFiles`."""
+        """Checks that the files of some records have not changed; see `MappedFiles`."""
         self._files.check_unchanged(self._places_of(number)[0])
 
     def _places_of(self, number: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -149,4 +157,9 @@ class ColumnReader:
             file, row = np.zeros_like(number), number
         else:
             file, row = self._places[number].astype(np.int64).T
+            if (largest := file.max(initial=0)) >= len(self._starts):
+                raise ValueError(
+                    f'{self._name} names file {largest}, expected less than {len(self._starts)}. '
+                    'Build the data set again.'
+                )
         return self._first + file, row, self._starts[file] + row * self._row_nbytes

@@ -9,7 +9,7 @@ counter.read().num_bytes
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -20,9 +20,10 @@ class ReadCounts(NamedTuple):
     """Sums since the counter was made.
 
     Attributes:
-        num_bytes: in all chunks that have been read, and in all batches of rows.
-        num_chunks: that have been read.
-        chunks_in_flight: now being read.
+        num_bytes: of all chunks that have been read, with their rows of columns, or of all batches
+            of rows.
+        num_chunks: runs of records that have been read.
+        chunks_in_flight: those whose records are being read now.
         bad_records: that could not be read and were left out; one is counted in every epoch.
     """
 
@@ -33,9 +34,9 @@ class ReadCounts(NamedTuple):
 
 
 class ReadCounter:
-    """Counts chunks while tf.data reads them, and rows; one counter may serve several data sets.
+    """Counts what is read; one counter may serve several data sets.
 
-    No Python runs for a chunk.
+    Chunks that tf.data reads are counted in its graph, without Python.
     """
 
     def __init__(self):
@@ -60,27 +61,28 @@ class ReadCounter:
         return self._add(num_bytes=num_bytes, done=1)
 
     @contextlib.contextmanager
-    def chunk(self) -> Iterator[Callable[[int], None]]:
-        """In its `with` block one chunk is being read; tells the function given how long it was."""
+    def chunk(self) -> Iterator[None]:
+        """In its `with` block the records of one chunk are being read."""
         self._count(begun=1)
         try:
-            yield lambda num_bytes: self._count(num_bytes=num_bytes, done=1)
+            yield
         except BaseException:
             self._count(begun=-1)
             raise
+        self._count(done=1)
 
-    def add_rows(self, num_bytes: int) -> None:
-        """A batch of rows has been read."""
-        self._count(num_bytes=num_bytes)
+    def add_bytes(self, num_bytes: int) -> None:
+        """So many bytes have been read."""
+        with self._lock:
+            self._bytes += num_bytes
 
     def add_bad(self, num_records: int) -> None:
         """Some records could not be read."""
         with self._lock:
             self._bad += num_records
 
-    def _count(self, num_bytes: int = 0, begun: int = 0, done: int = 0) -> None:
+    def _count(self, begun: int = 0, done: int = 0) -> None:
         with self._lock:
-            self._bytes += num_bytes
             self._begun += begun
             self._done += done
 

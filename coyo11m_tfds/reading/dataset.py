@@ -86,13 +86,13 @@ def _open_verified(url: str) -> tfds.core.DatasetBuilder:
         came = _facts(builder)
     except tf.errors.OpError:
         raise
-    except Exception as error:  # whatever parsers make of a wrong byte, also of a stored one
+    except Exception as error:  # parsers raise anything for a wrong byte, on the way or stored
         source_files.check_bucket(url)
         if not _stored_facts(url):
             raise
         raise retry.Corrupted(f'{url}: its metadata came damaged ({error})') from error
     if came != _stored_facts(url):
-        raise retry.Corrupted(f'{url}: its metadata came otherwise than it is stored')
+        raise retry.Corrupted(f'{url}: its metadata came different from what is stored')
     return builder
 
 
@@ -205,7 +205,7 @@ def _columns(builder: tfds.core.DatasetBuilder) -> dict[str, columns.Column | co
 
 
 def check_features(builder: tfds.core.DatasetBuilder, features: Sequence[str]) -> None:
-    """Raises a ValueError for a feature that the data set does not have, or TensorFlow not read."""
+    """Raises a ValueError for a feature that the data set lacks, or TensorFlow cannot read."""
     there = [name for name in stored_dataset.READABLE if _feature(builder, name) is not None]
     for name, column in _columns(builder).items():
         if isinstance(column, columns.Column):

@@ -17,19 +17,20 @@ from coyo11m_tfds import schema, texts
 from coyo11m_tfds.reading import (
     chunk_blocks,
     column_reader,
+    probe,
     process_settings,
     rows,
     shares,
     verified,
 )
 from coyo11m_tfds.reading.bad_records import SKIP
-from coyo11m_tfds.reading.column_reader import ColumnReader
+from coyo11m_tfds.reading.column_reader import ColumnReader, OpenedColumn
 from coyo11m_tfds.reading.fetched_files import FetchedFiles
 from coyo11m_tfds.reading.indexed_split import IndexedSplit
 from coyo11m_tfds.reading.mapped_files import MAX_FILES
 from coyo11m_tfds.reading.names import AUTO, CHUNKS, ENGINES, EVAL_CROP, ROWS
 from coyo11m_tfds.reading.opened_data import OpenedData
-from coyo11m_tfds.reading.order import Order
+from coyo11m_tfds.reading.order import Order, check_chunk
 from coyo11m_tfds.reading.row_reader import RowChoices, RowReader
 from coyo11m_tfds.reading.stored_dataset import StoredDataset
 
@@ -89,7 +90,7 @@ def train(
     own = shares.own_lanes(order, *process)
     order.locate(asked.start_step)  # raises before anything is read
     in_flight = len(own) * asked.parallel_reads
-    reader, read = _reader(
+    _, read = _reader(
         opened,
         verify,
         opened.stored.choose_texts(text),
@@ -100,16 +101,8 @@ def train(
         with_mask=asked.on_bad_records == SKIP,
     )
     block_rows = in_flight * asked.chunk if opened.engine == CHUNKS else 0
-    return rows.train_batches(
-        reader,
-        order,
-        own,
-        asked.start_step,
-        _ahead(asked.prefetch),
-        stride,
-        read=read,
-        block_rows=block_rows,
-    )
+    prefetch = _ahead(asked.prefetch)
+    return rows.train_batches(read, order, own, asked.start_step, prefetch, stride, block_rows)
 
 
 def evaluate(
@@ -118,6 +111,7 @@ def evaluate(
     """`input_pipeline.eval_batches`; `asked` has the arguments of `eval_dataset`."""
     process = asked.process_index, asked.process_count
     shares.check_share(asked.batch_size, *process)
+    check_chunk(asked.chunk)
     records, num_batches = shares.eval_share(
         opened.stored.folder, asked.split, opened.split, asked.batch_size, *process
     )
@@ -127,7 +121,15 @@ def evaluate(
     )
     local = asked.batch_size // asked.process_count
     lengths, prefetch = opened.split.index.shard_lengths, _ahead(asked.prefetch)
-    return rows.eval_batches(reader, lengths, records, local, num_batches, prefetch, read=read)
+    return rows.eval_batches(read, reader.empty(), lengths, records, local, num_batches, prefetch)
+
+
+def measure_storage(
+    opened: Opened, split: str, chunk: int, features: Sequence[str], text: texts.Spec
+) -> probe.Measured:
+    """`input_pipeline.probe_storage` of a split with a chunk index."""
+    columns = _open_columns(opened, split, features, opened.stored.choose_texts(text))
+    return probe.measure(opened.split, list(columns.values()), chunk)
 
 
 def _reader(
@@ -138,7 +140,7 @@ def _reader(
     in_flight: int,
     **choices: Any,
 ) -> tuple[RowReader, rows.Read]:
-    """Finds and gathers rows; and reads blocks of them."""
+    """The reader of rows, and the function that reads blocks of them."""
     stored, split, engine = opened
     _check_text(stored.folder, text, asked.features)
     row_choices = RowChoices(
@@ -151,15 +153,14 @@ def _reader(
     )
     stored.check_features(sorted(row_choices.in_records))
     process_settings.keep_freed_memory()
-    where = stored.folder, asked.split, int(split.index.shard_lengths.sum())
-    columns = {
-        name: column_reader.open_column(column, *where)
-        for name, column in stored.find_columns(asked.features, text).items()
-    }
+    opened_columns = _open_columns(opened, asked.split, asked.features, text)
     files = None
     if engine == CHUNKS:
-        at_once = in_flight * (1 + len(columns))
+        if asked.parallel_reads < 1:
+            raise ValueError(f'parallel_reads={asked.parallel_reads} is not at least 1')
+        at_once = in_flight * (1 + len(opened_columns))
         files = FetchedFiles(split.file, split.file_sizes, at_once, asked.counter)
+    columns = {name: ColumnReader(column, files) for name, column in opened_columns.items()}
     reader = RowReader(
         split,
         row_choices,
@@ -168,12 +169,20 @@ def _reader(
         on_bad_records=asked.on_bad_records,
         counter=asked.counter,
         max_bad_fraction=asked.max_bad_fraction,
-        columns={name: ColumnReader(column, files) for name, column in columns.items()},
+        columns=columns,
         files=files,
     )
     if files is None:
         return reader, functools.partial(rows.read_rows, reader, counter=asked.counter)
-    return reader, chunk_blocks.Chunks(split, reader, files, asked.chunk).read
+    return reader, chunk_blocks.Chunks(split, columns.values(), reader, files, asked.chunk).read
+
+
+def _open_columns(
+    opened: Opened, split: str, features: Sequence[str], text: texts.Chosen
+) -> dict[str, OpenedColumn]:
+    where = opened.stored.folder, split, int(opened.split.index.shard_lengths.sum())
+    found = opened.stored.find_columns(features, text)
+    return {name: column_reader.open_column(column, *where) for name, column in found.items()}
 
 
 def _check_text(folder: str, text: texts.Chosen, features: Sequence[str]) -> None:

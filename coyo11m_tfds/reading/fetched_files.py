@@ -13,7 +13,7 @@ of this process a byte of a file lies.
 import collections
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -50,14 +50,14 @@ class FetchedFiles:
         Args:
             path_of: the path of each file, by its number; local or `gs://`.
             size: bytes of each file.
-            most_at_once: ranges that are on their way, or have come and were not taken yet.
-            counter: is told of every range.
+            most_at_once: ranges that may be on their way, or have come and wait to be taken.
+            counter: is told of every range; only those of files that were not added are chunks.
         """
         self.memory = Memory()
         self.size = np.array(size, np.int64)
         self._path_of = path_of
         self._described: dict[int, SourceFile] = {}
-        self._most_at_once, self._counter = most_at_once, counter
+        self._most_at_once, self._counter = most_at_once, counter or ReadCounter()
         self._pool = ThreadPoolExecutor(most_at_once, 'fetch')
         self._asked: collections.deque[Range] = collections.deque()
         self._coming: dict[Range, Future[bytes]] = {}
@@ -65,7 +65,7 @@ class FetchedFiles:
         self._index()
 
     def add(self, files: Sequence[SourceFile]) -> int:
-        """Numbers more files, from what it returns on, that must stay as they are described."""
+        """Adds files that must not change; returns the number of the first, the others follow."""
         first = len(self.size)
         self._described |= dict(enumerate(files, first))
         self.size = np.append(self.size, [file.size for file in files]).astype(np.int64)
@@ -77,7 +77,7 @@ class FetchedFiles:
         return described.path if described else self._path_of(number)
 
     def ask(self, ranges: Iterable[Range]) -> None:
-        """Begins to fetch ranges, in this order, behind those that were asked for before."""
+        """Begins to fetch ranges, in this order, after those that were asked for before."""
         self._asked.extend(ranges)
         self._begin()
 
@@ -131,20 +131,21 @@ class FetchedFiles:
         parts = sorted(self._held)
         number, begin = np.array(parts, np.int64).reshape(-1, 3)[:, :2].T
         self._keys = (number << _FILE_SHIFT) + begin
-        # Of an empty one, which has no address, none is asked for: its end is its beginning.
+        # An empty range has no address; nobody asks for one, as its end is its beginning.
         data = [np.frombuffer(self._held[part] or b'\0', np.uint8) for part in parts]
         starts = np.array([x.ctypes.data for x in data], np.int64)
         self._addresses = starts - begin
         self._ends = starts + np.array([len(self._held[part]) for part in parts], np.int64)
 
     def _fetch(self, part: Range) -> bytes:
-        with self._counting() as done:
-            number, begin, end = part
-            path = self.path_of(number)
-            read = self._read_remote if source_files.is_remote(path) else self._read_local
+        number, begin, end = part
+        path = self.path_of(number)
+        read = self._read_remote if source_files.is_remote(path) else self._read_local
+        is_column = number in self._described
+        with contextlib.nullcontext() if is_column else self._counter.chunk():
             data = read(path, number, begin, end)
-            done(len(data))
-            return data
+        self._counter.add_bytes(len(data))
+        return data
 
     def _read_remote(self, path: str, number: int, begin: int, end: int) -> bytes:
         passing = () if number in self._described else (remote.Changed,)
@@ -172,11 +173,3 @@ class FetchedFiles:
         if before and source_files.describe(path).version != before.version:
             raise mapped_files.changed(path, before.size, os.path.getsize(path))
         return data
-
-    @contextlib.contextmanager
-    def _counting(self) -> Iterator[Callable[[int], None]]:
-        if self._counter is None:
-            yield lambda num_bytes: None
-        else:
-            with self._counter.chunk() as done:
-                yield done

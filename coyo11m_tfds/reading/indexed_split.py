@@ -5,6 +5,7 @@ split.file(3), split.index.byte_range(3, 64, 32)
 """
 
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Sequence
@@ -55,6 +56,12 @@ class IndexedSplit:
         sizes = np.zeros(len(lengths), np.int64)
         sizes[shards] = self.index.byte_range(shards, 0, lengths[shards])[1]
         return sizes
+
+    @functools.cached_property
+    def first_numbers(self) -> np.ndarray:
+        """The number in the split of the first record of each shard; int64 `(num_shards,)`."""
+        lengths = self.index.shard_lengths
+        return np.cumsum(lengths) - lengths
 
     def file(self, shard: int) -> str:
         """The path of a shard."""

@@ -23,7 +23,7 @@ class Layout:
         self._from_end, self._heads = layout.from_end, layout.heads
 
     def fits(self, serialized: tf.Tensor) -> tf.Tensor:
-        """True if all of some records are so; a bool scalar.
+        """True if all of some records are laid out like this; a bool scalar.
 
         Args:
             serialized: string `(n,)`.

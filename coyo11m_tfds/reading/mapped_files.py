@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-# Files are looked at again at most so often.
+# Files are checked for changes at most this often.
 _CHECK_SECONDS = 1.0
 
 # A process may have 65,530 mappings (vm.max_map_count), and other libraries need some.
@@ -30,7 +30,7 @@ _END = 1 << 48
 
 
 class Memory:
-    """All memory of this process as NumPy sees it; whoever gathers knows what is there."""
+    """All memory of this process as one array of NumPy; callers must know what lies where."""
 
     def __init__(self):
         everything = (ctypes.c_ubyte * (_END - _ORIGIN)).from_address(_ORIGIN)
@@ -111,7 +111,7 @@ class MappedFiles:
         return start + offset, start + np.minimum(offset + nbytes, self.size[number])
 
     def check_unchanged(self, numbers: np.ndarray) -> None:
-        """Looks whether open files are what they were, at most once a second.
+        """Checks that open files have not changed, at most once a second.
 
         Raises:
             OSError: one has another size or time of change, was replaced, or is gone.
@@ -127,7 +127,7 @@ class MappedFiles:
         self._checked = time.monotonic()
 
     def will_need(self, number: int, offset: int, nbytes: int) -> None:
-        """Tells the system that a part of a file will be read soon; it does not wait for it."""
+        """Has the system read a part of a file ahead, without waiting for it."""
         if number in self._maps and hasattr(mmap, 'MADV_WILLNEED'):
             start = offset // mmap.PAGESIZE * mmap.PAGESIZE
             end = min(offset + nbytes, int(self.size[number]))
@@ -151,7 +151,7 @@ def _state(found: os.stat_result) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def naming(path: str) -> Iterator[None]:
-    """Errors that say what to do."""
+    """Turns errors of the system into ones that say what to do."""
     try:
         yield
     except FileNotFoundError as error:

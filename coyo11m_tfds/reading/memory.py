@@ -1,4 +1,4 @@
-"""How much memory reading a split for training takes, told before anything is read.
+"""How much memory reading a split for training takes, estimated before anything is read.
 
     need = memory.Need(batch_size=256, chunk=64, lanes=16, window=1024, parallel_reads=4,
                        prefetch=2, parsed_nbytes=9481, raw_nbytes=25_955)
@@ -8,13 +8,14 @@
 The sum covers what one process holds more than one that has read a few records: blocks of
 windows, chunks being read, batches kept ready. Whatever happens to batches afterwards comes on top.
 
-A block of batches is given out while the next one is filled, and chunks that are on their way, or
-have come early, are held as they are in their files.
+A block of batches is given out while the next one is filled. It has whole windows of each lane, of
+at least as many records as are read at once. Chunks that are on their way, or have come early, are
+held as they are in their files.
 
 The factors are those of peak resident memory in child processes with records of 26 KB (2 busy
 cores, glibc told to keep freed memory, see `process_settings`): six runs of 0.7 to 1.5 GB, 8 to 32
 lanes, windows of 1,024 to 3,072, chunks of 64 and 128, 4 and 8 parallel reads and batches of 256
-and 4,096, took 20% less to 12% more than what is told.
+and 4,096, took 20% less to 12% more than estimated.
 """
 
 import dataclasses
@@ -57,11 +58,19 @@ class Need:
     @functools.cached_property
     def num_bytes(self) -> int:
         """The memory that reading takes."""
-        return int(self._for_window * self.window + self._besides_windows)
+        windows = -(-self._lane_in_flight // self.window)
+        return int(self._for_window * self.window * windows + self._besides_windows)
 
     def largest_window(self, num_bytes: float) -> int:
-        """The window with which it takes at most so much; less than 1 if there is none."""
-        return math.floor((num_bytes - self._besides_windows) / self._for_window)
+        """The largest window with which it takes at most so much; 0 if there is none."""
+        largest = math.floor((num_bytes - self._besides_windows) / self._for_window)
+        # A window of fewer records than are read at once takes no less.
+        return largest if largest >= self._lane_in_flight else 0
+
+    @property
+    def _lane_in_flight(self) -> int:
+        """Records of a lane that are read at once."""
+        return self.parallel_reads * self.chunk
 
     @property
     def _for_window(self) -> float:
@@ -70,7 +79,7 @@ class Need:
 
     @property
     def _besides_windows(self) -> float:
-        in_flight = self.lanes * self.parallel_reads * self.chunk
+        in_flight = self.lanes * self._lane_in_flight
         prefetch = self.prefetch if self.prefetch >= 0 else 2
         batches = (prefetch + 1) * self.batch_size * self.parsed_nbytes
         return _RAW_CHUNKS * in_flight * self.raw_nbytes + batches + _FIXED
@@ -94,7 +103,7 @@ def check(need: Need, *, budget_gb: float, processes_on_host: int) -> None:
         return
     needed = math.ceil(total / 1e8) / 10
     fits = need.largest_window(budget / processes_on_host)
-    advice = [f'data.window to {fits}'] if fits > 0 else []
+    advice = [f'data.window to {fits}'] if fits else []
     processes = f' in each of {processes_on_host} processes' if processes_on_host > 1 else ''
     raise ValueError(
         f'Reading with data.window={need.window} in {need.lanes} lanes{processes} takes '

@@ -91,12 +91,7 @@ class Order:
         object.__setattr__(self, 'window', min(self.window, longest_lane))
 
     def _check_settings(self) -> None:
-        if self.chunk < 1 or self.chunk % schema.CHUNK_STRIDE:
-            nearest = max(1, round(self.chunk / schema.CHUNK_STRIDE)) * schema.CHUNK_STRIDE
-            raise ValueError(
-                f'chunk={self.chunk} is not a multiple of {schema.CHUNK_STRIDE}, the stride of the '
-                f'chunk index; chunk={nearest} works'
-            )
+        check_chunk(self.chunk)
         if self.window < 1:
             raise ValueError(f'window={self.window} must be at least 1; window=1024 works')
         if self.batch_size < 1 or self.lanes < 1 or self.batch_size % self.lanes:
@@ -315,6 +310,16 @@ class _ShortChunks:
         """The chunk of the lane that holds its record `record`, and the place in that chunk."""
         before = np.searchsorted(self._ends, record, side='right')
         return np.divmod(record + self.lacking[before], self._full)
+
+
+def check_chunk(chunk: int) -> None:
+    """Raises a ValueError for a chunk that does not begin and end where the index has offsets."""
+    if chunk < 1 or chunk % schema.CHUNK_STRIDE:
+        nearest = max(1, round(chunk / schema.CHUNK_STRIDE)) * schema.CHUNK_STRIDE
+        raise ValueError(
+            f'chunk={chunk} is not a multiple of {schema.CHUNK_STRIDE}, the stride of the chunk '
+            f'index; chunk={nearest} works'
+        )
 
 
 def divisors(number: int) -> list[int]:

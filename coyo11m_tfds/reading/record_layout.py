@@ -27,7 +27,7 @@ class Found(NamedTuple):
     """Where values of some records lie.
 
     Attributes:
-        regular: bool `(n,)`; what is said of others means nothing.
+        regular: bool `(n,)`, whether this is the layout; what is said of others means nothing.
         keys: int64 `(n,)`.
         captions_end: addresses at which the captions end, int64 `(n,)`.
         latents, text, tokens: addresses at which the values begin, int64 `(n,)`.

@@ -11,7 +11,7 @@ import numpy as np
 
 from coyo11m_tfds.reading.order import Epoch, Order
 
-# Rows that are planned together at least, so that NumPy's calls cost little a row.
+# At least so many rows are planned together, so that NumPy's calls cost little for each.
 _BLOCK_ROWS = 8192
 
 

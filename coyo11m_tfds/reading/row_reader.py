@@ -1,18 +1,18 @@
 """Batches gathered row by row out of TFRecord files in memory, without TensorFlow.
 
     choices = RowChoices(('key', 'latents'), 'float16', text_dim=640, seed=0)
-    reader = RowReader(split, choices, RecordLayout(text_dim=640))
+    reader = RowReader(split, choices, RecordLayout(text_dim=640), verify='once', ...)
     rows = reader.find(epoch, shard, record)          # of many batches at once
-    batch = reader.read(rows.part(slice(0, 256)))     # dict(key=(256,), latents=(256, 4, 32, 32))
+    some = rows.part(slice(0, 256))
+    batch = reader.read(some, reader.check(some))     # dict(key=(256,), latents=(256, 4, 32, 32))
 
 Where rows lie is found for a block of batches at a time; a batch is then a few calls of NumPy that
 copy what is asked for, and nothing else of a record, unless its checksum is compared. Two kinds of
-records take a way of their own, one by one: those that cannot be read, and those that are laid out
-otherwise than this project does it.
+records are handled one by one: those that cannot be read, and those of another layout than this
+project writes.
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
@@ -26,7 +26,7 @@ from coyo11m_tfds.reading import bad_records, framing, order, record_layout, ver
 from coyo11m_tfds.reading.bad_records import BadRecords
 from coyo11m_tfds.reading.column_reader import ColumnReader
 from coyo11m_tfds.reading.counter import ReadCounter
-from coyo11m_tfds.reading.fetched_files import FetchedFiles, Range
+from coyo11m_tfds.reading.fetched_files import FetchedFiles
 from coyo11m_tfds.reading.indexed_split import IndexedSplit
 from coyo11m_tfds.reading.mapped_files import MappedFiles
 from coyo11m_tfds.reading.names import DROP_TEXT, MASK
@@ -38,7 +38,7 @@ Batch = dict[str, np.ndarray]
 # What `record_layout.Found` calls the places of a feature.
 _PLACES = {schema.LATENTS: 'latents', schema.TEXT_EMBEDDING: 'text', schema.TOKENS: 'tokens'}
 
-# A long caption as an object of Python, with its share of the array.
+# Bytes of a long caption as an object of Python, with its place in the array.
 _CAPTION_NBYTES = 600
 
 _DTYPES = {'float16': np.dtype(np.float16), 'bfloat16': np.dtype(ml_dtypes.bfloat16)}
@@ -108,6 +108,7 @@ class Rows(NamedTuple):
     Attributes:
         epoch: that reads them.
         shard, record: their numbers.
+        number: of each record in the split.
         begin, end: of the serialized records; 0 where framing does not lead to one.
         values: where their values lie.
         columns: where those of each column lie.
@@ -116,6 +117,7 @@ class Rows(NamedTuple):
     epoch: int
     shard: np.ndarray
     record: np.ndarray
+    number: np.ndarray
     begin: np.ndarray
     end: np.ndarray
     values: record_layout.Found
@@ -123,14 +125,10 @@ class Rows(NamedTuple):
 
     def part(self, some: slice) -> Self:
         """Some of them."""
-        values = record_layout.Found(*(x[some] for x in self.values))
-        shard, record, begin, end = (x[some] for x in self[1:5])
+        names = ('shard', 'record', 'number', 'begin', 'end')
         return self._replace(
-            shard=shard,
-            record=record,
-            begin=begin,
-            end=end,
-            values=values,
+            **{name: getattr(self, name)[some] for name in names},
+            values=record_layout.Found(*(x[some] for x in self.values)),
             columns={name: places[some] for name, places in self.columns.items()},
         )
 
@@ -144,17 +142,17 @@ class RowReader:
         choices: RowChoices,
         layout: RecordLayout,
         *,
-        verify: str = verified.ONCE,
-        on_bad_records: str = bad_records.STOP,
-        counter: ReadCounter | None = None,
-        max_bad_fraction: float = bad_records.DEFAULT_MAX_FRACTION,
-        columns: Mapping[str, ColumnReader] | None = None,
-        files: FetchedFiles | None = None,
+        verify: str,
+        on_bad_records: str,
+        counter: ReadCounter | None,
+        max_bad_fraction: float,
+        columns: Mapping[str, ColumnReader],
+        files: FetchedFiles | None,
     ):
         """Opens nothing.
 
         Args:
-            split: of a data set, a local one unless `files` is given.
+            split: of a data set.
             choices: what is in a batch.
             layout: of the records.
             verify: see `verified`.
@@ -162,7 +160,7 @@ class RowReader:
             counter: is told of bad records.
             max_bad_fraction: see `BadRecords`.
             columns: features that lie elsewhere than in the records.
-            files: the shards, if they are not to be mapped.
+            files: the shards; None to map them, which are then local.
 
         Raises:
             ValueError: an argument is out of its range, or there are too many shards.
@@ -170,9 +168,8 @@ class RowReader:
         lengths = split.index.shard_lengths
         num_records = int(lengths.sum())
         self._split, self._choices = split, choices
-        self._first = np.cumsum(lengths) - lengths
         self._files = files or MappedFiles(split.file, len(lengths))
-        self._layout, self._columns = layout, columns or {}
+        self._layout, self._columns = layout, columns
         # Of each feature the dtype and the shape of a row in a batch; of latents, one crop comes.
         self._kinds: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
             schema.TEXT_EMBEDDING: (np.dtype(np.float16), (choices.text_dim,)),
@@ -195,9 +192,9 @@ class RowReader:
         in_run = record % schema.CHUNK_STRIDE
         begin, end = begins[of_run, in_run], ends[of_run, in_run]
         values = self._layout.find(self._files.memory, begin, end)
-        number = self._first[shard] + record
+        number = self._split.first_numbers[shard] + record
         columns = {name: column.find(number) for name, column in self._columns.items()}
-        return Rows(epoch, shard, record, begin, end, values, columns)
+        return Rows(epoch, shard, record, number, begin, end, values, columns)
 
     def prefetch(self, shard: np.ndarray, record: np.ndarray) -> list[tuple[int, int, int]]:
         """Arguments of `will_need` that bring records into memory before they are asked for."""
@@ -205,7 +202,7 @@ class RowReader:
         shards, first = _of_run_numbers(runs)
         count = np.minimum(self._split.index.shard_lengths[shards] - first, schema.CHUNK_STRIDE)
         offset, nbytes = self._split.index.byte_range(shards, first, count)
-        number = self._first[shards] + first
+        number = self._split.first_numbers[shards] + first
         for column in self._columns.values():
             column.will_need(number, number + count - 1)
         # Runs that touch are one.
@@ -215,26 +212,8 @@ class RowReader:
             zip(shards[starts].tolist(), offset[starts].tolist(), whole.tolist(), strict=True)
         )
 
-    def ranges(
-        self, shard: np.ndarray, first: np.ndarray, count: np.ndarray
-    ) -> list[tuple[Range, ...]]:
-        """What runs of records need of fetched files: of each its records, then rows of columns.
-
-        Args:
-            shard, first: number and first record of each run, int64 `(n,)`.
-            count: its records, at least 1.
-        """
-        begin, nbytes = self._split.index.byte_range(shard, first, count)
-        records = zip(shard.tolist(), begin.tolist(), (begin + nbytes).tolist(), strict=True)
-        number = self._first[shard] + first
-        of_columns = [column.ranges(number, count) for column in self._columns.values()]
-        return [
-            (record, *itertools.chain(*rows))
-            for record, *rows in zip(records, *of_columns, strict=True)
-        ]
-
     def will_need(self, run: tuple[int, int, int]) -> None:
-        """Has the system begin to read a run of `prefetch`, where files are mapped.
+        """Has the system read ahead a run of `prefetch`, where files are mapped.
 
         Raises:
             OSError: its file cannot be opened.
@@ -245,8 +224,7 @@ class RowReader:
 
     def check(self, rows: Rows) -> np.ndarray:
         """Which rows can be read; bool `(n,)`. Compares checksums as far as `verify` asks."""
-        number = self._first[rows.shard] + rows.record
-        return self._checks.check(self._files.memory, number, rows.begin, rows.end)
+        return self._checks.check(self._files.memory, rows.number, rows.begin, rows.end)
 
     def read(self, rows: Rows, good: np.ndarray) -> Batch:
         """The batch of some rows, in their order, with what `check` says of them.
@@ -257,9 +235,8 @@ class RowReader:
             OSError: a file has changed since it was opened.
         """
         self._files.check_unchanged(rows.shard)
-        number = self._first[rows.shard] + rows.record
         for column in self._columns.values():
-            column.check_unchanged(number)
+            column.check_unchanged(rows.number)
         others = self._read_irregular(rows, good)
         if not good.all():
             self._report_bad(rows, np.flatnonzero(~good))
@@ -294,11 +271,11 @@ class RowReader:
         return address, count, limit
 
     def _read_irregular(self, rows: Rows, good: np.ndarray) -> dict[int, dict[str, Any]]:
-        """The values of whole records of other layouts, by row; `good` learns which are damaged."""
+        """The values of whole records of other layouts, by row; marks damaged ones in `good`."""
         found, memory = {}, self._files.memory
         for row in np.flatnonzero(good & ~rows.values.regular).tolist():
             begin, end = rows.begin[row : row + 1], rows.end[row : row + 1]
-            # Damage may be why it is otherwise, whatever is verified.
+            # Damage may be the reason, whatever is verified.
             good[row] = verified.matches(memory, begin, end)[0]
             if good[row]:
                 found[row] = self._parse(rows, row)

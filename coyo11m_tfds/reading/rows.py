@@ -1,6 +1,7 @@
 """The engine `rows`: batches out of local, memory-mapped TFRecord shards, without TensorFlow.
 
-    batches = rows.train_batches(reader, order, lanes=range(16), start_step=1000, prefetch=2)
+    read = functools.partial(rows.read_rows, reader)
+    batches = rows.train_batches(read, order, lanes=range(16), start_step=1000, prefetch=2)
     batch = next(batches)
 
 There are no windows in memory: the plan says which records come, and each batch is gathered out of
@@ -8,7 +9,6 @@ the page cache when it is due. What the following batches need is asked for ahea
 reads it meanwhile. `train_batches` and `eval_batches` serve the engine `chunks`, too.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -26,42 +26,37 @@ Read = Callable[[Iterator[Block]], Iterator[Batch]]
 
 
 def train_batches(
-    reader: RowReader,
+    read: Read,
     order: Order,
     lanes: range,
     start_step: int,
     prefetch: int,
     stride: int = 1,
-    *,
-    read: Read | None = None,
     block_rows: int = 0,
 ) -> Iterator[Batch]:
     """Some lanes' part of every `stride`-th batch from a step on, `prefetch` of them ready.
 
-    `read` is another way to read blocks than `read_rows`; `block_rows` as of `train_blocks`.
+    `block_rows` as of `train_blocks`.
     """
-    read = read or functools.partial(read_rows, reader)
     blocks = row_plan.train_blocks(order, lanes, start_step, stride, block_rows)
     return Ahead(read(blocks), prefetch, 'batches')
 
 
 def eval_batches(
-    reader: RowReader,
+    read: Read,
+    blank: Batch,
     shard_lengths: np.ndarray,
     records: range,
     batch_size: int,
     num_batches: int,
     prefetch: int,
-    *,
-    read: Read | None = None,
 ) -> Iterator[Batch]:
     """Records, counted over all shards, in so many full batches; rows of zeros fill them up.
 
-    `read` as of `train_batches`.
+    `blank` is a batch without rows.
     """
-    read = read or functools.partial(read_rows, reader)
     blocks = row_plan.eval_blocks(shard_lengths, records.start, records.stop, batch_size)
-    batches = itertools.chain(read(blocks), itertools.repeat(reader.empty()))
+    batches = itertools.chain(read(blocks), itertools.repeat(blank))
     full = (_fill_up(batch, batch_size) for batch in itertools.islice(batches, num_batches))
     return Ahead(full, prefetch, 'batches')
 
@@ -86,7 +81,7 @@ def read_rows(
             some = rows.part(slice(step * size, (step + 1) * size))
             batch = reader.read(some, reader.check(some))
             if counter:
-                counter.add_rows(sum(x.nbytes for x in batch.values()))
+                counter.add_bytes(sum(x.nbytes for x in batch.values()))
             yield batch
 
 

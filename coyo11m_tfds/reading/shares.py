@@ -11,7 +11,7 @@ from coyo11m_tfds.reading.order import Order, nearest_shares
 
 
 def check_dropout(caption_dropout: float) -> None:
-    """Raises a ValueError for what is no share."""
+    """Raises a ValueError unless it is in [0, 1]."""
     if not 0 <= caption_dropout <= 1:
         raise ValueError(f'caption_dropout={caption_dropout} is not in [0, 1]')
 

@@ -1,4 +1,4 @@
-"""The engine `chunks`: pipelines of tf.data, also for data sets without a chunk index.
+"""`train_dataset` and `eval_dataset`: pipelines of tf.data, with a chunk index or without.
 
     parser = tf_engine.make_parser(builder, ('key', 'latents'), seed=0)
     batches = tf_engine.train_chunks(split, parser, order, range(16), 1000, reading)
@@ -26,7 +26,7 @@ at_exit.register()
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """How it is read, whatever the order; see `input_pipeline.train_dataset`."""
+    """Settings that do not change the order; see `input_pipeline.train_dataset`."""
 
     on_bad_records: str
     max_bad_fraction: float
@@ -120,7 +120,7 @@ def _chunk_reader(split: IndexedSplit, parser: Parser, reading: Reading) -> Chun
 
 
 def _threads_for(split: IndexedSplit | None, reads_in_flight: int) -> int:
-    """Threads that a data set needs for itself; 0 if those that all share will do.
+    """How many threads a data set needs for itself; 0 if the shared ones will do.
 
     A read holds a thread while it waits. The shared pool has one thread a core, which is right for
     local files and far too few for the latency of gs://.

@@ -1,11 +1,11 @@
-"""Which records are held against their CRC-32C, and what came of it.
+"""Which records are compared with their CRC-32C, and the result.
 
     checks = Checks('once', num_records)
     good = checks.check(memory, numbers, begin, end)       # bool (n,)
 
-Reading a record through TensorFlow always compares its checksum. Rows are gathered without looking
-at the rest of a record, so that here it is a choice: `once` compares each record when this process
-first reads it, `always` each time, `never` not at all.
+TensorFlow compares the checksum of every record that it reads. Rows are gathered without looking at
+the rest of a record, so here it is a choice: `once` compares each record when this process first
+reads it, `always` each time, `never` not at all.
 """
 
 import google_crc32c

@@ -1,17 +1,22 @@
 """Batches with latents in place, local or in a bucket, are those of records, whatever the run."""
 
+import contextlib
 import dataclasses
+import functools
+import itertools
+import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from coyo11m_tfds import columns, schema
+from coyo11m_tfds import columns, records, schema
 from coyo11m_tfds.reading import dataset
 from coyo11m_tfds.storage import source_files
-from tests.fakes.cloud import fake_gcs
+from tests.fakes.cloud import Gcs, fake_gcs
 from tests.reading import small_dataset
 from tests.reading.batches import assert_same, global_batches
 from tests.reading.test_properties import SHARDS, Run, runs
@@ -36,22 +41,27 @@ def write(folder: pathlib.Path, name: str, lengths: tuple[int, ...]) -> dict[str
 
 
 @pytest.fixture(scope='module')
-def written(tmp_path_factory) -> Iterator[dict[str, dict[str, tuple[str, str]]]]:
+def server(tmp_path_factory) -> Iterator[Gcs]:
     with pytest.MonkeyPatch.context() as patch, fake_gcs(tmp_path_factory.mktemp('gcs')) as server:
         for variable, value in server.env.items():
             patch.setenv(variable, value)
-        made, folder = {}, tmp_path_factory.mktemp('written')
-        for name, lengths in SHARDS.items():
-            made[name] = write(folder, name.replace(' ', '_'), lengths)
-            here = folder / 'b' / name.replace(' ', '_')
-            url = made[name]['in place in a bucket'][0].rpartition('/')[0]
-            server.upload_folder(here / 'source', f'{url}/source')
-            column = columns.read(here / schema.VERSION)[schema.LATENTS]
-            moved = [in_bucket(file, url) for file in column.files]
-            column = dataclasses.replace(column, files=tuple(moved))
-            columns.write(here / schema.VERSION, {schema.LATENTS: column})
-            server.upload_folder(here / schema.VERSION, f'{url}/{schema.VERSION}')
-        yield made
+        yield server
+
+
+@pytest.fixture(scope='module')
+def written(server, tmp_path_factory) -> dict[str, dict[str, tuple[str, str]]]:
+    made, folder = {}, tmp_path_factory.mktemp('written')
+    for name, lengths in SHARDS.items():
+        made[name] = write(folder, name.replace(' ', '_'), lengths)
+        here = folder / 'b' / name.replace(' ', '_')
+        url = made[name]['in place in a bucket'][0].rpartition('/')[0]
+        server.upload_folder(here / 'source', f'{url}/source')
+        column = columns.read(here / schema.VERSION)[schema.LATENTS]
+        moved = [in_bucket(file, url) for file in column.files]
+        column = dataclasses.replace(column, files=tuple(moved))
+        columns.write(here / schema.VERSION, {schema.LATENTS: column})
+        server.upload_folder(here / schema.VERSION, f'{url}/{schema.VERSION}')
+    return made
 
 
 def in_bucket(file: columns.ColumnFile, url: str) -> columns.ColumnFile:
@@ -59,7 +69,7 @@ def in_bucket(file: columns.ColumnFile, url: str) -> columns.ColumnFile:
     return dataclasses.replace(file, path=path, version=source_files.describe(path).version)
 
 
-def read(place: tuple[str, str], run: Run) -> list[dict[str, np.ndarray]]:
+def read(place: tuple[str, str], run: Run, **changes) -> list[dict[str, np.ndarray]]:
     """Batches from `run.start` on, put together from those of every process."""
     path, engine = place
     return global_batches(
@@ -71,6 +81,7 @@ def read(place: tuple[str, str], run: Run) -> list[dict[str, np.ndarray]]:
         caption_dropout=0.5,
         start_step=run.start,
         **run.order_settings,
+        **changes,
     )
 
 
@@ -83,3 +94,91 @@ def read(place: tuple[str, str], run: Run) -> list[dict[str, np.ndarray]]:
 def test_batches_are_those_of_records_by_rows(written, way, run):
     forms = written[run.shards]
     assert_same(read(forms[way], run), read(forms['records by rows'], run))
+
+
+# --- Damaged records ---------------------------------------------------------------------------
+
+# What one byte that is changed belongs to; or the file ends there.
+KINDS = ('length', 'value', 'checksum', 'end')
+
+
+def damaged(data: bytes, record: int, kind: str) -> bytes:
+    """A shard, of which a record, or what follows it, cannot be read."""
+    sizes = [16 + len(x) for x in records.split(data)]
+    begin, end = list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))[record]
+    if kind == 'end':
+        return data[: end - 1]
+    at = {'length': begin, 'value': end - 5, 'checksum': end - 1}[kind]
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+@contextlib.contextmanager
+def all_damaged(
+    server: Gcs, forms: dict[str, tuple[str, str]], damages: dict[int, tuple[int, str]]
+) -> Iterator[None]:
+    """In its `with` block records are damaged in all forms: by shards a number and a kind."""
+    with contextlib.ExitStack() as stack:
+        for folder in {path for path, _ in forms.values()}:
+            for shard, (record, kind) in damages.items():
+                data, put = open_shard(server, folder, f'.tfrecord-{shard:05}-of-')
+                stack.callback(put, data)
+                put(damaged(data, record, kind))
+        yield
+
+
+def open_shard(server: Gcs, folder: str, name: str) -> tuple[bytes, Callable[[bytes], None]]:
+    """The content of a file, and what puts another one in its place."""
+    if folder.startswith('gs://'):
+        bucket, _, prefix = folder.removeprefix('gs://').partition('/')
+        objects = server.objects(bucket)
+        [found] = [x for x in objects if x.startswith(prefix) and name in x]
+        return objects[found], functools.partial(server.put, bucket, found)
+    [file] = pathlib.Path(folder).glob(f'*{name}*')
+    return file.read_bytes(), functools.partial(replace, file)
+
+
+def replace(file: pathlib.Path, data: bytes) -> None:
+    """By another file: what is mapped must not be truncated."""
+    new = file.with_suffix('.new')
+    new.write_bytes(data)
+    os.replace(new, file)
+
+
+@pytest.mark.parametrize('processes', [1, 2, 4])
+@settings(max_examples=6)
+@given(
+    run=st.builds(
+        Run,
+        shards=st.sampled_from(['unequal', 'with empty ones', 'even']),
+        batch_size=st.integers(1, 9).map(lambda n: 4 * n),
+        seed=st.integers(0, 2**64 - 1),
+        chunk=st.sampled_from([32, 64]),
+        lanes=st.just(4),
+        window=st.integers(1, 200),
+        start=st.integers(0, 60),
+    ),
+    places=st.lists(
+        st.tuples(st.integers(0, COUNT - 1), st.integers(0, 35), st.sampled_from(KINDS)),
+        min_size=1,
+        max_size=4,
+    ),
+)
+def test_what_is_damaged_is_left_out_alike(server, written, processes, run, places):
+    """Each place is one of a record in a batch that is read."""
+    run = dataclasses.replace(run, processes=processes)
+    damages = {}
+    for step, place, kind in places:
+        shard, record = (
+            x[place % run.batch_size] for x in run.order.batch_records(run.start + step)
+        )
+        damages[int(shard)] = int(record), kind
+    forms, skip = written[run.shards], {'on_bad_records': 'skip', 'max_bad_fraction': 1}
+    with all_damaged(server, forms, damages):
+        expected = read(forms['in place by rows'], run, **skip)
+        for way in ('in place in a bucket', 'in place by chunks', 'records by rows'):
+            assert_same(read(forms[way], run, **skip), expected)
+    assert not all(batch['mask'].all() for batch in expected)
+    whole = read(forms['in place by rows'], run, **skip)
+    for batch, before in zip(expected, whole, strict=True):
+        for name in batch.keys() - {'mask'}:
+            np.testing.assert_array_equal(batch[name][batch['mask']], before[name][batch['mask']])

@@ -79,14 +79,15 @@ path, settings = json.loads(sys.argv[1])
 read(2, batch_size=16, lanes=1, chunk=32, window=32, parallel_reads=1)
 before = memory('VmRSS')
 open('/proc/self/clear_refs', 'w').write('5')  # forgets the peak
-windows = 4
-read(windows * settings['window'] * settings['lanes'] // settings['batch_size'], **settings)
+blocks, in_flight = 4, settings['parallel_reads'] * settings['chunk']
+block = max(settings['window'], in_flight) * settings['lanes']
+read(blocks * block // settings['batch_size'], **settings)
 print(memory('VmHWM') - before)
 """
 
 
 def measure(path: pathlib.Path, settings: dict) -> int:
-    """Bytes that a process takes at most for four windows of every lane."""
+    """Bytes that a process takes at most for four blocks of batches."""
     ended = subprocess.run(
         [sys.executable, '-c', _READ, json.dumps([str(path), settings])],
         cwd=CHECKOUT,
@@ -129,6 +130,7 @@ def test_reading_takes_what_is_told(big):
         {'lanes': 8, 'window': 3072},
         {'lanes': 32, 'parallel_reads': 8},
         {'chunk': 128},
+        {'chunk': 128, 'window': 64, 'parallel_reads': 8},
         {'batch_size': 4096},
     ],
 )
@@ -162,12 +164,25 @@ def test_what_does_not_fit_is_refused_and_what_fits_is_named(need, budget_gb, pr
         check(need, budget_gb)
     check(need, float(re.search(r'data.ram_budget_gb to ([\d.]+)', str(error.value))[1]))
     named = re.search(r'set data.window to (\d+)', str(error.value))
-    fits = int(named[1]) if named else 0
-    assert fits < need.window
-    if fits:
+    if named:
+        fits = int(named[1])
         check(dataclasses.replace(need, window=fits), budget_gb)
-    with pytest.raises(ValueError):
-        check(dataclasses.replace(need, window=fits + 1), budget_gb)
+        with pytest.raises(ValueError):
+            check(dataclasses.replace(need, window=fits + 1), budget_gb)
+    else:
+        with pytest.raises(ValueError):
+            check(dataclasses.replace(need, window=need.parallel_reads * need.chunk), budget_gb)
+
+
+def test_a_block_has_whole_windows_and_at_least_what_is_read_at_once():
+    def parsed(window: int) -> float:
+        nothing_parsed = dataclasses.replace(NEED, window=window, parsed_nbytes=0)
+        need = dataclasses.replace(NEED, window=window)
+        batches = 3 * need.batch_size * need.parsed_nbytes
+        return (need.num_bytes - nothing_parsed.num_bytes - batches) / need.parsed_nbytes / 16
+
+    records = {window: round(parsed(window) / parsed(1024) * 1024) for window in (1, 200, 256, 300)}
+    assert records == {1: 256, 200: 400, 256: 256, 300: 300}
 
 
 def test_half_of_what_the_container_has_is_for_all_processes_of_a_host(monkeypatch):

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 import input_pipeline
+from coyo11m_tfds import schema
 from tests import runs
 from tests.checkout import CHECKOUT
+from tests.reading import small_dataset
 from train_lib import diagnose, input_facts, limits
 
 SMALL = {'batch_size': 16, 'data.lanes': 4}
@@ -25,8 +27,8 @@ def measure(path: pathlib.Path, **changes) -> limits.Facts:
 def test_the_engine_of_the_run_is_timed(mini_dataset, monkeypatch):
     facts = measure(mini_dataset, **{'data.engine': 'chunks'})
     assert facts.engine == 'chunks' and 'a batch alone, by chunks: ' in diagnose.describe(facts)
-    # Two lanes of this host, two windows of 32 records: latents, text and keys.
-    assert facts.window_bytes == pytest.approx(2 * 2 * 32 * (8192 + 1280 + 8), rel=0.01)
+    # Two lanes of this host, two times four windows of 32 records: latents, text and keys.
+    assert facts.window_bytes == pytest.approx(2 * 2 * 4 * 32 * (8192 + 1280 + 8), rel=0.01)
 
     @functools.wraps(input_pipeline.train_dataset)  # its signature is looked at
     def refuse(*arguments, **keywords):
@@ -36,6 +38,15 @@ def test_the_engine_of_the_run_is_timed(mini_dataset, monkeypatch):
     facts = measure(mini_dataset)
     assert facts.engine == 'rows' and facts.window_bytes == 0
     assert min(facts.batch_seconds, facts.request_seconds, facts.chunk_seconds) > 0
+
+
+def test_a_chunk_of_latents_in_place_is_timed_with_them(tmp_path):
+    path = tmp_path / 'small' / schema.VERSION
+    small_dataset.write(path, {schema.TRAIN: (64,) * 6}, source=tmp_path / 'source')
+    facts = measure(path)
+    assert facts.chunk_bytes > 32 * 3 * schema.LATENT_NBYTES
+    assert facts.shard_bytes > 64 * 3 * schema.LATENT_NBYTES
+    assert f'one chunk of {facts.chunk_bytes / 1e6:.1f} MB: ' in diagnose.describe(facts)
 
 
 @pytest.mark.slow

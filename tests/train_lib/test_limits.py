@@ -15,7 +15,6 @@ FINE = limits.Facts(
     chunk=64,
     window=1024,
     parallel_reads=4,
-    private_threads=0,
     num_cores=8,
     is_remote=False,
     shard_bytes=128e6,
@@ -24,6 +23,7 @@ FINE = limits.Facts(
     sample_bytes=10_000,
     request_seconds=0.001,
     chunk_seconds=0.003,
+    chunk_bytes=1.7e6,
     step_seconds=0.1,
     batch_seconds=0.005,
     together_seconds=0.101,
@@ -71,13 +71,8 @@ def test_the_first_line_names_the_limit(changes: dict, words: str):
         (SLOW, 'cores are 30% busy', 'Set data.parallel_reads=8 (now 4)'),
         (SLOW | {'cpu_share': 0.95}, '8 cores 95% busy at 1,280 samples/s', 'No setting helps'),
         (
-            SLOW | {'is_remote': True, 'private_threads': 63},
-            '63 serve 64 reads (16 lanes, 4 each)',
-            'Set data.private_threads=0',
-        ),
-        (
             SLOW | {'is_remote': True, 'request_seconds': 0.09, 'chunk_seconds': 0.12},
-            'of 120 ms for a chunk, 90 ms are',
+            'of 120 ms for a chunk of 1.7 MB, 90 ms are',
             'Set data.chunk=128 (now 64)',
         ),
         ({'shard_bytes': 16e6}, 'the median is 16 MB, outside 67 to 268', 'shard_bytes=134217728'),
@@ -105,11 +100,10 @@ def test_a_broken_rule_gives_its_figure_and_the_field_to_set(changes: dict, word
 @pytest.mark.parametrize(
     'changes',
     [
-        {'is_remote': True, 'private_threads': 64, 'cpu_share': 0.9},
-        {'is_remote': True, 'private_threads': 0, 'cpu_share': 0.9},
+        {'is_remote': True, 'cpu_share': 0.9},
         {'is_remote': True, 'request_seconds': 0.05, 'chunk_seconds': 0.12, 'cpu_share': 0.9},
-        # The storage is here, so that neither latency nor threads matter.
-        {'private_threads': 1, 'request_seconds': 0.1, 'chunk_seconds': 0.1, 'cpu_share': 0.9},
+        # The storage is here, so that latency does not matter.
+        {'request_seconds': 0.1, 'chunk_seconds': 0.1, 'cpu_share': 0.9},
     ],
 )
 def test_rules_for_remote_storage_keep_still_where_they_do_not_hold(changes: dict):
@@ -139,10 +133,11 @@ def test_lanes_stay_as_they_are_where_no_number_of_them_would_do():
     assert limits.more_lanes(dataclasses.replace(prime, num_hosts=3)) is None
 
 
-def test_windows_of_one_chunk_get_no_smaller():
-    small = dataclasses.replace(FINE, window=64, first_batch_seconds=99)
+def test_windows_of_no_more_than_is_read_at_once_get_no_smaller():
+    small = dataclasses.replace(FINE, window=256, first_batch_seconds=99)
 
     assert limits.smaller_window(small) is None
+    assert dataclasses.replace(small, window=100).window_bytes == 2 * 16 * 300 * 10_000
 
 
 ROWS = {'engine': 'rows', 'num_cores': 4}
