@@ -67,8 +67,8 @@ def of_error(name: str, error: BaseException, mend: str = '') -> Finding:
     return failed(name, ' '.join(text.split()), mend)
 
 
-def bounded(name: str, seconds: float, check: Check) -> tuple[list[Finding], bool]:
-    """Runs a check, but waits no longer than so many seconds.
+def bounded(name: str, seconds: float, check: Check) -> list[Finding]:
+    """Runs a check for a limited time.
 
     Args:
         name: of the finding that stands for an error or for no answer.
@@ -76,7 +76,7 @@ def bounded(name: str, seconds: float, check: Check) -> tuple[list[Finding], boo
         check: what to run.
 
     Returns:
-        Its findings, at least one; and whether it is over.
+        Its findings.
     """
     results: queue.SimpleQueue = queue.SimpleQueue()
 
@@ -88,10 +88,10 @@ def bounded(name: str, seconds: float, check: Check) -> tuple[list[Finding], boo
 
     threading.Thread(target=run, name=f'check {name}', daemon=True).start()
     try:
-        return results.get(timeout=seconds), True
+        return results.get(timeout=seconds)
     except queue.Empty:
         text = f'no answer within {seconds:g} s, so nothing is known of it'
-        return [failed(name, text, 'try again, or wait longer with --timeout')], False
+        return [failed(name, text, 'try again, or wait longer with --timeout')]
 
 
 def gigabytes(num_bytes: float) -> str:
