@@ -44,7 +44,7 @@ class Result:
     same: list[bool] = dataclasses.field(default_factory=list)
 
     def add_read(self, run: measure.Run, answer: dict) -> None:
-        """A run from the start; `answer` is that of `input.read_for`."""
+        """A run from the start; `answer` has the fields of `streams.Rate`, and `samples`."""
         self.rates.append(answer['samples'] / answer['seconds'])
         self.cpu_per_million.append(answer['cpu_seconds'] / answer['samples'] * 1e6)
         self.first_seconds.append(run.between('imported', 'first'))
@@ -53,7 +53,7 @@ class Result:
         self.others.append(run.others_share)
 
     def add_resume(self, run: measure.Run, same: bool) -> None:
-        """A run that went on in the middle of an epoch."""
+        """A run that resumed in the middle of an epoch."""
         self.resume_seconds.append(run.between('imported', 'first'))
         self.same.append(same)
 
