@@ -6,7 +6,7 @@ Makes 11.4 million captions of 200 to 600 bytes under random keys in no order, i
 pandas makes them; then builds the store of them, opens it, and asks for a million random keys, a
 tenth of which it does not hold. Every step is a fresh process, whose peak memory is all that was
 resident, with mapped files and libraries. The answers are compared with what was written. Files are
-in the page cache as far as it has room. The folder's Parquet file is used again by the next run.
+in the page cache if it has room. The next run uses the folder's Parquet file again.
 
 On 2 cores, which others were using too (the best and the median of 5 runs):
 
@@ -92,7 +92,7 @@ def make(folder: pathlib.Path, flags: argparse.Namespace) -> dict[str, float]:
 
 
 def build(folder: pathlib.Path, flags: argparse.Namespace) -> dict[str, float]:
-    """Builds the store anew."""
+    """Builds the store again."""
     shutil.rmtree(folder / 'cache', ignore_errors=True)
     start = time.perf_counter()
     prepare(folder, lambda: contextlib.nullcontext(str(parquet_path(folder, flags.rows))))

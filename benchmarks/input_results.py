@@ -29,7 +29,7 @@ class Result:
         resume_seconds: the same in the middle of an epoch.
         memory, mapped: bytes at the peak, of all processes together.
         others: share of all cores' time that other programs took.
-        same: whether the batches after a resume were those that would have come.
+        same: whether the batches after a resume were those without an interruption.
     """
 
     name: str
@@ -113,7 +113,7 @@ def make_table(results: Iterable[Result]) -> str:
 
 
 def make_ratios(results: Iterable[Result]) -> list[str]:
-    """Returns how this pipeline does beside the others, as far as they were measured."""
+    """Returns how fast this pipeline is beside those of the others that were measured."""
     by_name = {result.name: result for result in results}
     lines = []
     for ours in (by_name[name] for name in OURS if name in by_name):

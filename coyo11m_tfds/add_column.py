@@ -302,7 +302,7 @@ def main() -> None:
     """Runs the command line; bad input ends it with one message and exit status 1."""
     flags = parse_flags()
     command_line.show_log()
-    outlook = 'nothing was added, the same command starts anew'
+    outlook = 'nothing was added, the same command starts again'
     with ending.in_one_line(outlook, (ValueError, OSError, build_lock.Lost)):
         flags.data_dir = stored_dataset.choose(flags.data_dir)
         column = add(**vars(flags))

@@ -44,7 +44,7 @@ DEFAULT_SCRATCH_GB = 50.0
 # Long enough for the lease of a mirror that was killed on another machine to expire.
 _WAIT_SECONDS = 300
 
-# After an error, for those that are copying to notice it and leave.
+# After an error, for the other copies to notice it and end.
 _GRACE_SECONDS = 5
 
 _GCS = 'gs://'

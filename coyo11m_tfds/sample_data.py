@@ -271,7 +271,7 @@ def _save_pt(path: pathlib.Path, keys: np.ndarray, latents: np.ndarray, dtype: s
     try:
         torch.save({schema.PT_KEYS: torch.from_numpy(keys), schema.PT_LATENTS: tensor}, path)
     except RuntimeError as error:  # what torch makes of a full disk
-        raise OSError(f'{path}: cannot be written ({error}). Is the disk full?') from error
+        raise OSError(f'{path}: cannot be written. Is the disk full?') from error
 
 
 def _save_captions(

@@ -178,7 +178,7 @@ class _Check:
         return f'cannot be read ({error.strerror or error})'
 
     def _check_names(self, splits: Sequence[StoredSplit]) -> None:
-        """Compares the names of the files with those that there should be."""
+        """Compares the names of the files with the expected ones."""
         expected = {schema.INFO_FILE, schema.FEATURES_FILE, *self.recorded}
         for split in splits:
             expected |= {file_name(split.name), *split.file_names}
@@ -217,7 +217,7 @@ class _Check:
     def _check_columns(
         self, found: Mapping[str, columns.Column | columns.AddedColumn], splits: list[StoredSplit]
     ) -> None:
-        """Compares the sizes of columns, of which there are no checksums, with the splits."""
+        """Compares the sizes of columns without checksums with the splits."""
         if schema.COLUMNS_FILE not in self._files:
             return
         folder = os.path.dirname(self._files[schema.COLUMNS_FILE].path)

@@ -436,15 +436,6 @@ def test_what_is_no_data_set_is_refused(tmp_path, gcs, other_embeddings):
     assert list(gcs.objects('bucket')) == ['other'] and not list(tmp_path.iterdir())
 
 
-def test_both_engines_read_an_added_column(copy, other_embeddings):
-    add_column.add(copy, 'other', other_embeddings)
-    rows, chunks = (
-        next(input_pipeline.train_batches(copy, engine=engine, text='other', **ORDER))
-        for engine in ('rows', 'chunks')
-    )
-    np.testing.assert_array_equal(chunks['text_embedding'], rows['text_embedding'])
-
-
 def test_a_column_that_is_not_there_is_named(copy, other_embeddings):
     for read in (input_pipeline.train_batches, input_pipeline.eval_batches):
         order = ORDER if read is input_pipeline.train_batches else {'batch_size': 16}

@@ -306,7 +306,7 @@ def test_a_killed_download_is_resumed(gcs, tmp_path, number):
     files = _make_files(2_000_000)
     for name, data in files.items():
         gcs.put('bucket', f'from/{name}', data)
-    # Each file comes half, and then nothing more.
+    # Half of each file arrives, and then nothing more.
     gcs.inject(
         Fault('stall', count=None, match='read bucket/from', after_bytes=1_000_000, seconds=1.5)
     )

@@ -26,9 +26,9 @@ from coyo11m_tfds.storage.source_files import SourceFile
 # Bytes up to which a data set is read through: two seconds of a disk, some of a bucket.
 READ_THROUGH = {False: 2_000_000_000, True: 200_000_000}  # by whether it is remote
 
-_SPOTS = 64  # shards of which a chunk is read
+_SPOTS = 64  # shards in which a chunk is read
 _SPOTS_AT_ONCE = 8
-_TOLD = 8  # faults that have a line of their own
+_TOLD = 8  # faults with a line of their own
 
 
 def find(data_dir: str) -> list[str]:
@@ -93,7 +93,7 @@ def check_health(data_dir: str, read_through: int | None = None) -> list[Finding
 
 
 def _sources(data_dir: str) -> list[SourceFile]:
-    """The files that latents in place lie in, as far as they are there."""
+    """The files of latents in place that are there."""
     try:
         latents = columns.read(data_dir).get(schema.LATENTS)
     except ValueError:  # reported as a fault

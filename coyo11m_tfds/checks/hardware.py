@@ -1,4 +1,4 @@
-"""Cores, memory and disks of this machine, as far as its container lets them be used.
+"""Cores, memory and disks of this machine, within the limits of its container.
 
 hardware.check_cores()      # [Finding('cores', 'pass', '4 usable of 64 (limited by ...)')]
 hardware.check_memory()
@@ -23,13 +23,9 @@ _AMPLE_MEMORY, _LEAST_MEMORY = 2_000_000_000, 500_000_000
 # For logs, stores of captions and unfinished files, besides data.
 _LEAST_ROOM = 1_000_000_000
 
-KINDS = SSD, ROTATING, MEMORY, NETWORK, DISK = (
-    'SSD',
-    'rotating or virtual disk',  # virtual ones seldom say what they are
-    'memory',
-    'network',
-    'disk',  # of which nothing more is known
-)
+SSD, MEMORY, NETWORK = 'SSD', 'memory', 'network'
+ROTATING = 'rotating or virtual disk'  # virtual ones seldom say what they are
+DISK = 'disk'  # nothing more is known of it
 _IN_MEMORY = ('tmpfs', 'ramfs')
 _NETWORK = re.compile(r'nfs\d?|cifs|smb3?|9p|ceph|lustre|gpfs|beegfs|fuse\..*|afs|glusterfs')
 
@@ -43,7 +39,7 @@ class Disk:
         device: number that tells one file system from another.
         free: bytes that this user may still write.
         file_system: its name, such as 'ext4'; '' where the system does not tell.
-        kind: one of `KINDS`.
+        kind: `SSD`, `ROTATING`, `MEMORY`, `NETWORK` or `DISK`.
     """
 
     folder: str

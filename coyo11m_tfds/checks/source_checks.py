@@ -86,7 +86,7 @@ def check_files(source: Source) -> list[Finding]:
     facts = {'files': len(source.latent_files), 'num_bytes': num_bytes, 'dtype': latents.dtype}
     if latents.disagreeing_files:
         text += f'; the tensors of {latents.disagreeing_files[0]} have unequal numbers of rows'
-        mend = 'write the file anew; a build leaves its rows out'
+        mend = 'write the file again; a build leaves its rows out'
         return [finding.warned('source', text, mend, **facts)]
     return [finding.passed('source', text, **facts)]
 

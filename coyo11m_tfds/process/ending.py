@@ -48,7 +48,7 @@ def in_one_line(
     """Ends the process as the module's docstring says; for the main thread.
 
     Args:
-        outlook: what an interrupt leaves or what comes next, the end of its line.
+        outlook: what an interrupt leaves, or what to do next: the end of its line.
         kinds: errors that say what the user can mend.
         status: of the process after such an error.
     """

@@ -76,7 +76,7 @@ def _left(folder: pathlib.Path, limit: str, usage: str) -> list[int]:
 
 
 def _groups(root: str | os.PathLike[str], controller: str) -> Iterator[pathlib.Path]:
-    """Yields the folders of the process's control group and of those above it, as far as mounted.
+    """Yields the folders of the process's control group and of those above it that are mounted.
 
     Args:
         root: folder that holds `proc` and `sys`.

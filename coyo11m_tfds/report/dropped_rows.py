@@ -40,7 +40,7 @@ class Dropped:
     Attributes:
         num_rows: of the source.
         counts: rows by reason, every reason of `schema.DROP_REASONS`.
-        examples: some keys by reason, for those that occur.
+        examples: some keys by reason, of reasons that occur.
     """
 
     MAX_EXAMPLES = 10
