@@ -41,7 +41,7 @@ from coyo11m_tfds.storage import source_files
 
 DEFAULT_TIMEOUT = 60.0
 _LONGEST_TIMEOUT = 24 * 3600.0  # longer ones overflow in the libraries that wait
-_OF_ENCODER = 4  # times as long: a large one takes a minute to load
+_LOADING = 4  # times as long for checks that load a model: a large one takes a minute
 
 _USUAL_CAPTIONS = 11_000_000  # of the model case, to rate an encoder by where no source is named
 
@@ -109,13 +109,13 @@ class Doctor:
             yield 'source', self._source, 2
         yield 'disks', self._disks, 1
         if flags.encoder:
-            yield 'encoder', self._encoder, 2 * _OF_ENCODER
+            yield 'encoder', self._encoder, 2 * _LOADING
         if flags.data_dir:
             yield 'data sets', self._find_data_sets, 1
             for data_set in self._data_sets:
                 yield f'data set {data_set}', functools.partial(self._health, data_set), 1
         if flags.config:
-            yield 'config', self._config, 2
+            yield 'config', self._config, 2 * _LOADING
         yield 'settings', self._choose, 1
 
     def _extras(self) -> list[str]:
@@ -163,7 +163,7 @@ class Doctor:
         return hardware.check_disks(local)
 
     def _encoder(self) -> Sequence[Finding]:
-        seconds = _OF_ENCODER * self._flags.timeout
+        seconds = _LOADING * self._flags.timeout
         return encoders.check_encoder(self._flags.encoder, self._num_captions, seconds)
 
     def _find_data_sets(self) -> Sequence[Finding]:
@@ -183,7 +183,8 @@ class Doctor:
     def _config(self) -> Sequence[Finding]:
         # Of several data sets the configuration chooses.
         chosen = self._data_sets[0] if len(self._data_sets) == 1 else ''
-        return training.check_config(self._flags.config, chosen, self._flags.timeout)
+        seconds = _LOADING * self._flags.timeout
+        return training.check_config(self._flags.config, chosen, seconds)
 
     def _choose(self) -> Sequence[Finding]:
         from coyo11m_tfds.checks import choices

@@ -25,7 +25,7 @@ def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
         env=os.environ | {'JAX_PLATFORMS': 'cpu', 'CUDA_VISIBLE_DEVICES': ''} | environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
 
@@ -46,6 +46,7 @@ def test_a_machine_and_a_whole_way_are_examined(sample_source, mini_dataset, tmp
         f'--data_dir={data_dir}',
         '--encoder=hash',
         f'--config={config}',
+        '--timeout=150',  # of a busy machine
         '--build_config={"name": "x", "validation_fraction": 0.1, "shard_bytes": 2500000}',
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -81,7 +82,7 @@ def test_what_fails_is_in_the_exit_status_and_in_the_document(mini_dataset, tmp_
     (copy / SHARD).unlink()
     source = made_sources.write_source(tmp_path / 's', [range(40)])
     os.truncate(made_sources.latents_file(source, 0), 1000)
-    ended = run(f'--data_dir={tmp_path}', f'--source={source}', '--json', RANK='x')
+    ended = run(f'--data_dir={tmp_path}', f'--source={source}', '--json', '--timeout=150', RANK='x')
     assert ended.returncode == 1
     assert json.loads(ended.stdout)['ok'] is False
     found = by_name(ended)

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from coyo11m_tfds.process import ending
+
 PASS, WARN, FAIL = 'pass', 'warn', 'fail'
 
 
@@ -63,7 +65,8 @@ def of_error(name: str, error: BaseException, mend: str = '') -> Finding:
     if isinstance(error, ModuleNotFoundError):
         mend = mend or "pip install -c constraints.txt -e '.[convert,text]'"
         return failed(name, f'{error.name} is not installed, which this check needs', mend)
-    text = str(error) if isinstance(error, (ValueError, OSError)) and str(error) else repr(error)
+    is_message = isinstance(error, (ValueError, OSError)) and str(error)
+    text = ending.describe(error) if is_message else repr(error)
     return failed(name, ' '.join(text.split()), mend)
 
 
@@ -76,15 +79,18 @@ def bounded(name: str, seconds: float, check: Check) -> list[Finding]:
         check: what to run.
 
     Returns:
-        Its findings.
+        Its findings, the last of which stands for an error.
     """
     results: queue.SimpleQueue = queue.SimpleQueue()
 
     def run() -> None:
+        found = []
         try:
-            results.put(list(check()))
+            for one in check():
+                found.append(one)
         except BaseException as error:
-            results.put([of_error(name, error)])
+            found.append(of_error(name, error))
+        results.put(found)
 
     threading.Thread(target=run, name=f'check {name}', daemon=True).start()
     try:

@@ -103,10 +103,11 @@ def say(error: BaseException, outlook: str) -> None:
     if isinstance(error, KeyboardInterrupt):
         line = f'Interrupted: {outlook}.'
     else:
-        line = f'error: {" ".join(_describe(error).split())}'
+        line = f'error: {" ".join(describe(error).split())}'
     print(line, file=sys.stderr, flush=True)
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
+    """The message of an error; of the operating system's with what to do."""
     remedy = _REMEDIES.get(error.errno or 0) if isinstance(error, OSError) else None
     return f'{error}: {remedy}.' if remedy else str(error)

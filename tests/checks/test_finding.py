@@ -1,5 +1,6 @@
 """Tests of what checks say, and of checks that fail or hang."""
 
+import os
 import threading
 
 from coyo11m_tfds.checks import finding
@@ -21,8 +22,11 @@ def test_errors_are_findings():
         yield finding.passed('x', 'fine so far')
         raise KeyError('a')
 
-    (found,) = finding.bounded('x', 5, broken)
-    assert (found.status, found.text) == ('fail', "KeyError('a')")
+    fine, found = finding.bounded('x', 5, broken)
+    assert (fine.text, found.status, found.text) == ('fine so far', 'fail', "KeyError('a')")
+
+    (found,) = finding.bounded('x', 5, lambda: os.listdir('/no/such/file'))
+    assert found.text.endswith("No such file or directory: '/no/such/file': correct the path.")
 
     def missing():
         import nonesuch  # noqa: F401
