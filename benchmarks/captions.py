@@ -1,12 +1,12 @@
 """Times the store of captions on a Parquet file as large as the real one.
 
-    python benchmarks/captions.py --dir=/tmp/captions    # takes 10 GB there and two minutes
+    python -m benchmarks.captions --dir=/tmp/captions    # takes 10 GB there and two minutes
 
 Makes 11.4 million captions of 200 to 600 bytes under random keys in no order, in row groups as
 pandas makes them; then builds the store of them, opens it, and asks for a million random keys, a
 tenth of which it does not hold. Every step is a fresh process, whose peak memory is all that was
 resident, with mapped files and libraries. The answers are compared with what was written. Files are
-in the page cache as far as it has room. The folder's Parquet file is used again by the next run.
+in the page cache if it has room. The next run uses the folder's Parquet file again.
 
 On 2 cores, which others were using too (the best and the median of 5 runs):
 
@@ -26,8 +26,8 @@ resident, though it is the page cache's. Most of the time of a build goes into w
 import argparse
 import contextlib
 import json
+import os
 import pathlib
-import re
 import shutil
 import subprocess
 import sys
@@ -38,6 +38,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from benchmarks import measure
 from coyo11m_tfds import keyed_random, schema
 from coyo11m_tfds.source import caption_store
 
@@ -53,7 +54,9 @@ def main() -> None:
     flags = parse_flags()
     folder = pathlib.Path(flags.dir)
     if flags.step:
-        print(json.dumps(STEPS[flags.step](folder, flags) | {'peak MB': peak_memory_mb()}))
+        figures = STEPS[flags.step](folder, flags)
+        peak = measure.memory_of(os.getpid()).peak_rss
+        print(json.dumps(figures | {'peak MB': peak / 1e6}))
         return
     folder.mkdir(parents=True, exist_ok=True)
     parquet = parquet_path(folder, flags.rows)
@@ -89,7 +92,7 @@ def make(folder: pathlib.Path, flags: argparse.Namespace) -> dict[str, float]:
 
 
 def build(folder: pathlib.Path, flags: argparse.Namespace) -> dict[str, float]:
-    """Builds the store anew."""
+    """Builds the store again."""
     shutil.rmtree(folder / 'cache', ignore_errors=True)
     start = time.perf_counter()
     prepare(folder, lambda: contextlib.nullcontext(str(parquet_path(folder, flags.rows))))
@@ -179,19 +182,10 @@ def parquet_path(folder: pathlib.Path, num_rows: int) -> pathlib.Path:
     return folder / f'captions-{num_rows}.parquet'
 
 
-def peak_memory_mb() -> float:
-    """The most memory that this process ever had resident.
-
-    Not `resource.getrusage`: its figure also counts what the parent had when it started this.
-    """
-    status = pathlib.Path('/proc/self/status').read_text()
-    return int(re.search(r'VmHWM:\s+(\d+) kB', status)[1]) * 1024 / 1e6
-
-
 def run_step(step: str, flags: argparse.Namespace) -> dict[str, float]:
     """Runs one step in a process of its own and returns its figures."""
     options = [f'--{name}={value}' for name, value in vars(flags).items() if name != 'step']
-    command = [sys.executable, __file__, *options, f'--step={step}']
+    command = [sys.executable, '-m', 'benchmarks.captions', *options, f'--step={step}']
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE)
     return json.loads(result.stdout)
 

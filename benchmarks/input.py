@@ -68,6 +68,8 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _compare_and_show(flags: argparse.Namespace) -> None:
     names = [name for name in flags.only or READERS if READERS[name].is_installed()]
+    if not names:
+        sys.exit(f'error: not installed: {", ".join(flags.only)}; see benchmarks/README.md')
     packages = sorted({READERS[name].package for name in names})
     flags.dir.mkdir(parents=True, exist_ok=True)
     print(measure.describe_machine(flags.dir, packages), end='\n\n')

@@ -29,7 +29,7 @@ class Result:
         resume_seconds: the same in the middle of an epoch.
         memory, mapped: bytes at the peak, of all processes together.
         others: share of all cores' time that other programs took.
-        same: whether the batches after a resume were those that would have come.
+        same: whether the batches after a resume were those without an interruption.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Result:
     same: list[bool] = dataclasses.field(default_factory=list)
 
     def add_read(self, run: measure.Run, answer: dict) -> None:
-        """A run from the start; `answer` is that of `input.read_for`."""
+        """A run from the start; `answer` has the fields of `streams.Rate`, and `samples`."""
         self.rates.append(answer['samples'] / answer['seconds'])
         self.cpu_per_million.append(answer['cpu_seconds'] / answer['samples'] * 1e6)
         self.first_seconds.append(run.between('imported', 'first'))
@@ -53,7 +53,7 @@ class Result:
         self.others.append(run.others_share)
 
     def add_resume(self, run: measure.Run, same: bool) -> None:
-        """A run that went on in the middle of an epoch."""
+        """A run that resumed in the middle of an epoch."""
         self.resume_seconds.append(run.between('imported', 'first'))
         self.same.append(same)
 
@@ -113,7 +113,7 @@ def make_table(results: Iterable[Result]) -> str:
 
 
 def make_ratios(results: Iterable[Result]) -> list[str]:
-    """Returns how this pipeline does beside the others, as far as they were measured."""
+    """Returns how fast this pipeline is beside those of the others that were measured."""
     by_name = {result.name: result for result in results}
     lines = []
     for ours in (by_name[name] for name in OURS if name in by_name):

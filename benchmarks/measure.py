@@ -138,7 +138,12 @@ def run(command: Sequence[str], marks: Marks, tree_memory: bool = False) -> Run:
         watchers.append(threading.Thread(target=_watch_tree, args=(process, tree)))
     for watcher in watchers:
         watcher.start()
-    output, _ = process.communicate()
+    try:
+        output, _ = process.communicate()
+    except BaseException:  # Ctrl-C, say: the watchers end with the process
+        process.kill()
+        process.wait()
+        raise
     seconds = time.monotonic() - start
     busy, own = _busy_seconds() - busy, _own_seconds() - own
     for watcher in watchers:

@@ -5,7 +5,7 @@
 
 `readers.READERS` says what each is. Workers cut one crop out of a sample before they copy or send
 it, and give batches to the loader rather than samples. Packages are imported when they are used, so
-that those that are missing do no harm.
+that missing ones do no harm.
 """
 
 import json
@@ -88,7 +88,7 @@ def grain(folder: pathlib.Path, state: bytes | None) -> Stream:
         .shuffle()
         .repeat()
         .batch(BATCH_SIZE, batch_fn=_unpack)
-        # An element is a batch here, of which few keep two workers busy.
+        # An element is a batch here; a few keep two workers busy.
         .to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4))
         .mp_prefetch(grain.MultiprocessingOptions(NUM_WORKERS, per_worker_buffer_size=2))
     )

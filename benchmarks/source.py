@@ -72,7 +72,7 @@ def files(folder: pathlib.Path) -> list[pathlib.Path]:
 
 def _write_latents(path: pathlib.Path, keys: np.ndarray, seed: int) -> None:
     """Saves a `.pt` file out of a mapped file, so that memory does not grow with it."""
-    import torch  # takes 1.5 s, and those who only ask for `files` can do without
+    import torch  # takes 1.5 s, and `files` does not need it
 
     generator = torch.Generator().manual_seed(seed)
     scratch = path.with_suffix('.raw')

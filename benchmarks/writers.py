@@ -43,13 +43,15 @@ class Writer:
         title: for the table.
         write: converts (source, into an existing empty folder, marks).
         package: distribution that has to be installed for it.
-        module: what that one is imported as.
+        module: its name in an import.
+        copies_latents: whether what it writes holds them.
     """
 
     title: str
     write: Write
     package: str
     module: str
+    copies_latents: bool = True
 
     def is_installed(self) -> bool:
         """True if it can be run here."""
@@ -256,6 +258,7 @@ WRITERS = {
         'the same, 1 process, latents in place',
         functools.partial(_builder, 1, True, latents='in_place'),
         *_HERE,
+        copies_latents=False,
     ),
     'unchecked': Writer(
         'the same, 1 process, `check_crc=False`', functools.partial(_builder, 1, False), *_HERE

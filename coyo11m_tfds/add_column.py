@@ -8,10 +8,10 @@
     batches = input_pipeline.train_batches(data_dir, features=('key', 'other'), ...)
 
 Text embeddings, token ids (`--tokens`), or numbers of any Parquet file with a column `key`
-(`--parquet FILE --column NAME`). Every record needs a value. A row of the file that is written is
-that of a record, in the order of the shards. The description of the columns is replaced last: until
-then the data set is what it was, and a command that was killed can be given again. Keys are read
-out of the shards; of a data set on gs:// all of their bytes are fetched for that.
+(`--parquet FILE --column NAME`). Every record needs a value. The file that is written has a row for
+each record, in the order of the shards. The description of the columns is replaced last: until then
+the data set is what it was, and a command that was killed can be given again. Keys are read from
+the shards, all of whose bytes are fetched for that if the data set is on gs://.
 """
 
 import argparse
@@ -89,21 +89,21 @@ def add(
             user's cache for one on gs://.
 
     Raises:
-        ValueError: there is no data set, or a column of this name; the files hold something else,
-            or lack the value of a record; or a record is damaged.
+        ValueError: there is no data set, or already a column of this name; the files hold something
+            else, or lack the value of a record; or a record is damaged.
         TimeoutError: another process writes this data set.
         OSError: a file cannot be read or written.
     """
     if sum(map(bool, (embeddings, tokens, parquet))) != 1 or bool(parquet) != bool(column):
         raise ValueError('expected one of embeddings, tokens, and parquet with column.')
     folder = os.fspath(data_dir).rstrip('/')
-    if stored_dataset.read(folder) is None:
-        raise ValueError(f'{folder}: is no data set, .../coyo11m_tfds/CONFIG/1.0.0.')
+    _read(folder)  # where there is no data set there shall be no lock
     with build_lock.hold(folder, wait_seconds=None) as lock:
-        stored = stored_dataset.read(folder)
-        assert stored is not None  # as above
+        stored = _read(folder)
         _check_name(stored, name)
         scratch = scratch_dir or _default_scratch(folder)
+        if source_files.is_remote(scratch):
+            raise ValueError(f'scratch_dir is {scratch!r}, expected a local folder.')
         os.makedirs(scratch, exist_ok=True)
         if embeddings:
             values = _open_texts(os.fspath(embeddings), schema.TEXT_EMBEDDING, scratch)
@@ -113,6 +113,13 @@ def add(
             values = _open_rows(os.fspath(parquet), column, scratch)
         with held_folder.make(scratch, 'column-') as staging:
             return _add(stored, name, values, lock, staging)
+
+
+def _read(folder: str) -> StoredDataset:
+    stored = stored_dataset.read(folder)
+    if stored is None:
+        raise ValueError(f'{folder}: is no data set, .../coyo11m_tfds/CONFIG/1.0.0.')
+    return stored
 
 
 def _default_scratch(folder: str) -> str:
@@ -163,9 +170,17 @@ def _add(
     sums = Moments(values.shape[0]) if is_text else None
     try:
         files = {split: columns.file_name(name, split) for split in stored.splits}
-        for split, file in files.items():
-            of_split = sums if split == schema.TRAIN else None
-            _write(os.path.join(staging, file), stored, split, values, of_split)
+        lacking = [
+            _write(
+                os.path.join(staging, file),
+                stored,
+                split,
+                values,
+                sums if split == schema.TRAIN else None,
+            )
+            for split, file in files.items()
+        ]
+        _check_complete(stored, values, np.concatenate(lacking))
         column = AddedColumn(
             name, values.dtype.name, values.shape, files, values.feature, encoder=values.encoder
         )
@@ -182,9 +197,14 @@ def _add(
 
 def _write(
     path: str, stored: StoredDataset, split: str, values: _Values, sums: Moments | None
-) -> None:
-    """Writes the values of a split as a `.npy` file, and adds them to `sums`, if any."""
+) -> np.ndarray:
+    """Writes the values of a split as a `.npy` file, and adds them to `sums`, if any.
+
+    Returns:
+        Keys of records without a value, int64 `(n,)`; with any the file is of no use.
+    """
     shape = sum(stored.splits[split].shard_lengths), *values.shape
+    lacking = [np.empty(0, np.int64)]
     with (
         file_state.naming(path),
         open(path, 'wb') as file,
@@ -193,26 +213,41 @@ def _write(
         header = {'descr': values.dtype.newbyteorder('<').str, 'fortran_order': False}
         np.lib.format.write_array_header_1_0(file, header | {'shape': shape})
         for keys in _keys(stored, split):
-            found = values.store.find(keys)
-            if (found < 0).any():
-                raise ValueError(
-                    f'{values.place}: has nothing for {(found < 0).sum()} of {len(keys)} records '
-                    f'of {stored.folder}, such as key {keys[(found < 0).argmax()]}. Every record '
-                    'needs a value.'
-                )
-            read = values.store.read(found)
+            rows = values.store.find(keys)
+            lacking.append(keys[rows < 0])
+            read = values.store.read(rows[rows >= 0])
             file.write(read.data)
             if sums:
                 add_vectors(sums, read)
             progress.add(len(keys))
+    return np.concatenate(lacking)
+
+
+def _check_complete(stored: StoredDataset, values: _Values, lacking: np.ndarray) -> None:
+    """Raises a ValueError if records with these keys, int64 `(n,)`, lack a value."""
+    if not len(lacking):
+        return
+    remedy = 'Add rows for their keys.'
+    if values.feature:
+        remedy = (
+            'Embed a column of captions that is blank for none of them, or build a data set with '
+            'the config field text_embeddings, which leaves such records out.'
+        )
+    num_records = sum(sum(split.shard_lengths) for split in stored.splits.values())
+    raise ValueError(
+        f'{values.place}: has nothing for {len(lacking):,} of {num_records:,} records of '
+        f'{stored.folder}, such as key {lacking[0]}, and every record needs a value. {remedy}'
+    )
 
 
 def _keys(stored: StoredDataset, split: str) -> Iterator[np.ndarray]:
     """The keys of a split in the order of its records, some at a time."""
-    if stored.open_split(split) is None:
-        raise ValueError(f'{stored.folder}: split {split!r} has no chunk index.')
     if not any(stored.splits[split].shard_lengths):
         return
+    if stored.open_split(split) is None:
+        raise ValueError(
+            f'{stored.folder}: split {split!r} has no chunk index. Build the data set again.'
+        )
     batches = input_pipeline.eval_batches(
         stored.folder,
         verify=verified.ALWAYS,
@@ -227,10 +262,10 @@ def _keys(stored: StoredDataset, split: str) -> Iterator[np.ndarray]:
 
 
 def _commit(destination: Destination, staging: str, files: list[str]) -> None:
-    """Moves files, and what describes them, from `staging` to where the data set is.
+    """Moves files, and what describes them, from `staging` to the data set.
 
-    Checksums come before the description of the columns: what that does not name is no column, so
-    that at any moment in between the same command adds it.
+    Checksums are moved before the description of the columns: a column that this does not name does
+    not exist, so that after a kill in between the same command adds it.
     """
     names = [*files, schema.COLUMNS_FILE]
     states = {name: file_state.of_file(os.path.join(staging, name)) for name in names}
@@ -251,7 +286,7 @@ def parse_flags() -> argparse.Namespace:
     add_argument('--data_dir', required=True, help=stored_dataset.FOLDER_HELP)
     add_argument('--name', required=True, help='of the column, for data.text or features=')
     source = parser.add_mutually_exclusive_group(required=True)
-    made = 'of coyo11m_tfds.embed_captions: a file or a folder'
+    made = 'made by coyo11m_tfds.embed_captions: a file or a folder'
     source.add_argument('--embeddings', default='', help=f'text embeddings {made}')
     source.add_argument('--tokens', default='', help=f'token ids {made}')
     source.add_argument('--parquet', default='', help='any Parquet file with a column key')
@@ -267,7 +302,7 @@ def main() -> None:
     """Runs the command line; bad input ends it with one message and exit status 1."""
     flags = parse_flags()
     command_line.show_log()
-    outlook = 'nothing was added, the same command starts anew'
+    outlook = 'nothing was added, the same command starts again'
     with ending.in_one_line(outlook, (ValueError, OSError, build_lock.Lost)):
         flags.data_dir = stored_dataset.choose(flags.data_dir)
         column = add(**vars(flags))

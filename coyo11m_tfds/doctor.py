@@ -7,29 +7,41 @@
     pass  cores: 8, without a quota
     fail  disk of data_dir: OUT has 20.0 GB free on SSD (ext4), expected 310.0 GB ... -> free ...
 
-One line a finding: pass, warn or fail, and after the arrow what mends it; `--json` prints all in
-one document. The exit status is 1 if anything fails. A build is planned, but not written: what this
-makes is temporary files, and in a bucket a file of one byte that it removes again. What is asked
-for and gives no answer in time has failed.
+Each finding is one line: pass, warn or fail, and after the arrow what mends it; `--json` prints all
+in one document. The exit status is 1 if anything fails, and 2 for a wrong command line. A build is
+planned, but not written: this makes only temporary files, and in a bucket a file of one byte, which
+it removes again. A check that gives no answer in time fails.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.build.settings import BuildSettings
-from coyo11m_tfds.checks import devices, encoders, finding, hardware, places, training, versions
+from coyo11m_tfds.checks import (
+    child,
+    devices,
+    encoders,
+    finding,
+    hardware,
+    places,
+    training,
+    versions,
+)
 from coyo11m_tfds.checks.finding import FAIL, WARN, Finding
-from coyo11m_tfds.process import ending
+from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.storage import source_files
 
 DEFAULT_TIMEOUT = 60.0
-_OF_ENCODER = 4  # times as long: a large one takes a minute to load
+_LONGEST_TIMEOUT = 24 * 3600.0  # longer ones overflow in the libraries that wait
+_LOADING = 4  # times as long for checks that load a model: a large one takes a minute
 
 _USUAL_CAPTIONS = 11_000_000  # of the model case, to rate an encoder by where no source is named
 
@@ -46,34 +58,32 @@ _WRITE_RATES = {
 }
 _BUCKET_RATE = 200e6
 
+_OF_TFDS = ('name', 'description')  # fields of a config that no build looks at
+
 
 class Doctor:
-    """One examination.
+    """One examination."""
 
-    Attributes:
-        hung: whether a check was left behind without an answer.
-    """
-
-    def __init__(self, flags: argparse.Namespace, settings: BuildSettings):
+    def __init__(self, flags: argparse.Namespace):
         """Looks at nothing yet.
 
         Args:
             flags: those of `parse_flags`.
-            settings: of the build.
+
+        Raises:
+            ValueError: see `read_build_config`.
         """
-        self._flags, self._settings = flags, settings
-        self._environment = dict(os.environ)
+        self._flags = flags
+        self._fields, self._settings = read_build_config(flags.build_config)
+        self._environment, self._temporary = dict(os.environ), tempfile.gettempdir()
         self._num_bytes = self._scratch_bytes = 0
         self._num_captions = _USUAL_CAPTIONS
         self._data_sets: list[str] = []
-        self.hung = False
 
     def findings(self) -> Iterator[Finding]:
         """Runs all checks that are asked for, one after the other."""
         for name, check, patience in self._checks():
-            found, is_over = finding.bounded(name, patience * self._flags.timeout, check)
-            self.hung |= not is_over
-            yield from found
+            yield from finding.bounded(name, patience * self._flags.timeout, check)
 
     def _checks(self) -> Iterator[tuple[str, finding.Check, float]]:
         """Yields names, checks, and how many times as long as usual each may take.
@@ -99,13 +109,13 @@ class Doctor:
             yield 'source', self._source, 2
         yield 'disks', self._disks, 1
         if flags.encoder:
-            yield 'encoder', self._encoder, 2 * _OF_ENCODER
+            yield 'encoder', self._encoder, 2 * _LOADING
         if flags.data_dir:
             yield 'data sets', self._find_data_sets, 1
             for data_set in self._data_sets:
                 yield f'data set {data_set}', functools.partial(self._health, data_set), 1
         if flags.config:
-            yield 'config', self._config, 2
+            yield 'config', self._config, 2 * _LOADING
         yield 'settings', self._choose, 1
 
     def _extras(self) -> list[str]:
@@ -114,7 +124,8 @@ class Doctor:
         of_encoder = {'hf': ['text'], 'jax': ['text_jax']}.get(kind, [])
         return ['convert', *of_encoder] if self._flags.source else of_encoder
 
-    # Modules that need an extra are imported where they are used: a missing one is a finding.
+    # Modules that need an extra are imported where they are used, so that a missing one is a
+    # finding.
 
     def _check_environment(self) -> Sequence[Finding]:
         from coyo11m_tfds.checks import choices
@@ -152,7 +163,7 @@ class Doctor:
         return hardware.check_disks(local)
 
     def _encoder(self) -> Sequence[Finding]:
-        seconds = _OF_ENCODER * self._flags.timeout
+        seconds = _LOADING * self._flags.timeout
         return encoders.check_encoder(self._flags.encoder, self._num_captions, seconds)
 
     def _find_data_sets(self) -> Sequence[Finding]:
@@ -172,16 +183,18 @@ class Doctor:
     def _config(self) -> Sequence[Finding]:
         # Of several data sets the configuration chooses.
         chosen = self._data_sets[0] if len(self._data_sets) == 1 else ''
-        return training.check_config(self._flags.config, chosen, self._flags.timeout)
+        seconds = _LOADING * self._flags.timeout
+        return training.check_config(self._flags.config, chosen, seconds)
 
     def _choose(self) -> Sequence[Finding]:
         from coyo11m_tfds.checks import choices
         from coyo11m_tfds.storage import scratch
 
-        candidates = [scratch.user_cache(schema.NAME), tempfile.gettempdir(), os.getcwd()]
+        candidates = [scratch.user_cache(schema.NAME), self._temporary, os.getcwd()]
         return [
             choices.choose(
                 self._settings,
+                self._fields,
                 self._flags.data_dir,
                 self._num_bytes,
                 self._scratch_bytes,
@@ -192,10 +205,7 @@ class Doctor:
 
 def parse_flags() -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        prog='python -m coyo11m_tfds.doctor',
-        description='Looks at a machine and at what is to be built, embedded or trained on it.',
-    )
+    parser = command_line.Parser('coyo11m_tfds.doctor', __doc__)
     add = parser.add_argument
     add('--source', default='', help='folder of the source, local, gs:// or hf://')
     add(
@@ -204,26 +214,39 @@ def parse_flags() -> argparse.Namespace:
     add('--encoder', default='', help='text encoder: hash, hf:NAME or jax:NAME')
     add('--config', default='', help='configuration of the trainer: a file or a name')
     add('--build_config', default='{}', help='--config of `tfds build`, as JSON')
-    add('--timeout', type=float, default=DEFAULT_TIMEOUT, help='seconds a check (%(default)s)')
+    add(
+        '--timeout',
+        type=command_line.positive,
+        default=DEFAULT_TIMEOUT,
+        help='seconds a check (%(default)g)',
+    )
     add('--json', action='store_true', help='print one JSON document')
-    return parser.parse_args()
+    flags = parser.parse_args()
+    flags.timeout = min(flags.timeout, _LONGEST_TIMEOUT)
+    return flags
 
 
-def build_settings(text: str) -> BuildSettings:
-    """The settings that `tfds build --config=TEXT` would have.
+def read_build_config(text: str) -> tuple[dict[str, Any], BuildSettings]:
+    """The fields of `tfds build --config=TEXT`, and the settings that it would have.
 
     Raises:
         ValueError: it is no JSON object, or has a field that is unknown or bad.
     """
     try:
-        fields = dict(json.loads(text))
-        for name in ('name', 'description'):  # of TFDS' config alone
-            fields.pop(name, None)
-        return BuildSettings(**fields)
-    except TypeError as error:
-        raise ValueError(f'--build_config={text}: {error}') from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f'--build_config={text}: is no JSON object ({error})') from error
+        fields = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f'--build_config={text}: is no JSON ({error}).') from error
+    if not isinstance(fields, dict):
+        raise ValueError(f'--build_config={text}: expected a JSON object.')
+    known = [field.name for field in dataclasses.fields(BuildSettings)]
+    of_build = {name: fields[name] for name in fields if name not in _OF_TFDS}
+    for name in of_build:
+        if name not in known:
+            raise ValueError(
+                f"--build_config has an unknown field '{name}'; the fields are "
+                f'{", ".join(["name", *known])}.'
+            )
+    return fields, BuildSettings(**of_build)
 
 
 def summarize(found: Sequence[Finding]) -> str:
@@ -233,27 +256,37 @@ def summarize(found: Sequence[Finding]) -> str:
     return f'{len(found)} checks: {said or "all pass"}'
 
 
-def main() -> None:
-    """Runs the command line; the exit status is that of the module's docstring."""
-    flags, found = parse_flags(), []
-    with ending.in_one_line('nothing was changed', status=2):
-        doctor = Doctor(flags, build_settings(flags.build_config))
-        for name, value in _IMPATIENCE.items():
-            os.environ.setdefault(name, value)
+def examine(flags: argparse.Namespace) -> int:
+    """Prints all findings; returns 1 if anything fails, else 0."""
+    found, doctor = [], Doctor(flags)
+    for name, value in _IMPATIENCE.items():
+        os.environ.setdefault(name, value)
+    # So that a check that hangs leaves no files behind.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tempfile.tempdir:
         for one in doctor.findings():
             found.append(one)
             if not flags.json:
                 print(one, flush=True)
-    status = int(any(one.status == FAIL for one in found))
+    has_failed = any(one.status == FAIL for one in found)
     if flags.json:
         listed = [vars(one) | {'facts': dict(one.facts)} for one in found]
-        print(json.dumps({'ok': not status, 'findings': listed}, indent=1))
+        print(json.dumps({'ok': not has_failed, 'findings': listed}, indent=1))
     else:
         print(summarize(found))
+    return int(has_failed)
+
+
+def main() -> None:
+    """Runs the command line; the exit status is that of the module's docstring."""
+    flags = parse_flags()
+    try:
+        with ending.in_one_line('nothing was changed', status=2):
+            status = examine(flags)
+    except SystemExit as end:
+        status = int(end.code or 0)
+    child.end_all()
     sys.stdout.flush()
-    if doctor.hung:  # its threads would keep this process waiting
-        os._exit(status)
-    sys.exit(status)
+    os._exit(status)  # threads of a check that hangs would keep this process waiting
 
 
 if __name__ == '__main__':

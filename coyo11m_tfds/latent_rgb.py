@@ -1,7 +1,7 @@
 """Pictures from latents without a VAE, and latents from pictures.
 
-    rgb = preview.latents_to_rgb(latents)   # raw (..., 4, 32, 32) -> uint8 (..., 32, 32, 3)
-    latents = preview.rgb_to_latents(rgb)   # the other way, for made-up data
+    rgb = latent_rgb.latents_to_rgb(latents)   # raw (..., 4, 32, 32) -> uint8 (..., 32, 32, 3)
+    latents = latent_rgb.rgb_to_latents(rgb)   # the other way, for made-up data
 
 The map is linear (`schema.RGB_FACTORS`), one pixel a latent position, so a 256-pixel image gives
 a 32-pixel picture: enough to see what a model draws.

@@ -5,14 +5,14 @@
     from coyo11m_tfds import mirror
     mirror.mirror('gs://bucket/coyo11m', '/data/coyo11m')   # Summary(num_files=129, ...)
 
-What is copied is the `.pt` files and the Parquet file of captions, under the same names. A second
-call copies what is missing or has changed since. From the hub to a bucket a file passes through a
+The `.pt` files and the Parquet file of captions are copied under the same names. A second call
+copies what is missing or has changed since. From the hub to a bucket a file passes through a
 scratch folder of bounded size; between buckets the storage copies by itself. The destination also
 gets a folder `.mirror/`, from which the next call knows what is there.
 
-On 2 cores, with stand-ins for hub and storage on the same machine, 1 GB in four files comes from
-the hub to the disk at 650 MB/s and to a bucket at 320 MB/s, from disk to disk at 870 MB/s (`cp` and
-`sync`: 1,170), start of the program included; what is there is checked at 3,500 MB/s.
+On 2 cores, with fake servers of hub and storage on the same machine, 1 GB in four files is copied
+from the hub to the disk at 650 MB/s and to a bucket at 320 MB/s, from disk to disk at 870 MB/s
+(`cp` and `sync`: 1,170), start of the program included; finished copies are checked at 3,500 MB/s.
 """
 
 import argparse
@@ -44,7 +44,7 @@ DEFAULT_SCRATCH_GB = 50.0
 # Long enough for the lease of a mirror that was killed on another machine to expire.
 _WAIT_SECONDS = 300
 
-# After an error, for those that are copying to notice it and leave.
+# After an error, for the other copies to notice it and end.
 _GRACE_SECONDS = 5
 
 _GCS = 'gs://'
@@ -204,8 +204,8 @@ def _open_scratch(
     largest = max(passing, key=lambda file: file.size)
     if largest.size > num_bytes:
         raise ValueError(
-            f'{largest.path} has {largest.size / 1e9:.1f} GB, but the scratch folder may hold '
-            f'{num_bytes / 1e9:.1f} GB; allow it more (--scratch_gb).'
+            f'{largest.path} has {_size(largest.size)}, but the scratch folder may hold '
+            f'{_size(num_bytes)}; allow it more (--scratch_gb).'
         )
     return Scratch(folder or user_cache(schema.NAME, 'mirror'), num_bytes)
 
@@ -219,8 +219,8 @@ def _check_space(target: Destination, missing: Mapping[str, SourceFile]) -> None
     needed = sum(file.size for file in missing.values()) - come
     if free < needed:
         raise OSError(
-            f'{target.folder} has {free / 1e9:.1f} GB free, but {needed / 1e9:.1f} GB are yet to '
-            'come. Free some space or choose another destination.'
+            f'{target.folder} has {_size(free)} free, but {_size(needed)} are yet to come. Free '
+            'some space or choose another destination.'
         )
 
 
@@ -230,8 +230,8 @@ def _copy_all(
     parallel: int,
     lock: build_lock.Lock,
 ) -> None:
-    """Copies files; after the first error the others end with the next bytes that come."""
-    # The largest first: one that began last would be waited for alone.
+    """Copies files; after the first error the others end with the next bytes they get."""
+    # The largest first: begun last, it would be waited for alone.
     by_size = sorted(missing.items(), key=lambda item: item[1].size, reverse=True)
     stopped = threading.Event()
     outcomes: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -259,11 +259,11 @@ def _copy_all(
 
 
 class _Stopped(Exception):
-    """Ends the copying of a file, because that of another one failed."""
+    """Ends the copying of a file because that of another failed."""
 
 
 class _Share:
-    """The progress of one file: in the end its size, however often bytes were sent."""
+    """The progress of one file, which never exceeds its size, however often bytes are sent."""
 
     def __init__(self, progress: Progress, size: int, stopped: threading.Event):
         self._progress, self._size, self._stopped = progress, size, stopped
@@ -291,13 +291,18 @@ def parse_flags() -> argparse.Namespace:
     add('destination', help='local folder or gs://bucket/folder')
     add('--parallel', type=int, default=DEFAULT_PARALLEL, help='files at a time (%(default)s)')
     add('--scratch', default='', help="folder for files on their way; in the user's cache")
-    add('--scratch_gb', type=float, default=DEFAULT_SCRATCH_GB, help='its size (%(default)g)')
+    add(
+        '--scratch_gb',
+        type=command_line.positive,
+        default=DEFAULT_SCRATCH_GB,
+        help='its size (%(default)g)',
+    )
     add('--include', action='append', default=[], metavar='GLOB', help='further files, e.g. *.md')
     return parser.parse_args()
 
 
 def main() -> None:
-    """Runs the command line; what cannot be mended ends it with one message and status 1."""
+    """Runs the command line; an error ends it with one message and status 1."""
     flags = parse_flags()
     command_line.show_log()
     ends = ending.in_one_line(

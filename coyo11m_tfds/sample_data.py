@@ -21,9 +21,9 @@ import pathlib
 import numpy as np
 
 from coyo11m_tfds import latent_rgb, schema
-from coyo11m_tfds.process import command_line
+from coyo11m_tfds.process import command_line, ending
 
-# muted between green and magenta: there the preview is weak (the least singular value of
+# Muted between green and magenta: there the preview is weak (the least singular value of
 # `schema.RGB_FACTORS` is 0.08, the others are 0.85 and 0.29), so that a vivid green or purple would
 # take latents many times larger than real ones.
 COLOURS = {
@@ -163,8 +163,17 @@ def make_sample(
         seed: of everything random.
 
     Raises:
-        ValueError: a value out of range, or an `out_dir` that already holds latents.
+        ValueError: a value out of range, or an `out_dir` that is a URL or empty text, or already
+            holds latents.
+        OSError: a file cannot be written.
     """
+    if '://' in os.fspath(out_dir) or not os.fspath(out_dir):
+        raise ValueError(
+            f'out_dir is {str(out_dir)!r}, expected a local folder. python -m coyo11m_tfds.mirror '
+            'copies it into a bucket.'
+        )
+    if seed < 0:
+        raise ValueError(f'seed is {seed}, expected at least 0.')
     if dtype not in schema.LATENT_DTYPES:
         raise ValueError(f'dtype is {dtype!r}, expected one of {schema.LATENT_DTYPES}.')
     if num_files < 1 or num_samples < 4 * num_files:
@@ -259,7 +268,10 @@ def _save_pt(path: pathlib.Path, keys: np.ndarray, latents: np.ndarray, dtype: s
     import torch  # Slow to import, and only needed to write.
 
     tensor = torch.from_numpy(latents).to(getattr(torch, dtype))
-    torch.save({schema.PT_KEYS: torch.from_numpy(keys), schema.PT_LATENTS: tensor}, path)
+    try:
+        torch.save({schema.PT_KEYS: torch.from_numpy(keys), schema.PT_LATENTS: tensor}, path)
+    except RuntimeError as error:  # what torch makes of a full disk
+        raise OSError(f'{path}: cannot be written. Is the disk full?') from error
 
 
 def _save_captions(
@@ -300,7 +312,7 @@ def _caption(scene: Scene, rng: np.random.Generator, size: str, place: str) -> s
 
 
 def main() -> None:
-    """Reads the command line and writes the sample."""
+    """Runs the command line; bad input ends it with one message and exit status 1."""
     parser = command_line.Parser('coyo11m_tfds.sample_data', __doc__)
     parser.add_argument('--out', required=True, help='folder to write')
     parser.add_argument('--num_samples', type=int, default=4096)
@@ -308,7 +320,9 @@ def main() -> None:
     parser.add_argument('--dtype', choices=schema.LATENT_DTYPES, default='float16')
     parser.add_argument('--seed', type=int, default=0)
     args = parser.parse_args()
-    make_sample(args.out, args.num_samples, args.num_files, args.dtype, args.seed)
+    outlook = f'{args.out} is incomplete: remove it, then run the same command again'
+    with ending.in_one_line(outlook):
+        make_sample(args.out, args.num_samples, args.num_files, args.dtype, args.seed)
     print(f'{args.num_samples} samples in {args.num_files} files: {args.out}')
 
 

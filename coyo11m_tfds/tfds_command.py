@@ -27,7 +27,7 @@ _NOISE = re.compile(
 )
 
 _MENDABLE = (ValueError, OSError, RuntimeError, Lost)
-# Of these a message says nothing to who did not write the program.
+# Subclasses of these whose messages mean nothing to users.
 _BUGS = (NotImplementedError, RecursionError)
 
 _OUTLOOK = 'what is finished is kept, the same command resumes the build'
@@ -37,7 +37,7 @@ def prepare() -> None:
     """Prepares the process. The data set is registered: `tfds` finds it by its name."""
     absl.logging.get_absl_logger().addFilter(_is_worth_reading)
     logging.getLogger('torch').setLevel(logging.WARNING)  # it logs statistics when it ends
-    tfds.core.DatasetInfo.__repr__ = _how_to_open  # it prints that of what was built
+    tfds.core.DatasetInfo.__repr__ = _how_to_open  # printed at the end of a build
     sys.excepthook = functools.partial(_show, sys.excepthook)
     ending.interrupt_once()
 

@@ -6,11 +6,11 @@
     verified.faults     # ['coyo11m_tfds-train.tfrecord-00003-of-00100: is missing']
 
 Shards and columns are read once, several at a time: lengths and CRC-32C are compared with
-`checksums.json`, records with the chunk index and `dataset_info.json`. `--fast` leaves that
-out: it compares lengths, on gs:// also the CRC-32C that the storage keeps, and reads only the small
-files. Latents in place are part of it: their `.pt` files are read through too, or only their
-directories. What comes from gs:// is compared with the storage's CRC-32C and read again if it was
-changed on its way, so that a fault is one of the file that is stored.
+`checksums.json`, records with the chunk index and `dataset_info.json`. `--fast` reads only the
+small files: it compares the lengths of the others, on gs:// also the storage's CRC-32C of them.
+Latents in place are checked as well: their `.pt` files are read through, with `--fast` only their
+directories. Bytes from gs:// are compared with the storage's CRC-32C and read again if they were
+changed on their way, so that a fault is one of the stored file.
 
 The exit status is 0 without faults, 1 with faults (a line each), and 2 if nothing can be said.
 """
@@ -80,7 +80,7 @@ def verify(
     """
     if parallel < 1:
         raise ValueError(f'parallel is {parallel}, expected at least 1.')
-    folder = os.fspath(data_dir).rstrip('/')
+    folder = os.fspath(data_dir).rstrip('/') or '/'
     files = stored_files.list_folder(folder)
     if not {schema.INFO_FILE, schema.CHECKSUMS_FILE} & files.keys():
         raise ValueError(
@@ -116,6 +116,7 @@ class _Check:
         check_features = functools.partial(_check_features, _FEATURES - found.keys())
         self._parse(schema.FEATURES_FILE, contents, check_features)
         splits = self._parse(schema.INFO_FILE, contents, stored_splits.parse) or []
+        has_crc = self._parse(schema.METADATA_FILE, contents, _has_crc)
         self._check_names(splits)
         shards: dict[str, StoredShard] = {}
         for split in splits:
@@ -126,7 +127,7 @@ class _Check:
             self._check_columns(found, splits)
         latents = found.get(schema.LATENTS)
         if isinstance(latents, columns.Column):
-            self._check_sources(latents, contents.get(schema.METADATA_FILE))
+            self._check_sources(latents, has_crc is not False)
 
     def _add(self, name: str, what: str) -> None:
         self.faults.append(f'{name}: {what}')
@@ -177,7 +178,7 @@ class _Check:
         return f'cannot be read ({error.strerror or error})'
 
     def _check_names(self, splits: Sequence[StoredSplit]) -> None:
-        """Compares the names of the files with those that there should be."""
+        """Compares the names of the files with the expected ones."""
         expected = {schema.INFO_FILE, schema.FEATURES_FILE, *self.recorded}
         for split in splits:
             expected |= {file_name(split.name), *split.file_names}
@@ -216,7 +217,7 @@ class _Check:
     def _check_columns(
         self, found: Mapping[str, columns.Column | columns.AddedColumn], splits: list[StoredSplit]
     ) -> None:
-        """Compares the sizes of columns, of which there are no checksums, with the splits."""
+        """Compares the sizes of columns without checksums with the splits."""
         if schema.COLUMNS_FILE not in self._files:
             return
         folder = os.path.dirname(self._files[schema.COLUMNS_FILE].path)
@@ -227,10 +228,8 @@ class _Check:
                 except ValueError as error:
                     self.faults.append(str(error))
 
-    def _check_sources(self, latents: columns.Column, metadata: bytes | None) -> None:
-        """Compares the files that latents lie in with what they were, unless `fast` throughout."""
-        settings = json.loads(metadata or b'{}').get(schema.META_SETTINGS, {})
-        check_crc = settings.get('check_crc', True)
+    def _check_sources(self, latents: columns.Column, check_crc: bool) -> None:
+        """Compares the files that latents lie in with what they were; reads them unless `fast`."""
         for file, found in zip(latents.files, latents.find_files(), strict=True):
             try:
                 there = file.check(found)
@@ -277,8 +276,10 @@ class _Check:
             return self._unreadable(name, error)
         fault = self._differs(name, file.size, scan.crc32c)
         scan.end()
+        if scan.problem and fault:
+            return f'{fault}, {scan.problem}'
         if scan.problem:
-            return f'{fault}, {scan.problem}' if fault else f'{scan.problem}, expected none that is'
+            return f'{scan.problem}, expected whole records'
         return fault or (info.compare(scan) if info else '')
 
 
@@ -287,9 +288,14 @@ def _read_source(file: SourceFile, check_crc: bool) -> None:
     if file.is_remote:  # all of it has the checksum that it is known by
         stored_files.read(file, stored_files.Checksum)
         return
-    # It needs the extra `convert`, as who has the source has it.
-    from coyo11m_tfds.source import pt_check
-
+    try:
+        from coyo11m_tfds.source import pt_check
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f'{file.path}: to read it takes {error.name}, which is not installed: '
+            "pip install -c constraints.txt -e '.[convert]'; or leave it out with --fast.",
+            name=error.name,
+        ) from error
     pt_check.check_contents(file.path, check_crc=check_crc)
 
 
@@ -308,6 +314,18 @@ def _check_features(required: set[str], data: bytes) -> None:
         raise ValueError(f'it has the features {sorted(names)}, not all of {sorted(required)}')
 
 
+def _has_crc(data: bytes) -> bool:
+    """Whether a build compared CRC-32s of `.pt` files, from the content of `schema.METADATA_FILE`.
+
+    Raises:
+        ValueError: it cannot be that of a data set.
+    """
+    try:
+        return json.loads(data).get(schema.META_SETTINGS, {}).get('check_crc', True)
+    except AttributeError as error:
+        raise ValueError('it holds no object') from error
+
+
 def parse_flags() -> argparse.Namespace:
     """Parses the command line."""
     parser = command_line.Parser('coyo11m_tfds.verify', __doc__)
@@ -322,7 +340,8 @@ def main() -> None:
     """Runs the command line; the exit status is that of the module's docstring."""
     flags = parse_flags()
     command_line.show_log()
-    with ending.in_one_line('nothing was changed', status=2):
+    kinds = ValueError, OSError, ModuleNotFoundError
+    with ending.in_one_line('nothing was changed', kinds, status=2):
         folder = stored_dataset.choose(flags.data_dir)
         found = verify(folder, fast=flags.fast, parallel=flags.parallel)
     if not found.has_checksums:

@@ -5,9 +5,11 @@ from typing import Any
 
 
 def build(
-    source: pathlib.Path, sidecar: pathlib.Path, out: pathlib.Path, **fields: Any
+    source: pathlib.Path, sidecar: pathlib.Path | str, out: pathlib.Path, **fields: Any
 ) -> pathlib.Path:
     """The folder of a data set with a tenth of the records in `validation`; `fields` of the config.
+
+    It has the text embeddings of `sidecar`, or none if that is ''.
 
     Its shards have unequal lengths, none a multiple of 32, except by chance.
     """

@@ -13,11 +13,10 @@ import pytest
 
 import input_pipeline
 from coyo11m_tfds import add_column, embed_captions, schema, verify
-from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
 from coyo11m_tfds.reading import dataset
 from coyo11m_tfds.source import part_files
 from coyo11m_tfds.storage import build_lock
-from tests import children, runs
+from tests import built, children, runs
 from tests.reading.batches import assert_same, wait_until_idle
 from train_lib import checkpoint, data, sharding, train
 
@@ -236,8 +235,8 @@ BAD = [
     ([[1], [2, 3], [4]], r"column 'x' is list<.*>, expected integers, floats, or lists"),
     ([True, False, True], r"column 'x' is bool, expected"),
     (np.zeros((3, 5000)), r'is fixed_size_list<.*>\[5000\], .* at most 32,768 bytes a row'),
-    ([1.0, None, 2.0], r"column 'x' has nulls, such as that of key 5\. Fill them"),
-    (np.zeros((3, 2), np.float32), r'x.parquet: has nothing for \d+ of \d+ records of'),
+    (pa.nulls(3, pa.float32()), r"x.parquet: column 'x' is null in every row"),
+    (np.zeros((3, 2), np.float32), r'x.parquet: has nothing for 1,173 of 1,173 records of'),
 ]
 
 
@@ -270,6 +269,8 @@ def test_mistakes_of_a_command_are_named(copy, other_embeddings, tmp_path):
     for sources in ({}, {'parquet': path}, {'tokens': path, 'column': 'x'}, {'column': 'x'}):
         with pytest.raises(ValueError, match='expected one of embeddings, tokens, and parquet'):
             add_column.add(copy, 'y', **sources)
+    with pytest.raises(ValueError, match="scratch_dir is 'gs://b/s', expected a local folder"):
+        add_column.add(copy, 'y', other_embeddings, scratch_dir='gs://b/s')
     with (
         build_lock.hold(copy, wait_seconds=0),
         pytest.raises(TimeoutError, match=f'{copy}: .* is working there'),
@@ -377,13 +378,48 @@ def test_the_command_adds_a_column_once(copy, other_embeddings):
     assert not verify.verify(copy).faults
 
 
-def test_records_without_a_vector_are_an_error_and_leave_nothing(copy, other_embeddings, tmp_path):
+def test_records_without_a_value_are_counted_over_all_splits(copy, other_embeddings, tmp_path):
     table = pq.read_table(other_embeddings)
-    pq.write_table(table.slice(0, len(table) // 2), tmp_path / 'half.parquet')
+    keys = keys_of(copy)
+    lacking = keys[[3, -1]]  # one of each split
+    kept = table.filter(~np.isin(table['key'], lacking))
+    pq.write_table(kept, tmp_path / 'other.parquet')
     before = sorted(path.name for path in copy.iterdir())
-    with pytest.raises(ValueError, match=r'half.parquet: has nothing for \d+ of \d+ records of'):
-        add_column.add(copy, 'other', tmp_path / 'half.parquet')
+    message = (
+        f'{tmp_path}/other.parquet: has nothing for 2 of 1,173 records of {copy}, such as key '
+        f'{lacking[0]}, and every record needs a value. Embed a column of captions'
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        add_column.add(copy, 'other', tmp_path / 'other.parquet')
     assert sorted(path.name for path in copy.iterdir()) == before
+
+
+@pytest.mark.parametrize('width', [None, 2])
+def test_a_null_is_no_value(copy, tmp_path, width):
+    keys = keys_of(copy)
+    wanted = np.arange(len(keys)) if width is None else np.arange(2 * len(keys)).reshape(-1, 2)
+    null = None if width is None else [1, None]
+    values = wanted.tolist()
+    values[7] = values[9] = null
+    kind = pa.int64() if width is None else pa.list_(pa.int64(), 2)
+
+    def write(values: list, keys: list) -> pathlib.Path:
+        values = pa.array(values, kind)
+        return write_column(tmp_path / f'{len(keys)}.parquet', 'x', keys, values)
+
+    with_nulls = write(values, keys.tolist())
+    message = rf'for 2 of 1,173 records .* key {keys[7]}, .* Add rows for their keys'
+    with pytest.raises(ValueError, match=message):
+        add_column.add(copy, 'y', parquet=with_nulls, column='x')
+    # Of keys that the data set does not have nothing is needed.
+    whole = write([null, *wanted.tolist()], [1, *keys.tolist()])
+    add_column.add(copy, 'y', parquet=whole, column='x')
+    found = [
+        batch['y'][batch['mask']]
+        for split in ('train', 'validation')
+        for batch in input_pipeline.eval_batches(copy, batch_size=64, features=('y',), split=split)
+    ]
+    np.testing.assert_array_equal(np.concatenate(found), wanted)
 
 
 @pytest.mark.parametrize('name', ['tokens', 'latents', 'mask', 'records', 'Other', '../x', ''])
@@ -398,15 +434,6 @@ def test_what_is_no_data_set_is_refused(tmp_path, gcs, other_embeddings):
         with pytest.raises(ValueError, match=f'{folder}: is no data set'):
             add_column.add(folder, 'other', other_embeddings)
     assert list(gcs.objects('bucket')) == ['other'] and not list(tmp_path.iterdir())
-
-
-def test_both_engines_read_an_added_column(copy, other_embeddings):
-    add_column.add(copy, 'other', other_embeddings)
-    rows, chunks = (
-        next(input_pipeline.train_batches(copy, engine=engine, text='other', **ORDER))
-        for engine in ('rows', 'chunks')
-    )
-    np.testing.assert_array_equal(chunks['text_embedding'], rows['text_embedding'])
 
 
 def test_a_column_that_is_not_there_is_named(copy, other_embeddings):
@@ -427,14 +454,10 @@ def test_a_column_that_is_not_there_is_named(copy, other_embeddings):
 def test_the_trainer_names_what_was_added_where_records_hold_no_text(
     sample_source, other_embeddings, tmp_path
 ):
-    config = Coyo11mConfig(
-        name='bare', source=str(sample_source), validation_fraction=0.1, num_workers=1
-    )
-    builder = Builder(data_dir=tmp_path, config=config)
-    builder.download_and_prepare()
-    add_column.add(builder.data_dir, 'other', other_embeddings)
+    bare = built.build(sample_source, '', tmp_path)
+    add_column.add(bare, 'other', other_embeddings)
     with pytest.raises(ValueError, match=r'no text embeddings.* --config\.data\.text: other$'):
-        data.TrainingData(runs.small_config(builder.data_dir), sharding.make_mesh())
+        data.TrainingData(runs.small_config(bare), sharding.make_mesh())
 
 
 def test_the_trainer_takes_either_text(copy, other_embeddings):

@@ -46,7 +46,7 @@ def assert_refused(source: pathlib.Path, culprit: str, message: str, **fields) -
 
 
 def assert_no_data_set(out: pathlib.Path) -> None:
-    """No data set; what a later build would go on from may be there."""
+    """No data set; what a later build would resume from may be there."""
     assert not [path for path in out.rglob('*') if path.name == schema.VERSION]
 
 

@@ -3,13 +3,15 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from coyo11m_tfds import schema
-from tests import made_sources
+from tests import children, made_sources
+from tests.build.build_kills import is_running, wait_until
 from tests.checkout import CHECKOUT
 from tests.fakes.cloud import Fault
 
@@ -23,7 +25,7 @@ def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
         env=os.environ | {'JAX_PLATFORMS': 'cpu', 'CUDA_VISIBLE_DEVICES': ''} | environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
 
@@ -44,6 +46,7 @@ def test_a_machine_and_a_whole_way_are_examined(sample_source, mini_dataset, tmp
         f'--data_dir={data_dir}',
         '--encoder=hash',
         f'--config={config}',
+        '--timeout=150',  # of a busy machine
         '--build_config={"name": "x", "validation_fraction": 0.1, "shard_bytes": 2500000}',
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -79,7 +82,7 @@ def test_what_fails_is_in_the_exit_status_and_in_the_document(mini_dataset, tmp_
     (copy / SHARD).unlink()
     source = made_sources.write_source(tmp_path / 's', [range(40)])
     os.truncate(made_sources.latents_file(source, 0), 1000)
-    ended = run(f'--data_dir={tmp_path}', f'--source={source}', '--json', RANK='x')
+    ended = run(f'--data_dir={tmp_path}', f'--source={source}', '--json', '--timeout=150', RANK='x')
     assert ended.returncode == 1
     assert json.loads(ended.stdout)['ok'] is False
     found = by_name(ended)
@@ -101,13 +104,45 @@ def test_a_storage_that_hangs_does_not_keep_it_waiting(gcs):
     assert 'settings' in found  # what comes after it is not left out
 
 
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_it_can_be_ended_while_a_check_hangs(tmp_path, monkeypatch, number):
+    """And neither that check nor its files outlive it."""
+    (tmp_path / 'packages').mkdir()
+    (tmp_path / 'packages' / 'jax.py').write_text(
+        'import os, pathlib, signal, time\n'
+        'signal.signal(signal.SIGINT, signal.SIG_IGN)  # as what waits in C does\n'
+        f'pathlib.Path({str(tmp_path)!r}, "pid.part").write_text(str(os.getpid()))\n'
+        f'os.rename({str(tmp_path / "pid.part")!r}, {str(tmp_path / "pid")!r})\n'
+        'time.sleep(600)\n'
+    )
+    (tmp_path / 'temporary').mkdir()
+    monkeypatch.setenv('PYTHONPATH', str(tmp_path / 'packages'))
+    monkeypatch.setenv('TMPDIR', str(tmp_path / 'temporary'))
+    program = """
+        import runpy, signal
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.argv = ['doctor', '--timeout=300']
+        runpy.run_module('coyo11m_tfds.doctor', run_name='__main__')
+    """
+    with children.python(program) as child:
+        wait_until((tmp_path / 'pid').exists)
+        child.send_signal(number)
+        _, errors = child.communicate(timeout=60)
+    assert child.returncode == 128 + number
+    assert errors == ('Interrupted: nothing was changed.\n' if number == signal.SIGINT else '')
+    assert list((tmp_path / 'temporary').iterdir()) == []
+    wait_until(lambda: not is_running(int((tmp_path / 'pid').read_text())))
+
+
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
         (['--build_config={"shard_bytes": 0}'], 'shard_bytes is 0'),
-        (['--build_config={"shards": 0}'], 'shards'),
-        (['--build_config=x'], 'no JSON object'),
-        (['--nonesuch'], 'unrecognized arguments'),
+        (['--build_config={"shards": 0}'], "unknown field 'shards'; the fields are name, source"),
+        (['--build_config=x'], '--build_config=x: is no JSON'),
+        (['--build_config=["ab"]'], '--build_config=["ab"]: expected a JSON object'),
+        (['--timeout=0'], '--timeout: 0: expected a number above 0'),
+        (['--timeout=inf'], '--timeout: inf: expected a number above 0'),
     ],
 )
 def test_unusable_arguments_end_it_with_status_2(arguments, message):
@@ -126,7 +161,7 @@ from coyo11m_tfds.checks import choices, data_sets
 found = [
     *choices.check_environment({{}}),
     *data_sets.check_health('{mini_dataset}'),
-    choices.choose(BuildSettings(), '', 0, 0, []),
+    choices.choose(BuildSettings(), {{}}, '', 0, 0, []),
 ]
 print([one.status for one in found])
 """

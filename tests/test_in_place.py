@@ -151,6 +151,22 @@ def test_a_source_that_is_gone_is_named(movable):
         input_pipeline.train_batches(path, **ORDER)
 
 
+def test_verify_without_what_reads_pt_files_says_how_to_get_it(in_place):
+    program = """
+        import runpy
+        sys.modules['isal'] = None
+        sys.argv = ['verify', *sys.argv[1:]]
+        runpy.run_module('coyo11m_tfds.verify', run_name='__main__')
+    """
+    for flags, status in (([], 2), (['--fast'], 0)):
+        with children.python(program, in_place, *flags) as child:
+            _, errors = child.communicate()
+        assert child.returncode == status, errors
+        if status:
+            *_, last = errors.splitlines()
+            assert last.startswith('error: ') and 'isal' in last and "'.[convert]'" in last
+
+
 def test_verify_reads_the_source_too(movable):
     path, source = movable
     assert not verify.verify(path).faults

@@ -43,7 +43,7 @@ def _write(folder: pathlib.Path, files: Mapping[str, bytes]) -> pathlib.Path:
 
 
 def _read(folder: pathlib.Path) -> dict[str, bytes]:
-    """All files but those of the mirror itself."""
+    """All files except those of the mirror itself."""
     paths = [path for path in folder.rglob('*') if path.is_file()]
     names = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
     return {name: data for name, data in names.items() if not name.startswith('.')}
@@ -302,11 +302,11 @@ def test_the_summary_has_a_size_that_says_something(num_bytes, said):
 
 
 @pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_killed_download_goes_on(gcs, tmp_path, number):
+def test_a_killed_download_is_resumed(gcs, tmp_path, number):
     files = _make_files(2_000_000)
     for name, data in files.items():
         gcs.put('bucket', f'from/{name}', data)
-    # Each file comes half, and then nothing more.
+    # Half of each file arrives, and then nothing more.
     gcs.inject(
         Fault('stall', count=None, match='read bucket/from', after_bytes=1_000_000, seconds=1.5)
     )
@@ -334,7 +334,7 @@ def test_a_killed_download_goes_on(gcs, tmp_path, number):
     assert not (tmp_path / 'to' / '.staging').exists()
 
 
-def test_a_killed_copy_between_buckets_goes_on(gcs, in_bucket):
+def test_a_killed_copy_between_buckets_is_resumed(gcs, in_bucket):
     gcs.latency = 0.05
     with _start(in_bucket, 'gs://bucket/to', '--parallel=1') as child:
         _wait_until(
@@ -387,6 +387,15 @@ def test_a_source_that_is_none(tmp_path):
     assert not (tmp_path / 'to').exists()
 
 
+def test_empty_text_is_no_folder(local, tmp_path, monkeypatch):
+    """As of a variable of the shell that is not set: neither `/` nor the current folder."""
+    monkeypatch.chdir(local)
+    with pytest.raises(ValueError, match='the folder is empty text, expected that of a source'):
+        mirror.mirror('', tmp_path / 'to')
+    with pytest.raises(ValueError, match='the destination is empty text, expected a folder'):
+        Destination('')
+
+
 def test_no_parallel_files(local, tmp_path):
     with pytest.raises(ValueError, match='parallel is 0, expected at least 1'):
         mirror.mirror(local, tmp_path / 'to', parallel=0)
@@ -401,15 +410,20 @@ def test_buckets_that_do_not_exist(gcs, local, tmp_path):
 
 
 def test_a_scratch_folder_that_is_too_small(gcs, on_hub, tmp_path):
-    with pytest.raises(ValueError, match=r'parquet has 0\.0 GB.*--scratch_gb'):
+    with pytest.raises(ValueError, match=r'parquet has 300\.0 kB, but .* 300\.0 kB.*--scratch_gb'):
         mirror.mirror(on_hub, 'gs://bucket/to', scratch_dir=tmp_path, scratch_bytes=300_000)
     assert gcs.objects('bucket') == {}
+
+
+def test_a_scratch_folder_that_is_not_local(gcs, on_hub):
+    with pytest.raises(ValueError, match='scratch_dir is gs://bucket/s, expected a local folder'):
+        mirror.mirror(on_hub, 'gs://bucket/to', scratch_dir='gs://bucket/s')
 
 
 def test_a_disk_that_is_too_small(local, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage)
-    with pytest.raises(OSError, match=r'to has 0\.0 GB free, but 0\.0 GB are yet to come'):
+    with pytest.raises(OSError, match=r'to has 1\.0 kB free, but 1\.5 MB are yet to come'):
         mirror.mirror(local, tmp_path / 'to')
 
 
@@ -426,7 +440,7 @@ def test_a_disk_with_just_enough_for_the_rest(gcs, in_bucket, tmp_path, monkeypa
     assert part > 0 and mirror.mirror(in_bucket, tmp_path / 'to').num_copied == 5
 
 
-def test_another_mirror_that_is_going_on(local, tmp_path, monkeypatch):
+def test_another_mirror_to_the_same_place(local, tmp_path, monkeypatch):
     monkeypatch.setattr(mirror, '_WAIT_SECONDS', 0)
     with (
         build_lock.hold(tmp_path / 'to', wait_seconds=0),

@@ -1,6 +1,8 @@
 """The made-up data set: the layout of the real one, and pictures that show what they say."""
 
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -8,6 +10,7 @@ import pytest
 import torch
 
 from coyo11m_tfds import latent_rgb, sample_data, schema
+from tests.checkout import CHECKOUT
 
 
 def _load(folder):
@@ -116,14 +119,32 @@ def test_bfloat16_is_made_when_asked_for(tmp_path):
         ({'dtype': 'float32'}, "dtype is 'float32'"),
         ({'num_samples': 7, 'num_files': 2}, '7 samples in 2 files'),
         ({'num_files': 0}, 'in 0 files'),
+        ({'seed': -1}, 'seed is -1, expected at least 0'),
+        ({'out_dir': 'gs://bucket/source'}, "'gs://bucket/source', expected a local folder"),
+        ({'out_dir': ''}, "out_dir is '', expected a local folder"),
     ],
 )
-def test_values_out_of_range_are_refused(tmp_path, arguments, message):
+def test_values_out_of_range_are_refused(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
-        sample_data.make_sample(tmp_path, **arguments)
+        sample_data.make_sample(**{'out_dir': tmp_path} | arguments)
     assert not list(tmp_path.iterdir())
 
 
 def test_data_that_is_there_is_not_overwritten(sample):
     with pytest.raises(ValueError, match='not empty'):
         sample_data.make_sample(sample, num_samples=12)
+
+
+def test_an_error_of_the_command_is_one_line(sample, tmp_path):
+    (tmp_path / 'file').touch()
+    commands = {
+        'is not empty: remove it': [f'--out={sample}'],
+        "file/latents-3crop': a part of this path is a file": [f'--out={tmp_path}/file'],
+        'expected at least 4 samples a file': [f'--out={tmp_path}', '--num_samples=1'],
+    }
+    for words, flags in commands.items():
+        command = [sys.executable, '-m', 'coyo11m_tfds.sample_data', *flags]
+        ended = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
+        assert (ended.returncode, ended.stdout) == (1, '')
+        assert re.fullmatch(rf'error: .*{words}.*\n', ended.stderr)

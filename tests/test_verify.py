@@ -186,12 +186,12 @@ def test_an_older_data_set_is_checked_against_itself(older):
 @pytest.mark.parametrize(
     ('damage', 'expected'),
     [
-        (flip_a_byte, [f'{SHARD}: record 38 has a wrong checksum, expected none that is']),
-        (flip_a_length, [f'{SHARD}: record 0 has a damaged length, expected none that is']),
+        (flip_a_byte, [f'{SHARD}: record 38 has a wrong checksum, expected whole records']),
+        (flip_a_length, [f'{SHARD}: record 0 has a damaged length, expected whole records']),
         (
             truncate,
             [
-                f'{SHARD}: record 0 is not whole, expected none that is',
+                f'{SHARD}: record 0 is not whole, expected whole records',
                 'dataset_info.json: has num_bytes=.*, expected .*, the sum of its files',
             ],
         ),
@@ -256,6 +256,12 @@ def test_features_without_latents_are_told(older):
 def test_metadata_that_make_no_sense_are_told(older, name, content):
     (older / name).write_bytes(content)
     assert any(fault.startswith(f'{name}: cannot be used (') for fault in faults(older))
+
+
+@pytest.mark.parametrize('content', [b'', b'\xff\xfe', b'[]', b'{"settings": 1}'])
+def test_metadata_of_a_build_that_make_no_sense_are_told(older, content):
+    (older / schema.METADATA_FILE).write_bytes(content)
+    assert_told(faults(older), [rf'{schema.METADATA_FILE}: cannot be used \(.*'])
 
 
 @pytest.mark.parametrize('content', [b'', b'{}', b'[]', b'{"files": {}}'])
@@ -373,13 +379,21 @@ def test_of_several_data_sets_below_one_has_to_be_named(mini_dataset, tmp_path):
 
 
 @pytest.mark.parametrize(
-    'arguments', [[], ['no/such/folder'], ['.'], ['gs://'], ['--parallel=0', '.']]
+    ('arguments', 'words'),
+    [
+        ([], 'required: data_dir'),
+        (['no/such/folder'], 'no/such/folder: there is no such folder'),
+        (['.'], r'.: there is no dataset_info.json'),
+        ([''], 'the folder is empty text'),
+        (['gs://'], 'gs://: expected a local path or gs://bucket/folder'),
+        (['hf://datasets/a/b'], 'hf://datasets/a/b: expected a local path or gs://'),
+        (['--parallel=0', '.'], 'parallel is 0'),
+    ],
 )
-def test_unusable_arguments_end_it_with_status_2(arguments):
+def test_unusable_arguments_end_it_with_status_2(arguments, words):
     ended = run(*arguments)
     assert ended.returncode == 2
-    assert 'Traceback' not in ended.stderr
-    assert 'error: ' in ended.stderr.splitlines()[-1]
+    assert re.fullmatch(rf'error: .*{words}.*\n', ended.stderr)
 
 
 # --- What a build records ----------------------------------------------------------------------

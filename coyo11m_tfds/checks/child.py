@@ -1,4 +1,4 @@
-"""A check in a process of its own, which may claim devices and memory, hang or crash.
+"""A check in a process of its own: it may claim devices and memory, hang or crash.
 
     facts = child.ask(['-c', 'print({"answer": 42})'], seconds=30)     # {'answer': 42}
 
@@ -7,13 +7,15 @@ The last line that the process prints is its answer, as JSON.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# What the kernel sends to a process for which memory has run out.
-_KILLED = -9
+_KILLED = -signal.SIGKILL  # as the kernel does when memory runs out
+
+_running: set[subprocess.Popen] = set()
 
 
 def ask(
@@ -30,31 +32,42 @@ def ask(
         ValueError: it ended with an error or gave no answer; with the last line that it said.
         TimeoutError: it was killed.
     """
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        env=os.environ | dict(environment or {}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors='replace',
+    )
+    _running.add(process)
     try:
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            env=os.environ | dict(environment or {}),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors='replace',
-            timeout=seconds,
-            check=False,
-        )
+        output, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
         raise TimeoutError(f'no answer within {seconds:g} s') from None
-    if done.returncode == _KILLED:
+    finally:
+        _running.discard(process)
+    if process.returncode == _KILLED:
         raise ValueError('the process was killed, most likely because memory ran out')
-    said = _last_line(done.stderr) or f'exit status {done.returncode} without a word'
-    if done.returncode:
+    said = _last_line(errors) or f'exit status {process.returncode} without a word'
+    if process.returncode:
         raise ValueError(said.removeprefix('error: '))
     try:
-        answer = json.loads(_last_line(done.stdout))
+        answer = json.loads(_last_line(output))
         if isinstance(answer, dict):
             return answer
     except ValueError:
         pass
-    raise ValueError(f'no answer, but: {_last_line(done.stdout) or said}')
+    raise ValueError(f'no answer, but: {_last_line(output) or said}')
+
+
+def end_all() -> None:
+    """Kills the processes that have given no answer yet."""
+    for process in list(_running):
+        process.kill()
 
 
 def _last_line(text: str) -> str:

@@ -1,12 +1,14 @@
 """Settings from the environment, and those of a build that suit this machine.
 
 choices.check_environment(os.environ)     # [Finding('environment', 'pass', 'COYO11M_NUM_PROC=8')]
-choices.choose(BuildSettings(), 'OUT', num_bytes, scratch_bytes, ['/scratch']).facts['config']
+choices.choose(BuildSettings(), {}, 'OUT', num_bytes, scratch_bytes, ['/scratch']).facts['config']
 """
 
 import json
 import os
+import shlex
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.build.settings import BuildSettings
@@ -44,7 +46,7 @@ def check_environment(environment: Mapping[str, str]) -> list[Finding]:
         lambda: retry.seconds('COYO11M_RETRY_SECONDS', 1),
         retry.stall_seconds,
         lock_holder.lease_seconds,
-        job.process_index,
+        job.share,
     ):
         try:
             read()
@@ -79,6 +81,7 @@ def scratch_folder(data_dir: str, chosen: str) -> str:
 
 def choose(
     settings: BuildSettings,
+    fields: Mapping[str, Any],
     data_dir: str,
     num_bytes: int,
     scratch_bytes: int,
@@ -89,6 +92,7 @@ def choose(
 
     Args:
         settings: what the user has decided; what is not the default stays.
+        fields: of the config, as the user gives them to `tfds build`.
         data_dir: of the build; '' if it is not known.
         num_bytes: of the shards.
         scratch_bytes: that the scratch folder should have room for.
@@ -105,7 +109,8 @@ def choose(
     room = hardware.look_at_disk(folder, root).free
     if room < scratch_bytes:  # half of it, as others write there too
         chosen['scratch_gb'] = max(1.0, round(min(settings.scratch_bytes, room / 2) / 1e9, 1))
-    text = f"tfds build ... --config='{json.dumps(chosen)}', scratch in {folder}"
+    config = json.dumps({'name': 'NAME', **fields, **chosen})
+    text = f'tfds build ... --config={shlex.quote(config)}, scratch in {folder}'
     return finding.passed('settings', text, config=chosen, scratch_dir=folder)
 
 

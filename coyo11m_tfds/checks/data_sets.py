@@ -3,10 +3,10 @@
     data_sets.find('OUT')                   # ['OUT/coyo11m_tfds/gemma/1.0.0']
     data_sets.check_health('OUT/coyo11m_tfds/gemma/1.0.0')
 
-Sizes, names and small files are always compared with each other and with their checksums. Shards
-are read through where they are small; of large ones some chunks are, at the places that the chunk
-index tells. That finds shards that are swapped, since captions and so records differ in length, or
-overwritten, but no single wrong byte elsewhere; `python -m coyo11m_tfds.verify` reads everything.
+Sizes, names and small files are always compared with each other and with their checksums. Small
+data sets are read through. Of large ones some chunks are read, at the offsets in the chunk index:
+that finds shards that are swapped, since captions and so records differ in length, or overwritten,
+but no single wrong byte elsewhere; `python -m coyo11m_tfds.verify` reads everything.
 """
 
 import concurrent.futures
@@ -23,20 +23,22 @@ from coyo11m_tfds.reading import stored_splits
 from coyo11m_tfds.storage import remote, retry, source_files, stored_files
 from coyo11m_tfds.storage.source_files import SourceFile
 
-# What is read through: two seconds of a disk, some of a bucket.
+# Bytes up to which a data set is read through: two seconds of a disk, some of a bucket.
 READ_THROUGH = {False: 2_000_000_000, True: 200_000_000}  # by whether it is remote
 
-_SPOTS = 64  # shards of which a chunk is read
+_SPOTS = 64  # shards in which a chunk is read
 _SPOTS_AT_ONCE = 8
-_TOLD = 8  # faults that have a line of their own
+_TOLD = 8  # faults with a line of their own
 
 
 def find(data_dir: str) -> list[str]:
     """Folders of data sets: `data_dir` itself, or those below it as `tfds build` makes them.
 
-    A folder with shards is one, also if its metadata are missing.
+    A folder with shards is one even if its metadata are missing; below a URL only those with
+    metadata are found.
 
     Raises:
+        ValueError: it is a URL of another kind than gs://.
         OSError: the storage cannot be reached.
     """
     data_dir = data_dir.rstrip('/') or '/'
@@ -79,29 +81,29 @@ def check_health(data_dir: str, read_through: int | None = None) -> list[Finding
         faults += _check_spots(files, {fault.partition(':')[0] for fault in faults})
     how = 'read through' if is_whole else f'a chunk of up to {_SPOTS} shards a split read'
     facts = {'files': found.num_files, 'num_bytes': found.num_bytes, 'faults': faults}
-    if faults:
-        return list(_tell(name, data_dir, faults))
-    text = f'{found.num_files} files, {gigabytes(found.num_bytes)}, {how}: no fault'
     command = f'python -m coyo11m_tfds.verify {data_dir}'
+    if faults:
+        return list(_tell(name, faults, command))
+    text = f'{found.num_files} files, {gigabytes(found.num_bytes)}, {how}: no fault'
     if not found.has_checksums:
-        text += f', but {schema.CHECKSUMS_FILE} is missing, so that they are compared with each '
-        text += 'other alone'
+        text += f', but {schema.CHECKSUMS_FILE} is missing, so that they were compared only with '
+        text += 'each other'
         return [finding.warned(name, text, 'build the data set again with --overwrite', **facts)]
     return [finding.passed(name, text if is_whole else f'{text}; all of it: {command}', **facts)]
 
 
 def _sources(data_dir: str) -> list[SourceFile]:
-    """The files that latents in place lie in, as far as they are there."""
+    """The files of latents in place that are there."""
     try:
         latents = columns.read(data_dir).get(schema.LATENTS)
-    except ValueError:  # which is told as a fault
+    except ValueError:  # reported as a fault
         return []
     if not isinstance(latents, columns.Column):
         return []
     return [file for file in latents.find_files() if file]
 
 
-def _tell(name: str, data_dir: str, faults: Sequence[str]) -> Iterator[Finding]:
+def _tell(name: str, faults: Sequence[str], command: str) -> Iterator[Finding]:
     mend = (
         'copy the file again from where it is whole, or build the data set again with the '
         'command that built it and --overwrite'
@@ -109,7 +111,6 @@ def _tell(name: str, data_dir: str, faults: Sequence[str]) -> Iterator[Finding]:
     for fault in faults[:_TOLD]:
         yield finding.failed(name, fault, mend)
     if len(faults) > _TOLD:
-        command = f'python -m coyo11m_tfds.verify {data_dir}'
         yield finding.failed(name, f'{len(faults) - _TOLD} more faults', f'see {command}')
 
 
@@ -119,6 +120,9 @@ def _is_data_set(names: Sequence[str]) -> bool:
 
 
 def _find_remote(below: str) -> list[str]:
+    from coyo11m_tfds.storage import gcs_objects  # imports the storage's client
+
+    gcs_objects.split_url(below)
     pattern = f'{below}/*/*/{schema.INFO_FILE}'
     found = retry.call(lambda: source_files.gcs().glob(pattern), f'listing {below}')
     return sorted(f'gs://{path.rpartition("/")[0]}' for path in found)

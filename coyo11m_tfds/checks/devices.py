@@ -3,8 +3,8 @@
     devices.check_devices(['jax', 'torch'], seconds=60)
     # [Finding('accelerators of jax', 'pass', 'jax 0.10.2: 4 x TPU v5 lite'), ...]
 
-Each library looks in a process of its own, so that no device and no memory is claimed here. One
-that is not installed is not imported.
+Each library looks in a process of its own, so that no device and no memory is claimed here. A
+library that is not installed is not imported.
 """
 
 import concurrent.futures
@@ -32,10 +32,14 @@ print(json.dumps({'version': torch.__version__, 'devices': [['gpu', k] for k in 
     ['cpu', 'cpu']]}))
 """,
 }
-_MENDS = {
+_NOT_SEEN = {
     ('jax', 'gpu'): "pip install -c constraints.txt -e '.[gpu]'",
     ('jax', 'tpu'): "pip install -c constraints.txt -e '.[tpu]'",
     ('torch', 'gpu'): 'install a CUDA build: https://pytorch.org/get-started/locally',
+}
+_FAILED = {
+    'jax': 'end what else uses the devices, or set JAX_PLATFORMS=cpu to do without them',
+    'torch': 'install a build for this machine: https://pytorch.org/get-started/locally',
 }
 
 
@@ -70,14 +74,13 @@ def _check(library: str, seconds: float, there: str) -> Finding:
     try:
         answer = child.ask(['-c', _PROGRAMS[library]], seconds, _MODEST)
     except (ValueError, OSError) as error:
-        mend = 'end what else uses the devices, or set JAX_PLATFORMS=cpu to do without them'
-        return finding.of_error(name, error, mend)
+        return finding.of_error(name, error, _FAILED[library])
     kinds = [kind for _, kind in answer['devices']]
     counts = ', '.join(f'{kinds.count(kind)} x {kind}' for kind in dict.fromkeys(kinds))
     text = f'{library} {answer["version"]}: {counts}'
     seen = {platform.replace('cuda', 'gpu') for platform, _ in answer['devices']}
-    cure = _MENDS.get((library, there))
-    if cure and there not in seen:
+    mend = _NOT_SEEN.get((library, there))
+    if mend and there not in seen:
         text += f', although there is a {there.upper()} in this machine'
-        return finding.warned(name, text, cure, **answer)
+        return finding.warned(name, text, mend, **answer)
     return finding.passed(name, text, **answer)

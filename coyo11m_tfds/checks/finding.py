@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from coyo11m_tfds.process import ending
+
 PASS, WARN, FAIL = 'pass', 'warn', 'fail'
 
 
@@ -63,12 +65,13 @@ def of_error(name: str, error: BaseException, mend: str = '') -> Finding:
     if isinstance(error, ModuleNotFoundError):
         mend = mend or "pip install -c constraints.txt -e '.[convert,text]'"
         return failed(name, f'{error.name} is not installed, which this check needs', mend)
-    text = str(error) if isinstance(error, (ValueError, OSError)) and str(error) else repr(error)
+    is_message = isinstance(error, (ValueError, OSError)) and str(error)
+    text = ending.describe(error) if is_message else repr(error)
     return failed(name, ' '.join(text.split()), mend)
 
 
-def bounded(name: str, seconds: float, check: Check) -> tuple[list[Finding], bool]:
-    """Runs a check, but waits no longer than so many seconds.
+def bounded(name: str, seconds: float, check: Check) -> list[Finding]:
+    """Runs a check for a limited time.
 
     Args:
         name: of the finding that stands for an error or for no answer.
@@ -76,22 +79,25 @@ def bounded(name: str, seconds: float, check: Check) -> tuple[list[Finding], boo
         check: what to run.
 
     Returns:
-        Its findings, at least one; and whether it is over.
+        Its findings, the last of which stands for an error.
     """
     results: queue.SimpleQueue = queue.SimpleQueue()
 
     def run() -> None:
+        found = []
         try:
-            results.put(list(check()))
+            for one in check():
+                found.append(one)
         except BaseException as error:
-            results.put([of_error(name, error)])
+            found.append(of_error(name, error))
+        results.put(found)
 
     threading.Thread(target=run, name=f'check {name}', daemon=True).start()
     try:
-        return results.get(timeout=seconds), True
+        return results.get(timeout=seconds)
     except queue.Empty:
         text = f'no answer within {seconds:g} s, so nothing is known of it'
-        return [failed(name, text, 'try again, or wait longer with --timeout')], False
+        return [failed(name, text, 'try again, or wait longer with --timeout')]
 
 
 def gigabytes(num_bytes: float) -> str:

@@ -1,4 +1,4 @@
-"""Cores, memory and disks of this machine, as far as its container lets them be used.
+"""Cores, memory and disks of this machine, within the limits of its container.
 
 hardware.check_cores()      # [Finding('cores', 'pass', '4 usable of 64 (limited by ...)')]
 hardware.check_memory()
@@ -16,34 +16,30 @@ from coyo11m_tfds.checks import finding
 from coyo11m_tfds.checks.finding import Finding, gigabytes
 from coyo11m_tfds.process import machine
 
-# To plan a build of 12 million rows takes 1.5 GB; a process that writes, or reads with TensorFlow,
-# half of one.
+# Planning a build of 12 million rows takes 1.5 GB; a process that writes, or reads with TensorFlow,
+# takes 0.5 GB.
 _AMPLE_MEMORY, _LEAST_MEMORY = 2_000_000_000, 500_000_000
 
-# What logs, stores of captions and unfinished files need besides data.
+# For logs, stores of captions and unfinished files, besides data.
 _LEAST_ROOM = 1_000_000_000
 
-KINDS = SSD, ROTATING, MEMORY, NETWORK, DISK = (
-    'SSD',
-    'rotating or virtual disk',  # virtual ones seldom say what they are
-    'memory',
-    'network',
-    'disk',  # of which nothing more is known
-)
+SSD, MEMORY, NETWORK = 'SSD', 'memory', 'network'
+ROTATING = 'rotating or virtual disk'  # virtual ones seldom say what they are
+DISK = 'disk'  # nothing more is known of it
 _IN_MEMORY = ('tmpfs', 'ramfs')
 _NETWORK = re.compile(r'nfs\d?|cifs|smb3?|9p|ceph|lustre|gpfs|beegfs|fuse\..*|afs|glusterfs')
 
 
 @dataclasses.dataclass(frozen=True)
 class Disk:
-    """Where a folder lies, or would lie.
+    """The disk that a folder lies on, or would lie on.
 
     Attributes:
-        folder: that exists: the one that was asked for, or the nearest above it.
+        folder: the one in question, or the nearest above it that exists.
         device: number that tells one file system from another.
         free: bytes that this user may still write.
         file_system: its name, such as 'ext4'; '' where the system does not tell.
-        kind: one of `KINDS`.
+        kind: `SSD`, `ROTATING`, `MEMORY`, `NETWORK` or `DISK`.
     """
 
     folder: str
@@ -86,7 +82,7 @@ def look_at_disk(
     root: str | os.PathLike[str] = '/',
     usage: Callable[[str], tuple[int, int, int]] = shutil.disk_usage,
 ) -> Disk:
-    """Finds out where a folder lies, which need not exist yet.
+    """Finds the disk of a folder, which need not exist yet.
 
     Args:
         folder: local.

@@ -1,9 +1,9 @@
-"""Checks that a place lets this user in: by a small request, of a destination by a small write.
+"""Checks this user's access to a place: by a small request, to a destination also by a small write.
 
     places.check_place('source', 'hf://datasets/owner/name')
     places.check_place('data_dir', 'gs://bucket/tfds', writes=True)
 
-Folders of this machine are for `hardware.check_disks` to judge.
+`hardware.check_disks` judges local folders.
 """
 
 import uuid
@@ -17,7 +17,7 @@ _LOG_IN = {'gs://': 'gcloud auth application-default login', 'hf://': 'hf auth l
 
 
 def check_place(name: str, url: str, writes: bool = False) -> list[Finding]:
-    """Asks a storage for a listing; of a local folder there is nothing to ask.
+    """Asks a storage for a listing; a local folder passes.
 
     Args:
         name: of the place, as 'source'.
@@ -41,6 +41,9 @@ def check_place(name: str, url: str, writes: bool = False) -> list[Finding]:
 
 def _ask(url: str) -> None:
     if url.startswith('gs://'):
+        from coyo11m_tfds.storage import gcs_objects  # imports the storage's client
+
+        gcs_objects.split_url(url)
         source_files.check_bucket(url)
         return
     try:

@@ -34,14 +34,15 @@ from coyo11m_tfds.storage.source_files import SourceFile
 
 _HEADS = 8  # .pt files whose heads stand for all
 
-# Captions that are read through: 11 million of 400 bytes take 13 s, these one or two.
-_EXACT_BYTES = {False: 500_000_000, True: 30_000_000}  # by whether they come from afar
+# Captions of at most this size are read through, in a second or two; 11 million of 400 bytes
+# take 13 s.
+_EXACT_BYTES = {False: 500_000_000, True: 30_000_000}  # by whether they are remote
 
 _RECORD_BYTES = schema.NUM_CROPS * schema.LATENT_NBYTES + 128  # without caption and text embedding
 
-_MUCH = 0.1  # share of the rows; a build without one of its captions in ten is seldom meant
+_MUCH = 0.1  # share of the rows; hardly anybody means to leave out one in ten
 
-# Of what a core writes, statistics and checksums included, where neither disk nor network waits.
+# Written by a core in a second, statistics and checksums included, where no disk or network waits.
 _BYTES_A_CORE = 700e6
 _PROBE_BYTES, _PROBES = 8 << 20, 4  # read at a time to see how fast a storage is; a build reads 4
 
@@ -85,7 +86,7 @@ def check_files(source: Source) -> list[Finding]:
     facts = {'files': len(source.latent_files), 'num_bytes': num_bytes, 'dtype': latents.dtype}
     if latents.disagreeing_files:
         text += f'; the tensors of {latents.disagreeing_files[0]} have unequal numbers of rows'
-        mend = 'write the file anew; a build leaves its rows out'
+        mend = 'write the file again; a build leaves its rows out'
         return [finding.warned('source', text, mend, **facts)]
     return [finding.passed('source', text, **facts)]
 
@@ -214,7 +215,7 @@ def _footer(captions: SourceFile, column: str) -> tuple[int, int]:
 
 
 class _Ranges(io.RawIOBase):
-    """A file, local or remote, of which only the ranges are read that are asked for."""
+    """A file, local or remote, of which ranges are read on demand."""
 
     def __init__(self, file: SourceFile):
         self._file, self._at = file, 0
@@ -241,7 +242,7 @@ class _Ranges(io.RawIOBase):
 
 
 def _fetch_rate(file: SourceFile) -> float:
-    """Bytes a second that come from a storage in one request, times those of a build."""
+    """Bytes a second that a build fetches: those of one request, times the requests at a time."""
     length = min(_PROBE_BYTES, file.size)
     start = time.monotonic()
     remote.read_range(file, 0, length)

@@ -21,13 +21,13 @@ CAPTIONS = [f'{number}. {_SENTENCE * (1 + number % 5)}' for number in range(32)]
 
 
 def main() -> None:
-    """Prints what was found as one line of JSON; errors end it in one line and status 1."""
+    """Prints what was found as one line of JSON; an error ends it with one line and status 1."""
     spec = sys.argv[1]
     with ending.in_one_line('nothing was changed', (ValueError, OSError, ImportError)):
         facts = _look_at_tokenizer(spec)
         try:
             facts |= _look_at_encoder(spec)
-        except ValueError as error:  # what is wrong with the tokenizer may be why
+        except ValueError as error:  # the tokenizer may be why, and its finding says so
             facts['error'] = ' '.join(str(error).split())
     print(json.dumps(facts))
 

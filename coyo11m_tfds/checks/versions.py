@@ -69,14 +69,12 @@ KNOWN_BAD = (
 def check_versions(
     extras: Collection[str] = (),
     path: Sequence[str] | None = None,
-    known_bad: Sequence[BadPair] = KNOWN_BAD,
 ) -> list[Finding]:
     """Compares all installed packages that this one needs.
 
     Args:
         extras: of this package, that are needed.
         path: folders to look for packages in; those of this process by default.
-        known_bad: pairs that do not work together.
     """
     install = INSTALL.format(extras=f'[{",".join(extras)}]' if extras else '')
     there = _installed(path)
@@ -87,7 +85,7 @@ def check_versions(
     findings = [
         finding.failed('versions', fault, _upgrade(wanted, install)) for wanted, fault in faults
     ]
-    for pair in known_bad:
+    for pair in KNOWN_BAD:
         if _is_bad(pair, there):
             first, second = (_named(there, text) for text in (pair.first, pair.second))
             wanted = f'the same version of both: {pair.second}' if pair.same else 'another pair'

@@ -5,12 +5,13 @@
     flags = parser.parse_args()
     command_line.show_log()
 
-The programs of this package parse with argparse. Those of `train_lib` need the flags of
-ml_collections, which are absl's, and share the advice.
+The programs of this package parse with argparse. Those of `train_lib` use absl's flags, as
+ml_collections requires, and share `advice`.
 """
 
 import argparse
 import logging
+import math
 import re
 from typing import NoReturn
 
@@ -35,6 +36,14 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Called by argparse."""
         self.exit(2, f'error: {message}; {advice(self.prog, self.description)}\n')
+
+
+def positive(text: str) -> float:
+    """The `type` of an argument that is a finite number above 0."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f'{text}: expected a number above 0')
+    return value
 
 
 def advice(program: str, doc: str | None) -> str:

@@ -6,11 +6,12 @@
 
 An error that says what the user can mend ends the process with `error: ...` and status 1, Ctrl-C
 with `Interrupted: ...` and status 130, SIGTERM with status 143. All three unwind, so that locks
-and scratch folders are given back; a second Ctrl-C leaves at once. With `COYO11M_TRACEBACK=1` in
-the environment the traceback is shown instead.
+and scratch folders are released; a second Ctrl-C ends the process at once. With
+`COYO11M_TRACEBACK=1` in the environment the traceback is shown instead.
 """
 
 import contextlib
+import errno
 import gc
 import os
 import signal
@@ -23,6 +24,20 @@ TRACEBACK_VARIABLE = 'COYO11M_TRACEBACK'
 
 INTERRUPTED = 128 + signal.SIGINT  # the exit status that shells give to Ctrl-C
 
+# What to do about errors of the operating system, which says only what is wrong.
+_NO_ROOM = 'free some space there or choose another folder'
+_NO_ACCESS = 'choose another path, or ask for the right to use this one'
+_REMEDIES = {
+    errno.ENOSPC: _NO_ROOM,
+    errno.EDQUOT: _NO_ROOM,
+    errno.EACCES: _NO_ACCESS,
+    errno.EPERM: _NO_ACCESS,
+    errno.EROFS: _NO_ACCESS,
+    errno.EEXIST: 'choose another path, or remove what is there',
+    errno.ENOTDIR: 'a part of this path is a file; choose another path',
+    errno.ENOENT: 'correct the path',
+}
+
 
 @contextlib.contextmanager
 def in_one_line(
@@ -33,7 +48,7 @@ def in_one_line(
     """Ends the process as the module's docstring says; for the main thread.
 
     Args:
-        outlook: what an interrupt leaves or what comes next, the end of its line.
+        outlook: what an interrupt leaves, or what to do next: the end of its line.
         kinds: errors that say what the user can mend.
         status: of the process after such an error.
     """
@@ -56,7 +71,7 @@ def in_one_line(
 def interrupt_once() -> None:
     """Has the first Ctrl-C raise KeyboardInterrupt, and the second end the process at once.
 
-    A process that is to ignore it, as one in the background, still does.
+    A process that ignores it, such as one in the background, still does.
     """
 
     def interrupt(number, frame) -> None:
@@ -71,7 +86,7 @@ def interrupt_once() -> None:
 
 
 def _is_ignoring_errors(frame: types.FrameType | None) -> bool:
-    """True if this is inside a callback of the garbage collector, as JAX has one."""
+    """True inside a callback of the garbage collector, such as that of JAX."""
     callbacks = {getattr(callback, '__code__', None) for callback in gc.callbacks}
     while frame and frame.f_code not in callbacks:
         frame = frame.f_back
@@ -88,5 +103,11 @@ def say(error: BaseException, outlook: str) -> None:
     if isinstance(error, KeyboardInterrupt):
         line = f'Interrupted: {outlook}.'
     else:
-        line = f'error: {" ".join(str(error).split())}'
+        line = f'error: {" ".join(describe(error).split())}'
     print(line, file=sys.stderr, flush=True)
+
+
+def describe(error: BaseException) -> str:
+    """The message of an error; of the operating system's with what to do."""
+    remedy = _REMEDIES.get(error.errno or 0) if isinstance(error, OSError) else None
+    return f'{error}: {remedy}.' if remedy else str(error)

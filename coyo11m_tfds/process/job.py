@@ -33,7 +33,7 @@ def process_index() -> int:
     """Returns the number of this process in its job, 0 if it is alone.
 
     It is the environment variable `RANK`, `SLURM_PROCID` or `OMPI_COMM_WORLD_RANK`, else that of
-    `jax.distributed` where a program has set that up. JAX itself is not started by asking.
+    `jax.distributed` where a program has set that up. Asking does not start JAX.
 
     Raises:
         ValueError: the variable is no number.

@@ -47,9 +47,9 @@ def usable_memory(root: str | os.PathLike[str] = '/') -> int:
 
 
 def free_memory(root: str | os.PathLike[str] = '/') -> int:
-    """Returns the bytes of memory that this process could take now without pushing others out.
+    """Returns the bytes of memory that this process could take now without displacing others.
 
-    What the kernel keeps of files counts as free, because it is given up on demand.
+    The page cache counts as free, because the kernel gives it up on demand.
 
     Args:
         root: folder that holds `proc` and `sys`.
@@ -76,7 +76,7 @@ def _left(folder: pathlib.Path, limit: str, usage: str) -> list[int]:
 
 
 def _groups(root: str | os.PathLike[str], controller: str) -> Iterator[pathlib.Path]:
-    """Yields the folders of the process's control group and of those above it, as far as mounted.
+    """Yields the folders of the process's control group and of those above it that are mounted.
 
     Args:
         root: folder that holds `proc` and `sys`.
@@ -94,7 +94,7 @@ def _groups(root: str | os.PathLike[str], controller: str) -> Iterator[pathlib.P
         # Version 2 may be mounted beside version 1; several controllers may share a mount.
         for mount in {controller, controllers} if controller else ('', 'unified'):
             top = pathlib.Path(root, 'sys/fs/cgroup', mount)
-            # Inside a container the path may be the host's, of which only the top is mounted.
+            # In a container the path may be that on the host, of which only the top is mounted.
             yield from {top, top / below, *(top / parent for parent in below.parents)}
 
 

@@ -1,4 +1,4 @@
-"""Says how far a long piece of work is: a bar on a terminal, elsewhere lines in the log.
+"""Shows the progress of long work: a bar on a terminal, elsewhere lines in the log.
 
     with Progress('Writing shards', total=10**9, unit='B', goals={'shards': 8}) as progress:
         progress.skip(2 * 10**8, shards=2)                       # found finished
@@ -32,7 +32,7 @@ _SECONDS_BETWEEN_MARKS = 1
 RATED = 'records', 'tokens'  # the counts that are shown as speeds
 
 _BYTES = 'B'
-# Of a terminal that says nothing of its size, as that of a container.
+# For a terminal that does not tell its size, such as that of a container.
 _COLUMNS, _LINES = 80, 24
 
 _BAR_FORMAT = '{desc}: {percentage:3.0f}%|{bar}| {n_fmt}{unit}{postfix}'
@@ -51,13 +51,13 @@ class Progress:
 
     Args:
         what: what is being done, e.g. 'Writing shards'.
-        total: how much there is to do, in `unit`; 0 where there is nothing. An estimate will do.
+        total: how much there is to do, in `unit`; 0 for nothing. An estimate will do.
         unit: 'B' for bytes, shown as MB/s; else the name of a thing in the plural.
         goals: how many there will be of some of the counts, e.g. `{'shards': 2400}`.
-        clock: seconds from any moment on.
+        clock: returns the time in seconds.
 
     Attributes:
-        note: shown behind the speeds; may be changed at any time.
+        note: shown after the speeds; may be changed at any time.
     """
 
     note = ''
@@ -145,7 +145,7 @@ class Progress:
 
     def _show(self, now: float) -> None:
         if not self._bar.disable:
-            # What a narrow terminal cuts off is the end.
+            # The time left comes first: a narrow terminal cuts off the end.
             facts = [*self._time_left(), *self._facts(self._marks[0])]
             self._bar.set_postfix_str(', '.join(facts), refresh=False)
             # A bar beyond its total falls apart, but the total may be an estimate.
@@ -192,7 +192,7 @@ class Progress:
 
 
 def make_bar(is_shown: bool = True, **options) -> tqdm.tqdm:
-    """A bar as wide as the terminal on standard error; disabled where that is none.
+    """A bar as wide as the terminal; disabled where standard error is no terminal.
 
     Args:
         is_shown: False disables it.
@@ -200,7 +200,7 @@ def make_bar(is_shown: bool = True, **options) -> tqdm.tqdm:
     """
     disable = not (is_shown and sys.stderr.isatty())
     bar = tqdm.tqdm(dynamic_ncols=True, disable=disable, **options)
-    # tqdm's own takes a terminal of 0 columns as too narrow, one of 0 lines as full.
+    # tqdm itself takes a terminal of 0 columns for too narrow, one of 0 lines for full.
     bar.dynamic_ncols = _terminal_size
     bar.ncols, bar.nrows = _terminal_size(sys.stderr)
     return bar

@@ -1,9 +1,9 @@
-"""A pool of processes that begin afresh and end with their parent.
+"""A pool of processes that inherit nothing from their parent, and end with it.
 
 with workers.pool(4, init) as pool:
     pool.submit(function, argument)
 
-workers.chosen(num_workers)     # or COYO11M_NUM_PROC, or 0 where nobody has chosen
+workers.chosen(num_workers)     # or COYO11M_NUM_PROC, or 0 if neither is set
 """
 
 import concurrent.futures
@@ -65,7 +65,7 @@ def _begin(init: Callable[[], None] | None) -> None:
 
 
 def _end_with_parent() -> None:
-    """A parent that was killed cannot end its workers, and they would wait for work for ever."""
+    """Ends this process with its parent: one that is killed cannot end its workers."""
     parent = multiprocessing.parent_process()
     assert parent is not None  # this is a worker
     parent.join()

@@ -165,11 +165,13 @@ def choose(folder: str | os.PathLike[str]) -> str:
     """The data set that is meant by a folder, local or `gs://`: itself, or the only one below it.
 
     Raises:
-        ValueError: there are several below.
+        ValueError: there are several below, or it is empty text or a URL of another kind.
         OSError: the storage cannot be reached.
     """
-    folder = os.fspath(folder).rstrip('/')
-    found = stored_files.folders_with(folder, schema.INFO_FILE) or [folder]
+    folder = os.fspath(folder)
+    if not folder:
+        raise ValueError('the folder is empty text, expected that of a data set.')
+    found = stored_files.folders_with(folder, schema.INFO_FILE) or [folder.rstrip('/')]
     if len(found) > 1:
         raise ValueError(
             f'{folder}: there are {len(found)} data sets, name one: {", ".join(found)}'

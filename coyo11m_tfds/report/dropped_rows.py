@@ -1,12 +1,12 @@
-"""Counts the rows that are left out, and says when they are too many.
+"""Counts the rows that are dropped, and says when they are too many.
 
     dropped = Dropped(num_rows=1_000_000, max_bad_fraction=0.01)
     dropped.add(schema.NO_CAPTION, 17, keys[:10])
     dropped.check_bad('/data/x.parquet')    # raises if too many are bad
     dropped.counts                          # {'no_caption': 17, 'non_finite': 0, ...}
 
-A row without a caption is common and only counted. A row that is bad (`BAD`) says that something
-went wrong when the source was made: few of them are dropped, many stop the build.
+A row without a caption is common and only counted. A bad row (`BAD`) shows that something went
+wrong when the source was made: a few are dropped, many stop the build.
 """
 
 from collections.abc import Iterable, Mapping
@@ -31,7 +31,7 @@ def num_latents(counts: Mapping[str, int]) -> int:
 
 
 class Dropped:
-    """Rows that are left out, by reason.
+    """Rows that are dropped, by reason.
 
     Args:
         num_rows: of the source.
@@ -40,7 +40,7 @@ class Dropped:
     Attributes:
         num_rows: of the source.
         counts: rows by reason, every reason of `schema.DROP_REASONS`.
-        examples: some keys by reason, for those that occur.
+        examples: some keys by reason, of reasons that occur.
     """
 
     MAX_EXAMPLES = 10
@@ -52,7 +52,7 @@ class Dropped:
         self._files: dict[str, str] = {}
 
     def add(self, reason: str, count: int, keys: Iterable[int], file: str = '') -> None:
-        """Counts `count` rows; `keys` has some of theirs, and `file` holds the first of them."""
+        """Counts `count` rows; `keys` are some of theirs, and `file` holds the first of them."""
         if count:
             self._files.setdefault(reason, file)
             self.counts[reason] += count
@@ -60,9 +60,9 @@ class Dropped:
             examples += [int(key) for key in keys][: self.MAX_EXAMPLES - len(examples)]
 
     def check_bad(self, file: str) -> None:
-        """Raises a ValueError if more rows are bad than may be.
+        """Raises a ValueError if more rows are bad than allowed.
 
-        It names the file of the commonest bad rows: that which they were added with, else `file`.
+        It names the file that the most frequent kind of bad rows was added with, else `file`.
         """
         num_bad = sum(self.counts[reason] for reason in BAD)
         if num_bad > self._max_bad_fraction * self.num_rows:

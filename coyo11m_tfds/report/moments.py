@@ -50,7 +50,7 @@ class Moments:
         return mean.tolist(), np.sqrt(variance).tolist()
 
     def to_json(self) -> dict:
-        """Returns what `from_json` makes the same moments of, to the last bit."""
+        """Returns plain values from which `from_json` restores these moments to the last bit."""
         return {'count': self.count, 'sums': self.sums.tolist(), 'squares': self.squares.tolist()}
 
     @classmethod

@@ -5,8 +5,8 @@
     whole = join([statistics, *others])                     # in the order of the shards
     mean, std = whole.latent_moments.mean_and_std()
 
-Adding the same blocks of samples in the same order gives the same statistics to the last bit, also
-when they went through JSON, so that an interrupted build can take up those of finished shards.
+Adding the same blocks of samples in the same order gives the same statistics to the last bit, even
+through JSON, so that an interrupted build can reuse those of finished shards.
 """
 
 import base64
@@ -26,7 +26,7 @@ CAPTION_EDGES = 16 * np.arange(129)
 MAX_PREVIEWS = 6  # 4 KB each in JSON
 MAX_NON_FINITE_KEYS = 10
 
-# Latents are drawn from so many records of each shard: one takes 20 us.
+# So many records of each shard are in the histogram of latents: one takes 20 us.
 _HISTOGRAM_RECORDS = 64
 
 _PREVIEW_CROP = schema.NUM_CROPS // 2  # the middle one
@@ -48,7 +48,7 @@ class Preview:
     rgb: np.ndarray
 
     def to_json(self) -> dict:
-        """Returns what `from_json` makes the same preview of."""
+        """Returns plain values from which `from_json` restores this preview."""
         rgb = base64.b64encode(self.rgb.tobytes()).decode()
         return {'key': self.key, 'caption': self.caption, 'rgb': rgb}
 
@@ -138,7 +138,7 @@ class ShardStatistics:
         self.num_records += len(keys)
 
     def to_json(self) -> dict:
-        """Returns plain values, of which `from_json` makes the same statistics to the last bit,
+        """Returns plain values from which `from_json` restores these statistics to the last bit,
         also after writing them to JSON and reading them."""
         return {
             'num_records': self.num_records,

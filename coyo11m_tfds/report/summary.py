@@ -155,17 +155,15 @@ def choose_previews(previews: Sequence[Preview], count: int = NUM_PREVIEWS) -> l
 
 
 def summarize(facts: BuildFacts, folder: str, seconds: float) -> str:
-    """Tells in a few lines what was written, what was dropped and why; of what is bad in the
-    source (`dropped_rows.BAD`) it gives examples."""
+    """Says in a few lines what was written, what was dropped and why, with examples of what is
+    bad in the source (`dropped_rows.BAD`)."""
     lines = ['']
     for split, shards in facts.shards.items():
         lines.append(_line(split, shards))
     lines.append(_line('total', [shard for shards in facts.shards.values() for shard in shards]))
     counts = {reason: count for reason, count in facts.dropped.items() if count}
-    num_rows, of_captions = (
-        dropped_rows.num_latents(counts),
-        counts.pop(schema.DUPLICATE_CAPTION, 0),
-    )
+    num_rows = dropped_rows.num_latents(counts)
+    of_captions = counts.pop(schema.DUPLICATE_CAPTION, 0)
     reasons = ', '.join(f'{reason}: {count:,}' for reason, count in counts.items())
     lines.append(f'dropped     {num_rows:,} rows' + (f' ({reasons})' if reasons else ''))
     if of_captions:

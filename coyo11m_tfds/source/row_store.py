@@ -5,7 +5,7 @@
     store.read(rows)                    # float32 (n, *store.shape)
 
 Each file has a column `key`, and one of integers, floats or fixed-size lists of these, which are
-kept as they are.
+kept as they are. A row with a null has no value: it is left out.
 """
 
 import hashlib
@@ -50,8 +50,8 @@ def prepare_store(
         hold: gives the path of a file; called only if that has to be read.
 
     Raises:
-        ValueError: see `keyed_parquet`; the column holds something else or nulls, files differ in
-            what it holds, or a key comes twice.
+        ValueError: see `keyed_parquet`; the column holds something else or nothing but nulls, files
+            differ in what it holds, or a key comes twice.
         OSError: the store cannot be written.
     """
     name, version = matrix_store.name_and_version(files)
@@ -90,11 +90,13 @@ def _build(files: Sequence[SourceFile], column: str, hold: Hold, folder: str) ->
                 for keys, values in keyed_parquet.batches(
                     path, column, file.path, row_bytes=16 * width
                 ):
-                    rows = _to_numpy(values, width, keys, f"{file.path}: column '{column}'")
+                    rows, has_value = _to_numpy(values, width)
                     digest.update(rows)
                     matrix.write(rows)
-                    all_keys.append(keys)
+                    all_keys.append(keys[has_value])
     keys = np.concatenate(all_keys)
+    if not len(keys):
+        raise ValueError(f"{files[0].path}: column '{column}' is null in every row.")
     digest.update(keys)
     places, facts = keyed_store.write_keys(folder, keys)
     keyed_store.write(folder, PLACES, places)
@@ -120,13 +122,13 @@ def _describe(path: str, column: str, name: str) -> dict[str, Any]:
     return {'dtype': np.dtype(number.to_pandas_dtype()).name, 'shape': shape}
 
 
-def _to_numpy(values: pa.Array, width: int, keys: np.ndarray, name: str) -> np.ndarray:
-    """The numbers of some rows, `(n, width)`."""
-    is_list = pa.types.is_fixed_size_list(values.type)
-    null = values.is_null().to_numpy(zero_copy_only=False)
-    if not null.any():
-        numbers = values.flatten() if is_list else values
-        null = numbers.is_null().to_numpy(zero_copy_only=False).reshape(-1, width).any(axis=1)
-    if null.any():
-        raise ValueError(f'{name} has nulls, such as that of key {keys[null.argmax()]}. Fill them.')
-    return numbers.to_numpy(zero_copy_only=False).reshape(-1, width)
+def _to_numpy(values: pa.Array, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers of rows without nulls, `(m, width)`, and which rows these are, bool `(n,)`."""
+    has_value = values.is_valid().to_numpy(zero_copy_only=False, writable=True)
+    values = values.drop_null()
+    numbers = values.flatten() if pa.types.is_fixed_size_list(values.type) else values
+    if numbers.null_count:
+        whole = numbers.is_valid().to_numpy(zero_copy_only=False).reshape(-1, width).all(axis=1)
+        has_value[has_value] = whole
+        numbers = numbers.filter(pa.array(np.repeat(whole, width)))
+    return numbers.to_numpy(zero_copy_only=False).reshape(-1, width), has_value

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from absl import logging
 
-from coyo11m_tfds.storage import file_lock, lock_holder, source_files
+from coyo11m_tfds.storage import file_lock, file_state, lock_holder, source_files
 from coyo11m_tfds.storage.lock_holder import Lost
 
 SUFFIX = '.lock'
@@ -208,9 +208,13 @@ class _LocalLock:
                 'disk and copy the result',
                 self._path,
             ) from error
-        with open(self._path, 'wb') as file:
-            file.write(lock_holder.this_process().to_json())
-            self._state = os.fstat(file.fileno())
+        try:
+            with file_state.naming(self._path), open(self._path, 'wb') as file:
+                file.write(lock_holder.this_process().to_json())
+                self._state = os.fstat(file.fileno())
+        except OSError:  # the disk is full
+            self._lock.release()
+            raise
         return ''
 
     def is_alive(self) -> bool | None:

@@ -38,9 +38,11 @@ class Destination:
         """Does not touch the storage.
 
         Raises:
-            ValueError: the folder is a URL, but not of the kind `gs://bucket/folder`.
+            ValueError: the folder is empty text, or a URL of another kind than `gs://bucket/folder`.
         """
         path = os.fspath(folder)
+        if not path:
+            raise ValueError('the destination is empty text, expected a folder.')
         self.folder = path.rstrip('/') or '/'
         self.is_remote = '://' in path
         if self.is_remote:

@@ -31,7 +31,7 @@ from typing import NamedTuple
 from absl import logging
 
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.storage import remote
+from coyo11m_tfds.storage import remote, source_files
 from coyo11m_tfds.storage.file_lock import FileLock
 from coyo11m_tfds.storage.file_state import ignore_bytes
 from coyo11m_tfds.storage.source_files import SourceFile
@@ -119,7 +119,12 @@ class Scratch:
         Args:
             folder: local; others may keep files there, they are left alone and do not count.
             max_bytes: most that copies, also unfinished ones, may take together.
+
+        Raises:
+            ValueError: the folder is a URL.
         """
+        if source_files.is_remote(folder):
+            raise ValueError(f'scratch_dir is {folder}, expected a local folder.')
         self._folder = pathlib.Path(folder)
         self._max_bytes = max_bytes
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -78,7 +78,8 @@ def list_files(
     Raises:
         FileNotFoundError: there is no such folder; the bucket exists.
         NotADirectoryError: it is a file.
-        ValueError: it is a URL of another kind, or a wanted file is a link to nothing.
+        ValueError: it is empty text or a URL of another kind, or a wanted file is a link to
+            nothing.
         PermissionError: credentials are missing or refused.
         OSError: there is no such bucket, or the storage cannot be reached.
     """
@@ -90,6 +91,8 @@ def list_files(
         return is_visible and parent in ('', sub_folder) and base.endswith(suffixes)
 
     text = os.fspath(folder)
+    if not text:
+        raise ValueError('the folder is empty text, expected that of a source.')
     if not is_remote(text):
         return str(pathlib.Path(text)), _local_files(pathlib.Path(text), sub_folder, is_wanted)
     with _looking_in_bucket(text):

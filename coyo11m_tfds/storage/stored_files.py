@@ -57,12 +57,17 @@ def folders_with(folder: str, name: str) -> list[str]:
         Paths or URLs, sorted; [] where there is none.
 
     Raises:
+        ValueError: it is a URL of another kind.
         OSError: the storage cannot be reached.
     """
-    folder = folder.rstrip('/')
+    if is_remote := source_files.is_remote(folder):
+        from coyo11m_tfds.storage import gcs_objects  # imports the storage's client
+
+        gcs_objects.split_url(folder)
+    folder = folder.rstrip('/') or '/'
     below = ['/'.join([*'*' * level, _VERSION, name]) for level in range(_LEVELS)]
     for pattern in [name, *below]:
-        if source_files.is_remote(folder):
+        if is_remote:
             listing = functools.partial(source_files.gcs().glob, f'{folder}/{pattern}')
             found = retry.call(listing, f'listing {folder}')
             found = [f'gs://{path}' for path in found]

@@ -2,15 +2,18 @@
 
 import mmap
 import pathlib
+import signal
 import sys
+import time
 
 import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordReader
 
 from benchmarks import convert, measure, source
-from benchmarks.writers import WRITERS, read_captions, samples
+from benchmarks.writers import WRITERS, Writer, read_captions, samples
 from coyo11m_tfds.source.pt_file import LatentShard
+from tests import children
 
 NUM_SAMPLES = 50
 
@@ -40,7 +43,7 @@ def test_every_writer_writes_all_that_is_in_the_source(
     written = b''.join(map(_content, (tmp_path / 'out').rglob('*')))
     rows = list(samples(tiny_source, read_captions(tiny_source)))
     assert len(rows) == NUM_SAMPLES
-    if name != 'in_place':
+    if WRITERS[name].copies_latents:
         assert all(latents.tobytes() in written for _, latents, _ in rows)
     if name != 'cp':  # whose captions are still compressed
         assert all(caption.encode() in written for _, _, caption in rows)
@@ -84,14 +87,14 @@ def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: pathlib.Path
 def test_the_command_runs_in_fresh_processes_and_prints_a_table(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture
 ):
-    convert.main(['--dir', str(tmp_path), '--gb=0.001', '--repeats=2', '--only=cp'])
+    convert.main(['--dir', str(tmp_path), '--gb=0.001', '--repeats=1', '--only=cp,in_place'])
 
-    machine, _, header, _, row = capsys.readouterr().out.splitlines()
+    machine, _, header, _, *rows = capsys.readouterr().out.splitlines()
     assert 'cores' in machine and 'numpy' in machine
-    values = [value.strip() for value in row.split('|')[1:-1]]
-    assert len(values) == len(header.split('|')[1:-1])
-    assert values[0] == '`cp` of the source'
-    assert float(values[1].replace(',', '')) > 0
+    rows = [[value.strip() for value in row.split('|')[1:-1]] for row in rows]
+    assert {len(row) for row in rows} == {len(header.split('|')[1:-1])}
+    assert [row[0] for row in rows] == [WRITERS[name].title for name in ('cp', 'in_place')]
+    assert all(float(row[1].replace(',', '')) > 0 for row in rows)
     assert sorted(path.name for path in tmp_path.iterdir()) == ['marks', 'source']
 
 
@@ -100,6 +103,12 @@ def test_a_writer_that_is_not_known_is_refused(capsys: pytest.CaptureFixture):
         convert.main(['--dir=x', '--only=cp,mdz'])
 
     assert "'mdz' is none of builder, builder2" in capsys.readouterr().err
+
+
+def test_writers_that_are_not_installed_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(Writer, 'is_installed', lambda self: False)
+    with pytest.raises(SystemExit, match=r'^error: not installed: mds, litdata; see'):
+        convert.main([f'--dir={tmp_path}', '--only=mds,litdata'])
 
 
 def test_ratios_are_those_of_the_medians_to_the_fastest_of_the_others():
@@ -171,6 +180,30 @@ def test_a_run_that_fails_says_what_it_printed(tmp_path: pathlib.Path):
             [sys.executable, '-c', 'import sys; print("oh no"); sys.exit(3)'],
             measure.Marks(tmp_path / 'marks'),
         )
+
+
+def test_an_interrupt_ends_the_program_that_is_measured(tmp_path: pathlib.Path):
+    ready = tmp_path / 'ready'
+    measured = """
+        import pathlib, signal, time
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        pathlib.Path(sys.argv[1]).touch()
+        time.sleep(60)
+    """
+    program = """
+        import signal, textwrap
+        from benchmarks import measure
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        measured = 'import sys\\n' + textwrap.dedent(sys.argv[1])
+        measure.run([sys.executable, '-c', measured, sys.argv[2]], measure.Marks('marks'))
+    """
+    with children.python(program, measured, ready) as child:
+        while not ready.exists():
+            assert child.poll() is None, child.communicate()
+            time.sleep(0.01)
+        child.send_signal(signal.SIGINT)
+        child.communicate(timeout=30)
+    assert child.returncode == -signal.SIGINT
 
 
 def test_the_first_mark_of_a_name_counts(tmp_path: pathlib.Path):

@@ -73,7 +73,7 @@ def check_batches(batches: list[dict[str, np.ndarray]], crops: dict[int, list[by
 
 
 @pytest.mark.parametrize('name', IN_PROCESS)
-def test_a_reader_goes_on_where_its_state_was_taken(folder: pathlib.Path, name: str):
+def test_a_reader_resumes_where_its_state_was_taken(folder: pathlib.Path, name: str):
     stream = open_stream(folder, name)
     batches = iter(stream.epoch())
     for _ in range(2):
@@ -376,7 +376,8 @@ def test_memory_that_processes_share_counts_once(tmp_path: pathlib.Path):
     (tmp_path / 'mapped').write_bytes(b'x' * size)
     program = f"""
 import mmap, os, time
-own = bytearray(b'x' * {size})
+own = bytearray({size})
+own[::4096] = bytes({size} // 4096)  # so that all of it is there
 with open({str(tmp_path / 'mapped')!r}, 'rb') as file:
     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     sum(mapped[::{4096}])

@@ -1,9 +1,13 @@
 """Tests of the variables of the environment, and of the settings that suit a machine."""
 
+import json
+import shlex
+
 import pytest
 
 from coyo11m_tfds.build.settings import BuildSettings
 from coyo11m_tfds.checks import choices, finding, hardware
+from coyo11m_tfds.coyo11m_tfds_dataset_builder import Coyo11mConfig
 from coyo11m_tfds.process import machine
 
 GB = 10**9
@@ -29,6 +33,7 @@ def test_variables_that_count(monkeypatch):
         ('COYO11M_RETRY_SECONDS', 'soon', 'fail'),
         ('COYO11M_LEASE_SECONDS', '0', 'fail'),
         ('RANK', 'first', 'fail'),
+        ('RANK', '1', 'fail'),  # of how many, nothing says
         ('COYO11M_NUM_PROCS', '4', 'warn'),
     ],
 )
@@ -53,8 +58,10 @@ def disk(free: int, kind: str = hardware.SSD) -> hardware.Disk:
 
 
 def choose(**options) -> finding.Finding:
-    options = {'settings': BuildSettings(), 'data_dir': '/out', 'num_bytes': 300 * GB} | options
-    return choices.choose(**options, scratch_bytes=40 * GB, candidates=['/fast', '/large'])
+    options = {'settings': BuildSettings(), 'fields': {}, 'data_dir': '/out'} | options
+    return choices.choose(
+        **options, num_bytes=300 * GB, scratch_bytes=40 * GB, candidates=['/fast', '/large']
+    )
 
 
 def test_the_usual_scratch_folder_where_it_suits(disks):
@@ -85,3 +92,15 @@ def test_what_the_user_has_chosen_stays(disks):
     disks['/mine'] = disk(100 * GB)
     settings = BuildSettings(num_workers=3, scratch_dir='/mine')
     assert choose(settings=settings).facts['config'] == {'num_workers': 3, 'scratch_dir': '/mine'}
+
+
+@pytest.mark.parametrize(
+    'fields', [{}, {'name': 'long', 'caption_column': "it's long", 'num_workers': 99}]
+)
+def test_the_command_that_is_shown_can_be_given(disks, fields):
+    disks['/out/.coyo11m_tfds'] = disk(100 * GB)
+    said = choose(fields=fields).text.partition(', scratch in ')[0]
+    flag = shlex.split(said)[-1]
+    config = Coyo11mConfig(**json.loads(flag.removeprefix('--config=')))
+    assert (config.name, config.num_workers) == (fields.get('name', 'NAME'), 16)
+    assert config.caption_column == fields.get('caption_column', 'caption_llava')

@@ -75,7 +75,7 @@ def test_an_index_of_other_places_is_found_without_checksums(copy):
     """As sizes and counts are right, only the records tell."""
     (copy / schema.CHECKSUMS_FILE).unlink()
     (found,) = data_sets.check_health(str(copy), read_through=0)
-    assert (found.status, 'are compared with each other alone' in found.text) == ('warn', True)
+    assert (found.status, 'were compared only with each other' in found.text) == ('warn', True)
     index = np.load(copy / 'chunk_index-train.npy')
     last = index.shape[0] - 2  # offset of the last chunk of the last shard
     index[last] += 1
@@ -96,6 +96,8 @@ def test_data_sets_are_found_below_a_data_dir(copy, tmp_path):
     with pytest.raises(ValueError, match=schema.INFO_FILE):
         data_sets.check_health(str(copy))
     assert data_sets.find(str(tmp_path / 'nothing')) == []
+    with pytest.raises(ValueError, match=r's3://bucket/d.*: expected a local path or gs://'):
+        data_sets.find('s3://bucket/d')
 
 
 def test_many_faults_are_counted(copy):

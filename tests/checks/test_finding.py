@@ -1,5 +1,6 @@
 """Tests of what checks say, and of checks that fail or hang."""
 
+import os
 import threading
 
 from coyo11m_tfds.checks import finding
@@ -15,27 +16,30 @@ def test_errors_are_findings():
     def check():
         raise ValueError('two\nlines')
 
-    assert finding.bounded('x', 5, check) == ([finding.failed('x', 'two lines')], True)
+    assert finding.bounded('x', 5, check) == [finding.failed('x', 'two lines')]
 
     def broken():
         yield finding.passed('x', 'fine so far')
         raise KeyError('a')
 
-    (found,), is_over = finding.bounded('x', 5, broken)
-    assert (found.status, found.text, is_over) == ('fail', "KeyError('a')", True)
+    fine, found = finding.bounded('x', 5, broken)
+    assert (fine.text, found.status, found.text) == ('fine so far', 'fail', "KeyError('a')")
+
+    (found,) = finding.bounded('x', 5, lambda: os.listdir('/no/such/file'))
+    assert found.text.endswith("No such file or directory: '/no/such/file': correct the path.")
 
     def missing():
         import nonesuch  # noqa: F401
 
-    (found,), _ = finding.bounded('x', 5, missing)
+    (found,) = finding.bounded('x', 5, missing)
     assert found.text.startswith('nonesuch is not installed')
     assert "'.[convert,text]'" in found.mend
 
 
 def test_a_check_that_hangs_fails_in_time():
     end = threading.Event()
-    (found,), is_over = finding.bounded('x', 0.05, lambda: [end.wait()])
+    (found,) = finding.bounded('x', 0.05, lambda: [end.wait()])
     end.set()
-    assert (found.status, is_over) == ('fail', False)
+    assert found.status == 'fail'
     assert 'no answer within 0.05 s' in found.text
     assert '--timeout' in found.mend

@@ -57,7 +57,10 @@ def test_a_hub(hub):
     assert (found.status, 'cannot be written to' in found.text) == ('fail', True)
 
 
-@pytest.mark.parametrize(('url', 'status'), [('/data', 'pass'), ('s3://bucket/d', 'fail')])
+@pytest.mark.parametrize(
+    ('url', 'status'), [('/data', 'pass'), ('s3://bucket/d', 'fail'), ('gs://', 'fail')]
+)
 def test_other_places(url, status):
     (found,) = places.check_place('source', url)
     assert found.status == status
+    assert status == 'pass' or f'{url}: expected a local path' in found.text

@@ -1,5 +1,6 @@
 """Programs end with one line, and with the exit status that shells expect."""
 
+import re
 import signal
 
 import pytest
@@ -23,6 +24,10 @@ def wait(phase):
 with ending.in_one_line('nothing is lost', status=3):
     if what == 'fails':
         raise ValueError('a.pt: is\\n  bad')
+    if what == 'is refused':
+        os.mkdir('/proc/self/x')
+    if what == 'has no room':
+        open('/dev/full', 'wb', buffering=0).write(b'x')
     if what == 'has a bug':
         raise KeyError('x')
     if what == 'collects':
@@ -52,7 +57,17 @@ def test_an_error_is_one_line():
     assert end('fails') == (3, '', 'error: a.pt: is bad\n')
 
 
-def test_the_traceback_is_shown_to_who_asks_for_it(monkeypatch: pytest.MonkeyPatch):
+def test_an_error_of_the_system_says_what_to_do():
+    status, _, said = end('is refused')
+    assert status == 3
+    assert re.fullmatch(r"error: \[Errno \d+\] .*: '/proc/self/x': \w.*\.\n", said)
+    _, _, said = end('has no room')
+    assert said.endswith(
+        'No space left on device: free some space there or choose another folder.\n'
+    )
+
+
+def test_the_traceback_is_shown_on_request(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(ending.TRACEBACK_VARIABLE, '1')
 
     status, _, said = end('fails')

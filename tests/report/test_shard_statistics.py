@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coyo11m_tfds import latent_rgb, schema
-from coyo11m_tfds.report.shard_statistics import Preview, ShardStatistics, join
+from coyo11m_tfds.report.shard_statistics import ShardStatistics, join
 
 DIM = 5
 
@@ -224,11 +224,3 @@ def test_shards_are_joined_in_order():
     assert join(parts).latent_moments.sums.tolist() == (small + large + opposite).tolist()
     assert (large + opposite).tolist() == [0] * 4  # so that no other order gives this
     assert (small + large + opposite != small).all()
-
-
-def test_a_preview_survives_json():
-    rgb = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
-    made = Preview(-5, 'ä\n"<&\u2028', rgb)
-    back = Preview.from_json(json.loads(json.dumps(made.to_json())))
-    assert (back.key, back.caption) == (made.key, made.caption)
-    np.testing.assert_array_equal(back.rgb, rgb)

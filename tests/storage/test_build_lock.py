@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import pytest
 
 from coyo11m_tfds.storage import build_lock, lock_holder
+from tests import children
 from tests.fakes.cloud import Fault
 
 _HOLD = """
@@ -460,3 +461,23 @@ def test_a_lease_is_looked_at_until_it_is_known_to_be_dead(gcs, very_short_lease
     gcs.put('bucket', 'set.lock', _ELSEWHERE.to_json())
     with build_lock.hold('gs://bucket/set', wait_seconds=None) as lock:
         lock.check()
+
+
+def test_a_lock_that_cannot_be_written_is_not_held(tmp_path):
+    """As on a full disk; here files may have no bytes."""
+    program = """
+        import resource
+        from coyo11m_tfds.storage import build_lock
+
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        for limit in (0, hard):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+            try:
+                with build_lock.hold(sys.argv[1], wait_seconds=0):
+                    print('held', flush=True)
+            except OSError as error:
+                print(error, flush=True)
+    """
+    with children.python(program, tmp_path / 'place') as child:
+        output, errors = child.communicate()
+    assert output == f"[Errno 27] File too large: '{tmp_path}/place.lock'\nheld\n", errors
