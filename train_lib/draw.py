@@ -30,7 +30,6 @@ from train_lib import (
     program,
     saved_run,
     sharding,
-    step,
     step_encoder,
     workdirs,
 )
@@ -116,17 +115,14 @@ class Artist:
     def _compile(self, config: ml_collections.ConfigDict):
         """The jitted function; pictures are shared out over the devices, each has all weights."""
         encoder = self._load_encoder(config.model.dtype)
-        encode, frozen = (encoder.encode, encoder.params) if encoder else (step.as_ids, None)
+        model = models.make(**config.model, vocabulary=self.facts.vocabulary)
+        latent_shape = self.facts.latent_shape
         draw = program.make_draw(
-            config,
-            models.make(**config.model, vocabulary=self.facts.vocabulary),
-            self.facts.stats,
-            latent_shape=self.facts.latent_shape,
-            encode=encode,
+            config, model, self.facts.stats, encoder, latent_shape=latent_shape
         )
         whole, rows = sharding.replicated(self._mesh), sharding.batch(self._mesh)
-        jitted = jax.jit(draw, in_shardings=(whole, rows, whole, whole), out_shardings=rows)
-        return lambda texts, first: jitted(self._params, texts, frozen, first)
+        bound = program.bind(draw, encoder, whole, rows, whole, out_shardings=rows)
+        return lambda texts, first: bound(self._params, texts, first)
 
     def _load_encoder(self, dtype: str) -> step_encoder.StepEncoder | None:
         try:

@@ -30,13 +30,12 @@ from train_lib import (
     settings,
     sharding,
     signals,
-    step_encoder,
     workdirs,
     writers,
 )
 from train_lib.console import Console, say
 from train_lib.data import TrainingData
-from train_lib.program import Program, make_program
+from train_lib.program import Program, for_data
 from train_lib.state import TrainState
 from train_lib.train_log import TrainLog
 
@@ -88,15 +87,7 @@ def set_up(
     data.check_memory()
     if config.preview_every:
         _ = data.preview_samples  # kept; what cannot be read is told now and not in some hours
-    facts = data.facts
-    program = make_program(
-        config,
-        mesh,
-        facts.stats,
-        latent_shape=facts.latent_shape,
-        vocabulary=facts.vocabulary,
-        encoder=step_encoder.load(config.encoder, facts, mesh, dtype=config.model.dtype),
-    )
+    program = for_data(config, mesh, data.facts)
     beginning = beginnings.find(config, workdir, data, program, accept_changes)
     return Setup(config, workdirs.absolute(workdir), data, program, beginning)
 
