@@ -177,7 +177,7 @@ def _train(
         complete = not stop.reached(step) and hooks.call_due(due_now, run, step, state, stop)
     run.save(step, state, interrupted=not complete)
     # Before anything is torn down: after SIGTERM there may be seconds left.
-    run.manager.wait_until_finished()
+    checkpoint.wait(run.manager)
     bad_records = run.data.read_counts().bad_records
     if bad_records:
         logging.warning('%d records could not be read and were left out here.', bad_records)
