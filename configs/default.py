@@ -97,7 +97,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.checkpoint_every = 2_500  # also at the end, and when SIGTERM comes
     config.keep_checkpoints = 3  # the last ones
     config.keep_every = 0  # and for ever those of every so many steps; 0: none
-    config.profile_steps = 0  # steps to profile, from the tenth after the start; 0: no profile
+    config.profile_steps = 0  # steps to profile, after the first ten of a process; 0: no profile
 
     config.requeue_status = 75  # exit status of a run that a signal ended before it was complete
 

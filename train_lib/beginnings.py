@@ -28,13 +28,13 @@ from train_lib.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Beginning:
-    """Where a run takes up.
+    """Where a run begins or resumes.
 
     Attributes:
         description: of the run from now on, for its checkpoints.
         step: of its last checkpoint; 0 where it has none.
-        has_new_config: no checkpoint of it holds this configuration.
-        source: whose weights a new run begins with, or None.
+        has_new_config: its last checkpoint, if there is one, holds another configuration.
+        source: the checkpoint whose weights a new run begins with, or None.
     """
 
     description: checkpoint.Description
@@ -82,15 +82,16 @@ def find(
     Args:
         config: see `configs/default.py`.
         workdir: local or `gs://`.
-        data: that the run is to read.
-        program: that it is to execute.
+        data: of the run.
+        program: of the run.
         accept_changes: fields that may differ from those of its last checkpoint.
 
     Raises:
         checkpoint.OtherRunError: the last checkpoint belongs to another run, or has other settings
             that are not accepted.
-        ValueError: `init_from` has no checkpoint, or its weights have other shapes.
-        OSError: `init_from` does not exist or cannot be read.
+        ValueError: weights have other shapes; `init_from` has no checkpoint; or the run has been
+            trained for more than `num_steps`.
+        OSError: `init_from` does not exist, or a checkpoint cannot be read.
     """
     description = checkpoint.Description(
         identity=data.identity | program.identity,
@@ -106,6 +107,12 @@ def find(
         return Beginning(description, 0, True, source)
     saved = own.description
     checkpoint.check_same(saved, description, accept_changes, where=str(own.folder))
+    if config.num_steps < own.step:
+        raise ValueError(
+            f'num_steps={config.num_steps}: {own.folder} has been trained for {own.step} steps, '
+            'expected at least as many'
+        )
+    own.check_shapes(program.abstract_state.params)
     place = carry_over(
         Position(**saved.position), own.step, saved.settings, description.settings, data.order
     )
@@ -120,8 +127,9 @@ def _source(
     try:
         source = saved_run.open_run(init_from)
         source.check_shapes(program.abstract_state.params)
+        identity = source.description.identity
     except (ValueError, OSError) as error:
         raise type(error)(f'init_from={init_from}: {error}') from error
-    for text in checkpoint.differences(source.description.identity, description.identity).values():
+    for text in checkpoint.differences(identity, description.identity).values():
         logging.warning('The weights of %s were trained otherwise: %s.', init_from, text)
     return source

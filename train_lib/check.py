@@ -5,8 +5,8 @@
 
 Settings, mesh, data set, the memory that reading takes, model and optimizer are checked as a run
 does before its first step; nothing is compiled. An error ends it in one line with exit status 1. A
-configuration for a pod (`distributed`) is checked as far as one host can tell: the mesh is that of
-its own devices.
+configuration for a pod (`distributed`) is checked as far as one host can tell: with a mesh of its
+own devices.
 """
 
 import json
@@ -15,6 +15,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
+from coyo11m_tfds import schema
 from train_lib import process
 
 FLAGS = flags.FLAGS
@@ -26,8 +27,8 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
     """Checks a configuration.
 
     Returns:
-        `devices` and `data` that it would use, and `unchecked`: what nothing is known of, and how
-        to check it.
+        `devices` and `data` that it would use, and `unchecked`: what cannot be checked here, and
+        how it can.
 
     Raises:
         ValueError: a setting is out of its range, or does not fit the devices or the data.
@@ -36,7 +37,7 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
     # After `process.prepare`, because they import TensorFlow.
     import jax
 
-    from train_lib import program, settings, sharding, step_encoder, writers
+    from train_lib import flow, program, settings, sharding, writers
     from train_lib.data import TrainingData
 
     writers.check(config)
@@ -49,23 +50,21 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
     if config.data.dir:
         data = TrainingData(config, mesh)
         data.check_memory()
-        facts = data.facts
+        program.for_data(config, mesh, data.facts)
+        what = 'tokens' if data.facts.vocabulary else 'text embeddings'
+        described = f'{config.data.dir}, {what} of {data.facts.encoder}'
+    else:
+        how = 'name a built data set: --config.data.dir, or --data_dir of the doctor'
+        unchecked['the data set, its encoder and the memory for reading it'] = how
+        settings.check(config, needs_data=False)
+        channels, height, width = schema.LATENT_SHAPE
         program.make_program(
             config,
             mesh,
-            facts.stats,
-            latent_shape=facts.latent_shape,
-            vocabulary=facts.vocabulary,
-            encoder=step_encoder.load(config.encoder, facts, mesh, dtype=config.model.dtype),
+            flow.no_stats(text_dim=1),
+            latent_shape=(height, width, channels),
+            vocabulary=int(config.model.text == 'sequence'),
         )
-        what = 'tokens' if facts.vocabulary else 'text embeddings'
-        described = f'{config.data.dir}, {what} of {facts.encoder}'
-    else:
-        how = 'name a built data set with --data_dir'
-        unchecked['the data set and the memory for reading it'] = how
-        config = ml_collections.ConfigDict(config)
-        config.data.dir = 'unknown'
-        settings.check(config)
     kinds = [device.device_kind for device in jax.local_devices()]
     devices = ', '.join(f'{kinds.count(kind)} x {kind}' for kind in dict.fromkeys(kinds))
     return {'devices': devices, 'data': described, 'unchecked': unchecked}

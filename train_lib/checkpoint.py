@@ -7,18 +7,21 @@
         restored = checkpoint.restore(manager, abstract_state, abstract_window)
         state, window, interrupted = restored or fresh_start()
         checkpoint.save(manager, step, state, window, description)
+        checkpoint.wait(manager)
 
 `state` is a `TrainState`; `window` are the metrics of an unfinished log window. `description` says
 what the run is and how it is set, see `Description`: enough to draw with its weights where there is
-no data set. `saved_run` reads checkpoints of runs that are not one's own.
+no data set. `saved_run` reads checkpoints of other runs.
 
 Orbax writes a checkpoint under a temporary name and renames it when it is complete: a process
 killed while it saves leaves the former checkpoint as the latest.
 """
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -45,9 +48,9 @@ class Description:
 
     Attributes:
         identity: what no run can change: the text encoder and the model. May be nested.
-        settings: what it may, if that is meant; names of fields with their values.
+        settings: what a run can change on purpose; names of fields with their values.
         config: the whole configuration, as nested values; not compared.
-        facts: what a model has to know of its data, of `data_facts.DataFacts`; not compared.
+        facts: what a model needs to know of its data, of `data_facts.DataFacts`; not compared.
         position: where it reads its data, of `position.Position`; not compared.
     """
 
@@ -63,8 +66,8 @@ class Description:
         names = [field.name for field in dataclasses.fields(cls)]
         if missing := [name for name in names if name not in run]:
             raise OtherRunError(
-                f'{where} says nothing of {", ".join(missing)}: an earlier version of this package '
-                'has saved it. Start afresh in another --workdir.'
+                f'{where} lacks {", ".join(missing)}: it was saved by an earlier version of this '
+                'package. Start afresh in another --workdir.'
             )
         return cls(**{name: run[name] for name in names})
 
@@ -110,7 +113,10 @@ def save(
         step: that the state has reached.
         state, window: pytrees of arrays.
         description: of this run.
-        interrupted: what was due after this step has not been done.
+        interrupted: the hooks that are due after this step have not all been called.
+
+    Raises:
+        OSError: this checkpoint or the one before it cannot be written; the message names it.
     """
     if manager.latest_step() == step:
         return
@@ -119,7 +125,14 @@ def save(
         _WINDOW: ocp.args.StandardSave(window),
         RUN: ocp.args.JsonSave(dataclasses.asdict(description) | {_INTERRUPTED: interrupted}),
     }
-    manager.save(step, args=ocp.args.Composite(**items))
+    with _errors_of_writing(manager):
+        manager.save(step, args=ocp.args.Composite(**items))
+
+
+def wait(manager: ocp.CheckpointManager) -> None:
+    """Waits until the last checkpoint is complete; raises as `save`."""
+    with _errors_of_writing(manager):
+        manager.wait_until_finished()
 
 
 def restore(
@@ -135,6 +148,9 @@ def restore(
 
     Returns:
         `(state, window, interrupted)`, or None where there is no checkpoint.
+
+    Raises:
+        OSError: it cannot be read; the message names it.
     """
     step = manager.latest_step()
     if step is None:
@@ -144,9 +160,36 @@ def restore(
         _WINDOW: ocp.args.StandardRestore(abstract_window),
         RUN: ocp.args.JsonRestore(),
     }
-    restored = manager.restore(step, args=ocp.args.Composite(**items))
+    with errors_of_reading(manager.directory / str(step)):
+        restored = manager.restore(step, args=ocp.args.Composite(**items))
     logging.info('Restored step %d from %s.', step, manager.directory)
     return restored[STATE], restored[_WINDOW], restored[RUN][_INTERRUPTED]
+
+
+@contextlib.contextmanager
+def errors_of_reading(folder: epath.Path) -> Iterator[None]:
+    """Turns Orbax's errors into an `OSError` of one line that names the checkpoint."""
+    try:
+        yield
+    except Exception as error:  # Orbax raises errors of all kinds
+        raise OSError(
+            f'{folder}: the checkpoint cannot be read: {_first_line(error)}; if it is damaged, '
+            'remove this folder to use the checkpoint before it.'
+        ) from error
+
+
+@contextlib.contextmanager
+def _errors_of_writing(manager: ocp.CheckpointManager) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # Orbax raises errors of all kinds
+        message = f'{manager.directory}: a checkpoint cannot be written: {_first_line(error)}'
+        raise OSError(message) from error
+
+
+def _first_line(error: Exception) -> str:
+    line = str(error.__cause__ or error).partition('\n')[0]
+    return re.sub(r" \[\w+='.*", '', line)  # TensorStore adds details
 
 
 def check_same(
@@ -157,7 +200,7 @@ def check_same(
     Args:
         saved: of the checkpoint.
         current: of this run.
-        accept_changes: settings that may differ; those that do are told in the log.
+        accept_changes: settings that may differ; differences are logged.
         where: the checkpoint's path, for the message.
 
     Raises:

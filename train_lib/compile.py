@@ -23,12 +23,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import ml_collections
-import numpy as np
 from absl import flags
 from jax.experimental import topologies
 from ml_collections import config_flags
 
-from train_lib import chips, flow, hlo, hlo_costs, models, process, sharding, step_encoder
+from train_lib import (
+    chips,
+    flow,
+    hlo,
+    hlo_costs,
+    models,
+    process,
+    settings,
+    sharding,
+    step_encoder,
+)
 from train_lib.models.dit import POOLED
 from train_lib.program import make_program
 
@@ -64,9 +73,11 @@ def analyze(
         Plain values, bytes, FLOPs and seconds, for one chip and one step.
 
     Raises:
-        ValueError: libtpu is not installed or does not know the topology; `chips.CHIPS` does not
-            know its chips; or the configuration does not fit their number.
+        ValueError: a setting is out of its range; libtpu is not installed or does not know the
+            topology; `chips.CHIPS` does not know its chips; or the configuration does not fit their
+            number.
     """
+    settings.check(config, needs_data=False)
     devices = slice_devices(topology, num_slices)
     chip = chips.CHIPS.get(devices[0].device_kind)
     if chip is None:
@@ -85,7 +96,7 @@ def analyze(
     program = make_program(
         config,
         mesh,
-        _no_stats(text_dim),
+        flow.no_stats(text_dim),
         latent_shape=LATENT_SHAPE,
         vocabulary=vocabulary,
         encoder=encoder,
@@ -147,12 +158,6 @@ def slice_devices(topology: str, num_slices: int = 1) -> Sequence[jax.Device]:
             f'{str(error).splitlines()[0]}'
         ) from error
     return described.devices
-
-
-def _no_stats(text_dim: int) -> flow.Stats:
-    """Statistics that change nothing: those of a data set would be constants of the same shapes."""
-    zeros, ones = (lambda n: np.zeros(n, np.float32)), (lambda n: np.ones(n, np.float32))
-    return flow.Stats(zeros(4), ones(4), zeros(text_dim), ones(text_dim))
 
 
 def _abstract_batch(batch_size: int, text_dim: int, num_tokens: int, mesh: jax.sharding.Mesh):

@@ -6,8 +6,7 @@
 
     loss 0.4123, step 350 of 900, 2.2 steps/s, 0:04:10 left, epoch 5.69, 141 samples/s, waiting 0%
 
-Lines go to absl's log as INFO, those of other modules too; on a terminal they come above the bar.
-Process 0 shows what is common to all.
+On a terminal, log lines of all modules come above the bar. Process 0 alone shows a run.
 """
 
 import contextlib
@@ -53,7 +52,7 @@ class Console:
         self._above.close()
 
     def started(self, step: int, update: TrainMetrics, first_batch: float) -> None:
-        """A step is under way, and the first one over; `first_batch`: when its batch came."""
+        """A step has been started, and the first is over; `first_batch`: when its batch arrived."""
         if self._first_finished is None:
             self._first_finished = time.monotonic()
             say(
@@ -96,7 +95,7 @@ class Console:
 
 
 def say(text: str, *arguments) -> None:
-    """Logs a line of what is common to all processes, in one of them."""
+    """Logs a line in process 0 alone, for what is the same on all."""
     if jax.process_index() == 0:
         logging.info(text, *arguments)
 

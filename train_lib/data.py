@@ -39,7 +39,7 @@ class PreviewSamples:
 
     Attributes:
         captions: n strings.
-        latents: the data's own answer, raw `(n, 4, H, W)`.
+        latents: raw `(n, 4, H, W)`.
         text: text embeddings float16 `(n, D)` or token ids int32 `(n, T)`, whole on every device.
     """
 
@@ -58,7 +58,7 @@ class TrainingData:
             `input_pipeline.ReadCounts`.
         batches_ready: returns how many training batches could be taken without waiting.
         identity: plain values that no resumed run can change; see `checkpoint.Description`.
-        settings: plain values that it may, if that is meant.
+        settings: plain values that it can change on purpose.
     """
 
     def __init__(self, config: ml_collections.ConfigDict, mesh: Mesh):
@@ -170,7 +170,7 @@ class TrainingData:
 
     @property
     def description(self) -> str:
-        """One line of what is trained on and how it is read."""
+        """The data set and how it is read, in one line."""
         split = self._builder.info.splits.get(schema.TRAIN)
         if split is None or self.order is None:
             return f'{self._builder.info.full_name}, read without a chunk index'
@@ -315,10 +315,10 @@ def model_facts(stats: 'input_pipeline.DatasetStats') -> DataFacts:
 def _with_read_errors(
     batches: Iterator[dict[str, np.ndarray]],
 ) -> Iterator[dict[str, np.ndarray]]:
-    """The same batches; errors of either engine as `ReadError`, without TensorFlow's traces."""
+    """The same batches; errors of reading as `ReadError`, without TensorFlow's traces."""
     try:
         yield from batches
-    except Exception as error:
+    except (OSError, ValueError, tf.errors.OpError) as error:
         raise ReadError(failures.summary(error).partition(': ')[2]) from error
 
 

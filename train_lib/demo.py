@@ -29,8 +29,8 @@ def main() -> None:
         workdirs.check_writable(folder)
         artist = Artist(FLAGS.workdir)
         pictures = artist.draw(captions, caption_encoder.make(artist.facts))
-    path = folder / 'held_out.png'
-    previews.write_png(path, previews.make_grid([pictures], captions))
+        path = folder / 'held_out.png'
+        previews.write_png(path, previews.make_grid([pictures], captions))
 
     scores = demo_scores.judge(pictures, scenes)
     print(f'pictures: {path}')

@@ -4,10 +4,10 @@
     python -m train_lib.draw --workdir=gs://BUCKET/W --prompts=captions.txt --out=grid.png \\
         --step=20000 --guidance=5 --num_steps=100 --seed=1 --noaverage --encoder=hf:/models/gemma
 
-The captions are the lines of a text file. All that is needed is in the run's checkpoints: neither
-its configuration nor its data set nor its machines. The captions are encoded as those of the
-training data were: `--encoder` has to be given where the data set's metadata do not say where the
-model is, as for one in a local folder, and is refused where it is another one.
+The captions are the lines of a text file. Everything else is in the run's checkpoints: its
+configuration, data set and machines are not needed. Captions are encoded as those of the training
+data were: `--encoder` says where that encoder is if the data set's metadata do not, as for a model
+in a local folder; another encoder is refused.
 """
 
 import functools
@@ -30,7 +30,6 @@ from train_lib import (
     program,
     saved_run,
     sharding,
-    step,
     step_encoder,
     workdirs,
 )
@@ -116,17 +115,14 @@ class Artist:
     def _compile(self, config: ml_collections.ConfigDict):
         """The jitted function; pictures are shared out over the devices, each has all weights."""
         encoder = self._load_encoder(config.model.dtype)
-        encode, frozen = (encoder.encode, encoder.params) if encoder else (step.as_ids, None)
+        model = models.make(**config.model, vocabulary=self.facts.vocabulary)
+        latent_shape = self.facts.latent_shape
         draw = program.make_draw(
-            config,
-            models.make(**config.model, vocabulary=self.facts.vocabulary),
-            self.facts.stats,
-            latent_shape=self.facts.latent_shape,
-            encode=encode,
+            config, model, self.facts.stats, encoder, latent_shape=latent_shape
         )
         whole, rows = sharding.replicated(self._mesh), sharding.batch(self._mesh)
-        jitted = jax.jit(draw, in_shardings=(whole, rows, whole, whole), out_shardings=rows)
-        return lambda texts, first: jitted(self._params, texts, frozen, first)
+        bound = program.bind(draw, encoder, whole, rows, whole, out_shardings=rows)
+        return lambda texts, first: bound(self._params, texts, first)
 
     def _load_encoder(self, dtype: str) -> step_encoder.StepEncoder | None:
         try:
@@ -157,16 +153,19 @@ def main() -> None:
         )
         encoder = caption_encoder.make(artist.facts, artist.encoder or FLAGS.encoder)
         pictures = artist.draw(captions, encoder)
-    out = FLAGS.out or folder / f'{prompts.stem}_{artist.step:06}.png'
-    previews.write_png(out, previews.make_grid([pictures], captions))
+        out = FLAGS.out or folder / f'{prompts.stem}_{artist.step:06}.png'
+        previews.write_png(out, previews.make_grid([pictures], captions))
     print(f'pictures: {out}')
 
 
 def _read_captions(path: epath.Path) -> list[str]:
-    lines = [line.strip() for line in path.read_text().splitlines()]
-    captions = [line for line in lines if line]
+    try:
+        text = path.read_bytes().decode('utf-8-sig')  # some editors begin with a byte order mark
+    except UnicodeDecodeError as error:
+        raise ValueError(f'{path}: byte {error.start} is not UTF-8; save it as UTF-8.') from error
+    captions = [caption for line in text.splitlines() if (caption := line.strip())]
     if not captions:
-        raise ValueError(f'{path} holds no caption; expected one in each line.')
+        raise ValueError(f'{path} holds no caption; expected one a line.')
     return captions
 
 
@@ -175,9 +174,9 @@ if __name__ == '__main__':
     flags.DEFINE_string('prompts', None, 'Text file with a caption in each line.')
     flags.DEFINE_string('out', None, 'PNG file to write; by default in WORKDIR/previews.')
     flags.DEFINE_string('encoder', '', 'Text encoder; by default that of the data set.')
-    flags.DEFINE_integer('step', None, 'Of the checkpoint; by default the last.')
+    flags.DEFINE_integer('step', None, 'Of the checkpoint; by default the last.', lower_bound=0)
     flags.DEFINE_bool('average', True, 'Draw with the moving average of the weights.')
-    flags.DEFINE_integer('seed', None, "Of the noise; by default the run's.")
+    flags.DEFINE_integer('seed', None, "Of the noise; by default the run's.", 0, 2**31 - 1)
     flags.DEFINE_float('guidance', None, "Strength of guidance; by default the run's.")
     flags.DEFINE_integer('num_steps', None, "Of the sampler; by default the run's.", lower_bound=1)
     flags.DEFINE_integer('batch_size', BATCH_SIZE, 'Pictures drawn at a time.', lower_bound=1)

@@ -1,6 +1,6 @@
 """A process of a run on several hosts that fails takes the others with it, at once and by name.
 
-    jax.distributed.initialize(...)
+    failures.join_hosts()
     with failures.shared():
         train()
 
@@ -24,8 +24,7 @@ import jax
 from absl import logging
 from jax._src import distributed  # the store of the coordinator has no public name
 
-# Of `jax.distributed.initialize`: a process that is silent for so long has died without a word.
-HEARTBEAT_SECONDS = 40
+_HEARTBEAT_SECONDS = 40  # a process that is silent for so long has died without a word
 
 _FOLDER = 'coyo11m_tfds/failure/'
 _FIRST = f'{_FOLDER}first'
@@ -33,6 +32,26 @@ _LOOK_SECONDS = 1.0
 _LAST_SECONDS = 15.0  # the coordinator waits so long for others to learn of a failure
 
 _ending = threading.Lock()  # never given back: one thread ends the process
+
+
+def join_hosts(
+    coordinator: str | None = None, count: int | None = None, index: int | None = None
+) -> None:
+    """Waits for the other processes of the run; without arguments JAX finds them by itself.
+
+    Raises:
+        ValueError: it does not.
+    """
+    try:
+        jax.distributed.initialize(
+            coordinator, count, index, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS
+        )
+    except ValueError as error:
+        raise ValueError(
+            f'the hosts of this run are not known: {error} Expected a TPU pod, Slurm or Open MPI, '
+            'or --coordinator_address, --process_count and --process_index; on one machine '
+            '--config.distributed=False.'
+        ) from error
 
 
 @contextlib.contextmanager

@@ -36,6 +36,12 @@ class Stats:
     text_std: np.ndarray
 
 
+def no_stats(text_dim: int) -> Stats:
+    """Statistics that change nothing, for programs that are made without a data set."""
+    zeros, ones = (lambda n: np.zeros(n, np.float32)), (lambda n: np.ones(n, np.float32))
+    return Stats(zeros(4), ones(4), zeros(text_dim), ones(text_dim))
+
+
 def standardize_latents(latents: jax.Array, stats: Stats) -> jax.Array:
     """Raw latents `(b, 4, H, W)`, any float dtype, to standardized float32 `(b, H, W, 4)`."""
     latents = jnp.transpose(latents.astype(jnp.float32), (0, 2, 3, 1))

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Iterator
 
-_BITS = {'pred': 8, 'token': 0, 'bf16': 16}
+_BITS = {'pred': 8, 'token': 0, 'opaque': 0}  # of others the name says it
 _ARRAY = re.compile(r'\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\](\{[^}]*\})?')
 _COMPUTATION = re.compile(r'^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$')
 _INSTRUCTION = re.compile(r'^\s+(ROOT )?%?([\w.\-]+) = (.*)$')
@@ -35,8 +35,10 @@ class Array:
     @property
     def nbytes(self) -> int:
         """Without the padding that tiles need."""
-        bits = _BITS.get(self.dtype) or int(re.findall(r'\d+', self.dtype)[0])
-        return math.prod(self.shape) * bits // 8 if self.dtype != 'token' else 0
+        bits = _BITS.get(self.dtype)
+        if bits is None:
+            bits = int(re.findall(r'\d+', self.dtype)[0])
+        return math.prod(self.shape) * bits // 8
 
 
 @dataclasses.dataclass(frozen=True)

@@ -174,7 +174,6 @@ class Collective:
         group_size: number of members of a group.
         times: how often it happens in one run of the program.
         loops: as in `hlo.Executed`.
-        source: the operation of the model that it comes from, where XLA says it.
     """
 
     kind: str
@@ -183,7 +182,6 @@ class Collective:
     group_size: int
     times: int
     loops: tuple[int, ...]
-    source: str
 
     @property
     def nbytes(self) -> float:
@@ -199,12 +197,8 @@ class Collective:
         return put_in * factor[self.kind]
 
 
-def collectives(module: hlo.Module, mesh: Mesh) -> list[Collective]:
-    """All exchanges of a program that was compiled for `mesh`."""
-    return list(_collectives(module, mesh))
-
-
-def _collectives(module: hlo.Module, mesh: Mesh) -> Iterator[Collective]:
+def collectives(module: hlo.Module, mesh: Mesh) -> Iterator[Collective]:
+    """Yields all exchanges of a program that was compiled for `mesh`."""
     seen = set()
     for step in hlo.executed(module):
         for instruction in step.computation.instructions.values():
@@ -230,7 +224,6 @@ def _collectives(module: hlo.Module, mesh: Mesh) -> Iterator[Collective]:
                 groups.shape[1],
                 step.times,
                 step.loops,
-                (re.search(r'op_name="([^"]*)"', instruction.attributes) or ['', ''])[1],
             )
 
 

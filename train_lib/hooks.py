@@ -31,8 +31,7 @@ from train_lib.state import TrainState
 if TYPE_CHECKING:
     from train_lib.train import Run
 
-# The first profile: late enough that everything has been compiled.
-_PROFILE_AFTER = 10  # steps
+_PROFILE_AFTER = 10  # steps of this process: by then everything has been compiled
 
 
 class Hook(abc.ABC):
@@ -105,19 +104,20 @@ class Profile(Hook):
 
     def __init__(self, run: 'Run'):
         super().__init__(run, run.config.profile_steps)
-        self._begin = run.start + _PROFILE_AFTER
-        self._running = False
+        last = run.config.num_steps
+        # Of a short run the last steps, but never the first, which includes the compiler.
+        self._begin = max(run.start + 1, min(run.start + _PROFILE_AFTER, last - self.every))
+        self._end = min(self._begin + self.every, last)
 
     def due(self, step: int) -> bool:
-        return self.every > 0 and step in (self._begin, self._begin + self.every)
+        return self._begin < self._end and step in (self._begin, self._end)
 
     def __call__(self, step: int, state: TrainState) -> str | None:
-        if not self._running:
+        if step == self._begin:
             jax.profiler.start_trace(str(self.run.workdir))
-            self._running = True
             return None
         jax.profiler.stop_trace()
-        return f'the last {self.every} steps'
+        return f'of {self._end - self._begin} steps'
 
 
 class Checkpoint(Hook):

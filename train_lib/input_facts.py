@@ -20,14 +20,14 @@ import tensorflow_datasets as tfds
 
 import input_pipeline
 from coyo11m_tfds import schema
-from train_lib import limits, program, sharding, step_encoder
+from train_lib import limits, program, sharding
 from train_lib.data import model_facts
 
 Batch = Mapping[str, Any]
 
 _PROBES = 8  # reads that are timed, at random places
 _WARM_STEPS = 2
-# The input is steady when its buffers are full and what it has imported late is there.
+# The input is steady when its buffers are full and late imports are done.
 _WARM_BATCHES = 8
 _WARM_SECONDS = 1.0
 
@@ -164,7 +164,6 @@ def _time_device(
     seconds: float,
 ) -> dict[str, Any]:
     """Steps on one batch that stays on the devices, and on those of the pipeline."""
-
     mesh = sharding.make_mesh(**config.mesh)
     if step_ms is None:
         step = _make_step(config, mesh, builder)
@@ -185,22 +184,13 @@ def _make_step(
     config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh, builder: tfds.core.DatasetBuilder
 ) -> Callable[[Batch], Any]:
     """The training step of the configuration, from weights as at the start."""
-
     stats = input_pipeline.dataset_stats(builder, config.data.text)
     if not (stats.text_dim or stats.num_tokens):
         raise ValueError(
             f'{builder.data_dir}: holds no text embeddings, so that no step can be made for it; '
             'say how long one takes with --step_ms.'
         )
-    facts = model_facts(stats)
-    compiled = program.make_program(
-        config,
-        mesh,
-        facts.stats,
-        latent_shape=facts.latent_shape,
-        vocabulary=facts.vocabulary,
-        encoder=step_encoder.load(config.encoder, facts, mesh, dtype=config.model.dtype),
-    )
+    compiled = program.for_data(config, mesh, model_facts(stats))
     state = compiled.init()
 
     def step(batch: Batch) -> Any:

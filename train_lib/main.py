@@ -49,24 +49,17 @@ def main() -> None:
         input_pipeline.prepare_process(FLAGS.config.data.dir, FLAGS.config.data.chunk)
     process.prepare()
     # Only now, because they take seconds and import TensorFlow, which looks at those settings.
-    import jax
-
-    from train_lib import checkpoint, failures, train
-    from train_lib.data import ReadError
+    from train_lib import failures, train
 
     if FLAGS.config.distributed or FLAGS.coordinator_address:
-        jax.distributed.initialize(
-            FLAGS.coordinator_address,
-            FLAGS.process_count,
-            FLAGS.process_index,
-            heartbeat_timeout_seconds=failures.HEARTBEAT_SECONDS,
-        )
+        with process.errors_in_one_line():
+            failures.join_hosts(FLAGS.coordinator_address, FLAGS.process_count, FLAGS.process_index)
     if FLAGS.verbose:
         logging.info('Configuration:\n%s', FLAGS.config)
     with failures.shared():
         with process.errors_in_one_line():
             setup = train.set_up(FLAGS.config, FLAGS.workdir, FLAGS.accept_changes)
-        with process.errors_in_one_line((checkpoint.OtherRunError, FloatingPointError, ReadError)):
+        with process.errors_in_one_line((FloatingPointError, OSError)):
             state, finished = train.train(setup, FLAGS.verbose)
     if not finished:
         command = shlex.join([sys.executable, '-m', 'train_lib.main', *sys.argv[1:]])

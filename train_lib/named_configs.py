@@ -2,8 +2,8 @@
 
     argv = named_configs.resolve(['main.py', '--config=demo'])
 
-A file that is there is taken as it is. The configurations of this package lie in `configs/` of a
-checkout, and in `train_lib/configs/` where it is installed.
+A file that exists is taken as it is, and may import those of this package: `from configs import
+default`. They lie in `configs/` of a checkout, and in `train_lib/configs/` where it is installed.
 """
 
 import pathlib
@@ -20,6 +20,8 @@ def resolve(arguments: Sequence[str]) -> list[str]:
     Raises:
         SystemExit: there is neither such a file nor such a name; with one line that says so.
     """
+    if str(_FOLDER.parent) not in sys.path:
+        sys.path.append(str(_FOLDER.parent))  # where `configs` is imported from
     resolved = list(arguments)
     for number, argument in enumerate(arguments):
         flag, equals, value = argument.partition('=')
@@ -43,5 +45,4 @@ def _find(name: str) -> str:
             f'error: --config={name}: there is no such file; expected one, or the name of a '
             f'configuration of this package: {", ".join(known)}.'
         )
-    sys.path.append(str(_FOLDER.parent))  # they import each other as `configs`
     return name.replace(path, str(known[stem]), 1)

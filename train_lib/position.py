@@ -63,7 +63,7 @@ def carry_over(
     now: Mapping[str, Any],
     order: Order | None,
 ) -> Position:
-    """The position of a run that resumes after `step`; a change of the order is told in the log.
+    """The position of a run that resumes after `step`; a change of the order is logged.
 
     Args:
         place: until now.

@@ -15,10 +15,11 @@ import TensorFlow, which reads its environment once.
 import contextlib
 import functools
 import logging as standard_logging
+import os
 import pathlib
 import re
 import sys
-import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 
 from absl import app, flags, logging
@@ -31,8 +32,6 @@ CONFIG_HELP = (
     'Configuration of the run: a file, or the name of one of this package, such as demo; '
     '--config.FIELD=VALUE changes a field.'
 )
-
-STARTED = time.monotonic()  # about when the process did
 
 # Not their parent folder: a virtual environment may lie in it.
 _OWN_CODE = tuple(
@@ -55,7 +54,15 @@ def run(main: Callable[[], None], required: Sequence[str]) -> None:
     """
     flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS['verbose'])  # for --help
     parse = functools.partial(_parse_flags, required=required)
-    app.run(lambda argv: main(), flags_parser=parse)
+    try:
+        app.run(lambda argv: main(), flags_parser=parse)
+    except SystemExit as end:
+        if not isinstance(end.code, str):
+            raise
+        # The last line: while the interpreter shuts down, libraries may still complain.
+        sys.stdout.flush()
+        print(end.code, file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def _parse_flags(argv: Sequence[str], required: Sequence[str]) -> list[str]:
@@ -65,12 +72,14 @@ def _parse_flags(argv: Sequence[str], required: Sequence[str]) -> list[str]:
             _, *stray = flags.FLAGS(argv)
             if stray:
                 raise flags.Error(f'unexpected arguments: {" ".join(stray)}')
-            missing = [f'--{name}' for name in required if flags.FLAGS[name].value is None]
+            if 'config' in flags.FLAGS and flags.FLAGS['config'].present:
+                _ = flags.FLAGS.config.seed  # a file that cannot be loaded is told on first use
+            missing = [f'--{name}' for name in required if flags.FLAGS[name].value in (None, '')]
             if missing:
                 raise flags.Error(f'missing: {", ".join(missing)}')
-            if 'config' in flags.FLAGS:
-                _ = flags.FLAGS.config.seed  # a file that cannot be loaded is told on first use
         except flags.Error as error:
+            if 'Error whilst parsing config file' in str(error):
+                raise ValueError(_wrong_config(argv, error)) from error
             program = sys.modules['__main__']
             name = program.__spec__.name if program.__spec__ else ''
             advice = command_line.advice(f'python -m {name}', program.__doc__)
@@ -91,10 +100,21 @@ def _wrong_config(argv: Sequence[str], error: Exception) -> str:
             fields.append(found[1])
     if isinstance(error, OSError):
         return f'--config={path}: {error}'
-    missing = re.findall(r'\w+', str(error))[0]  # it begins with the name, in quotes of all kinds
+    trace = ''.join(traceback.format_exception(error))  # of flags, it quotes that of the file
+    frames = re.findall(r'^ +File "(.*)", line (\d+)', trace, re.MULTILINE)
+    own = [line for file, line in frames if file == path.partition(':')[0]]
+    where = f'--config={path}, line {own[-1]}' if own else f'--config={path}'
+    is_of_a_field = isinstance(error, (KeyError, AttributeError))
+    if not (is_of_a_field and frames[-1][0].endswith('config_dict.py')):
+        *_, said = re.findall(r'^\w+: .*', trace, re.MULTILINE)
+        return f'{where}: {said}'
+    # It begins with the name, in quotes of all kinds, unless it is that of a new field.
+    found = re.search(r'Key "(\w+)"', str(error)) or re.search(r'(\w+)', str(error))
+    missing = found[1] if found else ''
     likely = re.search(r'Did you mean "(\w+)"', str(error))
     unknown = [field for field in fields if missing in field.split('.')]
-    where = f'--config.{unknown[0]}' if unknown else f'--config={path}'
+    if unknown and not own:
+        where = f'--config.{unknown[0]}'
     advice = f'; did you mean {likely[1]!r}?' if likely else ''
     return f'{where}: there is no field {missing!r}{advice}'
 
@@ -102,7 +122,7 @@ def _wrong_config(argv: Sequence[str], error: Exception) -> str:
 def prepare() -> None:
     """Keeps TensorFlow off the accelerator and the log readable.
 
-    Call it before TensorFlow is imported, which tells its own settings otherwise.
+    Call it before TensorFlow is imported, which otherwise logs its settings.
     """
     if not _is_verbose():
         handler = logging.get_absl_handler()
@@ -121,8 +141,8 @@ def errors_in_one_line(
 ) -> Iterator[None]:
     """Ends the process with `error: ...` and status 1 for errors that say what the user can mend.
 
-    As these kinds do where settings are checked and files are opened. With `--verbose` the
-    traceback precedes it.
+    The default `kinds` do where settings are checked and files are opened. With `--verbose` the
+    traceback precedes the line.
     """
     try:
         yield
@@ -133,7 +153,7 @@ def errors_in_one_line(
 
 
 def _is_verbose() -> bool:
-    # Programs without `app.run` prepare themselves as well.
+    # Programs that do not parse flags call `prepare`, too.
     return flags.FLAGS.is_parsed() and flags.FLAGS.verbose
 
 

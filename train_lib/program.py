@@ -1,10 +1,10 @@
 """Everything that is compiled, with where its arrays lie: made once from a configuration.
 
-    program = make_program(config, mesh, stats, latent_shape=(32, 32, 4))
+    program = for_data(config, mesh, facts)     # or make_program, which needs no data set
     state = program.init()
     state, update = program.train_step(state, batch)   # donates the state
 
-With a frozen text encoder its weights are one more argument of what is compiled, in no state.
+The weights of a frozen text encoder are one more argument of what is compiled, and in no state.
 Neither TensorFlow nor torch is imported here.
 """
 
@@ -19,7 +19,8 @@ import ml_collections
 import optax
 from jax.sharding import Mesh
 
-from train_lib import flow, models, sampling, sharding, state, step
+from train_lib import flow, models, sampling, sharding, state, step, step_encoder
+from train_lib.data_facts import DataFacts
 from train_lib.metrics import EvalMetrics, TrainMetrics
 from train_lib.step_encoder import StepEncoder
 
@@ -34,7 +35,8 @@ class Bound:
 
     Attributes:
         jitted: the function.
-        frozen: that argument, arrays or, to compile alone, their shapes.
+        frozen: that argument: the weights of a text encoder, or their shapes where the function is
+            only compiled; None without an encoder.
     """
 
     jitted: jax.stages.Wrapped
@@ -47,6 +49,19 @@ class Bound:
     def lower(self, *arguments: Any) -> jax.stages.Lowered:
         """Lowers it; what is compiled of that takes `frozen` too."""
         return self.jitted.lower(*arguments, self.frozen)
+
+
+def bind(
+    function: Callable, encoder: StepEncoder | None, *in_shardings: Any, **options: Any
+) -> Bound:
+    """Jits a function whose last argument are the weights of the encoder, where they lie."""
+    frozen = _frozen(encoder)
+    of_frozen = jax.tree.map(lambda leaf: leaf.sharding, frozen)
+    return Bound(jax.jit(function, in_shardings=(*in_shardings, of_frozen), **options), frozen)
+
+
+def _frozen(encoder: StepEncoder | None) -> Any:
+    return encoder.params if encoder else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +94,22 @@ class Program:
         return {'encoder': self.encoder.identity} if self.encoder else {}
 
 
+def for_data(config: ml_collections.ConfigDict, mesh: Mesh, facts: DataFacts) -> Program:
+    """The program for a data set, with the text encoder that the configuration names.
+
+    Raises:
+        ValueError: as of `make_program` or `step_encoder.load`.
+    """
+    return make_program(
+        config,
+        mesh,
+        facts.stats,
+        latent_shape=facts.latent_shape,
+        vocabulary=facts.vocabulary,
+        encoder=step_encoder.load(config.encoder, facts, mesh, dtype=config.model.dtype),
+    )
+
+
 def make_program(
     config: ml_collections.ConfigDict,
     mesh: Mesh,
@@ -99,22 +130,19 @@ def make_program(
         encoder: of these tokens, on the same mesh; None for a learned table.
 
     Raises:
-        ValueError: a part of a batch cannot be split over the devices; or as `models.make`.
+        ValueError: a part of a batch cannot be split over the devices; or as of `models.make`.
     """
-    if config.accumulate != 1 and (
-        config.accumulate < 1 or config.batch_size % (config.accumulate * mesh.size)
-    ):
+    if config.accumulate < 1 or config.batch_size % (config.accumulate * mesh.size):
         raise ValueError(
             f'batch_size={config.batch_size} in accumulate={config.accumulate} parts cannot be '
-            f'split over {mesh.size} devices: set accumulate to a divisor of the samples a device'
+            f'split over {mesh.size} devices: expected a multiple of their product'
         )
     model = models.make(**config.model, vocabulary=vocabulary)
     schedule, tx = _make_optimizer(config)
-    encode, frozen = (encoder.encode, encoder.params) if encoder else (step.as_ids, None)
     raw = jax.ShapeDtypeStruct((1, len(stats.text_mean)), jnp.float32)
     if vocabulary:
         raw = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    text = jax.eval_shape(step.make_text_of(stats, encode), frozen, raw)
+    text = jax.eval_shape(step.make_text_of(stats, encoder), _frozen(encoder), raw)
     init = state.make_init(model, tx, latent_shape=latent_shape, text=text)
     pinned = model.clone(pin=sharding.pin(mesh))
     train_step = step.make_train_step(
@@ -125,10 +153,11 @@ def make_program(
         ema_decay=config.ema_decay,
         seed=config.seed,
         parts=config.accumulate,
-        encode=encode,
+        encoder=encoder,
         **config.flow,
     )
-    eval_step = step.make_eval_step(pinned, stats, seed=config.seed, encode=encode)
+    eval_step = step.make_eval_step(pinned, stats, seed=config.seed, encoder=encoder)
+    draw = make_draw(config, model, stats, encoder, latent_shape=latent_shape)
 
     def init_from_seed() -> state.TrainState:
         return init(jax.random.key(config.seed))
@@ -136,22 +165,20 @@ def make_program(
     abstract = jax.eval_shape(init_from_seed)
     states, batches = sharding.by_shape(abstract, mesh), sharding.batch(mesh)
     whole = sharding.replicated(mesh)
-    draw = make_draw(config, model, stats, latent_shape=latent_shape, encode=encode)
 
-    def bound(function: Callable, *shardings: Any, **options: Any) -> Bound:
-        of_frozen = jax.tree.map(lambda leaf: leaf.sharding, frozen)
-        return Bound(jax.jit(function, in_shardings=(*shardings, of_frozen), **options), frozen)
+    def draw_first(params: Any, texts: jax.Array, frozen: Any) -> jax.Array:
+        return draw(params, texts, 0, frozen)
 
     return Program(
         encoder=encoder,
         abstract_state=jax.tree.map(_with_sharding, abstract, states),
         init=jax.jit(init_from_seed, out_shardings=states),
         no_metrics=jax.jit(TrainMetrics.empty, out_shardings=whole),
-        train_step=bound(
-            train_step, states, batches, out_shardings=(states, whole), donate_argnums=0
+        train_step=bind(
+            train_step, encoder, states, batches, out_shardings=(states, whole), donate_argnums=0
         ),
-        eval_step=bound(eval_step, states.params, batches, out_shardings=whole),
-        draw=bound(draw, states.params, whole, out_shardings=whole),
+        eval_step=bind(eval_step, encoder, states.params, batches, out_shardings=whole),
+        draw=bind(draw_first, encoder, states.params, whole, out_shardings=whole),
     )
 
 
@@ -159,23 +186,20 @@ def make_draw(
     config: ml_collections.ConfigDict,
     model: nn.Module,
     stats: flow.Stats,
+    encoder: StepEncoder | None,
     *,
     latent_shape: Sequence[int],
-    encode: step.Encode = step.as_ids,
 ) -> Callable[..., jax.Array]:
-    """Returns the function from `(params, texts, frozen, first)` to raw latents, to be jitted.
+    """Returns the function from `(params, texts, first, frozen)` to raw latents, for `bind`.
 
-    Texts are raw text embeddings, `(n, D)`, or token ids, int32 `(n, T)`, which `encode` takes with
-    the weights `frozen`; latents float32 `(n, C, H, W)`. The noise of a picture is a function of
-    `config.seed` and its number, which is `first` (0 by default) for the first row. Other arguments
-    as of `make_program`.
+    Texts are raw text embeddings, `(n, D)`, or token ids, int32 `(n, T)`; latents are float32
+    `(n, C, H, W)`. The noise of a picture is a function of `config.seed` and its number, which is
+    `first` for the first row. Other arguments as of `make_program`.
     """
     settings = {name: x for name, x in config.preview.items() if name not in _OF_PREVIEWS}
-    text_of = step.make_text_of(stats, encode)
+    text_of = step.make_text_of(stats, encoder)
 
-    def draw(
-        params: Any, texts: jax.Array, frozen: Any = None, first: int | jax.Array = 0
-    ) -> jax.Array:
+    def draw(params: Any, texts: jax.Array, first: int | jax.Array, frozen: Any) -> jax.Array:
         def noise_of(number: jax.Array) -> jax.Array:
             rng = jax.random.fold_in(jax.random.key(config.seed), number)
             return jax.random.normal(rng, latent_shape)

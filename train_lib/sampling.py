@@ -13,8 +13,6 @@ import jax.numpy as jnp
 
 Velocity = Callable[[jax.Array, jax.Array, Any, jax.Array], jax.Array]
 
-SAMPLERS = ('euler', 'heun')
-
 
 def sample(
     velocity: Velocity,

@@ -5,8 +5,8 @@
     saved.description.config                        # of the run, as nested plain values
     params = saved.restore_weights(abstract_params, average=True)
 
-Nothing is written, and neither the optimizer's state nor what the run's mesh was is asked for: the
-arrays go to the shardings that are wanted.
+Nothing is written. Neither the optimizer's state nor the run's mesh is needed: arrays go to the
+shardings that are asked for.
 """
 
 import dataclasses
@@ -39,10 +39,10 @@ class SavedRun:
     @functools.cached_property
     def description(self) -> checkpoint.Description:
         """The run's description in the checkpoint; `ValueError` if a former version saved it."""
-        with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
-            return checkpoint.Description.from_json(
-                reader.restore(self.folder / checkpoint.RUN), where=str(self.folder)
-            )
+        reader = ocp.Checkpointer(ocp.JsonCheckpointHandler())
+        with checkpoint.errors_of_reading(self.folder), reader:
+            run = reader.restore(self.folder / checkpoint.RUN)
+        return checkpoint.Description.from_json(run, where=str(self.folder))
 
     def check_shapes(self, abstract_params: Any) -> None:
         """Raises a ValueError that names the first parameter that has another shape here."""
@@ -64,6 +64,7 @@ class SavedRun:
 
         Raises:
             ValueError: as `check_shapes`.
+            OSError: they cannot be read.
         """
         self.check_shapes(abstract_params)
         item = {_FIELDS[average]: abstract_params}
@@ -72,7 +73,7 @@ class SavedRun:
             restore_args=ocp.checkpoint_utils.construct_restore_args(item),
             partial_restore=True,
         )
-        with ocp.PyTreeCheckpointer() as reader:
+        with checkpoint.errors_of_reading(self.folder), ocp.PyTreeCheckpointer() as reader:
             restored = reader.restore(self.folder / checkpoint.STATE, args=args)
         kind = 'average of the weights' if average else 'weights'
         logging.info('Read the %s at step %d from %s.', kind, self.step, self.folder)
@@ -88,7 +89,8 @@ class SavedRun:
     @functools.cached_property
     def _metadata(self) -> Any:
         """A pytree like that of the weights."""
-        return ocp.PyTreeCheckpointHandler().metadata(self.folder / checkpoint.STATE)['params']
+        with checkpoint.errors_of_reading(self.folder):
+            return ocp.PyTreeCheckpointHandler().metadata(self.folder / checkpoint.STATE)['params']
 
 
 def find(workdir: epath.PathLike) -> SavedRun | None:

@@ -3,8 +3,8 @@
     settings.check(config)               # a ValueError that names field, value and what is expected
     settings.changeable(config)          # {'optimizer.learning_rate': 2e-4, ...}
 
-Whether they fit the data and the devices is for those to say who know these. Optimizer
-and model check their own when they are made. Neither TensorFlow nor torch is imported here.
+Whether they fit the data and the devices is checked where these are known. Optimizer and model
+check their own fields when they are made. Neither TensorFlow nor torch is imported here.
 """
 
 import math
@@ -122,15 +122,19 @@ _CHANGEABLE_GROUPS = ('optimizer', 'flow')
 _FIXED = ('optimizer.name',)  # checkpoints hold its state
 
 
-def check(config: ml_collections.ConfigDict) -> None:
+def check(config: ml_collections.ConfigDict, *, needs_data: bool = True) -> None:
     """Checks every field that can be judged by itself.
 
+    Args:
+        config: see `configs/default.py`.
+        needs_data: `data.dir` has to be given.
+
     Raises:
-        ValueError: names the first that cannot be, its value and what is expected.
+        ValueError: names the first field that is out of its range, its value and what is expected.
     """
     fields = flatten(config.to_dict())
     for name, rule in _RULES.items():
-        if not rule.holds(fields[name]):
+        if not rule.holds(fields[name]) and (needs_data or name != 'data.dir'):
             raise ValueError(f'{name}={fields[name]!r}: expected {rule.expected}')
     low, high = config.preview.guidance_low, config.preview.guidance_high
     if low >= high:
@@ -143,7 +147,7 @@ def check(config: ml_collections.ConfigDict) -> None:
 
 
 def changeable(config: ml_collections.ConfigDict) -> dict[str, Any]:
-    """Fields that a resumed run may have changed if that is meant, with their values."""
+    """Fields that a resumed run may change on purpose, with their values."""
     return {
         name: value
         for name, value in flatten(config.to_dict()).items()
@@ -153,7 +157,7 @@ def changeable(config: ml_collections.ConfigDict) -> dict[str, Any]:
 
 
 def check_changeable(names: Collection[str], config: ml_collections.ConfigDict) -> None:
-    """Raises a ValueError for a name that is none of a field that a resumed run may change."""
+    """Raises a ValueError for names that are not among those of `changeable`."""
     there = changeable(config)
     unknown = [name for name in names if name not in there]
     if unknown:

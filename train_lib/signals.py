@@ -125,7 +125,7 @@ class StopRequest:
 
 
 def _ignore(*_) -> None:
-    """The thread does what is to be done."""
+    """Replaces the default action; `_watch` is told of the signal by its socket."""
 
 
 def _watch(told: socket.socket) -> None:

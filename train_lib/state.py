@@ -160,7 +160,7 @@ def _optimizer_of(params):
 
     def label(path, _):
         *modules, name = (part.key for part in path)
-        of_block = modules[0] == 'blocks' and 'modulation' not in modules
+        of_block = modules[:1] == ['blocks'] and 'modulation' not in modules
         return 'muon' if of_block and name == 'kernel' else 'adamw'
 
     labels = jax.tree_util.tree_map_with_path(label, params)

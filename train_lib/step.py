@@ -25,18 +25,11 @@ import optax
 from train_lib import accumulate, flow
 from train_lib.metrics import EvalMetrics, TrainMetrics
 from train_lib.state import TrainState
+from train_lib.step_encoder import StepEncoder
 
 Batch = Mapping[str, jax.Array]
-# From frozen weights and token ids, int32 `(b, T)`, to what the model is given of a text.
-Encode = Callable[[Any, jax.Array], Any]
 
 _TEXTS = 'text_embedding', 'tokens', 'drop_text'  # of a batch, for the model
-
-
-def as_ids(frozen: Any, tokens: jax.Array) -> jax.Array:
-    """The `Encode` of a model that looks tokens up in a table of its own."""
-    del frozen
-    return tokens
 
 
 def make_train_step(
@@ -50,11 +43,11 @@ def make_train_step(
     logit_mean: float,
     logit_std: float,
     parts: int = 1,
-    encode: Encode = as_ids,
+    encoder: StepEncoder | None = None,
 ) -> Callable[..., tuple[TrainState, TrainMetrics]]:
     """Returns the function that turns a state and a batch into the next state and metrics.
 
-    It takes the frozen weights of `encode` as a third argument, which is None for `as_ids`.
+    It takes the frozen weights of the encoder as a third argument, None without one.
 
     Noise and times depend on `(seed, state.step)` alone, so a resumed run repeats them exactly. A
     step whose loss or gradient is not finite, or whose batch has no sample, changes nothing but its
@@ -70,9 +63,9 @@ def make_train_step(
         logit_mean: of the logit-normal times.
         logit_std: of the logit-normal times.
         parts: the gradient is computed over so many parts of the batch in turn.
-        encode: of tokens.
+        encoder: of tokens; None for a model that looks them up in a table of its own.
     """
-    text_of = make_text_of(stats, encode)
+    text_of = make_text_of(stats, encoder)
 
     def train_step(
         state: TrainState, batch: Batch, frozen: Any = None
@@ -125,15 +118,14 @@ def make_train_step(
 
 
 def make_eval_step(
-    model: nn.Module, stats: flow.Stats, *, seed: int, encode: Encode = as_ids
+    model: nn.Module, stats: flow.Stats, *, seed: int, encoder: StepEncoder | None = None
 ) -> Callable[..., EvalMetrics]:
     """Returns the function from weights, a batch and frozen weights to the loss of its samples.
 
     Noise and a time uniform in [0, 1) come from `(seed, key)` of each sample: the loss of a split
     does not depend on its order, the batch size or the number of hosts.
     """
-
-    text_of = make_text_of(stats, encode)
+    text_of = make_text_of(stats, encoder)
 
     def eval_step(params: Any, batch: Batch, frozen: Any = None) -> EvalMetrics:
         x = flow.standardize_latents(batch['latents'], stats)
@@ -152,16 +144,17 @@ def _weights(count: int, mask: jax.Array | None) -> jax.Array:
     return mask.astype(jnp.float32) / jnp.maximum(jnp.sum(mask), 1)
 
 
-def make_text_of(stats: flow.Stats, encode: Encode) -> Callable[[Any, jax.Array], Any]:
+def make_text_of(stats: flow.Stats, encoder: StepEncoder | None) -> Callable[[Any, jax.Array], Any]:
     """Returns the function from frozen weights and raw texts to what the model is given.
 
-    Text embeddings `(b, D)` are standardized, token ids int32 `(b, T)` encoded.
+    Text embeddings `(b, D)` are standardized, token ids int32 `(b, T)` encoded if there is an
+    encoder.
     """
 
     def text_of(frozen: Any, texts: jax.Array) -> Any:
-        if texts.dtype == jnp.int32:
-            return encode(frozen, texts)
-        return flow.standardize_text(texts, stats)
+        if texts.dtype != jnp.int32:
+            return flow.standardize_text(texts, stats)
+        return encoder.encode(frozen, texts) if encoder else texts
 
     return text_of
 

@@ -1,4 +1,4 @@
-"""The training loop: start or resume, step, tell, evaluate, draw, save.
+"""The training loop: start or resume, step, log, evaluate, draw, save.
 
     from configs import demo
     state = train.train_and_evaluate(demo.get_config(), workdir='W')
@@ -30,13 +30,12 @@ from train_lib import (
     settings,
     sharding,
     signals,
-    step_encoder,
     workdirs,
     writers,
 )
 from train_lib.console import Console, say
 from train_lib.data import TrainingData
-from train_lib.program import Program, make_program
+from train_lib.program import Program, for_data
 from train_lib.state import TrainState
 from train_lib.train_log import TrainLog
 
@@ -88,15 +87,7 @@ def set_up(
     data.check_memory()
     if config.preview_every:
         _ = data.preview_samples  # kept; what cannot be read is told now and not in some hours
-    facts = data.facts
-    program = make_program(
-        config,
-        mesh,
-        facts.stats,
-        latent_shape=facts.latent_shape,
-        vocabulary=facts.vocabulary,
-        encoder=step_encoder.load(config.encoder, facts, mesh, dtype=config.model.dtype),
-    )
+    program = for_data(config, mesh, data.facts)
     beginning = beginnings.find(config, workdir, data, program, accept_changes)
     return Setup(config, workdirs.absolute(workdir), data, program, beginning)
 
@@ -113,6 +104,8 @@ def train(setup: Setup, verbose: bool = False) -> tuple[TrainState, bool]:
 
     Raises:
         FloatingPointError: training has diverged.
+        OSError: a record, a file of the data set or a checkpoint cannot be read, or a checkpoint,
+            logs or pictures cannot be written.
     """
     config = setup.config
     with (
@@ -132,6 +125,7 @@ def train(setup: Setup, verbose: bool = False) -> tuple[TrainState, bool]:
         if verbose:
             parameter_overview.log_parameter_overview(state.params, include_stats='sharding')
         with (
+            writers.errors_named(setup.workdir),
             contextlib.closing(writers.make(config, setup.workdir, verbose)) as writer,
             Console(start, config.num_steps) as console,
         ):
@@ -168,11 +162,11 @@ def _train(
 ) -> tuple[TrainState, bool]:
     """The loop over steps; ends with a checkpoint.
 
-    `interrupted` says that a signal came before what was due at the step of `state`.
+    `interrupted`: a stop request came before all hooks due at the step of `state` had been called.
     """
     log, step = run.log, run.start
     due_now = [hook(run) for hook in hooks.HOOKS]
-    # Whether what is due at `step` has been done and no stop is asked for.
+    # Whether all hooks due at `step` have been called and nobody has asked to stop.
     complete = not interrupted or hooks.call_due(due_now, run, step, state, stop)
     batches = run.data.train_batches(run.beginning.position.batch_at(step))
     while complete and step < run.config.num_steps:
@@ -186,7 +180,7 @@ def _train(
         complete = not stop.reached(step) and hooks.call_due(due_now, run, step, state, stop)
     run.save(step, state, interrupted=not complete)
     # Before anything is torn down: after SIGTERM there may be seconds left.
-    run.manager.wait_until_finished()
+    checkpoint.wait(run.manager)
     bad_records = run.data.read_counts().bad_records
     if bad_records:
         logging.warning('%d records could not be read and were left out here.', bad_records)
@@ -196,7 +190,7 @@ def _train(
 def _start_or_resume(
     setup: Setup, manager: ocp.CheckpointManager
 ) -> tuple[TrainState, metrics.TrainMetrics, bool]:
-    """The state, the metrics of an unfinished log window, and whether what is due was not."""
+    """The state, the metrics of an unfinished log window, and whether hooks are still due."""
     program, no_metrics = setup.program, setup.program.no_metrics()
     window = jax.tree.map(_abstract, no_metrics)
     restored = checkpoint.restore(manager, program.abstract_state, window)

@@ -8,28 +8,10 @@
         log.add(step, update)
     log.settle(step)
 
-Every report holds the metrics of the steps (`metrics.TrainMetrics`) as `train/...`; `loss` and
-`grad_norm` are left out where every step of the window was skipped, `skipped_steps` counts those of
-the whole run. And:
-
-    train/steps_per_second, train/samples_per_second
-                             of all hosts, evaluations and the like left out of the time
-    train/epoch              passes over the data, with the fraction of the current one
-    device/step_seconds_median, device/step_seconds_p95
-                             from the end of a step to that of the next
-    device/tflops_per_chip   10^12 operations a second that the model asks for
-    device/model_flop_utilization  the same as a share of what the chip's maker publishes
-    input/wait_share_min, input/wait_share_max
-                             share of the time in which the devices had nothing to do for lack of
-                             data, on the host that waited least and on the one that waited most
-    input/batches_ready      batches that were there when one was asked for, on average
-    input/read_mb_per_second 10^6 bytes of records that this host read for training
-    input/chunks_in_flight   runs of records being read at the moment of the report
-    input/bad_records        records that this host could not read and left out since it started
-    host/memory_gb           10^9 bytes of memory that this process holds at the moment (Linux)
-
-Rates and times need a counted step: they are left out of a report of the very first step alone,
-which includes the compiler. What nothing counts is left out.
+A report holds the metrics of the steps (`metrics.TrainMetrics`) as `train/...`, the rates and times
+of `step_clock.StepClock.lap`, and the state of this host; docs/training.md explains each scalar.
+`loss` and `grad_norm` are left out where every step of the window was skipped, rates and times of
+the very first step, which includes the compiler.
 
 The host does not wait for a step that has just been started: the metrics of a window are fetched
 when the step after it has been given to the device, so the device always has something to do.
@@ -56,7 +38,7 @@ class TrainLog:
     """Merges the metrics of steps and writes their averages at every multiple of so many steps.
 
     Attributes:
-        clock: to be told of waiting and of what is aside; its rates and share are written too.
+        clock: measures waiting and what is done aside; its rates are part of a report.
         window: merged metrics of the steps since the last multiple. Part of a checkpoint, so that
             a run that was interrupted inside a window writes what it would have written.
     """
@@ -160,9 +142,10 @@ class TrainLog:
                 in_a_row = ' in a row' if name == 'skipped_in_a_row' else ''
                 raise FloatingPointError(
                     f'{skipped} steps{in_a_row} up to step {step} had a loss or a '
-                    f'gradient that was not finite, more than {field}={limit}: training '
-                    'has diverged. No checkpoint was written since; start again from an earlier '
-                    'one with a lower optimizer.learning_rate, or afresh with a longer warm-up.'
+                    f'gradient that was not finite, more than {field}={limit}: training has '
+                    'diverged. Resume from the last checkpoint, which is older, with a lower '
+                    'optimizer.learning_rate and --accept_changes=optimizer.learning_rate, or '
+                    'start afresh with a longer warm-up.'
                 )
 
     def _host_state(self) -> dict[str, float]:

@@ -2,8 +2,8 @@
 
     workdirs.check_writable('gs://bucket/runs/a')   # in seconds; an OSError of one line
 
-To be asked first of all: TensorFlow, which writes logs and pictures, asks for a bucket that does
-not exist again and again without a word. Nothing here imports TensorFlow.
+Check it first of all: TensorFlow, which writes logs, asks for a bucket that does not exist again
+and again without a word. Nothing here imports TensorFlow.
 """
 
 import contextlib

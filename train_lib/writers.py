@@ -1,19 +1,25 @@
 """Where a run writes its scalars, pictures and texts: TensorBoard, and Weights & Biases if asked.
 
     writers.check(config)                  # before anything is written
-    writer = writers.make(config, workdir)
+    with writers.errors_named(workdir), contextlib.closing(writers.make(config, workdir)) as writer:
+        writer.write_scalars(step, scalars)
 
 Another one is a `clu.metric_writers.MetricWriter` in the list of `make`. Each writes in a thread of
 its own, in process 0.
 """
 
+import contextlib
 import importlib.util
 import os
+from collections.abc import Iterator
 
 import jax
 import ml_collections
-from clu import metric_writers
+import tensorflow as tf
+from clu import asynclib, metric_writers
 from etils import epath
+
+from train_lib import failures
 
 
 def check(config: ml_collections.ConfigDict) -> None:
@@ -39,3 +45,15 @@ def make(
     if verbose:
         writers.append(metric_writers.LoggingWriter())
     return metric_writers.AsyncMultiWriter(writers)
+
+
+@contextlib.contextmanager
+def errors_named(workdir: epath.Path) -> Iterator[None]:
+    """Turns the errors of writers, which come from their threads, into an `OSError` of one line."""
+    try:
+        yield
+    except (asynclib.AsyncError, tf.errors.OpError) as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise OSError(f'{workdir}: logs cannot be written: {failures.summary(cause)}') from error

@@ -73,11 +73,13 @@ def test_entries_of_rows_come_in_the_order_of_rows():
     np.testing.assert_array_equal(entries, 2 * np.arange(24.0))
 
 
-@pytest.mark.parametrize('parts', [0, -1, 3, 512])
-def test_parts_that_do_not_divide_a_batch_are_refused(parts):
+@pytest.mark.parametrize(
+    ('parts', 'devices'), [(0, 1), (-1, 1), (3, 1), (512, 1), (1, 3), (2, 256)]
+)
+def test_parts_and_devices_that_do_not_divide_a_batch_are_refused(parts, devices):
     config = default.get_config()
     config.accumulate = parts
-    with pytest.raises(ValueError, match=f'batch_size=256 in accumulate={parts} parts'):
-        program.make_program(
-            config, sharding.make_mesh(devices=jax.devices()[:1]), STATS, latent_shape=(8, 8, 4)
-        )
+    mesh = jax.sharding.AbstractMesh((devices, 1), (sharding.DATA_AXIS, sharding.FSDP_AXIS))
+    expected = f'batch_size=256 in accumulate={parts} parts cannot be split over {devices} devices'
+    with pytest.raises(ValueError, match=expected):
+        program.make_program(config, mesh, STATS, latent_shape=(8, 8, 4))

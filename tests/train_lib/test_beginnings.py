@@ -13,7 +13,7 @@ from coyo11m_tfds import schema
 from tests import runs
 from tests.runs import small_config
 from tests.train_lib.test_train import rewritten
-from train_lib import checkpoint, data, saved_run, train
+from train_lib import checkpoint, data, models, saved_run, train
 
 SHORT = {
     'eval_every': 0,
@@ -127,8 +127,30 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_in_one_line(mini_dataset,
     run = json.loads(path.read_text())
     del run['config']
     path.write_text(json.dumps(run))
-    with pytest.raises(checkpoint.OtherRunError, match=r'1 says nothing of config: an earlier'):
+    with pytest.raises(checkpoint.OtherRunError, match='1 lacks config: it was saved by an'):
         train.train_and_evaluate(config, tmp_path)
+
+
+@pytest.mark.parametrize('file', ['run/metadata', 'state/_METADATA'])
+def test_a_damaged_checkpoint_is_told_by_its_name(mini_dataset, source, tmp_path, file):
+    broken = shutil.copytree(source[0], tmp_path / 'broken')
+    path = broken / 'checkpoints' / '4' / file
+    path.write_text(path.read_text()[:20])
+    config = small_config(mini_dataset, **SHORT | {'checkpoint_every': 2}, num_steps=4)
+    message = r'broken/checkpoints/4: the checkpoint cannot be read: .*; if it is damaged, remove'
+    with pytest.raises(OSError, match=message):
+        train.set_up(config, broken)
+    config.init_from = str(broken)
+    with pytest.raises(OSError, match=f'^init_from={broken}: .*{message}'):
+        train.set_up(config, tmp_path / 'new')
+
+
+def test_a_model_whose_code_has_changed_does_not_resume(mini_dataset, source, monkeypatch):
+    monkeypatch.setitem(models.SIZES, 'tiny', models.SIZES['tiny'] | {'depth': 5})
+    config = small_config(mini_dataset, **SHORT | {'checkpoint_every': 2}, num_steps=4)
+    message = r'/4: parameter blocks/\S+ has shape \(6, .*\) there and \(5, .*\) here: expected'
+    with pytest.raises(ValueError, match=message):
+        train.set_up(config, source[0])
 
 
 # --- The configuration -------------------------------------------------------------------------

@@ -39,10 +39,16 @@ def test_without_a_data_set_all_else_is_checked_and_it_says_so():
     found = check.check(runs.small_config(''))
     assert (found['data'], list(found['unchecked'])) == (
         '',
-        ['the data set and the memory for reading it'],
+        ['the data set, its encoder and the memory for reading it'],
     )
-    with pytest.raises(ValueError, match='seed'):
-        check.check(runs.small_config('', seed=-1))
+    for field, value, message in (
+        ('seed', -1, 'seed=-1: expected'),
+        ('model.name', 'huge/2', "model.name='huge/2': expected"),
+        ('optimizer.warmup_steps', 30, 'optimizer.warmup_steps=30: expected'),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check.check(runs.small_config('', **{field: value}))
+    check.check(runs.small_config('', **{'model.text': 'sequence'}))
 
 
 def test_of_a_pod_the_mesh_is_left_to_the_compiler(mini_dataset):

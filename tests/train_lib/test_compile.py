@@ -139,6 +139,13 @@ def test_a_frozen_encoder_is_part_of_what_is_compiled(monkeypatch, models):  # n
     assert ', the encoder 0.0' in text
 
 
+def test_a_setting_out_of_its_range_is_refused_as_by_a_run():
+    config = default.get_config()
+    config.batch_size = 0
+    with pytest.raises(ValueError, match='batch_size=0: expected at least 1'):
+        compile.analyze(config, 'v5e:4x4', text_dim=24)
+
+
 def test_a_topology_that_there_is_not_is_refused():
     pytest.importorskip('libtpu')
     done = _run('--config=configs/default.py', '--topology=v5e:3x5')

@@ -54,7 +54,7 @@ def on_mesh(data, fsdp, optimizer='adamw', text='pooled'):
         state, update = compiled(state, placed, made.train_step.frozen)
         losses.append(float(update.loss.total) / 16)
     moved = [
-        {'kind': c.kind, 'axes': c.axes, 'layers': 3 in c.loops, 'source': c.source,
+        {'kind': c.kind, 'axes': c.axes, 'layers': 3 in c.loops,
          'shapes': [array.shape for array in c.arrays], 'bytes': c.times * c.nbytes}
         for c in hlo_costs.collectives(hlo.parse(compiled.as_text()), mesh)
     ]

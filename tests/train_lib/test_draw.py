@@ -159,7 +159,7 @@ def _command(*flags, devices=1):
 def test_workdir_and_prompts_are_enough_for_the_command_on_any_devices(run, encoder, tmp_path):
     prompts = tmp_path / 'captions.txt'
     captions = ['a red circle', 'a blue square on a green background']
-    prompts.write_text('\n\n'.join(captions))
+    prompts.write_text('\n\n'.join(captions), 'utf-8-sig')  # as some editors begin a file
     done = _command(f'--workdir={run[0]}', f'--prompts={prompts}', devices=3)
     assert done.returncode == 0, done.stderr
     path = run[0] / previews.FOLDER / 'captions_000004.png'
@@ -169,6 +169,16 @@ def test_workdir_and_prompts_are_enough_for_the_command_on_any_devices(run, enco
     with Image.open(path) as picture:
         # By rounding, and what makes the pictures four times as large.
         assert np.abs(np.asarray(picture) - expected).max() <= 3
+
+
+def test_captions_in_another_encoding_are_refused_by_the_name_of_the_file(run, tmp_path):
+    prompts = tmp_path / 'captions.txt'
+    prompts.write_bytes('ein Käfer'.encode('latin-1'))
+    done = _command(f'--workdir={run[0]}', f'--prompts={prompts}')
+    assert done.returncode == 1
+    assert (
+        done.stderr.splitlines()[-1] == f'error: {prompts}: byte 5 is not UTF-8; save it as UTF-8.'
+    )
 
 
 def test_what_is_missing_is_told_in_one_line(run, tmp_path):

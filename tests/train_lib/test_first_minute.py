@@ -30,10 +30,10 @@ def silent(env):
     return {name: value for name, value in env.items() if 'CACHE' in name or 'XLA' in name}
 
 
-def command(flags, env, terminal=False):
-    """The exit status and all lines of output of `train_lib.main`."""
+def command(flags, env, terminal=False, before=()):
+    """The exit status and all lines of output of `train_lib.main`, maybe started by a command."""
     environ = {name: x for name, x in os.environ.items() if name != 'TF_CPP_MIN_LOG_LEVEL'}
-    line = [sys.executable, '-m', 'train_lib.main', *flags]
+    line = [*before, sys.executable, '-m', 'train_lib.main', *flags]
     if terminal:
         wide = f'stty cols 160 rows 40; {" ".join(line)}'
         line = ['script', '--quiet', '--return', '--command', wide, '/dev/null']
@@ -109,6 +109,7 @@ def test_a_terminal_shows_a_bar_and_lines_above_it(mini_dataset, silent, tmp_pat
         (['--config.model.zzz=S'], "--config.model.zzz: there is no field 'zzz'$"),
         (['--config.batch_size=many'], "--config.batch_size=many: .* 'many'"),
         (['--no_such_flag=3'], "'no_such_flag'"),
+        (['--workdir='], 'missing: --workdir; expected e.g.'),  # of a variable that is not set
     ],
 )
 def test_a_wrong_flag_is_one_line(silent, tmp_path, flags, message):
@@ -119,12 +120,69 @@ def test_a_wrong_flag_is_one_line(silent, tmp_path, flags, message):
     assert re.search(message, lines[0]), lines[0]
 
 
+@pytest.mark.parametrize(
+    ('line', 'message'),
+    [
+        ("config.modle.name = 'S/4'", "there is no field 'modle'; did you mean 'model'"),
+        ('config.batch_sise = 3', "there is no field 'batch_sise'; did you mean 'batch_size'"),
+        ("config.batch_size = '3'", r'TypeError: .*batch_size'),
+        ("config.data.dir = {}['data']", "KeyError: 'data'$"),
+        ('config.seed.low = 3', "AttributeError: 'int' object has no attribute 'low'$"),
+    ],
+)
+def test_a_mistake_in_a_configuration_file_is_told_with_its_line(silent, tmp_path, line, message):
+    path = tmp_path / 'mine.py'
+    head = 'from configs import default\n\ndef get_config():\n    config = default.get_config()\n'
+    path.write_text(f'{head}    {line}\n    return config\n')
+    code, lines = command([f'--config={path}', f'--workdir={tmp_path}/run'], silent)
+    assert (code, len(lines)) == (1, 1), lines
+    assert re.match(rf'error: --config={path}, line 5: {message}', lines[0]), lines[0]
+
+
+def test_a_run_on_several_hosts_that_are_not_known_is_told(silent, tmp_path):
+    env = silent | {'JAX_PLATFORMS': 'cpu'}
+    code, lines = command(['--config=tpu_v5e_16', f'--workdir={tmp_path}/run'], env)
+    assert code == 1
+    assert lines[-1].startswith('error: the hosts of this run are not known: ')
+    assert '--config.distributed=False' in lines[-1] and 'Traceback' not in ''.join(lines)
+
+
+@pytest.mark.parametrize('more', [[], ['--config.seed=3']])
+def test_a_configuration_file_that_returns_nothing_is_told(silent, tmp_path, more):
+    path = tmp_path / 'mine.py'
+    path.write_text('def get_config():\n    pass\n')
+    code, lines = command([f'--config={path}', f'--workdir={tmp_path}/run', *more], silent)
+    assert code == 1
+    assert lines[-2].endswith('get_config() returned None, did you forget a return statement?')
+    assert lines[-1].startswith(f'error: --config={path}: ') and 'NoneType' in lines[-1], lines
+
+
 def test_an_error_is_one_line_and_leaves_nothing(mini_dataset, silent, tmp_path):
     code, lines = command(runs.flags(mini_dataset.parents[1], tmp_path / 'run'), silent)
     assert code == 1
     there = f'{mini_dataset.parents[1]}: name a data set below it: {mini_dataset}'
     assert lines == [f'error: data.dir={there}']
     assert not (tmp_path / 'run').exists()
+
+
+def test_a_full_disk_and_a_damaged_checkpoint_are_told_in_the_last_line(
+    mini_dataset, silent, tmp_path
+):
+    flags = runs.flags(mini_dataset, tmp_path, num_steps=3, eval_every=0)
+    limited = ['bash', '-c', 'ulimit -f 2000; exec "$@"', 'bash']  # no file of more than 2 MB
+    code, lines = command(flags, silent, before=limited)
+    assert code == 1
+    expected = f'error: {tmp_path}/checkpoints: a checkpoint cannot be written: '
+    assert lines[-1].startswith(expected) and 'File too large' in lines[-1]
+    assert not runs.saved_steps(tmp_path)
+
+    assert command(flags, silent)[0] == 0
+    for path in (tmp_path / 'checkpoints' / '3' / 'state').rglob('d/*'):
+        path.write_bytes(path.read_bytes()[:-1000])
+    code, lines = command([*flags, '--config.keep_checkpoints=4'], silent)
+    assert code == 1
+    expected = f'error: {tmp_path}/checkpoints/3: the checkpoint cannot be read: '
+    assert lines[-1].startswith(expected) and 'remove this folder' in lines[-1]
 
 
 @pytest.mark.parametrize(

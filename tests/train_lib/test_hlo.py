@@ -115,6 +115,23 @@ def test_of_what_is_sliced_in_a_loop_the_slices_are_read():
     assert 3 * 1000 * 4096 * 4 <= nbytes < 6 * 1000 * 4096 * 4
 
 
+@pytest.mark.parametrize(
+    ('dtype', 'nbytes'),
+    [('pred', 6), ('s4', 3), ('f8e4m3fn', 6), ('bf16', 12), ('f32', 24), ('token', 0)],
+)
+def test_bytes_of_an_array(dtype, nbytes):
+    assert hlo.Array(dtype, (2, 3)).nbytes == nbytes
+
+
+def test_a_step_with_a_callback_has_costs():
+    def told(x):
+        jax.debug.callback(lambda _: None, x[0, 0], ordered=True)
+        return x + 1
+
+    nbytes = hlo_costs.memory_bytes(_module(told, (256, 1024)))
+    assert nbytes >= 2 * 256 * 1024 * 4
+
+
 def test_text_that_is_no_program_is_refused():
     with pytest.raises(ValueError, match='no compiled XLA program'):
         hlo.parse('module {}')

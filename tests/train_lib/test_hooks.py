@@ -48,8 +48,17 @@ def test_a_hook_of_ones_own_is_called_when_due_and_told_of(
     assert rate == pytest.approx(samples * 0.0394e9 / 1e12, rel=0.01)
 
 
-@pytest.mark.slow
-def test_a_profile_has_its_steps(mini_dataset, tmp_path):
-    changes = {'num_steps': 13, 'eval_every': 0, 'checkpoint_every': 0, 'profile_steps': 2}
-    train.train_and_evaluate(runs.small_config(mini_dataset, **changes), tmp_path)
+@pytest.mark.parametrize(
+    ('num_steps', 'profile_steps', 'profiled'),
+    [pytest.param(13, 2, 2, marks=pytest.mark.slow), (3, 50, 2)],
+)
+def test_a_profile_has_its_steps_or_those_of_a_short_run(
+    mini_dataset, tmp_path, caplog, num_steps, profile_steps, profiled
+):
+    caplog.set_level(logging.INFO)
+    changes = {'num_steps': num_steps, 'eval_every': 0, 'checkpoint_every': 0}
+    config = runs.small_config(mini_dataset, **changes, profile_steps=profile_steps)
+    train.train_and_evaluate(config, tmp_path)
     assert list(tmp_path.glob('plugins/profile/*/*.xplane.pb'))
+    end = min(10 + profile_steps, num_steps)
+    assert f'profile at step {end}: of {profiled} steps (' in caplog.text

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from configs import default
-from train_lib import models
+from coyo11m_tfds.text import text_encoders
+from tests import runs
+from train_lib import draw, models, train
 from train_lib.models import dense, dit
 
 
@@ -91,13 +93,38 @@ def test_a_field_that_does_not_fit_is_refused_by_name_and_value(fields, message)
         models.make('S/2', **fields)
 
 
-def test_another_model_is_a_line_of_the_registry(monkeypatch):
-    class Other(dit.DiT):
-        experts: int = 2
+class Pointwise(nn.Module):
+    """A model of one's own, with as little as it needs."""
 
-    monkeypatch.setitem(models.KINDS, 'other', Other)
-    model = models.make('S/2', kind='other', experts=8)
-    assert (type(model), model.experts, model.width) == (Other, 8, 384)
+    width: int
+    experts: int = 2
+    dtype: dit.Dtype = jnp.bfloat16
+    pin: dit.Pin = lambda x: x
+    turns = 1
+
+    def flops(self, latent_shape, text_dim, num_tokens=0):
+        return 1000
+
+    @nn.compact
+    def __call__(self, x, t, text, drop_text=None):
+        scale = self.param('scale', nn.initializers.ones, (self.width,))
+        hidden = nn.Dense(self.width)(x) + scale * nn.Dense(self.width)(text)[:, None, None]
+        return nn.Dense(x.shape[-1])(self.pin(nn.gelu(hidden)))
+
+
+def test_another_model_is_a_class_and_a_line_of_the_registry(mini_dataset, monkeypatch, tmp_path):
+    monkeypatch.setitem(models.KINDS, 'pointwise', Pointwise)
+    model = models.make('S/2', kind='pointwise', experts=8)
+    assert (type(model), model.experts, model.width) == (Pointwise, 8, 384)
+    message = "model.remat='full': expected 'none', a model of kind 'pointwise' has no such field"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        models.make('S/2', kind='pointwise', remat='full')
+
+    changes = {'model.kind': 'pointwise', 'num_steps': 2, 'eval_every': 2, 'preview_every': 2}
+    state = train.train_and_evaluate(runs.small_config(mini_dataset, **changes), tmp_path)
+    assert state.params['scale'].shape == (128,)
+    pictures = draw.Artist(tmp_path).draw(['a cat'], text_encoders.make_encoder('hash'))
+    assert pictures.shape == (1, 32, 32, 3)
 
 
 def test_the_identity_of_a_run_says_what_decides_the_weights():

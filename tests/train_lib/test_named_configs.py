@@ -28,6 +28,14 @@ def test_a_name_becomes_the_path(elsewhere, name):
     assert named_configs.resolve(['x', '-config', name]) == ['x', '-config', path]
 
 
+def test_a_file_of_ones_own_can_import_those_of_the_package(elsewhere, monkeypatch):
+    (elsewhere / 'mine.py').touch()
+    monkeypatch.setattr(sys, 'path', [])
+    for _ in range(2):
+        named_configs.resolve(['x', '--config=mine.py'])
+    assert sys.path == [str(CHECKOUT)]
+
+
 def test_what_is_no_name_stays(elsewhere):
     (elsewhere / 'demo.py').touch()
     arguments = ['x', '--config=demo.py:big', '--config.data.dir=demo', '--workdir', 'demo']

@@ -75,7 +75,7 @@ def test_a_model_without_blocks_is_refused():
         weight_decay=0.0, b1=0.9, b2=0.99, clip_norm=1.0,
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"optimizer.name='muon'.*'blocks'.*'adamw'"):
-        tx.init({'other': {'kernel': jnp.zeros((4, 4))}})
+        tx.init({'other': {'kernel': jnp.zeros((4, 4))}, 'scale': jnp.ones(4)})
 
 
 def test_another_name_is_refused():

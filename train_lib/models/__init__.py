@@ -3,9 +3,10 @@
     model = models.make('S/2', dtype='bfloat16')
     model = models.make('S/2', kind='dit', depth=16)   # what is given replaces the preset's
 
-Another model is a file beside `dit.py` and a line in `KINDS`. It is a `flax.linen.Module` with the
-attributes of `dit.DiT` that it is given, called as DiT is, with a method `flops` and an attribute
-`turns`; what stands in its module `blocks` is what Muon may train (see `state.make_optimizer`).
+Another model is a file beside `dit.py` and a line in `KINDS`. It is a `flax.linen.Module` that is
+called as `dit.DiT` is and has its fields `dtype` and `pin`, its method `flops`, its attribute
+`turns`, and whatever fields of a preset or of the block `model` it needs. Muon trains the kernels
+in its module `blocks` (see `state.make_optimizer`).
 
 A name is a size and a patch size. Sizes S to XL are those of DiT (Peebles & Xie 2023, table 1);
 `tiny` is for the demo and the tests.
@@ -32,6 +33,13 @@ SIZES = {
     'XL': {'width': 1152, 'depth': 28, 'num_heads': 16},
 }
 
+# Of the block `model`, where they are not 0; a model of another kind need not have these fields.
+_DEFAULTS = {
+    field.name: field.default
+    for field in dataclasses.fields(DiT)
+    if field.default is not dataclasses.MISSING
+}
+
 
 def make(name: str, *, kind: str = 'dit', dtype: str = 'bfloat16', **fields: Any) -> nn.Module:
     """Makes a model from the block `model` of a configuration.
@@ -40,8 +48,8 @@ def make(name: str, *, kind: str = 'dit', dtype: str = 'bfloat16', **fields: Any
         name: the preset, size and patch size, `SIZE/PATCH`, such as `'S/2'`.
         kind: a key of `KINDS`.
         dtype: of the computation; parameters are float32.
-        fields: attributes of the model; for 0 it takes what the preset or, where that is silent,
-            the model itself says.
+        **fields: of the model; 0 leaves the value of the preset or, where it has none, of the
+            model.
 
     Raises:
         ValueError: an unknown name or kind; a field that the kind does not have, or a value of one
@@ -49,14 +57,17 @@ def make(name: str, *, kind: str = 'dit', dtype: str = 'bfloat16', **fields: Any
     """
     if kind not in KINDS:
         raise ValueError(f'model.kind={kind!r}: expected one of {", ".join(KINDS)}')
-    given = {field: value for field, value in fields.items() if _is_given(value)}
     known = {field.name for field in dataclasses.fields(KINDS[kind])}
+    given = {field: value for field, value in fields.items() if _is_given(value)}
     for field, value in given.items():
-        if field not in known:
+        unset = _DEFAULTS.get(field, 0)
+        if field not in known and value != unset:
             raise ValueError(
-                f'model.{field}={value!r}: expected 0, a model of kind {kind!r} has no such field'
+                f'model.{field}={value!r}: expected {unset!r}, a model of kind {kind!r} has no '
+                'such field'
             )
-    return KINDS[kind](**_preset(name) | given, dtype=jnp.dtype(dtype))
+    used = {field: x for field, x in (_preset(name) | given).items() if field in known}
+    return KINDS[kind](**used, dtype=jnp.dtype(dtype))
 
 
 def identity(name: str, *, kind: str = 'dit', **fields: Any) -> dict[str, Any]:
