@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import pytest
 
 from coyo11m_tfds.storage import build_lock, lock_holder
+from tests import children
 from tests.fakes.cloud import Fault
 
 _HOLD = """
@@ -180,6 +181,30 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
         build_lock.hold(tmp_path / 'set', wait_seconds=0),
     ):
         pass
+
+
+_FULL_DISK = """
+    import resource, signal
+    from coyo11m_tfds.storage import build_lock
+    # A write beyond this size fails as on a full disk, with OSError instead of a signal.
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
+    try:
+        with build_lock.hold(sys.argv[1], wait_seconds=0):
+            pass
+    except OSError as error:
+        print(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    with build_lock.hold(sys.argv[1], wait_seconds=0):
+        print('held')
+"""
+
+
+def test_a_lock_that_cannot_be_written_is_not_held(tmp_path):
+    with children.python(_FULL_DISK, tmp_path / 'set') as child:
+        out, errors = child.communicate(timeout=60)
+    assert out == f"[Errno 27] File too large: '{tmp_path}/set.lock'\nheld\n", errors
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- In a bucket ------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coyo11m_tfds.storage.destination import Destination, FileState
+from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage.file_state import FileState
 
 LAST = 'dataset_info.json'
 SHARED_MEMORY = pathlib.Path('/dev/shm')  # another file system, on Linux

@@ -14,7 +14,8 @@ import pytest
 from google.cloud import storage
 
 from coyo11m_tfds.storage import gcs_folder, gcs_objects
-from coyo11m_tfds.storage.destination import Destination, FileState
+from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage.file_state import FileState
 from tests.fakes.cloud import Fault, Gcs
 from tests.fakes.fake_http import Call, FakeServer, Reply
 
