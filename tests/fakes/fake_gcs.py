@@ -1,4 +1,4 @@
-"""A stand-in for Google Cloud Storage, for gcsfs, TensorFlow and TensorStore.
+"""A stand-in for Google Cloud Storage: for its own client, gcsfs, TensorFlow and TensorStore.
 
     with Gcs(folder) as gcs:
         gcs.put('bucket', 'a/b.txt', b'hello')
@@ -45,14 +45,12 @@ _PAGE = 1000
 # slashes in them are encoded; only the last form has them plain.
 _BUCKETS = '/storage/v1/b'
 _ROUTES = [
-    (f'{_BUCKETS}/?', {'GET': 'buckets', 'POST': 'create_bucket'}),
-    (f'{_BUCKETS}/([^/]+)/?', {'GET': 'bucket', 'DELETE': 'delete_bucket'}),
+    (f'{_BUCKETS}/([^/]+)/?', {'GET': 'bucket'}),
     (f'{_BUCKETS}/([^/]+)/storageLayout', {'GET': 'layout'}),
     (f'{_BUCKETS}/([^/]+)/o/?', {'GET': 'list'}),
     (f'{_BUCKETS}/([^/]+)/o/([^/]+)/rewriteTo/b/([^/]+)/o/([^/]+)', {'POST': 'copy'}),
-    (f'{_BUCKETS}/([^/]+)/o/([^/]+)/moveTo/o/([^/]+)', {'POST': 'move'}),
     (f'(?:/download)?{_BUCKETS}/([^/]+)/o/([^/]+)', {'GET': 'stat', 'DELETE': 'delete'}),
-    (f'/upload{_BUCKETS}/([^/]+)/o/?', {'POST': 'upload', 'PUT': 'upload', 'DELETE': 'cancel'}),
+    (f'/upload{_BUCKETS}/([^/]+)/o/?', {'POST': 'upload', 'PUT': 'upload'}),
     ('/(?!storage/|upload/|download/)([^/]+)/(.+)', {'GET': 'read', 'HEAD': 'read'}),
 ]
 
@@ -138,7 +136,7 @@ class Gcs(FakeServer):
         action, names = self._route(call)
         if action == 'list':
             return action, f'{names[0]}/{call.query.get("prefix", "")}'
-        if action in ('start', 'upload', 'status', 'cancel'):
+        if action in ('start', 'upload', 'status'):
             session = self._sessions.get(call.query.get('upload_id', ''))
             return action, f'{names[0]}/{session.name if session else _name_to_upload(call)}'
         return action, '/'.join(names[:2])
@@ -180,22 +178,9 @@ class Gcs(FakeServer):
 
     # --- Buckets and listings ----------------------------------------------------------------
 
-    def _on_buckets(self, call: Call) -> Reply:
-        items = [_bucket_resource(name) for name in self._store.names()]
-        return _json({'kind': 'storage#buckets', 'items': items})
-
-    def _on_create_bucket(self, call: Call) -> Reply:
-        name = json.loads(call.body.read())['name']
-        self._store.bucket(name)
-        return _json(_bucket_resource(name))
-
     def _on_bucket(self, call: Call, bucket: str) -> Reply:
         self._store.bucket(bucket)
-        return _json(_bucket_resource(bucket))
-
-    def _on_delete_bucket(self, call: Call, bucket: str) -> Reply:
-        self._store.delete_bucket(bucket)
-        return Reply(204)
+        return _json({'kind': 'storage#bucket', 'id': bucket, 'name': bucket, 'location': 'US'})
 
     def _on_layout(self, call: Call, bucket: str) -> Reply:
         self._store.bucket(bucket)
@@ -248,11 +233,6 @@ class Gcs(FakeServer):
             'resource': self._resource(call, made),
         }
         return _json(answer)
-
-    def _on_move(self, call: Call, bucket: str, name: str, to_name: str) -> Reply:
-        made = self._store.copy(call.query, bucket, name, bucket, to_name)
-        self._store.delete({}, bucket, name)
-        return _json(self._resource(call, made))
 
     # --- Uploads -----------------------------------------------------------------------------
 
@@ -314,11 +294,6 @@ class Gcs(FakeServer):
         with session.lock:
             return self._session_state(call, session)
 
-    def _on_cancel(self, call: Call, bucket: str) -> Reply:
-        self._session(call).file.close()
-        del self._sessions[call.query['upload_id']]
-        return _error(499, 'The upload was cancelled.')
-
     def _session(self, call: Call) -> _Session:
         session = self._sessions.get(call.query['upload_id'])
         if session is None:
@@ -371,16 +346,6 @@ def _base(call: Call) -> str:
     """How the client calls this server: TensorFlow reaches it under Google's names."""
     host = call.headers['Host']
     return f'https://{host}' if host.endswith('googleapis.com') else f'http://{host}'
-
-
-def _bucket_resource(name: str) -> dict[str, Any]:
-    return {
-        'kind': 'storage#bucket',
-        'id': name,
-        'name': name,
-        'location': 'US',
-        'storageClass': 'STANDARD',
-    }
 
 
 def _json(answer: Any) -> Reply:
