@@ -4,8 +4,6 @@ import json
 import pathlib
 import pickle
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 
@@ -16,6 +14,7 @@ from google.cloud import storage
 from coyo11m_tfds.storage import gcs_folder, gcs_objects
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.file_state import FileState
+from tests import children
 from tests.fakes.cloud import Fault, Gcs
 from tests.fakes.fake_http import Call, FakeServer, Reply
 
@@ -319,36 +318,6 @@ def test_promote(gcs):
     assert copies[-1] == f'bucket/a/work/{LAST}' and len(copies) == 3
 
 
-def test_promote_needs_a_complete_folder(gcs):
-    destination = Destination('gs://bucket/a')
-    destination.put_bytes('work/x', b'1')
-    with pytest.raises(FileNotFoundError, match=f'gs://bucket/a/work: {LAST} is missing'):
-        destination.promote('work', 'final', LAST)
-    assert gcs.objects('bucket') == {'a/work/x': b'1'}
-
-
-@pytest.mark.parametrize('of_work', [{LAST: b'new'}, {LAST: b'old', 'x': b'1'}, {'x': b'1'}])
-def test_promote_replaces_nothing(gcs, of_work):
-    destination = Destination('gs://bucket/a')
-    destination.put_bytes(f'final/{LAST}', b'old')
-    for name, data in of_work.items():
-        destination.put_bytes(f'work/{name}', data)
-    before = gcs.objects('bucket')
-    with pytest.raises(FileExistsError, match='gs://bucket/a/final exists already'):
-        destination.promote('work', 'final', LAST)
-    assert gcs.objects('bucket') == before
-
-
-def test_promote_clears_what_an_interrupted_one_left(gcs):
-    destination = Destination('gs://bucket/a')
-    destination.put_bytes('final/of-another-build', b'1')
-    destination.put_bytes('final/x', b'old')
-    destination.put_bytes('work/x', b'new')
-    destination.put_bytes(f'work/{LAST}', b'2')
-    destination.promote('work', 'final', LAST)
-    assert gcs.objects('bucket') == {f'a/final/{LAST}': b'2', 'a/final/x': b'new'}
-
-
 @pytest.mark.parametrize(
     'match', ['copy .*/x5', f'copy .*{LAST}', 'DELETE .*/x5', f'DELETE .*{LAST}']
 )
@@ -375,7 +344,6 @@ def _check_interrupted(gcs: Gcs, files: dict[str, bytes]) -> None:
 
 
 _PROMOTE = """
-import sys
 from coyo11m_tfds.storage.destination import Destination
 
 destination = Destination('gs://bucket/a')
@@ -391,8 +359,7 @@ def test_killed_while_promoting(gcs):
         gcs.put('bucket', f'a/work/{name}', data)
     gcs.latency = 0.02
     for seed in range(3):
-        command = [sys.executable, '-c', _PROMOTE, LAST]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        with children.python(_PROMOTE, LAST) as child:
             assert child.stdout.readline() == 'started\n'
             time.sleep(random.Random(seed).uniform(0.02, 0.2))
             child.kill()
@@ -503,23 +470,3 @@ def test_remove_ends_with_what_says_why_it_is_there(gcs):
     assert f'a/{LAST}' in gcs.objects('bucket')
     destination.remove(last=LAST)
     assert gcs.objects('bucket') == {}
-
-
-def test_nothing_is_changed_by_who_has_lost_the_place(gcs):
-    destination = Destination('gs://bucket/a')
-    for folder in ('final', 'work'):
-        for name in ('x', LAST):
-            gcs.put('bucket', f'a/{folder}/{name}', folder.encode())
-    before = gcs.objects('bucket')
-    for act in (
-        lambda: destination.remove(check=_lost),
-        lambda: destination.keep_only('work', [], check=_lost),
-        lambda: destination.promote('work', 'final', LAST, replace=True, check=_lost),
-    ):
-        with pytest.raises(KeyError):
-            act()
-        assert gcs.objects('bucket') == before
-
-
-def _lost() -> None:
-    raise KeyError('lost')
