@@ -117,15 +117,7 @@ def make_plan(
     caption_bytes = joined.captions.lengths(caption_rows)
     reasons = _drop_reasons(latents, caption_rows, caption_bytes, joined)
     dropped = _count_dropped(latents, joined.captions, reasons, settings.max_bad_fraction)
-    if dropped.counts[schema.CAPTION_TOO_LONG] and not settings.drop_bad:
-        raise ValueError(
-            f'{source.captions_file.path}: the caption of key '
-            f'{dropped.examples[schema.CAPTION_TOO_LONG][0]} has more than '
-            f'{schema.MAX_CAPTION_BYTES:,} bytes. Shorten or remove it, or set bad_data to "drop".'
-        )
-    dropped.check_bad(source.captions_file.path)
-    dropped.check_all(source.captions_file.path)
-
+    _check_dropped(dropped, source.captions_file.path, settings.drop_bad)
     kept = ~np.logical_or.reduce(list(reasons.values()))
     tasks = _plan_tasks(settings, latents, joined, kept, caption_bytes, limit)
     if not any(task.split == schema.TRAIN for task in tasks):
@@ -248,6 +240,17 @@ def _count_dropped(
         dropped.add(schema.ROWS_DISAGREE, len(keys), keys, file)
     dropped.add(schema.DUPLICATE_CAPTION, store.num_duplicates, store.duplicate_keys)
     return dropped
+
+
+def _check_dropped(dropped: Dropped, captions: str, drop_bad: bool) -> None:
+    if dropped.counts[schema.CAPTION_TOO_LONG] and not drop_bad:
+        raise ValueError(
+            f'{captions}: the caption of key {dropped.examples[schema.CAPTION_TOO_LONG][0]} has '
+            f'more than {schema.MAX_CAPTION_BYTES:,} bytes. Shorten or remove it, or set bad_data '
+            'to "drop".'
+        )
+    dropped.check_bad(captions)
+    dropped.check_all(captions)
 
 
 def unit_hash(keys: np.ndarray) -> np.ndarray:
