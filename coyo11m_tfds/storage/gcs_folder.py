@@ -75,7 +75,8 @@ class GcsFolder:
         if names is not None:
             files = {name: blob for name, blob in files.items() if name in names}
         contents = gcs_objects.in_parallel(gcs_objects.read, files.values())
-        return dict(zip(files, contents, strict=True))
+        found = zip(files, contents, strict=True)
+        return {name: data for name, data in found if data is not None}
 
     @_plain_errors
     def inventory(

@@ -11,6 +11,7 @@ sent; an object that differs is deleted and sent again.
 
 import base64
 import contextlib
+import functools
 import io
 import os
 import re
@@ -211,16 +212,22 @@ def copy(
             ) from None
 
 
-def read(blob: storage.Blob) -> bytes:
-    """Reads a small object that the storage has described."""
+def read(blob: storage.Blob) -> bytes | None:
+    """Reads a small object that was listed, or what replaced it; None if it is gone."""
+    found: storage.Blob | None = blob
+    while found is not None:
+        try:
+            return retry.call(functools.partial(_read_once, found), f'reading {url(found)}')
+        except exceptions.NotFound:  # this generation
+            found = found.bucket.get_blob(found.name, **options(url(found)))
+    return None
 
-    def attempt() -> bytes:
-        data = blob.download_as_bytes(checksum=None, **options(url(blob)))
-        if FileState(len(data), google_crc32c.value(data)) != state(blob):
-            raise retry.Corrupted(f'{url(blob)}: what was read does not have its checksum.')
-        return data
 
-    return retry.call(attempt, f'reading {url(blob)}')
+def _read_once(blob: storage.Blob) -> bytes:
+    data = blob.download_as_bytes(checksum=None, **options(url(blob)))
+    if FileState(len(data), google_crc32c.value(data)) != state(blob):
+        raise retry.Corrupted(f'{url(blob)}: what was read does not have its checksum.')
+    return data
 
 
 def delete(blobs: Iterable[storage.Blob], check: Callable[[], None] = lambda: None) -> None:

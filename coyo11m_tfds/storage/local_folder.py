@@ -13,12 +13,15 @@ import errno
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from coyo11m_tfds.storage import file_state
 from coyo11m_tfds.storage.file_state import FileState, naming
 from coyo11m_tfds.storage.names import stays_inside
+
+T = TypeVar('T')
 
 _STAGING = '.staging'
 _OLD = '.old'
@@ -71,15 +74,14 @@ class LocalFolder:
             _move(path, target)
 
     def read_all(self, folder: str, names: Collection[str] | None) -> dict[str, bytes]:
-        return {name: _read(path) for name, path in self._files(folder, names).items()}
+        return _of_all(_read, self._files(folder, names), map)
 
     def inventory(
         self, folder: str, on_bytes: Callable[[int], None], names: Collection[str] | None
     ) -> dict[str, FileState]:
         files = self._files(folder, names)
         with ThreadPoolExecutor(_READERS) as pool:
-            states = pool.map(lambda path: file_state.of_file(path, on_bytes), files.values())
-            return dict(zip(files, states, strict=True))
+            return _of_all(lambda path: file_state.of_file(path, on_bytes), files, pool.map)
 
     def identity(self, folder: str, last: str) -> str:
         path = self._path(folder)
@@ -155,6 +157,20 @@ class LocalFolder:
         except FileNotFoundError:
             return {}
         return {name: path for name, path in files if names is None or name in names}
+
+
+def _of_all(
+    look: Callable[[str], T], files: Mapping[str, str], apply: Callable[..., Iterable[T | None]]
+) -> dict[str, T]:
+    """Looks at files, by name; leaves out those that others have removed since they were listed."""
+
+    def look_if_there(path: str) -> T | None:
+        with contextlib.suppress(FileNotFoundError):
+            return look(path)
+        return None
+
+    found = zip(files, apply(look_if_there, files.values()), strict=True)
+    return {name: value for name, value in found if value is not None}
 
 
 def _has_content(folder: str) -> bool:

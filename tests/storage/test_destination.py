@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.file_state import FileState
+from coyo11m_tfds.storage.local_folder import LocalFolder
 from tests import children
 
 LAST = 'dataset_info.json'
@@ -301,6 +302,22 @@ def test_what_is_there_survives_a_loss_of_power(tmp_path, monkeypatch):
     before = steps.index(('move', f'{out}/work', f'{out}/final'))
     assert ('sync', f'{out}/work/by-others') in steps[:before]
     assert steps[before + 1 :] == [('sync', out)]
+
+
+def test_what_others_remove_while_it_is_read(tmp_path, monkeypatch):
+    destination = Destination(tmp_path)
+    fill(destination, {'x': b'1', 'y': b'2'})
+    listed = LocalFolder._files
+
+    def list_and_remove(folder: LocalFolder, *args) -> dict[str, str]:
+        files = listed(folder, *args)
+        (tmp_path / 'x').unlink(missing_ok=True)
+        return files
+
+    monkeypatch.setattr(LocalFolder, '_files', list_and_remove)
+    assert destination.read_all('') == {'y': b'2'}
+    destination.put_bytes('x', b'1')
+    assert destination.inventory() == {'y': _state(b'2')}
 
 
 # --- On a disk and in a bucket ----------------------------------------------------------------
