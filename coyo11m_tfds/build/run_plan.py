@@ -46,7 +46,8 @@ def write_shards(plan: Plan, finished: FinishedShards, engine: Engine) -> list[S
         The results of all shards in the order train, validation, and by shard index.
 
     Raises:
-        ValueError: too much of the source is bad; or see `shard_writer.write_shard`.
+        ValueError: too much of the source is bad, or nothing is left of it; or see
+            `shard_writer.write_shard`.
         OSError: a file cannot be fetched, written or stored; there is not enough space on the disk.
         RuntimeError: a process died.
     """
@@ -72,6 +73,11 @@ def write_shards(plan: Plan, finished: FinishedShards, engine: Engine) -> list[S
                 dropped=result.statistics.non_finite,
             )
     assert len(results) == len(plan.tasks)  # else the data set would lack shards
+    if not any(result.num_records for result in results if result.split == schema.TRAIN):
+        raise ValueError(
+            f'{plan.tasks[0].source}: no record is left for the train split, as no row of the '
+            'source is finite.'
+        )
     return sorted(results, key=lambda result: (result.split, result.index))
 
 

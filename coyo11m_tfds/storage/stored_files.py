@@ -63,9 +63,7 @@ def folders_with(folder: str, name: str) -> list[str]:
     below = ['/'.join([*'*' * level, _VERSION, name]) for level in range(_LEVELS)]
     for pattern in [name, *below]:
         if source_files.is_remote(folder):
-            listing = functools.partial(
-                source_files.gcs().glob, f'{glob.escape(folder)}/{pattern}'
-            )
+            listing = functools.partial(source_files.gcs().glob, f'{glob.escape(folder)}/{pattern}')
             found = retry.call(listing, f'listing {folder}')
             found = [f'gs://{path}' for path in found]
         else:

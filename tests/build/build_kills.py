@@ -41,7 +41,7 @@ def run(source: object, final: object, **options) -> subprocess.CompletedProcess
     return ended
 
 
-def end(process: subprocess.Popen, timeout: float = 120) -> subprocess.CompletedProcess:
+def end(process: subprocess.Popen, timeout: float = 300) -> subprocess.CompletedProcess:
     try:
         out, err = process.communicate(timeout=timeout)
     finally:
@@ -57,7 +57,7 @@ def assert_only_the_data_set(final: pathlib.Path) -> None:
     assert [path.name for path in final.parent.iterdir()] == [final.name]
 
 
-def wait_until(condition, seconds: float = 60) -> None:
+def wait_until(condition, seconds: float = 180) -> None:
     limit = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < limit

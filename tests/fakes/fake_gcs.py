@@ -73,13 +73,16 @@ class _Session:
 class Gcs(FakeServer):
     """The server. `root` is a folder for large objects; `env` leads a child process here.
 
-    Without `tells_size_of_empty` it leaves the size out of what it says of empty objects.
+    Attributes:
+        tells_size_of_empty: False leaves the size out of the metadata of empty objects.
+        copied_at_once: bytes that a request copies at most; the next one continues.
     """
 
     def __init__(self, root: pathlib.Path):
         super().__init__()
         self.env: dict[str, str] = {'STORAGE_EMULATOR_HOST': self.url}
         self.tells_size_of_empty = True
+        self.copied_at_once = 1 << 62
         self._root = root
         self._store = Store()
         self._sessions: dict[str, _Session] = {}
@@ -223,16 +226,18 @@ class Gcs(FakeServer):
         return Reply(204)
 
     def _on_copy(self, call: Call, bucket: str, name: str, to_bucket: str, to_name: str) -> Reply:
-        made = self._store.copy(call.query, bucket, name, to_bucket, to_name)
-        size = str(len(made.data))
-        answer = {
+        size = len(self._store.find({}, bucket, name).data)
+        copied = min(int(call.query.get('rewriteToken', 0)) + self.copied_at_once, size)
+        answer: dict[str, Any] = {
             'kind': 'storage#rewriteResponse',
-            'totalBytesRewritten': size,
-            'objectSize': size,
-            'done': True,
-            'resource': self._resource(call, made),
+            'totalBytesRewritten': str(copied),
+            'objectSize': str(size),
+            'done': copied == size,
         }
-        return _json(answer)
+        if copied < size:
+            return _json(answer | {'rewriteToken': str(copied)})
+        made = self._store.copy(call.query, bucket, name, to_bucket, to_name)
+        return _json(answer | {'resource': self._resource(call, made)})
 
     # --- Uploads -----------------------------------------------------------------------------
 

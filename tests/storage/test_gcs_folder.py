@@ -121,6 +121,25 @@ def test_what_others_wrote_is_seen(gcs):
         assert destination.read_all('') == {'x': data}
 
 
+@pytest.mark.parametrize('then', [b'new', None])
+def test_what_others_replace_or_delete_while_it_is_read(gcs, monkeypatch, then: bytes | None):
+    """As a process of a job that stores the same shard, or the one that has finished the build."""
+    for name in ('x', 'y'):
+        gcs.put('bucket', f'a/{name}', b'old')
+    answer = gcs._on_read
+
+    def change(call: Call, *names: str) -> Reply:
+        monkeypatch.setattr(gcs, '_on_read', answer)
+        gcs.remove('bucket', 'a/x')
+        if then:
+            gcs.put('bucket', 'a/x', then)
+        return answer(call, *names)
+
+    monkeypatch.setattr(gcs, '_on_read', change)
+    found = Destination('gs://bucket/a').read_all('', ['x'])
+    assert found == ({'x': then} if then else {})
+
+
 def test_staging(gcs, tmp_path):
     assert Destination('gs://bucket/a').staging(tmp_path / 'new') == str(tmp_path / 'new')
     assert (tmp_path / 'new').is_dir()
@@ -449,6 +468,22 @@ def test_an_answer_to_a_copy_that_is_lost(gcs):
     gcs.inject(Fault('lost', count=2, action='copy'))
     destination.promote('work', 'final', LAST)
     assert gcs.objects('bucket') == {f'a/final/{LAST}': b'1', 'a/final/x': b'1'}
+
+
+@pytest.mark.parametrize('kind', ['503', 'lost'])
+def test_a_copy_that_takes_several_requests(gcs, kind: str):
+    """As between places far apart."""
+    gcs.copied_at_once = 400
+    data = random.Random(2).randbytes(1000)
+    gcs.put('bucket', 'a/x', data)
+    gcs.clear()
+    gcs.inject(Fault(kind, action='copy', count=2))
+    folder = gcs_folder.GcsFolder('gs://bucket/a')
+    counted: list[int] = []
+    gcs_objects.copy(folder.blob('x'), folder.blob('y'), _state(data), counted.append)
+    assert gcs.objects('bucket') == {'a/x': data, 'a/y': data}
+    assert counted == [400, 400, 200]
+    assert len(gcs.requests) == 5
 
 
 def test_verify_compares_checksums(gcs):
