@@ -17,7 +17,6 @@ the shards, all of whose bytes are fetched for that if the data set is on gs://.
 import argparse
 import dataclasses
 import os
-import pathlib
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -33,10 +32,10 @@ from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.reading import names, stored_dataset, verified
 from coyo11m_tfds.reading.stored_dataset import StoredDataset
 from coyo11m_tfds.report.moments import Moments, add_vectors
-from coyo11m_tfds.source import embedding_store, part_files, row_store
-from coyo11m_tfds.storage import build_lock, file_state, held_folder, source_files, stored_files
+from coyo11m_tfds.source import embedding_store, matrix_store, part_files, row_store
+from coyo11m_tfds.storage import build_lock, file_state, held_folder, stored_files
 from coyo11m_tfds.storage.destination import Destination
-from coyo11m_tfds.storage.scratch import Scratch, user_cache
+from coyo11m_tfds.storage.scratch import Scratch, choose_folder
 
 _NAME = re.compile(r'[a-z][a-z0-9_]*')
 _TAKEN = {*stored_dataset.READABLE, names.DROP_TEXT, names.MASK, texts.RECORDS}
@@ -101,9 +100,7 @@ def add(
     with build_lock.hold(folder, wait_seconds=None) as lock:
         stored = _read(folder)
         _check_name(stored, name)
-        scratch = scratch_dir or _default_scratch(folder)
-        if source_files.is_remote(scratch):
-            raise ValueError(f'scratch_dir is {scratch!r}, expected a local folder.')
+        scratch = choose_folder(schema.NAME, f'{folder}/../../..', os.fspath(scratch_dir))
         os.makedirs(scratch, exist_ok=True)
         if embeddings:
             values = _open_texts(os.fspath(embeddings), schema.TEXT_EMBEDDING, scratch)
@@ -122,13 +119,6 @@ def _read(folder: str) -> StoredDataset:
     return stored
 
 
-def _default_scratch(folder: str) -> str:
-    if source_files.is_remote(folder):
-        return user_cache(schema.NAME)
-    above = pathlib.Path(folder).absolute().parents
-    return str(above[min(2, len(above) - 1)] / f'.{schema.NAME}')
-
-
 def _check_name(stored: StoredDataset, name: str) -> None:
     taken = {*stored.features, *stored.columns} | _TAKEN
     if not _NAME.fullmatch(name) or name in taken:
@@ -138,14 +128,15 @@ def _check_name(stored: StoredDataset, name: str) -> None:
         )
 
 
-def _hold(scratch: str) -> row_store.Hold:
+def _hold(scratch: str) -> matrix_store.Hold:
     return lambda file: Scratch(scratch, file.size).hold_showing(file)
 
 
 def _open_texts(place: str, feature: str, scratch: str) -> _Values:
-    header, store = embedding_store.prepare_store(
+    store = embedding_store.prepare_store(
         part_files.find(place), cache_dir=scratch, hold=_hold(scratch)
     )
+    header = store.header
     holds, others = ('tokens', 'embeddings') if header.vocabulary else ('embeddings', 'tokens')
     if (feature == schema.TOKENS) != (holds == 'tokens'):
         raise ValueError(f'{place}: holds {holds}, expected {others}; add it as {holds}.')

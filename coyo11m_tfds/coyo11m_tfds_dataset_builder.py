@@ -35,10 +35,9 @@ if TYPE_CHECKING:
     from coyo11m_tfds.build import driver
     from coyo11m_tfds.build.shard_writer import ShardResult
 
-# How `tfds build` is given a config that is not predefined.
+# How to give `tfds build` a config that is not predefined.
 CONFIG_EXAMPLE = """--config='{"name": "gemma", "text_embeddings": "gemma.parquet"}\'"""
 
-_FEATURES_FILE = 'features.json'  # TFDS' name
 _CONFIG_NAME = re.compile(r'[A-Za-z0-9_][A-Za-z0-9_.-]*')
 _LATENT_DTYPES = {'float16': np.float16, 'bfloat16': ml_dtypes.bfloat16}
 _TEXT_DOCS = {
@@ -48,7 +47,7 @@ _TEXT_DOCS = {
 
 _RENAMED = {'text_vectors': 'text_embeddings'}  # fields, of earlier versions
 
-# Folders of data sets that a program of TFDS wanted to be removed.
+# Folders of data sets that a program of TFDS has removed.
 _to_be_replaced: set[str] = set()
 
 
@@ -59,7 +58,7 @@ class Coyo11mConfig(BuildSettings, tfds.core.BuilderConfig):
     name: str = ''
 
     def __new__(cls, *args, **fields):
-        # Named here, because TFDS passes --config='{...}' on as it is.
+        # Checked here, because TFDS passes --config='{...}' on unchecked.
         known = [field.name for field in dataclasses.fields(cls)]
         for name in fields:
             if name in _RENAMED:
@@ -77,10 +76,10 @@ class Coyo11mConfig(BuildSettings, tfds.core.BuilderConfig):
 
 
 class _DataPath(type(epath.Path())):  # type: ignore[misc]  # of this system's paths
-    """The folder of a data set, which stays when it is removed until there is another one.
+    """The folder of a data set, whose removal is put off until a new data set is complete.
 
-    `tfds build --overwrite` removes it before it asks for anything, so that a source that cannot
-    be read would cost the old data set. The paths that are made from this one are ordinary.
+    `tfds build --overwrite` removes it before it looks at the source, so that an unreadable source
+    would cost the old data set. Paths that are made from this one are ordinary.
     """
 
     is_of_data_set = False
@@ -109,7 +108,7 @@ class Builder(dataset_builder.FileReaderBuilder):
 
     @property
     def data_path(self) -> epath.Path:
-        """Folder of the data set. To remove it is to have the next build replace it."""
+        """Folder of the data set. Removing it makes the next build replace it."""
         path = _DataPath(super().data_path)
         path.is_of_data_set = True
         return path
@@ -128,8 +127,8 @@ class Builder(dataset_builder.FileReaderBuilder):
         )
 
     def _initial_features(self) -> tfds.features.FeaturesDict:
-        """Those of the data set on disk; before it is built, what its source usually has."""
-        if (self.data_path / _FEATURES_FILE).exists():
+        """The features of the data set on disk; before it is built, those that are usual."""
+        if (self.data_path / schema.FEATURES_FILE).exists():
             return tfds.features.FeatureConnector.from_config(self.data_path)
         with_text = self.builder_config.text_embeddings
         dim = schema.DEFAULT_TEXT_DIM if with_text else None
@@ -147,12 +146,12 @@ class Builder(dataset_builder.FileReaderBuilder):
 
         TFDS' own method writes into a folder of a random name, which it deletes after any error.
         This one resumes where an earlier call was interrupted. A data set that is to be overwritten
-        stays until the new one is complete. One that is there already must have been built with the
-        same settings; whether the source has changed since is not looked at.
+        stays until the new one is complete. An existing one must have been built with the same
+        settings; whether its source has changed since is not checked.
 
         Raises:
-            ValueError: the source, the config or an option is bad, or the data set that is there
-                was built with other settings.
+            ValueError: the source, the config or an option is bad, or the existing data set was
+                built with other settings.
             OSError: a file cannot be read or written; what is finished is kept.
             RuntimeError: the first process of the job failed.
         """
@@ -246,7 +245,7 @@ class Builder(dataset_builder.FileReaderBuilder):
             self._take_over(limit)
 
     def _take_over(self, limit: int | None) -> None:
-        """Makes the data set on disk that of this builder; raises ValueError if it is another."""
+        """Loads the data set on disk; raises ValueError if it was built with other settings."""
         self.info._features = self._initial_features()
         self.info.read_from_directory(self.data_path)
         metadata = dict(self.info.metadata.items())  # not all methods of it load it
@@ -254,7 +253,7 @@ class Builder(dataset_builder.FileReaderBuilder):
         self._save_default_config()
 
     def _save_default_config(self) -> None:
-        """Tells programs without this class which config is meant if none is named."""
+        """Records for programs without this class which config is the default."""
         folder = self.data_path.parent.parent
         name = self.get_default_builder_config().name
         if job.process_index():
@@ -262,7 +261,7 @@ class Builder(dataset_builder.FileReaderBuilder):
         try:
             if not dataset_builder.load_default_config_name(folder):
                 dataset_builder._save_default_config_name(folder, default_config_name=name)
-        except Exception as error:  # who only reads may not write; TensorFlow's are no OSErrors
+        except Exception as error:  # readers may lack write access; TensorFlow's are no OSErrors
             logging.warning('%s: no default config is written: %s', folder, error)
 
     def _reject_what_is_not_supported(
@@ -296,9 +295,9 @@ class Builder(dataset_builder.FileReaderBuilder):
             raise ValueError('leave out --num_processes; set num_workers in the config.')
 
     def _write_info(self, built: 'driver.Built', limit: int | None) -> None:
-        """Takes over what only the source tells, and writes TFDS' files about the data set."""
+        """Takes over what only the source determines, and writes TFDS' files."""
         embeddings = built.plan.text_embeddings
-        # TFDS has no setter for features, but only the source tells their dtype and width.
+        # TFDS has no setter for features, but only the source determines dtype and width.
         self.info._features = make_features(
             built.plan.latent_dtype,
             embeddings.dim if embeddings else None,

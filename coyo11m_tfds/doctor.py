@@ -152,14 +152,14 @@ class Doctor:
         return _WRITE_RATES[hardware.look_at_disk(data_dir).kind]
 
     def _disks(self) -> Sequence[Finding]:
-        from coyo11m_tfds.checks import choices
+        from coyo11m_tfds.storage import scratch
 
         data_dir, builds, local = self._flags.data_dir, bool(self._flags.source), {}
         if data_dir and not source_files.is_remote(data_dir):
             local['data_dir'] = data_dir, self._num_bytes if builds else None
         if builds or not data_dir:
-            scratch = choices.scratch_folder(data_dir, self._settings.scratch_dir)
-            local['scratch'] = scratch, self._scratch_bytes
+            folder = scratch.choose_folder(schema.NAME, data_dir, self._settings.scratch_dir)
+            local['scratch'] = folder, self._scratch_bytes
         return hardware.check_disks(local)
 
     def _encoder(self) -> Sequence[Finding]:

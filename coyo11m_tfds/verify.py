@@ -264,7 +264,7 @@ class _Check:
     ) -> str:
         """The fault of a shard; '' if it has none."""
         file = self._files[name]
-        fault = self._differs(name, file.size, stored_files.crc32c(file))
+        fault = self._differs(name, file.size, file.crc32c)
         if self._fast or fault:
             return fault
         try:

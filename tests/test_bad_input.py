@@ -313,6 +313,7 @@ def test_embeddings_of_another_caption_column(source: pathlib.Path, tmp_path: pa
         ({'bad_data': 'ignore'}, "bad_data is 'ignore', expected 'drop' or 'stop'"),
         ({'max_bad_fraction': 1.5}, 'max_bad_fraction is 1.5, expected one in'),
         ({'scratch_gb': 0}, 'scratch_gb is 0, expected more than 0'),
+        ({'scratch_gb': float('inf')}, 'scratch_gb is inf, expected more than 0, and finite'),
         ({'wait_hours': -1}, 'wait_hours is -1, expected at least 0'),
         ({'shard_bytes': 0}, 'shard_bytes is 0, expected at least 1'),
         ({'shard_bytes': 1e8}, 'shard_bytes is 100000000.0, expected an integer'),

@@ -221,6 +221,11 @@ def test_to_remove_the_folder_is_to_have_it_replaced(tmp_path: pathlib.Path):
             "text_embeddings is '' there, 'a.parquet' is asked for",
         ),
         ({}, None, 'max_examples_per_split is 10 there, None is asked for'),
+        (
+            {'validation_fraction': 0.5, 'shard_bytes': 1, 'caption_column': 'caption'},
+            10,
+            'settings: caption_column is .*; shard_bytes is .*; validation_fraction is ',
+        ),
     ],
 )
 def test_a_data_set_of_other_settings_is_refused(

@@ -88,9 +88,11 @@ def test_the_file_says_what_it_is(source, out):
 
 def test_the_builder_reads_it(source, out, tmp_path):
     embed_captions.embed(source, 'hash', out)
-    header, store = embedding_store.prepare_store(part_files.find(out), cache_dir=tmp_path)
+    store = embedding_store.prepare_store(part_files.find(out), cache_dir=tmp_path)
     digest = made_sources.captions_digest(source)
-    assert header == embedding_store.SidecarHeader(640, 'hash', '1', 0, 'caption_llava', digest)
+    assert store.header == embedding_store.SidecarHeader(
+        640, 'hash', '1', 0, 'caption_llava', digest
+    )
     rows = store.find(np.array([90, 5, 7]))
     assert rows[1] == -1
     expected = text_encoders.HashEncoder().encode(['a red circle', 'a cat']).astype(np.float16)

@@ -416,7 +416,7 @@ def test_a_scratch_folder_that_is_too_small(gcs, on_hub, tmp_path):
 
 
 def test_a_scratch_folder_that_is_not_local(gcs, on_hub):
-    with pytest.raises(ValueError, match='scratch_dir is gs://bucket/s, expected a local folder'):
+    with pytest.raises(ValueError, match="scratch_dir is 'gs://bucket/s', expected a local folder"):
         mirror.mirror(on_hub, 'gs://bucket/to', scratch_dir='gs://bucket/s')
 
 

@@ -300,6 +300,10 @@ def test_a_data_set_in_a_bucket_is_found_from_above(cloud):
     for folder in ('gs://bucket', 'gs://bucket/d/', DATA):
         assert stored_files.folders_with(folder, schema.INFO_FILE) == [DATA]
     assert stored_files.folders_with('gs://bucket/no', schema.INFO_FILE) == []
+    cloud.put('bucket', 'a[1]/d/1.0.0/dataset_info.json', b'')
+    assert stored_files.folders_with('gs://bucket/a[1]', schema.INFO_FILE) == [
+        'gs://bucket/a[1]/d/1.0.0'
+    ]
 
 
 def test_a_data_set_in_a_bucket_has_no_faults(cloud):

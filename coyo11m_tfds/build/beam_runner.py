@@ -3,11 +3,11 @@
     for task, result in write_shards(tasks, finished, scratch_settings, options):
         ...
 
-One small collection: an element describes all shards of one group of files, some kilobytes, so that
-each file is fetched by one worker, once. The captions and text embeddings of a shard, some MB, are
-put beside the data first, because workers on other machines do not see the stores of this one. A
-worker writes the shards of its group as `local_runner` does on one machine, and in the same place,
-so that a build may be resumed with another engine.
+The only collection is small: an element describes all shards of one group of files, in some
+kilobytes, so that each file is fetched by one worker, once. The captions and text embeddings of a
+shard, some MB, are first copied to the build's folder, because workers on other machines do not see
+the stores of this one. A worker writes the shards of its group as `local_runner` does on one
+machine, and to the same place, so that a build may be resumed with another engine.
 """
 
 import dataclasses
@@ -30,16 +30,16 @@ from coyo11m_tfds.storage.scratch import Scratch, user_temp
 
 @dataclasses.dataclass(frozen=True)
 class ScratchSettings:
-    """Where each worker keeps remote `.pt` files: a folder of its machine, and bytes in it.
+    """Where each worker keeps remote `.pt` files: a folder on its machine, and how many bytes.
 
-    An empty folder stands for one of the user's own, under the directory of temporary files.
+    An empty folder stands for the user's own one in the directory of temporary files.
     """
 
     folder: str
     max_bytes: int
 
     def open(self) -> tuple[Scratch, str]:
-        """Returns the scratch folder, and the path of a folder for other things beside it.
+        """Returns the scratch folder, and the path of a folder for shards beside it.
 
         Raises:
             PermissionError: the user's own folder belongs to another user.

@@ -1,13 +1,13 @@
 """The folder in which a data set is built, and how it takes the place of the data set.
 
     folder = BuildFolder('OUT/coyo11m_tfds/latents/1.0.0', lock.check)
-    folder.finish()              # does what a killed build had still to do
+    folder.finish()              # completes what a killed build had begun
     folder.begin()               # now `folder.work` may be filled
     folder.commit(files, digest) # its `data` becomes the data set, and the folder is gone
-    settle('OUT/coyo11m_tfds/latents/1.0.0')    # for a data set that is there
+    settle('OUT/coyo11m_tfds/latents/1.0.0')    # for an existing data set
 
-It is `1.0.0.building`, beside the data set. A data set that is to be replaced stays where it is
-until the new one is complete. The journal in the folder says how far that is:
+It is `1.0.0.building`, beside the data set. A data set that is to be replaced stays in its place
+until the new one is complete. The journal in the folder has the state of the build:
 
 | state | meaning |
 |---|---|
@@ -16,8 +16,8 @@ until the new one is complete. The journal in the folder says how far that is:
 | replacing | a complete data set will be replaced; kept for the next `--overwrite` to resume |
 | complete | `data` is whole: it is to be moved into its place, or has been |
 
-So a kill loses nothing, and whoever comes next, with `--overwrite` or without, finishes what is
-`complete`: it needs neither the source nor the settings.
+So a kill loses nothing, and the next build, with `--overwrite` or without, finishes what is
+`complete`; that takes neither the source nor the settings.
 """
 
 import contextlib
@@ -30,7 +30,8 @@ from etils import epath
 from coyo11m_tfds import schema
 from coyo11m_tfds.process import job
 from coyo11m_tfds.storage import build_lock
-from coyo11m_tfds.storage.destination import Destination, FileState
+from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage.file_state import FileState
 
 OFFERS = 'offers'  # its sub-folder for those of `shared_tasks`
 _JOURNAL, _FAILURE = 'journal.json', 'failure.json'
@@ -38,7 +39,7 @@ _BUILDING, _REPLACING, _COMPLETE = 'building', 'replacing', 'complete'
 
 
 class BuildFolder:
-    """The folder of a build, for whoever holds the lock of the data set.
+    """The folder of a build, for the holder of the data set's lock.
 
     Attributes:
         final: folder of the data set.
@@ -64,7 +65,7 @@ class BuildFolder:
         return (epath.Path(self.final) / schema.INFO_FILE).exists()
 
     def finish(self) -> str:
-        """Does what a killed build had still to do after its `data` were complete.
+        """Completes a build that was killed after its `data` were complete.
 
         Returns:
             The digest that `commit` was given; '' if there was nothing to do.
@@ -83,8 +84,8 @@ class BuildFolder:
 
     def begin(self) -> None:
         """Makes it the folder of a build that is under way, keeping what is finished."""
-        # In this order: a process that helped another builder, and is still at it, stores nothing
-        # more, or its file is gone before it can be moved.
+        # In this order: a process that still helps another builder stores nothing more, or its file
+        # is gone before it can be moved.
         self.withdraw()
         self.work.sweep()
         self._write_journal(_REPLACING if self.is_complete() else _BUILDING)
@@ -97,11 +98,11 @@ class BuildFolder:
         """Makes its `data` the data set, in place of the old one if there is one.
 
         Args:
-            files: state of all files of the data set, by name; other files are removed.
-            digest: of what was built; what `finish` returns if this is interrupted.
+            files: states of all files of the data set, by name; other files are removed.
+            digest: of the build; `finish` returns it if this is interrupted.
 
         Raises:
-            OSError: what is there is not what was stored.
+            OSError: a file differs from what was stored.
             build_lock.Lost: another builder took over.
         """
         self._check()
@@ -128,7 +129,7 @@ class BuildFolder:
 
     @contextlib.contextmanager
     def telling_failure(self) -> Iterator[None]:
-        """Within it, an error is left for the other processes of the job to read."""
+        """Within it, an error leaves a message for the other processes of the job."""
         if not job.has_others():
             yield
             return
@@ -140,12 +141,12 @@ class BuildFolder:
             try:
                 self._check()
                 self.work.put_bytes(_FAILURE, json.dumps(said).encode())
-            except Exception as failure:  # the first error is the one to be seen
+            except Exception as failure:  # it must not hide the first error
                 logging.warning('%s: cannot tell the other processes: %s', self.final, failure)
             raise
 
     def failure(self) -> str:
-        """The message of the first process of the job when it failed; '' if it did not."""
+        """The message of the first process of the job if it failed; '' if it did not."""
         return self._read(_FAILURE).get('message', '')
 
     def _promote(self) -> None:
@@ -163,14 +164,14 @@ class BuildFolder:
         self.work.put_bytes(_JOURNAL, json.dumps({'state': state, **entries}).encode())
 
     def _read(self, name: str) -> dict:
-        return json.loads(self.work.read_all('').get(name, b'{}'))
+        return json.loads(self.work.read_all('', [name]).get(name, b'{}'))
 
 
 def settle(final: str) -> None:
     """Finishes or removes what an interrupted build has left beside a complete data set.
 
     Where nothing is left this is one listing. Of the processes of a job only the first does it, and
-    no process waits for a builder that is alive. Whoever may not write there is warned, no more.
+    it never waits for a builder that is alive. Without write access it only warns.
 
     Args:
         final: folder of the data set, local or `gs://`.
@@ -189,5 +190,5 @@ def settle(final: str) -> None:
                 folder.tidy()
     except TimeoutError as error:
         logging.info('%s', error)
-    except Exception as error:  # TensorFlow's are no OSErrors; who only reads needs none of this
+    except Exception as error:  # TensorFlow's are no OSErrors; reading the data set still works
         logging.warning('%s: cannot remove what an interrupted build left: %s', final, error)

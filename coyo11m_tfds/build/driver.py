@@ -1,18 +1,17 @@
-"""One build from beginning to end: alone in its place, shared by a job, never starting over.
+"""One build from beginning to end: one at a time in a place, shared by a job, resumable.
 
     with driver.build('OUT/coyo11m_tfds/latents/1.0.0', 'gs://bucket/coyo11m', settings) as built:
         if built:                           # None if the data set was there
             write_info(built, built.folder)     # TFDS' own files
 
 Until it ends, everything is in a folder beside the final one, `1.0.0.building`: finished shards
-with their records, which a later call resumes from. When all is there, it becomes the final folder;
-see `build_folder`.
+with their records, from which a later call resumes. When it is complete, it becomes the final
+folder; see `build_folder`.
 """
 
 import contextlib
 import dataclasses
 import os
-import pathlib
 import platform
 import time
 from collections.abc import Iterator, Sequence
@@ -28,9 +27,10 @@ from coyo11m_tfds.build.tasks import ShardResult, ShardTask
 from coyo11m_tfds.process import job
 from coyo11m_tfds.report import summary
 from coyo11m_tfds.source import location
-from coyo11m_tfds.storage import build_lock, held_folder, json_digest, source_files
-from coyo11m_tfds.storage.destination import Destination, FileState, file_state
-from coyo11m_tfds.storage.scratch import Scratch, user_cache
+from coyo11m_tfds.storage import build_lock, file_state, held_folder, json_digest, scratch
+from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage.file_state import FileState
+from coyo11m_tfds.storage.scratch import Scratch
 
 if TYPE_CHECKING:
     from apache_beam.options.pipeline_options import PipelineOptions
@@ -55,8 +55,8 @@ class Built:
     """The outcome of a build.
 
     Attributes:
-        plan: that it followed.
-        splits: of each split the results of its shards, by index.
+        plan: the plan it followed.
+        splits: for each split the results of its shards, by index.
         metadata: of `dataset_info`.
         folder: local, for what lies beside the shards.
     """
@@ -77,9 +77,9 @@ def build(
     overwrite: bool = False,
     beam: Beam | None = None,
 ) -> Iterator[Built | None]:
-    """Sees to it that the data set is complete in `final`, when the block has ended.
+    """Makes sure that the data set is complete in `final` when the block has ended.
 
-    In a job of several processes the first plans and joins, and one of each machine writes; see
+    In a job of several processes the first plans and joins, and one on each machine writes; see
     `shared_tasks`. A second build that is started while one is running waits for it.
 
     Args:
@@ -87,13 +87,13 @@ def build(
         source: folder of the source, instead of that of the settings.
         settings: what to make, and how.
         limit: keep only so many records of each split.
-        overwrite: replace the data set that is there, when the new one is complete.
+        overwrite: replace an existing data set as soon as the new one is complete.
         beam: write with Apache Beam, not with processes of this machine.
 
     Yields:
-        What this call has made; the block adds TFDS' own files to its folder. None if nothing was
-        to be made: the data set was there, another process built it, or an earlier build only had
-        to be moved into its place.
+        What this call has made; the block adds TFDS' own files to its folder. None if there was
+        nothing to make: the data set was there, another process built it, or an earlier build only
+        had to be moved into its place.
 
     Raises:
         ValueError: the source or an option is bad.
@@ -116,12 +116,11 @@ def build(
                 yield None
                 return
             start = time.monotonic()
-            local = scratch_folder(final, settings.scratch_dir)
-            scratch = _open_scratch(local, settings)
+            local = _scratch_folder(final, settings)
             found = location.find(source)
             if settings.in_place:
                 in_place.check_within_reach(found.latent_files[0], final)
-            plan = make_plan(found, settings, scratch, local, limit)
+            plan = make_plan(found, settings, _open_scratch(local, settings), local, limit)
             digest = json_digest.sha256([task.fingerprint for task in plan.tasks])
             if digest == finished:  # the interrupted build was this one
                 yield None
@@ -143,11 +142,9 @@ def build(
             print(summary.summarize(facts, final, seconds=time.monotonic() - start))
 
 
-def scratch_folder(final: str, chosen: str = '') -> str:
+def _scratch_folder(final: str, settings: BuildSettings) -> str:
     """The local folder for stores and downloads, made if it is not there; see `BuildSettings`."""
-    if not chosen and not source_files.is_remote(final):
-        chosen = str(pathlib.Path(final).parents[2] / f'.{schema.NAME}')
-    folder = os.path.expanduser(chosen) or user_cache(schema.NAME)
+    folder = scratch.choose_folder(schema.NAME, f'{final}/../../..', settings.scratch_dir)
     os.makedirs(folder, exist_ok=True)
     return folder
 
@@ -166,7 +163,7 @@ def _help_first_process(final: str, settings: BuildSettings, overwrite: bool) ->
 
     def write_shards(tasks: Sequence[ShardTask], finished: FinishedShards) -> run_plan.Outcomes:
         # Locks of a shared disk may not reach from one machine to another.
-        local = scratch_folder(final, settings.scratch_dir)
+        local = _scratch_folder(final, settings)
         yield from _write_here(tasks, finished, settings, local, f'-{platform.node()}')
 
     shared_tasks.help_out(folder, write_shards, job.share(), settings.wait_seconds)
@@ -178,19 +175,23 @@ def _store_metadata(
     """Stores what lies beside the shards; returns the state of all files of the data set."""
     names = {(task.split, task.index): task.filename for task in plan.tasks}
     files = {names[r.split, r.index]: FileState(r.num_bytes, r.crc32c) for r in results}
-    files |= {name: file_state(os.path.join(made, name)) for name in os.listdir(made)}
-    manifest.write(made, files)
-    for name in sorted(os.listdir(made)):
+
+    def store(name: str) -> None:
         path = os.path.join(made, name)
-        files[name] = file_state(path)
+        files[name] = file_state.of_file(path)
         work.put(path, f'{schema.BUILD_DATA}/{name}', files[name].crc32c)
+
+    for name in sorted(os.listdir(made)):
+        store(name)
+    manifest.write(made, files)
+    store(schema.CHECKSUMS_FILE)
     return files
 
 
 def _make_engine(
     folder: BuildFolder, local: str, settings: BuildSettings, beam: Beam | None
 ) -> run_plan.Engine:
-    """What writes in the process that holds the lock; `local` is its scratch folder."""
+    """The engine of the process that holds the lock; `local` is its scratch folder."""
     if beam:
         from coyo11m_tfds.build import beam_runner
 
@@ -220,12 +221,10 @@ def _write_here(
     suffix: str = '',
 ) -> run_plan.Outcomes:
     """Writes with processes of this machine; the suffix keeps its temporary files apart."""
-    scratch = _open_scratch(local, settings, suffix)
+    files = _open_scratch(local, settings, suffix)
     with held_folder.make(local, f'staging{suffix}-') as fallback:
         staging = finished.work.staging(fallback)
-        yield from local_runner.write_shards(
-            tasks, finished, scratch, staging, settings.num_workers
-        )
+        yield from local_runner.write_shards(tasks, finished, files, staging, settings.num_workers)
 
 
 def _open_scratch(local: str, settings: BuildSettings, suffix: str = '') -> Scratch:

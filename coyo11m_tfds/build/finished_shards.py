@@ -4,9 +4,9 @@
     results = finished.load(plan.tasks)             # those that need not be written again
     finished.save(task, local_file, result)         # stores the shard, then its record
 
-A shard is finished if its record says that it was made of the same source, rows and settings as
-are planned now, and the file that is there has the size and the checksum of the record. That there
-is a file says nothing.
+A shard is finished if its record says that it was made from the same source, rows and settings as
+are planned now, and the file has the size and the checksum in the record. A file alone proves
+nothing.
 """
 
 import json
@@ -18,7 +18,8 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.build.tasks import ShardResult, ShardTask
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.storage import json_digest
-from coyo11m_tfds.storage.destination import Destination, FileState
+from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage.file_state import FileState
 
 _RECORDS = 'finished'
 
@@ -42,7 +43,7 @@ class FinishedShards:
         self.work, self.check, self.are_shared = work, check, are_shared
 
     def save(self, task: ShardTask, local_file: str, result: ShardResult) -> None:
-        """Stores a shard that lies in a local file, and its record when it is safely there.
+        """Stores a shard from a local file, and then its record.
 
         Raises:
             OSError: it cannot be stored.
@@ -55,7 +56,7 @@ class FinishedShards:
     def load(self, tasks: Sequence[ShardTask]) -> list[ShardResult]:
         """Returns the results of the tasks that are finished; the others have to be written.
 
-        Local shards are read through for their checksum, the storage tells those of a bucket.
+        Local shards are read for their checksums; in a bucket the storage reports them.
         """
         recorded = {task.filename: result for task, result in self.look(tasks)}
         if not recorded:
@@ -70,7 +71,7 @@ class FinishedShards:
         return results
 
     def look(self, tasks: Sequence[ShardTask]) -> list[tuple[ShardTask, ShardResult]]:
-        """Returns the tasks that have a record, and their results, without a look at the shards."""
+        """Returns the tasks that have a record, and their results, without checking the shards."""
         by_name = {f'{task.filename}.json': task for task in tasks}
         records = self.work.read_all(_RECORDS, by_name)
         found = (
@@ -79,7 +80,7 @@ class FinishedShards:
         return [(task, result) for task, result in found if result]
 
     def forget(self, tasks: Sequence[ShardTask]) -> None:
-        """Removes the records of tasks: one that is there later is of a shard written since."""
+        """Removes the records of tasks, so that a later record is of a shard written since."""
         names = {f'{task.filename}.json' for task in tasks}
         self.work.keep_only(_RECORDS, self.work.inventory(_RECORDS).keys() - names, self.check)
 

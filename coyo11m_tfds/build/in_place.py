@@ -31,7 +31,7 @@ class ShardSources:
         self._dtype = ''
 
     def begin(self, file: SourceFile, opened: LatentShard) -> None:
-        """The rows that follow are those of this file.
+        """Begins a file: rows that are added next are of this file.
 
         Raises:
             ValueError: its latents do not lie row after row.
@@ -75,7 +75,7 @@ class ShardSources:
 
     @property
     def counts(self) -> Sequence[tuple[ColumnFile, int]]:
-        """Files and how many records each has, if any, in the order of the records."""
+        """Files that have records, and how many, in the order of the records."""
         found = zip(self._files, self._counts, strict=True)
         return [(file, count) for file, count in found if count]
 
@@ -91,7 +91,7 @@ class ShardSources:
 
 
 def check_within_reach(file: SourceFile, final: str) -> None:
-    """Checks that whoever reads a data set can read its source.
+    """Checks that readers of a data set can read its source.
 
     Args:
         file: of the source.
@@ -111,7 +111,7 @@ def check_within_reach(file: SourceFile, final: str) -> None:
 
 
 def write(folder: str | os.PathLike[str], splits: Mapping[str, Sequence[ShardSources]]) -> None:
-    """Writes where latents lie into a local folder.
+    """Writes the files that say where latents lie into a local folder.
 
     Args:
         folder: of the data set.

@@ -5,7 +5,7 @@
 
 The pool writes shards to local files; threads of this process fetch remote `.pt` files ahead of it
 and store what it has written. So a process that encodes waits neither for a download, nor for an
-upload, nor for the disk. What a worker needs of memory is the same for any size of file.
+upload, nor for the disk. A worker needs the same memory for files of any size.
 """
 
 import concurrent.futures
@@ -36,11 +36,11 @@ _BYTES_WORTH_A_WORKER = 500_000_000
 # line.
 _GROUPS_AT_ONCE = 4
 
-# How often it is asked whether to go on, and what others of the job have written.
+# How often to check that this process may continue, and what others of the job have written.
 _SECONDS_BETWEEN_LOOKS = 5.0
 
-# Shards that are being stored at a time, beside those being written. A flush to a disk and an
-# upload to a bucket are mostly waiting.
+# Shards that are being stored at a time, besides those being written. Flushing to a disk and
+# uploading to a bucket mostly wait.
 _STORED_AT_ONCE = 8
 
 
@@ -53,7 +53,7 @@ def write_shards(
 ) -> Iterator[Outcome]:
     """Writes shards and their records, and yields each when it is stored.
 
-    Where other processes write some of them too, those are left out and yielded when they are seen.
+    Shards that other processes of the job write meanwhile are left out here, and yielded when seen.
 
     Args:
         tasks: what to write, in this order; tasks of one group follow each other.
@@ -97,11 +97,11 @@ class _Run:
     ):
         self._pool, self._finished, self._scratch = pool, finished, scratch
         self._staging = staging
-        # Bounds the shards that lie in `staging`: one for each worker to do, one to have in hand.
+        # Bounds the shards in `staging`: for each worker one that it writes and one that waits.
         self._shards_in_work = threading.Semaphore(2 * num_workers + _STORED_AT_ONCE)
         self._stored: queue.SimpleQueue = queue.SimpleQueue()
         self._stop = threading.Event()
-        self._left: dict[str, ShardTask] = {}  # what nobody has written yet, by filename
+        self._left: dict[str, ShardTask] = {}  # not written by anyone yet, by filename
         self._next_look = 0.0
 
     def results(self, tasks: Sequence[ShardTask]) -> Iterator[Outcome]:
@@ -120,11 +120,11 @@ class _Run:
             finally:
                 self._stop.set()
                 readers.shutdown(wait=False, cancel_futures=True)
-                # Waits for what is being written: after this nothing is written here.
+                # Waits for shards that are being written: after this nothing is written here.
                 self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _wait(self) -> list[Outcome]:
-        """Returns what has been stored since, perhaps nothing."""
+        """Waits for a while, and returns shards that were stored meanwhile, if any."""
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + _SECONDS_BETWEEN_LOOKS

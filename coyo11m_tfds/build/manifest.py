@@ -1,4 +1,4 @@
-"""The checksums of all files of a data set, in a file beside them: what `verify` compares with.
+"""The checksums of all files of a data set, in a file beside them, for `verify`.
 
 manifest.write(folder, {'features.json': FileState(2048, 0x1f2e3d4c), ...})
 manifest.parse(data)['features.json'].size     # 2048

@@ -5,8 +5,8 @@
     plan.dropped.counts   # {'no_row': 7, 'no_caption': 6, ...}
 
 Planning opens and checks every file of the source, joins captions and text embeddings by key, and
-chooses the split of each key, so that what is wrong is found before hours are spent on writing.
-For 12 million rows it takes 12 s beside reading the files, and at most 1.5 GB of memory.
+chooses the split of each key, so that faults are found before hours are spent on writing. For 12
+million rows it takes 12 s besides reading the files, and at most 1.5 GB of memory.
 """
 
 import dataclasses
@@ -18,20 +18,21 @@ from absl import logging
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.build import shard_cuts
-from coyo11m_tfds.build.settings import BuildSettings
+from coyo11m_tfds.build.settings import EMBEDDINGS_IN_PT, BuildSettings
 from coyo11m_tfds.build.shard_inputs import StoreInputs
-from coyo11m_tfds.build.tasks import EMBEDDINGS_IN_PT, ShardPart, ShardTask, TextEmbeddings
+from coyo11m_tfds.build.tasks import ShardPart, ShardTask, TextEmbeddings
 from coyo11m_tfds.keyed_random import splitmix64
 from coyo11m_tfds.report.dropped_rows import Dropped
 from coyo11m_tfds.source import caption_store, embedding_store, location, part_files
+from coyo11m_tfds.source.keyed_store import KeyedStore
 from coyo11m_tfds.source.source_latents import SourceLatents
 from coyo11m_tfds.storage import held_folder, json_digest
 from coyo11m_tfds.storage.scratch import Scratch
 
 _RECORD_OVERHEAD = 128  # bytes of a record besides latents, caption and text embedding
 
-# A file counts for at least this share of its size: the files of one shard are on the disk
-# together, however few of their rows are kept.
+# A file counts for at least this share of its size: the files of one shard are on the disk at the
+# same time, however few of their rows are kept.
 _LEAST_SHARE_OF_FILE = 1 / 4
 
 
@@ -44,10 +45,10 @@ class Plan:
         num_bytes: their expected size, exact within 1%.
         latent_dtype: one of `schema.LATENT_DTYPES`.
         text_embeddings: None where records hold no text embedding.
-        sidecar: what the file of the text embeddings says about itself; None where there is none.
-        dropped: the rows of the source that are left out, and why.
+        sidecar: header of the sidecar of text embeddings; None without a sidecar.
+        dropped: rows of the source that are left out, by reason.
         source_fingerprint: hex digest of everything that is read.
-        stores: those that the tasks refer to. While they are open, no other build removes them.
+        stores: those that the tasks refer to; while they are open, no other build removes them.
     """
 
     tasks: tuple[ShardTask, ...]
@@ -57,29 +58,28 @@ class Plan:
     sidecar: embedding_store.SidecarHeader | None
     dropped: Dropped
     source_fingerprint: str
-    stores: tuple[caption_store.CaptionStore | embedding_store.EmbeddingStore, ...]
+    stores: tuple[KeyedStore, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Joined:
     """The parts of records that do not come from the `.pt` files.
 
-    `text_embeddings` is None without embeddings, the others where there is no sidecar.
+    `text_embeddings` is None without embeddings, `sidecar` where they are not from a sidecar.
     """
 
     captions: caption_store.CaptionStore
     text_embeddings: TextEmbeddings | None
-    sidecar: embedding_store.SidecarHeader | None
-    embeddings: embedding_store.EmbeddingStore | None
+    sidecar: embedding_store.EmbeddingStore | None
 
     @property
-    def stores(self) -> tuple[caption_store.CaptionStore | embedding_store.EmbeddingStore, ...]:
-        return (self.captions, self.embeddings) if self.embeddings else (self.captions,)
+    def stores(self) -> tuple[KeyedStore, ...]:
+        return (self.captions, self.sidecar) if self.sidecar else (self.captions,)
 
     @property
     def digests(self) -> list[str]:
         in_pt = EMBEDDINGS_IN_PT if self.text_embeddings else ''
-        return [self.captions.digest, self.embeddings.digest if self.embeddings else in_pt]
+        return [self.captions.digest, self.sidecar.digest if self.sidecar else in_pt]
 
 
 def make_plan(
@@ -113,19 +113,11 @@ def make_plan(
     logging.info('%d rows in %d .pt files', latents.num_rows, len(latents.files))
     joined = _join(source, settings, latents, scratch, cache_dir)
     caption_rows = joined.captions.find(latents.keys)
-    # Of a key without a row this is some other caption's length; NO_ROW keeps it out.
+    # For a key without a row this is the length of another caption; NO_ROW leaves that key out.
     caption_bytes = joined.captions.lengths(caption_rows)
     reasons = _drop_reasons(latents, caption_rows, caption_bytes, joined)
     dropped = _count_dropped(latents, joined.captions, reasons, settings.max_bad_fraction)
-    if dropped.counts[schema.CAPTION_TOO_LONG] and not settings.drop_bad:
-        raise ValueError(
-            f'{source.captions_file.path}: the caption of key '
-            f'{dropped.examples[schema.CAPTION_TOO_LONG][0]} has more than '
-            f'{schema.MAX_CAPTION_BYTES:,} bytes. Shorten or remove it, or set bad_data to "drop".'
-        )
-    dropped.check_bad(source.captions_file.path)
-    dropped.check_all(source.captions_file.path)
-
+    _check_dropped(dropped, source.captions_file.path, settings.drop_bad)
     kept = ~np.logical_or.reduce(list(reasons.values()))
     tasks = _plan_tasks(settings, latents, joined, kept, caption_bytes, limit)
     if not any(task.split == schema.TRAIN for task in tasks):
@@ -135,7 +127,7 @@ def make_plan(
         num_bytes=sum(task.num_bytes for task in tasks),
         latent_dtype=latents.dtype,
         text_embeddings=joined.text_embeddings,
-        sidecar=joined.sidecar,
+        sidecar=joined.sidecar.header if joined.sidecar else None,
         dropped=dropped,
         source_fingerprint=json_digest.sha256(
             [
@@ -154,7 +146,7 @@ def _join(
     scratch: Scratch,
     cache_dir: str,
 ) -> _Joined:
-    """Opens what is joined to the rows, after making stores of it where there are none yet."""
+    """Opens the stores that are joined to the rows, and builds those that are missing."""
     store = caption_store.prepare_store(
         lambda: scratch.hold_showing(source.captions_file),
         name=source.captions_file.path,
@@ -166,15 +158,16 @@ def _join(
     )
     logging.info('The captions of %s are ready', source.captions_file.path)
     if not settings.text_embeddings:
-        return _Joined(store, None, None, None)
+        return _Joined(store, None, None)
     if settings.text_embeddings == EMBEDDINGS_IN_PT:
         dim = latents.common_embedding_dim()
-        return _Joined(store, TextEmbeddings(dim, EMBEDDINGS_IN_PT, in_pt=True), None, None)
-    header, store_of_embeddings = _prepare_sidecar(source, settings, store, scratch, cache_dir)
+        return _Joined(store, TextEmbeddings(dim, EMBEDDINGS_IN_PT, in_pt=True), None)
+    sidecar = _prepare_sidecar(source, settings, store, scratch, cache_dir)
+    header = sidecar.header
     text_embeddings = TextEmbeddings(
         header.dim, header.encoder, in_pt=False, vocabulary=header.vocabulary
     )
-    return _Joined(store, text_embeddings, header, store_of_embeddings)
+    return _Joined(store, text_embeddings, sidecar)
 
 
 def _prepare_sidecar(
@@ -183,7 +176,7 @@ def _prepare_sidecar(
     store: caption_store.CaptionStore,
     scratch: Scratch,
     cache_dir: str,
-) -> tuple[embedding_store.SidecarHeader, embedding_store.EmbeddingStore]:
+) -> embedding_store.EmbeddingStore:
     try:
         files = part_files.find(settings.text_embeddings)
     except ValueError as error:
@@ -192,9 +185,8 @@ def _prepare_sidecar(
             'such a file or folder.'
         ) from None
     hold = scratch.hold_showing if len(files) == 1 else scratch.hold
-    header, store_of_embeddings = embedding_store.prepare_store(
-        files, cache_dir=cache_dir, hold=hold
-    )
+    sidecar = embedding_store.prepare_store(files, cache_dir=cache_dir, hold=hold)
+    header = sidecar.header
     if header.caption_column != settings.caption_column:
         raise ValueError(
             f'{settings.text_embeddings}: its embeddings were made of column '
@@ -208,7 +200,7 @@ def _prepare_sidecar(
             'coyo11m_tfds.embed_captions, or name the source that it was made from.'
         )
     logging.info('The text embeddings of %s are ready', settings.text_embeddings)
-    return header, store_of_embeddings
+    return sidecar
 
 
 def _drop_reasons(
@@ -223,8 +215,8 @@ def _drop_reasons(
         schema.NO_CAPTION: has_row & (caption_bytes == 0),
         schema.CAPTION_TOO_LONG: has_row & (caption_bytes == caption_store.TOO_LONG),
     }
-    if joined.embeddings:
-        missing = joined.embeddings.find(latents.keys) < 0
+    if joined.sidecar:
+        missing = joined.sidecar.find(latents.keys) < 0
         reasons[schema.NO_TEXT_EMBEDDING] = missing & ~np.logical_or.reduce(list(reasons.values()))
     return reasons
 
@@ -248,6 +240,17 @@ def _count_dropped(
         dropped.add(schema.ROWS_DISAGREE, len(keys), keys, file)
     dropped.add(schema.DUPLICATE_CAPTION, store.num_duplicates, store.duplicate_keys)
     return dropped
+
+
+def _check_dropped(dropped: Dropped, captions: str, drop_bad: bool) -> None:
+    if dropped.counts[schema.CAPTION_TOO_LONG] and not drop_bad:
+        raise ValueError(
+            f'{captions}: the caption of key {dropped.examples[schema.CAPTION_TOO_LONG][0]} has '
+            f'more than {schema.MAX_CAPTION_BYTES:,} bytes. Shorten or remove it, or set bad_data '
+            'to "drop".'
+        )
+    dropped.check_bad(captions)
+    dropped.check_all(captions)
 
 
 def unit_hash(keys: np.ndarray) -> np.ndarray:
@@ -327,15 +330,14 @@ def _file_bytes(
 def _make_parts(
     rows: np.ndarray, latents: SourceLatents, joined: _Joined
 ) -> tuple[tuple[ShardPart, ...], StoreInputs]:
-    """Takes rows that are numbered over all files apart by file."""
+    """Divides rows that are numbered over all files by file."""
     files = np.searchsorted(latents.starts, rows, side='right') - 1
     in_file = (rows - latents.starts[files]).astype(np.int32)
     inputs = StoreInputs(
         rows=in_file,
         keys=latents.keys[rows],
         captions_store=joined.captions.folder,
-        sidecar_store=joined.embeddings.folder if joined.embeddings else '',
-        text_dim=joined.text_embeddings.dim if joined.embeddings and joined.text_embeddings else 0,
+        sidecar_store=joined.sidecar.folder if joined.sidecar else '',
     )
     starts = [0, *(np.flatnonzero(np.diff(files)) + 1).tolist(), len(rows)]
     parts = [

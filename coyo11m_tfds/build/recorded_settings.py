@@ -1,10 +1,10 @@
-"""The settings that decide the records: kept with a data set, and compared when it is found again.
+"""The settings that decide the records: kept with a data set, and compared with those of a build.
 
     metadata[schema.META_SETTINGS] = recorded_settings.record(settings, limit, text_embeddings)
     recorded_settings.check(folder, metadata, settings, limit)
 
-The source is not compared: its fingerprint is in the metadata too, but to know that of a folder,
-its files must be read.
+The source is not compared: its fingerprint is in the metadata too, but computing that of a folder
+takes reading its files.
 """
 
 import os
@@ -13,14 +13,13 @@ from typing import Any
 
 import coyo11m_tfds
 from coyo11m_tfds import schema
-from coyo11m_tfds.build.settings import BuildSettings
+from coyo11m_tfds.build.settings import EMBEDDINGS_IN_PT, BuildSettings
 from coyo11m_tfds.columns import IN_PLACE, RECORDS
 from coyo11m_tfds.storage import source_files
 
-_NO_PATHS = ('', 'pt')  # values of text_embeddings
 _LIMIT = 'max_examples_per_split'
 _LATENTS = 'latents'
-# What a build that has ended well does not depend on.
+# A finished data set does not depend on these.
 _NOT_COMPARED = ('max_bad_fraction', 'check_crc', 'package_version')
 
 
@@ -34,7 +33,7 @@ def record(
         limit: `max_examples_per_split`.
         text_embeddings: '', 'pt' or what a sidecar says about itself; never a path.
     """
-    # Only where it is so: the metadata of other data sets stays as it always was.
+    # Only in these data sets, so that the metadata of others does not change.
     in_place = {_LATENTS: settings.latents} if settings.latents == IN_PLACE else {}
     return in_place | {
         'caption_column': settings.caption_column,
@@ -90,7 +89,7 @@ def check(
 
 def _text_embeddings(chosen: str, recorded: Any) -> str | Mapping[str, Any]:
     """`text_embeddings` as a build would record it now; as recorded if the sidecar is not here."""
-    if chosen in _NO_PATHS:
+    if chosen in ('', EMBEDDINGS_IN_PT):
         return chosen
     if source_files.is_remote(chosen) or not os.path.exists(chosen):
         return recorded if isinstance(recorded, dict) else chosen
@@ -101,8 +100,8 @@ def _text_embeddings(chosen: str, recorded: Any) -> str | Mapping[str, Any]:
 
 
 def _differences(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
-    # What one of the two does not know belongs to another version of this package.
-    for name in wanted.keys() & recorded.keys() - set(_NOT_COMPARED):
+    # A setting that only one of the two has belongs to another version of this package.
+    for name in sorted(wanted.keys() & recorded.keys() - set(_NOT_COMPARED)):
         there, here = recorded[name], wanted[name]
         field = 'text_embeddings' if name == schema.SETTINGS_TEXT else name
         if isinstance(there, dict) and isinstance(here, dict):

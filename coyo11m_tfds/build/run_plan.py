@@ -6,9 +6,9 @@
     write_chunk_indexes(results, folder)
     metadata = make_metadata(plan, results, dropped, caption_column)
 
-What is written does not depend on the number of processes, nor on interruptions: a shard is a
-function of its task, and results are joined in the order of the shards. One core does 30,000
-records (740 MB) a second, statistics and checksums included, if the disk can.
+The files depend neither on the number of processes nor on interruptions: a shard is a function of
+its task, and results are joined in the order of the shards. One core writes 30,000 records (740 MB)
+a second, with statistics and checksums, if the disk can.
 """
 
 import copy
@@ -40,13 +40,14 @@ def write_shards(plan: Plan, finished: FinishedShards, engine: Engine) -> list[S
     Args:
         plan: what to write.
         finished: the folder of the build; shards stay there if it is interrupted.
-        engine: who writes.
+        engine: writes them.
 
     Returns:
         The results of all shards in the order train, validation, and by shard index.
 
     Raises:
-        ValueError: too much of the source is bad; or see `shard_writer.write_shard`.
+        ValueError: too much of the source is bad, or nothing is left of it; or see
+            `shard_writer.write_shard`.
         OSError: a file cannot be fetched, written or stored; there is not enough space on the disk.
         RuntimeError: a process died.
     """
@@ -71,7 +72,12 @@ def write_shards(plan: Plan, finished: FinishedShards, engine: Engine) -> list[S
                 records=result.num_records,
                 dropped=result.statistics.non_finite,
             )
-    assert len(results) == len(plan.tasks)  # or the data set would lack shards
+    assert len(results) == len(plan.tasks)  # else the data set would lack shards
+    if not any(result.num_records for result in results if result.split == schema.TRAIN):
+        raise ValueError(
+            f'{plan.tasks[0].source}: no record is left for the train split, as no row of the '
+            'source is finite.'
+        )
     return sorted(results, key=lambda result: (result.split, result.index))
 
 
@@ -139,7 +145,7 @@ def make_metadata(
 def make_facts(
     name: str, results: Sequence[ShardResult], dropped: Dropped, metadata: dict
 ) -> summary.BuildFacts:
-    """Collects what the report of a build tells.
+    """Collects the facts for the report of a build.
 
     Args:
         name: of the data set, with config and version.

@@ -1,9 +1,12 @@
 """The settings of a build: one object, handed down from the config to the workers."""
 
 import dataclasses
+import math
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.columns import IN_PLACE, LATENTS_LIE
+
+EMBEDDINGS_IN_PT = 'pt'  # the `text_embeddings` for `embeddings` inside the `.pt` files
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -63,7 +66,7 @@ class BuildSettings:
             self._check(name, isinstance(getattr(self, name), (int, float)), 'a number')
         self._check('validation_fraction', 0 <= self.validation_fraction < 1, 'one in [0, 1)')
         self._check('max_bad_fraction', 0 <= self.max_bad_fraction <= 1, 'one in [0, 1]')
-        self._check('scratch_gb', self.scratch_gb > 0, 'more than 0')
+        self._check('scratch_gb', 0 < self.scratch_gb < math.inf, 'more than 0, and finite')
         self._check('wait_hours', self.wait_hours >= 0, 'at least 0')
         self._check('check_crc', isinstance(self.check_crc, bool), 'true or false')
         self._check('latents', self.latents in LATENTS_LIE, "'records' or 'in_place'")

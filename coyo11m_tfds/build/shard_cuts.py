@@ -37,7 +37,7 @@ def group_files(file_bytes: np.ndarray, shard_bytes: int) -> list[range]:
 
     Args:
         file_bytes: what each file contributes, int64 `(files,)`.
-        shard_bytes: what is more is large.
+        shard_bytes: files with more are large.
     """
     groups: list[range] = []
     for is_large, run in itertools.groupby(
@@ -60,7 +60,7 @@ def _group_small(files: range, file_bytes: np.ndarray, shard_bytes: int) -> list
             total = 0
         total += num_bytes
     if len(firsts) > 1 and 2 * total < shard_bytes:
-        del firsts[-1]  # what is left over at the end is too little for a shard
+        del firsts[-1]  # the rest is too little for a shard of its own
     return [range(first, end) for first, end in itertools.pairwise([*firsts, files.stop])]
 
 

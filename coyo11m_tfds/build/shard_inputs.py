@@ -1,6 +1,6 @@
 """The inputs of a shard besides latents: its rows, and their captions and embeddings.
 
-    inputs = StoreInputs(rows, keys, captions_store, sidecar_store='', text_dim=0)
+    inputs = StoreInputs(rows, keys, captions_store, sidecar_store='')
     opened = inputs.open()
     opened.rows, opened.keys                 # int32 (n,), int64 (n,)
     opened.captions(slice(0, 256))           # list of UTF-8 bytes
@@ -49,15 +49,13 @@ class StoreInputs:
         rows: rows of the `.pt` file, int32 `(n,)`.
         keys: their keys, int64 `(n,)`.
         captions_store: folder of a `caption_store.CaptionStore`.
-        sidecar_store: folder of a `embedding_store.EmbeddingStore`; '' without a sidecar.
-        text_dim: numbers of one embedding of the sidecar, or tokens.
+        sidecar_store: folder of an `embedding_store.EmbeddingStore`; '' without a sidecar.
     """
 
     rows: np.ndarray
     keys: np.ndarray
     captions_store: str
     sidecar_store: str = ''
-    text_dim: int = 0
 
     def open(self) -> OpenInputs:
         """Opens the stores."""
@@ -86,7 +84,7 @@ class PackedInputs:
 
 
 def pack(inputs: StoreInputs) -> bytes:
-    """Puts rows, keys, captions and embeddings of one shard into one piece."""
+    """Packs rows, keys, captions and embeddings of one shard into bytes."""
     opened, whole = inputs.open(), slice(None)
     texts = opened.captions(whole)
     arrays = {
@@ -107,7 +105,7 @@ class _FromStores:
         self.rows, self.keys = inputs.rows, inputs.keys
         self._captions = caption_store.CaptionStore(inputs.captions_store)
         if inputs.sidecar_store:
-            self._embeddings = embedding_store.EmbeddingStore(inputs.sidecar_store, inputs.text_dim)
+            self._embeddings = embedding_store.EmbeddingStore(inputs.sidecar_store)
 
     def captions(self, part: slice) -> list[bytes]:
         return self._captions.texts(self._captions.find(self.keys[part]))

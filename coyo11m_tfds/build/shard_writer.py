@@ -19,7 +19,7 @@ from coyo11m_tfds.report.shard_statistics import ShardStatistics
 from coyo11m_tfds.source import pt_file
 from coyo11m_tfds.storage.file_state import naming
 
-# What is read at once, 5 MB with the float32 numbers, stays in the processor's cache.
+# Rows read at once, 5 MB with the float32 numbers: they stay in the processor's cache.
 ROWS_AT_ONCE = 128
 
 
@@ -61,12 +61,12 @@ def init_worker() -> None:
 
 
 class _OpenSource:
-    """The source of a task, opened, and the statistics of the rows that were read."""
+    """The opened source of a task, and the statistics of the rows read from it."""
 
     def __init__(self, task: ShardTask):
         self._task = task
         self._inputs = task.inputs.open()
-        # All at once, 2 MB a shard: it takes half the time of a few at a time.
+        # All at once, 2 MB a shard: that takes half the time of reading a few at a time.
         self._captions = self._inputs.captions(slice(None))
         embeddings = task.text_embeddings
         self._text = embeddings.feature if embeddings else ''
@@ -80,7 +80,7 @@ class _OpenSource:
     ) -> Iterator[dict[str, np.ndarray | list[bytes]]]:
         """Yields the features of the records of one file that are good, some rows at a time.
 
-        What is yielded is overwritten by what comes next.
+        Each is overwritten by the next.
         """
         latents = pt_file.LatentShard(latents_path, name=part.file.path)
         self._check_unchanged(part, latents)

@@ -6,13 +6,13 @@
 
     shared_tasks.help_out(folder, engine, job.share(), wait_seconds)     # the others
 
-An offer is a file in the folder of the build: all tasks, and beside it the captions and embeddings
-of each, which lie in stores of the first process' machine. Nobody claims a task. Process i of n
-starts with every n-th group of files from the i-th on, continues with what the others have not
-written yet, and leaves out what they have. So what a dead process leaves undone is written by the
-rest, and nobody has to notice its death; two that write the same shard write the same bytes.
+An offer is a file in the folder of the build that lists all tasks; beside it are the captions and
+embeddings of each, whose stores are on the first process' machine. Nobody claims a task. Process i
+of n starts with every n-th group of files from the i-th on, continues with what the others have not
+written yet, and leaves out what they have. So the shards of a dead process are written by the rest,
+and nobody has to notice its death; two that write the same shard write the same bytes.
 
-A process stores a shard only as long as the offer that it took stands. Whoever begins a build in
+A process stores a shard only as long as the offer that it took exists. A builder that begins in
 that folder first removes all offers, so that no process of an earlier job writes into it.
 """
 
@@ -42,11 +42,14 @@ _UPLOADS_AT_ONCE = 8
 
 
 class _Ended(Exception):
-    """There is nothing more to help with, or nobody to help."""
+    """There is nothing left to help with, or nobody to help."""
 
 
 def pack(tasks: Sequence[ShardTask], work: Destination) -> list[ShardTask]:
-    """Puts what tasks of a plan read from stores beside the data; returns tasks that read it there.
+    """Copies what tasks of a plan read from stores to the build's folder.
+
+    Returns:
+        Tasks that read it there.
 
     Raises:
         OSError: it cannot be stored.
@@ -73,10 +76,10 @@ def offer(work: Destination, tasks: Sequence[ShardTask]) -> None:
 
 
 def in_turn(tasks: Sequence[ShardTask], index: int, count: int) -> list[ShardTask]:
-    """Returns tasks in the order in which process `index` of `count` looks after them.
+    """Returns tasks in the order in which process `index` of `count` writes them.
 
-    Groups index, index + count, ... are its own. Those of the next process follow, from their end,
-    where it comes last, and so on around.
+    Groups index, index + count, ... are its own. Those of the next process follow, the last one
+    first, as that process writes it last; then those of the one after it, and so on.
     """
     groups = [list(group) for _, group in itertools.groupby(tasks, lambda task: task.group)]
     order = groups[index::count]
@@ -90,7 +93,7 @@ def help_out(
 ) -> None:
     """Writes what the first process of the job offers, and waits until the data set is there.
 
-    A process that cannot write, for whatever reason, leaves it to the others.
+    A process that cannot write, for whatever reason, leaves the tasks to the others.
 
     Args:
         folder: of the build.
@@ -129,7 +132,7 @@ def _write(
     share: tuple[int, int],
     watch: build_lock.Watch,
 ) -> None:
-    """Writes what others have not, until all of an offer is written."""
+    """Writes tasks of an offer that others have not written, until all are."""
 
     def check() -> None:
         if not work.identity(OFFERS, name) or watch.look():

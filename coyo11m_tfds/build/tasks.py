@@ -12,8 +12,6 @@ from coyo11m_tfds.report.shard_statistics import ShardStatistics
 from coyo11m_tfds.storage.file_state import FileState
 from coyo11m_tfds.storage.source_files import SourceFile
 
-EMBEDDINGS_IN_PT = 'pt'  # the config's `text_embeddings` for `embeddings` inside the .pt files
-
 
 @dataclasses.dataclass(frozen=True)
 class TextEmbeddings:

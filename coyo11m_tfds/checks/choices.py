@@ -15,7 +15,7 @@ from coyo11m_tfds.build.settings import BuildSettings
 from coyo11m_tfds.checks import finding, hardware
 from coyo11m_tfds.checks.finding import Finding
 from coyo11m_tfds.process import job, machine
-from coyo11m_tfds.storage import lock_holder, retry, scratch, source_files
+from coyo11m_tfds.storage import lock_holder, retry, scratch
 
 _OURS = 'COYO11M_'
 
@@ -70,15 +70,6 @@ def choose_workers(num_workers: int, num_bytes: int) -> int:
     return local_runner.choose_workers(num_workers, num_bytes)
 
 
-def scratch_folder(data_dir: str, chosen: str) -> str:
-    """Where a build keeps captions and remote files on their way; see `BuildSettings`."""
-    if chosen:
-        return chosen
-    if data_dir and not source_files.is_remote(data_dir):
-        return os.path.join(data_dir, f'.{schema.NAME}')
-    return scratch.user_cache(schema.NAME)
-
-
 def choose(
     settings: BuildSettings,
     fields: Mapping[str, Any],
@@ -101,10 +92,10 @@ def choose(
     """
     by_memory = max(1, machine.free_memory(root) // _WORKER_BYTES)
     workers = min(choose_workers(settings.num_workers, num_bytes), by_memory)
-    usual = scratch_folder(data_dir, settings.scratch_dir)
+    usual = scratch.choose_folder(schema.NAME, data_dir, settings.scratch_dir)
     folder = next((f for f in (usual, *candidates) if _suits(f, scratch_bytes, root)), usual)
     chosen: dict[str, int | float | str] = {'num_workers': int(workers)}
-    if folder != scratch_folder(data_dir, ''):
+    if folder != scratch.choose_folder(schema.NAME, data_dir):
         chosen['scratch_dir'] = folder
     room = hardware.look_at_disk(folder, root).free
     if room < scratch_bytes:  # half of it, as others write there too

@@ -26,7 +26,8 @@ from coyo11m_tfds.embedding.part_maker import Captions
 from coyo11m_tfds.process import machine, workers
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import caption_store, part_files
-from coyo11m_tfds.storage.destination import Destination, file_state
+from coyo11m_tfds.storage import file_state
+from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.source_files import SourceFile
 from coyo11m_tfds.text import text_encoders, tokenizers
 from coyo11m_tfds.text.text_encoders import Encoder, OnBatch, Tokenizer
@@ -211,7 +212,7 @@ def _make(
         with part_writer.open_file(path, metadata, choice.column, width) as write:
             write(keys, values)
         name = part_files.name(number, captions.count)
-        destination.put(path, name, file_state(path).crc32c)
+        destination.put(path, name, file_state.of_file(path).crc32c)
     return Made(encoder.name, width, encoder.truncated)
 
 

@@ -1,5 +1,5 @@
-"""The source: `.pt` files and Parquet. Finds, checks and mirrors them; looks captions up by key.
+"""The source: `.pt` files and Parquet. Finds and checks them; looks captions and rows up by key.
 
-Import `location`, `source_latents`, `pt_file`, `pt_check`, `caption_store`, `embedding_store` and
-`copied_files`. Builds and commands use this room; training does not.
+Import any module; the stores share `keyed_store`, `matrix_store` and `keyed_parquet`. Builds and
+commands use this room; training does not.
 """

@@ -1,6 +1,6 @@
 """Captions of a Parquet file as a store on disk that is looked up by key.
 
-    store = captions.prepare_store(
+    store = caption_store.prepare_store(
         lambda: contextlib.nullcontext(path), name=path, version='1', column='caption_llava',
         cache_dir=folder, drop_duplicates=False,
     )
@@ -8,7 +8,7 @@
     store.lengths(rows)         # bytes of each caption; 0: null, empty or blank; -1: too long
     store.texts(rows)           # list of UTF-8 bytes, exactly as in the source
 
-    captions.CaptionStore(store.folder)     # how another process opens it
+    caption_store.CaptionStore(store.folder)     # how another process opens it
 
 Building streams one column through memory. For 11.4 million captions of 200 to 600 bytes (4.6 GB)
 it takes 13 s and 0.9 GB at most, on 2 cores with `benchmarks/captions.py`; the store is opened in
@@ -33,8 +33,7 @@ from absl import logging
 from coyo11m_tfds import schema
 from coyo11m_tfds.source import copied_files, keyed_parquet, keyed_store
 from coyo11m_tfds.storage import file_state
-from coyo11m_tfds.storage.destination import naming
-from coyo11m_tfds.storage.file_state import FileState
+from coyo11m_tfds.storage.file_state import FileState, naming
 
 # Gives the path of a Parquet file, which may have to be downloaded for it.
 LocalFile = Callable[[], contextlib.AbstractContextManager[str]]
@@ -65,16 +64,16 @@ class CaptionStore(keyed_store.KeyedStore):
     def lengths(self, rows: np.ndarray) -> np.ndarray:
         """Returns the captions' lengths in bytes; `rows` must not be -1.
 
-        It is 0 for no caption and `TOO_LONG` for one that is not kept because of its length.
+        The length is 0 for no caption and `TOO_LONG` for one that is too long to be kept.
         """
         return self._lengths[rows]
 
     def texts(self, rows: np.ndarray) -> list[bytes]:
         """Returns the captions as UTF-8; `rows` must not be -1."""
         starts, lengths = self._starts[rows], np.maximum(self._lengths[rows], 0)
-        # To read a caption takes 1.2 us. To map the text takes 4 us for each part of it that is
+        # Reading a caption takes 1.2 us. Mapping the text takes 4 us for each part of it that is
         # touched first, which counts as the process's memory meanwhile, and 0.6 us for each
-        # caption: that pays only for so many that most parts are touched.
+        # caption: that pays only for so many captions that most parts are touched.
         if self._text_bytes > _MAPPED_AT_ONCE * len(rows):
             pairs = zip(lengths.tolist(), starts.tolist(), strict=True)
             return [os.pread(self._text, length, start) for length, start in pairs]
@@ -99,8 +98,8 @@ def prepare_store(
 
     Args:
         local_file: gives the path of the Parquet file; called only if that has to be read.
-        name: path or URL of the file, for messages and to know its older stores.
-        version: of the file; another one has the store built again.
+        name: path or URL of the file, for messages and to find its older stores.
+        version: of the file; for another one the store is built again.
         column: to read.
         cache_dir: local folder; made where there is none. See `keyed_store.prepare`.
         drop_duplicates: whether, of rows that repeat a key, the first wins; else they are an error.
@@ -128,11 +127,11 @@ def prepare_store(
 
 
 def build_store(path: str, column: str, folder: str, name: str) -> dict[str, Any]:
-    """Writes the files of a store into an existing folder; `prepare_store` is what calls this.
+    """Writes the files of a store into an existing folder, for `prepare_store`.
 
     Returns:
-        What `KeyedStore.facts` shall be. Its digest depends on the keys that have a caption and on
-        these captions, and on nothing else: neither on the order of the rows nor on other rows.
+        The `KeyedStore.facts`. The digest depends on the keys that have a caption and on these
+        captions, and on nothing else: neither on the order of the rows nor on other rows.
 
     Raises:
         As `prepare_store`, but for duplicate keys.
@@ -185,7 +184,7 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _distinct(values: pa.Array) -> tuple[pa.Array, np.ndarray, np.ndarray]:
-    """Returns the texts in `values`, each once; where each comes first; which one each value is."""
+    """Returns the distinct texts in `values`; the first row of each; which one each value is."""
     if not pa.types.is_dictionary(values.type):
         values = values.dictionary_encode()
     indices = pc.fill_null(values.indices, -1).to_numpy()

@@ -1,4 +1,4 @@
-"""Which files of a source have been copied to a destination, wholly and in the right version.
+"""Records which files of a source have been copied to a destination, and in which version.
 
     copied = CopiedFiles(Destination('gs://bucket/coyo11m'))
     copied.missing(files)              # those of `files`, by name, that are still to be copied
@@ -75,7 +75,7 @@ class CopiedFiles:
         }
 
     def _look_for(self, recorded: Mapping[str, FileState]) -> dict[str, FileState]:
-        """The states of those of these files that are there."""
+        """The states of these files, as far as they are there."""
         if not recorded:
             return {}
         where = self._target.folder
@@ -139,7 +139,7 @@ def _copy_name(record_name: str) -> str:
 
 
 def _read_record(data: bytes) -> tuple[str, FileState]:
-    """Version of the original and state of the copy; those of no file if it is damaged."""
+    """Version of the original and state of the copy; values that fit no file if it is damaged."""
     try:
         record = json.loads(data)
         return record['version'], FileState(record['size'], int(record['crc32c'], 16))

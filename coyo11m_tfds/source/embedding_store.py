@@ -1,34 +1,30 @@
 """Embeddings of a sidecar as a matrix on disk that is looked up by key.
 
     files = part_files.find(place)      # made by coyo11m_tfds.embed_captions
-    header, store = embedding_store.prepare_store(files, cache_dir=folder)
+    store = embedding_store.prepare_store(files, cache_dir=folder)
     rows = store.find(keys)                     # -1: the key has no embedding
-    store.read(rows)                            # float16 (n, header.dim)
+    store.read(rows)                            # float16 (n, store.header.dim)
 
-    embedding_store.EmbeddingStore(store.folder, header.dim)   # how another process opens it
+    embedding_store.EmbeddingStore(store.folder)     # how another process opens it
 
 A sidecar is a Parquet file with the columns `key` and `text_embedding` (a fixed-size list of
 float16) and, in its schema's metadata, what `SidecarHeader` has; or a folder of such files, whose
 column is called `embedding` (see `part_files`).
 """
 
-import concurrent.futures
 import dataclasses
-import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from absl import logging
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.source import keyed_parquet, keyed_store, matrix_store
-from coyo11m_tfds.source.matrix_store import MATRIX, PLACES, Hold, MatrixStore
-from coyo11m_tfds.storage.destination import naming
+from coyo11m_tfds.source import keyed_parquet, matrix_store
+from coyo11m_tfds.source.matrix_store import Hold, MatrixStore
 from coyo11m_tfds.storage.source_files import SourceFile
 
 # Of the schema's metadata.
@@ -149,16 +145,17 @@ def _column(path: str, name: str) -> str:
 
 
 class EmbeddingStore(MatrixStore):
-    """A store that `prepare_store` made, of embeddings or tokens; see `MatrixStore`."""
+    """A store that `prepare_store` made, of embeddings or tokens; see `MatrixStore`.
 
-    def __init__(self, folder: str | os.PathLike[str], dim: int):
-        """Opens a store of rows of `dim` numbers, which itself knows whether they are tokens.
+    Attributes:
+        header: of the sidecar.
+    """
 
-        Raises:
-            keyed_store.UnusableStoreError: see `KeyedStore`.
-        """
+    def __init__(self, folder: str | os.PathLike[str]):
+        """Opens a store; raises `keyed_store.UnusableStoreError` as `KeyedStore` does."""
         super().__init__(folder)
-        self.open_matrix(SidecarHeader(**self.facts['header']).dtype, (dim,))
+        self.header = SidecarHeader(**self.facts['header'])
+        self.open_matrix(self.header.dtype, (self.header.dim,))
 
 
 def prepare_store(
@@ -166,7 +163,7 @@ def prepare_store(
     *,
     cache_dir: str | os.PathLike[str],
     hold: Hold = matrix_store.own_path,
-) -> tuple[SidecarHeader, EmbeddingStore]:
+) -> EmbeddingStore:
     """Opens the store of a sidecar that is in `cache_dir`, or builds it there.
 
     Args:
@@ -175,68 +172,28 @@ def prepare_store(
         hold: gives the path of a file; called only if that has to be read.
 
     Raises:
-        ValueError: see `read_header` and `keyed_parquet`; parts differ in what made them; a key
-            comes twice; or an embedding is null or not finite.
+        ValueError: see `read_header` and `keyed_parquet`; parts differ in what made them; a key is
+            a duplicate; or an embedding is null or not finite.
         OSError: the store cannot be written.
     """
-    name, version = matrix_store.name_and_version(files)
 
-    def build(folder: str) -> dict[str, Any]:
-        logging.info('Building a store of the embeddings of %s.', name)
-        return build_store(files, hold, folder, name)
+    def read(facts: dict[str, Any]) -> matrix_store.Rows:
+        return _read_rows(files, hold, facts)
 
-    made_from = keyed_store.MadeFrom('embeddings', name, schema.TEXT_EMBEDDING, version)
     # Held open until the store has been opened as what it is, so that no other process removes it.
-    prepared = keyed_store.prepare(cache_dir, made_from, build)
-    prepared.check_unique(name)
-    header = SidecarHeader(**prepared.facts['header'])
-    return header, EmbeddingStore(prepared.folder, header.dim)
+    prepared = matrix_store.prepare('embeddings', files, schema.TEXT_EMBEDDING, cache_dir, read)
+    return EmbeddingStore(prepared.folder)
 
 
-def build_store(files: Sequence[SourceFile], hold: Hold, folder: str, name: str) -> dict[str, Any]:
-    """Writes the files of a store into an existing folder; `prepare_store` is what calls this.
-
-    Returns:
-        What `KeyedStore.facts` shall be, with the sidecar's header. Its digest depends on keys and
-        embeddings in the order of the rows.
-
-    Raises:
-        As `prepare_store`, but for duplicate keys.
-    """
-    all_keys = []
-    matrix_digest = hashlib.sha256()
-    matrix_path = os.path.join(folder, MATRIX)
-    with (
-        naming(matrix_path),
-        open(matrix_path, 'wb') as matrix,
-        concurrent.futures.ThreadPoolExecutor(1) as other_thread,
-    ):
-        for of_file, keys, embeddings in _read_rows(files, hold, name):
-            header = of_file
-            # Either takes longer than to read the file.
-            hashed = other_thread.submit(matrix_digest.update, embeddings)
-            matrix.write(embeddings)
-            hashed.result()
-            all_keys.append(keys)
-    keys = np.concatenate(all_keys)
-    digest = hashlib.sha256(matrix_digest.digest())
-    digest.update(keys)
-    places, facts = keyed_store.write_keys(folder, keys)
-    keyed_store.write(folder, PLACES, places)
-    return facts | {'digest': digest.hexdigest(), 'header': header.to_json()}
-
-
-def _read_rows(
-    files: Sequence[SourceFile], hold: Hold, name: str
-) -> Iterator[tuple[SidecarHeader, np.ndarray, np.ndarray]]:
-    """Yields the header, some keys int64 `(n,)` and their rows of numbers, `(n, dim)`."""
+def _read_rows(files: Sequence[SourceFile], hold: Hold, facts: dict[str, Any]) -> matrix_store.Rows:
     first: dict[str, str] = {}
-    with Progress(f'Reading {name}', len(files), 'files') as progress:
+    with Progress('Reading embeddings', len(files), 'files') as progress:
         for file in files:
             with hold(file) as path, keyed_parquet.naming_damage(file.path):
                 header, entries = _read_header(path, file.path)
                 first = first or entries
                 check_same(first, entries, file.path, f'in {files[0].path}')
+                facts['header'] = header.to_json()
                 for keys, values in keyed_parquet.batches(
                     path,
                     _column(path, file.path),
@@ -244,7 +201,7 @@ def _read_rows(
                     row_bytes=_NUMBER_BYTES * header.dim,
                     quiet=len(files) > 1,
                 ):
-                    yield header, keys, _to_numpy(values, header, keys, file.path)
+                    yield keys, _to_numpy(values, header, keys, file.path)
             progress.add(1)
 
 

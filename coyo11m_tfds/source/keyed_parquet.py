@@ -6,9 +6,9 @@
     order, duplicates = keyed_parquet.order_by_key(keys)   # the first row of each key
     places = keyed_parquet.find(keys[order], wanted)
 
-What comes batch by batch takes 150 MB with all libraries, however large the file and its row
-groups, and however often a text occurs, if it is read as a dictionary. Where `name` is given,
-it stands for the file in messages: a path may be that of a copy.
+Reading in batches takes 150 MB with all libraries, however large the file and its row groups, and
+however often a text occurs, if it is read as a dictionary. Where `name` is given, it stands for the
+file in messages: a path may be that of a copy.
 """
 
 import contextlib
@@ -21,13 +21,13 @@ import pyarrow.parquet as pq
 from coyo11m_tfds import schema
 from coyo11m_tfds.process.progress import Progress
 
-# What is read at once: so many rows, or fewer if they are larger than most.
+# What is read at once: this many rows, or fewer if these have more bytes.
 ROWS_AT_ONCE = 16384
 BYTES_AT_ONCE = 16 << 20
 
 _READ_BYTES = 1 << 20
 
-# In what Arrow and the reading of its metadata end, depending on which byte is damaged.
+# What Arrow, or the reading of its metadata, raises, depending on which byte is damaged.
 _OF_DAMAGE = (
     pa.ArrowException,
     OSError,
@@ -95,7 +95,7 @@ def batches(
 ) -> Iterator[tuple[np.ndarray, pa.Array]]:
     """Yields `(keys int64 (n,), values of the column (n,))` in file order, a few MB at a time.
 
-    How far it is shows in the log or on the terminal.
+    Shows its progress in the log or on the terminal.
 
     Args:
         path: of the file.
@@ -119,7 +119,7 @@ def batches(
         key_range = _key_range(file)
         columns = [column] if key_range else [schema.PARQUET_KEY, column]
         done = 0
-        # Threads would take a column each, and one of the two is next to nothing.
+        # Threads would take a column each, and one of the two takes hardly any time.
         for batch in file.iter_batches(rows_at_once, columns=columns, use_threads=False):
             if key_range:
                 keys = np.array(key_range[done : done + len(batch)], np.int64)
@@ -143,9 +143,9 @@ def _progress(what: str, num_rows: int, quiet: bool) -> Iterator[Callable[[int],
 
 @contextlib.contextmanager
 def naming_damage(name: str) -> Iterator[None]:
-    """Makes one ValueError, with the `name` of the file, of all that a damaged one makes Arrow do.
+    """Turns whatever Arrow raises for a damaged file into a ValueError with the file's `name`.
 
-    What names the file already is left as it is, and so are errors of the disk.
+    Errors that name the file already pass unchanged, and so do those of the disk.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Folders that hold what a Parquet file says about each key: built once, then opened by many.
+"""Folders with the data of a Parquet file by key: built once, then opened by many processes.
 
     made_from = keyed_store.MadeFrom('captions', path, 'caption_llava', version)
     store = keyed_store.prepare(cache_dir, made_from, build)
@@ -6,9 +6,9 @@
     KeyedStore(store.folder)             # how another process opens it
 
 `build(folder)` writes the files, `keys` among them (see `write_keys`), and returns the facts that
-are remembered with them. They go into `store.json` together with the sizes of all files and what
-the store was made from. A folder gets its name when it is complete and on the disk, so a store is
-there as a whole or not at all, and what is damaged later is seen when it is opened and built again.
+are kept with them. They go into `store.json` together with the sizes of all files and the origin of
+the store. A folder gets its name when it is complete and safely on the disk, so a store exists as a
+whole or not at all. Later damage is noticed when it is opened; it is then built again.
 """
 
 import contextlib
@@ -28,8 +28,9 @@ from absl import logging
 
 from coyo11m_tfds.source import keyed_parquet
 from coyo11m_tfds.storage import json_digest, source_files
-from coyo11m_tfds.storage.destination import Destination, naming
+from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.file_lock import FileLock
+from coyo11m_tfds.storage.file_state import naming
 
 FORMAT = 3  # of the files of all stores; another number has them built again
 
@@ -38,7 +39,7 @@ MAX_EXAMPLES = 10
 _META, _KEYS = 'store.json', 'keys'
 
 # What a missing file, a wrong size and garbage in `store.json` raise. No other OSError: a store
-# that cannot be opened for want of a right or a handle is not to be thrown away.
+# that cannot be opened for lack of permission or handles must not be deleted.
 _DAMAGED = (
     FileNotFoundError,
     NotADirectoryError,
@@ -88,14 +89,14 @@ class MadeFrom:
 
 
 class KeyedStore:
-    """The keys of a store, and what it knows of itself; subclasses add what belongs to the keys.
+    """The keys of a store, and its facts; subclasses add what belongs to the keys.
 
     Attributes:
         folder: where it lies.
-        facts: what the builder returned.
+        facts: those that `build` returned.
         digest: hex digest of the content.
         keys: each once, int64 `(n,)`, ascending, memory-mapped.
-        num_duplicates: rows of the source left out because an earlier row has their key.
+        num_duplicates: rows of the source left out because an earlier row has the same key.
         duplicate_keys: up to 10 of the keys of such rows, int64, ascending.
     """
 
@@ -155,8 +156,8 @@ def prepare(
 ) -> KeyedStore:
     """Opens the store in `cache_dir` that was made from `made_from`, or builds it.
 
-    Of several processes that want the same one builds it, the others wait. Older stores of the same
-    file and column are removed, unless a process has them open.
+    Of several processes that want one store the first builds it, the others wait. Older stores of
+    the same file and column are removed, unless a process has them open.
 
     Args:
         cache_dir: made where there is none.
@@ -199,7 +200,7 @@ def write_keys(folder: str, keys: np.ndarray) -> tuple[np.ndarray, dict[str, Any
 
     Returns:
         `(rows, facts)`: the row of each key that was written, int64, the first that has it; and
-        what every store has to know, but for its digest.
+        the facts of every store, except its digest.
     """
     rows, duplicates = keyed_parquet.order_by_key(keys)
     write(folder, _KEYS, keys[rows])

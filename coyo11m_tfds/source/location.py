@@ -1,13 +1,13 @@
 """Where the source lies: a folder of `.pt` files and one Parquet file of captions.
 
-    source = sources.find('/data/coyo11m')          # or gs://bucket/folder,
-    source = sources.find('hf://datasets/KBlueLeaf/coyo11m-256px-ccrop-latent')
+    source = location.find('/data/coyo11m')         # or gs://bucket/folder,
+    source = location.find('hf://datasets/KBlueLeaf/coyo11m-256px-ccrop-latent')
     source.latent_files[0].path   # '/data/coyo11m/latents-3crop/000000-000009.pt'
     source.captions_file.size     # bytes
 
-Finding lists names, sizes and checksums and reads no file of data. What is on the hub is pinned to
-the commit that is found, so that all files are of one version; `@revision` after the name chooses
-it. What `mirror` copied must still have the size, and on gs:// the checksum, that it recorded.
+Finding lists names, sizes and checksums and reads no file of data. A source on the hub is pinned to
+the commit that is found, so that all files have one version; `@revision` after its name chooses it.
+Files that `mirror` copied must still have the size, and on gs:// the checksum, that it recorded.
 """
 
 import dataclasses
@@ -75,7 +75,7 @@ def find(root: str | os.PathLike[str]) -> Source:
             f'under this name (Parquet files in the folder: {", ".join(tables) or "none"}).'
         )
     used = [files[name] for name in (*latent_names, schema.CAPTIONS_FILE)]
-    if not folder.startswith('hf://'):  # a folder that mirror has filled
+    if not folder.startswith('hf://'):  # where mirror may have written
         used = _add_records(folder, used)
     return Source(folder, tuple(used[:-1]), used[-1])
 
@@ -100,8 +100,7 @@ def _add_records(folder: str, files: Sequence[SourceFile]) -> list[SourceFile]:
 
 
 def _add_record(file: SourceFile, state: FileState) -> SourceFile:
-    """Adds what was recorded of a file, which must agree with what the storage says of it."""
-    kind, _, checksum = (file.checksum or '').partition(':')
-    found = int(checksum, 16) if kind == 'crc32c' else state.crc32c
+    """Adds what was recorded of a file, and checks it against what the storage reports."""
+    found = state.crc32c if file.crc32c is None else file.crc32c
     copied_files.compare(FileState(file.size, found), state, file.path)
     return dataclasses.replace(file, recorded=state)

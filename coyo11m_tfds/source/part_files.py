@@ -1,4 +1,4 @@
-"""Which files a sidecar of embeddings has: one Parquet file, or the parts in a folder.
+"""Finds the files of a sidecar of embeddings: one Parquet file, or the parts in a folder.
 
     files = part_files.find('gs://bucket/gemma')        # all parts, or an error that names one
     count, parts = part_files.find_parts('gemma')       # those that are finished
@@ -22,7 +22,7 @@ def name(number: int, count: int) -> str:
 
 
 def find_parts(folder: str, missing_ok: bool = False) -> tuple[int, dict[int, SourceFile]]:
-    """Looks which parts are in a folder, local or remote; with `missing_ok` it need not exist.
+    """Finds the parts in a folder, local or remote; with `missing_ok` it need not exist.
 
     Returns:
         `(count, parts)`: how many there are to be, 0 if there is none; and those that are there.

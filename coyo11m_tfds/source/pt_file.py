@@ -1,6 +1,6 @@
-"""One `.pt` file: its keys, and its latents by row. The only importer of torch.
+"""One `.pt` file: its keys, and its latents by row. Of this room only this module imports torch.
 
-    shard = latent_shards.LatentShard('latents-3crop/000000-000009.pt')
+    shard = pt_file.LatentShard('latents-3crop/000000-000009.pt')
     shard.keys                              # int64 (N,)
     raw, values = shard.latents([0, 5, 7])  # uint8 (3, 24576), float32 (3, 3, 4, 32, 32)
 
@@ -55,7 +55,7 @@ class LatentShard:
     Raises:
         ValueError: the file is truncated, is no `.pt`, would run code when unpickled, or its
             tensors are missing, of an unexpected dtype or shape, or not stored element by element.
-        RowsDisagreeError: its tensors are well, but have unequal numbers of rows.
+        RowsDisagreeError: its tensors are valid, but have unequal numbers of rows.
     """
 
     def __init__(self, path: str | os.PathLike[str], name: str = ''):
@@ -251,7 +251,7 @@ def _tensor(path: str, tensors: dict, name: str, dtypes: tuple[str, ...]) -> tor
 
 
 def _storage_start(tensor: torch.Tensor) -> int:
-    """Where in the file the storage of a tensor without data begins; -1 if torch does not tell."""
+    """Where in the file the storage of a tensor without data begins; -1 if that is unknown."""
     return getattr(tensor.untyped_storage(), '_checkpoint_offset', -1)
 
 

@@ -8,7 +8,6 @@ Each file has a column `key`, and one of integers, floats or fixed-size lists of
 kept as they are. A row with a null has no value: it is left out.
 """
 
-import hashlib
 import math
 import os
 from collections.abc import Sequence
@@ -16,12 +15,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from absl import logging
 
 from coyo11m_tfds import columns
-from coyo11m_tfds.source import keyed_parquet, keyed_store, matrix_store
-from coyo11m_tfds.source.matrix_store import MATRIX, PLACES, Hold, MatrixStore
-from coyo11m_tfds.storage.destination import naming
+from coyo11m_tfds.source import keyed_parquet, matrix_store
+from coyo11m_tfds.source.matrix_store import Hold, MatrixStore
 from coyo11m_tfds.storage.source_files import SourceFile
 
 
@@ -51,56 +48,40 @@ def prepare_store(
 
     Raises:
         ValueError: see `keyed_parquet`; the column holds something else or nothing but nulls, files
-            differ in what it holds, or a key comes twice.
+            differ in what it holds, or a key is a duplicate.
         OSError: the store cannot be written.
     """
-    name, version = matrix_store.name_and_version(files)
 
-    def build(folder: str) -> dict[str, Any]:
-        logging.info("Building a store of column '%s' of %s.", column, name)
-        return _build(files, column, hold, folder)
+    def read(facts: dict[str, Any]) -> matrix_store.Rows:
+        return _read_rows(files, column, hold, facts)
 
-    made_from = keyed_store.MadeFrom('rows', name, column, version)
     # Held open until the store has been opened as what it is, so that no other process removes it.
-    prepared = keyed_store.prepare(cache_dir, made_from, build)
-    if prepared.num_duplicates:
-        raise ValueError(
-            f'{name}: {prepared.num_duplicates} rows repeat the key of another, e.g. key '
-            f'{prepared.duplicate_keys[0]}; expected one row a key. Remove the others.'
-        )
+    prepared = matrix_store.prepare('rows', files, column, cache_dir, read)
     return RowStore(prepared.folder)
 
 
-def _build(files: Sequence[SourceFile], column: str, hold: Hold, folder: str) -> dict[str, Any]:
-    """Writes the files of a store into an existing folder; returns its facts."""
-    all_keys, digest = [], hashlib.sha256()
-    known: dict[str, Any] = {}
-    path_of_matrix = os.path.join(folder, MATRIX)
-    with naming(path_of_matrix), open(path_of_matrix, 'wb') as matrix:
-        for file in files:
-            with hold(file) as path:
-                found = _describe(path, column, file.path)
-                known = known or found
-                if found != known:
-                    raise ValueError(
-                        f"{file.path}: its column '{column}' is {found}, expected {known} as of "
-                        f'{files[0].path}. Make it again.'
-                    )
-                width = math.prod(known['shape'])
-                for keys, values in keyed_parquet.batches(
-                    path, column, file.path, row_bytes=16 * width
-                ):
-                    rows, has_value = _to_numpy(values, width)
-                    digest.update(rows)
-                    matrix.write(rows)
-                    all_keys.append(keys[has_value])
-    keys = np.concatenate(all_keys)
-    if not len(keys):
+def _read_rows(
+    files: Sequence[SourceFile], column: str, hold: Hold, facts: dict[str, Any]
+) -> matrix_store.Rows:
+    count = 0
+    for file in files:
+        with hold(file) as path:
+            found = _describe(path, column, file.path)
+            facts.update(facts or found)
+            if found != facts:
+                raise ValueError(
+                    f"{file.path}: its column '{column}' is {found}, expected {facts} as of "
+                    f'{files[0].path}. Make it again.'
+                )
+            width = math.prod(found['shape'])
+            for keys, values in keyed_parquet.batches(
+                path, column, file.path, row_bytes=16 * width
+            ):
+                rows, has_value = _to_numpy(values, width)
+                count += len(rows)
+                yield keys[has_value], rows
+    if not count:
         raise ValueError(f"{files[0].path}: column '{column}' is null in every row.")
-    digest.update(keys)
-    places, facts = keyed_store.write_keys(folder, keys)
-    keyed_store.write(folder, PLACES, places)
-    return facts | known | {'digest': digest.hexdigest()}
 
 
 def _describe(path: str, column: str, name: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
     latents = SourceLatents.read(source.latent_files, head_dir='/scratch', drop_bad=True)
     latents.keys      # int64 (rows of all files,)
     latents.starts    # int64 (files + 1,): row i of file f is row starts[f] + i of `keys`
-    latents.duplicate  # bool (rows of all files,): the key was there before
+    latents.duplicate # bool (rows of all files,): an earlier row has the same key
 
 Reading it checks every file, before anything is written. Of remote files only the heads are read,
 a few at a time.
@@ -19,17 +19,17 @@ from absl import logging
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.source import remote_heads
+from coyo11m_tfds.source import keyed_parquet, remote_heads
 from coyo11m_tfds.source.pt_file import LatentShard, RowsDisagreeError
 from coyo11m_tfds.storage.source_files import SourceFile
 
-# Heads are a few requests each, and waiting for these is most of the time.
+# A head takes a few requests, and waiting for their answers is most of the time.
 _HEADS_AT_ONCE = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class _Head:
-    """The contents of one file; `disagreement` instead of keys where its tensors do not fit."""
+    """What is known of one file; without keys, but with the error, if its tensors disagree."""
 
     keys: np.ndarray
     dtype: str
@@ -80,14 +80,14 @@ class SourceLatents:
 
         Args:
             files: the files.
-            head_dir: existing folder for the heads of remote files, some MB each.
+            head_dir: existing, empty folder for the heads of remote files, some MB each.
             drop_bad: mark duplicate keys and leave out files whose tensors disagree, instead of
                 raising.
             check_crc: compare all but the large storages with their CRC-32.
 
         Raises:
-            ValueError: a file is bad, or the files disagree; or `drop_bad` is false and a key comes
-                twice.
+            ValueError: a file is bad, the files disagree, or none has a row; or `drop_bad` is false
+                and a key is a duplicate.
             OSError: a remote file cannot be read.
         """
         with (
@@ -108,6 +108,10 @@ class SourceLatents:
             logging.warning('left out: %s', error)
         _check_dtypes(files, heads)
         keys = np.concatenate([head.keys for head in heads])
+        if not len(keys):
+            raise ValueError(f'{files[0].path}: has no rows, nor has another file of this source.')
+        duplicate = np.ones(len(keys), bool)
+        duplicate[keyed_parquet.order_by_key(keys)[0]] = False
         latents = cls(
             files=tuple(files),
             keys=keys,
@@ -115,7 +119,7 @@ class SourceLatents:
             dtype=good[0].dtype,
             embedding_dims=tuple(head.embedding_dim for head in heads),
             digests=tuple(head.digest for head in heads),
-            duplicate=_duplicates(keys),
+            duplicate=duplicate,
             disagreeing=np.concatenate([np.empty(0, np.int64), *(error.keys for _, error in bad)]),
             disagreeing_files=tuple(file.path for file, _ in bad),
             check_crc=check_crc,
@@ -126,18 +130,18 @@ class SourceLatents:
 
     @property
     def num_rows(self) -> int:
-        """Rows of all files, with those of files that are left out."""
+        """Rows of all files, including files that are left out."""
         return len(self.keys) + len(self.disagreeing)
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """For each file what changes with its content; digests may not where there is no CRC-32."""
+        """For each file what changes with its content; its digest alone may not without CRC-32s."""
         if self.check_crc:
             return self.digests
         return tuple(f'{d} {f.version}' for f, d in zip(self.files, self.digests, strict=True))
 
     def files_of_key(self, row: int) -> list[str]:
-        """Paths of the files that hold the key of this row, up to the file of the row itself."""
+        """Paths of the files that hold the key of this row, up to the row's own file."""
         rows = np.flatnonzero(self.keys[: row + 1] == self.keys[row])
         return [self.files[file].path for file in sorted({self._file_of(r) for r in rows.tolist()})]
 
@@ -193,7 +197,7 @@ def _read_head(
 ) -> _Head:
     path = remote_heads.fetch_head(file, head_dir, check_crc=check_crc)
     try:
-        # Let go at once: all files together are 300 GB of mapped memory.
+        # Not kept open: all files together are 300 GB of mapped memory.
         shard = LatentShard(path, name=file.path)
         return _Head(shard.keys, shard.dtype, shard.embedding_dim, shard.digest)
     except RowsDisagreeError as error:
@@ -215,11 +219,3 @@ def _check_dtypes(files: Sequence[SourceFile], heads: Sequence[_Head]) -> None:
                 f'{path}: latents are {dtype}, but those of {first_path} are {first}; '
                 'expected one dtype in all files. Convert one of them.'
             )
-
-
-def _duplicates(keys: np.ndarray) -> np.ndarray:
-    """Marks each element that has an equal one before it, bool `(n,)`."""
-    order = np.argsort(keys, kind='stable')
-    duplicate = np.zeros(len(keys), bool)
-    duplicate[order[1:]] = keys[order[1:]] == keys[order[:-1]]
-    return duplicate

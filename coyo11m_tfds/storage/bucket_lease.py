@@ -1,15 +1,15 @@
-"""A lock in a bucket: a lease that lives as long as its holder writes it anew.
+"""A lock in a bucket: a lease that is valid as long as its holder renews it.
 
     lease = BucketLease('gs://bucket/folder')   # the object gs://bucket/folder.lock
     if not lease.try_acquire():                 # '' is success, else the holder's name
         lease.check()
         lease.release()
 
-The object is only ever created where there is none, and replaced or deleted in the very generation
-that was seen, so that of two who try one fails. The holder replaces it three times in
-`COYO11M_LEASE_SECONDS` (60). Who sees the same generation for that long, by his own clock, takes
-it over, and at once if it names a process of this machine that is dead. A holder that was taken for
-dead finds out when it renews the lease.
+The object is created only where there is none, and replaced or deleted only in the generation that
+was seen, so that of two processes that try one fails. The holder replaces it three times in
+`COYO11M_LEASE_SECONDS` (60). A process that sees the same generation for that long, by its own
+clock, takes the lease over; at once, if it names a dead process of this machine. A holder that was
+taken for dead finds out when it renews the lease.
 """
 
 import threading
@@ -40,9 +40,9 @@ class BucketLease:
         self.longest_pause = min(10.0, self._seconds / 4)
         self._holder = lock_holder.this_process(self._seconds)
         self._generation = 0  # of our lease
-        self._renewed = 0.0  # when we last began to write it with success
+        self._renewed = 0.0  # when the last successful write of it began
         self._other = LockHolder()
-        self._other_generation, self._other_seen = 0, 0.0  # what of the other we saw first, when
+        self._other_generation, self._other_seen = 0, 0.0  # the latest one seen, and since when
         self._other_is_renewed = False
         self._is_lost = False
         self._mutex = threading.Lock()
@@ -95,7 +95,7 @@ class BucketLease:
             try:
                 with self._mutex:
                     self._renew(attempts=1, seconds=self._seconds / 3)
-            except Exception as error:  # whatever it is, the next time it may work
+            except Exception as error:  # whatever it is, the next renewal may work
                 logging.warning('%s: not renewed: %s', self._url, error)
 
     def _renew(self, **patience: Any) -> None:
@@ -103,20 +103,20 @@ class BucketLease:
             self._is_lost = not self._write(self._generation, **patience)
 
     def _take_over(self) -> bool:
-        """Takes the lease of the other one if he is dead; `_write` has just seen it."""
+        """Takes over the lease that `_write` has just seen, if its holder is gone."""
         if not self._other_generation or not self._is_over():
             return False
         logging.warning('%s: taking over from %s, which is gone', self._url, self._other)
         return self._write(self._other_generation)
 
     def _is_over(self) -> bool:
-        """True if the other one is dead, or gave no sign of life for as long as its lease."""
+        """True if the other holder is dead, or has not renewed its lease in time."""
         unchanged = time.monotonic() - self._other_seen
         longest = max(self._seconds, self._other.lease_seconds)
         return self._other.is_dead() or unchanged >= longest
 
     def _write(self, generation: int, **patience: Any) -> bool:
-        """Puts our lease in place of this generation, 0 for none; False if another one is there."""
+        """Replaces this generation, 0 for none, by our lease; False if another one is there."""
         began = time.monotonic()
         blob = self._bucket.blob(self._name)
         try:
@@ -133,12 +133,12 @@ class BucketLease:
             if holder.token != self._holder.token:
                 self._note(written, holder)
                 return False
-            # It is ours: the answer to an attempt was lost.
+            # It is ours: the answer to an earlier attempt was lost.
         self._generation, self._renewed = written, began
         return True
 
     def _look(self, **patience: Any) -> tuple[int, LockHolder]:
-        """Returns generation and holder of the lease that is there; generation 0 for none."""
+        """Returns generation and holder of the current lease; generation 0 for none."""
         blob = self._bucket.blob(self._name)
         options = gcs_objects.options(self._url, **patience)
         try:

@@ -1,13 +1,13 @@
-"""One builder at a time in one place, local or `gs://`; and waiting for what another one makes.
+"""One builder at a time in one place, local or `gs://`; and waiting for what another process makes.
 
     with build_lock.hold('gs://bucket/data/coyo11m_tfds/latents/1.0.0', wait_seconds=600) as lock:
         ...             # write
-        lock.check()    # before a step that two must not take: raises `Lost` if another took over
+        lock.check()    # before a step that only one may take; raises `Lost` if it is not ours
         ...
     build_lock.Watch(path).wait_for(lambda: os.path.exists(path), wait_seconds=3600)   # in a job
 
-The lock of a place is the file `<place>.lock`. Locally the system locks it (`flock`) and lets go
-when the holder ends, however that happens; in a bucket it is a lease, see `bucket_lease`. A lock
+The lock of a place is the file `<place>.lock`. Locally the system locks it (`flock`) and releases
+it when the holder ends, however that happens; in a bucket it is a lease, see `bucket_lease`. A lock
 that was left behind is taken over, so none ever has to be deleted by hand.
 """
 
@@ -22,20 +22,21 @@ from typing import Protocol
 
 from absl import logging
 
-from coyo11m_tfds.storage import file_lock, file_state, lock_holder, source_files
+from coyo11m_tfds.storage import file_lock, lock_holder, source_files
+from coyo11m_tfds.storage.file_state import naming
 from coyo11m_tfds.storage.lock_holder import Lost
 
 SUFFIX = '.lock'
 
 _SECONDS_BETWEEN_LINES = 60
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds
-# How long `hold` looks for a sign of life at most. A lease shows one, or ends, in a minute.
+# The longest that `hold` looks for a sign of life. A lease shows one, or expires, in a minute.
 _LONGEST_LOOK = 120.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
 class Lock(Protocol):
-    """A lock that is held; methods other than `check` are for `hold` itself."""
+    """A lock; methods other than `check` are for `hold` and `Watch`."""
 
     longest_pause: float  # seconds between two attempts to acquire it
 
@@ -43,7 +44,7 @@ class Lock(Protocol):
         """Returns '' if the lock is ours now, else who has it."""
 
     def is_alive(self) -> bool | None:
-        """True if another one is at work there; None as long as that cannot be told."""
+        """True if another process holds it; None as long as that is unknown."""
 
     def release(self) -> None:
         """Lets others in."""
@@ -53,20 +54,20 @@ class Lock(Protocol):
 
         Raises:
             Lost: it is not.
-            OSError: the storage does not tell.
+            OSError: the storage cannot be asked.
         """
 
 
 @contextlib.contextmanager
 def hold(place: str | os.PathLike[str], wait_seconds: float | None) -> Iterator[Lock]:
-    """Keeps all others out of a place that call this too, on this machine or another.
+    """Keeps out all others that hold the same place, on this machine or another.
 
     While it waits, a line in the log says once a minute who is there.
 
     Args:
         place: path or URL; need not exist.
-        wait_seconds: how long to wait for another holder; 0 is not at all, None only until it is
-            known to be alive.
+        wait_seconds: how long to wait for another holder; 0 for not at all, None to wait only
+            until it is known to be alive or dead.
 
     Raises:
         TimeoutError: another still holds it.
@@ -95,9 +96,9 @@ class Watch:
     """Watches the first process of a job, which holds the lock of a place while it works.
 
     That process has ended if no process has held the lock for two thirds of
-    `COYO11M_LEASE_SECONDS` (60), and either one was seen to hold it before, or a failure was left
-    to be read. No failure counts earlier, because the one that lies there may be of an earlier job,
-    whose successor has still to begin. Safe to use from many threads.
+    `COYO11M_LEASE_SECONDS` (60), and either one was seen to hold it before, or it left the message
+    of a failure. No failure counts earlier, because the message may be that of an earlier job,
+    whose successor has not begun yet. Safe to use from many threads.
     """
 
     def __init__(self, place: str | os.PathLike[str], failure: Callable[[], str] = lambda: ''):
@@ -105,7 +106,7 @@ class Watch:
 
         Args:
             place: what the process makes.
-            failure: returns what it said when it failed; '' as long as it says nothing.
+            failure: returns the message of its failure; '' as long as there is none.
         """
         self._place, self._failure = place, failure
         self._lock = _open_lock(os.fspath(place).rstrip('/'))
@@ -115,7 +116,7 @@ class Watch:
         self._mutex = threading.Lock()
 
     def look(self) -> str:
-        """Returns '' as long as the process may be at work, else how it has ended."""
+        """Returns '' as long as the process may be at work, else how it ended."""
         with self._mutex:
             is_alive, said = self._lock.is_alive(), self._failure()
             self._was_alive |= is_alive is True
@@ -132,7 +133,7 @@ class Watch:
         """Waits for what the process makes; a line in the log says so once a minute.
 
         Args:
-            is_there: asked again and again, in pauses that grow to 10 seconds.
+            is_there: called again and again, in pauses that grow to 10 seconds.
             wait_seconds: how long to wait.
 
         Raises:
@@ -141,7 +142,7 @@ class Watch:
         """
         patience = _Patience(wait_seconds, _LONGEST_PAUSE)
         while True:
-            # In this order: who makes it lets go of the lock after it is there.
+            # In this order: the lock is released after it is there.
             ended = self.look()
             if is_there():
                 return
@@ -209,10 +210,10 @@ class _LocalLock:
                 self._path,
             ) from error
         try:
-            with file_state.naming(self._path), open(self._path, 'wb') as file:
+            with naming(self._path), open(self._path, 'wb') as file:
                 file.write(lock_holder.this_process().to_json())
                 self._state = os.fstat(file.fileno())
-        except OSError:  # the disk is full
+        except BaseException:  # above all a full disk
             self._lock.release()
             raise
         return ''
@@ -232,10 +233,10 @@ class _LocalLock:
             raise Lost(f'{self._path} was removed while it was held; another may have begun.')
 
     def release(self) -> None:
-        # Removed while it is locked: who locks it after that finds that it is not at its path.
-        if self._is_at_path():
-            os.remove(self._path)
-        self._lock.release()
+        # Removed while it is locked: whoever locks it later finds that it is not at its path.
+        with self._lock:
+            if self._is_at_path():
+                os.remove(self._path)
 
     def _read(self) -> bytes:
         try:

@@ -8,22 +8,20 @@
     folder.promote('1.0.0.parts', '1.0.0', last='dataset_info.json', replace=True)
 
 A name stands for a whole file or for none: nothing half-written is ever seen under it, and when
-`put` returns, the file survives a loss of power. What was put is told by its checksum, read from
-the file itself or from the storage's own record, never from a cache.
+`put` returns, the file survives a loss of power. What is there is identified by its checksum, read
+from the file itself or from the storage's own record, never from a cache.
 """
 
 import os
 from collections.abc import Callable, Collection, Mapping
 
-from coyo11m_tfds.storage.file_state import FileState, ignore_bytes, naming
-from coyo11m_tfds.storage.file_state import of_file as file_state
+from coyo11m_tfds.storage import source_files
+from coyo11m_tfds.storage.file_state import FileState, ignore_bytes
 from coyo11m_tfds.storage.local_folder import LocalFolder
-
-__all__ = ['Destination', 'FileState', 'file_state', 'naming']
 
 
 def _no_check() -> None:
-    """For a folder that is not shared."""
+    """The check of a folder that no other process writes to."""
 
 
 class Destination:
@@ -44,7 +42,7 @@ class Destination:
         if not path:
             raise ValueError('the destination is empty text, expected a folder.')
         self.folder = path.rstrip('/') or '/'
-        self.is_remote = '://' in path
+        self.is_remote = source_files.is_remote(path)
         if self.is_remote:
             from coyo11m_tfds.storage import gcs_folder  # imports the storage's client
 
@@ -99,13 +97,13 @@ class Destination:
 
         Args:
             folder: relative to the destination.
-            on_bytes: told of local bytes that have been read, from several threads.
+            on_bytes: is told how many local bytes were read, from several threads.
             names: of the files that matter; None for all.
         """
         return self._store.inventory(folder, on_bytes, names)
 
     def identity(self, folder: str, last: str) -> str:
-        """Returns what tells a complete sub-folder from every other, also after `promote`.
+        """Returns what identifies a complete sub-folder, before and after `promote`.
 
         Locally it is the number of its inode, in a bucket a digest of names, sizes and checksums;
         '' if `last` is not in it.
@@ -113,7 +111,7 @@ class Destination:
         return self._store.identity(folder, last)
 
     def verify(self, folder: str, states: Mapping[str, FileState]) -> None:
-        """Compares a listing of a sub-folder with what must be in it, and nothing else.
+        """Checks that a sub-folder holds these files and no others, by a listing.
 
         Checksums are compared in a bucket only, where the listing has them.
 
@@ -136,9 +134,9 @@ class Destination:
         rename; a complete `final` is exchanged for `folder` in one step where the system can do
         that, else it is moved to `<folder>.old` first. In a bucket `last` of the old ones is
         deleted before the others, the objects are copied by the storage and `last` after all
-        others, so that a reader that waits for `last` never sees a part; when the listing is that
-        of the originals, those are deleted. After a kill at any point the same call finishes it;
-        when it has been finished without `replace`, the call does nothing.
+        others, so that a reader that waits for `last` never sees a part; the originals are deleted
+        when a listing has shown that the copies are whole. After a kill at any point the same call
+        finishes it; when it has been finished without `replace`, the call does nothing.
 
         Args:
             folder: relative to the destination.
@@ -157,7 +155,7 @@ class Destination:
     def sweep(self) -> None:
         """Removes what killed processes left in the staging folder.
 
-        Only for whoever alone writes here (see `build_lock`).
+        Only while no other process writes here (see `build_lock`).
         """
         self._store.sweep()
 

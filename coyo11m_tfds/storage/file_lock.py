@@ -4,8 +4,8 @@
         ...
     FileLock('/scratch/x', shared=True, wait=False)   # BlockingIOError if it is held otherwise
 
-They exclude threads and processes of one machine alike. The kernel lets go of a lock when the last
-descriptor is closed; a forked child has copies of its parent's, so it closes them at once, or a
+They exclude threads and processes of one machine alike. The kernel releases a lock when the last
+descriptor is closed. A forked child has copies of its parent's, so it closes them at once, or a
 worker would keep the locks of a parent that was killed.
 """
 
@@ -24,8 +24,8 @@ class FileLock:
 
         Args:
             path: the file, made if it is not there.
-            shared: any number may hold it shared, or one alone.
-            wait: until others let go of it.
+            shared: any number may hold it shared, or one alone exclusively.
+            wait: until others release it.
 
         Raises:
             BlockingIOError: `wait` is false and others hold it.
@@ -36,7 +36,7 @@ class FileLock:
             _held.add(self)
             try:
                 fcntl.flock(self._descriptor, how)
-                # Who held it may have moved or removed the file; then others lock a new one.
+                # Its holder may have moved or removed the file; then others lock a new one.
                 if _is_at(self._descriptor, path):
                     return
             except BaseException:
@@ -51,7 +51,7 @@ class FileLock:
         self.release()
 
     def release(self) -> None:
-        """Lets go of it, if that was not done."""
+        """Releases it, unless that was done before."""
         if self in _held:
             _held.remove(self)
             # Closing alone would not do while a child that is just being forked has a copy.

@@ -4,7 +4,7 @@
     folder.put('/tmp/x', 'sub/x', crc32c)
     folder.read_all('sub')                       # {'x': b'...'}
 
-The storage is asked every time; nothing that it says is cached.
+The storage is asked every time; no answer is cached.
 """
 
 import functools
@@ -34,7 +34,7 @@ def _plain_errors(
 
 
 class GcsFolder:
-    """A folder in a bucket; the methods without a docstring are those of `Destination`."""
+    """A folder in a bucket; methods without a docstring are documented in `Destination`."""
 
     def __init__(self, url: str):
         """Does not touch the storage.
@@ -49,7 +49,7 @@ class GcsFolder:
         return {name: value for name, value in vars(self).items() if name != '_bucket'}
 
     def url(self, name: str) -> str:
-        """Returns the URL of what has this name in the folder."""
+        """Returns the URL of a name in the folder."""
         return f'{gcs_objects.SCHEME}{self._bucket_name}/{self._prefix}{name}'.rstrip('/')
 
     def blob(self, name: str) -> storage.Blob:
@@ -75,7 +75,8 @@ class GcsFolder:
         if names is not None:
             files = {name: blob for name, blob in files.items() if name in names}
         contents = gcs_objects.in_parallel(gcs_objects.read, files.values())
-        return dict(zip(files, contents, strict=True))
+        found = zip(files, contents, strict=True)
+        return {name: data for name, data in found if data is not None}
 
     @_plain_errors
     def inventory(
@@ -121,7 +122,7 @@ class GcsFolder:
         self._delete(source, last, check)
 
     def sweep(self) -> None:
-        """Does nothing, as nothing is staged in a bucket."""
+        """Does nothing: nothing is staged in a bucket."""
 
     @_plain_errors
     def keep_only(self, folder: str, names: Collection[str], check: Callable[[], None]) -> None:
@@ -164,10 +165,10 @@ class GcsFolder:
         last: str,
         check: Callable[[], None],
     ) -> None:
-        """Copies objects to `final`, in place of those of `target`; `last` goes first, comes last.
+        """Replaces the objects of `target` in `final`; `last` is deleted first and copied last.
 
         Each is replaced only in the generation that was seen: a process that slept while another
-        one took over must do no harm with what it had begun.
+        one took over must do no harm when it continues.
         """
         wanted, there = _states(source), _states(target)
         gcs_objects.delete([target[last]] if last in there else [], check)
@@ -191,9 +192,8 @@ class GcsFolder:
             gcs_objects.delete((blobs[name] for name in names), check)
 
 
-@functools.cache
 def _is_marker(name: str) -> bool:
-    # What some tools, TensorFlow among them, make so that an empty folder can be seen.
+    # Some tools, TensorFlow among them, make these so that an empty folder is listed.
     return not name or name.endswith('/')
 
 

@@ -1,16 +1,17 @@
-"""Single objects of a bucket: sent, copied and read with retries, and checked.
+"""Single objects of a bucket: stored, copied and read with retries, and checked.
 
     blob = gcs_objects.open_bucket('gs://bucket').blob('a/b')
     gcs_objects.write(blob, b'hello')
     gcs_objects.state(blob)               # FileState(size=5, crc32c=...)
     gcs_objects.delete([blob])
 
-Every object is compared with what was sent by the size and CRC-32C that the storage itself tells;
-one that differs is deleted and sent again.
+After every upload or copy, size and CRC-32C that the storage reports are compared with what was
+sent; an object that differs is deleted and sent again.
 """
 
 import base64
 import contextlib
+import functools
 import io
 import os
 import re
@@ -30,9 +31,9 @@ T = TypeVar('T')
 SCHEME = 'gs://'
 
 _CONTENT_TYPE = 'application/octet-stream'
-# Requests that only wait for the storage; a client keeps no more than ten connections.
+# Threads only wait for the storage; a client keeps no more than ten connections.
 _THREADS = 10
-_CHUNK = 32 << 20  # bytes in a request of `upload`, and so what may have to be sent again
+_CHUNK = 32 << 20  # bytes in a request of `upload`: the most that may have to be sent again
 
 
 def split_url(url: str) -> tuple[str, str]:
@@ -66,7 +67,7 @@ def options(what: str, attempts: int = 8, seconds: float | None = None) -> dict[
     Args:
         what: names the object in messages, with its URL.
         attempts: how often the request is tried.
-        seconds: without a byte for so long, it is given up; None for `retry.stall_seconds()`.
+        seconds: it is given up after so long without a byte; None for `retry.stall_seconds()`.
     """
     seconds = seconds or retry.stall_seconds()
 
@@ -74,15 +75,15 @@ def options(what: str, attempts: int = 8, seconds: float | None = None) -> dict[
         return lambda: retry.call(request, what, attempts=attempts)
 
     # The library expects a google.api_core.retry.Retry and calls it like this, to decorate single
-    # requests; ours knows more errors that pass, and what mends refused credentials.
+    # requests; ours knows more transient errors, and what to do about refused credentials.
     return {'retry': repeat, 'timeout': (seconds, seconds)}
 
 
 @contextlib.contextmanager
 def plain_errors(url: str) -> Iterator[None]:
-    """Makes an `OSError` of one line that names the URL of what the library raises.
+    """Turns what the library raises into an `OSError` of one line that names the URL.
 
-    Of a bucket that does not exist it names the bucket, and how to make it.
+    For a bucket that does not exist it names the bucket, and how to make it.
     """
     try:
         yield
@@ -102,9 +103,9 @@ def url(blob: storage.Blob) -> str:
 
 def state(blob: storage.Blob) -> FileState:
     """Returns the state of an object that the storage has described."""
-    # Base64 of four bytes, most significant first; objects with keys of the customer's have none.
+    # Base64 of four bytes, most significant first; objects encrypted by customer keys have none.
     crc32c = int.from_bytes(base64.b64decode(blob.crc32c), 'big') if blob.crc32c else -1
-    return FileState(blob.size or 0, crc32c)  # of an empty object some servers tell no size
+    return FileState(blob.size or 0, crc32c)  # some servers report no size of an empty object
 
 
 def check(blob: storage.Blob, sent: FileState) -> None:
@@ -140,13 +141,13 @@ def upload(
     crc32c: int,
     on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> None:
-    """Stores a local file of any size; where a request breaks off, only that is sent again.
+    """Stores a local file of any size; only a request that breaks off is sent again.
 
     Args:
         blob: the object.
         path: of the file.
         crc32c: of the file.
-        on_bytes: told of bytes when they are read to be sent; what it raises ends the upload.
+        on_bytes: is told how many bytes are read to be sent; what it raises ends the upload.
     """
     sent = FileState(os.path.getsize(path), crc32c)
     blob.chunk_size = _CHUNK
@@ -176,17 +177,17 @@ def copy(
     on_bytes: Callable[[int], None] = ignore_bytes,
     replaces: int | None = None,
 ) -> None:
-    """Has the storage copy an object; no byte of it comes here.
+    """Has the storage copy an object; no byte of it passes through this machine.
 
     Args:
         source: in any bucket.
         target: in any bucket; replaced if it exists.
         expected: state of the source; another is not accepted.
-        on_bytes: told how many bytes have been copied; what it raises ends the copy.
-        replaces: generation of the target that may be replaced, 0 for none; None for any.
+        on_bytes: is told how many more bytes are copied; what it raises ends the copy.
+        replaces: the only generation of the target to replace, 0 for none; None for any.
 
     Raises:
-        OSError: the target is in another generation, and not a copy.
+        OSError: the target has another generation, and is no copy.
     """
 
     def attempt() -> None:
@@ -205,28 +206,34 @@ def copy(
         retry.call(attempt, f'copying {url(source)} to {url(target)}')
     except exceptions.PreconditionFailed:
         target.reload(**options(url(target)))
-        if state(target) != expected:  # else the answer to an attempt was lost
+        if state(target) != expected:  # else the answer to an earlier attempt was lost
             raise OSError(
                 f'{url(target)}: another process has changed it. Run the same command again.'
             ) from None
 
 
-def read(blob: storage.Blob) -> bytes:
-    """Reads a small object that the storage has described."""
+def read(blob: storage.Blob) -> bytes | None:
+    """Reads a small object that was listed, or what replaced it; None if it is gone."""
+    found: storage.Blob | None = blob
+    while found is not None:
+        try:
+            return retry.call(functools.partial(_read_once, found), f'reading {url(found)}')
+        except exceptions.NotFound:  # this generation
+            found = found.bucket.get_blob(found.name, **options(url(found)))
+    return None
 
-    def attempt() -> bytes:
-        data = blob.download_as_bytes(checksum=None, **options(url(blob)))
-        if FileState(len(data), google_crc32c.value(data)) != state(blob):
-            raise retry.Corrupted(f'{url(blob)}: what came does not have its checksum.')
-        return data
 
-    return retry.call(attempt, f'reading {url(blob)}')
+def _read_once(blob: storage.Blob) -> bytes:
+    data = blob.download_as_bytes(checksum=None, **options(url(blob)))
+    if FileState(len(data), google_crc32c.value(data)) != state(blob):
+        raise retry.Corrupted(f'{url(blob)}: what was read does not have its checksum.')
+    return data
 
 
 def delete(blobs: Iterable[storage.Blob], check: Callable[[], None] = lambda: None) -> None:
     """Deletes objects that the storage has described, in that generation only.
 
-    One that does not exist, or that was replaced since, is no error.
+    One that is gone, or was replaced since, is no error.
 
     Args:
         blobs: the objects.
@@ -242,13 +249,13 @@ def delete(blobs: Iterable[storage.Blob], check: Callable[[], None] = lambda: No
 
 
 def in_parallel(function: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
-    """Like `map`, with threads; after an error nothing more is begun."""
+    """As `map`, with threads; after an error no more items are begun."""
     with ThreadPoolExecutor(_THREADS) as pool:
         return list(pool.map(function, items))
 
 
 class _CountingReader(io.BufferedReader):
-    """A file that tells how much of it is read."""
+    """A file that reports how much of it is read."""
 
     def __init__(self, path: str, on_bytes: Callable[[int], None]):
         super().__init__(io.FileIO(path))

@@ -1,12 +1,12 @@
-"""Temporary folders that do not outlive their processes: what a killed one left, the next removes.
+"""Temporary folders that do not outlive their processes: those of a killed one the next removes.
 
     with held_folder.make('/scratch', 'heads-') as folder:     # /scratch/heads-8f3a...
         ...
-    # deleted, and so is what killed processes have left in others of this prefix
+    # deleted, and so are folders of this prefix that killed processes have left
 
 Each is held by a lock beside it that ends with the process, so a folder whose lock is free belongs
-to nobody. The lock's file is there before the folder and as long as it, so that at no moment there
-is a folder that cannot be told to be held.
+to nobody. The lock's file is made before the folder and removed after it, so that no folder is ever
+without one.
 """
 
 import contextlib

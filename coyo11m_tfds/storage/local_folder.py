@@ -13,29 +13,30 @@ import errno
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-
-import google_crc32c
+from typing import TypeVar
 
 from coyo11m_tfds.storage import file_state
 from coyo11m_tfds.storage.file_state import FileState, naming
 from coyo11m_tfds.storage.names import stays_inside
 
+T = TypeVar('T')
+
 _STAGING = '.staging'
 _OLD = '.old'
-# renameat2(2): the number that stands for the current folder, and the flag to exchange two names.
+# renameat2(2): the number for the current folder, and the flag to exchange two names.
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-# What it fails with where the kernel or the file system cannot exchange.
+# Its errors where the kernel or the file system cannot exchange names.
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)
-# Another process that still writes there does so for moments.
+# Attempts to remove a folder that another process still writes to for a moment.
 _REMOVALS = 10
-# Files of one disk that are read at a time: enough to keep its queue filled.
+# Files that are read at a time: enough to keep the queue of one disk filled.
 _READERS = 4
 
 
 class LocalFolder:
-    """A local folder; the methods without a docstring are those of `Destination`."""
+    """A local folder; methods without a docstring are documented in `Destination`."""
 
     def __init__(self, folder: str):
         self._folder = folder
@@ -54,9 +55,14 @@ class LocalFolder:
         except OSError as error:
             if error.errno != errno.EXDEV:  # from another file system it has to be copied
                 raise
-            with self._new_file() as copy:
-                _copy(local_file, copy, crc32c)
-                _move(copy, target)
+            with self._new_file() as path:
+                copied = file_state.copy(local_file, path).crc32c
+                if copied != crc32c:
+                    raise OSError(
+                        f'{local_file}: CRC-32C is {copied:08x}, expected {crc32c:08x}; write it '
+                        'again.'
+                    ) from None
+                _move(path, target)
             os.remove(local_file)
 
     def put_bytes(self, name: str, data: bytes) -> None:
@@ -68,15 +74,14 @@ class LocalFolder:
             _move(path, target)
 
     def read_all(self, folder: str, names: Collection[str] | None) -> dict[str, bytes]:
-        return {name: _read(path) for name, path in self._files(folder, names).items()}
+        return _of_all(_read, self._files(folder, names), map)
 
     def inventory(
         self, folder: str, on_bytes: Callable[[int], None], names: Collection[str] | None
     ) -> dict[str, FileState]:
         files = self._files(folder, names)
         with ThreadPoolExecutor(_READERS) as pool:
-            states = pool.map(lambda path: file_state.of_file(path, on_bytes), files.values())
-            return dict(zip(files, states, strict=True))
+            return _of_all(lambda path: file_state.of_file(path, on_bytes), files, pool.map)
 
     def identity(self, folder: str, last: str) -> str:
         path = self._path(folder)
@@ -131,7 +136,7 @@ class LocalFolder:
 
     @contextlib.contextmanager
     def _new_file(self) -> Iterator[str]:
-        """Yields a new path in the staging folder; what is still there in the end is deleted."""
+        """Yields a new path in the staging folder; a file still there at the end is deleted."""
         path = os.path.join(self.staging(''), uuid.uuid4().hex)
         try:
             yield path
@@ -145,7 +150,7 @@ class LocalFolder:
         return os.path.join(self._folder, name) if name else self._folder
 
     def _files(self, folder: str, names: Collection[str] | None = None) -> dict[str, str]:
-        """Paths of the files directly in a sub-folder, of these names, by name, sorted."""
+        """Paths of the files directly in a sub-folder by name, sorted; only of these names."""
         try:
             with os.scandir(self._path(folder)) as entries:
                 files = sorted((e.name, e.path) for e in entries if e.is_file())
@@ -154,12 +159,26 @@ class LocalFolder:
         return {name: path for name, path in files if names is None or name in names}
 
 
+def _of_all(
+    look: Callable[[str], T], files: Mapping[str, str], apply: Callable[..., Iterable[T | None]]
+) -> dict[str, T]:
+    """Looks at files, by name; leaves out those that others have removed since they were listed."""
+
+    def look_if_there(path: str) -> T | None:
+        with contextlib.suppress(FileNotFoundError):
+            return look(path)
+        return None
+
+    found = zip(files, apply(look_if_there, files.values()), strict=True)
+    return {name: value for name, value in found if value is not None}
+
+
 def _has_content(folder: str) -> bool:
     return os.path.isdir(folder) and bool(os.listdir(folder))
 
 
 def _exchange(source: str, target: str) -> None:
-    """Puts one folder in place of the other, which is in `source` or `<source>.old` then."""
+    """Moves `source` to `target`, whose old content moves to `source` or `<source>.old`."""
     libc = ctypes.CDLL(None, use_errno=True)
     if hasattr(libc, 'renameat2'):  # Linux
         paths = [os.fsencode(path) for path in (source, target)]
@@ -174,20 +193,10 @@ def _exchange(source: str, target: str) -> None:
 
 
 def _move(path: str, target: str) -> None:
-    """Renames a file; before it returns, the file is on the disk, whole and under its new name."""
+    """Renames a file; when it returns, content and new name are safely on the disk."""
     _sync(path)
     os.replace(path, target)
     _sync(os.path.dirname(target))
-
-
-def _copy(path: str, target: str, crc32c: int) -> None:
-    copied = 0
-    with open(path, 'rb', buffering=0) as source, naming(target), open(target, 'wb') as file:
-        while block := source.read(file_state.BLOCK):
-            copied = google_crc32c.extend(copied, block)
-            file.write(block)
-    if copied != crc32c:
-        raise OSError(f'{path}: CRC-32C is {copied:08x}, expected {crc32c:08x}; write it again.')
 
 
 def _read(path: str) -> bytes:
@@ -212,7 +221,7 @@ def _sync(path: str) -> None:
         with naming(path):
             os.fsync(handle)
     except OSError as error:
-        # Some network file systems know no fsync of a folder.
+        # Some network file systems have no fsync of a folder.
         if not (os.path.isdir(path or os.curdir) and error.errno in (errno.EINVAL, errno.ENOTSUP)):
             raise
     finally:
@@ -227,7 +236,7 @@ def _sync_tree(folder: str) -> None:
 
 
 def _remove_tree(folder: str) -> None:
-    """Removes a folder if it is there, also while others move files out of it or into it."""
+    """Removes a folder if it is there, even while others move files out of it or into it."""
     for attempts_left in reversed(range(_REMOVALS)):
         if not os.path.lexists(folder):
             return

@@ -18,22 +18,22 @@ from coyo11m_tfds.storage import retry
 
 
 class Lost(RuntimeError):
-    """Another builder took the place over, because this one seemed to be dead."""
+    """Another process took the place over, because this one seemed to be dead."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LockHolder:
-    """A process that holds a lock. Of a damaged record all fields are empty.
+    """A process that holds a lock; all fields of a damaged record are empty.
 
     Attributes:
         host: name of its machine.
         pid: its number.
         since: when it took the lock.
-        token: of this one taking; tells it from all others.
-        lease_seconds: after so long without a sign of life others may take over; 0 where locks
-            end with their process.
+        token: identifies this acquisition of the lock.
+        lease_seconds: after that long without a renewal others may take over; 0 where locks end
+            with their process.
         machine: boot of the machine and process namespace, within which `pid` means something.
-        started: when the process began, in ticks since boot: numbers are used again.
+        started: when the process began, in ticks since boot; tells reused numbers apart.
     """
 
     host: str = ''
@@ -89,7 +89,7 @@ def this_process(lease_seconds: float = 0) -> LockHolder:
 
 
 def from_json(data: bytes) -> LockHolder:
-    """Reads what `to_json` made; what is not of that kind becomes an unknown holder."""
+    """Reads what `to_json` made; anything else becomes an unknown holder."""
     try:
         return LockHolder(**json.loads(data))
     except (TypeError, ValueError):
@@ -97,7 +97,7 @@ def from_json(data: bytes) -> LockHolder:
 
 
 def _machine() -> str:
-    """Boot and process namespace; '' where the system does not tell (it is not Linux)."""
+    """Boot and process namespace; '' where the system has no such thing (not Linux)."""
     try:
         boot = pathlib.Path('/proc/sys/kernel/random/boot_id').read_text().strip()
         return f'{boot} {os.readlink("/proc/self/ns/pid")}'
@@ -106,7 +106,7 @@ def _machine() -> str:
 
 
 def started(pid: int) -> str:
-    """When a process began; '' if there is none of this number."""
+    """When a process began; '' if no process has this number."""
     try:
         stat = pathlib.Path(f'/proc/{pid}/stat').read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""The beginning of a file that is being downloaded, kept on disk with what it belongs to.
+"""The beginning of a file that is being downloaded, kept on disk with the version of that file.
 
     with PartFile('/scratch/x.pt.part', file, print) as part:
         part.resume()                       # part.size bytes are there from an earlier process
@@ -6,7 +6,7 @@
         if part.checksum() == file.checksum:
             part.move_to('/scratch/x.pt')
 
-Beside it, in `x.pt.part.json`, is the version of the file that it is the beginning of.
+The version is in `x.pt.part.json` beside it.
 """
 
 import hashlib
@@ -24,20 +24,20 @@ _BLOCK = 1 << 20  # bytes read at a time
 
 
 class PartFile:
-    """An unfinished file, open for writing; who uses it must exclude others.
+    """An unfinished file, open for writing; callers must exclude other processes.
 
     Attributes:
-        file: what it will be.
+        file: the file that it will be.
         size: bytes that are there.
     """
 
     def __init__(self, path: str, file: SourceFile, on_bytes: Callable[[int], None]):
-        """Opens it; nothing is taken to be there before `resume`.
+        """Opens it; it counts as empty before `resume` or `read`.
 
         Args:
             path: an existing file.
-            file: what it will be.
-            on_bytes: is told how many bytes more are there; a negative number if they are dropped.
+            file: the file that it will be.
+            on_bytes: is told how many more bytes are there; a negative number if they are dropped.
         """
         self.file = file
         self._path = path
@@ -61,12 +61,12 @@ class PartFile:
         self.read()
 
     def read(self) -> None:
-        """Reads what is there and takes it for the beginning of the file."""
+        """Reads what is there as the beginning of the file."""
         while block := self._stream.read(_BLOCK):
             self._count(block)
 
     def append(self, block: bytes) -> None:
-        """Writes what came next.
+        """Writes the next block.
 
         Raises:
             OSError: the disk is full, or writing fails for another reason.
@@ -87,7 +87,7 @@ class PartFile:
         self._begin()
 
     def checksum(self) -> str:
-        """Returns that of what is there, written as in `SourceFile`."""
+        """Returns the checksum of what is there, written as in `SourceFile`."""
         return f'{self._kind}:{self._hash.digest().hex()}'
 
     def is_whole(self) -> bool:

@@ -4,11 +4,11 @@
     remote.fetch(file, '/scratch/000000-000009.pt')   # resumes an earlier download
     remote.read_range(file, 0, 4)                     # b'PK\\x03\\x04'
 
-gcsfs and huggingface_hub give addresses and credentials. The bytes come through requests, one
+gcsfs and huggingface_hub give addresses and credentials. The bytes are read with requests, one
 stream a file, because neither library notices a stall in reasonable time, or resumes a file that
 another process began. 1 GB from a server on the same 2 cores, synced to disk: `fetch` from gs:// is
 as fast as a bare urllib loop that does the same (0.85 against 0.75 GB/s); from the hub it has half
-the speed (0.45 against 1.1), as much as SHA-256 takes. Ranges of 16 MB would be half as fast.
+the speed (0.45 against 1.1), which is what SHA-256 costs. Ranges of 16 MB would be half as fast.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 _BLOCK = 1 << 18  # bytes received at a time
 
-# Attempts that together come this far are no failure: a file of GBs may break off more often than
-# a request is tried. Less is one: a server that only ever breaks off must be given up.
+# Attempts that together receive this much are no failure: the transfer of a file of GBs may break
+# off more often than a request is tried. Less is a failure: the server only ever breaks off.
 _PROGRESS = 16 << 20
 
 _threads = threading.local()
@@ -42,17 +42,17 @@ class Changed(OSError):
 
 
 def fetch(file: SourceFile, target: str, on_bytes: Callable[[int], None] | None = None) -> None:
-    """Downloads a remote file; `target` is there when it is whole and right, and not before.
+    """Downloads a remote file; `target` appears when it is whole and verified.
 
-    What has come is kept in `target + '.part'`, also when the process is killed, and the next call
-    goes on from there, unless the file is of another version by then. Several processes may fetch
-    to one target: one works, the others wait for it.
+    What was received is kept in `target + '.part'`, also when the process is killed, and the next
+    call resumes from there, unless the file has another version by then. Calls for one target wait
+    for each other.
 
     Args:
         file: on gs:// or hf://.
         target: local path in an existing folder; replaced if it is there.
-        on_bytes: is told how many bytes came, and what was there from before; a negative number
-            where bytes turned out wrong. All together are `file.size`.
+        on_bytes: is told how many bytes were received or found from before; a negative number
+            where bytes turned out wrong. The sum is `file.size`.
 
     Raises:
         FileNotFoundError: the file is gone.
@@ -84,8 +84,8 @@ def is_copy(file: SourceFile, path: str) -> bool:
 def temporary_copy(file: SourceFile) -> Iterator[str]:
     """Gives the path of a verified copy, which is deleted at the end of the `with` block.
 
-    It lies in the system's temporary folder, so it is for files that are small; of a local file
-    this is just its path. Raises as `fetch`.
+    It is in the system's temporary folder, so this is for small files. A local file is not copied:
+    its own path is given. Raises as `fetch`.
     """
     if not file.is_remote:
         yield file.path
@@ -112,7 +112,10 @@ def read_range(file: SourceFile, start: int, length: int) -> bytes:
     if not file.is_remote:
         with open(file.path, 'rb') as stream:
             stream.seek(start)
-            return stream.read(length)
+            content = stream.read(length)
+        if len(content) != length:
+            raise _changed(file, f'it ends at byte {start + len(content)}, not {file.size}')
+        return content
     return retry.call(lambda: _read_once(file, start, length), f'reading {file.path}')
 
 
@@ -154,9 +157,9 @@ def _append(part: PartFile) -> None:
 
 
 def _get(file: SourceFile, start: int, stop: int, *, or_all: bool = False) -> 'requests.Response':
-    """Asks for bytes `start` to `stop`; the answer's body is just these.
+    """Requests bytes `start` to `stop`; the answer's body is just these.
 
-    With `or_all` it may be the whole file, with status 200, from a server that knows no ranges.
+    With `or_all` it may be the whole file, with status 200, from a server that ignores ranges.
 
     Raises:
         requests.HTTPError: the server refused.
@@ -212,7 +215,7 @@ def _check_range(file: SourceFile, start: int, stop: int, response: 'requests.Re
 
 
 def _check_version(file: SourceFile, response: 'requests.Response') -> None:
-    # gs:// says with every range what the whole object's checksum is.
+    # gs:// sends the checksum of the whole object with every range.
     stored = re.search(r'crc32c=([\w+/]+=*)', response.headers.get('X-Goog-Hash', ''))
     found = source_files.crc32c_checksum(stored[1]) if stored else file.checksum
     if found != (file.checksum or found):
@@ -249,7 +252,7 @@ def _hub_address(file: SourceFile) -> tuple[str, Callable]:
         endpoint=source_files.hub_endpoint(),
     )
 
-    # Given as a function, so that requests does not put the password of a .netrc in its place.
+    # Given as a function, so that requests does not replace it by the password of a .netrc.
     def authorize(request: Any) -> Any:
         request.headers.update(utils.build_hf_headers(library_name='coyo11m_tfds'))
         return request

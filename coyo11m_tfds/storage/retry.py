@@ -1,11 +1,11 @@
-"""Tries again what may pass: exponential back-off with full jitter.
+"""Retries transient errors: exponential back-off with full jitter.
 
     listing = retry.call(lambda: bucket.list('latents-3crop/'), 'gs://bucket/latents-3crop')
 
-One place decides what is worth another attempt and what is not, for all libraries that reach a
-storage, so that none of them has to be imported to be known. The environment sets the times:
-`COYO11M_RETRY_SECONDS` (1) is the longest first delay, `COYO11M_STALL_SECONDS` (60) is how long a
-request may stay without a byte.
+One place decides which errors are transient, for all libraries that reach a storage, by the names
+of their classes: none of them has to be imported. The environment sets the times:
+`COYO11M_RETRY_SECONDS` (1) is the longest first delay, `COYO11M_STALL_SECONDS` (60) how long a
+request may go without a byte.
 """
 
 import errno
@@ -48,7 +48,7 @@ _TRANSIENT_BUILTIN = (
     ssl.SSLError,
 )
 
-# By the package that defines them: names of classes whose instances, also of subclasses, pass.
+# By the package that defines them: names of classes that are transient, with their subclasses.
 _TRANSIENT_NAMES = {
     'aiohttp': {'ClientConnectionError', 'ClientPayloadError'},
     'gcsfs': {'ChecksumError'},
@@ -69,15 +69,15 @@ _PERMANENT_NAMES = {'huggingface_hub': {'OfflineModeIsEnabled'}}
 
 
 class GivenUp(OSError):
-    """Every attempt failed, each in a way that might have passed."""
+    """Every attempt failed with a transient error."""
 
 
 class Corrupted(OSError):
-    """Other bytes came than were sent: a wrong checksum or length. A retry may do better."""
+    """Other bytes arrived than were sent: a wrong checksum or length. A retry may do better."""
 
 
 def call(operation: Callable[[], T], what: str, *, attempts: int = 8) -> T:
-    """Returns `operation()`, tried again as long as it fails in a way that may pass.
+    """Returns `operation()`, retried as long as it fails with a transient error.
 
     Args:
         operation: takes nothing; must be safe to repeat.
@@ -86,9 +86,9 @@ def call(operation: Callable[[], T], what: str, *, attempts: int = 8) -> T:
 
     Raises:
         PermissionError: `what` is on gs:// or hf:// and credentials are missing or refused; the
-            message has the command that mends it. Not tried again.
+            message has the command that gets access. Not retried.
         GivenUp: an OSError; every attempt failed; names `what`, the attempts and the last cause.
-        Exception: whatever `operation` raised, at once, if it is not of the kind that passes.
+        Exception: whatever `operation` raised, at once, if it is not transient.
     """
     for attempt in range(1, attempts + 1):
         try:
@@ -102,7 +102,7 @@ def call(operation: Callable[[], T], what: str, *, attempts: int = 8) -> T:
             if attempt == attempts:
                 raise GivenUp(
                     f'{what}: given up after {attempts} attempts; the last one failed with '
-                    f'{_text(error)}. Run the same command again later, it goes on from here.'
+                    f'{_text(error)}. Run the same command again later, it resumes from here.'
                 ) from error
             delay = _delay(attempt, error)
             logging.warning(
@@ -118,7 +118,7 @@ def call(operation: Callable[[], T], what: str, *, attempts: int = 8) -> T:
 
 
 def is_transient(error: BaseException) -> bool:
-    """True if another attempt may go better than the one that raised `error`."""
+    """True if another attempt may succeed where one raised `error`."""
     if isinstance(error, Corrupted):
         return True
     if 'CERTIFICATE_VERIFY_FAILED' in str(error) or _is_named(error, _PERMANENT_NAMES):
@@ -135,7 +135,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def stall_seconds() -> float:
-    """Seconds after which a request that gets no byte is given up (and tried again)."""
+    """Seconds after which a request that receives no byte is given up (and retried)."""
     return seconds('COYO11M_STALL_SECONDS', 60.0)
 
 
@@ -157,13 +157,13 @@ def seconds(variable: str, default: float) -> float:
 
 def _delay(attempt: int, error: Exception) -> float:
     longest = seconds('COYO11M_RETRY_SECONDS', 1.0) * 2 ** min(attempt - 1, _MAX_DOUBLINGS)
-    # Not the shared generator: workers that seed it alike would all come back at once.
+    # Not the shared generator: workers that seed it alike would all retry at the same moment.
     delay = random.SystemRandom().uniform(0.0, longest)
     return max(delay, min(_asked_seconds(error), _MAX_ASKED_SECONDS))
 
 
 def _asked_seconds(error: Exception) -> float:
-    """How long the server asked to be left alone; 0 if it did not."""
+    """How long the server asked to wait; 0 if it did not."""
     headers = getattr(getattr(error, 'response', None), 'headers', None) or {}
     after = str(headers.get('retry-after', ''))
     if after.isdigit():
@@ -174,8 +174,8 @@ def _asked_seconds(error: Exception) -> float:
 
 
 def _refused(error: Exception, what: str) -> PermissionError | None:
-    """The error that says how to get access; None if access is not what is missing."""
-    if isinstance(error, PermissionError):  # of the local disk, or told already
+    """The error that says how to get access; None if `error` is about something else."""
+    if isinstance(error, PermissionError):  # of the local disk, or made here before
         return None
     links = list(_causes(error))
     refused = any(

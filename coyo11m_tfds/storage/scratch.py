@@ -1,17 +1,17 @@
-"""A folder of bounded size where remote files are while they are needed.
+"""A folder of bounded size that holds remote files while they are needed.
 
     scratch = Scratch('/scratch', max_bytes=20 << 30)
     with scratch.hold(file) as path:        # waits for room, downloads, verifies
         LatentShard(path)
     # deleted, unless another process holds it
-    with scratch.hold_all(files) as paths:  # several, whose room is taken at once
+    with scratch.hold_all(files) as paths:  # several; room is reserved for all at once
         ...
 
-Threads and processes of one machine share a folder and its bound, and who holds the same file
-shares one copy. What one of them has is told by locks alone, which end with the process, so a
-killed one leaves nothing that has to be cleaned up: its room is free at once, and what it had
-downloaded is resumed by the next who wants the file, or deleted when its room is needed. A copy
-that somebody else has left or shares is used only after its size and checksum have been compared.
+Threads and processes of one machine share a folder and its bound, and holders of the same file
+share one copy. Locks alone say who holds what. They end with the process, so a killed one leaves
+nothing that has to be cleaned up: its room is free at once, and what it had downloaded is resumed
+by the next holder of the file, or deleted when its room is needed. A copy that another process has
+left or shares is used only after its size and checksum have been compared.
 """
 
 import collections
@@ -31,20 +31,20 @@ from typing import NamedTuple
 from absl import logging
 
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.storage import remote, source_files
+from coyo11m_tfds.storage import remote
 from coyo11m_tfds.storage.file_lock import FileLock
 from coyo11m_tfds.storage.file_state import ignore_bytes
-from coyo11m_tfds.storage.source_files import SourceFile
+from coyo11m_tfds.storage.source_files import SourceFile, is_remote
 
-# Beside the entries: held for moments, by whoever looks at all entries together.
+# Beside the entries: held for moments, while all entries are looked at together.
 _MUTEX = '.lock'
 _ENTRY = 'held'  # begins the names of their folders; the size of the file and a hash follow
 
 # Empty files in the folder of an entry, beside the copy.
-_HOLDERS = 'holders'  # locked shared by every holder, for as long as it holds; tells the room taken
-_DOWNLOAD = 'download'  # locked by the one that downloads
+_HOLDERS = 'holders'  # locked shared by every holder; while it is, room for all files is taken
+_DOWNLOAD = 'download'  # locked while one of them downloads
 
-# Of several files that are held together; small ones are mostly waiting for the storage.
+# Of several files that are held together; small ones mostly wait for the storage.
 _DOWNLOADS_AT_ONCE = 8
 
 _LONGEST_POLL = 0.5  # seconds
@@ -58,6 +58,30 @@ class _Entry(NamedTuple):
     in_use: bool
     num_bytes: int
     last_used: float
+
+
+def choose_folder(program: str, data_dir: str, chosen: str = '') -> str:
+    """Returns the local folder where a program keeps stores and downloads; it need not exist.
+
+    Args:
+        program: its name.
+        data_dir: where its data sets are; '' if that is not known.
+        chosen: what the user wants instead of `.PROGRAM` in a local `data_dir`, else the cache.
+
+    Raises:
+        ValueError: `chosen` is a URL.
+    """
+    _check_local(chosen)
+    if chosen:
+        return os.path.expanduser(chosen)
+    if not data_dir or is_remote(data_dir):
+        return user_cache(program)
+    return os.path.normpath(os.path.join(data_dir, f'.{program}'))
+
+
+def _check_local(folder: str) -> None:
+    if is_remote(folder):
+        raise ValueError(f'scratch_dir is {folder!r}, expected a local folder.')
 
 
 def user_cache(*names: str) -> str:
@@ -117,14 +141,13 @@ class Scratch:
         """Makes the folder if it is not there.
 
         Args:
-            folder: local; others may keep files there, they are left alone and do not count.
-            max_bytes: most that copies, also unfinished ones, may take together.
+            folder: local; other files in it are left alone and do not count.
+            max_bytes: most that copies, finished or not, may take together.
 
         Raises:
             ValueError: the folder is a URL.
         """
-        if source_files.is_remote(folder):
-            raise ValueError(f'scratch_dir is {folder}, expected a local folder.')
+        _check_local(os.fspath(folder))
         self._folder = pathlib.Path(folder)
         self._max_bytes = max_bytes
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -144,21 +167,21 @@ class Scratch:
     ) -> Iterator[list[str]]:
         """Gives local paths of some files, valid within the `with` block.
 
-        It waits while others hold so much that there is no room for all of them. Room is taken for
-        all or none, so that holders never wait for each other; but a thread that holds files and
-        asks for others may wait for one that does the same, so ask once where that can happen.
+        Waits while others hold so much that there is no room for all of them. Room is taken for all
+        or none, so that holders never wait for each other. But a thread that holds files and asks
+        for more may wait for one that does the same: ask once where that can happen.
 
         Args:
-            files: different ones, one or more. Of a local file the path is just its own.
-            on_bytes: as in `remote.fetch`, if this holder is the one that downloads, from several
-                threads; while it waits for room it is told 0, so that it may raise an exception to
-                stop waiting.
+            files: different ones, one or more. For a local file its own path is given.
+            on_bytes: as in `remote.fetch`, from several threads, if this holder is the one that
+                downloads; it is called with 0 while this waits for room, so that it may raise an
+                exception to stop waiting.
 
         Raises:
             ValueError: the files are larger than the bound, or than what this thread leaves of it
                 with what it holds already, so that it would wait for itself.
             PermissionError: credentials are missing or refused.
-            OSError: the download fails; what has come stays.
+            OSError: the download fails; what was received stays.
         """
         remote_files = [file for file in files if file.is_remote]
         if not remote_files:
@@ -179,7 +202,7 @@ class Scratch:
 
     @contextlib.contextmanager
     def hold_showing(self, file: SourceFile) -> Iterator[str]:
-        """Does as `hold`, and shows how far a download is in the log or on the terminal."""
+        """Does as `hold`, and shows the progress of a download in the log or on the terminal."""
         if not file.is_remote:
             yield file.path
             return
@@ -234,7 +257,7 @@ class Scratch:
             idle = sorted((o for o in others if not o.in_use), key=lambda o: o.last_used)
             excess = used + wanted.size + sum(o.num_bytes for o in idle) - self._max_bytes
             for other in idle:
-                if excess > 0 or other.num_bytes == 0:  # who was killed may have got nothing yet
+                if excess > 0 or other.num_bytes == 0:  # killed before any byte was there
                     shutil.rmtree(other.folder)
                     excess -= other.num_bytes
             wanted.entry.mkdir(exist_ok=True)
@@ -246,7 +269,7 @@ class Scratch:
             with FileLock(self._folder / _MUTEX):
                 os.utime(holders)
                 held.release()
-                # Of a download that failed stays what has come, for the next who tries.
+                # What a failed download has received stays for the next attempt.
                 if not _is_locked(holders) and all(map(os.path.exists, wanted.paths.values())):
                     shutil.rmtree(wanted.entry)
         finally:
@@ -269,7 +292,7 @@ def _look_at(folder: pathlib.Path) -> _Entry:
 
 
 def _reserved(entry: pathlib.Path) -> int:
-    """Bytes of the whole file, also of what is yet to come."""
+    """Bytes of the whole files, with those not downloaded yet."""
     return int(entry.name.split('-')[1])
 
 

@@ -4,8 +4,8 @@
     file.size, file.checksum                      # bytes, 'crc32c:1f2e3d4c'
     folder, files = source_files.list_files('hf://datasets/owner/name', 'latents-3crop', ('.pt',))
 
-Nothing is read. What is on the hub is pinned to the commit that is found, so that all files are of
-one version; `@revision` after the name chooses it.
+Nothing is read. A data set on the hub is pinned to the commit that is found, so that all files have
+one version; `@revision` after its name chooses it.
 """
 
 import base64
@@ -59,6 +59,12 @@ class SourceFile:
     def is_remote(self) -> bool:
         """True if it has to be fetched before it can be memory-mapped."""
         return is_remote(self.path)
+
+    @property
+    def crc32c(self) -> int | None:
+        """The CRC-32C that the storage keeps of it; None where it keeps none."""
+        kind, _, digits = (self.checksum or '').partition(':')
+        return int(digits, 16) if kind == 'crc32c' else None
 
 
 def list_files(
@@ -134,7 +140,7 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 def gcs() -> 'gcsfs.GCSFileSystem':
     """Returns gcsfs with the credentials of this machine, for any thread.
 
-    It tries every request once, so that `retry.call` decides, and gives a stalled one up.
+    It tries every request once, as `retry.call` decides about retries, and gives up a stalled one.
     """
     return _gcs(os.getpid(), retry.stall_seconds())
 
@@ -143,7 +149,7 @@ def check_bucket(url: str) -> None:
     """Makes sure that there is a bucket, before anything relies on it.
 
     Args:
-        url: of the bucket or of anything in it.
+        url: of the bucket or of something in it.
 
     Raises:
         PermissionError: credentials are missing or refused.
@@ -151,14 +157,14 @@ def check_bucket(url: str) -> None:
     """
     name = url.removeprefix(_GCS).partition('/')[0]
     try:
-        # A listing asks for no other rights than those who use the bucket have.
+        # A listing needs no rights that users of the bucket lack.
         retry.call(lambda: gcs().call('GET', 'b/{}/o', name, maxResults=1), f'listing {_GCS}{name}')
     except FileNotFoundError:
         raise no_bucket(name) from None
 
 
 def no_bucket(name: str) -> OSError:
-    """The error that says that there is no bucket of this name."""
+    """The error for a bucket that does not exist."""
     return OSError(
         f'{_GCS}{name}: there is no such bucket. Make it with `gcloud storage buckets create '
         f'{_GCS}{name}`, or correct the name.'
@@ -166,7 +172,7 @@ def no_bucket(name: str) -> OSError:
 
 
 def crc32c_checksum(stored: str) -> str:
-    """Returns what gs:// says of an object's CRC-32C as it is written in `SourceFile`."""
+    """Returns the CRC-32C that gs:// reports, written as in `SourceFile`."""
     return f'crc32c:{base64.b64decode(stored).hex()}'
 
 
@@ -187,7 +193,7 @@ def hub_uri(path: str) -> 'huggingface_hub.utils.HfUri':
 
 
 def hub_endpoint() -> str | None:
-    """Address of the hub if it is not the usual one; read anew, unlike huggingface_hub's own."""
+    """Address of the hub if it is not the usual one; read at each call, unlike huggingface_hub."""
     return os.environ.get('HF_ENDPOINT') or None
 
 
@@ -201,7 +207,7 @@ def _kind(url: str) -> str:
 
 
 def _list_remote(folder: str, sub_folder: str) -> tuple[str, dict[str, SourceFile]]:
-    """`list_files`, with others than the wanted ones."""
+    """`list_files` without the choice by name."""
     if _kind(folder) == _GCS:
         return folder, _gcs_files(folder, sub_folder)
     base, files = _hub_files(folder)
@@ -238,7 +244,7 @@ def _local_file(path: pathlib.Path) -> SourceFile:
 
 @functools.cache
 def _gcs(process: int, stall_seconds: float) -> 'gcsfs.GCSFileSystem':
-    # fsspec's own cache has an instance for each thread, and to find credentials takes seconds.
+    # fsspec's own cache has an instance for each thread, and finding credentials takes seconds.
     del process
     import aiohttp
 
@@ -254,8 +260,8 @@ def _gcs_class() -> type:
     from gcsfs import core
 
     class OneAttempt(core.GCSFileSystem):
-        # As it comes, a request is tried six times in half a minute, those with refused
-        # credentials too; within the attempts of `retry.call` this would be minutes of silence.
+        # By default a request is tried six times in half a minute, also with refused credentials;
+        # within the attempts of `retry.call` this would be minutes of silence.
         _request = inspect.unwrap(core.GCSFileSystem._request)
 
     return OneAttempt
@@ -263,7 +269,7 @@ def _gcs_class() -> type:
 
 @contextlib.contextmanager
 def _looking_in_bucket(url: str) -> Iterator[None]:
-    """gcsfs says the same of a bucket that is missing as of a file: tells the two apart."""
+    """Tells a missing bucket from a missing file, for which gcsfs raises the same."""
     try:
         yield
     except FileNotFoundError:
@@ -280,12 +286,12 @@ def _gcs_files(folder: str, sub_folder: str) -> dict[str, SourceFile]:
     prefix = folder.removeprefix(_GCS) + '/'
     names = {info['name'].removeprefix(prefix): info for info in infos}
     if all(name == info['name'] for name, info in names.items()):
-        raise FileNotFoundError(folder)  # nothing is in it, so it is not there, or it is a file
+        raise FileNotFoundError(folder)  # nothing is in it: it does not exist, or is a file
     return {name: _gcs_file(info) for name, info in names.items() if info['type'] == 'file'}
 
 
 def _gcs_file(info: dict) -> SourceFile:
-    # Objects with an encryption key of the customer's have no checksum here.
+    # Objects encrypted by customer keys have no checksum here.
     checksum = crc32c_checksum(info['crc32c']) if 'crc32c' in info else None
     version = checksum or f'{info["size"]}-{info["generation"]}'
     return SourceFile(f'{_GCS}{info["name"]}', info['size'], version, checksum)

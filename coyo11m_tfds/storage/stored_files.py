@@ -1,4 +1,4 @@
-"""Reads files whole, a block at a time, so that what comes is what is stored.
+"""Lists folders of stored files, and reads files whole with a check of their checksum.
 
 files = stored_files.list_folder('gs://bucket/data/coyo11m_tfds/latents/1.0.0')
 stored_files.read(files['features.json'], stored_files.Content).data
@@ -20,7 +20,7 @@ from coyo11m_tfds.storage.source_files import SourceFile
 _VERSION = '[0-9]*'
 _LEVELS = 3  # of NAME/CONFIG/VERSION
 
-# Bytes in a request: a few times as much is in memory for each file that is being read.
+# Bytes in a request; each file that is being read takes a few times as much memory.
 _BLOCK = 8 << 20
 
 Taken = TypeVar('Taken', bound='Taker')
@@ -68,7 +68,7 @@ def folders_with(folder: str, name: str) -> list[str]:
     below = ['/'.join([*'*' * level, _VERSION, name]) for level in range(_LEVELS)]
     for pattern in [name, *below]:
         if is_remote:
-            listing = functools.partial(source_files.gcs().glob, f'{folder}/{pattern}')
+            listing = functools.partial(source_files.gcs().glob, f'{glob.escape(folder)}/{pattern}')
             found = retry.call(listing, f'listing {folder}')
             found = [f'gs://{path}' for path in found]
         else:
@@ -79,12 +79,12 @@ def folders_with(folder: str, name: str) -> list[str]:
 
 
 class Taker(Protocol):
-    """Takes a file in, block by block."""
+    """Takes the content of a file, block by block."""
 
     crc32c: int  # of what was added
 
     def add(self, block: bytes) -> None:
-        """Takes in what comes next."""
+        """Takes the next block."""
 
 
 class Content:
@@ -111,7 +111,7 @@ class Checksum:
 def read(
     file: SourceFile, new: Callable[[], Taken], on_bytes: Callable[[int], None] = ignore_bytes
 ) -> Taken:
-    """Reads a file into what `new` makes; again from the start if it was changed on its way.
+    """Reads a file into what `new` makes; again from the start if its checksum is wrong.
 
     Raises:
         OSError: it cannot be read.
@@ -124,17 +124,11 @@ def read(
             taken.add(block)
             on_bytes(len(block))
             done += len(block)
-        if crc32c(file) not in (None, taken.crc32c):
+        if file.crc32c not in (None, taken.crc32c):
             on_bytes(-done)
             raise retry.Corrupted(
-                f'CRC-32C of what came is {taken.crc32c:08x}, the storage has {file.checksum}'
+                f'CRC-32C of what was read is {taken.crc32c:08x}, the storage has {file.checksum}'
             )
         return taken
 
     return retry.call(attempt, f'reading {file.path}')
-
-
-def crc32c(file: SourceFile) -> int | None:
-    """The CRC-32C that the storage keeps of a file; None where it keeps none."""
-    kind, _, digits = (file.checksum or '').partition(':')
-    return int(digits, 16) if kind == 'crc32c' else None

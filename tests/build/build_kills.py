@@ -4,8 +4,6 @@ import contextlib
 import json
 import os
 import pathlib
-import random
-import signal
 import subprocess
 import sys
 import time
@@ -43,7 +41,7 @@ def run(source: object, final: object, **options) -> subprocess.CompletedProcess
     return ended
 
 
-def end(process: subprocess.Popen, timeout: float = 120) -> subprocess.CompletedProcess:
+def end(process: subprocess.Popen, timeout: float = 300) -> subprocess.CompletedProcess:
     try:
         out, err = process.communicate(timeout=timeout)
     finally:
@@ -59,7 +57,7 @@ def assert_only_the_data_set(final: pathlib.Path) -> None:
     assert [path.name for path in final.parent.iterdir()] == [final.name]
 
 
-def wait_until(condition, seconds: float = 60) -> None:
+def wait_until(condition, seconds: float = 180) -> None:
     limit = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < limit
@@ -81,39 +79,3 @@ def is_running(pid: int) -> bool:
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return pathlib.Path(f'/proc/{pid}/stat').read_text().split()[2] != 'Z'
     return False
-
-
-class Killer:
-    """Kills builds of one data set at random moments until it is there, and counts the kills."""
-
-    def __init__(self, source: object, final: object, seed: int, **options):
-        self.source, self.final, self.options = source, final, options
-        self.random = random.Random(seed)
-        self.parents = self.workers = 0
-
-    def kill_a_parent(self, begun: float, lasts: float) -> None:
-        """Starts a build, and kills it so long after it has begun to write, at random."""
-        process = start(self.source, self.final, **self.options)
-        self._wait(process, begun, lasts)
-        pids = children(process)
-        process.kill()
-        end(process)
-        self.parents += 1
-        wait_until(lambda: not any(is_running(pid) for pid in pids), 10)
-
-    def kill_a_worker(self, begun: float, lasts: float) -> None:
-        process = start(self.source, self.final, **self.options)
-        self._wait(process, begun, lasts)
-        # The last ones: before them there may be the tracker of shared resources.
-        for pid in children(process)[-1:]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-                self.workers += 1
-        ended = end(process)
-        if ended.returncode:
-            assert 'A worker process died' in ended.stderr, ended.stderr
-
-    def _wait(self, process: subprocess.Popen, begun: float, lasts: float) -> None:
-        limit = time.monotonic() + begun + self.random.random() * lasts
-        while time.monotonic() < limit and process.poll() is None:
-            time.sleep(0.005)

@@ -29,7 +29,7 @@ TFDS = [sys.executable, '-m', 'tensorflow_datasets.scripts.cli.main']
 def documented_steps() -> list[str]:
     """The blocks of code that tell how to run Beam: environment, workers, build."""
     text = (CHECKOUT / 'coyo11m_tfds' / 'README.md').read_text()
-    section = text.partition('### On many machines\n')[2].partition('\n### ')[0]
+    section = text.partition('### With Apache Beam\n')[2].partition('\n### ')[0]
     return re.findall(r'```\n(.*?)```', section, re.DOTALL)[:3]
 
 
@@ -80,6 +80,13 @@ def build(arguments: list[str], env: dict[str, str]) -> str:
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout + ended.stderr
+
+
+def test_the_steps_are_documented():
+    install, start_workers, command = documented_steps()
+    assert 'pip install' in install and '--service_port=50000' in start_workers
+    for part in ('gs://BUCKET/coyo11m', 'gs://BUCKET/tfds', '8099', '50000', '\\\n'):
+        assert part in command
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.build import build_folder
 from coyo11m_tfds.build.build_folder import BuildFolder
 from coyo11m_tfds.storage import build_lock
-from coyo11m_tfds.storage.destination import Destination, FileState
+from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage.file_state import FileState
 from tests.checkout import CHECKOUT
 from tests.fakes.cloud import Fault
 

@@ -316,28 +316,3 @@ def test_a_builder_that_wakes_up_late_leaves_nothing_for_long(
 
 def objects(cloud: Gcs) -> list[str]:
     return list(cloud.objects('data'))
-
-
-def kill_and_compare(
-    cloud: Gcs, undisturbed: dict, tmp_path: pathlib.Path, kills: int, overwrite: bool
-) -> None:
-    final = final_url(f'killed-{kills}-{overwrite}')
-    env = cloud.env | {'COYO11M_LEASE_SECONDS': '2'}
-    options = {'num_workers': 2, 'scratch_dir': str(tmp_path), 'env': env}
-    if overwrite:
-        build_kills.run(SOURCE, final, settings={'caption_column': 'caption'}, **options)
-        options['overwrite'] = True
-    cloud.latency = 0.01  # so that there is time to kill
-    killer = build_kills.Killer(SOURCE, final, seed=kills, **options)
-    for number in range(kills):
-        kill = killer.kill_a_worker if number % 3 == 2 else killer.kill_a_parent
-        kill(begun=4, lasts=6)
-    build_kills.run(SOURCE, final, **options)
-    cloud.latency = 0
-    assert files_at(cloud, final) == undisturbed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('overwrite', [False, True])
-def test_many_kills(cloud, undisturbed, tmp_path, overwrite: bool):
-    kill_and_compare(cloud, undisturbed, tmp_path, kills=20, overwrite=overwrite)

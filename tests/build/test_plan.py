@@ -252,6 +252,14 @@ def test_a_caption_row_whose_key_came_before_is_not_used(tmp_path: pathlib.Path)
         make_plan(source, tmp_path / 'stop', bad_data='stop')
 
 
+@pytest.mark.parametrize('text_embeddings', ['', 'pt'])
+def test_a_source_without_rows_is_refused(tmp_path: pathlib.Path, text_embeddings: str):
+    source = made_sources.write_source(tmp_path / 'source', [[], []])
+    made_sources.write_captions(source, {1: 'text'})
+    with pytest.raises(ValueError, match=r'000000-000009\.pt: has no rows, nor has another file'):
+        make_plan(source, tmp_path / 'out', text_embeddings=text_embeddings)
+
+
 def test_a_limit_keeps_the_first_records_of_each_split(tmp_path: pathlib.Path):
     source = made_sources.write_source(tmp_path, [range(30), range(30, 60)])
     everything = planned_keys(make_plan(source, tmp_path / 'all'))

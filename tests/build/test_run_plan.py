@@ -226,6 +226,14 @@ def test_too_much_that_is_not_finite_stops_the_build(tmp_path: pathlib.Path):
         write(made, tmp_path / 'work')
 
 
+def test_a_source_of_which_nothing_is_finite_is_refused(tmp_path: pathlib.Path):
+    nothing = {'latents': made_sources.make_latents(20) * np.nan}
+    source = made_sources.write_source(tmp_path / 'source', [range(20)], replace=nothing)
+    made = make_plan(source, tmp_path / 'stores', max_bad_fraction=1)
+    with pytest.raises(ValueError, match=r'009\.pt: no record is left for the train split'):
+        write(made, tmp_path / 'work')
+
+
 def test_a_shard_of_which_nothing_is_left_is_empty(tmp_path: pathlib.Path):
     source = made_sources.write_source(tmp_path / 'source', [range(40), [40]])
     latents = made_sources.make_latents(1) * np.nan

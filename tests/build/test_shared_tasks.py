@@ -58,7 +58,7 @@ def place(request: pytest.FixtureRequest, source, tmp_path: pathlib.Path) -> Pla
 
 def bucket_place(server: Gcs, folder: pathlib.Path) -> Place:
     place = BucketPlace(folder, server, folder.name)
-    place.env |= {'COYO11M_LEASE_SECONDS': '20'}  # longer than a process is stopped here
+    place.env |= {'COYO11M_LEASE_SECONDS': '60'}  # longer than a process is stopped here
     return place
 
 

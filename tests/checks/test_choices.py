@@ -88,10 +88,13 @@ def test_memory_bounds_the_processes(disks, monkeypatch):
     assert choose().facts['config'] == {'num_workers': 4}
 
 
-def test_what_the_user_has_chosen_stays(disks):
-    disks['/mine'] = disk(100 * GB)
-    settings = BuildSettings(num_workers=3, scratch_dir='/mine')
-    assert choose(settings=settings).facts['config'] == {'num_workers': 3, 'scratch_dir': '/mine'}
+@pytest.mark.parametrize('chosen', ['/home/mine', '~/mine'])
+def test_what_the_user_has_chosen_stays(disks, monkeypatch, chosen):
+    monkeypatch.setenv('HOME', '/home')
+    disks['/home/mine'] = disk(100 * GB)
+    settings = BuildSettings(num_workers=3, scratch_dir=chosen)
+    expected = {'num_workers': 3, 'scratch_dir': '/home/mine'}
+    assert choose(settings=settings).facts['config'] == expected
 
 
 @pytest.mark.parametrize(

@@ -5,20 +5,17 @@
     def test_source(gcs):
         gcs.upload_folder(folder, 'gs://bucket/source')
         gcs.inject(Fault('503', count=2))
-        sources.find('gs://bucket/source')                                     # in this process
+        location.find('gs://bucket/source')                                     # in this process
         subprocess.run([sys.executable, ...], env={**os.environ, **gcs.env})   # TensorFlow as well
 
 gcsfs and huggingface_hub reach the stand-ins from the test process. TensorFlow reads its
 environment once, so what uses gs:// through it runs in a child process with `env`.
 """
 
-import asyncio
 import contextlib
 import pathlib
 import tempfile
 import threading
-import time
-import types
 from collections.abc import Iterator, Mapping
 
 import pytest
@@ -30,7 +27,7 @@ from tests.fakes.tls_proxy import TlsProxy
 
 __all__ = ['Fault', 'Gcs', 'Hub', 'bucket', 'fake_gcs', 'fake_hub', 'gcs', 'hub']
 
-# The product's own patience.
+# The patience of the code under test.
 _PATIENCE = {'COYO11M_RETRY_SECONDS': '0.02', 'COYO11M_STALL_SECONDS': '2'}
 
 # No request leaves this machine, and no account of the developer's is used.
@@ -40,9 +37,6 @@ _NOBODY = {
     'no_proxy': '127.0.0.1,localhost',
     'NO_PROXY': '127.0.0.1,localhost',
 }
-
-# Without it gcsfs asks by gRPC what kind of bucket it has, and the stand-in speaks HTTP only.
-_GCSFS = {'GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT': 'false'}
 
 # tsl/platform/cloud/gcs_file_system.cc; seconds unless US says microseconds.
 _TENSORFLOW = {
@@ -64,7 +58,6 @@ def fake_gcs(root: pathlib.Path) -> Iterator[Gcs]:
         server.env = {
             **_PATIENCE,
             **_NOBODY,
-            **_GCSFS,
             **_TENSORFLOW,
             'CLOUDSDK_CONFIG': str(root),
             'STORAGE_EMULATOR_HOST': server.url,
@@ -92,8 +85,6 @@ def fake_hub(
             'HF_HOME': home,
             'HF_TOKEN': '',
             'HF_HUB_DISABLE_TELEMETRY': '1',
-            'HF_HUB_DOWNLOAD_TIMEOUT': '2',
-            'HF_HUB_ETAG_TIMEOUT': '2',
         }
         yield server
 
@@ -101,25 +92,14 @@ def fake_hub(
 @pytest.fixture
 def gcs(tmp_path_factory, monkeypatch) -> Iterator[Gcs]:
     """An empty storage server without faults; gcsfs in this process reaches it."""
-    # Imported here, because it takes a second and many tests do without.
-    import fsspec
-    import gcsfs
     from google.auth.compute_engine import _metadata
 
     with fake_gcs(tmp_path_factory.mktemp('gcs')) as server:
         for name, value in server.env.items():
             monkeypatch.setenv(name, value)
-        # What is decided by the environment when these modules are imported, maybe long ago.
+        # Decided by the environment when this module is imported, maybe long ago.
         monkeypatch.setattr(_metadata, '_NO_GCE_CHECK', True)
-        monkeypatch.setattr(gcsfs, 'GCSFileSystem', gcsfs.core.GCSFileSystem)
-        for protocol in ('gs', 'gcs'):
-            fsspec.register_implementation(protocol, gcsfs.core.GCSFileSystem, clobber=True)
-        # It waits for up to 16 s between its own attempts and has no setting for that.
-        hasty = types.SimpleNamespace(sleep=lambda seconds: asyncio.sleep(0.01 * seconds))
-        monkeypatch.setattr(gcsfs.retry, 'asyncio', hasty)
-        gcsfs.core.GCSFileSystem.clear_instance_cache()
         yield server
-        gcsfs.core.GCSFileSystem.clear_instance_cache()
     assert server.errors == []
 
 
@@ -136,7 +116,7 @@ def hub(monkeypatch) -> Iterator[Hub]:
 
     huggingface_hub in this process reaches it.
     """
-    from huggingface_hub import constants, file_download, hf_api
+    from huggingface_hub import constants, hf_api
     from huggingface_hub.utils import _http
 
     with fake_hub({}) as server:
@@ -148,18 +128,11 @@ def hub(monkeypatch) -> Iterator[Hub]:
         for name, value in {
             'ENDPOINT': server.url,
             'HUGGINGFACE_CO_URL_TEMPLATE': server.url + files,
-            'HF_HUB_CACHE': f'{home}/hub',
             'HF_TOKEN_PATH': f'{home}/token',
-            'HF_HUB_DOWNLOAD_TIMEOUT': 2,
-            'HF_HUB_ETAG_TIMEOUT': 2,
             'AGENT_HARNESSES_PATH': f'{home}/agent_harnesses.json',
         }.items():
             monkeypatch.setattr(constants, name, value)
         monkeypatch.setattr(hf_api.api, 'endpoint', server.url)
-        # Its own waits: up to 8 s between attempts.
-        hasty = vars(time) | {'sleep': lambda seconds: time.sleep(0.01 * seconds)}
-        for module in (_http, file_download):
-            monkeypatch.setattr(module, 'time', types.SimpleNamespace(**hasty))
         yield server
         _http.close_session()
     assert server.errors == []

@@ -68,24 +68,6 @@ def _steps() -> dict[str, Any]:
         found = gfile.stat(path)
         return [found.length, found.is_directory]
 
-    def records(path: str) -> list[str]:
-        return [
-            record.decode('latin-1') for record in tf.data.TFRecordDataset(path).as_numpy_iterator()
-        ]
-
-    def record(path: str, offset: int) -> str:
-        """The record at a byte offset, the way an input pipeline reads it."""
-
-        def from_offset(offset: tf.Tensor) -> tf.data.Dataset:
-            variant = tf.raw_ops.TFRecordDatasetV2(
-                filenames=[path], compression_type='', buffer_size=0, byte_offsets=[offset]
-            )
-            return tf.data.experimental.from_variant(variant, tf.TensorSpec((), tf.string))
-
-        offsets = tf.data.Dataset.from_tensors(tf.constant(offset, tf.int64))
-        found = next(offsets.flat_map(from_offset).as_numpy_iterator())
-        return found.decode('latin-1')
-
     return {
         'append': lambda path, text: write(path, text, 'ab'),
         'exists': gfile.exists,
@@ -94,8 +76,6 @@ def _steps() -> dict[str, Any]:
         'listdir': gfile.listdir,
         'makedirs': gfile.makedirs,
         'read': read,
-        'record': record,
-        'records': records,
         'remove': gfile.remove,
         'rename': gfile.rename,
         'rmtree': gfile.rmtree,

@@ -75,7 +75,6 @@ class Fault:
             nothing.
         seconds: how late 'slow' is (None: 0.5); how long 'stall' lasts (None: 10) if the client
             does not leave earlier.
-        retry_after: header of '429' and '503', in seconds; None: none.
     """
 
     kind: str
@@ -85,7 +84,6 @@ class Fault:
     action: str | None = None
     after_bytes: int | None = None
     seconds: float | None = None
-    retry_after: int | None = None
 
     def __post_init__(self):
         if self.kind not in KINDS:

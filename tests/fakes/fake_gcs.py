@@ -1,4 +1,4 @@
-"""A stand-in for Google Cloud Storage, for gcsfs, TensorFlow and TensorStore.
+"""A stand-in for Google Cloud Storage: for its own client, gcsfs, TensorFlow and TensorStore.
 
     with Gcs(folder) as gcs:
         gcs.put('bucket', 'a/b.txt', b'hello')
@@ -45,14 +45,12 @@ _PAGE = 1000
 # slashes in them are encoded; only the last form has them plain.
 _BUCKETS = '/storage/v1/b'
 _ROUTES = [
-    (f'{_BUCKETS}/?', {'GET': 'buckets', 'POST': 'create_bucket'}),
-    (f'{_BUCKETS}/([^/]+)/?', {'GET': 'bucket', 'DELETE': 'delete_bucket'}),
+    (f'{_BUCKETS}/([^/]+)/?', {'GET': 'bucket'}),
     (f'{_BUCKETS}/([^/]+)/storageLayout', {'GET': 'layout'}),
     (f'{_BUCKETS}/([^/]+)/o/?', {'GET': 'list'}),
     (f'{_BUCKETS}/([^/]+)/o/([^/]+)/rewriteTo/b/([^/]+)/o/([^/]+)', {'POST': 'copy'}),
-    (f'{_BUCKETS}/([^/]+)/o/([^/]+)/moveTo/o/([^/]+)', {'POST': 'move'}),
     (f'(?:/download)?{_BUCKETS}/([^/]+)/o/([^/]+)', {'GET': 'stat', 'DELETE': 'delete'}),
-    (f'/upload{_BUCKETS}/([^/]+)/o/?', {'POST': 'upload', 'PUT': 'upload', 'DELETE': 'cancel'}),
+    (f'/upload{_BUCKETS}/([^/]+)/o/?', {'POST': 'upload', 'PUT': 'upload'}),
     ('/(?!storage/|upload/|download/)([^/]+)/(.+)', {'GET': 'read', 'HEAD': 'read'}),
 ]
 
@@ -75,13 +73,16 @@ class _Session:
 class Gcs(FakeServer):
     """The server. `root` is a folder for large objects; `env` leads a child process here.
 
-    Without `tells_size_of_empty` it leaves the size out of what it says of empty objects.
+    Attributes:
+        tells_size_of_empty: False leaves the size out of the metadata of empty objects.
+        copied_at_once: bytes that a request copies at most; the next one continues.
     """
 
     def __init__(self, root: pathlib.Path):
         super().__init__()
         self.env: dict[str, str] = {'STORAGE_EMULATOR_HOST': self.url}
         self.tells_size_of_empty = True
+        self.copied_at_once = 1 << 62
         self._root = root
         self._store = Store()
         self._sessions: dict[str, _Session] = {}
@@ -138,7 +139,7 @@ class Gcs(FakeServer):
         action, names = self._route(call)
         if action == 'list':
             return action, f'{names[0]}/{call.query.get("prefix", "")}'
-        if action in ('start', 'upload', 'status', 'cancel'):
+        if action in ('start', 'upload', 'status'):
             session = self._sessions.get(call.query.get('upload_id', ''))
             return action, f'{names[0]}/{session.name if session else _name_to_upload(call)}'
         return action, '/'.join(names[:2])
@@ -180,22 +181,9 @@ class Gcs(FakeServer):
 
     # --- Buckets and listings ----------------------------------------------------------------
 
-    def _on_buckets(self, call: Call) -> Reply:
-        items = [_bucket_resource(name) for name in self._store.names()]
-        return _json({'kind': 'storage#buckets', 'items': items})
-
-    def _on_create_bucket(self, call: Call) -> Reply:
-        name = json.loads(call.body.read())['name']
-        self._store.bucket(name)
-        return _json(_bucket_resource(name))
-
     def _on_bucket(self, call: Call, bucket: str) -> Reply:
         self._store.bucket(bucket)
-        return _json(_bucket_resource(bucket))
-
-    def _on_delete_bucket(self, call: Call, bucket: str) -> Reply:
-        self._store.delete_bucket(bucket)
-        return Reply(204)
+        return _json({'kind': 'storage#bucket', 'id': bucket, 'name': bucket, 'location': 'US'})
 
     def _on_layout(self, call: Call, bucket: str) -> Reply:
         self._store.bucket(bucket)
@@ -238,21 +226,18 @@ class Gcs(FakeServer):
         return Reply(204)
 
     def _on_copy(self, call: Call, bucket: str, name: str, to_bucket: str, to_name: str) -> Reply:
-        made = self._store.copy(call.query, bucket, name, to_bucket, to_name)
-        size = str(len(made.data))
-        answer = {
+        size = len(self._store.find({}, bucket, name).data)
+        copied = min(int(call.query.get('rewriteToken', 0)) + self.copied_at_once, size)
+        answer: dict[str, Any] = {
             'kind': 'storage#rewriteResponse',
-            'totalBytesRewritten': size,
-            'objectSize': size,
-            'done': True,
-            'resource': self._resource(call, made),
+            'totalBytesRewritten': str(copied),
+            'objectSize': str(size),
+            'done': copied == size,
         }
-        return _json(answer)
-
-    def _on_move(self, call: Call, bucket: str, name: str, to_name: str) -> Reply:
-        made = self._store.copy(call.query, bucket, name, bucket, to_name)
-        self._store.delete({}, bucket, name)
-        return _json(self._resource(call, made))
+        if copied < size:
+            return _json(answer | {'rewriteToken': str(copied)})
+        made = self._store.copy(call.query, bucket, name, to_bucket, to_name)
+        return _json(answer | {'resource': self._resource(call, made)})
 
     # --- Uploads -----------------------------------------------------------------------------
 
@@ -314,11 +299,6 @@ class Gcs(FakeServer):
         with session.lock:
             return self._session_state(call, session)
 
-    def _on_cancel(self, call: Call, bucket: str) -> Reply:
-        self._session(call).file.close()
-        del self._sessions[call.query['upload_id']]
-        return _error(499, 'The upload was cancelled.')
-
     def _session(self, call: Call) -> _Session:
         session = self._sessions.get(call.query['upload_id'])
         if session is None:
@@ -371,16 +351,6 @@ def _base(call: Call) -> str:
     """How the client calls this server: TensorFlow reaches it under Google's names."""
     host = call.headers['Host']
     return f'https://{host}' if host.endswith('googleapis.com') else f'http://{host}'
-
-
-def _bucket_resource(name: str) -> dict[str, Any]:
-    return {
-        'kind': 'storage#bucket',
-        'id': name,
-        'name': name,
-        'location': 'US',
-        'storageClass': 'STANDARD',
-    }
 
 
 def _json(answer: Any) -> Reply:

@@ -119,21 +119,10 @@ class Store:
         self._buckets: dict[str, dict[str, Object]] = {}
         self._last_generation = 0
 
-    def names(self) -> list[str]:
-        """All buckets that were mentioned."""
-        with self._lock:
-            return sorted(self._buckets)
-
     def bucket(self, bucket: str) -> dict[str, Object]:
         """A copy of a bucket; refuses names of buckets that shall not exist."""
         with self._lock:
             return dict(self._bucket(bucket))
-
-    def delete_bucket(self, bucket: str) -> None:
-        with self._lock:
-            if self._bucket(bucket):
-                raise Refused(409, 'The bucket you tried to delete is not empty.')
-            del self._buckets[bucket]
 
     def find(self, query: Mapping[str, str], bucket: str, name: str) -> Object:
         with self._lock:

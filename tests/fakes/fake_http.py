@@ -264,10 +264,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if kind in ('401', '403', '429', '503'):
             for _ in call.body.pieces():
                 pass
-            reply = fake.refuse(int(kind), call)
-            if fault.retry_after is not None:
-                reply.headers = {**reply.headers, 'Retry-After': str(fault.retry_after)}
-            self._send(request, reply, None)
+            self._send(request, fake.refuse(int(kind), call), None)
             return
         if kind == 'slow':
             time.sleep(_SLOW_SECONDS if fault.seconds is None else fault.seconds)

@@ -5,11 +5,10 @@
         ...  # huggingface_hub in a process that was started with HF_ENDPOINT=hub.url
         hub.commit({'README.md': b'changed'})
 
-Information about the repository, listings in pages, metadata of paths and downloads, as
-huggingface_hub 2.4 asks for them. Large files, and those named like data, are "LFS" files as on the
-hub: known by their SHA-256, and a download is sent on to another host, which must not see the
-user's token. Small ones are known by git's SHA-1. There is no Xet
-storage, so the client takes the plain HTTP way.
+What `coyo11m_tfds.storage` asks for: information about the repository, as huggingface_hub 2.4 does,
+and downloads. Large files, and those named like data, are "LFS" files as on the hub: known by their
+SHA-256, and a download is redirected to another host, which must not see the user's token. Small
+ones are known by git's SHA-1.
 """
 
 import dataclasses
@@ -33,8 +32,6 @@ _DATE = '2026-11-01T12:00:00.000Z'
 _REPO = r'datasets/([^/]+/[^/]+)'
 _ROUTES = [
     (f'/api/{_REPO}(?:/revision/([^/]+))?', 'info'),
-    (f'/api/{_REPO}/tree/([^/]+)/?(.*)', 'tree'),
-    (f'/api/{_REPO}/paths-info/([^/]+)', 'paths'),
     (f'/{_REPO}/resolve/([^/]+)/(.+)', 'resolve'),
     (f'/api/resolve-cache/{_REPO}/([^/]+)/(.+)', 'small'),
     ('/storage/([^/]+)/(.+)', 'read'),
@@ -74,14 +71,6 @@ class _File:
     def etag(self) -> str:
         return f'"{self.sha256 if self.is_lfs else self.sha1}"'
 
-    def entry(self) -> dict[str, Any]:
-        """The file as listings give it."""
-        entry = {'type': 'file', 'oid': self.sha1, 'size': len(self.data), 'path': self.path}
-        if self.is_lfs:
-            lfs = {'oid': self.sha256, 'size': len(self.data), 'pointerSize': len(self.blob)}
-            entry['lfs'] = lfs
-        return entry
-
 
 class _Refused(Exception):
     """Ends a request with an error status and the code that the hub gives in a header."""
@@ -98,7 +87,6 @@ class Hub(FakeServer):
     Attributes:
         repo: 'owner/name' of the only data set.
         gated: whether files are only for those who send `token`; all may see what files there are.
-        page_size: entries in a page of a listing.
         env: leads a child process here.
     """
 
@@ -108,7 +96,6 @@ class Hub(FakeServer):
         super().__init__()
         self.repo = repo
         self.gated = False
-        self.page_size = 1000
         self.env: dict[str, str] = {'HF_ENDPOINT': self.url}
         self._commits: dict[str, dict[str, _File]] = {}
         self._branches: dict[str, str] = {}
@@ -135,7 +122,7 @@ class Hub(FakeServer):
 
     def describe(self, call: Call) -> tuple[str, str]:
         action, parts = self._route(call)
-        if action in ('read', 'small', 'resolve', 'tree'):
+        if action in ('read', 'small', 'resolve'):
             path = '/'.join([self.repo, parts[-1]])
             return 'read' if action == 'small' and call.method == 'GET' else action, path
         return action, parts[0]
@@ -202,48 +189,6 @@ class Hub(FakeServer):
     def _on_harnesses(self, call: Call, _: str) -> Reply:
         return _json({'standardEnvVars': [], 'harnesses': {}})
 
-    def _on_tree(self, call: Call, repo: str, revision: str, folder: str) -> Reply:
-        commit, files = self._files(repo, revision)
-        prefix = folder.rstrip('/') + '/' if folder else ''
-        entries: dict[str, dict[str, Any]] = {}
-        for path, file in files.items():
-            if not path.startswith(prefix):
-                continue
-            parts = path[len(prefix) :].split('/')
-            for depth in range(1, len(parts)):
-                parent = prefix + '/'.join(parts[:depth])
-                entries[parent] = _folder(parent)
-            entries[path] = file.entry()
-        if folder and not entries:
-            raise _Refused(404, 'EntryNotFound', f'{folder} does not exist on "{revision}"')
-        if call.query.get('recursive', '').lower() != 'true':
-            entries = {path: e for path, e in entries.items() if '/' not in path[len(prefix) :]}
-        return self._page(call, commit, [entries[path] for path in sorted(entries)])
-
-    def _page(self, call: Call, commit: str, entries: list[dict[str, Any]]) -> Reply:
-        first = int(call.query.get('cursor', 0))
-        page = entries[first : first + self.page_size]
-        if call.query.get('expand', '').lower() == 'true':
-            page = [entry | _expansion(commit) for entry in page]
-        reply = _json(page)
-        if first + self.page_size < len(entries):
-            query = urllib.parse.urlencode({**call.query, 'cursor': first + self.page_size})
-            link = f'<{self.url}{call.path}?{query}>; rel="next"'
-            reply.headers = {**reply.headers, 'Link': link}
-        return reply
-
-    def _on_paths(self, call: Call, repo: str, revision: str) -> Reply:
-        commit, files = self._files(repo, revision)
-        form = urllib.parse.parse_qs(call.body.read().decode())
-        expansion = _expansion(commit) if form.get('expand', [''])[0].lower() == 'true' else {}
-        entries = []
-        for path in form.get('paths', []):
-            if path in files:
-                entries.append(files[path].entry() | expansion)
-            elif any(name.startswith(path + '/') for name in files):
-                entries.append(_folder(path) | expansion)
-        return _json(entries)
-
     def _on_resolve(self, call: Call, repo: str, revision: str, path: str) -> Reply:
         commit, files = self._files(repo, revision)
         self._admit(call)
@@ -293,16 +238,6 @@ def _content(data: bytes | pathlib.Path) -> bytes | mmap.mmap:
         if data.stat().st_size == 0:
             return b''
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-
-def _folder(path: str) -> dict[str, Any]:
-    oid = hashlib.sha1(path.encode()).hexdigest()
-    return {'type': 'directory', 'oid': oid, 'size': 0, 'path': path}
-
-
-def _expansion(commit: str) -> dict[str, Any]:
-    """What `expand` adds to an entry."""
-    return {'lastCommit': {'id': commit, 'title': 'Upload', 'date': _DATE}}
 
 
 def _json(answer: Any) -> Reply:

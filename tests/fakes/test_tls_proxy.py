@@ -2,10 +2,8 @@
 
 import http.client
 import ssl
-import struct
 from collections.abc import Callable, Iterator
 
-import google_crc32c
 import pytest
 
 from tests.fakes.cloud import Fault, Gcs, fake_gcs
@@ -13,8 +11,6 @@ from tests.fakes.cloud_gfile import Gfile, GfileError
 
 TEXT = ''.join(map(chr, range(256))) * 4096  # 1 MB, a byte a character
 DATA = TEXT.encode('latin-1')
-RECORDS = [character * 1000 for character in 'ABC']
-BLOCK = 5000  # bytes that TensorFlow asks for at a time when it reads at an offset
 
 
 @pytest.fixture(scope='module')
@@ -23,7 +19,6 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Gcs, Gfile
         env = {
             **server.env,
             'GCS_READ_CACHE_MAX_SIZE_MB': '0',
-            'GCS_READAHEAD_BUFFER_SIZE_BYTES': str(BLOCK),
             'GCS_STAT_CACHE_MAX_AGE': '0',
         }
         with Gfile(env) as gfile:
@@ -157,29 +152,6 @@ def test_tensorflow_sees_folders(server, gfile):
         gfile('write', 'gs://no-such-bucket/a', '')
 
 
-def masked_crc32c(data: bytes) -> bytes:
-    value = google_crc32c.value(data)
-    return struct.pack('<I', ((value >> 15 | value << 17) + 0xA282EAD8) & 0xFFFFFFFF)
-
-
-def put_records(server: Gcs) -> None:
-    """Stores RECORDS as a TFRecord file."""
-    parts = []
-    for text in RECORDS:
-        data = text.encode()
-        length = struct.pack('<Q', len(data))
-        parts += [length, masked_crc32c(length), data, masked_crc32c(data)]
-    server.put('bucket', 'records', b''.join(parts))
-
-
-def test_the_log_counts_what_a_read_at_an_offset_costs(server, gfile):
-    put_records(server)
-    assert gfile('record', 'gs://bucket/records', 1016) == RECORDS[1]
-    reads = [(r.range, r.nbytes) for r in server.requests if r.action == 'read']
-    # TensorFlow begins a byte early, to see whether the file is long enough.
-    assert reads == [((1015, 1015 + BLOCK - 1), 2 * 1016 + 1)]
-
-
 @pytest.mark.parametrize('kind', ['429', '503', 'cut', 'stall', 'slow', 'reset', 'lost'])
 def test_tensorflow_gets_over(server, gfile, kind):
     server.put('bucket', 'a', DATA)
@@ -188,35 +160,3 @@ def test_tensorflow_gets_over(server, gfile, kind):
     gfile('write', 'gs://bucket/b', TEXT)
     assert server.objects('bucket')['b'] == DATA
     assert [request.fault for request in server.requests].count(kind) == 2
-
-
-@pytest.mark.parametrize(
-    ('kind', 'error'),
-    [
-        ('401', 'PermissionDeniedError: .*Invalid Credentials'),
-        ('403', 'PermissionDeniedError: .*does not have storage.objects.get access'),
-        ('429', 'AbortedError: All 4 retry attempts failed.*rate limit'),
-        ('503', 'AbortedError: All 4 retry attempts failed.*Backend Error'),
-        ('cut', 'AbortedError: All 4 retry attempts failed.*(partial file|Empty reply)'),
-        ('reset', 'AbortedError: All 4 retry attempts failed.*(error 104|reset by peer)'),
-    ],
-)
-def test_tensorflow_gives_up(server, gfile, kind, error):
-    server.put('bucket', 'a', DATA)
-    server.inject(Fault(kind, count=None, match='read|start'))
-    for step in (['read', 'gs://bucket/a'], ['write', 'gs://bucket/b', TEXT]):
-        with pytest.raises(GfileError, match=f'(?s){error}'):
-            gfile(*step)
-    assert list(server.objects('bucket')) == ['a']
-
-
-def test_tensorflow_does_not_notice_a_flipped_byte(server, gfile):
-    """Only records have checksums: whoever reads or writes other files has to check them."""
-    server.put('bucket', 'a', DATA)
-    put_records(server)
-    server.inject(Fault('flip', count=None))
-    assert gfile('read', 'gs://bucket/a') != TEXT
-    gfile('write', 'gs://bucket/b', TEXT)
-    assert server.objects('bucket')['b'] != DATA
-    with pytest.raises(GfileError, match='corrupted record'):
-        gfile('records', 'gs://bucket/records')

@@ -39,9 +39,7 @@ def prepare(path: pathlib.Path, drop_duplicates: bool = False) -> caption_store.
     )
 
 
-def prepare_embeddings(
-    path: pathlib.Path,
-) -> tuple[embedding_store.SidecarHeader, embedding_store.EmbeddingStore]:
+def prepare_embeddings(path: pathlib.Path) -> embedding_store.EmbeddingStore:
     files = part_files.find(path)
     return embedding_store.prepare_store(files, cache_dir=path.parent / 'cache')
 
@@ -309,7 +307,8 @@ def test_embeddings_are_found_by_key(tmp_path: pathlib.Path):
     rng = np.random.default_rng(0)
     wanted = {int(key): rng.normal(size=6).astype(np.float16) for key in rng.permutation(30_000)}
     path = made_sources.write_sidecar(tmp_path / 'x.parquet', wanted)
-    header, store = prepare_embeddings(path)
+    store = prepare_embeddings(path)
+    header = store.header
     assert header == embedding_store.SidecarHeader(6, 'made-up', '1', 0, 'caption_llava', 'made-up')
     assert header == embedding_store.read_header(str(path))
 
@@ -317,7 +316,7 @@ def test_embeddings_are_found_by_key(tmp_path: pathlib.Path):
     read = store.read(store.find(np.array(list(wanted))))
     assert read.dtype == np.float16
     np.testing.assert_array_equal(read, np.stack(list(wanted.values())))
-    again = embedding_store.EmbeddingStore(store.folder, header.dim)
+    again = embedding_store.EmbeddingStore(store.folder)
     np.testing.assert_array_equal(again.read(again.find(np.array([7]))), wanted[7][None])
 
 
@@ -328,7 +327,7 @@ def test_the_digest_of_embeddings_is_that_of_keys_and_vectors(tmp_path: pathlib.
     ):
         rows = {key: np.array(vector, np.float16) for key, vector in rows.items()}
         path = made_sources.write_sidecar(tmp_path / f'{number}.parquet', rows)
-        digests.add(prepare_embeddings(path)[1].digest)
+        digests.add(prepare_embeddings(path).digest)
     assert len(digests) == 4
 
 
@@ -426,10 +425,8 @@ def test_texts_that_are_large_only_in_memory_take_little_of_it(tmp_path: pathlib
 def test_embeddings_are_read_a_few_at_a_time_if_they_are_wide(tmp_path: pathlib.Path):
     write_wide_embeddings(tmp_path / 'x.parquet')  # 96 MB
     program = """
-        header, store = embedding_store.prepare_store(
-            part_files.find(path), cache_dir=path + '.cache'
-        )
-        print(header.dim, len(store.keys))
+        store = embedding_store.prepare_store(part_files.find(path), cache_dir=path + '.cache')
+        print(store.header.dim, len(store.keys))
     """
     assert run_with_little_memory(program, tmp_path / 'x.parquet') == '4096 12000\n'
 

@@ -76,18 +76,13 @@ def test_a_store_is_built_once(source: Source):
 
 def test_a_sidecar_is_read_once(tmp_path: pathlib.Path):
     path = made_sources.write_sidecar(tmp_path / 'x.parquet', {1: np.ones(2)})
-    prepared = []
-    for hold in (lambda file: contextlib.nullcontext(file.path), None):
-        files = part_files.find(path)
-        prepared.append(
-            embedding_store.prepare_store(files, cache_dir=tmp_path / 'cache', hold=hold)
+    store, same = (
+        embedding_store.prepare_store(
+            part_files.find(path), cache_dir=tmp_path / 'cache', hold=hold
         )
-    (header, store), (same_header, same_store) = prepared
-    assert (header, store.folder, store.digest) == (
-        same_header,
-        same_store.folder,
-        same_store.digest,
+        for hold in (lambda file: contextlib.nullcontext(file.path), None)
     )
+    assert (store.header, store.folder, store.digest) == (same.header, same.folder, same.digest)
 
 
 def test_duplicate_keys_are_refused_or_dropped_without_reading_again(source: Source):

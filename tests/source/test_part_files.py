@@ -28,7 +28,7 @@ def write_parts(folder: pathlib.Path, source: pathlib.Path | None = None, **meta
 
 
 def prepare(place: pathlib.Path, cache: pathlib.Path) -> embedding_store.EmbeddingStore:
-    return embedding_store.prepare_store(part_files.find(place), cache_dir=cache)[1]
+    return embedding_store.prepare_store(part_files.find(place), cache_dir=cache)
 
 
 def test_parts_are_read_as_one_file_would_be(tmp_path):

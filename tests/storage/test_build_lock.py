@@ -8,7 +8,6 @@ import os
 import pathlib
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from tests import children
 from tests.fakes.cloud import Fault
 
 _HOLD = """
-import sys
 from coyo11m_tfds.storage import build_lock
 
 with build_lock.hold(sys.argv[1], wait_seconds=60) as lock:
@@ -34,7 +32,7 @@ with build_lock.hold(sys.argv[1], wait_seconds=60) as lock:
 """
 
 _COUNT = """
-import pathlib, sys, time
+import pathlib, time
 from coyo11m_tfds.storage import build_lock
 
 place, counter, rounds = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3])
@@ -47,24 +45,12 @@ for _ in range(rounds):
 """
 
 
-def _start(code: str, *args: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, '-c', code, *map(str, args)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
 @contextlib.contextmanager
 def _holder(place: str) -> Iterator[subprocess.Popen[str]]:
     """A process that holds the lock until it gets a line."""
-    with _start(_HOLD, place) as child:
-        try:
-            assert child.stdout.readline() == 'held\n'
-            yield child
-        finally:
-            child.kill()
+    with children.python(_HOLD, place) as child:
+        assert child.stdout.readline() == 'held\n', child.stderr.read()
+        yield child
 
 
 @pytest.fixture(params=['local', 'bucket'])
@@ -132,12 +118,12 @@ def test_a_killed_holder_keeps_nobody_out(place):
 def test_many_take_turns(place, tmp_path):
     counter = tmp_path / 'counter'
     counter.write_text('0')
-    children = [_start(_COUNT, place, counter, 4) for _ in range(3)]
-    assert [child.wait(timeout=60) for child in children] == [0, 0, 0]
+    with contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(children.python(_COUNT, place, counter, 4)) for _ in range(3)
+        ]
+        assert [child.wait(timeout=60) for child in started] == [0, 0, 0]
     assert counter.read_text() == '12'
-    for child in children:
-        child.stdin.close()
-        child.stdout.close()
 
 
 def test_threads_of_one_process_keep_each_other_out(place):
@@ -181,6 +167,30 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
         build_lock.hold(tmp_path / 'set', wait_seconds=0),
     ):
         pass
+
+
+_FULL_DISK = """
+    import resource, signal
+    from coyo11m_tfds.storage import build_lock
+    # A write beyond this size fails as on a full disk, with OSError instead of a signal.
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
+    try:
+        with build_lock.hold(sys.argv[1], wait_seconds=0):
+            pass
+    except OSError as error:
+        print(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    with build_lock.hold(sys.argv[1], wait_seconds=0):
+        print('held')
+"""
+
+
+def test_a_lock_that_cannot_be_written_is_not_held(tmp_path):
+    with children.python(_FULL_DISK, tmp_path / 'set') as child:
+        out, errors = child.communicate(timeout=60)
+    assert out == f"[Errno 27] File too large: '{tmp_path}/set.lock'\nheld\n", errors
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- In a bucket ------------------------------------------------------------------------------
@@ -461,23 +471,3 @@ def test_a_lease_is_looked_at_until_it_is_known_to_be_dead(gcs, very_short_lease
     gcs.put('bucket', 'set.lock', _ELSEWHERE.to_json())
     with build_lock.hold('gs://bucket/set', wait_seconds=None) as lock:
         lock.check()
-
-
-def test_a_lock_that_cannot_be_written_is_not_held(tmp_path):
-    """As on a full disk; here files may have no bytes."""
-    program = """
-        import resource
-        from coyo11m_tfds.storage import build_lock
-
-        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        for limit in (0, hard):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-            try:
-                with build_lock.hold(sys.argv[1], wait_seconds=0):
-                    print('held', flush=True)
-            except OSError as error:
-                print(error, flush=True)
-    """
-    with children.python(program, tmp_path / 'place') as child:
-        output, errors = child.communicate()
-    assert output == f"[Errno 27] File too large: '{tmp_path}/place.lock'\nheld\n", errors

@@ -6,8 +6,6 @@ import os
 import pathlib
 import random
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 
@@ -16,7 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coyo11m_tfds.storage.destination import Destination, FileState
+from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage.file_state import FileState
+from coyo11m_tfds.storage.local_folder import LocalFolder
+from tests import children
 
 LAST = 'dataset_info.json'
 SHARED_MEMORY = pathlib.Path('/dev/shm')  # another file system, on Linux
@@ -119,7 +120,7 @@ def test_inventory_tells_every_changed_byte(tmp_path):
 
 
 _LIMITED = """
-import pathlib, resource, signal, sys
+import resource, signal
 from coyo11m_tfds.storage.destination import Destination
 
 # A write beyond this size fails as on a full disk, with OSError instead of a signal.
@@ -135,14 +136,15 @@ except OSError as error:
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path):
-    run = _run(_LIMITED, tmp_path)
-    assert str(tmp_path) in run.stdout and 'too large' in run.stdout
+    with children.python(_LIMITED, tmp_path) as child:
+        out, errors = child.communicate(timeout=120)
+    assert str(tmp_path) in out and 'too large' in out, errors
     assert Destination(tmp_path).inventory() == {'small': _state(bytes(4096))}
     assert list((tmp_path / '.staging').iterdir()) == []
 
 
 _ENDLESS = """
-import pathlib, random, sys
+import pathlib, random
 import google_crc32c
 from coyo11m_tfds.storage.destination import Destination
 
@@ -159,7 +161,7 @@ for i in range(1_000_000):
 
 def test_killed_while_putting(tmp_path):
     for seed in range(4):
-        with _start(_ENDLESS, tmp_path) as child:
+        with children.python(_ENDLESS, tmp_path) as child:
             assert child.stdout.readline() == 'started\n'
             time.sleep(random.Random(seed).uniform(0.02, 0.15))
             child.kill()
@@ -190,26 +192,6 @@ def test_promote_takes_the_place_of_an_empty_folder(tmp_path):
     (tmp_path / 'final').mkdir()
     destination.promote('parts', 'final', LAST)
     assert destination.read_all('final') == {LAST: b'{}'}
-
-
-def test_promote_needs_a_complete_folder(tmp_path):
-    destination = Destination(tmp_path)
-    destination.put_bytes('parts/a', b'')
-    with pytest.raises(FileNotFoundError, match=f'parts: {LAST} is missing'):
-        destination.promote('parts', 'final', LAST)
-    with pytest.raises(FileNotFoundError, match=f'nothing: {LAST} is missing'):
-        destination.promote('nothing', 'final', LAST)
-    assert destination.inventory('parts') == {'a': _state(b'')}
-
-
-def test_promote_replaces_nothing(tmp_path):
-    destination = Destination(tmp_path)
-    destination.put_bytes(f'parts/{LAST}', b'new')
-    destination.put_bytes(f'final/{LAST}', b'old')
-    with pytest.raises(FileExistsError, match='final exists already'):
-        destination.promote('parts', 'final', LAST)
-    assert destination.read_all('final') == {LAST: b'old'}
-    assert destination.read_all('parts') == {LAST: b'new'}
 
 
 @pytest.mark.parametrize('name', ['{abs}/x', '../x', 'a/../../x', 'a//x', './x', 'a\\x', 'a\0x'])
@@ -256,23 +238,6 @@ class _NoExchange:
         return -1
 
 
-def test_promote_puts_nothing_incomplete_in_place_of_what_is_complete(tmp_path):
-    destination = Destination(tmp_path)
-    destination.put_bytes('work/x', b'new')
-    destination.put_bytes(f'final/{LAST}', b'old')
-    with pytest.raises(FileExistsError):
-        destination.promote('work', 'final', LAST, replace=True)
-    assert destination.read_all('final') == {LAST: b'old'}
-
-
-def test_promote_replaces_what_is_not_complete(tmp_path):
-    destination = Destination(tmp_path)
-    destination.put_bytes(f'work/{LAST}', b'new')
-    destination.put_bytes('final/left-of-a-removal', b'old')
-    destination.promote('work', 'final', LAST)
-    assert destination.read_all('final') == {LAST: b'new'}
-
-
 def test_verify_names_the_file_that_differs(tmp_path):
     destination = Destination(tmp_path)
     for name in ('a', 'b'):
@@ -286,15 +251,6 @@ def test_verify_names_the_file_that_differs(tmp_path):
     (tmp_path / 'sub' / 'a').write_bytes(b'1')
     with pytest.raises(OSError, match=r'sub/a: found 1, expected 2'):
         destination.verify('sub', states)
-
-
-def test_remove(tmp_path):
-    destination = Destination(tmp_path / 'out')
-    destination.put_bytes('a/b/x', b'1')
-    for _ in range(2):
-        destination.remove()
-        assert not (tmp_path / 'out').exists()
-        assert destination.inventory() == {}
 
 
 def test_remove_ends_with_what_says_why_it_is_there(tmp_path, monkeypatch):
@@ -311,37 +267,8 @@ def test_remove_ends_with_what_says_why_it_is_there(tmp_path, monkeypatch):
     destination.remove(last=LAST)  # that it is gone is no error
 
 
-def test_nothing_is_removed_by_who_has_lost_the_place(tmp_path):
-    destination = Destination(tmp_path / 'out')
-    for name in (f'work/{LAST}', f'final/{LAST}'):
-        destination.put_bytes(name, name.encode())
-    before = sorted(tmp_path.rglob('*'))
-    for act in (
-        lambda: destination.remove(check=_lost),
-        lambda: destination.keep_only('work', [], check=_lost),
-        lambda: destination.promote('work', 'final', LAST, replace=True, check=_lost),
-    ):
-        with pytest.raises(KeyError):
-            act()
-    assert sorted(tmp_path.rglob('*')) == before
-
-
-def _lost() -> None:
-    raise KeyError('lost')
-
-
 def _interrupt(path: str) -> None:
     raise KeyboardInterrupt
-
-
-def test_only_some_names(tmp_path):
-    destination = Destination(tmp_path)
-    for name in ('a', 'b', 'c', 'sub/b'):
-        destination.put_bytes(name, b'1')
-    assert set(destination.inventory(names=['a', 'c', 'd'])) == {'a', 'c'}
-    destination.keep_only('', ['a', 'd'])
-    assert set(destination.read_all('')) == {'a'}
-    assert set(destination.read_all('sub')) == {'b'}
 
 
 def test_what_is_there_survives_a_loss_of_power(tmp_path, monkeypatch):
@@ -377,11 +304,104 @@ def test_what_is_there_survives_a_loss_of_power(tmp_path, monkeypatch):
     assert steps[before + 1 :] == [('sync', out)]
 
 
-def _start(code: str, *args: object) -> subprocess.Popen[str]:
-    command = [sys.executable, '-c', code, *map(str, args)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def test_what_others_remove_while_it_is_read(tmp_path, monkeypatch):
+    destination = Destination(tmp_path)
+    fill(destination, {'x': b'1', 'y': b'2'})
+    listed = LocalFolder._files
+
+    def list_and_remove(folder: LocalFolder, *args) -> dict[str, str]:
+        files = listed(folder, *args)
+        (tmp_path / 'x').unlink(missing_ok=True)
+        return files
+
+    monkeypatch.setattr(LocalFolder, '_files', list_and_remove)
+    assert destination.read_all('') == {'y': b'2'}
+    destination.put_bytes('x', b'1')
+    assert destination.inventory() == {'y': _state(b'2')}
 
 
-def _run(code: str, *args: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, '-c', code, *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+# --- On a disk and in a bucket ----------------------------------------------------------------
+
+
+@pytest.fixture(params=['local', 'bucket'])
+def destination(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Destination:
+    """A folder that does not exist yet."""
+    if request.param == 'local':
+        return Destination(tmp_path / 'a')
+    request.getfixturevalue('gcs')
+    return Destination('gs://bucket/a')
+
+
+def fill(destination: Destination, files: dict[str, bytes]) -> None:
+    for name, data in files.items():
+        destination.put_bytes(name, data)
+
+
+def work_and_final(destination: Destination) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    return destination.read_all('work'), destination.read_all('final')
+
+
+def test_remove(destination):
+    destination.put_bytes('a/b/x', b'1')
+    for _ in range(2):
+        destination.remove()
+        assert destination.inventory('a/b') == destination.inventory() == {}
+
+
+def test_only_some_names(destination):
+    fill(destination, dict.fromkeys(('a', 'b', 'c', 'sub/b'), b'1'))
+    assert set(destination.inventory(names=['a', 'c', 'd'])) == {'a', 'c'}
+    destination.keep_only('', ['a', 'd'])
+    assert set(destination.read_all('')) == {'a'}
+    assert set(destination.read_all('sub')) == {'b'}
+
+
+def test_promote_needs_a_complete_folder(destination):
+    destination.put_bytes('work/a', b'')
+    with pytest.raises(FileNotFoundError, match=f'work: {LAST} is missing'):
+        destination.promote('work', 'final', LAST)
+    with pytest.raises(FileNotFoundError, match=f'nothing: {LAST} is missing'):
+        destination.promote('nothing', 'final', LAST)
+    assert work_and_final(destination) == ({'a': b''}, {})
+
+
+@pytest.mark.parametrize('replace', [False, True])
+@pytest.mark.parametrize('work', [{LAST: b'new'}, {LAST: b'old', 'x': b'1'}, {'x': b'1'}])
+def test_promote_replaces_nothing_unless_told_and_nothing_by_what_is_incomplete(
+    destination, work: dict[str, bytes], replace: bool
+):
+    fill(destination, {f'work/{name}': data for name, data in work.items()})
+    fill(destination, {f'final/{LAST}': b'old'})
+    if replace and LAST in work:
+        destination.promote('work', 'final', LAST, replace=True)
+        assert destination.read_all('final') == work
+        return
+    with pytest.raises(FileExistsError, match=f'{destination.folder}/final exists already'):
+        destination.promote('work', 'final', LAST, replace=replace)
+    assert work_and_final(destination) == (work, {LAST: b'old'})
+
+
+def test_promote_replaces_what_is_not_complete(destination):
+    """As an interrupted build or removal leaves it."""
+    fill(destination, {'work/x': b'new', f'work/{LAST}': b'2'})
+    fill(destination, {'final/of-another-build': b'1', 'final/x': b'old'})
+    destination.promote('work', 'final', LAST)
+    assert destination.read_all('final') == {LAST: b'2', 'x': b'new'}
+
+
+def test_nothing_is_changed_by_who_has_lost_the_place(destination):
+    both = {'x': b'1', LAST: b'work'}, {'x': b'2', LAST: b'final'}
+    for folder, files in zip(('work', 'final'), both, strict=True):
+        fill(destination, {f'{folder}/{name}': data for name, data in files.items()})
+    for act in (
+        lambda: destination.remove(check=_lost),
+        lambda: destination.keep_only('work', [], check=_lost),
+        lambda: destination.promote('work', 'final', LAST, replace=True, check=_lost),
+    ):
+        with pytest.raises(KeyError):
+            act()
+        assert work_and_final(destination) == both
+
+
+def _lost() -> None:
+    raise KeyError('lost')

@@ -4,8 +4,6 @@ import json
 import pathlib
 import pickle
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 
@@ -14,7 +12,9 @@ import pytest
 from google.cloud import storage
 
 from coyo11m_tfds.storage import gcs_folder, gcs_objects
-from coyo11m_tfds.storage.destination import Destination, FileState
+from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage.file_state import FileState
+from tests import children
 from tests.fakes.cloud import Fault, Gcs
 from tests.fakes.fake_http import Call, FakeServer, Reply
 
@@ -119,6 +119,25 @@ def test_what_others_wrote_is_seen(gcs):
         gcs.put('bucket', 'a/x', data)
         assert destination.inventory() == {'x': _state(data)}
         assert destination.read_all('') == {'x': data}
+
+
+@pytest.mark.parametrize('then', [b'new', None])
+def test_what_others_replace_or_delete_while_it_is_read(gcs, monkeypatch, then: bytes | None):
+    """As a process of a job that stores the same shard, or the one that has finished the build."""
+    for name in ('x', 'y'):
+        gcs.put('bucket', f'a/{name}', b'old')
+    answer = gcs._on_read
+
+    def change(call: Call, *names: str) -> Reply:
+        monkeypatch.setattr(gcs, '_on_read', answer)
+        gcs.remove('bucket', 'a/x')
+        if then:
+            gcs.put('bucket', 'a/x', then)
+        return answer(call, *names)
+
+    monkeypatch.setattr(gcs, '_on_read', change)
+    found = Destination('gs://bucket/a').read_all('', ['x'])
+    assert found == ({'x': then} if then else {})
 
 
 def test_staging(gcs, tmp_path):
@@ -318,36 +337,6 @@ def test_promote(gcs):
     assert copies[-1] == f'bucket/a/work/{LAST}' and len(copies) == 3
 
 
-def test_promote_needs_a_complete_folder(gcs):
-    destination = Destination('gs://bucket/a')
-    destination.put_bytes('work/x', b'1')
-    with pytest.raises(FileNotFoundError, match=f'gs://bucket/a/work: {LAST} is missing'):
-        destination.promote('work', 'final', LAST)
-    assert gcs.objects('bucket') == {'a/work/x': b'1'}
-
-
-@pytest.mark.parametrize('of_work', [{LAST: b'new'}, {LAST: b'old', 'x': b'1'}, {'x': b'1'}])
-def test_promote_replaces_nothing(gcs, of_work):
-    destination = Destination('gs://bucket/a')
-    destination.put_bytes(f'final/{LAST}', b'old')
-    for name, data in of_work.items():
-        destination.put_bytes(f'work/{name}', data)
-    before = gcs.objects('bucket')
-    with pytest.raises(FileExistsError, match='gs://bucket/a/final exists already'):
-        destination.promote('work', 'final', LAST)
-    assert gcs.objects('bucket') == before
-
-
-def test_promote_clears_what_an_interrupted_one_left(gcs):
-    destination = Destination('gs://bucket/a')
-    destination.put_bytes('final/of-another-build', b'1')
-    destination.put_bytes('final/x', b'old')
-    destination.put_bytes('work/x', b'new')
-    destination.put_bytes(f'work/{LAST}', b'2')
-    destination.promote('work', 'final', LAST)
-    assert gcs.objects('bucket') == {f'a/final/{LAST}': b'2', 'a/final/x': b'new'}
-
-
 @pytest.mark.parametrize(
     'match', ['copy .*/x5', f'copy .*{LAST}', 'DELETE .*/x5', f'DELETE .*{LAST}']
 )
@@ -374,7 +363,6 @@ def _check_interrupted(gcs: Gcs, files: dict[str, bytes]) -> None:
 
 
 _PROMOTE = """
-import sys
 from coyo11m_tfds.storage.destination import Destination
 
 destination = Destination('gs://bucket/a')
@@ -390,8 +378,7 @@ def test_killed_while_promoting(gcs):
         gcs.put('bucket', f'a/work/{name}', data)
     gcs.latency = 0.02
     for seed in range(3):
-        command = [sys.executable, '-c', _PROMOTE, LAST]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        with children.python(_PROMOTE, LAST) as child:
             assert child.stdout.readline() == 'started\n'
             time.sleep(random.Random(seed).uniform(0.02, 0.2))
             child.kill()
@@ -483,6 +470,22 @@ def test_an_answer_to_a_copy_that_is_lost(gcs):
     assert gcs.objects('bucket') == {f'a/final/{LAST}': b'1', 'a/final/x': b'1'}
 
 
+@pytest.mark.parametrize('kind', ['503', 'lost'])
+def test_a_copy_that_takes_several_requests(gcs, kind: str):
+    """As between places far apart."""
+    gcs.copied_at_once = 400
+    data = random.Random(2).randbytes(1000)
+    gcs.put('bucket', 'a/x', data)
+    gcs.clear()
+    gcs.inject(Fault(kind, action='copy', count=2))
+    folder = gcs_folder.GcsFolder('gs://bucket/a')
+    counted: list[int] = []
+    gcs_objects.copy(folder.blob('x'), folder.blob('y'), _state(data), counted.append)
+    assert gcs.objects('bucket') == {'a/x': data, 'a/y': data}
+    assert counted == [400, 400, 200]
+    assert len(gcs.requests) == 5
+
+
 def test_verify_compares_checksums(gcs):
     destination = Destination('gs://bucket/a')
     destination.put_bytes('sub/x', b'12')
@@ -502,23 +505,3 @@ def test_remove_ends_with_what_says_why_it_is_there(gcs):
     assert f'a/{LAST}' in gcs.objects('bucket')
     destination.remove(last=LAST)
     assert gcs.objects('bucket') == {}
-
-
-def test_nothing_is_changed_by_who_has_lost_the_place(gcs):
-    destination = Destination('gs://bucket/a')
-    for folder in ('final', 'work'):
-        for name in ('x', LAST):
-            gcs.put('bucket', f'a/{folder}/{name}', folder.encode())
-    before = gcs.objects('bucket')
-    for act in (
-        lambda: destination.remove(check=_lost),
-        lambda: destination.keep_only('work', [], check=_lost),
-        lambda: destination.promote('work', 'final', LAST, replace=True, check=_lost),
-    ):
-        with pytest.raises(KeyError):
-            act()
-        assert gcs.objects('bucket') == before
-
-
-def _lost() -> None:
-    raise KeyError('lost')

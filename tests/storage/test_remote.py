@@ -346,7 +346,13 @@ def test_a_range_of_a_file_that_has_changed(bucket: Cloud):
 def test_a_range_of_a_local_file(tmp_path: pathlib.Path):
     path = tmp_path / 'x.pt'
     path.write_bytes(DATA)
-    assert remote.read_range(source_files.describe(path), 10, 1000) == DATA[10:1010]
+    file = source_files.describe(path)
+    assert remote.read_range(file, 10, 1000) == DATA[10:1010]
+    path.write_bytes(DATA[:500])
+    with pytest.raises(
+        OSError, match=r'x\.pt has changed since it was listed \(it ends at byte 500'
+    ):
+        remote.read_range(file, 10, 1000)
 
 
 def test_a_server_that_knows_no_ranges(

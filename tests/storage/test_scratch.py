@@ -319,6 +319,21 @@ def test_without_a_checksum_a_copy_that_is_found_has_the_size(bucket: Gcs, folde
         assert pathlib.Path(again).read_bytes() == content('x.pt')
 
 
+def test_the_folder_that_a_program_takes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv('HOME', '/home')
+    monkeypatch.setenv('XDG_CACHE_HOME', '/cache')
+    for data_dir, chosen, expected in (
+        ('/data', '', '/data/.x'),
+        ('/data/x/latents/1.0.0/../../..', '', '/data/.x'),
+        ('latents/1.0.0/../../..', '', '../.x'),
+        ('', '', '/cache/x'),
+        ('gs://bucket/data', '', '/cache/x'),
+        ('gs://bucket/x/latents/1.0.0/../../..', '', '/cache/x'),
+        ('/data', '~/mine', '/home/mine'),
+    ):
+        assert scratch.choose_folder('x', data_dir, chosen) == expected
+
+
 def test_the_folder_for_temporary_files_is_this_user_s_alone(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):
