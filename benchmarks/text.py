@@ -6,9 +6,9 @@ The encoders are the real ones that `tests/text/fetch_encoders.py` fetches. All 
 captions, of 10 to 250 tokens of MiniLM, in the same random order; a side is a process of its own,
 and they take turns. Times count from when the model is loaded to when the last result is there: on
 the disk for this project, whose time includes finding equal captions and writing, and for
-`datasets.map`; in memory for the others. CPU seconds are of all processes of the side, from there
-on. A peer that is not installed is named and left out (`pip install datasets sentence-transformers`
-in the environment of this project brings both).
+`datasets.map`; in memory for the others. CPU seconds are of all processes of the side, loading the
+model included. A peer that is not installed is named and left out; `pip install datasets
+sentence-transformers` in the environment of this project brings both.
 """
 
 import argparse
