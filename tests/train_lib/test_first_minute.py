@@ -165,6 +165,7 @@ def test_an_error_is_one_line_and_leaves_nothing(mini_dataset, silent, tmp_path)
     assert not (tmp_path / 'run').exists()
 
 
+@pytest.mark.slow
 def test_a_full_disk_and_a_damaged_checkpoint_are_told_in_the_last_line(
     mini_dataset, silent, tmp_path
 ):
