@@ -34,7 +34,6 @@ from train_lib import (
     previews,
     program,
     sharding,
-    step_encoder,
 )
 from train_lib.data import TrainingData
 
@@ -67,16 +66,7 @@ class Trial:
     def __init__(self, config: ml_collections.ConfigDict):
         self._mesh = sharding.make_mesh(**config.mesh)
         self._data = TrainingData(config, self._mesh)
-        self._program = program.make_program(
-            config,
-            self._mesh,
-            self._data.facts.stats,
-            latent_shape=self._data.facts.latent_shape,
-            vocabulary=self._data.facts.vocabulary,
-            encoder=step_encoder.load(
-                config.encoder, self._data.facts, self._mesh, dtype=config.model.dtype
-            ),
-        )
+        self._program = program.for_data(config, self._mesh, self._data.facts)
         self._encoder = caption_encoder.make(self._data.facts)
         self._batches = self._data.train_batches(0)
         self._state = self._program.init()

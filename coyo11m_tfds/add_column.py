@@ -235,12 +235,13 @@ def _keys(stored: StoredDataset, split: str) -> Iterator[np.ndarray]:
     """The keys of a split in the order of its records, some at a time."""
     if not any(stored.splits[split].shard_lengths):
         return
-    if stored.open_split(split) is None:
+    data = input_pipeline.open_data(stored.folder)  # whose index is read once
+    if data.split(split) is None:
         raise ValueError(
             f'{stored.folder}: split {split!r} has no chunk index. Build the data set again.'
         )
     batches = input_pipeline.eval_batches(
-        stored.folder,
+        data,
         verify=verified.ALWAYS,
         split=split,
         features=(schema.KEY,),

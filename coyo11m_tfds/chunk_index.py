@@ -16,21 +16,17 @@ of 5). As int64 in memory it was 1.1 s and 276 MB.
 
 import io
 import os
-import tokenize
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
 import numpy as np
 from etils import epath
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import npy, schema
 from coyo11m_tfds.storage import remote, source_files
 
 # Entries read and looked through at a time, 2 MB of the file.
 _BLOCK = 1 << 18
-
-# What NumPy raises for a damaged header: its own errors and those of Python's parser.
-HEADER_ERRORS = (ValueError, TypeError, SyntaxError, tokenize.TokenError)
 
 
 class ChunkIndex:
@@ -207,12 +203,7 @@ def _read_compact(path: str) -> np.ndarray:
 
 def _read_header(file: BinaryIO) -> int:
     """Returns how many entries follow."""
-    try:
-        if np.lib.format.read_magic(file) != (1, 0):
-            raise ValueError('another version of the .npy format than 1.0')
-        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-    except HEADER_ERRORS as error:
-        raise ValueError(str(error)) from error
+    dtype, shape = npy.read_header(file)
     if len(shape) != 1 or dtype != np.int64:
         raise ValueError(f'expected a flat int64 array, got {dtype} {shape}')
     return shape[0]

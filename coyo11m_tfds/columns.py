@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from coyo11m_tfds import pt_archive, schema
-from coyo11m_tfds.chunk_index import HEADER_ERRORS
+from coyo11m_tfds import npy, pt_archive, schema
 from coyo11m_tfds.storage import json_digest, remote, source_files, stored_files
 from coyo11m_tfds.storage.source_files import SourceFile
 
@@ -131,7 +130,7 @@ class Column:
         path = os.path.join(folder, file_name(self.name, split))
         try:
             places = _load_places(path)
-        except HEADER_ERRORS as error:
+        except ValueError as error:
             raise ValueError(f'{path}: is no column ({error}). Build the data set again.') from None
         if len(places) != num_records:
             raise ValueError(
@@ -186,7 +185,7 @@ class AddedColumn:
             file = source_files.describe(path)
             head = remote.read_range(file, 0, min(file.size, _NPY_HEADER))
             dtype, shape, start = _parse_header(head, file.size)
-        except HEADER_ERRORS as error:
+        except ValueError as error:
             raise ValueError(f'{path}: is no column ({error}). Add it again.') from None
         if dtype != self.dtype or shape != (num_records, *self.shape):
             raise ValueError(
@@ -288,13 +287,11 @@ def _parse_header(head: bytes, num_bytes: int) -> tuple[np.dtype, tuple[int, ...
         num_bytes: of the file.
 
     Raises:
-        HEADER_ERRORS: it is no such file.
+        ValueError: it is no such file.
     """
     stream = io.BytesIO(head)
-    if np.lib.format.read_magic(stream) != (1, 0):
-        raise ValueError('it is no .npy file of version 1.0')
-    shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(stream)
+    dtype, shape = npy.read_header(stream)
     expected = stream.tell() + dtype.itemsize * math.prod(shape)
-    if is_fortran or num_bytes != expected:
+    if num_bytes != expected:
         raise ValueError(f'it has {num_bytes:,} bytes, expected {expected:,}')
     return dtype, shape, stream.tell()

@@ -26,7 +26,7 @@ from tensorflow_datasets.core import dataset_builder
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.build import build_folder, recorded_settings
-from coyo11m_tfds.build.settings import BuildSettings
+from coyo11m_tfds.build.settings import BuildSettings, check_names
 from coyo11m_tfds.columns import IN_PLACE
 from coyo11m_tfds.process import job
 from coyo11m_tfds.storage import stored_files
@@ -45,8 +45,6 @@ _TEXT_DOCS = {
     schema.TOKENS: 'Token ids of the caption, padded with -1.',
 }
 
-_RENAMED = {'text_vectors': 'text_embeddings'}  # fields, of earlier versions
-
 # Folders of data sets that a program of TFDS has removed.
 _to_be_replaced: set[str] = set()
 
@@ -59,14 +57,7 @@ class Coyo11mConfig(BuildSettings, tfds.core.BuilderConfig):
 
     def __new__(cls, *args, **fields):
         # Checked here, because TFDS passes --config='{...}' on unchecked.
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in fields:
-            if name in _RENAMED:
-                raise ValueError(f"config: the field '{name}' is now '{_RENAMED[name]}'.")
-            if name not in known:
-                raise ValueError(
-                    f"config has an unknown field '{name}'; the fields are {', '.join(known)}."
-                )
+        check_names(fields, [field.name for field in dataclasses.fields(cls)], 'config')
         return super().__new__(cls)
 
     def __post_init__(self):

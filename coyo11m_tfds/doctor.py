@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.build.settings import BuildSettings
+from coyo11m_tfds.build.settings import BuildSettings, check_names
 from coyo11m_tfds.checks import (
     child,
     devices,
@@ -240,12 +240,7 @@ def read_build_config(text: str) -> tuple[dict[str, Any], BuildSettings]:
         raise ValueError(f'--build_config={text}: expected a JSON object.')
     known = [field.name for field in dataclasses.fields(BuildSettings)]
     of_build = {name: fields[name] for name in fields if name not in _OF_TFDS}
-    for name in of_build:
-        if name not in known:
-            raise ValueError(
-                f"--build_config has an unknown field '{name}'; the fields are "
-                f'{", ".join(["name", *known])}.'
-            )
+    check_names(of_build, ['name', *known], '--build_config')
     return fields, BuildSettings(**of_build)
 
 

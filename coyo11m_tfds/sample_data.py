@@ -22,6 +22,7 @@ import numpy as np
 
 from coyo11m_tfds import latent_rgb, schema
 from coyo11m_tfds.process import command_line, ending
+from coyo11m_tfds.storage.source_files import is_remote
 
 # Muted between green and magenta: there the preview is weak (the least singular value of
 # `schema.RGB_FACTORS` is 0.08, the others are 0.85 and 0.29), so that a vivid green or purple would
@@ -167,7 +168,7 @@ def make_sample(
             holds latents.
         OSError: a file cannot be written.
     """
-    if '://' in os.fspath(out_dir) or not os.fspath(out_dir):
+    if is_remote(out_dir) or not os.fspath(out_dir):
         raise ValueError(
             f'out_dir is {str(out_dir)!r}, expected a local folder. python -m coyo11m_tfds.mirror '
             'copies it into a bucket.'

@@ -2,11 +2,25 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable, Sequence
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.columns import IN_PLACE, LATENTS_LIE
 
 EMBEDDINGS_IN_PT = 'pt'  # the `text_embeddings` for `embeddings` inside the `.pt` files
+
+_RENAMED = {'text_vectors': 'text_embeddings'}  # fields, of earlier versions
+
+
+def check_names(names: Iterable[str], known: Sequence[str], where: str) -> None:
+    """Raises a ValueError for a name that is none of the known fields; it begins with `where`."""
+    for name in names:
+        if name in _RENAMED:
+            raise ValueError(f"{where}: the field '{name}' is now '{_RENAMED[name]}'.")
+        if name not in known:
+            raise ValueError(
+                f"{where} has an unknown field '{name}'; the fields are {', '.join(known)}."
+            )
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)

@@ -14,11 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from coyo11m_tfds import columns, records, schema
-from coyo11m_tfds.reading import dataset
 from coyo11m_tfds.storage import source_files
 from tests.fakes.cloud import Gcs, fake_gcs
 from tests.reading import small_dataset
-from tests.reading.batches import assert_same, global_batches
+from tests.reading.batches import assert_same
 from tests.reading.test_properties import SHARDS, Run, runs
 
 COUNT = 7
@@ -70,19 +69,8 @@ def in_bucket(file: columns.ColumnFile, url: str) -> columns.ColumnFile:
 
 
 def read(place: tuple[str, str], run: Run, **changes) -> list[dict[str, np.ndarray]]:
-    """Batches from `run.start` on, put together from those of every process."""
     path, engine = place
-    return global_batches(
-        path,
-        run.processes,
-        COUNT,
-        engine=engine,
-        features=dataset.FEATURES,
-        caption_dropout=0.5,
-        start_step=run.start,
-        **run.order_settings,
-        **changes,
-    )
+    return run.batches(path, COUNT, engine=engine, **changes)
 
 
 @pytest.mark.parametrize('way', WAYS)

@@ -66,6 +66,19 @@ class Run:
     def order(self) -> Order:
         return Order(SHARDS[self.shards], **self.order_settings)
 
+    def batches(self, data, count: int, **arguments) -> list[dict[str, np.ndarray]]:
+        """Batches from `start` on, put together from those of every process."""
+        return global_batches(
+            data,
+            self.processes,
+            count,
+            features=dataset.FEATURES,
+            caption_dropout=0.5,
+            start_step=self.start,
+            **self.order_settings,
+            **arguments,
+        )
+
 
 SEEDS = st.integers(0, 2**64 - 1)
 ANY_SHARDS = st.sampled_from(sorted(SHARDS))
@@ -241,16 +254,7 @@ def test_another_seed_is_another_order_of_other_choices(written, run, to_other):
 def test_batches_are_those_of_the_plan(written, engine, run):
     """Without TensorFlow, which takes no graph: many more settings than with it."""
     data, order, count = written[run.shards], run.order, 7
-    batches = global_batches(
-        data.builder,
-        run.processes,
-        count,
-        engine=engine,
-        features=dataset.FEATURES,
-        caption_dropout=0.5,
-        start_step=run.start,
-        **run.order_settings,
-    )
+    batches = run.batches(data.builder, count, engine=engine)
     first = np.cumsum([0, *SHARDS[run.shards]])
     for step, batch in enumerate(batches, run.start):
         shard, record = order.batch_records(step)

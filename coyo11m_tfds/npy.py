@@ -1,0 +1,29 @@
+"""The header of a `.npy` file, https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html.
+
+dtype, shape = npy.read_header(stream)      # the numbers follow, from `stream.tell()` on
+"""
+
+import tokenize
+from typing import BinaryIO
+
+import numpy as np
+
+# What NumPy raises for a damaged header: its own errors and those of Python's parser.
+_OF_DAMAGE = (ValueError, TypeError, SyntaxError, tokenize.TokenError)
+
+
+def read_header(stream: BinaryIO) -> tuple[np.dtype, tuple[int, ...]]:
+    """Reads the header of a file of version 1.0; returns dtype and shape of its array.
+
+    Raises:
+        ValueError: it is no such header, or the array does not lie row after row.
+    """
+    try:
+        if np.lib.format.read_magic(stream) != (1, 0):
+            raise ValueError('another version of the .npy format than 1.0')
+        shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(stream)
+    except _OF_DAMAGE as error:
+        raise ValueError(str(error)) from error
+    if is_fortran:
+        raise ValueError('its array lies column after column')
+    return dtype, shape
