@@ -297,6 +297,7 @@ def upload(cloud, path: pathlib.Path) -> None:
 
 def test_a_data_set_in_a_bucket_is_found_from_above(cloud):
     cloud.put('bucket', 'd/1.0.0.building/data/dataset_info.json', b'')
+    cloud.put('bucket', 'd/1.0.0.old/dataset_info.json', b'')
     for folder in ('gs://bucket', 'gs://bucket/d/', DATA):
         assert stored_files.folders_with(folder, schema.INFO_FILE) == [DATA]
     assert stored_files.folders_with('gs://bucket/no', schema.INFO_FILE) == []

@@ -20,7 +20,7 @@ from coyo11m_tfds.checks import finding
 from coyo11m_tfds.checks.finding import Finding, gigabytes
 from coyo11m_tfds.chunk_index import ChunkIndex, file_name
 from coyo11m_tfds.reading import stored_splits
-from coyo11m_tfds.storage import remote, retry, source_files, stored_files
+from coyo11m_tfds.storage import remote, source_files, stored_files
 from coyo11m_tfds.storage.source_files import SourceFile
 
 # Bytes up to which a data set is read through: two seconds of a disk, some of a bucket.
@@ -49,9 +49,12 @@ def find(data_dir: str) -> list[str]:
         pass
     below = f'{data_dir}/{schema.NAME}'
     if source_files.is_remote(data_dir):
-        return _find_remote(below)
-    folders = [path for path in pathlib.Path(below).glob('*/*') if path.is_dir()]
-    folders = [path for path in folders if path.suffix not in ('.building', '.old')]
+        return stored_files.folders_with(below, schema.INFO_FILE)
+    folders = [
+        path
+        for path in pathlib.Path(below).glob('*/*')
+        if path.is_dir() and stored_files.is_version(path.name)
+    ]
     return sorted(
         str(path) for path in folders if _is_data_set([file.name for file in path.iterdir()])
     )
@@ -117,15 +120,6 @@ def _tell(name: str, faults: Sequence[str], command: str) -> Iterator[Finding]:
 def _is_data_set(names: Sequence[str]) -> bool:
     marks = {schema.INFO_FILE, schema.CHECKSUMS_FILE}
     return any(name in marks or name.startswith(f'{schema.NAME}-') for name in names)
-
-
-def _find_remote(below: str) -> list[str]:
-    from coyo11m_tfds.storage import gcs_objects  # imports the storage's client
-
-    gcs_objects.split_url(below)
-    pattern = f'{below}/*/*/{schema.INFO_FILE}'
-    found = retry.call(lambda: source_files.gcs().glob(pattern), f'listing {below}')
-    return sorted(f'gs://{path.rpartition("/")[0]}' for path in found)
 
 
 def _check_spots(files: dict[str, SourceFile], told: set[str]) -> list[str]:

@@ -7,6 +7,7 @@ stored_files.read(files['features.json'], stored_files.Content).data
 import functools
 import glob
 import pathlib
+import re
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -16,8 +17,6 @@ from coyo11m_tfds.storage import remote, retry, source_files
 from coyo11m_tfds.storage.file_state import ignore_bytes
 from coyo11m_tfds.storage.source_files import SourceFile
 
-# Of a version, which is what folders of data sets are named by.
-_VERSION = '[0-9]*'
 _LEVELS = 3  # of NAME/CONFIG/VERSION
 
 # Bytes in a request; each file that is being read takes a few times as much memory.
@@ -65,7 +64,7 @@ def folders_with(folder: str, name: str) -> list[str]:
 
         gcs_objects.split_url(folder)
     folder = folder.rstrip('/') or '/'
-    below = ['/'.join([*'*' * level, _VERSION, name]) for level in range(_LEVELS)]
+    below = ['/'.join([*'*' * level, '[0-9]*', name]) for level in range(_LEVELS)]
     for pattern in [name, *below]:
         if is_remote:
             listing = functools.partial(source_files.gcs().glob, f'{glob.escape(folder)}/{pattern}')
@@ -73,9 +72,20 @@ def folders_with(folder: str, name: str) -> list[str]:
             found = [f'gs://{path}' for path in found]
         else:
             found = [f'{folder}/{path}' for path in glob.glob(pattern, root_dir=folder)]
-        if found:
-            return sorted(path.removesuffix(f'/{name}') for path in found)
+        folders = [path.removesuffix(f'/{name}') for path in found]
+        if pattern != name:
+            folders = [path for path in folders if is_version(path.rpartition('/')[2])]
+        if folders:
+            return sorted(folders)
     return []
+
+
+def is_version(name: str) -> bool:
+    """True for what TFDS names the folders of data sets, `1.0.0`.
+
+    Not for that of a build under way, `1.0.0.building`, or of one that a user put aside.
+    """
+    return re.fullmatch(r'\d+\.\d+\.\d+', name) is not None
 
 
 class Taker(Protocol):
