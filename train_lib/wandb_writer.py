@@ -3,8 +3,8 @@
     writer = WandbWriter(config, workdir)      # on with --config.wandb.project=NAME
 
 `WANDB_MODE=offline` keeps all on this machine; `wandb sync` sends it later. The run's id lies in
-the workdir, so that a resumed run continues the same chart. What a run that was killed had sent
-beyond its last checkpoint is sent again; wandb ignores it, and it is the same.
+the workdir, so that a resumed run continues the same chart. A run that was killed sends again what
+came after its last checkpoint; that is the same, and wandb ignores it.
 """
 
 import html
@@ -27,7 +27,11 @@ class WandbWriter(metric_writers.MetricWriter):
     """Sends scalars, images, texts, histograms and hyperparameters; ignores all else."""
 
     def __init__(self, config: ml_collections.ConfigDict, workdir: epath.Path):
-        """Begins the run `wandb.project` says, or resumes the one whose id is in the workdir."""
+        """Begins a run of `wandb.project`, or resumes the one whose id is in the workdir.
+
+        Raises:
+            OSError: wandb refuses, above all where nobody is logged in.
+        """
         path = workdir / ID_FILE
         if path.exists():
             run_id = path.read_text().strip()
@@ -35,14 +39,20 @@ class WandbWriter(metric_writers.MetricWriter):
             run_id = uuid.uuid4().hex[:12]
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(run_id)
-        self._run = wandb.init(
-            project=config.wandb.project,
-            id=run_id,
-            name=workdir.name,
-            resume='allow',
-            config=settings.flatten(config.to_dict()),
-            settings=wandb.Settings(console='off', silent=True),
-        )
+        try:
+            self._run = wandb.init(
+                project=config.wandb.project,
+                id=run_id,
+                name=workdir.name,
+                resume='allow',
+                config=settings.flatten(config.to_dict()),
+                settings=wandb.Settings(console='off', silent=True),
+            )
+        except wandb.Error as error:
+            raise OSError(
+                f'wandb.project={config.wandb.project!r}: {error} WANDB_MODE=offline keeps the run '
+                'here, and `wandb sync` sends it later.'
+            ) from error
 
     def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
         """See `clu.metric_writers.MetricWriter`, also for the others."""
