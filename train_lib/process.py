@@ -21,6 +21,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from absl import app, flags, logging
 
@@ -59,9 +60,11 @@ def run(main: Callable[[], None], required: Sequence[str]) -> None:
     except SystemExit as end:
         if not isinstance(end.code, str):
             raise
-        # The last line: while the interpreter shuts down, libraries may still complain.
         sys.stdout.flush()
-        print(end.code, file=sys.stderr, flush=True)
+        with os.fdopen(os.dup(sys.stderr.fileno()), 'w') as stderr:
+            # The last line: threads of libraries may complain until the process has ended.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+            print(end.code, file=stderr)
         os._exit(1)
 
 
@@ -128,6 +131,7 @@ def prepare() -> None:
         handler = logging.get_absl_handler()
         handler.addFilter(_is_worth_reading)
         handler.setFormatter(_Lines())
+        sys.unraisablehook = functools.partial(_unraisable, sys.unraisablehook)
         input_pipeline.quiet_tensorflow()
     import tensorflow as tf
 
@@ -157,11 +161,22 @@ def _is_verbose() -> bool:
     return flags.FLAGS.is_parsed() and flags.FLAGS.verbose
 
 
+def _unraisable(report: Callable[[Any], Any], error: Any) -> None:
+    """Reports all but what follows from an error of a checkpoint, once for each of its arrays."""
+    if str(error.exc_value) != 'Event loop is closed':
+        report(error)
+
+
 class _Lines(standard_logging.Formatter):
-    """The time of day and the message; the level where it is a warning or worse."""
+    """The time of day and the message; the level where it is a warning or worse.
+
+    Libraries log errors before they raise them, so their tracebacks are left out.
+    """
 
     def format(self, record: standard_logging.LogRecord) -> str:
         level = '' if record.levelno <= standard_logging.INFO else f'{record.levelname}: '
+        if not record.pathname.startswith(_OWN_CODE):
+            record.exc_info = record.exc_text = None
         return f'{self.formatTime(record, "%H:%M:%S")} {level}{super().format(record)}'
 
 

@@ -175,6 +175,7 @@ def test_a_full_disk_and_a_damaged_checkpoint_are_told_in_the_last_line(
     assert code == 1
     expected = f'error: {tmp_path}/checkpoints: a checkpoint cannot be written: '
     assert lines[-1].startswith(expected) and 'File too large' in lines[-1]
+    assert not [line for line in lines if line.startswith('Traceback')]
     assert not runs.saved_steps(tmp_path)
 
     assert command(flags, silent)[0] == 0
@@ -184,6 +185,7 @@ def test_a_full_disk_and_a_damaged_checkpoint_are_told_in_the_last_line(
     assert code == 1
     expected = f'error: {tmp_path}/checkpoints/3: the checkpoint cannot be read: '
     assert lines[-1].startswith(expected) and 'remove this folder' in lines[-1]
+    assert not [line for line in lines if line.startswith('Traceback')]
 
 
 @pytest.mark.parametrize(
