@@ -111,6 +111,7 @@ def test_it_ends_with_where_the_report_and_the_data_set_are(built: tuple):
     assert 'DatasetInfo' not in said
 
 
+@pytest.mark.slow
 def test_from_a_bucket_to_a_bucket(source, plain, tmp_path):
     with fake_gcs(tmp_path) as gcs:
         gcs.upload_folder(source, 'gs://in/coyo')

@@ -64,6 +64,7 @@ print(sorted(path.name for path in folder.glob('configs/de*')))
     assert said[3:5] == ["['DejaVuSans.ttf', 'LICENSE']", "['default.py', 'demo.py']"]
 
 
+@pytest.mark.slow
 def test_it_builds_a_data_set(installed, tmp_path):
     made_sources.write_source(tmp_path / 'source', [range(40)])
     (tmp_path / 'empty').mkdir()

@@ -84,6 +84,7 @@ def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: pathlib.Path
     assert (tmp_path / 'thesis.tex').exists()
 
 
+@pytest.mark.slow
 def test_the_command_runs_in_fresh_processes_and_prints_a_table(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture
 ):

@@ -57,6 +57,7 @@ def run_with_beam(
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
 def test_every_file_is_fetched_once(tmp_path: pathlib.Path):
     """By as many workers as have room for a file each, so that none is there for a second time."""
     files = [range(ROWS * n, ROWS * (n + 1)) for n in range(FILES)]

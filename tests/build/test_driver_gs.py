@@ -148,7 +148,9 @@ def column_for(kind: str) -> str:
     return 'caption' if PASSING.index(kind) % 2 else 'caption_llava'
 
 
-@pytest.mark.parametrize('kind', PASSING)
+@pytest.mark.parametrize(
+    'kind', [pytest.param(k, marks=pytest.mark.slow) if k == 'stall' else k for k in PASSING]
+)
 def test_a_fault_of_the_destination_changes_nothing(cloud, builder, undisturbed, kind: str):
     final = final_url(f'destination-{kind}')
     for match in (r'upload data/.*train.tfrecord-00001-of', r'upload data/.*dataset_info'):
@@ -242,6 +244,7 @@ PLAN = """
 """
 
 
+@pytest.mark.slow
 def test_the_next_build_removes_the_temporary_files_of_killed_ones(
     cloud, builder, undisturbed, monkeypatch
 ):
@@ -270,6 +273,7 @@ def test_the_next_build_removes_the_temporary_files_of_killed_ones(
     assert not [name for name in left if name.startswith(('heads-', 'staging-', 'info-'))]
 
 
+@pytest.mark.slow
 def test_a_builder_that_slept_while_it_removed_the_old_data_set_does_no_harm(
     cloud, builder, undisturbed, tmp_path
 ):

@@ -111,6 +111,7 @@ def test_processes_of_a_job_build_what_one_builds(place, expected, count: int):
     build_in_job(place, expected, count)
 
 
+@pytest.mark.slow
 def test_processes_of_a_job_build_in_a_bucket(server, expected, tmp_path):
     build_in_job(bucket_place(server, tmp_path), expected, count=2)
 
@@ -304,6 +305,7 @@ def test_a_process_that_cannot_write_leaves_it_to_the_first(source, expected, tm
 # --- What the others learn -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_others_learn_why_the_first_failed(source, expected, tmp_path):
     place = LocalPlace(tmp_path, source)
     place.source = missing = tmp_path / 'missing'

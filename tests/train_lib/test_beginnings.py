@@ -49,6 +49,7 @@ def keys_of(data_dir, start, count, **order):
 # --- Resuming with another order ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_another_batch_size_and_then_as_ever(
     mini_dataset, keys, tmp_path, caplog
 ):
