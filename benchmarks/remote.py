@@ -1,10 +1,10 @@
 """Reads training batches from a storage server on this machine, with and without a long way to it.
 
-    python -m benchmarks.remote --dir /tmp/bench        # 400 MB, three repeats, a minute
+    python -m benchmarks.remote --dir /tmp/bench        # 400 MB, three repeats, two minutes
 
-The server and the way TensorFlow is led to it are those of the tests. Each run is a fresh process
-with the default settings of training but for a smaller window; runs with and without the added
-latency take turns.
+The server and the way to it, through a proxy that adds TLS, are those of the tests. Each run is a
+fresh process with the default settings of training but for a smaller window. `train_batches` and
+`train_dataset`, with and without the added latency, take turns.
 """
 
 import argparse
@@ -32,7 +32,9 @@ _SETTINGS = {
     'window': 256,
     'parallel_reads': 4,
 }
+_READERS = {'train_batches': False, 'train_dataset': True}  # whether it is of tf.data
 _COLUMNS = (
+    'reader',
     'added to a request',
     'samples/s',
     'all runs',
@@ -53,23 +55,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags = parser.parse_args(arguments)
     data = _make_data(flags.dir, flags.samples)
     print(measure.describe_machine(flags.dir, ['tensorflow-cpu', 'coyo11m_tfds']), end='\n\n')
-    runs = {0.0: [], flags.latency: []}
+    runs = {(reader, added): [] for reader in _READERS for added in (0.0, flags.latency)}
     with (
         tempfile.TemporaryDirectory(dir=flags.dir) as folder,
         fake_gcs(pathlib.Path(folder)) as server,
     ):
         server.upload_folder(data, _URL)
         for _ in range(flags.repeats):
-            for latency, of_latency in runs.items():
-                of_latency.append(_run(server, latency, flags.steps))
-    rates = {latency: statistics.median(run['rate'] for run in r) for latency, r in runs.items()}
-    print(report.markdown_table(_COLUMNS, [_row(*of_latency) for of_latency in runs.items()]))
-    print(f'\nWith the latency: {rates[flags.latency] / rates[0.0]:.0%} (80% is wanted)')
+            for (reader, latency), found in runs.items():
+                found.append(_run(server, _READERS[reader], latency, flags.steps))
+    print(report.markdown_table(_COLUMNS, [_row(*side, found) for side, found in runs.items()]))
+    rates = [statistics.median(run['rate'] for run in found) for found in runs.values()]
+    print(f'\nWith the latency: {rates[1] / rates[0]:.0%} (80% is wanted)')
 
 
-def _row(latency: float, runs: list[dict[str, float]]) -> list[str]:
+def _row(reader: str, latency: float, runs: list[dict[str, float]]) -> list[str]:
     rates = sorted(run['rate'] for run in runs)
     return [
+        f'`{reader}`',
         f'{1000 * latency:.0f} ms',
         f'{statistics.median(rates):,.0f}',
         f'{rates[0]:,.0f} to {rates[-1]:,.0f}',
@@ -89,14 +92,15 @@ def _make_data(folder: pathlib.Path, num_samples: int) -> pathlib.Path:
     return tf_readers.data_dir(data)
 
 
-def _run(server: Gcs, latency: float, steps: int) -> dict[str, float]:
+def _run(server: Gcs, as_dataset: bool, latency: float, steps: int) -> dict[str, float]:
     server.clear()
     server.latency = latency
+    # What is under way at the end is waited for: server and counter then count the same.
+    asked = {'path': _URL, 'steps': steps, 'settle': True, 'settings': _SETTINGS}
     ended = subprocess.run(
         [sys.executable, '-m', 'tests.reading.read_program'],
-        # What is under way at the end is waited for: server and counter then count the same.
-        input=json.dumps({'path': _URL, 'steps': steps, 'settle': True, 'settings': _SETTINGS}),
-        env={**os.environ, **server.env, 'TF_CPP_MIN_LOG_LEVEL': '2'},
+        input=json.dumps(asked | {'as_dataset': as_dataset}),
+        env={**os.environ, **_through_proxy(server.env), 'TF_CPP_MIN_LOG_LEVEL': '2'},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -110,6 +114,19 @@ def _run(server: Gcs, latency: float, steps: int) -> dict[str, float]:
         'cpu': 1e6 * found['cpu_seconds'] / (timed * _SETTINGS['batch_size']),
         'requests': len(reads) / num_chunks,
         'bytes': sum(r.nbytes for r in reads) / num_bytes,
+    }
+
+
+def _through_proxy(env: dict[str, str]) -> dict[str, str]:
+    """The environment of the tests, in which TensorFlow alone takes the way through the proxy."""
+    certificate = env['CURL_CA_BUNDLE']
+    gcsfs = json.dumps({'token': 'anon', 'session_kwargs': {'trust_env': True}})
+    return env | {
+        'STORAGE_EMULATOR_HOST': 'https://storage.googleapis.com',
+        'REQUESTS_CA_BUNDLE': certificate,
+        'SSL_CERT_FILE': certificate,
+        'FSSPEC_GCS': gcsfs,
+        'FSSPEC_GS': gcsfs,
     }
 
 
