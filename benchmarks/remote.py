@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from benchmarks import measure, report, source, tf_readers
 from benchmarks.writers import WRITERS
 from coyo11m_tfds import schema
-from tests.fakes.cloud import Gcs, fake_gcs
+from tests.fakes.cloud import Gcs, fake_gcs, through_proxy
 
 _URL = 'gs://bucket/data/1.0.0'
 _SETTINGS = {
@@ -100,7 +100,7 @@ def _run(server: Gcs, as_dataset: bool, latency: float, steps: int) -> dict[str,
     ended = subprocess.run(
         [sys.executable, '-m', 'tests.reading.read_program'],
         input=json.dumps(asked | {'as_dataset': as_dataset}),
-        env={**os.environ, **_through_proxy(server.env), 'TF_CPP_MIN_LOG_LEVEL': '2'},
+        env={**os.environ, **through_proxy(server.env), 'TF_CPP_MIN_LOG_LEVEL': '2'},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -114,19 +114,6 @@ def _run(server: Gcs, as_dataset: bool, latency: float, steps: int) -> dict[str,
         'cpu': 1e6 * found['cpu_seconds'] / (timed * _SETTINGS['batch_size']),
         'requests': len(reads) / num_chunks,
         'bytes': sum(r.nbytes for r in reads) / num_bytes,
-    }
-
-
-def _through_proxy(env: dict[str, str]) -> dict[str, str]:
-    """The environment of the tests, in which TensorFlow alone takes the way through the proxy."""
-    certificate = env['CURL_CA_BUNDLE']
-    gcsfs = json.dumps({'token': 'anon', 'session_kwargs': {'trust_env': True}})
-    return env | {
-        'STORAGE_EMULATOR_HOST': 'https://storage.googleapis.com',
-        'REQUESTS_CA_BUNDLE': certificate,
-        'SSL_CERT_FILE': certificate,
-        'FSSPEC_GCS': gcsfs,
-        'FSSPEC_GS': gcsfs,
     }
 
 

@@ -13,6 +13,7 @@ environment once, so what uses gs:// through it runs in a child process with `en
 """
 
 import contextlib
+import json
 import pathlib
 import tempfile
 import threading
@@ -70,6 +71,20 @@ def fake_gcs(root: pathlib.Path) -> Iterator[Gcs]:
         for thread in threading.enumerate():
             if thread.name.startswith('fetch'):
                 thread.join(30)
+
+
+def through_proxy(env: Mapping[str, str]) -> dict[str, str]:
+    """The `env` of `fake_gcs`, in which all readers, not TensorFlow alone, go through the proxy."""
+    certificate = env['CURL_CA_BUNDLE']
+    gcsfs = json.dumps({'token': 'anon', 'session_kwargs': {'trust_env': True}})
+    return {
+        **env,
+        'STORAGE_EMULATOR_HOST': 'https://storage.googleapis.com',
+        'REQUESTS_CA_BUNDLE': certificate,
+        'SSL_CERT_FILE': certificate,
+        'FSSPEC_GCS': gcsfs,
+        'FSSPEC_GS': gcsfs,
+    }
 
 
 @contextlib.contextmanager
