@@ -26,7 +26,7 @@ from typing import Any
 from absl import app, flags, logging
 
 import input_pipeline
-from coyo11m_tfds.process import command_line
+from coyo11m_tfds.process import command_line, ending
 from train_lib import named_configs
 
 CONFIG_HELP = (
@@ -153,7 +153,7 @@ def errors_in_one_line(
     except kinds as error:
         if _is_verbose():
             logging.info('Where the error comes from:', exc_info=True)
-        sys.exit(f'error: {" ".join(str(error).split())}')
+        sys.exit(f'error: {" ".join(ending.describe(error).split())}')
 
 
 def _is_verbose() -> bool:

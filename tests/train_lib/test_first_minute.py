@@ -1,5 +1,6 @@
 """What a person reads: a few lines before the first step, the loss first, and no noise."""
 
+import errno
 import os
 import re
 import subprocess
@@ -9,7 +10,7 @@ import pytest
 
 from tests import runs
 from tests.checkout import CHECKOUT
-from train_lib import checkpoint, train
+from train_lib import checkpoint, process, train
 
 NOISE = (
     'oneDNN',
@@ -198,6 +199,12 @@ def test_a_full_disk_and_a_damaged_checkpoint_are_told_in_the_last_line(
 def test_a_folder_without_a_data_set_is_named(tmp_path, folder, message):
     with pytest.raises(OSError, match=message):
         train.set_up(runs.small_config(folder), tmp_path / 'run')
+
+
+def test_an_error_of_the_system_says_what_to_do():
+    expected = pytest.raises(SystemExit, match=r'^error: .* left on device: .*full.*: free some')
+    with expected, process.errors_in_one_line():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), '/full')
 
 
 @pytest.mark.slow
