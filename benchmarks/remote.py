@@ -65,8 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for (reader, latency), found in runs.items():
                 found.append(_run(server, _READERS[reader], latency, flags.steps))
     print(report.markdown_table(_COLUMNS, [_row(*side, found) for side, found in runs.items()]))
-    rates = [statistics.median(run['rate'] for run in found) for found in runs.values()]
-    print(f'\nWith the latency: {rates[1] / rates[0]:.0%} (80% is wanted)')
+    rates = {
+        latency: statistics.median(run['rate'] for run in runs['train_batches', latency])
+        for latency in (0.0, flags.latency)
+    }
+    print(f'\nWith the latency: {rates[flags.latency] / rates[0.0]:.0%} (80% is wanted)')
 
 
 def _row(reader: str, latency: float, runs: list[dict[str, float]]) -> list[str]:

@@ -76,14 +76,12 @@ def fake_gcs(root: pathlib.Path) -> Iterator[Gcs]:
 def through_proxy(env: Mapping[str, str]) -> dict[str, str]:
     """The `env` of `fake_gcs`, in which all readers, not TensorFlow alone, go through the proxy."""
     certificate = env['CURL_CA_BUNDLE']
-    gcsfs = json.dumps({'token': 'anon', 'session_kwargs': {'trust_env': True}})
     return {
         **env,
         'STORAGE_EMULATOR_HOST': 'https://storage.googleapis.com',
         'REQUESTS_CA_BUNDLE': certificate,
         'SSL_CERT_FILE': certificate,
-        'FSSPEC_GCS': gcsfs,
-        'FSSPEC_GS': gcsfs,
+        'FSSPEC_GS': json.dumps({'token': 'anon', 'session_kwargs': {'trust_env': True}}),
     }
 
 
