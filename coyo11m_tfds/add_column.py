@@ -2,13 +2,13 @@
 
     python -m coyo11m_tfds.embed_captions --source=SOURCE --encoder=hf:NAME --out=other.parquet
     python -m coyo11m_tfds.add_column --data_dir=OUT/coyo11m_tfds/latents/1.0.0 --name=other \\
-        --embeddings=other.parquet
+        --text=other.parquet
 
     batches = input_pipeline.train_batches(data_dir, text='other', ...)
     batches = input_pipeline.train_batches(data_dir, features=('key', 'other'), ...)
 
-Text embeddings, token ids (`--tokens`), or numbers of any Parquet file with a column `key`
-(`--parquet FILE --column NAME`). Every record needs a value. The file that is written has a row for
+Text embeddings or token ids that `embed_captions` made (`--text`), or numbers of any Parquet file
+with a column `key` (`--parquet FILE --column NAME`). Every record needs a value. The file that is written has a row for
 each record, in the order of the shards. The description of the columns is replaced last: until then
 the data set is what it was, and a command that was killed can be given again. Keys are read from
 the shards, all of whose bytes are fetched for that if the data set is on gs://.
@@ -65,9 +65,8 @@ class _Values:
 def add(
     data_dir: str | os.PathLike[str],
     name: str,
-    embeddings: str | os.PathLike[str] = '',
+    text: str | os.PathLike[str] = '',
     *,
-    tokens: str | os.PathLike[str] = '',
     parquet: str | os.PathLike[str] = '',
     column: str = '',
     scratch_dir: str = '',
@@ -79,8 +78,7 @@ def add(
     Args:
         data_dir: folder of the data set, local or on gs://.
         name: that the column is asked for by: small letters, digits and '_'.
-        embeddings: what `embed_captions` made, of any column of captions.
-        tokens: what `embed_captions` made with `tokens_only`.
+        text: what `embed_captions` made, embeddings or tokens, of any column of captions.
         parquet: files with `column`.
         column: of integers, floats, or lists of these of one length; it keeps its dtype.
         scratch_dir: local folder for the values as a matrix, which takes as much room as they do;
@@ -93,8 +91,8 @@ def add(
         TimeoutError: another process writes this data set.
         OSError: a file cannot be read or written.
     """
-    if sum(map(bool, (embeddings, tokens, parquet))) != 1 or bool(parquet) != bool(column):
-        raise ValueError('expected one of embeddings, tokens, and parquet with column.')
+    if bool(text) == bool(parquet) or bool(parquet) != bool(column):
+        raise ValueError('expected either text, or parquet with column.')
     folder = os.fspath(data_dir).rstrip('/')
     _read(folder)  # where there is no data set there shall be no lock
     with build_lock.hold(folder, wait_seconds=None) as lock:
@@ -102,10 +100,8 @@ def add(
         _check_name(stored, name)
         scratch = choose_folder(schema.NAME, f'{folder}/../../..', os.fspath(scratch_dir))
         os.makedirs(scratch, exist_ok=True)
-        if embeddings:
-            values = _open_texts(os.fspath(embeddings), schema.TEXT_EMBEDDING, scratch)
-        elif tokens:
-            values = _open_texts(os.fspath(tokens), schema.TOKENS, scratch)
+        if text:
+            values = _open_text(os.fspath(text), scratch)
         else:
             values = _open_rows(os.fspath(parquet), column, scratch)
         with held_folder.make(scratch, 'column-') as staging:
@@ -132,15 +128,12 @@ def _hold(scratch: str) -> matrix_store.Hold:
     return lambda file: Scratch(scratch, file.size).hold_showing(file)
 
 
-def _open_texts(place: str, feature: str, scratch: str) -> _Values:
+def _open_text(place: str, scratch: str) -> _Values:
     store = embedding_store.prepare_store(
         part_files.find(place), cache_dir=scratch, hold=_hold(scratch)
     )
     header = store.header
-    holds, others = ('tokens', 'embeddings') if header.vocabulary else ('embeddings', 'tokens')
-    if (feature == schema.TOKENS) != (holds == 'tokens'):
-        raise ValueError(f'{place}: holds {holds}, expected {others}; add it as {holds}.')
-    return _Values(place, store, store.dtype, store.shape, feature, header.to_json())
+    return _Values(place, store, store.dtype, store.shape, header.feature, header.to_json())
 
 
 def _open_rows(place: str, column: str, scratch: str) -> _Values:
@@ -278,9 +271,8 @@ def parse_flags() -> argparse.Namespace:
     add_argument('--data_dir', required=True, help=stored_dataset.FOLDER_HELP)
     add_argument('--name', required=True, help='of the column, for data.text or features=')
     source = parser.add_mutually_exclusive_group(required=True)
-    made = 'made by coyo11m_tfds.embed_captions: a file or a folder'
-    source.add_argument('--embeddings', default='', help=f'text embeddings {made}')
-    source.add_argument('--tokens', default='', help=f'token ids {made}')
+    made = 'what coyo11m_tfds.embed_captions made: a file or a folder'
+    source.add_argument('--text', default='', help=made)
     source.add_argument('--parquet', default='', help='any Parquet file with a column key')
     add_argument('--column', default='', help='of --parquet: numbers, or lists of one length')
     add_argument('--scratch_dir', default='', help='local folder for the values on their way')

@@ -201,7 +201,7 @@ def test_tokens_and_embeddings_come_side_by_side(copy, other_embeddings, tmp_pat
     keys = keys_of(copy)
     tokens = np.random.default_rng(0).integers(-1, 1000, (len(keys), 7)).astype(np.int32)
     path = write_tokens(tmp_path / 't.parquet', keys, tokens, vocabulary=1000)
-    column = add_column.add(copy, 'words', tokens=path)
+    column = add_column.add(copy, 'words', text=path)
     assert (column.dtype, column.shape, column.feature) == ('int32', (7,), 'tokens')
     add_column.add(copy, 'other', other_embeddings)
     expected = dict(zip(keys.tolist(), tokens, strict=True))
@@ -257,17 +257,16 @@ def test_mistakes_of_a_command_are_named(copy, other_embeddings, tmp_path):
     with pytest.raises(ValueError, match="has no column 'z'; its columns are key, x"):
         add_column.add(copy, 'y', parquet=path, column='z')
     with pytest.raises(ValueError, match='has no column'):
-        add_column.add(copy, 'y', tokens=path)
+        add_column.add(copy, 'y', text=path)
     ids = write_column(tmp_path / 't.parquet', 'tokens', np.array([4]), pa.array([1]))
     with pytest.raises(ValueError, match=r"'tokens' is int64, expected a fixed-size list of int32"):
-        add_column.add(copy, 'y', tokens=ids)
+        add_column.add(copy, 'y', text=ids)
     ids = write_tokens(ids, np.array([4]), np.array([[3, 1000]], np.int32), vocabulary=1000)
     with pytest.raises(ValueError, match=r'has tokens \[3, 1000\], expected ids from 0 to 999'):
-        add_column.add(copy, 'y', tokens=ids)
-    with pytest.raises(ValueError, match=r'other\.parquet: holds embeddings, expected tokens'):
-        add_column.add(copy, 'y', tokens=other_embeddings)
-    for sources in ({}, {'parquet': path}, {'tokens': path, 'column': 'x'}, {'column': 'x'}):
-        with pytest.raises(ValueError, match='expected one of embeddings, tokens, and parquet'):
+        add_column.add(copy, 'y', text=ids)
+    both = {'text': path, 'parquet': path, 'column': 'x'}
+    for sources in ({}, {'parquet': path}, {'text': path, 'column': 'x'}, {'column': 'x'}, both):
+        with pytest.raises(ValueError, match='expected either text, or parquet with column'):
             add_column.add(copy, 'y', **sources)
     with pytest.raises(ValueError, match="scratch_dir is 'gs://b/s', expected a local folder"):
         add_column.add(copy, 'y', other_embeddings, scratch_dir='gs://b/s')
@@ -281,10 +280,10 @@ def test_mistakes_of_a_command_are_named(copy, other_embeddings, tmp_path):
 @pytest.mark.parametrize(
     ('flags', 'words'),
     [
-        ([], 'one of the arguments --embeddings --tokens --parquet is required'),
+        ([], 'one of the arguments --text --parquet is required'),
         (['--parquet=x'], '--parquet and --column: expected both or neither'),
-        (['--tokens=x', '--column=y'], '--parquet and --column: expected both or neither'),
-        (['--tokens=x', '--embeddings=y'], 'not allowed with argument'),
+        (['--text=x', '--column=y'], '--parquet and --column: expected both or neither'),
+        (['--text=x', '--parquet=y'], 'not allowed with argument'),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(monkeypatch, capsys, flags, words):
@@ -366,7 +365,7 @@ def test_the_command_adds_a_column_once(copy, other_embeddings):
         sys.argv = ['add_column', *sys.argv[1:]]
         runpy.run_module('coyo11m_tfds.add_column', run_name='__main__')
     """
-    flags = [f'--data_dir={copy.parents[1]}', '--name=other', f'--embeddings={other_embeddings}']
+    flags = [f'--data_dir={copy.parents[1]}', '--name=other', f'--text={other_embeddings}']
     for status in (0, 1):
         with children.python(program, *flags) as child:
             output, errors = child.communicate()

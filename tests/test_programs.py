@@ -24,7 +24,7 @@ REQUIRED = {
 }
 VALUES = {'--config': 'demo'}
 # Also required, as one of several; named when the others are there.
-FURTHER = {'coyo11m_tfds.add_column': ['--embeddings=x']}
+FURTHER = {'coyo11m_tfds.add_column': ['--text=x']}
 
 # Forks after the slow imports, so that each program begins at once in a process of its own.
 START = """

@@ -106,7 +106,7 @@ def test_tokens_of_several_lengths_come_in_one_shape(sample_source, tmp_path):
             sample_source, 'words', sidecars[name], column, tokens_only=True, max_tokens=length
         )
     path = built.build(sample_source, sidecars['long'], tmp_path / 'data', name='words')
-    add_column.add(path, 'short', tokens=sidecars['short'])
+    add_column.add(path, 'short', text=sidecars['short'])
     stats = dataset.dataset_stats(path, 'short:1,records:1')
     assert (stats.num_tokens, stats.text_max_tokens, stats.text_dim) == (12, 12, 0)
     config = small_config(path, **{'data.text': 'short:1,records:1', 'model.text': 'sequence'})

@@ -119,11 +119,6 @@ def test_tokens_that_the_model_cannot_look_up_are_refused(tmp_path, ids, message
     assert not list(tmp_path.glob('out/**/dataset_info.json'))
 
 
-def test_tokens_are_no_embeddings_to_add(dataset, sidecar, tmp_path):
-    with pytest.raises(ValueError, match=r'words\.parquet: holds tokens.*expected embeddings'):
-        add_column.add(dataset, 'more', sidecar, scratch_dir=str(tmp_path))
-
-
 def test_a_sidecar_in_parts_makes_the_same_shards(sample_source, dataset, tmp_path):
     parts = tmp_path / 'parts'
     asked = {'tokens_only': True, 'max_tokens': LENGTH}
@@ -141,8 +136,8 @@ def test_tokens_of_a_column_come_beside_those_of_the_records(dataset, sidecar, t
     copy = shutil.copytree(dataset, tmp_path / 'copy')
     scratch = str(tmp_path / 'scratch')
     with pytest.raises(ValueError, match="cannot be called 'tokens'"):
-        add_column.add(copy, 'tokens', tokens=sidecar, scratch_dir=scratch)
-    add_column.add(copy, 'words', tokens=sidecar, scratch_dir=scratch)
+        add_column.add(copy, 'tokens', text=sidecar, scratch_dir=scratch)
+    add_column.add(copy, 'words', text=sidecar, scratch_dir=scratch)
     for engine in ('rows', 'chunks'):
         batches = input_pipeline.eval_batches(
             copy, batch_size=16, features=('key', 'words', 'tokens'), engine=engine

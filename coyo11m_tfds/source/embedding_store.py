@@ -63,9 +63,14 @@ class SidecarHeader:
     vocabulary: int = 0
 
     @property
+    def feature(self) -> str:
+        """Of a batch that the values are: `tokens` or `text_embedding`."""
+        return schema.TOKENS if self.vocabulary else schema.TEXT_EMBEDDING
+
+    @property
     def dtype(self) -> str:
         """Of the numbers."""
-        return schema.TEXT_DTYPES[schema.TOKENS if self.vocabulary else schema.TEXT_EMBEDDING]
+        return schema.TEXT_DTYPES[self.feature]
 
     def to_json(self) -> dict[str, Any]:
         """The fields; `vocabulary` only of tokens, so that of embeddings they are as ever."""
