@@ -8,10 +8,11 @@
     batches = input_pipeline.train_batches(data_dir, features=('key', 'other'), ...)
 
 Text embeddings or token ids that `embed_captions` made (`--text`), or numbers of any Parquet file
-with a column `key` (`--parquet FILE --column NAME`). Every record needs a value. The file that is written has a row for
-each record, in the order of the shards. The description of the columns is replaced last: until then
-the data set is what it was, and a command that was killed can be given again. Keys are read from
-the shards, all of whose bytes are fetched for that if the data set is on gs://.
+with a column `key` (`--parquet FILE --column NAME`). Every record needs a value. The file that is
+written has a row for each record, in the order of the shards. The description of the columns is
+replaced last: until then the data set is what it was, and a command that was killed can be given
+again. Keys are read from the shards, all of whose bytes are fetched for that if the data set is on
+gs://.
 """
 
 import argparse
