@@ -42,7 +42,6 @@ TEXT = [
 ]
 # Gemma 3 in JAX, without torch and transformers.
 TEXT_JAX = [
-    'gguf>=0.10',
     'huggingface_hub>=2.4',
     'pyarrow>=18',
     'safetensors>=0.5',

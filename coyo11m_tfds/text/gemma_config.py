@@ -1,4 +1,4 @@
-"""Sizes of a Gemma 3 text model, read from transformers' config.json or a GGUF file's metadata."""
+"""Sizes of a Gemma 3 text model, read from transformers' config.json."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,7 +28,6 @@ _FIXED = {
 }
 _PATTERN = 6  # one layer in so many is global
 _LOCAL_BASE, _GLOBAL_BASE = 10_000.0, 1_000_000.0
-_LAYERS_OF_27B = 62
 
 
 def from_transformers(raw: Mapping[str, Any], name: str) -> gemma.Config:
@@ -67,17 +66,14 @@ def from_transformers(raw: Mapping[str, Any], name: str) -> gemma.Config:
 def _local_layers(text: Mapping[str, Any], depth: int, name: str) -> tuple[bool, ...]:
     kinds = text.get('layer_types')
     if kinds is None:
-        return _pattern(depth, text.get('sliding_window_pattern', _PATTERN))
+        period = text.get('sliding_window_pattern', _PATTERN)
+        return tuple((layer + 1) % period != 0 for layer in range(depth))
     if len(kinds) != depth or not set(kinds) <= {'sliding_attention', 'full_attention'}:
         raise ValueError(
             f'{name}: layer_types is {kinds}, expected sliding_attention or full_attention for '
             f'each of {depth} layers.'
         )
     return tuple(kind == 'sliding_attention' for kind in kinds)
-
-
-def _pattern(depth: int, period: int) -> tuple[bool, ...]:
-    return tuple((layer + 1) % period != 0 for layer in range(depth))
 
 
 def _rope(
@@ -92,52 +88,3 @@ def _rope(
         raise ValueError(f'{name}: rope_type is {scaling!r}, expected default or linear.')
     base = settings.get('rope_theta', text.get(base_key, default))
     return gemma.Rope(base, settings['factor'] if scaling == 'linear' else 1.0)
-
-
-def from_gguf(fields: Mapping[str, Any], vocab_size: int, name: str) -> gemma.Config:
-    """Reads a GGUF file's metadata as llama.cpp does.
-
-    The file does not say what all models have in common, nor the scale of the queries, which is
-    the head's size but in the largest model.
-
-    Args:
-        fields: the metadata, at least all that begin with `general.` and `gemma3.`.
-        vocab_size: rows of the embedding table.
-        name: of the file, for messages.
-
-    Raises:
-        ValueError: it is another model, one that `gemma.Gemma` cannot compute, or lacks a size.
-    """
-    architecture = fields.get('general.architecture')
-    if architecture != 'gemma3':
-        raise ValueError(
-            f'{name}: general.architecture is {architecture!r}, expected gemma3; '
-            'hf: runs other models.'
-        )
-    sizes = {key.removeprefix('gemma3.'): value for key, value in fields.items()}
-    scaling = sizes.get('rope.scaling.type', 'none')
-    if scaling not in ('none', 'linear'):
-        raise ValueError(f'{name}: rope.scaling.type is {scaling!r}, expected none or linear.')
-    try:
-        width, heads = sizes['embedding_length'], sizes['attention.head_count']
-        depth, head_dim = sizes['block_count'], sizes['attention.key_length']
-        return gemma.Config(
-            vocab_size=vocab_size,
-            width=width,
-            mlp_width=sizes['feed_forward_length'],
-            num_heads=heads,
-            num_kv_heads=sizes['attention.head_count_kv'],
-            head_dim=head_dim,
-            is_local=_pattern(depth, sizes.get('attention.sliding_window_pattern', _PATTERN)),
-            window=sizes['attention.sliding_window'],
-            local_rope=gemma.Rope(sizes.get('rope.freq_base_swa', _LOCAL_BASE)),
-            global_rope=gemma.Rope(
-                sizes.get('rope.freq_base', _GLOBAL_BASE),
-                sizes['rope.scaling.factor'] if scaling == 'linear' else 1.0,
-            ),
-            query_scalar=width // heads if depth == _LAYERS_OF_27B else head_dim,
-            norm_epsilon=sizes['attention.layer_norm_rms_epsilon'],
-            max_positions=sizes['context_length'],
-        )
-    except KeyError as error:
-        raise ValueError(f'{name}: the metadata lack gemma3.{error.args[0]}.') from error

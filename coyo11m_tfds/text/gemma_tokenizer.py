@@ -1,31 +1,16 @@
 """Gemma's tokenizer, always the fast one (Rust, the package `tokenizers`), without transformers.
 
     tokenizer = from_folder(Path('gemma-3-270m'))       # tokenizer.json
-    tokenizer = from_gguf(fields, 'gemma.gguf')         # the vocabulary in a GGUF file
     ids = [encoding.ids for encoding in tokenizer.encode_batch_fast(['a cat'])]
 
 The same tokens as transformers' `AutoTokenizer` gives.
 """
 
 import json
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
-
-_SPACE = '▁'  # what SentencePiece writes for a space
-
-# `tokenizer.ggml.token_type` of GGUF: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
-_CONTROL, _USER_DEFINED = 3, 4
+from tokenizers import Tokenizer, processors
 
 
 def from_folder(folder: Path) -> Tokenizer:
@@ -52,62 +37,6 @@ def from_folder(folder: Path) -> Tokenizer:
         end = options.get('add_eos_token') and _content(options.get('eos_token'))
         _add_ends(tokenizer, start, end)
     return tokenizer
-
-
-def from_gguf(fields: Mapping[str, Any], path: str) -> Tokenizer:
-    """Makes the tokenizer that the metadata of a GGUF file describe.
-
-    Such a file lists the vocabulary but not the merges of the byte-pair encoding. In Gemma's
-    vocabulary a merge comes before another if its result does, and of those with one result the
-    one with the longest left part is first.
-
-    Args:
-        fields: those of the file without their prefix `tokenizer.ggml.`, arrays as lists.
-        path: of the file, for messages.
-
-    Raises:
-        ValueError: the vocabulary is not one of SentencePiece.
-    """
-    if fields.get('model') != 'llama':
-        raise ValueError(
-            f'{path}: tokenizer.ggml.model is {fields.get("model")!r}, expected "llama" '
-            '(SentencePiece), as Gemma 3 has it.'
-        )
-    tokens = [_SPACE * len(t) if t and not t.strip(' ') else t for t in fields['tokens']]
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocabulary,
-            list(_merges(vocabulary)),
-            unk_token=tokens[fields['unknown_token_id']],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
-    tokenizer.normalizer = normalizers.Replace(' ', _SPACE)
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(' ', 'merged_with_previous')
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(_SPACE, ' '), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    kinds = list(zip(fields['tokens'], fields.get('token_type', ()), strict=False))
-    control = [AddedToken(t, normalized=False) for t, kind in kinds if kind == _CONTROL]
-    tokenizer.add_special_tokens(control)
-    # These are kept whole too, but for runs of spaces, which the merges make.
-    whole = [t for t, kind in kinds if kind == _USER_DEFINED and t in vocabulary]
-    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in whole])
-    # llama.cpp starts a SentencePiece text so unless it is told not to.
-    start = tokens[fields['bos_token_id']] if fields.get('add_bos_token', True) else None
-    end = tokens[fields['eos_token_id']] if fields.get('add_eos_token', False) else None
-    _add_ends(tokenizer, start, end)
-    return tokenizer
-
-
-def _merges(vocabulary: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    for token in sorted(vocabulary, key=vocabulary.__getitem__):
-        for cut in range(len(token) - 1, 0, -1):
-            left, right = token[:cut], token[cut:]
-            if left in vocabulary and right in vocabulary:
-                yield left, right
 
 
 def _content(token: Any) -> str:

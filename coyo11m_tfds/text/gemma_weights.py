@@ -1,8 +1,7 @@
-"""Reads Gemma 3's text model from the files that transformers or llama.cpp read.
+"""Reads Gemma 3's text model from the files that transformers reads.
 
     checkpoint = open_checkpoint('google/gemma-3-270m')  # of the Hugging Face hub, or its cache
     checkpoint = open_checkpoint('gemma-3-270m/')        # config.json, *.safetensors, tokenizer
-    checkpoint = open_checkpoint('gemma-q4/')            # one GGUF file, quantized or not
     params = load_params(checkpoint, jnp.bfloat16)       # for gemma.Gemma(checkpoint.config)
     tokenizer = checkpoint.tokenizer()
 
@@ -25,31 +24,31 @@ from safetensors import SafetensorError, safe_open
 
 from coyo11m_tfds.text import gemma, gemma_config, gemma_tokenizer, model_files
 
-# `.weight` behind it): of each layer, and of the rest.
-_LAYER = [
-    ('attention_norm.scale', 'input_layernorm', 'attn_norm'),
-    ('attention.query.kernel', 'self_attn.q_proj', 'attn_q'),
-    ('attention.key.kernel', 'self_attn.k_proj', 'attn_k'),
-    ('attention.value.kernel', 'self_attn.v_proj', 'attn_v'),
-    ('attention.out.kernel', 'self_attn.o_proj', 'attn_output'),
-    ('attention.query_norm.scale', 'self_attn.q_norm', 'attn_q_norm'),
-    ('attention.key_norm.scale', 'self_attn.k_norm', 'attn_k_norm'),
-    ('post_attention_norm.scale', 'post_attention_layernorm', 'post_attention_norm'),
-    ('mlp_norm.scale', 'pre_feedforward_layernorm', 'ffn_norm'),
-    ('mlp.gate.kernel', 'mlp.gate_proj', 'ffn_gate'),
-    ('mlp.up.kernel', 'mlp.up_proj', 'ffn_up'),
-    ('mlp.down.kernel', 'mlp.down_proj', 'ffn_down'),
-    ('post_mlp_norm.scale', 'post_feedforward_layernorm', 'post_ffw_norm'),
-]
-_REST = [('embedding', 'embed_tokens', 'token_embd'), ('norm.scale', 'norm', 'output_norm')]
+# Weights by our names and those in the files (less `.weight`): of each layer, and of the rest.
+_LAYER = {
+    'attention_norm.scale': 'input_layernorm',
+    'attention.query.kernel': 'self_attn.q_proj',
+    'attention.key.kernel': 'self_attn.k_proj',
+    'attention.value.kernel': 'self_attn.v_proj',
+    'attention.out.kernel': 'self_attn.o_proj',
+    'attention.query_norm.scale': 'self_attn.q_norm',
+    'attention.key_norm.scale': 'self_attn.k_norm',
+    'post_attention_norm.scale': 'post_attention_layernorm',
+    'mlp_norm.scale': 'pre_feedforward_layernorm',
+    'mlp.gate.kernel': 'mlp.gate_proj',
+    'mlp.up.kernel': 'mlp.up_proj',
+    'mlp.down.kernel': 'mlp.down_proj',
+    'post_mlp_norm.scale': 'post_feedforward_layernorm',
+}
+_REST = {'embedding': 'embed_tokens', 'norm.scale': 'norm'}
 
 # Weights in the files that the text model without its language-model head has no use for.
-_OTHER_PARTS = re.compile(r'(.*\.)?(lm_head|vision_tower|multi_modal_projector)\.|output\.weight$')
+_OTHER_PARTS = re.compile(r'(.*\.)?(lm_head|vision_tower|multi_modal_projector)\.')
 
 _HUB_FILES = ['config.json', '*.safetensors', '*.safetensors.index.json', 'tokenizer*.json']
 
 
-def open_checkpoint(model: str) -> 'SafetensorsCheckpoint | GgufCheckpoint':
+def open_checkpoint(model: str) -> 'Checkpoint':
     """Opens a folder, or a model of the hub, which is downloaded unless it is in the cache.
 
     Raises:
@@ -57,9 +56,10 @@ def open_checkpoint(model: str) -> 'SafetensorsCheckpoint | GgufCheckpoint':
             read, or it is not a Gemma 3 that `gemma.Gemma` can compute.
     """
     folder = model_files.local_folder(model) or _download(model)
-    gguf = model_files.gguf_file(folder)
+    if gguf := model_files.gguf_file(folder):
+        raise ValueError(f'{gguf}: jax: reads *.safetensors, expected those; hf: reads GGUF files.')
     try:
-        return GgufCheckpoint(gguf) if gguf else SafetensorsCheckpoint(folder)
+        return Checkpoint(folder)
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(f'cannot read the text encoder {model!r}: {error}') from error
 
@@ -76,9 +76,7 @@ def abstract_params(config: gemma.Config, dtype: jnp.dtype | type) -> dict[str, 
     return jax.tree_util.tree_map_with_path(stored, shapes)
 
 
-def load_params(
-    checkpoint: 'SafetensorsCheckpoint | GgufCheckpoint', dtype: jnp.dtype | type
-) -> dict[str, Any]:
+def load_params(checkpoint: 'Checkpoint', dtype: jnp.dtype | type) -> dict[str, Any]:
     """Reads all weights, each once.
 
     Returns:
@@ -91,7 +89,7 @@ def load_params(
     """
     shapes = flax.traverse_util.flatten_dict(abstract_params(checkpoint.config, dtype), sep='.')
     params = {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
-    targets = _targets(params, checkpoint)
+    targets = _targets(params)
     missing, unexpected = targets.keys() - checkpoint.names, checkpoint.names - targets.keys()
     if missing or unexpected:
         raise ValueError(
@@ -101,7 +99,7 @@ def load_params(
     for name, target in targets.items():
         try:
             values = checkpoint.read(name)
-        except (SafetensorError, ValueError, NotImplementedError) as error:
+        except (SafetensorError, ValueError) as error:
             raise ValueError(f'{checkpoint.path}: cannot read {name}: {error}') from error
         if values.shape != target.shape or not jnp.issubdtype(values.dtype, jnp.floating):
             raise ValueError(
@@ -112,32 +110,24 @@ def load_params(
     return flax.traverse_util.unflatten_dict(params, sep='.')
 
 
-def _targets(
-    params: Mapping[str, np.ndarray], checkpoint: 'SafetensorsCheckpoint | GgufCheckpoint'
-) -> dict[str, np.ndarray]:
+def _targets(params: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Where to write each weight, by its name in the files, in the files' order of axes."""
-    targets = {}
-    for ours, *theirs in _REST:
-        targets[f'{theirs[checkpoint.kind]}.weight'] = params[ours]
-    for ours, *theirs in _LAYER:
+    targets = {f'{theirs}.weight': params[ours] for ours, theirs in _REST.items()}
+    for ours, theirs in _LAYER.items():
         for i, stacked in enumerate(params[f'layers.{ours}']):
-            name = f'{checkpoint.layers}.{i}.{theirs[checkpoint.kind]}.weight'
-            targets[name] = stacked.T  # a kernel is (in, out) here and (out, in) there
+            # A kernel is (in, out) here and (out, in) there.
+            targets[f'layers.{i}.{theirs}.weight'] = stacked.T
     return targets
 
 
-class SafetensorsCheckpoint:
+class Checkpoint:
     """A folder as `save_pretrained` of transformers writes it.
 
     Attributes:
         path: of the folder.
         config: sizes of the model.
         names: of the text model's weights, without the prefix that they share.
-        kind: which names it uses.
-        layers: what the names of weights in layers begin with.
     """
-
-    kind, layers = 0, 'layers'
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
@@ -170,51 +160,6 @@ class SafetensorsCheckpoint:
         return gemma_tokenizer.from_folder(self.path)
 
 
-class GgufCheckpoint:
-    """A GGUF file as llama.cpp's `convert_hf_to_gguf.py` and `llama-quantize` write it.
-
-    Attributes:
-        path, config, names, kind, layers: as in `SafetensorsCheckpoint`.
-    """
-
-    kind, layers = 1, 'blk'
-
-    def __init__(self, path: Path) -> None:
-        import gguf  # not needed for safetensors
-
-        self.path = path
-        try:
-            self._reader = gguf.GGUFReader(path)
-        except (ValueError, IndexError, KeyError) as error:
-            raise ValueError(f'{path} is not a GGUF file or is cut short: {error}') from error
-        tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        self._tensors = {n: t for n, t in tensors.items() if not _OTHER_PARTS.match(n)}
-        self.names = frozenset(self._tensors)
-        fields = self._fields('general.') | self._fields('gemma3.')
-        table = tensors.get('token_embd.weight')
-        vocab_size = 0 if table is None else int(table.shape[1])
-        self.config = gemma_config.from_gguf(fields, vocab_size, str(path))
-
-    def _fields(self, prefix: str) -> dict[str, Any]:
-        fields = self._reader.fields.items()
-        return {name: field.contents() for name, field in fields if name.startswith(prefix)}
-
-    def read(self, name: str) -> np.ndarray:
-        """Returns the weight of a name in `names`, dequantized, float32."""
-        import gguf
-
-        tensor = self._tensors[name]
-        values = gguf.dequantize(tensor.data, tensor.tensor_type)
-        # llama.cpp keeps what the normalized numbers are multiplied by.
-        return values - 1 if name.endswith('norm.weight') else values
-
-    def tokenizer(self) -> tokenizers.Tokenizer:
-        """Returns the tokenizer; raises ValueError if it is not Gemma's kind."""
-        prefix = 'tokenizer.ggml.'
-        fields = {n.removeprefix(prefix): v for n, v in self._fields(prefix).items()}
-        return gemma_tokenizer.from_gguf(fields, str(self.path))
-
-
 def _download(model: str) -> Path:
     """Returns the folder in the cache of the hub's client."""
     import huggingface_hub
@@ -224,6 +169,6 @@ def _download(model: str) -> Path:
     except Exception as error:  # of the client, its HTTP library, or the disk
         raise ValueError(
             f'cannot load the text encoder {model!r}: {error}\nExpected a folder with config.json, '
-            '*.safetensors and tokenizer.json, a folder with one GGUF file, or a name on the '
-            'Hugging Face hub (which needs the network unless the model is in the cache).'
+            '*.safetensors and tokenizer.json, or a name on the Hugging Face hub (which needs the '
+            'network unless the model is in the cache).'
         ) from error

@@ -1,7 +1,7 @@
 """Text embeddings from Gemma 3 in JAX: its last hidden states, averaged over the tokens.
 
     encoder = JaxEncoder('google/gemma-3-270m', 512)    # of the Hugging Face hub, or its cache
-    encoder = JaxEncoder('gemma/', 512)                 # a folder: safetensors, or one GGUF file
+    encoder = JaxEncoder('gemma/', 512)                 # a folder with safetensors
     embeddings = encoder.encode(['a cat', 'two dogs'])     # float32 (2, encoder.dim)
 
 It gives the embeddings of `hf_encoder` on the same files, without torch and transformers, on TPU,

