@@ -115,7 +115,7 @@ def tfrecord(folder: pathlib.Path) -> Callable[[], Iterable[Batch]]:
     """Records as they are in the files, in batches: nothing that reads these files is faster."""
     import tensorflow as tf
 
-    files = sorted(map(str, data_dir(folder).glob(f'*-{schema.TRAIN}.tfrecord-*')))
+    files = sorted(map(str, data_dir(folder).glob(f'*-{schema.TRAIN}*.tfrecord-*')))
     batches = (
         tf.data.Dataset.from_tensor_slices(files)
         .shuffle(len(files), seed=SEED)

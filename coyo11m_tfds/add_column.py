@@ -154,7 +154,7 @@ def _add(
     is_text = values.feature == schema.TEXT_EMBEDDING
     sums = Moments(values.shape[0]) if is_text else None
     try:
-        files = {split: columns.file_name(name, split) for split in stored.splits}
+        files = {split: columns.file_name(name, split, stored.build) for split in stored.splits}
         lacking = [
             _write(
                 os.path.join(staging, file),
@@ -172,9 +172,9 @@ def _add(
         if sums:
             mean, std = sums.mean_and_std()
             column = dataclasses.replace(column, mean=mean, std=std)
-        columns.write(staging, {**stored.columns, name: column})
+        columns.write(staging, {**stored.columns, name: column}, stored.build)
         lock.check()
-        _commit(destination, staging, list(files.values()))
+        _commit(destination, staging, list(files.values()), stored.build)
     finally:
         destination.sweep()
     return column
@@ -247,18 +247,18 @@ def _keys(stored: StoredDataset, split: str) -> Iterator[np.ndarray]:
         yield batch[schema.KEY][batch[names.MASK]]
 
 
-def _commit(destination: Destination, staging: str, files: list[str]) -> None:
+def _commit(destination: Destination, staging: str, files: list[str], build: str) -> None:
     """Moves files, and what describes them, from `staging` to the data set.
 
     Checksums are moved before the description of the columns: a column that this does not name does
     not exist, so that after a kill in between the same command adds it.
     """
-    names = [*files, schema.COLUMNS_FILE]
+    names = [*files, schema.of_build(schema.COLUMNS_FILE, build)]
     states = {name: file_state.of_file(os.path.join(staging, name)) for name in names}
     there = stored_files.list_folder(destination.folder)
-    if recorded := there.get(schema.CHECKSUMS_FILE):
+    if recorded := there.get(schema.of_build(schema.CHECKSUMS_FILE, build)):
         content = stored_files.read(recorded, stored_files.Content)
-        manifest.write(staging, manifest.parse(bytes(content.data)) | states)
+        manifest.write(staging, manifest.parse(bytes(content.data)) | states, build)
         names.insert(-1, recorded.name)
     for name in names:
         path = os.path.join(staging, name)

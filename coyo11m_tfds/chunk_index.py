@@ -4,8 +4,8 @@
     index.shard_lengths                                   # int64 (num_shards,)
     offset, nbytes = index.byte_range(shard=0, first=64, count=64)
 
-A file `chunk_index-<split>.npy` lies beside the shards: a flat int64 array which holds, for one
-shard after the other, [number of records, byte offsets of the records 0, 32, 64, ..., file size].
+A file `chunk_index-<split>-<build>.npy` lies beside the shards: a flat int64 array which holds, for
+one shard after the other, [number of records, byte offsets of the records 0, 32, 64, ..., file size].
 numpy suffices to read it.
 
 In memory it takes half of its size. For 10^9 records in 190,000 shards, a file of 254 MB in the
@@ -51,8 +51,8 @@ class ChunkIndex:
         self.shard_lengths: np.ndarray = flat[self._first_offset - 1].astype(np.int64)
 
     @classmethod
-    def load(cls, data_dir: epath.PathLike, split: str) -> 'ChunkIndex | None':
-        """Reads the index of a split, None where there is none.
+    def load(cls, data_dir: epath.PathLike, split: str, build: str = '') -> 'ChunkIndex | None':
+        """Reads the index that a build made of a split, None where there is none.
 
         One on gs:// passes through a file in the system's temporary folder, where its CRC-32C is
         that of the object.
@@ -62,7 +62,7 @@ class ChunkIndex:
             PermissionError: credentials are missing or refused.
             OSError: the storage cannot be reached.
         """
-        path = os.fspath(index_path(data_dir, split))
+        path = os.fspath(index_path(data_dir, split, build))
         try:
             file = source_files.describe(path)
         except ValueError:  # no such file
@@ -125,14 +125,14 @@ class ChunkIndex:
         return offset, self._flat[end_at] - offset
 
 
-def file_name(split: str) -> str:
+def file_name(split: str, build: str = '') -> str:
     """The name of the index file of a split."""
-    return f'chunk_index-{split}.npy'
+    return schema.of_build(f'chunk_index-{split}.npy', build)
 
 
-def index_path(data_dir: epath.PathLike, split: str) -> epath.Path:
+def index_path(data_dir: epath.PathLike, split: str, build: str = '') -> epath.Path:
     """The index file of a split."""
-    return epath.Path(data_dir) / file_name(split)
+    return epath.Path(data_dir) / file_name(split, build)
 
 
 def largest_chunk(head: bytes, chunk: int) -> int:
@@ -163,6 +163,7 @@ def save(
     shard_lengths: Sequence[int],
     offsets: Sequence[np.ndarray],
     shard_sizes: Sequence[int],
+    build: str = '',
 ) -> None:
     """Writes the index of a split.
 
@@ -172,6 +173,7 @@ def save(
         shard_lengths: number of records of each shard.
         offsets: for each shard, byte offsets of the records 0, 32, 64, ...
         shard_sizes: bytes of each shard's file.
+        build: ID of the build.
     """
     parts = [
         part
@@ -180,7 +182,7 @@ def save(
     ]
     flat = np.concatenate([np.asarray(part, np.int64) for part in parts])
     ChunkIndex(flat)  # raises rather than write what cannot be read
-    with index_path(data_dir, split).open('wb') as file:
+    with index_path(data_dir, split, build).open('wb') as file:
         np.save(file, flat)
 
 

@@ -1,12 +1,12 @@
 """Features that lie elsewhere than in the records: rows of a fixed size in other files.
 
-    column = columns.read(folder)['latents']        # {} where all is in the records
+    column = columns.read(folder, build)['latents']     # {} where all is in the records
     column.files[3].path, column.files[3].start     # a `.pt` file, where its latents begin
     column.locate(folder, 'train', num_records)     # uint32 (records, 2): number of file, row
 
-`columns.json` beside the shards names the files and what they were when the data set was built;
-`column_<feature>-<split>.npy` has the place of every record, in the order of the shards. All of it
-may lie on gs://.
+`columns-<build>.json` beside the shards names the files and what they were when the data set was
+built; `column_<feature>-<split>-<build>.npy` has the place of every record, in the order of the
+shards. All of it may lie on gs://.
 """
 
 import dataclasses
@@ -86,11 +86,13 @@ class Column:
         name: of the feature.
         dtype: of its numbers.
         files: that its rows lie in.
+        build: ID of the build that described it.
     """
 
     name: str
     dtype: str
     files: tuple[ColumnFile, ...]
+    build: str = ''
 
     @property
     def is_remote(self) -> bool:
@@ -127,7 +129,7 @@ class Column:
             ValueError: the file is missing or damaged, or not as long as the split.
             OSError: it cannot be read.
         """
-        path = os.path.join(folder, file_name(self.name, split))
+        path = os.path.join(folder, file_name(self.name, split, self.build))
         try:
             places = _load_places(path)
         except ValueError as error:
@@ -195,9 +197,9 @@ class AddedColumn:
         return file, start
 
 
-def file_name(column: str, split: str) -> str:
+def file_name(column: str, split: str, build: str = '') -> str:
     """The name of the file with a column's values in one split, or with their places."""
-    return f'column_{column}-{split}.npy'
+    return schema.of_build(f'column_{column}-{split}.npy', build)
 
 
 def is_file_name(name: str) -> bool:
@@ -205,8 +207,10 @@ def is_file_name(name: str) -> bool:
     return name.startswith('column_') and name.endswith('.npy')
 
 
-def write(folder: str | os.PathLike[str], columns: Mapping[str, Column | AddedColumn]) -> None:
-    """Describes the columns of a data set in a local folder; replaces what is there."""
+def write(
+    folder: str | os.PathLike[str], columns: Mapping[str, Column | AddedColumn], build: str = ''
+) -> None:
+    """Describes the columns of a build in a local folder; replaces what is there."""
     kinds = {Column: IN_PLACE, AddedColumn: _BESIDE}
     described = {
         name: {'kind': kinds[type(column)], **dataclasses.asdict(column)}
@@ -215,21 +219,25 @@ def write(folder: str | os.PathLike[str], columns: Mapping[str, Column | AddedCo
     for fields in described.values():
         del fields['name']
     content = {'format': _FORMAT, 'columns': described}
-    path = os.path.join(folder, schema.COLUMNS_FILE)
+    path = os.path.join(folder, schema.of_build(schema.COLUMNS_FILE, build))
     with open(f'{path}.part', 'w') as file:
         json.dump(content | {'digest': json_digest.sha256(content)}, file, indent=1)
         file.write('\n')
     os.replace(f'{path}.part', path)
 
 
-def read(folder: str | os.PathLike[str]) -> dict[str, Column | AddedColumn]:
+def read(folder: str | os.PathLike[str], build: str = '') -> dict[str, Column | AddedColumn]:
     """The columns of a data set, local or on gs://, by feature; {} where all is in the records.
+
+    Args:
+        folder: of the data set.
+        build: ID of the build that made it.
 
     Raises:
         ValueError: the description is damaged.
         OSError: it cannot be read.
     """
-    path = os.path.join(folder, schema.COLUMNS_FILE)
+    path = os.path.join(folder, schema.of_build(schema.COLUMNS_FILE, build))
     try:
         file = source_files.describe(path)
     except ValueError:
@@ -263,7 +271,7 @@ def _column(name: str, kind: str, **fields: Any) -> Column | AddedColumn:
     if kind != IN_PLACE:
         raise ValueError(f'column {name!r} is of kind {kind!r}')
     files = tuple(ColumnFile(**file) for file in fields['files'])
-    return Column(name, fields['dtype'], files)
+    return Column(name, fields['dtype'], files, fields['build'])
 
 
 def _load_places(path: str) -> np.ndarray:

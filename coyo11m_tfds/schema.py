@@ -5,6 +5,8 @@ The source is a folder `latents-3crop/` of `.pt` files and one Parquet file of c
 metadata. Nothing is imported here but numpy, so that any program can afford this module.
 """
 
+import re
+
 import numpy as np
 
 NAME = 'coyo11m_tfds'
@@ -137,3 +139,15 @@ def shard_filename(split: str, index: int, count: int) -> str:
     """The name that TFDS gives to one of `count` shards of a split."""
     digits = max(5, len(str(count)))
     return f'{NAME}-{split}.tfrecord-{index:0{digits}}-of-{count:0{digits}}'
+
+
+def of_build(name: str, build: str) -> str:
+    """Puts the ID of a build into a file's name, before its first dot; '' leaves the name alone."""
+    stem, dot, rest = name.partition('.')
+    return f'{stem}-{build}{dot}{rest}' if build else name
+
+
+def build_of(name: str) -> str:
+    """The ID in what `of_build` gave, also if that is a template of TFDS; '' where none is."""
+    found = re.search(r'-([0-9a-f]{8})\.', name)
+    return found[1] if found else ''

@@ -6,11 +6,12 @@
     verified.faults     # ['coyo11m_tfds-train.tfrecord-00003-of-00100: is missing']
 
 Shards and columns are read once, several at a time: lengths and CRC-32C are compared with
-`checksums.json`, records with the chunk index and `dataset_info.json`. `--fast` reads only the
+`checksums-<build>.json`, records with the chunk index and `dataset_info.json`. `--fast` reads only the
 small files: it compares the lengths of the others, on gs:// also the storage's CRC-32C of them.
 Latents in place are checked as well: their `.pt` files are read through, with `--fast` only their
 directories. Bytes from gs:// are compared with the storage's CRC-32C and read again if they were
-changed on their way, so that a fault is one of the stored file.
+changed on their way, so that a fault is one of the stored file. Files of another build are left
+alone: one may be under way beside the data set.
 
 The exit status is 0 without faults, 1 with faults (a line each), and 2 if nothing can be said.
 """
@@ -82,15 +83,29 @@ def verify(
         raise ValueError(f'parallel is {parallel}, expected at least 1.')
     folder = os.fspath(data_dir).rstrip('/') or '/'
     files = stored_files.list_folder(folder)
-    if not {schema.INFO_FILE, schema.CHECKSUMS_FILE} & files.keys():
+    build = _find_build(files)
+    files = {n: file for n, file in files.items() if schema.build_of(n) in ('', build)}
+    checksums = schema.of_build(schema.CHECKSUMS_FILE, build)
+    if not {schema.INFO_FILE, checksums} & files.keys():
         raise ValueError(
             f'{folder}: there is no {schema.INFO_FILE}. Expected the folder of a built data set, '
             '.../coyo11m_tfds/CONFIG/1.0.0.'
         )
-    check = _Check(files, fast, parallel)
+    check = _Check(files, build, fast, parallel)
     check.run()
     num_bytes = sum(file.size for file in files.values())
     return Verified(check.faults, len(files), num_bytes, bool(check.recorded))
+
+
+def _find_build(files: Mapping[str, SourceFile]) -> str:
+    """The ID of the build that the files of a folder are of, or most of them."""
+    if schema.INFO_FILE in files:
+        try:
+            return stored_splits.find_build(os.path.dirname(files[schema.INFO_FILE].path))
+        except (OSError, ValueError):  # told later, as a fault of that file
+            pass
+    builds = [schema.build_of(name) for name in files if name.startswith('checksums')]
+    return builds[0] if builds else ''
 
 
 class _Check:
@@ -101,18 +116,20 @@ class _Check:
         recorded: states of files by name, as the build recorded them; {} without such a record.
     """
 
-    def __init__(self, files: Mapping[str, SourceFile], fast: bool, parallel: int):
+    def __init__(self, files: Mapping[str, SourceFile], build: str, fast: bool, parallel: int):
         self._files, self._fast, self._parallel = files, fast, parallel
+        self._checksums = schema.of_build(schema.CHECKSUMS_FILE, build)
+        self._columns = schema.of_build(schema.COLUMNS_FILE, build)
         self.faults: list[str] = []
         self.recorded: dict[str, FileState] = {}
 
     def run(self) -> None:
         """Finds all faults."""
         names = [name for name in self._files if not _is_large(name)]
-        contents = {schema.CHECKSUMS_FILE: self._read_small(schema.CHECKSUMS_FILE)}
-        self.recorded = self._parse(schema.CHECKSUMS_FILE, contents, manifest.parse) or {}
+        contents = {self._checksums: self._read_small(self._checksums)}
+        self.recorded = self._parse(self._checksums, contents, manifest.parse) or {}
         contents |= {name: self._read_small(name) for name in names}
-        found = self._parse(schema.COLUMNS_FILE, contents, columns.parse) or {}
+        found = self._parse(self._columns, contents, columns.parse) or {}
         check_features = functools.partial(_check_features, _FEATURES - found.keys())
         self._parse(schema.FEATURES_FILE, contents, check_features)
         splits = self._parse(schema.INFO_FILE, contents, stored_splits.parse) or []
@@ -120,7 +137,8 @@ class _Check:
         self._check_names(splits)
         shards: dict[str, StoredShard] = {}
         for split in splits:
-            index = self._parse(file_name(split.name), contents, ChunkIndex.parse)
+            name = file_name(split.name, split.build)
+            index = self._parse(name, contents, ChunkIndex.parse)
             shards |= self._describe_shards(split, index)
         self._check_shards(shards)
         if not self.recorded:
@@ -181,10 +199,10 @@ class _Check:
         """Compares the names of the files with the expected ones."""
         expected = {schema.INFO_FILE, schema.FEATURES_FILE, *self.recorded}
         for split in splits:
-            expected |= {file_name(split.name), *split.file_names}
+            expected |= {file_name(split.name, split.build), *split.file_names}
         for name in sorted(expected - self._files.keys()):
             self._add(name, 'is missing')
-        for name in sorted(self._files.keys() - expected - {schema.CHECKSUMS_FILE}):
+        for name in sorted(self._files.keys() - expected - {self._checksums}):
             # Without a record, only of shards is it known which there should be.
             if self.recorded or (splits and _SHARD in name):
                 self._add(name, f'is unexpected, a file of {self._files[name].size} bytes')
@@ -201,16 +219,16 @@ class _Check:
                 f'has num_bytes={split.num_bytes} for split {split.name!r}, expected {num_bytes}, '
                 'the sum of its files',
             )
-        lengths = list(split.shard_lengths)
+        lengths, index_name = list(split.shard_lengths), file_name(split.name, split.build)
         if index is not None and index.shard_lengths.tolist() != lengths:
             self._add(
-                file_name(split.name),
+                index_name,
                 f'has {len(index.shard_lengths)} shards of {index.shard_lengths.sum()} records, '
                 f'expected {len(lengths)} of {sum(lengths)} as in {schema.INFO_FILE}, in its order',
             )
             index = None
         return {
-            name: StoredShard(split.name, number, lengths[number], index)
+            name: StoredShard(index_name, number, lengths[number], index)
             for number, name in enumerate(split.file_names)
         }
 
@@ -218,9 +236,9 @@ class _Check:
         self, found: Mapping[str, columns.Column | columns.AddedColumn], splits: list[StoredSplit]
     ) -> None:
         """Compares the sizes of columns without checksums with the splits."""
-        if schema.COLUMNS_FILE not in self._files:
+        if self._columns not in self._files:
             return
-        folder = os.path.dirname(self._files[schema.COLUMNS_FILE].path)
+        folder = os.path.dirname(self._files[self._columns].path)
         for column in found.values():
             for split in splits:
                 try:

@@ -110,19 +110,23 @@ def check_within_reach(file: SourceFile, final: str) -> None:
         )
 
 
-def write(folder: str | os.PathLike[str], splits: Mapping[str, Sequence[ShardSources]]) -> None:
+def write(
+    folder: str | os.PathLike[str], splits: Mapping[str, Sequence[ShardSources]], build: str = ''
+) -> None:
     """Writes the files that say where latents lie into a local folder.
 
     Args:
         folder: of the data set.
         splits: of each split its shards, in their order.
+        build: ID of the build.
     """
     shards = [shard for of_split in splits.values() for shard in of_split]
     files = sorted({file for shard in shards for file, _ in shard.counts}, key=lambda f: f.path)
     number = {file: n for n, file in enumerate(files)}
     for split, of_split in splits.items():
         places = [shard.places(number) for shard in of_split]
-        path = os.path.join(folder, columns.file_name(schema.LATENTS, split))
+        path = os.path.join(folder, columns.file_name(schema.LATENTS, split, build))
         np.save(path, np.concatenate(places))
     dtype = next(shard.dtype for shard in shards if shard.dtype)
-    columns.write(folder, {schema.LATENTS: Column(schema.LATENTS, dtype, tuple(files))})
+    column = Column(schema.LATENTS, dtype, tuple(files), build)
+    columns.write(folder, {schema.LATENTS: column}, build)

@@ -16,14 +16,15 @@ from coyo11m_tfds.storage.file_state import FileState
 _FORMAT = 1
 
 
-def write(folder: str | os.PathLike[str], files: Mapping[str, FileState]) -> None:
-    """Writes `schema.CHECKSUMS_FILE` of some files into a local folder, the same bytes always."""
+def write(folder: str | os.PathLike[str], files: Mapping[str, FileState], build: str = '') -> None:
+    """Writes `schema.CHECKSUMS_FILE` of a build into a local folder, the same bytes always."""
     states = {
         name: {'size': state.size, 'crc32c': f'{state.crc32c:08x}'}
         for name, state in sorted(files.items())
     }
     content = {'format': _FORMAT, 'files': states}
-    with open(os.path.join(folder, schema.CHECKSUMS_FILE), 'w') as file:
+    name = schema.of_build(schema.CHECKSUMS_FILE, build)
+    with open(os.path.join(folder, name), 'w') as file:
         json.dump(content | {'digest': json_digest.sha256(content)}, file, indent=1)
         file.write('\n')
 

@@ -98,7 +98,7 @@ def check_health(data_dir: str, read_through: int | None = None) -> list[Finding
 def _sources(data_dir: str) -> list[SourceFile]:
     """The files of latents in place that are there."""
     try:
-        latents = columns.read(data_dir).get(schema.LATENTS)
+        latents = columns.read(data_dir, stored_splits.find_build(data_dir)).get(schema.LATENTS)
     except ValueError:  # reported as a fault
         return []
     if not isinstance(latents, columns.Column):
@@ -118,8 +118,8 @@ def _tell(name: str, faults: Sequence[str], command: str) -> Iterator[Finding]:
 
 
 def _is_data_set(names: Sequence[str]) -> bool:
-    marks = {schema.INFO_FILE, schema.CHECKSUMS_FILE}
-    return any(name in marks or name.startswith(f'{schema.NAME}-') for name in names)
+    begin = schema.INFO_FILE, 'checksums', f'{schema.NAME}-'
+    return any(name.startswith(begin) for name in names)
 
 
 def _check_spots(files: dict[str, SourceFile], told: set[str]) -> list[str]:
@@ -137,7 +137,7 @@ def _spots(
         return
     info = stored_files.read(files[schema.INFO_FILE], stored_files.Content).data
     for split in stored_splits.parse(bytes(info)):
-        name = file_name(split.name)
+        name = file_name(split.name, split.build)
         if name in told or name not in files:
             continue
         index = ChunkIndex.parse(bytes(stored_files.read(files[name], stored_files.Content).data))

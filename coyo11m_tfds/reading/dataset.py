@@ -201,7 +201,9 @@ def _feature(builder: tfds.core.DatasetBuilder, name: str) -> tfds.features.Feat
 
 def _columns(builder: tfds.core.DatasetBuilder) -> dict[str, columns.Column | columns.AddedColumn]:
     """Features that lie elsewhere than in the records."""
-    return columns.read(os.fspath(builder.data_dir))
+    templates = [split.filename_template for split in builder.info.splits.values()]
+    build = schema.build_of(templates[0].template) if templates else ''
+    return columns.read(os.fspath(builder.data_dir), build)
 
 
 def check_features(builder: tfds.core.DatasetBuilder, features: Sequence[str]) -> None:

@@ -94,7 +94,8 @@ def load(
         ValueError: the index is damaged, or of other shards.
         OSError: it cannot be read.
     """
-    index = chunk_index.ChunkIndex.load(data_dir, split)
+    build = schema.build_of(os.path.basename(first_shard))
+    index = chunk_index.ChunkIndex.load(data_dir, split, build)
     if index is None:
         return None
     if list(shard_lengths) != index.shard_lengths.tolist():

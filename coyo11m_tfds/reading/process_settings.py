@@ -13,6 +13,7 @@ import os
 from absl import logging
 
 from coyo11m_tfds import chunk_index, schema
+from coyo11m_tfds.reading import stored_splits
 from coyo11m_tfds.storage import remote, source_files
 
 READ_AHEAD = 'GCS_READAHEAD_BUFFER_SIZE_BYTES'
@@ -72,7 +73,8 @@ def keep_freed_memory() -> None:
 
 def _largest_chunk(data_dir: str, chunk: int) -> int:
     """Bytes of the largest chunk of the train split; 0 for a data set without a chunk index."""
-    path = os.path.join(data_dir, chunk_index.file_name(schema.TRAIN))
+    build = stored_splits.find_build(data_dir)
+    path = os.path.join(data_dir, chunk_index.file_name(schema.TRAIN, build))
     try:
         file = source_files.describe(path)
     except ValueError:  # no such file

@@ -49,6 +49,11 @@ class StoredDataset:
     columns: Mapping[str, Column | AddedColumn]
 
     @property
+    def build(self) -> str:
+        """The ID in the names of the files of its build; '' where they have none."""
+        return next(iter(self.splits.values())).build
+
+    @property
     def latent_dtype(self) -> str:
         """'float16' or 'bfloat16'.
 
@@ -158,7 +163,8 @@ def read(folder: str | os.PathLike[str]) -> StoredDataset | None:
         raise ValueError(f'{path}/{schema.FEATURES_FILE}: is damaged (it names no features).')
     metadata = _read_json(f'{path}/{schema.METADATA_FILE}', {})
     full_name = '/'.join(filter(None, names))
-    return StoredDataset(path, full_name, splits, features, metadata, columns.read(path))
+    build = next(iter(splits.values())).build
+    return StoredDataset(path, full_name, splits, features, metadata, columns.read(path, build))
 
 
 def choose(folder: str | os.PathLike[str]) -> str:

@@ -6,12 +6,14 @@ splits[0].name, splits[0].file_names, splits[0].shard_lengths, splits[0].num_byt
 
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 
 import numpy as np
 
 from coyo11m_tfds import records, schema
-from coyo11m_tfds.chunk_index import ChunkIndex, file_name
+from coyo11m_tfds.chunk_index import ChunkIndex
+from coyo11m_tfds.storage import source_files, stored_files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,12 +25,14 @@ class StoredSplit:
         file_names: of its shards.
         shard_lengths: records of each.
         num_bytes: of all shards together.
+        build: the ID in the names of all files of its build; '' where they have none.
     """
 
     name: str
     file_names: Sequence[str]
     shard_lengths: Sequence[int]
     num_bytes: int
+    build: str = ''
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +40,13 @@ class StoredShard:
     """One shard, as the metadata describe it.
 
     Attributes:
-        split: its name.
+        index_name: name of the file of `index`.
         number: of the shard.
         length: its records.
         index: of the split, if there is one that can be used.
     """
 
-    split: str
+    index_name: str
     number: int
     length: int
     index: ChunkIndex | None
@@ -63,7 +67,7 @@ class StoredShard:
         place = int(wrong[0])
         what = 'ends' if place == len(first) else f'has record {first[place]}'
         expected = [*offsets, offsets[-1] + nbytes[-1]][place]
-        return f'{what} at byte {found[place]}, expected {expected} ({file_name(self.split)})'
+        return f'{what} at byte {found[place]}, expected {expected} ({self.index_name})'
 
 
 def parse(data: bytes) -> list[StoredSplit]:
@@ -82,6 +86,27 @@ def parse(data: bytes) -> list[StoredSplit]:
     return splits
 
 
+def find_build(folder: str | os.PathLike[str]) -> str:
+    """The ID in the names of a data set's files; '' where they have none, or no data set is.
+
+    Args:
+        folder: of the data set, local or on gs://.
+
+    Raises:
+        ValueError: `schema.INFO_FILE` is damaged.
+        OSError: the storage cannot be reached.
+    """
+    path = f'{os.fspath(folder).rstrip("/")}/{schema.INFO_FILE}'
+    try:
+        file = source_files.describe(path)
+    except ValueError:  # no such file
+        return ''
+    try:
+        return parse(bytes(stored_files.read(file, stored_files.Content).data))[0].build
+    except ValueError as error:
+        raise ValueError(f'{path}: is damaged ({error}).') from error
+
+
 def _split(info: dict, split: dict) -> StoredSplit:
     # protobuf writes 64-bit integers as strings, and leaves out empty lists and zeros.
     lengths = [int(length) for length in split.get('shardLengths', [])]
@@ -96,4 +121,5 @@ def _split(info: dict, split: dict) -> StoredSplit:
         )
         for shard in range(count)
     ]
-    return StoredSplit(split['name'], names, lengths, int(split.get('numBytes', 0)))
+    build = schema.build_of(split['filepathTemplate'])
+    return StoredSplit(split['name'], names, lengths, int(split.get('numBytes', 0)), build)
