@@ -5,8 +5,8 @@
     offset, nbytes = index.byte_range(shard=0, first=64, count=64)
 
 A file `chunk_index-<split>-<build>.npy` lies beside the shards: a flat int64 array which holds, for
-one shard after the other, [number of records, byte offsets of the records 0, 32, 64, ..., file size].
-numpy suffices to read it.
+one shard after the other, [number of records, byte offsets of the records 0, 32, 64, ..., file
+size]. numpy suffices to read it.
 
 In memory it takes half of its size. For 10^9 records in 190,000 shards, a file of 254 MB in the
 page cache, it took 0.12 s to load; with an epoch planned and the byte ranges known that 16 lanes

@@ -6,8 +6,8 @@
     verified.faults     # ['coyo11m_tfds-train.tfrecord-00003-of-00100: is missing']
 
 Shards and columns are read once, several at a time: lengths and CRC-32C are compared with
-`checksums-<build>.json`, records with the chunk index and `dataset_info.json`. `--fast` reads only the
-small files: it compares the lengths of the others, on gs:// also the storage's CRC-32C of them.
+`checksums-<build>.json`, records with the chunk index and `dataset_info.json`. `--fast` reads only
+the small files: it compares the lengths of the others, on gs:// also the storage's CRC-32C of them.
 Latents in place are checked as well: their `.pt` files are read through, with `--fast` only their
 directories. Bytes from gs:// are compared with the storage's CRC-32C and read again if they were
 changed on their way, so that a fault is one of the stored file. Files of another build are left
@@ -17,6 +17,7 @@ The exit status is 0 without faults, 1 with faults (a line each), and 2 if nothi
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -100,10 +101,9 @@ def verify(
 def _find_build(files: Mapping[str, SourceFile]) -> str:
     """The ID of the build that the files of a folder are of, or most of them."""
     if schema.INFO_FILE in files:
-        try:
-            return stored_splits.find_build(os.path.dirname(files[schema.INFO_FILE].path))
-        except (OSError, ValueError):  # told later, as a fault of that file
-            pass
+        with contextlib.suppress(OSError):  # told later, as a fault of that file
+            if build := stored_splits.find_build(os.path.dirname(files[schema.INFO_FILE].path)):
+                return build
     builds = [schema.build_of(name) for name in files if name.startswith('checksums')]
     return builds[0] if builds else ''
 

@@ -87,24 +87,21 @@ def parse(data: bytes) -> list[StoredSplit]:
 
 
 def find_build(folder: str | os.PathLike[str]) -> str:
-    """The ID in the names of a data set's files; '' where they have none, or no data set is.
+    """The ID in the names of a data set's files.
+
+    It is '' where they have none, and where `schema.INFO_FILE` is missing or damaged.
 
     Args:
         folder: of the data set, local or on gs://.
 
     Raises:
-        ValueError: `schema.INFO_FILE` is damaged.
         OSError: the storage cannot be reached.
     """
-    path = f'{os.fspath(folder).rstrip("/")}/{schema.INFO_FILE}'
     try:
-        file = source_files.describe(path)
-    except ValueError:  # no such file
-        return ''
-    try:
+        file = source_files.describe(f'{os.fspath(folder).rstrip("/")}/{schema.INFO_FILE}')
         return parse(bytes(stored_files.read(file, stored_files.Content).data))[0].build
-    except ValueError as error:
-        raise ValueError(f'{path}: is damaged ({error}).') from error
+    except ValueError:
+        return ''
 
 
 def _split(info: dict, split: dict) -> StoredSplit:
