@@ -129,7 +129,7 @@ setuptools.setup(
         'convert': CONVERT,
         'dataflow': CONVERT + DATAFLOW,
         'text': TEXT,
-        'text_jax': TEXT_JAX,
+        'text-jax': TEXT_JAX,
         'fonts': FONTS,
         'test': TEST,
         'bench': BENCH,

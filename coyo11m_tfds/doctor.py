@@ -121,7 +121,7 @@ class Doctor:
     def _extras(self) -> list[str]:
         """Extras of this package that are needed for what is asked."""
         kind = self._flags.encoder.partition(':')[0]
-        of_encoder = {'hf': ['text'], 'jax': ['text_jax']}.get(kind, [])
+        of_encoder = {'hf': ['text'], 'jax': ['text-jax']}.get(kind, [])
         return ['convert', *of_encoder] if self._flags.source else of_encoder
 
     # Modules that need an extra are imported where they are used, so that a missing one is a

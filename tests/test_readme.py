@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from packaging.utils import canonicalize_name
 
 from tests.checkout import CHECKOUT
 
@@ -84,6 +85,36 @@ def test_modules_and_fields_of_commands_exist(path):
         for flag in flags:
             if flag.startswith('--config.'):
                 functools.reduce(lambda part, name: part[name], flag.split('.')[1:], config)
+
+
+def extras() -> list[str]:
+    """The names of setup.py's extras."""
+    (given,) = re.findall(
+        r'^    extras_require=({.*?^    })', (CHECKOUT / 'setup.py').read_text(), re.M | re.S
+    )
+    return re.findall(r"^ +'(.+)':", given, re.M)
+
+
+def test_pip_of_every_version_knows_the_extras():
+    """That of Python 3.11 takes `text_jax` for `text-jax`, and finds no extra of that name."""
+    assert len(extras()) > 8
+    assert [str(canonicalize_name(name)) for name in extras()] == extras()
+
+
+def test_extras_that_are_named_anywhere_are_those_of_setup_py():
+    files = [CHECKOUT / 'Makefile', CHECKOUT / 'setup.py', *(CHECKOUT / path for path in TEXTS)]
+    for folder in ('coyo11m_tfds', 'train_lib', 'benchmarks', 'configs'):
+        files += (CHECKOUT / folder).rglob('*.py')
+    named = set()
+    for file in files:
+        for found in re.finditer(r"\.\[([\w,-]+)\]|_needing\('([\w-]+)'", file.read_text('utf-8')):
+            named.update((found[1] or found[2]).split(','))
+    table = (CHECKOUT / 'README.md').read_text().partition('| extra |')[2].partition('\n\n')[0]
+    in_table = re.findall(
+        r'`([\w-]+)`', '|'.join(row.split('|')[1] for row in table.splitlines()[2:])
+    )
+    assert {'convert', 'text-jax', 'tpu', 'wandb'} <= named <= {*extras()}
+    assert sorted(in_table) == sorted(extras())
 
 
 @functools.cache

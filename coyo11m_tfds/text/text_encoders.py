@@ -126,7 +126,7 @@ def make_encoder(
             from coyo11m_tfds.text import hf_encoder
 
         return hf_encoder.HfEncoder(model, max_tokens, batch_tokens)
-    with _needing('text_jax', spec):
+    with _needing('text-jax', spec):
         from coyo11m_tfds.text import jax_encoder
 
     return jax_encoder.JaxEncoder(model, max_tokens, batch_tokens)
@@ -145,7 +145,7 @@ def make_tokenizer(spec: str, max_tokens: int = DEFAULT_MAX_TOKENS) -> Tokenizer
             from coyo11m_tfds.text import hf_encoder
 
         return hf_encoder.HfTokenizer(model, max_tokens)
-    with _needing('text_jax', spec):
+    with _needing('text-jax', spec):
         from coyo11m_tfds.text import jax_encoder
 
     return jax_encoder.JaxTokenizer(model, max_tokens)

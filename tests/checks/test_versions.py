@@ -86,4 +86,4 @@ def test_what_is_not_installed_by_pip_is_said(tmp_path):
 
 
 def test_the_packages_of_these_tests_fit():
-    assert [f.status for f in versions.check_versions(['convert', 'text', 'text_jax'])] == ['pass']
+    assert [f.status for f in versions.check_versions(['convert', 'text', 'text-jax'])] == ['pass']

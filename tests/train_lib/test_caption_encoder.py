@@ -112,7 +112,7 @@ def test_a_data_set_keeps_the_revision_and_length_of_its_encoder(
     [
         ('hf:a/b', 'torch', 'text'),
         ('hf:a/b', 'transformers', 'text'),
-        ('jax:a/b', 'tokenizers', 'text_jax'),
+        ('jax:a/b', 'tokenizers', 'text-jax'),
     ],
 )
 def test_what_is_not_installed_is_told_with_the_command_that_brings_it(spec, missing, extra):
