@@ -3,7 +3,8 @@
     tfds build coyo11m_tfds -i coyo11m_tfds --manual_dir=SOURCE --data_dir=OUT
 
 TFDS imports the package of a data set and catches nothing, so this hooks into the process. Only the
-package does that, and only in the `tfds` command: in a script of yours nothing changes.
+package does that, and only in the `tfds` command and in `python -m coyo11m_tfds.build`, which runs
+it: in a script of yours nothing changes.
 """
 
 import functools
@@ -20,13 +21,13 @@ from coyo11m_tfds.coyo11m_tfds_dataset_builder import CONFIG_EXAMPLE
 from coyo11m_tfds.process import ending
 from coyo11m_tfds.storage.lock_holder import Lost
 
-# What TFDS says of every build.
+# What TFDS and Beam say of every build.
 _NOISE = re.compile(
     'Variant folder .* has no dataset_info.json|Using custom data configuration'
-    '|Dataset generation completed'
+    '|Dataset generation completed|apitools not found'
 )
 
-_MENDABLE = (ValueError, OSError, RuntimeError, Lost)
+_MENDABLE = (ValueError, OSError, RuntimeError, ModuleNotFoundError, Lost)
 # Subclasses of these whose messages mean nothing to users.
 _BUGS = (NotImplementedError, RecursionError)
 
@@ -35,7 +36,8 @@ _OUTLOOK = 'what is finished is kept, the same command resumes the build'
 
 def prepare() -> None:
     """Prepares the process. The data set is registered: `tfds` finds it by its name."""
-    absl.logging.get_absl_logger().addFilter(_is_worth_reading)
+    for logger in (absl.logging.get_absl_logger(), logging.getLogger()):
+        logger.addFilter(_is_worth_reading)
     logging.getLogger('torch').setLevel(logging.WARNING)  # it logs statistics when it ends
     tfds.core.DatasetInfo.__repr__ = _how_to_open  # printed at the end of a build
     sys.excepthook = functools.partial(_show, sys.excepthook)

@@ -358,8 +358,7 @@ def main() -> None:
     """Runs the command line; the exit status is that of the module's docstring."""
     flags = parse_flags()
     command_line.show_log()
-    kinds = ValueError, OSError, ModuleNotFoundError
-    with ending.in_one_line('nothing was changed', kinds, status=2):
+    with ending.in_one_line('nothing was changed', status=2):
         folder = stored_dataset.choose(flags.data_dir)
         found = verify(folder, fast=flags.fast, parallel=flags.parallel)
     if not found.has_checksums:

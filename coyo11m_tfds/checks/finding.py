@@ -63,7 +63,7 @@ def failed(name: str, text: str, mend: str = '', **facts: Any) -> Finding:
 def of_error(name: str, error: BaseException, mend: str = '') -> Finding:
     """An error, whose message says what to do, as a failure of one line."""
     if isinstance(error, ModuleNotFoundError):
-        mend = mend or "pip install -c constraints.txt -e '.[convert,text]'"
+        mend = mend or ending.INSTALL
         return failed(name, f'{error.name} is not installed, which this check needs', mend)
     is_message = isinstance(error, (ValueError, OSError)) and str(error)
     text = ending.describe(error) if is_message else repr(error)

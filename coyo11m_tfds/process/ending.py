@@ -20,6 +20,8 @@ import threading
 import types
 from collections.abc import Iterator
 
+INSTALL = "pip install -c constraints.txt -e '.[convert,text]'"
+
 TRACEBACK_VARIABLE = 'COYO11M_TRACEBACK'
 
 INTERRUPTED = 128 + signal.SIGINT  # the exit status that shells give to Ctrl-C
@@ -55,7 +57,7 @@ def in_one_line(
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     interrupt_once()
-    caught: tuple[type[BaseException], ...] = (KeyboardInterrupt, *kinds)
+    caught: tuple[type[BaseException], ...] = (KeyboardInterrupt, ModuleNotFoundError, *kinds)
     try:
         yield
     except caught as error:
@@ -108,6 +110,8 @@ def say(error: BaseException, outlook: str) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """The message of an error; of the operating system's with what to do."""
+    """The message of an error; of the operating system's and of an import's with what to do."""
+    if isinstance(error, ModuleNotFoundError) and INSTALL.partition(' ')[0] not in str(error):
+        return f'{error.name} is not installed: {INSTALL}'
     remedy = _REMEDIES.get(error.errno or 0) if isinstance(error, OSError) else None
     return f'{error}: {remedy}.' if remedy else str(error)
