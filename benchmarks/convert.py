@@ -70,7 +70,9 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument('--cold', action='store_true', help='read the source from the disk')
     parser.add_argument('--fill_memory', action='store_true', help='with page cache, before a run')
     parser.add_argument('--worker_memory', action='store_true', help='measure memory instead')
-    parser.add_argument('--run', choices=WRITERS, help='run one writer and measure nothing')
+    parser.add_argument(
+        '--run', choices=WRITERS, metavar='WRITER', help='run one writer and measure nothing'
+    )
     flags = parser.parse_args(arguments)
     for name in flags.only or ():
         if name not in WRITERS:

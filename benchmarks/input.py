@@ -56,7 +56,7 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument('--fill_memory', action='store_true', help='with page cache, before a run')
     parser.add_argument('--svg', type=pathlib.Path, help='file to draw samples per second into')
     parser.add_argument('--task', choices=_TASKS, help='do one task and measure nothing')
-    parser.add_argument('--run', choices={*READERS, *WRITERS}, help='whose task')
+    parser.add_argument('--run', choices={*READERS, *WRITERS}, metavar='READER', help='whose task')
     flags = parser.parse_args(arguments)
     if not flags.dir:
         parser.error('--dir: name a folder to work in, with room for 12 GB.')

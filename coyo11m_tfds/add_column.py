@@ -1,11 +1,12 @@
 """Adds values to the records of a built data set, in files beside its shards; these stay the same.
 
-    python -m coyo11m_tfds.embed_captions --source=SOURCE --encoder=hf:NAME --out=other.parquet
-    python -m coyo11m_tfds.add_column --data_dir=OUT/coyo11m_tfds/latents/1.0.0 --name=other \\
+    python -m coyo11m_tfds.embed_captions --source=SOURCE --encoder=hf:NAME \\
+        --out=other.parquet
+    python -m coyo11m_tfds.add_column --data_dir=DATA_SET --name=other \\
         --text=other.parquet
 
-    batches = input_pipeline.train_batches(data_dir, text='other', ...)
-    batches = input_pipeline.train_batches(data_dir, features=('key', 'other'), ...)
+    input_pipeline.train_batches(data_dir, text='other', ...)
+    input_pipeline.train_batches(data_dir, features=('key', 'other'), ...)
 
 Text embeddings or token ids that `embed_captions` made (`--text`), or numbers of any Parquet file
 with a column `key` (`--parquet FILE --column NAME`). Every record needs a value. The file that is

@@ -1,11 +1,11 @@
 """Looks at a machine, a source, an encoder, a configuration and data sets before hours are spent.
 
     python -m coyo11m_tfds.doctor
-    python -m coyo11m_tfds.doctor --source=hf://datasets/owner/name --data_dir=gs://BUCKET/tfds \\
-        --encoder=hf:google/gemma-3-270m --config=tpu_v5e_16
+    python -m coyo11m_tfds.doctor --source=hf://datasets/owner/name \\
+        --data_dir=gs://BUCKET/tfds --encoder=hf:google/gemma-3-270m
 
     pass  cores: 8, without a quota
-    fail  disk of data_dir: OUT has 20.0 GB free on SSD (ext4), expected 310.0 GB ... -> free ...
+    fail  disk of data_dir: OUT has 20 GB free on SSD, expected 310 GB -> ...
 
 Each finding is one line: pass, warn or fail, and after the arrow what mends it; `--json` prints all
 in one document. The exit status is 1 if anything fails, and 2 for a wrong command line. A build is

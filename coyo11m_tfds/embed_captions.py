@@ -1,12 +1,12 @@
 """Captions to embeddings: a sidecar of Parquet files that the data set's builder joins by key.
 
-    python -m coyo11m_tfds.embed_captions --source SOURCE --encoder hf:google/gemma-3-270m \\
-        --out gs://BUCKET/gemma
+    python -m coyo11m_tfds.embed_captions --source SOURCE \\
+        --encoder hf:google/gemma-3-270m --out gs://BUCKET/gemma
     tfds build coyo11m_tfds --manual_dir=SOURCE --data_dir=OUT \\
         --config='{"name": "gemma", "text_embeddings": "gs://BUCKET/gemma"}'
 
     from coyo11m_tfds import embed_captions
-    report = embed_captions.embed('SOURCE', 'hash', 'hash.parquet')     # one file
+    report = embed_captions.embed('SOURCE', 'hash', 'hash.parquet')  # one file
 
 OUT is a folder, local or on gs://, of files `part-00000-of-00700.parquet`, or a local file if its
 name ends in `.parquet`. Parts have the columns `key` (int64, ascending, each once) and `embedding`

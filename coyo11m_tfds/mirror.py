@@ -1,9 +1,10 @@
 """Copies a source to another place: in parallel, verified, and resumed after any interruption.
 
-    python -m coyo11m_tfds.mirror hf://datasets/KBlueLeaf/coyo11m-256px-ccrop-latent gs://BUCKET/coyo11m
+    python -m coyo11m_tfds.mirror \\
+        hf://datasets/KBlueLeaf/coyo11m-256px-ccrop-latent gs://BUCKET/coyo11m
 
     from coyo11m_tfds import mirror
-    mirror.mirror('gs://bucket/coyo11m', '/data/coyo11m')   # Summary(num_files=129, ...)
+    mirror.mirror('gs://bucket/coyo11m', '/data/coyo11m')
 
 The `.pt` files and the Parquet file of captions are copied under the same names. A second call
 copies what is missing or has changed since. From the hub to a bucket a file passes through a

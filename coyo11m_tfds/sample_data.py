@@ -1,6 +1,6 @@
 """Makes a small data set in exactly the layout of the real source.
 
-    python -m coyo11m_tfds.sample_data --out DIR [--num_samples 4096] [--dtype float16]
+    python -m coyo11m_tfds.sample_data --out DIR [--num_samples 4096]
 
 Pictures of one coloured shape on a coloured background, at different places and sizes, three crops
 each, as raw latents in `DIR/latents-3crop/*.pt`, and their captions in `DIR/coyo11m-meta.parquet`.

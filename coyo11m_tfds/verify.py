@@ -3,7 +3,7 @@
     python -m coyo11m_tfds.verify gs://BUCKET/data/coyo11m_tfds/latents/1.0.0
 
     verified = verify.verify('OUT/coyo11m_tfds/latents/1.0.0')
-    verified.faults     # ['coyo11m_tfds-train.tfrecord-00003-of-00100: is missing']
+    verified.faults  # ['... .tfrecord-00003-of-00100: is missing']
 
 Shards and columns are read once, several at a time: lengths and CRC-32C are compared with
 `checksums-<build>.json`, records with the chunk index and `dataset_info.json`. `--fast` reads only

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from coyo11m_tfds import verify
+from tests import children as programs
 from tests import made_sources
 from tests.build.build_kills import (
     children,
@@ -216,6 +217,37 @@ def test_from_any_folder_with_the_package_imported(source, plain, tmp_path):
     env = {'PYTHONPATH': str(CHECKOUT)}
     end(start(source, out, *flags, env=env, cwd=tmp_path / 'empty'))
     assert files_of(final_folder(out)) == plain
+
+
+def test_the_own_command_builds_from_any_folder_and_says_only_what_matters(source, plain, tmp_path):
+    out, folder = tmp_path / 'out', tmp_path / 'empty'
+    folder.mkdir()
+    flags = [f'--manual_dir={source}', f'--data_dir={out}', f'--config={json.dumps(CONFIG)}']
+    command = [sys.executable, '-m', 'coyo11m_tfds.build', *flags]
+    env = os.environ | {'PYTHONPATH': str(CHECKOUT)}
+    quiet = {'TF_CPP_MIN_LOG_LEVEL', 'TF_ENABLE_ONEDNN_OPTS'}
+    env = {name: value for name, value in env.items() if name not in quiet}
+    ended = subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert all(line.startswith('INFO[') for line in ended.stderr.splitlines()), ended.stderr
+    assert files_of(final_folder(out)) == plain
+
+
+@pytest.mark.parametrize('missing', ['apache_beam', 'torch'])
+def test_a_package_that_is_missing_is_named_with_what_brings_it(missing, source, tmp_path):
+    program = """
+        import runpy
+        sys.modules[sys.argv.pop(1)] = None
+        runpy.run_module('coyo11m_tfds.build', run_name='__main__')
+    """
+    flags = [f'--manual_dir={source}', f'--data_dir={tmp_path / "out"}']
+    with programs.python(program, missing, *flags) as child:
+        _, errors = child.communicate(timeout=60)
+    assert child.returncode == 1
+    assert re.fullmatch(f'error: {missing} is not installed: pip install .*convert.*\n', errors)
+    assert not (tmp_path / 'out').exists()
 
 
 @pytest.mark.parametrize('phase', [pytest.param('planning', marks=pytest.mark.slow), 'writing'])

@@ -1,6 +1,7 @@
 """Every program: its `--help` is complete, and a wrong command line is answered in one line."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from tests.checkout import CHECKOUT
 # With the flags that each requires.
 REQUIRED = {
     'coyo11m_tfds.add_column': ['--data_dir', '--name'],
+    'coyo11m_tfds.build': [],
     'coyo11m_tfds.doctor': [],
     'coyo11m_tfds.embed_captions': ['--source', '--out'],
     'coyo11m_tfds.mirror': ['source', 'destination'],
@@ -69,6 +71,7 @@ def said() -> dict[tuple[str, str], tuple[int, list[str]]]:
     ended = subprocess.run(
         command,
         cwd=CHECKOUT,
+        env=os.environ | {'COLUMNS': '80'},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -116,3 +119,9 @@ def test_help_shows_a_command_and_all_flags(program, said):
         assert re.search(rf'^ +{flag}\b', text, re.MULTILINE)
     if program.startswith('train_lib'):
         assert '--[no]verbose' in text
+
+
+@pytest.mark.parametrize('program', [name for name in REQUIRED if name.startswith('coyo11m')])
+def test_help_fits_a_terminal_of_80_columns(program, said):
+    _, lines = said[program, '--help']
+    assert [line for line in lines if len(line) > 79] == []

@@ -13,6 +13,8 @@ import argparse
 import logging
 import math
 import re
+import shutil
+import textwrap
 from typing import NoReturn
 
 import absl.logging
@@ -29,7 +31,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, program: str, doc: str):
         super().__init__(
             prog=f'python -m {program}',
-            description=doc,
+            usage='%(prog)s [--FLAG=VALUE ...]',  # the description shows whole commands
+            description=fit(doc),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 
@@ -44,6 +47,17 @@ def positive(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f'{text}: expected a number above 0')
     return value
+
+
+def fit(doc: str) -> str:
+    """A docstring for `--help`: paragraphs as wide as the terminal, at most 100 columns.
+
+    Indented lines, such as commands, stay as they are.
+    """
+    width = min(shutil.get_terminal_size().columns, 100) - 1
+    wrap = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    parts = doc.strip().split('\n\n')
+    return '\n\n'.join(part if part.startswith(' ') else wrap.fill(part) for part in parts)
 
 
 def advice(program: str, doc: str | None) -> str:
