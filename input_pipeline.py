@@ -31,7 +31,6 @@ from coyo11m_tfds import schema, texts
 from coyo11m_tfds.reading import (
     engines,
     memory,
-    probe,
     process_settings,
     shares,
     verified,
@@ -82,7 +81,6 @@ __all__ = [
     'position_fingerprint',
     'position_settings',
     'prepare_process',
-    'probe_storage',
     'quiet_tensorflow',
     'text_columns',
     'to_device',
@@ -175,28 +173,6 @@ def position_settings(
 def position_fingerprint(settings: Mapping[str, str | int]) -> str:
     """One hex digest of `position_settings(...)`."""
     return json_digest.sha256(dict(settings))
-
-
-def probe_storage(
-    data: 'Data',
-    chunk: int,
-    split: str = schema.TRAIN,
-    features: Sequence[str] = (schema.KEY, schema.LATENTS, schema.TEXT_EMBEDDING),
-    text: texts.Spec = '',
-) -> probe.Measured | None:
-    """Times reads of one record and of a chunk of a split; None without a chunk index.
-
-    Args:
-        data, features, text: as of `train_batches`. A chunk is read with its rows of the columns
-            that these lie in.
-        chunk: records read together.
-        split: that is read.
-
-    Raises:
-        ValueError, OSError: the data set or a file of it is missing or cannot be read.
-    """
-    opened = _open_split(data, split)
-    return engines.measure_storage(opened, split, chunk, features, text) if opened else None
 
 
 def _describe(data: 'Data', split: str) -> tuple[str, Sequence[int], Mapping[str, Any]]:

@@ -96,20 +96,6 @@ def test_a_chunk_is_a_request_for_records_and_one_for_latents(storage, described
     assert counts.num_bytes == asked + sum(r.range[1] + 1 - r.range[0] for r in shards)
 
 
-def test_the_storage_is_measured_with_the_latents(storage, described, mini_dataset):
-    """A chunk takes as many bytes as of the converted data set, and of what is read between."""
-    converted = input_pipeline.probe_storage(mini_dataset, 32)
-    assert not converted.is_remote
-    for path in (DATA, described):
-        storage.clear()
-        measured = input_pipeline.probe_storage(path, 32)
-        assert measured.is_remote
-        assert 1 <= measured.chunk_bytes / converted.chunk_bytes < 1.3
-        assert measured.shard_bytes == pytest.approx(converted.shard_bytes, rel=0.01)
-        reads = [r for r in storage.requests if r.action == 'read' and r.path.endswith('.pt')]
-        assert len(reads) >= 9
-
-
 def test_passing_faults_change_nothing(storage, mini_dataset):
     storage.inject_share(['503', '429', 'cut', 'reset'], share=0.1, seed=3)
     assert_same(read(DATA, 40), read(mini_dataset, 40))

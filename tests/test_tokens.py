@@ -16,7 +16,7 @@ from coyo11m_tfds import add_column, embed_captions, schema
 from coyo11m_tfds.text import text_encoders, tokenizers
 from tests import built, made_sources, runs
 from tests.runs import small_config
-from train_lib import caption_encoder, check, data, draw, input_facts, sharding, train
+from train_lib import caption_encoder, check, data, diagnose, draw, sharding, train
 
 LENGTH = 12
 FEATURES = 'key', 'latents', 'tokens', 'caption'
@@ -216,8 +216,8 @@ def test_sequences_of_a_data_set_of_embeddings_are_refused(mini_dataset, tmp_pat
 def test_a_check_and_the_diagnosis_take_tokens(dataset):
     config = small_config(dataset)
     assert check.check(config)['data'].endswith('tokens of words')
-    facts = input_facts.measure_facts(config, num_hosts=1, step_ms=None, seconds=0.1)
-    assert facts.step_seconds > 0
+    step, _, _ = diagnose.measure(config, hosts=1, step_ms=None, seconds=0.1)
+    assert min(step.laps) > 0
 
 
 def test_another_vocabulary_is_another_identity(dataset, mini_dataset):

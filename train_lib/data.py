@@ -169,14 +169,19 @@ class TrainingData:
         return epoch + inside / self.order.epoch(epoch).steps
 
     @property
+    def engine(self) -> str:
+        """What reads training batches: 'rows' or 'chunks'."""
+        return input_pipeline.engine_of(self._opened, self._config.data.engine)
+
+    @property
     def description(self) -> str:
         """The data set and how it is read, in one line."""
         split = self._builder.info.splits.get(schema.TRAIN)
         if split is None or self.order is None:
             return f'{self._builder.info.full_name}, read without a chunk index'
         config = self._config.data
-        engine = input_pipeline.engine_of(self._opened, config.engine)
-        how = 'by rows' if engine == input_pipeline.ROWS else f'in chunks of {config.chunk} records'
+        by_rows = self.engine == input_pipeline.ROWS
+        how = 'by rows' if by_rows else f'in chunks of {config.chunk} records'
         megabytes = split.num_bytes / 1e6
         size = f'{megabytes / 1e3:,.3g} GB' if megabytes >= 1e3 else f'{megabytes:,.3g} MB'
         text = f', text {config.text}' if config.text else ''

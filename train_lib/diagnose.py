@@ -1,58 +1,156 @@
-"""Finds out whether the devices or the input is the limit of a run, and which setting to change.
+"""Finds out whether the devices or the input hold a run back.
 
     python -m train_lib.diagnose --config=tpu_v5e_16 --config.data.dir=DATA --hosts=4
     python -m train_lib.diagnose --config=default --config.data.dir=gs://BUCKET/DATA --step_ms=120
 
-Times a step on one batch on the devices that are here (or takes `--step_ms` for it), the batches of
-one host alone, read with the engine that the run would use, and both together as in training; then
-applies the rules of `limits.py`. A step of a large model on a CPU takes minutes.
+Times batches alone, read as the run would read them, and steps alone on one batch that stays on the
+devices that are here; then says which of both takes longer, as far as the times allow. A step of a
+large model takes minutes on a CPU: `--step_ms` names its time instead.
 """
 
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
 import input_pipeline
-from train_lib import limits, process
+from train_lib import process
 
 FLAGS = flags.FLAGS
 
-_MB = 10**6
+_LAPS = 5  # their times tell how much runs vary here
+# The input is steady when its buffers are full and late imports are done.
+_WARM_BATCHES, _WARM_SECONDS = 8, 1.0
+_WARM_STEPS = 2
+
+_ADVICE = {
+    input_pipeline.ROWS: 'One thread of a host gathers rows: a faster disk, memory that the data '
+    'set fits into, faster cores or more hosts make batches come faster.',
+    input_pipeline.CHUNKS: 'Chunks are fetched in parallel: raise --config.data.parallel_reads, or '
+    'use more hosts.',
+}
+
+
+class Times(NamedTuple):
+    """Mean seconds in each of some laps."""
+
+    laps: list[float]
+
+    def __str__(self) -> str:
+        milliseconds = sorted(1000 * seconds for seconds in self.laps)
+        median, low, high = statistics.median(milliseconds), milliseconds[0], milliseconds[-1]
+        return f'{median:,.1f} ms ({low:,.1f} to {high:,.1f})'
+
+
+def verdict(step: Times, batch: Times, engine: str) -> str:
+    """Which of both holds a run back; hedges where their times overlap.
+
+    Args:
+        step: of a step alone.
+        batch: of a batch alone.
+        engine: that reads the batches.
+    """
+    if max(batch.laps) < min(step.laps):
+        return 'The devices are the limit. A faster input gains nothing.'
+    if min(batch.laps) > max(step.laps):
+        waits = 1 - statistics.median(step.laps) / statistics.median(batch.laps)
+        return f'The input is the limit: devices wait about {waits:.0%} of the time. ' + (
+            _ADVICE.get(engine, '')
+        )
+    return (
+        'The times overlap, so either may be the limit. Measure longer with --seconds, and while '
+        'nothing else runs on the machine.'
+    )
+
+
+def measure(
+    config: ml_collections.ConfigDict, hosts: int, step_ms: float | None, seconds: float
+) -> tuple[Times, Times, str]:
+    """Times batches alone and steps alone.
+
+    Args:
+        config: see `configs/default.py`.
+        hosts: that share the batch; the part of one is timed.
+        step_ms: milliseconds of a step; None to time one here.
+        seconds: to read for, and to step for.
+
+    Returns:
+        Times of a step and of a batch, and the engine that reads.
+
+    Raises:
+        ValueError: the settings do not fit the data set, each other or `hosts`.
+        OSError: there is no data set.
+    """
+    # They import TensorFlow, which looks at the settings that `process.prepare` makes.
+    import jax
+
+    from train_lib import data, program, sharding
+
+    if config.batch_size % hosts or config.data.lanes % hosts:
+        raise ValueError(
+            f'--hosts={hosts} does not divide batch_size={config.batch_size} and '
+            f'data.lanes={config.data.lanes}'
+        )
+    config = config.copy_and_resolve_references()
+    config.batch_size //= hosts
+    config.data.lanes //= hosts
+    config.distributed = False
+    mesh = sharding.make_mesh()
+    training = data.TrainingData(config, mesh)
+    batches = training.train_batches(start_step=0)
+    begin = time.monotonic()
+    for number in itertools.count():
+        batch = next(batches)
+        if number >= _WARM_BATCHES and time.monotonic() - begin >= _WARM_SECONDS:
+            break
+    batch_times = _time(lambda: jax.block_until_ready(next(batches)), seconds)
+    if step_ms is not None:
+        return Times([step_ms / 1000]), batch_times, training.engine
+    compiled = program.for_data(config, mesh, training.facts)
+    states = _steps(compiled, batch)
+    for _ in range(_WARM_STEPS):
+        jax.block_until_ready(next(states))
+    return _time(lambda: jax.block_until_ready(next(states)), seconds), batch_times, training.engine
+
+
+def _steps(compiled: Any, batch: Any) -> Iterator[Any]:
+    state = compiled.init()
+    while True:
+        state, update = compiled.train_step(state, batch)
+        yield update
+
+
+def _time(run: Callable[[], Any], seconds: float) -> Times:
+    """Mean seconds of a call in each lap; all laps together take so many seconds or a call each."""
+    laps = []
+    for _ in range(_LAPS):
+        begin, count = time.monotonic(), 0
+        while (elapsed := time.monotonic() - begin) < seconds / _LAPS or not count:
+            run()
+            count += 1
+        laps.append(elapsed / count)
+    return Times(laps)
 
 
 def main() -> None:
-    """Measures, and prints the facts and the verdicts."""
+    """Measures, and prints both times and the verdict."""
     config = FLAGS.config
     with process.errors_in_one_line():
         input_pipeline.prepare_process(config.data.dir, config.data.chunk)
         process.prepare()
-        # Only now, because it imports TensorFlow, which looks at those settings.
-        from train_lib import input_facts
-
-        facts = input_facts.measure_facts(config, FLAGS.hosts, FLAGS.step_ms, FLAGS.seconds)
-    print(describe(facts), *(f'- {line}' for line in limits.verdicts(facts)), sep='\n')
-
-
-def describe(facts: limits.Facts) -> str:
-    """Returns the facts as a list."""
-    rate = facts.batch_size / facts.num_hosts / facts.batch_seconds
-    lines = [
-        f'a step alone: {1000 * facts.step_seconds:,.1f} ms',
-        f'a batch alone, by {facts.engine}: {1000 * facts.batch_seconds:,.1f} ms ({rate:,.0f} '
-        f'samples/s), {facts.num_cores} cores {facts.cpu_share:.0%} busy; the first after '
-        f'{facts.first_batch_seconds:.1f} s',
-        f'a step with both: {1000 * facts.together_seconds:,.1f} ms',
-        f'one record at an offset: {1000 * facts.request_seconds:,.1f} ms, one chunk of '
-        f'{facts.chunk_bytes / _MB:,.1f} MB: {1000 * facts.chunk_seconds:,.1f} ms; shards of '
-        f'{facts.shard_bytes / _MB:,.0f} MB',
-        f'memory: {facts.resident_bytes / _MB:,.0f} MB resident, of which windows about '
-        f'{facts.window_bytes / _MB:,.0f} MB; {facts.available_bytes / _MB:,.0f} MB available',
-    ]
-    return '\n'.join(f'- {line}' for line in lines)
+        step, batch, engine = measure(config, FLAGS.hosts, FLAGS.step_ms, FLAGS.seconds)
+    print(f'- a step alone: {step}', f'- a batch alone, by {engine}: {batch}', sep='\n')
+    print(f'- {verdict(step, batch, engine)}')
 
 
 if __name__ == '__main__':
     config_flags.DEFINE_config_file('config', None, process.CONFIG_HELP, lock_config=True)
     flags.DEFINE_integer('hosts', 1, 'Hosts that share the batch; this is one.')
     flags.DEFINE_float('step_ms', None, 'Take this for the time of a step.')
-    flags.DEFINE_float('seconds', 5, 'To read for and to step for, each alone and together.')
+    flags.DEFINE_float('seconds', 5, 'To read for, and to step for.')
     process.run(main, required=['config'])

@@ -17,7 +17,6 @@ from coyo11m_tfds import schema, texts
 from coyo11m_tfds.reading import (
     chunk_blocks,
     column_reader,
-    probe,
     process_settings,
     rows,
     shares,
@@ -122,14 +121,6 @@ def evaluate(
     local = asked.batch_size // asked.process_count
     lengths, prefetch = opened.split.index.shard_lengths, _ahead(asked.prefetch)
     return rows.eval_batches(read, reader.empty(), lengths, records, local, num_batches, prefetch)
-
-
-def measure_storage(
-    opened: Opened, split: str, chunk: int, features: Sequence[str], text: texts.Spec
-) -> probe.Measured:
-    """`input_pipeline.probe_storage` of a split with a chunk index."""
-    columns = _open_columns(opened, split, features, opened.stored.choose_texts(text))
-    return probe.measure(opened.split, list(columns.values()), chunk)
 
 
 def _reader(
