@@ -12,7 +12,9 @@ Not part of the library modules, so that importing them changes nothing. Importi
 import TensorFlow, which reads its environment once.
 """
 
+import collections
 import contextlib
+import difflib
 import functools
 import logging as standard_logging
 import os
@@ -27,7 +29,7 @@ from absl import app, flags, logging
 
 import input_pipeline
 from coyo11m_tfds.process import command_line, ending
-from train_lib import named_configs
+from train_lib import named_configs, settings
 
 CONFIG_HELP = (
     'Configuration of the run: a file, or the name of one of this package, such as demo; '
@@ -114,12 +116,26 @@ def _wrong_config(argv: Sequence[str], error: Exception) -> str:
     # It begins with the name, in quotes of all kinds, unless it is that of a new field.
     found = re.search(r'Key "(\w+)"', str(error)) or re.search(r'(\w+)', str(error))
     missing = found[1] if found else ''
-    likely = re.search(r'Did you mean "(\w+)"', str(error))
     unknown = [field for field in fields if missing in field.split('.')]
     if unknown and not own:
         where = f'--config.{unknown[0]}'
-    advice = f'; did you mean {likely[1]!r}?' if likely else ''
+    similar = re.search(r'Did you mean "(\w+)"', str(error))
+    likely = similar[1] if similar else _likely_field(unknown[0] if unknown else missing)
+    advice = f'; did you mean {likely!r}?' if likely else ''
     return f'{where}: there is no field {missing!r}{advice}'
+
+
+def _likely_field(given: str) -> str:
+    """The field of any block whose own name is most like that of a given one; '' if none is."""
+    from configs import default  # which `named_configs.resolve` has made known
+
+    names = settings.flatten(default.get_config().to_dict())
+    by_end = collections.defaultdict(list)
+    for name in names:
+        by_end[name.rpartition('.')[2]].append(name)
+    for end in difflib.get_close_matches(given.rpartition('.')[2], by_end, n=1):
+        return difflib.get_close_matches(given, by_end[end], n=1, cutoff=0)[0]
+    return ''
 
 
 def prepare() -> None:
