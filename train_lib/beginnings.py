@@ -19,6 +19,7 @@ from absl import logging
 from clu import metric_writers
 from etils import epath
 
+from coyo11m_tfds.process import ending
 from train_lib import checkpoint, saved_run
 from train_lib.data import TrainingData
 from train_lib.position import Position, carry_over
@@ -129,7 +130,7 @@ def _source(
         source.check_shapes(program.abstract_state.params)
         identity = source.description.identity
     except (ValueError, OSError) as error:
-        raise type(error)(f'init_from={init_from}: {error}') from error
+        raise type(error)(f'init_from={init_from}: {ending.describe(error)}') from error
     for text in checkpoint.differences(identity, description.identity).values():
         logging.warning('The weights of %s were trained otherwise: %s.', init_from, text)
     return source

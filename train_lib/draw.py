@@ -1,13 +1,15 @@
 """Draws captions with a trained model.
 
     python -m train_lib.draw --workdir=W --prompts=captions.txt
-    python -m train_lib.draw --workdir=gs://BUCKET/W --prompts=captions.txt --out=grid.png \\
-        --step=20000 --guidance=5 --num_steps=100 --seed=1 --noaverage --encoder=hf:/models/gemma
+    python -m train_lib.draw --workdir=gs://BUCKET/W --prompts=captions.txt \\
+        --out=grid.png --step=20000 --guidance=5 --num_steps=100 --seed=1 \\
+        --noaverage --encoder=hf:/models/gemma
 
-The captions are the lines of a text file. Everything else is in the run's checkpoints: its
-configuration, data set and machines are not needed. Captions are encoded as those of the training
-data were: `--encoder` says where that encoder is if the data set's metadata do not, as for a model
-in a local folder; another encoder is refused.
+The captions are the lines of a text file. Everything else is in the run's
+checkpoints: its configuration, data set and machines are not needed. Captions
+are encoded as those of the training data were: `--encoder` says where that
+encoder is if the data set's metadata do not, as for a model in a local folder;
+another encoder is refused.
 """
 
 import functools
@@ -135,13 +137,14 @@ class Artist:
 
 def main() -> None:
     """Reads captions and writes the grid."""
-    process.prepare()
     with process.errors_in_one_line():
         prompts = epath.Path(FLAGS.prompts)
+        captions = _read_captions(prompts)
+    process.prepare()
+    with process.errors_in_one_line():
         previews_of_run = workdirs.absolute(FLAGS.workdir) / previews.FOLDER
         folder = epath.Path(FLAGS.out).parent if FLAGS.out else previews_of_run
         workdirs.check_writable(folder)
-        captions = _read_captions(prompts)
         artist = Artist(
             FLAGS.workdir if FLAGS.step is None else f'{FLAGS.workdir}@{FLAGS.step}',
             average=FLAGS.average,

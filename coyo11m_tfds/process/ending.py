@@ -113,5 +113,8 @@ def describe(error: BaseException) -> str:
     """The message of an error; of the operating system's and of an import's with what to do."""
     if isinstance(error, ModuleNotFoundError) and INSTALL.partition(' ')[0] not in str(error):
         return f'{error.name} is not installed: {INSTALL}'
-    remedy = _REMEDIES.get(error.errno or 0) if isinstance(error, OSError) else None
-    return f'{error}: {remedy}.' if remedy else str(error)
+    if not isinstance(error, OSError) or error.errno is None:
+        return str(error)
+    place = f'{error.filename}: ' if error.filename is not None else ''
+    remedy = f': {_REMEDIES[error.errno]}.' if error.errno in _REMEDIES else ''
+    return f'{place}{error.strerror}{remedy}'

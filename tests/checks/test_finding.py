@@ -26,7 +26,7 @@ def test_errors_are_findings():
     assert (fine.text, found.status, found.text) == ('fine so far', 'fail', "KeyError('a')")
 
     (found,) = finding.bounded('x', 5, lambda: os.listdir('/no/such/file'))
-    assert found.text.endswith("No such file or directory: '/no/such/file': correct the path.")
+    assert found.text.endswith('/no/such/file: No such file or directory: correct the path.')
 
     def missing():
         import nonesuch  # noqa: F401

@@ -271,7 +271,8 @@ def test_weights_that_do_not_fit_are_refused_by_name(
 
 
 def test_a_workdir_to_begin_with_that_is_missing_is_named(mini_dataset, tmp_path):
-    with pytest.raises(FileNotFoundError, match=f'^init_from={tmp_path}/none: '):
+    message = f'^init_from={tmp_path}/none: {tmp_path}/none: No such file or directory: correct '
+    with pytest.raises(FileNotFoundError, match=message):
         begin(mini_dataset, tmp_path / 'run', tmp_path / 'none')
 
 

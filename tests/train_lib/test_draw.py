@@ -145,8 +145,8 @@ def test_a_workdir_without_a_checkpoint_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def _command(*flags, devices=1):
-    env = {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': f'{DEVICES}={devices} {runs.QUICK}'}
+def _command(*flags, devices=1, **variables):
+    env = {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': f'{DEVICES}={devices} {runs.QUICK}', **variables}
     return subprocess.run(
         [sys.executable, '-m', 'train_lib.draw', *flags],
         cwd=CHECKOUT,
@@ -179,6 +179,15 @@ def test_captions_in_another_encoding_are_refused_by_the_name_of_the_file(run, t
     assert (
         done.stderr.splitlines()[-1] == f'error: {prompts}: byte 5 is not UTF-8; save it as UTF-8.'
     )
+
+
+def test_prompts_are_looked_at_before_anything_is_loaded(tmp_path):
+    flags = f'--prompts={tmp_path}/none', f'--workdir={tmp_path}/missing'
+    done = _command(*flags, PYTHONPROFILEIMPORTTIME='1')
+    assert done.returncode == 1
+    *imported, last = done.stderr.splitlines()
+    assert last == f'error: {tmp_path}/none: No such file or directory: correct the path.'
+    assert not [line for line in imported if re.search(r'\| +(tensorflow|torch)$', line)]
 
 
 def test_what_is_missing_is_told_in_one_line(run, tmp_path):
