@@ -1,12 +1,14 @@
 """Checks a configuration against this machine and its data set, without training.
 
-    python -m train_lib.check --config=configs/demo.py --config.data.dir=OUT/coyo11m_tfds/hash/1.0.0
-    {"devices": "1 x cpu", "data": "OUT/..., text embeddings of hash", "unchecked": {}}
+    python -m train_lib.check --config=demo \\
+        --config.data.dir=OUT/coyo11m_tfds/hash/1.0.0
+    {"devices": "1 x cpu", "data": "OUT/..., text embeddings of hash", ...}
 
-Settings, mesh, data set, the memory that reading takes, model and optimizer are checked as a run
-does before its first step; nothing is compiled. An error ends it in one line with exit status 1. A
-configuration for a pod (`distributed`) is checked as far as one host can tell: with a mesh of its
-own devices.
+Settings, mesh, data set, the memory that reading takes, model and optimizer
+are checked as a run does before its first step; nothing is compiled. An error
+ends it in one line with exit status 1. A configuration for a pod
+(`distributed`) is checked as far as one host can tell: with a mesh of its own
+devices.
 """
 
 import json

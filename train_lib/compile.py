@@ -1,14 +1,16 @@
-"""Compiles the training step for a TPU slice that need not be there, and says what limits it.
+"""Compiles the training step for a TPU slice and says what limits it.
 
     pip install -e '.[tpu]'
-    python -m train_lib.compile --config=configs/tpu_v5e_16.py --topology=v5e:4x4
+    python -m train_lib.compile --config=tpu_v5e_16 --topology=v5e:4x4
 
-libtpu's compiler runs on any CPU. The table has the memory of a chip, the arithmetic, and what
-moves between chips, from the compiled program itself, beside what the model and the mesh ask for;
-a frozen text encoder (`--config.encoder=jax:FOLDER`) is part of it, its weights are not read;
-times are at the rates that the chip's maker publishes, so that no run can be faster. The exit
-status is 1 where the program does not fit into a chip. Neither data nor TensorFlow nor torch is
-needed. Topologies are such as `v5e:4x4`, `v5e:16x16`, `v6e:4x4`, `v5p:2x2x4` or `v4:2x2x4`.
+The slice need not be there: libtpu's compiler runs on any CPU. The table has
+the memory of a chip, the arithmetic, and what moves between chips, from the
+compiled program itself, beside what the model and the mesh ask for; a frozen
+text encoder (`--config.encoder=jax:FOLDER`) is part of it, its weights are not
+read; times are at the rates that the chip's maker publishes, so that no run
+can be faster. The exit status is 1 where the program does not fit into a chip.
+Neither data nor TensorFlow nor torch is needed. Topologies are such as
+`v5e:4x4`, `v5e:16x16`, `v6e:4x4`, `v5p:2x2x4` or `v4:2x2x4`.
 """
 
 import collections

@@ -3,9 +3,10 @@
     python -m train_lib.demo --workdir=demo/run
 
 The captions are those of combinations of colour, shape and background that
-`coyo11m_tfds.sample_data` leaves out of the data. Prints where the pictures are, and the share of
-them in which the shape has the caption's colour and stands on the caption's background, in which
-the shape is the caption's, and in which all three are right (see `demo_scores`).
+`coyo11m_tfds.sample_data` leaves out of the data. Prints where the pictures
+are, and the share of them in which the shape has the caption's colour and
+stands on the caption's background, in which the shape is the caption's, and in
+which all three are right (see `demo_scores`).
 """
 
 from absl import flags

@@ -1,11 +1,14 @@
 """Finds out whether the devices or the input hold a run back.
 
-    python -m train_lib.diagnose --config=tpu_v5e_16 --config.data.dir=DATA --hosts=4
-    python -m train_lib.diagnose --config=default --config.data.dir=gs://BUCKET/DATA --step_ms=120
+    python -m train_lib.diagnose --config=tpu_v5e_16 --hosts=4 \\
+        --config.data.dir=DATA
+    python -m train_lib.diagnose --config=default --step_ms=120 \\
+        --config.data.dir=gs://BUCKET/DATA
 
-Times batches alone, read as the run would read them, and steps alone on one batch that stays on the
-devices that are here; then says which of both takes longer, as far as the times allow. A step of a
-large model takes minutes on a CPU: `--step_ms` names its time instead.
+Times batches alone, read as the run would read them, and steps alone on one
+batch that stays on the devices that are here; then says which of both takes
+longer, as far as the times allow. A step of a large model takes minutes on a
+CPU: `--step_ms` names its time instead.
 """
 
 import itertools

@@ -2,12 +2,13 @@
 
     python -m train_lib.main --config=configs/demo.py --workdir=W
 
-Where hosts do not find each other by themselves (a TPU's, Slurm's and Open MPI's do), add
-`--coordinator_address=HOST:PORT --process_count=P --process_index=I`, with another I on each.
-`--verbose` shows the configuration, the parameters, and what libraries have to say.
+Where hosts do not find each other by themselves (a TPU's, Slurm's and Open
+MPI's do), add `--coordinator_address=HOST:PORT --process_count=P
+--process_index=I`, with another I on each. `--verbose` shows the
+configuration, the parameters, and what libraries have to say.
 
-The exit status is 0 when the run is complete, `config.requeue_status` when Ctrl-C or SIGTERM ended
-it before, 1 for an error.
+The exit status is 0 when the run is complete, `config.requeue_status` when
+Ctrl-C or SIGTERM ended it before, 1 for an error.
 """
 
 # Intentionally kept short; the training loop is in `train.py`.
