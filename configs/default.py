@@ -41,7 +41,7 @@ def get_config() -> ml_collections.ConfigDict:
     data.ram_budget_gb = 0.0  # for reading on a host, refused if more; 0: half of its memory
 
     config.model = model = ml_collections.ConfigDict()
-    model.kind = 'dit'  # see train_lib/models/__init__.py, where another model is one line
+    model.kind = 'dit'  # or MODULE:CLASS, a model of your own: docs/training.md has an example
     model.name = 'S/2'  # preset, size and patch size: tiny, S, B, L or XL
     model.width = 0  # of tokens; 0: as the preset says. So are the next three
     model.depth = 0  # blocks

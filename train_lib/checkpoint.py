@@ -226,9 +226,10 @@ def differences(saved: Mapping, current: Mapping) -> dict[str, str]:
     """Names of fields that differ, to what they were and are."""
     # As JSON, because that makes lists of tuples, and so on.
     before, now = (settings.flatten(json.loads(json.dumps(x))) for x in (saved, current))
-    missing = 'absent'
+    words = [{name: repr(x) for name, x in values.items()} for values in (before, now)]
+    told = {name: [x.get(name, 'absent') for x in words] for name in before.keys() | now.keys()}
     return {
-        name: f'{name} was {before.get(name, missing)!r} and is now {now.get(name, missing)!r}'
-        for name in sorted(before.keys() | now.keys())
-        if before.get(name, missing) != now.get(name, missing)
+        name: f'{name} was {was} and is now {is_now}'
+        for name, (was, is_now) in sorted(told.items())
+        if was != is_now
     }

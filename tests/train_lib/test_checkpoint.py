@@ -94,7 +94,7 @@ def test_checkpoints_of_every_so_many_steps_are_kept_beside_the_last(tmp_path, k
     [
         ('name', 'hf:g', "text_encoder.name was 'hash' and is now 'hf:g'"),
         ('width', 384, 'text_encoder.width was 640 and is now 384'),
-        ('revision', '1', "text_encoder.revision was 'absent' and is now '1'"),
+        ('revision', '1', "text_encoder.revision was absent and is now '1'"),
     ],
 )
 def test_another_run_is_refused_with_the_culprit(field, value, message):

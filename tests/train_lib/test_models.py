@@ -11,7 +11,8 @@ import pytest
 from configs import default
 from coyo11m_tfds.text import text_encoders
 from tests import runs
-from train_lib import draw, models, train
+from tests.checkout import CHECKOUT
+from train_lib import checkpoint, draw, models, train
 from train_lib.models import dense, dit
 
 
@@ -85,7 +86,14 @@ def test_what_is_given_replaces_the_preset_and_0_leaves_it():
         ({'num_heads': 5}, 'model.width=384: expected a multiple of 4 and of model.num_heads=5'),
         ({'mlp_ratio': 1.001}, 'model.mlp_ratio=1.001: expected a whole number'),
         ({'experts': 8}, "model.experts=8: expected 0, a model of kind 'dit' has no such field"),
-        ({'kind': 'unet'}, "model.kind='unet': expected one of dit"),
+        ({'kind': 'unet'}, "model.kind='unet': No module named 'unet'; expected 'dit' or MODULE:"),
+        ({'kind': 'json'}, "model.kind='json': "),
+        ({'kind': ':x'}, "model.kind=':x': "),
+        ({'kind': 'json:Net'}, "'json' has no attribute 'Net'; expected 'dit' or MODULE:CLASS"),
+        (
+            {'kind': 'json:dumps'},
+            "model.kind='json:dumps' lacks dtype, flops, pin, turns: expected",
+        ),
     ],
 )
 def test_a_field_that_does_not_fit_is_refused_by_name_and_value(fields, message):
@@ -93,46 +101,49 @@ def test_a_field_that_does_not_fit_is_refused_by_name_and_value(fields, message)
         models.make('S/2', **fields)
 
 
-class Pointwise(nn.Module):
-    """A model of one's own, with as little as it needs."""
-
-    width: int
-    experts: int = 2
-    dtype: dit.Dtype = jnp.bfloat16
-    pin: dit.Pin = lambda x: x
-    turns = 1
-
-    def flops(self, latent_shape, text_dim, num_tokens=0):
-        return 1000
-
-    @nn.compact
-    def __call__(self, x, t, text, drop_text=None):
-        scale = self.param('scale', nn.initializers.ones, (self.width,))
-        hidden = nn.Dense(self.width)(x) + scale * nn.Dense(self.width)(text)[:, None, None]
-        return nn.Dense(x.shape[-1])(self.pin(nn.gelu(hidden)))
+@pytest.fixture
+def own_model(tmp_path, monkeypatch) -> str:
+    """The example of docs/training.md as a module that can be imported."""
+    text = (CHECKOUT / 'docs' / 'training.md').read_text('utf-8')
+    example = re.search(r'^```python\n(.*?class MyModel.*?)^```', text, re.M | re.S)[1]
+    (tmp_path / 'a_package').mkdir()
+    (tmp_path / 'a_package' / 'a_module.py').write_text(example)
+    monkeypatch.syspath_prepend(tmp_path)
+    return 'a_package.a_module:MyModel'
 
 
-def test_another_model_is_a_class_and_a_line_of_the_registry(mini_dataset, monkeypatch, tmp_path):
-    monkeypatch.setitem(models.KINDS, 'pointwise', Pointwise)
-    model = models.make('S/2', kind='pointwise', experts=8)
-    assert (type(model), model.experts, model.width) == (Pointwise, 8, 384)
-    message = "model.remat='full': expected 'none', a model of kind 'pointwise' has no such field"
+def test_the_model_of_the_docs_is_trained_and_draws(own_model, mini_dataset, tmp_path):
+    model = models.make('S/2', kind=own_model)
+    assert (type(model).__name__, model.width) == ('MyModel', 384)
+    message = f"model.remat='full': expected 'none', a model of kind {own_model!r} has no such"
     with pytest.raises(ValueError, match=re.escape(message)):
-        models.make('S/2', kind='pointwise', remat='full')
+        models.make('S/2', kind=own_model, remat='full')
 
-    changes = {'model.kind': 'pointwise', 'num_steps': 2, 'eval_every': 2, 'preview_every': 2}
-    state = train.train_and_evaluate(runs.small_config(mini_dataset, **changes), tmp_path)
-    assert state.params['scale'].shape == (128,)
-    pictures = draw.Artist(tmp_path).draw(['a cat'], text_encoders.make_encoder('hash'))
+    changes = {'model.kind': own_model, 'num_steps': 2, 'eval_every': 2, 'preview_every': 2}
+    state = train.train_and_evaluate(runs.small_config(mini_dataset, **changes), tmp_path / 'W')
+    assert state.params['Dense_0']['kernel'].shape == (641, 128)
+    pictures = draw.Artist(tmp_path / 'W').draw(['a cat'], text_encoders.make_encoder('hash'))
     assert pictures.shape == (1, 32, 32, 3)
+
+
+def test_the_flops_of_the_model_of_the_docs_are_those_of_its_products(own_model):
+    model = models.make('S/2', kind=own_model, dtype='float32')
+    inputs = _inputs(batch=1, side=8, text_dim=16)
+    variables = model.init(jax.random.key(0), *inputs)
+    found = jax.jit(model.apply).lower(variables, *inputs).compile().cost_analysis()['flops']
+    # The edges of the convolutions, whose windows are not whole, count for less.
+    assert 0.75 * model.flops((8, 8, 4), 16) < found < 1.1 * model.flops((8, 8, 4), 16)
 
 
 def test_the_identity_of_a_run_says_what_decides_the_weights():
     config = default.get_config().model
-    assert models.identity(**config) == {'name': 'S/2'}  # as checkpoints say since there are any
-    config.update({'depth': 3, 'dtype': 'float32', 'remat': 'full'})
-    assert models.identity(**config) == {'name': 'S/2', 'depth': 3}
-    assert models.identity('S/2', kind='other') == {'name': 'S/2', 'kind': 'other'}
+    config.update({'depth': 3, 'dtype': 'float32', 'remat': 'full', 'text': 'sequence'})
+    other = default.get_config().model
+    changed = checkpoint.differences(models.identity(**config), models.identity(**other))
+    assert changed == {
+        'depth': 'depth was 3 and is now 0',
+        'text': "text was 'sequence' and is now 'pooled'",
+    }
 
 
 def test_a_new_model_predicts_zero(small):

@@ -86,9 +86,6 @@ def test_words_reach_the_blocks_only_as_a_sequence():
         "['params']['blocks']['attention']['words']['kernel']",
         "['params']['blocks']['attention']['words']['bias']",
     }
-    assert models.identity(**config) == {'name': 'S/2', 'depth': 2}  # as before there was a choice
-    asked = config | {'text': 'sequence'}
-    assert models.identity(**asked) == {'name': 'S/2', 'depth': 2, 'text': 'sequence'}
 
 
 def test_sequences_of_what_is_one_vector_are_refused():

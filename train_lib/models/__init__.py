@@ -1,29 +1,26 @@
 """Models by kind, and their sizes by name.
 
     model = models.make('S/2', dtype='bfloat16')
-    model = models.make('S/2', kind='dit', depth=16)   # what is given replaces the preset's
+    model = models.make('S/2', depth=16)   # what is given replaces the preset's
+    model = models.make('S/2', kind='my_package.my_module:MyModel')
 
-Another model is a file beside `dit.py` and a line in `KINDS`. It is a `flax.linen.Module` that is
-called as `dit.DiT` is and has its fields `dtype` and `pin`, its method `flops`, its attribute
-`turns`, and whatever fields of a preset or of the block `model` it needs. Muon trains the kernels
-in its module `blocks` (see `state.make_optimizer`).
+Another model is a `flax.linen.Module` in any module that can be imported. It is called as `dit.DiT`
+is and has its fields `dtype` and `pin`, its method `flops`, its attribute `turns`, and whatever
+fields of a preset or of the block `model` it needs. Muon trains the kernels in its module `blocks`
+(see `state.make_optimizer`). docs/training.md has an example.
 
 A name is a size and a patch size. Sizes S to XL are those of DiT (Peebles & Xie 2023, table 1);
 `tiny` is for the demo and the tests.
 """
 
 import dataclasses
+import importlib
 from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
 
-from train_lib.models import dit
 from train_lib.models.dit import DiT
-
-KINDS = {
-    'dit': DiT,
-}
 
 SIZES = {
     'tiny': {'width': 128, 'depth': 6, 'num_heads': 4, 'unroll': 6},
@@ -46,18 +43,17 @@ def make(name: str, *, kind: str = 'dit', dtype: str = 'bfloat16', **fields: Any
 
     Args:
         name: the preset, size and patch size, `SIZE/PATCH`, such as `'S/2'`.
-        kind: a key of `KINDS`.
+        kind: `dit` or `MODULE:CLASS`.
         dtype: of the computation; parameters are float32.
         **fields: of the model; 0 leaves the value of the preset or, where it has none, of the
             model.
 
     Raises:
-        ValueError: an unknown name or kind; a field that the kind does not have, or a value of one
-            that it refuses.
+        ValueError: an unknown name; no model of that kind; a field that the kind does not have, or
+            a value of one that it refuses.
     """
-    if kind not in KINDS:
-        raise ValueError(f'model.kind={kind!r}: expected one of {", ".join(KINDS)}')
-    known = {field.name for field in dataclasses.fields(KINDS[kind])}
+    model = DiT if kind == 'dit' else _import(kind)
+    known = {field.name for field in dataclasses.fields(model)}
     given = {field: value for field, value in fields.items() if _is_given(value)}
     for field, value in given.items():
         unset = _DEFAULTS.get(field, 0)
@@ -67,16 +63,30 @@ def make(name: str, *, kind: str = 'dit', dtype: str = 'bfloat16', **fields: Any
                 'such field'
             )
     used = {field: x for field, x in (_preset(name) | given).items() if field in known}
-    return KINDS[kind](**used, dtype=jnp.dtype(dtype))
+    return model(**used, dtype=jnp.dtype(dtype))
 
 
-def identity(name: str, *, kind: str = 'dit', **fields: Any) -> dict[str, Any]:
+def identity(**fields: Any) -> dict[str, Any]:
     """The fields of the block `model` that decide the weights, in plain values."""
-    found = {'name': name} | ({} if kind == 'dit' else {'kind': kind})
-    for field, value in fields.items():
-        if value and value != dit.POOLED and field not in ('dtype', 'remat', 'attention'):
-            found[field] = value
-    return found
+    return {x: fields[x] for x in fields if x not in ('dtype', 'remat', 'attention')}
+
+
+def _import(kind: str) -> Any:
+    module, _, name = kind.partition(':')
+    try:
+        model = getattr(importlib.import_module(module), name)
+    except (ImportError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"model.kind={kind!r}: {error}; expected 'dit' or MODULE:CLASS that can be imported"
+        ) from error
+    has = {*dir(model), *getattr(model, '__dataclass_fields__', ())}
+    needed = ('__call__', 'dtype', 'flops', 'pin', 'turns')
+    if missing := [attribute for attribute in needed if attribute not in has]:
+        raise ValueError(
+            f'model.kind={kind!r} lacks {", ".join(missing)}: expected a flax.linen.Module with '
+            'what train_lib.models.dit.DiT has of these'
+        )
+    return model
 
 
 def _preset(name: str) -> dict[str, int]:
