@@ -191,6 +191,9 @@ def test_a_damaged_pickle_of_a_file_without_checksums(source: pathlib.Path):
         ({'embeddings': torch.zeros(5, 8)}, 'embeddings has shape (5, 8), expected (6, D)'),
         ({'embeddings': torch.zeros(6, 0)}, 'embeddings has shape (6, 0)'),
         ({'latents': LATENTS.bfloat16()}, 'latents are bfloat16, but those of'),
+        ({'latents': torch._neg_view(LATENTS)}, 'latents has its negative bit set'),
+        ({'keys': torch._neg_view(torch.arange(6))}, 'keys has its negative bit set'),
+        ({'embeddings': torch._neg_view(torch.ones(6, 8))}, 'embeddings has its negative bit set'),
     ],
 )
 def test_tensors_that_are_missing_or_of_another_kind(
@@ -199,6 +202,14 @@ def test_tensors_that_are_missing_or_of_another_kind(
     path = made_sources.latents_file(source, 1)
     made_sources.write_pt(path, range(10, 16), replace=changes)
     assert_refused(source, str(path), message)
+
+
+def test_numbers_of_the_other_byte_order(source: pathlib.Path, monkeypatch):
+    path = made_sources.latents_file(source, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr('sys.byteorder', 'big')
+        made_sources.write_pt(path, range(10, 16))
+    assert_refused(source, str(path), "has its numbers in byte order 'big', expected 'little'")
 
 
 def test_a_file_that_holds_something_else_than_a_dict(source: pathlib.Path):

@@ -13,6 +13,7 @@ import itertools
 import os
 import pickle
 import re
+import sys
 import weakref
 from collections.abc import Sequence
 
@@ -62,6 +63,7 @@ class LatentShard:
         self.path = name or os.fspath(path)
         self._local_path = os.fspath(path)
         archive = pt_archive.open_archive(path, self.path)
+        _check_byte_order(archive, self._local_path)
         self.digest = archive.digest
         self._sizes = {
             start: member.size
@@ -150,10 +152,7 @@ class LatentShard:
             return None
         latents = self._bare[schema.PT_LATENTS]
         offset = int(latents.storage_offset())
-        start = _storage_start(latents) + offset * latents.element_size()
-        # In a file of the other byte order torch has swapped the bytes.
-        first_row = self._latents[0].view(torch.uint8).numpy().tobytes()
-        return start if os.pread(self._file, len(first_row), start) == first_row else None
+        return _storage_start(latents) + offset * latents.element_size()
 
     def embeddings(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
         """Reads the text embeddings of some rows as float32 `(len(rows), embedding_dim)`.
@@ -212,6 +211,22 @@ def use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
+def _check_byte_order(archive: pt_archive.Archive, path: str) -> None:
+    """Raises a ValueError for numbers of another byte order: torch crashes over such a file."""
+    for member, start in zip(archive.members, archive.starts, strict=True):
+        # torch looks names up without regard to case.
+        if member.name.partition('/')[2].lower() != 'byteorder':
+            continue
+        with open(path, 'rb') as file:
+            file.seek(start)
+            found = file.read(min(member.size, 16)).decode('latin-1')
+        if found != sys.byteorder:
+            raise ValueError(
+                f'{archive.name}: has its numbers in byte order {found!r}, expected '
+                f'{sys.byteorder!r}. Save it again on a machine of that byte order.'
+            )
+
+
 def _load(path: str, name: str, **options) -> dict[str, torch.Tensor]:
     try:
         content = torch.load(path, weights_only=True, **options)
@@ -246,6 +261,11 @@ def _tensor(path: str, tensors: dict, name: str, dtypes: tuple[str, ...]) -> tor
         raise ValueError(
             f'{path}: {name} is {tensor.layout} {tensor.dtype}, expected a dense tensor of '
             f'{" or ".join(dtypes)}.'
+        )
+    if tensor.is_neg():
+        raise ValueError(
+            f'{path}: {name} has its negative bit set, so that other numbers are stored than it '
+            'has. Save it again as .resolve_neg().'
         )
     return tensor
 
