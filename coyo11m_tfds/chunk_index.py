@@ -28,6 +28,9 @@ from coyo11m_tfds.storage import remote, source_files
 # Entries read and looked through at a time, 2 MB of the file.
 _BLOCK = 1 << 18
 
+# No shard has so many bytes: 8 TB. What is larger may not be added to an address.
+_END = 1 << 43
+
 
 class ChunkIndex:
     """Byte offsets of every `schema.CHUNK_STRIDE`-th record of every shard.
@@ -45,6 +48,8 @@ class ChunkIndex:
         flat = np.asarray(flat)
         if flat.ndim != 1 or flat.dtype not in (np.int64, np.uint32):
             raise ValueError(f'expected a flat int64 array, got {flat.dtype} {flat.shape}')
+        if flat.dtype == np.int64 and flat.max(initial=0) >= _END:
+            raise _no_shard(int(flat.argmax()))
         self._flat = flat
         self._first_offset = np.fromiter(_first_offsets(flat), np.int64)
         _check_rising(flat, self._first_offset)

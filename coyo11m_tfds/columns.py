@@ -30,6 +30,7 @@ MAX_ROW_NBYTES = 2 * schema.MAX_TEXT_DIM  # of an added column: `mapped_files` g
 _BESIDE = 'beside'  # the kind of a column in files beside the shards
 _FORMAT = 1
 _NPY_HEADER = 4096  # bytes in which the header of a `.npy` file ends
+_DTYPES = {np.dtype(code).name for code in np.typecodes['AllInteger'] + 'efd'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +205,7 @@ def file_name(column: str, split: str, build: str = '') -> str:
 
 def is_file_name(name: str) -> bool:
     """True if it is the name of such a file."""
-    return name.startswith('column_') and name.endswith('.npy')
+    return name.startswith('column_') and name.endswith('.npy') and '/' not in name
 
 
 def write(
@@ -266,12 +267,38 @@ def parse(data: bytes) -> dict[str, Column | AddedColumn]:
 
 
 def _column(name: str, kind: str, **fields: Any) -> Column | AddedColumn:
+    expected = IN_PLACE if name == schema.LATENTS else _BESIDE
+    if kind != expected:
+        raise ValueError(f'column {name!r} is of kind {kind!r}, expected {expected!r}')
     if kind == _BESIDE:
-        return AddedColumn(name, **fields | {'shape': tuple(fields['shape'])})
-    if kind != IN_PLACE:
-        raise ValueError(f'column {name!r} is of kind {kind!r}')
+        added = AddedColumn(name, **fields | {'shape': tuple(fields['shape'])})
+        if not _is_possible(added):
+            raise ValueError(f'column {name!r} cannot have {fields}')
+        return added
     files = tuple(ColumnFile(**file) for file in fields['files'])
+    for file in files:
+        # A place in a file is a number of 64 bits; whether it is in there is checked with the file.
+        is_place = isinstance(file.path, str) and type(file.start) is int
+        if not is_place or not 0 <= file.start < 2**63:
+            raise ValueError(f'{file.path!r} begins at {file.start!r}')
+    if fields['dtype'] not in schema.LATENT_DTYPES:
+        raise ValueError(f'column {name!r} has dtype {fields["dtype"]!r}')
     return Column(name, fields['dtype'], files, fields['build'])
+
+
+def _is_possible(column: AddedColumn) -> bool:
+    """Whether all that is said of it is what `add_column` may say: its file may hold it."""
+    lengths_fit = all(type(n) is int and 0 < n <= MAX_ROW_NBYTES for n in column.shape)
+    return (
+        column.dtype in _DTYPES
+        and len(column.shape) < 2
+        and lengths_fit
+        and column.row_nbytes <= MAX_ROW_NBYTES
+        and all(isinstance(x, str) and is_file_name(x) for x in column.files.values())
+        and column.feature in ('', *schema.TEXT_DTYPES)
+        and all(isinstance(x, float) for x in (*column.mean, *column.std))
+        and isinstance(column.encoder, Mapping)
+    )
 
 
 def _load_places(path: str) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Descriptions of columns and their files: what is damaged is refused by name."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -68,8 +69,68 @@ def test_a_place_in_a_file_that_is_not_there_is_named(path):
     places = np.load(file)
     places[:, 0] = 7
     np.save(file, places)
-    with pytest.raises(ValueError, match=f"{path}: its column 'latents' names file 7, expected"):
+    with pytest.raises(ValueError, match=f"{path}: its column 'latents' names row 0 of a file that is not"):
         read(path)
+
+
+def describe(path: pathlib.Path, name: str, **changes) -> None:
+    """Writes fields of a column, or of its files, as somebody may who means harm: all is valid."""
+    found = columns.read(path)
+    column = found[name]
+    of_files = {field: x for field, x in changes.items() if field in ('start', 'path')}
+    if of_files:
+        files = tuple(dataclasses.replace(file, **of_files) for file in column.files)
+        column = dataclasses.replace(column, files=files)
+    others = {field: x for field, x in changes.items() if field not in of_files}
+    columns.write(path, {**found, name: dataclasses.replace(column, **others)})
+
+
+@pytest.mark.parametrize('start', [-1, -5000, 2**63, 2**70, True, 1.5, '12', None])
+def test_a_beginning_that_is_none_is_refused(path, start):
+    describe(path, schema.LATENTS, start=start)
+    with pytest.raises(
+        ValueError, match=rf'{path}/columns\.json: is damaged .* begins at {start!r}'
+    ):
+        read(path)
+
+
+@pytest.mark.parametrize('start', [2**63 - 1, 2**62, 10**6, 26_000])
+def test_places_beyond_a_file_are_refused_before_anything_is_read(path, start):
+    describe(path, schema.LATENTS, start=start)
+    message = rf"{path}: its column 'latents' names row \d+ of .*\.pt, which has \d+ rows"
+    with pytest.raises(ValueError, match=message):
+        input_pipeline.train_batches(path, **ORDER)
+
+
+@pytest.mark.parametrize(
+    'changes',
+    [
+        {'shape': (2**70,)},
+        {'shape': (-1,)},
+        {'shape': (1.5,)},
+        {'shape': (20_000,)},
+        {'dtype': 'object'},
+        {'dtype': 'bogus'},
+        {'dtype': 7},
+        {'files': {'train': '../x.npy'}},
+        {'files': {'train': 3}},
+        {'feature': 'latents'},
+        {'mean': ['a']},
+        {'encoder': 3},
+    ],
+)
+def test_a_column_that_cannot_be_is_refused(path, changes):
+    describe(path, 'score', **changes)
+    with pytest.raises(ValueError, match=rf"{path}/columns\.json: is damaged \(.*'score'"):
+        read(path)
+
+
+def test_a_column_of_latents_is_in_place(path):
+    found = columns.read(path)
+    for name, column in (('latents', found['score']), ('other', found['latents'])):
+        columns.write(path, {name: dataclasses.replace(column, name=name)})
+        with pytest.raises(ValueError, match=f'is damaged .*column {name!r} is of kind'):
+            columns.read(path)
 
 
 def test_places_of_other_records_are_refused(path):

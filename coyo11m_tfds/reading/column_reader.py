@@ -23,6 +23,8 @@ from coyo11m_tfds.storage.source_files import SourceFile
 # longer. The rows of a chunk are neighbours in the source, but for dropped rows and other splits.
 _GAP = 128 << 10
 
+_PLACES_AT_ONCE = 1 << 18  # 2 MB
+
 
 class OpenedColumn(NamedTuple):
     """One column of a split, after a comparison with what the data set says of it.
@@ -55,7 +57,8 @@ def open_column(
     """Compares the files of a column with what the data set says of them; reads no rows.
 
     Raises:
-        ValueError: a file is missing or has changed, or is not as long as the split.
+        ValueError: a file is missing or has changed, or is not as long as the split; or a place is
+            not within its file.
         OSError: the storage cannot be reached.
     """
     name = f'{folder}: its column {column.name!r}'
@@ -66,7 +69,31 @@ def open_column(
     places = column.locate(folder, split, num_records)
     dtype = np.dtype(getattr(ml_dtypes, column.dtype, column.dtype))
     starts = [file.start for file in column.files]
-    return OpenedColumn(name, files, starts, places, dtype, schema.LATENTS_SHAPE)
+    opened = OpenedColumn(name, files, starts, places, dtype, schema.LATENTS_SHAPE)
+    _check_places(opened, places)
+    return opened
+
+
+def _check_places(column: OpenedColumn, places: np.ndarray) -> None:
+    """Raises a ValueError for a place that is not within its file, or in none."""
+    rows = [
+        max(0, file.size - start) // column.row_nbytes
+        for file, start in zip(column.files, column.starts, strict=True)
+    ]
+    # One more, without rows, for every number of a file that is none.
+    rows_of_file = np.array([*rows, 0], np.int64)
+    for begin in range(0, len(places), _PLACES_AT_ONCE):
+        file, row = places[begin : begin + _PLACES_AT_ONCE].T
+        file = np.minimum(file, len(rows))
+        outside = row >= rows_of_file[file]
+        if outside.any():
+            worst = int(outside.argmax())
+            number, there = begin + worst, int(file[worst])
+            path = column.files[there].path if there < len(rows) else 'a file that is not named'
+            raise ValueError(
+                f'{column.name} names row {row[worst]} of {path}, which has {rows_of_file[there]} '
+                f'rows, for record {number}. Build the data set again.'
+            )
 
 
 class ColumnReader:
@@ -87,7 +114,7 @@ class ColumnReader:
         Raises:
             ValueError: there are too many files to map.
         """
-        self.dtype, self.shape, self._name = opened.dtype, opened.shape, opened.name
+        self.dtype, self.shape = opened.dtype, opened.shape
         self._places, self._row_nbytes = opened.places, opened.row_nbytes
         self._starts = np.array(opened.starts, np.int64)
         self._files: MappedFiles | FetchedFiles
@@ -157,9 +184,4 @@ class ColumnReader:
             file, row = np.zeros_like(number), number
         else:
             file, row = self._places[number].astype(np.int64).T
-            if (largest := file.max(initial=0)) >= len(self._starts):
-                raise ValueError(
-                    f'{self._name} names file {largest}, expected less than {len(self._starts)}. '
-                    'Build the data set again.'
-                )
         return self._first + file, row, self._starts[file] + row * self._row_nbytes
