@@ -69,7 +69,9 @@ def test_a_place_in_a_file_that_is_not_there_is_named(path):
     places = np.load(file)
     places[:, 0] = 7
     np.save(file, places)
-    with pytest.raises(ValueError, match=f"{path}: its column 'latents' names row 0 of a file that is not"):
+    with pytest.raises(
+        ValueError, match=f"{path}: its column 'latents' names row 0 of a file that is not"
+    ):
         read(path)
 
 

@@ -198,6 +198,23 @@ def test_a_source_that_changes_while_it_is_read_is_named(movable, monkeypatch, e
             next(batches)
 
 
+@pytest.mark.parametrize('engine', ['rows', 'chunks'])
+@pytest.mark.parametrize('is_replaced', [False, True])
+def test_a_source_that_changes_before_the_first_batch_is_named(movable, engine, is_replaced):
+    """A step may be compiled for minutes between the two."""
+    path, source = movable
+    batches = input_pipeline.train_batches(path, engine=engine, **ORDER)
+    file = latents_file(source)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    if is_replaced:
+        file.unlink()
+    file.write_bytes(data)
+    with pytest.raises(OSError, match=f'{file}: has changed while it was read'):
+        for _ in range(100):
+            next(batches)
+
+
 def test_bad_rows_of_the_source_are_left_out(movable, hash_sidecar, tmp_path):
     torch = pytest.importorskip('torch')
     _, source = movable

@@ -6,12 +6,14 @@
 
 An error that says what the user can mend ends the process with `error: ...` and status 1, Ctrl-C
 with `Interrupted: ...` and status 130, SIGTERM with status 143. All three unwind, so that locks
-and scratch folders are released; a second Ctrl-C ends the process at once. With
+and scratch folders are released; a second Ctrl-C ends the process at once. A process that the
+system ends, as for a mapped file that was truncated, shows where it was. With
 `COYO11M_TRACEBACK=1` in the environment the traceback is shown instead.
 """
 
 import contextlib
 import errno
+import faulthandler
 import gc
 import os
 import signal
@@ -57,6 +59,8 @@ def in_one_line(
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     interrupt_once()
+    if not faulthandler.is_enabled():
+        faulthandler.enable()
     caught: tuple[type[BaseException], ...] = (KeyboardInterrupt, ModuleNotFoundError, *kinds)
     try:
         yield

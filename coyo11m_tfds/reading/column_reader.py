@@ -122,7 +122,9 @@ class ColumnReader:
             self._files, self._first = fetched, fetched.add(opened.files)
         else:
             paths = [file.path for file in opened.files]
-            self._files, self._first = MappedFiles(lambda number: paths[number], len(paths)), 0
+            versions = [file.version for file in opened.files]
+            self._files = MappedFiles(lambda number: paths[number], len(paths), versions)
+            self._first = 0
 
     def find(self, number: np.ndarray) -> np.ndarray:
         """The addresses of the values of some records of the split, int64 `(n,)`.

@@ -10,14 +10,20 @@ gathers from all files together, without Python for a row, and without its lock.
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
+import resource
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import BinaryIO
 
 import numpy as np
 
-# Files are checked for changes at most this often.
+from coyo11m_tfds.storage import source_files
+
+# A file is checked for changes at most this often.
 _CHECK_SECONDS = 1.0
 
 # A process may have 65,530 mappings (vm.max_map_count), and other libraries need some.
@@ -52,7 +58,8 @@ class Memory:
 class MappedFiles:
     """Numbered files, mapped when they are first asked for and as long as this lives.
 
-    What is mapped must not be truncated: the system ends a process that reads there (SIGBUS).
+    What is mapped must not be truncated: the system ends a process that reads there (SIGBUS). A
+    mapping keeps no descriptor, so that `ulimit -n` does not bound the number of files.
 
     Attributes:
         memory: that they are mapped into.
@@ -61,8 +68,18 @@ class MappedFiles:
         path_of: the path of each file, by its number.
     """
 
-    def __init__(self, path_of: Callable[[int], str], num_files: int):
+    def __init__(
+        self,
+        path_of: Callable[[int], str],
+        num_files: int,
+        versions: Sequence[str] | None = None,
+    ):
         """Opens nothing.
+
+        Args:
+            path_of: the path of each file, by its number.
+            num_files: how many there are.
+            versions: of the files that may be mapped, as of `SourceFile`; None for any.
 
         Raises:
             ValueError: there are too many files.
@@ -76,15 +93,19 @@ class MappedFiles:
         self.address = np.zeros(num_files, np.int64)
         self.size = np.zeros(num_files, np.int64)
         self.path_of = path_of
-        self._maps: dict[int, mmap.mmap] = {}
+        self._versions = versions
         self._states: dict[int, tuple[int, ...]] = {}
-        self._checked = time.monotonic()
+        self._checked = np.zeros(num_files)  # when, in seconds
+        self._mapped: list[tuple[int, int]] = []
+        # Not at exit: another thread may still read.
+        weakref.finalize(self, _unmap, self._mapped).atexit = False
 
     def open(self, numbers: np.ndarray) -> None:
         """Maps those that are not mapped yet.
 
         Raises:
-            FileNotFoundError, PermissionError, OSError: a file cannot be opened.
+            FileNotFoundError, PermissionError, OSError: a file cannot be opened, or has changed
+                since its version was found.
         """
         for number in numbers.tolist():
             if number not in self._states:
@@ -111,38 +132,76 @@ class MappedFiles:
         return start + offset, start + np.minimum(offset + nbytes, self.size[number])
 
     def check_unchanged(self, numbers: np.ndarray) -> None:
-        """Checks that open files have not changed, at most once a second.
+        """Checks that open files have not changed, each at most once a second.
 
         Raises:
             OSError: one has another size or time of change, was replaced, or is gone.
         """
-        if time.monotonic() - self._checked < _CHECK_SECONDS:
-            return
-        for number in np.unique(numbers).tolist():
+        now = time.monotonic()
+        due = np.unique(numbers[self._checked[numbers] < now - _CHECK_SECONDS])
+        for number in due.tolist():
             path, before = self.path_of(number), self._states[number]
             with naming(path):
                 state = _state(os.stat(path))
             if state != before:
                 raise changed(path, before[0], state[0])
-        self._checked = time.monotonic()
+        self._checked[due] = now
 
     def will_need(self, number: int, offset: int, nbytes: int) -> None:
-        """Has the system read a part of a file ahead, without waiting for it."""
-        if number in self._maps and hasattr(mmap, 'MADV_WILLNEED'):
-            start = offset // mmap.PAGESIZE * mmap.PAGESIZE
-            end = min(offset + nbytes, int(self.size[number]))
-            if end > start:
-                self._maps[number].madvise(mmap.MADV_WILLNEED, start, end - start)
+        """Has the system read a part of an open file ahead, without waiting for it."""
+        start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        end = min(offset + nbytes, int(self.size[number]))
+        if end > start:
+            address = int(self.address[number]) + start
+            _libc.madvise(address, end - start, mmap.MADV_WILLNEED)
 
     def _open(self, number: int) -> None:
         path = self.path_of(number)
-        with naming(path), open(path, 'rb') as file:
-            state = _state(os.fstat(file.fileno()))
+        with naming(path), _open_file(path) as file:
+            found = os.fstat(file.fileno())
+            state = _state(found)
             if state[0]:
-                self._maps[number] = mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                self.address[number] = np.frombuffer(mapped, np.uint8).ctypes.data
-                self.size[number] = len(mapped)
-        self._states[number] = state
+                self.address[number] = _map(file, state[0])
+                self._mapped.append((int(self.address[number]), state[0]))
+                self.size[number] = state[0]
+        # Of what is mapped, not of what the path leads to by now.
+        if self._versions and source_files.local_version(found) != self._versions[number]:
+            raise changed(path, int(self._versions[number].partition('-')[0]), state[0])
+        self._states[number], self._checked[number] = state, time.monotonic()
+
+
+# Python's own mappings keep a descriptor until Python 3.13, which can do without.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def _map(file: BinaryIO, size: int) -> int:
+    """Maps a file; returns its address."""
+    address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
+    if address == ctypes.c_void_p(-1).value:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return address
+
+
+def _unmap(mapped: list[tuple[int, int]]) -> None:
+    for address, size in mapped:
+        _libc.munmap(address, size)
+
+
+def _open_file(path: str) -> BinaryIO:
+    """Opens a file; where there are too many open, with as many allowed as can be."""
+    try:
+        return open(path, 'rb')
+    except OSError as error:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if error.errno != errno.EMFILE or soft == hard:
+            raise
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        return open(path, 'rb')
 
 
 def _state(found: os.stat_result) -> tuple[int, ...]:
@@ -161,6 +220,12 @@ def naming(path: str) -> Iterator[None]:
             f'{path}: access was refused: let this user read the file.'
         ) from error
     except OSError as error:
+        if error.errno == errno.EMFILE:
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            raise OSError(
+                f'{path} cannot be opened: this process may have only {limit} files open at once '
+                '(ulimit -n), and has them. Raise that limit.'
+            ) from error
         raise OSError(f'{path} cannot be read. ({error.strerror or error})') from error
 
 

@@ -236,7 +236,12 @@ def _local_file(path: pathlib.Path) -> SourceFile:
     state = path.stat()
     if not stat.S_ISREG(state.st_mode):
         raise FileNotFoundError(path)
-    return SourceFile(str(path), state.st_size, f'{state.st_size}-{state.st_mtime_ns}', None)
+    return SourceFile(str(path), state.st_size, local_version(state), None)
+
+
+def local_version(state: os.stat_result) -> str:
+    """The version of a local file; see `SourceFile`."""
+    return f'{state.st_size}-{state.st_mtime_ns}'
 
 
 # --- gs:// ------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ with ending.in_one_line('nothing is lost', status=3):
         os.mkdir('/proc/self/x')
     if what == 'has no room':
         open('/dev/full', 'wb', buffering=0).write(b'x')
+    if what == 'is ended by the system':
+        os.kill(os.getpid(), signal.SIGBUS)
     if what == 'has a bug':
         raise KeyError('x')
     if what == 'collects':
@@ -55,6 +57,12 @@ def end(what: str, *phases: str, number: int = signal.SIGINT) -> tuple[int, str,
 
 def test_an_error_is_one_line():
     assert end('fails') == (3, '', 'error: a.pt: is bad\n')
+
+
+def test_a_truncated_file_shows_where_it_was_read():
+    status, _, err = end('is ended by the system')
+    assert status == -signal.SIGBUS
+    assert err.startswith('Fatal Python error: Bus error') and 'in <module>' in err
 
 
 def test_an_error_of_the_system_says_what_to_do():

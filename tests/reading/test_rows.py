@@ -12,6 +12,7 @@ import os
 import pathlib
 import shutil
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from coyo11m_tfds import chunk_index, records, schema
 from coyo11m_tfds.reading import dataset, framing, mapped_files, record_layout
 from tests import children
 from tests.checkout import CHECKOUT
+from tests.reading import small_dataset
 from tests.reading.batches import assert_same, joined
 from tests.reading.damaged import ORDER, damage, place_of, shard_path, steps_of_an_epoch
 
@@ -202,6 +204,54 @@ def test_a_file_that_vanishes_while_it_is_read_is_named(copy, monkeypatch):
     with pytest.raises(FileNotFoundError, match=f'{shard_path(copy, 4)} is missing'):
         for _ in range(steps_of_an_epoch(copy)):
             next(batches)
+
+
+def test_each_file_is_looked_at_again_when_a_batch_touches_it(tmp_path, monkeypatch):
+    """However many others the batches before it have touched meanwhile."""
+    monkeypatch.setattr(mapped_files, '_CHECK_SECONDS', 60)
+    paths = [tmp_path / str(number) for number in range(40)]
+    for path in paths:
+        path.write_bytes(b'some bytes')
+    files = mapped_files.MappedFiles(lambda number: str(paths[number]), 40)
+    files.open(np.arange(40))
+    clock = time.monotonic()
+    monkeypatch.setattr(mapped_files.time, 'monotonic', lambda: clock + 61)
+    files.check_unchanged(np.array([3, 4, 5]))
+    os.utime(paths[7], ns=(1, 1))
+    files.check_unchanged(np.array([3, 4, 6]))
+    with pytest.raises(OSError, match='/7: has changed while it was read'):
+        files.check_unchanged(np.array([3, 7]))
+
+
+# --- Many files --------------------------------------------------------------------------------
+
+
+def read_with_limit(path: pathlib.Path, soft: int, hard: int) -> tuple[str, str]:
+    """The output and the errors of a process with so many descriptors that reads a batch."""
+    program = """
+        import numpy.ma, resource, input_pipeline
+        path, soft, hard = sys.argv[1], *map(int, sys.argv[2:])
+        order = dict(batch_size=256, seed=0, lanes=4, chunk=32, window=8)
+        batches = input_pipeline.train_batches(path, **order)
+        held = [open(path + '/dataset_info.json') for _ in range(20)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        try:
+            print(len(next(batches)['key']))
+        except OSError as error:
+            print(error)
+    """
+    with children.python(program, path, soft, hard) as child:
+        return child.communicate()
+
+
+def test_mapped_files_take_no_descriptors(tmp_path):
+    path = tmp_path / schema.VERSION
+    small_dataset.write(path, {schema.TRAIN: (8,) * 64})
+    # Those of Python, 20 others, and some for the moments in which files are opened.
+    assert read_with_limit(path, 40, 40) == ('256\n', '')
+    assert read_with_limit(path, 24, 100) == ('256\n', '')
+    output, errors = read_with_limit(path, 23, 23)
+    assert 'this process may have only 23 files open at once (ulimit -n)' in output and not errors
 
 
 # --- Records that others have written ----------------------------------------------------------
