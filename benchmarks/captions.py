@@ -40,6 +40,7 @@ import pyarrow.parquet as pq
 
 from benchmarks import measure
 from coyo11m_tfds import keyed_random, schema
+from coyo11m_tfds.process.sizes import readable
 from coyo11m_tfds.source import caption_store
 
 SEED = 0
@@ -62,7 +63,7 @@ def main() -> None:
     parquet = parquet_path(folder, flags.rows)
     if not parquet.exists():
         run_step('make', flags)
-    print(f'{flags.rows:,} captions, Parquet file of {parquet.stat().st_size / 1e9:.1f} GB')
+    print(f'{flags.rows:,} captions, Parquet file of {readable(parquet.stat().st_size)}')
     for step in ('build', 'ask'):
         print_row(step, [run_step(step, flags) for _ in range(flags.repeats)])
     shutil.rmtree(folder / 'cache')

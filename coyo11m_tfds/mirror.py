@@ -31,6 +31,7 @@ from collections.abc import Callable, Collection, Mapping
 from coyo11m_tfds import schema
 from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
+from coyo11m_tfds.process.sizes import readable
 from coyo11m_tfds.source import location
 from coyo11m_tfds.source.copied_files import CopiedFiles
 from coyo11m_tfds.storage import build_lock, file_copier, retry, source_files
@@ -69,15 +70,9 @@ class Summary:
 
     def __str__(self) -> str:
         return (
-            f'{self.num_files} files, {_size(self.num_bytes)}, are verified at '
+            f'{self.num_files} files, {readable(self.num_bytes)}, are verified at '
             f'{self.destination}; {self.num_copied} of them were copied now.'
         )
-
-
-def _size(num_bytes: int) -> str:
-    units = (('GB', 1e9), ('MB', 1e6), ('kB', 1e3))
-    unit, factor = next((unit for unit in units if num_bytes >= unit[1]), units[-1])
-    return f'{num_bytes / factor:,.1f} {unit}'
 
 
 def mirror(
@@ -205,8 +200,8 @@ def _open_scratch(
     largest = max(passing, key=lambda file: file.size)
     if largest.size > num_bytes:
         raise ValueError(
-            f'{largest.path} has {_size(largest.size)}, but the scratch folder may hold '
-            f'{_size(num_bytes)}; allow it more (--scratch_gb).'
+            f'{largest.path} has {readable(largest.size)}, but the scratch folder may hold '
+            f'{readable(num_bytes)}; allow it more (--scratch_gb).'
         )
     return Scratch(folder or user_cache(schema.NAME, 'mirror'), num_bytes)
 
@@ -220,8 +215,8 @@ def _check_space(target: Destination, missing: Mapping[str, SourceFile]) -> None
     needed = sum(file.size for file in missing.values()) - come
     if free < needed:
         raise OSError(
-            f'{target.folder} has {_size(free)} free, but {_size(needed)} are yet to come. Free '
-            'some space or choose another destination.'
+            f'{target.folder} has {readable(free)} free, but {readable(needed)} are yet to come. '
+            'Free some space or choose another destination.'
         )
 
 

@@ -294,13 +294,6 @@ def _wait_until(condition, what: str) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(
-    ('num_bytes', 'said'), [(512, '0.5 kB'), (1_500_000, '1.5 MB'), (8_720_000_000, '8.7 GB')]
-)
-def test_the_summary_has_a_size_that_says_something(num_bytes, said):
-    assert f'5 files, {said}, are verified' in str(mirror.Summary(5, num_bytes, 5, '/to'))
-
-
 @pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_killed_download_is_resumed(gcs, tmp_path, number):
     files = _make_files(2_000_000)

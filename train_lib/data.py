@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 
 import input_pipeline
 from coyo11m_tfds import schema
+from coyo11m_tfds.process.sizes import readable
 from train_lib import failures, flow, models, settings, sharding
 from train_lib.data_facts import DataFacts
 from train_lib.position import DATA_SET
@@ -182,11 +183,9 @@ class TrainingData:
         config = self._config.data
         by_rows = self.engine == input_pipeline.ROWS
         how = 'by rows' if by_rows else f'in chunks of {config.chunk} records'
-        megabytes = split.num_bytes / 1e6
-        size = f'{megabytes / 1e3:,.3g} GB' if megabytes >= 1e3 else f'{megabytes:,.3g} MB'
         text = f', text {config.text}' if config.text else ''
         return (
-            f'{config.dir}, {split.num_examples:,} records, {size}, '
+            f'{config.dir}, {split.num_examples:,} records, {readable(split.num_bytes)}, '
             f'about {self.order.epoch(0).steps:,} steps an epoch, read {how}{text}'
         )
 

@@ -24,6 +24,7 @@ from coyo11m_tfds.build.finished_shards import FinishedShards
 from coyo11m_tfds.build.plan import Plan
 from coyo11m_tfds.build.tasks import ShardResult, ShardTask
 from coyo11m_tfds.process.progress import Progress
+from coyo11m_tfds.process.sizes import readable
 from coyo11m_tfds.report import shard_statistics, summary
 from coyo11m_tfds.report.dropped_rows import Dropped, num_latents
 from coyo11m_tfds.storage.destination import Destination
@@ -195,6 +196,6 @@ def _check_space(work: Destination, num_bytes: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < num_bytes:
         raise OSError(
-            f'{existing}: has {free / 1e9:.1f} GB free, but the data set takes another '
-            f'{num_bytes / 1e9:.1f} GB. Free some space or choose another --data_dir.'
+            f'{existing}: has {readable(free)} free, but the data set takes another '
+            f'{readable(num_bytes)}. Free some space or choose another --data_dir.'
         )

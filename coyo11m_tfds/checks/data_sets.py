@@ -17,8 +17,9 @@ import numpy as np
 
 from coyo11m_tfds import columns, records, schema, verify
 from coyo11m_tfds.checks import finding
-from coyo11m_tfds.checks.finding import Finding, gigabytes
+from coyo11m_tfds.checks.finding import Finding
 from coyo11m_tfds.chunk_index import ChunkIndex, file_name
+from coyo11m_tfds.process.sizes import readable
 from coyo11m_tfds.reading import stored_splits
 from coyo11m_tfds.storage import remote, source_files, stored_files
 from coyo11m_tfds.storage.source_files import SourceFile
@@ -87,7 +88,7 @@ def check_health(data_dir: str, read_through: int | None = None) -> list[Finding
     command = f'python -m coyo11m_tfds.verify {data_dir}'
     if faults:
         return list(_tell(name, faults, command))
-    text = f'{found.num_files} files, {gigabytes(found.num_bytes)}, {how}: no fault'
+    text = f'{found.num_files} files, {readable(found.num_bytes)}, {how}: no fault'
     if not found.has_checksums:
         text += f', but {schema.CHECKSUMS_FILE} is missing, so that they were compared only with '
         text += 'each other'

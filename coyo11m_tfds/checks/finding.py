@@ -98,8 +98,3 @@ def bounded(name: str, seconds: float, check: Check) -> list[Finding]:
     except queue.Empty:
         text = f'no answer within {seconds:g} s, so nothing is known of it'
         return [failed(name, text, 'try again, or wait longer with --timeout')]
-
-
-def gigabytes(num_bytes: float) -> str:
-    """Bytes as people read them: '12.3 GB', below 1 GB '45 MB'."""
-    return f'{num_bytes / 1e9:,.1f} GB' if num_bytes >= 1e9 else f'{num_bytes / 1e6:,.0f} MB'

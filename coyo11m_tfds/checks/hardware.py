@@ -13,8 +13,9 @@ import shutil
 from collections.abc import Callable, Mapping
 
 from coyo11m_tfds.checks import finding
-from coyo11m_tfds.checks.finding import Finding, gigabytes
+from coyo11m_tfds.checks.finding import Finding
 from coyo11m_tfds.process import machine
+from coyo11m_tfds.process.sizes import readable
 
 # Planning a build of 12 million rows takes 1.5 GB; a process that writes, or reads with TensorFlow,
 # takes 0.5 GB.
@@ -66,11 +67,11 @@ def check_cores(root: str | os.PathLike[str] = '/') -> list[Finding]:
 def check_memory(root: str | os.PathLike[str] = '/') -> list[Finding]:
     """How much memory is free; `root` holds `proc` and `sys`."""
     usable, free = machine.usable_memory(root), machine.free_memory(root)
-    text = f'{gigabytes(free)} free of {gigabytes(usable)} that this machine or container has'
+    text = f'{readable(free)} free of {readable(usable)} that this machine or container has'
     facts = {'usable': usable, 'free': free}
     mend = 'end other programs, or raise the limit, e.g. docker run --memory=16g'
     if free < _LEAST_MEMORY:
-        needs = f'{text}; a process needs {gigabytes(_LEAST_MEMORY)}'
+        needs = f'{text}; a process needs {readable(_LEAST_MEMORY)}'
         return [finding.failed('memory', needs, mend, **facts)]
     if free < _AMPLE_MEMORY:
         return [finding.warned('memory', f'{text}, little for a large source', mend, **facts)]
@@ -129,13 +130,13 @@ def check_disks(
 def _judge(label: str, name: str, folder: str, disk: Disk, needed: int | None) -> Finding:
     facts = dataclasses.asdict(disk) | {'needed': needed}
     on = f'{disk.kind} ({disk.file_system})' if disk.file_system else disk.kind
-    text = f'{folder} has {gigabytes(disk.free)} free on {on}'
+    text = f'{folder} has {readable(disk.free)} free on {on}'
     option = '--data_dir' if name == 'data_dir' else 'scratch_dir in the config of the build'
     if needed is not None and not os.access(disk.folder, os.W_OK | os.X_OK):
         text = f'{folder}: this user cannot write to {disk.folder}'
         return finding.failed(label, text, f'choose another {option}', **facts)
     if needed is not None and disk.free < needed:
-        text += f', expected {gigabytes(needed)} for what will be on this disk'
+        text += f', expected {readable(needed)} for what will be on this disk'
         return finding.failed(label, text, f'free some space, or choose another {option}', **facts)
     if disk.kind == MEMORY:
         text += ', which counts as memory and is gone after a restart'

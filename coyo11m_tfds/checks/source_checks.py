@@ -24,7 +24,8 @@ from coyo11m_tfds.build import local_runner, shard_cuts
 from coyo11m_tfds.build.plan import make_plan
 from coyo11m_tfds.build.settings import BuildSettings
 from coyo11m_tfds.checks import finding
-from coyo11m_tfds.checks.finding import Finding, gigabytes
+from coyo11m_tfds.checks.finding import Finding
+from coyo11m_tfds.process.sizes import readable
 from coyo11m_tfds.source import keyed_parquet
 from coyo11m_tfds.source.location import Source
 from coyo11m_tfds.source.source_latents import SourceLatents
@@ -80,7 +81,7 @@ def check_files(source: Source) -> list[Finding]:
     num_bytes = sum(file.size for file in source.latent_files) + source.captions_file.size
     text = (
         f'{source.root}: {len(source.latent_files)} .pt files and captions, '
-        f'{gigabytes(num_bytes)}; {len(files)} heads read, {latents.num_rows:,} rows of '
+        f'{readable(num_bytes)}; {len(files)} heads read, {latents.num_rows:,} rows of '
         f'{latents.dtype}'
     )
     facts = {'files': len(source.latent_files), 'num_bytes': num_bytes, 'dtype': latents.dtype}
@@ -122,7 +123,7 @@ def check_build(found: Estimate) -> list[Finding]:
     about = '' if found.exact else 'about '
     text = (
         f'{about}{found.num_records:,} records in {about}{found.num_shards:,} shards of '
-        f'{gigabytes(found.num_bytes)}, in about '
+        f'{readable(found.num_bytes)}, in about '
         f'{datetime.timedelta(seconds=max(1, round(found.seconds)))}'
     )
     facts = dataclasses.asdict(found) | {'dropped': dict(found.dropped)}

@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.process.sizes import readable
 from coyo11m_tfds.report import histogram_chart
 from coyo11m_tfds.report.dropped_rows import num_latents
 from coyo11m_tfds.report.histogram_chart import Axis
@@ -65,14 +66,6 @@ def render(content: dict, previews: Sequence[Preview]) -> str:
     )
 
 
-def size(num_bytes: int) -> str:
-    """A size for people, at least in MB."""
-    unit, factor = next(
-        (unit for unit in (('TB', 1e12), ('GB', 1e9)) if num_bytes >= unit[1]), ('MB', 1e6)
-    )
-    return f'{num_bytes / factor:,.1f} {unit}'
-
-
 def _header(content: dict) -> str:
     name = _text(content['name']).replace('/', '/<wbr>')
     return (
@@ -87,7 +80,7 @@ def _figures(content: dict) -> str:
     rows = content['source_rows']
     figures = {
         'records': f'{content["records"]:,}',
-        'on disk': size(content['bytes']),
+        'on disk': readable(content['bytes']),
         'shards': f'{content["shards"]:,}',
         'bytes in the median caption': _length(captions, '0.5'),
         f'dropped of {rows:,} rows ({dropped / max(rows, 1):.1%})': f'{dropped:,}',
@@ -114,7 +107,7 @@ def _previews(previews: Sequence[Preview]) -> str:
 def _splits(content: dict) -> str:
     rows = ''.join(
         f'<tr><td>{_text(name)}</td><td>{split["records"]:,}</td><td>{split["shards"]:,}</td>'
-        f'<td>{size(split["bytes"])}</td></tr>'
+        f'<td>{readable(split["bytes"])}</td></tr>'
         for name, split in [*content['splits'].items(), ('total', content)]
     )
     head = '<tr><th>Split</th><th>Records</th><th>Shards</th><th>Size</th></tr>'

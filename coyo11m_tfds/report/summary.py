@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.process.sizes import readable
 from coyo11m_tfds.report import dropped_rows, report_page
 from coyo11m_tfds.report.shard_statistics import (
     CAPTION_EDGES,
@@ -182,5 +183,5 @@ def _line(name: str, shards: Sequence[tuple[int, int]]) -> str:
     totals = _totals(shards)
     return (
         f'{name:10}  {totals["records"]:,} records in {totals["shards"]:,} '
-        f'shard{"" if len(shards) == 1 else "s"}, {report_page.size(totals["bytes"])}'
+        f'shard{"" if len(shards) == 1 else "s"}, {readable(totals["bytes"])}'
     )

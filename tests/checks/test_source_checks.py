@@ -36,7 +36,7 @@ def test_a_small_source_is_planned_to_the_row(sample_source, mini_dataset, setti
     assert found.seconds >= num_bytes / 100e6
     (line,) = source_checks.check_build(found)
     assert line.status == 'pass'
-    assert line.text.startswith('1,173 records in 15 shards of 31 MB')
+    assert line.text.startswith('1,173 records in 15 shards of 30.6 MB')
 
 
 def test_a_large_source_is_estimated(sample_source, mini_dataset, settings, monkeypatch):

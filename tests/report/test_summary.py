@@ -164,7 +164,7 @@ def test_the_page_says_what_the_json_says(tmp_path: pathlib.Path):
     assert '640 numbers of hf:google/gemma-3-270m' in text
     assert page.texts['td'] == [
         *['train', '61', '2', '1.5 MB'],
-        *['validation', '9', '1', '0.2 MB'],
+        *['validation', '9', '1', '220.0 kB'],
         *['total', '70', '3', '1.7 MB'],
         *[' the key has no row in the Parquet file', '7'],
         *[' the caption is null or blank', '6'],
@@ -387,7 +387,7 @@ def test_the_summary_tells_what_was_written_and_dropped():
     assert summary.summarize(make_facts(), 'gs://b/x/1.0.0', seconds=12.34).splitlines() == [
         '',
         'train       61 records in 2 shards, 1.5 MB',
-        'validation  9 records in 1 shard, 0.2 MB',
+        'validation  9 records in 1 shard, 220.0 kB',
         'total       70 records in 3 shards, 1.7 MB',
         'dropped     13 rows (no_row: 7, no_caption: 6)',
         'time        12.3 s',
