@@ -276,7 +276,11 @@ def parse_flags() -> argparse.Namespace:
     made = 'what coyo11m_tfds.embed_captions made: a file or a folder'
     source.add_argument('--text', default='', help=made)
     source.add_argument('--parquet', default='', help='any Parquet file with a column key')
-    add_argument('--column', default='', help='of --parquet: numbers, or lists of one length')
+    add_argument(
+        '--column',
+        default='',
+        help='of --parquet: numbers, or lists of one length; devices take at most 32 bits',
+    )
     add_argument('--scratch_dir', default='', help='local folder for the values on their way')
     flags = parser.parse_args()
     if bool(flags.parquet) != bool(flags.column):
@@ -295,6 +299,8 @@ def main() -> None:
     what = f'text={column.name!r}' if column.feature else f'features=({column.name!r},)'
     kind = f'{column.dtype} {column.shape}'
     print(f'{flags.data_dir}: {what} has {kind} for each record.')
+    if np.dtype(column.dtype).itemsize > 4:
+        print('Devices hold numbers of at most 32 bits: `to_device` refuses this column.')
 
 
 if __name__ == '__main__':

@@ -5,6 +5,8 @@ import itertools
 import pathlib
 import re
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pyarrow as pa
@@ -375,6 +377,18 @@ def test_the_command_adds_a_column_once(copy, other_embeddings):
         else:
             assert f"{copy}: text='other' has float16 (640,) for each record" in output
     assert not verify.verify(copy).faults
+
+
+@pytest.mark.parametrize('dtype, is_told', [('int64', True), ('int32', False)])
+def test_the_command_says_of_a_column_that_devices_cannot_hold_it(copy, tmp_path, dtype, is_told):
+    keys = keys_of(copy)
+    file = write_column(tmp_path / 'x.parquet', 'x', keys, pa.array(keys.astype(dtype)))
+    flags = [f'--data_dir={copy}', '--name=x', f'--parquet={file}', '--column=x']
+    done = subprocess.run(
+        [sys.executable, '-m', 'coyo11m_tfds.add_column', *flags], capture_output=True, text=True
+    )
+    assert f'has {dtype} () for each record' in done.stdout, done.stderr
+    assert ('hold numbers of at most 32 bits' in done.stdout) == is_told
 
 
 def test_records_without_a_value_are_counted_over_all_splits(copy, other_embeddings, tmp_path):

@@ -13,6 +13,7 @@ of this process a byte of a file lies.
 import collections
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -59,6 +60,7 @@ class FetchedFiles:
         self._described: dict[int, SourceFile] = {}
         self._most_at_once, self._counter = most_at_once, counter or ReadCounter()
         self._pool = ThreadPoolExecutor(most_at_once, 'fetch')
+        self._is_finalizing = sys.is_finalizing  # of one that outlives all modules
         self._asked: collections.deque[Range] = collections.deque()
         self._coming: dict[Range, Future[bytes]] = {}
         self._held: dict[Range, bytes] = {}
@@ -106,7 +108,8 @@ class FetchedFiles:
     def close(self) -> None:
         """Ends the threads; what is on its way comes to its end."""
         self._asked.clear()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        if not self._is_finalizing():  # or the interpreter has ended them
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
     def locate(
         self, number: np.ndarray, offset: np.ndarray, nbytes: np.ndarray | int

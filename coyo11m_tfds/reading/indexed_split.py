@@ -104,6 +104,12 @@ def load(
             f'{sum(shard_lengths)} records for split {split!r}, its chunk index '
             f'{len(index.shard_lengths)} of {index.shard_lengths.sum()}; build the data set again'
         )
-    number = list(_FIRST_SHARD.finditer(first_shard))[-1]
+    numbers = list(_FIRST_SHARD.finditer(first_shard))
+    if not numbers:
+        raise ValueError(
+            f'{data_dir}/{schema.INFO_FILE}: names the shards of split {split!r} {first_shard}, '
+            'expected a filepathTemplate with {SHARD_X_OF_Y}; build the data set again'
+        )
+    number = numbers[-1]
     before, after = first_shard[: number.start()], first_shard[number.end() :]
     return IndexedSplit(index, before, after, len(number[0]))

@@ -1,5 +1,6 @@
 """Sending batches to devices: ahead, without limit neither in memory nor in time."""
 
+import signal
 import threading
 
 import jax
@@ -53,7 +54,7 @@ def test_batches_are_sent_ahead_but_not_without_limit(ahead):
     def host_batches():
         for i in range(20):
             made.append(i)
-            yield {'x': np.full(2, i)}
+            yield {'x': np.full(2, i, np.int32)}
 
     arrived = []
     for batch in on_device.to_device(host_batches(), one_device(), ahead=ahead):
@@ -64,12 +65,12 @@ def test_batches_are_sent_ahead_but_not_without_limit(ahead):
 
 def test_nothing_ahead_is_refused():
     with pytest.raises(ValueError, match='ahead=0 must be at least 1'):
-        next(on_device.to_device([{'x': np.zeros(2)}], one_device(), ahead=0))
+        on_device.to_device([{'x': np.zeros(2, np.float32)}], one_device(), ahead=0)
 
 
 def test_an_error_while_reading_reaches_the_loop():
     def host_batches():
-        yield {'x': np.zeros(2)}
+        yield {'x': np.zeros(2, np.float32)}
         raise OSError('the disk is gone')
 
     sent = on_device.to_device(host_batches(), one_device())
@@ -81,7 +82,7 @@ def test_an_error_while_reading_reaches_the_loop():
 def test_closing_stops_the_thread():
     def host_batches():
         while True:
-            yield {'x': np.zeros(2)}
+            yield {'x': np.zeros(2, np.float32)}
 
     before = threading.enumerate()  # an error that another test keeps may keep its iterator, too
     sent = on_device.to_device(host_batches(), one_device())
@@ -93,3 +94,42 @@ def test_closing_stops_the_thread():
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()
+
+
+@pytest.mark.parametrize('dtype', ['int64', 'uint64', 'float64', 'complex128'])
+def test_numbers_that_devices_would_change_are_refused_by_name(dtype):
+    batch = {'key': np.arange(2), 'taken_at': np.full(2, 1_700_000_000_063, dtype)}
+    with pytest.raises(ValueError, match=f"'taken_at' is {dtype}, which devices would hold as"):
+        next(on_device.to_device([batch], one_device()))
+
+
+@pytest.mark.parametrize('dtype', ['int8', 'uint32', 'float16', 'bfloat16', 'float32', 'bool'])
+def test_numbers_of_up_to_32_bits_arrive_as_they_are(dtype):
+    x = np.array([0, 1, 127], jax.numpy.dtype(dtype))
+    [batch] = on_device.to_device([{'x': x}], one_device())
+    assert batch['x'].dtype == x.dtype
+    np.testing.assert_array_equal(batch['x'], x)
+
+
+def test_a_loop_that_was_interrupted_goes_on_with_the_next_batch():
+    def host_batches():
+        for i in range(6):
+            started.set()
+            may_go_on.wait()
+            yield {'x': np.full(2, i, np.int32)}
+
+    started, may_go_on, arrived = threading.Event(), threading.Event(), []
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    sent = on_device.to_device(host_batches(), one_device())
+    main = threading.get_ident()
+    interrupt = threading.Thread(
+        target=lambda: (started.wait(), signal.pthread_kill(main, signal.SIGINT))
+    )
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        arrived += [int(batch['x'][0]) for batch in sent]
+    signal.signal(signal.SIGINT, before)
+    interrupt.join()
+    may_go_on.set()
+    arrived += [int(batch['x'][0]) for batch in sent]
+    assert arrived == list(range(6))

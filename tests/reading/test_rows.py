@@ -513,3 +513,11 @@ def test_a_batch_that_is_kept_keeps_no_others_alive(intact, engine):
     batch = next(input_pipeline.train_batches(intact, engine=engine, **order))
     for name, x in batch.items():
         assert x.base is None or x.base.nbytes == x.nbytes, name
+
+
+def test_shards_whose_names_have_no_number_are_refused(copy):
+    info = json.loads((copy / 'dataset_info.json').read_text())
+    info['splits'][0]['filepathTemplate'] = '{DATASET}-{SPLIT}.{FILEFORMAT}'
+    (copy / 'dataset_info.json').write_text(json.dumps(info))
+    with pytest.raises(ValueError, match=r'expected a filepathTemplate with \{SHARD_X_OF_Y\}'):
+        input_pipeline.train_batches(copy, **ORDER)
