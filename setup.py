@@ -119,6 +119,7 @@ setuptools.setup(
         'packaging>=23.0',
         'pillow>=10.1',
         'requests>=2.31',
+        'safetensors>=0.5',
         'tensorboard>=2.18',  # clu.metric_writers imports it
         f'tensorflow-cpu>=2.18; {_CPU_BUILD}',
         f'tensorflow>=2.18; {_ONE_BUILD}',
