@@ -82,6 +82,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.preview = preview = ml_collections.ConfigDict()
     preview.count = 16  # pictures in a grid
     preview.split = 'validation'  # whose first records are drawn
+    preview.vae = ''  # that decodes: a folder or a name on the hub; '': a linear guess, 32 pixels
     preview.guidance = 4.0  # strength of classifier-free guidance; 1 is none
     preview.guidance_low = 0.0  # times between which guidance acts: 0 is data,
     preview.guidance_high = 1.0  # and 1 is noise

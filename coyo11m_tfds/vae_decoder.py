@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import latent_rgb, schema
 
 WEIGHTS_FILE = 'diffusion_pytorch_model.safetensors'
 _PARTS = 'decoder.', 'post_quant_conv.'  # the encoder's weights stay unread
@@ -29,6 +29,21 @@ _BATCH = 4  # pictures at a time: SDXL's decoder takes 0.3 GB for one of 256 pix
 _NORM_EPSILON = 1e-6
 # Weights of attention as diffusers before 0.17 named them.
 _OLD_NAMES = {'query': 'to_q', 'key': 'to_k', 'value': 'to_v', 'proj_attn': 'to_out.0'}
+
+
+Paint = Callable[[np.ndarray], np.ndarray]
+
+
+def painter(vae: str) -> Paint:
+    """What makes pictures of raw latents `(n, C, H, W)`: uint8 `(n, height, width, 3)`.
+
+    Args:
+        vae: of `load`; '' for the linear map of `latent_rgb`, one pixel a latent position.
+
+    Raises:
+        ValueError: as of `load`.
+    """
+    return load(vae) if vae else latent_rgb.latents_to_rgb
 
 
 def load(model: str) -> 'Decoder':
@@ -113,7 +128,8 @@ class Decoder:
         for first in range(0, len(latents), _BATCH):
             part = np.moveaxis(np.asarray(latents[first : first + _BATCH], np.float32), 1, -1)
             padded = np.pad(part, [(0, _BATCH - len(part)), (0, 0), (0, 0), (0, 0)])
-            pictures.append(np.asarray(self._decode(self._weights, padded))[: len(part)])
+            decoded = self._decode(self._weights, jax.device_put(padded))
+            pictures.append(jax.device_get(decoded)[: len(part)])
         return np.concatenate(pictures)
 
 

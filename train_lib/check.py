@@ -17,7 +17,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, vae_decoder
 from train_lib import process
 
 FLAGS = flags.FLAGS
@@ -43,6 +43,7 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
     from train_lib.data import TrainingData
 
     writers.check(config)
+    vae_decoder.painter(config.preview.vae)
     unchecked = {}
     if config.distributed:
         how = 'python -m train_lib.compile with this --config and the --topology of the pod'

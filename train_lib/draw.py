@@ -21,7 +21,7 @@ import numpy as np
 from absl import flags
 from etils import epath
 
-from coyo11m_tfds import latent_rgb
+from coyo11m_tfds import vae_decoder
 from coyo11m_tfds.text.text_encoders import Encoder, Tokenizer
 from train_lib import (
     caption_encoder,
@@ -58,6 +58,7 @@ class Artist:
         seed: int | None = None,
         batch_size: int = BATCH_SIZE,
         encoder: str = '',
+        vae: str | None = None,
         **changes: float | None,
     ):
         """Finds the checkpoint; reads its weights when they are needed.
@@ -68,11 +69,12 @@ class Artist:
             seed: of the noise; None for that of the run.
             batch_size: pictures drawn at a time, rounded up to a multiple of the devices.
             encoder: of a run with one in its step, where it is now; '' for where the run had it.
+            vae: that decodes, see `vae_decoder.painter`; None for that of the run's previews.
             **changes: fields of `config.preview` to use in place of those of the run, such as
                 `guidance`; None for these.
 
         Raises:
-            ValueError: there is no such checkpoint; or as `step_encoder.load`.
+            ValueError: there is no such checkpoint; or as `step_encoder.load`, `vae_decoder.load`.
             OSError: the workdir does not exist or cannot be read.
         """
         self._saved = saved_run.open_run(place)
@@ -81,6 +83,7 @@ class Artist:
         config = ml_collections.ConfigDict(self._saved.description.config)
         config.preview.update({name: x for name, x in changes.items() if x is not None})
         config.seed = config.seed if seed is None else seed
+        self._paint = vae_decoder.painter(config.preview.vae if vae is None else vae)
         self._mesh = sharding.make_mesh(devices=jax.local_devices())
         self._batch_size = batch_size
         self._average = average
@@ -106,7 +109,7 @@ class Artist:
             part = text[first : first + size]
             padded = np.pad(part, [(0, size - len(part)), (0, 0)])
             latents = jax.device_get(self._draw(padded, np.int32(first)))
-            pictures.append(latent_rgb.latents_to_rgb(latents[: len(part)]))
+            pictures.append(self._paint(latents[: len(part)]))
         return np.concatenate(pictures)
 
     @functools.cached_property
@@ -151,6 +154,7 @@ def main() -> None:
             seed=FLAGS.seed,
             batch_size=FLAGS.batch_size,
             encoder=FLAGS.encoder,
+            vae=FLAGS.vae,
             guidance=FLAGS.guidance,
             num_steps=FLAGS.num_steps,
         )
@@ -158,7 +162,10 @@ def main() -> None:
         pictures = artist.draw(captions, encoder)
         out = FLAGS.out or folder / f'{prompts.stem}_{artist.step:06}.png'
         previews.write_png(out, previews.make_grid([pictures], captions))
-    print(f'pictures: {out}')
+        if FLAGS.singles:
+            singles = epath.Path(out).with_suffix('')
+            previews.write_singles(singles, pictures, captions)
+    print(f'pictures: {out}' + (f' and {singles}/' if FLAGS.singles else ''))
 
 
 def _read_captions(path: epath.Path) -> list[str]:
@@ -177,6 +184,8 @@ if __name__ == '__main__':
     flags.DEFINE_string('prompts', None, 'Text file with a caption in each line.')
     flags.DEFINE_string('out', None, 'PNG file to write; by default in WORKDIR/previews.')
     flags.DEFINE_string('encoder', '', 'Text encoder; by default that of the data set.')
+    flags.DEFINE_string('vae', None, "VAE that decodes; by default that of the run's previews.")
+    flags.DEFINE_bool('singles', False, 'Write each picture and its caption in a folder, too.')
     flags.DEFINE_integer('step', None, 'Of the checkpoint; by default the last.', lower_bound=0)
     flags.DEFINE_bool('average', True, 'Draw with the moving average of the weights.')
     flags.DEFINE_integer('seed', None, "Of the noise; by default the run's.", 0, 2**31 - 1)

@@ -17,14 +17,16 @@ stop request breaks off is done when the run is resumed.
 """
 
 import abc
+import functools
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
+import numpy as np
 from absl import logging
 
-from coyo11m_tfds import latent_rgb
+from coyo11m_tfds import vae_decoder
 from train_lib import console, evaluation, previews, signals
 from train_lib.state import TrainState
 
@@ -81,18 +83,21 @@ class Preview(Hook):
 
     def __init__(self, run: 'Run'):
         super().__init__(run, run.config.preview_every)
+        # Before the first step, so that a VAE that is missing is told at once.
+        self._paint = vae_decoder.painter(run.config.preview.vae if self.every else '')
+
+    @functools.cached_property
+    def _of_data(self) -> np.ndarray:
+        return self._paint(self.run.data.preview_samples.latents)
 
     def __call__(self, step: int, state: TrainState) -> str:
         samples = self.run.data.preview_samples
         drawn = self.run.program.draw(state.ema_params, samples.text)
-        pictures = [
-            latent_rgb.latents_to_rgb(samples.latents),
-            latent_rgb.latents_to_rgb(jax.device_get(drawn)),
-        ]
-        grid = previews.make_grid(pictures, samples.captions, title='left: data, right: model')
-        self.run.writer.write_images(step, {'previews': grid[None]})
         path = self.run.workdir / previews.FOLDER / f'step_{step:06}.png'
         if jax.process_index() == 0:
+            pictures = [self._of_data, self._paint(jax.device_get(drawn))]
+            grid = previews.make_grid(pictures, samples.captions, title='left: data, right: model')
+            self.run.writer.write_images(step, {'previews': grid[None]})
             previews.write_png(path, grid)
         return f'{len(samples.captions)} pictures in {path}'
 

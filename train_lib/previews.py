@@ -3,7 +3,8 @@
     grid = previews.make_grid([data, drawn], captions, title='left: data, right: model')
     previews.write_png(workdir / previews.FOLDER / 'step_000500.png', grid)
 
-No VAE is needed: latents become small pictures by a linear map (`coyo11m_tfds.latent_rgb`).
+Without a VAE latents become small pictures by a linear map, which a grid shows enlarged; see
+`coyo11m_tfds.vae_decoder`.
 """
 
 import functools
@@ -21,7 +22,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 FOLDER = 'previews'  # of a run's workdir
 
-_SCALE = 4  # a 32-pixel picture becomes 128 pixels wide
+_SCALE, _LARGE = 4, 64  # pictures of fewer pixels across are enlarged: 32 become 128
 _MARGIN = 8  # pixels between and around the pictures
 _FONT_SIZE = 12
 _MAX_LINES = 7  # of a caption; a longer one is cut short
@@ -68,6 +69,20 @@ def write_png(path: epath.PathLike, picture: np.ndarray) -> None:
     path = epath.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(encoded.getvalue())
+
+
+def write_singles(folder: epath.PathLike, pictures: np.ndarray, captions: Sequence[str]) -> None:
+    """Writes each picture as `00000.png` and so on, with its caption in `00000.txt` beside it.
+
+    Args:
+        folder: local or `gs://`; made if it is not there.
+        pictures: uint8 `(n, height, width, 3)`.
+        captions: n strings.
+    """
+    for number, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
+        path = epath.Path(folder) / f'{number:05}.png'
+        write_png(path, picture)
+        path.with_suffix('.txt').write_text(f'{caption}\n')
 
 
 def _make_cell(pictures: Sequence[np.ndarray], caption: str) -> np.ndarray:
@@ -165,7 +180,8 @@ def _fonts(size: int) -> list[ImageFont.FreeTypeFont]:
 
 def _enlarge(picture: np.ndarray) -> np.ndarray:
     image = Image.fromarray(picture)
-    size = (image.width * _SCALE, image.height * _SCALE)
+    scale = _SCALE if image.width < _LARGE else 1
+    size = image.width * scale, image.height * scale
     return np.asarray(image.resize(size, Image.Resampling.BICUBIC))
 
 

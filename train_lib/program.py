@@ -26,7 +26,11 @@ from train_lib.step_encoder import StepEncoder
 
 Batch = Mapping[str, jax.Array]
 
-_OF_PREVIEWS = 'count', 'split'  # fields of `config.preview` that sampling does not depend on
+_OF_PREVIEWS = (
+    'count',
+    'split',
+    'vae',
+)  # fields of `config.preview` that sampling does not depend on
 
 
 @dataclasses.dataclass(frozen=True)

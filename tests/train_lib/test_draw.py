@@ -1,5 +1,6 @@
 """Drawing with what was trained: from the workdir alone, with the right encoder."""
 
+import json
 import os
 import re
 import shutil
@@ -10,8 +11,10 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import safetensors.numpy
 from PIL import Image
 
+from coyo11m_tfds import vae_decoder
 from coyo11m_tfds.text import text_encoders
 from tests import runs
 from tests.checkout import CHECKOUT
@@ -52,6 +55,57 @@ def test_every_caption_gets_a_picture_of_its_own(run, encoder, pictures):
     assert not np.array_equal(pictures[0], pictures[2])  # other noise
     again = draw.Artist(run[0]).draw(['a red circle'] * 3, encoder)
     np.testing.assert_array_equal(again[2], pictures[2])
+
+
+@pytest.fixture(scope='module')
+def vae(tmp_path_factory):
+    """The folder of a decoder of random weights that makes two pixels of a latent position."""
+    folder, random = tmp_path_factory.mktemp('vae'), np.random.default_rng(0)
+    config = {'_class_name': 'AutoencoderTiny', 'latent_channels': 4, 'num_decoder_blocks': [0, 0]}
+    (folder / 'config.json').write_text(json.dumps(config))
+    shapes = {'0.weight': (8, 4), '0.bias': (8,), '3.weight': (8, 8), '4.weight': (3, 8)}
+    weights = {
+        f'decoder.layers.{name}': random.normal(size=(*shape, 3, 3)[: 4 if shape[1:] else 1])
+        for name, shape in {**shapes, '4.bias': (3,)}.items()
+    }
+    weights = {name: (0.1 * weight).astype(np.float32) for name, weight in weights.items()}
+    safetensors.numpy.save_file(weights, folder / vae_decoder.WEIGHTS_FILE)
+    return folder
+
+
+def test_a_vae_decodes_what_is_drawn(run, encoder, vae):
+    drawn = draw.Artist(run[0], vae=str(vae)).draw(CAPTIONS, encoder)
+    assert (drawn.shape, drawn.dtype) == ((3, 64, 64, 3), np.uint8)
+    assert not np.array_equal(drawn[0], drawn[1])
+    with pytest.raises(ValueError, match=r"cannot load the VAE '/none/x'"):
+        draw.Artist(run[0], vae='/none/x')
+
+
+def test_the_run_previews_by_its_vae_and_each_picture_can_be_had_alone(mini_dataset, vae, tmp_path):
+    changes = {'num_steps': 2, 'eval_every': 0, 'checkpoint_every': 2, 'preview_every': 2}
+    changes |= {'preview.vae': str(vae), 'preview.count': 16}
+    config = small_config(mini_dataset, **changes)
+    train.train_and_evaluate(config, tmp_path)
+    with Image.open(tmp_path / 'previews' / 'step_000002.png') as grid:
+        assert grid.width == 4 * (2 * 64 + 8) + 5 * 8
+    prompts = tmp_path / 'captions.txt'
+    prompts.write_text('\n'.join(CAPTIONS))
+    ended = subprocess.run(
+        [
+            *(sys.executable, '-m', 'train_lib.draw', '--singles'),
+            *(f'--workdir={tmp_path}', f'--prompts={prompts}'),
+        ],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+    )
+    folder = tmp_path / 'previews' / 'captions_000002'
+    assert ended.stdout == f'pictures: {folder}.png and {folder}/\n', ended.stderr
+    expected = draw.Artist(tmp_path).draw(CAPTIONS, text_encoders.make_encoder('hash'))
+    for number, caption in enumerate(CAPTIONS):
+        with Image.open(folder / f'{number:05}.png') as picture:
+            np.testing.assert_array_equal(np.asarray(picture), expected[number])
+        assert (folder / f'{number:05}.txt').read_text() == f'{caption}\n'
 
 
 def test_what_the_model_knows_of_its_data_comes_back_bit_for_bit(run, mini_dataset):

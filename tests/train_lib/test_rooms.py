@@ -13,7 +13,7 @@ def test_training_reads_through_the_face_alone():
             if isinstance(node, ast.ImportFrom) and (node.module or '').startswith('coyo11m_tfds'):
                 names = {f'{node.module}.{alias.name}' for alias in node.names}
                 found.setdefault(path.name, set()).update(name.split('.')[1] for name in names)
-    assert found['data.py'] == {'schema'}
+    assert found['data.py'] == {'schema', 'process'}
     rooms = set().union(*found.values())
     # The folder of a run may lie in a bucket: that is `storage`, and no matter of reading.
     assert not rooms & {'reading', 'source', 'build', 'report'}
