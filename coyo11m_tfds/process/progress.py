@@ -80,7 +80,7 @@ class Progress:
         self._beginning = self._latest = _Moment(self._last_line, 0, (0,) * len(RATED))
         self._marks = collections.deque([self._beginning])
         self._bar = make_bar(
-            desc=what,
+            desc=_shortened(what, _terminal_size(sys.stderr)[0] // 2),
             total=total,
             unit=unit if unit == _BYTES else f' {unit}',
             unit_scale=True,
@@ -98,11 +98,11 @@ class Progress:
             self._done = self._total  # which may have been an estimate
             self._bar.update(self._total - self._bar.n)
         duration = _duration(self._clock() - self._beginning.seconds)
-        facts = [*self._facts(self._beginning), f'{ended} {duration}']
+        facts = self._facts(self._beginning)
         if self._bar.disable:
-            self._log(facts)
+            self._log([*facts, f'{ended} {duration}'])
         else:
-            self._bar.set_postfix_str(', '.join(facts))
+            self._bar.set_postfix_str(self._fitting([f'{ended} {duration}', *facts]))
         self._bar.close()
 
     def add(self, amount: int, **counts: int) -> None:
@@ -145,14 +145,22 @@ class Progress:
 
     def _show(self, now: float) -> None:
         if not self._bar.disable:
-            # The time left comes first: a narrow terminal cuts off the end.
             facts = [*self._time_left(), *self._facts(self._marks[0])]
-            self._bar.set_postfix_str(', '.join(facts), refresh=False)
+            self._bar.set_postfix_str(self._fitting(facts), refresh=False)
             # A bar beyond its total falls apart, but the total may be an estimate.
             self._bar.update(min(self._done, self._total) - self._bar.n)
         elif now - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = now
             self._log([*self._facts(self._marks[0]), *self._time_left()])
+
+    def _fitting(self, facts: list[str]) -> str:
+        """The facts for which the terminal has room; speeds are left out first."""
+        rest = f'{self._bar.desc}: 100%|#| 99.9M{self._bar.unit}'
+        room = _terminal_size(sys.stderr)[0] - len(rest)
+        kept = sorted(facts, key=lambda fact: fact.endswith('/s'))
+        while kept and len(', '.join(['', *kept])) > room:
+            kept.pop()
+        return ', '.join(fact for fact in facts if fact in kept)
 
     def _log(self, facts: list[str]) -> None:
         done = [f'{min(self._done / self._total, 1):.0%}'] if self._total else []
@@ -213,6 +221,11 @@ def _terminal_size(stream: TextIO) -> tuple[int, int]:
     except OSError:  # no terminal, or closed while the program runs
         columns, lines = 0, 0
     return (columns or _COLUMNS) - 1, (lines or _LINES) - 1
+
+
+def _shortened(text: str, length: int) -> str:
+    half = (length - 3) // 2
+    return text if len(text) <= length else f'{text[:half]}...{text[-half:]}'
 
 
 def _round(speed: float) -> str:

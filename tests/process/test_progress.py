@@ -5,6 +5,7 @@ import fcntl
 import logging
 import os
 import pty
+import re
 import struct
 import subprocess
 import sys
@@ -242,7 +243,27 @@ def test_a_terminal_gets_a_bar_with_the_same_facts():
     assert last.startswith('Writing: 100%|')
     assert '4 of 4 shards, ' in last
     assert ' records/s, ' in last
-    assert ' MB/s, 5 dropped, in 0:0' in last
+    assert last.endswith(' MB/s, 5 dropped')
+    assert ', in 0:0' in last
+
+
+def test_what_a_narrow_terminal_has_no_room_for_is_left_out_whole():
+    """It was cut off in the middle, and with it how long the work took."""
+    program = """
+from coyo11m_tfds.process import progress
+times = iter(range(0, 1000, 20))
+what = "Reading 'caption_llava' of gs://bucket/source/coyo11m-meta.parquet"
+for what, unit in (('Writing shards', 'B'), (what, 'rows')):
+    with progress.Progress(what, 10**11, unit, {'shards': 2400}, lambda: next(times)) as made:
+        made.add(5 * 10**10, shards=1200, records=8 * 10**5, dropped=7)
+        made.add(5 * 10**10, shards=1200, records=8 * 10**5)
+"""
+    shown = run_in_terminal(program, columns=80)
+    lines = [line for line in re.split(r'[\r\n]+', shown) if '%|' in line]
+    assert all(len(line) <= 79 for line in lines)
+    writing, reading = dict.fromkeys(line for line in lines if ', in 0:0' in line)
+    assert writing.endswith('100GB, in 0:01:00, 2,400 of 2,400 shards, 7 dropped')
+    assert reading.startswith("Reading 'caption_") and reading.endswith(', in 0:01:00')
 
 
 def run_in_terminal(program: str, columns: int, lines: int = 24) -> str:
