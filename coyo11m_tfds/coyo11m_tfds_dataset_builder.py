@@ -348,8 +348,10 @@ def make_features(
         ),
         schema.CAPTION: tfds.features.Text(doc='What the image shows.'),
     }
+    doc = None
     if latents == IN_PLACE:
         del features[schema.LATENTS]
+        doc = f'Latents lie {schema.IN_PLACE_DOC}.'
     if text_dim is not None:
         features[text] = tfds.features.Tensor(
             shape=(text_dim,),
@@ -357,4 +359,4 @@ def make_features(
             encoding=tfds.features.Encoding.BYTES,
             doc=_TEXT_DOCS[text],
         )
-    return tfds.features.FeaturesDict(features)
+    return tfds.features.FeaturesDict(features, doc=doc)

@@ -10,7 +10,8 @@
 Each finding is one line: pass, warn or fail, and after the arrow what mends it; `--json` prints all
 in one document. The exit status is 1 if anything fails, and 2 for a wrong command line. A build is
 planned, but not written: this makes only temporary files, and in a bucket a file of one byte, which
-it removes again. A check that gives no answer in time fails.
+it removes again. A check that takes more than a second says so; one that gives no answer in time
+fails.
 """
 
 import argparse

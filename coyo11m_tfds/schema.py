@@ -114,6 +114,9 @@ META_SOURCE_FINGERPRINT = 'source_fingerprint'  # hex digest
 META_SETTINGS = 'settings'  # what decides the records, see `build.recorded_settings`
 SETTINGS_TEXT = 'text_vectors'  # of those: the text in the records, by the name it began with
 
+# Of a data set whose latents stay where they are.
+IN_PLACE_DOC = 'in the files of the source: input_pipeline reads them, tfds.load does not'
+
 # --- Constants of the VAE -------------------------------------------------------------------
 
 # Latents are raw; a decoder of the SDXL family expects `latents * VAE_SCALING_FACTOR`.

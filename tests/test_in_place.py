@@ -73,6 +73,8 @@ def test_it_holds_everything_but_the_latents(in_place, mini_dataset):
     assert not verify.verify(in_place).faults
     examples = tfds.as_numpy(tfds.builder_from_directory(in_place).as_dataset(split='train'))
     assert next(iter(examples)).keys() == {'key', 'caption', 'text_embedding'}
+    for said in ('report.html', 'features.json'):
+        assert 'tfds.load does not' in (in_place / said).read_text()
 
 
 def test_a_build_is_the_same_however_many_write_it(in_place, sample_source, hash_sidecar, tmp_path):

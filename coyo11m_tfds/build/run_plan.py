@@ -168,6 +168,7 @@ def make_facts(
         statistics={split: _join_statistics(of_split) for split, of_split in splits.items()},
         previews=summary.choose_previews(previews),
         metadata=metadata,
+        in_place=any(result.sources for result in results),
     )
 
 

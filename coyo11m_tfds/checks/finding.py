@@ -6,8 +6,10 @@
 A check never raises what a user can mend: `bounded` turns errors, and no answer, into findings.
 """
 
+import contextlib
 import dataclasses
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -15,6 +17,8 @@ from typing import Any
 from coyo11m_tfds.process import ending
 
 PASS, WARN, FAIL = 'pass', 'warn', 'fail'
+
+_SILENCE = 1.0  # seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +75,7 @@ def of_error(name: str, error: BaseException, mend: str = '') -> Finding:
 
 
 def bounded(name: str, seconds: float, check: Check) -> list[Finding]:
-    """Runs a check for a limited time.
+    """Runs a check for a limited time; says on standard error that it takes more than a moment.
 
     Args:
         name: of the finding that stands for an error or for no answer.
@@ -94,7 +98,10 @@ def bounded(name: str, seconds: float, check: Check) -> list[Finding]:
 
     threading.Thread(target=run, name=f'check {name}', daemon=True).start()
     try:
-        return results.get(timeout=seconds)
+        with contextlib.suppress(queue.Empty):
+            return results.get(timeout=min(_SILENCE, seconds))
+        print(f'wait  {name}: takes at most {seconds:g} s', file=sys.stderr, flush=True)
+        return results.get(timeout=max(0, seconds - _SILENCE))
     except queue.Empty:
         text = f'no answer within {seconds:g} s, so nothing is known of it'
         return [failed(name, text, 'try again, or wait longer with --timeout')]

@@ -111,7 +111,8 @@ def _splits(content: dict) -> str:
         for name, split in [*content['splits'].items(), ('total', content)]
     )
     head = '<tr><th>Split</th><th>Records</th><th>Shards</th><th>Size</th></tr>'
-    return _section('Splits', '', f'<table><thead>{head}</thead><tbody>{rows}</tbody></table>')
+    intro = f'Latents lie {schema.IN_PLACE_DOC}.' if 'latents' in content else ''
+    return _section('Splits', intro, f'<table><thead>{head}</thead><tbody>{rows}</tbody></table>')
 
 
 def _dropped(content: dict) -> str:

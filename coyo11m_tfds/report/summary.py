@@ -47,6 +47,7 @@ class BuildFacts:
         statistics: of the records, by split.
         previews: records to show.
         metadata: that of `dataset_info`, with the keys `schema.META_*`.
+        in_place: whether the latents stay in the source.
     """
 
     name: str
@@ -57,6 +58,7 @@ class BuildFacts:
     statistics: dict[str, ShardStatistics]
     previews: list[Preview]
     metadata: dict
+    in_place: bool = False
 
 
 def write(facts: BuildFacts, folder: str | os.PathLike[str]) -> None:
@@ -101,6 +103,7 @@ def to_json(facts: BuildFacts) -> dict:
             )
             if name in facts.metadata
         },
+        **({'latents': 'in_place'} if facts.in_place else {}),
         'previews': [
             {'key': preview.key, 'caption': preview.caption} for preview in facts.previews
         ],
@@ -173,6 +176,8 @@ def summarize(facts: BuildFacts, folder: str, seconds: float) -> str:
         if keys := facts.dropped_keys.get(reason):
             examples = ', '.join(map(str, keys[:_EXAMPLES_IN_SUMMARY]))
             lines.append(f'            {reason}, e.g. key {examples}')
+    if facts.in_place:
+        lines.append(f'latents     {schema.IN_PLACE_DOC}')
     lines.append(f'time        {seconds:,.1f} s')
     folder = folder if '://' in folder else os.path.abspath(folder)
     lines.append(f'report      {folder}/{PAGE_FILE}')

@@ -43,3 +43,24 @@ def test_a_check_that_hangs_fails_in_time():
     assert found.status == 'fail'
     assert 'no answer within 0.05 s' in found.text
     assert '--timeout' in found.mend
+
+
+def test_a_check_that_takes_long_is_announced(capsys):
+    end, said = threading.Event(), []
+
+    def slow():
+        assert end.wait(30)
+        return [finding.passed('slow', 'at last')]
+
+    def wait():
+        while not said:
+            said.extend(capsys.readouterr().err.splitlines())
+        end.set()
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    (found,) = finding.bounded('slow', 60, slow)
+    waiting.join()
+    assert (said, found.text) == (['wait  slow: takes at most 60 s'], 'at last')
+    assert finding.bounded('quick', 60, lambda: []) == []
+    assert not capsys.readouterr().err

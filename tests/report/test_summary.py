@@ -395,6 +395,15 @@ def test_the_summary_tells_what_was_written_and_dropped():
     ]
 
 
+def test_latents_in_place_are_said_to_be_out_of_reach_of_tfds(tmp_path):
+    facts = make_facts(in_place=True)
+    assert 'tfds.load does not' in summary.summarize(facts, 'gs://b/x/1.0.0', seconds=1)
+    content, page = write(facts, tmp_path)
+    assert content['latents'] == 'in_place'
+    assert 'tfds.load does not' in visible(page)
+    assert 'tfds.load' not in summary.summarize(make_facts(), 'gs://b/x/1.0.0', seconds=1)
+
+
 def test_the_summary_names_keys_of_what_is_bad():
     facts = make_facts(
         shards={'train': [(5007, 128 * 10**6)] * 2400},
