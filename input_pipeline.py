@@ -5,11 +5,13 @@
     for batch in input_pipeline.to_device(batches, sharding):
         state = step(state, batch)
 
-Training samples come in the order of `reading.order`, a pure function of `(seed, step)` and
-the data set. Process p of P owns the lanes `[p*L/P, (p+1)*L/P)`, so every P that divides L, the
-number of lanes, sees the same global batches. A run that resumes at step s, on that or another
-number of processes, continues with exactly what it would have seen: it starts to read there. All it
-needs to know is the step, and that data set and settings are the same (`position_settings`).
+Training samples come in the order of `reading.order`: of each of L lanes a sequence that is a pure
+function of seed and data set. A batch takes the next B/L samples of every lane, and process p of P
+owns the lanes `[p*L/P, (p+1)*L/P)`. So every P that divides L sees the same global batches, and
+every B that L divides reads the same sequence. A run that resumes, on that or another number of
+processes and with that or another batch size, continues with exactly what comes next: it starts to
+read there. All it needs to know is a number, samples of every lane, and that data set and settings
+are the same (`position_settings`).
 
 Two engines give the same batches, bit for bit, and import neither TensorFlow nor JAX. `rows`, for
 local files, gathers what is asked for out of memory-mapped shards; `chunks`, for gs://, out of runs
@@ -18,6 +20,7 @@ of records that it fetches. `train_dataset` gives them as a `tf.data.Dataset`. `
 model's business.
 """
 
+import dataclasses
 import importlib
 import inspect
 import itertools
@@ -37,14 +40,16 @@ from coyo11m_tfds.reading import (
 )
 from coyo11m_tfds.reading.bad_records import DEFAULT_MAX_FRACTION, SKIP, STOP
 from coyo11m_tfds.reading.counter import ReadCounter, ReadCounts
-from coyo11m_tfds.reading.names import AUTO, CHUNKS, DROP_TEXT, ENGINES, EVAL_CROP, MASK, ROWS
+from coyo11m_tfds.reading.names import AUTO, CHUNKS, DROP_TEXT, ENGINES, MASK, ROWS, TF_DATA
 from coyo11m_tfds.reading.opened_data import OpenedData, open_data
-from coyo11m_tfds.reading.order import Order, nearest_shares
+from coyo11m_tfds.reading.order import Order, OrderSettings
 from coyo11m_tfds.reading.row_reader import RowChoices
+from coyo11m_tfds.reading.shares import nearest_shares
 from coyo11m_tfds.storage import json_digest, stored_files
 
 if TYPE_CHECKING:
     import tensorflow as tf
+    import tensorflow_datasets as tfds
 
     from coyo11m_tfds.reading import dataset
     from coyo11m_tfds.reading.dataset import (
@@ -64,8 +69,10 @@ __all__ = [
     'ENGINES',
     'MASK',
     'ROWS',
+    'TF_DATA',
     'DatasetStats',
     'Order',
+    'OrderSettings',
     'ReadCounter',
     'ReadCounts',
     'check_memory',
@@ -117,62 +124,39 @@ def data_sets_below(folder: str) -> list[str]:
 # --- The place in the data ---------------------------------------------------------------------
 
 
-def train_order(
-    data: 'Data',
-    *,
-    batch_size: int,
-    seed: int,
-    chunk: int = 64,
-    lanes: int = 16,
-    window: int = 1024,
-    split: str = schema.TRAIN,
-) -> Order | None:
-    """The order in which `train_dataset` reads; None for a data set without a chunk index.
+def train_order(data: 'Data', settings: OrderSettings, split: str = schema.TRAIN) -> Order | None:
+    """The order in which `train_batches` reads; None for a data set without a chunk index.
 
-        order.locate(step)     # (epoch, step in the epoch), for the log
-        order.epoch(0).steps   # batches in the first epoch
+        order = train_order(path, OrderSettings(seed=0))
+        order.locate(sample)     # (epoch, place in the epoch) of every lane's sample, for the log
+        order.lane_length        # samples of a lane in an epoch
 
     Raises:
-        ValueError: for settings that do not fit the data set, naming some that do.
+        ValueError: the data set has fewer records than lanes.
     """
     opened = _open_split(data, split)
-    if opened is None:
-        return None
-    return Order(opened.split.index.shard_lengths, seed, batch_size, chunk, lanes, window)
+    return Order(opened.split.index.shard_lengths, settings) if opened else None
 
 
 def position_settings(
-    data: 'Data',
-    *,
-    batch_size: int,
-    seed: int,
-    chunk: int = 64,
-    lanes: int = 16,
-    window: int = 1024,
-    split: str = schema.TRAIN,
+    data: 'Data', settings: OrderSettings, split: str = schema.TRAIN
 ) -> dict[str, str | int]:
-    """All that a step number needs beside it to mean one place in the data.
+    """All that a number of samples a lane needs beside it to mean one place in the data.
 
     A checkpoint keeps this; a resumed run compares it entry by entry, so that it can say
     which one differs. The entry `data_set` is the name, config, version and split, and a digest of
-    these, the source's fingerprint and the lengths of the shards.
+    these, the source's fingerprint and the lengths of the shards; the others are the settings.
     """
     full_name, shards, metadata = _describe(data, split)
     name = f'{full_name} {split}'
     source = metadata.get(schema.META_SOURCE_FINGERPRINT)
-    return {
-        'data_set': f'{name} {json_digest.sha256([name, source, *shards])[:16]}',
-        'seed': seed,
-        'batch_size': batch_size,
-        'chunk': chunk,
-        'lanes': lanes,
-        'window': window,
-    }
+    data_set = f'{name} {json_digest.sha256([name, source, *shards])[:16]}'
+    return {'data_set': data_set, **dataclasses.asdict(settings)}
 
 
 def position_fingerprint(settings: Mapping[str, str | int]) -> str:
-    """One hex digest of `position_settings(...)`."""
-    return json_digest.sha256(dict(settings))
+    """One digest of `position_settings(...)`, 16 hex digits."""
+    return json_digest.sha256(dict(settings))[:16]
 
 
 def _describe(data: 'Data', split: str) -> tuple[str, Sequence[int], Mapping[str, Any]]:
@@ -242,15 +226,14 @@ def train_batches(
     opened = engines.open_split(
         open_data(data), arguments.get('split', schema.TRAIN), engine, verify
     )
-    if opened is None:
-        _check_no_column(data, text)
-        batches = train_dataset(data, **arguments).as_numpy_iterator()
+    if opened is None or engine == TF_DATA:
+        batches = train_dataset(data, verify=verify, text=text, **arguments).as_numpy_iterator()
         return itertools.islice(batches, 0, None, stride)
     return engines.train(opened, verify, text, stride, _bind(train_dataset, data, arguments))
 
 
 def engine_of(data: 'Data', engine: str = AUTO, split: str = schema.TRAIN) -> str:
-    """Returns the engine that `train_batches` uses: 'rows' or 'chunks'; raises as it does."""
+    """Returns what reads the files for `train_batches`: 'rows' or 'chunks'; raises as it does."""
     opened = engines.open_split(open_data(data), split, engine)
     return opened.engine if opened else CHUNKS
 
@@ -279,10 +262,9 @@ def eval_batches(
     opened = engines.open_split(
         open_data(data), arguments.get('split', schema.VALIDATION), engine, verify
     )
-    if opened is None:
-        _check_no_column(data, text)
-        return eval_dataset(data, **arguments).as_numpy_iterator()
-    return engines.evaluate(opened, verify, text, _bind(eval_dataset, data, arguments))
+    if opened is None or engine == TF_DATA:
+        return eval_dataset(data, verify=verify, text=text, **arguments).as_numpy_iterator()
+    return engines.evaluate(opened, verify, text, _bind(eval_dataset, data, arguments)).read()
 
 
 def train_dataset(
@@ -291,6 +273,7 @@ def train_dataset(
     batch_size: int,
     seed: int,
     start_step: int = 0,
+    start_sample: int = 0,
     features: Sequence[str] = (schema.KEY, schema.LATENTS, schema.TEXT_EMBEDDING),
     chunk: int = 64,
     lanes: int = 16,
@@ -304,16 +287,20 @@ def train_dataset(
     counter: ReadCounter | None = None,
     parallel_reads: int = 4,
     prefetch: int = _AUTOTUNE,
-    private_threads: int = 0,
+    engine: str = AUTO,
+    verify: str = verified.ONCE,
+    text: texts.Spec = '',
 ) -> 'tf.data.Dataset':
-    """This process's part of the training batches from `start_step` on, without end.
+    """The batches of `train_batches` as a `tf.data.Dataset` that interleaves this host's lanes.
 
     Args:
         data: the folder of a data set, or its builder.
         batch_size: records in a global batch; this process gets `b = batch_size / process_count`.
         seed: decides the order and every choice about a sample.
         start_step: the first batch is what the one after `start_step` batches would have been.
-        features: some of `coyo11m_tfds.reading.dataset.FEATURES`, or `tokens`.
+        start_sample: samples of every lane that come before those; not 0 after batches of another
+            size, which took so many.
+        features: some of `coyo11m_tfds.reading.dataset.FEATURES`, `tokens`, or names of columns.
         chunk: records read together, a multiple of `schema.CHUNK_STRIDE`.
         lanes: streams that every batch takes an equal part of; a multiple of process_count.
         window: records shuffled together within a lane.
@@ -328,9 +315,8 @@ def train_dataset(
             bad; more of them, and more than 64, are an error.
         counter: is told of every chunk that is read.
         parallel_reads: chunks being read at a time in each lane.
-        prefetch: batches kept ready.
-        private_threads: threads for this data set alone; 0 uses those that all share, but for a
-            data set on gs:// as many as chunks may be waited for.
+        prefetch: batches kept ready; a negative number leaves it to TensorFlow.
+        engine, verify, text: as of `train_batches`; the engine reads the lanes.
 
     Returns:
         Batches `dict(key=int64 (b,), latents=float16|bfloat16 (b,4,32,32),
@@ -343,30 +329,16 @@ def train_dataset(
         ValueError: for settings that do not fit together, naming some that do, or a feature that
             the data set does not have.
     """
-    from coyo11m_tfds.reading import dataset, tf_engine
+    asked = types.SimpleNamespace(**locals())
+    from coyo11m_tfds.reading import tf_data
 
+    opened = engines.open_split(open_data(data), split, engine, verify)
+    if opened:
+        return tf_data.train(engines.train_lanes(opened, verify, text, asked), prefetch)
     shares.check_dropout(caption_dropout)
-    builder = dataset.open_dataset(open_data(data).source)
-    parser = tf_engine.make_parser(
-        builder,
-        features,
-        seed=seed,
-        caption_dropout=caption_dropout,
-        with_mask=on_bad_records == SKIP,
-    )
-    opened = dataset.open_split(builder, split)
-    process = process_index, process_count
-    shares.check_share(batch_size, *process, lanes if opened else None)
-    reading = tf_engine.Reading(
-        on_bad_records, max_bad_fraction, counter, parallel_reads, prefetch, private_threads
-    )
-    if opened is None:
-        return tf_engine.train_ordinary(
-            builder, split, parser, batch_size, process, start_step, reading
-        )
-    order = Order(opened.index.shard_lengths, seed, batch_size, chunk, lanes, window)
-    own = shares.own_lanes(order, *process)
-    return tf_engine.train_chunks(opened, parser, order, own, start_step, reading)
+    shares.check_share(batch_size, process_index, process_count)
+    _check_no_column(data, text)
+    return tf_data.train_ordinary(_without_index(data, split), asked)
 
 
 def eval_dataset(
@@ -383,7 +355,9 @@ def eval_dataset(
     counter: ReadCounter | None = None,
     parallel_reads: int = 16,
     prefetch: int = _AUTOTUNE,
-    private_threads: int = 0,
+    engine: str = AUTO,
+    verify: str = verified.ONCE,
+    text: texts.Spec = '',
 ) -> 'tf.data.Dataset':
     """This process's part of every record of a split, once, in the order of the shards.
 
@@ -396,21 +370,15 @@ def eval_dataset(
     Raises:
         ValueError: if the split is empty, or as of `train_dataset`.
     """
-    from coyo11m_tfds.reading import dataset, tf_engine
+    asked = types.SimpleNamespace(**locals())
+    from coyo11m_tfds.reading import tf_data
 
-    process = process_index, process_count
-    shares.check_share(batch_size, *process)
-    builder = dataset.open_dataset(open_data(data).source)
-    parser = tf_engine.make_parser(builder, features, fixed_crop=EVAL_CROP, with_mask=True)
-    opened = dataset.open_split(builder, split)
-    reading = tf_engine.Reading(
-        on_bad_records, max_bad_fraction, counter, parallel_reads, prefetch, private_threads
-    )
-    if opened is None:
-        return tf_engine.eval_ordinary(builder, split, parser, batch_size, process, reading)
-    records, num_batches = shares.eval_share(builder.data_dir, split, opened, batch_size, *process)
-    local = batch_size // process_count
-    return tf_engine.eval_chunks(opened, parser, records, chunk, local, num_batches, reading)
+    opened = engines.open_split(open_data(data), split, engine, verify)
+    if opened:
+        return tf_data.evaluate(engines.evaluate(opened, verify, text, asked), prefetch)
+    shares.check_share(batch_size, process_index, process_count)
+    _check_no_column(data, text)
+    return tf_data.evaluate_ordinary(_without_index(data, split), asked)
 
 
 def check_memory(
@@ -463,7 +431,7 @@ def check_memory(
         text=chosen if chosen.in_columns else None,
     )
     stored.check_features(sorted(choices.in_records))
-    order = Order(split_.index.shard_lengths, 0, batch_size, chunk, lanes, window)
+    order = Order(split_.index.shard_lengths, OrderSettings(0, chunk, lanes, window))
     need = memory.Need(
         batch_size=batch_size // process_count,
         chunk=chunk,
@@ -502,7 +470,14 @@ def _open_split(data: 'Data', split: str) -> engines.Opened | None:
     """
     opened = engines.open_split(open_data(data), split, AUTO)
     if opened is None:
-        from coyo11m_tfds.reading import dataset
-
-        dataset.open_split(dataset.open_dataset(open_data(data).source), split)
+        _without_index(data, split)
     return opened
+
+
+def _without_index(data: 'Data', split: str) -> 'tfds.core.DatasetBuilder':
+    """The builder of a data set that TFDS reads; raises a ValueError if it has no such split."""
+    from coyo11m_tfds.reading import dataset
+
+    builder = dataset.open_dataset(open_data(data).source)
+    dataset.open_split(builder, split)
+    return builder

@@ -27,7 +27,8 @@ import numpy as np
 
 from benchmarks.report import Page, line, markdown_table, text
 from coyo11m_tfds import schema
-from coyo11m_tfds.reading.order import Epoch, Order, Reads
+from coyo11m_tfds.reading import shares
+from coyo11m_tfds.reading.order import Order, OrderSettings
 
 # Bytes of a record, with a text embedding and a caption of 400 bytes, and of what waits of it in a
 # window: one crop, the text embedding and the key.
@@ -43,21 +44,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a table of several settings, and draws the first of them if asked to."""
     flags = parse_flags(arguments)
     try:
-        order = Order(
-            shard_lengths(flags.records),
-            flags.seed,
-            flags.batch_size,
-            flags.chunk,
-            flags.lanes,
-            flags.window,
-        )
+        settings = OrderSettings(flags.seed, flags.chunk, flags.lanes, flags.window)
+        order, size = Order(shard_lengths(flags.records), settings), flags.batch_size
+        shares.check_share(size, 0, 1, flags.lanes)
+        ours, best = measure(order, size), perfect(order, size)
     except ValueError as error:
         sys.exit(f'error: {error}')
-    ours, best = measure(order), perfect(order)
     if flags.svg:
-        flags.svg.write_text(draw(order, ours, best), encoding='utf-8')
+        flags.svg.write_text(draw(order, size, ours, best), encoding='utf-8')
     rows = [_row(order, ours)]
-    rows += [_row(other, measure(other)) for other in variants(order)]
+    rows += [_row(other, measure(other, size)) for other in variants(order, size)]
     print(make_table([*rows, ['perfect', '', '', '', '', *_figures(best)]]))
 
 
@@ -68,7 +64,7 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument('--batch_size', type=int, default=256)
     parser.add_argument('--seed', type=int, default=0)
     for name in ('chunk', 'window', 'lanes'):
-        default = Order.__dataclass_fields__[name].default
+        default = OrderSettings.__dataclass_fields__[name].default
         parser.add_argument(f'--{name}', type=int, default=default)
     parser.add_argument('--svg', type=pathlib.Path, help='file to draw the distances into')
     return parser.parse_args(arguments)
@@ -80,20 +76,23 @@ def shard_lengths(num_records: int) -> np.ndarray:
     return np.diff(num_records * np.arange(num_shards + 1) // num_shards)
 
 
-def variants(order: Order) -> Iterator[Order]:
+def variants(order: Order, batch_size: int) -> Iterator[Order]:
     """Other chunks, other windows, and more lanes with windows that take the same memory.
 
-    Those that the records are too few for are left out.
+    Those that do not fit the batch or the records are left out.
     """
+    settings = order.settings
     changes = [{'chunk': chunk} for chunk in (32, 64, 128, 256)]
     changes += [{'window': window} for window in (256, 1024, 4096)]
     changes += [
-        {'lanes': factor * order.lanes, 'window': order.window // factor} for factor in (4, 16)
+        {'lanes': factor * settings.lanes, 'window': settings.window // factor}
+        for factor in (4, 16)
+        if batch_size % (factor * settings.lanes) == 0
     ]
     seen = {_settings(order)}
     for change in changes:
         with contextlib.suppress(ValueError):
-            other = dataclasses.replace(order, **change)
+            other = Order(order.shard_lengths, dataclasses.replace(settings, **change))
             # A window longer than a lane is the lane.
             if _settings(other) not in seen:
                 seen.add(_settings(other))
@@ -101,7 +100,7 @@ def variants(order: Order) -> Iterator[Order]:
 
 
 def _settings(order: Order) -> tuple[int, int, int]:
-    return order.chunk, order.window, order.lanes
+    return order.settings.chunk, order.window, order.settings.lanes
 
 
 # --- Figures -----------------------------------------------------------------------------------
@@ -126,49 +125,47 @@ class Quality:
     within: Callable[[np.ndarray], np.ndarray]
 
 
-def measure(order: Order, epoch: int = 0) -> Quality:
-    """Counts in one epoch, the records that are left over in its tail aside."""
-    plan = order.epoch(epoch)
-    part, pairs, chunks = order.lane_batch, 0, 0
-    place = np.full(order.shard_lengths.sum(), -1)  # in the order, of each record of the source
-    for lane in range(order.lanes):
-        record, chunk = _visits(order, plan, lane)
+def measure(order: Order, batch_size: int, epoch: int = 0) -> Quality:
+    """Counts in the batches that begin with an epoch and are whole within it.
+
+    Raises:
+        ValueError: there is none.
+    """
+    lanes, size = order.settings.lanes, order.settings.chunk
+    part, begin = batch_size // lanes, epoch * order.lane_length
+    steps, pairs, chunks = order.lane_length // part, 0, 0
+    if not steps:
+        raise ValueError(f'{order.num_records} records are fewer than batch_size={batch_size}')
+    record_starts = np.cumsum(order.shard_lengths) - order.shard_lengths
+    chunk_counts = -(-order.shard_lengths // size)
+    chunk_starts = np.cumsum(chunk_counts) - chunk_counts
+    place = np.full(order.num_records, -1)  # in the order, of each record of the source
+    for lane in range(lanes):
+        found = order.samples(range(lane, lane + 1), begin, begin + steps * part)
+        shard, record = found.shard[0], found.record[0]
         step, within = np.divmod(np.arange(len(record)), part)
-        place[record] = step * order.batch_size + lane * part + within
-        chunk = np.sort(chunk.reshape(plan.steps, part), axis=1)
+        place[record_starts[shard] + record] = step * batch_size + lane * part + within
+        chunk = np.sort((chunk_starts[shard] + record // size).reshape(steps, part), axis=1)
         pairs += sum(int((chunk[:, i:] == chunk[:, :-i]).sum()) for i in range(1, part))
-        chunks += plan.steps + int((np.diff(chunk) != 0).sum())
+        chunks += steps + int((np.diff(chunk) != 0).sum())
     here, there = place[:-1], place[1:]
     seen = (here >= 0) & (there >= 0)
     distance = np.sort(np.abs(there - here)[seen])
-    same_batch = (here // order.batch_size == there // order.batch_size)[seen].mean()
+    same_batch = (here // batch_size == there // batch_size)[seen].mean()
     return Quality(
-        pairs / plan.steps,
-        chunks / plan.steps,
+        pairs / steps,
+        chunks / steps,
         float(same_batch),
         float(np.median(distance)),
         lambda d: np.searchsorted(distance, d, side='right') / len(distance),
     )
 
 
-def _visits(order: Order, plan: Epoch, lane: int) -> tuple[np.ndarray, np.ndarray]:
-    """The output of a lane: numbers of the records in the source, and of chunks in the lane."""
-    reads = Reads(*map(np.concatenate, zip(*plan.lane_reads(lane), strict=True)))
-    chunk = np.repeat(np.arange(len(reads.count)), reads.count)
-    within = np.arange(len(chunk)) - (np.cumsum(reads.count) - reads.count)[chunk]
-    shard_starts = np.cumsum(order.shard_lengths) - order.shard_lengths
-    record = (shard_starts[reads.shard] + reads.first + reads.skip)[chunk] + within
-    windows = np.concatenate(list(plan.lane_windows(lane)))
-    window_starts = np.arange(len(windows))[:, None] * order.window
-    given = (windows + window_starts)[windows >= 0]
-    return record[given], chunk[given]
-
-
-def perfect(order: Order) -> Quality:
-    """Expectations for a perfect shuffle of the same records, for batches of the same size."""
-    total, batch = int(order.shard_lengths.sum()), order.batch_size
-    full, last = np.divmod(order.shard_lengths, order.chunk)
-    sizes = np.concatenate([np.full(full.sum(), order.chunk), last])
+def perfect(order: Order, batch: int) -> Quality:
+    """Expectations for a perfect shuffle of the same records, for batches of a size."""
+    total = order.num_records
+    full, last = np.divmod(order.shard_lengths, order.settings.chunk)
+    sizes = np.concatenate([np.full(full.sum(), order.settings.chunk), last])
     pair_share = (sizes * (sizes - 1)).sum() / (total * (total - 1))
     drawn = np.arange(batch)
     missed = {  # probability that a batch has no record of a chunk of this size
@@ -204,9 +201,10 @@ _COLUMNS = (
 
 
 def _row(order: Order, quality: Quality) -> list[str]:
-    waiting = order.lanes * order.window * _WAITING_BYTES / _MB
+    chunk, window, lanes = _settings(order)
+    waiting = lanes * window * _WAITING_BYTES / _MB
     settings = [f'{value:,}' for value in _settings(order)]
-    megabytes = [f'{order.chunk * _RECORD_BYTES / _MB:.1f}', f'{waiting:,.0f}']
+    megabytes = [f'{chunk * _RECORD_BYTES / _MB:.1f}', f'{waiting:,.0f}']
     return [*settings, *megabytes, *_figures(quality)]
 
 
@@ -235,15 +233,16 @@ _WIDTH, _HEIGHT = 760, 440
 _LEFT, _RIGHT, _TOP, _BOTTOM = 72, 736, 104, 372  # of the plot
 
 
-def draw(order: Order, ours: Quality, best: Quality) -> str:
+def draw(order: Order, batch_size: int, ours: Quality, best: Quality) -> str:
     """Returns an SVG file: which share of neighbours is at most how far apart."""
-    total = int(order.shard_lengths.sum())
+    total = order.num_records
+    chunk, window, lanes = _settings(order)
     settings = (
-        f'{total:,} records, batches of {order.batch_size:,}, chunks of {order.chunk:,}, '
-        f'windows of {order.window:,}, {order.lanes:,} lanes'
+        f'{total:,} records, batches of {batch_size:,}, chunks of {chunk:,}, '
+        f'windows of {window:,}, {lanes:,} lanes'
     )
     x = _log_axis(total)
-    batch, windows = x(order.batch_size), x(min(order.lanes * order.window, total))
+    batch, windows = x(batch_size), x(min(lanes * window, total))
     label = 'Share of neighbours by distance, planned order and perfect shuffle'
     page = Page(_WIDTH, _HEIGHT, label)
     shapes = [

@@ -28,18 +28,20 @@ def ours(folder: pathlib.Path, state: bytes | None, **settings: int | str) -> St
     """`input_pipeline.train_batches`; what a checkpoint keeps of it is its state."""
     import input_pipeline
 
-    data, order = data_dir(folder), {'batch_size': BATCH_SIZE, 'seed': SEED}
-    position = input_pipeline.position_settings(data, **order)
-    start = 0
+    data, order = data_dir(folder), input_pipeline.OrderSettings(SEED)
+    position = input_pipeline.position_settings(data, order)
+    digest, start = input_pipeline.position_fingerprint(position), 0
     if state:
         saved = json.loads(state)
-        start = saved.pop('step')
-        if saved != position:
-            raise ValueError(f'{data}: the state is of {saved}, the data set gives {position}.')
+        start = saved['sample']
+        if saved['order'] != digest:
+            raise ValueError(f'{data}: the state is of {saved["order"]}, this is {position}.')
+    each = BATCH_SIZE // order.lanes
+    arguments = {'batch_size': BATCH_SIZE, 'seed': SEED, 'start_sample': start}
     settings = {'engine': 'chunks', 'features': (schema.KEY, schema.LATENTS), **settings}
     return Stream(
-        lambda: input_pipeline.train_batches(data, **order, start_step=start, **settings),
-        lambda taken: json.dumps({'step': start + taken, **position}).encode(),
+        lambda: input_pipeline.train_batches(data, **arguments, **settings),
+        lambda taken: json.dumps({'sample': start + taken * each, 'order': digest}).encode(),
     )
 
 
@@ -49,7 +51,7 @@ def ours_configured(folder: pathlib.Path, state: bytes | None) -> Stream:
     from configs import default
 
     data = default.get_config().data
-    ordering = inspect.signature(input_pipeline.train_order).parameters
+    ordering = inspect.signature(input_pipeline.OrderSettings).parameters
     names = set(inspect.signature(input_pipeline.train_dataset).parameters) - set(ordering)
     return ours(folder, state, **{name: data[name] for name in sorted(names & set(data))})
 

@@ -32,12 +32,11 @@ def get_config() -> ml_collections.ConfigDict:
     data.caption_dropout = 0.1  # share of samples whose text is dropped, for guidance
     data.on_bad_records = 'stop'  # or 'skip': leave out and count damaged records
     data.max_bad_fraction = 0.001  # of a split's records that 'skip' may leave out
-    data.engine = 'auto'  # 'rows' of local files, 'chunks' fetched: the same batches
+    data.engine = 'auto'  # 'rows' of local files, 'chunks' fetched, 'tf_data': the same batches
     data.verify = 'once'  # checksums of rows; 'always': 3 us of a core a sample more; 'never'
     data.parallel_reads = 4  # chunks read at once in a lane: 64 make 40,000 samples/s 0.1 s away
     data.prefetch = 2  # batches ready on the host: one is sent, one evens out slow reads
     data.device_prefetch = 2  # batches ahead on the devices: one is used, one arrives meanwhile
-    data.private_threads = 0  # of TensorFlow, without a chunk index; 0: those that all share
     data.ram_budget_gb = 0.0  # for reading on a host, refused if more; 0: half of its memory
 
     config.model = model = ml_collections.ConfigDict()

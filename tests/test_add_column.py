@@ -19,6 +19,7 @@ from coyo11m_tfds.reading import dataset
 from coyo11m_tfds.source import part_files
 from coyo11m_tfds.storage import build_lock
 from tests import built, children, runs
+from tests.reading import planned
 from tests.reading.batches import assert_same, wait_until_idle
 from train_lib import checkpoint, data, sharding, train
 
@@ -64,7 +65,7 @@ def test_a_second_text_column_is_read_and_nothing_else_changes(
     }
     assert not verify.verify(copy).faults
 
-    steps = input_pipeline.train_order(copy, **ORDER).epoch(0).steps
+    steps = planned.of_data(copy, **ORDER).steps
     arguments = {**ORDER, 'features': dataset.FEATURES, 'caption_dropout': 0.5}
     own, other = (
         list(itertools.islice(input_pipeline.train_batches(copy, text=text, **arguments), steps))

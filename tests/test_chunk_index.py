@@ -218,7 +218,7 @@ def test_a_billion_records_are_opened_and_planned_in_little_memory(tmp_path: pat
         import time
         import numpy as np
         from coyo11m_tfds.chunk_index import ChunkIndex
-        from coyo11m_tfds.reading.order import Order
+        from coyo11m_tfds.reading.order import Order, OrderSettings
 
         def memory(name):
             fields = dict(line.split(':') for line in open('/proc/self/status'))
@@ -226,14 +226,11 @@ def test_a_billion_records_are_opened_and_planned_in_little_memory(tmp_path: pat
 
         before, start = memory('VmRSS'), time.perf_counter()
         index = ChunkIndex.load(sys.argv[1], 'train')
-        order = Order(index.shard_lengths, seed=0, batch_size=1024)
-        epoch, step = order.locate(500_000)
-        for lane in range(order.lanes):
-            reads = next(order.epoch(epoch).lane_reads(lane, step))
-            next(order.epoch(epoch).lane_windows(lane, step))
-            whole = -(-(reads.skip + reads.count) // 32) * 32
-            records = np.minimum(whole, index.shard_lengths[reads.shard] - reads.first)
-            index.byte_range(reads.shard, reads.first, records)
+        order = Order(index.shard_lengths, OrderSettings(seed=0))
+        found = order.samples(range(16), 32_000_000, 32_001_024)
+        first = found.record // 64 * 64
+        count = np.minimum(64, index.shard_lengths[found.shard] - first)
+        index.byte_range(found.shard, first, count)
         seconds = time.perf_counter() - start
         print(index.shard_lengths.sum(), memory('VmHWM') - before, seconds)
     """

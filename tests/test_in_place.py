@@ -15,6 +15,7 @@ from coyo11m_tfds.coyo11m_tfds_dataset_builder import Coyo11mConfig
 from coyo11m_tfds.reading import dataset
 from coyo11m_tfds.source.pt_file import LatentShard
 from tests import built, children, runs
+from tests.reading import planned
 from tests.reading.batches import assert_same, joined
 from train_lib import train
 
@@ -44,7 +45,7 @@ def read(path: object, count: int, **changes) -> list[dict]:
 
 
 def test_batches_are_those_of_the_converted_data_set(in_place, mini_dataset):
-    steps = input_pipeline.train_order(mini_dataset, **ORDER).epoch(0).steps + 5
+    steps = planned.of_data(mini_dataset, **ORDER).steps + 5
     expected = read(mini_dataset, steps, engine='chunks')
     assert_same(read(in_place, steps), expected)
     assert_same(read(in_place, steps - 7, start_step=7), expected[7:])
@@ -84,14 +85,12 @@ def test_a_build_is_the_same_however_many_write_it(in_place, sample_source, hash
     assert {'columns.json', 'column_latents-train.npy'} < files.keys()
 
 
-def test_through_tensorflow_it_is_refused(in_place):
-    for engine in ('chunks', 'rows'):
-        arguments = dict(engine=engine, features=('key', 'caption'))
-        assert next(input_pipeline.train_batches(in_place, **ORDER, **arguments))
-    with pytest.raises(
-        ValueError, match='lie in the files of its source, which only `train_batches`'
-    ):
-        input_pipeline.train_dataset(in_place, **ORDER)
+def test_tf_data_reads_the_latents_in_place(in_place):
+    expected = read(in_place, 30)
+    for engine in ('auto', 'chunks'):
+        asked = {**ORDER, 'features': dataset.FEATURES, 'caption_dropout': 0.3, 'engine': engine}
+        batches = input_pipeline.train_dataset(in_place, **asked).take(30)
+        assert_same(list(batches.as_numpy_iterator()), expected)
 
 
 def test_it_is_read_without_what_only_builds_need(in_place):
@@ -225,7 +224,7 @@ def test_bad_rows_of_the_source_are_left_out(movable, hash_sidecar, tmp_path):
     torch.save(content, latents_file(source))
     path = build(source, hash_sidecar, tmp_path / 'other')
     keys = LatentShard(latents_file(source)).keys
-    steps = input_pipeline.train_order(path, **ORDER).epoch(0).steps
+    steps = planned.of_data(path, **ORDER).steps
     batches = read(path, steps, features=('key', 'latents'))
     assert keys[5] not in np.concatenate([batch['key'] for batch in batches])
     assert all(np.isfinite(batch['latents']).all() for batch in batches)

@@ -21,6 +21,7 @@ from tests import built, runs
 from tests.build import build_kills, build_program
 from tests.checkout import CHECKOUT
 from tests.fakes.cloud import Gcs, fake_gcs
+from tests.reading import planned
 from tests.reading.batches import assert_same, joined, wait_until_idle
 from tests.test_in_place import ORDER, read
 from train_lib import train
@@ -55,7 +56,7 @@ def replace_object(storage: Gcs, change) -> str:
 
 
 def test_batches_are_those_of_the_converted_data_set(storage, described, mini_dataset):
-    steps = input_pipeline.train_order(mini_dataset, **ORDER).epoch(0).steps + 5
+    steps = planned.of_data(mini_dataset, **ORDER).steps + 5
     expected = read(mini_dataset, steps)
     for path in (DATA, described):
         assert input_pipeline.engine_of(path) == 'chunks'
@@ -75,7 +76,7 @@ def test_evaluation_is_that_of_the_converted_data_set(storage, mini_dataset):
 
 
 def test_a_chunk_is_a_request_for_records_and_one_for_latents(storage, described):
-    lengths = input_pipeline.train_order(described, **ORDER).shard_lengths
+    lengths = planned.of_data(described, **ORDER).order.shard_lengths
     storage.clear()
     counter = input_pipeline.ReadCounter()
     batches = input_pipeline.train_batches(DATA, **ORDER, counter=counter)

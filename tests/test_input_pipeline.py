@@ -21,7 +21,7 @@ import input_pipeline
 from coyo11m_tfds import chunk_index, schema
 from coyo11m_tfds.reading import dataset
 from coyo11m_tfds.reading import order as order_lib
-from tests.reading import small_dataset
+from tests.reading import planned, small_dataset
 from tests.reading.batches import assert_same
 
 TEXT_DIM = 6
@@ -112,8 +112,8 @@ def unindexed(tmp_path_factory) -> dict[str, Written]:
 
 
 @pytest.fixture(scope='module')
-def order(written) -> order_lib.Order:
-    return input_pipeline.train_order(written[schema.TRAIN].path, **ORDER)
+def plan(written) -> planned.Planned:
+    return planned.of_data(written[schema.TRAIN].path, **ORDER)
 
 
 def take(dataset: tf.data.Dataset, count: int) -> list[dict[str, np.ndarray]]:
@@ -136,14 +136,12 @@ def shapes(batch: dict[str, np.ndarray]) -> dict:
 # --- The planned path --------------------------------------------------------------------------
 
 
-def test_batches_are_what_the_plan_says_over_several_epochs(written, order):
+def test_batches_are_what_the_plan_says_over_several_epochs(written, plan):
     train = written[schema.TRAIN]
     first_row = np.cumsum([0, *train.shard_lengths])
-    steps = sum(order.epoch(e).steps for e in range(3))
-    batches = train_batches(written, steps, features=ALL, caption_dropout=0.3)
+    batches = train_batches(written, 3 * plan.steps, features=ALL, caption_dropout=0.3)
     for step, batch in enumerate(batches):
-        epoch, _ = order.locate(step)
-        shard, record = order.batch_records(step)
+        epoch, shard, record = plan.batch(step)
         rows = first_row[shard] + record
         keys = train.key[rows]
         crops = order_lib.sample_crops(ORDER['seed'], epoch, keys)
@@ -157,7 +155,7 @@ def test_batches_are_what_the_plan_says_over_several_epochs(written, order):
 
 def test_reading_options_do_not_change_the_batches(written):
     whole = train_batches(written, 10)
-    for options in (dict(parallel_reads=1), dict(parallel_reads=3, prefetch=1, private_threads=2)):
+    for options in (dict(parallel_reads=1), dict(parallel_reads=3, prefetch=1)):
         assert_same(train_batches(written, 10, **options), whole)
 
 
@@ -187,13 +185,11 @@ def test_bfloat16_latents_stay_bit_for_bit(tmp_path):
 def test_the_builder_makes_data_sets_that_are_read_by_plan(mini_dataset):
     builder = dataset.open_dataset(mini_dataset)
     settings = dict(batch_size=16, seed=0, lanes=4, chunk=32, window=64)
-    order = input_pipeline.train_order(builder, **settings)
+    steps = planned.of_data(builder, **settings).steps
     source = {
         int(example['key']): example for example in tfds.as_numpy(builder.as_dataset(split='train'))
     }
-    batches = take(
-        input_pipeline.train_dataset(builder, features=ALL, **settings), order.epoch(0).steps
-    )
+    batches = take(input_pipeline.train_dataset(builder, features=ALL, **settings), steps)
     keys = np.concatenate([batch['key'] for batch in batches])
     assert len(np.unique(keys)) == len(keys)
     for batch in batches[:5]:
@@ -245,7 +241,7 @@ def test_without_chunk_index_an_epoch_has_every_record_once(unindexed, caplog):
     count = len(train.key)
     settings = dict(batch_size=5, seed=5, features=ALL, caption_dropout=0.4)
     assert count % 5 == 0
-    assert input_pipeline.train_order(train.path, batch_size=5, seed=5) is None
+    assert input_pipeline.train_order(train.path, input_pipeline.OrderSettings(seed=5)) is None
     batches = take(input_pipeline.train_dataset(train.path, **settings), 2 * count // 5)
     assert 'no chunk index' in caplog.text
     key, latents, drops = (
@@ -303,7 +299,7 @@ def test_a_mocked_builder_that_was_never_built(tmp_path):
         assert [batch['mask'].tolist() for batch in held_out] == [[True] * 4, [True] * 3 + [False]]
         stats = dataset.dataset_stats(builder)
         assert stats.latent_mean.tolist() == [0] * 4 and stats.latent_std.tolist() == [1] * 4
-        input_pipeline.position_settings(builder, batch_size=16, seed=0)
+        input_pipeline.position_settings(builder, input_pipeline.OrderSettings(seed=0))
 
 
 # --- Metadata ----------------------------------------------------------------------------------
@@ -322,23 +318,29 @@ def test_stats_come_from_the_metadata(mini_dataset):
 
 def test_position_settings_tell_what_differs(written, mini_dataset):
     path = written[schema.TRAIN].path
-    saved = input_pipeline.position_settings(path, **ORDER)
-    assert input_pipeline.position_settings(path, **ORDER) == saved
+    settings = planned.settings_of(**ORDER)
+    saved = input_pipeline.position_settings(path, settings)
+    assert input_pipeline.position_settings(path, settings) == saved
     assert json.loads(json.dumps(saved)) == saved
     fingerprints = {input_pipeline.position_fingerprint(saved)}
-    for name in ORDER:
-        now = input_pipeline.position_settings(path, **{**ORDER, name: ORDER[name] * 2})
+    for name in ('seed', 'chunk', 'lanes', 'window'):
+        changed = dataclasses.replace(settings, **{name: ORDER[name] * 2})
+        now = input_pipeline.position_settings(path, changed)
         assert [key for key in saved if saved[key] != now[key]] == [name]
         fingerprints.add(input_pipeline.position_fingerprint(now))
-    other = input_pipeline.position_settings(mini_dataset, **ORDER)
+    other = input_pipeline.position_settings(mini_dataset, settings)
     assert [key for key in saved if saved[key] != other[key]] == ['data_set']
     fingerprints.add(input_pipeline.position_fingerprint(other))
-    assert len(fingerprints) == len(ORDER) + 2
+    assert len(fingerprints) == 6
+    # All that a run has to keep to find its place again.
+    state = {'sample': 10**12, 'order': input_pipeline.position_fingerprint(saved)}
+    assert len(json.dumps(state)) < 100
 
 
 def test_position_settings_know_the_shards_and_the_source(written, tmp_path):
     path = written[schema.TRAIN].path
-    saved = input_pipeline.position_settings(path, **ORDER)['data_set']
+    settings = planned.settings_of(**ORDER)
+    saved = input_pipeline.position_settings(path, settings)['data_set']
     for number, change in enumerate(['shards', 'source']):
         copy = tmp_path / str(number)
         copy.mkdir()
@@ -350,7 +352,7 @@ def test_position_settings_know_the_shards_and_the_source(written, tmp_path):
         else:
             (copy / 'metadata.json').write_text(json.dumps({schema.META_SOURCE_FINGERPRINT: 'f'}))
         (copy / 'dataset_info.json').write_text(json.dumps(info))
-        now = input_pipeline.position_settings(copy, **ORDER)['data_set']
+        now = input_pipeline.position_settings(copy, settings)['data_set']
         assert now.split()[:-1] == saved.split()[:-1] and now != saved
 
 
@@ -367,7 +369,7 @@ def test_position_settings_know_the_shards_and_the_source(written, tmp_path):
         (dict(features=('key', 'tags')), "no feature 'tags'; there are"),
         (dict(split='test'), r"no split 'test'; there are \['train', 'validation'\]"),
         (dict(caption_dropout=1.5), 'caption_dropout=1.5'),
-        (dict(start_step=-1), 'step=-1'),
+        (dict(start_step=-1), 'sample=-4 is negative'),
     ],
 )
 def test_a_mistake_is_named_before_anything_is_read(written, changes, message):
@@ -396,9 +398,10 @@ def test_an_index_of_other_shards_is_refused(tmp_path):
 def test_a_position_is_the_same_with_tensorflow_and_without(written, mini_dataset):
     for path in (written[schema.TRAIN].path, mini_dataset):
         for split in LENGTHS:
-            by_folder = input_pipeline.position_settings(path, **ORDER, split=split)
+            settings = planned.settings_of(**ORDER)
+            by_folder = input_pipeline.position_settings(path, settings, split)
             builder = tfds.builder_from_directory(path)
-            assert input_pipeline.position_settings(builder, **ORDER, split=split) == by_folder
+            assert input_pipeline.position_settings(builder, settings, split) == by_folder
 
 
 # --- Opening -----------------------------------------------------------------------------------
@@ -410,8 +413,8 @@ def test_what_is_opened_once_is_read_once(tmp_path, gcs):
     order = dict(batch_size=16, seed=5, chunk=64, lanes=2, window=24)
     data = input_pipeline.open_data('gs://bucket/d/1.0.0')
     assert input_pipeline.open_data(data) is data
-    input_pipeline.train_order(data, **order)
-    input_pipeline.position_settings(data, **order)
+    input_pipeline.train_order(data, planned.settings_of(**order))
+    input_pipeline.position_settings(data, planned.settings_of(**order))
     input_pipeline.check_memory(data, **{n: x for n, x in order.items() if n != 'seed'})
     assert input_pipeline.engine_of(data) == 'chunks'
     batch = next(input_pipeline.train_batches(data, **order))

@@ -13,6 +13,7 @@ import input_pipeline
 from coyo11m_tfds import add_column, embed_captions, schema
 from coyo11m_tfds.reading import dataset
 from tests import built, runs
+from tests.reading.planned import Planned
 from tests.runs import small_config
 from train_lib import checkpoint, data, sharding, train
 
@@ -44,12 +45,13 @@ def texts_by_key(path, text, feature=schema.TEXT_EMBEDDING) -> dict[int, bytes]:
 def taken_in_an_epoch(opened: data.TrainingData, long, short) -> list[dict[int, str]]:
     """Of two epochs the text that each key came with."""
     found: list[dict[int, str]] = [{}, {}]
-    ends = [opened.order.epoch(0).steps, opened.order.epoch(0).steps + opened.order.epoch(1).steps]
-    for step, batch in enumerate(itertools.islice(opened.train_batches(0), ends[1])):
+    plan = Planned(opened.order, runs.SMALL['batch_size'])
+    for step, batch in enumerate(itertools.islice(opened.train_batches(0), 2 * plan.steps)):
         keys = np.asarray(batch[schema.KEY]).astype('<u4').view('<i8')[:, 0]
-        for key, row in zip(keys.tolist(), np.asarray(batch[schema.TEXT_EMBEDDING]), strict=True):
+        rows = np.asarray(batch[schema.TEXT_EMBEDDING])
+        for epoch, key, row in zip(plan.batch(step)[0], keys.tolist(), rows, strict=True):
             by_row = {short[key]: 'short', long[key]: 'long'}
-            found[step >= ends[0]][key] = by_row[row.tobytes()]
+            found[epoch][key] = by_row[row.tobytes()]
     return found
 
 

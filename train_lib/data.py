@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.process.sizes import readable
+from input_pipeline import Order, OrderSettings
 from train_lib import failures, flow, models, settings, sharding
 from train_lib.data_facts import DataFacts
 from train_lib.position import DATA_SET
@@ -75,7 +76,7 @@ class TrainingData:
         self._config = config
         self._builder = _open(config.data.dir)
         self._opened = input_pipeline.open_data(self._builder)
-        self.order = input_pipeline.train_order(self._opened, **self._order())
+        self.order = input_pipeline.train_order(self._opened, self._order())
         self._check_shares(has_lanes=self.order is not None)
         if config.eval_every:
             self._check_split(schema.VALIDATION, f'eval_every={config.eval_every}')
@@ -114,7 +115,7 @@ class TrainingData:
             'model': models.identity(**config.model),
             'optimizer': {'name': config.optimizer.name},
         }
-        data_set = input_pipeline.position_settings(self._opened, **self._order())['data_set']
+        data_set = input_pipeline.position_settings(self._opened, self._order())['data_set']
         self.settings = settings.changeable(config) | {DATA_SET: data_set}
 
     def check_memory(self) -> None:
@@ -126,11 +127,12 @@ class TrainingData:
             ValueError: it takes more than `data.ram_budget_gb`; see `input_pipeline.check_memory`.
         """
         config = self._config.data
-        order = self._order()
-        del order['seed']
         input_pipeline.check_memory(
             self._opened,
-            **order,
+            batch_size=self._config.batch_size,
+            chunk=config.chunk,
+            lanes=config.lanes,
+            window=config.window,
             features=self._features,
             caption_dropout=config.caption_dropout,
             process_count=jax.process_count(),
@@ -147,12 +149,13 @@ class TrainingData:
         """Batches without end, the first being what comes after `start_step` of them."""
         batches = input_pipeline.train_batches(
             self._opened,
+            batch_size=self._config.batch_size,
             start_step=start_step,
             features=self._features,
             caption_dropout=self._config.data.caption_dropout,
             counter=self._counter,
             parallel_reads=self._config.data.parallel_reads,
-            **self._order(),
+            **dataclasses.asdict(self._order()),
             **self._share,
             **self._reading(),
         )
@@ -166,8 +169,7 @@ class TrainingData:
         """Passes over the data before a batch, as a fraction; None where no order is planned."""
         if self.order is None:
             return None
-        epoch, inside = self.order.locate(batch)
-        return epoch + inside / self.order.epoch(epoch).steps
+        return batch / self._steps_an_epoch(self.order)
 
     @property
     def engine(self) -> str:
@@ -186,7 +188,7 @@ class TrainingData:
         text = f', text {config.text}' if config.text else ''
         return (
             f'{config.dir}, {split.num_examples:,} records, {readable(split.num_bytes)}, '
-            f'about {self.order.epoch(0).steps:,} steps an epoch, read {how}{text}'
+            f'{self._steps_an_epoch(self.order):,.1f} steps an epoch, read {how}{text}'
         )
 
     def eval_batches(self) -> Batches:
@@ -234,7 +236,8 @@ class TrainingData:
         """Raises unless processes get equal numbers of lanes, and devices of records."""
         batch_size, lanes = self._config.batch_size, self._config.data.lanes
         processes, devices = jax.process_count(), self._mesh.size
-        if batch_size % devices == 0 and not (has_lanes and lanes % processes):
+        has_equal_lanes = not (batch_size % lanes or lanes % processes)
+        if batch_size % devices == 0 and (has_equal_lanes or not has_lanes):
             return
         working_size, working_lanes = input_pipeline.nearest_shares(
             batch_size, lanes, processes, devices
@@ -258,16 +261,12 @@ class TrainingData:
             'it with a larger validation_fraction, or set eval_every=0 and preview_every=0'
         )
 
-    def _order(self) -> dict[str, Any]:
-        """The settings that the order of the training samples depends on."""
-        config = self._config
-        return {
-            'batch_size': config.batch_size,
-            'seed': config.seed,
-            'chunk': config.data.chunk,
-            'lanes': config.data.lanes,
-            'window': config.data.window,
-        }
+    def _order(self) -> OrderSettings:
+        data = self._config.data
+        return OrderSettings(self._config.seed, data.chunk, data.lanes, data.window)
+
+    def _steps_an_epoch(self, order: Order) -> float:
+        return order.lane_length * order.settings.lanes / self._config.batch_size
 
     def _reading(self) -> dict[str, Any]:
         """How it is read, whatever the order."""
@@ -276,7 +275,6 @@ class TrainingData:
             'on_bad_records': config.on_bad_records,
             'max_bad_fraction': config.max_bad_fraction,
             'prefetch': config.prefetch,
-            'private_threads': config.private_threads,
             'engine': config.engine,
             'verify': config.verify,
             'text': config.text,

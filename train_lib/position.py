@@ -5,12 +5,12 @@
     place = carry_over(place, 1000, before, now, order)
     place.batch_at(1000)                      # the batch of the new order to resume with
 
-Positions are counted in samples. A run that has used u samples of epoch e resumes in epoch e, with
-the first whole batch of the new order that begins at or after the u-th sample; with none left, in
-the next epoch. If only the batch size differs, no record is repeated in this epoch, and fewer than
-one new batch of records is left out. With other lanes, chunks, windows or another seed the rest of
-this epoch comes out of another permutation, so that some of its records are repeated and others not
-at all. Later epochs are complete in any case. Another data set is read from its beginning.
+Positions are counted in samples. A run that has used u samples of the order resumes with the first
+whole batch of the new order that begins at or after the u-th sample. If only the batch size
+differs, no record is repeated, and fewer than one new batch of records is left out. With other
+lanes, chunks, windows or another seed the rest of this epoch comes out of another permutation, so
+that some of its records are repeated and others not at all. Another data set is read from its
+beginning.
 """
 
 import dataclasses
@@ -23,14 +23,8 @@ from input_pipeline import Order
 
 DATA_SET = 'data.dir'  # the setting whose value says which data set there is
 
-# Fields of the configuration, and what `Order` calls them.
-_ORDER = {
-    'seed': 'seed',
-    'batch_size': 'batch_size',
-    'data.chunk': 'chunk',
-    'data.lanes': 'lanes',
-    'data.window': 'window',
-}
+# Fields of the configuration that decide which batch is which.
+_ORDER = ('seed', 'batch_size', 'data.chunk', 'data.lanes', 'data.window')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,27 +73,14 @@ def carry_over(
     samples = place.samples_at(step, old_size)
     if DATA_SET in changed:
         batch, told = 0, 'the other data set is read from its beginning'
-    elif order is None:
-        batch = -(-place.batch_at(step) * old_size // new_size)
-        told = f'reading resumes with batch {batch}'
     else:
-        former = dataclasses.replace(order, **{arg: before[name] for name, arg in _ORDER.items()})
-        batch, told = _same_epoch(place.batch_at(step), former, order)
-        if changed != {'batch_size'}:
+        used = place.batch_at(step) * old_size
+        batch = -(-used // new_size)
+        told = (
+            f'reading resumes with batch {batch} of {new_size}, {batch * new_size - used} samples '
+            'further on'
+        )
+        if changed != {'batch_size'} and order is not None:
             told += '; in the rest of this epoch some records come twice and others not at all'
     logging.info('%d samples were used in %d steps; %s.', samples, step, told)
     return Position(step, batch, samples)
-
-
-def _same_epoch(batch: int, before: Order, now: Order) -> tuple[int, str]:
-    """The batch of the order `now` in the place of that of `before`, and what to say of it."""
-    epoch, steps = before.locate(batch)
-    used = steps * before.batch_size
-    plan = now.epoch(epoch)
-    within = min(-(-used // now.batch_size), plan.steps)
-    share = within / plan.steps
-    told = (
-        f'reading resumes in epoch {epoch + share:.3f} ({epoch} and {within:,} of {plan.steps:,} '
-        f'batches of {now.batch_size}), {within * now.batch_size - used} samples further on'
-    )
-    return sum(now.epoch(number).steps for number in range(epoch)) + within, told

@@ -61,14 +61,13 @@ _RULES = {
     'data.caption_dropout': _share(including_1=True),
     'data.on_bad_records': _one_of('stop', 'skip'),
     'data.max_bad_fraction': _share(including_1=True),
-    'data.engine': _one_of('auto', 'rows', 'chunks'),
+    'data.engine': _one_of('auto', 'rows', 'chunks', 'tf_data'),
     'data.verify': _one_of('once', 'always', 'never'),
     'data.parallel_reads': _at_least(1),
     'data.prefetch': _at_least(-1),  # -1: TensorFlow chooses
     'data.device_prefetch': _Rule(
         'at least 1; 2 lets one batch arrive while another is used', lambda x: x >= 1
     ),
-    'data.private_threads': _at_least(0),
     'data.ram_budget_gb': _at_least(0),
     'model.width': _at_least(0),
     'model.depth': _at_least(0),

@@ -1,7 +1,8 @@
 """The engine `chunks`: batches out of chunks of records, each fetched with one request.
 
-    read = chunk_blocks.Chunks(split, columns, reader, files, 64).read
-    batches = rows.train_batches(read, order, lanes=range(16), start_step=1000, prefetch=2)
+    read = chunk_blocks.Chunks(split, reader, files, 64).read
+    blocks = row_plan.train_blocks(order, range(16), batch_size=256, start=1000)
+    batches = rows.train_batches(read, blocks, prefetch=2)
 
 A block of batches is filled chunk by chunk: `RowReader` finds the records, compares them with their
 checksums and gathers their values, as in mapped files. Then the bytes of the chunk are dropped.
@@ -79,13 +80,12 @@ class Chunks:
     def __init__(
         self,
         split: IndexedSplit,
-        columns: Collection[ColumnReader],
         reader: RowReader,
         files: FetchedFiles,
         chunk: int,
     ):
         """Takes a reader of these files, and how many records are fetched together."""
-        self._split, self._columns = split, columns
+        self._split = split
         self._reader, self._files, self._chunk = reader, files, chunk
 
     def read(self, blocks: Iterator[Block]) -> Iterator[Batch]:
@@ -123,7 +123,7 @@ class Chunks:
         count = np.minimum(self._split.index.shard_lengths[shards] - first, self._chunk)
         rows = np.argsort(of_chunk, kind='stable')
         ends = np.cumsum(np.bincount(of_chunk))
-        found = find_chunks(self._split, self._columns, shards, first, count)
+        found = find_chunks(self._split, self._reader.columns.values(), shards, first, count)
         return _Plan(block, found, rows, ends)
 
     def _gather(self, plan: _Plan, kept: set[Chunk]) -> Batch:
@@ -144,13 +144,13 @@ class Chunks:
 
     def _read(self, block: Block, rows: np.ndarray) -> Batch:
         """The values of some rows; those of damaged records come from the last attempt."""
-        where = block.epoch, block.shard.ravel()[rows], block.record.ravel()[rows]
+        where = Block(*(x.ravel()[rows] for x in block))
         found = self._reader.find(*where)
         good = self._reader.check(found)
         for _ in range(_ATTEMPTS - 1):
             if good.all():
                 break
-            damaged = self._plan(Block(0, where[1][~good], where[2][~good])).chunks
+            damaged = self._plan(Block(*(x[~good] for x in where))).chunks
             records = [chunk[0] for chunk in damaged]
             self._files.take_again(records)
             found = self._reader.find(*where)

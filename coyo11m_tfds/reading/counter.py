@@ -7,13 +7,9 @@ counter.read().num_bytes
 """
 
 import contextlib
-import functools
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    import tensorflow as tf
+from typing import NamedTuple
 
 
 class ReadCounts(NamedTuple):
@@ -34,10 +30,7 @@ class ReadCounts(NamedTuple):
 
 
 class ReadCounter:
-    """Counts what is read; one counter may serve several data sets.
-
-    Chunks that tf.data reads are counted in its graph, without Python.
-    """
+    """Counts what is read; one counter may serve several data sets."""
 
     def __init__(self):
         self._bytes = self._begun = self._done = self._bad = 0
@@ -45,20 +38,9 @@ class ReadCounter:
 
     def read(self) -> ReadCounts:
         """The sums until now."""
-        # Without chunks, there is no need to wait for TensorFlow.
-        of_chunks = self._sums.numpy().tolist() if '_sums' in vars(self) else (0, 0, 0)
-        num_bytes, begun, done = of_chunks
         with self._lock:
-            begun, done = begun + self._begun, done + self._done
-            return ReadCounts(num_bytes + self._bytes, done, begun - done, self._bad)
-
-    def begin(self) -> 'tf.Operation':
-        """In a graph: one chunk is being read."""
-        return self._add(begun=1)
-
-    def end(self, num_bytes: 'tf.Tensor') -> 'tf.Operation':
-        """In a graph: one chunk has been read."""
-        return self._add(num_bytes=num_bytes, done=1)
+            in_flight = self._begun - self._done
+            return ReadCounts(self._bytes, self._done, in_flight, self._bad)
 
     @contextlib.contextmanager
     def chunk(self) -> Iterator[None]:
@@ -85,19 +67,3 @@ class ReadCounter:
         with self._lock:
             self._begun += begun
             self._done += done
-
-    @functools.cached_property
-    def _sums(self) -> 'tf.Variable':
-        """Of chunks: bytes, begun, done."""
-        import tensorflow as tf
-
-        with tf.init_scope():
-            return tf.Variable(tf.zeros([3], tf.int64), trainable=False)
-
-    def _add(
-        self, num_bytes: 'tf.Tensor | int' = 0, begun: int = 0, done: int = 0
-    ) -> 'tf.Operation':
-        import tensorflow as tf
-
-        amounts = [tf.cast(x, tf.int64) for x in (num_bytes, begun, done)]
-        return self._sums.assign_add(tf.stack(amounts), read_value=False)

@@ -9,15 +9,11 @@ import functools
 import os
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from coyo11m_tfds import chunk_index, schema
 from coyo11m_tfds.storage import source_files
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 # In TFDS' file names, with as many digits as the number of shards needs and at least five.
 _FIRST_SHARD = re.compile(r'0{5,}(?=-of-\d+)')
@@ -66,13 +62,6 @@ class IndexedSplit:
     def file(self, shard: int) -> str:
         """The path of a shard."""
         return f'{self.file_prefix}{shard:0{self.digits}}{self.file_suffix}'
-
-    def file_tensor(self, shard: 'tf.Tensor') -> 'tf.Tensor':
-        """The same in a graph, for an int64 scalar."""
-        import tensorflow as tf
-
-        number = tf.strings.as_string(shard, width=self.digits, fill='0')
-        return tf.strings.join([self.file_prefix, number, self.file_suffix])
 
 
 def load(

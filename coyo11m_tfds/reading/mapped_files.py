@@ -14,6 +14,7 @@ import errno
 import mmap
 import os
 import resource
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -58,6 +59,8 @@ class Memory:
 class MappedFiles:
     """Numbered files, mapped when they are first asked for and as long as this lives.
 
+    Several threads may use it.
+
     What is mapped must not be truncated: the system ends a process that reads there (SIGBUS). A
     mapping keeps no descriptor, so that `ulimit -n` does not bound the number of files.
 
@@ -99,6 +102,7 @@ class MappedFiles:
         self._mapped: list[tuple[int, int]] = []
         # Not at exit: another thread may still read.
         weakref.finalize(self, _unmap, self._mapped).atexit = False
+        self._opening = threading.Lock()
 
     def open(self, numbers: np.ndarray) -> None:
         """Maps those that are not mapped yet.
@@ -109,7 +113,9 @@ class MappedFiles:
         """
         for number in numbers.tolist():
             if number not in self._states:
-                self._open(number)
+                with self._opening:
+                    if number not in self._states:
+                        self._open(number)
 
     def locate(
         self, number: np.ndarray, offset: np.ndarray, nbytes: np.ndarray | int

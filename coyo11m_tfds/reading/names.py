@@ -3,7 +3,7 @@
 Nothing is imported here, so that both engines can afford it.
 """
 
-AUTO, ROWS, CHUNKS = ENGINES = ('auto', 'rows', 'chunks')
+AUTO, ROWS, CHUNKS, TF_DATA = ENGINES = ('auto', 'rows', 'chunks', 'tf_data')
 
 DROP_TEXT = 'drop_text'  # bool (b,); with caption_dropout > 0
 MASK = 'mask'  # bool (b,); False for rows of zeros that stand for no record

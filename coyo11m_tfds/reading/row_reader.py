@@ -25,7 +25,6 @@ from coyo11m_tfds.columns import AddedColumn, Column
 from coyo11m_tfds.reading import bad_records, framing, order, record_layout, verified
 from coyo11m_tfds.reading.bad_records import BadRecords
 from coyo11m_tfds.reading.column_reader import ColumnReader
-from coyo11m_tfds.reading.counter import ReadCounter
 from coyo11m_tfds.reading.fetched_files import FetchedFiles
 from coyo11m_tfds.reading.indexed_split import IndexedSplit
 from coyo11m_tfds.reading.mapped_files import MappedFiles
@@ -95,8 +94,8 @@ class RowChoices:
             sum(sizes[name] for name in self.features) + bool(self.caption_dropout) + self.with_mask
         )
 
-    def crops(self, epoch: int, keys: np.ndarray) -> np.ndarray:
-        """The crop of each key; int64 `(n,)`."""
+    def crops(self, epoch: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """The crop of each key in its epoch; int64 `(n,)`."""
         if self.fixed_crop is not None:
             return np.full(len(keys), self.fixed_crop)
         return order.sample_crops(self.seed, epoch, keys)
@@ -106,7 +105,7 @@ class Rows(NamedTuple):
     """Where some records lie; arrays are int64 `(n,)` and, where they are places, addresses.
 
     Attributes:
-        epoch: that reads them.
+        epoch: that reads each of them.
         shard, record: their numbers.
         number: of each record in the split.
         begin, end: of the serialized records; 0 where framing does not lead to one.
@@ -114,7 +113,7 @@ class Rows(NamedTuple):
         columns: where those of each column lie.
     """
 
-    epoch: int
+    epoch: np.ndarray
     shard: np.ndarray
     record: np.ndarray
     number: np.ndarray
@@ -125,7 +124,7 @@ class Rows(NamedTuple):
 
     def part(self, some: slice) -> Self:
         """Some of them."""
-        names = ('shard', 'record', 'number', 'begin', 'end')
+        names = ('epoch', 'shard', 'record', 'number', 'begin', 'end')
         return self._replace(
             **{name: getattr(self, name)[some] for name in names},
             values=record_layout.Found(*(x[some] for x in self.values)),
@@ -134,7 +133,11 @@ class Rows(NamedTuple):
 
 
 class RowReader:
-    """Reads rows of one split."""
+    """Reads rows of one split.
+
+    Attributes:
+        columns: readers of the features that lie elsewhere than in the records.
+    """
 
     def __init__(
         self,
@@ -143,9 +146,7 @@ class RowReader:
         layout: RecordLayout,
         *,
         verify: str,
-        on_bad_records: str,
-        counter: ReadCounter | None,
-        max_bad_fraction: float,
+        bad_records: BadRecords,
         columns: Mapping[str, ColumnReader],
         files: FetchedFiles | None,
     ):
@@ -156,9 +157,7 @@ class RowReader:
             choices: what is in a batch.
             layout: of the records.
             verify: see `verified`.
-            on_bad_records: 'stop' is an error for the first bad record, 'skip' leaves them out.
-            counter: is told of bad records.
-            max_bad_fraction: see `BadRecords`.
+            bad_records: is told of those that cannot be read.
             columns: features that lie elsewhere than in the records.
             files: the shards; None to map them, which are then local.
 
@@ -166,22 +165,21 @@ class RowReader:
             ValueError: an argument is out of its range, or there are too many shards.
         """
         lengths = split.index.shard_lengths
-        num_records = int(lengths.sum())
         self._split, self._choices = split, choices
         self._files = files or MappedFiles(split.file, len(lengths))
-        self._layout, self._columns = layout, columns
+        self._layout, self.columns = layout, columns
         # Of each feature the dtype and the shape of a row in a batch; of latents, one crop comes.
         self._kinds: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
             schema.TEXT_EMBEDDING: (np.dtype(np.float16), (choices.text_dim,)),
             schema.TOKENS: (np.dtype(np.int32), (choices.num_tokens,)),
-            **{name: (column.dtype, column.shape) for name, column in self._columns.items()},
+            **{name: (column.dtype, column.shape) for name, column in self.columns.items()},
         }
         self._kinds[schema.LATENTS] = (_DTYPES[choices.latent_dtype], schema.LATENT_SHAPE)
-        self._checks = verified.Checks(verify, num_records)
-        self._bad_records = BadRecords(on_bad_records, max_bad_fraction, num_records, counter)
+        self._checks = verified.Checks(verify, int(lengths.sum()))
+        self._bad_records = bad_records
 
-    def find(self, epoch: int, shard: np.ndarray, record: np.ndarray) -> Rows:
-        """Finds records, int64 `(n,)`, in their files.
+    def find(self, epoch: np.ndarray, shard: np.ndarray, record: np.ndarray) -> Rows:
+        """Finds records, int64 `(n,)`, in their files; `epoch` is the one that reads each.
 
         Raises:
             OSError: a file cannot be opened.
@@ -193,7 +191,7 @@ class RowReader:
         begin, end = begins[of_run, in_run], ends[of_run, in_run]
         values = self._layout.find(self._files.memory, begin, end)
         number = self._split.first_numbers[shard] + record
-        columns = {name: column.find(number) for name, column in self._columns.items()}
+        columns = {name: column.find(number) for name, column in self.columns.items()}
         return Rows(epoch, shard, record, number, begin, end, values, columns)
 
     def prefetch(self, shard: np.ndarray, record: np.ndarray) -> list[tuple[int, int, int]]:
@@ -203,7 +201,7 @@ class RowReader:
         count = np.minimum(self._split.index.shard_lengths[shards] - first, schema.CHUNK_STRIDE)
         offset, nbytes = self._split.index.byte_range(shards, first, count)
         number = self._split.first_numbers[shards] + first
-        for column in self._columns.values():
+        for column in self.columns.values():
             column.will_need(number, number + count - 1)
         # Runs that touch are one.
         starts = np.flatnonzero(np.diff(runs, prepend=-2) != 1)
@@ -235,7 +233,7 @@ class RowReader:
             OSError: a file has changed since it was opened.
         """
         self._files.check_unchanged(rows.shard)
-        for column in self._columns.values():
+        for column in self.columns.values():
             column.check_unchanged(rows.number)
         others = self._read_irregular(rows, good)
         if not good.all():
@@ -259,7 +257,7 @@ class RowReader:
     def empty(self) -> Batch:
         """A batch without rows."""
         nothing = np.zeros(0, np.int64)
-        rows = self.find(0, nothing, nothing)
+        rows = self.find(nothing, nothing, nothing)
         return self.read(rows, self.check(rows))
 
     def _places(self, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -289,7 +287,7 @@ class RowReader:
         try:
             record = self._files.memory.view(int(rows.begin[row]), int(rows.end[row])).tobytes()
             values = record_layout.parse(record)
-            for name in sorted(self._choices.in_records - self._columns.keys()):
+            for name in sorted(self._choices.in_records - self.columns.keys()):
                 if not isinstance(values.get(name), int if name == schema.KEY else bytes):
                     raise ValueError(f'it has no single value of feature {name!r}')
                 if name in sizes and len(values[name]) != sizes[name]:
@@ -361,7 +359,7 @@ class RowReader:
     ) -> np.ndarray:
         """Values of a fixed size, of records or of a column, of all crops one; else zeros."""
         gathered = good & rows.values.regular
-        if name in self._columns:
+        if name in self.columns:
             places, gathered, others = rows.columns[name], good, {}
         else:
             places = getattr(rows.values, _PLACES[name])

@@ -1,7 +1,8 @@
 """The engine `rows`: batches out of local, memory-mapped TFRecord shards, without TensorFlow.
 
     read = functools.partial(rows.read_rows, reader)
-    batches = rows.train_batches(read, order, lanes=range(16), start_step=1000, prefetch=2)
+    blocks = row_plan.train_blocks(order, range(16), batch_size=256, start=1000)
+    batches = rows.train_batches(read, blocks, prefetch=2)
     batch = next(batches)
 
 There are no windows in memory: the plan says which records come, and each batch is gathered out of
@@ -14,10 +15,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from coyo11m_tfds.reading import row_plan
 from coyo11m_tfds.reading.ahead import Ahead
 from coyo11m_tfds.reading.counter import ReadCounter
-from coyo11m_tfds.reading.order import Order
 from coyo11m_tfds.reading.row_plan import Block
 from coyo11m_tfds.reading.row_reader import Batch, RowReader
 
@@ -25,39 +24,20 @@ from coyo11m_tfds.reading.row_reader import Batch, RowReader
 Read = Callable[[Iterator[Block]], Iterator[Batch]]
 
 
-def train_batches(
-    read: Read,
-    order: Order,
-    lanes: range,
-    start_step: int,
-    prefetch: int,
-    stride: int = 1,
-    block_rows: int = 0,
-) -> Iterator[Batch]:
-    """Some lanes' part of every `stride`-th batch from a step on, `prefetch` of them ready.
-
-    `block_rows` as of `train_blocks`.
-    """
-    blocks = row_plan.train_blocks(order, lanes, start_step, stride, block_rows)
+def train_batches(read: Read, blocks: Iterator[Block], prefetch: int) -> Iterator[Batch]:
+    """The batches of blocks, `prefetch` of them ready."""
     return Ahead(read(blocks), prefetch, 'batches')
 
 
 def eval_batches(
-    read: Read,
-    blank: Batch,
-    shard_lengths: np.ndarray,
-    records: range,
-    batch_size: int,
-    num_batches: int,
-    prefetch: int,
+    batches: Iterator[Batch], blank: Batch, size: int, count: int, prefetch: int
 ) -> Iterator[Batch]:
-    """Records, counted over all shards, in so many full batches; rows of zeros fill them up.
+    """`count` batches of `size` rows, filled up with rows of zeros; `prefetch` of them ready.
 
     `blank` is a batch without rows.
     """
-    blocks = row_plan.eval_blocks(shard_lengths, records.start, records.stop, batch_size)
-    batches = itertools.chain(read(blocks), itertools.repeat(blank))
-    full = (_fill_up(batch, batch_size) for batch in itertools.islice(batches, num_batches))
+    enough = itertools.chain(batches, itertools.repeat(blank))
+    full = (_fill_up(batch, size) for batch in itertools.islice(enough, count))
     return Ahead(full, prefetch, 'batches')
 
 
@@ -72,7 +52,7 @@ def read_rows(
             reader.will_need(run)
     while block is not None:
         steps, size = block.shard.shape
-        rows = reader.find(block.epoch, block.shard.ravel(), block.record.ravel())
+        rows = reader.find(*(x.ravel() for x in block))
         block = next(blocks, None)
         runs = [] if block is None else reader.prefetch(block.shard.ravel(), block.record.ravel())
         for step in range(steps):

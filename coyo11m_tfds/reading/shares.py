@@ -1,13 +1,13 @@
 """Which part of the batches one of several processes gets.
 
 shares.check_share(256, process_index=1, process_count=4, lanes=16)
-shares.own_lanes(order, 1, 4)           # range(4, 8)
+shares.own_lanes(16, 1, 4)              # range(4, 8)
 """
 
+import math
 import os
 
 from coyo11m_tfds.reading.indexed_split import IndexedSplit
-from coyo11m_tfds.reading.order import Order, nearest_shares
 
 
 def check_dropout(caption_dropout: float) -> None:
@@ -19,10 +19,15 @@ def check_dropout(caption_dropout: float) -> None:
 def check_share(
     batch_size: int, process_index: int, process_count: int, lanes: int | None = None
 ) -> None:
-    """Raises a ValueError unless processes get equal parts of a batch, and of any lanes."""
+    """Checks that processes get equal parts of a batch, and of the lanes that it is taken from.
+
+    Raises:
+        ValueError: they do not; the message names a batch size and a number of lanes that work.
+    """
     if not 0 <= process_index < process_count:
         raise ValueError(f'process_index={process_index} is not in [0, {process_count})')
-    if batch_size > 0 and not batch_size % process_count and not (lanes or 0) % process_count:
+    shared = process_count if lanes is None else lanes
+    if batch_size > 0 and shared > 0 and not (batch_size % shared or shared % process_count):
         return
     working, working_lanes = nearest_shares(batch_size, lanes or 1, process_count)
     asked, advice = f'batch_size={batch_size}', f'batch_size={working}'
@@ -33,9 +38,22 @@ def check_share(
     )
 
 
-def own_lanes(order: Order, process_index: int, process_count: int) -> range:
+def nearest_shares(
+    batch_size: int, lanes: int, process_count: int, device_count: int = 1
+) -> tuple[int, int]:
+    """The nearest batch size and number of lanes that go together.
+
+    Processes and devices get equal parts of the batch, processes equal numbers of its lanes.
+    """
+    multiple = math.lcm(process_count, device_count)
+    working = max(1, round(batch_size / multiple)) * multiple
+    shared = [n for n in range(process_count, working + 1, process_count) if working % n == 0]
+    return working, min(shared, key=lambda n: abs(n - lanes))
+
+
+def own_lanes(lanes: int, process_index: int, process_count: int) -> range:
     """The lanes of one process."""
-    each = order.lanes // process_count
+    each = lanes // process_count
     return range(process_index * each, (process_index + 1) * each)
 
 

@@ -2,9 +2,9 @@
 
 import pathlib
 
-import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.reading import dataset
+from tests.reading import planned
 
 LENGTHS = {schema.TRAIN: (70, 0, 97, 64, 131), schema.VALIDATION: (37, 12)}
 ORDER = dict(batch_size=16, seed=5, chunk=64, lanes=4, window=24)
@@ -30,9 +30,10 @@ def damage(
 
 def place_of(path: pathlib.Path, step: int, place: int) -> tuple[int, int]:
     """The shard and record that come at a place in a batch."""
-    shards, records = input_pipeline.train_order(path, **ORDER).batch_records(step)
+    _, shards, records = planned.of_data(path, **ORDER).batch(step)
     return int(shards[place]), int(records[place])
 
 
 def steps_of_an_epoch(path: pathlib.Path) -> int:
-    return input_pipeline.train_order(path, **ORDER).epoch(0).steps
+    """Whole batches; the next one begins another epoch."""
+    return planned.of_data(path, **ORDER).steps

@@ -156,9 +156,7 @@ def test_what_is_damaged_is_left_out_alike(server, written, processes, run, plac
     run = dataclasses.replace(run, processes=processes)
     damages = {}
     for step, place, kind in places:
-        shard, record = (
-            x[place % run.batch_size] for x in run.order.batch_records(run.start + step)
-        )
+        _, shard, record = (x[place % run.batch_size] for x in run.plan.batch(run.start + step))
         damages[int(shard)] = int(record), kind
     forms, skip = written[run.shards], {'on_bad_records': 'skip', 'max_bad_fraction': 1}
     with all_damaged(server, forms, damages):

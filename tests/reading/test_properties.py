@@ -13,15 +13,16 @@ import re
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
-from hypothesis import example, given, reject, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.reading import dataset
-from coyo11m_tfds.reading.order import Order, divisors, sample_crops, sample_drops
-from tests.reading import small_dataset
-from tests.reading.batches import assert_same, global_batches, joined
+from coyo11m_tfds.reading.order import Order, OrderSettings, sample_crops, sample_drops
+from tests.reading import naive_order, small_dataset
+from tests.reading.batches import assert_same, global_batches, joined, wait_until_idle
+from tests.reading.planned import Planned, settings_of
 
 SHARDS = {
     'unequal': (70, 97, 64, 131, 33, 64, 40, 1),
@@ -63,8 +64,20 @@ class Run:
         return {name: getattr(self, name) for name in names}
 
     @property
-    def order(self) -> Order:
-        return Order(SHARDS[self.shards], **self.order_settings)
+    def settings(self) -> OrderSettings:
+        return settings_of(**self.order_settings)
+
+    @property
+    def plan(self) -> Planned:
+        return Planned(Order(SHARDS[self.shards], self.settings), self.batch_size)
+
+    def expected(self, sizes: list[int]) -> list[list[np.ndarray]]:
+        """Batches from `start` on: of each the epochs and the numbers of its records."""
+        first = np.cumsum([0, *SHARDS[self.shards]])
+        start = self.start * self.batch_size // self.lanes
+        batches = naive_order.batches(SHARDS[self.shards], self.settings, sizes, start)
+        found = [np.array(batch).T for batch in batches]
+        return [[epoch, first[shard] + record] for epoch, shard, record in found]
 
     def batches(self, data, count: int, **arguments) -> list[dict[str, np.ndarray]]:
         """Batches from `start` on, put together from those of every process."""
@@ -95,14 +108,9 @@ def runs(draw, shards=ANY_SHARDS, seeds=SEEDS) -> Run:
         chunk=draw(st.sampled_from([32, 64, 320])),
         lanes=lanes,
         window=draw(st.integers(1, 400)),
-        processes=draw(st.sampled_from(divisors(lanes))),
+        processes=draw(st.sampled_from([n for n in range(1, lanes + 1) if lanes % n == 0])),
     )
-    try:
-        order = run.order
-    except ValueError:
-        reject()  # too few records in a lane
-    two_epochs = order.epoch(0).steps + order.epoch(1).steps
-    return dataclasses.replace(run, start=draw(st.integers(0, two_epochs)))
+    return dataclasses.replace(run, start=draw(st.integers(0, 2 * run.plan.steps + 1)))
 
 
 @pytest.fixture(scope='module')
@@ -154,7 +162,7 @@ def records_of(data: Written, batch: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def check_union_is_the_tail(data: Written, run: Run) -> None:
-    count = run.order.epoch(0).steps // 2 + 2
+    count = run.plan.steps // 2 + 2
     whole = read(data, run, run.start + count)
     assert_same(read_together(data, run, count), whole[run.start :])
 
@@ -178,18 +186,16 @@ def test_processes_read_between_them_the_tail_of_the_run_from_0_at_length(writte
 
 
 def check_epochs(data: Written, run: Run) -> None:
-    order = run.order
-    steps = [order.epoch(number).steps for number in range(2)]
-    batches = iter(read(data, run, sum(steps)))
+    """What comes in the first two epochs; a batch may have records of both."""
+    length, count = run.plan.order.lane_length * run.lanes, len(data.keys)
+    batches = read(data, run, 2 * length // run.batch_size + 1)
+    records = [records_of(data, batch) for batch in batches]
+    epochs = [run.plan.batch(step)[0] for step in range(len(batches))]
+    record, epoch = np.concatenate(records), np.concatenate(epochs)
     for number in range(2):
-        records = np.concatenate(
-            [records_of(data, batch) for batch in itertools.islice(batches, steps[number])]
-        )
-        assert len(np.unique(records)) == len(records), 'a key comes twice'
-        left_over = order.epoch(number).lane_lengths - steps[number] * order.lane_batch
-        assert len(records) + left_over.sum() == len(data.keys)
-        assert 0 <= left_over.min() < order.lane_batch, 'there is one more batch in the lanes'
-    assert next(batches, None) is None
+        of_epoch = record[epoch == number]
+        assert len(of_epoch) == length > count - run.lanes
+        assert len(np.unique(of_epoch)) == length, 'a key comes twice'
 
 
 @settings(max_examples=FEW)
@@ -207,14 +213,15 @@ def test_an_epoch_has_every_key_once_but_for_a_tail_at_length(written, run):
     check_epochs(written[run.shards], run)
 
 
-def test_lanes_that_are_even_leave_nothing_out(written):
-    """Six chunks for each of two lanes, and a batch takes a whole one of either."""
-    run = Run('even', batch_size=64, lanes=2)
-    data = written[run.shards]
-    batches = read(data, run, 6)
-    assert run.order.epoch(0).steps == 6
-    seen = np.concatenate([records_of(data, batch) for batch in batches])
-    assert sorted(seen) == list(range(len(data.keys)))
+def test_a_batch_larger_than_the_data_set_spans_epochs(written):
+    """Each of which has a record once: 300 records come in three epochs of 1,000, a third more."""
+    run = Run('one', batch_size=1000, lanes=4)
+    counts = [
+        np.bincount(records_of(written['one'], batch), minlength=300)
+        for batch in read(written['one'], run, 3)
+    ]
+    assert set(counts[0]) == {3, 4}
+    assert set(sum(counts)) == {10}
 
 
 @pytest.mark.slow
@@ -251,19 +258,41 @@ def test_another_seed_is_another_order_of_other_choices(written, run, to_other):
 @given(run=runs())
 @example(run=Run('even', 64, lanes=2, chunk=64, window=1, start=5))  # each block is a batch
 @example(run=Run('one', 3, lanes=3, window=400, processes=3, start=150))  # several epochs in
-def test_batches_are_those_of_the_plan(written, engine, run):
+@example(run=Run('of a single record', 240, lanes=6, processes=3, start=1))  # four epochs a batch
+def test_batches_are_those_of_the_contract(written, engine, run):
     """Without TensorFlow, which takes no graph: many more settings than with it."""
-    data, order, count = written[run.shards], run.order, 7
+    data, count = written[run.shards], 7
     batches = run.batches(data.builder, count, engine=engine)
-    first = np.cumsum([0, *SHARDS[run.shards]])
-    for step, batch in enumerate(batches, run.start):
-        shard, record = order.batch_records(step)
-        np.testing.assert_array_equal(records_of(data, batch), first[shard] + record)
-        epoch, _ = order.locate(step)
+    expected = run.expected([run.batch_size] * count)
+    for batch, (epoch, record) in zip(batches, expected, strict=True):
+        np.testing.assert_array_equal(records_of(data, batch), record)
         crops = sample_crops(run.seed, epoch, batch['key'])
         np.testing.assert_array_equal(batch['latents'][:, 0, 0, 0], crops)
         drops = sample_drops(run.seed, epoch, batch['key'], 0.5)
         np.testing.assert_array_equal(batch['drop_text'], drops)
+
+
+@pytest.mark.parametrize(('engine', 'examples'), [('rows', 12), ('chunks', 12), ('tf_data', FEW)])
+def test_another_batch_size_goes_on_with_the_same_sequence(written, engine, examples):
+    """From any sample, which need not be one that a batch of the new size begins with."""
+
+    @settings(max_examples=examples)
+    @given(run=runs(), parts=st.lists(st.integers(1, 30), min_size=2, max_size=4))
+    def check(run: Run, parts: list[int]) -> None:
+        data, sizes = written[run.shards], [part * run.lanes for part in parts]
+        sample = run.start * run.batch_size // run.lanes
+        expected = run.expected([size for size in sizes for _ in range(2)])
+        for size, part in zip(sizes, parts, strict=True):
+            asked = run.order_settings | {'batch_size': size, 'features': dataset.FEATURES}
+            for step in range(2):
+                batches = input_pipeline.train_batches(
+                    data.builder, engine=engine, start_sample=sample, start_step=step, **asked
+                )
+                record = records_of(data, next(batches))
+                np.testing.assert_array_equal(record, expected.pop(0)[1])
+            sample += 2 * part
+
+    check()
 
 
 # --- Choices about a sample --------------------------------------------------------------------
@@ -272,13 +301,12 @@ def test_batches_are_those_of_the_plan(written, engine, run):
 def choices(data: Written, run: Run) -> dict[tuple[int, int], tuple[int, bool]]:
     """`{(epoch, key): (crop, dropped)}` of all processes' batches, over an epoch and a half."""
     found = {}
-    count = run.order.epoch(0).steps * 3 // 2 + 1
+    count = run.plan.steps * 3 // 2 + 1
     for step, batch in enumerate(read_together(data, run, count), run.start):
-        epoch, _ = run.order.locate(step)
-        crops = batch['latents'][:, 0, 0, 0].astype(int).tolist()
-        for key, crop, drop in zip(
-            batch['key'].tolist(), crops, batch['drop_text'].tolist(), strict=True
-        ):
+        epochs, _, _ = run.plan.batch(step)
+        crops = batch['latents'][:, 0, 0, 0].astype(int)
+        columns = (x.tolist() for x in (epochs, batch['key'], crops, batch['drop_text']))
+        for epoch, key, crop, drop in zip(*columns, strict=True):
             found[epoch, key] = crop, drop
     return found
 
@@ -359,40 +387,24 @@ def test_evaluation_reads_every_record_once_over_all_processes(
 # --- What a start costs ------------------------------------------------------------------------
 
 
-def records_before_the_first_batch(order: Order, lane: int, step: int) -> int:
-    """How many records a lane reads, thrown away ones included, for the window of a step."""
-    read, kept = 0, 0
-    epoch, step = order.locate(step)
-    for block in order.epoch(epoch).lane_reads(lane, step, block=4):
-        for skip, count, pad in zip(block.skip, block.count, block.pad, strict=True):
-            read += int(skip + count)
-            kept += int(count + pad)
-            if kept >= order.window:
-                return read
-    raise AssertionError('the reads of an epoch make whole windows')
-
-
-@settings(max_examples=30)
-@given(run=runs())
-def test_a_start_reads_a_window_and_a_chunk_of_each_lane_wherever_it_is(run):
-    order = run.order
-    most = order.window + order.chunk + schema.CHUNK_STRIDE
-    for step in (0, order.epoch(0).steps - 1, run.start):
-        for lane in range(order.lanes):
-            assert records_before_the_first_batch(order, lane, step) < most
-
-
-def test_the_last_step_of_an_epoch_is_read_for_no_more_than_the_first(written):
-    """Of twelve chunks, each a window; one that was skipped up to would have been read."""
+def test_a_start_reads_the_same_few_chunks_wherever_it_is(written):
+    """Of twelve chunks; windows are as long as one, so each is in two of them."""
     run = Run('even', batch_size=8, window=32)
-    last = run.order.epoch(0).steps - 1
-    assert last == 47
-    for start in (0, last):
+    for start in (0, run.plan.steps - 1, run.plan.steps):
         counter = input_pipeline.ReadCounter()
-        read(written['even'], run, 1, start_step=start, counter=counter)
-        # The batch's own window, and what may have been read ahead: one chunk in each of the
-        # places that hold one (reads, rebatching, windows, batches).
-        assert 1 <= counter.read().num_chunks <= 6
+        batches = input_pipeline.train_batches(
+            written['even'].builder,
+            engine='chunks',
+            start_step=start,
+            parallel_reads=1,
+            prefetch=1,
+            counter=counter,
+            **run.order_settings,
+        )
+        next(batches)
+        wait_until_idle(counter)
+        # The batch's own window, the next one, and what the one after that begins with.
+        assert 2 <= counter.read().num_chunks <= 6
 
 
 # --- Numbers of processes that do not fit ------------------------------------------------------

@@ -23,7 +23,7 @@ from coyo11m_tfds import chunk_index, records, schema
 from coyo11m_tfds.reading import dataset, framing, mapped_files, record_layout
 from tests import children
 from tests.checkout import CHECKOUT
-from tests.reading import small_dataset
+from tests.reading import planned, small_dataset
 from tests.reading.batches import assert_same, joined
 from tests.reading.damaged import ORDER, damage, place_of, shard_path, steps_of_an_epoch
 
@@ -155,15 +155,15 @@ def damage_unseen(path: pathlib.Path, shard: int, numbers: set[int]) -> None:
 @pytest.mark.parametrize('verify, fails', [('once', False), ('never', False), ('always', True)])
 def test_once_is_the_first_time_that_a_record_is_read(copy, verify, fails):
     batches = input_pipeline.train_batches(copy, verify=verify, **ORDER)
-    order = input_pipeline.train_order(copy, **ORDER)
+    plan = planned.of_data(copy, **ORDER)
     read_before = set()
-    for step in range(order.epoch(0).steps):
+    for step in range(plan.steps):
         next(batches)
-        shards, numbers = order.batch_records(step)
+        _, shards, numbers = plan.batch(step)
         read_before |= set(numbers[shards == 4].tolist())
     damage_unseen(copy, 4, read_before)
     with pytest.raises(ValueError, match='its checksum') if fails else contextlib.nullcontext():
-        for _ in range(order.epoch(1).steps):
+        for _ in range(plan.steps):
             next(batches)
 
 
@@ -367,8 +367,9 @@ def test_rows_need_neither_tensorflow_nor_torch_nor_jax(intact):
         batches = input_pipeline.train_batches(path, **settings)
         keys = [next(batches)['key'].tolist() for _ in range(3)]
         held_out = list(input_pipeline.eval_batches(path, batch_size=16))
-        input_pipeline.train_order(path, **settings).locate(7)
-        input_pipeline.position_settings(path, **settings)
+        order = input_pipeline.OrderSettings(seed=5, lanes=4, window=24)
+        input_pipeline.train_order(path, order).locate(7)
+        input_pipeline.position_settings(path, order)
         heavy = {'tensorflow', 'tensorflow_datasets', 'torch', 'jax', 'pyarrow', 'gcsfs', 'tqdm'}
         print(json.dumps([keys, len(held_out), sorted(heavy & sys.modules.keys())]))
     """
@@ -443,7 +444,7 @@ def test_batches_that_are_kept_stay_as_they_are(intact):
 @pytest.mark.parametrize(
     'changes, message',
     [
-        (dict(engine='lines'), "engine='lines' is none of 'auto', 'rows', 'chunks'"),
+        (dict(engine='lines'), "engine='lines' is none of 'auto', 'rows', 'chunks', 'tf_data'"),
         (dict(verify='twice'), "verify='twice' is none of 'once', 'always', 'never'"),
         (dict(split='train[:50%]', engine='rows'), 'reads local data sets with a chunk index'),
         (dict(on_bad_records='drop'), "on_bad_records='drop' is neither"),

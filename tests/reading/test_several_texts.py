@@ -16,6 +16,7 @@ from coyo11m_tfds.columns import AddedColumn
 from coyo11m_tfds.reading.order import Order, sample_texts
 from tests.reading import small_dataset
 from tests.reading.batches import assert_same, global_batches
+from tests.reading.planned import Planned, settings_of
 
 LENGTHS = (70, 97, 64, 0, 131, 33)
 SPLITS = {schema.TRAIN: LENGTHS, schema.VALIDATION: (20,)}
@@ -100,8 +101,8 @@ def read_together(data, run, count, **arguments) -> list[dict[str, np.ndarray]]:
 
 
 def expected_texts(run: Run, step: int, keys: np.ndarray) -> np.ndarray:
-    epoch, _ = Order(LENGTHS, **run.order).locate(step)
-    return sample_texts(run.seed, epoch, keys, list(run.weights.values()))
+    plan = Planned(Order(LENGTHS, settings_of(**run.order)), run.order['batch_size'])
+    return sample_texts(run.seed, plan.batch(step)[0], keys, list(run.weights.values()))
 
 
 @pytest.mark.parametrize('engine', ['rows', 'chunks'])

@@ -63,8 +63,8 @@ def test_a_run_resumes_with_another_batch_size_and_then_as_ever(
     with pytest.raises(checkpoint.OtherRunError, match='batch_size was 8 and is now 16'):
         resume(7, 16)
     resume(7, 16, 'batch_size')
-    assert '40 samples were used in 5 steps; reading resumes in epoch 0.0' in caplog.text
-    assert 'batches of 16), 8 samples further on.' in caplog.text
+    assert '40 samples were used in 5 steps; reading resumes with batch 3 of 16' in caplog.text
+    assert ', 8 samples further on.' in caplog.text
     resume(9, 16)
     assert caplog.text.count('samples were used') == 1
     with pytest.raises(checkpoint.OtherRunError, match='batch_size was 16 and is now 8'):

@@ -59,7 +59,7 @@ def test_a_run_from_the_beginning_to_the_end(mini_dataset, silent, tmp_path):
         f'steps 1 to 4, into {tmp_path}; compiling ...',
     ]
     assert re.fullmatch(
-        r'data: .*/hash/1\.0\.0, [\d,]+ records, \S+ MB, about \d+ steps an epoch, '
+        r'data: .*/hash/1\.0\.0, [\d,]+ records, \S+ MB, [\d.]+ steps an epoch, '
         r'read by rows',
         texts[1],
     )

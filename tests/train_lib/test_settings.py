@@ -39,7 +39,6 @@ BAD = {
     'data.on_bad_records': 'ignore',
     'data.parallel_reads': 0,
     'data.prefetch': -2,
-    'data.private_threads': -1,
     'data.ram_budget_gb': -1.0,
     'data.text': 'records:2,short:0',
     'data.verify': 'twice',

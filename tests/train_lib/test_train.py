@@ -291,7 +291,7 @@ def test_too_many_steps_that_are_not_finite_end_the_run(data_dir, tmp_path, monk
     [
         ({'optimizer.warmup_steps': 30}, 'optimizer.warmup_steps=30'),
         ({'optimizer.schedule': 'step'}, "optimizer.schedule='step'"),
-        ({'data.lanes': 3}, 'lanes=3 does not divide batch_size=8'),
+        ({'data.lanes': 3}, 'batch_size=8 with data.lanes=3 cannot be shared equally'),
         ({'data.device_prefetch': 0}, 'data.device_prefetch=0: expected at least 1'),
         ({'preview_every': 4, 'preview.split': 'test'}, "preview.split='test': .* none in 'test'"),
         (
