@@ -207,7 +207,7 @@ def test_a_sample_is_located_by_division():
 )
 def test_what_an_error_advises_leads_to_settings_that_work(lengths, chunk, lanes, window):
     changes = dict(chunk=chunk, lanes=lanes, window=window)
-    for _ in range(4):  # advice on chunk, on window, on lanes twice, and no more
+    for _ in range(5):  # advice on chunk, on window, twice on lanes, and no more
         try:
             order = make_order(lengths, **changes)
             break
