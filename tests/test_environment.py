@@ -1,4 +1,4 @@
-"""The README's table of environment variables and the code agree."""
+"""The table of environment variables and the code agree."""
 
 import ast
 import re
@@ -50,8 +50,8 @@ def in_code() -> Iterator[str]:
 
 
 def in_table() -> set[str]:
-    section = (CHECKOUT / 'README.md').read_text().partition('## Environment variables\n')[2]
-    rows = [line for line in section.partition('\n## ')[0].splitlines() if line.startswith('| `')]
+    text = (CHECKOUT / 'docs' / 'environment.md').read_text()
+    rows = [line for line in text.splitlines() if line.startswith('| `')]
     return {name for row in rows for name in re.findall(r'`(\w+)`', row.split('|')[1])}
 
 

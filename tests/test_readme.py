@@ -5,7 +5,6 @@ import functools
 import importlib
 import importlib.util
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -137,23 +136,3 @@ def test_flags_of_commands_are_those_of_the_programs(path):
                     module,
                     flag,
                 )
-
-
-@pytest.mark.slow
-def test_the_first_try_of_the_readme_ends_well(mini_dataset, tmp_path):
-    (command,) = re.findall(
-        r'^python (-m train_lib.main --config=demo (?:.*\\\n)*.*)$',
-        (CHECKOUT / 'README.md').read_text(),
-        re.M,
-    )
-    places = {'TRY': str(tmp_path / 'W'), 'OUT/coyo11m_tfds/gemma/1.0.0': str(mini_dataset)}
-    for theirs, here in places.items():
-        command = command.replace(f'={theirs}', f'={here}')
-    done = subprocess.run(
-        [sys.executable, *shlex.split(command.replace('\\\n', ' '))],
-        cwd=CHECKOUT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert 'step 60 of 60' in done.stderr
