@@ -18,6 +18,7 @@ OTHERS = {
     'SC_CLK_TCK',
     'SC_PAGE_SIZE',
     'SC_PHYS_PAGES',
+    'TF_DATA',
 }
 # Read by Python and libraries alone, and of use here.
 OF_LIBRARIES = {
