@@ -1,0 +1,117 @@
+"""An exported model draws in PyTorch what it draws here."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+
+from tests import runs
+from tests.checkout import CHECKOUT
+from tests.train_lib.test_models import _randomized
+from train_lib import data_facts, export, flow, models, torch_reference, train
+from train_lib.models.words import Words
+
+PREVIEW = {
+    'guidance': 3.0,
+    'guidance_low': 0.1,
+    'guidance_high': 0.8,
+    'num_steps': 6,
+    'sampler': 'euler',
+    'time_shift': 2.0,
+}
+SIDE, DIM = 8, 12
+
+
+@pytest.mark.parametrize(
+    ('kind', 'text', 'sampler'),
+    [
+        ('embedding', 'pooled', 'euler'),
+        ('tokens', 'pooled', 'heun'),
+        ('tokens', 'sequence', 'euler'),
+        ('states', 'sequence', 'heun'),
+    ],
+)
+def test_the_page_of_pytorch_draws_the_same_latents(tmp_path, kind, text, sampler):
+    vocabulary = 0 if kind == 'embedding' else 30
+    model = models.make('tiny/2', text=text, dtype='float32', depth=2, vocabulary=vocabulary)
+    random = np.random.default_rng(1)
+    stats = [random.uniform(0.5, 2, size).astype(np.float32) for size in (4, 4, DIM, DIM)]
+    stats[3][:3] = 0  # features that never vary
+    facts = data_facts.DataFacts((SIDE, SIDE, 4), flow.Stats(*stats), 'x', vocabulary=vocabulary)
+    given = {
+        'embedding': np.zeros((1, DIM), np.float32),
+        'tokens': np.zeros((1, 5), np.int32),
+        'states': Words(np.zeros((1, 5, DIM), np.float32), np.ones((1, 5), bool)),
+    }[kind]
+    zeros = np.zeros((1, SIDE, SIDE, 4), np.float32), np.zeros(1, np.float32)
+    params = _randomized(model, *zeros, given)['params']
+    preview = PREVIEW | {'sampler': sampler}
+    example = export.draw_example(model, params, facts, preview)
+
+    fields = {name: getattr(model, name) for name in ('width', 'depth', 'num_heads', 'patch_size')}
+    config = {'model': fields | {'text': text}, 'preview': preview, 'data': facts.to_json()}
+    (tmp_path / 'config.json').write_text(json.dumps(config))
+    safetensors.numpy.save_file(export.flatten(params), tmp_path / 'model.safetensors')
+    asked = torch.tensor(example['text'])
+    if kind == 'states':
+        asked = asked, torch.tensor(example['present']).bool()
+    with torch.inference_mode():
+        weights, config = torch_reference.load(tmp_path)
+        drawn = torch_reference.draw(weights, config, torch.tensor(example['noise']), asked)
+    assert example['latents'].std() > 0.1
+    np.testing.assert_allclose(drawn.numpy(), example['latents'], atol=1e-4 * drawn.std().item())
+
+
+@pytest.fixture(scope='module')
+def workdir(mini_dataset, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp('run')
+    changes = {'num_steps': 3, 'eval_every': 0, 'checkpoint_every': 2}
+    config = runs.small_config(mini_dataset, **changes, **{'optimizer.learning_rate': 1e-2})
+    train.train_and_evaluate(config, workdir)
+    return workdir
+
+
+def test_a_run_is_exported_and_its_page_runs_alone(workdir, tmp_path):
+    command = [sys.executable, '-m', 'train_lib.export', f'--workdir={workdir}', '--out=exported']
+    ended = subprocess.run(
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=os.environ | {'PYTHONPATH': str(CHECKOUT)},
+    )
+    assert ended.stdout == 'exported: exported\n', ended.stderr
+    folder = shutil.move(tmp_path / 'exported', tmp_path / 'elsewhere')
+    code = 'import sys; sys.modules["jax"] = sys.modules["train_lib"] = None; '
+    code += f'import runpy; sys.argv = ["", "{folder}"]; '
+    code += f'runpy.run_path("{folder}/reference.py", run_name="__main__")'
+    said = subprocess.check_output([sys.executable, '-c', code], text=True)
+    assert float(said.split()[-3]) < 1e-4
+
+
+def test_an_interrupted_export_is_no_export_and_is_made_again(workdir, tmp_path, monkeypatch):
+    out = tmp_path / 'out'
+    export.export(workdir, out)
+    files = {path.name: path.read_bytes() for path in out.iterdir()}
+    with monkeypatch.context() as context:
+        context.setattr(export, 'draw_example', lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            export.export(f'{workdir}@2', out)
+    assert not (out / 'config.json').exists()
+    export.export(workdir, out)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == files
+    export.export(workdir, out, average=False)
+    assert (out / 'model.safetensors').read_bytes() != files['model.safetensors']
+
+
+def test_a_folder_of_something_else_is_left_alone(workdir, tmp_path):
+    (tmp_path / 'thesis.tex').write_text('x')
+    with pytest.raises(ValueError, match=r'holds thesis\.tex: expected a new folder'):
+        export.export(workdir, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ['thesis.tex']

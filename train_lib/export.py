@@ -1,0 +1,177 @@
+"""Exports a trained model: weights as safetensors, and a page of PyTorch that draws with them.
+
+    python -m train_lib.export --workdir=W --out=EXPORT
+    python EXPORT/reference.py EXPORT       # draws an example again, in PyTorch, and compares
+
+| file | holds |
+|---|---|
+| `model.safetensors` | float32 weights, as `blocks.0.attention.qkv.weight`, `(out, in)` |
+| `config.json` | sizes of the model, statistics and text encoder of its data, settings of drawing |
+| `example.safetensors` | noise, a text, and the raw latents that the model draws of them |
+| `reference.py` | the model and its sampler in PyTorch, see `torch_reference.py` |
+
+`config.json` is written last: a folder with it is complete. The same command begins again.
+"""
+
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import safetensors.numpy
+from absl import flags
+from etils import epath
+
+from train_lib import (
+    data_facts,
+    flow,
+    models,
+    process,
+    sampling,
+    saved_run,
+    sharding,
+    step,
+    workdirs,
+)
+from train_lib.data_facts import DataFacts
+from train_lib.models.dit import DiT
+from train_lib.models.words import Words
+
+FLAGS = flags.FLAGS
+
+_SIZES = 'width', 'depth', 'num_heads', 'patch_size', 'mlp_ratio', 'text'
+_NUM_EXAMPLES, _NUM_TOKENS = 2, 16
+_REFERENCE = 'torch_reference.py'
+
+
+def export(place: epath.PathLike, out: epath.PathLike, *, average: bool = True) -> None:
+    """Writes the files of a checkpoint into a folder.
+
+    Args:
+        place: `WORKDIR` of the run, for its last checkpoint, or `WORKDIR@STEP`.
+        out: folder, local or `gs://`, that does not exist or holds an export.
+        average: export the moving average of the weights.
+
+    Raises:
+        ValueError: there is no such checkpoint, its model is of another kind than `dit`, or the
+            folder holds something else.
+        OSError: the workdir cannot be read, or the folder cannot be written.
+    """
+    saved = saved_run.open_run(place)
+    config = ml_collections.ConfigDict(saved.description.config)
+    facts = data_facts.from_json(saved.description.facts)
+    with config.unlocked():
+        config.model.dtype = 'float32'
+    model = models.make(**config.model, vocabulary=facts.vocabulary)
+    if not isinstance(model, DiT):
+        raise ValueError(
+            f'{place}: model.kind={config.model.kind!r} cannot be exported, expected dit'
+        )
+    folder = _prepare(epath.Path(out))
+    placed = sharding.replicated(sharding.make_mesh(devices=jax.local_devices()[:1]))
+    params = saved.restore_weights(saved.abstract_weights(placed), average=average)
+    preview = {name: x for name, x in config.preview.items() if name not in ('count', 'split')}
+    content = {
+        'step': saved.step,
+        'average': average,
+        'model': {name: getattr(model, name) for name in _SIZES},
+        'preview': preview,
+        'data': facts.to_json(),
+    }
+    _write(folder / 'model.safetensors', flatten(jax.device_get(params)))
+    _write(folder / 'example.safetensors', draw_example(model, params, facts, preview))
+    source = pathlib.Path(__file__).with_name(_REFERENCE)
+    (folder / 'reference.py').write_text(source.read_text(encoding='utf-8'))
+    (folder / 'config.json').write_text(json.dumps(content, indent=1) + '\n')
+
+
+def flatten(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Weights by PyTorch's names: one entry a block, kernels `(out, in)` as `weight`."""
+    weights = {}
+    for name, x in flax.traverse_util.flatten_dict(params, sep='.').items():
+        if name.startswith('blocks.'):
+            rest = name.removeprefix('blocks.')
+            parts = {f'blocks.{number}.{rest}': layer for number, layer in enumerate(x)}
+        else:
+            parts = {name: x}
+        for part, layer in parts.items():
+            if part.endswith('.kernel'):
+                part, layer = part.removesuffix('kernel') + 'weight', layer.T
+            weights[part] = np.ascontiguousarray(layer, np.float32)
+    return weights
+
+
+def draw_example(
+    model: DiT, params: Any, facts: DataFacts, preview: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
+    """Noise, a made-up text and the raw latents that the model draws of them.
+
+    `text` holds embeddings, token ids or, for a model with an encoder in its step, hidden states
+    with `present` beside them.
+    """
+    random, count = np.random.default_rng(0), _NUM_EXAMPLES
+    noise = random.normal(size=(count, *facts.latent_shape)).astype(np.float32)
+    present = np.arange(_NUM_TOKENS) < random.integers(1, _NUM_TOKENS, (count, 1))
+    text: Any
+    if not facts.vocabulary:
+        normal = random.normal(size=(count, facts.text_dim))
+        raw = (normal * facts.stats.text_std + facts.stats.text_mean).astype(np.float16)
+        example, text = {'text': raw}, flow.standardize_text(jnp.asarray(raw), facts.stats)
+    elif 'projection' in params['words']:
+        width = params['words']['projection']['kernel'].shape[0]
+        states = random.normal(size=(count, _NUM_TOKENS, width)).astype(np.float32)
+        example = {'text': states, 'present': present.astype(np.uint8)}
+        text = Words(jnp.asarray(states), jnp.asarray(present))
+    else:
+        ids = random.integers(facts.vocabulary, size=(count, _NUM_TOKENS))
+        text = np.where(present, ids, -1).astype(np.int32)
+        example = {'text': text}
+    settings = {name: x for name, x in preview.items() if name != 'vae'}
+    velocity = step.applied(model, params)
+
+    @jax.jit
+    def sample(noise: jax.Array, text: Any) -> jax.Array:
+        return sampling.sample(velocity, noise, text, **settings)
+
+    with jax.default_matmul_precision('highest'):
+        latents = flow.raw_latents(sample(noise, text), facts.stats)
+    return {'noise': noise, **example, 'latents': np.asarray(latents)}
+
+
+def _prepare(folder: epath.Path) -> epath.Path:
+    """The folder, without a former export's `config.json`."""
+    workdirs.check_writable(folder)
+    there = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    files = {'model.safetensors', 'example.safetensors', 'reference.py', 'config.json'}
+    if others := sorted(there - files):
+        raise ValueError(f'{folder} holds {others[0]}: expected a new folder, or an export.')
+    if 'config.json' in there:
+        (folder / 'config.json').unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _write(path: epath.Path, arrays: dict[str, np.ndarray]) -> None:
+    path.write_bytes(safetensors.numpy.save(arrays))
+
+
+def main() -> None:
+    """Exports what the flags name."""
+    process.prepare()
+    with process.errors_in_one_line():
+        place = FLAGS.workdir if FLAGS.step is None else f'{FLAGS.workdir}@{FLAGS.step}'
+        export(place, workdirs.absolute(FLAGS.out), average=FLAGS.average)
+    print(f'exported: {FLAGS.out}')
+
+
+if __name__ == '__main__':
+    flags.DEFINE_string('workdir', None, 'Folder of the training run, local or gs://.')
+    flags.DEFINE_string('out', None, 'Folder to write, local or gs://.')
+    flags.DEFINE_integer('step', None, 'Of the checkpoint; by default the last.', lower_bound=0)
+    flags.DEFINE_bool('average', True, 'Export the moving average of the weights.')
+    process.run(main, required=['workdir', 'out'])

@@ -1,0 +1,159 @@
+"""Draws with an exported model in PyTorch; one page that imports nothing of this project.
+
+    python reference.py FOLDER      # draws the example of the export again and compares
+
+    weights, config = load('FOLDER')
+    latents = draw(weights, config, noise, text)    # raw latents (n, C, H, W), for a VAE's decoder
+
+Noise is standard normal, `(n, H, W, C)`. A text is what the model was trained on: an embedding
+`(n, D)`, token ids `(n, T)` padded with -1, or an encoder's hidden states, a pair of `(n, T, D)`
+and bool `(n, T)`, False for padding.
+"""
+
+import itertools
+import json
+import math
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+
+def load(folder):
+    """Weights by name, float32, and the configuration."""
+    config = json.loads((Path(folder) / 'config.json').read_text())
+    return load_file(Path(folder) / 'model.safetensors'), config
+
+
+def draw(weights, config, noise, text):
+    """Integrates the velocity from noise at time 1 to data at time 0, with guidance."""
+    facts, preview = config['data'], config['preview']
+    count, stats = len(noise), {name: torch.tensor(x) for name, x in facts['stats'].items()}
+    if not facts['vocabulary']:
+        std = stats['text_std']
+        text = torch.where(std > 1e-6, (text.float() - stats['text_mean']) / std, 0)
+    twice = tuple(x.repeat(2, *[1] * (x.ndim - 1)) for x in _tuple(text))
+    drop = torch.arange(2 * count) >= count
+
+    def guided(z, time):
+        both = velocity(weights, config, z.repeat(2, 1, 1, 1), time.repeat(2 * count), twice, drop)
+        with_text, without = both.chunk(2)
+        inside = preview['guidance_low'] <= time <= preview['guidance_high']
+        return without + (preview['guidance'] if inside else 1) * (with_text - without)
+
+    times = 1 - torch.arange(preview['num_steps'] + 1) / preview['num_steps']
+    shift = preview['time_shift']
+    times = shift * times / (1 + (shift - 1) * times)
+    z = noise
+    for time, next_time in itertools.pairwise(times):
+        slope = guided(z, time)
+        if preview['sampler'] == 'heun' and next_time > 0:
+            slope = (slope + guided(z + (next_time - time) * slope, next_time)) / 2
+        z = z + (next_time - time) * slope
+    return (z * stats['latent_std'] + stats['latent_mean']).permute(0, 3, 1, 2)
+
+
+def velocity(weights, config, z, t, text, drop):
+    """The transformer: `(n, H, W, C)`, times `(n,)`, text, and which texts to ignore."""
+    model, (n, height, width, channels) = config['model'], z.shape
+    p, w = model['patch_size'], model['width']
+    words, pooled = _words(weights, text, drop) if 'words.nothing' in weights else (None, text[0])
+    if model['text'] != 'sequence':
+        words = None
+    frequencies = torch.exp(-math.log(1e4) * torch.arange(128) / 128)
+    angles = 1000 * t[:, None] * frequencies
+    time = torch.cat([angles.cos(), angles.sin()], 1)
+    time = _dense(
+        weights, 'conditioning.time_2', F.silu(_dense(weights, 'conditioning.time_1', time))
+    )
+    said = _dense(weights, 'conditioning.text_1', pooled)
+    said = torch.where(drop[:, None], weights['conditioning.no_text'], said)
+    condition = F.silu(time + _dense(weights, 'conditioning.text_2', F.silu(said)))
+
+    x = z.reshape(n, height // p, p, width // p, p, channels).transpose(2, 3)
+    x = _dense(weights, 'patches', x.reshape(n, -1, p * p * channels))
+    x = x + _positions(height // p, width // p, w)
+    for block in range(model['depth']):
+        x = _block(weights, f'blocks.{block}', model['num_heads'], x, condition, words)
+    shift, scale = _dense(weights, 'modulation', condition)[:, None].chunk(2, -1)
+    x = _dense(weights, 'velocity', _norm(x) * (1 + scale) + shift)
+    x = x.reshape(n, height // p, width // p, p, p, channels).transpose(2, 3)
+    return x.reshape(n, height, width, channels)
+
+
+def _block(weights, name, num_heads, x, condition, words):
+    parts = _dense(weights, f'{name}.modulation', condition)[:, None].chunk(6, -1)
+    shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = parts
+
+    def heads(y, which, count):
+        y = _dense(weights, f'{name}.attention.{which}', y)
+        return y.unflatten(-1, (count, num_heads, -1)).permute(2, 0, 3, 1, 4)
+
+    query, key, value = heads(_norm(x) * (1 + scale_1) + shift_1, 'qkv', 3)
+    mask = None
+    if words is not None:
+        vectors, present = words
+        of_words = heads(vectors, 'words', 2)
+        key, value = torch.cat([key, of_words[0]], 2), torch.cat([value, of_words[1]], 2)
+        mask = F.pad(present, (x.shape[1], 0), value=True)[:, None, None]
+    query = _rms(query, weights[f'{name}.attention.query_norm.scale'])
+    key = _rms(key, weights[f'{name}.attention.key_norm.scale'])
+    mixed = F.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2).flatten(2)
+    x = x + gate_1 * _dense(weights, f'{name}.attention.out', mixed)
+    hidden = _dense(weights, f'{name}.mlp_1', _norm(x) * (1 + scale_2) + shift_2)
+    return x + gate_2 * _dense(weights, f'{name}.mlp_2', F.gelu(hidden, approximate='tanh'))
+
+
+def _words(weights, text, drop):
+    """The sequence of a text's vectors behind one for no text, and their mean."""
+    if len(text) == 2:
+        states, real = text
+        normed = _rms(states, weights['words.norm.scale'])
+        vectors = _dense(weights, 'words.projection', normed)
+    else:
+        real = text[0] >= 0
+        own = torch.where(real[..., None], weights['words.table'][text[0]], 0)
+        around = F.pad(own, (0, 0, 1, 1))
+        beside = torch.cat([around[:, :-2], own, around[:, 2:]], -1)
+        vectors = F.silu(_dense(weights, 'words.neighbours', beside))
+    vectors_or_0 = torch.where(real[..., None], vectors, 0)
+    pooled = vectors_or_0.sum(1) / real.sum(1, keepdim=True).clamp(min=1)
+    nothing = weights['words.nothing'].expand(len(vectors), 1, -1)
+    present = F.pad(real & ~drop[:, None], (1, 0), value=True)
+    return (torch.cat([nothing, vectors], 1), present), pooled
+
+
+def _dense(weights, name, x):
+    return F.linear(x, weights[f'{name}.weight'], weights[f'{name}.bias'])
+
+
+def _norm(x):
+    return F.layer_norm(x, x.shape[-1:], eps=1e-6)
+
+
+def _rms(x, scale):
+    return F.rms_norm(x, x.shape[-1:], scale, 1e-6)
+
+
+def _positions(rows, columns, width):
+    frequencies = 1e4 ** -(torch.arange(width // 4, dtype=torch.float64) / (width // 4))
+    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing='ij')
+    angles = [place.flatten()[:, None] * frequencies for place in (row, column)]
+    return torch.cat([f(angle) for angle in angles for f in (torch.sin, torch.cos)], -1).float()
+
+
+def _tuple(text):
+    return text if isinstance(text, tuple) else (text,)
+
+
+if __name__ == '__main__':
+    weights, config = load(sys.argv[1])
+    example = load_file(Path(sys.argv[1]) / 'example.safetensors')
+    has_states = 'present' in example
+    given = (example['text'], example['present'].bool()) if has_states else example['text']
+    with torch.inference_mode():
+        drawn = draw(weights, config, example['noise'], given)
+    apart = (drawn - example['latents']).abs().max() / example['latents'].std()
+    print(f'largest difference to the example: {apart:.1e} standard deviations')
