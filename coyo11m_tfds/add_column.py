@@ -14,30 +14,43 @@ written has a row for each record, in the order of the shards. The description o
 replaced last: until then the data set is what it was, and a command that was killed can be given
 again. Keys are read from the shards, all of whose bytes are fetched for that if the data set is on
 gs://.
+
+`--replace` also takes the name of a column that is there, `--remove` removes one. If the latents of
+the data set lie in place, and the source has been moved or copied, `--name=latents --source=FOLDER`
+says where it is now; its files must be the same.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 import input_pipeline
 from coyo11m_tfds import columns, schema, texts
-from coyo11m_tfds.build import manifest
-from coyo11m_tfds.columns import AddedColumn
+from coyo11m_tfds.build import in_place, manifest
+from coyo11m_tfds.columns import AddedColumn, Column, ColumnFile
 from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.reading import names, stored_dataset, verified
 from coyo11m_tfds.reading.stored_dataset import StoredDataset
 from coyo11m_tfds.report.moments import Moments, add_vectors
-from coyo11m_tfds.source import embedding_store, matrix_store, part_files, row_store
-from coyo11m_tfds.storage import build_lock, file_state, held_folder, stored_files
+from coyo11m_tfds.source import (
+    embedding_store,
+    matrix_store,
+    part_files,
+    pt_file,
+    remote_heads,
+    row_store,
+)
+from coyo11m_tfds.storage import build_lock, file_state, held_folder, source_files, stored_files
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.scratch import Scratch, choose_folder
+from coyo11m_tfds.storage.source_files import SourceFile
 
 _NAME = re.compile(r'[a-z][a-z0-9_]*')
 _TAKEN = {*stored_dataset.READABLE, names.DROP_TEXT, names.MASK, texts.RECORDS}
@@ -71,6 +84,7 @@ def add(
     *,
     parquet: str | os.PathLike[str] = '',
     column: str = '',
+    replace: bool = False,
     scratch_dir: str = '',
 ) -> AddedColumn:
     """Adds a column to a data set: embeddings, tokens, or a column of a Parquet file.
@@ -83,6 +97,7 @@ def add(
         text: what `embed_captions` made, embeddings or tokens, of any column of captions.
         parquet: files with `column`.
         column: of integers, floats, or lists of these of one length; it keeps its dtype.
+        replace: instead of a column of this name, if there is one.
         scratch_dir: local folder for the values as a matrix, which takes as much room as they do;
             '' for where a build has it: `.coyo11m_tfds` beside the folder of the data set, or this
             user's cache for one on gs://.
@@ -95,19 +110,135 @@ def add(
     """
     if bool(text) == bool(parquet) or bool(parquet) != bool(column):
         raise ValueError('expected either text, or parquet with column.')
+    with _editing(data_dir, scratch_dir) as edit:
+        _check_name(edit.stored, name, replace)
+        if text:
+            values = _open_text(os.fspath(text), edit.scratch)
+        else:
+            values = _open_rows(os.fspath(parquet), column, edit.scratch)
+        return _add(edit, name, values)
+
+
+def remove(data_dir: str | os.PathLike[str], name: str) -> None:
+    """Removes an added column; runs that read it end with an error.
+
+    Raises:
+        ValueError: there is no data set, or no such column.
+        TimeoutError, OSError: as of `add`.
+    """
+    with _editing(data_dir) as edit:
+        added = {n for n, x in edit.stored.columns.items() if isinstance(x, AddedColumn)}
+        if name not in added:
+            raise ValueError(
+                f'{edit.stored.folder}: no column {name!r} was added; there are {sorted(added)}.'
+            )
+        edit.commit({n: x for n, x in edit.stored.columns.items() if n != name})
+
+
+def move_latents(data_dir: str | os.PathLike[str], source: str | os.PathLike[str]) -> None:
+    """Says where the `.pt` files lie now that the latents of a data set are in.
+
+    Args:
+        data_dir: folder of the data set, local or on gs://.
+        source: folder of the source, whose files of the same names have the same contents, as far
+            as the CRC-32s in their directories tell.
+
+    Raises:
+        ValueError: there is no data set in place, or a file is missing or another one.
+        TimeoutError, OSError: as of `add`.
+    """
+    with _editing(data_dir) as edit:
+        latents = edit.stored.columns.get(schema.LATENTS)
+        if not isinstance(latents, Column):
+            raise ValueError(f'{edit.stored.folder}: its latents lie in its records, in no source.')
+        _, there = source_files.list_files(source, schema.LATENTS_FOLDER, ('.pt',))
+        by_name = {os.path.basename(name): file for name, file in there.items()}
+        files = [_find_moved(file, by_name, os.fspath(source), edit) for file in latents.files]
+        moved = dataclasses.replace(latents, files=tuple(files))
+        edit.commit({**edit.stored.columns, schema.LATENTS: moved})
+
+
+def _find_moved(
+    before: ColumnFile, by_name: Mapping[str, SourceFile], source: str, edit: '_Edit'
+) -> ColumnFile:
+    name = os.path.basename(before.path)
+    if name not in by_name:
+        raise ValueError(f'{source}: {name} is missing, and latents lie in it. Copy it there.')
+    file = by_name[name]
+    in_place.check_within_reach(file, edit.stored.folder)
+    head = remote_heads.fetch_head(file, edit.scratch, check_crc=False)
+    found = in_place.describe(file, pt_file.LatentShard(head, name=file.path))
+    if found.digest != before.digest:
+        raise ValueError(
+            f'{file.path}: is another file than {before.path} was when the data set was built: '
+            f'its directory has digest {found.digest}, expected {before.digest}.'
+        )
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Edit:
+    """A data set whose lock this process holds, to change its columns.
+
+    Attributes:
+        stored: the data set.
+        destination: its folder.
+        staging: local folder for files that `commit` puts there.
+        scratch: local folder for other files, empty at first.
+        lock: of the data set.
+    """
+
+    stored: StoredDataset
+    destination: Destination
+    staging: str
+    scratch: str
+    lock: build_lock.Lock
+
+    def commit(self, found: Mapping[str, Column | AddedColumn], files: Sequence[str] = ()) -> None:
+        """Puts files into their place, then what describes these columns; removes what is over.
+
+        Checksums are put before the description of the columns: a column that this does not name
+        does not exist, so that after a kill in between the same command is given again.
+        """
+        build, folder = self.stored.build, self.destination.folder
+        columns.write(self.staging, found, build)
+        names = [*files, schema.of_build(schema.COLUMNS_FILE, build)]
+        there = stored_files.list_folder(folder)
+        over = there.keys() & columns.left_over(there, found, build)
+        if recorded := there.get(schema.of_build(schema.CHECKSUMS_FILE, build)):
+            content = bytes(stored_files.read(recorded, stored_files.Content).data)
+            states = {x: file_state.of_file(os.path.join(self.staging, x)) for x in names}
+            kept = {x: state for x, state in manifest.parse(content).items() if x not in over}
+            manifest.write(self.staging, kept | states, build)
+            names.insert(-1, recorded.name)
+        self.lock.check()
+        for name in names:
+            path = os.path.join(self.staging, name)
+            self.destination.put(path, name, file_state.of_file(path).crc32c)
+        if over:
+            self.destination.keep_only('', (there.keys() | set(names)) - over)
+
+
+@contextlib.contextmanager
+def _editing(data_dir: str | os.PathLike[str], scratch_dir: str = '') -> Iterator[_Edit]:
+    """Within it nobody else changes the data set; nothing is left of what it puts elsewhere."""
     folder = os.fspath(data_dir).rstrip('/')
     _read(folder)  # where there is no data set there shall be no lock
     with build_lock.hold(folder, wait_seconds=None) as lock:
         stored = _read(folder)
-        _check_name(stored, name)
-        scratch = choose_folder(schema.NAME, f'{folder}/../../..', os.fspath(scratch_dir))
-        os.makedirs(scratch, exist_ok=True)
-        if text:
-            values = _open_text(os.fspath(text), scratch)
-        else:
-            values = _open_rows(os.fspath(parquet), column, scratch)
-        with held_folder.make(scratch, 'column-') as staging:
-            return _add(stored, name, values, lock, staging)
+        parent = choose_folder(schema.NAME, f'{folder}/../../..', os.fspath(scratch_dir))
+        os.makedirs(parent, exist_ok=True)
+        destination = Destination(folder)
+        with held_folder.make(parent, 'column-') as scratch:
+            destination.sweep()  # what a killed one left
+            try:
+                edit = _Edit(stored, destination, destination.staging(scratch), scratch, lock)
+                there = stored_files.list_folder(folder)
+                if columns.left_over(there, stored.columns, stored.build):
+                    edit.commit(stored.columns)
+                yield edit
+            finally:
+                destination.sweep()
 
 
 def _read(folder: str) -> StoredDataset:
@@ -117,8 +248,10 @@ def _read(folder: str) -> StoredDataset:
     return stored
 
 
-def _check_name(stored: StoredDataset, name: str) -> None:
+def _check_name(stored: StoredDataset, name: str, replace: bool) -> None:
     taken = {*stored.features, *stored.columns} | _TAKEN
+    if replace and isinstance(stored.columns.get(name), AddedColumn):
+        return
     if not _NAME.fullmatch(name) or name in taken:
         raise ValueError(
             f'{stored.folder}: a new column cannot be called {name!r}; taken are {sorted(taken)}. '
@@ -145,39 +278,33 @@ def _open_rows(place: str, column: str, scratch: str) -> _Values:
     return _Values(place, store, store.dtype, store.shape)
 
 
-def _add(
-    stored: StoredDataset, name: str, values: _Values, lock: build_lock.Lock, fallback: str
-) -> AddedColumn:
-    """Writes the files and puts them into their place, the description of the columns last."""
-    destination = Destination(stored.folder)
-    destination.sweep()  # what a killed one left
-    staging = destination.staging(fallback)
+def _add(edit: _Edit, name: str, values: _Values) -> AddedColumn:
+    """Writes the files and puts them into their place, instead of a column of this name."""
+    stored = edit.stored
     is_text = values.feature == schema.TEXT_EMBEDDING
     sums = Moments(values.shape[0]) if is_text else None
-    try:
-        files = {split: columns.file_name(name, split, stored.build) for split in stored.splits}
-        lacking = [
-            _write(
-                os.path.join(staging, file),
-                stored,
-                split,
-                values,
-                sums if split == schema.TRAIN else None,
-            )
-            for split, file in files.items()
-        ]
-        _check_complete(stored, values, np.concatenate(lacking))
-        column = AddedColumn(
-            name, values.dtype.name, values.shape, files, values.feature, encoder=values.encoder
+    files = {split: columns.file_name(name, split, stored.build) for split in stored.splits}
+    lacking = [
+        _write(
+            os.path.join(edit.staging, file),
+            stored,
+            split,
+            values,
+            sums if split == schema.TRAIN else None,
         )
-        if sums:
-            mean, std = sums.mean_and_std()
-            column = dataclasses.replace(column, mean=mean, std=std)
-        columns.write(staging, {**stored.columns, name: column}, stored.build)
-        lock.check()
-        _commit(destination, staging, list(files.values()), stored.build)
-    finally:
-        destination.sweep()
+        for split, file in files.items()
+    ]
+    _check_complete(stored, values, np.concatenate(lacking))
+    column = AddedColumn(
+        name, values.dtype.name, values.shape, files, values.feature, encoder=values.encoder
+    )
+    if sums:
+        mean, std = sums.mean_and_std()
+        column = dataclasses.replace(column, mean=mean, std=std)
+    others = {n: x for n, x in stored.columns.items() if n != name}
+    if name in stored.columns:  # no file of it may be replaced while it is there
+        edit.commit(others)
+    edit.commit({**others, name: column}, list(files.values()))
     return column
 
 
@@ -248,24 +375,6 @@ def _keys(stored: StoredDataset, split: str) -> Iterator[np.ndarray]:
         yield batch[schema.KEY][batch[names.MASK]]
 
 
-def _commit(destination: Destination, staging: str, files: list[str], build: str) -> None:
-    """Moves files, and what describes them, from `staging` to the data set.
-
-    Checksums are moved before the description of the columns: a column that this does not name does
-    not exist, so that after a kill in between the same command adds it.
-    """
-    names = [*files, schema.of_build(schema.COLUMNS_FILE, build)]
-    states = {name: file_state.of_file(os.path.join(staging, name)) for name in names}
-    there = stored_files.list_folder(destination.folder)
-    if recorded := there.get(schema.of_build(schema.CHECKSUMS_FILE, build)):
-        content = stored_files.read(recorded, stored_files.Content)
-        manifest.write(staging, manifest.parse(bytes(content.data)) | states, build)
-        names.insert(-1, recorded.name)
-    for name in names:
-        path = os.path.join(staging, name)
-        destination.put(path, name, file_state.of_file(path).crc32c)
-
-
 def parse_flags() -> argparse.Namespace:
     """Parses the command line."""
     parser = command_line.Parser('coyo11m_tfds.add_column', __doc__)
@@ -276,15 +385,20 @@ def parse_flags() -> argparse.Namespace:
     made = 'what coyo11m_tfds.embed_captions made: a file or a folder'
     source.add_argument('--text', default='', help=made)
     source.add_argument('--parquet', default='', help='any Parquet file with a column key')
+    source.add_argument('--remove', action='store_true', help='remove the column')
+    source.add_argument('--source', default='', help='where the latents lie in place by now')
     add_argument(
         '--column',
         default='',
         help='of --parquet: numbers, or lists of one length; devices take at most 32 bits',
     )
+    add_argument('--replace', action='store_true', help='also a column that is there')
     add_argument('--scratch_dir', default='', help='local folder for the values on their way')
     flags = parser.parse_args()
     if bool(flags.parquet) != bool(flags.column):
         parser.error('--parquet and --column: expected both or neither')
+    if flags.source and flags.name != schema.LATENTS:
+        parser.error(f'--source: only latents lie in one, expected --name={schema.LATENTS}')
     return flags
 
 
@@ -292,15 +406,29 @@ def main() -> None:
     """Runs the command line; bad input ends it with one message and exit status 1."""
     flags = parse_flags()
     command_line.show_log()
-    outlook = 'nothing was added, the same command starts again'
+    outlook = 'nothing was changed, the same command starts again'
     with ending.in_one_line(outlook, (ValueError, OSError, build_lock.Lost)):
-        flags.data_dir = stored_dataset.choose(flags.data_dir)
-        column = add(**vars(flags))
+        said = _run(flags)
+    print(f'{flags.data_dir}: {said}')
+
+
+def _run(flags: argparse.Namespace) -> str:
+    """Does what the flags say; returns what to tell of it."""
+    flags.data_dir = stored_dataset.choose(flags.data_dir)
+    options = vars(flags)
+    is_removed, source = options.pop('remove'), options.pop('source')
+    if source:
+        move_latents(flags.data_dir, source)
+        return f'its latents are read from {source}.'
+    if is_removed:
+        remove(flags.data_dir, flags.name)
+        return f'column {flags.name!r} is removed.'
+    column = add(**options)
     what = f'text={column.name!r}' if column.feature else f'features=({column.name!r},)'
-    kind = f'{column.dtype} {column.shape}'
-    print(f'{flags.data_dir}: {what} has {kind} for each record.')
+    said = f'{what} has {column.dtype} {column.shape} for each record.'
     if np.dtype(column.dtype).itemsize > 4:
-        print('Devices hold numbers of at most 32 bits: `to_device` refuses this column.')
+        said += ' Devices hold numbers of at most 32 bits: `to_device` refuses this column.'
+    return said
 
 
 if __name__ == '__main__':

@@ -14,7 +14,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ class ColumnFile:
 
     Attributes:
         path: absolute, or a URL on gs://.
-        version: its checksum on gs://, else its size and time of change; see `SourceFile`.
+        version: of a remote file, see `SourceFile`; '' for a local one, which its digest tells.
         digest: of the directory of its archive, see `pt_archive.Archive`.
         start: where the first row begins, in bytes.
     """
@@ -64,13 +64,11 @@ class ColumnFile:
         advice = 'Restore it, or build the data set again.'
         if found is None:
             raise ValueError(f'{self.path} is missing, and latents lie in it. {advice}')
-        what, now, before = 'version is', found.version, self.version
-        if now == before and not found.is_remote:  # the checksum of a bucket covers the directory
-            what, now, before = (
-                'directory has digest',
-                pt_archive.open_archive(self.path).digest,
-                self.digest,
-            )
+        if found.is_remote:  # the checksum of a bucket covers the directory
+            what, now, before = 'version is', found.version, self.version
+        else:
+            now, before = pt_archive.open_archive(self.path).digest, self.digest
+            what = 'directory has digest'
         if now != before:
             raise ValueError(
                 f'{self.path}: has changed since the data set was built, and latents lie in it: '
@@ -206,6 +204,17 @@ def file_name(column: str, split: str, build: str = '') -> str:
 def is_file_name(name: str) -> bool:
     """True if it is the name of such a file."""
     return name.startswith('column_') and name.endswith('.npy') and '/' not in name
+
+
+def left_over(
+    names: Iterable[str], columns: Mapping[str, Column | AddedColumn], build: str
+) -> set[str]:
+    """Names of files of columns of a build that are none of these: a killed command left them."""
+    used = {
+        file for x in columns.values() if isinstance(x, AddedColumn) for file in x.files.values()
+    }
+    found = {name for name in names if is_file_name(name) and schema.build_of(name) == build}
+    return {x for x in found - used if not x.startswith(f'column_{schema.LATENTS}-')}
 
 
 def write(

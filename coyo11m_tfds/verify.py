@@ -54,12 +54,14 @@ class Verified:
 
     Attributes:
         faults: a line each: `FILE: what was found, expected what`.
+        left_over: names of files that a killed `add_column` left; they do no harm.
         num_files: in the folder.
         num_bytes: of these.
         has_checksums: whether there is a usable record of the checksums of its files.
     """
 
     faults: list[str]
+    left_over: list[str]
     num_files: int
     num_bytes: int
     has_checksums: bool
@@ -95,7 +97,7 @@ def verify(
     check = _Check(files, build, fast, parallel)
     check.run()
     num_bytes = sum(file.size for file in files.values())
-    return Verified(check.faults, len(files), num_bytes, bool(check.recorded))
+    return Verified(check.faults, check.left_over, len(files), num_bytes, bool(check.recorded))
 
 
 def _find_build(files: Mapping[str, SourceFile]) -> str:
@@ -113,14 +115,16 @@ class _Check:
 
     Attributes:
         faults: found so far.
+        left_over: names of files of columns that are not described.
         recorded: states of files by name, as the build recorded them; {} without such a record.
     """
 
     def __init__(self, files: Mapping[str, SourceFile], build: str, fast: bool, parallel: int):
-        self._files, self._fast, self._parallel = files, fast, parallel
+        self._files, self._fast, self._parallel, self._build = files, fast, parallel, build
         self._checksums = schema.of_build(schema.CHECKSUMS_FILE, build)
         self._columns = schema.of_build(schema.COLUMNS_FILE, build)
         self.faults: list[str] = []
+        self.left_over: list[str] = []
         self.recorded: dict[str, FileState] = {}
 
     def run(self) -> None:
@@ -128,12 +132,15 @@ class _Check:
         names = [name for name in self._files if not _is_large(name)]
         contents = {self._checksums: self._read_small(self._checksums)}
         self.recorded = self._parse(self._checksums, contents, manifest.parse) or {}
+        # It has a digest of its own, and `add_column` replaces it after the record of checksums.
+        self.recorded.pop(self._columns, None)
         contents |= {name: self._read_small(name) for name in names}
         found = self._parse(self._columns, contents, columns.parse) or {}
         check_features = functools.partial(_check_features, _FEATURES - found.keys())
         self._parse(schema.FEATURES_FILE, contents, check_features)
         splits = self._parse(schema.INFO_FILE, contents, stored_splits.parse) or []
         has_crc = self._parse(schema.METADATA_FILE, contents, _has_crc)
+        self.left_over = sorted(columns.left_over(self._files, found, self._build))
         self._check_names(splits)
         shards: dict[str, StoredShard] = {}
         for split in splits:
@@ -202,7 +209,8 @@ class _Check:
             expected |= {file_name(split.name, split.build), *split.file_names}
         for name in sorted(expected - self._files.keys()):
             self._add(name, 'is missing')
-        for name in sorted(self._files.keys() - expected - {self._checksums}):
+        others = {self._checksums, self._columns, *filter(columns.is_file_name, self._files)}
+        for name in sorted(self._files.keys() - expected - others):
             # Without a record, only of shards is it known which there should be.
             if self.recorded or (splits and _SHARD in name):
                 self._add(name, f'is unexpected, a file of {self._files[name].size} bytes')
@@ -366,6 +374,8 @@ def main() -> None:
             f'{schema.CHECKSUMS_FILE} is missing or damaged: files are checked against each other '
             'alone, not against what was built.'
         )
+    for name in found.left_over:
+        print(f'{name}: was left by a killed add_column; the next one removes it.')
     for fault in found.faults:
         print(fault)
     print(

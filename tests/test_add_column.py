@@ -283,7 +283,8 @@ def test_mistakes_of_a_command_are_named(copy, other_embeddings, tmp_path):
 @pytest.mark.parametrize(
     ('flags', 'words'),
     [
-        ([], 'one of the arguments --text --parquet is required'),
+        ([], 'one of the arguments --text --parquet --remove --source is required'),
+        (['--source=x'], 'only latents lie in one, expected --name=latents'),
         (['--parquet=x'], '--parquet and --column: expected both or neither'),
         (['--text=x', '--column=y'], '--parquet and --column: expected both or neither'),
         (['--text=x', '--parquet=y'], 'not allowed with argument'),
@@ -296,23 +297,37 @@ def test_flags_that_do_not_go_together_are_refused(monkeypatch, capsys, flags, w
     assert words in capsys.readouterr().err
 
 
-def test_a_command_that_was_killed_is_given_again(copy, mini_dataset, other_embeddings):
-    """At each moment at which a file is made durable or gets its name."""
-    shutil.rmtree(copy)
+@pytest.mark.parametrize('command', ['add', 'replace', 'remove'])
+def test_a_command_that_was_killed_is_given_again(
+    copy, tmp_path, hash_sidecar, other_embeddings, command
+):
+    """At each moment at which a file is made durable, gets its name, or is removed."""
+    if command != 'add':
+        add_column.add(copy, 'other', hash_sidecar)
     program = """
         import itertools, os, shutil, signal
-        from coyo11m_tfds import add_column, verify
-        built, copy, embeddings = sys.argv[1:]
+        from coyo11m_tfds import add_column, columns, verify
+        built, copy, embeddings, command = sys.argv[1:]
+
+        def run():
+            if command == 'remove':
+                add_column.remove(copy, 'other')
+            else:
+                add_column.add(copy, 'other', embeddings, replace=command == 'replace')
 
         def kill_at(moment):
             countdown = itertools.count(moment, -1)
             def dying(function):
-                def call(*arguments):
+                def call(*arguments, **options):
                     if next(countdown) == 0:
                         os.kill(os.getpid(), signal.SIGKILL)
-                    return function(*arguments)
+                    return function(*arguments, **options)
                 return call
-            os.fsync, os.replace = dying(os.fsync), dying(os.replace)
+            os.fsync, os.replace, os.remove = map(dying, (os.fsync, os.replace, os.remove))
+
+        def found():
+            column = columns.read(copy).get('other')
+            return str(column and column.mean[0])
 
         for moment in itertools.count():
             shutil.rmtree(copy, ignore_errors=True)
@@ -320,24 +335,60 @@ def test_a_command_that_was_killed_is_given_again(copy, mini_dataset, other_embe
             child = os.fork()
             if not child:
                 kill_at(moment)
-                add_column.add(copy, 'other', embeddings)
+                run()
                 os._exit(0)
             _, status = os.waitpid(child, 0)
+            assert not verify.verify(copy).faults
+            print(found(), flush=True)
             if not status:
                 break
-            described = os.path.exists(os.path.join(copy, 'columns.json'))
-            print(moment, described, flush=True)
-            if not described:
-                add_column.add(copy, 'other', embeddings)
-                assert not [name for name in os.listdir(copy) if name.startswith('.')]
-            assert not verify.verify(copy).faults
+            try:
+                run()
+            except ValueError:
+                assert command != 'replace'
+            assert not [name for name in os.listdir(copy) if name.startswith('.')]
+            checked = verify.verify(copy)
+            assert not checked.faults and not checked.left_over
     """
-    with children.python(program, mini_dataset, copy, other_embeddings) as child:
+    arguments = copy, tmp_path / '1.0.0', other_embeddings, command
+    with children.python(program, *arguments) as child:
         output, errors = child.communicate(timeout=300)
     assert child.returncode == 0, errors
-    described = [line.split()[1] for line in output.splitlines()]
-    assert len(described) > 10 and described[0] == 'False'
-    assert sorted(described) == described  # from one moment on it is there
+    states = [state for state, _ in itertools.groupby(output.split())]
+    assert len(output.split()) > 8
+    before, after = states[0], states[-1]
+    assert (before == 'None', after == 'None') == (command == 'add', command == 'remove')
+    # While one is replaced there is none for a moment; of two in part there is never one.
+    assert states == ([before, 'None', after] if command == 'replace' else [before, after])
+
+
+def test_a_column_is_replaced_and_removed(copy, mini_dataset, hash_sidecar, other_embeddings):
+    before = {file.name: file.read_bytes() for file in mini_dataset.iterdir() if file.is_file()}
+    add_column.add(copy, 'other', other_embeddings, replace=True)
+    once = {file.name: file.read_bytes() for file in copy.iterdir()}
+    add_column.add(copy, 'other', hash_sidecar, replace=True)
+    assert not verify.verify(copy).faults
+    batch = next(input_pipeline.train_batches(copy, **ORDER, text='other'))
+    wanted = embeddings_of(hash_sidecar)
+    found = batch[schema.TEXT_EMBEDDING]
+    np.testing.assert_array_equal(found, [wanted[key] for key in batch['key'].tolist()])
+    add_column.add(copy, 'other', other_embeddings, replace=True)
+    assert {file.name: file.read_bytes() for file in copy.iterdir()} == once
+    add_column.remove(copy, 'other')
+    assert not verify.verify(copy).faults
+    after = {file.name: file.read_bytes() for file in copy.iterdir()}
+    assert {name for name in after if after[name] != before.get(name)} <= {
+        *(schema.COLUMNS_FILE, schema.CHECKSUMS_FILE),
+    }
+    for name in ('other', 'latents'):
+        with pytest.raises(ValueError, match=rf'{copy}: no column {name!r} was added; there are'):
+            add_column.remove(copy, name)
+
+
+def test_no_values_stay_where_they_were_on_their_way(copy, other_embeddings, tmp_path):
+    scratch = tmp_path / 'scratch'
+    add_column.add(copy, 'other', other_embeddings, scratch_dir=str(scratch))
+    assert not [path for path in scratch.rglob('*') if path.is_file()]
 
 
 # --- What was added is verified ------------------------------------------------------------------
@@ -377,6 +428,9 @@ def test_the_command_adds_a_column_once(copy, other_embeddings):
             assert "a new column cannot be called 'other'" in errors
         else:
             assert f"{copy}: text='other' has float16 (640,) for each record" in output
+    with children.python(program, *flags[:2], '--remove') as child:
+        output, errors = child.communicate()
+    assert output == f"{copy}: column 'other' is removed.\n", errors
     assert not verify.verify(copy).faults
 
 

@@ -4,13 +4,14 @@ import itertools
 import os
 import pathlib
 import shutil
+import signal
 
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
 import input_pipeline
-from coyo11m_tfds import schema, verify
+from coyo11m_tfds import add_column, schema, verify
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import Coyo11mConfig
 from coyo11m_tfds.reading import dataset
 from coyo11m_tfds.source.pt_file import LatentShard
@@ -125,23 +126,87 @@ def test_another_setting_is_another_data_set(in_place, sample_source, hash_sidec
 
 
 def latents_file(source: pathlib.Path) -> pathlib.Path:
-    return sorted((source / schema.LATENTS_FOLDER).glob('*.pt'))[1]
+    return source / schema.LATENTS_FOLDER / '000010-000019.pt'
 
 
 @pytest.mark.parametrize(
     'change',
     [
-        lambda file: os.utime(file, ns=(1, 1)),
         lambda file: file.write_bytes(file.read_bytes()[:-1]),
         lambda file: shutil.copy(sorted(file.parent.glob('*.pt'))[0], file),
     ],
-    ids=['time', 'cut', 'another'],
+    ids=['cut', 'another'],
 )
 def test_a_source_that_has_changed_is_named_before_anything_is_read(movable, change):
     path, source = movable
     change(latents_file(source))
     with pytest.raises(ValueError, match=str(latents_file(source))):
         input_pipeline.train_batches(path, **ORDER)
+
+
+def test_a_copy_of_the_source_is_as_good(movable):
+    """Of another time: what is in it decides."""
+    path, source = movable
+    expected = read(path, 20)
+    file = latents_file(source)
+    shutil.copy(file, f'{file}.copy')
+    os.replace(f'{file}.copy', file)
+    assert_same(read(path, 20), expected)
+    assert not verify.verify(path).faults
+
+
+def test_a_source_that_was_moved_is_found_again(movable, tmp_path):
+    path, source = movable
+    expected = read(path, 20)
+    moved = source.rename(tmp_path / 'moved')
+    file = latents_file(moved)
+    whole = file.read_bytes()
+    with pytest.raises(ValueError, match='is missing, and latents lie in it'):
+        read(path, 1)
+    file.unlink()
+    with pytest.raises(ValueError, match=f'{moved}: {file.name} is missing, and latents lie in it'):
+        add_column.move_latents(path, moved)
+    shutil.copy(sorted(file.parent.glob('*.pt'))[0], file)
+    with pytest.raises(ValueError, match=f'{file}: is another file than {latents_file(source)}'):
+        add_column.move_latents(path, moved)
+    # Of another name inside, so that all lies a little further on.
+    torch = pytest.importorskip('torch')
+    file.write_bytes(whole)
+    torch.save(torch.load(file, weights_only=True), file.with_name(f'{"x" * 200}.pt'))
+    os.replace(file.with_name(f'{"x" * 200}.pt'), file)
+    add_column.move_latents(path, moved)
+    assert_same(read(path, 20), expected)
+    assert not verify.verify(path).faults
+
+
+def test_latents_of_records_are_in_no_source(mini_dataset, sample_source):
+    with pytest.raises(ValueError, match=f'{mini_dataset}: its latents lie in its records'):
+        add_column.move_latents(mini_dataset, sample_source)
+
+
+def test_a_build_that_goes_on_says_where_the_source_is_now(movable, hash_sidecar, tmp_path):
+    """Not where it was when the first shards were written."""
+    _, source = movable
+    program = """
+        import itertools, os, pathlib, signal
+        from coyo11m_tfds.build.finished_shards import FinishedShards
+        from tests import test_in_place
+
+        def save(*arguments, original=FinishedShards.save, numbers=itertools.count()):
+            original(*arguments)
+            if next(numbers) == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        FinishedShards.save = save
+        test_in_place.build(*map(pathlib.Path, sys.argv[1:]))
+    """
+    with children.python(program, source, hash_sidecar, tmp_path / 'other') as child:
+        child.communicate()
+    assert child.returncode == -signal.SIGKILL
+    moved = source.rename(tmp_path / 'moved')
+    path = build(moved, hash_sidecar, tmp_path / 'other')
+    assert not verify.verify(path).faults
+    assert read(path, 1)
 
 
 def test_a_source_that_is_gone_is_named(movable):
@@ -180,7 +245,7 @@ def test_verify_reads_the_source_too(movable):
     assert not verify.verify(path, fast=True).faults
     [fault] = verify.verify(path).faults
     assert fault.startswith(f'{file}: ') and 'has CRC-32' in fault
-    os.utime(file, ns=(1, 1))
+    shutil.copy(sorted(file.parent.glob('*.pt'))[0], file)
     [fault] = verify.verify(path, fast=True).faults
     assert fault.startswith(f'{file}: has changed since the data set was built')
 

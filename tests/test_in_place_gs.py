@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 import input_pipeline
-from coyo11m_tfds import columns, schema, verify
+from coyo11m_tfds import add_column, columns, schema, verify
 from coyo11m_tfds.build import driver
 from coyo11m_tfds.build.settings import BuildSettings
 from coyo11m_tfds.checks import data_sets
@@ -119,6 +119,17 @@ def test_an_object_that_is_replaced_while_it_is_read_is_named(storage):
     with pytest.raises(OSError, match=f'{url} has changed since it was listed'):
         for _ in range(200):
             next(batches)
+
+
+def test_a_source_that_was_moved_is_found_again(storage, sample_source, mini_dataset, tmp_path):
+    storage.upload_folder(sample_source, 'gs://source/moved')
+    with pytest.raises(ValueError, match=r'leaves it where it is, so that it has to be on gs://'):
+        add_column.move_latents(DATA, sample_source)
+    add_column.move_latents(DATA, 'gs://source/moved')
+    for name in [name for name in storage.objects('source') if name.startswith('coyo/')]:
+        storage.remove('source', name)
+    assert_same(read(DATA, 20), read(mini_dataset, 20))
+    assert not verify.verify(DATA).faults
 
 
 def test_verify_compares_the_bucket(storage):

@@ -36,13 +36,7 @@ class ShardSources:
         Raises:
             ValueError: its latents do not lie row after row.
         """
-        if opened.latents_start is None:
-            raise ValueError(
-                f'{file.path}: its {schema.PT_LATENTS} do not lie row after row, so that they '
-                "cannot be read in place. Save it again as .contiguous(), or set latents='records'."
-            )
-        path = file.path if file.is_remote else os.path.abspath(file.path)
-        self._files.append(ColumnFile(path, file.version, opened.digest, opened.latents_start))
+        self._files.append(describe(file, opened))
         self._counts.append(0)
         self._dtype = opened.dtype
 
@@ -88,6 +82,22 @@ class ShardSources:
     def rows(self) -> np.ndarray:
         """Of each record, uint32 `(n,)`."""
         return np.concatenate([np.empty(0, '<u4'), *self._rows])
+
+
+def describe(file: SourceFile, opened: LatentShard) -> ColumnFile:
+    """What a data set says of a file that latents lie in; raises as `ShardSources.begin`."""
+    if opened.latents_start is None:
+        raise ValueError(
+            f'{file.path}: its {schema.PT_LATENTS} do not lie row after row, so that they cannot '
+            "be read in place. Save it again as .contiguous(), or set latents='records'."
+        )
+    version = file.version if file.is_remote else ''
+    return ColumnFile(path_of(file), version, opened.digest, opened.latents_start)
+
+
+def path_of(file: SourceFile) -> str:
+    """The path or URL of a file of the source, for readers in other folders."""
+    return file.path if file.is_remote else os.path.abspath(file.path)
 
 
 def check_within_reach(file: SourceFile, final: str) -> None:

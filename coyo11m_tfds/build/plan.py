@@ -17,7 +17,7 @@ import numpy as np
 from absl import logging
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.build import shard_cuts
+from coyo11m_tfds.build import in_place, shard_cuts
 from coyo11m_tfds.build.settings import EMBEDDINGS_IN_PT, BuildSettings
 from coyo11m_tfds.build.shard_inputs import StoreInputs
 from coyo11m_tfds.build.tasks import ShardPart, ShardTask, TextEmbeddings
@@ -285,9 +285,9 @@ def _plan_tasks(
     file_bytes = _file_bytes(latents, list(rows_by_split.values()), sizes)
     groups = shard_cuts.group_files(file_bytes, settings.shard_bytes)
     versions = dict(zip(latents.files, latents.versions, strict=True))
-    in_place = ['in_place'] if settings.in_place else []
+    where = ['in_place'] if settings.in_place else []
     common = json_digest.sha256(
-        [schema.RECORD_FORMAT, latents.dtype, settings.drop_bad, *joined.digests, *in_place]
+        [schema.RECORD_FORMAT, latents.dtype, settings.drop_bad, *joined.digests, *where]
     )
     left_out = schema.NUM_CROPS * schema.LATENT_NBYTES if settings.in_place else 0
     tasks = []
@@ -297,6 +297,8 @@ def _plan_tasks(
             name = schema.shard_filename(split, index, len(cuts))
             parts, inputs = _make_parts(cut.rows, latents, joined)
             digests = [(versions[p.file], _rows_digest(inputs.rows[p.records])) for p in parts]
+            if settings.in_place:
+                digests += [(in_place.path_of(part.file), part.file.version) for part in parts]
             task = ShardTask(
                 split=split,
                 index=index,

@@ -16,7 +16,6 @@ from coyo11m_tfds import chunk_index, columns, records, schema
 from coyo11m_tfds.columns import Column, ColumnFile
 from coyo11m_tfds.keyed_random import splitmix64
 from coyo11m_tfds.source.pt_file import LatentShard
-from coyo11m_tfds.storage import source_files
 
 TEXT_DIM = 2
 
@@ -77,8 +76,7 @@ def _write_sources(
         content = {schema.PT_KEYS: torch.arange(len(latents)), schema.PT_LATENTS: latents}
         torch.save({name: torch.as_tensor(x) for name, x in content.items()}, path)
         opened = LatentShard(path)
-        version = source_files.describe(path).version
-        files.append(ColumnFile(str(path), version, opened.digest, opened.latents_start))
+        files.append(ColumnFile(str(path), '', opened.digest, opened.latents_start))
         places.append(np.stack([np.full(len(rows), first + number), rows], axis=1))
     return np.concatenate(places).astype('<u4'), files
 
