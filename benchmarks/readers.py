@@ -18,10 +18,9 @@ from collections.abc import Callable
 from benchmarks import peer_readers, tf_readers
 from benchmarks.streams import Open, from_the_start
 from benchmarks.writers import WRITERS, import_streaming_base
-from configs import default
 
 ROWS = ('rows', 'rows_always', 'rows_in_place')
-OURS = (*ROWS, 'ours', 'ours_configured')
+OURS = (*ROWS, 'ours', 'ours_configured', 'tf_data')
 BARE = 'tfrecord'
 # Those that go through their files in order and shuffle as they go, or are made to stream; and
 # those that fetch samples one by one from mapped files, which needs a local disk.
@@ -69,8 +68,7 @@ def _prepare_ours(folder: pathlib.Path) -> None:
     """As `train_lib.main` begins."""
     from coyo11m_tfds.reading import process_settings
 
-    config = default.get_config()
-    process_settings.apply(tf_readers.data_dir(folder), config.data.chunk)
+    process_settings.apply()
     from train_lib import process
 
     process.prepare()
@@ -123,6 +121,13 @@ READERS = {
         _importing('input_pipeline'),
     ),
     'ours': Reader('this pipeline by chunks', tf_readers.ours, 'builder', *_HERE, _prepare_ours),
+    'tf_data': Reader(
+        'this pipeline by tf.data',
+        tf_readers.through_tf_data,
+        'builder',
+        *_HERE,
+        _prepare_ours,
+    ),
     'ours_configured': Reader(
         'by chunks as configured',
         tf_readers.ours_configured,

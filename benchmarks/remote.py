@@ -3,8 +3,8 @@
     python -m benchmarks.remote --dir /tmp/bench        # 400 MB, three repeats, two minutes
 
 The server and the way to it, through a proxy that adds TLS, are those of the tests. Each run is a
-fresh process with the default settings of training but for a smaller window. `train_batches` and
-`train_dataset`, with and without the added latency, take turns.
+fresh process with the default settings of training but for a smaller window. Runs with and without
+the added latency take turns.
 """
 
 import argparse
@@ -32,9 +32,7 @@ _SETTINGS = {
     'window': 256,
     'parallel_reads': 4,
 }
-_READERS = {'train_batches': False, 'train_dataset': True}  # whether it is of tf.data
 _COLUMNS = (
-    'reader',
     'added to a request',
     'samples/s',
     'all runs',
@@ -55,27 +53,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags = parser.parse_args(arguments)
     data = _make_data(flags.dir, flags.samples)
     print(measure.describe_machine(flags.dir, ['tensorflow-cpu', 'coyo11m_tfds']), end='\n\n')
-    runs = {(reader, added): [] for reader in _READERS for added in (0.0, flags.latency)}
+    runs: dict[float, list] = {added: [] for added in (0.0, flags.latency)}
     with (
         tempfile.TemporaryDirectory(dir=flags.dir) as folder,
         fake_gcs(pathlib.Path(folder)) as server,
     ):
         server.upload_folder(data, _URL)
         for _ in range(flags.repeats):
-            for (reader, latency), found in runs.items():
-                found.append(_run(server, _READERS[reader], latency, flags.steps))
-    print(report.markdown_table(_COLUMNS, [_row(*side, found) for side, found in runs.items()]))
+            for latency, found in runs.items():
+                found.append(_run(server, latency, flags.steps))
+    print(report.markdown_table(_COLUMNS, [_row(*side) for side in runs.items()]))
     rates = {
-        latency: statistics.median(run['rate'] for run in runs['train_batches', latency])
-        for latency in (0.0, flags.latency)
+        latency: statistics.median(run['rate'] for run in found) for latency, found in runs.items()
     }
     print(f'\nWith the latency: {rates[flags.latency] / rates[0.0]:.0%} (80% is wanted)')
 
 
-def _row(reader: str, latency: float, runs: list[dict[str, float]]) -> list[str]:
+def _row(latency: float, runs: list[dict[str, float]]) -> list[str]:
     rates = sorted(run['rate'] for run in runs)
     return [
-        f'`{reader}`',
         f'{1000 * latency:.0f} ms',
         f'{statistics.median(rates):,.0f}',
         f'{rates[0]:,.0f} to {rates[-1]:,.0f}',
@@ -95,14 +91,14 @@ def _make_data(folder: pathlib.Path, num_samples: int) -> pathlib.Path:
     return tf_readers.data_dir(data)
 
 
-def _run(server: Gcs, as_dataset: bool, latency: float, steps: int) -> dict[str, float]:
+def _run(server: Gcs, latency: float, steps: int) -> dict[str, float]:
     server.clear()
     server.latency = latency
     # What is under way at the end is waited for: server and counter then count the same.
     asked = {'path': _URL, 'steps': steps, 'settle': True, 'settings': _SETTINGS}
     ended = subprocess.run(
         [sys.executable, '-m', 'tests.reading.read_program'],
-        input=json.dumps(asked | {'as_dataset': as_dataset}),
+        input=json.dumps(asked),
         env={**os.environ, **through_proxy(server.env), 'TF_CPP_MIN_LOG_LEVEL': '2'},
         stdout=subprocess.PIPE,
         text=True,

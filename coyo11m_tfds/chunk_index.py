@@ -140,28 +140,6 @@ def index_path(data_dir: epath.PathLike, split: str, build: str = '') -> epath.P
     return epath.Path(data_dir) / file_name(split, build)
 
 
-def largest_chunk(head: bytes, chunk: int) -> int:
-    """Returns the bytes of the largest chunk among those that the beginning of an index tells of.
-
-    Args:
-        head: first bytes of an index file, or all of them.
-        chunk: records of a chunk, a multiple of `schema.CHUNK_STRIDE`.
-
-    Raises:
-        ValueError: it is no beginning of an index.
-    """
-    file = io.BytesIO(head)
-    num_entries = min(_read_header(file), (len(head) - file.tell()) // 8)
-    flat = np.frombuffer(head, np.int64, num_entries, file.tell())
-    index = ChunkIndex(flat[: _end_of_whole_shards(flat)])
-    chunks_of_shard = -(-index.shard_lengths // chunk)
-    shard = np.repeat(np.arange(len(chunks_of_shard)), chunks_of_shard)
-    first_chunk = np.cumsum(chunks_of_shard) - chunks_of_shard
-    first = (np.arange(len(shard)) - first_chunk[shard]) * chunk
-    count = np.minimum(index.shard_lengths[shard] - first, chunk)
-    return int(index.byte_range(shard, first, count)[1].max(initial=0))
-
-
 def save(
     data_dir: epath.PathLike,
     split: str,
@@ -214,17 +192,6 @@ def _read_header(file: BinaryIO) -> int:
     if len(shape) != 1 or dtype != np.int64:
         raise ValueError(f'expected a flat int64 array, got {dtype} {shape}')
     return shape[0]
-
-
-def _end_of_whole_shards(flat: np.ndarray) -> int:
-    """Where in the flat array the last shard ends of which all entries are there."""
-    at = 0
-    while at < len(flat):
-        size_at = at + 1 - (-int(flat[at]) // schema.CHUNK_STRIDE)
-        if size_at <= at or size_at >= len(flat):
-            break
-        at = size_at + 1
-    return at
 
 
 def _first_offsets(flat: np.ndarray) -> Iterator[int]:

@@ -144,7 +144,7 @@ def main() -> None:
     """Measures, and prints both times and the verdict."""
     config = FLAGS.config
     with process.errors_in_one_line():
-        input_pipeline.prepare_process(config.data.dir, config.data.chunk)
+        input_pipeline.prepare_process()
         process.prepare()
         step, batch, engine = measure(config, FLAGS.hosts, FLAGS.step_ms, FLAGS.seconds)
     print(f'- a step alone: {step}', f'- a batch alone, by {engine}: {batch}', sep='\n')

@@ -47,7 +47,7 @@ def main() -> None:
     signals.install(FLAGS.config.requeue_status)
     with process.errors_in_one_line():
         workdirs.check_writable(FLAGS.workdir)
-        input_pipeline.prepare_process(FLAGS.config.data.dir, FLAGS.config.data.chunk)
+        input_pipeline.prepare_process()
     process.prepare()
     # Only now, because they take seconds and import TensorFlow, which looks at those settings.
     from train_lib import failures, train

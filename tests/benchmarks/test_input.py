@@ -22,7 +22,7 @@ NUM_SAMPLES = 8 * BATCH_SIZE
 COMPARED = 3  # batches
 
 # Those that start no process read in this one.
-IN_PROCESS = ('rows', 'rows_always', 'rows_in_place', 'ours', 'ours_configured', 'tfds')
+IN_PROCESS = ('rows', 'rows_always', 'rows_in_place', 'ours', 'ours_configured', 'tf_data', 'tfds')
 
 
 @pytest.fixture(scope='module')

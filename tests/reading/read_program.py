@@ -2,10 +2,10 @@
 
     {"path": "gs://bucket/d/1.0.0", "steps": 20, "settle": false, "settings": {"batch_size": 32}}
 
-comes on the standard input; with "as_dataset" it reads through `train_dataset`. A JSON of the keys
-of all batches, what the counter says, the most chunks that were in flight when a batch came, and
-the seconds (also of processor time) that the second half of the batches took goes to the standard
-output. With "settle" it waits at the end until nothing is read ahead any more.
+comes on the standard input. A JSON of the keys of all batches, what the counter says, the most
+chunks that were in flight when a batch came, and the seconds (also of processor time) that the
+second half of the batches took goes to the standard output. With "settle" it waits at the end until
+nothing is read ahead any more.
 """
 
 import itertools
@@ -14,7 +14,6 @@ import sys
 import time
 
 import input_pipeline
-from coyo11m_tfds.reading import process_settings
 
 
 def main() -> None:
@@ -22,14 +21,9 @@ def main() -> None:
     asked = json.load(sys.stdin)
     settings = asked['settings']
     counter = input_pipeline.ReadCounter()
-    if asked.get('as_dataset'):
-        process_settings.apply(asked['path'], settings['chunk'])
-        dataset = input_pipeline.train_dataset(asked['path'], counter=counter, **settings)
-        batches = dataset.as_numpy_iterator()
-    else:
-        batches = input_pipeline.train_batches(
-            asked['path'], engine='chunks', counter=counter, **settings
-        )
+    batches = input_pipeline.train_batches(
+        asked['path'], engine='chunks', counter=counter, **settings
+    )
     keys, most_in_flight, start, cpu_start = [], 0, 0.0, 0.0
     for step, batch in enumerate(itertools.islice(batches, asked['steps'])):
         keys.append(batch['key'].tolist())

@@ -27,6 +27,7 @@ from tests.runs import (
     losses,
     read_scalars,
     saved_steps,
+    shared_compilations,
     small_config,
     start,
     wait_until,
@@ -426,11 +427,21 @@ def test_records_that_cannot_be_read_stop_a_run_or_are_skipped_and_told(data_dir
     left_out = [r.getMessage() for r in caplog.records if 'were left out' in r.getMessage()]
     assert len(left_out) == 1 and int(left_out[0].split()[0]) >= max(told)
 
-    for engine in ('rows', 'chunks'):
+    for engine in ('rows', 'chunks', 'tf_data'):
         config = small_config(bad, **short, **{'data.engine': engine})
         message = r'^/[^\n]*train\.tfrecord[^\n]*: record \d+ cannot be read[^\n]*$'
         with pytest.raises(data.ReadError, match=message):
             train.train_and_evaluate(config, tmp_path / engine)
+
+
+def test_every_engine_trains_with_the_same_losses(data_dir, tmp_path):
+    short, found = {'num_steps': 6, 'eval_every': 3, 'checkpoint_every': 0}, []
+    with shared_compilations(tmp_path / 'compiled'):
+        for engine in ('rows', 'chunks', 'tf_data'):
+            config = small_config(data_dir, **short, **{'data.engine': engine})
+            train.train_and_evaluate(config, tmp_path / engine)
+            found.append(losses(tmp_path / engine))
+    assert found[0] == found[1] == found[2] and len(found[0]) >= 8
 
 
 _START = """
@@ -439,9 +450,8 @@ from absl import flags
 import input_pipeline
 from train_lib import main
 
-def apply(data_dir, chunk):
-    loaded = {'tensorflow', 'tensorflow_datasets', 'torch'} & set(sys.modules)
-    print(data_dir, chunk, *loaded)
+def apply():
+    print('prepared', *{'tensorflow', 'tensorflow_datasets', 'torch'} & set(sys.modules))
     sys.exit()
 
 input_pipeline.prepare_process = apply
@@ -452,16 +462,15 @@ main.main()
 
 def test_settings_for_reading_are_made_before_tensorflow_is_imported(tmp_path):
     flags = ['--config=configs/default.py', f'--workdir={tmp_path}']
-    fields = ['--config.data.dir=gs://bucket/data', '--config.data.chunk=96']
     done = subprocess.run(
-        [sys.executable, '-c', _START, *flags, *fields],
+        [sys.executable, '-c', _START, *flags],
         cwd=CHECKOUT,
         env=os.environ | {'JAX_PLATFORMS': 'cpu'},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ['gs://bucket/data', '96']
+    assert done.stdout.split() == ['prepared']
 
 
 def test_previews_show_the_first_records_of_the_split_that_is_asked_for(data_dir):
