@@ -87,9 +87,11 @@ def _compare_and_show(flags: argparse.Namespace) -> None:
 # --- The data ----------------------------------------------------------------------------------
 
 
-def make_data(names: Iterable[str], folder: pathlib.Path, num_samples: int) -> None:
+def make_data(
+    names: Iterable[str], folder: pathlib.Path, num_samples: int, num_files: int = _FILES
+) -> None:
     """Makes the source and writes it in the formats of these readers; what is there is kept."""
-    made = source.make(folder / 'source', num_samples, _FILES)
+    made = source.make(folder / 'source', num_samples, num_files)
     wanted = json.loads((made / source.STAMP).read_text())
     for name in dict.fromkeys(READERS[name].writer for name in names if READERS[name].writer):
         stamp = _folder_of(folder, name) / source.STAMP
@@ -98,7 +100,7 @@ def make_data(names: Iterable[str], folder: pathlib.Path, num_samples: int) -> N
         print(f'writing: {name}', file=sys.stderr, flush=True)
         shutil.rmtree(stamp.parent, ignore_errors=True)
         stamp.parent.mkdir()
-        _run(name, 'write', folder)
+        run_task(name, 'write', folder)
         stamp.write_text(json.dumps(wanted))
 
 
@@ -129,7 +131,7 @@ def compare(
             folders.append(_folder_of(flags.dir, ''))
         ready = measure.drop_from_page_cache if flags.cold else measure.read_through
         ready(path for data in folders for path in data.rglob('*') if path.is_file())
-        return _run(name, task, flags.dir, flags.seconds)
+        return run_task(name, task, flags.dir, flags.seconds)
 
     for name in measure.turns(names, flags.repeats):
         result = results[name]
@@ -144,8 +146,8 @@ def compare(
     return list(results.values())
 
 
-def _run(
-    name: str, task: str, folder: pathlib.Path, seconds: float = 0
+def run_task(
+    name: str, task: str, folder: pathlib.Path, seconds: float = 0, tree_memory: bool = True
 ) -> tuple[measure.Run, dict]:
     """Runs a task in a fresh process; returns what was measured and what the task says."""
     marks = measure.Marks(folder / 'marks')
@@ -153,7 +155,7 @@ def _run(
         path.unlink(missing_ok=True)
     command = [sys.executable, '-m', 'benchmarks.input', f'--dir={folder}', f'--run={name}']
     command += [f'--task={task}', f'--seconds={seconds}']
-    run = measure.run(command, marks, tree_memory=task in ('read', 'read_once'))
+    run = measure.run(command, marks, tree_memory=tree_memory and task in ('read', 'read_once'))
     return run, json.loads((folder / 'answer.json').read_text())
 
 

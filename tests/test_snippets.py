@@ -33,7 +33,7 @@ PLACES = {
     'jax:/models/gemma-3-270m': 'words',
     # As written, for an accelerator and a day.
     '--config=default': '--config=default --config.num_steps=2 --config.model.name=tiny/8'
-    ' --config.eval_every=2 --config.preview.num_steps=2',
+    ' --config.eval_every=2 --config.preview.num_steps=2 --config.optimizer.warmup_steps=1',
 }
 # Installing, pods, buckets, hub, compilers and programs that do not end.
 ELSEWHERE = (
