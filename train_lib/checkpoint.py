@@ -14,9 +14,11 @@ what the run is and how it is set, see `Description`: enough to draw with its we
 no data set. `saved_run` reads checkpoints of other runs.
 
 Orbax writes a checkpoint under a temporary name and renames it when it is complete: a process
-killed while it saves leaves the former checkpoint as the latest.
+killed while it saves leaves the former checkpoint as the latest. A complete one has a record of its
+files, which `saved_run` compares when it opens one.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -28,7 +30,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
-from train_lib import settings, workdirs
+from train_lib import checkpoint_record, settings, workdirs
 
 FOLDER = 'checkpoints'
 
@@ -61,22 +63,17 @@ class Description:
     position: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def from_json(cls, run: Mapping[str, Any], where: str) -> 'Description':
-        """Of what `save` has written into the checkpoint `where`."""
-        names = [field.name for field in dataclasses.fields(cls)]
-        if missing := [name for name in names if name not in run]:
-            raise OtherRunError(
-                f'{where} lacks {", ".join(missing)}: it was saved by an earlier version of this '
-                'package. Start afresh in another --workdir.'
-            )
-        return cls(**{name: run[name] for name in names})
+    def from_json(cls, run: Mapping[str, Any]) -> 'Description':
+        """Of what `save` has written."""
+        return cls(**{field.name: run[field.name] for field in dataclasses.fields(cls)})
 
 
 def open_manager(workdir: epath.PathLike, keep: int, keep_every: int = 0) -> ocp.CheckpointManager:
     """Opens `workdir/checkpoints` for the run itself, and for it alone.
 
-    Makes the folder and removes what a killed process left half-written. Saves go on in a
-    background thread; leaving the manager's context waits for them.
+    Makes the folder and removes what a killed process left half-written, and checkpoints that are
+    more than shall stay. Saves go on in a background thread; leaving the manager's context waits
+    for them.
 
     Args:
         workdir: local or `gs://` folder.
@@ -86,13 +83,32 @@ def open_manager(workdir: epath.PathLike, keep: int, keep_every: int = 0) -> ocp
     policies = [ocp.checkpoint_managers.LatestN(keep)]
     if keep_every:
         policies.append(ocp.checkpoint_managers.EveryNSteps(keep_every))
+    folder = workdirs.absolute(workdir) / FOLDER
     options = ocp.CheckpointManagerOptions(
         preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(policies),
         create=True,
         cleanup_tmp_directories=True,
+        temporary_path_class=_recorded(folder),
     )
-    folder = workdirs.absolute(workdir) / FOLDER
-    return ocp.CheckpointManager(folder, options=options, item_names=(STATE, _WINDOW, RUN))
+    manager = ocp.CheckpointManager(folder, options=options, item_names=(STATE, _WINDOW, RUN))
+    # Orbax removes none before it has written another one, for which there may be no room.
+    for step in sorted(manager.all_steps())[:-keep]:
+        if not keep_every or step % keep_every:
+            manager.delete(step)
+    return manager
+
+
+def _recorded(folder: epath.Path) -> type:
+    """What writes a checkpoint in a folder, with a record of its files before it is complete."""
+    base: Any = ocp.path.atomicity_defaults.get_default_temporary_path_class(folder)
+
+    class Recorded(base):
+        async def finalize(self) -> None:
+            if self.get_final().parent == folder:  # else it is a part of a checkpoint
+                await asyncio.to_thread(checkpoint_record.write, self.get())
+            await super().finalize()
+
+    return Recorded
 
 
 def save(
@@ -164,6 +180,16 @@ def restore(
         restored = manager.restore(step, args=ocp.args.Composite(**items))
     logging.info('Restored step %d from %s.', step, manager.directory)
     return restored[STATE], restored[_WINDOW], restored[RUN][_INTERRUPTED]
+
+
+def way_back(manager: ocp.CheckpointManager, step: int) -> str:
+    """How to resume from the last checkpoint before `step`, in words."""
+    older = [saved for saved in sorted(manager.all_steps()) if saved < step]
+    if not older:
+        return 'Start afresh in another --workdir'
+    folders = [f'{manager.directory}/{saved}' for saved in manager.all_steps() if saved >= step]
+    removing = f'Remove {" and ".join(folders)} and resume' if folders else 'Resume'
+    return f'{removing} from {manager.directory}/{older[-1]}'
 
 
 @contextlib.contextmanager

@@ -135,7 +135,8 @@ class Checkpoint(Hook):
         super().__init__(run, run.config.checkpoint_every)
 
     def __call__(self, step: int, state: TrainState) -> str:
-        self.run.save(step, state)
+        if not self.run.save(step, state):
+            return 'put off, as the last step was skipped'
         return 'copied, and written in the background'
 
 

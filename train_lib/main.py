@@ -64,7 +64,7 @@ def main() -> None:
             state, finished = train.train(setup, FLAGS.verbose)
     if not finished:
         command = shlex.join([sys.executable, '-m', 'train_lib.main', *sys.argv[1:]])
-        logging.info('Stopped at step %d, which is saved. To resume: %s', state.step, command)
+        logging.info('Stopped at step %d. To resume: %s', state.step, command)
         sys.exit(FLAGS.config.requeue_status)
 
 

@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
-from train_lib import checkpoint, workdirs
+from train_lib import checkpoint, checkpoint_record, workdirs
 
 _FIELDS = {True: 'ema_params', False: 'params'}  # of `TrainState`, by `average`
 
@@ -38,11 +38,11 @@ class SavedRun:
 
     @functools.cached_property
     def description(self) -> checkpoint.Description:
-        """The run's description in the checkpoint; `ValueError` if a former version saved it."""
+        """The run's description in the checkpoint."""
         reader = ocp.Checkpointer(ocp.JsonCheckpointHandler())
         with checkpoint.errors_of_reading(self.folder), reader:
             run = reader.restore(self.folder / checkpoint.RUN)
-        return checkpoint.Description.from_json(run, where=str(self.folder))
+        return checkpoint.Description.from_json(run)
 
     def check_shapes(self, abstract_params: Any) -> None:
         """Raises a ValueError that names the first parameter that has another shape here."""
@@ -94,7 +94,7 @@ class SavedRun:
 
 
 def find(workdir: epath.PathLike) -> SavedRun | None:
-    """The last checkpoint of a run, or None where there is none."""
+    """The last checkpoint of a run, or None where there is none; `OSError` if it is damaged."""
     steps = _steps(workdir)
     return _at(workdir, steps[-1]) if steps else None
 
@@ -107,7 +107,7 @@ def open_run(place: epath.PathLike) -> SavedRun:
 
     Raises:
         ValueError: there is none, or none of that step.
-        OSError: the folder does not exist or cannot be read.
+        OSError: the folder does not exist or cannot be read, or the checkpoint is damaged.
     """
     workdir, at, step = os.fspath(place).rpartition('@')
     if not (at and step.isdecimal()):
@@ -123,7 +123,9 @@ def open_run(place: epath.PathLike) -> SavedRun:
 
 
 def _at(workdir: epath.PathLike, step: int) -> SavedRun:
-    return SavedRun(_folder(workdir) / str(step), step)
+    folder = _folder(workdir) / str(step)
+    checkpoint_record.check(folder)
+    return SavedRun(folder, step)
 
 
 def _folder(workdir: epath.PathLike) -> epath.Path:

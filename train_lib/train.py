@@ -105,11 +105,13 @@ def train(setup: Setup, verbose: bool = False) -> tuple[TrainState, bool]:
     Raises:
         FloatingPointError: training has diverged.
         OSError: a record, a file of the data set or a checkpoint cannot be read, or a checkpoint,
-            logs or pictures cannot be written.
+            logs or pictures cannot be written; or another run is in the workdir.
     """
     config = setup.config
     with (
         signals.StopRequest() as stop,
+        # The other processes wait for the first one in the manager, until it has failed.
+        contextlib.nullcontext() if jax.process_index() else workdirs.held(setup.workdir),
         checkpoint.open_manager(
             setup.workdir, config.keep_checkpoints, config.keep_every
         ) as manager,
@@ -130,7 +132,7 @@ def train(setup: Setup, verbose: bool = False) -> tuple[TrainState, bool]:
             Console(start, config.num_steps) as console,
         ):
             setup.beginning.show_config(writer)
-            log = _make_log(setup, writer, console, window)
+            log = _make_log(setup, writer, console, window, manager)
             run = Run(**vars(setup), start=start, writer=writer, manager=manager, log=log)
             return _train(run, state, stop, interrupted)
 
@@ -148,13 +150,20 @@ class Run(Setup):
     manager: ocp.CheckpointManager
     log: TrainLog
 
-    def save(self, step: int, state: TrainState, interrupted: bool = False) -> None:
-        """Starts a checkpoint, after what was logged up to it is safe."""
+    def save(self, step: int, state: TrainState, interrupted: bool = False) -> bool:
+        """Starts a checkpoint, after what was logged up to it is safe.
+
+        Returns:
+            False if there is none because the last step was skipped: its weights may be lost.
+        """
         self.log.settle(step)
+        if int(state.skipped_in_a_row):
+            return False
         description = self.beginning.description
         checkpoint.save(
             self.manager, step, state, self.log.window, description, interrupted=interrupted
         )
+        return True
 
 
 def _train(
@@ -178,9 +187,15 @@ def _train(
             state, update = run.program.train_step(state, batch)
             log.add(step, update)
         complete = not stop.reached(step) and hooks.call_due(due_now, run, step, state, stop)
-    run.save(step, state, interrupted=not complete)
+    is_saved = run.save(step, state, interrupted=not complete)
     # Before anything is torn down: after SIGTERM there may be seconds left.
     checkpoint.wait(run.manager)
+    if not is_saved:
+        skipped = int(state.skipped_in_a_row)
+        told = f'Step {step} is not saved: the last {skipped} steps were not finite.'
+        if complete:
+            raise FloatingPointError(f'{told} {checkpoint.way_back(run.manager, step - skipped)}.')
+        logging.warning(told)
     bad_records = run.data.read_counts().bad_records
     if bad_records:
         logging.warning('%d records could not be read and were left out here.', bad_records)
@@ -191,6 +206,8 @@ def _start_or_resume(
     setup: Setup, manager: ocp.CheckpointManager
 ) -> tuple[TrainState, metrics.TrainMetrics, bool]:
     """The state, the metrics of an unfinished log window, and whether hooks are still due."""
+    if (manager.latest_step() or 0) != setup.beginning.step:
+        raise OSError(f'{setup.workdir}: another run has just trained there; start this one again.')
     program, no_metrics = setup.program, setup.program.no_metrics()
     window = jax.tree.map(_abstract, no_metrics)
     restored = checkpoint.restore(manager, program.abstract_state, window)
@@ -202,6 +219,7 @@ def _make_log(
     writer: metric_writers.MetricWriter,
     console: Console,
     window: metrics.TrainMetrics,
+    manager: ocp.CheckpointManager,
 ) -> TrainLog:
     """A log whose current window holds `window`."""
     log = TrainLog(
@@ -215,6 +233,7 @@ def _make_log(
         batches_ready=setup.data.batches_ready,
         derived=functools.partial(introduction.derived, setup),
         console=console,
+        way_back=functools.partial(checkpoint.way_back, manager),
     )
     log.window = window
     return log

@@ -56,6 +56,7 @@ class TrainLog:
         batches_ready: Callable[[], int] | None = None,
         derived: Callable[[int, Mapping[str, float]], Mapping[str, float]] | None = None,
         console: Console | None = None,
+        way_back: Callable[[int], str] = lambda step: 'Start afresh',
     ):
         """Starts with an empty window.
 
@@ -71,6 +72,7 @@ class TrainLog:
             batches_ready: returns how many batches could be taken without waiting; likewise.
             derived: returns further scalars from a step and the scalars of its report.
             console: shows the reports to people.
+            way_back: returns how to go back to before a step whose weights are not to be trusted.
         """
         self.clock = StepClock(read_counts, batches_ready)
         self.window = empty
@@ -85,6 +87,7 @@ class TrainLog:
         self._read_counts = read_counts
         self._derived = derived
         self._console = console
+        self._way_back = way_back
         self._complete: tuple[int, metrics.TrainMetrics] | None = None
 
     def add(self, step: int, update: metrics.TrainMetrics) -> None:
@@ -140,12 +143,12 @@ class TrainLog:
             skipped = int(getattr(window, name).compute())
             if skipped > limit:
                 in_a_row = ' in a row' if name == 'skipped_in_a_row' else ''
+                good = step - int(window.skipped_in_a_row.compute())
                 raise FloatingPointError(
                     f'{skipped} steps{in_a_row} up to step {step} had a loss or a '
                     f'gradient that was not finite, more than {field}={limit}: training has '
-                    'diverged. Resume from the last checkpoint, which is older, with a lower '
-                    'optimizer.learning_rate and --accept_changes=optimizer.learning_rate, or '
-                    'start afresh with a longer warm-up.'
+                    f'diverged. {self._way_back(good)}, with a lower optimizer.learning_rate and '
+                    '--accept_changes=optimizer.learning_rate, or a longer warm-up.'
                 )
 
     def _host_state(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The folder of a run, local or `gs://`: its absolute path, and whether it will do.
+"""The folder of a run, local or `gs://`: its absolute path, whether it will do, and its lock.
 
     workdirs.check_writable('gs://bucket/runs/a')   # in seconds; an OSError of one line
 
@@ -7,14 +7,16 @@ and again without a word. Nothing here imports TensorFlow.
 """
 
 import contextlib
+import errno
 import os
 import pathlib
 import uuid
 from collections.abc import Iterator
 
+from absl import logging
 from etils import epath
 
-from coyo11m_tfds.storage import retry, source_files
+from coyo11m_tfds.storage import build_lock, retry, source_files
 
 
 def absolute(folder: epath.PathLike) -> epath.Path:
@@ -43,6 +45,29 @@ def check_writable(folder: epath.PathLike) -> None:
         except FileNotFoundError:
             raise source_files.no_bucket(text.split('/')[2]) from None
         retry.call(lambda: source_files.gcs().rm_file(probe), f'deleting from {text}')
+
+
+@contextlib.contextmanager
+def held(folder: epath.PathLike) -> Iterator[None]:
+    """Keeps other runs out of a folder; for one process of a run.
+
+    A process that was killed holds nothing: on this machine at once, and on `gs://` after a minute
+    without a sign of life. On a disk whose file system has no locks a warning is all.
+
+    Raises:
+        TimeoutError: another run is there; the message names its process and host.
+        OSError: the storage cannot be reached.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(build_lock.hold(absolute(folder) / 'training', wait_seconds=None))
+        except TimeoutError as error:
+            raise TimeoutError(f'{error} End it, or train in another --workdir.') from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+                raise
+            logging.warning('%s: no locks here: take care that no other run begins.', folder)
+        yield
 
 
 def check_readable(folder: epath.PathLike) -> None:

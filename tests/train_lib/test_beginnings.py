@@ -121,31 +121,6 @@ def test_a_data_set_that_has_moved_is_the_same(mini_dataset, tmp_path):
     train.train_and_evaluate(config, tmp_path / 'run')
 
 
-def test_a_checkpoint_of_an_earlier_version_is_refused_in_one_line(mini_dataset, tmp_path):
-    config = small_config(mini_dataset, **SHORT, num_steps=1)
-    train.train_and_evaluate(config, tmp_path)
-    path = tmp_path / 'checkpoints' / '1' / 'run' / 'metadata'
-    run = json.loads(path.read_text())
-    del run['config']
-    path.write_text(json.dumps(run))
-    with pytest.raises(checkpoint.OtherRunError, match='1 lacks config: it was saved by an'):
-        train.train_and_evaluate(config, tmp_path)
-
-
-@pytest.mark.parametrize('file', ['run/metadata', 'state/_METADATA'])
-def test_a_damaged_checkpoint_is_told_by_its_name(mini_dataset, source, tmp_path, file):
-    broken = shutil.copytree(source[0], tmp_path / 'broken')
-    path = broken / 'checkpoints' / '4' / file
-    path.write_text(path.read_text()[:20])
-    config = small_config(mini_dataset, **SHORT | {'checkpoint_every': 2}, num_steps=4)
-    message = r'broken/checkpoints/4: the checkpoint cannot be read: .*; if it is damaged, remove'
-    with pytest.raises(OSError, match=message):
-        train.set_up(config, broken)
-    config.init_from = str(broken)
-    with pytest.raises(OSError, match=f'^init_from={broken}: .*{message}'):
-        train.set_up(config, tmp_path / 'new')
-
-
 def test_a_model_whose_code_has_changed_does_not_resume(mini_dataset, source, monkeypatch):
     monkeypatch.setitem(models.SIZES, 'tiny', models.SIZES['tiny'] | {'depth': 5})
     config = small_config(mini_dataset, **SHORT | {'checkpoint_every': 2}, num_steps=4)

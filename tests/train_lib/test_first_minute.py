@@ -187,8 +187,9 @@ def test_a_full_disk_and_a_damaged_checkpoint_are_told_in_the_last_line(
         path.write_bytes(path.read_bytes()[:-1000])
     code, lines = command([*flags, '--config.keep_checkpoints=4'], silent)
     assert code == 1
-    expected = f'error: {tmp_path}/checkpoints/3: the checkpoint cannot be read: '
-    assert lines[-1].startswith(expected) and 'remove this folder' in lines[-1]
+    expected = f'error: {tmp_path}/checkpoints/3/state/'
+    assert lines[-1].startswith(expected)
+    assert f'damaged: remove the folder {tmp_path}/checkpoints/3 to use' in lines[-1]
     assert not [line for line in lines if line.startswith('Traceback')]
 
 

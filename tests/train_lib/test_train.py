@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from PIL import Image
 
 import input_pipeline
 from coyo11m_tfds import schema
+from tests import runs
 from tests.runs import (
     CHECKOUT,
     SMALL,
@@ -239,8 +241,27 @@ def test_a_run_that_diverges_ends_and_keeps_no_broken_checkpoint(data_dir, tmp_p
     config = small_config(data_dir, **changes, max_skipped_in_a_row=4, eval_every=0)
     with pytest.raises(FloatingPointError, match=r'^5 steps in a row up to step \d+ had a loss or'):
         train.train_and_evaluate(config, tmp_path)
-    last = max(step for tag, step in losses(tmp_path) if tag == 'train/loss')
-    assert max(saved_steps(tmp_path)) <= last + 4
+    assert saved_steps(tmp_path) == []
+
+
+def test_weights_from_before_the_skipped_steps_are_advised(data_dir, tmp_path, monkeypatch):
+    with_nan(monkeypatch, set(range(9, 20)))
+    changes = {'num_steps': 20, 'eval_every': 0, 'checkpoint_every': 2, 'keep_checkpoints': 3}
+    config = small_config(data_dir, **changes, max_skipped_in_a_row=6)
+    folder = tmp_path / 'checkpoints'
+    advice = f'Remove {folder}/8 and resume from {folder}/6, with a lower'
+    with pytest.raises(FloatingPointError, match=f'^7 steps in a row up to step 15 .* {advice}'):
+        train.train_and_evaluate(config, tmp_path)
+    assert sorted(saved_steps(tmp_path)) == [4, 6, 8]
+
+
+def test_a_run_does_not_end_well_with_a_skipped_step(data_dir, tmp_path, monkeypatch):
+    with_nan(monkeypatch, {5})
+    config = small_config(data_dir, num_steps=5, eval_every=0, checkpoint_every=2)
+    message = f'Step 5 is not saved: the last 1 steps .* and resume from {tmp_path}/checkpoints/2'
+    with pytest.raises(FloatingPointError, match=message):
+        train.train_and_evaluate(config, tmp_path)
+    assert sorted(saved_steps(tmp_path)) == [2, 4]
 
 
 def with_nan(monkeypatch, steps):
@@ -259,8 +280,8 @@ def with_nan(monkeypatch, steps):
 def test_a_step_that_is_not_finite_is_passed_and_counted_also_over_a_resume(
     data_dir, tmp_path, monkeypatch
 ):
-    with_nan(monkeypatch, {4, 5, 8})
-    config = small_config(data_dir, num_steps=10, log_every=2, max_skipped=3, eval_every=0)
+    with_nan(monkeypatch, {4, 5, 9})
+    config = small_config(data_dir, num_steps=12, log_every=4, max_skipped=3, eval_every=0)
     state = train.train_and_evaluate(config, tmp_path / 'whole')
     assert (int(state.skipped), int(state.skipped_in_a_row)) == (3, 0)
     skipped = {
@@ -268,14 +289,36 @@ def test_a_step_that_is_not_finite_is_passed_and_counted_also_over_a_resume(
         for (tag, step), (value,) in read_scalars(tmp_path / 'whole').items()
         if tag == 'train/skipped_steps'
     }
-    assert skipped == {2: 0, 4: 1, 6: 2, 8: 3, 10: 3}
+    assert skipped == {4: 1, 8: 2, 12: 3}
     expected = losses(tmp_path / 'whole')
     assert all(np.isfinite(loss) for loss in expected.values())
 
-    for num_steps in (5, 10):  # 5: inside of a window, after two that were skipped
+    for num_steps in (6, 12):  # 6: inside of a window, after two that were skipped
         config.num_steps = num_steps
         train.train_and_evaluate(config, tmp_path / 'parts', accept_changes=['num_steps'])
     assert losses(tmp_path / 'parts') == expected
+
+
+def test_a_second_run_in_a_workdir_is_refused_until_the_first_was_killed(data_dir, env, tmp_path):
+    config = small_config(data_dir, num_steps=9_000, eval_every=0)
+    process = runs.start(data_dir, tmp_path, env, num_steps=9_000, eval_every=0)
+    runs.wait_until(lambda: saved_steps(tmp_path), process)
+    first = rf'{tmp_path}/training: process {process.pid} on {socket.gethostname()}, since'
+    with pytest.raises(TimeoutError, match=rf'^{first} .* another --workdir\.$'):
+        train.train_and_evaluate(config, tmp_path)
+    process.kill()
+    process.communicate(timeout=60)
+    config.num_steps = max(saved_steps(tmp_path)) + 1
+    train.train_and_evaluate(config, tmp_path, accept_changes=['num_steps'])
+    assert not (tmp_path / 'training.lock').exists()
+
+
+def test_a_run_that_ended_while_another_one_looked_is_not_gone_on_with(data_dir, tmp_path):
+    config = small_config(data_dir, num_steps=2, eval_every=0)
+    setup = train.set_up(config, tmp_path)
+    train.train_and_evaluate(config, tmp_path)
+    with pytest.raises(OSError, match=f'^{tmp_path}: another run has just trained there; start'):
+        train.train(setup)
 
 
 @pytest.mark.parametrize('limit', ['max_skipped_in_a_row', 'max_skipped'])

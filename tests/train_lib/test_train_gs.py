@@ -7,6 +7,7 @@ import pathlib
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -80,6 +81,7 @@ def check_end(gcs, undisturbed, folder):
     gcs.download_folder(RUN, folder)
     assert runs.losses(folder) == undisturbed
     assert checkpoints(gcs) == {10: True, 12: True}
+    assert not [name for name in gcs.objects('runs') if name.endswith('.lock')]
     pictures = {name for name in gcs.objects('runs') if name.endswith('.png')}
     assert pictures == {f'a/previews/step_{step:06}.png' for step in (6, 12)}
 
@@ -104,6 +106,20 @@ def test_a_run_in_buckets_killed_and_stopped_is_as_if_undisturbed(
     assert drawn.returncode == 0, drawn.stderr
     assert 'pictures: gs://runs/a/previews/captions_000012.png' in drawn.stdout
     assert storage.objects('runs')['a/previews/captions_000012.png'].startswith(b'\x89PNG')
+
+
+def test_a_second_run_in_a_bucket_is_refused_while_the_first_lives(storage, env):
+    settings = SETTINGS | {'num_steps': 1000, 'eval_every': 0}
+    process = runs.start(DATA, RUN, env, **settings)
+    runs.wait_until(lambda: last_complete(storage) > 0, process)
+    again = runs.start(DATA, RUN, env, **settings)
+    output, _ = again.communicate(timeout=300)
+    assert again.returncode == 1
+    first = rf'process {process.pid} on {re.escape(socket.gethostname())}'
+    last = output.splitlines()[-1]
+    assert re.match(rf'error: {RUN}/training: {first}, since .* another --workdir\.', last), output
+    process.kill()
+    process.communicate(timeout=120)
 
 
 @pytest.mark.slow
