@@ -5,7 +5,7 @@
 
 On every host at once. `python -m train_lib.compile --topology=v5e:8x16` says, without a TPU:
 fits: 36% of the memory, 0.98 times the least traffic, at most 75% of the peak rate, limited by
-arithmetic. See docs/pods.md.
+arithmetic, and 68% if nothing runs beside the reductions of gradients. See docs/pods.md.
 """
 
 import ml_collections

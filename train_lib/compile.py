@@ -212,15 +212,28 @@ def _costs(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, turns: int) -
 
 
 def judge(report: Report, chip: chips.Chip) -> Report:
-    """Times at the chip's published rates, what limits, and the verdict in one sentence."""
+    """Times at the chip's published rates, what limits, and the verdict in one sentence.
+
+    `mfu_bound` takes it that all three run beside each other, `mfu_exposed` that everything waits
+    for the reductions of gradients in the loop over layers, as it does on a TPU.
+    """
+    reductions = sum(
+        row['bytes']
+        for row in report['collectives']
+        if row['kind'] in ('all-reduce', 'reduce-scatter') and row['where'] == 'layers'
+    )
     seconds = {
-        'arithmetic': report['compiled_flops'] / chip.flops,
+        # The products inside of kernels cannot be read, but are part of the model.
+        'arithmetic': max(report['compiled_flops'], report['model_flops']) / chip.flops,
         'memory': report['memory_bytes'] / chip.memory_rate,
         'links': report['collective_bytes'] / chip.link_rate,
     }
     limit = max(seconds, key=lambda name: seconds[name])
     share = report['memory']['total'] / chip.memory
     bound = report['model_flops'] / chip.flops / seconds[limit]
+    beside = seconds | {'links': (report['collective_bytes'] - reductions) / chip.link_rate}
+    exposed_seconds = max(beside.values()) + reductions / chip.link_rate
+    exposed = report['model_flops'] / chip.flops / exposed_seconds
     ratio = report['collective_bytes'] / max(report['least_bytes'], 1)
     fits = share <= 1
     return {
@@ -228,11 +241,13 @@ def judge(report: Report, chip: chips.Chip) -> Report:
         'memory_share': share,
         'traffic_ratio': ratio,
         'mfu_bound': bound,
+        'mfu_exposed': exposed,
         'limit': limit,
         'fits': fits,
         'verdict': (
             f'{"fits" if fits else "does not fit"}: {share:.0%} of the memory, {ratio:.2f} times '
-            f'the least traffic, at most {bound:.0%} of the peak rate, limited by {limit}'
+            f'the least traffic, at most {bound:.0%} of the peak rate, limited by {limit}, and '
+            f'{exposed:.0%} if nothing runs beside the reductions of gradients'
         ),
     }
 

@@ -122,7 +122,8 @@ def parse(text: str) -> Module:
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):
             name, lines, is_entry = header[2], {}, bool(header[1])
-        elif line.startswith('}') and name and root:
+        # Not `startswith`: attributes of a kernel call have lines of their own, such as `}}, ...`.
+        elif line.rstrip() == '}' and name and root:
             computations[name] = Computation(name, lines, root)
             entry = computations[name] if is_entry else entry
             name = None

@@ -69,6 +69,11 @@ def _report(**changes):
     [
         ({}, 'fits: 50% of the memory, 1.10 times the least traffic, at most 50% of the peak rate, '
              'limited by arithmetic'),
+        ({'compiled_flops': 6e12}, 'at most 100% of the peak rate, limited by '),
+        ({'collectives': [{'kind': 'reduce-scatter', 'where': 'layers', 'bytes': 20_000_000_000},
+                          {'kind': 'all-gather', 'where': 'layers', 'bytes': 20_000_000_000}],
+          'collective_bytes': 40e9},
+         'at most 50% of the peak rate, limited by arithmetic, and 33% if nothing runs beside'),
         ({'memory_bytes': 327.6e9}, 'at most 25% of the peak rate, limited by memory'),
         ({'collective_bytes': 80e9}, 'at most 25% of the peak rate, limited by links'),
         ({'memory': {'total': 17e9}}, 'does not fit: 106% of the memory'),

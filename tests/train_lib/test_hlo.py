@@ -57,7 +57,9 @@ _TPU_PRODUCT = """HloModule m
   %p = (s32[]{:T(128)}, f32[64,256,256]{2,1,0:T(8,128)}) parameter(0)
   %i = s32[]{:T(128)} get-tuple-element(%p), index=0
   %a = bf16[64,256,64]{2,1,0:T(8,128)(2,1)S(1)} custom-call(), custom_call_target="x"
-  %b = bf16[64,256,64]{2,1,0:T(8,128)(2,1)} custom-call(), custom_call_target="x"
+  %b = bf16[64,256,64]{2,1,0:T(8,128)(2,1)} custom-call(), custom_call_target="x", a={m={
+"xprof_metadata":"{}"
+}}, metadata={op_name="a kernel"}
   %c = f32[64,256,256]{2,1,0:T(8,128)} convolution(%a, %b), WINDOW, dim_labels=0bf_0oi->0bf
   %one = s32[]{:T(128)} constant(1)
   %next = s32[]{:T(128)} add(%i, %one)
