@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 
 import input_pipeline
-from coyo11m_tfds import columns, schema, texts
-from coyo11m_tfds.build import in_place, manifest
+from coyo11m_tfds import columns, manifest, schema, texts
+from coyo11m_tfds.build import in_place
 from coyo11m_tfds.columns import AddedColumn, Column, ColumnFile
 from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress

@@ -27,8 +27,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from coyo11m_tfds import columns, records, schema
-from coyo11m_tfds.build import manifest
+from coyo11m_tfds import columns, manifest, records, schema
 from coyo11m_tfds.chunk_index import ChunkIndex, file_name
 from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress

@@ -395,6 +395,24 @@ def test_an_index_of_other_shards_is_refused(tmp_path):
         input_pipeline.train_dataset(path, **ORDER)
 
 
+@pytest.mark.parametrize('place', ['disk', 'bucket'])
+def test_an_index_that_is_lost_is_refused(mini_dataset, tmp_path, gcs, place):
+    """Without it records would come in another order, at the same position."""
+    path = shutil.copytree(mini_dataset, tmp_path / '1.0.0')
+    [index] = path.glob('chunk_index-train*')
+    index.unlink()
+    if place == 'bucket':
+        gcs.upload_folder(path, 'gs://bucket/d/1.0.0')
+        path = 'gs://bucket/d/1.0.0'
+    message = rf'{path}/{index.name}: is missing, and \S*checksums\S* names it'
+    for engine in ('auto', 'tf_data'):
+        with pytest.raises(FileNotFoundError, match=message):
+            input_pipeline.train_batches(path, engine=engine, **ORDER)
+    with pytest.raises(FileNotFoundError, match=message):
+        input_pipeline.train_order(path, planned.settings_of(**ORDER))
+    next(input_pipeline.eval_batches(path, batch_size=16))  # has its own
+
+
 def test_a_position_is_the_same_with_tensorflow_and_without(written, mini_dataset):
     for path in (written[schema.TRAIN].path, mini_dataset):
         for split in LENGTHS:

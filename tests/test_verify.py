@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-from coyo11m_tfds import records, schema, verify
-from coyo11m_tfds.build import manifest
+from coyo11m_tfds import manifest, records, schema, verify
 from coyo11m_tfds.storage import stored_files
 from coyo11m_tfds.storage.file_state import of_file
 from tests.checkout import CHECKOUT

@@ -17,8 +17,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from coyo11m_tfds import schema
-from coyo11m_tfds.build import in_place, local_runner, manifest, run_plan, shared_tasks
+from coyo11m_tfds import manifest, schema
+from coyo11m_tfds.build import in_place, local_runner, run_plan, shared_tasks
 from coyo11m_tfds.build.build_folder import BuildFolder
 from coyo11m_tfds.build.finished_shards import FinishedShards
 from coyo11m_tfds.build.plan import Plan, make_plan

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from coyo11m_tfds import chunk_index, schema
-from coyo11m_tfds.storage import source_files
+from coyo11m_tfds import chunk_index, manifest, schema
+from coyo11m_tfds.storage import source_files, stored_files
 
 # In TFDS' file names, with as many digits as the number of shards needs and at least five.
 _FIRST_SHARD = re.compile(r'0{5,}(?=-of-\d+)')
@@ -70,7 +70,7 @@ def load(
     shard_lengths: Sequence[int],
     first_shard: str,
 ) -> IndexedSplit | None:
-    """Reads the chunk index of a split; None where there is none.
+    """Reads the chunk index of a split; None where there never was one.
 
     Args:
         data_dir: folder of the data set.
@@ -81,11 +81,12 @@ def load(
 
     Raises:
         ValueError: the index is damaged, or of other shards.
-        OSError: it cannot be read.
+        OSError: it cannot be read, or it is missing and the record of checksums names it.
     """
     build = schema.build_of(os.path.basename(first_shard))
     index = chunk_index.ChunkIndex.load(data_dir, split, build)
     if index is None:
+        _check_not_lost(os.fspath(data_dir), split, build)
         return None
     if list(shard_lengths) != index.shard_lengths.tolist():
         raise ValueError(
@@ -102,3 +103,22 @@ def load(
     number = numbers[-1]
     before, after = first_shard[: number.start()], first_shard[number.end() :]
     return IndexedSplit(index, before, after, len(number[0]))
+
+
+def _check_not_lost(data_dir: str, split: str, build: str) -> None:
+    """Raises an error if the data set had an index: without it, records come in another order."""
+    recorded = f'{data_dir}/{schema.of_build(schema.CHECKSUMS_FILE, build)}'
+    try:
+        file = source_files.describe(recorded)
+    except ValueError:  # no such file: the data set was made elsewhere
+        return
+    try:
+        names = manifest.parse(bytes(stored_files.read(file, stored_files.Content).data))
+    except ValueError as error:
+        raise ValueError(f'{recorded}: is damaged ({error}).') from error
+    name = chunk_index.file_name(split, build)
+    if name in names:
+        raise FileNotFoundError(
+            f'{data_dir}/{name}: is missing, and {recorded} names it. Restore it or build the data '
+            'set again.'
+        )

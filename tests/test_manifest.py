@@ -4,8 +4,7 @@ import pathlib
 
 import pytest
 
-from coyo11m_tfds import schema
-from coyo11m_tfds.build import manifest
+from coyo11m_tfds import manifest, schema
 from coyo11m_tfds.storage.file_state import FileState, of_file
 from tests import made_sources
 from tests.build.build_kills import end, final_folder, finished_shards, run, start, wait_until
