@@ -169,7 +169,19 @@ def errors_in_one_line(
     except kinds as error:
         if _is_verbose():
             logging.info('Where the error comes from:', exc_info=True)
-        sys.exit(f'error: {" ".join(ending.describe(error).split())}')
+        sys.exit(f'error: {_as_flags(" ".join(ending.describe(error).split()))}')
+
+
+def _as_flags(message: str) -> str:
+    """Names settings as they are typed: `--config.data.lanes=2` where the reader says `lanes=2`."""
+    if 'config' not in flags.FLAGS:
+        return message
+    from configs import default  # which `named_configs.resolve` has made known
+
+    names = settings.flatten(default.get_config().to_dict())
+    full = {name.removeprefix('data.'): name for name in names} | {name: name for name in names}
+    fields = '|'.join(map(re.escape, full))
+    return re.sub(rf'(?<![\w.-])({fields})=', lambda found: f'--config.{full[found[1]]}=', message)
 
 
 def _is_verbose() -> bool:

@@ -65,4 +65,4 @@ def test_the_command_ends_with_one_line_of_what_is_wrong():
         text=True,
     )
     assert (done.returncode, done.stdout) == (1, '')
-    assert done.stderr.splitlines()[-1].startswith('error: data.dir=/no/such/folder')
+    assert done.stderr.splitlines()[-1].startswith('error: --config.data.dir=/no/such/folder')

@@ -51,7 +51,7 @@ def test_the_command_times_a_step_of_the_model_here(mini_dataset):
     ('flags', 'words'),
     [
         (['--config.data.dir=none'], 'none'),
-        (['--hosts=3'], '--hosts=3 does not divide batch_size=256'),
+        (['--hosts=3'], '--hosts=3 does not divide --config.batch_size=256'),
     ],
 )
 def test_what_cannot_be_diagnosed_is_an_error_in_one_line(flags, words):

@@ -165,7 +165,7 @@ def test_an_error_is_one_line_and_leaves_nothing(mini_dataset, silent, tmp_path)
     code, lines = command(runs.flags(mini_dataset.parents[1], tmp_path / 'run'), silent)
     assert code == 1
     there = f'{mini_dataset.parents[1]}: name a data set below it: {mini_dataset}'
-    assert lines == [f'error: data.dir={there}']
+    assert lines == [f'error: --config.data.dir={there}']
     assert not (tmp_path / 'run').exists()
 
 
@@ -206,9 +206,20 @@ def test_a_folder_without_a_data_set_is_named(tmp_path, folder, message):
 
 
 def test_an_error_of_the_system_says_what_to_do():
-    expected = pytest.raises(SystemExit, match=r'^error: .* left on device: .*full.*: free some')
+    expected = pytest.raises(SystemExit, match=r'^error: /full: No space left on device: free some')
     with expected, process.errors_in_one_line():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), '/full')
+
+
+def test_a_setting_of_the_reader_is_named_as_it_is_typed(mini_dataset, silent, tmp_path):
+    flags = runs.flags(mini_dataset, tmp_path, **{'batch_size': 2048, 'data.lanes': 2048})
+    code, lines = command(flags, silent)
+    assert code == 1
+    assert re.fullmatch(
+        r'error: .* records are fewer than --config\.data\.lanes=2048; '
+        r'--config\.data\.lanes=\d+ works',
+        lines[-1],
+    ), lines
 
 
 @pytest.mark.slow
