@@ -223,9 +223,9 @@ class _Edit:
 def _editing(data_dir: str | os.PathLike[str], scratch_dir: str = '') -> Iterator[_Edit]:
     """Within it nobody else changes the data set; nothing is left of what it puts elsewhere."""
     folder = os.fspath(data_dir).rstrip('/')
-    _read(folder)  # where there is no data set there shall be no lock
+    stored_dataset.open_data(folder)  # where there is no data set there shall be no lock
     with build_lock.hold(folder, wait_seconds=None) as lock:
-        stored = _read(folder)
+        stored = stored_dataset.open_data(folder)
         parent = choose_folder(schema.NAME, f'{folder}/../../..', os.fspath(scratch_dir))
         os.makedirs(parent, exist_ok=True)
         destination = Destination(folder)
@@ -239,13 +239,6 @@ def _editing(data_dir: str | os.PathLike[str], scratch_dir: str = '') -> Iterato
                 yield edit
             finally:
                 destination.sweep()
-
-
-def _read(folder: str) -> StoredDataset:
-    stored = stored_dataset.read(folder)
-    if stored is None:
-        raise ValueError(f'{folder}: is no data set, .../coyo11m_tfds/CONFIG/1.0.0.')
-    return stored
 
 
 def _check_name(stored: StoredDataset, name: str, replace: bool) -> None:
@@ -357,13 +350,12 @@ def _keys(stored: StoredDataset, split: str) -> Iterator[np.ndarray]:
     """The keys of a split in the order of its records, some at a time."""
     if not any(stored.splits[split].shard_lengths):
         return
-    data = input_pipeline.open_data(stored.folder)  # whose index is read once
-    if data.split(split) is None:
+    if stored.split(split) is None:
         raise ValueError(
             f'{stored.folder}: split {split!r} has no chunk index. Build the data set again.'
         )
     batches = input_pipeline.eval_batches(
-        data,
+        stored,
         verify=verified.ALWAYS,
         split=split,
         features=(schema.KEY,),

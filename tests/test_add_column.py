@@ -15,7 +15,7 @@ import pytest
 
 import input_pipeline
 from coyo11m_tfds import add_column, embed_captions, schema, verify
-from coyo11m_tfds.reading import dataset
+from coyo11m_tfds.reading import stored_dataset
 from coyo11m_tfds.source import part_files
 from coyo11m_tfds.storage import build_lock
 from tests import built, children, runs
@@ -66,7 +66,7 @@ def test_a_second_text_column_is_read_and_nothing_else_changes(
     assert not verify.verify(copy).faults
 
     steps = planned.of_data(copy, **ORDER).steps
-    arguments = {**ORDER, 'features': dataset.FEATURES, 'caption_dropout': 0.5}
+    arguments = {**ORDER, 'features': stored_dataset.FEATURES, 'caption_dropout': 0.5}
     own, other = (
         list(itertools.islice(input_pipeline.train_batches(copy, text=text, **arguments), steps))
         for text in ('', 'other')
@@ -87,11 +87,11 @@ def test_a_second_text_column_is_read_and_nothing_else_changes(
     trained = input_pipeline.eval_batches(copy, batch_size=64, features=('key',), split='train')
     keys = np.concatenate([batch['key'][batch['mask']] for batch in trained])
     values = np.array([expected[key] for key in keys.tolist()], np.float64)
-    stats = dataset.dataset_stats(copy, 'other')
+    stats = input_pipeline.open_data(copy).stats('other')
     np.testing.assert_allclose(stats.text_mean, values.mean(axis=0), rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(stats.text_std, values.std(axis=0), rtol=1e-5, atol=1e-7)
     assert column.shape == values.shape[1:] == (stats.text_dim,)
-    assert dataset.dataset_stats(copy).text_encoder == stats.text_encoder == 'hash'
+    assert input_pipeline.open_data(copy).stats().text_encoder == stats.text_encoder == 'hash'
 
 
 def test_the_encoder_is_that_of_the_column_in_every_respect(copy, other_embeddings, tmp_path):
@@ -104,7 +104,7 @@ def test_the_encoder_is_that_of_the_column_in_every_respect(copy, other_embeddin
     path = tmp_path / 'm.parquet'
     pq.write_table(table.replace_schema_metadata({**table.schema.metadata, **about}), path)
     add_column.add(copy, 'm', path)
-    stats = dataset.dataset_stats(copy, 'm')
+    stats = input_pipeline.open_data(copy).stats('m')
     found = stats.text_encoder, stats.text_revision, stats.text_max_tokens
     assert found == ('hf:m', 'sha256:12', 77)
 
@@ -220,7 +220,7 @@ def test_tokens_and_embeddings_come_side_by_side(copy, other_embeddings, tmp_pat
         np.testing.assert_array_equal(batch['other'][row], embeddings[key])
     batch = next(input_pipeline.train_batches(copy, **ORDER, text='words', features=('tokens',)))
     np.testing.assert_array_equal(batch['tokens'], [expected[key] for key in own['key'].tolist()])
-    stats = dataset.dataset_stats(copy, 'words')
+    stats = input_pipeline.open_data(copy).stats('words')
     found = stats.num_tokens, stats.vocabulary, stats.text_max_tokens, stats.text_dim
     assert (*found, stats.text_mean) == (7, 1000, 7, 0, None)
     message = r"features has 'text_embedding', expected 'tokens', which text='words' is"
@@ -499,7 +499,7 @@ def test_a_name_that_cannot_be_is_refused(copy, other_embeddings, name):
 def test_what_is_no_data_set_is_refused(tmp_path, gcs, other_embeddings):
     gcs.put('bucket', 'other', b'')
     for folder in (tmp_path, 'gs://bucket/d'):
-        with pytest.raises(ValueError, match=f'{folder}: is no data set'):
+        with pytest.raises(FileNotFoundError, match=f'{folder}: expected the folder of a built'):
             add_column.add(folder, 'other', other_embeddings)
     assert list(gcs.objects('bucket')) == ['other'] and not list(tmp_path.iterdir())
 
@@ -512,7 +512,7 @@ def test_a_column_that_is_not_there_is_named(copy, other_embeddings):
         ):
             read(copy, text='other', **order)
     with pytest.raises(ValueError, match="'other' is no column of text embeddings"):
-        dataset.dataset_stats(copy, 'other')
+        input_pipeline.open_data(copy).stats('other')
     add_column.add(copy, 'other', other_embeddings)
     shutil.copy(copy / 'column_other-validation.npy', copy / 'column_other-train.npy')
     with pytest.raises(ValueError, match=r'column_other-train.npy: holds float16 .*, expected'):

@@ -13,7 +13,7 @@ import tensorflow_datasets as tfds
 import input_pipeline
 from coyo11m_tfds import add_column, schema, verify
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import Coyo11mConfig
-from coyo11m_tfds.reading import dataset
+from coyo11m_tfds.reading import stored_dataset
 from coyo11m_tfds.source.pt_file import LatentShard
 from tests import built, children, runs
 from tests.reading import planned
@@ -41,7 +41,7 @@ def movable(sample_source, hash_sidecar, tmp_path) -> tuple[pathlib.Path, pathli
 
 
 def read(path: object, count: int, **changes) -> list[dict]:
-    arguments = {**ORDER, 'features': dataset.FEATURES, 'caption_dropout': 0.3, **changes}
+    arguments = {**ORDER, 'features': stored_dataset.FEATURES, 'caption_dropout': 0.3, **changes}
     return list(itertools.islice(input_pipeline.train_batches(path, **arguments), count))
 
 
@@ -55,7 +55,7 @@ def test_batches_are_those_of_the_converted_data_set(in_place, mini_dataset):
 
 
 def test_evaluation_is_that_of_the_converted_data_set(in_place, mini_dataset):
-    arguments = dict(batch_size=32, features=dataset.FEATURES)
+    arguments = dict(batch_size=32, features=stored_dataset.FEATURES)
     rows, expected = (
         list(input_pipeline.eval_batches(path, **arguments)) for path in (in_place, mini_dataset)
     )
@@ -68,7 +68,7 @@ def test_it_holds_everything_but_the_latents(in_place, mini_dataset):
         for path in (in_place, mini_dataset)
     )
     assert size < converted / 10
-    there, before = (dataset.dataset_stats(path) for path in (in_place, mini_dataset))
+    there, before = (input_pipeline.open_data(path).stats() for path in (in_place, mini_dataset))
     for name in ('latent_mean', 'latent_std', 'text_mean', 'text_std'):
         np.testing.assert_array_equal(getattr(there, name), getattr(before, name))
     assert there.latent_dtype == before.latent_dtype
@@ -89,7 +89,12 @@ def test_a_build_is_the_same_however_many_write_it(in_place, sample_source, hash
 def test_tf_data_reads_the_latents_in_place(in_place):
     expected = read(in_place, 30)
     for engine in ('auto', 'chunks'):
-        asked = {**ORDER, 'features': dataset.FEATURES, 'caption_dropout': 0.3, 'engine': engine}
+        asked = {
+            **ORDER,
+            'features': stored_dataset.FEATURES,
+            'caption_dropout': 0.3,
+            'engine': engine,
+        }
         batches = input_pipeline.train_dataset(in_place, **asked).take(30)
         assert_same(list(batches.as_numpy_iterator()), expected)
 

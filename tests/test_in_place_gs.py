@@ -16,7 +16,7 @@ from coyo11m_tfds import add_column, columns, schema, verify
 from coyo11m_tfds.build import driver
 from coyo11m_tfds.build.settings import BuildSettings
 from coyo11m_tfds.checks import data_sets
-from coyo11m_tfds.reading import dataset
+from coyo11m_tfds.reading import stored_dataset
 from tests import built, runs
 from tests.build import build_kills, build_program
 from tests.checkout import CHECKOUT
@@ -68,7 +68,7 @@ def test_batches_are_those_of_the_converted_data_set(storage, described, mini_da
 
 
 def test_evaluation_is_that_of_the_converted_data_set(storage, mini_dataset):
-    arguments = dict(batch_size=32, features=dataset.FEATURES)
+    arguments = dict(batch_size=32, features=stored_dataset.FEATURES)
     batches, expected = (
         list(input_pipeline.eval_batches(path, **arguments)) for path in (DATA, mini_dataset)
     )

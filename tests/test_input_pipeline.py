@@ -19,15 +19,15 @@ import tensorflow_datasets as tfds
 
 import input_pipeline
 from coyo11m_tfds import chunk_index, schema
-from coyo11m_tfds.reading import dataset
 from coyo11m_tfds.reading import order as order_lib
+from coyo11m_tfds.reading import stored_dataset
 from tests.reading import planned, small_dataset
 from tests.reading.batches import assert_same
 
 TEXT_DIM = 6
 LENGTHS = {schema.TRAIN: (70, 97, 64, 131, 33), schema.VALIDATION: (37, 12)}
 ORDER = dict(batch_size=16, seed=5, chunk=32, lanes=4, window=24)
-ALL = dataset.FEATURES
+ALL = stored_dataset.FEATURES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,11 +179,11 @@ def test_bfloat16_latents_stay_bit_for_bit(tmp_path):
     crops = order_lib.sample_crops(ORDER['seed'], 0, batch['key'])
     expected = train.latents[train.rows_of(batch['key']), crops]
     np.testing.assert_array_equal(batch['latents'].view(np.uint16), expected.view(np.uint16))
-    assert dataset.dataset_stats(train.path).latent_dtype == 'bfloat16'
+    assert input_pipeline.open_data(train.path).stats().latent_dtype == 'bfloat16'
 
 
 def test_the_builder_makes_data_sets_that_are_read_by_plan(mini_dataset):
-    builder = dataset.open_dataset(mini_dataset)
+    builder = tfds.builder_from_directory(mini_dataset)
     settings = dict(batch_size=16, seed=0, lanes=4, chunk=32, window=64)
     steps = planned.of_data(builder, **settings).steps
     source = {
@@ -297,7 +297,7 @@ def test_a_mocked_builder_that_was_never_built(tmp_path):
         }
         held_out = take(input_pipeline.eval_dataset(builder, batch_size=4, **options), -1)
         assert [batch['mask'].tolist() for batch in held_out] == [[True] * 4, [True] * 3 + [False]]
-        stats = dataset.dataset_stats(builder)
+        stats = input_pipeline.open_data(builder).stats()
         assert stats.latent_mean.tolist() == [0] * 4 and stats.latent_std.tolist() == [1] * 4
         input_pipeline.position_settings(builder, input_pipeline.OrderSettings(seed=0))
 
@@ -307,7 +307,7 @@ def test_a_mocked_builder_that_was_never_built(tmp_path):
 
 def test_stats_come_from_the_metadata(mini_dataset):
     metadata = json.loads((mini_dataset / 'metadata.json').read_text())
-    stats = dataset.dataset_stats(mini_dataset)
+    stats = input_pipeline.open_data(mini_dataset).stats()
     np.testing.assert_allclose(stats.latent_mean, metadata[schema.META_LATENT_MEAN], rtol=1e-6)
     np.testing.assert_allclose(stats.latent_std, metadata[schema.META_LATENT_STD], rtol=1e-6)
     np.testing.assert_allclose(stats.text_std, metadata[schema.META_TEXT_STD], rtol=1e-6)

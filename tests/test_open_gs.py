@@ -1,4 +1,4 @@
-"""Opening a data set on gs://: bytes that are flipped on the way to TFDS or to the chunk index."""
+"""Opening a data set on gs://: bytes that are flipped on the way."""
 
 import json
 from collections.abc import Iterator
@@ -15,15 +15,13 @@ DATA = 'gs://bucket/d/1.0.0'
 
 OPEN = """
     import json
-    from coyo11m_tfds.reading import dataset
+    import input_pipeline
     for line in sys.stdin:
         try:
-            builder = dataset.open_dataset(json.loads(line))
-            assert str(builder.data_dir) == json.loads(line)
-            stats = dataset.dataset_stats(builder)
-            index = dataset.open_split(builder, 'train').index
+            data = input_pipeline.open_data(json.loads(line))
+            index = data.split('train').index
             found = [index.shard_lengths.tolist(), index.byte_range(1, 0, 31)[1].item()]
-            found += [str(builder.info.as_json), repr(dict(builder.info.metadata)), str(stats)]
+            found += [data.folder, repr(data), str(data.stats())]
         except Exception as error:
             found = f'{type(error).__name__}: {error}'
         print(json.dumps(found), flush=True)
@@ -31,7 +29,7 @@ OPEN = """
 
 
 class Opener:
-    """A process with TensorFlow that opens data sets, and the storage that it reads."""
+    """A process that opens data sets, and the storage that it reads."""
 
     def __init__(self, gcs: Gcs, child):
         self.gcs, self._child = gcs, child

@@ -11,7 +11,6 @@ import pytest
 
 import input_pipeline
 from coyo11m_tfds import add_column, embed_captions, schema
-from coyo11m_tfds.reading import dataset
 from tests import built, runs
 from tests.reading.planned import Planned
 from tests.runs import small_config
@@ -109,7 +108,7 @@ def test_tokens_of_several_lengths_come_in_one_shape(sample_source, tmp_path):
         )
     path = built.build(sample_source, sidecars['long'], tmp_path / 'data', name='words')
     add_column.add(path, 'short', text=sidecars['short'])
-    stats = dataset.dataset_stats(path, 'short:1,records:1')
+    stats = input_pipeline.open_data(path).stats('short:1,records:1')
     assert (stats.num_tokens, stats.text_max_tokens, stats.text_dim) == (12, 12, 0)
     config = small_config(path, **{'data.text': 'short:1,records:1', 'model.text': 'sequence'})
     opened = data.TrainingData(config, sharding.make_mesh())

@@ -16,8 +16,6 @@ import jax
 import ml_collections
 import numpy as np
 import tensorflow as tf
-import tensorflow_datasets as tfds
-from etils import epath
 from jax.sharding import Mesh
 
 import input_pipeline
@@ -74,25 +72,22 @@ class TrainingData:
         settings.check(config)
         self._mesh = mesh
         self._config = config
-        self._builder = _open(config.data.dir)
-        self._opened = input_pipeline.open_data(self._builder)
+        self._opened = _open(config.data.dir)
         self.order = input_pipeline.train_order(self._opened, self._order())
         self._check_shares(has_lanes=self.order is not None)
         if config.eval_every:
             self._check_split(schema.VALIDATION, f'eval_every={config.eval_every}')
         if config.preview_every:
             self._check_split(config.preview.split, f'preview.split={config.preview.split!r}')
-        self._share: dict[str, Any] = {
-            'process_index': jax.process_index(),
-            'process_count': jax.process_count(),
-        }
+        index, count = input_pipeline.process_share(sharding.batch(mesh))
+        self._share: dict[str, Any] = {'process_index': index, 'process_count': count}
         # Of training alone: what evaluations read has no part in its rate.
         self._counter = input_pipeline.ReadCounter()
         self.read_counts = self._counter.read
         self._arrived = self._taken = 0
-        stats = input_pipeline.dataset_stats(self._builder, config.data.text)
+        stats = self._opened.stats(config.data.text)
         if not (stats.text_dim or stats.num_tokens):
-            added = input_pipeline.text_columns(self._builder)
+            added = self._opened.text_columns
             raise ValueError(
                 f'{config.data.dir} holds no text embeddings in its records: '
                 + (
@@ -179,15 +174,15 @@ class TrainingData:
     @property
     def description(self) -> str:
         """The data set and how it is read, in one line."""
-        split = self._builder.info.splits.get(schema.TRAIN)
+        split = self._opened.splits.get(schema.TRAIN)
         if split is None or self.order is None:
-            return f'{self._builder.info.full_name}, read without a chunk index'
+            return f'{self._opened.full_name}, read without a chunk index'
         config = self._config.data
         by_rows = self.engine == input_pipeline.ROWS
         how = 'by rows' if by_rows else f'in chunks of {config.chunk} records'
         text = f', text {config.text}' if config.text else ''
         return (
-            f'{config.dir}, {split.num_examples:,} records, {readable(split.num_bytes)}, '
+            f'{config.dir}, {split.num_records:,} records, {readable(split.num_bytes)}, '
             f'{self._steps_an_epoch(self.order):,.1f} steps an epoch, read {how}{text}'
         )
 
@@ -251,11 +246,11 @@ class TrainingData:
         )
 
     def _check_split(self, split: str, asked: str) -> None:
-        splits = self._builder.info.splits
+        splits = self._opened.splits
         # Mocked data have records in every split and name none; 'train[:50%]' is a part of 'train'.
-        if not splits or (split.partition('[')[0] in splits and splits[split].num_examples):
+        if not splits or (split.partition('[')[0] in splits and splits[split].num_records):
             return
-        there = [name for name, info in splits.items() if info.num_examples]
+        there = [name for name, info in splits.items() if info.num_records]
         raise ValueError(
             f'{asked}: {self._config.data.dir} has records in {there} and none in {split!r}: build '
             'it with a larger validation_fraction, or set eval_every=0 and preview_every=0'
@@ -324,19 +319,8 @@ def _with_read_errors(
         raise ReadError(failures.summary(error).partition(': ')[2]) from error
 
 
-def _open(folder: str) -> tfds.core.DatasetBuilder:
-    """Opens a data set; where there is none, the message says which ones lie below the folder."""
+def _open(folder: str) -> input_pipeline.StoredDataset:
     try:
-        return input_pipeline.open_dataset(folder)
-    except (OSError, ValueError, tf.errors.OpError) as error:
-        path = epath.Path(folder)
-        if (path / schema.INFO_FILE).exists():
-            raise
-        below = input_pipeline.data_sets_below(folder)
-        if below:
-            advice = f'name a data set below it: {", ".join(below)}'
-        elif path.exists():
-            advice = 'expected the folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0'
-        else:
-            advice = 'there is no such folder; build the data set with `tfds build coyo11m_tfds`'
-        raise FileNotFoundError(f'data.dir={folder}: {advice}') from error
+        return input_pipeline.open_data(folder)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f'data.dir={error}') from error

@@ -8,8 +8,8 @@ import collections
 import concurrent.futures
 import sys
 import threading
-from collections.abc import Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Self, TypeVar
 
 T = TypeVar('T')
 
@@ -23,7 +23,7 @@ class Ahead(Iterator[T]):
     """
 
     def __init__(self, items: Iterator[T], count: int, thread_name: str = 'ahead'):
-        self._items, self._count = items, count
+        self._items, self._count, self._thread_name = items, count, thread_name
         # Items, and errors in their places.
         self._ready: collections.deque[tuple[Any, BaseException | None]] = collections.deque()
         self._given = self._made = self._allowed = 0
@@ -53,6 +53,18 @@ class Ahead(Iterator[T]):
         self._is_closed = True
         self._ready = collections.deque([(None, StopIteration())])
         self._end_thread()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _restart(self, read: Callable[[], Iterator[T]]) -> None:
+        """Gives the items of `read` from now on, called when what is under way has ended."""
+        self.close()
+        self._thread.shutdown()
+        Ahead.__init__(self, read(), self._count, self._thread_name)
 
     def _allow(self, number: int) -> None:
         """Lets the thread make so many items in all."""

@@ -25,6 +25,10 @@ DAMAGED = 'its checksum is wrong, or its file has other records than its chunk i
 ALWAYS_ALLOWED = 64
 
 
+class DamagedError(ValueError):
+    """A file of a data set does not hold what was written; the message names it."""
+
+
 class BadRecords:
     """The bad records of a split that one reader has met.
 
@@ -71,11 +75,11 @@ class BadRecords:
             problem: what is wrong with them.
 
         Raises:
-            ValueError: the policy is 'stop', or there are too many by now.
+            DamagedError: the policy is 'stop', or there are too many by now.
         """
         what = f'{path}: record {numbers[0]} cannot be read: {problem}.'
         if self._stops:
-            raise ValueError(
+            raise DamagedError(
                 f'{what} Restore the file or build the data set again, or set on_bad_records='
                 f"'{SKIP}' to continue without such records."
             )
@@ -83,7 +87,7 @@ class BadRecords:
         if self._counter:
             self._counter.add_bad(len(numbers))
         if len(self._found) > max(ALWAYS_ALLOWED, self._max_fraction * self._num_records):
-            raise ValueError(
+            raise DamagedError(
                 f'{what} With it, {len(self._found)} of {self._num_records} records are bad, more '
                 f'than max_bad_fraction={self._max_fraction:g} (and more than {ALWAYS_ALLOWED}). '
                 'Restore the files (python -m coyo11m_tfds.verify DATA_DIR names those that are '

@@ -4,14 +4,15 @@ for batch in on_device.to_device(batches, sharding):
     state = step(state, batch)
 """
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, overload
 
 import jax
 import numpy as np
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.reading.ahead import Ahead
+from coyo11m_tfds.reading.batches import ArraySpec, Batches, Resumable
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -30,11 +31,70 @@ def key_words(keys: np.ndarray) -> np.ndarray:
     return words.astype(np.uint32, copy=False)
 
 
+class Arrays(Resumable[dict[str, jax.Array]]):
+    """Batches on the devices; `step`, `get_state` and `set_state` are of those that were taken.
+
+    Attributes:
+        spec: shape and dtype of each global array in a batch, by name.
+        steps_per_epoch, process_index, process_count: as of the host's batches.
+    """
+
+    def __init__(self, batches: Batches, sharding: jax.sharding.Sharding, ahead: int):
+        """Takes batches of which this gives all that come after those taken by now."""
+        for name, (_, dtype) in batches.spec.items():
+            if name not in (schema.KEY, schema.CAPTION):
+                _check_dtype(name, dtype)
+        place = batches.place
+
+        def read(samples: int) -> Iterator[dict[str, jax.Array]]:
+            if samples != batches.place.start:
+                batches.go_to(samples)
+            return (_send(batch, sharding) for batch in batches)
+
+        super().__init__(read, place, ahead, 'to_device')
+        self.spec = {
+            name: ArraySpec((shape[0] * batches.process_count, *shape[1:]), dtype)
+            for name, (shape, dtype) in batches.spec.items()
+            if name != schema.CAPTION
+        }
+        if schema.KEY in self.spec:
+            rows = self.spec[schema.KEY].shape[0]
+            self.spec[schema.KEY] = ArraySpec((rows, 2), np.dtype(np.uint32))
+        self.steps_per_epoch = batches.steps_per_epoch
+        self.process_index, self.process_count = batches.process_index, batches.process_count
+
+
+def process_share(sharding: jax.sharding.Sharding) -> tuple[int, int]:
+    """Which part of a global batch this process holds, and of how many, by JAX.
+
+    Processes that hold the same rows, as with a batch that is copied to all devices, have one part.
+
+    Args:
+        sharding: of the leading axis.
+
+    Raises:
+        ValueError: the parts of processes overlap.
+    """
+    count = len(sharding.device_set)
+    rows: dict[int, set[int]] = {}
+    held_by: Mapping[Any, Any] = sharding.devices_indices_map((count,))
+    for device, (part,) in held_by.items():
+        rows.setdefault(device.process_index, set()).update(range(*part.indices(count)))
+    parts = sorted({tuple(sorted(held)) for held in rows.values()})
+    if sum(map(len, parts)) != count:
+        raise ValueError(f'{sharding}: the rows that processes hold of a batch overlap')
+    return parts.index(tuple(sorted(rows[jax.process_index()]))), len(parts)
+
+
+@overload
+def to_device(batches: Batches, sharding: jax.sharding.Sharding, ahead: int = ...) -> Arrays: ...
+@overload
 def to_device(
     batches: 'tf.data.Dataset | Iterable[Mapping[str, np.ndarray]]',
     sharding: jax.sharding.Sharding,
-    ahead: int = 2,
-) -> Ahead[dict[str, jax.Array]]:
+    ahead: int = ...,
+) -> Ahead[dict[str, jax.Array]]: ...
+def to_device(batches, sharding, ahead=2):
     """Sends batches to the devices while earlier ones are being worked on.
 
     Every process gives its rows of the global batch. `key` arrives as `key_words`; `caption`
@@ -42,32 +102,53 @@ def to_device(
     batches of 256 on 2 busy cores the loop waited 0.3 to 0.8 ms for a batch, without it 2.8 to 4.2.
 
     Args:
-        batches: a data set, or host batches.
+        batches: what `train_batches` or `eval_batches` gives, a data set of TensorFlow, or other
+            host batches.
         sharding: of the leading axis; it is applied to every feature.
         ahead: batches that are on the devices, or on their way, before they are asked for.
 
     Returns:
-        An iterator of global arrays, the leading axis `b * process_count` long. It raises a
-        `ValueError` for a column whose numbers JAX would change, such as int64, and goes on after a
-        Ctrl-C; `close()` ends its thread.
+        An iterator of global arrays, the leading axis `b * process_count` long. It goes on after a
+        Ctrl-C; `close()` ends its thread. For batches that know their place it is an `Arrays`,
+        which knows it, too.
 
     Raises:
-        ValueError: `ahead` is less than 1.
+        ValueError: `ahead` is less than 1; the batches are another process's part than JAX says; or
+            (others than those of `train_batches` when the first one comes) there is a column whose
+            numbers JAX would change, such as int64.
     """
     if ahead < 1:
         raise ValueError(f'ahead={ahead} must be at least 1; 2 lets one arrive while one is used')
+    if isinstance(batches, Batches):
+        _check_share(batches, sharding)
+        return Arrays(batches, sharding, ahead)
     on_host = getattr(batches, 'as_numpy_iterator', lambda: iter(batches))()
     return Ahead((_send(batch, sharding) for batch in on_host), ahead, 'to_device')
 
 
-def _send(batch: Mapping[str, np.ndarray], sharding: jax.sharding.Sharding) -> dict[str, jax.Array]:
+def _check_share(batches: Batches, sharding: jax.sharding.Sharding) -> None:
+    expected = process_share(sharding)
+    if (batches.process_index, batches.process_count) != expected:
+        raise ValueError(
+            f'process_index={batches.process_index} with process_count={batches.process_count} is '
+            f'not the part of a batch that this process holds by its sharding: expected '
+            f'process_index={expected[0]} with process_count={expected[1]}, which `process_share` '
+            'tells and `train_arrays` takes'
+        )
+
+
+def _send(batch: Mapping[str, Any], sharding: jax.sharding.Sharding) -> dict[str, jax.Array]:
     arrays = {name: x for name, x in batch.items() if name != schema.CAPTION}
     if schema.KEY in arrays:
         arrays[schema.KEY] = key_words(arrays[schema.KEY])
     for name, x in arrays.items():
-        if (held := jax.dtypes.canonicalize_dtype(x.dtype)) != x.dtype:
-            raise ValueError(
-                f'{name!r} is {x.dtype}, which devices would hold as {held}, with other numbers. '
-                f'Leave it out of `features`, add the column as {held}, or set jax_enable_x64.'
-            )
+        _check_dtype(name, x.dtype)
     return {name: jax.make_array_from_process_local_data(sharding, x) for name, x in arrays.items()}
+
+
+def _check_dtype(name: str, dtype: np.dtype) -> None:
+    if (held := jax.dtypes.canonicalize_dtype(dtype)) != dtype:
+        raise ValueError(
+            f'{name!r} is {dtype}, which devices would hold as {held}, with other numbers. '
+            f'Leave it out of `features`, add the column as {held}, or set jax_enable_x64.'
+        )

@@ -297,7 +297,7 @@ class RowReader:
             return values
         except ValueError as error:
             path = self._split.file(int(rows.shard[row]))
-            raise ValueError(
+            raise bad_records.DamagedError(
                 f'{path}: record {rows.record[row]} is not of this data set: {error}. Build the '
                 'data set again.'
             ) from error

@@ -2,12 +2,11 @@
 
     read = functools.partial(rows.read_rows, reader)
     blocks = row_plan.train_blocks(order, range(16), batch_size=256, start=1000)
-    batches = rows.train_batches(read, blocks, prefetch=2)
-    batch = next(batches)
+    batch = next(read(blocks))
 
 There are no windows in memory: the plan says which records come, and each batch is gathered out of
 the page cache when it is due. What the following batches need is asked for ahead, so that a disk
-reads it meanwhile. `train_batches` and `eval_batches` serve the engine `chunks`, too.
+reads it meanwhile.
 """
 
 import itertools
@@ -15,7 +14,6 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from coyo11m_tfds.reading.ahead import Ahead
 from coyo11m_tfds.reading.counter import ReadCounter
 from coyo11m_tfds.reading.row_plan import Block
 from coyo11m_tfds.reading.row_reader import Batch, RowReader
@@ -24,21 +22,10 @@ from coyo11m_tfds.reading.row_reader import Batch, RowReader
 Read = Callable[[Iterator[Block]], Iterator[Batch]]
 
 
-def train_batches(read: Read, blocks: Iterator[Block], prefetch: int) -> Iterator[Batch]:
-    """The batches of blocks, `prefetch` of them ready."""
-    return Ahead(read(blocks), prefetch, 'batches')
-
-
-def eval_batches(
-    batches: Iterator[Batch], blank: Batch, size: int, count: int, prefetch: int
-) -> Iterator[Batch]:
-    """`count` batches of `size` rows, filled up with rows of zeros; `prefetch` of them ready.
-
-    `blank` is a batch without rows.
-    """
+def fill_up(batches: Iterator[Batch], blank: Batch, size: int, count: int) -> Iterator[Batch]:
+    """`count` batches of `size` rows, filled up with rows of zeros; `blank` is one without rows."""
     enough = itertools.chain(batches, itertools.repeat(blank))
-    full = (_fill_up(batch, size) for batch in itertools.islice(enough, count))
-    return Ahead(full, prefetch, 'batches')
+    return (_filled_up(batch, size) for batch in itertools.islice(enough, count))
 
 
 def read_rows(
@@ -65,7 +52,7 @@ def read_rows(
             yield batch
 
 
-def _fill_up(batch: Batch, size: int) -> Batch:
+def _filled_up(batch: Batch, size: int) -> Batch:
     """Puts rows of zeros, or of empty strings, after those of a batch."""
 
     def padded(x: np.ndarray) -> np.ndarray:

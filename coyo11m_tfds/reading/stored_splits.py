@@ -34,6 +34,11 @@ class StoredSplit:
     num_bytes: int
     build: str = ''
 
+    @property
+    def num_records(self) -> int:
+        """Of all shards together."""
+        return sum(self.shard_lengths)
+
 
 @dataclasses.dataclass(frozen=True)
 class StoredShard:
@@ -118,5 +123,10 @@ def _split(info: dict, split: dict) -> StoredSplit:
         )
         for shard in range(count)
     ]
+    if len(set(names)) < count:
+        raise ValueError(
+            f'its filepathTemplate {split["filepathTemplate"]!r} names several shards alike, '
+            'expected {SHARD_X_OF_Y} in it'
+        )
     build = schema.build_of(split['filepathTemplate'])
     return StoredSplit(split['name'], names, lengths, int(split.get('numBytes', 0)), build)

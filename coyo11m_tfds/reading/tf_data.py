@@ -1,7 +1,7 @@
 """Batches as a `tf.data.Dataset`: this host's lanes interleaved, batched and prefetched.
 
-    batches = tf_data.train(engines.train_lanes(opened, 'once', '', asked), prefetch=-1)
-    batches = tf_data.evaluate(engines.evaluate(opened, 'once', '', asked), prefetch=-1)
+    dataset = tf_data.train(Training(data=path, batch_size=256, ...))
+    dataset = tf_data.evaluate(Reading(data=path, batch_size=256, ...))
 
 What reads a lane is what reads it without TensorFlow, so the batches are the same, bit for bit.
 Data sets without a chunk index, such as mocked ones, are read by TFDS and mixed by an ordinary
@@ -9,8 +9,10 @@ shuffle; the log says what cannot be promised for them. `input_pipeline` imports
 through TensorFlow, and not before.
 """
 
-import types
-from collections.abc import Sequence
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,12 +20,14 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 from absl import logging
 
-from coyo11m_tfds import schema
-from coyo11m_tfds.reading import at_exit, dataset, order, rows
+from coyo11m_tfds import schema, texts
+from coyo11m_tfds.reading import at_exit, engines, order, rows, shares
 from coyo11m_tfds.reading.bad_records import SKIP
-from coyo11m_tfds.reading.engines import Evaluation, Lanes
+from coyo11m_tfds.reading.batches import ArraySpec, Batches
+from coyo11m_tfds.reading.engines import Evaluation, Opened
 from coyo11m_tfds.reading.names import DROP_TEXT, EVAL_CROP, MASK
 from coyo11m_tfds.reading.row_reader import RowChoices
+from coyo11m_tfds.reading.settings import Reading, Training
 
 Batch = dict[str, tf.Tensor]
 
@@ -33,40 +37,90 @@ _SHUFFLE_BUFFER = 4096
 at_exit.register()
 
 
-def train(lanes: Lanes, prefetch: int) -> tf.data.Dataset:
-    """This process's part of every batch, without end."""
+def train(asked: Training) -> tf.data.Dataset:
+    """`input_pipeline.train_dataset`."""
+    opened = engines.open_split(asked.stored, asked.split, asked.engine)
+    return _train_lanes(asked, opened) if opened else _train_ordinary(asked)
+
+
+def evaluate(asked: Reading) -> tf.data.Dataset:
+    """`input_pipeline.eval_dataset`."""
+    opened = engines.open_split(asked.stored, asked.split, asked.engine)
+    return _eval_indexed(asked, opened) if opened else _eval_ordinary(asked)
+
+
+def train_batches(asked: Training, is_indexed: bool) -> Batches:
+    """What `train` gives, as NumPy's arrays."""
+    if not is_indexed:  # lanes mean nothing
+        start = asked.start_step * asked.batch_size + asked.start_sample * asked.lanes
+        asked = dataclasses.replace(asked, lanes=1, start_step=0, start_sample=start)
+
+    @functools.lru_cache(maxsize=1)
+    def make(start: int) -> tf.data.Dataset:
+        return train(
+            dataclasses.replace(asked, data=asked.stored, start_step=0, start_sample=start)
+        )
+
+    def read(start: int) -> Iterator[rows.Batch]:
+        return itertools.islice(make(start).as_numpy_iterator(), 0, None, asked.stride)
+
+    return engines.train_batches(asked, _spec(make(asked.start)), read)
+
+
+def eval_batches(asked: Reading) -> Batches:
+    """What `evaluate` gives, as NumPy's arrays."""
+    batches = evaluate(asked)
+    found = Evaluation(
+        _spec(batches),
+        int(batches.cardinality()),
+        lambda start: batches.skip(start).as_numpy_iterator(),
+    )
+    return engines.eval_batches(asked, found)
+
+
+def _train_lanes(asked: Training, opened: Opened) -> tf.data.Dataset:
+    lanes = engines.train_lanes(opened, asked)
 
     def samples(lane: tf.Tensor) -> tf.data.Dataset:
         read = tf.data.Dataset.from_generator(
             lambda number: lanes.read(int(number)),
             args=(lane,),
-            output_signature=_signature(lanes.blank),
+            output_signature=_signature(lanes.spec, None),
         )
-        return read.rebatch(lanes.share.each, drop_remainder=True)
+        return read.rebatch(lanes.each, drop_remainder=True)
 
-    own = lanes.share.lanes
-    parts = tf.data.Dataset.range(own.start, own.stop).interleave(
+    parts = tf.data.Dataset.range(lanes.own.start, lanes.own.stop).interleave(
         samples,
-        cycle_length=len(own),
+        cycle_length=len(lanes.own),
         block_length=1,
-        num_parallel_calls=len(own),
+        num_parallel_calls=len(lanes.own),
         deterministic=True,
     )
-    return _prefetched(parts.batch(len(own), drop_remainder=True).map(_join), prefetch)
+    joined = parts.batch(len(lanes.own), drop_remainder=True).map(_join)
+    return _prefetched(joined, asked.prefetch)
 
 
-def evaluate(evaluation: Evaluation, prefetch: int) -> tf.data.Dataset:
-    """This process's part of every record, in the order of the shards: nothing is interleaved."""
-    signature = _signature(evaluation.blank, evaluation.size)
-    batches = tf.data.Dataset.from_generator(evaluation.read, output_signature=signature)
-    counted = batches.apply(tf.data.experimental.assert_cardinality(evaluation.num_batches))
-    return _prefetched(counted, prefetch)
+def _eval_indexed(asked: Reading, opened: Opened) -> tf.data.Dataset:
+    """In the order of the shards, so nothing is interleaved."""
+    found = engines.evaluation(opened, asked)
+    batches = tf.data.Dataset.from_generator(
+        lambda: found.read(0), output_signature=_signature(found.spec, asked.local_size)
+    )
+    count = tf.data.experimental.assert_cardinality(found.num_batches)
+    return _prefetched(batches.apply(count), asked.prefetch)
 
 
-def _signature(blank: rows.Batch, size: int | None = None) -> dict[str, tf.TensorSpec]:
+def _signature(spec: Mapping[str, ArraySpec], size: int | None) -> dict[str, tf.TensorSpec]:
     return {
-        name: tf.TensorSpec([size, *x.shape[1:]], tf.string if x.dtype == object else x.dtype)
-        for name, x in blank.items()
+        name: tf.TensorSpec([size, *shape[1:]], tf.string if dtype.hasobject else dtype)
+        for name, (shape, dtype) in spec.items()
+    }
+
+
+def _spec(batches: tf.data.Dataset) -> dict[str, ArraySpec]:
+    return {
+        name: ArraySpec(tuple(x.shape), np.dtype(x.dtype.as_numpy_dtype))
+        for name, x in batches.element_spec.items()
     }
 
 
@@ -90,14 +144,9 @@ def _prefetched(batches: tf.data.Dataset, prefetch: int) -> tf.data.Dataset:
 # --- Without a chunk index ---------------------------------------------------------------------
 
 
-def train_ordinary(
-    builder: tfds.core.DatasetBuilder, asked: types.SimpleNamespace
-) -> tf.data.Dataset:
-    """This process's part of shuffled batches; `asked` has the arguments of `train_dataset`.
-
-    Raises:
-        ValueError: there is no record for this process, or a feature is missing.
-    """
+def _train_ordinary(asked: Training) -> tf.data.Dataset:
+    """This process's part of shuffled batches."""
+    builder = _builder(asked)
     logging.warning(
         '%s has no chunk index for split %r. It is read and shuffled the ordinary way: the order '
         'depends on the number of processes, all of them read all records, and starting at a step '
@@ -106,8 +155,7 @@ def train_ordinary(
         asked.split,
     )
     choices = _choices(
-        builder,
-        asked.features,
+        asked,
         seed=asked.seed,
         caption_dropout=asked.caption_dropout,
         with_mask=asked.on_bad_records == SKIP,
@@ -128,24 +176,23 @@ def train_ordinary(
     batches = (
         shuffled.enumerate()
         .skip(start // asked.process_count)
-        .batch(asked.batch_size // asked.process_count, drop_remainder=True)
+        .batch(asked.local_size, drop_remainder=True)
         .map(lambda i, batch: _choose(choices, batch, i // size))
     )
     return _prefetched(batches, asked.prefetch)
 
 
-def evaluate_ordinary(
-    builder: tfds.core.DatasetBuilder, asked: types.SimpleNamespace
-) -> tf.data.Dataset:
-    """This process's part of every record once; `asked` has the arguments of `eval_dataset`."""
+def _eval_ordinary(asked: Reading) -> tf.data.Dataset:
+    """This process's part of every record once."""
+    builder = _builder(asked)
     logging.warning(
         '%s has no chunk index for split %r: all processes read all records.',
         builder.data_dir,
         asked.split,
     )
-    choices = _choices(builder, asked.features, fixed_crop=EVAL_CROP, with_mask=True)
-    local = asked.batch_size // asked.process_count
-    own = slice(asked.process_index * local, (asked.process_index + 1) * local)
+    choices = _choices(asked, fixed_crop=EVAL_CROP, with_mask=True)
+    begin = asked.process_index * asked.local_size
+    own = slice(begin, begin + asked.local_size)
     config = tfds.ReadConfig(try_autocache=False)
     examples = builder.as_dataset(split=asked.split, shuffle_files=False, read_config=config)
 
@@ -156,12 +203,21 @@ def evaluate_ordinary(
     return _prefetched(examples.batch(asked.batch_size).map(part), asked.prefetch)
 
 
-def _choices(
-    builder: tfds.core.DatasetBuilder, features: Sequence[str], **choices: Any
-) -> RowChoices:
-    dataset.check_features(builder, (schema.KEY, *features))
-    dtype = dataset.latent_dtype(builder).name
-    return RowChoices(tuple(features), dtype, dataset.text_dim(builder), **choices)
+def _builder(asked: Reading) -> tfds.core.DatasetBuilder:
+    """Raises a ValueError if a column is asked for, or processes get unequal parts."""
+    shares.check_share(asked.batch_size, *asked.process)
+    if any(texts.parse(asked.text)) or asked.stored.find_columns(asked.features):
+        raise ValueError(
+            f'{asked.stored.folder}: text={asked.text!r} or features={asked.features!r} names a '
+            'column, and without a chunk index it cannot be read'
+        )
+    return asked.stored.builder or tfds.builder_from_directory(asked.stored.folder)
+
+
+def _choices(asked: Reading, **choices: Any) -> RowChoices:
+    stored = asked.stored
+    stored.check_features((schema.KEY, *asked.features))
+    return RowChoices(tuple(asked.features), stored.latent_dtype, stored.text_dim, **choices)
 
 
 def _choose(choices: RowChoices, batch: Batch, epoch: tf.Tensor) -> Batch:

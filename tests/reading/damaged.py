@@ -2,8 +2,8 @@
 
 import pathlib
 
+import input_pipeline
 from coyo11m_tfds import schema
-from coyo11m_tfds.reading import dataset
 from tests.reading import planned
 
 LENGTHS = {schema.TRAIN: (70, 0, 97, 64, 131), schema.VALIDATION: (37, 12)}
@@ -11,7 +11,7 @@ ORDER = dict(batch_size=16, seed=5, chunk=64, lanes=4, window=24)
 
 
 def shard_path(path: pathlib.Path, shard: int, split: str = schema.TRAIN) -> pathlib.Path:
-    split_of_data = dataset.open_split(dataset.open_dataset(path), split)
+    split_of_data = input_pipeline.open_data(path).split(split)
     return pathlib.Path(split_of_data.file(shard))
 
 

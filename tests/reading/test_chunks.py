@@ -11,13 +11,13 @@ import tensorflow as tf
 
 import input_pipeline
 from coyo11m_tfds import chunk_index, schema
-from coyo11m_tfds.reading import dataset
+from coyo11m_tfds.reading import stored_dataset
 from tests.reading import planned, small_dataset
 from tests.reading.damaged import LENGTHS, ORDER, damage, place_of, shard_path, steps_of_an_epoch
 
 
 def train_batches(path: pathlib.Path, count: int, **changes) -> list[dict[str, np.ndarray]]:
-    asked = {**ORDER, 'features': dataset.FEATURES, 'caption_dropout': 0.3, **changes}
+    asked = {**ORDER, 'features': stored_dataset.FEATURES, 'caption_dropout': 0.3, **changes}
     batches = input_pipeline.train_batches(path, **{'engine': 'chunks', **asked})
     return list(itertools.islice(batches, count))
 
@@ -237,7 +237,7 @@ def test_paths_of_shards_are_those_of_tfds(tmp_path, num_shards):
     template.sharded_filepath(shard_index=0, num_shards=num_shards).touch()
     chunk_index.save(path, schema.TRAIN, [0] * num_shards, [[]] * num_shards, [0] * num_shards)
     small_dataset.write_metadata(path, {schema.TRAIN: [0] * num_shards})
-    opened = dataset.open_split(dataset.open_dataset(path), schema.TRAIN)
+    opened = input_pipeline.open_data(path).split(schema.TRAIN)
     for shard in (0, 7, num_shards - 1):
         expected = template.sharded_filepath(shard_index=shard, num_shards=num_shards)
         assert opened.file(shard) == str(expected)

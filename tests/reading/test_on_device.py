@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import input_pipeline
 from coyo11m_tfds import schema
-from coyo11m_tfds.reading import dataset, on_device
+from coyo11m_tfds.reading import on_device, stored_dataset
 from tests.reading import small_dataset
 
 
@@ -24,7 +24,7 @@ def test_devices_get_what_the_host_read(tmp_path):
     path = tmp_path / '1.0.0'
     small_dataset.write(path, {schema.TRAIN: (70, 97)})
     batches = input_pipeline.train_dataset(
-        path, batch_size=8, seed=0, lanes=2, features=dataset.FEATURES, caption_dropout=0.5
+        path, batch_size=8, seed=0, lanes=2, features=stored_dataset.FEATURES, caption_dropout=0.5
     )
     sent = on_device.to_device(batches, one_device())
     for batch in batches.take(4).as_numpy_iterator():

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import input_pipeline
 from coyo11m_tfds import schema
-from coyo11m_tfds.reading import dataset
+from coyo11m_tfds.reading import stored_dataset
 from coyo11m_tfds.reading.order import Order, OrderSettings, sample_crops, sample_drops
 from tests.reading import naive_order, small_dataset
 from tests.reading.batches import assert_same, global_batches, joined, wait_until_idle
@@ -85,7 +85,7 @@ class Run:
             data,
             self.processes,
             count,
-            features=dataset.FEATURES,
+            features=stored_dataset.FEATURES,
             caption_dropout=0.5,
             start_step=self.start,
             **self.order_settings,
@@ -119,13 +119,13 @@ def written(tmp_path_factory) -> dict[str, Written]:
     for name, lengths in SHARDS.items():
         path = tmp_path_factory.mktemp('written') / 'small' / schema.VERSION
         keys = small_dataset.write(path, {schema.TRAIN: lengths})
-        made[name] = Written(dataset.open_dataset(path), keys[schema.TRAIN])
+        made[name] = Written(tfds.builder_from_directory(path), keys[schema.TRAIN])
     return made
 
 
 def read(data: Written, run: Run, count: int, **arguments) -> list[dict[str, np.ndarray]]:
     """`count` batches of one process, every feature in them, which all ways to read give alike."""
-    arguments |= run.order_settings | dict(features=dataset.FEATURES, caption_dropout=0.5)
+    arguments |= run.order_settings | dict(features=stored_dataset.FEATURES, caption_dropout=0.5)
     batches = input_pipeline.train_dataset(
         data.builder, parallel_reads=1, prefetch=1, **arguments
     ).take(count)
@@ -283,7 +283,7 @@ def test_another_batch_size_goes_on_with_the_same_sequence(written, engine, exam
         sample = run.start * run.batch_size // run.lanes
         expected = run.expected([size for size in sizes for _ in range(2)])
         for size, part in zip(sizes, parts, strict=True):
-            asked = run.order_settings | {'batch_size': size, 'features': dataset.FEATURES}
+            asked = run.order_settings | {'batch_size': size, 'features': stored_dataset.FEATURES}
             for step in range(2):
                 batches = input_pipeline.train_batches(
                     data.builder, engine=engine, start_sample=sample, start_step=step, **asked
@@ -360,7 +360,7 @@ def test_evaluation_reads_every_record_once_over_all_processes(
     for process in range(processes):
         arguments = dict(
             batch_size=processes * local,
-            features=dataset.FEATURES,
+            features=stored_dataset.FEATURES,
             split=schema.TRAIN,
             chunk=chunk,
             process_index=process,

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 import input_pipeline
 from coyo11m_tfds import chunk_index, records, schema
-from coyo11m_tfds.reading import dataset, framing, mapped_files, record_layout
+from coyo11m_tfds.reading import framing, mapped_files, record_layout, stored_dataset
 from tests import children
 from tests.checkout import CHECKOUT
 from tests.reading import planned, small_dataset
@@ -30,7 +30,7 @@ from tests.reading.damaged import ORDER, damage, place_of, shard_path, steps_of_
 
 def read(path: pathlib.Path, count: int, engine: str = 'rows', **changes) -> list[dict]:
     """The first batches."""
-    arguments = {**ORDER, 'features': dataset.FEATURES, 'caption_dropout': 0.3, **changes}
+    arguments = {**ORDER, 'features': stored_dataset.FEATURES, 'caption_dropout': 0.3, **changes}
     batches = input_pipeline.train_batches(path, engine=engine, **arguments)
     return list(itertools.islice(batches, count))
 
@@ -83,7 +83,7 @@ def test_both_engines_leave_out_the_same_records(copy, do_damage):
 
 def test_both_engines_evaluate_around_the_same_records(copy):
     damage(copy, 1, 3, split=schema.VALIDATION)
-    arguments = dict(batch_size=8, features=dataset.FEATURES, on_bad_records='skip')
+    arguments = dict(batch_size=8, features=stored_dataset.FEATURES, on_bad_records='skip')
     rows, chunks = (
         list(input_pipeline.eval_batches(copy, engine=engine, **arguments))
         for engine in ('rows', 'chunks')
@@ -478,9 +478,10 @@ def test_evaluation_that_has_ended_stays_ended(intact, engine):
     assert next(batches, None) is None and list(batches) == []
 
 
-def test_rows_are_local():
-    with pytest.raises(ValueError, match=r"gs://b/d: engine='rows' reads local data sets"):
-        input_pipeline.train_batches('gs://b/d', engine='rows', **ORDER)
+def test_rows_are_local(intact, gcs):
+    gcs.upload_folder(intact, 'gs://bucket/d/1.0.0')
+    with pytest.raises(ValueError, match=r"gs://bucket/.*: engine='rows' reads local data sets"):
+        input_pipeline.train_batches('gs://bucket/d/1.0.0', engine='rows', **ORDER)
 
 
 def test_other_encodings_are_refused_by_name(copy):
@@ -520,5 +521,5 @@ def test_shards_whose_names_have_no_number_are_refused(copy):
     info = json.loads((copy / 'dataset_info.json').read_text())
     info['splits'][0]['filepathTemplate'] = '{DATASET}-{SPLIT}.{FILEFORMAT}'
     (copy / 'dataset_info.json').write_text(json.dumps(info))
-    with pytest.raises(ValueError, match=r'expected a filepathTemplate with \{SHARD_X_OF_Y\}'):
+    with pytest.raises(ValueError, match=r'names several shards alike, expected \{SHARD_X_OF_Y\}'):
         input_pipeline.train_batches(copy, **ORDER)

@@ -92,7 +92,7 @@ def test_a_data_set_keeps_the_revision_and_length_of_its_encoder(
     tmp_path,
 ):
     from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
-    from coyo11m_tfds.reading import dataset
+    from coyo11m_tfds.reading import stored_dataset
 
     sidecar = tmp_path / 'vectors.parquet'
     encoder = caption_encoder.text_encoders.make_encoder(f'jax:{models}/text', max_tokens=12)
@@ -102,7 +102,7 @@ def test_a_data_set_keeps_the_revision_and_length_of_its_encoder(
     )
     builder = Builder(data_dir=tmp_path / 'data', config=config)
     builder.download_and_prepare()
-    stats = dataset.dataset_stats(builder.data_dir)
+    stats = stored_dataset.open_data(builder.data_dir).stats()
     assert (stats.text_encoder, stats.text_max_tokens) == ('jax:text', 12)
     assert stats.text_revision == model_files.revision(str(models / 'text'))
 

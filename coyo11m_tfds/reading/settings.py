@@ -1,0 +1,114 @@
+"""What `input_pipeline` is asked for, checked as far as that takes no data set.
+
+asked = settings.Training(data=path, batch_size=256, seed=0, ...)
+asked.order, asked.each                    # OrderSettings, samples of a lane in a batch
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Sequence
+
+from coyo11m_tfds import texts
+from coyo11m_tfds.reading import shares, verified
+from coyo11m_tfds.reading.counter import ReadCounter
+from coyo11m_tfds.reading.names import ENGINES
+from coyo11m_tfds.reading.order import OrderSettings, check_chunk
+from coyo11m_tfds.reading.stored_dataset import Data, StoredDataset, open_data
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How a split is read; `input_pipeline.train_batches` says what each field is.
+
+    Raises:
+        ValueError: one is of another type or out of its range; the message names what works.
+    """
+
+    data: Data
+    batch_size: int
+    features: Sequence[str]
+    process_index: int
+    process_count: int
+    split: str
+    chunk: int
+    on_bad_records: str
+    max_bad_fraction: float
+    counter: ReadCounter | None
+    parallel_reads: int
+    prefetch: int
+    engine: str
+    verify: str
+    text: texts.Spec
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if field.type is int:
+                _check_whole(field.name, getattr(self, field.name))
+        if isinstance(self.features, str):
+            raise ValueError(
+                f'features={self.features!r} is a string, expected a sequence of names; '
+                f'features=({self.features!r},) works'
+            )
+        for name, known in {'engine': ENGINES, 'verify': verified.MODES}.items():
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f'{name}={value!r} is none of {", ".join(map(repr, known))}')
+        if self.parallel_reads < 1:
+            raise ValueError(f'parallel_reads={self.parallel_reads} is not at least 1')
+        check_chunk(self.chunk)
+
+    @functools.cached_property
+    def stored(self) -> StoredDataset:
+        """The data set, opened."""
+        return open_data(self.data)
+
+    @property
+    def process(self) -> tuple[int, int]:
+        """Which of how many processes."""
+        return self.process_index, self.process_count
+
+    @property
+    def local_size(self) -> int:
+        """Rows of this process's part of a batch."""
+        return self.batch_size // self.process_count
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training(Reading):
+    """How a split is read for training."""
+
+    seed: int
+    lanes: int
+    window: int
+    caption_dropout: float
+    start_step: int
+    start_sample: int
+    stride: int = 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        shares.check_dropout(self.caption_dropout)
+        if self.stride < 1:
+            raise ValueError(f'stride={self.stride} is not at least 1')
+
+    @property
+    def order(self) -> OrderSettings:
+        """The settings of the order; raises a ValueError for one that is out of its range."""
+        return OrderSettings(self.seed, self.chunk, self.lanes, self.window)
+
+    @property
+    def each(self) -> int:
+        """Samples of every lane in a batch."""
+        return self.batch_size // self.lanes
+
+    @property
+    def start(self) -> int:
+        """Samples of every lane before the first batch."""
+        return self.start_sample + self.start_step * self.each
+
+
+def _check_whole(name: str, value: object) -> None:
+    try:
+        operator.index(value)  # type: ignore[arg-type]  # what is none raises
+    except TypeError:
+        raise ValueError(f'{name}={value!r} is no whole number') from None
