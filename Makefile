@@ -27,7 +27,7 @@ demo: $(INSTALLED)
 	$(BIN)/python -m coyo11m_tfds.sample_data --out $(DEMO)/source
 	$(BIN)/python -m coyo11m_tfds.embed_captions --source $(DEMO)/source --encoder words \
 		--tokens_only --max_tokens 16 --out $(TOKENS)
-	$(BIN)/tfds build coyo11m_tfds --manual_dir=$(DEMO)/source --data_dir=$(DEMO)/data \
+	$(BIN)/python -m coyo11m_tfds.build --manual_dir=$(DEMO)/source --data_dir=$(DEMO)/data \
 		--config='{"name": "words", "text_embeddings": "$(TOKENS)", "shard_bytes": 16777216}'
 	$(BIN)/python -m train_lib.main --config=configs/demo.py --workdir=$(DEMO)/run
 	@$(BIN)/python -m train_lib.demo --workdir=$(DEMO)/run
