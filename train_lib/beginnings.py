@@ -1,7 +1,7 @@
 """The beginning of a run: its own last checkpoint, another run's weights, or a random state.
 
     beginning = beginnings.find(config, workdir, data, program, accept_changes=['batch_size'])
-    batches = data.train_batches(beginning.position.batch_at(step))
+    batches = data.train_batches(beginning.sample_at(step))
     state = beginning.state(program)    # of a run without a checkpoint of its own
 
 All that can be refused is refused by `find`, which reads no weights and writes nothing.
@@ -20,9 +20,8 @@ from clu import metric_writers
 from etils import epath
 
 from coyo11m_tfds.process import ending
-from train_lib import checkpoint, saved_run
+from train_lib import checkpoint, saved_run, settings
 from train_lib.data import TrainingData
-from train_lib.position import Position, carry_over
 from train_lib.program import Program
 from train_lib.state import TrainState
 
@@ -32,21 +31,27 @@ class Beginning:
     """Where a run begins or resumes.
 
     Attributes:
-        description: of the run from now on, for its checkpoints.
+        description: of the run from now on, at `step`.
         step: of its last checkpoint; 0 where it has none.
+        samples_a_step: of every lane.
         has_new_config: its last checkpoint, if there is one, holds another configuration.
         source: the checkpoint whose weights a new run begins with, or None.
     """
 
     description: checkpoint.Description
     step: int
+    samples_a_step: int
     has_new_config: bool
     source: saved_run.SavedRun | None
 
-    @property
-    def position(self) -> Position:
-        """Where in its data the run is."""
-        return Position(**self.description.position)
+    def sample_at(self, step: int) -> int:
+        """The sample of every lane that comes next after a step."""
+        return self.description.position['sample'] + (step - self.step) * self.samples_a_step
+
+    def description_at(self, step: int) -> checkpoint.Description:
+        """The description of the run for the checkpoint of a step."""
+        position = {**self.description.position, 'sample': self.sample_at(step)}
+        return dataclasses.replace(self.description, position=position)
 
     def state(self, program: Program) -> TrainState:
         """The state at step 0.
@@ -100,12 +105,12 @@ def find(
         # As JSON has it, to be compared with what comes back from there.
         config=json.loads(json.dumps(config.to_dict())),
         facts=data.facts.to_json(),
-        position=dataclasses.asdict(Position()),
+        position=data.position | {'sample': 0},
     )
     own = saved_run.find(workdir)
     if own is None:
         source = _source(config.init_from, description, program) if config.init_from else None
-        return Beginning(description, 0, True, source)
+        return Beginning(description, 0, data.samples_a_step, True, source)
     saved = own.description
     checkpoint.check_same(saved, description, accept_changes, where=str(own.folder))
     if config.num_steps < own.step:
@@ -114,11 +119,24 @@ def find(
             'expected at least as many'
         )
     own.check_shapes(program.abstract_state.params)
-    place = carry_over(
-        Position(**saved.position), own.step, saved.settings, description.settings, data.order
-    )
-    description = dataclasses.replace(description, position=dataclasses.asdict(place))
-    return Beginning(description, own.step, saved.config != description.config, None)
+    place = data.position | {'sample': _next_sample(saved, description)}
+    description = dataclasses.replace(description, position=place)
+    has_new_config = saved.config != description.config
+    return Beginning(description, own.step, data.samples_a_step, has_new_config, None)
+
+
+def _next_sample(saved: checkpoint.Description, now: checkpoint.Description) -> int:
+    """The sample of every lane that a resumed run reads next; a change of the order is logged."""
+    sample = saved.position['sample']
+    if saved.position['order'] == now.position['order']:
+        return sample
+    if saved.settings[settings.DATA_SET] != now.settings[settings.DATA_SET]:
+        sample, told = 0, 'the other data set is read from its beginning'
+    else:
+        sample = -(-sample * saved.position['lanes'] // now.position['lanes'])
+        told = 'in the rest of this epoch some records come twice and others not at all'
+    logging.info('The data come in another order from sample %d of each lane on: %s.', sample, told)
+    return sample
 
 
 def _source(

@@ -53,14 +53,15 @@ class Description:
         settings: what a run can change on purpose; names of fields with their values.
         config: the whole configuration, as nested values; not compared.
         facts: what a model needs to know of its data, of `data_facts.DataFacts`; not compared.
-        position: where it reads its data, of `position.Position`; not compared.
+        position: its place in its data: the number of the next `sample` of every lane, and that of
+            the `lanes` and a digest of the `order`; not compared.
     """
 
     identity: Mapping[str, Any]
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    position: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    position: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def from_json(cls, run: Mapping[str, Any]) -> 'Description':

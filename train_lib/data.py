@@ -1,10 +1,11 @@
 """The data set as a run sees it: batches on the devices, statistics, and what identifies it.
 
     data = TrainingData(config, mesh)
-    batches = data.train_batches(start_step=1000)
+    batches = data.train_batches(start_sample=16_000)
     batch = next(batches)
 
-That batch is what the 1001st step takes, however often the run was interrupted.
+That batch is what a step takes after 16,000 samples of every lane, however often the run was
+interrupted, and whatever the batch size was before.
 """
 
 import dataclasses
@@ -21,10 +22,9 @@ from jax.sharding import Mesh
 import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.process.sizes import readable
-from input_pipeline import Order, OrderSettings
+from input_pipeline import OrderSettings
 from train_lib import failures, flow, models, settings, sharding
 from train_lib.data_facts import DataFacts
-from train_lib.position import DATA_SET
 
 Batches = Iterator[dict[str, jax.Array]]
 
@@ -54,6 +54,9 @@ class TrainingData:
     Attributes:
         facts: what a model has to know of the data.
         order: of the training samples; None for a data set without a chunk index.
+        samples_a_step: of every lane; without a chunk index there is one lane.
+        position: plain values that tell the present order from another one; with the next sample
+            of every lane they are the place of a run in its data.
         read_counts: returns what this process has read for training, an
             `input_pipeline.ReadCounts`.
         batches_ready: returns how many training batches could be taken without waiting.
@@ -73,8 +76,14 @@ class TrainingData:
         self._mesh = mesh
         self._config = config
         self._opened = _open(config.data.dir)
-        self.order = input_pipeline.train_order(self._opened, self._order())
+        read = config.data
+        settings_of_order = OrderSettings(config.seed, read.chunk, read.lanes, read.window)
+        self.order = input_pipeline.train_order(self._opened, settings_of_order)
         self._check_shares(has_lanes=self.order is not None)
+        if self.order is None:
+            settings_of_order = dataclasses.replace(settings_of_order, lanes=1)
+        self._order = settings_of_order
+        self.samples_a_step = config.batch_size // self._order.lanes
         if config.eval_every:
             self._check_split(schema.VALIDATION, f'eval_every={config.eval_every}')
         if config.preview_every:
@@ -110,8 +119,10 @@ class TrainingData:
             'model': models.identity(**config.model),
             'optimizer': {'name': config.optimizer.name},
         }
-        data_set = input_pipeline.position_settings(self._opened, self._order())['data_set']
-        self.settings = settings.changeable(config) | {DATA_SET: data_set}
+        decisive = input_pipeline.position_settings(self._opened, self._order)
+        digest = input_pipeline.position_fingerprint(decisive)
+        self.position = {'order': digest, 'lanes': self._order.lanes}
+        self.settings = settings.changeable(config) | {settings.DATA_SET: decisive['data_set']}
 
     def check_memory(self) -> None:
         """Checks that what training reads fits this host; drawing and evaluating take little.
@@ -140,17 +151,17 @@ class TrainingData:
             text=config.text,
         )
 
-    def train_batches(self, start_step: int) -> Batches:
-        """Batches without end, the first being what comes after `start_step` of them."""
+    def train_batches(self, start_sample: int) -> Batches:
+        """Batches without end, from sample `start_sample` of every lane on."""
         batches = input_pipeline.train_batches(
             self._opened,
             batch_size=self._config.batch_size,
-            start_step=start_step,
+            start_sample=start_sample,
             features=self._features,
             caption_dropout=self._config.data.caption_dropout,
             counter=self._counter,
             parallel_reads=self._config.data.parallel_reads,
-            **dataclasses.asdict(self._order()),
+            **dataclasses.asdict(self._order),
             **self._share,
             **self._reading(),
         )
@@ -160,11 +171,9 @@ class TrainingData:
         """How many training batches are on the devices, or on their way, and not asked for yet."""
         return self._arrived - self._taken
 
-    def epoch(self, batch: int) -> float | None:
-        """Passes over the data before a batch, as a fraction; None where no order is planned."""
-        if self.order is None:
-            return None
-        return batch / self._steps_an_epoch(self.order)
+    def epoch(self, sample: int) -> float | None:
+        """Passes over the data before a sample of every lane; None where no order is planned."""
+        return None if self.order is None else sample / self.order.lane_length
 
     @property
     def engine(self) -> str:
@@ -183,7 +192,7 @@ class TrainingData:
         text = f', text {config.text}' if config.text else ''
         return (
             f'{config.dir}, {split.num_records:,} records, {readable(split.num_bytes)}, '
-            f'{self._steps_an_epoch(self.order):,.1f} steps an epoch, read {how}{text}'
+            f'{self.order.lane_length / self.samples_a_step:,.1f} steps an epoch, read {how}{text}'
         )
 
     def eval_batches(self) -> Batches:
@@ -255,13 +264,6 @@ class TrainingData:
             f'{asked}: {self._config.data.dir} has records in {there} and none in {split!r}: build '
             'it with a larger validation_fraction, or set eval_every=0 and preview_every=0'
         )
-
-    def _order(self) -> OrderSettings:
-        data = self._config.data
-        return OrderSettings(self._config.seed, data.chunk, data.lanes, data.window)
-
-    def _steps_an_epoch(self, order: Order) -> float:
-        return order.lane_length * order.settings.lanes / self._config.batch_size
 
     def _reading(self) -> dict[str, Any]:
         """How it is read, whatever the order."""

@@ -105,7 +105,7 @@ def measure(
     config.distributed = False
     mesh = sharding.make_mesh()
     training = data.TrainingData(config, mesh)
-    batches = training.train_batches(start_step=0)
+    batches = training.train_batches(start_sample=0)
     begin = time.monotonic()
     for number in itertools.count():
         batch = next(batches)

@@ -48,7 +48,7 @@ def show(setup: 'Setup', start: int) -> None:
 def derived(setup: 'Setup', step: int, scalars: Mapping[str, float]) -> dict[str, float]:
     """Scalars that follow from those of a report, as `TrainLog` has them."""
     more = {}
-    if (epoch := setup.data.epoch(setup.beginning.position.batch_at(step))) is not None:
+    if (epoch := setup.data.epoch(setup.beginning.sample_at(step))) is not None:
         more['train/epoch'] = epoch
     if 'train/samples_per_second' in scalars:
         rate = flops(setup) * scalars['train/samples_per_second'] / jax.device_count()

@@ -102,6 +102,8 @@ _RULES = {
     'requeue_status': _Rule('from 0 to 255, an exit status', lambda x: 0 <= x <= 255),
 }
 
+DATA_SET = 'data.dir'  # of `changeable` the one whose value a run replaces by what is in the folder
+
 # Fields that decide what a step computes and which records it sees. The text encoder and the model
 # are in the identity of a run (`data.TrainingData`) and cannot be changed.
 _CHANGEABLE = (
@@ -109,7 +111,7 @@ _CHANGEABLE = (
     'batch_size',
     'num_steps',
     'ema_decay',
-    'data.dir',
+    DATA_SET,
     'data.text',
     'data.chunk',
     'data.lanes',

@@ -159,7 +159,7 @@ class Run(Setup):
         self.log.settle(step)
         if int(state.skipped_in_a_row):
             return False
-        description = self.beginning.description
+        description = self.beginning.description_at(step)
         checkpoint.save(
             self.manager, step, state, self.log.window, description, interrupted=interrupted
         )
@@ -177,7 +177,7 @@ def _train(
     due_now = [hook(run) for hook in hooks.HOOKS]
     # Whether all hooks due at `step` have been called and nobody has asked to stop.
     complete = not interrupted or hooks.call_due(due_now, run, step, state, stop)
-    batches = run.data.train_batches(run.beginning.position.batch_at(step))
+    batches = run.data.train_batches(run.beginning.sample_at(step))
     while complete and step < run.config.num_steps:
         step += 1
         with log.clock.waiting_for_data():

@@ -268,8 +268,9 @@ def with_nan(monkeypatch, steps):
     """Makes the latents of some steps NaN."""
     train_batches = data.TrainingData.train_batches
 
-    def spoilt(self, start_step):
-        for step, batch in enumerate(train_batches(self, start_step), start_step + 1):
+    def spoilt(self, start_sample):
+        first_step = start_sample // self.samples_a_step + 1
+        for step, batch in enumerate(train_batches(self, start_sample), first_step):
             if step in steps:
                 batch['latents'] = batch['latents'] * np.float16('nan')
             yield batch
