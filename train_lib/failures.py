@@ -6,7 +6,9 @@
 
 Without it the others wait for minutes in a computation that needs all, and then abort. The first
 process that fails leaves its error with JAX's coordinator, where a thread of every other one looks
-for it. Processes that are waiting for each other cannot unwind: all end by `os._exit(1)`.
+for it. Where a computation of all fails it asks first who is still there, since a process that was
+killed leaves nothing. Processes that are waiting for each other cannot unwind: all end by
+`os._exit(1)`.
 """
 
 import contextlib
@@ -28,7 +30,11 @@ _HEARTBEAT_SECONDS = 40  # a process that is silent for so long has died without
 
 _FOLDER = 'coyo11m_tfds/failure/'
 _FIRST = f'{_FOLDER}first'
+_ASKED = 'coyo11m_tfds/asked/'  # who is still there, and:
+_HERE = 'coyo11m_tfds/here/'  # who is
+_HOSTS = 'coyo11m_tfds/hosts/'
 _LOOK_SECONDS = 1.0
+_ANSWER_SECONDS = 10.0  # a process whose thread does not answer for so long is dead
 _LAST_SECONDS = 15.0  # the coordinator waits so long for others to learn of a failure
 
 _ending = threading.Lock()  # never given back: one thread ends the process
@@ -64,6 +70,7 @@ def shared() -> Iterator[None]:
     if jax.process_count() == 1:
         yield
         return
+    _client().key_value_set(f'{_HOSTS}{jax.process_index()}', _host(), allow_overwrite=True)
     over = threading.Event()
     watcher = threading.Thread(target=_watch, args=(over,), name='failures', daemon=True)
     watcher.start()
@@ -92,6 +99,12 @@ def _watch(over: threading.Event) -> None:
         failure = dict(client.key_value_dir_get(_FOLDER)).get(_FIRST)
         if failure is not None:
             _end(failure)
+        if client.key_value_dir_get(_ASKED):
+            client.key_value_set(f'{_HERE}{jax.process_index()}', '', allow_overwrite=True)
+
+
+def _host() -> str:
+    return f'process {jax.process_index()} on {socket.gethostname()}'
 
 
 def _client() -> Any:
@@ -104,9 +117,10 @@ def _tell(error: BaseException) -> None:
     message = summary(error)
     if isinstance(error, SystemExit):
         message = str(error.code).removeprefix('error: ')
-    host = f'process {jax.process_index()} on {socket.gethostname()}'
     client = _client()
-    failure = f'{host} has failed: {message}'
+    failure = f'{_host()} has failed: {message}'
+    if _is_of_a_computation(error) and (dead := _silent_hosts()):
+        failure = f'{dead} does not answer: it was killed, maybe for lack of memory, or is cut off.'
     try:
         client.key_value_set(_FIRST, failure)
     except jax.errors.JaxRuntimeError:  # another was first, and this error is what came of it
@@ -115,6 +129,26 @@ def _tell(error: BaseException) -> None:
         if not is_message:
             traceback.print_exception(error)
     _end(failure)
+
+
+def _is_of_a_computation(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, jax.errors.JaxRuntimeError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _silent_hosts() -> str:
+    """The processes that do not answer, by name; '' if all do."""
+    client, count = _client(), jax.process_count()
+    client.key_value_set(f'{_ASKED}who', '', allow_overwrite=True)
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    while len(here := dict(client.key_value_dir_get(_HERE))) < count:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    hosts = dict(client.key_value_dir_get(_HOSTS))
+    silent = [index for index in range(count) if f'{_HERE}{index}' not in here]
+    return ' and '.join(hosts.get(f'{_HOSTS}{index}', f'process {index}') for index in silent)
 
 
 def _end(failure: str) -> None:
