@@ -25,6 +25,7 @@ ELSEWHERE = {
     'optimizer.schedule',
     'optimizer.warmup_steps',
     'preview.split',
+    'preview.vae',
     'wandb.project',
 }
 
