@@ -62,23 +62,13 @@ TEST = [
     'ruff>=0.9',
 ]
 
-# Other writers and readers, for `benchmarks/`; see its README for the one that pip cannot resolve.
+# Other writers and readers, for `benchmarks/`.
 BENCH = [
     'array_record>=0.8',
     'datasets>=5.0',
     'grain>=0.2.12',
     'litdata>=0.2.60',
     'msgpack>=1.1',
-    'webdataset>=1.0',
-    # What mosaicml-streaming imports:
-    'boto3>=1.30',
-    'brotli>=1.1',
-    'catalogue>=2.0',
-    'python-snappy>=0.7',
-    'torchvision>=0.20',
-    'transformers>=5.0',
-    'xxhash>=3.0,<4',
-    'zstd>=1.5',
 ]
 
 setuptools.setup(

@@ -1,233 +1,204 @@
 """Times readers of the same samples: this pipeline, its peers, and bare TFRecord reading.
 
-    python -m benchmarks.input --dir /tmp/bench                  # 1.5 GB, 3 repeats, 15 minutes
-    python -m benchmarks.input --dir /tmp/bench --only ours,tfrecord --repeats 5
-    python -m benchmarks.input --dir /tmp/bench --svg docs/input.svg
+    python -m benchmarks.input --dir /tmp/bench                  # 1.5 GB, 3 repeats, ten minutes
+    python -m benchmarks.input --dir /tmp/bench --only rows,tf_data --repeats 5
+    python -m benchmarks.input --dir /tmp/bench --cold --gb 36 --seconds 30 \\
+        --only rows_in_place,chunks_in_place,torch,litdata       # a set larger than the memory
 
-The samples are made once and written in every reader's own format; they are kept in `--dir`. Every
-run is a fresh process that reads files in the page cache: one that starts, reads until it is steady
-and then for some seconds; and one that resumes in the middle of an epoch. With `--cold` the files
-are on the disk alone, and the first process reads one epoch, every sample once. Readers take turns,
-in another order in each repeat. What is not installed is left out; benchmarks/README.md says how to
-install it, what is measured, and what came out.
+The samples are made once and written in every reader's own format. A run reads files in the page
+cache until it is steady, and then for some seconds; another one resumes after 100 batches. With
+`--cold` the files are on the disk alone, and a run reads from its start for so many seconds, or one
+epoch. benchmarks/README.md says how to install the peers, what is measured, and what came out.
 """
 
-import argparse
 import dataclasses
 import hashlib
+import importlib
 import itertools
-import json
 import pathlib
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
-from benchmarks import input_results, measure, source
-from benchmarks.readers import BARE, READERS
-from benchmarks.streams import BATCH_SIZE, Batch, Rate, Stream, read_for, read_once
-from benchmarks.writers import WRITERS
+from benchmarks import convert, readers, runner, source
+from benchmarks.readers import BATCH_SIZE, Batch, Stream
+from benchmarks.runner import Figures, Side
 from coyo11m_tfds import schema
 
-_FILES = 4
-
-_COMPARED_BATCHES = 8  # after a resume
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs what the command line asks for and prints its table."""
-    flags = parse_flags(arguments)
-    if flags.task:
-        run_here(flags)
-    else:
-        _compare_and_show(flags)
-
-
-def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
-    parser.add_argument('--dir', type=pathlib.Path, help='folder to work in')
-    parser.add_argument('--samples', type=int, default=60_000, help='25 KB each')
-    parser.add_argument('--repeats', type=int, default=3)
-    parser.add_argument('--seconds', type=float, default=5, help='to read for, when steady')
-    parser.add_argument('--only', type=lambda text: text.split(','), help=','.join(READERS))
-    parser.add_argument('--cold', action='store_true', help='one epoch, from the disk')
-    parser.add_argument('--fill_memory', action='store_true', help='with page cache, before a run')
-    parser.add_argument('--svg', type=pathlib.Path, help='file to draw samples per second into')
-    parser.add_argument('--task', choices=_TASKS, help='do one task and measure nothing')
-    parser.add_argument('--run', choices={*READERS, *WRITERS}, metavar='READER', help='whose task')
-    flags = parser.parse_args(arguments)
-    if not flags.dir:
-        parser.error('--dir: name a folder to work in, with room for 12 GB.')
-    for name in flags.only or ():
-        if name not in READERS:
-            parser.error(f'--only: {name!r} is none of {", ".join(READERS)}.')
-    return flags
-
-
-def _compare_and_show(flags: argparse.Namespace) -> None:
-    names = [name for name in flags.only or READERS if READERS[name].is_installed()]
-    if not names:
-        sys.exit(f'error: not installed: {", ".join(flags.only)}; see benchmarks/README.md')
-    packages = sorted({READERS[name].package for name in names})
-    flags.dir.mkdir(parents=True, exist_ok=True)
-    print(measure.describe_machine(flags.dir, packages), end='\n\n')
-    make_data(names, flags.dir, flags.samples)
-    with measure.memory_filler(flags.dir) as fill:
-        make_ready = fill if flags.fill_memory else lambda: None
-        results = compare(names, flags, make_ready)
-    print(input_results.make_table(results))
-    if not flags.cold:  # how fast a disk is says nothing of what is wanted of a reader
-        print('\n'.join(['', *input_results.make_ratios(results)]))
-    if flags.svg:
-        flags.svg.write_text(input_results.draw(results), encoding='utf-8')
-
-
-# --- The data ----------------------------------------------------------------------------------
-
-
-def make_data(
-    names: Iterable[str], folder: pathlib.Path, num_samples: int, num_files: int = _FILES
-) -> None:
-    """Makes the source and writes it in the formats of these readers; what is there is kept."""
-    made = source.make(folder / 'source', num_samples, num_files)
-    wanted = json.loads((made / source.STAMP).read_text())
-    for name in dict.fromkeys(READERS[name].writer for name in names if READERS[name].writer):
-        stamp = _folder_of(folder, name) / source.STAMP
-        if stamp.exists() and json.loads(stamp.read_text()) == wanted:
-            continue
-        print(f'writing: {name}', file=sys.stderr, flush=True)
-        shutil.rmtree(stamp.parent, ignore_errors=True)
-        stamp.parent.mkdir()
-        run_task(name, 'write', folder)
-        stamp.write_text(json.dumps(wanted))
-
-
-def _folder_of(folder: pathlib.Path, writer: str) -> pathlib.Path:
-    return folder / (writer or 'source')
-
-
-# --- The runs ----------------------------------------------------------------------------------
-
-
-def compare(
-    names: Sequence[str], flags: argparse.Namespace, make_ready: Callable[[], None]
-) -> list[input_results.Result]:
-    """Runs readers in turns; each once to read, and once to resume in the middle of an epoch.
-
-    Args:
-        names: of the readers, in `READERS`.
-        flags: of the command line.
-        make_ready: called before each run.
-    """
-    results = {name: input_results.Result(name) for name in names}
-    expected: dict[str, list[str]] = {}
-
-    def run(name: str, task: str) -> tuple[measure.Run, dict]:
-        make_ready()
-        folders = [_folder_of(flags.dir, READERS[name].writer)]
-        if READERS[name].writer == 'in_place':
-            folders.append(_folder_of(flags.dir, ''))
-        ready = measure.drop_from_page_cache if flags.cold else measure.read_through
-        ready(path for data in folders for path in data.rglob('*') if path.is_file())
-        return run_task(name, task, flags.dir, flags.seconds)
-
-    for name in measure.turns(names, flags.repeats):
-        result = results[name]
-        result.add_read(*run(name, 'read_once' if flags.cold else 'read'))
-        if name == BARE:
-            continue  # its records are not parsed, so that nobody could tell where it is
-        if name not in expected:
-            _, saved = run(name, 'save')
-            expected[name], result.state_bytes = saved['batches'], saved['state_bytes']
-        resumed, found = run(name, 'resume')
-        result.add_resume(resumed, found['batches'] == expected[name])
-    return list(results.values())
-
-
-def run_task(
-    name: str, task: str, folder: pathlib.Path, seconds: float = 0, tree_memory: bool = True
-) -> tuple[measure.Run, dict]:
-    """Runs a task in a fresh process; returns what was measured and what the task says."""
-    marks = measure.Marks(folder / 'marks')
-    for path in (marks.path, folder / 'answer.json'):
-        path.unlink(missing_ok=True)
-    command = [sys.executable, '-m', 'benchmarks.input', f'--dir={folder}', f'--run={name}']
-    command += [f'--task={task}', f'--seconds={seconds}']
-    run = measure.run(command, marks, tree_memory=tree_memory and task in ('read', 'read_once'))
-    return run, json.loads((folder / 'answer.json').read_text())
-
-
-def run_here(flags: argparse.Namespace) -> None:
-    """Does one task in this process, as `compare` has it done in a fresh one."""
-    marks = measure.Marks(flags.dir / 'marks')
-    answer = _TASKS[flags.task](flags, marks)
-    (flags.dir / 'answer.json').write_text(json.dumps(answer))
-
-
-def _write(flags: argparse.Namespace, marks: measure.Marks) -> dict:
-    WRITERS[flags.run].write(flags.dir / 'source', _folder_of(flags.dir, flags.run), marks)
-    return {}
-
-
-def _read(flags: argparse.Namespace, marks: measure.Marks) -> dict:
-    stream = _open(flags, marks, state=None)
-    return _answer(read_for(stream, flags.seconds, on_first=lambda: marks.mark('first')))
-
-
-def _read_once(flags: argparse.Namespace, marks: measure.Marks) -> dict:
-    stream, num_batches = _open(flags, marks, state=None), _num_samples(flags.dir) // BATCH_SIZE
-    return _answer(read_once(stream, num_batches, on_first=lambda: marks.mark('first')))
-
-
-def _answer(rate: Rate) -> dict:
-    return {**dataclasses.asdict(rate), 'samples': rate.batches * BATCH_SIZE}
-
-
-def _save(flags: argparse.Namespace, marks: measure.Marks) -> dict:
-    """Stops in the middle of an epoch; tells which batches come after that."""
-    stream = _open(flags, marks, state=None)
-    middle = _num_samples(flags.dir) // BATCH_SIZE // 2
-    batches = iter(stream.epoch())
-    for _ in itertools.islice(batches, middle):
-        pass
-    state = stream.state(middle)
-    _state_file(flags).write_bytes(state)
-    return {'state_bytes': len(state), 'batches': _digests(batches)}
-
-
-def _resume(flags: argparse.Namespace, marks: measure.Marks) -> dict:
-    stream = _open(flags, marks, _state_file(flags).read_bytes())
-    batches = iter(stream.epoch())
-    first = next(batches)
-    marks.mark('first')
-    return {'batches': _digests(itertools.chain([first], batches))}
-
-
-_TASKS = {
-    'write': _write,
-    'read': _read,
-    'read_once': _read_once,
-    'save': _save,
-    'resume': _resume,
+# A reader is steady when its buffers are full and what it has imported late is there.
+_WARM_SECONDS = 1.0
+_WARM_BATCHES = 8
+_SAVED_AT, _COMPARED = 100, 8  # batches before a resume, and after it
+_SHARE_OF_DISK = 0.8  # of its free room, for the formats that copy the source
+FLAGS = {
+    'gb': (1.5, 'size of the source'),
+    'seconds': (5.0, 'to read for'),
+    'cold': (False, 'from the disk, each sample once at most'),
 }
 
 
-def _open(flags: argparse.Namespace, marks: measure.Marks, state: bytes | None) -> Stream:
-    reader = READERS[flags.run]
-    data = _folder_of(flags.dir, reader.writer)
-    reader.prepare(data)
-    marks.mark('imported')
-    return reader.open(data, state)
+def _same(runs: list[Figures]) -> str:
+    found = [run['same'] for run in runs if 'same' in run]
+    return ('yes' if all(found) else 'no') if found else ''
 
 
-def _num_samples(folder: pathlib.Path) -> int:
-    return json.loads((folder / 'source' / source.STAMP).read_text())['num_samples']
+_COLUMNS = {
+    **runner.RATE,
+    'cores': runner.column('cores', '.2f'),
+    'MB/s from the disk': runner.column('disk_rate', scale=1e-6),
+    'first batch, s': runner.column('first', '.2f'),
+    'resume, s': runner.column('resume', '.2f'),
+    'bytes of state': runner.column('state'),
+    'same batches': _same,
+}
 
 
-def _state_file(flags: argparse.Namespace) -> pathlib.Path:
-    return flags.dir / f'{flags.run}.state'
+def begin(flags, folder: pathlib.Path, stack) -> runner.Once:
+    """Makes the source; its copies in other formats are made when they are needed."""
+    made = source.make(folder, source.num_samples_of(flags.gb))
+    flags.sides = _fitted(flags.sides, made)
+    return lambda side: _once(side, made, flags.seconds, flags.cold)
+
+
+def _fitted(sides: dict[str, Side], made: pathlib.Path) -> dict[str, Side]:
+    """Has peers that copy the source copy as much of it as the disk has room for."""
+    copied = {side.settings['format'] for side in sides.values()} & set(_COPIES)
+    samples, fitted = source.num_samples(made), {}
+    room = _SHARE_OF_DISK * shutil.disk_usage(made).free / (len(copied) or 1)
+    limit = min(samples, int(room / source.SAMPLE_BYTES))
+    for name, side in sides.items():
+        size, title = samples, side.title
+        if side.settings['format'] in copied and limit < samples:
+            size, title = limit, f'{title}, {limit * source.SAMPLE_BYTES / 1e9:.0f} GB of it'
+        settings = {**side.settings, 'samples': size}
+        fitted[name] = dataclasses.replace(side, title=title, settings=settings)
+    return fitted
+
+
+def _once(side: Side, made: pathlib.Path, seconds: float, cold: bool) -> Figures:
+    """One run, and of one that reads from the page cache a resume as well."""
+    data = _data(side, made)
+    if isinstance(data, dict):
+        return data
+
+    def run(function: Callable[..., Figures], **settings: Any) -> Figures:
+        runner.prepare_cache({data, made} if 'in_place' in data.name else {data}, cold)
+        return runner.run(dataclasses.replace(side, function=function), data=data, **settings)
+
+    found = run(read, seconds=seconds, cold=cold)
+    if cold or side.before or 'rate' not in found or side.settings['reader'] == 'tfrecord':
+        return found
+    saved = run(save)
+    resumed = run(resume, state=saved['state']) if 'state' in saved else saved
+    if 'resume' not in resumed:
+        return resumed
+    same = resumed['batches'] == saved['batches']
+    return found | {'resume': resumed['resume'], 'same': same, 'state': len(saved['state'])}
+
+
+def _data(side: Side, made: pathlib.Path) -> pathlib.Path | Figures:
+    """The folder that a side reads, made when it is needed; or why it could not be made."""
+    name, samples = side.settings['format'], side.settings['samples']
+    folder = made.with_name(f'{name}-{samples}{side.before and "-before"}') if name else made
+    if not folder.exists():
+        unfinished = folder.with_suffix('.unfinished')
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        writer = dataclasses.replace(convert.SIDES[name], before=side.before)
+        found = runner.run(writer, made=made, out=unfinished, limit=samples)
+        if 'rate' not in found:
+            return found
+        print(f'{writer.title}: made {folder.name} in {found["seconds"]:.0f} s\n', flush=True)
+        unfinished.rename(folder)
+    return folder
+
+
+# --- One run -------------------------------------------------------------------------------------
+
+
+def read(*, seconds: float, cold: bool, samples: int, **asked: Any) -> Figures:
+    """Reads for so many seconds: if `cold` from its start, an epoch at most, else when steady.
+
+    Raises:
+        RuntimeError: an epoch has no batch.
+    """
+    stream, meter = _open(**asked)
+    if cold:
+        found = timed(itertools.islice(stream.epoch(), samples // BATCH_SIZE), seconds, meter)
+    else:
+        found = steady(stream, seconds, meter)
+    if not found['batches']:
+        raise RuntimeError('an epoch has no full batch; take more samples')
+    names = {'batches': 'rate', 'cpu': 'cores', 'disk': 'disk_rate'}
+    rates = {rate: found[name] / found['seconds'] for name, rate in names.items()}
+    rates['rate'] *= BATCH_SIZE
+    return rates | {'cpu_per_sample': rates['cores'] / rates['rate'], 'first': found['first']}
+
+
+def steady(stream: Stream, seconds: float, meter: runner.Meter) -> Figures:
+    """Reads for so many seconds; neither the warm-up nor the gaps between epochs are among them."""
+    total, first = dict.fromkeys(('batches', 'seconds', 'cpu', 'disk'), 0), 0.0
+    warm_batches = _WARM_BATCHES
+    while total['seconds'] < seconds:
+        batches = iter(stream.epoch())
+        if next(batches, None) is None:
+            break
+        first = first or meter.seconds()
+        skipped = 1 + sum(1 for _ in itertools.islice(batches, warm_batches))
+        while meter.seconds() < first + _WARM_SECONDS and next(batches, None) is not None:
+            skipped += 1
+        part = timed(batches, seconds - total['seconds'], runner.Meter())
+        total = {name: value + part[name] for name, value in total.items()}
+        # An epoch may be shorter than the warm-up that was meant for it.
+        warm_batches = min(warm_batches, (skipped + part['batches']) // 4)
+    return total | {'first': first}
+
+
+def timed(batches: Iterable[Batch], seconds: float, meter: runner.Meter) -> Figures:
+    """Reads until `meter` has counted so many seconds, or to the end.
+
+    Returns:
+        What `meter` says of the last batch, their number `batches`, and the seconds to the `first`.
+    """
+    count, first, last = 0, 0.0, 0.0
+    for _ in batches:
+        count, last = count + 1, meter.seconds()
+        first = first or last
+        if last >= seconds:
+            break
+    return meter.read() | {'seconds': last, 'batches': count, 'first': first}
+
+
+def save(**asked: Any) -> Figures:
+    """Stops in an epoch; tells the state, and the batches that come after it."""
+    stream, _ = _open(**asked)
+    batches = iter(stream.epoch())
+    middle = min(_SAVED_AT, asked['samples'] // BATCH_SIZE // 2)
+    taken = sum(1 for _ in itertools.islice(batches, middle))
+    return {'state': stream.state(taken), 'batches': _digests(batches)}
+
+
+def resume(**asked: Any) -> Figures:
+    """Goes on from a state; tells how long the first batch took, and the batches."""
+    stream, meter = _open(**asked)
+    batches = iter(stream.epoch())
+    first = next(batches)
+    seconds = meter.read()['seconds']
+    return {'resume': seconds, 'batches': _digests(itertools.chain([first], batches))}
+
+
+def _open(
+    *, reader: str, data: str, module: str, state: str = '', **asked: Any
+) -> tuple[Stream, runner.Meter]:
+    """Opens a reader when all is imported, and measures from there."""
+    for name in module.split():
+        importlib.import_module(name)
+    options = {name: asked[name] for name in ('engine', 'verify') if name in asked}
+    meter = runner.Meter()
+    return getattr(readers, reader)(data, state, **options), meter
 
 
 def _digests(batches: Iterator[Batch]) -> list[str]:
@@ -236,9 +207,38 @@ def _digests(batches: Iterator[Batch]) -> list[str]:
         hashlib.sha256(
             b''.join(np.asarray(batch[name]).tobytes() for name in (schema.KEY, schema.LATENTS))
         ).hexdigest()
-        for batch in itertools.islice(batches, _COMPARED_BATCHES)
+        for batch in itertools.islice(batches, _COMPARED)
     ]
 
 
+def _side(title: str, reader: str, format: str, module: str, **options: Any) -> Side:
+    settings = {'reader': reader, 'format': format, 'module': module, **options}
+    return Side(title, read, settings, ours=reader == 'ours')
+
+
+def _ours(title: str, engine: str, format: str = 'builder', **options: Any) -> Side:
+    # TensorFlow is imported when it is first needed.
+    module = 'input_pipeline' + ' tensorflow_datasets' * (engine == 'tf_data')
+    return _side(title, 'ours', format, module, engine=engine, **options)
+
+
+_COPIES = 'litdata', 'datasets', 'array_record'  # formats of peers; the source's own is ''
+SIDES = {
+    'rows': _ours('this pipeline by rows', 'rows'),
+    'rows_always': _ours('by rows, all checksums', 'rows', verify='always'),
+    'rows_in_place': _ours('by rows, latents in place', 'rows', 'in_place'),
+    'chunks': _ours('by chunks', 'chunks'),
+    'chunks_in_place': _ours('by chunks, latents in place', 'chunks', 'in_place'),
+    'tf_data': _ours('`train_dataset`', 'tf_data'),
+    'tfrecord': _side('bare TFRecord reading', 'tfrecord', 'builder', 'tensorflow'),
+    'litdata': _side('litdata `StreamingDataset`', 'litdata', 'litdata', 'litdata'),
+    'grain': _side('Grain over ArrayRecord', 'grain', 'array_record', 'grain'),
+    'datasets': _side(
+        'HF `Dataset`, mapped Arrow', 'datasets', 'datasets', 'datasets torch.utils.data'
+    ),
+    'torch': _side('torch `DataLoader`, mapped `.pt`', 'torch', '', 'torch.utils.data'),
+}
+
+
 if __name__ == '__main__':
-    main()
+    sys.exit(runner.main(__doc__, SIDES, _COLUMNS, FLAGS, begin))

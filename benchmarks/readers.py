@@ -1,212 +1,231 @@
 """Readers of the same samples: this pipeline, its peers, and bare TFRecord reading.
 
-    stream = readers.READERS['ours'].open(folder_of_its_format, None)
+    stream = readers.rows('/data/builder', state='', engine='rows')
     batch = next(iter(stream.epoch()))    # key int64 (256,), latents float16 (256, 4, 32, 32)
+    state = stream.state(1)               # JSON; `rows('/data/builder', state)` resumes from there
 
-All give key and latents of every sample, shuffled, in batches of 256; the last batch of an epoch is
-left out where it is not full. Each reads the format of a writer of `writers.WRITERS`, set up as its
-own documentation advises for speed, with 2 workers where it works with processes. Where a reader
-hands samples to Python, that code takes one crop, that of the key modulo 3; TFDS decodes all three.
+All give key and latents of every sample, shuffled, in batches of 256, each set up as its own
+documentation advises for speed, with 2 workers where it works with processes. Where a reader hands
+samples to Python, that code takes one crop, that of the key modulo 3.
 """
 
 import dataclasses
-import importlib
-import importlib.util
+import json
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from benchmarks import peer_readers, tf_readers
-from benchmarks.streams import Open, from_the_start
-from benchmarks.writers import WRITERS, import_streaming_base
+import numpy as np
 
-ROWS = ('rows', 'rows_always', 'rows_in_place')
-OURS = (*ROWS, 'ours', 'ours_configured', 'tf_data')
-BARE = 'tfrecord'
-# Those that go through their files in order and shuffle as they go, or are made to stream; and
-# those that fetch samples one by one from mapped files, which needs a local disk.
-STREAMING = ('mds', 'webdataset', 'litdata', 'datasets_streamed', 'grain')
-RANDOM_ACCESS = ('datasets', 'torch')
+from benchmarks import source
+from coyo11m_tfds import schema
+
+BATCH_SIZE = 256
+SEED = 0
+_WORKERS = 2
+
+Batch = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Reader:
-    """One way to read.
+class Stream:
+    """An opened reader.
 
     Attributes:
-        title: for tables and the picture.
-        open: from the folder that its writer has filled, and a state or None.
-        writer: in `WRITERS`, whose format it reads; empty for the source itself.
-        package: distribution that has to be installed for it.
-        module: what that one is imported as.
-        prepare: starts a process that is to read this folder, with all imports: not measured.
-        keeps_place: it resumes from a state, and does not read from the start.
+        epoch: the batches of the rest of this epoch, at each later call those of the next one; or
+            batches without end.
+        state: to the position after so many batches since it was opened.
     """
 
-    title: str
-    open: Open
-    writer: str
-    package: str
-    module: str
-    prepare: Callable[[pathlib.Path], None]
-    keeps_place: bool = True
-
-    def is_installed(self) -> bool:
-        """True if it can be run here, and its data be written."""
-        writable = not self.writer or WRITERS[self.writer].is_installed()
-        return writable and importlib.util.find_spec(self.module) is not None
+    epoch: Callable[[], Iterable[Batch]]
+    state: Callable[[int], str] = lambda taken: ''
 
 
-def _importing(*modules: str) -> Callable[[pathlib.Path], None]:
-    def prepare(folder: pathlib.Path) -> None:
-        for module in modules:
-            importlib.import_module(module)
+def data_dir(folder: str) -> str:
+    """The folder of the data set that the builder has made in this one; of a URL itself."""
+    return (
+        folder
+        if '://' in folder
+        else str(next(pathlib.Path(folder).rglob(schema.INFO_FILE)).parent)
+    )
 
-    return prepare
 
-
-def _prepare_ours(folder: pathlib.Path) -> None:
-    """As `train_lib.main` begins."""
+def ours(folder: str, state: str, engine: str, **settings: Any) -> Stream:
+    """`input_pipeline.train_batches`, or with `engine='tf_data'` `train_dataset`."""
+    import input_pipeline
     from coyo11m_tfds.reading import process_settings
 
-    process_settings.apply()
-    from train_lib import process
+    data = data_dir(folder)
+    process_settings.keep_freed_memory()  # as every program of this project begins
+    settings |= {'batch_size': BATCH_SIZE, 'seed': SEED, 'features': (schema.KEY, schema.LATENTS)}
+    if state:
+        settings['start_sample'] = json.loads(state)['sample']
+    if engine == 'tf_data':
+        batches = input_pipeline.train_dataset(data, **settings).as_numpy_iterator()
+    else:
+        batches = input_pipeline.train_batches(data, engine=engine, **settings)
 
-    process.prepare()
-    importlib.import_module('input_pipeline')
+    def state_after(taken: int) -> str:
+        order = input_pipeline.OrderSettings(SEED)
+        position = input_pipeline.position_settings(data, order)
+        digest = input_pipeline.position_fingerprint(position)
+        return json.dumps({'sample': taken * BATCH_SIZE // order.lanes, 'order': digest})
+
+    return Stream(lambda: batches, state_after)
 
 
-def _prepare_bare(folder: pathlib.Path) -> None:
-    """With the memory settings of this pipeline, which make it a sixth faster as well."""
-    from coyo11m_tfds.reading import process_settings
+def tfrecord(folder: str, state: str) -> Stream:
+    """Records as they are in the files, in batches: nothing that reads these files is faster."""
+    import tensorflow as tf
 
-    process_settings.keep_freed_memory()
-    _importing('tensorflow')(folder)
+    files = sorted(map(str, pathlib.Path(data_dir(folder)).glob(f'*-{schema.TRAIN}*.tfrecord-*')))
+    batches = (
+        tf.data.Dataset.from_tensor_slices(files)
+        .repeat()
+        .interleave(
+            lambda file: tf.data.TFRecordDataset(file, buffer_size=1 << 20),
+            cycle_length=8,
+            num_parallel_calls=tf.data.AUTOTUNE,
+        )
+    )
+    # Tensors of strings, which would be copied on the way to numpy.
+    return Stream(lambda: batches.batch(BATCH_SIZE).prefetch(tf.data.AUTOTUNE))
 
 
-def _prepare_grain(folder: pathlib.Path) -> None:
+def litdata(folder: str, state: str) -> Stream:
+    """litdata `StreamingDataset` and `StreamingDataLoader`."""
+    import litdata
+
+    loader = litdata.StreamingDataLoader(
+        litdata.StreamingDataset(folder, shuffle=True, seed=SEED, drop_last=True),
+        batch_size=BATCH_SIZE,
+        num_workers=_WORKERS,
+        collate_fn=_collate,
+        drop_last=True,
+        persistent_workers=True,
+    )
+    if state:
+        loader.load_state_dict(json.loads(state))
+    return Stream(lambda: iter(loader), lambda taken: json.dumps(loader.state_dict()))
+
+
+def grain(folder: str, state: str) -> Stream:
+    """Grain over ArrayRecord."""
+    import grain
     from absl import flags
 
     # Grain asks for its flags, which a program without absl's `app.run` leaves unread.
     flags.FLAGS.mark_as_parsed()
-    _importing('grain', 'msgpack')(folder)
+    paths = sorted(map(str, pathlib.Path(folder).glob('*.array_record')))
+    batches = (
+        grain.MapDataset.source(grain.sources.ArrayRecordDataSource(paths))
+        .seed(SEED)
+        .shuffle()
+        .repeat()
+        .batch(BATCH_SIZE, batch_fn=_unpack)
+        # An element is a batch here; a few keep two workers busy.
+        .to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4))
+        .mp_prefetch(grain.MultiprocessingOptions(_WORKERS, per_worker_buffer_size=2))
+    )
+    iterator = iter(batches)
+    if state:
+        iterator.set_state(json.loads(state))
+    return Stream(lambda: iterator, lambda taken: json.dumps(iterator.get_state()))
 
 
-def _prepare_mds(folder: pathlib.Path) -> None:
-    import_streaming_base()
+def datasets(folder: str, state: str) -> Stream:
+    """HF datasets: whole batches from the mapped Arrow files."""
+    import datasets
+
+    files = sorted(map(str, pathlib.Path(folder).rglob('*.arrow')))
+    stored = datasets.concatenate_datasets([datasets.Dataset.from_file(path) for path in files])
+    stored = stored.select_columns([schema.KEY, schema.LATENTS]).with_format('arrow')
+
+    def read(rows: np.ndarray) -> Batch:
+        table = stored[rows]
+        latents = [memoryview(row.as_buffer()) for row in table.column(schema.LATENTS)]
+        return _in_torch(_batch(table.column(schema.KEY).to_numpy(), latents))
+
+    return _random_access(read, len(stored), state)
 
 
-_HERE = ('coyo11m_tfds', 'coyo11m_tfds')
-_TORCH = 'torch.utils.data'
+def torch(folder: str, state: str) -> Stream:
+    """A torch `DataLoader` over memory-mapped `.pt` files."""
+    import torch
 
-READERS = {
-    'rows': Reader(
-        'this pipeline by rows',
-        tf_readers.rows,
-        'builder',
-        *_HERE,
-        _importing('input_pipeline'),
-    ),
-    'rows_always': Reader(
-        'by rows, all checksums',
-        tf_readers.rows_always,
-        'builder',
-        *_HERE,
-        _importing('input_pipeline'),
-    ),
-    'rows_in_place': Reader(
-        'by rows, latents in place',
-        tf_readers.rows,
-        'in_place',
-        *_HERE,
-        _importing('input_pipeline'),
-    ),
-    'ours': Reader('this pipeline by chunks', tf_readers.ours, 'builder', *_HERE, _prepare_ours),
-    'tf_data': Reader(
-        'this pipeline by tf.data',
-        tf_readers.through_tf_data,
-        'builder',
-        *_HERE,
-        _prepare_ours,
-    ),
-    'ours_configured': Reader(
-        'by chunks as configured',
-        tf_readers.ours_configured,
-        'builder',
-        *_HERE,
-        _prepare_ours,
-    ),
-    BARE: Reader(
-        'bare TFRecord reading',
-        from_the_start(tf_readers.tfrecord),
-        'builder',
-        *_HERE,
-        _prepare_bare,
-        keeps_place=False,
-    ),
-    'tfds': Reader(
-        '`tfds.as_numpy`, shuffle, batch',
-        tf_readers.tfds,
-        'builder',
-        'tensorflow-datasets',
-        'tensorflow_datasets',
-        _importing('tensorflow', 'tensorflow_datasets'),
-    ),
-    'mds': Reader(
-        'MosaicML `StreamingDataset`',
-        peer_readers.mds,
-        'mds',
-        'mosaicml-streaming',
-        'streaming',
-        _prepare_mds,
-    ),
-    'webdataset': Reader(
-        'WebDataset',
-        from_the_start(peer_readers.webdataset),
-        'webdataset',
-        'webdataset',
-        'webdataset',
-        _importing(_TORCH, 'webdataset'),
-        keeps_place=False,
-    ),
-    'litdata': Reader(
-        'litdata `StreamingDataset`',
-        peer_readers.litdata,
-        'litdata',
-        'litdata',
-        'litdata',
-        _importing(_TORCH, 'litdata'),
-    ),
-    'datasets_streamed': Reader(
-        'HF `IterableDataset`',
-        from_the_start(peer_readers.datasets_streamed),
-        'datasets',
-        'datasets',
-        'datasets',
-        _importing(_TORCH, 'datasets'),
-        keeps_place=False,
-    ),
-    'grain': Reader(
-        'Grain over ArrayRecord',
-        peer_readers.grain,
-        'array_record',
-        'grain',
-        'grain',
-        _prepare_grain,
-    ),
-    'datasets': Reader(
-        'HF `Dataset`, mapped Arrow',
-        peer_readers.datasets,
-        'datasets',
-        'datasets',
-        'datasets',
-        _importing(_TORCH, 'datasets'),
-    ),
-    'torch': Reader(
-        'torch `DataLoader`, mapped `.pt`',
-        peer_readers.torch,
-        '',
-        'torch',
-        'torch',
-        _importing(_TORCH),
-    ),
-}
+    paths = source.pt_files(folder)
+    files = [torch.load(path, mmap=True, weights_only=True) for path in paths]
+    all_keys = torch.cat([file[schema.PT_KEYS] for file in files])
+    starts = np.cumsum([0, *(len(file[schema.PT_KEYS]) for file in files)])
+
+    def read(rows: np.ndarray) -> Batch:
+        rows = np.sort(rows)  # the rows of a file together; the batch is the same set
+        keys, parts = all_keys[rows], []
+        file_of = np.searchsorted(starts, rows, side='right') - 1
+        for number in np.unique(file_of):
+            of_file = file_of == number
+            within = torch.from_numpy(rows[of_file] - starts[number])
+            latents = files[number][schema.PT_LATENTS]
+            parts.append(latents[within, keys[of_file] % schema.NUM_CROPS])
+        return {schema.KEY: keys, schema.LATENTS: torch.cat(parts)}
+
+    return _random_access(read, len(all_keys), state)
+
+
+class _Reads:
+    """What a `DataLoader` takes a batch from."""
+
+    def __init__(self, read: Callable[[np.ndarray], Batch]):
+        self._read = read
+
+    def __getitem__(self, rows: np.ndarray) -> Batch:
+        return self._read(rows)
+
+
+def _random_access(read: Callable[[np.ndarray], Batch], num_samples: int, state: str) -> Stream:
+    """A `DataLoader` of whole batches, by the numbers of their rows; its place is a number."""
+    from torch.utils.data import DataLoader
+
+    start = json.loads(state)['batches'] if state else 0
+    rows = _row_numbers(num_samples, start)
+    # What the sampler gives is a batch.
+    batches = iter(DataLoader(_Reads(read), sampler=rows, batch_size=None, num_workers=_WORKERS))
+    return Stream(lambda: batches, lambda taken: json.dumps({'batches': start + taken}))
+
+
+def _row_numbers(num_samples: int, start: int) -> Iterator[np.ndarray]:
+    """Numbers of the samples of each batch, epoch after epoch, from batch `start` on."""
+    per_epoch = num_samples // BATCH_SIZE
+    epoch, first = divmod(start, per_epoch)
+    while True:
+        order = np.random.default_rng((SEED, epoch)).permutation(num_samples)
+        yield from order[: per_epoch * BATCH_SIZE].reshape(-1, BATCH_SIZE)[first:]
+        epoch, first = epoch + 1, 0
+
+
+def _collate(samples: Sequence[dict]) -> Batch:
+    keys = [int(sample[schema.KEY]) for sample in samples]
+    return _in_torch(_batch(keys, [sample[schema.LATENTS] for sample in samples]))
+
+
+def _unpack(records: Sequence[bytes]) -> Batch:
+    import msgpack
+
+    samples = [msgpack.unpackb(record) for record in records]
+    latents = [memoryview(sample[schema.LATENTS]) for sample in samples]
+    return _batch([sample[schema.KEY] for sample in samples], latents)
+
+
+def _batch(keys: Iterable[int], latents: Iterable[bytes | memoryview]) -> Batch:
+    """A batch of one crop of each sample, cut out before it is copied."""
+    starts = [key % schema.NUM_CROPS * schema.LATENT_NBYTES for key in keys]
+    crops = [x[at : at + schema.LATENT_NBYTES] for x, at in zip(latents, starts, strict=True)]
+    array = np.frombuffer(b''.join(crops), np.float16).reshape(-1, *schema.LATENT_SHAPE)
+    return {schema.KEY: np.array(keys, np.int64), schema.LATENTS: array}
+
+
+def _in_torch(batch: Batch) -> Batch:
+    """Tensors, which go from a worker to the program in shared memory."""
+    import torch
+
+    return {name: torch.tensor(array) for name, array in batch.items()}

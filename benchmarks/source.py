@@ -1,15 +1,16 @@
 """A made-up source of any size, in the layout of the real one; it takes little memory to make.
 
-    source.make('/tmp/bench/source', num_samples=81_380, num_files=4)
+    made = source.make(folder, num_samples=81_380)
 
 Latents are normal noise of the real ones' mean and spread, captions are 200 to 600 bytes of words.
 Every key has a caption, and the rows of the Parquet file are in another order than the latents. The
-same arguments give the same numbers; what is there already from the same arguments is kept.
+same arguments give the same numbers.
 """
 
-import json
+import os
 import pathlib
 import shutil
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -20,59 +21,67 @@ from coyo11m_tfds import schema
 
 SAMPLE_BYTES = schema.NUM_CROPS * schema.LATENT_NBYTES
 
-STAMP = 'made.json'
+_FILES, _FILE_BYTES = 4, 3 * 10**9  # at least so many, at most so large
 _ROWS_AT_ONCE = 1024
-_CAPTION_BYTES = (200, 600)
-# Enough for captions that no compression shrinks to nothing.
-_WORDS = (
-    *('a', 'an', 'the', 'of', 'on', 'in', 'with', 'near', 'under', 'over', 'beside', 'cat', 'dog'),
-    *('house', 'street', 'river', 'mountain', 'field', 'sky', 'woman', 'man', 'child', 'table'),
-    *('window', 'light', 'shadow', 'red', 'blue', 'green', 'golden', 'large', 'small', 'old'),
-    *('photograph', 'painting', 'background', 'standing', 'sitting', 'holding', 'wearing'),
-)
+_ROW_GROUP = 2**20  # pandas' default
+_CAPTION_BYTES = 200, 600
 
 
-def make(folder: pathlib.Path, num_samples: int, num_files: int, seed: int = 0) -> pathlib.Path:
-    """Makes the source and returns its folder.
+def num_samples_of(gigabytes: float) -> int:
+    """Samples whose latents are so many GB."""
+    return round(gigabytes * 1e9 / SAMPLE_BYTES)
 
-    Args:
-        folder: is deleted first if it holds the source of other arguments.
-        num_samples: in all files together.
-        num_files: `.pt` files, of nearly equal length.
-        seed: of everything random.
 
-    Raises:
-        ValueError: the folder holds something else.
-    """
-    stamp = folder / STAMP
-    wanted = {'num_samples': num_samples, 'num_files': num_files, 'seed': seed}
-    if folder.exists():
-        if not stamp.exists():
-            raise ValueError(f'{folder}: is no source made by this module; name another folder.')
-        if json.loads(stamp.read_text()) == wanted:
-            return folder
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-    stamp.write_text('{}')  # what is half made is recognized and made again
+def make(folder: pathlib.Path, num_samples: int, seed: int = 0) -> pathlib.Path:
+    """Makes a source of so many samples in a folder, unless it is there; returns its folder."""
+    made = folder / f'source-{num_samples}-{seed}'
+    if made.exists():
+        return made
+    print(f'making {num_samples:,} samples', file=sys.stderr, flush=True)
+    unfinished = made.with_suffix('.unfinished')
+    shutil.rmtree(unfinished, ignore_errors=True)
+    (unfinished / schema.LATENTS_FOLDER).mkdir(parents=True)
     random = np.random.default_rng(seed)
     keys = random.permutation(3 * num_samples)[:num_samples].astype(np.int64)
-    (folder / schema.LATENTS_FOLDER).mkdir()
+    num_files = max(_FILES, -(-num_samples * SAMPLE_BYTES // _FILE_BYTES))
     for number, of_file in enumerate(np.array_split(keys, num_files)):
-        name = f'{10 * number:06d}-{10 * number + 9:06d}.pt'
-        _write_latents(folder / schema.LATENTS_FOLDER / name, of_file, seed * num_files + number)
-    _write_captions(folder / schema.CAPTIONS_FILE, random.permutation(keys), random)
-    stamp.write_text(json.dumps(wanted))
-    return folder
+        path = unfinished / schema.LATENTS_FOLDER / f'{10 * number:06d}-{10 * number + 9:06d}.pt'
+        _write_latents(path, of_file, seed * num_files + number)
+    write_captions(unfinished / schema.CAPTIONS_FILE, random.permutation(keys), random)
+    return unfinished.rename(made)
 
 
-def files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Returns all files that a writer reads, the `.pt` files first."""
-    return [*sorted((folder / schema.LATENTS_FOLDER).iterdir()), folder / schema.CAPTIONS_FILE]
+def num_samples(made: str | os.PathLike[str]) -> int:
+    """Of all files of a source."""
+    return int(pathlib.Path(made).name.split('-')[1])
+
+
+def pt_files(made: str | os.PathLike[str]) -> list[pathlib.Path]:
+    """The files of latents."""
+    return sorted(pathlib.Path(made, schema.LATENTS_FOLDER).iterdir())
+
+
+def samples(made: pathlib.Path, limit: int) -> Iterator[tuple[int, np.ndarray, str]]:
+    """Yields key, latents float16 `(3, 4, 32, 32)` (in mapped memory) and caption of some samples.
+
+    Captions are looked up in a dict, which is fine for a few of them.
+    """
+    import torch
+
+    columns = [schema.PARQUET_KEY, schema.DEFAULT_CAPTION_COLUMN]
+    table = pq.read_table(made / schema.CAPTIONS_FILE, columns=columns)
+    captions = dict(zip(*(table.column(name).to_pylist() for name in columns), strict=True))
+    for path in pt_files(made):
+        tensors = torch.load(path, mmap=True, weights_only=True)
+        keys, latents = tensors[schema.PT_KEYS].tolist(), tensors[schema.PT_LATENTS].numpy()
+        for key, row in zip(keys[:limit], latents, strict=False):
+            yield key, row, captions[key]
+        limit -= min(limit, len(keys))
 
 
 def _write_latents(path: pathlib.Path, keys: np.ndarray, seed: int) -> None:
     """Saves a `.pt` file out of a mapped file, so that memory does not grow with it."""
-    import torch  # takes 1.5 s, and `files` does not need it
+    import torch  # takes 1.5 s
 
     generator = torch.Generator().manual_seed(seed)
     scratch = path.with_suffix('.raw')
@@ -88,28 +97,20 @@ def _write_latents(path: pathlib.Path, keys: np.ndarray, seed: int) -> None:
     scratch.unlink()
 
 
-def _write_captions(path: pathlib.Path, keys: np.ndarray, random: np.random.Generator) -> None:
-    columns = pa.schema(
-        {
-            schema.PARQUET_KEY: pa.int64(),
-            'url': pa.string(),
-            'caption': pa.string(),
-            schema.DEFAULT_CAPTION_COLUMN: pa.string(),
-        }
-    )
+def write_captions(path: pathlib.Path, keys: np.ndarray, random: np.random.Generator) -> None:
+    """Writes a Parquet file of captions, each cut out of 2 MB of made-up words."""
+    words = [bytes(random.integers(97, 123, n, np.uint8)) for n in random.integers(2, 11, 20_000)]
+    text = b' '.join(words[i] for i in random.integers(0, len(words), 300_000)).decode()
+    names = schema.PARQUET_KEY, 'url', schema.DEFAULT_CAPTION_COLUMN
+    columns = pa.schema(zip(names, (pa.int64(), pa.string(), pa.large_string()), strict=True))
     with pq.ParquetWriter(path, columns) as file:
-        for start in range(0, len(keys), 16 * _ROWS_AT_ONCE):
-            of_batch = keys[start : start + 16 * _ROWS_AT_ONCE]
-            urls = [f'https://example.org/{key}.jpg' for key in of_batch]
-            long = list(_captions(len(of_batch), random))
-            short = [text[:40] for text in long]
+        for group in range(0, len(keys), _ROW_GROUP):
+            of_group = keys[group : group + _ROW_GROUP]
+            lengths = random.integers(*_CAPTION_BYTES, len(of_group), endpoint=True).tolist()
+            starts = random.integers(0, len(text) - _CAPTION_BYTES[1], len(of_group)).tolist()
+            captions = [text[at : at + n] for at, n in zip(starts, lengths, strict=True)]
+            urls = [f'https://example.org/{key}.jpg' for key in of_group]
             file.write_table(
-                pa.table([pa.array(of_batch), urls, short, long], schema=columns),
+                pa.table([pa.array(of_group), urls, captions], schema=columns),
+                row_group_size=_ROW_GROUP,
             )
-
-
-def _captions(count: int, random: np.random.Generator) -> Iterator[str]:
-    words = np.array(_WORDS)
-    for length in random.integers(*_CAPTION_BYTES, count, endpoint=True):
-        text = ' '.join(random.choice(words, 2 + length // 3))
-        yield text[:length]

@@ -2,288 +2,163 @@
 
     COYO11M_ENCODERS=/encoders python -m benchmarks.text --dir /tmp/text
 
-The encoders are the real ones that `tests/text/fetch_encoders.py` fetches. All sides get the same
-captions, of 10 to 250 tokens of MiniLM, in the same random order; a side is a process of its own,
-and they take turns. Times count from when the model is loaded to when the last result is there: on
-the disk for this project, whose time includes finding equal captions and writing, and for
-`datasets.map`; in memory for the others. CPU seconds are of all processes of the side, loading the
-model included. A peer that is not installed is named and left out; `pip install datasets
-sentence-transformers` in the environment of this project brings both.
+The encoders are the real ones that `tests/text/fetch_encoders.py` fetches. All sides of a model get
+the same captions, of 10 to 250 tokens of MiniLM, in the same random order. Times count from when
+the model is loaded to when the last result is there: on the disk for this project, whose time
+includes finding equal captions and writing, and for `datasets.map`; in memory for the others.
 """
 
-import argparse
-import json
+import functools
 import os
 import pathlib
 import random
-import statistics
-import subprocess
+import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks import measure
-from coyo11m_tfds import embed_captions, schema
-from coyo11m_tfds.text import text_encoders
+from benchmarks import runner
+from benchmarks.runner import Figures, Side
+from coyo11m_tfds import schema
 
-TOKENS = 10, 250
-BATCH = 32  # captions of a plain loop's batch
-MODULES = {
-    'datasets.map, 2 processes': 'datasets',
-    'sentence-transformers': 'sentence_transformers',
-}
-SEED = 0
+_TOKENS = 10, 250
+_MAX_TOKENS = 256
+_BATCH = 32  # captions of a plain loop's batch
 
 # Each is a token of its own.
-_WORDS = (
-    'a the of and in on with two small large red blue green man woman dog cat horse standing '
-    'sitting riding beside photograph kitchen mountain umbrella wooden background sunlight '
-    'foreground building restaurant skateboard refrigerator colorful surrounded vegetables'
-)
+_WORDS = """
+    a the of and in on with two small large red blue green man woman dog cat horse standing
+    sitting riding beside photograph kitchen mountain umbrella wooden background sunlight
+    foreground building restaurant skateboard refrigerator colorful surrounded vegetables
+"""
 
-# What a side returns: seconds, and what it knows of padding as a share of all it computed.
-Timed = tuple[float, float | None]
-
-
-def main() -> None:
-    """Runs the sides, each in a process of its own, and prints two tables."""
-    flags = parse_flags()
-    folder = pathlib.Path(flags.dir)
-    if flags.side:
-        task, _, side = flags.side.partition('/')
-        before = measure.cpu_seconds()
-        seconds, padding = SIDES[task][side](folder, flags)
-        cpu = measure.cpu_seconds() - before
-        print(json.dumps({'seconds': seconds, 'padding': padding, 'cpu': cpu}))
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    for task, model, count in (
-        ('tokenizing', 'minilm', flags.tokenized),
-        ('embedding', 'minilm', flags.embedded),
-        ('embedding', 'gemma', flags.embedded_by_gemma),
-    ):
-        if not count:
-            continue
-        num_tokens = make_source(folder, count, flags)
-        print(f'\n{task}, {model}: {count:,} captions of {num_tokens / count:.0f} tokens\n')
-        print_table(num_tokens, count, run_sides(task, model, flags))
+FLAGS = {
+    'encoders': (os.environ.get('COYO11M_ENCODERS', ''), 'folder of real models'),
+    'tokens': (100_000, 'captions to tokenize'),
+    'minilm': (800, 'captions for MiniLM'),
+    'gemma': (80, 'captions for Gemma'),
+}
+_COLUMNS = {
+    'captions': runner.column('captions'),
+    'captions/s': runner.column('rate', ',.1f'),
+    'all runs': runner.all_runs('rate', ',.1f'),
+    'CPU ms a caption': runner.column('cpu_per_sample', ',.2f', 1e3),
+    'padding': runner.column('padding', '.1%'),
+}
 
 
-def parse_flags() -> argparse.Namespace:
-    """Parses the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add('--dir', required=True, help='local folder for captions and results')
-    add('--encoders', default=os.environ.get('COYO11M_ENCODERS', ''), help='folder of real models')
-    add('--model', default='minilm', help='folder in it')
-    add('--tokenized', type=int, default=100_000, help='captions to tokenize (%(default)s)')
-    add('--embedded', type=int, default=2_000, help='captions for MiniLM (%(default)s)')
-    add('--embedded_by_gemma', type=int, default=200, help='captions for Gemma (%(default)s)')
-    add('--repeats', type=int, default=3, help='runs of each side (%(default)s)')
-    add('--side', help=argparse.SUPPRESS)
-    return parser.parse_args()
+def begin(flags, folder: pathlib.Path, stack) -> runner.Once:
+    """Makes the captions of each model."""
+
+    def once(side: Side) -> Figures:
+        count = getattr(flags, side.settings['captions'])
+        source = folder / f'captions-{count}'
+        if not source.exists():
+            source.mkdir()
+            _write_captions(source, count)
+        model = pathlib.Path(flags.encoders, side.settings['model']).absolute()
+        return runner.run(side, source=source, captions=count, model=model)
+
+    return once
 
 
-def make_source(folder: pathlib.Path, count: int, flags: argparse.Namespace) -> int:
-    """Writes the captions; returns how many tokens they have."""
-    tokenizer = text_encoders.make_tokenizer(f'hf:{flags.encoders}/minilm')
-    random_, words = random.Random(SEED), _WORDS.split()
-    captions = [
-        # With a start and an end.
-        ' '.join(random_.choices(words, k=random_.randint(*TOKENS) - 2))
-        for _ in range(count)
-    ]
+def _write_captions(folder: pathlib.Path, count: int) -> None:
+    choose, words = random.Random(0), _WORDS.split()
+    lengths = [choose.randint(*_TOKENS) - 2 for _ in range(count)]  # with a start and an end
+    captions = [' '.join(choose.choices(words, k=length)) for length in lengths]
     table = pa.table({schema.PARQUET_KEY: range(count), schema.DEFAULT_CAPTION_COLUMN: captions})
     pq.write_table(table, folder / schema.CAPTIONS_FILE)
-    return sum(map(len, tokenizer.tokenize(captions)))
 
 
-def run_sides(task: str, model: str, flags: argparse.Namespace) -> dict[str, list[dict]]:
-    """Runs every side of a task `repeats` times, taking turns."""
-    results: dict[str, list[dict]] = {}
-    sides = choose_sides(task, model)
-    for _ in range(flags.repeats):
-        for side in sides:
-            command = [sys.executable, '-m', 'benchmarks.text', *sys.argv[1:]]
-            command += ['--side', f'{task}/{side}', '--model', model]
-            ended = subprocess.run(command, capture_output=True, text=True)
-            if ended.returncode:
-                sys.exit(f'{side} ended with {ended.returncode}:\n{ended.stderr[-2000:]}')
-            results.setdefault(side, []).append(json.loads(ended.stdout.splitlines()[-1]))
-    return results
-
-
-def choose_sides(task: str, model: str) -> list[str]:
-    """Returns the sides that can run here, and prints why the others cannot."""
-    sides = []
-    for side in SIDES[task]:
-        if side in MODULES and (error := import_error(MODULES[side])):
-            print(f'left out: {side}: {error}', flush=True)
-        elif ('JAX' in side and model != 'gemma') or (
-            side == 'sentence-transformers' and model == 'gemma'
-        ):
-            print(f'left out: {side}: cannot load {model}', flush=True)
-        else:
-            sides.append(side)
-    return sides
-
-
-def import_error(module: str) -> str:
-    """Why a peer cannot be imported; '' if it can."""
-    ended = subprocess.run(
-        [sys.executable, '-c', f'import {module}'], capture_output=True, text=True
-    )
-    return ended.stderr.splitlines()[-1] if ended.returncode else ''
-
-
-def print_table(num_tokens: int, count: int, results: dict[str, list[dict]]) -> None:
-    """Prints the median of each side."""
-    print('| side | captions/s | all runs | tokens/s | padding | CPU s per 1,000 captions |')
-    print('| --- | ---: | ---: | ---: | ---: | ---: |')
-    for side, runs in results.items():
-        seconds = [run['seconds'] for run in runs]
-        median = statistics.median(seconds)
-        padding = '' if runs[0]['padding'] is None else f'{runs[0]["padding"]:.1%}'
-        cpu = statistics.median(run['cpu'] for run in runs)
-        print(
-            f'| {side} | {count / median:,.0f} | {count / max(seconds):,.0f} to '
-            f'{count / min(seconds):,.0f} | {num_tokens / median:,.0f} | {padding} | '
-            f'{1000 * cpu / count:,.2f} |'
-        )
-
-
-# --- The sides ------------------------------------------------------------------------------
-
-
-def read_captions(folder: pathlib.Path) -> list[str]:
+def _read_captions(source: str) -> list[str]:
     column = schema.DEFAULT_CAPTION_COLUMN
-    return pq.read_table(folder / schema.CAPTIONS_FILE).column(column).to_pylist()
+    return pq.read_table(pathlib.Path(source, schema.CAPTIONS_FILE)).column(column).to_pylist()
 
 
-def _ours(folder: pathlib.Path, encoder, num_workers: int, **options) -> Timed:
-    out = folder / f'ours-{os.getpid()}'
-    report = embed_captions.embed(folder, encoder, out, num_workers=num_workers, **options)
-    for path in out.iterdir():
-        path.unlink()
-    out.rmdir()
-    return report.seconds, report.padding
+# --- The sides -----------------------------------------------------------------------------------
 
 
-def tokenize_ours(folder: pathlib.Path, flags: argparse.Namespace) -> Timed:
-    spec = f'hf:{flags.encoders}/{flags.model}'
-    return _ours(folder, spec, 1, tokens_only=True, max_tokens=256)
+def ours(*, source: str, captions: int, model: str, runner_name: str = 'hf', **options) -> Figures:
+    """This project; tokens alone with `tokens_only`."""
+    from coyo11m_tfds import embed_captions
+    from coyo11m_tfds.text import text_encoders
+
+    name = f'{runner_name}:{model}'
+    encoder = name if options else text_encoders.make_encoder(name)
+    out = pathlib.Path(source, f'ours-{os.getpid()}')
+    meter = runner.Meter()
+    report = embed_captions.embed(pathlib.Path(source), encoder, out, num_workers=1, **options)
+    found = meter.rate(captions)
+    shutil.rmtree(out)
+    return found | {'captions': captions, 'padding': report.padding}
 
 
-def tokenize_with_datasets(folder: pathlib.Path, flags: argparse.Namespace) -> Timed:
+def _tokenizer(model: str) -> Any:
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    limit = transformers.AutoConfig.from_pretrained(model).max_position_embeddings
+    return functools.partial(tokenizer, truncation=True, max_length=min(limit, _MAX_TOKENS))
+
+
+def datasets_map(*, source: str, captions: int, model: str) -> Figures:
+    """HF datasets."""
     import datasets
 
-    tokenizer = _load_tokenizer(flags)
-    data = datasets.Dataset.from_dict({'caption': read_captions(folder)})
-    start = time.perf_counter()
-    data.map(
-        lambda rows: tokenizer(rows['caption'], truncation=True, max_length=256),
+    tokenize, texts = _tokenizer(model), _read_captions(source)
+    meter = runner.Meter()
+    datasets.Dataset.from_dict({'caption': texts}).map(
+        lambda rows: tokenize(rows['caption']),
         batched=True,
         num_proc=2,
         load_from_cache_file=False,
-        cache_file_name=str(folder / 'mapped.arrow'),
+        cache_file_name=str(pathlib.Path(source, 'mapped.arrow')),
     )
-    return time.perf_counter() - start, None
+    return {**meter.rate(captions), 'captions': captions}
 
 
-def tokenize_plainly(folder: pathlib.Path, flags: argparse.Namespace) -> Timed:
-    tokenizer = _load_tokenizer(flags)
-    captions = read_captions(folder)
-    start = time.perf_counter()
-    for caption in captions:
-        tokenizer(caption, truncation=True, max_length=256)
-    return time.perf_counter() - start, None
-
-
-def embed_ours(folder: pathlib.Path, flags: argparse.Namespace, runner: str = 'hf') -> Timed:
-    encoder = text_encoders.make_encoder(f'{runner}:{flags.encoders}/{flags.model}')
-    return _ours(folder, encoder, 1)
-
-
-def embed_with_jax(folder: pathlib.Path, flags: argparse.Namespace) -> Timed:
-    return embed_ours(folder, flags, 'jax')
-
-
-def embed_plainly(folder: pathlib.Path, flags: argparse.Namespace, batch: int = BATCH) -> Timed:
+def embed_plainly(*, source: str, captions: int, model: str) -> Figures:
     """A loop of ten lines: captions in their order, padded to the longest of a batch."""
     import torch
+    import transformers
 
-    encoder = text_encoders.make_encoder(f'hf:{flags.encoders}/{flags.model}')
-    model, tokenizer = encoder._model, encoder._tokenizer
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    captions = read_captions(folder)
-    start = time.perf_counter()
+    tokenize, texts = _tokenizer(model), _read_captions(source)
+    network = transformers.AutoModel.from_pretrained(model, dtype=torch.float32).eval()
     tokens = slots = 0
     results = []
+    meter = runner.Meter()
     with torch.inference_mode():
-        for texts in _batches(captions, batch):
-            inputs = tokenizer(
-                texts,
-                return_tensors='pt',
-                padding=True,
-                truncation=True,
-                max_length=encoder.max_tokens,
-            )
+        for start in range(0, len(texts), _BATCH):
+            inputs = tokenize(texts[start : start + _BATCH], return_tensors='pt', padding=True)
             mask = inputs['attention_mask']
-            states = model(input_ids=inputs['input_ids'], attention_mask=mask).last_hidden_state
+            states = network(input_ids=inputs['input_ids'], attention_mask=mask).last_hidden_state
             sums = (states * mask[..., None]).sum(dim=1)
             results.append((sums / mask.sum(dim=1, keepdim=True)).numpy())
             tokens, slots = tokens + int(mask.sum()), slots + mask.numel()
     assert np.isfinite(np.concatenate(results)).all()
-    return time.perf_counter() - start, 1 - tokens / slots
+    return {**meter.rate(captions), 'captions': captions, 'padding': 1 - tokens / slots}
 
 
-def embed_one_by_one(folder: pathlib.Path, flags: argparse.Namespace) -> Timed:
-    return embed_plainly(folder, flags, 1)
+def _side(title: str, function: Any, captions: str, model: str = 'minilm', **options: Any) -> Side:
+    settings = {'captions': captions, 'model': model, **options}
+    return Side(title, function, settings, ours=function is ours)
 
 
-def embed_with_sentence_transformers(folder: pathlib.Path, flags: argparse.Namespace) -> Timed:
-    from sentence_transformers import SentenceTransformer, models
-
-    body = models.Transformer(f'{flags.encoders}/{flags.model}', max_seq_length=512)
-    model = SentenceTransformer(
-        modules=[body, models.Pooling(body.get_word_embedding_dimension(), 'mean')]
-    )
-    captions = read_captions(folder)
-    start = time.perf_counter()
-    model.encode(captions, batch_size=BATCH)
-    return time.perf_counter() - start, None
-
-
-def _load_tokenizer(flags: argparse.Namespace):
-    import transformers
-
-    return transformers.AutoTokenizer.from_pretrained(f'{flags.encoders}/{flags.model}')
-
-
-def _batches(captions: list[str], size: int) -> Iterator[list[str]]:
-    for start in range(0, len(captions), size):
-        yield captions[start : start + size]
-
-
-SIDES: dict[str, dict[str, Callable[[pathlib.Path, argparse.Namespace], Timed]]] = {
-    'tokenizing': {
-        'this project': tokenize_ours,
-        'datasets.map, 2 processes': tokenize_with_datasets,
-        'plain calls': tokenize_plainly,
-    },
-    'embedding': {
-        'this project, torch': embed_ours,
-        'this project, JAX': embed_with_jax,
-        f'plain loop, batches of {BATCH}': embed_plainly,
-        'plain loop, one by one': embed_one_by_one,
-        'sentence-transformers': embed_with_sentence_transformers,
-    },
+_IDS = {'tokens_only': True, 'max_tokens': _MAX_TOKENS}
+SIDES = {
+    'tokens': _side('token ids: this project', ours, 'tokens', **_IDS),
+    'tokens_map': _side('token ids: `datasets.map`, 2 processes', datasets_map, 'tokens'),
+    'minilm': _side('MiniLM: this project', ours, 'minilm'),
+    'minilm_plain': _side('MiniLM: plain loop, batches of 32', embed_plainly, 'minilm'),
+    'gemma': _side('Gemma: this project, torch', ours, 'gemma', 'gemma'),
+    'gemma_jax': _side('Gemma: this project, JAX', ours, 'gemma', 'gemma', runner_name='jax'),
+    'gemma_plain': _side('Gemma: plain loop, batches of 32', embed_plainly, 'gemma', 'gemma'),
 }
 
 
 if __name__ == '__main__':
-    main()
+    sys.exit(runner.main(__doc__, SIDES, _COLUMNS, FLAGS, begin))

@@ -1,8 +1,7 @@
 """The model and the training step of `train_lib`, written a second time in PyTorch.
 
     model = make('S/2').to('cuda')
-    trainer = Trainer(model, stats)
-    loss = trainer.step(batch, noise, t)
+    loss = Trainer(model, stats).step(batch, noise, t)
 
 `benchmarks.step` measures it beside the one in JAX. It is written as one would in PyTorch, to be
 fast: scaled dot product attention, `torch.compile`, fused AdamW, lists of tensors updated at once.
@@ -17,16 +16,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import checkpoint
 
-# Those of `train_lib.models`, written again for machines without JAX.
+# Those of `train_lib.models`, written again for machines without JAX: width, depth, heads.
 SIZES = {
-    'tiny': {'width': 128, 'depth': 6, 'num_heads': 4},
-    'S': {'width': 384, 'depth': 12, 'num_heads': 6},
-    'B': {'width': 768, 'depth': 12, 'num_heads': 12},
-    'L': {'width': 1024, 'depth': 24, 'num_heads': 16},
-    'XL': {'width': 1152, 'depth': 28, 'num_heads': 16},
+    'tiny': (128, 6, 4),
+    'S': (384, 12, 6),
+    'B': (768, 12, 12),
+    'L': (1024, 24, 16),
+    'XL': (1152, 28, 16),
 }
 
 _TIME_FEATURES = 256
@@ -38,8 +37,14 @@ _EPSILON = 1e-6  # of the norms, as in Flax
 class Linear(nn.Linear):
     """Computes in the type of its input; weights stay float32."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+
+    def zeros(self) -> 'Linear':
+        """Sets all weights to zero."""
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+        return self
 
 
 class HeadNorm(nn.Module):
@@ -49,7 +54,7 @@ class HeadNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), _EPSILON)
 
 
@@ -62,7 +67,7 @@ class Conditioning(nn.Module):
         self.text_1, self.text_2 = Linear(text_dim, width), Linear(width, width)
         self.no_text = nn.Parameter(0.02 * torch.randn(width))
 
-    def forward(self, t, text, drop_text, dtype: torch.dtype) -> torch.Tensor:
+    def forward(self, t, text, drop_text, dtype: torch.dtype) -> Tensor:
         time = self.time_2(F.silu(self.time_1(_time_features(t).to(dtype))))
         words = self.text_1(text.to(dtype))
         words = torch.where(drop_text[:, None], self.no_text.to(dtype), words)
@@ -79,7 +84,7 @@ class Attention(nn.Module):
         self.query_norm = HeadNorm(width // num_heads)
         self.key_norm = HeadNorm(width // num_heads)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each (b, heads, n, width / heads)
         query, key = self.query_norm(query), self.key_norm(key)
@@ -90,37 +95,33 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """One transformer block, adaLN-Zero."""
 
-    def __init__(self, width: int, num_heads: int, mlp_ratio: float):
+    def __init__(self, width: int, num_heads: int):
         super().__init__()
-        self.modulation = _zeros(Linear(width, 6 * width))
+        self.modulation = Linear(width, 6 * width).zeros()
         self.attention = Attention(width, num_heads)
-        hidden = int(mlp_ratio * width)
-        self.mlp_1, self.mlp_2 = Linear(width, hidden), Linear(hidden, width)
+        self.mlp_1, self.mlp_2 = Linear(width, 4 * width), Linear(4 * width, width)
 
-    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
-        shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = _parts(self.modulation(condition), 6)
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        parts = self.modulation(condition)[:, None].chunk(6, dim=-1)
+        shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = parts
         x = x + gate_1 * self.attention(_norm(x) * (1 + scale_1) + shift_1)
         h = self.mlp_1(_norm(x) * (1 + scale_2) + shift_2)
         return x + gate_2 * self.mlp_2(F.gelu(h, approximate='tanh'))
 
 
 class DiT(nn.Module):
-    """Predicts the velocity of rectified flow; attributes as of `train_lib.models.dit.DiT`.
+    """Predicts the velocity of rectified flow for latents of `side * side` positions.
 
-    Args:
-        remat: `full` computes each block again in the backward pass, `none` leaves to
-            `torch.compile` what to keep.
-        side: of a latent, in positions.
+    With `remat='full'` each block is computed again in the backward pass; 'none' leaves to
+    `torch.compile` what to keep.
     """
 
     def __init__(
         self,
-        *,
         width: int,
         depth: int,
         num_heads: int,
         patch_size: int,
-        mlp_ratio: float = 4,
         dtype: torch.dtype = torch.bfloat16,
         remat: str = 'none',
         side: int = 32,
@@ -131,21 +132,19 @@ class DiT(nn.Module):
         self.patch_size, self.dtype, self.remat = patch_size, dtype, remat
         self.conditioning = Conditioning(width, text_dim)
         self.patches = Linear(patch_size**2 * channels, width)
-        self.blocks = nn.ModuleList(Block(width, num_heads, mlp_ratio) for _ in range(depth))
-        self.modulation = _zeros(Linear(width, 2 * width))
-        self.velocity = _zeros(Linear(width, patch_size**2 * channels))
+        self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(depth))
+        self.modulation = Linear(width, 2 * width).zeros()
+        self.velocity = Linear(width, patch_size**2 * channels).zeros()
         positions = _sincos_positions_2d(side // patch_size, width)
         self.register_buffer('positions', positions, persistent=False)
 
-    def forward(
-        self, x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, drop_text: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, t: Tensor, text: Tensor, drop_text: Tensor) -> Tensor:
         """Noisy latents `(b, H, W, C)`, times `(b,)` and texts `(b, D)` to float32 `(b, H, W, C)`.
 
         Texts are ignored where `drop_text`, bool `(b,)`, says so.
         """
-        side, p = x.shape[1], self.patch_size
-        x = _to_patches(x, p)
+        p, n = self.patch_size, x.shape[1] // self.patch_size
+        x = x.unflatten(2, (n, p)).unflatten(1, (n, p)).transpose(2, 3).flatten(3).flatten(1, 2)
         condition = F.silu(self.conditioning(t, text, drop_text, self.dtype))
         x = self.patches(x.to(self.dtype)) + self.positions.to(self.dtype)
         for block in self.blocks:
@@ -153,16 +152,22 @@ class DiT(nn.Module):
                 x = checkpoint.checkpoint(block, x, condition, use_reentrant=False)
             else:
                 x = block(x, condition)
-        shift, scale = _parts(self.modulation(condition), 2)
+        shift, scale = self.modulation(condition)[:, None].chunk(2, dim=-1)
         x = self.velocity((_norm(x) * (1 + scale) + shift).float())
-        return _from_patches(x, side, p)
+        return (
+            x.unflatten(2, (p, p, -1))
+            .unflatten(1, (n, n))
+            .transpose(2, 3)
+            .flatten(3, 4)
+            .flatten(1, 2)
+        )
 
     def flops(self) -> int:
         """Of the matrix products of one sample, forward alone, counted on the layers themselves."""
         tokens, width = self.positions.shape
-        of_condition = ('conditioning.', 'modulation')
         products = sum(
-            layer.weight.numel() * (1 if any(x in name for x in of_condition) else tokens)
+            layer.weight.numel()
+            * (1 if 'conditioning.' in name or 'modulation' in name else tokens)
             for name, layer in self.named_modules()
             if isinstance(layer, Linear)
         )
@@ -178,13 +183,11 @@ def make(name: str, **fields: Any) -> DiT:
     size, _, patch = name.partition('/')
     if size not in SIZES or not patch.isdigit():
         raise ValueError(f'model {name!r}: expected SIZE/PATCH with SIZE one of {", ".join(SIZES)}')
-    return DiT(**SIZES[size], patch_size=int(patch), **fields)
+    return DiT(*SIZES[size], patch_size=int(patch), **fields)
 
 
 class Trainer:
-    """A model being trained as `train_lib.step` does it.
-
-    Unlike there, a step whose gradient is not finite is not skipped.
+    """A model being trained as `train_lib.step` does it, which skips what is not finite besides.
 
     Args:
         model: whose weights are changed, on the device where it is trained.
@@ -195,8 +198,7 @@ class Trainer:
     def __init__(
         self,
         model: DiT,
-        stats: Mapping[str, torch.Tensor],
-        *,
+        stats: Mapping[str, Tensor],
         mode: str = 'default',
         learning_rate: float = 2e-4,
         weight_decay: float = 0.01,
@@ -214,18 +216,14 @@ class Trainer:
         )  # fmt: skip
         self._params = list(model.parameters())
         self.average = [weights.detach().clone() for weights in self._params]
-        self._clip_norm, self._ema_decay = clip_norm, ema_decay
-        self._num_steps = 0
+        self._clip_norm, self._ema_decay, self._num_steps = clip_norm, ema_decay, 0
 
         def loss(batch, noise, t):
             return flow_loss(model, stats, batch, noise, t)
 
-        on_gpu = self._params[0].is_cuda
-        self._loss = torch.compile(loss, mode=mode) if on_gpu else loss
+        self._loss = torch.compile(loss, mode=mode) if self._params[0].is_cuda else loss
 
-    def step(
-        self, batch: Mapping[str, torch.Tensor], noise: torch.Tensor, t: torch.Tensor
-    ) -> torch.Tensor:
+    def step(self, batch: Mapping[str, Tensor], noise: Tensor, t: Tensor) -> Tensor:
         """One step; arguments and result as of `flow_loss`."""
         loss = self._loss(batch, noise, t)
         self._optimizer.zero_grad()
@@ -240,12 +238,8 @@ class Trainer:
 
 
 def flow_loss(
-    model: DiT,
-    stats: Mapping[str, torch.Tensor],
-    batch: Mapping[str, torch.Tensor],
-    noise: torch.Tensor,
-    t: torch.Tensor,
-) -> torch.Tensor:
+    model: DiT, stats: Mapping[str, Tensor], batch: Mapping[str, Tensor], noise: Tensor, t: Tensor
+) -> Tensor:
     """The mean squared error of the velocity.
 
     Args:
@@ -263,34 +257,11 @@ def flow_loss(
     return F.mse_loss(predicted, noise - x)
 
 
-def _zeros(layer: Linear) -> Linear:
-    nn.init.zeros_(layer.weight)
-    nn.init.zeros_(layer.bias)
-    return layer
-
-
-def _norm(x: torch.Tensor) -> torch.Tensor:
+def _norm(x: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], eps=_EPSILON)
 
 
-def _parts(modulation: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
-    """`(b, count * width)` to `count` times `(b, 1, width)`."""
-    return modulation[:, None].chunk(count, dim=-1)
-
-
-def _to_patches(x: torch.Tensor, p: int) -> torch.Tensor:
-    """`(b, H, W, C)` to `(b, H/p * W/p, p * p * C)`."""
-    x = x.unflatten(2, (-1, p)).unflatten(1, (-1, p))
-    return x.transpose(2, 3).flatten(3).flatten(1, 2)
-
-
-def _from_patches(patches: torch.Tensor, side: int, p: int) -> torch.Tensor:
-    """The inverse of `_to_patches`, for squares."""
-    x = patches.unflatten(2, (p, p, -1)).unflatten(1, (side // p, side // p))
-    return x.transpose(2, 3).flatten(3, 4).flatten(1, 2)
-
-
-def _time_features(t: torch.Tensor) -> torch.Tensor:
+def _time_features(t: Tensor) -> Tensor:
     half = _TIME_FEATURES // 2
     # Rounded as in `train_lib`: at angles of 1,000 the last bit of a frequency is 6e-5 of a sine.
     frequencies = torch.exp(-math.log(_MAX_PERIOD) * torch.arange(half, device=t.device) / half)
@@ -298,7 +269,7 @@ def _time_features(t: torch.Tensor) -> torch.Tensor:
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
-def _sincos_positions_2d(side: int, width: int) -> torch.Tensor:
+def _sincos_positions_2d(side: int, width: int) -> Tensor:
     """Float32 `(side * side, width)`: half of the width says the row, half the column."""
     frequencies = _MAX_PERIOD ** -(torch.arange(width // 4, dtype=torch.float64) / (width // 4))
     angles = torch.arange(side)[:, None] * frequencies

@@ -493,16 +493,6 @@ def test_keys_that_the_metadata_describes_wrongly_are_refused(tmp_path: pathlib.
 # --- Size -------------------------------------------------------------------------------------
 
 
-def test_the_benchmark_runs(tmp_path: pathlib.Path):
-    program = [sys.executable, '-m', 'benchmarks.captions', f'--dir={tmp_path}']
-    options = ['--rows=30000', '--asked=2000', '--repeats=1']
-    result = subprocess.run([*program, *options], capture_output=True, text=True, cwd=CHECKOUT)
-    assert result.returncode == 0, result.stderr
-    for figure in ('30,000 captions', 'build s', 'peak MB', 'open s', 'texts s'):
-        assert figure in result.stdout
-    assert [path.name for path in tmp_path.iterdir()] == ['captions-30000.parquet']
-
-
 @pytest.mark.slow
 def test_a_row_group_of_more_than_2_gb_takes_little_memory(tmp_path: pathlib.Path):
     path = tmp_path / 'x.parquet'
