@@ -20,7 +20,7 @@ import tqdm
 from absl import logging
 
 import train_lib
-from coyo11m_tfds.process.progress import make_bar
+from coyo11m_tfds.process.progress import fitting, make_bar
 from train_lib.metrics import TrainMetrics
 
 _BAR_FORMAT = '{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}'
@@ -73,7 +73,8 @@ class Console:
             say('%s', ', '.join([loss, f'step {step} of {self._num_steps}', *others]))
         else:
             self._bar.set_description_str(f'{loss} ', refresh=False)
-            self._bar.set_postfix_str(', '.join(others))
+            before = f'{loss} 100%|#| {self._num_steps}/{self._num_steps}'
+            self._bar.set_postfix_str(fitting(others, before))
 
     def _facts(self, step: int, scalars: Mapping[str, float]) -> Iterator[str]:
         yield f'loss {scalars["train/loss"]:.4f}' if 'train/loss' in scalars else 'no finite loss'

@@ -13,10 +13,11 @@ elsewhere call `absl.logging.set_verbosity(absl.logging.INFO)` first.
 import collections
 import datetime
 import os
+import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Self, TextIO
 
 import tqdm
@@ -36,6 +37,10 @@ _BYTES = 'B'
 _COLUMNS, _LINES = 80, 24
 
 _BAR_FORMAT = '{desc}: {percentage:3.0f}%|{bar}| {n_fmt}{unit}{postfix}'
+
+
+# Of what is shown: the time, and what was lost.
+_LAST_TO_GO = re.compile('^in |^ended |left$|dropped$|skipped$')
 
 
 class _Moment(NamedTuple):
@@ -154,13 +159,7 @@ class Progress:
             self._log([*self._facts(self._marks[0]), *self._time_left()])
 
     def _fitting(self, facts: list[str]) -> str:
-        """The facts for which the terminal has room; speeds are left out first."""
-        rest = f'{self._bar.desc}: 100%|#| 99.9M{self._bar.unit}'
-        room = _terminal_size(sys.stderr)[0] - len(rest)
-        kept = sorted(facts, key=lambda fact: fact.endswith('/s'))
-        while kept and len(', '.join(['', *kept])) > room:
-            kept.pop()
-        return ', '.join(fact for fact in facts if fact in kept)
+        return fitting(facts, f'{self._bar.desc}: 100%|#| 99.9M{self._bar.unit}')
 
     def _log(self, facts: list[str]) -> None:
         done = [f'{min(self._done / self._total, 1):.0%}'] if self._total else []
@@ -212,6 +211,15 @@ def make_bar(is_shown: bool = True, **options) -> tqdm.tqdm:
     bar.dynamic_ncols = _terminal_size
     bar.ncols, bar.nrows = _terminal_size(sys.stderr)
     return bar
+
+
+def fitting(facts: Sequence[str], before: str) -> str:
+    """The facts for which the terminal has room behind a text; speeds are left out first."""
+    room = _terminal_size(sys.stderr)[0] - len(before)
+    kept = sorted(facts, key=lambda fact: (fact.endswith('/s'), not _LAST_TO_GO.search(fact)))
+    while kept and len(', '.join(['', *kept])) > room:
+        kept.pop()
+    return ', '.join(fact for fact in facts if fact in kept)
 
 
 def _terminal_size(stream: TextIO) -> tuple[int, int]:

@@ -297,3 +297,18 @@ def test_planning_shows_what_it_reads(gcs, tmp_path, monkeypatch, lines):
         "Reading 'text_embedding' of gs://bucket/source/side.parquet: 100%, 40 of 40 rows",
     ):
         assert any(line.startswith(begin) for line in lines), begin
+
+
+def test_the_trainers_bar_is_whole_on_a_narrow_terminal():
+    program = """
+import numpy as np
+from train_lib.console import Console
+scalars = {'train/loss': 0.41234, 'train/steps_per_second': 2.2, 'train/epoch': 5.69,
+    'train/samples_per_second': 1410, 'input/wait_share_max': 0.02, 'train/skipped_steps': 3}
+with Console(start=0, num_steps=900_000) as console:
+    console.report(350_000, scalars)
+"""
+    shown = run_in_terminal(program, columns=80)
+    last = re.split(r'[\r\n]+', shown.strip())[-1]
+    assert last.startswith('loss 0.4123') and len(last) <= 79
+    assert re.search(r'left, epoch 5\.69, 3 skipped$', last), last
