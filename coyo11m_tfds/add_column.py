@@ -277,8 +277,8 @@ def _add(edit: _Edit, name: str, values: _Values) -> AddedColumn:
     is_text = values.feature == schema.TEXT_EMBEDDING
     sums = Moments(values.shape[0]) if is_text else None
     files = {split: columns.file_name(name, split, stored.build) for split in stored.splits}
-    lacking = [
-        _write(
+    written = {
+        split: _write(
             os.path.join(edit.staging, file),
             stored,
             split,
@@ -286,10 +286,16 @@ def _add(edit: _Edit, name: str, values: _Values) -> AddedColumn:
             sums if split == schema.TRAIN else None,
         )
         for split, file in files.items()
-    ]
-    _check_complete(stored, values, np.concatenate(lacking))
+    }
+    _check_complete(stored, values, np.concatenate([lacking for _, lacking in written.values()]))
     column = AddedColumn(
-        name, values.dtype.name, values.shape, files, values.feature, encoder=values.encoder
+        name,
+        values.dtype.name,
+        values.shape,
+        files,
+        {split: crc32c for split, (crc32c, _) in written.items()},
+        values.feature,
+        encoder=values.encoder,
     )
     if sums:
         mean, std = sums.mean_and_std()
@@ -303,30 +309,31 @@ def _add(edit: _Edit, name: str, values: _Values) -> AddedColumn:
 
 def _write(
     path: str, stored: StoredDataset, split: str, values: _Values, sums: Moments | None
-) -> np.ndarray:
+) -> tuple[str, np.ndarray]:
     """Writes the values of a split as a `.npy` file, and adds them to `sums`, if any.
 
     Returns:
-        Keys of records without a value, int64 `(n,)`; with any the file is of no use.
+        The CRC-32C of what is in it, and keys of records without a value, int64 `(n,)`; with any
+        the file is of no use.
     """
-    shape = sum(stored.splits[split].shard_lengths), *values.shape
+    num_records = sum(stored.splits[split].shard_lengths)
     lacking = [np.empty(0, np.int64)]
     with (
         file_state.naming(path),
         open(path, 'wb') as file,
-        Progress(split, shape[0], 'records') as progress,
+        Progress(split, num_records, 'records') as progress,
     ):
-        header = {'descr': values.dtype.newbyteorder('<').str, 'fortran_order': False}
-        np.lib.format.write_array_header_1_0(file, header | {'shape': shape})
+        writer = columns.Writer(file, values.dtype, values.shape, num_records)
         for keys in _keys(stored, split):
             rows = values.store.find(keys)
             lacking.append(keys[rows < 0])
             read = values.store.read(rows[rows >= 0])
-            file.write(read.data)
+            writer.write(read)
             if sums:
                 add_vectors(sums, read)
             progress.add(len(keys))
-    return np.concatenate(lacking)
+        crc32c = writer.finish()
+    return crc32c, np.concatenate(lacking)
 
 
 def _check_complete(stored: StoredDataset, values: _Values, lacking: np.ndarray) -> None:

@@ -2,11 +2,11 @@
 
     column = columns.read(folder, build)['latents']     # {} where all is in the records
     column.files[3].path, column.files[3].start     # a `.pt` file, where its latents begin
-    column.locate(folder, 'train', num_records)     # uint32 (records, 2): number of file, row
+    column.locate(folder, 'train', num_records)     # uint32 (records, 3): file, row, CRC-32C
 
 `columns-<build>.json` beside the shards names the files and what they were when the data set was
 built; `column_<feature>-<split>-<build>.npy` has the place of every record, in the order of the
-shards. All of it may lie on gs://.
+shards, or the values themselves, each with the CRC-32C of its row. All of it may lie on gs://.
 """
 
 import dataclasses
@@ -14,9 +14,11 @@ import io
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
+import google_crc32c
 import numpy as np
 
 from coyo11m_tfds import npy, pt_archive, schema
@@ -26,6 +28,8 @@ from coyo11m_tfds.storage.source_files import SourceFile
 RECORDS, IN_PLACE = LATENTS_LIE = ('records', 'in_place')  # the config's `latents`
 
 MAX_ROW_NBYTES = 2 * schema.MAX_TEXT_DIM  # of an added column: `mapped_files` gathers no more
+
+ROW_NBYTES = schema.NUM_CROPS * schema.LATENT_NBYTES  # of latents in place
 
 _BESIDE = 'beside'  # the kind of a column in files beside the shards
 _FORMAT = 1
@@ -86,12 +90,14 @@ class Column:
         dtype: of its numbers.
         files: that its rows lie in.
         build: ID of the build that described it.
+        crc32c: of each split that of its places, in 8 hex digits.
     """
 
     name: str
     dtype: str
     files: tuple[ColumnFile, ...]
     build: str = ''
+    crc32c: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def is_remote(self) -> bool:
@@ -101,7 +107,7 @@ class Column:
     @property
     def row_nbytes(self) -> int:
         """Bytes of a row in a file."""
-        return schema.NUM_CROPS * schema.LATENT_NBYTES
+        return ROW_NBYTES
 
     def find_files(self) -> list[SourceFile | None]:
         """What lies where each of its files was, None for nothing; a bucket is asked by folders.
@@ -120,9 +126,9 @@ class Column:
         return [file.check(there) for file, there in found]
 
     def locate(self, folder: str | os.PathLike[str], split: str, num_records: int) -> np.ndarray:
-        """Where each record's row is: number of the file, row; uint32 `(n, 2)`.
+        """Where each record's row is: number of the file, row, its CRC-32C; uint32 `(n, 3)`.
 
-        It is memory-mapped, or read whole from gs://: 8 bytes a record.
+        It is memory-mapped, or read whole from gs://: 12 bytes a record.
 
         Raises:
             ValueError: the file is missing or damaged, or not as long as the split.
@@ -130,7 +136,7 @@ class Column:
         """
         path = os.path.join(folder, file_name(self.name, split, self.build))
         try:
-            places = _load_places(path)
+            places = _load_places(path, self.crc32c.get(split, ''))
         except ValueError as error:
             raise ValueError(f'{path}: is no column ({error}). Build the data set again.') from None
         if len(places) != num_records:
@@ -150,6 +156,7 @@ class AddedColumn:
         dtype: of its numbers, as NumPy calls it.
         shape: of a row: `(n,)` for n numbers, `()` for a single one.
         files: of each split the name of its file.
+        crc32c: of each split that of the rows in its file, in 8 hex digits.
         feature: of the records that it can take the place of; '' for none.
         mean, std: of each number, over the train split; empty but for text embeddings.
         encoder: name of what made the values, and what else their file says of itself; {} if that
@@ -160,6 +167,7 @@ class AddedColumn:
     dtype: str
     shape: tuple[int, ...]
     files: Mapping[str, str]
+    crc32c: Mapping[str, str]
     feature: str = ''
     mean: Sequence[float] = ()
     std: Sequence[float] = ()
@@ -167,13 +175,13 @@ class AddedColumn:
 
     @property
     def row_nbytes(self) -> int:
-        """Bytes of a row in a file and in a batch."""
+        """Bytes of a row in a batch; in a file its CRC-32C follows."""
         return np.dtype(self.dtype).itemsize * math.prod(self.shape)
 
     def locate(
         self, folder: str | os.PathLike[str], split: str, num_records: int
-    ) -> tuple[SourceFile, int]:
-        """The file of a split, and where its first row begins.
+    ) -> tuple[SourceFile, int, np.dtype]:
+        """The file of a split, where its first row begins, and what that is, `row_dtype`.
 
         Raises:
             ValueError: the file is missing, or not as long as the split.
@@ -188,12 +196,119 @@ class AddedColumn:
             dtype, shape, start = _parse_header(head, file.size)
         except ValueError as error:
             raise ValueError(f'{path}: is no column ({error}). Add it again.') from None
-        if dtype != self.dtype or shape != (num_records, *self.shape):
+        expected = row_dtype(self.dtype, self.shape, int(self.crc32c[split], 16))
+        if dtype != expected or shape != (num_records,):
             raise ValueError(
-                f'{path}: holds {dtype} {shape}, expected {self.dtype} '
-                f'{(num_records, *self.shape)}. Add the column again.'
+                f'{path}: holds {shape} of {dtype}, expected {(num_records,)} of {expected}. Add '
+                'the column again.'
             )
-        return file, start
+        return file, start, dtype
+
+
+class Writer:
+    """Writes the file of an added column: of each record its values, and their CRC-32C.
+
+    The CRC-32C of all of them stands in the header, as the end of a name, and in the description of
+    the columns: so the file of another column is not taken for this one.
+    """
+
+    def __init__(
+        self, file: BinaryIO, dtype: np.typing.DTypeLike, shape: tuple[int, ...], num_records: int
+    ):
+        """Takes an empty file, and the dtype and the shape of the values of each record."""
+        self._file, self._num_records = file, num_records
+        self._dtype, self._shape = np.dtype(dtype), shape
+        self._crc32c = 0
+        self._write_header()
+
+    def write(self, values: np.ndarray) -> None:
+        """Writes the values of the next records, `(n, *shape)`."""
+        rows = np.empty(len(values), row_dtype(self._dtype, self._shape, self._crc32c))
+        rows['value'] = values
+        contiguous = np.ascontiguousarray(rows['value'])
+        rows[_crc32c_field(rows.dtype)] = checksums(contiguous)
+        # Of the values alone: that of bytes and their own CRC-32C is the same for all bytes.
+        self._crc32c = google_crc32c.extend(self._crc32c, contiguous.tobytes())
+        self._file.write(rows.data)
+
+    def finish(self) -> str:
+        """Completes the file after the last record; returns its checksum for `AddedColumn`."""
+        self._file.seek(0)
+        self._write_header()
+        return f'{self._crc32c:08x}'
+
+    def _write_header(self) -> None:
+        kind = row_dtype(self._dtype, self._shape, self._crc32c)
+        descr = np.lib.format.dtype_to_descr(kind)
+        header = {'descr': descr, 'fortran_order': False, 'shape': (self._num_records,)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+
+class RowScan:
+    """Takes the file of an added column in blocks, and compares its rows with their CRC-32C.
+
+    Attributes:
+        crc32c: of what was added.
+    """
+
+    def __init__(self, start: int, dtype: np.dtype):
+        """Takes where the first row begins, and `row_dtype`."""
+        self.crc32c = 0
+        self._dtype, self._before, self._rest = dtype, start, b''
+        self._values_crc32c = self._num_rows = self._num_wrong = 0
+        self._first_wrong = ''
+
+    def add(self, block: bytes) -> None:
+        """Takes the next block."""
+        self.crc32c = google_crc32c.extend(self.crc32c, block)
+        header = min(self._before, len(block))
+        self._before -= header
+        data = self._rest + block[header:]
+        num_whole = len(data) // self._dtype.itemsize
+        self._rest = data[num_whole * self._dtype.itemsize :]
+        rows = np.frombuffer(data, self._dtype, num_whole)
+        values, stored = np.ascontiguousarray(rows['value']), rows[_crc32c_field(self._dtype)]
+        self._values_crc32c = google_crc32c.extend(self._values_crc32c, values.tobytes())
+        found = checksums(values)
+        wrong = np.flatnonzero(found != stored)
+        if len(wrong) and not self._num_wrong:
+            at = wrong[0]
+            self._first_wrong = wrong_row(self._num_rows + at, found[at], stored[at])
+        self._num_rows += num_whole
+        self._num_wrong += len(wrong)
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with the rows; '' for nothing."""
+        if self._num_wrong > 1:
+            return f'{self._first_wrong}; so have {self._num_wrong - 1} more rows others'
+        of_values = f'{self._values_crc32c:08x}'
+        if not self._num_wrong and not _crc32c_field(self._dtype).endswith(of_values):
+            return 'its rows are not those that its header was written for'
+        return self._first_wrong
+
+
+def wrong_row(row: int, found: int, expected: int) -> str:
+    """What to say of a row with another CRC-32C."""
+    return f'row {row} has CRC-32C {found:08x}, expected {expected:08x}'
+
+
+def row_dtype(dtype: np.typing.DTypeLike, shape: tuple[int, ...], crc32c: int) -> np.dtype:
+    """What the file of an added column holds of each record; `crc32c` is that of the file."""
+    value = ('value', np.dtype(dtype).newbyteorder('<'), shape)
+    return np.dtype([value, (f'crc32c_{crc32c:08x}', '<u4')])
+
+
+def _crc32c_field(dtype: np.dtype) -> str:
+    assert dtype.names is not None
+    return dtype.names[1]
+
+
+def checksums(rows: np.ndarray) -> np.ndarray:
+    """The CRC-32C of the bytes of each row, uint32 `(n,)`; takes a contiguous array `(n, ...)`."""
+    nbytes = rows.dtype.itemsize * math.prod(rows.shape[1:])
+    raw = rows.reshape(-1).view(np.uint8).reshape(len(rows), nbytes)
+    return np.array([google_crc32c.value(row) for row in raw], np.uint32)
 
 
 def file_name(column: str, split: str, build: str = '') -> str:
@@ -292,7 +407,9 @@ def _column(name: str, kind: str, **fields: Any) -> Column | AddedColumn:
             raise ValueError(f'{file.path!r} begins at {file.start!r}')
     if fields['dtype'] not in schema.LATENT_DTYPES:
         raise ValueError(f'column {name!r} has dtype {fields["dtype"]!r}')
-    return Column(name, fields['dtype'], files, fields['build'])
+    if not all(map(_is_crc32c, fields['crc32c'].values())):
+        raise ValueError(f'column {name!r} has CRC-32C {fields["crc32c"]}')
+    return Column(name, fields['dtype'], files, fields['build'], fields['crc32c'])
 
 
 def _is_possible(column: AddedColumn) -> bool:
@@ -304,23 +421,37 @@ def _is_possible(column: AddedColumn) -> bool:
         and lengths_fit
         and column.row_nbytes <= MAX_ROW_NBYTES
         and all(isinstance(x, str) and is_file_name(x) for x in column.files.values())
+        and column.crc32c.keys() == column.files.keys()
+        and all(map(_is_crc32c, column.crc32c.values()))
         and column.feature in ('', *schema.TEXT_DTYPES)
         and all(isinstance(x, float) for x in (*column.mean, *column.std))
         and isinstance(column.encoder, Mapping)
     )
 
 
-def _load_places(path: str) -> np.ndarray:
-    """The array in a `.npy` file, uint32 `(n, 2)`; raises as `_parse_header`."""
+def _is_crc32c(x: object) -> bool:
+    return isinstance(x, str) and re.fullmatch('[0-9a-f]{8}', x) is not None
+
+
+def _load_places(path: str, crc32c: str) -> np.ndarray:
+    """The array in a `.npy` file, uint32 `(n, 3)`, of this CRC-32C; raises as `_parse_header`."""
     file = source_files.describe(path)
     if file.is_remote:
         data: Any = stored_files.read(file, stored_files.Content).data
     else:
         data = np.memmap(path, np.uint8, 'r')
     dtype, shape, start = _parse_header(bytes(data[:_NPY_HEADER]), file.size)
-    if dtype != np.uint32 or shape[1:] != (2,):
+    if dtype != np.uint32 or shape[1:] != (3,):
         raise ValueError(f'it has {dtype} {shape}')
-    return np.frombuffer(data, dtype, offset=start).reshape(shape)
+    places = np.frombuffer(data, dtype, offset=start).reshape(shape)
+    if (found := array_crc32c(places)) != crc32c:
+        raise ValueError(f'its CRC-32C is {found}, expected {crc32c}')
+    return places
+
+
+def array_crc32c(array: np.ndarray) -> str:
+    """The CRC-32C of the bytes of a contiguous array, in 8 hex digits."""
+    return f'{google_crc32c.value(array.reshape(-1).view(np.uint8)):08x}'
 
 
 def _parse_header(head: bytes, num_bytes: int) -> tuple[np.dtype, tuple[int, ...], int]:

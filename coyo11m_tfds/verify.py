@@ -8,10 +8,11 @@
 Shards and columns are read once, several at a time: lengths and CRC-32C are compared with
 `checksums-<build>.json`, records with the chunk index and `dataset_info.json`. `--fast` reads only
 the small files: it compares the lengths of the others, on gs:// also the storage's CRC-32C of them.
-Latents in place are checked as well: their `.pt` files are read through, with `--fast` only their
-directories. Bytes from gs:// are compared with the storage's CRC-32C and read again if they were
-changed on their way, so that a fault is one of the stored file. Files of another build are left
-alone: one may be under way beside the data set.
+Latents in place are checked as well: each row that a record has is compared with its CRC-32C,
+objects in a bucket with theirs, with `--fast` only the directories of the files. Bytes from gs://
+are compared with the storage's CRC-32C and read again if they were changed on their way, so that a
+fault is one of the stored file. Files of another build are left alone: one may be under way beside
+the data set.
 
 The exit status is 0 without faults, 1 with faults (a line each), and 2 if nothing can be said.
 """
@@ -20,12 +21,16 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import multiprocessing.pool
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
+
+import google_crc32c
+import numpy as np
 
 from coyo11m_tfds import columns, manifest, records, schema
 from coyo11m_tfds.chunk_index import ChunkIndex, file_name
@@ -124,6 +129,7 @@ class _Check:
         self._columns = schema.of_build(schema.COLUMNS_FILE, build)
         self.faults: list[str] = []
         self.left_over: list[str] = []
+        self._rows: dict[str, Callable[[], columns.RowScan]] = {}
         self.recorded: dict[str, FileState] = {}
 
     def run(self) -> None:
@@ -138,7 +144,7 @@ class _Check:
         check_features = functools.partial(_check_features, _FEATURES - found.keys())
         self._parse(schema.FEATURES_FILE, contents, check_features)
         splits = self._parse(schema.INFO_FILE, contents, stored_splits.parse) or []
-        has_crc = self._parse(schema.METADATA_FILE, contents, _has_crc)
+        self._parse(schema.METADATA_FILE, contents, _check_metadata)
         self.left_over = sorted(columns.left_over(self._files, found, self._build))
         self._check_names(splits)
         shards: dict[str, StoredShard] = {}
@@ -146,12 +152,11 @@ class _Check:
             name = file_name(split.name, split.build)
             index = self._parse(name, contents, ChunkIndex.parse)
             shards |= self._describe_shards(split, index)
+        places = self._locate_columns(found, splits)
         self._check_shards(shards)
-        if not self.recorded:
-            self._check_columns(found, splits)
         latents = found.get(schema.LATENTS)
         if isinstance(latents, columns.Column):
-            self._check_sources(latents, has_crc is not False)
+            self._check_sources(latents, places)
 
     def _add(self, name: str, what: str) -> None:
         self.faults.append(f'{name}: {what}')
@@ -239,34 +244,46 @@ class _Check:
             for number, name in enumerate(split.file_names)
         }
 
-    def _check_columns(
+    def _locate_columns(
         self, found: Mapping[str, columns.Column | columns.AddedColumn], splits: list[StoredSplit]
-    ) -> None:
-        """Compares the sizes of columns without checksums with the splits."""
-        if self._columns not in self._files:
-            return
-        folder = os.path.dirname(self._files[self._columns].path)
-        for column in found.values():
-            for split in splits:
-                try:
-                    column.locate(folder, split.name, sum(split.shard_lengths))
-                except ValueError as error:
+    ) -> np.ndarray:
+        """Finds the rows of columns; returns the places of latents, uint32 `(n, 3)`."""
+        places = [np.empty((0, 3), np.uint32)]
+        folder = os.path.dirname(next(iter(self._files.values())).path)
+        for column, split in itertools.product(found.values(), splits):
+            count = sum(split.shard_lengths)
+            try:
+                if isinstance(column, columns.Column):
+                    places.append(column.locate(folder, split.name, count))
+                else:
+                    file, start, dtype = column.locate(folder, split.name, count)
+                    self._rows[file.name] = functools.partial(columns.RowScan, start, dtype)
+            except ValueError as error:
+                name = columns.file_name(column.name, split.name, self._build)
+                if name not in self.recorded:  # else it is told with the others
                     self.faults.append(str(error))
+        return np.concatenate(places)
 
-    def _check_sources(self, latents: columns.Column, check_crc: bool) -> None:
+    def _check_sources(self, latents: columns.Column, places: np.ndarray) -> None:
         """Compares the files that latents lie in with what they were; reads them unless `fast`."""
-        for file, found in zip(latents.files, latents.find_files(), strict=True):
+        places = places[np.lexsort((places[:, 1], places[:, 0]))]
+        ends = np.searchsorted(places[:, 0], np.arange(len(latents.files) + 1))
+        runs = itertools.starmap(slice, itertools.pairwise(ends))
+        for file, found, run in zip(latents.files, latents.find_files(), runs, strict=True):
             try:
                 there = file.check(found)
-                if not self._fast:
-                    _read_source(there, check_crc)
+                if not self._fast and there.is_remote:
+                    # All of it has the checksum that it is known by.
+                    stored_files.read(there, stored_files.Checksum)
+                elif not self._fast:
+                    _read_rows(file, places[run, 1:])
             except (OSError, ValueError) as error:
                 if found and found.is_remote and isinstance(error, OSError):
                     raise
                 self.faults.append(str(error))
 
     def _check_shards(self, shards: Mapping[str, StoredShard]) -> None:
-        known = sorted(self._files.keys() & {*shards, *self.recorded})
+        known = sorted(self._files.keys() & {*shards, *self.recorded, *self._rows})
         names = [name for name in known if _is_large(name)]
         total = 0 if self._fast else sum(self._files[name].size for name in names)
         with (
@@ -293,6 +310,9 @@ class _Check:
         if self._fast or fault:
             return fault
         try:
+            if name in self._rows:
+                rows = stored_files.read(file, self._rows[name], on_bytes)
+                return rows.problem or self._differs(name, file.size, rows.crc32c)
             if _SHARD not in name:
                 whole = stored_files.read(file, stored_files.Checksum, on_bytes)
                 return self._differs(name, file.size, whole.crc32c)
@@ -308,20 +328,18 @@ class _Check:
         return fault or (info.compare(scan) if info else '')
 
 
-def _read_source(file: SourceFile, check_crc: bool) -> None:
-    """Reads a `.pt` file through; raises a ValueError if it is damaged."""
-    if file.is_remote:  # all of it has the checksum that it is known by
-        stored_files.read(file, stored_files.Checksum)
-        return
-    try:
-        from coyo11m_tfds.source import pt_check
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f'{file.path}: to read it takes {error.name}, which is not installed: '
-            "pip install -c constraints.txt -e '.[convert]'; or leave it out with --fast.",
-            name=error.name,
-        ) from error
-    pt_check.check_contents(file.path, check_crc=check_crc)
+def _read_rows(file: columns.ColumnFile, places: np.ndarray) -> None:
+    """Reads rows of a local file, given with their CRC-32Cs; raises a ValueError for wrong ones."""
+    wrong = []
+    with open(file.path, 'rb') as opened:
+        for row, expected in places.tolist():
+            at = file.start + row * columns.ROW_NBYTES
+            found = google_crc32c.value(os.pread(opened.fileno(), columns.ROW_NBYTES, at))
+            if found != expected:
+                wrong.append(columns.wrong_row(row, found, expected))
+    if wrong:
+        more = f'; so have {len(wrong) - 1} more rows others' if wrong[1:] else ''
+        raise ValueError(f'{file.path}: {wrong[0]}{more}')
 
 
 def _is_large(name: str) -> bool:
@@ -339,16 +357,11 @@ def _check_features(required: set[str], data: bytes) -> None:
         raise ValueError(f'it has the features {sorted(names)}, not all of {sorted(required)}')
 
 
-def _has_crc(data: bytes) -> bool:
-    """Whether a build compared CRC-32s of `.pt` files, from the content of `schema.METADATA_FILE`.
-
-    Raises:
-        ValueError: it cannot be that of a data set.
-    """
-    try:
-        return json.loads(data).get(schema.META_SETTINGS, {}).get('check_crc', True)
-    except AttributeError as error:
-        raise ValueError('it holds no object') from error
+def _check_metadata(data: bytes) -> None:
+    """Raises a ValueError if the content of `schema.METADATA_FILE` cannot be that of a data set."""
+    content = json.loads(data)
+    if not isinstance(content, dict) or not isinstance(content.get(schema.META_SETTINGS, {}), dict):
+        raise ValueError('it holds no object')
 
 
 def parse_flags() -> argparse.Namespace:

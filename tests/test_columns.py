@@ -25,8 +25,12 @@ def path(tmp_path: pathlib.Path) -> pathlib.Path:
     path = tmp_path / schema.VERSION
     small_dataset.write(path, LENGTHS, source=tmp_path / 'source')
     name = columns.file_name('score', schema.TRAIN)
-    np.save(path / name, np.arange(COUNT, dtype=np.float32))
-    score = AddedColumn('score', 'float32', (), {schema.TRAIN: name})
+    with open(path / name, 'wb') as file:
+        writer = columns.Writer(file, 'float32', (), COUNT)
+        writer.write(np.arange(COUNT, dtype=np.float32))
+
+        crc32c = {schema.TRAIN: writer.finish()}
+    score = AddedColumn('score', 'float32', (), {schema.TRAIN: name}, crc32c)
     columns.write(path, {**columns.read(path), 'score': score})
     return path
 
@@ -69,6 +73,7 @@ def test_a_place_in_a_file_that_is_not_there_is_named(path):
     places = np.load(file)
     places[:, 0] = 7
     np.save(file, places)
+    describe(path, schema.LATENTS, crc32c={schema.TRAIN: columns.array_crc32c(places)})
     with pytest.raises(
         ValueError, match=f"{path}: its column 'latents' names row 0 of a file that is not"
     ):
@@ -137,7 +142,9 @@ def test_a_column_of_latents_is_in_place(path):
 
 def test_places_of_other_records_are_refused(path):
     file = path / columns.file_name(schema.LATENTS, schema.TRAIN)
-    np.save(file, np.load(file)[:-1])
+    places = np.load(file)[:-1]
+    np.save(file, places)
+    describe(path, schema.LATENTS, crc32c={schema.TRAIN: columns.array_crc32c(places)})
     message = "its column 'latents' has 103 rows for split 'train' of 104 records"
     with pytest.raises(ValueError, match=f'{path}: {message}'):
         read(path)

@@ -222,20 +222,16 @@ def test_a_source_that_is_gone_is_named(movable):
         input_pipeline.train_batches(path, **ORDER)
 
 
-def test_verify_without_what_reads_pt_files_says_how_to_get_it(in_place):
+def test_verify_needs_nothing_of_what_only_builds_do(in_place):
     program = """
         import runpy
-        sys.modules['isal'] = None
+        sys.modules['isal'] = sys.modules['torch'] = None
         sys.argv = ['verify', *sys.argv[1:]]
         runpy.run_module('coyo11m_tfds.verify', run_name='__main__')
     """
-    for flags, status in (([], 2), (['--fast'], 0)):
-        with children.python(program, in_place, *flags) as child:
-            _, errors = child.communicate()
-        assert child.returncode == status, errors
-        if status:
-            *_, last = errors.splitlines()
-            assert last.startswith('error: ') and 'isal' in last and "'.[convert]'" in last
+    with children.python(program, in_place) as child:
+        _, errors = child.communicate()
+    assert child.returncode == 0, errors
 
 
 def test_verify_reads_the_source_too(movable):
@@ -249,7 +245,7 @@ def test_verify_reads_the_source_too(movable):
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert not verify.verify(path, fast=True).faults
     [fault] = verify.verify(path).faults
-    assert fault.startswith(f'{file}: ') and 'has CRC-32' in fault
+    assert fault.startswith(f'{file}: row ') and ' has CRC-32C ' in fault
     shutil.copy(sorted(file.parent.glob('*.pt'))[0], file)
     [fault] = verify.verify(path, fast=True).faults
     assert fault.startswith(f'{file}: has changed since the data set was built')

@@ -2,7 +2,7 @@
 
 sources = ShardSources()                          # of one shard
 sources.begin(file, opened)
-sources.add(rows)
+sources.add(rows, latents)
 
 in_place.write(folder, {'train': [sources, ...], 'validation': [...]})
 """
@@ -40,9 +40,9 @@ class ShardSources:
         self._counts.append(0)
         self._dtype = opened.dtype
 
-    def add(self, rows: np.ndarray) -> None:
-        """Appends records, by their rows."""
-        self._rows.append(np.asarray(rows, '<u4'))
+    def add(self, rows: np.ndarray, latents: np.ndarray) -> None:
+        """Appends records, by their rows and the bytes of these, uint8 `(n, bytes of a row)`."""
+        self._rows.append(np.stack([rows, columns.checksums(latents)], axis=1).astype('<u4'))
         self._counts[-1] += len(rows)
 
     def to_json(self) -> dict:
@@ -60,7 +60,7 @@ class ShardSources:
         made = cls()
         made._dtype, made._counts = fields['dtype'], list(fields['counts'])
         made._files = [ColumnFile(**file) for file in fields['files']]
-        made._rows = [np.frombuffer(base64.b64decode(fields['rows']), '<u4')]
+        made._rows = [np.frombuffer(base64.b64decode(fields['rows']), '<u4').reshape(-1, 2)]
         return made
 
     @property
@@ -74,14 +74,14 @@ class ShardSources:
         return [(file, count) for file, count in found if count]
 
     def places(self, number: Mapping[ColumnFile, int]) -> np.ndarray:
-        """The number of the file and the row of each record, uint32 `(n, 2)`."""
+        """The file's number, the row and its CRC-32C of each record, uint32 `(n, 3)`."""
         of_file = [np.full(count, number[file], '<u4') for file, count in self.counts]
-        return np.stack([np.concatenate([np.empty(0, '<u4'), *of_file]), self.rows], axis=1)
+        return np.column_stack([np.concatenate([np.empty(0, '<u4'), *of_file]), self.rows])
 
     @property
     def rows(self) -> np.ndarray:
-        """Of each record, uint32 `(n,)`."""
-        return np.concatenate([np.empty(0, '<u4'), *self._rows])
+        """Row and CRC-32C of each record, uint32 `(n, 2)`."""
+        return np.concatenate([np.empty((0, 2), '<u4'), *self._rows])
 
 
 def describe(file: SourceFile, opened: LatentShard) -> ColumnFile:
@@ -133,10 +133,12 @@ def write(
     shards = [shard for of_split in splits.values() for shard in of_split]
     files = sorted({file for shard in shards for file, _ in shard.counts}, key=lambda f: f.path)
     number = {file: n for n, file in enumerate(files)}
+    crc32c = {}
     for split, of_split in splits.items():
-        places = [shard.places(number) for shard in of_split]
+        places = np.concatenate([shard.places(number) for shard in of_split])
+        crc32c[split] = columns.array_crc32c(places)
         path = os.path.join(folder, columns.file_name(schema.LATENTS, split, build))
-        np.save(path, np.concatenate(places))
+        np.save(path, places)
     dtype = next(shard.dtype for shard in shards if shard.dtype)
-    column = Column(schema.LATENTS, dtype, tuple(files), build)
+    column = Column(schema.LATENTS, dtype, tuple(files), build, crc32c)
     columns.write(folder, {schema.LATENTS: column}, build)

@@ -101,7 +101,7 @@ class _OpenSource:
         good = self.statistics.add(keys, captions, latents, embeddings)
         found: dict[str, np.ndarray | list[bytes]] = {schema.KEY: keys, schema.CAPTION: captions}
         if self._task.in_place:
-            self.sources.add(self._inputs.rows[some][good])
+            self.sources.add(self._inputs.rows[some][good], raw[good])
         else:
             found[schema.LATENTS] = raw
         if text is not None:

@@ -19,6 +19,7 @@ DEFAULT_MAX_FRACTION = 0.001
 
 # What is wrong with a record.
 TOO_SHORT = 'the file is shorter than its chunk index says'
+DAMAGED_ROW = 'its checksum is wrong'
 DAMAGED = 'its checksum is wrong, or its file has other records than its chunk index says'
 
 # So many never stop a run: a damaged length costs the rest of a chunk, even in a small data set.
@@ -65,7 +66,9 @@ class BadRecords:
         self._found: set[tuple[int, int]] = set()  # (shard, record)
         self._told: set[str] = set()  # files that a bad record was reported of
 
-    def add(self, path: str, shard: int, numbers: Sequence[int], problem: str) -> None:
+    def add(
+        self, path: str, shard: int, numbers: Sequence[int], problem: str, place: str = ''
+    ) -> None:
         """Counts records of a file, and warns once a file.
 
         Args:
@@ -73,11 +76,12 @@ class BadRecords:
             shard: its number.
             numbers: of the records within the shard.
             problem: what is wrong with them.
+            place: of the first one in the file, if that is not its record.
 
         Raises:
             DamagedError: the policy is 'stop', or there are too many by now.
         """
-        what = f'{path}: record {numbers[0]} cannot be read: {problem}.'
+        what = f'{path}: {place or f"record {numbers[0]}"} cannot be read: {problem}.'
         if self._stops:
             raise DamagedError(
                 f'{what} Restore the file or build the data set again, or set on_bad_records='

@@ -151,12 +151,11 @@ class Chunks:
             if good.all():
                 break
             damaged = self._plan(Block(*(x[~good] for x in where))).chunks
-            records = [chunk[0] for chunk in damaged]
-            self._files.take_again(records)
+            self._files.take_again(_ranges(damaged))
             found = self._reader.find(*where)
             again = self._reader.check(found)
             if again.all():
-                path = self._files.path_of(min(records)[0])
+                path = self._files.path_of(damaged[0][0][0])
                 logging.warning('%s: a read failed and succeeded when tried again.', path)
             good = again
         return self._reader.read(found, good)

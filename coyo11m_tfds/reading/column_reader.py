@@ -15,6 +15,7 @@ import numpy as np
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.columns import AddedColumn, Column
+from coyo11m_tfds.reading import verified
 from coyo11m_tfds.reading.fetched_files import FetchedFiles, Range
 from coyo11m_tfds.reading.mapped_files import MappedFiles
 from coyo11m_tfds.storage.source_files import SourceFile
@@ -23,7 +24,9 @@ from coyo11m_tfds.storage.source_files import SourceFile
 # longer. The rows of a chunk are neighbours in the source, but for dropped rows and other splits.
 _GAP = 128 << 10
 
-_PLACES_AT_ONCE = 1 << 18  # 2 MB
+_PLACES_AT_ONCE = 1 << 18  # 3 MB
+
+_CRC_NBYTES = 4
 
 
 class OpenedColumn(NamedTuple):
@@ -33,8 +36,9 @@ class OpenedColumn(NamedTuple):
         name: what errors call it.
         files: that its rows lie in, as they are now.
         starts: where in each of them the first row begins, in bytes.
-        places: of each record the number of its file and its row, uint32 `(n, 2)`; None where the
-            rows of the only file are those of the records.
+        places: of each record the number of its file, its row and the CRC-32C of that, uint32
+            `(n, 3)`; None where the rows of the only file are those of the records, and the CRC-32C
+            follows each.
         dtype, shape: of one row.
     """
 
@@ -47,8 +51,13 @@ class OpenedColumn(NamedTuple):
 
     @property
     def row_nbytes(self) -> int:
-        """Bytes of a row in a file."""
+        """Bytes of the values of a row."""
         return self.dtype.itemsize * math.prod(self.shape)
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one row to the next."""
+        return self.row_nbytes + (_CRC_NBYTES if self.places is None else 0)
 
 
 def open_column(
@@ -63,7 +72,7 @@ def open_column(
     """
     name = f'{folder}: its column {column.name!r}'
     if isinstance(column, AddedColumn):
-        file, start = column.locate(folder, split, num_records)
+        file, start, _ = column.locate(folder, split, num_records)
         return OpenedColumn(name, [file], [start], None, np.dtype(column.dtype), column.shape)
     files = column.check_files()
     places = column.locate(folder, split, num_records)
@@ -83,7 +92,7 @@ def _check_places(column: OpenedColumn, places: np.ndarray) -> None:
     # One more, without rows, for every number of a file that is none.
     rows_of_file = np.array([*rows, 0], np.int64)
     for begin in range(0, len(places), _PLACES_AT_ONCE):
-        file, row = places[begin : begin + _PLACES_AT_ONCE].T
+        file, row, _ = places[begin : begin + _PLACES_AT_ONCE].T
         file = np.minimum(file, len(rows))
         outside = row >= rows_of_file[file]
         if outside.any():
@@ -116,6 +125,7 @@ class ColumnReader:
         """
         self.dtype, self.shape = opened.dtype, opened.shape
         self._places, self._row_nbytes = opened.places, opened.row_nbytes
+        self._stride = opened.stride
         self._starts = np.array(opened.starts, np.int64)
         self._files: MappedFiles | FetchedFiles
         if fetched:
@@ -134,8 +144,8 @@ class ColumnReader:
             OSError: a file cannot be opened.
         """
         file, row, offset = self._places_of(number)
-        address, limit = self._files.locate(file, offset, self._row_nbytes)
-        outside = limit - address < self._row_nbytes
+        address, limit = self._files.locate(file, offset, self._stride)
+        outside = limit - address < self._stride
         if outside.any():
             worst = int(outside.argmax())
             raise ValueError(
@@ -143,6 +153,25 @@ class ColumnReader:
                 'set asks for. Build the data set again.'
             )
         return address
+
+    def matches(self, number: np.ndarray, address: np.ndarray) -> np.ndarray:
+        """Whether rows have their checksums; bool `(n,)`.
+
+        Args:
+            number: of some records.
+            address: of their values, as `find` has it.
+        """
+        memory = self._files.memory
+        if self._places is None:
+            stored = memory.gather(address + self._row_nbytes, _CRC_NBYTES).view('<u4')
+        else:
+            stored = self._places[number, 2]
+        return verified.checksums(memory, address, address + self._row_nbytes) == stored
+
+    def place(self, number: int) -> tuple[str, int]:
+        """The path of the file that a record's row is in, and the number of that row."""
+        file, row, _ = self._places_of(np.array([number]))
+        return self._files.path_of(int(file[0])), int(row[0])
 
     def ranges(self, first: np.ndarray, count: np.ndarray) -> list[list[Range]]:
         """What is to be fetched of the files for each run of records: rows, and small gaps.
@@ -154,7 +183,7 @@ class ColumnReader:
         run = np.repeat(np.arange(len(first)), count)
         in_run = np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)
         file, _, begin = self._places_of(first[run] + in_run)
-        end = begin + self._row_nbytes
+        end = begin + self._stride
         gap = begin[1:] - end[:-1]
         apart = (np.diff(run) != 0) | (np.diff(file) != 0) | (gap < 0) | (gap > _GAP)
         starts = np.flatnonzero(np.concatenate([[True], apart])[: len(run)])
@@ -174,7 +203,7 @@ class ColumnReader:
         runs = zip(file.tolist(), last_file.tolist(), begin.tolist(), end.tolist(), strict=True)
         for one, other, start, stop in runs:
             if one == other and start <= stop:
-                self._files.will_need(one, start, stop + self._row_nbytes - start)
+                self._files.will_need(one, start, stop + self._stride - start)
 
     def check_unchanged(self, number: np.ndarray) -> None:
         """Checks that the files of some records have not changed; see `MappedFiles`."""
@@ -185,5 +214,5 @@ class ColumnReader:
         if self._places is None:
             file, row = np.zeros_like(number), number
         else:
-            file, row = self._places[number].astype(np.int64).T
-        return self._first + file, row, self._starts[file] + row * self._row_nbytes
+            file, row, _ = self._places[number].astype(np.int64).T
+        return self._first + file, row, self._starts[file] + row * self._stride

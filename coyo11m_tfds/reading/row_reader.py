@@ -13,6 +13,7 @@ project writes.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
@@ -222,7 +223,8 @@ class RowReader:
 
     def check(self, rows: Rows) -> np.ndarray:
         """Which rows can be read; bool `(n,)`. Compares checksums as far as `verify` asks."""
-        return self._checks.check(self._files.memory, rows.number, rows.begin, rows.end)
+        matches = functools.partial(self._matches, rows)
+        return self._checks.check(rows.begin > 0, rows.number, matches)
 
     def read(self, rows: Rows, good: np.ndarray) -> Batch:
         """The batch of some rows, in their order, with what `check` says of them.
@@ -253,6 +255,14 @@ class RowReader:
         if self._choices.with_mask:
             batch[MASK] = good
         return batch
+
+    def _matches(self, rows: Rows, some: np.ndarray) -> np.ndarray:
+        """Whether some records and their rows of columns have their checksums; bool `(n,)`."""
+        good = verified.matches(self._files.memory, rows.begin[some], rows.end[some])
+        for name, column in self.columns.items():
+            # The whole row, of which one crop is taken: another epoch takes another one.
+            good &= column.matches(rows.number[some], rows.columns[name][some])
+        return good
 
     def empty(self) -> Batch:
         """A batch without rows."""
@@ -303,6 +313,13 @@ class RowReader:
             ) from error
 
     def _report_bad(self, rows: Rows, bad: np.ndarray) -> None:
+        is_whole = rows.begin[bad] > 0
+        whole = bad[is_whole]
+        is_whole[is_whole] = verified.matches(
+            self._files.memory, rows.begin[whole], rows.end[whole]
+        )
+        self._report_bad_columns(rows, bad[is_whole])
+        bad = bad[~is_whole]
         for shard in np.unique(rows.shard[bad]).tolist():
             numbers = np.sort(rows.record[bad][rows.shard[bad] == shard])
             lengths = self._split.index.shard_lengths
@@ -312,6 +329,19 @@ class RowReader:
             is_short = self._files.size[shard] < expected
             problem = bad_records.TOO_SHORT if is_short else bad_records.DAMAGED
             self._bad_records.add(self._split.file(shard), shard, numbers.tolist(), problem)
+
+    def _report_bad_columns(self, rows: Rows, bad: np.ndarray) -> None:
+        for name, column in self.columns.items():
+            wrong = bad[~column.matches(rows.number[bad], rows.columns[name][bad])]
+            for at in wrong.tolist():
+                path, row = column.place(int(rows.number[at]))
+                self._bad_records.add(
+                    path,
+                    int(rows.shard[at]),
+                    [int(rows.record[at])],
+                    bad_records.DAMAGED_ROW,
+                    f'row {row}',
+                )
 
     def _feature(
         self,

@@ -1,12 +1,15 @@
 """Which records are compared with their CRC-32C, and the result.
 
     checks = Checks('once', num_records)
-    good = checks.check(memory, numbers, begin, end)       # bool (n,)
+    good = checks.check(there, numbers, matches)       # bool (n,)
 
+A record is compared with all that is read with it: its own bytes, and its rows of columns.
 TensorFlow compares the checksum of every record that it reads. Rows are gathered without looking at
 the rest of a record, so here it is a choice: `once` compares each record when this process first
 reads it, `always` each time, `never` not at all.
 """
+
+from collections.abc import Callable
 
 import google_crc32c
 import numpy as np
@@ -32,16 +35,16 @@ class Checks:
         self._done = np.zeros(-(-num_records // 8) if mode == ONCE else 0, np.uint8)
 
     def check(
-        self, memory: Memory, number: np.ndarray, begin: np.ndarray, end: np.ndarray
+        self, there: np.ndarray, number: np.ndarray, matches: Callable[[np.ndarray], np.ndarray]
     ) -> np.ndarray:
         """True if records are as they were written, as far as the mode asks; bool `(n,)`.
 
         Args:
-            memory: that they lie in.
+            there: which of some records there are, bool `(n,)`.
             number: of each record in its split.
-            begin, end: addresses of the serialized records; 0 of those that are not there.
+            matches: compares all checksums of some of them, given by their indices here.
         """
-        good = begin > 0
+        good = there.copy()
         if self._mode == NEVER:
             return good
         bit = np.left_shift(1, number & 7).astype(np.uint8)
@@ -50,7 +53,7 @@ class Checks:
             unchecked &= (self._done[number >> 3] & bit) == 0
         todo = np.flatnonzero(unchecked)
         if len(todo):
-            good[todo] = matches(memory, begin[todo], end[todo])
+            good[todo] = matches(todo)
             if self._mode == ONCE:
                 passed = todo[good[todo]]
                 np.bitwise_or.at(self._done, number[passed] >> 3, bit[passed])
@@ -59,9 +62,14 @@ class Checks:
 
 def matches(memory: Memory, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
     """True if serialized records have the checksums that stand behind them; bool `(n,)`."""
+    stored = memory.gather(end, framing.TRAILER).view('<u4')
+    return framing.masked(checksums(memory, begin, end)) == stored
+
+
+def checksums(memory: Memory, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """The CRC-32C of the bytes from each address to another; uint32 `(n,)`."""
     crcs = [
         google_crc32c.value(memory.view(first, last))
         for first, last in zip(begin.tolist(), end.tolist(), strict=True)
     ]
-    stored = memory.gather(end, framing.TRAILER).view('<u4')
-    return framing.masked(np.array(crcs, np.uint32)) == stored
+    return np.array(crcs, np.uint32)

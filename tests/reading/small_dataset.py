@@ -52,11 +52,14 @@ def write(
     if source:
         source.mkdir(parents=True)
         files: list[ColumnFile] = []
+        crc32c = {}
         for split, lengths in splits.items():
             places, of_split = _write_sources(source, split, sum(lengths), len(files))
             np.save(path / columns.file_name(schema.LATENTS, split), places)
+            crc32c[split] = columns.array_crc32c(places)
             files += of_split
-        columns.write(path, {schema.LATENTS: Column(schema.LATENTS, 'float16', tuple(files))})
+        column = Column(schema.LATENTS, 'float16', tuple(files), '', crc32c)
+        columns.write(path, {schema.LATENTS: column})
     return keys
 
 
@@ -77,7 +80,8 @@ def _write_sources(
         torch.save({name: torch.as_tensor(x) for name, x in content.items()}, path)
         opened = LatentShard(path)
         files.append(ColumnFile(str(path), '', opened.digest, opened.latents_start))
-        places.append(np.stack([np.full(len(rows), first + number), rows], axis=1))
+        crcs = columns.checksums(latents[rows])
+        places.append(np.stack([np.full(len(rows), first + number), rows, crcs], axis=1))
     return np.concatenate(places).astype('<u4'), files
 
 
