@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from coyo11m_tfds import schema, texts
-from coyo11m_tfds.reading import engines, memory, process_settings, verified
+from coyo11m_tfds.reading import engines, process_settings, verified
 from coyo11m_tfds.reading.bad_records import DEFAULT_MAX_FRACTION, STOP, DamagedError
 from coyo11m_tfds.reading.batches import ArraySpec, Batch, Batches
 from coyo11m_tfds.reading.counter import ReadCounter, ReadCounts
@@ -63,7 +63,6 @@ __all__ = [
     'ReadCounter',
     'ReadCounts',
     'StoredDataset',
-    'check_memory',
     'engine_of',
     'eval_batches',
     'eval_dataset',
@@ -210,7 +209,8 @@ def train_batches(
             a stride of W read together, in turns, the batches of a single one.
 
     Returns:
-        An iterator with `step`, `steps_per_epoch`, `spec`, `get_state`, `set_state` and `close`;
+        An iterator with `step`, `steps_per_epoch`, `spec`, `get_state`, `set_state`, `close` and
+        `check_memory`;
         dropping it ends its threads, too. A batch is a dict of arrays that nothing else uses, of
         the features asked for: key=int64 `(b,)`, latents=float16|bfloat16 `(b, 4, 32, 32)`,
         text_embedding=float16 `(b, D)`, tokens=int32 `(b, T)`, caption=bytes `(b,)`, a column in
@@ -337,66 +337,6 @@ def eval_dataset(
     from coyo11m_tfds.reading import tf_data
 
     return tf_data.evaluate(asked)
-
-
-def check_memory(
-    data: Data,
-    *,
-    batch_size: int,
-    features: Sequence[str] = _DEFAULT_FEATURES,
-    chunk: int = 64,
-    lanes: int = 16,
-    window: int = 1024,
-    caption_dropout: float = 0.0,
-    process_count: int = 1,
-    split: str = schema.TRAIN,
-    on_bad_records: str = STOP,
-    parallel_reads: int = 4,
-    prefetch: int = _AUTOTUNE,
-    engine: str = CHUNKS,
-    text: texts.Spec = '',
-    ram_budget_gb: float = 0.0,
-    processes_on_host: int = 1,
-) -> None:
-    """Checks that `train_batches` with these arguments fits into the memory of this host.
-
-    See `coyo11m_tfds.reading.memory` for what is counted. Rows, and a data set without a chunk
-    index, always fit.
-
-    Args:
-        ram_budget_gb: 10^9 bytes that reading may take on this host; 0 for half of the memory that
-            this machine or container has.
-        processes_on_host: how many processes of the run share this host.
-        data and all others: as of `train_batches`.
-
-    Raises:
-        ValueError: it takes more; the message says how much, and what would fit.
-    """
-    asked = Training(
-        data=data,
-        batch_size=batch_size,
-        seed=0,
-        start_step=0,
-        start_sample=0,
-        features=features,
-        chunk=chunk,
-        lanes=lanes,
-        window=window,
-        caption_dropout=caption_dropout,
-        process_index=0,
-        process_count=process_count,
-        split=split,
-        on_bad_records=on_bad_records,
-        max_bad_fraction=DEFAULT_MAX_FRACTION,
-        counter=None,
-        parallel_reads=parallel_reads,
-        prefetch=prefetch,
-        engine=engine,
-        verify=verified.ONCE,
-        text=text,
-    )
-    if need := engines.memory_need(asked):
-        memory.check(need, budget_gb=ram_budget_gb, processes_on_host=processes_on_host)
 
 
 # --- Batches on the devices ----------------------------------------------------------------------

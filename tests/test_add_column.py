@@ -20,7 +20,7 @@ from coyo11m_tfds.source import part_files
 from coyo11m_tfds.storage import build_lock
 from tests import built, children, runs
 from tests.reading import planned
-from tests.reading.batches import assert_same, wait_until_idle
+from tests.reading.batches import assert_same, check_memory, wait_until_idle
 from train_lib import checkpoint, data, sharding, train
 
 ORDER = dict(batch_size=16, seed=0, lanes=4, chunk=32, window=64)
@@ -570,7 +570,7 @@ def test_memory_counts_an_added_column(copy, tmp_path):
     needs = []
     for feature in ('key', 'wide'):
         with pytest.raises(ValueError, match=r'takes [\d.]+ GB') as error:
-            input_pipeline.check_memory(
+            check_memory(
                 copy,
                 **order,
                 engine='chunks',

@@ -22,7 +22,7 @@ from tests.build import build_kills, build_program
 from tests.checkout import CHECKOUT
 from tests.fakes.cloud import Gcs, fake_gcs
 from tests.reading import planned
-from tests.reading.batches import assert_same, joined, wait_until_idle
+from tests.reading.batches import assert_same, check_memory, joined, wait_until_idle
 from tests.test_in_place import ORDER, read
 from train_lib import train
 
@@ -152,7 +152,7 @@ def test_memory_counts_the_latents_that_are_fetched(storage, mini_dataset):
     needs = []
     for path in (DATA, mini_dataset):
         with pytest.raises(ValueError, match=r'takes [\d.]+ GB') as error:
-            input_pipeline.check_memory(path, **settings, parallel_reads=1000, ram_budget_gb=1e-9)
+            check_memory(path, **settings, parallel_reads=1000, ram_budget_gb=1e-9)
         needs.append(float(re.search(r'takes ([\d.]+) GB', str(error.value))[1]))
     assert needs[0] == pytest.approx(needs[1], rel=0.05)
 

@@ -22,7 +22,7 @@ from coyo11m_tfds import chunk_index, schema
 from coyo11m_tfds.reading import order as order_lib
 from coyo11m_tfds.reading import stored_dataset
 from tests.reading import planned, small_dataset
-from tests.reading.batches import assert_same
+from tests.reading.batches import assert_same, check_memory
 
 TEXT_DIM = 6
 LENGTHS = {schema.TRAIN: (70, 97, 64, 131, 33), schema.VALIDATION: (37, 12)}
@@ -383,9 +383,7 @@ def test_a_mistake_is_named_before_anything_is_read(written, changes, message):
 def test_the_check_of_memory_names_a_feature_that_is_not_there(written):
     arguments = {name: x for name, x in ORDER.items() if name != 'seed'}
     with pytest.raises(ValueError, match="no feature 'tags'; there are"):
-        input_pipeline.check_memory(
-            written[schema.TRAIN].path, **arguments, features=('key', 'tags')
-        )
+        check_memory(written[schema.TRAIN].path, **arguments, features=('key', 'tags'))
 
 
 def test_an_index_of_other_shards_is_refused(tmp_path):
@@ -433,7 +431,7 @@ def test_what_is_opened_once_is_read_once(tmp_path, gcs):
     assert input_pipeline.open_data(data) is data
     input_pipeline.train_order(data, planned.settings_of(**order))
     input_pipeline.position_settings(data, planned.settings_of(**order))
-    input_pipeline.check_memory(data, **{n: x for n, x in order.items() if n != 'seed'})
+    check_memory(data, **{n: x for n, x in order.items() if n != 'seed'})
     assert input_pipeline.engine_of(data) == 'chunks'
     batch = next(input_pipeline.train_batches(data, **order))
     expected = next(input_pipeline.train_batches(tmp_path / '1.0.0', **order))

@@ -130,30 +130,18 @@ class TrainingData:
         All processes call it together.
 
         Raises:
-            ValueError: it takes more than `data.ram_budget_gb`; see `input_pipeline.check_memory`.
+            ValueError: it takes more than `data.ram_budget_gb`; see `reading.memory`.
         """
-        config = self._config.data
-        input_pipeline.check_memory(
-            self._opened,
-            batch_size=self._config.batch_size,
-            chunk=config.chunk,
-            lanes=config.lanes,
-            window=config.window,
-            features=self._features,
-            caption_dropout=config.caption_dropout,
-            process_count=jax.process_count(),
-            on_bad_records=config.on_bad_records,
-            parallel_reads=config.parallel_reads,
-            prefetch=config.prefetch,
-            ram_budget_gb=config.ram_budget_gb,
-            processes_on_host=sharding.processes_on_host(),
-            engine=config.engine,
-            text=config.text,
-        )
+        with self._on_host(start_sample=0) as batches:
+            budget_gb = self._config.data.ram_budget_gb
+            batches.check_memory(budget_gb, sharding.processes_on_host())
 
     def train_batches(self, start_sample: int) -> Batches:
         """Batches without end, from sample `start_sample` of every lane on."""
-        batches = input_pipeline.train_batches(
+        return self._counted(self._on_host(start_sample))
+
+    def _on_host(self, start_sample: int) -> input_pipeline.Batches:
+        return input_pipeline.train_batches(
             self._opened,
             batch_size=self._config.batch_size,
             start_sample=start_sample,
@@ -165,7 +153,6 @@ class TrainingData:
             **self._share,
             **self._reading(),
         )
-        return self._counted(batches)
 
     def batches_ready(self) -> int:
         """How many training batches are on the devices, or on their way, and not asked for yet."""

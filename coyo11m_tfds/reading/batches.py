@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from coyo11m_tfds.reading import memory
 from coyo11m_tfds.reading.ahead import Ahead
 
 T = TypeVar('T')
@@ -107,10 +108,31 @@ class Batches(Resumable[Batch]):
         steps_per_epoch: float,
         process: tuple[int, int],
         ahead: int,
+        memory_need: memory.Need | None = None,
     ):
         super().__init__(read, place, ahead, 'batches')
+        self._memory_need = memory_need
         self.spec, self.steps_per_epoch = spec, steps_per_epoch
         self.process_index, self.process_count = process
+
+    def check_memory(self, ram_budget_gb: float = 0.0, processes_on_host: int = 1) -> None:
+        """Checks that reading these batches fits into the memory of this host.
+
+        `reading.memory` says what is counted. Rows, evaluation, and a data set without a chunk
+        index always fit.
+
+        Args:
+            ram_budget_gb: 10^9 bytes that reading may take on this host; 0 for half of the memory
+                that this machine or container has.
+            processes_on_host: how many processes of the run share this host.
+
+        Raises:
+            ValueError: it takes more; the message says how much, and what would fit.
+        """
+        if self._memory_need:
+            memory.check(
+                self._memory_need, budget_gb=ram_budget_gb, processes_on_host=processes_on_host
+            )
 
 
 def specs_of(blank: Mapping[str, np.ndarray], size: int) -> dict[str, ArraySpec]:

@@ -94,16 +94,34 @@ def train(asked: Training) -> Batches:
         )
         return readers.open(in_flight)[1](blocks)
 
-    return train_batches(asked, readers.spec(asked.local_size), read)
+    need = None
+    if opened.engine == CHUNKS:
+        need = memory.Need(
+            batch_size=asked.local_size,
+            chunk=asked.chunk,
+            lanes=len(lanes),
+            window=order.window,
+            parallel_reads=asked.parallel_reads,
+            prefetch=asked.prefetch,
+            parsed_nbytes=readers.parsed_nbytes,
+            raw_nbytes=readers.raw_nbytes,
+        )
+    return train_batches(asked, readers.spec(asked.local_size), read, need)
 
 
-def train_batches(asked: Training, spec: Mapping[str, ArraySpec], read: Read) -> Batches:
+def train_batches(
+    asked: Training,
+    spec: Mapping[str, ArraySpec],
+    read: Read,
+    memory_need: memory.Need | None = None,
+) -> Batches:
     """Batches that `read` gives from so many samples of every lane on."""
     digest = order_digest(position(asked.stored, asked.order, asked.split))
     place = Place(asked.start, asked.each, digest, asked.stride)
     split = asked.stored.splits.get(asked.split)
     steps = split.num_records // asked.lanes / asked.each if split else math.nan
-    return Batches(read, place, spec, steps, asked.process, _batches_ahead(asked))
+    ahead = _batches_ahead(asked)
+    return Batches(read, place, spec, steps, asked.process, ahead, memory_need)
 
 
 def position(stored: StoredDataset, settings: OrderSettings, split: str) -> dict[str, str | int]:
@@ -213,28 +231,6 @@ def eval_batches(asked: Reading, found: Evaluation) -> Batches:
 def _batches_ahead(asked: Reading) -> int:
     """How many are kept ready."""
     return _BATCHES_AHEAD if asked.prefetch < 0 else max(1, asked.prefetch)
-
-
-def memory_need(asked: Training) -> memory.Need | None:
-    """The memory that `train` takes; None for rows, and without a chunk index.
-
-    Raises:
-        ValueError, OSError: as of `train`.
-    """
-    opened = open_split(asked.stored, asked.split, asked.engine)
-    if opened is None or opened.engine == ROWS:
-        return None
-    order, readers = _order(opened, asked), _train_readers(opened, asked)
-    return memory.Need(
-        batch_size=asked.local_size,
-        chunk=asked.chunk,
-        lanes=asked.lanes // asked.process_count,
-        window=order.window,
-        parallel_reads=asked.parallel_reads,
-        prefetch=asked.prefetch,
-        parsed_nbytes=readers.parsed_nbytes,
-        raw_nbytes=readers.raw_nbytes,
-    )
 
 
 def _order(opened: Opened, asked: Training) -> Order:

@@ -32,6 +32,15 @@ def global_batches(data: object, processes: int, count: int, **arguments) -> lis
     )
 
 
+def check_memory(
+    data: object, ram_budget_gb: float = 0.0, processes_on_host: int = 1, **arguments
+) -> None:
+    """`check_memory` of training batches, which the engine of chunks reads unless another does."""
+    asked = {'seed': 0, 'engine': 'chunks', **arguments}
+    with input_pipeline.train_batches(data, **asked) as batches:
+        batches.check_memory(ram_budget_gb, processes_on_host)
+
+
 def assert_same(got: list[Batch], expected: list[Batch]) -> None:
     assert len(got) == len(expected)
     for step, (got_batch, expected_batch) in enumerate(zip(got, expected, strict=True)):

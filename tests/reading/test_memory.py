@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import input_pipeline
 from coyo11m_tfds import chunk_index, records, schema
 from coyo11m_tfds.process import machine
 from coyo11m_tfds.reading import memory
 from tests.checkout import CHECKOUT
 from tests.reading import small_dataset
+from tests.reading.batches import check_memory
 
 RECORDS, SHARDS, TEXT_DIM = 512, 200, 640
 NEED = memory.Need(
@@ -104,7 +104,7 @@ def measure(path: pathlib.Path, settings: dict) -> int:
 def told(path: pathlib.Path, settings: dict) -> float:
     """The bytes that the check says they take."""
     with pytest.raises(ValueError, match='GB of memory on this host') as error:
-        input_pipeline.check_memory(path, **settings, ram_budget_gb=1e-6)
+        check_memory(path, **settings, ram_budget_gb=1e-6)
     return 1e9 * float(re.search(r'takes ([\d.]+) GB', str(error.value))[1])
 
 
@@ -198,14 +198,14 @@ def test_each_process_reads_its_part(tmp_path):
     small_dataset.write(path, {schema.TRAIN: (700, 700)})
     settings = dict(batch_size=16, chunk=32, lanes=8, window=64, ram_budget_gb=0.22)
     with pytest.raises(ValueError, match=r'in 8 lanes takes 0\.3 GB.*ram_budget_gb=0\.22'):
-        input_pipeline.check_memory(path, **settings)
-    input_pipeline.check_memory(path, **settings, process_count=8)
+        check_memory(path, **settings)
+    check_memory(path, **settings, process_count=8)
     with pytest.raises(ValueError, match=r'in 1 lanes in each of 8 processes takes 1\.7 GB'):
-        input_pipeline.check_memory(path, **settings, process_count=8, processes_on_host=8)
+        check_memory(path, **settings, process_count=8, processes_on_host=8)
 
 
 def test_a_data_set_without_windows_always_fits(tmp_path):
     path = tmp_path / schema.VERSION
     small_dataset.write(path, {schema.TRAIN: (70,)})
     (path / chunk_index.file_name(schema.TRAIN)).unlink()
-    input_pipeline.check_memory(path, batch_size=16, window=10**9, ram_budget_gb=1e-6)
+    check_memory(path, batch_size=16, window=10**9, ram_budget_gb=1e-6)

@@ -15,7 +15,7 @@ from coyo11m_tfds import columns, schema
 from coyo11m_tfds.columns import AddedColumn
 from coyo11m_tfds.reading.order import Order, sample_texts
 from tests.reading import small_dataset
-from tests.reading.batches import assert_same, global_batches
+from tests.reading.batches import assert_same, check_memory, global_batches
 from tests.reading.planned import Planned, settings_of
 
 LENGTHS = (70, 97, 64, 0, 131, 33)
@@ -204,7 +204,7 @@ def test_the_check_of_memory_counts_the_text_that_is_read(data):
     found = []
     for text in ('few', 'many', 'few,many'):
         with pytest.raises(ValueError, match='takes') as error:
-            input_pipeline.check_memory(data, **order, text=text)
+            check_memory(data, **order, text=text)
         found.append(float(re.search(r'takes ([\d.]+) GB', str(error.value))[1]))
     assert found[1] - found[0] == pytest.approx(8e7 * 2 * 4 / 1e9, abs=0.11)
     assert found[2] == found[1]
