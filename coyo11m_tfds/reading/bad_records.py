@@ -4,7 +4,7 @@
     bad.add('OUT/coyo11m_tfds-train.tfrecord-00003-of-00100', 3, [17], 'its checksum is wrong')
 
 A bad record is one whose bytes are there but wrong. A file that cannot be read is an error under
-either policy (see `chunks`).
+either policy.
 """
 
 from collections.abc import Sequence

@@ -23,7 +23,6 @@ from coyo11m_tfds.reading import (
     shares,
     verified,
 )
-from coyo11m_tfds.reading.ahead import Ahead
 from coyo11m_tfds.reading.bad_records import SKIP, BadRecords
 from coyo11m_tfds.reading.batches import ArraySpec, Batches, Place, specs_of
 from coyo11m_tfds.reading.column_reader import ColumnReader
@@ -164,7 +163,7 @@ def train_lanes(opened: Opened, asked: Training) -> Lanes:
             asked.start,
             block_rows=asked.parallel_reads * asked.chunk,
         )
-        return Ahead(readers.open(asked.parallel_reads)[1](blocks), 1, 'batches')
+        return readers.open(asked.parallel_reads)[1](blocks)
 
     own = shares.own_lanes(asked.lanes, *asked.process)
     return Lanes(own, asked.each, readers.spec(asked.each), read)

