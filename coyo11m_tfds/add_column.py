@@ -211,12 +211,12 @@ class _Edit:
             kept = {x: state for x, state in manifest.parse(content).items() if x not in over}
             manifest.write(self.staging, kept | states, build)
             names.insert(-1, recorded.name)
-        self.lock.check()
+        if not self.lock.is_ours():
+            raise OSError(f'{folder}: another process writes there. Run the same command again.')
         for name in names:
             path = os.path.join(self.staging, name)
             self.destination.put(path, name, file_state.of_file(path).crc32c)
-        if over:
-            self.destination.keep_only('', (there.keys() | set(names)) - over)
+        self.destination.remove(over - set(names))
 
 
 @contextlib.contextmanager
@@ -406,7 +406,7 @@ def main() -> None:
     flags = parse_flags()
     command_line.show_log()
     outlook = 'nothing was changed, the same command starts again'
-    with ending.in_one_line(outlook, (ValueError, OSError, build_lock.Lost)):
+    with ending.in_one_line(outlook, (ValueError, OSError)):
         said = _run(flags)
     print(f'{flags.data_dir}: {said}')
 

@@ -25,7 +25,7 @@ from etils import epath
 from tensorflow_datasets.core import dataset_builder
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.build import build_folder, recorded_settings
+from coyo11m_tfds.build import data_folder, recorded_settings
 from coyo11m_tfds.build.settings import BuildSettings, check_names
 from coyo11m_tfds.columns import IN_PLACE
 from coyo11m_tfds.process import job
@@ -33,10 +33,12 @@ from coyo11m_tfds.storage import stored_files
 
 if TYPE_CHECKING:
     from coyo11m_tfds.build import driver
-    from coyo11m_tfds.build.shard_writer import ShardResult
 
 # How to give `tfds build` a config that is not predefined.
 CONFIG_EXAMPLE = """--config='{"name": "gemma", "text_embeddings": "gemma.parquet"}\'"""
+
+# That of TFDS, into which the ID of the build is put.
+_TEMPLATE = '{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}'
 
 _CONFIG_NAME = re.compile(r'[A-Za-z0-9_][A-Za-z0-9_.-]*')
 _LATENT_DTYPES = {'float16': np.float16, 'bfloat16': ml_dtypes.bfloat16}
@@ -150,7 +152,7 @@ class Builder(dataset_builder.FileReaderBuilder):
         mode = config.download_mode
         overwrite = mode.overwrite_dataset or os.fspath(self.data_path) in _to_be_replaced
         if self._is_there() and not overwrite:
-            build_folder.settle(os.fspath(self.data_path))
+            data_folder.tidy(os.fspath(self.data_path))
         is_there = self._is_there() and not overwrite
         # `tfds.testing.mock_data` puts a function that does nothing in the place of TFDS' own.
         base = dataset_builder.DatasetBuilder.download_and_prepare
@@ -228,7 +230,7 @@ class Builder(dataset_builder.FileReaderBuilder):
             final, source, self.builder_config, limit=limit, overwrite=overwrite, beam=beam
         ) as built:
             if built:
-                self._write_info(built, limit)
+                self._write_info(built)
         _to_be_replaced.discard(final)
         if built:
             self._save_default_config()
@@ -285,7 +287,7 @@ class Builder(dataset_builder.FileReaderBuilder):
         if multiprocessing.current_process().daemon:
             raise ValueError('leave out --num_processes; set num_workers in the config.')
 
-    def _write_info(self, built: 'driver.Built', limit: int | None) -> None:
+    def _write_info(self, built: 'driver.Built') -> None:
         """Takes over what only the source determines, and writes TFDS' files."""
         embeddings = built.plan.text_embeddings
         # TFDS has no setter for features, but only the source determines dtype and width.
@@ -295,27 +297,24 @@ class Builder(dataset_builder.FileReaderBuilder):
             self.builder_config.latents,
             text=embeddings.feature if embeddings else schema.TEXT_EMBEDDING,
         )
-        self.info.set_splits(self._make_splits(built.splits))
+        self.info.set_splits(self._make_splits(built))
         self.info.metadata.clear()
         self.info.metadata.update(built.metadata)
-        text_embeddings = self.builder_config.text_embeddings
-        if built.plan.sidecar:
-            text_embeddings = built.plan.sidecar.to_json()
-        self.info.metadata[schema.META_SETTINGS] = recorded_settings.record(
-            self.builder_config, limit, text_embeddings
-        )
+        self.info.metadata[schema.META_SETTINGS] = built.plan.settings
         self.info.write_to_directory(built.folder)
 
-    def _make_splits(self, splits: dict[str, list['ShardResult']]) -> tfds.core.SplitDict:
+    def _make_splits(self, built: 'driver.Built') -> tfds.core.SplitDict:
         return tfds.core.SplitDict(
             [
                 tfds.core.SplitInfo(
                     name=split,
                     shard_lengths=[result.num_records for result in of_split],
                     num_bytes=sum(result.num_bytes for result in of_split),
-                    filename_template=self._get_filename_template(split),
+                    filename_template=self._get_filename_template(split).replace(
+                        template=schema.of_build(_TEMPLATE, built.plan.build)
+                    ),
                 )
-                for split, of_split in splits.items()
+                for split, of_split in built.splits.items()
             ]
         )
 

@@ -107,7 +107,7 @@ def mirror(
     files = find_files(source, include)
     scratch = _open_scratch(target, files, os.fspath(scratch_dir), scratch_bytes)
     num_bytes = sum(file.size for file in files.values())
-    with build_lock.hold(target.folder, _WAIT_SECONDS) as lock:
+    with build_lock.hold(target.folder, _WAIT_SECONDS):
         copied = CopiedFiles(target)
         missing = copied.missing(files)
         _check_space(target, missing)
@@ -123,7 +123,7 @@ def mirror(
                 copied.save(name, file, state)
                 share.finish()
 
-            _copy_all(missing, copy, parallel, lock)
+            _copy_all(missing, copy, parallel)
         target.sweep()
     return Summary(len(files), num_bytes, len(missing), target.folder)
 
@@ -224,7 +224,6 @@ def _copy_all(
     missing: Mapping[str, SourceFile],
     copy: Callable[[str, SourceFile, threading.Event], None],
     parallel: int,
-    lock: build_lock.Lock,
 ) -> None:
     """Copies files; after the first error the others end with the next bytes they get."""
     # The largest first: begun last, it would be waited for alone.
@@ -245,7 +244,6 @@ def _copy_all(
                 error = outcomes.get()
                 if error is not None:
                     raise error
-                lock.check()
         except BaseException:
             stopped.set()
             deadline = time.monotonic() + _GRACE_SECONDS
@@ -303,7 +301,7 @@ def main() -> None:
     command_line.show_log()
     ends = ending.in_one_line(
         'what was copied stays, the same command copies the rest',
-        (OSError, ValueError, build_lock.Lost),
+        (OSError, ValueError),
     )
     with ends:
         summary = mirror(

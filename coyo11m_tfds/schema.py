@@ -58,16 +58,13 @@ RECORD_FORMAT = 1
 # use chunks of a multiple of it.
 CHUNK_STRIDE = 32
 
-INFO_FILE = 'dataset_info.json'  # TFDS' name; where it is, the data set is complete
-FEATURES_FILE = 'features.json'  # TFDS' name
-METADATA_FILE = 'metadata.json'  # TFDS' name
+# Names of TFDS; the other files have the ID of their build in their names, see `of_build`.
+INFO_FILE = 'dataset_info.json'  # where it is, the data set is complete
+FEATURES_FILE = 'features.json'
+METADATA_FILE = 'metadata.json'
+
 COLUMNS_FILE = 'columns.json'  # features that lie elsewhere than in records, see `columns`
 CHECKSUMS_FILE = 'checksums.json'  # sizes and CRC-32C of all other files, see `manifest`
-
-# --- A build that is under way -----------------------------------------------------------------
-
-BUILD_SUFFIX = '.building'  # of its folder, beside the folder of the finished data set
-BUILD_DATA = 'data'  # sub-folder that becomes the finished data set
 
 # --- Why rows of the source are left out ------------------------------------------------------
 
@@ -111,6 +108,7 @@ META_DROPPED = 'dropped'  # {'no_row': int, 'no_caption': int, ...}
 META_PART = 'part'  # of a sidecar in parts: 'i of n', from 0
 META_CAPTIONS_DIGEST = 'captions_digest'  # of keys and captions that embeddings were made of
 META_SOURCE_FINGERPRINT = 'source_fingerprint'  # hex digest
+META_BUILD = 'build'  # the ID in the names of the files of its build
 META_SETTINGS = 'settings'  # what decides the records, see `build.recorded_settings`
 SETTINGS_TEXT = 'text_vectors'  # of those: the text in the records, by the name it began with
 

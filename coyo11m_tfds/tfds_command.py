@@ -19,7 +19,6 @@ import tensorflow_datasets as tfds
 
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import CONFIG_EXAMPLE
 from coyo11m_tfds.process import ending
-from coyo11m_tfds.storage.lock_holder import Lost
 
 # What TFDS and Beam say of every build.
 _NOISE = re.compile(
@@ -27,7 +26,7 @@ _NOISE = re.compile(
     '|Dataset generation completed|apitools not found'
 )
 
-_MENDABLE = (ValueError, OSError, RuntimeError, ModuleNotFoundError, Lost)
+_MENDABLE = (ValueError, OSError, RuntimeError, ModuleNotFoundError)
 # Subclasses of these whose messages mean nothing to users.
 _BUGS = (NotImplementedError, RecursionError)
 

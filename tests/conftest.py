@@ -45,7 +45,8 @@ def mini_dataset(
 ) -> pathlib.Path:
     """The folder of a built data set: text embeddings, a dozen train shards of unequal lengths
     (none a multiple of 32, except by chance), a tenth of the records in `validation`."""
-    return built.build(sample_source, hash_sidecar, tmp_path_factory.mktemp('data'))
+    folder = built.build(sample_source, hash_sidecar, tmp_path_factory.mktemp('data'))
+    return built.with_known_id(folder)
 
 
 @pytest.fixture(scope='session')

@@ -23,6 +23,7 @@ from tests.reading import planned
 from tests.reading.batches import assert_same, check_memory, wait_until_idle
 from train_lib import checkpoint, data, sharding, train
 
+COLUMNS, CHECKSUMS = 'columns-3f9a1c20.json', 'checksums-3f9a1c20.json'
 ORDER = dict(batch_size=16, seed=0, lanes=4, chunk=32, window=64)
 
 
@@ -60,8 +61,8 @@ def test_a_second_text_column_is_read_and_nothing_else_changes(
 
     after = {file.name: file.read_bytes() for file in copy.iterdir() if file.is_file()}
     assert {name for name in after if after[name] != before.get(name)} == {
-        *('column_other-train.npy', 'column_other-validation.npy'),
-        *(schema.COLUMNS_FILE, schema.CHECKSUMS_FILE),
+        *('column_other-train-3f9a1c20.npy', 'column_other-validation-3f9a1c20.npy'),
+        *(COLUMNS, CHECKSUMS),
     }
     assert not verify.verify(copy).faults
 
@@ -128,7 +129,7 @@ def test_parts_in_a_folder_are_as_good_as_one_file(copy, other_embeddings, tmp_p
     parts = add_column.add(copy, 'parts', folder)
     assert (parts.encoder, parts.mean, parts.std) == (whole.encoder, whole.mean, whole.std)
     for split in ('train', 'validation'):
-        one, other = (copy / f'column_{name}-{split}.npy' for name in ('whole', 'parts'))
+        one, other = (copy / f'column_{name}-{split}-3f9a1c20.npy' for name in ('whole', 'parts'))
         assert one.read_bytes() == other.read_bytes()
     (folder / part_files.name(1, 3)).unlink()
     with pytest.raises(ValueError, match=r'part-00001-of-00003\.parquet is missing'):
@@ -326,7 +327,7 @@ def test_a_command_that_was_killed_is_given_again(
             os.fsync, os.replace, os.remove = map(dying, (os.fsync, os.replace, os.remove))
 
         def found():
-            column = columns.read(copy).get('other')
+            column = columns.read(copy, '3f9a1c20').get('other')
             return str(column and column.mean[0])
 
         for moment in itertools.count():
@@ -378,7 +379,7 @@ def test_a_column_is_replaced_and_removed(copy, mini_dataset, hash_sidecar, othe
     assert not verify.verify(copy).faults
     after = {file.name: file.read_bytes() for file in copy.iterdir()}
     assert {name for name in after if after[name] != before.get(name)} <= {
-        *(schema.COLUMNS_FILE, schema.CHECKSUMS_FILE),
+        *(COLUMNS, CHECKSUMS),
     }
     for name in ('other', 'latents'):
         with pytest.raises(ValueError, match=rf'{copy}: no column {name!r} was added; there are'):
@@ -396,21 +397,24 @@ def test_no_values_stay_where_they_were_on_their_way(copy, other_embeddings, tmp
 
 def test_a_column_is_verified_with_the_shards(copy, other_embeddings):
     add_column.add(copy, 'other', other_embeddings)
-    path = copy / 'column_other-train.npy'
+    path = copy / 'column_other-train-3f9a1c20.npy'
     data = bytearray(path.read_bytes())
     data[5000] ^= 1
     path.write_bytes(data)
     assert verify.verify(copy, fast=True).faults == []
     [fault] = verify.verify(copy).faults
-    assert fault.startswith('column_other-train.npy: row 3 has CRC-32C ')
+    assert fault.startswith('column_other-train-3f9a1c20.npy: row 3 has CRC-32C ')
     path.write_bytes(data[:-2])
     for fast in (False, True):
         [fault] = verify.verify(copy, fast=fast).faults
-        assert fault == f'column_other-train.npy: has {len(data) - 2} bytes, expected {len(data)}'
-    shutil.copy(copy / 'column_other-validation.npy', path)
-    (copy / schema.CHECKSUMS_FILE).unlink()
+        assert (
+            fault
+            == f'column_other-train-3f9a1c20.npy: has {len(data) - 2} bytes, expected {len(data)}'
+        )
+    shutil.copy(copy / 'column_other-validation-3f9a1c20.npy', path)
+    (copy / CHECKSUMS).unlink()
     [fault] = verify.verify(copy).faults
-    assert 'column_other-train.npy: holds (120,) of ' in fault
+    assert 'column_other-train-3f9a1c20.npy: holds (120,) of ' in fault
 
 
 def test_the_command_adds_a_column_once(copy, other_embeddings):
@@ -514,8 +518,10 @@ def test_a_column_that_is_not_there_is_named(copy, other_embeddings):
     with pytest.raises(ValueError, match="'other' is no column of text embeddings"):
         input_pipeline.open_data(copy).stats('other')
     add_column.add(copy, 'other', other_embeddings)
-    shutil.copy(copy / 'column_other-validation.npy', copy / 'column_other-train.npy')
-    with pytest.raises(ValueError, match=r'column_other-train.npy: holds .*, expected'):
+    shutil.copy(
+        copy / 'column_other-validation-3f9a1c20.npy', copy / 'column_other-train-3f9a1c20.npy'
+    )
+    with pytest.raises(ValueError, match=r'column_other-train-3f9a1c20.npy: holds .*, expected'):
         input_pipeline.train_batches(copy, text='other', **ORDER)
 
 
@@ -606,11 +612,11 @@ def test_a_bucket_gets_the_same_files_as_a_disk(storage, copy, other_embeddings,
     add_column.add(DATA, 'other', other_embeddings, scratch_dir=str(tmp_path / 'scratch'))
     assert objects(storage) == {file.name: file.read_bytes() for file in copy.iterdir()}
     assert objects(storage).keys() - before.keys() == {
-        *('column_other-train.npy', 'column_other-validation.npy', schema.COLUMNS_FILE),
+        *('column_other-train-3f9a1c20.npy', 'column_other-validation-3f9a1c20.npy', COLUMNS),
     }
     written = [r.path for r in storage.requests if r.action == 'upload' and 'lock' not in r.path]
     assert [path.rpartition('/')[2] for path in written][-2:] == [
-        *(schema.CHECKSUMS_FILE, schema.COLUMNS_FILE),
+        *(CHECKSUMS, COLUMNS),
     ]
     assert not verify.verify(DATA).faults
     assert not list((tmp_path / 'scratch').glob('column-*'))
@@ -641,7 +647,7 @@ def test_a_column_in_a_bucket_is_read_as_from_a_disk(storage, copy, other_embedd
     assert sum('column_' in r.path and r.action == 'read' for r in storage.requests) == 0
     batches = read(DATA)
     next(batches)
-    path = 'coyo11m_tfds/hash/1.0.0/column_half-train.npy'
+    path = 'coyo11m_tfds/hash/1.0.0/column_half-train-3f9a1c20.npy'
     storage.put('data', path, storage.objects('data')[path][:-1] + b'x')
     with pytest.raises(OSError, match=f'{path} has changed since'):
         list(itertools.islice(batches, 200))

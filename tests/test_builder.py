@@ -296,8 +296,11 @@ def test_a_data_set_that_is_there_needs_no_torch(tmp_path: pathlib.Path):
     embeddings = {key: np.full(5, key) for key in range(20)}
     sidecar = made_sources.write_sidecar(tmp_path / 'a.parquet', embeddings, source)
     build(source, tmp_path / 'out', text_embeddings=str(sidecar))
-    left = tmp_path / 'out' / 'coyo11m_tfds' / 'x' / '1.0.0.building' / 'data'
-    left.mkdir(parents=True)
+    final = tmp_path / 'out' / 'coyo11m_tfds' / 'x' / '1.0.0'
+    build_id = json.loads((final / 'metadata.json').read_text())['build']
+    left = final / f'building-{build_id}' / 'settings.json'
+    left.parent.mkdir()
+    left.touch()
     program = f"""
 import sys
 sys.modules['torch'] = None
@@ -320,7 +323,11 @@ def test_the_same_source_gives_the_same_files(tmp_path: pathlib.Path):
     ]
     assert files[0] == files[1]
     assert {'dataset_info.json', 'features.json', 'metadata.json'} < files[0].keys()
-    assert {'chunk_index-train.npy', 'chunk_index-validation.npy'} < files[0].keys()
+    of_build = schema.build_of(min(files[0]))
+    assert of_build == json.loads(files[0]['metadata.json'])['build']
+    assert {f'chunk_index-{split}-{of_build}.npy' for split in ('train', 'validation')} < set(
+        files[0]
+    )
 
 
 def test_without_a_validation_fraction_there_is_one_split(tmp_path: pathlib.Path):

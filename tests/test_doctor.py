@@ -15,7 +15,7 @@ from tests.build.build_kills import is_running, wait_until
 from tests.checkout import CHECKOUT
 from tests.fakes.cloud import Fault
 
-SHARD = 'coyo11m_tfds-train.tfrecord-00003-of-00012'
+SHARD = 'coyo11m_tfds-train-3f9a1c20.tfrecord-00003-of-00012'
 
 
 def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess:

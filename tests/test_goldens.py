@@ -76,9 +76,15 @@ def build(folder: pathlib.Path) -> dict[str, pathlib.Path]:
 
 
 def digest_files(data_set: pathlib.Path) -> dict[str, str]:
-    """Digests of the files that nothing but source and settings decides, by name."""
-    paths = sorted(path for path in data_set.iterdir() if path.name not in UNSTABLE | TOLD)
-    return {path.name: _digest(path.read_bytes()) for path in paths}
+    """Digests of the files that nothing but source and settings decides, by name without ID."""
+    files = {_without_id(path.name): path for path in sorted(data_set.iterdir())}
+    names = sorted(files.keys() - UNSTABLE - TOLD)
+    return {name: _digest(files[name].read_bytes()) for name in names}
+
+
+def _without_id(name: str) -> str:
+    # It changes with the version of the package, and with the place of a source in place.
+    return name.replace(f'-{schema.build_of(name)}.', '.')
 
 
 def digest_batches(data_set: pathlib.Path, engine: str, **arguments: Any) -> str:

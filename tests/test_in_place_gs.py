@@ -167,7 +167,12 @@ def test_a_bucket_is_built_into_as_a_disk_is(bucket, sample_source, tmp_path):
         assert build_program.build(SOURCE, str(place), options, settings) == 'built here'
     bucket.download_folder(DATA, tmp_path / 'copy')
     assert build_kills.files_of(tmp_path / 'copy') == build_kills.files_of(final)
-    paths = [file.path for file in columns.read(final)[schema.LATENTS].files]
+    paths = [
+        file.path
+        for file in columns.read(final, schema.build_of(next(final.glob('columns-*')).name))[
+            schema.LATENTS
+        ].files
+    ]
     assert paths == [f'gs://source/{n}' for n in bucket.objects('source') if n.endswith('.pt')]
 
 

@@ -20,8 +20,10 @@ from tests.checkout import CHECKOUT
 from tests.fakes.cloud import Fault
 
 DATA = 'gs://bucket/d/1.0.0'
-SHARD = 'coyo11m_tfds-train.tfrecord-00003-of-00012'
-OTHER = 'coyo11m_tfds-train.tfrecord-00005-of-00012'
+INDEX = 'chunk_index-train-3f9a1c20.npy'
+CHECKSUMS = 'checksums-3f9a1c20.json'
+SHARD = 'coyo11m_tfds-train-3f9a1c20.tfrecord-00003-of-00012'
+OTHER = 'coyo11m_tfds-train-3f9a1c20.tfrecord-00005-of-00012'
 
 
 @pytest.fixture
@@ -96,8 +98,8 @@ def add_a_shard(path: pathlib.Path) -> list[str]:
 
 
 def exchange_the_index(path: pathlib.Path) -> list[str]:
-    shutil.copy(path / 'chunk_index-validation.npy', path / 'chunk_index-train.npy')
-    return ['chunk_index-train.npy: has 224 bytes, expected 608']
+    shutil.copy(path / 'chunk_index-validation-3f9a1c20.npy', path / INDEX)
+    return ['chunk_index-train-3f9a1c20.npy: has 224 bytes, expected 608']
 
 
 def edit_the_info(path: pathlib.Path) -> list[str]:
@@ -173,7 +175,7 @@ def test_shards_that_are_of_one_size_are_told_apart(copy):
 
 @pytest.fixture
 def older(copy) -> pathlib.Path:
-    (copy / schema.CHECKSUMS_FILE).unlink()
+    (copy / CHECKSUMS).unlink()
     return copy
 
 
@@ -198,7 +200,7 @@ def test_an_older_data_set_is_checked_against_itself(older):
         (
             swap,
             [
-                rf'{name}: has record 32 at byte .*, expected .* \(chunk_index-train.npy\)'
+                rf'{name}: has record 32 at byte .*, expected .* \(chunk_index-train-3f9a1c20.npy\)'
                 for name in (SHARD, OTHER)
             ],
         ),
@@ -206,15 +208,15 @@ def test_an_older_data_set_is_checked_against_itself(older):
         (
             exchange_the_index,
             [
-                'chunk_index-train.npy: has 3 shards of 120 records, expected 12 of 1053 as in '
+                f'{INDEX}: has 3 shards of 120 records, expected 12 of 1053 as in '
                 'dataset_info.json, in its order'
             ],
         ),
         (
             edit_the_info,
             [
-                'chunk_index-train.npy: has 12 shards of 1053 records, expected 12 of 1052 .*',
-                'coyo11m_tfds-train.tfrecord-00000-of-00012: has 86 records, expected 85 .*',
+                f'{INDEX}: has 12 shards of 1053 records, expected 12 of 1052 .*',
+                f'{SHARD.replace("00003", "00000")}: has 86 records, expected 85 .*',
             ],
         ),
         (remove_the_features, [f'{schema.FEATURES_FILE}: is missing']),
@@ -226,7 +228,7 @@ def test_damage_of_an_older_data_set(older, damage, expected):
 
 
 def test_offsets_of_the_index_are_compared_with_the_records(older):
-    path = older / 'chunk_index-train.npy'
+    path = older / INDEX
     index = np.load(path)
     index[2] += 8  # of record 32 in the first shard: [86, 0, offset, ...]
     np.save(path, index)
@@ -235,7 +237,7 @@ def test_offsets_of_the_index_are_compared_with_the_records(older):
         faults(older),
         [
             rf'{first}: has record 32 at byte {index[2] - 8}, expected {index[2]} '
-            r'\(chunk_index-train.npy\)'
+            r'\(chunk_index-train-3f9a1c20.npy\)'
         ],
     )
 
@@ -250,7 +252,7 @@ def test_features_without_latents_are_told(older):
     )
 
 
-@pytest.mark.parametrize('name', [schema.INFO_FILE, schema.FEATURES_FILE, 'chunk_index-train.npy'])
+@pytest.mark.parametrize('name', [schema.INFO_FILE, schema.FEATURES_FILE, INDEX])
 @pytest.mark.parametrize('content', [b'', b'{}', b'\xff\xfe', b'{"splits": [{}]}'])
 def test_metadata_that_make_no_sense_are_told(older, name, content):
     (older / name).write_bytes(content)
@@ -265,18 +267,16 @@ def test_metadata_of_a_build_that_make_no_sense_are_told(older, content):
 
 @pytest.mark.parametrize('content', [b'', b'{}', b'[]', b'{"files": {}}'])
 def test_a_damaged_record_of_checksums_is_told(copy, content):
-    (copy / schema.CHECKSUMS_FILE).write_bytes(content)
+    (copy / CHECKSUMS).write_bytes(content)
     found = verify.verify(copy)
     assert not found.has_checksums
-    assert_told(found.faults, [f'{schema.CHECKSUMS_FILE}: cannot be used .*'])
+    assert_told(found.faults, [f'{CHECKSUMS}: cannot be used .*'])
 
 
 def test_an_edited_record_of_checksums_is_told(copy):
-    path = copy / schema.CHECKSUMS_FILE
+    path = copy / CHECKSUMS
     path.write_text(path.read_text().replace('"size": 608', '"size": 609'))
-    assert_told(
-        faults(copy), [rf'{schema.CHECKSUMS_FILE}: cannot be used \(its digest is wrong\).*']
-    )
+    assert_told(faults(copy), [rf'{CHECKSUMS}: cannot be used \(its digest is wrong\).*'])
 
 
 # --- In a bucket -------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def upload(cloud, path: pathlib.Path) -> None:
 
 
 def test_a_data_set_in_a_bucket_is_found_from_above(cloud):
-    cloud.put('bucket', 'd/1.0.0.building/data/dataset_info.json', b'')
+    cloud.put('bucket', 'd/1.0.0/building-01234567/dataset_info.json', b'')
     cloud.put('bucket', 'd/1.0.0.old/dataset_info.json', b'')
     for folder in ('gs://bucket', 'gs://bucket/d/', DATA):
         assert stored_files.folders_with(folder, schema.INFO_FILE) == [DATA]
@@ -404,8 +404,8 @@ def test_unusable_arguments_end_it_with_status_2(arguments, words):
 
 
 def test_a_build_records_every_file(mini_dataset):
-    recorded = manifest.parse((mini_dataset / schema.CHECKSUMS_FILE).read_bytes())
-    paths = [path for path in mini_dataset.iterdir() if path.name != schema.CHECKSUMS_FILE]
+    recorded = manifest.parse((mini_dataset / CHECKSUMS).read_bytes())
+    paths = [path for path in mini_dataset.iterdir() if path.name != CHECKSUMS]
     assert recorded == {path.name: of_file(path) for path in paths}
 
 

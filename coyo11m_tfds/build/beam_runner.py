@@ -5,11 +5,12 @@
 
 The only collection is small: an element describes all shards of one group of files, in some
 kilobytes, so that each file is fetched by one worker, once. The captions and text embeddings of a
-shard, some MB, are first copied to the build's folder, because workers on other machines do not see
-the stores of this one. A worker writes the shards of its group as `local_runner` does on one
-machine, and to the same place, so that a build may be resumed with another engine.
+shard, some MB, are first copied beside the records of the build, because workers on other machines
+do not see the stores of this one. A worker writes the shards of its group as `local_runner` does on
+one machine, and to the same place, so that a build may be resumed with another engine.
 """
 
+import concurrent.futures
 import dataclasses
 import itertools
 import os
@@ -20,12 +21,15 @@ from absl import logging
 from apache_beam.options.pipeline_options import PipelineOptions
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.build import local_runner, shared_tasks
+from coyo11m_tfds.build import local_runner, shard_inputs
+from coyo11m_tfds.build.data_folder import sub_folder
 from coyo11m_tfds.build.finished_shards import FinishedShards
 from coyo11m_tfds.build.tasks import ShardResult, ShardTask
 from coyo11m_tfds.storage import held_folder
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.scratch import Scratch, user_temp
+
+_UPLOADS_AT_ONCE = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +56,6 @@ class ScratchSettings:
 def write_shards(
     tasks: Sequence[ShardTask],
     finished: FinishedShards,
-    work: Destination,
     scratch: ScratchSettings,
     options: PipelineOptions | None,
     runner: str | beam.runners.PipelineRunner | None = None,
@@ -61,8 +64,7 @@ def write_shards(
 
     Args:
         tasks: what to write; tasks of one group follow each other.
-        finished: where shards and records are stored.
-        work: the same folder; all workers must reach it under this path.
+        finished: where shards and records are stored; all workers must reach it by this path.
         scratch: for each worker.
         options: of the pipeline.
         runner: of the pipeline, if the options do not name one.
@@ -72,7 +74,7 @@ def write_shards(
     """
     if not tasks:
         return
-    packed = shared_tasks.pack(tasks, work)
+    packed = _pack(tasks, finished)
     logging.info('Starting the pipeline with %d shards to write', len(packed))
     groups = [list(group) for _, group in itertools.groupby(packed, lambda task: task.group)]
     with beam.Pipeline(runner=runner, options=options) as pipeline:
@@ -80,26 +82,46 @@ def write_shards(
             pipeline
             | 'Groups' >> beam.Create(groups, reshuffle=False)
             | beam.Reshuffle()
-            | 'Write' >> beam.Map(_write_group, work.folder, scratch)
+            | 'Write' >> beam.Map(_write_group, finished.folder.folder, finished.build, scratch)
         )
+    place = finished.folder.folder
     by_place = {(task.split, task.index): task for task in tasks}
     for result in finished.load(packed):
         yield by_place.pop((result.split, result.index)), result
     if by_place:
         names = ', '.join(task.filename for task in list(by_place.values())[:3])
         raise RuntimeError(
-            f'{work.folder}: the pipeline ended, but {len(by_place)} shards are missing or damaged '
+            f'{place}: the pipeline ended, but {len(by_place)} shards are missing or damaged '
             f'(e.g. {names}). Start the same build again, it writes what is missing.'
         )
 
 
-def _write_group(tasks: Sequence[ShardTask], work_folder: str, settings: ScratchSettings) -> None:
+def _pack(tasks: Sequence[ShardTask], finished: FinishedShards) -> list[ShardTask]:
+    """Copies what tasks of a plan read from stores; returns tasks that read the copies.
+
+    Raises:
+        OSError: it cannot be stored.
+    """
+
+    def pack_one(task: ShardTask) -> ShardTask:
+        assert isinstance(task.inputs, shard_inputs.StoreInputs)  # what a plan has
+        name = f'{sub_folder(finished.build)}/{task.filename}.npz'
+        finished.folder.put_bytes(name, shard_inputs.pack(task.inputs))
+        inputs = shard_inputs.PackedInputs(f'{finished.folder.folder}/{name}')
+        return dataclasses.replace(task, inputs=inputs)
+
+    with concurrent.futures.ThreadPoolExecutor(_UPLOADS_AT_ONCE) as threads:
+        return list(threads.map(pack_one, tasks))
+
+
+def _write_group(
+    tasks: Sequence[ShardTask], folder: str, build: str, settings: ScratchSettings
+) -> None:
     """Runs on a worker, in as many processes as the runner starts there."""
-    work = Destination(work_folder)
+    destination = Destination(folder)
     scratch, beside = settings.open()
-    with held_folder.make(work.staging(fallback=beside), 'worker-') as staging:
-        shards = local_runner.write_shards(
-            tasks, FinishedShards(work), scratch, staging, num_workers=1
-        )
+    with held_folder.make(destination.staging(fallback=beside), 'worker-') as staging:
+        finished = FinishedShards(destination, build)
+        shards = local_runner.write_shards(tasks, finished, scratch, staging, num_workers=1)
         for _ in shards:
             pass

@@ -14,7 +14,6 @@ import itertools
 import os
 import queue
 import threading
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 
@@ -36,9 +35,6 @@ _BYTES_WORTH_A_WORKER = 500_000_000
 # line.
 _GROUPS_AT_ONCE = 4
 
-# How often to check that this process may continue, and what others of the job have written.
-_SECONDS_BETWEEN_LOOKS = 5.0
-
 # Shards that are being stored at a time, besides those being written. Flushing to a disk and
 # uploading to a bucket mostly wait.
 _STORED_AT_ONCE = 8
@@ -53,8 +49,6 @@ def write_shards(
 ) -> Iterator[Outcome]:
     """Writes shards and their records, and yields each when it is stored.
 
-    Shards that other processes of the job write meanwhile are left out here, and yielded when seen.
-
     Args:
         tasks: what to write, in this order; tasks of one group follow each other.
         finished: where shards and records are stored.
@@ -66,8 +60,7 @@ def write_shards(
     Raises:
         ValueError: see `shard_writer.write_shard`; or the variable is no number.
         OSError: a file cannot be fetched, written or stored.
-        RuntimeError: a process died.
-        Exception: what `finished.check` raises.
+        RuntimeError: a process died, or runs another version of the package.
     """
     if not tasks:
         return
@@ -101,11 +94,8 @@ class _Run:
         self._shards_in_work = threading.Semaphore(2 * num_workers + _STORED_AT_ONCE)
         self._stored: queue.SimpleQueue = queue.SimpleQueue()
         self._stop = threading.Event()
-        self._left: dict[str, ShardTask] = {}  # not written by anyone yet, by filename
-        self._next_look = 0.0
 
     def results(self, tasks: Sequence[ShardTask]) -> Iterator[Outcome]:
-        self._left = {task.filename: task for task in tasks}
         groups = [list(group) for _, group in itertools.groupby(tasks, lambda task: task.group)]
         storers = concurrent.futures.ThreadPoolExecutor(_STORED_AT_ONCE, 'store')
         readers = concurrent.futures.ThreadPoolExecutor(_GROUPS_AT_ONCE, 'group')
@@ -113,42 +103,25 @@ class _Run:
             try:
                 for group in groups:
                     readers.submit(self._write_group, group, storers)
-                while self._left:
-                    for task, result in self._wait():
-                        if self._left.pop(task.filename, None):
-                            yield task, result
+                for _ in tasks:
+                    outcome = self._stored.get()
+                    if isinstance(outcome, BaseException):
+                        raise outcome
+                    yield outcome
             finally:
                 self._stop.set()
                 readers.shutdown(wait=False, cancel_futures=True)
                 # Waits for shards that are being written: after this nothing is written here.
                 self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _wait(self) -> list[Outcome]:
-        """Waits for a while, and returns shards that were stored meanwhile, if any."""
-        now = time.monotonic()
-        if now >= self._next_look:
-            self._next_look = now + _SECONDS_BETWEEN_LOOKS
-            self._finished.check()
-            if self._finished.are_shared:
-                return self._finished.look(list(self._left.values()))
-        try:
-            outcome = self._stored.get(timeout=self._next_look - now)
-        except queue.Empty:
-            return []
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return [outcome]
-
     def _write_group(
         self, tasks: Sequence[ShardTask], storers: concurrent.futures.Executor
     ) -> None:
         """Writes the shards of one group; holds its files until the last is written."""
         try:
-            if not any(self._is_left(task) for task in tasks):
-                return
             with self._hold_files(tasks) as paths:
                 written = []
-                for task in filter(self._is_left, tasks):
+                for task in tasks:
                     self._shards_in_work.acquire()
                     if self._stop.is_set():
                         return
@@ -187,9 +160,6 @@ class _Run:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(local)
             self._shards_in_work.release()
-
-    def _is_left(self, task: ShardTask) -> bool:
-        return task.filename in self._left
 
     def _check_going_on(self, num_bytes: int) -> None:
         """Ends a download or a check whose result is no longer needed."""

@@ -12,12 +12,13 @@ million rows it takes 12 s besides reading the files, and at most 1.5 GB of memo
 import dataclasses
 import hashlib
 import itertools
+from typing import Any
 
 import numpy as np
 from absl import logging
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.build import in_place, shard_cuts
+from coyo11m_tfds.build import in_place, recorded_settings, shard_cuts
 from coyo11m_tfds.build.settings import EMBEDDINGS_IN_PT, BuildSettings
 from coyo11m_tfds.build.shard_inputs import StoreInputs
 from coyo11m_tfds.build.tasks import ShardPart, ShardTask, TextEmbeddings
@@ -48,6 +49,8 @@ class Plan:
         sidecar: header of the sidecar of text embeddings; None without a sidecar.
         dropped: rows of the source that are left out, by reason.
         source_fingerprint: hex digest of everything that is read.
+        settings: what is recorded of the settings, see `recorded_settings`.
+        build: ID of the build, from all that decides its files; it is in their names.
         stores: those that the tasks refer to; while they are open, no other build removes them.
     """
 
@@ -58,6 +61,8 @@ class Plan:
     sidecar: embedding_store.SidecarHeader | None
     dropped: Dropped
     source_fingerprint: str
+    settings: dict[str, Any]
+    build: str
     stores: tuple[KeyedStore, ...]
 
 
@@ -122,19 +127,31 @@ def make_plan(
     tasks = _plan_tasks(settings, latents, joined, kept, caption_bytes, limit)
     if not any(task.split == schema.TRAIN for task in tasks):
         raise ValueError(f'{source.root}: no record is left for the train split.')
+    fingerprint = json_digest.sha256(
+        [
+            *(f'{f.name} {v}' for f, v in zip(latents.files, latents.versions, strict=True)),
+            *joined.digests,
+        ]
+    )
+    recorded = recorded_settings.record(
+        settings,
+        limit,
+        joined.sidecar.header.to_json() if joined.sidecar else settings.text_embeddings,
+    )
+    build = json_digest.sha256([fingerprint, recorded, *(task.fingerprint for task in tasks)])[:8]
     return Plan(
-        tasks=tasks,
+        tasks=tuple(
+            dataclasses.replace(task, filename=schema.of_build(task.filename, build))
+            for task in tasks
+        ),
         num_bytes=sum(task.num_bytes for task in tasks),
         latent_dtype=latents.dtype,
         text_embeddings=joined.text_embeddings,
         sidecar=joined.sidecar.header if joined.sidecar else None,
         dropped=dropped,
-        source_fingerprint=json_digest.sha256(
-            [
-                *(f'{f.name} {v}' for f, v in zip(latents.files, latents.versions, strict=True)),
-                *joined.digests,
-            ]
-        ),
+        source_fingerprint=fingerprint,
+        settings=recorded,
+        build=build,
         stores=joined.stores,
     )
 

@@ -1,9 +1,9 @@
 """Carries out a plan: writes the shards that are missing, then index and metadata.
 
     plan = make_plan(...)
-    results = write_shards(plan, FinishedShards(work), engine)
+    results = write_shards(plan, FinishedShards(folder, plan.build), engine)
     dropped = count_dropped(plan, results)
-    write_chunk_indexes(results, folder)
+    write_chunk_indexes(results, local_folder, plan.build)
     metadata = make_metadata(plan, results, dropped, caption_column)
 
 The files depend neither on the number of processes nor on interruptions: a shard is a function of
@@ -40,7 +40,7 @@ def write_shards(plan: Plan, finished: FinishedShards, engine: Engine) -> list[S
 
     Args:
         plan: what to write.
-        finished: the folder of the build; shards stay there if it is interrupted.
+        finished: where shards and records go; they stay there if it is interrupted.
         engine: writes them.
 
     Returns:
@@ -55,7 +55,7 @@ def write_shards(plan: Plan, finished: FinishedShards, engine: Engine) -> list[S
     results = finished.load(plan.tasks)
     found = {(result.split, result.index) for result in results}
     missing = [task for task in plan.tasks if (task.split, task.index) not in found]
-    _check_space(finished.work, sum(task.num_bytes for task in missing))
+    _check_space(finished.folder, sum(task.num_bytes for task in missing))
     dropped = count_dropped(plan, results)
     with Progress('Writing shards', plan.num_bytes, 'B', {'shards': len(plan.tasks)}) as progress:
         progress.skip(
@@ -90,7 +90,9 @@ def count_dropped(plan: Plan, results: Iterable[ShardResult]) -> Dropped:
     return dropped
 
 
-def write_chunk_indexes(results: Sequence[ShardResult], folder: str | os.PathLike[str]) -> None:
+def write_chunk_indexes(
+    results: Sequence[ShardResult], folder: str | os.PathLike[str], build: str
+) -> None:
     """Writes the chunk index of every split that has shards."""
     for split, of_split in by_split(results).items():
         chunk_index.save(
@@ -99,17 +101,20 @@ def write_chunk_indexes(results: Sequence[ShardResult], folder: str | os.PathLik
             shard_lengths=[result.num_records for result in of_split],
             offsets=[result.chunk_offsets for result in of_split],
             shard_sizes=[result.num_bytes for result in of_split],
+            build=build,
         )
 
 
-def write_columns(results: Sequence[ShardResult], folder: str | os.PathLike[str]) -> None:
+def write_columns(
+    results: Sequence[ShardResult], folder: str | os.PathLike[str], build: str
+) -> None:
     """Writes where the latents are, if they are not in the records."""
     splits = {
         split: [result.sources for result in of_split if result.sources]
         for split, of_split in by_split(results).items()
     }
     if splits[schema.TRAIN]:
-        in_place.write(folder, splits)
+        in_place.write(folder, splits, build)
 
 
 def make_metadata(
@@ -126,6 +131,7 @@ def make_metadata(
         schema.META_CAPTION_COLUMN: caption_column,
         schema.META_DROPPED: dropped.counts,
         schema.META_SOURCE_FINGERPRINT: plan.source_fingerprint,
+        schema.META_BUILD: plan.build,
     }
     if plan.text_embeddings and plan.text_embeddings.vocabulary:
         metadata |= {
@@ -189,10 +195,10 @@ def _add_non_finite(dropped: Dropped, result: ShardResult) -> None:
     dropped.add(schema.NON_FINITE, statistics.non_finite, statistics.non_finite_keys)
 
 
-def _check_space(work: Destination, num_bytes: int) -> None:
-    if work.is_remote:  # a bucket has no size limit
+def _check_space(destination: Destination, num_bytes: int) -> None:
+    if destination.is_remote:  # a bucket has no size limit
         return
-    folder = pathlib.Path(work.folder).absolute()
+    folder = pathlib.Path(destination.folder).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
     if free < num_bytes:

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from coyo11m_tfds import records, schema
 from coyo11m_tfds.build.in_place import ShardSources
-from coyo11m_tfds.build.tasks import ShardPart, ShardResult, ShardTask
+from coyo11m_tfds.build.tasks import THIS_WRITER, ShardPart, ShardResult, ShardTask
 from coyo11m_tfds.report.shard_statistics import ShardStatistics
 from coyo11m_tfds.source import pt_file
 from coyo11m_tfds.storage.file_state import naming
@@ -35,7 +35,13 @@ def write_shard(task: ShardTask, latents_paths: Sequence[str], path: str) -> Sha
         ValueError: the source has changed since it was planned; or it holds numbers that are not
             finite, and the task does not allow to drop them.
         OSError: the file cannot be written, e.g. because the disk is full.
+        RuntimeError: this process runs another version of the package than the one that planned it.
     """
+    if task.writer != THIS_WRITER:
+        raise RuntimeError(
+            f'{task.filename}: was planned by {task.writer}, but this worker has {THIS_WRITER}. '
+            'Install the same version on all workers, then start the build again.'
+        )
     source = _OpenSource(task)
     with naming(path), open(path, 'wb') as file, records.RecordWriter(file) as writer:
         for part, latents_path in zip(task.parts, latents_paths, strict=True):
@@ -49,6 +55,8 @@ def write_shard(task: ShardTask, latents_paths: Sequence[str], path: str) -> Sha
         crc32c=writer.crc32c,
         chunk_offsets=np.asarray(writer.chunk_offsets, np.int64),
         statistics=source.statistics,
+        writer=THIS_WRITER,
+        read=tuple(source.read),
         sources=source.sources if task.in_place else None,
     )
 
@@ -74,6 +82,7 @@ class _OpenSource:
             embeddings.dim if embeddings and self._text == schema.TEXT_EMBEDDING else None
         )
         self.sources = ShardSources()
+        self.read: list[str] = []  # digests of files
 
     def columns(
         self, part: ShardPart, latents_path: str
@@ -84,6 +93,7 @@ class _OpenSource:
         """
         latents = pt_file.LatentShard(latents_path, name=part.file.path)
         self._check_unchanged(part, latents)
+        self.read.append(latents.digest)
         records = part.records
         if self._task.in_place:
             self.sources.begin(part.file, latents)

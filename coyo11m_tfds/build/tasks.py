@@ -5,12 +5,15 @@ import dataclasses
 
 import numpy as np
 
+import coyo11m_tfds
 from coyo11m_tfds import schema
 from coyo11m_tfds.build.in_place import ShardSources
 from coyo11m_tfds.build.shard_inputs import PackedInputs, StoreInputs
 from coyo11m_tfds.report.shard_statistics import ShardStatistics
-from coyo11m_tfds.storage.file_state import FileState
 from coyo11m_tfds.storage.source_files import SourceFile
+
+# The package that this process runs, as a planner tells it to its writers and these record it.
+THIS_WRITER = f'{schema.NAME} {coyo11m_tfds.__version__}, records of format {schema.RECORD_FORMAT}'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,23 +52,6 @@ class ShardPart:
     records: slice
     row_range: tuple[int, int]
 
-    def to_json(self) -> dict:
-        """Returns it as what JSON can hold."""
-        fields = dataclasses.asdict(self)
-        return fields | {'records': [self.records.start, self.records.stop]}
-
-    @classmethod
-    def from_json(cls, fields: dict) -> 'ShardPart':
-        """The inverse of `to_json`."""
-        recorded = fields['file']['recorded']
-        recorded = recorded and FileState(*recorded)
-        return cls(
-            file=SourceFile(**fields['file'] | {'recorded': recorded}),
-            digest=fields['digest'],
-            records=slice(*fields['records']),
-            row_range=tuple(fields['row_range']),
-        )
-
 
 @dataclasses.dataclass(frozen=True)
 class ShardTask:
@@ -84,6 +70,7 @@ class ShardTask:
         num_bytes: expected size of the shard, within 1%.
         fingerprint: hex digest of all that decides the shard's bytes.
         in_place: leave the latents out, and say where they are.
+        writer: the package that planned it; no other may write it.
     """
 
     split: str
@@ -98,6 +85,7 @@ class ShardTask:
     num_bytes: int
     fingerprint: str
     in_place: bool = False
+    writer: str = THIS_WRITER
 
     @property
     def source(self) -> str:
@@ -106,27 +94,6 @@ class ShardTask:
         if len(self.parts) == 1:
             return first
         return f'{first} to {self.parts[-1].file.name} ({len(self.parts)} files)'
-
-    def to_json(self) -> dict:
-        """Returns a task of packed inputs as what JSON can hold."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        text = self.text_embeddings
-        return fields | {
-            'parts': [part.to_json() for part in self.parts],
-            'inputs': dataclasses.asdict(self.inputs),
-            'text_embeddings': text and dataclasses.asdict(text),
-        }
-
-    @classmethod
-    def from_json(cls, fields: dict) -> 'ShardTask':
-        """The inverse of `to_json`."""
-        text = fields['text_embeddings']
-        read = {
-            'parts': tuple(map(ShardPart.from_json, fields['parts'])),
-            'inputs': PackedInputs(**fields['inputs']),
-            'text_embeddings': text and TextEmbeddings(**text),
-        }
-        return cls(**(fields | read))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +108,8 @@ class ShardResult:
         crc32c: checksum of the file.
         chunk_offsets: byte offsets of the records 0, 32, 64, ..., int64.
         statistics: of the records.
+        writer: the package that wrote it.
+        read: the digests of the `.pt` files that it was made of, as they were then.
         sources: where the latents of records without them are; else None.
     """
 
@@ -151,6 +120,8 @@ class ShardResult:
     crc32c: int
     chunk_offsets: np.ndarray
     statistics: ShardStatistics
+    writer: str
+    read: tuple[str, ...]
     sources: ShardSources | None = None
 
     def to_json(self) -> dict:
@@ -174,5 +145,8 @@ class ShardResult:
         offsets = np.frombuffer(base64.b64decode(fields['chunk_offsets']), '<i8').astype(np.int64)
         statistics = ShardStatistics.from_json(fields['statistics'])
         sources = fields.get('sources') and ShardSources.from_json(fields['sources'])
-        read = {'chunk_offsets': offsets, 'statistics': statistics, 'sources': sources}
-        return cls(**(fields | read))
+        return cls(
+            **fields
+            | {'chunk_offsets': offsets, 'statistics': statistics, 'sources': sources}
+            | {'read': tuple(fields['read'])}
+        )

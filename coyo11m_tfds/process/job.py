@@ -2,8 +2,6 @@
 
 if job.process_index() == 0:
     build()
-if job.has_others():
-    tell_the_others()
 index, count = job.share()
 mine = tasks[index::count]
 """
@@ -14,18 +12,17 @@ from typing import NamedTuple
 
 
 class _Launcher(NamedTuple):
-    """Its variables: the number of a process, how many there are, the number on its machine."""
+    """Its variables: the number of a process, and how many there are."""
 
     rank: str
     size: str
-    local_rank: str
 
 
 # torchrun and its kin, Slurm's srun, Open MPI's mpirun; the first that is set counts.
 _LAUNCHERS = (
-    _Launcher('RANK', 'WORLD_SIZE', 'LOCAL_RANK'),
-    _Launcher('SLURM_PROCID', 'SLURM_NTASKS', 'SLURM_LOCALID'),
-    _Launcher('OMPI_COMM_WORLD_RANK', 'OMPI_COMM_WORLD_SIZE', 'OMPI_COMM_WORLD_LOCAL_RANK'),
+    _Launcher('RANK', 'WORLD_SIZE'),
+    _Launcher('SLURM_PROCID', 'SLURM_NTASKS'),
+    _Launcher('OMPI_COMM_WORLD_RANK', 'OMPI_COMM_WORLD_SIZE'),
 )
 
 
@@ -39,15 +36,6 @@ def process_index() -> int:
         ValueError: the variable is no number.
     """
     return _index() or 0
-
-
-def has_others() -> bool:
-    """True if this process was started as one of a job, so that others may wait for it.
-
-    Raises:
-        ValueError: see `process_index`.
-    """
-    return _index() is not None
 
 
 def share() -> tuple[int, int]:
@@ -65,15 +53,9 @@ def share() -> tuple[int, int]:
                 'process, from 0 up, and the count of all.'
             )
         return process_index(), int(count)
-    if has_others():
+    if _index() is not None:
         return process_index(), sys.modules['jax'].process_count()
     return 0, 1
-
-
-def is_first_of_machine() -> bool:
-    """True unless the launcher says that this machine runs another process of the job before it."""
-    launcher = _launcher()
-    return not launcher or os.environ.get(launcher.local_rank, '0') == '0'
 
 
 def _launcher() -> _Launcher | None:

@@ -309,8 +309,14 @@ def _parse(folder: str, content: bytes, builder: Any) -> StoredDataset:
         raise DamagedError(f'{path}: is damaged (it names no features).')
     metadata = _read_json(f'{folder}/{schema.METADATA_FILE}', {})
     full_name = '/'.join(filter(None, names))
+    build = next(iter(splits.values())).build
+    if metadata.get(schema.META_BUILD, build) != build:
+        raise OSError(
+            f'{folder}: {schema.METADATA_FILE} is of another build than {schema.INFO_FILE}; it is '
+            'being replaced. Open it again in a moment; if that does not help, build it again.'
+        )
     with _naming_damage():
-        found = columns.read(folder, next(iter(splits.values())).build)
+        found = columns.read(folder, build)
     return StoredDataset(folder, full_name, splits, features, metadata, found, builder)
 
 

@@ -1,10 +1,11 @@
 """Reports a build: a few lines for the terminal, `report.json`, and a page to look at.
 
     facts = BuildFacts(name='coyo11m_tfds/latents/1.0.0', ...)
-    write(facts, folder)                   # report.json and report.html
+    write(facts, folder)                   # report-ID.json and report-ID.html
     print(summary.summarize(facts, 'OUT/coyo11m_tfds/latents/1.0.0', seconds=12.3))
 
-Both files depend on nothing but what was built, so the same build gives the same bytes.
+Their names have the ID of the build. Both files depend on nothing but what was built, so the same
+build gives the same bytes.
 """
 
 import dataclasses
@@ -62,13 +63,14 @@ class BuildFacts:
 
 
 def write(facts: BuildFacts, folder: str | os.PathLike[str]) -> None:
-    """Writes `report.json` and `report.html` into an existing local folder."""
+    """Writes `report.json` and `report.html` of a build into an existing local folder."""
     folder = pathlib.Path(folder)
+    build = facts.metadata.get(schema.META_BUILD, '')
     content = to_json(facts)
     text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + '\n'
-    (folder / JSON_FILE).write_text(text, encoding='utf-8', newline='\n')
+    (folder / schema.of_build(JSON_FILE, build)).write_text(text, encoding='utf-8', newline='\n')
     page = report_page.render(content, facts.previews)
-    (folder / PAGE_FILE).write_text(page, encoding='utf-8', newline='\n')
+    (folder / schema.of_build(PAGE_FILE, build)).write_text(page, encoding='utf-8', newline='\n')
 
 
 def to_json(facts: BuildFacts) -> dict:
@@ -94,6 +96,7 @@ def to_json(facts: BuildFacts) -> dict:
         **{
             name: facts.metadata[name]
             for name in (
+                schema.META_BUILD,
                 schema.META_CAPTION_COLUMN,
                 schema.META_LATENT_DTYPE,
                 schema.META_TEXT_ENCODER,
@@ -180,7 +183,8 @@ def summarize(facts: BuildFacts, folder: str, seconds: float) -> str:
         lines.append(f'latents     {schema.IN_PLACE_DOC}')
     lines.append(f'time        {seconds:,.1f} s')
     folder = folder if '://' in folder else os.path.abspath(folder)
-    lines.append(f'report      {folder}/{PAGE_FILE}')
+    page = schema.of_build(PAGE_FILE, facts.metadata.get(schema.META_BUILD, ''))
+    lines.append(f'report      {folder}/{page}')
     return '\n'.join(lines)
 
 

@@ -28,7 +28,6 @@ from absl import logging
 
 from coyo11m_tfds.source import keyed_parquet
 from coyo11m_tfds.storage import json_digest, source_files
-from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.file_lock import FileLock
 from coyo11m_tfds.storage.file_state import naming
 
@@ -182,7 +181,8 @@ def prepare(
             os.mkdir(os.path.join(cache_dir, building))
             facts = build(os.path.join(cache_dir, building))
             _write_meta(os.path.join(cache_dir, building), made_from, facts)
-            Destination(cache_dir).promote(building, made_from.folder_name, last=_META)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(os.path.join(cache_dir, building), folder)
         finally:
             shutil.rmtree(os.path.join(cache_dir, building), ignore_errors=True)
         return KeyedStore(folder)

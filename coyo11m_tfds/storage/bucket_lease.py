@@ -2,14 +2,13 @@
 
     lease = BucketLease('gs://bucket/folder')   # the object gs://bucket/folder.lock
     if not lease.try_acquire():                 # '' is success, else the holder's name
-        lease.check()
         lease.release()
 
 The object is created only where there is none, and replaced or deleted only in the generation that
 was seen, so that of two processes that try one fails. The holder replaces it three times in
 `COYO11M_LEASE_SECONDS` (60). A process that sees the same generation for that long, by its own
 clock, takes the lease over; at once, if it names a dead process of this machine. A holder that was
-taken for dead finds out when it renews the lease.
+taken for dead says so in its log and goes on: see `build_lock`.
 """
 
 import threading
@@ -20,7 +19,7 @@ from absl import logging
 from google.api_core import exceptions
 
 from coyo11m_tfds.storage import gcs_objects, lock_holder
-from coyo11m_tfds.storage.lock_holder import LockHolder, Lost
+from coyo11m_tfds.storage.lock_holder import LockHolder
 
 
 class BucketLease:
@@ -40,12 +39,9 @@ class BucketLease:
         self.longest_pause = min(10.0, self._seconds / 4)
         self._holder = lock_holder.this_process(self._seconds)
         self._generation = 0  # of our lease
-        self._renewed = 0.0  # when the last successful write of it began
         self._other = LockHolder()
         self._other_generation, self._other_seen = 0, 0.0  # the latest one seen, and since when
-        self._other_is_renewed = False
-        self._is_lost = False
-        self._mutex = threading.Lock()
+        self._mutex = threading.Lock()  # one renewal at a time
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep, name=self._url, daemon=True)
 
@@ -57,24 +53,20 @@ class BucketLease:
         self._thread.start()
         return ''
 
-    def check(self) -> None:
-        """See `build_lock.Lock`."""
-        with self._mutex, gcs_objects.plain_errors(self._url):
-            if time.monotonic() - self._renewed > self._seconds / 2:
-                self._renew()
-            if self._is_lost:
-                raise Lost(
-                    f'{self._url}: {self._other} took over, as this process gave no sign of life '
-                    f'for {self._seconds:.0f} s. Run the same command again when that one is done.'
-                )
-
     def is_alive(self) -> bool | None:
-        """See `build_lock.Lock`."""
+        """See `build_lock.Lock`; a renewal since the last look is a sign of life."""
+        before = self._other_generation
         with gcs_objects.plain_errors(self._url):
             self._note(*self._look())
         if not self._other_generation or self._is_over():
             return False
-        return True if self._other_is_renewed or self._other.is_running() else None
+        is_renewed = before not in (0, self._other_generation)
+        return True if is_renewed or self._other.is_running() else None
+
+    def is_ours(self) -> bool:
+        """See `build_lock.Lock`."""
+        with self._mutex, gcs_objects.plain_errors(self._url):
+            return self._write(self._generation)
 
     def release(self) -> None:
         """Deletes the lease if it is still ours; if that fails, it expires."""
@@ -94,13 +86,13 @@ class BucketLease:
         while not self._stop.wait(self._seconds / 3):
             try:
                 with self._mutex:
-                    self._renew(attempts=1, seconds=self._seconds / 3)
+                    is_ours = self._write(self._generation, attempts=1, seconds=self._seconds / 3)
             except Exception as error:  # whatever it is, the next renewal may work
                 logging.warning('%s: not renewed: %s', self._url, error)
-
-    def _renew(self, **patience: Any) -> None:
-        if not self._is_lost:
-            self._is_lost = not self._write(self._generation, **patience)
+                continue
+            if not is_ours:
+                logging.warning('%s: %s took over, as we seemed to be dead', self._url, self._other)
+                return
 
     def _take_over(self) -> bool:
         """Takes over the lease that `_write` has just seen, if its holder is gone."""
@@ -117,7 +109,6 @@ class BucketLease:
 
     def _write(self, generation: int, **patience: Any) -> bool:
         """Replaces this generation, 0 for none, by our lease; False if another one is there."""
-        began = time.monotonic()
         blob = self._bucket.blob(self._name)
         try:
             blob.upload_from_string(
@@ -134,7 +125,7 @@ class BucketLease:
                 self._note(written, holder)
                 return False
             # It is ours: the answer to an earlier attempt was lost.
-        self._generation, self._renewed = written, began
+        self._generation = written
         return True
 
     def _look(self, **patience: Any) -> tuple[int, LockHolder]:
@@ -150,6 +141,5 @@ class BucketLease:
 
     def _note(self, generation: int, holder: LockHolder) -> None:
         if generation != self._other_generation:
-            self._other_is_renewed = 0 not in (generation, self._other_generation)
             self._other_seen = time.monotonic()
         self._other_generation, self._other = generation, holder

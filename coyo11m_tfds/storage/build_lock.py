@@ -1,21 +1,20 @@
-"""One builder at a time in one place, local or `gs://`; and waiting for what another process makes.
+"""One writer at a time in one place, local or `gs://`; and waiting for what another process makes.
 
-    with build_lock.hold('gs://bucket/data/coyo11m_tfds/latents/1.0.0', wait_seconds=600) as lock:
+    with build_lock.hold('gs://bucket/data/coyo11m_tfds/latents/1.0.0', wait_seconds=600):
         ...             # write
-        lock.check()    # before a step that only one may take; raises `Lost` if it is not ours
-        ...
-    build_lock.Watch(path).wait_for(lambda: os.path.exists(path), wait_seconds=3600)   # in a job
+    build_lock.wait_for(path, lambda: os.path.exists(path), wait_seconds=3600)   # in a job
 
-The lock of a place is the file `<place>.lock`. Locally the system locks it (`flock`) and releases
-it when the holder ends, however that happens; in a bucket it is a lease, see `bucket_lease`. A lock
-that was left behind is taken over, so none ever has to be deleted by hand.
+The lock is advisory: it saves work that would be done twice, and may be lost without harm, because
+builds of different plans write different files. The lock of a place is the file `<place>.lock`.
+Locally the system locks it (`flock`) and releases it when the holder ends, however that happens; in
+a bucket it is a lease, see `bucket_lease`. A lock that was left behind is taken over, so none ever
+has to be deleted by hand.
 """
 
 import contextlib
 import errno
 import fcntl
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -24,21 +23,20 @@ from absl import logging
 
 from coyo11m_tfds.storage import file_lock, lock_holder, source_files
 from coyo11m_tfds.storage.file_state import naming
-from coyo11m_tfds.storage.lock_holder import Lost
 
 SUFFIX = '.lock'
 
 _SECONDS_BETWEEN_LINES = 60
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds
+_FIRST_PAUSE = 0.1  # seconds
 # The longest that `hold` looks for a sign of life. A lease shows one, or expires, in a minute.
 _LONGEST_LOOK = 120.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
 class Lock(Protocol):
-    """A lock; methods other than `check` are for `hold` and `Watch`."""
+    """A lock; methods other than `is_ours` are for `hold` and `wait_for`."""
 
-    longest_pause: float  # seconds between two attempts to acquire it
+    longest_pause: float  # seconds between two looks at it
 
     def try_acquire(self) -> str:
         """Returns '' if the lock is ours now, else who has it."""
@@ -46,16 +44,11 @@ class Lock(Protocol):
     def is_alive(self) -> bool | None:
         """True if another process holds it; None as long as that is unknown."""
 
+    def is_ours(self) -> bool:
+        """False if another process has taken it over."""
+
     def release(self) -> None:
         """Lets others in."""
-
-    def check(self) -> None:
-        """Makes sure that the place is still ours.
-
-        Raises:
-            Lost: it is not.
-            OSError: the storage cannot be asked.
-        """
 
 
 @contextlib.contextmanager
@@ -92,67 +85,45 @@ def hold(place: str | os.PathLike[str], wait_seconds: float | None) -> Iterator[
         lock.release()
 
 
-class Watch:
-    """Watches the first process of a job, which holds the lock of a place while it works.
+def wait_for(
+    place: str | os.PathLike[str], is_there: Callable[[], bool], wait_seconds: float
+) -> None:
+    """Waits for what the first process of a job makes, which holds the lock of a place meanwhile.
 
-    That process has ended if no process has held the lock for two thirds of
-    `COYO11M_LEASE_SECONDS` (60), and either one was seen to hold it before, or it left the message
-    of a failure. No failure counts earlier, because the message may be that of an earlier job,
-    whose successor has not begun yet. Safe to use from many threads.
+    A line in the log says once a minute what it waits for.
+
+    Args:
+        place: what the process makes.
+        is_there: called again and again.
+        wait_seconds: how long to wait.
+
+    Raises:
+        TimeoutError: it is not there by then.
+        RuntimeError: no process has held the lock for two thirds of `COYO11M_LEASE_SECONDS` (60):
+            the first one has failed, was killed, or has not begun.
     """
-
-    def __init__(self, place: str | os.PathLike[str], failure: Callable[[], str] = lambda: ''):
-        """Does not look at the place yet.
-
-        Args:
-            place: what the process makes.
-            failure: returns the message of its failure; '' as long as there is none.
-        """
-        self._place, self._failure = place, failure
-        self._lock = _open_lock(os.fspath(place).rstrip('/'))
-        self._idle_seconds = lock_holder.lease_seconds() * 2 / 3
-        self._was_alive = False
-        self._idle_since: float | None = None
-        self._mutex = threading.Lock()
-
-    def look(self) -> str:
-        """Returns '' as long as the process may be at work, else how it ended."""
-        with self._mutex:
-            is_alive, said = self._lock.is_alive(), self._failure()
-            self._was_alive |= is_alive is True
-            if is_alive is not False or not (self._was_alive or said):
-                self._idle_since = None
-                return ''
-            self._idle_since = self._idle_since or time.monotonic()
-            if time.monotonic() - self._idle_since < self._idle_seconds:
-                return ''
-        how = f'failed: {said}' if said else 'ended without a word; look into its log.'
-        return f'{self._place}: the first process of the job, which makes it, {how}'
-
-    def wait_for(self, is_there: Callable[[], bool], wait_seconds: float) -> None:
-        """Waits for what the process makes; a line in the log says so once a minute.
-
-        Args:
-            is_there: called again and again, in pauses that grow to 10 seconds.
-            wait_seconds: how long to wait.
-
-        Raises:
-            TimeoutError: it is not there by then.
-            RuntimeError: the process has failed, or was killed.
-        """
-        patience = _Patience(wait_seconds, _LONGEST_PAUSE)
-        while True:
-            # In this order: the lock is released after it is there.
-            ended = self.look()
-            if is_there():
-                return
-            if ended:
-                raise RuntimeError(ended)
-            patience.pause(
-                f'waiting for {self._place}, which the first process of the job makes',
-                f'{self._place} is not there after {wait_seconds:.0f} s. Look into the log of the '
-                'process that makes it, the first of the job; if it is still at work, wait longer.',
+    place = os.fspath(place).rstrip('/')
+    lock = _open_lock(place)
+    longest_idle = lock_holder.lease_seconds() * 2 / 3
+    patience = _Patience(wait_seconds, min(lock.longest_pause, longest_idle / 4))
+    seen = time.monotonic()
+    while True:
+        # In this order: the lock is released after it is there.
+        if lock.is_alive():
+            seen = time.monotonic()
+        if is_there():
+            return
+        if time.monotonic() - seen > longest_idle:
+            raise RuntimeError(
+                f'{place}: the first process of the job, which makes it, has failed or was killed: '
+                f'nothing has been heard of it for {longest_idle:.0f} s. Look into its log, mend '
+                'what it says, and start the job again.'
             )
+        patience.pause(
+            f'waiting for {place}, which the first process of the job makes',
+            f'{place} is not there after {wait_seconds:.0f} s. Look into the log of the process '
+            'that makes it, the first of the job; if it is still at work, wait longer.',
+        )
 
 
 class _Patience:
@@ -212,7 +183,6 @@ class _LocalLock:
         try:
             with naming(self._path), open(self._path, 'wb') as file:
                 file.write(lock_holder.this_process().to_json())
-                self._state = os.fstat(file.fileno())
         except BaseException:  # above all a full disk
             self._lock.release()
             raise
@@ -228,14 +198,13 @@ class _LocalLock:
             return True
         return False
 
-    def check(self) -> None:
-        if not self._is_at_path():
-            raise Lost(f'{self._path} was removed while it was held; another may have begun.')
+    def is_ours(self) -> bool:
+        return self._lock.is_at_path()
 
     def release(self) -> None:
         # Removed while it is locked: whoever locks it later finds that it is not at its path.
         with self._lock:
-            if self._is_at_path():
+            if self._lock.is_at_path():
                 os.remove(self._path)
 
     def _read(self) -> bytes:
@@ -244,9 +213,3 @@ class _LocalLock:
                 return file.read()
         except FileNotFoundError:  # its holder has just left
             return b''
-
-    def _is_at_path(self) -> bool:
-        try:
-            return os.path.samestat(self._state, os.stat(self._path))
-        except FileNotFoundError:
-            return False

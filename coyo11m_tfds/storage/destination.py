@@ -1,11 +1,12 @@
 """A folder that finished files are put into, local or `gs://`.
 
-    folder = Destination('gs://bucket/data/coyo11m_tfds/latents')   # or a local path
+    folder = Destination('gs://bucket/data/coyo11m_tfds/latents/1.0.0')   # or a local path
     staging = folder.staging(fallback='/tmp')       # write the file there, then
-    folder.put(f'{staging}/x', '1.0.0.parts/x', crc32c)
-    folder.put_bytes('1.0.0.parts/x.json', b'{}')
-    folder.inventory('1.0.0.parts')                 # {'x': FileState(size, crc32c), 'x.json': ...}
-    folder.promote('1.0.0.parts', '1.0.0', last='dataset_info.json', replace=True)
+    folder.put(f'{staging}/x', 'parts/x', crc32c)
+    folder.put_bytes('parts/x.json', b'{}')
+    folder.inventory('parts')                       # {'x': FileState(size, crc32c), 'x.json': ...}
+    folder.verify({'parts/x': FileState(size, crc32c)})
+    folder.remove(['parts/x'])
 
 A name stands for a whole file or for none: nothing half-written is ever seen under it, and when
 `put` returns, the file survives a loss of power. What is there is identified by its checksum, read
@@ -13,15 +14,11 @@ from the file itself or from the storage's own record, never from a cache.
 """
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from coyo11m_tfds.storage import source_files
 from coyo11m_tfds.storage.file_state import FileState, ignore_bytes
 from coyo11m_tfds.storage.local_folder import LocalFolder
-
-
-def _no_check() -> None:
-    """The check of a folder that no other process writes to."""
 
 
 class Destination:
@@ -76,6 +73,10 @@ class Destination:
         """Stores a small file, replacing what is there; raises as `put` does."""
         self._store.put_bytes(name, data)
 
+    def read(self, name: str) -> bytes | None:
+        """Reads a small file; None if there is none."""
+        return self._store.read(name)
+
     def read_all(self, folder: str, names: Collection[str] | None = None) -> dict[str, bytes]:
         """Reads the (small) files directly in a sub-folder, by name; {} if it does not exist.
 
@@ -102,80 +103,30 @@ class Destination:
         """
         return self._store.inventory(folder, on_bytes, names)
 
-    def identity(self, folder: str, last: str) -> str:
-        """Returns what identifies a complete sub-folder, before and after `promote`.
+    def sizes(self) -> dict[str, int]:
+        """Bytes of all files in the folder and below it, by relative name; {} if there is none."""
+        return self._store.sizes()
 
-        Locally it is the number of its inode, in a bucket a digest of names, sizes and checksums;
-        '' if `last` is not in it.
-        """
-        return self._store.identity(folder, last)
-
-    def verify(self, folder: str, states: Mapping[str, FileState]) -> None:
-        """Checks that a sub-folder holds these files and no others, by a listing.
+    def verify(self, states: Mapping[str, FileState]) -> None:
+        """Checks that files are there, by one listing; others do not matter.
 
         Checksums are compared in a bucket only, where the listing has them.
 
-        Raises:
-            OSError: a file is missing, is not expected, or differs; names it.
-        """
-        self._store.verify(folder, states)
-
-    def promote(
-        self,
-        folder: str,
-        final: str,
-        last: str,
-        replace: bool = False,
-        check: Callable[[], None] = _no_check,
-    ) -> None:
-        """Makes the sub-folder `folder`, with all that is in it, the sub-folder `final`.
-
-        What lies in `final` without `last` is not complete and is replaced. Locally this is one
-        rename; a complete `final` is exchanged for `folder` in one step where the system can do
-        that, else it is moved to `<folder>.old` first. In a bucket `last` of the old ones is
-        deleted before the others, the objects are copied by the storage and `last` after all
-        others, so that a reader that waits for `last` never sees a part; the originals are deleted
-        when a listing has shown that the copies are whole. After a kill at any point the same call
-        finishes it; when it has been finished without `replace`, the call does nothing.
-
         Args:
-            folder: relative to the destination.
-            final: relative to the destination.
-            last: name of the file in it that says that it is complete.
-            replace: whether `final` may be complete already.
-            check: called before each step that cannot be undone; what it raises ends the call.
+            states: what they should be, by relative name.
 
         Raises:
-            FileNotFoundError: neither `folder` nor `final` holds `last`.
-            FileExistsError: `final` is complete already; nothing has been changed.
-            OSError: another process has changed `final` meanwhile.
+            OSError: a file is missing, or differs; names it.
         """
-        self._store.promote(folder, final, last, replace, check)
+        self._store.verify(states)
 
     def sweep(self) -> None:
-        """Removes what killed processes left in the staging folder.
-
-        Only while no other process writes here (see `build_lock`).
-        """
+        """Removes what killed processes left: in the staging folder, and empty sub-folders."""
         self._store.sweep()
 
-    def keep_only(
-        self, folder: str, names: Collection[str], check: Callable[[], None] = _no_check
-    ) -> None:
-        """Removes the files directly in a sub-folder whose names are not given.
+    def remove(self, names: Iterable[str]) -> None:
+        """Removes files, by relative name, and sub-folders that are empty then.
 
-        Args:
-            folder: relative to the destination.
-            names: of the files that stay.
-            check: see `promote`.
+        Names of nothing are ignored.
         """
-        self._store.keep_only(folder, names, check)
-
-    def remove(self, last: str = '', check: Callable[[], None] = _no_check) -> None:
-        """Removes the whole folder with all that is in it, if it exists.
-
-        Args:
-            last: name of a file in it that stays until all others are gone.
-            check: see `promote`.
-        """
-        self._store.remove(last, check)
+        self._store.remove(names)

@@ -30,6 +30,7 @@ class FileLock:
         Raises:
             BlockingIOError: `wait` is false and others hold it.
         """
+        self._path = path
         how = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
         while True:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -37,7 +38,7 @@ class FileLock:
             try:
                 fcntl.flock(self._descriptor, how)
                 # Its holder may have moved or removed the file; then others lock a new one.
-                if _is_at(self._descriptor, path):
+                if self.is_at_path():
                     return
             except BaseException:
                 self.release()
@@ -50,6 +51,13 @@ class FileLock:
     def __exit__(self, *_) -> None:
         self.release()
 
+    def is_at_path(self) -> bool:
+        """False if the file was moved or removed since it was locked."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
+        except FileNotFoundError:
+            return False
+
     def release(self) -> None:
         """Releases it, unless that was done before."""
         if self in _held:
@@ -57,13 +65,6 @@ class FileLock:
             # Closing alone would not do while a child that is just being forked has a copy.
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
-
-
-def _is_at(descriptor: int, path: str | os.PathLike[str]) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False
 
 
 def _close_copies() -> None:

@@ -8,9 +8,8 @@ The storage is asked every time; no answer is cached.
 """
 
 import functools
-import hashlib
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from google.cloud import storage
@@ -87,51 +86,26 @@ class GcsFolder:
         return {n: state for n, state in states.items() if names is None or n in names}
 
     @_plain_errors
-    def identity(self, folder: str, last: str) -> str:
-        states = _states(self._tree(folder))
-        if last not in states:
-            return ''
-        return hashlib.sha256(repr(sorted(states.items())).encode()).hexdigest()
+    def read(self, name: str) -> bytes | None:
+        blob = self._bucket.get_blob(self._prefix + name, **gcs_objects.options(self.url(name)))
+        return gcs_objects.read(blob) if blob else None
 
     @_plain_errors
-    def verify(self, folder: str, states: Mapping[str, FileState]) -> None:
-        file_state.compare(self.url(folder), _states(self._tree(folder)), states)
+    def sizes(self) -> dict[str, int]:
+        return {name: state.size for name, state in _states(self._tree()).items()}
 
     @_plain_errors
-    def promote(
-        self, folder: str, final: str, last: str, replace: bool, check: Callable[[], None]
-    ) -> None:
-        source, target = self._tree(folder), self._tree(final)
-        wanted, there = _states(source), _states(target)
-        is_complete = last in there
-        if not is_complete and last not in wanted:
-            raise FileNotFoundError(
-                f'{self.url(folder)}: {last} is missing, so the folder is not complete.'
-            )
-        is_copied = is_complete and all(
-            wanted.get(name) == there.get(name) for name in [last, *wanted]
-        )
-        if wanted and not (is_copied and (not replace or wanted == there)):
-            if is_complete and (not replace or last not in wanted):
-                raise FileExistsError(
-                    f'{self.url(final)} exists already, so that {self.url(folder)} cannot take its '
-                    'place. Remove one of the two.'
-                )
-            self._copy_over(source, target, final, last, check)
-            self.verify(final, wanted)
-        self._delete(source, last, check)
+    def verify(self, states: Mapping[str, FileState]) -> None:
+        there = _states(self._tree())
+        found = {name: there[name] for name in states.keys() & there.keys()}
+        file_state.compare(self.url(''), found, states)
 
     def sweep(self) -> None:
         """Does nothing: nothing is staged in a bucket."""
 
     @_plain_errors
-    def keep_only(self, folder: str, names: Collection[str], check: Callable[[], None]) -> None:
-        files = self._files(folder)
-        gcs_objects.delete((blob for name, blob in files.items() if name not in names), check)
-
-    @_plain_errors
-    def remove(self, last: str, check: Callable[[], None]) -> None:
-        self._delete(self._tree(''), last, check)
+    def remove(self, names: Iterable[str]) -> None:
+        gcs_objects.delete(self.blob(name) for name in names)
 
     @functools.cached_property
     def _bucket(self) -> storage.Bucket:
@@ -142,9 +116,9 @@ class GcsFolder:
         found = self._list(folder, '/')
         return {name: blob for name, blob in found.items() if not _is_marker(name)}
 
-    def _tree(self, folder: str) -> dict[str, storage.Blob]:
-        """All objects below a sub-folder, by name relative to it, with markers of folders."""
-        return self._list(folder, None)
+    def _tree(self) -> dict[str, storage.Blob]:
+        """All objects below the folder, by name relative to it, with markers of folders."""
+        return self._list('', None)
 
     def _list(self, folder: str, delimiter: str | None) -> dict[str, storage.Blob]:
         prefix = self._prefix + (f'{folder}/' if folder else '')
@@ -156,40 +130,6 @@ class GcsFolder:
             **gcs_objects.options(self.url(folder)),
         )
         return {blob.name.removeprefix(prefix): blob for blob in blobs}
-
-    def _copy_over(
-        self,
-        source: Mapping[str, storage.Blob],
-        target: Mapping[str, storage.Blob],
-        final: str,
-        last: str,
-        check: Callable[[], None],
-    ) -> None:
-        """Replaces the objects of `target` in `final`; `last` is deleted first and copied last.
-
-        Each is replaced only in the generation that was seen: a process that slept while another
-        one took over must do no harm when it continues.
-        """
-        wanted, there = _states(source), _states(target)
-        gcs_objects.delete([target[last]] if last in there else [], check)
-        gcs_objects.delete((target[name] for name in there.keys() - wanted.keys() - {last}), check)
-
-        def copy(name: str) -> None:
-            check()
-            replaces = target[name].generation if name in there and name != last else 0
-            blob = self.blob(f'{final}/{name}')
-            gcs_objects.copy(source[name], blob, wanted[name], replaces=replaces)
-
-        gcs_objects.in_parallel(
-            copy, [n for n in wanted if wanted[n] != there.get(n) and n != last]
-        )
-        copy(last)
-
-    def _delete(
-        self, blobs: Mapping[str, storage.Blob], last: str, check: Callable[[], None]
-    ) -> None:
-        for names in (blobs.keys() - {last}, blobs.keys() & {last}):
-            gcs_objects.delete((blobs[name] for name in names), check)
 
 
 def _is_marker(name: str) -> bool:

@@ -175,7 +175,6 @@ def copy(
     target: storage.Blob,
     expected: FileState,
     on_bytes: Callable[[int], None] = ignore_bytes,
-    replaces: int | None = None,
 ) -> None:
     """Has the storage copy an object; no byte of it passes through this machine.
 
@@ -184,32 +183,19 @@ def copy(
         target: in any bucket; replaced if it exists.
         expected: state of the source; another is not accepted.
         on_bytes: is told how many more bytes are copied; what it raises ends the copy.
-        replaces: the only generation of the target to replace, 0 for none; None for any.
-
-    Raises:
-        OSError: the target has another generation, and is no copy.
     """
 
     def attempt() -> None:
         token, before = None, 0
         while True:
-            token, copied, _ = target.rewrite(
-                source, token=token, if_generation_match=replaces, **options(url(target))
-            )
+            token, copied, _ = target.rewrite(source, token=token, **options(url(target)))
             on_bytes(copied - before)
             before = copied
             if token is None:
                 break
         check(target, expected)
 
-    try:
-        retry.call(attempt, f'copying {url(source)} to {url(target)}')
-    except exceptions.PreconditionFailed:
-        target.reload(**options(url(target)))
-        if state(target) != expected:  # else the answer to an earlier attempt was lost
-            raise OSError(
-                f'{url(target)}: another process has changed it. Run the same command again.'
-            ) from None
+    retry.call(attempt, f'copying {url(source)} to {url(target)}')
 
 
 def read(blob: storage.Blob) -> bytes | None:
@@ -230,18 +216,13 @@ def _read_once(blob: storage.Blob) -> bytes:
     return data
 
 
-def delete(blobs: Iterable[storage.Blob], check: Callable[[], None] = lambda: None) -> None:
-    """Deletes objects that the storage has described, in that generation only.
+def delete(blobs: Iterable[storage.Blob]) -> None:
+    """Deletes objects, in the generation that the storage has described if it has.
 
     One that is gone, or was replaced since, is no error.
-
-    Args:
-        blobs: the objects.
-        check: called before each request; what it raises ends the deletion.
     """
 
     def delete_one(blob: storage.Blob) -> None:
-        check()
         with contextlib.suppress(exceptions.NotFound, exceptions.PreconditionFailed):
             blob.delete(if_generation_match=blob.generation, **options(url(blob)))
 

@@ -44,6 +44,21 @@ def make(parent: str | os.PathLike[str], prefix: str) -> Iterator[str]:
             _remove(folder)
 
 
+def sweep(parent: str | os.PathLike[str]) -> None:
+    """Deletes all that is in a folder, but what living processes hold there."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(parent) as entries:
+        for path in [entry.path for entry in entries]:
+            lock = path if path.endswith(_LOCK) else path + _LOCK
+            with contextlib.suppress(OSError):  # held, or gone
+                if os.path.exists(lock):
+                    with FileLock(lock, wait=False):
+                        _remove(lock.removesuffix(_LOCK))
+                elif os.path.isdir(path):
+                    shutil.rmtree(path)
+                else:
+                    os.remove(path)
+
+
 def _sweep(parent: str | os.PathLike[str], prefix: str) -> None:
     for lock in glob.glob(f'{glob.escape(os.path.join(parent, prefix))}{_RANDOM}{_LOCK}'):
         # Held, or another user's.

@@ -8,29 +8,20 @@ Files are staged in a hidden folder of the same disk, flushed and renamed.
 """
 
 import contextlib
-import ctypes
 import errno
 import os
-import shutil
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from coyo11m_tfds.storage import file_state
+from coyo11m_tfds.storage import file_state, held_folder
 from coyo11m_tfds.storage.file_state import FileState, naming
 from coyo11m_tfds.storage.names import stays_inside
 
 T = TypeVar('T')
 
 _STAGING = '.staging'
-_OLD = '.old'
-# renameat2(2): the number for the current folder, and the flag to exchange two names.
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-# Its errors where the kernel or the file system cannot exchange names.
-_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)
-# Attempts to remove a folder that another process still writes to for a moment.
-_REMOVALS = 10
 # Files that are read at a time: enough to keep the queue of one disk filled.
 _READERS = 4
 
@@ -83,56 +74,43 @@ class LocalFolder:
         with ThreadPoolExecutor(_READERS) as pool:
             return _of_all(lambda path: file_state.of_file(path, on_bytes), files, pool.map)
 
-    def identity(self, folder: str, last: str) -> str:
-        path = self._path(folder)
-        return str(os.stat(path).st_ino) if os.path.isfile(os.path.join(path, last)) else ''
+    def read(self, name: str) -> bytes | None:
+        with contextlib.suppress(FileNotFoundError):
+            return _read(self._path(name))
+        return None
 
-    def verify(self, folder: str, states: Mapping[str, FileState]) -> None:
-        sizes = {name: os.path.getsize(path) for name, path in self._files(folder).items()}
+    def sizes(self) -> dict[str, int]:
+        found = {}
+        for folder, _, names in os.walk(self._folder):
+            for name in names:
+                path = os.path.join(folder, name)
+                with contextlib.suppress(FileNotFoundError):
+                    found[os.path.relpath(path, self._folder)] = os.path.getsize(path)
+        return found
+
+    def verify(self, states: Mapping[str, FileState]) -> None:
+        there = self.sizes()
+        found = {name: there[name] for name in states.keys() & there.keys()}
         wanted = {name: state.size for name, state in states.items()}
-        file_state.compare(self._path(folder), sizes, wanted)
-
-    def promote(
-        self, folder: str, final: str, last: str, replace: bool, check: Callable[[], None]
-    ) -> None:
-        source, target = self._path(folder), self._path(final)
-        is_complete, is_ready = (os.path.isfile(os.path.join(f, last)) for f in (target, source))
-        if not is_complete and not is_ready:
-            raise FileNotFoundError(f'{source}: {last} is missing, so the folder is not complete.')
-        if _has_content(source):
-            if is_complete and not (replace and is_ready):
-                raise FileExistsError(
-                    f'{target} exists already, so that {source} cannot take its place. Remove one '
-                    'of the two.'
-                )
-            _sync_tree(source)
-            check()
-            if _has_content(target):
-                _exchange(source, target)
-            else:
-                os.rename(source, target)
-        for parent in sorted({os.path.dirname(target), os.path.dirname(source)}):
-            if os.path.isdir(parent):
-                _sync(parent)
+        file_state.compare(self._folder, found, wanted)
 
     def sweep(self) -> None:
-        _remove_tree(os.path.join(self._folder, _STAGING))
-
-    def keep_only(self, folder: str, names: Collection[str], check: Callable[[], None]) -> None:
-        for name, path in self._files(folder).items():
-            if name not in names:
-                check()
-                os.remove(path)
-
-    def remove(self, last: str, check: Callable[[], None]) -> None:
-        check()
+        held_folder.sweep(os.path.join(self._folder, _STAGING))
         with contextlib.suppress(FileNotFoundError), os.scandir(self._folder) as entries:
             for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    _remove_tree(entry.path)
-                elif entry.name != last:
-                    os.remove(entry.path)
-        _remove_tree(self._folder)
+                with contextlib.suppress(OSError):  # no folder, or not an empty one
+                    os.rmdir(entry.path)
+
+    def remove(self, names: Iterable[str]) -> None:
+        folders = set()
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(self._path(name))
+            while name := os.path.dirname(name):
+                folders.add(name)
+        for folder in sorted(folders, reverse=True):
+            with contextlib.suppress(OSError):  # not empty, or gone
+                os.rmdir(self._path(folder))
 
     @contextlib.contextmanager
     def _new_file(self) -> Iterator[str]:
@@ -173,25 +151,6 @@ def _of_all(
     return {name: value for name, value in found if value is not None}
 
 
-def _has_content(folder: str) -> bool:
-    return os.path.isdir(folder) and bool(os.listdir(folder))
-
-
-def _exchange(source: str, target: str) -> None:
-    """Moves `source` to `target`, whose old content moves to `source` or `<source>.old`."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if hasattr(libc, 'renameat2'):  # Linux
-        paths = [os.fsencode(path) for path in (source, target)]
-        if libc.renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0:
-            return
-        number = ctypes.get_errno()
-        if number not in _NO_EXCHANGE:
-            raise OSError(number, os.strerror(number), source, None, target)
-    _remove_tree(source + _OLD)
-    os.rename(target, source + _OLD)
-    os.rename(source, target)
-
-
 def _move(path: str, target: str) -> None:
     """Renames a file; when it returns, content and new name are safely on the disk."""
     _sync(path)
@@ -226,22 +185,3 @@ def _sync(path: str) -> None:
             raise
     finally:
         os.close(handle)
-
-
-def _sync_tree(folder: str) -> None:
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            _sync(os.path.join(parent, name))
-        _sync(parent)
-
-
-def _remove_tree(folder: str) -> None:
-    """Removes a folder if it is there, even while others move files out of it or into it."""
-    for attempts_left in reversed(range(_REMOVALS)):
-        if not os.path.lexists(folder):
-            return
-        try:
-            shutil.rmtree(folder)
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY) or not attempts_left:
-                raise

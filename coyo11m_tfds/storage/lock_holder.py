@@ -17,10 +17,6 @@ import uuid
 from coyo11m_tfds.storage import retry
 
 
-class Lost(RuntimeError):
-    """Another process took the place over, because this one seemed to be dead."""
-
-
 @dataclasses.dataclass(frozen=True)
 class LockHolder:
     """A process that holds a lock; all fields of a damaged record are empty.

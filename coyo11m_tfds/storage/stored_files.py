@@ -83,7 +83,7 @@ def folders_with(folder: str, name: str) -> list[str]:
 def is_version(name: str) -> bool:
     """True for what TFDS names the folders of data sets, `1.0.0`.
 
-    Not for that of a build under way, `1.0.0.building`, or of one that a user put aside.
+    Not for that of a data set that a user put aside, `1.0.0.old`.
     """
     return re.fullmatch(r'\d+\.\d+\.\d+', name) is not None
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+from coyo11m_tfds import schema
 from tests.checkout import CHECKOUT
 
 SETTINGS = {'shard_bytes': 400_000, 'validation_fraction': 0.2}
@@ -50,11 +51,18 @@ def end(process: subprocess.Popen, timeout: float = 300) -> subprocess.Completed
 
 
 def files_of(final: pathlib.Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in final.iterdir()}
+    return {path.name: path.read_bytes() for path in final.iterdir() if path.is_file()}
+
+
+def is_complete(final: pathlib.Path) -> bool:
+    return (final / 'dataset_info.json').exists()
 
 
 def assert_only_the_data_set(final: pathlib.Path) -> None:
+    """Nothing lies there but one data set, without what only its build needed."""
     assert [path.name for path in final.parent.iterdir()] == [final.name]
+    assert all(path.is_file() for path in final.iterdir())
+    assert len({schema.build_of(path.name) for path in final.iterdir()} - {''}) == 1
 
 
 def wait_until(condition, seconds: float = 180) -> None:
@@ -72,7 +80,7 @@ def children(process: subprocess.Popen) -> list[int]:
 
 
 def finished_shards(final: pathlib.Path) -> int:
-    return len(list(final.with_name('1.0.0.building').glob('finished/*.json')))
+    return len(list(final.glob('building-*/*.tfrecord*.json')))
 
 
 def is_running(pid: int) -> bool:

@@ -12,6 +12,7 @@ import sys
 
 from absl import logging
 
+from coyo11m_tfds import schema
 from coyo11m_tfds.build import driver
 from coyo11m_tfds.build.settings import BuildSettings
 
@@ -29,8 +30,12 @@ def build(source: str, final: str, options: str = '{}', settings: str = '{}') ->
 
 def write_info(built: driver.Built) -> None:
     """Stands for TFDS' own files."""
-    content = json.dumps(built.metadata, sort_keys=True)
-    pathlib.Path(built.folder, 'dataset_info.json').write_text(content)
+    folder = pathlib.Path(built.folder)
+    template = schema.of_build('{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}', built.plan.build)
+    splits = [{'name': split, 'filepathTemplate': template} for split in built.splits]
+    (folder / schema.INFO_FILE).write_text(json.dumps({'splits': splits}))
+    (folder / schema.FEATURES_FILE).write_text('{}')
+    (folder / schema.METADATA_FILE).write_text(json.dumps(built.metadata, sort_keys=True))
 
 
 def main(*arguments: str) -> None:

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 from typing import Any
 
-from tests.build.build_kills import files_of, final_folder, finished_shards, start
+from tests.build.build_kills import files_of, final_folder, start
 from tests.fakes.cloud import Gcs
 
 Files = dict[str, bytes]
@@ -44,18 +44,10 @@ class LocalPlace(Place):
         """The data set's files."""
         return files_of(self.final) if self.final.exists() else {}
 
-    def read_building(self) -> Files:
-        """Files of a build that has not been moved to its place."""
-        data = self.final.with_name('1.0.0.building') / 'data'
-        return files_of(data) if data.exists() else {}
-
     def others(self) -> list[str]:
-        """What is there beside the data set."""
-        return [path.name for path in self.final.parent.iterdir() if path != self.final]
-
-    def finished(self) -> int:
-        """Shards that are finished."""
-        return finished_shards(self.final)
+        """What is there beside the files of the data set."""
+        beside = [path.name for path in self.final.parent.iterdir() if path != self.final]
+        return beside + [path.name for path in self.final.iterdir() if not path.is_file()]
 
     def clear(self) -> None:
         shutil.rmtree(self._folder)
@@ -76,17 +68,11 @@ class BucketPlace(Place):
             self._server.put('data', f'{self._prefix}1.0.0/{name}', data)
 
     def read(self) -> Files:
-        return self._below('1.0.0/')
-
-    def read_building(self) -> Files:
-        return self._below('1.0.0.building/data/')
+        return {name: data for name, data in self._below('1.0.0/').items() if '/' not in name}
 
     def others(self) -> list[str]:
         found = self._below('')
-        return [name for name in found if not name.startswith('1.0.0/')]
-
-    def finished(self) -> int:
-        return len(self._below('1.0.0.building/finished/'))
+        return [name for name in found if name.count('/') != 1 or not name.startswith('1.0.0/')]
 
     def clear(self) -> None:
         for name in self._below(''):

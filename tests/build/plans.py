@@ -3,7 +3,6 @@
 import pathlib
 from collections.abc import Sequence
 
-from coyo11m_tfds import schema
 from coyo11m_tfds.build import local_runner, plan, run_plan
 from coyo11m_tfds.build.finished_shards import FinishedShards
 from coyo11m_tfds.build.settings import BuildSettings
@@ -29,19 +28,20 @@ def make_plan(
 
 
 def write(made: plan.Plan, work: pathlib.Path, num_workers: int = 1) -> list[ShardResult]:
-    """Writes what is missing of a plan; shards are in `work / schema.BUILD_DATA`."""
+    """Writes what is missing of a plan; shards are in `data_folder(work)`."""
 
     def engine(tasks: Sequence[ShardTask], finished: FinishedShards):
-        staging = Destination(work).staging('')
+        staging = finished.folder.staging('')
         scratch = Scratch(work / 'source', 10**9)
         return local_runner.write_shards(tasks, finished, scratch, staging, num_workers)
 
-    return run_plan.write_shards(made, FinishedShards(Destination(work)), engine)
+    finished = FinishedShards(Destination(data_folder(work)), made.build)
+    return run_plan.write_shards(made, finished, engine)
 
 
 def data_folder(work: pathlib.Path) -> pathlib.Path:
     """Where the shards of `write` are."""
-    return work / schema.BUILD_DATA
+    return work / 'data'
 
 
 def planned_keys(made: plan.Plan) -> dict[str, list[list[int]]]:

@@ -1,8 +1,8 @@
 """A drill: builds killed at random moments lose no data set and end with the right bytes.
 
-`make slow` runs 300 kills: of the building process, of one of its workers, of a process that waits
-for it, and in jobs of several processes of the first or of one that helps it; to a disk and to a
-bucket; of builds and of overwrites. `COYO11M_DRILL_SEED` chooses others.
+`make slow` runs 300 kills: of the building process, of one of its workers, and of a process that
+waits for it, another builder or another process of its job; to a disk and to a bucket; of builds
+and of overwrites. `COYO11M_DRILL_SEED` chooses others, `COYO11M_DRILL_SHARE` how many of them.
 """
 
 import contextlib
@@ -15,12 +15,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from coyo11m_tfds import schema
 from tests import made_sources
 from tests.build.build_kills import children, end, is_running, wait_until
 from tests.build.places import BucketPlace, Files, LocalPlace, Place
 from tests.fakes.cloud import Gcs, fake_gcs
 
-KILLS = {'local': 100, 'bucket': 50}  # of builds, and as many of overwrites
+SHARE = float(os.environ.get('COYO11M_DRILL_SHARE', '1'))
+KILLS = {'local': 100 * SHARE, 'bucket': 50 * SHARE}  # of builds, and as many of overwrites
 SEED = int(os.environ.get('COYO11M_DRILL_SEED', '0'))
 OLD_SETTINGS = {'validation_fraction': 0.4}
 
@@ -77,7 +79,7 @@ def kill_until_built(place, expected: tuple[Files, Files], overwrite: bool, choo
     for _ in range(kills):
         kill_one(place, overwrite, choose)
         check_nothing_is_lost(place, expected, overwrite)
-        if not overwrite and place.read():
+        if not overwrite and schema.INFO_FILE in place.read():
             break  # the rest would find it there
     ended = end(start_build(place, overwrite))
     assert ended.returncode == 0, ended.stderr
@@ -90,14 +92,17 @@ def check_nothing_is_lost(place, expected: tuple[Files, Files], overwrite: bool)
     """One of the two data sets is whole; what says that it is complete, is."""
     old, new = expected
     found = place.read()
-    if 'dataset_info.json' in found:
-        assert found == new or (overwrite and found == old), sorted(found)
-    elif overwrite:
-        assert place.read_building() == new, (sorted(found), sorted(place.read_building()))
+    info = found.get(schema.INFO_FILE)
+    if info is not None:
+        whole = new if info == new[schema.INFO_FILE] else old
+        assert whole.items() <= found.items() and (overwrite or whole == new), sorted(found)
+    elif overwrite:  # killed while the three small files were replaced
+        without = {n: data for n, data in new.items() if schema.build_of(n)}
+        assert without.items() <= found.items(), sorted(found)
 
 
 def kill_one(place: Place, overwrite: bool, choose: random.Random) -> None:
-    """Starts a build, perhaps with others that wait or help, and kills one process."""
+    """Starts a build, perhaps with others that wait for it, and kills one process."""
     victim = choose.choice(['first', 'first', 'worker', 'other'])
     # A job overwrites nothing.
     num_processes = 1 if overwrite else choose.choice([1, 1, 2, 3])
@@ -132,12 +137,10 @@ def check_ends(victim: str, first: subprocess.Popen, others: list[subprocess.Pop
     for other in map(end, others):
         if other.returncode:
             assert ended.returncode, other.stderr
-            assert 'first' in other.stderr.splitlines()[-1], other.stderr
+            assert 'has failed or was killed' in other.stderr.splitlines()[-1], other.stderr
 
 
 def start_build(
     place: Place, overwrite: bool, job: tuple[int, int] | None = None
 ) -> subprocess.Popen:
-    # One that has not seen the first process before that was killed waits for another one.
-    patience = {'wait_hours': 20 / 3600} if job else {}
-    return place.start(job, num_workers=2, overwrite=overwrite, **patience)
+    return place.start(job, num_workers=2, overwrite=overwrite)

@@ -109,7 +109,7 @@ def final_url(name: str) -> str:
 
 
 def files_at(cloud: Gcs, final: str) -> dict[str, bytes]:
-    """Objects of the data set; there must be no others beside it."""
+    """Objects of the data set; there must be no others beside it, nor below."""
     prefix = final.removeprefix('gs://data/')
     folder = prefix.rpartition('/')[0] + '/'
     found = {
@@ -117,7 +117,7 @@ def files_at(cloud: Gcs, final: str) -> dict[str, bytes]:
         for name, data in cloud.objects('data').items()
         if name.startswith(folder) and not name.endswith('/')
     }
-    assert all(name.startswith(prefix + '/') for name in found), sorted(found)
+    assert all(name.rpartition('/')[0] == prefix for name in found), sorted(found)
     return {name.removeprefix(prefix + '/'): data for name, data in found.items()}
 
 
@@ -153,7 +153,7 @@ def column_for(kind: str) -> str:
 )
 def test_a_fault_of_the_destination_changes_nothing(cloud, builder, undisturbed, kind: str):
     final = final_url(f'destination-{kind}')
-    for match in (r'upload data/.*train.tfrecord-00001-of', r'upload data/.*dataset_info'):
+    for match in (r'upload data/.*train-.*tfrecord-00001-of', r'upload data/.*dataset_info'):
         cloud.inject(Fault(kind, count=1, match=match, seconds=seconds_of(kind)))
     for action in ('list', 'copy', 'stat', 'delete', 'read'):
         cloud.inject(Fault(kind, count=1, match=f'{action} data/', seconds=seconds_of(kind)))
@@ -189,7 +189,7 @@ def test_a_lasting_fault_is_one_clear_error_and_what_is_finished_stays(
     final = final_url(f'lasting-{place}-{kind}')
     match = {
         'source': r'read source/.*010-.*\.pt',
-        'destination': r'upload data/.*train.tfrecord-00002-of',
+        'destination': r'upload data/.*train-.*tfrecord-00002-of',
     }
     cloud.inject(Fault(kind, count=None, match=match[place]))
 
@@ -199,9 +199,9 @@ def test_a_lasting_fault_is_one_clear_error_and_what_is_finished_stays(
     assert 'gs://' in outcome
     assert len(outcome.splitlines()) == 1
     made = [n for n in cloud.objects('data') if n.startswith(final.removeprefix('gs://data/'))]
-    assert not [name for name in made if '/1.0.0/' in name]
+    assert not [name for name in made if name.endswith('dataset_info.json')]
     cloud.heal()
-    finished = {name for name in cloud.objects('data') if '/finished/' in name}
+    finished = [n for n in made if '/building-' in n and '.tfrecord' in n]
     assert builder.build(final) == 'built here'
     assert files_at(cloud, final) == undisturbed
     assert place == 'source' or finished
@@ -274,48 +274,33 @@ def test_the_next_build_removes_the_temporary_files_of_killed_ones(
 
 
 @pytest.mark.slow
-def test_a_builder_that_slept_while_it_removed_the_old_data_set_does_no_harm(
-    cloud, builder, undisturbed, tmp_path
+@pytest.mark.parametrize('settings', [{}, {'shard_bytes': 300_000}], ids=['equal', 'other'])
+def test_a_builder_that_has_lost_its_lease_does_no_harm(
+    cloud, builder, undisturbed, tmp_path, settings: dict
 ):
-    """Its lease has ended meanwhile, and another one has completed the data set."""
-    final = final_url('asleep')
-    assert builder.build(final, caption_column='caption') == 'built here'
-    options = {'scratch_dir': str(tmp_path), 'overwrite': True}
+    """It sleeps while another one builds; one of the same plan goes on, of another is refused."""
+    final = final_url(f'asleep-{len(settings)}')
     env = cloud.env | {'COYO11M_LEASE_SECONDS': '2'}
-    cloud.clear()
     cloud.latency = 0.05  # so that there is time to stop it
-    asleep = build_kills.start(SOURCE, final, env=env, **options)
-    inside = final.removeprefix('gs://') + '/'
-    build_kills.wait_until(
-        lambda: any(r.action == 'delete' and r.path.startswith(inside) for r in cloud.requests)
-    )
+    asleep = build_kills.start(SOURCE, final, env=env, settings=settings, scratch_dir=str(tmp_path))
+    build_kills.wait_until(lambda: any('asleep' in n and '/building-' in n for n in objects(cloud)))
     asleep.send_signal(signal.SIGSTOP)
     cloud.latency = 0
-    build_kills.run(SOURCE, final, env=env, **options)
-    assert files_at(cloud, final) == undisturbed
+    build_kills.run(SOURCE, final, env=env, scratch_dir=str(tmp_path / 'other'))
     asleep.send_signal(signal.SIGCONT)
     ended = build_kills.end(asleep)
-    assert ended.returncode != 0
-    assert 'took over' in ended.stderr.splitlines()[-1]
-    assert files_at(cloud, final) == undisturbed
+    if settings:
+        assert 'FileExistsError' in ended.stderr.splitlines()[-1]
+        assert 'took over' in ended.stderr
+    else:
+        assert ended.returncode == 0, ended.stderr
+    found = {n.removeprefix(final.removeprefix('gs://data/') + '/'): d for n, d in all_at(cloud)}
+    assert undisturbed.items() <= found.items()
+    assert builder.build(final, shard_bytes=500_000) == 'built elsewhere'
 
 
-@pytest.mark.slow
-def test_a_builder_that_wakes_up_late_leaves_nothing_for_long(
-    cloud, builder, undisturbed, tmp_path
-):
-    final = final_url('late')
-    env = cloud.env | {'COYO11M_LEASE_SECONDS': '2'}
-    late = build_kills.start(SOURCE, final, env=env, scratch_dir=str(tmp_path))
-    build_kills.wait_until(lambda: any('late' in n and '/finished/' in n for n in objects(cloud)))
-    late.send_signal(signal.SIGSTOP)
-    build_kills.run(SOURCE, final, env=env, scratch_dir=str(tmp_path / 'other'))
-    late.send_signal(signal.SIGCONT)
-    assert build_kills.end(late).returncode != 0
-    # What it sent before it found out.
-    cloud.put('data', f'{final.removeprefix("gs://data/")}.building/data/x', b'')
-    assert builder.build(final) == 'built elsewhere'
-    assert files_at(cloud, final) == undisturbed
+def all_at(cloud: Gcs) -> list[tuple[str, bytes]]:
+    return list(cloud.objects('data').items())
 
 
 def objects(cloud: Gcs) -> list[str]:

@@ -1,5 +1,6 @@
 """What is written, from a plan to the files of the data set."""
 
+import dataclasses
 import hashlib
 import itertools
 import pathlib
@@ -24,6 +25,12 @@ def files_in(folder: pathlib.Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
+def without_ids(folder: pathlib.Path) -> dict[str, bytes]:
+    """The files by names without IDs, to compare builds of different plans."""
+    ids = [(name, schema.build_of(name)) for name in files_in(folder)]
+    return {name.replace(f'-{of}.', '.'): (folder / name).read_bytes() for name, of in ids}
+
+
 def test_the_number_of_processes_does_not_change_a_byte(tmp_path: pathlib.Path):
     source = made_sources.write_source(tmp_path, [range(70), range(70, 100)])
     embeddings = {key: np.full(5, key) for key in range(100)}
@@ -33,7 +40,7 @@ def test_the_number_of_processes_does_not_change_a_byte(tmp_path: pathlib.Path):
         work = tmp_path / str(workers)
         made = make_plan(source, tmp_path / 'stores', text_embeddings=str(sidecar))
         results = write(made, work, workers)
-        run_plan.write_chunk_indexes(results, data_folder(work))
+        run_plan.write_chunk_indexes(results, data_folder(work), made.build)
         dropped = run_plan.count_dropped(made, results)
         metadata = run_plan.make_metadata(made, results, dropped, 'caption_llava')
         outcomes.append((files_in(data_folder(work)), metadata))
@@ -52,7 +59,7 @@ def test_sources_of_large_files_keep_their_bytes(tmp_path: pathlib.Path):
         made_sources.write_pt(path, keys, replace={'latents': latents})
     made_sources.write_captions(source, {key: f'Caption of {key}.' for key in range(200)})
     write(make_plan(source, tmp_path / 'stores'), tmp_path / 'work')
-    files = files_in(data_folder(tmp_path / 'work'))
+    files = without_ids(data_folder(tmp_path / 'work'))
     assert len(files) == 18
     short = {re.sub(r'.*_tfds-(.*).tfrecord-0*(\d+)-of-0*', r'\1-\2-of-', n): n for n in files}
     digest = hashlib.sha256(b''.join(n.encode() + files[short[n]] for n in sorted(short)))
@@ -74,7 +81,8 @@ def test_small_files_give_the_same_shards_as_one_file_of_all_their_rows(tmp_path
         settings = {'shard_bytes': 10**9, 'text_embeddings': 'pt', 'max_bad_fraction': 0.1}
         made = make_plan(tmp_path / name, tmp_path / 'stores', **settings)
         results = write(made, tmp_path / f'{name} work')
-        files = files_in(data_folder(tmp_path / f'{name} work'))
+        files = without_ids(data_folder(tmp_path / f'{name} work'))
+        results = [dataclasses.replace(result, read=()) for result in results]
         outcomes.append((files, [result.to_json() for result in results]))
     assert outcomes[0] == outcomes[1]
     assert len(outcomes[0][0]) == 2
@@ -145,7 +153,7 @@ def test_what_is_finished_is_not_written_again(tmp_path: pathlib.Path):
     content = bytearray(undisturbed[flipped])
     content[middle] ^= 1
     (data / flipped).write_bytes(content)
-    records = tmp_path / 'work' / 'finished'
+    records = data / f'building-{made.build}'
     (records / f'{recordless}.json').unlink()
     record = records / f'{damaged}.json'
     record.write_text(record.read_text().replace('"num_records": ', '"num_records": 1'))
@@ -159,14 +167,32 @@ def test_what_is_finished_is_not_written_again(tmp_path: pathlib.Path):
     assert [result.to_json() for result in second] == [result.to_json() for result in first]
 
 
-def test_shards_of_another_plan_are_written_again(tmp_path: pathlib.Path):
+def test_another_plan_writes_other_files(tmp_path: pathlib.Path):
     source = made_sources.write_source(tmp_path / 'source', [range(70), range(70, 100)])
-    write(make_plan(source, tmp_path / 'stores'), tmp_path / 'work')
+    first = make_plan(source, tmp_path / 'stores')
+    write(first, tmp_path / 'work')
+    before = files_in(data_folder(tmp_path / 'work'))
+    assert {schema.build_of(name) for name in before} == {first.build}
     made_sources.write_captions(source, {key: f'Other of {key}.' for key in range(100)})
     made = make_plan(source, tmp_path / 'stores')
+    assert made.build != first.build
     write(made, tmp_path / 'work')
     write(made, tmp_path / 'afresh')
-    assert files_in(data_folder(tmp_path / 'work')) == files_in(data_folder(tmp_path / 'afresh'))
+    after = files_in(data_folder(tmp_path / 'work'))
+    assert after == before | files_in(data_folder(tmp_path / 'afresh'))
+    assert len(after) == len(before) + len(made.tasks)
+
+
+def test_only_the_version_that_planned_a_shard_writes_it(tmp_path: pathlib.Path):
+    """As one of several versions among Beam's workers."""
+    source = made_sources.write_source(tmp_path / 'source', [range(20)])
+    made = make_plan(source, tmp_path / 'stores')
+    older = 'coyo11m_tfds 0.0.1, records of format 1'
+    tasks = tuple(dataclasses.replace(task, writer=older) for task in made.tasks)
+    message = f'planned by {older}, but this worker has {made.tasks[0].writer}'
+    with pytest.raises(RuntimeError, match=message):
+        write(dataclasses.replace(made, tasks=tasks), tmp_path / 'work')
+    assert not list(data_folder(tmp_path / 'work').glob('*.tfrecord*'))
 
 
 @pytest.mark.parametrize(
@@ -205,9 +231,8 @@ def test_what_is_not_finite_is_left_out_and_counted(
     )
     expected = write(other, tmp_path / 'good work')
     got = write(wanted, tmp_path / 'bad work')
-    assert files_in(data_folder(tmp_path / 'bad work')) == files_in(
-        data_folder(tmp_path / 'good work')
-    )
+    data = [data_folder(tmp_path / work) for work in ('bad work', 'good work')]
+    assert without_ids(data[0]) == without_ids(data[1])
     np.testing.assert_array_equal(
         [result.statistics.latent_moments.sums for result in got],
         [result.statistics.latent_moments.sums for result in expected],
@@ -241,8 +266,8 @@ def test_a_shard_of_which_nothing_is_left_is_empty(tmp_path: pathlib.Path):
     made_sources.write_pt(path, [40], replace={'latents': latents})
     made = make_plan(source, tmp_path / 'stores', validation_fraction=0, max_bad_fraction=0.1)
     results = write(made, tmp_path / 'work')
-    run_plan.write_chunk_indexes(results, data_folder(tmp_path / 'work'))
-    index = ChunkIndex.load(data_folder(tmp_path / 'work'), schema.TRAIN)
+    run_plan.write_chunk_indexes(results, data_folder(tmp_path / 'work'), made.build)
+    index = ChunkIndex.load(data_folder(tmp_path / 'work'), schema.TRAIN, made.build)
     assert index.shard_lengths[-1] == 0
     assert index.shard_lengths.sum() == 40
 
@@ -264,16 +289,16 @@ def test_a_small_file_that_changes_after_planning_is_named(tmp_path: pathlib.Pat
     made_sources.write_pt(path, range(14, 9, -1))
     with pytest.raises(ValueError, match=f'{path}: has changed since the build began'):
         write(made, tmp_path / 'work')
-    assert not list((tmp_path / 'work').glob('finished/*train*'))
+    assert not list(data_folder(tmp_path / 'work').glob('building-*/*train*'))
 
 
 def test_the_chunk_index_points_at_the_records(tmp_path: pathlib.Path):
     source = made_sources.write_source(tmp_path, [range(700)])
     made = make_plan(source, tmp_path / 'out', shard_bytes=10_000_000)
     data = data_folder(tmp_path / 'work')
-    run_plan.write_chunk_indexes(write(made, tmp_path / 'work'), data)
+    run_plan.write_chunk_indexes(write(made, tmp_path / 'work'), data, made.build)
 
-    index = ChunkIndex.load(data, schema.TRAIN)
+    index = ChunkIndex.load(data, schema.TRAIN, made.build)
     train = sorted((t for t in made.tasks if t.split == schema.TRAIN), key=lambda t: t.index)
     assert index.shard_lengths.tolist() == [len(task.inputs.open().rows) for task in train]
     for shard, task in enumerate(train):
@@ -324,4 +349,4 @@ def test_a_bad_number_of_processes_in_the_environment_is_refused(
     monkeypatch.setenv('COYO11M_NUM_PROC', value)
     with pytest.raises(ValueError, match=f'COYO11M_NUM_PROC={value}: expected'):
         write(made, tmp_path / 'work', num_workers=0)
-    assert not data_folder(tmp_path / 'work').exists()
+    assert not list(data_folder(tmp_path / 'work').glob('*.tfrecord*'))

@@ -10,8 +10,9 @@ import pytest
 from coyo11m_tfds import schema, verify
 from coyo11m_tfds.checks import data_sets
 
-SHARD = 'coyo11m_tfds-train.tfrecord-00003-of-00012'
-OTHER = 'coyo11m_tfds-train.tfrecord-00005-of-00012'
+CHECKSUMS = 'checksums-3f9a1c20.json'
+SHARD = 'coyo11m_tfds-train-3f9a1c20.tfrecord-00003-of-00012'
+OTHER = 'coyo11m_tfds-train-3f9a1c20.tfrecord-00005-of-00012'
 
 
 @pytest.fixture
@@ -39,8 +40,10 @@ def swapped(folder: pathlib.Path) -> str:
 
 
 def other_index(folder: pathlib.Path) -> str:
-    shutil.copy(folder / 'chunk_index-validation.npy', folder / 'chunk_index-train.npy')
-    return 'chunk_index-train.npy: '
+    shutil.copy(
+        folder / 'chunk_index-validation-3f9a1c20.npy', folder / 'chunk_index-train-3f9a1c20.npy'
+    )
+    return 'chunk_index-train-3f9a1c20.npy: '
 
 
 def no_metadata(folder: pathlib.Path) -> str:
@@ -73,25 +76,26 @@ def test_swapped_shards_of_one_size_are_found_without_reading_them_through(copy)
 
 def test_an_index_of_other_places_is_found_without_checksums(copy):
     """As sizes and counts are right, only the records tell."""
-    (copy / schema.CHECKSUMS_FILE).unlink()
+    (copy / CHECKSUMS).unlink()
     (found,) = data_sets.check_health(str(copy), read_through=0)
     assert (found.status, 'were compared only with each other' in found.text) == ('warn', True)
-    index = np.load(copy / 'chunk_index-train.npy')
+    index = np.load(copy / 'chunk_index-train-3f9a1c20.npy')
     last = index.shape[0] - 2  # offset of the last chunk of the last shard
     index[last] += 1
-    np.save(copy / 'chunk_index-train.npy', index)
+    np.save(copy / 'chunk_index-train-3f9a1c20.npy', index)
     assert verify.verify(copy, fast=True).faults == []
     (found,) = data_sets.check_health(str(copy), read_through=0)
     assert found.status == 'fail'
-    assert 'chunk_index-train.npy tells of' in found.text
+    assert 'chunk_index-train-3f9a1c20.npy tells of' in found.text
 
 
 def test_data_sets_are_found_below_a_data_dir(copy, tmp_path):
     assert data_sets.find(str(copy)) == [str(copy)]
     assert data_sets.find(f'{tmp_path}/') == [str(copy)]
-    (copy.parent / '1.0.0.building' / 'data').mkdir(parents=True)
+    (copy / 'building-01234567').mkdir()
+    (copy / 'coyo11m_tfds-train-01234567.tfrecord-00000-of-00001').touch()
     no_metadata(copy)
-    (copy / schema.CHECKSUMS_FILE).unlink()
+    (copy / CHECKSUMS).unlink()
     assert data_sets.find(str(tmp_path)) == [str(copy)]  # shards are enough
     with pytest.raises(ValueError, match=schema.INFO_FILE):
         data_sets.check_health(str(copy))

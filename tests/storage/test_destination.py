@@ -1,11 +1,8 @@
 """Tests of destinations: whole files or none, and what a resumed build can trust."""
 
-import ctypes
-import errno
 import os
 import pathlib
 import random
-import shutil
 import tempfile
 import time
 
@@ -14,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coyo11m_tfds.storage import held_folder
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.file_state import FileState
 from coyo11m_tfds.storage.local_folder import LocalFolder
 from tests import children
 
-LAST = 'dataset_info.json'
 SHARED_MEMORY = pathlib.Path('/dev/shm')  # another file system, on Linux
 
 
@@ -175,25 +172,6 @@ def test_killed_while_putting(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ['parts']
 
 
-def test_promote(tmp_path):
-    destination = Destination(tmp_path)
-    for name in ('a', 'sub/b', LAST):
-        destination.put_bytes(f'parts/{name}', name.encode())
-    for _ in range(2):  # the second time there is nothing to do
-        destination.promote('parts', 'final', LAST)
-        assert destination.read_all('final') == {'a': b'a', LAST: LAST.encode()}
-        assert destination.read_all('final/sub') == {'b': b'sub/b'}
-        assert not (tmp_path / 'parts').exists()
-
-
-def test_promote_takes_the_place_of_an_empty_folder(tmp_path):
-    destination = Destination(tmp_path)
-    destination.put_bytes(f'parts/{LAST}', b'{}')
-    (tmp_path / 'final').mkdir()
-    destination.promote('parts', 'final', LAST)
-    assert destination.read_all('final') == {LAST: b'{}'}
-
-
 @pytest.mark.parametrize('name', ['{abs}/x', '../x', 'a/../../x', 'a//x', './x', 'a\\x', 'a\0x'])
 def test_names_that_lead_elsewhere(tmp_path, name):
     name = name.format(abs=tmp_path)
@@ -209,66 +187,39 @@ def test_names_that_lead_elsewhere(tmp_path, name):
     assert sorted(path.name for path in tmp_path.rglob('*')) == ['.staging', 'out', 'x']
 
 
-@pytest.mark.parametrize('number', [0, errno.ENOSYS, errno.EINVAL])
-def test_promote_replaces_what_is_complete_if_it_is_told_to(tmp_path, monkeypatch, number: int):
-    destination = Destination(tmp_path)
-    destination.put_bytes(f'work/parts/{LAST}', b'new')
-    destination.put_bytes(f'final/{LAST}', b'old')
-    destination.put_bytes('final/of-the-old-one', b'')
-    parts = destination.identity('work/parts', LAST)
-    old = destination.identity('final', LAST)
-    if number:  # a system that cannot exchange two folders
-        monkeypatch.setattr(ctypes, 'CDLL', lambda *_, **__: _NoExchange(number))
-    destination.promote('work/parts', 'final', LAST, replace=True)
-    assert destination.read_all('final') == {LAST: b'new'}
-    assert destination.identity('final', LAST) == parts
-    kept = 'work/parts.old' if number else 'work/parts'
-    assert destination.identity(kept, LAST) == old
-    assert destination.identity('work/nothing', LAST) == ''
-
-
-class _NoExchange:
-    """A C library whose renameat2 fails."""
-
-    def __init__(self, number: int):
-        self._number = number
-
-    def renameat2(self, *_) -> int:
-        ctypes.set_errno(self._number)
-        return -1
-
-
 def test_verify_names_the_file_that_differs(tmp_path):
     destination = Destination(tmp_path)
-    for name in ('a', 'b'):
-        destination.put_bytes(f'sub/{name}', b'12')
-    states = destination.inventory('sub')
-    destination.verify('sub', states)
-    with pytest.raises(OSError, match=r'sub/b: found 2, expected no such file'):
-        destination.verify('sub', {'a': states['a']})
-    with pytest.raises(OSError, match=r'sub/c: found no such file, expected 2'):
-        destination.verify('sub', states | {'c': states['a']})
-    (tmp_path / 'sub' / 'a').write_bytes(b'1')
-    with pytest.raises(OSError, match=r'sub/a: found 1, expected 2'):
-        destination.verify('sub', states)
+    for name in ('a', 'sub/b', 'other'):
+        destination.put_bytes(name, b'12')
+    states = {'a': _state(b'12'), 'sub/b': _state(b'12')}
+    destination.verify(states)
+    with pytest.raises(OSError, match=r'/c: found no such file, expected 2'):
+        destination.verify(states | {'c': states['a']})
+    (tmp_path / 'sub' / 'b').write_bytes(b'1')
+    with pytest.raises(OSError, match=r'sub/b: found 1, expected 2'):
+        destination.verify(states)
 
 
-def test_remove_ends_with_what_says_why_it_is_there(tmp_path, monkeypatch):
-    destination = Destination(tmp_path / 'out')
-    for name in ('a', 'sub/x', LAST, 'z'):
-        destination.put_bytes(name, b'1')
-    with monkeypatch.context() as patched:
-        patched.setattr(shutil, 'rmtree', _interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            destination.remove(last=LAST)
-    assert LAST in destination.read_all('')
-    destination.remove(last=LAST)
-    assert not (tmp_path / 'out').exists()
-    destination.remove(last=LAST)  # that it is gone is no error
+def test_a_sweep_leaves_what_a_living_process_writes(tmp_path):
+    destination = Destination(tmp_path)
+    destination.put_bytes('x', b'1')
+    staging = pathlib.Path(destination.staging(''))
+    (staging / 'of-a-killed-one').write_bytes(b'1')
+    (staging / 'held-1').mkdir()
+    (staging / 'held-1.lock').touch()
+    (tmp_path / 'empty').mkdir()
+    with held_folder.make(staging, 'other-') as held:
+        (pathlib.Path(held) / 'y').write_bytes(b'1')
+        destination.sweep()
+        assert {path.name for path in staging.iterdir()} == {*_with_lock(held)}
+        assert os.listdir(held) == ['y']
+    destination.sweep()
+    assert [path.name for path in tmp_path.iterdir()] == ['x']
 
 
-def _interrupt(path: str) -> None:
-    raise KeyboardInterrupt
+def _with_lock(path: str) -> tuple[str, str]:
+    name = os.path.basename(path)
+    return name, f'{name}.lock'
 
 
 def test_what_is_there_survives_a_loss_of_power(tmp_path, monkeypatch):
@@ -294,14 +245,9 @@ def test_what_is_there_survives_a_loss_of_power(tmp_path, monkeypatch):
         ('move', f'{out}/.staging/work-x', f'{out}/work/x'),
         ('sync', f'{out}/work'),
     ]
-    destination.put_bytes(f'work/{LAST}', b'2')
+    destination.put_bytes('work/y', b'2')
     (_, synced), (_, moved, target), (_, folder) = steps[-3:]
-    assert (synced, target, folder) == (moved, f'{out}/work/{LAST}', f'{out}/work')
-    (tmp_path / 'out' / 'work' / 'by-others').write_bytes(b'3')
-    destination.promote('work', 'final', LAST)
-    before = steps.index(('move', f'{out}/work', f'{out}/final'))
-    assert ('sync', f'{out}/work/by-others') in steps[:before]
-    assert steps[before + 1 :] == [('sync', out)]
+    assert (synced, target, folder) == (moved, f'{out}/work/y', f'{out}/work')
 
 
 def test_what_others_remove_while_it_is_read(tmp_path, monkeypatch):
@@ -337,71 +283,20 @@ def fill(destination: Destination, files: dict[str, bytes]) -> None:
         destination.put_bytes(name, data)
 
 
-def work_and_final(destination: Destination) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    return destination.read_all('work'), destination.read_all('final')
-
-
-def test_remove(destination):
-    destination.put_bytes('a/b/x', b'1')
+def test_removing(destination):
+    fill(destination, dict.fromkeys(('a', 'sub/b', 'sub/deep/c', 'sub/deep/d'), b'12'))
+    assert destination.sizes() == dict.fromkeys(('a', 'sub/b', 'sub/deep/c', 'sub/deep/d'), 2)
     for _ in range(2):
-        destination.remove()
-        assert destination.inventory('a/b') == destination.inventory() == {}
+        destination.remove(['sub/b', 'sub/deep/c', 'nothing', 'no/folder'])
+        assert destination.sizes() == {'a': 2, 'sub/deep/d': 2}
+    destination.remove(['sub/deep/d'])
+    assert destination.sizes() == {'a': 2}
+    assert destination.read('a') == b'12'
+    assert destination.read('sub/b') is None
 
 
 def test_only_some_names(destination):
     fill(destination, dict.fromkeys(('a', 'b', 'c', 'sub/b'), b'1'))
     assert set(destination.inventory(names=['a', 'c', 'd'])) == {'a', 'c'}
-    destination.keep_only('', ['a', 'd'])
-    assert set(destination.read_all('')) == {'a'}
+    assert set(destination.read_all('', ['a', 'd'])) == {'a'}
     assert set(destination.read_all('sub')) == {'b'}
-
-
-def test_promote_needs_a_complete_folder(destination):
-    destination.put_bytes('work/a', b'')
-    with pytest.raises(FileNotFoundError, match=f'work: {LAST} is missing'):
-        destination.promote('work', 'final', LAST)
-    with pytest.raises(FileNotFoundError, match=f'nothing: {LAST} is missing'):
-        destination.promote('nothing', 'final', LAST)
-    assert work_and_final(destination) == ({'a': b''}, {})
-
-
-@pytest.mark.parametrize('replace', [False, True])
-@pytest.mark.parametrize('work', [{LAST: b'new'}, {LAST: b'old', 'x': b'1'}, {'x': b'1'}])
-def test_promote_replaces_nothing_unless_told_and_nothing_by_what_is_incomplete(
-    destination, work: dict[str, bytes], replace: bool
-):
-    fill(destination, {f'work/{name}': data for name, data in work.items()})
-    fill(destination, {f'final/{LAST}': b'old'})
-    if replace and LAST in work:
-        destination.promote('work', 'final', LAST, replace=True)
-        assert destination.read_all('final') == work
-        return
-    with pytest.raises(FileExistsError, match=f'{destination.folder}/final exists already'):
-        destination.promote('work', 'final', LAST, replace=replace)
-    assert work_and_final(destination) == (work, {LAST: b'old'})
-
-
-def test_promote_replaces_what_is_not_complete(destination):
-    """As an interrupted build or removal leaves it."""
-    fill(destination, {'work/x': b'new', f'work/{LAST}': b'2'})
-    fill(destination, {'final/of-another-build': b'1', 'final/x': b'old'})
-    destination.promote('work', 'final', LAST)
-    assert destination.read_all('final') == {LAST: b'2', 'x': b'new'}
-
-
-def test_nothing_is_changed_by_who_has_lost_the_place(destination):
-    both = {'x': b'1', LAST: b'work'}, {'x': b'2', LAST: b'final'}
-    for folder, files in zip(('work', 'final'), both, strict=True):
-        fill(destination, {f'{folder}/{name}': data for name, data in files.items()})
-    for act in (
-        lambda: destination.remove(check=_lost),
-        lambda: destination.keep_only('work', [], check=_lost),
-        lambda: destination.promote('work', 'final', LAST, replace=True, check=_lost),
-    ):
-        with pytest.raises(KeyError):
-            act()
-        assert work_and_final(destination) == both
-
-
-def _lost() -> None:
-    raise KeyError('lost')

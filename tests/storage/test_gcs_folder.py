@@ -1,11 +1,9 @@
-"""Tests of destinations in a bucket: faults of every kind, and promotion that is broken off."""
+"""Tests of destinations in a bucket: faults of every kind."""
 
 import json
 import pathlib
 import pickle
 import random
-import time
-from collections.abc import Callable
 
 import google_crc32c
 import pytest
@@ -14,11 +12,9 @@ from google.cloud import storage
 from coyo11m_tfds.storage import gcs_folder, gcs_objects
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.file_state import FileState
-from tests import children
-from tests.fakes.cloud import Fault, Gcs
+from tests.fakes.cloud import Fault
 from tests.fakes.fake_http import Call, FakeServer, Reply
 
-LAST = 'dataset_info.json'
 PASSING = ['429', '503', 'cut', 'stall', 'slow', 'reset', 'lost']
 
 
@@ -90,9 +86,11 @@ def test_small_files(gcs):
     assert destination.inventory() == {'x': _state(b'new')}
     assert destination.inventory('sub') == {'y': _state(b'1')}
     assert destination.read_all('missing') == destination.inventory('missing') == {}
-    destination.keep_only('sub', ['z'])
-    assert destination.read_all('sub') == {}
-    destination.remove()
+    assert destination.sizes() == {'x': 3, 'sub/y': 1}
+    destination.remove(['sub/y', 'x'])
+    assert destination.sizes() == {}
+    gcs.remove('bucket', 'a/b/')
+    gcs.remove('bucket', 'a/b/sub/')
     assert gcs.objects('bucket') == {'a/bc': b'of another'}
 
 
@@ -166,10 +164,10 @@ def test_no_bucket(gcs, tmp_path):
     )
     for act in (
         destination.inventory,
-        destination.remove,
+        destination.sizes,
+        lambda: destination.read('x'),
         lambda: destination.read_all('x'),
         lambda: destination.put_bytes('x', b''),
-        lambda: destination.promote('x', 'y', LAST),
         lambda: _put(tmp_path, 'x', b'', destination.folder),
         lambda: _put(tmp_path, 'x', bytes(9_000_000), destination.folder),
     ):
@@ -193,11 +191,10 @@ def test_empty_objects_of_which_no_size_is_told(gcs):
     gcs.tells_size_of_empty = False
     destination = Destination('gs://bucket/a')
     destination.put_bytes('work/x', b'')
-    destination.put_bytes(f'work/{LAST}', b'{}')
-    assert destination.inventory('work') == {'x': _state(b''), LAST: _state(b'{}')}
-    assert destination.read_all('work') == {'x': b'', LAST: b'{}'}
-    destination.promote('work', 'final', LAST)
-    assert gcs.objects('bucket') == {f'a/final/{LAST}': b'{}', 'a/final/x': b''}
+    destination.put_bytes('work/y', b'{}')
+    assert destination.inventory('work') == {'x': _state(b''), 'y': _state(b'{}')}
+    assert destination.read_all('work') == {'x': b'', 'y': b'{}'}
+    destination.verify({'work/x': _state(b''), 'work/y': _state(b'{}')})
 
 
 def test_no_credentials(gcs, monkeypatch):
@@ -246,15 +243,21 @@ def test_federated_credentials_without_a_project(gcs, tmp_path, monkeypatch):
 def _complete(destination: Destination, tmp_path: pathlib.Path) -> None:
     """Does everything once that changes or reads a bucket."""
     (tmp_path / 'large').write_bytes(bytes(9_000_000))
-    destination.put_bytes('work/x', b'1' * 1000)
-    destination.put_bytes(f'work/{LAST}', b'2' * 1000)
-    folder = gcs_folder.GcsFolder(destination.folder)
+    destination.put_bytes('x', b'1' * 1000)
+    destination.put_bytes('y', b'2' * 1000)
     large = str(tmp_path / 'large')
-    gcs_objects.upload(folder.blob('work/large'), large, _state(bytes(9_000_000)).crc32c)
-    wanted = {'x': b'1' * 1000, LAST: b'2' * 1000, 'large': bytes(9_000_000)}
-    assert destination.read_all('work') == wanted
-    assert destination.inventory('work') == {name: _state(data) for name, data in wanted.items()}
-    destination.promote('work', 'final', LAST)
+    folder = gcs_folder.GcsFolder(destination.folder)
+    gcs_objects.upload(folder.blob('large'), large, _state(bytes(9_000_000)).crc32c)
+    wanted = {'x': b'1' * 1000, 'y': b'2' * 1000, 'large': bytes(9_000_000)}
+    states = {name: _state(data) for name, data in wanted.items()}
+    assert destination.read_all('') == wanted
+    assert destination.inventory() == states
+    assert destination.sizes() == {name: len(data) for name, data in wanted.items()}
+    assert destination.read('x') == wanted['x']
+    assert destination.read('z') is None
+    destination.verify(states)
+    gcs_objects.copy(folder.blob('x'), folder.blob('z'), states['x'])
+    destination.remove(['x', 'not there'])
 
 
 @pytest.mark.parametrize('kind', PASSING)
@@ -264,28 +267,27 @@ def test_a_fault_of_every_request(gcs, tmp_path, kind, monkeypatch):
         gcs.inject(Fault(kind, action=action, seconds=0.1 if kind == 'slow' else None))
     _complete(Destination('gs://bucket/a'), tmp_path)
     sizes = {name: len(data) for name, data in gcs.objects('bucket').items()}
-    assert sizes == {f'a/final/{LAST}': 1000, 'a/final/large': 9_000_000, 'a/final/x': 1000}
+    assert sizes == {'a/y': 1000, 'a/large': 9_000_000, 'a/z': 1000}
 
 
 def test_flipped_bytes(gcs, tmp_path):
     gcs.inject(Fault('flip', count=4, match='upload'), Fault('flip', count=2, action='read'))
     _complete(Destination('gs://bucket/a'), tmp_path)
-    assert gcs.objects('bucket') == {
-        f'a/final/{LAST}': b'2' * 1000,
-        'a/final/large': bytes(9_000_000),
-        'a/final/x': b'1' * 1000,
-    }
+    wanted = {'a/y': b'2' * 1000, 'a/large': bytes(9_000_000), 'a/z': b'1' * 1000}
+    assert gcs.objects('bucket') == wanted
 
 
 def test_mixed_faults(gcs, tmp_path):
     gcs.inject_share([*PASSING[:3], 'reset', 'lost'], share=0.2, everywhere=True)
     for number in range(10):
         destination = Destination(f'gs://bucket/{number}')
-        destination.put_bytes(f'work/{LAST}', b'1')
-        destination.put_bytes('work/x', b'2')
-        destination.promote('work', 'final', LAST)
-        assert destination.read_all('final') == {LAST: b'1', 'x': b'2'}
-    assert len(gcs.objects('bucket')) == 20
+        destination.put_bytes('work/x', b'1')
+        destination.put_bytes('work/y', b'2')
+        destination.put_bytes('z', b'3')
+        assert destination.read_all('work') == {'x': b'1', 'y': b'2'}
+        destination.remove(['work/x', 'work/y'])
+        assert destination.read_all('work') == {}
+    assert len(gcs.objects('bucket')) == 10
 
 
 def test_an_upload_goes_on_where_it_broke_off(gcs, tmp_path, monkeypatch):
@@ -321,155 +323,6 @@ def test_an_upload_of_which_less_was_kept_than_sent(gcs, tmp_path, monkeypatch):
     assert gcs.objects('bucket') == {'a/x': bytes(9_000_000)} and len(attempts) == 2
 
 
-def test_promote(gcs):
-    destination = Destination('gs://bucket/a')
-    gcs.put('bucket', 'a/work/', b'')
-    for name in ('x', 'sub/y', LAST):
-        destination.put_bytes(f'work/{name}', name.encode())
-    for _ in range(2):  # the second time there is nothing to do
-        destination.promote('work', 'final', LAST)
-        assert gcs.objects('bucket') == {
-            f'a/final/{LAST}': LAST.encode(),
-            'a/final/sub/y': b'sub/y',
-            'a/final/x': b'x',
-        }
-    copies = [request.path for request in gcs.requests if request.action == 'copy']
-    assert copies[-1] == f'bucket/a/work/{LAST}' and len(copies) == 3
-
-
-@pytest.mark.parametrize(
-    'match', ['copy .*/x5', f'copy .*{LAST}', 'DELETE .*/x5', f'DELETE .*{LAST}']
-)
-def test_promote_that_is_broken_off(gcs, match):
-    destination = Destination('gs://bucket/a')
-    files = {f'x{i}': str(i).encode() for i in range(20)} | {LAST: b'{}'}
-    for name, data in files.items():
-        gcs.put('bucket', f'a/work/{name}', data)
-    gcs.inject(Fault('403', match=match))
-    with pytest.raises(PermissionError):
-        destination.promote('work', 'final', LAST)
-    _check_interrupted(gcs, files)
-    destination.promote('work', 'final', LAST)
-    assert gcs.objects('bucket') == {f'a/final/{n}': d for n, d in sorted(files.items())}
-
-
-def _check_interrupted(gcs: Gcs, files: dict[str, bytes]) -> None:
-    """Nothing is lost, and `LAST` does not say that a part is the whole."""
-    stored = gcs.objects('bucket')
-    for name, data in files.items():
-        assert data in (stored.get(f'a/work/{name}'), stored.get(f'a/final/{name}'))
-    if f'a/final/{LAST}' in stored:
-        assert all(stored.get(f'a/final/{name}') == data for name, data in files.items())
-
-
-_PROMOTE = """
-from coyo11m_tfds.storage.destination import Destination
-
-destination = Destination('gs://bucket/a')
-destination.inventory('work')
-print('started', flush=True)
-destination.promote('work', 'final', sys.argv[1])
-"""
-
-
-def test_killed_while_promoting(gcs):
-    files = {f'x{i}': str(i).encode() for i in range(40)} | {LAST: b'{}'}
-    for name, data in files.items():
-        gcs.put('bucket', f'a/work/{name}', data)
-    gcs.latency = 0.02
-    for seed in range(3):
-        with children.python(_PROMOTE, LAST) as child:
-            assert child.stdout.readline() == 'started\n'
-            time.sleep(random.Random(seed).uniform(0.02, 0.2))
-            child.kill()
-        _check_interrupted(gcs, files)
-    gcs.latency = 0
-    Destination('gs://bucket/a').promote('work', 'final', LAST)
-    assert gcs.objects('bucket') == {f'a/final/{n}': d for n, d in sorted(files.items())}
-
-
-def test_promote_replaces_what_is_complete_if_it_is_told_to(gcs):
-    destination = Destination('gs://bucket/a')
-    old = {'x': b'old', 'same': b'same', 'of-the-old-one': b'1', LAST: b'old'}
-    new = {'x': b'new', 'same': b'same', 'y': b'2', LAST: b'new'}
-    for folder, files in {'final': old, 'work': new}.items():
-        for name, data in files.items():
-            gcs.put('bucket', f'a/{folder}/{name}', data)
-    identity = destination.identity('work', LAST)
-    assert identity not in ('', destination.identity('final', LAST))
-    destination.promote('work', 'final', LAST, replace=True)
-    assert gcs.objects('bucket') == {f'a/final/{n}': d for n, d in sorted(new.items())}
-    assert destination.identity('final', LAST) == identity
-    assert destination.identity('work', LAST) == ''
-    of_final = [r for r in gcs.requests if '/final/' in r.path or '/work/' in r.path]
-    steps = [f'{r.action} {r.path}' for r in of_final if r.action in ('copy', 'delete')]
-    assert steps[0] == f'delete bucket/a/final/{LAST}'
-    copies = [step for step in steps if step.startswith('copy')]
-    assert copies[-1] == f'copy bucket/a/work/{LAST}' and len(copies) == 3
-
-
-@pytest.mark.parametrize(
-    'match', [f'DELETE .*final/{LAST}', 'DELETE .*final/y', 'copy .*/x', f'copy .*{LAST}', 'list']
-)
-def test_promote_that_replaces_is_broken_off(gcs, match):
-    """The new set is whole until the last listing has shown that the copy is."""
-    destination = Destination('gs://bucket/a')
-    new = {'x': b'new', LAST: b'new'}
-    for folder, files in {'final': {'y': b'old', 'x': b'old', LAST: b'old'}, 'work': new}.items():
-        for name, data in files.items():
-            gcs.put('bucket', f'a/{folder}/{name}', data)
-    checks = []
-
-    def check() -> None:
-        checks.append(1)
-        if match == 'list' and not checks[1:]:
-            gcs.inject(Fault('403', action='list'))
-
-    if match != 'list':
-        gcs.inject(Fault('403', match=match))
-    with pytest.raises(PermissionError):
-        destination.promote('work', 'final', LAST, replace=True, check=check)
-    assert destination.read_all('work') == new
-    destination.promote('work', 'final', LAST, replace=True)
-    assert gcs.objects('bucket') == {f'a/final/{n}': d for n, d in sorted(new.items())}
-
-
-def test_what_another_one_stored_meanwhile_is_neither_deleted_nor_replaced(gcs):
-    """As after a sleep between the listing and a request."""
-    destination = Destination('gs://bucket/a')
-    for folder in ('final', 'work'):
-        for name in ('x', 'y', LAST):
-            gcs.put('bucket', f'a/{folder}/{name}', folder.encode())
-    gcs.put('bucket', 'a/final/z', b'final')
-
-    def once() -> Callable[[], None]:
-        names = ['x', 'y', 'z']
-
-        def store() -> None:
-            while names:
-                gcs.put('bucket', f'a/final/{names.pop()}', b'of the other one')
-
-        return store
-
-    with pytest.raises(OSError, match=r'a/final/.*another process has changed it'):
-        destination.promote('work', 'final', LAST, replace=True, check=once())
-    stored = gcs.objects('bucket')
-    assert {stored[f'a/final/{name}'] for name in ('x', 'y', 'z')} == {b'of the other one'}
-    assert f'a/final/{LAST}' not in stored
-    destination.keep_only('final', [], check=once())
-    destination.remove(check=once())
-    assert set(gcs.objects('bucket')) == {'a/final/x', 'a/final/y', 'a/final/z'}
-
-
-def test_an_answer_to_a_copy_that_is_lost(gcs):
-    destination = Destination('gs://bucket/a')
-    for name in ('x', LAST):
-        gcs.put('bucket', f'a/work/{name}', b'1')
-    gcs.inject(Fault('lost', count=2, action='copy'))
-    destination.promote('work', 'final', LAST)
-    assert gcs.objects('bucket') == {f'a/final/{LAST}': b'1', 'a/final/x': b'1'}
-
-
 @pytest.mark.parametrize('kind', ['503', 'lost'])
 def test_a_copy_that_takes_several_requests(gcs, kind: str):
     """As between places far apart."""
@@ -489,19 +342,7 @@ def test_a_copy_that_takes_several_requests(gcs, kind: str):
 def test_verify_compares_checksums(gcs):
     destination = Destination('gs://bucket/a')
     destination.put_bytes('sub/x', b'12')
-    destination.verify('sub', {'x': _state(b'12')})
+    destination.put_bytes('other', b'')
+    destination.verify({'sub/x': _state(b'12')})
     with pytest.raises(OSError, match=r'gs://bucket/a/sub/x: found .*, expected .*crc32c'):
-        destination.verify('sub', {'x': _state(b'21')})
-
-
-def test_remove_ends_with_what_says_why_it_is_there(gcs):
-    destination = Destination('gs://bucket/a')
-    for i in range(5):
-        destination.put_bytes(f'x{i}', b'')
-    destination.put_bytes(LAST, b'{}')
-    gcs.inject(Fault('403', match='DELETE .*/x3'))
-    with pytest.raises(PermissionError):
-        destination.remove(last=LAST)
-    assert f'a/{LAST}' in gcs.objects('bucket')
-    destination.remove(last=LAST)
-    assert gcs.objects('bucket') == {}
+        destination.verify({'sub/x': _state(b'21')})

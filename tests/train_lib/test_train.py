@@ -447,7 +447,7 @@ def test_an_error_that_is_none_of_reading_keeps_its_kind(data_dir, monkeypatch, 
 def damaged(data_dir, folder):
     """A copy of a data set with a byte changed here and there in every train shard."""
     shutil.copytree(data_dir, folder)
-    for path in folder.glob('*-train.tfrecord*'):
+    for path in folder.glob('*-train*.tfrecord*'):
         content = bytearray(path.read_bytes())
         for place in range(20_000, len(content), 500_000):
             content[place] ^= 1
@@ -473,7 +473,7 @@ def test_records_that_cannot_be_read_stop_a_run_or_are_skipped_and_told(data_dir
 
     for engine in ('rows', 'chunks', 'tf_data'):
         config = small_config(bad, **short, **{'data.engine': engine})
-        message = r'^/[^\n]*train\.tfrecord[^\n]*: record \d+ cannot be read[^\n]*$'
+        message = r'^/[^\n]*train[^\n]*\.tfrecord[^\n]*: record \d+ cannot be read[^\n]*$'
         with pytest.raises(data.ReadError, match=message):
             train.train_and_evaluate(config, tmp_path / engine)
 
