@@ -64,7 +64,7 @@ _RULES = {
     'data.engine': _one_of('auto', 'rows', 'chunks', 'tf_data'),
     'data.verify': _one_of('once', 'always', 'never'),
     'data.parallel_reads': _at_least(1),
-    'data.prefetch': _at_least(-1),  # -1: TensorFlow chooses
+    'data.prefetch': _at_least(-1),  # -1: the engine chooses
     'data.device_prefetch': _Rule(
         'at least 1; 2 lets one batch arrive while another is used', lambda x: x >= 1
     ),
