@@ -89,6 +89,15 @@ def test_checkpoints_of_every_so_many_steps_are_kept_beside_the_last(tmp_path, k
     assert sorted(int(path.name) for path in (tmp_path / checkpoint.FOLDER).iterdir()) == kept
 
 
+def test_fewer_checkpoints_make_room_before_another_one_is_written(tmp_path):
+    with checkpoint.open_manager(tmp_path, keep=4, keep_every=2) as manager:
+        for step in range(1, 6):
+            _save(manager, step, step)
+    with checkpoint.open_manager(tmp_path, keep=1, keep_every=2):
+        left = sorted(int(path.name) for path in (tmp_path / checkpoint.FOLDER).iterdir())
+    assert left == [2, 4, 5]
+
+
 @pytest.mark.parametrize(
     ('field', 'value', 'message'),
     [
