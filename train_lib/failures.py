@@ -88,8 +88,9 @@ def shared() -> Iterator[None]:
 def summary(error: BaseException) -> str:
     """One line. TensorFlow's errors quote those of Python functions with their whole traceback."""
     lines = str(error).splitlines() or ['']
-    quoted = [line for line in lines[1:] if re.match(r'\w+Error: ', line)]
-    return quoted[-1] if quoted else f'{type(error).__name__}: {lines[0]}'
+    # With the module of the error, unless it is one of Python's own.
+    quoted = [found for line in lines[1:] if (found := re.match(r'(?:\w+\.)*(\w+Error: .*)', line))]
+    return quoted[-1][1] if quoted else f'{type(error).__name__}: {lines[0]}'
 
 
 def _watch(over: threading.Event) -> None:

@@ -9,6 +9,7 @@ import socket
 import pytest
 import tensorflow as tf
 
+import input_pipeline
 from tests import runs
 from train_lib import failures
 
@@ -16,18 +17,19 @@ SETTINGS = {'num_steps': 10_000, 'eval_every': 0, 'checkpoint_every': 3, 'batch_
 HOSTS = {'processes': 2, 'devices': 1}
 
 
-def test_the_summary_of_an_error_is_a_line_that_says_what_happened():
+@pytest.mark.parametrize('kind', [ValueError, input_pipeline.DamagedError])
+def test_the_summary_of_an_error_is_a_line_that_says_what_happened(kind):
     def fail(_):
-        raise ValueError('file.tfrecord: record 7 cannot be read')
+        raise kind('file.tfrecord: record 7 cannot be read')
 
     def read(x):
         return tf.numpy_function(fail, [x], tf.int64)
 
     with pytest.raises(tf.errors.OpError) as error:
         list(tf.data.Dataset.range(4).map(read, num_parallel_calls=2))
-    said = 'ValueError: file.tfrecord: record 7 cannot be read'
+    said = f'{kind.__name__}: file.tfrecord: record 7 cannot be read'
     assert failures.summary(error.value) == said
-    assert failures.summary(ValueError('file.tfrecord: record 7 cannot be read')) == said
+    assert failures.summary(kind('file.tfrecord: record 7 cannot be read')) == said
     assert failures.summary(RuntimeError()) == 'RuntimeError: '
 
 
