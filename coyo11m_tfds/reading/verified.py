@@ -4,9 +4,8 @@
     good = checks.check(there, numbers, matches)       # bool (n,)
 
 A record is compared with all that is read with it: its own bytes, and its rows of columns.
-TensorFlow compares the checksum of every record that it reads. Rows are gathered without looking at
-the rest of a record, so here it is a choice: `once` compares each record when this process first
-reads it, `always` each time, `never` not at all.
+Rows are gathered without looking at the rest of a record, so it is a choice: `once` compares each
+record when this process first reads it, `always` each time, `never` not at all.
 """
 
 from collections.abc import Callable
