@@ -7,7 +7,8 @@ A bad record is one whose bytes are there but wrong. A file that cannot be read 
 either policy.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 from absl import logging
 
@@ -28,6 +29,15 @@ ALWAYS_ALLOWED = 64
 
 class DamagedError(ValueError):
     """A file of a data set does not hold what was written; the message names it."""
+
+
+@contextlib.contextmanager
+def naming_damage() -> Iterator[None]:
+    """Gives errors about the content of a file their type."""
+    try:
+        yield
+    except ValueError as error:
+        raise DamagedError(*error.args) from error
 
 
 class BadRecords:

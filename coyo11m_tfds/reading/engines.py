@@ -23,7 +23,7 @@ from coyo11m_tfds.reading import (
     shares,
     verified,
 )
-from coyo11m_tfds.reading.bad_records import SKIP, BadRecords
+from coyo11m_tfds.reading.bad_records import SKIP, BadRecords, naming_damage
 from coyo11m_tfds.reading.batches import ArraySpec, Batches, Place, specs_of
 from coyo11m_tfds.reading.column_reader import ColumnReader
 from coyo11m_tfds.reading.fetched_files import FetchedFiles
@@ -271,9 +271,11 @@ class _Readers:
         num_records = int(split.index.shard_lengths.sum())
         self._found = stored.find_columns(asked.features, text)
         where = stored.folder, asked.split, num_records
-        self._columns = {
-            name: column_reader.open_column(column, *where) for name, column in self._found.items()
-        }
+        with naming_damage():
+            self._columns = {
+                name: column_reader.open_column(column, *where)
+                for name, column in self._found.items()
+            }
         self._bad_records = BadRecords(
             asked.on_bad_records, asked.max_bad_fraction, num_records, asked.counter
         )

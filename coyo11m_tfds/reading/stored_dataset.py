@@ -9,11 +9,10 @@ Whoever reads a data set opens it here. TensorFlow is not needed, and used only 
 mocks, whose builder is given.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import numpy as np
@@ -22,7 +21,7 @@ from absl import logging
 from coyo11m_tfds import chunk_index, columns, manifest, schema, texts
 from coyo11m_tfds.columns import AddedColumn, Column
 from coyo11m_tfds.reading import stored_splits
-from coyo11m_tfds.reading.bad_records import DamagedError
+from coyo11m_tfds.reading.bad_records import DamagedError, naming_damage
 from coyo11m_tfds.reading.indexed_split import IndexedSplit
 from coyo11m_tfds.reading.record_layout import RecordLayout
 from coyo11m_tfds.reading.stored_splits import StoredSplit
@@ -199,7 +198,7 @@ class StoredDataset:
         found = self.splits.get(name)
         if found is None or not found.file_names:
             return None
-        with _naming_damage():
+        with naming_damage():
             index = chunk_index.ChunkIndex.load(self.folder, name, found.build)
         if index is None:
             _check_not_lost(self.folder, chunk_index.file_name(name, found.build), found.build)
@@ -315,7 +314,7 @@ def _parse(folder: str, content: bytes, builder: Any) -> StoredDataset:
             f'{folder}: {schema.METADATA_FILE} is of another build than {schema.INFO_FILE}; it is '
             'being replaced. Open it again in a moment; if that does not help, build it again.'
         )
-    with _naming_damage():
+    with naming_damage():
         found = columns.read(folder, build)
     return StoredDataset(folder, full_name, splits, features, metadata, found, builder)
 
@@ -333,15 +332,6 @@ def _check_not_lost(folder: str, index: str, build: str) -> None:
             f'{folder}/{index}: is missing, and {recorded} names it. Restore it or build the data '
             'set again.'
         )
-
-
-@contextlib.contextmanager
-def _naming_damage() -> Iterator[None]:
-    """Gives errors about the content of a file their type."""
-    try:
-        yield
-    except ValueError as error:
-        raise DamagedError(*error.args) from error
 
 
 def _no_data_set(folder: str) -> FileNotFoundError:

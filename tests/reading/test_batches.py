@@ -15,6 +15,7 @@ import input_pipeline
 from coyo11m_tfds import schema
 from tests import children
 from tests.checkout import CHECKOUT
+from tests.reading import small_dataset
 from tests.reading.batches import assert_same
 from tests.reading.damaged import ORDER, damage
 
@@ -141,6 +142,14 @@ def test_damage_has_a_type_of_its_own(copy):
     (copy / 'features.json').write_text('{')
     with pytest.raises(input_pipeline.DamagedError, match=r'features\.json: is damaged'):
         input_pipeline.open_data(copy)
+
+
+def test_a_damaged_column_has_it_too(tmp_path):
+    path = tmp_path / '1.0.0'
+    small_dataset.write(path, {schema.TRAIN: (70, 97)}, source=tmp_path / 'source')
+    (tmp_path / 'source' / 'train-0.pt').write_bytes(b'x')
+    with pytest.raises(input_pipeline.DamagedError, match=r'train-0\.pt'):
+        input_pipeline.train_batches(path, **ORDER)
 
 
 def test_types_of_batches_are_known(tmp_path):
