@@ -74,7 +74,7 @@ def main(
     begin: Callable[[argparse.Namespace, pathlib.Path, contextlib.ExitStack], Once],
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """Measures what the command line asks for and prints the table.
+    """Measures what the command line asks for, prints the table, and returns the exit status.
 
     Args:
         doc: of the program.
@@ -85,9 +85,6 @@ def main(
             a stack of what is to end with the benchmark. It may change `flags.sides`, those chosen,
             and returns what runs one of them.
         arguments: of the command line; those of the process by default.
-
-    Returns:
-        The exit status.
     """
     chosen = _parse(doc, sides, flags, arguments)
     folder = chosen.dir.absolute() / 'coyo11m-benchmark'
@@ -339,7 +336,7 @@ def _reason(runs: Sequence[Figures]) -> str:
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns rows as Markdown; the first column holds names, the others figures."""
+    """Rows as Markdown; the first column holds names, the others figures."""
     lines = [columns, ['---', *['---:'] * (len(columns) - 1)], *rows]
     return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
 

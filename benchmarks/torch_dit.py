@@ -20,17 +20,13 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 
 # Those of `train_lib.models`, written again for machines without JAX: width, depth, heads.
-SIZES = {
-    'tiny': (128, 6, 4),
-    'S': (384, 12, 6),
-    'B': (768, 12, 12),
-    'L': (1024, 24, 16),
-    'XL': (1152, 28, 16),
-}
+SIZES = {'tiny': (128, 6, 4), 'S': (384, 12, 6), 'B': (768, 12, 12), 'L': (1024, 24, 16)}
+SIZES['XL'] = 1152, 28, 16
 
 _TIME_FEATURES = 256
 _MAX_PERIOD = 10_000.0
 _TIME_SCALE = 1_000.0
+_CHANNELS = 4  # of a latent
 _EPSILON = 1e-6  # of the norms, as in Flax
 
 
@@ -47,12 +43,8 @@ class Linear(nn.Linear):
         return self
 
 
-class HeadNorm(nn.Module):
-    """Root mean square norm of the last axis, with a scale."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+class HeadNorm(nn.RMSNorm):
+    """Root mean square norm of the last axis; its scale stays float32."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), _EPSILON)
@@ -117,24 +109,16 @@ class DiT(nn.Module):
     """
 
     def __init__(
-        self,
-        width: int,
-        depth: int,
-        num_heads: int,
-        patch_size: int,
-        dtype: torch.dtype = torch.bfloat16,
-        remat: str = 'none',
-        side: int = 32,
-        channels: int = 4,
-        text_dim: int = 640,
-    ):
+        self, width: int, depth: int, num_heads: int, patch_size: int, remat: str = 'none',
+        dtype: torch.dtype = torch.bfloat16, side: int = 32, text_dim: int = 640,
+    ):  # fmt: skip
         super().__init__()
         self.patch_size, self.dtype, self.remat = patch_size, dtype, remat
         self.conditioning = Conditioning(width, text_dim)
-        self.patches = Linear(patch_size**2 * channels, width)
+        self.patches = Linear(patch_size**2 * _CHANNELS, width)
         self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(depth))
         self.modulation = Linear(width, 2 * width).zeros()
-        self.velocity = Linear(width, patch_size**2 * channels).zeros()
+        self.velocity = Linear(width, patch_size**2 * _CHANNELS).zeros()
         positions = _sincos_positions_2d(side // patch_size, width)
         self.register_buffer('positions', positions, persistent=False)
 
@@ -196,17 +180,10 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        model: DiT,
-        stats: Mapping[str, Tensor],
-        mode: str = 'default',
-        learning_rate: float = 2e-4,
-        weight_decay: float = 0.01,
-        b1: float = 0.9,
-        b2: float = 0.99,
-        clip_norm: float = 1.0,
-        ema_decay: float = 0.9999,
-    ):
+        self, model: DiT, stats: Mapping[str, Tensor], mode: str = 'default',
+        learning_rate: float = 2e-4, weight_decay: float = 0.01, b1: float = 0.9, b2: float = 0.99,
+        clip_norm: float = 1.0, ema_decay: float = 0.9999,
+    ):  # fmt: skip
         kernels = [layer.weight for layer in model.modules() if isinstance(layer, Linear)]
         ids = set(map(id, kernels))
         others = [weights for weights in model.parameters() if id(weights) not in ids]
@@ -240,14 +217,9 @@ class Trainer:
 def flow_loss(
     model: DiT, stats: Mapping[str, Tensor], batch: Mapping[str, Tensor], noise: Tensor, t: Tensor
 ) -> Tensor:
-    """The mean squared error of the velocity.
+    """The mean squared error of the velocity, for noise `(b, H, W, 4)` and times `(b,)`.
 
-    Args:
-        model: that predicts it.
-        stats: see `Trainer`.
-        batch: `latents` `(b, 4, H, W)` and `text_embedding` `(b, D)`, raw; `drop_text` bool `(b,)`.
-        noise: standard normal, `(b, H, W, 4)`.
-        t: times `(b,)`.
+    A batch has raw `latents` `(b, 4, H, W)` and `text_embedding` `(b, D)`, and `drop_text` `(b,)`.
     """
     x = batch['latents'].float().permute(0, 2, 3, 1)
     x = (x - stats['latent_mean']) / stats['latent_std']
