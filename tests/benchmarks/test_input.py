@@ -89,7 +89,7 @@ def test_bare_reading_gives_the_records_of_the_files(made):
 @pytest.mark.slow
 @pytest.mark.parametrize('cold', [False, True])
 def test_the_command_measures_every_side(tmp_path: pathlib.Path, capsys, cold: bool):
-    arguments = [f'--dir={tmp_path}', '--gb=0.1', '--repeats=1', '--seconds=0.2']
+    arguments = [f'--dir={tmp_path}', '--gb=0.05', '--repeats=1', '--seconds=0.2']
     columns = {**input._COLUMNS, 'words': lambda runs: '' if 'resume' in runs[0] else 'once'}
 
     status = runner.main(
@@ -104,7 +104,8 @@ def test_the_command_measures_every_side(tmp_path: pathlib.Path, capsys, cold: b
     assert status == 0 and len(rows) + len(left_out) == len(input.SIDES)
     for row in (dict(zip(header, row, strict=True)) for row in rows):
         assert int(row['samples/s'].replace(',', '')) > 0
-        assert (int(row['MB/s from the disk'].replace(',', '')) > 0) == cold, row['side']
+        # Also a warm reader may have to read a library.
+        assert cold <= int(row['MB/s from the disk'].replace(',', '')) < (9999 if cold else 20)
         bare = row['side'] == 'bare TFRecord reading'
         assert row['same batches'] == ('' if cold or bare else 'yes'), row['side']
         assert bool(row['words']) == (cold or bare)
