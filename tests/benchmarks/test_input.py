@@ -30,6 +30,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return made
 
 
+@pytest.fixture(autouse=True)
+def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process with the threads of JAX must not be forked."""
+    monkeypatch.setattr(readers, '_WORKERS', 0)
+
+
 def open_stream(made: pathlib.Path, name: str, state: str = '') -> Stream:
     settings = input.SIDES[name].settings
     options = {name: settings[name] for name in ('engine', 'verify') if name in settings}
