@@ -54,7 +54,10 @@ def _show(show: Callable, kind: type, error: BaseException, traceback) -> None:
 
 
 def _how_to_open(info: tfds.core.DatasetInfo) -> str:
-    return f"tfds.builder_from_directory('{info.data_dir}')"
+    return (
+        f"tfds.builder_from_directory('{info.data_dir}')\n"
+        f'python -m train_lib.main --config=default --workdir=W --config.data.dir={info.data_dir}'
+    )
 
 
 def _is_worth_reading(record: logging.LogRecord) -> bool:

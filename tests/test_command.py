@@ -110,6 +110,8 @@ def test_it_ends_with_where_the_report_and_the_data_set_are(built: tuple):
     page = next(final_folder(out).glob('report-*.html'))
     report = lines.index(f'report      {page}')
     assert lines[report + 1] == f"tfds.builder_from_directory('{final_folder(out)}')"
+    train = 'python -m train_lib.main --config=default --workdir=W --config.data.dir='
+    assert lines[report + 2] == f'{train}{final_folder(out)}'
     assert 'DatasetInfo' not in said
 
 
