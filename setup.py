@@ -19,6 +19,7 @@ _ONE_BUILD = 'platform_system != "Linux" or platform_machine != "x86_64"'
 
 CONVERT = [
     'apache-beam>=2.60',  # the `tfds` command imports it
+    'duckdb>=1.4',  # sorts captions and embeddings
     'google-cloud-storage>=3.0',
     'huggingface_hub>=2.4',
     'isal>=1.7',  # CRC-32 at the speed of the memory
@@ -34,6 +35,7 @@ DATAFLOW = [
 ]
 TEXT = [
     'accelerate>=1.0',  # transformers needs it and gguf to load a GGUF file
+    'duckdb>=1.4',
     'gguf>=0.10',
     'pyarrow>=18',
     'torch>=2.6',
@@ -42,6 +44,7 @@ TEXT = [
 ]
 # Gemma 3 in JAX, without torch and transformers.
 TEXT_JAX = [
+    'duckdb>=1.4',
     'huggingface_hub>=2.4',
     'pyarrow>=18',
     'safetensors>=0.5',

@@ -39,14 +39,8 @@ from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.reading import names, stored_dataset, verified
 from coyo11m_tfds.reading.stored_dataset import StoredDataset
 from coyo11m_tfds.report.moments import Moments, add_vectors
-from coyo11m_tfds.source import (
-    embedding_store,
-    matrix_store,
-    part_files,
-    pt_file,
-    remote_heads,
-    row_store,
-)
+from coyo11m_tfds.source import part_files, pt_file, remote_heads, sidecar
+from coyo11m_tfds.source.joined import Joined
 from coyo11m_tfds.storage import build_lock, file_state, held_folder, source_files, stored_files
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.scratch import Scratch, choose_folder
@@ -60,21 +54,21 @@ _CHUNKS_AT_ONCE = 32  # requests to gs://
 
 @dataclasses.dataclass(frozen=True)
 class _Values:
-    """Values to add, looked up by key.
+    """Values to add.
 
     Attributes:
         place: path or URL of the file or folder that they come from.
-        store: finds them.
+        joined: the values; the place of each is the number of its record, over all splits.
         dtype, shape: of a row.
         feature, encoder: see `AddedColumn`.
     """
 
     place: str
-    store: embedding_store.EmbeddingStore | row_store.RowStore
+    joined: Joined
     dtype: np.dtype
     shape: tuple[int, ...]
-    feature: str = ''
-    encoder: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    feature: str
+    encoder: Mapping[str, Any]
 
 
 def add(
@@ -98,8 +92,8 @@ def add(
         parquet: files with `column`.
         column: of integers, floats, or lists of these of one length; it keeps its dtype.
         replace: instead of a column of this name, if there is one.
-        scratch_dir: local folder for the values as a matrix, which takes as much room as they do;
-            '' for where a build has it: `.coyo11m_tfds` beside the folder of the data set, or this
+        scratch_dir: local folder for the values on their way, twice as much room as they take; ''
+            for where a build has it: `.coyo11m_tfds` beside the folder of the data set, or this
             user's cache for one on gs://.
 
     Raises:
@@ -112,10 +106,11 @@ def add(
         raise ValueError('expected either text, or parquet with column.')
     with _editing(data_dir, scratch_dir) as edit:
         _check_name(edit.stored, name, replace)
-        if text:
-            values = _open_text(os.fspath(text), edit.scratch)
-        else:
-            values = _open_rows(os.fspath(parquet), column, edit.scratch)
+        place = os.fspath(text or parquet)
+        files = part_files.find(place)
+        if not files[0].is_remote:  # before the shards are read for their keys
+            sidecar.describe(files[0].path, column)
+        values = _join(edit.stored, place, files, column, edit.scratch)
         return _add(edit, name, values)
 
 
@@ -252,23 +247,26 @@ def _check_name(stored: StoredDataset, name: str, replace: bool) -> None:
         )
 
 
-def _hold(scratch: str) -> matrix_store.Hold:
-    return lambda file: Scratch(scratch, file.size).hold_showing(file)
-
-
-def _open_text(place: str, scratch: str) -> _Values:
-    store = embedding_store.prepare_store(
-        part_files.find(place), cache_dir=scratch, hold=_hold(scratch)
+def _join(
+    stored: StoredDataset, place: str, files: Sequence[SourceFile], column: str, scratch: str
+) -> _Values:
+    """Brings values into the order of the records; ValueError if a record lacks one."""
+    keys = np.concatenate([np.empty(0, np.int64), *_keys(stored)])
+    folder = os.path.join(scratch, 'joined')
+    downloads = Scratch(os.path.join(scratch, 'source'), max(file.size for file in files))
+    sidecar.join(files, folder, keys, hold=downloads.hold_showing, column=column)
+    joined = Joined(folder)
+    facts = joined.facts
+    values = _Values(
+        place=place,
+        joined=joined,
+        dtype=np.dtype(facts['dtype']),
+        shape=tuple(facts['shape']),
+        feature=sidecar.Header(**facts['header']).feature if 'header' in facts else '',
+        encoder=facts.get('header', {}),
     )
-    header = store.header
-    return _Values(place, store, store.dtype, store.shape, header.feature, header.to_json())
-
-
-def _open_rows(place: str, column: str, scratch: str) -> _Values:
-    store = row_store.prepare_store(
-        part_files.find(place), column, cache_dir=scratch, hold=_hold(scratch)
-    )
-    return _Values(place, store, store.dtype, store.shape)
+    _check_complete(stored, values, np.delete(keys, joined.places))
+    return values
 
 
 def _add(edit: _Edit, name: str, values: _Values) -> AddedColumn:
@@ -277,23 +275,22 @@ def _add(edit: _Edit, name: str, values: _Values) -> AddedColumn:
     is_text = values.feature == schema.TEXT_EMBEDDING
     sums = Moments(values.shape[0]) if is_text else None
     files = {split: columns.file_name(name, split, stored.build) for split in stored.splits}
-    written = {
-        split: _write(
+    written, first = {}, 0
+    for split, file in files.items():
+        number = sum(stored.splits[split].shard_lengths)
+        written[split] = _write(
             os.path.join(edit.staging, file),
-            stored,
-            split,
+            range(first, first + number),
             values,
             sums if split == schema.TRAIN else None,
         )
-        for split, file in files.items()
-    }
-    _check_complete(stored, values, np.concatenate([lacking for _, lacking in written.values()]))
+        first += number
     column = AddedColumn(
         name,
         values.dtype.name,
         values.shape,
         files,
-        {split: crc32c for split, (crc32c, _) in written.items()},
+        written,
         values.feature,
         encoder=values.encoder,
     )
@@ -307,33 +304,22 @@ def _add(edit: _Edit, name: str, values: _Values) -> AddedColumn:
     return column
 
 
-def _write(
-    path: str, stored: StoredDataset, split: str, values: _Values, sums: Moments | None
-) -> tuple[str, np.ndarray]:
-    """Writes the values of a split as a `.npy` file, and adds them to `sums`, if any.
-
-    Returns:
-        The CRC-32C of what is in it, and keys of records without a value, int64 `(n,)`; with any
-        the file is of no use.
-    """
-    num_records = sum(stored.splits[split].shard_lengths)
-    lacking = [np.empty(0, np.int64)]
+def _write(path: str, places: range, values: _Values, sums: Moments | None) -> str:
+    """Writes the values of a split, and adds them to `sums`, if any; returns their CRC-32C."""
     with (
         file_state.naming(path),
         open(path, 'wb') as file,
-        Progress(split, num_records, 'records') as progress,
+        Progress('Writing values', len(places), 'records') as progress,
     ):
-        writer = columns.Writer(file, values.dtype, values.shape, num_records)
-        for keys in _keys(stored, split):
-            rows = values.store.find(keys)
-            lacking.append(keys[rows < 0])
-            read = values.store.read(rows[rows >= 0])
+        writer = columns.Writer(file, values.dtype, values.shape, len(places))
+        for first in range(places.start, places.stop, _ROWS_AT_ONCE):
+            some = np.arange(first, min(first + _ROWS_AT_ONCE, places.stop))
+            read = sidecar.read(values.joined, some)
             writer.write(read)
             if sums:
                 add_vectors(sums, read)
-            progress.add(len(keys))
-        crc32c = writer.finish()
-    return crc32c, np.concatenate(lacking)
+            progress.add(len(some))
+        return writer.finish()
 
 
 def _check_complete(stored: StoredDataset, values: _Values, lacking: np.ndarray) -> None:
@@ -353,25 +339,30 @@ def _check_complete(stored: StoredDataset, values: _Values, lacking: np.ndarray)
     )
 
 
-def _keys(stored: StoredDataset, split: str) -> Iterator[np.ndarray]:
-    """The keys of a split in the order of its records, some at a time."""
-    if not any(stored.splits[split].shard_lengths):
-        return
-    if stored.split(split) is None:
-        raise ValueError(
-            f'{stored.folder}: split {split!r} has no chunk index. Build the data set again.'
+def _keys(stored: StoredDataset) -> Iterator[np.ndarray]:
+    """The keys of all records, split by split in the order of its records, some at a time."""
+    for split in stored.splits:
+        if not any(stored.splits[split].shard_lengths):
+            continue
+        if stored.split(split) is None:
+            raise ValueError(
+                f'{stored.folder}: split {split!r} has no chunk index. Build the data set again.'
+            )
+        batches = input_pipeline.eval_batches(
+            stored,
+            verify=verified.ALWAYS,
+            split=split,
+            features=(schema.KEY,),
+            batch_size=_ROWS_AT_ONCE,
+            parallel_reads=_CHUNKS_AT_ONCE,
+            prefetch=1,
         )
-    batches = input_pipeline.eval_batches(
-        stored,
-        verify=verified.ALWAYS,
-        split=split,
-        features=(schema.KEY,),
-        batch_size=_ROWS_AT_ONCE,
-        parallel_reads=_CHUNKS_AT_ONCE,
-        prefetch=1,
-    )
-    for batch in batches:
-        yield batch[schema.KEY][batch[names.MASK]]
+        num_records = sum(stored.splits[split].shard_lengths)
+        with Progress(f'Reading keys of {split}', num_records, 'records') as progress:
+            for batch in batches:
+                keys = batch[schema.KEY][batch[names.MASK]]
+                yield keys
+                progress.add(len(keys))
 
 
 def parse_flags() -> argparse.Namespace:

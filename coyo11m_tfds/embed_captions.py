@@ -37,7 +37,10 @@ from coyo11m_tfds.embedding.part_runner import EncoderChoice, Job
 from coyo11m_tfds.process import command_line, ending, workers
 from coyo11m_tfds.process import job as ranks
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.source import caption_store, keyed_parquet, part_files
+from coyo11m_tfds.source import captions as captions_source
+from coyo11m_tfds.source import part_files
+from coyo11m_tfds.source.joined import Joined
+from coyo11m_tfds.source.keyed_parquet import KeyedFile
 from coyo11m_tfds.storage import source_files
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.text import text_encoders
@@ -144,21 +147,20 @@ def embed(
     if not loaded and _one_process(out, num_workers, choice):  # before captions are fetched in vain
         loaded = choice.load()
     with out_place.scratch_folder(out, scratch_dir) as folder:
-        store = caption_store.prepare_store(
-            lambda: Scratch(folder, file.size).hold_showing(file),
-            name=file.path,
-            version=file.version,
-            column=caption_column,
-            cache_dir=folder,
-            drop_duplicates=drop_duplicates,
-        )
-        captions = part_maker.Captions(store, part_captions)
+        by_key = os.path.join(folder, 'captions')
+        with Scratch(os.path.join(folder, 'source'), file.size).hold_showing(file) as path:
+            captions_source.join(path, caption_column, by_key, name=file.path)
+        joined = Joined(by_key)
+        if not drop_duplicates:
+            captions_source.check_unique(joined, file.path)
+        captions = part_maker.Captions(joined, part_captions)
+        num_keys, num_duplicates = len(joined.places), joined.facts['duplicates']
         if not len(captions):
             raise ValueError(
-                f'{file.path}: all {len(store.keys)} captions are null, blank or too long; '
-                'nothing to encode.'
+                f'{file.path}: all {num_keys} captions are null, blank or too long; nothing to '
+                'encode.'
             )
-        job = Job(choice, store.folder, caption_column, part_captions, out, folder)
+        job = Job(choice, by_key, caption_column, part_captions, out, folder)
         if out_place.is_file(out):
             outcome = _make_file(job, captions, loaded or choice.load())
         else:
@@ -166,8 +168,8 @@ def embed(
     return Report(
         num_captions=outcome.num_captions,
         num_kept=outcome.num_kept,
-        num_skipped=len(store.keys) - len(captions),
-        num_duplicates=store.num_duplicates,
+        num_skipped=num_keys - len(captions),
+        num_duplicates=num_duplicates,
         num_truncated=outcome.made.num_truncated,
         num_tokens=outcome.counter.tokens,
         padding=outcome.counter.padding,
@@ -244,7 +246,7 @@ def find_captions(
     """
     file = source_files.describe(f'{os.fspath(source_dir).rstrip("/")}/{schema.CAPTIONS_FILE}')
     if not file.is_remote:
-        keyed_parquet.open_with_column(file.path, caption_column).close()
+        KeyedFile(file.path, caption_column).close()
     return file
 
 

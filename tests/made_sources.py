@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import torch
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.source import caption_store
+from coyo11m_tfds.source import captions, joined
 
 
 def make_latents(count: int, dtype: str = 'float16', seed: int = 0) -> torch.Tensor:
@@ -36,12 +36,12 @@ def write_pt(
     torch.save({name: value for name, value in content.items() if value is not None}, path)
 
 
-def write_captions(folder: pathlib.Path, captions: Mapping[int, str | None]) -> None:
+def write_captions(folder: pathlib.Path, texts: Mapping[int, str | None]) -> None:
     """Writes the Parquet file of captions."""
     columns = {
-        schema.PARQUET_KEY: pa.array(list(captions), pa.int64()),
-        schema.DEFAULT_CAPTION_COLUMN: pa.array(list(captions.values()), pa.string()),
-        'caption': pa.array([f'short {key}' for key in captions], pa.string()),
+        schema.PARQUET_KEY: pa.array(list(texts), pa.int64()),
+        schema.DEFAULT_CAPTION_COLUMN: pa.array(list(texts.values()), pa.string()),
+        'caption': pa.array([f'short {key}' for key in texts], pa.string()),
     }
     pq.write_table(pa.table(columns), folder / schema.CAPTIONS_FILE)
 
@@ -102,4 +102,5 @@ def captions_digest(source: pathlib.Path, column: str = schema.DEFAULT_CAPTION_C
     """What a sidecar that is made of these captions says of them."""
     path = str(source / schema.CAPTIONS_FILE)
     with tempfile.TemporaryDirectory() as folder:
-        return caption_store.build_store(path, column, folder, path)['digest']
+        captions.join(path, column, f'{folder}/captions')
+        return joined.Joined(f'{folder}/captions').facts['digest']

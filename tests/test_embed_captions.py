@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from coyo11m_tfds import embed_captions, sample_data, schema
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
 from coyo11m_tfds.process import progress
-from coyo11m_tfds.source import embedding_store, part_files
+from coyo11m_tfds.source import sidecar
 from coyo11m_tfds.text import text_encoders
-from tests import made_sources
+from tests import joins, made_sources
 from tests.checkout import COCO_SAMPLE
 from tests.fakes.cloud import Fault
 
@@ -88,15 +88,13 @@ def test_the_file_says_what_it_is(source, out):
 
 def test_the_builder_reads_it(source, out, tmp_path):
     embed_captions.embed(source, 'hash', out)
-    store = embedding_store.prepare_store(part_files.find(out), cache_dir=tmp_path)
+    found = joins.of_values(out, tmp_path / 'joined', [90, 5, 7])
     digest = made_sources.captions_digest(source)
-    assert store.header == embedding_store.SidecarHeader(
-        640, 'hash', '1', 0, 'caption_llava', digest
-    )
-    rows = store.find(np.array([90, 5, 7]))
-    assert rows[1] == -1
+    header = sidecar.Header(640, 'hash', '1', 0, 'caption_llava', digest)
+    assert sidecar.Header(**found.facts['header']) == header
+    assert found.places.tolist() == [0, 2]
     expected = text_encoders.HashEncoder().encode(['a red circle', 'a cat']).astype(np.float16)
-    np.testing.assert_array_equal(store.read(rows[[0, 2]]), expected)
+    np.testing.assert_array_equal(sidecar.read(found, found.places), expected)
 
 
 @settings(deadline=None, max_examples=25)
@@ -135,7 +133,7 @@ def test_another_column_and_an_old_sidecar(tmp_path, out):
     out.parent.mkdir()
     out.write_bytes(b'an older one')
     embed_captions.embed(source, 'hash', out, caption_column='tags')
-    assert embedding_store.read_header(str(out)).caption_column == 'tags'
+    assert sidecar.read_header(str(out)).caption_column == 'tags'
 
 
 def test_progress_is_logged_where_there_is_no_terminal(source, out, monkeypatch, caplog):

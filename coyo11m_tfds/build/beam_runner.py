@@ -104,7 +104,7 @@ def _pack(tasks: Sequence[ShardTask], finished: FinishedShards) -> list[ShardTas
     """
 
     def pack_one(task: ShardTask) -> ShardTask:
-        assert isinstance(task.inputs, shard_inputs.StoreInputs)  # what a plan has
+        assert isinstance(task.inputs, shard_inputs.JoinedInputs)  # what a plan has
         name = f'{sub_folder(finished.build)}/{task.filename}.npz'
         finished.folder.put_bytes(name, shard_inputs.pack(task.inputs))
         inputs = shard_inputs.PackedInputs(f'{finished.folder.folder}/{name}')

@@ -6,12 +6,14 @@
 
 Planning opens and checks every file of the source, joins captions and text embeddings by key, and
 chooses the split of each key, so that faults are found before hours are spent on writing. For 12
-million rows it takes 12 s besides reading the files, and at most 1.5 GB of memory.
+million rows it takes TODO s besides reading the heads, and at most 1.5 GB of memory.
 """
 
 import dataclasses
 import hashlib
 import itertools
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,15 +22,19 @@ from absl import logging
 from coyo11m_tfds import schema
 from coyo11m_tfds.build import in_place, recorded_settings, shard_cuts
 from coyo11m_tfds.build.settings import EMBEDDINGS_IN_PT, BuildSettings
-from coyo11m_tfds.build.shard_inputs import StoreInputs
+from coyo11m_tfds.build.shard_inputs import JoinedInputs
 from coyo11m_tfds.build.tasks import ShardPart, ShardTask, TextEmbeddings
 from coyo11m_tfds.keyed_random import splitmix64
 from coyo11m_tfds.report.dropped_rows import Dropped
-from coyo11m_tfds.source import caption_store, embedding_store, location, part_files
-from coyo11m_tfds.source.keyed_store import KeyedStore
+from coyo11m_tfds.source import captions, copied_files, joined, location, part_files, sidecar
+from coyo11m_tfds.source.joined import Joined
+from coyo11m_tfds.source.sidecar import Header
 from coyo11m_tfds.source.source_latents import SourceLatents
-from coyo11m_tfds.storage import held_folder, json_digest
+from coyo11m_tfds.storage import file_state, held_folder, json_digest
 from coyo11m_tfds.storage.scratch import Scratch
+from coyo11m_tfds.storage.source_files import SourceFile
+
+_NO_ROW = -2  # bytes of the caption of a key that the Parquet file lacks
 
 _RECORD_OVERHEAD = 128  # bytes of a record besides latents, caption and text embedding
 
@@ -46,45 +52,51 @@ class Plan:
         num_bytes: their expected size, exact within 1%.
         latent_dtype: one of `schema.LATENT_DTYPES`.
         text_embeddings: None where records hold no text embedding.
-        sidecar: header of the sidecar of text embeddings; None without a sidecar.
+        sidecar: what the sidecar of text embeddings says of its making; None without a sidecar.
         dropped: rows of the source that are left out, by reason.
         source_fingerprint: hex digest of everything that is read.
         settings: what is recorded of the settings, see `recorded_settings`.
         build: ID of the build, from all that decides its files; it is in their names.
-        stores: those that the tasks refer to; while they are open, no other build removes them.
+        joined: what the tasks read; while it is open, no other build removes it.
     """
 
     tasks: tuple[ShardTask, ...]
     num_bytes: int
     latent_dtype: str
     text_embeddings: TextEmbeddings | None
-    sidecar: embedding_store.SidecarHeader | None
+    sidecar: Header | None
     dropped: Dropped
     source_fingerprint: str
     settings: dict[str, Any]
     build: str
-    stores: tuple[KeyedStore, ...]
+    joined: '_Joined'
 
 
 @dataclasses.dataclass(frozen=True)
 class _Joined:
-    """The parts of records that do not come from the `.pt` files.
+    """The parts of records that do not come from the `.pt` files, in the order of the records.
 
-    `text_embeddings` is None without embeddings, `sidecar` where they are not from a sidecar.
+    Attributes:
+        places: of each row of the `.pt` files, int64 `(n,)`; -1 of a row that repeats a key.
+        captions: of these places.
+        sidecar: None unless embeddings are from a sidecar.
+        header: of that.
+        text_embeddings: None without embeddings.
     """
 
-    captions: caption_store.CaptionStore
+    places: np.ndarray
+    captions: Joined
+    sidecar: Joined | None
+    header: Header | None
     text_embeddings: TextEmbeddings | None
-    sidecar: embedding_store.EmbeddingStore | None
-
-    @property
-    def stores(self) -> tuple[KeyedStore, ...]:
-        return (self.captions, self.sidecar) if self.sidecar else (self.captions,)
 
     @property
     def digests(self) -> list[str]:
         in_pt = EMBEDDINGS_IN_PT if self.text_embeddings else ''
-        return [self.captions.digest, self.sidecar.digest if self.sidecar else in_pt]
+        return [
+            self.captions.facts['digest'],
+            self.sidecar.facts['digest'] if self.sidecar else in_pt,
+        ]
 
 
 def make_plan(
@@ -100,14 +112,15 @@ def make_plan(
         source: files to read.
         settings: what a user decides.
         scratch: where remote files are put while they are read.
-        cache_dir: existing folder for the stores of captions and embeddings. They stay there for
-            the next build, and the tasks refer to them.
+        cache_dir: existing folder for captions and embeddings, which the tasks read. They stay
+            there for the next build, unless that is of something else.
         limit: keep only so many records of each split, the first.
 
     Raises:
         ValueError: something is wrong with the source.
         OSError: a remote file cannot be read.
     """
+    sidecar_files = _find_sidecar(settings)
     # Of this build alone: another one of the same source must not remove what is read here.
     with held_folder.make(cache_dir, 'heads-') as heads:
         latents = SourceLatents.read(
@@ -116,12 +129,10 @@ def make_plan(
     if not settings.check_crc:
         logging.warning('check_crc is false: no contents of .pt files are compared with a CRC-32.')
     logging.info('%d rows in %d .pt files', latents.num_rows, len(latents.files))
-    joined = _join(source, settings, latents, scratch, cache_dir)
-    caption_rows = joined.captions.find(latents.keys)
-    # For a key without a row this is the length of another caption; NO_ROW leaves that key out.
-    caption_bytes = joined.captions.lengths(caption_rows)
-    reasons = _drop_reasons(latents, caption_rows, caption_bytes, joined)
-    dropped = _count_dropped(latents, joined.captions, reasons, settings.max_bad_fraction)
+    joined = _join(source, settings, latents, sidecar_files, scratch, cache_dir)
+    caption_bytes = _of_rows(joined.captions, joined.captions.sizes, joined.places)
+    reasons = _drop_reasons(latents, caption_bytes, joined)
+    dropped = _count_dropped(latents, joined.captions.facts, reasons, settings.max_bad_fraction)
     _check_dropped(dropped, source.captions_file.path, settings.drop_bad)
     kept = ~np.logical_or.reduce(list(reasons.values()))
     tasks = _plan_tasks(settings, latents, joined, kept, caption_bytes, limit)
@@ -136,7 +147,7 @@ def make_plan(
     recorded = recorded_settings.record(
         settings,
         limit,
-        joined.sidecar.header.to_json() if joined.sidecar else settings.text_embeddings,
+        joined.header.to_json() if joined.header else settings.text_embeddings,
     )
     build = json_digest.sha256([fingerprint, recorded, *(task.fingerprint for task in tasks)])[:8]
     return Plan(
@@ -147,100 +158,142 @@ def make_plan(
         num_bytes=sum(task.num_bytes for task in tasks),
         latent_dtype=latents.dtype,
         text_embeddings=joined.text_embeddings,
-        sidecar=joined.sidecar.header if joined.sidecar else None,
+        sidecar=joined.header,
         dropped=dropped,
         source_fingerprint=fingerprint,
         settings=recorded,
         build=build,
-        stores=joined.stores,
+        joined=joined,
     )
 
 
-def _join(
-    source: location.Source,
-    settings: BuildSettings,
-    latents: SourceLatents,
-    scratch: Scratch,
-    cache_dir: str,
-) -> _Joined:
-    """Opens the stores that are joined to the rows, and builds those that are missing."""
-    store = caption_store.prepare_store(
-        lambda: scratch.hold_showing(source.captions_file),
-        name=source.captions_file.path,
-        version=source.captions_file.version,
-        column=settings.caption_column,
-        cache_dir=cache_dir,
-        drop_duplicates=settings.drop_bad,
-        recorded=source.captions_file.recorded,
-    )
-    logging.info('The captions of %s are ready', source.captions_file.path)
-    if not settings.text_embeddings:
-        return _Joined(store, None, None)
-    if settings.text_embeddings == EMBEDDINGS_IN_PT:
-        dim = latents.common_embedding_dim()
-        return _Joined(store, TextEmbeddings(dim, EMBEDDINGS_IN_PT, in_pt=True), None)
-    sidecar = _prepare_sidecar(source, settings, store, scratch, cache_dir)
-    header = sidecar.header
-    text_embeddings = TextEmbeddings(
-        header.dim, header.encoder, in_pt=False, vocabulary=header.vocabulary
-    )
-    return _Joined(store, text_embeddings, sidecar)
-
-
-def _prepare_sidecar(
-    source: location.Source,
-    settings: BuildSettings,
-    store: caption_store.CaptionStore,
-    scratch: Scratch,
-    cache_dir: str,
-) -> embedding_store.EmbeddingStore:
+def _find_sidecar(settings: BuildSettings) -> list[SourceFile]:
+    """Finds the files of a sidecar, and reads what a local one says; before the source is read."""
+    place = settings.text_embeddings
+    if place in ('', EMBEDDINGS_IN_PT):
+        return []
     try:
-        files = part_files.find(settings.text_embeddings)
+        files = part_files.find(place)
     except ValueError as error:
         raise ValueError(
             f"text_embeddings: {error} Otherwise '' or 'pt'; coyo11m_tfds.embed_captions makes "
             'such a file or folder.'
         ) from None
-    hold = scratch.hold_showing if len(files) == 1 else scratch.hold
-    sidecar = embedding_store.prepare_store(files, cache_dir=cache_dir, hold=hold)
-    header = sidecar.header
+    if not files[0].is_remote:
+        _check_column(settings, sidecar.read_header(files[0].path))
+    return files
+
+
+def _check_column(settings: BuildSettings, header: Header) -> None:
     if header.caption_column != settings.caption_column:
         raise ValueError(
             f'{settings.text_embeddings}: its embeddings were made of column '
             f"'{header.caption_column}', but the captions are '{settings.caption_column}'. Embed "
             'that column, or set caption_column.'
         )
-    if header.captions_digest != store.digest:
-        raise ValueError(
-            f'{settings.text_embeddings}: its embeddings were made of other captions than column '
-            f"'{settings.caption_column}' of {source.captions_file.path} has. Make it again with "
-            'coyo11m_tfds.embed_captions, or name the source that it was made from.'
+
+
+def _join(
+    source: location.Source,
+    settings: BuildSettings,
+    latents: SourceLatents,
+    sidecar_files: list[SourceFile],
+    scratch: Scratch,
+    cache_dir: str,
+) -> _Joined:
+    """Joins captions and text embeddings to the rows, and opens what is joined already."""
+    validation = _is_validation(latents.keys, settings.validation_fraction)
+    order = [
+        np.flatnonzero(~latents.duplicate & of_split) for of_split in (~validation, validation)
+    ]
+    rows = np.concatenate(order)
+    places = np.full(len(latents.keys), -1)
+    places[rows] = np.arange(len(rows))
+    wanted = latents.keys[rows]
+    keys_digest = hashlib.sha256(wanted).hexdigest()
+    found = _join_captions(source.captions_file, settings, wanted, keys_digest, scratch, cache_dir)
+    text_embeddings = header = vectors = None
+    if settings.text_embeddings == EMBEDDINGS_IN_PT:
+        dim = latents.common_embedding_dim()
+        text_embeddings = TextEmbeddings(dim, EMBEDDINGS_IN_PT, in_pt=True)
+    elif sidecar_files:
+        hold = scratch.hold_showing if len(sidecar_files) == 1 else scratch.hold
+        vectors = joined.kept(
+            cache_dir,
+            ['sidecar', keys_digest, *([file.path, file.version] for file in sidecar_files)],
+            lambda folder: sidecar.join(sidecar_files, folder, wanted, hold=hold),
         )
-    logging.info('The text embeddings of %s are ready', settings.text_embeddings)
-    return sidecar
+        header = Header(**vectors.facts['header'])
+        _check_column(settings, header)
+        if header.captions_digest != found.facts['digest']:
+            raise ValueError(
+                f'{settings.text_embeddings}: its embeddings were made of other captions than '
+                f"column '{settings.caption_column}' of {source.captions_file.path} has. Make it "
+                'again with coyo11m_tfds.embed_captions, or name the source that it was made from.'
+            )
+        logging.info('The text embeddings of %s are ready', settings.text_embeddings)
+        text_embeddings = TextEmbeddings(
+            header.dim, header.encoder, in_pt=False, vocabulary=header.vocabulary
+        )
+    joined.sweep(cache_dir)
+    return _Joined(places, found, vectors, header, text_embeddings)
+
+
+def _join_captions(
+    file: SourceFile,
+    settings: BuildSettings,
+    wanted: np.ndarray,
+    keys_digest: str,
+    scratch: Scratch,
+    cache_dir: str,
+) -> Joined:
+    def make(folder: str) -> None:
+        with scratch.hold_showing(file) as path:
+            if file.recorded:
+                copied_files.compare(file_state.of_file(path), file.recorded, file.path)
+            captions.join(path, settings.caption_column, folder, wanted, file.path)
+
+    # Any commit of a hub may have the file.
+    origin = ['captions', re.sub('@[0-9a-f]{40}/', '/', file.path), file.version]
+    found = joined.kept(cache_dir, [*origin, settings.caption_column, keys_digest], make)
+    if not settings.drop_bad:
+        captions.check_unique(found, file.path)
+    if not (found.facts['has_checksums'] or file.recorded or file.checksum):
+        logging.warning(
+            '%s: its pages have no checksums, so that damage to it may go unnoticed. Write it with '
+            'write_page_checksum=True, or copy it with coyo11m_tfds.mirror while it is sound.',
+            file.path,
+        )
+    logging.info('The captions of %s are ready', file.path)
+    return found
+
+
+def _of_rows(found: Joined, values: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Values of joined rows for the rows with these places; `_NO_ROW` where nothing was joined."""
+    of_places = np.full(len(places) + 1, _NO_ROW, values.dtype)  # the last is that of place -1
+    of_places[found.places] = values
+    return of_places[places]
 
 
 def _drop_reasons(
-    latents: SourceLatents, caption_rows: np.ndarray, caption_bytes: np.ndarray, joined: _Joined
+    latents: SourceLatents, caption_bytes: np.ndarray, joined: _Joined
 ) -> dict[str, np.ndarray]:
     """Returns bool `(n,)` for each reason to drop a row; at most one of them is true."""
-    no_row = ~latents.duplicate & (caption_rows < 0)
-    has_row = ~latents.duplicate & ~no_row
     reasons = {
         schema.DUPLICATE_KEY: latents.duplicate,
-        schema.NO_ROW: no_row,
-        schema.NO_CAPTION: has_row & (caption_bytes == 0),
-        schema.CAPTION_TOO_LONG: has_row & (caption_bytes == caption_store.TOO_LONG),
+        schema.NO_ROW: ~latents.duplicate & (caption_bytes == _NO_ROW),
+        schema.NO_CAPTION: caption_bytes == 0,
+        schema.CAPTION_TOO_LONG: caption_bytes == captions.TOO_LONG,
     }
     if joined.sidecar:
-        missing = joined.sidecar.find(latents.keys) < 0
+        missing = _of_rows(joined.sidecar, joined.sidecar.sizes, joined.places) == _NO_ROW
         reasons[schema.NO_TEXT_EMBEDDING] = missing & ~np.logical_or.reduce(list(reasons.values()))
     return reasons
 
 
 def _count_dropped(
     latents: SourceLatents,
-    store: caption_store.CaptionStore,
+    captions_facts: Mapping[str, Any],
     reasons: dict[str, np.ndarray],
     max_bad_fraction: float,
 ) -> Dropped:
@@ -255,19 +308,20 @@ def _count_dropped(
     if latents.disagreeing_files:
         file, keys = latents.disagreeing_files[0], latents.disagreeing
         dropped.add(schema.ROWS_DISAGREE, len(keys), keys, file)
-    dropped.add(schema.DUPLICATE_CAPTION, store.num_duplicates, store.duplicate_keys)
+    examples = np.array(captions_facts['duplicate_keys'], np.int64)
+    dropped.add(schema.DUPLICATE_CAPTION, captions_facts['duplicates'], examples)
     return dropped
 
 
-def _check_dropped(dropped: Dropped, captions: str, drop_bad: bool) -> None:
+def _check_dropped(dropped: Dropped, path: str, drop_bad: bool) -> None:
     if dropped.counts[schema.CAPTION_TOO_LONG] and not drop_bad:
         raise ValueError(
-            f'{captions}: the caption of key {dropped.examples[schema.CAPTION_TOO_LONG][0]} has '
+            f'{path}: the caption of key {dropped.examples[schema.CAPTION_TOO_LONG][0]} has '
             f'more than {schema.MAX_CAPTION_BYTES:,} bytes. Shorten or remove it, or set bad_data '
             'to "drop".'
         )
-    dropped.check_bad(captions)
-    dropped.check_all(captions)
+    dropped.check_bad(path)
+    dropped.check_all(path)
 
 
 def unit_hash(keys: np.ndarray) -> np.ndarray:
@@ -275,11 +329,8 @@ def unit_hash(keys: np.ndarray) -> np.ndarray:
     return (splitmix64(keys.astype(np.uint64)) >> np.uint64(11)) * 2.0**-53
 
 
-def _split_masks(
-    keys: np.ndarray, kept: np.ndarray, validation_fraction: float
-) -> dict[str, np.ndarray]:
-    validation = unit_hash(keys) < validation_fraction
-    return {schema.TRAIN: kept & ~validation, schema.VALIDATION: kept & validation}
+def _is_validation(keys: np.ndarray, validation_fraction: float) -> np.ndarray:
+    return unit_hash(keys) < validation_fraction
 
 
 def _record_sizes(caption_bytes: np.ndarray, text_embeddings: TextEmbeddings | None) -> np.ndarray:
@@ -297,7 +348,8 @@ def _plan_tasks(
     limit: int | None,
 ) -> tuple[ShardTask, ...]:
     sizes = _record_sizes(caption_bytes, joined.text_embeddings)
-    masks = _split_masks(latents.keys, kept, settings.validation_fraction)
+    validation = _is_validation(latents.keys, settings.validation_fraction)
+    masks = {schema.TRAIN: kept & ~validation, schema.VALIDATION: kept & validation}
     rows_by_split = {split: np.flatnonzero(mask)[:limit] for split, mask in masks.items()}
     file_bytes = _file_bytes(latents, list(rows_by_split.values()), sizes)
     groups = shard_cuts.group_files(file_bytes, settings.shard_bytes)
@@ -348,15 +400,16 @@ def _file_bytes(
 
 def _make_parts(
     rows: np.ndarray, latents: SourceLatents, joined: _Joined
-) -> tuple[tuple[ShardPart, ...], StoreInputs]:
+) -> tuple[tuple[ShardPart, ...], JoinedInputs]:
     """Divides rows that are numbered over all files by file."""
     files = np.searchsorted(latents.starts, rows, side='right') - 1
     in_file = (rows - latents.starts[files]).astype(np.int32)
-    inputs = StoreInputs(
+    inputs = JoinedInputs(
         rows=in_file,
         keys=latents.keys[rows],
-        captions_store=joined.captions.folder,
-        sidecar_store=joined.sidecar.folder if joined.sidecar else '',
+        places=joined.places[rows],
+        captions=joined.captions.folder,
+        sidecar=joined.sidecar.folder if joined.sidecar else '',
     )
     starts = [0, *(np.flatnonzero(np.diff(files)) + 1).tolist(), len(rows)]
     parts = [

@@ -93,10 +93,10 @@ def _text_embeddings(chosen: str, recorded: Any) -> str | Mapping[str, Any]:
         return chosen
     if source_files.is_remote(chosen) or not os.path.exists(chosen):
         return recorded if isinstance(recorded, dict) else chosen
-    from coyo11m_tfds.source import embedding_store, part_files
+    from coyo11m_tfds.source import part_files, sidecar
 
     first, *_ = part_files.find(chosen)
-    return embedding_store.read_header(first.path).to_json()
+    return sidecar.read_header(first.path).to_json()
 
 
 def _differences(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:

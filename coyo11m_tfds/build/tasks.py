@@ -8,7 +8,7 @@ import numpy as np
 import coyo11m_tfds
 from coyo11m_tfds import schema
 from coyo11m_tfds.build.in_place import ShardSources
-from coyo11m_tfds.build.shard_inputs import PackedInputs, StoreInputs
+from coyo11m_tfds.build.shard_inputs import JoinedInputs, PackedInputs
 from coyo11m_tfds.report.shard_statistics import ShardStatistics
 from coyo11m_tfds.storage.source_files import SourceFile
 
@@ -78,7 +78,7 @@ class ShardTask:
     filename: str
     group: int
     parts: tuple[ShardPart, ...]
-    inputs: StoreInputs | PackedInputs
+    inputs: JoinedInputs | PackedInputs
     text_embeddings: TextEmbeddings | None
     drop_bad: bool
     check_crc: bool

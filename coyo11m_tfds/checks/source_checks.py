@@ -204,15 +204,16 @@ def _footer(captions: SourceFile, column: str) -> tuple[int, int]:
         ValueError: it is no Parquet file, or lacks the column.
     """
     with keyed_parquet.naming_damage(captions.path), _Ranges(captions) as stream:
-        metadata = pq.read_metadata(stream)
-    if column not in metadata.schema.names:
-        raise ValueError(
-            f"{captions.path}: lacks the column '{column}'; its columns are "
-            f'{", ".join(metadata.schema.names)}. Set caption_column.'
-        )
-    number = metadata.schema.names.index(column)
-    groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
-    return metadata.num_rows, sum(g.column(number).total_uncompressed_size for g in groups)
+        file = pq.ParquetFile(stream)
+        names = file.schema_arrow.names
+        if column not in names:
+            raise ValueError(
+                f"{captions.path}: lacks the column '{column}'; its columns are "
+                f'{", ".join(names)}. Set caption_column.'
+            )
+        keyed_parquet.check_readable(file, [column], groups=1)
+        chunks = keyed_parquet.column_chunks(file.metadata, column)
+    return file.metadata.num_rows, sum(chunk.total_uncompressed_size for chunk in chunks)
 
 
 class _Ranges(io.RawIOBase):

@@ -1,6 +1,6 @@
 """The parts of a sidecar: a pure function of captions, encoder and number of parts.
 
-    captions = Captions(store, part_captions=32768)
+    captions = Captions(joined, part_captions=32768)
     for number, keys, values in part_maker.make(captions, [0, 3], encoder):
         ...                                             # float16 (n, dim)
 
@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from coyo11m_tfds.source import caption_store
+from coyo11m_tfds.source.joined import Joined
 from coyo11m_tfds.text import tokenizers
 from coyo11m_tfds.text.text_encoders import Encoder, OnBatch, Tokenizer
 
@@ -30,34 +30,32 @@ class Captions:
     """The captions of a source in the order of their keys, cut into parts.
 
     Attributes:
-        store: of all captions.
+        digest: of all of them.
         count: of parts.
     """
 
-    def __init__(self, store: caption_store.CaptionStore, part_captions: int = PART_CAPTIONS):
-        """Finds the rows that have a caption; parts have at most `part_captions` of them."""
-        self.store = store
-        self._rows = np.flatnonzero(store.lengths(np.arange(len(store.keys))) > 0)
-        self.count = -(-len(self._rows) // part_captions)
+    def __init__(self, captions: Joined, part_captions: int = PART_CAPTIONS):
+        """Takes what `captions.join` made of all keys; parts have at most `part_captions` each."""
+        self.digest: str = captions.facts['digest']
+        self._captions = captions
+        self._keys = captions.places[captions.sizes > 0]
+        self.count = -(-len(self._keys) // part_captions)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._keys)
 
     def size(self, number: int) -> int:
         """Returns how many captions a part has."""
-        return len(self._part(number))
+        return len(self.keys(number))
 
     def keys(self, number: int) -> np.ndarray:
         """Returns the keys of a part, int64 `(n,)`, ascending."""
-        return self.store.keys[self._part(number)]
+        bounds = [len(self) * n // self.count for n in (number, number + 1)]
+        return self._keys[slice(*bounds)]
 
     def texts(self, number: int) -> list[bytes]:
         """Returns the captions of a part as UTF-8."""
-        return self.store.texts(self._part(number))
-
-    def _part(self, number: int) -> np.ndarray:
-        bounds = [len(self) * n // self.count for n in (number, number + 1)]
-        return self._rows[slice(*bounds)]
+        return self._captions.read(self.keys(number))
 
 
 @dataclasses.dataclass(frozen=True)

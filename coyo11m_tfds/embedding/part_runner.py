@@ -1,7 +1,7 @@
 """Makes the parts that are missing, in this process or in several.
 
     choice = EncoderChoice('hf:google/gemma-3-270m')
-    job = Job(choice, store.folder, 'caption_llava', 32768, 'gs://bucket/gemma', '/tmp/staging')
+    job = Job(choice, folder, 'caption_llava', 32768, 'gs://bucket/gemma', '/tmp/staging')
     made = part_runner.run(job, [0, 3, 6], {9: file}, 2, None, on_batch)
 
 A part appears in the folder when it is complete, or not at all, and what decides it stands in it.
@@ -25,7 +25,8 @@ from coyo11m_tfds.embedding import part_maker, part_writer
 from coyo11m_tfds.embedding.part_maker import Captions
 from coyo11m_tfds.process import machine, workers
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.source import caption_store, part_files
+from coyo11m_tfds.source import part_files
+from coyo11m_tfds.source.joined import Joined
 from coyo11m_tfds.storage import file_state
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.source_files import SourceFile
@@ -86,15 +87,15 @@ class Job:
 
     Attributes:
         encoder: that makes it.
-        store: folder of a `CaptionStore`.
-        caption_column: that the store was made of.
+        captions: folder of a `Joined` of all captions, by key.
+        caption_column: that they are from.
         part_captions: captions of a part at most.
         out: folder of the parts, local or on gs://.
         staging: existing local folder to write files in, on the disk of a local `out`.
     """
 
     encoder: EncoderChoice
-    store: str
+    captions: str
     caption_column: str
     part_captions: int
     out: str
@@ -199,11 +200,10 @@ def _make(
     encoder: Encoder | Tokenizer,
     on_batch: OnBatch,
 ) -> Made:
-    store = caption_store.CaptionStore(job.store)
-    captions = Captions(store, job.part_captions)
+    captions = Captions(Joined(job.captions), job.part_captions)
     destination = Destination(job.out)
     choice, width = job.encoder, job.encoder.width(encoder)
-    entries = part_writer.entries(encoder, job.caption_column, store.digest, choice.tokens_only)
+    entries = part_writer.entries(encoder, job.caption_column, captions.digest, choice.tokens_only)
     part_writer.check(found, entries, captions.count)
     made = part_maker.make(captions, missing, encoder, on_batch, choice.tokens_only)
     for number, keys, values in made:
@@ -221,8 +221,7 @@ def make_file(
 ) -> Made:
     """Makes all parts, as row groups of one file; see `run`."""
     choice, width = job.encoder, job.encoder.width(encoder)
-    digest = captions.store.digest
-    entries = part_writer.entries(encoder, job.caption_column, digest, choice.tokens_only)
+    entries = part_writer.entries(encoder, job.caption_column, captions.digest, choice.tokens_only)
     column = schema.TOKENS if choice.tokens_only else schema.TEXT_EMBEDDING
     numbers = range(captions.count)
     made = part_maker.make(captions, numbers, encoder, on_batch, choice.tokens_only)

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.source import embedding_store, keyed_parquet
+from coyo11m_tfds.source import keyed_parquet, sidecar
 from coyo11m_tfds.storage import remote
 from coyo11m_tfds.storage.file_state import naming
 from coyo11m_tfds.storage.source_files import SourceFile
@@ -95,7 +95,7 @@ def check(parts: Mapping[int, SourceFile], metadata: Mapping[str, str], count: i
 
     def check_one(number: int) -> None:
         file = parts[number]
-        embedding_store.check_same(
+        sidecar.check_same(
             {**metadata, **part_entry(number, count)},
             _read_metadata(file),
             file.path,

@@ -1,18 +1,18 @@
-"""Reading one column of a Parquet file together with its keys, and finding rows by key.
+"""One column of a Parquet file and the keys of its rows, read and checked.
 
-    for keys, values in keyed_parquet.batches('coyo11m-meta.parquet', 'caption_llava'):
-        ...                                             # int64 (n,), pyarrow.Array (n,)
+    with KeyedFile('coyo11m-meta.parquet', 'caption_llava') as file:
+        keys = file.keys()                  # int64 (n,)
+        for values in file.values():        # pyarrow.Array, a few MB at a time, in file order
+            ...
 
-    order, duplicates = keyed_parquet.order_by_key(keys)   # the first row of each key
-    places = keyed_parquet.find(keys[order], wanted)
-
-Reading in batches takes 150 MB with all libraries, however large the file and its row groups, and
-however often a text occurs, if it is read as a dictionary. Where `name` is given, it stands for the
-file in messages: a path may be that of a copy.
+Reading takes 150 MB with all libraries, however large the file and its row groups, and however
+often a text occurs: it is read as a dictionary. Page checksums are compared where there are any.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -24,128 +24,159 @@ from coyo11m_tfds.process.progress import Progress
 # What is read at once: this many rows, or fewer if these have more bytes.
 ROWS_AT_ONCE = 16384
 BYTES_AT_ONCE = 16 << 20
-
-_READ_BYTES = 1 << 20
+# Of texts that are stored as differences to others nobody knows the size before they are read.
+_DIFFERENCES_AT_ONCE = 1024
+# Texts that take less in the file occur often, and are read as a dictionary, as which they take
+# little memory, too. Of texts that differ a dictionary would take 20 times as long.
+_REPEATED_BYTES = 16
 
 # What Arrow, or the reading of its metadata, raises, depending on which byte is damaged.
-_OF_DAMAGE = (
-    pa.ArrowException,
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    OverflowError,
-)
+_OF_DAMAGE = (pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError)
+
+# A page begins with its header in Thrift's compact protocol: its type, two sizes and, if there is
+# one, its CRC-32. Each is a byte 0x15 and a number, whose bytes but the last are above 0x7f.
+_WITH_CHECKSUM = re.compile(rb'(?:\x15[\x80-\xff]*[\x00-\x7f]){4}', re.DOTALL)
 
 
-def open_with_column(
-    path: str, column: str, name: str = '', *, as_dictionary: bool = False
-) -> pq.ParquetFile:
-    """Opens a Parquet file that must hold `column` and an integer `key`.
+class KeyedFile:
+    """An open Parquet file with a column `key`; a context manager.
 
-    pandas writes a named index as an ordinary column, so both kinds of key look the same here; but
-    an index of evenly spaced numbers it only describes in the metadata, which is understood too.
-    With `as_dictionary`, a column of text is read as `pa.DictionaryArray`.
+    pandas writes a named index as an ordinary column, so both kinds of key look the same here; one
+    of evenly spaced numbers it only describes in the metadata, which counts if there is no column.
 
-    Raises:
-        ValueError: it is no Parquet file, or lacks a column or any row.
+    Attributes:
+        name: of the file in messages; the path may be that of a copy.
+        column: name of the column of values.
+        kind: Arrow's type of the values.
+        num_rows: of the file.
+        num_bytes: of the values, uncompressed but encoded.
+        metadata: of the schema.
+        has_checksums: whether the first pages of both columns have one.
     """
-    name = name or path
-    with naming_damage(name):
-        # Neither mapped nor fetched in whole column chunks: both would fill memory with as much of
-        # the file as has been read (4.8 GB of 5.2 GB, against 0.15 GB), and be no faster.
-        file = pq.ParquetFile(
-            path,
-            memory_map=False,
-            pre_buffer=False,
-            buffer_size=_READ_BYTES,
-            read_dictionary=[column] if as_dictionary else None,
-            page_checksum_verification=True,  # of the pages that have one
-        )
-        names, key_range = file.schema_arrow.names, _key_range(file)
-    in_metadata = [schema.PARQUET_KEY] if key_range else []
-    for wanted in (schema.PARQUET_KEY, column):
-        if wanted not in names + in_metadata:
-            raise ValueError(
-                f"{name}: has no column '{wanted}'; its columns are {', '.join(names)}."
+
+    def __init__(self, path: str, *columns: str, name: str = ''):
+        """Opens a file; the values are in the first of `columns` that the file has.
+
+        Raises:
+            ValueError: it is no Parquet file, is encrypted, or lacks a column or any row.
+        """
+        self.name = name or path
+        with naming_damage(self.name):
+            self._file = _open(path)
+            names = self._file.schema_arrow.names
+            self.column = next((column for column in columns if column in names), columns[-1])
+            self._range = None if schema.PARQUET_KEY in names else _range_index(self._file)
+            self._columns = [self.column]
+            if self._range is None:
+                self._columns.append(schema.PARQUET_KEY)
+            self.num_rows = self._file.metadata.num_rows
+            self._check(names)
+            self.kind = self._file.schema_arrow.field(self.column).type
+            found = self._file.schema_arrow.metadata or {}
+            self.metadata = {key.decode(): value.decode() for key, value in found.items()}
+            check_readable(self._file, self._columns)
+            chunks = column_chunks(self._file.metadata, self.column)
+            self.num_bytes = sum(chunk.total_uncompressed_size for chunk in chunks)
+            self.has_checksums = _have_checksums(path, self._file, self._columns)
+            means = [c.total_uncompressed_size // max(1, c.num_values) for c in chunks]
+            self._row_bytes = max(1, *means)
+            self._rows_at_once = ROWS_AT_ONCE
+            # Arrow makes no dictionaries of these.
+            if self.is_text and any('DELTA' in e for chunk in chunks for e in chunk.encodings):
+                self._rows_at_once = _DIFFERENCES_AT_ONCE
+            elif self.is_text and self._row_bytes < _REPEATED_BYTES:
+                self._file = _open(path, read_dictionary=[self.column])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes it; a context manager does."""
+        self._file.close()
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the values are text, of whichever of Arrow's types."""
+        kind = self.kind.value_type if pa.types.is_dictionary(self.kind) else self.kind
+        return str(kind) in ('string', 'large_string', 'string_view')
+
+    def keys(self) -> np.ndarray:
+        """Reads the keys of all rows, int64 `(n,)`; ValueError if one is null or not int64."""
+        if self._range is not None:
+            return np.arange(self._range.start, self._range.stop, self._range.step)
+        with naming_damage(self.name):
+            return np.concatenate(
+                [self._to_int64(keys) for keys in self._read(schema.PARQUET_KEY, 1 << 20)]
             )
-    if not in_metadata:
-        kind = file.schema_arrow.field(schema.PARQUET_KEY).type
-        if not pa.types.is_integer(kind):
-            raise ValueError(f"{name}: column '{schema.PARQUET_KEY}' is {kind}, expected int64.")
-    if file.metadata.num_rows == 0:
-        raise ValueError(f'{name}: has no rows.')
-    if key_range and len(key_range) != file.metadata.num_rows:
-        raise ValueError(
-            f'{name}: has {file.metadata.num_rows:,} rows, but its metadata describes '
-            f'{len(key_range):,} keys. Write it again.'
-        )
-    return file
 
+    def values(self, row_bytes: int = 0, quiet: bool = False) -> Iterator[pa.Array]:
+        """Yields the values of all rows; texts that often repeat as a `pa.DictionaryArray`.
 
-def batches(
-    path: str,
-    column: str,
-    name: str = '',
-    *,
-    row_bytes: int = 0,
-    as_dictionary: bool = False,
-    quiet: bool = False,
-) -> Iterator[tuple[np.ndarray, pa.Array]]:
-    """Yields `(keys int64 (n,), values of the column (n,))` in file order, a few MB at a time.
+        Args:
+            row_bytes: of a value in memory, where they are all of one size.
+            quiet: show no progress, as for one of many files.
 
-    Shows its progress in the log or on the terminal.
+        Raises:
+            ValueError: a page of the file is damaged.
+        """
+        row_bytes = max(row_bytes, self._row_bytes)
+        rows_at_once = max(1, min(self._rows_at_once, BYTES_AT_ONCE // row_bytes))
+        what = f"Reading '{self.column}' of {self.name}"
+        with contextlib.ExitStack() as stack, naming_damage(self.name):
+            shown = None if quiet else stack.enter_context(Progress(what, self.num_rows, 'rows'))
+            for values in self._read(self.column, rows_at_once):
+                yield values
+                if shown:
+                    shown.add(len(values))
 
-    Args:
-        path: of the file.
-        column: to read beside the keys.
-        name: what errors call the file.
-        row_bytes: of a value in memory, where they are all of one size.
-        as_dictionary: as for `open_with_column`.
-        quiet: show nothing, as for one of many files.
-
-    Raises:
-        ValueError: as `open_with_column`; a key is null; or a page of the file is damaged.
-    """
-    name = name or path
-    with (
-        naming_damage(name),
-        open_with_column(path, column, name, as_dictionary=as_dictionary) as file,
-        _progress(f"Reading '{column}' of {name}", file.metadata.num_rows, quiet) as count,
-    ):
-        row_bytes = max(1, row_bytes, *_mean_bytes(file, column))
-        rows_at_once = max(1, min(ROWS_AT_ONCE, BYTES_AT_ONCE // row_bytes))
-        key_range = _key_range(file)
-        columns = [column] if key_range else [schema.PARQUET_KEY, column]
+    def _read(self, column: str, rows_at_once: int) -> Iterator[pa.Array]:
         done = 0
-        # Threads would take a column each, and one of the two takes hardly any time.
-        for batch in file.iter_batches(rows_at_once, columns=columns, use_threads=False):
-            if key_range:
-                keys = np.array(key_range[done : done + len(batch)], np.int64)
-            else:
-                keys = _to_int64(batch.column(schema.PARQUET_KEY), name)
-            yield keys, batch.column(column)
+        for batch in self._file.iter_batches(rows_at_once, columns=[column], use_threads=False):
+            yield batch.column(0)
             done += len(batch)
-            count(len(batch))
-        if done != file.metadata.num_rows:
-            raise ValueError(f'{done:,} of {file.metadata.num_rows:,} rows are there')
+        if done != self.num_rows:
+            raise ValueError(f'{done:,} of {self.num_rows:,} rows are there')
 
+    def _check(self, names: list[str]) -> None:
+        for column in self._columns:
+            if names.count(column) != 1:
+                has = f'{names.count(column)} columns' if column in names else 'no column'
+                raise ValueError(
+                    f"{self.name}: has {has} '{column}'; its columns are {', '.join(names)}."
+                )
+        if self._range is None:
+            kind = self._file.schema_arrow.field(schema.PARQUET_KEY).type
+            if not pa.types.is_integer(kind):
+                raise ValueError(
+                    f"{self.name}: column '{schema.PARQUET_KEY}' is {kind}, expected int64."
+                )
+        if self.num_rows == 0:
+            raise ValueError(f'{self.name}: has no rows.')
+        if self._range is not None and len(self._range) != self.num_rows:
+            raise ValueError(
+                f'{self.name}: has {self.num_rows:,} rows, but its metadata describes '
+                f'{len(self._range):,} keys. Write it again.'
+            )
 
-@contextlib.contextmanager
-def _progress(what: str, num_rows: int, quiet: bool) -> Iterator[Callable[[int], None]]:
-    if quiet:
-        yield lambda num_rows: None
-        return
-    with Progress(what, num_rows, 'rows') as progress:
-        yield progress.add
+    def _to_int64(self, keys: pa.Array) -> np.ndarray:
+        if keys.null_count:
+            raise ValueError(f"{self.name}: column '{schema.PARQUET_KEY}' has nulls.")
+        try:
+            return keys.cast(pa.int64()).to_numpy(zero_copy_only=False)
+        except pa.ArrowInvalid as error:
+            raise ValueError(
+                f"{self.name}: column '{schema.PARQUET_KEY}' does not fit int64 ({error})."
+            ) from None
 
 
 @contextlib.contextmanager
 def naming_damage(name: str) -> Iterator[None]:
-    """Turns whatever Arrow raises for a damaged file into a ValueError with the file's `name`.
+    """Turns whatever Arrow raises for a damaged or encrypted file into a ValueError that names it.
 
-    Errors that name the file already pass unchanged, and so do those of the disk.
+    Errors that begin with the `name` already pass unchanged, and so do those of the disk.
     """
     try:
         yield
@@ -155,9 +186,52 @@ def naming_damage(name: str) -> Iterator[None]:
         if is_named or is_of_disk:
             raise
         what = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
+        if 'crypt' in what:
+            raise ValueError(f'{name}: is encrypted. Write it without encryption.') from error
         raise ValueError(
             f'{name}: is damaged or not a Parquet file ({what}). Copy or download it again.'
         ) from error
+
+
+def check_readable(file: pq.ParquetFile, columns: list[str], groups: int | None = None) -> None:
+    """Reads a row of each row group, or of the first `groups`; OSError if columns are encrypted.
+
+    Asking such a file for facts about these columns would abort the process.
+    """
+    for group in range(file.metadata.num_row_groups)[:groups]:
+        next(file.iter_batches(1, row_groups=[group], columns=columns, use_threads=False), None)
+
+
+def column_chunks(metadata: pq.FileMetaData, column: str) -> list[pq.ColumnChunkMetaData]:
+    """What each row group has of a column."""
+    paths = [metadata.schema.column(index).path for index in range(len(metadata.schema))]
+    index = next(i for i, path in enumerate(paths) if f'{path}.'.startswith(f'{column}.'))
+    return [metadata.row_group(g).column(index) for g in range(metadata.num_row_groups)]
+
+
+def _open(path: str, **options: Any) -> pq.ParquetFile:
+    # Neither mapped nor fetched in whole column chunks: both would fill memory with as much of the
+    # file as has been read (4.8 GB of 5.2 GB, against 0.15 GB), and be no faster.
+    options |= {'memory_map': False, 'pre_buffer': False, 'buffer_size': 1 << 20}
+    return pq.ParquetFile(path, page_checksum_verification=True, **options)
+
+
+def _range_index(file: pq.ParquetFile) -> range | None:
+    """The keys, if pandas wrote them as a description of a `RangeIndex` instead of a column."""
+    for index in (file.schema_arrow.pandas_metadata or {}).get('index_columns', []):
+        if isinstance(index, dict) and index.get('name') == schema.PARQUET_KEY:
+            return range(index['start'], index['stop'], index['step'])
+    return None
+
+
+def _have_checksums(path: str, parquet: pq.ParquetFile, columns: list[str]) -> bool:
+    with open(path, 'rb') as file:
+        for column in columns:
+            chunk = column_chunks(parquet.metadata, column)[0]
+            file.seek(chunk.dictionary_page_offset or chunk.data_page_offset)
+            if not _WITH_CHECKSUM.match(file.read(64)):
+                return False
+    return True
 
 
 def order_by_key(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -173,69 +247,26 @@ def order_by_key(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return order[~duplicate], ascending[duplicate]
 
 
-def find(sorted_keys: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Finds each wanted key.
+class Places:
+    """Where keys are wanted, each of them once."""
 
-    Args:
-        sorted_keys: int64 `(n,)`, ascending, not empty.
-        wanted: int64 `(m,)`, in any order.
+    def __init__(self, wanted: np.ndarray | None):
+        """Key `wanted[i]` is wanted at place i; if it is None, every key, and is its own place."""
+        self._wanted = wanted
+        if wanted is not None:
+            self._order = np.argsort(wanted)
+            self._ascending = wanted[self._order]
 
-    Returns:
-        int64 `(m,)`: the place of each wanted key in `sorted_keys`, -1 where there is none.
-    """
-    # Neighbours in order of keys share most steps of the search, and those are in the cache: of
-    # 11.4 million keys a million are found in 0.12 s, without sorting them first in 1.4 s.
-    order = np.argsort(wanted)
-    ascending = wanted[order]
-    places = np.minimum(np.searchsorted(sorted_keys, ascending), len(sorted_keys) - 1)
-    found = np.empty(len(wanted), np.int64)
-    found[order] = np.where(sorted_keys[places] == ascending, places, -1)
-    return found
-
-
-def check_mean_bytes(file: pq.ParquetFile, column: str, limit: int, name: str) -> None:
-    """Raises a ValueError if the values of a column have more than `limit` bytes on average."""
-    num_rows = file.metadata.num_rows
-    mean = sum(_uncompressed_bytes(file, column)) // num_rows
-    if mean > limit:
-        raise ValueError(
-            f"{name}: column '{column}' has {mean:,} bytes a row, expected at most {limit:,} as "
-            'of captions. Choose another column, or leave out what is too long.'
-        )
-
-
-def _mean_bytes(file: pq.ParquetFile, column: str) -> list[int]:
-    """Bytes a row of a column in each row group, uncompressed but encoded."""
-    return [
-        size // max(1, file.metadata.row_group(number).num_rows)
-        for number, size in enumerate(_uncompressed_bytes(file, column))
-    ]
-
-
-def _uncompressed_bytes(file: pq.ParquetFile, column: str) -> list[int]:
-    """Bytes of a column in each row group, uncompressed."""
-    if column not in file.schema_arrow.names:  # keys that the metadata describes
-        return []
-    paths = [file.schema.column(index).path for index in range(len(file.schema))]
-    index = next(i for i, path in enumerate(paths) if f'{path}.'.startswith(f'{column}.'))
-    groups = range(file.metadata.num_row_groups)
-    return [file.metadata.row_group(g).column(index).total_uncompressed_size for g in groups]
-
-
-def _key_range(file: pq.ParquetFile) -> range | None:
-    """The keys, if pandas wrote them as a description of a `RangeIndex` instead of a column."""
-    for index in (file.schema_arrow.pandas_metadata or {}).get('index_columns', []):
-        if isinstance(index, dict) and index.get('name') == schema.PARQUET_KEY:
-            return range(index['start'], index['stop'], index['step'])
-    return None
-
-
-def _to_int64(keys: pa.Array, name: str) -> np.ndarray:
-    if keys.null_count:
-        raise ValueError(f"{name}: column '{schema.PARQUET_KEY}' has nulls.")
-    try:
-        return keys.cast(pa.int64()).to_numpy(zero_copy_only=False)
-    except pa.ArrowInvalid as error:
-        raise ValueError(
-            f"{name}: column '{schema.PARQUET_KEY}' does not fit int64 ({error})."
-        ) from None
+    def of(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the places of keys, int64 `(n,)`, and which of them exist, bool `(n,)`."""
+        if self._wanted is None:
+            return keys, np.ones(len(keys), bool)
+        if not len(self._wanted):
+            return keys, np.zeros(len(keys), bool)
+        # Neighbours in order of keys share most steps of the search, and those are in the cache: of
+        # 11.4 million keys a million are found in 0.12 s, without sorting them first in 1.4 s.
+        by_key = np.argsort(keys)
+        at = np.empty(len(keys), np.int64)
+        at[by_key] = np.searchsorted(self._ascending, keys[by_key])
+        at = np.minimum(at, len(self._ascending) - 1)
+        return self._order[at], self._ascending[at] == keys

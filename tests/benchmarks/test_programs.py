@@ -1,4 +1,4 @@
-"""The benchmarks of texts, of the store of captions and of reading from far run on little."""
+"""The benchmarks of texts, of joining captions and of reading from far run on little."""
 
 import importlib.util
 import subprocess
@@ -37,8 +37,8 @@ def test_texts_are_tokenized_and_embedded(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_store_of_captions_is_built_and_asked(tmp_path):
-    printed = _run(tmp_path, 'captions', '--rows=30000', '--asked=2000')
+def test_captions_are_joined_and_read(tmp_path):
+    printed = _run(tmp_path, 'captions', '--rows=30000', '--shards=3')
     assert '| build | ' in printed and '| open, find, give the texts | ' in printed
 
 

@@ -4,11 +4,13 @@ import itertools
 import pathlib
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import mirror, schema
 from coyo11m_tfds.build import plan, shard_cuts
 from coyo11m_tfds.build.tasks import ShardTask
 from coyo11m_tfds.source import pt_file
@@ -233,9 +235,6 @@ def test_more_bad_rows_than_allowed_stop_the_build(tmp_path: pathlib.Path, num_d
 
 
 def test_a_caption_row_whose_key_came_before_is_not_used(tmp_path: pathlib.Path):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     source = made_sources.write_source(tmp_path / 'source', [range(200)])
     rows = [(key, f'Caption of {key}.') for key in range(200)] + [(5, 'another')]
     keys, captions = zip(*rows, strict=True)
@@ -246,10 +245,53 @@ def test_a_caption_row_whose_key_came_before_is_not_used(tmp_path: pathlib.Path)
     made = make_plan(source, tmp_path / 'out')
     assert counts(made) == {'repeated_caption': 1}
     inputs = [task.inputs.open() for task in made.tasks]
-    texts = {k: t for i in inputs for k, t in zip(i.keys, i.captions(slice(None)), strict=True)}
+    texts = {k: t for i in inputs for k, t in zip(i.keys, i.captions, strict=True)}
     assert texts[5] == b'Caption of 5.'
     with pytest.raises(ValueError, match='repeat the key of another'):
         make_plan(source, tmp_path / 'stop', bad_data='stop')
+
+
+def test_a_misspelt_sidecar_is_noticed_before_the_source_is_read(tmp_path: pathlib.Path):
+    source = made_sources.write_source(tmp_path / 'source', [range(20)])
+    made_sources.latents_file(source, 0).write_bytes(b'damaged')
+    with pytest.raises(ValueError, match=r'text_embeddings: .*nothing.*there is no such folder'):
+        make_plan(source, tmp_path / 'out', text_embeddings=str(tmp_path / 'nothing'))
+    vectors = dict.fromkeys(range(20), np.ones(3))
+    other = made_sources.write_sidecar(tmp_path / 'x.parquet', vectors, caption_column='caption')
+    with pytest.raises(ValueError, match="made of column 'caption', but the captions are"):
+        make_plan(source, tmp_path / 'out', text_embeddings=str(other))
+
+
+@pytest.mark.parametrize('vouched', ['', 'pages', 'mirror'])
+def test_a_build_says_that_pages_have_no_checksums(tmp_path: pathlib.Path, caplog, vouched: str):
+    source = made_sources.write_source(tmp_path / 'source', [range(20)])
+    captions = source / schema.CAPTIONS_FILE
+    if vouched == 'pages':
+        pq.write_table(pq.read_table(captions), captions, write_page_checksum=True)
+    if vouched == 'mirror':
+        mirror.mirror(source, tmp_path / 'copy')
+        source = tmp_path / 'copy'
+    for _ in range(2):
+        caplog.clear()
+        make_plan(source, tmp_path / 'out')
+        told = [line for line in caplog.messages if 'pages have no checksums' in line]
+        assert len(told) == (not vouched)
+
+
+def test_captions_are_joined_once_and_again_if_a_bit_of_them_flips(tmp_path: pathlib.Path):
+    source = made_sources.write_source(tmp_path / 'source', [range(200)])
+    first = make_plan(source, tmp_path / 'out')
+    (folder,) = (tmp_path / 'out').glob('joined-*')
+    before = (folder / 'rows.parquet').stat().st_mtime_ns
+    make_plan(source, tmp_path / 'out')
+    assert (folder / 'rows.parquet').stat().st_mtime_ns == before
+    content = bytearray((folder / 'rows.parquet').read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / 'rows.parquet').write_bytes(content)
+    again = make_plan(source, tmp_path / 'out')
+    texts = [t for task in again.tasks for t in task.inputs.open().captions]
+    assert sorted(texts) == sorted(b'Caption of %d.' % key for key in range(200))
+    assert first.source_fingerprint == again.source_fingerprint
 
 
 @pytest.mark.parametrize('text_embeddings', ['', 'pt'])

@@ -8,8 +8,8 @@ import pytest
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
-from coyo11m_tfds.source import embedding_store, part_files
-from tests import made_sources
+from coyo11m_tfds.source import part_files, sidecar
+from tests import joins, made_sources
 
 EMBEDDINGS = {key: np.full(4, key, np.float16) for key in range(30)}
 
@@ -27,26 +27,18 @@ def write_parts(folder: pathlib.Path, source: pathlib.Path | None = None, **meta
         pq.write_table(renamed.replace_schema_metadata(table.schema.metadata), path)
 
 
-def prepare(place: pathlib.Path, cache: pathlib.Path) -> embedding_store.EmbeddingStore:
-    return embedding_store.prepare_store(part_files.find(place), cache_dir=cache)
-
-
 def test_parts_are_read_as_one_file_would_be(tmp_path):
     write_parts(tmp_path / 'parts')
-    store = prepare(tmp_path / 'parts', tmp_path / 'cache')
-    one = prepare(
-        made_sources.write_sidecar(tmp_path / 'one.parquet', EMBEDDINGS), tmp_path / 'cache'
-    )
-    assert store.digest == one.digest
-    np.testing.assert_array_equal(store.read(store.find(np.array([25, 3])))[:, 0], [25, 3])
-
-
-def test_a_changed_part_is_read_again(tmp_path):
-    write_parts(tmp_path / 'parts')
-    before = prepare(tmp_path / 'parts', tmp_path / 'cache').digest
-    embeddings = {key: EMBEDDINGS[key] + np.float16(1) for key in range(10)}
-    made_sources.write_sidecar(tmp_path / 'parts' / part_files.name(0, 3), embeddings)
-    assert prepare(tmp_path / 'parts', tmp_path / 'cache').digest != before
+    one = made_sources.write_sidecar(tmp_path / 'one.parquet', EMBEDDINGS)
+    wanted = [25, 3, 17, 99]
+    found = [
+        joins.of_values(place, tmp_path / f'{place.stem}-joined', wanted)
+        for place in (tmp_path / 'parts', one)
+    ]
+    assert found[0].facts == found[1].facts
+    for joined in found:
+        assert joined.places.tolist() == [0, 1, 2]
+        np.testing.assert_array_equal(sidecar.read(joined, joined.places)[:, 0], [25, 3, 17])
 
 
 @pytest.mark.parametrize(
@@ -79,7 +71,7 @@ def test_a_folder_that_is_not_whole_is_refused_by_name(tmp_path, change, message
     write_parts(tmp_path / 'parts')
     change(tmp_path / 'parts')
     with pytest.raises(ValueError, match=message) as error:
-        prepare(tmp_path / 'parts', tmp_path / 'cache')
+        joins.of_values(tmp_path / 'parts', tmp_path / 'joined', range(30))
     assert '\n' not in str(error.value)
 
 
@@ -90,7 +82,7 @@ def test_parts_of_different_making_are_refused_by_name(tmp_path, entry):
     write_parts(tmp_path / 'parts', **{entry: 'other'})
     message = rf"part-00002-of-00003\.parquet: {entry} is 'other', but .* in .*part-00000-of-00003"
     with pytest.raises(ValueError, match=message):
-        prepare(tmp_path / 'parts', tmp_path / 'cache')
+        joins.of_values(tmp_path / 'parts', tmp_path / 'joined', range(30))
 
 
 def test_a_folder_that_is_missing_is_refused(tmp_path):

@@ -1,5 +1,6 @@
-"""Captions and text embeddings by key: what a store answers, and what of a file is refused."""
+"""Captions and text embeddings by key: what is found, and what of a file is refused."""
 
+import base64
 import contextlib
 import pathlib
 import random
@@ -7,19 +8,22 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+from collections.abc import Iterable
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pyarrow.parquet.encryption as encryption
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coyo11m_tfds import embed_captions
-from coyo11m_tfds.source import caption_store, embedding_store, part_files
+from coyo11m_tfds.source import captions, sidecar
+from coyo11m_tfds.source.joined import Joined
 from coyo11m_tfds.storage.source_files import SourceFile
-from tests import made_sources
+from tests import joins, made_sources
 from tests.checkout import CHECKOUT
 
 KEYS = st.integers(-(2**63), 2**63 - 1)
@@ -27,67 +31,64 @@ FEW_KEYS = st.integers(-3, 3)
 CAPTIONS = st.none() | st.text(max_size=40) | st.sampled_from(['', ' ', '\n\t ', '\u2003', 'ä b'])
 
 
-def prepare(path: pathlib.Path, drop_duplicates: bool = False) -> caption_store.CaptionStore:
-    """Builds the store of a file in a folder beside it."""
-    return caption_store.prepare_store(
-        lambda: contextlib.nullcontext(str(path)),
-        name=str(path),
-        version=str(path.stat().st_mtime_ns),
-        column='caption_llava',
-        cache_dir=path.parent / 'cache',
-        drop_duplicates=drop_duplicates,
-    )
+def join(path: pathlib.Path, wanted: Iterable[int] | None = None) -> Joined:
+    """Joins the captions of a file, in a new folder beside it."""
+    return joins.of_captions(path, new_folder(path), wanted)
 
 
-def prepare_embeddings(path: pathlib.Path) -> embedding_store.EmbeddingStore:
-    files = part_files.find(path)
-    return embedding_store.prepare_store(files, cache_dir=path.parent / 'cache')
+def join_embeddings(path: pathlib.Path, wanted: Iterable[int] = (1, 2)) -> Joined:
+    return joins.of_values(path, new_folder(path), wanted)
 
 
-def texts_of(store: caption_store.CaptionStore, *keys: int) -> list[bytes]:
-    return store.texts(store.find(np.array(keys)))
+def new_folder(path: pathlib.Path) -> pathlib.Path:
+    return pathlib.Path(tempfile.mkdtemp(dir=path.parent)) / 'joined'
 
 
-# --- What a store answers ---------------------------------------------------------------------
+def texts_of(path: pathlib.Path, *keys: int) -> list[bytes]:
+    """The captions of some keys, which all have a row."""
+    found = join(path, keys)
+    assert found.places.tolist() == list(range(len(keys)))
+    return [text or b'' for text in found.read(found.places)]
 
 
-@settings(max_examples=60)
+# --- What is found ---------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.tuples(KEYS | FEW_KEYS, CAPTIONS), min_size=1, max_size=60),
     st.lists(KEYS | FEW_KEYS),
     st.integers(1, 20),
+    st.booleans(),
 )
-def test_the_store_answers_like_a_dict(
-    rows: list[tuple[int, str | None]], others: list[int], row_group_size: int
+def test_captions_are_found_as_in_a_dict(
+    rows: list[tuple[int, str | None]], others: list[int], row_group_size: int, all_keys: bool
 ):
     expected: dict[int, str | None] = {}
     for key, text in rows:
         expected.setdefault(key, text)
     keys = [key for key, _ in rows]
+    wanted = sorted(expected) if all_keys else list(dict.fromkeys([*others, *keys[::2]]))
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / 'x.parquet'
         text = pa.array([text for _, text in rows], pa.string())
         table = pa.table({'key': pa.array(keys, pa.int64()), 'caption_llava': text})
         pq.write_table(table, path, row_group_size=row_group_size)
-        if len(keys) > len(expected):
-            with pytest.raises(ValueError, match=f'{len(keys) - len(expected)} rows repeat the'):
-                prepare(path)
-        store = prepare(path, drop_duplicates=True)
-
-    wanted = np.array([*keys, *others], np.int64)
-    found = store.find(wanted)
-    np.testing.assert_array_equal(found >= 0, [key in expected for key in wanted.tolist()])
-    held = wanted[found >= 0].tolist()
-    lengths = store.lengths(found[found >= 0])
-    np.testing.assert_array_equal(lengths > 0, [bool((expected[k] or '').strip()) for k in held])
-    texts = store.texts(found[found >= 0])
-    for key, length, text in zip(held, lengths, texts, strict=True):
-        assert text == (expected[key].encode() if length else b'')
-        assert len(text) == length
-    np.testing.assert_array_equal(store.keys, sorted(expected))
-    assert store.num_duplicates == len(keys) - len(expected)
+        found = join(path, None if all_keys else wanted)
+        texts = found.read(found.places)
+    held = [place for place, key in enumerate(wanted) if key in expected]
+    places = [wanted[place] for place in held] if all_keys else held
+    assert found.places.tolist() == places
+    for place, size, text in zip(held, found.sizes.tolist(), texts, strict=True):
+        caption = expected[wanted[place]] or ''
+        assert (text or b'') == (caption.encode() if caption.strip() else b'')
+        assert size == len(text or b'')
+    assert found.facts['duplicates'] == len(keys) - len(expected)
     repeated = {key for key in keys if keys.count(key) > 1}
-    np.testing.assert_array_equal(store.duplicate_keys, sorted(repeated)[:10])
+    assert found.facts['duplicate_keys'] == sorted(repeated)[:10]
+    if repeated:
+        with pytest.raises(ValueError, match=f'^x: {len(keys) - len(expected)} rows repeat the'):
+            captions.check_unique(found, 'x')
 
 
 @pytest.mark.parametrize('as_index', [True, False])
@@ -95,7 +96,7 @@ def test_the_store_answers_like_a_dict(
 def test_the_key_may_be_the_pandas_index(tmp_path: pathlib.Path, keys, as_index: bool):
     frame = pd.DataFrame({'caption_llava': ['a', 'b', 'c']}, index=pd.Index(keys, name='key'))
     (frame if as_index else frame.reset_index()).to_parquet(tmp_path / 'x.parquet')
-    assert texts_of(prepare(tmp_path / 'x.parquet'), *keys) == [b'a', b'b', b'c']
+    assert texts_of(tmp_path / 'x.parquet', *keys) == [b'a', b'b', b'c']
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_text_may_have_any_of_arrows_types(tmp_path: pathlib.Path, kind: pa.Data
     text = pa.array(['b', None, ' ', 'b'], pa.string()).cast(kind)
     table = pa.table({'key': pa.array([4, 3, 2, 1], pa.uint32()), 'caption_llava': text})
     pq.write_table(table, tmp_path / 'x.parquet')
-    assert texts_of(prepare(tmp_path / 'x.parquet'), 1, 2, 3, 4) == [b'b', b'', b'', b'b']
+    assert texts_of(tmp_path / 'x.parquet', 1, 2, 3, 4) == [b'b', b'', b'', b'b']
 
 
 def test_a_file_of_several_batches_is_joined_correctly(tmp_path: pathlib.Path):
@@ -115,19 +116,55 @@ def test_a_file_of_several_batches_is_joined_correctly(tmp_path: pathlib.Path):
     text = [f'caption {key} ' * (key % 8) for key in keys]
     table = pa.table({'key': keys, 'caption_llava': text})
     pq.write_table(table, tmp_path / 'x.parquet', row_group_size=9_000)
-    store = prepare(tmp_path / 'x.parquet')
-    # Few texts of many are read in another way than all.
     for wanted in ([39_999, 0, 20_000, 17], keys.tolist()):
         expected = [f'caption {k} '.encode() * (k % 8) for k in wanted]
-        assert texts_of(store, *wanted) == expected
+        assert texts_of(tmp_path / 'x.parquet', *wanted) == expected
+    found = join(tmp_path / 'x.parquet', keys)
+    for some in (slice(8_000, 8_200), slice(0, 40_000, 997), slice(39_999, None), slice(0, 0)):
+        read = [text or b'' for text in found.read(found.places[some])]
+        assert read == [f'caption {k} '.encode() * (k % 8) for k in keys[some]]
+
+
+def test_a_column_comes_before_an_index_of_its_name(tmp_path: pathlib.Path):
+    frame = pd.DataFrame({'key': [30, 10], 'caption_llava': ['a', 'b']})
+    frame.index = pd.RangeIndex(2, name='key')
+    frame.to_parquet(tmp_path / 'x.parquet')
+    assert texts_of(tmp_path / 'x.parquet', 10, 30) == [b'b', b'a']
+    assert len(join(tmp_path / 'x.parquet', [0, 1]).places) == 0
+
+
+@pytest.mark.parametrize('encoding', ['DELTA_BYTE_ARRAY', 'DELTA_LENGTH_BYTE_ARRAY'])
+def test_texts_may_be_stored_as_differences(tmp_path: pathlib.Path, encoding: str):
+    texts = ['', *(f'the same {number}' for number in range(3_000))]
+    options = {'use_dictionary': False, 'column_encoding': {'caption_llava': encoding}}
+    table = pa.table({'key': range(len(texts)), 'caption_llava': texts})
+    pq.write_table(table, tmp_path / 'x.parquet', **options)
+    assert texts_of(tmp_path / 'x.parquet', 2_999, 0) == [b'the same 2998', b'']
+
+
+@pytest.mark.parametrize('has_checksums', [True, False])
+@pytest.mark.parametrize('dictionary', [True, False])
+def test_it_is_known_whether_pages_have_checksums(
+    tmp_path: pathlib.Path, has_checksums: bool, dictionary: bool
+):
+    path = tmp_path / 'x.parquet'
+    table = pa.table({'key': range(50_000), 'caption_llava': ['a b'] * 50_000})
+    for version in ('1.0', '2.0'):
+        pq.write_table(
+            table,
+            path,
+            write_page_checksum=has_checksums,
+            use_dictionary=dictionary,
+            data_page_version=version,
+        )
+        assert join(path, [1]).facts['has_checksums'] == has_checksums
 
 
 def test_an_index_that_is_a_range_may_span_several_batches(tmp_path: pathlib.Path):
     text = [f'caption {i}' for i in range(40_000)]
     index = pd.RangeIndex(100, 100 + len(text), name='key')
     pd.DataFrame({'caption_llava': text}, index=index).to_parquet(tmp_path / 'x.parquet')
-    store = prepare(tmp_path / 'x.parquet')
-    assert texts_of(store, 100, 40_099) == [b'caption 0', b'caption 39999']
+    assert texts_of(tmp_path / 'x.parquet', 100, 40_099) == [b'caption 0', b'caption 39999']
 
 
 def test_only_the_columns_that_are_needed_are_read(tmp_path: pathlib.Path):
@@ -142,7 +179,7 @@ def test_only_the_columns_that_are_needed_are_read(tmp_path: pathlib.Path):
     path.write_bytes(content)
     with pytest.raises((pa.ArrowException, OSError)):
         pq.read_table(path)
-    assert texts_of(prepare(path), 999) == [b'999']
+    assert texts_of(path, 999) == [b'999']
 
 
 def test_the_digest_is_that_of_captions_by_key(tmp_path: pathlib.Path):
@@ -150,7 +187,7 @@ def test_the_digest_is_that_of_captions_by_key(tmp_path: pathlib.Path):
         path = tmp_path / f'{len(list(tmp_path.iterdir()))}.parquet'
         text = pa.array(list(rows.values()), pa.string()).cast(kind)
         pq.write_table(pa.table({'key': list(rows), 'caption_llava': text}), path, **options)
-        return prepare(path).digest
+        return join(path).facts['digest']
 
     rows = {key: str(key) for key in range(20_000)} | {-1: '', -2: 'z'}
     same = [
@@ -184,7 +221,6 @@ def test_the_digest_is_that_of_captions_by_key(tmp_path: pathlib.Path):
 @pytest.mark.parametrize(
     ('columns', 'message'),
     [
-        ({'key': [1, 1], 'caption_llava': ['a', 'b']}, 'repeat the key of another, e.g. key 1'),
         ({'key': [1], 'caption': ['a']}, "no column 'caption_llava'; its columns are key, caption"),
         ({'id': [1], 'caption_llava': ['a']}, "no column 'key'"),
         ({'key': ['1'], 'caption_llava': ['a']}, "'key' is string, expected int64"),
@@ -197,8 +233,51 @@ def test_the_digest_is_that_of_captions_by_key(tmp_path: pathlib.Path):
 def test_a_bad_captions_file_is_refused_by_name(tmp_path: pathlib.Path, columns, message: str):
     pq.write_table(pa.table(columns), tmp_path / 'x.parquet')
     with pytest.raises(ValueError, match=message) as error:
-        prepare(tmp_path / 'x.parquet')
+        join(tmp_path / 'x.parquet')
     assert str(tmp_path / 'x.parquet') in str(error.value)
+
+
+def test_a_column_that_comes_twice_is_refused_by_name(tmp_path: pathlib.Path):
+    path = tmp_path / 'x.parquet'
+    for names in (['key', 'caption_llava', 'caption_llava'], ['key', 'caption_llava', 'key']):
+        columns = [pa.array([1]), pa.array(['a']), pa.array([2])]
+        pq.write_table(pa.Table.from_arrays(columns, names=names), path)
+        with pytest.raises(ValueError, match=rf"x\.parquet: has 2 columns '{names[2]}'; its"):
+            join(path)
+
+
+class NoKeys(encryption.KmsClient):
+    """Wraps keys in nothing."""
+
+    def wrap_key(self, key_bytes, master_key_identifier):
+        return base64.b64encode(key_bytes)
+
+    def unwrap_key(self, wrapped_key, master_key_identifier):
+        return base64.b64decode(wrapped_key)
+
+
+@pytest.mark.parametrize('plain_footer', [True, False])
+@pytest.mark.parametrize('columns', [['caption_llava'], ['key', 'caption_llava']])
+def test_an_encrypted_file_is_refused_by_name(tmp_path: pathlib.Path, plain_footer, columns):
+    path = tmp_path / 'x.parquet'
+    how = encryption.EncryptionConfiguration(
+        footer_key='f', column_keys={'c': columns}, plaintext_footer=plain_footer
+    )
+    factory = encryption.CryptoFactory(lambda _: NoKeys())
+    secrets = factory.file_encryption_properties(encryption.KmsConnectionConfig(), how)
+    table = pa.table({'key': [1, 2], 'caption_llava': ['a', 'b']})
+    with pq.ParquetWriter(path, table.schema, encryption_properties=secrets) as writer:
+        writer.write_table(table)
+    program = (
+        'import sys; from coyo11m_tfds.source import captions\n'
+        'try:\n    captions.join(sys.argv[1], "caption_llava", sys.argv[1] + ".joined")\n'
+        'except ValueError as error:\n    print(error)'
+    )
+    ended = subprocess.run(  # Arrow could abort the process
+        [sys.executable, '-c', program, path], capture_output=True, text=True, cwd=CHECKOUT
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == f'{path}: is encrypted. Write it without encryption.\n'
 
 
 def test_text_that_is_not_utf8_is_refused_by_key(tmp_path: pathlib.Path):
@@ -206,7 +285,7 @@ def test_text_that_is_not_utf8_is_refused_by_key(tmp_path: pathlib.Path):
     text = pa.StringArray.from_buffers(len(raw), *raw.buffers()[1:], raw.buffers()[0])
     pq.write_table(pa.table({'key': [1, 2, 3, 4], 'caption_llava': text}), tmp_path / 'x.parquet')
     with pytest.raises(ValueError, match=r'x\.parquet: the text of key 3 is not UTF-8'):
-        prepare(tmp_path / 'x.parquet')
+        join(tmp_path / 'x.parquet')
 
 
 def test_a_damaged_parquet_file_is_refused_by_name(tmp_path: pathlib.Path):
@@ -217,7 +296,7 @@ def test_a_damaged_parquet_file_is_refused_by_name(tmp_path: pathlib.Path):
     for content in (whole[:-100], b'', b'not a Parquet file', bytes(400) + whole[400:]):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r'x\.parquet: .* damaged'):
-            prepare(path)
+            join(path)
 
 
 def write_with_pandas(path: pathlib.Path) -> None:
@@ -234,11 +313,11 @@ def write_embedded(path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ('write', 'prepare_store'),
-    [(write_with_pandas, prepare), (write_embedded, prepare_embeddings)],
+    ('write', 'join_file'),
+    [(write_with_pandas, join), (write_embedded, join_embeddings)],
     ids=['captions', 'embeddings'],
 )
-def test_whatever_is_damaged_the_error_names_the_file(tmp_path: pathlib.Path, write, prepare_store):
+def test_whatever_is_damaged_the_error_names_the_file(tmp_path: pathlib.Path, write, join_file):
     path, random_ = tmp_path / 'x.parquet', random.Random(0)
     write(path)
     whole = path.read_bytes()
@@ -250,7 +329,7 @@ def test_whatever_is_damaged_the_error_names_the_file(tmp_path: pathlib.Path, wr
         change = random_.choice([b'', bytes(8), random_.randbytes(1)])
         path.write_bytes(whole[:at] + change + whole[at + len(change) :] if change else whole[:at])
         try:
-            prepare_store(path)
+            join_file(path)
         except ValueError as error:
             assert str(error).startswith(f'{path}: '), repr(error)
             refused += 1
@@ -265,38 +344,28 @@ def test_damaged_embeddings_of_a_sidecar_are_refused(tmp_path: pathlib.Path):
     for at in range(start, start + column.total_compressed_size, 97):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         with pytest.raises(ValueError, match=r'x\.parquet: is damaged'):
-            prepare_embeddings(path)
+            join_embeddings(path)
 
 
 def test_messages_name_the_file_that_a_copy_stands_for(tmp_path: pathlib.Path):
     copy = tmp_path / 'copy.parquet'
     file = SourceFile('gs://b/x', 0, '1', None)
 
-    def captions() -> None:
-        caption_store.prepare_store(
-            lambda: contextlib.nullcontext(str(copy)),
-            name=file.path,
-            version='1',
-            column='caption_llava',
-            cache_dir=tmp_path / 'cache',
-            drop_duplicates=True,
-        )
+    def of_captions() -> None:
+        joins.of_captions(copy, new_folder(copy), name=file.path)
 
-    def embeddings() -> None:
-        embedding_store.prepare_store(
-            [file],
-            cache_dir=tmp_path / 'cache',
-            hold=lambda file: contextlib.nullcontext(str(copy)),
-        )
+    def of_embeddings() -> None:
+        folder, wanted = str(new_folder(copy)), np.array([1])
+        sidecar.join([file], folder, wanted, hold=lambda _: contextlib.nullcontext(str(copy)))
 
     for content in ({'key': [1]}, {'key': [1], 'caption_llava': [2]}, {'id': [1]}, b'PAR?'):
         if isinstance(content, bytes):
             copy.write_bytes(content)
         else:
             pq.write_table(pa.table(content), copy)
-        for prepare_store in (captions, embeddings):
+        for join_copy in (of_captions, of_embeddings):
             with pytest.raises(ValueError, match=r'gs://b/x: ') as error:
-                prepare_store()
+                join_copy()
             assert 'copy' not in str(error.value).replace('Copy or download it again', '')
 
 
@@ -307,17 +376,16 @@ def test_embeddings_are_found_by_key(tmp_path: pathlib.Path):
     rng = np.random.default_rng(0)
     wanted = {int(key): rng.normal(size=6).astype(np.float16) for key in rng.permutation(30_000)}
     path = made_sources.write_sidecar(tmp_path / 'x.parquet', wanted)
-    store = prepare_embeddings(path)
-    header = store.header
-    assert header == embedding_store.SidecarHeader(6, 'made-up', '1', 0, 'caption_llava', 'made-up')
-    assert header == embedding_store.read_header(str(path))
-
-    np.testing.assert_array_equal(store.find(np.array([-8, 3])) >= 0, [False, True])
-    read = store.read(store.find(np.array(list(wanted))))
-    assert read.dtype == np.float16
-    np.testing.assert_array_equal(read, np.stack(list(wanted.values())))
-    again = embedding_store.EmbeddingStore(store.folder)
-    np.testing.assert_array_equal(again.read(again.find(np.array([7]))), wanted[7][None])
+    found = join_embeddings(path, [*range(29_000), -8, 40_000])
+    header = sidecar.Header(**found.facts['header'])
+    assert header == sidecar.Header(6, 'made-up', '1', 0, 'caption_llava', 'made-up')
+    assert header == sidecar.read_header(str(path))
+    assert found.places.tolist() == list(range(29_000))
+    for places in (np.arange(29_000), np.array([7]), np.array([], np.int64)):
+        read = sidecar.read(found, places)
+        assert (read.dtype, read.shape) == (np.float16, (len(places), 6))
+        for row, key in zip(read, places.tolist(), strict=True):
+            np.testing.assert_array_equal(row, wanted[key])
 
 
 def test_the_digest_of_embeddings_is_that_of_keys_and_vectors(tmp_path: pathlib.Path):
@@ -327,7 +395,7 @@ def test_the_digest_of_embeddings_is_that_of_keys_and_vectors(tmp_path: pathlib.
     ):
         rows = {key: np.array(vector, np.float16) for key, vector in rows.items()}
         path = made_sources.write_sidecar(tmp_path / f'{number}.parquet', rows)
-        digests.add(prepare_embeddings(path).digest)
+        digests.add(join_embeddings(path).facts['digest'])
     assert len(digests) == 4
 
 
@@ -351,7 +419,7 @@ def test_a_bad_sidecar_is_refused_by_name(
     rows = {3: np.ones(2), 4: np.array([1.0, value])}
     path = made_sources.write_sidecar(tmp_path / 'x.parquet', rows, **metadata)
     with pytest.raises(ValueError, match=rf'x\.parquet: .*{message}'):
-        prepare_embeddings(path)
+        join_embeddings(path)
 
 
 def test_a_sidecar_of_another_type_is_refused_by_name(tmp_path: pathlib.Path):
@@ -361,7 +429,7 @@ def test_a_sidecar_of_another_type_is_refused_by_name(tmp_path: pathlib.Path):
         with pytest.raises(
             ValueError, match=r'x\.parquet: .*expected a fixed-size list of float16'
         ):
-            prepare_embeddings(path)
+            join_embeddings(path)
 
 
 def test_a_sidecar_with_nulls_or_duplicate_keys_is_refused_by_name(tmp_path: pathlib.Path):
@@ -375,7 +443,7 @@ def test_a_sidecar_with_nulls_or_duplicate_keys_is_refused_by_name(tmp_path: pat
     ):
         pq.write_table(pa.Table.from_pydict(rows | change, schema=table.schema), path)
         with pytest.raises(ValueError, match=rf'x\.parquet: .*({message})'):
-            prepare_embeddings(path)
+            join_embeddings(path)
 
 
 # --- Bombs ----------------------------------------------------------------------------------
@@ -413,11 +481,8 @@ def test_texts_that_are_large_only_in_memory_take_little_of_it(tmp_path: pathlib
     write(tmp_path / 'x.parquet')
     assert (tmp_path / 'x.parquet').stat().st_size < 100_000
     program = """
-        store = caption_store.prepare_store(
-            lambda: contextlib.nullcontext(path), name=path, version='1', column='caption_llava',
-            cache_dir=path + '.cache', drop_duplicates=False,
-        )
-        print((store.lengths(store.find(store.keys)) > 0).sum())
+        captions.join(path, 'caption_llava', path + '.joined')
+        print((joined.Joined(path + '.joined').sizes > 0).sum())
     """
     assert run_with_little_memory(program, tmp_path / 'x.parquet') == f'{num_captions}\n'
 
@@ -425,25 +490,30 @@ def test_texts_that_are_large_only_in_memory_take_little_of_it(tmp_path: pathlib
 def test_embeddings_are_read_a_few_at_a_time_if_they_are_wide(tmp_path: pathlib.Path):
     write_wide_embeddings(tmp_path / 'x.parquet')  # 96 MB
     program = """
-        store = embedding_store.prepare_store(part_files.find(path), cache_dir=path + '.cache')
-        print(store.header.dim, len(store.keys))
+        files = part_files.find(path)
+        hold = lambda file: contextlib.nullcontext(file.path)
+        sidecar.join(files, path + '.joined', np.arange(12_000), hold=hold)
+        print(len(joined.Joined(path + '.joined').places))
     """
-    assert run_with_little_memory(program, tmp_path / 'x.parquet') == '4096 12000\n'
+    assert run_with_little_memory(program, tmp_path / 'x.parquet') == '12000\n'
 
 
 def run_with_little_memory(program: str, path: pathlib.Path) -> str:
-    """Runs a program in a process of its own, in which its memory may grow by 150 MB."""
+    """Runs a program in a process of its own, in which its memory may grow by 900 MB.
+
+    More than half of that is what may be sorted in memory.
+    """
     program = f"""
 import contextlib, re, sys
-from coyo11m_tfds.source import caption_store
-from coyo11m_tfds.source import embedding_store, part_files
+import numpy as np
+from coyo11m_tfds.source import captions, joined, part_files, sidecar
 path = sys.argv[1]
 def peak():
     with open('/proc/self/status') as status:
         return int(re.search('VmHWM:(.*)kB', status.read())[1])
 before = peak()
 {textwrap.dedent(program)}
-assert peak() - before < 150_000, peak() - before
+assert peak() - before < 900_000, peak() - before
 """
     command = [sys.executable, '-c', program, path]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=CHECKOUT, timeout=120)
@@ -458,23 +528,22 @@ def test_a_column_of_books_is_refused_by_name(tmp_path: pathlib.Path):
         r"x\.parquet: column 'caption_llava' has 70,\d{3} bytes a row, expected at most 65,536"
     )
     with pytest.raises(ValueError, match=message):
-        prepare(path)
+        join(path)
 
 
 def test_embeddings_that_are_too_wide_are_refused_by_name(tmp_path: pathlib.Path):
     path = made_sources.write_sidecar(tmp_path / 'x.parquet', {1: np.ones(16_385)})
     with pytest.raises(ValueError, match=r'x\.parquet: .*list of float16, at most 16,384'):
-        prepare_embeddings(path)
+        join_embeddings(path)
 
 
 def test_captions_that_are_too_long_are_not_kept(tmp_path: pathlib.Path):
     texts = ['a' * 65_536, 'b', 'ä' * 40_000, None, 'c', ' ' * 70_000, 'd' * 65_537]
     write_texts(tmp_path / 'x.parquet', texts + ['e'] * 20)
-    store = prepare(tmp_path / 'x.parquet')
-    rows = store.find(np.arange(8))
-    assert store.lengths(rows).tolist() == [65_536, 1, -1, 0, 1, -1, -1, 1]
-    kept = [text.encode() if text and len(text) in (1, 65_536) else b'' for text in texts]
-    assert store.texts(rows) == [*kept, b'e']
+    found = join(tmp_path / 'x.parquet', range(8))
+    assert found.sizes.tolist() == [65_536, 1, captions.TOO_LONG, 0, 1, -1, -1, 1]
+    kept = [text.encode() if text and len(text) in (1, 65_536) else None for text in texts]
+    assert found.read(found.places) == [*kept, b'e']
 
 
 def test_keys_that_the_metadata_describes_wrongly_are_refused(tmp_path: pathlib.Path):
@@ -487,7 +556,7 @@ def test_keys_that_the_metadata_describes_wrongly_are_refused(tmp_path: pathlib.
     with pytest.raises(
         ValueError, match=r'x\.parquet: has 2 rows, but its metadata describes 1 keys'
     ):
-        prepare(path)
+        join(path)
 
 
 # --- Size -------------------------------------------------------------------------------------
@@ -507,15 +576,14 @@ def test_a_row_group_of_more_than_2_gb_takes_little_memory(tmp_path: pathlib.Pat
     pq.write_table(table, path, row_group_size=num_rows, use_dictionary=False, compression='none')
     assert pq.read_metadata(path).row_group(0).column(1).total_uncompressed_size > 2**31
     program = (
-        'import contextlib, re, sys; from coyo11m_tfds.source import caption_store\n'
-        'caption_store.prepare_store(lambda: contextlib.nullcontext(sys.argv[1]),\n'
-        "    name=sys.argv[1], version='1', column='caption_llava', \n"
-        '    cache_dir=sys.argv[2], drop_duplicates=False)\n'
+        'import re, sys; from coyo11m_tfds.source import captions\n'
+        "captions.join(sys.argv[1], 'caption_llava', sys.argv[2])\n"
         "status = open('/proc/self/status').read()\n"
         "print(re.search(r'VmHWM:\\s+(\\d+) kB', status)[1])"
     )
-    command = [sys.executable, '-c', program, path, tmp_path / 'cache']
+    command = [sys.executable, '-c', program, path, tmp_path / 'joined']
     result = subprocess.run(command, capture_output=True, check=True)
-    assert int(result.stdout) < 600_000
-    store = caption_store.CaptionStore(next((tmp_path / 'cache').glob('captions-*')))
-    assert texts_of(store, num_rows - 1, 3) == [part[-1].as_py().encode(), part[3].as_py().encode()]
+    assert int(result.stdout) < 1_200_000
+    found = Joined(str(tmp_path / 'joined'))
+    expected = [part[3].as_py().encode(), part[-1].as_py().encode()]
+    assert found.read(np.array([3, num_rows - 1])) == expected

@@ -1,0 +1,33 @@
+"""Captions and values of sidecars, joined to keys, for the tests of the source."""
+
+import contextlib
+import pathlib
+from collections.abc import Iterable
+
+import numpy as np
+
+from coyo11m_tfds.source import captions, part_files, sidecar
+from coyo11m_tfds.source.joined import Joined
+
+
+def of_captions(
+    path: pathlib.Path, folder: pathlib.Path, wanted: Iterable[int] | None = None, name: str = ''
+) -> Joined:
+    """Joins the captions of a Parquet file, of some keys or of all."""
+    keys = None if wanted is None else np.array(list(wanted), np.int64)
+    captions.join(str(path), 'caption_llava', str(folder), keys, name)
+    return Joined(str(folder))
+
+
+def of_values(
+    place: pathlib.Path, folder: pathlib.Path, wanted: Iterable[int], column: str = ''
+) -> Joined:
+    """Joins the values of a sidecar, or of a column of Parquet files."""
+    sidecar.join(
+        part_files.find(place),
+        str(folder),
+        np.array(list(wanted), np.int64),
+        hold=lambda file: contextlib.nullcontext(file.path),
+        column=column,
+    )
+    return Joined(str(folder))

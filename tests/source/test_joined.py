@@ -1,0 +1,206 @@
+"""What is joined is made once, and again when it must be, whatever happened to it or its maker."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from coyo11m_tfds.source import joined
+
+VALUES = {7: b'seven', 3: b'three', 20_000: b'many', -5: None}
+
+
+class Maker:
+    """Makes the values above in a cache, and counts how often."""
+
+    def __init__(self, cache: pathlib.Path):
+        self.cache, self.times = cache, 0
+        cache.mkdir(exist_ok=True)
+
+    def make(self, folder: str) -> None:
+        self.times += 1
+        joined.make(folder, rows(), {'digest': '12'})
+
+    def kept(self, origin: str = 'one') -> joined.Joined:
+        return joined.kept(str(self.cache), origin, self.make)
+
+    def folders(self) -> list[str]:
+        return sorted(str(path) for path in self.cache.iterdir())
+
+
+@pytest.fixture
+def maker(tmp_path) -> Maker:
+    return Maker(tmp_path / 'cache')
+
+
+def rows() -> Iterator[pa.RecordBatch]:
+    for place, value in VALUES.items():
+        columns = [[place], [len(value or b'')], [value]]
+        yield pa.record_batch(columns, schema=joined.SCHEMA)
+
+
+def answers(found: joined.Joined) -> dict[int, bytes]:
+    assert found.facts == {'digest': '12'}
+    return dict(zip(found.places.tolist(), found.read(found.places), strict=True))
+
+
+def test_it_is_made_once_and_opened_by_others(maker):
+    first = maker.kept()
+    assert answers(first) == answers(joined.Joined(first.folder)) == VALUES
+    assert first.places.tolist() == sorted(VALUES)
+    assert first.read(np.array([3, 20_000])) == [b'three', b'many']
+    del first
+    assert answers(maker.kept()) == VALUES
+    assert maker.times == 1
+    assert maker.kept('two').folder != maker.kept().folder
+    assert maker.times == 2
+
+
+def test_of_several_row_groups_those_that_are_needed_are_read(tmp_path):
+    places = np.random.default_rng(0).permutation(50_000) * 3
+    values = places.astype('<i8')[:, None]
+    batches = [joined.batch(places[n::7], values[n::7]) for n in range(7)]
+    joined.make(str(tmp_path / 'made'), batches, {})
+    found = joined.Joined(str(tmp_path / 'made'))
+    np.testing.assert_array_equal(found.places, np.sort(places))
+    for some in (slice(8191, 8193), slice(0, None, 999), slice(49_999, None), slice(5, 5)):
+        wanted = found.places[some]
+        assert found.read(wanted) == [int(n).to_bytes(8, 'little') for n in wanted]
+
+
+def test_what_nobody_has_open_is_swept(maker):
+    first, second = maker.kept('one'), maker.kept('two')
+    joined.sweep(str(maker.cache))
+    assert maker.folders() == sorted([first.folder, second.folder])
+    folder = second.folder
+    del second
+    joined.sweep(str(maker.cache))
+    assert maker.folders() == [first.folder]
+    assert folder != first.folder
+    assert answers(first) == VALUES
+
+
+def flip(path: pathlib.Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 4
+    path.write_bytes(content)
+
+
+def truncate(path: pathlib.Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def change_facts(path: pathlib.Path) -> None:
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | {'facts': {'digest': '13'}}))
+
+
+@pytest.mark.parametrize(
+    ('name', 'damage'),
+    [(name, how) for name in ('rows.parquet', 'record.json') for how in (flip, truncate)]
+    + [('rows.parquet', pathlib.Path.unlink), ('record.json', pathlib.Path.unlink)]
+    + [('record.json', change_facts)]
+    + [('record.json', lambda path, t=t: path.write_text(t)) for t in ('', '\0', 'null', '[1]')],
+)
+def test_damage_to_it_is_noticed_and_it_is_made_again(maker, name, damage):
+    damage(pathlib.Path(maker.kept().folder) / name)
+    for _ in range(2):
+        assert answers(maker.kept()) == VALUES
+    assert maker.times == 2
+
+
+def test_every_flipped_bit_is_noticed(maker):
+    path = pathlib.Path(maker.kept().folder) / 'rows.parquet'
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 37):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        assert answers(maker.kept()) == VALUES
+    assert maker.times == 1 + len(range(0, len(whole), 37))
+
+
+def test_what_cannot_be_opened_is_not_thrown_away(maker):
+    path = pathlib.Path(maker.kept().folder) / 'record.json'
+    # Links in a circle stand for all that a right or a handle that is missing would do.
+    path.rename(path.with_name('moved'))
+    path.symlink_to(path)
+    with pytest.raises(OSError, match='symbolic links'):
+        maker.kept()
+    path.with_name('moved').rename(path)
+    assert answers(maker.kept()) == VALUES
+    assert maker.times == 1
+
+
+def test_an_error_of_whoever_makes_rows_passes_and_leaves_nothing(maker):
+    def failing() -> Iterator[pa.RecordBatch]:
+        yield from rows()
+        raise LookupError('of the rows')
+
+    with pytest.raises(LookupError, match='of the rows'):
+        joined.kept(str(maker.cache), 'one', lambda folder: joined.make(folder, failing(), {}))
+    assert maker.folders() == []
+
+
+def test_another_process_may_be_faster(maker):
+    def make(folder: str) -> None:
+        maker.kept()
+        maker.make(folder)
+
+    assert answers(joined.kept(str(maker.cache), 'one', make)) == VALUES
+    assert len(maker.folders()) == 1
+
+
+PROGRAM = """
+import os, signal, resource, sys
+import numpy as np
+from coyo11m_tfds.source import joined
+cache, mode = sys.argv[1:]
+
+def rows():
+    for n in range(40):
+        places = np.arange(n, 40_000, 40)
+        yield joined.batch(places, np.random.default_rng(n).integers(0, 99, (1000, 20)))
+        if mode == 'killed' and n == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if mode == 'interrupted' and n == 20:
+            os.kill(os.getpid(), signal.SIGINT)
+
+if mode == 'full':
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+joined.kept(cache, 'one', lambda folder: joined.make(folder, rows(), {}))
+"""
+
+
+def run(maker: Maker, mode: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, '-c', PROGRAM, maker.cache, mode]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_what_a_killed_maker_leaves_is_removed(maker):
+    assert run(maker, 'killed').returncode == -signal.SIGKILL
+    assert maker.folders() != []
+    found = maker.kept()
+    assert answers(found) == VALUES
+    assert maker.folders() == [found.folder]
+
+
+def test_a_disk_that_is_full_is_named(maker):
+    """A limit of the size of files stands for it."""
+    ended = run(maker, 'full')
+    assert ended.returncode == 1
+    last_line = ended.stderr.splitlines()[-1]
+    assert last_line.startswith(f'OSError: {maker.cache}/joining-')
+    assert 'File too large' in last_line
+    assert maker.folders() == []
+
+
+def test_an_interrupt_ends_it(maker):
+    ended = run(maker, 'interrupted')
+    assert ended.stderr.splitlines()[-1].startswith('KeyboardInterrupt'), ended.stderr
+    assert maker.folders() == []
