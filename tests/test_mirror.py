@@ -130,6 +130,27 @@ def test_further_files(source, tmp_path):
     assert further == {'README.md': b'hello', **more}
 
 
+def test_long_names_in_other_letters(gcs, hub, tmp_path):
+    """Of which each takes three bytes, and nine where it is quoted."""
+    long = ['潜' * 80 + digit + '.pt' for digit in '12']
+    files = {f'{LATENTS}/{name}': FILES[CAPTIONS][:1000] + name.encode() for name in long}
+    files[CAPTIONS] = FILES[CAPTIONS]
+    source = _write(tmp_path / 'source', files)
+    hub.commit(files)
+    scratch = tmp_path / 'scratch'
+    for place in (str(source), 'hf://datasets/owner/name'):
+        name = place[:2].replace('/', 'd')
+        mirror.mirror(place, tmp_path / name)
+        assert _read(tmp_path / name) == files
+        mirror.mirror(place, f'gs://bucket/{name}', scratch_dir=scratch)
+        assert _in_bucket(gcs, f'{name}/') == files
+    for place in (tmp_path / 'hf', 'gs://bucket/hf'):
+        assert mirror.mirror('hf://datasets/owner/name', place).num_copied == 0
+        assert len([file for file in location.find(place).latent_files if file.recorded]) == 2
+    mirror.mirror('gs://bucket/hf', tmp_path / 'back')
+    assert _read(tmp_path / 'back') == files
+
+
 @pytest.mark.parametrize(
     'name', ['{abs}/path/evil.md', '../evil.md', 'a/../../evil.md', 'a/./evil.md', 'a\\evil.md']
 )

@@ -12,7 +12,6 @@ source has now, and what is there now fits the record.
 import concurrent.futures
 import json
 import os
-import urllib.parse
 from collections.abc import Collection, Mapping
 
 from absl import logging
@@ -22,6 +21,7 @@ from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.storage import remote, source_files
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.file_state import FileState
+from coyo11m_tfds.storage.names import flat
 from coyo11m_tfds.storage.source_files import SourceFile
 
 _RECORDS = '.mirror'
@@ -43,24 +43,21 @@ class CopiedFiles:
             state: of the copy.
         """
         record = {
+            'name': name,
             'source': file.path,
             'version': file.version,
             'size': state.size,
             'crc32c': f'{state.crc32c:08x}',
         }
-        quoted = urllib.parse.quote(name, safe='')  # all records are in one folder
         data = json.dumps(record, indent=1).encode()
-        self._target.put_bytes(f'{_RECORDS}/{quoted}.json', data)
+        self._target.put_bytes(f'{_RECORDS}/{flat(name)}.json', data)  # all are in one folder
 
     def missing(self, files: Mapping[str, SourceFile]) -> dict[str, SourceFile]:
         """Returns the files whose copy is not there, not whole, or of another version.
 
         Copies on a local disk are read through for that.
         """
-        records = {
-            _copy_name(name): _read_record(data)
-            for name, data in self._target.read_all(_RECORDS).items()
-        }
+        records = dict(map(_read_record, self._target.read_all(_RECORDS).values()))
         self._warn_of_others(records, files)
         recorded = {
             name: records[name][1]
@@ -111,10 +108,7 @@ def recorded_states(folder: str) -> dict[str, FileState]:
     records = [file for name, file in files.items() if os.path.dirname(name) == _RECORDS]
     with concurrent.futures.ThreadPoolExecutor(_READS_AT_ONCE) as threads:
         contents = threads.map(lambda file: remote.read_range(file, 0, file.size), records)
-        states = {
-            _copy_name(file.name): _read_record(content)
-            for file, content in zip(records, contents, strict=True)
-        }
+        states = dict(map(_read_record, contents))
     return {name: state for name, (version, state) in states.items() if version}
 
 
@@ -134,14 +128,11 @@ def compare(found: FileState, recorded: FileState, path: str) -> None:
         )
 
 
-def _copy_name(record_name: str) -> str:
-    return urllib.parse.unquote(record_name.removesuffix('.json'))
-
-
-def _read_record(data: bytes) -> tuple[str, FileState]:
-    """Version of the original and state of the copy; values that fit no file if it is damaged."""
+def _read_record(data: bytes) -> tuple[str, tuple[str, FileState]]:
+    """Name of a copy; version of the original, and state of the copy; '' if it is damaged."""
     try:
         record = json.loads(data)
-        return record['version'], FileState(record['size'], int(record['crc32c'], 16))
+        state = FileState(record['size'], int(record['crc32c'], 16))
+        return record['name'], (record['version'], state)
     except (KeyError, TypeError, ValueError):
-        return '', FileState(-1, -1)
+        return '', ('', FileState(-1, -1))

@@ -10,12 +10,12 @@ storage.
 """
 
 import os
-import urllib.parse
 from collections.abc import Callable
 
 from coyo11m_tfds.storage import file_state, remote
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.file_state import FileState, ignore_bytes
+from coyo11m_tfds.storage.names import flat
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.source_files import SourceFile
 
@@ -62,7 +62,7 @@ def _to_disk(
     file: SourceFile, target: Destination, name: str, on_bytes: Callable[[int], None]
 ) -> FileState:
     # The same name each time, so that the next call finds what was downloaded.
-    path = os.path.join(target.staging(''), urllib.parse.quote(name, safe=''))
+    path = os.path.join(target.staging(''), flat(name))
     if file.is_remote:
         remote.fetch(file, path, on_bytes)
         known = file.crc32c  # by which `fetch` has checked it
