@@ -14,9 +14,11 @@ import itertools
 import math
 import pathlib
 import re
+import string
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+from absl import logging
 from etils import epath
 from PIL import Image, ImageDraw, ImageFont
 
@@ -51,6 +53,8 @@ def make_grid(
     Returns:
         uint8 `(height, width, 3)`.
     """
+    letters = sorted(set(''.join(captions)) - set(string.whitespace))
+    _tell_missing(''.join(letter for letter in letters if _font_index(letter) is None))
     cells = [_make_cell(cell, caption) for *cell, caption in zip(*pictures, captions, strict=True)]
     across = math.ceil(math.sqrt(len(cells)))
     rows = [_join(cells[i : i + across], axis=1) for i in range(0, len(cells), across)]
@@ -136,15 +140,24 @@ def _length(text: str) -> float:
 def _runs(text: str, size: int) -> Iterator[tuple[ImageFont.FreeTypeFont, str]]:
     """Yields parts of a text, each with the first font that has its letters."""
     for index, run in itertools.groupby(text, _font_index):
-        yield _fonts(size)[index], ''.join(run)
+        yield _fonts(size)[index or 0], ''.join(run)
 
 
 @functools.cache
-def _font_index(letter: str) -> int:
-    for index, has in enumerate(_coverages()):
-        if has(letter):
-            return index
-    return 0
+def _font_index(letter: str) -> int | None:
+    """The number of the first font that has a letter; None if none has."""
+    return next((index for index, has in enumerate(_coverages()) if has(letter)), None)
+
+
+@functools.cache  # the same captions are drawn again and again
+def _tell_missing(letters: str) -> None:
+    if letters:
+        logging.warning(
+            'No font here has %d letters of the captions in the previews, such as %r; the extra '
+            "`fonts` brings Chinese, Japanese and Korean (pip install -e '.[fonts]').",
+            len(letters),
+            letters[:10],
+        )
 
 
 @functools.cache

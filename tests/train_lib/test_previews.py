@@ -40,6 +40,18 @@ def test_a_title_stands_above_the_cells():
     assert titled.shape[0] > plain.shape[0]
 
 
+def test_letters_that_no_font_has_are_told_once(caplog):
+    picture = np.zeros((2, 8, 8, 3), np.uint8)
+    for _ in range(2):
+        previews.make_grid([picture], ['a \U000f0001 cat', 'a \U000f0002\n'])
+    told = [line for line in caplog.messages if 'No font here has 2 letters' in line]
+    assert len(told) == 1
+    assert '\\U000f0001' in told[0]
+    caplog.clear()
+    previews.make_grid([picture], ['a cat', 'ein Kätzchen'])
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize('caption', ['ÀÉÎõüß', 'Łódź ğış', 'ΑΒΓ αβγ', 'Привет мир', 'שלום', '“—”…'])
 def test_letters_beyond_ascii_are_drawn_as_themselves(caption):
     def drawn(text):
