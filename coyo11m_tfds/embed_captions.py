@@ -57,6 +57,7 @@ class Report:
         num_duplicates: rows left out because an earlier row has their key.
         num_truncated: captions that this run cut to the encoder's greatest length.
         num_tokens: that this run made or encoded.
+        longest: most token ids of a caption among these; 0 of embeddings.
         padding: share of what the encoder computed that was padding.
         missing_parts: names of those that are left to others.
         encoder: its name.
@@ -70,6 +71,7 @@ class Report:
     num_duplicates: int
     num_truncated: int
     num_tokens: int
+    longest: int
     padding: float
     missing_parts: tuple[str, ...]
     encoder: str
@@ -88,7 +90,16 @@ class Report:
             f'{self.num_captions} captions encoded by {self.encoder}, {self.dim} numbers each '
             f'({self.num_captions / self.seconds:.0f} captions/s){kept}; '
             f'{self.num_skipped} null, blank or too long ones and {self.num_duplicates} duplicates '
-            f'skipped, {self.num_truncated} truncated{left}'
+            f'skipped, {self.num_truncated} truncated{self._advice()}{left}'
+        )
+
+    def _advice(self) -> str:
+        """What `--max_tokens` would do as well, where all else is padding."""
+        if not self.longest or self.num_truncated or self.longest == self.dim:
+            return ''
+        return (
+            f'; the longest has {self.longest} tokens, so that --max_tokens={self.longest} keeps '
+            f'all of them in {self.longest / self.dim:.0%} of the room'
         )
 
 
@@ -144,8 +155,10 @@ def embed(
     loaded: text_encoders.Tokenizer | None = None if isinstance(encoder, str) else encoder
     spec = encoder if isinstance(encoder, str) else encoder.name
     choice = EncoderChoice(spec, max_tokens, batch_tokens, tokens_only)
-    if not loaded and _one_process(out, num_workers, choice):  # before captions are fetched in vain
-        loaded = choice.load()
+    if not loaded:  # before captions are fetched in vain
+        choice.check()
+        if _one_process(out, num_workers, choice):
+            loaded = choice.load()
     with out_place.scratch_folder(out, scratch_dir) as folder:
         by_key = os.path.join(folder, 'captions')
         with Scratch(os.path.join(folder, 'source'), file.size).hold_showing(file) as path:
@@ -172,6 +185,7 @@ def embed(
         num_duplicates=num_duplicates,
         num_truncated=outcome.made.num_truncated,
         num_tokens=outcome.counter.tokens,
+        longest=outcome.made.longest,
         padding=outcome.counter.padding,
         missing_parts=outcome.missing,
         encoder=outcome.made.encoder,

@@ -394,3 +394,30 @@ def test_real_sample(out):
     found = found.astype(np.float32)
     cosines = (found @ found.T)[np.triu_indices(len(found), 1)]
     assert 0 < cosines.mean() < 0.5
+
+
+def test_tokens_are_reported_with_the_length_that_would_do(tmp_path):
+    source = make_source(tmp_path / 'source', {1: 'a cat', 2: 'two dogs in a red boat', 3: 'a'})
+    for out in ('one.parquet', 'parts'):
+        report = embed_captions.embed(source, 'words', tmp_path / out, tokens_only=True)
+        assert (report.longest, report.dim) == (6, 512)
+        assert 'the longest has 6 tokens, so that --max_tokens=6 keeps all of' in str(report)
+    for limit in (6, 5):
+        out = tmp_path / f'{limit}.parquet'
+        report = embed_captions.embed(source, 'words', out, tokens_only=True, max_tokens=limit)
+        assert '--max_tokens' not in str(report)
+    assert '1 truncated' in str(report)
+    assert '--max_tokens' not in str(embed_captions.embed(source, 'hash', tmp_path / 'h.parquet'))
+
+
+@pytest.mark.parametrize('num_workers', [1, 2])
+@pytest.mark.parametrize('encoder', ['hsh', 'words', 'hf:/no/such/folder', 'jax:/no/such/folder'])
+def test_a_wrong_encoder_is_noticed_before_captions_are_read(tmp_path, encoder, num_workers):
+    source = make_source(tmp_path / 'source', {})
+    raw = pa.array([b'a', b'not \xff UTF-8'])
+    text = pa.StringArray.from_buffers(len(raw), *raw.buffers()[1:])
+    pq.write_table(pa.table({'key': [1, 2], 'caption_llava': text}), source / schema.CAPTIONS_FILE)
+    with pytest.raises(ValueError, match=r'no such folder|unknown encoder'):
+        embed_captions.embed(source, encoder, tmp_path / 'out', num_workers=num_workers)
+    with pytest.raises(ValueError, match='key 2 is not UTF-8'):
+        embed_captions.embed(source, 'hash', tmp_path / 'out', num_workers=num_workers)

@@ -66,6 +66,13 @@ class EncoderChoice:
             return tokenizers.make_tokenizer(self.spec, self.max_tokens)
         return text_encoders.make_encoder(self.spec, self.max_tokens, self.batch_tokens)
 
+    def check(self) -> None:
+        """Looks in seconds whether there is such an encoder; raises as `load`."""
+        if self.hashes:
+            self.load()
+        else:
+            text_encoders.check(self.spec)
+
     @property
     def hashes(self) -> bool:
         """True if it hashes words, in Python: a process of it takes one core and no weights."""
@@ -79,6 +86,10 @@ class EncoderChoice:
     def width(self, encoder: Encoder | Tokenizer) -> int:
         """Returns how many numbers the encoder makes of a caption."""
         return encoder.max_tokens if self.tokens_only else cast(Encoder, encoder).dim
+
+    def longest(self, values: np.ndarray) -> int:
+        """Returns the most token ids of a caption in a part; 0 of embeddings."""
+        return int((values != tokenizers.PADDING).sum(axis=1).max()) if self.tokens_only else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,11 +114,12 @@ class Job:
 
 
 class Made(NamedTuple):
-    """Encoder, numbers a caption, and how many captions were cut."""
+    """Encoder, numbers a caption, how many captions were cut, and most token ids of one."""
 
     encoder: str
     width: int
     num_truncated: int
+    longest: int
 
 
 class Counter:
@@ -190,7 +202,12 @@ def run(
                 made = [future.result() for future in futures - pending]
         finally:
             board[-1] = 1
-    return Made(made[0].encoder, made[0].width, sum(each.num_truncated for each in made))
+    return Made(
+        made[0].encoder,
+        made[0].width,
+        sum(each.num_truncated for each in made),
+        max(each.longest for each in made),
+    )
 
 
 def _make(
@@ -206,14 +223,16 @@ def _make(
     entries = part_writer.entries(encoder, job.caption_column, captions.digest, choice.tokens_only)
     part_writer.check(found, entries, captions.count)
     made = part_maker.make(captions, missing, encoder, on_batch, choice.tokens_only)
+    longest = 0
     for number, keys, values in made:
+        longest = max(longest, choice.longest(values))
         path = os.path.join(job.staging, uuid.uuid4().hex)
         metadata = entries | part_writer.part_entry(number, captions.count)
         with part_writer.open_file(path, metadata, choice.column, width) as write:
             write(keys, values)
         name = part_files.name(number, captions.count)
         destination.put(path, name, file_state.of_file(path).crc32c)
-    return Made(encoder.name, width, encoder.truncated)
+    return Made(encoder.name, width, encoder.truncated, longest)
 
 
 def make_file(
@@ -225,10 +244,12 @@ def make_file(
     column = schema.TOKENS if choice.tokens_only else schema.TEXT_EMBEDDING
     numbers = range(captions.count)
     made = part_maker.make(captions, numbers, encoder, on_batch, choice.tokens_only)
+    longest = 0
     with part_writer.open_file(path, entries, column, width) as write:
         for _, keys, values in made:
+            longest = max(longest, choice.longest(values))
             write(keys, values)
-    return Made(encoder.name, width, encoder.truncated)
+    return Made(encoder.name, width, encoder.truncated, longest)
 
 
 # --- Several processes ----------------------------------------------------------------------

@@ -33,6 +33,26 @@ def local_folder(model: str) -> Path | None:
     return None
 
 
+def check(model: str) -> None:
+    """Looks whether there is such a model, in seconds, where loading it would ask for a minute.
+
+    Raises:
+        ValueError: it is neither a folder nor in the cache, and the hub does not give it.
+    """
+    if local_folder(model):
+        return
+    import huggingface_hub
+
+    try:
+        huggingface_hub.snapshot_download(model, allow_patterns='config.json')
+    except Exception as error:  # of the client, its HTTP library, or the disk
+        raise ValueError(
+            f'cannot load the text encoder {model!r}: {" ".join(str(error).split())} Expected a '
+            'folder, or a name on the Hugging Face hub (which needs the network unless the model '
+            'is in the cache).'
+        ) from error
+
+
 def gguf_file(folder: Path) -> Path | None:
     """The GGUF file to read in a model's folder, or None where safetensors are to be read.
 

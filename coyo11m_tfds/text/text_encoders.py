@@ -26,6 +26,7 @@ from absl import logging
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.keyed_random import splitmix64
+from coyo11m_tfds.text import model_files
 
 DEFAULT_MAX_TOKENS = 512
 
@@ -151,8 +152,14 @@ def make_tokenizer(spec: str, max_tokens: int = DEFAULT_MAX_TOKENS) -> Tokenizer
     return jax_encoder.JaxTokenizer(model, max_tokens)
 
 
+def check(spec: str) -> None:
+    """Looks in seconds whether there is such an encoder; raises as `make_encoder` if not."""
+    if spec != HashEncoder.name:
+        _take_apart(spec)
+
+
 def _take_apart(spec: str) -> tuple[str, str]:
-    """Returns what runs a model, and its name."""
+    """Returns what runs a model, and its name, if there is such a model."""
     runner, _, model = spec.partition(':')
     if runner not in ('hf', 'jax') or not model:
         raise ValueError(
@@ -160,6 +167,7 @@ def _take_apart(spec: str) -> tuple[str, str]:
             'or hf:FOLDER (with a transformers model or one GGUF file); jax: in place of hf: runs '
             'Gemma 3 without torch; words makes tokens alone (--tokens_only)'
         )
+    model_files.check(model)
     return runner, model
 
 
