@@ -11,7 +11,6 @@ import pytest
 
 import input_pipeline
 from coyo11m_tfds import columns, schema
-from coyo11m_tfds.columns import AddedColumn
 from tests.reading import small_dataset
 
 COUNT = 104
@@ -24,14 +23,8 @@ def path(tmp_path: pathlib.Path) -> pathlib.Path:
     """A data set whose latents lie in place, with an added column of numbers."""
     path = tmp_path / schema.VERSION
     small_dataset.write(path, LENGTHS, source=tmp_path / 'source')
-    name = columns.file_name('score', schema.TRAIN)
-    with open(path / name, 'wb') as file:
-        writer = columns.Writer(file, 'float32', (), COUNT)
-        writer.write(np.arange(COUNT, dtype=np.float32))
-
-        crc32c = {schema.TRAIN: writer.finish()}
-    score = AddedColumn('score', 'float32', (), {schema.TRAIN: name}, crc32c)
-    columns.write(path, {**columns.read(path), 'score': score})
+    scores = {schema.TRAIN: np.arange(COUNT, dtype=np.float32)}
+    small_dataset.add_column(path, 'score', scores)
     return path
 
 

@@ -6,6 +6,7 @@ keys['train']   # int64 (103,), in the order of the shards
 
 import pathlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow_datasets as tfds
@@ -13,7 +14,7 @@ import torch
 from numpy.typing import DTypeLike
 
 from coyo11m_tfds import chunk_index, columns, records, schema
-from coyo11m_tfds.columns import Column, ColumnFile
+from coyo11m_tfds.columns import AddedColumn, Column, ColumnFile
 from coyo11m_tfds.keyed_random import splitmix64
 from coyo11m_tfds.source.pt_file import LatentShard
 
@@ -83,6 +84,22 @@ def _write_sources(
         crcs = columns.checksums(latents[rows])
         places.append(np.stack([np.full(len(rows), first + number), rows, crcs], axis=1))
     return np.concatenate(places).astype('<u4'), files
+
+
+def add_column(
+    path: pathlib.Path, name: str, values: Mapping[str, np.ndarray], **fields: Any
+) -> AddedColumn:
+    """Adds a column of values `(n, ...)` of each split, as the program does, and its fields."""
+    crc32c, files = {}, {split: columns.file_name(name, split) for split in values}
+    for split, of_split in values.items():
+        shape, dtype = of_split.shape[1:], of_split.dtype
+        with open(path / files[split], 'wb') as file:
+            writer = columns.Writer(file, dtype, shape, len(of_split))
+            writer.write(of_split)
+            crc32c[split] = writer.finish()
+    column = AddedColumn(name, dtype.name, shape, files, crc32c, **fields)
+    columns.write(path, {**columns.read(path), name: column})
+    return column
 
 
 def write_metadata(

@@ -25,15 +25,7 @@ SHARD, COLUMN, SOURCE = 'tfrecord-00000-of-00002', 'column_score', 'train-0.pt'
 
 
 def add(path: pathlib.Path, name: str, values: np.ndarray) -> AddedColumn:
-    file = columns.file_name(name, schema.TRAIN)
-    with open(path / file, 'wb') as opened:
-        writer = columns.Writer(opened, values.dtype, values.shape[1:], len(values))
-        writer.write(values)
-        crc32c = {schema.TRAIN: writer.finish()}
-    shape = values.shape[1:]
-    column = AddedColumn(name, values.dtype.name, shape, {schema.TRAIN: file}, crc32c)
-    columns.write(path, {**columns.read(path), name: column})
-    return column
+    return small_dataset.add_column(path, name, {schema.TRAIN: values})
 
 
 @pytest.fixture(scope='module')

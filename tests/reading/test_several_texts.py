@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import input_pipeline
-from coyo11m_tfds import columns, schema
-from coyo11m_tfds.columns import AddedColumn
+from coyo11m_tfds import schema
 from coyo11m_tfds.reading.order import Order, sample_texts
 from tests.reading import small_dataset
 from tests.reading.batches import assert_same, check_memory, global_batches
@@ -27,15 +26,13 @@ PADDING = -1
 
 def add(path, name, feature, rows_of, encoder) -> None:
     """Writes a column as `add_column` does; `rows_of` makes its rows from numbers of records."""
-    files = {split: columns.file_name(name, split) for split in SPLITS}
-    for split, lengths in SPLITS.items():
-        values = rows_of(np.arange(sum(lengths))).astype(schema.TEXT_DTYPES[feature])
-        np.save(path / files[split], values)
-    numbers = [0.0] * values.shape[1]
-    column = AddedColumn(
-        name, values.dtype.name, values.shape[1:], files, feature, numbers, numbers, encoder
-    )
-    columns.write(path, {**columns.read(path), name: column})
+    values = {
+        split: rows_of(np.arange(sum(lengths))).astype(schema.TEXT_DTYPES[feature])
+        for split, lengths in SPLITS.items()
+    }
+    numbers = [0.0] * values[schema.TRAIN].shape[1]
+    fields = {'feature': feature, 'mean': numbers, 'std': numbers, 'encoder': encoder}
+    small_dataset.add_column(path, name, values, **fields)
 
 
 def embeddings(number):
