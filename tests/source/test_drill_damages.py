@@ -9,11 +9,13 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from coyo11m_tfds import mirror, records, schema
-from tests import made_sources
+from coyo11m_tfds.source import joined
+from tests import joins, made_sources
 from tests.build import build_program
 
 FILES = (range(12), range(12, 24))
@@ -181,6 +183,47 @@ def test_random_damages_of_a_source_without_records(source, truth, tmp_path, cou
     # Nothing says that a whole and sound file is another one than it was.
     failures = [line for line in failures if 'take_the_other_file' not in line]
     assert not failures, f'{len(failures)} of {count}:\n' + '\n'.join(failures[:20])
+
+
+@pytest.mark.parametrize(
+    'count', [20, pytest.param(2000, marks=pytest.mark.slow)], ids=['few', 'many']
+)
+def test_random_damages_of_captions_whose_pages_have_checksums(tmp_path, count: int):
+    """Nothing but the checksums in the file tells what it was."""
+    texts = {
+        7 * key: f'Caption {key}: ' + ' '.join(map(str, range(key % 40))) for key in range(900)
+    }
+    path = tmp_path / schema.CAPTIONS_FILE
+    keys = random.Random(0).sample(sorted(texts), len(texts))
+    columns = {'url': [f'http://x/{key}' for key in keys], 'key': keys}
+    table = pa.table(columns | {schema.DEFAULT_CAPTION_COLUMN: [texts[key] for key in keys]})
+    pq.write_table(table, path, row_group_size=250, write_page_checksum=True)
+    original, failures, refused = path.read_bytes(), [], 0
+    for number in range(count):
+        choose = random.Random(f'{SEED}-{number}')
+        spoil = choose.choice([kind for kind in DAMAGES if kind is not take_the_other_file])
+        data = bytearray(original)
+        spoil(data, choose, original[::-1])
+        path.write_bytes(data)
+        try:
+            found = joins.of_captions(path, tmp_path / f'joined-{number}')
+            read = {key: text.decode() for key, text in zip(*_all_of(found), strict=True)}
+            problem = '' if read == texts else 'other contents were accepted'
+        except ValueError as error:
+            refused += 1
+            is_named = path.name in str(error) and len(str(error).splitlines()) == 1
+            problem = '' if is_named else f'{error}'
+        except Exception as error:
+            problem = f'{type(error).__name__}: {error}'
+        if problem:
+            failures.append(f'{number}: {spoil.__name__}: {problem}')
+        shutil.rmtree(tmp_path / f'joined-{number}', ignore_errors=True)
+    assert not failures, f'{len(failures)} of {count}:\n' + '\n'.join(failures[:20])
+    assert refused > count / 2
+
+
+def _all_of(found: joined.Joined) -> tuple[list[int], list[bytes]]:
+    return found.places.tolist(), found.read(found.places)
 
 
 def run_drill(source: pathlib.Path, truth: dict, folder: pathlib.Path, count: int) -> list[str]:
