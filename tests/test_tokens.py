@@ -16,7 +16,7 @@ from coyo11m_tfds import add_column, embed_captions, schema
 from coyo11m_tfds.text import text_encoders, tokenizers
 from tests import built, made_sources, runs
 from tests.runs import small_config
-from train_lib import caption_encoder, check, data, diagnose, draw, sharding, train
+from train_lib import caption_encoder, check, data, data_facts, diagnose, draw, sharding, train
 
 LENGTH = 12
 FEATURES = 'key', 'latents', 'tokens', 'caption'
@@ -206,6 +206,18 @@ def test_a_drawing_takes_its_captions_apart_itself(run, words):
         artist.draw(['a red circle'], text_encoders.make_encoder('hash'))
 
 
+def test_words_that_no_caption_of_the_data_has_are_named(dataset, words, caplog):
+    facts = data.TrainingData(small_config(dataset), sharding.make_mesh()).facts
+    assert data_facts.from_json(facts.to_json()).known_tokens == facts.known_tokens
+    captions = ['A red circle.', 'a red Zebra on a blue Sofa, a zebra']
+    assert caption_encoder.unknown_words(facts, words, captions) == ['zebra', 'sofa']
+    caption_encoder.texts(facts, words, captions)
+    assert "has 'zebra', 'sofa': the model does not know what they mean" in caplog.text
+    caplog.clear()
+    caption_encoder.texts(facts, words, captions[:1])
+    assert not caplog.text
+
+
 def test_sequences_of_a_data_set_of_embeddings_are_refused(mini_dataset, tmp_path):
     config = small_config(mini_dataset, **{'model.text': 'sequence'})
     with pytest.raises(ValueError, match=r"model\.text='sequence'.*tokens"):
@@ -226,7 +238,7 @@ def test_another_vocabulary_is_another_identity(dataset, mini_dataset):
     assert ours['text_encoder'] == {'name': 'words', 'revision': '1', 'vocabulary': 4096}
     theirs = data.TrainingData(small_config(mini_dataset), mesh).identity
     assert theirs['text_encoder'] == {'name': 'hash', 'revision': '1', 'width': 640}
-    assert 'text' not in ours['model']
+    assert ours['model']['text'] == 'pooled'
     sequence = data.TrainingData(small_config(dataset, **{'model.text': 'sequence'}), mesh).identity
     assert sequence['model']['text'] == 'sequence'
     assert schema.TOKENS in data.TrainingData(small_config(dataset), mesh)._features

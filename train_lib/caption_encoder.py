@@ -65,8 +65,29 @@ def make(facts: DataFacts, spec: str = '') -> Encoder | Tokenizer:
 def texts(facts: DataFacts, encoder: Encoder | Tokenizer, captions: Sequence[str]) -> np.ndarray:
     """Captions for the model: embeddings float16 `(n, D)`, or token ids int32 `(n, T)`."""
     if facts.vocabulary:
+        if unknown := unknown_words(facts, encoder, captions):
+            logging.warning(
+                'No caption of the training data has %s: the model does not know what %s.',
+                ', '.join(map(repr, unknown)),
+                'it means' if len(unknown) == 1 else 'they mean',
+            )
         return tokenizers.pad(encoder.tokenize(captions), encoder.max_tokens)
     return cast(Encoder, encoder).encode(captions).astype(np.float16)
+
+
+def unknown_words(
+    facts: DataFacts, encoder: Encoder | Tokenizer, captions: Sequence[str]
+) -> list[str]:
+    """Words of captions that no caption of the training data has, each once; [] if unknown.
+
+    A few are missed, because their ids are those of other words.
+    """
+    if not facts.known_tokens:
+        return []
+    known = np.unpackbits(np.frombuffer(bytes.fromhex(facts.known_tokens), np.uint8))
+    words = dict.fromkeys(w for caption in captions for w in text_encoders.split_words(caption))
+    ids = encoder.tokenize(list(words))
+    return [word for word, [token] in zip(words, ids, strict=True) if not known[token]]
 
 
 def check(facts: DataFacts, encoder: Encoder | Tokenizer) -> None:

@@ -295,6 +295,7 @@ def model_facts(stats: 'input_pipeline.DatasetStats') -> DataFacts:
         stats.text_revision or '',
         stats.text_max_tokens,
         stats.vocabulary,
+        stats.known_tokens,
     )
 
 

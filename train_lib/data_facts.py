@@ -29,6 +29,8 @@ class DataFacts:
             Records that hold tokens hold so many, padding included.
         vocabulary: ids of the tokens in the records are less than this; 0 where records hold text
             embeddings.
+        known_tokens: of the tokenizer `words`: hex digits, a bit for each id that some caption has;
+            '' where that is not known.
     """
 
     latent_shape: tuple[int, int, int]
@@ -37,6 +39,7 @@ class DataFacts:
     encoder_revision: str = ''
     max_tokens: int = 0
     vocabulary: int = 0
+    known_tokens: str = ''
 
     @property
     def text_dim(self) -> int:

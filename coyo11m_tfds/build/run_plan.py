@@ -18,6 +18,8 @@ import shutil
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from coyo11m_tfds import chunk_index, schema
 from coyo11m_tfds.build import in_place
 from coyo11m_tfds.build.finished_shards import FinishedShards
@@ -138,6 +140,8 @@ def make_metadata(
             schema.META_TEXT_ENCODER: plan.text_embeddings.encoder,
             schema.META_TEXT_VOCABULARY: plan.text_embeddings.vocabulary,
         }
+        if len(train.known_tokens):
+            metadata[schema.META_TEXT_KNOWN] = np.packbits(train.known_tokens).tobytes().hex()
     elif plan.text_embeddings and train.text_moments:
         mean, std = train.text_moments.mean_and_std()
         metadata |= {

@@ -77,7 +77,9 @@ class _OpenSource:
         embeddings = task.text_embeddings
         self._text = embeddings.feature if embeddings else ''
         self.statistics = ShardStatistics(
-            embeddings.dim if embeddings and self._text == schema.TEXT_EMBEDDING else None
+            embeddings.dim if embeddings and self._text == schema.TEXT_EMBEDDING else None,
+            # Who draws is told of words that no caption has; ids of parts of words tell nothing.
+            embeddings.vocabulary if embeddings and embeddings.encoder == schema.WORDS else 0,
         )
         self.sources = ShardSources()
         self.read: list[str] = []  # digests of files
@@ -114,6 +116,8 @@ class _OpenSource:
             found[schema.LATENTS] = raw
         if text is not None:
             found[self._text] = text.view(np.uint8)
+            if len(self.statistics.known_tokens):
+                self.statistics.add_tokens(text[good])
         if good.all():
             return found
         if not self._task.drop_bad:

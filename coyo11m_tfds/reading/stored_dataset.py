@@ -55,6 +55,7 @@ class DatasetStats:
         text_dim: width of the text embeddings, or 0 without them.
         num_tokens: of a text with its padding, or 0 for embeddings.
         vocabulary: ids of these are less than this; 0 without them.
+        known_tokens: hex digits, a bit for each id that occurs; '' where that is not known.
         source_fingerprint: hex digest of the source files, or None.
     """
 
@@ -70,6 +71,7 @@ class DatasetStats:
     source_fingerprint: str | None
     num_tokens: int = 0
     vocabulary: int = 0
+    known_tokens: str = ''
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,6 +253,8 @@ class StoredDataset:
             source_fingerprint=self.metadata.get(schema.META_SOURCE_FINGERPRINT),
             num_tokens=chosen.size if chosen.feature == schema.TOKENS else 0,
             vocabulary=first.vocabulary,
+            # Texts of added columns may hold others.
+            known_tokens='' if text else self.metadata.get(schema.META_TEXT_KNOWN, ''),
         )
 
     def _text_size(self, name: str) -> int:

@@ -65,6 +65,7 @@ class ShardStatistics:
 
     Args:
         text_dim: numbers of a text embedding; None where there are none.
+        vocabulary: of token ids that are to be noted; 0 for none.
 
     Attributes:
         num_records: good samples, i.e. those whose latents and text embedding are finite.
@@ -75,17 +76,19 @@ class ShardStatistics:
         caption_histogram: int64 `(129,)`, captions by length in bytes, bins from each of
             `CAPTION_EDGES` on.
         previews: the first good samples, at most 6; none of several shards.
+        known_tokens: bool `(vocabulary,)`, ids that occur in good samples.
         non_finite: samples that are not good.
         non_finite_keys: keys of the first of these, at most 10.
     """
 
-    def __init__(self, text_dim: int | None):
+    def __init__(self, text_dim: int | None, vocabulary: int = 0):
         self.num_records = 0
         self.latent_moments = moments.Moments(schema.LATENT_SHAPE[0])
         self.text_moments = None if text_dim is None else moments.Moments(text_dim)
         self.latent_histogram = np.zeros((schema.LATENT_SHAPE[0], len(LATENT_EDGES) + 1), np.int64)
         self.caption_histogram = np.zeros(len(CAPTION_EDGES), np.int64)
         self.previews: list[Preview] = []
+        self.known_tokens = np.zeros(vocabulary, bool)
         self.non_finite = 0
         self.non_finite_keys: list[int] = []
 
@@ -122,6 +125,10 @@ class ShardStatistics:
         self._add_good(*_choose(good, keys, captions, latents))
         return good
 
+    def add_tokens(self, tokens: np.ndarray) -> None:
+        """Notes the ids of good samples, int32 `(n, T)`, padded with a negative number."""
+        self.known_tokens[tokens[tokens >= 0]] = True
+
     def _count_non_finite(self, keys: np.ndarray, good: np.ndarray) -> None:
         bad = keys[~good].tolist()
         self.non_finite += len(bad)
@@ -146,6 +153,7 @@ class ShardStatistics:
             'text_moments': self.text_moments and self.text_moments.to_json(),
             'latent_histogram': self.latent_histogram.tolist(),
             'caption_histogram': self.caption_histogram.tolist(),
+            'known_tokens': self.known_tokens.tobytes().hex(),
             'previews': [preview.to_json() for preview in self.previews],
             'non_finite': self.non_finite,
             'non_finite_keys': self.non_finite_keys,
@@ -162,6 +170,8 @@ class ShardStatistics:
         statistics.latent_histogram[:] = content['latent_histogram']
         statistics.caption_histogram[:] = content['caption_histogram']
         statistics.previews = [Preview.from_json(preview) for preview in content['previews']]
+        known = bytes.fromhex(content['known_tokens'])
+        statistics.known_tokens = np.frombuffer(known, bool).copy()
         statistics.non_finite = content['non_finite']
         statistics.non_finite_keys = list(content['non_finite_keys'])
         return statistics
@@ -176,6 +186,7 @@ def join(parts: Sequence[ShardStatistics]) -> ShardStatistics:
         joined.text_moments = moments.join([p.text_moments for p in parts if p.text_moments])
     joined.latent_histogram = np.sum([part.latent_histogram for part in parts], axis=0)
     joined.caption_histogram = np.sum([part.caption_histogram for part in parts], axis=0)
+    joined.known_tokens = np.any([part.known_tokens for part in parts], axis=0)
     joined.non_finite = sum(part.non_finite for part in parts)
     keys = [key for part in parts for key in part.non_finite_keys]
     joined.non_finite_keys = keys[:MAX_NON_FINITE_KEYS]

@@ -47,7 +47,7 @@ class WordsTokenizer:
     captions never have the same id; of 1,000 words one in five shares its id with another.
     """
 
-    name = 'words'
+    name = schema.WORDS
     revision = '1'  # to be raised with every change of the ids
     vocabulary = 4096
 
