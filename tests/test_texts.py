@@ -13,7 +13,7 @@ TOKENS = {'encoder': 'words', 'revision': '1', 'max_tokens': 3, 'vocabulary': 9}
 def column(name, size=2, feature=schema.TEXT_EMBEDDING, **made) -> AddedColumn:
     numbers = [1.0] * size if feature == schema.TEXT_EMBEDDING else []
     dtype = schema.TEXT_DTYPES.get(feature, 'float32')
-    return AddedColumn(name, dtype, (size,), {}, feature, numbers, numbers, made or MADE)
+    return AddedColumn(name, dtype, (size,), {}, {}, feature, numbers, numbers, made or MADE)
 
 
 COLUMNS = {
@@ -123,7 +123,7 @@ def test_statistics_are_those_of_samples_drawn_by_weight():
     metadata = {schema.META_TEXT_MEAN: own['mean'], schema.META_TEXT_STD: own['std']}
     columns = {
         name: AddedColumn(
-            name, 'float16', (2,), {}, schema.TEXT_EMBEDDING, **moments(x), encoder=MADE
+            name, 'float16', (2,), {}, {}, schema.TEXT_EMBEDDING, **moments(x), encoder=MADE
         )
         for name, x in values.items()
     }
