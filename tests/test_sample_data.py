@@ -140,7 +140,9 @@ def test_an_error_of_the_command_is_one_line(sample, tmp_path):
     (tmp_path / 'file').touch()
     commands = {
         'is not empty: remove it': [f'--out={sample}'],
-        "file/latents-3crop': a part of this path is a file": [f'--out={tmp_path}/file'],
+        'file/latents-3crop: Not a directory: a part of this path is a file': [
+            f'--out={tmp_path}/file'
+        ],
         'expected at least 4 samples a file': [f'--out={tmp_path}', '--num_samples=1'],
     }
     for words, flags in commands.items():

@@ -28,6 +28,7 @@ VARIABLES = {
     'COYO11M_TRACEBACK',
     # Of the tests.
     'COYO11M_DRILL_SEED',
+    'COYO11M_DRILL_SHARE',
     'COYO11M_ENCODERS',
 }
 

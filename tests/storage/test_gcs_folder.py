@@ -165,7 +165,6 @@ def test_no_bucket(gcs, tmp_path):
     for act in (
         destination.inventory,
         destination.sizes,
-        lambda: destination.read('x'),
         lambda: destination.read_all('x'),
         lambda: destination.put_bytes('x', b''),
         lambda: _put(tmp_path, 'x', b'', destination.folder),

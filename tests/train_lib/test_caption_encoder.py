@@ -108,18 +108,18 @@ def test_a_data_set_keeps_the_revision_and_length_of_its_encoder(
 
 
 @pytest.mark.parametrize(
-    ('spec', 'missing', 'extra'),
+    ('runner', 'missing', 'extra'),
     [
-        ('hf:a/b', 'torch', 'text'),
-        ('hf:a/b', 'transformers', 'text'),
-        ('jax:a/b', 'tokenizers', 'text-jax'),
+        ('hf', 'torch', 'text'),
+        ('hf', 'transformers', 'text'),
+        ('jax', 'tokenizers', 'text-jax'),
     ],
 )
-def test_what_is_not_installed_is_told_with_the_command_that_brings_it(spec, missing, extra):
+def test_what_is_not_installed_is_told_with_the_command(tmp_path, runner, missing, extra):
     script = (
         f'import sys; sys.modules[{missing!r}] = None\n'
         'from coyo11m_tfds.text import text_encoders\n'
-        f'try: text_encoders.make_encoder({spec!r})\n'
+        f'try: text_encoders.make_encoder({f"{runner}:{tmp_path}"!r})\n'
         'except ValueError as error: print(error)'
     )
     done = subprocess.run(
