@@ -27,7 +27,9 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from coyo11m_tfds import schema, texts
+from coyo11m_tfds import schema
+from coyo11m_tfds.dataset import texts
+from coyo11m_tfds.dataset.stored_dataset import Data, DatasetStats, StoredDataset, open_data
 from coyo11m_tfds.reading import engines, process_settings, verified
 from coyo11m_tfds.reading.bad_records import DEFAULT_MAX_FRACTION, STOP, DamagedError
 from coyo11m_tfds.reading.batches import ArraySpec, Batch, Batches
@@ -36,7 +38,6 @@ from coyo11m_tfds.reading.names import AUTO, CHUNKS, DROP_TEXT, ENGINES, MASK, R
 from coyo11m_tfds.reading.order import Order, OrderSettings
 from coyo11m_tfds.reading.settings import Reading, Training
 from coyo11m_tfds.reading.shares import nearest_shares
-from coyo11m_tfds.reading.stored_dataset import Data, DatasetStats, StoredDataset, open_data
 
 if TYPE_CHECKING:
     import jax

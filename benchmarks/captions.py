@@ -16,7 +16,8 @@ import numpy as np
 
 from benchmarks import runner, source
 from benchmarks.runner import Figures, Side
-from coyo11m_tfds import keyed_random, schema
+from coyo11m_tfds import schema
+from coyo11m_tfds.dataset import keyed_random
 
 FLAGS = {'rows': (11_400_000, 'captions'), 'shards': (50, 'shards that are read')}
 _ROWS_OF_SHARD = 5300  # of 128 MB

@@ -31,13 +31,14 @@ from typing import Any
 import numpy as np
 
 import input_pipeline
-from coyo11m_tfds import columns, manifest, schema, texts
-from coyo11m_tfds.build import in_place
-from coyo11m_tfds.columns import AddedColumn, Column, ColumnFile
+from coyo11m_tfds import schema
+from coyo11m_tfds.convert import in_place
+from coyo11m_tfds.dataset import columns, manifest, stored_dataset, texts
+from coyo11m_tfds.dataset.columns import AddedColumn, Column, ColumnFile
+from coyo11m_tfds.dataset.stored_dataset import StoredDataset
 from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.reading import names, stored_dataset, verified
-from coyo11m_tfds.reading.stored_dataset import StoredDataset
+from coyo11m_tfds.reading import names, verified
 from coyo11m_tfds.report.moments import Moments, add_vectors
 from coyo11m_tfds.source import part_files, pt_file, remote_heads, sidecar
 from coyo11m_tfds.source.joined import Joined

@@ -25,14 +25,14 @@ from etils import epath
 from tensorflow_datasets.core import dataset_builder
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.build import data_folder, recorded_settings
-from coyo11m_tfds.build.settings import BuildSettings, check_names
-from coyo11m_tfds.columns import IN_PLACE
+from coyo11m_tfds.convert import data_folder, recorded_settings
+from coyo11m_tfds.convert.settings import BuildSettings, check_names
+from coyo11m_tfds.dataset.columns import IN_PLACE
 from coyo11m_tfds.process import job
 from coyo11m_tfds.storage import stored_files
 
 if TYPE_CHECKING:
-    from coyo11m_tfds.build import driver
+    from coyo11m_tfds.convert import driver
 
 # How to give `tfds build` a config that is not predefined.
 CONFIG_EXAMPLE = """--config='{"name": "gemma", "text_embeddings": "gemma.parquet"}\'"""
@@ -219,7 +219,7 @@ class Builder(dataset_builder.FileReaderBuilder):
         self, source: str, download_config: tfds.download.DownloadConfig, overwrite: bool
     ) -> None:
         # Here, so that reading the data set works where torch is not installed.
-        from coyo11m_tfds.build import driver
+        from coyo11m_tfds.convert import driver
 
         limit = download_config.max_examples_per_split
         final = os.fspath(self.data_path)

@@ -25,7 +25,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.build.settings import BuildSettings, check_names
 from coyo11m_tfds.checks import (
     child,
     devices,
@@ -37,6 +36,7 @@ from coyo11m_tfds.checks import (
     versions,
 )
 from coyo11m_tfds.checks.finding import FAIL, WARN, Finding
+from coyo11m_tfds.convert.settings import BuildSettings, check_names
 from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.storage import source_files
 

@@ -31,9 +31,6 @@ import time
 from typing import NamedTuple
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.embedding import out_place, part_maker, part_runner
-from coyo11m_tfds.embedding.part_maker import Captions
-from coyo11m_tfds.embedding.part_runner import EncoderChoice, Job
 from coyo11m_tfds.process import command_line, ending, workers
 from coyo11m_tfds.process import job as ranks
 from coyo11m_tfds.process.progress import Progress
@@ -43,7 +40,9 @@ from coyo11m_tfds.source.joined import Joined
 from coyo11m_tfds.source.keyed_parquet import KeyedFile
 from coyo11m_tfds.storage import source_files
 from coyo11m_tfds.storage.scratch import Scratch
-from coyo11m_tfds.text import text_encoders
+from coyo11m_tfds.text import out_place, part_maker, part_runner, text_encoders
+from coyo11m_tfds.text.part_maker import Captions
+from coyo11m_tfds.text.part_runner import EncoderChoice, Job
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,9 +4,8 @@
 
 Pictures of one coloured shape on a coloured background, at different places and sizes, three crops
 each, as raw latents in `DIR/latents-3crop/*.pt`, and their captions in `DIR/coyo11m-meta.parquet`.
-A preview of the latents (`coyo11m_tfds.latent_rgb`) gives the picture back. As in the real source,
-the Parquet rows are in another order than the latents, a few keys have no row, a few captions are
-empty or null.
+`coyo11m_tfds.pictures.latent_rgb` gives the picture back. As in the real source, the Parquet rows
+are in another order than the latents, a few keys have no row, a few captions are empty or null.
 
 One combination of (colour, shape, background) in five is never made: `held_out_prompts` gives
 captions of those, `drawn_colours` tells what a picture shows and `outlines` how shapes look, so
@@ -20,7 +19,8 @@ import pathlib
 
 import numpy as np
 
-from coyo11m_tfds import latent_rgb, schema
+from coyo11m_tfds import schema
+from coyo11m_tfds.pictures import latent_rgb
 from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.storage.source_files import is_remote
 

@@ -32,12 +32,12 @@ from typing import TypeVar
 import google_crc32c
 import numpy as np
 
-from coyo11m_tfds import columns, manifest, records, schema
-from coyo11m_tfds.chunk_index import ChunkIndex, file_name
+from coyo11m_tfds import schema
+from coyo11m_tfds.dataset import columns, manifest, records, stored_dataset, stored_splits
+from coyo11m_tfds.dataset.chunk_index import ChunkIndex, file_name
+from coyo11m_tfds.dataset.stored_splits import StoredShard, StoredSplit
 from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.reading import stored_dataset, stored_splits
-from coyo11m_tfds.reading.stored_splits import StoredShard, StoredSplit
 from coyo11m_tfds.storage import stored_files
 from coyo11m_tfds.storage.file_state import FileState
 from coyo11m_tfds.storage.source_files import SourceFile

@@ -4,7 +4,8 @@ import json
 import pathlib
 from typing import Any
 
-from coyo11m_tfds import manifest, schema
+from coyo11m_tfds import schema
+from coyo11m_tfds.dataset import manifest
 from coyo11m_tfds.storage import file_state
 
 ID = '3f9a1c20'

@@ -15,7 +15,7 @@ import pytest
 
 import input_pipeline
 from coyo11m_tfds import add_column, embed_captions, schema, verify
-from coyo11m_tfds.reading import stored_dataset
+from coyo11m_tfds.dataset import stored_dataset
 from coyo11m_tfds.source import part_files
 from coyo11m_tfds.storage import build_lock
 from tests import built, children, runs
@@ -307,7 +307,8 @@ def test_a_command_that_was_killed_is_given_again(
         add_column.add(copy, 'other', hash_sidecar)
     program = """
         import itertools, os, shutil, signal
-        from coyo11m_tfds import add_column, columns, verify
+        from coyo11m_tfds import add_column, verify
+        from coyo11m_tfds.dataset import columns
         built, copy, embeddings, command = sys.argv[1:]
 
         def run():

@@ -15,7 +15,8 @@ import pytest
 from coyo11m_tfds import schema, verify
 from tests import children as programs
 from tests import made_sources
-from tests.build.build_kills import (
+from tests.checkout import CHECKOUT
+from tests.convert.build_kills import (
     children,
     files_of,
     final_folder,
@@ -23,7 +24,6 @@ from tests.build.build_kills import (
     is_running,
     wait_until,
 )
-from tests.checkout import CHECKOUT
 from tests.fakes.cloud import fake_gcs, fake_hub
 
 FILES = [range(40), range(40, 60)]

@@ -11,8 +11,8 @@ import pytest
 
 from coyo11m_tfds import schema
 from tests import children, made_sources
-from tests.build.build_kills import is_running, wait_until
 from tests.checkout import CHECKOUT
+from tests.convert.build_kills import is_running, wait_until
 from tests.fakes.cloud import Fault
 
 SHARD = 'coyo11m_tfds-train-3f9a1c20.tfrecord-00003-of-00012'
@@ -157,7 +157,7 @@ def test_a_machine_that_only_trains_needs_no_packages_of_builds(mini_dataset):
 import sys
 sys.modules.update(dict.fromkeys(['torch', 'pyarrow', 'isal', 'huggingface_hub', 'transformers']))
 from coyo11m_tfds import doctor
-from coyo11m_tfds.build.settings import BuildSettings
+from coyo11m_tfds.convert.settings import BuildSettings
 from coyo11m_tfds.checks import choices, data_sets
 found = [
     *choices.check_environment({{}}),

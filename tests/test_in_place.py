@@ -13,7 +13,7 @@ import tensorflow_datasets as tfds
 import input_pipeline
 from coyo11m_tfds import add_column, schema, verify
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import Coyo11mConfig
-from coyo11m_tfds.reading import stored_dataset
+from coyo11m_tfds.dataset import stored_dataset
 from coyo11m_tfds.source.pt_file import LatentShard
 from tests import built, children, runs
 from tests.reading import planned
@@ -195,7 +195,7 @@ def test_a_build_that_goes_on_says_where_the_source_is_now(movable, hash_sidecar
     _, source = movable
     program = """
         import itertools, os, pathlib, signal
-        from coyo11m_tfds.build.finished_shards import FinishedShards
+        from coyo11m_tfds.convert.finished_shards import FinishedShards
         from tests import test_in_place
 
         def save(*arguments, original=FinishedShards.save, numbers=itertools.count()):

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 import pytest
 
 import input_pipeline
-from coyo11m_tfds import add_column, columns, schema, verify
-from coyo11m_tfds.build import driver
-from coyo11m_tfds.build.settings import BuildSettings
+from coyo11m_tfds import add_column, schema, verify
 from coyo11m_tfds.checks import data_sets
-from coyo11m_tfds.reading import stored_dataset
+from coyo11m_tfds.convert import driver
+from coyo11m_tfds.convert.settings import BuildSettings
+from coyo11m_tfds.dataset import columns, stored_dataset
 from tests import built, runs
-from tests.build import build_kills, build_program
 from tests.checkout import CHECKOUT
+from tests.convert import build_kills, build_program
 from tests.fakes.cloud import Gcs, fake_gcs
 from tests.reading import planned
 from tests.reading.batches import assert_same, check_memory, joined, wait_until_idle

@@ -18,9 +18,9 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 import input_pipeline
-from coyo11m_tfds import chunk_index, schema
+from coyo11m_tfds import schema
+from coyo11m_tfds.dataset import chunk_index, stored_dataset
 from coyo11m_tfds.reading import order as order_lib
-from coyo11m_tfds.reading import stored_dataset
 from tests.reading import planned, small_dataset
 from tests.reading.batches import assert_same, check_memory
 

@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from coyo11m_tfds import latent_rgb, sample_data, schema
+from coyo11m_tfds import sample_data, schema
+from coyo11m_tfds.pictures import latent_rgb
 from tests.checkout import CHECKOUT
 
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-from coyo11m_tfds import manifest, records, schema, verify
+from coyo11m_tfds import schema, verify
+from coyo11m_tfds.dataset import manifest, records
 from coyo11m_tfds.storage import stored_files
 from coyo11m_tfds.storage.file_state import of_file
 from tests.checkout import CHECKOUT

@@ -15,7 +15,8 @@ from typing import cast
 import numpy as np
 from absl import logging
 
-from coyo11m_tfds.text import model_files, text_encoders, tokenizers
+from coyo11m_tfds.storage import model_files
+from coyo11m_tfds.text import text_encoders, tokenizers
 from coyo11m_tfds.text.text_encoders import Encoder, Tokenizer
 from train_lib.data_facts import DataFacts
 

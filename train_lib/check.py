@@ -17,7 +17,8 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from coyo11m_tfds import schema, vae_decoder
+from coyo11m_tfds import schema
+from coyo11m_tfds.pictures import vae_decoder
 from train_lib import process
 
 FLAGS = flags.FLAGS

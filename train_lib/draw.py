@@ -21,7 +21,7 @@ import numpy as np
 from absl import flags
 from etils import epath
 
-from coyo11m_tfds import vae_decoder
+from coyo11m_tfds.pictures import vae_decoder
 from coyo11m_tfds.text.text_encoders import Encoder, Tokenizer
 from train_lib import (
     caption_encoder,

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 from absl import logging
 
-from coyo11m_tfds import vae_decoder
+from coyo11m_tfds.pictures import vae_decoder
 from train_lib import console, evaluation, previews, signals
 from train_lib.state import TrainState
 

@@ -4,7 +4,7 @@
     previews.write_png(workdir / previews.FOLDER / 'step_000500.png', grid)
 
 Without a VAE latents become small pictures by a linear map, which a grid shows enlarged; see
-`coyo11m_tfds.vae_decoder`.
+`coyo11m_tfds.pictures.vae_decoder`.
 """
 
 import functools

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import ml_collections
 
-from coyo11m_tfds import texts
+from coyo11m_tfds.dataset import texts
 
 
 class _Rule(NamedTuple):

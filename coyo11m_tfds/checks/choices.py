@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.build.settings import BuildSettings
 from coyo11m_tfds.checks import finding, hardware
 from coyo11m_tfds.checks.finding import Finding
+from coyo11m_tfds.convert.settings import BuildSettings
 from coyo11m_tfds.process import job, machine
 from coyo11m_tfds.storage import lock_holder, retry, scratch
 
@@ -65,7 +65,7 @@ def check_environment(environment: Mapping[str, str]) -> list[Finding]:
 def choose_workers(num_workers: int, num_bytes: int) -> int:
     """`local_runner.choose_workers`; 1 where torch is missing, so that no build can run."""
     try:
-        from coyo11m_tfds.build import local_runner
+        from coyo11m_tfds.convert import local_runner
     except ModuleNotFoundError:
         return 1
     return local_runner.choose_workers(num_workers, num_bytes)

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from coyo11m_tfds import columns, records, schema, verify
+from coyo11m_tfds import schema, verify
 from coyo11m_tfds.checks import finding
 from coyo11m_tfds.checks.finding import Finding
-from coyo11m_tfds.chunk_index import ChunkIndex, file_name
+from coyo11m_tfds.dataset import columns, records, stored_splits
+from coyo11m_tfds.dataset.chunk_index import ChunkIndex, file_name
 from coyo11m_tfds.process.sizes import readable
-from coyo11m_tfds.reading import stored_splits
 from coyo11m_tfds.storage import remote, source_files, stored_files
 from coyo11m_tfds.storage.source_files import SourceFile
 

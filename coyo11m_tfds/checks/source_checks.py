@@ -20,11 +20,11 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.build import local_runner, shard_cuts
-from coyo11m_tfds.build.plan import make_plan
-from coyo11m_tfds.build.settings import BuildSettings
 from coyo11m_tfds.checks import finding
 from coyo11m_tfds.checks.finding import Finding
+from coyo11m_tfds.convert import local_runner, shard_cuts
+from coyo11m_tfds.convert.plan import make_plan
+from coyo11m_tfds.convert.settings import BuildSettings
 from coyo11m_tfds.process.sizes import readable
 from coyo11m_tfds.source import keyed_parquet
 from coyo11m_tfds.source.location import Source

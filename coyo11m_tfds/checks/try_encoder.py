@@ -10,7 +10,8 @@ import time
 from typing import Any
 
 from coyo11m_tfds.process import ending
-from coyo11m_tfds.text import model_files, text_encoders
+from coyo11m_tfds.storage import model_files
+from coyo11m_tfds.text import text_encoders
 
 _SECONDS = 1.0  # for each of the two measurements
 _MOST_CAPTIONS = 4096

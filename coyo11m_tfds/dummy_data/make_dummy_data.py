@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import torch
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.build import plan
+from coyo11m_tfds.convert import plan
 
 FOLDER = pathlib.Path(__file__).parent
 

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import numpy as np
 from absl import logging
 
+from coyo11m_tfds.dataset.indexed_split import IndexedSplit
 from coyo11m_tfds.reading.ahead import Ahead
 from coyo11m_tfds.reading.column_reader import ColumnReader
 from coyo11m_tfds.reading.fetched_files import FetchedFiles, Range
-from coyo11m_tfds.reading.indexed_split import IndexedSplit
 from coyo11m_tfds.reading.row_plan import Block
 from coyo11m_tfds.reading.row_reader import Batch, RowReader
 

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.columns import AddedColumn, Column
+from coyo11m_tfds.dataset.columns import AddedColumn, Column
 from coyo11m_tfds.reading import verified
 from coyo11m_tfds.reading.fetched_files import FetchedFiles, Range
 from coyo11m_tfds.reading.mapped_files import MappedFiles

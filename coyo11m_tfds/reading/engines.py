@@ -12,7 +12,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from coyo11m_tfds import schema, texts
+from coyo11m_tfds import schema
+from coyo11m_tfds.dataset import texts
+from coyo11m_tfds.dataset.indexed_split import IndexedSplit
+from coyo11m_tfds.dataset.stored_dataset import StoredDataset
 from coyo11m_tfds.reading import (
     chunk_blocks,
     column_reader,
@@ -27,13 +30,11 @@ from coyo11m_tfds.reading.bad_records import SKIP, BadRecords, naming_damage
 from coyo11m_tfds.reading.batches import ArraySpec, Batches, Place, specs_of
 from coyo11m_tfds.reading.column_reader import ColumnReader
 from coyo11m_tfds.reading.fetched_files import FetchedFiles
-from coyo11m_tfds.reading.indexed_split import IndexedSplit
 from coyo11m_tfds.reading.mapped_files import MAX_FILES
 from coyo11m_tfds.reading.names import AUTO, CHUNKS, EVAL_CROP, ROWS, TF_DATA
 from coyo11m_tfds.reading.order import Order, OrderSettings
 from coyo11m_tfds.reading.row_reader import RowChoices, RowReader
 from coyo11m_tfds.reading.settings import Reading, Training
-from coyo11m_tfds.reading.stored_dataset import StoredDataset
 from coyo11m_tfds.storage import json_digest
 
 _BATCHES_AHEAD = 2  # unless `prefetch` says otherwise

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import numpy as np
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.keyed_random import Permutation, derive, splitmix64
+from coyo11m_tfds.dataset.keyed_random import Permutation, derive, splitmix64
 
 # The first number hashed after the seed, one for each purpose.
 CHUNKS, WINDOWS, CROP, DROP, TEXT, ROTATION = range(6)

@@ -22,16 +22,17 @@ import ml_dtypes
 import numpy as np
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.columns import AddedColumn, Column
-from coyo11m_tfds.reading import bad_records, framing, order, record_layout, verified
+from coyo11m_tfds.dataset import record_layout
+from coyo11m_tfds.dataset.columns import AddedColumn, Column
+from coyo11m_tfds.dataset.indexed_split import IndexedSplit
+from coyo11m_tfds.dataset.record_layout import RecordLayout
+from coyo11m_tfds.dataset.texts import Chosen
+from coyo11m_tfds.reading import bad_records, framing, order, verified
 from coyo11m_tfds.reading.bad_records import BadRecords
 from coyo11m_tfds.reading.column_reader import ColumnReader
 from coyo11m_tfds.reading.fetched_files import FetchedFiles
-from coyo11m_tfds.reading.indexed_split import IndexedSplit
 from coyo11m_tfds.reading.mapped_files import MappedFiles
 from coyo11m_tfds.reading.names import DROP_TEXT, MASK
-from coyo11m_tfds.reading.record_layout import RecordLayout
-from coyo11m_tfds.texts import Chosen
 
 Batch = dict[str, np.ndarray]
 

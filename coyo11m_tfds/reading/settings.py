@@ -9,12 +9,12 @@ import functools
 import operator
 from collections.abc import Sequence
 
-from coyo11m_tfds import texts
+from coyo11m_tfds.dataset import texts
+from coyo11m_tfds.dataset.stored_dataset import Data, StoredDataset, open_data
 from coyo11m_tfds.reading import shares, verified
 from coyo11m_tfds.reading.counter import ReadCounter
 from coyo11m_tfds.reading.names import ENGINES
 from coyo11m_tfds.reading.order import OrderSettings, check_chunk
-from coyo11m_tfds.reading.stored_dataset import Data, StoredDataset, open_data
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,8 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 from absl import logging
 
-from coyo11m_tfds import schema, texts
+from coyo11m_tfds import schema
+from coyo11m_tfds.dataset import texts
 from coyo11m_tfds.reading import at_exit, engines, order, rows, shares
 from coyo11m_tfds.reading.bad_records import SKIP
 from coyo11m_tfds.reading.batches import ArraySpec, Batches

@@ -16,7 +16,8 @@ from typing import Self
 
 import numpy as np
 
-from coyo11m_tfds import latent_rgb, schema
+from coyo11m_tfds import schema
+from coyo11m_tfds.pictures import latent_rgb
 from coyo11m_tfds.report import moments
 
 LATENT_EDGES = np.arange(-60, 61)

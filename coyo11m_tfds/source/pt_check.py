@@ -13,7 +13,7 @@ import google_crc32c
 import numpy as np
 from isal import isal_zlib as zlib
 
-from coyo11m_tfds import pt_archive
+from coyo11m_tfds.dataset import pt_archive
 from coyo11m_tfds.source import copied_files
 from coyo11m_tfds.storage import file_state
 from coyo11m_tfds.storage.file_state import FileState, ignore_bytes

@@ -20,7 +20,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from coyo11m_tfds import pt_archive, schema
+from coyo11m_tfds import schema
+from coyo11m_tfds.dataset import pt_archive
 
 _EMBEDDING_DTYPES = ('float16', 'bfloat16', 'float32')
 

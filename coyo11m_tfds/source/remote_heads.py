@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import BinaryIO
 
-from coyo11m_tfds import pt_archive
+from coyo11m_tfds.dataset import pt_archive
 from coyo11m_tfds.source import pt_check
 from coyo11m_tfds.storage import remote, retry
 from coyo11m_tfds.storage.source_files import SourceFile

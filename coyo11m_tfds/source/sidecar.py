@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from coyo11m_tfds import columns, schema
+from coyo11m_tfds import schema
+from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import joined, keyed_parquet
 from coyo11m_tfds.source.joined import Joined

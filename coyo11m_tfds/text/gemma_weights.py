@@ -22,7 +22,8 @@ import numpy as np
 import tokenizers
 from safetensors import SafetensorError, safe_open
 
-from coyo11m_tfds.text import gemma, gemma_config, gemma_tokenizer, model_files
+from coyo11m_tfds.storage import model_files
+from coyo11m_tfds.text import gemma, gemma_config, gemma_tokenizer
 
 # Weights by our names and those in the files (less `.weight`): of each layer, and of the rest.
 _LAYER = {
@@ -55,7 +56,7 @@ def open_checkpoint(model: str) -> 'Checkpoint':
         ValueError: there is no such model, it has not exactly one kind of weights that are safe to
             read, or it is not a Gemma 3 that `gemma.Gemma` can compute.
     """
-    folder = model_files.local_folder(model) or _download(model)
+    folder = model_files.folder(model, 'text encoder', _HUB_FILES)
     if gguf := model_files.gguf_file(folder):
         raise ValueError(f'{gguf}: jax: reads *.safetensors, expected those; hf: reads GGUF files.')
     try:
@@ -158,17 +159,3 @@ class Checkpoint:
     def tokenizer(self) -> tokenizers.Tokenizer:
         """Returns the tokenizer; raises ValueError if it is missing."""
         return gemma_tokenizer.from_folder(self.path)
-
-
-def _download(model: str) -> Path:
-    """Returns the folder in the cache of the hub's client."""
-    import huggingface_hub
-
-    try:
-        return Path(huggingface_hub.snapshot_download(model, allow_patterns=_HUB_FILES))
-    except Exception as error:  # of the client, its HTTP library, or the disk
-        raise ValueError(
-            f'cannot load the text encoder {model!r}: {error}\nExpected a folder with config.json, '
-            '*.safetensors and tokenizer.json, or a name on the Hugging Face hub (which needs the '
-            'network unless the model is in the cache).'
-        ) from error

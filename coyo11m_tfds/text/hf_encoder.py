@@ -21,7 +21,8 @@ import transformers
 from absl import logging
 from safetensors import SafetensorError
 
-from coyo11m_tfds.text import fast_tokenizer, model_files
+from coyo11m_tfds.storage import model_files
+from coyo11m_tfds.text import fast_tokenizer
 from coyo11m_tfds.text.text_encoders import Encoder, OnBatch, Tokenizer, ignore_batch, one_behind
 
 # Tokens in a forward pass, padding counted in: so memory stays the same however long the captions

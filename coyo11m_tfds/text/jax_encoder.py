@@ -19,7 +19,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from coyo11m_tfds.text import fast_tokenizer, gemma, gemma_weights, model_files
+from coyo11m_tfds.storage import model_files
+from coyo11m_tfds.text import fast_tokenizer, gemma, gemma_weights
 from coyo11m_tfds.text.text_encoders import Encoder, OnBatch, Tokenizer, ignore_batch, one_behind
 
 # Tokens in a forward pass of one device, padding counted in: so memory stays the same however long

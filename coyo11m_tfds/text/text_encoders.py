@@ -25,8 +25,8 @@ import numpy as np
 from absl import logging
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.keyed_random import splitmix64
-from coyo11m_tfds.text import model_files
+from coyo11m_tfds.dataset.keyed_random import splitmix64
+from coyo11m_tfds.storage import model_files
 
 DEFAULT_MAX_TOKENS = 512
 
@@ -167,7 +167,7 @@ def _take_apart(spec: str) -> tuple[str, str]:
             'or hf:FOLDER (with a transformers model or one GGUF file); jax: in place of hf: runs '
             'Gemma 3 without torch; words makes tokens alone (--tokens_only)'
         )
-    model_files.check(model)
+    model_files.folder(model, 'text encoder', ['config.json'])
     return runner, model
 
 

@@ -5,8 +5,8 @@ import shlex
 
 import pytest
 
-from coyo11m_tfds.build.settings import BuildSettings
 from coyo11m_tfds.checks import choices, finding, hardware
+from coyo11m_tfds.convert.settings import BuildSettings
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import Coyo11mConfig
 from coyo11m_tfds.process import machine
 

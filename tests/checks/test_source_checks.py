@@ -6,8 +6,8 @@ import os
 import pytest
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.build.settings import BuildSettings
 from coyo11m_tfds.checks import source_checks
+from coyo11m_tfds.convert.settings import BuildSettings
 from coyo11m_tfds.source import location
 from tests import made_sources
 

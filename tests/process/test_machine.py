@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from coyo11m_tfds.build import local_runner
+from coyo11m_tfds.convert import local_runner
 from coyo11m_tfds.process import machine, workers
 
 PHYSICAL = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from coyo11m_tfds.process import progress
 from tests import made_sources
-from tests.build import plans
+from tests.convert import plans
 
 
 class Clock:
@@ -218,7 +218,7 @@ TERMINAL_PROGRAM = """
 from absl import logging
 from coyo11m_tfds.process import progress
 from tests import made_sources
-from tests.build import plans
+from tests.convert import plans
 logging.set_verbosity(logging.INFO)
 times = iter(range(0, 1000, 20))
 with progress.Progress('Writing', 10**9, 'B', {'shards': 4}, lambda: next(times)) as made:

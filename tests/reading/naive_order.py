@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from coyo11m_tfds.keyed_random import Permutation, derive, splitmix64
+from coyo11m_tfds.dataset.keyed_random import Permutation, derive, splitmix64
 from coyo11m_tfds.reading.order import CHUNKS, ROTATION, WINDOWS, OrderSettings
 
 Record = tuple[int, int]  # shard, number

@@ -13,9 +13,10 @@ import tensorflow_datasets as tfds
 import torch
 from numpy.typing import DTypeLike
 
-from coyo11m_tfds import chunk_index, columns, records, schema
-from coyo11m_tfds.columns import AddedColumn, Column, ColumnFile
-from coyo11m_tfds.keyed_random import splitmix64
+from coyo11m_tfds import schema
+from coyo11m_tfds.dataset import chunk_index, columns, records
+from coyo11m_tfds.dataset.columns import AddedColumn, Column, ColumnFile
+from coyo11m_tfds.dataset.keyed_random import splitmix64
 from coyo11m_tfds.source.pt_file import LatentShard
 
 TEXT_DIM = 2

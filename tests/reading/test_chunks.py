@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 
 import input_pipeline
-from coyo11m_tfds import chunk_index, schema
-from coyo11m_tfds.reading import stored_dataset
+from coyo11m_tfds import schema
+from coyo11m_tfds.dataset import chunk_index, stored_dataset
 from tests.reading import planned, small_dataset
 from tests.reading.damaged import LENGTHS, ORDER, damage, place_of, shard_path, steps_of_an_epoch
 

@@ -19,7 +19,8 @@ PROGRAM = """
 import itertools, json, os, pathlib, random, shutil, warnings
 import numpy as np
 import input_pipeline
-from coyo11m_tfds import columns, schema
+from coyo11m_tfds.dataset import columns
+from coyo11m_tfds import schema
 from coyo11m_tfds.storage import json_digest
 from tests.reading import small_dataset, test_row_checksums as whole
 

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from coyo11m_tfds import columns, records, schema
+from coyo11m_tfds import schema
+from coyo11m_tfds.dataset import columns, records
 from coyo11m_tfds.storage import source_files
 from tests.fakes.cloud import Gcs, fake_gcs
 from tests.reading import small_dataset

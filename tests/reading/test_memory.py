@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coyo11m_tfds import chunk_index, records, schema
+from coyo11m_tfds import schema
+from coyo11m_tfds.dataset import chunk_index, records
 from coyo11m_tfds.process import machine
 from coyo11m_tfds.reading import memory
 from tests.checkout import CHECKOUT

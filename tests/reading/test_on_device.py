@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import input_pipeline
 from coyo11m_tfds import schema
-from coyo11m_tfds.reading import on_device, stored_dataset
+from coyo11m_tfds.dataset import stored_dataset
+from coyo11m_tfds.reading import on_device
 from tests.reading import small_dataset
 
 

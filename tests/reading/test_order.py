@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coyo11m_tfds.keyed_random import Permutation
+from coyo11m_tfds.dataset.keyed_random import Permutation
 from coyo11m_tfds.reading import order as order_lib
 from coyo11m_tfds.reading import row_plan
 from coyo11m_tfds.reading.order import Order, OrderSettings

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import input_pipeline
 from coyo11m_tfds import schema
-from coyo11m_tfds.reading import stored_dataset
+from coyo11m_tfds.dataset import stored_dataset
 from coyo11m_tfds.reading.order import Order, OrderSettings, sample_crops, sample_drops
 from tests.reading import naive_order, small_dataset
 from tests.reading.batches import assert_same, global_batches, joined, wait_until_idle

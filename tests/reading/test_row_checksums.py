@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import input_pipeline
-from coyo11m_tfds import columns, records, schema, verify
-from coyo11m_tfds.columns import AddedColumn
+from coyo11m_tfds import schema, verify
+from coyo11m_tfds.dataset import columns, records
+from coyo11m_tfds.dataset.columns import AddedColumn
 from coyo11m_tfds.storage import source_files
 from tests.fakes.fake_faults import Fault
 from tests.reading import small_dataset

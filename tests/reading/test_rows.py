@@ -19,8 +19,9 @@ import pytest
 import tensorflow as tf
 
 import input_pipeline
-from coyo11m_tfds import chunk_index, records, schema
-from coyo11m_tfds.reading import framing, mapped_files, record_layout, stored_dataset
+from coyo11m_tfds import schema
+from coyo11m_tfds.dataset import chunk_index, record_layout, records, stored_dataset
+from coyo11m_tfds.reading import framing, mapped_files
 from tests import children
 from tests.checkout import CHECKOUT
 from tests.reading import planned, small_dataset

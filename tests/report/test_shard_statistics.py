@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coyo11m_tfds import latent_rgb, schema
+from coyo11m_tfds import schema
+from coyo11m_tfds.pictures import latent_rgb
 from coyo11m_tfds.report.shard_statistics import ShardStatistics, join
 
 DIM = 5

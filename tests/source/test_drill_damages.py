@@ -13,10 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from coyo11m_tfds import mirror, records, schema
+from coyo11m_tfds import mirror, schema
+from coyo11m_tfds.dataset import records
 from coyo11m_tfds.source import joined
 from tests import joins, made_sources
-from tests.build import build_program
+from tests.convert import build_program
 
 FILES = (range(12), range(12, 24))
 CAPTIONS = {key: f'What the picture of {key} shows, in a dozen words or so.' for key in range(24)}

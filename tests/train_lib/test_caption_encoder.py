@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from coyo11m_tfds import embed_captions
-from coyo11m_tfds.text import model_files
+from coyo11m_tfds.storage import model_files
 from tests.checkout import CHECKOUT
 from tests.text.test_gemma import models  # noqa: F401, a fixture
 from train_lib import caption_encoder, data_facts, flow
@@ -92,7 +92,7 @@ def test_a_data_set_keeps_the_revision_and_length_of_its_encoder(
     tmp_path,
 ):
     from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
-    from coyo11m_tfds.reading import stored_dataset
+    from coyo11m_tfds.dataset import stored_dataset
 
     sidecar = tmp_path / 'vectors.parquet'
     encoder = caption_encoder.text_encoders.make_encoder(f'jax:{models}/text', max_tokens=12)

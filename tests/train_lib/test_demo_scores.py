@@ -5,7 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from coyo11m_tfds import latent_rgb, sample_data, schema
+from coyo11m_tfds import sample_data, schema
+from coyo11m_tfds.pictures import latent_rgb
 from train_lib import demo_scores
 
 _COUNT = 96

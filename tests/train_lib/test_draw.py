@@ -14,7 +14,7 @@ import pytest
 import safetensors.numpy
 from PIL import Image
 
-from coyo11m_tfds import vae_decoder
+from coyo11m_tfds.pictures import vae_decoder
 from coyo11m_tfds.text import text_encoders
 from tests import runs
 from tests.checkout import CHECKOUT

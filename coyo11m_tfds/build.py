@@ -1,0 +1,99 @@
+"""Builds the data set: `tfds build coyo11m_tfds` from any folder, with errors in one line.
+
+    python -m coyo11m_tfds.build --manual_dir=SOURCE --data_dir=OUT
+    python -m coyo11m_tfds.build --manual_dir=SOURCE --data_dir=OUT \\
+        --config='{"name": "gemma", "text_embeddings": "gemma"}'
+
+SOURCE holds latents-3crop/*.pt and coyo11m-meta.parquet. SOURCE and OUT may be local or on gs://,
+SOURCE also on hf://. coyo11m_tfds/README.md describes the fields of --config.
+"""
+
+import functools
+import importlib.util
+import json
+import logging
+import re
+import sys
+from collections.abc import Callable
+
+import absl.logging
+
+from coyo11m_tfds import schema
+from coyo11m_tfds.process import command_line, ending
+from coyo11m_tfds.reading import process_settings
+
+# What TFDS' command and a build import, of the extra `convert`.
+_NEEDED = 'apache_beam', 'isal', 'mlcroissant', 'pandas', 'pyarrow', 'torch'
+
+# What TFDS and Beam say of every build.
+_NOISE = re.compile(
+    'Variant folder .* has no dataset_info.json|Using custom data configuration'
+    '|Dataset generation completed|apitools not found'
+)
+
+_MENDABLE = (ValueError, OSError, RuntimeError, ModuleNotFoundError)
+# Subclasses of these whose messages mean nothing to users.
+_BUGS = (NotImplementedError, RecursionError)
+
+_OUTLOOK = 'what is finished is kept, the same command resumes the build'
+
+
+def main() -> None:
+    """Checks what is installed, prepares the process, and runs TFDS' command."""
+    parser = command_line.Parser('coyo11m_tfds.build', __doc__)
+    parser.add_argument('--manual_dir', help='folder of the source')
+    parser.add_argument('--data_dir', help='folder of data sets (~/tensorflow_datasets)')
+    parser.add_argument('--config', help='fields of the config, as JSON')
+    parser.add_argument('--overwrite', action='store_true', help='replace the data set')
+    parser.add_argument('--max_examples_per_split', type=int, help='records to keep of a split')
+    parser.add_argument('--beam_pipeline_options', help='build with Beam, e.g. runner=FlinkRunner')
+    parser.parse_args()
+    with ending.in_one_line('nothing was changed'):
+        for name in _NEEDED:
+            if not importlib.util.find_spec(name):
+                raise ModuleNotFoundError(name=name)
+    process_settings.quiet_tensorflow()
+    prepare()
+    from tensorflow_datasets.scripts.cli import main as tfds
+
+    sys.argv = ['tfds', 'build', schema.NAME, f'--imports={schema.NAME}', *sys.argv[1:]]
+    tfds.launch_cli()
+
+
+def prepare() -> None:
+    """Prepares a process for the `tfds` command: it ends in one line, and logs less.
+
+    TFDS imports the package of a data set and catches nothing, so this hooks into the process. The
+    package calls this in the `tfds` command alone: in a script of yours nothing changes.
+    """
+    import tensorflow_datasets as tfds
+
+    from coyo11m_tfds.coyo11m_tfds_dataset_builder import CONFIG_EXAMPLE  # registers the data set
+
+    def how_to_open(info: tfds.core.DatasetInfo) -> str:
+        return (
+            f"tfds.builder_from_directory('{info.data_dir}')\n"
+            f'python -m train_lib.main --config=default --workdir=W '
+            f'--config.data.dir={info.data_dir}'
+        )
+
+    for logger in (absl.logging.get_absl_logger(), logging.getLogger()):
+        logger.addFilter(lambda record: not _NOISE.match(record.getMessage()))
+    logging.getLogger('torch').setLevel(logging.WARNING)  # it logs statistics when it ends
+    tfds.core.DatasetInfo.__repr__ = how_to_open  # printed at the end of a build
+    sys.excepthook = functools.partial(_show, sys.excepthook, CONFIG_EXAMPLE)
+    ending.interrupt_once()
+
+
+def _show(show: Callable, example: str, kind: type, error: BaseException, traceback) -> None:
+    is_message = isinstance(error, (KeyboardInterrupt, *_MENDABLE)) and not isinstance(error, _BUGS)
+    if ending.wants_traceback() or not is_message:
+        show(kind, error, traceback)
+        return
+    if isinstance(error, json.JSONDecodeError) and any(error.doc in word for word in sys.argv):
+        error = ValueError(f'{error.doc} is not JSON: {error}. Expected {example}')
+    ending.say(error, _OUTLOOK)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,184 @@
+"""Writes shards with a pool of processes on this machine.
+
+    for task, result in write_shards(tasks, finished, scratch, staging, num_workers=2):
+        ...
+
+The pool writes shards to local files; threads of this process fetch remote `.pt` files ahead of it
+and store what it has written. So a process that encodes waits neither for a download, nor for an
+upload, nor for the disk. A worker needs the same memory for files of any size.
+"""
+
+import concurrent.futures
+import contextlib
+import itertools
+import os
+import queue
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+
+from coyo11m_tfds.convert.finished_shards import FinishedShards
+from coyo11m_tfds.convert.shard_writer import init_worker, write_shard
+from coyo11m_tfds.convert.tasks import ShardResult, ShardTask
+from coyo11m_tfds.process import machine, workers
+from coyo11m_tfds.source import pt_check
+from coyo11m_tfds.source.pt_file import use_one_thread
+from coyo11m_tfds.storage.scratch import Scratch
+from coyo11m_tfds.storage.source_files import SourceFile
+
+Outcome = tuple[ShardTask, ShardResult]
+
+# A process takes about 1.5 s to start; for less work than this it is not worth it.
+_BYTES_WORTH_A_WORKER = 500_000_000
+
+# Groups whose files are fetched or being written at a time: one download alone does not fill a fast
+# line.
+_GROUPS_AT_ONCE = 4
+
+# Shards that are being stored at a time, besides those being written. Flushing to a disk and
+# uploading to a bucket mostly wait.
+_STORED_AT_ONCE = 8
+
+
+def write_shards(
+    tasks: Sequence[ShardTask],
+    finished: FinishedShards,
+    scratch: Scratch,
+    staging: str,
+    num_workers: int = 0,
+) -> Iterator[Outcome]:
+    """Writes shards and their records, and yields each when it is stored.
+
+    Args:
+        tasks: what to write, in this order; tasks of one group follow each other.
+        finished: where shards and records are stored.
+        scratch: where remote files are put while they are read.
+        staging: existing local folder to write shards in.
+        num_workers: number of processes; 0 takes the environment variable `COYO11M_NUM_PROC`, else
+            as many as there are cores and the amount of work is worth.
+
+    Raises:
+        ValueError: see `shard_writer.write_shard`; or the variable is no number.
+        OSError: a file cannot be fetched, written or stored.
+        RuntimeError: a process died, or runs another version of the package.
+    """
+    if not tasks:
+        return
+    num_bytes = sum(task.num_bytes for task in tasks)
+    num_workers = min(choose_workers(num_workers, num_bytes), len(tasks))
+    with _pool(num_workers) as pool:
+        run = _Run(pool, finished, scratch, staging, num_workers)
+        yield from run.results(tasks)
+
+
+def choose_workers(num_workers: int, num_bytes: int) -> int:
+    """The number of processes for so many bytes of shards; see `write_shards`."""
+    chosen = workers.chosen(num_workers)
+    return chosen or min(machine.usable_cpus(), 1 + num_bytes // _BYTES_WORTH_A_WORKER)
+
+
+class _Run:
+    """One thread for each group that is in work, one for each shard that is being stored."""
+
+    def __init__(
+        self,
+        pool: concurrent.futures.Executor,
+        finished: FinishedShards,
+        scratch: Scratch,
+        staging: str,
+        num_workers: int,
+    ):
+        self._pool, self._finished, self._scratch = pool, finished, scratch
+        self._staging = staging
+        # Bounds the shards in `staging`: for each worker one that it writes and one that waits.
+        self._shards_in_work = threading.Semaphore(2 * num_workers + _STORED_AT_ONCE)
+        self._stored: queue.SimpleQueue = queue.SimpleQueue()
+        self._stop = threading.Event()
+
+    def results(self, tasks: Sequence[ShardTask]) -> Iterator[Outcome]:
+        groups = [list(group) for _, group in itertools.groupby(tasks, lambda task: task.group)]
+        storers = concurrent.futures.ThreadPoolExecutor(_STORED_AT_ONCE, 'store')
+        readers = concurrent.futures.ThreadPoolExecutor(_GROUPS_AT_ONCE, 'group')
+        with storers, readers:
+            try:
+                for group in groups:
+                    readers.submit(self._write_group, group, storers)
+                for _ in tasks:
+                    outcome = self._stored.get()
+                    if isinstance(outcome, BaseException):
+                        raise outcome
+                    yield outcome
+            finally:
+                self._stop.set()
+                readers.shutdown(wait=False, cancel_futures=True)
+                # Waits for shards that are being written: after this nothing is written here.
+                self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _write_group(
+        self, tasks: Sequence[ShardTask], storers: concurrent.futures.Executor
+    ) -> None:
+        """Writes the shards of one group; holds its files until the last is written."""
+        try:
+            with self._hold_files(tasks) as paths:
+                written = []
+                for task in tasks:
+                    self._shards_in_work.acquire()
+                    if self._stop.is_set():
+                        return
+                    local = os.path.join(self._staging, uuid.uuid4().hex)
+                    of_parts = [paths[part.file] for part in task.parts]
+                    future = self._pool.submit(write_shard, task, of_parts, local)
+                    written.append(storers.submit(self._store, task, future, local))
+                concurrent.futures.wait(written)
+        except BaseException as error:
+            self._fail(error)
+
+    @contextlib.contextmanager
+    def _hold_files(self, tasks: Sequence[ShardTask]) -> Iterator[dict[SourceFile, str]]:
+        """Local paths of all files that some tasks read, after a check of their contents."""
+        files = list(dict.fromkeys(part.file for task in tasks for part in task.parts))
+        with self._scratch.hold_all(files, on_bytes=self._check_going_on) as paths:
+            for file, path in zip(files, paths, strict=True):
+                pt_check.check_contents(
+                    path,
+                    file.path,
+                    check_crc=tasks[0].check_crc,
+                    recorded=file.recorded,
+                    on_bytes=self._check_going_on,
+                )
+            yield dict(zip(files, paths, strict=True))
+
+    def _store(self, task: ShardTask, future: concurrent.futures.Future, local: str) -> None:
+        try:
+            result = future.result()
+            if not self._stop.is_set():
+                self._finished.save(task, local, result)
+                self._stored.put((task, result))
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(local)
+            self._shards_in_work.release()
+
+    def _check_going_on(self, num_bytes: int) -> None:
+        """Ends a download or a check whose result is no longer needed."""
+        del num_bytes
+        if self._stop.is_set():
+            raise concurrent.futures.CancelledError
+
+    def _fail(self, error: BaseException) -> None:
+        """Passes an error on and lets nothing new begin."""
+        self._stop.set()
+        self._stored.put(error)
+
+
+@contextlib.contextmanager
+def _pool(num_workers: int) -> Iterator[concurrent.futures.Executor]:
+    """Yields what runs `write_shard`: a thread for one worker, else processes."""
+    if num_workers == 1:
+        with concurrent.futures.ThreadPoolExecutor(1, 'write', use_one_thread) as pool:
+            yield pool
+        return
+    with workers.pool(num_workers, init_worker) as pool:
+        yield pool

@@ -1,0 +1,428 @@
+"""Decides what every shard will hold, before anything is written.
+
+    plan = make_plan(location.find('/data/coyo11m'), settings, scratch, cache_dir)
+    plan.tasks            # one a shard, with the exact rows of its records
+    plan.dropped.counts   # {'no_row': 7, 'no_caption': 6, ...}
+
+Planning opens and checks every file of the source, joins captions and text embeddings by key, and
+chooses the split of each key, so that faults are found before hours are spent on writing. For 12
+million rows it takes some 80 s of CPU besides reading the heads, and about 1.5 GB of memory.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from absl import logging
+
+from coyo11m_tfds import schema
+from coyo11m_tfds.convert import in_place, recorded_settings, shard_cuts
+from coyo11m_tfds.convert.settings import EMBEDDINGS_IN_PT, BuildSettings
+from coyo11m_tfds.convert.shard_inputs import JoinedInputs
+from coyo11m_tfds.convert.tasks import ShardPart, ShardTask, TextEmbeddings
+from coyo11m_tfds.dataset.keyed_random import splitmix64
+from coyo11m_tfds.report.dropped_rows import Dropped
+from coyo11m_tfds.source import captions, copied_files, joined, location, part_files, sidecar
+from coyo11m_tfds.source.joined import Joined
+from coyo11m_tfds.source.sidecar import Header
+from coyo11m_tfds.source.source_latents import SourceLatents
+from coyo11m_tfds.storage import file_state, held_folder, json_digest
+from coyo11m_tfds.storage.scratch import Scratch
+from coyo11m_tfds.storage.source_files import SourceFile
+
+_NO_ROW = -2  # bytes of the caption of a key that the Parquet file lacks
+
+_RECORD_OVERHEAD = 128  # bytes of a record besides latents, caption and text embedding
+
+# A file counts for at least this share of its size: the files of one shard are on the disk at the
+# same time, however few of their rows are kept.
+_LEAST_SHARE_OF_FILE = 1 / 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The shards to write, and the reasons for rows that are left out.
+
+    Attributes:
+        tasks: all shards; those of one group, which read the same files, follow each other.
+        num_bytes: their expected size, exact within 1%.
+        latent_dtype: one of `schema.LATENT_DTYPES`.
+        text_embeddings: None where records hold no text embedding.
+        sidecar: what the sidecar of text embeddings says of its making; None without a sidecar.
+        dropped: rows of the source that are left out, by reason.
+        source_fingerprint: hex digest of everything that is read.
+        settings: what is recorded of the settings, see `recorded_settings`.
+        build: ID of the build, from all that decides its files; it is in their names.
+        joined: what the tasks read; while it is open, no other build removes it.
+    """
+
+    tasks: tuple[ShardTask, ...]
+    num_bytes: int
+    latent_dtype: str
+    text_embeddings: TextEmbeddings | None
+    sidecar: Header | None
+    dropped: Dropped
+    source_fingerprint: str
+    settings: dict[str, Any]
+    build: str
+    joined: '_Joined'
+
+
+@dataclasses.dataclass(frozen=True)
+class _Joined:
+    """The parts of records that do not come from the `.pt` files, in the order of the records.
+
+    Attributes:
+        places: of each row of the `.pt` files, int64 `(n,)`; -1 of a row that repeats a key.
+        captions: of these places.
+        sidecar: None unless embeddings are from a sidecar.
+        header: of that.
+        text_embeddings: None without embeddings.
+    """
+
+    places: np.ndarray
+    captions: Joined
+    sidecar: Joined | None
+    header: Header | None
+    text_embeddings: TextEmbeddings | None
+
+    @property
+    def digests(self) -> list[str]:
+        in_pt = EMBEDDINGS_IN_PT if self.text_embeddings else ''
+        return [
+            self.captions.facts['digest'],
+            self.sidecar.facts['digest'] if self.sidecar else in_pt,
+        ]
+
+
+def make_plan(
+    source: location.Source,
+    settings: BuildSettings,
+    scratch: Scratch,
+    cache_dir: str,
+    limit: int | None = None,
+) -> Plan:
+    """Plans the shards of a data set.
+
+    Args:
+        source: files to read.
+        settings: what a user decides.
+        scratch: where remote files are put while they are read.
+        cache_dir: existing folder for captions and embeddings, which the tasks read. They stay
+            there for the next build, unless that is of something else.
+        limit: keep only so many records of each split, the first.
+
+    Raises:
+        ValueError: something is wrong with the source.
+        OSError: a remote file cannot be read.
+    """
+    sidecar_files = _find_sidecar(settings)
+    # Of this build alone: another one of the same source must not remove what is read here.
+    with held_folder.make(cache_dir, 'heads-') as heads:
+        latents = SourceLatents.read(
+            source.latent_files, heads, drop_bad=settings.drop_bad, check_crc=settings.check_crc
+        )
+    if not settings.check_crc:
+        logging.warning('check_crc is false: no contents of .pt files are compared with a CRC-32.')
+    logging.info('%d rows in %d .pt files', latents.num_rows, len(latents.files))
+    joined = _join(source, settings, latents, sidecar_files, scratch, cache_dir)
+    caption_bytes = _of_rows(joined.captions, joined.captions.sizes, joined.places)
+    reasons = _drop_reasons(latents, caption_bytes, joined)
+    dropped = _count_dropped(latents, joined.captions.facts, reasons, settings.max_bad_fraction)
+    _check_dropped(dropped, source.captions_file.path, settings.drop_bad)
+    kept = ~np.logical_or.reduce(list(reasons.values()))
+    tasks = _plan_tasks(settings, latents, joined, kept, caption_bytes, limit)
+    if not any(task.split == schema.TRAIN for task in tasks):
+        raise ValueError(f'{source.root}: no record is left for the train split.')
+    fingerprint = json_digest.sha256(
+        [
+            *(f'{f.name} {v}' for f, v in zip(latents.files, latents.versions, strict=True)),
+            *joined.digests,
+        ]
+    )
+    recorded = recorded_settings.record(
+        settings,
+        limit,
+        joined.header.to_json() if joined.header else settings.text_embeddings,
+    )
+    build = json_digest.sha256([fingerprint, recorded, *(task.fingerprint for task in tasks)])[:8]
+    return Plan(
+        tasks=tuple(
+            dataclasses.replace(task, filename=schema.of_build(task.filename, build))
+            for task in tasks
+        ),
+        num_bytes=sum(task.num_bytes for task in tasks),
+        latent_dtype=latents.dtype,
+        text_embeddings=joined.text_embeddings,
+        sidecar=joined.header,
+        dropped=dropped,
+        source_fingerprint=fingerprint,
+        settings=recorded,
+        build=build,
+        joined=joined,
+    )
+
+
+def _find_sidecar(settings: BuildSettings) -> list[SourceFile]:
+    """Finds the files of a sidecar, and reads what a local one says; before the source is read."""
+    place = settings.text_embeddings
+    if place in ('', EMBEDDINGS_IN_PT):
+        return []
+    try:
+        files = part_files.find(place)
+    except ValueError as error:
+        raise ValueError(
+            f"text_embeddings: {error} Otherwise '' or 'pt'; coyo11m_tfds.embed_captions makes "
+            'such a file or folder.'
+        ) from None
+    if not files[0].is_remote:
+        _check_column(settings, sidecar.read_header(files[0].path))
+    return files
+
+
+def _check_column(settings: BuildSettings, header: Header) -> None:
+    if header.caption_column != settings.caption_column:
+        raise ValueError(
+            f'{settings.text_embeddings}: its embeddings were made of column '
+            f"'{header.caption_column}', but the captions are '{settings.caption_column}'. Embed "
+            'that column, or set caption_column.'
+        )
+
+
+def _join(
+    source: location.Source,
+    settings: BuildSettings,
+    latents: SourceLatents,
+    sidecar_files: list[SourceFile],
+    scratch: Scratch,
+    cache_dir: str,
+) -> _Joined:
+    """Joins captions and text embeddings to the rows, and opens what is joined already."""
+    validation = _is_validation(latents.keys, settings.validation_fraction)
+    order = [
+        np.flatnonzero(~latents.duplicate & of_split) for of_split in (~validation, validation)
+    ]
+    rows = np.concatenate(order)
+    places = np.full(len(latents.keys), -1)
+    places[rows] = np.arange(len(rows))
+    wanted = latents.keys[rows]
+    keys_digest = hashlib.sha256(wanted).hexdigest()
+    found = _join_captions(source.captions_file, settings, wanted, keys_digest, scratch, cache_dir)
+    text_embeddings = header = vectors = None
+    if settings.text_embeddings == EMBEDDINGS_IN_PT:
+        dim = latents.common_embedding_dim()
+        text_embeddings = TextEmbeddings(dim, EMBEDDINGS_IN_PT, in_pt=True)
+    elif sidecar_files:
+        hold = scratch.hold_showing if len(sidecar_files) == 1 else scratch.hold
+        vectors = joined.kept(
+            cache_dir,
+            ['sidecar', keys_digest, *([file.path, file.version] for file in sidecar_files)],
+            lambda folder: sidecar.join(sidecar_files, folder, wanted, hold=hold),
+        )
+        header = Header(**vectors.facts['header'])
+        _check_column(settings, header)
+        if header.captions_digest != found.facts['digest']:
+            raise ValueError(
+                f'{settings.text_embeddings}: its embeddings were made of other captions than '
+                f"column '{settings.caption_column}' of {source.captions_file.path} has. Make it "
+                'again with coyo11m_tfds.embed_captions, or name the source that it was made from.'
+            )
+        logging.info('The text embeddings of %s are ready', settings.text_embeddings)
+        text_embeddings = TextEmbeddings(
+            header.dim, header.encoder, in_pt=False, vocabulary=header.vocabulary
+        )
+    joined.sweep(cache_dir)
+    return _Joined(places, found, vectors, header, text_embeddings)
+
+
+def _join_captions(
+    file: SourceFile,
+    settings: BuildSettings,
+    wanted: np.ndarray,
+    keys_digest: str,
+    scratch: Scratch,
+    cache_dir: str,
+) -> Joined:
+    def make(folder: str) -> None:
+        with scratch.hold_showing(file) as path:
+            if file.recorded:
+                copied_files.compare(file_state.of_file(path), file.recorded, file.path)
+            captions.join(path, settings.caption_column, folder, wanted, file.path)
+
+    # Any commit of a hub may have the file.
+    origin = ['captions', re.sub('@[0-9a-f]{40}/', '/', file.path), file.version]
+    found = joined.kept(cache_dir, [*origin, settings.caption_column, keys_digest], make)
+    if not settings.drop_bad:
+        captions.check_unique(found, file.path)
+    if not (found.facts['has_checksums'] or file.recorded or file.checksum):
+        logging.warning(
+            '%s: its pages have no checksums, so that damage to it may go unnoticed. Write it with '
+            'write_page_checksum=True, or copy it with coyo11m_tfds.mirror while it is sound.',
+            file.path,
+        )
+    logging.info('The captions of %s are ready', file.path)
+    return found
+
+
+def _of_rows(found: Joined, values: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Values of joined rows for the rows with these places; `_NO_ROW` where nothing was joined."""
+    of_places = np.full(len(places) + 1, _NO_ROW, values.dtype)  # the last is that of place -1
+    of_places[found.places] = values
+    return of_places[places]
+
+
+def _drop_reasons(
+    latents: SourceLatents, caption_bytes: np.ndarray, joined: _Joined
+) -> dict[str, np.ndarray]:
+    """Returns bool `(n,)` for each reason to drop a row; at most one of them is true."""
+    reasons = {
+        schema.DUPLICATE_KEY: latents.duplicate,
+        schema.NO_ROW: ~latents.duplicate & (caption_bytes == _NO_ROW),
+        schema.NO_CAPTION: caption_bytes == 0,
+        schema.CAPTION_TOO_LONG: caption_bytes == captions.TOO_LONG,
+    }
+    if joined.sidecar:
+        missing = _of_rows(joined.sidecar, joined.sidecar.sizes, joined.places) == _NO_ROW
+        reasons[schema.NO_TEXT_EMBEDDING] = missing & ~np.logical_or.reduce(list(reasons.values()))
+    return reasons
+
+
+def _count_dropped(
+    latents: SourceLatents,
+    captions_facts: Mapping[str, Any],
+    reasons: dict[str, np.ndarray],
+    max_bad_fraction: float,
+) -> Dropped:
+    dropped = Dropped(latents.num_rows, max_bad_fraction)
+    for reason, mask in reasons.items():
+        rows = np.flatnonzero(mask)
+        files = (
+            latents.files_of_key(rows[0]) if reason == schema.DUPLICATE_KEY and len(rows) else []
+        )
+        keys = latents.keys[rows[: Dropped.MAX_EXAMPLES]]
+        dropped.add(reason, len(rows), keys, ' and '.join(files))
+    if latents.disagreeing_files:
+        file, keys = latents.disagreeing_files[0], latents.disagreeing
+        dropped.add(schema.ROWS_DISAGREE, len(keys), keys, file)
+    examples = np.array(captions_facts['duplicate_keys'], np.int64)
+    dropped.add(schema.DUPLICATE_CAPTION, captions_facts['duplicates'], examples)
+    return dropped
+
+
+def _check_dropped(dropped: Dropped, path: str, drop_bad: bool) -> None:
+    if dropped.counts[schema.CAPTION_TOO_LONG] and not drop_bad:
+        raise ValueError(
+            f'{path}: the caption of key {dropped.examples[schema.CAPTION_TOO_LONG][0]} has '
+            f'more than {schema.MAX_CAPTION_BYTES:,} bytes. Shorten or remove it, or set bad_data '
+            'to "drop".'
+        )
+    dropped.check_bad(path)
+    dropped.check_all(path)
+
+
+def unit_hash(keys: np.ndarray) -> np.ndarray:
+    """Maps int64 keys to float64 in [0, 1) evenly: the upper 53 bits of their splitmix64."""
+    return (splitmix64(keys.astype(np.uint64)) >> np.uint64(11)) * 2.0**-53
+
+
+def _is_validation(keys: np.ndarray, validation_fraction: float) -> np.ndarray:
+    return unit_hash(keys) < validation_fraction
+
+
+def _record_sizes(caption_bytes: np.ndarray, text_embeddings: TextEmbeddings | None) -> np.ndarray:
+    """Returns the expected bytes of each record, int64 `(n,)`."""
+    fixed = schema.NUM_CROPS * schema.LATENT_NBYTES + _RECORD_OVERHEAD
+    return caption_bytes + (fixed + (text_embeddings.nbytes if text_embeddings else 0))
+
+
+def _plan_tasks(
+    settings: BuildSettings,
+    latents: SourceLatents,
+    joined: _Joined,
+    kept: np.ndarray,
+    caption_bytes: np.ndarray,
+    limit: int | None,
+) -> tuple[ShardTask, ...]:
+    sizes = _record_sizes(caption_bytes, joined.text_embeddings)
+    validation = _is_validation(latents.keys, settings.validation_fraction)
+    masks = {schema.TRAIN: kept & ~validation, schema.VALIDATION: kept & validation}
+    rows_by_split = {split: np.flatnonzero(mask)[:limit] for split, mask in masks.items()}
+    file_bytes = _file_bytes(latents, list(rows_by_split.values()), sizes)
+    groups = shard_cuts.group_files(file_bytes, settings.shard_bytes)
+    versions = dict(zip(latents.files, latents.versions, strict=True))
+    where = ['in_place'] if settings.in_place else []
+    common = json_digest.sha256(
+        [schema.RECORD_FORMAT, latents.dtype, settings.drop_bad, *joined.digests, *where]
+    )
+    left_out = schema.NUM_CROPS * schema.LATENT_NBYTES if settings.in_place else 0
+    tasks = []
+    for split, rows in rows_by_split.items():
+        cuts = shard_cuts.cut(rows, sizes[rows], latents.starts, groups, settings.shard_bytes)
+        for index, cut in enumerate(cuts):
+            name = schema.shard_filename(split, index, len(cuts))
+            parts, inputs = _make_parts(cut.rows, latents, joined)
+            digests = [(versions[p.file], _rows_digest(inputs.rows[p.records])) for p in parts]
+            if settings.in_place:
+                digests += [(in_place.path_of(part.file), part.file.version) for part in parts]
+            task = ShardTask(
+                split=split,
+                index=index,
+                filename=name,
+                group=cut.group,
+                parts=parts,
+                inputs=inputs,
+                text_embeddings=joined.text_embeddings,
+                drop_bad=settings.drop_bad,
+                check_crc=settings.check_crc,
+                num_bytes=cut.num_bytes - left_out * len(cut.rows),
+                in_place=settings.in_place,
+                fingerprint=json_digest.sha256([common, name, *itertools.chain(*digests)]),
+            )
+            tasks.append(task)
+    return tuple(sorted(tasks, key=lambda task: (task.group, task.split, task.index)))
+
+
+def _file_bytes(
+    latents: SourceLatents, rows_of_splits: list[np.ndarray], sizes: np.ndarray
+) -> np.ndarray:
+    """The bytes that each file counts for when files are grouped, int64 `(files,)`."""
+    kept = np.zeros(len(sizes), np.int64)
+    for rows in rows_of_splits:
+        kept[rows] = sizes[rows]
+    of_records = np.diff(np.concatenate([[0], np.cumsum(kept)])[latents.starts])
+    least = [int(_LEAST_SHARE_OF_FILE * file.size) for file in latents.files]
+    return np.where(of_records > 0, np.maximum(of_records, least), 0)
+
+
+def _make_parts(
+    rows: np.ndarray, latents: SourceLatents, joined: _Joined
+) -> tuple[tuple[ShardPart, ...], JoinedInputs]:
+    """Divides rows that are numbered over all files by file."""
+    files = np.searchsorted(latents.starts, rows, side='right') - 1
+    in_file = (rows - latents.starts[files]).astype(np.int32)
+    inputs = JoinedInputs(
+        rows=in_file,
+        keys=latents.keys[rows],
+        places=joined.places[rows],
+        captions=joined.captions.folder,
+        sidecar=joined.sidecar.folder if joined.sidecar else '',
+    )
+    starts = [0, *(np.flatnonzero(np.diff(files)) + 1).tolist(), len(rows)]
+    parts = [
+        ShardPart(
+            file=latents.files[files[start]],
+            digest=latents.digests[files[start]],
+            records=slice(start, end),
+            row_range=(int(in_file[start]), int(in_file[end - 1])),
+        )
+        for start, end in itertools.pairwise(starts)
+    ]
+    return tuple(parts), inputs
+
+
+def _rows_digest(rows: np.ndarray) -> str:
+    return hashlib.sha256(rows).hexdigest()

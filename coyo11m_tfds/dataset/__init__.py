@@ -1,0 +1,1 @@
+"""What lies on disk, and the one opener of it: records, chunk index, columns, checksums."""

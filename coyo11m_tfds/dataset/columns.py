@@ -1,0 +1,473 @@
+"""Features that lie elsewhere than in the records: rows of a fixed size in other files.
+
+    column = columns.read(folder, build)['latents']     # {} where all is in the records
+    column.files[3].path, column.files[3].start     # a `.pt` file, where its latents begin
+    column.locate(folder, 'train', num_records)     # uint32 (records, 3): file, row, CRC-32C
+
+`columns-<build>.json` beside the shards names the files and what they were when the data set was
+built; `column_<feature>-<split>-<build>.npy` has the place of every record, in the order of the
+shards, or the values themselves, each with the CRC-32C of its row. All of it may lie on gs://.
+"""
+
+import dataclasses
+import io
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, BinaryIO
+
+import google_crc32c
+import numpy as np
+
+from coyo11m_tfds import schema
+from coyo11m_tfds.dataset import npy, pt_archive
+from coyo11m_tfds.storage import json_digest, remote, source_files, stored_files
+from coyo11m_tfds.storage.source_files import SourceFile
+
+RECORDS, IN_PLACE = LATENTS_LIE = ('records', 'in_place')  # the config's `latents`
+
+MAX_ROW_NBYTES = 2 * schema.MAX_TEXT_DIM  # of an added column: `mapped_files` gathers no more
+
+ROW_NBYTES = schema.NUM_CROPS * schema.LATENT_NBYTES  # of latents in place
+
+_BESIDE = 'beside'  # the kind of a column in files beside the shards
+_FORMAT = 1
+_NPY_HEADER = 4096  # bytes in which the header of a `.npy` file ends
+_DTYPES = {np.dtype(code).name for code in np.typecodes['AllInteger'] + 'efd'}
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnFile:
+    """A `.pt` file that rows are read from.
+
+    Attributes:
+        path: absolute, or a URL on gs://.
+        version: of a remote file, see `SourceFile`; '' for a local one, which its digest tells.
+        digest: of the directory of its archive, see `pt_archive.Archive`.
+        start: where the first row begins, in bytes.
+    """
+
+    path: str
+    version: str
+    digest: str
+    start: int
+
+    def check(self, found: SourceFile | None) -> SourceFile:
+        """Compares the file with what it was; of a local one it reads the directory, but no rows.
+
+        Args:
+            found: what is there now, None for nothing.
+
+        Returns:
+            The same.
+
+        Raises:
+            ValueError: it is missing, or another one.
+        """
+        advice = 'Restore it, or build the data set again.'
+        if found is None:
+            raise ValueError(f'{self.path} is missing, and latents lie in it. {advice}')
+        if found.is_remote:  # the checksum of a bucket covers the directory
+            what, now, before = 'version is', found.version, self.version
+        else:
+            now, before = pt_archive.open_archive(self.path).digest, self.digest
+            what = 'directory has digest'
+        if now != before:
+            raise ValueError(
+                f'{self.path}: has changed since the data set was built, and latents lie in it: '
+                f'its {what} {now}, expected {before}. {advice}'
+            )
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One feature.
+
+    Attributes:
+        name: of the feature.
+        dtype: of its numbers.
+        files: that its rows lie in.
+        build: ID of the build that described it.
+        crc32c: of each split that of its places, in 8 hex digits.
+    """
+
+    name: str
+    dtype: str
+    files: tuple[ColumnFile, ...]
+    build: str = ''
+    crc32c: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_remote(self) -> bool:
+        """True if reading it waits for a network."""
+        return any(source_files.is_remote(file.path) for file in self.files)
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of a row in a file."""
+        return ROW_NBYTES
+
+    def find_files(self) -> list[SourceFile | None]:
+        """What lies where each of its files was, None for nothing; a bucket is asked by folders.
+
+        Raises:
+            OSError: the storage cannot be reached.
+        """
+        folders = {os.path.dirname(file.path) for file in self.files}
+        listed = [stored_files.list_folder(folder, missing_ok=True) for folder in sorted(folders)]
+        found = {file.path: file for files in listed for file in files.values()}
+        return [found.get(file.path) for file in self.files]
+
+    def check_files(self) -> list[SourceFile]:
+        """Its files, after a comparison with what they were; raises as `ColumnFile.check`."""
+        found = zip(self.files, self.find_files(), strict=True)
+        return [file.check(there) for file, there in found]
+
+    def locate(self, folder: str | os.PathLike[str], split: str, num_records: int) -> np.ndarray:
+        """Where each record's row is: number of the file, row, its CRC-32C; uint32 `(n, 3)`.
+
+        It is memory-mapped, or read whole from gs://: 12 bytes a record.
+
+        Raises:
+            ValueError: the file is missing or damaged, or not as long as the split.
+            OSError: it cannot be read.
+        """
+        path = os.path.join(folder, file_name(self.name, split, self.build))
+        try:
+            places = _load_places(path, self.crc32c.get(split, ''))
+        except ValueError as error:
+            raise ValueError(f'{path}: is no column ({error}). Build the data set again.') from None
+        if len(places) != num_records:
+            raise ValueError(
+                f'{folder}: its column {self.name!r} has {len(places)} rows for split {split!r} of '
+                f'{num_records} records. Build the data set again.'
+            )
+        return places
+
+
+@dataclasses.dataclass(frozen=True)
+class AddedColumn:
+    """Values in files beside the shards, a row a record, in their order.
+
+    Attributes:
+        name: that it is asked for by.
+        dtype: of its numbers, as NumPy calls it.
+        shape: of a row: `(n,)` for n numbers, `()` for a single one.
+        files: of each split the name of its file.
+        crc32c: of each split that of the rows in its file, in 8 hex digits.
+        feature: of the records that it can take the place of; '' for none.
+        mean, std: of each number, over the train split; empty but for text embeddings.
+        encoder: name of what made the values, and what else their file says of itself; {} if that
+            is nothing.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    files: Mapping[str, str]
+    crc32c: Mapping[str, str]
+    feature: str = ''
+    mean: Sequence[float] = ()
+    std: Sequence[float] = ()
+    encoder: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of a row in a batch; in a file its CRC-32C follows."""
+        return np.dtype(self.dtype).itemsize * math.prod(self.shape)
+
+    def locate(
+        self, folder: str | os.PathLike[str], split: str, num_records: int
+    ) -> tuple[SourceFile, int, np.dtype]:
+        """The file of a split, where its first row begins, and what that is, `row_dtype`.
+
+        Raises:
+            ValueError: the file is missing, or not as long as the split.
+            OSError: it cannot be read.
+        """
+        if split not in self.files:
+            raise ValueError(f'{folder}: its column {self.name!r} has no split {split!r}.')
+        path = os.path.join(folder, self.files[split])
+        try:
+            file = source_files.describe(path)
+            head = remote.read_range(file, 0, min(file.size, _NPY_HEADER))
+            dtype, shape, start = _parse_header(head, file.size)
+        except ValueError as error:
+            raise ValueError(f'{path}: is no column ({error}). Add it again.') from None
+        expected = row_dtype(self.dtype, self.shape, int(self.crc32c[split], 16))
+        if dtype != expected or shape != (num_records,):
+            raise ValueError(
+                f'{path}: holds {shape} of {dtype}, expected {(num_records,)} of {expected}. Add '
+                'the column again.'
+            )
+        return file, start, dtype
+
+
+class Writer:
+    """Writes the file of an added column: of each record its values, and their CRC-32C.
+
+    The CRC-32C of all of them stands in the header, as the end of a name, and in the description of
+    the columns: so the file of another column is not taken for this one.
+    """
+
+    def __init__(
+        self, file: BinaryIO, dtype: np.typing.DTypeLike, shape: tuple[int, ...], num_records: int
+    ):
+        """Takes an empty file, and the dtype and the shape of the values of each record."""
+        self._file, self._num_records = file, num_records
+        self._dtype, self._shape = np.dtype(dtype), shape
+        self._crc32c = 0
+        self._write_header()
+
+    def write(self, values: np.ndarray) -> None:
+        """Writes the values of the next records, `(n, *shape)`."""
+        rows = np.empty(len(values), row_dtype(self._dtype, self._shape, self._crc32c))
+        rows['value'] = values
+        contiguous = np.ascontiguousarray(rows['value'])
+        rows[_crc32c_field(rows.dtype)] = checksums(contiguous)
+        # Of the values alone: that of bytes and their own CRC-32C is the same for all bytes.
+        self._crc32c = google_crc32c.extend(self._crc32c, contiguous.tobytes())
+        self._file.write(rows.data)
+
+    def finish(self) -> str:
+        """Completes the file after the last record; returns its checksum for `AddedColumn`."""
+        self._file.seek(0)
+        self._write_header()
+        return f'{self._crc32c:08x}'
+
+    def _write_header(self) -> None:
+        kind = row_dtype(self._dtype, self._shape, self._crc32c)
+        descr = np.lib.format.dtype_to_descr(kind)
+        header = {'descr': descr, 'fortran_order': False, 'shape': (self._num_records,)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+
+class RowScan:
+    """Takes the file of an added column in blocks, and compares its rows with their CRC-32C.
+
+    Attributes:
+        crc32c: of what was added.
+    """
+
+    def __init__(self, start: int, dtype: np.dtype):
+        """Takes where the first row begins, and `row_dtype`."""
+        self.crc32c = 0
+        self._dtype, self._before, self._rest = dtype, start, b''
+        self._values_crc32c = self._num_rows = self._num_wrong = 0
+        self._first_wrong = ''
+
+    def add(self, block: bytes) -> None:
+        """Takes the next block."""
+        self.crc32c = google_crc32c.extend(self.crc32c, block)
+        header = min(self._before, len(block))
+        self._before -= header
+        data = self._rest + block[header:]
+        num_whole = len(data) // self._dtype.itemsize
+        self._rest = data[num_whole * self._dtype.itemsize :]
+        rows = np.frombuffer(data, self._dtype, num_whole)
+        values, stored = np.ascontiguousarray(rows['value']), rows[_crc32c_field(self._dtype)]
+        self._values_crc32c = google_crc32c.extend(self._values_crc32c, values.tobytes())
+        found = checksums(values)
+        wrong = np.flatnonzero(found != stored)
+        if len(wrong) and not self._num_wrong:
+            at = wrong[0]
+            self._first_wrong = wrong_row(self._num_rows + at, found[at], stored[at])
+        self._num_rows += num_whole
+        self._num_wrong += len(wrong)
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with the rows; '' for nothing."""
+        if self._num_wrong > 1:
+            return f'{self._first_wrong}; so have {self._num_wrong - 1} more rows others'
+        of_values = f'{self._values_crc32c:08x}'
+        if not self._num_wrong and not _crc32c_field(self._dtype).endswith(of_values):
+            return 'its rows are not those that its header was written for'
+        return self._first_wrong
+
+
+def wrong_row(row: int, found: int, expected: int) -> str:
+    """What to say of a row with another CRC-32C."""
+    return f'row {row} has CRC-32C {found:08x}, expected {expected:08x}'
+
+
+def row_dtype(dtype: np.typing.DTypeLike, shape: tuple[int, ...], crc32c: int) -> np.dtype:
+    """What the file of an added column holds of each record; `crc32c` is that of the file."""
+    value = ('value', np.dtype(dtype).newbyteorder('<'), shape)
+    return np.dtype([value, (f'crc32c_{crc32c:08x}', '<u4')])
+
+
+def _crc32c_field(dtype: np.dtype) -> str:
+    assert dtype.names is not None
+    return dtype.names[1]
+
+
+def checksums(rows: np.ndarray) -> np.ndarray:
+    """The CRC-32C of the bytes of each row, uint32 `(n,)`; takes a contiguous array `(n, ...)`."""
+    nbytes = rows.dtype.itemsize * math.prod(rows.shape[1:])
+    raw = rows.reshape(-1).view(np.uint8).reshape(len(rows), nbytes)
+    return np.array([google_crc32c.value(row) for row in raw], np.uint32)
+
+
+def file_name(column: str, split: str, build: str = '') -> str:
+    """The name of the file with a column's values in one split, or with their places."""
+    return schema.of_build(f'column_{column}-{split}.npy', build)
+
+
+def is_file_name(name: str) -> bool:
+    """True if it is the name of such a file."""
+    return name.startswith('column_') and name.endswith('.npy') and '/' not in name
+
+
+def left_over(
+    names: Iterable[str], columns: Mapping[str, Column | AddedColumn], build: str
+) -> set[str]:
+    """Names of files of columns of a build that are none of these: a killed command left them."""
+    used = {
+        file for x in columns.values() if isinstance(x, AddedColumn) for file in x.files.values()
+    }
+    found = {name for name in names if is_file_name(name) and schema.build_of(name) == build}
+    return {x for x in found - used if not x.startswith(f'column_{schema.LATENTS}-')}
+
+
+def write(
+    folder: str | os.PathLike[str], columns: Mapping[str, Column | AddedColumn], build: str = ''
+) -> None:
+    """Describes the columns of a build in a local folder; replaces what is there."""
+    kinds = {Column: IN_PLACE, AddedColumn: _BESIDE}
+    described = {
+        name: {'kind': kinds[type(column)], **dataclasses.asdict(column)}
+        for name, column in columns.items()
+    }
+    for fields in described.values():
+        del fields['name']
+    content = {'format': _FORMAT, 'columns': described}
+    path = os.path.join(folder, schema.of_build(schema.COLUMNS_FILE, build))
+    with open(f'{path}.part', 'w') as file:
+        json.dump(content | {'digest': json_digest.sha256(content)}, file, indent=1)
+        file.write('\n')
+    os.replace(f'{path}.part', path)
+
+
+def read(folder: str | os.PathLike[str], build: str = '') -> dict[str, Column | AddedColumn]:
+    """The columns of a data set, local or on gs://, by feature; {} where all is in the records.
+
+    Args:
+        folder: of the data set.
+        build: ID of the build that made it.
+
+    Raises:
+        ValueError: the description is damaged.
+        OSError: it cannot be read.
+    """
+    path = os.path.join(folder, schema.of_build(schema.COLUMNS_FILE, build))
+    try:
+        file = source_files.describe(path)
+    except ValueError:
+        return {}
+    try:
+        return parse(bytes(stored_files.read(file, stored_files.Content).data))
+    except ValueError as error:
+        raise ValueError(f'{path}: is damaged ({error}). Build the data set again.') from None
+
+
+def parse(data: bytes) -> dict[str, Column | AddedColumn]:
+    """The columns, from the content of `schema.COLUMNS_FILE`.
+
+    Raises:
+        ValueError: it is damaged, or of another format.
+    """
+    try:
+        content = json.loads(data)
+        if content.pop('digest') != json_digest.sha256(content):
+            raise ValueError('its digest is wrong')
+        if content['format'] != _FORMAT:
+            raise ValueError(f'its format is {content["format"]!r}, expected {_FORMAT}')
+        return {name: _column(name, **column) for name, column in content['columns'].items()}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f'it lacks {error}') from error
+
+
+def _column(name: str, kind: str, **fields: Any) -> Column | AddedColumn:
+    expected = IN_PLACE if name == schema.LATENTS else _BESIDE
+    if kind != expected:
+        raise ValueError(f'column {name!r} is of kind {kind!r}, expected {expected!r}')
+    if kind == _BESIDE:
+        added = AddedColumn(name, **fields | {'shape': tuple(fields['shape'])})
+        if not _is_possible(added):
+            raise ValueError(f'column {name!r} cannot have {fields}')
+        return added
+    files = tuple(ColumnFile(**file) for file in fields['files'])
+    for file in files:
+        # A place in a file is a number of 64 bits; whether it is in there is checked with the file.
+        is_place = isinstance(file.path, str) and type(file.start) is int
+        if not is_place or not 0 <= file.start < 2**63:
+            raise ValueError(f'{file.path!r} begins at {file.start!r}')
+    if fields['dtype'] not in schema.LATENT_DTYPES:
+        raise ValueError(f'column {name!r} has dtype {fields["dtype"]!r}')
+    if not all(map(_is_crc32c, fields['crc32c'].values())):
+        raise ValueError(f'column {name!r} has CRC-32C {fields["crc32c"]}')
+    return Column(name, fields['dtype'], files, fields['build'], fields['crc32c'])
+
+
+def _is_possible(column: AddedColumn) -> bool:
+    """Whether all that is said of it is what `add_column` may say: its file may hold it."""
+    lengths_fit = all(type(n) is int and 0 < n <= MAX_ROW_NBYTES for n in column.shape)
+    return (
+        column.dtype in _DTYPES
+        and len(column.shape) < 2
+        and lengths_fit
+        and column.row_nbytes <= MAX_ROW_NBYTES
+        and all(isinstance(x, str) and is_file_name(x) for x in column.files.values())
+        and column.crc32c.keys() == column.files.keys()
+        and all(map(_is_crc32c, column.crc32c.values()))
+        and column.feature in ('', *schema.TEXT_DTYPES)
+        and all(isinstance(x, float) for x in (*column.mean, *column.std))
+        and isinstance(column.encoder, Mapping)
+    )
+
+
+def _is_crc32c(x: object) -> bool:
+    return isinstance(x, str) and re.fullmatch('[0-9a-f]{8}', x) is not None
+
+
+def _load_places(path: str, crc32c: str) -> np.ndarray:
+    """The array in a `.npy` file, uint32 `(n, 3)`, of this CRC-32C; raises as `_parse_header`."""
+    file = source_files.describe(path)
+    if file.is_remote:
+        data: Any = stored_files.read(file, stored_files.Content).data
+    else:
+        data = np.memmap(path, np.uint8, 'r')
+    dtype, shape, start = _parse_header(bytes(data[:_NPY_HEADER]), file.size)
+    if dtype != np.uint32 or shape[1:] != (3,):
+        raise ValueError(f'it has {dtype} {shape}')
+    places = np.frombuffer(data, dtype, offset=start).reshape(shape)
+    if (found := array_crc32c(places)) != crc32c:
+        raise ValueError(f'its CRC-32C is {found}, expected {crc32c}')
+    return places
+
+
+def array_crc32c(array: np.ndarray) -> str:
+    """The CRC-32C of the bytes of a contiguous array, in 8 hex digits."""
+    return f'{google_crc32c.value(array.reshape(-1).view(np.uint8)):08x}'
+
+
+def _parse_header(head: bytes, num_bytes: int) -> tuple[np.dtype, tuple[int, ...], int]:
+    """The dtype and the shape of the array in a `.npy` file, and where its numbers begin.
+
+    Args:
+        head: the first bytes of the file, with all of its header.
+        num_bytes: of the file.
+
+    Raises:
+        ValueError: it is no such file.
+    """
+    stream = io.BytesIO(head)
+    dtype, shape = npy.read_header(stream)
+    expected = stream.tell() + dtype.itemsize * math.prod(shape)
+    if num_bytes != expected:
+        raise ValueError(f'it has {num_bytes:,} bytes, expected {expected:,}')
+    return dtype, shape, stream.tell()

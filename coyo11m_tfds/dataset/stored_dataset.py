@@ -1,0 +1,404 @@
+"""A built data set, opened once: what its metadata files say, and where its records are.
+
+    data = stored_dataset.open_data('OUT/coyo11m_tfds/latents/1.0.0')
+    data.latent_dtype, data.text_dim        # 'float16', 640
+    data.stats().latent_std                 # float32 (4,)
+    split = data.split('train')             # None where there is no chunk index
+
+Whoever reads a data set opens it here. TensorFlow is not needed, and used only for one that TFDS
+mocks, whose builder is given.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, Union
+
+import numpy as np
+from absl import logging
+
+from coyo11m_tfds import schema
+from coyo11m_tfds.dataset import chunk_index, columns, manifest, stored_splits, texts
+from coyo11m_tfds.dataset.columns import AddedColumn, Column
+from coyo11m_tfds.dataset.indexed_split import IndexedSplit
+from coyo11m_tfds.dataset.record_layout import RecordLayout
+from coyo11m_tfds.dataset.stored_splits import StoredSplit
+from coyo11m_tfds.reading.bad_records import DamagedError, naming_damage
+from coyo11m_tfds.storage import json_digest, source_files, stored_files
+
+if TYPE_CHECKING:
+    import tensorflow_datasets as tfds
+
+Data: TypeAlias = Union[str, os.PathLike[str], 'tfds.core.DatasetBuilder', 'StoredDataset']
+
+FOLDER_HELP = (
+    'folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0, or the --data_dir of `tfds build` '
+    'where it holds one data set only'
+)
+
+FEATURES = (schema.KEY, schema.LATENTS, schema.TEXT_EMBEDDING, schema.CAPTION)
+READABLE = (*FEATURES, schema.TOKENS)
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetStats:
+    """The statistics in the metadata of a data set that a model needs.
+
+    Attributes:
+        latent_mean, latent_std: float32 `(4,)`, over the train split in raw units.
+        latent_dtype: 'float16' or 'bfloat16'.
+        text_mean, text_std: float32 `(text_dim,)`, or None without text embeddings.
+        text_encoder: name of what made the text embeddings, or None.
+        text_revision: of that: a commit, a digest of its files or a number; None if unknown.
+        text_max_tokens: captions were cut to so many tokens; 0 for no limit or if unknown.
+        text_dim: width of the text embeddings, or 0 without them.
+        num_tokens: of a text with its padding, or 0 for embeddings.
+        vocabulary: ids of these are less than this; 0 without them.
+        known_tokens: hex digits, a bit for each id that occurs; '' where that is not known.
+        source_fingerprint: hex digest of the source files, or None.
+    """
+
+    latent_mean: np.ndarray
+    latent_std: np.ndarray
+    latent_dtype: str
+    text_mean: np.ndarray | None
+    text_std: np.ndarray | None
+    text_encoder: str | None
+    text_revision: str | None
+    text_max_tokens: int
+    text_dim: int
+    source_fingerprint: str | None
+    num_tokens: int = 0
+    vocabulary: int = 0
+    known_tokens: str = ''
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredDataset:
+    """The metadata of a data set.
+
+    Attributes:
+        folder: that it lies in.
+        full_name: name, config and version, as TFDS joins them.
+        splits: by name; {} of one that TFDS mocks, which has records in every split.
+        features: its features by name, each as `features.json` describes it.
+        metadata: what `metadata.json` says; {} where there is none.
+        columns: features that lie elsewhere than in the records, by name.
+        builder: that it was opened by, if any.
+    """
+
+    folder: str
+    full_name: str
+    splits: Mapping[str, StoredSplit]
+    features: Mapping[str, dict]
+    metadata: Mapping[str, Any]
+    columns: Mapping[str, Column | AddedColumn]
+    builder: Any = None
+    _indexed: dict[str, IndexedSplit | None] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @property
+    def is_remote(self) -> bool:
+        """True if it lies on gs://, or the latents of its records do."""
+        latents = self.columns.get(schema.LATENTS)
+        return source_files.is_remote(self.folder) or (
+            isinstance(latents, Column) and latents.is_remote
+        )
+
+    @property
+    def build(self) -> str:
+        """The ID in the names of the files of its build; '' where they have none."""
+        return next(iter(self.splits.values())).build
+
+    @property
+    def latent_dtype(self) -> str:
+        """'float16' or 'bfloat16'.
+
+        Raises:
+            ValueError: the data set has no latents, or they have another shape, dtype or encoding.
+        """
+        column = self.columns.get(schema.LATENTS)
+        if isinstance(column, Column):
+            return column.dtype
+        dtype, shape = self._tensor(schema.LATENTS)
+        if shape != schema.LATENTS_SHAPE or dtype not in schema.LATENT_DTYPES:
+            raise ValueError(
+                f'{self.folder}: feature {schema.LATENTS!r} is {dtype} {shape}, expected '
+                f'{schema.LATENTS_SHAPE} of {" or ".join(schema.LATENT_DTYPES)}'
+            )
+        return dtype
+
+    @property
+    def text_dim(self) -> int:
+        """The width of the text embeddings, 0 for a data set without them."""
+        return self._text_size(schema.TEXT_EMBEDDING)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a text in the records, 0 for a data set without them."""
+        return self._text_size(schema.TOKENS)
+
+    @property
+    def record_layout(self) -> RecordLayout:
+        """Where values lie in its records.
+
+        Raises:
+            ValueError: they are encoded in another way than as bytes.
+        """
+        for name in (schema.LATENTS, *schema.TEXT_DTYPES):
+            tensor = self.features.get(name, {}).get('tensor', {'encoding': 'bytes'})
+            if tensor['encoding'] != 'bytes':
+                raise ValueError(
+                    f'{self.folder}: feature {name!r} is encoded as {tensor["encoding"]!r}, '
+                    'expected the bytes of its numbers'
+                )
+        return RecordLayout(
+            self.text_dim,
+            num_tokens=self.num_tokens,
+            with_latents=schema.LATENTS not in self.columns,
+        )
+
+    @property
+    def text_columns(self) -> list[str]:
+        """Names of the text embeddings and tokens that `add_column` has added."""
+        return texts.column_names(self.columns)
+
+    def choose_texts(self, spec: texts.Spec) -> texts.Chosen:
+        """The texts that are asked for; raises a ValueError as `texts.choose` does."""
+        own = texts.of_records(self.metadata, self.text_dim, self.num_tokens)
+        return texts.choose(self.folder, spec, own, self.columns)
+
+    def find_columns(
+        self, features: Sequence[str], text: texts.Chosen | None = None
+    ) -> dict[str, Column | AddedColumn]:
+        """The columns that some features of a batch are read from, by name."""
+        names = [*features, *(text.names if text and text.feature in features else [])]
+        return {name: self.columns[name] for name in names if name in self.columns}
+
+    def check_features(self, names: Sequence[str]) -> None:
+        """Raises a ValueError for a feature that the data set does not have."""
+        there = [name for name in READABLE if name in self.features]
+        check_features(self.folder, [*there, *self.columns], names)
+
+    def split(self, name: str) -> IndexedSplit | None:
+        """A split with a chunk index, which is read once; None where there is none.
+
+        Raises:
+            ValueError: there is no such split; its index is damaged, or of other shards.
+            OSError: the index cannot be read, or is missing although the checksums name it.
+        """
+        # 'train[:50%]' is a part of 'train'.
+        if self.splits and name.partition('[')[0] not in self.splits:
+            raise ValueError(f'{self.folder}: no split {name!r}; there are {list(self.splits)}')
+        if name not in self._indexed:
+            self._indexed[name] = self._read_index(name)
+        return self._indexed[name]
+
+    def _read_index(self, name: str) -> IndexedSplit | None:
+        found = self.splits.get(name)
+        if found is None or not found.file_names:
+            return None
+        with naming_damage():
+            index = chunk_index.ChunkIndex.load(self.folder, name, found.build)
+        if index is None:
+            _check_not_lost(self.folder, chunk_index.file_name(name, found.build), found.build)
+            return None
+        if list(found.shard_lengths) != index.shard_lengths.tolist():
+            raise DamagedError(
+                f'{self.folder}: {schema.INFO_FILE} has {len(found.shard_lengths)} shards of '
+                f'{found.num_records} records for split {name!r}, its chunk index '
+                f'{len(index.shard_lengths)} of {index.shard_lengths.sum()}; build the data set '
+                'again'
+            )
+        return IndexedSplit(index, self.folder, found.file_names)
+
+    def identity(self, split: str) -> str:
+        """The name, config, version and split, and a digest of these, the source and the shards."""
+        name = f'{self.full_name} {split}'
+        source = self.metadata.get(schema.META_SOURCE_FINGERPRINT)
+        lengths = self.splits[split].shard_lengths if split in self.splits else []
+        return f'{name} {json_digest.sha256([name, source, *lengths])[:16]}'
+
+    def stats(self, text: texts.Spec = '') -> DatasetStats:
+        """The statistics of the latents and of the texts asked for; of several, of the mixture.
+
+        One without statistics, such as a mocked one, gets mean 0 and standard deviation 1, and a
+        warning in the log.
+
+        Raises:
+            ValueError: as of `texts.choose`, or `latent_dtype`.
+        """
+        if schema.META_LATENT_MEAN not in self.metadata:
+            logging.warning('%s has no latent statistics: taking mean 0, std 1', self.full_name)
+        chosen = self.choose_texts(text)
+        first, (mean, std) = chosen.texts[0], chosen.mean_and_std()
+        is_embedding = chosen.feature == schema.TEXT_EMBEDDING
+
+        def of_latents(name: str, default: float) -> np.ndarray:
+            values = self.metadata.get(name, [default] * schema.LATENT_SHAPE[0])
+            return np.asarray(values, np.float32)
+
+        return DatasetStats(
+            latent_mean=of_latents(schema.META_LATENT_MEAN, 0),
+            latent_std=of_latents(schema.META_LATENT_STD, 1),
+            latent_dtype=self.latent_dtype,
+            text_mean=mean.astype(np.float32) if is_embedding else None,
+            text_std=std.astype(np.float32) if is_embedding else None,
+            text_encoder=first.encoder,
+            text_revision=first.revision,
+            text_max_tokens=chosen.max_tokens,
+            text_dim=chosen.size if is_embedding else 0,
+            source_fingerprint=self.metadata.get(schema.META_SOURCE_FINGERPRINT),
+            num_tokens=chosen.size if chosen.feature == schema.TOKENS else 0,
+            vocabulary=first.vocabulary,
+            # Texts of added columns may hold others.
+            known_tokens='' if text else self.metadata.get(schema.META_TEXT_KNOWN, ''),
+        )
+
+    def _text_size(self, name: str) -> int:
+        if name not in self.features:
+            return 0
+        dtype, shape = self._tensor(name)
+        if dtype != schema.TEXT_DTYPES[name] or len(shape) != 1:
+            raise ValueError(
+                f'{self.folder}: feature {name!r} is {dtype} {shape}, expected the bytes of a '
+                f'vector of {schema.TEXT_DTYPES[name]}'
+            )
+        return shape[0]
+
+    def _tensor(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """The dtype and the shape of a feature; '' and () of one that is no tensor."""
+        tensor = self.features.get(name, {}).get('tensor', {'dtype': ''})
+        return tensor['dtype'], tuple(map(int, tensor.get('shape', {}).get('dimensions', ())))
+
+
+def open_data(data: Data) -> StoredDataset:
+    """Opens the data set in a folder, local or on gs://, or of a builder of TFDS.
+
+    One that is opened already is given back, so that its metadata are read once.
+
+    Raises:
+        FileNotFoundError: there is no data set; the message says where one is.
+        ValueError: a file is damaged (`DamagedError`).
+        OSError: a file cannot be read.
+    """
+    if isinstance(data, StoredDataset):
+        return data
+    builder = None if isinstance(data, str | os.PathLike) else data
+    folder = os.fspath(data if builder is None else builder.data_dir).rstrip('/')
+    found = _read(f'{folder}/{schema.INFO_FILE}')
+    if found is not None:
+        return _parse(folder, found, builder)
+    if builder is None:
+        raise _no_data_set(folder)
+    info = builder.info  # mocked
+    features = info.features.to_json()['content']['features']
+    return StoredDataset(folder, info.full_name, {}, features, info.metadata or {}, {}, builder)
+
+
+def _parse(folder: str, content: bytes, builder: Any) -> StoredDataset:
+    try:
+        splits = {split.name: split for split in stored_splits.parse(content)}
+    except ValueError as error:
+        raise DamagedError(f'{folder}/{schema.INFO_FILE}: is damaged ({error}).') from error
+    info = json.loads(content)
+    names = [info.get('name'), info.get('configName'), info.get('version')]
+    described = _read_json(f'{folder}/{schema.FEATURES_FILE}')
+    features = described.get('featuresDict', {}).get('features')
+    if not isinstance(features, dict):
+        path = f'{folder}/{schema.FEATURES_FILE}'
+        raise DamagedError(f'{path}: is damaged (it names no features).')
+    metadata = _read_json(f'{folder}/{schema.METADATA_FILE}', {})
+    full_name = '/'.join(filter(None, names))
+    build = next(iter(splits.values())).build
+    if metadata.get(schema.META_BUILD, build) != build:
+        raise OSError(
+            f'{folder}: {schema.METADATA_FILE} is of another build than {schema.INFO_FILE}; it is '
+            'being replaced. Open it again in a moment; if that does not help, build it again.'
+        )
+    with naming_damage():
+        found = columns.read(folder, build)
+    return StoredDataset(folder, full_name, splits, features, metadata, found, builder)
+
+
+def _check_not_lost(folder: str, index: str, build: str) -> None:
+    """Raises an error if the data set had an index: without it, records come in another order."""
+    recorded = f'{folder}/{schema.of_build(schema.CHECKSUMS_FILE, build)}'
+    content = _read(recorded)
+    try:
+        names = manifest.parse(content) if content else {}
+    except ValueError as error:
+        raise DamagedError(f'{recorded}: is damaged ({error}).') from error
+    if index in names:
+        raise FileNotFoundError(
+            f'{folder}/{index}: is missing, and {recorded} names it. Restore it or build the data '
+            'set again.'
+        )
+
+
+def _no_data_set(folder: str) -> FileNotFoundError:
+    below = stored_files.folders_with(folder, schema.INFO_FILE)
+    if below:
+        advice = f'name a data set below it: {", ".join(below)}'
+    elif source_files.is_remote(folder) or os.path.exists(folder):
+        advice = 'expected the folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0'
+    else:
+        advice = 'there is no such folder; build the data set with `tfds build coyo11m_tfds`'
+    return FileNotFoundError(f'{folder}: {advice}')
+
+
+def choose(folder: str | os.PathLike[str]) -> str:
+    """The data set that is meant by a folder, local or `gs://`: itself, or the only one below it.
+
+    Raises:
+        ValueError: there are several below, or it is empty text or a URL of another kind.
+        OSError: the storage cannot be reached.
+    """
+    folder = os.fspath(folder)
+    if not folder:
+        raise ValueError('the folder is empty text, expected that of a data set.')
+    found = stored_files.folders_with(folder, schema.INFO_FILE) or [folder.rstrip('/')]
+    if len(found) > 1:
+        raise ValueError(
+            f'{folder}: there are {len(found)} data sets, name one: {", ".join(found)}'
+        )
+    return found[0]
+
+
+def _read(path: str) -> bytes | None:
+    """The content of a small file; None if there is none."""
+    try:
+        file = source_files.describe(path)
+    except ValueError:
+        return None
+    return bytes(stored_files.read(file, stored_files.Content).data)
+
+
+def _read_json(path: str, default: dict | None = None) -> dict:
+    data = _read(path)
+    if data is None and default is not None:
+        return default
+    if data is None:
+        raise FileNotFoundError(f'{path}: is missing; restore it or build the data set again.')
+    try:
+        content = json.loads(data)
+    except ValueError as error:
+        raise DamagedError(f'{path}: is damaged ({error}).') from error
+    if not isinstance(content, dict):
+        raise DamagedError(f'{path}: is damaged (it holds no object).')
+    return content
+
+
+def check_features(
+    data_dir: str | os.PathLike[str], there: Collection[str], asked: Sequence[str]
+) -> None:
+    """Raises a ValueError for a feature that is asked for and not there."""
+    missing = [name for name in asked if name not in there]
+    if missing:
+        raise ValueError(
+            f'{data_dir}: no feature {missing[0]!r}; there are {list(there)}. Data sets with text '
+            'embeddings or tokens are built with the config field text_embeddings; python -m '
+            'coyo11m_tfds.add_column adds columns.'
+        )

@@ -1,0 +1,246 @@
+"""Which text a sample is conditioned on: that of its record, of an added column, or one of several.
+
+    weights = texts.parse('records:2,short:1')               # {'': 2.0, 'short': 1.0}
+    chosen = texts.choose(folder, 'records:2,short:1', own, columns)
+    chosen.feature, chosen.size                              # 'text_embedding', 640
+    mean, std = chosen.mean_and_std()                        # of the mixture
+
+A text is the embeddings or the token ids of one caption a record. Several are mixed only if one
+model can take any of them: embeddings of one encoder, or tokens of one vocabulary.
+"""
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from typing import Any, Self, cast
+
+import numpy as np
+
+from coyo11m_tfds import schema
+from coyo11m_tfds.dataset.columns import AddedColumn, Column
+
+RECORDS = 'records'  # what the text in the records is called beside names of columns
+SYNTAX = (
+    f"'' or '{RECORDS}' for the text in the records, the name of an added column, or several of "
+    'these, each once, as NAME:WEIGHT,NAME:WEIGHT with weights above 0, at most 1e9'
+)
+
+Spec = str | Mapping[str, float]
+
+_MAX_WEIGHT = 1e9
+
+
+def parse(spec: Spec) -> dict[str, float]:
+    """The weights of texts by name, in their order; '' is the text in the records.
+
+    Args:
+        spec: as `SYNTAX` says, a weight that is left out being 1; or a mapping of names to weights.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    found: dict[str, float] = {}
+    for name, weight in _pairs(spec):
+        name = '' if name == RECORDS else name
+        try:
+            number = float(weight)
+        except (TypeError, ValueError):
+            number = math.nan
+        if name is None or name in found or not 0 < number <= _MAX_WEIGHT:
+            break
+        found[name] = number
+    else:
+        if found:
+            return found
+    raise ValueError(f'text={spec!r}: expected {SYNTAX}')
+
+
+def _pairs(spec: Spec) -> list[tuple[str | None, Any]]:
+    """Names and weights as they are given; None for a name that was forgotten."""
+    if isinstance(spec, Mapping):
+        return list(spec.items())
+    parts = [part.partition(':') for part in (spec or RECORDS).split(',')]
+    return [(name.strip() or None, weight if colon else 1) for name, colon, weight in parts]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Text:
+    """What is known of the embeddings or the tokens of one caption a record.
+
+    Attributes:
+        name: of the column; '' for those in the records.
+        feature: of a batch that they are: `text_embedding` or `tokens`; '' where there are none.
+        size: numbers of an embedding, or tokens with their padding.
+        encoder: name of what made them, or None.
+        revision: of that; None if unknown.
+        max_tokens: captions were cut to so many; 0 for no limit or if unknown.
+        vocabulary: ids of tokens are less than this; 0 for embeddings.
+        mean, std: of embeddings, float64 `(size,)`, over the train split; of tokens `(0,)`.
+    """
+
+    name: str
+    feature: str
+    size: int
+    encoder: str | None
+    revision: str | None
+    max_tokens: int
+    vocabulary: int
+    mean: np.ndarray
+    std: np.ndarray
+
+    def __str__(self) -> str:
+        of = f'of {self.encoder!r}, revision {self.revision!r}'
+        if self.feature == schema.TOKENS:
+            return f'tokens {of}, vocabulary {self.vocabulary}'
+        return f'embeddings {of}, {self.size} numbers' if self.feature else 'no text'
+
+    @property
+    def kind(self) -> tuple:
+        """What texts that one model takes have in common."""
+        size = 0 if self.feature == schema.TOKENS else self.size
+        return self.feature, self.encoder, self.revision, self.vocabulary, size
+
+
+def of_records(metadata: Mapping[str, Any], text_dim: int, num_tokens: int) -> Text:
+    """The text in the records of a data set, of its metadata and the sizes of its features."""
+    built_with = metadata.get(schema.META_SETTINGS) or {}
+    sidecar = built_with.get(schema.SETTINGS_TEXT)
+    sidecar = sidecar if isinstance(sidecar, Mapping) else {}  # else 'pt'
+    feature = (text_dim and schema.TEXT_EMBEDDING) or (num_tokens and schema.TOKENS) or ''
+    return Text(
+        name='',
+        feature=feature,
+        size=text_dim or num_tokens,
+        encoder=metadata.get(schema.META_TEXT_ENCODER),
+        revision=sidecar.get('revision'),
+        max_tokens=sidecar.get('max_tokens', 0),
+        vocabulary=metadata.get(schema.META_TEXT_VOCABULARY, 0),
+        mean=np.asarray(metadata.get(schema.META_TEXT_MEAN, [0] * text_dim), np.float64),
+        std=np.asarray(metadata.get(schema.META_TEXT_STD, [1] * text_dim), np.float64),
+    )
+
+
+def column_names(columns: Mapping[str, Column | AddedColumn]) -> list[str]:
+    """Names of the columns that are texts."""
+    return [name for name, column in columns.items() if _is_text(column)]
+
+
+def _is_text(column: Column | AddedColumn | None) -> bool:
+    """True for embeddings, and for tokens whose vocabulary is known."""
+    if not isinstance(column, AddedColumn) or column.feature not in schema.TEXT_DTYPES:
+        return False
+    return column.feature == schema.TEXT_EMBEDDING or 'vocabulary' in column.encoder
+
+
+def _of_column(column: AddedColumn) -> Text:
+    made = column.encoder
+    return Text(
+        name=column.name,
+        feature=column.feature,
+        size=column.shape[0],
+        encoder=made['encoder'],
+        revision=made.get('revision'),
+        max_tokens=made.get('max_tokens', 0),
+        vocabulary=made.get('vocabulary', 0),
+        mean=np.asarray(column.mean, np.float64),
+        std=np.asarray(column.std, np.float64),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """The texts that samples take.
+
+    Attributes:
+        texts: at least one, all of one kind.
+        weights: of each of them.
+        size: numbers of an embedding, or tokens of the longest with their padding.
+    """
+
+    texts: tuple[Text, ...]
+    weights: tuple[float, ...]
+    size: int
+
+    @property
+    def feature(self) -> str:
+        """Of a batch; see `Text`."""
+        return self.texts[0].feature
+
+    @property
+    def names(self) -> list[str]:
+        """Of the texts; see `Text`."""
+        return [text.name for text in self.texts]
+
+    @property
+    def in_columns(self) -> bool:
+        """True unless they are the text in the records alone."""
+        return any(self.names)
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of a text in a batch."""
+        return self.size * np.dtype(schema.TEXT_DTYPES[self.feature]).itemsize
+
+    @property
+    def first(self) -> Self:
+        """The first of them alone, as long as all are."""
+        return dataclasses.replace(self, texts=self.texts[:1], weights=self.weights[:1])
+
+    @property
+    def max_tokens(self) -> int:
+        """The greatest of all texts, 0 where one has no limit."""
+        limits = [text.max_tokens for text in self.texts]
+        return max(limits) if all(limits) else 0
+
+    def mean_and_std(self) -> tuple[np.ndarray, np.ndarray]:
+        """Those of the mixture, float64 `(size,)`; of tokens `(0,)`.
+
+        With p the share of each text, the mean is sum(p * mean) and the variance
+        sum(p * (std**2 + (mean - mean of the mixture)**2)).
+        """
+        if len(self.texts) == 1:
+            return self.texts[0].mean, self.texts[0].std
+        share = np.array(self.weights)[:, None] / sum(self.weights)
+        means = np.stack([text.mean for text in self.texts])
+        variances = np.stack([text.std for text in self.texts]) ** 2
+        mean = (share * means).sum(axis=0)
+        return mean, np.sqrt((share * (variances + (means - mean) ** 2)).sum(axis=0))
+
+
+def choose(
+    folder: str | os.PathLike[str],
+    spec: Spec,
+    own: Text,
+    columns: Mapping[str, Column | AddedColumn],
+) -> Chosen:
+    """The texts that are asked for.
+
+    Args:
+        folder: of the data set, for messages.
+        spec: as of `parse`.
+        own: the text in the records.
+        columns: of the data set.
+
+    Raises:
+        ValueError: as of `parse`; there is no such text, or the texts are of different kinds.
+    """
+    weights = parse(spec)
+    found = []
+    for name in weights:
+        column = columns.get(name)
+        if name and not _is_text(column):
+            raise ValueError(
+                f'{folder}: text={spec!r}: {name!r} is no column of text embeddings, or of tokens '
+                f'with their vocabulary; there are {column_names(columns)}. python -m '
+                'coyo11m_tfds.add_column adds some.'
+            )
+        found.append(_of_column(cast(AddedColumn, column)) if name else own)
+    first = found[0]
+    for other in found[1:]:
+        if other.kind != first.kind or not other.feature:
+            raise ValueError(
+                f'{folder}: text={spec!r}: {other.name or RECORDS!r} has {other}, expected '
+                f'{first} as {first.name or RECORDS!r} has.'
+            )
+    return Chosen(tuple(found), tuple(weights.values()), max(text.size for text in found))

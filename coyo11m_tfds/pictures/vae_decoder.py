@@ -1,0 +1,263 @@
+"""Pictures from latents by the decoder of a VAE, in JAX.
+
+    decoder = vae_decoder.load('madebyollin/taesdxl')   # of the Hugging Face hub, or its cache
+    decoder = vae_decoder.load('sdxl-vae/')             # a folder in diffusers' layout
+    rgb = decoder(latents)      # raw latents (n, 4, 32, 32) -> uint8 (n, 256, 256, 3)
+
+Reads the decoders of diffusers' `AutoencoderKL` (the VAEs of Stable Diffusion, SDXL and their kin)
+and `AutoencoderTiny` (TAESD, Ollin Boer Bohan: a distilled decoder of 1.2 million weights), from
+config.json and safetensors. Needs neither torch nor diffusers, and unpickles nothing.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from coyo11m_tfds import schema
+from coyo11m_tfds.pictures import latent_rgb
+from coyo11m_tfds.storage import model_files
+
+WEIGHTS_FILE = 'diffusion_pytorch_model.safetensors'
+_HUB_FILES = [f'{at}{name}' for at in ('', 'vae/') for name in ('config.json', WEIGHTS_FILE)]
+_PARTS = 'decoder.', 'post_quant_conv.'  # the encoder's weights stay unread
+_BATCH = 4  # pictures at a time: SDXL's decoder takes 0.3 GB for one of 256 pixels
+_NORM_EPSILON = 1e-6
+# Weights of attention as diffusers before 0.17 named them.
+_OLD_NAMES = {'query': 'to_q', 'key': 'to_k', 'value': 'to_v', 'proj_attn': 'to_out.0'}
+
+
+Paint = Callable[[np.ndarray], np.ndarray]
+
+
+def painter(vae: str) -> Paint:
+    """What makes pictures of raw latents `(n, C, H, W)`: uint8 `(n, height, width, 3)`.
+
+    Args:
+        vae: of `load`; '' for the linear map of `latent_rgb`, one pixel a latent position.
+
+    Raises:
+        ValueError: as of `load`.
+    """
+    return load(vae) if vae else latent_rgb.latents_to_rgb
+
+
+def load(model: str) -> 'Decoder':
+    """Loads a decoder from a folder, or from the hub by name.
+
+    Args:
+        model: a folder with config.json and safetensors, or one with such a folder `vae` in it; or
+            a name on the hub.
+
+    Raises:
+        ValueError: there is no such model, it is of another kind, or its files are unfit.
+    """
+    folder = model_files.folder(model, 'VAE', _HUB_FILES)
+    folder = folder / 'vae' if (folder / 'vae').is_dir() else folder
+    path = folder / WEIGHTS_FILE
+    try:
+        config = json.loads((folder / 'config.json').read_text(encoding='utf-8'))
+        with safe_open(path, 'numpy') as file:
+            names = [n for n in file.keys() if n.startswith(_PARTS)]  # noqa: SIM118
+            weights = {_new_name(n): file.get_tensor(n).astype(np.float32) for n in names}
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f'cannot read the VAE {model!r}: {error}. Expected config.json and {WEIGHTS_FILE}, as '
+            'save_pretrained of diffusers writes them.'
+        ) from error
+    return Decoder(config, weights, str(path))
+
+
+class Decoder:
+    """Turns raw latents into pictures, on one device.
+
+    Attributes:
+        factor: pixels a latent position, in each direction.
+    """
+
+    def __init__(self, config: Mapping[str, Any], weights: Mapping[str, np.ndarray], path: str):
+        """Checks that the weights are those of the configuration.
+
+        Args:
+            config: content of config.json.
+            weights: of the decoder, by diffusers' names, float32.
+            path: of the weights, for messages.
+
+        Raises:
+            ValueError: they do not fit each other, or are of a kind that is not known here.
+        """
+        kinds = {'AutoencoderKL': _decode_kl, 'AutoencoderTiny': _decode_tiny}
+        kind = config.get('_class_name')
+        if kind not in kinds:
+            raise ValueError(f'{path}: _class_name is {kind!r}, expected one of {", ".join(kinds)}')
+        decode = functools.partial(kinds[kind], config)
+        sample = jax.ShapeDtypeStruct((1, 8, 8, config['latent_channels']), jnp.float32)
+        used = _Used(weights)
+        try:
+            decoded = jax.eval_shape(lambda latents: decode(used, latents), sample)
+        except (KeyError, TypeError, ValueError) as error:
+            reason = str(error).partition('\n')[0]
+            raise ValueError(f'{path}: does not fit config.json: {reason}') from error
+        if left := sorted(weights.keys() - used.names):
+            raise ValueError(
+                f'{path}: does not fit config.json: {len(left)} weights are of no known part, such '
+                f'as {left[0]}'
+            )
+        self.factor = decoded.shape[1] // 8
+        self._weights = jax.device_put(dict(weights))
+        self._decode = jax.jit(decode)
+
+    def __call__(self, latents: np.ndarray) -> np.ndarray:
+        """Decodes raw latents `(n, C, H, W)` to uint8 `(n, factor * H, factor * W, 3)`."""
+        return np.round((np.clip(self.decode(latents), -1, 1) + 1) * 127.5).astype(np.uint8)
+
+    def decode(self, latents: np.ndarray) -> np.ndarray:
+        """Decodes to what the network gives.
+
+        Args:
+            latents: raw latents, any float dtype, `(n, C, H, W)`.
+
+        Returns:
+            float32 `(n, factor * H, factor * W, 3)`, black at -1 and white at 1, and beyond.
+        """
+        pictures = []
+        for first in range(0, len(latents), _BATCH):
+            part = np.moveaxis(np.asarray(latents[first : first + _BATCH], np.float32), 1, -1)
+            padded = np.pad(part, [(0, _BATCH - len(part)), (0, 0), (0, 0), (0, 0)])
+            decoded = self._decode(self._weights, jax.device_put(padded))
+            pictures.append(jax.device_get(decoded)[: len(part)])
+        return np.concatenate(pictures)
+
+
+class _Used(Mapping[str, Any]):
+    """Weights, and the names of those that were asked for."""
+
+    def __init__(self, weights: Mapping[str, Any]):
+        self._weights, self.names = weights, set[str]()
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._weights:
+            raise KeyError(f'{name} is missing')
+        self.names.add(name)
+        return self._weights[name]
+
+    def __iter__(self):
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+def _new_name(name: str) -> str:
+    return re.sub(
+        r'(attentions\.\d+)\.(query|key|value|proj_attn)\.',
+        lambda match: f'{match[1]}.{_OLD_NAMES[match[2]]}.',
+        name,
+    )
+
+
+# --- Networks: latents and pictures are float32 `(n, H, W, C)`, results lie in [-1, 1] ------------
+
+_Weights = Mapping[str, Any]
+
+
+def _decode_tiny(config: Mapping[str, Any], weights: _Weights, latents: jax.Array) -> jax.Array:
+    """diffusers' `DecoderTiny`, which takes latents times the scaling factor of the large VAE."""
+    if config.get('act_fn', 'relu') != 'relu' or config.get('upsample_fn', 'nearest') != 'nearest':
+        raise ValueError(f'act_fn {config["act_fn"]!r} or upsample_fn is not known here')
+    layers = iter(range(1000))
+
+    def name() -> str:
+        return f'decoder.layers.{next(layers)}'
+
+    x = 3 * jnp.tanh(latents * schema.VAE_SCALING_FACTOR / 3)
+    x = jax.nn.relu(_conv(weights, name(), x))
+    next(layers)  # the activation
+    stages = config['num_decoder_blocks']
+    for number, num_blocks in enumerate(stages):
+        for _ in range(num_blocks):
+            block, y = name(), x
+            for layer in (0, 2, 4):
+                y = _conv(weights, f'{block}.conv.{layer}', y)
+                y = jax.nn.relu(y) if layer < 4 else y
+            x = jax.nn.relu(x + y)
+        if number < len(stages) - 1:
+            next(layers)  # the upsampling
+            x = _upsample(x, config.get('upsampling_scaling_factor', 2))
+        x = _conv(weights, name(), x)
+    return 2 * x - 1
+
+
+def _decode_kl(config: Mapping[str, Any], weights: _Weights, latents: jax.Array) -> jax.Array:
+    """diffusers' `Decoder` of `AutoencoderKL`, which takes raw latents."""
+    if {*config['up_block_types']} != {'UpDecoderBlock2D'} or config.get('act_fn') != 'silu':
+        raise ValueError(f'up_block_types {config["up_block_types"]} or act_fn is not known here')
+    norm = functools.partial(_group_norm, weights, config.get('norm_num_groups', 32))
+    x = latents
+    if config.get('use_post_quant_conv', True):
+        x = _conv(weights, 'post_quant_conv', x)
+    x = _conv(weights, 'decoder.conv_in', x)
+    x = _resnet(weights, norm, 'decoder.mid_block.resnets.0', x)
+    if config.get('mid_block_add_attention', True):
+        x = _attention(weights, norm, 'decoder.mid_block.attentions.0', x)
+    x = _resnet(weights, norm, 'decoder.mid_block.resnets.1', x)
+    num_stages = len(config['up_block_types'])
+    for stage in range(num_stages):
+        for block in range(config['layers_per_block'] + 1):
+            x = _resnet(weights, norm, f'decoder.up_blocks.{stage}.resnets.{block}', x)
+        if stage < num_stages - 1:
+            x = _conv(weights, f'decoder.up_blocks.{stage}.upsamplers.0.conv', _upsample(x, 2))
+    return _conv(weights, 'decoder.conv_out', jax.nn.silu(norm('decoder.conv_norm_out', x)))
+
+
+_Norm = Callable[[str, jax.Array], jax.Array]
+
+
+def _resnet(weights: _Weights, norm: _Norm, name: str, x: jax.Array) -> jax.Array:
+    y = _conv(weights, f'{name}.conv1', jax.nn.silu(norm(f'{name}.norm1', x)))
+    y = _conv(weights, f'{name}.conv2', jax.nn.silu(norm(f'{name}.norm2', y)))
+    if x.shape[-1] != y.shape[-1]:
+        x = _conv(weights, f'{name}.conv_shortcut', x)
+    return x + y
+
+
+def _attention(weights: _Weights, norm: _Norm, name: str, x: jax.Array) -> jax.Array:
+    """One head over all positions."""
+    y = norm(f'{name}.group_norm', x).reshape(len(x), -1, x.shape[-1])
+
+    def linear(part: str, y: jax.Array) -> jax.Array:
+        matrix = weights[f'{name}.{part}.weight'].reshape(x.shape[-1], -1)  # once a convolution
+        return y @ matrix.T + weights[f'{name}.{part}.bias']
+
+    query, key, value = (linear(part, y) for part in ('to_q', 'to_k', 'to_v'))
+    scores = query @ key.swapaxes(1, 2) * x.shape[-1] ** -0.5
+    return x + linear('to_out.0', jax.nn.softmax(scores) @ value).reshape(x.shape)
+
+
+def _group_norm(weights: _Weights, groups: int, name: str, x: jax.Array) -> jax.Array:
+    """Wu & He, "Group Normalization", 2018."""
+    grouped = x.reshape(len(x), -1, groups, x.shape[-1] // groups)
+    mean = grouped.mean(axis=(1, 3), keepdims=True)
+    variance = grouped.var(axis=(1, 3), keepdims=True)
+    normed = ((grouped - mean) * jax.lax.rsqrt(variance + _NORM_EPSILON)).reshape(x.shape)
+    return normed * weights[f'{name}.weight'] + weights[f'{name}.bias']
+
+
+def _conv(weights: _Weights, name: str, x: jax.Array) -> jax.Array:
+    """A convolution that keeps the size; the bias is added where there is one."""
+    kernel = weights[f'{name}.weight']
+    y = jax.lax.conv_general_dilated(
+        x, kernel, (1, 1), 'SAME', dimension_numbers=('NHWC', 'OIHW', 'NHWC')
+    )
+    return y + weights[f'{name}.bias'] if f'{name}.bias' in weights else y
+
+
+def _upsample(x: jax.Array, factor: int) -> jax.Array:
+    """Repeats every pixel `factor` times in each direction."""
+    return x.repeat(factor, axis=1).repeat(factor, axis=2)

@@ -1,0 +1,94 @@
+"""The files of a model, which is a folder or a name on the Hugging Face hub.
+
+model_files.folder('google/gemma-3-270m', 'text encoder', ['config.json'])
+model_files.public_name('/models/gemma-3-270m')    # 'gemma-3-270m'
+model_files.revision('google/gemma-3-270m')        # the commit that was loaded
+model_files.gguf_file(Path('/models/gemma-q4'))    # where its weights are
+"""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+# Endings of the names of weights, configuration and tokenizer in a model's folder.
+_SUFFIXES = {'.safetensors', '.gguf', '.json', '.txt', '.model'}
+
+
+def public_name(model: str) -> str:
+    """The name on the hub, or the folder's own name: metadata hold no paths of a machine."""
+    return Path(model).resolve().name if Path(model).exists() else model
+
+
+def local_folder(model: str, kind: str = 'text encoder') -> Path | None:
+    """The folder of a model, or None for a name on the hub.
+
+    Raises:
+        ValueError: `model` looks like a path and there is no such folder.
+    """
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
+    if folder.exists() or folder.is_absolute() or model.count('/') > 1:
+        raise ValueError(f'cannot load the {kind} {model!r}: no such folder')
+    return None
+
+
+def folder(model: str, kind: str, files: Sequence[str]) -> Path:
+    """The folder of a model, downloaded from the hub unless it is in the cache of its client.
+
+    Args:
+        model: a folder, or a name on the hub.
+        kind: of model, for messages.
+        files: to download, as patterns of names.
+
+    Raises:
+        ValueError: there is no such model, or the hub does not give it.
+    """
+    if found := local_folder(model, kind):
+        return found
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=list(files)))
+    except Exception as error:  # of the client, its HTTP library, or the disk
+        raise ValueError(
+            f'cannot load the {kind} {model!r}: {" ".join(str(error).split())} Expected a folder, '
+            'or a name on the Hugging Face hub (which needs the network unless the model is in the '
+            'cache).'
+        ) from error
+
+
+def gguf_file(folder: Path) -> Path | None:
+    """The GGUF file to read in a model's folder, or None where safetensors are to be read.
+
+    Raises:
+        ValueError: it holds neither safetensors nor exactly one GGUF file.
+    """
+    if any(folder.glob('*.safetensors')):
+        return None
+    gguf = list(folder.glob('*.gguf'))
+    if len(gguf) == 1:
+        return gguf[0]
+    found = sorted(path.name for path in folder.iterdir())
+    raise ValueError(
+        f"text encoder '{folder}': expected *.safetensors or exactly one *.gguf in the folder, "
+        f'found {found}. Pickled weights (*.bin, *.pt) are not read, because a pickle can run '
+        'code: load them where you trust them and save_pretrained() them as safetensors.'
+    )
+
+
+def revision(model: str) -> str:
+    """The commit of a model on the hub that has been loaded, or a digest of a folder's files."""
+    folder = Path(model)
+    if not folder.is_dir():
+        import huggingface_hub
+
+        cached = huggingface_hub.try_to_load_from_cache(model, 'config.json')
+        return Path(str(cached)).parent.name  # .../snapshots/COMMIT/config.json
+    files = sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES)
+    digest = hashlib.sha256()
+    for path in files:
+        with path.open('rb') as file:
+            of_file = hashlib.file_digest(file, 'sha256').hexdigest()
+        digest.update(f'{path.name} {of_file}\n'.encode())
+    return f'sha256:{digest.hexdigest()}'

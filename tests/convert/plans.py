@@ -1,0 +1,52 @@
+"""Plans of small sources, and what comes of them, for the tests of the conversion."""
+
+import pathlib
+from collections.abc import Sequence
+
+from coyo11m_tfds.convert import local_runner, plan, run_plan
+from coyo11m_tfds.convert.finished_shards import FinishedShards
+from coyo11m_tfds.convert.settings import BuildSettings
+from coyo11m_tfds.convert.tasks import ShardResult, ShardTask
+from coyo11m_tfds.source import location
+from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage.scratch import Scratch
+
+
+def make_plan(
+    source: str | pathlib.Path, folder: pathlib.Path, limit: int | None = None, **settings
+) -> plan.Plan:
+    """Plans small shards, a fifth of the keys for validation; stores go into `folder`."""
+    folder.mkdir(exist_ok=True)
+    defaults = {'validation_fraction': 0.2, 'shard_bytes': 150_000}
+    return plan.make_plan(
+        location.find(source),
+        BuildSettings(**(defaults | settings)),
+        Scratch(folder / 'source', 10**9),
+        str(folder),
+        limit,
+    )
+
+
+def write(made: plan.Plan, work: pathlib.Path, num_workers: int = 1) -> list[ShardResult]:
+    """Writes what is missing of a plan; shards are in `data_folder(work)`."""
+
+    def engine(tasks: Sequence[ShardTask], finished: FinishedShards):
+        staging = finished.folder.staging('')
+        scratch = Scratch(work / 'source', 10**9)
+        return local_runner.write_shards(tasks, finished, scratch, staging, num_workers)
+
+    finished = FinishedShards(Destination(data_folder(work)), made.build)
+    return run_plan.write_shards(made, finished, engine)
+
+
+def data_folder(work: pathlib.Path) -> pathlib.Path:
+    """Where the shards of `write` are."""
+    return work / 'data'
+
+
+def planned_keys(made: plan.Plan) -> dict[str, list[list[int]]]:
+    """Keys of every shard, by split."""
+    splits: dict[str, list[list[int]]] = {}
+    for task in sorted(made.tasks, key=lambda task: task.index):
+        splits.setdefault(task.split, []).append(task.inputs.open().keys.tolist())
+    return splits

@@ -1,0 +1,143 @@
+"""Beam as `coyo11m_tfds/README.md` tells it, run from the text: a portable runner on this machine
+whose workers live in an environment that was made by the documented steps alone."""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests import made_sources
+from tests.checkout import CHECKOUT
+from tests.convert.build_kills import files_of, final_folder
+from tests.fakes.cloud import fake_gcs
+
+FILES = [range(60), *(range(n, n + 5) for n in range(60, 100, 5))]  # a large one and small ones
+CONFIG = {'name': 'x', 'shard_bytes': 400_000, 'validation_fraction': 0.2}
+TFDS = [sys.executable, '-m', 'tensorflow_datasets.scripts.cli.main']
+
+
+def documented_steps() -> list[str]:
+    """The blocks of code that tell how to run Beam: environment, workers, build."""
+    text = (CHECKOUT / 'coyo11m_tfds' / 'README.md').read_text()
+    section = text.partition('### With Apache Beam\n')[2].partition('\n### ')[0]
+    return re.findall(r'```\n(.*?)```', section, re.DOTALL)[:3]
+
+
+def own_environment(home: pathlib.Path) -> dict[str, str]:
+    """Nothing of this project or of the tests' own environment, but for the same Python."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith('PYTHON')}
+    (home / 'tmp').mkdir(parents=True)
+    path = f'{sys.base_prefix}/bin:{os.environ["PATH"]}'
+    return kept | {'HOME': str(home), 'PATH': path, 'TMPDIR': str(home / 'tmp')}
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(('localhost', 0))
+        return server.getsockname()[1]
+
+
+@contextlib.contextmanager
+def service(command: str | list[str], port: int, log: pathlib.Path, **options) -> Iterator[None]:
+    """Runs a server in a process group of its own until the block ends."""
+    with log.open('w') as stream:
+        process = subprocess.Popen(
+            command, stdout=stream, stderr=stream, start_new_session=True, **options
+        )
+    try:
+        limit = time.monotonic() + 120
+        while True:
+            assert process.poll() is None and time.monotonic() < limit, log.read_text()
+            with contextlib.suppress(OSError), socket.create_connection(('localhost', port), 1):
+                break
+            time.sleep(0.1)
+        yield
+    finally:
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, sign)
+                process.wait(30)
+
+
+def build(arguments: list[str], env: dict[str, str]) -> str:
+    ended = subprocess.run(
+        [*TFDS, *arguments, f'--config={json.dumps(CONFIG)}'],
+        cwd=CHECKOUT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout + ended.stderr
+
+
+def test_the_steps_are_documented():
+    install, start_workers, command = documented_steps()
+    assert 'pip install' in install and '--service_port=50000' in start_workers
+    for part in ('gs://BUCKET/coyo11m', 'gs://BUCKET/tfds', '8099', '50000', '\\\n'):
+        assert part in command
+
+
+def not_of_the_project(folder: str, names: list[str]) -> set[str]:
+    made_here = shutil.ignore_patterns('.*', '__pycache__', '*.egg-info')(folder, names)
+    return made_here | ({'build', 'demo', 'tests'} if folder == str(CHECKOUT) else set())
+
+
+@pytest.fixture
+def home(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """The workers' home; the environment in it has 4 GB."""
+    yield tmp_path / 'home'
+    shutil.rmtree(tmp_path / 'home')
+
+
+@pytest.mark.slow
+def test_the_documented_steps_end_in_the_same_bytes(home: pathlib.Path, tmp_path: pathlib.Path):
+    install, start_workers, command = documented_steps()
+    env = own_environment(home)
+    copy = tmp_path / 'checkout'
+    shutil.copytree(CHECKOUT, copy, ignore=not_of_the_project)
+    subprocess.run(['bash', '-ec', install], cwd=copy, env=env, check=True, timeout=1800)
+    shutil.rmtree(copy)
+
+    source = made_sources.write_source(tmp_path / 'source', FILES)
+    local = tmp_path / 'local'
+    plain = ['build', 'coyo11m_tfds', f'--manual_dir={source}', f'--data_dir={local}']
+    build(plain, dict(os.environ))
+    workers, jobs = free_port(), free_port()
+    start_workers = f'. ~/worker/bin/activate\nexec {start_workers}'.replace('50000', str(workers))
+    job_service = 'apache_beam.runners.portability.local_job_service_main'
+    for old, new in {
+        'gs://BUCKET/coyo11m': 'gs://in/coyo',
+        'gs://BUCKET/tfds': 'gs://out/data',
+        '8099': str(jobs),
+        '50000': str(workers),
+        '\\\n': '',
+    }.items():
+        assert old in command
+        command = command.replace(old, new)
+    logs = tmp_path / 'workers.log', tmp_path / 'jobs.log'
+    with (
+        fake_gcs(tmp_path) as gcs,
+        service(['bash', '-ec', start_workers], workers, logs[0], cwd=home, env=env | gcs.env),
+        service([sys.executable, '-m', job_service, f'--port={jobs}'], jobs, logs[1]),
+    ):
+        gcs.upload_folder(source, 'gs://in/coyo')
+        submitter = os.environ | gcs.env | {'XDG_CACHE_HOME': str(tmp_path / 'cache')}
+        said = build(command.split()[1:], submitter)
+        gcs.download_folder('gs://out/data', tmp_path / 'copy')
+    assert 'Starting the pipeline with' in said
+    assert 'Starting worker with command' in logs[0].read_text()
+    assert files_of(final_folder(tmp_path / 'copy')) == files_of(final_folder(local))
+    left = [path.name for path in (home / 'tmp').rglob('*') if path.is_file()]
+    assert left == ['.lock']  # in the folder of the workers' user

@@ -1,0 +1,358 @@
+"""A build becomes the data set in one step, and whatever happens one data set is whole."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import threading
+
+import google_crc32c
+import pytest
+import requests
+
+from coyo11m_tfds import schema
+from coyo11m_tfds.convert import data_folder
+from coyo11m_tfds.convert.data_folder import DataFolder, sub_folder
+from coyo11m_tfds.convert.finished_shards import FinishedShards
+from coyo11m_tfds.dataset import manifest
+from coyo11m_tfds.storage import build_lock
+from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage.file_state import FileState
+from tests.checkout import CHECKOUT
+from tests.fakes.cloud import Fault
+
+OLD, NEW, OTHER = '01d01d01', '2e32e32e', '07e307e3'  # IDs of builds
+
+
+def shards_of(build: str, count: int = 3) -> dict[str, bytes]:
+    names = [schema.shard_filename('train', number, count) for number in range(count)]
+    return {schema.of_build(name, build): f'{name} {build}'.encode() for name in names}
+
+
+def small_files(build: str) -> dict[str, bytes]:
+    template = schema.of_build('{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}', build)
+    return {
+        schema.INFO_FILE: json.dumps({'splits': [{'filepathTemplate': template}]}).encode(),
+        schema.FEATURES_FILE: f'{{"of": "{build}"}}'.encode(),
+        schema.METADATA_FILE: json.dumps({schema.META_BUILD: build}).encode(),
+    }
+
+
+def write(final: str, build: str, count: int = 3) -> dict[str, FileState]:
+    """What a build does until it is complete; returns the states of its files."""
+    files = Destination(final)
+    FinishedShards(files, build).begin({})
+    content = shards_of(build, count)
+    for name, data in content.items():
+        files.put_bytes(name, data)
+        files.put_bytes(f'{sub_folder(build)}/{name}.json', b'{}')
+    content |= small_files(build)
+    states = {n: FileState(len(data), google_crc32c.value(data)) for n, data in content.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        manifest.write(folder, states, build)
+        checksums = schema.of_build(schema.CHECKSUMS_FILE, build)
+        data = pathlib.Path(folder, checksums).read_bytes()
+    files.put_bytes(checksums, data)
+    return states
+
+
+def publish(final: str, build: str, states: dict[str, FileState], overwrite: bool = True) -> None:
+    folder = DataFolder(final)
+    with tempfile.TemporaryDirectory() as local:
+        paths = {name: os.path.join(local, name) for name in small_files(build)}
+        for name, data in small_files(build).items():
+            pathlib.Path(paths[name]).write_bytes(data)
+        folder.publish(build, states, paths, overwrite)
+    folder.remove_others(build)
+
+
+def build_all(final: str, build: str, count: int = 3) -> None:
+    publish(final, build, write(final, build, count))
+
+
+def names_of(build: str, count: int = 3) -> set[str]:
+    checksums = schema.of_build(schema.CHECKSUMS_FILE, build)
+    return {*shards_of(build, count), *small_files(build), checksums}
+
+
+@pytest.fixture(params=['local', 'bucket'])
+def final(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> str:
+    """Where the data set will be; nothing is there yet."""
+    if request.param == 'local':
+        return str(tmp_path / 'x' / '1.0.0')
+    request.getfixturevalue('gcs')
+    return 'gs://bucket/x/1.0.0'
+
+
+def test_a_build_takes_the_place_of_another_of_which_only_its_files_go(final: str):
+    files = Destination(final)
+    build_all(final, OLD, 4)
+    files.put_bytes('mine.txt', b'of the user')
+    files.put_bytes(f'column_x-train-{OLD}.npy', b'of the user, too: no record names it')
+    kept = {'mine.txt', f'column_x-train-{OLD}.npy'}
+    for build in (NEW, NEW):
+        build_all(final, build)
+        assert DataFolder(final).find_build() == build
+        assert set(files.sizes()) == names_of(build) | kept
+
+
+def test_what_a_killed_build_of_another_plan_left_goes_with_the_next_that_is_completed(final: str):
+    build_all(final, OLD)
+    write(final, OTHER)
+    build_all(final, NEW)
+    assert set(Destination(final).sizes()) == names_of(NEW)
+
+
+def test_files_that_a_build_had_before_it_was_made_anew_go(final: str):
+    """As added columns do."""
+    build_all(final, NEW)
+    Destination(final).put_bytes(f'column_x-train-{NEW}.npy', b'')
+    build_all(final, NEW)
+    assert set(Destination(final).sizes()) == names_of(NEW)
+
+
+def test_a_shard_that_is_not_what_was_written_is_no_success(final: str):
+    build_all(final, OLD)
+    states = write(final, NEW)
+    shard = min(shards_of(NEW))
+    Destination(final).put_bytes(shard, b'other')
+    with pytest.raises(OSError, match=f'{shard}: found'):
+        publish(final, NEW, states)
+    assert DataFolder(final).find_build() == OLD
+
+
+def test_another_build_that_was_completed_meanwhile_is_replaced_only_if_that_is_asked(final: str):
+    states = write(final, NEW)
+    build_other = write(final, OTHER)
+    publish_without_removing(final, OTHER, build_other)
+    with pytest.raises(FileExistsError, match=f'build {OTHER} was completed here while {NEW}'):
+        publish(final, NEW, states, overwrite=False)
+    assert DataFolder(final).find_build() == OTHER
+    publish(final, NEW, states)
+    assert set(Destination(final).sizes()) == names_of(NEW)
+
+
+def publish_without_removing(final: str, build: str, states: dict[str, FileState]) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(DataFolder, 'remove_others', lambda *_: None)
+        publish(final, build, states)
+
+
+@pytest.mark.parametrize('count', [10, pytest.param(1000, marks=pytest.mark.slow)])
+def test_whoever_polls_a_bucket_sees_a_whole_data_set_but_for_three_requests(
+    gcs, monkeypatch, count: int
+):
+    """Looks before every request that may change the bucket, and all along from a thread."""
+    final = 'gs://bucket/x/1.0.0'
+    build_all(final, OLD, count)
+    seen: list[str] = []
+    send, mutex, is_over = requests.Session.request, threading.Lock(), threading.Event()
+    wanted = {build: expected(build, count) for build in (OLD, NEW)}
+
+    def look() -> str:
+        objects = {n.removeprefix('x/1.0.0/'): d for n, d in gcs.objects('bucket').items()}
+        found = schema.build_of(objects.get(schema.INFO_FILE, b'').decode())
+        if found:
+            assert wanted[found].items() <= objects.items()
+        return found
+
+    def request(session, method, *args, **kwargs):
+        if method == 'GET':
+            return send(session, method, *args, **kwargs)
+        with mutex:
+            seen.append(look())
+            answer = send(session, method, *args, **kwargs)
+            seen.append(look())
+            return answer
+
+    def poll() -> None:
+        while not is_over.wait(0.001):
+            polled.append(look())
+
+    polled: list[str] = []
+    monkeypatch.setattr(requests.Session, 'request', request)
+    poller = threading.Thread(target=poll)
+    poller.start()
+    build_all(final, NEW, count)
+    is_over.set()
+    poller.join()
+    without = [n for n, found in enumerate(seen) if not found]
+    assert 1 <= len(without) <= 2 * 3  # looked at before and after each
+    assert without == list(range(without[0], without[-1] + 1))
+    assert set(seen[: without[0]]) == {OLD} and set(seen[without[-1] + 1 :]) == {NEW}
+    assert set(polled) <= {OLD, '', NEW} and {OLD, NEW} <= set(polled)
+    assert set(Destination(final).sizes()) == names_of(NEW, count)
+
+
+def expected(build: str, count: int = 3) -> dict[str, bytes]:
+    return shards_of(build, count) | small_files(build)
+
+
+def test_no_byte_is_moved_twice(gcs):
+    """Every byte of a build is sent once, and none copied within the bucket."""
+    build_all('gs://bucket/x/1.0.0', OLD)
+    gcs.clear()
+    build_all('gs://bucket/x/1.0.0', NEW)
+    sent = [r.path for r in gcs.requests if r.action == 'upload']
+    assert len(sent) == len(set(sent))
+    assert not [r for r in gcs.requests if r.action == 'copy']
+
+
+# --- Killed -----------------------------------------------------------------------------------
+
+_KILLED = """
+import os, signal, sys
+from tests.convert import test_data_folder as test
+
+final, count = sys.argv[1], 0
+
+def dying(function):
+    def step(*args, **kwargs):
+        global count
+        count += 1
+        if count == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **kwargs)
+    return step
+
+os.fsync = lambda handle: None  # it takes long, and a kill loses nothing that was written
+for die_at in range(1, 400):
+    place = f'{final}-{die_at}/1.0.0'
+    test.build_all(place, test.OLD)
+    child = os.fork()
+    if not child:
+        states = test.write(place, test.NEW)
+        for name in ('replace', 'rename', 'remove', 'unlink', 'rmdir', 'mkdir'):
+            setattr(os, name, dying(getattr(os, name)))
+        test.publish(place, test.NEW, states)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    print(place, status == 0, flush=True)
+    if status == 0:
+        break
+"""
+
+
+def check_and_mend(final: str) -> str:
+    """After a kill: what is there is whole, and the next build ends with the new one alone."""
+    files, folder = Destination(final), DataFolder(final)
+    found = folder.find_build()
+    content = files.read_all('')
+    if found:
+        assert expected(found).items() <= content.items()
+    assert shards_of(NEW).items() <= content.items()
+    if found == NEW:
+        folder.tidy(NEW)  # as a plain build does
+    else:
+        build_all(final, NEW)
+    assert files.read_all('').items() >= expected(NEW).items()
+    assert set(files.sizes()) == names_of(NEW)
+    return found or ''
+
+
+def test_killed_before_any_step(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    command = [sys.executable, '-c', _KILLED, str(tmp_path / 'x')]
+    ended = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
+    places = [line.split()[0] for line in ended.stdout.splitlines()]
+    assert ended.stdout.endswith('True\n') and len(places) > 15, ended.stderr
+    monkeypatch.setattr(os, 'fsync', lambda handle: None)
+    assert {check_and_mend(place) for place in places} == {OLD, '', NEW}
+
+
+_KILLED_IN_BUCKET = """
+import os, signal, sys, threading
+import requests
+from tests.convert import test_data_folder as test
+
+place, die_at = sys.argv[1], int(sys.argv[2])
+send, mutex, count = requests.Session.request, threading.Lock(), 0
+
+def request(session, method, url, *args, **kwargs):
+    global count
+    if method != 'GET':
+        with mutex:
+            count += 1
+            if count == die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+    return send(session, method, url, *args, **kwargs)
+
+states = test.write(place, test.NEW)
+requests.Session.request = request
+test.publish(place, test.NEW, states)
+print('done')
+"""
+
+
+def test_killed_before_any_request_that_changes_the_bucket(gcs):
+    outcomes = set()
+    for die_at in range(1, 40, 2):
+        place = f'gs://bucket/{die_at}/1.0.0'
+        build_all(place, OLD)
+        command = [sys.executable, '-c', _KILLED_IN_BUCKET, place, str(die_at)]
+        ended = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
+        outcomes.add(check_and_mend(place))
+        if ended.stdout == 'done\n':
+            break
+    assert ended.stdout == 'done\n', ended.stderr
+    assert outcomes == {OLD, '', NEW}
+
+
+# --- What is left beside a data set -----------------------------------------------------------
+
+
+def test_what_can_be_resumed_is_told_and_stays(final: str, caplog):
+    build_all(final, OLD)
+    write(final, NEW)
+    left = Destination(final).sizes()
+    with caplog.at_level('INFO', logger='absl'):
+        data_folder.tidy(final)
+    assert f'build {NEW} was interrupted and has left 0.0 GB' in caplog.text
+    assert Destination(final).sizes() == left
+
+
+def test_nothing_but_a_look_where_nothing_is_left(final: str, monkeypatch):
+    build_all(final, OLD)
+
+    def refuse(*_, **__):
+        raise AssertionError
+
+    monkeypatch.setattr(build_lock, 'hold', refuse)
+    data_folder.tidy(final)
+
+
+def leave_records(final: str) -> set[str]:
+    """What a kill right after the last step but one leaves."""
+    build_all(final, NEW)
+    FinishedShards(Destination(final), NEW).begin({})
+    return set(Destination(final).sizes())
+
+
+def test_what_only_its_build_needed_is_removed(final: str):
+    leave_records(final)
+    data_folder.tidy(final)
+    assert set(Destination(final).sizes()) == names_of(NEW)
+
+
+def test_what_a_living_process_does_is_left_alone(final: str, caplog):
+    left = leave_records(final)
+    with caplog.at_level('INFO', logger='absl'), build_lock.hold(final, 0):
+        data_folder.tidy(final)
+    assert set(Destination(final).sizes()) == left
+    assert 'is working there' in caplog.text
+
+
+def test_only_the_first_process_of_a_job_cleans_up(final: str, monkeypatch):
+    left = leave_records(final)
+    monkeypatch.setenv('RANK', '1')
+    data_folder.tidy(final)
+    assert set(Destination(final).sizes()) == left
+
+
+def test_who_may_only_read_is_warned(gcs, caplog):
+    final = 'gs://bucket/x/1.0.0'
+    leave_records(final)
+    gcs.inject(Fault('403', count=None, method='POST'), Fault('403', count=None, method='DELETE'))
+    data_folder.tidy(final)
+    assert 'cannot remove what an interrupted build left' in caplog.text

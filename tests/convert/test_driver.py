@@ -1,0 +1,330 @@
+"""Builds from beginning to end: alone, disturbed, killed, and several at a time."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from coyo11m_tfds.storage import json_digest
+from tests import made_sources
+from tests.checkout import CHECKOUT
+from tests.convert.build_kills import (
+    SETTINGS,
+    assert_only_the_data_set,
+    children,
+    end,
+    files_of,
+    final_folder,
+    finished_shards,
+    is_complete,
+    is_running,
+    run,
+    start,
+    wait_until,
+)
+
+
+@pytest.fixture(scope='module')
+def source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """600 records in three files, 41 shards of at most 16: a build takes a second or two."""
+    files = [range(200), range(200, 400), range(400, 600)]
+    return made_sources.write_source(tmp_path_factory.mktemp('source'), files)
+
+
+@pytest.fixture(scope='module')
+def undisturbed(source: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    final = final_folder(tmp_path_factory.mktemp('undisturbed'))
+    assert run(source, final).stdout.endswith('built here\n')
+    return files_of(final)
+
+
+@pytest.mark.parametrize('num_workers', [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_any_number_of_processes_builds_the_same(source, undisturbed, tmp_path, num_workers: int):
+    final = final_folder(tmp_path)
+    run(source, final, num_workers=num_workers)
+    assert files_of(final) == undisturbed
+    assert_only_the_data_set(final)
+
+
+def test_a_killed_build_goes_on_where_it_was(source, undisturbed, tmp_path):
+    final = final_folder(tmp_path)
+    process = start(source, final, num_workers=2)
+    wait_until(lambda: finished_shards(final) >= 5)
+    pids = children(process)
+    process.kill()
+    end(process)
+    wait_until(lambda: not any(is_running(pid) for pid in pids), 10)  # no orphans
+    done = finished_shards(final)
+    assert not is_complete(final)
+
+    ended = run(source, final, num_workers=2)
+
+    assert 'Checking finished shards: 100%' in ended.stderr
+    assert f'{done} of 41 shards are finished already' in ended.stderr
+    assert files_of(final) == undisturbed
+    assert_only_the_data_set(final)
+    assert run(source, final).stdout == 'built elsewhere\n'
+
+
+@pytest.fixture
+def old(source, undisturbed, tmp_path) -> pathlib.Path:
+    """A data set of other captions, which `undisturbed` is to replace."""
+    final = final_folder(tmp_path)
+    run(source, final, settings={'caption_column': 'caption'})
+    assert files_of(final) != undisturbed
+    return final
+
+
+def test_an_interrupted_overwriting_costs_neither_the_old_data_set_nor_the_work(
+    source, undisturbed, old
+):
+    before = files_of(old)
+    process = start(source, old, overwrite=True)
+    wait_until(lambda: finished_shards(old) >= 5)
+    process.kill()
+    end(process)
+    assert before.items() <= files_of(old).items()
+    done = finished_shards(old)
+    plain = run(tmp := source / 'nothing here', old)
+    assert plain.stdout == 'built elsewhere\n' and not tmp.exists()
+    assert 'was interrupted and has left 0.0 GB' in plain.stderr
+    assert before.items() <= files_of(old).items()
+    assert done >= 5
+    resumed = run(source, old, overwrite=True)
+    assert f'{done} of 41 shards are finished already' in resumed.stderr
+    assert files_of(old) == undisturbed
+    assert_only_the_data_set(old)
+
+
+def test_an_overwriting_that_was_killed_at_its_end_is_finished_not_repeated(
+    source, undisturbed, old
+):
+    """By a plain build, which needs no source if the description of the new one is there."""
+    process = start(source, old, overwrite=True)
+    info = old / 'dataset_info.json'
+    before, swapped = info.read_bytes(), undisturbed['dataset_info.json']
+    wait_until(lambda: not info.exists() or info.read_bytes() != before)
+    process.kill()
+    end(process)
+    if info.exists():
+        assert info.read_bytes() == swapped
+        again = run(source / 'nothing here', old)
+        assert again.stdout == 'built elsewhere\n'
+    else:
+        again = run(source, old)
+        assert '41 of 41 shards are finished already' in again.stderr
+    assert files_of(old) == undisturbed
+    assert_only_the_data_set(old)
+
+
+def test_two_builds_at_once_build_once(source, undisturbed, tmp_path):
+    final = final_folder(tmp_path)
+    both = [start(source, final) for _ in range(2)]
+    ended = [end(process) for process in both]
+    assert [process.returncode for process in ended] == [0, 0], ended
+    outcomes = sorted(process.stdout.splitlines()[-1] for process in ended)
+    assert outcomes == ['built elsewhere', 'built here']
+    assert files_of(final) == undisturbed
+    assert_only_the_data_set(final)
+
+
+def test_a_second_build_says_what_it_waits_for_and_when_it_gives_up(source, tmp_path):
+    final = final_folder(tmp_path)
+    first = start(source, final)
+    wait_until(lambda: finished_shards(final) >= 1)
+    first.send_signal(signal.SIGSTOP)
+    second = end(start(source, final, wait_hours=0.2 / 3600))
+    first.kill()
+    end(first)
+    assert second.returncode != 0
+    assert 'TimeoutError' in second.stderr
+    assert str(first.pid) in second.stderr.splitlines()[-1]
+
+
+def test_two_builders_of_different_plans_leave_one_whole_data_set_and_one_clear_error(
+    source, undisturbed, tmp_path
+):
+    """Both hold the lock, as its file was removed."""
+    final = final_folder(tmp_path)
+    first = start(source, final)
+    wait_until(lambda: finished_shards(final) >= 2)
+    first.send_signal(signal.SIGSTOP)
+    final.with_name('1.0.0.lock').unlink()
+    second = start(source, final, settings={'shard_bytes': 500_000})
+    wait_until(lambda: len({path.parent for path in final.glob('building-*/*.json')}) == 2)
+    first.send_signal(signal.SIGCONT)
+    ended = [end(first), end(second)]
+    failed = [process for process in ended if process.returncode]
+    assert len(failed) == 1, ended
+    [last] = failed[0].stderr.splitlines()[-1:]
+    assert last.startswith('FileExistsError') and '--overwrite' in last
+    run(source, final, overwrite=True)
+    assert files_of(final) == undisturbed
+    assert_only_the_data_set(final)
+
+
+def test_what_an_earlier_plan_left_stays_as_long_as_another_has_the_lock(source, tmp_path):
+    final = final_folder(tmp_path)
+    lost = start(source, final)
+    wait_until(lambda: finished_shards(final) >= 2)
+    lost.send_signal(signal.SIGSTOP)
+    final.with_name('1.0.0.lock').unlink()
+    holder = start(source, final, settings={'shard_bytes': 500_000})
+    wait_until(lambda: len({path.parent for path in final.glob('building-*/*.json')}) == 2)
+    holder.send_signal(signal.SIGSTOP)
+    written = set(files_of(final))
+    lost.send_signal(signal.SIGCONT)
+    assert end(lost).returncode == 0
+    assert written <= set(files_of(final))
+    holder.kill()
+    end(holder)
+    assert 'was interrupted and has left' in run(source, final).stderr
+
+
+def test_an_overwriting_with_the_same_plan_mends_a_shard(source, undisturbed, tmp_path):
+    final = final_folder(tmp_path)
+    run(source, final)
+    shard = next(final.glob('*train*.tfrecord-00003-of-*'))
+    shard.write_bytes(b'damaged')
+    run(source, final, overwrite=True)
+    assert files_of(final) == undisturbed
+    assert_only_the_data_set(final)
+
+
+def test_a_shard_of_another_version_of_the_package_is_written_again(source, undisturbed, tmp_path):
+    final = final_folder(tmp_path)
+    process = start(source, final)
+    wait_until(lambda: finished_shards(final) >= 5)
+    process.kill()
+    end(process)
+    done = finished_shards(final)
+    path = min(final.glob('building-*/*.tfrecord*.json'))
+    record = json.loads(path.read_text())
+    del record['digest']
+    record['result']['writer'] = 'coyo11m_tfds 0.0.1, records of format 1'
+    path.write_text(json.dumps(record | {'digest': json_digest.sha256(record)}))
+    ended = run(source, final)
+    assert f'{done - 1} of 41 shards are finished already' in ended.stderr
+    assert files_of(final) == undisturbed
+
+
+@pytest.mark.parametrize('settings', [{}, {'caption_column': 'none'}])
+def test_a_failed_build_leaves_no_empty_folder(source, tmp_path, settings):
+    out = tmp_path / 'out'
+    empty = tmp_path / 'empty'
+    empty.mkdir()
+    ended = end(start(source if settings else empty, final_folder(out), settings=settings))
+    assert ended.returncode
+    left = [path for path in tmp_path.rglob('*') if path.is_dir() and not any(path.iterdir())]
+    assert left == [empty]
+
+
+def test_the_folder_may_be_linked_to_another_disk(source, undisturbed, tmp_path):
+    final = final_folder(tmp_path)
+    final.parent.mkdir(parents=True)
+    other = pathlib.Path('/dev/shm') / f'coyo-{os.getpid()}'
+    other.mkdir()
+    try:
+        final.symlink_to(other)
+        run(source, final)
+        assert files_of(final) == undisturbed
+    finally:
+        shutil.rmtree(other)
+
+
+# --- Jobs ---------------------------------------------------------------------------------------
+
+
+def start_rank(rank: int, source, final, **options) -> subprocess.Popen:
+    env = {'RANK': str(rank), 'WORLD_SIZE': '2', 'COYO11M_LEASE_SECONDS': '3'}
+    return start(source, final, env=env, **options)
+
+
+def test_the_other_processes_of_a_job_wait_for_the_first(source, undisturbed, tmp_path):
+    final = final_folder(tmp_path)
+    other, first = (start_rank(rank, source, final) for rank in (1, 0))
+    assert end(first).stdout.endswith('built here\n')
+    assert end(other).stdout == 'built elsewhere\n'
+    assert files_of(final) == undisturbed
+    assert_only_the_data_set(final)
+
+
+@pytest.mark.parametrize('how', ['bad source', 'killed', 'killed before'])
+def test_who_waits_hears_soon_that_the_first_process_is_gone(source, tmp_path, how: str):
+    """Within 40 of the 60 seconds of a lease; here of 3."""
+    final = final_folder(tmp_path)
+    if how == 'bad source':
+        first = start_rank(0, tmp_path, final)
+    else:
+        first = start_rank(0, source, final)
+        wait_until(lambda: finished_shards(final) >= 2)
+    if how == 'killed before':
+        first.kill()
+        end(first)
+    other = start_rank(1, source, final)
+    if how == 'killed':
+        time.sleep(1)
+        first.kill()
+    begin = time.monotonic()
+    ended = end(other)
+    if how != 'killed' or not is_complete(final):
+        assert ended.returncode
+        [last] = ended.stderr.splitlines()[-1:]
+        assert last.startswith('RuntimeError') and 'has failed or was killed' in last
+    assert time.monotonic() - begin < 30
+    end(first)
+
+
+def test_only_the_first_process_of_a_job_may_overwrite(source, old):
+    ended = end(start_rank(1, source, old, overwrite=True))
+    assert 'Overwrite it with one process' in ended.stderr.splitlines()[-1]
+
+
+def test_what_an_interrupted_build_of_other_settings_left_is_not_in_the_data_set(
+    source, undisturbed, tmp_path
+):
+    final = final_folder(tmp_path)
+    process = start(source, final, settings={'shard_bytes': 300_000})
+    wait_until(lambda: finished_shards(final) >= 5)
+    process.kill()
+    end(process)
+    run(source, final)
+    assert files_of(final) == undisturbed
+    assert_only_the_data_set(final)
+
+
+def test_a_full_disk_ends_it_and_what_is_finished_stays(source, undisturbed, tmp_path):
+    """A small file system that fills up during the build; skips where none may be mounted."""
+    disk = tmp_path / 'disk'
+    disk.mkdir()
+    final = final_folder(disk)
+    script = f"""
+mount -t tmpfs -o size=17m none {disk} || exit 77
+{sys.executable} -m tests.convert.build_program {source} {final} \
+    '{{"scratch_dir": "{tmp_path}/scratch"}}' '{json.dumps(SETTINGS)}' > {tmp_path}/log 2>&1 &
+until ls {final}/building-*/*.tfrecord*.json > {tmp_path}/ls 2>&1; do sleep 0.002; done
+head -c 17M /dev/zero > {disk}/filler 2> {tmp_path}/filler
+wait $!
+test $? = 1 || exit 1
+rm {disk}/filler
+cp -r {disk} {tmp_path}/kept
+"""
+    command = ['unshare', '--user', '--map-root-user', '--mount', 'bash', '-c', script]
+    ended = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
+    if ended.returncode == 77 or 'Operation not permitted' in ended.stderr:
+        pytest.skip(f'cannot mount here: {ended.stderr.strip()}')
+    log = (tmp_path / 'log').read_text()
+    assert ended.returncode == 0, log
+    assert log.splitlines()[-1].startswith('OSError'), log
+    assert 'No space left' in log.splitlines()[-1]
+    kept = final_folder(tmp_path / 'kept')
+    assert not is_complete(kept)
+    assert finished_shards(kept) > 0
+    run(source, kept)
+    assert files_of(kept) == undisturbed

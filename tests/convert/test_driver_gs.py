@@ -1,0 +1,308 @@
+"""Builds from a bucket to a bucket: whatever goes wrong on the way, the same bytes arrive."""
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tests import children, made_sources
+from tests.checkout import CHECKOUT
+from tests.convert import build_kills
+from tests.convert.build_kills import SETTINGS
+from tests.fakes.cloud import Fault, Gcs, fake_gcs
+from tests.fakes.fake_faults import KINDS
+
+SOURCE = 'gs://source/coyo'
+FILES = [range(60), range(60, 90)]
+PASSING = [kind for kind in KINDS if kind not in ('401', '403')]
+
+
+def seconds_of(kind: str) -> float:
+    """How late 'slow' is, and how long 'stall' lasts: longer than clients wait."""
+    return 0.3 if kind == 'slow' else 3
+
+
+@pytest.fixture(scope='module')
+def source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    folder = made_sources.write_source(tmp_path_factory.mktemp('source'), FILES)
+    embeddings = {key: np.full(8, key) for key in range(90)}
+    made_sources.write_sidecar(folder / 'embeddings.parquet', embeddings, folder)
+    return folder
+
+
+@pytest.fixture(scope='module')
+def server(source: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gcs]:
+    with fake_gcs(tmp_path_factory.mktemp('gcs')) as server:
+        server.upload_folder(source, SOURCE)
+        yield server
+        assert server.errors == []
+
+
+@pytest.fixture
+def cloud(server: Gcs) -> Iterator[Gcs]:
+    """The storage server, without faults at first."""
+    server.heal()
+    yield server
+    server.heal()
+
+
+class Builder:
+    """One process that does one build after the other."""
+
+    def __init__(self, env: dict[str, str], scratch: pathlib.Path):
+        self.scratch = scratch
+        self._log = open(scratch / 'log', 'w+')  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, '-m', 'tests.convert.build_program'],
+            cwd=CHECKOUT,
+            env=os.environ | env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+
+    def build(self, final: str, source: str = SOURCE, **settings) -> str:
+        """Says 'built here', or what went wrong."""
+        options = {'num_workers': 1, 'scratch_dir': str(self.scratch)}
+        job = [source, final, json.dumps(options), json.dumps(SETTINGS | settings)]
+        self._process.stdin.write(json.dumps(job) + '\n')
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith('"'):  # the others are the reports of builds
+                return json.loads(line)
+        raise AssertionError((self.scratch / 'log').read_text())
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        finally:
+            self._process.kill()
+            self._process.stdout.close()
+            self._log.close()
+
+
+@pytest.fixture(scope='module')
+def builder(server: Gcs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
+    with contextlib.closing(Builder(server.env, tmp_path_factory.mktemp('scratch'))) as builder:
+        yield builder
+
+
+@pytest.fixture(scope='module')
+def undisturbed(source: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """What the same source gives on a local disk."""
+    final = build_kills.final_folder(tmp_path_factory.mktemp('undisturbed'))
+    build_kills.run(source, final)
+    return build_kills.files_of(final)
+
+
+def final_url(name: str) -> str:
+    return f'gs://data/{name}/coyo11m_tfds/x/1.0.0'
+
+
+def files_at(cloud: Gcs, final: str) -> dict[str, bytes]:
+    """Objects of the data set; there must be no others beside it, nor below."""
+    prefix = final.removeprefix('gs://data/')
+    folder = prefix.rpartition('/')[0] + '/'
+    found = {
+        name: data
+        for name, data in cloud.objects('data').items()
+        if name.startswith(folder) and not name.endswith('/')
+    }
+    assert all(name.rpartition('/')[0] == prefix for name in found), sorted(found)
+    return {name.removeprefix(prefix + '/'): data for name, data in found.items()}
+
+
+def test_a_bucket_gets_the_same_bytes_as_a_disk(cloud, builder, undisturbed):
+    final = final_url('plain')
+    assert builder.build(final) == 'built here'
+    assert files_at(cloud, final) == undisturbed
+    assert builder.build(final) == 'built elsewhere'  # it is there
+
+
+@pytest.mark.parametrize('kind', PASSING)
+def test_a_fault_of_the_source_changes_nothing(cloud, builder, undisturbed, kind: str):
+    final = final_url(f'source-{kind}')
+    cloud.inject(Fault(kind, count=2, match=r'read source/.*\.pt', seconds=seconds_of(kind)))
+    cloud.inject(Fault(kind, count=1, match=r'read source/.*\.parquet', seconds=seconds_of(kind)))
+    # The stores of captions would spare it the reading.
+    assert builder.build(final, caption_column=column_for(kind)) == 'built here'
+    assert sum(request.fault == kind for request in cloud.requests) >= 2
+    if column_for(kind) == 'caption_llava':
+        assert files_at(cloud, final) == undisturbed
+    cloud.heal()
+    calm = final_url(f'source-{kind}-calm')
+    assert builder.build(calm, caption_column=column_for(kind)) == 'built here'
+    assert files_at(cloud, final) == files_at(cloud, calm)
+
+
+def column_for(kind: str) -> str:
+    return 'caption' if PASSING.index(kind) % 2 else 'caption_llava'
+
+
+@pytest.mark.parametrize(
+    'kind', [pytest.param(k, marks=pytest.mark.slow) if k == 'stall' else k for k in PASSING]
+)
+def test_a_fault_of_the_destination_changes_nothing(cloud, builder, undisturbed, kind: str):
+    final = final_url(f'destination-{kind}')
+    for match in (r'upload data/.*train-.*tfrecord-00001-of', r'upload data/.*dataset_info'):
+        cloud.inject(Fault(kind, count=1, match=match, seconds=seconds_of(kind)))
+    for action in ('list', 'copy', 'stat', 'delete', 'read'):
+        cloud.inject(Fault(kind, count=1, match=f'{action} data/', seconds=seconds_of(kind)))
+    assert builder.build(final) == 'built here'
+    assert sum(request.fault == kind for request in cloud.requests) >= 2
+    assert files_at(cloud, final) == undisturbed
+
+
+@pytest.mark.parametrize('seed', range(3))
+def test_faults_in_a_twentieth_of_all_requests_change_nothing(
+    cloud, builder, undisturbed, seed: int
+):
+    final = final_url(f'mixed-{seed}')
+    cloud.inject_share(PASSING, share=0.05, seed=seed, everywhere=True, seconds=3)
+    assert builder.build(final) == 'built here'
+    assert {request.fault for request in cloud.requests} - {None}
+    assert files_at(cloud, final) == undisturbed
+
+
+@pytest.mark.parametrize(
+    ('place', 'kind', 'message'),
+    [
+        ('source', '403', 'gcloud auth application-default login'),
+        ('source', '503', 'given up after'),
+        ('source', 'flip', 'given up after'),
+        ('destination', '403', 'gcloud auth application-default login'),
+        ('destination', 'flip', 'given up after'),
+    ],
+)
+def test_a_lasting_fault_is_one_clear_error_and_what_is_finished_stays(
+    cloud, builder, undisturbed, place: str, kind: str, message: str
+):
+    final = final_url(f'lasting-{place}-{kind}')
+    match = {
+        'source': r'read source/.*010-.*\.pt',
+        'destination': r'upload data/.*train-.*tfrecord-00002-of',
+    }
+    cloud.inject(Fault(kind, count=None, match=match[place]))
+
+    outcome = builder.build(final)
+
+    assert message in outcome
+    assert 'gs://' in outcome
+    assert len(outcome.splitlines()) == 1
+    made = [n for n in cloud.objects('data') if n.startswith(final.removeprefix('gs://data/'))]
+    assert not [name for name in made if name.endswith('dataset_info.json')]
+    cloud.heal()
+    finished = [n for n in made if '/building-' in n and '.tfrecord' in n]
+    assert builder.build(final) == 'built here'
+    assert files_at(cloud, final) == undisturbed
+    assert place == 'source' or finished
+
+
+def test_a_bucket_that_does_not_exist_is_named_before_anything_is_read(cloud, builder):
+    cloud.clear()
+    outcome = builder.build('gs://no-such-bucket/coyo11m_tfds/x/1.0.0')
+    assert outcome == (
+        'OSError: gs://no-such-bucket: there is no such bucket. Make it with `gcloud storage '
+        'buckets create gs://no-such-bucket`, or correct the name.'
+    )
+    assert not any(request.path.startswith('source/') for request in cloud.requests)
+
+
+def test_a_sidecar_may_be_in_a_bucket(cloud, builder, source, tmp_path):
+    final = final_url('embeddings')
+    embeddings = f'{SOURCE}/embeddings.parquet'
+    assert builder.build(final, text_embeddings=embeddings) == 'built here'
+    local = build_kills.final_folder(tmp_path)
+    settings = {'text_embeddings': str(source / 'embeddings.parquet')}
+    build_kills.run(source, local, settings=settings)
+    assert files_at(cloud, final) == build_kills.files_of(local)
+
+
+def test_no_source_file_stays_in_the_scratch_folder(cloud, builder):
+    builder.build(final_url('scratch'))
+    left = [p for p in builder.scratch.rglob('*') if p.suffix in ('.pt', '.parquet', '.part')]
+    # The joined captions stay, for the next build of the same source.
+    assert [p.name for p in left] == ['rows.parquet']
+
+
+PLAN = """
+    from coyo11m_tfds.convert import plan
+    from coyo11m_tfds.convert.settings import BuildSettings
+    from coyo11m_tfds.source import location
+    from coyo11m_tfds.storage.scratch import Scratch
+    folder = sys.argv[2]
+    source = location.find(sys.argv[1])
+    plan.make_plan(source, BuildSettings(), Scratch(f'{folder}/source', 10**9), folder)
+"""
+
+
+@pytest.mark.slow
+def test_the_next_build_removes_the_temporary_files_of_killed_ones(
+    cloud, builder, undisturbed, monkeypatch
+):
+    folder = builder.scratch
+    for name, value in cloud.env.items():
+        monkeypatch.setenv(name, value)
+    cloud.inject(Fault('stall', count=None, match=r'read source/.*\.pt', seconds=30))
+    with children.python(PLAN, SOURCE, folder) as planning:
+        build_kills.wait_until(lambda: list(folder.glob('heads-*/*')))
+        planning.kill()
+    cloud.heal()
+    final = final_url('swept')
+    cloud.inject(Fault('stall', count=None, match='upload data/.*train', seconds=30))
+    building = build_kills.start(SOURCE, final, num_workers=1, scratch_dir=str(folder))
+    build_kills.wait_until(lambda: list(folder.glob('staging-*/*')))
+    building.kill()
+    build_kills.end(building)
+    cloud.heal()
+    assert not list(folder.glob('heads-*'))  # of the first, by the second
+    assert list(folder.glob('staging-*/*'))
+
+    assert builder.build(final) == 'built here'
+
+    assert files_at(cloud, final) == undisturbed
+    left = [path.name for path in folder.iterdir()]
+    assert not [name for name in left if name.startswith(('heads-', 'staging-', 'info-'))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('settings', [{}, {'shard_bytes': 300_000}], ids=['equal', 'other'])
+def test_a_builder_that_has_lost_its_lease_does_no_harm(
+    cloud, builder, undisturbed, tmp_path, settings: dict
+):
+    """It sleeps while another one builds; one of the same plan goes on, of another is refused."""
+    final = final_url(f'asleep-{len(settings)}')
+    env = cloud.env | {'COYO11M_LEASE_SECONDS': '2'}
+    cloud.latency = 0.05  # so that there is time to stop it
+    asleep = build_kills.start(SOURCE, final, env=env, settings=settings, scratch_dir=str(tmp_path))
+    build_kills.wait_until(lambda: any('asleep' in n and '/building-' in n for n in objects(cloud)))
+    asleep.send_signal(signal.SIGSTOP)
+    cloud.latency = 0
+    build_kills.run(SOURCE, final, env=env, scratch_dir=str(tmp_path / 'other'))
+    asleep.send_signal(signal.SIGCONT)
+    ended = build_kills.end(asleep)
+    if settings:
+        assert 'FileExistsError' in ended.stderr.splitlines()[-1]
+        assert 'took over' in ended.stderr
+    else:
+        assert ended.returncode == 0, ended.stderr
+    found = {n.removeprefix(final.removeprefix('gs://data/') + '/'): d for n, d in all_at(cloud)}
+    assert undisturbed.items() <= found.items()
+    assert builder.build(final, shard_bytes=500_000) == 'built elsewhere'
+
+
+def all_at(cloud: Gcs) -> list[tuple[str, bytes]]:
+    return list(cloud.objects('data').items())
+
+
+def objects(cloud: Gcs) -> list[str]:
+    return list(cloud.objects('data'))

@@ -1,0 +1,244 @@
+"""The chunk index against the files that it describes."""
+
+import pathlib
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coyo11m_tfds.dataset import chunk_index
+from coyo11m_tfds.dataset.chunk_index import ChunkIndex
+from tests import children
+
+RECORD_SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=150)
+
+
+def make_index(shards: list[list[int]]) -> ChunkIndex:
+    flat = []
+    for sizes in shards:
+        starts = np.cumsum([0, *sizes])
+        flat += [len(sizes), *starts[:-1:32], starts[-1]]
+    return ChunkIndex(np.array(flat, np.int64))
+
+
+def make_large(num_records: int, stride_bytes: int = 800_000) -> np.ndarray:
+    """The array of an index: shards of about 5,263 records, 32 of which take `stride_bytes`."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(4900, 5627, num_records // 5263)
+    entries = 2 - -lengths // 32
+    first = np.cumsum(entries) - entries + 1
+    ends = np.cumsum(rng.integers(stride_bytes, stride_bytes * 1.05, entries.sum()))
+    flat = ends - np.repeat(ends[first], entries)
+    flat[first - 1] = lengths
+    return flat
+
+
+@given(st.lists(RECORD_SIZES, min_size=1, max_size=4), st.data())
+def test_byte_range_covers_exactly_the_records(shards: list[list[int]], data: st.DataObject):
+    index = make_index(shards)
+    np.testing.assert_array_equal(index.shard_lengths, [len(sizes) for sizes in shards])
+    shard = data.draw(st.integers(0, len(shards) - 1))
+    sizes = shards[shard]
+    first = 32 * data.draw(st.integers(0, (len(sizes) - 1) // 32))
+    ends = {*range(first + 32, len(sizes) + 1, 32), len(sizes)}
+    end = data.draw(st.sampled_from(sorted(ends)))
+
+    offset, nbytes = index.byte_range(shard, first, end - first)
+
+    assert offset == sum(sizes[:first])
+    assert nbytes == sum(sizes[first:end])
+
+
+def test_byte_range_takes_arrays():
+    index = make_index([[10] * 100, [20] * 40])
+    offset, nbytes = index.byte_range(np.array([0, 0, 1]), np.array([0, 64, 32]), [64, 36, 8])
+    np.testing.assert_array_equal(offset, [0, 640, 640])
+    np.testing.assert_array_equal(nbytes, [640, 360, 160])
+    assert offset.dtype == nbytes.dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ('shard', 'first', 'count', 'message'),
+    [
+        (0, 1, 31, r'\[1, 32\) of shard 0'),
+        (0, 0, 33, r'\[0, 33\)'),
+        (0, 96, 5, r'\[96, 101\)'),
+        (0, 0, 128, r'\[0, 128\)'),
+        (0, 0, 0, r'\[0, 0\)'),
+        (0, -32, 64, r'\[-32, 32\)'),
+        (1, 0, 32, 'no such shard'),
+        ([0, 0], [0, 32], [32, 31], r'\[32, 63\)'),
+    ],
+)
+def test_a_range_without_an_offset_is_refused(shard, first, count, message: str):
+    index = make_index([[10] * 100])
+    with pytest.raises(ValueError, match=message):
+        index.byte_range(np.array(shard), np.array(first), np.array(count))
+
+
+def test_what_is_saved_is_loaded(tmp_path: pathlib.Path):
+    chunk_index.save(
+        tmp_path,
+        'train',
+        shard_lengths=[33, 1],
+        offsets=[np.array([0, 320]), np.array([0])],
+        shard_sizes=[330, 7],
+    )
+    assert ChunkIndex.load(tmp_path, 'validation') is None
+    index = ChunkIndex.load(str(tmp_path), 'train')
+    np.testing.assert_array_equal(index.shard_lengths, [33, 1])
+    assert index.byte_range(1, 0, 1) == (0, 7)
+    offset, nbytes = index.byte_range([0, 1], [32, 0], 1)
+    assert index.shard_lengths.dtype == offset.dtype == nbytes.dtype == np.int64
+    flat = np.load(tmp_path / 'chunk_index-train.npy')
+    np.testing.assert_array_equal(flat, [33, 0, 320, 330, 1, 0, 7])
+
+
+def test_shards_of_4_gib_and_more_are_indexed_exactly(tmp_path: pathlib.Path):
+    """The last entries alone are large, far behind what is read first."""
+    small = make_large(20_000_000)
+    end = 2**32 + 5
+    flat = np.concatenate([small, [65, 0, 7, 2**32 - 1, end]])
+    np.save(tmp_path / 'chunk_index-train.npy', flat)
+    index = ChunkIndex.load(tmp_path, 'train')
+    shard = len(index.shard_lengths) - 1
+    assert index.byte_range(shard, 0, 65) == (0, end)
+    assert index.byte_range(shard, 64, 1) == (2**32 - 1, 6)
+    np.testing.assert_array_equal(index.byte_range(0, [0, 32], 32)[0], small[1:3])
+
+
+def test_a_shard_may_be_empty():
+    index = make_index([[10] * 33, [], [7]])
+    np.testing.assert_array_equal(index.shard_lengths, [33, 0, 1])
+    assert index.byte_range(2, 0, 1) == (0, 7)
+
+
+@pytest.mark.parametrize(
+    'content',
+    [
+        np.array([33, 0, 320], np.int64),  # the size is missing
+        np.array([-1, 0, 0], np.int64),  # less than nothing
+        np.array([33, 0, 320, 300], np.int64),  # offsets go back
+        np.array([1, -7, 7], np.int64),  # before the file
+        np.array([33, 0, 2**62, 2**63 - 1], np.int64),  # no file is so large
+        np.array([1.0, 0.0, 7.0]),
+        np.array([1, 0, 7], np.uint64),
+        np.array([[1], [0], [7]], np.int64),
+        np.array([1, None], object),
+    ],
+)
+def test_a_damaged_index_is_refused_by_name(tmp_path: pathlib.Path, content: np.ndarray):
+    np.save(tmp_path / 'chunk_index-train.npy', content)
+    with pytest.raises(ValueError, match=r'chunk_index-train\.npy: is not a chunk index'):
+        ChunkIndex.load(tmp_path, 'train')
+
+
+@pytest.mark.parametrize(
+    'damage',
+    [
+        lambda whole: b'',
+        lambda whole: whole[:60],  # within the header
+        lambda whole: whole[:-4],
+        lambda whole: whole + bytes(8),
+        lambda whole: whole.replace(b'(3,), }' + 12 * b' ', b'(3000000000000,), }'),
+        lambda whole: whole.replace(b" 'fortran_order'", b"b'fortran_order'"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_name(tmp_path: pathlib.Path, damage):
+    path = tmp_path / 'chunk_index-train.npy'
+    chunk_index.save(tmp_path, 'train', [1], [np.array([0])], [7])
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=r'chunk_index-train\.npy: is not a chunk index'):
+        ChunkIndex.load(tmp_path, 'train')
+
+
+def test_another_version_of_the_npy_format_is_refused(tmp_path: pathlib.Path):
+    with open(tmp_path / 'chunk_index-train.npy', 'wb') as file:
+        np.lib.format.write_array(file, np.array([1, 0, 7]), version=(3, 0))
+    with pytest.raises(ValueError, match=r'another version of the \.npy format'):
+        ChunkIndex.load(tmp_path, 'train')
+
+
+@pytest.mark.filterwarnings('ignore')  # NumPy warns of some headers that it then refuses
+def test_a_flipped_bit_is_refused_by_name_or_changes_one_number(tmp_path: pathlib.Path):
+    """No other error may come of it, and a number is only taken if the shards stay two."""
+    path = tmp_path / 'chunk_index-train.npy'
+    chunk_index.save(tmp_path, 'train', [33, 1], [np.array([0, 320]), np.array([0])], [330, 7])
+    whole = path.read_bytes()
+    changed = 0
+    for bit in range(8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            index = ChunkIndex.load(tmp_path, 'train')
+        except ValueError as error:
+            assert str(error).startswith(f'{path}: is not a chunk index')
+            continue
+        np.testing.assert_array_equal(-(-index.shard_lengths // 32), [2, 1])
+        changed += 1
+    assert 0 < changed < 8 * 8 * 7
+
+
+@pytest.mark.parametrize('at', [2, 100_000, 2**18 - 1, 2**18, 2**18 + 1, 2**19, 999_999])
+def test_offsets_that_do_not_rise_are_found_wherever_they_are(tmp_path: pathlib.Path, at: int):
+    flat = np.concatenate([[32 * 1_000_000], np.arange(1_000_001) * 7, [1, 0, 9]])
+    np.save(tmp_path / 'chunk_index-train.npy', flat)
+    assert ChunkIndex.load(tmp_path, 'train').shard_lengths.tolist() == [32_000_000, 1]
+    flat[at + 1] = flat[at]
+    np.save(tmp_path / 'chunk_index-train.npy', flat)
+    with pytest.raises(ValueError, match=r'\(entry 0 does not begin the offsets of a shard\)'):
+        ChunkIndex.load(tmp_path, 'train')
+
+
+def test_an_index_takes_little_more_than_half_of_its_file(tmp_path: pathlib.Path):
+    flat = make_large(100_000_000)
+    np.save(tmp_path / 'chunk_index-train.npy', flat)
+    tracemalloc.start()
+    index = ChunkIndex.load(tmp_path, 'train')
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert index.shard_lengths.sum() > 99_000_000
+    assert 0.5 * flat.nbytes < peak < 0.7 * flat.nbytes
+    second_shard = 3 - -flat[0] // 32
+    assert index.byte_range(1, 64, 32) == (
+        flat[second_shard + 2],
+        flat[second_shard + 3] - flat[second_shard + 2],
+    )
+
+
+@pytest.mark.slow
+def test_a_billion_records_are_opened_and_planned_in_little_memory(tmp_path: pathlib.Path):
+    """All that is needed to start reading 16 lanes in the middle of an epoch, in a process of its
+    own. It took 0.18 s and 148 MB (2 cores, page cache); the time is only printed."""
+    np.save(tmp_path / 'chunk_index-train.npy', make_large(10**9))
+    program = """
+        import time
+        import numpy as np
+        from coyo11m_tfds.dataset.chunk_index import ChunkIndex
+        from coyo11m_tfds.reading.order import Order, OrderSettings
+
+        def memory(name):
+            fields = dict(line.split(':') for line in open('/proc/self/status'))
+            return 1024 * int(fields[name].split()[0])
+
+        before, start = memory('VmRSS'), time.perf_counter()
+        index = ChunkIndex.load(sys.argv[1], 'train')
+        order = Order(index.shard_lengths, OrderSettings(seed=0))
+        found = order.samples(range(16), 32_000_000, 32_001_024)
+        first = found.record // 64 * 64
+        count = np.minimum(64, index.shard_lengths[found.shard] - first)
+        index.byte_range(found.shard, first, count)
+        seconds = time.perf_counter() - start
+        print(index.shard_lengths.sum(), memory('VmHWM') - before, seconds)
+    """
+    with children.python(program, tmp_path) as child:
+        output, errors = child.communicate()
+    assert not errors
+    (tmp_path / 'chunk_index-train.npy').unlink()
+    num_records, peak, seconds = map(float, output.split())
+    print(f'{peak / 1e6:.0f} MB, {seconds:.2f} s')
+    assert num_records > 0.99e9
+    assert peak < 200e6

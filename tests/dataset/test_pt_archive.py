@@ -1,0 +1,298 @@
+"""The archive of a `.pt`: whatever happened to it is told, or has done no harm."""
+
+import io
+import pathlib
+import random
+import struct
+import subprocess
+import sys
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from coyo11m_tfds.dataset import pt_archive
+from coyo11m_tfds.source import pt_check
+from coyo11m_tfds.source.pt_file import LatentShard
+from coyo11m_tfds.storage import file_state
+from coyo11m_tfds.storage.file_state import FileState
+from tests import made_sources
+from tests.checkout import CHECKOUT
+
+NAME = '000000-000009.pt'
+LATENTS = made_sources.make_latents(5)
+
+
+@pytest.fixture
+def path(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A good file of 100 KB."""
+    made_sources.write_pt(
+        tmp_path / NAME, range(50, 54), replace={'embeddings': torch.rand(4, 5).half()}
+    )
+    return tmp_path / NAME
+
+
+def contents(path: pathlib.Path) -> tuple:
+    """All that a build takes from a file, after the checks that it makes."""
+    pt_check.check_contents(path)
+    shard = LatentShard(path)
+    rows = range(len(shard.keys))
+    raw, _ = shard.latents(rows)
+    embeddings = shard.embeddings(rows).tolist() if shard.embedding_dim else None
+    return shard.keys.tolist(), raw.tobytes(), shard.dtype, embeddings
+
+
+def assert_refused_or_unharmed(path: pathlib.Path, expected: tuple) -> bool:
+    """Returns whether it was refused."""
+    try:
+        found = contents(path)
+    except ValueError as error:
+        assert str(error).startswith(f'{path}: '), repr(error)
+        assert type(error) is ValueError
+        return True
+    assert found == expected
+    return False
+
+
+def patched(data: bytes, at: int, replacement: bytes) -> bytes:
+    return data[:at] + replacement + data[at + len(replacement) :]
+
+
+# --- What torch saves ---------------------------------------------------------------------------
+
+
+def shared_storages() -> dict:
+    latents, keys = made_sources.make_latents(6), torch.arange(6)
+    return {'more': latents[:2], 'latents': latents[1:], 'keys': keys[:5], 'again': keys}
+
+
+@pytest.mark.parametrize(
+    'content',
+    [
+        {'keys': torch.arange(3), 'latents': made_sources.make_latents(3, 'bfloat16')},
+        {'keys': torch.arange(0), 'latents': made_sources.make_latents(0)},
+        {'odd': torch.zeros(77, dtype=torch.uint8), 'ä': 'text', **shared_storages()},
+        {'keys': torch.arange(9)[::3], 'latents': made_sources.make_latents(6)[::2]},
+    ],
+    ids=['plain', 'empty', 'shared', 'strided'],
+)
+def test_what_torch_saves_is_accepted(tmp_path: pathlib.Path, content: dict):
+    torch.save(content, tmp_path / NAME)
+    keys, raw, _, _ = contents(tmp_path / NAME)
+    assert keys == content['keys'].tolist()
+    assert raw == content['latents'].contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def test_every_member_is_where_the_archive_says(path: pathlib.Path):
+    archive = pt_archive.open_archive(path)
+    data = path.read_bytes()
+    with zipfile.ZipFile(path) as expected:
+        assert [m.name for m in archive.members] == expected.namelist()
+        for member, start in zip(archive.members, archive.starts, strict=True):
+            assert data[start : start + member.size] == expected.read(member.name)
+            assert zlib.crc32(expected.read(member.name)) == member.crc32
+
+
+def test_all_bytes_are_read_and_told(path: pathlib.Path):
+    told: list[int] = []
+    pt_check.check_contents(path, on_bytes=told.append)
+    assert sum(told) == path.stat().st_size
+
+
+# --- Damage -------------------------------------------------------------------------------------
+
+
+def test_a_part_that_was_not_copied_yet_is_told(path: pathlib.Path):
+    data = path.read_bytes()
+    path.write_bytes(patched(data, 40_000, bytes(20_000)))
+    with pytest.raises(ValueError, match=r'data/1. has CRC-32 \w{8}, but \w{8} is recorded: it is'):
+        pt_check.check_contents(path)
+    pt_check.check_contents(path, check_crc=False)
+
+
+def test_damaged_keys_are_told_without_reading_the_rest(tmp_path: pathlib.Path):
+    made_sources.write_pt(tmp_path / NAME, range(400, 460))  # 1.5 MB
+    data = (tmp_path / NAME).read_bytes()
+    at = data.index(struct.pack('<q', 450))
+    (tmp_path / NAME).write_bytes(patched(data, at, b'\0'))
+    with pytest.raises(ValueError, match=r"name: '000000-000009/data/0' has CRC-32"):
+        pt_check.check_small(tmp_path / NAME, 'name')
+    (tmp_path / NAME).write_bytes(patched(data, len(data) // 2, bytes(9999)))
+    pt_check.check_small(tmp_path / NAME)
+
+
+def test_any_damaged_byte_of_the_directory_is_told_or_does_no_harm(path: pathlib.Path):
+    data, expected = path.read_bytes(), contents(path)
+    with zipfile.ZipFile(path) as archive:
+        directory = archive.start_dir
+    refused = 0
+    for at in range(directory, len(data)):
+        change = (0x01, 0x80, 0xFF)[at % 3]
+        path.write_bytes(patched(data, at, bytes([data[at] ^ change])))
+        refused += assert_refused_or_unharmed(path, expected)
+    assert refused > (len(data) - directory) / 2
+
+
+def random_damages(data: bytes, count: int) -> Iterator[bytes]:
+    random_ = random.Random(0)
+    for _ in range(count):
+        at = random_.randrange(len(data))
+        header = random_.randrange(900)  # where the pickle and the headers are
+        yield random_.choice(
+            [
+                patched(data, at, random_.randbytes(1)),
+                patched(data, header, random_.randbytes(1)),
+                patched(data, len(data) - 1 - header, random_.randbytes(2)),
+                patched(data, at, bytes(min(random_.choice([10, 5000]), len(data) - at))),
+                data[:at],
+                data[at:],
+                data[:at] + data[at + 1 :],
+                data[:header] + b'x' + data[header:],
+            ]
+        )[: len(data) + 1]
+
+
+def test_any_damage_is_told_or_does_no_harm(path: pathlib.Path):
+    data, expected = path.read_bytes(), contents(path)
+    refused = 0
+    for damaged in random_damages(data, 300):
+        path.write_bytes(damaged)
+        refused += assert_refused_or_unharmed(path, expected)
+    assert refused > 200
+
+
+# --- Archives that torch does not write ---------------------------------------------------------
+
+
+def rewritten(path: pathlib.Path, method: int = zipfile.ZIP_STORED, **members: bytes) -> bytes:
+    """The file as another program might write it; `members` are added or replaced by position."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(made, 'w', method) as new:
+        for name in old.namelist():
+            new.writestr(name, members.pop(name.rpartition('/')[2], old.read(name)))
+        for name, content in members.items():
+            new.writestr(f'{path.stem}/{name}', content)
+    return made.getvalue()
+
+
+@pytest.mark.parametrize(
+    ('make', 'message'),
+    [
+        (lambda path: rewritten(path, zipfile.ZIP_DEFLATED), 'is compressed or encrypted'),
+        (lambda path: rewritten(path, VERSION=b'3'), 'two members have the same name'),
+        (lambda path: b'#!/bin/sh\n' + path.read_bytes(), 'does not begin at its first byte'),
+        (lambda path: zip_of({}), 'it has no members'),
+        (lambda path: b'', r'is truncated or not a \.pt file \(0 bytes'),
+    ],
+    ids=['deflated', 'same name', 'prepended', 'empty zip', 'empty'],
+)
+def test_other_archives_are_refused(
+    path: pathlib.Path, make: Callable[[pathlib.Path], bytes], message: str
+):
+    path.write_bytes(make(path))
+    for check in (pt_check.check_contents, pt_check.check_small, LatentShard):
+        with pytest.raises(ValueError, match=rf'^{path}: .*{message}'):
+            check(path)
+
+
+def zip_of(members: dict[str, bytes]) -> bytes:
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, 'w') as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return made.getvalue()
+
+
+def test_a_header_that_contradicts_the_directory_is_refused(path: pathlib.Path):
+    data = path.read_bytes()
+    for offset, replacement in ((0, b'QK'), (8, b'\x08'), (30, b'x'), (28, b'\xff\xff')):
+        begin = pt_archive.open_archive(path).members[4].begin
+        path.write_bytes(patched(data, begin + offset, replacement))
+        with pytest.raises(ValueError, match=r'data/0.* contradicts the directory'):
+            pt_check.check_contents(path)
+        path.write_bytes(data)
+
+
+# --- Without checksums, and with those of a copy ------------------------------------------------
+
+
+def test_a_file_saved_without_checksums_needs_to_be_told(tmp_path: pathlib.Path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        made_sources.write_pt(tmp_path / NAME, range(3))
+    finally:
+        torch.serialization.set_crc32_options(True)
+    with pytest.raises(ValueError, match=r'set_crc32_options\(False\), set check_crc to false in'):
+        pt_check.check_contents(tmp_path / NAME)
+    pt_check.check_contents(tmp_path / NAME, check_crc=False)
+
+
+@pytest.mark.parametrize('check_crc', [True, False])
+def test_a_copy_must_be_what_was_recorded(path: pathlib.Path, check_crc: bool):
+    recorded = file_state.of_file(path)
+    pt_check.check_contents(path, check_crc=check_crc, recorded=recorded)
+    data = path.read_bytes()
+    header = data.index(b'ZZZZ')  # padding, of which no CRC-32 tells
+    path.write_bytes(patched(data, header, b'Y'))
+    with pytest.raises(ValueError, match=rf'{NAME}: has .* but when it was mirrored {len(data):,}'):
+        pt_check.check_contents(path, check_crc=check_crc, recorded=recorded)
+    with pytest.raises(ValueError, match='mirrored'):
+        pt_check.check_contents(path, check_crc=check_crc, recorded=FileState(5, 7))
+
+
+# --- Bombs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ('content', 'message'),
+    [
+        ({'keys': torch.zeros(1, dtype=torch.int64).expand(10**8)}, 'keys .*share memory'),
+        (
+            {'latents': torch.zeros(1).half().expand(10**6, 3, 4, 32, 32)},
+            'latents .* strides .*share memory',
+        ),
+        (
+            {'latents': torch.zeros(12_388).half().as_strided((100, 3, 4, 32, 32), (1,) * 5)},
+            'share memory',
+        ),
+        ({'embeddings': torch.zeros(1).expand(50, 10**8)}, 'embeddings .*share memory'),
+    ],
+    ids=['keys', 'latents', 'overlapping', 'embeddings'],
+)
+def test_tensors_that_are_not_stored_are_refused(
+    tmp_path: pathlib.Path, content: dict, message: str
+):
+    made_sources.write_pt(tmp_path / NAME, range(50), replace=content)
+    assert_refused_for_little_memory(tmp_path / NAME, message)
+
+
+def test_a_tensor_that_claims_more_than_is_stored_is_refused(tmp_path: pathlib.Path):
+    made_sources.write_pt(tmp_path / NAME, range(300), replace={'latents': LATENTS})
+    data = (tmp_path / NAME).read_bytes()
+    in_pickle = [b'M' + struct.pack('<H', count) for count in (300, 60_000)]
+    (tmp_path / NAME).write_bytes(data.replace(*in_pickle))
+    message = r'keys of shape \(60000,\) takes 480,000 bytes, but 2,400 are stored'
+    assert_refused_for_little_memory(tmp_path / NAME, message)
+
+
+def assert_refused_for_little_memory(path: pathlib.Path, message: str) -> None:
+    """In a process of its own, whose memory may grow by 100 MB."""
+    program = """
+import re, sys
+from coyo11m_tfds.source.pt_file import LatentShard
+def peak():
+    with open('/proc/self/status') as status:
+        return int(re.search('VmHWM:(.*)kB', status.read())[1])
+before = peak()
+try:
+    LatentShard(sys.argv[1])
+except ValueError as error:
+    assert str(error).startswith(sys.argv[1] + ': ') and re.search(sys.argv[2], str(error)), error
+else:
+    sys.exit('accepted')
+assert peak() - before < 100_000, peak() - before
+"""
+    command = [sys.executable, '-c', program, path, message]
+    subprocess.run(command, check=True, cwd=CHECKOUT, timeout=60)

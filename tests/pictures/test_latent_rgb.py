@@ -1,0 +1,30 @@
+"""The linear map from latents to pictures and back."""
+
+import hypothesis
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis.extra import numpy as hnp
+
+from coyo11m_tfds.pictures import latent_rgb
+
+
+@hypothesis.given(hnp.arrays(np.uint8, (2, 3, 5, 3)))
+def test_the_picture_comes_back(picture):
+    latents = latent_rgb.rgb_to_latents(picture)
+    assert latents.shape == (2, 4, 3, 5)
+    assert latents.dtype == np.float32
+    np.testing.assert_array_equal(latent_rgb.latents_to_rgb(latents), picture)
+
+
+@pytest.mark.parametrize('dtype, grey_levels', [(np.float16, 1), (ml_dtypes.bfloat16, 2)])
+def test_the_picture_survives_two_byte_floats(dtype, grey_levels):
+    picture = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    back = latent_rgb.latents_to_rgb(latent_rgb.rgb_to_latents(picture).astype(dtype))
+    assert np.abs(back.astype(int) - picture).max() <= grey_levels
+
+
+def test_colours_that_no_screen_can_show_are_clipped():
+    assert latent_rgb.latents_to_rgb(np.full((4, 1, 1), 1e4, np.float32)).tolist() == [
+        [[0, 255, 255]]
+    ]

@@ -1,0 +1,111 @@
+"""Decoders of VAEs: those of diffusers, from files that fit or are refused."""
+
+import json
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+
+from coyo11m_tfds import schema
+from coyo11m_tfds.pictures import latent_rgb, vae_decoder
+from tests.checkout import COCO_SAMPLE
+from tests.text import offline_hub
+
+TAESDXL = COCO_SAMPLE.parent / 'taesdxl'
+
+
+@pytest.fixture
+def taesdxl(tmp_path) -> pathlib.Path:
+    """A copy of a small real decoder; skips where it is absent."""
+    if not TAESDXL.is_dir():
+        pytest.skip(f'{TAESDXL} is absent')
+    copy = tmp_path / 'taesdxl'
+    copy.mkdir()
+    for name in ('config.json', vae_decoder.WEIGHTS_FILE):
+        shutil.copyfile(TAESDXL / name, copy / name)  # without its mode: it may be read-only
+    return copy
+
+
+def save(folder: pathlib.Path, weights: dict[str, np.ndarray], **changes) -> str:
+    """Replaces weights and fields of the configuration."""
+    path = folder / 'config.json'
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    (folder / vae_decoder.WEIGHTS_FILE).unlink()
+    safetensors.numpy.save_file(weights, folder / vae_decoder.WEIGHTS_FILE)
+    return str(folder)
+
+
+def test_real_latents_become_the_picture_that_the_linear_map_guesses(taesdxl, coco_sample):
+    path = min((coco_sample / schema.LATENTS_FOLDER).iterdir())
+    latents = torch.load(path, weights_only=True)[schema.PT_LATENTS][:3, 1].float().numpy()
+    decoder = vae_decoder.load(str(taesdxl))
+    pictures = decoder(latents)
+    assert (pictures.dtype, pictures.shape, decoder.factor) == (np.uint8, (3, 256, 256, 3), 8)
+    small = pictures.reshape(3, 32, 8, 32, 8, 3).mean(axis=(2, 4))
+    guessed = latent_rgb.latents_to_rgb(latents)
+    assert np.corrcoef(small.ravel(), guessed.ravel())[0, 1] > 0.9
+    # A picture does not depend on those beside it.
+    np.testing.assert_allclose(decoder.decode(latents[1:2])[0], decoder.decode(latents)[1], 1e-3)
+
+
+def test_what_does_not_fit_is_refused_by_name(taesdxl):
+    weights = safetensors.numpy.load_file(taesdxl / vae_decoder.WEIGHTS_FILE)
+    name = 'decoder.layers.0.weight'
+    with pytest.raises(ValueError, match=r'does not fit config\.json: .*layers\.0\.weight is mis'):
+        vae_decoder.load(save(taesdxl, {n: w for n, w in weights.items() if n != name}))
+    with pytest.raises(ValueError, match=r'1 weights are of no known part, such as decoder\.other'):
+        vae_decoder.load(save(taesdxl, weights | {'decoder.other': weights[name]}))
+    with pytest.raises(ValueError, match=r'safetensors: does not fit config\.json'):
+        vae_decoder.load(save(taesdxl, weights | {name: weights[name][:, 1:].copy()}))
+    with pytest.raises(ValueError, match=r"_class_name is 'VQModel', expected one of Autoencoder"):
+        vae_decoder.load(save(taesdxl, weights, _class_name='VQModel'))
+
+
+def test_damaged_and_missing_files_are_named(taesdxl, tmp_path):
+    path = taesdxl / vae_decoder.WEIGHTS_FILE
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data[:1000])
+    with pytest.raises(ValueError, match=r"cannot read the VAE '.*taesdxl': .*save_pretrained"):
+        vae_decoder.load(str(taesdxl))
+    (tmp_path / 'empty').mkdir()
+    with pytest.raises(ValueError, match=r"cannot read the VAE '.*empty': .*config\.json"):
+        vae_decoder.load(str(tmp_path / 'empty'))
+
+
+def test_a_name_on_the_hub_is_read_from_its_cache(taesdxl, tmp_path):
+    offline_hub.put(taesdxl, tmp_path, 'owner/tiny', commit='0' * 40)
+    code = 'from coyo11m_tfds.pictures.vae_decoder import load\n'
+    assert offline_hub.run(f'{code}print(load("owner/tiny").factor)', tmp_path) == '8\n'
+    code += 'try: load("owner/none")\nexcept ValueError as error: print(error)'
+    said = offline_hub.run(code, tmp_path)
+    assert "cannot load the VAE 'owner/none'" in said and 'needs the network' in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('subfolder', ['', 'vae'])
+@pytest.mark.parametrize('kind', ['AutoencoderKL', 'AutoencoderTiny'])
+def test_decoders_give_what_those_of_diffusers_give(tmp_path, kind, subfolder):
+    diffusers = pytest.importorskip('diffusers')
+    torch.manual_seed(0)
+    options = {}
+    if kind == 'AutoencoderKL':
+        blocks = ['DownEncoderBlock2D'] * 3, ['UpDecoderBlock2D'] * 3
+        options = dict(zip(('down_block_types', 'up_block_types'), blocks, strict=True))
+        options |= {'block_out_channels': (32, 64, 128), 'layers_per_block': 2}
+    vae = getattr(diffusers, kind)(latent_channels=4, **options).eval()
+    for weight in vae.parameters():
+        if weight.ndim == 1:  # scales and biases begin as ones and zeros
+            torch.nn.init.uniform_(weight, -0.5, 0.5)
+    vae.save_pretrained(tmp_path / subfolder)
+    decoder = vae_decoder.load(str(tmp_path))
+
+    latents = 6 * torch.randn(5, 4, 8, 16)
+    scaling = 1 if kind == 'AutoencoderKL' else schema.VAE_SCALING_FACTOR
+    with torch.inference_mode():
+        expected = vae.decode(scaling * latents).sample.movedim(1, -1).numpy()
+    assert expected.std() > 0.1
+    np.testing.assert_allclose(decoder.decode(latents.numpy()), expected, atol=1e-3)
