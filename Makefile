@@ -47,7 +47,7 @@ slow: $(INSTALLED)
 # Brings libtpu (0.3 GB); no TPU is needed.
 pods: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[tpu]'
-	$(BIN)/python -m pytest -m slow tests/train_lib/test_compile.py
+	$(BIN)/python -m pytest -m slow tests/train_lib/tools/test_compile.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -216,7 +216,7 @@ def test_a_stopped_run_has_the_losses_of_one_on_the_converted_data_set(
 ):
     short = {'eval_every': 4, 'checkpoint_every': 2}
     flags = [flag for flag in runs.flags(DATA, '') if not flag.startswith('--workdir')]
-    command = [sys.executable, '-m', 'train_lib.check', *flags]
+    command = [sys.executable, '-m', 'train_lib.tools.check', *flags]
     said = subprocess.check_output(command, cwd=CHECKOUT, env=os.environ | env, text=True)
     assert json.loads(said)['data'] == f'{DATA}, text embeddings of hash'
     for num_steps in (4, 8):

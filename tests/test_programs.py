@@ -19,7 +19,7 @@ REQUIRED = {
     'coyo11m_tfds.mirror': ['source', 'destination'],
     'coyo11m_tfds.sample_data': ['--out'],
     'coyo11m_tfds.verify': ['data_dir'],
-    'train_lib.compile': ['--config', '--topology'],
+    'train_lib.tools.compile': ['--config', '--topology'],
     'train_lib.demo': ['--workdir'],
     'train_lib.draw': ['--workdir', '--prompts'],
     'train_lib.main': ['--config', '--workdir'],

@@ -16,7 +16,8 @@ from coyo11m_tfds import add_column, embed_captions, schema
 from coyo11m_tfds.text import text_encoders, tokenizers
 from tests import built, made_sources, runs
 from tests.runs import small_config
-from train_lib import caption_encoder, check, data, data_facts, diagnose, draw, sharding, train
+from train_lib import caption_encoder, data, data_facts, draw, sharding, train
+from train_lib.tools import check, diagnose
 
 LENGTH = 12
 FEATURES = 'key', 'latents', 'tokens', 'caption'

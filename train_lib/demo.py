@@ -6,19 +6,103 @@ The captions are those of combinations of colour, shape and background that
 `coyo11m_tfds.sample_data` leaves out of the data. Prints where the pictures
 are, and the share of them in which the shape has the caption's colour and
 stands on the caption's background, in which the shape is the caption's, and in
-which all three are right (see `demo_scores`).
+which all three are right.
 """
 
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
 from absl import flags
 from etils import epath
 
-from coyo11m_tfds import sample_data
-from train_lib import caption_encoder, demo_scores, previews, process, workdirs
+from coyo11m_tfds import sample_data, schema
+from train_lib import caption_encoder, previews, process, workdirs
 from train_lib.draw import Artist
 
 FLAGS = flags.FLAGS
 
 NUM_PROMPTS = 64
+
+# True pictures reach at least 0.87 with their own shape, and 0.81 with the next one on average.
+LEAST_OVERLAP = 0.8
+
+_SIZE = schema.LATENT_SHAPE[-1]
+_CUT_OFF = 0.3  # share of the radius that may lie beyond the left or right border
+_STEP = 0.5  # pixels from one centre to the next
+_BATCH = 1024  # outlines drawn at a time
+
+
+class Scores(NamedTuple):
+    """Shares of the pictures, and a mean.
+
+    Attributes:
+        colours: both colours are those of the caption.
+        shape: the shape is that of the caption, and an outline overlaps enough with it.
+        all_three: both of these.
+        overlap: with the best outline of the caption's shape, from 0 to 1, on average.
+    """
+
+    colours: float
+    shape: float
+    all_three: float
+    overlap: float
+
+
+def judge(pictures: np.ndarray, scenes: Sequence[sample_data.Scene]) -> Scores:
+    """Scores pictures uint8 `(n, 32, 32, 3)` by what they were to show.
+
+    The colours are named by `sample_data.drawn_colours`. The shape is the one whose outline, drawn
+    as in the data at any place and size, overlaps best with the pixels in the shape's colour.
+    """
+    colours = np.array(
+        [
+            sample_data.drawn_colours(picture) == (scene.colour, scene.background)
+            for picture, scene in zip(pictures, scenes, strict=True)
+        ]
+    )
+    found = np.stack([_overlaps(picture) for picture in pictures])
+    asked = np.array([sample_data.SHAPES.index(scene.shape) for scene in scenes])
+    shape = (found.argmax(1) == asked) & (found.max(1) >= LEAST_OVERLAP)
+    overlap = found[np.arange(len(found)), asked]
+    return Scores(*(float(x.mean()) for x in (colours, shape, colours & shape, overlap)))
+
+
+def _overlaps(picture: np.ndarray) -> list[float]:
+    """The largest intersection over union with an outline of each of `sample_data.SHAPES`."""
+    shape, background = sample_data.drawn_colours(picture)
+    if shape is None:
+        return [0.0] * len(sample_data.SHAPES)
+    inside, outside = (
+        np.linalg.norm(picture - np.array(sample_data.COLOURS[name], np.float32), axis=-1)
+        for name in (shape, background)
+    )
+    drawn = (inside < outside).astype(np.float32).ravel()
+    best = []
+    for name in sample_data.SHAPES:
+        outlines = _outlines(name)
+        common = outlines @ drawn
+        best.append(np.max(common / (outlines.sum(1) + drawn.sum() - common)))
+    return best
+
+
+@functools.cache
+def _outlines(shape: str) -> np.ndarray:
+    """All outlines of a shape, float32 `(n, 1024)`."""
+    low, high = sample_data.RADII
+    grids = []
+    for radius in np.arange(low, high + 1):
+        beyond = (1 - _CUT_OFF) * radius
+        x = np.arange(beyond, _SIZE - beyond + _STEP, _STEP)
+        y = np.arange(radius, _SIZE - radius + _STEP, _STEP)
+        grids.append(np.stack([*np.meshgrid(x, y), np.full((len(y), len(x)), radius)], -1))
+    places = np.concatenate([grid.reshape(-1, 3) for grid in grids]).astype(np.float32)
+    drawn = [
+        sample_data.outlines(shape, *places[start : start + _BATCH].T).reshape(-1, _SIZE**2)
+        for start in range(0, len(places), _BATCH)
+    ]
+    return np.concatenate(drawn)
 
 
 def main() -> None:
@@ -33,7 +117,7 @@ def main() -> None:
         path = folder / 'held_out.png'
         previews.write_png(path, previews.make_grid([pictures], captions))
 
-    scores = demo_scores.judge(pictures, scenes)
+    scores = judge(pictures, scenes)
     print(f'pictures: {path}')
     for name in ('colours', 'shape', 'all_three'):
         share = getattr(scores, name)

@@ -7,7 +7,7 @@ from coyo11m_tfds.checks import child, finding
 from coyo11m_tfds.checks.finding import Finding
 
 # By name: nothing in this package imports the trainer.
-_PROGRAM = 'train_lib.check'
+_PROGRAM = 'train_lib.tools.check'
 
 
 def check_config(config: str, data_set: str, seconds: float) -> list[Finding]:

@@ -19,7 +19,8 @@ os.environ['XLA_FLAGS'] = (
 os.environ['JAX_PLATFORMS'] = 'cpu'
 import jax, jax.numpy as jnp, numpy as np
 from configs import default
-from train_lib import flow, hlo, hlo_costs, models, program, sharding
+from train_lib import flow, models, program, sharding
+from train_lib.tools import hlo, hlo_costs
 
 SHAPE = 6, 10, 4  # latents, in patches of 2: 15 tokens
 models.SIZES['test'] = {'width': 128, 'depth': 3, 'num_heads': 4}

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from tests.checkout import CHECKOUT
-from train_lib import compile, sharding
+from train_lib import sharding
+from train_lib.tools import compile
 
 
 @pytest.mark.parametrize(

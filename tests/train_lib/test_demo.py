@@ -7,7 +7,7 @@ import pytest
 
 from coyo11m_tfds import sample_data, schema
 from coyo11m_tfds.pictures import latent_rgb
-from train_lib import demo_scores
+from train_lib import demo
 
 _COUNT = 96
 
@@ -40,7 +40,7 @@ def truth():
 
 
 def test_true_pictures_are_all_right(truth):
-    scores = demo_scores.judge(*truth)
+    scores = demo.judge(*truth)
     assert scores[:3] == (1, 1, 1)
     assert scores.overlap > 0.9
 
@@ -58,7 +58,7 @@ def test_pictures_of_something_else_are_all_wrong_in_that(truth, part, expected)
         dataclasses.replace(scene, **{part: another(getattr(scene, part), names)})
         for scene in scenes
     ]
-    assert demo_scores.judge(pictures, others)[:3] == expected
+    assert demo.judge(pictures, others)[:3] == expected
 
 
 def test_shares_are_those_of_the_pictures(truth):
@@ -67,9 +67,9 @@ def test_shares_are_those_of_the_pictures(truth):
     plain = np.full_like(pictures[0], sample_data.COLOURS['blue'])
     mixed = pictures.copy()
     mixed[:third] = plain
-    scores = demo_scores.judge(mixed, scenes)
+    scores = demo.judge(mixed, scenes)
     assert scores.colours == scores.shape == scores.all_three == pytest.approx(2 / 3)
-    assert demo_scores.judge(pictures[:half], scenes[:half]).all_three == 1
+    assert demo.judge(pictures[:half], scenes[:half]).all_three == 1
 
 
 def test_a_blob_is_no_shape(truth):
@@ -79,4 +79,4 @@ def test_a_blob_is_no_shape(truth):
     moved = np.roll(pictures, 8, axis=2)
     torn = np.repeat(np.repeat(rng.random((_COUNT, 8, 8)) < 0.4, 4, 1), 4, 2)[..., None]
     blobs = np.where(torn, moved, pictures)
-    assert demo_scores.judge(blobs, scenes).shape < 0.1
+    assert demo.judge(blobs, scenes).shape < 0.1

@@ -1,7 +1,7 @@
 """Compiles the training step for a TPU slice and says what limits it.
 
     pip install -e '.[tpu]'
-    python -m train_lib.compile --config=tpu_v5e_16 --topology=v5e:4x4
+    python -m train_lib.tools.compile --config=tpu_v5e_16 --topology=v5e:4x4
 
 The slice need not be there: libtpu's compiler runs on any CPU. The table has
 the memory of a chip, the arithmetic, and what moves between chips, from the
@@ -32,8 +32,6 @@ from ml_collections import config_flags
 from train_lib import (
     chips,
     flow,
-    hlo,
-    hlo_costs,
     models,
     process,
     settings,
@@ -42,6 +40,7 @@ from train_lib import (
 )
 from train_lib.models.dit import POOLED
 from train_lib.program import make_program
+from train_lib.tools import hlo, hlo_costs
 
 FLAGS = flags.FLAGS
 

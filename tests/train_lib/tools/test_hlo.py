@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests import children
-from train_lib import hlo, hlo_costs
+from train_lib.tools import hlo, hlo_costs
 
 
 def _module(function, *shapes, dtype=jnp.float32):
@@ -170,7 +170,8 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 import functools
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import PartitionSpec as P
-from train_lib import hlo, hlo_costs, sharding
+from train_lib import sharding
+from train_lib.tools import hlo, hlo_costs
 
 mesh = sharding.make_mesh(4, 2)
 

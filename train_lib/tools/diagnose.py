@@ -1,8 +1,8 @@
 """Finds out whether the devices or the input hold a run back.
 
-    python -m train_lib.diagnose --config=tpu_v5e_16 --hosts=4 \\
+    python -m train_lib.tools.diagnose --config=tpu_v5e_16 --hosts=4 \\
         --config.data.dir=DATA
-    python -m train_lib.diagnose --config=default --step_ms=120 \\
+    python -m train_lib.tools.diagnose --config=default --step_ms=120 \\
         --config.data.dir=gs://BUCKET/DATA
 
 Times batches alone, read as the run would read them, and steps alone on one

@@ -7,7 +7,7 @@ import pytest
 
 from tests import runs
 from tests.checkout import CHECKOUT
-from train_lib import check
+from train_lib.tools import check
 
 
 def test_a_configuration_that_fits(mini_dataset):
@@ -53,11 +53,11 @@ def test_without_a_data_set_all_else_is_checked_and_it_says_so():
 
 def test_of_a_pod_the_mesh_is_left_to_the_compiler(mini_dataset):
     config = runs.small_config(mini_dataset, distributed=True, **{'mesh.fsdp': 64})
-    assert 'train_lib.compile' in check.check(config)['unchecked']['the mesh of all hosts']
+    assert 'train_lib.tools.compile' in check.check(config)['unchecked']['the mesh of all hosts']
 
 
 def test_the_command_ends_with_one_line_of_what_is_wrong():
-    command = [sys.executable, '-m', 'train_lib.check', '--config=demo']
+    command = [sys.executable, '-m', 'train_lib.tools.check', '--config=demo']
     done = subprocess.run(
         [*command, '--config.data.dir=/no/such/folder'],
         cwd=CHECKOUT,

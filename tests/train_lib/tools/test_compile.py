@@ -15,8 +15,9 @@ from configs import default
 from coyo11m_tfds.text import gemma_weights
 from tests.checkout import CHECKOUT
 from tests.text.test_gemma import models  # noqa: F401, a fixture
-from train_lib import chips, compile
+from train_lib import chips
 from train_lib import models as networks
+from train_lib.tools import compile
 
 PODS = {'tpu_v5e_16': 'v5e:4x4', 'tpu_v5e_128': 'v5e:8x16', 'tpu_v5e_256': 'v5e:16x16'}
 
@@ -25,7 +26,7 @@ _ALONE = """
 import runpy, sys
 for name in ('tensorflow', 'tensorflow_datasets', 'torch'):
     sys.modules[name] = None
-runpy.run_module('train_lib.compile', run_name='__main__', alter_sys=True)
+runpy.run_module('train_lib.tools.compile', run_name='__main__', alter_sys=True)
 """
 
 

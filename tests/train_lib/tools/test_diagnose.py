@@ -9,7 +9,7 @@ import pytest
 
 from tests import runs
 from tests.checkout import CHECKOUT
-from train_lib import diagnose
+from train_lib.tools import diagnose
 
 SMALL = {'batch_size': 16, 'data.lanes': 4}
 
@@ -63,7 +63,7 @@ def test_what_cannot_be_diagnosed_is_an_error_in_one_line(flags, words):
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, '-m', 'train_lib.diagnose', '--config=default', *flags],
+        [sys.executable, '-m', 'train_lib.tools.diagnose', '--config=default', *flags],
         cwd=CHECKOUT,
         capture_output=True,
         text=True,

@@ -1,6 +1,6 @@
 """Checks a configuration against this machine and its data set, without training.
 
-    python -m train_lib.check --config=demo \\
+    python -m train_lib.tools.check --config=demo \\
         --config.data.dir=OUT/coyo11m_tfds/hash/1.0.0
     {"devices": "1 x cpu", "data": "OUT/..., text embeddings of hash", ...}
 
@@ -47,7 +47,7 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
     vae_decoder.painter(config.preview.vae)
     unchecked = {}
     if config.distributed:
-        how = 'python -m train_lib.compile with this --config and the --topology of the pod'
+        how = 'python -m train_lib.tools.compile with this --config and the --topology of the pod'
         unchecked['the mesh of all hosts'] = how
     mesh = sharding.make_mesh(**({} if config.distributed else config.mesh))
     described = ''

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 from jax.sharding import Mesh
 
-from train_lib import hlo
+from train_lib.tools import hlo
 
 COLLECTIVES = ('all-gather', 'reduce-scatter', 'all-reduce', 'collective-permute', 'all-to-all')
 
