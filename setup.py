@@ -111,6 +111,7 @@ setuptools.setup(
         'orbax-checkpoint>=0.11',
         'packaging>=23.0',
         'pillow>=10.1',
+        'protobuf<7',  # tensorflow-datasets 4.9.10 calls what protobuf 7 has removed
         'requests>=2.31',
         'safetensors>=0.5',
         'tensorboard>=2.18',  # clu.metric_writers imports it

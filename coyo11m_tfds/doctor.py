@@ -1,237 +1,462 @@
-"""Looks at a machine, a source, an encoder, a configuration and data sets before hours are spent.
+"""Examines the machine, the credentials, the source and the encoder before hours are spent.
 
     python -m coyo11m_tfds.doctor
     python -m coyo11m_tfds.doctor --source=hf://datasets/owner/name \\
         --data_dir=gs://BUCKET/tfds --encoder=hf:google/gemma-3-270m
 
-    pass  cores: 8, without a quota
-    fail  disk of data_dir: OUT has 20 GB free on SSD, expected 310 GB -> ...
+    pass  machine: 8 cores, 60.1 GB of memory free of 64.0 GB
+    fail  disk of data_dir: OUT has 20.0 GB free, expected 310.0 GB -> ...
 
-Each finding is one line: pass, warn or fail, and after the arrow what mends it; `--json` prints all
-in one document. The exit status is 1 if anything fails, and 2 for a wrong command line. A build is
-planned, but not written: this makes only temporary files, and in a bucket a file of one byte, which
-it removes again. A check that takes more than a second says so; one that gives no answer in time
-fails.
+Each finding is one line: pass, warn or fail, and after the arrow what to do about it. `--json`
+prints all findings as one document. The exit status is 1 if a check fails, and 2 for a wrong
+command line. The source is planned as a build plans it, but nothing is built: the program makes
+only temporary files, and in a bucket a file of one byte, which it removes.
 """
 
 import argparse
+import collections
 import dataclasses
-import functools
+import datetime
+import io
 import json
 import os
+import pathlib
+import shutil
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.checks import (
-    child,
-    devices,
-    encoders,
-    finding,
-    hardware,
-    places,
-    training,
-    versions,
-)
-from coyo11m_tfds.checks.finding import FAIL, WARN, Finding
 from coyo11m_tfds.convert.settings import BuildSettings, check_names
-from coyo11m_tfds.process import command_line, ending
-from coyo11m_tfds.storage import source_files
+from coyo11m_tfds.process import command_line, ending, machine
+from coyo11m_tfds.process.sizes import readable
+from coyo11m_tfds.storage import remote, retry, scratch, source_files
+from coyo11m_tfds.storage.source_files import SourceFile
 
-DEFAULT_TIMEOUT = 60.0
-_LONGEST_TIMEOUT = 24 * 3600.0  # longer ones overflow in the libraries that wait
-_LOADING = 4  # times as long for checks that load a model: a large one takes a minute
+PASS, WARN, FAIL = 'pass', 'warn', 'fail'
 
-_USUAL_CAPTIONS = 11_000_000  # of the model case, to rate an encoder by where no source is named
+DEFAULT_TIMEOUT = 240.0  # seconds; a large model takes a minute to load
 
 # A storage that answers does so in a moment; one that does not should be told soon.
-_IMPATIENCE = {'COYO11M_RETRY_SECONDS': '0.2', 'COYO11M_STALL_SECONDS': '10'}
+_IMPATIENCE = {'COYO11M_RETRY_SECONDS': '0.2', 'COYO11M_STALL_SECONDS': '5'}
 
-# Bytes a second that a kind of disk or a bucket takes, for the time of a build.
-_WRITE_RATES = {
-    hardware.SSD: 500e6,
-    hardware.ROTATING: 150e6,
-    hardware.MEMORY: 2e9,
-    hardware.NETWORK: 100e6,
-    hardware.DISK: 200e6,
+# A process that writes, or reads with TensorFlow, takes 0.5 GB; planning 12 million rows 1.5 GB.
+_LEAST_MEMORY, _AMPLE_MEMORY = 500_000_000, 2_000_000_000
+_LEAST_ROOM = 1_000_000_000  # bytes on a disk, for logs and unfinished files besides the data
+
+_HEADS = 8  # .pt files whose heads stand for all
+# Captions of at most this size are read through, in seconds; 11 million of 400 bytes take 13 s.
+_EXACT_BYTES = {False: 500_000_000, True: 30_000_000}  # by whether they are remote
+_USUAL_CAPTIONS = 11_000_000  # to rate an encoder by where no source is named
+_MUCH = 0.1  # share of the rows; hardly anybody means to leave out one in ten
+_PROBE_BYTES, _FETCHES_AT_ONCE = 8 << 20, 4
+
+_LOG_IN = {'gs://': 'gcloud auth application-default login', 'hf://': 'hf auth login'}
+
+_LIST_DEVICES = """
+import json, jax
+print(json.dumps([jax.__version__, [[d.platform, d.device_kind] for d in jax.local_devices()]]))
+"""
+# The last keeps JAX from taking three quarters of a GPU's memory.
+_QUIETLY = {
+    'COYO11M_TRACEBACK': '',
+    'TF_CPP_MIN_LOG_LEVEL': '3',
+    'XLA_PYTHON_CLIENT_PREALLOCATE': 'false',
 }
-_BUCKET_RATE = 200e6
 
-_OF_TFDS = ('name', 'description')  # fields of a config that no build looks at
-
-
-class Doctor:
-    """One examination."""
-
-    def __init__(self, flags: argparse.Namespace):
-        """Looks at nothing yet.
-
-        Args:
-            flags: those of `parse_flags`.
-
-        Raises:
-            ValueError: see `read_build_config`.
-        """
-        self._flags = flags
-        self._fields, self._settings = read_build_config(flags.build_config)
-        self._environment, self._temporary = dict(os.environ), tempfile.gettempdir()
-        self._num_bytes = self._scratch_bytes = 0
-        self._num_captions = _USUAL_CAPTIONS
-        self._data_sets: list[str] = []
-
-    def findings(self) -> Iterator[Finding]:
-        """Runs all checks that are asked for, one after the other."""
-        for name, check, patience in self._checks():
-            yield from finding.bounded(name, patience * self._flags.timeout, check)
-
-    def _checks(self) -> Iterator[tuple[str, finding.Check, float]]:
-        """Yields names, checks, and how many times as long as usual each may take.
-
-        A check may use what those before it have found.
-        """
-        flags, seconds = self._flags, self._flags.timeout
-        yield 'cores', hardware.check_cores, 1
-        yield 'memory', hardware.check_memory, 1
-        yield 'versions', functools.partial(versions.check_versions, self._extras()), 1
-        yield 'environment', self._check_environment, 1
-        check = functools.partial(devices.check_devices, ['jax', 'torch'], seconds)
-        yield 'accelerators', check, 2
-        if flags.source:
-            check = functools.partial(places.check_place, 'source', flags.source)
-            yield 'credentials of source', check, 1
-        if flags.data_dir:
-            check = functools.partial(
-                places.check_place, 'data_dir', flags.data_dir, writes=bool(flags.source)
-            )
-            yield 'credentials of data_dir', check, 1
-        if flags.source:
-            yield 'source', self._source, 2
-        yield 'disks', self._disks, 1
-        if flags.encoder:
-            yield 'encoder', self._encoder, 2 * _LOADING
-        if flags.data_dir:
-            yield 'data sets', self._find_data_sets, 1
-            for data_set in self._data_sets:
-                yield f'data set {data_set}', functools.partial(self._health, data_set), 1
-        if flags.config:
-            yield 'config', self._config, 2 * _LOADING
-        yield 'settings', self._choose, 1
-
-    def _extras(self) -> list[str]:
-        """Extras of this package that are needed for what is asked."""
-        kind = self._flags.encoder.partition(':')[0]
-        of_encoder = {'hf': ['text'], 'jax': ['text-jax']}.get(kind, [])
-        return ['convert', *of_encoder] if self._flags.source else of_encoder
-
-    # Modules that need an extra are imported where they are used, so that a missing one is a
-    # finding.
-
-    def _check_environment(self) -> Sequence[Finding]:
-        from coyo11m_tfds.checks import choices
-
-        return choices.check_environment(self._environment)
-
-    def _source(self) -> Iterator[Finding]:
-        from coyo11m_tfds.checks import source_checks
-        from coyo11m_tfds.source import location
-
-        source = location.find(self._flags.source)
-        yield from source_checks.check_files(source)
-        found = source_checks.estimate(source, self._settings, self._write_rate())
-        self._num_captions = found.num_records
-        self._num_bytes = found.num_bytes
-        fetched = min(found.fetched_bytes, self._settings.scratch_bytes)
-        self._scratch_bytes = found.store_bytes + fetched
-        yield from source_checks.check_build(found)
-
-    def _write_rate(self) -> float:
-        data_dir = self._flags.data_dir or os.curdir
-        if source_files.is_remote(data_dir):
-            return _BUCKET_RATE
-        return _WRITE_RATES[hardware.look_at_disk(data_dir).kind]
-
-    def _disks(self) -> Sequence[Finding]:
-        from coyo11m_tfds.storage import scratch
-
-        data_dir, builds, local = self._flags.data_dir, bool(self._flags.source), {}
-        if data_dir and not source_files.is_remote(data_dir):
-            local['data_dir'] = data_dir, self._num_bytes if builds else None
-        if builds or not data_dir:
-            folder = scratch.choose_folder(schema.NAME, data_dir, self._settings.scratch_dir)
-            local['scratch'] = folder, self._scratch_bytes
-        return hardware.check_disks(local)
-
-    def _encoder(self) -> Sequence[Finding]:
-        seconds = _LOADING * self._flags.timeout
-        return encoders.check_encoder(self._flags.encoder, self._num_captions, seconds)
-
-    def _find_data_sets(self) -> Sequence[Finding]:
-        from coyo11m_tfds.checks import data_sets
-
-        self._data_sets = data_sets.find(self._flags.data_dir)
-        if self._data_sets:
-            return []
-        text = f'none in {self._flags.data_dir} yet'
-        return [finding.passed('data sets', text)]
-
-    def _health(self, data_set: str) -> Sequence[Finding]:
-        from coyo11m_tfds.checks import data_sets
-
-        return data_sets.check_health(data_set)
-
-    def _config(self) -> Sequence[Finding]:
-        # Of several data sets the configuration chooses.
-        chosen = self._data_sets[0] if len(self._data_sets) == 1 else ''
-        seconds = _LOADING * self._flags.timeout
-        return training.check_config(self._flags.config, chosen, seconds)
-
-    def _choose(self) -> Sequence[Finding]:
-        from coyo11m_tfds.checks import choices
-        from coyo11m_tfds.storage import scratch
-
-        candidates = [scratch.user_cache(schema.NAME), self._temporary, os.getcwd()]
-        return [
-            choices.choose(
-                self._settings,
-                self._fields,
-                self._flags.data_dir,
-                self._num_bytes,
-                self._scratch_bytes,
-                candidates,
-            )
-        ]
+# 10 to 90 words, as long captions have.
+_SENTENCE = 'A small wooden boat with a red sail lies on the calm water of a lake in the evening. '
+_CAPTIONS = [f'{number}. {_SENTENCE * (1 + number % 5)}' for number in range(32)]
+_MOST_CAPTIONS = 4096
+_SLOW_HOURS = 24
 
 
-def parse_flags() -> argparse.Namespace:
-    """Parses the command line."""
-    parser = command_line.Parser('coyo11m_tfds.doctor', __doc__)
-    add = parser.add_argument
-    add('--source', default='', help='folder of the source, local, gs:// or hf://')
-    add(
-        '--data_dir', default='', help='--data_dir of `tfds build`, or a built data set; also gs://'
-    )
-    add('--encoder', default='', help='text encoder: hash, hf:NAME or jax:NAME')
-    add('--config', default='', help='configuration of the trainer: a file or a name')
-    add('--build_config', default='{}', help='--config of `tfds build`, as JSON')
-    add(
-        '--timeout',
-        type=command_line.positive,
-        default=DEFAULT_TIMEOUT,
-        help='seconds a check (%(default)g)',
-    )
-    add('--json', action='store_true', help='print one JSON document')
-    flags = parser.parse_args()
-    flags.timeout = min(flags.timeout, _LONGEST_TIMEOUT)
-    return flags
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line of the examination.
+
+    Attributes:
+        name: Name of the check.
+        status: `PASS`, `WARN` or `FAIL`.
+        text: What was found.
+        mend: Command or change that mends it; '' if nothing is wrong or `text` says it.
+    """
+
+    name: str
+    status: str
+    text: str
+    mend: str = ''
+
+    def __str__(self) -> str:
+        mend = f' -> {self.mend}' if self.mend else ''
+        return f'{self.status}  {self.name}: {self.text}{mend}'
 
 
-def read_build_config(text: str) -> tuple[dict[str, Any], BuildSettings]:
-    """The fields of `tfds build --config=TEXT`, and the settings that it would have.
+def of_error(name: str, error: BaseException, mend: str = '') -> Finding:
+    """An error as a failure of one line."""
+    return Finding(name, FAIL, ' '.join(ending.describe(error).split()), mend)
+
+
+def findings(flags: argparse.Namespace, settings: BuildSettings) -> Iterator[Finding]:
+    """Runs all checks that `flags` of `parse_flags` ask for; a build would have `settings`."""
+    source, data_dir, encoder = flags.source, flags.data_dir, flags.encoder
+    yield check_machine()
+    yield check_devices(flags.timeout)
+    dry, room = DryRun(), {}
+    if source:
+        yield check_place('source', source)
+    if data_dir:
+        yield check_place('data_dir', data_dir, writes=bool(source))
+    if source:
+        try:
+            dry = dry_run(source, settings)
+            yield describe(source, dry)
+        except (ValueError, OSError, ModuleNotFoundError) as error:
+            yield of_error('source', error)
+    if data_dir and not source_files.is_remote(data_dir):
+        room['data_dir'] = data_dir, dry.num_bytes
+    if source:
+        folder = scratch.choose_folder(schema.NAME, data_dir, settings.scratch_dir)
+        room['scratch'] = folder, min(dry.fetched_bytes, settings.scratch_bytes) + dry.store_bytes
+    yield from check_disks(room)
+    if encoder:
+        yield check_encoder(encoder, dry.num_records or _USUAL_CAPTIONS, flags.timeout)
+
+
+# --- The machine ----------------------------------------------------------------------------------
+
+
+def check_machine() -> Finding:
+    """Checks cores and memory, within the limits of a container."""
+    free, cores = machine.free_memory(), machine.usable_cpus()
+    text = f'{cores} cores, {readable(free)} of memory free of {readable(machine.usable_memory())}'
+    if free >= _AMPLE_MEMORY and cores > 1:
+        return Finding('machine', PASS, text)
+    text += f', expected 2 cores and {readable(_AMPLE_MEMORY)} for a large source'
+    mend = 'end other programs, or raise the limits, e.g. docker run --cpus=4 --memory=16g'
+    return Finding('machine', FAIL if free < _LEAST_MEMORY else WARN, text, mend)
+
+
+def check_disks(
+    places: Mapping[str, tuple[str, int]], usage: Callable[[str], Any] = shutil.disk_usage
+) -> Iterator[Finding]:
+    """Checks that local folders, which need not exist yet, can be written to and have room.
+
+    Args:
+        places: For each name the folder, and the bytes that will be written to it.
+        usage: Function that returns `(total, used, free)` bytes of the disk of a folder.
+    """
+    taken: collections.Counter[int] = collections.Counter()
+    for name, (folder, num_bytes) in places.items():
+        label = f'disk of {name}'
+        option = '--data_dir' if name == 'data_dir' else 'scratch_dir in the config of the build'
+        path = pathlib.Path(folder).expanduser().absolute()
+        there = next(place for place in (path, *path.parents) if place.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            text = f'{folder}: {there} is a file, or this user cannot write to it'
+            yield Finding(label, FAIL, text, f'choose another {option}')
+            continue
+        device = there.stat().st_dev
+        taken[device] += num_bytes  # places on one disk share its room
+        needed, free = max(taken[device], _LEAST_ROOM), usage(str(there))[2]
+        text = f'{folder} has {readable(free)} free'
+        if free < needed:
+            text += f', expected {readable(needed)} for what will be on this disk'
+            yield Finding(label, FAIL, text, f'free some space, or choose another {option}')
+        else:
+            yield Finding(label, PASS, text)
+
+
+# --- Places ---------------------------------------------------------------------------------------
+
+
+def check_place(name: str, url: str, writes: bool = False) -> Finding:
+    """Asks a storage for a listing, and has it write a byte; a local folder passes.
+
+    Args:
+        name: Name of the place, as 'source'.
+        url: Local path, `gs://` or `hf://`.
+        writes: Whether files will be made there.
+    """
+    label = f'credentials of {name}'
+    if not source_files.is_remote(url):
+        return Finding(label, PASS, f'{url} is local and needs none')
+    try:
+        if url.startswith('gs://'):
+            from coyo11m_tfds.storage import gcs_objects  # imports the storage's client
+
+            gcs_objects.split_url(url)
+            source_files.check_bucket(url)
+        else:
+            source_files.list_files(url, '', ())
+        if writes:
+            if not url.startswith('gs://'):
+                raise ValueError(f'{url}: cannot be written to; expected a local folder or gs://.')
+            probe = f'{url.rstrip("/")}/.doctor_{uuid.uuid4().hex}'
+            retry.call(lambda: source_files.gcs().pipe_file(probe, b'x'), f'writing to {url}')
+            retry.call(lambda: source_files.gcs().rm_file(probe), f'deleting from {url}')
+    except FileNotFoundError:
+        text = f'{url}: the hub has no such data set, or does not show it to this user.'
+        return Finding(label, FAIL, text, _LOG_IN['hf://'])
+    except (OSError, ValueError) as error:
+        mend = _LOG_IN.get(url[:5], '') if isinstance(error, PermissionError) else ''
+        return of_error(label, error, mend)
+    what = 'can be listed, written to and deleted from' if writes else 'can be listed'
+    return Finding(label, PASS, f'{url} {what}')
+
+
+# --- The source -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class DryRun:
+    """A build that was planned, or estimated, but not made.
+
+    Attributes:
+        source: Number and size of the files of the source.
+        num_records: Records of all splits.
+        num_shards: Shards of all splits.
+        num_bytes: Size of the shards.
+        store_bytes: Size of the captions as plain text, which stay in the scratch folder.
+        fetched_bytes: Size of the remote files, which pass through the scratch folder.
+        fetch_seconds: Time for these, at the speed of a trial.
+        dropped: Counts of the rows that are left out, by reason; {} for an estimate.
+        exact: Whether records and shards are those of the build.
+    """
+
+    source: str = ''
+    num_records: int = 0
+    num_shards: int = 0
+    num_bytes: int = 0
+    store_bytes: int = 0
+    fetched_bytes: int = 0
+    fetch_seconds: float = 0
+    dropped: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    exact: bool = False
+
+
+def dry_run(place: str, settings: BuildSettings) -> DryRun:
+    """Plans the build of a source.
+
+    Where the captions are few enough to be read in seconds, the plan is that of the build, to the
+    row. Elsewhere rows and sizes are those of some heads and of the Parquet file's footer, scaled.
 
     Raises:
-        ValueError: it is no JSON object, or has a field that is unknown or bad.
+        ValueError: The source cannot be built; see `plan.make_plan`.
+        OSError: A file cannot be read.
+    """
+    from coyo11m_tfds.convert.plan import make_plan  # these need an extra
+    from coyo11m_tfds.source import location
+    from coyo11m_tfds.source.source_latents import SourceLatents
+
+    source = location.find(place)
+    files, captions = source.latent_files, source.captions_file
+    file_bytes, is_remote = sum(file.size for file in files), files[0].is_remote
+    num_rows, caption_bytes = _footer(captions, settings.caption_column)
+    with tempfile.TemporaryDirectory() as folder:
+        if captions.size <= _EXACT_BYTES[is_remote] and (not is_remote or len(files) <= _HEADS):
+            files_there = scratch.Scratch(f'{folder}/source', settings.scratch_bytes)
+            plan = make_plan(source, settings, files_there, folder)
+            found = DryRun(
+                num_records=sum(task.parts[-1].records.stop for task in plan.tasks),
+                num_shards=len(plan.tasks),
+                num_bytes=plan.num_bytes,
+                dropped=plan.dropped.counts,
+                exact=True,
+            )
+        else:
+            heads = files[:: -(-len(files) // _HEADS)]
+            latents = SourceLatents.read(
+                heads, folder, drop_bad=settings.drop_bad, check_crc=settings.check_crc
+            )
+            num_records = latents.num_rows * file_bytes // sum(file.size for file in heads)
+            found = _estimate(num_records, caption_bytes / max(1, num_rows), settings)
+    found = dataclasses.replace(
+        found,
+        source=f'{len(files)} .pt files and captions, {readable(file_bytes + captions.size)}',
+        store_bytes=caption_bytes + 24 * num_rows,
+    )
+    if is_remote:
+        length, start = min(_PROBE_BYTES, files[0].size), time.monotonic()
+        remote.read_range(files[0], 0, length)
+        seconds = (time.monotonic() - start) * file_bytes / length / _FETCHES_AT_ONCE
+        fetched = file_bytes + captions.size
+        found = dataclasses.replace(found, fetched_bytes=fetched, fetch_seconds=seconds)
+    return found
+
+
+def describe(place: str, dry: DryRun) -> Finding:
+    """Says what the build would be."""
+    about = '' if dry.exact else 'about '
+    text = (
+        f'{place}: {dry.source}, become {about}{dry.num_records:,} records in {about}'
+        f'{dry.num_shards:,} shards of {readable(dry.num_bytes)}'
+    )
+    if dry.fetched_bytes:
+        time_taken = datetime.timedelta(seconds=max(1, round(dry.fetch_seconds)))
+        text += f'; fetching {readable(dry.fetched_bytes)} takes about {time_taken}'
+    left_out = {reason: count for reason, count in dry.dropped.items() if count}
+    if left_out:
+        text += '; left out: ' + ', '.join(f'{n:,} {reason}' for reason, n in left_out.items())
+    share = sum(left_out.values()) / max(1, dry.num_records + sum(left_out.values()))
+    if share > _MUCH:
+        mend = 'see whether the captions belong to these .pt files, and to caption_column'
+        return Finding('source', WARN, f'{text} ({share:.1%} of the rows)', mend)
+    return Finding('source', PASS, text)
+
+
+def _estimate(num_records: int, caption_bytes: float, settings: BuildSettings) -> DryRun:
+    record_bytes = 128 + caption_bytes + schema.NUM_CROPS * schema.LATENT_NBYTES
+    if settings.text_embeddings:
+        record_bytes += 2 * schema.DEFAULT_TEXT_DIM
+    num_shards = 0
+    for share in (1 - settings.validation_fraction, settings.validation_fraction):
+        num_shards += -(-int(share * num_records * record_bytes) // settings.shard_bytes)
+    if settings.in_place:  # the shards are cut as if the latents lay in them
+        record_bytes -= schema.NUM_CROPS * schema.LATENT_NBYTES
+    return DryRun('', num_records, num_shards, int(num_records * record_bytes))
+
+
+def _footer(captions: SourceFile, column: str) -> tuple[int, int]:
+    """Rows of a Parquet file, and about how many bytes the captions of a column take.
+
+    Raises:
+        ValueError: it is no Parquet file, or lacks the column.
+    """
+    import pyarrow.parquet as pq
+
+    size = min(captions.size, 8)
+    end = remote.read_range(captions, captions.size - size, size)
+    size = min(captions.size, 8 + int.from_bytes(end[:4], 'little'))
+    end = remote.read_range(captions, captions.size - size, size)
+    try:
+        footer = pq.read_metadata(io.BytesIO(end))
+    except ValueError as error:  # Arrow's errors are such
+        raise ValueError(f'{captions.path}: cannot be read as Parquet: {error}') from error
+    groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
+    chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
+    chunks = [chunk for chunk in chunks if chunk.path_in_schema == column]
+    if not chunks:
+        raise ValueError(
+            f"{captions.path}: lacks the column '{column}'; its columns are "
+            f'{", ".join(footer.schema.names)}. Set caption_column.'
+        )
+    return footer.num_rows, sum(chunk.total_uncompressed_size for chunk in chunks)
+
+
+# --- Accelerators and the encoder -----------------------------------------------------------------
+
+
+def check_devices(seconds: float, dev: str = '/dev') -> Finding:
+    """Asks JAX for the devices of this host; `dev` is the folder that shows what is plugged in."""
+    try:
+        version, devices = ask(_LIST_DEVICES, seconds)
+    except (ValueError, OSError) as error:
+        mend = 'end what else uses the devices, or set JAX_PLATFORMS=cpu to do without them'
+        return of_error('accelerators', error, mend)
+    counts = collections.Counter(kind for _, kind in devices)
+    text = f'jax {version}: ' + ', '.join(f'{n} x {kind}' for kind, n in counts.items())
+    seen = {platform.replace('cuda', 'gpu') for platform, _ in devices}
+    for there, files in (('gpu', 'nvidia[0-9]*'), ('tpu', 'accel[0-9]*')):
+        if there not in seen and any(pathlib.Path(dev).glob(files)):
+            text += f', although there is a {there.upper()} in this machine'
+            install = f"pip install -c constraints.txt -e '.[{there}]'"
+            return Finding('accelerators', WARN, text, install)
+    return Finding('accelerators', PASS, text)
+
+
+def check_encoder(spec: str, num_captions: int, seconds: float) -> Finding:
+    """Loads an encoder in a process of its own, and encodes some captions.
+
+    Args:
+        spec: Specification for `text_encoders.make_encoder`.
+        num_captions: Captions of the source, to rate the speed by.
+        seconds: Time-out.
+    """
+    try:
+        program = f'from coyo11m_tfds import doctor\ndoctor.time_encoder({spec!r})'
+        dim, rate, share = ask(program, seconds)
+    except (ValueError, OSError) as error:
+        return Finding('encoder', FAIL, f'{spec}: {error}')
+    hours = num_captions / rate / 3600
+    text = (
+        f'{spec} loads, embeddings of {dim} numbers, {rate:,.1f} captions/s here, '
+        f'{share:.0%} of the time in the tokenizer: {hours:,.1f} hours for {num_captions:,} '
+        'captions'
+    )
+    if hours > _SLOW_HOURS:
+        mend = (
+            'use a machine with a GPU (and a CUDA build of torch) or a TPU (jax: in place of hf: '
+            'runs Gemma 3 there), spread the work over more machines, or take a smaller encoder'
+        )
+        return Finding('encoder', WARN, text, mend)
+    return Finding('encoder', PASS, text)
+
+
+def time_encoder(spec: str) -> None:
+    """Prints numbers an embedding, captions a second, and the tokenizer's share of the time."""
+    from coyo11m_tfds.text import text_encoders
+
+    with ending.in_one_line('nothing was changed', (ValueError, OSError, ImportError)):
+        encoder = text_encoders.make_encoder(spec)
+        encoder.encode(_CAPTIONS[:2])  # the first call compiles, and makes threads
+        count, seconds, tokenizing = 4, 0.0, 0.0
+        while seconds < 1 and count < _MOST_CAPTIONS:  # a GPU is only fast at many
+            count *= 4
+            captions = (_CAPTIONS * (1 + count // len(_CAPTIONS)))[:count]
+            start = time.perf_counter()
+            tokens = encoder.tokenize(captions)
+            tokenizing = time.perf_counter() - start
+            encoder.encode_tokens(tokens)
+            seconds = time.perf_counter() - start
+    print(json.dumps([encoder.dim, count / seconds, tokenizing / seconds]))
+
+
+def ask(program: str, seconds: float) -> Any:
+    """Runs Python code in a process of its own, which may claim devices, hang or crash.
+
+    Returns:
+        What it printed last, as JSON.
+
+    Raises:
+        ValueError: It ended with an error, whose last line this quotes, or printed no JSON.
+        TimeoutError: It was killed after `seconds`.
+    """
+    try:
+        ended = subprocess.run(
+            [sys.executable, '-c', program],
+            env=os.environ | _QUIETLY,
+            timeout=seconds,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f'no answer within {seconds:g} s; wait longer with --timeout') from None
+    if ended.returncode == -9:
+        raise ValueError('the process was killed, most likely because memory ran out')
+    if ended.returncode:
+        said = ended.stderr.strip() or f'exit status {ended.returncode} without a word'
+        raise ValueError(said.splitlines()[-1].removeprefix('error: '))
+    try:
+        return json.loads(ended.stdout.splitlines()[-1])
+    except (ValueError, IndexError):
+        raise ValueError(f'no answer, but: {ended.stdout.strip()[-200:]}') from None
+
+
+# --- The command ----------------------------------------------------------------------------------
+
+
+def read_build_config(text: str) -> BuildSettings:
+    """The settings of `tfds build --config=TEXT`.
+
+    Raises:
+        ValueError: It is no JSON object, or has a field that is unknown or bad.
     """
     try:
         fields = json.loads(text)
@@ -239,50 +464,49 @@ def read_build_config(text: str) -> tuple[dict[str, Any], BuildSettings]:
         raise ValueError(f'--build_config={text}: is no JSON ({error}).') from error
     if not isinstance(fields, dict):
         raise ValueError(f'--build_config={text}: expected a JSON object.')
-    known = [field.name for field in dataclasses.fields(BuildSettings)]
-    of_build = {name: fields[name] for name in fields if name not in _OF_TFDS}
-    check_names(of_build, ['name', *known], '--build_config')
-    return fields, BuildSettings(**of_build)
+    names = [field.name for field in dataclasses.fields(BuildSettings)]
+    check_names(fields, ['name', 'description', *names], '--build_config')
+    return BuildSettings(**{name: fields[name] for name in names if name in fields})
 
 
-def summarize(found: Sequence[Finding]) -> str:
-    """One line about all findings."""
-    counts = [(sum(one.status == status for one in found), status) for status in (FAIL, WARN)]
-    said = ', '.join(f'{count} {status}' for count, status in counts if count)
-    return f'{len(found)} checks: {said or "all pass"}'
-
-
-def examine(flags: argparse.Namespace) -> int:
-    """Prints all findings; returns 1 if anything fails, else 0."""
-    found, doctor = [], Doctor(flags)
-    for name, value in _IMPATIENCE.items():
-        os.environ.setdefault(name, value)
-    # So that a check that hangs leaves no files behind.
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tempfile.tempdir:
-        for one in doctor.findings():
-            found.append(one)
-            if not flags.json:
-                print(one, flush=True)
-    has_failed = any(one.status == FAIL for one in found)
-    if flags.json:
-        listed = [vars(one) | {'facts': dict(one.facts)} for one in found]
-        print(json.dumps({'ok': not has_failed, 'findings': listed}, indent=1))
-    else:
-        print(summarize(found))
-    return int(has_failed)
+def parse_flags() -> argparse.Namespace:
+    """Parses the command line."""
+    parser = command_line.Parser('coyo11m_tfds.doctor', __doc__)
+    add = parser.add_argument
+    add('--source', default='', help='folder of the source, local, gs:// or hf://')
+    add('--data_dir', default='', help='--data_dir of the build, local or gs://')
+    add('--encoder', default='', help='text encoder: hash, hf:NAME or jax:NAME')
+    add('--build_config', default='{}', help='--config of the build, as JSON')
+    add(
+        '--timeout',
+        type=command_line.positive,
+        default=DEFAULT_TIMEOUT,
+        help='seconds for JAX and for the encoder to answer (%(default)g)',
+    )
+    add('--json', action='store_true', help='print one JSON document')
+    return parser.parse_args()
 
 
 def main() -> None:
     """Runs the command line; the exit status is that of the module's docstring."""
     flags = parse_flags()
-    try:
-        with ending.in_one_line('nothing was changed', status=2):
-            status = examine(flags)
-    except SystemExit as end:
-        status = int(end.code or 0)
-    child.end_all()
-    sys.stdout.flush()
-    os._exit(status)  # threads of a check that hangs would keep this process waiting
+    for name, value in _IMPATIENCE.items():
+        os.environ.setdefault(name, value)
+    found = []
+    with ending.in_one_line('nothing was changed', status=2):
+        settings = read_build_config(flags.build_config)
+        for one in findings(flags, settings):
+            found.append(one)
+            if not flags.json:
+                print(one, flush=True)
+    counts = collections.Counter(one.status for one in found)
+    if flags.json:
+        listed = [dataclasses.asdict(one) for one in found]
+        print(json.dumps({'ok': not counts[FAIL], 'findings': listed}, indent=1))
+    else:
+        said = ', '.join(f'{counts[status]} {status}' for status in (FAIL, WARN) if counts[status])
+        print(f'{len(found)} checks: {said or "all pass"}')
+    sys.exit(bool(counts[FAIL]))
 
 
 if __name__ == '__main__':

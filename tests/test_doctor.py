@@ -1,171 +1,295 @@
-"""The command that examines a machine and what is to be done on it, as a user calls it."""
+"""The command that examines a machine, a source and an encoder, and each of its checks."""
 
 import json
 import os
-import shutil
+import pathlib
 import signal
-import subprocess
 import sys
 
 import pytest
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import doctor, schema
+from coyo11m_tfds.convert.settings import BuildSettings
+from coyo11m_tfds.process import machine
 from tests import children, made_sources
-from tests.checkout import CHECKOUT
 from tests.convert.build_kills import is_running, wait_until
 from tests.fakes.cloud import Fault
 
-SHARD = 'coyo11m_tfds-train-3f9a1c20.tfrecord-00003-of-00012'
+GB = 10**9
+SETTINGS = BuildSettings(validation_fraction=0.1, shard_bytes=2_500_000)
 
 
-def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, '-m', 'coyo11m_tfds.doctor', *map(str, arguments)],
-        cwd=CHECKOUT,
-        env=os.environ | {'JAX_PLATFORMS': 'cpu', 'CUDA_VISIBLE_DEVICES': ''} | environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs the command in this process; returns its exit status and what it printed."""
+    monkeypatch.setenv('JAX_PLATFORMS', 'cpu')
+    monkeypatch.setenv('COYO11M_RETRY_SECONDS', '0.01')
+    monkeypatch.setenv('COYO11M_STALL_SECONDS', '1')
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, 'argv', ['doctor', *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            doctor.main()
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out, said.err
+
+    return call
 
 
-def by_name(ended: subprocess.CompletedProcess) -> dict[str, dict]:
-    """The findings of `--json` by name."""
-    assert 'Traceback' not in ended.stderr
-    return {found['name']: found for found in json.loads(ended.stdout)['findings']}
-
-
-def test_a_machine_and_a_whole_way_are_examined(sample_source, mini_dataset, tmp_path):
-    data_dir = mini_dataset.parents[2]
-    config = tmp_path / 'pooled.py'
-    demo = 'from configs import demo\ndef get_config():\n    config = demo.get_config()\n'
-    config.write_text(f"{demo}    config.model.text = 'pooled'\n    return config\n")
-    ended = run(
+def test_a_whole_way_is_examined(run, sample_source, tmp_path):
+    config = '{"name": "x", "validation_fraction": 0.1, "shard_bytes": 2500000}'
+    status, said, errors = run(
         f'--source={sample_source}',
-        f'--data_dir={data_dir}',
+        f'--data_dir={tmp_path}',
         '--encoder=hash',
-        f'--config={config}',
-        '--timeout=150',  # of a busy machine
-        '--build_config={"name": "x", "validation_fraction": 0.1, "shard_bytes": 2500000}',
+        f'--build_config={config}',
     )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    *lines, last = ended.stdout.splitlines()
-    assert {line.partition('  ')[0] for line in lines} <= {'pass', 'warn'}
-    names = [line.partition('  ')[2].partition(': ')[0] for line in lines]
-    assert names == [
-        'cores',
-        'memory',
-        'versions',
-        'environment',
-        'accelerators of jax',
-        'accelerators of torch',
+    assert status == 0, said + errors
+    *lines, last = said.splitlines()
+    assert [line.partition('  ')[2].partition(': ')[0] for line in lines] == [
+        'machine',
+        'accelerators',
         'credentials of source',
         'credentials of data_dir',
         'source',
-        'build',
         'disk of data_dir',
         'disk of scratch',
         'encoder',
-        f'data set {mini_dataset}',
-        'config',
-        'settings',
     ]
-    assert '1,173 records in 15 shards' in ended.stdout
-    assert 'text embeddings of hash' in ended.stdout
-    assert last.startswith('16 checks: ')
+    assert '1,173 records in 15 shards' in said
+    assert last.startswith('8 checks: ')
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_what_fails_is_in_the_exit_status_and_in_the_document(mini_dataset, tmp_path):
-    copy = tmp_path / schema.NAME / 'hash' / '1.0.0'
-    shutil.copytree(mini_dataset, copy)
-    (copy / SHARD).unlink()
+def test_what_fails_is_in_the_exit_status_and_in_the_document(run, tmp_path, monkeypatch):
+    monkeypatch.setenv('JAX_PLATFORMS', 'nonesuch')
     source = made_sources.write_source(tmp_path / 's', [range(40)])
     os.truncate(made_sources.latents_file(source, 0), 1000)
-    ended = run(f'--data_dir={tmp_path}', f'--source={source}', '--json', '--timeout=150', RANK='x')
-    assert ended.returncode == 1
-    assert json.loads(ended.stdout)['ok'] is False
-    found = by_name(ended)
-    failed = {name for name, one in found.items() if one['status'] == 'fail'}
-    assert failed == {f'data set {copy}', 'environment', 'source'}
-    assert found[f'data set {copy}']['text'] == f'{SHARD}: is missing'
-    assert found['cores']['facts']['usable'] >= 1
+    status, said, errors = run(f'--source={source}', '--encoder=clip', '--json')
+    assert status == 1 and 'Traceback' not in errors
+    document = json.loads(said)
+    assert document['ok'] is False
+    failed = {one['name']: one for one in document['findings'] if one['status'] == 'fail'}
+    assert failed.keys() == {'accelerators', 'source', 'encoder'}
+    assert 'nonesuch' in failed['accelerators']['text']
+    assert 'JAX_PLATFORMS=cpu' in failed['accelerators']['mend']
+    assert '.pt' in failed['source']['text']
+    assert "unknown encoder 'clip'" in failed['encoder']['text']
 
 
-@pytest.mark.slow
-def test_a_storage_that_hangs_does_not_keep_it_waiting(gcs):
-    gcs.inject(Fault('stall', count=None, seconds=600, after_bytes=0))
-    ended = run('--source=gs://hangs/s', '--json', '--timeout=2', COYO11M_STALL_SECONDS='600')
-    found = by_name(ended)
-    assert ended.returncode == 1
-    for name in ('credentials of source', 'source'):
-        assert found[name]['status'] == 'fail'
-        assert 'no answer within' in found[name]['text']
-    assert 'settings' in found  # what comes after it is not left out
+@pytest.mark.parametrize(
+    ('argument', 'message'),
+    [
+        ('--build_config={"shard_bytes": 0}', 'shard_bytes is 0'),
+        ('--build_config={"shards": 0}', "unknown field 'shards'; the fields are name, "),
+        ('--build_config=x', '--build_config=x: is no JSON'),
+        ('--build_config=["ab"]', '--build_config=["ab"]: expected a JSON object'),
+        ('--timeout=inf', '--timeout: inf: expected a number above 0'),
+    ],
+)
+def test_unusable_arguments_end_it_with_status_2(run, argument, message):
+    status, _, errors = run(argument)
+    assert (status, message in errors) == (2, True), errors
 
 
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
-def test_it_can_be_ended_while_a_check_hangs(tmp_path, monkeypatch, number):
-    """And neither that check nor its files outlive it."""
-    (tmp_path / 'packages').mkdir()
-    (tmp_path / 'packages' / 'jax.py').write_text(
+def test_it_can_be_ended_while_a_check_hangs(tmp_path, monkeypatch):
+    """And that check does not outlive it."""
+    (tmp_path / 'jax.py').write_text(
         'import os, pathlib, signal, time\n'
         'signal.signal(signal.SIGINT, signal.SIG_IGN)  # as what waits in C does\n'
         f'pathlib.Path({str(tmp_path)!r}, "pid.part").write_text(str(os.getpid()))\n'
         f'os.rename({str(tmp_path / "pid.part")!r}, {str(tmp_path / "pid")!r})\n'
         'time.sleep(600)\n'
     )
-    (tmp_path / 'temporary').mkdir()
-    monkeypatch.setenv('PYTHONPATH', str(tmp_path / 'packages'))
-    monkeypatch.setenv('TMPDIR', str(tmp_path / 'temporary'))
+    monkeypatch.setenv('PYTHONPATH', str(tmp_path))
     program = """
         import runpy, signal
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.argv = ['doctor', '--timeout=300']
+        # What only builds need is not needed here.
+        sys.modules.update(dict.fromkeys(['torch', 'pyarrow', 'isal', 'transformers']))
+        sys.argv = ['doctor']
         runpy.run_module('coyo11m_tfds.doctor', run_name='__main__')
     """
     with children.python(program) as child:
         wait_until((tmp_path / 'pid').exists)
-        child.send_signal(number)
+        child.send_signal(signal.SIGINT)
         _, errors = child.communicate(timeout=60)
-    assert child.returncode == 128 + number
-    said = [line for line in errors.splitlines() if not line.startswith('wait  ')]
-    assert said == (['Interrupted: nothing was changed.'] if number == signal.SIGINT else [])
-    assert list((tmp_path / 'temporary').iterdir()) == []
+    assert (child.returncode, errors) == (130, 'Interrupted: nothing was changed.\n')
     wait_until(lambda: not is_running(int((tmp_path / 'pid').read_text())))
 
 
+# --- The machine ----------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
-    ('arguments', 'message'),
+    ('cores', 'free', 'status'),
+    [(8, 4 * GB, 'pass'), (1, 4 * GB, 'warn'), (8, GB, 'warn'), (8, GB // 4, 'fail')],
+)
+def test_few_cores_and_little_memory(monkeypatch, cores, free, status):
+    monkeypatch.setattr(machine, 'usable_cpus', lambda: cores)
+    monkeypatch.setattr(machine, 'free_memory', lambda: free)
+    found = doctor.check_machine()
+    assert (found.status, bool(found.mend)) == (status, status != 'pass')
+
+
+def test_disks_without_room(tmp_path):
+    places = {
+        'data_dir': (str(tmp_path / 'not' / 'yet'), 30 * GB),
+        'scratch': (str(tmp_path), 32 * GB),  # on the same disk
+    }
+    found = list(doctor.check_disks(places, lambda folder: (80 * GB, 40 * GB, 40 * GB)))
+    assert [one.status for one in found] == ['pass', 'fail']
+    assert 'has 40.0 GB free, expected 62.0 GB' in found[1].text
+    assert 'scratch_dir in the config' in found[1].mend
+
+
+def test_a_file_in_the_place_of_the_folder(tmp_path):
+    (tmp_path / 'file').touch()
+    [found] = doctor.check_disks({'data_dir': (str(tmp_path / 'file' / 'x'), 0)})
+    assert (found.status, 'is a file' in found.text) == ('fail', True)
+    assert 'another --data_dir' in found.mend
+
+
+@pytest.mark.parametrize(
+    ('name', 'said'), [('nvidia0', 'a GPU'), ('accel0', 'a TPU'), ('nvidiactl', '')]
+)
+def test_a_device_that_jax_does_not_see(tmp_path, monkeypatch, name, said):
+    monkeypatch.setattr(doctor, 'ask', lambda *arguments: ['0.10', [['cpu', 'cpu']]])
+    (tmp_path / name).touch()
+    found = doctor.check_devices(60, str(tmp_path))
+    assert found.status == ('warn' if said else 'pass')
+    assert said in found.text and '1 x cpu' in found.text
+
+
+@pytest.mark.parametrize(
+    ('code', 'message'),
     [
-        (['--build_config={"shard_bytes": 0}'], 'shard_bytes is 0'),
-        (['--build_config={"shards": 0}'], "unknown field 'shards'; the fields are name, source"),
-        (['--build_config=x'], '--build_config=x: is no JSON'),
-        (['--build_config=["ab"]'], '--build_config=["ab"]: expected a JSON object'),
-        (['--timeout=0'], '--timeout: 0: expected a number above 0'),
-        (['--timeout=inf'], '--timeout: inf: expected a number above 0'),
+        ('import time; time.sleep(60)', 'no answer within'),
+        ('import os; os.kill(os.getpid(), 9)', 'memory ran out'),
+        ('raise SystemExit("error: no device")', '^no device$'),
+        ('print("hello")', 'no answer, but: hello'),
+        ('', 'no answer'),
     ],
 )
-def test_unusable_arguments_end_it_with_status_2(arguments, message):
-    ended = run(*arguments)
-    assert (ended.returncode, message in ended.stderr) == (2, True), ended.stderr
-    assert 'Traceback' not in ended.stderr
+def test_a_process_that_gives_no_answer(code, message):
+    with pytest.raises((ValueError, TimeoutError), match=message):
+        doctor.ask(code, 1)
 
 
-def test_a_machine_that_only_trains_needs_no_packages_of_builds(mini_dataset):
-    program = f"""
-import sys
-sys.modules.update(dict.fromkeys(['torch', 'pyarrow', 'isal', 'huggingface_hub', 'transformers']))
-from coyo11m_tfds import doctor
-from coyo11m_tfds.convert.settings import BuildSettings
-from coyo11m_tfds.checks import choices, data_sets
-found = [
-    *choices.check_environment({{}}),
-    *data_sets.check_health('{mini_dataset}'),
-    choices.choose(BuildSettings(), {{}}, '', 0, 0, []),
-]
-print([one.status for one in found])
-"""
-    command = [sys.executable, '-c', program]
-    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
-    assert done.stdout == "['pass', 'pass', 'pass']\n", done.stderr
+# --- Places ---------------------------------------------------------------------------------------
+
+
+def test_a_bucket_that_lets_in_passes_and_keeps_nothing(gcs):
+    gcs.put('bucket', 'd/x', b'x')
+    found = doctor.check_place('data_dir', 'gs://bucket/out', writes=True)
+    assert (found.status, 'written to' in found.text) == ('pass', True)
+    assert list(gcs.objects('bucket')) == ['d/x']
+    gcs.inject(Fault('403', count=None, action='upload'))
+    assert doctor.check_place('source', 'gs://bucket/d').status == 'pass'
+    found = doctor.check_place('data_dir', 'gs://bucket/d', writes=True)
+    assert (found.status, 'writing to' in found.text) == ('fail', True)
+
+
+def test_a_bucket_that_does_not_let_in(gcs):
+    found = doctor.check_place('data_dir', 'gs://no-such-bucket/d', writes=True)
+    assert found.status == 'fail'
+    assert 'gcloud storage buckets create gs://no-such-bucket' in found.text
+    gcs.inject(Fault('401', count=None))
+    found = doctor.check_place('source', 'gs://bucket/d')
+    assert (found.status, 'access was refused' in found.text) == ('fail', True)
+    assert found.mend == 'gcloud auth application-default login'
+
+
+def test_a_hub(hub):
+    hub.commit({'a.txt': b'x'})
+    assert doctor.check_place('source', 'hf://datasets/owner/name').status == 'pass'
+    found = doctor.check_place('source', 'hf://datasets/owner/other')
+    assert (found.status, found.mend) == ('fail', 'hf auth login')
+    found = doctor.check_place('data_dir', 'hf://datasets/owner/name', writes=True)
+    assert (found.status, 'cannot be written to' in found.text) == ('fail', True)
+    hub.inject(Fault('403', count=None))
+    found = doctor.check_place('source', 'hf://datasets/owner/name')
+    assert (found.status, found.mend) == ('fail', 'hf auth login')
+
+
+@pytest.mark.parametrize('url', ['s3://bucket/d', 'gs://'])
+def test_other_places(url):
+    found = doctor.check_place('source', url)
+    assert (found.status, f'{url}: expected a local path' in found.text) == ('fail', True)
+
+
+# --- The source -----------------------------------------------------------------------------------
+
+
+def built(folder: pathlib.Path) -> tuple[int, int, int]:
+    """Records, shards and bytes of a data set."""
+    splits = json.loads((folder / schema.INFO_FILE).read_bytes())['splits']
+    lengths = [int(length) for split in splits for length in split['shardLengths']]
+    return sum(lengths), len(lengths), sum(int(split['numBytes']) for split in splits)
+
+
+def test_a_dry_run_is_as_the_build(sample_source, hash_sidecar, mini_dataset, monkeypatch):
+    settings = BuildSettings(
+        validation_fraction=0.1, shard_bytes=2_500_000, text_embeddings=str(hash_sidecar)
+    )
+    records, shards, num_bytes = built(mini_dataset)
+    found = doctor.dry_run(sample_source, settings)
+    assert (found.exact, found.num_records, found.num_shards) == (True, records, shards)
+    assert found.num_bytes == pytest.approx(num_bytes, rel=0.01)
+    line = doctor.describe(sample_source, found)
+    assert (line.status, '1,173 records in 15 shards of 30.6 MB' in line.text) == ('pass', True)
+
+    monkeypatch.setattr(doctor, '_EXACT_BYTES', {False: 0, True: 0})  # as of a large source
+    found = doctor.dry_run(sample_source, settings)
+    assert not found.exact
+    assert found.num_records == pytest.approx(records, rel=0.03)
+    assert found.num_bytes == pytest.approx(num_bytes, rel=0.05)
+    assert found.num_shards == pytest.approx(shards, abs=3)
+    assert 'become about 1,200 records' in doctor.describe(sample_source, found).text
+
+
+def test_a_remote_source_is_timed_by_its_storage(gcs, tmp_path, monkeypatch):
+    folder = made_sources.write_source(tmp_path / 's', [range(40), range(40, 90)])
+    gcs.upload_folder(folder, 'gs://bucket/s')
+    found = doctor.dry_run('gs://bucket/s', SETTINGS)
+    assert (found.exact, found.num_records) == (True, 90)
+    files = [path for path in folder.rglob('*') if path.is_file()]
+    assert found.fetched_bytes == sum(file.stat().st_size for file in files)
+    assert found.fetch_seconds > 0
+    monkeypatch.setattr(doctor, '_EXACT_BYTES', {False: 0, True: 0})
+    gcs.clear()
+    assert doctor.dry_run('gs://bucket/s', SETTINGS).num_records == pytest.approx(90, rel=0.02)
+    read = sum(r.nbytes for r in gcs.requests if r.path.endswith(schema.CAPTIONS_FILE))
+    assert 0 < read <= (folder / schema.CAPTIONS_FILE).stat().st_size
+
+
+def test_many_rows_that_are_left_out_are_a_warning(tmp_path):
+    folder = made_sources.write_source(tmp_path / 's', [range(40)])
+    made_sources.write_captions(folder, {key: f'Caption {key}.' for key in range(30)})
+    line = doctor.describe('s', doctor.dry_run(folder, SETTINGS))
+    assert line.status == 'warn'
+    assert 'left out: 10 no_row (25.0% of the rows)' in line.text
+
+
+def test_what_is_wrong_with_the_captions_is_named(tmp_path):
+    folder = made_sources.write_source(tmp_path / 's', [range(40)])
+    with pytest.raises(ValueError, match=r"lacks the column 'nonesuch'; its columns are .*caption"):
+        doctor.dry_run(folder, BuildSettings(caption_column='nonesuch'))
+    os.truncate(folder / schema.CAPTIONS_FILE, 100)
+    with pytest.raises(ValueError, match='cannot be read as Parquet'):
+        doctor.dry_run(folder, SETTINGS)
+
+
+# --- Encoders -------------------------------------------------------------------------------------
+
+
+def test_many_captions_make_an_encoder_slow():
+    found = doctor.check_encoder('hash', num_captions=10**12, seconds=60)
+    assert (found.status, 'embeddings of 640 numbers' in found.text) == ('warn', True)
+    assert 'GPU' in found.mend
+
+
+def test_an_encoder_that_does_not_load_fails_with_its_message():
+    found = doctor.check_encoder('hf:/no/such/folder', num_captions=10, seconds=60)
+    assert found.status == 'fail'
+    assert '/no/such/folder' in found.text and 'Traceback' not in found.text

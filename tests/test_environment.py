@@ -4,7 +4,6 @@ import ast
 import re
 from collections.abc import Iterator
 
-from coyo11m_tfds.checks import choices
 from tests.checkout import CHECKOUT
 
 VARIABLE = re.compile(r'RANK|[A-Z][A-Z0-9]*(_[A-Z0-9]+)+')
@@ -58,7 +57,3 @@ def in_table() -> set[str]:
 
 def test_the_table_has_all_variables_and_no_other():
     assert in_table() == set(in_code()) | OF_LIBRARIES
-
-
-def test_the_doctor_knows_the_variables_of_this_project():
-    assert {name for name in in_table() if name.startswith('COYO11M_')} == choices.VARIABLES

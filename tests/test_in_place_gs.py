@@ -13,7 +13,6 @@ import pytest
 
 import input_pipeline
 from coyo11m_tfds import add_column, schema, verify
-from coyo11m_tfds.checks import data_sets
 from coyo11m_tfds.convert import driver
 from coyo11m_tfds.convert.settings import BuildSettings
 from coyo11m_tfds.dataset import columns, stored_dataset
@@ -196,18 +195,6 @@ def test_a_source_that_readers_cannot_reach_is_refused(sample_source, gcs, hub, 
 def env(bucket, tmp_path_factory) -> Iterator[dict[str, str]]:
     with runs.shared_compilations(tmp_path_factory.getbasetemp() / 'compiled') as env:
         yield env | bucket.env
-
-
-def test_the_doctor_finds_it_healthy(storage, env):
-    for read_through, is_whole in ((None, True), (20_000_000, False)):
-        storage.clear()
-        [found] = data_sets.check_health(DATA, read_through)
-        assert found.status == 'pass', found
-        reads = [r for r in storage.requests if r.action == 'read' and r.path.endswith('.pt')]
-        assert bool(reads) == is_whole  # the three files have 29 MB
-    url = replace_object(storage, lambda data: data[:-1] + b'x')
-    [found] = data_sets.check_health(DATA)
-    assert (found.status, found.text.partition(': ')[0]) == ('fail', url)
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
         what = 'tokens' if data.facts.vocabulary else 'text embeddings'
         described = f'{config.data.dir}, {what} of {data.facts.encoder}'
     else:
-        how = 'name a built data set: --config.data.dir, or --data_dir of the doctor'
+        how = 'name a built data set: --config.data.dir'
         unchecked['the data set, its encoder and the memory for reading it'] = how
         settings.check(config, needs_data=False)
         channels, height, width = schema.LATENT_SHAPE
