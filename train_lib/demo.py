@@ -18,7 +18,7 @@ from absl import flags
 from etils import epath
 
 from coyo11m_tfds import sample_data, schema
-from train_lib import caption_encoder, previews, process, workdirs
+from train_lib import caption_encoder, previews, run, workdirs
 from train_lib.draw import Artist
 
 FLAGS = flags.FLAGS
@@ -107,10 +107,10 @@ def _outlines(shape: str) -> np.ndarray:
 
 def main() -> None:
     """Draws, measures and prints."""
-    process.prepare()
+    run.prepare()
     captions, scenes = zip(*sample_data.held_out_prompts(NUM_PROMPTS), strict=True)
     folder = epath.Path(FLAGS.workdir) / previews.FOLDER
-    with process.errors_in_one_line():
+    with run.errors_in_one_line():
         workdirs.check_writable(folder)
         artist = Artist(FLAGS.workdir)
         pictures = artist.draw(captions, caption_encoder.make(artist.facts))
@@ -127,4 +127,4 @@ def main() -> None:
 
 if __name__ == '__main__':
     flags.DEFINE_string('workdir', None, 'Folder of the training run.')
-    process.run(main, required=['workdir'])
+    run.start(main, required=['workdir'])

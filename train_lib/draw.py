@@ -28,8 +28,8 @@ from train_lib import (
     data_facts,
     models,
     previews,
-    process,
     program,
+    run,
     saved_run,
     sharding,
     step_encoder,
@@ -140,11 +140,11 @@ class Artist:
 
 def main() -> None:
     """Reads captions and writes the grid."""
-    with process.errors_in_one_line():
+    with run.errors_in_one_line():
         prompts = epath.Path(FLAGS.prompts)
         captions = _read_captions(prompts)
-    process.prepare()
-    with process.errors_in_one_line():
+    run.prepare()
+    with run.errors_in_one_line():
         previews_of_run = workdirs.absolute(FLAGS.workdir) / previews.FOLDER
         folder = epath.Path(FLAGS.out).parent if FLAGS.out else previews_of_run
         workdirs.check_writable(folder)
@@ -192,4 +192,4 @@ if __name__ == '__main__':
     flags.DEFINE_float('guidance', None, "Strength of guidance; by default the run's.")
     flags.DEFINE_integer('num_steps', None, "Of the sampler; by default the run's.", lower_bound=1)
     flags.DEFINE_integer('batch_size', BATCH_SIZE, 'Pictures drawn at a time.', lower_bound=1)
-    process.run(main, required=['workdir', 'prompts'])
+    run.start(main, required=['workdir', 'prompts'])

@@ -31,7 +31,7 @@ from train_lib import (
     data_facts,
     flow,
     models,
-    process,
+    run,
     sampling,
     saved_run,
     sharding,
@@ -162,8 +162,8 @@ def _write(path: epath.Path, arrays: dict[str, np.ndarray]) -> None:
 
 def main() -> None:
     """Exports what the flags name."""
-    process.prepare()
-    with process.errors_in_one_line():
+    run.prepare()
+    with run.errors_in_one_line():
         place = FLAGS.workdir if FLAGS.step is None else f'{FLAGS.workdir}@{FLAGS.step}'
         export(place, workdirs.absolute(FLAGS.out), average=FLAGS.average)
     print(f'exported: {FLAGS.out}')
@@ -174,4 +174,4 @@ if __name__ == '__main__':
     flags.DEFINE_string('out', None, 'Folder to write, local or gs://.')
     flags.DEFINE_integer('step', None, 'Of the checkpoint; by default the last.', lower_bound=0)
     flags.DEFINE_bool('average', True, 'Export the moving average of the weights.')
-    process.run(main, required=['workdir', 'out'])
+    run.start(main, required=['workdir', 'out'])

@@ -20,7 +20,7 @@ from absl import flags, logging
 from ml_collections import config_flags
 
 import input_pipeline
-from train_lib import process, signals, workdirs
+from train_lib import run, signals
 
 FLAGS = flags.FLAGS
 
@@ -31,7 +31,7 @@ flags.DEFINE_list(
 flags.DEFINE_string('coordinator_address', None, 'Address of process 0 and a free port on it.')
 flags.DEFINE_integer('process_count', None, 'How many processes train together.')
 flags.DEFINE_integer('process_index', None, 'Which of them this one is, from 0.')
-config_flags.DEFINE_config_file('config', None, process.CONFIG_HELP, lock_config=True)
+config_flags.DEFINE_config_file('config', None, run.CONFIG_HELP, lock_config=True)
 
 
 @flags.multi_flags_validator(
@@ -45,22 +45,20 @@ def _all_or_none(values: dict[str, str | int | None]) -> bool:
 def main() -> None:
     """Prepares the process and trains."""
     signals.install(FLAGS.config.requeue_status)
-    with process.errors_in_one_line():
-        workdirs.check_writable(FLAGS.workdir)
-        input_pipeline.prepare_process()
-    process.prepare()
+    input_pipeline.prepare_process()
+    run.prepare()
     # Only now, because they take seconds and import TensorFlow, which looks at those settings.
     from train_lib import failures, train
 
     if FLAGS.config.distributed or FLAGS.coordinator_address:
-        with process.errors_in_one_line():
+        with run.errors_in_one_line():
             failures.join_hosts(FLAGS.coordinator_address, FLAGS.process_count, FLAGS.process_index)
     if FLAGS.verbose:
         logging.info('Configuration:\n%s', FLAGS.config)
     with failures.shared():
-        with process.errors_in_one_line():
+        with run.errors_in_one_line():
             setup = train.set_up(FLAGS.config, FLAGS.workdir, FLAGS.accept_changes)
-        with process.errors_in_one_line((FloatingPointError, OSError)):
+        with run.errors_in_one_line((FloatingPointError, OSError)):
             state, finished = train.train(setup, FLAGS.verbose)
     if not finished:
         command = shlex.join([sys.executable, '-m', 'train_lib.main', *sys.argv[1:]])
@@ -70,4 +68,4 @@ def main() -> None:
 
 if __name__ == '__main__':
     signals.install()
-    process.run(main, required=['config', 'workdir'])
+    run.start(main, required=['config', 'workdir'])

@@ -19,11 +19,11 @@ from ml_collections import config_flags
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.pictures import vae_decoder
-from train_lib import process
+from train_lib import run
 
 FLAGS = flags.FLAGS
 
-config_flags.DEFINE_config_file('config', None, process.CONFIG_HELP, lock_config=True)
+config_flags.DEFINE_config_file('config', None, run.CONFIG_HELP, lock_config=True)
 
 
 def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
@@ -37,7 +37,7 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
         ValueError: a setting is out of its range, or does not fit the devices or the data.
         OSError: there is no data set.
     """
-    # After `process.prepare`, because they import TensorFlow.
+    # After `run.prepare`, because they import TensorFlow.
     import jax
 
     from train_lib import flow, program, settings, sharding, writers
@@ -76,10 +76,10 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
 
 def main() -> None:
     """Prints what `check` returns as one line of JSON."""
-    process.prepare()
-    with process.errors_in_one_line():
+    run.prepare()
+    with run.errors_in_one_line():
         print(json.dumps(check(FLAGS.config)))
 
 
 if __name__ == '__main__':
-    process.run(main, required=['config'])
+    run.start(main, required=['config'])

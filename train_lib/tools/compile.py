@@ -33,7 +33,7 @@ from train_lib import (
     chips,
     flow,
     models,
-    process,
+    run,
     settings,
     sharding,
     step_encoder,
@@ -318,7 +318,7 @@ def _first_sentence(error: Exception) -> str:
 def main() -> None:
     """Prints the report; the exit status is 1 where the program does not fit."""
     jax.config.update('jax_platforms', 'cpu')  # not the devices of this machine
-    with process.errors_in_one_line((ValueError,)):
+    with run.errors_in_one_line((ValueError,)):
         report = analyze(
             FLAGS.config,
             FLAGS.topology,
@@ -332,11 +332,11 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    config_flags.DEFINE_config_file('config', None, process.CONFIG_HELP, lock_config=True)
+    config_flags.DEFINE_config_file('config', None, run.CONFIG_HELP, lock_config=True)
     flags.DEFINE_string('topology', None, 'Slice to compile for, such as v5e:4x4.')
     flags.DEFINE_integer('num_slices', 1, 'Slices of that topology.')
     flags.DEFINE_integer('text_dim', 640, 'Width of the text embeddings.')
     flags.DEFINE_integer('num_tokens', 128, 'Of a text, with model.text=sequence or an encoder.')
     flags.DEFINE_integer('vocabulary', 4096, 'Of these tokens.')
     flags.DEFINE_bool('json', False, 'Print the report as JSON.')
-    process.run(main, required=['config', 'topology'])
+    run.start(main, required=['config', 'topology'])

@@ -22,7 +22,7 @@ from absl import flags
 from ml_collections import config_flags
 
 import input_pipeline
-from train_lib import process
+from train_lib import run
 
 FLAGS = flags.FLAGS
 
@@ -89,7 +89,7 @@ def measure(
         ValueError: the settings do not fit the data set, each other or `hosts`.
         OSError: there is no data set.
     """
-    # They import TensorFlow, which looks at the settings that `process.prepare` makes.
+    # They import TensorFlow, which looks at the settings that `run.prepare` makes.
     import jax
 
     from train_lib import data, program, sharding
@@ -143,17 +143,17 @@ def _time(run: Callable[[], Any], seconds: float) -> Times:
 def main() -> None:
     """Measures, and prints both times and the verdict."""
     config = FLAGS.config
-    with process.errors_in_one_line():
+    with run.errors_in_one_line():
         input_pipeline.prepare_process()
-        process.prepare()
+        run.prepare()
         step, batch, engine = measure(config, FLAGS.hosts, FLAGS.step_ms, FLAGS.seconds)
     print(f'- a step alone: {step}', f'- a batch alone, by {engine}: {batch}', sep='\n')
     print(f'- {verdict(step, batch, engine)}')
 
 
 if __name__ == '__main__':
-    config_flags.DEFINE_config_file('config', None, process.CONFIG_HELP, lock_config=True)
+    config_flags.DEFINE_config_file('config', None, run.CONFIG_HELP, lock_config=True)
     flags.DEFINE_integer('hosts', 1, 'Hosts that share the batch; this is one.')
     flags.DEFINE_float('step_ms', None, 'Take this for the time of a step.')
     flags.DEFINE_float('seconds', 5, 'To read for, and to step for.')
-    process.run(main, required=['config'])
+    run.start(main, required=['config'])

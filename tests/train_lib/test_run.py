@@ -1,4 +1,4 @@
-"""What a person reads: a few lines before the first step, the loss first, and no noise."""
+"""Programs start with a few lines, the loss first, find configurations by name, and end in one."""
 
 import errno
 import os
@@ -10,7 +10,7 @@ import pytest
 
 from tests import runs
 from tests.checkout import CHECKOUT
-from train_lib import checkpoint, process, train
+from train_lib import checkpoint, run, train
 
 NOISE = (
     'oneDNN',
@@ -105,7 +105,7 @@ def test_a_terminal_shows_a_bar_and_lines_above_it(mini_dataset, silent, tmp_pat
     [
         (['--config=configs/none.py'], '--config=configs/none.py: there is no such file; .*demo'),
         (['--config=configs/none.py', '--config.seed=3'], 'configs/none.py: there is no such file'),
-        (['--config.modle.name=S'], "--config.modle.name: .* 'modle'; did you mean 'model'"),
+        (['--config.modle.name=S'], "--config.modle.name: .* 'modle'; did you mean 'model.name'"),
         (['--config.batch_sise=3'], "--config.batch_sise: .* did you mean 'batch_size'"),
         (['--config.learning_rate=3'], "'learning_rate'; did you mean 'optimizer.learning_rate'"),
         (['--config.data.batch_sise=3'], "'batch_sise'; did you mean 'batch_size'"),
@@ -207,7 +207,7 @@ def test_a_folder_without_a_data_set_is_named(tmp_path, folder, message):
 
 def test_an_error_of_the_system_says_what_to_do():
     expected = pytest.raises(SystemExit, match=r'^error: /full: No space left on device: free some')
-    with expected, process.errors_in_one_line():
+    with expected, run.errors_in_one_line():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), '/full')
 
 
@@ -245,3 +245,34 @@ def test_a_run_that_is_refused_by_its_checkpoint_writes_no_events(mini_dataset, 
     with pytest.raises(checkpoint.OtherRunError, match=r' seed was 0 and is now 1'):
         train.train_and_evaluate(runs.small_config(mini_dataset, **small, seed=1), tmp_path)
     assert sorted(path.name for path in tmp_path.rglob('*')) == before
+
+
+# --- Configurations by name ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """Another current folder than the checkout."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, 'path', [])
+    return tmp_path
+
+
+@pytest.mark.parametrize('name', ['demo', 'demo.py', 'configs/demo.py'])
+def test_the_name_of_a_configuration_becomes_its_path(elsewhere, name):
+    path = str(CHECKOUT / 'configs' / 'demo.py')
+    resolved = run.resolve(['x', f'--config={name}', '--workdir=w'])
+    assert resolved == ['x', f'--config={path}', '--workdir=w']
+    assert run.resolve(['x', '-config', name]) == ['x', '-config', path]
+    assert sys.path == [str(CHECKOUT)]  # so that a file of one's own can import the default
+
+
+def test_what_is_no_name_stays(elsewhere):
+    (elsewhere / 'demo.py').touch()
+    arguments = ['x', '--config=demo.py:big', '--config.data.dir=demo', '--workdir', 'demo']
+    assert run.resolve(arguments) == arguments
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones(elsewhere):
+    with pytest.raises(SystemExit, match=r'^error: --config=dmeo: .*: default, demo, gpu, tpu'):
+        run.resolve(['x', '--config=dmeo'])

@@ -1,0 +1,265 @@
+"""How the programs of this package start and end: command line, log, errors in one line.
+
+    def main():
+        run.prepare()
+        with run.errors_in_one_line():
+            ...
+
+    if __name__ == '__main__':
+        flags.DEFINE_string('workdir', None, 'Folder of the run.')
+        run.start(main, required=['workdir'])
+
+`--config` takes a file or the name of a configuration of this package, wherever the program runs:
+`--config=demo` is `configs/demo.py` of a checkout, `train_lib/configs/demo.py` where the package is
+installed. Importing this module imports neither JAX nor TensorFlow, which read their environment
+when they are imported.
+"""
+
+import collections
+import contextlib
+import difflib
+import functools
+import logging as standard_logging
+import os
+import pathlib
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from absl import app, flags, logging
+
+import input_pipeline
+from coyo11m_tfds.process import command_line, ending
+from train_lib import settings
+
+CONFIG_HELP = (
+    'Configuration of the run: a file, or the name of one of this package, such as demo; '
+    '--config.FIELD=VALUE changes a field.'
+)
+
+_HERE = pathlib.Path(__file__).parent
+_CONFIGS = next(path for path in (_HERE / 'configs', _HERE.parent / 'configs') if path.is_dir())
+
+# Not their parent folder, which may hold a virtual environment.
+_OWN_CODE = tuple(
+    str(_HERE.parent / name) for name in ('coyo11m_tfds', 'train_lib', 'input_pipeline.py')
+)
+
+flags.DEFINE_bool('verbose', False, 'Log all that libraries say, and tracebacks of errors.')
+
+
+def start(main: Callable[[], None], required: Sequence[str]) -> None:
+    """Parses the command line and calls `main`.
+
+    A wrong command line ends the process with `error: ...` in one line and status 1.
+
+    Args:
+        main: reads `flags.FLAGS`.
+        required: names of the flags that must be given.
+    """
+    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS['verbose'])  # for --help
+    try:
+        app.run(
+            lambda argv: main(), flags_parser=functools.partial(_parse_flags, required=required)
+        )
+    except SystemExit as end:
+        if not isinstance(end.code, str):
+            raise
+        sys.stdout.flush()
+        with os.fdopen(os.dup(sys.stderr.fileno()), 'w') as stderr:
+            # The last line: threads of libraries may complain until the process has ended.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+            print(end.code, file=stderr)
+        os._exit(1)
+
+
+def prepare() -> None:
+    """Keeps TensorFlow off the accelerator and the log readable; call it before importing either.
+
+    TensorFlow logs its settings when it is imported.
+    """
+    if not _is_verbose():
+        handler = logging.get_absl_handler()
+        handler.addFilter(_is_worth_reading)
+        handler.setFormatter(_Lines())
+        sys.unraisablehook = functools.partial(_unraisable, sys.unraisablehook)
+        input_pipeline.quiet_tensorflow()
+    import tensorflow as tf
+
+    # TensorFlow only reads records: the accelerator's memory is for JAX.
+    tf.config.set_visible_devices([], 'GPU')
+
+
+@contextlib.contextmanager
+def errors_in_one_line(
+    kinds: tuple[type[Exception], ...] = (ValueError, OSError),
+) -> Iterator[None]:
+    """Ends the process with `error: ...` and status 1 for errors that the user can mend.
+
+    With `--verbose` the traceback precedes the line.
+
+    Args:
+        kinds: such errors; the default fits where settings are checked and files are opened.
+    """
+    try:
+        yield
+    except kinds as error:
+        if _is_verbose():
+            logging.info('Where the error comes from:', exc_info=True)
+        sys.exit(f'error: {_as_flags(" ".join(ending.describe(error).split()))}')
+
+
+# --- The command line ---------------------------------------------------------------------------
+
+
+def resolve(arguments: Sequence[str]) -> list[str]:
+    """Replaces the name of a configuration in a command line by the path of its file.
+
+    A file that exists stays as it is, and may import those of this package: `from configs import
+    default`.
+
+    Raises:
+        SystemExit: there is neither such a file nor such a name.
+    """
+    if str(_CONFIGS.parent) not in sys.path:
+        sys.path.append(str(_CONFIGS.parent))  # where `configs` is imported from
+    resolved = list(arguments)
+    for number, argument in enumerate(arguments):
+        flag, equals, value = argument.partition('=')
+        if flag not in ('-config', '--config'):
+            continue
+        if equals:
+            resolved[number] = f'{flag}={_find_config(value)}'
+        elif number + 1 < len(arguments):
+            resolved[number + 1] = _find_config(arguments[number + 1])
+    return resolved
+
+
+def _find_config(name: str) -> str:
+    path = name.partition(':')[0]  # the file gets the rest
+    if pathlib.Path(path).is_file():
+        return name
+    known = {file.stem: file for file in sorted(_CONFIGS.glob('*.py'))}
+    stem = path.removeprefix('configs/').removesuffix('.py')
+    if stem not in known:
+        sys.exit(
+            f'error: --config={name}: there is no such file; expected one, or the name of a '
+            f'configuration of this package: {", ".join(known)}.'
+        )
+    return name.replace(path, str(known[stem]), 1)
+
+
+def _parse_flags(argv: Sequence[str], required: Sequence[str]) -> list[str]:
+    argv = resolve(argv)
+    with errors_in_one_line((flags.Error, OSError, ValueError, TypeError)):
+        try:
+            _, *stray = flags.FLAGS(argv)
+            if stray:
+                raise flags.Error(f'unexpected arguments: {" ".join(stray)}')
+            if 'config' in flags.FLAGS and flags.FLAGS['config'].present:
+                _ = flags.FLAGS.config.seed  # the first use loads the file
+            missing = [f'--{name}' for name in required if flags.FLAGS[name].value in (None, '')]
+            if missing:
+                raise flags.Error(f'missing: {", ".join(missing)}')
+        except flags.Error as error:
+            if 'Error whilst parsing config file' in str(error):
+                raise ValueError(_wrong_config(argv, error)) from error
+            program = sys.modules['__main__']
+            name = program.__spec__.name if program.__spec__ else ''
+            advice = command_line.advice(f'python -m {name}', program.__doc__)
+            raise ValueError(f'{error}; {advice}') from error
+        except (OSError, KeyError, AttributeError) as error:
+            raise ValueError(_wrong_config(argv, error)) from error
+        except SystemExit:
+            sys.exit()  # absl shows the help, and ends with 1
+    return argv[:1]
+
+
+def _wrong_config(argv: Sequence[str], error: Exception) -> str:
+    """Names the flag, or the line of the file, and what is wrong there."""
+    path, fields = '', []
+    for argument in argv:
+        if found := re.match(r'--?config=(.*)', argument):
+            path = found[1]
+        elif found := re.match(r'--?config\.([\w.]+)', argument):
+            fields.append(found[1])
+    if isinstance(error, OSError):
+        return f'--config={path}: {error}'
+    trace = ''.join(traceback.format_exception(error))  # quotes that of the file
+    frames = re.findall(r'^ +File "(.*)", line (\d+)', trace, re.MULTILINE)
+    own = [line for file, line in frames if file == path.partition(':')[0]]
+    where = f'--config={path}, line {own[-1]}' if own else f'--config={path}'
+    is_of_a_field = isinstance(error, (KeyError, AttributeError))
+    if not (is_of_a_field and frames[-1][0].endswith('config_dict.py')):
+        *_, said = re.findall(r'^\w+: .*', trace, re.MULTILINE)
+        return f'{where}: {said}'
+    # The message begins with the field in quotes, unless the field is being added.
+    found = re.search(r'Key "(\w+)"', str(error)) or re.search(r'(\w+)', str(error))
+    missing = found[1] if found else ''
+    given = [field for field in fields if missing in field.split('.')]
+    if given and not own:
+        where = f'--config.{given[0]}'
+    likely = _likely_field(given[0] if given else missing)
+    advice = f'; did you mean {likely!r}?' if likely else ''
+    return f'{where}: there is no field {missing!r}{advice}'
+
+
+def _likely_field(given: str) -> str:
+    """The field or block whose own name is most like that of a given one; '' if none is."""
+    by_end = collections.defaultdict(set)
+    for name in _fields():
+        for known in (name, name.rpartition('.')[0]):
+            by_end[known.rpartition('.')[2]].add(known)
+    for end in difflib.get_close_matches(given.rpartition('.')[2], by_end, n=1):
+        return difflib.get_close_matches(given, sorted(by_end[end]), n=1, cutoff=0)[0]
+    return ''
+
+
+def _as_flags(message: str) -> str:
+    """Names settings as they are typed: `--config.data.lanes=2` where the reader says `lanes=2`."""
+    if 'config' not in flags.FLAGS:
+        return message
+    names = _fields()
+    full = {name.removeprefix('data.'): name for name in names} | {name: name for name in names}
+    fields = '|'.join(map(re.escape, full))
+    return re.sub(rf'(?<![\w.-])({fields})=', lambda found: f'--config.{full[found[1]]}=', message)
+
+
+def _fields() -> list[str]:
+    from configs import default  # which `resolve` has made known
+
+    return list(settings.flatten(default.get_config().to_dict()))
+
+
+# --- The log ------------------------------------------------------------------------------------
+
+
+def _is_verbose() -> bool:
+    # Programs that do not parse flags call `prepare`, too.
+    return flags.FLAGS.is_parsed() and flags.FLAGS.verbose
+
+
+def _unraisable(report: Callable[[Any], Any], error: Any) -> None:
+    """Reports all but what follows from an error of a checkpoint, once for each of its arrays."""
+    if str(error.exc_value) != 'Event loop is closed':
+        report(error)
+
+
+class _Lines(standard_logging.Formatter):
+    """The time of day and the message, with the level of a warning or worse.
+
+    Libraries log errors before they raise them, so their tracebacks are left out.
+    """
+
+    def format(self, record: standard_logging.LogRecord) -> str:
+        level = '' if record.levelno <= standard_logging.INFO else f'{record.levelname}: '
+        if not record.pathname.startswith(_OWN_CODE):
+            record.exc_info = record.exc_text = None
+        return f'{self.formatTime(record, "%H:%M:%S")} {level}{super().format(record)}'
+
+
+def _is_worth_reading(record: standard_logging.LogRecord) -> bool:
+    """True for our own messages and for the warnings of libraries."""
+    return record.levelno > standard_logging.INFO or record.pathname.startswith(_OWN_CODE)
