@@ -4,7 +4,7 @@
     python -m coyo11m_tfds.doctor --source=hf://datasets/owner/name \\
         --data_dir=gs://BUCKET/tfds --encoder=hf:google/gemma-3-270m
 
-    pass  machine: 8 cores, 60.1 GB of memory free of 64.0 GB
+    pass  machine: 8 cores, 64.0 GB of memory
     fail  disk of data_dir: OUT has 20.0 GB free, expected 310.0 GB -> ...
 
 Each finding is one line: pass, warn or fail, and after the arrow what to do about it. `--json`
@@ -98,7 +98,7 @@ class Finding:
 
 def of_error(name: str, error: BaseException, mend: str = '') -> Finding:
     """An error as a failure of one line."""
-    return Finding(name, FAIL, ' '.join(ending.describe(error).split()), mend)
+    return Finding(name, FAIL, ending.describe(error), mend)
 
 
 def findings(flags: argparse.Namespace, settings: BuildSettings) -> Iterator[Finding]:
@@ -132,13 +132,13 @@ def findings(flags: argparse.Namespace, settings: BuildSettings) -> Iterator[Fin
 
 def check_machine() -> Finding:
     """Checks cores and memory, within the limits of a container."""
-    free, cores = machine.free_memory(), machine.usable_cpus()
-    text = f'{cores} cores, {readable(free)} of memory free of {readable(machine.usable_memory())}'
-    if free >= _AMPLE_MEMORY and cores > 1:
+    memory, cores = machine.usable_memory(), machine.usable_cpus()
+    text = f'{cores} cores, {readable(memory)} of memory'
+    if memory >= _AMPLE_MEMORY and cores > 1:
         return Finding('machine', PASS, text)
     text += f', expected 2 cores and {readable(_AMPLE_MEMORY)} for a large source'
-    mend = 'end other programs, or raise the limits, e.g. docker run --cpus=4 --memory=16g'
-    return Finding('machine', FAIL if free < _LEAST_MEMORY else WARN, text, mend)
+    mend = 'raise the limits, e.g. docker run --cpus=4 --memory=16g'
+    return Finding('machine', FAIL if memory < _LEAST_MEMORY else WARN, text, mend)
 
 
 def check_disks(

@@ -122,12 +122,12 @@ def test_it_can_be_ended_while_a_check_hangs(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ('cores', 'free', 'status'),
+    ('cores', 'memory', 'status'),
     [(8, 4 * GB, 'pass'), (1, 4 * GB, 'warn'), (8, GB, 'warn'), (8, GB // 4, 'fail')],
 )
-def test_few_cores_and_little_memory(monkeypatch, cores, free, status):
+def test_few_cores_and_little_memory(monkeypatch, cores, memory, status):
     monkeypatch.setattr(machine, 'usable_cpus', lambda: cores)
-    monkeypatch.setattr(machine, 'free_memory', lambda: free)
+    monkeypatch.setattr(machine, 'usable_memory', lambda: memory)
     found = doctor.check_machine()
     assert (found.status, bool(found.mend)) == (status, status != 'pass')
 

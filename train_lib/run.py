@@ -108,7 +108,7 @@ def errors_in_one_line(
     except kinds as error:
         if _is_verbose():
             logging.info('Where the error comes from:', exc_info=True)
-        sys.exit(f'error: {_as_flags(" ".join(ending.describe(error).split()))}')
+        sys.exit(f'error: {_as_flags(ending.describe(error))}')
 
 
 # --- The command line ---------------------------------------------------------------------------

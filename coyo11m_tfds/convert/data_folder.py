@@ -19,6 +19,7 @@ from absl import logging
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import manifest
 from coyo11m_tfds.process import job
+from coyo11m_tfds.process.sizes import readable
 from coyo11m_tfds.storage import build_lock
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.file_state import FileState
@@ -109,11 +110,11 @@ class DataFolder:
             doomed = self._recorded(other, there) or _files_of(other, there)
             doomed = (doomed & there.keys()) - kept
             logging.info(
-                '%s: removing %d files of build %s, %.1f GB',
+                '%s: removing %d files of build %s, %s',
                 self.files.folder,
                 len(doomed),
                 other,
-                sum(there[name] for name in doomed) / 1e9,
+                readable(sum(there[name] for name in doomed)),
             )
             self._remove(other, doomed, there)
         self._remove(build, _files_of(build, there) - kept, there)
@@ -130,11 +131,11 @@ class DataFolder:
         for other in sorted(under_way):
             size = sum(there[name] for name in _files_of(other, there))
             logging.warning(
-                '%s: build %s was interrupted and has left %.1f GB. The command that began it '
+                '%s: build %s was interrupted and has left %s. The command that began it '
                 'resumes it with --overwrite; the next build that is completed removes them.',
                 self.files.folder,
                 other,
-                size / 1e9,
+                readable(size),
             )
         kept = self._recorded(build, there)
         for other in sorted(_builds(there) - under_way - {build}):

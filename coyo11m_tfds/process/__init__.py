@@ -1,4 +1,1 @@
-"""The surroundings of a process: cores and memory, its job, its terminal, and how it ends.
-
-Import any module. This room imports no other.
-"""
+"""A process: its command line, cores and memory, job, workers, progress, and how it ends."""

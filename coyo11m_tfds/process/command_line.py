@@ -5,8 +5,7 @@
     flags = parser.parse_args()
     command_line.show_log()
 
-The programs of this package parse with argparse. Those of `train_lib` use absl's flags, as
-ml_collections requires, and share `advice`.
+The programs of `train_lib` use absl's flags, as ml_collections requires, and share `advice`.
 """
 
 import argparse
@@ -21,18 +20,19 @@ import absl.logging
 
 
 class Parser(argparse.ArgumentParser):
-    """A wrong command line ends the program with `error: ...` in one line, and status 2.
-
-    Args:
-        program: the module that is run.
-        doc: its docstring, with a command that runs it, indented.
-    """
+    """A parser whose errors end the program with `error: ...` in one line, and status 2."""
 
     def __init__(self, program: str, doc: str):
+        """`program` is the module that is run, `doc` its docstring with an indented command."""
+        width = min(shutil.get_terminal_size().columns, 100) - 1
+        wrap = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+        parts = doc.strip().split('\n\n')
         super().__init__(
             prog=f'python -m {program}',
             usage='%(prog)s [--FLAG=VALUE ...]',  # the description shows whole commands
-            description=fit(doc),
+            description='\n\n'.join(
+                part if part.startswith(' ') else wrap.fill(part) for part in parts
+            ),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 
@@ -49,24 +49,8 @@ def positive(text: str) -> float:
     return value
 
 
-def fit(doc: str) -> str:
-    """A docstring for `--help`: paragraphs as wide as the terminal, at most 100 columns.
-
-    Indented lines, such as commands, stay as they are.
-    """
-    width = min(shutil.get_terminal_size().columns, 100) - 1
-    wrap = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
-    parts = doc.strip().split('\n\n')
-    return '\n\n'.join(part if part.startswith(' ') else wrap.fill(part) for part in parts)
-
-
 def advice(program: str, doc: str | None) -> str:
-    """Advice for a wrong command line: the command of a docstring, and `--help`.
-
-    Args:
-        program: such as 'python -m coyo11m_tfds.verify'.
-        doc: has a command that begins so, indented, maybe on several lines.
-    """
+    """Advice for a wrong command line: the first command of `doc` that begins with `program`."""
     found = re.search(rf'^ {{4}}({re.escape(program)} (?:.*\\\n)*.*)', doc or '', re.MULTILINE)
     if not found:
         return 'see --help'

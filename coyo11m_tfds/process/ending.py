@@ -4,11 +4,11 @@
         with ending.in_one_line('the same command resumes the copy'):
             mirror(...)
 
-An error that says what the user can mend ends the process with `error: ...` and status 1, Ctrl-C
-with `Interrupted: ...` and status 130, SIGTERM with status 143. All three unwind, so that locks
-and scratch folders are released; a second Ctrl-C ends the process at once. A process that the
-system ends, as for a mapped file that was truncated, shows where it was. With
-`COYO11M_TRACEBACK=1` in the environment the traceback is shown instead.
+An error that a user can mend ends the process with `error: ...` and status 1, Ctrl-C with
+`Interrupted: ...` and status 130, SIGTERM with status 143. All three unwind, so that locks and
+scratch folders are released; a second Ctrl-C ends the process at once. A process that the system
+ends, as for a mapped file that was truncated, shows where it was. With `COYO11M_TRACEBACK=1` in the
+environment the traceback is shown instead.
 """
 
 import contextlib
@@ -21,8 +21,6 @@ import sys
 import threading
 import types
 from collections.abc import Iterator
-
-INSTALL = "pip install -c constraints.txt -e '.[convert,text]'"
 
 TRACEBACK_VARIABLE = 'COYO11M_TRACEBACK'
 
@@ -52,9 +50,9 @@ def in_one_line(
     """Ends the process as the module's docstring says; for the main thread.
 
     Args:
-        outlook: what an interrupt leaves, or what to do next: the end of its line.
-        kinds: errors that say what the user can mend.
-        status: of the process after such an error.
+        outlook: What an interrupt leaves, or what to do next: the end of its line.
+        kinds: Errors that a user can mend.
+        status: Exit status after such an error.
     """
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -80,8 +78,12 @@ def interrupt_once() -> None:
     A process that ignores it, such as one in the background, still does.
     """
 
-    def interrupt(number, frame) -> None:
-        if _is_ignoring_errors(frame):
+    def interrupt(number: int, frame: types.FrameType | None) -> None:
+        # Exceptions in callbacks of the garbage collector, such as that of JAX, are ignored.
+        callbacks = {getattr(callback, '__code__', None) for callback in gc.callbacks}
+        while frame and frame.f_code not in callbacks:
+            frame = frame.f_back
+        if frame:
             threading.Timer(0.01, os.kill, [os.getpid(), number]).start()
             return
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -91,14 +93,6 @@ def interrupt_once() -> None:
         signal.signal(signal.SIGINT, interrupt)
 
 
-def _is_ignoring_errors(frame: types.FrameType | None) -> bool:
-    """True inside a callback of the garbage collector, such as that of JAX."""
-    callbacks = {getattr(callback, '__code__', None) for callback in gc.callbacks}
-    while frame and frame.f_code not in callbacks:
-        frame = frame.f_back
-    return frame is not None
-
-
 def wants_traceback() -> bool:
     """True if the user asks for tracebacks."""
     return bool(os.environ.get(TRACEBACK_VARIABLE))
@@ -106,19 +100,18 @@ def wants_traceback() -> bool:
 
 def say(error: BaseException, outlook: str) -> None:
     """Prints the one line; see `in_one_line`."""
-    if isinstance(error, KeyboardInterrupt):
-        line = f'Interrupted: {outlook}.'
-    else:
-        line = f'error: {" ".join(describe(error).split())}'
+    is_interrupt = isinstance(error, KeyboardInterrupt)
+    line = f'Interrupted: {outlook}.' if is_interrupt else f'error: {describe(error)}'
     print(line, file=sys.stderr, flush=True)
 
 
 def describe(error: BaseException) -> str:
-    """The message of an error; of the operating system's and of an import's with what to do."""
-    if isinstance(error, ModuleNotFoundError) and INSTALL.partition(' ')[0] not in str(error):
-        return f'{error.name} is not installed: {INSTALL}'
-    if not isinstance(error, OSError) or error.errno is None:
-        return str(error)
-    place = f'{error.filename}: ' if error.filename is not None else ''
-    remedy = f': {_REMEDIES[error.errno]}.' if error.errno in _REMEDIES else ''
-    return f'{place}{error.strerror}{remedy}'
+    """The message of an error in one line; of the system's and of an import's with what to do."""
+    text = str(error)
+    if isinstance(error, ModuleNotFoundError) and 'pip install' not in text:
+        text = f"{error.name} is not installed: pip install -c constraints.txt -e '.[convert,text]'"
+    elif isinstance(error, OSError) and error.errno is not None:
+        place = f'{error.filename}: ' if error.filename is not None else ''
+        remedy = f': {_REMEDIES[error.errno]}.' if error.errno in _REMEDIES else ''
+        text = f'{place}{error.strerror}{remedy}'
+    return ' '.join(text.split())

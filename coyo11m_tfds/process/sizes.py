@@ -1,13 +1,10 @@
-"""Numbers of bytes as people read them.
-
-readable(8_700_000)  # '8.7 MB'
-"""
+"""Numbers of bytes as people read them."""
 
 _UNITS = 'bytes', 'kB', 'MB', 'GB', 'TB'
 
 
 def readable(num_bytes: float) -> str:
-    """One decimal, in the largest unit that the number fills; a kB is 1,000 bytes."""
+    """One decimal in the largest unit that the number fills: '8.7 MB'; a kB is 1,000 bytes."""
     power = 0
     while round(num_bytes) >= 1000 and power < len(_UNITS) - 1:
         num_bytes, power = num_bytes / 1000, power + 1

@@ -24,7 +24,7 @@ def chosen(num_workers: int) -> int:
     """Returns `num_workers`, or the environment variable if it is 0, or 0 if that is not set.
 
     Raises:
-        ValueError: the variable is no number.
+        ValueError: The variable is no number.
     """
     variable = os.environ.get(VARIABLE)
     if num_workers or not variable:
@@ -38,14 +38,10 @@ def chosen(num_workers: int) -> int:
 def pool(
     num_workers: int, init: Callable[[], None] | None = None
 ) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
-    """Yields a pool of processes.
-
-    Args:
-        num_workers: how many.
-        init: called in each before any work.
+    """Yields a pool of processes, each of which calls `init` before any work.
 
     Raises:
-        RuntimeError: one of them died.
+        RuntimeError: One of them died.
     """
     with concurrent.futures.ProcessPoolExecutor(num_workers, CONTEXT, _begin, (init,)) as processes:
         try:
@@ -73,13 +69,27 @@ def _end_with_parent() -> None:
 
 
 class _CleanProcess(multiprocessing.context.SpawnProcess):
-    """Forking a process that runs TensorFlow's threads can hang; spawned ones begin afresh."""
+    """A spawned process that can import this package, and imports nothing else.
+
+    A forked one may hang, because TensorFlow runs threads. A spawned one imports the main module of
+    the program: that of `tfds` takes 4 s and 700 MB, that of a script without
+    `if __name__ == '__main__':` starts the work again. The workers need neither. But they need the
+    folder of the package, which `tfds build` finds in a checkout itself.
+    """
 
     def start(self) -> None:
+        root = str(pathlib.Path(__file__).parents[2])
+        main, path = sys.modules['__main__'], sys.path
+        sys.modules['__main__'] = types.ModuleType('__main__')
+        sys.path = path if root in path else [*path, root]
         # Ctrl-C is for the parent, which ends its workers: a worker would die of it in the middle
         # of an import, with a traceback.
-        with _clean_start(), _interrupts_blocked():
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
             super().start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            sys.modules['__main__'], sys.path = main, path
 
 
 class _CleanContext(multiprocessing.context.SpawnContext):
@@ -87,31 +97,3 @@ class _CleanContext(multiprocessing.context.SpawnContext):
 
 
 CONTEXT = _CleanContext()
-
-
-@contextlib.contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """Within it, this thread and the processes that it starts do not get SIGINT."""
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
-
-
-@contextlib.contextmanager
-def _clean_start() -> Iterator[None]:
-    """Within it, processes are spawned that can import this package and import nothing else.
-
-    A spawned process imports the program's main module: that of `tfds` takes 4 s and 700 MB, that
-    of a script without `if __name__ == '__main__':` starts the work again. The workers need
-    neither. But they need the folder of the package, which `tfds build` finds in a checkout itself.
-    """
-    root = str(pathlib.Path(__file__).parents[2])
-    main, path = sys.modules['__main__'], sys.path
-    sys.modules['__main__'] = types.ModuleType('__main__')
-    sys.path = path if root in path else [*path, root]
-    try:
-        yield
-    finally:
-        sys.modules['__main__'], sys.path = main, path

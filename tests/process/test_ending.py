@@ -75,20 +75,13 @@ def test_an_error_of_the_system_says_what_to_do():
     )
 
 
-def test_the_traceback_is_shown_on_request(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(ending.TRACEBACK_VARIABLE, '1')
-
-    status, _, said = end('fails')
-
-    assert status == 1
-    assert 'Traceback' in said
-
-
-def test_a_bug_has_its_traceback():
+def test_a_bug_and_who_asks_for_it_get_the_traceback(monkeypatch: pytest.MonkeyPatch):
     status, _, said = end('has a bug')
-
     assert status == 1
     assert said.startswith('Traceback') and said.endswith("KeyError: 'x'\n")
+    monkeypatch.setenv(ending.TRACEBACK_VARIABLE, '1')
+    status, _, said = end('fails')
+    assert status == 1 and 'Traceback' in said
 
 
 def test_an_interrupt_is_one_line_after_clearing_up():
