@@ -93,7 +93,7 @@ setuptools.setup(
     package_dir={'train_lib.configs': 'configs'},
     py_modules=['input_pipeline'],
     package_data={
-        'coyo11m_tfds': ['README.md', 'CITATIONS.bib', 'TAGS.txt'],
+        'coyo11m_tfds': ['README.md', 'CITATIONS.bib', 'TAGS.txt', 'report/page.html'],
         'train_lib': ['fonts/*'],
     },
     install_requires=[

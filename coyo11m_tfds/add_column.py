@@ -39,7 +39,7 @@ from coyo11m_tfds.dataset.stored_dataset import StoredDataset
 from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.reading import names, verified
-from coyo11m_tfds.report.moments import Moments, add_vectors
+from coyo11m_tfds.report import statistics
 from coyo11m_tfds.source import part_files, pt_file, remote_heads, sidecar
 from coyo11m_tfds.source.joined import Joined
 from coyo11m_tfds.storage import build_lock, file_state, held_folder, source_files, stored_files
@@ -274,7 +274,7 @@ def _add(edit: _Edit, name: str, values: _Values) -> AddedColumn:
     """Writes the files and puts them into their place, instead of a column of this name."""
     stored = edit.stored
     is_text = values.feature == schema.TEXT_EMBEDDING
-    sums = Moments(values.shape[0]) if is_text else None
+    sums = np.zeros((3, values.shape[0])) if is_text else None
     files = {split: columns.file_name(name, split, stored.build) for split in stored.splits}
     written, first = {}, 0
     for split, file in files.items():
@@ -295,8 +295,8 @@ def _add(edit: _Edit, name: str, values: _Values) -> AddedColumn:
         values.feature,
         encoder=values.encoder,
     )
-    if sums:
-        mean, std = sums.mean_and_std()
+    if sums is not None:
+        mean, std = statistics.mean_and_std(sums)
         column = dataclasses.replace(column, mean=mean, std=std)
     others = {n: x for n, x in stored.columns.items() if n != name}
     if name in stored.columns:  # no file of it may be replaced while it is there
@@ -305,8 +305,8 @@ def _add(edit: _Edit, name: str, values: _Values) -> AddedColumn:
     return column
 
 
-def _write(path: str, places: range, values: _Values, sums: Moments | None) -> str:
-    """Writes the values of a split, and adds them to `sums`, if any; returns their CRC-32C."""
+def _write(path: str, places: range, values: _Values, sums: np.ndarray | None) -> str:
+    """Writes the values of a split and adds their moments to `sums`; returns their CRC-32C."""
     with (
         file_state.naming(path),
         open(path, 'wb') as file,
@@ -317,8 +317,8 @@ def _write(path: str, places: range, values: _Values, sums: Moments | None) -> s
             some = np.arange(first, min(first + _ROWS_AT_ONCE, places.stop))
             read = sidecar.read(values.joined, some)
             writer.write(read)
-            if sums:
-                add_vectors(sums, read)
+            if sums is not None:
+                sums += statistics.moments(read)
             progress.add(len(some))
         return writer.finish()
 

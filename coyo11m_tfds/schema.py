@@ -69,25 +69,25 @@ CHECKSUMS_FILE = 'checksums.json'  # sizes and CRC-32C of all other files, see `
 
 # --- Why rows of the source are left out ------------------------------------------------------
 
-NO_ROW = 'no_row'  # the key has no row in the Parquet file
-NO_CAPTION = 'no_caption'  # its caption is null or blank
-NO_TEXT_EMBEDDING = 'no_text_vector'  # on disk from the start; the sidecar has none for it
-DUPLICATE_KEY = 'repeated_key'  # the key was in an earlier row of the `.pt` files
-ROWS_DISAGREE = 'rows_disagree'  # in a `.pt` file whose tensors have unequal numbers of rows
-NON_FINITE = 'non_finite'  # NaN or infinity in its latents or text embedding
-CAPTION_TOO_LONG = 'caption_too_long'  # its caption has more than MAX_CAPTION_BYTES
-# A row of the Parquet file whose key came before. The only reason that counts none of `.pt` files.
-DUPLICATE_CAPTION = 'repeated_caption'
-DROP_REASONS = (
-    NO_ROW,
-    NO_CAPTION,
-    NO_TEXT_EMBEDDING,
-    DUPLICATE_KEY,
-    ROWS_DISAGREE,
-    NON_FINITE,
-    CAPTION_TOO_LONG,
-    DUPLICATE_CAPTION,
-)
+NO_ROW = 'no_row'
+NO_CAPTION = 'no_caption'
+NO_TEXT_EMBEDDING = 'no_text_vector'  # on disk from the start
+DUPLICATE_KEY = 'repeated_key'
+ROWS_DISAGREE = 'rows_disagree'
+NON_FINITE = 'non_finite'
+CAPTION_TOO_LONG = 'caption_too_long'
+DUPLICATE_CAPTION = 'repeated_caption'  # the only reason that counts no rows of `.pt` files
+DROP_REASONS = {
+    NO_ROW: 'the key has no row in the Parquet file',
+    NO_CAPTION: 'the caption is null or blank',
+    NO_TEXT_EMBEDDING: 'the key has no text embedding',
+    DUPLICATE_KEY: 'the key was in an earlier row',
+    ROWS_DISAGREE: 'its file has unequal numbers of keys and latents',
+    NON_FINITE: 'NaN or infinity in latents or text embedding',
+    CAPTION_TOO_LONG: f'the caption has more than {MAX_CAPTION_BYTES:,} bytes',
+    DUPLICATE_CAPTION: 'a second caption of a key (a row of the Parquet file, not counted as '
+    'dropped above)',
+}
 
 # --- Metadata keys of `dataset_info` --------------------------------------------------------
 

@@ -26,7 +26,6 @@ from coyo11m_tfds.convert.settings import BuildSettings
 from coyo11m_tfds.convert.tasks import ShardResult, ShardTask
 from coyo11m_tfds.dataset import manifest
 from coyo11m_tfds.process import job
-from coyo11m_tfds.report import summary
 from coyo11m_tfds.source import location
 from coyo11m_tfds.storage import build_lock, file_state, held_folder, scratch, source_files
 from coyo11m_tfds.storage.file_state import FileState
@@ -127,16 +126,16 @@ def build(
         results = run_plan.write_shards(plan, finished, _make_engine(local, settings, beam))
         dropped = run_plan.count_dropped(plan, results)
         metadata = run_plan.make_metadata(plan, results, dropped, settings.caption_column)
-        facts = run_plan.make_facts(_name(final), results, dropped, metadata)
+        report = run_plan.make_report(_name(final), results, dropped, metadata)
         with held_folder.make(folder.files.staging(local), 'info-') as made:
             run_plan.write_chunk_indexes(results, made, plan.build)
             run_plan.write_columns(results, made, plan.build)
             yield Built(plan, run_plan.by_split(results), metadata, made)
-            summary.write(facts, made)
+            report.write(made)
             _publish(folder, plan, results, made, overwrite)
         if lock.is_ours():  # else another build may be under way, and what it has written stays
             folder.remove_others(plan.build)
-    print(summary.summarize(facts, final, seconds=time.monotonic() - start))
+    print(report.summary(final, seconds=time.monotonic() - start))
 
 
 def _make_plan(

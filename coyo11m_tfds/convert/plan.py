@@ -25,7 +25,7 @@ from coyo11m_tfds.convert.settings import EMBEDDINGS_IN_PT, BuildSettings
 from coyo11m_tfds.convert.shard_inputs import JoinedInputs
 from coyo11m_tfds.convert.tasks import ShardPart, ShardTask, TextEmbeddings
 from coyo11m_tfds.dataset.keyed_random import splitmix64
-from coyo11m_tfds.report.dropped_rows import Dropped
+from coyo11m_tfds.report.statistics import Dropped
 from coyo11m_tfds.source import captions, copied_files, joined, location, part_files, sidecar
 from coyo11m_tfds.source.joined import Joined
 from coyo11m_tfds.source.sidecar import Header

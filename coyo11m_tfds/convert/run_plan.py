@@ -28,8 +28,9 @@ from coyo11m_tfds.convert.tasks import ShardResult, ShardTask
 from coyo11m_tfds.dataset import chunk_index
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.process.sizes import readable
-from coyo11m_tfds.report import shard_statistics, summary
-from coyo11m_tfds.report.dropped_rows import Dropped, num_latents
+from coyo11m_tfds.report import statistics
+from coyo11m_tfds.report.page import Report
+from coyo11m_tfds.report.statistics import Dropped
 from coyo11m_tfds.storage.destination import Destination
 
 # Writes tasks and their records, and yields each when it is stored: of `local_runner` or
@@ -64,7 +65,7 @@ def write_shards(plan: Plan, finished: FinishedShards, engine: Engine) -> list[S
         progress.skip(
             sum(result.num_bytes for result in results),
             shards=len(results),
-            dropped=num_latents(dropped.counts),
+            dropped=dropped.num_latents,
         )
         for task, result in engine(missing, finished):
             _add_non_finite(dropped, result)
@@ -126,7 +127,7 @@ def make_metadata(
     """Returns the metadata of `dataset_info`, with the keys `schema.META_*`; statistics are those
     of the train split."""
     train = _join_statistics(by_split(results)[schema.TRAIN])
-    mean, std = train.latent_moments.mean_and_std()
+    mean, std = statistics.mean_and_std(train.latent_moments)
     metadata: dict[str, Any] = {
         schema.META_LATENT_MEAN: mean,
         schema.META_LATENT_STD: std,
@@ -143,8 +144,8 @@ def make_metadata(
         }
         if len(train.known_tokens):
             metadata[schema.META_TEXT_KNOWN] = np.packbits(train.known_tokens).tobytes().hex()
-    elif plan.text_embeddings and train.text_moments:
-        mean, std = train.text_moments.mean_and_std()
+    elif plan.text_embeddings:
+        mean, std = statistics.mean_and_std(train.text_moments)
         metadata |= {
             schema.META_TEXT_MEAN: mean,
             schema.META_TEXT_STD: std,
@@ -154,30 +155,26 @@ def make_metadata(
     return metadata
 
 
-def make_facts(
+def make_report(
     name: str, results: Sequence[ShardResult], dropped: Dropped, metadata: dict
-) -> summary.BuildFacts:
-    """Collects the facts for the report of a build.
+) -> Report:
+    """Returns the report of a build.
 
     Args:
-        name: of the data set, with config and version.
-        results: of all shards.
+        name: data set, config and version.
+        results: results of all shards.
         dropped: what was left out.
-        metadata: of `dataset_info`.
+        metadata: metadata of `dataset_info`.
     """
     splits = by_split(results)
-    previews = [preview for result in results for preview in result.statistics.previews]
-    return summary.BuildFacts(
-        name=name,
+    return Report(
+        name,
         shards={
             split: [(result.num_records, result.num_bytes) for result in of_split]
             for split, of_split in splits.items()
         },
-        dropped=dropped.counts,
-        dropped_keys=dropped.examples,
-        num_rows=dropped.num_rows,
         statistics={split: _join_statistics(of_split) for split, of_split in splits.items()},
-        previews=summary.choose_previews(previews),
+        dropped=dropped,
         metadata=metadata,
         in_place=any(result.sources for result in results),
     )
@@ -191,13 +188,13 @@ def by_split(results: Sequence[ShardResult]) -> dict[str, list[ShardResult]]:
     return splits
 
 
-def _join_statistics(results: Sequence[ShardResult]) -> shard_statistics.ShardStatistics:
-    return shard_statistics.join([result.statistics for result in results])
+def _join_statistics(results: Sequence[ShardResult]) -> statistics.ShardStatistics:
+    return statistics.join([result.statistics for result in results])
 
 
 def _add_non_finite(dropped: Dropped, result: ShardResult) -> None:
-    statistics = result.statistics
-    dropped.add(schema.NON_FINITE, statistics.non_finite, statistics.non_finite_keys)
+    found = result.statistics
+    dropped.add(schema.NON_FINITE, found.non_finite, found.non_finite_keys)
 
 
 def _check_space(destination: Destination, num_bytes: int) -> None:

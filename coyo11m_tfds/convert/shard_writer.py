@@ -16,7 +16,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.convert.in_place import ShardSources
 from coyo11m_tfds.convert.tasks import THIS_WRITER, ShardPart, ShardResult, ShardTask
 from coyo11m_tfds.dataset import records
-from coyo11m_tfds.report.shard_statistics import ShardStatistics
+from coyo11m_tfds.report.statistics import ShardStatistics
 from coyo11m_tfds.source import pt_file
 from coyo11m_tfds.storage.file_state import naming
 
@@ -78,7 +78,7 @@ class _OpenSource:
         embeddings = task.text_embeddings
         self._text = embeddings.feature if embeddings else ''
         self.statistics = ShardStatistics(
-            embeddings.dim if embeddings and self._text == schema.TEXT_EMBEDDING else None,
+            embeddings.dim if embeddings and self._text == schema.TEXT_EMBEDDING else 0,
             # Who draws is told of words that no caption has; ids of parts of words tell nothing.
             embeddings.vocabulary if embeddings and embeddings.encoder == schema.WORDS else 0,
         )

@@ -9,7 +9,7 @@ import coyo11m_tfds
 from coyo11m_tfds import schema
 from coyo11m_tfds.convert.in_place import ShardSources
 from coyo11m_tfds.convert.shard_inputs import JoinedInputs, PackedInputs
-from coyo11m_tfds.report.shard_statistics import ShardStatistics
+from coyo11m_tfds.report.statistics import ShardStatistics
 from coyo11m_tfds.storage.source_files import SourceFile
 
 # The package that this process runs, as a planner tells it to its writers and these record it.

@@ -1,4 +1,1 @@
-"""The report of a build: statistics of the shards, the summary, `report.json` and the page.
-
-Import `summary`, `shard_statistics`, `moments` and `dropped_rows`.
-"""
+"""What a build counts, and the report that tells it."""

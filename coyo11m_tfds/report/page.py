@@ -1,0 +1,331 @@
+"""The report of a build: lines for the terminal, `report.json`, and an HTML page to look at.
+
+    report = Report('coyo11m_tfds/latents/1.0.0', shards, statistics, dropped, metadata)
+    report.write(folder)                                        # report-ID.json, report-ID.html
+    print(report.summary('OUT/coyo11m_tfds/latents/1.0.0', seconds=12.3))
+
+Both files depend on nothing but what was built, so the same build gives the same bytes. The page
+has no script and needs no other file and no network. Captions come from the open internet: all text
+is escaped, and a policy in the page forbids it to run or to load anything but its own pictures.
+"""
+
+import html
+import json
+import os
+import pathlib
+import string
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from coyo11m_tfds import schema
+from coyo11m_tfds.process.sizes import readable
+from coyo11m_tfds.report import statistics as stats
+from coyo11m_tfds.report.statistics import Dropped, Preview, ShardStatistics
+
+JSON_FILE = 'report.json'
+PAGE_FILE = 'report.html'
+
+NUM_PREVIEWS = 24
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)  # of the lengths of captions
+
+_TEMPLATE = pathlib.Path(__file__).with_name('page.html')
+_EXAMPLES, _EXAMPLES_IN_SUMMARY = 5, 3  # keys of each reason
+_BEYOND = 0.001  # share of the values that an axis may leave out at each end
+_TICKS = 5
+_TOLD = (
+    *(schema.META_BUILD, schema.META_CAPTION_COLUMN, schema.META_LATENT_DTYPE),
+    *(schema.META_TEXT_ENCODER, schema.META_TEXT_DIM, schema.META_TEXT_VOCABULARY),
+    schema.META_SOURCE_FINGERPRINT,
+)
+
+
+class Report:
+    """What is told of a build.
+
+    Args:
+        name: data set, config and version.
+        shards: records and bytes of each shard, by split.
+        statistics: statistics of the records, by split.
+        dropped: rows of the source that were left out.
+        metadata: metadata of `dataset_info`, with the keys `schema.META_*`.
+        in_place: True if the latents stay in the source.
+
+    Attributes:
+        content: what `report.json` holds. A histogram has `edges` and `counts`. Counts of the
+            latents are, for each channel, of values below the first edge, from each edge to the
+            next, and from the last edge on; those of the captions from each edge on.
+        previews: records to show, evenly spaced.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shards: Mapping[str, Sequence[tuple[int, int]]],
+        statistics: Mapping[str, ShardStatistics],
+        dropped: Dropped,
+        metadata: Mapping[str, Any],
+        in_place: bool = False,
+    ):
+        found = [preview for of_split in statistics.values() for preview in of_split.previews]
+        count = min(NUM_PREVIEWS, len(found))
+        self.previews = [found[number * len(found) // count] for number in range(count)]
+        self._dropped = dropped
+        self.content = {
+            'name': name,
+            **_totals([shard for of_split in shards.values() for shard in of_split]),
+            'source_rows': dropped.num_rows,
+            'splits': {
+                split: _totals(of_split) | _histograms(statistics[split])
+                for split, of_split in shards.items()
+            },
+            'dropped': {
+                reason: {'rows': count, 'example_keys': dropped.examples.get(reason, [])}
+                for reason, count in dropped.counts.items()
+            },
+            **{name: metadata[name] for name in _TOLD if name in metadata},
+            **({'latents': 'in_place'} if in_place else {}),
+            'previews': [{'key': each.key, 'caption': each.caption} for each in self.previews],
+        }
+
+    def write(self, folder: str | os.PathLike[str]) -> None:
+        """Writes `report-ID.json` and `report-ID.html` into an existing local folder."""
+        text = json.dumps(self.content, indent=2, ensure_ascii=False, allow_nan=False) + '\n'
+        for name, written in (JSON_FILE, text), (PAGE_FILE, self.page()):
+            path = pathlib.Path(folder, self._of_build(name))
+            path.write_text(written, encoding='utf-8', newline='\n')
+
+    def summary(self, folder: str, seconds: float) -> str:
+        """Says in a few lines what was written, what was dropped and why, with examples of what is
+        bad in the source (`statistics.BAD`)."""
+        lines = ['']
+        for name, split in [*self.content['splits'].items(), ('total', self.content)]:
+            plural = '' if split['shards'] == 1 else 's'
+            lines.append(
+                f'{name:10}  {split["records"]:,} records in {split["shards"]:,} shard{plural}, '
+                f'{readable(split["bytes"])}'
+            )
+        counts = {reason: count for reason, count in self._dropped.counts.items() if count}
+        repeated = counts.pop(schema.DUPLICATE_CAPTION, 0)
+        reasons = ', '.join(f'{reason}: {count:,}' for reason, count in counts.items())
+        lines.append(
+            f'dropped     {self._dropped.num_latents:,} rows' + (f' ({reasons})' if reasons else '')
+        )
+        if repeated:
+            lines.append(f'captions    {repeated:,} rows repeat a key, the first of each is used')
+        for reason in stats.BAD:
+            if keys := self._dropped.examples.get(reason):
+                examples = ', '.join(map(str, keys[:_EXAMPLES_IN_SUMMARY]))
+                lines.append(f'            {reason}, e.g. key {examples}')
+        if 'latents' in self.content:
+            lines.append(f'latents     {schema.IN_PLACE_DOC}')
+        lines.append(f'time        {seconds:,.1f} s')
+        folder = folder if '://' in folder else os.path.abspath(folder)
+        return '\n'.join([*lines, f'report      {folder}/{self._of_build(PAGE_FILE)}'])
+
+    def page(self) -> str:
+        """Returns the HTML page."""
+        content = self.content
+        train, dropped = content['splits'][schema.TRAIN], self._dropped
+        lengths = train['caption_bytes']
+        share = dropped.num_latents / max(dropped.num_rows, 1)
+        figures = {
+            'records': f'{content["records"]:,}',
+            'on disk': readable(content['bytes']),
+            'shards': f'{content["shards"]:,}',
+            'bytes in the median caption': _lengths(lengths).get('median', '0'),
+            f'dropped of {dropped.num_rows:,} rows ({share:.1%})': f'{dropped.num_latents:,}',
+        }
+        origin = {
+            'Source fingerprint': content[schema.META_SOURCE_FINGERPRINT],
+            'Captions': f'column {content[schema.META_CAPTION_COLUMN]}',
+            'Latents': content[schema.META_LATENT_DTYPE],
+        }
+        if 'latents' in content:
+            origin['Latents'] += f', {schema.IN_PLACE_DOC}'
+        encoder = content.get(schema.META_TEXT_ENCODER)
+        if vocabulary := content.get(schema.META_TEXT_VOCABULARY):
+            origin['Tokens'] = f'{vocabulary} different ones of {encoder}'
+        elif encoder:
+            origin['Text embeddings'] = f'{content[schema.META_TEXT_DIM]} numbers of {encoder}'
+        splits = [
+            [_text(name), f'{of["records"]:,}', f'{of["shards"]:,}', readable(of['bytes'])]
+            for name, of in [*content['splits'].items(), ('total', content)]
+        ]
+        return string.Template(_TEMPLATE.read_text(encoding='utf-8')).substitute(
+            name=_text(content['name']),
+            figures=_definitions('figures', figures),
+            splits=_table(['Split', 'Records', 'Shards', 'Size'], splits),
+            dropped=_dropped(content['dropped']),
+            samples=''.join(map(_figure, self.previews)),
+            captions=_captions(lengths),
+            latents=_latents(train['latents']),
+            origin=_definitions('stats', origin),
+        )
+
+    def _of_build(self, name: str) -> str:
+        return schema.of_build(name, self.content.get(schema.META_BUILD, ''))
+
+
+def quantiles(caption_histogram: np.ndarray) -> dict[str, int] | None:
+    """Returns quantiles of the captions' lengths in bytes, None if there is no caption.
+
+    Lengths are taken as evenly spread within their bin, those in the last bin as its edge.
+    """
+    up_to = np.cumsum(caption_histogram)
+    if not up_to[-1]:
+        return None
+    ranks = np.multiply(QUANTILES, up_to[-1])
+    bins = np.searchsorted(up_to, ranks)
+    inside = 1 - (up_to[bins] - ranks) / caption_histogram[bins]
+    widths = np.append(np.diff(stats.CAPTION_EDGES), 0)
+    values = stats.CAPTION_EDGES[bins] + inside * widths[bins]
+    return {f'{share:g}': round(value) for share, value in zip(QUANTILES, values, strict=True)}
+
+
+def _totals(shards: Sequence[tuple[int, int]]) -> dict[str, int]:
+    records, sizes = zip(*shards, strict=True) if shards else ((), ())
+    return {'records': sum(records), 'shards': len(shards), 'bytes': sum(sizes)}
+
+
+def _histograms(made: ShardStatistics) -> dict:
+    mean, std = stats.mean_and_std(made.latent_moments) if made.num_records else (None, None)
+    lengths, values = made.caption_histogram, made.latent_histogram
+    captions = {'quantiles': quantiles(lengths), 'edges': stats.CAPTION_EDGES.tolist()}
+    latents = {'mean': mean, 'std': std, 'edges': stats.LATENT_EDGES.tolist()}
+    return {
+        'caption_bytes': captions | {'counts': lengths.tolist()},
+        'latents': latents | {'counts': values.tolist()},
+    }
+
+
+def _dropped(dropped: Mapping[str, Mapping[str, Any]]) -> str:
+    rows, others = [], []
+    for reason, entry in dropped.items():
+        if not entry['rows']:
+            others.append(f'<code>{_text(reason)}</code>')
+            continue
+        keys = ', '.join(f'<code>{key}</code>' for key in entry['example_keys'][:_EXAMPLES])
+        meaning = _text(schema.DROP_REASONS.get(reason, ''))
+        words = f'<code>{_text(reason)}</code> {meaning}<small>e.g. {keys}</small>'
+        rows.append([words, f'{entry["rows"]:,}'])
+    table = _table(['Reason', 'Rows'], rows) if rows else ''
+    none = f'<p class="note">Looked for, but not found: {", ".join(others)}.</p>' if others else ''
+    return table + none
+
+
+def _figure(preview: Preview) -> str:
+    return (
+        f'<figure><img src="data:image/png;base64,{preview.png}" alt="" width="32" height="32">'
+        f'<figcaption><details><summary dir="auto">{_text(preview.caption)}</summary></details>'
+        f'<code>{preview.key}</code></figcaption></figure>'
+    )
+
+
+def _captions(captions: Mapping[str, Any]) -> str:
+    if captions['quantiles'] is None:
+        return ''
+    edges, counts = captions['edges'], np.array(captions['counts'])
+    last = int(np.searchsorted(np.cumsum(counts), (1 - _BEYOND) * counts.sum()))
+    drawn = min(last + 1, len(edges) - 1)  # the last bin has no end
+    marks = [captions['quantiles'][share] for share in ('0.05', '0.5', '0.95')]
+    chart = _histogram(counts[:drawn], 0, edges[1], marks, 'captions')
+    note = 'Bytes, train split. The line is the median; 5% to 95% is shaded.'
+    if beyond := int(counts[drawn:].sum()):
+        note += f' {beyond:,} captions of {edges[drawn]:,} bytes or more are not drawn.'
+    return _section('Length of captions', note, chart + _definitions('stats', _lengths(captions)))
+
+
+def _lengths(captions: Mapping[str, Any]) -> dict[str, str]:
+    """Quantiles of the lengths of captions in words, by their names."""
+    end = captions['edges'][-1]
+    return {
+        'median' if share == '0.5' else f'{float(share):.0%}': (
+            f'{value:,}' if value < end else f'{end:,}+'
+        )
+        for share, value in (captions['quantiles'] or {}).items()
+    }
+
+
+def _latents(latents: Mapping[str, Any]) -> str:
+    if latents['mean'] is None:
+        return ''
+    counts, edges = np.array(latents['counts']), latents['edges']
+    # One axis for all channels, without the tails; its ends are multiples of what ticks divide.
+    up_to, grid = np.cumsum(counts.sum(axis=0)), _TICKS - 1
+    bins = np.searchsorted(up_to, np.multiply((_BEYOND, 1 - _BEYOND), up_to[-1]))
+    low, high = np.clip(bins, 1, len(edges) - 1)  # bin n lies between the edges n - 1 and n
+    start, end = edges[low - 1] // grid * grid, -(-edges[high] // grid) * grid
+    drawn = counts[:, start - edges[0] + 1 : end - edges[0] + 1]
+    figures = []
+    for channel, (mean, std) in enumerate(zip(latents['mean'], latents['std'], strict=True)):
+        chart = _histogram(drawn[channel], start, 1, (mean - std, mean, mean + std), 'values')
+        figures.append(
+            f'<figure><h3>Channel {channel}</h3>{chart}'
+            + _definitions('stats', {'mean': _minus(f'{mean:.3f}'), 'std': f'{std:.3f}'})
+            + '</figure>'
+        )
+    return _section(
+        'Latents',
+        'Raw values of the train split, all crops, not multiplied by the scaling factor of the VAE '
+        f'({schema.VAE_SCALING_FACTOR}). The line is the mean; one standard deviation to each side '
+        'is shaded. Bars are of the first records of each shard; '
+        f'{1 - drawn.sum() / counts.sum():.2%} of their values lie outside.',
+        f'<div class="channels">{"".join(figures)}</div>',
+    )
+
+
+def _histogram(
+    counts: np.ndarray, start: int, step: int, marks: Sequence[float], things: str
+) -> str:
+    """Draws bars for bins of width `step`, a line at `marks[1]`, a band from `[0]` to `[2]`."""
+    low, line, high = np.clip((np.array(marks) - start) / step, 0, len(counts))
+    bars = []
+    for number in np.flatnonzero(counts).tolist():
+        count, left = counts[number], start + number * step
+        height = 100 * count / counts.max()
+        words = f'{_minus(f"{left:,} to {left + step:,}")}: {count:,} {things}'
+        bars.append(
+            f'<rect x="{number + 0.05:.2f}" y="{100 - height:.2f}" width="0.9" '
+            f'height="{height:.2f}"><title>{words}</title></rect>'
+        )
+    values = np.linspace(start, start + step * len(counts), _TICKS)
+    ticks = ''.join(f'<span>{_minus(f"{value:,.0f}")}</span>' for value in values)
+    return (
+        f'<div class="chart"><p>{counts.max():,} {things}</p>'
+        f'<svg viewBox="0 0 {len(counts)} 100" preserveAspectRatio="none" role="img" '
+        f'aria-label="Histogram of {things}">'
+        f'<rect class="band" x="{low:.3f}" y="0" width="{high - low:.3f}" height="100"/>'
+        f'{"".join(bars)}<line x1="{line:.3f}" x2="{line:.3f}" y1="0" y2="100"/></svg>'
+        f'<div class="ticks">{ticks}</div></div>'
+    )
+
+
+def _section(title: str, note: str, body: str) -> str:
+    return f'<section><h2>{title}</h2><p class="note">{note}</p>{body}</section>'
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of cells that are HTML."""
+    cells = [''.join(f'<td>{cell}</td>' for cell in row) for row in rows]
+    body = ''.join(f'<tr>{row}</tr>' for row in cells)
+    names = ''.join(f'<th>{name}</th>' for name in head)
+    return f'<table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def _definitions(kind: str, entries: Mapping[str, str]) -> str:
+    pairs = (
+        f'<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>'
+        for name, value in entries.items()
+    )
+    return f'<dl class="{kind}">{"".join(pairs)}</dl>'
+
+
+def _text(value: object) -> str:
+    """The value as text that no browser takes for HTML."""
+    return html.escape(str(value))
+
+
+def _minus(number: str) -> str:
+    return number.replace('-', '\u2212')

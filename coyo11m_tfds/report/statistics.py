@@ -1,0 +1,300 @@
+"""What a build counts: statistics of the records of a shard, and the rows that are dropped.
+
+    statistics = ShardStatistics(text_dim=640)
+    good = statistics.add(keys, captions, latents, text)    # bool (n,); write only those
+    whole = join([statistics, *others])                     # in the order of the shards
+    mean, std = mean_and_std(whole.latent_moments)
+
+    dropped = Dropped(num_rows=1_000_000, max_bad_fraction=0.01)
+    dropped.add(schema.NO_CAPTION, 17, keys[:10])
+    dropped.check_bad('/data/x.parquet')                    # raises if too many are bad
+
+Adding the same blocks of samples in the same order gives the same statistics to the last bit, even
+through JSON, so that an interrupted build can reuse those of finished shards.
+"""
+
+import base64
+import functools
+import io
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Self
+
+import numpy as np
+from PIL import Image
+
+from coyo11m_tfds import schema
+from coyo11m_tfds.pictures import latent_rgb
+
+LATENT_EDGES = np.arange(-60, 61)
+# Where the bins of caption lengths begin, in bytes; the last one is for all longer captions.
+CAPTION_EDGES = 16 * np.arange(129)
+
+MAX_PREVIEWS = 6  # of a shard, 4 KB each in JSON
+MAX_NON_FINITE_KEYS = 10
+
+# A row without a caption is common and only counted. A bad row shows that something went wrong when
+# the source was made: a few are dropped, many stop the build.
+BAD = (
+    schema.DUPLICATE_KEY,
+    schema.ROWS_DISAGREE,
+    schema.NON_FINITE,
+    schema.CAPTION_TOO_LONG,
+    schema.DUPLICATE_CAPTION,
+)
+# If more of the source is dropped, its captions or embeddings belong to other latents.
+MAX_DROPPED_FRACTION = 0.5
+
+# So many records of each shard are in the histogram of latents: one takes 20 us.
+_HISTOGRAM_RECORDS = 64
+_PREVIEW_CROP = schema.NUM_CROPS // 2  # the middle one
+_PREVIEW_CAPTION_CHARACTERS = 1000
+
+
+def moments(vectors: np.ndarray) -> np.ndarray:
+    """Counts, sums and sums of squares of finite vectors `(n, size)`: float64 `(3, size)`."""
+    exact = np.asarray(vectors, np.float64)
+    return np.stack([np.full(exact.shape[1], len(exact)), exact.sum(0), (exact**2).sum(0)])
+
+
+def mean_and_std(moments: np.ndarray) -> tuple[list[float], list[float]]:
+    """Returns the mean and the (population) standard deviation of each quantity.
+
+    Raises:
+        ValueError: the moments are of no value.
+    """
+    counts, sums, squares = moments
+    if not counts.all():
+        raise ValueError('moments of no value have neither mean nor standard deviation.')
+    mean = sums / counts
+    variance = np.maximum(squares / counts - mean**2, 0)
+    return mean.tolist(), np.sqrt(variance).tolist()
+
+
+class Preview(NamedTuple):
+    """A record to look at.
+
+    Attributes:
+        key: key of the record.
+        caption: its caption, or the beginning of one that is very long.
+        png: picture of the middle crop, 32 x 32 pixels, in base64.
+    """
+
+    key: int
+    caption: str
+    png: str
+
+
+class ShardStatistics:
+    """Counts, moments and histograms of the good samples of a shard, or of several shards.
+
+    Args:
+        text_dim: numbers of a text embedding; 0 where there are none.
+        vocabulary: number of token ids, those that occur are noted; 0 to note none.
+
+    Attributes:
+        num_records: good samples, i.e. those whose latents and text embedding are finite.
+        latent_moments: `moments` of the 4 channels.
+        text_moments: `moments` of each number of the text embeddings.
+        latent_histogram: int64 `(4, 122)`, of the first 64 good samples of each shard: below the
+            first of `LATENT_EDGES`, from each edge to the next, from the last edge on.
+        caption_histogram: int64 `(129,)`, captions by length in bytes, bins from each of
+            `CAPTION_EDGES` on.
+        previews: the first good samples of each shard, at most 6.
+        known_tokens: bool `(vocabulary,)`, ids that occur in good samples.
+        non_finite: samples that are not good.
+        non_finite_keys: keys of the first of these, at most 10.
+    """
+
+    def __init__(self, text_dim: int = 0, vocabulary: int = 0):
+        channels = schema.LATENT_SHAPE[0]
+        self.num_records = 0
+        self.latent_moments = np.zeros((3, channels))
+        self.text_moments = np.zeros((3, text_dim))
+        self.latent_histogram = np.zeros((channels, len(LATENT_EDGES) + 1), np.int64)
+        self.caption_histogram = np.zeros(len(CAPTION_EDGES), np.int64)
+        self.previews: list[Preview] = []
+        self.known_tokens = np.zeros(vocabulary, bool)
+        self.non_finite = 0
+        self.non_finite_keys: list[int] = []
+
+    def add(
+        self,
+        keys: np.ndarray,
+        captions: Sequence[bytes],
+        latents: np.ndarray,
+        text: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Adds samples in the order of the shard; those that are not finite are only counted.
+
+        In blocks of 256 and shards of 5,000 it takes 2.5 us a record, with text embeddings of 640
+        numbers 3.6 us, on one of 2 cores; a block with a bad sample takes twice that.
+
+        Args:
+            keys: int64 `(n,)`.
+            captions: UTF-8, one a sample.
+            latents: float32 `(n, 3, 4, 32, 32)`.
+            text: text embeddings, float16 `(n, text_dim)`, where there are any.
+
+        Returns:
+            Which samples are good, bool `(n,)`. Numbers whose squares add up to more than float32
+            holds (1e19 is one) count as not finite.
+        """
+        wanted = np.ones(len(keys), bool)
+        if text is not None:
+            text = np.asarray(text, np.float64)  # holds the sum of any numbers of float16
+            with np.errstate(invalid='ignore'):
+                wanted = np.isfinite(text.sum(axis=1))
+        good = self._add_latents(latents, wanted)
+        if text is not None:
+            self.text_moments += moments(text if good.all() else text[good])
+        if not good.all():
+            bad = keys[~good].tolist()
+            self.non_finite += len(bad)
+            self.non_finite_keys += bad[: MAX_NON_FINITE_KEYS - len(self.non_finite_keys)]
+            captions = [captions[row] for row in np.flatnonzero(good).tolist()]
+            keys, latents = keys[good], latents[good]
+        for row in range(min(MAX_PREVIEWS - len(self.previews), len(keys))):
+            self.previews.append(_make_preview(keys[row], captions[row], latents[row]))
+        room = max(_HISTOGRAM_RECORDS - self.num_records, 0)
+        self.latent_histogram += _latent_histogram(latents[:room])
+        lengths = np.fromiter(map(len, captions), np.int64, len(captions))
+        bins = np.minimum(lengths // CAPTION_EDGES[1], len(CAPTION_EDGES) - 1)
+        self.caption_histogram += np.bincount(bins, minlength=len(CAPTION_EDGES))
+        self.num_records += len(keys)
+        return good
+
+    def add_tokens(self, tokens: np.ndarray) -> None:
+        """Notes the ids of good samples, int32 `(n, T)`, padded with a negative number."""
+        self.known_tokens[tokens[tokens >= 0]] = True
+
+    def _add_latents(self, latents: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+        """Adds the finite ones of the wanted samples to the moments; says which these are.
+
+        Sums over one channel of one crop (1,024 numbers) are float32, sums of those float64: in a
+        fifth of the time of float64 throughout, and on real latents the mean is within 1e-8
+        standard deviations of it, the standard deviation within 1e-7 of its size. `einsum` sums 3.6
+        times as fast as `sum`, and its order does not depend on the processor as that of BLAS does.
+        """
+        channels, *rows_and_columns = schema.LATENT_SHAPE
+        size = math.prod(rows_and_columns)
+        flat = latents.reshape(len(latents), schema.NUM_CROPS, channels, size)
+        sums = np.einsum('ncki->nck', flat)
+        squares = np.einsum('ncki,ncki->nck', flat, flat)
+        added = np.isfinite(squares).all(axis=(1, 2)) & wanted
+        self.latent_moments[0] += added.sum() * schema.NUM_CROPS * size
+        self.latent_moments[1] += sums[added].sum(axis=(0, 1), dtype=np.float64)
+        self.latent_moments[2] += squares[added].sum(axis=(0, 1), dtype=np.float64)
+        return added
+
+    def to_json(self) -> dict:
+        """Returns values from which `from_json` restores these statistics to the last bit, also
+        after writing them to JSON and reading them."""
+        return {
+            name: value.tolist() if isinstance(value, np.ndarray) else value
+            for name, value in vars(self).items()
+        }
+
+    @classmethod
+    def from_json(cls, content: dict) -> Self:
+        """The inverse of `to_json`."""
+        statistics = cls()
+        for name, empty in vars(statistics).items():
+            value = content[name]
+            is_array = isinstance(empty, np.ndarray)
+            setattr(statistics, name, np.array(value, empty.dtype) if is_array else value)
+        statistics.previews = [Preview(*preview) for preview in content['previews']]
+        return statistics
+
+
+def join(parts: Sequence[ShardStatistics]) -> ShardStatistics:
+    """Adds up the statistics of several shards, at least one, in the given order."""
+    joined = ShardStatistics()
+    for name in vars(joined):
+        setattr(joined, name, functools.reduce(operator.add, (getattr(p, name) for p in parts)))
+    joined.non_finite_keys = joined.non_finite_keys[:MAX_NON_FINITE_KEYS]
+    return joined
+
+
+def _latent_histogram(latents: np.ndarray) -> np.ndarray:
+    """Counts float32 `(n, 3, 4, 32, 32)` by channel and bin, int64 `(4, 122)`."""
+    channels, size = schema.LATENT_SHAPE[0], len(LATENT_EDGES) + 1
+    bins = np.floor(latents)
+    np.clip(bins, LATENT_EDGES[0] - 1, LATENT_EDGES[-1], out=bins)
+    bins += (np.arange(channels, dtype=np.float32) * size + 1 - LATENT_EDGES[0])[:, None, None]
+    counts = np.bincount(bins.astype(np.int64).ravel(), minlength=channels * size)
+    return counts.reshape(channels, size)
+
+
+def _make_preview(key: np.int64, caption: bytes, latents: np.ndarray) -> Preview:
+    # A source may hold bytes that are not UTF-8; nothing may end the build because of a picture.
+    text = caption.decode(errors='replace')
+    if len(text) > _PREVIEW_CAPTION_CHARACTERS:
+        text = text[:_PREVIEW_CAPTION_CHARACTERS] + '…'
+    picture = io.BytesIO()
+    rgb = latent_rgb.latents_to_rgb(latents[_PREVIEW_CROP])
+    Image.fromarray(rgb).save(picture, 'PNG', optimize=True)
+    return Preview(int(key), text, base64.b64encode(picture.getvalue()).decode())
+
+
+class Dropped:
+    """Rows that are dropped, by reason.
+
+    Args:
+        num_rows: rows of the source.
+        max_bad_fraction: share of them that may be bad.
+
+    Attributes:
+        num_rows: rows of the source.
+        counts: rows by reason, every reason of `schema.DROP_REASONS`.
+        examples: some keys by reason, of reasons that occur.
+    """
+
+    MAX_EXAMPLES = 10
+
+    def __init__(self, num_rows: int, max_bad_fraction: float):
+        self.num_rows, self._max_bad_fraction = num_rows, max_bad_fraction
+        self.counts = dict.fromkeys(schema.DROP_REASONS, 0)
+        self.examples: dict[str, list[int]] = {}
+        self._files: dict[str, str] = {}
+
+    @property
+    def num_latents(self) -> int:
+        """Rows of `.pt` files among them: what the data set lacks of its source."""
+        return sum(self.counts.values()) - self.counts[schema.DUPLICATE_CAPTION]
+
+    def add(self, reason: str, count: int, keys: Iterable[int], file: str = '') -> None:
+        """Counts `count` rows; `keys` are some of theirs, and `file` holds the first of them."""
+        if count:
+            self._files.setdefault(reason, file)
+            self.counts[reason] += count
+            examples = self.examples.setdefault(reason, [])
+            examples += [int(key) for key in keys][: self.MAX_EXAMPLES - len(examples)]
+
+    def check_bad(self, file: str) -> None:
+        """Raises a ValueError if more rows are bad than allowed.
+
+        It names the file that the most frequent kind of bad rows was added with, else `file`.
+        """
+        num_bad = sum(self.counts[reason] for reason in BAD)
+        if num_bad > self._max_bad_fraction * self.num_rows:
+            commonest = max(BAD, key=self.counts.__getitem__)
+            raise ValueError(
+                f'{self._files[commonest] or file}: {num_bad:,} of {self.num_rows:,} rows of the '
+                f'source are bad ({self._reasons(BAD)}; e.g. key {self.examples[commonest][0]}), '
+                f'more than {self._max_bad_fraction:.2%}. Mend the source, or raise '
+                'max_bad_fraction in the config.'
+            )
+
+    def check_all(self, captions: str) -> None:
+        """Raises a ValueError that names the file of `captions` if half of the rows are lost."""
+        if self.num_latents > MAX_DROPPED_FRACTION * self.num_rows:
+            raise ValueError(
+                f'{captions}: {self.num_latents:,} of {self.num_rows:,} rows would be dropped '
+                f'({self._reasons(self.counts)}), more than {MAX_DROPPED_FRACTION:.0%}. Do the '
+                'captions (and text embeddings) belong to these .pt files?'
+            )
+
+    def _reasons(self, reasons: Iterable[str]) -> str:
+        return ', '.join(f'{name}: {self.counts[name]:,}' for name in reasons if self.counts[name])

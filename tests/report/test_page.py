@@ -1,0 +1,303 @@
+"""The report of a build: what it says, and that no caption can make the page do anything else."""
+
+import html.parser
+import json
+import pathlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coyo11m_tfds import schema
+from coyo11m_tfds.report.page import Report, quantiles
+from coyo11m_tfds.report.statistics import CAPTION_EDGES, Dropped, Preview, ShardStatistics
+
+HOSTILE = [
+    '<script>alert(1)</script>',
+    '"><img src=x onerror=alert(1)>',
+    "' onmouseover='alert(1)",
+    '</summary></details></main><style>*{display:none}</style>',
+    '<!-- &lt;b&gt; &#60; ]]> -->',
+    'https://example.com/?a=1&b=2',
+    '日本語 שלום \u202e\u2028 😀',
+]
+VOID = {'meta', 'img'}
+TAGS = VOID | {
+    *('html', 'head', 'title', 'style', 'body', 'main', 'header', 'section', 'div', 'span', 'p'),
+    *('h1', 'h2', 'h3', 'dl', 'dt', 'dd', 'table', 'thead', 'tbody', 'tr', 'th', 'td', 'small'),
+    *('code', 'figure', 'figcaption', 'details', 'summary', 'svg', 'rect', 'line'),
+}
+
+
+class Page(html.parser.HTMLParser):
+    """Reads a page strictly: what is opened must be closed, in order.
+
+    Attributes:
+        tags: every tag with its attributes.
+        texts: what stands directly in an element, by tag.
+    """
+
+    def __init__(self, text: str):
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self._open.append(tag)
+            self.texts.setdefault(tag, []).append('')
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open:
+            self.texts[self._open[-1]][-1] += data
+
+    def handle_comment(self, data: str) -> None:
+        raise AssertionError(f'comment {data!r}')
+
+
+def make_statistics(
+    count: int, seed: int = 0, scale: float = 6, lengths: tuple[int, int] = (100, 600)
+) -> ShardStatistics:
+    rng = np.random.default_rng(seed)
+    statistics = ShardStatistics()
+    latents = scale * rng.standard_normal((count, *schema.LATENTS_SHAPE)) + 1
+    captions = [b'x' * length for length in rng.integers(*lengths, count)]
+    statistics.add(np.arange(count), captions, latents.astype(np.float32))
+    return statistics
+
+
+STATISTICS = {'train': make_statistics(61), 'validation': make_statistics(9, seed=1)}
+SHARDS = {'train': [(30, 750_000), (31, 760_000)], 'validation': [(9, 220_000)]}
+DROPPED = {'no_row': (7, [2006, -5]), 'no_caption': (6, [8277])}
+METADATA = {
+    schema.META_LATENT_DTYPE: 'float16',
+    schema.META_CAPTION_COLUMN: 'caption_llava',
+    schema.META_SOURCE_FINGERPRINT: 'c0ffee',
+    schema.META_TEXT_ENCODER: 'hf:google/gemma-3-270m',
+    schema.META_TEXT_DIM: 640,
+}
+
+
+def make_report(
+    shards=SHARDS, statistics=STATISTICS, dropped=DROPPED, num_rows=83, captions=None, **changes
+) -> Report:
+    """A report of a build; with `captions`, those are the captions of its previews."""
+    counted = Dropped(num_rows, max_bad_fraction=1)
+    for reason, (count, keys) in dropped.items():
+        counted.add(reason, count, keys)
+    statistics = {name: ShardStatistics.from_json(s.to_json()) for name, s in statistics.items()}
+    if captions is not None:
+        for of_split in statistics.values():
+            of_split.previews = []
+        png = STATISTICS['train'].previews[0].png
+        statistics['train'].previews = [
+            Preview(number - 2**62, caption, png) for number, caption in enumerate(captions)
+        ]
+    fields = {'name': 'coyo11m_tfds/latents/1.0.0', 'metadata': METADATA} | changes
+    return Report(shards=shards, statistics=statistics, dropped=counted, **fields)
+
+
+def visible(page: Page) -> str:
+    return '\n'.join(text for tag in page.texts if tag != 'style' for text in page.texts[tag])
+
+
+def test_the_two_files_have_all_facts_and_the_same_bytes_again(tmp_path: pathlib.Path):
+    report = make_report(captions=['A cat.', 'Two dogs on a sofa.'])
+    report.write(tmp_path)
+    content = json.loads((tmp_path / 'report.json').read_text(encoding='utf-8'))
+    assert (tmp_path / 'report.html').read_bytes().decode() == report.page()
+    assert make_report(captions=['A cat.', 'Two dogs on a sofa.']).page() == report.page()
+    facts = {'name': 'coyo11m_tfds/latents/1.0.0', 'records': 70, 'shards': 3, 'bytes': 1_730_000}
+    facts |= {'source_rows': 83, 'caption_column': 'caption_llava', 'latent_dtype': 'float16'}
+    facts |= {'text_encoder': 'hf:google/gemma-3-270m', 'text_embedding_dim': 640}
+    facts |= {'source_fingerprint': 'c0ffee'}
+    assert {name: content[name] for name in facts} == facts
+    train, made = content['splits']['train'], STATISTICS['train']
+    assert (train['records'], train['shards'], train['bytes']) == (61, 2, 1_510_000)
+    assert train['latents']['edges'] == list(range(-60, 61))
+    assert train['latents']['counts'] == made.latent_histogram.tolist()
+    assert train['caption_bytes']['edges'] == list(range(0, 2049, 16))
+    assert train['caption_bytes']['counts'] == made.caption_histogram.tolist()
+    assert content['dropped'] == {
+        reason: dict(zip(('rows', 'example_keys'), DROPPED.get(reason, (0, [])), strict=True))
+        for reason in schema.DROP_REASONS
+    }
+    assert content['previews'][1] == {'key': 1 - 2**62, 'caption': 'Two dogs on a sofa.'}
+
+
+def test_the_page_says_what_the_json_says():
+    report = make_report()
+    content, page = report.content, Page(report.page())
+    assert page.texts['title'][0] == page.texts['h1'][0] == 'coyo11m_tfds/latents/1.0.0'
+    facts = '1.7 MB', 'dropped of 83 rows (15.7%)', 'caption_llava', 'float16', 'c0ffee'
+    for fact in (*facts, '640 numbers of hf:google/gemma-3-270m'):
+        assert fact in visible(page)
+    assert page.texts['td'] == [
+        *['train', '61', '2', '1.5 MB'],
+        *['validation', '9', '1', '220.0 kB'],
+        *['total', '70', '3', '1.7 MB'],
+        *[' the key has no row in the Parquet file', '7'],
+        *[' the caption is null or blank', '6'],
+    ]
+    assert {'no_row', '2006', '-5', 'no_caption', '8277', 'non_finite'} < {*page.texts['code']}
+    train = content['splits']['train']
+    numbers = [str(value) for value in train['caption_bytes']['quantiles'].values()]
+    numbers += [f'{x:.3f}'.replace('-', '\u2212') for x in train['latents']['mean']]
+    numbers += [f'{x:.3f}' for x in train['latents']['std']]
+    assert {*numbers} <= {*page.texts['dd']}
+    bars = [title for title in page.texts['title'][1:] if title.endswith('captions')]
+    counts = zip(train['caption_bytes']['edges'], train['caption_bytes']['counts'], strict=True)
+    assert bars == [f'{at:,} to {at + 16:,}: {n:,} captions' for at, n in counts if n]
+    of_zero = [title for title in page.texts['title'] if title.startswith('0 to 1: ')]
+    at_zero = [counts[61] for counts in train['latents']['counts']]
+    assert of_zero == [f'0 to 1: {count:,} values' for count in at_zero]
+
+
+def assert_harmless(page: Page) -> None:
+    """It is what the page is made of and nothing else, and none of it can run or load anything."""
+    assert {tag for tag, _ in page.tags} <= TAGS
+    for _, attributes in page.tags:
+        for name, value in attributes.items():
+            assert not name.startswith('on')
+            assert name not in {'href', 'srcset', 'action', 'data', 'style'}
+            assert name != 'src' or value.startswith('data:image/png;base64,')
+    assert 'url(' not in page.texts['style'][0]
+    assert '@import' not in page.texts['style'][0]
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    equivalents = [attributes for _, attributes in page.tags if 'http-equiv' in attributes]
+    assert equivalents == [{'http-equiv': 'Content-Security-Policy', 'content': policy}]
+
+
+def test_hostile_text_stays_text_everywhere():
+    metadata = {name: HOSTILE[i % len(HOSTILE)] for i, name in enumerate(METADATA)}
+    report = make_report(
+        name=HOSTILE[1],
+        shards={'train': [(1, 1)], HOSTILE[0]: [(1, 1)]},
+        statistics={'train': make_statistics(1), HOSTILE[0]: make_statistics(1)},
+        metadata=metadata,
+        captions=HOSTILE,
+    )
+    page = Page(report.page())
+    assert_harmless(page)
+    assert page.texts['summary'] == HOSTILE
+    assert [preview['caption'] for preview in report.content['previews']] == HOSTILE
+    assert all(hostile in visible(page) for hostile in HOSTILE)
+
+
+@given(st.lists(st.text(), max_size=4))
+def test_any_caption_stays_text(captions: list[str]):
+    page = Page(make_report(captions=captions).page())
+    assert_harmless(page)
+    assert page.texts.get('summary', []) == captions
+
+
+@pytest.mark.parametrize('scale', [0, 1e-3, 1, 50, 1e4])
+@pytest.mark.parametrize('lengths', [(1, 2), (500, 501), (2047, 2050), (3000, 9000)])
+def test_odd_data_can_be_drawn(scale: float, lengths: tuple[int, int]):
+    statistics = {'train': make_statistics(20, scale=scale, lengths=lengths)}
+    report = make_report(statistics=statistics, shards={'train': [(20, 1)]})
+    page = Page(report.page())
+    assert_harmless(page)
+    found = report.content['splits']['train']['caption_bytes']['quantiles']
+    assert all(min(lengths[0] // 16 * 16, 2048) <= q <= lengths[1] + 16 for q in found.values())
+    shown = 'captions of 2,048 bytes or more are not drawn' in visible(page)
+    assert shown == (lengths[1] > 2049)
+    for tag, attributes in page.tags:
+        if tag == 'rect':
+            assert float(attributes['width']) >= 0
+            assert 0 <= float(attributes['height']) <= 100
+
+
+@pytest.mark.parametrize('value', [-1e4, 1e4])
+def test_latents_that_all_lie_beyond_the_edges_can_be_drawn(value: float):
+    statistics = ShardStatistics()
+    latents = np.full((2, *schema.LATENTS_SHAPE), value, np.float32)
+    statistics.add(np.arange(2), [b'x', b'y'], latents)
+    report = make_report(statistics={'train': statistics}, shards={'train': [(2, 1)]})
+    assert '100.00% of their values lie outside' in visible(Page(report.page()))
+
+
+def test_a_split_without_records_is_no_error():
+    """All its samples may have been dropped because they were not finite."""
+    nothing = {name: ShardStatistics() for name in SHARDS}
+    shards = {name: [(0, 0)] for name in SHARDS}
+    report = make_report(shards=shards, statistics=nothing, num_rows=0, dropped={})
+    assert report.content['splits']['validation']['latents']['mean'] is None
+    assert report.content['splits']['validation']['caption_bytes']['quantiles'] is None
+    assert 'Length of captions' not in Page(report.page()).texts['h2']
+
+
+@given(st.lists(st.integers(1, 2047), min_size=1, max_size=60))
+def test_quantiles_are_right_to_the_width_of_a_bin(lengths: list[int]):
+    counts = np.bincount(np.array(lengths) // 16, minlength=len(CAPTION_EDGES))
+    values = quantiles(counts)
+    for share, value in zip((0.05, 0.25, 0.5, 0.75, 0.95), values.values(), strict=True):
+        exact = np.quantile(lengths, share, method='inverted_cdf')
+        assert exact // 16 * 16 <= value <= exact // 16 * 16 + 16
+
+
+def test_captions_beyond_the_last_edge_have_the_edge_as_their_length():
+    counts = np.zeros(len(CAPTION_EDGES), np.int64)
+    counts[-1], counts[0] = 9, 1
+    assert quantiles(counts) == {'0.05': 8, '0.25': 2048, '0.5': 2048, '0.75': 2048, '0.95': 2048}
+
+
+@given(st.integers(0, 500))
+def test_at_most_24_previews_are_chosen_evenly_spaced(available: int):
+    chosen = [p.key + 2**62 for p in make_report(captions=['x'] * available).previews]
+    assert len(chosen) == min(available, 24)
+    if chosen:
+        gaps = np.diff([*chosen, available])
+        assert chosen[0] == 0 and gaps.min() >= 1 and gaps.max() - gaps.min() <= 1
+
+
+def test_the_summary_tells_what_was_written_and_dropped():
+    assert make_report().summary('gs://b/x/1.0.0', seconds=12.34).splitlines() == [
+        '',
+        'train       61 records in 2 shards, 1.5 MB',
+        'validation  9 records in 1 shard, 220.0 kB',
+        'total       70 records in 3 shards, 1.7 MB',
+        'dropped     13 rows (no_row: 7, no_caption: 6)',
+        'time        12.3 s',
+        'report      gs://b/x/1.0.0/report.html',
+    ]
+    assert 'dropped     0 rows' in make_report(dropped={}).summary('', seconds=1).splitlines()
+
+
+def test_latents_in_place_are_said_to_be_out_of_reach_of_tfds():
+    report = make_report(in_place=True)
+    assert report.content['latents'] == 'in_place'
+    for said in (report.summary('gs://b/x/1.0.0', seconds=1), visible(Page(report.page()))):
+        assert 'tfds.load does not' in said
+    assert 'tfds.load' not in make_report().summary('gs://b/x/1.0.0', seconds=1)
+
+
+def test_the_summary_names_keys_of_what_is_bad():
+    dropped = {'no_row': (2, [1, 2]), 'repeated_key': (1234, [7, 8, 9, 10])}
+    dropped |= {'non_finite': (1, [-3]), 'repeated_caption': (3, [5])}
+    report = make_report(shards={'train': [(5007, 128 * 10**6)] * 2400}, dropped=dropped)
+    assert report.summary('out/x', seconds=0).splitlines()[1:] == [
+        'train       12,016,800 records in 2,400 shards, 307.2 GB',
+        'total       12,016,800 records in 2,400 shards, 307.2 GB',
+        # Rows of the captions file are not taken for rows of the source.
+        'dropped     1,237 rows (no_row: 2, repeated_key: 1,234, non_finite: 1)',
+        'captions    3 rows repeat a key, the first of each is used',
+        '            repeated_key, e.g. key 7, 8, 9',
+        '            non_finite, e.g. key -3',
+        '            repeated_caption, e.g. key 5',
+        'time        0.0 s',
+        f'report      {pathlib.Path.cwd()}/out/x/report.html',
+    ]
+    assert 'dropped of 83 rows' in report.page()
