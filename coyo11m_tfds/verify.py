@@ -33,9 +33,9 @@ import google_crc32c
 import numpy as np
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.dataset import columns, manifest, records, stored_dataset, stored_splits
+from coyo11m_tfds.dataset import columns, manifest, records, stored_dataset
 from coyo11m_tfds.dataset.chunk_index import ChunkIndex, file_name
-from coyo11m_tfds.dataset.stored_splits import StoredShard, StoredSplit
+from coyo11m_tfds.dataset.stored_dataset import StoredShard, StoredSplit
 from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.storage import stored_files
@@ -108,7 +108,7 @@ def _find_build(files: Mapping[str, SourceFile]) -> str:
     """The ID of the build that the files of a folder are of, or most of them."""
     if schema.INFO_FILE in files:
         with contextlib.suppress(OSError):  # told later, as a fault of that file
-            if build := stored_splits.find_build(os.path.dirname(files[schema.INFO_FILE].path)):
+            if build := stored_dataset.find_build(os.path.dirname(files[schema.INFO_FILE].path)):
                 return build
     builds = [schema.build_of(name) for name in files if name.startswith('checksums')]
     return builds[0] if builds else ''
@@ -143,7 +143,7 @@ class _Check:
         found = self._parse(self._columns, contents, columns.parse) or {}
         check_features = functools.partial(_check_features, _FEATURES - found.keys())
         self._parse(schema.FEATURES_FILE, contents, check_features)
-        splits = self._parse(schema.INFO_FILE, contents, stored_splits.parse) or []
+        splits = self._parse(schema.INFO_FILE, contents, stored_dataset.parse_splits) or []
         self._parse(schema.METADATA_FILE, contents, _check_metadata)
         self.left_over = sorted(columns.left_over(self._files, found, self._build))
         self._check_names(splits)

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 from coyo11m_tfds import schema
@@ -34,6 +35,15 @@ def build(
     builder = Builder(data_dir=out, config=Coyo11mConfig(**(defaults | fields)))
     builder.download_and_prepare()
     return pathlib.Path(builder.data_dir)
+
+
+def split_records(data: bytes) -> Iterator[bytes]:
+    """The records in the content of a TFRecord file."""
+    at = 0
+    while at < len(data):
+        size = int.from_bytes(data[at : at + 8], 'little')
+        yield data[at + 12 : at + 12 + size]
+        at += size + 16
 
 
 def with_known_id(folder: pathlib.Path) -> pathlib.Path:

@@ -14,9 +14,10 @@ import pytest
 import tensorflow_datasets as tfds
 
 from coyo11m_tfds import schema, verify
-from coyo11m_tfds.dataset import manifest, records
+from coyo11m_tfds.dataset import manifest
 from coyo11m_tfds.storage import stored_files
 from coyo11m_tfds.storage.file_state import of_file
+from tests import built
 from tests.checkout import CHECKOUT
 from tests.fakes.cloud import Fault
 
@@ -161,7 +162,7 @@ def test_sizes_are_compared_without_reading(copy, damage):
 def test_shards_that_are_of_one_size_are_told_apart(copy):
     """Records of equal sizes in another order: only the checksum differs."""
     data = (copy / SHARD).read_bytes()
-    offsets = np.cumsum([0] + [16 + len(record) for record in records.split(data)])
+    offsets = np.cumsum([0] + [16 + len(record) for record in built.split_records(data)])
     pieces = [data[a:b] for a, b in itertools.pairwise(offsets)]
     sizes = [len(piece) for piece in pieces]
     first = next(i for i, size in enumerate(sizes) if size in sizes[i + 1 :])

@@ -1,17 +1,16 @@
 """Features that lie elsewhere than in the records: rows of a fixed size in other files.
 
-    column = columns.read(folder, build)['latents']     # {} where all is in the records
-    column.files[3].path, column.files[3].start     # a `.pt` file, where its latents begin
+    column = columns.read(folder, build)['latents']     # {} for a data set without columns
+    column.files[3].path, column.files[3].start     # a `.pt` file, and where its latents begin
     column.locate(folder, 'train', num_records)     # uint32 (records, 3): file, row, CRC-32C
 
 `columns-<build>.json` beside the shards names the files and what they were when the data set was
-built; `column_<feature>-<split>-<build>.npy` has the place of every record, in the order of the
+built; `column_<feature>-<split>-<build>.npy` holds the place of every record in the order of the
 shards, or the values themselves, each with the CRC-32C of its row. All of it may lie on gs://.
 """
 
 import dataclasses
 import io
-import json
 import math
 import os
 import re
@@ -22,8 +21,8 @@ import google_crc32c
 import numpy as np
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.dataset import npy, pt_archive
-from coyo11m_tfds.storage import json_digest, remote, source_files, stored_files
+from coyo11m_tfds.dataset import manifest, npy, pt_archive
+from coyo11m_tfds.storage import remote, source_files, stored_files
 from coyo11m_tfds.storage.source_files import SourceFile
 
 RECORDS, IN_PLACE = LATENTS_LIE = ('records', 'in_place')  # the config's `latents`
@@ -33,20 +32,19 @@ MAX_ROW_NBYTES = 2 * schema.MAX_TEXT_DIM  # of an added column: `mapped_files` g
 ROW_NBYTES = schema.NUM_CROPS * schema.LATENT_NBYTES  # of latents in place
 
 _BESIDE = 'beside'  # the kind of a column in files beside the shards
-_FORMAT = 1
 _NPY_HEADER = 4096  # bytes in which the header of a `.npy` file ends
 _DTYPES = {np.dtype(code).name for code in np.typecodes['AllInteger'] + 'efd'}
 
 
 @dataclasses.dataclass(frozen=True)
 class ColumnFile:
-    """A `.pt` file that rows are read from.
+    """A `.pt` file that holds latents.
 
     Attributes:
-        path: absolute, or a URL on gs://.
-        version: of a remote file, see `SourceFile`; '' for a local one, which its digest tells.
-        digest: of the directory of its archive, see `pt_archive.Archive`.
-        start: where the first row begins, in bytes.
+        path: absolute path, or URL on gs://.
+        version: version of a remote file, see `SourceFile`; '' for a local one.
+        digest: digest of the archive's directory, see `pt_archive.Archive`.
+        start: offset of the first row in bytes.
     """
 
     path: str
@@ -55,16 +53,13 @@ class ColumnFile:
     start: int
 
     def check(self, found: SourceFile | None) -> SourceFile:
-        """Compares the file with what it was; of a local one it reads the directory, but no rows.
+        """Compares the file with what it was, and returns it; reads no rows.
 
         Args:
-            found: what is there now, None for nothing.
-
-        Returns:
-            The same.
+            found: file that is there now, None for a missing one.
 
         Raises:
-            ValueError: it is missing, or another one.
+            ValueError: the file is missing, or another one.
         """
         advice = 'Restore it, or build the data set again.'
         if found is None:
@@ -84,14 +79,14 @@ class ColumnFile:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """One feature.
+    """Latents in `.pt` files.
 
     Attributes:
-        name: of the feature.
-        dtype: of its numbers.
-        files: that its rows lie in.
+        name: name of the feature.
+        dtype: dtype of its numbers.
+        files: files with its rows.
         build: ID of the build that described it.
-        crc32c: of each split that of its places, in 8 hex digits.
+        crc32c: CRC-32C of the places of each split, 8 hex digits.
     """
 
     name: str
@@ -111,25 +106,21 @@ class Column:
         return ROW_NBYTES
 
     def find_files(self) -> list[SourceFile | None]:
-        """What lies where each of its files was, None for nothing; a bucket is asked by folders.
-
-        Raises:
-            OSError: the storage cannot be reached.
-        """
+        """The files that are at the paths of `files` now, None for missing ones."""
         folders = {os.path.dirname(file.path) for file in self.files}
         listed = [stored_files.list_folder(folder, missing_ok=True) for folder in sorted(folders)]
         found = {file.path: file for files in listed for file in files.values()}
         return [found.get(file.path) for file in self.files]
 
     def check_files(self) -> list[SourceFile]:
-        """Its files, after a comparison with what they were; raises as `ColumnFile.check`."""
+        """The files, each after `ColumnFile.check`, which may raise."""
         found = zip(self.files, self.find_files(), strict=True)
         return [file.check(there) for file, there in found]
 
     def locate(self, folder: str | os.PathLike[str], split: str, num_records: int) -> np.ndarray:
-        """Where each record's row is: number of the file, row, its CRC-32C; uint32 `(n, 3)`.
+        """Number of the file, row in it and its CRC-32C for each record; uint32 `(n, 3)`.
 
-        It is memory-mapped, or read whole from gs://: 12 bytes a record.
+        The array is memory-mapped, or read whole from gs://: 12 bytes a record.
 
         Raises:
             ValueError: the file is missing or damaged, or not as long as the split.
@@ -153,15 +144,14 @@ class AddedColumn:
     """Values in files beside the shards, a row a record, in their order.
 
     Attributes:
-        name: that it is asked for by.
-        dtype: of its numbers, as NumPy calls it.
-        shape: of a row: `(n,)` for n numbers, `()` for a single one.
-        files: of each split the name of its file.
-        crc32c: of each split that of the rows in its file, in 8 hex digits.
-        feature: of the records that it can take the place of; '' for none.
-        mean, std: of each number, over the train split; empty but for text embeddings.
-        encoder: name of what made the values, and what else their file says of itself; {} if that
-            is nothing.
+        name: name of the column.
+        dtype: NumPy's name of its dtype.
+        shape: shape of a row: `(n,)` for n numbers, `()` for a single one.
+        files: name of the file of each split.
+        crc32c: CRC-32C of the values of each split, 8 hex digits.
+        feature: feature of the records that it can replace; '' for none.
+        mean, std: statistics of each number of text embeddings over the train split, else empty.
+        encoder: `sidecar.Header` of embeddings and tokens, else {}.
     """
 
     name: str
@@ -182,7 +172,7 @@ class AddedColumn:
     def locate(
         self, folder: str | os.PathLike[str], split: str, num_records: int
     ) -> tuple[SourceFile, int, np.dtype]:
-        """The file of a split, where its first row begins, and what that is, `row_dtype`.
+        """The file of a split, the offset of its first row, and the `row_dtype` of its rows.
 
         Raises:
             ValueError: the file is missing, or not as long as the split.
@@ -207,16 +197,16 @@ class AddedColumn:
 
 
 class Writer:
-    """Writes the file of an added column: of each record its values, and their CRC-32C.
+    """Writes the file of an added column: the values of each record, and their CRC-32C.
 
-    The CRC-32C of all of them stands in the header, as the end of a name, and in the description of
-    the columns: so the file of another column is not taken for this one.
+    The CRC-32C of all values stands in the header, at the end of a field's name, and in the
+    description of the columns, so that readers do not take the file of another column for this one.
     """
 
     def __init__(
         self, file: BinaryIO, dtype: np.typing.DTypeLike, shape: tuple[int, ...], num_records: int
     ):
-        """Takes an empty file, and the dtype and the shape of the values of each record."""
+        """Takes an empty file, and the dtype and the shape of a record's values."""
         self._file, self._num_records = file, num_records
         self._dtype, self._shape = np.dtype(dtype), shape
         self._crc32c = 0
@@ -233,7 +223,7 @@ class Writer:
         self._file.write(rows.data)
 
     def finish(self) -> str:
-        """Completes the file after the last record; returns its checksum for `AddedColumn`."""
+        """Completes the file; returns its checksum for `AddedColumn`."""
         self._file.seek(0)
         self._write_header()
         return f'{self._crc32c:08x}'
@@ -249,11 +239,11 @@ class RowScan:
     """Takes the file of an added column in blocks, and compares its rows with their CRC-32C.
 
     Attributes:
-        crc32c: of what was added.
+        crc32c: CRC-32C of the blocks so far.
     """
 
     def __init__(self, start: int, dtype: np.dtype):
-        """Takes where the first row begins, and `row_dtype`."""
+        """Takes the offset of the first row, and `row_dtype`."""
         self.crc32c = 0
         self._dtype, self._before, self._rest = dtype, start, b''
         self._values_crc32c = self._num_rows = self._num_wrong = 0
@@ -280,7 +270,7 @@ class RowScan:
 
     @property
     def problem(self) -> str:
-        """What is wrong with the rows; '' for nothing."""
+        """The damage of the rows; '' for none."""
         if self._num_wrong > 1:
             return f'{self._first_wrong}; so have {self._num_wrong - 1} more rows others'
         of_values = f'{self._values_crc32c:08x}'
@@ -290,12 +280,12 @@ class RowScan:
 
 
 def wrong_row(row: int, found: int, expected: int) -> str:
-    """What to say of a row with another CRC-32C."""
+    """The message about a row with another CRC-32C."""
     return f'row {row} has CRC-32C {found:08x}, expected {expected:08x}'
 
 
 def row_dtype(dtype: np.typing.DTypeLike, shape: tuple[int, ...], crc32c: int) -> np.dtype:
-    """What the file of an added column holds of each record; `crc32c` is that of the file."""
+    """The dtype of a row in the file of an added column; `crc32c` is that of all values."""
     value = ('value', np.dtype(dtype).newbyteorder('<'), shape)
     return np.dtype([value, (f'crc32c_{crc32c:08x}', '<u4')])
 
@@ -313,19 +303,19 @@ def checksums(rows: np.ndarray) -> np.ndarray:
 
 
 def file_name(column: str, split: str, build: str = '') -> str:
-    """The name of the file with a column's values in one split, or with their places."""
+    """The name of the file with the values, or the places, of a column in one split."""
     return schema.of_build(f'column_{column}-{split}.npy', build)
 
 
 def is_file_name(name: str) -> bool:
-    """True if it is the name of such a file."""
+    """True for a name of `file_name`."""
     return name.startswith('column_') and name.endswith('.npy') and '/' not in name
 
 
 def left_over(
     names: Iterable[str], columns: Mapping[str, Column | AddedColumn], build: str
 ) -> set[str]:
-    """Names of files of columns of a build that are none of these: a killed command left them."""
+    """Names of files of columns that no column names: a killed command left them."""
     used = {
         file for x in columns.values() if isinstance(x, AddedColumn) for file in x.files.values()
     }
@@ -344,34 +334,29 @@ def write(
     }
     for fields in described.values():
         del fields['name']
-    content = {'format': _FORMAT, 'columns': described}
-    path = os.path.join(folder, schema.of_build(schema.COLUMNS_FILE, build))
-    with open(f'{path}.part', 'w') as file:
-        json.dump(content | {'digest': json_digest.sha256(content)}, file, indent=1)
-        file.write('\n')
-    os.replace(f'{path}.part', path)
+    name = schema.of_build(schema.COLUMNS_FILE, build)
+    manifest.write_sealed(folder, name, 'columns', described)
 
 
 def read(folder: str | os.PathLike[str], build: str = '') -> dict[str, Column | AddedColumn]:
-    """The columns of a data set, local or on gs://, by feature; {} where all is in the records.
+    """The columns of a data set, local or on gs://, by feature; {} for one without columns.
 
     Args:
-        folder: of the data set.
-        build: ID of the build that made it.
+        folder: folder of the data set.
+        build: ID of its build.
 
     Raises:
-        ValueError: the description is damaged.
+        DamagedError: the description is damaged.
         OSError: it cannot be read.
     """
     path = os.path.join(folder, schema.of_build(schema.COLUMNS_FILE, build))
+    data = manifest.read_file(path)
     try:
-        file = source_files.describe(path)
-    except ValueError:
-        return {}
-    try:
-        return parse(bytes(stored_files.read(file, stored_files.Content).data))
+        return parse(data) if data is not None else {}
     except ValueError as error:
-        raise ValueError(f'{path}: is damaged ({error}). Build the data set again.') from None
+        raise manifest.DamagedError(
+            f'{path}: is damaged ({error}). Build the data set again.'
+        ) from None
 
 
 def parse(data: bytes) -> dict[str, Column | AddedColumn]:
@@ -381,12 +366,8 @@ def parse(data: bytes) -> dict[str, Column | AddedColumn]:
         ValueError: it is damaged, or of another format.
     """
     try:
-        content = json.loads(data)
-        if content.pop('digest') != json_digest.sha256(content):
-            raise ValueError('its digest is wrong')
-        if content['format'] != _FORMAT:
-            raise ValueError(f'its format is {content["format"]!r}, expected {_FORMAT}')
-        return {name: _column(name, **column) for name, column in content['columns'].items()}
+        found = manifest.parse_sealed(data, 'columns')
+        return {name: _column(name, **column) for name, column in found.items()}
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f'it lacks {error}') from error
 
@@ -414,7 +395,7 @@ def _column(name: str, kind: str, **fields: Any) -> Column | AddedColumn:
 
 
 def _is_possible(column: AddedColumn) -> bool:
-    """Whether all that is said of it is what `add_column` may say: its file may hold it."""
+    """Whether `add_column` can have written the description."""
     lengths_fit = all(type(n) is int and 0 < n <= MAX_ROW_NBYTES for n in column.shape)
     return (
         column.dtype in _DTYPES
@@ -435,7 +416,7 @@ def _is_crc32c(x: object) -> bool:
 
 
 def _load_places(path: str, crc32c: str) -> np.ndarray:
-    """The array in a `.npy` file, uint32 `(n, 3)`, of this CRC-32C; raises as `_parse_header`."""
+    """The array in a `.npy` file, uint32 `(n, 3)`, of this CRC-32C."""
     file = source_files.describe(path)
     if file.is_remote:
         data: Any = stored_files.read(file, stored_files.Content).data
@@ -456,18 +437,7 @@ def array_crc32c(array: np.ndarray) -> str:
 
 
 def _parse_header(head: bytes, num_bytes: int) -> tuple[np.dtype, tuple[int, ...], int]:
-    """The dtype and the shape of the array in a `.npy` file, and where its numbers begin.
-
-    Args:
-        head: the first bytes of the file, with all of its header.
-        num_bytes: of the file.
-
-    Raises:
-        ValueError: it is no such file.
-    """
+    """`npy.read_header` of the first bytes of a file, and the offset of the numbers."""
     stream = io.BytesIO(head)
-    dtype, shape = npy.read_header(stream)
-    expected = stream.tell() + dtype.itemsize * math.prod(shape)
-    if num_bytes != expected:
-        raise ValueError(f'it has {num_bytes:,} bytes, expected {expected:,}')
+    dtype, shape = npy.read_header(stream, num_bytes)
     return dtype, shape, stream.tell()

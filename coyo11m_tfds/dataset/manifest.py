@@ -1,19 +1,25 @@
-"""The checksums of all files of a data set, in a file beside them, for `verify`.
+"""The small files beside the shards, and the checksums of all files of a data set, for `verify`.
 
 manifest.write(folder, {'features.json': FileState(2048, 0x1f2e3d4c), ...})
 manifest.parse(data)['features.json'].size     # 2048
+manifest.read_file('gs://bucket/d/1.0.0/features.json')     # bytes, None where there is no file
 """
 
 import json
 import os
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.storage import json_digest
+from coyo11m_tfds.storage import json_digest, source_files, stored_files
 from coyo11m_tfds.storage.file_state import FileState
 
 _FORMAT = 1
+
+
+class DamagedError(ValueError):
+    """A file of a data set does not hold what was written; the message names it."""
 
 
 def write(folder: str | os.PathLike[str], files: Mapping[str, FileState], build: str = '') -> None:
@@ -22,11 +28,7 @@ def write(folder: str | os.PathLike[str], files: Mapping[str, FileState], build:
         name: {'size': state.size, 'crc32c': f'{state.crc32c:08x}'}
         for name, state in sorted(files.items())
     }
-    content = {'format': _FORMAT, 'files': states}
-    name = schema.of_build(schema.CHECKSUMS_FILE, build)
-    with open(os.path.join(folder, name), 'w') as file:
-        json.dump(content | {'digest': json_digest.sha256(content)}, file, indent=1)
-        file.write('\n')
+    write_sealed(folder, schema.of_build(schema.CHECKSUMS_FILE, build), 'files', states)
 
 
 def parse(data: bytes) -> dict[str, FileState]:
@@ -36,18 +38,52 @@ def parse(data: bytes) -> dict[str, FileState]:
         ValueError: it is damaged, or of another format.
     """
     try:
-        content = json.loads(data)
-        found = content.pop('digest')
-        if found != json_digest.sha256(content):
-            raise ValueError('its digest is wrong')
-        if content['format'] != _FORMAT:
-            raise ValueError(f'its format is {content["format"]!r}, expected {_FORMAT}')
-        return {name: _state(**state) for name, state in content['files'].items()}
-    except (AttributeError, KeyError, TypeError) as error:
+        return {name: _state(**state) for name, state in parse_sealed(data, 'files').items()}
+    except (AttributeError, TypeError) as error:
         raise ValueError(f'it lacks {error}') from error
 
 
 def _state(size: int, crc32c: str) -> FileState:
     if not re.fullmatch('[0-9a-f]{8}', crc32c):
-        raise ValueError(f'{crc32c!r} is no CRC-32C')
+        raise ValueError(f'{crc32c!r} is not a CRC-32C of 8 hex digits')
     return FileState(size, int(crc32c, 16))
+
+
+def write_sealed(folder: str | os.PathLike[str], name: str, what: str, entries: Any) -> None:
+    """Writes a JSON file with a digest of its content, in place of the one that is there."""
+    content = {'format': _FORMAT, what: entries}
+    path = os.path.join(folder, name)
+    with open(f'{path}.part', 'w') as file:
+        json.dump(content | {'digest': json_digest.sha256(content)}, file, indent=1)
+        file.write('\n')
+    os.replace(f'{path}.part', path)
+
+
+def parse_sealed(data: bytes, what: str) -> Any:
+    """The entries in the content of a file of `write_sealed`.
+
+    Raises:
+        ValueError: it is damaged, or of another format.
+    """
+    try:
+        content = json.loads(data)
+        if content.pop('digest') != json_digest.sha256(content):
+            raise ValueError('its digest is wrong')
+        if content['format'] != _FORMAT:
+            raise ValueError(f'its format is {content["format"]!r}, expected {_FORMAT}')
+        return content[what]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f'it lacks {error}') from error
+
+
+def read_file(path: str) -> bytes | None:
+    """Reads a small file, local or on gs://; None if there is none.
+
+    Raises:
+        OSError: it cannot be read, or the storage cannot be reached.
+    """
+    try:
+        file = source_files.describe(path)
+    except ValueError:
+        return None
+    return bytes(stored_files.read(file, stored_files.Content).data)

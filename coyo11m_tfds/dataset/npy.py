@@ -1,8 +1,9 @@
 """The header of a `.npy` file, https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html.
 
-dtype, shape = npy.read_header(stream)      # the numbers follow, from `stream.tell()` on
+dtype, shape = npy.read_header(stream, num_bytes)      # the numbers follow, from `stream.tell()` on
 """
 
+import math
 import tokenize
 from typing import BinaryIO
 
@@ -12,11 +13,12 @@ import numpy as np
 _OF_DAMAGE = (ValueError, TypeError, SyntaxError, tokenize.TokenError)
 
 
-def read_header(stream: BinaryIO) -> tuple[np.dtype, tuple[int, ...]]:
+def read_header(stream: BinaryIO, num_bytes: int) -> tuple[np.dtype, tuple[int, ...]]:
     """Reads the header of a file of version 1.0; returns dtype and shape of its array.
 
     Raises:
-        ValueError: it is no such header, or the array does not lie row after row.
+        ValueError: the header is damaged, the array does not lie row after row, or does not fill a
+            file of `num_bytes`.
     """
     try:
         if np.lib.format.read_magic(stream) != (1, 0):
@@ -26,4 +28,7 @@ def read_header(stream: BinaryIO) -> tuple[np.dtype, tuple[int, ...]]:
         raise ValueError(str(error)) from error
     if is_fortran:
         raise ValueError('its array lies column after column')
+    expected = stream.tell() + dtype.itemsize * math.prod(shape)
+    if num_bytes != expected:
+        raise ValueError(f'it has {num_bytes:,} bytes, expected {expected:,}')
     return dtype, shape

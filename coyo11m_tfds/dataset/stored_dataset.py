@@ -1,30 +1,31 @@
-"""A built data set, opened once: what its metadata files say, and where its records are.
+"""A built data set, opened once: its metadata files, and the places of its records.
 
     data = stored_dataset.open_data('OUT/coyo11m_tfds/latents/1.0.0')
     data.latent_dtype, data.text_dim        # 'float16', 640
     data.stats().latent_std                 # float32 (4,)
-    split = data.split('train')             # None where there is no chunk index
+    split = data.split('train')             # None for a data set without a chunk index
+    split.file(3), split.index.byte_range(3, 64, 32)
 
-Whoever reads a data set opens it here. TensorFlow is not needed, and used only for one that TFDS
-mocks, whose builder is given.
+Every reader opens a data set here. TensorFlow is not needed; only a data set that TFDS mocks is
+opened through its builder.
 """
 
 import dataclasses
+import functools
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import numpy as np
 from absl import logging
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.dataset import chunk_index, columns, manifest, stored_splits, texts
+from coyo11m_tfds.dataset import chunk_index, columns, manifest, texts
+from coyo11m_tfds.dataset.chunk_index import ChunkIndex
 from coyo11m_tfds.dataset.columns import AddedColumn, Column
-from coyo11m_tfds.dataset.indexed_split import IndexedSplit
-from coyo11m_tfds.dataset.record_layout import RecordLayout
-from coyo11m_tfds.dataset.stored_splits import StoredSplit
-from coyo11m_tfds.reading.bad_records import DamagedError, naming_damage
+from coyo11m_tfds.dataset.manifest import DamagedError
+from coyo11m_tfds.dataset.records import RecordLayout, RecordScan
 from coyo11m_tfds.storage import json_digest, source_files, stored_files
 
 if TYPE_CHECKING:
@@ -42,21 +43,123 @@ READABLE = (*FEATURES, schema.TOKENS)
 
 
 @dataclasses.dataclass(frozen=True)
+class StoredSplit:
+    """A split as `schema.INFO_FILE` describes it.
+
+    Attributes:
+        name: name of the split, e.g. 'train'.
+        file_names: names of its shards.
+        shard_lengths: number of records of each shard.
+        num_bytes: size of all shards together.
+        build: ID in the names of all files of its build; '' for names without one.
+    """
+
+    name: str
+    file_names: Sequence[str]
+    shard_lengths: Sequence[int]
+    num_bytes: int
+    build: str = ''
+
+    @property
+    def num_records(self) -> int:
+        return sum(self.shard_lengths)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredShard:
+    """A shard as the metadata describe it.
+
+    Attributes:
+        index_name: name of the file of `index`.
+        number: number of the shard.
+        length: number of its records.
+        index: chunk index of the split; None for one that cannot be used.
+    """
+
+    index_name: str
+    number: int
+    length: int
+    index: ChunkIndex | None
+
+    def compare(self, scan: RecordScan) -> str:
+        """The difference between the metadata and the content of the shard; '' for none."""
+        if scan.num_records != self.length:
+            return f'has {scan.num_records} records, expected {self.length} ({schema.INFO_FILE})'
+        if self.index is None or not self.length:
+            return ''
+        first = np.arange(0, self.length, schema.CHUNK_STRIDE)
+        count = np.minimum(self.length - first, schema.CHUNK_STRIDE)
+        offsets, nbytes = self.index.byte_range(self.number, first, count)
+        expected = np.array([*offsets, offsets[-1] + nbytes[-1]])
+        found = np.array([*scan.chunk_offsets, scan.num_bytes])
+        wrong = np.flatnonzero(found != expected)
+        if not len(wrong):
+            return ''
+        place = int(wrong[0])
+        what = 'ends' if place == len(first) else f'has record {first[place]}'
+        return f'{what} at byte {found[place]}, expected {expected[place]} ({self.index_name})'
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexedSplit:
+    """A split with a chunk index.
+
+    Attributes:
+        index: chunk index of the split.
+        folder: folder of the shards.
+        file_names: names of the shards.
+    """
+
+    index: ChunkIndex
+    folder: str
+    file_names: Sequence[str]
+
+    @property
+    def is_remote(self) -> bool:
+        """True if reading waits for a network."""
+        return source_files.is_remote(self.folder)
+
+    @property
+    def record_nbytes(self) -> int:
+        """Average size of a record in the files; 0 for a split without records."""
+        return int(self.file_sizes.sum() // max(1, self.index.shard_lengths.sum()))
+
+    @property
+    def file_sizes(self) -> np.ndarray:
+        """Bytes of each shard as in the index, int64 `(num_shards,)`."""
+        lengths = self.index.shard_lengths
+        shards = np.flatnonzero(lengths)
+        sizes = np.zeros(len(lengths), np.int64)
+        sizes[shards] = self.index.byte_range(shards, 0, lengths[shards])[1]
+        return sizes
+
+    @functools.cached_property
+    def first_numbers(self) -> np.ndarray:
+        """The number in the split of the first record of each shard, int64 `(num_shards,)`."""
+        lengths = self.index.shard_lengths
+        return np.cumsum(lengths) - lengths
+
+    def file(self, shard: int) -> str:
+        """The path of a shard."""
+        return f'{self.folder}/{self.file_names[shard]}'
+
+
+@dataclasses.dataclass(frozen=True)
 class DatasetStats:
-    """The statistics in the metadata of a data set that a model needs.
+    """The statistics of a data set that a model needs.
 
     Attributes:
         latent_mean, latent_std: float32 `(4,)`, over the train split in raw units.
         latent_dtype: 'float16' or 'bfloat16'.
-        text_mean, text_std: float32 `(text_dim,)`, or None without text embeddings.
-        text_encoder: name of what made the text embeddings, or None.
-        text_revision: of that: a commit, a digest of its files or a number; None if unknown.
-        text_max_tokens: captions were cut to so many tokens; 0 for no limit or if unknown.
-        text_dim: width of the text embeddings, or 0 without them.
-        num_tokens: of a text with its padding, or 0 for embeddings.
-        vocabulary: ids of these are less than this; 0 without them.
-        known_tokens: hex digits, a bit for each id that occurs; '' where that is not known.
+        text_mean, text_std: float32 `(text_dim,)`; None without text embeddings.
+        text_encoder: name of the encoder of the text, or None.
+        text_revision: commit, digest of files or number of the encoder; None if unknown.
+        text_max_tokens: length limit of captions in tokens; 0 for no limit or if unknown.
+        text_dim: width of the text embeddings; 0 without them.
         source_fingerprint: hex digest of the source files, or None.
+        num_tokens: tokens of a text with its padding; 0 for embeddings.
+        vocabulary: number of token ids; 0 for embeddings.
+        known_tokens: hex digits, a bit for each token id that occurs; '' if unknown.
     """
 
     latent_mean: np.ndarray
@@ -79,13 +182,13 @@ class StoredDataset:
     """The metadata of a data set.
 
     Attributes:
-        folder: that it lies in.
+        folder: folder of the data set.
         full_name: name, config and version, as TFDS joins them.
-        splits: by name; {} of one that TFDS mocks, which has records in every split.
-        features: its features by name, each as `features.json` describes it.
-        metadata: what `metadata.json` says; {} where there is none.
+        splits: splits by name; {} of a mocked data set, which has every split.
+        features: features by name, each as `features.json` describes it.
+        metadata: content of `metadata.json`; {} without that file.
         columns: features that lie elsewhere than in the records, by name.
-        builder: that it was opened by, if any.
+        builder: builder of TFDS that it was opened by, or None.
     """
 
     folder: str
@@ -101,7 +204,7 @@ class StoredDataset:
 
     @property
     def is_remote(self) -> bool:
-        """True if it lies on gs://, or the latents of its records do."""
+        """True if the data set lies on gs://, or its latents do."""
         latents = self.columns.get(schema.LATENTS)
         return source_files.is_remote(self.folder) or (
             isinstance(latents, Column) and latents.is_remote
@@ -142,10 +245,10 @@ class StoredDataset:
 
     @property
     def record_layout(self) -> RecordLayout:
-        """Where values lie in its records.
+        """The layout of its records.
 
         Raises:
-            ValueError: they are encoded in another way than as bytes.
+            ValueError: a feature is encoded in another way than as bytes.
         """
         for name in (schema.LATENTS, *schema.TEXT_DTYPES):
             tensor = self.features.get(name, {}).get('tensor', {'encoding': 'bytes'})
@@ -162,7 +265,7 @@ class StoredDataset:
 
     @property
     def text_columns(self) -> list[str]:
-        """Names of the text embeddings and tokens that `add_column` has added."""
+        """Names of the added columns that hold text embeddings or tokens."""
         return texts.column_names(self.columns)
 
     def choose_texts(self, spec: texts.Spec) -> texts.Chosen:
@@ -179,11 +282,17 @@ class StoredDataset:
 
     def check_features(self, names: Sequence[str]) -> None:
         """Raises a ValueError for a feature that the data set does not have."""
-        there = [name for name in READABLE if name in self.features]
-        check_features(self.folder, [*there, *self.columns], names)
+        there = [*(name for name in READABLE if name in self.features), *self.columns]
+        missing = [name for name in names if name not in there]
+        if missing:
+            raise ValueError(
+                f'{self.folder}: no feature {missing[0]!r}; there are {there}. Data sets with text '
+                'embeddings or tokens are built with the config field text_embeddings; python -m '
+                'coyo11m_tfds.add_column adds columns.'
+            )
 
     def split(self, name: str) -> IndexedSplit | None:
-        """A split with a chunk index, which is read once; None where there is none.
+        """A split with its chunk index, which is read once; None for one without an index.
 
         Raises:
             ValueError: there is no such split; its index is damaged, or of other shards.
@@ -200,8 +309,7 @@ class StoredDataset:
         found = self.splits.get(name)
         if found is None or not found.file_names:
             return None
-        with naming_damage():
-            index = chunk_index.ChunkIndex.load(self.folder, name, found.build)
+        index = ChunkIndex.load(self.folder, name, found.build)
         if index is None:
             _check_not_lost(self.folder, chunk_index.file_name(name, found.build), found.build)
             return None
@@ -222,13 +330,10 @@ class StoredDataset:
         return f'{name} {json_digest.sha256([name, source, *lengths])[:16]}'
 
     def stats(self, text: texts.Spec = '') -> DatasetStats:
-        """The statistics of the latents and of the texts asked for; of several, of the mixture.
+        """The statistics of the latents, and of the texts asked for or their mixture.
 
-        One without statistics, such as a mocked one, gets mean 0 and standard deviation 1, and a
-        warning in the log.
-
-        Raises:
-            ValueError: as of `texts.choose`, or `latent_dtype`.
+        A data set without statistics, such as a mocked one, gets mean 0, standard deviation 1 and
+        a warning in the log. Raises a ValueError as `texts.choose` and `latent_dtype` do.
         """
         if schema.META_LATENT_MEAN not in self.metadata:
             logging.warning('%s has no latent statistics: taking mean 0, std 1', self.full_name)
@@ -269,7 +374,7 @@ class StoredDataset:
         return shape[0]
 
     def _tensor(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """The dtype and the shape of a feature; '' and () of one that is no tensor."""
+        """The dtype and the shape of a tensor; '' and () of another feature."""
         tensor = self.features.get(name, {}).get('tensor', {'dtype': ''})
         return tensor['dtype'], tuple(map(int, tensor.get('shape', {}).get('dimensions', ())))
 
@@ -277,7 +382,7 @@ class StoredDataset:
 def open_data(data: Data) -> StoredDataset:
     """Opens the data set in a folder, local or on gs://, or of a builder of TFDS.
 
-    One that is opened already is given back, so that its metadata are read once.
+    A `StoredDataset` is returned as it is, so that its metadata are read once.
 
     Raises:
         FileNotFoundError: there is no data set; the message says where one is.
@@ -288,7 +393,7 @@ def open_data(data: Data) -> StoredDataset:
         return data
     builder = None if isinstance(data, str | os.PathLike) else data
     folder = os.fspath(data if builder is None else builder.data_dir).rstrip('/')
-    found = _read(f'{folder}/{schema.INFO_FILE}')
+    found = manifest.read_file(f'{folder}/{schema.INFO_FILE}')
     if found is not None:
         return _parse(folder, found, builder)
     if builder is None:
@@ -300,33 +405,98 @@ def open_data(data: Data) -> StoredDataset:
 
 def _parse(folder: str, content: bytes, builder: Any) -> StoredDataset:
     try:
-        splits = {split.name: split for split in stored_splits.parse(content)}
+        splits = {split.name: split for split in parse_splits(content)}
     except ValueError as error:
         raise DamagedError(f'{folder}/{schema.INFO_FILE}: is damaged ({error}).') from error
     info = json.loads(content)
-    names = [info.get('name'), info.get('configName'), info.get('version')]
-    described = _read_json(f'{folder}/{schema.FEATURES_FILE}')
+    full_name = '/'.join(filter(None, map(info.get, ('name', 'configName', 'version'))))
+    path = f'{folder}/{schema.FEATURES_FILE}'
+    described = _read_json(path)
+    if described is None:
+        raise FileNotFoundError(f'{path}: is missing; restore it or build the data set again.')
     features = described.get('featuresDict', {}).get('features')
     if not isinstance(features, dict):
-        path = f'{folder}/{schema.FEATURES_FILE}'
         raise DamagedError(f'{path}: is damaged (it names no features).')
-    metadata = _read_json(f'{folder}/{schema.METADATA_FILE}', {})
-    full_name = '/'.join(filter(None, names))
+    metadata = _read_json(f'{folder}/{schema.METADATA_FILE}') or {}
     build = next(iter(splits.values())).build
     if metadata.get(schema.META_BUILD, build) != build:
         raise OSError(
             f'{folder}: {schema.METADATA_FILE} is of another build than {schema.INFO_FILE}; it is '
             'being replaced. Open it again in a moment; if that does not help, build it again.'
         )
-    with naming_damage():
-        found = columns.read(folder, build)
+    found = columns.read(folder, build)
     return StoredDataset(folder, full_name, splits, features, metadata, found, builder)
+
+
+def _read_json(path: str) -> dict | None:
+    data = manifest.read_file(path)
+    if data is None:
+        return None
+    try:
+        content = json.loads(data)
+    except ValueError as error:
+        raise DamagedError(f'{path}: is damaged ({error}).') from error
+    if not isinstance(content, dict):
+        raise DamagedError(f'{path}: is damaged (it holds no object).')
+    return content
+
+
+def parse_splits(data: bytes) -> list[StoredSplit]:
+    """The splits, from the content of `schema.INFO_FILE`.
+
+    Raises:
+        ValueError: it is damaged, or names no split.
+    """
+    try:
+        info = json.loads(data)
+        splits = [_split(info, split) for split in info['splits']]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f'it lacks {error}') from error
+    if not splits:
+        raise ValueError('it names no split')
+    return splits
+
+
+def _split(info: dict, split: dict) -> StoredSplit:
+    # protobuf writes 64-bit integers as strings, and leaves out empty lists and zeros.
+    lengths = [int(length) for length in split.get('shardLengths', [])]
+    template, count = split['filepathTemplate'], len(lengths)
+    digits = max(5, len(str(count)))
+    names = [
+        template.format(
+            DATASET=info['name'],
+            SPLIT=split['name'],
+            FILEFORMAT=info['fileFormat'],
+            SHARD_X_OF_Y=f'{shard:0{digits}}-of-{count:0{digits}}',
+        )
+        for shard in range(count)
+    ]
+    if len(set(names)) < count:
+        raise ValueError(
+            f'its filepathTemplate {template!r} names several shards alike, expected '
+            '{SHARD_X_OF_Y} in it'
+        )
+    num_bytes = int(split.get('numBytes', 0))
+    return StoredSplit(split['name'], names, lengths, num_bytes, schema.build_of(template))
+
+
+def find_build(folder: str | os.PathLike[str]) -> str:
+    """The ID in the names of a data set's files; '' without one, or if the description is damaged.
+
+    Raises:
+        OSError: the storage cannot be reached.
+    """
+    data = manifest.read_file(f'{os.fspath(folder).rstrip("/")}/{schema.INFO_FILE}')
+    try:
+        return parse_splits(data)[0].build if data else ''
+    except ValueError:
+        return ''
 
 
 def _check_not_lost(folder: str, index: str, build: str) -> None:
     """Raises an error if the data set had an index: without it, records come in another order."""
     recorded = f'{folder}/{schema.of_build(schema.CHECKSUMS_FILE, build)}'
-    content = _read(recorded)
+    content = manifest.read_file(recorded)
     try:
         names = manifest.parse(content) if content else {}
     except ValueError as error:
@@ -365,40 +535,3 @@ def choose(folder: str | os.PathLike[str]) -> str:
             f'{folder}: there are {len(found)} data sets, name one: {", ".join(found)}'
         )
     return found[0]
-
-
-def _read(path: str) -> bytes | None:
-    """The content of a small file; None if there is none."""
-    try:
-        file = source_files.describe(path)
-    except ValueError:
-        return None
-    return bytes(stored_files.read(file, stored_files.Content).data)
-
-
-def _read_json(path: str, default: dict | None = None) -> dict:
-    data = _read(path)
-    if data is None and default is not None:
-        return default
-    if data is None:
-        raise FileNotFoundError(f'{path}: is missing; restore it or build the data set again.')
-    try:
-        content = json.loads(data)
-    except ValueError as error:
-        raise DamagedError(f'{path}: is damaged ({error}).') from error
-    if not isinstance(content, dict):
-        raise DamagedError(f'{path}: is damaged (it holds no object).')
-    return content
-
-
-def check_features(
-    data_dir: str | os.PathLike[str], there: Collection[str], asked: Sequence[str]
-) -> None:
-    """Raises a ValueError for a feature that is asked for and not there."""
-    missing = [name for name in asked if name not in there]
-    if missing:
-        raise ValueError(
-            f'{data_dir}: no feature {missing[0]!r}; there are {list(there)}. Data sets with text '
-            'embeddings or tokens are built with the config field text_embeddings; python -m '
-            'coyo11m_tfds.add_column adds columns.'
-        )

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from absl import logging
 
+from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.reading.counter import ReadCounter
 
 STOP, SKIP = 'stop', 'skip'
@@ -25,10 +26,6 @@ DAMAGED = 'its checksum is wrong, or its file has other records than its chunk i
 
 # So many never stop a run: a damaged length costs the rest of a chunk, even in a small data set.
 ALWAYS_ALLOWED = 64
-
-
-class DamagedError(ValueError):
-    """A file of a data set does not hold what was written; the message names it."""
 
 
 @contextlib.contextmanager

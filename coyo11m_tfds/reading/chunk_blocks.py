@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from absl import logging
 
-from coyo11m_tfds.dataset.indexed_split import IndexedSplit
+from coyo11m_tfds.dataset.stored_dataset import IndexedSplit
 from coyo11m_tfds.reading.ahead import Ahead
 from coyo11m_tfds.reading.column_reader import ColumnReader
 from coyo11m_tfds.reading.fetched_files import FetchedFiles, Range

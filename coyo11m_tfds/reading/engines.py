@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import texts
-from coyo11m_tfds.dataset.indexed_split import IndexedSplit
-from coyo11m_tfds.dataset.stored_dataset import StoredDataset
+from coyo11m_tfds.dataset.stored_dataset import IndexedSplit, StoredDataset
 from coyo11m_tfds.reading import (
     chunk_blocks,
     column_reader,

@@ -7,25 +7,23 @@
     batch = reader.read(some, reader.check(some))     # dict(key=(256,), latents=(256, 4, 32, 32))
 
 Where rows lie is found for a block of batches at a time; a batch is then a few calls of NumPy that
-copy what is asked for, and nothing else of a record, unless its checksum is compared. Two kinds of
-records are handled one by one: those that cannot be read, and those of another layout than this
-project writes.
+copy what is asked for, and nothing else of a record, unless its checksum is compared.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import ml_dtypes
 import numpy as np
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.dataset import record_layout
+from coyo11m_tfds.dataset import records
 from coyo11m_tfds.dataset.columns import AddedColumn, Column
-from coyo11m_tfds.dataset.indexed_split import IndexedSplit
-from coyo11m_tfds.dataset.record_layout import RecordLayout
+from coyo11m_tfds.dataset.records import RecordLayout
+from coyo11m_tfds.dataset.stored_dataset import IndexedSplit
 from coyo11m_tfds.dataset.texts import Chosen
 from coyo11m_tfds.reading import bad_records, framing, order, verified
 from coyo11m_tfds.reading.bad_records import BadRecords
@@ -36,7 +34,7 @@ from coyo11m_tfds.reading.names import DROP_TEXT, MASK
 
 Batch = dict[str, np.ndarray]
 
-# What `record_layout.Found` calls the places of a feature.
+# What `records.Found` calls the places of a feature.
 _PLACES = {schema.LATENTS: 'latents', schema.TEXT_EMBEDDING: 'text', schema.TOKENS: 'tokens'}
 
 # Bytes of a long caption as an object of Python, with its place in the array.
@@ -121,7 +119,7 @@ class Rows(NamedTuple):
     number: np.ndarray
     begin: np.ndarray
     end: np.ndarray
-    values: record_layout.Found
+    values: records.Found
     columns: Mapping[str, np.ndarray]
 
     def part(self, some: slice) -> Self:
@@ -129,7 +127,7 @@ class Rows(NamedTuple):
         names = ('epoch', 'shard', 'record', 'number', 'begin', 'end')
         return self._replace(
             **{name: getattr(self, name)[some] for name in names},
-            values=record_layout.Found(*(x[some] for x in self.values)),
+            values=records.Found(*(x[some] for x in self.values)),
             columns={name: places[some] for name, places in self.columns.items()},
         )
 
@@ -238,16 +236,13 @@ class RowReader:
         self._files.check_unchanged(rows.shard)
         for column in self.columns.values():
             column.check_unchanged(rows.number)
-        others = self._read_irregular(rows, good)
+        self._check_layout(rows, good)
         if not good.all():
             self._report_bad(rows, np.flatnonzero(~good))
-        keys = np.where(good & rows.values.regular, rows.values.keys, 0)
-        for row, values in others.items():
-            keys[row] = values[schema.KEY]
+        keys = np.where(good, rows.values.keys, 0)
         crops = self._choices.crops(rows.epoch, keys)
         batch = {
-            name: self._feature(name, rows, good, keys, crops, others)
-            for name in self._choices.features
+            name: self._feature(name, rows, good, keys, crops) for name in self._choices.features
         }
         if self._choices.caption_dropout and schema.TEXT_DTYPES.keys() & batch.keys():
             batch[DROP_TEXT] = order.sample_drops(
@@ -279,39 +274,21 @@ class RowReader:
         address, limit = self._files.locate(shard, offset, nbytes)
         return address, count, limit
 
-    def _read_irregular(self, rows: Rows, good: np.ndarray) -> dict[int, dict[str, Any]]:
-        """The values of whole records of other layouts, by row; marks damaged ones in `good`."""
-        found, memory = {}, self._files.memory
+    def _check_layout(self, rows: Rows, good: np.ndarray) -> None:
+        """Marks damaged records in `good`; raises for a whole one of another layout."""
         for row in np.flatnonzero(good & ~rows.values.regular).tolist():
             begin, end = rows.begin[row : row + 1], rows.end[row : row + 1]
             # Damage may be the reason, whatever is verified.
-            good[row] = verified.matches(memory, begin, end)[0]
+            good[row] = verified.matches(self._files.memory, begin, end)[0]
             if good[row]:
-                found[row] = self._parse(rows, row)
-        return found
+                raise self._of_another_layout(rows, row)
 
-    def _parse(self, rows: Rows, row: int) -> dict[str, Any]:
-        sizes = {
-            schema.LATENTS: schema.NUM_CROPS * schema.LATENT_NBYTES,
-            **self._choices.text_nbytes,
-        }
-        try:
-            record = self._files.memory.view(int(rows.begin[row]), int(rows.end[row])).tobytes()
-            values = record_layout.parse(record)
-            for name in sorted(self._choices.in_records - self.columns.keys()):
-                if not isinstance(values.get(name), int if name == schema.KEY else bytes):
-                    raise ValueError(f'it has no single value of feature {name!r}')
-                if name in sizes and len(values[name]) != sizes[name]:
-                    raise ValueError(
-                        f'feature {name!r} has {len(values[name])} bytes, expected {sizes[name]}'
-                    )
-            return values
-        except ValueError as error:
-            path = self._split.file(int(rows.shard[row]))
-            raise bad_records.DamagedError(
-                f'{path}: record {rows.record[row]} is not of this data set: {error}. Build the '
-                'data set again.'
-            ) from error
+    def _of_another_layout(self, rows: Rows, row: int) -> bad_records.DamagedError:
+        return bad_records.DamagedError(
+            f'{self._split.file(int(rows.shard[row]))}: record {rows.record[row]} is not of this '
+            f'data set: expected the features of its {schema.FEATURES_FILE} in the layout that '
+            'this project writes. Build the data set again.'
+        )
 
     def _report_bad(self, rows: Rows, bad: np.ndarray) -> None:
         is_whole = rows.begin[bad] > 0
@@ -351,77 +328,54 @@ class RowReader:
         good: np.ndarray,
         keys: np.ndarray,
         crops: np.ndarray,
-        others: dict[int, dict[str, Any]],
     ) -> np.ndarray:
         """One feature of a batch; zeros or empty where there is no record."""
         if name == schema.KEY:
             return keys
         if name == schema.CAPTION:
-            return self._captions(rows, good & rows.values.regular, others)
+            return self._captions(rows, good)
         if self._choices.text and name == self._choices.text.feature:
-            return self._text(self._choices.text, rows, good, keys, others)
-        return self._numbers(name, rows, good, others, crops if name == schema.LATENTS else None)
+            return self._text(self._choices.text, rows, good, keys)
+        return self._numbers(name, rows, good, crops if name == schema.LATENTS else None)
 
-    def _text(
-        self,
-        chosen: Chosen,
-        rows: Rows,
-        good: np.ndarray,
-        keys: np.ndarray,
-        others: dict[int, dict[str, Any]],
-    ) -> np.ndarray:
+    def _text(self, chosen: Chosen, rows: Rows, good: np.ndarray, keys: np.ndarray) -> np.ndarray:
         """The text that each sample takes; tokens are padded to the longest of all texts."""
         picked = order.sample_texts(self._choices.seed, rows.epoch, keys, chosen.weights)
         found = np.zeros((len(keys), chosen.size), schema.TEXT_DTYPES[chosen.feature])
         found[good] = schema.TOKEN_PADDING
         for number, text in enumerate(chosen.texts):
             mine = picked == number
-            values = self._numbers(text.name or chosen.feature, rows, good & mine, others)
+            values = self._numbers(text.name or chosen.feature, rows, good & mine)
             found[mine, : text.size] = values[mine]
         return found
 
     def _numbers(
-        self,
-        name: str,
-        rows: Rows,
-        good: np.ndarray,
-        others: dict[int, dict[str, Any]],
-        crops: np.ndarray | None = None,
+        self, name: str, rows: Rows, good: np.ndarray, crops: np.ndarray | None = None
     ) -> np.ndarray:
         """Values of a fixed size, of records or of a column, of all crops one; else zeros."""
-        gathered = good & rows.values.regular
-        if name in self.columns:
-            places, gathered, others = rows.columns[name], good, {}
-        else:
-            places = getattr(rows.values, _PLACES[name])
+        in_column = name in self.columns
+        places = rows.columns[name] if in_column else getattr(rows.values, _PLACES[name])
         dtype, shape = self._kinds[name]
         nbytes = dtype.itemsize * math.prod(shape)
         begin = np.zeros_like(rows.begin) if crops is None else crops * nbytes
         memory = self._files.memory
-        values = memory.gather(np.where(gathered, places + begin, memory.zeros), nbytes)
-        for row, parsed in others.items():
-            values[row] = parsed[name][begin[row] : begin[row] + nbytes]
+        values = memory.gather(np.where(good, places + begin, memory.zeros), nbytes)
         return values.view(dtype).reshape(len(good), *shape)
 
-    def _captions(
-        self, rows: Rows, gathered: np.ndarray, others: dict[int, dict[str, Any]]
-    ) -> np.ndarray:
-        captions = np.full(len(gathered), b'', object)
+    def _captions(self, rows: Rows, good: np.ndarray) -> np.ndarray:
+        captions = np.full(len(good), b'', object)
         memory = self._files.memory
         places = zip(
             rows.begin.tolist(), rows.values.captions_end.tolist(), rows.end.tolist(), strict=True
         )
         for row, (begin, key_begin, end) in enumerate(places):
-            if not gathered[row]:
+            if not good[row]:
                 continue
             before = memory.view(begin, key_begin).tobytes()
-            head = record_layout.caption_head(len(before), end - begin)
-            if head is not None and before.startswith(head):
-                captions[row] = before[len(head) :]
-            else:
-                captions[row] = self._parse(rows, row)[schema.CAPTION]
-        for row, values in others.items():
-            captions[row] = values[schema.CAPTION]
+            head = records.caption_head(len(before), end - begin)
+            if head is None or not before.startswith(head):
+                raise self._of_another_layout(rows, row)
+            captions[row] = before[len(head) :]
         return captions
 
 

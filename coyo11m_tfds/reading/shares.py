@@ -7,7 +7,7 @@ shares.own_lanes(16, 1, 4)              # range(4, 8)
 import math
 import os
 
-from coyo11m_tfds.dataset.indexed_split import IndexedSplit
+from coyo11m_tfds.dataset.stored_dataset import IndexedSplit
 
 
 def check_dropout(caption_dropout: float) -> None:

@@ -12,6 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from coyo11m_tfds.dataset import records
+from tests import built
 
 FEATURES = st.dictionaries(
     st.text(max_size=20),
@@ -103,7 +104,7 @@ def test_a_scan_gives_the_account_of_the_writer(count: int, block: int):
 @pytest.mark.parametrize('block', [1, 1000, 10**6])
 def test_a_scan_finds_the_first_record_that_is_damaged(block: int):
     data, _ = written(100)
-    starts = np.cumsum([0, *(16 + len(record) for record in records.split(data))])
+    starts = np.cumsum([0, *(16 + len(record) for record in built.split_records(data))])
     for at, problem in [
         (starts[40], 'record 40 has a damaged length'),
         (starts[40] + 7, 'record 40 has a damaged length'),

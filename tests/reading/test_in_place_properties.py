@@ -14,8 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.dataset import columns, records
+from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.storage import source_files
+from tests import built
 from tests.fakes.cloud import Gcs, fake_gcs
 from tests.reading import small_dataset
 from tests.reading.batches import assert_same
@@ -93,7 +94,7 @@ KINDS = ('length', 'value', 'checksum', 'end')
 
 def damaged(data: bytes, record: int, kind: str) -> bytes:
     """A shard, of which a record, or what follows it, cannot be read."""
-    sizes = [16 + len(x) for x in records.split(data)]
+    sizes = [16 + len(x) for x in built.split_records(data)]
     begin, end = list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))[record]
     if kind == 'end':
         return data[: end - 1]

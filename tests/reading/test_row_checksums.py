@@ -11,9 +11,10 @@ import pytest
 
 import input_pipeline
 from coyo11m_tfds import schema, verify
-from coyo11m_tfds.dataset import columns, records
+from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.dataset.columns import AddedColumn
 from coyo11m_tfds.storage import source_files
+from tests import built
 from tests.fakes.fake_faults import Fault
 from tests.reading import small_dataset
 from tests.reading.batches import assert_same
@@ -62,7 +63,7 @@ def place(path: pathlib.Path, kind: str) -> tuple[pathlib.Path, int, str]:
     """A file, a byte of its row or record 17, and what an error calls that."""
     if kind == SHARD:
         [file] = path.glob(f'*{SHARD}')
-        sizes = [16 + len(x) for x in records.split(file.read_bytes())]
+        sizes = [16 + len(x) for x in built.split_records(file.read_bytes())]
         return file, sum(sizes[:17]) + 40, 'record 17'
     latents = columns.read(path)[schema.LATENTS]
     if kind == SOURCE:

@@ -14,9 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from coyo11m_tfds import mirror, schema
-from coyo11m_tfds.dataset import records
 from coyo11m_tfds.source import joined
-from tests import joins, made_sources
+from tests import built, joins, made_sources
 from tests.convert import build_program
 
 FILES = (range(12), range(12, 24))
@@ -133,7 +132,7 @@ def read_records(final: pathlib.Path) -> Iterator[tuple[int, tuple[bytes, bytes]
     import tensorflow as tf  # takes seconds
 
     for path in sorted(final.glob('*-of-*')):
-        for record in records.split(path.read_bytes()):
+        for record in built.split_records(path.read_bytes()):
             feature = tf.train.Example.FromString(record).features.feature
             values = (feature[name].bytes_list.value[0] for name in ('latents', 'caption'))
             yield feature['key'].int64_list.value[0], tuple(values)
