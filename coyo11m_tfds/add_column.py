@@ -8,15 +8,14 @@
     input_pipeline.train_batches(data_dir, text='other', ...)
     input_pipeline.train_batches(data_dir, features=('key', 'other'), ...)
 
-Text embeddings or token ids that `embed_captions` made (`--text`), or numbers of any Parquet file
-with a column `key` (`--parquet FILE --column NAME`). Every record needs a value. The file that is
-written has a row for each record, in the order of the shards. The description of the columns is
-replaced last: until then the data set is what it was, and a command that was killed can be given
-again. Keys are read from the shards, all of whose bytes are fetched for that if the data set is on
-gs://.
+The values are text embeddings or token ids that `embed_captions` made (`--text`), or numbers of any
+Parquet file with a column `key` (`--parquet FILE --column NAME`). Every record needs a value. The
+file that is written has a row for each record, in the order of the shards. The description of the
+columns is replaced last: until then the data set is what it was, and a command that was killed can
+be given again. Keys are read from the shards; of a data set on gs:// that fetches all their bytes.
 
-`--replace` also takes the name of a column that is there, `--remove` removes one. If the latents of
-the data set lie in place, and the source has been moved or copied, `--name=latents --source=FOLDER`
+`--replace` also accepts the name of an added column, `--remove` removes one. If the latents of the
+data set lie in place, and the source has been moved or copied, `--name=latents --source=FOLDER`
 says where it is now; its files must be the same.
 """
 
@@ -26,7 +25,6 @@ import dataclasses
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -53,25 +51,6 @@ _ROWS_AT_ONCE = 4096
 _CHUNKS_AT_ONCE = 32  # requests to gs://
 
 
-@dataclasses.dataclass(frozen=True)
-class _Values:
-    """Values to add.
-
-    Attributes:
-        place: path or URL of the file or folder that they come from.
-        joined: the values; the place of each is the number of its record, over all splits.
-        dtype, shape: of a row.
-        feature, encoder: see `AddedColumn`.
-    """
-
-    place: str
-    joined: Joined
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    feature: str
-    encoder: Mapping[str, Any]
-
-
 def add(
     data_dir: str | os.PathLike[str],
     name: str,
@@ -84,24 +63,24 @@ def add(
 ) -> AddedColumn:
     """Adds a column to a data set: embeddings, tokens, or a column of a Parquet file.
 
-    What is read is one Parquet file, or a folder of `part-NNNNN-of-MMMMM.parquet`; local or remote.
-
     Args:
-        data_dir: folder of the data set, local or on gs://.
-        name: that the column is asked for by: small letters, digits and '_'.
-        text: what `embed_captions` made, embeddings or tokens, of any column of captions.
-        parquet: files with `column`.
-        column: of integers, floats, or lists of these of one length; it keeps its dtype.
-        replace: instead of a column of this name, if there is one.
-        scratch_dir: local folder for the values on their way, twice as much room as they take; ''
-            for where a build has it: `.coyo11m_tfds` beside the folder of the data set, or this
-            user's cache for one on gs://.
+        data_dir: Folder of the data set, local or on gs://.
+        name: Name of the new column: small letters, digits and '_'.
+        text: Output of `embed_captions`, embeddings or tokens, of any column of captions: a file or
+            a folder, local or remote.
+        parquet: Any Parquet file, or a folder of `part-NNNNN-of-MMMMM.parquet`, local or remote.
+        column: Column of `parquet`: integers, floats, or lists of these of one length. It keeps its
+            dtype.
+        replace: Whether the name may be that of an added column.
+        scratch_dir: Local folder for the values on their way, with room for twice their size; ''
+            for `.coyo11m_tfds` beside the folder of the data set, or this user's cache for a data
+            set on gs://.
 
     Raises:
-        ValueError: there is no data set, or already a column of this name; the files hold something
+        ValueError: There is no data set, or already a column of this name; the files hold something
             else, or lack the value of a record; or a record is damaged.
-        TimeoutError: another process writes this data set.
-        OSError: a file cannot be read or written.
+        TimeoutError: Another process writes this data set.
+        OSError: A file cannot be read or written.
     """
     if bool(text) == bool(parquet) or bool(parquet) != bool(column):
         raise ValueError('expected either text, or parquet with column.')
@@ -111,16 +90,37 @@ def add(
         files = part_files.find(place)
         if not files[0].is_remote:  # before the shards are read for their keys
             sidecar.describe(files[0].path, column)
-        values = _join(edit.stored, place, files, column, edit.scratch)
-        return _add(edit, name, values)
+        keys = np.concatenate([np.empty(0, np.int64), *_keys(edit.stored)])
+        folder = os.path.join(edit.scratch, 'joined')
+        downloads = Scratch(os.path.join(edit.scratch, 'source'), max(x.size for x in files))
+        sidecar.join(files, folder, keys, hold=downloads.hold_showing, column=column)
+        values = Joined(folder)
+        if len(lacking := np.delete(keys, values.places)):
+            remedy = 'Add rows for their keys.'
+            if text:
+                remedy = (
+                    'Embed a column of captions that is blank for none of them, or build a data '
+                    'set with the config field text_embeddings, which leaves such records out.'
+                )
+            raise ValueError(
+                f'{place}: has nothing for {len(lacking):,} of {len(keys):,} records of '
+                f'{edit.stored.folder}, such as key {lacking[0]}, and every record needs a value. '
+                f'{remedy}'
+            )
+        added = _write(edit, name, values)
+        others = {n: x for n, x in edit.stored.columns.items() if n != name}
+        if name in edit.stored.columns:  # no file of it may be replaced while it is there
+            edit.commit(others)
+        edit.commit({**others, name: added}, list(added.files.values()))
+        return added
 
 
 def remove(data_dir: str | os.PathLike[str], name: str) -> None:
     """Removes an added column; runs that read it end with an error.
 
     Raises:
-        ValueError: there is no data set, or no such column.
-        TimeoutError, OSError: as of `add`.
+        ValueError: There is no data set, or no such column.
+        TimeoutError, OSError: As of `add`.
     """
     with _editing(data_dir) as edit:
         added = {n for n, x in edit.stored.columns.items() if isinstance(x, AddedColumn)}
@@ -132,16 +132,16 @@ def remove(data_dir: str | os.PathLike[str], name: str) -> None:
 
 
 def move_latents(data_dir: str | os.PathLike[str], source: str | os.PathLike[str]) -> None:
-    """Says where the `.pt` files lie now that the latents of a data set are in.
+    """Says where the `.pt` files of a data set whose latents lie in place are now.
 
     Args:
-        data_dir: folder of the data set, local or on gs://.
-        source: folder of the source, whose files of the same names have the same contents, as far
+        data_dir: Folder of the data set, local or on gs://.
+        source: Folder of the source, whose files of the same names have the same contents, as far
             as the CRC-32s in their directories tell.
 
     Raises:
-        ValueError: there is no data set in place, or a file is missing or another one.
-        TimeoutError, OSError: as of `add`.
+        ValueError: There is no data set in place, or a file is missing or another one.
+        TimeoutError, OSError: As of `add`.
     """
     with _editing(data_dir) as edit:
         latents = edit.stored.columns.get(schema.LATENTS)
@@ -165,23 +165,20 @@ def _find_moved(
     head = remote_heads.fetch_head(file, edit.scratch, check_crc=False)
     found = in_place.describe(file, pt_file.LatentShard(head, name=file.path))
     if found.digest != before.digest:
-        raise ValueError(
-            f'{file.path}: is another file than {before.path} was when the data set was built: '
-            f'its directory has digest {found.digest}, expected {before.digest}.'
-        )
+        raise columns.other_file(file.path, 'directory has digest', found.digest, before.digest)
     return found
 
 
 @dataclasses.dataclass(frozen=True)
 class _Edit:
-    """A data set whose lock this process holds, to change its columns.
+    """A data set whose columns this process changes, under its lock.
 
     Attributes:
-        stored: the data set.
-        destination: its folder.
-        staging: local folder for files that `commit` puts there.
-        scratch: local folder for other files, empty at first.
-        lock: of the data set.
+        stored: The data set.
+        destination: Its folder.
+        staging: Local folder for files that `commit` puts into the destination.
+        scratch: Local folder for other files, empty at first.
+        lock: Lock of the data set.
     """
 
     stored: StoredDataset
@@ -248,96 +245,38 @@ def _check_name(stored: StoredDataset, name: str, replace: bool) -> None:
         )
 
 
-def _join(
-    stored: StoredDataset, place: str, files: Sequence[SourceFile], column: str, scratch: str
-) -> _Values:
-    """Brings values into the order of the records; ValueError if a record lacks one."""
-    keys = np.concatenate([np.empty(0, np.int64), *_keys(stored)])
-    folder = os.path.join(scratch, 'joined')
-    downloads = Scratch(os.path.join(scratch, 'source'), max(file.size for file in files))
-    sidecar.join(files, folder, keys, hold=downloads.hold_showing, column=column)
-    joined = Joined(folder)
-    facts = joined.facts
-    values = _Values(
-        place=place,
-        joined=joined,
-        dtype=np.dtype(facts['dtype']),
-        shape=tuple(facts['shape']),
-        feature=sidecar.Header(**facts['header']).feature if 'header' in facts else '',
-        encoder=facts.get('header', {}),
-    )
-    _check_complete(stored, values, np.delete(keys, joined.places))
-    return values
-
-
-def _add(edit: _Edit, name: str, values: _Values) -> AddedColumn:
-    """Writes the files and puts them into their place, instead of a column of this name."""
-    stored = edit.stored
-    is_text = values.feature == schema.TEXT_EMBEDDING
-    sums = np.zeros((3, values.shape[0])) if is_text else None
-    files = {split: columns.file_name(name, split, stored.build) for split in stored.splits}
-    written, first = {}, 0
-    for split, file in files.items():
-        number = sum(stored.splits[split].shard_lengths)
-        written[split] = _write(
-            os.path.join(edit.staging, file),
-            range(first, first + number),
-            values,
-            sums if split == schema.TRAIN else None,
-        )
-        first += number
-    column = AddedColumn(
-        name,
-        values.dtype.name,
-        values.shape,
-        files,
-        written,
-        values.feature,
-        encoder=values.encoder,
-    )
+def _write(edit: _Edit, name: str, values: Joined) -> AddedColumn:
+    """Writes the files of a column into the staging folder; a value's place is its record."""
+    facts, stored = values.facts, edit.stored
+    dtype, shape = np.dtype(facts['dtype']), tuple(facts['shape'])
+    feature = sidecar.Header(**facts['header']).feature if 'header' in facts else ''
+    sums = np.zeros((3, shape[0])) if feature == schema.TEXT_EMBEDDING else None
+    files, crc32c, first = {}, {}, 0
+    for split in stored.splits:
+        last = first + sum(stored.splits[split].shard_lengths)
+        files[split] = columns.file_name(name, split, stored.build)
+        path = os.path.join(edit.staging, files[split])
+        with (
+            file_state.naming(path),
+            open(path, 'wb') as file,
+            Progress('Writing values', last - first, 'records') as progress,
+        ):
+            writer = columns.Writer(file, dtype, shape, last - first)
+            for start in range(first, last, _ROWS_AT_ONCE):
+                some = np.arange(start, min(start + _ROWS_AT_ONCE, last))
+                read = sidecar.read(values, some)
+                writer.write(read)
+                if sums is not None and split == schema.TRAIN:
+                    sums += statistics.moments(read)
+                progress.add(len(some))
+            crc32c[split] = writer.finish()
+        first = last
+    encoder = facts.get('header', {})
+    column = AddedColumn(name, dtype.name, shape, files, crc32c, feature, encoder=encoder)
     if sums is not None:
         mean, std = statistics.mean_and_std(sums)
         column = dataclasses.replace(column, mean=mean, std=std)
-    others = {n: x for n, x in stored.columns.items() if n != name}
-    if name in stored.columns:  # no file of it may be replaced while it is there
-        edit.commit(others)
-    edit.commit({**others, name: column}, list(files.values()))
     return column
-
-
-def _write(path: str, places: range, values: _Values, sums: np.ndarray | None) -> str:
-    """Writes the values of a split and adds their moments to `sums`; returns their CRC-32C."""
-    with (
-        file_state.naming(path),
-        open(path, 'wb') as file,
-        Progress('Writing values', len(places), 'records') as progress,
-    ):
-        writer = columns.Writer(file, values.dtype, values.shape, len(places))
-        for first in range(places.start, places.stop, _ROWS_AT_ONCE):
-            some = np.arange(first, min(first + _ROWS_AT_ONCE, places.stop))
-            read = sidecar.read(values.joined, some)
-            writer.write(read)
-            if sums is not None:
-                sums += statistics.moments(read)
-            progress.add(len(some))
-        return writer.finish()
-
-
-def _check_complete(stored: StoredDataset, values: _Values, lacking: np.ndarray) -> None:
-    """Raises a ValueError if records with these keys, int64 `(n,)`, lack a value."""
-    if not len(lacking):
-        return
-    remedy = 'Add rows for their keys.'
-    if values.feature:
-        remedy = (
-            'Embed a column of captions that is blank for none of them, or build a data set with '
-            'the config field text_embeddings, which leaves such records out.'
-        )
-    num_records = sum(sum(split.shard_lengths) for split in stored.splits.values())
-    raise ValueError(
-        f'{values.place}: has nothing for {len(lacking):,} of {num_records:,} records of '
-        f'{stored.folder}, such as key {lacking[0]}, and every record needs a value. {remedy}'
-    )
 
 
 def _keys(stored: StoredDataset) -> Iterator[np.ndarray]:
@@ -369,22 +308,18 @@ def _keys(stored: StoredDataset) -> Iterator[np.ndarray]:
 def parse_flags() -> argparse.Namespace:
     """Parses the command line."""
     parser = command_line.Parser('coyo11m_tfds.add_column', __doc__)
-    add_argument = parser.add_argument
-    add_argument('--data_dir', required=True, help=stored_dataset.FOLDER_HELP)
-    add_argument('--name', required=True, help='of the column, for data.text or features=')
-    source = parser.add_mutually_exclusive_group(required=True)
-    made = 'what coyo11m_tfds.embed_captions made: a file or a folder'
-    source.add_argument('--text', default='', help=made)
-    source.add_argument('--parquet', default='', help='any Parquet file with a column key')
-    source.add_argument('--remove', action='store_true', help='remove the column')
-    source.add_argument('--source', default='', help='where the latents lie in place by now')
-    add_argument(
-        '--column',
-        default='',
-        help='of --parquet: numbers, or lists of one length; devices take at most 32 bits',
-    )
-    add_argument('--replace', action='store_true', help='also a column that is there')
-    add_argument('--scratch_dir', default='', help='local folder for the values on their way')
+    add = parser.add_argument
+    add('--data_dir', required=True, help=stored_dataset.FOLDER_HELP)
+    add('--name', required=True, help='name of the column, for data.text or features=')
+    source = parser.add_mutually_exclusive_group(required=True).add_argument
+    source('--text', default='', help='output of coyo11m_tfds.embed_captions: a file or a folder')
+    source('--parquet', default='', help='any Parquet file with a column key')
+    source('--remove', action='store_true', help='remove the column')
+    source('--source', default='', help='folder where the latents in place lie now')
+    what = 'column of --parquet: numbers, or lists of one length; devices take at most 32 bits'
+    add('--column', default='', help=what)
+    add('--replace', action='store_true', help='replace a column of this name')
+    add('--scratch_dir', default='', help='local folder for the values on their way')
     flags = parser.parse_args()
     if bool(flags.parquet) != bool(flags.column):
         parser.error('--parquet and --column: expected both or neither')
@@ -397,8 +332,7 @@ def main() -> None:
     """Runs the command line; bad input ends it with one message and exit status 1."""
     flags = parse_flags()
     command_line.show_log()
-    outlook = 'nothing was changed, the same command starts again'
-    with ending.in_one_line(outlook, (ValueError, OSError)):
+    with ending.in_one_line('nothing was changed, the same command starts again'):
         said = _run(flags)
     print(f'{flags.data_dir}: {said}')
 

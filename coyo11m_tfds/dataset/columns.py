@@ -31,6 +31,7 @@ MAX_ROW_NBYTES = 2 * schema.MAX_TEXT_DIM  # of an added column: `mapped_files` g
 
 ROW_NBYTES = schema.NUM_CROPS * schema.LATENT_NBYTES  # of latents in place
 
+_RESTORE = 'Restore it, or build the data set again.'
 _BESIDE = 'beside'  # the kind of a column in files beside the shards
 _NPY_HEADER = 4096  # bytes in which the header of a `.npy` file ends
 _DTYPES = {np.dtype(code).name for code in np.typecodes['AllInteger'] + 'efd'}
@@ -61,20 +62,24 @@ class ColumnFile:
         Raises:
             ValueError: the file is missing, or another one.
         """
-        advice = 'Restore it, or build the data set again.'
         if found is None:
-            raise ValueError(f'{self.path} is missing, and latents lie in it. {advice}')
+            raise ValueError(f'{self.path} is missing, and latents lie in it. {_RESTORE}')
         if found.is_remote:  # the checksum of a bucket covers the directory
             what, now, before = 'version is', found.version, self.version
         else:
             now, before = pt_archive.open_archive(self.path).digest, self.digest
             what = 'directory has digest'
         if now != before:
-            raise ValueError(
-                f'{self.path}: has changed since the data set was built, and latents lie in it: '
-                f'its {what} {now}, expected {before}. {advice}'
-            )
+            raise other_file(self.path, what, now, before)
         return found
+
+
+def other_file(path: str, what: str, now: str, before: str) -> ValueError:
+    """The error for a `.pt` file that is not what it was."""
+    return ValueError(
+        f'{path}: has changed since the data set was built, and latents lie in it: its {what} '
+        f'{now}, expected {before}. {_RESTORE}'
+    )
 
 
 @dataclasses.dataclass(frozen=True)
