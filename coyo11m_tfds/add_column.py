@@ -38,7 +38,7 @@ from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.reading import names, verified
 from coyo11m_tfds.report import statistics
-from coyo11m_tfds.source import part_files, pt_file, remote_heads, sidecar
+from coyo11m_tfds.source import pt_check, pt_file, sidecar
 from coyo11m_tfds.source.joined import Joined
 from coyo11m_tfds.storage import build_lock, file_state, held_folder, source_files, stored_files
 from coyo11m_tfds.storage.destination import Destination
@@ -87,7 +87,7 @@ def add(
     with _editing(data_dir, scratch_dir) as edit:
         _check_name(edit.stored, name, replace)
         place = os.fspath(text or parquet)
-        files = part_files.find(place)
+        files = sidecar.find(place)
         if not files[0].is_remote:  # before the shards are read for their keys
             sidecar.describe(files[0].path, column)
         keys = np.concatenate([np.empty(0, np.int64), *_keys(edit.stored)])
@@ -162,7 +162,7 @@ def _find_moved(
         raise ValueError(f'{source}: {name} is missing, and latents lie in it. Copy it there.')
     file = by_name[name]
     in_place.check_within_reach(file, edit.stored.folder)
-    head = remote_heads.fetch_head(file, edit.scratch, check_crc=False)
+    head = pt_check.fetch_head(file, edit.scratch, check_crc=False)
     found = in_place.describe(file, pt_file.LatentShard(head, name=file.path))
     if found.digest != before.digest:
         raise columns.other_file(file.path, 'directory has digest', found.digest, before.digest)

@@ -35,7 +35,7 @@ from coyo11m_tfds.process import command_line, ending, workers
 from coyo11m_tfds.process import job as ranks
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import captions as captions_source
-from coyo11m_tfds.source import part_files
+from coyo11m_tfds.source import sidecar
 from coyo11m_tfds.source.joined import Joined
 from coyo11m_tfds.source.keyed_parquet import KeyedFile
 from coyo11m_tfds.storage import source_files
@@ -236,7 +236,9 @@ def _make_parts(
         made = part_runner.run(job, missing, finished, processes, encoder, counter)
     seconds = time.perf_counter() - start
     finished = out_place.finished_parts(job.out, captions.count)
-    left = [part_files.name(n, captions.count) for n in range(captions.count) if n not in finished]
+    left = [
+        sidecar.part_name(n, captions.count) for n in range(captions.count) if n not in finished
+    ]
     return _Outcome(made, counter, num_captions, num_kept, tuple(left), seconds)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from coyo11m_tfds.source import captions, part_files, sidecar
+from coyo11m_tfds.source import captions, sidecar
 from coyo11m_tfds.source.joined import Joined
 
 
@@ -24,7 +24,7 @@ def of_values(
 ) -> Joined:
     """Joins the values of a sidecar, or of a column of Parquet files."""
     sidecar.join(
-        part_files.find(place),
+        sidecar.find(place),
         str(folder),
         np.array(list(wanted), np.int64),
         hold=lambda file: contextlib.nullcontext(file.path),

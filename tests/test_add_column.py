@@ -16,7 +16,7 @@ import pytest
 import input_pipeline
 from coyo11m_tfds import add_column, embed_captions, schema, verify
 from coyo11m_tfds.dataset import stored_dataset
-from coyo11m_tfds.source import part_files
+from coyo11m_tfds.source import sidecar
 from coyo11m_tfds.storage import build_lock
 from tests import built, children, runs
 from tests.reading import planned
@@ -119,7 +119,7 @@ def split_up(path: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
         metadata = {**table.schema.metadata, schema.META_PART.encode(): f'{number} of 3'.encode()}
         part = table.slice(number * 400, 400)
         part = part.rename_columns(names).replace_schema_metadata(metadata)
-        pq.write_table(part, folder / part_files.name(number, 3))
+        pq.write_table(part, folder / sidecar.part_name(number, 3))
     return folder
 
 
@@ -131,7 +131,7 @@ def test_parts_in_a_folder_are_as_good_as_one_file(copy, other_embeddings, tmp_p
     for split in ('train', 'validation'):
         one, other = (copy / f'column_{name}-{split}-3f9a1c20.npy' for name in ('whole', 'parts'))
         assert one.read_bytes() == other.read_bytes()
-    (folder / part_files.name(1, 3)).unlink()
+    (folder / sidecar.part_name(1, 3)).unlink()
     with pytest.raises(ValueError, match=r'part-00001-of-00003\.parquet is missing'):
         add_column.add(copy, 'third', folder)
 

@@ -133,7 +133,7 @@ def test_another_column_and_an_old_sidecar(tmp_path, out):
     out.parent.mkdir()
     out.write_bytes(b'an older one')
     embed_captions.embed(source, 'hash', out, caption_column='tags')
-    assert sidecar.read_header(str(out)).caption_column == 'tags'
+    assert sidecar.describe(str(out))['header']['caption_column'] == 'tags'
 
 
 def test_progress_is_logged_where_there_is_no_terminal(source, out, monkeypatch, caplog):

@@ -26,7 +26,7 @@ from coyo11m_tfds.convert.shard_inputs import JoinedInputs
 from coyo11m_tfds.convert.tasks import ShardPart, ShardTask, TextEmbeddings
 from coyo11m_tfds.dataset.keyed_random import splitmix64
 from coyo11m_tfds.report.statistics import Dropped
-from coyo11m_tfds.source import captions, copied_files, joined, location, part_files, sidecar
+from coyo11m_tfds.source import captions, copied_files, joined, location, sidecar
 from coyo11m_tfds.source.joined import Joined
 from coyo11m_tfds.source.sidecar import Header
 from coyo11m_tfds.source.source_latents import SourceLatents
@@ -173,14 +173,14 @@ def _find_sidecar(settings: BuildSettings) -> list[SourceFile]:
     if place in ('', EMBEDDINGS_IN_PT):
         return []
     try:
-        files = part_files.find(place)
+        files = sidecar.find(place)
     except ValueError as error:
         raise ValueError(
             f"text_embeddings: {error} Otherwise '' or 'pt'; coyo11m_tfds.embed_captions makes "
             'such a file or folder.'
         ) from None
     if not files[0].is_remote:
-        _check_column(settings, sidecar.read_header(files[0].path))
+        _check_column(settings, Header(**sidecar.describe(files[0].path)['header']))
     return files
 
 

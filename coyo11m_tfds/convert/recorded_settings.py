@@ -93,10 +93,10 @@ def _text_embeddings(chosen: str, recorded: Any) -> str | Mapping[str, Any]:
         return chosen
     if source_files.is_remote(chosen) or not os.path.exists(chosen):
         return recorded if isinstance(recorded, dict) else chosen
-    from coyo11m_tfds.source import part_files, sidecar
+    from coyo11m_tfds.source import sidecar
 
-    first, *_ = part_files.find(chosen)
-    return sidecar.read_header(first.path).to_json()
+    first, *_ = sidecar.find(chosen)
+    return sidecar.describe(first.path)['header']
 
 
 def _differences(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:

@@ -23,7 +23,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.source import joined, keyed_parquet
+from coyo11m_tfds.process.progress import Progress
+from coyo11m_tfds.source import joined
 from coyo11m_tfds.source.keyed_parquet import KeyedFile
 
 TOO_LONG = -1  # the size of a caption of more than `schema.MAX_CAPTION_BYTES`, which is left out
@@ -60,41 +61,43 @@ def join(
                 'what is too long.'
             )
         facts: dict[str, Any] = {'has_checksums': file.has_checksums}
-        joined.make(folder, _rows(file, wanted, facts), facts)
+        joined.make(folder, _batches(file, wanted, facts), facts)
 
 
 def check_unique(found: joined.Joined, name: str) -> None:
     """Raises ValueError, with the `name` of the file, if rows of it repeat a key."""
-    if found.facts['duplicates']:
-        raise ValueError(
-            f'{name}: {found.facts["duplicates"]} rows repeat the key of another, e.g. key '
-            f'{found.facts["duplicate_keys"][0]}; expected one row a key. Remove the duplicates, '
-            'or take the first of each key: --drop_duplicates of embed_captions, bad_data="drop" '
-            'of a build.'
-        )
+    facts, options = found.facts, '--drop_duplicates of embed_captions, bad_data="drop" of a build'
+    remedy = f', or take the first of each key: {options}'
+    joined.check_unique(facts['duplicates'], facts['duplicate_keys'], name, remedy)
 
 
-def _rows(
+def _batches(
     file: KeyedFile, wanted: np.ndarray | None, facts: dict[str, Any]
-) -> Iterator[pa.RecordBatch]:
+) -> Iterator[joined.Batch]:
     keys = file.keys()
-    firsts, duplicates = keyed_parquet.order_by_key(keys)
+    firsts, duplicates = joined.order_by_key(keys)
     facts['duplicates'] = len(duplicates)
     facts['duplicate_keys'] = np.unique(duplicates)[:_MAX_EXAMPLES].tolist()
-    places, is_wanted = keyed_parquet.Places(wanted).of(keys)
+    places, is_wanted = joined.Places(wanted).of(keys)
     is_first = np.zeros(len(keys), bool)
     is_first[firsts] = True
     is_wanted &= is_first
     sizes, checksums = np.empty(len(keys), np.int32), np.empty(len(keys), np.uint32)
     done = 0
-    for values in file.values():
-        some = slice(done, done + len(values))
-        texts, first_of_each, which = _distinct(values)
-        sizes_of_each, checksums_of_each = _measure(texts, keys[some][first_of_each], file.name)
-        sizes[some], checksums[some] = sizes_of_each[which], checksums_of_each[which]
-        rows = np.flatnonzero(is_wanted[some])
-        yield from _batches(places[some][rows], sizes[some][rows], texts, which[rows])
-        done = some.stop
+    with Progress(f"Reading '{file.column}' of {file.name}", len(keys), 'rows') as progress:
+        for values in file.values():
+            some = slice(done, done + len(values))
+            texts, first_of_each, which = _distinct(values)
+            texts, sizes_of_each, checksums_of_each = _measure(
+                texts, keys[some][first_of_each], file.name
+            )
+            sizes[some], checksums[some] = sizes_of_each[which], checksums_of_each[which]
+            rows = np.flatnonzero(is_wanted[some])
+            found = sizes[some][rows]
+            indices = pa.array(which[rows], mask=found <= 0)
+            yield places[some][rows], found, pa.DictionaryArray.from_arrays(indices, texts)
+            done = some.stop
+            progress.add(len(values))
     digest = hashlib.sha256()
     for column, dtype in ((keys, np.int64), (sizes, np.int64), (checksums, np.uint32)):
         for some_firsts in np.array_split(firsts, 1 + len(firsts) // _DIGESTED_AT_ONCE):
@@ -103,59 +106,45 @@ def _rows(
     facts['digest'] = digest.hexdigest()
 
 
-def _batches(
-    places: np.ndarray, sizes: np.ndarray, texts: pa.Array, which: np.ndarray
-) -> Iterator[pa.RecordBatch]:
-    """Batches of rows, some MB each; the value is null where there is no caption."""
-    parts = np.cumsum(np.maximum(sizes, 0), dtype=np.int64) // keyed_parquet.BYTES_AT_ONCE
-    for part in np.split(np.arange(len(parts)), np.flatnonzero(np.diff(parts)) + 1):
-        indices = pa.array(which[part], mask=sizes[part] <= 0)
-        values = texts.take(indices).cast(pa.large_binary())
-        columns = [pa.array(places[part]), pa.array(sizes[part]), values]
-        yield pa.RecordBatch.from_arrays(columns, schema=joined.SCHEMA)
-
-
 def _distinct(values: pa.Array) -> tuple[pa.Array, np.ndarray, np.ndarray]:
-    """Returns the texts in `values`, those of a dictionary once; the first row of each; which one
-    each value is."""
-    if pa.types.is_string_view(values.type):  # of which Arrow cannot tell the lengths
-        values = values.cast(pa.large_string())
+    """Returns the texts in `values`, those of a dictionary once; the first row of each, int64; and
+    which of them each value is, int32."""
     if not pa.types.is_dictionary(values.type):
-        each = np.arange(len(values))
+        each = np.arange(len(values), dtype=np.int32)
         return values, each, each
     indices = pc.fill_null(values.indices, -1).to_numpy()
     used, first_rows, which = np.unique(indices, return_index=True, return_inverse=True)
-    return values.dictionary.take(pa.array(used, mask=used < 0)), first_rows, which
+    texts = values.dictionary.take(pa.array(used, mask=used < 0))
+    return texts, first_rows, which.astype(np.int32)
 
 
-def _measure(texts: pa.Array, keys: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the sizes and CRC-32 of texts; `keys` has one of each; ValueError if not UTF-8."""
-    sizes = pc.fill_null(pc.binary_length(texts), 0).to_numpy().astype(np.int64)
+def _measure(
+    texts: pa.Array, keys: np.ndarray, name: str
+) -> tuple[pa.Array, np.ndarray, np.ndarray]:
+    """Returns texts as large binary, their sizes and their CRC-32; those too long become null.
+
+    Raises:
+        ValueError: one is not UTF-8; names its key, of which `keys` has one a text.
+    """
+    if pa.types.is_string_view(texts.type):  # Arrow cannot tell the lengths of these
+        texts = texts.cast(pa.large_string())
+    sizes = pc.fill_null(pc.binary_length(texts), 0).to_numpy().astype(np.int32)
     too_long = sizes > schema.MAX_CAPTION_BYTES
     texts = pc.if_else(pa.array(too_long), pa.scalar(None, texts.type), texts)
     texts = texts.cast(pa.large_string())
+    raw = texts.cast(pa.large_binary())
     try:
         texts.validate(full=True)
     except pa.ArrowInvalid as error:
+        each = zip(keys.tolist(), raw.to_pylist(), strict=True)
+        bad = next((k for k, x in each if x and x.decode(errors='ignore').encode() != x), None)
         raise ValueError(
-            f'{name}: the text of key {_first_not_utf8(texts, keys)} is not UTF-8 ({error}). '
-            'Remove the row or mend it.'
+            f'{name}: the text of key {bad} is not UTF-8 ({error}). Remove the row or mend it.'
         ) from None
     is_caption = pc.fill_null(pc.invert(pc.utf8_is_space(texts)), False)
-    is_caption = is_caption.to_numpy(zero_copy_only=False)
     _, offsets, data = texts.buffers()
     bounds = np.frombuffer(offsets, np.int64, len(texts) + 1, texts.offset * 8).tolist()
     view = memoryview(data or b'')
     checksums = [zlib.crc32(view[start:end]) for start, end in itertools.pairwise(bounds)]
-    sizes = np.where(too_long, TOO_LONG, np.where(is_caption, sizes, 0))
-    return sizes, np.array(checksums, np.uint32)
-
-
-def _first_not_utf8(texts: pa.Array, keys: np.ndarray) -> int | None:
-    """Returns the key of the first text that cannot be decoded."""
-    for key, value in zip(keys.tolist(), texts.cast(pa.large_binary()).to_pylist(), strict=True):
-        try:
-            (value or b'').decode()
-        except UnicodeDecodeError:
-            return key
-    return None
+    sizes = np.where(is_caption.to_numpy(zero_copy_only=False), sizes, 0)
+    return raw, np.where(too_long, TOO_LONG, sizes), np.array(checksums, np.uint32)

@@ -12,7 +12,7 @@ source has now, and what is there now fits the record.
 import concurrent.futures
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from absl import logging
 
@@ -35,13 +35,7 @@ class CopiedFiles:
         self._target = target
 
     def save(self, name: str, file: SourceFile, state: FileState) -> None:
-        """Writes the record of a copy that is safely there.
-
-        Args:
-            name: of the copy, relative to the destination.
-            file: the original.
-            state: of the copy.
-        """
+        """Writes the record of a copy that is safely there, in `state`, by its relative name."""
         record = {
             'name': name,
             'source': file.path,
@@ -57,44 +51,34 @@ class CopiedFiles:
 
         Copies on a local disk are read through for that.
         """
+        folder = self._target.folder
         records = dict(map(_read_record, self._target.read_all(_RECORDS).values()))
-        self._warn_of_others(records, files)
-        recorded = {
-            name: records[name][1]
-            for name, file in files.items()
-            if name in records and records[name][0] == file.version
-        }
-        found = self._look_for(recorded)
-        return {
-            name: file
-            for name, file in files.items()
-            if name not in recorded or found.get(name) != recorded[name]
-        }
-
-    def _look_for(self, recorded: Mapping[str, FileState]) -> dict[str, FileState]:
-        """The states of these files, as far as they are there."""
-        if not recorded:
-            return {}
-        where = self._target.folder
-        num_bytes = 0 if self._target.is_remote else sum(s.size for s in recorded.values())
-        found: dict[str, FileState] = {}
-        with Progress(f'Checking {where}', num_bytes, 'B') as progress:
-            for folder in sorted({os.path.dirname(name) for name in recorded}):
-                names = {os.path.basename(n) for n in recorded if os.path.dirname(n) == folder}
-                states = self._target.inventory(folder, progress.add, names)
-                found |= {os.path.join(folder, name): state for name, state in states.items()}
-        return found
-
-    def _warn_of_others(self, records: Collection[str], files: Mapping[str, SourceFile]) -> None:
         others = [n for n in records if n.startswith(schema.LATENTS_FOLDER) and n not in files]
         if others:
             logging.warning(
                 '%s has copies of %d files that the source does not have any more, such as %s. '
                 'Delete them, or they become part of what is built from it.',
-                self._target.folder,
+                folder,
                 len(others),
                 min(others),
             )
+        recorded = {
+            name: records[name][1]
+            for name, file in files.items()
+            if name in records and records[name][0] == file.version
+        }
+        found: dict[str, FileState] = {}
+        num_bytes = 0 if self._target.is_remote else sum(s.size for s in recorded.values())
+        with Progress(f'Checking {folder}', num_bytes, 'B') as progress:
+            for sub_folder in sorted({os.path.dirname(name) for name in recorded}):
+                names = {os.path.basename(n) for n in recorded if os.path.dirname(n) == sub_folder}
+                states = self._target.inventory(sub_folder, progress.add, names)
+                found |= {os.path.join(sub_folder, name): state for name, state in states.items()}
+        return {
+            name: file
+            for name, file in files.items()
+            if name not in recorded or found.get(name) != recorded[name]
+        }
 
 
 def recorded_states(folder: str) -> dict[str, FileState]:
@@ -113,13 +97,7 @@ def recorded_states(folder: str) -> dict[str, FileState]:
 
 
 def compare(found: FileState, recorded: FileState, path: str) -> None:
-    """Raises a ValueError if a file is not what was copied there.
-
-    Args:
-        found: its state now.
-        recorded: its state when it was copied.
-        path: what the error calls it.
-    """
+    """Raises a ValueError if the file at `path` has another state than when it was copied."""
     if found != recorded:
         raise ValueError(
             f'{path}: has {found.size:,} bytes with CRC-32C {found.crc32c:08x}, but when it was '

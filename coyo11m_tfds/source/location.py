@@ -12,7 +12,6 @@ Files that `mirror` copied must still have the size, and on gs:// the checksum, 
 
 import dataclasses
 import os
-from collections.abc import Sequence
 
 from absl import logging
 
@@ -28,9 +27,9 @@ class Source:
     """The files of a source.
 
     Attributes:
-        root: the folder; of one on the hub with the commit.
-        latent_files: in the order of the data set.
-        captions_file: the Parquet file.
+        root: The folder; on the hub with the commit.
+        latent_files: The `.pt` files in the order of the data set.
+        captions_file: The Parquet file.
     """
 
     root: str
@@ -57,16 +56,13 @@ def find(root: str | os.PathLike[str]) -> Source:
         raise ValueError(
             f'{folder} is not a folder; expected the folder of the source data.'
         ) from None
-    latents = f'{folder}/{schema.LATENTS_FOLDER}'
-    latent_names = [
-        name
-        for name in sorted(files)
-        if os.path.dirname(name) == schema.LATENTS_FOLDER and name.endswith('.pt')
-    ]
-    if not latent_names:
+    names = [n for n in sorted(files) if n.startswith(f'{schema.LATENTS_FOLDER}/')]
+    names = [name for name in names if name.endswith('.pt')]
+    if not names:
         raise ValueError(
-            f'No .pt files in {latents}; expected files like 000000-000009.pt there. '
-            f'Is {folder} the folder that contains {schema.LATENTS_FOLDER}/?'
+            f'No .pt files in {folder}/{schema.LATENTS_FOLDER}; expected files like '
+            f'000000-000009.pt there. Is {folder} the folder that contains '
+            f'{schema.LATENTS_FOLDER}/?'
         )
     if schema.CAPTIONS_FILE not in files:
         tables = [name for name in sorted(files) if '/' not in name and name.endswith('.parquet')]
@@ -74,33 +70,30 @@ def find(root: str | os.PathLike[str]) -> Source:
             f'{folder}/{schema.CAPTIONS_FILE} is missing; expected the Parquet file of captions '
             f'under this name (Parquet files in the folder: {", ".join(tables) or "none"}).'
         )
-    used = [files[name] for name in (*latent_names, schema.CAPTIONS_FILE)]
+    used = [files[name] for name in (*names, schema.CAPTIONS_FILE)]
     if not folder.startswith('hf://'):  # where mirror may have written
         used = _add_records(folder, used)
     return Source(folder, tuple(used[:-1]), used[-1])
 
 
-def _add_records(folder: str, files: Sequence[SourceFile]) -> list[SourceFile]:
-    """Adds to files what `mirror` recorded of them, if it filled this folder."""
+def _add_records(folder: str, files: list[SourceFile]) -> list[SourceFile]:
+    """Adds to files what `mirror` recorded, if it filled this folder; refuses those that differ."""
     recorded = copied_files.recorded_states(folder)
     if not recorded:
-        return list(files)
-    states = [recorded.get(file.path.removeprefix(f'{folder}/')) for file in files]
-    others = [file.path for file, state in zip(files, states, strict=True) if not state]
+        return files
+    found, others = [], []
+    for file in files:
+        if state := recorded.get(file.path.removeprefix(f'{folder}/')):
+            crc32c = state.crc32c if file.crc32c is None else file.crc32c
+            copied_files.compare(FileState(file.size, crc32c), state, file.path)
+        else:
+            others.append(file.path)
+        found.append(dataclasses.replace(file, recorded=state))
     if others:
+        more = f'; so are {len(others) - 1} more' if others[1:] else ''
         logging.warning(
             '%s: is no file that mirror has copied, unlike others of this folder%s.',
             others[0],
-            f'; so are {len(others) - 1} more' if others[1:] else '',
+            more,
         )
-    return [
-        _add_record(file, state) if state else file
-        for file, state in zip(files, states, strict=True)
-    ]
-
-
-def _add_record(file: SourceFile, state: FileState) -> SourceFile:
-    """Adds what was recorded of a file, and checks it against what the storage reports."""
-    found = state.crc32c if file.crc32c is None else file.crc32c
-    copied_files.compare(FileState(file.size, found), state, file.path)
-    return dataclasses.replace(file, recorded=state)
+    return found

@@ -1,13 +1,16 @@
-"""Compares what a `.pt` file holds with the CRC-32s that its archive records.
+"""Checks `.pt` files against what their archives record, before they are used; without torch.
 
-    pt_check.check_small('000000-000009.pt')      # of the keys, not of the latents
-    pt_check.check_contents('000000-000009.pt')   # of everything
+    head = pt_check.fetch_head(file, '/scratch')  # some MB of disk, whatever the file's size
+    LatentShard(head, file.path).keys             # int64 (N,), as of the whole file
+    pt_check.check_contents('000000-000009.pt')   # compares everything with its CRC-32
 
-torch records a CRC-32 of every member and verifies none of them when it maps a file.
+A head is a local file with holes in place of the latents. So a source in the cloud can be checked
+before anything is downloaded: torch maps the head like any other file and reads keys, dtypes and
+shapes; only the latents are zeros. torch itself compares no CRC-32 when it maps a file.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import google_crc32c
 import numpy as np
@@ -15,11 +18,47 @@ from isal import isal_zlib as zlib
 
 from coyo11m_tfds.dataset import pt_archive
 from coyo11m_tfds.source import copied_files
-from coyo11m_tfds.storage import file_state
+from coyo11m_tfds.storage import file_state, remote, retry
 from coyo11m_tfds.storage.file_state import FileState, ignore_bytes
+from coyo11m_tfds.storage.source_files import SourceFile
 
 # Stays in a core's cache between reading and summing up: 1 GB from the page cache takes 0.05 s.
 _BLOCK_BYTES = 256 << 10
+
+_MAX_SMALL = 4  # all small members together are at most this many times `small_bytes`
+_PADDED_HEADER = 4 << 10
+_GAP = 64 << 10  # reading more costs less than another request
+
+
+def fetch_head(file: SourceFile, folder: str | os.PathLike[str], *, check_crc: bool = True) -> str:
+    """Makes a local file of the size of `file` that holds everything but its big storages.
+
+    It contains the zip's directory, which is read twice, since no checksum covers it, and every
+    member of at most 1 MB or 1% of the file, which is compared with its CRC-32. Of a file of 2.9 GB
+    that is 1.1 MB in three requests.
+
+    Args:
+        file: a `.pt` file; for a local one its own path is returned, after the same checks.
+        folder: local folder of the caller's own, for files of different names.
+        check_crc: False for a file that was saved without valid checksums.
+
+    Returns:
+        Path of the head.
+
+    Raises:
+        ValueError: it is no zip as torch writes it, or its directory is larger than that of any
+            `.pt` of a source or contradicts itself; or a local file is damaged.
+        PermissionError: credentials are missing or refused.
+        OSError: the storage cannot be reached, the file is gone or has changed, or the content
+            stays damaged.
+    """
+    if not file.is_remote:
+        if check_crc:
+            check_small(file.path)
+        return file.path
+    head = os.path.join(folder, file.name)
+    retry.call(lambda: _make_head(file, head, check_crc), f'reading the head of {file.path}')
+    return head
 
 
 def check_small(path: str | os.PathLike[str], name: str = '') -> None:
@@ -77,3 +116,45 @@ def check_contents(
     if recorded:
         found = FileState(archive.size, int.from_bytes(whole.digest(), 'big'))
         copied_files.compare(found, recorded, name)
+
+
+def _make_head(file: SourceFile, path: str, check_crc: bool) -> None:
+    start = max(0, file.size - pt_archive.TAIL_BYTES)
+    tail, again = (remote.read_range(file, start, file.size - start) for _ in range(2))
+    if tail != again:
+        raise retry.Corrupted(f'{file.path}: the last {len(tail)} bytes differ when read twice')
+    members = pt_archive.read_directory(tail, file.size, file.path)
+    with open(path, 'wb') as stream:
+        stream.truncate(file.size)
+        for begin, end in _ranges(file, members, start):
+            stream.seek(begin)
+            stream.write(remote.read_range(file, begin, end - begin))
+        stream.seek(start)
+        stream.write(tail)
+    try:
+        (check_small if check_crc else pt_archive.open_archive)(path, file.path)
+    except ValueError as error:
+        # What was received only once may have been damaged by the transfer.
+        raise retry.Corrupted(str(error).rstrip('.')) from error
+
+
+def _ranges(
+    file: SourceFile, members: Sequence[pt_archive.Member], stop: int
+) -> list[tuple[int, int]]:
+    """Where the small members before `stop` are, and the local headers of the others."""
+    small = pt_archive.small_bytes(file.size)
+    total, merged = 0, [(0, 0)]
+    for member in members:
+        wanted = _PADDED_HEADER + (member.size if member.size <= small else 0)
+        begin, end = member.begin, min(member.end, member.begin + wanted)
+        total += end - begin
+        if begin > merged[-1][1] + _GAP:
+            merged.append((begin, end))
+        else:
+            merged[-1] = (merged[-1][0], end)
+    if total > _MAX_SMALL * small:
+        raise ValueError(
+            f'{file.path}: its small members take {total:,} bytes, expected no more than '
+            f"{_MAX_SMALL * small:,} for '.pt' files of keys and latents."
+        )
+    return [(begin, min(end, stop)) for begin, end in merged if begin < stop]

@@ -27,12 +27,7 @@ _EMBEDDING_DTYPES = ('float16', 'bfloat16', 'float32')
 
 
 class RowsDisagreeError(ValueError):
-    """The tensors of one file have unequal numbers of rows.
-
-    Attributes:
-        keys: those in the file, int64 `(n,)`.
-        digest: as `LatentShard.digest`.
-    """
+    """The tensors of one file have unequal numbers of rows; has its `keys` and its `digest`."""
 
     def __init__(self, message: str, keys: np.ndarray, digest: str):
         super().__init__(message)
@@ -42,34 +37,29 @@ class RowsDisagreeError(ValueError):
 class LatentShard:
     """A validated `.pt` file, open for reading.
 
-    Args:
-        path: local file.
-        name: what errors call it, if that is not its path.
-
     Attributes:
-        path: as errors call it.
-        keys: int64 `(N,)`.
-        dtype: of the latents, one of `schema.LATENT_DTYPES`.
-        embedding_dim: width of `embeddings`, None where the file has none.
-        digest: of the names, sizes and checksums of everything in the file; see
-            `pt_archive.Archive`.
-
-    Raises:
-        ValueError: the file is truncated, is no `.pt`, would run code when unpickled, or its
-            tensors are missing, of an unexpected dtype or shape, or not stored element by element.
-        RowsDisagreeError: its tensors are valid, but have unequal numbers of rows.
+        path: The file as errors call it.
+        keys: Keys, int64 `(N,)`.
+        dtype: Dtype of the latents, one of `schema.LATENT_DTYPES`.
+        embedding_dim: Width of `embeddings`, None where the file has none.
+        digest: Digest of the names, sizes and checksums of all members, see `pt_archive.Archive`.
     """
 
     def __init__(self, path: str | os.PathLike[str], name: str = ''):
-        self.path = name or os.fspath(path)
-        self._local_path = os.fspath(path)
+        """Opens a local file; errors call it `name`, or by its path.
+
+        Raises:
+            ValueError: the file is truncated, is no `.pt`, would run code when unpickled, or its
+                tensors are missing, of an unexpected dtype or shape, or not stored element by
+                element.
+            RowsDisagreeError: its tensors are valid, but have unequal numbers of rows.
+        """
+        self.path, self._local_path = name or os.fspath(path), os.fspath(path)
         archive = pt_archive.open_archive(path, self.path)
         _check_byte_order(archive, self._local_path)
         self.digest = archive.digest
-        self._sizes = {
-            start: member.size
-            for start, member in zip(archive.starts, archive.members, strict=True)
-        }
+        sizes = [member.size for member in archive.members]
+        self._sizes = dict(zip(archive.starts, sizes, strict=True))
         # Tensors without data: what they claim to be is checked before anything is allocated.
         self._bare = _load(self._local_path, self.path, map_location='meta')
         self._check_stored(schema.PT_KEYS, ('int64',))
@@ -79,8 +69,7 @@ class LatentShard:
                 f'{self.path}: {schema.PT_KEYS} has shape {tuple(keys.shape)}, expected (N,).'
             )
         self._check_stored(schema.PT_LATENTS, schema.LATENT_DTYPES)
-        has_embeddings = schema.PT_EMBEDDINGS in self._bare
-        if has_embeddings:
+        if schema.PT_EMBEDDINGS in self._bare:
             self._check_stored(schema.PT_EMBEDDINGS, _EMBEDDING_DTYPES)
         tensors = _load(self._local_path, self.path, map_location='cpu', mmap=True)
         self.keys: np.ndarray = tensors[schema.PT_KEYS].detach().numpy().copy()
@@ -89,24 +78,22 @@ class LatentShard:
         self.dtype = _dtype_name(self._latents)
         self._raw = torch.empty((0, *schema.LATENTS_SHAPE), dtype=self._latents.dtype)
         self._values = torch.empty((0, *schema.LATENTS_SHAPE), dtype=torch.float32)
-        self._embeddings: torch.Tensor | None = None
+        self._embeddings = tensors.get(schema.PT_EMBEDDINGS)
         self.embedding_dim: int | None = None
-        if has_embeddings:
-            self._embeddings = tensors[schema.PT_EMBEDDINGS].detach()
+        if self._embeddings is not None:
             self._check_shape(schema.PT_EMBEDDINGS, ('D',))
             self.embedding_dim = self._embeddings.shape[1]
 
     def latents(self, rows: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Reads some rows, into memory that the next call uses again.
-
-        New memory would have to be cleared and mapped by the system page by page, which takes
-        longer than all else that is done to a record.
+        """Reads some rows.
 
         Returns:
             The stored bytes, uint8 `(len(rows), bytes of LATENTS_SHAPE)`, and the same numbers as
             float32 `(len(rows), *LATENTS_SHAPE)`; both are overwritten by the next call.
         """
         count = len(rows)
+        # The system would clear and map new memory page by page, which takes longer than all else
+        # that is done to a record.
         if count > len(self._raw):
             self._raw = self._raw.new_empty((count, *schema.LATENTS_SHAPE))
             self._values = self._values.new_empty((count, *schema.LATENTS_SHAPE))
@@ -121,12 +108,10 @@ class LatentShard:
         return raw_bytes, values.numpy()
 
     def _read_rows(self, rows: np.ndarray, out: np.ndarray) -> None:
-        """Reads rows of the latents into uint8 `(len(rows), bytes of a row)`.
-
-        They are not taken from the mapped file: for each row that is touched the system may map
-        2 MB, so that the few records of a validation shard make a process as large as the file; and
-        where the disk cannot be read, touching ends the process and reading is an error.
-        """
+        """Reads rows of the latents into uint8 `(len(rows), bytes of a row)`."""
+        # Not from the mapped file: the system may map 2 MB for each row that is touched, so that
+        # the few records of a validation shard make a process as large as the file; and where the
+        # disk cannot be read, touching ends the process and reading is an error.
         begins = np.flatnonzero(np.diff(rows, prepend=-2) != 1).tolist()
         for begin, end in itertools.pairwise([*begins, len(rows)]):
             part = memoryview(out[begin:end]).cast('B')
@@ -152,8 +137,7 @@ class LatentShard:
         if not len(self.keys) or not self._latents.is_contiguous():
             return None
         latents = self._bare[schema.PT_LATENTS]
-        offset = int(latents.storage_offset())
-        return _storage_start(latents) + offset * latents.element_size()
+        return _storage_start(latents) + int(latents.storage_offset()) * latents.element_size()
 
     def embeddings(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
         """Reads the text embeddings of some rows as float32 `(len(rows), embedding_dim)`.
@@ -163,31 +147,44 @@ class LatentShard:
         """
         if self._embeddings is None:
             raise ValueError(f"{self.path}: lacks '{schema.PT_EMBEDDINGS}'.")
-        chosen = self._embeddings[torch.as_tensor(np.asarray(rows, np.int64))]
+        chosen = self._embeddings.detach()[torch.as_tensor(np.asarray(rows, np.int64))]
         return chosen.to(torch.float32).numpy()
 
     def _check_stored(self, name: str, dtypes: tuple[str, ...]) -> None:
         """Checks that a tensor is one of these dtypes, and within one member of the archive."""
-        tensor = _tensor(self.path, self._bare, name, dtypes)
-        size = self._sizes.get(_storage_start(tensor))
-        if size is None:
-            raise ValueError(
-                f'{self.path}: {name} is not stored as torch.save stores a tensor, at the '
-                'beginning of a member of the archive. Save it again.'
+        tensor = self._bare.get(name)
+        if name not in self._bare:
+            what = f"lacks '{name}'; it has {sorted(map(str, self._bare))}."
+        elif not isinstance(tensor, torch.Tensor):
+            what = f'{name} is a {type(tensor).__name__}, expected a tensor.'
+        elif tensor.layout != torch.strided or _dtype_name(tensor) not in dtypes:
+            what = (
+                f'{name} is {tensor.layout} {tensor.dtype}, expected a dense tensor of '
+                f'{" or ".join(dtypes)}.'
             )
-        elements = _elements_spanned(tensor)
-        if elements is None:
-            raise ValueError(
-                f'{self.path}: {name} of shape {tuple(tensor.shape)} has strides '
-                f'{tensor.stride()}, so that rows share memory; expected every element stored. '
-                'Save it again as .contiguous().'
+        elif tensor.is_neg():
+            what = (
+                f'{name} has its negative bit set, so that other numbers are stored than it has. '
+                'Save it again as .resolve_neg().'
             )
-        needed = (tensor.storage_offset() + elements) * tensor.element_size()
-        if needed > size:
-            raise ValueError(
-                f'{self.path}: {name} of shape {tuple(tensor.shape)} takes {needed:,} bytes, but '
-                f'{size:,} are stored. Copy, download or save it again.'
+        elif (size := self._sizes.get(_storage_start(tensor))) is None:
+            what = (
+                f'{name} is not stored as torch.save stores a tensor, at the beginning of a member '
+                'of the archive. Save it again.'
             )
+        elif (elements := _elements_spanned(tensor)) is None:
+            what = (
+                f'{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}, so that '
+                'rows share memory; expected every element stored. Save it again as .contiguous().'
+            )
+        elif (needed := (tensor.storage_offset() + elements) * tensor.element_size()) > size:
+            what = (
+                f'{name} of shape {tuple(tensor.shape)} takes {needed:,} bytes, but {size:,} are '
+                'stored. Copy, download or save it again.'
+            )
+        else:
+            return
+        raise ValueError(f'{self.path}: {what}')
 
     def _check_shape(self, name: str, row_shape: tuple) -> None:
         shape = tuple(self._bare[name].shape)
@@ -250,25 +247,6 @@ def _load(path: str, name: str, **options) -> dict[str, torch.Tensor]:
             f"'{schema.PT_KEYS}' and '{schema.PT_LATENTS}'."
         )
     return content
-
-
-def _tensor(path: str, tensors: dict, name: str, dtypes: tuple[str, ...]) -> torch.Tensor:
-    if name not in tensors:
-        raise ValueError(f"{path}: lacks '{name}'; it has {sorted(map(str, tensors))}.")
-    tensor = tensors[name]
-    if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f'{path}: {name} is a {type(tensor).__name__}, expected a tensor.')
-    if tensor.layout != torch.strided or _dtype_name(tensor) not in dtypes:
-        raise ValueError(
-            f'{path}: {name} is {tensor.layout} {tensor.dtype}, expected a dense tensor of '
-            f'{" or ".join(dtypes)}.'
-        )
-    if tensor.is_neg():
-        raise ValueError(
-            f'{path}: {name} has its negative bit set, so that other numbers are stored than it '
-            'has. Save it again as .resolve_neg().'
-        )
-    return tensor
 
 
 def _storage_start(tensor: torch.Tensor) -> int:

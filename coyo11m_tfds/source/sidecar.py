@@ -1,15 +1,15 @@
 """Values made elsewhere, in the order of the keys that are wanted: embeddings, tokens, numbers.
 
-    files = part_files.find(place)
-    header = sidecar.read_header(files[0].path)     # what embed_captions says of what it made
+    files = sidecar.find('gs://bucket/gemma')       # all parts, or an error that names one
+    sidecar.describe(files[0].path)['header']       # what embed_captions says of what it made
     sidecar.join(files, folder, keys, hold=scratch.hold)
     sidecar.join(files, folder, keys, hold=scratch.hold, column='aesthetic')   # of any Parquet file
     found = joined.Joined(folder)
     sidecar.read(found, found.places[:256])         # float16 (256, header.dim)
 
 What `coyo11m_tfds.embed_captions` makes is a Parquet file with the columns `key` and
-`text_embedding` or `tokens`, lists of a fixed size, and in its schema's metadata what `Header` has;
-or a folder of such files, whose column is called `embedding` (see `part_files`).
+`text_embedding` or `tokens`, lists of a fixed size, and in its schema's metadata the fields of
+`Header`; or a folder of such files, `part-00000-of-00007.parquet`, with the column `embedding`.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ import dataclasses
 import hashlib
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,27 +27,81 @@ import pyarrow as pa
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.source import joined, keyed_parquet
+from coyo11m_tfds.source import joined
 from coyo11m_tfds.source.joined import Joined
 from coyo11m_tfds.source.keyed_parquet import KeyedFile
+from coyo11m_tfds.storage import source_files, stored_files
 from coyo11m_tfds.storage.source_files import SourceFile
 
 # Gives the path of a file, which may have to be downloaded for it.
 Hold = Callable[[SourceFile], contextlib.AbstractContextManager[str]]
 
+_PART = re.compile(r'part-(\d{5,})-of-(\d{5,})\.parquet')
 _COLUMNS = (schema.TOKENS, schema.PART_EMBEDDING, schema.TEXT_EMBEDDING)
-
-# Of the schema's metadata.
-_ENTRIES = (
-    schema.META_TEXT_ENCODER,
-    schema.META_TEXT_REVISION,
-    schema.META_TEXT_MAX_TOKENS,
-    schema.META_CAPTION_COLUMN,
-    schema.META_CAPTIONS_DIGEST,
-)
-
-# Of a number while it is read: the number itself and its levels in the Parquet file, twice.
+# A number while it is read: the number itself and its levels in the Parquet file, twice.
 _NUMBER_BYTES = 16
+
+# --- Files ----------------------------------------------------------------------------------
+
+
+def part_name(number: int, count: int) -> str:
+    """The name of part `number` of `count`, from 0."""
+    return f'part-{number:05}-of-{count:05}.parquet'
+
+
+def find_parts(folder: str) -> tuple[int, dict[int, SourceFile]]:
+    """Finds the parts in a folder, local or remote, which need not exist.
+
+    Returns:
+        `(count, parts)`: how many there are to be, 0 if there is none; and those that are there.
+
+    Raises:
+        ValueError: it has parts of different counts.
+        OSError: the storage cannot be reached.
+    """
+    found: dict[int, dict[int, SourceFile]] = {}  # by count and number
+    for name, file in stored_files.list_folder(folder, missing_ok=True).items():
+        if match := _PART.fullmatch(name):
+            found.setdefault(int(match[2]), {})[int(match[1])] = file
+    if len(found) > 1:
+        (first, some), (second, others) = sorted(found.items())[:2]
+        raise ValueError(
+            f'{min(f.path for f in some.values())} and {min(f.path for f in others.values())}: '
+            f'parts of {first} and of {second}, expected those of one sidecar. Remove the ones '
+            'that are not wanted.'
+        )
+    count, parts = next(iter(found.items()), (0, {}))
+    return count, dict(sorted(parts.items()))
+
+
+def find(place: str | os.PathLike[str]) -> list[SourceFile]:
+    """Finds the file of a sidecar, or all parts of one that is a folder, in their order.
+
+    Args:
+        place: a Parquet file or a folder of parts; local or remote.
+
+    Raises:
+        ValueError: there is no such file or folder, or a part of it is missing.
+        PermissionError: credentials are missing or refused.
+        OSError: the storage cannot be reached.
+    """
+    text = os.fspath(place)
+    if text.endswith('.parquet') or os.path.isfile(text):
+        return [source_files.describe(text)]
+    folder = text.rstrip('/')
+    count, parts = find_parts(folder)
+    if not parts:
+        raise ValueError(f'{folder}: holds no part-NNNNN-of-MMMMM.parquet of embeddings.')
+    missing = [part_name(number, count) for number in range(count) if number not in parts]
+    if missing:
+        raise ValueError(
+            f'{folder}/{missing[0]} is missing, {len(missing)} of {count} parts are. Run the same '
+            'command of coyo11m_tfds.embed_captions again: it makes what is missing.'
+        )
+    return list(parts.values())
+
+
+# --- What they say of themselves ----------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +109,13 @@ class Header:
     """What embeddings or tokens say of their making.
 
     Attributes:
-        dim: numbers an embedding, or tokens a caption with their padding.
-        encoder: name of what made them.
-        revision: of the encoder.
-        max_tokens: captions were cut to so many tokens; 0 for no limit.
-        caption_column: that they were made from.
-        captions_digest: of the captions that they were made from, see `captions.join`.
-        vocabulary: ids of tokens are less than this; 0 for embeddings.
+        dim: Numbers an embedding, or tokens a caption with their padding.
+        encoder: Name of the encoder.
+        revision: Revision of the encoder.
+        max_tokens: Captions were cut to so many tokens; 0 for no limit.
+        caption_column: Column of the captions.
+        captions_digest: Digest of the captions, see `captions.join`.
+        vocabulary: Ids of tokens are less than this; 0 for embeddings.
     """
 
     dim: int
@@ -73,7 +128,7 @@ class Header:
 
     @property
     def feature(self) -> str:
-        """Of a batch that the values are: `tokens` or `text_embedding`."""
+        """The feature of a batch that the values are: `tokens` or `text_embedding`."""
         return schema.TOKENS if self.vocabulary else schema.TEXT_EMBEDDING
 
     def to_json(self) -> dict[str, Any]:
@@ -84,9 +139,14 @@ class Header:
         return fields
 
 
-def read_header(path: str, name: str = '') -> Header:
-    """Reads and checks what a file says about itself; raises as `describe`."""
-    return Header(**describe(path, name=name)['header'])
+# Fields of `Header` and their entries in the schema's metadata.
+_ENTRIES = {
+    'encoder': schema.META_TEXT_ENCODER,
+    'revision': schema.META_TEXT_REVISION,
+    'max_tokens': schema.META_TEXT_MAX_TOKENS,
+    'caption_column': schema.META_CAPTION_COLUMN,
+    'captions_digest': schema.META_CAPTIONS_DIGEST,
+}
 
 
 def describe(path: str, column: str = '', name: str = '') -> dict[str, Any]:
@@ -96,16 +156,77 @@ def describe(path: str, column: str = '', name: str = '') -> dict[str, Any]:
         ValueError: a column or an entry of the metadata is missing or of an unexpected type.
     """
     with KeyedFile(path, *([column] if column else _COLUMNS), name=name) as file:
-        return _numbers(file) if column else _embeddings(file)
+        return _describe(file, column)
+
+
+def check_same(expected: Mapping[str, Any], found: Mapping[str, Any], name: str, of: str) -> None:
+    """Raises a ValueError if a file, `name`, says else of itself than what is expected, `of`."""
+    for entry in sorted(expected.keys() | found.keys()):
+        if expected.get(entry) != found.get(entry):
+            raise ValueError(
+                f'{name}: {entry} is {found.get(entry)!r}, but {expected.get(entry)!r} {of}. '
+                'Remove the file, or choose another folder.'
+            )
+
+
+def _describe(file: KeyedFile, column: str) -> dict[str, Any]:
+    kind, is_list = file.kind, pa.types.is_fixed_size_list(file.kind)
+    number, shape = (kind.value_type, [kind.list_size]) if is_list else (kind, [])
+    if column:
+        is_number = pa.types.is_integer(number) or pa.types.is_floating(number)
+        nbytes = number.bit_width // 8 * math.prod(shape) if is_number else 0
+        fits = 1 <= nbytes <= columns.MAX_ROW_NBYTES
+        expected = (
+            'integers, floats, or lists of a fixed size of these, at most '
+            f'{columns.MAX_ROW_NBYTES:,} bytes a row.'
+        )
+    else:
+        are_tokens = file.column == schema.TOKENS
+        expected_number = pa.int32() if are_tokens else pa.float16()
+        most = schema.MAX_TOKENS if are_tokens else schema.MAX_TEXT_DIM
+        fits = is_list and number == expected_number and 1 <= kind.list_size <= most
+        expected = (
+            f'a fixed-size list of {"int32" if are_tokens else "float16"}, at most {most:,}, as '
+            'coyo11m_tfds.embed_captions writes it.'
+        )
+    if not fits:
+        raise ValueError(f"{file.name}: column '{file.column}' is {kind}, expected {expected}")
+    facts = {'dtype': np.dtype(number.to_pandas_dtype()).name, 'shape': shape}
+    return facts if column else facts | {'header': _header(file).to_json()}
+
+
+def _header(file: KeyedFile) -> Header:
+    found, are_tokens = file.metadata, file.column == schema.TOKENS
+    more = ('vocabulary', schema.META_TEXT_VOCABULARY), ('dim', schema.META_TEXT_DIM)
+    fields: dict[str, Any] = {}
+    for field, entry in [*_ENTRIES.items(), more[not are_tokens]]:
+        fields[field] = found.get(entry)
+        if not found.get(entry):
+            raise ValueError(
+                f"{file.name}: its schema's metadata lacks '{entry}'; make the file again with "
+                'coyo11m_tfds.embed_captions.'
+            )
+        if field in ('max_tokens', 'vocabulary', 'dim'):
+            if not found[entry].isdecimal():
+                raise ValueError(
+                    f'{file.name}: its metadata has {entry} {found[entry]!r}, expected a number. '
+                    'Make it again.'
+                )
+            fields[field] = int(found[entry])
+    width, said = file.kind.list_size, fields['max_tokens' if are_tokens else 'dim']
+    if said != width:
+        raise ValueError(
+            f'{file.name}: its embeddings have {width} numbers, but its metadata says {said}. '
+            'Make it again.'
+        )
+    return Header(**fields | {'dim': width})
+
+
+# --- What they hold ---------------------------------------------------------------------------
 
 
 def join(
-    files: Sequence[SourceFile],
-    folder: str,
-    wanted: np.ndarray,
-    *,
-    hold: Hold,
-    column: str = '',
+    files: Sequence[SourceFile], folder: str, wanted: np.ndarray, *, hold: Hold, column: str = ''
 ) -> None:
     """Writes the values of some keys into a new folder, for `joined.Joined`.
 
@@ -121,12 +242,12 @@ def join(
             '' for embeddings or tokens that `embed_captions` made.
 
     Raises:
-        ValueError: see `KeyedFile` and `read_header`; files differ in what made them or in what
+        ValueError: see `KeyedFile` and `describe`; files differ in what made them or in what
             they hold; two rows have the same key; or an embedding is null or not finite.
         OSError: a file cannot be read, or the folder cannot be written.
     """
     facts: dict[str, Any] = {}
-    joined.make(folder, _rows(files, wanted, hold, column, facts), facts)
+    joined.make(folder, _batches(files, wanted, hold, column, facts), facts)
 
 
 def read(found: Joined, places: np.ndarray) -> np.ndarray:
@@ -135,66 +256,51 @@ def read(found: Joined, places: np.ndarray) -> np.ndarray:
     return values.reshape(len(places), *found.facts['shape'])
 
 
-def check_same(expected: Mapping[str, Any], found: Mapping[str, Any], name: str, of: str) -> None:
-    """Raises a ValueError if a file, `name`, says else of itself than what is expected, `of`."""
-    for entry in sorted(expected.keys() | found.keys()):
-        if expected.get(entry) != found.get(entry):
-            raise ValueError(
-                f'{name}: {entry} is {found.get(entry)!r}, but {expected.get(entry)!r} {of}. '
-                'Remove the file, or choose another folder.'
-            )
-
-
-def _rows(
-    files: Sequence[SourceFile],
-    wanted: np.ndarray,
-    hold: Hold,
-    column: str,
-    facts: dict[str, Any],
-) -> Iterator[pa.RecordBatch]:
+def _batches(
+    files: Sequence[SourceFile], wanted: np.ndarray, hold: Hold, column: str, facts: dict[str, Any]
+) -> Iterator[joined.Batch]:
     digest, all_keys = hashlib.sha256(), []
-    of_keys = keyed_parquet.Places(wanted)
+    of_keys = joined.Places(wanted)
     first: dict[str, Any] = {}
-    with Progress('Reading values', len(files), 'files') as progress:
+    names = [column] if column else _COLUMNS
+    with Progress('Reading values', sum(file.size for file in files), 'B') as progress:
         for file in files:
-            with (
-                hold(file) as path,
-                KeyedFile(path, *([column] if column else _COLUMNS), name=file.path) as opened,
-            ):
-                found = _numbers(opened) if column else _embeddings(opened)
-                said = found if column else _entries(opened)
+            with hold(file) as path, KeyedFile(path, *names, name=file.path) as opened:
+                found = _describe(opened, column)
+                said = found
+                if not column:  # what parts of one sidecar have in common
+                    said = {x: y for x, y in opened.metadata.items() if x != schema.META_PART}
                 first = first or said
                 check_same(first, said, file.path, f'in {files[0].path}')
                 facts.update(found)
                 keys = opened.keys()
-                for rows, values in _values(opened, found, quiet=len(files) > 1):
+                for rows, values in _values(opened, keys, found):
                     digest.update(values)
                     all_keys.append(keys[rows])
                     places, is_wanted = of_keys.of(keys[rows])
-                    yield joined.batch(places[is_wanted], values[is_wanted])
-            progress.add(1)
+                    values = values[is_wanted]
+                    nbytes = values.itemsize * values.shape[1]
+                    buffers = [None, pa.py_buffer(values)]
+                    raw = pa.Array.from_buffers(pa.binary(nbytes), len(values), buffers)
+                    yield places[is_wanted], np.full(len(values), nbytes, np.int32), raw
+                    progress.add(file.size * len(rows) // opened.num_rows)
     keys = np.concatenate(all_keys)
     name = files[0].path if len(files) == 1 else os.path.dirname(files[0].path)
     if not len(keys):
         raise ValueError(f"{name}: column '{column}' is null in every row.")
-    _, duplicates = keyed_parquet.order_by_key(keys)
-    if len(duplicates):
-        raise ValueError(
-            f'{name}: {len(duplicates)} rows repeat the key of another, e.g. key {duplicates[0]}; '
-            'expected one row a key. Remove the others.'
-        )
+    _, duplicates = joined.order_by_key(keys)
+    joined.check_unique(len(duplicates), duplicates, name)
     digest = hashlib.sha256(digest.digest())
     digest.update(keys)
     facts['digest'] = digest.hexdigest()
 
 
 def _values(
-    file: KeyedFile, found: dict[str, Any], quiet: bool
+    file: KeyedFile, keys: np.ndarray, found: dict[str, Any]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields numbers of rows, int64 `(n,)`, and what they hold, `(n, width)`; without nulls."""
     width, done = math.prod(found['shape']), 0
-    header = found.get('header')
-    for values in file.values(row_bytes=_NUMBER_BYTES * width, quiet=quiet):
+    for values in file.values(row_bytes=_NUMBER_BYTES * width):
         is_there = values.is_valid().to_numpy(zero_copy_only=False, writable=True)
         values = values.drop_null()
         numbers = values.flatten() if pa.types.is_fixed_size_list(values.type) else values
@@ -204,91 +310,27 @@ def _values(
             numbers = numbers.filter(pa.array(np.repeat(whole, width)))
         matrix = numbers.to_numpy(zero_copy_only=False).reshape(-1, width)
         rows = done + np.flatnonzero(is_there)
-        if header:
-            _check(file, Header(**header), matrix, rows)
+        if 'header' in found:
             if not is_there.all():
                 raise ValueError(f"{file.name}: column '{file.column}' has nulls.")
+            _check(matrix, keys[rows], Header(**found['header']), file.name)
         yield rows, matrix
         done += len(is_there)
 
 
-def _check(file: KeyedFile, header: Header, values: np.ndarray, rows: np.ndarray) -> None:
+def _check(values: np.ndarray, keys: np.ndarray, header: Header, name: str) -> None:
     """Raises a ValueError for tokens out of the vocabulary, and for numbers that are not finite."""
     if header.vocabulary:
         bad = ((values < -1) | (values >= header.vocabulary)).any(axis=1)
-        expected = f'ids from 0 to {header.vocabulary - 1}, padded with -1. Make it again.'
     else:
-        bad, expected = ~np.isfinite(values).all(axis=1), 'is not finite. Embed it again.'
+        bad = ~np.isfinite(values).all(axis=1)
     if not bad.any():
         return
-    key = file.keys()[rows[bad.argmax()]]
+    at = bad.argmax()
+    what = f'the embedding of key {keys[at]} is not finite. Embed it again.'
     if header.vocabulary:
-        found = values[bad.argmax()].tolist()
-        raise ValueError(f'{file.name}: key {key} has tokens {found}, expected {expected}')
-    raise ValueError(f'{file.name}: the embedding of key {key} {expected}')
-
-
-def _numbers(file: KeyedFile) -> dict[str, Any]:
-    """The `dtype` and the `shape` of the values of a column of numbers."""
-    kind = file.kind
-    is_list = pa.types.is_fixed_size_list(kind)
-    number, shape = (kind.value_type, [kind.list_size]) if is_list else (kind, [])
-    is_number = pa.types.is_integer(number) or pa.types.is_floating(number)
-    nbytes = number.bit_width // 8 * math.prod(shape) if is_number else 0
-    if not 1 <= nbytes <= columns.MAX_ROW_NBYTES:
-        raise ValueError(
-            f"{file.name}: column '{file.column}' is {kind}, expected integers, floats, or lists "
-            f'of a fixed size of these, at most {columns.MAX_ROW_NBYTES:,} bytes a row.'
+        what = (
+            f'key {keys[at]} has tokens {values[at].tolist()}, expected ids from 0 to '
+            f'{header.vocabulary - 1}, padded with -1. Make it again.'
         )
-    return {'dtype': np.dtype(number.to_pandas_dtype()).name, 'shape': shape}
-
-
-def _embeddings(file: KeyedFile) -> dict[str, Any]:
-    header = _header(file)
-    dtype = schema.TEXT_DTYPES[header.feature]
-    return {'dtype': dtype, 'shape': [header.dim], 'header': header.to_json()}
-
-
-def _entries(file: KeyedFile) -> dict[str, str]:
-    """What parts of one sidecar have in common."""
-    return {name: entry for name, entry in file.metadata.items() if name != schema.META_PART}
-
-
-def _header(file: KeyedFile) -> Header:
-    kind, found = file.kind, file.metadata
-    are_tokens = file.column == schema.TOKENS
-    number, most = ('int32', schema.MAX_TOKENS) if are_tokens else ('half', schema.MAX_TEXT_DIM)
-    is_vector = pa.types.is_fixed_size_list(kind) and str(kind.value_type).startswith(number)
-    if not is_vector or not 1 <= kind.list_size <= most:
-        raise ValueError(
-            f"{file.name}: column '{file.column}' is {kind}, expected a fixed-size list of "
-            f'{"int32" if are_tokens else "float16"}, at most {most:,}, as '
-            'coyo11m_tfds.embed_captions writes it.'
-        )
-    size = schema.META_TEXT_MAX_TOKENS if are_tokens else schema.META_TEXT_DIM
-    for entry in (*_ENTRIES, schema.META_TEXT_VOCABULARY if are_tokens else size):
-        if not found.get(entry):
-            raise ValueError(
-                f"{file.name}: its schema's metadata lacks '{entry}'; make the file again with "
-                'coyo11m_tfds.embed_captions.'
-            )
-    for entry in {schema.META_TEXT_MAX_TOKENS, schema.META_TEXT_VOCABULARY} & found.keys():
-        if not found[entry].isdecimal():
-            raise ValueError(
-                f'{file.name}: its metadata has {entry} {found[entry]!r}, expected a number. Make '
-                'it again.'
-            )
-    if found[size] != str(kind.list_size):
-        raise ValueError(
-            f'{file.name}: its embeddings have {kind.list_size} numbers, but its metadata says '
-            f'{found[size]}. Make it again.'
-        )
-    return Header(
-        dim=kind.list_size,
-        encoder=found[schema.META_TEXT_ENCODER],
-        revision=found[schema.META_TEXT_REVISION],
-        max_tokens=int(found[schema.META_TEXT_MAX_TOKENS]),
-        caption_column=found[schema.META_CAPTION_COLUMN],
-        captions_digest=found[schema.META_CAPTIONS_DIGEST],
-        vocabulary=int(found[schema.META_TEXT_VOCABULARY]) if are_tokens else 0,
-    )
+    raise ValueError(f'{name}: {what}')

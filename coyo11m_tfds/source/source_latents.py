@@ -1,4 +1,4 @@
-"""Everything that the `.pt` files of a source hold together, except the latents.
+"""Everything that the latent files of a source hold together, except the latents.
 
     latents = SourceLatents.read(source.latent_files, head_dir='/scratch', drop_bad=True)
     latents.keys      # int64 (rows of all files,)
@@ -6,7 +6,7 @@
     latents.duplicate # bool (rows of all files,): an earlier row has the same key
 
 Reading it checks every file, before anything is written. Of remote files only the heads are read,
-a few at a time.
+a few at a time. `read_head` is all that knows a format.
 """
 
 import concurrent.futures
@@ -19,7 +19,7 @@ from absl import logging
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.source import keyed_parquet, remote_heads
+from coyo11m_tfds.source import joined, pt_check
 from coyo11m_tfds.source.pt_file import LatentShard, RowsDisagreeError
 from coyo11m_tfds.storage.source_files import SourceFile
 
@@ -28,8 +28,15 @@ _HEADS_AT_ONCE = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class _Head:
-    """What is known of one file; without keys, but with the error, if its tensors disagree."""
+class Head:
+    """What one file says of its rows; no keys, but the error, if its tensors disagree.
+
+    Attributes:
+        keys: Keys of the rows, int64 `(n,)`.
+        dtype: Dtype of the latents, one of `schema.LATENT_DTYPES`.
+        embedding_dim: Width of `embeddings`; None where the file has none.
+        digest: Digest of the content.
+    """
 
     keys: np.ndarray
     dtype: str
@@ -38,34 +45,62 @@ class _Head:
     disagreement: RowsDisagreeError | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+def read_head(
+    file: SourceFile, head_dir: str | os.PathLike[str], *, drop_bad: bool, check_crc: bool
+) -> Head:
+    """Opens and checks a `.pt` file; raises as `SourceLatents.read`."""
+    path = pt_check.fetch_head(file, head_dir, check_crc=check_crc)
+    try:
+        # Not kept open: all files together are 300 GB of mapped memory.
+        shard = LatentShard(path, name=file.path)
+        return Head(shard.keys, shard.dtype, shard.embedding_dim, shard.digest)
+    except RowsDisagreeError as error:
+        if not drop_bad:
+            raise
+        return Head(np.empty(0, np.int64), '', None, error.digest, error)
+
+
 class SourceLatents:
-    """Keys and kinds of all `.pt` files.
+    """Keys and kinds of all latent files.
 
     Attributes:
-        files: the files.
-        keys: of all rows, in the files' order, int64.
-        starts: row of `keys` at which each file starts, and the number of rows, int64.
-        dtype: of the latents, one of `schema.LATENT_DTYPES`.
-        embedding_dims: for each file the width of `embeddings`, None where it has none.
-        digests: for each file the digest of its content.
-        duplicate: rows whose key was in an earlier row, bool, shape of `keys`.
-        disagreeing: keys of files that are left out because their tensors have unequal numbers
-            of rows, so that nothing tells which row belongs to which key; int64.
-        disagreeing_files: paths of these files.
-        check_crc: whether contents have been, and are to be, compared with their CRC-32.
+        files: The files.
+        keys: Keys of all rows in the files' order, int64.
+        starts: Row of `keys` at which each file starts, and the number of rows, int64.
+        dtype: Dtype of the latents, one of `schema.LATENT_DTYPES`.
+        digests: Digest of the content of each file.
+        duplicate: Rows whose key was in an earlier row, bool, shape of `keys`.
+        disagreeing: Keys of files that are left out because their tensors have unequal numbers of
+            rows, so that nothing tells which row belongs to which key; int64.
+        disagreeing_files: Paths of these files.
+        versions: What changes with the content of each file; its digest alone may not without
+            CRC-32s.
     """
 
-    files: tuple[SourceFile, ...]
-    keys: np.ndarray
-    starts: np.ndarray
-    dtype: str
-    embedding_dims: tuple[int | None, ...]
-    digests: tuple[str, ...]
-    duplicate: np.ndarray
-    disagreeing: np.ndarray
-    disagreeing_files: tuple[str, ...]
-    check_crc: bool
+    def __init__(self, files: Sequence[SourceFile], heads: Sequence[Head], check_crc: bool):
+        self.files = tuple(files)
+        self.keys = np.concatenate([head.keys for head in heads])
+        self.starts = np.cumsum([0, *(len(head.keys) for head in heads)])
+        self.digests = tuple(head.digest for head in heads)
+        self.versions = self.digests
+        if not check_crc:
+            pairs = zip(files, self.digests, strict=True)
+            self.versions = tuple(f'{digest} {file.version}' for file, digest in pairs)
+        self.duplicate = np.ones(len(self.keys), bool)
+        self.duplicate[joined.order_by_key(self.keys)[0]] = False
+        found = list(zip(files, heads, strict=True))
+        bad = [(file.path, head.disagreement) for file, head in found if head.disagreement]
+        self.disagreeing_files = tuple(path for path, _ in bad)
+        self.disagreeing = np.concatenate([np.empty(0, np.int64), *(e.keys for _, e in bad)])
+        good = [(file.path, head) for file, head in found if not head.disagreement]
+        self.dtype = good[0][1].dtype
+        for path, head in good:
+            if head.dtype != self.dtype:
+                raise ValueError(
+                    f'{path}: latents are {head.dtype}, but those of {good[0][0]} are '
+                    f'{self.dtype}; expected one dtype in all files. Convert one of them.'
+                )
+        self._embedding_dims = [(path, head.embedding_dim) for path, head in good if len(head.keys)]
 
     @classmethod
     def read(
@@ -90,40 +125,26 @@ class SourceLatents:
                 and a key is a duplicate.
             OSError: a remote file cannot be read.
         """
+
+        def read_one(file: SourceFile) -> Head:
+            return read_head(file, head_dir, drop_bad=drop_bad, check_crc=check_crc)
+
+        heads = []
         with (
             Progress('Checking the source', len(files), 'files') as progress,
             concurrent.futures.ThreadPoolExecutor(_HEADS_AT_ONCE) as threads,
         ):
-            heads = []
-            for head in threads.map(
-                lambda file: _read_head(file, head_dir, drop_bad, check_crc), files
-            ):
+            for head in threads.map(read_one, files):
                 heads.append(head)
                 progress.add(1)
-        good = [head for head in heads if not head.disagreement]
-        bad = [(f, h.disagreement) for f, h in zip(files, heads, strict=True) if h.disagreement]
-        if not good:
-            raise bad[0][1]
-        for _, error in bad:
+        bad = [head.disagreement for head in heads if head.disagreement]
+        if len(bad) == len(heads):
+            raise bad[0]
+        for error in bad:
             logging.warning('left out: %s', error)
-        _check_dtypes(files, heads)
-        keys = np.concatenate([head.keys for head in heads])
-        if not len(keys):
+        latents = cls(files, heads, check_crc)
+        if not len(latents.keys):
             raise ValueError(f'{files[0].path}: has no rows, nor has another file of this source.')
-        duplicate = np.ones(len(keys), bool)
-        duplicate[keyed_parquet.order_by_key(keys)[0]] = False
-        latents = cls(
-            files=tuple(files),
-            keys=keys,
-            starts=np.cumsum([0, *(len(head.keys) for head in heads)]),
-            dtype=good[0].dtype,
-            embedding_dims=tuple(head.embedding_dim for head in heads),
-            digests=tuple(head.digest for head in heads),
-            duplicate=duplicate,
-            disagreeing=np.concatenate([np.empty(0, np.int64), *(error.keys for _, error in bad)]),
-            disagreeing_files=tuple(file.path for file, _ in bad),
-            check_crc=check_crc,
-        )
         if not drop_bad:
             latents._check_unique()
         return latents
@@ -133,17 +154,10 @@ class SourceLatents:
         """Rows of all files, including files that are left out."""
         return len(self.keys) + len(self.disagreeing)
 
-    @property
-    def versions(self) -> tuple[str, ...]:
-        """For each file what changes with its content; its digest alone may not without CRC-32s."""
-        if self.check_crc:
-            return self.digests
-        return tuple(f'{d} {f.version}' for f, d in zip(self.files, self.digests, strict=True))
-
     def files_of_key(self, row: int) -> list[str]:
         """Paths of the files that hold the key of this row, up to the row's own file."""
         rows = np.flatnonzero(self.keys[: row + 1] == self.keys[row])
-        return [self.files[file].path for file in sorted({self._file_of(r) for r in rows.tolist()})]
+        return [self.files[file].path for file in np.unique(self._file_of(rows)).tolist()]
 
     def common_embedding_dim(self) -> int:
         """The width of `embeddings` in all files.
@@ -151,15 +165,8 @@ class SourceLatents:
         Raises:
             ValueError: a file has none, or another width than the first.
         """
-        in_use = [
-            (file.path, dim)
-            for file, dim, rows in zip(
-                self.files, self.embedding_dims, np.diff(self.starts), strict=True
-            )
-            if rows
-        ]
-        first_path, first = in_use[0]
-        for path, dim in in_use:
+        first_path, first = self._embedding_dims[0]
+        for path, dim in self._embedding_dims:
             if dim is None:
                 raise ValueError(
                     f"{path}: lacks '{schema.PT_EMBEDDINGS}', which text_embeddings='pt' asks for. "
@@ -176,46 +183,17 @@ class SourceLatents:
     def _check_unique(self) -> None:
         duplicates = np.flatnonzero(self.duplicate)
         if duplicates.size:
-            second = duplicates[0]
-            first = np.flatnonzero(self.keys == self.keys[second])[0]
+            key = self.keys[duplicates[0]]
+            rows = np.flatnonzero(self.keys == key)[:2]
+            first, second = (
+                f'{self.files[file].path}: row {row - self.starts[file]}'
+                for row, file in zip(rows, self._file_of(rows), strict=True)
+            )
             raise ValueError(
-                f'{self._place(second)} has key {self.keys[second]}, but so has '
-                f'{self._place(first)}; expected every key once ({duplicates.size} rows repeat '
-                'a key). Remove the duplicate rows or files, or set bad_data to "drop".'
+                f'{second} has key {key}, but so has {first}; expected every key once '
+                f'({duplicates.size} rows repeat a key). Remove the duplicate rows or files, or '
+                'set bad_data to "drop".'
             )
 
-    def _place(self, row: int) -> str:
-        file = self._file_of(row)
-        return f'{self.files[file].path}: row {row - self.starts[file]}'
-
-    def _file_of(self, row: int) -> int:
-        return int(np.searchsorted(self.starts, row, side='right')) - 1
-
-
-def _read_head(
-    file: SourceFile, head_dir: str | os.PathLike[str], drop_bad: bool, check_crc: bool
-) -> _Head:
-    path = remote_heads.fetch_head(file, head_dir, check_crc=check_crc)
-    try:
-        # Not kept open: all files together are 300 GB of mapped memory.
-        shard = LatentShard(path, name=file.path)
-        return _Head(shard.keys, shard.dtype, shard.embedding_dim, shard.digest)
-    except RowsDisagreeError as error:
-        if not drop_bad:
-            raise
-        return _Head(np.empty(0, np.int64), '', None, error.digest, error)
-
-
-def _check_dtypes(files: Sequence[SourceFile], heads: Sequence[_Head]) -> None:
-    used = [
-        (file.path, head.dtype)
-        for file, head in zip(files, heads, strict=True)
-        if not head.disagreement
-    ]
-    first_path, first = used[0]
-    for path, dtype in used:
-        if dtype != first:
-            raise ValueError(
-                f'{path}: latents are {dtype}, but those of {first_path} are {first}; '
-                'expected one dtype in all files. Convert one of them.'
-            )
+    def _file_of(self, rows: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self.starts, rows, side='right') - 1

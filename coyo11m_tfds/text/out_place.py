@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.source import part_files
+from coyo11m_tfds.source import sidecar
 from coyo11m_tfds.storage import held_folder, source_files
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.scratch import user_temp
@@ -79,7 +79,7 @@ def finished_parts(out: str, count: int) -> dict[int, SourceFile]:
         ValueError: they are of another number than `count`.
         OSError: the storage cannot be reached.
     """
-    found_count, parts = part_files.find_parts(out, missing_ok=True)
+    found_count, parts = sidecar.find_parts(out)
     if parts and found_count != count:
         raise ValueError(
             f'{next(iter(parts.values())).path}: is one of {found_count} parts, but these captions '

@@ -23,7 +23,7 @@ from absl import logging
 from coyo11m_tfds import schema
 from coyo11m_tfds.process import machine, workers
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.source import part_files
+from coyo11m_tfds.source import sidecar
 from coyo11m_tfds.source.joined import Joined
 from coyo11m_tfds.storage import file_state
 from coyo11m_tfds.storage.destination import Destination
@@ -229,7 +229,7 @@ def _make(
         metadata = entries | part_writer.part_entry(number, captions.count)
         with part_writer.open_file(path, metadata, choice.column, width) as write:
             write(keys, values)
-        name = part_files.name(number, captions.count)
+        name = sidecar.part_name(number, captions.count)
         destination.put(path, name, file_state.of_file(path).crc32c)
     return Made(encoder.name, width, encoder.truncated, longest)
 

@@ -379,7 +379,7 @@ def test_embeddings_are_found_by_key(tmp_path: pathlib.Path):
     found = join_embeddings(path, [*range(29_000), -8, 40_000])
     header = sidecar.Header(**found.facts['header'])
     assert header == sidecar.Header(6, 'made-up', '1', 0, 'caption_llava', 'made-up')
-    assert header == sidecar.read_header(str(path))
+    assert header.to_json() == sidecar.describe(str(path))['header']
     assert found.places.tolist() == list(range(29_000))
     for places in (np.arange(29_000), np.array([7]), np.array([], np.int64)):
         read = sidecar.read(found, places)
@@ -490,7 +490,7 @@ def test_texts_that_are_large_only_in_memory_take_little_of_it(tmp_path: pathlib
 def test_embeddings_are_read_a_few_at_a_time_if_they_are_wide(tmp_path: pathlib.Path):
     write_wide_embeddings(tmp_path / 'x.parquet')  # 96 MB
     program = """
-        files = part_files.find(path)
+        files = sidecar.find(path)
         hold = lambda file: contextlib.nullcontext(file.path)
         sidecar.join(files, path + '.joined', np.arange(12_000), hold=hold)
         print(len(joined.Joined(path + '.joined').places))
@@ -506,7 +506,7 @@ def run_with_little_memory(program: str, path: pathlib.Path) -> str:
     program = f"""
 import contextlib, re, sys
 import numpy as np
-from coyo11m_tfds.source import captions, joined, part_files, sidecar
+from coyo11m_tfds.source import captions, joined, sidecar
 path = sys.argv[1]
 def peak():
     with open('/proc/self/status') as status:

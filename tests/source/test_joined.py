@@ -40,10 +40,10 @@ def maker(tmp_path) -> Maker:
     return Maker(tmp_path / 'cache')
 
 
-def rows() -> Iterator[pa.RecordBatch]:
+def rows() -> Iterator[joined.Batch]:
     for place, value in VALUES.items():
-        columns = [[place], [len(value or b'')], [value]]
-        yield pa.record_batch(columns, schema=joined.SCHEMA)
+        size = len(value or b'')
+        yield np.array([place]), np.array([size], np.int32), pa.array([value], pa.binary())
 
 
 def answers(found: joined.Joined) -> dict[int, bytes]:
@@ -65,14 +65,16 @@ def test_it_is_made_once_and_opened_by_others(maker):
 
 def test_of_several_row_groups_those_that_are_needed_are_read(tmp_path):
     places = np.random.default_rng(0).permutation(50_000) * 3
-    values = places.astype('<i8')[:, None]
-    batches = [joined.batch(places[n::7], values[n::7]) for n in range(7)]
+    values = pa.array([str(place).encode() for place in places])
+    batches = [
+        (places[n::7], np.zeros(len(places[n::7]), np.int32), values[n::7]) for n in range(7)
+    ]
     joined.make(str(tmp_path / 'made'), batches, {})
     found = joined.Joined(str(tmp_path / 'made'))
     np.testing.assert_array_equal(found.places, np.sort(places))
     for some in (slice(8191, 8193), slice(0, None, 999), slice(49_999, None), slice(5, 5)):
         wanted = found.places[some]
-        assert found.read(wanted) == [int(n).to_bytes(8, 'little') for n in wanted]
+        assert found.read(wanted) == [str(place).encode() for place in wanted]
 
 
 def test_what_nobody_has_open_is_swept(maker):
@@ -138,7 +140,7 @@ def test_what_cannot_be_opened_is_not_thrown_away(maker):
 
 
 def test_an_error_of_whoever_makes_rows_passes_and_leaves_nothing(maker):
-    def failing() -> Iterator[pa.RecordBatch]:
+    def failing() -> Iterator[joined.Batch]:
         yield from rows()
         raise LookupError('of the rows')
 
@@ -159,13 +161,15 @@ def test_another_process_may_be_faster(maker):
 PROGRAM = """
 import os, signal, resource, sys
 import numpy as np
+import pyarrow as pa
 from coyo11m_tfds.source import joined
 cache, mode = sys.argv[1:]
 
 def rows():
     for n in range(40):
         places = np.arange(n, 40_000, 40)
-        yield joined.batch(places, np.random.default_rng(n).integers(0, 99, (1000, 20)))
+        values = [bytes(np.random.default_rng(n).integers(0, 99, 160)) for n in range(1000)]
+        yield places, np.full(1000, 160, np.int32), pa.array(values)
         if mode == 'killed' and n == 20:
             os.kill(os.getpid(), signal.SIGKILL)
         if mode == 'interrupted' and n == 20:

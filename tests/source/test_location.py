@@ -215,7 +215,7 @@ def test_places_that_are_not_known(path: str):
 def test_importing_brings_no_library_of_a_storage():
     heavy = ('torch', 'tensorflow', 'gcsfs', 'huggingface_hub', 'fsspec', 'aiohttp', 'requests')
     code = f"""
-        from coyo11m_tfds.source import remote_heads
+        from coyo11m_tfds.source import pt_check
         from coyo11m_tfds.source import location
         from coyo11m_tfds.storage import file_lock, remote, retry, scratch, source_files
         print([name for name in {heavy} if name in sys.modules])

@@ -8,7 +8,7 @@ import pytest
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
-from coyo11m_tfds.source import part_files, sidecar
+from coyo11m_tfds.source import sidecar
 from tests import joins, made_sources
 
 EMBEDDINGS = {key: np.full(4, key, np.float16) for key in range(30)}
@@ -18,7 +18,7 @@ def write_parts(folder: pathlib.Path, source: pathlib.Path | None = None, **meta
     """Writes three parts, the last with other `metadata`."""
     folder.mkdir()
     for number in range(3):
-        path = folder / part_files.name(number, 3)
+        path = folder / sidecar.part_name(number, 3)
         embeddings = {key: EMBEDDINGS[key] for key in range(10 * number, 10 * number + 10)}
         entries = {schema.META_PART: f'{number} of 3'} | (metadata if number == 2 else {})
         made_sources.write_sidecar(path, embeddings, source, **entries)
@@ -45,7 +45,7 @@ def test_parts_are_read_as_one_file_would_be(tmp_path):
     ('change', 'message'),
     [
         (
-            lambda f: (f / part_files.name(1, 3)).unlink(),
+            lambda f: (f / sidecar.part_name(1, 3)).unlink(),
             r'part-00001-of-00003\.parquet is missing',
         ),
         (
@@ -53,15 +53,15 @@ def test_parts_are_read_as_one_file_would_be(tmp_path):
             r'parts: holds no part-NNNNN-of-MMMMM\.parquet',
         ),
         (
-            lambda f: (f / part_files.name(1, 3)).rename(f / part_files.name(1, 4)),
+            lambda f: (f / sidecar.part_name(1, 3)).rename(f / sidecar.part_name(1, 4)),
             r'00000-of-00003\.parquet and .*00001-of-00004\.parquet: parts of 3 and of 4',
         ),
         (
-            lambda f: made_sources.write_sidecar(f / part_files.name(1, 3), {3: EMBEDDINGS[3]}),
+            lambda f: made_sources.write_sidecar(f / sidecar.part_name(1, 3), {3: EMBEDDINGS[3]}),
             r'parts: 1 rows repeat .* e\.g\. key 3;',
         ),
         (
-            lambda f: (f / part_files.name(2, 3)).write_bytes(b'PAR?'),
+            lambda f: (f / sidecar.part_name(2, 3)).write_bytes(b'PAR?'),
             r'part-00002-of-00003\.parquet: is damaged',
         ),
     ],
@@ -83,11 +83,6 @@ def test_parts_of_different_making_are_refused_by_name(tmp_path, entry):
     message = rf"part-00002-of-00003\.parquet: {entry} is 'other', but .* in .*part-00000-of-00003"
     with pytest.raises(ValueError, match=message):
         joins.of_values(tmp_path / 'parts', tmp_path / 'joined', range(30))
-
-
-def test_a_folder_that_is_missing_is_refused(tmp_path):
-    with pytest.raises(ValueError, match='nothing: there is no such folder'):
-        part_files.find(tmp_path / 'nothing')
 
 
 def test_a_data_set_is_the_same_of_parts_here_in_a_bucket_and_of_one_file(tmp_path, gcs):

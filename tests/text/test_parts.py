@@ -16,7 +16,7 @@ import pytest
 
 from coyo11m_tfds import embed_captions, schema
 from coyo11m_tfds.process import job
-from coyo11m_tfds.source import part_files
+from coyo11m_tfds.source import sidecar
 from coyo11m_tfds.text import text_encoders
 from tests import children, made_sources
 from tests.checkout import CHECKOUT
@@ -70,7 +70,7 @@ def files_of(folder: pathlib.Path) -> dict[str, bytes]:
 
 
 def read(folder: pathlib.Path, column: str) -> tuple[np.ndarray, np.ndarray]:
-    tables = [pq.read_table(file.path) for file in part_files.find(folder)]
+    tables = [pq.read_table(file.path) for file in sidecar.find(folder)]
     values = [table.column(column).combine_chunks().flatten().to_numpy() for table in tables]
     keys = np.concatenate([table.column('key').to_numpy() for table in tables])
     return keys, np.concatenate(values).reshape(len(keys), -1)
@@ -80,7 +80,7 @@ def read(folder: pathlib.Path, column: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_parts_hold_what_one_file_holds(source, expected, tmp_path):
-    assert list(sorted(expected)) == [part_files.name(number, 10) for number in range(10)]
+    assert list(sorted(expected)) == [sidecar.part_name(number, 10) for number in range(10)]
     embed(source, tmp_path / 'parts')
     embed(source, tmp_path / 'one.parquet')
     keys, embeddings = read(tmp_path / 'parts', 'embedding')
@@ -93,7 +93,7 @@ def test_parts_hold_what_one_file_holds(source, expected, tmp_path):
 
 def test_a_part_says_what_it_is(source, expected, tmp_path):
     path = tmp_path / 'x.parquet'
-    path.write_bytes(expected[part_files.name(3, 10)])
+    path.write_bytes(expected[sidecar.part_name(3, 10)])
     columns = pq.read_schema(path)
     assert {name.decode(): value.decode() for name, value in columns.metadata.items()} == {
         'text_encoder': 'hash',
@@ -138,7 +138,7 @@ def test_token_ids_are_those_of_the_tokenizer(source, model, tmp_path, runner):
         [ids] = tokenizer.tokenize([captions[key]])
         assert row == ids + [-1] * (8 - len(ids))
     assert report.num_truncated > 100
-    metadata = pq.read_schema(tmp_path / 'parts' / part_files.name(0, 10)).metadata
+    metadata = pq.read_schema(tmp_path / 'parts' / sidecar.part_name(0, 10)).metadata
     assert metadata[b'text_vocabulary'] == str(tokenizer.vocabulary).encode()
     assert metadata[b'text_max_tokens'] == b'8'
 
@@ -178,11 +178,11 @@ def test_hosts_share_the_parts_and_whoever_comes_makes_those_of_a_dead_one(
 ):
     out = tmp_path / 'parts'
     report = embed(source, out, share=(1, 3))
-    assert sorted(files_of(out)) == [part_files.name(number, 10) for number in (1, 4, 7)]
+    assert sorted(files_of(out)) == [sidecar.part_name(number, 10) for number in (1, 4, 7)]
     assert len(report.missing_parts) == 7
     assert '7 parts are missing, such as part-00000-of-00010.parquet' in str(report)
     with pytest.raises(ValueError, match=r'part-00000-of-00010\.parquet is missing, 7 of 10'):
-        part_files.find(out)
+        sidecar.find(out)
     embed(source, out, share=(2, 3))
     report = embed(source, out)
     assert report.num_captions + report.num_kept == 967
@@ -243,7 +243,7 @@ def test_nothing_is_added_to_parts_of_another_encoder(source, tmp_path, options)
     embed(source, out, RevisedEncoder(), share=(0, 10))
     with pytest.raises(ValueError, match=r"00000-of-00010\.parquet: text_encoder_revision is '2'"):
         embed(source, out, **options)
-    assert list(files_of(out)) == [part_files.name(0, 10)]
+    assert list(files_of(out)) == [sidecar.part_name(0, 10)]
 
 
 class RevisedEncoder(text_encoders.HashEncoder):
@@ -253,7 +253,7 @@ class RevisedEncoder(text_encoders.HashEncoder):
 def test_a_damaged_part_is_refused_by_name(source, tmp_path):
     out = tmp_path / 'parts'
     embed(source, out)
-    path = out / part_files.name(4, 10)
+    path = out / sidecar.part_name(4, 10)
     path.write_bytes(path.read_bytes()[:-20])
     for num_workers in (1, 2):
         with pytest.raises(ValueError, match=r'part-00004-of-00010\.parquet: is damaged'):
@@ -329,7 +329,7 @@ def test_killed_and_started_again_it_makes_the_same_bytes(source, expected, tmp_
 def test_of_two_hosts_one_dies_and_the_next_run_makes_the_rest(source, expected, tmp_path):
     out = tmp_path / 'parts'
     first, second = (start(source, out, 1, RANK=rank, WORLD_SIZE='2') for rank in '01')
-    while second.poll() is None and not (out / part_files.name(1, 10)).exists():
+    while second.poll() is None and not (out / sidecar.part_name(1, 10)).exists():
         time.sleep(0.002)
     second.kill()
     second.communicate(timeout=60)

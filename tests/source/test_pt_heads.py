@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.source import remote_heads
+from coyo11m_tfds.source import pt_check
 from coyo11m_tfds.source.pt_file import LatentShard
 from coyo11m_tfds.storage import remote, retry, source_files
 from coyo11m_tfds.storage.source_files import SourceFile
@@ -75,7 +75,7 @@ def assert_alike(head: str, whole: pathlib.Path) -> None:
 def test_a_head_says_what_the_whole_file_says(
     bucket: Gcs, folder: pathlib.Path, whole: pathlib.Path
 ):
-    head = remote_heads.fetch_head(upload(bucket, whole.read_bytes()), folder)
+    head = pt_check.fetch_head(upload(bucket, whole.read_bytes()), folder)
     assert_alike(head, whole)
     assert received(bucket) < 300_000
     assert used(head) < 300_000
@@ -90,12 +90,12 @@ def test_a_head_from_the_hub(
 ):
     hub.commit({f'{schema.LATENTS_FOLDER}/{NAME}': whole})
     file = source_files.describe(f'hf://datasets/owner/name/{schema.LATENTS_FOLDER}/{NAME}')
-    assert_alike(remote_heads.fetch_head(file, folder), whole)
+    assert_alike(pt_check.fetch_head(file, folder), whole)
     assert received(hub) < 300_000
 
 
 def test_a_local_file_is_its_own_head(folder: pathlib.Path, whole: pathlib.Path):
-    assert remote_heads.fetch_head(source_files.describe(whole), folder) == str(whole)
+    assert pt_check.fetch_head(source_files.describe(whole), folder) == str(whole)
     assert os.listdir(folder) == []
 
 
@@ -107,7 +107,7 @@ def test_small_files(
     made_sources.write_pt(
         tmp_path / NAME, range(rows), dtype, {'embeddings': torch.zeros(rows, 640)}
     )
-    head = remote_heads.fetch_head(upload(bucket, (tmp_path / NAME).read_bytes()), folder)
+    head = pt_check.fetch_head(upload(bucket, (tmp_path / NAME).read_bytes()), folder)
     assert_alike(head, tmp_path / NAME)
 
 
@@ -117,7 +117,7 @@ def test_large_embeddings_are_no_part_of_the_head(
     made_sources.write_pt(
         tmp_path / NAME, range(100), replace={'embeddings': torch.rand(100, 20_000)}
     )
-    head = remote_heads.fetch_head(upload(bucket, (tmp_path / NAME).read_bytes()), folder)
+    head = pt_check.fetch_head(upload(bucket, (tmp_path / NAME).read_bytes()), folder)
     assert_alike(head, tmp_path / NAME)
     assert LatentShard(head).embedding_dim == 20_000
     assert received(bucket) < 500_000
@@ -177,7 +177,7 @@ def test_a_file_beyond_4_gb(folder: pathlib.Path, tmp_path: pathlib.Path, local_
     path = tmp_path / NAME
     keys = write_large_pt(path, 180_000)
     assert path.stat().st_size > 2**32
-    head = remote_heads.fetch_head(as_remote(path), folder)
+    head = pt_check.fetch_head(as_remote(path), folder)
     np.testing.assert_array_equal(LatentShard(head).keys, keys)
     assert_alike(head, path)
     assert sum(local_reads) < 1_700_000  # keys have 1.44 MB
@@ -193,7 +193,7 @@ def test_what_goes_wrong_twice_is_mended(
 ):
     file = upload(bucket, whole.read_bytes())
     bucket.inject(Fault(kind, count=2, action='read', seconds=0.1))
-    assert_alike(remote_heads.fetch_head(file, folder), whole)
+    assert_alike(pt_check.fetch_head(file, folder), whole)
 
 
 @pytest.mark.parametrize('before_end', [10, 60, 200, 500, 700, 900])
@@ -203,13 +203,13 @@ def test_a_flipped_byte_of_the_directory_is_noticed(
 ):
     """Also in the checksum of the latents, which nothing else would contradict."""
     file = upload(bucket, whole.read_bytes())
-    remote_heads.fetch_head(file, folder)
+    pt_check.fetch_head(file, folder)
     first, last = [r.range for r in bucket.requests if r.action == 'read'][number]
     assert last == file.size - 1
     bucket.inject(Fault('slow', count=number, action='read', seconds=0))
     bucket.inject(Fault('flip', action='read', after_bytes=file.size - first - before_end))
     (again := folder / 'again').mkdir()
-    assert_alike(remote_heads.fetch_head(file, again), whole)
+    assert_alike(pt_check.fetch_head(file, again), whole)
 
 
 @pytest.mark.parametrize('after_bytes', [1000, 2000, 3000, 20_000])
@@ -219,7 +219,7 @@ def test_a_flipped_byte_of_the_entries_does_no_harm(
     file = upload(bucket, whole.read_bytes())
     bucket.inject(Fault('slow', count=2, action='read', seconds=0))
     bucket.inject(Fault('flip', action='read', after_bytes=after_bytes))
-    head = remote_heads.fetch_head(file, folder)
+    head = pt_check.fetch_head(file, folder)
     assert_alike(head, whole)
 
 
@@ -230,7 +230,7 @@ def test_a_file_that_is_damaged_where_it_lies(
     damaged[damaged.index(struct.pack('<q', 450))] ^= 1  # a key
     file = upload(bucket, bytes(damaged))
     with pytest.raises(OSError, match=rf'{file.path}: .*8 attempts.*data/0. has CRC-32'):
-        remote_heads.fetch_head(file, folder)
+        pt_check.fetch_head(file, folder)
 
 
 @pytest.mark.parametrize('kind', ['401', '403'])
@@ -240,7 +240,7 @@ def test_missing_access_is_told_at_once(
     file = upload(bucket, whole.read_bytes())
     bucket.inject(Fault(kind, count=None))
     with pytest.raises(PermissionError, match='`gcloud auth application-default login`'):
-        remote_heads.fetch_head(file, folder)
+        pt_check.fetch_head(file, folder)
     assert num_reads(bucket) == 1
 
 
@@ -341,7 +341,7 @@ def test_a_bad_file_is_refused_for_little(
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match=message) as error:
-            remote_heads.fetch_head(as_remote(path), folder)
+            pt_check.fetch_head(as_remote(path), folder)
         assert tracemalloc.get_traced_memory()[1] < 5_000_000
     finally:
         tracemalloc.stop()
@@ -374,7 +374,7 @@ def test_any_damage_of_the_directory_ends_in_one_of_two_errors(
     local_reads.clear()
     tracemalloc.start()
     try:
-        remote_heads.fetch_head(as_remote(path), folder)
+        pt_check.fetch_head(as_remote(path), folder)
     except (ValueError, retry.GivenUp) as error:
         assert str(path) in str(error)
     finally:
