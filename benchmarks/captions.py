@@ -1,4 +1,4 @@
-"""Times the joining of captions, of a Parquet file as large as the real one.
+"""Times the join of captions in a Parquet file as large as the real one.
 
     python -m benchmarks.captions --dir=/tmp/captions    # takes 15 GB there and three minutes
 

@@ -1,4 +1,4 @@
-"""Reads training batches from a storage server on this machine, with and without a long way to it.
+"""Reads training batches from a storage server on this machine, near and far.
 
     python -m benchmarks.remote --dir /tmp/bench        # 400 MB, three repeats, two minutes
 

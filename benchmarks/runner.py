@@ -102,10 +102,10 @@ def _parse(doc, sides, flags, arguments) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=doc.partition('\n')[0])
     add = parser.add_argument
     add('--dir', type=pathlib.Path, required=True, help='folder to work in')
-    add('--keep', action='store_true', help='leave the data there, for the next run')
+    add('--keep', action='store_true', help='keep the data for the next run')
     add('--repeats', type=int, default=3, help='runs of each side (%(default)s)')
     add('--only', type=lambda text: text.split(','), default=[*sides], help=', '.join(sides))
-    add('--before', default='', metavar='DIR', help='measure ours as it is there, too')
+    add('--before', default='', metavar='DIR', help='also measure the packages in DIR')
     for name, (default, words) in flags.items():
         if default is False:
             add(f'--{name}', action='store_true', help=words)

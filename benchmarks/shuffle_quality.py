@@ -1,4 +1,4 @@
-"""How well the planned order shuffles, in figures; no data set is needed.
+"""Measures how well the planned order shuffles; needs no data set.
 
     python -m benchmarks.shuffle_quality                       # 7.6 million records, ten seconds
     python -m benchmarks.shuffle_quality --records 1000000 --chunk 128 --window 4096

@@ -1,4 +1,4 @@
-"""Times tokenizing and embedding captions, beside what else is used for it, in one run.
+"""Times tokenizing and embedding captions, beside other programs, in one run.
 
     COYO11M_ENCODERS=/encoders python -m benchmarks.text --dir /tmp/text
 

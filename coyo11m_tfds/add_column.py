@@ -1,4 +1,4 @@
-"""Adds values to the records of a built data set, in files beside its shards; these stay the same.
+"""Adds a column to a built data set, in files beside its shards; the shards do not change.
 
     python -m coyo11m_tfds.embed_captions --source=SOURCE --encoder=hf:NAME \\
         --out=other.parquet
@@ -8,15 +8,15 @@
     input_pipeline.train_batches(data_dir, text='other', ...)
     input_pipeline.train_batches(data_dir, features=('key', 'other'), ...)
 
-The values are text embeddings or token ids that `embed_captions` made (`--text`), or numbers of any
+The values are text embeddings or token ids from `embed_captions` (`--text`), or numbers from any
 Parquet file with a column `key` (`--parquet FILE --column NAME`). Every record needs a value. The
-file that is written has a row for each record, in the order of the shards. The description of the
-columns is replaced last: until then the data set is what it was, and a command that was killed can
-be given again. Keys are read from the shards; of a data set on gs:// that fetches all their bytes.
+new file has a row for each record, in the order of the shards. The description of the columns is
+replaced last. Until then the data set is unchanged, and a killed command can be repeated. The
+program reads the keys from the shards; if the data set is on gs://, it fetches all their bytes.
 
-`--replace` also accepts the name of an added column, `--remove` removes one. If the latents of the
-data set lie in place, and the source has been moved or copied, `--name=latents --source=FOLDER`
-says where it is now; its files must be the same.
+`--replace` replaces an existing column of that name, `--remove` removes the column. If the source
+of latents in place has been moved or copied, `--name=latents --source=FOLDER` records the new
+folder; its files must be the same.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Builds the data set: `tfds build coyo11m_tfds` from any folder, with errors in one line.
+"""Builds the data set, like `tfds build coyo11m_tfds`, from any folder.
 
     python -m coyo11m_tfds.build --manual_dir=SOURCE --data_dir=OUT
     python -m coyo11m_tfds.build --manual_dir=SOURCE --data_dir=OUT \\
@@ -44,8 +44,8 @@ def main() -> None:
     parser.add_argument('--manual_dir', help='folder of the source')
     parser.add_argument('--data_dir', help='folder of data sets (~/tensorflow_datasets)')
     parser.add_argument('--config', help='fields of the config, as JSON')
-    parser.add_argument('--overwrite', action='store_true', help='replace the data set')
-    parser.add_argument('--max_examples_per_split', type=int, help='records to keep of a split')
+    parser.add_argument('--overwrite', action='store_true', help='replace an existing data set')
+    parser.add_argument('--max_examples_per_split', type=int, help='records of each split to keep')
     parser.add_argument('--beam_pipeline_options', help='build with Beam, e.g. runner=FlinkRunner')
     parser.parse_args()
     with ending.in_one_line('nothing was changed'):

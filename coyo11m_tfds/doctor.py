@@ -1,4 +1,4 @@
-"""Examines the machine, the credentials, the source and the encoder before hours are spent.
+"""Examines the machine, the credentials, the source and the encoder before a long build.
 
     python -m coyo11m_tfds.doctor
     python -m coyo11m_tfds.doctor --source=hf://datasets/owner/name \\
@@ -7,10 +7,10 @@
     pass  machine: 8 cores, 64.0 GB of memory
     fail  disk of data_dir: OUT has 20.0 GB free, expected 310.0 GB -> ...
 
-Each finding is one line: pass, warn or fail, and after the arrow what to do about it. `--json`
-prints all findings as one document. The exit status is 1 if a check fails, and 2 for a wrong
-command line. The source is planned as a build plans it, but nothing is built: the program makes
-only temporary files, and in a bucket a file of one byte, which it removes.
+Each finding is one line: pass, warn or fail, and after the arrow what to do. `--json` prints all
+findings as one document. The exit status is 1 if a check fails, and 2 for a wrong command line. The
+program plans a build of the source but builds nothing. It writes only temporary files, and to a
+bucket one file of one byte, which it removes.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Captions to embeddings: a sidecar of Parquet files that the data set's builder joins by key.
+"""Encodes captions into embeddings or token ids: a sidecar that the builder joins by key.
 
     python -m coyo11m_tfds.embed_captions --source SOURCE \\
         --encoder hf:google/gemma-3-270m --out gs://BUCKET/gemma
@@ -8,16 +8,16 @@
     from coyo11m_tfds import embed_captions
     report = embed_captions.embed('SOURCE', 'hash', 'hash.parquet')  # one file
 
-OUT is a folder, local or on gs://, of files `part-00000-of-00700.parquet`, or a local file if its
-name ends in `.parquet`. Parts have the columns `key` (int64, ascending, each once) and `embedding`
-(FixedSizeList<float16>[D]), in one file it is `text_embedding`; with `--tokens_only` it is `tokens`
-(FixedSizeList<int32>[max_tokens], padded with -1). The schema's metadata say by what and of which
-captions they were made, so that the builder refuses those of others.
+OUT is a folder, local or on gs://, that receives parts `part-00000-of-00700.parquet`. If its name
+ends in `.parquet`, it is one local file. A part has the columns `key` (int64, ascending, unique)
+and `embedding` (FixedSizeList<float16>[D]); in one file the second is `text_embedding`. With
+`--tokens_only` it is `tokens` (FixedSizeList<int32>[max_tokens], padded with -1). The metadata of
+the schema name the encoder and the captions, so that the builder can refuse those of others.
 
-A part appears when it is complete, or not at all. A run that was interrupted is resumed by the same
-command: it keeps the parts that are there, and refuses those of another encoder or of other
-captions. Several hosts share the work, as a job of `torchrun`, `srun` or `mpirun`, or with `--part
-0/4` to `--part 3/4`; what a host leaves undone, the same command makes on any host.
+A part appears only when it is complete. The same command resumes an interrupted run: it keeps
+existing parts, and refuses parts of another encoder or of other captions. Several hosts share the
+work in a job of `torchrun`, `srun` or `mpirun`, or with `--part 0/4` to `--part 3/4`. If a host
+ends early, the same command on any host makes the parts that are missing.
 
 Captions that are null, blank or longer than `schema.MAX_CAPTION_BYTES` get no row. SOURCE may be
 local, on gs:// or on hf://.
@@ -280,38 +280,38 @@ def parse_flags() -> argparse.Namespace:
     add(
         '--encoder',
         default='hash',
-        help='hash (the default), hf:NAME or jax:NAME; NAME is of the hub or a folder; with '
-        '--tokens_only also words',
+        help='hash (the default), hf:NAME or jax:NAME, where NAME is a folder or on the hub; '
+        'words, with --tokens_only',
     )
     add('--caption_column', default=column, help='column to encode (%(default)s)')
-    add('--drop_duplicates', action='store_true', help='first row of a key wins; else an error')
-    add('--tokens_only', action='store_true', help='write token ids in place of embeddings')
+    add('--drop_duplicates', action='store_true', help='take the first row of a repeated key')
+    add('--tokens_only', action='store_true', help='write token ids instead of embeddings')
     add(
         '--max_tokens',
         type=int,
         default=length,
         help='cut longer captions (%(default)s); not for hash',
     )
-    add('--batch_tokens', type=int, help='tokens in a forward pass; less takes less memory')
+    add('--batch_tokens', type=int, help='tokens in a forward pass; fewer take less memory')
     add(
         '--num_workers',
         type=int,
         default=0,
-        help=f'processes; else {workers.VARIABLE} or what suits the encoder and this machine',
+        help=f'processes (by default {workers.VARIABLE}, or as many as suit encoder and machine)',
     )
     add(
         '--part',
         type=_share,
         metavar='I/N',
-        help="of N hosts this is host I, from 0; else the job's launcher says so",
+        help="this host's number, from 0, and the number of hosts (by default from the launcher)",
     )
     add(
         '--part_captions',
         type=int,
         default=part_maker.PART_CAPTIONS,
-        help='captions of a part at most (%(default)s)',
+        help='most captions of a part (%(default)s)',
     )
-    add('--scratch_dir', default='', help='local folder for the captions on their way')
+    add('--scratch_dir', default='', help='local folder for temporary files')
     return parser.parse_args()
 
 

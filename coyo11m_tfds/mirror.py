@@ -1,4 +1,4 @@
-"""Copies a source to another place: in parallel, verified, and resumed after any interruption.
+"""Copies a source to another place: in parallel, verified and resumable.
 
     python -m coyo11m_tfds.mirror \\
         hf://datasets/KBlueLeaf/coyo11m-256px-ccrop-latent gs://BUCKET/coyo11m
@@ -6,16 +6,16 @@
     from coyo11m_tfds import mirror
     mirror.mirror('gs://bucket/coyo11m', '/data/coyo11m')
 
-The `.pt` files and the Parquet file of captions are copied under the same names. A second call
-copies what is missing or has changed since. From the hub to a bucket a file passes through a
-scratch folder of bounded size; between buckets the storage copies by itself. The destination also
-gets a folder `.mirror/`, from which the next call knows what is there, and by which builds notice
-damage of a Parquet file whose pages have no checksums. pandas writes such files;
-`DataFrame.to_parquet(path, write_page_checksum=True)` writes one whose pages have them.
+The `.pt` files and the Parquet file of captions keep their names. A second call copies the files
+that are missing or have changed since. From the hub to a bucket, a file passes through a scratch
+folder of limited size; between buckets, the storage copies by itself. The destination also gets a
+folder `.mirror/` with checksums. The next call reads them to find finished copies. A build reads
+them to find damage in a Parquet file whose pages have no checksums. pandas writes such files;
+`DataFrame.to_parquet(path, write_page_checksum=True)` writes a file whose pages have checksums.
 
-On 2 cores, with fake servers of hub and storage on the same machine, 1 GB in four files is copied
-from the hub to the disk at 650 MB/s and to a bucket at 320 MB/s, from disk to disk at 870 MB/s
-(`cp` and `sync`: 1,170), start of the program included; finished copies are checked at 3,500 MB/s.
+On 2 cores, with fake servers of hub and storage on the same machine, 1 GB in four files takes the
+hub to the disk at 650 MB/s, to a bucket at 320 MB/s, and from disk to disk at 870 MB/s (`cp` and
+`sync`: 1,170), start of the program included. Finished copies are checked at 3,500 MB/s.
 """
 
 import argparse
@@ -286,14 +286,14 @@ def parse_flags() -> argparse.Namespace:
     add('source', help='local folder, gs://bucket/folder or hf://datasets/owner/name[@revision]')
     add('destination', help='local folder or gs://bucket/folder')
     add('--parallel', type=int, default=DEFAULT_PARALLEL, help='files at a time (%(default)s)')
-    add('--scratch', default='', help="folder for files on their way; in the user's cache")
+    add('--scratch', default='', help="local folder for temporary files (in the user's cache)")
     add(
         '--scratch_gb',
         type=command_line.positive,
         default=DEFAULT_SCRATCH_GB,
-        help='its size (%(default)g)',
+        help='size limit of that folder (%(default)g)',
     )
-    add('--include', action='append', default=[], metavar='GLOB', help='further files, e.g. *.md')
+    add('--include', action='append', default=[], metavar='GLOB', help='more files, e.g. *.md')
     return parser.parse_args()
 
 

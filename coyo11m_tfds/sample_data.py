@@ -1,15 +1,16 @@
-"""Makes a small data set in exactly the layout of the real source.
+"""Makes a small source of simple pictures, in exactly the layout of the real source.
 
     python -m coyo11m_tfds.sample_data --out DIR [--num_samples 4096]
 
-Pictures of one coloured shape on a coloured background, at different places and sizes, three crops
-each, as raw latents in `DIR/latents-3crop/*.pt`, and their captions in `DIR/coyo11m-meta.parquet`.
-`coyo11m_tfds.pictures.latent_rgb` gives the picture back. As in the real source, the Parquet rows
-are in another order than the latents, a few keys have no row, a few captions are empty or null.
+A picture shows one coloured shape on a coloured background, at some place and in some size. Three
+crops of each picture go to `DIR/latents-3crop/*.pt` as raw latents, and the captions go to
+`DIR/coyo11m-meta.parquet`. `coyo11m_tfds.pictures.latent_rgb` turns latents back into pictures. As
+in the real source, the Parquet rows are in another order than the latents, a few keys have no row,
+and a few captions are empty or null.
 
-One combination of (colour, shape, background) in five is never made: `held_out_prompts` gives
-captions of those, `drawn_colours` tells what a picture shows and `outlines` how shapes look, so
-that a trained model can be asked for something it has never seen and be measured.
+The program never makes one in five of the combinations (colour, shape, background). So a trained
+model can draw captions that are new to it: `held_out_prompts` returns such captions,
+`drawn_colours` says which colours a picture shows, and `outlines` returns the outlines of shapes.
 """
 
 import dataclasses
@@ -315,11 +316,12 @@ def _caption(scene: Scene, rng: np.random.Generator, size: str, place: str) -> s
 def main() -> None:
     """Runs the command line; bad input ends it with one message and exit status 1."""
     parser = command_line.Parser('coyo11m_tfds.sample_data', __doc__)
-    parser.add_argument('--out', required=True, help='folder to write')
-    parser.add_argument('--num_samples', type=int, default=4096)
-    parser.add_argument('--num_files', type=int, default=3)
-    parser.add_argument('--dtype', choices=schema.LATENT_DTYPES, default='float16')
-    parser.add_argument('--seed', type=int, default=0)
+    add = parser.add_argument
+    add('--out', required=True, help='folder to write')
+    add('--num_samples', type=int, default=4096, help='pictures (%(default)s)')
+    add('--num_files', type=int, default=3, help='.pt files (%(default)s)')
+    add('--dtype', choices=schema.LATENT_DTYPES, default='float16', help='of latents (%(default)s)')
+    add('--seed', type=int, default=0, help='seed of the pictures and captions (%(default)s)')
     args = parser.parse_args()
     outlook = f'{args.out} is incomplete: remove it, then run the same command again'
     with ending.in_one_line(outlook):

@@ -1,20 +1,22 @@
-"""Checks a built data set: every file against what the build recorded, and files with each other.
+"""Checks a data set: compares every file with its recorded checksum, and files with each other.
 
     python -m coyo11m_tfds.verify gs://BUCKET/data/coyo11m_tfds/latents/1.0.0
 
     verified = verify.verify('OUT/coyo11m_tfds/latents/1.0.0')
     verified.faults  # ['... .tfrecord-00003-of-00100: is missing']
 
-Shards and columns are read once, several at a time: lengths and CRC-32C are compared with
-`checksums-<build>.json`, records with the chunk index and `dataset_info.json`. `--fast` reads only
-the small files: it compares the lengths of the others, on gs:// also the storage's CRC-32C of them.
-Latents in place are checked as well: each row that a record has is compared with its CRC-32C,
-objects in a bucket with theirs, with `--fast` only the directories of the files. Bytes from gs://
-are compared with the storage's CRC-32C and read again if they were changed on their way, so that a
-fault is one of the stored file. Files of another build are left alone: one may be under way beside
-the data set.
+Shards and columns are read once, several at a time. Their lengths and CRC-32Cs are compared with
+`checksums-<ID>.json`, records with the chunk index and `dataset_info.json`. Latents in place are
+checked too: each row that a record uses is compared with its CRC-32C, and an object in a bucket
+with the object's. `--fast` reads only the small files and the directories of `.pt` files; it
+compares the lengths of all other files and, on gs://, the storage's CRC-32Cs.
 
-The exit status is 0 without faults, 1 with faults (a line each), and 2 if nothing can be said.
+Bytes from gs:// are compared with the storage's CRC-32C, and read again if they changed on the
+way: so a fault is a fault of the stored file. Files of another build are ignored, because that
+build may be running.
+
+The exit status is 0 without faults, 1 with faults (one line each), and 2 if the data set cannot be
+checked.
 """
 
 import argparse
@@ -369,8 +371,8 @@ def parse_flags() -> argparse.Namespace:
     parser = command_line.Parser('coyo11m_tfds.verify', __doc__)
     add = parser.add_argument
     add('data_dir', help=stored_dataset.FOLDER_HELP + '; also gs://')
-    add('--fast', action='store_true', help='compare the sizes of shards instead of reading them')
-    add('--parallel', type=int, default=DEFAULT_PARALLEL, help='files at a time (%(default)s)')
+    add('--fast', action='store_true', help='compare the sizes of shards and do not read them')
+    add('--parallel', type=int, default=DEFAULT_PARALLEL, help='files read at a time (%(default)s)')
     return parser.parse_args()
 
 

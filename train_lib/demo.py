@@ -1,12 +1,12 @@
-"""Asks the demo's model for what it has never seen, and measures what it draws.
+"""Draws captions that are new to the demo's model, and measures the pictures.
 
     python -m train_lib.demo --workdir=demo/run
 
-The captions are those of combinations of colour, shape and background that
-`coyo11m_tfds.sample_data` leaves out of the data. Prints where the pictures
-are, and the share of them in which the shape has the caption's colour and
-stands on the caption's background, in which the shape is the caption's, and in
-which all three are right.
+The captions are combinations of colour, shape and background that
+`coyo11m_tfds.sample_data` leaves out of the data. The program prints where the
+pictures are. It also prints three shares of the pictures: those with the
+caption's colours of shape and background, those with the caption's shape, and
+those with all three.
 """
 
 import functools

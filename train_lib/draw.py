@@ -5,11 +5,11 @@
         --out=grid.png --step=20000 --guidance=5 --num_steps=100 --seed=1 \\
         --noaverage --encoder=hf:/models/gemma
 
-The captions are the lines of a text file. Everything else is in the run's
-checkpoints: its configuration, data set and machines are not needed. Captions
-are encoded as those of the training data were: `--encoder` says where that
-encoder is if the data set's metadata do not, as for a model in a local folder;
-another encoder is refused.
+The captions are the lines of a text file. Everything else comes from the run's
+checkpoints: drawing does not need the configuration, the data set or the
+machines of the run. The program encodes captions with the encoder of the
+training data. If the data set's metadata do not say where this encoder is, as
+for a model in a local folder, `--encoder` does. Another encoder is refused.
 """
 
 import functools
@@ -182,14 +182,14 @@ def _read_captions(path: epath.Path) -> list[str]:
 if __name__ == '__main__':
     flags.DEFINE_string('workdir', None, 'Folder of the training run, local or gs://.')
     flags.DEFINE_string('prompts', None, 'Text file with a caption in each line.')
-    flags.DEFINE_string('out', None, 'PNG file to write; by default in WORKDIR/previews.')
-    flags.DEFINE_string('encoder', '', 'Text encoder; by default that of the data set.')
-    flags.DEFINE_string('vae', None, "VAE that decodes; by default that of the run's previews.")
-    flags.DEFINE_bool('singles', False, 'Write each picture and its caption in a folder, too.')
-    flags.DEFINE_integer('step', None, 'Of the checkpoint; by default the last.', lower_bound=0)
+    flags.DEFINE_string('out', None, 'PNG file to write; default: in WORKDIR/previews.')
+    flags.DEFINE_string('encoder', '', 'Text encoder; default: that of the data set.')
+    flags.DEFINE_string('vae', None, "VAE decoder; default: that of the run's previews.")
+    flags.DEFINE_bool('singles', False, 'Also write each picture and its caption to a folder.')
+    flags.DEFINE_integer('step', None, 'Step of the checkpoint; default: the last.', lower_bound=0)
     flags.DEFINE_bool('average', True, 'Draw with the moving average of the weights.')
-    flags.DEFINE_integer('seed', None, "Of the noise; by default the run's.", 0, 2**31 - 1)
-    flags.DEFINE_float('guidance', None, "Strength of guidance; by default the run's.")
-    flags.DEFINE_integer('num_steps', None, "Of the sampler; by default the run's.", lower_bound=1)
+    flags.DEFINE_integer('seed', None, "Seed of the noise; default: the run's.", 0, 2**31 - 1)
+    flags.DEFINE_float('guidance', None, "Strength of guidance; default: the run's.")
+    flags.DEFINE_integer('num_steps', None, "Sampler steps; default: the run's.", lower_bound=1)
     flags.DEFINE_integer('batch_size', BATCH_SIZE, 'Pictures drawn at a time.', lower_bound=1)
     run.start(main, required=['workdir', 'prompts'])

@@ -1,16 +1,17 @@
-"""Exports a trained model: weights as safetensors, and a page of PyTorch that draws with them.
+"""Exports a trained model: its weights, and a page of PyTorch that draws with
+them.
 
     python -m train_lib.export --workdir=W --out=EXPORT
-    python EXPORT/reference.py EXPORT       # draws an example again, in PyTorch, and compares
+    python EXPORT/reference.py EXPORT   # draws an example in PyTorch, compares
 
-| file | holds |
-|---|---|
-| `model.safetensors` | float32 weights, as `blocks.0.attention.qkv.weight`, `(out, in)` |
-| `config.json` | sizes of the model, statistics and text encoder of its data, settings of drawing |
-| `example.safetensors` | noise, a text, and the raw latents that the model draws of them |
-| `reference.py` | the model and its sampler in PyTorch, see `torch_reference.py` |
+    model.safetensors    float32 weights, as blocks.0.attention.qkv.weight
+    config.json          sizes of the model, statistics and text encoder of its
+                         data, settings of the sampler
+    example.safetensors  noise, a text, and the raw latents drawn from them
+    reference.py         model and sampler in PyTorch (torch_reference.py)
 
-`config.json` is written last: a folder with it is complete. The same command begins again.
+`config.json` is written last, so a folder with it is complete. The same
+command replaces what an interrupted one left.
 """
 
 import json
@@ -172,6 +173,6 @@ def main() -> None:
 if __name__ == '__main__':
     flags.DEFINE_string('workdir', None, 'Folder of the training run, local or gs://.')
     flags.DEFINE_string('out', None, 'Folder to write, local or gs://.')
-    flags.DEFINE_integer('step', None, 'Of the checkpoint; by default the last.', lower_bound=0)
+    flags.DEFINE_integer('step', None, 'Step of the checkpoint; default: the last.', lower_bound=0)
     flags.DEFINE_bool('average', True, 'Export the moving average of the weights.')
     run.start(main, required=['workdir', 'out'])

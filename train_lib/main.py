@@ -1,14 +1,14 @@
-"""Trains a model; start it on every host with the same arguments.
+"""Trains a model. Start it on every host with the same arguments.
 
     python -m train_lib.main --config=configs/demo.py --workdir=W
 
-Where hosts do not find each other by themselves (a TPU's, Slurm's and Open
-MPI's do), add `--coordinator_address=HOST:PORT --process_count=P
---process_index=I`, with another I on each. `--verbose` shows the
-configuration, the parameters, and what libraries have to say.
+The hosts of a TPU pod, and those of a Slurm or Open MPI job, find each other
+by themselves. Elsewhere add `--coordinator_address=HOST:PORT --process_count=P
+--process_index=I`, with another I on each host. `--verbose` shows the
+configuration, the parameters and the messages of libraries.
 
-The exit status is 0 when the run is complete, `config.requeue_status` when
-Ctrl-C or SIGTERM ended it before, 1 for an error.
+The exit status is 0 if the run is complete, `config.requeue_status` if Ctrl-C
+or SIGTERM ended it earlier, and 1 for an error.
 """
 
 # Intentionally kept short; the training loop is in `train.py`.
@@ -25,12 +25,10 @@ from train_lib import run, signals
 FLAGS = flags.FLAGS
 
 flags.DEFINE_string('workdir', None, 'Folder for checkpoints, logs and previews; local or gs://.')
-flags.DEFINE_list(
-    'accept_changes', [], 'Fields that may differ from those of the checkpoint that is resumed.'
-)
+flags.DEFINE_list('accept_changes', [], 'Fields that may differ from those in the checkpoint.')
 flags.DEFINE_string('coordinator_address', None, 'Address of process 0 and a free port on it.')
-flags.DEFINE_integer('process_count', None, 'How many processes train together.')
-flags.DEFINE_integer('process_index', None, 'Which of them this one is, from 0.')
+flags.DEFINE_integer('process_count', None, 'Number of processes that train together.')
+flags.DEFINE_integer('process_index', None, 'Number of this process, from 0.')
 config_flags.DEFINE_config_file('config', None, run.CONFIG_HELP, lock_config=True)
 
 

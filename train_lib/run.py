@@ -35,7 +35,7 @@ from coyo11m_tfds.process import command_line, ending
 from train_lib import settings
 
 CONFIG_HELP = (
-    'Configuration of the run: a file, or the name of one of this package, such as demo; '
+    'Configuration of the run: a file, or the name of a file in configs/, such as demo; '
     '--config.FIELD=VALUE changes a field.'
 )
 
@@ -47,7 +47,7 @@ _OWN_CODE = tuple(
     str(_HERE.parent / name) for name in ('coyo11m_tfds', 'train_lib', 'input_pipeline.py')
 )
 
-flags.DEFINE_bool('verbose', False, 'Log all that libraries say, and tracebacks of errors.')
+flags.DEFINE_bool('verbose', False, 'Show messages of libraries, and tracebacks of errors.')
 
 
 def start(main: Callable[[], None], required: Sequence[str]) -> None:

@@ -35,7 +35,7 @@ Data: TypeAlias = Union[str, os.PathLike[str], 'tfds.core.DatasetBuilder', 'Stor
 
 FOLDER_HELP = (
     'folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0, or the --data_dir of `tfds build` '
-    'where it holds one data set only'
+    'if that holds only one data set'
 )
 
 FEATURES = (schema.KEY, schema.LATENTS, schema.TEXT_EMBEDDING, schema.CAPTION)

@@ -4,10 +4,10 @@
         --config.data.dir=OUT/coyo11m_tfds/hash/1.0.0
     {"devices": "1 x cpu", "data": "OUT/..., text embeddings of hash", ...}
 
-Settings, mesh, data set, the memory that reading takes, model and optimizer
-are checked as a run does before its first step; nothing is compiled. An error
-ends it in one line with exit status 1. A configuration for a pod
-(`distributed`) is checked as far as one host can tell: with a mesh of its own
+Like a run before its first step, the program checks settings, mesh, data set,
+the memory for reading, model and optimizer. It compiles nothing. An error ends
+it in one line with exit status 1. For a configuration of several hosts
+(`distributed`), it checks what one host can check, with a mesh of this host's
 devices.
 """
 

@@ -1,16 +1,16 @@
-"""Compiles the training step for a TPU slice and says what limits it.
+"""Compiles the training step for a TPU slice and says what limits the step.
 
     pip install -e '.[tpu]'
     python -m train_lib.tools.compile --config=tpu_v5e_16 --topology=v5e:4x4
 
-The slice need not be there: libtpu's compiler runs on any CPU. The table has
-the memory of a chip, the arithmetic, and what moves between chips, from the
-compiled program itself, beside what the model and the mesh ask for; a frozen
-text encoder (`--config.encoder=jax:FOLDER`) is part of it, its weights are not
-read; times are at the rates that the chip's maker publishes, so that no run
-can be faster. The exit status is 1 where the program does not fit into a chip.
-Neither data nor TensorFlow nor torch is needed. Topologies are such as
-`v5e:4x4`, `v5e:16x16`, `v6e:4x4`, `v5p:2x2x4` or `v4:2x2x4`.
+No TPU is needed: libtpu's compiler runs on any CPU. Neither data nor
+TensorFlow nor torch is needed. The table shows, for the compiled program, the
+memory of a chip, the arithmetic and the traffic between chips, beside the
+least that the model and the mesh require. It includes a frozen text encoder
+(`--config.encoder=jax:FOLDER`), whose weights are not read. Times follow from
+the rates that the chip's maker publishes, so no run can be faster. The exit
+status is 1 if the program does not fit into a chip. Examples of topologies:
+`v5e:4x4`, `v5e:16x16`, `v6e:4x4`, `v5p:2x2x4`, `v4:2x2x4`.
 """
 
 import collections
@@ -334,9 +334,9 @@ def main() -> None:
 if __name__ == '__main__':
     config_flags.DEFINE_config_file('config', None, run.CONFIG_HELP, lock_config=True)
     flags.DEFINE_string('topology', None, 'Slice to compile for, such as v5e:4x4.')
-    flags.DEFINE_integer('num_slices', 1, 'Slices of that topology.')
+    flags.DEFINE_integer('num_slices', 1, 'Number of slices.')
     flags.DEFINE_integer('text_dim', 640, 'Width of the text embeddings.')
-    flags.DEFINE_integer('num_tokens', 128, 'Of a text, with model.text=sequence or an encoder.')
-    flags.DEFINE_integer('vocabulary', 4096, 'Of these tokens.')
+    flags.DEFINE_integer('num_tokens', 128, 'Tokens of a text, for a sequence or an encoder.')
+    flags.DEFINE_integer('vocabulary', 4096, 'Number of token ids.')
     flags.DEFINE_bool('json', False, 'Print the report as JSON.')
     run.start(main, required=['config', 'topology'])

@@ -1,14 +1,14 @@
-"""Finds out whether the devices or the input hold a run back.
+"""Measures whether the devices or the input limit a run.
 
     python -m train_lib.tools.diagnose --config=tpu_v5e_16 --hosts=4 \\
         --config.data.dir=DATA
     python -m train_lib.tools.diagnose --config=default --step_ms=120 \\
         --config.data.dir=gs://BUCKET/DATA
 
-Times batches alone, read as the run would read them, and steps alone on one
-batch that stays on the devices that are here; then says which of both takes
-longer, as far as the times allow. A step of a large model takes minutes on a
-CPU: `--step_ms` names its time instead.
+The program times batches alone, read as the run would read them. It then times
+steps alone, on one batch that stays on the devices of this machine. It says
+which of the two takes longer, as far as the times allow. A step of a large
+model takes minutes on a CPU; `--step_ms` gives its time instead.
 """
 
 import itertools
@@ -153,7 +153,7 @@ def main() -> None:
 
 if __name__ == '__main__':
     config_flags.DEFINE_config_file('config', None, run.CONFIG_HELP, lock_config=True)
-    flags.DEFINE_integer('hosts', 1, 'Hosts that share the batch; this is one.')
-    flags.DEFINE_float('step_ms', None, 'Take this for the time of a step.')
-    flags.DEFINE_float('seconds', 5, 'To read for, and to step for.')
+    flags.DEFINE_integer('hosts', 1, 'Number of hosts that share a batch.')
+    flags.DEFINE_float('step_ms', None, 'Time of a step, instead of a measurement.')
+    flags.DEFINE_float('seconds', 5, 'Time for reading, and for steps.')
     run.start(main, required=['config'])
