@@ -35,7 +35,7 @@ from coyo11m_tfds.process import command_line, ending
 from train_lib import settings
 
 CONFIG_HELP = (
-    'Configuration of the run: a file, or the name of a file in configs/, such as demo; '
+    'Configuration of the run: a file, or a name in configs/, such as demo; '
     '--config.FIELD=VALUE changes a field.'
 )
 
