@@ -3,7 +3,7 @@
     python -m train_lib.main --config=configs/tpu_v5e_128.py --workdir=gs://BUCKET/RUN \\
         --config.data.dir=gs://BUCKET/coyo11m_tfds/CONFIG/1.0.0
 
-On every host at once. `python -m train_lib.tools.compile --topology=v5e:8x16` says, without a TPU:
+Start it on all hosts. `python -m train_lib.tools.compile --topology=v5e:8x16` says, without a TPU:
 fits: 36% of the memory, 0.98 times the least traffic, at most 75% of the peak rate, limited by
 arithmetic, and 68% if nothing runs beside the reductions of gradients. See docs/pods.md.
 """
@@ -21,6 +21,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.num_steps = 200_000
     config.data.lanes = 256  # 8 a host: 16 records of a batch each, as in the default
     config.model.name = 'XL/2'  # 0.68 billion weights, 13.5 GB with average, moments and gradient
-    config.model.remat = 'full'  # to keep products costs more memory traffic than it saves
+    config.model.remat = 'full'  # keeping products would cost more memory traffic than it saves
     config.mesh.fsdp = 4  # the chips of a host
     return config

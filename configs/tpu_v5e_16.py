@@ -3,7 +3,7 @@
     python -m train_lib.main --config=configs/tpu_v5e_16.py --workdir=gs://BUCKET/RUN \\
         --config.data.dir=gs://BUCKET/coyo11m_tfds/CONFIG/1.0.0
 
-On every host at once. `python -m train_lib.tools.compile --topology=v5e:4x4` says, without a TPU:
+Start it on all hosts. `python -m train_lib.tools.compile --topology=v5e:4x4` says, without a TPU:
 fits: 35% of the memory, 0.98 times the least traffic, at most 67% of the peak rate, limited by
 memory, and 64% if nothing runs beside the reductions of gradients. See docs/pods.md.
 """
