@@ -24,12 +24,11 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 import multiprocessing.pool
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import google_crc32c
 import numpy as np
@@ -46,10 +45,7 @@ from coyo11m_tfds.storage.source_files import SourceFile
 
 DEFAULT_PARALLEL = 8
 
-# In the names of shards, and of no other file.
-_SHARD = '.tfrecord'
-
-_FEATURES = {schema.KEY, schema.LATENTS, schema.CAPTION}
+_SHARD = '.tfrecord'  # in the names of shards, and of no other file
 
 T = TypeVar('T')
 
@@ -59,18 +55,16 @@ class Verified:
     """The result of a verification.
 
     Attributes:
-        faults: a line each: `FILE: what was found, expected what`.
-        left_over: names of files that a killed `add_column` left; they do no harm.
-        num_files: in the folder.
-        num_bytes: of these.
-        has_checksums: whether there is a usable record of the checksums of its files.
+        faults: Lines `FILE: what was found, expected what`.
+        left_over: Names of files that a killed `add_column` left; they do no harm.
+        num_files: Number of files in the folder.
+        num_bytes: Size of these.
     """
 
     faults: list[str]
     left_over: list[str]
     num_files: int
     num_bytes: int
-    has_checksums: bool
 
 
 def verify(
@@ -79,14 +73,14 @@ def verify(
     """Checks all files of a data set.
 
     Args:
-        data_dir: its folder, local or `gs://`.
-        fast: do not read shards.
-        parallel: files that are read at a time.
+        data_dir: Folder of the data set, local or `gs://`.
+        fast: Whether to leave shards unread.
+        parallel: Number of files that are read at a time.
 
     Raises:
-        ValueError: there is no data set in the folder, or an argument is bad.
-        PermissionError: credentials are missing or refused.
-        OSError: the storage cannot be reached.
+        ValueError: There is no data set in the folder, or an argument is bad.
+        PermissionError: Credentials are missing or refused.
+        OSError: The storage cannot be reached.
     """
     if parallel < 1:
         raise ValueError(f'parallel is {parallel}, expected at least 1.')
@@ -103,7 +97,7 @@ def verify(
     check = _Check(files, build, fast, parallel)
     check.run()
     num_bytes = sum(file.size for file in files.values())
-    return Verified(check.faults, check.left_over, len(files), num_bytes, bool(check.recorded))
+    return Verified(check.faults, check.left_over, len(files), num_bytes)
 
 
 def _find_build(files: Mapping[str, SourceFile]) -> str:
@@ -117,13 +111,7 @@ def _find_build(files: Mapping[str, SourceFile]) -> str:
 
 
 class _Check:
-    """One verification.
-
-    Attributes:
-        faults: found so far.
-        left_over: names of files of columns that are not described.
-        recorded: states of files by name, as the build recorded them; {} without such a record.
-    """
+    """One verification; `faults` and `left_over` are as in `Verified`."""
 
     def __init__(self, files: Mapping[str, SourceFile], build: str, fast: bool, parallel: int):
         self._files, self._fast, self._parallel, self._build = files, fast, parallel, build
@@ -131,28 +119,24 @@ class _Check:
         self._columns = schema.of_build(schema.COLUMNS_FILE, build)
         self.faults: list[str] = []
         self.left_over: list[str] = []
-        self._rows: dict[str, Callable[[], columns.RowScan]] = {}
-        self.recorded: dict[str, FileState] = {}
+        self._rows: dict[str, Callable[[], columns.RowScan]] = {}  # readers of columns
+        self._recorded: dict[str, FileState] = {}  # files as the build recorded them
 
     def run(self) -> None:
         """Finds all faults."""
-        names = [name for name in self._files if not _is_large(name)]
-        contents = {self._checksums: self._read_small(self._checksums)}
-        self.recorded = self._parse(self._checksums, contents, manifest.parse) or {}
+        self._recorded = self._parse(self._checksums, manifest.parse) or {}
         # It has a digest of its own, and `add_column` replaces it after the record of checksums.
-        self.recorded.pop(self._columns, None)
-        contents |= {name: self._read_small(name) for name in names}
-        found = self._parse(self._columns, contents, columns.parse) or {}
-        check_features = functools.partial(_check_features, _FEATURES - found.keys())
-        self._parse(schema.FEATURES_FILE, contents, check_features)
-        splits = self._parse(schema.INFO_FILE, contents, stored_dataset.parse_splits) or []
-        self._parse(schema.METADATA_FILE, contents, _check_metadata)
+        self._recorded.pop(self._columns, None)
+        for name in self._files.keys() - {self._checksums, self._columns, schema.INFO_FILE}:
+            if not _is_large(name) and not name.startswith('chunk_index'):
+                self._parse(name, bytes)
+        found = self._parse(self._columns, columns.parse) or {}
+        splits = self._parse(schema.INFO_FILE, stored_dataset.parse_splits) or []
         self.left_over = sorted(columns.left_over(self._files, found, self._build))
         self._check_names(splits)
         shards: dict[str, StoredShard] = {}
         for split in splits:
-            name = file_name(split.name, split.build)
-            index = self._parse(name, contents, ChunkIndex.parse)
+            index = self._parse(file_name(split.name, split.build), ChunkIndex.parse)
             shards |= self._describe_shards(split, index)
         places = self._locate_columns(found, splits)
         self._check_shards(shards)
@@ -163,42 +147,28 @@ class _Check:
     def _add(self, name: str, what: str) -> None:
         self.faults.append(f'{name}: {what}')
 
-    def _read_small(self, name: str) -> bytes | None:
-        """The content of a file; None, and maybe a fault, if there is nothing that can be used."""
+    def _parse(self, name: str, parse: Callable[[bytes], T]) -> T | None:
+        """The content of a small file; None if it is missing or faulty, which is told."""
         if name not in self._files:
             return None
         try:
             content = stored_files.read(self._files[name], stored_files.Content)
+            if fault := self._differs(name, len(content.data), content.crc32c):
+                self._add(name, fault)
+                return None
+            return parse(bytes(content.data))
         except OSError as error:
             self._add(name, self._unreadable(name, error))
-            return None
-        fault = self._differs(name, len(content.data), content.crc32c)
-        if fault:
-            self._add(name, fault)
-            return None
-        return bytes(content.data)
-
-    def _parse(
-        self, name: str, contents: Mapping[str, bytes | None], parse: Callable[[bytes], T]
-    ) -> T | None:
-        """The content of a file; None if it is missing or faulty, which is told once."""
-        data = contents.get(name)
-        if data is None:
-            return None
-        try:
-            return parse(data)
         except ValueError as error:
             self._add(name, f'cannot be used ({error}), expected what the build wrote')
-            return None
+        return None
 
     def _differs(self, name: str, size: int, crc32c: int | None) -> str:
         """How a file differs from what was recorded of it; '' if it does not."""
-        expected = self.recorded.get(name)
-        if expected is None:
-            return ''
-        if size != expected.size:
+        expected = self._recorded.get(name)
+        if expected and size != expected.size:
             return f'has {size} bytes, expected {expected.size}'
-        if crc32c not in (None, expected.crc32c):
+        if expected and crc32c not in (None, expected.crc32c):
             return f'CRC-32C is {crc32c:08x}, expected {expected.crc32c:08x}'
         return ''
 
@@ -210,22 +180,20 @@ class _Check:
 
     def _check_names(self, splits: Sequence[StoredSplit]) -> None:
         """Compares the names of the files with the expected ones."""
-        expected = {schema.INFO_FILE, schema.FEATURES_FILE, *self.recorded}
+        expected = {schema.INFO_FILE, schema.FEATURES_FILE, self._checksums, *self._recorded}
         for split in splits:
             expected |= {file_name(split.name, split.build), *split.file_names}
         for name in sorted(expected - self._files.keys()):
             self._add(name, 'is missing')
-        others = {self._checksums, self._columns, *filter(columns.is_file_name, self._files)}
-        for name in sorted(self._files.keys() - expected - others):
-            # Without a record, only of shards is it known which there should be.
-            if self.recorded or (splits and _SHARD in name):
-                self._add(name, f'is unexpected, a file of {self._files[name].size} bytes')
+        others = {self._columns, *filter(columns.is_file_name, self._files)}
+        for name in sorted(self._files.keys() - expected - others if self._recorded else ()):
+            self._add(name, f'is unexpected, a file of {self._files[name].size} bytes')
 
     def _describe_shards(
         self, split: StoredSplit, index: ChunkIndex | None
     ) -> dict[str, StoredShard]:
         """Each shard as the metadata describe it, after a comparison with each other."""
-        states = [self.recorded.get(n) or self._files.get(n) for n in split.file_names]
+        states = [self._recorded.get(n) or self._files.get(n) for n in split.file_names]
         num_bytes = sum(state.size for state in states if state)
         if None not in states and num_bytes != split.num_bytes:
             self._add(
@@ -262,7 +230,7 @@ class _Check:
                     self._rows[file.name] = functools.partial(columns.RowScan, start, dtype)
             except ValueError as error:
                 name = columns.file_name(column.name, split.name, self._build)
-                if name not in self.recorded:  # else it is told with the others
+                if name not in self._recorded:  # else it is told with the others
                     self.faults.append(str(error))
         return np.concatenate(places)
 
@@ -285,7 +253,7 @@ class _Check:
                 self.faults.append(str(error))
 
     def _check_shards(self, shards: Mapping[str, StoredShard]) -> None:
-        known = sorted(self._files.keys() & {*shards, *self.recorded, *self._rows})
+        known = sorted(self._files.keys() & {*shards, *self._recorded, *self._rows})
         names = [name for name in known if _is_large(name)]
         total = 0 if self._fast else sum(self._files[name].size for name in names)
         with (
@@ -311,27 +279,22 @@ class _Check:
         fault = self._differs(name, file.size, file.crc32c)
         if self._fast or fault:
             return fault
+        whole = records.RecordScan if _SHARD in name else stored_files.Checksum
         try:
-            if name in self._rows:
-                rows = stored_files.read(file, self._rows[name], on_bytes)
-                return rows.problem or self._differs(name, file.size, rows.crc32c)
-            if _SHARD not in name:
-                whole = stored_files.read(file, stored_files.Checksum, on_bytes)
-                return self._differs(name, file.size, whole.crc32c)
-            scan = stored_files.read(file, records.RecordScan, on_bytes)
+            taken: Any = stored_files.read(file, self._rows.get(name, whole), on_bytes)
         except OSError as error:
             return self._unreadable(name, error)
-        fault = self._differs(name, file.size, scan.crc32c)
-        scan.end()
-        if scan.problem and fault:
-            return f'{fault}, {scan.problem}'
-        if scan.problem:
-            return f'{scan.problem}, expected whole records'
-        return fault or (info.compare(scan) if info else '')
+        fault = self._differs(name, file.size, taken.crc32c)
+        if _SHARD in name:
+            taken.end()
+        problem = getattr(taken, 'problem', '')
+        if info and not fault and not problem:
+            return info.compare(taken)
+        return ', '.join(filter(None, [fault, problem]))
 
 
 def _read_rows(file: columns.ColumnFile, places: np.ndarray) -> None:
-    """Reads rows of a local file, given with their CRC-32Cs; raises a ValueError for wrong ones."""
+    """Reads rows of a local file, given with their CRC-32Cs; ValueError for wrong ones."""
     wrong = []
     with open(file.path, 'rb') as opened:
         for row, expected in places.tolist():
@@ -347,23 +310,6 @@ def _read_rows(file: columns.ColumnFile, places: np.ndarray) -> None:
 def _is_large(name: str) -> bool:
     """True if a file is a shard or a column, which are read through and not kept in memory."""
     return _SHARD in name or columns.is_file_name(name)
-
-
-def _check_features(required: set[str], data: bytes) -> None:
-    """Raises a ValueError if the content of `schema.FEATURES_FILE` cannot be that of a data set."""
-    try:
-        names = json.loads(data)['featuresDict']['features'].keys()
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f'it lacks {error}') from error
-    if not names >= required:
-        raise ValueError(f'it has the features {sorted(names)}, not all of {sorted(required)}')
-
-
-def _check_metadata(data: bytes) -> None:
-    """Raises a ValueError if the content of `schema.METADATA_FILE` cannot be that of a data set."""
-    content = json.loads(data)
-    if not isinstance(content, dict) or not isinstance(content.get(schema.META_SETTINGS, {}), dict):
-        raise ValueError('it holds no object')
 
 
 def parse_flags() -> argparse.Namespace:
@@ -383,11 +329,6 @@ def main() -> None:
     with ending.in_one_line('nothing was changed', status=2):
         folder = stored_dataset.choose(flags.data_dir)
         found = verify(folder, fast=flags.fast, parallel=flags.parallel)
-    if not found.has_checksums:
-        print(
-            f'{schema.CHECKSUMS_FILE} is missing or damaged: files are checked against each other '
-            'alone, not against what was built.'
-        )
     for name in found.left_over:
         print(f'{name}: was left by a killed add_column; the next one removes it.')
     for fault in found.faults:

@@ -2,11 +2,15 @@
 
 import os
 import pathlib
+import sys
+import types
+from collections.abc import Callable
 
 import hypothesis
 import pytest
 
 from coyo11m_tfds import embed_captions, sample_data
+from coyo11m_tfds.process import command_line
 from tests import built
 from tests.checkout import COCO_SAMPLE
 from tests.fakes.cloud import bucket, gcs, hub  # noqa: F401, fixtures
@@ -55,3 +59,27 @@ def coco_sample() -> pathlib.Path:
     if not COCO_SAMPLE.is_dir():
         pytest.skip(f'{COCO_SAMPLE} is absent')
     return COCO_SAMPLE
+
+
+@pytest.fixture
+def command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """`command(verify, '--fast', folder)` runs a program in this process.
+
+    Returns its exit status, and what it printed as output and as errors, without its log.
+    """
+    monkeypatch.setattr(command_line, 'show_log', lambda: None)
+
+    def run(program: types.ModuleType, *arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, 'argv', [program.__name__, *map(str, arguments)])
+        capsys.readouterr()
+        status = 0
+        try:
+            program.main()
+        except SystemExit as end:
+            status = int(end.code or 0)
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return run

@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import signal
-import sys
 
 import pytest
 
@@ -19,26 +18,17 @@ GB = 10**9
 SETTINGS = BuildSettings(validation_fraction=0.1, shard_bytes=2_500_000)
 
 
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Runs the command in this process; returns its exit status and what it printed."""
+@pytest.fixture(autouse=True)
+def settings(monkeypatch) -> None:
     monkeypatch.setenv('JAX_PLATFORMS', 'cpu')
     monkeypatch.setenv('COYO11M_RETRY_SECONDS', '0.01')
     monkeypatch.setenv('COYO11M_STALL_SECONDS', '1')
 
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, 'argv', ['doctor', *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            doctor.main()
-        said = capsys.readouterr()
-        return int(ended.value.code or 0), said.out, said.err
 
-    return call
-
-
-def test_a_whole_way_is_examined(run, sample_source, tmp_path):
+def test_a_whole_way_is_examined(command, sample_source, tmp_path):
     config = '{"name": "x", "validation_fraction": 0.1, "shard_bytes": 2500000}'
-    status, said, errors = run(
+    status, said, errors = command(
+        doctor,
         f'--source={sample_source}',
         f'--data_dir={tmp_path}',
         '--encoder=hash',
@@ -61,11 +51,11 @@ def test_a_whole_way_is_examined(run, sample_source, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_fails_is_in_the_exit_status_and_in_the_document(run, tmp_path, monkeypatch):
+def test_what_fails_is_in_the_exit_status_and_in_the_document(command, tmp_path, monkeypatch):
     monkeypatch.setenv('JAX_PLATFORMS', 'nonesuch')
     source = made_sources.write_source(tmp_path / 's', [range(40)])
     os.truncate(made_sources.latents_file(source, 0), 1000)
-    status, said, errors = run(f'--source={source}', '--encoder=clip', '--json')
+    status, said, errors = command(doctor, f'--source={source}', '--encoder=clip', '--json')
     assert status == 1 and 'Traceback' not in errors
     document = json.loads(said)
     assert document['ok'] is False
@@ -87,8 +77,8 @@ def test_what_fails_is_in_the_exit_status_and_in_the_document(run, tmp_path, mon
         ('--timeout=inf', '--timeout: inf: expected a number above 0'),
     ],
 )
-def test_unusable_arguments_end_it_with_status_2(run, argument, message):
-    status, _, errors = run(argument)
+def test_unusable_arguments_end_it_with_status_2(command, argument, message):
+    status, _, errors = command(doctor, argument)
     assert (status, message in errors) == (2, True), errors
 
 
