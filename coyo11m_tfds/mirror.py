@@ -20,15 +20,12 @@ hub to the disk at 650 MB/s, to a bucket at 320 MB/s, and from disk to disk at 8
 
 import argparse
 import dataclasses
-import fnmatch
 import multiprocessing.pool
 import os
 import pathlib
-import queue
 import shutil
 import threading
-import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.process import command_line, ending
@@ -36,9 +33,8 @@ from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.process.sizes import readable
 from coyo11m_tfds.source import location
 from coyo11m_tfds.source.copied_files import CopiedFiles
-from coyo11m_tfds.storage import build_lock, file_copier, retry, source_files
+from coyo11m_tfds.storage import build_lock, file_copier
 from coyo11m_tfds.storage.destination import Destination
-from coyo11m_tfds.storage.names import stays_inside
 from coyo11m_tfds.storage.scratch import Scratch, user_cache
 from coyo11m_tfds.storage.source_files import SourceFile
 
@@ -48,21 +44,16 @@ DEFAULT_SCRATCH_GB = 50.0
 # Long enough for the lease of a mirror that was killed on another machine to expire.
 _WAIT_SECONDS = 300
 
-# After an error, for the other copies to notice it and end.
-_GRACE_SECONDS = 5
-
-_GCS = 'gs://'
-
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
     """The files that are at the destination now.
 
     Attributes:
-        num_files: that the source has.
-        num_bytes: of these.
-        num_copied: files among them that were copied by this call, not by an earlier one.
-        destination: where they are.
+        num_files: Number of files of the source.
+        num_bytes: Size of these.
+        num_copied: Number of files that this call copied, and no earlier one.
+        destination: Folder that they are in.
     """
 
     num_files: int
@@ -84,18 +75,16 @@ def mirror(
     parallel: int = DEFAULT_PARALLEL,
     scratch_dir: str | os.PathLike[str] = '',
     scratch_bytes: int = int(DEFAULT_SCRATCH_GB * 1e9),
-    include: Collection[str] = (),
 ) -> Summary:
     """Copies what is missing at the destination.
 
     Args:
-        source: local folder, `gs://bucket/folder` or `hf://datasets/owner/name[@revision]`.
-        destination: local folder or `gs://bucket/folder`.
-        parallel: files that are copied at a time.
-        scratch_dir: local folder for files on their way from the hub to a bucket; '' for one in
+        source: Local folder, `gs://bucket/folder` or `hf://datasets/owner/name[@revision]`.
+        destination: Local folder or `gs://bucket/folder`.
+        parallel: Number of files that are copied at a time.
+        scratch_dir: Local folder for files on their way from the hub to a bucket; '' for one in
             the user's cache.
-        scratch_bytes: most that they may take there.
-        include: patterns, such as `*.md`, of further files by their path within the source.
+        scratch_bytes: Room that they may take there.
 
     Raises:
         ValueError: the source lacks files, or an argument is bad.
@@ -106,7 +95,9 @@ def mirror(
     target = Destination(destination)
     if parallel < 1:
         raise ValueError(f'parallel is {parallel}, expected at least 1.')
-    files = find_files(source, include)
+    found = location.find(source)
+    files = {f'{schema.LATENTS_FOLDER}/{file.name}': file for file in found.latent_files}
+    files[schema.CAPTIONS_FILE] = found.captions_file
     scratch = _open_scratch(target, files, os.fspath(scratch_dir), scratch_bytes)
     num_bytes = sum(file.size for file in files.values())
     with build_lock.hold(target.folder, _WAIT_SECONDS):
@@ -117,79 +108,27 @@ def mirror(
         with Progress(f'Copying to {target.folder}', num_bytes, 'B', goals) as progress:
             left = sum(file.size for file in missing.values())
             progress.skip(num_bytes - left, files=len(files) - len(missing))
+            stopped = threading.Event()
 
-            def copy(name: str, file: SourceFile, stopped: threading.Event) -> None:
-                share = _Share(progress, file.size, stopped)
+            def copy(name: str) -> None:
+                share = _Share(progress, missing[name].size, stopped)
                 share.add(0)  # it may have been stopped before it began
-                state = file_copier.copy(file, target, name, scratch, share.add)
-                copied.save(name, file, state)
+                state = file_copier.copy(missing[name], target, name, scratch, share.add)
+                copied.save(name, missing[name], state)
                 share.finish()
 
-            _copy_all(missing, copy, parallel)
+            # The largest first: begun last, it would be waited for alone.
+            by_size = sorted(missing, key=lambda name: missing[name].size, reverse=True)
+            try:
+                # Unlike those of concurrent.futures, these threads do not keep a program from
+                # ending while one of them waits for a silent server.
+                with multiprocessing.pool.ThreadPool(parallel) as pool:
+                    for _ in pool.imap_unordered(copy, by_size):
+                        pass
+            finally:
+                stopped.set()
         target.sweep()
     return Summary(len(files), num_bytes, len(missing), target.folder)
-
-
-def find_files(
-    source: str | os.PathLike[str], include: Collection[str] = ()
-) -> dict[str, SourceFile]:
-    """Returns the files of a source by their path relative to it; see `mirror`.
-
-    Raises:
-        ValueError: the source lacks files, or one has a name that leads out of its folder.
-        PermissionError, OSError: as `location.find`.
-    """
-    found = location.find(source)
-    files = {f'{schema.LATENTS_FOLDER}/{file.name}': file for file in found.latent_files}
-    files[schema.CAPTIONS_FILE] = found.captions_file
-    wanted = [
-        name
-        for name in (_all_names(found.root) if include else ())
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in include)
-    ]
-    for name in [*files, *wanted]:
-        if not stays_inside(name):
-            raise ValueError(
-                f'{found.root}: the name {name!r} leads out of the folder that it would be copied '
-                "to. Names must be relative, without empty parts, '.', '..' and backslashes: "
-                'rename it, or leave it out with another --include.'
-            )
-    others = [name for name in wanted if name not in files]
-    return files | {name: source_files.describe(f'{found.root}/{name}') for name in others}
-
-
-def _all_names(root: str) -> list[str]:
-    """Paths of all files of a source, relative to it, without hidden ones."""
-    if not source_files.is_remote(root):
-        paths = [path for path in pathlib.Path(root).rglob('*') if path.is_file()]
-        names = [path.relative_to(root).as_posix() for path in paths]
-    elif root.startswith(_GCS):
-        found = retry.call(lambda: source_files.gcs().find(root), f'listing {root}')
-        names = [path.removeprefix(root.removeprefix(_GCS) + '/') for path in found]
-    else:
-        names = _names_on_hub(root)
-    return sorted(name for name in names if not _is_hidden(name))
-
-
-def _is_hidden(name: str) -> bool:
-    parts = [part for part in name.split('/') if part not in ('.', '..')]
-    # Some tools make an object whose name ends in a slash for every folder.
-    return not name or name.endswith('/') or any(part.startswith('.') for part in parts)
-
-
-def _names_on_hub(root: str) -> list[str]:
-    import huggingface_hub
-
-    uri = source_files.hub_uri(root)
-    api = huggingface_hub.HfApi(endpoint=source_files.hub_endpoint())
-    # Of the hub client's ways to list a repository the only one with a time-out.
-    info = retry.call(
-        lambda: api.dataset_info(uri.id, revision=uri.revision, timeout=retry.stall_seconds()),
-        f'listing {root}',
-    )
-    paths = [sibling.rfilename for sibling in info.siblings or ()]
-    prefix = f'{uri.path_in_repo}/' if uri.path_in_repo else ''
-    return [path.removeprefix(prefix) for path in paths if path.startswith(prefix)]
 
 
 def _open_scratch(
@@ -220,38 +159,6 @@ def _check_space(target: Destination, missing: Mapping[str, SourceFile]) -> None
             f'{target.folder} has {readable(free)} free, but {readable(needed)} are yet to come. '
             'Free some space or choose another destination.'
         )
-
-
-def _copy_all(
-    missing: Mapping[str, SourceFile],
-    copy: Callable[[str, SourceFile, threading.Event], None],
-    parallel: int,
-) -> None:
-    """Copies files; after the first error the others end with the next bytes they get."""
-    # The largest first: begun last, it would be waited for alone.
-    by_size = sorted(missing.items(), key=lambda item: item[1].size, reverse=True)
-    stopped = threading.Event()
-    outcomes: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-    # Unlike those of concurrent.futures, these threads do not keep a program from ending while
-    # one of them waits for a silent server.
-    with multiprocessing.pool.ThreadPool(parallel) as pool:
-        results = [
-            pool.apply_async(
-                copy, (*item, stopped), callback=outcomes.put, error_callback=outcomes.put
-            )
-            for item in by_size
-        ]
-        try:
-            for _ in results:
-                error = outcomes.get()
-                if error is not None:
-                    raise error
-        except BaseException:
-            stopped.set()
-            deadline = time.monotonic() + _GRACE_SECONDS
-            for result in results:
-                result.wait(max(0, deadline - time.monotonic()))
-            raise
 
 
 class _Stopped(Exception):
@@ -293,7 +200,6 @@ def parse_flags() -> argparse.Namespace:
         default=DEFAULT_SCRATCH_GB,
         help='size limit of that folder (%(default)g)',
     )
-    add('--include', action='append', default=[], metavar='GLOB', help='more files, e.g. *.md')
     return parser.parse_args()
 
 
@@ -301,18 +207,13 @@ def main() -> None:
     """Runs the command line; an error ends it with one message and status 1."""
     flags = parse_flags()
     command_line.show_log()
-    ends = ending.in_one_line(
-        'what was copied stays, the same command copies the rest',
-        (OSError, ValueError),
-    )
-    with ends:
+    with ending.in_one_line('what was copied stays, the same command copies the rest'):
         summary = mirror(
             flags.source,
             flags.destination,
             parallel=flags.parallel,
             scratch_dir=flags.scratch,
             scratch_bytes=int(flags.scratch_gb * 1e9),
-            include=flags.include,
         )
         print(summary)
 

@@ -22,7 +22,6 @@ from tests.fakes.cloud import Fault, Gcs, Hub
 
 CAPTIONS = schema.CAPTIONS_FILE
 LATENTS = schema.LATENTS_FOLDER
-PASSING = ['429', '503', 'cut', 'stall', 'slow', 'reset']
 
 
 def _make_files(size: int = 300_000) -> dict[str, bytes]:
@@ -66,6 +65,7 @@ def local(tmp_path: pathlib.Path) -> str:
 def in_bucket(gcs: Gcs) -> str:
     for name, data in FILES.items():
         gcs.put('bucket', f'from/{name}', data)
+    gcs.put('bucket', 'from/', b'')
     gcs.put('bucket', 'from/README.md', b'hello')
     return 'gs://bucket/from'
 
@@ -121,15 +121,6 @@ def test_to_the_root_of_a_bucket(gcs, local):
     assert names == set(FILES)
 
 
-def test_further_files(source, tmp_path):
-    if not source_files.is_remote(source):
-        _write(pathlib.Path(source), {'README.md': b'hello', '.hidden/x.md': b''})
-    mirror.mirror(source, tmp_path / 'to', include=['*.md', 'none*'])
-    further = {n: d for n, d in _read(tmp_path / 'to').items() if n not in FILES}
-    more = {'docs/more.md': b'more'} if source.startswith('hf:') else {}
-    assert further == {'README.md': b'hello', **more}
-
-
 def test_long_names_in_other_letters(gcs, hub, tmp_path):
     """Of which each takes three bytes, and nine where it is quoted."""
     long = ['潜' * 80 + digit + '.pt' for digit in '12']
@@ -149,29 +140,6 @@ def test_long_names_in_other_letters(gcs, hub, tmp_path):
         assert len([file for file in location.find(place).latent_files if file.recorded]) == 2
     mirror.mirror('gs://bucket/hf', tmp_path / 'back')
     assert _read(tmp_path / 'back') == files
-
-
-@pytest.mark.parametrize(
-    'name', ['{abs}/path/evil.md', '../evil.md', 'a/../../evil.md', 'a/./evil.md', 'a\\evil.md']
-)
-def test_a_name_that_leads_out_of_the_folder(gcs, in_bucket, tmp_path, name):
-    """The object `x//abs/path/evil.md`, say, would become the file `/abs/path/evil.md`."""
-    name = name.format(abs=tmp_path)
-    gcs.put('bucket', f'from/{name}', b'evil')
-    for target in (tmp_path / 'to', 'gs://other/to'):
-        with pytest.raises(ValueError, match='leads out of the folder') as raised:
-            mirror.mirror(in_bucket, target, include=['*.md'])
-        assert repr(name) in str(raised.value)
-    assert list(tmp_path.iterdir()) == [] and gcs.objects('other') == {}
-    assert mirror.mirror(in_bucket, tmp_path / 'to', include=['README.md']).num_copied == 6
-
-
-def test_objects_that_stand_for_folders(gcs, in_bucket, tmp_path):
-    gcs.put('bucket', 'from/', b'')
-    gcs.put('bucket', 'from/sub/', b'')
-    gcs.put('bucket', 'from/sub/x.md', b'')
-    mirror.mirror(in_bucket, tmp_path / 'to', include=['*'])
-    assert {n for n in _read(tmp_path / 'to') if n not in FILES} == {'README.md', 'sub/x.md'}
 
 
 @pytest.mark.parametrize('destination', ['local', 'bucket'])
@@ -234,17 +202,16 @@ def test_bytes_are_counted_once(gcs, source, tmp_path, destination):
 # --- Faults -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('kind', [*PASSING, 'flip'])
+@pytest.mark.parametrize('kind', ['503', 'stall'])
 def test_faults_from_hub_to_bucket(gcs, on_hub, hub, tmp_path, monkeypatch, kind):
     monkeypatch.setenv('COYO11M_STALL_SECONDS', '0.4')
-    details = {'seconds': 0.1} if kind == 'slow' else {}
     for server, action in [
         (hub, 'read'),
         (gcs, 'upload'),
         (gcs, 'list'),
         (gcs, 'read'),
     ]:
-        server.inject(Fault(kind, action=action, **details))
+        server.inject(Fault(kind, action=action))
     mirror.mirror(on_hub, 'gs://bucket/to', scratch_dir=tmp_path)
     assert _in_bucket(gcs) == FILES
     assert mirror.mirror(on_hub, 'gs://bucket/to', scratch_dir=tmp_path).num_copied == 0
@@ -315,7 +282,7 @@ def _wait_until(condition, what: str) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_download_is_resumed(gcs, tmp_path, number):
     files = _make_files(2_000_000)
     for name, data in files.items():
@@ -348,57 +315,22 @@ def test_a_killed_download_is_resumed(gcs, tmp_path, number):
     assert not (tmp_path / 'to' / '.staging').exists()
 
 
-def test_a_killed_copy_between_buckets_is_resumed(gcs, in_bucket):
-    gcs.latency = 0.05
-    with _start(in_bucket, 'gs://bucket/to', '--parallel=1') as child:
-        _wait_until(
-            lambda: any('/.mirror/' in name for name in gcs.objects('bucket')), 'the first copy'
-        )
-        child.kill()
-        child.communicate()
-    gcs.latency = 0
-    # The lease that the killed one has left is that of a dead process of this machine.
-    assert mirror.mirror(in_bucket, 'gs://bucket/to').num_copied < 5
-    assert _in_bucket(gcs) == FILES
-
-
 # --- The command ------------------------------------------------------------------------------
 
 
-def _run(*args: object) -> subprocess.CompletedProcess[str]:
-    with _start(*args) as child:
-        output, errors = child.communicate(timeout=60)
-        return subprocess.CompletedProcess(child.args, child.returncode, output, errors)
-
-
-def test_the_command(gcs, on_hub, hub, tmp_path):
+def test_the_command(command, gcs, on_hub, hub, tmp_path):
     scratch = tmp_path / 'scratch'
-    run = _run(on_hub, 'gs://bucket/to', f'--scratch={scratch}', '--include=*.md', '--parallel=2')
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == (
-        '7 files, 1.5 MB, are verified at gs://bucket/to; 7 of them were copied now.\n'
-    )
-    assert 'Copying to gs://bucket/to: 100%, 7 of 7 files, ' in run.stderr
-    assert _in_bucket(gcs) == FILES | {'README.md': b'hello', 'docs/more.md': b'more'}
-
-
-def test_an_error_of_the_command_is_one_line(gcs, hub, on_hub, tmp_path):
+    arguments = on_hub, 'gs://bucket/to', f'--scratch={scratch}'
+    status, said, errors = command(mirror, *arguments, '--parallel=2')
+    assert (status, _in_bucket(gcs)) == (0, FILES), errors
+    assert said == '5 files, 1.5 MB, are verified at gs://bucket/to; 5 of them were copied now.\n'
     hub.inject(Fault('401', count=None))
-    run = _run(on_hub, 'gs://bucket/to', f'--scratch={tmp_path}')
-    assert run.returncode == 1
-    last = run.stderr.splitlines()[-1]
-    assert last.startswith('error: ') and 'hf auth login' in last
-    assert 'Traceback' not in run.stderr
+    status, _, errors = command(mirror, *arguments)
+    assert status == 1
+    assert errors.startswith('error: ') and 'hf auth login' in errors
 
 
 # --- Bad arguments ----------------------------------------------------------------------------
-
-
-def test_a_source_that_is_none(tmp_path):
-    (tmp_path / 'from').mkdir()
-    with pytest.raises(ValueError, match=r'No \.pt files in'):
-        mirror.mirror(tmp_path / 'from', tmp_path / 'to')
-    assert not (tmp_path / 'to').exists()
 
 
 def test_empty_text_is_no_folder(local, tmp_path, monkeypatch):
@@ -408,9 +340,6 @@ def test_empty_text_is_no_folder(local, tmp_path, monkeypatch):
         mirror.mirror('', tmp_path / 'to')
     with pytest.raises(ValueError, match='the destination is empty text, expected a folder'):
         Destination('')
-
-
-def test_no_parallel_files(local, tmp_path):
     with pytest.raises(ValueError, match='parallel is 0, expected at least 1'):
         mirror.mirror(local, tmp_path / 'to', parallel=0)
 
@@ -426,19 +355,9 @@ def test_buckets_that_do_not_exist(gcs, local, tmp_path):
 def test_a_scratch_folder_that_is_too_small(gcs, on_hub, tmp_path):
     with pytest.raises(ValueError, match=r'parquet has 300\.0 kB, but .* 300\.0 kB.*--scratch_gb'):
         mirror.mirror(on_hub, 'gs://bucket/to', scratch_dir=tmp_path, scratch_bytes=300_000)
-    assert gcs.objects('bucket') == {}
-
-
-def test_a_scratch_folder_that_is_not_local(gcs, on_hub):
     with pytest.raises(ValueError, match="scratch_dir is 'gs://bucket/s', expected a local folder"):
         mirror.mirror(on_hub, 'gs://bucket/to', scratch_dir='gs://bucket/s')
-
-
-def test_a_disk_that_is_too_small(local, tmp_path, monkeypatch):
-    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage)
-    with pytest.raises(OSError, match=r'to has 1\.0 kB free, but 1\.5 MB are yet to come'):
-        mirror.mirror(local, tmp_path / 'to')
+    assert gcs.objects('bucket') == {}
 
 
 def test_a_disk_with_just_enough_for_the_rest(gcs, in_bucket, tmp_path, monkeypatch):
@@ -450,6 +369,9 @@ def test_a_disk_with_just_enough_for_the_rest(gcs, in_bucket, tmp_path, monkeypa
     part = sum(path.stat().st_size for path in (tmp_path / 'to' / '.staging').iterdir())
     left = sum(len(data) for data in FILES.values()) - part
     usage = shutil.disk_usage(tmp_path)._replace(free=left)
+    monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage._replace(free=left - 1))
+    with pytest.raises(OSError, match=r'to has 1\.\d MB free, but 1\.\d MB are yet to come'):
+        mirror.mirror(in_bucket, tmp_path / 'to')
     monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage)
     assert part > 0 and mirror.mirror(in_bucket, tmp_path / 'to').num_copied == 5
 
