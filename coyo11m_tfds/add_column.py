@@ -205,7 +205,7 @@ class _Edit:
             manifest.write(self.staging, kept | states, build)
             names.insert(-1, recorded.name)
         if not self.lock.is_ours():
-            raise OSError(f'{folder}: another process writes there. Run the same command again.')
+            raise OSError(f'{folder}: another process is writing. Run the same command again.')
         for name in names:
             path = os.path.join(self.staging, name)
             self.destination.put(path, name, file_state.of_file(path).crc32c)

@@ -122,7 +122,7 @@ def test_an_object_that_is_replaced_while_it_is_read_is_named(storage):
 
 def test_a_source_that_was_moved_is_found_again(storage, sample_source, mini_dataset, tmp_path):
     storage.upload_folder(sample_source, 'gs://source/moved')
-    with pytest.raises(ValueError, match=r'leaves it where it is, so that it has to be on gs://'):
+    with pytest.raises(ValueError, match=r'in training, so it must be on gs://'):
         add_column.move_latents(DATA, sample_source)
     add_column.move_latents(DATA, 'gs://source/moved')
     for name in [name for name in storage.objects('source') if name.startswith('coyo/')]:

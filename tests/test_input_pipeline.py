@@ -367,7 +367,7 @@ def test_position_settings_know_the_shards_and_the_source(written, tmp_path):
         (dict(process_count=2, process_index=2), r'process_index=2 is not in \[0, 2\)'),
         (dict(lanes=3), 'lanes=2 works'),
         (dict(features=('key', 'tags')), "no feature 'tags'; there are"),
-        (dict(split='test'), r"no split 'test'; there are \['train', 'validation'\]"),
+        (dict(split='test'), r"no split 'test', only \['train', 'validation'\]"),
         (dict(caption_dropout=1.5), 'caption_dropout=1.5'),
         (dict(start_step=-1), 'sample=-4 is negative'),
     ],

@@ -329,7 +329,7 @@ def test_a_folder_above_the_only_data_set_will_do(command, mini_dataset, tmp_pat
     status, _, errors = command(verify, tmp_path)
     assert status == 2
     assert errors == (
-        f'error: {tmp_path}: there are 2 data sets, name one: {tmp_path}/a/1.0.0, '
+        f'error: {tmp_path}: holds 2 data sets. Name one of them: {tmp_path}/a/1.0.0, '
         f'{tmp_path}/b/1.0.0\n'
     )
 

@@ -62,7 +62,7 @@ def held(folder: epath.PathLike) -> Iterator[None]:
         try:
             stack.enter_context(build_lock.hold(absolute(folder) / 'training', wait_seconds=None))
         except TimeoutError as error:
-            raise TimeoutError(f'{error} End it, or train in another --workdir.') from None
+            raise TimeoutError(f'{error} End that run, or use another --workdir.') from None
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
                 raise

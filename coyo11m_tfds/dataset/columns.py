@@ -393,7 +393,7 @@ def _column(name: str, kind: str, **fields: Any) -> Column | AddedColumn:
         if not is_place or not 0 <= file.start < 2**63:
             raise ValueError(f'{file.path!r} begins at {file.start!r}')
     if fields['dtype'] not in schema.LATENT_DTYPES:
-        raise ValueError(f'column {name!r} has dtype {fields["dtype"]!r}')
+        raise ValueError(f'column {name!r} has the unknown dtype {fields["dtype"]!r}')
     if not all(map(_is_crc32c, fields['crc32c'].values())):
         raise ValueError(f'column {name!r} has CRC-32C {fields["crc32c"]}')
     return Column(name, fields['dtype'], files, fields['build'], fields['crc32c'])

@@ -300,7 +300,7 @@ class StoredDataset:
         """
         # 'train[:50%]' is a part of 'train'.
         if self.splits and name.partition('[')[0] not in self.splits:
-            raise ValueError(f'{self.folder}: no split {name!r}; there are {list(self.splits)}')
+            raise ValueError(f'{self.folder}: has no split {name!r}, only {list(self.splits)}')
         if name not in self._indexed:
             self._indexed[name] = self._read_index(name)
         return self._indexed[name]
@@ -437,7 +437,7 @@ def _read_json(path: str) -> dict | None:
     except ValueError as error:
         raise DamagedError(f'{path}: is damaged ({error}).') from error
     if not isinstance(content, dict):
-        raise DamagedError(f'{path}: is damaged (it holds no object).')
+        raise DamagedError(f'{path}: is damaged (expected a JSON object).')
     return content
 
 
@@ -453,7 +453,7 @@ def parse_splits(data: bytes) -> list[StoredSplit]:
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f'it lacks {error}') from error
     if not splits:
-        raise ValueError('it names no split')
+        raise ValueError('it does not name the splits')
     return splits
 
 
@@ -532,6 +532,6 @@ def choose(folder: str | os.PathLike[str]) -> str:
     found = stored_files.folders_with(folder, schema.INFO_FILE) or [folder.rstrip('/')]
     if len(found) > 1:
         raise ValueError(
-            f'{folder}: there are {len(found)} data sets, name one: {", ".join(found)}'
+            f'{folder}: holds {len(found)} data sets. Name one of them: {", ".join(found)}'
         )
     return found[0]

@@ -106,7 +106,7 @@ class Decoder:
             raise ValueError(f'{path}: does not fit config.json: {reason}') from error
         if left := sorted(weights.keys() - used.names):
             raise ValueError(
-                f'{path}: does not fit config.json: {len(left)} weights are of no known part, such '
+                f'{path}: does not fit config.json: {len(left)} weights are unknown, such '
                 f'as {left[0]}'
             )
         self.factor = decoded.shape[1] // 8

@@ -232,7 +232,7 @@ def naming(path: str) -> Iterator[None]:
                 f'{path} cannot be opened: this process may have only {limit} files open at once '
                 '(ulimit -n), and has them. Raise that limit.'
             ) from error
-        raise OSError(f'{path} cannot be read. ({error.strerror or error})') from error
+        raise OSError(f'{path}: cannot be read ({error.strerror or error}).') from error
 
 
 def changed(path: str, before: int, now: int) -> OSError:

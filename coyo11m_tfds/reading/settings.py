@@ -54,7 +54,7 @@ class Reading:
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f'{name}={value!r} is none of {", ".join(map(repr, known))}')
         if self.parallel_reads < 1:
-            raise ValueError(f'parallel_reads={self.parallel_reads} is not at least 1')
+            raise ValueError(f'parallel_reads={self.parallel_reads}: expected at least 1')
         check_chunk(self.chunk)
 
     @functools.cached_property
@@ -89,7 +89,7 @@ class Training(Reading):
         super().__post_init__()
         shares.check_dropout(self.caption_dropout)
         if self.stride < 1:
-            raise ValueError(f'stride={self.stride} is not at least 1')
+            raise ValueError(f'stride={self.stride}: expected at least 1')
 
     @property
     def order(self) -> OrderSettings:

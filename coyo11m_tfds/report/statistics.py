@@ -66,7 +66,7 @@ def mean_and_std(moments: np.ndarray) -> tuple[list[float], list[float]]:
     """
     counts, sums, squares = moments
     if not counts.all():
-        raise ValueError('moments of no value have neither mean nor standard deviation.')
+        raise ValueError('expected at least one value for a mean and a standard deviation.')
     mean = sums / counts
     variance = np.maximum(squares / counts - mean**2, 0)
     return mean.tolist(), np.sqrt(variance).tolist()

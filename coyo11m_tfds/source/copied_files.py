@@ -100,9 +100,9 @@ def compare(found: FileState, recorded: FileState, path: str) -> None:
     """Raises a ValueError if the file at `path` has another state than when it was copied."""
     if found != recorded:
         raise ValueError(
-            f'{path}: has {found.size:,} bytes with CRC-32C {found.crc32c:08x}, but when it was '
-            f'mirrored {recorded.size:,} with {recorded.crc32c:08x}. Mirror the source again; if '
-            f'you have replaced the file on purpose, delete its record in {_RECORDS}/.'
+            f'{path}: has {found.size:,} bytes with CRC-32C {found.crc32c:08x}, but when it '
+            f'was mirrored it had {recorded.size:,} with {recorded.crc32c:08x}. Mirror the source '
+            f'again; if you have replaced the file on purpose, delete its record in {_RECORDS}/.'
         )
 
 

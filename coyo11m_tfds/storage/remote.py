@@ -105,7 +105,7 @@ def read_range(file: SourceFile, start: int, length: int) -> bytes:
     """
     if not 0 <= start <= start + length <= file.size:
         raise ValueError(
-            f'{file.path}: {length} bytes from byte {start} were asked for, it has {file.size}.'
+            f'{file.path}: has {file.size} bytes, expected {length} from byte {start} on.'
         )
     if not length:
         return b''

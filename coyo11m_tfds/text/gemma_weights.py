@@ -58,7 +58,7 @@ def open_checkpoint(model: str) -> 'Checkpoint':
     """
     folder = model_files.folder(model, 'text encoder', _HUB_FILES)
     if gguf := model_files.gguf_file(folder):
-        raise ValueError(f'{gguf}: jax: reads *.safetensors, expected those; hf: reads GGUF files.')
+        raise ValueError(f'{gguf}: jax: expected *.safetensors; for GGUF files use hf:.')
     try:
         return Checkpoint(folder)
     except (OSError, SafetensorError, json.JSONDecodeError) as error:

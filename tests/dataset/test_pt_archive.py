@@ -236,7 +236,9 @@ def test_a_copy_must_be_what_was_recorded(path: pathlib.Path, check_crc: bool):
     data = path.read_bytes()
     header = data.index(b'ZZZZ')  # padding, of which no CRC-32 tells
     path.write_bytes(patched(data, header, b'Y'))
-    with pytest.raises(ValueError, match=rf'{NAME}: has .* but when it was mirrored {len(data):,}'):
+    with pytest.raises(
+        ValueError, match=rf'{NAME}: has .* but when it was mirrored it had {len(data):,}'
+    ):
         pt_check.check_contents(path, check_crc=check_crc, recorded=recorded)
     with pytest.raises(ValueError, match='mirrored'):
         pt_check.check_contents(path, check_crc=check_crc, recorded=FileState(5, 7))

@@ -56,7 +56,7 @@ def test_what_does_not_fit_is_refused_by_name(taesdxl):
     name = 'decoder.layers.0.weight'
     with pytest.raises(ValueError, match=r'does not fit config\.json: .*layers\.0\.weight is mis'):
         vae_decoder.load(save(taesdxl, {n: w for n, w in weights.items() if n != name}))
-    with pytest.raises(ValueError, match=r'1 weights are of no known part, such as decoder\.other'):
+    with pytest.raises(ValueError, match=r'1 weights are unknown, such as decoder\.other'):
         vae_decoder.load(save(taesdxl, weights | {'decoder.other': weights[name]}))
     with pytest.raises(ValueError, match=r'safetensors: does not fit config\.json'):
         vae_decoder.load(save(taesdxl, weights | {name: weights[name][:, 1:].copy()}))

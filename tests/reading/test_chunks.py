@@ -61,7 +61,7 @@ def test_what_is_no_file_is_an_error(copy, policy):
     shard_path(copy, 3).mkdir()
     with pytest.raises(OSError) as error:
         train_batches(copy, steps_of_an_epoch(copy), on_bad_records=policy)
-    assert f'{shard_path(copy, 3)} cannot be read. (' in str(error.value)
+    assert f'{shard_path(copy, 3)}: cannot be read (' in str(error.value)
 
 
 def test_a_short_shard_is_named(copy):

@@ -419,8 +419,8 @@ def test_batches_that_are_kept_stay_as_they_are(intact):
         (dict(split='train[:50%]', engine='rows'), 'reads local data sets with a chunk index'),
         (dict(on_bad_records='drop'), "on_bad_records='drop' is neither"),
         (dict(max_bad_fraction=2), 'max_bad_fraction=2 is not in'),
-        (dict(stride=0), 'stride=0 is not at least 1'),
-        (dict(engine='chunks', parallel_reads=0), 'parallel_reads=0 is not at least 1'),
+        (dict(stride=0), 'stride=0: expected at least 1'),
+        (dict(engine='chunks', parallel_reads=0), 'parallel_reads=0: expected at least 1'),
     ],
 )
 def test_a_mistake_is_named(intact, changes, message):

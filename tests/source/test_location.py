@@ -288,7 +288,7 @@ def test_a_copy_is_found_with_what_mirror_recorded(mirrored: Place):
 def test_a_copy_of_another_size_is_refused(mirrored: Place, name: str):
     mirrored.put({name: b'longer than before'})
     with pytest.raises(
-        ValueError, match=rf'{name}: has 18 bytes .* when it was mirrored [58] with'
+        ValueError, match=rf'{name}: has 18 bytes .* when it was mirrored it had [58] with'
     ):
         location.find(mirrored.root)
 
