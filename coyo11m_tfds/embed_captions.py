@@ -50,17 +50,17 @@ class Report:
     """The outcome of `embed`.
 
     Attributes:
-        num_captions: encoded by this run.
-        num_kept: captions in parts that were there already.
+        num_captions: captions that this run encoded.
+        num_kept: captions in parts that existed before.
         num_skipped: rows without a caption (null, blank or too long).
         num_duplicates: rows left out because an earlier row has their key.
         num_truncated: captions that this run cut to the encoder's greatest length.
-        num_tokens: that this run made or encoded.
-        longest: most token ids of a caption among these; 0 of embeddings.
-        padding: share of what the encoder computed that was padding.
-        missing_parts: names of those that are left to others.
-        encoder: its name.
-        dim: numbers an embedding, or token ids a caption.
+        num_tokens: tokens that this run made or encoded.
+        longest: most token ids of a caption of this run; 0 for embeddings.
+        padding: share of padding in the encoder's computation.
+        missing_parts: names of the parts that are left to other hosts.
+        encoder: name of the encoder.
+        dim: numbers of an embedding, or token ids of a caption.
         seconds: time for encoding and writing, without sorting captions.
     """
 
@@ -117,33 +117,33 @@ def embed(
     part_captions: int = part_maker.PART_CAPTIONS,
     scratch_dir: str | os.PathLike[str] = '',
 ) -> Report:
-    """Encodes the captions of a source that are not encoded yet, and writes the sidecar.
+    """Encodes the captions of a source, except those of existing parts, and writes the sidecar.
 
-    Captions are first brought into the order of keys on disk, in a hidden folder that takes as much
-    room as their text, so that memory stays flat but for 100 bytes a row. Hashed words and token
-    ids are the same bytes whatever made them; embeddings of a model are equal on equal devices.
+    First it sorts the captions by key on disk, in a hidden folder that takes as much room as their
+    text. So it needs only 100 bytes of memory a row. Hashed words and token ids are the same bytes
+    on all machines; embeddings of a model are equal on equal devices.
 
     Args:
-        source_dir: folder with `schema.CAPTIONS_FILE`: local, `gs://` or `hf://`.
+        source_dir: folder with `schema.CAPTIONS_FILE`, local, on `gs://` or on `hf://`.
         encoder: a specification for `text_encoders.make_encoder`, or with `tokens_only` for
             `tokenizers.make_tokenizer`; or an encoder, which runs in this process.
-        out: a folder, local or on `gs://`; or a local file to replace, its name ends in `.parquet`.
+        out: a folder, local or on `gs://`; or a local file `*.parquet`, which is replaced.
         caption_column: the Parquet column to encode.
-        drop_duplicates: whether, of rows that repeat a key, the first wins; else they are an error.
-        tokens_only: whether to write token ids in place of embeddings.
-        max_tokens: longer captions are cut; not for `hash`.
+        drop_duplicates: take the first of several rows with one key; without it they are an error.
+        tokens_only: write token ids instead of embeddings.
+        max_tokens: length to which longer captions are cut; not for `hash`.
         batch_tokens: see `text_encoders.make_encoder`.
-        num_workers: processes; 0 for `COYO11M_NUM_PROC` or what suits, see
-            `part_runner.choose_workers`. A single file is made by one.
-        share: `(i, n)`: make parts i, i + n, i + 2n, ... only.
-        part_captions: captions of a part at most. Another number needs another folder.
-        scratch_dir: local folder for the captions; '' for one in `out`, or where that is remote in
+        num_workers: processes; 0: `COYO11M_NUM_PROC`, or as many as `part_runner.choose_workers`
+            finds suitable. One process writes a single file.
+        share: `(i, n)`: make only the parts i, i + n, i + 2n, ...
+        part_captions: most captions of a part. Another number needs another folder.
+        scratch_dir: local folder for the captions; '': a folder in `out` or, if that is remote, in
             the system's folder for temporary files.
 
     Raises:
-        ValueError: the source has no captions file or that lacks a column, a key is null or comes
-            twice, there is no caption at all, the encoder cannot be had, a number that it makes is
-            not finite in float16, or a part that is there was made by or of something else.
+        ValueError: the source has no captions file or the file lacks a column, a key is null or
+            repeated, there is no caption at all, the encoder cannot be loaded, one of its numbers
+            is not finite in float16, or an existing part has another encoder or other captions.
         PermissionError: credentials for the source or the folder are missing or refused.
         OSError: the source or the folder cannot be reached, or the disk is full.
         RuntimeError: a process died.

@@ -1,9 +1,9 @@
-"""Gradients of a large batch from parts of it, one after the other, so that they fit in memory.
+"""Computes the gradient of a large batch part by part, to save memory.
 
     value_and_grad = accumulate.in_parts(jax.value_and_grad(loss, has_aux=True), 4)
     (value, losses), grads = value_and_grad(params, rows)
 
-The loss must be a sum over rows, so that the sum over the parts is that of the batch.
+The loss must be a sum over rows, so that the losses of the parts add up to the loss of the batch.
 """
 
 from collections.abc import Callable

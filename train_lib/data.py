@@ -155,11 +155,11 @@ class TrainingData:
         )
 
     def batches_ready(self) -> int:
-        """How many training batches are on the devices, or on their way, and not asked for yet."""
+        """Returns the number of training batches on the devices, or on the way, that are unused."""
         return self._arrived - self._taken
 
     def epoch(self, sample: int) -> float | None:
-        """Passes over the data before a sample of every lane; None where no order is planned."""
+        """Returns the passes over the data before a sample of each lane; None without an order."""
         return None if self.order is None else sample / self.order.lane_length
 
     @property

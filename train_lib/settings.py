@@ -148,7 +148,7 @@ def check(config: ml_collections.ConfigDict, *, needs_data: bool = True) -> None
 
 
 def changeable(config: ml_collections.ConfigDict) -> dict[str, Any]:
-    """Fields that a resumed run may change on purpose, with their values."""
+    """Returns the fields that a resumed run may change on purpose, with their values."""
     return {
         name: value
         for name, value in flatten(config.to_dict()).items()

@@ -3,9 +3,9 @@
     from configs import demo
     state = train.train_and_evaluate(demo.get_config(), workdir='W')
 
-A run can be killed at any moment and started again with the same command: it resumes from its
-last checkpoint and computes what it would have computed. SIGTERM and Ctrl-C make it save and
-return. What is done besides training is in `hooks.py`.
+A run can be killed at any moment. The same command then resumes it from the last checkpoint, and it
+computes what it would have computed. SIGTERM and Ctrl-C make it save and return. `hooks.py` has
+everything that a run does beside its steps.
 """
 
 import contextlib

@@ -55,7 +55,7 @@ class WandbWriter(metric_writers.MetricWriter):
             ) from error
 
     def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
-        """See `clu.metric_writers.MetricWriter`, also for the others."""
+        """See `clu.metric_writers.MetricWriter`, also for the other methods."""
         self._run.log({name: float(x) for name, x in scalars.items()}, step=step)
 
     def write_images(self, step: int, images: Mapping[str, Any]) -> None:

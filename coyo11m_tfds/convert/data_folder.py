@@ -43,7 +43,7 @@ class DataFolder:
     """The folder of a data set, `.../NAME/CONFIG/VERSION`.
 
     Attributes:
-        files: what is put there.
+        files: Store of the files in the folder.
     """
 
     def __init__(self, final: str):

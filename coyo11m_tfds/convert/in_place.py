@@ -86,7 +86,7 @@ class ShardSources:
 
 
 def describe(file: SourceFile, opened: LatentShard) -> ColumnFile:
-    """What a data set says of a file that latents lie in; raises as `ShardSources.begin`."""
+    """Describes a file of latents in place for the data set; raises as `ShardSources.begin`."""
     if opened.latents_start is None:
         raise ValueError(
             f'{file.path}: its {schema.PT_LATENTS} do not lie row after row, so that they cannot '

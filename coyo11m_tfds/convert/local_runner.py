@@ -3,9 +3,9 @@
     for task, result in write_shards(tasks, finished, scratch, staging, num_workers=2):
         ...
 
-The pool writes shards to local files; threads of this process fetch remote `.pt` files ahead of it
-and store what it has written. So a process that encodes waits neither for a download, nor for an
-upload, nor for the disk. A worker needs the same memory for files of any size.
+The pool writes shards to local files. Threads of this process fetch remote `.pt` files in advance
+and store the finished shards, so the pool waits neither for downloads nor for uploads nor for the
+disk. A worker needs the same memory for files of any size.
 """
 
 import concurrent.futures

@@ -58,10 +58,10 @@ class ChunkIndex:
     def load(
         cls, data_dir: str | os.PathLike[str], split: str, build: str = ''
     ) -> 'ChunkIndex | None':
-        """Reads the index of a split, None if there is none.
+        """Reads the index of a split; None if there is none.
 
-        One on gs:// passes through a file in the system's temporary folder, whose CRC-32C is
-        compared with that of the object.
+        An index on gs:// is first copied to a temporary file, whose CRC-32C is compared with that
+        of the object.
 
         Raises:
             DamagedError: the stored file is damaged.

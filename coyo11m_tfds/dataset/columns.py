@@ -255,7 +255,7 @@ class RowScan:
         self._first_wrong = ''
 
     def add(self, block: bytes) -> None:
-        """Takes the next block."""
+        """Checks the next block of the file."""
         self.crc32c = google_crc32c.extend(self.crc32c, block)
         header = min(self._before, len(block))
         self._before -= header
@@ -442,7 +442,7 @@ def array_crc32c(array: np.ndarray) -> str:
 
 
 def _parse_header(head: bytes, num_bytes: int) -> tuple[np.dtype, tuple[int, ...], int]:
-    """`npy.read_header` of the first bytes of a file, and the offset of the numbers."""
+    """Returns dtype and shape as `npy.read_header`, and the offset of the values."""
     stream = io.BytesIO(head)
     dtype, shape = npy.read_header(stream, num_bytes)
     return dtype, shape, stream.tell()

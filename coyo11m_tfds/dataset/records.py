@@ -220,7 +220,7 @@ class RecordLayout:
     """Layout of the records of one data set."""
 
     def __init__(self, text_dim: int, *, num_tokens: int = 0, with_latents: bool = True):
-        """Takes the sizes of the features of a text; 0 for records without them."""
+        """Takes the sizes of `text_embedding` and `tokens`; 0 for records without the feature."""
         sizes = {schema.LATENTS: schema.NUM_CROPS * schema.LATENT_NBYTES} if with_latents else {}
         if text_dim:
             sizes[schema.TEXT_EMBEDDING] = 2 * text_dim

@@ -28,13 +28,13 @@ class ArraySpec(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a sequence of batches is entered.
+    """Position at which a sequence of batches starts.
 
     Attributes:
-        start: samples before the first batch: of every lane, or in evaluation of all processes.
-        each: of these, samples of a batch.
-        order: digest of all that a number of samples needs beside it to mean one place.
-        stride: only every so many batches are given.
+        start: Samples before the first batch: in each lane or, in evaluation, over all processes.
+        each: Samples of a batch, counted in the same way.
+        order: Digest of the data set and the settings of the order.
+        stride: The sequence has only every `stride`-th batch.
     """
 
     start: int

@@ -44,7 +44,7 @@ class ReadCounter:
 
     @contextlib.contextmanager
     def chunk(self) -> Iterator[None]:
-        """In its `with` block the records of one chunk are being read."""
+        """Counts a chunk, whose records are read in the `with` block."""
         self._count(begun=1)
         try:
             yield
@@ -54,12 +54,12 @@ class ReadCounter:
         self._count(done=1)
 
     def add_bytes(self, num_bytes: int) -> None:
-        """So many bytes have been read."""
+        """Counts bytes that have been read."""
         with self._lock:
             self._bytes += num_bytes
 
     def add_bad(self, num_records: int) -> None:
-        """Some records could not be read."""
+        """Counts records that could not be read."""
         with self._lock:
             self._bad += num_records
 

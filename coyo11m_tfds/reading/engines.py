@@ -137,10 +137,10 @@ class Lanes(NamedTuple):
     """Lanes of one process, each with an iterator of its own.
 
     Attributes:
-        own: their numbers.
-        each: samples of a lane in a batch.
-        spec: of one lane's part of a batch.
-        read: gives the samples of a lane, in batches of a multiple of `each`, without end.
+        own: Numbers of the lanes.
+        each: Samples of a lane in a batch.
+        spec: Shapes and dtypes of one lane's part of a batch.
+        read: Function that reads a lane without end, in batches of a multiple of `each`.
     """
 
     own: range
@@ -150,7 +150,7 @@ class Lanes(NamedTuple):
 
 
 def train_lanes(opened: Opened, asked: Training) -> Lanes:
-    """The same samples as of `train`, lane by lane."""
+    """Returns the samples of `train`, lane by lane."""
     order, readers = _order(opened, asked), _train_readers(opened, asked)
     rows_at_once = -(-_LANE_ROWS // asked.each) * asked.each
 

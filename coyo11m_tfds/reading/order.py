@@ -159,8 +159,8 @@ class Order:
     def _permuted(self, epoch: int, lane: np.ndarray, window: np.ndarray) -> np.ndarray:
         """The permutation of each window of each lane; int64 `(lanes, windows, self.window)`.
 
-        Records are sorted by their hashes, which differ from each other, so that every sort gives
-        the same. The last window of a lane is shorter: what it lacks is sorted to its end.
+        Records are sorted by their hashes. All hashes differ, so every sorting algorithm gives the
+        same permutation. The last window of a lane is shorter: its missing records sort to the end.
         """
         keys = derive(self.settings.seed, WINDOWS, epoch, lane, window)[..., None]
         place = np.arange(self.window)

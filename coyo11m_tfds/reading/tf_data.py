@@ -103,7 +103,7 @@ def _train_lanes(asked: Training, opened: Opened) -> tf.data.Dataset:
 
 
 def _eval_indexed(asked: Reading, opened: Opened) -> tf.data.Dataset:
-    """In the order of the shards, so nothing is interleaved."""
+    """Reads in the order of the shards, without interleaving."""
     found = engines.evaluation(opened, asked)
     batches = tf.data.Dataset.from_generator(
         lambda: found.read(0), output_signature=_signature(found.spec, asked.local_size)

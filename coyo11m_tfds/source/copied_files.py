@@ -1,12 +1,12 @@
-"""Records which files of a source have been copied to a destination, and in which version.
+"""Records of the files of a source that have been copied to a destination.
 
     copied = CopiedFiles(Destination('gs://bucket/coyo11m'))
-    copied.missing(files)              # those of `files`, by name, that are still to be copied
-    copied.save(name, file, state)     # when a copy is there
+    copied.missing(files)              # files that are still to be copied, by name
+    copied.save(name, file, state)     # after a copy is complete
 
-A record of every copy, in `.mirror/` of the destination, has the version of the original and the
-size and CRC-32C of the copy. A file counts as copied if its record is of the version that the
-source has now, and what is there now fits the record.
+`.mirror/` of the destination holds a record for every copy: the version of the original, and the
+size and CRC-32C of the copy. A file counts as copied if its record names the present version of the
+original and fits the present copy.
 """
 
 import concurrent.futures

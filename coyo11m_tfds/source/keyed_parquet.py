@@ -41,8 +41,9 @@ _WITH_CHECKSUM = re.compile(rb'(?:\x15[\x80-\xff]*[\x00-\x7f]){4}', re.DOTALL)
 class KeyedFile:
     """An open Parquet file with keys; a context manager.
 
-    Keys are a column `key`. pandas writes a named index as such a column, too, but only describes
-    one of evenly spaced numbers in the metadata; that description counts if there is no column.
+    The keys are a column `key`. pandas writes a named index as such a column, except an index of
+    evenly spaced numbers, which it only describes in the metadata. That description is used if
+    there is no column.
 
     Attributes:
         name: The file in messages; the path may be that of a copy.

@@ -61,7 +61,7 @@ class Destination:
         Args:
             local_file: a file in the folder that `staging` gave.
             name: relative to the folder; folders in it are made.
-            crc32c: of the file. Where the file is copied or uploaded, the copy must have it.
+            crc32c: CRC-32C of the file. A copy or an upload of the file must have the same.
 
         Raises:
             OSError: the file cannot be stored, e.g. because the disk is full.

@@ -98,7 +98,7 @@ class Taker(Protocol):
 
 
 class Content:
-    """Keeps a small file."""
+    """Keeps the contents of a small file."""
 
     def __init__(self):
         self.data, self.crc32c = bytearray(), 0
@@ -109,7 +109,7 @@ class Content:
 
 
 class Checksum:
-    """Keeps nothing but the checksum."""
+    """Keeps only the checksum of a file."""
 
     def __init__(self):
         self.crc32c = 0

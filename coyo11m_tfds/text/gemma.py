@@ -5,11 +5,12 @@
     states = model.apply({'params': params}, tokens)    # int32 (b, T) -> (b, T, width)
     vectors = gemma.mean_states(states, lengths)        # int32 (b,) -> float32 (b, width)
 
-Architecture: Gemma Team, "Gemma 3 Technical Report" (2025); the same numbers as transformers'
-`Gemma3TextModel`, whose names of settings are given at `Config`. Padding goes to the right: the
-attention is causal, so the states of real tokens do not depend on it, and no mask is needed but
-where states are averaged or attended to. Pure functions of arrays: they can be part of a jitted
-training step. The layers are one scanned module, so that compile time does not grow with depth.
+Architecture: Gemma Team, "Gemma 3 Technical Report" (2025). The results are those of transformers'
+`Gemma3TextModel`; `Config` lists its names of the settings. Padding goes to the right. The
+attention is causal, so the states of real tokens do not depend on the padding, and only code that
+averages states or attends to them needs a mask. All functions are pure functions of arrays, so a
+jitted training step can call them. The layers are one scanned module, so that compile time does not
+grow with depth.
 """
 
 import dataclasses

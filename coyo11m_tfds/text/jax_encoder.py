@@ -40,12 +40,12 @@ class JaxTokenizer(Tokenizer):
     """The tokenizer of a Gemma 3, always the fast one.
 
     Attributes:
-        name: `jax:` and the name on the hub or the folder's own name.
-        revision: of a model on the hub its commit; of a folder a digest of the files in it.
-        max_tokens: the greatest length, special tokens counted in; the model's own if smaller.
-        vocabulary: ids are less than this.
-        truncated: captions cut to it so far.
-        checkpoint: the model's files.
+        name: `jax:` and the name on the hub, or the last part of the folder's path.
+        revision: Commit of a model on the hub, or digest of the files in a folder.
+        max_tokens: Greatest length with special tokens; the model's own limit if that is smaller.
+        vocabulary: Number that all ids are below.
+        truncated: Captions cut to `max_tokens` so far.
+        checkpoint: Files of the model.
     """
 
     def __init__(self, model: str, max_tokens: int) -> None:

@@ -64,9 +64,9 @@ class Encoder(Tokenizer, Protocol):
     """A text encoder, as `embed_captions` uses it.
 
     Attributes:
-        dim: numbers an embedding.
-        dtype: of weights and computation.
-        pooling: how one embedding is made of those of the tokens.
+        dim: Numbers of an embedding.
+        dtype: Dtype of the weights and of the computation.
+        pooling: How the states of the tokens become one embedding.
     """
 
     dim: int

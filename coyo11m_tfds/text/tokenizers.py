@@ -4,8 +4,8 @@
     ids = tokenizer.tokenize(['a cat', 'two dogs'])         # [[2112, 1843], [3829, 3130]]
     pad(ids, tokenizer.max_tokens)                          # int32 (2, 16), padded with -1
 
-The model learns what a token means (`train_lib.models.words`). `words` needs no files; all other
-names are those of `text_encoders`, whose tokenizer it is then.
+The model learns what a token means (`train_lib.models.words`). `words` needs no files. All other
+names are those of text encoders (`text_encoders`) and stand for the tokenizers of these.
 """
 
 from collections.abc import Sequence

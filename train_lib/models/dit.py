@@ -234,7 +234,7 @@ class DiT(nn.Module):
 
     @property
     def turns(self) -> int:
-        """Of the loop over the blocks."""
+        """Length of the loop over the blocks."""
         return max(1, self.depth // self.unroll)
 
     @nn.compact

@@ -137,9 +137,10 @@ def parse(text: str) -> Module:
 
 
 def executed(module: Module) -> Iterator[Executed]:
-    """Every computation that runs, at every place where it does; not the condition of a loop.
+    """Yields every computation that runs, once for each place where it runs.
 
-    Also skipped is what only combines two numbers, such as the sum of a reduction.
+    Conditions of loops are left out, and computations that combine two numbers, such as the sum of
+    a reduction.
     """
     stack = [Executed(module.entry, 1, (), module.entry)]
     while stack:
