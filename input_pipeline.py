@@ -29,21 +29,20 @@ from typing import TYPE_CHECKING, Any
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import texts
+from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.dataset.stored_dataset import Data, DatasetStats, StoredDataset, open_data
-from coyo11m_tfds.reading import engines, process_settings, verified
-from coyo11m_tfds.reading.bad_records import DEFAULT_MAX_FRACTION, STOP, DamagedError
-from coyo11m_tfds.reading.batches import ArraySpec, Batch, Batches
-from coyo11m_tfds.reading.counter import ReadCounter, ReadCounts
-from coyo11m_tfds.reading.names import AUTO, CHUNKS, DROP_TEXT, ENGINES, MASK, ROWS, TF_DATA
-from coyo11m_tfds.reading.order import Order, OrderSettings
-from coyo11m_tfds.reading.settings import Reading, Training
-from coyo11m_tfds.reading.shares import nearest_shares
+from coyo11m_tfds.reading import engines, process_settings
+from coyo11m_tfds.reading.batches import DROP_TEXT, MASK, ArraySpec, Batch, Batches
+from coyo11m_tfds.reading.damage import DEFAULT_MAX_FRACTION, ONCE, STOP
+from coyo11m_tfds.reading.files import ReadCounter, ReadCounts
+from coyo11m_tfds.reading.order import Order, OrderSettings, nearest_shares
+from coyo11m_tfds.reading.settings import AUTO, CHUNKS, ENGINES, ROWS, TF_DATA, Reading, Training
 
 if TYPE_CHECKING:
     import jax
     import tensorflow as tf
 
-    from coyo11m_tfds.reading.on_device import Arrays, key_words, process_share, to_device
+    from coyo11m_tfds.reading.to_device import Arrays, key_words, process_share, to_device
 
 __all__ = [
     'AUTO',
@@ -93,7 +92,7 @@ _NEED_JAX = ('Arrays', 'key_words', 'process_share', 'to_device')
 def __getattr__(name: str) -> Any:
     """Imports what needs JAX when it is asked for."""
     if name in _NEED_JAX:
-        return getattr(importlib.import_module('coyo11m_tfds.reading.on_device'), name)
+        return getattr(importlib.import_module('coyo11m_tfds.reading.to_device'), name)
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 
@@ -137,6 +136,10 @@ def engine_of(data: Data, engine: str = AUTO, split: str = schema.TRAIN) -> str:
     return opened.engine if opened else CHUNKS
 
 
+def _opened(asked: Reading) -> engines.Opened | None:
+    return engines.open_split(asked.stored, asked.split, asked.engine)
+
+
 # --- Batches on the host -----------------------------------------------------------------------
 
 
@@ -161,7 +164,7 @@ def train_batches(
     parallel_reads: int = 4,
     prefetch: int = _AUTOTUNE,
     engine: str = AUTO,
-    verify: str = verified.ONCE,
+    verify: str = ONCE,
     text: texts.Spec = '',
     stride: int = 1,
 ) -> Batches:
@@ -226,7 +229,16 @@ def train_batches(
             data set does not have, or 'rows' where files are not local or have no chunk index.
         OSError: there is no data set, or its metadata cannot be read.
     """
-    return engines.train(Training(**locals()))
+    return _train_batches(Training(**locals()))
+
+
+def _train_batches(asked: Training) -> Batches:
+    opened = _opened(asked)
+    if opened is None or asked.engine == TF_DATA:
+        from coyo11m_tfds.reading import tf_data
+
+        return tf_data.train_batches(asked, opened)
+    return engines.train_batches(asked, opened)
 
 
 def eval_batches(
@@ -244,7 +256,7 @@ def eval_batches(
     parallel_reads: int = 16,
     prefetch: int = _AUTOTUNE,
     engine: str = AUTO,
-    verify: str = verified.ONCE,
+    verify: str = ONCE,
     text: texts.Spec = '',
 ) -> Batches:
     """This process's part of every record of a split, once, in the order of the shards.
@@ -265,7 +277,13 @@ def eval_batches(
     Raises:
         ValueError, OSError: as of `train_batches`; or the split is empty.
     """
-    return engines.evaluate(Reading(**locals()))
+    asked = Reading(**locals())
+    opened = _opened(asked)
+    if opened is None or asked.engine == TF_DATA:
+        from coyo11m_tfds.reading import tf_data
+
+        return tf_data.eval_batches(asked, opened)
+    return engines.eval_batches(asked, opened)
 
 
 def train_dataset(
@@ -289,7 +307,7 @@ def train_dataset(
     parallel_reads: int = 4,
     prefetch: int = _AUTOTUNE,
     engine: str = AUTO,
-    verify: str = verified.ONCE,
+    verify: str = ONCE,
     text: texts.Spec = '',
 ) -> 'tf.data.Dataset':
     """The batches of `train_batches` as a `tf.data.Dataset` that interleaves this host's lanes.
@@ -309,7 +327,7 @@ def train_dataset(
     asked = Training(**locals())
     from coyo11m_tfds.reading import tf_data
 
-    return tf_data.train(asked)
+    return tf_data.train(asked, _opened(asked))
 
 
 def eval_dataset(
@@ -327,7 +345,7 @@ def eval_dataset(
     parallel_reads: int = 16,
     prefetch: int = _AUTOTUNE,
     engine: str = AUTO,
-    verify: str = verified.ONCE,
+    verify: str = ONCE,
     text: texts.Spec = '',
 ) -> 'tf.data.Dataset':
     """The batches of `eval_batches` as a `tf.data.Dataset`, whose `cardinality()` is their number.
@@ -337,7 +355,7 @@ def eval_dataset(
     asked = Reading(**locals())
     from coyo11m_tfds.reading import tf_data
 
-    return tf_data.evaluate(asked)
+    return tf_data.evaluate(asked, _opened(asked))
 
 
 # --- Batches on the devices ----------------------------------------------------------------------
@@ -363,7 +381,7 @@ def train_arrays(
     parallel_reads: int = 4,
     prefetch: int = _AUTOTUNE,
     engine: str = AUTO,
-    verify: str = verified.ONCE,
+    verify: str = ONCE,
     text: texts.Spec = '',
     ahead: int = 2,
 ) -> 'Arrays':
@@ -382,9 +400,9 @@ def train_arrays(
         ValueError, OSError: as of `train_batches` and `to_device`.
     """
     asked = dict(locals())
-    from coyo11m_tfds.reading import on_device
+    from coyo11m_tfds.reading import to_device
 
     del asked['sharding'], asked['ahead']
-    index, count = on_device.process_share(sharding)
-    batches = engines.train(Training(**asked, process_index=index, process_count=count))
-    return on_device.to_device(batches, sharding, ahead)
+    index, count = to_device.process_share(sharding)
+    batches = _train_batches(Training(**asked, process_index=index, process_count=count))
+    return to_device.to_device(batches, sharding, ahead)

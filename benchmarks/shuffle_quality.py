@@ -26,8 +26,7 @@ import numpy as np
 
 from benchmarks.runner import markdown_table
 from coyo11m_tfds import schema
-from coyo11m_tfds.reading import shares
-from coyo11m_tfds.reading.order import Order, OrderSettings
+from coyo11m_tfds.reading.order import Order, OrderSettings, check_share
 
 # Bytes of a record, with a text embedding and a caption of 400 bytes, and of what waits of it in a
 # window: one crop, the text embedding and the key.
@@ -73,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         settings = OrderSettings(flags.seed, flags.chunk, flags.lanes, flags.window)
         order = Order(shard_lengths(flags.records), settings)
-        shares.check_share(size, 0, 1, flags.lanes)
+        check_share(size, 0, 1, flags.lanes)
         rows = [_row(each, measure(each, size)) for each in variants(order, size)]
     except ValueError as error:
         sys.exit(f'error: {error}')

@@ -36,7 +36,6 @@ from coyo11m_tfds.dataset.columns import AddedColumn, Column, ColumnFile
 from coyo11m_tfds.dataset.stored_dataset import StoredDataset
 from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.reading import names, verified
 from coyo11m_tfds.report import statistics
 from coyo11m_tfds.source import pt_check, pt_file, sidecar
 from coyo11m_tfds.source.joined import Joined
@@ -46,7 +45,7 @@ from coyo11m_tfds.storage.scratch import Scratch, choose_folder
 from coyo11m_tfds.storage.source_files import SourceFile
 
 _NAME = re.compile(r'[a-z][a-z0-9_]*')
-_TAKEN = {*stored_dataset.READABLE, names.DROP_TEXT, names.MASK, texts.RECORDS}
+_TAKEN = {*stored_dataset.READABLE, input_pipeline.DROP_TEXT, input_pipeline.MASK, texts.RECORDS}
 _ROWS_AT_ONCE = 4096
 _CHUNKS_AT_ONCE = 32  # requests to gs://
 
@@ -290,7 +289,7 @@ def _keys(stored: StoredDataset) -> Iterator[np.ndarray]:
             )
         batches = input_pipeline.eval_batches(
             stored,
-            verify=verified.ALWAYS,
+            verify='always',
             split=split,
             features=(schema.KEY,),
             batch_size=_ROWS_AT_ONCE,
@@ -300,7 +299,7 @@ def _keys(stored: StoredDataset) -> Iterator[np.ndarray]:
         num_records = sum(stored.splits[split].shard_lengths)
         with Progress(f'Reading keys of {split}', num_records, 'records') as progress:
             for batch in batches:
-                keys = batch[schema.KEY][batch[names.MASK]]
+                keys = batch[schema.KEY][batch[input_pipeline.MASK]]
                 yield keys
                 progress.add(len(keys))
 

@@ -254,9 +254,9 @@ def test_verify_reads_the_source_too(movable):
 
 @pytest.mark.parametrize('engine', ['rows', 'chunks'])
 def test_a_source_that_changes_while_it_is_read_is_named(movable, monkeypatch, engine):
-    from coyo11m_tfds.reading import mapped_files
+    from coyo11m_tfds.reading import files as files_lib
 
-    monkeypatch.setattr(mapped_files, '_CHECK_SECONDS', 0)
+    monkeypatch.setattr(files_lib, '_CHECK_SECONDS', 0)
     path, source = movable
     batches = input_pipeline.train_batches(path, engine=engine, **ORDER)
     next(batches)

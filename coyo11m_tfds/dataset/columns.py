@@ -27,7 +27,7 @@ from coyo11m_tfds.storage.source_files import SourceFile
 
 RECORDS, IN_PLACE = LATENTS_LIE = ('records', 'in_place')  # the config's `latents`
 
-MAX_ROW_NBYTES = 2 * schema.MAX_TEXT_DIM  # of an added column: `mapped_files` gathers no more
+MAX_ROW_NBYTES = 2 * schema.MAX_TEXT_DIM  # of an added column: `reading.files` gathers no more
 
 ROW_NBYTES = schema.NUM_CROPS * schema.LATENT_NBYTES  # of latents in place
 

@@ -10,7 +10,7 @@
 
     layout = records.RecordLayout(text_dim=640)
     found = layout.find(memory, begin, end)       # places of the values of many records
-    found.keys, found.latents, found.text, found.regular
+    found.keys, found.places['latents'], found.regular
 
 TensorFlow would write the same bytes. Without it, the offsets of the records and the checksum of
 the file are known without a second reading, a worker process starts in 1.4 s with 260 MB instead
@@ -190,7 +190,7 @@ class RecordScan:
 
 
 class Memory(Protocol):
-    """Files in memory, see `reading.mapped_files`."""
+    """Files in memory, see `reading.files`."""
 
     zeros: int  # address of readable zeros
 
@@ -205,15 +205,13 @@ class Found(NamedTuple):
         regular: whether a record has the layout, bool `(n,)`; other values mean nothing where not.
         keys: int64 `(n,)`.
         captions_end: addresses at which the captions end, int64 `(n,)`.
-        latents, text, tokens: addresses at which the values begin, int64 `(n,)`.
+        places: addresses at which the values of each large feature begin, int64 `(n,)`.
     """
 
     regular: np.ndarray
     keys: np.ndarray
     captions_end: np.ndarray
-    latents: np.ndarray
-    text: np.ndarray
-    tokens: np.ndarray
+    places: dict[str, np.ndarray]
 
 
 class RecordLayout:
@@ -256,9 +254,7 @@ class RecordLayout:
             regular & is_key,
             keys,
             key_end - length - self._key_heads.shape[1],
-            safe - self._from_end.get(schema.LATENTS, 0),
-            safe - self._from_end.get(schema.TEXT_EMBEDDING, 0),
-            safe - self._from_end.get(schema.TOKENS, 0),
+            {name: safe - from_end for name, from_end in self._from_end.items()},
         )
 
     def _decode_keys(self, window: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

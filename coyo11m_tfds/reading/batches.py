@@ -1,4 +1,4 @@
-"""Batches on the host: an iterator that knows where it is, what it gives, and whose share.
+"""Batches on the host: an iterator that reads ahead and knows its place, contents and share.
 
 batches = Batches(read, Place(start=0, each=16, order='9f3a...'), spec, 29687.5, (0, 1), ahead=2)
 next(batches)['latents']
@@ -6,22 +6,28 @@ state = batches.get_state()         # {'samples': 16, 'order': '9f3a...'}
 batches.set_state(state)
 """
 
+import collections
+import concurrent.futures
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 
 from coyo11m_tfds.reading import memory
-from coyo11m_tfds.reading.ahead import Ahead
 
 T = TypeVar('T')
 
 # What was asked for of some samples. Added columns come under names of their own.
 Batch = dict[str, np.ndarray]
 
+DROP_TEXT = 'drop_text'  # bool (b,); with caption_dropout > 0
+MASK = 'mask'  # bool (b,); False for rows of zeros that stand for no record
+
 
 class ArraySpec(NamedTuple):
-    """Of an array in every batch."""
+    """Shape and dtype of an array in every batch."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -41,6 +47,81 @@ class Place(NamedTuple):
     each: int
     order: str
     stride: int = 1
+
+
+class Ahead(Iterator[T]):
+    """Gives the items of an iterator while a thread of its own reads up to `count` more of them.
+
+    An error of the iterator is raised in the place of its item, and again by each `next` after it.
+    A Ctrl-C during `next` loses nothing: the next call gives the item. Reading begins when the
+    first item is asked for; the thread ends when this is closed or dropped.
+    """
+
+    def __init__(self, items: Iterator[T], count: int, thread_name: str = 'ahead'):
+        self._items, self._count, self._thread_name = items, count, thread_name
+        # Items, and errors in their places.
+        self._ready: collections.deque[tuple[Any, BaseException | None]] = collections.deque()
+        self._given = self._made = self._allowed = 0
+        self._is_filling = self._is_closed = False
+        self._lock, self._came = threading.Lock(), threading.Lock()
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name)
+        self._thread.submit(int)  # starts it here, where nobody holds anything that can be lost
+        self._is_finalizing = sys.is_finalizing  # of an iterator that outlives all modules
+
+    def __next__(self) -> T:
+        # A KeyboardInterrupt may be raised by any call here. So nothing changes before the last
+        # two lines that does harm when it is done twice, and these call nothing.
+        self._allow(self._given + self._count)
+        while not self._ready:
+            self._came.acquire()
+        item, error = self._ready[0]
+        if error:
+            self._end_thread()
+            raise error
+        self._allow(self._given + 1 + self._count)
+        self._given += 1
+        del self._ready[0]
+        return item
+
+    def close(self) -> None:
+        """Ends the thread; there are no more items."""
+        self._is_closed = True
+        self._ready = collections.deque([(None, StopIteration())])
+        self._end_thread()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _allow(self, number: int) -> None:
+        """Lets the thread make so many items in all."""
+        with self._lock:
+            self._allowed = number
+            if not (self._is_filling or self._is_closed):
+                self._thread.submit(self._fill)
+                self._is_filling = True
+
+    def _fill(self) -> None:
+        while self._goes_on():
+            try:
+                self._ready.append((next(self._items), None))
+            except BaseException as error:
+                self._is_closed = True
+                self._ready.append((None, error))
+            self._made += 1
+            if self._came.locked():
+                self._came.release()
+
+    def _goes_on(self) -> bool:
+        with self._lock:
+            self._is_filling = self._made < self._allowed and not self._is_closed
+            return self._is_filling
+
+    def _end_thread(self) -> None:
+        if not self._is_finalizing():  # or the interpreter has ended the thread
+            self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 class Resumable(Ahead[T]):
@@ -84,9 +165,11 @@ class Resumable(Ahead[T]):
         self.go_to(samples)
 
     def go_to(self, samples: int) -> None:
-        """Continues after so many samples of every lane."""
-        self._restart(lambda: self._read(samples))
-        self._begun = self._begun._replace(start=samples)
+        """Continues after so many samples of every lane, when what is under way has ended."""
+        self.close()
+        self._thread.shutdown()
+        place = self._begun._replace(start=samples)
+        Resumable.__init__(self, self._read, place, self._count, self._thread_name)
 
 
 class Batches(Resumable[Batch]):
@@ -95,9 +178,9 @@ class Batches(Resumable[Batch]):
     A context manager closes it: `with train_batches(...) as batches`.
 
     Attributes:
-        spec: shape and dtype of each array in a batch, by name.
-        steps_per_epoch: batches that the split makes, on average; NaN if its size is unknown.
-        process_index, process_count: whose part of how many it is.
+        spec: Shape and dtype of each array in a batch, by name.
+        steps_per_epoch: Batches that the split makes, on average; NaN if its size is unknown.
+        process_index, process_count: Which part of the global batches it gives.
     """
 
     def __init__(
@@ -124,7 +207,7 @@ class Batches(Resumable[Batch]):
         Args:
             ram_budget_gb: 10^9 bytes that reading may take on this host; 0 for half of the memory
                 that this machine or container has.
-            processes_on_host: how many processes of the run share this host.
+            processes_on_host: Processes of the run that share this host.
 
         Raises:
             ValueError: it takes more; the message says how much, and what would fit.
@@ -133,8 +216,3 @@ class Batches(Resumable[Batch]):
             memory.check(
                 self._memory_need, budget_gb=ram_budget_gb, processes_on_host=processes_on_host
             )
-
-
-def specs_of(blank: Mapping[str, np.ndarray], size: int) -> dict[str, ArraySpec]:
-    """Of batches of `size` rows, from a batch of any size."""
-    return {name: ArraySpec((size, *x.shape[1:]), x.dtype) for name, x in blank.items()}

@@ -15,9 +15,7 @@ import numpy as np
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.columns import AddedColumn, Column
-from coyo11m_tfds.reading import verified
-from coyo11m_tfds.reading.fetched_files import FetchedFiles, Range
-from coyo11m_tfds.reading.mapped_files import MappedFiles
+from coyo11m_tfds.reading.files import FetchedFiles, MappedFiles, Range
 from coyo11m_tfds.storage.source_files import SourceFile
 
 # Two rows with a gap of at most so many bytes are fetched together: another request would take
@@ -33,13 +31,13 @@ class OpenedColumn(NamedTuple):
     """One column of a split, after a comparison with what the data set says of it.
 
     Attributes:
-        name: what errors call it.
-        files: that its rows lie in, as they are now.
-        starts: where in each of them the first row begins, in bytes.
-        places: of each record the number of its file, its row and the CRC-32C of that, uint32
-            `(n, 3)`; None where the rows of the only file are those of the records, and the CRC-32C
-            follows each.
-        dtype, shape: of one row.
+        name: What errors call it.
+        files: The files that its rows lie in, as they are now.
+        starts: Byte at which the first row begins in each of them.
+        places: Number of the file, row, and CRC-32C of the row for each record, uint32 `(n, 3)`;
+            None where the rows of the only file are those of the records, and the CRC-32C follows
+            each.
+        dtype, shape: Dtype and shape of a row.
     """
 
     name: str
@@ -53,11 +51,6 @@ class OpenedColumn(NamedTuple):
     def row_nbytes(self) -> int:
         """Bytes of the values of a row."""
         return self.dtype.itemsize * math.prod(self.shape)
-
-    @property
-    def stride(self) -> int:
-        """Bytes from one row to the next."""
-        return self.row_nbytes + (_CRC_NBYTES if self.places is None else 0)
 
 
 def open_column(
@@ -106,26 +99,20 @@ def _check_places(column: OpenedColumn, places: np.ndarray) -> None:
 
 
 class ColumnReader:
-    """Finds the rows of one column of a split in its files.
-
-    Attributes:
-        dtype: of the numbers of a row.
-        shape: of a row.
-    """
+    """Finds the rows of one column of a split in its files."""
 
     def __init__(self, opened: OpenedColumn, fetched: FetchedFiles | None = None):
         """Reads nothing; maps the files when rows of them are looked for, unless they are fetched.
 
         Args:
-            opened: the column.
-            fetched: learns its files, whose `ranges` are to be taken before rows are looked for.
+            opened: The column.
+            fetched: Learns its files; their `ranges` are to be taken before rows are looked for.
 
         Raises:
             ValueError: there are too many files to map.
         """
-        self.dtype, self.shape = opened.dtype, opened.shape
         self._places, self._row_nbytes = opened.places, opened.row_nbytes
-        self._stride = opened.stride
+        self._stride = opened.row_nbytes + (_CRC_NBYTES if opened.places is None else 0)
         self._starts = np.array(opened.starts, np.int64)
         self._files: MappedFiles | FetchedFiles
         if fetched:
@@ -133,8 +120,7 @@ class ColumnReader:
         else:
             paths = [file.path for file in opened.files]
             versions = [file.version for file in opened.files]
-            self._files = MappedFiles(lambda number: paths[number], len(paths), versions)
-            self._first = 0
+            self._files, self._first = MappedFiles(paths.__getitem__, len(paths), versions), 0
 
     def find(self, number: np.ndarray) -> np.ndarray:
         """The addresses of the values of some records of the split, int64 `(n,)`.
@@ -155,18 +141,17 @@ class ColumnReader:
         return address
 
     def matches(self, number: np.ndarray, address: np.ndarray) -> np.ndarray:
-        """Whether rows have their checksums; bool `(n,)`.
+        """Whether the rows of some records have their checksums; bool `(n,)`.
 
-        Args:
-            number: of some records.
-            address: of their values, as `find` has it.
+        `address` is what `find` gives for these records. Whole rows are compared, with all crops:
+        another epoch takes another one.
         """
         memory = self._files.memory
         if self._places is None:
             stored = memory.gather(address + self._row_nbytes, _CRC_NBYTES).view('<u4')
         else:
             stored = self._places[number, 2]
-        return verified.checksums(memory, address, address + self._row_nbytes) == stored
+        return memory.crc32c(address, address + self._row_nbytes) == stored
 
     def place(self, number: int) -> tuple[str, int]:
         """The path of the file that a record's row is in, and the number of that row."""
@@ -177,8 +162,8 @@ class ColumnReader:
         """What is to be fetched of the files for each run of records: rows, and small gaps.
 
         Args:
-            first: record that each run begins with, int64 `(n,)`.
-            count: its records, at least 1.
+            first: Record that each run begins with, int64 `(n,)`.
+            count: Records of each run, at least 1.
         """
         run = np.repeat(np.arange(len(first)), count)
         in_run = np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)

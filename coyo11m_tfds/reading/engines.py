@@ -1,126 +1,97 @@
-"""The engines `rows` and `chunks` as `input_pipeline` asks for them: opened, checked and read.
+"""Reads a split with a chunk index: by rows of mapped files, or by chunks that are fetched.
 
-    batches = engines.train(Training(data=path, batch_size=256, ...))
-    batches = engines.evaluate(Reading(data=path, batch_size=256, ...))
+    opened = engines.open_split(stored, 'train', 'auto')     # None without a chunk index
+    batches = engines.train_batches(Training(data=path, batch_size=256, ...), opened)
+    batches = engines.eval_batches(Reading(data=path, batch_size=256, ...), opened)
 
-How batches are gathered is in `rows` and `chunk_blocks`.
+By rows there are no windows in memory: the plan says which records come, and each batch is gathered
+out of the page cache when it is due. What the following batches need is asked for ahead, so that a
+disk reads it meanwhile.
+
+By chunks a block of batches is filled chunk by chunk, each fetched with one request: the records
+are found, compared with their checksums and gathered as in mapped files. Then the bytes of the
+chunk are dropped. While one block is given out, the next one is filled.
 """
 
 import dataclasses
-import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from absl import logging
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import texts
+from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.dataset.stored_dataset import IndexedSplit, StoredDataset
-from coyo11m_tfds.reading import (
-    chunk_blocks,
-    column_reader,
-    memory,
-    process_settings,
-    row_plan,
-    rows,
-    shares,
-    verified,
-)
-from coyo11m_tfds.reading.bad_records import SKIP, BadRecords, naming_damage
-from coyo11m_tfds.reading.batches import ArraySpec, Batches, Place, specs_of
+from coyo11m_tfds.reading import column_reader, damage, memory, process_settings
+from coyo11m_tfds.reading.batches import Ahead, ArraySpec, Batch, Batches, Place
 from coyo11m_tfds.reading.column_reader import ColumnReader
-from coyo11m_tfds.reading.fetched_files import FetchedFiles
-from coyo11m_tfds.reading.mapped_files import MAX_FILES
-from coyo11m_tfds.reading.names import AUTO, CHUNKS, EVAL_CROP, ROWS, TF_DATA
-from coyo11m_tfds.reading.order import Order, OrderSettings
+from coyo11m_tfds.reading.damage import BadRecords
+from coyo11m_tfds.reading.files import MAX_FILES, FetchedFiles, Range, ReadCounter
+from coyo11m_tfds.reading.order import (
+    Block,
+    Order,
+    OrderSettings,
+    check_share,
+    eval_blocks,
+    own_lanes,
+    train_blocks,
+)
 from coyo11m_tfds.reading.row_reader import RowChoices, RowReader
-from coyo11m_tfds.reading.settings import Reading, Training
+from coyo11m_tfds.reading.settings import AUTO, CHUNKS, ROWS, TF_DATA, Reading, Training
 from coyo11m_tfds.storage import json_digest
 
-_BATCHES_AHEAD = 2  # unless `prefetch` says otherwise
+# Evaluation sees the middle one of the three crops, which is the one centred on the image.
+EVAL_CROP = 1
 
-# At least so many samples of a lane are gathered together, so that NumPy's calls cost little.
-_LANE_ROWS = 256
+# Bytes of a long caption as an object of Python, with its place in the array.
+_CAPTION_NBYTES = 600
 
+# How often a chunk with a damaged record is fetched: its bytes may have been changed on the way.
+_ATTEMPTS = 3
 
-# Gives the batches that come after so many samples, or batches.
-Read = Callable[[int], Iterator[rows.Batch]]
+# At least so many records of chunks are gathered together, so that NumPy's calls cost little.
+_GROUP_RECORDS = 1024
+
+# The ranges of files that hold the values of its records; the first one has the records.
+_Chunk = tuple[Range, ...]
 
 
 class Opened(NamedTuple):
     """A split with a chunk index, and the engine that reads it."""
 
     stored: StoredDataset
+    name: str
     split: IndexedSplit
     engine: str
 
 
-def open_split(stored: StoredDataset, split: str, engine: str) -> Opened | None:
+def open_split(stored: StoredDataset, name: str, engine: str) -> Opened | None:
     """The split that is read by rows or chunks; None without a chunk index.
 
     Raises:
         ValueError: rows are asked for and cannot be had; or there is no such split.
         OSError: the chunk index cannot be read.
     """
-    opened = None if stored.is_remote and engine == ROWS else stored.split(split)
-    if opened is None and engine == ROWS:
+    split = None if stored.is_remote and engine == ROWS else stored.split(name)
+    if split is None and engine == ROWS:
         raise ValueError(
             f'{stored.folder}: engine={ROWS!r} reads local data sets with a chunk index of split '
-            f'{split!r} and no latents on gs://, and this is none; set engine={CHUNKS!r}'
+            f'{name!r} and no latents on gs://, and this is none; set engine={CHUNKS!r}'
         )
-    if opened is None:
+    if split is None:
         return None
     if engine in (AUTO, TF_DATA):
-        by_rows = not stored.is_remote and len(opened.index.shard_lengths) <= MAX_FILES
+        by_rows = not stored.is_remote and len(split.index.shard_lengths) <= MAX_FILES
         engine = ROWS if by_rows else CHUNKS
-    return Opened(stored, opened, engine)
+    return Opened(stored, name, split, engine)
 
 
-def train(asked: Training) -> Batches:
-    """`input_pipeline.train_batches`."""
-    opened = open_split(asked.stored, asked.split, asked.engine)
-    if opened is None or asked.engine == TF_DATA:
-        from coyo11m_tfds.reading import tf_data
-
-        return tf_data.train_batches(asked, is_indexed=opened is not None)
-    order, lanes = _order(opened, asked), shares.own_lanes(asked.lanes, *asked.process)
-    readers = _train_readers(opened, asked)
-    in_flight = len(lanes) * asked.parallel_reads
-    block_rows = in_flight * asked.chunk if opened.engine == CHUNKS else 0
-
-    def read(start: int) -> Iterator[rows.Batch]:
-        blocks = row_plan.train_blocks(
-            order, lanes, asked.batch_size, start, asked.stride, block_rows
-        )
-        return readers.open(in_flight)[1](blocks)
-
-    need = None
-    if opened.engine == CHUNKS:
-        need = memory.Need(
-            batch_size=asked.local_size,
-            chunk=asked.chunk,
-            lanes=len(lanes),
-            window=order.window,
-            parallel_reads=asked.parallel_reads,
-            prefetch=asked.prefetch,
-            parsed_nbytes=readers.parsed_nbytes,
-            raw_nbytes=readers.raw_nbytes,
-        )
-    return train_batches(asked, readers.spec(asked.local_size), read, need)
-
-
-def train_batches(
-    asked: Training,
-    spec: Mapping[str, ArraySpec],
-    read: Read,
-    memory_need: memory.Need | None = None,
-) -> Batches:
-    """Batches that `read` gives from so many samples of every lane on."""
-    digest = order_digest(position(asked.stored, asked.order, asked.split))
-    place = Place(asked.start, asked.each, digest, asked.stride)
-    split = asked.stored.splits.get(asked.split)
-    steps = split.num_records // asked.lanes / asked.each if split else math.nan
-    ahead = _batches_ahead(asked)
-    return Batches(read, place, spec, steps, asked.process, ahead, memory_need)
+# --- Batches that know their place ---------------------------------------------------------------
 
 
 def position(stored: StoredDataset, settings: OrderSettings, split: str) -> dict[str, str | int]:
@@ -129,194 +100,233 @@ def position(stored: StoredDataset, settings: OrderSettings, split: str) -> dict
 
 
 def order_digest(position: Mapping[str, str | int]) -> str:
-    """Of `position`, 16 hex digits."""
+    """Digest of `position`, 16 hex digits."""
     return json_digest.sha256(dict(position))[:16]
 
 
-class Lanes(NamedTuple):
-    """Lanes of one process, each with an iterator of its own.
+def train_batches(asked: Training, opened: Opened) -> Batches:
+    """`input_pipeline.train_batches`."""
+    reader = TrainReader(asked, opened)
+    lanes = own_lanes(asked.lanes, *asked.process)
 
-    Attributes:
-        own: Numbers of the lanes.
-        each: Samples of a lane in a batch.
-        spec: Shapes and dtypes of one lane's part of a batch.
-        read: Function that reads a lane without end, in batches of a multiple of `each`.
-    """
+    def read(start: int) -> Iterator[Batch]:
+        return reader.read(lanes, asked.each, start, asked.stride)
 
-    own: range
-    each: int
-    spec: dict[str, ArraySpec]
-    read: Read
-
-
-def train_lanes(opened: Opened, asked: Training) -> Lanes:
-    """Returns the samples of `train`, lane by lane."""
-    order, readers = _order(opened, asked), _train_readers(opened, asked)
-    rows_at_once = -(-_LANE_ROWS // asked.each) * asked.each
-
-    def read(lane: int) -> Iterator[rows.Batch]:
-        # All batch sizes read the same sequence, so a lane may take those of several batches.
-        blocks = row_plan.train_blocks(
-            order,
-            range(lane, lane + 1),
-            rows_at_once * asked.lanes,
-            asked.start,
-            block_rows=asked.parallel_reads * asked.chunk,
+    spec = reader.spec(asked.local_size)
+    need = None
+    if opened.engine == CHUNKS:
+        need = memory.Need(
+            lanes=len(lanes),
+            window=reader.order.window,
+            in_flight=asked.parallel_reads * asked.chunk,
+            rows_ready=(asked.batches_ahead + 1) * asked.local_size,
+            row_nbytes=sum(_row_nbytes(*x) for x in reader.spec(1).values()),
+            raw_nbytes=reader.raw_nbytes,
         )
-        return readers.open(asked.parallel_reads)[1](blocks)
-
-    own = shares.own_lanes(asked.lanes, *asked.process)
-    return Lanes(own, asked.each, readers.spec(asked.each), read)
+    return training(asked, spec, read, need)
 
 
-class Evaluation(NamedTuple):
-    """What one process evaluates.
-
-    Attributes:
-        spec: of every batch.
-        num_batches: that it takes.
-        read: gives those that come after so many.
-    """
-
-    spec: dict[str, ArraySpec]
-    num_batches: int
-    read: Read
-
-
-def evaluation(opened: Opened, asked: Reading) -> Evaluation:
-    """Each record of a split once, in the order of the shards."""
-    shares.check_share(asked.batch_size, *asked.process)
-    records, num_batches = shares.eval_share(
-        opened.stored.folder, asked.split, opened.split, asked.batch_size, *asked.process
-    )
-    chosen = opened.stored.choose_texts(asked.text).first
-    readers = _Readers(opened, chosen, asked, fixed_crop=EVAL_CROP, with_mask=True)
-    blank = readers.open(1)[0].empty()
-
-    def read(start: int) -> Iterator[rows.Batch]:
-        begin = min(records.stop, records.start + start * asked.local_size)
-        lengths = opened.split.index.shard_lengths
-        blocks = row_plan.eval_blocks(lengths, begin, records.stop, asked.local_size)
-        batches = readers.open(asked.parallel_reads)[1](blocks)
-        return rows.fill_up(batches, blank, asked.local_size, num_batches - start)
-
-    return Evaluation(specs_of(blank, asked.local_size), num_batches, read)
+def training(
+    asked: Training,
+    spec: Mapping[str, ArraySpec],
+    read: Callable[[int], Iterator[Batch]],
+    need: memory.Need | None = None,
+) -> Batches:
+    """Training batches that `read` gives from so many samples of every lane on."""
+    digest = order_digest(position(asked.stored, asked.order, asked.split))
+    place = Place(asked.start, asked.each, digest, asked.stride)
+    split = asked.stored.splits.get(asked.split)
+    steps = split.num_records // asked.lanes / asked.each if split else math.nan
+    return Batches(read, place, spec, steps, asked.process, asked.batches_ahead, need)
 
 
-def evaluate(asked: Reading) -> Batches:
+def eval_batches(asked: Reading, opened: Opened) -> Batches:
     """`input_pipeline.eval_batches`."""
-    opened = open_split(asked.stored, asked.split, asked.engine)
-    if opened is None or asked.engine == TF_DATA:
-        from coyo11m_tfds.reading import tf_data
-
-        return tf_data.eval_batches(asked)
-    return eval_batches(asked, evaluation(opened, asked))
+    reader = EvalReader(asked, opened)
+    return evaluation(asked, reader.spec(asked.local_size), reader.num_batches, reader.read)
 
 
-def eval_batches(asked: Reading, found: Evaluation) -> Batches:
-    """All batches of an evaluation; `samples` of a state are of all processes."""
+def evaluation(
+    asked: Reading,
+    spec: Mapping[str, ArraySpec],
+    num_batches: int,
+    read: Callable[[int], Iterator[Batch]],
+) -> Batches:
+    """All batches of an evaluation, of which `read` gives those after so many.
+
+    The samples of a state are those of all processes.
+    """
     parts = [asked.stored.identity(asked.split), asked.batch_size, asked.process_count]
     place = Place(0, asked.batch_size, json_digest.sha256(parts)[:16])
     return Batches(
-        lambda samples: found.read(samples // asked.batch_size),
+        lambda samples: read(samples // asked.batch_size),
         place,
-        found.spec,
-        found.num_batches,
+        spec,
+        num_batches,
         asked.process,
-        _batches_ahead(asked),
+        asked.batches_ahead,
     )
 
 
-def _batches_ahead(asked: Reading) -> int:
-    """How many are kept ready."""
-    return _BATCHES_AHEAD if asked.prefetch < 0 else max(1, asked.prefetch)
+# --- Readers of a split --------------------------------------------------------------------------
 
 
-def _order(opened: Opened, asked: Training) -> Order:
-    """Raises a ValueError for settings that do not fit each other or the data set."""
-    shares.check_share(asked.batch_size, *asked.process, asked.lanes)
-    order = Order(opened.split.index.shard_lengths, asked.order)
-    order.locate(asked.start)  # raises before anything is read
-    return order
+class _SplitReader:
+    """Reads blocks of rows of one split; counts bad records of all of them together."""
 
-
-def _train_readers(opened: Opened, asked: Training) -> '_Readers':
-    return _Readers(
-        opened,
-        opened.stored.choose_texts(asked.text),
-        asked,
-        seed=asked.seed,
-        caption_dropout=asked.caption_dropout,
-        with_mask=asked.on_bad_records == SKIP,
-    )
-
-
-class _Readers:
-    """Readers of one split, which count bad records together; mapped files they share."""
-
-    def __init__(self, opened: Opened, text: texts.Chosen, asked: Reading, **choices: Any):
-        stored, split, engine = opened
+    def __init__(self, asked: Reading, opened: Opened, text: texts.Chosen, **choices: Any):
+        self._opened, self._asked = opened, asked
+        stored, name, split, engine = opened
         _check_text(stored.folder, text, asked)
+        num_records = int(split.index.shard_lengths.sum())
+        found = stored.find_columns(asked.features, text)
+        try:
+            self._columns = {
+                column: column_reader.open_column(found[column], stored.folder, name, num_records)
+                for column in found
+            }
+        except ValueError as error:
+            raise DamagedError(*error.args) from error
+        of_columns = {x: ArraySpec(c.shape, c.dtype) for x, c in self._columns.items()}
         self._choices = RowChoices(
             tuple(asked.features),
-            stored.latent_dtype,
-            stored.text_dim,
-            num_tokens=stored.num_tokens,
+            stored_rows(stored) | of_columns,
             text=text if text.in_columns else None,
             **choices,
         )
         stored.check_features(sorted(self._choices.in_records))
         process_settings.keep_freed_memory()
-        self._opened, self._asked = opened, asked
-        num_records = int(split.index.shard_lengths.sum())
-        self._found = stored.find_columns(asked.features, text)
-        where = stored.folder, asked.split, num_records
-        with naming_damage():
-            self._columns = {
-                name: column_reader.open_column(column, *where)
-                for name, column in self._found.items()
-            }
         self._bad_records = BadRecords(
             asked.on_bad_records, asked.max_bad_fraction, num_records, asked.counter
         )
-        self._mapped = self._reader(None) if engine == ROWS else None
-
-    @property
-    def parsed_nbytes(self) -> int:
-        """Bytes of a sample in a batch."""
-        return self._choices.row_nbytes(self._found)
+        self._mapped = self._row_reader(None) if engine == ROWS else None
 
     @property
     def raw_nbytes(self) -> int:
         """Bytes of a sample in the files."""
-        of_columns = sum(column.row_nbytes for column in self._found.values())
+        of_columns = sum(column.row_nbytes for column in self._columns.values())
         return self._opened.split.record_nbytes + of_columns
 
     def spec(self, size: int) -> dict[str, ArraySpec]:
-        """Of batches of `size` rows."""
-        return specs_of(self.open(1)[0].empty(), size)
+        """Shape and dtype of each array in batches of `size` rows."""
+        return self._choices.spec(size)
 
-    def open(self, in_flight: int) -> tuple[RowReader, rows.Read]:
-        """A reader, and what reads blocks of rows with it, so many chunks at a time."""
-        split, counter, chunk = self._opened.split, self._asked.counter, self._asked.chunk
+    def _read(self, blocks: Iterator[Block], in_flight: int) -> Iterator[Batch]:
+        """The batches of all blocks, one after the other; so many chunks come at a time."""
+        split, counter = self._opened.split, self._asked.counter
         if self._mapped:
-            return self._mapped, functools.partial(rows.read_rows, self._mapped, counter=counter)
+            return _read_rows(self._mapped, blocks, counter)
         at_once = in_flight * (1 + len(self._columns))
         files = FetchedFiles(split.file, split.file_sizes, at_once, counter)
-        reader = self._reader(files)
-        return reader, chunk_blocks.Chunks(split, reader, files, chunk).read
+        reader = self._row_reader(files)
+        return _ChunkReader(split, reader, files, self._asked.chunk).read(blocks)
 
-    def _reader(self, files: FetchedFiles | None) -> RowReader:
-        columns = {name: ColumnReader(column, files) for name, column in self._columns.items()}
+    def _row_reader(self, files: FetchedFiles | None) -> RowReader:
         return RowReader(
             self._opened.split,
             self._choices,
             self._opened.stored.record_layout,
-            verify=self._asked.verify if files is None else verified.ALWAYS,
+            verify=damage.ALWAYS if files else self._asked.verify,
             bad_records=self._bad_records,
-            columns=columns,
+            columns={name: ColumnReader(opened, files) for name, opened in self._columns.items()},
             files=files,
         )
+
+
+class TrainReader(_SplitReader):
+    """Reads samples of lanes in the planned order.
+
+    Attributes:
+        order: Order of the samples.
+    """
+
+    def __init__(self, asked: Training, opened: Opened):
+        """Raises a ValueError for settings that do not fit each other or the data set."""
+        check_share(asked.batch_size, *asked.process, asked.lanes)
+        self.order = Order(opened.split.index.shard_lengths, asked.order)
+        self.order.locate(asked.start)
+        super().__init__(
+            asked,
+            opened,
+            opened.stored.choose_texts(asked.text),
+            seed=asked.seed,
+            caption_dropout=asked.caption_dropout,
+            with_mask=asked.on_bad_records == damage.SKIP,
+        )
+
+    def read(self, lanes: range, each: int, start: int, stride: int = 1) -> Iterator[Batch]:
+        """Some lanes' part of every `stride`-th batch, without end.
+
+        A batch takes `each` samples of every lane; there are `start` samples before the first.
+        """
+        asked = self._asked
+        in_flight = len(lanes) * asked.parallel_reads
+        # Lanes that are read apart all plan a block before the first batch.
+        is_whole = len(lanes) == self.order.settings.lanes // asked.process_count
+        block_rows = 0 if self._mapped and is_whole else in_flight * asked.chunk
+        blocks = train_blocks(self.order, lanes, each, start, stride, block_rows)
+        return self._read(blocks, in_flight)
+
+
+class EvalReader(_SplitReader):
+    """Reads one process's part of all records once, in the order of the shards.
+
+    Attributes:
+        num_batches: Batches of every process.
+    """
+
+    def __init__(self, asked: Reading, opened: Opened):
+        """Raises a ValueError for settings that do not fit each other, and for an empty split."""
+        check_share(asked.batch_size, *asked.process)
+        self._lengths = opened.split.index.shard_lengths
+        size = int(self._lengths.sum())
+        if not size:
+            raise ValueError(f'{opened.stored.folder}: split {asked.split!r} is empty')
+        self.num_batches = -(-size // asked.batch_size)
+        each = self.num_batches * asked.local_size
+        self._own = range(size)[asked.process_index * each :][:each]
+        text = opened.stored.choose_texts(asked.text).first
+        super().__init__(asked, opened, text, fixed_crop=EVAL_CROP, with_mask=True)
+
+    def read(self, start: int = 0) -> Iterator[Batch]:
+        """The batches that come after `start` others, filled up with rows of zeros."""
+        size = self._asked.local_size
+        own = self._own[start * size :]
+        blocks = eval_blocks(self._lengths, own.start, own.stop, size)
+        blank = {name: np.zeros(*spec) for name, spec in self.spec(0).items()}
+        batches = itertools.chain(
+            self._read(blocks, self._asked.parallel_reads), itertools.repeat(blank)
+        )
+        for batch in itertools.islice(batches, self.num_batches - start):
+            yield {name: _filled_up(x, size) for name, x in batch.items()}
+
+
+def stored_rows(stored: StoredDataset) -> dict[str, ArraySpec]:
+    """Shape and dtype of the large features in the records of a data set.
+
+    Raises:
+        ValueError: the data set has no latents, or a feature of another shape or dtype.
+    """
+    dtype = np.dtype(getattr(ml_dtypes, stored.latent_dtype, stored.latent_dtype))
+    known: dict[str, ArraySpec] = {
+        schema.LATENTS: ArraySpec(schema.LATENTS_SHAPE, dtype),
+        schema.TEXT_EMBEDDING: ArraySpec((stored.text_dim,), np.dtype(np.float16)),
+        schema.TOKENS: ArraySpec((stored.num_tokens,), np.dtype(np.int32)),
+    }
+    return {n: x for n, x in known.items() if n not in stored.columns and all(x.shape)}
+
+
+def _row_nbytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    return (_CAPTION_NBYTES if dtype.hasobject else dtype.itemsize) * math.prod(shape)
+
+
+def _filled_up(x: np.ndarray, size: int) -> np.ndarray:
+    """Puts rows of zeros, or of empty strings, after those of an array."""
+    if len(x) == size:
+        return x
+    shape = (size - len(x), *x.shape[1:])
+    pad = np.full(shape, b'', object) if x.dtype == object else np.zeros(shape, x.dtype)
+    return np.concatenate([x, pad])
 
 
 def _check_text(folder: str, text: texts.Chosen, asked: Reading) -> None:
@@ -327,3 +337,135 @@ def _check_text(folder: str, text: texts.Chosen, asked: Reading) -> None:
             f'{folder}: features has {min(other)!r}, expected {text.feature!r}, which text='
             f'{text.names[0] or texts.RECORDS!r} is.'
         )
+
+
+# --- By rows -------------------------------------------------------------------------------------
+
+
+def _read_rows(
+    reader: RowReader, blocks: Iterator[Block], counter: ReadCounter | None
+) -> Iterator[Batch]:
+    block = next(blocks, None)
+    if block is not None:
+        for run in reader.prefetch(block.shard.ravel(), block.record.ravel()):
+            reader.will_need(run)
+    while block is not None:
+        steps, size = block.shard.shape
+        rows = reader.find(*(x.ravel() for x in block))
+        block = next(blocks, None)
+        runs = [] if block is None else reader.prefetch(block.shard.ravel(), block.record.ravel())
+        for step in range(steps):
+            for run in runs[step::steps]:
+                reader.will_need(run)
+            some = rows.part(slice(step * size, (step + 1) * size))
+            batch = reader.read(some, reader.check(some))
+            if counter:
+                counter.add(num_bytes=sum(x.nbytes for x in batch.values()))
+            yield batch
+
+
+# --- By chunks -----------------------------------------------------------------------------------
+
+
+class _Plan(NamedTuple):
+    """A block of rows, and the chunks that they are in.
+
+    Attributes:
+        block: The rows.
+        chunks: All chunks that hold any of the rows.
+        rows: Places in the block, ordered by their chunks.
+        ends: For each chunk one past its last place in `rows`.
+    """
+
+    block: Block
+    chunks: list[_Chunk]
+    rows: np.ndarray
+    ends: np.ndarray
+
+
+class _ChunkReader:
+    """Reads blocks of rows with a reader of fetched files, so many records at a time."""
+
+    def __init__(self, split: IndexedSplit, reader: RowReader, files: FetchedFiles, chunk: int):
+        self._split = split
+        self._reader, self._files, self._chunk = reader, files, chunk
+
+    def read(self, blocks: Iterator[Block]) -> Iterator[Batch]:
+        for (steps, size), values in Ahead(self._fill(blocks), 1, 'chunks'):
+            for step in range(steps):
+                part = slice(step * size, (step + 1) * size)
+                # A batch that is kept must not keep its block.
+                yield {name: x[part].copy() for name, x in values.items()}
+
+    def _fill(self, blocks: Iterator[Block]) -> Iterator[tuple[tuple[int, ...], Batch]]:
+        """Yields for each block its batches and their rows, and all values one after the other."""
+        try:
+            plans = itertools.chain(map(self._plan, blocks), [None])
+            plan = next(plans)
+            self._files.ask(_ranges(plan.chunks if plan else []))
+            while plan:
+                following = next(plans)
+                both = set(following.chunks).intersection(plan.chunks) if following else set()
+                if following:
+                    self._files.ask(_ranges(x for x in following.chunks if x not in both))
+                yield plan.block.shard.shape, self._gather(plan, both)
+                plan = following
+        finally:
+            self._files.close()
+
+    def _plan(self, block: Block) -> _Plan:
+        shard, record = block.shard.ravel(), block.record.ravel()
+        chunks, of_chunk = np.unique((shard << 32) + record // self._chunk, return_inverse=True)
+        rows = np.argsort(of_chunk, kind='stable')
+        ends = np.cumsum(np.bincount(of_chunk))
+        found = self._find_chunks(chunks >> 32, (chunks & 0xFFFFFFFF) * self._chunk)
+        return _Plan(block, found, rows, ends)
+
+    def _find_chunks(self, shard: np.ndarray, first: np.ndarray) -> list[_Chunk]:
+        """What the chunks that begin with some records need of the files."""
+        count = np.minimum(self._split.index.shard_lengths[shard] - first, self._chunk)
+        begin, nbytes = self._split.index.byte_range(shard, first, count)
+        records = zip(shard.tolist(), begin.tolist(), (begin + nbytes).tolist(), strict=True)
+        number = self._split.first_numbers[shard] + first
+        of_columns = [column.ranges(number, count) for column in self._reader.columns.values()]
+        return [
+            (record, *itertools.chain(*rows))
+            for record, *rows in zip(records, *of_columns, strict=True)
+        ]
+
+    def _gather(self, plan: _Plan, kept: set[_Chunk]) -> Batch:
+        """The values of a block; forgets its chunks but for those that are kept."""
+        values: Batch = {}
+        each = -(-_GROUP_RECORDS // self._chunk)
+        for first in range(0, len(plan.chunks), each):
+            chunks = plan.chunks[first : first + each]
+            start = plan.ends[first - 1] if first else 0
+            rows = plan.rows[start : plan.ends[first + len(chunks) - 1]]
+            self._files.take(_ranges(chunks))
+            for name, x in self._gather_some(plan.block, rows).items():
+                if name not in values:
+                    values[name] = np.empty((len(plan.rows), *x.shape[1:]), x.dtype)
+                values[name][rows] = x
+            self._files.drop(_ranges(chunk for chunk in chunks if chunk not in kept))
+        return values
+
+    def _gather_some(self, block: Block, rows: np.ndarray) -> Batch:
+        """The values of some rows; those of damaged records come from the last attempt."""
+        where = Block(*(x.ravel()[rows] for x in block))
+        found = self._reader.find(*where)
+        good = self._reader.check(found)
+        for _ in range(_ATTEMPTS - 1):
+            if good.all():
+                break
+            damaged = self._plan(Block(*(x[~good] for x in where))).chunks
+            self._files.take_again(_ranges(damaged))
+            found = self._reader.find(*where)
+            good = self._reader.check(found)
+            if good.all():
+                path = self._files.path_of(damaged[0][0][0])
+                logging.warning('%s: a read failed and succeeded when tried again.', path)
+        return self._reader.read(found, good)
+
+
+def _ranges(chunks: Iterable[_Chunk]) -> Iterator[Range]:
+    return itertools.chain.from_iterable(chunks)

@@ -1,7 +1,7 @@
-"""How much memory reading a split for training takes, estimated before anything is read.
+"""How much memory the engine `chunks` takes for training, estimated before anything is read.
 
-    need = memory.Need(batch_size=256, chunk=64, lanes=16, window=1024, parallel_reads=4,
-                       prefetch=2, parsed_nbytes=9481, raw_nbytes=25_955)
+    need = memory.Need(lanes=16, window=1024, in_flight=256, rows_ready=768, row_nbytes=9481,
+                       raw_nbytes=25_955)
     need.num_bytes                                          # 708,000,000
     memory.check(need, budget_gb=0, processes_on_host=1)    # ValueError: the machine has too little
 
@@ -31,68 +31,57 @@ _RAW_CHUNKS = 1.5
 _FIXED = 200_000_000  # also plans, threads, and chunks that are being gathered
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Need:
     """The reading of one process, as far as memory depends on it.
 
     Attributes:
-        batch_size: records in this process's part of a batch.
-        chunk: records of a chunk.
-        lanes: of this process.
-        window: records of a window.
-        parallel_reads: chunks being read at a time in each lane.
-        prefetch: batches kept ready; a negative number counts as 2.
-        parsed_nbytes: bytes of a record in a batch.
-        raw_nbytes: bytes of a record in a file.
+        lanes: Lanes of this process.
+        window: Records of a window.
+        in_flight: Records of a lane that are read at once.
+        rows_ready: Rows of the batch that is used, and of those kept ready.
+        row_nbytes: Bytes of a record in a batch.
+        raw_nbytes: Bytes of a record in the files.
     """
 
-    batch_size: int
-    chunk: int
     lanes: int
     window: int
-    parallel_reads: int
-    prefetch: int
-    parsed_nbytes: int
+    in_flight: int
+    rows_ready: int
+    row_nbytes: int
     raw_nbytes: int
 
     @functools.cached_property
     def num_bytes(self) -> int:
         """The memory that reading takes."""
-        windows = -(-self._lane_in_flight // self.window)
+        windows = -(-self.in_flight // self.window)
         return int(self._for_window * self.window * windows + self._besides_windows)
 
     def largest_window(self, num_bytes: float) -> int:
         """The largest window with which it takes at most so much; 0 if there is none."""
         largest = math.floor((num_bytes - self._besides_windows) / self._for_window)
         # A window of fewer records than are read at once takes no less.
-        return largest if largest >= self._lane_in_flight else 0
-
-    @property
-    def _lane_in_flight(self) -> int:
-        """Records of a lane that are read at once."""
-        return self.parallel_reads * self.chunk
+        return largest if largest >= self.in_flight else 0
 
     @property
     def _for_window(self) -> float:
         """Bytes for each record of a window, in all lanes."""
-        return _BLOCKS * self.lanes * self.parsed_nbytes
+        return _BLOCKS * self.lanes * self.row_nbytes
 
     @property
     def _besides_windows(self) -> float:
-        in_flight = self.lanes * self._lane_in_flight
-        prefetch = self.prefetch if self.prefetch >= 0 else 2
-        batches = (prefetch + 1) * self.batch_size * self.parsed_nbytes
-        return _RAW_CHUNKS * in_flight * self.raw_nbytes + batches + _FIXED
+        raw = _RAW_CHUNKS * self.lanes * self.in_flight * self.raw_nbytes
+        return raw + self.rows_ready * self.row_nbytes + _FIXED
 
 
 def check(need: Need, *, budget_gb: float, processes_on_host: int) -> None:
     """Checks that all processes on this host may take so much.
 
     Args:
-        need: of each of them.
+        need: What each of them takes.
         budget_gb: 10^9 bytes that all of them may take; 0 for half of the memory that this machine
             or container has.
-        processes_on_host: how many processes read on this host.
+        processes_on_host: Processes that read on this host.
 
     Raises:
         ValueError: they take more; names the largest window that does not, and the budget needed.

@@ -3,6 +3,8 @@
     order = Order(shard_lengths=(5007, 4801, 5200), settings=OrderSettings(seed=0))
     order.locate(1000)                              # (epoch, place in it) of every lane's sample
     order.samples(range(16), begin=1000, end=1016)  # 16 samples of each lane: a batch of 256
+    for block in train_blocks(order, range(16), each=16, start=1000):
+        block.epoch, block.shard, block.record      # int64 (steps, 256)
 
 Sample k of lane l is a pure function of `(seed, l, k)` and the lengths of the shards:
 
@@ -12,20 +14,20 @@ Sample k of lane l is a pure function of `(seed, l, k)` and the lengths of the s
 3. Lane l of L owns the l-th of L equal stretches of the stream, m = N div L records.
 4. Each window of W records of a stretch is permuted by `(seed, e, lane, window)`; the last window
    of a stretch may be shorter. Sample k is at place k mod m of epoch k div m.
-5. Which crop is taken, which of several texts, and whether the text is dropped come from hashes of
+5. The crop, the text of several, and whether the text is dropped come from hashes of
    `(seed, e, key)`.
 
 Batch s of B samples takes k from s*B/L to (s+1)*B/L of every lane, in lane order; it may span the
-end of an epoch. So B is no part of the sequence: a run that changes it goes on where it was. All
-that is known of a place in the data is one number, samples a lane.
-
-Each epoch leaves fewer than L records out, each record with the same chance.
+end of an epoch. Process p of P owns the lanes `[p*L/P, (p+1)*L/P)`. So B and P are no part of the
+sequence, and a place in the data is one number, samples a lane. Each epoch leaves out fewer than L
+records, each with the same chance.
 """
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -36,16 +38,19 @@ from coyo11m_tfds.dataset.keyed_random import Permutation, derive, splitmix64
 # The first number hashed after the seed, one for each purpose.
 CHUNKS, WINDOWS, CROP, DROP, TEXT, ROTATION = range(6)
 
+# At least so many rows are planned together, so that NumPy's calls cost little for each.
+_BLOCK_ROWS = 8192
+
 
 @dataclasses.dataclass(frozen=True)
 class OrderSettings:
     """What decides the order of a data set's samples.
 
     Attributes:
-        seed: decides the order and every choice about a sample.
-        chunk: records read together, a multiple of `schema.CHUNK_STRIDE`.
-        lanes: streams that every batch takes an equal part of.
-        window: records shuffled together within a lane.
+        seed: Seed of the order and of every choice about a sample.
+        chunk: Records read together, a multiple of `schema.CHUNK_STRIDE`.
+        lanes: Streams that every batch takes an equal part of.
+        window: Records shuffled together within a lane.
 
     Raises:
         ValueError: one is out of its range; the message names a value that works.
@@ -68,8 +73,8 @@ class Samples(NamedTuple):
     """Consecutive samples of some lanes.
 
     Attributes:
-        epoch: of the i-th sample of every lane, int64 `(n,)`.
-        shard, record: where each is, int64 `(lanes, n)`.
+        epoch: Epoch of the i-th sample of every lane, int64 `(n,)`.
+        shard, record: Where each sample is, int64 `(lanes, n)`.
     """
 
     epoch: np.ndarray
@@ -80,19 +85,16 @@ class Samples(NamedTuple):
 class Order:
     """The sequence of the training samples.
 
-        order = Order((5007, 4801, 5200), OrderSettings(seed=0))
-        order.samples(range(16), begin=1000, end=1016)
-
     Of 7.6 million records in 80 shards an epoch is planned in 0.7 ms, and 64 batches of 256 take
     2.2 ms (one core, median of 30). Only the number of shards counts: the first samples out of 10^9
     records in 190,000 shards take 0.03 s and 16 MB.
 
     Attributes:
-        shard_lengths: records in each shard, int64 `(num_shards,)`.
-        settings: of the order.
+        shard_lengths: Records in each shard, int64 `(num_shards,)`.
+        settings: Settings of the order.
         num_records: N, in all shards.
         lane_length: m, samples of a lane in an epoch.
-        window: records shuffled together, at most `lane_length`.
+        window: Records shuffled together, at most `lane_length`.
     """
 
     def __init__(self, shard_lengths: Sequence[int] | np.ndarray, settings: OrderSettings):
@@ -240,11 +242,116 @@ def sample_drops(
 def sample_texts(
     seed: int, epoch: np.ndarray | int, keys: np.ndarray, weights: Sequence[float]
 ) -> np.ndarray:
-    """Which of some texts each key comes with, in shares by weight.
-
-    Returns the number of a weight, int64, same shape as `keys`.
-    """
+    """Number of the text that each key comes with, in shares by weight; int64, as `keys`."""
     sums = list(itertools.accumulate(weights))
     ends = np.array([int(x / sums[-1] * 2**53) for x in sums], np.int64)
     hashed = derive(seed, TEXT, epoch, keys) >> np.uint64(11)
     return np.searchsorted(ends[:-1], hashed.astype(np.int64), side='right')
+
+
+# --- The part of one process --------------------------------------------------------------------
+
+
+def check_share(
+    batch_size: int, process_index: int, process_count: int, lanes: int | None = None
+) -> None:
+    """Checks that processes get equal parts of a batch, and of the lanes that it is taken from.
+
+    Raises:
+        ValueError: they do not; the message names a batch size and a number of lanes that work.
+    """
+    if not 0 <= process_index < process_count:
+        raise ValueError(f'process_index={process_index} is not in [0, {process_count})')
+    shared = process_count if lanes is None else lanes
+    if batch_size > 0 and shared > 0 and not (batch_size % shared or shared % process_count):
+        return
+    working, working_lanes = nearest_shares(batch_size, lanes or 1, process_count)
+    asked, advice = f'batch_size={batch_size}', f'batch_size={working}'
+    if lanes is not None:
+        asked, advice = f'{asked} with lanes={lanes}', f'{advice} with lanes={working_lanes}'
+    raise ValueError(
+        f'{asked} cannot be shared by {process_count} processes equally; {advice} works'
+    )
+
+
+def nearest_shares(
+    batch_size: int, lanes: int, process_count: int, device_count: int = 1
+) -> tuple[int, int]:
+    """The nearest batch size and number of lanes that go together.
+
+    Processes and devices get equal parts of the batch, processes equal numbers of its lanes.
+    """
+    multiple = math.lcm(process_count, device_count)
+    working = max(1, round(batch_size / multiple)) * multiple
+    shared = [n for n in range(process_count, working + 1, process_count) if working % n == 0]
+    return working, min(shared, key=lambda n: abs(n - lanes))
+
+
+def own_lanes(lanes: int, process_index: int, process_count: int) -> range:
+    """The lanes of one process."""
+    each = lanes // process_count
+    return range(process_index * each, (process_index + 1) * each)
+
+
+# --- Batches, planned in blocks ------------------------------------------------------------------
+
+
+class Block(NamedTuple):
+    """Rows of consecutive batches of one process: epoch and place; int64 `(steps, batch)`."""
+
+    epoch: np.ndarray
+    shard: np.ndarray
+    record: np.ndarray
+
+
+def train_blocks(
+    order: Order, lanes: range, each: int, start: int, stride: int = 1, block_rows: int = 0
+) -> Iterator[Block]:
+    """Some lanes' part of every `stride`-th batch, without end.
+
+    Nothing else asks an `Order` for the samples of a batch. A block ends where windows end: their
+    records lie in the same chunks. It has the fewest windows that make `block_rows` rows, or of 0
+    as many as cost little to plan.
+
+    Args:
+        order: Order of the samples.
+        lanes: Lanes that are read.
+        each: Samples of every lane in a batch.
+        start: Samples of every lane before the first batch.
+        stride: Of W, batches 0, W, 2 W and so on after the start.
+        block_rows: Rows wanted in a block.
+    """
+    windows = max(1, -(-(block_rows or _BLOCK_ROWS) // (order.window * len(lanes))))
+    skip = 0  # batches before the next that is wanted
+    while True:
+        count = max(1, -(-(order.end_of_windows(start, windows) - start) // each))
+        if skip < count:
+            yield _train_block(order, lanes, start, each, range(skip, count, stride))
+        skip = (skip - count) % stride
+        start += count * each
+
+
+def _train_block(order: Order, lanes: range, start: int, each: int, batches: range) -> Block:
+    """Some of the batches after `start`."""
+    found = order.samples(lanes, start + batches.start * each, start + batches.stop * each)
+
+    def rows(x: np.ndarray) -> np.ndarray:
+        """From `(lanes, steps * each)` to `(steps, lanes * each)`, and of the steps some."""
+        by_step = x.reshape(len(lanes), -1, each).transpose(1, 0, 2)
+        return by_step[:: batches.step].reshape(len(batches), -1)
+
+    epoch = np.broadcast_to(found.epoch, found.shard.shape)
+    return Block(rows(epoch), rows(found.shard), rows(found.record))
+
+
+def eval_blocks(shard_lengths: np.ndarray, begin: int, end: int, batch: int) -> Iterator[Block]:
+    """Records `[begin, end)`, counted over all shards, in batches; the last may be short."""
+    ends = np.cumsum(shard_lengths)
+    whole = begin + (end - begin) // batch * batch
+    each = max(1, _BLOCK_ROWS // batch) * batch
+    for start, stop in [*itertools.pairwise([*range(begin, whole, each), whole]), (whole, end)]:
+        if start < stop:
+            number = np.arange(start, stop).reshape(-1, min(batch, stop - start))
+            shard = np.searchsorted(ends, number, side='right')
+            record = number - np.where(shard > 0, ends[shard - 1], 0)
+            yield Block(np.zeros_like(number), shard, record)

@@ -1,14 +1,19 @@
-"""Settings of a process that are made once, before TensorFlow starts.
+"""Settings of a process that reads: made once before TensorFlow starts, and its end.
 
     process_settings.apply()
     import tensorflow as tf
 
-TensorFlow reads its variables while it is imported, so this module does without it. What the
-environment says already is left as it is.
+TensorFlow reads its variables while it is imported, so this module does without it until an end is
+registered. What the environment says already is left as it is.
 """
 
+import atexit
 import ctypes
+import functools
+import gc
 import os
+import signal
+import sys
 
 from absl import logging
 
@@ -46,3 +51,42 @@ def keep_freed_memory() -> None:
     mapped = mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM_BYTES)
     if not (kept and mapped):
         logging.warning('mallopt refused its arguments: reading is slower than it could be.')
+
+
+@functools.cache
+def end_iterators_at_exit() -> None:
+    """Ends all iterators of tf.data when the program ends, so that it can end at all.
+
+    An iterator that is alive when Python finalizes has threads that call Python functions. They
+    wait for the interpreter's lock, which is never released again, while the iterator's destructor
+    waits for them: the program hangs, or aborts. `reading.tf_data` calls this when it is imported;
+    it then holds for every iterator of the program. A Ctrl-C during the end ends the program at
+    once.
+    """
+    atexit.register(_end_at_exit)
+    show = sys.excepthook
+
+    def end_and_show(*error) -> None:
+        # Other reads log as they end: before the error, not after it. An interactive interpreter
+        # shows the error and continues.
+        if not (sys.flags.interactive or hasattr(sys, 'ps1')):
+            _end_at_exit()
+        show(*error)
+
+    sys.excepthook = end_and_show
+
+
+def _end_at_exit() -> None:
+    # A program that is leaving has no use for a KeyboardInterrupt. It would end this half-way.
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from tensorflow.python.data.ops import iterator_ops
+    from tensorflow.python.ops import gen_dataset_ops
+
+    # By exact type: asking for more would run code of unrelated objects.
+    living = [thing for thing in gc.get_objects() if type(thing) is iterator_ops.OwnedIterator]
+    for iterator in living:
+        # References to an iterator's resource are in places that cannot be cleared, such as the
+        # frames of an error. So the resource stays, and what it holds is replaced by nothing.
+        nothing = iterator._dataset.take(0)
+        gen_dataset_ops.make_iterator(nothing._variant_tensor, iterator._iterator_resource)

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 
 from coyo11m_tfds.dataset import texts
 from coyo11m_tfds.dataset.stored_dataset import Data, StoredDataset, open_data
-from coyo11m_tfds.reading import shares, verified
-from coyo11m_tfds.reading.counter import ReadCounter
-from coyo11m_tfds.reading.names import ENGINES
+from coyo11m_tfds.reading import damage
+from coyo11m_tfds.reading.files import ReadCounter
 from coyo11m_tfds.reading.order import OrderSettings, check_chunk
+
+AUTO, ROWS, CHUNKS, TF_DATA = ENGINES = ('auto', 'rows', 'chunks', 'tf_data')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,9 +51,17 @@ class Reading:
                 f'features={self.features!r} is a string, expected a sequence of names; '
                 f'features=({self.features!r},) works'
             )
-        for name, known in {'engine': ENGINES, 'verify': verified.MODES}.items():
+        if not self.features:
+            raise ValueError("features=() names no feature; features=('key',) works")
+        for name, known in {
+            'engine': ENGINES,
+            'verify': damage.MODES,
+            'on_bad_records': (damage.STOP, damage.SKIP),
+        }.items():
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f'{name}={value!r} is none of {", ".join(map(repr, known))}')
+        if not 0 <= self.max_bad_fraction <= 1:
+            raise ValueError(f'max_bad_fraction={self.max_bad_fraction} is not in [0, 1]')
         if self.parallel_reads < 1:
             raise ValueError(f'parallel_reads={self.parallel_reads}: expected at least 1')
         check_chunk(self.chunk)
@@ -72,6 +81,11 @@ class Reading:
         """Rows of this process's part of a batch."""
         return self.batch_size // self.process_count
 
+    @property
+    def batches_ahead(self) -> int:
+        """Batches kept ready."""
+        return 2 if self.prefetch < 0 else max(1, self.prefetch)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Training(Reading):
@@ -87,7 +101,8 @@ class Training(Reading):
 
     def __post_init__(self):
         super().__post_init__()
-        shares.check_dropout(self.caption_dropout)
+        if not 0 <= self.caption_dropout <= 1:
+            raise ValueError(f'caption_dropout={self.caption_dropout} is not in [0, 1]')
         if self.stride < 1:
             raise ValueError(f'stride={self.stride}: expected at least 1')
 
@@ -109,6 +124,6 @@ class Training(Reading):
 
 def _check_whole(name: str, value: object) -> None:
     try:
-        operator.index(value)  # type: ignore[arg-type]  # what is none raises
+        operator.index(value)  # type: ignore[arg-type]  # others raise
     except TypeError:
         raise ValueError(f'{name}={value!r} is no whole number') from None

@@ -1,13 +1,12 @@
 """Batches as a `tf.data.Dataset`: this host's lanes interleaved, batched and prefetched.
 
-    dataset = tf_data.train(Training(data=path, batch_size=256, ...))
-    dataset = tf_data.evaluate(Reading(data=path, batch_size=256, ...))
+    opened = engines.open_split(asked.stored, asked.split, asked.engine)
+    dataset = tf_data.train(Training(data=path, batch_size=256, ...), opened)
+    dataset = tf_data.evaluate(Reading(data=path, batch_size=256, ...), opened)
 
-What reads a lane is what reads it without TensorFlow, so the batches are the same, bit for bit. A
-sample of local rows, key and crop, takes 20 us of a core, 3 of them to read it (2 busy cores).
-Data sets without a chunk index, such as mocked ones, are read by TFDS and mixed by an ordinary
-shuffle; the log says what cannot be promised for them. `input_pipeline` imports this when it reads
-through TensorFlow, and not before.
+Each lane is read as it is without TensorFlow, so the batches are the same, bit for bit. A sample of
+local rows, key and crop, takes 20 us of a core, 3 of them to read it (2 busy cores). Data sets
+without a chunk index, such as mocked ones, are read by TFDS and mixed by an ordinary shuffle.
 """
 
 import dataclasses
@@ -23,11 +22,9 @@ from absl import logging
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import texts
-from coyo11m_tfds.reading import at_exit, engines, order, rows, shares
-from coyo11m_tfds.reading.bad_records import SKIP
-from coyo11m_tfds.reading.batches import ArraySpec, Batches
-from coyo11m_tfds.reading.engines import Evaluation, Opened
-from coyo11m_tfds.reading.names import DROP_TEXT, EVAL_CROP, MASK
+from coyo11m_tfds.reading import damage, engines, order, process_settings
+from coyo11m_tfds.reading.batches import DROP_TEXT, MASK, ArraySpec, Batches
+from coyo11m_tfds.reading.engines import EvalReader, Opened, TrainReader
 from coyo11m_tfds.reading.row_reader import RowChoices
 from coyo11m_tfds.reading.settings import Reading, Training
 
@@ -36,80 +33,84 @@ Batch = dict[str, tf.Tensor]
 # An ordinary shuffle keeps this many decoded records, 24.6 KB each.
 _SHUFFLE_BUFFER = 4096
 
-at_exit.register()
+# At least so many rows of a lane are gathered together, so that NumPy's calls cost little.
+_LANE_ROWS = 256
+
+# Nothing here has branches on tensors; to look for some takes longer than a small data set.
+_as_it_is = tf.autograph.experimental.do_not_convert
+
+process_settings.end_iterators_at_exit()
 
 
-def train(asked: Training) -> tf.data.Dataset:
+def train(asked: Training, opened: Opened | None) -> tf.data.Dataset:
     """`input_pipeline.train_dataset`."""
-    opened = engines.open_split(asked.stored, asked.split, asked.engine)
-    return _train_lanes(asked, opened) if opened else _train_ordinary(asked)
+    if opened is None:
+        return _prefetched(_train_ordinary(asked), asked)
+    reader, each = TrainReader(asked, opened), asked.each
+    # All batch sizes read the same sequence, so a lane may take samples of several batches at once.
+    at_once = -(-_LANE_ROWS // each) * each
+    signature = _signature(reader.spec(each), None)
+
+    def read(lane: int) -> Iterator[dict[str, np.ndarray]]:
+        return reader.read(range(lane, lane + 1), at_once, asked.start)
+
+    @_as_it_is
+    def samples(lane: tf.Tensor) -> tf.data.Dataset:
+        found = tf.data.Dataset.from_generator(read, args=(lane,), output_signature=signature)
+        return found.rebatch(each, drop_remainder=True)
+
+    @_as_it_is
+    def join(batch: Batch) -> Batch:
+        """Puts the parts `(lanes, each, ...)` of a batch one after the other."""
+        return {name: tf.reshape(x, [-1, *x.shape[2:]]) for name, x in batch.items()}
+
+    lanes = order.own_lanes(asked.lanes, *asked.process)
+    parts = tf.data.Dataset.range(lanes.start, lanes.stop).interleave(
+        samples,
+        cycle_length=len(lanes),
+        block_length=1,
+        num_parallel_calls=len(lanes),
+        deterministic=True,
+    )
+    return _prefetched(parts.batch(len(lanes), drop_remainder=True).map(join), asked)
 
 
-def evaluate(asked: Reading) -> tf.data.Dataset:
-    """`input_pipeline.eval_dataset`."""
-    opened = engines.open_split(asked.stored, asked.split, asked.engine)
-    return _eval_indexed(asked, opened) if opened else _eval_ordinary(asked)
+def evaluate(asked: Reading, opened: Opened | None) -> tf.data.Dataset:
+    """`input_pipeline.eval_dataset`; in the order of the shards, so nothing is interleaved."""
+    if opened is None:
+        return _prefetched(_eval_ordinary(asked), asked)
+    reader = EvalReader(asked, opened)
+    signature = _signature(reader.spec(asked.local_size), asked.local_size)
+    found = tf.data.Dataset.from_generator(reader.read, output_signature=signature)
+    count = tf.data.experimental.assert_cardinality(reader.num_batches)
+    return _prefetched(found.apply(count), asked)
 
 
-def train_batches(asked: Training, is_indexed: bool) -> Batches:
+def train_batches(asked: Training, opened: Opened | None) -> Batches:
     """What `train` gives, as NumPy's arrays."""
-    if not is_indexed:  # lanes mean nothing
+    if opened is None:  # lanes mean nothing
         start = asked.start_step * asked.batch_size + asked.start_sample * asked.lanes
         asked = dataclasses.replace(asked, lanes=1, start_step=0, start_sample=start)
 
     @functools.lru_cache(maxsize=1)
     def make(start: int) -> tf.data.Dataset:
-        return train(
-            dataclasses.replace(asked, data=asked.stored, start_step=0, start_sample=start)
-        )
+        there = dataclasses.replace(asked, data=asked.stored, start_step=0, start_sample=start)
+        return train(there, opened)
 
-    def read(start: int) -> Iterator[rows.Batch]:
+    def read(start: int) -> Iterator[dict[str, np.ndarray]]:
         return itertools.islice(make(start).as_numpy_iterator(), 0, None, asked.stride)
 
-    return engines.train_batches(asked, _spec(make(asked.start)), read)
+    return engines.training(asked, _spec(make(asked.start)), read)
 
 
-def eval_batches(asked: Reading) -> Batches:
+def eval_batches(asked: Reading, opened: Opened | None) -> Batches:
     """What `evaluate` gives, as NumPy's arrays."""
-    batches = evaluate(asked)
-    found = Evaluation(
-        _spec(batches),
-        int(batches.cardinality()),
-        lambda start: batches.skip(start).as_numpy_iterator(),
-    )
-    return engines.eval_batches(asked, found)
+    found = evaluate(asked, opened)
 
+    def read(start: int) -> Iterator[dict[str, np.ndarray]]:
+        return found.skip(start).as_numpy_iterator()
 
-def _train_lanes(asked: Training, opened: Opened) -> tf.data.Dataset:
-    lanes = engines.train_lanes(opened, asked)
-
-    def samples(lane: tf.Tensor) -> tf.data.Dataset:
-        read = tf.data.Dataset.from_generator(
-            lambda number: lanes.read(int(number)),
-            args=(lane,),
-            output_signature=_signature(lanes.spec, None),
-        )
-        return read.rebatch(lanes.each, drop_remainder=True)
-
-    parts = tf.data.Dataset.range(lanes.own.start, lanes.own.stop).interleave(
-        samples,
-        cycle_length=len(lanes.own),
-        block_length=1,
-        num_parallel_calls=len(lanes.own),
-        deterministic=True,
-    )
-    joined = parts.batch(len(lanes.own), drop_remainder=True).map(_join)
-    return _prefetched(joined, asked.prefetch)
-
-
-def _eval_indexed(asked: Reading, opened: Opened) -> tf.data.Dataset:
-    """Reads in the order of the shards, without interleaving."""
-    found = engines.evaluation(opened, asked)
-    batches = tf.data.Dataset.from_generator(
-        lambda: found.read(0), output_signature=_signature(found.spec, asked.local_size)
-    )
-    count = tf.data.experimental.assert_cardinality(found.num_batches)
-    return _prefetched(batches.apply(count), asked.prefetch)
+    return engines.evaluation(asked, _spec(found), int(found.cardinality()), read)
 
 
 def _signature(spec: Mapping[str, ArraySpec], size: int | None) -> dict[str, tf.TensorSpec]:
@@ -119,28 +120,22 @@ def _signature(spec: Mapping[str, ArraySpec], size: int | None) -> dict[str, tf.
     }
 
 
-def _spec(batches: tf.data.Dataset) -> dict[str, ArraySpec]:
+def _spec(found: tf.data.Dataset) -> dict[str, ArraySpec]:
     return {
         name: ArraySpec(tuple(x.shape), np.dtype(x.dtype.as_numpy_dtype))
-        for name, x in batches.element_spec.items()
+        for name, x in found.element_spec.items()
     }
 
 
-def _join(batch: Batch) -> Batch:
-    """Puts the parts `(lanes, each, ...)` of a batch one after the other."""
-    return {
-        name: tf.reshape(x, [x.shape[0] * x.shape[1], *x.shape[2:]]) for name, x in batch.items()
-    }
-
-
-def _prefetched(batches: tf.data.Dataset, prefetch: int) -> tf.data.Dataset:
+def _prefetched(found: tf.data.Dataset, asked: Reading) -> tf.data.Dataset:
     options = tf.data.Options()
     options.deterministic = True
     # The buffer of `prefetch` tunes itself without the tuner of tf.data, which is there to choose
     # numbers of parallel calls. With that one, dropping an iterator waits for it to wake up, up to
     # 60 s, and no other Python thread runs meanwhile.
     options.autotune.enabled = False
-    return batches.prefetch(tf.data.AUTOTUNE if prefetch < 0 else prefetch).with_options(options)
+    prefetch = tf.data.AUTOTUNE if asked.prefetch < 0 else asked.prefetch
+    return found.prefetch(prefetch).with_options(options)
 
 
 # --- Without a chunk index ---------------------------------------------------------------------
@@ -148,101 +143,81 @@ def _prefetched(batches: tf.data.Dataset, prefetch: int) -> tf.data.Dataset:
 
 def _train_ordinary(asked: Training) -> tf.data.Dataset:
     """This process's part of shuffled batches."""
-    builder = _builder(asked)
-    logging.warning(
-        '%s has no chunk index for split %r. It is read and shuffled the ordinary way: the order '
-        'depends on the number of processes, all of them read all records, and starting at a step '
-        'reads everything before it.',
-        builder.data_dir,
-        asked.split,
-    )
-    choices = _choices(
-        asked,
-        seed=asked.seed,
-        caption_dropout=asked.caption_dropout,
-        with_mask=asked.on_bad_records == SKIP,
-    )
     seed = asked.seed % 2**63  # TensorFlow's seeds are int64
-    config = tfds.ReadConfig(shuffle_seed=seed, try_autocache=False)
-    examples = builder.as_dataset(split=asked.split, shuffle_files=True, read_config=config)
-    examples = examples.shard(asked.process_count, asked.process_index)
+    examples = _examples(asked, seed).shard(asked.process_count, asked.process_index)
     size = int(examples.cardinality())
     if size < 1:
         raise ValueError(
-            f'{builder.data_dir}: split {asked.split!r} has no record for process '
-            f'{asked.process_index} of {asked.process_count}'
+            f'{asked.stored.folder}: split {asked.split!r} has fewer records than there are '
+            f'processes, process_count={asked.process_count}'
         )
-    buffer = min(size, _SHUFFLE_BUFFER)
-    shuffled = examples.shuffle(buffer, seed=seed, reshuffle_each_iteration=True).repeat()
+    drops, skips = asked.caption_dropout, asked.on_bad_records == damage.SKIP
+    choices = _choices(asked, seed=asked.seed, caption_dropout=drops, with_mask=skips)
+    shuffled = examples.shuffle(min(size, _SHUFFLE_BUFFER), seed, reshuffle_each_iteration=True)
     start = asked.start_step * asked.batch_size + asked.start_sample * asked.lanes
-    batches = (
-        shuffled.enumerate()
-        .skip(start // asked.process_count)
-        .batch(asked.local_size, drop_remainder=True)
-        .map(lambda i, batch: _choose(choices, batch, i // size))
-    )
-    return _prefetched(batches, asked.prefetch)
+    numbered = shuffled.repeat().enumerate().skip(start // asked.process_count)
+
+    @_as_it_is
+    def part(number: tf.Tensor, batch: Batch) -> Batch:
+        return _choose(choices, batch, number // size, tf.ones_like(number, tf.bool))
+
+    return numbered.batch(asked.local_size, drop_remainder=True).map(part)
 
 
 def _eval_ordinary(asked: Reading) -> tf.data.Dataset:
-    """This process's part of every record once."""
-    builder = _builder(asked)
-    logging.warning(
-        '%s has no chunk index for split %r: all processes read all records.',
-        builder.data_dir,
-        asked.split,
-    )
-    choices = _choices(asked, fixed_crop=EVAL_CROP, with_mask=True)
+    """This process's part of every record once, filled up with zeros."""
+    choices = _choices(asked, fixed_crop=engines.EVAL_CROP, with_mask=True)
+    examples = _examples(asked)
+    size = int(examples.cardinality())
+    zeros = {name: tf.zeros(x.shape, x.dtype) for name, x in examples.element_spec.items()}
+    blank = tf.data.Dataset.from_tensors(zeros).repeat(-size % asked.batch_size)
+    numbered = examples.concatenate(blank).enumerate()
     begin = asked.process_index * asked.local_size
-    own = slice(begin, begin + asked.local_size)
-    config = tfds.ReadConfig(try_autocache=False)
-    examples = builder.as_dataset(split=asked.split, shuffle_files=False, read_config=config)
 
-    def part(batch: Batch) -> Batch:
-        chosen = _choose(choices, batch, tf.zeros_like(batch[schema.KEY]))
-        return {name: _filled_up(x, asked.batch_size)[own] for name, x in chosen.items()}
+    @_as_it_is
+    def part(number: tf.Tensor, batch: Batch) -> Batch:
+        chosen = _choose(choices, batch, tf.zeros_like(number), number < size)
+        return {name: x[begin : begin + asked.local_size] for name, x in chosen.items()}
 
-    return _prefetched(examples.batch(asked.batch_size).map(part), asked.prefetch)
+    return numbered.batch(asked.batch_size, drop_remainder=True).map(part)
 
 
-def _builder(asked: Reading) -> tfds.core.DatasetBuilder:
-    """Raises a ValueError if a column is asked for, or processes get unequal parts."""
-    shares.check_share(asked.batch_size, *asked.process)
-    if any(texts.parse(asked.text)) or asked.stored.find_columns(asked.features):
+def _examples(asked: Reading, shuffle_seed: int | None = None) -> tf.data.Dataset:
+    """All records as TFDS reads them; raises a ValueError if a column is asked for."""
+    order.check_share(asked.batch_size, *asked.process)
+    stored = asked.stored
+    if any(texts.parse(asked.text)) or stored.find_columns(asked.features):
         raise ValueError(
-            f'{asked.stored.folder}: text={asked.text!r} or features={asked.features!r} names a '
+            f'{stored.folder}: text={asked.text!r} or features={asked.features!r} names a '
             'column, and without a chunk index it cannot be read'
         )
-    return asked.stored.builder or tfds.builder_from_directory(asked.stored.folder)
+    stored.check_features((schema.KEY, *asked.features))
+    logging.warning(
+        '%s has no chunk index for split %r: every process reads all of it. In training the order '
+        'depends on their number, and a start at a step reads what comes before it.',
+        stored.folder,
+        asked.split,
+    )
+    builder = stored.builder or tfds.builder_from_directory(stored.folder)
+    config = tfds.ReadConfig(shuffle_seed=shuffle_seed, try_autocache=False)
+    is_training = shuffle_seed is not None
+    return builder.as_dataset(split=asked.split, shuffle_files=is_training, read_config=config)
 
 
 def _choices(asked: Reading, **choices: Any) -> RowChoices:
-    stored = asked.stored
-    stored.check_features((schema.KEY, *asked.features))
-    return RowChoices(tuple(asked.features), stored.latent_dtype, stored.text_dim, **choices)
+    return RowChoices(tuple(asked.features), engines.stored_rows(asked.stored), **choices)
 
 
-def _choose(choices: RowChoices, batch: Batch, epoch: tf.Tensor) -> Batch:
+def _choose(choices: RowChoices, batch: Batch, epoch: tf.Tensor, mask: tf.Tensor) -> Batch:
     """What was asked for of a batch that TFDS has decoded, with latents `(b, 3, 4, 32, 32)`."""
 
     def of_samples(epoch: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         drops = order.sample_drops(choices.seed, epoch, keys, choices.caption_dropout)
         return choices.crops(epoch, keys), drops
 
-    keys = batch[schema.KEY]
-    found = tf.numpy_function(of_samples, [epoch, keys], [tf.int64, tf.bool])
-    crops, drops = (tf.ensure_shape(x, keys.shape) for x in found)
-    chosen = {name: batch[name] for name in choices.features}
-    if schema.LATENTS in chosen:
-        chosen[schema.LATENTS] = tf.gather(chosen[schema.LATENTS], crops, axis=1, batch_dims=1)
-    if choices.caption_dropout and schema.TEXT_DTYPES.keys() & chosen.keys():
-        chosen[DROP_TEXT] = drops
-    if choices.with_mask:
-        chosen[MASK] = tf.ones_like(keys, tf.bool)
-    return chosen
-
-
-def _filled_up(x: tf.Tensor, size: int) -> tf.Tensor:
-    """Puts rows of zeros, or empty strings, after those of an array."""
-    shape = tf.concat([[size - tf.shape(x)[0]], tf.shape(x)[1:]], axis=0)
-    return tf.ensure_shape(tf.concat([x, tf.zeros(shape, x.dtype)], axis=0), [size, *x.shape[1:]])
+    found = tf.numpy_function(of_samples, [epoch, batch[schema.KEY]], [tf.int64, tf.bool])
+    crops, drops = (tf.ensure_shape(x, epoch.shape) for x in found)
+    known = batch | {DROP_TEXT: drops, MASK: mask}
+    if schema.LATENTS in choices.features:
+        known[schema.LATENTS] = tf.gather(batch[schema.LATENTS], crops, axis=1, batch_dims=1)
+    return {name: known[name] for name in choices.spec(1)}

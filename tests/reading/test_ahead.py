@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from coyo11m_tfds.reading.ahead import Ahead
+from coyo11m_tfds.reading.batches import Ahead
 from tests import children
 
 

@@ -187,7 +187,7 @@ def test_a_few_bad_records_never_stop_it(copy):
 @pytest.mark.parametrize(
     ('changes', 'message'),
     [
-        ({'on_bad_records': 'ignore'}, "on_bad_records='ignore' is neither 'stop' nor 'skip'"),
+        ({'on_bad_records': 'ignore'}, "on_bad_records='ignore' is none of 'stop', 'skip'"),
         ({'max_bad_fraction': 1.5}, r'max_bad_fraction=1.5 is not in \[0, 1\]'),
         ({'max_bad_fraction': float('nan')}, 'max_bad_fraction=nan is not in'),
     ],

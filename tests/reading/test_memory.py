@@ -23,14 +23,7 @@ from tests.reading.batches import check_memory
 
 RECORDS, SHARDS, TEXT_DIM = 512, 200, 640
 NEED = memory.Need(
-    batch_size=256,
-    chunk=64,
-    lanes=16,
-    window=1024,
-    parallel_reads=4,
-    prefetch=2,
-    parsed_nbytes=9481,
-    raw_nbytes=26_000,
+    lanes=16, window=1024, in_flight=256, rows_ready=768, row_nbytes=9481, raw_nbytes=26_000
 )
 
 
@@ -142,13 +135,11 @@ def test_reading_takes_what_is_told_at_other_settings(big, changes):
 @given(
     need=st.builds(
         memory.Need,
-        batch_size=st.integers(1, 10**5),
-        chunk=st.sampled_from([32, 64, 256]),
         lanes=st.integers(1, 512),
         window=st.integers(1, 10**6),
-        parallel_reads=st.integers(1, 32),
-        prefetch=st.integers(-1, 16),
-        parsed_nbytes=st.integers(8000, 20_000),
+        in_flight=st.integers(1, 256).map(lambda n: 32 * n),
+        rows_ready=st.integers(1, 10**6),
+        row_nbytes=st.integers(8000, 20_000),
         raw_nbytes=st.integers(24_000, 50_000),
     ),
     budget_gb=st.floats(0.001, 1000),
@@ -172,15 +163,15 @@ def test_what_does_not_fit_is_refused_and_what_fits_is_named(need, budget_gb, pr
             check(dataclasses.replace(need, window=fits + 1), budget_gb)
     else:
         with pytest.raises(ValueError):
-            check(dataclasses.replace(need, window=need.parallel_reads * need.chunk), budget_gb)
+            check(dataclasses.replace(need, window=need.in_flight), budget_gb)
 
 
 def test_a_block_has_whole_windows_and_at_least_what_is_read_at_once():
     def parsed(window: int) -> float:
-        nothing_parsed = dataclasses.replace(NEED, window=window, parsed_nbytes=0)
+        nothing_parsed = dataclasses.replace(NEED, window=window, row_nbytes=0)
         need = dataclasses.replace(NEED, window=window)
-        batches = 3 * need.batch_size * need.parsed_nbytes
-        return (need.num_bytes - nothing_parsed.num_bytes - batches) / need.parsed_nbytes / 16
+        batches = need.rows_ready * need.row_nbytes
+        return (need.num_bytes - nothing_parsed.num_bytes - batches) / need.row_nbytes / 16
 
     records = {window: round(parsed(window) / parsed(1024) * 1024) for window in (1, 200, 256, 300)}
     assert records == {1: 256, 200: 400, 256: 256, 300: 300}

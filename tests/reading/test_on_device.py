@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import stored_dataset
-from coyo11m_tfds.reading import on_device
+from coyo11m_tfds.reading import to_device
 from tests.reading import small_dataset
 
 
@@ -27,7 +27,7 @@ def test_devices_get_what_the_host_read(tmp_path):
     batches = input_pipeline.train_dataset(
         path, batch_size=8, seed=0, lanes=2, features=stored_dataset.FEATURES, caption_dropout=0.5
     )
-    sent = on_device.to_device(batches, one_device())
+    sent = to_device.to_device(batches, one_device())
     for batch in batches.take(4).as_numpy_iterator():
         arrived = next(sent)
         assert arrived.keys() == batch.keys() - {'caption'}
@@ -43,7 +43,7 @@ def test_devices_get_what_the_host_read(tmp_path):
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5))
 def test_key_words_are_low_and_high(keys):
-    words = on_device.key_words(np.array(keys, np.int64))
+    words = to_device.key_words(np.array(keys, np.int64))
     assert words.dtype == np.uint32 and words.shape == (len(keys), 2)
     assert [int(low) | int(high) << 32 for low, high in words] == [k % 2**64 for k in keys]
 
@@ -58,7 +58,7 @@ def test_batches_are_sent_ahead_but_not_without_limit(ahead):
             yield {'x': np.full(2, i, np.int32)}
 
     arrived = []
-    for batch in on_device.to_device(host_batches(), one_device(), ahead=ahead):
+    for batch in to_device.to_device(host_batches(), one_device(), ahead=ahead):
         arrived.append(int(batch['x'][0]))
         assert len(made) <= len(arrived) + ahead
     assert arrived == made == list(range(20))
@@ -66,7 +66,7 @@ def test_batches_are_sent_ahead_but_not_without_limit(ahead):
 
 def test_nothing_ahead_is_refused():
     with pytest.raises(ValueError, match='ahead=0 must be at least 1'):
-        on_device.to_device([{'x': np.zeros(2, np.float32)}], one_device(), ahead=0)
+        to_device.to_device([{'x': np.zeros(2, np.float32)}], one_device(), ahead=0)
 
 
 def test_an_error_while_reading_reaches_the_loop():
@@ -74,7 +74,7 @@ def test_an_error_while_reading_reaches_the_loop():
         yield {'x': np.zeros(2, np.float32)}
         raise OSError('the disk is gone')
 
-    sent = on_device.to_device(host_batches(), one_device())
+    sent = to_device.to_device(host_batches(), one_device())
     next(sent)
     with pytest.raises(OSError, match='the disk is gone'):
         next(sent)
@@ -86,7 +86,7 @@ def test_closing_stops_the_thread():
             yield {'x': np.zeros(2, np.float32)}
 
     before = threading.enumerate()  # an error that another test keeps may keep its iterator, too
-    sent = on_device.to_device(host_batches(), one_device())
+    sent = to_device.to_device(host_batches(), one_device())
     next(sent)
     started = [thread for thread in threading.enumerate() if thread not in before]
     threads = [thread for thread in started if thread.name.startswith('to_device')]
@@ -101,13 +101,13 @@ def test_closing_stops_the_thread():
 def test_numbers_that_devices_would_change_are_refused_by_name(dtype):
     batch = {'key': np.arange(2), 'taken_at': np.full(2, 1_700_000_000_063, dtype)}
     with pytest.raises(ValueError, match=f"'taken_at' is {dtype}, which devices would hold as"):
-        next(on_device.to_device([batch], one_device()))
+        next(to_device.to_device([batch], one_device()))
 
 
 @pytest.mark.parametrize('dtype', ['int8', 'uint32', 'float16', 'bfloat16', 'float32', 'bool'])
 def test_numbers_of_up_to_32_bits_arrive_as_they_are(dtype):
     x = np.array([0, 1, 127], jax.numpy.dtype(dtype))
-    [batch] = on_device.to_device([{'x': x}], one_device())
+    [batch] = to_device.to_device([{'x': x}], one_device())
     assert batch['x'].dtype == x.dtype
     np.testing.assert_array_equal(batch['x'], x)
 
@@ -121,7 +121,7 @@ def test_a_loop_that_was_interrupted_goes_on_with_the_next_batch():
 
     started, may_go_on, arrived = threading.Event(), threading.Event(), []
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    sent = on_device.to_device(host_batches(), one_device())
+    sent = to_device.to_device(host_batches(), one_device())
     main = threading.get_ident()
     interrupt = threading.Thread(
         target=lambda: (started.wait(), signal.pthread_kill(main, signal.SIGINT))

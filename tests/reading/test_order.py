@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from coyo11m_tfds.dataset.keyed_random import Permutation
 from coyo11m_tfds.reading import order as order_lib
-from coyo11m_tfds.reading import row_plan
 from coyo11m_tfds.reading.order import Order, OrderSettings
 from tests.reading import naive_order
 
@@ -79,7 +78,7 @@ def test_processes_plan_their_parts_of_every_wth_batch(order, each, stride, bloc
     parts = []
     for own in np.split(np.arange(lanes), processes):
         own = range(own[0], own[-1] + 1)
-        blocks = row_plan.train_blocks(order, own, each * lanes, start, stride, block_rows)
+        blocks = order_lib.train_blocks(order, own, each, start, stride, block_rows)
         rows = itertools.chain.from_iterable(
             zip(*(x.tolist() for x in block), strict=True) for block in blocks
         )
@@ -96,7 +95,7 @@ def test_blocks_end_with_windows(order, each, data):
     """Or less than a batch behind: what follows lies in other chunks, but for one a lane."""
     start = data.draw(st.integers(0, 2 * order.lane_length))
     ends, lane = start, range(order.settings.lanes)
-    blocks = row_plan.train_blocks(order, lane, each * len(lane), start, block_rows=1)
+    blocks = order_lib.train_blocks(order, lane, each, start, block_rows=1)
     for block in itertools.islice(blocks, 5):
         place = ends % order.lane_length
         next_window = ends - place + (place // order.window + 1) * order.window

@@ -21,7 +21,8 @@ import tensorflow as tf
 import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import chunk_index, records, stored_dataset
-from coyo11m_tfds.reading import framing, mapped_files
+from coyo11m_tfds.reading import files as files_lib
+from coyo11m_tfds.reading import row_reader
 from tests import built, children
 from tests.checkout import CHECKOUT
 from tests.reading import planned, small_dataset
@@ -188,7 +189,7 @@ def test_what_is_not_verified_may_be_damaged(copy, intact):
     ids=['time', 'size', 'replaced'],
 )
 def test_a_file_that_changes_while_it_is_read_is_named(copy, monkeypatch, change):
-    monkeypatch.setattr(mapped_files, '_CHECK_SECONDS', 0)
+    monkeypatch.setattr(files_lib, '_CHECK_SECONDS', 0)
     batches = input_pipeline.train_batches(copy, engine='rows', **ORDER)
     next(batches)
     change(shard_path(copy, 4))
@@ -198,7 +199,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(copy, monkeypatch, change
 
 
 def test_a_file_that_vanishes_while_it_is_read_is_named(copy, monkeypatch):
-    monkeypatch.setattr(mapped_files, '_CHECK_SECONDS', 0)
+    monkeypatch.setattr(files_lib, '_CHECK_SECONDS', 0)
     batches = input_pipeline.train_batches(copy, engine='rows', **ORDER)
     next(batches)
     shard_path(copy, 4).unlink()
@@ -209,14 +210,14 @@ def test_a_file_that_vanishes_while_it_is_read_is_named(copy, monkeypatch):
 
 def test_each_file_is_looked_at_again_when_a_batch_touches_it(tmp_path, monkeypatch):
     """However many others the batches before it have touched meanwhile."""
-    monkeypatch.setattr(mapped_files, '_CHECK_SECONDS', 60)
+    monkeypatch.setattr(files_lib, '_CHECK_SECONDS', 60)
     paths = [tmp_path / str(number) for number in range(40)]
     for path in paths:
         path.write_bytes(b'some bytes')
-    files = mapped_files.MappedFiles(lambda number: str(paths[number]), 40)
+    files = files_lib.MappedFiles(lambda number: str(paths[number]), 40)
     files.open(np.arange(40))
     clock = time.monotonic()
-    monkeypatch.setattr(mapped_files.time, 'monotonic', lambda: clock + 61)
+    monkeypatch.setattr(files_lib.time, 'monotonic', lambda: clock + 61)
     files.check_unchanged(np.array([3, 4, 5]))
     os.utime(paths[7], ns=(1, 1))
     files.check_unchanged(np.array([3, 4, 6]))
@@ -309,10 +310,10 @@ def test_keys_and_captions_of_every_length_are_found(keys, tmp_path):
     }
     with open(file, 'wb') as opened, records.RecordWriter(opened) as writer:
         writer.write(columns)
-    files = mapped_files.MappedFiles(lambda number: str(file), 1)
+    files = files_lib.MappedFiles(lambda number: str(file), 1)
     files.open(np.array([0]))
     start = files.address[[0]]
-    begin, end = framing.find_records(files.memory, start, np.array([10]), start + files.size)
+    begin, end = row_reader.find_records(files.memory, start, np.array([10]), start + files.size)
     begin, end = begin[0, :10], end[0, :10]
     assert end[-1] + 4 == start[0] + files.size[0]
     found = records.RecordLayout(text_dim=5).find(files.memory, begin, end)
@@ -417,8 +418,9 @@ def test_batches_that_are_kept_stay_as_they_are(intact):
         (dict(engine='lines'), "engine='lines' is none of 'auto', 'rows', 'chunks', 'tf_data'"),
         (dict(verify='twice'), "verify='twice' is none of 'once', 'always', 'never'"),
         (dict(split='train[:50%]', engine='rows'), 'reads local data sets with a chunk index'),
-        (dict(on_bad_records='drop'), "on_bad_records='drop' is neither"),
+        (dict(on_bad_records='drop'), "on_bad_records='drop' is none of"),
         (dict(max_bad_fraction=2), 'max_bad_fraction=2 is not in'),
+        (dict(features=()), r"features=\(\) names no feature; features=\('key',\) works"),
         (dict(stride=0), 'stride=0: expected at least 1'),
         (dict(engine='chunks', parallel_reads=0), 'parallel_reads=0: expected at least 1'),
     ],
@@ -434,11 +436,6 @@ def test_evaluation_names_a_chunk_that_works(intact, engine, chunk, nearest):
     message = f'chunk={chunk} is not a multiple of 32, .*; chunk={nearest} works'
     with pytest.raises(ValueError, match=message):
         input_pipeline.eval_batches(intact, batch_size=8, engine=engine, chunk=chunk)
-
-
-@pytest.mark.parametrize('engine', ['rows', 'chunks'])
-def test_no_features_are_empty_batches(intact, engine):
-    assert read(intact, 3, engine, features=(), caption_dropout=0) == [{}, {}, {}]
 
 
 @pytest.mark.parametrize('engine', ['rows', 'chunks'])
@@ -472,7 +469,7 @@ def test_a_data_set_without_index_goes_through_tensorflow(copy):
 
 
 def test_rows_as_wide_as_any_text_vector_are_gathered():
-    memory = mapped_files.Memory()
+    memory = files_lib.Memory()
     data = np.arange(2 * schema.MAX_TEXT_DIM + 9, dtype=np.uint8)
     rows = memory.gather(data.ctypes.data + np.array([9, 0]), 2 * schema.MAX_TEXT_DIM)
     np.testing.assert_array_equal(rows[0].tobytes(), data[9:].tobytes())

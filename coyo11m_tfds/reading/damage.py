@@ -1,0 +1,125 @@
+"""Damaged records: which are compared with their checksums, and what happens to bad ones.
+
+    checks = Checks('once', num_records)
+    good = checks.check(there, numbers, matches)       # bool (n,)
+    bad = BadRecords('skip', max_fraction=0.001, num_records=10**7)
+    bad.add('OUT/coyo11m_tfds-train.tfrecord-00003-of-00100', 3, [17], DAMAGED)
+
+Rows are gathered without looking at the rest of a record, so to compare its checksums, with those
+of its rows of columns, is a choice: `once` when this process first reads a record, `always`, or
+`never`. A file that cannot be read is an error under every policy.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from absl import logging
+
+from coyo11m_tfds.dataset.manifest import DamagedError
+from coyo11m_tfds.reading.files import ReadCounter
+
+ONCE, ALWAYS, NEVER = MODES = ('once', 'always', 'never')
+STOP, SKIP = 'stop', 'skip'
+
+DEFAULT_MAX_FRACTION = 0.001
+
+# So many never stop a run: a damaged length costs the rest of a chunk, even in a small data set.
+_ALWAYS_ALLOWED = 64
+
+# What is wrong with a record.
+TOO_SHORT = 'the file is shorter than its chunk index says'
+DAMAGED_ROW = 'its checksum is wrong'
+DAMAGED = 'its checksum is wrong, or its file has other records than its chunk index says'
+
+
+class Checks:
+    """Remembers which records of a split were compared, with one bit a record."""
+
+    def __init__(self, mode: str, num_records: int):
+        """Takes one of `MODES`."""
+        self._mode = mode
+        self._done = np.zeros(-(-num_records // 8) if mode == ONCE else 0, np.uint8)
+
+    def check(
+        self, there: np.ndarray, number: np.ndarray, matches: Callable[[np.ndarray], np.ndarray]
+    ) -> np.ndarray:
+        """True if records are as they were written, as far as the mode asks; bool `(n,)`.
+
+        Args:
+            there: Which of some records there are, bool `(n,)`.
+            number: Number of each record in its split.
+            matches: Compares all checksums of some of them, given by their indices here.
+        """
+        good = there.copy()
+        if self._mode == NEVER:
+            return good
+        bit = np.left_shift(1, number & 7).astype(np.uint8)
+        unchecked = good.copy()
+        if self._mode == ONCE:
+            unchecked &= (self._done[number >> 3] & bit) == 0
+        todo = np.flatnonzero(unchecked)
+        if len(todo):
+            good[todo] = matches(todo)
+            if self._mode == ONCE:
+                passed = todo[good[todo]]
+                np.bitwise_or.at(self._done, number[passed] >> 3, bit[passed])
+        return good
+
+
+class BadRecords:
+    """The bad records of a split, each counted once, however many epochs meet it again."""
+
+    def __init__(
+        self,
+        policy: str,
+        max_fraction: float,
+        num_records: int,
+        counter: ReadCounter | None = None,
+    ):
+        """Takes what is allowed.
+
+        Args:
+            policy: 'stop' or 'skip'.
+            max_fraction: With 'skip', the share of the split's records that may be bad.
+            num_records: Records of the split.
+            counter: Is told of every bad record in every epoch.
+        """
+        self._stops, self._max_fraction = policy == STOP, max_fraction
+        self._num_records, self._counter = num_records, counter
+        self._found: set[tuple[int, int]] = set()  # (shard, record)
+        self._told: set[str] = set()  # files
+
+    def add(
+        self, path: str, shard: int, numbers: Sequence[int], problem: str, place: str = ''
+    ) -> None:
+        """Counts records of a file, and warns once a file.
+
+        Args:
+            path: Path of the file.
+            shard: Number of the shard.
+            numbers: Numbers of the records within the shard.
+            problem: What is wrong with them.
+            place: Place of the first one in the file, if that is not its record.
+
+        Raises:
+            DamagedError: the policy is 'stop', or there are too many by now.
+        """
+        what = f'{path}: {place or f"record {numbers[0]}"} cannot be read: {problem}.'
+        if self._stops:
+            raise DamagedError(
+                f'{what} Restore the file or build the data set again, or set on_bad_records='
+                f"'{SKIP}' to continue without such records."
+            )
+        self._found.update((shard, number) for number in numbers)
+        if self._counter:
+            self._counter.add(bad_records=len(numbers))
+        if len(self._found) > max(_ALWAYS_ALLOWED, self._max_fraction * self._num_records):
+            raise DamagedError(
+                f'{what} With it, {len(self._found)} of {self._num_records} records are bad, more '
+                f'than max_bad_fraction={self._max_fraction:g} (and more than {_ALWAYS_ALLOWED}). '
+                'Restore the files (python -m coyo11m_tfds.verify DATA_DIR names those that are '
+                'damaged) or raise max_bad_fraction.'
+            )
+        if path not in self._told:
+            self._told.add(path)
+            logging.warning('%s It is left out, with what else is bad in this file.', what)

@@ -1,0 +1,465 @@
+"""Numbered files in memory, mapped or fetched, and rows of bytes gathered out of them.
+
+    files = MappedFiles(split.file, num_files=80)               # on a local disk
+    address, limit = files.locate(np.array([3]), np.array([40_000]), 8192)
+
+    files = FetchedFiles(split.file, sizes, most_at_once=64)    # on gs://
+    files.ask([(3, 0, 1_700_000), (17, 81_000, 1_781_000)])     # file, begin, end
+    files.take([(3, 0, 1_700_000)])                             # waits for it
+    address, limit = files.locate(np.array([3]), np.array([40_000]), 8192)
+    files.drop([(3, 0, 1_700_000)])
+
+    files.memory.gather(address, 8192)                          # void8192 (1,)
+
+Rows of one batch lie in as many files as it has rows. So places are addresses of this process: one
+call of NumPy gathers from all files together, without Python for a row, and without its lock.
+"""
+
+import collections
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import resource
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import BinaryIO, NamedTuple
+
+import google_crc32c
+import numpy as np
+
+from coyo11m_tfds.storage import remote, source_files
+from coyo11m_tfds.storage.source_files import SourceFile
+
+# A file is checked for changes at most this often.
+_CHECK_SECONDS = 1.0
+
+# A process may have 65,530 mappings (vm.max_map_count), and other libraries need some.
+MAX_FILES = 60_000
+
+# Places in memory are counted from here, as NumPy takes no array at address 0, to what a processor
+# of 64 bits gives programs. Times the bytes of a row, 32 KB at most, it has to be less than 2**63.
+_ORIGIN = 1 << 12
+_END = 1 << 48
+
+# A file and a place in it make one number: 8 TB and 500,000 files.
+_FILE_SHIFT = 43
+
+Range = tuple[int, int, int]  # number of the file, first byte, one past the last byte
+
+
+class Memory:
+    """All memory of this process as one array of NumPy; callers must know what lies where."""
+
+    def __init__(self):
+        everything = (ctypes.c_ubyte * (_END - _ORIGIN)).from_address(_ORIGIN)
+        self._bytes = np.frombuffer(everything, np.uint8)
+        self._zeros = np.zeros(mmap.PAGESIZE * 16, np.uint8)
+        self.zeros: int = self._zeros.ctypes.data  # an address with 64 KB of zeros
+
+    def gather(self, addresses: np.ndarray, nbytes: int) -> np.ndarray:
+        """Copies `nbytes` from each address; void `(n,)` of that size."""
+        kind = np.dtype((np.void, nbytes))
+        rows = np.ndarray(_END - _ORIGIN - nbytes, kind, self._bytes, strides=(1,))
+        return rows[addresses - _ORIGIN]
+
+    def view(self, begin: int, end: int) -> np.ndarray:
+        """The bytes between two addresses as they are, uint8; not copied."""
+        return self._bytes[begin - _ORIGIN : end - _ORIGIN]
+
+    def crc32c(self, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+        """The CRC-32C of the bytes from each address to another; uint32 `(n,)`."""
+        crcs = [
+            google_crc32c.value(self.view(first, last))
+            for first, last in zip(begin.tolist(), end.tolist(), strict=True)
+        ]
+        return np.array(crcs, np.uint32)
+
+
+# --- How much is read ----------------------------------------------------------------------------
+
+
+class ReadCounts(NamedTuple):
+    """Sums since the counter was made.
+
+    Attributes:
+        num_bytes: Bytes of all chunks that were read, with their rows of columns, or of all batches
+            of rows.
+        num_chunks: Runs of records that were read.
+        chunks_in_flight: Runs of records that are being read now.
+        bad_records: Records that could not be read and were left out, in every epoch anew.
+    """
+
+    num_bytes: int = 0
+    num_chunks: int = 0
+    chunks_in_flight: int = 0
+    bad_records: int = 0
+
+
+class ReadCounter:
+    """Counts what is read; one counter may serve several data sets.
+
+    counter = ReadCounter()
+    batches = input_pipeline.train_batches(path, batch_size=256, seed=0, counter=counter)
+    ...
+    counter.read().num_bytes
+    """
+
+    def __init__(self):
+        self._counts = ReadCounts()
+        self._lock = threading.Lock()  # chunks are read by several threads
+
+    def read(self) -> ReadCounts:
+        """The sums until now."""
+        return self._counts
+
+    def add(self, **amounts: int) -> None:
+        """Adds to some of the sums."""
+        with self._lock:
+            sums = {name: getattr(self._counts, name) + n for name, n in amounts.items()}
+            self._counts = self._counts._replace(**sums)
+
+
+# --- On a local disk -----------------------------------------------------------------------------
+
+
+class MappedFiles:
+    """Numbered files, mapped when they are first asked for and as long as this lives.
+
+    Attributes:
+        memory: Memory that they lie in.
+        address: Where each file begins; int64, 0 for one that is not open, or is empty.
+        size: Bytes of each file, int64.
+        path_of: Gives the path of a file by its number.
+    """
+
+    def __init__(
+        self,
+        path_of: Callable[[int], str],
+        num_files: int,
+        versions: Sequence[str] | None = None,
+    ):
+        """Opens nothing.
+
+        Args:
+            path_of: Gives the path of a file by its number.
+            num_files: Number of files.
+            versions: Versions that may be mapped, as in `SourceFile`; None for any.
+
+        Raises:
+            ValueError: there are too many files.
+        """
+        if num_files > MAX_FILES:
+            raise ValueError(
+                f'{path_of(0)}: {num_files} files cannot be mapped at once, at most {MAX_FILES} '
+                "can; read them with engine='chunks'"
+            )
+        self.memory = Memory()
+        self.address = np.zeros(num_files, np.int64)
+        self.size = np.zeros(num_files, np.int64)
+        self.path_of = path_of
+        self._versions = versions
+        self._states: dict[int, tuple[int, ...]] = {}
+        self._checked = np.zeros(num_files)  # when, in seconds
+        self._mapped: list[tuple[int, int]] = []
+        # Not at exit: another thread may still read.
+        weakref.finalize(self, _unmap, self._mapped).atexit = False
+        self._opening = threading.Lock()
+
+    def open(self, numbers: np.ndarray) -> None:
+        """Maps those that are not mapped yet.
+
+        Raises:
+            OSError: a file is missing, refused, or has changed since its version was found.
+        """
+        for number in numbers.tolist():
+            if number not in self._states:
+                with self._opening:
+                    if number not in self._states:
+                        self._open(number)
+
+    def locate(
+        self, number: np.ndarray, offset: np.ndarray, nbytes: np.ndarray | int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The addresses of places in files, and of the end of what is there of them.
+
+        Args:
+            number: Number of each file, int64 `(n,)`.
+            offset: Offset of each place in its file.
+            nbytes: How much is wanted from there on.
+
+        Returns:
+            `(address, limit)`, int64 `(n,)`: what reaches beyond the end of its file is cut there.
+
+        Raises:
+            OSError: a file cannot be opened.
+        """
+        self.open(np.unique(number))
+        start = self.address[number]
+        return start + offset, start + np.minimum(offset + nbytes, self.size[number])
+
+    def check_unchanged(self, numbers: np.ndarray) -> None:
+        """Checks that open files have not changed, each at most once a second.
+
+        Raises:
+            OSError: one has another size or time of change, was replaced, or is gone.
+        """
+        now = time.monotonic()
+        due = np.unique(numbers[self._checked[numbers] < now - _CHECK_SECONDS])
+        for number in due.tolist():
+            path, before = self.path_of(number), self._states[number]
+            with _naming(path):
+                state = _state(os.stat(path))
+            if state != before:
+                raise _changed(path, before[0], state[0])
+        self._checked[due] = now
+
+    def will_need(self, number: int, offset: int, nbytes: int) -> None:
+        """Has the system read a part of an open file ahead, without waiting for it."""
+        start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        end = min(offset + nbytes, int(self.size[number]))
+        if end > start:
+            address = int(self.address[number]) + start
+            _libc.madvise(address, end - start, mmap.MADV_WILLNEED)
+
+    def _open(self, number: int) -> None:
+        path = self.path_of(number)
+        with _naming(path), _open_file(path) as file:
+            found = os.fstat(file.fileno())
+            state = _state(found)
+            if state[0]:
+                self.address[number] = _map(file, state[0])
+                self._mapped.append((int(self.address[number]), state[0]))
+                self.size[number] = state[0]
+        # The version of what is mapped, not of what the path leads to by now.
+        if self._versions and source_files.local_version(found) != self._versions[number]:
+            raise _changed(path, int(self._versions[number].partition('-')[0]), state[0])
+        self._states[number], self._checked[number] = state, time.monotonic()
+
+
+# Python's own mappings keep a descriptor until Python 3.13, which can do without.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def _map(file: BinaryIO, size: int) -> int:
+    """Maps a file; returns its address."""
+    address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
+    if address == ctypes.c_void_p(-1).value:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return address
+
+
+def _unmap(mapped: list[tuple[int, int]]) -> None:
+    for address, size in mapped:
+        _libc.munmap(address, size)
+
+
+def _open_file(path: str) -> BinaryIO:
+    """Opens a file; where too many are open, with as many allowed as can be."""
+    try:
+        return open(path, 'rb')
+    except OSError as error:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if error.errno != errno.EMFILE or soft == hard:
+            raise
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        return open(path, 'rb')
+
+
+def _state(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev
+
+
+# --- On gs:// ------------------------------------------------------------------------------------
+
+
+class FetchedFiles:
+    """Ranges of numbered files, each fetched with one request and held while it is needed.
+
+    Attributes:
+        memory: Memory that they lie in.
+        size: Bytes of each file, int64; one that turns out to be shorter gets its true size.
+    """
+
+    def __init__(
+        self,
+        path_of: Callable[[int], str],
+        size: Sequence[int] | np.ndarray,
+        most_at_once: int,
+        counter: ReadCounter | None = None,
+    ):
+        """Fetches nothing.
+
+        Args:
+            path_of: Gives the path of a file, local or on gs://, by its number.
+            size: Bytes of each file.
+            most_at_once: Ranges that may be on their way, or have come and wait to be taken.
+            counter: Is told of every range; only those of files that were not added are chunks.
+        """
+        self.memory = Memory()
+        self.size = np.array(size, np.int64)
+        self._path_of = path_of
+        self._described: dict[int, SourceFile] = {}
+        self._most_at_once, self._counter = most_at_once, counter or ReadCounter()
+        self._pool = ThreadPoolExecutor(most_at_once, 'fetch')
+        self._is_finalizing = sys.is_finalizing  # of one that outlives all modules
+        self._asked: collections.deque[Range] = collections.deque()
+        self._coming: dict[Range, Future[bytes]] = {}
+        self._held: dict[Range, bytes] = {}
+        self._index()
+
+    def add(self, files: Sequence[SourceFile]) -> int:
+        """Adds files that must not change; returns the number of the first, the others follow."""
+        first = len(self.size)
+        self._described |= dict(enumerate(files, first))
+        self.size = np.append(self.size, [file.size for file in files]).astype(np.int64)
+        return first
+
+    def path_of(self, number: int) -> str:
+        """The path of a file."""
+        described = self._described.get(number)
+        return described.path if described else self._path_of(number)
+
+    def ask(self, ranges: Iterable[Range]) -> None:
+        """Begins to fetch ranges, in this order, after those that were asked for before."""
+        self._asked.extend(ranges)
+        self._begin()
+
+    def take(self, ranges: Iterable[Range]) -> None:
+        """Waits for ranges that were asked for; from now on `locate` knows them.
+
+        Raises:
+            OSError: a file is missing, refused or out of reach.
+        """
+        for part in ranges:
+            if part not in self._held:
+                self._held[part] = self._coming.pop(part).result()
+                self._begin()
+        self._index()
+
+    def take_again(self, ranges: Iterable[Range]) -> None:
+        """Fetches ranges anew, because their bytes may have been changed on their way."""
+        self._held |= {part: self._fetch(part) for part in ranges}
+        self._index()
+
+    def drop(self, ranges: Iterable[Range]) -> None:
+        """Forgets ranges; nothing may refer to their bytes any more."""
+        for part in ranges:
+            del self._held[part]
+
+    def close(self) -> None:
+        """Ends the threads; what is on its way comes to its end."""
+        self._asked.clear()
+        if not self._is_finalizing():  # or the interpreter has ended them
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def locate(
+        self, number: np.ndarray, offset: np.ndarray, nbytes: np.ndarray | int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As `MappedFiles.locate`, of places in ranges that were taken."""
+        part = np.searchsorted(self._keys, (number << _FILE_SHIFT) + offset, side='right') - 1
+        address = self._addresses[part] + offset
+        return address, np.minimum(address + nbytes, self._ends[part])
+
+    def check_unchanged(self, numbers: np.ndarray) -> None:
+        """Fetched bytes cannot change."""
+
+    def _begin(self) -> None:
+        while self._asked and len(self._coming) < self._most_at_once:
+            part = self._asked.popleft()
+            self._coming[part] = self._pool.submit(self._fetch, part)
+
+    def _index(self) -> None:
+        parts = sorted(self._held)
+        number, begin = np.array(parts, np.int64).reshape(-1, 3)[:, :2].T
+        self._keys = (number << _FILE_SHIFT) + begin
+        # An empty range has no address; nobody asks for one, as its end is its beginning.
+        data = [np.frombuffer(self._held[part] or b'\0', np.uint8) for part in parts]
+        starts = np.array([x.ctypes.data for x in data], np.int64)
+        self._addresses = starts - begin
+        self._ends = starts + np.array([len(self._held[part]) for part in parts], np.int64)
+
+    def _fetch(self, part: Range) -> bytes:
+        number, begin, end = part
+        path = self.path_of(number)
+        read = self._read_remote if source_files.is_remote(path) else self._read_local
+        chunk = int(number not in self._described)
+        self._counter.add(chunks_in_flight=chunk)
+        try:
+            data = read(path, number, begin, end)
+            self._counter.add(num_bytes=len(data), num_chunks=chunk)
+        finally:
+            self._counter.add(chunks_in_flight=-chunk)
+        return data
+
+    def _read_remote(self, path: str, number: int, begin: int, end: int) -> bytes:
+        passing = () if number in self._described else (remote.Changed,)
+        try:
+            with contextlib.suppress(*passing):
+                return self._read_range(path, number, begin, end)
+            # Shorter or longer than the index says: what is there is read.
+            self.size[number] = source_files.describe(path).size
+            return self._read_range(path, number, begin, end)
+        except FileNotFoundError as error:
+            raise _missing(path) from error
+
+    def _read_range(self, path: str, number: int, begin: int, end: int) -> bytes:
+        size = int(self.size[number])
+        file = self._described.get(number) or SourceFile(path, size, '', None)
+        return remote.read_range(file, min(begin, size), max(0, min(end, size) - begin))
+
+    def _read_local(self, path: str, number: int, begin: int, end: int) -> bytes:
+        with _naming(path), open(path, 'rb') as file:
+            file.seek(begin)
+            data = file.read(end - begin)
+            if len(data) < end - begin:
+                self.size[number] = os.fstat(file.fileno()).st_size
+        before = self._described.get(number)
+        if before and source_files.describe(path).version != before.version:
+            raise _changed(path, before.size, os.path.getsize(path))
+        return data
+
+
+# --- Errors --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Turns errors of the system into ones that say what to do."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise _missing(path) from error
+    except PermissionError as error:
+        raise PermissionError(
+            f'{path}: access was refused: let this user read the file.'
+        ) from error
+    except OSError as error:
+        if error.errno == errno.EMFILE:
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            raise OSError(
+                f'{path} cannot be opened: this process may have only {limit} files open at once '
+                '(ulimit -n), and has them. Raise that limit.'
+            ) from error
+        raise OSError(f'{path}: cannot be read ({error.strerror or error}).') from error
+
+
+def _changed(path: str, before: int, now: int) -> OSError:
+    return OSError(
+        f'{path}: has changed while it was read: it had {before} bytes, now it has {now}, or '
+        'another time of change. Start again from a checkpoint when the data set is complete.'
+    )
+
+
+def _missing(path: str) -> FileNotFoundError:
+    return FileNotFoundError(f'{path} is missing: restore it.')
