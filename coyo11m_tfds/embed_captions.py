@@ -26,9 +26,7 @@ local, on gs:// or on hf://.
 import argparse
 import dataclasses
 import os
-import sys
 import time
-from typing import NamedTuple
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.process import command_line, ending, workers
@@ -41,7 +39,6 @@ from coyo11m_tfds.source.keyed_parquet import KeyedFile
 from coyo11m_tfds.storage import source_files
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.text import out_place, part_maker, part_runner, text_encoders
-from coyo11m_tfds.text.part_maker import Captions
 from coyo11m_tfds.text.part_runner import EncoderChoice, Job
 
 
@@ -79,7 +76,12 @@ class Report:
 
     def __str__(self) -> str:
         kept = f', {self.num_kept} were there already' if self.num_kept else ''
-        left = ''
+        advice = left = ''
+        if 0 < self.longest < self.dim and not self.num_truncated:
+            advice = (
+                f'; the longest has {self.longest} tokens, so that --max_tokens={self.longest} '
+                f'keeps all of them in {self.longest / self.dim:.0%} of the room'
+            )
         if self.missing_parts:
             left = (
                 f'; {len(self.missing_parts)} parts are missing, such as {self.missing_parts[0]}: '
@@ -89,16 +91,7 @@ class Report:
             f'{self.num_captions} captions encoded by {self.encoder}, {self.dim} numbers each '
             f'({self.num_captions / self.seconds:.0f} captions/s){kept}; '
             f'{self.num_skipped} null, blank or too long ones and {self.num_duplicates} duplicates '
-            f'skipped, {self.num_truncated} truncated{self._advice()}{left}'
-        )
-
-    def _advice(self) -> str:
-        """What `--max_tokens` would do as well, where all else is padding."""
-        if not self.longest or self.num_truncated or self.longest == self.dim:
-            return ''
-        return (
-            f'; the longest has {self.longest} tokens, so that --max_tokens={self.longest} keeps '
-            f'all of them in {self.longest / self.dim:.0%} of the room'
+            f'skipped, {self.num_truncated} truncated{advice}{left}'
         )
 
 
@@ -149,14 +142,17 @@ def embed(
         RuntimeError: a process died.
     """
     out = os.fspath(out).rstrip('/')
-    file = find_captions(source_dir, caption_column)
+    file = source_files.describe(f'{os.fspath(source_dir).rstrip("/")}/{schema.CAPTIONS_FILE}')
+    if not file.is_remote:
+        KeyedFile(file.path, caption_column).close()  # it has the column
     out_place.check(out, share)
     loaded: text_encoders.Tokenizer | None = None if isinstance(encoder, str) else encoder
     spec = encoder if isinstance(encoder, str) else encoder.name
     choice = EncoderChoice(spec, max_tokens, batch_tokens, tokens_only)
     if not loaded:  # before captions are fetched in vain
         choice.check()
-        if _one_process(out, num_workers, choice):
+        # However much there is to do, this process will encode it itself.
+        if out_place.is_file(out) or part_runner.choose_workers(num_workers, choice, 2**63) == 1:
             loaded = choice.load()
     with out_place.scratch_folder(out, scratch_dir) as folder:
         by_key = os.path.join(folder, 'captions')
@@ -173,96 +169,42 @@ def embed(
                 'encode.'
             )
         job = Job(choice, by_key, caption_column, part_captions, out, folder)
+        start, num_captions, num_kept, left = time.perf_counter(), len(captions), 0, []
         if out_place.is_file(out):
-            outcome = _make_file(job, captions, loaded or choice.load())
+            with Progress('Embedding', len(captions), 'captions') as progress:
+                counter = part_runner.Counter(progress)
+                path = os.path.join(folder, 'sidecar')
+                made = part_runner.make_file(job, captions, path, loaded or choice.load(), counter)
+            os.replace(path, out)
         else:
-            outcome = _make_parts(job, captions, share, num_workers, loaded)
+            mine = range(captions.count)[share[0] :: share[1]]
+            finished = out_place.finished_parts(out, captions.count)
+            missing = [number for number in mine if number not in finished]
+            num_captions = sum(map(captions.size, missing))
+            num_kept = sum(map(captions.size, mine)) - num_captions
+            processes = 1
+            if not loaded:
+                processes = part_runner.choose_workers(num_workers, choice, len(missing))
+            with Progress('Embedding', num_kept + num_captions, 'captions') as progress:
+                progress.skip(num_kept)
+                counter = part_runner.Counter(progress)
+                made = part_runner.run(job, missing, finished, processes, loaded, counter)
+            there = out_place.finished_parts(out, captions.count)
+            left = [number for number in range(captions.count) if number not in there]
     return Report(
-        num_captions=outcome.num_captions,
-        num_kept=outcome.num_kept,
+        num_captions=num_captions,
+        num_kept=num_kept,
         num_skipped=num_keys - len(captions),
         num_duplicates=num_duplicates,
-        num_truncated=outcome.made.num_truncated,
-        num_tokens=outcome.counter.tokens,
-        longest=outcome.made.longest,
-        padding=outcome.counter.padding,
-        missing_parts=outcome.missing,
-        encoder=outcome.made.encoder,
-        dim=outcome.made.width,
-        seconds=outcome.seconds,
+        num_truncated=made.num_truncated,
+        num_tokens=counter.tokens,
+        longest=made.longest,
+        padding=counter.padding,
+        missing_parts=tuple(sidecar.part_name(number, captions.count) for number in left),
+        encoder=made.encoder,
+        dim=made.width,
+        seconds=time.perf_counter() - start,
     )
-
-
-class _Outcome(NamedTuple):
-    """See `Report`."""
-
-    made: part_runner.Made
-    counter: part_runner.Counter
-    num_captions: int
-    num_kept: int
-    missing: tuple[str, ...]
-    seconds: float
-
-
-def _make_file(job: Job, captions: Captions, encoder: text_encoders.Tokenizer) -> _Outcome:
-    start = time.perf_counter()
-    path = os.path.join(job.staging, 'sidecar')
-    with Progress('Embedding', len(captions), 'captions') as progress:
-        counter = part_runner.Counter(progress)
-        made = part_runner.make_file(job, captions, path, encoder, counter)
-    os.replace(path, job.out)
-    return _Outcome(made, counter, len(captions), 0, (), time.perf_counter() - start)
-
-
-def _make_parts(
-    job: Job,
-    captions: Captions,
-    share: tuple[int, int],
-    num_workers: int,
-    encoder: text_encoders.Tokenizer | None,
-) -> _Outcome:
-    start = time.perf_counter()
-    mine = range(captions.count)[share[0] :: share[1]]
-    finished = out_place.finished_parts(job.out, captions.count)
-    missing = [number for number in mine if number not in finished]
-    num_captions = sum(map(captions.size, missing))
-    num_kept = sum(map(captions.size, mine)) - num_captions
-    processes = 1
-    if not encoder:
-        processes = part_runner.choose_workers(num_workers, job.encoder, len(missing))
-    with Progress('Embedding', num_kept + num_captions, 'captions') as progress:
-        progress.skip(num_kept)
-        counter = part_runner.Counter(progress)
-        made = part_runner.run(job, missing, finished, processes, encoder, counter)
-    seconds = time.perf_counter() - start
-    finished = out_place.finished_parts(job.out, captions.count)
-    left = [
-        sidecar.part_name(n, captions.count) for n in range(captions.count) if n not in finished
-    ]
-    return _Outcome(made, counter, num_captions, num_kept, tuple(left), seconds)
-
-
-def _one_process(out: str, num_workers: int, choice: EncoderChoice) -> bool:
-    """True if this process will run the encoder itself, however much there is to do."""
-    if out_place.is_file(out):
-        return True
-    return part_runner.choose_workers(num_workers, choice, sys.maxsize) == 1
-
-
-def find_captions(
-    source_dir: str | os.PathLike[str], caption_column: str
-) -> source_files.SourceFile:
-    """Finds the captions file. If it is local, its columns are looked at already.
-
-    Raises:
-        ValueError: the source has no such file, or the file lacks a column.
-        PermissionError: credentials for the source are missing or refused.
-        OSError: the source cannot be reached.
-    """
-    file = source_files.describe(f'{os.fspath(source_dir).rstrip("/")}/{schema.CAPTIONS_FILE}')
-    if not file.is_remote:
-        KeyedFile(file.path, caption_column).close()
-    return file
 
 
 def _share(text: str) -> tuple[int, int]:
@@ -320,20 +262,9 @@ def main() -> None:
     flags = parse_flags()
     command_line.show_log()
     with ending.in_one_line('the same command resumes it', (ValueError, OSError, RuntimeError)):
-        report = embed(
-            flags.source,
-            flags.encoder,
-            flags.out,
-            flags.caption_column,
-            drop_duplicates=flags.drop_duplicates,
-            tokens_only=flags.tokens_only,
-            max_tokens=flags.max_tokens,
-            batch_tokens=flags.batch_tokens,
-            num_workers=flags.num_workers,
-            share=flags.part or ranks.share(),
-            part_captions=flags.part_captions,
-            scratch_dir=flags.scratch_dir,
-        )
+        options = vars(flags)
+        part, source = options.pop('part'), options.pop('source')
+        report = embed(source, share=part or ranks.share(), **options)
         print(f'{report}: {flags.out}')
 
 

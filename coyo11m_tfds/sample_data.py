@@ -69,27 +69,10 @@ class Scene:
     background: str
 
 
-@dataclasses.dataclass(frozen=True)
-class _Geometry:
-    """Centres and radii in pixels, each float32 `(n,)`."""
-
-    x: np.ndarray
-    y: np.ndarray
-    radius: np.ndarray
-
-
-def all_scenes() -> list[Scene]:
-    """Every combination whose background differs from the shape's colour."""
-    return [
-        Scene(colour, shape, background)
-        for colour, shape, background in itertools.product(COLOURS, SHAPES, COLOURS)
-        if colour != background
-    ]
-
-
 def split_scenes() -> tuple[list[Scene], list[Scene]]:
     """The combinations that are made and those that are held out, in a fixed order."""
-    scenes = all_scenes()
+    combinations = itertools.product(COLOURS, SHAPES, COLOURS)
+    scenes = [Scene(*each) for each in combinations if each[0] != each[2]]
     order = np.random.Generator(np.random.Philox(key=11)).permutation(len(scenes))
     cut = len(scenes) // HELD_OUT_SHARE
     return [scenes[i] for i in sorted(order[cut:])], [scenes[i] for i in sorted(order[:cut])]
@@ -143,7 +126,7 @@ def outlines(shape: str, x: np.ndarray, y: np.ndarray, radius: np.ndarray) -> np
         float32 `(n, 32, 32)`: the share of every pixel that lies inside.
     """
     size = schema.LATENT_SHAPE[-1]
-    return _coverage([shape] * len(x), _Geometry(x, y, radius))[:, :, :size]
+    return _coverage([shape] * len(x), np.stack([x, y, radius], axis=1))[:, :, :size]
 
 
 def make_sample(
@@ -169,6 +152,8 @@ def make_sample(
             holds latents.
         OSError: a file cannot be written.
     """
+    import torch  # Slow to import, and only needed to write.
+
     if is_remote(out_dir) or not os.fspath(out_dir):
         raise ValueError(
             f'out_dir is {str(out_dir)!r}, expected a local folder. python -m coyo11m_tfds.mirror '
@@ -186,7 +171,6 @@ def make_sample(
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f'{folder} is not empty: remove it, or write somewhere else.')
     folder.mkdir(parents=True, exist_ok=True)
-
     rng = np.random.Generator(np.random.Philox(key=seed))
     keys = np.sort(rng.choice(np.int64(1) << 62, num_samples, replace=False))
     made, _ = split_scenes()
@@ -194,8 +178,13 @@ def make_sample(
     geometry = _random_geometry(num_samples, rng)
     for number, rows in enumerate(_unequal_parts(num_samples, num_files)):
         name = f'{10 * number:06d}-{10 * number + 9:06d}.pt'
-        latents = _latents(scenes[rows], _take(geometry, rows), rng)
-        _save_pt(folder / name, keys[rows], latents, dtype)
+        latents = _latents(scenes[rows], geometry[rows], rng)
+        tensors = {schema.PT_KEYS: torch.from_numpy(keys[rows])}
+        tensors[schema.PT_LATENTS] = torch.from_numpy(latents).to(getattr(torch, dtype))
+        try:
+            torch.save(tensors, folder / name)
+        except RuntimeError as error:  # what torch makes of a full disk
+            raise OSError(f'{folder / name}: cannot be written. Is the disk full?') from error
     _save_captions(pathlib.Path(out_dir) / schema.CAPTIONS_FILE, keys, scenes, geometry, rng)
 
 
@@ -206,34 +195,34 @@ def _unequal_parts(total: int, parts: int) -> list[slice]:
     return [slice(int(a), int(b)) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def _random_geometry(count: int, rng: np.random.Generator) -> _Geometry:
-    """Places shapes so that every crop shows the better part of them."""
+def _random_geometry(count: int, rng: np.random.Generator) -> np.ndarray:
+    """Places shapes so that every crop shows the better part of them.
+
+    Returns:
+        float32 `(count, 3)`: x and y of the centres and the radii, in pixels.
+    """
     radius = rng.uniform(*RADII, count)
     # The stretch that all crops have in common, less most of the radius.
     low, high = _CROP_OFFSETS[-1] + 0.7 * radius, _WIDTH - _CROP_OFFSETS[-1] - 0.7 * radius
     x = low + (high - low) * rng.random(count)
     y = radius + (_HEIGHT - 2 * radius) * rng.random(count)
-    return _Geometry(*(value.astype(np.float32) for value in (x, y, radius)))
+    return np.stack([x, y, radius], axis=1).astype(np.float32)
 
 
-def _take(geometry: _Geometry, rows: slice) -> _Geometry:
-    return _Geometry(geometry.x[rows], geometry.y[rows], geometry.radius[rows])
-
-
-def _latents(scenes: list[Scene], geometry: _Geometry, rng: np.random.Generator) -> np.ndarray:
+def _latents(scenes: list[Scene], geometry: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Raw latents float32 `(n, 3, 4, 32, 32)` of the three crops of every scene."""
     result = np.empty((len(scenes), *schema.LATENTS_SHAPE), np.float32)
     size = schema.LATENT_SHAPE[-1]
     for start in range(0, len(scenes), _BATCH):
         rows = slice(start, start + _BATCH)
-        pictures = _draw(scenes[rows], _take(geometry, rows), rng)
+        pictures = _draw(scenes[rows], geometry[rows], rng)
         for crop, offset in enumerate(_CROP_OFFSETS):
             window = pictures[:, :, offset : offset + size]
             result[rows, crop] = latent_rgb.rgb_to_latents(window)
     return result
 
 
-def _draw(scenes: list[Scene], geometry: _Geometry, rng: np.random.Generator) -> np.ndarray:
+def _draw(scenes: list[Scene], geometry: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Draws scenes as uint8 `(n, _HEIGHT, _WIDTH, 3)` with smooth edges."""
     cover = _coverage([scene.shape for scene in scenes], geometry)[..., None]
     inside, outside = (
@@ -245,13 +234,13 @@ def _draw(scenes: list[Scene], geometry: _Geometry, rng: np.random.Generator) ->
     return np.round(np.clip(pictures, 0, 255)).astype(np.uint8)
 
 
-def _coverage(shapes: list[str], geometry: _Geometry) -> np.ndarray:
+def _coverage(shapes: list[str], geometry: np.ndarray) -> np.ndarray:
     """The share of every pixel that lies inside the shape, float32 `(n, _HEIGHT, _WIDTH)`."""
     fine = _OVERSAMPLING
     rows = (np.arange(_HEIGHT * fine, dtype=np.float32) + 0.5) / fine
     columns = (np.arange(_WIDTH * fine, dtype=np.float32) + 0.5) / fine
-    dy = (rows[None, :, None] - geometry.y[:, None, None]) / geometry.radius[:, None, None]
-    dx = (columns[None, None, :] - geometry.x[:, None, None]) / geometry.radius[:, None, None]
+    x, y, radius = (values[:, None, None] for values in geometry.T)
+    dy, dx = (rows[None, :, None] - y) / radius, (columns[None, None, :] - x) / radius
     # In units of the radius. The sides make the three shapes about equally large.
     tests = {
         'circle': lambda x, y: x * x + y * y <= 1,
@@ -266,21 +255,11 @@ def _coverage(shapes: list[str], geometry: _Geometry) -> np.ndarray:
     return blocks.mean((2, 4), dtype=np.float32)
 
 
-def _save_pt(path: pathlib.Path, keys: np.ndarray, latents: np.ndarray, dtype: str) -> None:
-    import torch  # Slow to import, and only needed to write.
-
-    tensor = torch.from_numpy(latents).to(getattr(torch, dtype))
-    try:
-        torch.save({schema.PT_KEYS: torch.from_numpy(keys), schema.PT_LATENTS: tensor}, path)
-    except RuntimeError as error:  # what torch makes of a full disk
-        raise OSError(f'{path}: cannot be written. Is the disk full?') from error
-
-
 def _save_captions(
     path: pathlib.Path,
     keys: np.ndarray,
     scenes: list[Scene],
-    geometry: _Geometry,
+    geometry: np.ndarray,
     rng: np.random.Generator,
 ) -> None:
     """Writes the Parquet file as pandas does: `key` is the index column, rows shuffled."""
@@ -290,8 +269,9 @@ def _save_captions(
     middle_radius = sum(RADII) / 2
     long_captions: list[str | None] = []
     for i in rows:
-        third = int(3 * geometry.x[i] / _WIDTH)
-        size = 'large' if geometry.radius[i] > middle_radius else 'small'
+        x, _, radius = geometry[i]
+        third = int(3 * x / _WIDTH)
+        size = 'large' if radius > middle_radius else 'small'
         long_captions.append(_caption(scenes[i], rng, size, PLACES[third]))
         if i % EMPTY_CAPTION_EVERY == 2:
             long_captions[-1] = None if i % 2 else '  '
