@@ -254,7 +254,7 @@ class Builder(dataset_builder.FileReaderBuilder):
         try:
             if not dataset_builder.load_default_config_name(folder):
                 dataset_builder._save_default_config_name(folder, default_config_name=name)
-        except Exception as error:  # readers may lack write access; TensorFlow's are no OSErrors
+        except Exception as error:  # readers may lack write access; TensorFlow's are not OSErrors
             logging.warning('%s: no default config is written: %s', folder, error)
 
     def _reject_what_is_not_supported(

@@ -325,7 +325,7 @@ def _footer(captions: SourceFile, column: str) -> tuple[int, int]:
     """Rows of a Parquet file, and about how many bytes the captions of a column take.
 
     Raises:
-        ValueError: it is no Parquet file, or lacks the column.
+        ValueError: it is not a Parquet file, or lacks the column.
     """
     import pyarrow.parquet as pq
 
@@ -456,12 +456,12 @@ def read_build_config(text: str) -> BuildSettings:
     """The settings of `tfds build --config=TEXT`.
 
     Raises:
-        ValueError: It is no JSON object, or has a field that is unknown or bad.
+        ValueError: It is not a JSON object, or has a field that is unknown or bad.
     """
     try:
         fields = json.loads(text)
     except ValueError as error:
-        raise ValueError(f'--build_config={text}: is no JSON ({error}).') from error
+        raise ValueError(f'--build_config={text}: is not JSON ({error}).') from error
     if not isinstance(fields, dict):
         raise ValueError(f'--build_config={text}: expected a JSON object.')
     names = [field.name for field in dataclasses.fields(BuildSettings)]

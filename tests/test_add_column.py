@@ -484,10 +484,10 @@ def test_a_column_that_is_not_there_is_named(copy, other_embeddings):
     for read in (input_pipeline.train_batches, input_pipeline.eval_batches):
         order = ORDER if read is input_pipeline.train_batches else {'batch_size': 16}
         with pytest.raises(
-            ValueError, match=r"text='other': 'other' is no column of text.*; there are \[\]"
+            ValueError, match=r"text='other': 'other' is not a column of text.*; there are \[\]"
         ):
             read(copy, text='other', **order)
-    with pytest.raises(ValueError, match="'other' is no column of text embeddings"):
+    with pytest.raises(ValueError, match="'other' is not a column of text embeddings"):
         input_pipeline.open_data(copy).stats('other')
     add_column.add(copy, 'other', other_embeddings)
     shutil.copy(

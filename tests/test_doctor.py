@@ -72,7 +72,7 @@ def test_what_fails_is_in_the_exit_status_and_in_the_document(command, tmp_path,
     [
         ('--build_config={"shard_bytes": 0}', 'shard_bytes is 0'),
         ('--build_config={"shards": 0}', "unknown field 'shards'; the fields are name, "),
-        ('--build_config=x', '--build_config=x: is no JSON'),
+        ('--build_config=x', '--build_config=x: is not JSON'),
         ('--build_config=["ab"]', '--build_config=["ab"]: expected a JSON object'),
         ('--timeout=inf', '--timeout: inf: expected a number above 0'),
     ],

@@ -162,7 +162,7 @@ def _tell_missing(letters: str) -> None:
 
 @functools.cache
 def _coverages() -> list[Callable[[str], bool]]:
-    """For each font, whether it has a letter: what it lacks it draws like what is no letter."""
+    """For each font, whether it has a letter. It draws a missing letter like a code without one."""
 
     def coverage(font: ImageFont.FreeTypeFont) -> Callable[[str], bool]:
         def draw(letter: str) -> tuple[tuple[int, int], bytes]:

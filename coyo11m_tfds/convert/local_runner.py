@@ -58,7 +58,7 @@ def write_shards(
             as many as there are cores and the amount of work is worth.
 
     Raises:
-        ValueError: see `shard_writer.write_shard`; or the variable is no number.
+        ValueError: see `shard_writer.write_shard`; or the variable is not a number.
         OSError: a file cannot be fetched, written or stored.
         RuntimeError: a process died, or runs another version of the package.
     """

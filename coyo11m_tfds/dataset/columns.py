@@ -135,7 +135,9 @@ class Column:
         try:
             places = _load_places(path, self.crc32c.get(split, ''))
         except ValueError as error:
-            raise ValueError(f'{path}: is no column ({error}). Build the data set again.') from None
+            raise ValueError(
+                f'{path}: is not a column ({error}). Build the data set again.'
+            ) from None
         if len(places) != num_records:
             raise ValueError(
                 f'{folder}: its column {self.name!r} has {len(places)} rows for split {split!r} of '
@@ -191,7 +193,7 @@ class AddedColumn:
             head = remote.read_range(file, 0, min(file.size, _NPY_HEADER))
             dtype, shape, start = _parse_header(head, file.size)
         except ValueError as error:
-            raise ValueError(f'{path}: is no column ({error}). Add it again.') from None
+            raise ValueError(f'{path}: is not a column ({error}). Add it again.') from None
         expected = row_dtype(self.dtype, self.shape, int(self.crc32c[split], 16))
         if dtype != expected or shape != (num_records,):
             raise ValueError(

@@ -177,7 +177,7 @@ def open_archive(path: str | os.PathLike[str], name: str = '') -> Archive:
         name: what errors call it, if that is not its path.
 
     Raises:
-        ValueError: it is no `.pt` file, or damaged.
+        ValueError: it is not a `.pt` file, or damaged.
     """
     with open(path, 'rb', buffering=0) as file:
         return read(file.fileno(), name or os.fspath(path))

@@ -25,7 +25,7 @@ def process_index() -> int:
     `jax.distributed` where a program has set that up. Asking does not start JAX.
 
     Raises:
-        ValueError: The variable is no number.
+        ValueError: The variable is not a number.
     """
     for rank in filter(os.environ.get, _LAUNCHERS):
         if not os.environ[rank].isdecimal():
@@ -41,7 +41,7 @@ def share() -> tuple[int, int]:
     """Returns the number of this process and how many there are, `(0, 1)` if it is alone.
 
     Raises:
-        ValueError: A variable is no number, or that of the count is missing or too small.
+        ValueError: A variable is not a number, or that of the count is missing or too small.
     """
     index = process_index()
     for rank in filter(os.environ.get, _LAUNCHERS):

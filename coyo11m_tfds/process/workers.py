@@ -24,7 +24,7 @@ def chosen(num_workers: int) -> int:
     """Returns `num_workers`, or the environment variable if it is 0, or 0 if that is not set.
 
     Raises:
-        ValueError: The variable is no number.
+        ValueError: The variable is not a number.
     """
     variable = os.environ.get(VARIABLE)
     if num_workers or not variable:

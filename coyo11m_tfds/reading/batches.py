@@ -158,7 +158,7 @@ class Resumable(Ahead[T]):
         samples, order = state.get('samples'), state.get('order')
         if not isinstance(samples, int) or samples < 0 or order != self._begun.order:
             raise ValueError(
-                f'{dict(state)} is no state of these batches, whose order is '
+                f'{dict(state)} is not a state of these batches, whose order is '
                 f'{self._begun.order!r}: expected one of the same data set, split, seed, chunk, '
                 'lanes and window.'
             )

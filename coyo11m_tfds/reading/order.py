@@ -18,7 +18,7 @@ Sample k of lane l is a pure function of `(seed, l, k)` and the lengths of the s
    `(seed, e, key)`.
 
 Batch s of B samples takes k from s*B/L to (s+1)*B/L of every lane, in lane order; it may span the
-end of an epoch. Process p of P owns the lanes `[p*L/P, (p+1)*L/P)`. So B and P are no part of the
+end of an epoch. Process p of P owns the lanes `[p*L/P, (p+1)*L/P)`. So B and P are not part of the
 sequence, and a place in the data is one number, samples a lane. Each epoch leaves out fewer than L
 records, each with the same chance.
 """

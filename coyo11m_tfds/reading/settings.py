@@ -126,4 +126,4 @@ def _check_whole(name: str, value: object) -> None:
     try:
         operator.index(value)  # type: ignore[arg-type]  # others raise
     except TypeError:
-        raise ValueError(f'{name}={value!r} is no whole number') from None
+        raise ValueError(f'{name}={value!r} is not a whole number') from None

@@ -58,7 +58,7 @@ class KeyedFile:
         """Opens a file; the values are in the first of `columns` that the file has.
 
         Raises:
-            ValueError: it is no Parquet file, is encrypted, or lacks a column or any row.
+            ValueError: it is not a Parquet file, is encrypted, or lacks a column or any row.
         """
         self.name, self._path = name or path, path
         with naming_damage(self.name):

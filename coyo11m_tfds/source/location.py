@@ -92,7 +92,7 @@ def _add_records(folder: str, files: list[SourceFile]) -> list[SourceFile]:
     if others:
         more = f'; so are {len(others) - 1} more' if others[1:] else ''
         logging.warning(
-            '%s: is no file that mirror has copied, unlike others of this folder%s.',
+            '%s: is not a file that mirror has copied, unlike others of this folder%s.',
             others[0],
             more,
         )

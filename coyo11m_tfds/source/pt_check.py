@@ -46,7 +46,7 @@ def fetch_head(file: SourceFile, folder: str | os.PathLike[str], *, check_crc: b
         Path of the head.
 
     Raises:
-        ValueError: it is no zip as torch writes it, or its directory is larger than that of any
+        ValueError: it is not a zip as torch writes it, or its directory is larger than that of any
             `.pt` of a source or contradicts itself; or a local file is damaged.
         PermissionError: credentials are missing or refused.
         OSError: the storage cannot be reached, the file is gone or has changed, or the content
@@ -88,7 +88,7 @@ def check_contents(
         on_bytes: is told how many bytes have been read.
 
     Raises:
-        ValueError: something differs, or it is no `.pt` file.
+        ValueError: something differs, or it is not a `.pt` file.
     """
     name = name or os.fspath(path)
     if not check_crc:

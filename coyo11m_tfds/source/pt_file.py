@@ -49,7 +49,7 @@ class LatentShard:
         """Opens a local file; errors call it `name`, or by its path.
 
         Raises:
-            ValueError: the file is truncated, is no `.pt`, would run code when unpickled, or its
+            ValueError: the file is truncated, is not a `.pt`, would run code when unpickled, or its
                 tensors are missing, of an unexpected dtype or shape, or not stored element by
                 element.
             RowsDisagreeError: its tensors are valid, but have unequal numbers of rows.

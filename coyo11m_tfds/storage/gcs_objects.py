@@ -219,7 +219,7 @@ def _read_once(blob: storage.Blob) -> bytes:
 def delete(blobs: Iterable[storage.Blob]) -> None:
     """Deletes objects, in the generation that the storage has described if it has.
 
-    One that is gone, or was replaced since, is no error.
+    An object that is gone or has been replaced is not an error.
     """
 
     def delete_one(blob: storage.Blob) -> None:

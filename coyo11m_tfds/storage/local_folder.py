@@ -124,7 +124,7 @@ class LocalFolder:
 
     def _path(self, name: str) -> str:
         if name and not stays_inside(name):
-            raise ValueError(f'{name!r} is no name of a file in {self._folder}.')
+            raise ValueError(f'{name!r} is not the name of a file in {self._folder}.')
         return os.path.join(self._folder, name) if name else self._folder
 
     def _files(self, folder: str, names: Collection[str] | None = None) -> dict[str, str]:

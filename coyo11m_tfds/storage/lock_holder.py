@@ -65,7 +65,7 @@ def lease_seconds() -> float:
     """Seconds without a sign of life after which a holder that cannot be seen counts as dead.
 
     Raises:
-        ValueError: the environment variable is no positive number.
+        ValueError: the environment variable is not a positive number.
     """
     return retry.seconds('COYO11M_LEASE_SECONDS', 60.0)
 

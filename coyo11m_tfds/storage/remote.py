@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 _BLOCK = 1 << 18  # bytes received at a time
 
-# Attempts that together receive this much are no failure: the transfer of a file of GBs may break
-# off more often than a request is tried. Less is a failure: the server only ever breaks off.
+# Attempts that together receive this much do not count as failures: the transfer of a file of GBs
+# may break off more often than a request is retried.
 _PROGRESS = 16 << 20
 
 _threads = threading.local()

@@ -143,7 +143,7 @@ def seconds(variable: str, default: float) -> float:
     """Reads a time from an environment variable; unset or empty, it is the default.
 
     Raises:
-        ValueError: it is no positive number.
+        ValueError: it is not a positive number.
     """
     text = os.environ.get(variable, '')
     try:

@@ -142,7 +142,7 @@ class Checkpoint:
         self._files: dict[str, safe_open] = {}
         for path in sorted(paths):
             file = safe_open(path, 'numpy')
-            for name in file.keys():  # noqa: SIM118, it is no mapping
+            for name in file.keys():  # noqa: SIM118, it is not a mapping
                 if name in self._files:
                     raise ValueError(f'{path}: {name} comes in another file of the folder too.')
                 self._files[name] = file

@@ -266,7 +266,7 @@ def choose_workers(num_workers: int, encoder: EncoderChoice, num_parts: int) -> 
         num_parts: to make.
 
     Raises:
-        ValueError: the variable is no number.
+        ValueError: the variable is not a number.
     """
     chosen = workers.chosen(num_workers)
     if not chosen and encoder.hashes:

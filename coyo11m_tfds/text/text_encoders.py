@@ -45,7 +45,7 @@ class Tokenizer(Protocol):
         name: what the metadata of a data set calls it; free of paths of this machine.
         revision: changes when the same caption may get other tokens, or another embedding.
         max_tokens: captions are cut to so many tokens; 0 for no limit.
-        vocabulary: ids are less than this; 0 where tokens are no ids.
+        vocabulary: ids are less than this; 0 where tokens are not ids.
         truncated: captions cut to the greatest length so far.
     """
 

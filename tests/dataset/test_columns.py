@@ -143,7 +143,7 @@ def test_places_of_other_records_are_refused(path):
     with pytest.raises(ValueError, match=f'{path}: {message}'):
         read(path)
     file.write_bytes(b'')
-    with pytest.raises(ValueError, match=f'{file}: is no column'):
+    with pytest.raises(ValueError, match=f'{file}: is not a column'):
         read(path)
 
 

@@ -79,9 +79,9 @@ def test_what_is_no_choice_of_texts_is_refused(spec):
 @pytest.mark.parametrize(
     ('spec', 'message'),
     [
-        ('nothing', r"'nothing' is no column of text.*; there are \['short', 'wide', "),
-        ('records:2,score:1', "'score' is no column of text"),
-        ('old_words', "'old_words' is no column .* or of tokens with their vocabulary"),
+        ('nothing', r"'nothing' is not a column of text.*; there are \['short', 'wide', "),
+        ('records:2,score:1', "'score' is not a column of text"),
+        ('old_words', "'old_words' is not a column .* or of tokens with their vocabulary"),
         ('records,wide', "'wide' has embeddings of 'hash', revision '1', 3 numbers, expected .* 2"),
         ('short,foreign', "'foreign' has .* 'hf:m', .* expected embeddings of 'hash', .* 'short'"),
         ('later,records', "'records' has .* revision '1', 2 numbers, expected .* revision '2'"),

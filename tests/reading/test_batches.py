@@ -96,10 +96,10 @@ def test_a_state_of_another_order_is_refused(intact, mini_dataset):
     made = [input_pipeline.train_batches(intact, **other) for other in others]
     made.append(input_pipeline.train_batches(mini_dataset, **ORDER))
     for other in made:
-        with pytest.raises(ValueError, match=r'is no state of these batches.*same data set'):
+        with pytest.raises(ValueError, match=r'is not a state of these batches.*same data set'):
             other.set_state(state)
     for wrong in ({}, state | {'samples': -1}, state | {'samples': '7'}):
-        with pytest.raises(ValueError, match='is no state'):
+        with pytest.raises(ValueError, match='is not a state'):
             batches.set_state(wrong)
 
 
@@ -185,9 +185,9 @@ def test_a_misspelt_argument_fails_by_its_own_name(face):
 @pytest.mark.parametrize(
     'changes, message',
     [
-        (dict(batch_size=16.0), 'batch_size=16.0 is no whole number'),
-        (dict(seed='5'), "seed='5' is no whole number"),
-        (dict(start_step=None), 'start_step=None is no whole number'),
+        (dict(batch_size=16.0), 'batch_size=16.0 is not a whole number'),
+        (dict(seed='5'), "seed='5' is not a whole number"),
+        (dict(start_step=None), 'start_step=None is not a whole number'),
         (dict(features='latents'), r"features='latents' is a string, .*\('latents',\) works"),
     ],
 )

@@ -180,7 +180,7 @@ def test_places_of_another_order_are_refused(path):
     """All of which lie in their files."""
     file = path / columns.file_name(schema.LATENTS, schema.TRAIN)
     np.save(file, np.load(file)[::-1])
-    with pytest.raises(ValueError, match=f'{file}: is no column .its CRC-32C is'):
+    with pytest.raises(ValueError, match=f'{file}: is not a column .its CRC-32C is'):
         read(path)
 
 

@@ -310,7 +310,7 @@ def test_a_file_that_mirror_did_not_copy_is_told(mirrored: Place, caplog: pytest
     mirrored.put({'latents-3crop/000010-000019.pt': b'second file'})
     source = location.find(mirrored.root)
     assert [file.recorded is None for file in source.latent_files] == [False, True]
-    assert f'{source.latent_files[1].path}: is no file that mirror has copied' in caplog.text
+    assert f'{source.latent_files[1].path}: is not a file that mirror has copied' in caplog.text
 
 
 def test_a_damaged_record_counts_as_none(gcs: Gcs, caplog: pytest.LogCaptureFixture):

@@ -38,7 +38,7 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
 
 @pytest.fixture(scope='module')
 def whole(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A `.pt` of 1.5 MB, so that the latents are no small entry."""
+    """A `.pt` of 1.5 MB, so that the latents are a large entry."""
     path = tmp_path_factory.mktemp('whole') / NAME
     made_sources.write_pt(path, range(400, 460))
     return path

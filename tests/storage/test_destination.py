@@ -182,7 +182,7 @@ def test_names_that_lead_elsewhere(tmp_path, name):
         lambda: destination.put_bytes(name, b'1'),
         lambda: destination.put(staged, name, google_crc32c.value(b'1')),
     ):
-        with pytest.raises(ValueError, match='is no name of a file in'):
+        with pytest.raises(ValueError, match='is not the name of a file in'):
             put()
     assert sorted(path.name for path in tmp_path.rglob('*')) == ['.staging', 'out', 'x']
 

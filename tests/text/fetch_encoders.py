@@ -85,7 +85,7 @@ def unpack_gemma(wheels: list[Path], folder: Path) -> None:
     # In the dtype that the model was published in.
     model = transformers.AutoModel.from_pretrained(**source, dtype='bfloat16')
     safetensors.torch.save_model(model, folder / 'model.safetensors', metadata={'format': 'pt'})
-    del model.config.quantization_config  # it is no GGUF file any more
+    del model.config.quantization_config  # it is not a GGUF file any more
     model.config.save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
 

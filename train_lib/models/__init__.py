@@ -100,4 +100,4 @@ def _preset(name: str) -> dict[str, int]:
 
 
 def _is_given(value: Any) -> bool:
-    return isinstance(value, bool) or value != 0  # False is no number to be left out but refused
+    return isinstance(value, bool) or value != 0  # False is refused, not left out

@@ -132,7 +132,7 @@ def parse(text: str) -> Module:
             if match[1]:
                 root = lines[match[2]]
     if entry is None:
-        raise ValueError('the text is no compiled XLA program: it has no ENTRY computation')
+        raise ValueError('the text is not a compiled XLA program: it has no ENTRY computation')
     return Module(computations, entry)
 
 
