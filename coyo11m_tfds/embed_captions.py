@@ -38,7 +38,8 @@ from coyo11m_tfds.source.joined import Joined
 from coyo11m_tfds.source.keyed_parquet import KeyedFile
 from coyo11m_tfds.storage import source_files
 from coyo11m_tfds.storage.scratch import Scratch
-from coyo11m_tfds.text import out_place, part_maker, part_runner, text_encoders
+from coyo11m_tfds.text import part_runner, parts
+from coyo11m_tfds.text.encoder import DEFAULT_MAX_TOKENS, Encoder, Tokenizer
 from coyo11m_tfds.text.part_runner import EncoderChoice, Job
 
 
@@ -97,17 +98,17 @@ class Report:
 
 def embed(
     source_dir: str | os.PathLike[str],
-    encoder: str | text_encoders.Encoder,
+    encoder: str | Encoder,
     out: str | os.PathLike[str],
     caption_column: str = schema.DEFAULT_CAPTION_COLUMN,
     *,
     drop_duplicates: bool = False,
     tokens_only: bool = False,
-    max_tokens: int = text_encoders.DEFAULT_MAX_TOKENS,
+    max_tokens: int = DEFAULT_MAX_TOKENS,
     batch_tokens: int | None = None,
     num_workers: int = 0,
     share: tuple[int, int] = (0, 1),
-    part_captions: int = part_maker.PART_CAPTIONS,
+    part_captions: int = parts.PART_CAPTIONS,
     scratch_dir: str | os.PathLike[str] = '',
 ) -> Report:
     """Encodes the captions of a source, except those of existing parts, and writes the sidecar.
@@ -119,7 +120,7 @@ def embed(
     Args:
         source_dir: folder with `schema.CAPTIONS_FILE`, local, on `gs://` or on `hf://`.
         encoder: a specification for `text_encoders.make_encoder`, or with `tokens_only` for
-            `tokenizers.make_tokenizer`; or an encoder, which runs in this process.
+            `text_encoders.make_tokenizer`; or an encoder, which runs in this process.
         out: a folder, local or on `gs://`; or a local file `*.parquet`, which is replaced.
         caption_column: the Parquet column to encode.
         drop_duplicates: take the first of several rows with one key; without it they are an error.
@@ -145,23 +146,23 @@ def embed(
     file = source_files.describe(f'{os.fspath(source_dir).rstrip("/")}/{schema.CAPTIONS_FILE}')
     if not file.is_remote:
         KeyedFile(file.path, caption_column).close()  # it has the column
-    out_place.check(out, share)
-    loaded: text_encoders.Tokenizer | None = None if isinstance(encoder, str) else encoder
+    part_runner.check_out(out, share)
+    loaded: Tokenizer | None = None if isinstance(encoder, str) else encoder
     spec = encoder if isinstance(encoder, str) else encoder.name
     choice = EncoderChoice(spec, max_tokens, batch_tokens, tokens_only)
     if not loaded:  # before captions are fetched in vain
         choice.check()
         # However much there is to do, this process will encode it itself.
-        if out_place.is_file(out) or part_runner.choose_workers(num_workers, choice, 2**63) == 1:
+        if part_runner.is_file(out) or part_runner.choose_workers(num_workers, choice, 2**63) == 1:
             loaded = choice.load()
-    with out_place.scratch_folder(out, scratch_dir) as folder:
+    with part_runner.scratch_folder(out, scratch_dir) as folder:
         by_key = os.path.join(folder, 'captions')
         with Scratch(os.path.join(folder, 'source'), file.size).hold_showing(file) as path:
             captions_source.join(path, caption_column, by_key, name=file.path)
         joined = Joined(by_key)
         if not drop_duplicates:
             captions_source.check_unique(joined, file.path)
-        captions = part_maker.Captions(joined, part_captions)
+        captions = parts.Captions(joined, part_captions)
         num_keys, num_duplicates = len(joined.places), joined.facts['duplicates']
         if not len(captions):
             raise ValueError(
@@ -169,27 +170,23 @@ def embed(
                 'encode.'
             )
         job = Job(choice, by_key, caption_column, part_captions, out, folder)
-        start, num_captions, num_kept, left = time.perf_counter(), len(captions), 0, []
-        if out_place.is_file(out):
-            with Progress('Embedding', len(captions), 'captions') as progress:
-                counter = part_runner.Counter(progress)
-                path = os.path.join(folder, 'sidecar')
-                made = part_runner.make_file(job, captions, path, loaded or choice.load(), counter)
-            os.replace(path, out)
-        else:
-            mine = range(captions.count)[share[0] :: share[1]]
-            finished = out_place.finished_parts(out, captions.count)
-            missing = [number for number in mine if number not in finished]
-            num_captions = sum(map(captions.size, missing))
-            num_kept = sum(map(captions.size, mine)) - num_captions
-            processes = 1
-            if not loaded:
-                processes = part_runner.choose_workers(num_workers, choice, len(missing))
-            with Progress('Embedding', num_kept + num_captions, 'captions') as progress:
+        start = time.perf_counter()
+        finished = part_runner.finished_parts(out, captions.count)
+        mine = range(captions.count)[share[0] :: share[1]]
+        missing = [number for number in mine if number not in finished]
+        num_captions = sum(len(captions.keys(number)) for number in missing)
+        num_kept = sum(len(captions.keys(number)) for number in mine) - num_captions
+        processes = 1
+        if not loaded:
+            processes = part_runner.choose_workers(num_workers, choice, len(missing))
+        with Progress('Embedding', num_kept + num_captions, 'captions') as progress:
+            if num_kept:
                 progress.skip(num_kept)
-                counter = part_runner.Counter(progress)
-                made = part_runner.run(job, missing, finished, processes, loaded, counter)
-            there = out_place.finished_parts(out, captions.count)
+            counter = part_runner.Counter(progress)
+            made = part_runner.run(job, missing, finished, processes, loaded, counter)
+        left: list[int] = []
+        if not part_runner.is_file(out):
+            there = part_runner.finished_parts(out, captions.count)
             left = [number for number in range(captions.count) if number not in there]
     return Report(
         num_captions=num_captions,
@@ -216,7 +213,7 @@ def parse_flags() -> argparse.Namespace:
     """Parses the command line."""
     parser = command_line.Parser('coyo11m_tfds.embed_captions', __doc__)
     add = parser.add_argument
-    column, length = schema.DEFAULT_CAPTION_COLUMN, text_encoders.DEFAULT_MAX_TOKENS
+    column, length = schema.DEFAULT_CAPTION_COLUMN, DEFAULT_MAX_TOKENS
     add('--source', required=True, help=f'folder with {schema.CAPTIONS_FILE}, also gs:// or hf://')
     add('--out', required=True, help='folder to fill, also gs://; or a local file, *.parquet')
     add(
@@ -250,7 +247,7 @@ def parse_flags() -> argparse.Namespace:
     add(
         '--part_captions',
         type=int,
-        default=part_maker.PART_CAPTIONS,
+        default=parts.PART_CAPTIONS,
         help='most captions of a part (%(default)s)',
     )
     add('--scratch_dir', default='', help='local folder for temporary files')

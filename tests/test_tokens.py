@@ -13,7 +13,8 @@ import tensorflow_datasets as tfds
 
 import input_pipeline
 from coyo11m_tfds import add_column, embed_captions, schema
-from coyo11m_tfds.text import text_encoders, tokenizers
+from coyo11m_tfds.text import text_encoders
+from coyo11m_tfds.text.encoder import Tokenizer
 from tests import built, made_sources, runs
 from tests.runs import small_config
 from train_lib import caption_encoder, data, data_facts, draw, sharding, train
@@ -24,8 +25,8 @@ FEATURES = 'key', 'latents', 'tokens', 'caption'
 
 
 @pytest.fixture(scope='module')
-def words() -> text_encoders.Tokenizer:
-    return tokenizers.make_tokenizer('words', LENGTH)
+def words() -> Tokenizer:
+    return text_encoders.make_tokenizer('words', LENGTH)
 
 
 @pytest.fixture(scope='module')
@@ -67,7 +68,7 @@ def test_records_hold_the_tokens_of_their_captions(dataset, words):
     assert examples[0].keys() == {'key', 'latents', 'caption', 'tokens'}
     captions = [example['caption'].decode() for example in examples]
     found = np.stack([example['tokens'] for example in examples])
-    np.testing.assert_array_equal(found, tokenizers.pad(words.tokenize(captions), LENGTH))
+    np.testing.assert_array_equal(found, text_encoders.pad(words.tokenize(captions), LENGTH))
     metadata = builder.info.metadata
     assert (metadata['text_encoder'], metadata['text_vocabulary']) == ('words', words.vocabulary)
     assert not {'text_embedding_dim', 'text_embedding_mean', 'text_embedding_std'} & set(metadata)
@@ -92,7 +93,7 @@ def test_both_engines_give_the_same_tokens(dataset, words):
     rows, chunks = first['rows'], first['chunks']
     assert (rows['tokens'].dtype, rows['tokens'].shape) == (np.int32, (16, LENGTH))
     captions = [caption.decode() for caption in rows['caption']]
-    expected = tokenizers.pad(words.tokenize(captions), LENGTH)
+    expected = text_encoders.pad(words.tokenize(captions), LENGTH)
     np.testing.assert_array_equal(rows['tokens'], expected)
     assert rows.keys() == {*FEATURES, 'drop_text'}
     for name, values in rows.items():

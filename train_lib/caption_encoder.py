@@ -16,8 +16,9 @@ import numpy as np
 from absl import logging
 
 from coyo11m_tfds.storage import model_files
-from coyo11m_tfds.text import text_encoders, tokenizers
-from coyo11m_tfds.text.text_encoders import Encoder, Tokenizer
+from coyo11m_tfds.text import text_encoders
+from coyo11m_tfds.text.encoder import DEFAULT_MAX_TOKENS, Encoder, Tokenizer
+from coyo11m_tfds.text.words import split_words
 from train_lib.data_facts import DataFacts
 
 # Run the same models: on the same files their embeddings agree to a cosine of 0.99997.
@@ -56,8 +57,8 @@ def make(facts: DataFacts, spec: str = '') -> Encoder | Tokenizer:
     runner, colon, model = spec.partition(':')
     if colon and wanted != _IN_PT:  # before minutes are spent with loading it
         _check_name(facts, f'{runner}:{model_files.public_name(model)}')
-    max_tokens = facts.max_tokens or text_encoders.DEFAULT_MAX_TOKENS
-    make_one = tokenizers.make_tokenizer if facts.vocabulary else text_encoders.make_encoder
+    max_tokens = facts.max_tokens or DEFAULT_MAX_TOKENS
+    make_one = text_encoders.make_tokenizer if facts.vocabulary else text_encoders.make_encoder
     encoder = make_one(spec, max_tokens)
     check(facts, encoder)
     return encoder
@@ -72,7 +73,7 @@ def texts(facts: DataFacts, encoder: Encoder | Tokenizer, captions: Sequence[str
                 ', '.join(map(repr, unknown)),
                 'it means' if len(unknown) == 1 else 'they mean',
             )
-        return tokenizers.pad(encoder.tokenize(captions), encoder.max_tokens)
+        return text_encoders.pad(encoder.tokenize(captions), encoder.max_tokens)
     return cast(Encoder, encoder).encode(captions).astype(np.float16)
 
 
@@ -86,7 +87,7 @@ def unknown_words(
     if not facts.known_tokens:
         return []
     known = np.unpackbits(np.frombuffer(bytes.fromhex(facts.known_tokens), np.uint8))
-    words = dict.fromkeys(w for caption in captions for w in text_encoders.split_words(caption))
+    words = dict.fromkeys(w for caption in captions for w in split_words(caption))
     ids = encoder.tokenize(list(words))
     return [word for word, [token] in zip(words, ids, strict=True) if not known[token]]
 

@@ -22,7 +22,7 @@ from absl import flags
 from etils import epath
 
 from coyo11m_tfds.pictures import vae_decoder
-from coyo11m_tfds.text.text_encoders import Encoder, Tokenizer
+from coyo11m_tfds.text.encoder import Encoder, Tokenizer
 from train_lib import (
     caption_encoder,
     data_facts,

@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from coyo11m_tfds import schema
 from coyo11m_tfds.text import gemma, text_encoders
+from coyo11m_tfds.text.encoder import Tokenizer
 from train_lib import caption_encoder, sharding
 from train_lib.data_facts import DataFacts
 from train_lib.models.words import Words
@@ -84,7 +86,7 @@ def load(spec: str, facts: DataFacts, mesh: Mesh, *, dtype: str) -> StepEncoder 
 
 def abstract(spec: str, mesh: Mesh, *, dtype: str) -> StepEncoder | None:
     """As `load`, but with shapes in the place of weights, and for no data set."""
-    return _abstract(_open(spec, 1 << 20), dtype, mesh) if spec else None
+    return _abstract(_open(spec, schema.MAX_TOKENS), dtype, mesh) if spec else None
 
 
 def _open(spec: str, max_tokens: int) -> Any:
@@ -105,7 +107,7 @@ def _check_tokens(spec: str, facts: DataFacts) -> None:
         )
 
 
-def _check_same(spec: str, tokenizer: text_encoders.Tokenizer, facts: DataFacts) -> None:
+def _check_same(spec: str, tokenizer: Tokenizer, facts: DataFacts) -> None:
     same_name = caption_encoder.model_name(tokenizer.name) == caption_encoder.model_name(
         facts.encoder
     )

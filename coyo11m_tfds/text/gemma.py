@@ -28,8 +28,8 @@ class Rope:
     """Rotary positions (Su et al., "RoFormer", 2021) of one kind of layer.
 
     Attributes:
-        base: of the geometric series of wavelengths (`rope_theta`, `rope_local_base_freq`).
-        factor: positions are divided by it (Chen et al., "Extending Context Window of Large
+        base: Base of the geometric series of wavelengths (`rope_theta`, `rope_local_base_freq`).
+        factor: Positions are divided by it (Chen et al., "Extending Context Window of Large
             Language Models via Position Interpolation", 2023; `rope_scaling` of type `linear`).
     """
 
@@ -42,21 +42,21 @@ class Config:
     """Sizes of a model; in parentheses the name in transformers' config.json.
 
     Attributes:
-        vocab_size: rows of the embedding table (`vocab_size`).
-        width: of the hidden states (`hidden_size`).
-        mlp_width: of the feed-forward layers (`intermediate_size`).
-        num_heads: of queries (`num_attention_heads`).
-        num_kv_heads: of keys and values, each shared by as many query heads as it takes (Ainslie et
-            al., "GQA", 2023; `num_key_value_heads`).
-        head_dim: numbers a head (`head_dim`).
-        is_local: for each layer, whether a token attends to the last `window` tokens only, itself
+        vocab_size: Rows of the embedding table (`vocab_size`).
+        width: Numbers of a hidden state (`hidden_size`).
+        mlp_width: Width of the feed-forward layers (`intermediate_size`).
+        num_heads: Heads of queries (`num_attention_heads`).
+        num_kv_heads: Heads of keys and values, each shared by as many heads of queries as it takes
+            (Ainslie et al., "GQA", 2023; `num_key_value_heads`).
+        head_dim: Numbers a head (`head_dim`).
+        is_local: For each layer, whether a token attends to the last `window` tokens only, itself
             counted in, or to all before it (`layer_types`).
-        window: of local layers, in tokens (`sliding_window`).
-        local_rope: positions in local layers.
-        global_rope: positions in the others.
-        query_scalar: attention logits are divided by its square root (`query_pre_attn_scalar`).
-        norm_epsilon: of all norms (`rms_norm_eps`).
-        max_positions: longest text the model was made for (`max_position_embeddings`).
+        window: Window of local layers, in tokens (`sliding_window`).
+        local_rope: Positions in local layers.
+        global_rope: Positions in the others.
+        query_scalar: Attention logits are divided by its square root (`query_pre_attn_scalar`).
+        norm_epsilon: Added under the root in all norms (`rms_norm_eps`).
+        max_positions: Longest text the model was made for (`max_position_embeddings`).
     """
 
     vocab_size: int
@@ -79,11 +79,7 @@ class Config:
         return len(self.is_local)
 
     def flops(self, num_tokens: int) -> int:
-        """Of the matrix products of one text forward, padding included.
-
-        Two for each multiplication and addition. Scores of all pairs of tokens count, because they
-        are computed, also those that are masked.
-        """
+        """Operations of the matrix products of one text forward, with padding and masked scores."""
         heads = self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         weights = self.width * (heads + 3 * self.mlp_width)
         scores = 2 * num_tokens * self.num_heads * self.head_dim

@@ -1,4 +1,4 @@
-"""Reads Gemma 3's text model from the files that transformers reads.
+"""Reads Gemma 3's text model from the files that transformers reads: sizes, weights, tokenizer.
 
     checkpoint = open_checkpoint('google/gemma-3-270m')  # of the Hugging Face hub, or its cache
     checkpoint = open_checkpoint('gemma-3-270m/')        # config.json, *.safetensors, tokenizer
@@ -23,7 +23,7 @@ import tokenizers
 from safetensors import SafetensorError, safe_open
 
 from coyo11m_tfds.storage import model_files
-from coyo11m_tfds.text import gemma, gemma_config, gemma_tokenizer
+from coyo11m_tfds.text import gemma
 
 # Weights by our names and those in the files (less `.weight`): of each layer, and of the rest.
 _LAYER = {
@@ -47,6 +47,32 @@ _REST = {'embedding': 'embed_tokens', 'norm.scale': 'norm'}
 _OTHER_PARTS = re.compile(r'(.*\.)?(lm_head|vision_tower|multi_modal_projector)\.')
 
 _HUB_FILES = ['config.json', '*.safetensors', '*.safetensors.index.json', 'tokenizer*.json']
+
+
+# Names of sizes in config.json, and what `Gemma3TextConfig` takes where one is missing.
+_SIZES = {
+    'vocab_size': ('vocab_size', 262_208),
+    'width': ('hidden_size', 2304),
+    'mlp_width': ('intermediate_size', 9216),
+    'num_heads': ('num_attention_heads', 8),
+    'num_kv_heads': ('num_key_value_heads', 4),
+    'head_dim': ('head_dim', 256),
+    'window': ('sliding_window', 4096),
+    'query_scalar': ('query_pre_attn_scalar', 256),
+    'norm_epsilon': ('rms_norm_eps', 1e-6),
+    'max_positions': ('max_position_embeddings', 131_072),
+}
+_DEPTH = 'num_hidden_layers', 26
+_PATTERN = 6  # one layer in so many is global
+_LOCAL, _GLOBAL = 'sliding_attention', 'full_attention'
+_LOCAL_BASE, _GLOBAL_BASE = ('rope_local_base_freq', 10_000.0), ('rope_theta', 1_000_000.0)
+# Variations of the architecture that no Gemma 3 language model uses, and `gemma.Gemma` has not.
+_FIXED = {
+    'hidden_activation': 'gelu_pytorch_tanh',
+    'attention_bias': False,
+    'attn_logit_softcapping': None,
+    'use_bidirectional_attention': False,
+}
 
 
 def open_checkpoint(model: str) -> 'Checkpoint':
@@ -125,15 +151,15 @@ class Checkpoint:
     """A folder as `save_pretrained` of transformers writes it.
 
     Attributes:
-        path: of the folder.
-        config: sizes of the model.
-        names: of the text model's weights, without the prefix that they share.
+        path: Path of the folder.
+        config: Sizes of the model.
+        names: Names of the text model's weights, without the prefix that they share.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
         raw = json.loads((folder / 'config.json').read_text(encoding='utf-8'))
-        self.config = gemma_config.from_transformers(raw, str(folder / 'config.json'))
+        self.config = read_config(raw, str(folder / 'config.json'))
         index = folder / 'model.safetensors.index.json'
         paths = set(folder.glob('*.safetensors'))
         if index.is_file():
@@ -157,5 +183,79 @@ class Checkpoint:
         return self._files[name].get_tensor(name)
 
     def tokenizer(self) -> tokenizers.Tokenizer:
-        """Returns the tokenizer; raises ValueError if it is missing."""
-        return gemma_tokenizer.from_folder(self.path)
+        """Returns the tokenizer, which gives the tokens of transformers' `AutoTokenizer`.
+
+        Raises:
+            ValueError: tokenizer.json is missing or cannot be parsed.
+        """
+        path, settings = self.path / 'tokenizer.json', self.path / 'tokenizer_config.json'
+        if not path.is_file():
+            raise ValueError(
+                f'{path} is missing; expected the fast tokenizer beside the weights. '
+                '`transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)` writes it.'
+            )
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises nothing narrower
+            raise ValueError(f'{path} is not a tokenizer: {error}') from error
+        tokenizer.no_padding()
+        options = json.loads(settings.read_text(encoding='utf-8')) if settings.is_file() else {}
+        if {'add_bos_token', 'add_eos_token'} & options.keys():
+            start, stop = (
+                _content(options.get(f'{end}_token')) if options.get(f'add_{end}_token') else None
+                for end in ('bos', 'eos')
+            )
+            tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+                single=' '.join(part for part in (start, '$A', stop) if part),
+                special_tokens=[(t, tokenizer.token_to_id(t)) for t in (start, stop) if t],
+            )
+        return tokenizer
+
+
+def read_config(raw: Mapping[str, Any], name: str) -> gemma.Config:
+    """Reads what config.json holds; of a multimodal model, the part for text.
+
+    Raises:
+        ValueError: it is another model, or one that `gemma.Gemma` cannot compute.
+    """
+    if raw.get('model_type') not in ('gemma3', 'gemma3_text'):
+        raise ValueError(
+            f'{name}: model_type is {raw.get("model_type")!r}, expected gemma3_text or gemma3; '
+            'hf: runs other models.'
+        )
+    text = raw.get('text_config', raw)
+    for key, value in _FIXED.items():
+        if (text.get(key) or value) != value:
+            raise ValueError(f'{name}: {key} is {text[key]!r}, expected {value!r}.')
+    depth, kinds = text.get(*_DEPTH), text.get('layer_types')
+    if kinds is None:
+        period = text.get('sliding_window_pattern', _PATTERN)
+        kinds = [_LOCAL if (layer + 1) % period else _GLOBAL for layer in range(depth)]
+    if len(kinds) != depth or not set(kinds) <= {_LOCAL, _GLOBAL}:
+        raise ValueError(
+            f'{name}: layer_types is {kinds}, expected {_LOCAL} or {_GLOBAL} for each of {depth} '
+            'layers.'
+        )
+    return gemma.Config(
+        **{ours: text.get(*theirs) for ours, theirs in _SIZES.items()},
+        is_local=tuple(kind == _LOCAL for kind in kinds),
+        local_rope=_rope(text, _LOCAL, _LOCAL_BASE, name),
+        global_rope=_rope(text, _GLOBAL, _GLOBAL_BASE, name),
+    )
+
+
+def _rope(text: Mapping[str, Any], kind: str, base: tuple[str, float], name: str) -> gemma.Rope:
+    """Reads `rope_parameters` of a kind of layer, or what files older than transformers 5 have."""
+    settings = dict((text.get('rope_parameters') or {}).get(kind) or {})
+    if kind == _GLOBAL:
+        settings |= text.get('rope_scaling') or {}
+    scaling = settings.get('rope_type', settings.get('type', 'default'))
+    if scaling not in ('default', 'linear'):
+        raise ValueError(f'{name}: rope_type is {scaling!r}, expected default or linear.')
+    factor = settings['factor'] if scaling == 'linear' else 1.0
+    return gemma.Rope(settings.get('rope_theta', text.get(*base)), factor)
+
+
+def _content(token: Any) -> str:
+    """A special token of tokenizer_config.json, which is a string or its description."""
+    return token['content'] if isinstance(token, dict) else token

@@ -19,9 +19,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from coyo11m_tfds.storage import model_files
-from coyo11m_tfds.text import fast_tokenizer, gemma, gemma_weights
-from coyo11m_tfds.text.text_encoders import Encoder, OnBatch, Tokenizer, ignore_batch, one_behind
+from coyo11m_tfds.text import gemma, gemma_weights
+from coyo11m_tfds.text.encoder import Encoder, OnBatch, ignore_batch, one_behind, plan_batches
+from coyo11m_tfds.text.model_tokenizer import ModelTokenizer
 
 # Tokens in a forward pass of one device, padding counted in: so memory stays the same however long
 # the captions are. On a CPU more of them leave its caches: Gemma-3-270M takes 53 to 56 ms of CPU a
@@ -31,20 +31,13 @@ from coyo11m_tfds.text.text_encoders import Encoder, OnBatch, Tokenizer, ignore_
 CPU_BATCH_TOKENS = 1024
 BATCH_TOKENS = 8192
 
-_WIDTHS_AN_OCTAVE = 16  # of batches; more of them mean less padding and more programs to compile
-_SHORTEST = 16  # no batch is narrower
 _PADDING = 0  # Gemma's own token for it; any other gives the same embeddings
 
 
-class JaxTokenizer(Tokenizer):
-    """The tokenizer of a Gemma 3, always the fast one.
+class JaxTokenizer(ModelTokenizer):
+    """The tokenizer of a Gemma 3, always the fast one; see `ModelTokenizer`.
 
     Attributes:
-        name: `jax:` and the name on the hub, or the last part of the folder's path.
-        revision: Commit of a model on the hub, or digest of the files in a folder.
-        max_tokens: Greatest length with special tokens; the model's own limit if that is smaller.
-        vocabulary: Number that all ids are below.
-        truncated: Captions cut to `max_tokens` so far.
         checkpoint: Files of the model.
     """
 
@@ -60,24 +53,16 @@ class JaxTokenizer(Tokenizer):
                 max_tokens is too small.
         """
         self.checkpoint = gemma_weights.open_checkpoint(model)
-        self.name = f'jax:{model_files.public_name(model)}'
-        self.revision = model_files.revision(model)
-        self.truncated = 0
-        self._tokenizer = self.checkpoint.tokenizer()
-        self.max_tokens = min(max_tokens, self.checkpoint.config.max_positions)
-        self.vocabulary = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        special = self._tokenizer.num_special_tokens_to_add(is_pair=False)
-        if self.max_tokens <= special:
-            raise ValueError(
-                f'max_tokens is {self.max_tokens}, expected more than the {special} special tokens '
-                'that every caption gets'
-            )
-
-    def tokenize(self, captions: Sequence[str]) -> list[list[int]]:
-        """Returns the tokens of every caption, at least one and at most `max_tokens`."""
-        tokens, truncated = fast_tokenizer.encode(self._tokenizer, captions, self.max_tokens)
-        self.truncated += truncated
-        return [ids or [_PADDING] for ids in tokens]
+        backend = self.checkpoint.tokenizer()
+        super().__init__(
+            'jax',
+            model,
+            min(max_tokens, self.checkpoint.config.max_positions),
+            backend=backend,
+            vocabulary=backend.get_vocab_size(with_added_tokens=True),
+            special=backend.num_special_tokens_to_add(is_pair=False),
+            filler=_PADDING,
+        )
 
 
 class JaxEncoder(JaxTokenizer, Encoder):
@@ -86,11 +71,6 @@ class JaxEncoder(JaxTokenizer, Encoder):
     Computes in float32 on CPUs and in bfloat16 elsewhere; norms, softmax and averages are float32
     always. The embedding of a caption does not depend on its batch but for rounding, because the
     order of sums in a matrix product depends on the product's shape.
-
-    Attributes:
-        dim: numbers an embedding (the model's width).
-        dtype: of weights and computation.
-        pooling: the mean.
     """
 
     pooling = 'mean'
@@ -156,41 +136,6 @@ class JaxEncoder(JaxTokenizer, Encoder):
             padded_lengths[: len(rows)] = lengths[rows]
             batch = jax.device_put((padded, padded_lengths), self._rows)
             yield rows, shape[0] * shape[1], self._pool(self._params, *batch)
-
-
-def plan_batches(
-    lengths: np.ndarray, batch_tokens: int, num_devices: int = 1
-) -> Iterator[tuple[np.ndarray, tuple[int, int]]]:
-    """Groups rows of like length, longest first, so that little of a batch is padding.
-
-    The shapes are few: a batch is as wide as its longest row, rounded up to one of 16 widths an
-    octave, and as high as its width allows; the last one only as high as a power of two allows.
-
-    Args:
-        lengths: integers `(n,)`, tokens of each row.
-        batch_tokens: height times width of a batch at most, unless a row a device is more.
-        num_devices: heights are multiples of it.
-
-    Yields:
-        `(rows, (height, width))`: int64 `(k,)`, numbers of at most `height` rows, none of which is
-        longer than `width`; each row comes once.
-    """
-    order = np.argsort(-lengths, kind='stable')
-    start = 0
-    while start < len(order):
-        width = _round_up(int(lengths[order[start]]))
-        height = max(1, batch_tokens // (width * num_devices))  # of one device
-        left = -(-(len(order) - start) // num_devices)
-        height = min(height, 1 << (left - 1).bit_length()) * num_devices
-        yield order[start : start + height], (height, width)
-        start += height
-
-
-def _round_up(length: int) -> int:
-    """The least of 16, 17, 18, ..., 32, 34, 36, ..., 64, 68, ... that is not less than `length`."""
-    octave = 1 << (length - 1).bit_length()  # the least power of two that is not less
-    step = max(1, octave // (2 * _WIDTHS_AN_OCTAVE))
-    return max(_SHORTEST, -(-length // step) * step)
 
 
 def _pool(network: gemma.Gemma, params, tokens: jax.Array, lengths: jax.Array) -> jax.Array:

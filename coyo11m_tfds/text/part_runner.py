@@ -1,4 +1,4 @@
-"""Makes the parts that are missing, in this process or in several.
+"""Makes the parts that are missing, in this process or in several, into a folder or one file.
 
     choice = EncoderChoice('hf:google/gemma-3-270m')
     job = Job(choice, folder, 'caption_llava', 32768, 'gs://bucket/gemma', '/tmp/staging')
@@ -10,12 +10,15 @@ who make the same one make the same.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import os
+import platform
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from absl import logging
@@ -25,12 +28,15 @@ from coyo11m_tfds.process import machine, workers
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import sidecar
 from coyo11m_tfds.source.joined import Joined
-from coyo11m_tfds.storage import file_state
+from coyo11m_tfds.storage import file_state, held_folder, source_files
 from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage.scratch import user_temp
 from coyo11m_tfds.storage.source_files import SourceFile
-from coyo11m_tfds.text import part_maker, part_writer, text_encoders, tokenizers
-from coyo11m_tfds.text.part_maker import Captions
-from coyo11m_tfds.text.text_encoders import Encoder, OnBatch, Tokenizer
+from coyo11m_tfds.text import parts, text_encoders, words
+from coyo11m_tfds.text.encoder import DEFAULT_MAX_TOKENS, Encoder, OnBatch, Tokenizer
+from coyo11m_tfds.text.parts import Captions
+
+_FILE = '.parquet'
 
 # What a process that hashes words takes: of 2 million captions 1.13 GB with the store of captions
 # that the first of them makes, 0.66 GB for tokens.
@@ -48,21 +54,21 @@ class EncoderChoice:
     """Which encoder, for a process to load it.
 
     Attributes:
-        spec: see `text_encoders.make_encoder`; of tokens `tokenizers.make_tokenizer`.
-        max_tokens: captions are cut to it.
-        batch_tokens: see `text_encoders.make_encoder`.
-        tokens_only: whether to make token ids in place of embeddings.
+        spec: See `text_encoders.make_encoder`; of tokens `make_tokenizer`.
+        max_tokens: Captions are cut to so many tokens.
+        batch_tokens: See `text_encoders.make_encoder`.
+        tokens_only: Whether to make token ids in place of embeddings.
     """
 
     spec: str
-    max_tokens: int = text_encoders.DEFAULT_MAX_TOKENS
+    max_tokens: int = DEFAULT_MAX_TOKENS
     batch_tokens: int | None = None
     tokens_only: bool = False
 
     def load(self) -> Encoder | Tokenizer:
         """Loads the encoder, or the tokenizer alone; raises as `text_encoders.make_encoder`."""
         if self.tokens_only:
-            return tokenizers.make_tokenizer(self.spec, self.max_tokens)
+            return text_encoders.make_tokenizer(self.spec, self.max_tokens)
         return text_encoders.make_encoder(self.spec, self.max_tokens, self.batch_tokens)
 
     def check(self) -> None:
@@ -75,20 +81,7 @@ class EncoderChoice:
     @property
     def hashes(self) -> bool:
         """True if it hashes words, in Python: a process of it takes one core and no weights."""
-        return self.spec in (text_encoders.HashEncoder.name, tokenizers.WordsTokenizer.name)
-
-    @property
-    def column(self) -> str:
-        """Of the parts."""
-        return schema.TOKENS if self.tokens_only else schema.PART_EMBEDDING
-
-    def width(self, encoder: Encoder | Tokenizer) -> int:
-        """Returns how many numbers the encoder makes of a caption."""
-        return encoder.max_tokens if self.tokens_only else cast(Encoder, encoder).dim
-
-    def longest(self, values: np.ndarray) -> int:
-        """Returns the most token ids of a caption in a part; 0 of embeddings."""
-        return int((values != tokenizers.PADDING).sum(axis=1).max()) if self.tokens_only else 0
+        return self.spec in (words.HashEncoder.name, words.WordsTokenizer.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,12 +89,12 @@ class Job:
     """The embedding of a source; the same for all processes.
 
     Attributes:
-        encoder: that makes it.
-        captions: folder of a `Joined` of all captions, by key.
-        caption_column: that they are from.
-        part_captions: captions of a part at most.
-        out: folder of the parts, local or on gs://.
-        staging: existing local folder to write files in, on the disk of a local `out`.
+        encoder: The encoder.
+        captions: Folder of a `Joined` of all captions, by key.
+        caption_column: Name of their column.
+        part_captions: Captions of a part at most.
+        out: Folder of the parts, local or on gs://; or path of the one file, local.
+        staging: Existing local folder to write files in, on the disk of a local `out`.
     """
 
     encoder: EncoderChoice
@@ -125,8 +118,8 @@ class Counter:
     """An `on_batch` that adds to a progress what it is told.
 
     Attributes:
-        tokens: all so far.
-        slots: these and padding.
+        tokens: Tokens so far.
+        slots: Tokens and padding so far.
     """
 
     def __init__(self, progress: Progress):
@@ -146,9 +139,85 @@ class Counter:
         return 1 - self.tokens / self.slots if self.slots else 0.0
 
 
+# --- Where they go --------------------------------------------------------------------------
+
+
+def is_file(out: str) -> bool:
+    """True if `out` names one file."""
+    return out.endswith(_FILE)
+
+
+def check_out(out: str, share: tuple[int, int]) -> None:
+    """Refuses what cannot be written, before anything is read.
+
+    Args:
+        out: what the user names.
+        share: which of how many hosts this is.
+
+    Raises:
+        ValueError: it cannot be written, or not by several hosts.
+    """
+    what = ''
+    if not 0 <= share[0] < share[1]:
+        raise ValueError(f'part {share[0]} of {share[1]}: expected one of 0 to n - 1, of n.')
+    if not is_file(out):
+        if os.path.isfile(out):
+            what = f'is a file; expected a folder, or a name ending in {_FILE}.'
+        else:
+            Destination(out)
+    elif source_files.is_remote(out):
+        what = 'is remote; expected a local path, which can be copied there, or a folder.'
+    elif os.path.isdir(out):
+        what = 'is a folder; expected the path of a file to write.'
+    elif share[1] > 1:
+        what = (
+            f'is one file, which one process makes, and this is one of {share[1]}. Name a folder.'
+        )
+    if what:
+        raise ValueError(f'{out} {what}')
+
+
+@contextlib.contextmanager
+def scratch_folder(out: str, chosen: str | os.PathLike[str]) -> Iterator[str]:
+    """A folder of this run alone; in or beside a local `out`, so that parts are only renamed."""
+    if is_file(out):
+        parent, prefix = Path(out).parent, f'.{Path(out).name}.'
+    elif source_files.is_remote(out):
+        parent, prefix = Path(chosen or user_temp(schema.NAME)), 'embed-'
+    else:
+        # What another host of a shared disk has must stay, even if locks do not reach so far.
+        parent, prefix = Path(chosen or out), f'.{platform.node()}-'
+        Path(out).mkdir(parents=True, exist_ok=True)
+    parent.mkdir(parents=True, exist_ok=True)
+    with held_folder.make(parent, prefix) as folder:
+        yield folder
+
+
+def finished_parts(out: str, count: int) -> dict[int, SourceFile]:
+    """Returns the parts that are in a folder, by number; {} for one file, which is replaced.
+
+    Raises:
+        ValueError: they are of another number than `count`.
+        OSError: the storage cannot be reached.
+    """
+    if is_file(out):
+        return {}
+    found_count, found = sidecar.find_parts(out)
+    if found and found_count != count:
+        raise ValueError(
+            f'{next(iter(found.values())).path}: is one of {found_count} parts, but these captions '
+            f'make {count} parts here. Remove it, choose another folder, or give part_captions '
+            'as it was.'
+        )
+    return found
+
+
+# --- Making them ----------------------------------------------------------------------------
+
+
 def run(
     job: Job,
-    missing: Sequence[int],
+    numbers: Sequence[int],
     found: Mapping[int, SourceFile],
     num_workers: int,
     encoder: Encoder | Tokenizer | None,
@@ -158,11 +227,11 @@ def run(
 
     Args:
         job: what is to be made.
-        missing: numbers of the parts to make.
+        numbers: of the parts to make.
         found: all parts that are there. Every process checks them before it adds one.
-        num_workers: processes.
+        num_workers: processes; one makes a file.
         encoder: if it is loaded already; for one process.
-        on_batch: see `part_maker.make`.
+        on_batch: see `parts.make`.
 
     Raises:
         ValueError: a part that was found is another one, the encoder cannot be had, or it makes
@@ -172,83 +241,80 @@ def run(
     """
     logging.info(
         'parts to make: %d; processes: %d (--num_workers or %s changes that)',
-        len(missing),
+        len(numbers),
         num_workers,
         workers.VARIABLE,
     )
     if num_workers == 1:
-        return _make(job, missing, found, encoder or job.encoder.load(), on_batch)
-    # What the processes have done: of each a row, captions, tokens and slots; and whether to stop.
-    shared = workers.CONTEXT.RawArray('q', 3 * num_workers + 1)
-    board = np.frombuffer(shared, np.int64)
-    told = np.zeros(3, np.int64)
-    gpus = _gpus(job.encoder) or ['']
-    with workers.pool(num_workers, functools.partial(_keep, shared)) as pool:
-        futures = set()
-        for index in range(num_workers):
-            mine = slice(index, None, num_workers)
-            process = _Process(index, num_workers, gpus[index % len(gpus)])
-            futures.add(pool.submit(_work, job, process, missing[mine], found))
+        return _make(job, numbers, found, encoder or job.encoder.load(), on_batch)
+    told, stop = workers.CONTEXT.SimpleQueue(), workers.CONTEXT.RawValue('b', 0)
+    gpus: Any = workers.CONTEXT.SimpleQueue()
+    names = _gpus(job.encoder) or ['']
+    for index in range(num_workers):
+        gpus.put(names[index % len(names)])
+    cpus = max(1, machine.usable_cpus() // num_workers)
+    with workers.pool(num_workers, functools.partial(_begin, told, stop, gpus, cpus)) as pool:
+        pending = {
+            pool.submit(_work, job, numbers[index::num_workers], found)
+            for index in range(num_workers)
+        }
+        made = []
         try:
-            pending = futures
             while pending:
-                _, pending = concurrent.futures.wait(
+                done, pending = concurrent.futures.wait(
                     pending, _SECONDS_BETWEEN_LOOKS, concurrent.futures.FIRST_COMPLETED
                 )
-                done = board[:-1].reshape(-1, 3).sum(axis=0)
-                on_batch(*(done - told).tolist())
-                told = done
-                made = [future.result() for future in futures - pending]
+                while not told.empty():
+                    on_batch(*told.get())
+                made += [future.result() for future in done]
         finally:
-            board[-1] = 1
-    return Made(
-        made[0].encoder,
-        made[0].width,
-        sum(each.num_truncated for each in made),
-        max(each.longest for each in made),
-    )
+            stop.value = 1
+    longest = max(each.longest for each in made)
+    num_truncated = sum(each.num_truncated for each in made)
+    return made[0]._replace(num_truncated=num_truncated, longest=longest)
 
 
 def _make(
     job: Job,
-    missing: Sequence[int],
+    numbers: Sequence[int],
     found: Mapping[int, SourceFile],
     encoder: Encoder | Tokenizer,
     on_batch: OnBatch,
 ) -> Made:
     captions = Captions(Joined(job.captions), job.part_captions)
-    destination = Destination(job.out)
-    choice, width = job.encoder, job.encoder.width(encoder)
-    entries = part_writer.entries(encoder, job.caption_column, captions.digest, choice.tokens_only)
-    part_writer.check(found, entries, captions.count)
-    made = part_maker.make(captions, missing, encoder, on_batch, choice.tokens_only)
-    longest = 0
-    for number, keys, values in made:
-        longest = max(longest, choice.longest(values))
-        path = os.path.join(job.staging, uuid.uuid4().hex)
-        metadata = entries | part_writer.part_entry(number, captions.count)
-        with part_writer.open_file(path, metadata, choice.column, width) as write:
-            write(keys, values)
-        name = sidecar.part_name(number, captions.count)
-        destination.put(path, name, file_state.of_file(path).crc32c)
+    tokens_only, longest = job.encoder.tokens_only, 0
+    width = encoder.max_tokens if tokens_only else cast(Encoder, encoder).dim
+    entries = parts.entries(encoder, job.caption_column, captions.digest, tokens_only)
+    parts.check(found, entries, captions.count)
+    made = parts.make(captions, numbers, encoder, on_batch, tokens_only)
+    with contextlib.ExitStack() as stack:
+        write = None
+        if is_file(job.out):
+            path = os.path.join(job.staging, uuid.uuid4().hex)
+            column = schema.TOKENS if tokens_only else schema.TEXT_EMBEDDING
+            write = stack.enter_context(parts.open_file(path, entries, column, width))
+        for number, keys, values in made:
+            if tokens_only:
+                longest = max(longest, int((values != schema.TOKEN_PADDING).sum(axis=1).max()))
+            if write:
+                write(keys, values)
+            else:
+                metadata = entries | parts.part_entry(number, captions.count)
+                name = sidecar.part_name(number, captions.count)
+                _store(job, metadata, name, keys, values)
+    if write:
+        os.replace(path, job.out)
     return Made(encoder.name, width, encoder.truncated, longest)
 
 
-def make_file(
-    job: Job, captions: Captions, path: str, encoder: Encoder | Tokenizer, on_batch: OnBatch
-) -> Made:
-    """Makes all parts, as row groups of one file; see `run`."""
-    choice, width = job.encoder, job.encoder.width(encoder)
-    entries = part_writer.entries(encoder, job.caption_column, captions.digest, choice.tokens_only)
-    column = schema.TOKENS if choice.tokens_only else schema.TEXT_EMBEDDING
-    numbers = range(captions.count)
-    made = part_maker.make(captions, numbers, encoder, on_batch, choice.tokens_only)
-    longest = 0
-    with part_writer.open_file(path, entries, column, width) as write:
-        for _, keys, values in made:
-            longest = max(longest, choice.longest(values))
-            write(keys, values)
-    return Made(encoder.name, width, encoder.truncated, longest)
+def _store(
+    job: Job, metadata: Mapping[str, str], name: str, keys: np.ndarray, values: np.ndarray
+) -> None:
+    path = os.path.join(job.staging, uuid.uuid4().hex)
+    column = schema.TOKENS if job.encoder.tokens_only else schema.PART_EMBEDDING
+    with parts.open_file(path, metadata, column, values.shape[1]) as write:
+        write(keys, values)
+    Destination(job.out).put(path, name, file_state.of_file(path).crc32c)
 
 
 # --- Several processes ----------------------------------------------------------------------
@@ -288,42 +354,28 @@ def _gpus(encoder: EncoderChoice) -> list[str]:
     return [str(number) for number in range(torch.cuda.device_count())]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Process:
-    """Which of `count` processes this is, and the GPU that is its own, or ''."""
-
-    index: int
-    count: int
-    gpu: str
-
-
 class _Stopped(Exception):
     """Nobody waits for this process any more."""
 
 
-_board: np.ndarray | None = None
+_parent: Any = None  # of a worker: where it tells what it has done, and a value that stops it
 
 
-def _keep(shared) -> None:
-    global _board
-    _board = np.frombuffer(shared, np.int64)
-
-
-def _work(
-    job: Job, process: _Process, missing: Sequence[int], found: Mapping[int, SourceFile]
-) -> Made:
-    """Runs in a process of its own: makes its parts and notes on the board how far it is."""
-    assert _board is not None
-    # Before torch and tokenizers are imported, which read them.
-    cpus = max(1, machine.usable_cpus() // process.count)
+def _begin(told: Any, stop: Any, gpus: Any, cpus: int) -> None:
+    """Runs first in each process, before torch and tokenizers are imported, which read these."""
+    global _parent
+    _parent = told, stop
     os.environ.update(dict.fromkeys(_CPUS_VARIABLES, str(cpus)))
-    if process.gpu:
-        os.environ[_GPUS_VARIABLE] = process.gpu
-    row = _board[3 * process.index : 3 * process.index + 3]
+    if gpu := gpus.get():
+        os.environ[_GPUS_VARIABLE] = gpu
 
-    def on_batch(captions: int, tokens: int, slots: int) -> None:
-        if _board[-1]:
+
+def _work(job: Job, numbers: Sequence[int], found: Mapping[int, SourceFile]) -> Made:
+    told, stop = _parent
+
+    def on_batch(*counts: int) -> None:
+        if stop.value:
             raise _Stopped
-        row[:] += captions, tokens, slots
+        told.put(counts)
 
-    return _make(job, missing, found, job.encoder.load(), on_batch)
+    return _make(job, numbers, found, job.encoder.load(), on_batch)

@@ -23,8 +23,8 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coyo11m_tfds.text import gemma, gemma_config, gemma_weights, jax_encoder, text_encoders
-from tests.text import offline_hub
+from coyo11m_tfds.text import encoder as base
+from coyo11m_tfds.text import gemma, gemma_weights, jax_encoder, text_encoders
 
 CAPTIONS = [
     'a red circle',
@@ -236,7 +236,7 @@ def test_older_and_sparse_configurations_mean_what_they_mean_to_transformers():
             'rope_local_base_freq': 5.0,
         },
     }
-    found = gemma_config.from_transformers(sparse, 'config.json')
+    found = gemma_weights.read_config(sparse, 'config.json')
     theirs = transformers.Gemma3Config(**sparse).text_config
     kinds = tuple(kind == 'sliding_attention' for kind in theirs.layer_types)
     assert found == gemma.Config(
@@ -272,7 +272,7 @@ def test_older_and_sparse_configurations_mean_what_they_mean_to_transformers():
 )
 def test_models_that_would_be_computed_wrongly_are_refused(change, message):
     with pytest.raises(ValueError, match=rf'here\.json: .*{message}'):
-        gemma_config.from_transformers({'model_type': 'gemma3_text'} | change, 'here.json')
+        gemma_weights.read_config({'model_type': 'gemma3_text'} | change, 'here.json')
 
 
 # --- The encoder -----------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def rules(tokenizer: tokenizers.Tokenizer) -> dict:
 def test_tokens_are_those_of_transformers(models):
     theirs = transformers.AutoTokenizer.from_pretrained(models / 'text')
     encoder = text_encoders.make_encoder(f'jax:{models / "text"}')
-    assert rules(encoder._tokenizer) == rules(theirs.backend_tokenizer)
+    assert rules(encoder.checkpoint.tokenizer()) == rules(theirs.backend_tokenizer)
     tokens = encoder.tokenize(CAPTIONS)
     assert tokens == theirs(CAPTIONS)['input_ids']
     assert tokens[0] == [2, *(VOCABULARY.index(token) for token in ('a', '▁red', '▁circle'))]
@@ -326,21 +326,6 @@ def test_a_vector_is_the_mean_of_hidden_states_in_any_company(models, name):
     encoder = text_encoders.make_encoder(f'jax:{models / name}', batch_tokens=100)
     np.testing.assert_allclose(encoder.encode(CAPTIONS), expected, atol=1e-5)
     assert encoder.encode([]).shape == (0, 64)
-
-
-def test_both_encoders_agree(models):
-    ours = text_encoders.make_encoder(f'jax:{models / "text"}', max_tokens=20)
-    theirs = text_encoders.make_encoder(f'hf:{models / "text"}', max_tokens=20)
-    np.testing.assert_allclose(ours.encode(CAPTIONS), theirs.encode(CAPTIONS), atol=1e-5)
-    assert ours.truncated == theirs.truncated > 0
-
-
-def test_a_tokenizer_alone_is_that_of_the_encoder(models):
-    encoder = text_encoders.make_encoder(f'jax:{models / "text"}', max_tokens=20)
-    tokenizer = text_encoders.make_tokenizer(f'jax:{models / "text"}', max_tokens=20)
-    assert tokenizer.tokenize(CAPTIONS) == encoder.tokenize(CAPTIONS)
-    for attribute in ('name', 'revision', 'max_tokens', 'truncated'):
-        assert getattr(tokenizer, attribute) == getattr(encoder, attribute)
 
 
 def test_long_captions_are_cut_and_counted(models):
@@ -382,7 +367,7 @@ np.save({str(tmp_path / 'embeddings.npy')!r}, encoder.encode({CAPTIONS!r}))
 )
 def test_batches_hold_each_row_once(lengths, batch_tokens, num_devices):
     seen = []
-    for rows, (height, width) in jax_encoder.plan_batches(lengths, batch_tokens, num_devices):
+    for rows, (height, width) in base.plan_batches(lengths, batch_tokens, num_devices):
         assert len(rows) <= height
         assert height % num_devices == 0
         assert lengths[rows].max() <= width
@@ -397,7 +382,7 @@ def test_batches_have_little_padding_and_few_shapes():
     for lengths in (of_captions, rng.integers(10, 251, 32_768)):
         for devices in (1, 4):
             tokens = devices * jax_encoder.BATCH_TOKENS
-            batches = list(jax_encoder.plan_batches(lengths, tokens, devices))
+            batches = list(base.plan_batches(lengths, tokens, devices))
             slots = sum(height * width for _, (height, width) in batches)
             assert lengths.sum() > 0.95 * slots
             assert len({shape for _, shape in batches}) <= 64
@@ -447,29 +432,6 @@ def test_damaged_and_missing_files_are_named(text):
         text_encoders.make_encoder(f'jax:{text}')
 
 
-def test_pickled_weights_and_missing_folders_are_refused(text, tmp_path):
-    (text / 'model.safetensors').rename(text / 'pytorch_model.bin')
-    with pytest.raises(ValueError, match=r'pytorch_model\.bin.*a pickle can run code'):
-        text_encoders.make_encoder(f'jax:{text}')
-    with pytest.raises(ValueError, match=r"nowhere': no such folder"):
-        text_encoders.make_encoder(f'jax:{tmp_path / "nowhere"}')
-
-
-def test_a_name_on_the_hub_is_read_from_its_cache(models, tmp_path):
-    offline_hub.put(models / 'text', tmp_path, 'owner/tiny', commit='0' * 40)
-    said = offline_hub.run(
-        'encoder = make("jax:owner/tiny"); print(encoder.name, len(encoder.tokenize(["a"])[0]))',
-        tmp_path,
-    )
-    assert said == 'jax:owner/tiny 2\n'
-
-
-def test_a_name_that_cannot_be_had_gives_one_clear_message(tmp_path):
-    said = offline_hub.refusal('jax:google/gemma-3-270m', tmp_path)
-    assert "cannot load the text encoder 'google/gemma-3-270m'" in said
-    assert 'needs the network unless the model is in the cache' in said
-
-
 # --- Real weights ---------------------------------------------------------------------------
 
 
@@ -488,7 +450,7 @@ def test_real_weights_give_the_embeddings_of_transformers(coco_sample):
 
     theirs = text_encoders.make_encoder(f'hf:{folder}')
     ours = text_encoders.make_encoder(f'jax:{folder}')
-    assert rules(ours._tokenizer) == rules(theirs._tokenizer.backend_tokenizer)
+    assert rules(ours.checkpoint.tokenizer()) == rules(theirs._tokenizer.backend_tokenizer)
     assert ours.tokenize(captions + odd) == theirs.tokenize(captions + odd)
     some = captions[::40] + odd
     plain = plain_loop(theirs._model, theirs._tokenizer, some)

@@ -17,7 +17,7 @@ import pytest
 from coyo11m_tfds import embed_captions, schema
 from coyo11m_tfds.process import job
 from coyo11m_tfds.source import sidecar
-from coyo11m_tfds.text import text_encoders
+from coyo11m_tfds.text import text_encoders, words
 from tests import children, made_sources
 from tests.checkout import CHECKOUT
 from tests.fakes.cloud import Fault
@@ -109,7 +109,7 @@ def test_a_part_says_what_it_is(source, expected, tmp_path):
     assert str(columns.field('embedding').type) == 'fixed_size_list<element: halffloat>[640]'
 
 
-class CountingEncoder(text_encoders.HashEncoder):
+class CountingEncoder(words.HashEncoder):
     """Keeps what it is given."""
 
     def __init__(self):
@@ -246,7 +246,7 @@ def test_nothing_is_added_to_parts_of_another_encoder(source, tmp_path, options)
     assert list(files_of(out)) == [sidecar.part_name(0, 10)]
 
 
-class RevisedEncoder(text_encoders.HashEncoder):
+class RevisedEncoder(words.HashEncoder):
     revision = '2'
 
 

@@ -15,7 +15,7 @@ import safetensors.numpy
 from PIL import Image
 
 from coyo11m_tfds.pictures import vae_decoder
-from coyo11m_tfds.text import text_encoders
+from coyo11m_tfds.text import text_encoders, words
 from tests import runs
 from tests.checkout import CHECKOUT
 from tests.runs import small_config
@@ -176,11 +176,11 @@ def test_neither_the_optimizer_nor_other_weights_are_read(run, monkeypatch):
     assert read == ['ema_params'] * len(jax.tree.leaves(params))
 
 
-class _OtherEncoder(text_encoders.HashEncoder):
+class _OtherEncoder(words.HashEncoder):
     name = 'hf:other'
 
 
-class _NextEncoder(text_encoders.HashEncoder):
+class _NextEncoder(words.HashEncoder):
     revision = '2'
 
 

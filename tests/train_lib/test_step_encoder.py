@@ -16,7 +16,7 @@ import pytest
 
 from configs import default
 from coyo11m_tfds import embed_captions
-from coyo11m_tfds.text import gemma_weights, tokenizers
+from coyo11m_tfds.text import gemma_weights, text_encoders
 from tests import built, children, runs
 from tests.runs import losses, saved_steps, small_config
 from tests.text.test_gemma import VOCABULARY, models, our_states  # noqa: F401, one is a fixture
@@ -48,12 +48,12 @@ def spec(models):  # noqa: F811
 
 @pytest.fixture(scope='module')
 def tokens(spec):
-    return tokenizers.pad(tokenizers.make_tokenizer(spec, LENGTH).tokenize(CAPTIONS), LENGTH)
+    return text_encoders.pad(text_encoders.make_tokenizer(spec, LENGTH).tokenize(CAPTIONS), LENGTH)
 
 
 def facts_of(spec, **changes):
     """Of a data set that holds token ids of this encoder."""
-    made = tokenizers.make_tokenizer(spec, LENGTH)
+    made = text_encoders.make_tokenizer(spec, LENGTH)
     stats = flow.Stats(*(np.full(n, v, np.float32) for n, v in ((4, 0), (4, 1), (0, 0), (0, 1))))
     known = made.name, made.revision, made.max_tokens, made.vocabulary
     return dataclasses.replace(data_facts.DataFacts((8, 8, 4), stats, *known), **changes)

@@ -1,0 +1,114 @@
+"""Hashed words: embeddings and token ids that need neither weights nor other files.
+
+    HashEncoder().encode(['a cat', 'two dogs'])         # float32 (2, 640)
+    WordsTokenizer(16).tokenize(['a cat', 'two dogs'])  # [[2112, 1843], [3829, 3130]]
+
+They are the same on every machine and in every process, unlike `hash()`.
+"""
+
+import functools
+import hashlib
+import re
+import unicodedata
+from collections.abc import Sequence
+
+import numpy as np
+
+from coyo11m_tfds import schema
+from coyo11m_tfds.dataset.keyed_random import splitmix64
+from coyo11m_tfds.text.encoder import Encoder, OnBatch, Tokenizer, ignore_batch
+
+_WORD = re.compile(r'\w+')
+_PAIR_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, so (a, b) and (b, a) differ
+_BUCKETS_A_FEATURE = 4  # one for each 16 bits of a feature's hash
+_ROWS_AT_ONCE = 1024  # few enough for their arrays to stay in a cache
+
+
+def split_words(caption: str) -> list[str]:
+    """The words of a caption, in small letters, without punctuation."""
+    return _WORD.findall(unicodedata.normalize('NFKC', caption).lower())
+
+
+@functools.lru_cache(maxsize=1 << 20)
+def _hash(word: str) -> int:
+    return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), 'little')
+
+
+class HashEncoder(Encoder):
+    """Signed feature hashing of words and pairs of neighbouring words; nothing is learned.
+
+    Weinberger et al. 2009, "Feature Hashing for Large Scale Multitask Learning": each feature adds
+    +1 or -1 to a bucket, so that inner products are kept on average. Here each feature goes to 4
+    buckets (as in the sparse projections of Kane and Nelson 2014): of the 50 features of a caption
+    two share a bucket nearly always, and a model could not tell them apart if they had no other. It
+    costs a fifth of the speed. Embeddings have length 1, or 0 where a caption has no word.
+
+    On one core, of captions in COCO: 110,000/s of 10 words, 46,000/s of 42 words.
+    """
+
+    name = 'hash'
+    revision = '1'  # to be raised with every change of the embeddings
+    max_tokens = 0
+    vocabulary = 0
+    dim = schema.DEFAULT_TEXT_DIM
+    dtype = 'float32'
+    pooling = 'sum'
+    truncated = 0
+
+    def tokenize(self, captions: Sequence[str]) -> list[list[str]]:
+        """Returns the words of each caption."""
+        return [split_words(caption) for caption in captions]
+
+    def encode_tokens(
+        self, tokens: Sequence[Sequence[str]], on_batch: OnBatch = ignore_batch
+    ) -> np.ndarray:
+        """Returns float32 `(len(tokens), 640)`; see `Encoder`."""
+        embeddings = np.empty((len(tokens), self.dim), np.float32)
+        for start in range(0, len(tokens), _ROWS_AT_ONCE):
+            words = tokens[start : start + _ROWS_AT_ONCE]
+            rows = np.repeat(np.arange(len(words)), [len(w) for w in words])
+            hashes = np.fromiter((_hash(w) for ws in words for w in ws), np.uint64, len(rows))
+            neighbours = rows[1:] == rows[:-1]
+            pairs = splitmix64(hashes[:-1] * _PAIR_MULTIPLIER + hashes[1:])[neighbours]
+            embeddings[start : start + len(words)] = self._project(
+                np.concatenate([hashes, pairs]),
+                np.concatenate([rows, rows[1:][neighbours]]),
+                len(words),
+            )
+            on_batch(len(words), len(rows), len(rows))
+        return embeddings
+
+    def _project(self, features: np.ndarray, rows: np.ndarray, num_rows: int) -> np.ndarray:
+        """Adds every feature (uint64) to its buckets in its row, and scales rows to length 1."""
+        bits = features.astype('<u8').view('<u2').reshape(-1, _BUCKETS_A_FEATURE)
+        buckets = (bits >> 1).astype(np.int64) * self.dim >> 15
+        signs = 1.0 - 2.0 * (bits & 1)
+        cells = rows[:, None] * self.dim + buckets
+        sums = np.bincount(cells.ravel(), signs.ravel(), minlength=num_rows * self.dim)
+        sums = sums.reshape(num_rows, self.dim)
+        # Whole numbers so far, so the squares add up exactly in any order; the length is 0 or >= 1.
+        lengths = np.sqrt(np.square(sums).sum(axis=1, keepdims=True))
+        return (sums / np.maximum(lengths, 1)).astype(np.float32)
+
+
+class WordsTokenizer(Tokenizer):
+    """One token a word: the word's hash, so that nothing has to be counted or stored.
+
+    Case, punctuation and the width of letters do not count. Two of the 33 words of the demo's
+    captions never have the same id; of 1,000 words one in five shares its id with another. The
+    model learns what an id means (`train_lib.models.words`).
+    """
+
+    name = schema.WORDS
+    revision = '1'  # to be raised with every change of the ids
+    vocabulary = 4096
+
+    def __init__(self, max_tokens: int):
+        self.max_tokens = max_tokens
+        self.truncated = 0
+
+    def tokenize(self, captions: Sequence[str]) -> list[list[int]]:
+        """See `Tokenizer`."""
+        found = [split_words(caption) for caption in captions]
+        self.truncated += sum(len(words) > self.max_tokens for words in found)
+        return [[_hash(w) % self.vocabulary for w in words[: self.max_tokens]] for words in found]
