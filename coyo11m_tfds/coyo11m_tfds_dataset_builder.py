@@ -288,7 +288,7 @@ class Builder(dataset_builder.FileReaderBuilder):
             raise ValueError('leave out --num_processes; set num_workers in the config.')
 
     def _write_info(self, built: 'driver.Built') -> None:
-        """Adds to the info what only the source determines, and writes TFDS' files."""
+        """Adds what only the source determines to `info`, and writes TFDS' files."""
         embeddings = built.plan.text_embeddings
         # TFDS has no setter for features, but only the source determines dtype and width.
         self.info._features = make_features(

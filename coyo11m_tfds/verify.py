@@ -192,7 +192,7 @@ class _Check:
     def _describe_shards(
         self, split: StoredSplit, index: ChunkIndex | None
     ) -> dict[str, StoredShard]:
-        """Each shard as the metadata describe it, after a comparison with each other."""
+        """Compares the metadata of the shards with each other, and returns each shard's."""
         states = [self._recorded.get(n) or self._files.get(n) for n in split.file_names]
         num_bytes = sum(state.size for state in states if state)
         if None not in states and num_bytes != split.num_bytes:

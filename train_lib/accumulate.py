@@ -19,10 +19,11 @@ def in_parts(value_and_grad: ValueAndGrad, count: int) -> ValueAndGrad:
     """Returns the same function, computed over `count` parts of the rows in turn.
 
     Args:
-        value_and_grad: of a function from `(params, rows)` to a float32 sum over the rows and an
-            array `(b, ...)`, one entry a row; `rows` is a pytree of arrays `(b, ...)`.
-        count: a divisor of the rows on each device. Part i takes every `count`-th row from the
-            i-th, so that every device works on its own rows in every part, and none moves.
+        value_and_grad: `jax.value_and_grad` of a function from `(params, rows)` to a float32 sum
+            over the rows and an array `(b, ...)`, one entry a row; `rows` is a pytree of arrays
+            `(b, ...)`.
+        count: a divisor of the rows on each device. Part i takes every `count`-th row, starting
+            with row i. So each device computes its own rows in every part, and no row moves.
     """
     if count == 1:
         return value_and_grad

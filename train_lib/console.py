@@ -27,10 +27,10 @@ _BAR_FORMAT = '{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}'
 
 
 class Console:
-    """A context manager; the bar is there as long as it lasts."""
+    """Progress bar of a run; a context manager that shows the bar."""
 
     def __init__(self, start: int, num_steps: int):
-        """Begins at the step `start` of `num_steps`."""
+        """Starts at step `start` of `num_steps`."""
         self._start, self._num_steps = start, num_steps
         self._opened = time.monotonic()
         self._first_finished: float | None = None

@@ -113,7 +113,7 @@ def _client() -> Any:
 
 
 def _tell(error: BaseException) -> None:
-    """Leaves the error with the coordinator, unless another process was first, and ends."""
+    """Reports the error to the coordinator, unless another process was first, and ends."""
     is_message = isinstance(error, SystemExit)
     message = summary(error)
     if isinstance(error, SystemExit):

@@ -101,7 +101,7 @@ def errors_in_one_line(
     With `--verbose` the traceback precedes the line.
 
     Args:
-        kinds: such errors; the default fits where settings are checked and files are opened.
+        kinds: classes of these errors; the default is for checking settings and opening files.
     """
     try:
         yield

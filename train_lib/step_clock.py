@@ -53,11 +53,11 @@ class _Mark(NamedTuple):
 class StepClock:
     """Measures the rates of steps and of reading, and how long the devices lacked data.
 
-    They lack data from the end of the last step until the host has the next batch; while they
-    still work, waiting for a batch costs nothing and is not counted.
+    The devices lack data from the end of a step until the host has the next batch. While they
+    compute, waiting for a batch costs nothing and does not count.
 
     Attributes:
-        first_batch: when the batch of the first step of all came (`time.monotonic`).
+        first_batch: time (`time.monotonic`) at which the batch of the first step came.
     """
 
     def __init__(

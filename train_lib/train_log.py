@@ -61,18 +61,18 @@ class TrainLog:
         """Starts with an empty window.
 
         Args:
-            writer: gets the scalars.
+            writer: writer that gets the scalars.
             every: steps of a window, at least 1.
             batch_size: samples of a step, over all processes.
-            empty: metrics of no step, on the devices where those of the steps are.
-            max_skipped_in_a_row, max_skipped: more steps that are not finite end the run, one after
-                the other or in all.
-            read_counts: returns what this host has read for training, evaluations left out; None
-                where nothing counts it.
-            batches_ready: returns how many batches could be taken without waiting; likewise.
-            derived: returns further scalars from a step and the scalars of its report.
-            console: shows the reports to people.
-            way_back: returns how to go back to before a step whose weights are not to be trusted.
+            empty: metrics of zero steps, on the devices of the steps' metrics.
+            max_skipped_in_a_row, max_skipped: limits for steps that are not finite, one after the
+                other and in all; more end the run.
+            read_counts: function that returns what this host has read for training, without
+                evaluations; None if nothing counts it.
+            batches_ready: function that returns the number of batches that are ready; or None.
+            derived: function from a step and the scalars of its report to further scalars.
+            console: console that shows the reports.
+            way_back: function that returns advice for going back to before a bad step.
         """
         self.clock = StepClock(read_counts, batches_ready)
         self.window = empty

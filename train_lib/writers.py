@@ -1,11 +1,11 @@
-"""Where a run writes its scalars, pictures and texts: TensorBoard, and Weights & Biases if asked.
+"""Writers of a run's scalars, pictures and texts: TensorBoard and, if chosen, Weights & Biases.
 
     writers.check(config)                  # before anything is written
     with writers.errors_named(workdir), contextlib.closing(writers.make(config, workdir)) as writer:
         writer.write_scalars(step, scalars)
 
-Another one is a `clu.metric_writers.MetricWriter` in the list of `make`. Each writes in a thread of
-its own, in process 0.
+To add a writer, add a `clu.metric_writers.MetricWriter` to the list in `make`. Each writer writes
+in a thread of its own, in process 0.
 """
 
 import contextlib

@@ -32,7 +32,7 @@ def write(folder: str | os.PathLike[str], files: Mapping[str, FileState], build:
 
 
 def parse(data: bytes) -> dict[str, FileState]:
-    """The states of the files by name, from the content of `schema.CHECKSUMS_FILE`.
+    """Returns the states of the files by name, from the content of `schema.CHECKSUMS_FILE`.
 
     Raises:
         ValueError: it is damaged, or of another format.

@@ -13,7 +13,7 @@ from coyo11m_tfds import schema
 
 
 def latents_to_rgb(latents: np.ndarray) -> np.ndarray:
-    """Approximates the decoder linearly.
+    """Turns latents into colours by a linear map that approximates the decoder.
 
     Args:
         latents: raw latents, any float dtype, `(..., 4, H, W)`.

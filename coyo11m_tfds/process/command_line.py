@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Called by argparse."""
+        """Ends the process with an error and advice; argparse calls this."""
         self.exit(2, f'error: {message}; {advice(self.prog, self.description)}\n')
 
 
@@ -50,7 +50,7 @@ def positive(text: str) -> float:
 
 
 def advice(program: str, doc: str | None) -> str:
-    """Advice for a wrong command line: the first command of `doc` that begins with `program`."""
+    """Advises the first command in `doc` that begins with `program`, after a wrong command line."""
     found = re.search(rf'^ {{4}}({re.escape(program)} (?:.*\\\n)*.*)', doc or '', re.MULTILINE)
     if not found:
         return 'see --help'

@@ -1,14 +1,14 @@
-"""How the programs of this package end: with one line for an error or an interrupt.
+"""Ends the programs of this package: with one line for an error or an interrupt.
 
     def main() -> None:
         with ending.in_one_line('the same command resumes the copy'):
             mirror(...)
 
 An error that a user can mend ends the process with `error: ...` and status 1, Ctrl-C with
-`Interrupted: ...` and status 130, SIGTERM with status 143. All three unwind, so that locks and
-scratch folders are released; a second Ctrl-C ends the process at once. A process that the system
-ends, as for a mapped file that was truncated, shows where it was. With `COYO11M_TRACEBACK=1` in the
-environment the traceback is shown instead.
+`Interrupted: ...` and status 130, SIGTERM with status 143. All three unwind the stack, so locks and
+scratch folders are released; a second Ctrl-C ends the process at once. If the system ends the
+process, for example because a mapped file was truncated, the process shows its place in the code.
+`COYO11M_TRACEBACK=1` in the environment shows the traceback instead of one line.
 """
 
 import contextlib

@@ -21,7 +21,7 @@ VARIABLE = 'COYO11M_NUM_PROC'
 
 
 def chosen(num_workers: int) -> int:
-    """Returns `num_workers`, or the environment variable if it is 0, or 0 if that is not set.
+    """Returns `num_workers`; if it is 0, the environment variable, or 0 if that is not set.
 
     Raises:
         ValueError: The variable is not a number.

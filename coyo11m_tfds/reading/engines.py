@@ -289,7 +289,7 @@ class EvalReader(_SplitReader):
         super().__init__(asked, opened, text, fixed_crop=EVAL_CROP, with_mask=True)
 
     def read(self, start: int = 0) -> Iterator[Batch]:
-        """The batches that come after `start` others, filled up with rows of zeros."""
+        """Returns the batches after the first `start`, with rows of zeros to fill the last ones."""
         size = self._asked.local_size
         own = self._own[start * size :]
         blocks = eval_blocks(self._lengths, own.start, own.stop, size)

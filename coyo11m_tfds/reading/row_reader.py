@@ -126,7 +126,7 @@ class Rows(NamedTuple):
     places: Mapping[str, np.ndarray]
 
     def part(self, some: slice) -> 'Rows':
-        """Some of them."""
+        """Returns some of the rows."""
         arrays = [x[some] for x in self[:-1]]
         return Rows(*arrays, {name: x[some] for name, x in self.places.items()})  # type: ignore
 

@@ -181,7 +181,7 @@ def check_unique(count: int, keys: Sequence[int] | np.ndarray, name: str, or_: s
 
 
 class Places:
-    """Where keys are wanted: `wanted[i]`, each once, at place i; of None each key at itself."""
+    """Places of keys: the key `wanted[i]`, unique, has place i; with None each key is its place."""
 
     def __init__(self, wanted: np.ndarray | None):
         self._wanted = wanted

@@ -200,7 +200,7 @@ def check_readable(file: pq.ParquetFile, columns: list[str], groups: int | None 
 
 
 def column_chunks(metadata: pq.FileMetaData, column: str) -> list[pq.ColumnChunkMetaData]:
-    """What each row group has of a column."""
+    """Returns the metadata of a column in each row group."""
     paths = [metadata.schema.column(index).path for index in range(len(metadata.schema))]
     index = next(i for i, path in enumerate(paths) if f'{path}.'.startswith(f'{column}.'))
     return [metadata.row_group(g).column(index) for g in range(metadata.num_row_groups)]

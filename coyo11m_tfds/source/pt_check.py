@@ -1,12 +1,12 @@
-"""Checks `.pt` files against what their archives record, before they are used; without torch.
+"""Checks `.pt` files against the records in their archives before use, without torch.
 
     head = pt_check.fetch_head(file, '/scratch')  # some MB of disk, whatever the file's size
     LatentShard(head, file.path).keys             # int64 (N,), as of the whole file
     pt_check.check_contents('000000-000009.pt')   # compares everything with its CRC-32
 
-A head is a local file with holes in place of the latents. So a source in the cloud can be checked
-before anything is downloaded: torch maps the head like any other file and reads keys, dtypes and
-shapes; only the latents are zeros. torch itself compares no CRC-32 when it maps a file.
+A head is a local file with holes in place of the latents. torch maps a head like any other file and
+reads keys, dtypes and shapes; only the latents are zeros. So a remote source can be checked before
+it is downloaded. torch itself compares no CRC-32 when it maps a file.
 """
 
 import os

@@ -106,16 +106,16 @@ def find(place: str | os.PathLike[str]) -> list[SourceFile]:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What embeddings or tokens say of their making.
+    """Describes how the embeddings or tokens of a sidecar were made.
 
     Attributes:
-        dim: Numbers an embedding, or tokens a caption with their padding.
+        dim: Numbers of an embedding, or tokens of a caption with padding.
         encoder: Name of the encoder.
         revision: Revision of the encoder.
-        max_tokens: Captions were cut to so many tokens; 0 for no limit.
+        max_tokens: Number of tokens to which captions were cut; 0 for no limit.
         caption_column: Column of the captions.
         captions_digest: Digest of the captions, see `captions.join`.
-        vocabulary: Ids of tokens are less than this; 0 for embeddings.
+        vocabulary: Number that all token ids are below; 0 for embeddings.
     """
 
     dim: int
@@ -128,11 +128,11 @@ class Header:
 
     @property
     def feature(self) -> str:
-        """The feature of a batch that the values are: `tokens` or `text_embedding`."""
+        """Name of the feature that the values become in a batch: `tokens` or `text_embedding`."""
         return schema.TOKENS if self.vocabulary else schema.TEXT_EMBEDDING
 
     def to_json(self) -> dict[str, Any]:
-        """The fields; `vocabulary` only of tokens."""
+        """Returns the fields; `vocabulary` only for tokens."""
         fields = dataclasses.asdict(self)
         if not self.vocabulary:
             del fields['vocabulary']

@@ -82,7 +82,7 @@ class BucketLease:
             logging.warning('%s: not deleted, it will expire: %s', self._url, error)
 
     def _keep(self) -> None:
-        """Renews the lease until it is released; run in a thread."""
+        """Renews the lease until it is released; runs in a thread."""
         while not self._stop.wait(self._seconds / 3):
             try:
                 with self._mutex:

@@ -62,12 +62,12 @@ def open_bucket(url: str) -> storage.Bucket:
 
 
 def options(what: str, attempts: int = 8, seconds: float | None = None) -> dict[str, Any]:
-    """Returns the arguments that give a request of `google.cloud.storage` our patience.
+    """Returns arguments for a request of `google.cloud.storage`: its time limit and its retries.
 
     Args:
-        what: names the object in messages, with its URL.
+        what: description of the object in messages, with its URL.
         attempts: how often the request is tried.
-        seconds: it is given up after so long without a byte; None for `retry.stall_seconds()`.
+        seconds: limit for the time without a byte; None for `retry.stall_seconds()`.
     """
     seconds = seconds or retry.stall_seconds()
 

@@ -5,10 +5,10 @@
     encoder = HfEncoder('gemma/', 512)               # a folder with one GGUF file
     embeddings = encoder.encode(['a cat', 'two dogs'])  # float32 (2, encoder.dim)
 
-Weights are read from safetensors or GGUF alone, and code in a model's repository is never run.
-Padding goes to the right, whatever the tokenizer prefers: then every token has the position that
-it has in a caption on its own, in models with absolute positions too, a causal model never
-attends to padding, and a mask keeps it from the others and from the mean.
+Weights are read only from safetensors or GGUF, and code in a model's repository is never run.
+Padding always goes to the right. So every token has the same position as in a caption alone, also
+in models with absolute positions. Causal models never attend to such padding; in other models, and
+in the mean, a mask leaves it out.
 """
 
 import contextlib
@@ -171,7 +171,7 @@ def _naming(model: str) -> Iterator[dict[str, Any]]:
 
 
 def _load(model: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
-    """Loads the model, in evaluation mode, or says why it cannot."""
+    """Loads the model in evaluation mode, or raises an error that says why it cannot."""
     kind: Any = transformers.AutoModel
     with _naming(model) as source:
         # The configuration of a GGUF file takes as long to read as the whole file.

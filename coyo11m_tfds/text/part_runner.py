@@ -72,7 +72,7 @@ class EncoderChoice:
         return text_encoders.make_encoder(self.spec, self.max_tokens, self.batch_tokens)
 
     def check(self) -> None:
-        """Looks in seconds whether there is such an encoder; raises as `load`."""
+        """Checks in seconds whether the encoder exists; raises as `load`."""
         if self.hashes:
             self.load()
         else:
@@ -80,7 +80,7 @@ class EncoderChoice:
 
     @property
     def hashes(self) -> bool:
-        """True if it hashes words, in Python: a process of it takes one core and no weights."""
+        """True if the encoder hashes words in Python: its process uses one core and no weights."""
         return self.spec in (words.HashEncoder.name, words.WordsTokenizer.name)
 
 

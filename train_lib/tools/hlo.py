@@ -107,7 +107,7 @@ class Executed:
 
     @property
     def fused(self) -> bool:
-        """True if its values stay inside a fusion, and so out of memory."""
+        """True if the computation is inside a fusion, so that its values do not go to memory."""
         return self.place is not self.computation
 
 
