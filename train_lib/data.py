@@ -238,7 +238,7 @@ class TrainingData:
             f'{processes} processes with {devices} devices in all: batch_size={working_size} with '
             f'data.lanes={working_lanes} works. A run that resumes keeps both unless '
             '--accept_changes=batch_size,data.lanes is given; start it with a number of processes '
-            'that divides its lanes, and of devices that divides its batch.'
+            'that divides its lanes and a number of devices that divides its batch.'
         )
 
     def _check_split(self, split: str, asked: str) -> None:

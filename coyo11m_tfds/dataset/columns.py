@@ -386,7 +386,7 @@ def _column(name: str, kind: str, **fields: Any) -> Column | AddedColumn:
     if kind == _BESIDE:
         added = AddedColumn(name, **fields | {'shape': tuple(fields['shape'])})
         if not _is_possible(added):
-            raise ValueError(f'column {name!r} cannot have {fields}')
+            raise ValueError(f'column {name!r} has impossible fields: {fields}')
         return added
     files = tuple(ColumnFile(**file) for file in fields['files'])
     for file in files:

@@ -190,7 +190,7 @@ class SourceLatents:
                 for row, file in zip(rows, self._file_of(rows), strict=True)
             )
             raise ValueError(
-                f'{second} has key {key}, but so has {first}; expected every key once '
+                f'{second} has key {key}, which {first} has too; expected every key once '
                 f'({duplicates.size} rows repeat a key). Remove the duplicate rows or files, or '
                 'set bad_data to "drop".'
             )

@@ -122,8 +122,8 @@ def _encode(
     bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
     if len(bad):
         raise ValueError(
-            f'{encoder.name} makes numbers that float16 cannot hold of the caption '
-            f'{texts[bad[0]][:100]!r}; use another encoder or leave the caption out.'
+            f'{encoder.name}: the embedding of the caption {texts[bad[0]][:100]!r} exceeds the '
+            'range of float16; use another encoder or leave the caption out.'
         )
     return values
 

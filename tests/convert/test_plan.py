@@ -182,7 +182,7 @@ def test_of_duplicate_keys_the_first_row_is_kept(tmp_path: pathlib.Path):
     assert kept_keys(made) == [*range(100), *range(200, 300)]
     last_rows = [task.parts[-1].row_range[1] for task in made.tasks if task.split == schema.TRAIN]
     assert max(last_rows) == 100  # in the second file, whose row 1 is left out
-    with pytest.raises(ValueError, match=r'row 1 has key 50, but so has .*row 50'):
+    with pytest.raises(ValueError, match=r'row 1 has key 50, which .*row 50 has too'):
         made_sources.write_pt(made_sources.latents_file(source, 0), range(100))
         make_plan(source, tmp_path / 'stop', bad_data='stop')
 
