@@ -1,14 +1,14 @@
-"""Compiles the training step for a TPU slice and says what limits the step.
+"""Compiles the training step for a TPU slice and says what it takes there.
 
     pip install -e '.[tpu]'
     python -m train_lib.tools.compile --config=tpu_v5e_16 --topology=v5e:4x4
 
 No TPU is needed: libtpu's compiler runs on any CPU. Neither data nor
-TensorFlow nor torch is needed. The table shows, for the compiled program, the
-memory of a chip, the arithmetic and the traffic between chips, beside the
-least that the model and the mesh require. It includes a frozen text encoder
-(`--config.encoder=jax:FOLDER`), whose weights are not read. Times follow from
-the rates that the chip's maker publishes, so no run can be faster. The exit
+TensorFlow nor torch is needed. The report shows the memory of a chip, the
+traffic between chips beside the least that the mesh requires, and the time of
+a step by the compiler's own estimate, by parts of the model. The estimate
+leaves out Pallas kernels and exchanges between chips. A frozen text encoder
+(`--config.encoder=jax:FOLDER`) is included; its weights are not read. The exit
 status is 1 if the program does not fit into a chip. Examples of topologies:
 `v5e:4x4`, `v5e:16x16`, `v6e:4x4`, `v5p:2x2x4`, `v4:2x2x4`.
 """
@@ -29,22 +29,31 @@ from absl import flags
 from jax.experimental import topologies
 from ml_collections import config_flags
 
-from train_lib import (
-    chips,
-    flow,
-    models,
-    run,
-    settings,
-    sharding,
-    step_encoder,
-)
+from train_lib import chips, flow, models, run, settings, sharding, step_encoder
 from train_lib.models.dit import POOLED
 from train_lib.program import make_program
-from train_lib.tools import hlo, hlo_costs
+from train_lib.tools import hlo
 
 FLAGS = flags.FLAGS
 
 LATENT_SHAPE = 32, 32, 4  # height, width, channels
+
+MEMORY, MOVED = 'memory of a chip, GB', 'received from other chips, MB a step'
+TIME, LEFT_OUT = "the compiler's estimate, ms a step", 'not in the estimate'
+ARITHMETIC = 'arithmetic of a chip, TFLOP a step'
+
+_KERNEL = 'custom_call_target="tpu_custom_call"'  # a Pallas kernel
+# Parts of a step by the names of its operations; the first that fits counts.
+_PARTS = {
+    'text encoder': r'/Gemma\b',
+    'MLP': r'/mlp_\d',
+    'attention: qkv and out': r'/attention/.*(qkv|out)/',
+    'attention: scores and values': r'/attention/.*dot_general',
+    'attention: the rest': r'/attention/',
+    'modulation, time and text': r'/(modulation|conditioning|words)/',
+    'norms, sums and stacking in layers': r'/blocks\b|/while/body/',
+    'optimizer and the rest': '',
+}
 
 Report = dict[str, Any]
 
@@ -63,15 +72,14 @@ def analyze(
     Args:
         config: see `configs/default.py`.
         topology: such as `v5e:4x4`.
-        text_dim: width of the text embeddings, which texts are with `model.text='pooled'` unless an
-            encoder is in the step.
-        num_tokens: of a text, which it is made of else.
-        vocabulary: ids of these are less than this.
-        num_slices: slices of that topology. The network between them is not in the times: all that
-            moves is taken to move over the links inside a slice.
+        text_dim: width of the text embeddings, which stand for texts with `model.text='pooled'`
+            unless an encoder is in the step.
+        num_tokens: token ids of a text otherwise.
+        vocabulary: number of different token ids.
+        num_slices: slices of that topology.
 
     Returns:
-        Plain values, bytes, FLOPs and seconds, for one chip and one step.
+        `program`, `verdict`, `fits`, `mfu` and tables of numbers, all for one chip and one step.
 
     Raises:
         ValueError: a setting is out of its range; libtpu is not installed or does not know the
@@ -103,33 +111,18 @@ def analyze(
         encoder=encoder,
     )
     model = models.make(**config.model, vocabulary=vocabulary)
-    flops = model.flops(LATENT_SHAPE, text_dim, num_tokens)
-    report = {
-        'topology': topology,
-        'num_slices': num_slices,
-        'chips': len(devices),
-        'hosts': len({device.process_index for device in devices}),
-        'model': dict(config.model),
-        'mesh': dict(mesh.shape),
-        'batch_size': config.batch_size,
-        'accumulate': config.accumulate,
-        'model_flops': 3 * flops * config.batch_size / len(devices),
-        'least_bytes': sharding.least_bytes(
-            program.abstract_state.params,
-            mesh,
-            compute_bytes=model.dtype.itemsize,
-            accumulate=config.accumulate,
-        ),
-        'chip': chip.name,
-        'chip_memory': chip.memory,
+    samples = config.batch_size / len(devices)
+    model_flops = 3 * model.flops(LATENT_SHAPE, text_dim, num_tokens) * samples
+    hosts = len({device.process_index for device in devices})
+    report: Report = {
+        'program': f'{config.model.name}, remat {config.model.remat}, {config.batch_size} samples '
+        f'on {len(devices)} chips of {chip.name} ({hosts} hosts), mesh '
+        + ' x '.join(f'{axis} {size}' for axis, size in mesh.shape.items()),
+        ARITHMETIC: {'model': model_flops / 1e12},
     }
     if encoder is not None:
-        of_sample = encoder.network.config.flops(num_tokens)
-        report['encoder'] = {
-            'name': encoder.name,
-            'flops': of_sample * config.batch_size / len(devices),
-            'bytes': sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(encoder.params)),
-        }
+        flops = encoder.network.config.flops(num_tokens) * samples
+        report[ARITHMETIC]['text encoder'] = flops / 1e12
     batch = _abstract_batch(config.batch_size, text_dim, num_tokens, mesh)
     try:
         compiled = program.train_step.lower(program.abstract_state, batch).compile()
@@ -137,7 +130,18 @@ def analyze(
         if 'RESOURCE_EXHAUSTED' not in str(error):
             raise
         return report | {'fits': False, 'verdict': f'does not fit: {_first_sentence(error)}'}
-    report |= _costs(compiled, mesh, model.turns)
+    report[MEMORY] = _memory(compiled) | {'the chip has': chip.memory / 1e9}
+    if encoder is not None:
+        nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(encoder.params))
+        report[MEMORY]['weights of the encoder'] = nbytes / 1e9
+    least = sharding.least_bytes(
+        program.abstract_state.params,
+        mesh,
+        compute_bytes=model.dtype.itemsize,
+        accumulate=config.accumulate,
+    )
+    report |= _of_text(hlo.parse(compiled.as_text() or ''), chip, model.turns)
+    report[MOVED]['least for this mesh'] = least / 1e6
     return report | judge(report, chip)
 
 
@@ -177,135 +181,71 @@ def _abstract_batch(batch_size: int, text_dim: int, num_tokens: int, mesh: jax.s
     }
 
 
-def _costs(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, turns: int) -> Report:
-    """Memory and traffic of the compiled program; `turns` is the length of the loop over layers."""
-    memory: Any = compiled.memory_analysis()
-    sizes = {
-        'arguments': memory.argument_size_in_bytes,
-        'outputs': memory.output_size_in_bytes,
-        'aliased': memory.alias_size_in_bytes,  # outputs in the place of arguments
-        'temporaries': memory.temp_size_in_bytes,
-        'code': memory.generated_code_size_in_bytes,
+def _memory(compiled: jax.stages.Compiled) -> dict[str, float]:
+    sizes: Any = compiled.memory_analysis()
+    found = {
+        'arguments': sizes.argument_size_in_bytes,
+        'outputs': sizes.output_size_in_bytes,
+        'aliased': -sizes.alias_size_in_bytes,  # outputs in the place of arguments
+        'temporaries': sizes.temp_size_in_bytes,
+        'code': sizes.generated_code_size_in_bytes,
     }
-    sizes['total'] = sum(sizes.values()) - 2 * sizes['aliased']
-    module = hlo.parse(compiled.as_text() or '')
-    moved: dict[tuple[str, str, str], float] = collections.defaultdict(float)
-    for collective in hlo_costs.collectives(module, mesh):
-        where = 'layers' if turns in collective.loops else 'outside'
-        axis = '+'.join(collective.axes)
-        moved[collective.kind, axis, where] += collective.times * collective.nbytes
+    found['total'] = sum(found.values())
+    found |= {'peak': sizes.peak_memory_in_bytes, 'in the host': sizes.host_temp_size_in_bytes}
+    return {name: size / 1e9 for name, size in found.items()}
+
+
+def _of_text(program: hlo.Program, chip: chips.Chip, turns: int) -> Report:
+    """Traffic and time of a program; `turns` is the length of the loop over layers."""
+    moved: dict[str, float] = collections.Counter()
+    waited = 0.0
+    for each in hlo.collectives(program):
+        where = 'in layers' if turns in each.loops else 'outside'
+        how = ', asynchronous' if each.is_async else ''
+        megabytes = each.times * each.nbytes / 1e6
+        moved[f'{each.kind} of {each.members}, {where}{how}'] += megabytes
+        waited += 0 if each.is_async else megabytes * 1e6 / chip.link_rate
+    time = dict.fromkeys(_PARTS, 0.0)
+    for name, cycles in hlo.cycles(program).items():
+        part = next(part for part, pattern in _PARTS.items() if re.search(pattern, name))
+        time[part] += cycles / chip.clock * 1e3 if chip.clock else 0
+    steps = list(hlo.executed(program))
+    kernels = sum(step.times for step in steps if _KERNEL in step.instruction.attributes)
+    unknown = {step.computation for step in steps if 0 in step.loops}
     return {
-        'memory': sizes | {'peak': memory.peak_memory_in_bytes},
-        'host_memory': memory.host_temp_size_in_bytes,
-        'compiled_flops': hlo_costs.matmul_flops(module),
-        'memory_bytes': hlo_costs.memory_bytes(module),
-        'collectives': [
-            {'kind': kind, 'axis': axis, 'where': where, 'bytes': round(nbytes)}
-            for (kind, axis, where), nbytes in sorted(moved.items())
-        ],
-        'collective_bytes': round(sum(moved.values())),
-        'loops_of_unknown_length': sum(
-            step.loops[-1:] == (0,) for step in hlo.executed(module) if not step.fused
-        ),
+        MOVED: dict(sorted(moved.items())) | {'in all': sum(moved.values())},
+        TIME: {name: x for name, x in time.items() if x} | {'in all': sum(time.values())},
+        LEFT_OUT: {
+            'synchronous exchanges, ms at least': waited * 1e3,
+            'calls of kernels': kernels,
+            'loops of unknown length, counted once': len(unknown),
+        },
     }
 
 
 def judge(report: Report, chip: chips.Chip) -> Report:
-    """Times at the chip's published rates, what limits, and the verdict in one sentence.
-
-    `mfu_bound` takes it that all three run beside each other, `mfu_exposed` that everything waits
-    for the reductions of gradients in the loop over layers, as it does on a TPU.
-    """
-    reductions = sum(
-        row['bytes']
-        for row in report['collectives']
-        if row['kind'] in ('all-reduce', 'reduce-scatter') and row['where'] == 'layers'
-    )
-    seconds = {
-        # The products inside of kernels cannot be read, but are part of the model.
-        'arithmetic': max(report['compiled_flops'], report['model_flops']) / chip.flops,
-        'memory': report['memory_bytes'] / chip.memory_rate,
-        'links': report['collective_bytes'] / chip.link_rate,
-    }
-    limit = max(seconds, key=lambda name: seconds[name])
-    share = report['memory']['total'] / chip.memory
-    bound = report['model_flops'] / chip.flops / seconds[limit]
-    beside = seconds | {'links': (report['collective_bytes'] - reductions) / chip.link_rate}
-    exposed_seconds = max(beside.values()) + reductions / chip.link_rate
-    exposed = report['model_flops'] / chip.flops / exposed_seconds
-    ratio = report['collective_bytes'] / max(report['least_bytes'], 1)
-    fits = share <= 1
+    """Whether the program fits, its model FLOP utilization, and both in one sentence."""
+    share = report[MEMORY]['total'] * 1e9 / chip.memory
+    ratio = report[MOVED]['in all'] / max(report[MOVED]['least for this mesh'], 1e-6)
+    milliseconds = report[TIME]['in all']
+    mfu = report[ARITHMETIC]['model'] * 1e12 / chip.flops / (milliseconds / 1e3 or float('inf'))
+    time = f'{milliseconds:.0f} ms a step by the compiler, an MFU of {mfu:.0%}'
     return {
-        'seconds': seconds,
-        'memory_share': share,
-        'traffic_ratio': ratio,
-        'mfu_bound': bound,
-        'mfu_exposed': exposed,
-        'limit': limit,
-        'fits': fits,
-        'verdict': (
-            f'{"fits" if fits else "does not fit"}: {share:.0%} of the memory, {ratio:.2f} times '
-            f'the least traffic, at most {bound:.0%} of the peak rate, limited by {limit}, and '
-            f'{exposed:.0%} if nothing runs beside the reductions of gradients'
-        ),
+        'mfu': mfu,
+        'fits': share <= 1,
+        'verdict': f'{"fits" if share <= 1 else "does not fit"}: {share:.0%} of the memory, '
+        f'{ratio:.2f} times the least traffic, '
+        + (time if milliseconds else f'no estimate of the time on {chip.name}'),
     }
 
 
 def table(report: Report) -> str:
     """The report as text for people."""
-    lines = [
-        f'{report["model"]["name"]}, remat {report["model"]["remat"]}, '
-        f'{report["batch_size"]} samples on {report["chips"]} chips of {report["chip"]} '
-        f'({report["hosts"]} hosts), mesh '
-        + ' x '.join(f'{axis} {size}' for axis, size in report['mesh'].items()),
-        '',
-    ]
-    if 'memory' in report:
-        lines += [*_memory_lines(report), '', *_moved_lines(report), '', *_time_lines(report), '']
+    lines = [report['program'], '']
+    for title, rows in report.items():
+        if isinstance(rows, dict):
+            lines += [title, *(f'  {name:52}{value:10,.2f}' for name, value in rows.items()), '']
     return '\n'.join([*lines, f'Verdict: {report["verdict"]}.'])
-
-
-def _memory_lines(report: Report) -> list[str]:
-    sizes = report['memory']
-    lines = ['memory of a chip                GB']
-    lines += [f'  {name:24}{size / 1e9:10.2f}' for name, size in sizes.items()]
-    if 'encoder' in report:
-        lines.append(f'  {"of which the encoder":24}{report["encoder"]["bytes"] / 1e9:10.2f}')
-    if report['host_memory']:
-        lines.append(f'  {"in the host":24}{report["host_memory"] / 1e9:10.2f}')
-    lines.append(f'  {"the chip has":24}{report["chip_memory"] / 1e9:10.2f}')
-    return lines
-
-
-def _moved_lines(report: Report) -> list[str]:
-    lines = ['received from other chips       MB a step']
-    for row in report['collectives']:
-        if row['bytes'] >= 1e6:  # less is scalars and biases
-            what = f'{row["kind"]}, {row["axis"]}, '
-            what += 'in layers' if row['where'] == 'layers' else 'outside'
-            lines.append(f'  {what:42}{row["bytes"] / 1e6:10.0f}')
-    lines.append(f'  {"in all":42}{report["collective_bytes"] / 1e6:10.0f}')
-    lines.append(f'  {"least for this mesh":42}{report["least_bytes"] / 1e6:10.0f}')
-    return lines
-
-
-def _time_lines(report: Report) -> list[str]:
-    seconds = report['seconds']
-    parts = f'the model {report["model_flops"] / 1e12:.1f}'
-    if 'encoder' in report:
-        parts += f', the encoder {report["encoder"]["flops"] / 1e12:.1f}'
-    work = {
-        'arithmetic': f'{report["compiled_flops"] / 1e12:.1f} TFLOP, of which {parts}',
-        'memory': f'{report["memory_bytes"] / 1e9:.1f} GB',
-        'links': f'{report["collective_bytes"] / 1e9:.2f} GB',
-    }
-    lines = ['at the published rates          ms a step']
-    lines += [f'  {name:24}{seconds[name] * 1e3:10.0f}   {work[name]}' for name in seconds]
-    if report['loops_of_unknown_length']:
-        lines.append(
-            f'  loops of unknown length, counted once: {report["loops_of_unknown_length"]}'
-        )
-    return lines
 
 
 def _first_sentence(error: Exception) -> str:
@@ -319,14 +259,9 @@ def main() -> None:
     """Prints the report; the exit status is 1 where the program does not fit."""
     jax.config.update('jax_platforms', 'cpu')  # not the devices of this machine
     with run.errors_in_one_line((ValueError,)):
-        report = analyze(
-            FLAGS.config,
-            FLAGS.topology,
-            text_dim=FLAGS.text_dim,
-            num_tokens=FLAGS.num_tokens,
-            vocabulary=FLAGS.vocabulary,
-            num_slices=FLAGS.num_slices,
-        )
+        names = 'text_dim', 'num_tokens', 'vocabulary', 'num_slices'
+        asked = {name: FLAGS[name].value for name in names}
+        report = analyze(FLAGS.config, FLAGS.topology, **asked)
     print(json.dumps(report, indent=2) if FLAGS.json else table(report))
     sys.exit(not report['fits'])
 
