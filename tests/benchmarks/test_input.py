@@ -168,25 +168,6 @@ def test_a_rate_counts_neither_the_warm_up_nor_the_gaps_between_epochs(monkeypat
     assert found['cpu'] == 2 * found['seconds']
 
 
-def test_a_reader_warms_up_for_a_second_at_least(monkeypatch):
-    clock, taken = Clock(monkeypatch), []
-
-    def epoch():
-        for number in itertools.count():
-            clock.now += 1 / 64
-            taken.append(number)
-            yield number
-
-    assert input.steady(Stream(epoch), 1, runner.Meter())['batches'] == 64
-    assert 2 * 64 <= len(taken) <= 2 * 64 + 1
-
-
-def test_epochs_that_are_shorter_than_a_warm_up_are_read_all_the_same(monkeypatch):
-    stream = Clock(monkeypatch).stream([4], before_epoch=1, a_batch=0.5)
-    found = input.steady(stream, 10, runner.Meter())
-    assert found['batches'] / found['seconds'] == 2
-
-
 @pytest.mark.parametrize(('seconds', 'batches', 'taken'), [(99, 16, 10), (5, 6, 5)])
 def test_a_cold_rate_counts_all_from_the_start(monkeypatch, seconds, batches, taken):
     stream, meter = Clock(monkeypatch).stream([20], before_epoch=2, a_batch=0.5), runner.Meter()
@@ -195,10 +176,3 @@ def test_a_cold_rate_counts_all_from_the_start(monkeypatch, seconds, batches, ta
 
     assert (found['batches'], found['seconds'], found['cpu']) == (batches, taken, 2 * taken)
     assert found['first'] == 2.5
-
-
-@pytest.mark.parametrize('cold', [False, True])
-def test_a_reader_without_a_full_batch_is_an_error(monkeypatch, cold: bool):
-    monkeypatch.setattr(readers, 'none', lambda data, state: Stream(lambda: []), raising=False)
-    with pytest.raises(RuntimeError, match='no full batch'):
-        input.read(seconds=1, cold=cold, samples=1, reader='none', data='', module='os')

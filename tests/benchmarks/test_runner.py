@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import time
@@ -11,7 +10,6 @@ import pytest
 
 from benchmarks import runner
 from benchmarks.runner import Side
-from tests import children
 
 # Functions of a side that a fresh process finds: in this module.
 
@@ -117,6 +115,9 @@ def test_what_cannot_run_is_named_and_tried_once(here: pathlib.Path, capfd):
     assert [path.name for path in here.glob('*/*')] == ['made']
     assert main(here, {'l': Side('l', lack)}) == 1, 'nothing was measured'
     assert main(here, sides, '--only=a,l') == 0
+    with pytest.raises(SystemExit):
+        main(here, sides, '--only=a,mdz')
+    assert "--only: 'mdz' is none of a, f, d, l." in capfd.readouterr().err
 
 
 def test_ours_is_measured_as_before_too(here: pathlib.Path):
@@ -139,12 +140,6 @@ def test_ours_is_measured_as_before_too(here: pathlib.Path):
     checkout = [str(pathlib.Path(runner.__file__).parents[1] / 'configs')]
     expected = {'ours': checkout, 'peer': checkout, 'ours, before': [str(before / 'configs')]}
     assert found == expected
-
-
-def test_a_side_that_is_not_known_is_refused(here: pathlib.Path, capsys):
-    with pytest.raises(SystemExit):
-        main(here, {'a': Side('a', answer)}, '--only=a,mdz')
-    assert "--only: 'mdz' is none of a." in capsys.readouterr().err
 
 
 def test_memory_that_processes_share_counts_once_and_mapped_files_do_not(here: pathlib.Path):
@@ -176,24 +171,3 @@ def test_a_meter_counts_processes_that_still_run_and_what_comes_from_the_disk(tm
     warm = runner.Meter()
     (tmp_path / 'x').read_bytes()
     assert warm.read()['disk'] == 0
-
-
-def test_an_interrupt_ends_the_side(tmp_path: pathlib.Path):
-    program = """
-        import signal, sys
-        from benchmarks import runner
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        runner._measure([sys.executable, '-c', sys.argv[1], sys.argv[2]], {})
-    """
-    measured = (
-        'import pathlib, signal, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN); '
-        'pathlib.Path(sys.argv[1]).touch(); time.sleep(60)'
-    )
-    ready = tmp_path / 'ready'
-    with children.python(program, measured, ready) as child:
-        while not ready.exists():
-            assert child.poll() is None, child.communicate()
-            time.sleep(0.01)
-        child.send_signal(signal.SIGINT)
-        child.communicate(timeout=30)
-    assert child.returncode == -signal.SIGINT

@@ -73,12 +73,6 @@ def test_the_formulas_of_a_perfect_shuffle_are_those_of_drawn_permutations(monke
     assert shuffle_quality.perfect(order, 12).within == pytest.approx(share, rel=0.02)
 
 
-def test_pairs_are_about_what_the_formula_says():
-    order = Order((64_000,) * 8, OrderSettings(seed=0))
-    expected = 16 * math.comb(16, 2) * 63 / 1023
-    assert shuffle_quality.measure(order, 256).pairs == pytest.approx(expected, rel=0.03)
-
-
 def test_a_data_set_is_cut_into_shards_of_the_usual_size():
     lengths = shuffle_quality.shard_lengths(7_600_001)
     assert lengths.sum() == 7_600_001

@@ -14,7 +14,7 @@ import torch
 from benchmarks import step, torch_dit
 from configs import default
 from tests.checkout import CHECKOUT
-from train_lib import chips, flow, models, program, sharding
+from train_lib import flow, models, program, sharding
 
 _FIELDS = {'width': 32, 'depth': 2, 'num_heads': 4, 'patch_size': 2}
 _LATENT_SHAPE, _TEXT_DIM = (8, 8, 4), 16
@@ -212,16 +212,3 @@ def test_the_command_measures_without_tensorflow_and_torch_and_says_what_failed(
     assert '| tiny/8, jax:dots | ' in ended.stdout
     assert 'tiny/8, torch, left out: no torch here' in ended.stdout
     assert 'tiny/8, jax:cudnn, failed: ' in ended.stdout
-
-
-@pytest.mark.slow
-def test_the_command_measures_torch_without_jax(tmp_path):
-    ended = _run(tmp_path, '--only=jax,torch:full', missing=['jax', 'ml_collections'])
-    assert ended.returncode == 0, ended.stderr
-    assert 'tiny/8, jax, left out: no jax here' in ended.stdout
-    assert '| tiny/8, torch:full | ' in ended.stdout
-
-
-def test_rates_of_gpus_are_known():
-    """By the names that JAX and torch give them."""
-    assert chips.CHIPS['NVIDIA H100 80GB HBM3'].flops == chips.CHIPS['NVIDIA H200'].flops == 989e12

@@ -14,8 +14,8 @@ model takes minutes on a CPU; `--step_ms` gives its time instead.
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import ml_collections
 from absl import flags
@@ -39,32 +39,20 @@ _ADVICE = {
 }
 
 
-class Times(NamedTuple):
-    """Mean seconds in each of some laps."""
-
-    laps: list[float]
-
-    def __str__(self) -> str:
-        milliseconds = sorted(1000 * seconds for seconds in self.laps)
-        median, low, high = statistics.median(milliseconds), milliseconds[0], milliseconds[-1]
-        return f'{median:,.1f} ms ({low:,.1f} to {high:,.1f})'
-
-
-def verdict(step: Times, batch: Times, engine: str) -> str:
-    """Which of both holds a run back; hedges where their times overlap.
+def verdict(step: list[float], batch: list[float], engine: str) -> str:
+    """Says which of the two limits a run; hedges where their times overlap.
 
     Args:
-        step: of a step alone.
-        batch: of a batch alone.
-        engine: that reads the batches.
+        step: seconds of a step alone, in each lap.
+        batch: seconds of a batch alone, in each lap.
+        engine: engine that reads the batches.
     """
-    if max(batch.laps) < min(step.laps):
+    if max(batch) < min(step):
         return 'The devices are the limit. A faster input gains nothing.'
-    if min(batch.laps) > max(step.laps):
-        waits = 1 - statistics.median(step.laps) / statistics.median(batch.laps)
-        return f'The input is the limit: devices wait about {waits:.0%} of the time. ' + (
-            _ADVICE.get(engine, '')
-        )
+    if min(batch) > max(step):
+        waits = 1 - statistics.median(step) / statistics.median(batch)
+        advice = _ADVICE.get(engine, '')
+        return f'The input is the limit: devices wait about {waits:.0%} of the time. {advice}'
     return (
         'The times overlap, so either may be the limit. Measure longer with --seconds, and while '
         'nothing else runs on the machine.'
@@ -73,17 +61,17 @@ def verdict(step: Times, batch: Times, engine: str) -> str:
 
 def measure(
     config: ml_collections.ConfigDict, hosts: int, step_ms: float | None, seconds: float
-) -> tuple[Times, Times, str]:
+) -> tuple[list[float], list[float], str]:
     """Times batches alone and steps alone.
 
     Args:
         config: see `configs/default.py`.
-        hosts: that share the batch; the part of one is timed.
+        hosts: number of hosts that share the batch; the part of one is timed.
         step_ms: milliseconds of a step; None to time one here.
-        seconds: to read for, and to step for.
+        seconds: time for reading, and for steps.
 
     Returns:
-        Times of a step and of a batch, and the engine that reads.
+        Mean seconds of a step and of a batch in each of some laps, and the engine that reads.
 
     Raises:
         ValueError: the settings do not fit the data set, each other or `hosts`.
@@ -113,31 +101,35 @@ def measure(
             break
     batch_times = _time(lambda: jax.block_until_ready(next(batches)), seconds)
     if step_ms is not None:
-        return Times([step_ms / 1000]), batch_times, training.engine
+        return [step_ms / 1000], batch_times, training.engine
     compiled = program.for_data(config, mesh, training.facts)
-    states = _steps(compiled, batch)
-    for _ in range(_WARM_STEPS):
-        jax.block_until_ready(next(states))
-    return _time(lambda: jax.block_until_ready(next(states)), seconds), batch_times, training.engine
-
-
-def _steps(compiled: Any, batch: Any) -> Iterator[Any]:
     state = compiled.init()
-    while True:
+
+    def step() -> None:
+        nonlocal state
         state, update = compiled.train_step(state, batch)
-        yield update
+        jax.block_until_ready(update)
+
+    for _ in range(_WARM_STEPS):
+        step()
+    return _time(step, seconds), batch_times, training.engine
 
 
-def _time(run: Callable[[], Any], seconds: float) -> Times:
+def _time(call: Callable[[], Any], seconds: float) -> list[float]:
     """Mean seconds of a call in each lap; all laps together take so many seconds or a call each."""
     laps = []
     for _ in range(_LAPS):
         begin, count = time.monotonic(), 0
         while (elapsed := time.monotonic() - begin) < seconds / _LAPS or not count:
-            run()
+            call()
             count += 1
         laps.append(elapsed / count)
-    return Times(laps)
+    return laps
+
+
+def _words(laps: list[float]) -> str:
+    median, low, high = (1000 * of(laps) for of in (statistics.median, min, max))
+    return f'{median:,.1f} ms ({low:,.1f} to {high:,.1f})'
 
 
 def main() -> None:
@@ -147,7 +139,8 @@ def main() -> None:
         input_pipeline.prepare_process()
         run.prepare()
         step, batch, engine = measure(config, FLAGS.hosts, FLAGS.step_ms, FLAGS.seconds)
-    print(f'- a step alone: {step}', f'- a batch alone, by {engine}: {batch}', sep='\n')
+    print(f'- a step alone: {_words(step)}')
+    print(f'- a batch alone, by {engine}: {_words(batch)}')
     print(f'- {verdict(step, batch, engine)}')
 
 

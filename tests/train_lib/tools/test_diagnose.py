@@ -24,7 +24,7 @@ SMALL = {'batch_size': 16, 'data.lanes': 4}
     ],
 )
 def test_the_verdict_hedges_where_times_overlap(step, batch, words):
-    said = diagnose.verdict(diagnose.Times(step), diagnose.Times(batch), 'rows')
+    said = diagnose.verdict(step, batch, 'rows')
     assert said.startswith(words)
     assert ('faster disk' in said) == ('input' in words)
 
@@ -33,8 +33,8 @@ def test_the_verdict_hedges_where_times_overlap(step, batch, words):
 def test_the_engine_of_the_run_is_timed(mini_dataset, engine):
     config = runs.small_config(mini_dataset, **SMALL, **{'data.engine': engine})
     step, batch, used = diagnose.measure(config, hosts=2, step_ms=7.0, seconds=0.1)
-    assert (step.laps, used) == ([0.007], engine)
-    assert min(batch.laps) > 0
+    assert (step, used) == ([0.007], engine)
+    assert min(batch) > 0
 
 
 @pytest.mark.slow
