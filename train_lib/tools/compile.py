@@ -42,7 +42,6 @@ MEMORY, MOVED = 'memory of a chip, GB', 'received from other chips, MB a step'
 TIME, LEFT_OUT = "the compiler's estimate, ms a step", 'not in the estimate'
 ARITHMETIC = 'arithmetic of a chip, TFLOP a step'
 
-_KERNEL = 'custom_call_target="tpu_custom_call"'  # a Pallas kernel
 # Parts of a step by the names of its operations; the first that fits counts.
 _PARTS = {
     'text encoder': r'/Gemma\b',
@@ -140,7 +139,7 @@ def analyze(
         compute_bytes=model.dtype.itemsize,
         accumulate=config.accumulate,
     )
-    report |= _of_text(hlo.parse(compiled.as_text() or ''), chip, model.turns)
+    report |= _of_text(hlo.read(compiled.as_text() or ''), chip, model.turns)
     report[MOVED]['least for this mesh'] = least / 1e6
     return report | judge(report, chip)
 
@@ -195,30 +194,26 @@ def _memory(compiled: jax.stages.Compiled) -> dict[str, float]:
     return {name: size / 1e9 for name, size in found.items()}
 
 
-def _of_text(program: hlo.Program, chip: chips.Chip, turns: int) -> Report:
+def _of_text(costs: hlo.Costs, chip: chips.Chip, turns: int) -> Report:
     """Traffic and time of a program; `turns` is the length of the loop over layers."""
     moved: dict[str, float] = collections.Counter()
     waited = 0.0
-    for each in hlo.collectives(program):
+    for each in costs.collectives:
         where = 'in layers' if turns in each.loops else 'outside'
         how = ', asynchronous' if each.is_async else ''
-        megabytes = each.times * each.nbytes / 1e6
-        moved[f'{each.kind} of {each.members}, {where}{how}'] += megabytes
-        waited += 0 if each.is_async else megabytes * 1e6 / chip.link_rate
+        moved[f'{each.kind} of {each.members}, {where}{how}'] += each.nbytes / 1e6
+        waited += 0 if each.is_async else each.nbytes / chip.link_rate
     time = dict.fromkeys(_PARTS, 0.0)
-    for name, cycles in hlo.cycles(program).items():
+    for name, cycles in costs.cycles.items():
         part = next(part for part, pattern in _PARTS.items() if re.search(pattern, name))
         time[part] += cycles / chip.clock * 1e3 if chip.clock else 0
-    steps = list(hlo.executed(program))
-    kernels = sum(step.times for step in steps if _KERNEL in step.instruction.attributes)
-    unknown = {step.computation for step in steps if 0 in step.loops}
     return {
         MOVED: dict(sorted(moved.items())) | {'in all': sum(moved.values())},
         TIME: {name: x for name, x in time.items() if x} | {'in all': sum(time.values())},
         LEFT_OUT: {
             'synchronous exchanges, ms at least': waited * 1e3,
-            'calls of kernels': kernels,
-            'loops of unknown length, counted once': len(unknown),
+            'calls of kernels': costs.kernels,
+            'loops of unknown length, counted once': sum(0 in loops for loops in costs.loops),
         },
     }
 

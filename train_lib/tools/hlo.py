@@ -1,8 +1,8 @@
 """Reads the text of a compiled XLA program: estimated cycles, and what moves between devices.
 
-    program = hlo.parse(compiled.as_text())
-    hlo.cycles(program)             # libtpu's own estimates, by the name of the operation
-    hlo.collectives(program)        # what moves, how often, among how many devices
+    costs = hlo.read(compiled.as_text())
+    costs.cycles            # libtpu's own estimates, by the name of the operation
+    costs.collectives       # what moves, among how many devices, in which loops
 
 All figures are those of one run on one device, with loops multiplied out (`cost_analysis()` counts
 the body of a loop once). The grammar is that of XLA's `HloModule::ToString`.
@@ -23,14 +23,55 @@ _RECEIVED = {
     'all-to-all': lambda n: (n - 1) / n,
     'collective-permute': lambda n: 1,
 }
+_KERNEL = 'custom_call_target="tpu_custom_call"'  # a Pallas kernel on a TPU
 _ENTRY = 'ENTRY'  # name of the computation where the program starts
 _ARRAY = re.compile(r'\b([a-z]+)(\d*)(?:e\d+m\d+\w*)?\[([\d,]*)\]')
 _COMPUTATION = re.compile(r'^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$')
 _INSTRUCTION = re.compile(r'^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^)]*)\)(.*)$')
 _CALLED = re.compile(r'\b(?:calls|to_apply|body|branch_computations)=(?:\{([^}]*)\}|(%?[\w.\-]+))')
 
+Loops = tuple[int, ...]  # lengths, outermost first; 0 for one that cannot be read, counted as 1
 
-class Instruction(NamedTuple):
+
+class Collective(NamedTuple):
+    """One exchange among `members` devices.
+
+    Attributes:
+        kind: `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all`, `collective-permute`.
+        members: number of devices that exchange data with each other.
+        shapes: shapes of the result.
+        nbytes: bytes that a device receives in all runs of the loops.
+        loops: loops around it.
+        is_async: True if it runs beside other work.
+    """
+
+    kind: str
+    members: int
+    shapes: list[tuple[int, ...]]
+    nbytes: float
+    loops: Loops
+    is_async: bool
+
+
+class Costs(NamedTuple):
+    """What one run of a program takes.
+
+    Attributes:
+        cycles: libtpu's estimates for fusions and single operations, by the name of the operation
+            that they are for (`op_name`, '' where there is none). Kernels, exchanges and copies
+            that run beside other work have none; programs for other devices have none at all.
+        collectives: exchanges between devices.
+        kernels: calls of Pallas kernels.
+        loops: number of instructions by the loops around them.
+    """
+
+    cycles: collections.Counter[str]
+    collectives: list[Collective]
+    kernels: int
+    loops: collections.Counter[Loops]
+
+
+class _Instruction(NamedTuple):
     """One line: `%name = result opcode(operands), attributes`."""
 
     name: str
@@ -49,74 +90,63 @@ class Instruction(NamedTuple):
         return found[1] if found else ''
 
 
-Program = dict[str, dict[str, Instruction]]  # by names of computations and of instructions
+_Program = dict[str, dict[str, _Instruction]]  # by names of computations and of instructions
 
 
-class Executed(NamedTuple):
-    """An instruction at one place of the program."""
+def read(text: str) -> Costs:
+    """Adds up what `compiled.as_text()` says.
 
-    instruction: Instruction
-    computation: str  # name of the one that holds it
-    times: int  # how often it runs
-    # Lengths of the loops around it, outermost first; a length that cannot be read is 0, and counts
-    # as 1 in `times`.
-    loops: tuple[int, ...]
-    fused_in: str  # name of the computation with the fusion that it is part of, if any
-
-
-class Collective(NamedTuple):
-    """One exchange among `members` devices, which runs `times` times in these `loops`."""
-
-    kind: str  # one of `_RECEIVED`
-    shapes: list[tuple[int, ...]]  # shapes of the result
-    nbytes: float  # what a device receives each time
-    members: int
-    times: int
-    loops: tuple[int, ...]
-    is_async: bool  # runs beside other work
-
-
-def parse(text: str) -> Program:
-    """Parses what `compiled.as_text()` gives.
+    Left out are the conditions of loops, and what only combines two numbers, such as the sum of a
+    reduction.
 
     Raises:
-        ValueError: it has no entry computation.
+        ValueError: the text has no entry computation, or a collective is written in an unknown way.
     """
-    program: Program = {}
-    for line in text.splitlines():
-        if header := _COMPUTATION.match(line):
-            lines = program[_ENTRY if header[1] else header[2]] = {}
-        elif found := _INSTRUCTION.match(re.sub(r'/\*.*?\*/', '', line)):
-            lines[found[1]] = Instruction(*found.groups())
-    if _ENTRY not in program:
-        raise ValueError('the text is no compiled XLA program: it has no ENTRY computation')
-    return program
-
-
-def executed(program: Program) -> Iterator[Executed]:
-    """Every instruction at every place where it runs; not the condition of a loop.
-
-    Also skipped is what only combines two numbers, such as the sum of a reduction.
-    """
-    stack: list[tuple[str, int, tuple[int, ...], str]] = [(_ENTRY, 1, (), '')]
+    program = _parse(text)
+    costs = Costs(collections.Counter(), [], 0, collections.Counter())
+    kernels, seen = 0, set[tuple[str, ...]]()
+    stack: list[tuple[str, Loops, str]] = [(_ENTRY, (), '')]
     while stack:
-        name, times, loops, fused_in = stack.pop()
+        name, loops, fused_in = stack.pop()  # the computation that has the fusion around this one
+        times = math.prod(length or 1 for length in loops)
         for instruction in program[name].values():
-            yield Executed(instruction, name, times, loops, fused_in)
-            inner, inside = (times, loops), fused_in
+            costs.loops[loops] += 1
+            kernels += times * (_KERNEL in instruction.attributes)
+            if not fused_in:
+                estimate = int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
+                costs.cycles[instruction.attribute(r'op_name="([^"]*)"')] += times * estimate
+            # An exchange beside other work stands in each of the fusions that it spans.
+            chain = instruction.attribute(r'chain_id="(\d+)"')
+            place = fused_in, chain, instruction.attribute(r'channel_id=(\d+)')
+            if not chain or place not in seen:
+                costs.collectives.extend(_collective(instruction, name, loops, times))
+            seen.add(place)
+            inner, inside = loops, fused_in
             if instruction.opcode == 'while':
-                length = _length(program, name, instruction)
-                inner = times * (length or 1), (*loops, length)
+                inner = (*loops, _length(program, name, instruction))
             elif instruction.opcode == 'fusion':
                 inside = fused_in or name
             elif instruction.opcode not in ('call', 'conditional', 'async-start'):
                 continue
             for found in _CALLED.finditer(instruction.attributes):
                 for called in (found[1] or found[2]).split(', '):
-                    stack.append((called.lstrip('%'), *inner, inside))
+                    stack.append((called.lstrip('%'), inner, inside))
+    return costs._replace(kernels=kernels)
 
 
-def _length(program: Program, around: str, loop: Instruction) -> int:
+def _parse(text: str) -> _Program:
+    program: _Program = {}
+    for line in text.splitlines():
+        if header := _COMPUTATION.match(line):
+            lines = program[_ENTRY if header[1] else header[2]] = {}
+        elif found := _INSTRUCTION.match(re.sub(r'/\*.*?\*/', '', line)):
+            lines[found[1]] = _Instruction(*found.groups())
+    if _ENTRY not in program:
+        raise ValueError('the text is no compiled XLA program: it has no ENTRY computation')
+    return program
+
+
+def _length(program: _Program, around: str, loop: _Instruction) -> int:
     """How often the body of a `while` runs, where it counts up by one to a constant; else 0."""
     if known := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
         return int(known)
@@ -135,52 +165,27 @@ def _length(program: Program, around: str, loop: Instruction) -> int:
     return int(limit.operands) - int(start.operands) if start.opcode == 'constant' else 0
 
 
-def cycles(program: Program) -> dict[str, int]:
-    """Cycles by the name of the operation that they are for (`op_name`, '' where there is none).
-
-    They are libtpu's estimates for fusions and single operations. Kernels, exchanges and copies
-    that run beside other work have none; programs for other devices have none at all.
-    """
-    found: dict[str, int] = collections.Counter()
-    for step in executed(program):
-        if not step.fused_in:
-            estimate = step.instruction.attribute(r'"estimated_cycles":"(\d+)"')
-            name = step.instruction.attribute(r'op_name="([^"]*)"')
-            found[name] += step.times * int(estimate or 0)
-    return found
-
-
-def collectives(program: Program) -> Iterator[Collective]:
-    """Every exchange between devices, at every place where it happens."""
-    seen = set()
-    for step in executed(program):
-        instruction, kind = step.instruction, step.instruction.opcode.removesuffix('-start')
-        if kind not in _RECEIVED or (count := members(instruction.attributes)) == 1:
-            continue
-        # One that runs beside other work is a pair of start and done, or stands in each of the
-        # fusions that it spans.
-        is_start, chain = kind != instruction.opcode, instruction.attribute(r'chain_id="(\d+)"')
-        place = step.fused_in, chain, instruction.attribute(r'channel_id=(\d+)')
-        if chain and place in seen:
-            continue
-        seen.add(place)
-        arrays = _ARRAY.findall(instruction.result)
-        if is_start:
-            arrays = arrays[1:2] or arrays  # (operand, result, flags)
-        whole = sum(_nbytes(*array) for array in arrays)
-        if kind == 'reduce-scatter':
-            whole *= count
-        elif step.computation.startswith('all-reduce-scatter'):  # and keeps a slice, on a TPU
-            kind = 'reduce-scatter'
-        yield Collective(
-            kind,
-            [_shape(dimensions) for *_, dimensions in arrays],
-            whole * _RECEIVED[kind](count),
-            count,
-            step.times,
-            step.loops,
-            is_async=is_start or bool(chain and step.fused_in),
-        )
+def _collective(
+    instruction: _Instruction, computation: str, loops: Loops, times: int
+) -> Iterator[Collective]:
+    """The exchange between devices that an instruction is, if it is one."""
+    kind = instruction.opcode.removesuffix('-start')
+    if kind not in _RECEIVED or (count := members(instruction.attributes)) == 1:
+        return
+    arrays, is_start = _ARRAY.findall(instruction.result), kind != instruction.opcode
+    if is_start:
+        arrays = arrays[1:2] or arrays  # (operand, result, flags)
+    shapes = [tuple(map(int, filter(None, sizes.split(',')))) for *_, sizes in arrays]
+    whole = sum(
+        math.prod(shape) * int(bits or 8 * (dtype == 'pred')) / 8
+        for shape, (dtype, bits, _) in zip(shapes, arrays, strict=True)
+    )
+    if kind == 'reduce-scatter':
+        whole *= count
+    elif computation.startswith('all-reduce-scatter'):  # a fusion that keeps a slice, on a TPU
+        kind = 'reduce-scatter'
+    is_async = is_start or 'chain_id=' in instruction.attributes
+    yield Collective(kind, count, shapes, times * whole * _RECEIVED[kind](count), loops, is_async)
 
 
 def members(attributes: str) -> int:
@@ -204,11 +209,3 @@ def members(attributes: str) -> int:
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
         return math.prod(int(sizes[name]) for name in re.findall(r'\w+', named[2]))
     raise ValueError(f'cannot tell how many devices exchange data: {attributes[:200]!r}')
-
-
-def _shape(dimensions: str) -> tuple[int, ...]:
-    return tuple(map(int, filter(None, dimensions.split(','))))
-
-
-def _nbytes(kind: str, bits: str, dimensions: str) -> float:
-    return math.prod(_shape(dimensions)) * int(bits or 8 * (kind == 'pred')) / 8

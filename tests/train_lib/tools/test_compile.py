@@ -17,7 +17,7 @@ from tests.checkout import CHECKOUT
 from tests.text.test_gemma import models  # noqa: F401, a fixture
 from train_lib import chips
 from train_lib import models as networks
-from train_lib.tools import compile
+from train_lib.tools import compile, hlo
 
 PODS = {'tpu_v5e_16': 'v5e:4x4', 'tpu_v5e_128': 'v5e:8x16', 'tpu_v5e_256': 'v5e:16x16'}
 
@@ -78,7 +78,7 @@ def test_the_table_has_every_part_and_one_verdict():
     assert ' '.join(lines).count('erdict') == 1
 
 
-def test_operations_belong_to_parts_of_the_model(monkeypatch):
+def test_operations_belong_to_parts_of_the_model():
     layer = 'jit(train_step)/jvp(DiT)/while/body/closed_call/blocks.body/blocks'
     names = {
         f'{layer}/mlp_2/dot_general': 'MLP',
@@ -92,9 +92,8 @@ def test_operations_belong_to_parts_of_the_model(monkeypatch):
         'jit(train_step)/Gemma/layers_0/mlp/dot_general': 'text encoder',
     }
     estimates = dict.fromkeys(names, CHIP.clock / 1e3)
-    monkeypatch.setattr(compile.hlo, 'cycles', lambda _: estimates)
-    program = compile.hlo.parse('ENTRY %main () -> f32[] {\n  %a = f32[] constant(0)\n}')
-    time = compile._of_text(program, CHIP, turns=1)[compile.TIME]
+    costs = hlo.Costs(estimates, [], 0, {})
+    time = compile._of_text(costs, CHIP, turns=1)[compile.TIME]
     parts = list(names.values())
     expected = {part: parts.count(part) for part in parts} | {'in all': len(names)}
     assert time == pytest.approx(expected)
