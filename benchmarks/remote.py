@@ -12,7 +12,7 @@ import pathlib
 import sys
 import tempfile
 
-from benchmarks import convert, readers, runner, source
+from benchmarks import convert, input, runner, source
 from benchmarks.runner import Figures, Side
 
 FLAGS = {'gb': (0.4, 'size of the source'), 'steps': (180, 'batches of 256 in each run')}
@@ -28,7 +28,7 @@ def begin(flags, folder: pathlib.Path, stack) -> runner.Once:
         out, urls[before] = tempfile.mkdtemp(dir=folder), f'gs://bucket/{len(urls)}/1.0.0'
         writer = dataclasses.replace(convert.SIDES['builder'], before=before)
         runner.run(writer, made=made, out=out)
-        server.upload_folder(readers.data_dir(out), urls[before])
+        server.upload_folder(input.data_dir(out), urls[before])
 
     def once(side: Side) -> Figures:
         server.latency = side.settings['latency']
@@ -40,11 +40,11 @@ def begin(flags, folder: pathlib.Path, stack) -> runner.Once:
 
 def read(*, data: str, steps: int, latency: float) -> Figures:
     """Reads so many batches and times the second half; `latency` is the server's business."""
-    batches = iter(readers.ours(data, '', engine='chunks', window=256).epoch())
+    batches = iter(input.ours(data, '', engine='chunks', window=256).epoch())
     before = sum(1 for _ in itertools.islice(batches, steps // 2))
     meter = runner.Meter()
     after = sum(1 for _ in itertools.islice(batches, steps - before))
-    return meter.rate(readers.BATCH_SIZE * after)
+    return meter.rate(input.BATCH_SIZE * after)
 
 
 SIDES = {

@@ -1,4 +1,4 @@
-"""The benchmark of the input on little data: same samples for all readers, right arithmetic."""
+"""The benchmark of the input on little data: same samples for all input, right arithmetic."""
 
 import argparse
 import itertools
@@ -9,8 +9,8 @@ import time
 import numpy as np
 import pytest
 
-from benchmarks import convert, input, readers, runner, source
-from benchmarks.readers import BATCH_SIZE, Stream
+from benchmarks import convert, input, runner, source
+from benchmarks.input import BATCH_SIZE, Stream
 from coyo11m_tfds import schema
 from coyo11m_tfds.source.pt_file import LatentShard
 
@@ -33,14 +33,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 @pytest.fixture(autouse=True)
 def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process with the threads of JAX must not be forked."""
-    monkeypatch.setattr(readers, '_WORKERS', 0)
+    monkeypatch.setattr(input, '_WORKERS', 0)
 
 
 def open_stream(made: pathlib.Path, name: str, state: str = '') -> Stream:
     settings = input.SIDES[name].settings
     options = {name: settings[name] for name in ('engine', 'verify') if name in settings}
     data = made.with_name(settings['format']) if settings['format'] else made
-    return getattr(readers, settings['reader'])(str(data), state, **options)
+    return getattr(input, settings['reader'])(str(data), state, **options)
 
 
 def take(stream: Stream, count: int) -> list[dict[str, np.ndarray]]:
