@@ -203,8 +203,10 @@ def test_any_caption_stays_text(captions: list[str]):
     assert page.texts.get('summary', []) == captions
 
 
-@pytest.mark.parametrize('scale', [0, 1e-3, 1, 50, 1e4])
-@pytest.mark.parametrize('lengths', [(1, 2), (500, 501), (2047, 2050), (3000, 9000)])
+@pytest.mark.parametrize(
+    ('scale', 'lengths'),
+    [(0, (1, 2)), (1e-3, (500, 501)), (50, (2047, 2050)), (1e4, (3000, 9000)), (1e9, (2, 9000))],
+)
 def test_odd_data_can_be_drawn(scale: float, lengths: tuple[int, int]):
     statistics = {'train': make_statistics(20, scale=scale, lengths=lengths)}
     report = make_report(statistics=statistics, shards={'train': [(20, 1)]})
@@ -218,15 +220,6 @@ def test_odd_data_can_be_drawn(scale: float, lengths: tuple[int, int]):
         if tag == 'rect':
             assert float(attributes['width']) >= 0
             assert 0 <= float(attributes['height']) <= 100
-
-
-@pytest.mark.parametrize('value', [-1e4, 1e4])
-def test_latents_that_all_lie_beyond_the_edges_can_be_drawn(value: float):
-    statistics = ShardStatistics()
-    latents = np.full((2, *schema.LATENTS_SHAPE), value, np.float32)
-    statistics.add(np.arange(2), [b'x', b'y'], latents)
-    report = make_report(statistics={'train': statistics}, shards={'train': [(2, 1)]})
-    assert '100.00% of their values lie outside' in visible(Page(report.page()))
 
 
 def test_a_split_without_records_is_no_error():
@@ -248,13 +241,7 @@ def test_quantiles_are_right_to_the_width_of_a_bin(lengths: list[int]):
         assert exact // 16 * 16 <= value <= exact // 16 * 16 + 16
 
 
-def test_captions_beyond_the_last_edge_have_the_edge_as_their_length():
-    counts = np.zeros(len(CAPTION_EDGES), np.int64)
-    counts[-1], counts[0] = 9, 1
-    assert quantiles(counts) == {'0.05': 8, '0.25': 2048, '0.5': 2048, '0.75': 2048, '0.95': 2048}
-
-
-@given(st.integers(0, 500))
+@pytest.mark.parametrize('available', [0, 1, 23, 24, 25, 100])
 def test_at_most_24_previews_are_chosen_evenly_spaced(available: int):
     chosen = [p.key + 2**62 for p in make_report(captions=['x'] * available).previews]
     assert len(chosen) == min(available, 24)

@@ -24,7 +24,6 @@ def test_a_configuration_that_fits(mini_dataset):
         ('mesh.fsdp', 7, 'mesh.*7'),
         ('data.ram_budget_gb', 1e-6, 'data.ram_budget_gb'),
         ('data.lanes', 3, 'lanes'),
-        ('model.name', 'huge/2', 'huge'),
         ('wandb.project', 'x', 'wandb'),
     ],
 )
@@ -41,13 +40,8 @@ def test_without_a_data_set_all_else_is_checked_and_it_says_so():
         '',
         ['the data set, its encoder and the memory for reading it'],
     )
-    for field, value, message in (
-        ('seed', -1, 'seed=-1: expected'),
-        ('model.name', 'huge/2', "model.name='huge/2': expected"),
-        ('optimizer.warmup_steps', 30, 'optimizer.warmup_steps=30: expected'),
-    ):
-        with pytest.raises(ValueError, match=message):
-            check.check(runs.small_config('', **{field: value}))
+    with pytest.raises(ValueError, match=r"model\.name='huge/2': expected"):
+        check.check(runs.small_config('', **{'model.name': 'huge/2'}))
     check.check(runs.small_config('', **{'model.text': 'sequence'}))
 
 
