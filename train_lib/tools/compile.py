@@ -196,7 +196,7 @@ def _memory(compiled: jax.stages.Compiled) -> dict[str, float]:
 
 def _of_text(costs: hlo.Costs, chip: chips.Chip, turns: int) -> Report:
     """Traffic and time of a program; `turns` is the length of the loop over layers."""
-    moved: dict[str, float] = collections.Counter()
+    moved: dict[str, float] = collections.defaultdict(float)
     waited = 0.0
     for each in costs.collectives:
         where = 'in layers' if turns in each.loops else 'outside'
@@ -255,7 +255,7 @@ def main() -> None:
     jax.config.update('jax_platforms', 'cpu')  # not the devices of this machine
     with run.errors_in_one_line((ValueError,)):
         names = 'text_dim', 'num_tokens', 'vocabulary', 'num_slices'
-        asked = {name: FLAGS[name].value for name in names}
+        asked: dict[str, Any] = {name: FLAGS[name].value for name in names}
         report = analyze(FLAGS.config, FLAGS.topology, **asked)
     print(json.dumps(report, indent=2) if FLAGS.json else table(report))
     sys.exit(not report['fits'])
