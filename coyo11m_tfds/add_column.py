@@ -39,7 +39,7 @@ from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.report import statistics
 from coyo11m_tfds.source import pt_check, pt_file, sidecar
 from coyo11m_tfds.source.joined import Joined
-from coyo11m_tfds.storage import build_lock, file_state, held_folder, source_files, stored_files
+from coyo11m_tfds.storage import file_state, locks, source_files, stored_files
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.scratch import Scratch, choose_folder
 from coyo11m_tfds.storage.source_files import SourceFile
@@ -184,7 +184,7 @@ class _Edit:
     destination: Destination
     staging: str
     scratch: str
-    lock: build_lock.Lock
+    lock: locks.Lock
 
     def commit(self, found: Mapping[str, Column | AddedColumn], files: Sequence[str] = ()) -> None:
         """Puts files into their place, then what describes these columns; removes what is over.
@@ -216,12 +216,12 @@ def _editing(data_dir: str | os.PathLike[str], scratch_dir: str = '') -> Iterato
     """Within it nobody else changes the data set; nothing is left of what it puts elsewhere."""
     folder = os.fspath(data_dir).rstrip('/')
     stored_dataset.open_data(folder)  # where there is no data set there shall be no lock
-    with build_lock.hold(folder, wait_seconds=None) as lock:
+    with locks.hold(folder, wait_seconds=None) as lock:
         stored = stored_dataset.open_data(folder)
         parent = choose_folder(schema.NAME, f'{folder}/../../..', os.fspath(scratch_dir))
         os.makedirs(parent, exist_ok=True)
         destination = Destination(folder)
-        with held_folder.make(parent, 'column-') as scratch:
+        with locks.temporary_folder(parent, 'column-') as scratch:
             destination.sweep()  # what a killed one left
             try:
                 edit = _Edit(stored, destination, destination.staging(scratch), scratch, lock)

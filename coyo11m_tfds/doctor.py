@@ -26,7 +26,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -34,7 +33,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.convert.settings import BuildSettings, check_names
 from coyo11m_tfds.process import command_line, ending, machine
 from coyo11m_tfds.process.sizes import readable
-from coyo11m_tfds.storage import remote, retry, scratch, source_files
+from coyo11m_tfds.storage import remote, scratch, source_files
 from coyo11m_tfds.storage.source_files import SourceFile
 
 PASS, WARN, FAIL = 'pass', 'warn', 'fail'
@@ -187,18 +186,15 @@ def check_place(name: str, url: str, writes: bool = False) -> Finding:
         return Finding(label, PASS, f'{url} is local and needs none')
     try:
         if url.startswith('gs://'):
-            from coyo11m_tfds.storage import gcs_objects  # imports the storage's client
+            from coyo11m_tfds.storage import gcs  # imports the client of the storage
 
-            gcs_objects.split_url(url)
-            source_files.check_bucket(url)
+            gcs.is_folder(url)
         else:
             source_files.list_files(url, '', ())
         if writes:
             if not url.startswith('gs://'):
                 raise ValueError(f'{url}: cannot be written to; expected a local folder or gs://.')
-            probe = f'{url.rstrip("/")}/.doctor_{uuid.uuid4().hex}'
-            retry.call(lambda: source_files.gcs().pipe_file(probe, b'x'), f'writing to {url}')
-            retry.call(lambda: source_files.gcs().rm_file(probe), f'deleting from {url}')
+            gcs.check_writable(url)
     except FileNotFoundError:
         text = f'{url}: the hub has no such data set, or does not show it to this user.'
         return Finding(label, FAIL, text, _LOG_IN['hf://'])

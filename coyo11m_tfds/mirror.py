@@ -33,7 +33,7 @@ from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.process.sizes import readable
 from coyo11m_tfds.source import location
 from coyo11m_tfds.source.copied_files import CopiedFiles
-from coyo11m_tfds.storage import build_lock, file_copier
+from coyo11m_tfds.storage import locks
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.scratch import Scratch, user_cache
 from coyo11m_tfds.storage.source_files import SourceFile
@@ -100,7 +100,7 @@ def mirror(
     files[schema.CAPTIONS_FILE] = found.captions_file
     scratch = _open_scratch(target, files, os.fspath(scratch_dir), scratch_bytes)
     num_bytes = sum(file.size for file in files.values())
-    with build_lock.hold(target.folder, _WAIT_SECONDS):
+    with locks.hold(target.folder, _WAIT_SECONDS):
         copied = CopiedFiles(target)
         missing = copied.missing(files)
         _check_space(target, missing)
@@ -113,7 +113,7 @@ def mirror(
             def copy(name: str) -> None:
                 share = _Share(progress, missing[name].size, stopped)
                 share.add(0)  # it may have been stopped before it began
-                state = file_copier.copy(missing[name], target, name, scratch, share.add)
+                state = target.copy(missing[name], name, scratch, share.add)
                 copied.save(name, missing[name], state)
                 share.finish()
 
@@ -135,7 +135,7 @@ def _open_scratch(
     target: Destination, files: Mapping[str, SourceFile], folder: str, num_bytes: int
 ) -> Scratch | None:
     """The scratch folder, checked to be large enough; None if no file needs it."""
-    passing = [file for file in files.values() if file_copier.needs_scratch(file, target)]
+    passing = [file for file in files.values() if target.needs_scratch(file)]
     if not passing:
         return None
     largest = max(passing, key=lambda file: file.size)

@@ -16,7 +16,7 @@ import input_pipeline
 from coyo11m_tfds import add_column, embed_captions, schema, verify
 from coyo11m_tfds.dataset import stored_dataset
 from coyo11m_tfds.source import sidecar
-from coyo11m_tfds.storage import build_lock
+from coyo11m_tfds.storage import locks
 from tests import built, children, made_sources, runs
 from tests.reading import planned
 from tests.reading.batches import assert_same, check_memory, wait_until_idle
@@ -273,7 +273,7 @@ def test_mistakes_of_a_command_are_named(copy, other_embeddings, tmp_path):
     with pytest.raises(ValueError, match="scratch_dir is 'gs://b/s', expected a local folder"):
         add_column.add(copy, 'y', other_embeddings, scratch_dir='gs://b/s')
     with (
-        build_lock.hold(copy, wait_seconds=0),
+        locks.hold(copy, wait_seconds=0),
         pytest.raises(TimeoutError, match=f'{copy}: .* is working there'),
     ):
         add_column.add(copy, 'y', parquet=path, column='x')

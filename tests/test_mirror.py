@@ -15,7 +15,7 @@ import pytest
 
 from coyo11m_tfds import mirror, schema
 from coyo11m_tfds.source import location
-from coyo11m_tfds.storage import build_lock, file_copier, source_files
+from coyo11m_tfds.storage import locks, source_files
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.scratch import Scratch
 from tests.fakes.cloud import Fault, Gcs, Hub
@@ -184,7 +184,7 @@ def test_a_file_that_grows_while_it_is_copied(gcs, local, tmp_path, destination)
     path = os.path.join(local, CAPTIONS)
     file = dataclasses.replace(source_files.describe(path), size=5)
     with pytest.raises(OSError, match=r'parquet has 300,004 bytes now, but had 5 when'):
-        file_copier.copy(file, target, 'x')
+        target.copy(file, 'x')
     assert target.inventory() == {}
 
 
@@ -194,7 +194,7 @@ def test_bytes_are_counted_once(gcs, source, tmp_path, destination):
     file = location.find(source).captions_file
     scratch = Scratch(tmp_path / 'scratch', 10**6)
     counted: list[int] = []
-    state = file_copier.copy(file, target, 'x', scratch, counted.append)
+    state = target.copy(file, 'x', scratch, counted.append)
     assert sum(counted) == file.size == state.size
     assert target.inventory() == {'x': state}
 
@@ -379,7 +379,7 @@ def test_a_disk_with_just_enough_for_the_rest(gcs, in_bucket, tmp_path, monkeypa
 def test_another_mirror_to_the_same_place(local, tmp_path, monkeypatch):
     monkeypatch.setattr(mirror, '_WAIT_SECONDS', 0)
     with (
-        build_lock.hold(tmp_path / 'to', wait_seconds=0),
+        locks.hold(tmp_path / 'to', wait_seconds=0),
         pytest.raises(TimeoutError, match=f'process {os.getpid()} on .* is still working there'),
     ):
         mirror.mirror(local, tmp_path / 'to')

@@ -7,7 +7,6 @@ It has the size and CRC-32C of each file, and a checksum of its own. Local files
 of objects on `gs://` the storage knows both.
 """
 
-import functools
 import json
 import os
 import pathlib
@@ -19,7 +18,7 @@ import google_crc32c
 import jax
 from etils import epath
 
-from coyo11m_tfds.storage import file_state, retry, source_files
+from coyo11m_tfds.storage import file_state, source_files
 
 FILE = 'checksums.json'
 
@@ -91,10 +90,5 @@ def _local(folder: epath.Path, names: Collection[str]) -> dict[str, Any]:
 
 
 def _objects(folder: epath.Path) -> dict[str, Any]:
-    url = os.fspath(folder)
-    listing = functools.partial(source_files.gcs().find, url, detail=True)
-    prefix = url.removeprefix('gs://').rstrip('/') + '/'
-    return {
-        name.removeprefix(prefix): [info['size'], source_files.crc32c_checksum(info['crc32c'])]
-        for name, info in retry.call(listing, f'listing {url}').items()
-    }
+    files = source_files.list_tree(os.fspath(folder))
+    return {name: [file.size, file.checksum] for name, file in files.items()}

@@ -10,13 +10,12 @@ import contextlib
 import errno
 import os
 import pathlib
-import uuid
 from collections.abc import Iterator
 
 from absl import logging
 from etils import epath
 
-from coyo11m_tfds.storage import build_lock, retry, source_files
+from coyo11m_tfds.storage import locks, source_files
 
 
 def absolute(folder: epath.PathLike) -> epath.Path:
@@ -38,13 +37,9 @@ def check_writable(folder: epath.PathLike) -> None:
     if not source_files.is_remote(text):
         _check_local(pathlib.Path(text).absolute())
         return
-    probe = f'{text.rstrip("/")}/.writable_{uuid.uuid4().hex}'
-    with _plain_errors(text):
-        try:
-            retry.call(lambda: source_files.gcs().pipe_file(probe, b'x'), f'writing to {text}')
-        except FileNotFoundError:
-            raise source_files.no_bucket(text.split('/')[2]) from None
-        retry.call(lambda: source_files.gcs().rm_file(probe), f'deleting from {text}')
+    from coyo11m_tfds.storage import gcs  # imports the client of the storage
+
+    gcs.check_writable(text)
 
 
 @contextlib.contextmanager
@@ -60,7 +55,7 @@ def held(folder: epath.PathLike) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(build_lock.hold(absolute(folder) / 'training', wait_seconds=None))
+            stack.enter_context(locks.hold(absolute(folder) / 'training', wait_seconds=None))
         except TimeoutError as error:
             raise TimeoutError(f'{error} End that run, or use another --workdir.') from None
         except OSError as error:
@@ -76,8 +71,10 @@ def check_readable(folder: epath.PathLike) -> None:
     if not source_files.is_remote(text):
         os.scandir(text).close()
         return
-    with _plain_errors(text):
-        retry.call(lambda: source_files.gcs().info(text), f'looking for {text}')
+    from coyo11m_tfds.storage import gcs
+
+    if not gcs.is_folder(text):
+        raise FileNotFoundError(f'{text}: there is no such folder.')
 
 
 def _check_local(folder: pathlib.Path) -> None:
@@ -86,18 +83,3 @@ def _check_local(folder: pathlib.Path) -> None:
         raise NotADirectoryError(f'{folder}: {there} is a file; name another folder.')
     if not os.access(there, os.W_OK | os.X_OK):
         raise PermissionError(f'{folder}: {there} cannot be written to by this user.')
-
-
-@contextlib.contextmanager
-def _plain_errors(url: str) -> Iterator[None]:
-    """Names the URL in what gcsfs raises without it."""
-    if not url.startswith('gs://'):
-        raise ValueError(f'{url}: expected a local folder or gs://bucket/folder.')
-    from gcsfs.retry import HttpError
-
-    try:
-        yield
-    except FileNotFoundError:
-        raise FileNotFoundError(f'{url}: there is no such bucket or folder.') from None
-    except HttpError as error:
-        raise OSError(f'{url}: {error}') from error

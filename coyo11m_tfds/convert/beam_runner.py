@@ -25,7 +25,7 @@ from coyo11m_tfds.convert import local_runner, shard_inputs
 from coyo11m_tfds.convert.data_folder import sub_folder
 from coyo11m_tfds.convert.finished_shards import FinishedShards
 from coyo11m_tfds.convert.tasks import ShardResult, ShardTask
-from coyo11m_tfds.storage import held_folder
+from coyo11m_tfds.storage import locks
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.scratch import Scratch, user_temp
 
@@ -120,7 +120,7 @@ def _write_group(
     """Runs on a worker, in as many processes as the runner starts there."""
     destination = Destination(folder)
     scratch, beside = settings.open()
-    with held_folder.make(destination.staging(fallback=beside), 'worker-') as staging:
+    with locks.temporary_folder(destination.staging(fallback=beside), 'worker-') as staging:
         finished = FinishedShards(destination, build)
         shards = local_runner.write_shards(tasks, finished, scratch, staging, num_workers=1)
         for _ in shards:

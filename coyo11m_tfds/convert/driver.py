@@ -27,7 +27,7 @@ from coyo11m_tfds.convert.tasks import ShardResult, ShardTask
 from coyo11m_tfds.dataset import manifest
 from coyo11m_tfds.process import job
 from coyo11m_tfds.source import location
-from coyo11m_tfds.storage import build_lock, file_state, held_folder, scratch, source_files
+from coyo11m_tfds.storage import file_state, locks, scratch, source_files
 from coyo11m_tfds.storage.file_state import FileState
 from coyo11m_tfds.storage.scratch import Scratch
 
@@ -104,13 +104,13 @@ def build(
     folder = DataFolder(final)
     if job.process_index():
         _check_may_wait(final, overwrite)
-        build_lock.wait_for(final, folder.has_data_set, settings.wait_seconds)
+        locks.wait_for(final, folder.has_data_set, settings.wait_seconds)
         yield None
         return
     local = scratch.choose_folder(schema.NAME, f'{final}/../../..', settings.scratch_dir)
     with (
         _leaving_no_empty_folders(final, f'{local}/source'),
-        build_lock.hold(final, settings.wait_seconds) as lock,
+        locks.hold(final, settings.wait_seconds) as lock,
     ):
         found = folder.find_build()
         if found is not None and not overwrite:
@@ -127,7 +127,7 @@ def build(
         dropped = run_plan.count_dropped(plan, results)
         metadata = run_plan.make_metadata(plan, results, dropped, settings.caption_column)
         report = run_plan.make_report(_name(final), results, dropped, metadata)
-        with held_folder.make(folder.files.staging(local), 'info-') as made:
+        with locks.temporary_folder(folder.files.staging(local), 'info-') as made:
             run_plan.write_chunk_indexes(results, made, plan.build)
             run_plan.write_columns(results, made, plan.build)
             yield Built(plan, run_plan.by_split(results), metadata, made)
@@ -203,7 +203,7 @@ def _make_engine(local: str, settings: BuildSettings, beam: Beam | None) -> run_
 
     def write_shards(tasks: Sequence[ShardTask], finished: FinishedShards) -> run_plan.Outcomes:
         files = _open_scratch(local, settings)
-        with held_folder.make(finished.folder.staging(local), 'staging-') as staging:
+        with locks.temporary_folder(finished.folder.staging(local), 'staging-') as staging:
             yield from local_runner.write_shards(
                 tasks, finished, files, staging, settings.num_workers
             )

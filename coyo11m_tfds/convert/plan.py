@@ -30,7 +30,7 @@ from coyo11m_tfds.source import captions, copied_files, joined, location, sideca
 from coyo11m_tfds.source.joined import Joined
 from coyo11m_tfds.source.sidecar import Header
 from coyo11m_tfds.source.source_latents import SourceLatents
-from coyo11m_tfds.storage import file_state, held_folder, json_digest
+from coyo11m_tfds.storage import file_state, json_digest, locks
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.source_files import SourceFile
 
@@ -122,7 +122,7 @@ def make_plan(
     """
     sidecar_files = _find_sidecar(settings)
     # Of this build alone: another one of the same source must not remove what is read here.
-    with held_folder.make(cache_dir, 'heads-') as heads:
+    with locks.temporary_folder(cache_dir, 'heads-') as heads:
         latents = SourceLatents.read(
             source.latent_files, heads, drop_bad=settings.drop_bad, check_crc=settings.check_crc
         )

@@ -19,9 +19,8 @@ from absl import logging
 from coyo11m_tfds import schema
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.storage import remote, source_files
-from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.storage.destination import Destination, flat
 from coyo11m_tfds.storage.file_state import FileState
-from coyo11m_tfds.storage.names import flat
 from coyo11m_tfds.storage.source_files import SourceFile
 
 _RECORDS = '.mirror'

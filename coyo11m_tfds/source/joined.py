@@ -27,8 +27,8 @@ import pyarrow.parquet as pq
 from absl import logging
 
 from coyo11m_tfds.process import machine
-from coyo11m_tfds.storage import file_state, held_folder, json_digest
-from coyo11m_tfds.storage.file_lock import FileLock
+from coyo11m_tfds.storage import file_state, json_digest, locks
+from coyo11m_tfds.storage.locks import FileLock
 
 # Places, int64 (n,); sizes, int32 (n,), or what whoever makes them says instead; values, null for
 # none, or a dictionary of them.
@@ -140,7 +140,7 @@ def kept(cache_dir: str, origin: Any, make_folder: Callable[[str], None]) -> Joi
     """
     folder = os.path.join(cache_dir, f'joined-{json_digest.sha256([_FORMAT, origin])[:32]}')
     while not (found := _open_whole(folder)):
-        with held_folder.make(cache_dir, 'joining-') as making:
+        with locks.temporary_folder(cache_dir, 'joining-') as making:
             made = os.path.join(making, 'made')
             make_folder(made)
             with contextlib.suppress(OSError):  # another process was faster

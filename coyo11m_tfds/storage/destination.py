@@ -13,21 +13,63 @@ A name stands for a whole file or for none: nothing half-written is ever seen un
 from the file itself or from the storage's own record, never from a cache.
 """
 
+import contextlib
+import errno
+import hashlib
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+import urllib.parse
+import uuid
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self, TypeVar
 
-from coyo11m_tfds.storage import source_files
-from coyo11m_tfds.storage.file_state import FileState, ignore_bytes
-from coyo11m_tfds.storage.local_folder import LocalFolder
+from coyo11m_tfds.storage import file_state, locks, remote, source_files
+from coyo11m_tfds.storage.file_state import FileState, ignore_bytes, naming, sync
+from coyo11m_tfds.storage.scratch import Scratch
+from coyo11m_tfds.storage.source_files import SourceFile
+
+T = TypeVar('T')
+
+_STAGING = '.staging'
+# They only wait for the storage or the disk. The client of gs:// keeps ten connections.
+_THREADS = 10
+# A disk takes names of 255 bytes, and others put something before and behind it.
+_LONGEST_NAME = 200
+
+
+def stays_inside(name: str) -> bool:
+    """True if a file of this name, relative to a folder, is below it on every kind of system.
+
+    Objects of a bucket may have any name. As a path, one that is absolute, or has an empty part,
+    `.`, `..`, a backslash or a NUL, may lead elsewhere.
+    """
+    return {'', '.', '..'}.isdisjoint(name.split('/')) and '\\' not in name and '\0' not in name
+
+
+def flat(name: str) -> str:
+    """Returns a name without slashes, another for every path; long ones end in a digest."""
+    quoted = urllib.parse.quote(name, safe='')
+    if len(quoted) <= _LONGEST_NAME:
+        return quoted
+    digest = hashlib.sha256(name.encode()).hexdigest()[:32]
+    return f'{quoted[: _LONGEST_NAME - len(digest) - 1]}-{digest}'
 
 
 class Destination:
     """A folder that files are put into; it need not exist yet. Safe to use from many threads.
 
+    `Destination(path)` is the kind of destination that suits the path.
+
     Attributes:
-        folder: its path or URL, without a slash at the end.
-        is_remote: whether it is in a bucket.
+        folder: Its path or URL, without a slash at the end.
+        is_remote: Whether it is in a bucket.
     """
+
+    is_remote = False
+
+    def __new__(cls, folder: str | os.PathLike[str]) -> Self:
+        kind = _Bucket if source_files.is_remote(folder) else _Disk
+        return super().__new__(kind)  # type: ignore[return-value]
 
     def __init__(self, folder: str | os.PathLike[str]):
         """Does not touch the storage.
@@ -39,13 +81,9 @@ class Destination:
         if not path:
             raise ValueError('the destination is empty text, expected a folder.')
         self.folder = path.rstrip('/') or '/'
-        self.is_remote = source_files.is_remote(path)
-        if self.is_remote:
-            from coyo11m_tfds.storage import gcs_folder  # imports the storage's client
 
-            self._store: gcs_folder.GcsFolder | LocalFolder = gcs_folder.GcsFolder(path)
-        else:
-            self._store = LocalFolder(self.folder)
+    def __getnewargs__(self) -> tuple[str]:
+        return (self.folder,)
 
     def staging(self, fallback: str | os.PathLike[str]) -> str:
         """Returns an existing local folder to write files in that will be `put`.
@@ -53,7 +91,7 @@ class Destination:
         For a local destination this is a hidden folder inside it, so that `put` only renames; for a
         remote one it is `fallback`.
         """
-        return self._store.staging(os.fspath(fallback))
+        raise NotImplementedError
 
     def put(self, local_file: str | os.PathLike[str], name: str, crc32c: int) -> None:
         """Moves a local file to `name`, replacing what is there; the local file is gone afterwards.
@@ -67,24 +105,55 @@ class Destination:
             OSError: the file cannot be stored, e.g. because the disk is full.
             PermissionError: there are no credentials for the bucket, or they are refused.
         """
-        self._store.put(os.fspath(local_file), name, crc32c)
+        raise NotImplementedError
 
     def put_bytes(self, name: str, data: bytes) -> None:
         """Stores a small file, replacing what is there; raises as `put` does."""
-        self._store.put_bytes(name, data)
+        raise NotImplementedError
+
+    def copy(
+        self,
+        file: SourceFile,
+        name: str,
+        scratch: Scratch | None = None,
+        on_bytes: Callable[[int], None] = ignore_bytes,
+    ) -> FileState:
+        """Copies a file of a source and returns the state of the copy.
+
+        The original is checked by its own checksum where it has one, the copy by that of its
+        storage. A download to a disk resumes where an earlier one broke off. Between buckets the
+        storage copies by itself; other remote files pass through the scratch folder.
+
+        Args:
+            file: what to copy.
+            name: of the copy, relative to the folder.
+            scratch: must be given if `needs_scratch`.
+            on_bytes: is told how many more bytes are done, together about `file.size`; a negative
+                number where bytes turned out wrong. What it raises ends the copying.
+
+        Raises:
+            PermissionError: credentials are missing or refused.
+            OSError: the file cannot be read, has changed, or cannot be stored.
+        """
+        raise NotImplementedError
+
+    def needs_scratch(self, file: SourceFile) -> bool:
+        """True if `copy` needs a scratch folder for a file."""
+        return self.is_remote and file.is_remote and file.crc32c is None
 
     def read(self, name: str) -> bytes | None:
         """Reads a small file; None if there is none."""
-        return self._store.read(name)
+        return self._read(name, None)
 
     def read_all(self, folder: str, names: Collection[str] | None = None) -> dict[str, bytes]:
         """Reads the (small) files directly in a sub-folder, by name; {} if it does not exist.
 
         Args:
             folder: relative to the destination.
-            names: of the files to read, as far as they are there; None for all.
+            names: the files to read, as far as they are there; None for all.
         """
-        return self._store.read_all(folder, names)
+        base = f'{folder}/' if folder else ''
+        return self._of_all(folder, names, lambda name, found: self._read(base + name, found))
 
     def inventory(
         self,
@@ -99,13 +168,42 @@ class Destination:
         Args:
             folder: relative to the destination.
             on_bytes: is told how many local bytes were read, from several threads.
-            names: of the files that matter; None for all.
+            names: the files that matter; None for all.
         """
-        return self._store.inventory(folder, on_bytes, names)
+        return self._of_all(folder, names, lambda name, found: self._state(found, on_bytes))
+
+    def _of_all(
+        self,
+        folder: str,
+        names: Collection[str] | None,
+        look: Callable[[str, Any], T | None],
+    ) -> dict[str, T]:
+        """Looks at files; leaves out those that others have removed since they were listed."""
+        listed = self._list(folder)
+        wanted = [name for name in sorted(listed) if names is None or name in names]
+
+        def look_if_there(name: str) -> T | None:
+            with contextlib.suppress(FileNotFoundError):
+                return look(name, listed[name])
+            return None
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            found = zip(wanted, pool.map(look_if_there, wanted), strict=True)
+            return {name: value for name, value in found if value is not None}
+
+    def _list(self, folder: str) -> Mapping[str, Any]:
+        """The files directly in a sub-folder: by name, what `_read` and `_state` take."""
+        raise NotImplementedError
+
+    def _read(self, name: str, found: Any) -> bytes | None:
+        raise NotImplementedError
+
+    def _state(self, found: Any, on_bytes: Callable[[int], None]) -> FileState:
+        raise NotImplementedError
 
     def sizes(self) -> dict[str, int]:
         """Bytes of all files in the folder and below it, by relative name; {} if there is none."""
-        return self._store.sizes()
+        raise NotImplementedError
 
     def verify(self, states: Mapping[str, FileState]) -> None:
         """Checks that files are there, by one listing; others do not matter.
@@ -118,15 +216,263 @@ class Destination:
         Raises:
             OSError: a file is missing, or differs; names it.
         """
-        self._store.verify(states)
+        raise NotImplementedError
+
+    def _compare(self, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+        for name in sorted(expected):
+            if found.get(name) != expected[name]:
+                raise OSError(
+                    f'{self.folder}/{name}: found {found.get(name, "no such file")}, expected '
+                    f'{expected[name]}; another process has changed it. Run the same command again.'
+                )
 
     def sweep(self) -> None:
         """Removes what killed processes left: in the staging folder, and empty sub-folders."""
-        self._store.sweep()
+        raise NotImplementedError
 
     def remove(self, names: Iterable[str]) -> None:
         """Removes files, by relative name, and sub-folders that are empty then.
 
         Names of nothing are ignored.
         """
-        self._store.remove(names)
+        raise NotImplementedError
+
+
+# --- On a disk --------------------------------------------------------------------------------
+
+
+class _Disk(Destination):
+    """Files are staged in a hidden folder of the same disk, flushed and renamed."""
+
+    def staging(self, fallback: str | os.PathLike[str]) -> str:
+        folder = os.path.join(self.folder, _STAGING)
+        _make_folders(folder)
+        return folder
+
+    def put(self, local_file: str | os.PathLike[str], name: str, crc32c: int) -> None:
+        local_file, target = os.fspath(local_file), self._path(name)
+        _make_folders(os.path.dirname(target))
+        try:
+            _move(local_file, target)
+        except OSError as error:
+            if error.errno != errno.EXDEV:  # from another file system it has to be copied
+                raise
+            with self._new_file() as path:
+                copied = file_state.copy(local_file, path).crc32c
+                if copied != crc32c:
+                    raise OSError(
+                        f'{local_file}: CRC-32C is {copied:08x}, expected {crc32c:08x}; write it '
+                        'again.'
+                    ) from None
+                _move(path, target)
+            os.remove(local_file)
+
+    def put_bytes(self, name: str, data: bytes) -> None:
+        target = self._path(name)
+        _make_folders(os.path.dirname(target))
+        with self._new_file() as path:
+            with naming(path), open(path, 'wb') as file:
+                file.write(data)
+            _move(path, target)
+
+    def copy(
+        self,
+        file: SourceFile,
+        name: str,
+        scratch: Scratch | None = None,
+        on_bytes: Callable[[int], None] = ignore_bytes,
+    ) -> FileState:
+        # The same name each time, so that the next call finds what was downloaded.
+        path = os.path.join(self.staging(''), flat(name))
+        if file.is_remote:
+            remote.fetch(file, path, on_bytes)
+            known = file.crc32c  # by which `fetch` has checked it
+            state = file_state.of_file(path) if known is None else FileState(file.size, known)
+        else:
+            state = file_state.copy(file.path, path, on_bytes)
+            _check_size(file, state)
+        self.put(path, name, state.crc32c)
+        return state
+
+    def _read(self, name: str, found: str | None) -> bytes | None:
+        path = found or self._path(name)
+        with contextlib.suppress(FileNotFoundError), naming(path), open(path, 'rb') as file:
+            return file.read()
+        return None
+
+    def _state(self, found: str, on_bytes: Callable[[int], None]) -> FileState:
+        return file_state.of_file(found, on_bytes)
+
+    def _list(self, folder: str) -> dict[str, str]:
+        try:
+            with os.scandir(self._path(folder)) as entries:
+                return {entry.name: entry.path for entry in entries if entry.is_file()}
+        except FileNotFoundError:
+            return {}
+
+    def sizes(self) -> dict[str, int]:
+        found = {}
+        for folder, _, names in os.walk(self.folder):
+            for name in names:
+                path = os.path.join(folder, name)
+                with contextlib.suppress(FileNotFoundError):
+                    found[os.path.relpath(path, self.folder)] = os.path.getsize(path)
+        return found
+
+    def verify(self, states: Mapping[str, FileState]) -> None:
+        self._compare(self.sizes(), {name: state.size for name, state in states.items()})
+
+    def sweep(self) -> None:
+        locks.sweep(os.path.join(self.folder, _STAGING))
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):  # no folder, or not an empty one
+                    os.rmdir(entry.path)
+
+    def remove(self, names: Iterable[str]) -> None:
+        folders = set()
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(self._path(name))
+            while name := os.path.dirname(name):
+                folders.add(name)
+        for folder in sorted(folders, reverse=True):
+            with contextlib.suppress(OSError):  # not empty, or gone
+                os.rmdir(self._path(folder))
+
+    @contextlib.contextmanager
+    def _new_file(self) -> Iterator[str]:
+        """Yields a new path in the staging folder; a file still there at the end is deleted."""
+        path = os.path.join(self.staging(''), uuid.uuid4().hex)
+        try:
+            yield path
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(path)
+
+    def _path(self, name: str) -> str:
+        if name and not stays_inside(name):
+            raise ValueError(f'{name!r} is not the name of a file in {self.folder}.')
+        return os.path.join(self.folder, name) if name else self.folder
+
+
+def _move(path: str, target: str) -> None:
+    """Renames a file; when it returns, content and new name are safely on the disk."""
+    sync(path)
+    os.replace(path, target)
+    sync(os.path.dirname(target))
+
+
+def _make_folders(folder: str) -> None:
+    """Makes a folder and those above it, so that they survive a loss of power."""
+    if os.path.isdir(folder):
+        return
+    parent = os.path.dirname(os.path.abspath(folder))
+    _make_folders(parent)
+    os.makedirs(folder, exist_ok=True)  # another process may have been faster
+    sync(parent)
+
+
+def _check_size(file: SourceFile, state: FileState) -> None:
+    if state.size != file.size:
+        raise OSError(
+            f'{file.path} has {state.size:,} bytes now, but had {file.size:,} when it was listed. '
+            'Run the same command again, when nobody writes to it any more.'
+        )
+
+
+# --- In a bucket ------------------------------------------------------------------------------
+
+
+class _Bucket(Destination):
+    """Files are uploaded; see `gcs`."""
+
+    is_remote = True
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        super().__init__(folder)
+        self._gcs.split_url(os.fspath(folder))
+
+    @property
+    def _gcs(self) -> Any:
+        from coyo11m_tfds.storage import gcs  # imports the client of the storage
+
+        return gcs
+
+    def staging(self, fallback: str | os.PathLike[str]) -> str:
+        os.makedirs(fallback, exist_ok=True)
+        return os.fspath(fallback)
+
+    def put(self, local_file: str | os.PathLike[str], name: str, crc32c: int) -> None:
+        self._gcs.upload(self._url(name), os.fspath(local_file), crc32c)
+        os.remove(local_file)
+
+    def put_bytes(self, name: str, data: bytes) -> None:
+        self._gcs.write(self._url(name), data)
+
+    def copy(
+        self,
+        file: SourceFile,
+        name: str,
+        scratch: Scratch | None = None,
+        on_bytes: Callable[[int], None] = ignore_bytes,
+    ) -> FileState:
+        if file.crc32c is not None:
+            state = FileState(file.size, file.crc32c)
+            self._gcs.copy(file.path, self._url(name), state, on_bytes)
+            return state
+        if not file.is_remote:
+            return self._upload(file, file.path, name, on_bytes)
+        assert scratch is not None
+        halves = _Halves(on_bytes)  # every byte is downloaded, then uploaded
+        with scratch.hold(file, on_bytes=halves.add) as path:
+            return self._upload(file, path, name, halves.add)
+
+    def _upload(
+        self, file: SourceFile, path: str, name: str, on_bytes: Callable[[int], None]
+    ) -> FileState:
+        state = file_state.of_file(path)
+        _check_size(file, state)
+        self._gcs.upload(self._url(name), path, state.crc32c, on_bytes)
+        return state
+
+    def _read(self, name: str, found: Any) -> bytes | None:
+        return self._gcs.read(self._url(name), found)
+
+    def _state(self, found: Any, on_bytes: Callable[[int], None]) -> FileState:
+        return found.state
+
+    def _list(self, folder: str) -> Mapping[str, Any]:
+        return self._gcs.list_objects(self._url(folder))
+
+    def sizes(self) -> dict[str, int]:
+        found = self._gcs.list_objects(self.folder, deep=True)
+        return {name: x.size for name, x in found.items()}
+
+    def verify(self, states: Mapping[str, FileState]) -> None:
+        found = self._gcs.list_objects(self.folder, deep=True)
+        self._compare({name: x.state for name, x in found.items()}, states)
+
+    def sweep(self) -> None:
+        """Does nothing: nothing is staged in a bucket."""
+
+    def remove(self, names: Iterable[str]) -> None:
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(self._gcs.delete, map(self._url, names)))
+
+    def _url(self, name: str) -> str:
+        return f'{self.folder}/{name}'.rstrip('/')
+
+
+class _Halves:
+    """Passes on half of the bytes it is told of."""
+
+    def __init__(self, on_bytes: Callable[[int], None]):
+        self._on_bytes = on_bytes
+        self._heard = self._told = 0
+
+    def add(self, num_bytes: int) -> None:
+        self._heard += num_bytes
+        more = self._heard // 2 - self._told
+        self._told += more
+        self._on_bytes(more)

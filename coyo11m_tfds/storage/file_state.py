@@ -7,6 +7,7 @@ CRC-32C is the checksum that Google Cloud Storage keeps of every object. One cor
 """
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -75,3 +76,17 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         if error.errno is not None and error.filename is None:
             error.filename = os.fspath(path)
         raise
+
+
+def sync(path: str) -> None:
+    """Waits until the content of a file, or the names in a folder, are on the disk."""
+    handle = os.open(path or os.curdir, os.O_RDONLY)
+    try:
+        with naming(path):
+            os.fsync(handle)
+    except OSError as error:
+        # Some network file systems have no fsync of a folder.
+        if not (os.path.isdir(path or os.curdir) and error.errno in (errno.EINVAL, errno.ENOTSUP)):
+            raise
+    finally:
+        os.close(handle)

@@ -4,14 +4,18 @@
     remote.fetch(file, '/scratch/000000-000009.pt')   # resumes an earlier download
     remote.read_range(file, 0, 4)                     # b'PK\\x03\\x04'
 
-gcsfs and huggingface_hub give addresses and credentials. The bytes are read with requests, one
-stream a file, because neither library notices a stall in reasonable time, or resumes a file that
-another process began. 1 GB from a server on the same 2 cores, synced to disk: `fetch` from gs:// is
-as fast as a bare urllib loop that does the same (0.85 against 0.75 GB/s); from the hub it has half
-the speed (0.45 against 1.1), which is what SHA-256 costs. Ranges of 16 MB would be half as fast.
+The clients of gs:// and the hub give addresses and credentials. The bytes are read with requests,
+one stream a file, because neither library notices a stall in reasonable time, or resumes a file
+that another process began. 1 GB from a server on the same 2 cores, synced to disk: `fetch` from
+gs:// is as fast as a bare urllib loop that does the same (0.85 against 0.75 GB/s); from the hub it
+has half the speed (0.45 against 1.1), which is what SHA-256 costs. Ranges of 16 MB would be half as
+fast.
 """
 
+import base64
 import contextlib
+import hashlib
+import json
 import os
 import re
 import tempfile
@@ -19,10 +23,11 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import google_crc32c
+
 from coyo11m_tfds.storage import retry, source_files
-from coyo11m_tfds.storage.file_lock import FileLock
-from coyo11m_tfds.storage.file_state import ignore_bytes
-from coyo11m_tfds.storage.part_file import PartFile
+from coyo11m_tfds.storage.file_state import ignore_bytes, naming, sync
+from coyo11m_tfds.storage.locks import FileLock
 from coyo11m_tfds.storage.source_files import SourceFile
 
 if TYPE_CHECKING:
@@ -46,11 +51,11 @@ def fetch(file: SourceFile, target: str, on_bytes: Callable[[int], None] | None 
 
     What was received is kept in `target + '.part'`, also when the process is killed, and the next
     call resumes from there, unless the file has another version by then. Calls for one target wait
-    for each other.
+    for each other. If a verified copy is there already, nothing happens.
 
     Args:
         file: on gs:// or hf://.
-        target: local path in an existing folder; replaced if it is there.
+        target: local path in an existing folder; a file that differs is replaced.
         on_bytes: is told how many bytes were received or found from before; a negative number
             where bytes turned out wrong. The sum is `file.size`.
 
@@ -61,23 +66,14 @@ def fetch(file: SourceFile, target: str, on_bytes: Callable[[int], None] | None 
             checksum stays wrong, or the disk is full.
     """
     path = f'{target}.part'
-    with FileLock(path), PartFile(path, file, on_bytes or ignore_bytes) as part:
-        part.resume()
-        retry.call(lambda: _complete(part), f'downloading {file.path}')
-        part.move_to(target)
-
-
-def is_copy(file: SourceFile, path: str) -> bool:
-    """True if a local file is there and has the size and, if the storage knows one, the checksum.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    if not os.path.exists(path) or os.path.getsize(path) != file.size:
-        return False
-    with PartFile(path, file, ignore_bytes) as copy:
-        copy.read()
-        return copy.is_whole()
+    with FileLock(path):
+        if _is_copy(file, target):
+            os.remove(path)
+            return
+        with _Part(path, file, on_bytes or ignore_bytes) as part:
+            part.resume()
+            retry.call(lambda: _complete(part), f'downloading {file.path}')
+            part.move_to(target)
 
 
 @contextlib.contextmanager
@@ -128,32 +124,7 @@ def _read_once(file: SourceFile, start: int, length: int) -> bytes:
     return content
 
 
-def _complete(part: PartFile) -> None:
-    """Downloads what is missing and checks the whole."""
-    file = part.file
-    while part.size < file.size:
-        begin = part.size
-        try:
-            retry.call(lambda: _append(part), f'downloading {file.path}')
-        except retry.GivenUp:
-            if part.size < begin + _PROGRESS:
-                raise
-    if not part.is_whole():
-        size, found = part.size, part.checksum()
-        part.restart()
-        raise retry.Corrupted(
-            f'{file.path}: the checksum of {size} bytes is {found}, '
-            f'expected {file.checksum} of {file.size} bytes'
-        )
-
-
-def _append(part: PartFile) -> None:
-    """One request for all that is missing."""
-    with _get(part.file, part.size, part.file.size, or_all=True) as response:
-        if response.status_code == 200:
-            part.restart()
-        for block in response.iter_content(_BLOCK):
-            part.append(block)
+# --- Requests ---------------------------------------------------------------------------------
 
 
 def _get(file: SourceFile, start: int, stop: int, *, or_all: bool = False) -> 'requests.Response':
@@ -168,9 +139,15 @@ def _get(file: SourceFile, start: int, stop: int, *, or_all: bool = False) -> 'r
         retry.Corrupted: the answer is another range.
     """
     url, authorize = _gcs_address(file) if file.path.startswith('gs://') else _hub_address(file)
+
+    # Given as a function, so that requests does not replace it by the password of a .netrc.
+    def add_credentials(request: Any) -> Any:
+        authorize(request.headers)
+        return request
+
     response = _session().get(
         url,
-        auth=authorize,
+        auth=add_credentials,
         headers={'Accept-Encoding': 'identity', 'Range': f'bytes={start}-{stop - 1}'},
         stream=True,
         timeout=retry.stall_seconds(),  # to connect, and between two pieces of the body
@@ -217,7 +194,7 @@ def _check_range(file: SourceFile, start: int, stop: int, response: 'requests.Re
 def _check_version(file: SourceFile, response: 'requests.Response') -> None:
     # gs:// sends the checksum of the whole object with every range.
     stored = re.search(r'crc32c=([\w+/]+=*)', response.headers.get('X-Goog-Hash', ''))
-    found = source_files.crc32c_checksum(stored[1]) if stored else file.checksum
+    found = f'crc32c:{base64.b64decode(stored[1]).hex()}' if stored else file.checksum
     if found != (file.checksum or found):
         raise _changed(file, f'its checksum is {found}, not {file.checksum}')
 
@@ -229,17 +206,13 @@ def _changed(file: SourceFile, how: str) -> Changed:
     )
 
 
-def _gcs_address(file: SourceFile) -> tuple[str, Callable]:
-    storage = source_files.gcs()
+def _gcs_address(file: SourceFile) -> tuple[str, Callable[[Any], None]]:
+    from coyo11m_tfds.storage import gcs
 
-    def authorize(request: Any) -> Any:
-        storage.credentials.apply(request.headers)
-        return request
-
-    return storage.url(file.path), authorize
+    return gcs.download_address(file.path), gcs.authorize
 
 
-def _hub_address(file: SourceFile) -> tuple[str, Callable]:
+def _hub_address(file: SourceFile) -> tuple[str, Callable[[Any], None]]:
     import huggingface_hub
     from huggingface_hub import utils
 
@@ -251,13 +224,7 @@ def _hub_address(file: SourceFile) -> tuple[str, Callable]:
         revision=uri.revision,
         endpoint=source_files.hub_endpoint(),
     )
-
-    # Given as a function, so that requests does not replace it by the password of a .netrc.
-    def authorize(request: Any) -> Any:
-        request.headers.update(utils.build_hf_headers(library_name='coyo11m_tfds'))
-        return request
-
-    return url, authorize
+    return url, lambda headers: headers.update(utils.build_hf_headers(library_name='coyo11m_tfds'))
 
 
 def _session() -> 'requests.Session':
@@ -268,3 +235,131 @@ def _session() -> 'requests.Session':
         _threads.session = requests.Session()
         _threads.process = os.getpid()
     return _threads.session
+
+
+# --- Whole files ------------------------------------------------------------------------------
+
+
+def _is_copy(file: SourceFile, path: str) -> bool:
+    """True if a local file is there, of the right size and, if it is known, checksum."""
+    if not os.path.exists(path) or os.path.getsize(path) != file.size:
+        return False
+    with _Part(path, file, ignore_bytes) as copy:
+        copy.read()
+        return copy.is_whole()
+
+
+def _complete(part: '_Part') -> None:
+    """Downloads what is missing and checks the whole."""
+    file = part.file
+    while part.size < file.size:
+        begin = part.size
+        try:
+            retry.call(lambda: _append(part), f'downloading {file.path}')
+        except retry.GivenUp:
+            if part.size < begin + _PROGRESS:
+                raise
+    if not part.is_whole():
+        size, found = part.size, part.checksum()
+        part.restart()
+        raise retry.Corrupted(
+            f'{file.path}: the checksum of {size} bytes is {found}, '
+            f'expected {file.checksum} of {file.size} bytes'
+        )
+
+
+def _append(part: '_Part') -> None:
+    """One request for all that is missing."""
+    with _get(part.file, part.size, part.file.size, or_all=True) as response:
+        if response.status_code == 200:
+            part.restart()
+        for block in response.iter_content(_BLOCK):
+            part.append(block)
+
+
+class _Part:
+    """The beginning of a file on disk, and the version of that file in `.json` beside it.
+
+    Attributes:
+        file: The file that it will be.
+        size: Bytes that are there.
+    """
+
+    def __init__(self, path: str, file: SourceFile, on_bytes: Callable[[int], None]):
+        """Opens an existing file, which counts as empty before `resume` or `read`."""
+        self.file = file
+        self._path, self._record = path, f'{path}.json'
+        self._on_bytes = on_bytes
+        self._stream = open(path, 'r+b', buffering=0)  # noqa: SIM115  closed by __exit__
+        self._begin()
+
+    def __enter__(self) -> '_Part':
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._stream.close()
+
+    def resume(self) -> None:
+        """Reads what an earlier process left, or drops it if it is of another version."""
+        record = {'version': self.file.version}
+        try:
+            with open(self._record, encoding='utf-8') as stream:
+                is_same = json.load(stream) == record
+        except (FileNotFoundError, ValueError):  # or a half-written one
+            is_same = False
+        if not is_same:
+            self._stream.truncate(0)
+            with naming(self._record), open(self._record, 'w', encoding='utf-8') as stream:
+                json.dump(record, stream)
+        self.read()
+
+    def read(self) -> None:
+        """Reads what is there as the beginning of the file."""
+        while block := self._stream.read(_BLOCK):
+            self._count(block)
+
+    def append(self, block: bytes) -> None:
+        """Writes the next block."""
+        rest = memoryview(block)
+        with naming(self._path):
+            while rest:
+                rest = rest[self._stream.write(rest) :]
+        self._count(block)
+
+    def restart(self) -> None:
+        """Drops everything."""
+        self._stream.seek(0)
+        self._stream.truncate()
+        self._on_bytes(-self.size)
+        self._begin()
+
+    def checksum(self) -> str:
+        """The checksum of what is there, written as in `SourceFile`."""
+        return f'{self._kind}:{self._hash.digest().hex()}'
+
+    def is_whole(self) -> bool:
+        """True if it has the size of the file and, if the storage knows one, the checksum."""
+        found = self.checksum()
+        return self.size == self.file.size and found == (self.file.checksum or found)
+
+    def move_to(self, target: str) -> None:
+        """Makes it the whole file, which survives a loss of power when this returns."""
+        os.fsync(self._stream.fileno())
+        os.replace(self._path, target)
+        os.unlink(self._record)
+        sync(os.path.dirname(target))
+
+    def _begin(self) -> None:
+        self.size = 0
+        self._kind = (self.file.checksum or 'sha256:').partition(':')[0]
+        if self._kind == 'crc32c':
+            self._hash: Any = google_crc32c.Checksum()
+        else:
+            self._hash = hashlib.new(self._kind.removeprefix('git-'), usedforsecurity=False)
+        if self._kind == 'git-sha1':
+            self._hash.update(b'blob %d\0' % self.file.size)
+
+    def _count(self, block: bytes) -> None:
+        self._hash.update(block)
+        self.size += len(block)
+        self._on_bytes(len(block))

@@ -14,10 +14,10 @@ by the next holder of the file, or deleted when its room is needed. A copy that 
 left or shares is used only after its size and checksum have been compared.
 """
 
-import collections
 import concurrent.futures
 import contextlib
 import hashlib
+import itertools
 import os
 import pathlib
 import shutil
@@ -32,17 +32,17 @@ from absl import logging
 
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.storage import remote
-from coyo11m_tfds.storage.file_lock import FileLock
 from coyo11m_tfds.storage.file_state import ignore_bytes
+from coyo11m_tfds.storage.locks import FileLock
 from coyo11m_tfds.storage.source_files import SourceFile, is_remote
 
 # Beside the entries: held for moments, while all entries are looked at together.
 _MUTEX = '.lock'
 _ENTRY = 'held'  # begins the names of their folders; the size of the file and a hash follow
 
-# Empty files in the folder of an entry, beside the copy.
-_HOLDERS = 'holders'  # locked shared by every holder; while it is, room for all files is taken
-_DOWNLOAD = 'download'  # locked while one of them downloads
+# An empty file beside the copies of an entry, locked shared by every holder; while it is, room for
+# all files is taken.
+_HOLDERS = 'holders'
 
 # Of several files that are held together; small ones mostly wait for the storage.
 _DOWNLOADS_AT_ONCE = 8
@@ -52,7 +52,14 @@ _SECONDS_BETWEEN_MESSAGES = 60.0
 
 
 class _Entry(NamedTuple):
-    """An entry as it is found: its folder, the room it takes, when it was held last."""
+    """A folder of copies as it is found.
+
+    Attributes:
+        folder: Its path.
+        in_use: Whether a process holds it.
+        num_bytes: Room that it takes.
+        last_used: When it was held last, in seconds since 1970.
+    """
 
     folder: pathlib.Path
     in_use: bool
@@ -66,7 +73,7 @@ def choose_folder(program: str, data_dir: str, chosen: str = '') -> str:
     Args:
         program: its name.
         data_dir: where its data sets are; '' if that is not known.
-        chosen: what the user wants instead of `.PROGRAM` in a local `data_dir`, else the cache.
+        chosen: the user's choice, instead of `.PROGRAM` in a local `data_dir` or else the cache.
 
     Raises:
         ValueError: `chosen` is a URL.
@@ -112,9 +119,9 @@ class _Wanted:
     """Remote files to be held together.
 
     Attributes:
-        size: their bytes.
-        entry: folder of the copies.
-        paths: of the copies.
+        size: Bytes of all of them.
+        entry: Folder of the copies.
+        paths: Path of each copy.
     """
 
     def __init__(self, files: Sequence[SourceFile], folder: pathlib.Path):
@@ -151,7 +158,6 @@ class Scratch:
         self._folder = pathlib.Path(folder)
         self._max_bytes = max_bytes
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._mine = threading.local()
 
     @contextlib.contextmanager
     def hold(
@@ -168,8 +174,8 @@ class Scratch:
         """Gives local paths of some files, valid within the `with` block.
 
         Waits while others hold so much that there is no room for all of them. Room is taken for all
-        or none, so that holders never wait for each other. But a thread that holds files and asks
-        for more may wait for one that does the same: ask once where that can happen.
+        or none, so that holders never wait for each other. A thread that holds files must not ask
+        for more, or it may wait for itself.
 
         Args:
             files: different ones, one or more. For a local file its own path is given.
@@ -178,8 +184,7 @@ class Scratch:
                 exception to stop waiting.
 
         Raises:
-            ValueError: the files are larger than the bound, or than what this thread leaves of it
-                with what it holds already, so that it would wait for itself.
+            ValueError: the files are larger than the bound.
             PermissionError: credentials are missing or refused.
             OSError: the download fails; what was received stays.
         """
@@ -188,16 +193,17 @@ class Scratch:
             yield [file.path for file in files]
             return
         wanted = _Wanted(remote_files, self._folder)
-        self._check_room(wanted)
+        if wanted.size > self._max_bytes:
+            raise ValueError(
+                f'{wanted} has {wanted.size:,} bytes, but {self._folder} may take '
+                f'{self._max_bytes:,}. Allow it more.'
+            )
         on_bytes = on_bytes or ignore_bytes
         held = self._wait_for_room(wanted, on_bytes)
-        self._holdings[wanted.entry] += 1
         try:
-            with FileLock(wanted.entry / _DOWNLOAD):
-                _complete(wanted.paths, on_bytes)
+            _complete(wanted.paths, on_bytes)
             yield [wanted.paths.get(file, file.path) for file in files]
         finally:
-            self._holdings[wanted.entry] -= 1
             self._leave(wanted, held)
 
     @contextlib.contextmanager
@@ -210,23 +216,6 @@ class Scratch:
             with Progress(f'Downloading {file.path}', file.size, 'B') as progress:
                 path = stack.enter_context(self.hold(file, on_bytes=progress.add))
             yield path
-
-    @property
-    def _holdings(self) -> collections.Counter:
-        """How often this thread holds each entry."""
-        if not hasattr(self._mine, 'holdings'):
-            self._mine.holdings = collections.Counter()
-        return self._mine.holdings
-
-    def _check_room(self, wanted: _Wanted) -> None:
-        held = [entry for entry, times in self._holdings.items() if times]
-        mine = sum(_reserved(entry) for entry in held if entry != wanted.entry)
-        if mine + wanted.size > self._max_bytes:
-            besides = f' beside the {mine:,} that this thread holds' if mine else ''
-            raise ValueError(
-                f'{wanted} has {wanted.size:,} bytes, but {self._folder} may take '
-                f'{self._max_bytes:,}{besides}. Allow it more.'
-            )
 
     def _wait_for_room(self, wanted: _Wanted, on_bytes: Callable[[int], None]) -> FileLock:
         pause = 0.01
@@ -250,7 +239,8 @@ class Scratch:
     def _enter(self, wanted: _Wanted) -> FileLock | None:
         """Becomes a holder if the files are held already or there is room for them."""
         with FileLock(self._folder / _MUTEX):
-            others = [e for e in self._entries() if e.folder != wanted.entry]
+            folders = set(self._folder.glob(f'{_ENTRY}-*')) - {wanted.entry}
+            others = [_look_at(folder) for folder in folders]
             used = sum(other.num_bytes for other in others if other.in_use)
             if used + wanted.size > self._max_bytes:
                 return None
@@ -275,25 +265,17 @@ class Scratch:
         finally:
             held.release()
 
-    def _entries(self) -> list[_Entry]:
-        return [_look_at(folder) for folder in self._folder.glob(f'{_ENTRY}-*')]
-
 
 def _look_at(folder: pathlib.Path) -> _Entry:
     holders = folder / _HOLDERS
     in_use = _is_locked(holders)
     if in_use:
-        num_bytes = _reserved(folder)
+        num_bytes = int(folder.name.split('-')[1])  # also what is not downloaded yet
     else:
         parts = (path for path in folder.iterdir() if path.suffix != '.json')
         num_bytes = sum(path.stat().st_size for path in parts)
     last_used = holders.stat().st_mtime if holders.exists() else 0.0
     return _Entry(folder, in_use, num_bytes, last_used)
-
-
-def _reserved(entry: pathlib.Path) -> int:
-    """Bytes of the whole files, with those not downloaded yet."""
-    return int(entry.name.split('-')[1])
 
 
 def _is_locked(path: pathlib.Path) -> bool:
@@ -308,7 +290,7 @@ def _is_locked(path: pathlib.Path) -> bool:
 
 
 def _complete(paths: Mapping[SourceFile, str], on_bytes: Callable[[int], None]) -> None:
-    """Downloads what is not there or not right."""
+    """Downloads files that are not there or damaged."""
     stopped = threading.Event()
 
     def tell(num_bytes: int) -> None:
@@ -316,16 +298,13 @@ def _complete(paths: Mapping[SourceFile, str], on_bytes: Callable[[int], None]) 
         if stopped.is_set():
             raise concurrent.futures.CancelledError
 
-    def complete(file: SourceFile) -> None:
-        if not remote.is_copy(file, paths[file]):
-            remote.fetch(file, paths[file], tell)
-
     if len(paths) == 1:  # in this thread, so that an interrupt ends it at once
-        complete(*paths)
+        [(file, path)] = paths.items()
+        remote.fetch(file, path, on_bytes)
         return
     with concurrent.futures.ThreadPoolExecutor(_DOWNLOADS_AT_ONCE) as threads:
         try:
-            list(threads.map(complete, paths))
+            list(threads.map(remote.fetch, paths, paths.values(), itertools.repeat(tell)))
         except BaseException:
             stopped.set()
             raise

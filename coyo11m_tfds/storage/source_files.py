@@ -8,23 +8,20 @@ Nothing is read. A data set on the hub is pinned to the commit that is found, so
 one version; `@revision` after its name chooses it.
 """
 
-import base64
-import contextlib
 import dataclasses
-import functools
-import inspect
 import os
 import pathlib
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from coyo11m_tfds.storage import retry
 from coyo11m_tfds.storage.file_state import FileState
 
 if TYPE_CHECKING:
-    import gcsfs
     import huggingface_hub
+
+    from coyo11m_tfds.storage import gcs
 
 _GCS = 'gs://'
 _HUB = 'hf://'
@@ -35,13 +32,13 @@ class SourceFile:
     """One file of a source.
 
     Attributes:
-        path: local path, or URL on gs:// or hf://.
-        size: in bytes.
-        version: changes when the content does: the checksum if the storage knows one, else size
-            and time of the last change.
-        checksum: `crc32c:<8 hex digits>` on gs://; on the hub `sha256:<hex>` or, of small files,
+        path: Local path, or URL on gs:// or hf://.
+        size: Bytes.
+        version: Text that changes when the content does: the checksum if the storage knows one,
+            else size and time of the last change.
+        checksum: `crc32c:<8 hex digits>` on gs://; on the hub `sha256:<hex>` or, for small files,
             `git-sha1:<hex>`; None where the storage knows none.
-        recorded: size and CRC-32C at the time when `mirror` made it; None if it did not.
+        recorded: Size and CRC-32C when `mirror` made the file; None if it did not.
     """
 
     path: str
@@ -101,8 +98,7 @@ def list_files(
         raise ValueError('the folder is empty text, expected that of a source.')
     if not is_remote(text):
         return str(pathlib.Path(text)), _local_files(pathlib.Path(text), sub_folder, is_wanted)
-    with _looking_in_bucket(text):
-        text, files = _list_remote(text.rstrip('/'), sub_folder)
+    text, files = _list_remote(text.rstrip('/'), sub_folder)
     return text, {name: file for name, file in files.items() if is_wanted(name)}
 
 
@@ -119,11 +115,11 @@ def describe(path: str | os.PathLike[str]) -> SourceFile:
         if not is_remote(text):
             return _local_file(pathlib.Path(text))
         if _kind(text) == _GCS:
-            with _looking_in_bucket(text):
-                info = retry.call(lambda: gcs().info(text), f'looking for {text}')
-            if info['type'] != 'file':
-                raise FileNotFoundError(text)
-            return _gcs_file(info)
+            from coyo11m_tfds.storage import gcs
+
+            if found := gcs.stat(text):
+                return _gcs_file(text, found)
+            raise FileNotFoundError(text)
         _, files = _hub_files(text)
         if hub_uri(text).path_in_repo not in files:
             raise FileNotFoundError(text)
@@ -132,48 +128,26 @@ def describe(path: str | os.PathLike[str]) -> SourceFile:
         raise ValueError(f'{text} is missing or a folder; expected a file.') from None
 
 
+def list_tree(folder: str) -> dict[str, SourceFile]:
+    """Lists all files in a folder and below it by their path relative to it; hidden ones too.
+
+    Raises as `list_files`; there are no files where there is no folder.
+    """
+    folder = folder.rstrip('/')
+    if not is_remote(folder):
+        paths = [path for path in pathlib.Path(folder).rglob('*') if path.is_file()]
+        return {path.relative_to(folder).as_posix(): _local_file(path) for path in paths}
+    if _kind(folder) == _GCS:
+        from coyo11m_tfds.storage import gcs
+
+        found = gcs.list_objects(folder, deep=True)
+        return {name: _gcs_file(f'{folder}/{name}', file) for name, file in found.items()}
+    return _below(folder, _hub_files(folder)[1])
+
+
 def is_remote(path: str | os.PathLike[str]) -> bool:
     """True if `path` is a URL."""
     return '://' in os.fspath(path)
-
-
-def gcs() -> 'gcsfs.GCSFileSystem':
-    """Returns gcsfs with the credentials of this machine, for any thread.
-
-    It tries every request once, as `retry.call` decides about retries, and gives up a stalled one.
-    """
-    return _gcs(os.getpid(), retry.stall_seconds())
-
-
-def check_bucket(url: str) -> None:
-    """Makes sure that there is a bucket, before anything relies on it.
-
-    Args:
-        url: of the bucket or of something in it.
-
-    Raises:
-        PermissionError: credentials are missing or refused.
-        OSError: there is no such bucket, or the storage cannot be reached.
-    """
-    name = url.removeprefix(_GCS).partition('/')[0]
-    try:
-        # A listing needs no rights that users of the bucket lack.
-        retry.call(lambda: gcs().call('GET', 'b/{}/o', name, maxResults=1), f'listing {_GCS}{name}')
-    except FileNotFoundError:
-        raise no_bucket(name) from None
-
-
-def no_bucket(name: str) -> OSError:
-    """The error for a bucket that does not exist."""
-    return OSError(
-        f'{_GCS}{name}: there is no such bucket. Make it with `gcloud storage buckets create '
-        f'{_GCS}{name}`, or correct the name.'
-    )
-
-
-def crc32c_checksum(stored: str) -> str:
-    """Returns the CRC-32C that gs:// reports, written as in `SourceFile`."""
-    return f'crc32c:{base64.b64decode(stored).hex()}'
 
 
 def hub_uri(path: str) -> 'huggingface_hub.utils.HfUri':
@@ -211,12 +185,9 @@ def _list_remote(folder: str, sub_folder: str) -> tuple[str, dict[str, SourceFil
     if _kind(folder) == _GCS:
         return folder, _gcs_files(folder, sub_folder)
     base, files = _hub_files(folder)
-    within = hub_uri(folder).path_in_repo
-    prefix = f'{within}/' if within else ''
-    chosen = {name.removeprefix(prefix): f for name, f in files.items() if name.startswith(prefix)}
-    if not chosen:
+    if not (chosen := _below(folder, files)):
         raise FileNotFoundError(folder)
-    return f'{base}/{within}'.rstrip('/'), chosen
+    return f'{base}/{hub_uri(folder).path_in_repo}'.rstrip('/'), chosen
 
 
 # --- Local ------------------------------------------------------------------------------------
@@ -247,59 +218,21 @@ def local_version(state: os.stat_result) -> str:
 # --- gs:// ------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _gcs(process: int, stall_seconds: float) -> 'gcsfs.GCSFileSystem':
-    # fsspec's own cache has an instance for each thread, and finding credentials takes seconds.
-    del process
-    import aiohttp
-
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=stall_seconds, sock_read=stall_seconds)
-    return _gcs_class()(
-        use_listings_cache=False, requests_timeout=timeout, skip_instance_cache=True
-    )
-
-
-@functools.cache
-def _gcs_class() -> type:
-    # Not gcsfs.GCSFileSystem: that one also asks every bucket for its kind, by gRPC.
-    from gcsfs import core
-
-    class OneAttempt(core.GCSFileSystem):
-        # By default a request is tried six times in half a minute, also with refused credentials;
-        # within the attempts of `retry.call` this would be minutes of silence.
-        _request = inspect.unwrap(core.GCSFileSystem._request)
-
-    return OneAttempt
-
-
-@contextlib.contextmanager
-def _looking_in_bucket(url: str) -> Iterator[None]:
-    """Tells a missing bucket from a missing file, for which gcsfs raises the same."""
-    try:
-        yield
-    except FileNotFoundError:
-        if url.startswith(_GCS):
-            check_bucket(url)
-        raise
-
-
 def _gcs_files(folder: str, sub_folder: str) -> dict[str, SourceFile]:
-    infos = retry.call(lambda: gcs().ls(folder, detail=True), f'listing {folder}')
-    below = f'{folder}/{sub_folder}'
-    if any(info['type'] == 'directory' and f'{_GCS}{info["name"]}' == below for info in infos):
-        infos += retry.call(lambda: gcs().ls(below, detail=True), f'listing {below}')
-    prefix = folder.removeprefix(_GCS) + '/'
-    names = {info['name'].removeprefix(prefix): info for info in infos}
-    if all(name == info['name'] for name, info in names.items()):
-        raise FileNotFoundError(folder)  # nothing is in it: it does not exist, or is a file
-    return {name: _gcs_file(info) for name, info in names.items() if info['type'] == 'file'}
+    from coyo11m_tfds.storage import gcs
+
+    below = gcs.list_objects(f'{folder}/{sub_folder}') if sub_folder else {}
+    found = gcs.list_objects(folder) | {f'{sub_folder}/{x}': file for x, file in below.items()}
+    if not found and not gcs.is_folder(folder):
+        raise FileNotFoundError(folder)
+    return {name: _gcs_file(f'{folder}/{name}', file) for name, file in found.items()}
 
 
-def _gcs_file(info: dict) -> SourceFile:
-    # Objects encrypted by customer keys have no checksum here.
-    checksum = crc32c_checksum(info['crc32c']) if 'crc32c' in info else None
-    version = checksum or f'{info["size"]}-{info["generation"]}'
-    return SourceFile(f'{_GCS}{info["name"]}', info['size'], version, checksum)
+def _gcs_file(url: str, found: 'gcs.Stat') -> SourceFile:
+    if found.crc32c < 0:
+        return SourceFile(url, found.size, f'{found.size}-{found.generation}', None)
+    checksum = f'crc32c:{found.crc32c:08x}'
+    return SourceFile(url, found.size, checksum, checksum)
 
 
 # --- hf:// ------------------------------------------------------------------------------------
@@ -324,6 +257,13 @@ def _hub_files(url: str) -> tuple[str, dict[str, SourceFile]]:
         raise FileNotFoundError(url) from None
     base = f'{_HUB}datasets/{uri.id}@{info.sha}'
     return base, {file.rfilename: _hub_file(base, file) for file in info.siblings or ()}
+
+
+def _below(folder: str, files: Mapping[str, SourceFile]) -> dict[str, SourceFile]:
+    """The files of a data set that are in one of its folders, by name relative to that."""
+    within = hub_uri(folder).path_in_repo
+    prefix = f'{within}/' if within else ''
+    return {name.removeprefix(prefix): f for name, f in files.items() if name.startswith(prefix)}
 
 
 def _hub_file(base: str, file: 'huggingface_hub.hf_api.RepoSibling') -> SourceFile:

@@ -4,7 +4,6 @@ files = stored_files.list_folder('gs://bucket/data/coyo11m_tfds/latents/1.0.0')
 stored_files.read(files['features.json'], stored_files.Content).data
 """
 
-import functools
 import glob
 import pathlib
 import re
@@ -42,14 +41,14 @@ def list_folder(folder: str, missing_ok: bool = False) -> dict[str, SourceFile]:
         if missing_ok:
             return {}
         raise ValueError(f'{folder}: there is no such folder.') from None
-    return {name: file for name, file in files.items() if name and not name.startswith('.')}
+    return {name: file for name, file in files.items() if not name.startswith('.')}
 
 
 def folders_with(folder: str, name: str) -> list[str]:
     """The folders of versions that hold a file: this one, else those NAME/CONFIG/VERSION below.
 
     Args:
-        folder: local or `gs://`, of any kind; also one of the levels below.
+        folder: local or `gs://`; also one of the levels below.
         name: of the file.
 
     Returns:
@@ -59,31 +58,30 @@ def folders_with(folder: str, name: str) -> list[str]:
         ValueError: it is a URL of another kind.
         OSError: the storage cannot be reached.
     """
-    if is_remote := source_files.is_remote(folder):
-        from coyo11m_tfds.storage import gcs_objects  # imports the storage's client
-
-        gcs_objects.split_url(folder)
     folder = folder.rstrip('/') or '/'
-    below = ['/'.join([*'*' * level, '[0-9]*', name]) for level in range(_LEVELS)]
-    for pattern in [name, *below]:
-        if is_remote:
-            listing = functools.partial(source_files.gcs().glob, f'{glob.escape(folder)}/{pattern}')
-            found = retry.call(listing, f'listing {folder}')
-            found = [f'gs://{path}' for path in found]
-        else:
-            found = [f'{folder}/{path}' for path in glob.glob(pattern, root_dir=folder)]
-        folders = [path.removesuffix(f'/{name}') for path in found]
-        if pattern != name:
-            folders = [path for path in folders if is_version(path.rpartition('/')[2])]
-        if folders:
-            return sorted(folders)
+    if source_files.is_remote(folder):
+        from coyo11m_tfds.storage import gcs
+
+        if gcs.stat(f'{folder}/{name}'):
+            return [folder]
+        names = list(gcs.list_objects(folder, deep=True))
+    else:
+        if pathlib.Path(folder, name).exists():
+            return [folder]
+        patterns = ['/'.join([*'*' * level, '[0-9]*', name]) for level in range(_LEVELS)]
+        names = [path for pattern in patterns for path in glob.glob(pattern, root_dir=folder)]
+    below = [path.split('/')[:-1] for path in names if path.endswith(f'/{name}')]
+    found = [path for path in below if is_version(path[-1])]
+    for level in range(1, _LEVELS + 1):
+        if at_level := [f'{folder}/{"/".join(path)}' for path in found if len(path) == level]:
+            return sorted(at_level)
     return []
 
 
 def is_version(name: str) -> bool:
     """True for what TFDS names the folders of data sets, `1.0.0`.
 
-    Not for that of a data set that a user put aside, `1.0.0.old`.
+    Not for the folder of a data set that a user put aside, `1.0.0.old`.
     """
     return re.fullmatch(r'\d+\.\d+\.\d+', name) is not None
 
@@ -97,25 +95,26 @@ class Taker(Protocol):
         """Takes the next block."""
 
 
-class Content:
-    """Keeps the contents of a small file."""
-
-    def __init__(self):
-        self.data, self.crc32c = bytearray(), 0
-
-    def add(self, block: bytes) -> None:
-        self.data += block
-        self.crc32c = google_crc32c.extend(self.crc32c, block)
-
-
 class Checksum:
-    """Keeps only the checksum of a file."""
+    """Keeps nothing but the checksum."""
 
     def __init__(self):
         self.crc32c = 0
 
     def add(self, block: bytes) -> None:
         self.crc32c = google_crc32c.extend(self.crc32c, block)
+
+
+class Content(Checksum):
+    """Keeps a small file."""
+
+    def __init__(self):
+        super().__init__()
+        self.data = bytearray()
+
+    def add(self, block: bytes) -> None:
+        self.data += block
+        super().add(block)
 
 
 def read(

@@ -28,7 +28,7 @@ from coyo11m_tfds.process import machine, workers
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import sidecar
 from coyo11m_tfds.source.joined import Joined
-from coyo11m_tfds.storage import file_state, held_folder, source_files
+from coyo11m_tfds.storage import file_state, locks, source_files
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.scratch import user_temp
 from coyo11m_tfds.storage.source_files import SourceFile
@@ -189,7 +189,7 @@ def scratch_folder(out: str, chosen: str | os.PathLike[str]) -> Iterator[str]:
         parent, prefix = Path(chosen or out), f'.{platform.node()}-'
         Path(out).mkdir(parents=True, exist_ok=True)
     parent.mkdir(parents=True, exist_ok=True)
-    with held_folder.make(parent, prefix) as folder:
+    with locks.temporary_folder(parent, prefix) as folder:
         yield folder
 
 

@@ -28,8 +28,12 @@ from tests.fakes.tls_proxy import TlsProxy
 
 __all__ = ['Fault', 'Gcs', 'Hub', 'bucket', 'fake_gcs', 'fake_hub', 'gcs', 'hub']
 
-# The patience of the code under test.
-_PATIENCE = {'COYO11M_RETRY_SECONDS': '0.02', 'COYO11M_STALL_SECONDS': '2'}
+# The patience of the code under test. A lease is short: those of killed processes are waited for.
+_PATIENCE = {
+    'COYO11M_RETRY_SECONDS': '0.02',
+    'COYO11M_STALL_SECONDS': '2',
+    'COYO11M_LEASE_SECONDS': '1',
+}
 
 # No request leaves this machine, and no account of the developer's is used.
 _NOBODY = {

@@ -1,23 +1,31 @@
-"""Tests of destinations: whole files or none, and what a resumed build can trust."""
+"""Destinations: whole files or none, on a disk and in a bucket, whatever goes wrong."""
 
+import functools
+import json
 import os
 import pathlib
+import pickle
 import random
 import tempfile
 import time
 
 import google_crc32c
 import pytest
-from hypothesis import given, settings
+from google.cloud import storage
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coyo11m_tfds.storage import held_folder
+from coyo11m_tfds.storage import gcs as gcs_objects
+from coyo11m_tfds.storage import locks
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.file_state import FileState
-from coyo11m_tfds.storage.local_folder import LocalFolder
 from tests import children
+from tests.fakes.cloud import Fault
+from tests.fakes.fake_http import Call, FakeServer, Reply
 
 SHARED_MEMORY = pathlib.Path('/dev/shm')  # another file system, on Linux
+PASSING = ['429', '503', 'cut', 'stall', 'slow', 'reset', 'lost']
+LARGE = bytes(9_000_000)
 
 
 def _state(data: bytes) -> FileState:
@@ -31,38 +39,83 @@ def _put(destination: Destination, fallback: pathlib.Path, name: str, data: byte
     assert not path.exists()
 
 
-@settings(max_examples=25)  # each waits for the disk
+# --- On a disk and in a bucket ----------------------------------------------------------------
+
+
+@pytest.fixture(params=['local', 'bucket'])
+def destination(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Destination:
+    """A folder that does not exist yet."""
+    if request.param == 'local':
+        return Destination(tmp_path / 'a')
+    request.getfixturevalue('gcs')
+    return Destination('gs://bucket/a/')
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     files=st.dictionaries(
         st.tuples(
             st.sampled_from(['', 'a', 'a/b']), st.from_regex(r'[a-z0-9]{1,8}\.x', fullmatch=True)
         ),
         st.tuples(st.booleans(), st.binary(max_size=200)),
-        max_size=6,
+        max_size=5,
     )
 )
-def test_what_was_put_is_there(files):
-    with tempfile.TemporaryDirectory() as folder:
-        destination = Destination(f'{folder}/new')
+def test_what_was_put_is_there(destination, tmp_path, files):
+    destination.remove(destination.sizes())
+    assert destination.sizes() == {}
+    for _ in range(2):  # the second time it is replaced
         for (sub, name), (small, data) in files.items():
             path = f'{sub}/{name}' if sub else name
             if small:
                 destination.put_bytes(path, data)
             else:
-                _put(destination, pathlib.Path(folder), path, data)
-        for sub in ('', 'a', 'a/b', 'missing'):
-            of_sub = {name: data for (s, name), (_, data) in files.items() if s == sub}
-            assert destination.read_all(sub) == of_sub
-            assert destination.inventory(sub) == {n: _state(d) for n, d in of_sub.items()}
+                _put(destination, tmp_path, path, data)
+    for sub in ('', 'a', 'a/b', 'missing'):
+        of_sub = {name: data for (s, name), (_, data) in files.items() if s == sub}
+        assert destination.read_all(sub) == of_sub
+        assert destination.inventory(sub) == {n: _state(d) for n, d in of_sub.items()}
+        some = [*sorted(of_sub)[1:], 'missing']
+        assert list(destination.read_all(sub, some)) == some[:-1]
+        assert list(destination.inventory(sub, names=some)) == some[:-1]
 
 
-def test_names_are_replaced(tmp_path):
-    destination = Destination(tmp_path)
-    _put(destination, tmp_path, 'x', b'old')
-    _put(destination, tmp_path, 'x', b'new')
-    destination.put_bytes('y', b'old')
-    destination.put_bytes('y', b'new')
-    assert destination.read_all('') == {'x': b'new', 'y': b'new'}
+def test_removing(destination):
+    for name in ('a', 'sub/b', 'sub/deep/c', 'sub/deep/d'):
+        destination.put_bytes(name, b'12')
+    for _ in range(2):
+        destination.remove(['sub/b', 'sub/deep/c', 'nothing', 'no/folder'])
+        assert destination.sizes() == {'a': 2, 'sub/deep/d': 2}
+    destination.remove(['sub/deep/d'])
+    assert destination.sizes() == {'a': 2}
+    assert destination.read('a') == b'12'
+    assert destination.read('sub/b') is None
+
+
+def test_verify_names_the_file_that_differs(destination):
+    for name in ('a', 'sub/b', 'other'):
+        destination.put_bytes(name, b'12')
+    states = {'a': _state(b'12'), 'sub/b': _state(b'12')}
+    destination.verify(states)
+    with pytest.raises(OSError, match=r'/c: found no such file, expected .*2'):
+        destination.verify(states | {'c': states['a']})
+    destination.put_bytes('sub/b', b'1')
+    with pytest.raises(OSError, match=r'sub/b: found .*1.*, expected .*2'):
+        destination.verify(states)
+
+
+def test_a_destination_goes_to_other_processes(destination):
+    destination.put_bytes('x', b'1')
+    assert pickle.loads(pickle.dumps(destination)).read_all('') == {'x': b'1'}
+
+
+@pytest.mark.parametrize('url', ['gs://', 's3://bucket/x', 'hf://datasets/a/b', 'gs:///x'])
+def test_other_places(url):
+    with pytest.raises(ValueError, match=f'{url}: expected a local path or gs://bucket/folder'):
+        Destination(url)
+
+
+# --- On a disk --------------------------------------------------------------------------------
 
 
 def test_put_only_renames_a_staged_file(tmp_path):
@@ -74,31 +127,19 @@ def test_put_only_renames_a_staged_file(tmp_path):
     assert (tmp_path / 'out' / 'sub' / 'x').stat().st_ino == inode
 
 
-@pytest.fixture
-def elsewhere(tmp_path):
-    """A folder on another file system than `tmp_path`."""
+def test_put_from_another_file_system(tmp_path):
     if not SHARED_MEMORY.is_dir() or SHARED_MEMORY.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip('needs two file systems')
+    destination = Destination(tmp_path)
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
-        yield pathlib.Path(folder)
-
-
-def test_put_from_another_file_system(tmp_path, elsewhere):
-    data = random.Random(0).randbytes(9_000_000)
-    (elsewhere / 'x').write_bytes(data)
-    destination = Destination(tmp_path)
-    destination.put(elsewhere / 'x', 'x', google_crc32c.value(data))
-    assert destination.inventory() == {'x': _state(data)}
-    assert list(elsewhere.iterdir()) == []
-    assert list((tmp_path / '.staging').iterdir()) == []
-
-
-def test_a_file_that_changed_is_not_stored(tmp_path, elsewhere):
-    (elsewhere / 'x').write_bytes(b'other content')
-    destination = Destination(tmp_path)
-    with pytest.raises(OSError, match=f'{elsewhere}/x: CRC-32C is .* expected 00000001'):
-        destination.put(elsewhere / 'x', 'x', 1)
-    assert destination.inventory() == {}
+        path = pathlib.Path(folder, 'x')
+        path.write_bytes(b'other content')
+        with pytest.raises(OSError, match=f'{path}: CRC-32C is .* expected 00000001'):
+            destination.put(path, 'x', 1)
+        assert destination.inventory() == {}
+        destination.put(path, 'x', google_crc32c.value(b'other content'))
+        assert not path.exists()
+    assert destination.inventory() == {'x': _state(b'other content')}
     assert list((tmp_path / '.staging').iterdir()) == []
 
 
@@ -116,7 +157,7 @@ def test_inventory_tells_every_changed_byte(tmp_path):
     assert destination.inventory(on_bytes=read.append)['x'].size == len(data) - 1 == sum(read)
 
 
-_LIMITED = """
+LIMITED = """
 import resource, signal
 from coyo11m_tfds.storage.destination import Destination
 
@@ -133,14 +174,14 @@ except OSError as error:
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path):
-    with children.python(_LIMITED, tmp_path) as child:
+    with children.python(LIMITED, tmp_path) as child:
         out, errors = child.communicate(timeout=120)
     assert str(tmp_path) in out and 'too large' in out, errors
     assert Destination(tmp_path).inventory() == {'small': _state(bytes(4096))}
     assert list((tmp_path / '.staging').iterdir()) == []
 
 
-_ENDLESS = """
+ENDLESS = """
 import pathlib, random
 import google_crc32c
 from coyo11m_tfds.storage.destination import Destination
@@ -157,10 +198,10 @@ for i in range(1_000_000):
 
 
 def test_killed_while_putting(tmp_path):
-    for seed in range(4):
-        with children.python(_ENDLESS, tmp_path) as child:
+    for seed in range(2):
+        with children.python(ENDLESS, tmp_path) as child:
             assert child.stdout.readline() == 'started\n'
-            time.sleep(random.Random(seed).uniform(0.02, 0.15))
+            time.sleep(random.Random(seed).uniform(0.05, 0.2))
             child.kill()
         files = Destination(tmp_path).read_all('parts')
         assert files
@@ -187,39 +228,22 @@ def test_names_that_lead_elsewhere(tmp_path, name):
     assert sorted(path.name for path in tmp_path.rglob('*')) == ['.staging', 'out', 'x']
 
 
-def test_verify_names_the_file_that_differs(tmp_path):
-    destination = Destination(tmp_path)
-    for name in ('a', 'sub/b', 'other'):
-        destination.put_bytes(name, b'12')
-    states = {'a': _state(b'12'), 'sub/b': _state(b'12')}
-    destination.verify(states)
-    with pytest.raises(OSError, match=r'/c: found no such file, expected 2'):
-        destination.verify(states | {'c': states['a']})
-    (tmp_path / 'sub' / 'b').write_bytes(b'1')
-    with pytest.raises(OSError, match=r'sub/b: found 1, expected 2'):
-        destination.verify(states)
-
-
 def test_a_sweep_leaves_what_a_living_process_writes(tmp_path):
     destination = Destination(tmp_path)
     destination.put_bytes('x', b'1')
     staging = pathlib.Path(destination.staging(''))
-    (staging / 'of-a-killed-one').write_bytes(b'1')
+    (staging / 'left-by-a-killed-one').write_bytes(b'1')
     (staging / 'held-1').mkdir()
     (staging / 'held-1.lock').touch()
     (tmp_path / 'empty').mkdir()
-    with held_folder.make(staging, 'other-') as held:
+    with locks.temporary_folder(staging, 'other-') as held:
         (pathlib.Path(held) / 'y').write_bytes(b'1')
         destination.sweep()
-        assert {path.name for path in staging.iterdir()} == {*_with_lock(held)}
+        name = os.path.basename(held)
+        assert {path.name for path in staging.iterdir()} == {name, f'{name}.lock'}
         assert os.listdir(held) == ['y']
     destination.sweep()
     assert [path.name for path in tmp_path.iterdir()] == ['x']
-
-
-def _with_lock(path: str) -> tuple[str, str]:
-    name = os.path.basename(path)
-    return name, f'{name}.lock'
 
 
 def test_what_is_there_survives_a_loss_of_power(tmp_path, monkeypatch):
@@ -235,7 +259,6 @@ def test_what_is_there_survives_a_loss_of_power(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, 'fsync', note_sync)
     monkeypatch.setattr(os, 'replace', note_move)
-    monkeypatch.setattr(os, 'rename', note_move)
     out = f'{tmp_path}/out'
     destination = Destination(out)
     _put(destination, tmp_path, 'work/x', b'1')
@@ -250,53 +273,228 @@ def test_what_is_there_survives_a_loss_of_power(tmp_path, monkeypatch):
     assert (synced, target, folder) == (moved, f'{out}/work/y', f'{out}/work')
 
 
-def test_what_others_remove_while_it_is_read(tmp_path, monkeypatch):
-    destination = Destination(tmp_path)
-    fill(destination, {'x': b'1', 'y': b'2'})
-    listed = LocalFolder._files
+# --- In a bucket ------------------------------------------------------------------------------
 
-    def list_and_remove(folder: LocalFolder, *args) -> dict[str, str]:
-        files = listed(folder, *args)
-        (tmp_path / 'x').unlink(missing_ok=True)
-        return files
-
-    monkeypatch.setattr(LocalFolder, '_files', list_and_remove)
-    assert destination.read_all('') == {'y': b'2'}
-    destination.put_bytes('x', b'1')
-    assert destination.inventory() == {'y': _state(b'2')}
+URL = 'gs://bucket/set'
 
 
-# --- On a disk and in a bucket ----------------------------------------------------------------
+@pytest.mark.parametrize('size', [1_000_000, 9_000_000])  # in one request, and in chunks
+@pytest.mark.parametrize('kind', [*PASSING, 'flip'])
+def test_put_with_a_fault(bucket, tmp_path, monkeypatch, kind, size):
+    monkeypatch.setenv('COYO11M_STALL_SECONDS', '0.5')
+    monkeypatch.setattr(gcs_objects, '_CHUNK', 2 << 20)
+    data = random.Random(1).randbytes(size)
+    for action in ['upload'] if kind == 'flip' else ['start', 'upload']:
+        bucket.inject(Fault(kind, action=action, seconds=0.1 if kind == 'slow' else None))
+    _put(Destination(URL), tmp_path, 'a', data)
+    assert bucket.objects('bucket') == {'set/a': data}
+    if kind == 'flip':
+        assert [r.path for r in bucket.requests if r.action == 'delete'] == ['bucket/set/a']
 
 
-@pytest.fixture(params=['local', 'bucket'])
-def destination(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Destination:
-    """A folder that does not exist yet."""
-    if request.param == 'local':
-        return Destination(tmp_path / 'a')
-    request.getfixturevalue('gcs')
-    return Destination('gs://bucket/a')
+@pytest.mark.parametrize('kind', [*PASSING, 'flip'])
+def test_a_fault_of_every_other_request(bucket, kind, monkeypatch):
+    monkeypatch.setenv('COYO11M_STALL_SECONDS', '0.3')
+    destination = Destination(URL)
+    for name in ('x', 'y'):
+        destination.put_bytes(name, b'1' * 1000)
+    for action in ['list', 'read', 'copy', 'delete']:
+        bucket.inject(Fault(kind, action=action, seconds=0.1 if kind == 'slow' else None))
+    assert destination.sizes() == {'x': 1000, 'y': 1000}
+    assert destination.read('x') == b'1' * 1000
+    gcs_objects.copy(f'{URL}/x', f'{URL}/z', _state(b'1' * 1000))
+    destination.remove(['x', 'not there'])
+    assert destination.read_all('') == {'y': b'1' * 1000, 'z': b'1' * 1000}
 
 
-def fill(destination: Destination, files: dict[str, bytes]) -> None:
+def test_put_that_is_always_corrupted(bucket, tmp_path):
+    bucket.inject(Fault('flip', count=None))
+    with pytest.raises(OSError, match=r'^storing gs://bucket/set/a: given up after 8 attempts'):
+        _put(Destination(URL), tmp_path, 'a', b'content')
+    assert bucket.objects('bucket') == {}
+    assert (tmp_path / 'a').read_bytes() == b'content'
+
+
+@pytest.mark.parametrize('kind', ['401', '403'])
+@pytest.mark.parametrize('size', [7, 9_000_000])
+def test_put_that_is_refused(gcs, tmp_path, kind, size):
+    gcs.inject(Fault(kind, count=None))
+    with pytest.raises(PermissionError, match=r'gs://bucket/set/a: access was refused') as raised:
+        _put(Destination(URL), tmp_path, 'a', bytes(size))
+    assert 'gcloud auth application-default login' in str(raised.value)
+    assert len(gcs.requests) == 1
+
+
+def test_markers_of_folders_and_objects_beside_are_left_alone(gcs):
+    destination = Destination('gs://bucket/a/b/')
+    assert destination.is_remote and destination.folder == 'gs://bucket/a/b'
+    others = {'a/b/': b'', 'a/b/sub/': b'', 'a/bc': b'of another'}
+    for name, data in others.items():
+        gcs.put('bucket', name, data)
+    destination.put_bytes('x', b'new')
+    destination.put_bytes('sub/y', b'1')
+    assert destination.read_all('') == {'x': b'new'}
+    assert destination.inventory('sub') == {'y': _state(b'1')}
+    assert destination.sizes() == {'x': 3, 'sub/y': 1}
+    destination.remove(['sub/y', 'x'])
+    assert gcs.objects('bucket') == others
+    assert Destination('gs://bucket').sizes() == {'a/bc': 10}
+
+
+def test_more_files_than_a_page_of_a_listing(gcs):
+    files = {f'{i:04d}': str(i).encode() for i in range(1_050)}
     for name, data in files.items():
-        destination.put_bytes(name, data)
+        gcs.put('bucket', f'a/{name}', data)
+    assert Destination('gs://bucket/a').inventory() == {n: _state(d) for n, d in files.items()}
+    assert sum(request.action == 'list' for request in gcs.requests) == 2
 
 
-def test_removing(destination):
-    fill(destination, dict.fromkeys(('a', 'sub/b', 'sub/deep/c', 'sub/deep/d'), b'12'))
-    assert destination.sizes() == dict.fromkeys(('a', 'sub/b', 'sub/deep/c', 'sub/deep/d'), 2)
-    for _ in range(2):
-        destination.remove(['sub/b', 'sub/deep/c', 'nothing', 'no/folder'])
-        assert destination.sizes() == {'a': 2, 'sub/deep/d': 2}
-    destination.remove(['sub/deep/d'])
-    assert destination.sizes() == {'a': 2}
-    assert destination.read('a') == b'12'
-    assert destination.read('sub/b') is None
+@pytest.mark.parametrize('then', [b'new', None])
+def test_what_others_replace_or_delete_while_it_is_read(gcs, monkeypatch, then: bytes | None):
+    gcs.put('bucket', 'a/x', b'old')
+    answer = gcs._on_read
+
+    def change(call: Call, *names: str) -> Reply:
+        monkeypatch.setattr(gcs, '_on_read', answer)
+        gcs.remove('bucket', 'a/x')
+        if then:
+            gcs.put('bucket', 'a/x', then)
+        return answer(call, *names)
+
+    monkeypatch.setattr(gcs, '_on_read', change)
+    found = Destination('gs://bucket/a').read_all('', ['x'])
+    assert found == ({'x': then} if then else {})
 
 
-def test_only_some_names(destination):
-    fill(destination, dict.fromkeys(('a', 'b', 'c', 'sub/b'), b'1'))
-    assert set(destination.inventory(names=['a', 'c', 'd'])) == {'a', 'c'}
-    assert set(destination.read_all('', ['a', 'd'])) == {'a'}
-    assert set(destination.read_all('sub')) == {'b'}
+def test_no_bucket(gcs, tmp_path):
+    destination = Destination('gs://no-such-bucket/a')
+    line = (
+        r'^gs://no-such-bucket: there is no such bucket\. Make it with `gcloud storage buckets '
+        r'create gs://no-such-bucket`, or correct the name\.$'
+    )
+    for act in (
+        destination.inventory,
+        destination.sizes,
+        functools.partial(destination.read, 'x'),
+        functools.partial(destination.put_bytes, 'x', b''),
+        functools.partial(_put, destination, tmp_path, 'x', b''),
+        functools.partial(_put, destination, tmp_path, 'x', LARGE),
+    ):
+        gcs.clear()
+        with pytest.raises(OSError, match=line):
+            act()
+        assert len(gcs.requests) == 1
+
+
+def test_another_refusal_is_one_line_that_names_the_url(gcs):
+    with pytest.raises(OSError, match=r'^gs://bucket/gone: .*No such object: bucket/gone$'):
+        gcs_objects.copy('gs://bucket/gone', 'gs://bucket/x', _state(b''))
+
+
+def test_empty_objects_of_which_no_size_is_told(gcs):
+    gcs.tells_size_of_empty = False
+    destination = Destination('gs://bucket/a')
+    destination.put_bytes('x', b'')
+    assert destination.inventory() == {'x': _state(b'')}
+    assert destination.read_all('') == {'x': b''}
+
+
+def test_no_credentials(gcs, monkeypatch):
+    monkeypatch.delenv('STORAGE_EMULATOR_HOST')
+    with pytest.raises(PermissionError, match=r'gs://.*gcloud auth application-default'):
+        Destination('gs://bucket/a').inventory()
+
+
+class _TokenServer(FakeServer):
+    """Exchanges any token for one of Google's."""
+
+    def describe(self, call: Call) -> tuple[str, str]:
+        return 'token', call.path
+
+    def answer(self, call: Call) -> Reply:
+        answer = {
+            'access_token': 'token-for-tests',
+            'issued_token_type': 'urn:ietf:params:oauth:token-type:access_token',
+            'token_type': 'Bearer',
+            'expires_in': 3600,
+        }
+        return Reply(200, json.dumps(answer).encode(), {'Content-Type': 'application/json'})
+
+
+def test_federated_credentials_without_a_project(gcs, tmp_path, monkeypatch):
+    """As of a workforce pool: no file of Google's, and nothing names a default project."""
+    (tmp_path / 'subject').write_text('a token of somebody else')
+    with _TokenServer() as tokens:
+        credentials = {
+            'type': 'external_account',
+            'audience': '//iam.googleapis.com/locations/global/workforcePools/p/providers/x',
+            'subject_token_type': 'urn:ietf:params:oauth:token-type:jwt',
+            'token_url': f'{tokens.url}/v1/token',
+            'credential_source': {'file': str(tmp_path / 'subject')},
+        }
+        (tmp_path / 'credentials').write_text(json.dumps(credentials))
+        for name in ('GOOGLE_CLOUD_PROJECT', 'GCLOUD_PROJECT', 'STORAGE_EMULATOR_HOST'):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv('GOOGLE_APPLICATION_CREDENTIALS', str(tmp_path / 'credentials'))
+        monkeypatch.setenv('API_ENDPOINT_OVERRIDE', gcs.url)
+        _put(Destination(URL), tmp_path, 'a', b'content')
+        assert tokens.requests
+    assert gcs.objects('bucket') == {'set/a': b'content'}
+
+
+def test_mixed_faults(gcs):
+    gcs.inject_share([*PASSING[:3], 'reset', 'lost'], share=0.2, everywhere=True)
+    for number in range(10):
+        destination = Destination(f'gs://bucket/{number}')
+        destination.put_bytes('work/x', b'1')
+        destination.put_bytes('z', b'3')
+        assert destination.read_all('work') == {'x': b'1'}
+        destination.remove(['work/x'])
+        assert destination.read_all('work') == {}
+    assert len(gcs.objects('bucket')) == 10
+
+
+def test_an_upload_goes_on_where_it_broke_off(gcs, tmp_path, monkeypatch):
+    monkeypatch.setattr(gcs_objects, '_CHUNK', 1 << 20)
+    data = random.Random(0).randbytes(10_000_000)
+    (tmp_path / 'large').write_bytes(data)
+    gcs.inject(
+        Fault('cut', match='upload', after_bytes=300_000), Fault('503', count=2, match='uplo')
+    )
+    counted: list[int] = []
+    crc32c = google_crc32c.value(data)
+    gcs_objects.upload('gs://bucket/a', str(tmp_path / 'large'), crc32c, counted.append)
+    assert gcs.objects('bucket') == {'a': data}
+    assert sum(counted) == len(data)
+    received = sum(request.received for request in gcs.requests)
+    assert received < len(data) + (4 << 20)
+
+
+def test_an_upload_of_which_less_was_kept_than_sent(gcs, tmp_path, monkeypatch):
+    upload_from_file = storage.Blob.upload_from_file
+    attempts = []
+
+    def upload(blob: storage.Blob, *args: object, **options: object) -> None:
+        attempts.append(blob)
+        upload_from_file(blob, *args, **options)
+        if len(attempts) == 1:
+            raise ValueError('Bytes stream is in unexpected state.')  # the library's
+
+    monkeypatch.setattr(storage.Blob, 'upload_from_file', upload)
+    _put(Destination(URL), tmp_path, 'x', LARGE)
+    assert gcs.objects('bucket') == {'set/x': LARGE} and len(attempts) == 2
+
+
+@pytest.mark.parametrize('kind', ['503', 'lost'])
+def test_a_copy_that_takes_several_requests(gcs, kind: str):
+    """As between places far apart."""
+    gcs.copied_at_once = 400
+    data = random.Random(2).randbytes(1000)
+    gcs.put('bucket', 'x', data)
+    gcs.clear()
+    gcs.inject(Fault(kind, action='copy', count=2))
+    counted: list[int] = []
+    gcs_objects.copy('gs://bucket/x', 'gs://bucket/y', _state(data), counted.append)
+    assert gcs.objects('bucket') == {'x': data, 'y': data}
+    assert counted == [400, 400, 200]
+    assert len(gcs.requests) == 5

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import logging
 import os
 import pathlib
@@ -10,14 +9,13 @@ import random
 import signal
 import stat
 import tempfile
-import textwrap
 import threading
 import time
 
 import pytest
 
 from coyo11m_tfds.storage import scratch, source_files
-from coyo11m_tfds.storage.file_lock import FileLock
+from coyo11m_tfds.storage.locks import FileLock
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.source_files import SourceFile
 from tests import children
@@ -80,14 +78,6 @@ def leave(folder: pathlib.Path, file: SourceFile) -> pathlib.Path:
     return path
 
 
-def test_a_local_file_is_its_own_copy(folder: pathlib.Path, tmp_path: pathlib.Path):
-    path = tmp_path / 'x.pt'
-    path.write_bytes(b'content')
-    with Scratch(folder, 1).hold(source_files.describe(path)) as held:
-        assert held == str(path)
-    assert path.read_bytes() == b'content'
-
-
 def test_a_copy_is_there_while_it_is_held(bucket: Gcs, folder: pathlib.Path):
     file = put(bucket, 'source/x.pt')
     told: list[int] = []
@@ -99,22 +89,6 @@ def test_a_copy_is_there_while_it_is_held(bucket: Gcs, folder: pathlib.Path):
     assert os.listdir(folder) == ['.lock']
 
 
-def test_two_files_of_one_name(bucket: Gcs, folder: pathlib.Path):
-    one, other = put(bucket, 'a/x.pt'), put(bucket, 'b/x.pt')
-    held = Scratch(folder, 2 * SIZE)
-    with held.hold(one) as first, held.hold(other) as second:
-        assert pathlib.Path(first).read_bytes() == content('a/x.pt')
-        assert pathlib.Path(second).read_bytes() == content('b/x.pt')
-
-
-def test_a_new_version_is_another_file(bucket: Gcs, folder: pathlib.Path):
-    held = Scratch(folder, 2 * SIZE)
-    with held.hold(put(bucket, 'x.pt')):
-        bucket.put('bucket', 'x.pt', bytes(SIZE))
-        with held.hold(source_files.describe('gs://bucket/x.pt')) as path:
-            assert pathlib.Path(path).read_bytes() == bytes(SIZE)
-
-
 def test_a_file_that_can_never_fit(bucket: Gcs, folder: pathlib.Path):
     file = put(bucket, 'x.pt')
     with (
@@ -123,21 +97,6 @@ def test_a_file_that_can_never_fit(bucket: Gcs, folder: pathlib.Path):
     ):
         pass
     assert num_reads(bucket) == 0
-
-
-def test_a_thread_does_not_wait_for_itself(bucket: Gcs, folder: pathlib.Path):
-    held = Scratch(folder, 2 * SIZE - 1)
-    with held.hold(put(bucket, 'x.pt')):
-        with (
-            pytest.raises(ValueError, match='beside the 100,000 that this thread holds'),
-            held.hold(put(bucket, 'y.pt')),
-        ):
-            pass
-        with held.hold(source_files.describe('gs://bucket/x.pt')):  # the same copy once more
-            pass
-        assert copies(folder) == {'x.pt': SIZE}
-    with held.hold(source_files.describe('gs://bucket/y.pt')):
-        pass
 
 
 def test_holders_share_a_copy_and_a_download(bucket: Gcs, folder: pathlib.Path):
@@ -214,13 +173,6 @@ def test_who_waits_may_stop_waiting(bucket: Gcs, folder: pathlib.Path):
         assert isinstance(thread.submit(wait).exception(), InterruptedError)
 
 
-def test_an_error_in_the_block_lets_go(bucket: Gcs, folder: pathlib.Path):
-    file = put(bucket, 'x.pt')
-    with pytest.raises(ZeroDivisionError), Scratch(folder, SIZE).hold(file):
-        raise ZeroDivisionError
-    assert copies(folder) == {}
-
-
 # --- Several at once --------------------------------------------------------------------------
 
 
@@ -236,29 +188,6 @@ def test_several_files_are_there_together(bucket: Gcs, folder: pathlib.Path, tmp
     assert contents == [content('a/x.pt'), b'content', content('b/x.pt'), content('y.pt')]
     assert sum(told) == 3 * SIZE
     assert os.listdir(folder) == ['.lock']
-
-
-def test_several_files_that_can_never_fit(bucket: Gcs, folder: pathlib.Path):
-    files = [put(bucket, f'{n}.pt') for n in range(3)]
-    message = r'0\.pt \(with 2 more files\) has 300,000 bytes, .* may take 299,999'
-    with pytest.raises(ValueError, match=message), Scratch(folder, 3 * SIZE - 1).hold_all(files):
-        pass
-    assert num_reads(bucket) == 0
-
-
-def test_who_wants_several_waits_for_nobody_who_waits(bucket: Gcs, folder: pathlib.Path):
-    """There is room for the files of one; if each took a part of it, all would wait for ever."""
-    files = [put(bucket, f'{n}.pt') for n in range(6)]
-    held = Scratch(folder, 2 * SIZE)
-
-    def hold(number: int) -> None:
-        with held.hold_all(files[2 * number : 2 * number + 2]) as paths:
-            assert pathlib.Path(paths[1]).read_bytes() == content(f'{2 * number + 1}.pt')
-
-    threads = [threading.Thread(target=hold, args=(n % 3,), daemon=True) for n in range(12)]
-    for thread in threads:
-        thread.start()
-    wait_until(lambda: not any(thread.is_alive() for thread in threads))
 
 
 def test_of_several_files_only_what_is_missing_comes_again(bucket: Gcs, folder: pathlib.Path):
@@ -311,14 +240,6 @@ def test_a_copy_that_is_found_is_compared_before_it_is_used(
     assert num_reads(bucket) == 2
 
 
-def test_without_a_checksum_a_copy_that_is_found_has_the_size(bucket: Gcs, folder: pathlib.Path):
-    file = put(bucket, 'x.pt')
-    path = leave(folder, file)
-    path.write_bytes(path.read_bytes()[:-1])
-    with Scratch(folder, SIZE).hold(dataclasses.replace(file, checksum=None)) as again:
-        assert pathlib.Path(again).read_bytes() == content('x.pt')
-
-
 def test_the_folder_that_a_program_takes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv('HOME', '/home')
     monkeypatch.setenv('XDG_CACHE_HOME', '/cache')
@@ -360,32 +281,7 @@ def test_the_folder_for_temporary_files_is_this_user_s_alone(
         scratch.user_temp('x')
 
 
-def test_other_things_in_the_folder_are_left_alone(bucket: Gcs, folder: pathlib.Path):
-    (folder / 'stores').mkdir(parents=True)
-    (folder / 'stores' / 'x.pt').write_bytes(bytes(10 * SIZE))
-    with Scratch(folder, SIZE).hold(put(bucket, 'x.pt')):
-        pass
-    assert copies(folder) == {'x.pt': 10 * SIZE}
-
-
 # --- Failures and kills -----------------------------------------------------------------------
-
-
-def test_a_download_that_failed_is_gone_on_with(bucket: Gcs, folder: pathlib.Path):
-    size = 2_000_000
-    file = put(bucket, 'x.pt', size)
-    held = Scratch(folder, size)
-    bucket.inject(Fault('cut', action='read', after_bytes=1_500_000))
-    bucket.inject(Fault('503', action='read', count=7))
-    with pytest.raises(OSError, match='given up'), held.hold(file):
-        pass
-    kept = copies(folder)['x.pt.part']
-    assert kept > 1_000_000
-    bucket.clear()
-    with held.hold(file) as path:
-        assert pathlib.Path(path).read_bytes() == content('x.pt', size)
-    assert [r.range for r in bucket.requests if r.action == 'read'] == [(kept, size - 1)]
-    assert copies(folder) == {}
 
 
 def test_a_download_that_failed_makes_room(bucket: Gcs, folder: pathlib.Path):
@@ -397,22 +293,6 @@ def test_a_download_that_failed_makes_room(bucket: Gcs, folder: pathlib.Path):
         pass
     with held.hold(other):
         assert copies(folder) == {'y.pt': 1_000_000}
-
-
-def test_who_is_killed_while_downloading_leaves_only_what_helps(bucket: Gcs, folder: pathlib.Path):
-    size = 2_000_000
-    file, other = put(bucket, 'x.pt', size), put(bucket, 'y.pt', size)
-    bucket.inject(Fault('stall', action='read', after_bytes=1_500_000, seconds=30))
-    with children.python(HOLD, folder, size, file.path) as child:
-        wait_until(lambda: copies(folder).get('x.pt.part', 0) > 1_000_000)
-        child.kill()
-    kept = copies(folder)['x.pt.part']
-    bucket.clear()
-    with Scratch(folder, size).hold(file) as path:
-        assert pathlib.Path(path).read_bytes() == content('x.pt', size)
-    assert [r.range for r in bucket.requests if r.action == 'read'] == [(kept, size - 1)]
-    with Scratch(folder, size).hold(other):
-        pass
 
 
 def test_who_waits_for_a_download_takes_over_from_who_is_killed(bucket: Gcs, folder: pathlib.Path):
@@ -446,24 +326,6 @@ def test_the_room_of_who_is_killed_while_holding_is_free(bucket: Gcs, folder: pa
     assert num_reads(bucket) == 1  # the second found the copy of the first
     with Scratch(folder, SIZE).hold(other):
         assert copies(folder) == {'y.pt': SIZE}
-
-
-def test_a_forked_child_does_not_hold_what_its_killed_parent_held(
-    bucket: Gcs, folder: pathlib.Path
-):
-    file, other = put(bucket, 'x.pt'), put(bucket, 'y.pt')
-    fork = r"os.write(1, b'%d\n' % os.fork())"
-    code = 'import os\n' + textwrap.dedent(HOLD).replace('sys.stdin', f'{fork}\n    sys.stdin')
-    with children.python(code, folder, SIZE, file.path) as child:
-        child.stdout.readline()
-        grandchild = max(int(child.stdout.readline()), int(child.stdout.readline()))
-        try:
-            child.kill()
-            child.wait()
-            with Scratch(folder, SIZE).hold(other):
-                assert copies(folder) == {'y.pt': SIZE}
-        finally:
-            os.kill(grandchild, signal.SIGKILL)
 
 
 # Starts a worker, which never ends by itself, for each seed that it reads; tells their ids.

@@ -1,0 +1,360 @@
+"""Objects of Google Cloud Storage: one set of verbs for all that this package does there.
+
+    gcs.write('gs://bucket/a/b', b'hello')       # Stat(size=5, crc32c=..., generation=...)
+    gcs.list_objects('gs://bucket/a')            # {'b': Stat(...)}
+    gcs.stat('gs://bucket/a/b')                  # None where there is no object
+    gcs.read('gs://bucket/a/b')                  # b'hello'
+    gcs.delete('gs://bucket/a/b')
+
+The storage is asked every time; no answer is cached. Requests are repeated as `retry.call` does.
+After every upload or copy, size and CRC-32C that the storage reports are compared with what was
+sent; an object that differs is deleted and sent again. Whole files and ranges are read with
+`remote`. All functions raise PermissionError where credentials are missing or refused, and OSError,
+one line that names the URL, where the bucket does not exist or cannot be reached.
+
+Importing this module imports the client of the storage, which takes 0.2 s.
+"""
+
+import base64
+import contextlib
+import functools
+import io
+import os
+import re
+import urllib.parse
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import google.auth.transport.requests
+import google_crc32c
+from google.api_core import exceptions
+from google.cloud import storage
+
+from coyo11m_tfds.storage import retry
+from coyo11m_tfds.storage.file_state import FileState, ignore_bytes
+
+T = TypeVar('T')
+
+_CONTENT_TYPE = 'application/octet-stream'
+_CHUNK = 32 << 20  # bytes in a request of `upload`: the most that may have to be sent again
+# What says where the storage is and who asks.
+_ENVIRONMENT = ('STORAGE_EMULATOR_HOST', 'API_ENDPOINT_OVERRIDE', 'GOOGLE_APPLICATION_CREDENTIALS')
+
+
+class Stat(NamedTuple):
+    """What the storage knows of an object.
+
+    Attributes:
+        size: Bytes.
+        crc32c: Checksum; -1 for an object that is encrypted by a customer's key.
+        generation: Number of this version of the object.
+    """
+
+    size: int
+    crc32c: int
+    generation: int
+
+    @property
+    def state(self) -> FileState:
+        """Size and checksum."""
+        return FileState(self.size, self.crc32c)
+
+
+class Conflict(OSError):
+    """The object has another generation than the one that was to be replaced."""
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """Returns bucket and name of `gs://bucket/name`; the name may be empty.
+
+    Raises:
+        ValueError: the URL is of another kind.
+    """
+    bucket, _, name = url.removeprefix('gs://').partition('/')
+    if not url.startswith('gs://') or not bucket:
+        raise ValueError(f'{url}: expected a local path or gs://bucket/folder.')
+    return bucket, name
+
+
+def list_objects(folder: str, deep: bool = False) -> dict[str, Stat]:
+    """Lists the objects in a folder by name relative to it; without markers of folders.
+
+    Args:
+        folder: `gs://bucket/folder`, or a bucket.
+        deep: with the objects in folders below it.
+    """
+    prefix = f'{split_url(folder)[1].rstrip("/")}/'.lstrip('/')
+    with _plain_errors(folder):
+        blobs = _client().list_blobs(
+            split_url(folder)[0],
+            prefix=prefix,
+            delimiter=None if deep else '/',
+            fields='items(name,size,crc32c,generation),nextPageToken',
+            **_patience(f'listing {folder}'),
+        )
+        found = {blob.name.removeprefix(prefix): _stat(blob) for blob in blobs}
+    # Some tools, TensorFlow among them, make markers so that an empty folder is listed.
+    return {name: stat for name, stat in found.items() if name and not name.endswith('/')}
+
+
+def is_folder(folder: str) -> bool:
+    """True if there is an object in a folder or below it, be it a marker."""
+    bucket, name = split_url(folder)
+    with _plain_errors(folder):
+        blobs = _client().list_blobs(
+            bucket,
+            prefix=f'{name.rstrip("/")}/'.lstrip('/'),
+            max_results=1,
+            fields='items(name)',
+            **_patience(f'listing {folder}'),
+        )
+        return any(True for _ in blobs)
+
+
+def stat(url: str) -> Stat | None:
+    """Looks at an object; None where there is none."""
+    if not split_url(url)[1]:
+        return None
+    with _plain_errors(url):
+        blob = _blob(url)
+        try:
+            blob.reload(**_patience(f'looking for {url}'))
+        except exceptions.NotFound as error:
+            if 'bucket does not exist' in error.message:
+                raise
+            return None
+        return _stat(blob)
+
+
+def read(url: str, found: Stat | None = None) -> bytes | None:
+    """Reads a small object; None where there is none.
+
+    Args:
+        url: the object.
+        found: what a listing has said of it, which saves a request.
+    """
+
+    def attempt(generation: int, state: FileState) -> bytes:
+        blob = _blob(url, generation)
+        data = blob.download_as_bytes(checksum=None, **_patience(f'reading {url}'))
+        if FileState(len(data), google_crc32c.value(data)) != state:
+            raise retry.Corrupted(f'{url}: the checksum of the bytes read is wrong.')
+        return data
+
+    with _plain_errors(url):
+        found = found or stat(url)
+        while found:
+            with contextlib.suppress(exceptions.NotFound):
+                ask = functools.partial(attempt, found.generation, found.state)
+                return retry.call(ask, f'reading {url}')
+            found = stat(url)  # it was replaced or deleted
+        return None
+
+
+def write(
+    url: str, data: bytes, generation: int | None = None, attempts: int = 8, seconds: float = 0
+) -> Stat:
+    """Stores a small object.
+
+    Args:
+        url: the object; replaced if it is there.
+        data: its content.
+        generation: the only one that may be replaced; 0 for none, None for any.
+        attempts: how often each request is tried.
+        seconds: a request is given up after this time without a byte; 0 for the usual time.
+
+    Raises:
+        Conflict: the object has another generation.
+    """
+    sent = FileState(len(data), google_crc32c.value(data))
+
+    def attempt() -> Stat:
+        blob = _blob(url)
+        blob.upload_from_string(
+            data,
+            _CONTENT_TYPE,
+            checksum=None,
+            if_generation_match=generation,
+            **_patience(f'writing to {url}', attempts, seconds),
+        )
+        return _check(blob, sent)
+
+    with _plain_errors(url):
+        return retry.call(attempt, f'writing to {url}', attempts=attempts)
+
+
+def upload(
+    url: str, path: str, crc32c: int, on_bytes: Callable[[int], None] = ignore_bytes
+) -> None:
+    """Stores a local file of any size; only a request that breaks off is sent again.
+
+    Args:
+        url: the object; replaced if it is there.
+        path: the file.
+        crc32c: its checksum.
+        on_bytes: is told how many bytes are read to be sent; what it raises ends the upload.
+    """
+    sent = FileState(os.path.getsize(path), crc32c)
+
+    def attempt() -> None:
+        blob = _blob(url)
+        blob.chunk_size = _CHUNK
+        with _CountingReader(path, on_bytes) as file:
+            try:
+                blob.upload_from_file(
+                    file,
+                    size=sent.size,
+                    content_type=_CONTENT_TYPE,
+                    checksum=None,
+                    **_patience(f'storing {url}'),
+                )
+            except ValueError as error:
+                # The storage may keep less of a chunk than was sent; the library gives up then.
+                raise retry.Corrupted(f'{url}: {error}') from error
+        _check(blob, sent)
+
+    with _plain_errors(url):
+        retry.call(attempt, f'storing {url}')
+
+
+def copy(
+    source: str, url: str, expected: FileState, on_bytes: Callable[[int], None] = ignore_bytes
+) -> None:
+    """Has the storage copy an object; no byte of it passes through this machine.
+
+    Args:
+        source: URL of an object in any bucket.
+        url: the copy; replaced if it is there.
+        expected: state of the source; another is not accepted.
+        on_bytes: is told how many more bytes are copied; what it raises ends the copy.
+    """
+
+    def attempt() -> None:
+        blob, token, before = _blob(url), None, 0
+        while True:
+            options = _patience(f'storing {url}')
+            token, copied, _ = blob.rewrite(_blob(source), token=token, **options)
+            on_bytes(copied - before)
+            before = copied
+            if token is None:
+                break
+        _check(blob, expected)
+
+    with _plain_errors(source):
+        retry.call(attempt, f'copying {source} to {url}')
+
+
+def delete(url: str, generation: int | None = None) -> None:
+    """Deletes an object; nothing happens where there is none.
+
+    Args:
+        url: the object.
+        generation: the only one that may be deleted; None for any.
+    """
+    with (
+        _plain_errors(url),
+        contextlib.suppress(exceptions.NotFound, exceptions.PreconditionFailed),
+    ):
+        _blob(url).delete(if_generation_match=generation, **_patience(f'deleting {url}'))
+
+
+def check_writable(folder: str) -> None:
+    """Stores an object of one byte in a folder and deletes it again."""
+    probe = f'{folder.rstrip("/")}/.writable_{uuid.uuid4().hex}'
+    write(probe, b'x')
+    delete(probe)
+
+
+def download_address(url: str) -> str:
+    """The address from which an object is downloaded."""
+    bucket, name = (urllib.parse.quote(part, safe='') for part in split_url(url))
+    return f'{_client().api_endpoint}/download/storage/v1/b/{bucket}/o/{name}?alt=media'
+
+
+def authorize(headers: Any) -> None:
+    """Adds the credentials of this machine to the headers of a request."""
+    request = google.auth.transport.requests.Request()
+    _client()._credentials.before_request(request, 'GET', '', headers)
+
+
+def _client() -> storage.Client:
+    return _make_client(os.getpid(), *map(os.environ.get, _ENVIRONMENT))
+
+
+@functools.cache
+def _make_client(process: int, *environment: str | None) -> storage.Client:
+    """The client of a process: a forked one must not share connections with its parent."""
+    del process, environment
+    # Else each client asks once for the bucket, in a thread, to describe traces never taken.
+    os.environ.setdefault('DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA', 'true')
+    # Objects belong to a bucket; only what makes or lists buckets needs a project.
+    return retry.call(lambda: storage.Client(project=None), 'the client of gs://')
+
+
+def _blob(url: str, generation: int | None = None) -> storage.Blob:
+    bucket, name = split_url(url)
+    return _client().bucket(bucket).blob(name, generation=generation)
+
+
+def _stat(blob: storage.Blob) -> Stat:
+    # Base64 of four bytes, most significant first.
+    crc32c = int.from_bytes(base64.b64decode(blob.crc32c), 'big') if blob.crc32c else -1
+    return Stat(blob.size or 0, crc32c, blob.generation)  # some servers omit the size 0
+
+
+def _patience(what: str, attempts: int = 8, seconds: float = 0) -> dict[str, Any]:
+    """Arguments that give a request of the library the patience of `retry`."""
+    seconds = seconds or retry.stall_seconds()
+
+    def repeat(request: Callable[[], T]) -> Callable[[], T]:
+        return lambda: retry.call(request, what, attempts=attempts)
+
+    # The library expects a google.api_core.retry.Retry and calls it like this, to decorate single
+    # requests; ours knows more transient errors, and what to do about refused credentials.
+    return {'retry': repeat, 'timeout': (seconds, seconds)}
+
+
+@contextlib.contextmanager
+def _plain_errors(url: str) -> Iterator[None]:
+    """Turns what the library raises into the errors that this module promises."""
+    try:
+        yield
+    except exceptions.PreconditionFailed as error:
+        raise Conflict(f'{url}: another process has changed it.') from error
+    except exceptions.GoogleAPICallError as error:
+        in_json = re.search(r'"message": *"([^"]*)"', error.message)
+        said = in_json[1] if in_json else error.message
+        asked = re.search(r'/b/([^/?]+)', getattr(error.response, 'url', None) or '')
+        if error.code == 404 and 'bucket does not exist' in said and asked:
+            bucket = f'gs://{asked[1]}'
+            raise OSError(
+                f'{bucket}: there is no such bucket. Make it with `gcloud storage buckets create '
+                f'{bucket}`, or correct the name.'
+            ) from error
+        raise OSError(f'{url}: {" ".join(said.split())}') from error
+
+
+def _check(blob: storage.Blob, sent: FileState) -> Stat:
+    """Compares an object that the storage has described with what was sent; deletes a wrong one."""
+    stored, url = _stat(blob), f'gs://{blob.bucket.name}/{blob.name}'
+    if stored.state != sent:
+        delete(url, stored.generation)
+        raise retry.Corrupted(
+            f'{url}: {sent.size} bytes with CRC-32C {sent.crc32c:08x} were sent, but '
+            f'{stored.size} bytes with {stored.crc32c:08x} stored.'
+        )
+    return stored
+
+
+class _CountingReader(io.BufferedReader):
+    """A file that reports how much of it is read."""
+
+    def __init__(self, path: str, on_bytes: Callable[[int], None]):
+        super().__init__(io.FileIO(path))
+        self._on_bytes = on_bytes
+
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size)
+        self._on_bytes(len(data))
+        return data

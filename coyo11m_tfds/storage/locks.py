@@ -1,0 +1,428 @@
+"""Locks and temporary folders that a killed process cannot leave behind.
+
+    with locks.hold('gs://bucket/data/coyo11m_tfds/latents/1.0.0', wait_seconds=600):
+        ...    # one writer at a time
+    locks.wait_for(path, lambda: os.path.exists(path), wait_seconds=3600)   # the others of a job
+    with locks.FileLock('/scratch/.lock'):
+        ...
+    with locks.temporary_folder('/scratch', 'heads-') as folder:            # /scratch/heads-8f3a...
+        ...
+
+The lock of a place is the file or object `PLACE.lock`. It is advisory: it saves work that would be
+done twice, and may be lost without harm. On a disk the system locks the file (`flock`) until the
+holder ends. In a bucket the holder replaces the object three times in `COYO11M_LEASE_SECONDS` (60);
+a process that sees the same generation for that long takes the lock over. No lock ever has to be
+deleted by hand.
+"""
+
+import contextlib
+import datetime
+import errno
+import fcntl
+import glob
+import os
+import shutil
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Protocol, Self
+
+from absl import logging
+
+from coyo11m_tfds.storage import retry, source_files
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+_SECONDS_BETWEEN_LINES = 60
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between two looks
+
+
+def lease_seconds() -> float:
+    """Seconds without a sign of life after which the holder of a lock counts as dead.
+
+    Raises:
+        ValueError: the environment variable is not a positive number.
+    """
+    return retry.seconds('COYO11M_LEASE_SECONDS', 60.0)
+
+
+# --- Files ------------------------------------------------------------------------------------
+
+_held: 'set[FileLock]' = set()
+
+
+class FileLock:
+    """An `flock` on a file, held until it is released; a context manager.
+
+    It excludes threads and processes of one machine alike. The kernel releases it when the last
+    descriptor is closed. A forked child has copies of its parent's, so it closes them at once, or a
+    worker would keep the locks of a parent that was killed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, shared: bool = False, wait: bool = True):
+        """Takes the lock.
+
+        Args:
+            path: the file, made if it is not there.
+            shared: any number may hold it shared, or one alone exclusively.
+            wait: until others release it.
+
+        Raises:
+            BlockingIOError: `wait` is false and others hold it.
+        """
+        self._path = path
+        how = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+        while True:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            _held.add(self)
+            try:
+                fcntl.flock(self._descriptor, how)
+                # Its holder may have moved or removed the file; then others lock a new one.
+                if self.is_at_path():
+                    return
+            except BaseException:
+                self.release()
+                raise
+            self.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.release()
+
+    def is_at_path(self) -> bool:
+        """False if the file was moved or removed since it was locked."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
+        except FileNotFoundError:
+            return False
+
+    def release(self) -> None:
+        """Releases it, unless that was done before."""
+        if self in _held:
+            _held.remove(self)
+            # Closing alone would not do while a child that is just being forked has a copy.
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            os.close(self._descriptor)
+
+
+def _close_copies() -> None:
+    while _held:
+        os.close(_held.pop()._descriptor)
+
+
+os.register_at_fork(after_in_child=_close_copies)
+
+
+# --- Temporary folders ------------------------------------------------------------------------
+
+_LOCK = '.lock'
+
+
+@contextlib.contextmanager
+def temporary_folder(parent: str | os.PathLike[str], prefix: str) -> Iterator[str]:
+    """Makes a new, empty folder that is deleted at the end of the `with` block.
+
+    A lock beside it ends with the process, so a folder whose lock is free belongs to nobody. The
+    lock is made before the folder and removed after it.
+
+    Args:
+        parent: existing local folder.
+        prefix: begins the name of the folder; other folders of this prefix in `parent` are deleted
+            if no living process of this machine holds them.
+    """
+    pattern = glob.escape(os.path.join(parent, prefix)) + '[0-9a-f]' * 32 + _LOCK
+    for lock in glob.glob(pattern):
+        _remove_unless_held(lock)
+    folder = os.path.join(parent, f'{prefix}{uuid.uuid4().hex}')
+    with FileLock(folder + _LOCK):
+        os.mkdir(folder, 0o700)
+        try:
+            yield folder
+        finally:
+            _remove(folder)
+
+
+def sweep(parent: str | os.PathLike[str]) -> None:
+    """Deletes everything in a folder except what living processes hold there."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(parent) as entries:
+        for path in [entry.path for entry in entries]:
+            lock = path if path.endswith(_LOCK) else path + _LOCK
+            if os.path.exists(lock):
+                _remove_unless_held(lock)
+            elif os.path.isdir(path):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):
+                    os.remove(path)
+
+
+def _remove_unless_held(lock: str) -> None:
+    with contextlib.suppress(OSError), FileLock(lock, wait=False):  # or it is another user's
+        _remove(lock.removesuffix(_LOCK))
+
+
+def _remove(folder: str) -> None:
+    """Deletes a folder and then its lock, which is held here."""
+    # A worker that outlives its killed parent for a moment may still write; the next one sweeps.
+    shutil.rmtree(folder, ignore_errors=True)
+    if not os.path.exists(folder):
+        os.remove(folder + _LOCK)
+
+
+# --- Places -----------------------------------------------------------------------------------
+
+
+class Lock(Protocol):
+    """The lock of a place; methods other than `is_ours` are for this module.
+
+    Attributes:
+        holder: Who had it at the last look.
+    """
+
+    holder: str
+
+    def acquire(self) -> bool:
+        """Returns whether the lock is ours now."""
+
+    def last_sign_of_life(self) -> float:
+        """When another holder was last seen to be alive, by `time.monotonic()`."""
+
+    def is_ours(self) -> bool:
+        """False if another process has taken it over."""
+
+    def release(self) -> None:
+        """Lets others in."""
+
+
+@contextlib.contextmanager
+def hold(place: str | os.PathLike[str], wait_seconds: float | None) -> Iterator[Lock]:
+    """Keeps out all others that hold the same place, on this machine or another.
+
+    While it waits, a line in the log says once a minute who is there.
+
+    Args:
+        place: path or URL; need not exist.
+        wait_seconds: how long to wait for another holder; 0 for not at all, None to wait only
+            until it is known to be alive or dead.
+
+    Raises:
+        TimeoutError: another still holds it.
+        PermissionError: the lock must not be written, or credentials are missing or refused.
+        OSError: the file system has no locks, or the storage cannot be reached.
+    """
+    place = os.fspath(place).rstrip('/')
+    lock = _open(place)
+    longest = 2 * lease_seconds() if wait_seconds is None else wait_seconds
+    start = time.monotonic()
+    for _ in _looks(longest, lambda: f'{place}: waiting for {lock.holder}, which is working there'):
+        if lock.acquire():
+            break
+        if wait_seconds is None and lock.last_sign_of_life() > start:
+            raise TimeoutError(f'{place}: {lock.holder} is working there.')
+    else:
+        raise TimeoutError(
+            f'{place}: {lock.holder} is still working there after {longest:.0f} s. Wait for it or '
+            'end it, then run the same command again.'
+        )
+    try:
+        yield lock
+    finally:
+        lock.release()
+
+
+def wait_for(
+    place: str | os.PathLike[str], is_there: Callable[[], bool], wait_seconds: float
+) -> None:
+    """Waits for what the first process of a job makes, which holds the lock of a place meanwhile.
+
+    A line in the log says once a minute what it waits for.
+
+    Args:
+        place: what the process makes.
+        is_there: called again and again.
+        wait_seconds: how long to wait.
+
+    Raises:
+        TimeoutError: it is not there by then.
+        RuntimeError: no process has held the lock for two thirds of `COYO11M_LEASE_SECONDS` (60):
+            the first one has failed, was killed, or has not begun.
+    """
+    place = os.fspath(place).rstrip('/')
+    lock = _open(place)
+    longest_silence = lease_seconds() * 2 / 3
+    seen = time.monotonic()
+    what = f'waiting for {place}, which the first process of the job makes'
+    for _ in _looks(wait_seconds, lambda: what):
+        # In this order: the lock is released after it is there.
+        seen = max(seen, lock.last_sign_of_life())
+        if is_there():
+            return
+        if time.monotonic() - seen > longest_silence:
+            raise RuntimeError(
+                f'{place}: the first process of the job, which makes it, has failed or was killed: '
+                f'nothing has been heard of it for {longest_silence:.0f} s. Look into its log, '
+                'mend what it says, and start the job again.'
+            )
+    raise TimeoutError(
+        f'{place} is not there after {wait_seconds:.0f} s. Look into the log of the process '
+        'that makes it, the first of the job; if it is still at work, wait longer.'
+    )
+
+
+def _looks(wait_seconds: float, line: Callable[[], str]) -> Iterator[None]:
+    """Yields after pauses that grow, for a limited time; logs a line once a minute."""
+    start = next_line = time.monotonic()
+    pause = _FIRST_PAUSE
+    while True:
+        yield
+        now = time.monotonic()
+        left = start + wait_seconds - now
+        if left <= 0:
+            return
+        if now >= next_line:
+            next_line = now + _SECONDS_BETWEEN_LINES
+            logging.info('%s (for %.0f s, at most %.0f s)', line(), now - start, left)
+        time.sleep(min(pause, left, lease_seconds() / 6))
+        pause = min(1.5 * pause, _LONGEST_PAUSE)
+
+
+def _open(place: str) -> Lock:
+    return _BucketLock(place) if source_files.is_remote(place) else _DiskLock(place)
+
+
+def _describe_this_process() -> str:
+    now = datetime.datetime.now(datetime.UTC)
+    return f'process {os.getpid()} on {socket.gethostname()}, since {now:%Y-%m-%d %H:%M:%S} UTC'
+
+
+class _DiskLock:
+    """A locked file, which is removed in the end."""
+
+    def __init__(self, place: str):
+        self._path = place + _LOCK
+        self.holder = 'another process'
+
+    def acquire(self) -> bool:
+        os.makedirs(os.path.dirname(self._path) or os.curdir, exist_ok=True)
+        try:
+            self._lock = FileLock(self._path, wait=False)
+        except BlockingIOError:
+            with contextlib.suppress(OSError), open(self._path, encoding='utf-8') as file:
+                self.holder = file.read(1000) or self.holder
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            raise OSError(
+                error.errno,
+                'this file system has no locks (flock). Mount it with locks, or build on a local '
+                'disk and copy the result',
+                self._path,
+            ) from error
+        with contextlib.suppress(OSError), open(self._path, 'w', encoding='utf-8') as file:
+            file.write(_describe_this_process())
+        return True
+
+    def last_sign_of_life(self) -> float:
+        with contextlib.suppress(FileNotFoundError), open(self._path, 'rb') as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return time.monotonic()
+        return float('-inf')
+
+    def is_ours(self) -> bool:
+        return self._lock.is_at_path()
+
+    def release(self) -> None:
+        # Removed while it is locked: whoever locks it later finds that it is not at its path.
+        with self._lock:
+            if self._lock.is_at_path():
+                os.remove(self._path)
+
+
+class _BucketLock:
+    """An object that its holder replaces again and again; generations tell who wins."""
+
+    def __init__(self, place: str):
+        from coyo11m_tfds.storage import gcs
+
+        self._gcs, self._url = gcs, place + _LOCK
+        gcs.split_url(place)
+        self._seconds = lease_seconds()
+        self.holder = 'another process'
+        # The second line tells two locks of one process apart.
+        self._content = f'{_describe_this_process()}\n{uuid.uuid4().hex}'.encode()
+        self._seen: int | None = None  # generation at the last look, 0 for none
+        self._changed = float('-inf')  # when that was new
+        self._sign = float('-inf')
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name=self._url, daemon=True)
+
+    def acquire(self) -> bool:
+        generation = self._look()
+        if generation and time.monotonic() - self._changed < self._seconds:
+            return False
+        if generation:
+            logging.warning('%s: taking over from %s, which is gone', self._url, self.holder)
+        if not self._write(generation):
+            return False
+        self._thread.start()
+        return True
+
+    def last_sign_of_life(self) -> float:
+        self._look()
+        return self._sign
+
+    def is_ours(self) -> bool:
+        return self._gcs.read(self._url) == self._content
+
+    def release(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        try:
+            found = self._gcs.stat(self._url)
+            if found and self._gcs.read(self._url, found) == self._content:
+                self._gcs.delete(self._url, found.generation)
+        except OSError as error:
+            logging.warning('%s: not deleted, it will expire: %s', self._url, error)
+
+    def _look(self) -> int:
+        """Returns the generation of the lock, 0 for none, and notes what is new."""
+        found = self._gcs.stat(self._url)
+        generation = found.generation if found else 0
+        if found and generation != self._seen:
+            data = self._gcs.read(self._url, found) or b''
+            self.holder = data.decode(errors='replace').partition('\n')[0][:200] or self.holder
+            self._changed = time.monotonic()
+            if self._seen is not None:
+                self._sign = self._changed
+        self._seen = generation
+        return generation
+
+    def _write(self, generation: int, attempts: int = 8, seconds: float = 0) -> bool:
+        """Replaces this generation, 0 for none, by our lock; False if another one is there."""
+        try:
+            written = self._gcs.write(self._url, self._content, generation, attempts, seconds)
+        except self._gcs.Conflict:
+            found = self._gcs.stat(self._url)
+            if not found or self._gcs.read(self._url, found) != self._content:
+                return False
+            written = found  # the answer to an earlier attempt was lost
+        self._generation = written.generation
+        return True
+
+    def _keep(self) -> None:
+        """Renews the lock until it is released; run in a thread."""
+        while not self._stop.wait(self._seconds / 3):
+            try:
+                is_ours = self._write(self._generation, attempts=1, seconds=self._seconds / 3)
+            except Exception as error:  # whatever it is, the next renewal may work
+                logging.warning('%s: not renewed: %s', self._url, error)
+                continue
+            if not is_ours:
+                logging.warning('%s: another process took over, as we seemed dead', self._url)
+                return
