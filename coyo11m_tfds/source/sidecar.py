@@ -91,6 +91,7 @@ def find(place: str | os.PathLike[str]) -> list[SourceFile]:
     folder = text.rstrip('/')
     count, parts = find_parts(folder)
     if not parts:
+        stored_files.list_folder(folder)  # raises for a missing folder
         raise ValueError(f'{folder}: holds no part-NNNNN-of-MMMMM.parquet of embeddings.')
     missing = [part_name(number, count) for number in range(count) if number not in parts]
     if missing:
