@@ -1,4 +1,4 @@
-"""Records to batches of NumPy in a planned order, and those to sharded jax.Arrays.
+"""Batches of NumPy in a planned order, and those as sharded jax.Arrays.
 
     path = 'OUT/coyo11m_tfds/latents/1.0.0'
     batches = input_pipeline.train_batches(path, batch_size=256, seed=0, features=('latents',))
@@ -8,19 +8,14 @@
     for batch in input_pipeline.train_arrays(path, sharding, batch_size=256, seed=0):
         state = step(state, batch)
 
-Training samples come in the order of `reading.order`: of each of L lanes a sequence that is a pure
-function of seed and data set. A batch takes the next B/L samples of every lane, and process p of P
-owns the lanes `[p*L/P, (p+1)*L/P)`. So every P that divides L sees the same global batches, and
-every B that L divides reads the same sequence. A run that resumes, on that or another number of
-processes and with that or another batch size, continues with exactly what comes next: it starts to
-read there. All it needs to know is a number, samples of every lane, and that data set and settings
-are the same (`position_settings`).
+Training samples come in the order of `reading.order`. Every number of processes that divides the
+lanes sees the same global batches, and every batch size that the lanes divide reads the same
+sequence. A run that resumes, with these or others, starts to read at what comes next: it needs a
+number, samples of every lane, and the same data set and settings (`position_settings`).
 
-Two engines give the same batches, bit for bit, and import neither TensorFlow nor JAX. `rows`, for
-local files, gathers what is asked for out of memory-mapped shards; `chunks`, for gs://, out of runs
-of records that it fetches. `train_dataset` gives them as a `tf.data.Dataset`. `key`, `latents`,
-`text_embedding`, `tokens` and `caption` keep the dtype and the layout of the source. Scaling is the
-model's business.
+Two engines give the same batches, bit for bit, and import neither TensorFlow nor JAX. `rows`
+gathers local data out of memory-mapped shards; `chunks` fetches runs of records from gs://.
+Features keep the dtype and the layout of the source. Scaling is the model's business.
 """
 
 import importlib
@@ -84,7 +79,7 @@ __all__ = [
 prepare_process = process_settings.apply
 quiet_tensorflow = process_settings.quiet_tensorflow
 
-_AUTOTUNE = -1  # `tf.data.AUTOTUNE`
+_AUTOTUNE = -1  # as `tf.data.AUTOTUNE`
 _DEFAULT_FEATURES = (schema.KEY, schema.LATENTS, schema.TEXT_EMBEDDING)
 _NEED_JAX = ('Arrays', 'key_words', 'process_share', 'to_device')
 
@@ -96,15 +91,11 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 
-# --- The place in the data ---------------------------------------------------------------------
-
-
 def train_order(data: Data, settings: OrderSettings, split: str = schema.TRAIN) -> Order | None:
     """The order in which `train_batches` reads; None for a data set without a chunk index.
 
         order = train_order(path, OrderSettings(seed=0))
-        order.locate(sample)     # (epoch, place in the epoch) of every lane's sample, for the log
-        order.lane_length        # samples of a lane in an epoch
+        order.locate(sample)     # (epoch, place in the epoch) of every lane's sample
 
     Raises:
         ValueError: the data set has fewer records than lanes, or no such split.
@@ -116,11 +107,11 @@ def train_order(data: Data, settings: OrderSettings, split: str = schema.TRAIN) 
 def position_settings(
     data: Data, settings: OrderSettings, split: str = schema.TRAIN
 ) -> dict[str, str | int]:
-    """All that a number of samples a lane needs beside it to mean one place in the data.
+    """What decides, with a number of samples a lane, a place in the data.
 
-    A checkpoint keeps this; a resumed run compares it entry by entry, so that it can say
-    which one differs. The entry `data_set` is the name, config, version and split, and a digest of
-    these, the source's fingerprint and the lengths of the shards; the others are the settings.
+    A checkpoint keeps it, and a resumed run compares it entry by entry. The entry `data_set` is the
+    name, config, version and split, and a digest of these, the source's fingerprint and the lengths
+    of the shards; the others are the settings.
     """
     return engines.position(open_data(data), settings, split)
 
@@ -138,9 +129,6 @@ def engine_of(data: Data, engine: str = AUTO, split: str = schema.TRAIN) -> str:
 
 def _opened(asked: Reading) -> engines.Opened | None:
     return engines.open_split(asked.stored, asked.split, asked.engine)
-
-
-# --- Batches on the host -----------------------------------------------------------------------
 
 
 def train_batches(
@@ -174,59 +162,58 @@ def train_batches(
         next(batches)['latents']        # float16 (256, 4, 32, 32)
 
     Args:
-        data: the folder of a data set, its builder, or what `open_data` gives for one of these, so
-            that several functions read its metadata and chunk index once.
-        batch_size: records in a global batch; this process gets `b = batch_size / process_count`.
-        seed: decides the order and every choice about a sample.
-        start_step: the first batch is what the one after `start_step` batches would have been.
-        start_sample: samples of every lane that come before those; not 0 after batches of another
+        data: Folder of a data set, its builder, or what `open_data` gives for one of these: then
+            several functions read its metadata and chunk index once.
+        batch_size: Records in a global batch; this process gets `b = batch_size / process_count`.
+        seed: Seed of the order and of every choice about a sample.
+        start_step: Batches of this size that come before the first one.
+        start_sample: Samples of every lane that come before those; not 0 after batches of another
             size, which took so many.
-        features: some of `key`, `latents`, `text_embedding`, `tokens`, `caption`, or names of
+        features: Some of `key`, `latents`, `text_embedding`, `tokens`, `caption`, or names of
             columns that `python -m coyo11m_tfds.add_column` has added.
-        chunk: records read together, a multiple of `schema.CHUNK_STRIDE`.
-        lanes: streams that every batch takes an equal part of; a multiple of process_count.
-        window: records shuffled together within a lane.
-        caption_dropout: share of samples marked in `drop_text`, if a feature asked for is text.
-        process_index, process_count: which part of each global batch this process gets.
-        split: 'train', or another one that is in the data set.
-        on_bad_records: 'stop': a record that is damaged is an error that names its file and
-            number. 'skip': it is left out, counted and warned of; in its place are zeros, which
-            `mask` tells from records, so that everything else comes when it would have come. A
-            file that is missing, refused or out of reach is an error either way.
-        max_bad_fraction: with 'skip', share of the split's records, each counted once, that may be
+        chunk: Records read together, a multiple of `schema.CHUNK_STRIDE`.
+        lanes: Streams that every batch takes an equal part of; a multiple of process_count.
+        window: Records shuffled together within a lane.
+        caption_dropout: Share of samples marked in `drop_text`, if a feature asked for is text.
+        process_index, process_count: Which part of each global batch this process gets.
+        split: 'train', or another split of the data set.
+        on_bad_records: 'stop': a damaged record is an error that names its file and number.
+            'skip': it is left out, counted and warned of; in its place are zeros, which `mask`
+            tells from records, so that everything else comes when it would have come. A file that
+            is missing, refused or out of reach is an error either way.
+        max_bad_fraction: With 'skip', share of the split's records, each counted once, that may be
             bad; more of them, and more than 64, are an error.
-        counter: is told of every chunk that is read.
-        parallel_reads: chunks being read at a time in each lane; rows have no use for it.
-        prefetch: batches kept ready; a negative number keeps 2.
+        counter: Counts what is read.
+        parallel_reads: Chunks being read at a time in each lane; rows have no use for it.
+        prefetch: Batches kept ready; a negative number keeps 2.
         engine: 'rows' gathers out of memory-mapped files, which have to be local and must not be
             changed meanwhile; 'chunks' fetches runs of records, each with one request; 'auto' takes
             rows for a local data set and chunks for one on gs://; 'tf_data' reads through
             `train_dataset`, as does a data set without a chunk index. All give the same batches.
-        verify: when `rows` compares records with their CRC-32C: 'once' when this process first
+        verify: When `rows` compares records with their CRC-32C: 'once' when this process first
             reads a record, 'always', or 'never'. `chunks` always does.
-        text: where `text_embedding` or `tokens` comes from: '' for the records, the name of an
-            added column, or several with weights, of which a hash of seed, epoch and key chooses
-            one a sample: `{'': 2, 'short': 1}`, or as a string `'records:2,short:1'`. They have to
-            be of one kind: embeddings of one encoder, or tokens of one vocabulary, which are padded
-            with -1 to the longest. See `texts.parse`.
-        stride: only every `stride`-th batch is read. W workers that begin at `start_step + w` with
+        text: Source of `text_embedding` or `tokens`: '' for the records, the name of an added
+            column, or several with weights, of which a hash of seed, epoch and key chooses one a
+            sample: `{'': 2, 'short': 1}`, or as a string `'records:2,short:1'`. They have to be of
+            one kind: embeddings of one encoder, or tokens of one vocabulary, which are padded with
+            -1 to the longest. See `texts.parse`.
+        stride: Only every `stride`-th batch is read. W workers that begin at `start_step + w` with
             a stride of W read together, in turns, the batches of a single one.
 
     Returns:
         An iterator with `step`, `steps_per_epoch`, `spec`, `get_state`, `set_state`, `close` and
-        `check_memory`;
-        dropping it ends its threads, too. A batch is a dict of arrays that nothing else uses, of
-        the features asked for: key=int64 `(b,)`, latents=float16|bfloat16 `(b, 4, 32, 32)`,
-        text_embedding=float16 `(b, D)`, tokens=int32 `(b, T)`, caption=bytes `(b,)`, a column in
-        its own dtype and shape; drop_text=bool `(b,)` with caption_dropout > 0 and embeddings or
-        tokens; mask=bool `(b,)` with on_bad_records='skip'. It raises `DamagedError` where a record
-        cannot be read or too many are bad, and `OSError` where a file is missing, refused, out of
-        reach or, of `rows`, has changed since it was opened; what TensorFlow reads
-        `tf.errors.OpError`.
+        `check_memory`; dropping it ends its threads, too. A batch is a dict of arrays that nothing
+        else uses, of the features asked for: key=int64 `(b,)`, latents=float16|bfloat16
+        `(b, 4, 32, 32)`, text_embedding=float16 `(b, D)`, tokens=int32 `(b, T)`, caption=bytes
+        `(b,)`, a column in its own dtype and shape; drop_text=bool `(b,)` with caption_dropout > 0
+        and embeddings or tokens; mask=bool `(b,)` with on_bad_records='skip'. It raises
+        `DamagedError` where a record cannot be read or too many are bad, and `OSError` where a file
+        is missing, refused, out of reach or, of `rows`, has changed since it was opened; what
+        TensorFlow reads `tf.errors.OpError`.
 
     Raises:
-        ValueError: for settings that do not fit together, naming some that do, a feature that the
-            data set does not have, or 'rows' where files are not local or have no chunk index.
+        ValueError: settings do not fit together (the message names some that do), a feature is not
+            in the data set, or 'rows' is asked for files that are not local or have no chunk index.
         OSError: there is no data set, or its metadata cannot be read.
     """
     return _train_batches(Training(**locals()))
@@ -356,9 +343,6 @@ def eval_dataset(
     from coyo11m_tfds.reading import tf_data
 
     return tf_data.evaluate(asked, _opened(asked))
-
-
-# --- Batches on the devices ----------------------------------------------------------------------
 
 
 def train_arrays(

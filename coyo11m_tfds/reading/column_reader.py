@@ -22,8 +22,6 @@ from coyo11m_tfds.storage.source_files import SourceFile
 # longer. The rows of a chunk are neighbours in the source, but for dropped rows and other splits.
 _GAP = 128 << 10
 
-_PLACES_AT_ONCE = 1 << 18  # 3 MB
-
 _CRC_NBYTES = 4
 
 
@@ -72,30 +70,19 @@ def open_column(
     dtype = np.dtype(getattr(ml_dtypes, column.dtype, column.dtype))
     starts = [file.start for file in column.files]
     opened = OpenedColumn(name, files, starts, places, dtype, schema.LATENTS_SHAPE)
-    _check_places(opened, places)
+    sizes = zip(files, starts, strict=True)
+    rows = [max(0, file.size - start) // opened.row_nbytes for file, start in sizes]
+    # No file has rows behind the last one.
+    outside = places[:, 1] >= np.array([*rows, 0])[np.minimum(places[:, 0], len(files))]
+    if outside.any():
+        number = int(outside.argmax())
+        file, row, _ = places[number].tolist()
+        path = files[file].path if file < len(files) else 'a file that is not named'
+        raise ValueError(
+            f'{name} names row {row} of {path} for record {number}, and there is none. Build the '
+            'data set again.'
+        )
     return opened
-
-
-def _check_places(column: OpenedColumn, places: np.ndarray) -> None:
-    """Raises a ValueError for a place that is not within its file, or in none."""
-    rows = [
-        max(0, file.size - start) // column.row_nbytes
-        for file, start in zip(column.files, column.starts, strict=True)
-    ]
-    # One more, without rows, for every number of a file that is none.
-    rows_of_file = np.array([*rows, 0], np.int64)
-    for begin in range(0, len(places), _PLACES_AT_ONCE):
-        file, row, _ = places[begin : begin + _PLACES_AT_ONCE].T
-        file = np.minimum(file, len(rows))
-        outside = row >= rows_of_file[file]
-        if outside.any():
-            worst = int(outside.argmax())
-            number, there = begin + worst, int(file[worst])
-            path = column.files[there].path if there < len(rows) else 'a file that is not named'
-            raise ValueError(
-                f'{column.name} names row {row[worst]} of {path}, which has {rows_of_file[there]} '
-                f'rows, for record {number}. Build the data set again.'
-            )
 
 
 class ColumnReader:

@@ -70,20 +70,10 @@ class BadRecords:
     """The bad records of a split, each counted once, however many epochs meet it again."""
 
     def __init__(
-        self,
-        policy: str,
-        max_fraction: float,
-        num_records: int,
-        counter: ReadCounter | None = None,
+        self, policy: str, max_fraction: float, num_records: int, counter: ReadCounter | None
     ):
-        """Takes what is allowed.
-
-        Args:
-            policy: 'stop' or 'skip'.
-            max_fraction: With 'skip', the share of the split's records that may be bad.
-            num_records: Records of the split.
-            counter: Is told of every bad record in every epoch.
-        """
+        """Takes the policy, with 'skip' the share of the split's records that may be bad, and what
+        counts every bad record in every epoch."""
         self._stops, self._max_fraction = policy == STOP, max_fraction
         self._num_records, self._counter = num_records, counter
         self._found: set[tuple[int, int]] = set()  # (shard, record)
@@ -92,14 +82,9 @@ class BadRecords:
     def add(
         self, path: str, shard: int, numbers: Sequence[int], problem: str, place: str = ''
     ) -> None:
-        """Counts records of a file, and warns once a file.
+        """Counts records of a shard, and warns once a file.
 
-        Args:
-            path: Path of the file.
-            shard: Number of the shard.
-            numbers: Numbers of the records within the shard.
-            problem: What is wrong with them.
-            place: Place of the first one in the file, if that is not its record.
+        `place` names the first one in the file, if that is not the shard.
 
         Raises:
             DamagedError: the policy is 'stop', or there are too many by now.

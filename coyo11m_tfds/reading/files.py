@@ -139,17 +139,9 @@ class MappedFiles:
     """
 
     def __init__(
-        self,
-        path_of: Callable[[int], str],
-        num_files: int,
-        versions: Sequence[str] | None = None,
+        self, path_of: Callable[[int], str], num_files: int, versions: Sequence[str] | None = None
     ):
-        """Opens nothing.
-
-        Args:
-            path_of: Gives the path of a file by its number.
-            num_files: Number of files.
-            versions: Versions that may be mapped, as in `SourceFile`; None for any.
+        """Opens nothing; `versions` of files that may be mapped are as in `SourceFile`.
 
         Raises:
             ValueError: there are too many files.
@@ -251,7 +243,6 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def _map(file: BinaryIO, size: int) -> int:
-    """Maps a file; returns its address."""
     address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
     if address == ctypes.c_void_p(-1).value:
         number = ctypes.get_errno()
@@ -303,8 +294,8 @@ class FetchedFiles:
         Args:
             path_of: Gives the path of a file, local or on gs://, by its number.
             size: Bytes of each file.
-            most_at_once: Ranges that may be on their way, or have come and wait to be taken.
-            counter: Is told of every range; only those of files that were not added are chunks.
+            most_at_once: Ranges that are on their way, or have come and wait to be taken.
+            counter: Counts every range, and as chunks those of files that were not added.
         """
         self.memory = Memory()
         self.size = np.array(size, np.int64)
@@ -331,7 +322,7 @@ class FetchedFiles:
         return described.path if described else self._path_of(number)
 
     def ask(self, ranges: Iterable[Range]) -> None:
-        """Begins to fetch ranges, in this order, after those that were asked for before."""
+        """Begins to fetch ranges, after those that were asked for before."""
         self._asked.extend(ranges)
         self._begin()
 

@@ -71,9 +71,10 @@ class RowChoices:
         return {schema.KEY, *self.features} - elsewhere
 
     @property
-    def with_drops(self) -> bool:
-        """Whether `drop_text` is in the batch."""
-        return self.caption_dropout > 0 and not schema.TEXT_DTYPES.keys().isdisjoint(self.features)
+    def names(self) -> list[str]:
+        """Names of the arrays in a batch."""
+        has_drops = self.caption_dropout and schema.TEXT_DTYPES.keys() & set(self.features)
+        return [*self.features, *[DROP_TEXT] * bool(has_drops), *[MASK] * self.with_mask]
 
     def spec(self, size: int) -> dict[str, ArraySpec]:
         """Shape and dtype of each array in a batch of `size` rows."""
@@ -90,8 +91,8 @@ class RowChoices:
         if self.text:
             dtype = np.dtype(schema.TEXT_DTYPES[self.text.feature])
             known[self.text.feature] = ArraySpec((self.text.size,), dtype)
-        names = [*self.features, *[DROP_TEXT] * self.with_drops, *[MASK] * self.with_mask]
-        return {name: ArraySpec((size, *known[name].shape), known[name].dtype) for name in names}
+        found = {name: known[name] for name in self.names}
+        return {name: ArraySpec((size, *shape), dtype) for name, (shape, dtype) in found.items()}
 
     def crops(self, epoch: np.ndarray, keys: np.ndarray) -> np.ndarray:
         """The crop of each key in its epoch; int64 `(n,)`."""
@@ -232,15 +233,7 @@ class RowReader:
         if not good.all():
             self._report_bad(rows, np.flatnonzero(~good))
         keys = np.where(good, rows.keys, 0)
-        choices = self._choices
-        batch = {name: self._feature(name, rows, good, keys) for name in choices.features}
-        if choices.with_drops:
-            batch[DROP_TEXT] = order.sample_drops(
-                choices.seed, rows.epoch, keys, choices.caption_dropout
-            )
-        if choices.with_mask:
-            batch[MASK] = good
-        return batch
+        return {name: self._array(name, rows, good, keys) for name in self._choices.names}
 
     def _compare(self, rows: Rows, some: np.ndarray) -> np.ndarray:
         """Whether some records and their rows of columns have their checksums; bool `(n,)`."""
@@ -292,11 +285,15 @@ class RowReader:
                 shard, record = int(rows.shard[at]), int(rows.record[at])
                 self._bad_records.add(path, shard, [record], damage.DAMAGED_ROW, f'row {row}')
 
-    def _feature(self, name: str, rows: Rows, good: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """One feature of a batch; zeros or empty where there is no record."""
+    def _array(self, name: str, rows: Rows, good: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """One array of a batch; zeros or empty where there is no record."""
         choices = self._choices
         if name == schema.KEY:
             return keys
+        if name == MASK:
+            return good
+        if name == DROP_TEXT:
+            return order.sample_drops(choices.seed, rows.epoch, keys, choices.caption_dropout)
         if name == schema.CAPTION:
             return self._captions(rows, good)
         if choices.text and name == choices.text.feature:

@@ -1,6 +1,5 @@
 """Batches as a `tf.data.Dataset`: this host's lanes interleaved, batched and prefetched.
 
-    opened = engines.open_split(asked.stored, asked.split, asked.engine)
     dataset = tf_data.train(Training(data=path, batch_size=256, ...), opened)
     dataset = tf_data.evaluate(Reading(data=path, batch_size=256, ...), opened)
 
@@ -13,7 +12,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -24,19 +22,16 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import texts
 from coyo11m_tfds.reading import damage, engines, order, process_settings
 from coyo11m_tfds.reading.batches import DROP_TEXT, MASK, ArraySpec, Batches
-from coyo11m_tfds.reading.engines import EvalReader, Opened, TrainReader
+from coyo11m_tfds.reading.engines import EVAL_CROP, EvalReader, Opened, TrainReader
 from coyo11m_tfds.reading.row_reader import RowChoices
 from coyo11m_tfds.reading.settings import Reading, Training
 
 Batch = dict[str, tf.Tensor]
 
-# An ordinary shuffle keeps this many decoded records, 24.6 KB each.
-_SHUFFLE_BUFFER = 4096
+_SHUFFLE_BUFFER = 4096  # decoded records of 24.6 KB that an ordinary shuffle keeps
+_LANE_ROWS = 256  # gathered together, at least, so that NumPy's calls cost little
 
-# At least so many rows of a lane are gathered together, so that NumPy's calls cost little.
-_LANE_ROWS = 256
-
-# Nothing here has branches on tensors; to look for some takes longer than a small data set.
+# Nothing here has branches on tensors, and to look for some takes a second.
 _as_it_is = tf.autograph.experimental.do_not_convert
 
 process_settings.end_iterators_at_exit()
@@ -54,25 +49,18 @@ def train(asked: Training, opened: Opened | None) -> tf.data.Dataset:
     def read(lane: int) -> Iterator[dict[str, np.ndarray]]:
         return reader.read(range(lane, lane + 1), at_once, asked.start)
 
-    @_as_it_is
     def samples(lane: tf.Tensor) -> tf.data.Dataset:
         found = tf.data.Dataset.from_generator(read, args=(lane,), output_signature=signature)
         return found.rebatch(each, drop_remainder=True)
 
-    @_as_it_is
     def join(batch: Batch) -> Batch:
-        """Puts the parts `(lanes, each, ...)` of a batch one after the other."""
         return {name: tf.reshape(x, [-1, *x.shape[2:]]) for name, x in batch.items()}
 
     lanes = order.own_lanes(asked.lanes, *asked.process)
     parts = tf.data.Dataset.range(lanes.start, lanes.stop).interleave(
-        samples,
-        cycle_length=len(lanes),
-        block_length=1,
-        num_parallel_calls=len(lanes),
-        deterministic=True,
+        _as_it_is(samples), cycle_length=len(lanes), num_parallel_calls=len(lanes)
     )
-    return _prefetched(parts.batch(len(lanes), drop_remainder=True).map(join), asked)
+    return _prefetched(parts.batch(len(lanes), drop_remainder=True).map(_as_it_is(join)), asked)
 
 
 def evaluate(asked: Reading, opened: Opened | None) -> tf.data.Dataset:
@@ -91,11 +79,11 @@ def train_batches(asked: Training, opened: Opened | None) -> Batches:
     if opened is None:  # lanes mean nothing
         start = asked.start_step * asked.batch_size + asked.start_sample * asked.lanes
         asked = dataclasses.replace(asked, lanes=1, start_step=0, start_sample=start)
+    asked = dataclasses.replace(asked, data=asked.stored)  # which is not opened again
 
     @functools.lru_cache(maxsize=1)
     def make(start: int) -> tf.data.Dataset:
-        there = dataclasses.replace(asked, data=asked.stored, start_step=0, start_sample=start)
-        return train(there, opened)
+        return train(dataclasses.replace(asked, start_step=0, start_sample=start), opened)
 
     def read(start: int) -> Iterator[dict[str, np.ndarray]]:
         return itertools.islice(make(start).as_numpy_iterator(), 0, None, asked.stride)
@@ -121,18 +109,15 @@ def _signature(spec: Mapping[str, ArraySpec], size: int | None) -> dict[str, tf.
 
 
 def _spec(found: tf.data.Dataset) -> dict[str, ArraySpec]:
-    return {
-        name: ArraySpec(tuple(x.shape), np.dtype(x.dtype.as_numpy_dtype))
-        for name, x in found.element_spec.items()
-    }
+    spec = found.element_spec.items()
+    return {n: ArraySpec(tuple(x.shape), np.dtype(x.dtype.as_numpy_dtype)) for n, x in spec}
 
 
 def _prefetched(found: tf.data.Dataset, asked: Reading) -> tf.data.Dataset:
     options = tf.data.Options()
     options.deterministic = True
-    # The buffer of `prefetch` tunes itself without the tuner of tf.data, which is there to choose
-    # numbers of parallel calls. With that one, dropping an iterator waits for it to wake up, up to
-    # 60 s, and no other Python thread runs meanwhile.
+    # The tuner of tf.data chooses numbers of parallel calls; `prefetch` does without. To drop an
+    # iterator would wait for the tuner, up to 60 s, and no other Python thread runs meanwhile.
     options.autotune.enabled = False
     prefetch = tf.data.AUTOTUNE if asked.prefetch < 0 else asked.prefetch
     return found.prefetch(prefetch).with_options(options)
@@ -144,29 +129,27 @@ def _prefetched(found: tf.data.Dataset, asked: Reading) -> tf.data.Dataset:
 def _train_ordinary(asked: Training) -> tf.data.Dataset:
     """This process's part of shuffled batches."""
     seed = asked.seed % 2**63  # TensorFlow's seeds are int64
+    drops, skips = asked.caption_dropout, asked.on_bad_records == damage.SKIP
+    choices = RowChoices(tuple(asked.features), {}, asked.seed, drops, with_mask=skips)
     examples = _examples(asked, seed).shard(asked.process_count, asked.process_index)
     size = int(examples.cardinality())
     if size < 1:
         raise ValueError(
-            f'{asked.stored.folder}: split {asked.split!r} has fewer records than there are '
-            f'processes, process_count={asked.process_count}'
+            f'{asked.stored.folder}: split {asked.split!r} has fewer records than processes'
         )
-    drops, skips = asked.caption_dropout, asked.on_bad_records == damage.SKIP
-    choices = _choices(asked, seed=asked.seed, caption_dropout=drops, with_mask=skips)
     shuffled = examples.shuffle(min(size, _SHUFFLE_BUFFER), seed, reshuffle_each_iteration=True)
     start = asked.start_step * asked.batch_size + asked.start_sample * asked.lanes
     numbered = shuffled.repeat().enumerate().skip(start // asked.process_count)
 
-    @_as_it_is
     def part(number: tf.Tensor, batch: Batch) -> Batch:
         return _choose(choices, batch, number // size, tf.ones_like(number, tf.bool))
 
-    return numbered.batch(asked.local_size, drop_remainder=True).map(part)
+    return numbered.batch(asked.local_size, drop_remainder=True).map(_as_it_is(part))
 
 
 def _eval_ordinary(asked: Reading) -> tf.data.Dataset:
     """This process's part of every record once, filled up with zeros."""
-    choices = _choices(asked, fixed_crop=engines.EVAL_CROP, with_mask=True)
+    choices = RowChoices(tuple(asked.features), {}, fixed_crop=EVAL_CROP, with_mask=True)
     examples = _examples(asked)
     size = int(examples.cardinality())
     zeros = {name: tf.zeros(x.shape, x.dtype) for name, x in examples.element_spec.items()}
@@ -174,12 +157,11 @@ def _eval_ordinary(asked: Reading) -> tf.data.Dataset:
     numbered = examples.concatenate(blank).enumerate()
     begin = asked.process_index * asked.local_size
 
-    @_as_it_is
     def part(number: tf.Tensor, batch: Batch) -> Batch:
         chosen = _choose(choices, batch, tf.zeros_like(number), number < size)
         return {name: x[begin : begin + asked.local_size] for name, x in chosen.items()}
 
-    return numbered.batch(asked.batch_size, drop_remainder=True).map(part)
+    return numbered.batch(asked.batch_size, drop_remainder=True).map(_as_it_is(part))
 
 
 def _examples(asked: Reading, shuffle_seed: int | None = None) -> tf.data.Dataset:
@@ -193,10 +175,8 @@ def _examples(asked: Reading, shuffle_seed: int | None = None) -> tf.data.Datase
         )
     stored.check_features((schema.KEY, *asked.features))
     logging.warning(
-        '%s has no chunk index for split %r: every process reads all of it. In training the order '
-        'depends on their number, and a start at a step reads what comes before it.',
-        stored.folder,
-        asked.split,
+        f'{stored.folder} has no chunk index for split {asked.split!r}: every process reads all of '
+        'it. The order depends on their number, and a start at a step reads all before it.'
     )
     builder = stored.builder or tfds.builder_from_directory(stored.folder)
     config = tfds.ReadConfig(shuffle_seed=shuffle_seed, try_autocache=False)
@@ -204,20 +184,16 @@ def _examples(asked: Reading, shuffle_seed: int | None = None) -> tf.data.Datase
     return builder.as_dataset(split=asked.split, shuffle_files=is_training, read_config=config)
 
 
-def _choices(asked: Reading, **choices: Any) -> RowChoices:
-    return RowChoices(tuple(asked.features), engines.stored_rows(asked.stored), **choices)
-
-
 def _choose(choices: RowChoices, batch: Batch, epoch: tf.Tensor, mask: tf.Tensor) -> Batch:
     """What was asked for of a batch that TFDS has decoded, with latents `(b, 3, 4, 32, 32)`."""
 
-    def of_samples(epoch: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        drops = order.sample_drops(choices.seed, epoch, keys, choices.caption_dropout)
-        return choices.crops(epoch, keys), drops
+    def of_samples(*where: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        drops = order.sample_drops(choices.seed, *where, probability=choices.caption_dropout)
+        return choices.crops(*where), drops
 
     found = tf.numpy_function(of_samples, [epoch, batch[schema.KEY]], [tf.int64, tf.bool])
     crops, drops = (tf.ensure_shape(x, epoch.shape) for x in found)
     known = batch | {DROP_TEXT: drops, MASK: mask}
     if schema.LATENTS in choices.features:
         known[schema.LATENTS] = tf.gather(batch[schema.LATENTS], crops, axis=1, batch_dims=1)
-    return {name: known[name] for name in choices.spec(1)}
+    return {name: known[name] for name in choices.names}
