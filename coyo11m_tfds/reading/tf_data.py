@@ -187,9 +187,9 @@ def _examples(asked: Reading, shuffle_seed: int | None = None) -> tf.data.Datase
 def _choose(choices: RowChoices, batch: Batch, epoch: tf.Tensor, mask: tf.Tensor) -> Batch:
     """What was asked for of a batch that TFDS has decoded, with latents `(b, 3, 4, 32, 32)`."""
 
-    def of_samples(*where: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        drops = order.sample_drops(choices.seed, *where, probability=choices.caption_dropout)
-        return choices.crops(*where), drops
+    def of_samples(epoch: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        drops = order.sample_drops(choices.seed, epoch, keys, choices.caption_dropout)
+        return choices.crops(epoch, keys), drops
 
     found = tf.numpy_function(of_samples, [epoch, batch[schema.KEY]], [tf.int64, tf.bool])
     crops, drops = (tf.ensure_shape(x, epoch.shape) for x in found)

@@ -30,8 +30,9 @@ def write(
     splits: Mapping[str, Sequence[int]],
     *,
     source: pathlib.Path | None = None,
+    dtype: DTypeLike = np.float16,
 ) -> dict[str, np.ndarray]:
-    """Writes a data set with a chunk index, as `prepare` lays it out.
+    """Writes a data set with a chunk index, as a build lays it out.
 
     Record r of a split holds `latents[crop, 0, 0, :2] == (crop, r)`, zeros elsewhere, the text
     vector `(r, 1)` and the caption `record r`.
@@ -41,16 +42,17 @@ def write(
         splits: lengths of the shards of each split; some may be 0.
         source: folder that is made for `.pt` files, which the latents lie in; None for latents in
             the records.
+        dtype: of the latents, where they lie in the records.
 
     Returns:
         The keys of each split, int64, in the order of the shards.
     """
     path.mkdir(parents=True)
     keys = {
-        split: _write_split(path, split, lengths, in_place=source is not None)
+        split: _write_split(path, split, lengths, dtype, in_place=source is not None)
         for split, lengths in splits.items()
     }
-    write_metadata(path, splits, in_place=source is not None)
+    write_metadata(path, splits, dtype, in_place=source is not None)
     if source:
         source.mkdir(parents=True)
         files: list[ColumnFile] = []
@@ -148,7 +150,7 @@ def template(path: pathlib.Path, split: str) -> tfds.core.ShardedFileTemplate:
 
 
 def _write_split(
-    path: pathlib.Path, split: str, lengths: Sequence[int], in_place: bool
+    path: pathlib.Path, split: str, lengths: Sequence[int], dtype: DTypeLike, in_place: bool
 ) -> np.ndarray:
     count = sum(lengths)
     assert count <= MAX_RECORDS
@@ -158,7 +160,7 @@ def _write_split(
     for shard, rows in enumerate(np.split(np.arange(count), np.cumsum(lengths)[:-1])):
         name = template(path, split).sharded_filepath(shard_index=shard, num_shards=len(lengths))
         with open(name, 'wb') as file, records.RecordWriter(file) as writer:
-            values = _columns(keys[rows], rows)
+            values = _columns(keys[rows], rows, dtype)
             if in_place:
                 del values[schema.LATENTS]
             writer.write(values)
@@ -168,11 +170,13 @@ def _write_split(
     return keys
 
 
-def _columns(keys: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray | list[bytes]]:
+def _columns(
+    keys: np.ndarray, rows: np.ndarray, dtype: DTypeLike
+) -> dict[str, np.ndarray | list[bytes]]:
     text = np.stack([rows, np.ones_like(rows)], axis=1).astype(np.float16)
     return {
         schema.KEY: keys,
-        schema.LATENTS: _as_bytes(_latents(rows)),
+        schema.LATENTS: _as_bytes(_latents(rows).astype(dtype)),
         schema.CAPTION: [f'record {row}'.encode() for row in rows],
         schema.TEXT_EMBEDDING: _as_bytes(text),
     }
