@@ -25,7 +25,7 @@ from etils import epath
 from tensorflow_datasets.core import dataset_builder
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.convert import data_folder, recorded_settings
+from coyo11m_tfds.convert import data_folder
 from coyo11m_tfds.convert.settings import BuildSettings, check_names
 from coyo11m_tfds.dataset.columns import IN_PLACE
 from coyo11m_tfds.process import job
@@ -223,11 +223,14 @@ class Builder(dataset_builder.FileReaderBuilder):
 
         limit = download_config.max_examples_per_split
         final = os.fspath(self.data_path)
-        beam = None
-        if download_config.beam_options or download_config.beam_runner:
-            beam = driver.Beam(download_config.beam_options, download_config.beam_runner)
         with driver.build(
-            final, source, self.builder_config, limit=limit, overwrite=overwrite, beam=beam
+            final,
+            source,
+            self.builder_config,
+            limit=limit,
+            overwrite=overwrite,
+            beam_options=download_config.beam_options,
+            beam_runner=download_config.beam_runner,
         ) as built:
             if built:
                 self._write_info(built)
@@ -242,7 +245,7 @@ class Builder(dataset_builder.FileReaderBuilder):
         self.info._features = self._initial_features()
         self.info.read_from_directory(self.data_path)
         metadata = dict(self.info.metadata.items())  # not all methods of it load it
-        recorded_settings.check(self.data_path, metadata, self.builder_config, limit)
+        self.builder_config.check_recorded(self.data_path, metadata, limit)
         self._save_default_config()
 
     def _save_default_config(self) -> None:
@@ -254,7 +257,7 @@ class Builder(dataset_builder.FileReaderBuilder):
         try:
             if not dataset_builder.load_default_config_name(folder):
                 dataset_builder._save_default_config_name(folder, default_config_name=name)
-        except Exception as error:  # readers may lack write access; TensorFlow's are not OSErrors
+        except Exception as error:  # readers may lack write access; TensorFlow's are no OSErrors
             logging.warning('%s: no default config is written: %s', folder, error)
 
     def _reject_what_is_not_supported(
@@ -288,14 +291,14 @@ class Builder(dataset_builder.FileReaderBuilder):
             raise ValueError('leave out --num_processes; set num_workers in the config.')
 
     def _write_info(self, built: 'driver.Built') -> None:
-        """Adds what only the source determines to `info`, and writes TFDS' files."""
-        embeddings = built.plan.text_embeddings
+        """Takes over what only the source determines, and writes TFDS' files."""
+        text = built.plan.text
         # TFDS has no setter for features, but only the source determines dtype and width.
         self.info._features = make_features(
             built.plan.latent_dtype,
-            embeddings.dim if embeddings else None,
+            text.dim if text else None,
             self.builder_config.latents,
-            text=embeddings.feature if embeddings else schema.TEXT_EMBEDDING,
+            text=text.feature if text else schema.TEXT_EMBEDDING,
         )
         self.info.set_splits(self._make_splits(built))
         self.info.metadata.clear()

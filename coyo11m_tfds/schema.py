@@ -111,7 +111,7 @@ META_PART = 'part'  # of a sidecar in parts: 'i of n', from 0
 META_CAPTIONS_DIGEST = 'captions_digest'  # of keys and captions that embeddings were made of
 META_SOURCE_FINGERPRINT = 'source_fingerprint'  # hex digest
 META_BUILD = 'build'  # the ID in the names of the files of its build
-META_SETTINGS = 'settings'  # what decides the records, see `convert.recorded_settings`
+META_SETTINGS = 'settings'  # what decides the records, see `BuildSettings.record`
 SETTINGS_TEXT = 'text_vectors'  # of those: the text in the records, by the name it began with
 
 # Of a data set whose latents stay where they are.

@@ -195,7 +195,7 @@ def test_a_build_that_goes_on_says_where_the_source_is_now(movable, hash_sidecar
     _, source = movable
     program = """
         import itertools, os, pathlib, signal
-        from coyo11m_tfds.convert.finished_shards import FinishedShards
+        from coyo11m_tfds.convert.data_folder import FinishedShards
         from tests import test_in_place
 
         def save(*arguments, original=FinishedShards.save, numbers=itertools.count()):

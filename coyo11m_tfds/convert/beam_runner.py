@@ -1,79 +1,61 @@
 """Writes shards with Apache Beam, on as many machines as its runner has.
 
-    for task, result in write_shards(tasks, finished, scratch_settings, options):
+    for task, result in write_shards(tasks, finished, scratch_dir, scratch_bytes, options):
         ...
 
-The only collection is small: an element describes all shards of one group of files, in some
-kilobytes, so that each file is fetched by one worker, once. The captions and text embeddings of a
-shard, some MB, are first copied beside the records of the build, because workers on other machines
-do not see the stores of this one. A worker writes the shards of its group as `local_runner` does on
-one machine, and to the same place, so that a build may be resumed with another engine.
+The only collection is small: an element describes all shards of one group of files in some
+kilobytes, so that one worker fetches each file once. Workers on other machines do not see the
+captions and text embeddings of this one, so these are first copied, some MB a shard, beside the
+records of the build. A worker writes the shards of its group as `local_runner` does, to the same
+place, so that another engine may resume the build.
 """
 
 import concurrent.futures
 import dataclasses
 import itertools
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Iterator, Sequence
 
 import apache_beam as beam
 from absl import logging
 from apache_beam.options.pipeline_options import PipelineOptions
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.convert import local_runner, shard_inputs
-from coyo11m_tfds.convert.data_folder import sub_folder
-from coyo11m_tfds.convert.finished_shards import FinishedShards
-from coyo11m_tfds.convert.tasks import ShardResult, ShardTask
-from coyo11m_tfds.storage import locks
+from coyo11m_tfds.convert import local_runner
+from coyo11m_tfds.convert.data_folder import FinishedShards, sub_folder
+from coyo11m_tfds.convert.tasks import JoinedInputs, PackedInputs, ShardResult, ShardTask
+from coyo11m_tfds.storage import held_folder
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.scratch import Scratch, user_temp
 
 _UPLOADS_AT_ONCE = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class ScratchSettings:
-    """Where each worker keeps remote `.pt` files: a folder on its machine, and how many bytes.
-
-    An empty folder stands for the user's own one in the directory of temporary files.
-    """
-
-    folder: str
-    max_bytes: int
-
-    def open(self) -> tuple[Scratch, str]:
-        """Returns the scratch folder, and the path of a folder for shards beside it.
-
-        Raises:
-            PermissionError: the user's own folder belongs to another user.
-        """
-        folder = os.path.expanduser(self.folder) or user_temp(schema.NAME)
-        scratch = Scratch(os.path.join(folder, 'source'), self.max_bytes)
-        return scratch, os.path.join(folder, 'staging')
-
-
 def write_shards(
     tasks: Sequence[ShardTask],
     finished: FinishedShards,
-    scratch: ScratchSettings,
+    scratch_dir: str,
+    scratch_bytes: int,
     options: PipelineOptions | None,
     runner: str | beam.runners.PipelineRunner | None = None,
-) -> Generator[tuple[ShardTask, ShardResult], None, None]:
+) -> Iterator[tuple[ShardTask, ShardResult]]:
     """Writes shards and their records, and yields them when all are stored.
 
     Args:
-        tasks: what to write; tasks of one group follow each other.
-        finished: where shards and records are stored; all workers must reach it by this path.
-        scratch: for each worker.
-        options: of the pipeline.
-        runner: of the pipeline, if the options do not name one.
+        tasks: tasks of a plan; those of one group follow each other.
+        finished: storage of shards and records; all workers must reach it by this path.
+        scratch_dir: folder of each worker for remote `.pt` files; '' for the user's own one in the
+            directory of temporary files.
+        scratch_bytes: most bytes of remote files in it.
+        options: options of the pipeline.
+        runner: runner of the pipeline, if the options do not name one.
 
     Raises:
         RuntimeError: a worker failed; what is finished is kept.
     """
     if not tasks:
         return
+    place = finished.folder.folder
     packed = _pack(tasks, finished)
     logging.info('Starting the pipeline with %d shards to write', len(packed))
     groups = [list(group) for _, group in itertools.groupby(packed, lambda task: task.group)]
@@ -82,9 +64,8 @@ def write_shards(
             pipeline
             | 'Groups' >> beam.Create(groups, reshuffle=False)
             | beam.Reshuffle()
-            | 'Write' >> beam.Map(_write_group, finished.folder.folder, finished.build, scratch)
+            | 'Write' >> beam.Map(_write_group, place, finished.build, scratch_dir, scratch_bytes)
         )
-    place = finished.folder.folder
     by_place = {(task.split, task.index): task for task in tasks}
     for result in finished.load(packed):
         yield by_place.pop((result.split, result.index)), result
@@ -97,31 +78,26 @@ def write_shards(
 
 
 def _pack(tasks: Sequence[ShardTask], finished: FinishedShards) -> list[ShardTask]:
-    """Copies what tasks of a plan read from stores; returns tasks that read the copies.
-
-    Raises:
-        OSError: it cannot be stored.
-    """
+    """Copies the inputs of tasks beside the records; returns tasks that read the copies."""
 
     def pack_one(task: ShardTask) -> ShardTask:
-        assert isinstance(task.inputs, shard_inputs.JoinedInputs)  # what a plan has
+        assert isinstance(task.inputs, JoinedInputs)  # what a plan has
         name = f'{sub_folder(finished.build)}/{task.filename}.npz'
-        finished.folder.put_bytes(name, shard_inputs.pack(task.inputs))
-        inputs = shard_inputs.PackedInputs(f'{finished.folder.folder}/{name}')
-        return dataclasses.replace(task, inputs=inputs)
+        finished.folder.put_bytes(name, task.inputs.pack())
+        return dataclasses.replace(task, inputs=PackedInputs(f'{finished.folder.folder}/{name}'))
 
     with concurrent.futures.ThreadPoolExecutor(_UPLOADS_AT_ONCE) as threads:
         return list(threads.map(pack_one, tasks))
 
 
 def _write_group(
-    tasks: Sequence[ShardTask], folder: str, build: str, settings: ScratchSettings
+    tasks: Sequence[ShardTask], folder: str, build: str, scratch_dir: str, scratch_bytes: int
 ) -> None:
     """Runs on a worker, in as many processes as the runner starts there."""
-    destination = Destination(folder)
-    scratch, beside = settings.open()
-    with locks.temporary_folder(destination.staging(fallback=beside), 'worker-') as staging:
-        finished = FinishedShards(destination, build)
-        shards = local_runner.write_shards(tasks, finished, scratch, staging, num_workers=1)
-        for _ in shards:
+    finished = FinishedShards(Destination(folder), build)
+    own = os.path.expanduser(scratch_dir) or user_temp(schema.NAME)
+    scratch = Scratch(os.path.join(own, 'source'), scratch_bytes)
+    beside = finished.folder.staging(fallback=os.path.join(own, 'staging'))
+    with held_folder.make(beside, 'worker-') as staging:
+        for _ in local_runner.write_shards(tasks, finished, scratch, staging, num_workers=1):
             pass

@@ -1,57 +1,126 @@
-"""The folder of a data set: what lies there, and how a build becomes the data set.
+"""The folder of a data set: shards and records of a build under way, and its publication.
 
     folder = DataFolder('OUT/coyo11m_tfds/latents/1.0.0')
-    folder.find_build()                          # ID of the data set, None where there is none
-    folder.publish('3f9a1c20', files, small)     # now it is that build
-    folder.remove_others('3f9a1c20')             # files of the one before, and of killed builds
+    folder.find_build()                             # ID of the data set, None if there is none
+    finished = FinishedShards(folder.files, '3f9a1c20')
+    finished.load(plan.tasks)                       # results that are there already
+    finished.save(task, local_file, result)         # stores a shard, then its record
+    folder.publish('3f9a1c20', files, small, overwrite=True)   # makes the build the data set
+    folder.remove_others('3f9a1c20')                # removes files of other builds
 
 All files of a build but three have its ID in their names, and lie here from the start.
 `dataset_info.json`, which is written last, has the ID in its template for the names of shards: it
-alone makes them the data set. So nothing is ever moved or copied, and the data set that is to be
-replaced can be read until then.
+alone makes them the data set. So nothing is ever moved or copied, and readers see the old data set
+until then.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from absl import logging
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.convert.tasks import THIS_WRITER, ShardResult, ShardTask
 from coyo11m_tfds.dataset import manifest
 from coyo11m_tfds.process import job
+from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.process.sizes import readable
-from coyo11m_tfds.storage import locks
+from coyo11m_tfds.storage import build_lock, json_digest
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.file_state import FileState
 
-SETTINGS_FILE = 'settings.json'
+_SETTINGS_FILE = 'settings.json'
 _SUB_FOLDER = 'building-'
 
 
 def sub_folder(build: str) -> str:
-    """Where a build keeps what only it needs, in the folder of the data set."""
+    """The folder, within that of the data set, of what only a build needs."""
     return f'{_SUB_FOLDER}{build}'
 
 
-def _builder_of(name: str) -> str:
-    """The ID of the build that a file in its sub-folder belongs to; '' for another file."""
-    top, slash, _ = name.partition('/')
-    return top.removeprefix(_SUB_FOLDER) if slash and top.startswith(_SUB_FOLDER) else ''
+class FinishedShards:
+    """The shards of a build under way, and their records, from which a killed build resumes.
+
+    A shard is finished if its record says that it was made from the same source, rows and settings
+    as are planned now, by this version of the package, and its file has the recorded size and
+    checksum. A file alone proves nothing.
+
+    Attributes:
+        folder: folder of the data set, which the shards are in.
+        build: ID of the build.
+    """
+
+    def __init__(self, folder: Destination, build: str):
+        """Does not touch the storage."""
+        self.folder, self.build = folder, build
+
+    def begin(self, settings: Mapping[str, Any]) -> None:
+        """Marks the build as under way, so that what it writes is known to be its own."""
+        self._put(_SETTINGS_FILE, settings)
+
+    def save(self, task: ShardTask, local_file: str, result: ShardResult) -> None:
+        """Stores a shard from a local file, and then its record.
+
+        Raises:
+            OSError: it cannot be stored.
+        """
+        self.folder.put(local_file, task.filename, result.crc32c)
+        record = {'fingerprint': task.fingerprint, 'result': result.to_json()}
+        record['digest'] = json_digest.sha256(record)
+        self._put(f'{task.filename}.json', record)
+
+    def load(self, tasks: Sequence[ShardTask]) -> list[ShardResult]:
+        """Returns the results of the tasks that are finished.
+
+        Local shards are read for their checksums; in a bucket the storage reports them.
+        """
+        by_name = {f'{task.filename}.json': task for task in tasks}
+        records = self.folder.read_all(sub_folder(self.build), by_name)
+        found = {by_name[n].filename: _read_record(d, by_name[n]) for n, d in records.items()}
+        recorded = {name: result for name, result in found.items() if result}
+        if not recorded:
+            return []
+        # Nothing is read of a bucket.
+        num_bytes = sum(0 if self.folder.is_remote else r.num_bytes for r in recorded.values())
+        with Progress('Checking finished shards', num_bytes, 'B') as progress:
+            states = self.folder.inventory('', progress.add, recorded)
+        results = [
+            result
+            for name, result in recorded.items()
+            if states.get(name) == FileState(result.num_bytes, result.crc32c)
+        ]
+        logging.info('%d of %d shards are finished already', len(results), len(tasks))
+        return results
+
+    def _put(self, name: str, content: Mapping[str, Any]) -> None:
+        self.folder.put_bytes(f'{sub_folder(self.build)}/{name}', json.dumps(content).encode())
+
+
+def _read_record(data: bytes, task: ShardTask) -> ShardResult | None:
+    """The result in a record; None if it is damaged, of another task or of another writer."""
+    try:
+        record = json.loads(data)
+        if record.pop('digest') != json_digest.sha256(record):
+            raise ValueError('wrong digest')
+        result = ShardResult.from_json(record['result'])
+        same = record['fingerprint'] == task.fingerprint
+    except (AttributeError, KeyError, TypeError, ValueError):
+        logging.warning('%s: its record is damaged, it will be written again', task.filename)
+        return None
+    has_read = result.read == tuple(part.digest for part in task.parts)
+    return result if same and has_read and result.writer == THIS_WRITER else None
 
 
 class DataFolder:
     """The folder of a data set, `.../NAME/CONFIG/VERSION`.
 
     Attributes:
-        files: Store of the files in the folder.
+        files: access to its files.
     """
 
     def __init__(self, final: str):
-        """Does not touch the storage.
-
-        Args:
-            final: the folder, local or `gs://`.
-        """
+        """Takes its path or `gs://` URL; does not touch the storage."""
         self.files = Destination(final)
 
     def find_build(self) -> str | None:
@@ -64,20 +133,16 @@ class DataFolder:
         except (LookupError, TypeError, ValueError):
             return ''
 
-    def has_data_set(self) -> bool:
-        """True if there is a data set."""
-        return self.find_build() is not None
-
     def publish(
         self, build: str, files: Mapping[str, FileState], local: Mapping[str, str], overwrite: bool
     ) -> None:
         """Makes a build the data set, in place of the one that is there, if any.
 
         Args:
-            build: its ID.
+            build: ID of the build.
             files: states of all its files, by name; all but those of `local` are in the folder.
             local: paths of the files that have no ID in their names.
-            overwrite: whether there may be a data set of another build.
+            overwrite: whether to replace a data set of another build.
 
         Raises:
             OSError: a file differs from what was stored.
@@ -98,48 +163,31 @@ class DataFolder:
             self.files.put(local[name], name, files[name].crc32c)
         self.files.verify({name: files[name] for name in local})
 
-    def remove_others(self, build: str) -> None:
+    def remove_others(self, build: str, resumable_too: bool = True) -> None:
         """Removes what other builds have left beside the data set, and the records of its own.
 
         Args:
             build: ID of the data set.
+            resumable_too: False to keep builds that were interrupted, and to warn of them.
         """
         there = self.files.sizes()
         kept = self._recorded(build, there)
         for other in sorted(_builds(there) - {build}):
             doomed = self._recorded(other, there) or _files_of(other, there)
             doomed = (doomed & there.keys()) - kept
-            logging.info(
-                '%s: removing %d files of build %s, %s',
-                self.files.folder,
-                len(doomed),
-                other,
-                readable(sum(there[name] for name in doomed)),
-            )
+            size = readable(sum(there[name] for name in doomed))
+            if not resumable_too and any(_builder_of(name) == other for name in there):
+                logging.warning(
+                    '%s: build %s was interrupted and has left %s. The command that began it '
+                    'resumes it with --overwrite; the next build that is completed removes them.',
+                    self.files.folder,
+                    other,
+                    size,
+                )
+                continue
+            what = f'removing {len(doomed)} files of build {other}, {size}'
+            logging.info('%s: %s', self.files.folder, what)
             self._remove(other, doomed, there)
-        self._remove(build, _files_of(build, there) - kept, there)
-        self.files.sweep()
-
-    def tidy(self, build: str) -> None:
-        """Finishes what a killed builder had begun to remove; tells what other builds have left.
-
-        Args:
-            build: ID of the data set.
-        """
-        there = self.files.sizes()
-        under_way = {_builder_of(name) for name in there} - {'', build}
-        for other in sorted(under_way):
-            size = sum(there[name] for name in _files_of(other, there))
-            logging.warning(
-                '%s: build %s was interrupted and has left %s. The command that began it '
-                'resumes it with --overwrite; the next build that is completed removes them.',
-                self.files.folder,
-                other,
-                readable(size),
-            )
-        kept = self._recorded(build, there)
-        for other in sorted(_builds(there) - under_way - {build}):
-            self._remove(other, (self._recorded(other, there) & there.keys()) - kept, there)
         self._remove(build, _files_of(build, there) - kept, there)
         self.files.sweep()
 
@@ -159,33 +207,18 @@ class DataFolder:
 
     def _remove(self, build: str, names: set[str], there: Iterable[str]) -> None:
         """Removes files of a build; what proves that they are its own comes last."""
-        checksums = schema.of_build(schema.CHECKSUMS_FILE, build)
-        self.files.remove(names - {checksums})
-        self.files.remove(names & {checksums})
         in_work = {name for name in there if _builder_of(name) == build}
-        last = f'{sub_folder(build)}/{SETTINGS_FILE}'
-        self.files.remove(in_work - {last})
-        self.files.remove(in_work & {last})
-
-
-def _order(name: str) -> tuple[bool, bool, str]:
-    return name == schema.INFO_FILE, name == schema.FEATURES_FILE, name
-
-
-def _files_of(build: str, names: Iterable[str]) -> set[str]:
-    """Names that have the ID of a build, without those in its sub-folder."""
-    return {name for name in names if '/' not in name and schema.build_of(name) == build}
-
-
-def _builds(names: Iterable[str]) -> set[str]:
-    """The IDs of builds that have left their records, of checksums or of finished shards."""
-    stem = schema.CHECKSUMS_FILE.partition('.')[0]
-    found = {schema.build_of(name) for name in names if name.startswith(f'{stem}-')}
-    return (found | {_builder_of(name) for name in names}) - {''}
+        proofs = (
+            schema.of_build(schema.CHECKSUMS_FILE, build),
+            f'{sub_folder(build)}/{_SETTINGS_FILE}',
+        )
+        for group, proof in zip((names, in_work), proofs, strict=True):
+            self.files.remove(group - {proof})
+            self.files.remove(group & {proof})
 
 
 def tidy(final: str) -> None:
-    """Tidies the folder of a data set that is there; see `DataFolder.tidy`.
+    """Removes what builds that were killed at their end have left beside a data set.
 
     Where nothing is left this is one listing. Of the processes of a job only the first does it, and
     it never waits for a builder that is alive. Without write access it only warns.
@@ -200,9 +233,31 @@ def tidy(final: str) -> None:
         build = folder.find_build()
         if not build or not folder.has_leftovers(build):
             return
-        with locks.hold(final, wait_seconds=None):
-            folder.tidy(build)
+        with build_lock.hold(final, wait_seconds=None):
+            folder.remove_others(build, resumable_too=False)
     except TimeoutError as error:
         logging.info('%s', error)
     except OSError as error:
         logging.warning('%s: cannot remove what an interrupted build left: %s', final, error)
+
+
+def _order(name: str) -> tuple[bool, bool, str]:
+    return name == schema.INFO_FILE, name == schema.FEATURES_FILE, name
+
+
+def _builder_of(name: str) -> str:
+    """The ID of the build that a file in its sub-folder belongs to; '' for another file."""
+    top, slash, _ = name.partition('/')
+    return top.removeprefix(_SUB_FOLDER) if slash and top.startswith(_SUB_FOLDER) else ''
+
+
+def _files_of(build: str, names: Iterable[str]) -> set[str]:
+    """Names that have the ID of a build, without those in its sub-folder."""
+    return {name for name in names if '/' not in name and schema.build_of(name) == build}
+
+
+def _builds(names: Iterable[str]) -> set[str]:
+    """The IDs of builds that have left their records, of checksums or of finished shards."""
+    stem = schema.CHECKSUMS_FILE.partition('.')[0]
+    found = {schema.build_of(name) for name in names if name.startswith(f'{stem}-')}
+    return (found | {_builder_of(name) for name in names}) - {''}

@@ -3,9 +3,8 @@
     for task, result in write_shards(tasks, finished, scratch, staging, num_workers=2):
         ...
 
-The pool writes shards to local files. Threads of this process fetch remote `.pt` files in advance
-and store the finished shards, so the pool waits neither for downloads nor for uploads nor for the
-disk. A worker needs the same memory for files of any size.
+The pool writes shards to local files. Threads of this process fetch remote `.pt` files ahead of it
+and store the shards, so a process that encodes waits for no download, upload or disk.
 """
 
 import concurrent.futures
@@ -17,7 +16,7 @@ import threading
 import uuid
 from collections.abc import Iterator, Sequence
 
-from coyo11m_tfds.convert.finished_shards import FinishedShards
+from coyo11m_tfds.convert.data_folder import FinishedShards
 from coyo11m_tfds.convert.shard_writer import init_worker, write_shard
 from coyo11m_tfds.convert.tasks import ShardResult, ShardTask
 from coyo11m_tfds.process import machine, workers
@@ -31,12 +30,10 @@ Outcome = tuple[ShardTask, ShardResult]
 # A process takes about 1.5 s to start; for less work than this it is not worth it.
 _BYTES_WORTH_A_WORKER = 500_000_000
 
-# Groups whose files are fetched or being written at a time: one download alone does not fill a fast
-# line.
+# Groups whose files are fetched or written at a time: one download does not fill a fast line.
 _GROUPS_AT_ONCE = 4
 
-# Shards that are being stored at a time, besides those being written. Flushing to a disk and
-# uploading to a bucket mostly wait.
+# Shards that are being stored at a time: flushing to a disk and uploading mostly wait.
 _STORED_AT_ONCE = 8
 
 
@@ -50,15 +47,15 @@ def write_shards(
     """Writes shards and their records, and yields each when it is stored.
 
     Args:
-        tasks: what to write, in this order; tasks of one group follow each other.
-        finished: where shards and records are stored.
-        scratch: where remote files are put while they are read.
-        staging: existing local folder to write shards in.
+        tasks: tasks in the order of writing; those of one group follow each other.
+        finished: storage of shards and records.
+        scratch: local folder for remote files while they are read.
+        staging: existing local folder for shards on their way.
         num_workers: number of processes; 0 takes the environment variable `COYO11M_NUM_PROC`, else
             as many as there are cores and the amount of work is worth.
 
     Raises:
-        ValueError: see `shard_writer.write_shard`; or the variable is not a number.
+        ValueError: as of `shard_writer.write_shard`, or the variable is not a number.
         OSError: a file cannot be fetched, written or stored.
         RuntimeError: a process died, or runs another version of the package.
     """
@@ -66,9 +63,13 @@ def write_shards(
         return
     num_bytes = sum(task.num_bytes for task in tasks)
     num_workers = min(choose_workers(num_workers, num_bytes), len(tasks))
-    with _pool(num_workers) as pool:
-        run = _Run(pool, finished, scratch, staging, num_workers)
-        yield from run.results(tasks)
+    pool: contextlib.AbstractContextManager[concurrent.futures.Executor]
+    if num_workers == 1:
+        pool = concurrent.futures.ThreadPoolExecutor(1, 'write', use_one_thread)
+    else:
+        pool = workers.pool(num_workers, init_worker)
+    with pool as executor:
+        yield from _Run(executor, finished, scratch, staging, num_workers).results(tasks)
 
 
 def choose_workers(num_workers: int, num_bytes: int) -> int:
@@ -171,14 +172,3 @@ class _Run:
         """Passes an error on and lets nothing new begin."""
         self._stop.set()
         self._stored.put(error)
-
-
-@contextlib.contextmanager
-def _pool(num_workers: int) -> Iterator[concurrent.futures.Executor]:
-    """Yields what runs `write_shard`: a thread for one worker, else processes."""
-    if num_workers == 1:
-        with concurrent.futures.ThreadPoolExecutor(1, 'write', use_one_thread) as pool:
-            yield pool
-        return
-    with workers.pool(num_workers, init_worker) as pool:
-        yield pool

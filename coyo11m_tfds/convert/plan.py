@@ -7,23 +7,25 @@
 Planning opens and checks every file of the source, joins captions and text embeddings by key, and
 chooses the split of each key, so that faults are found before hours are spent on writing. For 12
 million rows it takes some 80 s of CPU besides reading the heads, and about 1.5 GB of memory.
+
+A large file is cut into shards of its own. Small ones share a shard with their neighbours, whole:
+so a file is read for one group of shards only, and fetched once.
 """
 
 import dataclasses
 import hashlib
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from absl import logging
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.convert import in_place, recorded_settings, shard_cuts
+from coyo11m_tfds.convert import in_place
 from coyo11m_tfds.convert.settings import EMBEDDINGS_IN_PT, BuildSettings
-from coyo11m_tfds.convert.shard_inputs import JoinedInputs
-from coyo11m_tfds.convert.tasks import ShardPart, ShardTask, TextEmbeddings
+from coyo11m_tfds.convert.tasks import JoinedInputs, ShardPart, ShardTask
 from coyo11m_tfds.dataset.keyed_random import splitmix64
 from coyo11m_tfds.report.statistics import Dropped
 from coyo11m_tfds.source import captions, copied_files, joined, location, sidecar
@@ -36,7 +38,7 @@ from coyo11m_tfds.storage.source_files import SourceFile
 
 _NO_ROW = -2  # bytes of the caption of a key that the Parquet file lacks
 
-_RECORD_OVERHEAD = 128  # bytes of a record besides latents, caption and text embedding
+_RECORD_OVERHEAD = 128  # bytes of a record besides latents, caption and text
 
 # A file counts for at least this share of its size: the files of one shard are on the disk at the
 # same time, however few of their rows are kept.
@@ -48,23 +50,21 @@ class Plan:
     """The shards to write, and the reasons for rows that are left out.
 
     Attributes:
-        tasks: all shards; those of one group, which read the same files, follow each other.
-        num_bytes: their expected size, exact within 1%.
+        tasks: tasks of all shards; those of one group, which read the same files, are neighbours.
+        num_bytes: expected size of the shards, exact within 1%.
         latent_dtype: one of `schema.LATENT_DTYPES`.
-        text_embeddings: None where records hold no text embedding.
-        sidecar: what the sidecar of text embeddings says of its making; None without a sidecar.
+        text: description of the text in the records; None for records without one.
         dropped: rows of the source that are left out, by reason.
         source_fingerprint: hex digest of everything that is read.
-        settings: what is recorded of the settings, see `recorded_settings`.
+        settings: what `BuildSettings.record` gives.
         build: ID of the build, from all that decides its files; it is in their names.
-        joined: what the tasks read; while it is open, no other build removes it.
+        joined: inputs of the tasks; while they are open, no other build removes them.
     """
 
     tasks: tuple[ShardTask, ...]
     num_bytes: int
     latent_dtype: str
-    text_embeddings: TextEmbeddings | None
-    sidecar: Header | None
+    text: Header | None
     dropped: Dropped
     source_fingerprint: str
     settings: dict[str, Any]
@@ -74,29 +74,24 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class _Joined:
-    """The parts of records that do not come from the `.pt` files, in the order of the records.
+    """What records hold besides latents, by place: all rows split by split, without duplicates."""
 
-    Attributes:
-        places: of each row of the `.pt` files, int64 `(n,)`; -1 of a row that repeats a key.
-        captions: of these places.
-        sidecar: None unless embeddings are from a sidecar.
-        header: of that.
-        text_embeddings: None without embeddings.
-    """
-
-    places: np.ndarray
+    places: np.ndarray  # of each row of the `.pt` files, int64 `(n,)`; -1 of one that repeats a key
     captions: Joined
     sidecar: Joined | None
-    header: Header | None
-    text_embeddings: TextEmbeddings | None
+    text: Header | None
 
     @property
     def digests(self) -> list[str]:
-        in_pt = EMBEDDINGS_IN_PT if self.text_embeddings else ''
-        return [
-            self.captions.facts['digest'],
-            self.sidecar.facts['digest'] if self.sidecar else in_pt,
-        ]
+        in_pt = EMBEDDINGS_IN_PT if self.text else ''
+        text = self.sidecar.facts['digest'] if self.sidecar else in_pt
+        return [self.captions.facts['digest'], text]
+
+    def values(self, found: Joined) -> np.ndarray:
+        """Sizes of joined values for each row; `_NO_ROW` where nothing was joined."""
+        sizes = np.full(len(self.places) + 1, _NO_ROW, found.sizes.dtype)  # the last: of place -1
+        sizes[found.places] = found.sizes
+        return sizes[self.places]
 
 
 def make_plan(
@@ -110,11 +105,11 @@ def make_plan(
 
     Args:
         source: files to read.
-        settings: what a user decides.
-        scratch: where remote files are put while they are read.
-        cache_dir: existing folder for captions and embeddings, which the tasks read. They stay
-            there for the next build, unless that is of something else.
-        limit: keep only so many records of each split, the first.
+        settings: choices of the user.
+        scratch: local folder for remote files while they are read.
+        cache_dir: existing folder for captions and embeddings, which the tasks read; it keeps them
+            for the next build of the same source.
+        limit: number of records of each split to keep, the first ones; None for all.
 
     Raises:
         ValueError: something is wrong with the source.
@@ -130,7 +125,7 @@ def make_plan(
         logging.warning('check_crc is false: no contents of .pt files are compared with a CRC-32.')
     logging.info('%d rows in %d .pt files', latents.num_rows, len(latents.files))
     joined = _join(source, settings, latents, sidecar_files, scratch, cache_dir)
-    caption_bytes = _of_rows(joined.captions, joined.captions.sizes, joined.places)
+    caption_bytes = joined.values(joined.captions)
     reasons = _drop_reasons(latents, caption_bytes, joined)
     dropped = _count_dropped(latents, joined.captions.facts, reasons, settings.max_bad_fraction)
     _check_dropped(dropped, source.captions_file.path, settings.drop_bad)
@@ -144,11 +139,8 @@ def make_plan(
             *joined.digests,
         ]
     )
-    recorded = recorded_settings.record(
-        settings,
-        limit,
-        joined.header.to_json() if joined.header else settings.text_embeddings,
-    )
+    text = joined.text.to_json() if joined.text and joined.sidecar else settings.text_embeddings
+    recorded = settings.record(limit, text)
     build = json_digest.sha256([fingerprint, recorded, *(task.fingerprint for task in tasks)])[:8]
     return Plan(
         tasks=tuple(
@@ -157,8 +149,7 @@ def make_plan(
         ),
         num_bytes=sum(task.num_bytes for task in tasks),
         latent_dtype=latents.dtype,
-        text_embeddings=joined.text_embeddings,
-        sidecar=joined.header,
+        text=joined.text,
         dropped=dropped,
         source_fingerprint=fingerprint,
         settings=recorded,
@@ -210,33 +201,29 @@ def _join(
     places = np.full(len(latents.keys), -1)
     places[rows] = np.arange(len(rows))
     wanted = latents.keys[rows]
-    keys_digest = hashlib.sha256(wanted).hexdigest()
+    keys_digest = _sha256(wanted)
     found = _join_captions(source.captions_file, settings, wanted, keys_digest, scratch, cache_dir)
-    text_embeddings = header = vectors = None
+    text = values = None
     if settings.text_embeddings == EMBEDDINGS_IN_PT:
-        dim = latents.common_embedding_dim()
-        text_embeddings = TextEmbeddings(dim, EMBEDDINGS_IN_PT, in_pt=True)
+        text = Header(latents.common_embedding_dim(), EMBEDDINGS_IN_PT, '', 0, '', '')
     elif sidecar_files:
         hold = scratch.hold_showing if len(sidecar_files) == 1 else scratch.hold
-        vectors = joined.kept(
+        values = joined.kept(
             cache_dir,
             ['sidecar', keys_digest, *([file.path, file.version] for file in sidecar_files)],
             lambda folder: sidecar.join(sidecar_files, folder, wanted, hold=hold),
         )
-        header = Header(**vectors.facts['header'])
-        _check_column(settings, header)
-        if header.captions_digest != found.facts['digest']:
+        text = Header(**values.facts['header'])
+        _check_column(settings, text)
+        if text.captions_digest != found.facts['digest']:
             raise ValueError(
                 f'{settings.text_embeddings}: its embeddings were made of other captions than '
                 f"column '{settings.caption_column}' of {source.captions_file.path} has. Make it "
                 'again with coyo11m_tfds.embed_captions, or name the source that it was made from.'
             )
         logging.info('The text embeddings of %s are ready', settings.text_embeddings)
-        text_embeddings = TextEmbeddings(
-            header.dim, header.encoder, in_pt=False, vocabulary=header.vocabulary
-        )
     joined.sweep(cache_dir)
-    return _Joined(places, found, vectors, header, text_embeddings)
+    return _Joined(places, found, values, text)
 
 
 def _join_captions(
@@ -268,13 +255,6 @@ def _join_captions(
     return found
 
 
-def _of_rows(found: Joined, values: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Values of joined rows for the rows with these places; `_NO_ROW` where nothing was joined."""
-    of_places = np.full(len(places) + 1, _NO_ROW, values.dtype)  # the last is that of place -1
-    of_places[found.places] = values
-    return of_places[places]
-
-
 def _drop_reasons(
     latents: SourceLatents, caption_bytes: np.ndarray, joined: _Joined
 ) -> dict[str, np.ndarray]:
@@ -286,7 +266,7 @@ def _drop_reasons(
         schema.CAPTION_TOO_LONG: caption_bytes == captions.TOO_LONG,
     }
     if joined.sidecar:
-        missing = _of_rows(joined.sidecar, joined.sidecar.sizes, joined.places) == _NO_ROW
+        missing = joined.values(joined.sidecar) == _NO_ROW
         reasons[schema.NO_TEXT_EMBEDDING] = missing & ~np.logical_or.reduce(list(reasons.values()))
     return reasons
 
@@ -333,12 +313,6 @@ def _is_validation(keys: np.ndarray, validation_fraction: float) -> np.ndarray:
     return unit_hash(keys) < validation_fraction
 
 
-def _record_sizes(caption_bytes: np.ndarray, text_embeddings: TextEmbeddings | None) -> np.ndarray:
-    """Returns the expected bytes of each record, int64 `(n,)`."""
-    fixed = schema.NUM_CROPS * schema.LATENT_NBYTES + _RECORD_OVERHEAD
-    return caption_bytes + (fixed + (text_embeddings.nbytes if text_embeddings else 0))
-
-
 def _plan_tasks(
     settings: BuildSettings,
     latents: SourceLatents,
@@ -347,38 +321,40 @@ def _plan_tasks(
     caption_bytes: np.ndarray,
     limit: int | None,
 ) -> tuple[ShardTask, ...]:
-    sizes = _record_sizes(caption_bytes, joined.text_embeddings)
+    text, latents_nbytes = joined.text, schema.NUM_CROPS * schema.LATENT_NBYTES
+    text_nbytes = text.dim * np.dtype(schema.TEXT_DTYPES[text.feature]).itemsize if text else 0
+    sizes = caption_bytes + (latents_nbytes + text_nbytes + _RECORD_OVERHEAD)
     validation = _is_validation(latents.keys, settings.validation_fraction)
     masks = {schema.TRAIN: kept & ~validation, schema.VALIDATION: kept & validation}
     rows_by_split = {split: np.flatnonzero(mask)[:limit] for split, mask in masks.items()}
     file_bytes = _file_bytes(latents, list(rows_by_split.values()), sizes)
-    groups = shard_cuts.group_files(file_bytes, settings.shard_bytes)
+    groups = group_files(file_bytes, settings.shard_bytes)
     versions = dict(zip(latents.files, latents.versions, strict=True))
     where = ['in_place'] if settings.in_place else []
     common = json_digest.sha256(
         [schema.RECORD_FORMAT, latents.dtype, settings.drop_bad, *joined.digests, *where]
     )
-    left_out = schema.NUM_CROPS * schema.LATENT_NBYTES if settings.in_place else 0
+    left_out = latents_nbytes if settings.in_place else 0
     tasks = []
     for split, rows in rows_by_split.items():
-        cuts = shard_cuts.cut(rows, sizes[rows], latents.starts, groups, settings.shard_bytes)
-        for index, cut in enumerate(cuts):
+        cuts = list(cut(rows, sizes[rows], latents.starts, groups, settings.shard_bytes))
+        for index, (group, of_shard) in enumerate(cuts):
             name = schema.shard_filename(split, index, len(cuts))
-            parts, inputs = _make_parts(cut.rows, latents, joined)
-            digests = [(versions[p.file], _rows_digest(inputs.rows[p.records])) for p in parts]
+            parts, inputs = _make_parts(of_shard, latents, joined)
+            digests = [(versions[p.file], _sha256(inputs.rows[p.records])) for p in parts]
             if settings.in_place:
                 digests += [(in_place.path_of(part.file), part.file.version) for part in parts]
             task = ShardTask(
                 split=split,
                 index=index,
                 filename=name,
-                group=cut.group,
+                group=group,
                 parts=parts,
                 inputs=inputs,
-                text_embeddings=joined.text_embeddings,
+                text=text,
                 drop_bad=settings.drop_bad,
                 check_crc=settings.check_crc,
-                num_bytes=cut.num_bytes - left_out * len(cut.rows),
+                num_bytes=int(sizes[of_shard].sum()) - left_out * len(of_shard),
                 in_place=settings.in_place,
                 fingerprint=json_digest.sha256([common, name, *itertools.chain(*digests)]),
             )
@@ -396,6 +372,71 @@ def _file_bytes(
     of_records = np.diff(np.concatenate([[0], np.cumsum(kept)])[latents.starts])
     least = [int(_LEAST_SHARE_OF_FILE * file.size) for file in latents.files]
     return np.where(of_records > 0, np.maximum(of_records, least), 0)
+
+
+def group_files(file_bytes: np.ndarray, shard_bytes: int) -> list[range]:
+    """Groups consecutive files, each either a large one alone or several small ones.
+
+    Groups of small files have half of `shard_bytes` to twice as much, wherever as many small files
+    follow each other.
+
+    Args:
+        file_bytes: size of the records of each file, int64 `(files,)`.
+        shard_bytes: limit above which a file is large.
+    """
+    groups: list[range] = []
+    for is_large, run in itertools.groupby(
+        range(len(file_bytes)), lambda file: file_bytes[file] > shard_bytes
+    ):
+        files = list(run)
+        if is_large:
+            groups += [range(file, file + 1) for file in files]
+        else:
+            groups += _group_small(range(files[0], files[-1] + 1), file_bytes, shard_bytes)
+    return groups
+
+
+def _group_small(files: range, file_bytes: np.ndarray, shard_bytes: int) -> list[range]:
+    firsts, total = [files.start], 0
+    for file in files:
+        num_bytes = int(file_bytes[file])
+        if total + num_bytes > shard_bytes and 2 * total >= shard_bytes:
+            firsts.append(file)
+            total = 0
+        total += num_bytes
+    if len(firsts) > 1 and 2 * total < shard_bytes:
+        del firsts[-1]  # the rest is too little for a shard of its own
+    return [range(first, end) for first, end in itertools.pairwise([*firsts, files.stop])]
+
+
+def cut(
+    rows: np.ndarray,
+    row_bytes: np.ndarray,
+    file_starts: np.ndarray,
+    groups: list[range],
+    shard_bytes: int,
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Cuts the rows of one split into shards; yields the number of the group, and the rows.
+
+    The rows of a group of several files are one shard; those of one file are the fewest shards of
+    at most about `shard_bytes`, nearly equal.
+
+    Args:
+        rows: ascending, numbered over all files, int64 `(n,)`.
+        row_bytes: expected size of the record of each, int64 `(n,)`.
+        file_starts: row at which each file starts, and the number of rows, int64 `(files + 1,)`.
+        groups: those of `group_files`.
+        shard_bytes: size of a shard.
+    """
+    borders = np.searchsorted(rows, file_starts)
+    for number, files in enumerate(groups):
+        start, end = int(borders[files.start]), int(borders[files.stop])
+        if start == end:
+            continue
+        num_bytes = int(row_bytes[start:end].sum())
+        num_shards = 1 if len(files) > 1 else min(-(-num_bytes // shard_bytes), end - start)
+        for part in np.array_split(rows[start:end], num_shards):
+            yield number, part
 
 
 def _make_parts(
@@ -417,12 +458,11 @@ def _make_parts(
             file=latents.files[files[start]],
             digest=latents.digests[files[start]],
             records=slice(start, end),
-            row_range=(int(in_file[start]), int(in_file[end - 1])),
         )
         for start, end in itertools.pairwise(starts)
     ]
     return tuple(parts), inputs
 
 
-def _rows_digest(rows: np.ndarray) -> str:
-    return hashlib.sha256(rows).hexdigest()
+def _sha256(array: np.ndarray) -> str:
+    return hashlib.sha256(array).hexdigest()

@@ -1,22 +1,35 @@
-"""The settings of a build: one object, handed down from the config to the workers."""
+"""The settings of a build: handed down from the config to the workers, and kept with a data set.
+
+    settings = BuildSettings(source='/data/coyo11m', text_embeddings='gemma.parquet')
+    metadata[schema.META_SETTINGS] = settings.record(limit, text_embeddings)
+    settings.check_recorded(folder, metadata, limit)
+
+The source is not compared: its fingerprint is in the metadata too, but computing that of a folder
+takes reading its files.
+"""
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
+import coyo11m_tfds
 from coyo11m_tfds import schema
-from coyo11m_tfds.dataset.columns import IN_PLACE, LATENTS_LIE
+from coyo11m_tfds.dataset.columns import IN_PLACE, LATENTS_LIE, RECORDS
+from coyo11m_tfds.storage import source_files
 
 EMBEDDINGS_IN_PT = 'pt'  # the `text_embeddings` for `embeddings` inside the `.pt` files
 
-_RENAMED = {'text_vectors': 'text_embeddings'}  # fields, of earlier versions
+_LIMIT = 'max_examples_per_split'
+_LATENTS = 'latents'
+# A finished data set does not depend on these.
+_NOT_COMPARED = ('max_bad_fraction', 'check_crc', 'package_version')
 
 
 def check_names(names: Iterable[str], known: Sequence[str], where: str) -> None:
-    """Raises a ValueError for a name that is none of the known fields; it begins with `where`."""
+    """Raises a ValueError that begins with `where` for a name that is not a known field."""
     for name in names:
-        if name in _RENAMED:
-            raise ValueError(f"{where}: the field '{name}' is now '{_RENAMED[name]}'.")
         if name not in known:
             raise ValueError(
                 f"{where} has an unknown field '{name}'; the fields are {', '.join(known)}."
@@ -33,26 +46,25 @@ class BuildSettings:
         validation_fraction: share of the keys in the validation split, in [0, 1).
         shard_bytes: the records of a larger `.pt` file are cut into the fewest shards of at most
             about this size, nearly equal; smaller files share one of half to twice this size.
-        text_embeddings: '' for none; 'pt' for `embeddings` in the `.pt` files; else the place of a
-            sidecar that `coyo11m_tfds.embed_captions` made, of embeddings or of tokens; a file or
-            a folder.
-        latents: 'records', or 'in_place': records hold all but the latents, which are read out of
-            the source's files. These must stay as they are, on gs:// if the data set is there. The
-            shards have the same records as otherwise, so that the order of training is the same.
-        bad_data: what to do about duplicate keys, files whose tensors disagree, and numbers that
-            are not finite: 'drop' and count them, or 'stop' at the first.
+        text_embeddings: '' for none; 'pt' for `embeddings` in the `.pt` files; else the file or the
+            folder of a sidecar that `coyo11m_tfds.embed_captions` made, of embeddings or of tokens.
+        latents: 'records', or 'in_place': the records hold everything else, and readers read the
+            latents in the source's files, which must not change, and must lie on gs:// for a data
+            set on gs://. The order of training is the same.
+        bad_data: policy for duplicate keys, files whose tensors disagree, and numbers that are not
+            finite: 'drop' and count them, or 'stop' at the first.
         max_bad_fraction: share of the source's rows that may be dropped as bad, in [0, 1].
         check_crc: whether contents of `.pt` files must have the CRC-32 that torch records with
             them; False for files saved without valid checksums.
         num_workers: processes that write; 0 for the environment variable COYO11M_NUM_PROC, else
             all cores.
-        scratch_dir: local folder for what is kept between builds (captions as plain text, text
-            embeddings) and for remote files on their way; '' for `.coyo11m_tfds` in a local
-            data_dir, else `~/.cache/coyo11m_tfds`. Beam's workers take `coyo11m_tfds-<user id>` in
-            their directory of temporary files.
-        scratch_gb: most GB of remote files that lie there at a time; at least the largest
-            file, and the small files of one shard.
-        wait_hours: how long to wait for another process that builds the same data set.
+        scratch_dir: local folder for captions and text embeddings, which it keeps between builds,
+            and for remote files on their way; '' for `.coyo11m_tfds` in a local data_dir, else
+            `~/.cache/coyo11m_tfds`. Beam's workers take `coyo11m_tfds-<user id>` in their
+            directory of temporary files.
+        scratch_gb: most GB of remote files in it at a time; at least the largest file, and the
+            small files of one shard.
+        wait_hours: longest wait for another process that builds the same data set.
     """
 
     source: str = ''
@@ -60,7 +72,7 @@ class BuildSettings:
     validation_fraction: float = 0.01
     shard_bytes: int = 128 * 1024 * 1024
     text_embeddings: str = ''
-    latents: str = 'records'
+    latents: str = RECORDS
     bad_data: str = 'drop'
     max_bad_fraction: float = 0.01
     check_crc: bool = True
@@ -98,10 +110,77 @@ class BuildSettings:
     def scratch_bytes(self) -> int:
         return int(self.scratch_gb * 10**9)
 
-    @property
-    def wait_seconds(self) -> float:
-        return self.wait_hours * 3600
-
     def _check(self, name: str, good: bool, expected: str) -> None:
         if not good:
             raise ValueError(f'config: {name} is {getattr(self, name)!r}, expected {expected}.')
+
+    def record(self, limit: int | None, text_embeddings: str | Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what decides the records, as JSON for the metadata.
+
+        Args:
+            limit: `max_examples_per_split`.
+            text_embeddings: '', 'pt' or the header of a sidecar; never a path.
+        """
+        # Only in these data sets, so that the metadata of others does not change.
+        in_place = {_LATENTS: self.latents} if self.in_place else {}
+        return in_place | {
+            'caption_column': self.caption_column,
+            schema.SETTINGS_TEXT: text_embeddings,
+            'validation_fraction': float(self.validation_fraction),
+            'shard_bytes': self.shard_bytes,
+            'bad_data': self.bad_data,
+            'max_bad_fraction': float(self.max_bad_fraction),
+            'check_crc': self.check_crc,
+            _LIMIT: limit,
+            'record_format': schema.RECORD_FORMAT,
+            'package_version': coyo11m_tfds.__version__,
+        }
+
+    def check_recorded(
+        self, folder: str | os.PathLike[str], metadata: Mapping[str, Any], limit: int | None
+    ) -> None:
+        """Refuses a data set that was built with other settings; one without them is accepted.
+
+        Args:
+            folder: folder of the data set, for messages.
+            metadata: metadata of its `dataset_info`.
+            limit: `max_examples_per_split`.
+
+        Raises:
+            ValueError: the settings differ, or the sidecar is damaged.
+        """
+        there = metadata.get(schema.META_SETTINGS)
+        if there is None:
+            return
+        text_embeddings = self._text_embeddings(there.get(schema.SETTINGS_TEXT))
+        lie = {_LATENTS: RECORDS}
+        differing = list(_differences(lie | there, lie | self.record(limit, text_embeddings)))
+        if differing:
+            raise ValueError(
+                f'{os.fspath(folder)} was built with other settings: {"; ".join(differing)}. Give '
+                'the config another name, or replace the data set with --overwrite (in Python '
+                'download_mode=tfds.GenerateMode.REUSE_CACHE_IF_EXISTS).'
+            )
+
+    def _text_embeddings(self, recorded: Any) -> str | Mapping[str, Any]:
+        """As a build would record them now; as recorded if the sidecar is remote or absent."""
+        chosen = self.text_embeddings
+        if chosen in ('', EMBEDDINGS_IN_PT):
+            return chosen
+        if source_files.is_remote(chosen) or not os.path.exists(chosen):
+            return recorded if isinstance(recorded, dict) else chosen
+        from coyo11m_tfds.source import sidecar
+
+        first, *_ = sidecar.find(chosen)
+        return sidecar.describe(first.path)['header']
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+    # A setting that only one of the two has belongs to another version of this package.
+    for name in sorted(here.keys() & there.keys() - set(_NOT_COMPARED)):
+        old, new = there[name], here[name]
+        field = 'text_embeddings' if name == schema.SETTINGS_TEXT else name
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from (f'{field}: {part}' for part in _differences(old, new))
+        elif old != new:
+            yield f'{field} is {old!r} there, {new!r} is asked for'

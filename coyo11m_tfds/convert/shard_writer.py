@@ -2,8 +2,8 @@
 
     result = shard_writer.write_shard(task, ['/scratch/000000-000009.pt'], '/scratch/shard')
 
-A shard holds some rows of one `.pt` file, or of several small ones. One file is open at a time, and
-its rows are read `ROWS_AT_ONCE` at a time, so memory does not grow with the files or the shard.
+One file of the source is open at a time, and its rows are read `ROWS_AT_ONCE` at a time, so memory
+grows neither with the files nor with the shard.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,9 +13,10 @@ import numpy as np
 import pyarrow as pa
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.convert.in_place import ShardSources
+from coyo11m_tfds.convert import in_place
 from coyo11m_tfds.convert.tasks import THIS_WRITER, ShardPart, ShardResult, ShardTask
-from coyo11m_tfds.dataset import records
+from coyo11m_tfds.dataset import columns, records
+from coyo11m_tfds.dataset.columns import ColumnFile
 from coyo11m_tfds.report.statistics import ShardStatistics
 from coyo11m_tfds.source import pt_file
 from coyo11m_tfds.storage.file_state import naming
@@ -23,13 +24,15 @@ from coyo11m_tfds.storage.file_state import naming
 # Rows read at once, 5 MB with the float32 numbers: they stay in the processor's cache.
 ROWS_AT_ONCE = 128
 
+Features = dict[str, np.ndarray | list[bytes]]
+
 
 def write_shard(task: ShardTask, latents_paths: Sequence[str], path: str) -> ShardResult:
     """Writes the shard's file.
 
     Args:
-        task: what to write.
-        latents_paths: the file of each part, as a local one.
+        task: contents of the shard.
+        latents_paths: local path of the file of each part.
         path: local file to write.
 
     Raises:
@@ -46,7 +49,7 @@ def write_shard(task: ShardTask, latents_paths: Sequence[str], path: str) -> Sha
     source = _OpenSource(task)
     with naming(path), open(path, 'wb') as file, records.RecordWriter(file) as writer:
         for part, latents_path in zip(task.parts, latents_paths, strict=True):
-            for some in source.columns(part, latents_path):
+            for some in source.read_part(part, latents_path):
                 writer.write(some)
     return ShardResult(
         split=task.split,
@@ -58,7 +61,10 @@ def write_shard(task: ShardTask, latents_paths: Sequence[str], path: str) -> Sha
         statistics=source.statistics,
         writer=THIS_WRITER,
         read=tuple(source.read),
-        sources=source.sources if task.in_place else None,
+        sources=tuple(
+            (file, np.concatenate([np.empty((0, 2), '<u4'), *places]))
+            for file, places in source.sources
+        ),
     )
 
 
@@ -70,49 +76,44 @@ def init_worker() -> None:
 
 
 class _OpenSource:
-    """The opened source of a task, and the statistics of the rows read from it."""
+    """The opened source of a task, and what is learned while it is read."""
 
     def __init__(self, task: ShardTask):
-        self._task = task
-        self._inputs = task.inputs.open()
-        embeddings = task.text_embeddings
-        self._text = embeddings.feature if embeddings else ''
+        self._task, self._inputs = task, task.inputs.open()
+        text = task.text
+        self._text = text.feature if text else ''
         self.statistics = ShardStatistics(
-            embeddings.dim if embeddings and self._text == schema.TEXT_EMBEDDING else 0,
+            text.dim if text and self._text == schema.TEXT_EMBEDDING else 0,
             # Who draws is told of words that no caption has; ids of parts of words tell nothing.
-            embeddings.vocabulary if embeddings and embeddings.encoder == schema.WORDS else 0,
+            text.vocabulary if text and text.encoder == schema.WORDS else 0,
         )
-        self.sources = ShardSources()
+        self.sources: list[tuple[ColumnFile, list[np.ndarray]]] = []
         self.read: list[str] = []  # digests of files
 
-    def columns(
-        self, part: ShardPart, latents_path: str
-    ) -> Iterator[dict[str, np.ndarray | list[bytes]]]:
-        """Yields the features of the records of one file that are good, some rows at a time.
-
-        Each is overwritten by the next.
-        """
-        latents = pt_file.LatentShard(latents_path, name=part.file.path)
-        self._check_unchanged(part, latents)
-        self.read.append(latents.digest)
-        records = part.records
+    def read_part(self, part: ShardPart, latents_path: str) -> Iterator[Features]:
+        """Yields the features of the good records of one file, some at a time, each overwritten."""
+        file = pt_file.LatentShard(latents_path, name=part.file.path)
+        rows, keys = self._inputs.rows[part.records], self._inputs.keys[part.records]
+        if file.digest != part.digest or not np.array_equal(file.keys[rows], keys):
+            raise ValueError(f'{file.path}: has changed since the build began. Start it again.')
+        self.read.append(file.digest)
         if self._task.in_place:
-            self.sources.begin(part.file, latents)
-        for start in range(records.start, records.stop, ROWS_AT_ONCE):
-            yield self._columns(latents, slice(start, min(start + ROWS_AT_ONCE, records.stop)))
+            self.sources.append((in_place.describe(part.file, file), []))
+        first, stop = part.records.start, part.records.stop
+        for start in range(first, stop, ROWS_AT_ONCE):
+            yield self._read_rows(file, slice(start, min(start + ROWS_AT_ONCE, stop)))
 
-    def _columns(
-        self, file: pt_file.LatentShard, some: slice
-    ) -> dict[str, np.ndarray | list[bytes]]:
-        keys = self._inputs.keys[some]
+    def _read_rows(self, file: pt_file.LatentShard, some: slice) -> Features:
+        keys, rows = self._inputs.keys[some], self._inputs.rows[some]
         captions = self._inputs.captions[some]
-        raw, latents = file.latents(self._inputs.rows[some])
+        raw, latents = file.latents(rows)
         text = self._read_text(file, some)
         embeddings = text if self._text == schema.TEXT_EMBEDDING else None
         good = self.statistics.add(keys, captions, latents, embeddings)
-        found: dict[str, np.ndarray | list[bytes]] = {schema.KEY: keys, schema.CAPTION: captions}
+        found: Features = {schema.KEY: keys, schema.CAPTION: captions}
         if self._task.in_place:
-            self.sources.add(self._inputs.rows[some][good], raw[good])
+            places = np.stack([rows[good], columns.checksums(raw[good])], axis=1)
+            self.sources[-1][1].append(places.astype('<u4'))
         else:
             found[schema.LATENTS] = raw
         if text is not None:
@@ -129,21 +130,15 @@ class _OpenSource:
         }
 
     def _read_text(self, file: pt_file.LatentShard, some: slice) -> np.ndarray | None:
-        if not self._task.text_embeddings:
+        if not self._task.text:
             return None
-        if not self._task.text_embeddings.in_pt:
-            assert self._inputs.embeddings is not None
-            return self._inputs.embeddings[some]
+        if self._inputs.text is not None:
+            return self._inputs.text[some]
         with np.errstate(over='ignore'):  # becomes inf, which counts as not finite
             return file.embeddings(self._inputs.rows[some]).astype(np.float16)
 
-    def _check_unchanged(self, part: ShardPart, file: pt_file.LatentShard) -> None:
-        rows, keys = self._inputs.rows[part.records], self._inputs.keys[part.records]
-        if file.digest != part.digest or not np.array_equal(file.keys[rows], keys):
-            raise ValueError(f'{file.path}: has changed since the build began. Start it again.')
-
     def _refuse(self, path: str, key: int) -> None:
-        text = f' (or its {schema.PT_EMBEDDINGS})' if self._task.text_embeddings else ''
+        text = f' (or its {schema.PT_EMBEDDINGS})' if self._task.text else ''
         raise ValueError(
             f'{path}: {schema.PT_LATENTS} of key {key}{text} are not finite, or '
             'too large to be. One such number ruins a training run. Remove the sample or make it '

@@ -3,8 +3,8 @@
 import pathlib
 from collections.abc import Sequence
 
-from coyo11m_tfds.convert import local_runner, plan, run_plan
-from coyo11m_tfds.convert.finished_shards import FinishedShards
+from coyo11m_tfds.convert import driver, local_runner, plan
+from coyo11m_tfds.convert.data_folder import FinishedShards
 from coyo11m_tfds.convert.settings import BuildSettings
 from coyo11m_tfds.convert.tasks import ShardResult, ShardTask
 from coyo11m_tfds.source import location
@@ -36,7 +36,7 @@ def write(made: plan.Plan, work: pathlib.Path, num_workers: int = 1) -> list[Sha
         return local_runner.write_shards(tasks, finished, scratch, staging, num_workers)
 
     finished = FinishedShards(Destination(data_folder(work)), made.build)
-    return run_plan.write_shards(made, finished, engine)
+    return driver.write_shards(made, finished, engine)
 
 
 def data_folder(work: pathlib.Path) -> pathlib.Path:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from coyo11m_tfds.convert import beam_runner
+from coyo11m_tfds.storage import scratch
 from tests import made_sources
 from tests.checkout import CHECKOUT
 from tests.convert.build_kills import files_of, final_folder, run
@@ -30,7 +30,8 @@ flags = ['--direct_running_mode=multi_processing', f'--direct_num_workers={worke
 settings = BuildSettings(scratch_gb=int(scratch_bytes) / 1e9, **json.loads(settings))
 options = beam.options.pipeline_options.PipelineOptions(flags)
 if __name__ == '__main__':
-    with driver.build(final, source, settings, beam=driver.Beam(options, 'DirectRunner')) as built:
+    beam = {'beam_options': options, 'beam_runner': 'DirectRunner'}
+    with driver.build(final, source, settings, **beam) as built:
         if built:
             build_program.write_info(built)
 """
@@ -84,4 +85,4 @@ def test_a_scratch_folder_that_others_may_use_is_refused(
     planted.mkdir()
     planted.chmod(0o777)
     with pytest.raises(PermissionError, match='others may use it'):
-        beam_runner.ScratchSettings('', 10**9).open()
+        scratch.user_temp('coyo11m_tfds')

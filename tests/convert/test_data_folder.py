@@ -14,8 +14,7 @@ import requests
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.convert import data_folder
-from coyo11m_tfds.convert.data_folder import DataFolder, sub_folder
-from coyo11m_tfds.convert.finished_shards import FinishedShards
+from coyo11m_tfds.convert.data_folder import DataFolder, FinishedShards, sub_folder
 from coyo11m_tfds.dataset import manifest
 from coyo11m_tfds.storage import locks
 from coyo11m_tfds.storage.destination import Destination
@@ -244,7 +243,7 @@ def check_and_mend(final: str) -> str:
         assert expected(found).items() <= content.items()
     assert shards_of(NEW).items() <= content.items()
     if found == NEW:
-        folder.tidy(NEW)  # as a plain build does
+        folder.remove_others(NEW, resumable_too=False)  # as a plain build does
     else:
         build_all(final, NEW)
     assert files.read_all('').items() >= expected(NEW).items()
