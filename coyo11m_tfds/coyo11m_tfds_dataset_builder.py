@@ -29,7 +29,6 @@ from coyo11m_tfds.convert import data_folder
 from coyo11m_tfds.convert.settings import BuildSettings, check_names
 from coyo11m_tfds.dataset.columns import IN_PLACE
 from coyo11m_tfds.process import job
-from coyo11m_tfds.storage import stored_files
 
 if TYPE_CHECKING:
     from coyo11m_tfds.convert import driver
@@ -41,7 +40,6 @@ CONFIG_EXAMPLE = """--config='{"name": "gemma", "text_embeddings": "gemma.parque
 _TEMPLATE = '{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}'
 
 _CONFIG_NAME = re.compile(r'[A-Za-z0-9_][A-Za-z0-9_.-]*')
-_LATENT_DTYPES = {'float16': np.float16, 'bfloat16': ml_dtypes.bfloat16}
 _TEXT_DOCS = {
     schema.TEXT_EMBEDDING: 'Embedding of the caption, as the encoder gave it (not standardized).',
     schema.TOKENS: 'Token ids of the caption, padded with -1.',
@@ -71,7 +69,7 @@ class Coyo11mConfig(BuildSettings, tfds.core.BuilderConfig):
 class _DataPath(type(epath.Path())):  # type: ignore[misc]  # of this system's paths
     """The folder of a data set, whose removal is put off until a new data set is complete.
 
-    `tfds build --overwrite` removes it before it looks at the source, so that an unreadable source
+    `tfds build --overwrite` removes it before it looks at the source, and an unreadable source
     would cost the old data set. Paths that are made from this one are ordinary.
     """
 
@@ -137,9 +135,8 @@ class Builder(dataset_builder.FileReaderBuilder):
     ) -> None:
         """Builds the data set, unless it is there; see `tfds.core.DatasetBuilder`.
 
-        TFDS' own method writes into a folder of a random name, which it deletes after any error.
-        This one resumes where an earlier call was interrupted. A data set that is to be overwritten
-        stays until the new one is complete. An existing one must have been built with the same
+        A later call resumes an interrupted build, and a data set that is to be overwritten stays
+        until the new one is complete. An existing data set must have been built with the same
         settings; whether its source has changed since is not checked.
 
         Raises:
@@ -158,28 +155,24 @@ class Builder(dataset_builder.FileReaderBuilder):
         base = dataset_builder.DatasetBuilder.download_and_prepare
         is_mocked = base.__module__ != dataset_builder.__name__
         is_update = mode == tfds.GenerateMode.UPDATE_DATASET_INFO
-        if is_there and not (is_mocked or is_update):
-            self._take_over(config.max_examples_per_split)
-        if is_there or is_mocked or is_update:
-            super().download_and_prepare(
-                download_dir=download_dir,
-                download_config=config,
-                file_format=file_format,
-                **options,
-            )
+        if not (is_there or is_mocked or is_update):
+            self._reject_what_is_not_supported(config, file_format, options)
+            self._build(self._source(download_dir, config), config, overwrite)
             return
-        self._reject_what_is_not_supported(config, file_format, options)
-        source = self.builder_config.source or self._manual_dir(download_dir, config)
-        self._build(source, config, overwrite)
+        if not (is_mocked or is_update):
+            self._take_over(config.max_examples_per_split)
+        super().download_and_prepare(
+            download_dir=download_dir, download_config=config, file_format=file_format, **options
+        )
 
     def _download_and_prepare(self, dl_manager, download_config=None) -> None:
         raise NotImplementedError('download_and_prepare does it all')
 
-    def _manual_dir(
+    def _source(
         self, download_dir: epath.PathLike | None, download_config: tfds.download.DownloadConfig
     ) -> str:
-        if download_config.manual_dir:
-            return str(download_config.manual_dir)
+        if source := self.builder_config.source or download_config.manual_dir:
+            return str(source)
         # TFDS' manager knows the default, and makes folders.
         try:
             return str(self._make_download_manager(download_dir, download_config).manual_dir)
@@ -196,21 +189,11 @@ class Builder(dataset_builder.FileReaderBuilder):
         known = [config.name for config in self.BUILDER_CONFIGS]
         if name and name not in known:
             raise ValueError(
-                f"config '{name}' is not predefined, as {', '.join(known)} is; {self._found(name)}"
+                f"config '{name}' is not predefined, as {', '.join(known)} is; to read what was "
+                'built with it name its folder (tfds.builder_from_directory, --config.data.dir), '
                 f'to define it give its fields: {CONFIG_EXAMPLE}'
             )
         return super()._create_builder_config(builder_config, version)
-
-    def _found(self, config: str) -> str:
-        """Says how to read what was built with a config; '' if nothing is there."""
-        root = os.path.expanduser(self._original_state['data_dir'] or tfds.core.constants.DATA_DIR)
-        built = stored_files.folders_with(f'{root}/{schema.NAME}/{config}', schema.INFO_FILE)
-        if not built:
-            return ''
-        return (
-            f"{built[-1]} was built with it: read it with tfds.builder_from_directory('{built[-1]}'"
-            f'), train with --config.data.dir={built[-1]}; '
-        )
 
     def _is_there(self) -> bool:
         return (self.data_path / schema.INFO_FILE).exists()
@@ -269,12 +252,11 @@ class Builder(dataset_builder.FileReaderBuilder):
         if options:
             raise ValueError(f'{", ".join(options)}: not supported; set the umask of the process.')
         defaults = tfds.download.DownloadConfig()
-        for name, instead in {
-            'num_shards': 'set shard_bytes in the config',
-            'min_shard_size': 'set shard_bytes in the config',
-            'max_shard_size': 'set shard_bytes in the config',
-            'ignore_duplicates': 'remove duplicate keys from the source',
-        }.items():
+        sizes = dict.fromkeys(
+            ('num_shards', 'min_shard_size', 'max_shard_size'), 'set shard_bytes in the config'
+        )
+        others = {'ignore_duplicates': 'remove duplicate keys from the source'}
+        for name, instead in (sizes | others).items():
             value = getattr(download_config, name)
             if value != getattr(defaults, name):
                 raise ValueError(f'{name}={value} is not supported; {instead}.')
@@ -292,41 +274,31 @@ class Builder(dataset_builder.FileReaderBuilder):
 
     def _write_info(self, built: 'driver.Built') -> None:
         """Takes over what only the source determines, and writes TFDS' files."""
-        text = built.plan.text
+        text, template = built.plan.text, schema.of_build(_TEMPLATE, built.plan.build)
         # TFDS has no setter for features, but only the source determines dtype and width.
         self.info._features = make_features(
             built.plan.latent_dtype,
             text.dim if text else None,
             self.builder_config.latents,
-            text=text.feature if text else schema.TEXT_EMBEDDING,
+            text.feature if text else schema.TEXT_EMBEDDING,
         )
-        self.info.set_splits(self._make_splits(built))
+        splits = [
+            tfds.core.SplitInfo(
+                name=split,
+                shard_lengths=[result.num_records for result in of_split],
+                num_bytes=sum(result.num_bytes for result in of_split),
+                filename_template=self._get_filename_template(split).replace(template=template),
+            )
+            for split, of_split in built.splits.items()
+        ]
+        self.info.set_splits(tfds.core.SplitDict(splits))
         self.info.metadata.clear()
         self.info.metadata.update(built.metadata)
-        self.info.metadata[schema.META_SETTINGS] = built.plan.settings
         self.info.write_to_directory(built.folder)
-
-    def _make_splits(self, built: 'driver.Built') -> tfds.core.SplitDict:
-        return tfds.core.SplitDict(
-            [
-                tfds.core.SplitInfo(
-                    name=split,
-                    shard_lengths=[result.num_records for result in of_split],
-                    num_bytes=sum(result.num_bytes for result in of_split),
-                    filename_template=self._get_filename_template(split).replace(
-                        template=schema.of_build(_TEMPLATE, built.plan.build)
-                    ),
-                )
-                for split, of_split in built.splits.items()
-            ]
-        )
 
 
 def make_features(
-    latent_dtype: str,
-    text_dim: int | None,
-    latents: str = 'records',
-    text: str = schema.TEXT_EMBEDDING,
+    latent_dtype: str, text_dim: int | None, latents: str, text: str = schema.TEXT_EMBEDDING
 ) -> tfds.features.FeaturesDict:
     """Returns the features of a record.
 
@@ -334,26 +306,22 @@ def make_features(
         latent_dtype: one of `schema.LATENT_DTYPES`.
         text_dim: numbers of a text embedding, or tokens of a text; None for records without either.
         latents: 'in_place' for records without `latents`.
-        text: which of `schema.TEXT_DTYPES` they have.
+        text: one of `schema.TEXT_DTYPES`.
     """
     features = {
         schema.KEY: tfds.features.Scalar(
             np.int64, doc='Identifies the image; the key of the source.'
         ),
-        schema.LATENTS: tfds.features.Tensor(
-            shape=schema.LATENTS_SHAPE,
-            dtype=_LATENT_DTYPES[latent_dtype],
-            encoding=tfds.features.Encoding.BYTES,
-            doc=tfds.features.Documentation(
-                desc='Latents of three crops, not multiplied by the scaling factor of the VAE.'
-            ),
-        ),
         schema.CAPTION: tfds.features.Text(doc='What the image shows.'),
     }
-    doc = None
-    if latents == IN_PLACE:
-        del features[schema.LATENTS]
-        doc = f'Latents lie {schema.IN_PLACE_DOC}.'
+    doc = f'Latents lie {schema.IN_PLACE_DOC}.' if latents == IN_PLACE else None
+    if latents != IN_PLACE:
+        features[schema.LATENTS] = tfds.features.Tensor(
+            shape=schema.LATENTS_SHAPE,
+            dtype=np.dtype(getattr(ml_dtypes, latent_dtype, latent_dtype)),
+            encoding=tfds.features.Encoding.BYTES,
+            doc='Latents of three crops, not multiplied by the scaling factor of the VAE.',
+        )
     if text_dim is not None:
         features[text] = tfds.features.Tensor(
             shape=(text_dim,),

@@ -193,12 +193,7 @@ for flags in json.loads(commands):
         sys.excepthook(*sys.exc_info())
 """
     manual_dir = f'--manual_dir={source}'
-    there = tmp_path / 'out' / 'coyo11m_tfds' / 'there' / '1.0.0'
-    there.mkdir(parents=True)
-    (there / 'dataset_info.json').touch()
     flags = {
-        f"config 'there' is not predefined, as latents is; {there} was built with it: read it with "
-        f"tfds.builder_from_directory('{there}')": [manual_dir, '--config=there'],
         "config 'gemma' is not predefined, as latents is": [manual_dir, '--config=gemma'],
         "{'name': 'x'} is not JSON": [manual_dir, "--config={'name': 'x'}"],
         "config has an unknown field 'text'": [manual_dir, '--config={"name": "x", "text": "pt"}'],

@@ -304,7 +304,7 @@ def _make_metadata(plan: Plan, train: ShardStatistics, dropped: Dropped) -> dict
             schema.META_TEXT_ENCODER: plan.text.encoder,
             schema.META_TEXT_DIM: plan.text.dim,
         }
-    return metadata
+    return metadata | {schema.META_SETTINGS: plan.settings}
 
 
 def _make_report(final: str, built: Built) -> Report:

@@ -16,9 +16,10 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.convert import data_folder
 from coyo11m_tfds.convert.data_folder import DataFolder, FinishedShards, sub_folder
 from coyo11m_tfds.dataset import manifest
-from coyo11m_tfds.storage import locks
+from coyo11m_tfds.storage import build_lock, file_state
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.file_state import FileState
+from tests import built, children, made_sources
 from tests.checkout import CHECKOUT
 from tests.fakes.cloud import Fault
 
@@ -140,49 +141,79 @@ def publish_without_removing(final: str, build: str, states: dict[str, FileState
 
 
 @pytest.mark.parametrize('count', [10, pytest.param(1000, marks=pytest.mark.slow)])
-def test_whoever_polls_a_bucket_sees_a_whole_data_set_but_for_three_requests(
-    gcs, monkeypatch, count: int
-):
-    """Looks before every request that may change the bucket, and all along from a thread."""
+def test_a_bucket_has_a_whole_data_set_but_for_three_requests(gcs, monkeypatch, count: int):
+    """Looks before and after every request that may change the bucket."""
     final = 'gs://bucket/x/1.0.0'
     build_all(final, OLD, count)
     seen: list[str] = []
-    send, mutex, is_over = requests.Session.request, threading.Lock(), threading.Event()
+    send, mutex = requests.Session.request, threading.Lock()
     wanted = {build: expected(build, count) for build in (OLD, NEW)}
 
-    def look() -> str:
+    def look() -> None:
         objects = {n.removeprefix('x/1.0.0/'): d for n, d in gcs.objects('bucket').items()}
         found = schema.build_of(objects.get(schema.INFO_FILE, b'').decode())
-        if found:
-            assert wanted[found].items() <= objects.items()
-        return found
+        assert not found or wanted[found].items() <= objects.items()
+        seen.append(found)
 
     def request(session, method, *args, **kwargs):
         if method == 'GET':
             return send(session, method, *args, **kwargs)
         with mutex:
-            seen.append(look())
+            look()
             answer = send(session, method, *args, **kwargs)
-            seen.append(look())
+            look()
             return answer
 
-    def poll() -> None:
-        while not is_over.wait(0.001):
-            polled.append(look())
-
-    polled: list[str] = []
     monkeypatch.setattr(requests.Session, 'request', request)
-    poller = threading.Thread(target=poll)
-    poller.start()
     build_all(final, NEW, count)
-    is_over.set()
-    poller.join()
     without = [n for n, found in enumerate(seen) if not found]
     assert 1 <= len(without) <= 2 * 3  # looked at before and after each
     assert without == list(range(without[0], without[-1] + 1))
     assert set(seen[: without[0]]) == {OLD} and set(seen[without[-1] + 1 :]) == {NEW}
-    assert set(polled) <= {OLD, '', NEW} and {OLD, NEW} <= set(polled)
     assert set(Destination(final).sizes()) == names_of(NEW, count)
+
+
+POLL = """
+    import tensorflow_datasets as tfds
+    while True:
+        try:
+            builder = tfds.builder_from_directory(sys.argv[1])
+            name = builder.info.splits['train'].filenames[0]
+            records = tfds.as_numpy(builder.as_dataset('train'))
+            captions = [record['caption'].decode().split()[0] for record in records]
+            print(name, len(captions), *sorted(set(captions)), flush=True)
+        except Exception as error:
+            print(type(error).__name__, flush=True)
+"""
+
+
+def test_who_polls_with_tfds_sees_the_old_data_set_or_the_new_one_or_none(gcs, tmp_path):
+    """It never sees a part of one, nor records of the other."""
+    source = made_sources.write_source(tmp_path / 'source', [range(40)])
+    fields = {'shard_bytes': 100_000, 'validation_fraction': 0}  # 10 shards
+    old = built.build(source, '', tmp_path / 'old', caption_column='caption', **fields)
+    new = built.build(source, '', tmp_path / 'new', **fields)
+    final = 'gs://bucket/coyo11m_tfds/hash/1.0.0'
+    gcs.upload_folder(old, final)
+    shards = [min(path.name for path in folder.glob('*.tfrecord*')) for folder in (old, new)]
+    states = {path.name: file_state.of_file(path) for path in new.iterdir()}
+    small = {name: str(new / name) for name in states if not schema.build_of(name)}
+    folder, build = DataFolder(final), schema.build_of(shards[1])
+    with children.python(POLL, final) as child:
+        seen = [child.stdout.readline() for _ in range(2)]
+        gcs.latency = 0.05  # so that polls fall into the three requests
+        for name in sorted(states.keys() - small.keys()):
+            folder.files.put(new / name, name, states[name].crc32c)
+        folder.publish(build, states, small, overwrite=True)
+        folder.remove_others(build)
+        gcs.latency = 0
+        while build not in seen[-1] and len(seen) < 100:
+            seen.append(child.stdout.readline())
+        child.kill()
+    wanted = [f'{shards[0]} 40 short\n', f'{shards[1]} 40 Caption\n']
+    order = [wanted.index(line) if line in wanted else 0.5 for line in seen]
+    assert order == sorted(order) and {0, 1} <= set(order), seen
+    assert all('NotFound' in line for line in seen if line not in wanted), seen
 
 
 def expected(build: str, count: int = 3) -> dict[str, bytes]:
@@ -317,7 +348,7 @@ def test_nothing_but_a_look_where_nothing_is_left(final: str, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError
 
-    monkeypatch.setattr(locks, 'hold', refuse)
+    monkeypatch.setattr(build_lock, 'hold', refuse)
     data_folder.tidy(final)
 
 
@@ -336,7 +367,7 @@ def test_what_only_its_build_needed_is_removed(final: str):
 
 def test_what_a_living_process_does_is_left_alone(final: str, caplog):
     left = leave_records(final)
-    with caplog.at_level('INFO', logger='absl'), locks.hold(final, 0):
+    with caplog.at_level('INFO', logger='absl'), build_lock.hold(final, 0):
         data_folder.tidy(final)
     assert set(Destination(final).sizes()) == left
     assert 'is working there' in caplog.text

@@ -224,5 +224,5 @@ def test_a_bad_number_of_processes_in_the_environment_is_refused(
 ):
     made = make_plan(made_sources.write_source(tmp_path, [range(5)]), tmp_path / 'out')
     monkeypatch.setenv('COYO11M_NUM_PROC', '1.5')
-    with pytest.raises(ValueError, match='COYO11M_NUM_PROC=1.5: expected'):
+    with pytest.raises(ValueError, match=r'COYO11M_NUM_PROC=1\.5: expected'):
         write(made, tmp_path / 'work', num_workers=0)
