@@ -320,7 +320,6 @@ def test_embeddings_of_another_caption_column(source: pathlib.Path, tmp_path: pa
     ('fields', 'message'),
     [
         ({'captoin_column': 'caption'}, "unknown field 'captoin_column'; the fields are name,"),
-        ({'text_vectors': 'pt'}, "the field 'text_vectors' is now 'text_embeddings'"),
         ({'name': ''}, "name is '', expected"),
         ({'name': 'a/b'}, "name is 'a/b', expected"),
         ({'validation_fraction': 1}, 'validation_fraction is 1, expected one in'),

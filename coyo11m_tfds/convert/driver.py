@@ -122,7 +122,6 @@ def build(
         yield None
         return
     local = scratch.choose_folder(schema.NAME, f'{final}/../../..', settings.scratch_dir)
-    files = Scratch(os.path.join(local, 'source'), settings.scratch_bytes)
 
     def write(tasks: Sequence[ShardTask], finished: FinishedShards) -> Outcomes:
         if beam_options or beam_runner:
@@ -149,6 +148,7 @@ def build(
         start = time.monotonic()
         folder.files.sweep()
         os.makedirs(local, exist_ok=True)
+        files = Scratch(os.path.join(local, 'source'), settings.scratch_bytes)
         there = location.find(source)
         if settings.in_place:
             in_place.check_within_reach(there.latent_files[0], final)
