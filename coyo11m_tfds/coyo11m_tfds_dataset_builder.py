@@ -273,7 +273,7 @@ class Builder(dataset_builder.FileReaderBuilder):
             raise ValueError('leave out --num_processes; set num_workers in the config.')
 
     def _write_info(self, built: 'driver.Built') -> None:
-        """Takes over what only the source determines, and writes TFDS' files."""
+        """Adds to the info what only the source determines, and writes TFDS' files."""
         text, template = built.plan.text, schema.of_build(_TEMPLATE, built.plan.build)
         # TFDS has no setter for features, but only the source determines dtype and width.
         self.info._features = make_features(

@@ -47,9 +47,8 @@ def check_within_reach(file: SourceFile, final: str) -> None:
     if not file.path.startswith('gs://') and (file.is_remote or is_remote):
         where = 'on gs://, as the data set is' if is_remote else 'local or on gs://'
         raise ValueError(
-            f"{file.path}: latents='in_place' leaves it where it is, so that it has to be {where}. "
-            'Mirror the source there first (python -m coyo11m_tfds.mirror), or set '
-            "latents='records'."
+            f"{file.path}: latents='in_place' reads this file in training, so it must be {where}. "
+            "Mirror the source first (python -m coyo11m_tfds.mirror), or set latents='records'."
         )
 
 
