@@ -24,7 +24,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.convert import local_runner
 from coyo11m_tfds.convert.data_folder import FinishedShards, sub_folder
 from coyo11m_tfds.convert.tasks import JoinedInputs, PackedInputs, ShardResult, ShardTask
-from coyo11m_tfds.storage import held_folder
+from coyo11m_tfds.storage import locks
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.scratch import Scratch, user_temp
 
@@ -98,6 +98,6 @@ def _write_group(
     own = os.path.expanduser(scratch_dir) or user_temp(schema.NAME)
     scratch = Scratch(os.path.join(own, 'source'), scratch_bytes)
     beside = finished.folder.staging(fallback=os.path.join(own, 'staging'))
-    with held_folder.make(beside, 'worker-') as staging:
+    with locks.temporary_folder(beside, 'worker-') as staging:
         for _ in local_runner.write_shards(tasks, finished, scratch, staging, num_workers=1):
             pass

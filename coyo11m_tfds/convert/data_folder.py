@@ -26,7 +26,7 @@ from coyo11m_tfds.dataset import manifest
 from coyo11m_tfds.process import job
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.process.sizes import readable
-from coyo11m_tfds.storage import build_lock, json_digest
+from coyo11m_tfds.storage import json_digest, locks
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.file_state import FileState
 
@@ -233,7 +233,7 @@ def tidy(final: str) -> None:
         build = folder.find_build()
         if not build or not folder.has_leftovers(build):
             return
-        with build_lock.hold(final, wait_seconds=None):
+        with locks.hold(final, wait_seconds=None):
             folder.remove_others(build, resumable_too=False)
     except TimeoutError as error:
         logging.info('%s', error)

@@ -39,7 +39,7 @@ from coyo11m_tfds.report import statistics
 from coyo11m_tfds.report.page import Report
 from coyo11m_tfds.report.statistics import Dropped, ShardStatistics
 from coyo11m_tfds.source import location
-from coyo11m_tfds.storage import build_lock, file_state, held_folder, scratch, source_files
+from coyo11m_tfds.storage import file_state, locks, scratch, source_files
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.file_state import FileState
 from coyo11m_tfds.storage.scratch import Scratch
@@ -118,7 +118,7 @@ def build(
                 f'{final}: process {index} of the job was told to overwrite it, while others may '
                 'read it. Overwrite it with one process, then start the job.'
             )
-        build_lock.wait_for(final, lambda: folder.find_build() is not None, wait_seconds)
+        locks.wait_for(final, lambda: folder.find_build() is not None, wait_seconds)
         yield None
         return
     local = scratch.choose_folder(schema.NAME, f'{final}/../../..', settings.scratch_dir)
@@ -130,14 +130,14 @@ def build(
             limits = settings.scratch_dir, settings.scratch_bytes
             yield from write_with_beam(tasks, finished, *limits, beam_options, beam_runner)
             return
-        with held_folder.make(folder.files.staging(local), 'staging-') as staging:
+        with locks.temporary_folder(folder.files.staging(local), 'staging-') as staging:
             yield from local_runner.write_shards(
                 tasks, finished, files, staging, settings.num_workers
             )
 
     with (
         _leaving_no_empty_folders(final, f'{local}/source'),
-        build_lock.hold(final, wait_seconds) as lock,
+        locks.hold(final, wait_seconds) as lock,
     ):
         found = folder.find_build()
         if found is not None and not overwrite:
@@ -156,7 +156,7 @@ def build(
         finished = FinishedShards(folder.files, plan.build)
         finished.begin(plan.settings)
         results = write_shards(plan, finished, write)
-        with held_folder.make(folder.files.staging(local), 'info-') as made:
+        with locks.temporary_folder(folder.files.staging(local), 'info-') as made:
             built = describe(plan, results, made)
             yield built
             report = _make_report(final, built)
@@ -221,8 +221,8 @@ def write_shards(plan: Plan, finished: FinishedShards, engine: Engine) -> list[S
     assert len(results) == len(plan.tasks)  # else the data set would lack shards
     if not any(result.num_records for result in results if result.split == schema.TRAIN):
         raise ValueError(
-            f'{plan.tasks[0].source}: no record is left for the train split, as no row of the '
-            'source is finite.'
+            f'{plan.tasks[0].source}: no record is left for the train split, because no row of '
+            'the source is finite.'
         )
     return sorted(results, key=lambda result: (result.split, result.index))
 

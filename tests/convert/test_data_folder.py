@@ -16,7 +16,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.convert import data_folder
 from coyo11m_tfds.convert.data_folder import DataFolder, FinishedShards, sub_folder
 from coyo11m_tfds.dataset import manifest
-from coyo11m_tfds.storage import build_lock, file_state
+from coyo11m_tfds.storage import file_state, locks
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.file_state import FileState
 from tests import built, children, made_sources
@@ -348,7 +348,7 @@ def test_nothing_but_a_look_where_nothing_is_left(final: str, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError
 
-    monkeypatch.setattr(build_lock, 'hold', refuse)
+    monkeypatch.setattr(locks, 'hold', refuse)
     data_folder.tidy(final)
 
 
@@ -367,7 +367,7 @@ def test_what_only_its_build_needed_is_removed(final: str):
 
 def test_what_a_living_process_does_is_left_alone(final: str, caplog):
     left = leave_records(final)
-    with caplog.at_level('INFO', logger='absl'), build_lock.hold(final, 0):
+    with caplog.at_level('INFO', logger='absl'), locks.hold(final, 0):
         data_folder.tidy(final)
     assert set(Destination(final).sizes()) == left
     assert 'is working there' in caplog.text
