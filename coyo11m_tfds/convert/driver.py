@@ -1,12 +1,12 @@
-"""One build from beginning to end: one at a time in a place, resumable.
+"""One build from start to end: resumable, one at a time in a folder.
 
     with driver.build('OUT/coyo11m_tfds/latents/1.0.0', 'gs://bucket/coyo11m', settings) as built:
         if built:                               # None if the data set was there
             write_info(built, built.folder)     # TFDS' own files
 
-A build is named by the digest of its plan. Its shards go straight into the folder of the data set,
-under names with that ID, and their records into a sub-folder, from which a later call resumes. They
-become the data set when its description is written; see `data_folder`.
+The digest of its plan names a build. The shards go straight into the folder of the data set, under
+names with this ID, and their records into a sub-folder, from which a later call resumes. When the
+description of the data set is written, the shards become the data set; see `data_folder`.
 
 The files depend neither on the number of processes nor on interruptions: a shard is a function of
 its task, and results are joined in the order of the shards. One core writes 30,000 records (740 MB)
