@@ -5,8 +5,8 @@
     plan.dropped.counts   # {'no_row': 7, 'no_caption': 6, ...}
 
 Planning opens and checks every file of the source, joins captions and text embeddings by key, and
-chooses the split of each key, so that faults are found before hours are spent on writing. For 12
-million rows it takes some 80 s of CPU besides reading the heads, and about 1.5 GB of memory.
+chooses the split of each key. So it finds faults before hours of writing. For 12 million rows it
+takes about 80 s of CPU, besides reading the heads, and about 1.5 GB of memory.
 
 A large file is cut into shards of its own. Small ones share a shard with their neighbours, whole:
 so a file is read for one group of shards only, and fetched once.

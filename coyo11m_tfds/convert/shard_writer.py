@@ -1,4 +1,4 @@
-"""Writes one TFRecord shard: a pure function of its task, run in whichever process.
+"""Writes one TFRecord shard: a pure function of its task, in any process.
 
     result = shard_writer.write_shard(task, ['/scratch/000000-000009.pt'], '/scratch/shard')
 

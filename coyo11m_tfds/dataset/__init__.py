@@ -1,1 +1,1 @@
-"""What lies on disk, and the one opener of it: records, chunk index, columns, checksums."""
+"""The files of a data set: records, chunk index, columns and checksums; and how it is opened."""

@@ -1,15 +1,15 @@
-"""Where chunks of records start inside the shards of a split.
+"""Offsets of the chunks of records in the shards of a split.
 
     index = ChunkIndex.load(data_dir, 'train')            # None where the data set has no index
     index.shard_lengths                                   # int64 (num_shards,)
     offset, nbytes = index.byte_range(shard=0, first=64, count=64)
 
-The file `chunk_index-<split>-<build>.npy` lies beside the shards: a flat int64 array that holds for
-each shard [number of records, byte offsets of the records 0, 32, 64, ..., file size].
+The file `chunk_index-<split>-<build>.npy` beside the shards is a flat int64 array. For each shard
+it holds [number of records, byte offsets of the records 0, 32, 64, ..., file size].
 
-In memory it takes half of its size. For 10^9 records in 190,000 shards, a file of 254 MB in the
-page cache, loading, planning an epoch and finding the byte ranges that 16 lanes begin to read took
-0.18 s and at most 148 MB (2 cores, median of 5); with int64 in memory it took 1.1 s and 276 MB.
+In memory the index takes half of its size. For 10^9 records in 190,000 shards, a file of 254 MB in
+the page cache, it took 0.18 s and at most 148 MB to load the index, plan an epoch and find the
+first byte ranges of 16 lanes (2 cores, median of 5); with int64 in memory, 1.1 s and 276 MB.
 """
 
 import io

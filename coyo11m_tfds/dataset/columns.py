@@ -1,12 +1,13 @@
-"""Features that lie elsewhere than in the records: rows of a fixed size in other files.
+"""Columns: features outside the records, as rows of a fixed size in other files.
 
     column = columns.read(folder, build)['latents']     # {} for a data set without columns
     column.files[3].path, column.files[3].start     # a `.pt` file, and where its latents begin
     column.locate(folder, 'train', num_records)     # uint32 (records, 3): file, row, CRC-32C
 
-`columns-<build>.json` beside the shards names the files and what they were when the data set was
-built; `column_<feature>-<split>-<build>.npy` holds the place of every record in the order of the
-shards, or the values themselves, each with the CRC-32C of its row. All of it may lie on gs://.
+`columns-<build>.json` beside the shards names the files, with their versions at the time of the
+build. `column_<feature>-<split>-<build>.npy` holds a row for every record, in the order of the
+shards: the place of the values, or the values themselves, with the CRC-32C of the row. All files
+may be on gs://.
 """
 
 import dataclasses

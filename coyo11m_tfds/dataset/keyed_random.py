@@ -1,10 +1,10 @@
-"""Random numbers that depend on nothing but their arguments: hashes and computed permutations.
+"""Random numbers that depend only on their arguments: hashes and computed permutations.
 
     key = keyed_random.derive(seed, purpose, epoch)     # uint64
     keyed_random.Permutation(10**9, key).apply(np.arange(8))
 
-The same on every machine and with every version of NumPy, which promises that for the streams of
-its bit generators, not for what `Generator` makes of them.
+They are the same on every machine and with every version of NumPy. NumPy guarantees this for the
+streams of its bit generators, but not for the numbers of `Generator`.
 """
 
 import numpy as np

@@ -1,10 +1,10 @@
-"""The zip archive that a `.pt` file is: where its members lie, and what checksums they have.
+"""The zip archive of a `.pt` file: the offsets and the checksums of its members.
 
     archive = pt_archive.open_archive('000000-000009.pt')
     archive.members[0]      # Member(name='000000-000009/data.pkl', begin=0, size=269, ...)
 
-Only what torch writes is accepted, members stored plain, one after the other from the first byte
-on: in anything else that may be a zip archive, other readers could find other contents.
+Only archives as torch writes them are accepted: members stored without compression, one after the
+other, from the first byte on. In any other zip archive, two readers could find different contents.
 """
 
 import dataclasses

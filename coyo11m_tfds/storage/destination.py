@@ -1,4 +1,4 @@
-"""A folder that finished files are put into, local or `gs://`.
+"""A folder for finished files, local or `gs://`.
 
     folder = Destination('gs://bucket/data/coyo11m_tfds/latents/1.0.0')   # or a local path
     staging = folder.staging(fallback='/tmp')       # write the file there, then

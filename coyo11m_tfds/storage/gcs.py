@@ -1,4 +1,4 @@
-"""Objects of Google Cloud Storage: one set of verbs for all that this package does there.
+"""Objects of Google Cloud Storage: all operations that this package needs.
 
     gcs.write('gs://bucket/a/b', b'hello')       # Stat(size=5, crc32c=..., generation=...)
     gcs.list_objects('gs://bucket/a')            # {'b': Stat(...)}
@@ -6,11 +6,11 @@
     gcs.read('gs://bucket/a/b')                  # b'hello'
     gcs.delete('gs://bucket/a/b')
 
-The storage is asked every time; no answer is cached. Requests are repeated as `retry.call` does.
-After every upload or copy, size and CRC-32C that the storage reports are compared with what was
-sent; an object that differs is deleted and sent again. Whole files and ranges are read with
-`remote`. All functions raise PermissionError where credentials are missing or refused, and OSError,
-one line that names the URL, where the bucket does not exist or cannot be reached.
+No answer of the storage is cached. Requests are retried as by `retry.call`. After every upload or
+copy, the size and CRC-32C that the storage reports are compared with what was sent; an object that
+differs is deleted and sent again. `remote` reads whole files and ranges. All functions raise
+PermissionError if credentials are missing or refused, and OSError with one line that names the URL
+if the bucket does not exist or cannot be reached.
 
 Importing this module imports the client of the storage, which takes 0.2 s.
 """

@@ -1,4 +1,4 @@
-"""One digest of plain values, the same on every machine.
+"""A digest of plain values that is the same on every machine.
 
 json_digest.sha256(['train', 3, {'rows': [0, 15]}])    # 64 hex digits
 """

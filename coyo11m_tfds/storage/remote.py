@@ -4,12 +4,11 @@
     remote.fetch(file, '/scratch/000000-000009.pt')   # resumes an earlier download
     remote.read_range(file, 0, 4)                     # b'PK\\x03\\x04'
 
-The clients of gs:// and the hub give addresses and credentials. The bytes are read with requests,
-one stream a file, because neither library notices a stall in reasonable time, or resumes a file
-that another process began. 1 GB from a server on the same 2 cores, synced to disk: `fetch` from
-gs:// is as fast as a bare urllib loop that does the same (0.85 against 0.75 GB/s); from the hub it
-has half the speed (0.45 against 1.1), which is what SHA-256 costs. Ranges of 16 MB would be half as
-fast.
+The clients of gs:// and the hub provide addresses and credentials. `requests` reads the bytes, one
+stream a file, because neither client notices a stall in reasonable time or resumes a file that
+another process began. For 1 GB from a server on the same 2 cores, synced to disk, `fetch` from
+gs:// is as fast as a bare urllib loop (0.85 against 0.75 GB/s). From the hub it has half the speed
+(0.45 against 1.1), because of SHA-256. Ranges of 16 MB would be half as fast.
 """
 
 import base64

@@ -2,10 +2,10 @@
 
     listing = retry.call(lambda: bucket.list('latents-3crop/'), 'gs://bucket/latents-3crop')
 
-One place decides which errors are transient, for all libraries that reach a storage, by the names
-of their classes: none of them has to be imported. The environment sets the times:
-`COYO11M_RETRY_SECONDS` (1) is the longest first delay, `COYO11M_STALL_SECONDS` (60) how long a
-request may go without a byte.
+This module decides which errors are transient, for all storage libraries, by the names of the
+errors' classes, so that it imports none of these libraries. The environment sets the times:
+`COYO11M_RETRY_SECONDS` (1) is the longest first delay, `COYO11M_STALL_SECONDS` (60) the longest
+time of a request without a byte.
 """
 
 import errno

@@ -8,10 +8,10 @@
         ...
 
 Threads and processes of one machine share a folder and its bound, and holders of the same file
-share one copy. Locks alone say who holds what. They end with the process, so a killed one leaves
-nothing that has to be cleaned up: its room is free at once, and what it had downloaded is resumed
-by the next holder of the file, or deleted when its room is needed. A copy that another process has
-left or shares is used only after its size and checksum have been compared.
+share one copy. Only locks record who holds a file, and they end with the process. So a killed
+process leaves nothing to clean up: its room is free at once, and its partial download is resumed by
+the next holder of the file, or deleted when its room is needed. A copy from another process is used
+only after a comparison of its size and checksum.
 """
 
 import concurrent.futures

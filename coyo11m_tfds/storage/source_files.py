@@ -4,8 +4,8 @@
     file.size, file.checksum                      # bytes, 'crc32c:1f2e3d4c'
     folder, files = source_files.list_files('hf://datasets/owner/name', 'latents-3crop', ('.pt',))
 
-Nothing is read. A data set on the hub is pinned to the commit that is found, so that all files have
-one version; `@revision` after its name chooses it.
+No contents are read. A data set on the hub is pinned to its present commit, so that all files have
+one version; `@revision` after its name chooses another commit.
 """
 
 import dataclasses

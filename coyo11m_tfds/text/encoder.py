@@ -3,8 +3,8 @@
     for rows, (height, width) in plan_batches(lengths, batch_tokens=2048):
         ...                     # rows of like length, each once
 
-`Tokenizer` and `Encoder` say what `embed_captions` and training use of them. Nothing is imported
-here but numpy.
+`Tokenizer` and `Encoder` are the interfaces for `embed_captions` and training. This module imports
+only numpy.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -5,7 +5,7 @@
     params = load_params(checkpoint, jnp.bfloat16)       # for gemma.Gemma(checkpoint.config)
     tokenizer = checkpoint.tokenizer()
 
-Of the multimodal sizes (4B and more) only the text model is read. Needs neither torch nor
+From the multimodal sizes (4B and more) it reads only the text model. It needs neither torch nor
 transformers, and unpickles nothing.
 """
 

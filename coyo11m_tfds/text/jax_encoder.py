@@ -4,9 +4,9 @@
     encoder = JaxEncoder('gemma/', 512)                 # a folder with safetensors
     embeddings = encoder.encode(['a cat', 'two dogs'])     # float32 (2, encoder.dim)
 
-It gives the embeddings of `hf_encoder` on the same files, without torch and transformers, on TPU,
-GPU or CPU: the local devices share the rows of a batch, and each has all weights. Batches have few
-shapes, each of which is compiled once.
+It computes the embeddings of `hf_encoder` from the same files, without torch and transformers, on
+TPU, GPU or CPU. The local devices share the rows of a batch, and each has all weights. Batches have
+few shapes, and each shape is compiled once.
 """
 
 import functools

@@ -4,9 +4,9 @@
     job = Job(choice, folder, 'caption_llava', 32768, 'gs://bucket/gemma', '/tmp/staging')
     made = part_runner.run(job, [0, 3, 6], {9: file}, 2, None, on_batch)
 
-A part appears in the folder when it is complete, or not at all, and what decides it stands in it.
-So there is nothing to lock and nothing to clean up: whoever finds a part missing makes it, and two
-who make the same one make the same.
+A part appears in the folder only when it is complete, and its metadata hold everything that decides
+its contents. So there is nothing to lock and nothing to clean up: any process makes a part that is
+missing, and two processes that make the same part write the same bytes.
 """
 
 import concurrent.futures

@@ -6,8 +6,8 @@
             write(keys, values)                         # float16 (n, dim)
 
 A part is a range of keys. Equal captions of a part are encoded once, and a part is tokenized while
-the model works on the one before. How a part is cut into batches depends on its captions alone, so
-that its bytes are the same whoever makes it, and whatever else is made.
+the model works on the one before. The batches of a part depend only on its captions, so its bytes
+do not depend on the process or on other parts.
 """
 
 import concurrent.futures

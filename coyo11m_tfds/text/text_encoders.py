@@ -10,7 +10,7 @@
     pad(tokenizer.tokenize(['a cat']), 16)              # int32 (1, 16), padded with -1
 
 `hash` (`words`) needs no weights and is the default; `hf:` runs a transformers model
-(`hf_encoder`), `jax:` a Gemma 3 in JAX (`jax_encoder`). These are imported when they are asked for.
+(`hf_encoder`), `jax:` a Gemma 3 in JAX (`jax_encoder`). Both are imported only when needed.
 """
 
 from collections.abc import Sequence
