@@ -179,7 +179,7 @@ def test_of_duplicate_keys_the_first_row_is_kept(tmp_path: pathlib.Path):
     assert counts(made) == {'repeated_key': 2}
     assert made.dropped.examples == {'repeated_key': [7, 50]}
     assert kept_keys(made) == [*range(100), *range(200, 300)]
-    with pytest.raises(ValueError, match=r'row 1 has key 50, but which .*row 50 has too'):
+    with pytest.raises(ValueError, match=r'row 1 has key 50, which .*row 50 has too'):
         made_sources.write_pt(made_sources.latents_file(source, 0), range(100))
         make_plan(source, tmp_path / 'stop', bad_data='stop')
 
