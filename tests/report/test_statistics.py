@@ -137,7 +137,7 @@ def test_at_most_ten_keys_are_kept():
     assert (made.num_records, made.previews) == (0, [])
     both = join([added(choose(samples, [20])), made])
     assert (both.non_finite, both.non_finite_keys) == (26, [keys[20], *keys[:9]])
-    with pytest.raises(ValueError, match='no value'):
+    with pytest.raises(ValueError, match='at least one value'):
         mean_and_std(made.latent_moments)
 
 
