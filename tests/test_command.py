@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from coyo11m_tfds import schema, verify
+from coyo11m_tfds import verify
 from tests import children as programs
 from tests import made_sources
 from tests.checkout import CHECKOUT
@@ -98,14 +98,13 @@ def built(source: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> tup
 @pytest.fixture(scope='module')
 def plain(built: tuple) -> dict:
     """The files of a local build."""
-    out, said = built
-    assert 'total       60 records' in said
-    assert sorted(path.name for path in out.iterdir()) == ['.coyo11m_tfds', 'coyo11m_tfds']
-    return files_of(final_folder(out))
+    return files_of(final_folder(built[0]))
 
 
 def test_it_ends_with_where_the_report_and_the_data_set_are(built: tuple):
     out, said = built
+    assert 'total       60 records' in said
+    assert sorted(path.name for path in out.iterdir()) == ['.coyo11m_tfds', 'coyo11m_tfds']
     lines = [line for line in said.partition('train  ')[2].splitlines() if line]
     page = next(final_folder(out).glob('report-*.html'))
     report = lines.index(f'report      {page}')
@@ -122,54 +121,8 @@ def test_from_a_bucket_to_a_bucket(source, plain, tmp_path):
         env = gcs.env | {'XDG_CACHE_HOME': str(tmp_path / 'cache')}
         tfds_build('gs://in/coyo', 'gs://out/data', env=env)
         gcs.download_folder('gs://out/data', tmp_path / 'copy')
-        # What a kill after the last step but one leaves.
-        build = schema.build_of(next(name for name in plain if name.startswith('checksums')))
-        gcs.put('out', f'data/coyo11m_tfds/x/1.0.0/building-{build}/x.json', b'{}')
-        gcs.put('out', 'data/coyo11m_tfds/x/1.0.0.lock', b'')
-        gcs.remove('out', 'data/coyo11m_tfds/.config/metadata.json')
-        program = f"""
-import tensorflow_datasets as tfds
-from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
-Builder(data_dir='gs://out/data', config=Coyo11mConfig(**{CONFIG})).download_and_prepare()
-builder = tfds.builder_from_directory('gs://out/data/coyo11m_tfds/x/1.0.0')
-print(sorted(int(e['key']) for s in builder.info.splits for e in builder.as_dataset(s)))
-"""
-        read = subprocess.run(
-            [sys.executable, '-c', program],
-            cwd=CHECKOUT,
-            env=os.environ | env | {'COYO11M_LEASE_SECONDS': '1'},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
         assert not gcs.errors
-        left = {name for name in gcs.objects('out') if '1.0.0/' not in name and name[-1] != '/'}
-    assert read.stdout.splitlines()[-1] == f'{list(range(60))}', read.stderr
-    assert left == {'data/coyo11m_tfds/.config/metadata.json'}
     assert files_of(final_folder(tmp_path / 'copy')) == plain
-    beside = [path.name for path in final_folder(tmp_path / 'copy').parent.iterdir()]
-    assert beside == ['1.0.0']
-
-
-@pytest.mark.slow
-def test_overwrite_keeps_the_old_data_set_until_there_is_a_new_one(source, plain, tmp_path):
-    final = final_folder(tmp_path)
-    final.parent.mkdir(parents=True)
-    final.mkdir()
-    for name, data in plain.items():
-        (final / name).write_bytes(data)
-
-    said = tfds_build(tmp_path / 'missing', tmp_path, '--overwrite', status=1)
-    last = said.splitlines()[-1]
-    assert last.startswith(f'error: {tmp_path / "missing"} is not a folder')
-    assert files_of(final) == plain
-    assert [path.name for path in final.parent.iterdir()] == ['1.0.0']
-
-    tfds_build(source, tmp_path, '--overwrite', caption_column='caption')
-    assert [path.name for path in final.parent.iterdir()] == ['1.0.0']
-    metadata = json.loads((final / 'metadata.json').read_bytes())
-    assert metadata['caption_column'] == metadata['settings']['caption_column'] == 'caption'
-    assert b'short 7' in b''.join(files_of(final).values())
 
 
 def test_from_the_hub(source, plain, tmp_path):
@@ -208,16 +161,6 @@ for flags in json.loads(commands):
         assert 'text_embeddings' in error or 'latents-3crop/*.pt' in error
 
 
-@pytest.mark.slow
-def test_from_any_folder_with_the_package_imported(source, plain, tmp_path):
-    out = tmp_path / 'out'
-    (tmp_path / 'empty').mkdir()
-    flags = ['-i', 'coyo11m_tfds', f'--config={json.dumps(CONFIG)}']
-    env = {'PYTHONPATH': str(CHECKOUT)}
-    end(start(source, out, *flags, env=env, cwd=tmp_path / 'empty'))
-    assert files_of(final_folder(out)) == plain
-
-
 def test_the_own_command_builds_from_any_folder_and_says_only_what_matters(source, plain, tmp_path):
     out, folder = tmp_path / 'out', tmp_path / 'empty'
     folder.mkdir()
@@ -249,18 +192,14 @@ def test_a_package_that_is_missing_is_named_with_what_brings_it(missing, source,
     assert not (tmp_path / 'out').exists()
 
 
-@pytest.mark.parametrize('phase', [pytest.param('planning', marks=pytest.mark.slow), 'writing'])
-def test_ctrl_c_is_one_line_and_the_same_command_resumes(phase, tmp_path):
+def test_ctrl_c_is_one_line_and_the_same_command_resumes(tmp_path):
     source = made_sources.write_source(tmp_path / 'source', [range(600), range(600, 1200)])
     out = tmp_path / 'out'
     final = final_folder(out)
     flag = f'--config={json.dumps(CONFIG | {"num_workers": 2})}'
     command = start(source, out, flag)
     with killed_at_the_end(command):
-        if phase == 'writing':
-            wait_until(lambda: finished_shards(final) > 2)
-        else:
-            wait_until(lambda: (out / '.coyo11m_tfds').exists())
+        wait_until(lambda: finished_shards(final) > 2)
         workers = children(command)
         os.killpg(command.pid, signal.SIGINT)
         said = end(command, status=-signal.SIGINT)
@@ -272,7 +211,7 @@ def test_ctrl_c_is_one_line_and_the_same_command_resumes(phase, tmp_path):
     said = end(start(source, out, flag))
     assert 'total       1,200 records' in said
     found = re.findall(r'(\d+) of \d+ shards are finished already', said)
-    assert found == ([str(finished)] if phase == 'writing' else [])
+    assert found == [str(finished)]
     assert verify.verify(final).faults == []
 
 
