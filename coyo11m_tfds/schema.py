@@ -1,8 +1,8 @@
-"""Names, shapes, dtypes and constants of the data: the one truth for every other module.
+"""Names, shapes, dtypes and constants of the data, for all other modules.
 
 The source is a folder `latents-3crop/` of `.pt` files and one Parquet file of captions, as in
 `KBlueLeaf/coyo11m-256px-ccrop-latent`. The data set is TFRecord shards, a chunk index and TFDS
-metadata. Nothing is imported here but numpy, so that any program can afford this module.
+metadata. This module imports only numpy, so any program can import it.
 """
 
 import re

@@ -3,11 +3,11 @@
     for task, result in write_shards(tasks, finished, scratch_dir, scratch_bytes, options):
         ...
 
-The only collection is small: an element describes all shards of one group of files in some
-kilobytes, so that one worker fetches each file once. Workers on other machines do not see the
-captions and text embeddings of this one, so these are first copied, some MB a shard, beside the
-records of the build. A worker writes the shards of its group as `local_runner` does, to the same
-place, so that another engine may resume the build.
+An element of the only collection describes all shards of one group of files, in some kilobytes. So
+one worker fetches each file, once. Workers on other machines do not see the captions and text
+embeddings of this one, so these are first copied beside the records of the build, some MB a shard.
+A worker writes the shards of its group as `local_runner` does, to the same place, so that either
+runner can resume a build of the other.
 """
 
 import concurrent.futures

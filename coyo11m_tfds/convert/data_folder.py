@@ -1,4 +1,4 @@
-"""The folder of a data set: shards and records of a build under way, and its publication.
+"""The folder of a data set: shards and records of a running build, and its publication.
 
     folder = DataFolder('OUT/coyo11m_tfds/latents/1.0.0')
     folder.find_build()                             # ID of the data set, None if there is none
@@ -8,10 +8,10 @@
     folder.publish('3f9a1c20', files, small, overwrite=True)   # makes the build the data set
     folder.remove_others('3f9a1c20')                # removes files of other builds
 
-All files of a build but three have its ID in their names, and lie here from the start.
-`dataset_info.json`, which is written last, has the ID in its template for the names of shards: it
-alone makes them the data set. So nothing is ever moved or copied, and readers see the old data set
-until then.
+All files of a build except three have its ID in their names, and are written to this folder
+directly. `dataset_info.json` is written last and has the ID in its template for the names of
+shards: this makes the files the data set. So nothing is ever moved or copied, and readers see the
+old data set until then.
 """
 
 import json

@@ -3,8 +3,8 @@
     for task, result in write_shards(tasks, finished, scratch, staging, num_workers=2):
         ...
 
-The pool writes shards to local files. Threads of this process fetch remote `.pt` files ahead of it
-and store the shards, so a process that encodes waits for no download, upload or disk.
+The pool writes shards to local files. Threads of this process fetch remote `.pt` files in advance
+and store the finished shards, so the pool waits for no download, upload or disk.
 """
 
 import concurrent.futures

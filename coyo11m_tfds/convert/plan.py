@@ -8,8 +8,8 @@ Planning opens and checks every file of the source, joins captions and text embe
 chooses the split of each key. So it finds faults before hours of writing. For 12 million rows it
 takes about 80 s of CPU, besides reading the heads, and about 1.5 GB of memory.
 
-A large file is cut into shards of its own. Small ones share a shard with their neighbours, whole:
-so a file is read for one group of shards only, and fetched once.
+A large file is cut into shards of its own. Small files share a shard with their neighbours and are
+never cut. So a file belongs to one group of shards, and is fetched once.
 """
 
 import dataclasses

@@ -4,8 +4,8 @@
     metadata[schema.META_SETTINGS] = settings.record(limit, text_embeddings)
     settings.check_recorded(folder, metadata, limit)
 
-The source is not compared: its fingerprint is in the metadata too, but computing that of a folder
-takes reading its files.
+The source is not compared. Its fingerprint is in the metadata, but to compute the fingerprint of a
+folder is to read all its files.
 """
 
 import dataclasses

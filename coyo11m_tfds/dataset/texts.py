@@ -1,12 +1,12 @@
-"""Which text a sample is conditioned on: that of its record, of an added column, or one of several.
+"""Chooses the text of a sample: that of its record, that of an added column, or one of several.
 
     weights = texts.parse('records:2,short:1')               # {'': 2.0, 'short': 1.0}
     chosen = texts.choose(folder, 'records:2,short:1', own, columns)
     chosen.feature, chosen.size                              # 'text_embedding', 640
     mean, std = chosen.mean_and_std()                        # of the mixture
 
-A text is the embeddings or the token ids of one caption a record. Several are mixed only if one
-model can take any of them: embeddings of one encoder, or tokens of one vocabulary.
+A text is the embeddings or the token ids of one caption for each record. Texts can be mixed only if
+one model can read all of them: embeddings of one encoder, or tokens of one vocabulary.
 """
 
 import dataclasses

@@ -4,9 +4,9 @@
     decoder = vae_decoder.load('sdxl-vae/')             # a folder in diffusers' layout
     rgb = decoder(latents)      # raw latents (n, 4, 32, 32) -> uint8 (n, 256, 256, 3)
 
-Reads the decoders of diffusers' `AutoencoderKL` (the VAEs of Stable Diffusion, SDXL and their kin)
-and `AutoencoderTiny` (TAESD, Ollin Boer Bohan: a distilled decoder of 1.2 million weights), from
-config.json and safetensors. Needs neither torch nor diffusers, and unpickles nothing.
+It reads the decoders of diffusers' `AutoencoderKL` (the VAEs of Stable Diffusion, SDXL and similar
+models) and `AutoencoderTiny` (TAESD, Ollin Boer Bohan: a distilled decoder of 1.2 million weights),
+from config.json and safetensors. It needs neither torch nor diffusers, and unpickles nothing.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Which process of a job this one is.
+"""The number of this process in its job, and the number of processes.
 
 if job.process_index() == 0:
     build()

@@ -1,4 +1,4 @@
-"""Cores and memory that this process may use, which in a container are fewer than the machine has.
+"""Cores and memory that this process may use; in a container, less than the machine has.
 
     machine.usable_cpus()     # 4
     machine.usable_memory()   # 17179869184 bytes

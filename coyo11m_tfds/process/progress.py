@@ -6,8 +6,8 @@
 
     Writing shards: 33%, 3 of 8 shards, 25,000 records/s, 640 MB/s, 3 dropped, 0:00:01 left
 
-Lines go to absl's log as INFO. `tfds build` and `absl.app` programs that ask for it show them;
-elsewhere call `absl.logging.set_verbosity(absl.logging.INFO)` first.
+Lines go to absl's log as INFO. `tfds build` shows them; in other programs call
+`absl.logging.set_verbosity(absl.logging.INFO)` first.
 """
 
 import collections

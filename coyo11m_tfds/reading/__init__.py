@@ -1,4 +1,4 @@
-"""Built data sets, read in the planned order: rows of mapped files, or chunks in requests.
+"""Reads built data sets in the planned order: rows of mapped files, or chunks in requests.
 
-`input_pipeline` is the public interface of this package, and all of it that training imports.
+`input_pipeline` is the public interface of this package. Training imports nothing else of it.
 """

@@ -1,4 +1,4 @@
-"""Batches on the host: an iterator that reads ahead and knows its place, contents and share.
+"""Batches on the host: an iterator that reads ahead and knows its position, contents and share.
 
 batches = Batches(read, Place(start=0, each=16, order='9f3a...'), spec, 29687.5, (0, 1), ahead=2)
 next(batches)['latents']

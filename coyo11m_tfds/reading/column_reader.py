@@ -1,4 +1,4 @@
-"""Rows of a column: values that lie elsewhere than in the records, mapped or fetched.
+"""Rows of a column: values outside the records, mapped or fetched.
 
 opened = column_reader.open_column(column, folder, 'train', num_records)
 latents = ColumnReader(opened)                # or ColumnReader(opened, fetched_files)

@@ -1,13 +1,13 @@
-"""Damaged records: which are compared with their checksums, and what happens to bad ones.
+"""Compares records with their checksums, and stops at damaged ones or leaves them out.
 
     checks = Checks('once', num_records)
     good = checks.check(there, numbers, matches)       # bool (n,)
     bad = BadRecords('skip', max_fraction=0.001, num_records=10**7)
     bad.add('OUT/coyo11m_tfds-train.tfrecord-00003-of-00100', 3, [17], DAMAGED)
 
-Rows are gathered without looking at the rest of a record, so to compare its checksums, with those
-of its rows of columns, is a choice: `once` when this process first reads a record, `always`, or
-`never`. A file that cannot be read is an error under every policy.
+Rows are gathered without reading the rest of a record. So comparing the checksums of a record and
+of its rows of columns is a choice: `once`, when this process first reads the record, `always`, or
+`never`. A file that cannot be read is always an error.
 """
 
 from collections.abc import Callable, Sequence

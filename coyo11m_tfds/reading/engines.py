@@ -4,13 +4,13 @@
     batches = engines.train_batches(Training(data=path, batch_size=256, ...), opened)
     batches = engines.eval_batches(Reading(data=path, batch_size=256, ...), opened)
 
-By rows there are no windows in memory: the plan says which records come, and each batch is gathered
-out of the page cache when it is due. What the following batches need is asked for ahead, so that a
-disk reads it meanwhile.
+By rows, no windows are held in memory: the plan names the records, and each batch is gathered from
+the page cache when it is needed. The reader announces the rows of later batches to the system, so
+that the disk reads them in advance.
 
-By chunks a block of batches is filled chunk by chunk, each fetched with one request: the records
-are found, compared with their checksums and gathered as in mapped files. Then the bytes of the
-chunk are dropped. While one block is given out, the next one is filled.
+By chunks, a block of batches is filled chunk by chunk. One request fetches a chunk. Its records are
+found, compared with their checksums and gathered as in mapped files, and its bytes are dropped.
+While the loop uses one block, the next one is filled.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Numbered files in memory, mapped or fetched, and rows of bytes gathered out of them.
+"""Numbered files in memory, mapped or fetched, and rows of bytes gathered from them.
 
     files = MappedFiles(split.file, num_files=80)               # on a local disk
     address, limit = files.locate(np.array([3]), np.array([40_000]), 8192)
@@ -11,8 +11,9 @@
 
     files.memory.gather(address, 8192)                          # void8192 (1,)
 
-Rows of one batch lie in as many files as it has rows. So places are addresses of this process: one
-call of NumPy gathers from all files together, without Python for a row, and without its lock.
+The rows of one batch may be in as many files as there are rows. So a place is an address in this
+process: one call of NumPy gathers from all files together, without Python code for each row and
+without Python's lock.
 """
 
 import collections

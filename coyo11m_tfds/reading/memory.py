@@ -1,18 +1,18 @@
-"""How much memory the engine `chunks` takes for training, estimated before anything is read.
+"""Estimates the memory that the engine `chunks` needs for training, before it reads.
 
     need = memory.Need(lanes=16, window=1024, in_flight=256, rows_ready=768, row_nbytes=9481,
                        raw_nbytes=25_955)
     need.num_bytes                                          # 708,000,000
     memory.check(need, budget_gb=0, processes_on_host=1)    # ValueError: the machine has too little
 
-The sum covers what one process holds more than one that has read a few records: blocks of
-windows, chunks being read, batches kept ready. Whatever happens to batches afterwards comes on top.
+The sum is the memory beyond that of a process that has read a few records: blocks of windows,
+chunks in flight, and batches that are ready. The use of the batches is not included.
 
-A block of batches is given out while the next one is filled. It has whole windows of each lane, of
-at least as many records as are read at once. Chunks that are on their way, or have come early, are
-held as they are in their files.
+While the loop uses one block of batches, the next one is filled. A block has whole windows of each
+lane, with at least as many records as are read at once. Chunks that are in flight, or have come
+early, are held as they are in their files.
 
-The factors are those of peak resident memory in child processes with records of 26 KB (2 busy
+The factors come from the peak resident memory of child processes with records of 26 KB (2 busy
 cores, glibc told to keep freed memory, see `process_settings`): six runs of 0.7 to 1.5 GB, 8 to 32
 lanes, windows of 1,024 to 3,072, chunks of 64 and 128, 4 and 8 parallel reads and batches of 256
 and 4,096, took 20% less to 12% more than estimated.

@@ -1,4 +1,4 @@
-"""Which record comes when: a planned sequence of training samples, in NumPy alone.
+"""The order of the training samples: a planned sequence, computed with NumPy.
 
     order = Order(shard_lengths=(5007, 4801, 5200), settings=OrderSettings(seed=0))
     order.locate(1000)                              # (epoch, place in it) of every lane's sample
@@ -9,18 +9,18 @@
 Sample k of lane l is a pure function of `(seed, l, k)` and the lengths of the shards:
 
 1. A chunk is a run of at most C consecutive records of one shard.
-2. Epoch e puts the chunks into a permutation drawn from `(seed, e)`, one after the other: a stream
-   of N records, rotated by an offset drawn from `(seed, e)`.
+2. Epoch e puts the chunks into an order drawn from `(seed, e)`. This gives a stream of N records,
+   rotated by an offset drawn from `(seed, e)`.
 3. Lane l of L owns the l-th of L equal stretches of the stream, m = N div L records.
 4. Each window of W records of a stretch is permuted by `(seed, e, lane, window)`; the last window
-   of a stretch may be shorter. Sample k is at place k mod m of epoch k div m.
+   of a stretch may be shorter. Sample k is at position k mod m of epoch k div m.
 5. The crop, the text of several, and whether the text is dropped come from hashes of
    `(seed, e, key)`.
 
-Batch s of B samples takes k from s*B/L to (s+1)*B/L of every lane, in lane order; it may span the
-end of an epoch. Process p of P owns the lanes `[p*L/P, (p+1)*L/P)`. So B and P are not part of the
-sequence, and a place in the data is one number, samples a lane. Each epoch leaves out fewer than L
-records, each with the same chance.
+Batch s of B samples takes samples s*B/L to (s+1)*B/L of every lane, in lane order; it may span the
+end of an epoch. Process p of P owns the lanes `[p*L/P, (p+1)*L/P)`. So the sequence does not depend
+on B and P, and a position in the data is one number, the samples of each lane. Each epoch leaves
+out fewer than L records, each with the same chance.
 """
 
 import dataclasses

@@ -1,10 +1,10 @@
-"""Settings of a process that reads: made once before TensorFlow starts, and its end.
+"""Settings of a process that reads, made before TensorFlow starts, and its clean end.
 
     process_settings.apply()
     import tensorflow as tf
 
-TensorFlow reads its variables while it is imported, so this module does without it until an end is
-registered. What the environment says already is left as it is.
+TensorFlow reads its environment variables while it is imported, so this module imports it only to
+register the end. Variables that are already set keep their values.
 """
 
 import atexit

@@ -1,4 +1,4 @@
-"""Batches gathered row by row out of TFRecord files in memory, without TensorFlow.
+"""Batches gathered row by row from TFRecord files in memory, without TensorFlow.
 
     choices = RowChoices(('key', 'latents'), {'latents': ArraySpec(...)}, seed=0)
     reader = RowReader(split, choices, stored.record_layout, verify='once', ...)
@@ -6,12 +6,13 @@
     some = rows.part(slice(0, 256))
     batch = reader.read(some, reader.check(some))     # dict(key=(256,), latents=(256, 4, 32, 32))
 
-Where rows lie is found for a block of batches at a time; a batch is then a few calls of NumPy that
-copy what is asked for, and nothing else of a record, unless its checksum is compared.
+The places of rows are found for a block of batches at a time. A batch then takes a few calls of
+NumPy, which copy only the values that the caller asks for. The rest of a record is read only to
+compare its checksum.
 
-In front of a record are its length and the CRC-32C of that length. Starting where the chunk index
-knows the offset, every `schema.CHUNK_STRIDE` records, the lengths of all runs are followed in step
-and checked, in NumPy: 0.15 us of a core a record.
+In front of a record are its length and the CRC-32C of the length. The chunk index has the offset of
+every `schema.CHUNK_STRIDE`-th record. From there NumPy follows and checks the lengths, in all runs
+at once: 0.15 us of a core a record.
 """
 
 import dataclasses

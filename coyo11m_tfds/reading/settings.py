@@ -1,4 +1,4 @@
-"""What `input_pipeline` is asked for, checked as far as that takes no data set.
+"""Arguments of `input_pipeline`, with all checks that need no data set.
 
 asked = settings.Training(data=path, batch_size=256, seed=0, ...)
 asked.order, asked.each                    # OrderSettings, samples of a lane in a batch

@@ -3,9 +3,9 @@
     dataset = tf_data.train(Training(data=path, batch_size=256, ...), opened)
     dataset = tf_data.evaluate(Reading(data=path, batch_size=256, ...), opened)
 
-Each lane is read as it is without TensorFlow, so the batches are the same, bit for bit. A sample of
-local rows, key and crop, takes 20 us of a core, 3 of them to read it (2 busy cores). Data sets
-without a chunk index, such as mocked ones, are read by TFDS and mixed by an ordinary shuffle.
+Each lane is read as without TensorFlow, so the batches are the same, bit for bit. By rows, a sample
+of key and crop takes 20 us of a core, 3 us of them for reading (2 busy cores). TFDS reads data sets
+without a chunk index, such as mocked ones, with an ordinary shuffle.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Host batches to sharded `jax.Array`s, sent while the devices work on earlier ones.
+"""Sends host batches to devices as sharded `jax.Array`s, while the devices use earlier ones.
 
 for batch in to_device.to_device(batches, sharding):
     state = step(state, batch)

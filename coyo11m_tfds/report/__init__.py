@@ -1,1 +1,1 @@
-"""What a build counts, and the report that tells it."""
+"""The statistics of a build, and its report."""

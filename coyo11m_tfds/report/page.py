@@ -1,12 +1,12 @@
-"""The report of a build: lines for the terminal, `report.json`, and an HTML page to look at.
+"""The report of a build: lines for the terminal, `report.json`, and an HTML page.
 
     report = Report('coyo11m_tfds/latents/1.0.0', shards, statistics, dropped, metadata)
     report.write(folder)                                        # report-ID.json, report-ID.html
     print(report.summary('OUT/coyo11m_tfds/latents/1.0.0', seconds=12.3))
 
-Both files depend on nothing but what was built, so the same build gives the same bytes. The page
-has no script and needs no other file and no network. Captions come from the open internet: all text
-is escaped, and a policy in the page forbids it to run or to load anything but its own pictures.
+Both files depend only on the build, so the same build gives the same bytes. The page has no script
+and needs no other file and no network. Captions come from the open internet: all text is escaped,
+and a policy in the page forbids it to run code or to load anything except its own pictures.
 """
 
 import html

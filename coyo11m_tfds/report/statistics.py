@@ -1,4 +1,4 @@
-"""What a build counts: statistics of the records of a shard, and the rows that are dropped.
+"""Statistics of a build: of the records of a shard, and of the rows that are dropped.
 
     statistics = ShardStatistics(text_dim=640)
     good = statistics.add(keys, captions, latents, text)    # bool (n,); write only those
@@ -9,8 +9,8 @@
     dropped.add(schema.NO_CAPTION, 17, keys[:10])
     dropped.check_bad('/data/x.parquet')                    # raises if too many are bad
 
-Adding the same blocks of samples in the same order gives the same statistics to the last bit, even
-through JSON, so that an interrupted build can reuse those of finished shards.
+The same blocks of samples in the same order give the same statistics to the last bit, also through
+JSON. So a resumed build can reuse the statistics of finished shards.
 """
 
 import base64

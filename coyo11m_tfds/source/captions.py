@@ -1,4 +1,4 @@
-"""Captions of a Parquet file, checked, in the order of the keys that are wanted.
+"""Captions of a Parquet file, checked, in the order of given keys.
 
     captions.join(path, 'caption_llava', folder, keys, name='gs://bucket/meta.parquet')
     found = joined.Joined(folder)
@@ -6,10 +6,10 @@
     found.sizes         # bytes of their captions; 0: null, empty or blank; TOO_LONG
     found.read(found.places[:9])    # list of UTF-8 bytes, exactly as in the source
 
-All rows are checked, wanted or not. The facts are the number of `duplicates`, rows left out because
-an earlier row has their key, the first 10 of their keys, and the `digest` of keys and captions,
-which depends neither on the order of the rows nor on keys without a caption; and whether pages
-`has_checksums`.
+All rows of the file are checked. The facts are the number of `duplicates` (rows left out because an
+earlier row has their key), the first 10 of their keys, the `digest` of keys and captions, and
+whether the pages have checksums (`has_checksums`). The digest depends neither on the order of the
+rows nor on keys without a caption.
 """
 
 import hashlib

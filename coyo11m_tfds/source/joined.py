@@ -1,13 +1,13 @@
-"""Values of other files, brought into the order in which a program reads them.
+"""Values of other files, sorted into the order in which a program reads them.
 
     joined.make(folder, batches, facts)     # places, sizes and values, in any order
     found = joined.Joined(folder)
     found.places, found.sizes               # int64 (n,) ascending, int32 (n,)
     found.read(found.places[:256])          # list of bytes
 
-A place is any number; values come out sorted by it. DuckDB sorts them into one Parquet file of
-small row groups, on the disk as far as they exceed its share of memory. 11.4 million captions of
-200 to 600 bytes take 64 s of two cores and 1.30 GB at most, with reading and checking them.
+A place is any number, and values are sorted by place. DuckDB sorts them into one Parquet file of
+small row groups, on the disk if they exceed its share of memory. 11.4 million captions of 200 to
+600 bytes take 64 s on two cores and at most 1.30 GB, including reading and checking.
 """
 
 import contextlib

@@ -5,8 +5,8 @@
         for values in file.values():        # pyarrow.Array, a few MB at a time, in file order
             ...
 
-Reading takes 150 MB with all libraries, however large the file and its row groups are. Texts that
-occur often are read as a dictionary. Checksums of pages are compared where there are any.
+Reading takes 150 MB with all libraries, for a file and row groups of any size. Frequent texts are
+read as a dictionary. Checksums of pages are compared if there are any.
 """
 
 import contextlib

@@ -1,13 +1,13 @@
-"""Where the source lies: a folder of `.pt` files and one Parquet file of captions.
+"""Finds the source: a folder of `.pt` files and one Parquet file of captions.
 
     source = location.find('/data/coyo11m')         # or gs://bucket/folder,
     source = location.find('hf://datasets/KBlueLeaf/coyo11m-256px-ccrop-latent')
     source.latent_files[0].path   # '/data/coyo11m/latents-3crop/000000-000009.pt'
     source.captions_file.size     # bytes
 
-Finding lists names, sizes and checksums and reads no file of data. A source on the hub is pinned to
-the commit that is found, so that all files have one version; `@revision` after its name chooses it.
-Files that `mirror` copied must still have the size, and on gs:// the checksum, that it recorded.
+`find` lists names, sizes and checksums, and reads no data. A source on the hub is pinned to its
+present commit, so that all files have one version; `@revision` after its name chooses another.
+Files that `mirror` copied must still have the size that it recorded and, on gs://, the checksum.
 """
 
 import dataclasses

@@ -1,11 +1,11 @@
-"""One `.pt` file: its keys, and its latents by row. Of this room only this module imports torch.
+"""One `.pt` file: its keys, and its latents by row. Only this module of the package imports torch.
 
     shard = pt_file.LatentShard('latents-3crop/000000-000009.pt')
     shard.keys                              # int64 (N,)
     raw, values = shard.latents([0, 5, 7])  # uint8 (3, 24576), float32 (3, 3, 4, 32, 32)
 
-Opening reads the directory and the keys, not the latents. Nothing is unpickled but tensors and
-plain containers, so a hostile file cannot run code.
+Opening reads the directory and the keys, not the latents. Only tensors and plain containers are
+unpickled, so a hostile file cannot run code.
 """
 
 import functools

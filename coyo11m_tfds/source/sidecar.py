@@ -1,15 +1,16 @@
-"""Values made elsewhere, in the order of the keys that are wanted: embeddings, tokens, numbers.
+"""Embeddings, tokens and numbers of other files, in the order of given keys.
 
     files = sidecar.find('gs://bucket/gemma')       # all parts, or an error that names one
-    sidecar.describe(files[0].path)['header']       # what embed_captions says of what it made
+    sidecar.describe(files[0].path)['header']       # encoder and captions of the embeddings
     sidecar.join(files, folder, keys, hold=scratch.hold)
     sidecar.join(files, folder, keys, hold=scratch.hold, column='aesthetic')   # of any Parquet file
     found = joined.Joined(folder)
     sidecar.read(found, found.places[:256])         # float16 (256, header.dim)
 
-What `coyo11m_tfds.embed_captions` makes is a Parquet file with the columns `key` and
-`text_embedding` or `tokens`, lists of a fixed size, and in its schema's metadata the fields of
-`Header`; or a folder of such files, `part-00000-of-00007.parquet`, with the column `embedding`.
+A sidecar of `coyo11m_tfds.embed_captions` is a Parquet file with the columns `key` and
+`text_embedding` or `tokens`, which are lists of a fixed size. The metadata of its schema hold the
+fields of `Header`. Or it is a folder of such files, `part-00000-of-00007.parquet`, in which
+`text_embedding` is called `embedding`.
 """
 
 import contextlib

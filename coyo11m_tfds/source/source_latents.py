@@ -1,12 +1,12 @@
-"""Everything that the latent files of a source hold together, except the latents.
+"""Keys, rows and dtype of all latent files of a source; everything except the latents.
 
     latents = SourceLatents.read(source.latent_files, head_dir='/scratch', drop_bad=True)
     latents.keys      # int64 (rows of all files,)
     latents.starts    # int64 (files + 1,): row i of file f is row starts[f] + i of `keys`
     latents.duplicate # bool (rows of all files,): an earlier row has the same key
 
-Reading it checks every file, before anything is written. Of remote files only the heads are read,
-a few at a time. `read_head` is all that knows a format.
+`read` checks every file before anything is written. It reads only the heads of remote files, a few
+at a time. Only `read_head` knows the format of the files.
 """
 
 import concurrent.futures
