@@ -61,7 +61,7 @@ def measure_jax(
     import jax
 
     from configs import default
-    from train_lib import flow, models, program, sharding
+    from train_lib import flow, models, sharding, step
 
     jax.config.update('jax_compilation_cache_dir', cache)
     config = default.get_config()
@@ -69,7 +69,7 @@ def measure_jax(
     config.model.update(name=model, **fields)
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     shape = SIDE, SIDE, CHANNELS
-    compiled = program.make_program(config, mesh, flow.Stats(**_stats()), latent_shape=shape)
+    compiled = step.make_program(config, mesh, flow.Stats(**_stats()), latent_shape=shape)
     batch = _batch(batch_size)
     batch['latents'] = batch['latents'].astype(jax.numpy.bfloat16)
     batch = jax.device_put(batch, sharding.batch(mesh))

@@ -123,7 +123,7 @@ def hosts(
     common = [*flags(data_dir, workdir, **changes), _ACCEPTED]
     if processes > 1:
         common += [
-            f'--coordinator_address=127.0.0.1:{_free_port()}',
+            f'--coordinator_address=127.0.0.1:{free_port()}',
             f'--process_count={processes}',
         ]
     env = env | {'XLA_FLAGS': f'{QUICK} --xla_force_host_platform_device_count={devices}'}
@@ -164,7 +164,8 @@ def flags(data_dir: os.PathLike, workdir: os.PathLike, **changes) -> list[str]:
     return ['--config=configs/default.py', f'--workdir={workdir}', *fields]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of loopback that nobody listens on."""
     with socket.socket() as free:
         free.bind(('127.0.0.1', 0))
         return free.getsockname()[1]

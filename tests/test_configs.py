@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from coyo11m_tfds import schema
 from tests.checkout import CHECKOUT
-from train_lib import flow, program, sharding
+from train_lib import flow, sharding, step
 
 NAMES = sorted(path.stem for path in (CHECKOUT / 'configs').glob('*.py'))
 
@@ -72,7 +72,7 @@ def test_a_program_can_be_made(name):
     config.mesh.fsdp = 1
     mesh = sharding.make_mesh(**config.mesh)
     vocabulary = 4096 if config.model.text == 'sequence' else 0
-    made = program.make_program(
+    made = step.make_program(
         config, mesh, _stats(), latent_shape=(32, 32, 4), vocabulary=vocabulary
     )
     assert made.abstract_state.step.shape == ()
@@ -84,7 +84,7 @@ def test_state_and_gradient_leave_half_of_a_chip_to_activations(name):
     fsdp = config.mesh.fsdp
     config.mesh.fsdp = 1
     mesh = sharding.make_mesh(**config.mesh)
-    abstract = program.make_program(config, mesh, _stats(), latent_shape=(32, 32, 4)).abstract_state
+    abstract = step.make_program(config, mesh, _stats(), latent_shape=(32, 32, 4)).abstract_state
 
     def nbytes(leaf):
         split = sharding.partition_spec(leaf.shape, fsdp) != P()

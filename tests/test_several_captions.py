@@ -14,7 +14,7 @@ from coyo11m_tfds import add_column, embed_captions, schema
 from tests import built, runs
 from tests.reading.planned import Planned
 from tests.runs import small_config
-from train_lib import checkpoint, data, sharding, train
+from train_lib import beginnings, checkpoint, data, sharding, train
 
 TEXT = 'records:2,short:1'
 
@@ -91,7 +91,7 @@ def test_a_run_on_several_captions_resumes_bit_for_bit(two_captions, tmp_path):
     assert losses.items() <= runs.losses(whole).items()
     other = small_config(two_captions, **config | {'data.text': 'records:1,short:1'})
     message = rf"data\.text was '{TEXT}' and is now 'records:1,short:1'"
-    with pytest.raises(checkpoint.OtherRunError, match=message):
+    with pytest.raises(beginnings.OtherRunError, match=message):
         train.train_and_evaluate(other, resumed)
 
 

@@ -16,7 +16,7 @@ from coyo11m_tfds.text import text_encoders
 from coyo11m_tfds.text.encoder import Tokenizer
 from tests import built, made_sources, runs
 from tests.runs import small_config
-from train_lib import caption_encoder, data, data_facts, draw, sharding, train
+from train_lib import caption_encoder, data, draw, sharding, train
 
 LENGTH = 12
 FEATURES = 'key', 'latents', 'tokens', 'caption'
@@ -170,7 +170,7 @@ def test_a_drawing_takes_its_captions_apart_itself(run, words):
 
 def test_words_that_no_caption_of_the_data_has_are_named(dataset, words, caplog):
     facts = data.TrainingData(small_config(dataset), sharding.make_mesh()).facts
-    assert data_facts.from_json(facts.to_json()).known_tokens == facts.known_tokens
+    assert data.DataFacts.from_json(facts.to_json()).known_tokens == facts.known_tokens
     captions = ['A red circle.', 'a red Zebra on a blue Sofa, a zebra']
     assert caption_encoder.unknown_words(facts, words, captions) == ['zebra', 'sofa']
     caption_encoder.texts(facts, words, captions)

@@ -4,13 +4,13 @@
     batches = data.train_batches(beginning.sample_at(step))
     state = beginning.state(program)    # of a run without a checkpoint of its own
 
-All that can be refused is refused by `find`, which reads no weights and writes nothing.
+`find` refuses all that can be refused: it reads no weights and writes nothing.
 """
 
 import dataclasses
 import json
 import textwrap
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,15 @@ from clu import metric_writers
 from etils import epath
 
 from coyo11m_tfds.process import ending
-from train_lib import checkpoint, saved_run, settings
+from train_lib import checkpoint, settings
+from train_lib.checkpoint import Description, SavedRun
 from train_lib.data import TrainingData
-from train_lib.program import Program
 from train_lib.state import TrainState
+from train_lib.step import Program
+
+
+class OtherRunError(ValueError):
+    """A checkpoint belongs to a run with other data, another order, model or settings."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,24 +36,24 @@ class Beginning:
     """Where a run begins or resumes.
 
     Attributes:
-        description: of the run from now on, at `step`.
-        step: of its last checkpoint; 0 where it has none.
-        samples_a_step: of every lane.
+        description: description of the run from now on, at `step`.
+        step: step of its last checkpoint; 0 where it has none.
+        samples_a_step: samples that a step takes of every lane.
         has_new_config: its last checkpoint, if there is one, holds another configuration.
         source: the checkpoint whose weights a new run begins with, or None.
     """
 
-    description: checkpoint.Description
+    description: Description
     step: int
     samples_a_step: int
     has_new_config: bool
-    source: saved_run.SavedRun | None
+    source: SavedRun | None
 
     def sample_at(self, step: int) -> int:
         """The sample of every lane that comes next after a step."""
         return self.description.position['sample'] + (step - self.step) * self.samples_a_step
 
-    def description_at(self, step: int) -> checkpoint.Description:
+    def description_at(self, step: int) -> Description:
         """The description of the run for the checkpoint of a step."""
         position = {**self.description.position, 'sample': self.sample_at(step)}
         return dataclasses.replace(self.description, position=position)
@@ -88,18 +93,17 @@ def find(
     Args:
         config: see `configs/default.py`.
         workdir: local or `gs://`.
-        data: of the run.
-        program: of the run.
+        data, program: of the run.
         accept_changes: fields that may differ from those of its last checkpoint.
 
     Raises:
-        checkpoint.OtherRunError: the last checkpoint belongs to another run, or has other settings
-            that are not accepted.
+        OtherRunError: the last checkpoint belongs to another run, or has other settings that are
+            not accepted.
         ValueError: weights have other shapes; `init_from` has no checkpoint; or the run has been
             trained for more than `num_steps`.
         OSError: `init_from` does not exist, or a checkpoint cannot be read.
     """
-    description = checkpoint.Description(
+    description = Description(
         identity=data.identity | program.identity,
         settings=data.settings,
         # As JSON has it, to be compared with what comes back from there.
@@ -107,12 +111,12 @@ def find(
         facts=data.facts.to_json(),
         position=data.position | {'sample': 0},
     )
-    own = saved_run.find(workdir)
+    own = checkpoint.find(workdir)
     if own is None:
         source = _source(config.init_from, description, program) if config.init_from else None
         return Beginning(description, 0, data.samples_a_step, True, source)
     saved = own.description
-    checkpoint.check_same(saved, description, accept_changes, where=str(own.folder))
+    check_same(saved, description, accept_changes, where=str(own.folder))
     if config.num_steps < own.step:
         raise ValueError(
             f'num_steps={config.num_steps}: {own.folder} has been trained for {own.step} steps, '
@@ -120,12 +124,12 @@ def find(
         )
     own.check_shapes(program.abstract_state.params)
     place = data.position | {'sample': _next_sample(saved, description)}
-    description = dataclasses.replace(description, position=place)
     has_new_config = saved.config != description.config
+    description = dataclasses.replace(description, position=place)
     return Beginning(description, own.step, data.samples_a_step, has_new_config, None)
 
 
-def _next_sample(saved: checkpoint.Description, now: checkpoint.Description) -> int:
+def _next_sample(saved: Description, now: Description) -> int:
     """The sample of every lane that a resumed run reads next; a change of the order is logged."""
     sample = saved.position['sample']
     if saved.position['order'] == now.position['order']:
@@ -139,16 +143,57 @@ def _next_sample(saved: checkpoint.Description, now: checkpoint.Description) -> 
     return sample
 
 
-def _source(
-    init_from: str, description: checkpoint.Description, program: Program
-) -> saved_run.SavedRun:
+def _source(init_from: str, description: Description, program: Program) -> SavedRun:
     """The checkpoint that `init_from` names, with weights that fit."""
     try:
-        source = saved_run.open_run(init_from)
+        source = checkpoint.open_run(init_from)
         source.check_shapes(program.abstract_state.params)
         identity = source.description.identity
     except (ValueError, OSError) as error:
         raise type(error)(f'init_from={init_from}: {ending.describe(error)}') from error
-    for text in checkpoint.differences(identity, description.identity).values():
+    for text in differences(identity, description.identity).values():
         logging.warning('The weights of %s were trained otherwise: %s.', init_from, text)
     return source
+
+
+def check_same(
+    saved: Description, current: Description, accept_changes: Collection[str], where: str
+) -> None:
+    """Compares two descriptions, field by field.
+
+    Args:
+        saved: of the checkpoint.
+        current: of this run.
+        accept_changes: settings that may differ; differences are logged.
+        where: the checkpoint's path, for the message.
+
+    Raises:
+        OtherRunError: names every field that differs with both of its values, and the way out.
+    """
+    if other := differences(saved.identity, current.identity):
+        raise OtherRunError(
+            f'{where} belongs to another run: {"; ".join(other.values())}. '
+            'To resume it set this back; to start afresh use another --workdir.'
+        )
+    changed = differences(saved.settings, current.settings)
+    if unasked := changed.keys() - set(accept_changes):
+        raise OtherRunError(
+            f'{where} was trained with other settings: '
+            f'{"; ".join(changed[name] for name in sorted(unasked))}. If that is meant, add '
+            f'--accept_changes={",".join(changed)}; if not, set this back.'
+        )
+    for text in changed.values():
+        logging.warning('A change that is accepted: %s.', text)
+
+
+def differences(saved: Mapping, current: Mapping) -> dict[str, str]:
+    """Names of fields that differ, to what they were and are."""
+    # As JSON, because that makes lists of tuples, and so on.
+    before, now = (settings.flatten(json.loads(json.dumps(x))) for x in (saved, current))
+    words = [{name: repr(x) for name, x in values.items()} for values in (before, now)]
+    told = {name: [x.get(name, 'absent') for x in words] for name in before.keys() | now.keys()}
+    return {
+        name: f'{name} was {was} and is now {is_now}'
+        for name, (was, is_now) in sorted(told.items())
+        if was != is_now
+    }

@@ -1,25 +1,37 @@
-"""The text encoder of a trained model, for captions of one's own.
+"""The text encoder of a data set, for captions of one's own and inside the training step.
 
     encoder = caption_encoder.make(facts)                             # that of the data set
     encoder = caption_encoder.make(facts, 'hf:/models/gemma-3-270m')  # the same in a local folder
-    text = encoder.encode(['a red circle'])
+    text = caption_encoder.texts(facts, encoder, ['a red circle'])
 
-Another model of the same name would give other embeddings, and pictures that have nothing to do
-with their captions, so name and revision (a commit, or a digest of the files) are compared with
-those in the data set's metadata.
+    # Token ids in, hidden states out; its weights are never trained.
+    encoder = caption_encoder.load('jax:/models/gemma-3-270m', facts, mesh, dtype='bfloat16')
+
+Another model of the same name would give other embeddings or ids, and pictures that have nothing to
+do with their captions, so name and revision (a commit, or a digest of the files) are compared with
+those in the data set's metadata. Neither TensorFlow nor torch is imported here.
 """
 
+import dataclasses
 from collections.abc import Sequence
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
+from jax.sharding import Mesh
 
+from coyo11m_tfds import schema
 from coyo11m_tfds.storage import model_files
-from coyo11m_tfds.text import text_encoders
+from coyo11m_tfds.text import gemma, text_encoders
 from coyo11m_tfds.text.encoder import DEFAULT_MAX_TOKENS, Encoder, Tokenizer
 from coyo11m_tfds.text.words import split_words
-from train_lib.data_facts import DataFacts
+from train_lib import sharding
+from train_lib.models.words import Words
+
+if TYPE_CHECKING:
+    from train_lib.data import DataFacts
 
 # Run the same models: on the same files their embeddings agree to a cosine of 0.99997.
 _RUNNERS = 'hf', 'jax'
@@ -28,7 +40,10 @@ _IN_PT = 'pt'  # embeddings that came with the latents, from an encoder that not
 _OF_FOLDER = 'sha256:'  # how the revision of a model in a local folder begins
 
 
-def make(facts: DataFacts, spec: str = '') -> Encoder | Tokenizer:
+# --- Captions of one's own ----------------------------------------------------------------------
+
+
+def make(facts: 'DataFacts', spec: str = '') -> Encoder | Tokenizer:
     """Loads the encoder that the text embeddings of a data set were made with, or the tokenizer.
 
     Args:
@@ -64,22 +79,20 @@ def make(facts: DataFacts, spec: str = '') -> Encoder | Tokenizer:
     return encoder
 
 
-def texts(facts: DataFacts, encoder: Encoder | Tokenizer, captions: Sequence[str]) -> np.ndarray:
+def texts(facts: 'DataFacts', encoder: Encoder | Tokenizer, captions: Sequence[str]) -> np.ndarray:
     """Captions for the model: embeddings float16 `(n, D)`, or token ids int32 `(n, T)`."""
-    if facts.vocabulary:
-        if unknown := unknown_words(facts, encoder, captions):
-            logging.warning(
-                'No caption of the training data has %s: the model does not know what %s.',
-                ', '.join(map(repr, unknown)),
-                'it means' if len(unknown) == 1 else 'they mean',
-            )
-        return text_encoders.pad(encoder.tokenize(captions), encoder.max_tokens)
-    return cast(Encoder, encoder).encode(captions).astype(np.float16)
+    if not facts.vocabulary:
+        return cast(Encoder, encoder).encode(captions).astype(np.float16)
+    if unknown := unknown_words(facts, encoder, captions):
+        logging.warning(
+            'No caption of the training data has %s: the model does not know what %s.',
+            ', '.join(map(repr, unknown)),
+            'it means' if len(unknown) == 1 else 'they mean',
+        )
+    return text_encoders.pad(encoder.tokenize(captions), encoder.max_tokens)
 
 
-def unknown_words(
-    facts: DataFacts, encoder: Encoder | Tokenizer, captions: Sequence[str]
-) -> list[str]:
+def unknown_words(facts: 'DataFacts', encoder: Tokenizer, captions: Sequence[str]) -> list[str]:
     """Words of captions that no caption of the training data has, each once; [] if unknown.
 
     A few are missed, because their ids are those of other words.
@@ -92,7 +105,7 @@ def unknown_words(
     return [word for word, [token] in zip(words, ids, strict=True) if not known[token]]
 
 
-def check(facts: DataFacts, encoder: Encoder | Tokenizer) -> None:
+def check(facts: 'DataFacts', encoder: Encoder | Tokenizer) -> None:
     """Raises a ValueError for another encoder or tokenizer than that of the data set."""
     if facts.encoder == _IN_PT and cast(Encoder, encoder).dim == facts.text_dim:
         logging.warning('Nothing says whether %s made the text embeddings.', encoder.name)
@@ -106,8 +119,8 @@ def check(facts: DataFacts, encoder: Encoder | Tokenizer) -> None:
         )
 
 
-def _check_name(facts: DataFacts, name: str) -> None:
-    if model_name(name) != model_name(facts.encoder):
+def _check_name(facts: 'DataFacts', name: str) -> None:
+    if _model_name(name) != _model_name(facts.encoder):
         revision = f' (revision {facts.encoder_revision})' if facts.encoder_revision else ''
         raise ValueError(
             f'the captions are encoded by {name!r}, but the model was trained with '
@@ -115,7 +128,115 @@ def _check_name(facts: DataFacts, name: str) -> None:
         )
 
 
-def model_name(name: str) -> str:
+def _model_name(name: str) -> str:
     """The name of an encoder without what runs it: `hf:a/b` and `jax:a/b` are the same model."""
     runner, _, model = name.partition(':')
     return model if runner in _RUNNERS else name
+
+
+# --- In the step --------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class StepEncoder:
+    """A Gemma 3 text model with its weights on a mesh.
+
+    For a caption of 128 tokens records hold 0.5 KB of ids, where hidden states of Gemma-3-270M
+    would take 164 KB.
+
+    Attributes:
+        name: such as `jax:google/gemma-3-270m`, without the path of a folder.
+        revision: a commit on the hub, or `sha256:...` of the files in a folder.
+        network: the model.
+        params: its weights, whole on every device, or their shapes; those of products in the dtype
+            of the computation. Split over `fsdp`, XLA moves 1.7 times as much between the chips of
+            a v5e-16 that trains L/2, to save 0.4 GB a chip of Gemma-3-270M's 0.54.
+    """
+
+    name: str
+    revision: str
+    network: gemma.Gemma
+    params: Any
+
+    @property
+    def dim(self) -> int:
+        """Numbers of a hidden state."""
+        return self.network.config.width
+
+    def encode(self, params: Any, tokens: jax.Array) -> Words:
+        """Last hidden states of token ids, int32 `(b, T)`, padded with -1 at the end."""
+        states: Any = self.network.apply({'params': params}, jnp.maximum(tokens, 0))
+        return Words(states, tokens >= 0)
+
+
+def load(spec: str, facts: 'DataFacts', mesh: Mesh, *, dtype: str) -> StepEncoder | None:
+    """Loads the encoder that `config.encoder` names.
+
+    Args:
+        spec: `jax:FOLDER` or `jax:HUB_NAME`; '' for none.
+        facts: of the data set whose tokens it is to encode.
+        mesh: where its weights go.
+        dtype: of the model's computation. The encoder computes in float32 beside a model that does,
+            else in bfloat16, since Gemma's hidden states exceed the range of float16.
+
+    Raises:
+        ValueError: the records hold no tokens, or those of another encoder; or as
+            `gemma_weights.load_params`.
+    """
+    if not spec:
+        return None
+    if not facts.vocabulary:
+        raise ValueError(
+            f'encoder={spec!r}: the data set holds embeddings of {facts.encoder!r}, expected token '
+            "ids (embed_captions --tokens_only), or encoder=''"
+        )
+    tokenizer = _open(spec, facts.max_tokens)
+    same_name = _model_name(tokenizer.name) == _model_name(facts.encoder)
+    same_revision = facts.encoder_revision in ('', tokenizer.revision)
+    if not (same_name and same_revision and tokenizer.vocabulary == facts.vocabulary):
+        raise ValueError(
+            f'encoder={spec!r} is {tokenizer.name} of revision {tokenizer.revision} with '
+            f'{tokenizer.vocabulary} ids, but the token ids of the data set were made by '
+            f'{facts.encoder} of revision {facts.encoder_revision or "unknown"} with '
+            f'{facts.vocabulary}: expected the folder or name of that one'
+        )
+    from coyo11m_tfds.text import gemma_weights  # needs an extra, as `_open` has told by now
+
+    encoder = _abstract(tokenizer, dtype, mesh)
+    params = gemma_weights.load_params(tokenizer.checkpoint, encoder.network.dtype)
+    placed = jax.tree.map(
+        lambda leaf, values: jax.make_array_from_callback(
+            leaf.shape, leaf.sharding, lambda index: values[index]
+        ),
+        encoder.params,
+        params,
+    )
+    return dataclasses.replace(encoder, params=placed)
+
+
+def abstract(spec: str, mesh: Mesh, *, dtype: str) -> StepEncoder | None:
+    """As `load`, but with shapes in the place of weights, and for no data set."""
+    return _abstract(_open(spec, schema.MAX_TOKENS), dtype, mesh) if spec else None
+
+
+def _open(spec: str, max_tokens: int) -> Any:
+    """The `JaxTokenizer` of `spec`, which knows the model's files."""
+    if not spec.startswith('jax:'):
+        raise ValueError(f"encoder={spec!r}: expected jax:FOLDER, jax:HUB_NAME or ''")
+    try:
+        return text_encoders.make_tokenizer(spec, max_tokens)
+    except ValueError as error:
+        raise ValueError(f'encoder={spec!r}: {error}') from error
+
+
+def _abstract(tokenizer: Any, dtype: str, mesh: Mesh) -> StepEncoder:
+    from coyo11m_tfds.text import gemma_weights
+
+    computed = jnp.dtype(jnp.float32 if dtype == 'float32' else jnp.bfloat16)
+    network = gemma.Gemma(tokenizer.checkpoint.config, computed)
+    whole = sharding.replicated(mesh)
+    params = jax.tree.map(
+        lambda leaf: sharding.abstract(leaf, whole),
+        gemma_weights.abstract_params(network.config, computed),
+    )
+    return StepEncoder(tokenizer.name, tokenizer.revision, network, params)

@@ -1,60 +1,72 @@
-"""Checkpoints that hold the state and what the run is, and refuse another run's.
+"""Checkpoints of a run: saved and restored by the run itself, and read by whoever draws.
 
-    saved = saved_run.find(workdir)
-    if saved:
-        checkpoint.check_same(saved.description, description, accept_changes=[], where='W')
     with checkpoint.open_manager(workdir, keep=3) as manager:
-        restored = checkpoint.restore(manager, abstract_state, abstract_window)
+        restored = checkpoint.restore(manager, abstract_state, window)
         state, window, interrupted = restored or fresh_start()
         checkpoint.save(manager, step, state, window, description)
         checkpoint.wait(manager)
 
+    saved = checkpoint.find('W')                    # the last one; None where there is none
+    saved = checkpoint.open_run('gs://bucket/W@2000')   # or a ValueError
+    saved.description.config                        # configuration of the run, as nested values
+    params = saved.restore_weights(abstract_params, average=True)
+
 `state` is a `TrainState`; `window` are the metrics of an unfinished log window. `description` says
-what the run is and how it is set, see `Description`: enough to draw with its weights where there is
-no data set. `saved_run` reads checkpoints of other runs.
+what the run is and how it is set: enough to draw with its weights where there is no data set.
 
 Orbax writes a checkpoint under a temporary name and renames it when it is complete: a process
-killed while it saves leaves the former checkpoint as the latest. A complete one has a record of its
-files, which `saved_run` compares when it opens one.
+killed while it saves leaves the former checkpoint as the latest. What Orbax does not do: each
+checkpoint has a record of its files, with the size and CRC-32C of each and a checksum of its own,
+and is compared with it before anything is restored.
 """
 
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
+import os
+import pathlib
 import re
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import google_crc32c
+import jax
 import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
-from train_lib import checkpoint_record, settings, workdirs
+from coyo11m_tfds.storage import file_state, source_files
+from train_lib import sharding, workdirs
 
-FOLDER = 'checkpoints'
+FOLDER = 'checkpoints'  # in a workdir
+RECORD = 'checksums.json'  # in a checkpoint
+# Not in the record, and not needed to restore: Orbax writes them after it.
+NOT_RECORDED = '_CHECKPOINT_METADATA', 'commit_success.txt'
 
+# Parts of a checkpoint.
 STATE = 'state'
-RUN = 'run'  # JSON: the fields of the description, and:
-_WINDOW = 'window'
+_RUN = 'run'  # JSON: the fields of the description, and:
 _INTERRUPTED = 'interrupted'
+_WINDOW = 'window'
 
-
-class OtherRunError(ValueError):
-    """A checkpoint belongs to a run with other data, another order, model or settings."""
+_WEIGHTS = {True: 'ema_params', False: 'params'}  # in `TrainState`, by `average`
+_THREADS = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """The identity of a run, in plain values: a resume compares it with that of the checkpoint.
+    """What a run is, in plain values; a resume compares it with that of the checkpoint.
 
     Attributes:
         identity: what no run can change: the text encoder and the model. May be nested.
         settings: what a run can change on purpose; names of fields with their values.
         config: the whole configuration, as nested values; not compared.
-        facts: what a model needs to know of its data, of `data_facts.DataFacts`; not compared.
-        position: its place in its data: the number of the next `sample` of every lane, and that of
-            the `lanes` and a digest of the `order`; not compared.
+        facts: what a model needs to know of its data, of `data.DataFacts`; not compared.
+        position: the run's place in its data: the number of the next `sample` of every lane, the
+            number of `lanes` and a digest of the `order`; not compared.
     """
 
     identity: Mapping[str, Any]
@@ -63,10 +75,8 @@ class Description:
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     position: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    @classmethod
-    def from_json(cls, run: Mapping[str, Any]) -> 'Description':
-        """Of what `save` has written."""
-        return cls(**{field.name: run[field.name] for field in dataclasses.fields(cls)})
+
+# --- By the run itself --------------------------------------------------------------------------
 
 
 def open_manager(workdir: epath.PathLike, keep: int, keep_every: int = 0) -> ocp.CheckpointManager:
@@ -91,7 +101,7 @@ def open_manager(workdir: epath.PathLike, keep: int, keep_every: int = 0) -> ocp
         cleanup_tmp_directories=True,
         temporary_path_class=_recorded(folder),
     )
-    manager = ocp.CheckpointManager(folder, options=options, item_names=(STATE, _WINDOW, RUN))
+    manager = ocp.CheckpointManager(folder, options=options, item_names=(STATE, _WINDOW, _RUN))
     # Orbax removes none before it has written another one, for which there may be no room.
     for step in sorted(manager.all_steps())[:-keep]:
         if not keep_every or step % keep_every:
@@ -106,7 +116,7 @@ def _recorded(folder: epath.Path) -> type:
     class Recorded(base):
         async def finalize(self) -> None:
             if self.get_final().parent == folder:  # else it is a part of a checkpoint
-                await asyncio.to_thread(checkpoint_record.write, self.get())
+                await asyncio.to_thread(_write_record, self.get())
             await super().finalize()
 
     return Recorded
@@ -140,7 +150,7 @@ def save(
     items = {
         STATE: ocp.args.StandardSave(state),
         _WINDOW: ocp.args.StandardSave(window),
-        RUN: ocp.args.JsonSave(dataclasses.asdict(description) | {_INTERRUPTED: interrupted}),
+        _RUN: ocp.args.JsonSave(dataclasses.asdict(description) | {_INTERRUPTED: interrupted}),
     }
     with _errors_of_writing(manager):
         manager.save(step, args=ocp.args.Composite(**items))
@@ -153,15 +163,15 @@ def wait(manager: ocp.CheckpointManager) -> None:
 
 
 def restore(
-    manager: ocp.CheckpointManager, abstract_state: Any, abstract_window: Any
+    manager: ocp.CheckpointManager, state: Any, window: Any
 ) -> tuple[Any, Any, bool] | None:
     """Restores the last complete checkpoint, to resume the run.
 
     Args:
         manager: from `open_manager`.
-        abstract_state: a pytree of `jax.ShapeDtypeStruct` with the shardings that are wanted,
+        state: a pytree of `jax.ShapeDtypeStruct` or arrays with the shardings that are wanted,
             which need not be those that were saved.
-        abstract_window: the same for the metrics.
+        window: the same for the metrics.
 
     Returns:
         `(state, window, interrupted)`, or None where there is no checkpoint.
@@ -173,28 +183,29 @@ def restore(
     if step is None:
         return None
     items = {
-        STATE: ocp.args.StandardRestore(abstract_state),
-        _WINDOW: ocp.args.StandardRestore(abstract_window),
-        RUN: ocp.args.JsonRestore(),
+        STATE: ocp.args.StandardRestore(jax.tree.map(sharding.abstract, state)),
+        _WINDOW: ocp.args.StandardRestore(jax.tree.map(sharding.abstract, window)),
+        _RUN: ocp.args.JsonRestore(),
     }
-    with errors_of_reading(manager.directory / str(step)):
+    with _errors_of_reading(manager.directory / str(step)):
         restored = manager.restore(step, args=ocp.args.Composite(**items))
     logging.info('Restored step %d from %s.', step, manager.directory)
-    return restored[STATE], restored[_WINDOW], restored[RUN][_INTERRUPTED]
+    return restored[STATE], restored[_WINDOW], restored[_RUN][_INTERRUPTED]
 
 
 def way_back(manager: ocp.CheckpointManager, step: int) -> str:
     """How to resume from the last checkpoint before `step`, in words."""
-    older = [saved for saved in sorted(manager.all_steps()) if saved < step]
+    saved = sorted(manager.all_steps())
+    older = [number for number in saved if number < step]
     if not older:
         return 'Start afresh in another --workdir'
-    folders = [f'{manager.directory}/{saved}' for saved in manager.all_steps() if saved >= step]
+    folders = [f'{manager.directory}/{number}' for number in saved if number >= step]
     removing = f'Remove {" and ".join(folders)} and resume' if folders else 'Resume'
     return f'{removing} from {manager.directory}/{older[-1]}'
 
 
 @contextlib.contextmanager
-def errors_of_reading(folder: epath.Path) -> Iterator[None]:
+def _errors_of_reading(folder: epath.Path) -> Iterator[None]:
     """Turns Orbax's errors into an `OSError` of one line that names the checkpoint."""
     try:
         yield
@@ -219,44 +230,178 @@ def _first_line(error: Exception) -> str:
     return re.sub(r" \[\w+='.*", '', line)  # TensorStore adds details
 
 
-def check_same(
-    saved: Description, current: Description, accept_changes: Collection[str], where: str
-) -> None:
-    """Compares two descriptions, field by field.
+# --- From outside -------------------------------------------------------------------------------
+
+
+def find(workdir: epath.PathLike) -> 'SavedRun | None':
+    """The last checkpoint of a run, or None where there is none; `OSError` if it is damaged."""
+    steps = _steps(workdir)
+    return SavedRun(workdir, steps[-1]) if steps else None
+
+
+def open_run(place: epath.PathLike) -> 'SavedRun':
+    """Finds a checkpoint that has to be there.
 
     Args:
-        saved: of the checkpoint.
-        current: of this run.
-        accept_changes: settings that may differ; differences are logged.
-        where: the checkpoint's path, for the message.
+        place: `WORKDIR`, local or `gs://`, for its last checkpoint; or `WORKDIR@STEP`.
 
     Raises:
-        OtherRunError: names every field that differs with both of its values, and the way out.
+        ValueError: there is none, or none of that step.
+        OSError: the folder does not exist or cannot be read, or the checkpoint is damaged.
     """
-    if other := differences(saved.identity, current.identity):
-        raise OtherRunError(
-            f'{where} belongs to another run: {"; ".join(other.values())}. '
-            'To resume it set this back; to start afresh use another --workdir.'
-        )
-    changed = differences(saved.settings, current.settings)
-    if unasked := changed.keys() - set(accept_changes):
-        raise OtherRunError(
-            f'{where} was trained with other settings: '
-            f'{"; ".join(changed[name] for name in sorted(unasked))}. If that is meant, add '
-            f'--accept_changes={",".join(changed)}; if not, set this back.'
-        )
-    for text in changed.values():
-        logging.warning('A change that is accepted: %s.', text)
+    workdir, at, step = os.fspath(place).rpartition('@')
+    if not (at and step.isdecimal()):
+        workdir, step = os.fspath(place), ''
+    workdirs.check_readable(workdir)
+    steps = _steps(workdir)
+    if not steps:
+        raise ValueError(f'{workdir} holds no checkpoint: train first, or name another one.')
+    if step and int(step) not in steps:
+        there = ', '.join(map(str, steps))
+        raise ValueError(f'{workdir} holds no checkpoint of step {step}; there are {there}.')
+    return SavedRun(workdir, int(step or steps[-1]))
 
 
-def differences(saved: Mapping, current: Mapping) -> dict[str, str]:
-    """Names of fields that differ, to what they were and are."""
-    # As JSON, because that makes lists of tuples, and so on.
-    before, now = (settings.flatten(json.loads(json.dumps(x))) for x in (saved, current))
-    words = [{name: repr(x) for name, x in values.items()} for values in (before, now)]
-    told = {name: [x.get(name, 'absent') for x in words] for name in before.keys() | now.keys()}
+def _steps(workdir: epath.PathLike) -> list[int]:
+    folder = workdirs.absolute(workdir) / FOLDER
+    return sorted(ocp.utils.checkpoint_steps(folder)) if folder.exists() else []
+
+
+class SavedRun:
+    """One complete checkpoint; nothing is written.
+
+    Neither the optimizer's state nor the run's mesh is needed: arrays go to the shardings that are
+    asked for.
+
+    Attributes:
+        folder: path of this checkpoint.
+        step: that the run had reached.
+    """
+
+    def __init__(self, workdir: epath.PathLike, step: int):
+        """Compares the checkpoint with its record; an `OSError` names a file that differs."""
+        self.folder, self.step = workdirs.absolute(workdir) / FOLDER / str(step), step
+        _check_record(self.folder)
+
+    @functools.cached_property
+    def description(self) -> Description:
+        """The run's description in the checkpoint."""
+        reader = ocp.Checkpointer(ocp.JsonCheckpointHandler())
+        with _errors_of_reading(self.folder), reader:
+            run = reader.restore(self.folder / _RUN)
+        names = [field.name for field in dataclasses.fields(Description)]
+        return Description(**{name: run[name] for name in names})
+
+    def check_shapes(self, abstract_params: Any) -> None:
+        """Raises a ValueError that names the first parameter that has another shape here."""
+        saved, wanted = _by_name(self._metadata), _by_name(abstract_params)
+        for name in sorted(saved.keys() | wanted.keys()):
+            there, here = saved.get(name, 'absent'), wanted.get(name, 'absent')
+            if there != here:
+                raise ValueError(
+                    f'{self.folder}: parameter {name} has shape {there} there and {here} here: '
+                    'expected the same model, trained on text embeddings of the same size.'
+                )
+
+    def restore_weights(self, abstract_params: Any, *, average: bool) -> Any:
+        """Reads the weights and nothing else.
+
+        Args:
+            abstract_params: a pytree of `jax.ShapeDtypeStruct` with the shardings that are wanted.
+            average: their moving average instead of the weights of the last step.
+
+        Raises:
+            ValueError: as `check_shapes`.
+            OSError: they cannot be read.
+        """
+        self.check_shapes(abstract_params)
+        item = {_WEIGHTS[average]: abstract_params}
+        args = ocp.args.PyTreeRestore(
+            item=item,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(item),
+            partial_restore=True,
+        )
+        with _errors_of_reading(self.folder), ocp.PyTreeCheckpointer() as reader:
+            restored = reader.restore(self.folder / STATE, args=args)
+        kind = 'average of the weights' if average else 'weights'
+        logging.info('Read the %s at step %d from %s.', kind, self.step, self.folder)
+        return restored[_WEIGHTS[average]]
+
+    def abstract_weights(self, placed: jax.sharding.Sharding) -> Any:
+        """Shapes and dtypes of the weights, all with this sharding."""
+        return jax.tree.map(lambda saved: sharding.abstract(saved, placed), self._metadata)
+
+    @functools.cached_property
+    def _metadata(self) -> Any:
+        """A pytree like that of the weights."""
+        with _errors_of_reading(self.folder):
+            return ocp.PyTreeCheckpointHandler().metadata(self.folder / STATE)['params']
+
+
+def _by_name(tree: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes by names such as `block/mlp/kernel`."""
     return {
-        name: f'{name} was {was} and is now {is_now}'
-        for name, (was, is_now) in sorted(told.items())
-        if was != is_now
+        '/'.join(key.key for key in path): tuple(leaf.shape)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
+
+
+# --- The record of a checkpoint's files ---------------------------------------------------------
+
+
+def _write_record(folder: epath.Path) -> None:
+    if source_files.is_remote(os.fspath(folder)):
+        files = _objects(folder)
+    else:
+        paths = [path for path in pathlib.Path(folder).rglob('*') if path.is_file()]
+        files = _local(folder, [path.relative_to(folder).as_posix() for path in paths])
+    files = {name: state for name, state in files.items() if name not in NOT_RECORDED}
+    (folder / RECORD).write_text(json.dumps({'files': files, 'crc32c': _checksum(files)}))
+
+
+def _check_record(folder: epath.Path) -> None:
+    """Compares this process's share of the files with the record.
+
+    Without the others no process of a run can take a step, so that each need not read all. Local
+    files are read through; of objects on `gs://` the storage knows size and checksum.
+
+    Raises:
+        OSError: a file is missing or differs, or cannot be read; the message names it.
+    """
+    try:
+        record = json.loads((folder / RECORD).read_bytes())
+        files = record['files'] if record['crc32c'] == _checksum(record['files']) else None
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        files = None
+    wrong = [RECORD]
+    if files is not None:
+        share = sorted(files)[jax.process_index() :: jax.process_count()]
+        is_remote = source_files.is_remote(os.fspath(folder))
+        found = _objects(folder) if is_remote else _local(folder, share)
+        wrong = [name for name in share if found.get(name) != files[name]]
+    if wrong:
+        raise OSError(
+            f'{folder / wrong[0]}: this file of a checkpoint is missing or damaged: remove the '
+            f'folder {folder} to use the checkpoint before it.'
+        )
+
+
+def _checksum(files: dict[str, Any]) -> int:
+    return google_crc32c.value(json.dumps(files, sort_keys=True).encode())
+
+
+def _local(folder: epath.Path, names: Collection[str]) -> dict[str, Any]:
+    def state(name: str) -> list[Any] | None:
+        try:
+            size, crc32c = file_state.of_file(folder / name)
+        except FileNotFoundError:
+            return None
+        return [size, f'crc32c:{crc32c:08x}']
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return dict(zip(names, pool.map(state, names), strict=True))
+
+
+def _objects(folder: epath.Path) -> dict[str, Any]:
+    files = source_files.list_tree(os.fspath(folder))
+    return {name: [file.size, file.checksum] for name, file in files.items()}

@@ -10,27 +10,68 @@ interrupted, and whatever the batch size was before.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import ml_collections
 import numpy as np
-import tensorflow as tf
 from jax.sharding import Mesh
 
 import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.process.sizes import readable
-from input_pipeline import OrderSettings
-from train_lib import failures, flow, models, settings, sharding
-from train_lib.data_facts import DataFacts
+from train_lib import flow, models, settings, sharding, signals
 
 Batches = Iterator[dict[str, jax.Array]]
 
 
 class ReadError(OSError):
     """A record or a file of the data set cannot be read; the message names it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DataFacts:
+    """What a model needs to know of its data; a checkpoint holds it, so that it draws without them.
+
+    Attributes:
+        latent_shape: `(height, width, channels)` of one sample.
+        stats: statistics of the train split.
+        encoder: name of what made the text embeddings, such as `hf:google/gemma-3-270m`.
+        encoder_revision: its commit on the hub, or `sha256:...` of the files in a local folder;
+            empty where the data set does not tell.
+        max_tokens: captions were cut to so many tokens; 0 for no limit or where it is unknown.
+            Records that hold tokens hold so many, padding included.
+        vocabulary: ids of the tokens in the records are less than this; 0 where records hold text
+            embeddings.
+        known_tokens: for the tokenizer `words`, hex digits with a bit for each id that some caption
+            has; '' where that is not known.
+    """
+
+    latent_shape: tuple[int, int, int]
+    stats: flow.Stats
+    encoder: str
+    encoder_revision: str = ''
+    max_tokens: int = 0
+    vocabulary: int = 0
+    known_tokens: str = ''
+
+    @property
+    def text_dim(self) -> int:
+        """Numbers of a text embedding; 0 where there is none."""
+        return len(self.stats.text_mean)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values that JSON can carry; floats come back bit for bit."""
+        stats = {name: values.tolist() for name, values in vars(self.stats).items()}
+        return vars(self) | {'latent_shape': list(self.latent_shape), 'stats': stats}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> 'DataFacts':
+        """The inverse of `to_json`."""
+        stats = {name: np.asarray(x, np.float32) for name, x in fields['stats'].items()}
+        made = {'latent_shape': tuple(fields['latent_shape']), 'stats': flow.Stats(**stats)}
+        return cls(**dict(fields) | made)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,15 +94,14 @@ class TrainingData:
 
     Attributes:
         facts: what a model has to know of the data.
-        order: of the training samples; None for a data set without a chunk index.
-        samples_a_step: of every lane; without a chunk index there is one lane.
+        order: order of the training samples; None for a data set without a chunk index.
+        samples_a_step: samples that a step takes of every lane; without a chunk index there is one
+            lane.
         position: plain values that tell the present order from another one; with the next sample
             of every lane they are the place of a run in its data.
-        read_counts: returns what this process has read for training, an
-            `input_pipeline.ReadCounts`.
-        batches_ready: returns how many training batches could be taken without waiting.
-        identity: plain values that no resumed run can change; see `checkpoint.Description`.
+        identity: plain values that no resumed run can change; see `beginnings.Description`.
         settings: plain values that it can change on purpose.
+        read_counts: returns the `input_pipeline.ReadCounts` of training in this process.
     """
 
     def __init__(self, config: ml_collections.ConfigDict, mesh: Mesh):
@@ -71,19 +111,22 @@ class TrainingData:
             ValueError: a setting is out of its range; there is no data set, it lacks text
                 embeddings or a split that is evaluated or drawn; or the batch size, the lanes and
                 the chunks do not fit it, each other or the devices.
+            OSError: there is no data set.
         """
         settings.check(config)
-        self._mesh = mesh
-        self._config = config
-        self._opened = _open(config.data.dir)
+        self._config, self._mesh = config, mesh
+        try:
+            self._opened = input_pipeline.open_data(config.data.dir)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f'data.dir={error}') from error
         read = config.data
-        settings_of_order = OrderSettings(config.seed, read.chunk, read.lanes, read.window)
-        self.order = input_pipeline.train_order(self._opened, settings_of_order)
+        order = input_pipeline.OrderSettings(config.seed, read.chunk, read.lanes, read.window)
+        self.order = input_pipeline.train_order(self._opened, order)
         self._check_shares(has_lanes=self.order is not None)
         if self.order is None:
-            settings_of_order = dataclasses.replace(settings_of_order, lanes=1)
-        self._order = settings_of_order
-        self.samples_a_step = config.batch_size // self._order.lanes
+            order = dataclasses.replace(order, lanes=1)
+        self._order = order
+        self.samples_a_step = config.batch_size // order.lanes
         if config.eval_every:
             self._check_split(schema.VALIDATION, f'eval_every={config.eval_every}')
         if config.preview_every:
@@ -94,34 +137,21 @@ class TrainingData:
         self._counter = input_pipeline.ReadCounter()
         self.read_counts = self._counter.read
         self._arrived = self._taken = 0
-        stats = self._opened.stats(config.data.text)
-        if not (stats.text_dim or stats.num_tokens):
-            added = self._opened.text_columns
-            raise ValueError(
-                f'{config.data.dir} holds no text embeddings in its records: '
-                + (
-                    f'choose added ones with --config.data.text: {", ".join(added)}'
-                    if added
-                    else 'build it with the config field text_embeddings, as in '
-                    '--config=\'{"name": "hash", "text_embeddings": "SIDE.parquet"}\', '
-                    'or add some with python -m coyo11m_tfds.add_column'
-                )
-            )
-        self.facts = model_facts(stats)
+        self.facts = self._read_facts()
         self._text = schema.TOKENS if self.facts.vocabulary else schema.TEXT_EMBEDDING
-        self._features = schema.KEY, schema.LATENTS, self._text
         encoder = {'name': self.facts.encoder, 'revision': self.facts.encoder_revision}
-        size = {'width': self.facts.text_dim}
         if self.facts.vocabulary:
             size = {'vocabulary': self.facts.vocabulary}
+        else:
+            size = {'width': self.facts.text_dim}
         self.identity = {
             'text_encoder': encoder | size,
             'model': models.identity(**config.model),
             'optimizer': {'name': config.optimizer.name},
         }
-        decisive = input_pipeline.position_settings(self._opened, self._order)
+        decisive = input_pipeline.position_settings(self._opened, order)
         digest = input_pipeline.position_fingerprint(decisive)
-        self.position = {'order': digest, 'lanes': self._order.lanes}
+        self.position = {'order': digest, 'lanes': order.lanes}
         self.settings = settings.changeable(config) | {settings.DATA_SET: decisive['data_set']}
 
     def check_memory(self) -> None:
@@ -138,21 +168,16 @@ class TrainingData:
 
     def train_batches(self, start_sample: int) -> Batches:
         """Batches without end, from sample `start_sample` of every lane on."""
-        return self._counted(self._on_host(start_sample))
+        self._arrived = self._taken = 0
 
-    def _on_host(self, start_sample: int) -> input_pipeline.Batches:
-        return input_pipeline.train_batches(
-            self._opened,
-            batch_size=self._config.batch_size,
-            start_sample=start_sample,
-            features=self._features,
-            caption_dropout=self._config.data.caption_dropout,
-            counter=self._counter,
-            parallel_reads=self._config.data.parallel_reads,
-            **dataclasses.asdict(self._order),
-            **self._share,
-            **self._reading(),
-        )
+        def arriving() -> Iterator[dict[str, np.ndarray]]:
+            for batch in self._on_host(start_sample):
+                self._arrived += 1
+                yield batch
+
+        for batch in self._to_device(arriving()):
+            self._taken += 1
+            yield batch
 
     def batches_ready(self) -> int:
         """Returns the number of training batches on the devices, or on the way, that are unused."""
@@ -185,13 +210,15 @@ class TrainingData:
     def eval_batches(self) -> Batches:
         """Every record of the validation split once, with a `mask`."""
         config = self._config
+        own_lanes = -(-config.data.lanes // jax.process_count())
         batches = input_pipeline.eval_batches(
             self._opened,
             batch_size=config.batch_size,
-            features=self._features,
+            features=(schema.KEY, schema.LATENTS, self._text),
             chunk=config.data.chunk,
             # As many as training has in all its lanes.
-            parallel_reads=config.data.parallel_reads * self._own_lanes,
+            parallel_reads=config.data.parallel_reads * own_lanes,
+            prefetch=config.data.prefetch,
             **self._share,
             **self._reading(),
         )
@@ -205,11 +232,7 @@ class TrainingData:
             batch_size=self._config.preview.count,
             split=self._config.preview.split,
             features=(schema.LATENTS, self._text, schema.CAPTION),
-            on_bad_records=self._config.data.on_bad_records,
-            max_bad_fraction=self._config.data.max_bad_fraction,
-            engine=self._config.data.engine,
-            verify=self._config.data.verify,
-            text=self._config.data.text,
+            **self._reading(),
         )
         batch = next(batches)
         real = batch[input_pipeline.MASK]
@@ -219,9 +242,60 @@ class TrainingData:
             text=jax.device_put(batch[self._text][real], sharding.replicated(self._mesh)),
         )
 
-    @property
-    def _own_lanes(self) -> int:
-        return -(-self._config.data.lanes // jax.process_count())
+    def _on_host(self, start_sample: int) -> input_pipeline.Batches:
+        config = self._config
+        return input_pipeline.train_batches(
+            self._opened,
+            batch_size=config.batch_size,
+            start_sample=start_sample,
+            features=(schema.KEY, schema.LATENTS, self._text),
+            caption_dropout=config.data.caption_dropout,
+            counter=self._counter,
+            parallel_reads=config.data.parallel_reads,
+            prefetch=config.data.prefetch,
+            **dataclasses.asdict(self._order),
+            **self._share,
+            **self._reading(),
+        )
+
+    def _reading(self) -> dict[str, Any]:
+        """How every split is read."""
+        config = self._config.data
+        names = 'on_bad_records', 'max_bad_fraction', 'engine', 'verify', 'text'
+        return {name: config[name] for name in names}
+
+    def _to_device(self, batches: Iterator[dict[str, np.ndarray]]) -> Batches:
+        ahead = self._config.data.device_prefetch
+        on_host = _with_read_errors(batches)
+        return input_pipeline.to_device(on_host, sharding.batch(self._mesh), ahead=ahead)
+
+    def _read_facts(self) -> DataFacts:
+        stats = self._opened.stats(self._config.data.text)
+        if not (stats.text_dim or stats.num_tokens):
+            added = self._opened.text_columns
+            raise ValueError(
+                f'{self._config.data.dir} holds no text embeddings in its records: '
+                + (
+                    f'choose added ones with --config.data.text: {", ".join(added)}'
+                    if added
+                    else 'build it with the config field text_embeddings, as in '
+                    '--config=\'{"name": "hash", "text_embeddings": "SIDE.parquet"}\', '
+                    'or add some with python -m coyo11m_tfds.add_column'
+                )
+            )
+        mean, std = stats.text_mean, stats.text_std
+        if mean is None or std is None:  # token ids have no statistics
+            mean = std = np.zeros(0, np.float32)
+        channels, height, width = schema.LATENT_SHAPE
+        return DataFacts(
+            (height, width, channels),
+            flow.Stats(stats.latent_mean, stats.latent_std, mean, std),
+            stats.text_encoder or '',
+            stats.text_revision or '',
+            stats.text_max_tokens,
+            stats.vocabulary,
+            stats.known_tokens,
+        )
 
     def _check_shares(self, has_lanes: bool) -> None:
         """Raises unless processes get equal numbers of lanes, and devices of records."""
@@ -252,52 +326,6 @@ class TrainingData:
             'it with a larger validation_fraction, or set eval_every=0 and preview_every=0'
         )
 
-    def _reading(self) -> dict[str, Any]:
-        """How it is read, whatever the order."""
-        config = self._config.data
-        return {
-            'on_bad_records': config.on_bad_records,
-            'max_bad_fraction': config.max_bad_fraction,
-            'prefetch': config.prefetch,
-            'engine': config.engine,
-            'verify': config.verify,
-            'text': config.text,
-        }
-
-    def _counted(self, batches: Iterator[dict[str, np.ndarray]]) -> Batches:
-        self._arrived = self._taken = 0
-
-        def arriving() -> Iterator[dict[str, np.ndarray]]:
-            for batch in batches:
-                self._arrived += 1
-                yield batch
-
-        for batch in self._to_device(arriving()):
-            self._taken += 1
-            yield batch
-
-    def _to_device(self, batches: Iterator[dict[str, np.ndarray]]) -> Batches:
-        ahead = self._config.data.device_prefetch
-        on_host = _with_read_errors(batches)
-        return input_pipeline.to_device(on_host, sharding.batch(self._mesh), ahead=ahead)
-
-
-def model_facts(stats: 'input_pipeline.DatasetStats') -> DataFacts:
-    """What a model has to know of a data set; token ids have no statistics."""
-    mean, std = stats.text_mean, stats.text_std
-    if mean is None or std is None:
-        mean = std = np.zeros(0, np.float32)
-    channels, height, width = schema.LATENT_SHAPE
-    return DataFacts(
-        (height, width, channels),
-        flow.Stats(stats.latent_mean, stats.latent_std, mean, std),
-        stats.text_encoder or '',
-        stats.text_revision or '',
-        stats.text_max_tokens,
-        stats.vocabulary,
-        stats.known_tokens,
-    )
-
 
 def _with_read_errors(
     batches: Iterator[dict[str, np.ndarray]],
@@ -305,12 +333,9 @@ def _with_read_errors(
     """The same batches; errors of reading as `ReadError`, without TensorFlow's traces."""
     try:
         yield from batches
-    except (OSError, ValueError, tf.errors.OpError) as error:
-        raise ReadError(failures.summary(error).partition(': ')[2]) from error
-
-
-def _open(folder: str) -> input_pipeline.StoredDataset:
-    try:
-        return input_pipeline.open_data(folder)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f'data.dir={error}') from error
+    except Exception as error:
+        # Those of TensorFlow are `tf.errors.OpError`; it is imported where it reads alone.
+        of_tensorflow = type(error).__module__.startswith('tensorflow.')
+        if not (of_tensorflow or isinstance(error, (OSError, ValueError))):
+            raise
+        raise ReadError(signals.summary(error).partition(': ')[2]) from error

@@ -25,16 +25,15 @@ from coyo11m_tfds.pictures import vae_decoder
 from coyo11m_tfds.text.encoder import Encoder, Tokenizer
 from train_lib import (
     caption_encoder,
-    data_facts,
+    checkpoint,
     models,
     previews,
-    program,
     run,
-    saved_run,
     sharding,
-    step_encoder,
+    step,
     workdirs,
 )
+from train_lib.data import DataFacts
 
 FLAGS = flags.FLAGS
 
@@ -74,12 +73,13 @@ class Artist:
                 `guidance`; None for these.
 
         Raises:
-            ValueError: there is no such checkpoint; or as `step_encoder.load`, `vae_decoder.load`.
+            ValueError: there is no such checkpoint; or as of `caption_encoder.load` or
+                `vae_decoder.load`.
             OSError: the workdir does not exist or cannot be read.
         """
-        self._saved = saved_run.open_run(place)
+        self._saved = checkpoint.open_run(place)
         self.step = self._saved.step
-        self.facts = data_facts.from_json(self._saved.description.facts)
+        self.facts = DataFacts.from_json(self._saved.description.facts)
         config = ml_collections.ConfigDict(self._saved.description.config)
         config.preview.update({name: x for name, x in changes.items() if x is not None})
         config.seed = config.seed if seed is None else seed
@@ -87,8 +87,7 @@ class Artist:
         self._mesh = sharding.make_mesh(devices=jax.local_devices())
         self._batch_size = batch_size
         self._average = average
-        # Absent from the checkpoints of an earlier version.
-        self.encoder = config.get('encoder', '') and (encoder or config.encoder)
+        self.encoder = config.encoder and (encoder or config.encoder)
         self._draw = self._compile(config)
 
     def draw(self, captions: Sequence[str], encoder: Encoder | Tokenizer) -> np.ndarray:
@@ -113,29 +112,26 @@ class Artist:
         return np.concatenate(pictures)
 
     @functools.cached_property
-    def _params(self):
+    def params(self):
+        """The weights that it draws with, whole on every device."""
         abstract = self._saved.abstract_weights(sharding.replicated(self._mesh))
         return self._saved.restore_weights(abstract, average=self._average)
 
     def _compile(self, config: ml_collections.ConfigDict):
         """The jitted function; pictures are shared out over the devices, each has all weights."""
-        encoder = self._load_encoder(config.model.dtype)
-        model = models.make(**config.model, vocabulary=self.facts.vocabulary)
-        latent_shape = self.facts.latent_shape
-        draw = program.make_draw(
-            config, model, self.facts.stats, encoder, latent_shape=latent_shape
-        )
-        whole, rows = sharding.replicated(self._mesh), sharding.batch(self._mesh)
-        bound = program.bind(draw, encoder, whole, rows, whole, out_shardings=rows)
-        return lambda texts, first: bound(self._params, texts, first)
-
-    def _load_encoder(self, dtype: str) -> step_encoder.StepEncoder | None:
+        dtype = config.model.dtype
         try:
-            return step_encoder.load(self.encoder, self.facts, self._mesh, dtype=dtype)
+            encoder = caption_encoder.load(self.encoder, self.facts, self._mesh, dtype=dtype)
         except ValueError as error:
             raise ValueError(
                 f'{error}; name the one that the model was trained with by --encoder'
             ) from error
+        model = models.make(**config.model, vocabulary=self.facts.vocabulary)
+        latent_shape = self.facts.latent_shape
+        draw = step.make_draw(config, model, self.facts.stats, encoder, latent_shape=latent_shape)
+        whole, rows = sharding.replicated(self._mesh), sharding.batch(self._mesh)
+        bound = step.bind(draw, encoder, whole, rows, whole, out_shardings=rows)
+        return lambda texts, first: bound(self.params, texts, first)
 
 
 def main() -> None:

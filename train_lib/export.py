@@ -29,17 +29,16 @@ from absl import flags
 from etils import epath
 
 from train_lib import (
-    data_facts,
+    checkpoint,
     flow,
     models,
     run,
     sampling,
-    saved_run,
     sharding,
     step,
     workdirs,
 )
-from train_lib.data_facts import DataFacts
+from train_lib.data import DataFacts
 from train_lib.models.dit import DiT
 from train_lib.models.words import Words
 
@@ -63,9 +62,9 @@ def export(place: epath.PathLike, out: epath.PathLike, *, average: bool = True) 
             folder holds something else.
         OSError: the workdir cannot be read, or the folder cannot be written.
     """
-    saved = saved_run.open_run(place)
+    saved = checkpoint.open_run(place)
     config = ml_collections.ConfigDict(saved.description.config)
-    facts = data_facts.from_json(saved.description.facts)
+    facts = DataFacts.from_json(saved.description.facts)
     with config.unlocked():
         config.model.dtype = 'float32'
     model = models.make(**config.model, vocabulary=facts.vocabulary)

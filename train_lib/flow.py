@@ -8,7 +8,6 @@
 With data x, noise e and time t in [0, 1] the path is `z = (1 - t) x + t e` and its velocity
 `dz/dt = e - x`, which the model learns (Liu et al., "Flow Straight and Fast", 2022). Times are
 logit-normal as in Esser et al., "Scaling Rectified Flow Transformers" (2024), section 3.1.
-Neither TensorFlow nor torch is imported here.
 """
 
 from collections.abc import Callable
@@ -38,8 +37,7 @@ class Stats:
 
 def no_stats(text_dim: int) -> Stats:
     """Statistics that change nothing, for programs that are made without a data set."""
-    zeros, ones = (lambda n: np.zeros(n, np.float32)), (lambda n: np.ones(n, np.float32))
-    return Stats(zeros(4), ones(4), zeros(text_dim), ones(text_dim))
+    return Stats(*(np.full(n, x, np.float32) for n in (4, text_dim) for x in (0, 1)))
 
 
 def standardize_latents(latents: jax.Array, stats: Stats) -> jax.Array:

@@ -46,14 +46,14 @@ def main() -> None:
     input_pipeline.prepare_process()
     run.prepare()
     # Only now, because they take seconds and import TensorFlow, which looks at those settings.
-    from train_lib import failures, train
+    from train_lib import train
 
     if FLAGS.config.distributed or FLAGS.coordinator_address:
         with run.errors_in_one_line():
-            failures.join_hosts(FLAGS.coordinator_address, FLAGS.process_count, FLAGS.process_index)
+            signals.join_hosts(FLAGS.coordinator_address, FLAGS.process_count, FLAGS.process_index)
     if FLAGS.verbose:
         logging.info('Configuration:\n%s', FLAGS.config)
-    with failures.shared():
+    with signals.failures_shared():
         with run.errors_in_one_line():
             setup = train.set_up(FLAGS.config, FLAGS.workdir, FLAGS.accept_changes)
         with run.errors_in_one_line((FloatingPointError, OSError)):

@@ -1,11 +1,9 @@
 """Metrics as clu collections: built inside the step, merged, computed when logged.
 
-    update = TrainMetrics.single_from_model_output(
-        loss=losses, counts=mask, grad_norm=optax.tree.norm(grads), finite=finite, ...)
-    merged = metrics.merge(merged, update)
-    scalars = jax.device_get(merged).compute()   # {'loss': ..., 'grad_norm': ..., ...}
-
-Neither TensorFlow nor torch is imported here.
+update = TrainMetrics.single_from_model_output(
+    loss=losses, counts=mask, grad_norm=optax.tree.norm(grads), finite=finite, ...)
+merged = metrics.merge(merged, update)
+scalars = jax.device_get(merged).compute()   # {'loss': ..., 'grad_norm': ..., ...}
 """
 
 import flax

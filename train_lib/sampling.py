@@ -1,8 +1,6 @@
 """Pictures out of noise: steps along the learned velocity, with classifier-free guidance.
 
-    latents = sample(velocity, noise, text, guidance=2.0, num_steps=25, sampler='heun')
-
-Neither TensorFlow nor torch is imported here.
+latents = sample(velocity, noise, text, guidance=2.0, num_steps=25, sampler='heun')
 """
 
 from collections.abc import Callable

@@ -4,10 +4,11 @@
     settings.changeable(config)          # {'optimizer.learning_rate': 2e-4, ...}
 
 Whether they fit the data and the devices is checked where these are known. Optimizer and model
-check their own fields when they are made. Neither TensorFlow nor torch is imported here.
+check their own fields when they are made.
 """
 
 import math
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -29,12 +30,6 @@ def _above(bound: float) -> _Rule:
     return _Rule(f'more than {bound}', lambda x: bound < x < math.inf)
 
 
-def _share(including_1: bool) -> _Rule:
-    if including_1:
-        return _Rule('from 0 to 1', lambda x: 0 <= x <= 1)
-    return _Rule('at least 0 and less than 1', lambda x: 0 <= x < 1)
-
-
 def _one_of(*values: str) -> _Rule:
     return _Rule(' or '.join(map(repr, values)), lambda x: x in values)
 
@@ -47,20 +42,22 @@ def _is_text(spec: str) -> bool:
 
 
 _FINITE = _Rule('a finite number', math.isfinite)
+_SHARE = _Rule('from 0 to 1', lambda x: 0 <= x <= 1)
+_BELOW_1 = _Rule('at least 0 and less than 1', lambda x: 0 <= x < 1)
 
 _RULES = {
     'seed': _Rule('from 0 to 2**31 - 1', lambda x: 0 <= x < 2**31),
     'batch_size': _at_least(1),
     'accumulate': _at_least(1),
     'num_steps': _at_least(1),
-    'ema_decay': _share(including_1=False),
+    'ema_decay': _BELOW_1,
     'max_skipped_in_a_row': _at_least(0),
     'max_skipped': _at_least(0),
     'data.dir': _Rule('the folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0', bool),
     'data.text': _Rule(texts.SYNTAX, _is_text),
-    'data.caption_dropout': _share(including_1=True),
+    'data.caption_dropout': _SHARE,
     'data.on_bad_records': _one_of('stop', 'skip'),
-    'data.max_bad_fraction': _share(including_1=True),
+    'data.max_bad_fraction': _SHARE,
     'data.engine': _one_of('auto', 'rows', 'chunks', 'tf_data'),
     'data.verify': _one_of('once', 'always', 'never'),
     'data.parallel_reads': _at_least(1),
@@ -74,21 +71,19 @@ _RULES = {
     'model.num_heads': _at_least(0),
     'model.patch_size': _at_least(0),
     'model.mlp_ratio': _at_least(0),
-    'model.text': _one_of('pooled', 'sequence'),
     'model.dtype': _one_of('bfloat16', 'float16', 'float32'),
-    'optimizer.name': _one_of('adamw', 'muon'),
     'optimizer.learning_rate': _above(0),
     'optimizer.muon_learning_rate': _above(0),
     'optimizer.weight_decay': _at_least(0),
-    'optimizer.b1': _share(including_1=False),
-    'optimizer.b2': _share(including_1=False),
+    'optimizer.b1': _BELOW_1,
+    'optimizer.b2': _BELOW_1,
     'optimizer.clip_norm': _above(0),
     'flow.logit_mean': _FINITE,
     'flow.logit_std': _above(0),
     'preview.count': _at_least(1),
     'preview.guidance': _FINITE,
-    'preview.guidance_low': _share(including_1=False),
-    'preview.guidance_high': _share(including_1=True),
+    'preview.guidance_low': _BELOW_1,
+    'preview.guidance_high': _SHARE,
     'preview.num_steps': _at_least(1),
     'preview.sampler': _one_of('euler', 'heun'),
     'preview.time_shift': _above(0),
@@ -104,23 +99,12 @@ _RULES = {
 
 DATA_SET = 'data.dir'  # of `changeable` the one whose value a run replaces by what is in the folder
 
-# Fields that decide what a step computes and which records it sees. The text encoder and the model
-# are in the identity of a run (`data.TrainingData`) and cannot be changed.
-_CHANGEABLE = (
-    'seed',
-    'batch_size',
-    'num_steps',
-    'ema_decay',
-    DATA_SET,
-    'data.text',
-    'data.chunk',
-    'data.lanes',
-    'data.window',
-    'data.caption_dropout',
-    'model.dtype',
+# Fields that decide what a step computes and which records it sees. The text encoder, the model
+# and the optimizer are in the identity of a run (`data.TrainingData`) and cannot be changed.
+_CHANGEABLE = re.compile(
+    'seed|batch_size|num_steps|ema_decay|model.dtype|flow.*|optimizer.(?!name).*|'
+    'data.(dir|text|chunk|lanes|window|caption_dropout)'
 )
-_CHANGEABLE_GROUPS = ('optimizer', 'flow')
-_FIXED = ('optimizer.name',)  # checkpoints hold its state
 
 
 def check(config: ml_collections.ConfigDict, *, needs_data: bool = True) -> None:
@@ -149,12 +133,8 @@ def check(config: ml_collections.ConfigDict, *, needs_data: bool = True) -> None
 
 def changeable(config: ml_collections.ConfigDict) -> dict[str, Any]:
     """Returns the fields that a resumed run may change on purpose, with their values."""
-    return {
-        name: value
-        for name, value in flatten(config.to_dict()).items()
-        if name in _CHANGEABLE
-        or (name.partition('.')[0] in _CHANGEABLE_GROUPS and name not in _FIXED)
-    }
+    fields = flatten(config.to_dict())
+    return {name: value for name, value in fields.items() if _CHANGEABLE.fullmatch(name)}
 
 
 def check_changeable(names: Collection[str], config: ml_collections.ConfigDict) -> None:

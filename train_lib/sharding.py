@@ -37,10 +37,8 @@ def make_mesh(data: int = -1, fsdp: int = 1, devices: Sequence[jax.Device] | Non
     ring, along which they gather weights, and chips with the same place in their hosts reduce
     gradients.
 
-    `jax.experimental.mesh_utils.create_device_mesh` keeps to links as well, but over a slice it
-    gives a host rows that do not follow each other (v5e:4x4 as 4 x 4 begins with two chips of
-    host 0 and two of host 1), and does not do 64 x 4 of v5e:16x16; inside hosts it gives that ring
-    for the first host and another order for the next ones.
+    `jax.experimental.mesh_utils.create_device_mesh` keeps to links as well, but gives a host rows
+    that do not follow each other, and does not do 64 x 4 of v5e:16x16.
 
     Args:
         data: size of the data axis; -1 takes what `fsdp` leaves.
@@ -103,6 +101,11 @@ def by_shape(tree, mesh: Mesh):
     """Maps a pytree of arrays or `jax.ShapeDtypeStruct` to one of `NamedSharding`."""
     fsdp = mesh.shape[FSDP_AXIS]
     return jax.tree.map(lambda leaf: NamedSharding(mesh, partition_spec(leaf.shape, fsdp)), tree)
+
+
+def abstract(array, placed: jax.sharding.Sharding | None = None) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of an array; another sharding than its own where one is given."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed or array.sharding)
 
 
 def processes_on_host() -> int:

@@ -1,25 +1,35 @@
-"""Ctrl-C and SIGTERM: save and leave where there is something to save, else leave at once.
+"""How a run ends before its time: by Ctrl-C or SIGTERM, or because one of its hosts has failed.
 
     signals.install(status=75)          # of a program, before its slow imports
-    with signals.StopRequest() as stop:
+    signals.join_hosts()                # where there are several
+    with signals.failures_shared(), signals.StopRequest() as stop:
         for step in ...:
             ...
             if stop.reached(step):
                 break
 
-A host that is to be preempted gets SIGTERM and some 30 seconds; the others may get nothing. All
-have to save the same step, because a checkpoint is written by all. Importing this module is quick.
+Signals: a run saves and leaves where there is something to save, else it leaves at once. A host
+that is to be preempted gets SIGTERM and some 30 seconds; the others may get nothing. All have to
+save the same step, because all write a part of a checkpoint.
+
+Failures: one process that fails ends the others too, at once and by name. Otherwise they would wait
+for minutes in a computation that needs all, and then abort. Importing this module is quick: it does
+not import JAX.
 """
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from absl import logging
 
 _SIGNALS = signal.SIGINT, signal.SIGTERM
 
@@ -43,7 +53,7 @@ def install(status: int | None = None) -> None:
     called again, with another status.
 
     Args:
-        status: exit status; 128 and the number of the signal, as a shell has it, where None.
+        status: exit status; None for 128 plus the number of the signal, as in a shell.
     """
     first = not _exit_status
     _exit_status.update({number: 128 + number if status is None else status for number in _SIGNALS})
@@ -53,7 +63,7 @@ def install(status: int | None = None) -> None:
     tell.setblocking(False)
     signal.set_wakeup_fd(tell.detach(), warn_on_full_buffer=False)
     for number in _SIGNALS:
-        signal.signal(number, _ignore)
+        signal.signal(number, lambda *_: None)  # the thread acts
     threading.Thread(target=_watch, args=(told,), name='signals', daemon=True).start()
 
 
@@ -104,12 +114,9 @@ class StopRequest:
 
         Of several processes none may leave the others alone in a computation, so it is completed.
         """
-        if not self._alone:
-            yield
-            return
-        self._repeatable = True
+        self._repeatable = self._alone
         try:
-            if self._noted:
+            if self._noted and self._alone:
                 raise BrokenOff
             yield
         finally:
@@ -122,10 +129,6 @@ class StopRequest:
         first, self._noted = not self._noted, True
         if first and self._repeatable:
             raise BrokenOff
-
-
-def _ignore(*_) -> None:
-    """Replaces the default action; `_watch` is told of the signal by its socket."""
 
 
 def _watch(told: socket.socket) -> None:
@@ -154,3 +157,157 @@ def _say(text: str) -> None:
 def _leave(number: int, text: str) -> NoReturn:
     _say(text)
     os._exit(_exit_status[number])
+
+
+# --- Several hosts ------------------------------------------------------------------------------
+
+_HEARTBEAT_SECONDS = 40  # a process that is silent for so long has died without a word
+_LOOK_SECONDS = 1.0
+_ANSWER_SECONDS = 10.0  # a process whose thread does not answer for so long is dead
+_LAST_SECONDS = 15.0  # the coordinator waits so long for others to learn of a failure
+
+# Keys in the store of JAX's coordinator.
+_FOLDER = 'coyo11m_tfds/failure/'
+_FIRST = f'{_FOLDER}first'
+_ASKED = 'coyo11m_tfds/asked/'  # who is still there, and:
+_HERE = 'coyo11m_tfds/here/'  # who is
+_HOSTS = 'coyo11m_tfds/hosts/'
+
+_ending = threading.Lock()  # never given back: one thread ends the process
+
+
+def join_hosts(
+    coordinator: str | None = None, count: int | None = None, index: int | None = None
+) -> None:
+    """Waits for the other processes of the run; without arguments JAX finds them by itself.
+
+    Raises:
+        ValueError: it does not.
+    """
+    import jax
+
+    try:
+        jax.distributed.initialize(
+            coordinator, count, index, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS
+        )
+    except ValueError as error:
+        raise ValueError(
+            f'the hosts of this run are not known: {error} Expected a TPU pod, Slurm or Open MPI, '
+            'or --coordinator_address, --process_count and --process_index; on one machine '
+            '--config.distributed=False.'
+        ) from error
+
+
+@contextlib.contextmanager
+def failures_shared() -> Iterator[None]:
+    """Ends this process when another one fails here, and the others when this one does.
+
+    The first process that fails leaves its error with JAX's coordinator, where a thread of every
+    other one looks for it. Where a computation of all fails it asks first who is still there, since
+    a process that was killed leaves nothing. Processes that wait for each other cannot unwind: all
+    end by `os._exit(1)`.
+
+    With a single process it does nothing. May be entered again inside of itself, where leaving it
+    by an error would wait for other processes.
+    """
+    import jax
+
+    if jax.process_count() == 1:
+        yield
+        return
+    hosts = _Hosts()
+    over = threading.Event()
+    watcher = threading.Thread(target=hosts.watch, args=(over,), name='failures', daemon=True)
+    watcher.start()
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, SystemExit) or error.code:
+            hosts.tell(error)
+        raise
+    finally:
+        over.set()
+        watcher.join()
+
+
+def summary(error: BaseException) -> str:
+    """One line. TensorFlow's errors quote those of Python functions with their whole traceback."""
+    lines = str(error).splitlines() or ['']
+    # With the module of the error, unless it is one of Python's own.
+    quoted = [found for line in lines[1:] if (found := re.match(r'(?:\w+\.)*(\w+Error: .*)', line))]
+    return quoted[-1][1] if quoted else f'{type(error).__name__}: {lines[0]}'
+
+
+class _Hosts:
+    """The processes of a run, as they know each other by the coordinator."""
+
+    def __init__(self):
+        import jax
+        from jax._src import distributed  # the store of the coordinator has no public name
+
+        self._client: Any = distributed.global_state.client
+        self._index, self._count = jax.process_index(), jax.process_count()
+        self._name = f'process {self._index} on {socket.gethostname()}'
+        self._computing_failed = jax.errors.JaxRuntimeError
+        self._set(f'{_HOSTS}{self._index}', self._name)
+
+    def watch(self, over: threading.Event) -> None:
+        """Looks for the failure of another process, and answers those who ask who is there."""
+        while not over.wait(_LOOK_SECONDS):
+            # Not by waiting for the key: that could not be broken off.
+            failure = dict(self._client.key_value_dir_get(_FOLDER)).get(_FIRST)
+            if failure is not None:
+                self._end(failure)
+            if self._client.key_value_dir_get(_ASKED):
+                self._set(f'{_HERE}{self._index}')
+
+    def tell(self, error: BaseException) -> None:
+        """Reports the error to the coordinator, unless another process was first, and ends."""
+        is_message = isinstance(error, SystemExit)
+        message = str(error).removeprefix('error: ') if is_message else summary(error)
+        failure = f'{self._name} has failed: {message}'
+        if self._is_of_a_computation(error) and (dead := self._silent()):
+            failure = (
+                f'{dead} does not answer: it was killed, maybe for lack of memory, or is cut off.'
+            )
+        try:
+            self._client.key_value_set(_FIRST, failure)
+        except self._computing_failed:  # another was first, and this error is what came of it
+            failure = self._client.key_value_try_get(_FIRST)
+        else:
+            if not is_message:
+                traceback.print_exception(error)
+        self._end(failure)
+
+    def _is_of_a_computation(self, error: BaseException | None) -> bool:
+        while error is not None and not isinstance(error, self._computing_failed):
+            error = error.__cause__ or error.__context__
+        return error is not None
+
+    def _silent(self) -> str:
+        """The processes that do not answer, by name; '' if all do."""
+        self._set(f'{_ASKED}who')
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while len(here := dict(self._client.key_value_dir_get(_HERE))) < self._count:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        hosts = dict(self._client.key_value_dir_get(_HOSTS))
+        silent = [index for index in range(self._count) if f'{_HERE}{index}' not in here]
+        return ' and '.join(hosts.get(f'{_HOSTS}{index}', f'process {index}') for index in silent)
+
+    def _end(self, failure: str) -> NoReturn:
+        _ending.acquire()
+        logging.flush()
+        print(f'error: {failure}', file=sys.stderr, flush=True)
+        self._set(f'{_FOLDER}known_to_{self._index}')
+        deadline = time.monotonic() + _LAST_SECONDS
+        # The coordinator lives in process 0, and the others abort when it is gone.
+        while self._index == 0 and time.monotonic() < deadline:
+            if len(self._client.key_value_dir_get(_FOLDER)) > self._count:
+                break
+            time.sleep(0.1)
+        os._exit(1)
+
+    def _set(self, key: str, value: str = '') -> None:
+        self._client.key_value_set(key, value, allow_overwrite=True)

@@ -1,8 +1,8 @@
-"""One step of training and one of evaluation: pure functions of arrays, to be jitted by the caller.
+"""Steps of training and evaluation, and drawing: pure functions of arrays, compiled for a mesh.
 
-    train_step = make_train_step(model, tx, schedule, stats, ema_decay=0.9999, seed=0,
-                                 logit_mean=0.0, logit_std=1.0)
-    state, metrics = jax.jit(train_step, donate_argnums=0)(state, batch)
+    program = for_data(config, mesh, facts)     # or make_program, which needs no data set
+    state = program.init()
+    state, update = program.train_step(state, batch)   # donates the state
 
 A batch holds `latents` `(b, 4, H, W)` raw, `key` uint32 `(b, 2)` and texts: `text_embedding`
 `(b, D)` or, for a model with a vocabulary, `tokens` int32 `(b, T)`, which a frozen encoder may turn
@@ -10,26 +10,38 @@ into hidden states before the model sees them. For training it also holds `drop_
 where texts may be dropped, for evaluation `mask` bool `(b,)`, False where there is no sample. A
 training batch has a `mask` as well where records that cannot be read are skipped; a batch without
 one is compiled as if there were no masks.
+
+The weights of a frozen text encoder are one more argument of what is compiled, and in no state.
 Neither TensorFlow nor torch is imported here, so that steps can be measured where JAX is alone.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import ml_collections
 import optax
+from jax.sharding import Mesh
 
-from train_lib import accumulate, flow
+from train_lib import caption_encoder, flow, models, sampling, sharding, state
+from train_lib.caption_encoder import StepEncoder
 from train_lib.metrics import EvalMetrics, TrainMetrics
 from train_lib.state import TrainState
-from train_lib.step_encoder import StepEncoder
+
+if TYPE_CHECKING:
+    from train_lib.data import DataFacts
 
 Batch = Mapping[str, jax.Array]
 
 _TEXTS = 'text_embedding', 'tokens', 'drop_text'  # of a batch, for the model
+_NOT_FOR_SAMPLING = 'count', 'split', 'vae'  # fields of `config.preview`
+
+
+# --- Pure functions -----------------------------------------------------------------------------
 
 
 def make_train_step(
@@ -58,12 +70,11 @@ def make_train_step(
         tx: the optimizer.
         schedule: its learning rate, for the metrics.
         stats: to standardize latents and text embeddings.
-        ema_decay: a step, at the end; the average is shorter while there are few steps.
-        seed: of noise and times.
-        logit_mean: of the logit-normal times.
-        logit_std: of the logit-normal times.
+        ema_decay: decay of the average in a step; the average is shorter while steps are few.
+        seed: decides noise and times.
+        logit_mean, logit_std: see `flow.logit_normal_times`.
         parts: the gradient is computed over so many parts of the batch in turn.
-        encoder: of tokens; None for a model that looks them up in a table of its own.
+        encoder: encodes tokens; None for a model that looks them up in a table of its own.
     """
     text_of = make_text_of(stats, encoder)
 
@@ -84,7 +95,7 @@ def make_train_step(
             losses = flow.squared_errors(velocity, x, noise, t)
             return jnp.sum(jnp.where(weights > 0, weights * losses, 0)), losses
 
-        gradient = accumulate.in_parts(jax.value_and_grad(mean_loss, has_aux=True), parts)
+        gradient = in_parts(jax.value_and_grad(mean_loss, has_aux=True), parts)
         (loss, losses), grads = gradient(state.params, rows)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -94,7 +105,9 @@ def make_train_step(
 
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        decay = _warm_decay(ema_decay, state.step)
+        # As in TensorFlow's ExponentialMovingAverage with `num_updates`: an average over many steps
+        # would hold the random first weights for as long.
+        decay = jnp.minimum(ema_decay, (1.0 + state.step) / (10.0 + state.step))
         ema_params = optax.incremental_update(params, state.ema_params, 1 - decay)
         after = state.replace(params=params, ema_params=ema_params, opt_state=opt_state)
         after = jax.tree.map(lambda new, old: jnp.where(useful, new, old), after, state)
@@ -137,11 +150,37 @@ def make_eval_step(
     return eval_step
 
 
-def _weights(count: int, mask: jax.Array | None) -> jax.Array:
-    """Of `count` samples in the mean over those that the mask leaves."""
-    if mask is None:
-        return jnp.full(count, 1 / count, jnp.float32)
-    return mask.astype(jnp.float32) / jnp.maximum(jnp.sum(mask), 1)
+def make_draw(
+    config: ml_collections.ConfigDict,
+    model: nn.Module,
+    stats: flow.Stats,
+    encoder: StepEncoder | None,
+    *,
+    latent_shape: Sequence[int],
+) -> Callable[..., jax.Array]:
+    """Returns the function from `(params, texts, first, frozen)` to raw latents, for `bind`.
+
+    Texts are raw text embeddings, `(n, D)`, or token ids, int32 `(n, T)`; latents are float32
+    `(n, C, H, W)`. The noise of a picture is a function of `config.seed` and its number, which is
+    `first` for the first row. Other arguments as of `make_program`.
+    """
+    settings = {name: x for name, x in config.preview.items() if name not in _NOT_FOR_SAMPLING}
+    text_of = make_text_of(stats, encoder)
+
+    def draw(params: Any, texts: jax.Array, first: int | jax.Array, frozen: Any) -> jax.Array:
+        def noise_of(number: jax.Array) -> jax.Array:
+            rng = jax.random.fold_in(jax.random.key(config.seed), number)
+            return jax.random.normal(rng, latent_shape)
+
+        drawn = sampling.sample(
+            applied(model, params),
+            jax.vmap(noise_of)(first + jnp.arange(len(texts))),
+            text_of(frozen, texts),
+            **settings,
+        )
+        return flow.raw_latents(drawn, stats)
+
+    return draw
 
 
 def make_text_of(stats: flow.Stats, encoder: StepEncoder | None) -> Callable[[Any, jax.Array], Any]:
@@ -159,6 +198,12 @@ def make_text_of(stats: flow.Stats, encoder: StepEncoder | None) -> Callable[[An
     return text_of
 
 
+def applied(model: nn.Module, params: Any) -> Callable[..., jax.Array]:
+    """The model as a function of its inputs."""
+    apply: Callable[..., Any] = model.apply
+    return functools.partial(apply, {'params': params})
+
+
 def _velocity(
     model: nn.Module, params: Any, batch: Batch, text_of: Callable[[jax.Array], Any]
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -169,13 +214,224 @@ def _velocity(
     return lambda z, t: apply(z, t, text, drop_text)
 
 
-def applied(model: nn.Module, params: Any) -> Callable[..., jax.Array]:
-    """The model as a function of its inputs."""
-    apply: Callable[..., Any] = model.apply
-    return functools.partial(apply, {'params': params})
+def _weights(count: int, mask: jax.Array | None) -> jax.Array:
+    """Weights of `count` samples in the mean over those that the mask leaves."""
+    if mask is None:
+        return jnp.full(count, 1 / count, jnp.float32)
+    return mask.astype(jnp.float32) / jnp.maximum(jnp.sum(mask), 1)
 
 
-def _warm_decay(ema_decay: float, step: jax.Array) -> jax.Array:
-    # As in TensorFlow's ExponentialMovingAverage with `num_updates`: an average over many steps
-    # would hold the random first weights for as long.
-    return jnp.minimum(ema_decay, (1.0 + step) / (10.0 + step))
+ValueAndGrad = Callable[[Any, Any], tuple[tuple[jax.Array, jax.Array], Any]]
+
+
+def in_parts(value_and_grad: ValueAndGrad, count: int) -> ValueAndGrad:
+    """Returns the same function, computed part by part of the rows to save memory.
+
+    Args:
+        value_and_grad: `jax.value_and_grad` of a function from `(params, rows)` to a float32 sum
+            over the rows and an array `(b, ...)`, one entry a row; `rows` is a pytree of arrays
+            `(b, ...)`.
+        count: a divisor of the rows on each device. Part i takes every `count`-th row, starting
+            with row i. So each device computes its own rows in every part, and no row moves.
+    """
+    if count == 1:
+        return value_and_grad
+
+    def over_parts(params: Any, rows: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
+        parts = jax.tree.map(lambda x: jnp.swapaxes(x.reshape(-1, count, *x.shape[1:]), 0, 1), rows)
+
+        def add(total: Any, part: Any) -> tuple[Any, jax.Array]:
+            (value, entries), grads = value_and_grad(params, part)
+            return jax.tree.map(jnp.add, total, (value, grads)), entries
+
+        nothing = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params)
+        (value, grads), entries = jax.lax.scan(add, nothing, parts)
+        return (value, jnp.swapaxes(entries, 0, 1).reshape(-1, *entries.shape[2:])), grads
+
+    return over_parts
+
+
+# --- Compiled for a mesh ------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """A jitted function whose last argument is always the same.
+
+    Attributes:
+        jitted: the function.
+        frozen: that argument: the weights of a text encoder, or their shapes where the function is
+            only compiled; None without an encoder.
+    """
+
+    jitted: jax.stages.Wrapped
+    frozen: Any
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Calls it."""
+        return self.jitted(*arguments, self.frozen)
+
+    def lower(self, *arguments: Any) -> jax.stages.Lowered:
+        """Lowers it; what is compiled of that takes `frozen` too."""
+        return self.jitted.lower(*arguments, self.frozen)
+
+
+def bind(
+    function: Callable, encoder: StepEncoder | None, *in_shardings: Any, **options: Any
+) -> Bound:
+    """Jits a function whose last argument are the weights of the encoder, where they lie."""
+    frozen = encoder.params if encoder else None
+    of_frozen = jax.tree.map(lambda leaf: leaf.sharding, frozen)
+    return Bound(jax.jit(function, in_shardings=(*in_shardings, of_frozen), **options), frozen)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Jitted functions; batches are split over the mesh, states as `sharding.by_shape` says.
+
+    Attributes:
+        encoder: frozen encoder of token ids, or None.
+        abstract_state: shapes, dtypes and shardings of a state.
+        init: returns the state at step 0.
+        no_metrics: returns training metrics of no step.
+        train_step: from `(state, batch)` to the next state and metrics; the state is donated.
+        eval_step: from `(params, batch)` to metrics.
+        draw: from `(params, texts)` to raw latents `(n, C, H, W)`, with the same noise each time.
+        flops: from the number of tokens of a text to the FLOPs of the matrix products that the
+            model asks for to train on one sample; those of a frozen encoder are not among them.
+    """
+
+    encoder: StepEncoder | None
+    abstract_state: TrainState
+    init: Callable[[], TrainState]
+    no_metrics: Callable[[], TrainMetrics]
+    train_step: Bound
+    eval_step: Callable[[Any, Batch], EvalMetrics]
+    draw: Callable[[Any, jax.Array], jax.Array]
+    flops: Callable[[int], int]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What no resume can change, in plain values; see `beginnings.Description`."""
+        if self.encoder is None:
+            return {}
+        return {'encoder': {'name': self.encoder.name, 'revision': self.encoder.revision}}
+
+
+def for_data(config: ml_collections.ConfigDict, mesh: Mesh, facts: 'DataFacts') -> Program:
+    """The program for a data set, with the text encoder that the configuration names.
+
+    Raises:
+        ValueError: as of `make_program` or `caption_encoder.load`.
+    """
+    return make_program(
+        config,
+        mesh,
+        facts.stats,
+        latent_shape=facts.latent_shape,
+        vocabulary=facts.vocabulary,
+        encoder=caption_encoder.load(config.encoder, facts, mesh, dtype=config.model.dtype),
+    )
+
+
+def make_program(
+    config: ml_collections.ConfigDict,
+    mesh: Mesh,
+    stats: flow.Stats,
+    *,
+    latent_shape: Sequence[int],
+    vocabulary: int = 0,
+    encoder: StepEncoder | None = None,
+) -> Program:
+    """Builds model, optimizer and steps; nothing is compiled before it is called.
+
+    Args:
+        config: see `configs/default.py`.
+        mesh: from `sharding.make_mesh`.
+        stats: statistics of the data set.
+        latent_shape: `(height, width, channels)` of one sample.
+        vocabulary: token ids of the data set are less than this; 0 for text embeddings.
+        encoder: encodes these tokens, on the same mesh; None for a learned table.
+
+    Raises:
+        ValueError: a part of a batch cannot be split over the devices; or as of `models.make`.
+    """
+    if config.accumulate < 1 or config.batch_size % (config.accumulate * mesh.size):
+        raise ValueError(
+            f'batch_size={config.batch_size} in accumulate={config.accumulate} parts cannot be '
+            f'split over {mesh.size} devices: expected a multiple of their product'
+        )
+    model = models.make(**config.model, vocabulary=vocabulary)
+    schedule, tx = _make_optimizer(config)
+    raw = jax.ShapeDtypeStruct((1, len(stats.text_mean)), jnp.float32)
+    if vocabulary:
+        raw = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    frozen = encoder.params if encoder else None
+    text = jax.eval_shape(make_text_of(stats, encoder), frozen, raw)
+    init = state.make_init(model, tx, latent_shape=latent_shape, text=text)
+    pinned = model.clone(pin=sharding.pin(mesh))
+    train_step = make_train_step(
+        pinned,
+        tx,
+        schedule,
+        stats,
+        ema_decay=config.ema_decay,
+        seed=config.seed,
+        parts=config.accumulate,
+        encoder=encoder,
+        **config.flow,
+    )
+    eval_step = make_eval_step(pinned, stats, seed=config.seed, encoder=encoder)
+    draw = make_draw(config, model, stats, encoder, latent_shape=latent_shape)
+
+    def init_from_seed() -> TrainState:
+        return init(jax.random.key(config.seed))
+
+    abstract = jax.eval_shape(init_from_seed)
+    states, batches = sharding.by_shape(abstract, mesh), sharding.batch(mesh)
+    whole = sharding.replicated(mesh)
+
+    def draw_first(params: Any, texts: jax.Array, frozen: Any) -> jax.Array:
+        return draw(params, texts, 0, frozen)
+
+    def flops(num_tokens: int) -> int:
+        text_dim = encoder.dim if encoder else len(stats.text_mean)
+        return 3 * model.flops(latent_shape, text_dim, num_tokens)
+
+    return Program(
+        encoder=encoder,
+        abstract_state=jax.tree.map(sharding.abstract, abstract, states),
+        init=jax.jit(init_from_seed, out_shardings=states),
+        no_metrics=jax.jit(TrainMetrics.empty, out_shardings=whole),
+        train_step=bind(
+            train_step, encoder, states, batches, out_shardings=(states, whole), donate_argnums=0
+        ),
+        eval_step=bind(eval_step, encoder, states.params, batches, out_shardings=whole),
+        draw=bind(draw_first, encoder, states.params, whole, out_shardings=whole),
+        flops=flops,
+    )
+
+
+def _make_optimizer(
+    config: ml_collections.ConfigDict,
+) -> tuple[optax.Schedule, optax.GradientTransformation]:
+    optimizer = config.optimizer
+    adamw, muon = (
+        state.make_schedule(
+            optimizer.schedule,
+            num_steps=config.num_steps,
+            learning_rate=learning_rate,
+            warmup_steps=optimizer.warmup_steps,
+        )
+        for learning_rate in (optimizer.learning_rate, optimizer.muon_learning_rate)
+    )
+    tx = state.make_optimizer(
+        optimizer.name,
+        adamw,
+        muon,
+        weight_decay=optimizer.weight_decay,
+        b1=optimizer.b1,
+        b2=optimizer.b2,
+        clip_norm=optimizer.clip_norm,
+    )
+    return adamw, tx

@@ -4,40 +4,44 @@
     state = train.train_and_evaluate(demo.get_config(), workdir='W')
 
 A run can be killed at any moment. The same command then resumes it from the last checkpoint, and it
-computes what it would have computed. SIGTERM and Ctrl-C make it save and return. `hooks.py` has
+computes what it would have computed. SIGTERM and Ctrl-C make it save and return. `HOOKS` lists
 everything that a run does beside its steps.
 """
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Collection
+import math
+import time
+from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 import jax
 import ml_collections
+import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 from clu import metric_writers, parameter_overview
 from etils import epath
 
+from coyo11m_tfds.pictures import vae_decoder
 from train_lib import (
     beginnings,
     checkpoint,
-    failures,
-    hooks,
-    introduction,
     metrics,
+    previews,
     settings,
     sharding,
     signals,
     workdirs,
     writers,
 )
-from train_lib.console import Console, say
 from train_lib.data import TrainingData
-from train_lib.program import Program, for_data
+from train_lib.log import TrainLog, introduce, say
 from train_lib.state import TrainState
-from train_lib.train_log import TrainLog
+from train_lib.step import Program, for_data
+
+_PROFILE_AFTER = 10  # steps of this process: by then everything has been compiled
 
 
 def train_and_evaluate(
@@ -59,6 +63,7 @@ class Setup:
     data: TrainingData
     program: Program
     beginning: beginnings.Beginning
+    paint: Callable[[np.ndarray], np.ndarray]  # raw latents to pictures
 
 
 def set_up(
@@ -76,7 +81,7 @@ def set_up(
 
     Raises:
         ValueError: a setting is out of its range, or does not fit the devices or the data.
-        checkpoint.OtherRunError: the last checkpoint in `workdir` belongs to another run.
+        beginnings.OtherRunError: the last checkpoint in `workdir` belongs to another run.
         OSError: there is no data set, or `workdir` cannot be written to.
     """
     workdirs.check_writable(workdir)
@@ -85,29 +90,30 @@ def set_up(
     mesh = sharding.make_mesh(**config.mesh)
     data = TrainingData(config, mesh)
     data.check_memory()
+    paint = vae_decoder.painter(config.preview.vae if config.preview_every else '')
     if config.preview_every:
         _ = data.preview_samples  # kept; what cannot be read is told now and not in some hours
     program = for_data(config, mesh, data.facts)
     beginning = beginnings.find(config, workdir, data, program, accept_changes)
-    return Setup(config, workdirs.absolute(workdir), data, program, beginning)
+    return Setup(config, workdirs.absolute(workdir), data, program, beginning, paint)
 
 
 def train(setup: Setup, verbose: bool = False) -> tuple[TrainState, bool]:
     """Trains up to `config.num_steps`, from the last checkpoint in the workdir if there is one.
 
     Args:
-        setup: of the run.
+        setup: what `set_up` has checked.
         verbose: logs all parameters, and all that is written for TensorBoard.
 
     Returns:
-        The last state, and whether all is done; it is not where a signal ended the run.
+        The last state, and whether all is done, which it is not where a signal ended the run.
 
     Raises:
         FloatingPointError: training has diverged.
         OSError: a record, a file of the data set or a checkpoint cannot be read, or a checkpoint,
             logs or pictures cannot be written; or another run is in the workdir.
     """
-    config = setup.config
+    config, program, beginning = setup.config, setup.program, setup.beginning
     with (
         signals.StopRequest() as stop,
         # The other processes wait for the first one in the manager, until it has failed.
@@ -116,23 +122,38 @@ def train(setup: Setup, verbose: bool = False) -> tuple[TrainState, bool]:
             setup.workdir, config.keep_checkpoints, config.keep_every
         ) as manager,
         # Inside of the manager, which would wait for the other processes.
-        failures.shared(),
+        signals.failures_shared(),
     ):
-        state, window, interrupted = _start_or_resume(setup, manager)
+        if (manager.latest_step() or 0) != beginning.step:
+            raise OSError(
+                f'{setup.workdir}: another run has just trained there; start this one again.'
+            )
+        empty = program.no_metrics()
+        restored = checkpoint.restore(manager, program.abstract_state, empty)
+        state, window, interrupted = restored or (beginning.state(program), empty, False)
         start = int(state.step)
         if start == config.num_steps and not interrupted:
             say('Finished already: all %d steps are in %s.', start, setup.workdir)
             return state, True
-        introduction.show(setup, start)
+        introduce(config, setup.workdir, setup.data, program, start)
         if verbose:
             parameter_overview.log_parameter_overview(state.params, include_stats='sharding')
         with (
             writers.errors_named(setup.workdir),
             contextlib.closing(writers.make(config, setup.workdir, verbose)) as writer,
-            Console(start, config.num_steps) as console,
+            TrainLog(
+                writer,
+                config,
+                empty=empty,
+                start=start,
+                data=setup.data,
+                epoch=lambda step: setup.data.epoch(beginning.sample_at(step)),
+                flops=program.flops(setup.data.facts.max_tokens),
+                way_back=functools.partial(checkpoint.way_back, manager),
+            ) as log,
         ):
-            setup.beginning.show_config(writer)
-            log = _make_log(setup, writer, console, window, manager)
+            log.window = window
+            beginning.show_config(writer)
             run = Run(**vars(setup), start=start, writer=writer, manager=manager, log=log)
             return _train(run, state, stop, interrupted)
 
@@ -151,7 +172,7 @@ class Run(Setup):
     log: TrainLog
 
     def save(self, step: int, state: TrainState, interrupted: bool = False) -> bool:
-        """Starts a checkpoint, after what was logged up to it is safe.
+        """Starts a checkpoint of a step, after what was logged up to it is safe.
 
         Returns:
             False if there is none because the last step was skipped: its weights may be lost.
@@ -165,6 +186,11 @@ class Run(Setup):
         )
         return True
 
+    @functools.cached_property
+    def preview_of_data(self) -> np.ndarray:
+        """The pictures that previews show beside those of the model."""
+        return self.paint(self.data.preview_samples.latents)
+
 
 def _train(
     run: Run, state: TrainState, stop: signals.StopRequest, interrupted: bool
@@ -173,20 +199,19 @@ def _train(
 
     `interrupted`: a stop request came before all hooks due at the step of `state` had been called.
     """
-    log, step = run.log, run.start
-    due_now = [hook(run) for hook in hooks.HOOKS]
-    # Whether all hooks due at `step` have been called and nobody has asked to stop.
-    complete = not interrupted or hooks.call_due(due_now, run, step, state, stop)
+    step = run.start
+    # Whether all hooks due at this step have been called and nobody has asked to stop.
+    complete = not interrupted or _call_hooks(run, step, state, stop)
     batches = run.data.train_batches(run.beginning.sample_at(step))
     while complete and step < run.config.num_steps:
         step += 1
-        with log.clock.waiting_for_data():
+        with run.log.clock.waiting_for_data():
             batch = next(batches)
         # Whatever moves to or from the device here would do so at every step.
         with jax.transfer_guard('disallow'):
             state, update = run.program.train_step(state, batch)
-            log.add(step, update)
-        complete = not stop.reached(step) and hooks.call_due(due_now, run, step, state, stop)
+            run.log.add(step, update)
+        complete = not stop.reached(step) and _call_hooks(run, step, state, stop)
     is_saved = run.save(step, state, interrupted=not complete)
     # Before anything is torn down: after SIGTERM there may be seconds left.
     checkpoint.wait(run.manager)
@@ -194,7 +219,8 @@ def _train(
         skipped = int(state.skipped_in_a_row)
         told = f'Step {step} is not saved: the last {skipped} steps were not finite.'
         if complete:
-            raise FloatingPointError(f'{told} {checkpoint.way_back(run.manager, step - skipped)}.')
+            advice = checkpoint.way_back(run.manager, step - skipped)
+            raise FloatingPointError(f'{told} {advice}.')
         logging.warning(told)
     bad_records = run.data.read_counts().bad_records
     if bad_records:
@@ -202,42 +228,124 @@ def _train(
     return state, complete
 
 
-def _start_or_resume(
-    setup: Setup, manager: ocp.CheckpointManager
-) -> tuple[TrainState, metrics.TrainMetrics, bool]:
-    """The state, the metrics of an unfinished log window, and whether hooks are still due."""
-    if (manager.latest_step() or 0) != setup.beginning.step:
-        raise OSError(f'{setup.workdir}: another run has just trained there; start this one again.')
-    program, no_metrics = setup.program, setup.program.no_metrics()
-    window = jax.tree.map(_abstract, no_metrics)
-    restored = checkpoint.restore(manager, program.abstract_state, window)
-    return restored or (setup.beginning.state(program), no_metrics, False)
+# --- What is done besides steps -----------------------------------------------------------------
 
 
-def _make_log(
-    setup: Setup,
-    writer: metric_writers.MetricWriter,
-    console: Console,
-    window: metrics.TrainMetrics,
-    manager: ocp.CheckpointManager,
-) -> TrainLog:
-    """A log whose current window holds `window`."""
-    log = TrainLog(
-        writer,
-        every=setup.config.log_every,
-        batch_size=setup.config.batch_size,
-        empty=setup.program.no_metrics(),
-        max_skipped_in_a_row=setup.config.max_skipped_in_a_row,
-        max_skipped=setup.config.max_skipped,
-        read_counts=setup.data.read_counts,
-        batches_ready=setup.data.batches_ready,
-        derived=functools.partial(introduction.derived, setup),
-        console=console,
-        way_back=functools.partial(checkpoint.way_back, manager),
-    )
-    log.window = window
-    return log
+def _evaluate(run: Run, step: int, state: TrainState) -> str:
+    """Writes the mean loss of the validation split, at fixed noise and times."""
+    merged = None
+    for batch in run.data.eval_batches():
+        update = run.program.eval_step(state.ema_params, batch)
+        merged = update if merged is None else metrics.merge(merged, update)
+    means = jax.device_get(merged).compute()
+    scalars = {f'eval/{name}': float(x) for name, x in means.items() if not math.isnan(x)}
+    run.writer.write_scalars(step, scalars)
+    return f'loss {scalars["eval/loss"]:.4f}' if 'eval/loss' in scalars else 'no finite loss'
 
 
-def _abstract(array: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+def _preview(run: Run, step: int, state: TrainState) -> str:
+    """Writes a grid of pictures as PNG and to TensorBoard."""
+    samples = run.data.preview_samples
+    drawn = run.program.draw(state.ema_params, samples.text)
+    path = run.workdir / previews.FOLDER / f'step_{step:06}.png'
+    if jax.process_index() == 0:
+        pictures = [run.preview_of_data, run.paint(jax.device_get(drawn))]
+        grid = previews.make_grid(pictures, samples.captions, title='left: data, right: model')
+        run.writer.write_images(step, {'previews': grid[None]})
+        previews.write_png(path, grid)
+    return f'{len(samples.captions)} pictures in {path}'
+
+
+def _profiled(config: ml_collections.ConfigDict, start: int) -> tuple[int, int]:
+    """The steps after which a profile begins and ends; equal ones if there is none."""
+    last = config.num_steps
+    # Of a short run the last steps, but never the first, which includes the compiler.
+    begin = max(start + 1, min(start + _PROFILE_AFTER, last - config.profile_steps))
+    return begin, max(begin, min(begin + config.profile_steps, last))
+
+
+def _profile(run: Run, step: int, state: TrainState) -> str | None:
+    """Writes a profile of some steps for TensorBoard, once."""
+    begin, end = _profiled(run.config, run.start)
+    if step == begin:
+        jax.profiler.start_trace(str(run.workdir))
+        return None
+    jax.profiler.stop_trace()
+    return f'of {end - begin} steps'
+
+
+def _save(run: Run, step: int, state: TrainState) -> str:
+    if not run.save(step, state):
+        return 'put off, as the last step was skipped'
+    return 'copied, and written in the background'
+
+
+class Hook(NamedTuple):
+    """Something that is done after some steps, by all processes.
+
+        def weight_norm(run, step, state):
+            norm = float(optax.tree.norm(state.params))
+            run.writer.write_scalars(step, {'train/weight_norm': norm})
+            return f'{norm:.1f}'
+
+        train.HOOKS.insert(0, Hook('weight norm', every(lambda config: 1000), weight_norm))
+
+    Attributes:
+        name: for the log.
+        is_due: returns True for `(run, step)` if it is called after that step.
+        call: does it, with `(run, step, state)`, the state after the step; returns what to log,
+            or None for nothing.
+        repeatable: a stop request may end it halfway, by an exception; the run that resumes
+            does it.
+    """
+
+    name: str
+    is_due: Callable[[Run, int], bool]
+    call: Callable[[Run, int, TrainState], str | None]
+    repeatable: bool = True
+
+
+def every(steps: Callable[[ml_collections.ConfigDict], int]) -> Callable[[Run, int], bool]:
+    """Returns the `is_due` for every so many steps of a configuration and the last; 0 is never."""
+
+    def is_due(run: Run, step: int) -> bool:
+        count = steps(run.config)
+        return count > 0 and (step % count == 0 or step == run.config.num_steps)
+
+    return is_due
+
+
+def _is_profile_due(run: Run, step: int) -> bool:
+    begin, end = _profiled(run.config, run.start)
+    return begin < end and step in (begin, end)
+
+
+# A checkpoint comes last, so that nothing due at its step is missing after a run is killed.
+HOOKS = [
+    Hook('evaluation', every(lambda config: config.eval_every), _evaluate),
+    Hook('preview', every(lambda config: config.preview_every), _preview),
+    Hook('profile', _is_profile_due, _profile),
+    Hook('checkpoint', every(lambda config: config.checkpoint_every), _save, repeatable=False),
+]
+
+
+def _call_hooks(run: Run, step: int, state: TrainState, stop: signals.StopRequest) -> bool:
+    """Calls the hooks that are due after a step; False where a stop request broke one off."""
+    due = [hook for hook in HOOKS if hook.is_due(run, step)]
+    if due:
+        run.log.write_complete()  # it need not wait for what takes long
+    for hook in due:
+        try:
+            with (
+                run.log.clock.aside(),
+                stop.repeatable() if hook.repeatable else contextlib.nullcontext(),
+            ):
+                started = time.monotonic()
+                told = hook.call(run, step, state)
+        except signals.BrokenOff:
+            logging.info('%s at step %d was broken off.', hook.name, step)
+            return False
+        if told is not None:
+            seconds = time.monotonic() - started
+            say('%s at step %d: %s (%.1f s)', hook.name, step, told, seconds)
+    return True

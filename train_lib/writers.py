@@ -9,17 +9,23 @@ in a thread of its own, in process 0.
 """
 
 import contextlib
+import html
 import importlib.util
 import os
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import ml_collections
+import numpy as np
 import tensorflow as tf
 from clu import asynclib, metric_writers
 from etils import epath
 
-from train_lib import failures
+from train_lib import settings, signals
+
+_ID_FILE = 'wandb_id.txt'  # in the workdir
 
 
 def check(config: ml_collections.ConfigDict) -> None:
@@ -34,13 +40,11 @@ def check(config: ml_collections.ConfigDict) -> None:
 def make(
     config: ml_collections.ConfigDict, workdir: epath.Path, verbose: bool = False
 ) -> metric_writers.MetricWriter:
-    """Opens all writers; `verbose` has everything that is written in the log as well."""
+    """Opens all writers; `verbose` logs everything that is written as well."""
     if jax.process_index():
         return metric_writers.MultiWriter([])
     writers = [metric_writers.SummaryWriter(os.fspath(workdir))]
     if config.wandb.project:
-        from train_lib.wandb_writer import WandbWriter
-
         writers.append(WandbWriter(config, workdir))
     if verbose:
         writers.append(metric_writers.LoggingWriter())
@@ -56,4 +60,60 @@ def errors_named(workdir: epath.Path) -> Iterator[None]:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        raise OSError(f'{workdir}: logs cannot be written: {failures.summary(cause)}') from error
+        raise OSError(f'{workdir}: logs cannot be written: {signals.summary(cause)}') from error
+
+
+class WandbWriter(metric_writers.MultiWriter):
+    """Sends scalars, images and texts to Weights & Biases; ignores all else.
+
+    `WANDB_MODE=offline` keeps all on this machine; `wandb sync` sends it later. The run's id lies
+    in the workdir, so that a resumed run continues the same chart. A run that was killed sends
+    again what came after its last checkpoint; that is the same, and wandb ignores it.
+    """
+
+    def __init__(self, config: ml_collections.ConfigDict, workdir: epath.Path):
+        """Begins a run of `wandb.project`, or resumes the one whose id is in the workdir.
+
+        Raises:
+            OSError: wandb refuses, above all where nobody is logged in.
+        """
+        import wandb
+
+        super().__init__([])
+        path = workdir / _ID_FILE
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(uuid.uuid4().hex[:12])
+        try:
+            self._run = wandb.init(
+                project=config.wandb.project,
+                id=path.read_text().strip(),
+                name=workdir.name,
+                resume='allow',
+                config=settings.flatten(config.to_dict()),
+                settings=wandb.Settings(console='off', silent=True),
+            )
+        except wandb.Error as error:
+            raise OSError(
+                f'wandb.project={config.wandb.project!r}: {error} WANDB_MODE=offline keeps the run '
+                'here, and `wandb sync` sends it later.'
+            ) from error
+        self._image, self._html = wandb.Image, wandb.Html
+
+    def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
+        """See `clu.metric_writers.MetricWriter`, also for the other methods."""
+        self._run.log({name: float(x) for name, x in scalars.items()}, step=step)
+
+    def write_images(self, step: int, images: Mapping[str, Any]) -> None:
+        """Images `(n, H, W, C)`."""
+        values = {name: [self._image(one) for one in np.asarray(x)] for name, x in images.items()}
+        self._run.log(values, step=step)
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Shown as they are."""
+        values = {name: self._html(f'<pre>{html.escape(x)}</pre>') for name, x in texts.items()}
+        self._run.log(values, step=step)
+
+    def close(self) -> None:
+        """Ends the run and waits until all is sent."""
+        self._run.finish()

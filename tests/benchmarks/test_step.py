@@ -14,7 +14,8 @@ import torch
 from benchmarks import step, torch_dit
 from configs import default
 from tests.checkout import CHECKOUT
-from train_lib import flow, models, program, sharding
+from train_lib import flow, models, sharding
+from train_lib.step import make_program
 
 _FIELDS = {'width': 32, 'depth': 2, 'num_heads': 4, 'patch_size': 2}
 _LATENT_SHAPE, _TEXT_DIM = (8, 8, 4), 16
@@ -75,7 +76,7 @@ def ours():
     config = _config()
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     stats = flow.Stats(**_stats())
-    compiled = program.make_program(config, mesh, stats, latent_shape=_LATENT_SHAPE)
+    compiled = make_program(config, mesh, stats, latent_shape=_LATENT_SHAPE)
     state = jax.tree.map(np.array, compiled.init())
     rng = np.random.default_rng(3)
 

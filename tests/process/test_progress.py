@@ -187,7 +187,7 @@ PROGRAM = """
 import numpy as np
 from absl import logging
 from coyo11m_tfds.process import progress
-from train_lib.console import Console
+from train_lib.log import Console
 logging.set_verbosity(logging.INFO)
 what = "Reading 'caption_llava' of gs://bucket/source/coyo11m-meta.parquet"
 for what, unit in (('Writing shards', 'B'), (what, 'rows')):

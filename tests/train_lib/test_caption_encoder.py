@@ -1,31 +1,76 @@
-"""Captions of one's own are encoded as those of the training data were, or not at all."""
+"""The encoder of a data set: for captions of one's own or in the step, the same one or none.
 
+The encoder is a tiny random Gemma; its tokenizer makes the token ids of the data set.
+"""
+
+import dataclasses
+import functools
 import json
-import os
 import shutil
-import subprocess
-import sys
-import time
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
+from configs import default
 from coyo11m_tfds import embed_captions
 from coyo11m_tfds.storage import model_files
-from tests.checkout import CHECKOUT
-from tests.text.test_gemma import models  # noqa: F401, a fixture
-from train_lib import caption_encoder, data_facts, flow
+from coyo11m_tfds.text import gemma_weights, text_encoders
+from tests import built, children, runs
+from tests.runs import saved_steps, small_config
+from tests.text.test_gemma import VOCABULARY, models, our_states  # noqa: F401, one is a fixture
+from tests.train_lib.test_models import _randomized
+from train_lib import (
+    beginnings,
+    caption_encoder,
+    checkpoint,
+    data,
+    draw,
+    flow,
+    sharding,
+    step,
+    train,
+)
+from train_lib import models as networks
+from train_lib.models import dit
+from train_lib.models.words import Words
+
+LENGTH = 10
+CAPTIONS = ['a red circle', 'a small blue square at the left', 'a', 'a red square']
 
 
-def facts(encoder, revision='', dim=640, **fields):
+@pytest.fixture(scope='module')
+def spec(models):  # noqa: F811
+    return f'jax:{models}/text'
+
+
+@pytest.fixture(scope='module')
+def tokens(spec):
+    return text_encoders.pad(text_encoders.make_tokenizer(spec, LENGTH).tokenize(CAPTIONS), LENGTH)
+
+
+def facts_of(spec, **changes):
+    """Of a data set that holds token ids of this encoder."""
+    made = text_encoders.make_tokenizer(spec, LENGTH)
+    stats = flow.Stats(*(np.full(n, v, np.float32) for n, v in ((4, 0), (4, 1), (0, 0), (0, 1))))
+    known = made.name, made.revision, made.max_tokens, made.vocabulary
+    return dataclasses.replace(data.DataFacts((8, 8, 4), stats, *known), **changes)
+
+
+# --- Captions of one's own ----------------------------------------------------------------------
+
+
+def facts_with(encoder, revision='', dim=640, **fields):
     stats = flow.Stats(*(np.ones(n, np.float32) for n in (4, 4, dim, dim)))
-    return data_facts.DataFacts((32, 32, 4), stats, encoder, revision, **fields)
+    return data.DataFacts((32, 32, 4), stats, encoder, revision, **fields)
 
 
 def test_facts_survive_json():
-    made = facts('hf:g', 'sha256:1', dim=3, max_tokens=77)
+    made = facts_with('hf:g', 'sha256:1', dim=3, max_tokens=77)
     made.stats.text_mean[:] = np.float32([1 / 3, 1e-30, -7])
-    back = data_facts.from_json(json.loads(json.dumps(made.to_json())))
+    back = data.DataFacts.from_json(json.loads(json.dumps(made.to_json())))
     for name, values in vars(made.stats).items():
         np.testing.assert_array_equal(getattr(back.stats, name), values)
         assert getattr(back.stats, name).dtype == np.float32
@@ -37,14 +82,12 @@ def test_facts_survive_json():
 def local(models):  # noqa: F811
     """Facts of a data set whose embeddings a model in a local folder has made."""
     folder = models / 'text'
-    return facts('hf:text', model_files.revision(str(folder)), dim=32, max_tokens=20)
+    return facts_with('hf:text', model_files.revision(str(folder)), dim=32, max_tokens=20)
 
 
-def test_a_local_model_has_to_be_given_and_is_asked_for_at_once(local):
-    began = time.monotonic()
+def test_a_local_model_has_to_be_given(local):
     with pytest.raises(ValueError, match=r'folder named text \(sha256:.*--encoder=hf:/path/to/te'):
         caption_encoder.make(local)
-    assert time.monotonic() - began < 5  # the hub is not asked, which takes ten times as long
 
 
 def test_the_same_files_are_the_same_model_whatever_runs_them(local, models):  # noqa: F811
@@ -69,67 +112,267 @@ def test_other_files_of_the_same_name_are_refused_with_both_revisions(
     assert model_files.revision(str(tmp_path / 'text')) in str(error.value)
 
 
-@pytest.mark.parametrize('spec', ['hf:/no/such/other', 'jax:owner/other', 'hash'])
-def test_a_model_of_another_name_is_refused_before_it_is_loaded(local, spec):
-    with pytest.raises(ValueError, match="but the model was trained with 'hf:text'") as error:
-        caption_encoder.make(local, spec)
-    assert 'other' in str(error.value) or 'hash' in str(error.value)
-    assert local.encoder_revision in str(error.value)
-
-
 def test_embeddings_of_unknown_origin_need_an_encoder_of_their_size(caplog):
     with pytest.raises(ValueError, match='name the text encoder with --encoder'):
-        caption_encoder.make(facts('pt'))
-    assert caption_encoder.make(facts('pt'), 'hash').name == 'hash'
+        caption_encoder.make(facts_with('pt'))
+    assert caption_encoder.make(facts_with('pt'), 'hash').name == 'hash'
     assert 'Nothing says whether hash made' in caplog.text
     with pytest.raises(ValueError, match="by 'hash', but the model was trained with 'pt'"):
-        caption_encoder.make(facts('pt', dim=7), 'hash')
+        caption_encoder.make(facts_with('pt', dim=7), 'hash')
 
 
-def test_a_data_set_keeps_the_revision_and_length_of_its_encoder(
-    sample_source,
-    models,  # noqa: F811
-    tmp_path,
-):
-    from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
-    from coyo11m_tfds.dataset import stored_dataset
-
-    sidecar = tmp_path / 'vectors.parquet'
-    encoder = caption_encoder.text_encoders.make_encoder(f'jax:{models}/text', max_tokens=12)
-    embed_captions.embed(sample_source, encoder, sidecar)
-    config = Coyo11mConfig(
-        name='local', source=str(sample_source), text_embeddings=str(sidecar), num_workers=1
-    )
-    builder = Builder(data_dir=tmp_path / 'data', config=config)
-    builder.download_and_prepare()
-    stats = stored_dataset.open_data(builder.data_dir).stats()
-    assert (stats.text_encoder, stats.text_max_tokens) == ('jax:text', 12)
-    assert stats.text_revision == model_files.revision(str(models / 'text'))
+@pytest.mark.parametrize('spec', ['hf:/no/such/other', 'hash'])
+def test_a_model_of_another_name_is_refused_before_it_is_loaded(local, spec):
+    message = rf"'({spec}|hf:other)', but the model was trained with 'hf:text' \(revision sha256:"
+    with pytest.raises(ValueError, match=message):
+        caption_encoder.make(local, spec)
 
 
-@pytest.mark.parametrize(
-    ('runner', 'missing', 'extra'),
-    [
-        ('hf', 'torch', 'text'),
-        ('hf', 'transformers', 'text'),
-        ('jax', 'tokenizers', 'text-jax'),
-    ],
+_WITHOUT = """
+from coyo11m_tfds.text import text_encoders
+for runner, missing in (('hf', 'torch'), ('hf', 'transformers'), ('jax', 'tokenizers')):
+    sys.modules[missing] = None  # an import of it is an error
+    try:
+        text_encoders.make_encoder(f'{runner}:{sys.argv[1]}')
+    except ValueError as error:
+        print(error)
+    del sys.modules[missing]
+"""
+
+
+def test_what_is_not_installed_is_told_with_the_command(tmp_path):
+    with children.python(_WITHOUT, tmp_path) as child:
+        lines = child.communicate()[0].splitlines()
+    for line, (name, extra) in zip(
+        lines,
+        [('torch', 'text'), ('transformers', 'text'), ('tokenizers', 'text-jax')],
+        strict=True,
+    ):
+        assert (
+            f"needs {name}, which is not installed: pip install -c constraints.txt -e '.[" in line
+        )
+        assert line.endswith(f"[{extra}]'")
+
+
+# --- In the step ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('text', [dit.SEQUENCE, pytest.param(dit.POOLED, marks=pytest.mark.slow)])
+def test_the_loss_is_that_of_hidden_states_computed_outside(models, spec, tokens, text):  # noqa: F811
+    config = default.get_config()
+    fields = {'name': 'tiny/4', 'depth': 2, 'dtype': 'float32', 'text': text}
+    config.update_from_flattened_dict({f'model.{name}': x for name, x in fields.items()})
+    config.batch_size, config.encoder, config.optimizer.warmup_steps = 4, spec, 0
+    facts, mesh = facts_of(spec), sharding.make_mesh()
+    encoder = caption_encoder.load(spec, facts, mesh, dtype='float32')
+    made = step.make_program(
+        config, mesh, facts.stats, latent_shape=(8, 8, 4), vocabulary=facts.vocabulary,
+        encoder=encoder,
+    )  # fmt: skip
+
+    states = our_states(models / 'text', np.maximum(tokens, 0).tolist()).copy()
+    states[tokens < 0] = 7  # no zeros, which would be too easy
+    words = Words(jnp.asarray(states), jnp.asarray(tokens >= 0))
+
+    rng = np.random.default_rng(0)
+    batch = {
+        'latents': rng.standard_normal((4, 4, 8, 8)).astype(np.float16),
+        'key': rng.integers(0, 99, (4, 2), np.uint32),
+        'tokens': tokens,
+        'drop_text': np.array([False, False, False, True]),
+    }
+    x = flow.standardize_latents(jnp.asarray(batch['latents']), facts.stats)
+    model = networks.make(**config.model, vocabulary=facts.vocabulary)
+    params = _randomized(model, x, jnp.zeros(4), words)['params']
+    noise, t = flow.noise_and_times_of_keys(batch['key'], (8, 8, 4), config.seed)
+
+    @jax.jit
+    def expected(words):
+        given = words, batch['drop_text']
+        predict = functools.partial(model.apply, {'params': params})
+        return flow.squared_errors(lambda z, t: predict(z, t, *given), x, noise, t).mean()
+
+    loss = made.eval_step(params, batch | {'mask': np.ones(4, bool)}).compute()['loss']
+    np.testing.assert_allclose(loss, expected(words), rtol=1e-5)
+    others = words._replace(vectors=words.vectors[::-1], present=words.present[::-1])
+    assert abs(loss - expected(others)) > 1e-3  # the texts matter
+
+    frozen, before = jax.device_get((encoder.params, params))
+    after, update = made.train_step(made.init().replace(params=params), batch)
+    assert update.compute()['grad_norm'] > 0
+    projection = after.params['words']['projection']
+    assert np.any(projection['kernel'] != before['words']['projection']['kernel'])
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(encoder.params), frozen)
+
+
+_ON_MESHES = """
+import json, os
+os.environ['XLA_FLAGS'] = (
+    '--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0'
 )
-def test_what_is_not_installed_is_told_with_the_command(tmp_path, runner, missing, extra):
-    script = (
-        f'import sys; sys.modules[{missing!r}] = None\n'
-        'from coyo11m_tfds.text import text_encoders\n'
-        f'try: text_encoders.make_encoder({f"{runner}:{tmp_path}"!r})\n'
-        'except ValueError as error: print(error)'
-    )
-    done = subprocess.run(
-        [sys.executable, '-c', script],
-        cwd=CHECKOUT,
-        env=os.environ | {'JAX_PLATFORMS': 'cpu'},
-        capture_output=True,
-        text=True,
-    )
-    assert (
-        f"needs {missing}, which is not installed: pip install -c constraints.txt -e '.[{extra}]'"
-        in (done.stdout)
-    ), done.stderr
+os.environ['JAX_PLATFORMS'] = 'cpu'
+for name in ('tensorflow', 'tensorflow_datasets', 'torch'):
+    sys.modules[name] = None  # an import of it is an error
+import jax, numpy as np
+from configs import default
+from train_lib import caption_encoder, data, sharding, step
+
+spec, facts = sys.argv[1], data.DataFacts.from_json(json.loads(sys.argv[2]))
+tokens = np.array(json.loads(sys.argv[3]), np.int32)
+config = default.get_config()
+config.update_from_flattened_dict({
+    'batch_size': 4, 'num_steps': 20, 'model.name': 'tiny/4', 'model.depth': 2, 'encoder': spec,
+    'model.dtype': 'float32', 'model.text': 'sequence', 'optimizer.warmup_steps': 1,
+    'optimizer.learning_rate': 3e-3, 'accumulate': 2,
+})
+rng = np.random.default_rng(0)
+batch = {
+    'latents': rng.standard_normal((4, 4, 8, 8)).astype(np.float16),
+    'key': np.zeros((4, 2), np.uint32), 'tokens': tokens, 'drop_text': np.arange(4) == 3,
+}
+
+def on_mesh(data, fsdp):
+    mesh = sharding.make_mesh(data, fsdp)
+    encoder = caption_encoder.load(spec, facts, mesh, dtype='float32')
+    made = step.make_program(
+        config, mesh, facts.stats, latent_shape=(8, 8, 4), vocabulary=facts.vocabulary,
+        encoder=encoder)
+    state, losses = made.init(), []
+    placed = jax.device_put(batch, sharding.batch(mesh))
+    for _ in range(6):
+        state, update = made.train_step(state, placed)
+        losses.append(float(update.compute()['loss']))
+    return losses
+
+print(json.dumps([on_mesh(2, 1), on_mesh(1, 2)]))
+"""
+
+
+@pytest.mark.slow
+def test_two_devices_compute_the_same_however_the_weights_lie(spec, tokens):
+    facts = json.dumps(facts_of(spec).to_json())
+    with children.python(_ON_MESHES, spec, facts, json.dumps(tokens.tolist())) as child:
+        out, error = child.communicate()
+    assert child.returncode == 0, error
+    whole, split = json.loads(out)
+    np.testing.assert_allclose(split, whole, rtol=1e-3)
+    assert whole[-1] < whole[0]
+
+
+# --- Which encoder is in the step ---------------------------------------------------------------
+
+
+def test_the_encoder_has_to_be_the_one_of_the_token_ids(models, spec, tmp_path):  # noqa: F811
+    mesh = sharding.make_mesh()
+
+    def refusal(spec, facts):
+        with pytest.raises(ValueError) as error:
+            caption_encoder.load(spec, facts, mesh, dtype='float32')
+        assert '\n' not in str(error.value)
+        return str(error.value)
+
+    facts = facts_of(spec)
+    assert caption_encoder.load('', facts, mesh, dtype='float32') is None
+    assert caption_encoder.load(spec, facts, mesh, dtype='bfloat16').name == 'jax:text'
+    by_hf = facts_of(spec.replace('jax:', 'hf:'))
+    assert caption_encoder.load(spec, by_hf, mesh, dtype='bfloat16').name == 'jax:text'
+
+    words = facts_of('words', vocabulary=4096)
+    assert 'made by words of revision 1 with 4096: expected the' in refusal(spec, words)
+    other = shutil.copytree(models / 'text', tmp_path / 'text')
+    (other / 'more.txt').write_text('x')
+    message = refusal(f'jax:{other}', facts)
+    assert f"encoder='jax:{other}' is jax:text of revision sha256:" in message
+    assert f'made by jax:text of revision {facts.encoder_revision} with' in message
+    silent = dataclasses.replace(facts, encoder_revision='', vocabulary=99)
+    assert 'of revision unknown with 99' in refusal(spec, silent)
+    embeddings = dataclasses.replace(facts, vocabulary=0)
+    assert "holds embeddings of 'jax:text', expected token ids" in refusal(spec, embeddings)
+    assert "encoder='hf:text': expected jax:FOLDER" in refusal('hf:text', facts)
+    assert 'no such folder' in refusal('jax:/no/such/one', facts)
+
+
+def test_weights_are_bfloat16_but_for_a_model_that_computes_in_float32(models, spec):  # noqa: F811
+    mesh, facts = sharding.make_mesh(), facts_of(spec)
+    checkpoint = gemma_weights.open_checkpoint(str(models / 'text'))
+    for dtype, expected in (('float32', 'float32'), ('bfloat16',) * 2, ('float16', 'bfloat16')):
+        loaded = caption_encoder.load(spec, facts, mesh, dtype=dtype)
+        shapes = caption_encoder.abstract(spec, mesh, dtype=dtype)
+        assert loaded.network.dtype == expected
+        assert loaded.params['embedding'].dtype == expected
+        assert loaded.params['norm']['scale'].dtype == np.float32
+        values = gemma_weights.load_params(checkpoint, loaded.network.dtype)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(loaded.params), values)
+        jax.tree.map(
+            lambda a, b: (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding) or 1 / 0,
+            shapes.params,
+            loaded.params,
+        )
+
+
+# --- Runs ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def dataset(sample_source, spec, tmp_path_factory):
+    sidecar = tmp_path_factory.mktemp('sidecar') / 'tokens.parquet'
+    embed_captions.embed(sample_source, spec, sidecar, tokens_only=True, max_tokens=LENGTH)
+    out = tmp_path_factory.mktemp('data')
+    return built.build(sample_source, sidecar, out, name='tokens', shard_bytes=5_000_000)
+
+
+@pytest.fixture(scope='module')
+def config_with(dataset, spec):
+    def make(**changes):
+        fields = {'encoder': spec, 'model.text': 'sequence', 'model.depth': 2, 'num_steps': 6}
+        fields |= {'eval_every': 6, 'preview_every': 6, 'checkpoint_every': 3}
+        fields |= {'data.caption_dropout': 0.5, 'optimizer.learning_rate': 1e-2}
+        return small_config(dataset, **fields | changes)
+
+    return make
+
+
+@pytest.fixture(scope='module')
+def run(config_with, tmp_path_factory):
+    """The workdir of a run of 6 steps, and its last state."""
+    folder = tmp_path_factory.mktemp('run')
+    with runs.shared_compilations(folder / 'compiled'):
+        state = train.train_and_evaluate(config_with(), folder / 'workdir')
+    return folder / 'workdir', jax.device_get(state)
+
+
+def test_a_checkpoint_names_the_encoder_and_holds_nothing_of_it(run, spec):
+    workdir, state = run
+    saved = checkpoint.open_run(workdir)
+    revision = facts_of(spec).encoder_revision
+    assert saved.description.facts['encoder_revision'] == revision
+    assert saved.description.facts['max_tokens'] == LENGTH
+    assert saved.description.identity['encoder'] == {'name': 'jax:text', 'revision': revision}
+    stored = ocp.PyTreeCheckpointHandler().metadata(saved.folder / checkpoint.STATE)
+    shapes = [tuple(leaf.shape) for leaf in jax.tree.leaves(stored.tree)]
+    assert sorted(shapes) == sorted(leaf.shape for leaf in jax.tree.leaves(state))
+    assert not [shape for shape in shapes if len(VOCABULARY) in shape]
+    assert state.params['words'].keys() == {'norm', 'nothing', 'projection'}
+
+
+def test_another_encoder_or_none_is_refused_on_resume(run, config_with):
+    with pytest.raises(beginnings.OtherRunError) as error:
+        train.set_up(config_with(encoder=''), run[0])
+    assert "encoder.name was 'jax:text' and is now absent" in str(error.value)
+    assert saved_steps(run[0]) == [3, 6]
+
+
+def test_a_drawing_encodes_its_captions_in_the_same_way(run, spec, models, tmp_path):  # noqa: F811
+    artist = draw.Artist(run[0])
+    assert artist.encoder == spec
+    tokenizer = caption_encoder.make(artist.facts, artist.encoder)
+    pictures = artist.draw(CAPTIONS, tokenizer)
+    assert pictures.shape == (4, 32, 32, 3)
+    moved = shutil.copytree(models / 'text', tmp_path / 'text')
+    again = draw.Artist(run[0], encoder=f'jax:{moved}').draw(CAPTIONS, tokenizer)
+    np.testing.assert_array_equal(again, pictures)
+    swapped = artist.draw([CAPTIONS[1], *CAPTIONS[1:]], tokenizer)
+    assert not np.array_equal(swapped[0], pictures[0])
+    np.testing.assert_array_equal(swapped[1:], pictures[1:])
+    with pytest.raises(ValueError, match=r"encoder='jax:/gone': .* no such folder; name the one"):
+        draw.Artist(run[0], encoder='jax:/gone')

@@ -19,7 +19,7 @@ os.environ['XLA_FLAGS'] = (
 os.environ['JAX_PLATFORMS'] = 'cpu'
 import jax, jax.numpy as jnp, numpy as np
 from configs import default
-from train_lib import flow, models, program, sharding
+from train_lib import flow, models, sharding, step
 from train_lib.tools import hlo
 
 SHAPE = 6, 10, 4  # latents, in patches of 2: 15 tokens
@@ -44,7 +44,7 @@ def on_mesh(data, fsdp, optimizer='adamw', text='pooled'):
     config.optimizer.name, config.model.text = optimizer, text
     vocabulary = 1024 if text == 'sequence' else 0
     mesh = sharding.make_mesh(data, fsdp)
-    made = program.make_program(config, mesh, stats, latent_shape=SHAPE, vocabulary=vocabulary)
+    made = step.make_program(config, mesh, stats, latent_shape=SHAPE, vocabulary=vocabulary)
     own = batch
     if vocabulary:
         own = {'tokens': words} | {name: batch[name] for name in ('latents', 'key')}

@@ -19,7 +19,7 @@ from coyo11m_tfds.text import text_encoders, words
 from tests import runs
 from tests.checkout import CHECKOUT
 from tests.runs import small_config
-from train_lib import data, draw, previews, sharding, train
+from train_lib import draw, previews, train
 
 DEVICES = '--xla_force_host_platform_device_count'
 ENDING = {'num_steps': 4, 'eval_every': 0, 'checkpoint_every': 2}
@@ -73,47 +73,21 @@ def vae(tmp_path_factory):
     return folder
 
 
+def test_the_run_previews_by_its_vae(mini_dataset, vae, tmp_path):
+    changes = {'num_steps': 2, 'eval_every': 0, 'checkpoint_every': 0, 'preview_every': 2}
+    changes |= {'preview.vae': str(vae), 'preview.count': 16}
+    config = small_config(mini_dataset, **changes)
+    train.train_and_evaluate(config, tmp_path)
+    with Image.open(tmp_path / 'previews' / 'step_000002.png') as grid:
+        assert grid.width == 4 * (2 * 64 + 8) + 5 * 8
+
+
 def test_a_vae_decodes_what_is_drawn(run, encoder, vae):
     drawn = draw.Artist(run[0], vae=str(vae)).draw(CAPTIONS, encoder)
     assert (drawn.shape, drawn.dtype) == ((3, 64, 64, 3), np.uint8)
     assert not np.array_equal(drawn[0], drawn[1])
     with pytest.raises(ValueError, match=r"cannot load the VAE '/none/x'"):
         draw.Artist(run[0], vae='/none/x')
-
-
-def test_the_run_previews_by_its_vae_and_each_picture_can_be_had_alone(mini_dataset, vae, tmp_path):
-    changes = {'num_steps': 2, 'eval_every': 0, 'checkpoint_every': 2, 'preview_every': 2}
-    changes |= {'preview.vae': str(vae), 'preview.count': 16}
-    config = small_config(mini_dataset, **changes)
-    train.train_and_evaluate(config, tmp_path)
-    with Image.open(tmp_path / 'previews' / 'step_000002.png') as grid:
-        assert grid.width == 4 * (2 * 64 + 8) + 5 * 8
-    prompts = tmp_path / 'captions.txt'
-    prompts.write_text('\n'.join(CAPTIONS))
-    ended = subprocess.run(
-        [
-            *(sys.executable, '-m', 'train_lib.draw', '--singles'),
-            *(f'--workdir={tmp_path}', f'--prompts={prompts}'),
-        ],
-        cwd=CHECKOUT,
-        capture_output=True,
-        text=True,
-    )
-    folder = tmp_path / 'previews' / 'captions_000002'
-    assert ended.stdout == f'pictures: {folder}.png and {folder}/\n', ended.stderr
-    expected = draw.Artist(tmp_path).draw(CAPTIONS, text_encoders.make_encoder('hash'))
-    for number, caption in enumerate(CAPTIONS):
-        with Image.open(folder / f'{number:05}.png') as picture:
-            np.testing.assert_array_equal(np.asarray(picture), expected[number])
-        assert (folder / f'{number:05}.txt').read_text() == f'{caption}\n'
-
-
-def test_what_the_model_knows_of_its_data_comes_back_bit_for_bit(run, mini_dataset):
-    opened = data.TrainingData(small_config(mini_dataset), sharding.make_mesh()).facts
-    facts = draw.Artist(run[0]).facts
-    assert (facts.encoder, facts.encoder_revision, facts.max_tokens) == ('hash', '1', 0)
-    assert (facts.latent_shape, facts.text_dim) == ((32, 32, 4), 640)
-    jax.tree.map(np.testing.assert_array_equal, facts.stats, opened.stats)
 
 
 @pytest.mark.parametrize('batch_size', [1, 16])
@@ -125,46 +99,18 @@ def test_a_picture_is_the_same_however_many_are_drawn_at_a_time(run, encoder, ba
     assert len({picture.tobytes() for picture in drawn}) == 20
 
 
-def test_a_batch_is_as_large_as_is_said_however_many_captions_there_are(run, encoder):
-    artist, seen = draw.Artist(run[0], batch_size=8), []
-    drawing = artist._draw
-    artist._draw = lambda *inputs: seen.append(inputs[0].shape) or drawing(*inputs)
-    assert len(artist.draw(['a cat'] * 50, encoder)) == 50
-    assert seen == [(8, 640)] * 7
+def test_options_and_an_earlier_checkpoint_change_the_picture(run, encoder, pictures):
+    for options in ({'seed': 1}, {'guidance': 1.0}, {'num_steps': 3}):
+        assert not np.array_equal(draw.Artist(run[0], **options).draw(CAPTIONS, encoder), pictures)
+    same = draw.Artist(run[0], seed=0, guidance=3.0, num_steps=2, average=True)
+    np.testing.assert_array_equal(same.draw(CAPTIONS, encoder), pictures)
+    earlier = draw.Artist(f'{run[0]}@2')
+    assert earlier.step == 2
+    assert not np.array_equal(earlier.draw(CAPTIONS, encoder), pictures)
 
 
-@pytest.mark.parametrize(
-    'options', [{'seed': 1}, {'guidance': 1.0}, {'num_steps': 3}, {'average': False}]
-)
-def test_options_change_the_picture(run, encoder, pictures, options):
-    assert not np.array_equal(draw.Artist(run[0], **options).draw(CAPTIONS, encoder), pictures)
-
-
-def test_options_that_repeat_those_of_the_run_change_nothing(run, encoder, pictures):
-    artist = draw.Artist(run[0], seed=0, guidance=3.0, num_steps=2, average=True)
-    np.testing.assert_array_equal(artist.draw(CAPTIONS, encoder), pictures)
-
-
-def test_an_earlier_checkpoint_can_be_named(run, encoder, pictures):
-    artist = draw.Artist(f'{run[0]}@2')
-    assert artist.step == 2
-    assert not np.array_equal(artist.draw(CAPTIONS, encoder), pictures)
-    with pytest.raises(ValueError, match='no checkpoint of step 3; there are 2, 4'):
-        draw.Artist(f'{run[0]}@3')
-
-
-@pytest.mark.parametrize('average', [True, False])
-def test_weights_and_average_are_told_apart(run, average):
-    workdir, state = run
-    expected = state.ema_params if average else state.params
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        jax.device_get(draw.Artist(workdir, average=average)._params),
-        expected,
-    )
-
-
-def test_neither_the_optimizer_nor_other_weights_are_read(run, monkeypatch):
+@pytest.mark.parametrize(('average', 'field'), [(True, 'ema_params'), (False, 'params')])
+def test_the_weights_that_are_asked_for_are_read_and_nothing_else(run, monkeypatch, average, field):
     read, deserialize = [], ocp.type_handlers.ArrayHandler.deserialize
 
     def noting(self, infos, args=None):
@@ -172,8 +118,10 @@ def test_neither_the_optimizer_nor_other_weights_are_read(run, monkeypatch):
         return deserialize(self, infos, args)
 
     monkeypatch.setattr(ocp.type_handlers.ArrayHandler, 'deserialize', noting)
-    params = draw.Artist(run[0])._params
-    assert read == ['ema_params'] * len(jax.tree.leaves(params))
+    workdir, state = run
+    params = jax.device_get(draw.Artist(workdir, average=average).params)
+    jax.tree.map(np.testing.assert_array_equal, params, getattr(state, field))
+    assert read == [field] * len(jax.tree.leaves(params))
 
 
 class _OtherEncoder(words.HashEncoder):
@@ -193,12 +141,6 @@ def test_captions_of_another_encoder_are_refused(run):
         draw.Artist(run[0]).draw(['a cat'], _NextEncoder())
 
 
-def test_a_workdir_without_a_checkpoint_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=f'{tmp_path} holds no checkpoint'):
-        draw.Artist(tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
 def _command(*flags, devices=1, **variables):
     env = {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': f'{DEVICES}={devices} {runs.QUICK}', **variables}
     return subprocess.run(
@@ -214,43 +156,41 @@ def test_workdir_and_prompts_are_enough_for_the_command_on_any_devices(run, enco
     prompts = tmp_path / 'captions.txt'
     captions = ['a red circle', 'a blue square on a green background']
     prompts.write_text('\n\n'.join(captions), 'utf-8-sig')  # as some editors begin a file
-    done = _command(f'--workdir={run[0]}', f'--prompts={prompts}', devices=3)
+    done = _command(f'--workdir={run[0]}', f'--prompts={prompts}', '--singles', devices=3)
     assert done.returncode == 0, done.stderr
     path = run[0] / previews.FOLDER / 'captions_000004.png'
-    assert re.search(f'^pictures: {path}$', done.stdout, re.MULTILINE)
+    assert re.search(f'^pictures: {path} and {path.with_suffix("")}/$', done.stdout, re.MULTILINE)
     drawn = draw.Artist(run[0]).draw(captions, encoder)
     expected = previews.make_grid([drawn], captions).astype(int)
     with Image.open(path) as picture:
         # By rounding, and what makes the pictures four times as large.
         assert np.abs(np.asarray(picture) - expected).max() <= 3
+    for number, caption in enumerate(captions):
+        single = path.with_suffix('') / f'{number:05}.png'
+        with Image.open(single) as picture:
+            assert np.abs(np.asarray(picture).astype(int) - drawn[number]).max() <= 1
+        assert single.with_suffix('.txt').read_text() == f'{caption}\n'
 
 
-def test_captions_in_another_encoding_are_refused_by_the_name_of_the_file(run, tmp_path):
-    prompts = tmp_path / 'captions.txt'
-    prompts.write_bytes('ein Käfer'.encode('latin-1'))
-    done = _command(f'--workdir={run[0]}', f'--prompts={prompts}')
+@pytest.mark.parametrize(
+    ('prompts', 'encoder', 'message'),
+    [
+        (None, '', r'{prompts}: No such file or directory: correct the path\.'),
+        ('ein Käfer'.encode('latin-1'), '', r'{prompts}: byte 5 is not UTF-8; save it as UTF-8\.'),
+        (b'a cat', 'hf:/no/such/one', r"the captions are encoded by 'hf:/no/such/one', but .*"),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_line_before_anything_is_written(
+    run, tmp_path, prompts, encoder, message
+):
+    path, out = tmp_path / 'captions.txt', tmp_path / 'new' / 'grid.png'
+    if prompts is not None:
+        path.write_bytes(prompts)
+    flags = f'--prompts={path}', f'--out={out}', f'--encoder={encoder}'
+    done = _command(f'--workdir={run[0]}', *flags, PYTHONPROFILEIMPORTTIME='1')
     assert done.returncode == 1
-    assert (
-        done.stderr.splitlines()[-1] == f'error: {prompts}: byte 5 is not UTF-8; save it as UTF-8.'
-    )
-
-
-def test_prompts_are_looked_at_before_anything_is_loaded(tmp_path):
-    flags = f'--prompts={tmp_path}/none', f'--workdir={tmp_path}/missing'
-    done = _command(*flags, PYTHONPROFILEIMPORTTIME='1')
-    assert done.returncode == 1
-    *imported, last = done.stderr.splitlines()
-    assert last == f'error: {tmp_path}/none: No such file or directory: correct the path.'
-    assert not [line for line in imported if re.search(r'\| +(tensorflow|torch)$', line)]
-
-
-def test_what_is_missing_is_told_in_one_line(run, tmp_path):
-    prompts = tmp_path / 'captions.txt'
-    prompts.write_text('a red circle\n')
-    flags = f'--prompts={prompts}', f'--out={tmp_path}/new/grid.png', '--encoder=hf:/no/such/one'
-    done = _command(f'--workdir={run[0]}', *flags)
-    assert done.returncode == 1
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("error: the captions are encoded by 'hf:/no/such/one', but the model")
-    assert 'Traceback' not in done.stderr
-    assert not (tmp_path / 'new').exists()
+    *lines, last = done.stderr.splitlines()
+    assert re.fullmatch(f'error: {message}'.replace('{prompts}', str(path)), last)
+    assert 'Traceback' not in done.stderr and not out.parent.exists()
+    if not encoder:
+        assert not [line for line in lines if re.search(r'\| +(tensorflow|torch)$', line)]

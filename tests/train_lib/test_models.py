@@ -1,5 +1,6 @@
 """The transformer: shapes, conditioning, and what it must be at the start."""
 
+import itertools
 import re
 
 import flax.linen as nn
@@ -12,8 +13,9 @@ from configs import default
 from coyo11m_tfds.text import text_encoders
 from tests import runs
 from tests.checkout import CHECKOUT
-from train_lib import checkpoint, draw, models, train
+from train_lib import draw, models, train
 from train_lib.models import dense, dit
+from train_lib.models.words import Words
 
 
 def _inputs(batch=3, side=8, text_dim=16):
@@ -55,12 +57,6 @@ def test_sizes_are_those_of_the_paper(name, millions):
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype('float32')}
 
 
-@pytest.mark.parametrize('name', ['M/2', 'S', 'S/', 'S/0', 'S/x', ''])
-def test_an_unknown_name_is_refused(name):
-    with pytest.raises(ValueError, match='SIZE/PATCH'):
-        models.make(name)
-
-
 def _shapes(model):
     inputs = _inputs(side=8)
     params = jax.eval_shape(model.init, jax.random.key(0), *inputs, None)['params']
@@ -82,6 +78,12 @@ def test_what_is_given_replaces_the_preset_and_0_leaves_it():
 @pytest.mark.parametrize(
     ('fields', 'message'),
     [
+        ({'name': 'M/2'}, "model.name='M/2': expected SIZE/PATCH"),
+        ({'name': 'S/0'}, "model.name='S/0': expected SIZE/PATCH"),
+        ({'remat': True}, 'model.remat=True: expected one of none, dots, full'),
+        ({'attention': 'flash'}, "model.attention='flash': expected one of xla, cudnn"),
+        ({'text': 'both'}, "model.text='both': expected one of pooled, sequence"),
+        ({'text': 'sequence'}, "model.text='sequence': the data set holds embeddings, expected"),
         ({'width': 50}, 'model.width=50: expected a multiple of 4 and of model.num_heads=6'),
         ({'num_heads': 5}, 'model.width=384: expected a multiple of 4 and of model.num_heads=5'),
         ({'mlp_ratio': 1.001}, 'model.mlp_ratio=1.001: expected a whole number'),
@@ -98,7 +100,7 @@ def test_what_is_given_replaces_the_preset_and_0_leaves_it():
 )
 def test_a_field_that_does_not_fit_is_refused_by_name_and_value(fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        models.make('S/2', **fields)
+        models.make(**{'name': 'S/2'} | fields)
 
 
 @pytest.fixture
@@ -126,37 +128,14 @@ def test_the_model_of_the_docs_is_trained_and_draws(own_model, mini_dataset, tmp
     assert pictures.shape == (1, 32, 32, 3)
 
 
-def test_the_flops_of_the_model_of_the_docs_are_those_of_its_products(own_model):
-    model = models.make('S/2', kind=own_model, dtype='float32')
-    inputs = _inputs(batch=1, side=8, text_dim=16)
-    variables = model.init(jax.random.key(0), *inputs)
-    found = jax.jit(model.apply).lower(variables, *inputs).compile().cost_analysis()['flops']
-    # The edges of the convolutions, whose windows are not whole, count for less.
-    assert 0.75 * model.flops((8, 8, 4), 16) < found < 1.1 * model.flops((8, 8, 4), 16)
-
-
-def test_the_identity_of_a_run_says_what_decides_the_weights():
-    config = default.get_config().model
-    config.update({'depth': 3, 'dtype': 'float32', 'remat': 'full', 'text': 'sequence'})
-    other = default.get_config().model
-    changed = checkpoint.differences(models.identity(**config), models.identity(**other))
-    assert changed == {
-        'depth': 'depth was 3 and is now 0',
-        'text': "text was 'sequence' and is now 'pooled'",
-    }
-
-
-def test_a_new_model_predicts_zero(small):
-    model, _, inputs = small
-    variables = model.init(jax.random.key(1), *inputs, None)
-    np.testing.assert_array_equal(model.apply(variables, *inputs), 0)
-
-
-def test_the_result_has_the_shape_of_the_latents_and_float32(small):
-    _, variables, inputs = small
-    model = dit.DiT(width=32, depth=2, num_heads=4, patch_size=2, dtype=jnp.bfloat16)
-    out = model.apply(variables, *inputs)
-    assert (out.shape, out.dtype) == (inputs[0].shape, jnp.float32)
+def test_a_new_model_predicts_zero_in_float32(small):
+    model, variables, inputs = small
+    first = model.init(jax.random.key(1), *inputs, None)
+    np.testing.assert_array_equal(model.apply(first, *inputs), jnp.zeros_like(inputs[0]))
+    narrow = dit.DiT(width=32, depth=2, num_heads=4, patch_size=2, dtype=jnp.bfloat16)
+    assert narrow.apply(variables, *inputs).dtype == jnp.float32
+    with pytest.raises(ValueError, match='latents of 7x7 cannot be cut into patches of 2x2'):
+        model.apply(variables, *_inputs(side=7))
 
 
 def test_time_text_and_place_matter(small):
@@ -199,17 +178,6 @@ def test_dropped_text_is_ignored_and_only_there(small):
     assert not np.allclose(out[1], other[1], atol=1e-3)
     nothing_dropped = model.apply(variables, x, t, text, jnp.zeros(3, bool))
     np.testing.assert_array_equal(nothing_dropped, model.apply(variables, x, t, text, None))
-
-
-@pytest.mark.parametrize('remat', [True, False, 'True', 'offload'])
-def test_another_value_of_remat_is_refused_with_what_to_write_instead(remat):
-    with pytest.raises(ValueError, match=f'model.remat is {remat!r}.*"full".*"none"'):
-        models.make('S/2', remat=remat)
-
-
-def test_another_attention_is_refused():
-    with pytest.raises(ValueError, match="'flash', expected one of xla, cudnn"):
-        models.make('S/2', attention='flash')
 
 
 @pytest.mark.parametrize('option', [{'remat': 'dots'}, {'remat': 'full'}, {'unroll': 2}])
@@ -282,15 +250,91 @@ def test_gradients_of_kernels_are_float32_before_devices_add_them_up():
     assert np.any(own != own.astype(jnp.bfloat16))
 
 
-def test_latents_that_no_patch_divides_are_refused(small):
-    model, variables, _ = small
-    with pytest.raises(ValueError, match='7x7'):
-        model.apply(variables, *_inputs(side=7))
+# --- Texts as sequences -------------------------------------------------------------------------
+
+TOKENS = np.array([[5, 9, 2, -1, -1], [5, 3, -1, -1, -1], [7, 7, 7, 7, 7]], np.int32)
+EMPTY = np.full((3, 5), -1, np.int32)
 
 
-def test_positions_differ_and_need_a_width_divisible_by_four():
-    positions = dit.sincos_positions_2d(4, 6, 16)
-    assert positions.shape == (24, 16)
-    assert len(np.unique(positions.round(5), axis=0)) == 24
-    with pytest.raises(ValueError, match='18'):
-        dit.sincos_positions_2d(4, 4, 18)
+def _text_inputs(tokens=TOKENS, text_of=np.asarray):
+    keys = jax.random.split(jax.random.key(0), 2)
+    x = jax.random.normal(keys[0], (len(tokens), 8, 8, 4))
+    return x, jax.random.uniform(keys[1], (len(tokens),)), text_of(tokens)
+
+
+def _states(tokens):
+    """Like those of a causal encoder: of a token and all before it; of padding anything."""
+    table = 10 * np.random.default_rng(0).standard_normal((13, 24)).astype(np.float32)
+    return Words(np.cumsum(table[tokens], 1), tokens >= 0)
+
+
+@pytest.fixture(
+    scope='module',
+    params=itertools.product(dit.TEXTS, (np.asarray, _states)),
+    ids=lambda pair: f'{pair[0]}-{pair[1].__name__}',
+)
+def model(request):
+    """The model with weights, as a function of tokens and what is dropped."""
+    fields = {'width': 32, 'depth': 2, 'num_heads': 4, 'patch_size': 2, 'dtype': jnp.float32}
+    text, text_of = request.param
+    made = dit.DiT(**fields, text=text, vocabulary=12)
+    variables = _randomized(made, *_text_inputs(text_of=text_of))
+    apply = jax.jit(made.apply)
+    return lambda tokens, drop_text=None: apply(
+        variables, *_text_inputs(tokens, text_of), drop_text
+    )
+
+
+def test_padding_changes_nothing(model):
+    longer = np.pad(TOKENS, [(0, 0), (0, 4)], constant_values=-1)
+    np.testing.assert_allclose(model(longer), model(TOKENS), atol=1e-5)
+
+
+def test_every_token_its_place_and_its_absence_matter(model):
+    velocity = np.asarray(model(TOKENS))
+    for change in ([5, 9, 3, -1, -1], [9, 5, 2, -1, -1], [5, 9, -1, -1, -1]):
+        others = TOKENS.copy()
+        others[0] = change
+        found = np.asarray(model(others))
+        assert np.abs(found[0] - velocity[0]).max() > 1e-3
+        np.testing.assert_allclose(found[1:], velocity[1:], atol=1e-5)  # of other samples
+
+
+def test_of_a_dropped_text_nothing_is_left(model):
+    drop = np.array([True, True, False])
+    np.testing.assert_allclose(model(TOKENS, drop)[:2], model(TOKENS + 1, drop)[:2], atol=1e-5)
+    np.testing.assert_array_equal(model(TOKENS, drop)[2], model(TOKENS)[2])
+    assert np.abs(model(TOKENS, drop) - model(TOKENS))[:2].max() > 1e-3
+
+
+def test_an_empty_text_is_one_like_any_other(model):
+    velocity = np.asarray(model(EMPTY))
+    assert np.isfinite(velocity).all()
+    assert np.abs(velocity - model(EMPTY, np.ones(3, bool))).max() > 1e-3
+    assert np.abs(velocity - model(TOKENS)).max() > 1e-3
+
+
+def test_words_reach_the_blocks_only_as_a_sequence():
+    config = default.get_config().model.to_dict() | {'dtype': 'float32', 'depth': 2}
+
+    def names(text):
+        made = models.make(**config | {'text': text}, vocabulary=12)
+        init = jax.eval_shape(made.init, jax.random.key(0), *_text_inputs(), None)
+        return {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(init)}
+
+    more = names('sequence') - names('pooled')
+    assert more == {
+        "['params']['blocks']['attention']['words']['kernel']",
+        "['params']['blocks']['attention']['words']['bias']",
+    }
+
+
+@pytest.mark.parametrize(('text_of', 'dim'), [(np.asarray, 0), (_states, 24)])
+@pytest.mark.parametrize('text', dit.TEXTS)
+def test_flops_with_texts_are_those_of_the_products(text, text_of, dim):
+    # Without a loop, which XLA would count once; wide, for few elementwise operations beside.
+    fields = {'width': 256, 'depth': 2, 'num_heads': 4, 'patch_size': 2, 'dtype': jnp.float32}
+    made = dit.DiT(**fields, unroll=2, text=text, vocabulary=12)
+    tokens = np.tile(TOKENS, (1, 8))
+    found = _matmul_flops(made, _text_inputs(tokens, text_of)) / len(tokens)
+    assert made.flops((8, 8, 4), dim, tokens.shape[1]) == pytest.approx(found, rel=0.02)

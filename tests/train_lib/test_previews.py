@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
 from train_lib import previews
 
@@ -31,13 +30,6 @@ def test_any_caption_fits(caption):
     grid = previews.make_grid([_flat([(1, 2, 3)])], [caption])
     assert grid.shape[1] == 32 + 2 * 8
     assert grid.shape[0] < 200
-
-
-def test_a_title_stands_above_the_cells():
-    pictures = [_flat([(1, 2, 3)])]
-    plain = previews.make_grid(pictures, ['a'])
-    titled = previews.make_grid(pictures, ['a'], title='left: data')
-    assert titled.shape[0] > plain.shape[0]
 
 
 def test_letters_that_no_font_has_are_told_once(caplog):
@@ -75,16 +67,3 @@ def test_the_title_grows_with_the_grid():
     pictures = [_flat([(1, 2, 3)] * 64).repeat(4, 1).repeat(4, 2)]
     heights = [previews.make_grid(pictures, ['a'] * 64, title).shape[0] for title in ('', 'left')]
     assert heights[1] - heights[0] > 40
-
-
-def test_each_picture_needs_its_caption():
-    with pytest.raises(ValueError, match='zip'):
-        previews.make_grid([_flat([(1, 2, 3), (4, 5, 6)])], ['one'])
-
-
-def test_png_holds_the_same_pixels(tmp_path):
-    picture = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
-    path = tmp_path / 'new' / 'a.png'
-    previews.write_png(path, picture)
-    with Image.open(path) as image:
-        np.testing.assert_array_equal(np.asarray(image), picture)

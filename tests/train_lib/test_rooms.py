@@ -18,4 +18,4 @@ def test_training_reads_through_the_face_alone():
     # The folder of a run may lie in a bucket: that is `storage`, and no matter of reading.
     assert not rooms & {'reading', 'source', 'convert', 'report'}
     at_storage = {name for name, rooms in found.items() if 'storage' in rooms}
-    assert at_storage == {'workdirs.py', 'checkpoint_record.py'}
+    assert at_storage == {'workdirs.py', 'checkpoint.py', 'caption_encoder.py'}

@@ -22,6 +22,8 @@ ELSEWHERE = {
     'model.name',
     'model.attention',
     'model.remat',
+    'model.text',
+    'optimizer.name',
     'optimizer.schedule',
     'optimizer.warmup_steps',
     'preview.split',
@@ -58,7 +60,6 @@ BAD = {
     'model.mlp_ratio': -0.5,
     'model.num_heads': -1,
     'model.patch_size': -1,
-    'model.text': 'both',
     'model.width': -1,
     'num_steps': 0,
     'optimizer.b1': 1.0,
@@ -66,7 +67,6 @@ BAD = {
     'optimizer.clip_norm': 0.0,
     'optimizer.learning_rate': float('nan'),
     'optimizer.muon_learning_rate': 0.0,
-    'optimizer.name': 'lion',
     'optimizer.weight_decay': -0.1,
     'preview.count': 0,
     'preview.guidance': float('nan'),
@@ -93,10 +93,10 @@ def test_every_field_is_checked_somewhere():
     settings.check(config_with())
 
 
-@pytest.mark.parametrize('field', BAD)
-def test_a_value_out_of_its_range_is_told_with_what_is_expected(field):
-    with pytest.raises(ValueError, match=re.escape(f'{field}={BAD[field]!r}: expected ')):
-        settings.check(config_with(**{field: BAD[field]}))
+def test_a_value_out_of_its_range_is_told_with_what_is_expected():
+    for field, value in BAD.items():
+        with pytest.raises(ValueError, match=re.escape(f'{field}={value!r}: expected ')):
+            settings.check(config_with(**{field: value}))
 
 
 def test_an_interval_of_guidance_without_any_time_is_refused():

@@ -1,19 +1,29 @@
-"""SIGTERM becomes an answer that is the same on every process, and other signals stay as they are.
+"""A run ends early in order: by a signal, with all its hosts; by the failure of one, with its name.
 
-Real processes get real signals.
+Real processes, started as a user starts them, get real signals and find each other over loopback.
 """
 
 import os
+import pathlib
 import signal
 import socket
-import subprocess
 import sys
-import textwrap
+import time
 
+import pytest
+import tensorflow as tf
+
+import input_pipeline
+from tests import children, runs
 from train_lib import signals
 
+REQUEUE = 75  # of configs/default.py
+SECONDS = 45  # that leaving may take here; a stalled hook alone would take longer
 
-def test_sigterm_is_noted_and_survived():
+ENDLESS = {'num_steps': 10_000, 'eval_every': 0, 'checkpoint_every': 0}
+
+
+def test_sigterm_is_noted_and_survived_and_forgotten_by_the_next_run():
     before = signal.getsignal(signal.SIGTERM)
     with signals.StopRequest() as stop:
         assert not stop.reached(1)
@@ -21,17 +31,12 @@ def test_sigterm_is_noted_and_survived():
         assert stop.reached(2)
         assert stop.reached(3)
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_a_signal_that_was_noted_is_forgotten_by_the_next_run():
-    with signals.StopRequest():
-        os.kill(os.getpid(), signal.SIGTERM)
     with signals.StopRequest() as stop:
         assert not stop.reached(1)
 
 
 _WORKER = """
-    import os, signal, sys, time
+    import os, signal, time
     import jax
     from train_lib import signals
 
@@ -52,23 +57,159 @@ _WORKER = """
 
 
 def test_two_processes_stop_at_the_same_step_when_one_gets_the_signal():
-    with socket.socket() as free:
-        free.bind(('127.0.0.1', 0))
-        port = str(free.getsockname()[1])
-    env = os.environ | {'JAX_PLATFORMS': 'cpu'}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, '-c', textwrap.dedent(_WORKER), str(index), port],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    outputs = [worker.communicate(timeout=60) for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0], outputs
+    port = runs.free_port()
+    with children.python(_WORKER, 0, port) as first, children.python(_WORKER, 1, port) as second:
+        outputs = [worker.communicate(timeout=60) for worker in (first, second)]
+    assert (first.returncode, second.returncode) == (0, 0), outputs
     lines = [out.strip().splitlines()[-1] for out, _ in outputs]
     assert lines[0] == lines[1]
     step = int(lines[0].removeprefix('stopped at '))
     assert 5 <= step < 499
+
+
+# --- Leaving ------------------------------------------------------------------------------------
+
+
+def leave(host, when, number=signal.SIGINT):
+    """Sends a signal as soon as `when` holds for the output; the whole output after the end."""
+    runs.wait_until(lambda: when(host.output.read_text()), host.process)
+    host.process.send_signal(number)
+    code = host.process.wait(SECONDS)
+    output = host.output.read_text()
+    assert code == REQUEUE, output
+    for word in ('Traceback', 'KeyboardInterrupt', 'interpreter state'):
+        assert word not in output
+    return output
+
+
+def one_host(mini_dataset, workdir, env, **changes):
+    return runs.hosts(mini_dataset, workdir, env, processes=1, devices=1, **ENDLESS | changes)
+
+
+def is_loaded(process, library):
+    return library in pathlib.Path(f'/proc/{process.pid}/maps').read_text()
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='only Linux tells what is loaded')
+def test_ctrl_c_while_it_imports(mini_dataset, env, tmp_path):
+    process = runs.start(mini_dataset, tmp_path / 'run', env, **ENDLESS)
+    runs.wait_until(lambda: is_loaded(process, 'tensorflow'), process)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == REQUEUE
+    assert output.strip() == 'Ctrl-C: left at once, there was nothing to save.'
+    assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_it_compiles(mini_dataset, tmp_path):
+    # Neither compiled before nor quickly: that takes ten seconds, of which Python sees nothing.
+    env = {'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '2', 'XLA_FLAGS': ''}
+    changes = ENDLESS | {'model.name': 'tiny/8'}
+    process = runs.start(mini_dataset, tmp_path, env, **changes)
+    for line in process.stdout:
+        if 'compiling ...' in line:
+            break
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    sent = time.monotonic()
+    output, _ = process.communicate(timeout=SECONDS)
+    assert time.monotonic() - sent < 5
+    assert process.returncode == REQUEUE
+    assert output.strip() == 'Ctrl-C: left at once, there was nothing to save.'
+    assert not runs.saved_steps(tmp_path)
+
+
+def test_ctrl_c_while_it_trains(mini_dataset, env, tmp_path):
+    with one_host(mini_dataset, tmp_path, env) as [host]:
+        output = leave(host, lambda output: ', step 5 of ' in output)
+    assert output.splitlines().count('Ctrl-C: saving, then leaving. Once more leaves at once.') == 1
+    (step,) = runs.saved_steps(tmp_path)
+    assert f'Stopped at step {step}. To resume: ' in output.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_an_evaluation_is_broken_off_and_done_by_the_run_that_resumes(mini_dataset, env, tmp_path):
+    changes = {'eval_every': 3, 'num_steps': 5}
+    stalled = env | {'STALLED': 'evaluation'}
+    with one_host(mini_dataset, tmp_path, stalled, **changes) as [host]:
+        output = leave(host, lambda output: 'stalled evaluation' in output, signal.SIGTERM)
+    assert 'evaluation at step 3 was broken off' in output
+    assert runs.saved_steps(tmp_path) == [3]
+    with one_host(mini_dataset, tmp_path, env, **changes) as [host]:
+        assert runs.wait([host]) == [0]
+    evaluated = {step for tag, step in runs.losses(tmp_path) if tag == 'eval/loss'}
+    assert evaluated == {3, 5}
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_completed_unless_there_is_a_second_signal(mini_dataset, env, tmp_path):
+    stalled = env | {'STALLED': 'checkpoint'}
+    with one_host(mini_dataset, tmp_path, stalled, checkpoint_every=3) as [host]:
+        runs.wait_until(lambda: 'stalled checkpoint' in host.output.read_text(), host.process)
+        host.process.send_signal(signal.SIGINT)
+        runs.wait_until(lambda: 'saving, then leaving' in host.output.read_text(), host.process)
+        time.sleep(1.5)  # or it would be taken for the same one
+        output = leave(host, lambda _: True)
+    assert output.splitlines()[-1].startswith('Ctrl-C again: left at once;')
+    assert not runs.saved_steps(tmp_path)
+
+
+# --- Failures -----------------------------------------------------------------------------------
+
+FAILING = {'num_steps': 10_000, 'eval_every': 0, 'checkpoint_every': 3, 'batch_size': 8}
+TWO = {'processes': 2, 'devices': 1}
+
+
+@pytest.mark.parametrize('kind', [ValueError, input_pipeline.DamagedError])
+def test_the_summary_of_an_error_is_a_line_that_says_what_happened(kind):
+    def fail(_):
+        raise kind('file.tfrecord: record 7 cannot be read')
+
+    def read(x):
+        return tf.numpy_function(fail, [x], tf.int64)
+
+    with pytest.raises(tf.errors.OpError) as error:
+        list(tf.data.Dataset.range(4).map(read, num_parallel_calls=2))
+    said = f'{kind.__name__}: file.tfrecord: record 7 cannot be read'
+    assert signals.summary(error.value) == said
+    assert signals.summary(kind('file.tfrecord: record 7 cannot be read')) == said
+    assert signals.summary(RuntimeError()) == 'RuntimeError: '
+
+
+@pytest.mark.parametrize('failing', [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_all_hosts_end_when_one_cannot_read(mini_dataset, env, tmp_path, failing):
+    env = env | {'FAILING': f'{failing}:5'}
+    with runs.hosts(mini_dataset, tmp_path, env, **TWO, **FAILING) as started:
+        codes = runs.wait(started)
+        outputs = [host.output.read_text() for host in started]
+    assert codes == [1, 1], outputs
+    for output in outputs:
+        last = output.splitlines()[-1]
+        assert last.startswith(f'error: process {failing} on ')
+        assert last.endswith('has failed: OSError: the disk is gone')
+    assert 'Traceback' in outputs[failing]
+    assert 'Traceback' not in outputs[1 - failing]
+
+
+@pytest.mark.slow
+def test_all_hosts_end_when_the_first_is_killed(mini_dataset, env, tmp_path):
+    with runs.hosts(mini_dataset, tmp_path, env, **TWO, **FAILING) as started:
+        runs.wait_until(lambda: runs.saved_steps(tmp_path), started[1].process)
+        started[0].process.send_signal(signal.SIGKILL)
+        # JAX itself aborts a process whose coordinator is gone.
+        assert 0 not in runs.wait(started)
+
+
+@pytest.mark.slow
+def test_the_host_that_was_killed_is_named_by_the_others(mini_dataset, env, tmp_path):
+    hosts = {'processes': 4, 'devices': 1, 'data.lanes': 4}
+    with runs.hosts(mini_dataset, tmp_path, env, **hosts, **FAILING) as started:
+        runs.wait_until(lambda: runs.saved_steps(tmp_path), started[0].process)
+        started[2].process.send_signal(signal.SIGKILL)
+        codes = runs.wait(started)
+        outputs = [host.output.read_text().splitlines()[-1] for host in started]
+    assert codes == [1, 1, -signal.SIGKILL, 1]
+    expected = f'error: process 2 on {socket.gethostname()} does not answer: it was killed'
+    for index in (0, 1, 3):
+        assert outputs[index].startswith(expected), outputs

@@ -148,25 +148,17 @@ _NO_RUN = '--workdir=gs://no-such-bucket/run'
 @pytest.mark.parametrize(
     ('program', 'flags'),
     [
-        ('train_lib.main', [_NO_RUN]),
-        ('train_lib.draw', [_NO_RUN, '--prompts=P', '--out=grid.png']),
-        pytest.param('train_lib.demo', [_NO_RUN], marks=pytest.mark.slow),
-        pytest.param(
-            'train_lib.draw',
-            ['--workdir=W', '--prompts=P', '--out=gs://no-such-bucket/grid.png'],
-            marks=pytest.mark.slow,
-        ),
+        ('train_lib.main', ['--config=default', '--config.data.dir=/nowhere']),
+        ('train_lib.draw', ['--prompts=P', '--out=grid.png']),
     ],
 )
 def test_a_bucket_that_does_not_exist_is_told_in_one_line(gcs, tmp_path, program, flags):
     (tmp_path / 'captions').write_text('a red circle\n')
     flags = [flag.replace('=P', f'={tmp_path}/captions') for flag in flags]
-    if program == 'train_lib.main':
-        flags += ['--config=configs/default.py', '--config.data.dir=/nowhere']
-    done = command(program, *flags)
+    done = command(program, '--workdir=gs://no-such-bucket/run', *flags)
     assert done.returncode == 1
     errors = [line for line in done.stderr.splitlines() if 'no-such-bucket' in line]
-    assert len(errors) == 1 and errors[0] == done.stderr.splitlines()[-1], done.stderr
+    assert errors == [done.stderr.splitlines()[-1]], done.stderr
     assert errors[0].startswith('error: gs://no-such-bucket')
     assert ': there is no such bucket' in errors[0]
     assert len(gcs.requests) < 10
@@ -210,8 +202,7 @@ def test_a_workdir_that_cannot_be_is_refused(gcs, tmp_path):
             workdirs.check_readable(folder)
 
 
-@pytest.mark.parametrize('path', ['gs://bucket/a', 'gs://bucket/a/'])
-def test_a_url_is_absolute_and_a_path_becomes_so(path, tmp_path, monkeypatch):
-    assert str(workdirs.absolute(path)).rstrip('/') == 'gs://bucket/a'
+def test_a_url_is_absolute_and_a_path_becomes_so(tmp_path, monkeypatch):
+    assert str(workdirs.absolute('gs://bucket/a/')).rstrip('/') == 'gs://bucket/a'
     monkeypatch.chdir(tmp_path)
     assert workdirs.absolute('a') == pathlib.Path.cwd() / 'a'

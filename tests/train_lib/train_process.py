@@ -20,7 +20,7 @@ import jax
 
 from coyo11m_tfds import schema
 from tests import runs
-from train_lib import data, hooks
+from train_lib import data, train
 
 
 def main() -> None:
@@ -42,23 +42,21 @@ def main() -> None:
                 yield batch
 
     data.TrainingData.train_batches = noted
-    for hook in hooks.HOOKS:
-        if hook.name == os.environ.get('STALLED'):
-            _stall(hook)
+    train.HOOKS[:] = [
+        _stalled(hook) if hook.name == os.environ.get('STALLED') else hook for hook in train.HOOKS
+    ]
     runpy.run_module('train_lib.main', run_name='__main__', alter_sys=True)
 
 
-def _stall(hook: type[hooks.Hook]) -> None:
-    call = hook.__call__
-
-    def stalled(self: hooks.Hook, *arguments) -> str | None:
-        print('stalled', self.name, flush=True)
+def _stalled(hook: train.Hook) -> train.Hook:
+    def call(*arguments) -> str | None:
+        print('stalled', hook.name, flush=True)
         over = time.monotonic() + 60
         while time.monotonic() < over:
             time.sleep(0.1)
-        return call(self, *arguments)
+        return hook.call(*arguments)
 
-    hook.__call__ = stalled
+    return hook._replace(call=call)
 
 
 if __name__ == '__main__':

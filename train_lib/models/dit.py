@@ -173,15 +173,14 @@ class DiT(nn.Module):
     """Predicts the velocity of rectified flow.
 
     Attributes:
-        width: of the tokens; a multiple of 4 and of `num_heads`.
+        width: width of the tokens; a multiple of 4 and of `num_heads`.
         depth: number of blocks.
-        num_heads: of the attention.
         patch_size: side of the square of latent positions that makes a token.
-        mlp_ratio: widths of the hidden layer of a block, times `width` a whole number.
+        mlp_ratio: width of the hidden layer of a block, in widths of the tokens.
         dtype: of the computation. Parameters and the result are float32.
         remat: what of a block is kept for the backward pass, a key of `REMAT`.
-        attention: what computes it, of `ATTENTION`.
-        text: what of a text conditions the blocks, of `TEXTS`.
+        attention: what computes attention, one of `ATTENTION`.
+        text: what of a text conditions the blocks, one of `TEXTS`.
         vocabulary: ids of tokens are less than this; 0: texts are embeddings.
         unroll: blocks in one turn of the compiled loop. With all 6 blocks of the tiny model in one
             turn a step takes 13% less on 2 CPU cores; large models gain nothing but compile time.
@@ -205,17 +204,9 @@ class DiT(nn.Module):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.remat not in REMAT:
-            raise ValueError(
-                f'model.remat is {self.remat!r}, expected one of {", ".join(REMAT)}; write "full" '
-                'for what was true, "none" for what was false.'
-            )
-        if self.attention not in ATTENTION:
-            raise ValueError(
-                f'model.attention is {self.attention!r}, expected one of {", ".join(ATTENTION)}.'
-            )
-        if self.text not in TEXTS:
-            raise ValueError(f'model.text is {self.text!r}, expected one of {", ".join(TEXTS)}.')
+        for field, known in (('remat', REMAT), ('attention', ATTENTION), ('text', TEXTS)):
+            if (value := getattr(self, field)) not in known:
+                raise ValueError(f'model.{field}={value!r}: expected one of {", ".join(known)}')
         if self.text == SEQUENCE and not self.vocabulary:
             raise ValueError(
                 "model.text='sequence': the data set holds embeddings, expected tokens "
@@ -351,14 +342,12 @@ class DiT(nn.Module):
 
 
 def _to_patches(x: jax.Array, p: int) -> jax.Array:
-    """`(b, H, W, C)` to `(b, H/p * W/p, p * p * C)`."""
     batch, height, width, channels = x.shape
     x = x.reshape(batch, height // p, p, width // p, p, channels)
     return x.transpose(0, 1, 3, 2, 4, 5).reshape(batch, -1, p * p * channels)
 
 
 def _from_patches(patches: jax.Array, rows: int, columns: int, p: int) -> jax.Array:
-    """The inverse of `_to_patches`."""
     batch = patches.shape[0]
     x = patches.reshape(batch, rows, columns, p, p, -1).transpose(0, 1, 3, 2, 4, 5)
     return x.reshape(batch, rows * p, columns * p, -1)

@@ -40,7 +40,7 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
     # After `run.prepare`, because they import TensorFlow.
     import jax
 
-    from train_lib import flow, program, settings, sharding, writers
+    from train_lib import flow, settings, sharding, step, writers
     from train_lib.data import TrainingData
 
     writers.check(config)
@@ -54,7 +54,7 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
     if config.data.dir:
         data = TrainingData(config, mesh)
         data.check_memory()
-        program.for_data(config, mesh, data.facts)
+        step.for_data(config, mesh, data.facts)
         what = 'tokens' if data.facts.vocabulary else 'text embeddings'
         described = f'{config.data.dir}, {what} of {data.facts.encoder}'
     else:
@@ -62,7 +62,7 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
         unchecked['the data set, its encoder and the memory for reading it'] = how
         settings.check(config, needs_data=False)
         channels, height, width = schema.LATENT_SHAPE
-        program.make_program(
+        step.make_program(
             config,
             mesh,
             flow.no_stats(text_dim=1),

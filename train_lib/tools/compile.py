@@ -29,9 +29,9 @@ from absl import flags
 from jax.experimental import topologies
 from ml_collections import config_flags
 
-from train_lib import chips, flow, models, run, settings, sharding, step_encoder
+from train_lib import caption_encoder, chips, flow, models, run, settings, sharding
 from train_lib.models.dit import POOLED
-from train_lib.program import make_program
+from train_lib.step import make_program
 from train_lib.tools import hlo
 
 FLAGS = flags.FLAGS
@@ -94,7 +94,7 @@ def analyze(
             f'{", ".join(chips.CHIPS)}; add it to train_lib/chips.py'
         )
     mesh = sharding.make_mesh(**config.mesh, devices=devices)
-    encoder = step_encoder.abstract(config.encoder, mesh, dtype=config.model.dtype)
+    encoder = caption_encoder.abstract(config.encoder, mesh, dtype=config.model.dtype)
     if encoder is not None:
         text_dim, vocabulary = encoder.dim, encoder.network.config.vocab_size
     elif config.model.text == POOLED:

@@ -80,7 +80,8 @@ def measure(
     # They import TensorFlow, which looks at the settings that `run.prepare` makes.
     import jax
 
-    from train_lib import data, program, sharding
+    from train_lib import data, sharding
+    from train_lib.step import for_data
 
     if config.batch_size % hosts or config.data.lanes % hosts:
         raise ValueError(
@@ -102,7 +103,7 @@ def measure(
     batch_times = _time(lambda: jax.block_until_ready(next(batches)), seconds)
     if step_ms is not None:
         return [step_ms / 1000], batch_times, training.engine
-    compiled = program.for_data(config, mesh, training.facts)
+    compiled = for_data(config, mesh, training.facts)
     state = compiled.init()
 
     def step() -> None:

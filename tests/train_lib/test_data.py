@@ -1,0 +1,196 @@
+"""The data set as a run sees it: what is read, what is refused, and who says so."""
+
+import json
+import shutil
+import time
+
+import jax
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+
+import input_pipeline
+from coyo11m_tfds import schema
+from tests import runs
+from tests.runs import losses, read_scalars, small_config
+from train_lib import data, sharding, train
+
+
+def rewritten(data_dir, folder, field):
+    """A copy of a data set whose metadata say that a field is 'another'."""
+    shutil.copytree(data_dir, folder)
+    path = folder / 'metadata.json'
+    metadata = json.loads(path.read_text())
+    assert field in metadata
+    path.write_text(json.dumps(metadata | {field: 'another'}))
+    return folder
+
+
+def metadata_alone(data_dir, folder):
+    """A data set without records, which TFDS can make up."""
+    folder.mkdir()
+    for name in ('dataset_info.json', 'features.json', 'metadata.json'):
+        shutil.copy(data_dir / name, folder)
+    return folder
+
+
+def test_a_data_set_without_text_embeddings_is_refused(mini_dataset, tmp_path):
+    bare = metadata_alone(mini_dataset, tmp_path / 'bare')
+    path = bare / 'features.json'
+    features = json.loads(path.read_text())
+    del features['featuresDict']['features'][schema.TEXT_EMBEDDING]
+    path.write_text(json.dumps(features))
+    with pytest.raises(ValueError, match='holds no text embeddings in its records: build it with'):
+        train.train_and_evaluate(small_config(bare), tmp_path / 'run')
+
+
+def test_a_validation_split_that_will_be_needed_is_missed_at_once(mini_dataset, tmp_path):
+    bare = metadata_alone(mini_dataset, tmp_path / 'bare')
+    path = bare / 'dataset_info.json'
+    info = json.loads(path.read_text())
+    info['splits'] = [split for split in info['splits'] if split['name'] != schema.VALIDATION]
+    path.write_text(json.dumps(info))
+    with pytest.raises(ValueError, match=r"eval_every=10: .* none in 'validation': build it"):
+        train.train_and_evaluate(small_config(bare), tmp_path / 'run')
+
+
+def test_one_step_on_mocked_data(mini_dataset, tmp_path, monkeypatch):
+    bare = metadata_alone(mini_dataset, tmp_path / 'bare')
+    # Opened first: under mock_data TFDS does not read the features of a folder.
+    builder = tfds.builder_from_directory(bare)
+    monkeypatch.setattr(tfds, 'builder_from_directory', lambda folder: builder)
+    config = small_config(bare, num_steps=2, eval_every=2)
+    with tfds.testing.mock_data(num_examples=16):
+        state = train.train_and_evaluate(config, tmp_path / 'run')
+    assert int(state.step) == 2
+    assert all(np.isfinite(loss) for loss in losses(tmp_path / 'run').values())
+
+
+def test_what_evaluations_read_is_not_counted_as_read_for_training(mini_dataset):
+    opened = data.TrainingData(small_config(mini_dataset), sharding.make_mesh())
+    assert sum(1 for _ in opened.eval_batches()) > 1
+    assert opened.read_counts().num_bytes == 0
+    batches = opened.train_batches(0)
+    next(batches)
+    assert opened.read_counts().num_bytes > 0
+    batches.close()
+
+
+@pytest.mark.parametrize('ahead', [1, 3])
+def test_batches_are_on_the_device_before_they_are_asked_for(mini_dataset, monkeypatch, ahead):
+    made = []
+
+    def host_batches(*_, **__):
+        while True:
+            made.append({'key': np.zeros(8, np.int64)})
+            yield made[-1]
+
+    monkeypatch.setattr(input_pipeline, 'train_batches', host_batches)
+    config = small_config(mini_dataset, **{'data.device_prefetch': ahead})
+    batches = data.TrainingData(config, sharding.make_mesh()).train_batches(0)
+    for asked in (1, 2, 3):
+        next(batches)
+        deadline = time.monotonic() + 60
+        while len(made) < asked + ahead:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+    assert len(made) == 3 + ahead
+    batches.close()
+
+
+@pytest.mark.parametrize('error', [KeyError('latents'), MemoryError()])
+def test_an_error_that_is_none_of_reading_keeps_its_kind(mini_dataset, monkeypatch, error):
+    def host_batches(*_, **__):
+        raise error
+        yield
+
+    monkeypatch.setattr(input_pipeline, 'train_batches', host_batches)
+    batches = data.TrainingData(small_config(mini_dataset), sharding.make_mesh()).train_batches(0)
+    with pytest.raises(type(error)):
+        next(batches)
+
+
+def damaged(data_dir, folder):
+    """A copy of a data set with a byte changed here and there in every train shard."""
+    shutil.copytree(data_dir, folder)
+    for path in folder.glob('*-train*.tfrecord*'):
+        content = bytearray(path.read_bytes())
+        for place in range(20_000, len(content), 500_000):
+            content[place] ^= 1
+        path.write_bytes(content)
+    return folder
+
+
+def test_records_that_cannot_be_read_stop_a_run_or_are_skipped_and_told(
+    mini_dataset, tmp_path, caplog
+):
+    bad = damaged(mini_dataset, tmp_path / 'bad')
+    short = {'num_steps': 12, 'eval_every': 0, 'checkpoint_every': 0}
+    config = small_config(bad, **short, **{'data.on_bad_records': 'skip'})
+    state = train.train_and_evaluate(config, tmp_path / 'run')
+    assert int(state.step) == 12
+    told = [
+        value
+        for (tag, _), (value,) in read_scalars(tmp_path / 'run').items()
+        if tag == 'input/bad_records'
+    ]
+    assert max(told) > 0
+    assert all(np.isfinite(loss) for loss in losses(tmp_path / 'run').values())
+    left_out = [r.getMessage() for r in caplog.records if 'were left out' in r.getMessage()]
+    assert len(left_out) == 1 and int(left_out[0].split()[0]) >= max(told)
+
+    for engine in ('rows', 'chunks', 'tf_data'):
+        config = small_config(bad, **short, **{'data.engine': engine})
+        message = r'^/[^\n]*train[^\n]*\.tfrecord[^\n]*: record \d+ cannot be read[^\n]*$'
+        with pytest.raises(data.ReadError, match=message):
+            train.train_and_evaluate(config, tmp_path / engine)
+
+
+def test_every_engine_trains_with_the_same_losses(mini_dataset, tmp_path):
+    short, found = {'num_steps': 6, 'eval_every': 3, 'checkpoint_every': 0}, []
+    for engine in ('rows', 'chunks', 'tf_data'):
+        config = small_config(mini_dataset, **short, **{'data.engine': engine})
+        train.train_and_evaluate(config, tmp_path / engine)
+        found.append(losses(tmp_path / engine))
+    assert found[0] == found[1] == found[2] and len(found[0]) >= 8
+
+
+def test_previews_show_the_first_records_of_the_split_that_is_asked_for(mini_dataset):
+    shown = {}
+    for split in ('train', 'validation'):
+        config = small_config(mini_dataset, **{'preview.split': split})
+        shown[split] = data.TrainingData(config, sharding.make_mesh()).preview_samples.captions
+        examples = tfds.builder_from_directory(mini_dataset).as_dataset(split=split).take(3)
+        expected = [example['caption'].decode() for example in tfds.as_numpy(examples)]
+        assert list(shown[split]) == expected
+    assert shown['train'] != shown['validation']
+
+
+@pytest.mark.parametrize(
+    ('processes', 'changes', 'lanes'),
+    [
+        (3, {'batch_size': 48, 'data.lanes': 16}, 12),
+        (6, {'batch_size': 48, 'data.lanes': 8}, 6),
+        (16, {'batch_size': 64, 'data.lanes': 8}, 16),
+    ],
+)
+def test_hosts_that_lanes_cannot_be_shared_by_are_refused_at_once(
+    mini_dataset, tmp_path, monkeypatch, processes, changes, lanes
+):
+    monkeypatch.setattr(jax, 'process_count', lambda: processes)
+    mesh = sharding.make_mesh()
+    with pytest.raises(ValueError) as error:
+        data.TrainingData(runs.small_config(mini_dataset, **changes), mesh)
+    message = str(error.value)
+    assert f'data.lanes={changes["data.lanes"]} cannot be shared equally' in message
+    assert f'by {processes} processes with 1 devices in all' in message
+    assert f'batch_size={changes["batch_size"]} with data.lanes={lanes} works' in message
+    config = runs.small_config(mini_dataset, **changes | {'data.lanes': lanes})
+    data.TrainingData(config, mesh)
+
+
+def test_a_batch_that_devices_cannot_share_is_refused(mini_dataset):
+    config = runs.small_config(mini_dataset, **{'batch_size': 10, 'data.lanes': 2})
+    mesh = jax.sharding.AbstractMesh((4, 1), (sharding.DATA_AXIS, sharding.FSDP_AXIS))
+    with pytest.raises(ValueError, match=r'by 1 processes with 4 devices.*batch_size=8 with data'):
+        data.TrainingData(config, mesh)

@@ -1,0 +1,244 @@
+"""One step learns, repeats exactly, weighs by masks, and changes nothing where it is not finite."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from configs import default
+from tests import children
+from train_lib import flow, sharding, state
+from train_lib import step as steps
+from train_lib.models import dit
+
+TEXT = jax.ShapeDtypeStruct((1, 16), jnp.float32)
+
+
+STATS = flow.Stats(
+    latent_mean=np.array([1.0, -2.0, 3.0, 0.5], np.float32),
+    latent_std=np.array([5.0, 6.0, 7.0, 8.0], np.float32),
+    text_mean=np.linspace(-1, 1, 16, dtype=np.float32),
+    text_std=np.array([0.0] + 15 * [2.0], np.float32),
+)
+
+
+def _batch(size=8, side=8, seed=0):
+    rng = np.random.default_rng(seed)
+    # Plain areas: something that can be learned.
+    latents = np.broadcast_to(6 * rng.standard_normal((size, 4, 1, 1)), (size, 4, side, side))
+    return {
+        'key': rng.integers(0, 2**32, (size, 2), np.uint32),
+        'latents': latents.astype(np.float16),
+        'text_embedding': rng.standard_normal((size, 16)).astype(np.float16),
+        'mask': np.ones(size, bool),
+    }
+
+
+def _make_trainer(tx, schedule, parts=1):
+    model = dit.DiT(width=16, depth=1, num_heads=2, patch_size=2, dtype=jnp.float32)
+    first = state.make_init(model, tx, latent_shape=(8, 8, 4), text=TEXT)(jax.random.key(0))
+    fields = {'ema_decay': 0.9, 'seed': 0, 'logit_mean': 0.0, 'logit_std': 1.0}
+    train_step = steps.make_train_step(model, tx, schedule, STATS, **fields, parts=parts)
+    eval_step = steps.make_eval_step(model, STATS, seed=0)
+    # Compiles in a third of the time.
+    jit = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
+    return jit(train_step), jit(eval_step), first
+
+
+@pytest.fixture(scope='module')
+def trainer():
+    """A jitted step, its evaluation and a state to start from."""
+    schedule = state.make_schedule('constant', num_steps=100, learning_rate=1e-2, warmup_steps=1)
+    tx = state.make_optimizer('adamw', schedule, weight_decay=0.01, b1=0.9, b2=0.95, clip_norm=1.0)
+    return _make_trainer(tx, schedule)
+
+
+def test_training_lowers_the_loss_and_the_average_follows(trainer):
+    train_step, _, current = trainer
+    batch, losses = _batch(), []
+    for _ in range(60):
+        current, metrics = train_step(current, batch)
+        losses.append(float(metrics.compute()['loss']))
+    assert np.mean(losses[-10:]) < 0.8 * np.mean(losses[:5])
+    assert current.step == 60
+    gap = optax.tree.norm(optax.tree.sub(current.params, current.ema_params))
+    assert 0 < gap < 0.1 * optax.tree.norm(current.params)
+
+
+def test_a_step_repeats_exactly_and_its_noise_changes_with_the_step(trainer):
+    train_step, _, first = trainer
+    again, metrics = train_step(first, _batch())
+    same, same_metrics = train_step(first, _batch())
+    jax.tree.map(np.testing.assert_array_equal, again, same)
+    assert metrics.compute()['loss'] == same_metrics.compute()['loss']
+    # A new model predicts zero whatever its weights: only noise and times can change the loss.
+    later = train_step(first.replace(step=first.step + 1), _batch())[1]
+    assert later.compute()['loss'] != metrics.compute()['loss']
+
+
+def test_samples_are_weighed_by_the_mask():
+    # Plain descent: what the weights move by is linear in the gradient.
+    train_step, _, first = _make_trainer(optax.sgd(1e-2), lambda step: 1e-2)
+    batch = _batch()
+    batch['latents'] *= np.arange(1, 9, dtype=np.float16)[:, None, None, None]
+    mask = np.arange(8) < 3
+
+    def step_with(**changes):
+        after, update = train_step(first, batch | changes)
+        moved = optax.tree.sub(after.params, first.params)
+        return moved, update
+
+    whole, metrics_of_whole = step_with()
+    some, metrics_of_some = step_with(mask=mask)
+    others, metrics_of_others = step_with(mask=~mask)
+    jax.tree.map(
+        lambda all8, some3, other5: np.testing.assert_allclose(
+            8 * all8, 3 * some3 + 5 * other5, rtol=1e-3, atol=1e-6
+        ),
+        whole,
+        some,
+        others,
+    )
+    assert not np.allclose(optax.tree.norm(some), optax.tree.norm(others), rtol=0.1)
+    together = metrics_of_some.merge(metrics_of_others)
+    loss = metrics_of_whole.compute()['loss']
+    np.testing.assert_allclose(together.compute()['loss'], loss, rtol=1e-5)
+    assert metrics_of_some.compute()['loss'] < 0.9 * loss
+
+    # What stands where there is no sample changes nothing. The mask is among these.
+    zeros = {
+        name: np.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, 0) for name, x in batch.items()
+    }
+    jax.tree.map(np.testing.assert_array_equal, step_with(**zeros)[0], some)
+
+
+def test_a_mask_that_leaves_all_changes_nothing(trainer):
+    train_step, _, first = trainer
+    batch = _batch()
+    masked, update = train_step(first, batch)
+    del batch['mask']
+    unmasked, plain_update = train_step(first, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), masked, unmasked)
+    np.testing.assert_allclose(update.compute()['loss'], plain_update.compute()['loss'], rtol=1e-6)
+
+
+def test_a_batch_without_any_sample_leaves_everything_as_it_is(trainer):
+    train_step, _, current = trainer
+    # Moments, averages and weights that would move on by themselves.
+    for _ in range(3):
+        current, _ = train_step(current, _batch())
+    after, update = train_step(current, _batch() | {'mask': np.zeros(8, bool)})
+    assert after.step == current.step + 1
+    jax.tree.map(np.testing.assert_array_equal, after.replace(step=current.step), current)
+    assert np.isnan(update.compute()['loss'])  # the mean of nothing
+
+
+@pytest.mark.parametrize('bad', [np.nan, np.inf, 6e4])
+def test_a_step_that_is_not_finite_changes_nothing_but_counts(trainer, bad):
+    train_step, _, current = trainer
+    for _ in range(2):
+        current, _ = train_step(current, _batch())
+    batch = _batch()
+    # A latent that is large but finite makes a loss that is: only its gradient may overflow.
+    batch['latents'][3, 1, 0, 0] = bad
+    skips = not np.isfinite(bad)
+    expected = current
+    for in_a_row in (1, 2):
+        after, update = train_step(expected, batch)
+        if not skips:
+            assert (after.skipped, after.skipped_in_a_row) == (0, 0)
+            return
+        expected = expected.replace(
+            step=expected.step + 1, skipped=jnp.int32(in_a_row), skipped_in_a_row=after.skipped
+        )
+        jax.tree.map(np.testing.assert_array_equal, after, expected)
+        assert np.isnan(update.compute()['loss'])
+    after, update = train_step(after, _batch())
+    assert (after.skipped, after.skipped_in_a_row) == (2, 0)
+    assert np.isfinite(update.compute()['loss'])
+
+
+def test_the_evaluation_loss_does_not_depend_on_how_samples_are_batched(trainer):
+    train_step, eval_step, current = trainer
+    current, _ = train_step(current, _batch())
+    batch = _batch(12, seed=1)
+    whole = eval_step(current.params, batch).compute()['loss']
+    order = np.random.default_rng(0).permutation(12)
+    padded = {name: np.concatenate([a[order], a[:4]]) for name, a in batch.items()}
+    padded['mask'][12:] = False
+    merged = None
+    for rows in (slice(0, 8), slice(8, 16)):
+        part = eval_step(current.params, {name: a[rows] for name, a in padded.items()})
+        merged = part if merged is None else merged.merge(part)
+    np.testing.assert_allclose(merged.compute()['loss'], whole, rtol=1e-6)
+
+
+def test_parts_give_the_step_of_the_whole_batch():
+    # Not Adam: its first step is the gradient's sign, which hides the size of differences. The mask
+    # leaves parts with unequal numbers of samples.
+    batch = _batch(12) | {'mask': np.array([1, 0, 1, 1, 0, 0, 1, 1, 1, 1, 0, 1], bool)}
+    batch['drop_text'] = np.arange(12) % 3 == 0
+
+    def after(parts):
+        train_step, _, current = _make_trainer(optax.sgd(0.1), lambda step: 0.1, parts)
+        for _ in range(3):  # at the first weights most gradients are 0
+            current, update = train_step(current, batch)
+        return current, update.compute()
+
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), after(1), after(3)
+    )
+
+
+def test_entries_of_rows_come_in_the_order_of_rows():
+    def loss(scale, rows):
+        entries = scale * rows['x']
+        return jnp.sum(entries), entries
+
+    gradient = steps.in_parts(jax.value_and_grad(loss, has_aux=True), 4)
+    (total, entries), grad = gradient(2.0, {'x': jnp.arange(24.0)})
+    assert (total, grad) == (2 * 276, 276)
+    np.testing.assert_array_equal(entries, 2 * np.arange(24.0))
+
+
+@pytest.mark.parametrize(
+    ('parts', 'devices'), [(0, 1), (-1, 1), (3, 1), (512, 1), (1, 3), (2, 256)]
+)
+def test_parts_and_devices_that_do_not_divide_a_batch_are_refused(parts, devices):
+    config = default.get_config()
+    config.accumulate = parts
+    mesh = jax.sharding.AbstractMesh((devices, 1), (sharding.DATA_AXIS, sharding.FSDP_AXIS))
+    expected = f'batch_size=256 in accumulate={parts} parts cannot be split over {devices} devices'
+    with pytest.raises(ValueError, match=expected):
+        steps.make_program(config, mesh, STATS, latent_shape=(8, 8, 4))
+
+
+_ALONE = """
+for name in ('tensorflow', 'tensorflow_datasets', 'torch'):
+    sys.modules[name] = None  # an import of it is an error
+import jax, numpy as np
+from configs import default
+from train_lib import flow, sharding, step
+config = default.get_config()
+config.model.name = 'tiny/16'
+stats = flow.Stats(*(np.ones(n, np.float32) for n in (4, 4, 5, 5)))
+made = step.make_program(config, sharding.make_mesh(), stats, latent_shape=(32, 32, 4))
+batch = {
+    'key': np.zeros((2, 2), np.uint32),
+    'latents': np.zeros((2, 4, 32, 32), np.float16),
+    'text_embedding': np.zeros((2, 5), np.float16),
+}
+state, update = made.train_step(made.init(), batch | {'drop_text': np.zeros(2, bool)})
+evaluated = made.eval_step(state.ema_params, batch | {'mask': np.ones(2, bool)})
+print(float(update.compute()['loss']), float(evaluated.compute()['loss']))
+"""
+
+
+def test_model_and_steps_run_where_there_is_jax_alone():
+    with children.python(_ALONE) as child:
+        out, error = child.communicate()
+    assert child.returncode == 0, error
+    assert all(np.isfinite(float(loss)) for loss in out.split())

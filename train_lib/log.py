@@ -1,0 +1,464 @@
+"""The log of a run: an introduction, averages over windows of steps, and where the time went.
+
+    log.introduce(config, workdir, data, program, start=0)
+    with log.TrainLog(writer, config, empty=program.no_metrics(), data=data) as train_log:
+        for step in range(1, num_steps + 1):
+            with train_log.clock.waiting_for_data():
+                batch = next(batches)
+            state, update = train_step(state, batch)
+            train_log.add(step, update)
+        train_log.settle(step)
+
+A report holds the metrics of the steps (`metrics.TrainMetrics`) as `train/...`, the rates and times
+of `StepClock.lap`, and the state of this host; docs/training.md explains each scalar. `loss` and
+`grad_norm` are left out where every step of the window was skipped, rates and times of the very
+first step, which includes the compiler.
+
+The host does not wait for a step that has just been started: the metrics of a window are fetched
+when the step after it has been given to the device, so the device always has something to do.
+"""
+
+import collections
+import concurrent.futures
+import contextlib
+import datetime
+import itertools
+import math
+import os
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import ml_collections
+import numpy as np
+import tqdm
+from absl import logging
+from clu import metric_writers
+from jax.experimental import multihost_utils
+
+import train_lib
+from coyo11m_tfds.process.progress import fitting, make_bar
+from train_lib import chips, metrics
+
+# Linux alone has it: sizes of this process in pages, the second of them what is resident.
+_OWN_MEMORY = pathlib.Path('/proc/self/statm')
+
+
+def say(text: str, *arguments) -> None:
+    """Logs a line in process 0 alone, for what is the same on all."""
+    if jax.process_index() == 0:
+        logging.info(text, *arguments)
+
+
+def introduce(
+    config: ml_collections.ConfigDict, workdir: os.PathLike, data: Any, program: Any, start: int
+) -> None:
+    """Logs the machine, data, model and length of a run.
+
+    Args:
+        config: see `configs/default.py`.
+        workdir: folder of the run.
+        data: a `data.TrainingData`.
+        program: a `step.Program`.
+        start: the step that the run begins with.
+    """
+    state = program.abstract_state
+    say(
+        'machine: %d x %s, hosts: %d of %d cores, mesh data %d x fsdp %d',
+        *(jax.device_count(), jax.devices()[0].device_kind, jax.process_count(), os.cpu_count()),
+        *state.step.sharding.mesh.shape.values(),
+    )
+    say('data: %s', data.description)
+    if (encoder := program.encoder) is not None:
+        say(
+            'encoder: %s, %.4g million parameters, frozen, %.3g GFLOP a sample, %s',
+            encoder.name,
+            _count(encoder.params) / 1e6,
+            encoder.network.config.flops(data.facts.max_tokens) / 1e9,
+            encoder.network.dtype,
+        )
+    say(
+        'model: %s, %.4g million parameters, %.3g GFLOP to train on a sample, %s',
+        config.model.name,
+        _count(state.params) / 1e6,
+        program.flops(data.facts.max_tokens) / 1e9,
+        config.model.dtype,
+    )
+    say('steps %d to %d, into %s; compiling ...', start + 1, config.num_steps, workdir)
+
+
+def _count(params: Any) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+# --- Averages over windows ----------------------------------------------------------------------
+
+
+class Reading(Protocol):
+    """What the log asks of a `data.TrainingData`."""
+
+    def read_counts(self) -> Any:
+        """Returns `input_pipeline.ReadCounts` of training, evaluations left out."""
+
+    def batches_ready(self) -> int:
+        """Returns how many batches could be taken without waiting."""
+
+
+class TrainLog:
+    """Merges the metrics of steps and writes their averages at every multiple of so many steps.
+
+    A context manager, for the bar on a terminal.
+
+    Attributes:
+        clock: measures waiting and what is done aside; its rates are part of a report.
+        window: merged metrics of the steps since the last multiple. Part of a checkpoint, so that
+            a run that was interrupted inside a window writes what it would have written.
+    """
+
+    def __init__(
+        self,
+        writer: metric_writers.MetricWriter,
+        config: ml_collections.ConfigDict,
+        *,
+        empty: metrics.TrainMetrics,
+        start: int = 0,
+        data: Reading | None = None,
+        epoch: Callable[[int], float | None] = lambda step: None,
+        flops: int = 0,
+        way_back: Callable[[int], str] = lambda step: 'Start afresh',
+    ):
+        """Starts with an empty window.
+
+        Args:
+            writer: writer that gets the scalars.
+            config: its `log_every`, `batch_size`, `num_steps`, `max_skipped_in_a_row` and
+                `max_skipped`: more steps that are not finite end the run.
+            empty: metrics of zero steps, on the devices of the steps' metrics.
+            start: the step before the first one.
+            data: tells what has been read; None if nothing counts it.
+            epoch: function that returns the passes over the data up to a step.
+            flops: FLOPs to train on one sample; 0 if unknown.
+            way_back: function that returns advice for going back to before a bad step.
+        """
+        self.clock = StepClock(data)
+        self.window = empty
+        self._empty = empty
+        self._writer = writer
+        self._config = config
+        self._data = data
+        self._epoch = epoch
+        self._flops = flops
+        self._way_back = way_back
+        self._console = Console(start, config.num_steps)
+        self._complete: tuple[int, metrics.TrainMetrics] | None = None
+
+    def __enter__(self) -> 'TrainLog':
+        self._console.__enter__()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._console.__exit__(*exception)
+
+    def add(self, step: int, update: metrics.TrainMetrics) -> None:
+        """Adds a step that has just been started, and writes the window that ended before it.
+
+        Raises:
+            FloatingPointError: too many steps up to the end of that window were skipped.
+        """
+        self.write_complete()
+        self.window = metrics.merge(self.window, update)
+        self.clock.step_started(update)
+        if self.clock.first_batch is not None:
+            self._console.started(step, update, self.clock.first_batch)
+        if step % self._config.log_every == 0:
+            self._complete = step, self.window
+            self.window = self._empty
+
+    def settle(self, step: int) -> None:
+        """Waits for all steps up to `step`, writes what is complete, and flushes the writer.
+
+        Call it before a checkpoint: what precedes a checkpoint is not trained again, so its log
+        has to be safe, and a run that is to end must not overwrite its checkpoints.
+
+        Raises:
+            FloatingPointError: too many steps were skipped, in the unfinished window included.
+        """
+        self.write_complete()
+        self._check_skipped(step, jax.device_get(self.window))
+        self._writer.flush()
+
+    def write_complete(self) -> None:
+        """Waits for the steps of a window that is complete, and writes it; raises as `add`."""
+        if self._complete is None:
+            return
+        step, window = self._complete
+        self._complete = None
+        window = jax.device_get(window)
+        self._check_skipped(step, window)
+        means = window.compute()
+        del means['skipped_in_a_row']
+        # Where no step counted there is no mean.
+        scalars = {f'train/{name}': float(x) for name, x in means.items() if not math.isnan(x)}
+        scalars |= self.clock.lap(self._config.batch_size)
+        scalars |= self._moment(step, scalars.get('train/samples_per_second'))
+        self._writer.write_scalars(step, scalars)
+        self._console.report(step, scalars)
+
+    def _check_skipped(self, step: int, window: metrics.TrainMetrics) -> None:
+        in_a_row = int(window.skipped_in_a_row.compute())
+        for skipped, field, words in (
+            (in_a_row, 'max_skipped_in_a_row', ' in a row'),
+            (int(window.skipped_steps.compute()), 'max_skipped', ''),
+        ):
+            if skipped > self._config[field]:
+                raise FloatingPointError(
+                    f'{skipped} steps{words} up to step {step} had a loss or a gradient that was '
+                    f'not finite, more than {field}={self._config[field]}: training has diverged. '
+                    f'{self._way_back(step - in_a_row)}, with a lower optimizer.learning_rate and '
+                    '--accept_changes=optimizer.learning_rate, or a longer warm-up.'
+                )
+
+    def _moment(self, step: int, rate: float | None) -> dict[str, float]:
+        """Scalars of this moment, and those that follow from the samples a second."""
+        scalars: dict[str, float] = {}
+        if (epoch := self._epoch(step)) is not None:
+            scalars['train/epoch'] = epoch
+        if rate and self._flops:
+            flops = self._flops * rate / jax.device_count()
+            scalars['device/tflops_per_chip'] = flops / 1e12
+            if (chip := chips.CHIPS.get(jax.devices()[0].device_kind)) is not None:
+                scalars['device/model_flop_utilization'] = flops / chip.flops
+        if self._data is not None:
+            counts = self._data.read_counts()
+            scalars['input/chunks_in_flight'] = counts.chunks_in_flight
+            scalars['input/bad_records'] = counts.bad_records
+        if _OWN_MEMORY.exists():
+            pages = int(_OWN_MEMORY.read_text('ascii').split()[1])
+            scalars['host/memory_gb'] = pages * os.sysconf('SC_PAGE_SIZE') / 1e9
+        return scalars
+
+
+# --- Where the time went ------------------------------------------------------------------------
+
+# Steps that may be waiting or under way on the devices: a stop request waits for as many. One more
+# than one, so that a hiccup of the host does not leave the devices idle.
+AHEAD = 2
+
+_Moment = concurrent.futures.Future[float]  # `time.monotonic`, once it is known
+
+
+class _Mark(NamedTuple):
+    """A moment: the end of a step, or the begin of a stretch of them."""
+
+    at: _Moment
+    ends_step: bool
+
+
+class StepClock:
+    """Measures the rates of steps and of reading, and how long the devices lacked data.
+
+    A thread waits for each step and notes when it was finished, so that the host need not: it is at
+    most `AHEAD` steps ahead of the devices. Steps that have only been dispatched count nowhere. The
+    devices lack data from the end of a step until the host has the next batch. While they compute,
+    waiting for a batch costs nothing and does not count.
+
+    Attributes:
+        first_batch: time (`time.monotonic`) at which the batch of the first step came.
+    """
+
+    def __init__(self, data: Reading | None = None):
+        """Starts; `data` tells what has been read for training, if anything counts it."""
+        self._data = data
+        self._watcher = concurrent.futures.ThreadPoolExecutor(1, 'step-clock')
+        self._in_flight: collections.deque[_Moment] = collections.deque()
+        self._last: _Moment | None = None
+        self.first_batch: float | None = None
+        self._restart(_moment(time.monotonic()))
+
+    @contextlib.contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """The host waits for a batch here."""
+        asked = time.monotonic()
+        if self._data is not None:
+            self._ready.append(self._data.batches_ready())
+        yield
+        if self._last is not None:
+            self._waits.append((asked, self._last, time.monotonic()))
+        elif self.first_batch is None:
+            self.first_batch = time.monotonic()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Time in this block (an evaluation, say) counts neither as training nor as waiting.
+
+        Reading goes on, for the steps that follow, and is counted. Waits for the steps before.
+        """
+        if self._last is not None:
+            self._last.result()
+        try:
+            yield
+        finally:
+            self._marks.append(_Mark(_moment(time.monotonic()), ends_step=False))
+
+    def step_started(self, result: Any) -> None:
+        """Counts a step, whose arrays `result` are still being computed.
+
+        Waits for the first step of all and does not count it, because it includes the compiler;
+        and for the step that was started `AHEAD` steps before this one.
+        """
+        is_first = self._last is None
+        self._last = finished = self._watcher.submit(_finished_at, result)
+        if is_first:
+            finished.result()
+            self._restart(finished)
+            return
+        self._marks.append(_Mark(finished, ends_step=True))
+        self._in_flight.append(finished)
+        if len(self._in_flight) > AHEAD:
+            self._in_flight.popleft().result()
+
+    def lap(self, batch_size: int) -> dict[str, float]:
+        """Rates, times and shares since the last lap; empty where no step was counted.
+
+        Waits for the steps that have been started. All processes call it after the same step.
+        """
+        seconds = [
+            after.at.result() - before.at.result()
+            for before, after in itertools.pairwise(self._marks)
+            if after.ends_step
+        ]
+        if not seconds:
+            return {}
+        total = sum(seconds)
+        waited = sum(
+            max(0.0, came - max(asked, idle.result())) for asked, idle, came in self._waits
+        )
+        # The one thing that hosts tell each other, once a lap.
+        with jax.transfer_guard('allow'):
+            shares = multihost_utils.process_allgather(np.float32(waited / total))
+        scalars = {
+            'train/steps_per_second': len(seconds) / total,
+            'train/samples_per_second': len(seconds) * batch_size / total,
+            'device/step_seconds_median': statistics.median(seconds),
+            'device/step_seconds_p95': float(np.percentile(seconds, 95)),
+            'input/wait_share_min': float(np.min(shares)),
+            'input/wait_share_max': float(np.max(shares)),
+        }
+        if self._data is not None:
+            if self._ready:
+                scalars['input/batches_ready'] = statistics.fmean(self._ready)
+            num_bytes = self._data.read_counts().num_bytes - self._num_bytes
+            scalars['input/read_mb_per_second'] = num_bytes / 1e6 / total
+        # The end of the last step, or of what was aside since.
+        self._restart(self._marks[-1].at)
+        return scalars
+
+    def _restart(self, moment: _Moment) -> None:
+        self._marks = [_Mark(moment, ends_step=False)]
+        self._waits: list[tuple[float, _Moment, float]] = []
+        self._ready: list[int] = []
+        if self._data is not None:
+            self._num_bytes = self._data.read_counts().num_bytes
+
+
+def _finished_at(result: Any) -> float:
+    jax.block_until_ready(result)
+    return time.monotonic()
+
+
+def _moment(at: float) -> _Moment:
+    moment = _Moment()
+    moment.set_result(at)
+    return moment
+
+
+# --- For people ---------------------------------------------------------------------------------
+
+_BAR_FORMAT = '{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}'
+
+
+class Console:
+    """Shows a run to a person: a bar on a terminal, elsewhere a line for each window of steps.
+
+        loss 0.4123, step 350 of 900, 2.2 steps/s, 0:04:10 left, epoch 5.69, 141 samples/s, ...
+
+    A context manager that shows the bar, with log lines above it. Process 0 alone shows a run.
+    """
+
+    def __init__(self, start: int, num_steps: int):
+        """Starts at step `start` of `num_steps`."""
+        self._start, self._num_steps = start, num_steps
+        self._opened = time.monotonic()
+        self._first_finished: float | None = None
+        self._bar = make_bar(
+            jax.process_index() == 0, total=num_steps, initial=start, bar_format=_BAR_FORMAT
+        )
+        self._stream: Any = None
+
+    def __enter__(self) -> 'Console':
+        if not self._bar.disable:
+            handler = logging.get_absl_handler().python_handler
+            self._stream, handler.stream = handler.stream, _AboveTheBar()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._bar.close()
+        if self._stream is not None:
+            logging.get_absl_handler().python_handler.stream = self._stream
+
+    def started(self, step: int, update: metrics.TrainMetrics, first_batch: float) -> None:
+        """A step has been started, and the first is over; `first_batch`: when its batch arrived."""
+        if self._first_finished is None:
+            self._first_finished = time.monotonic()
+            say(
+                'loss %.4f, step %d after %.0f s: %.0f s to begin, %.1f s for the first batch, '
+                '%.0f s to compile and compute it',
+                *(jax.device_get(update.loss).compute(), step),
+                self._first_finished - train_lib.STARTED,
+                self._opened - train_lib.STARTED,
+                first_batch - self._opened,
+                self._first_finished - first_batch,
+            )
+        self._bar.update()
+
+    def report(self, step: int, scalars: Mapping[str, float]) -> None:
+        """A window of steps has been finished."""
+        loss, *others = self._facts(step, scalars)
+        if self._bar.disable:
+            say('%s', ', '.join([loss, f'step {step} of {self._num_steps}', *others]))
+        else:
+            self._bar.set_description_str(f'{loss} ', refresh=False)
+            before = f'{loss} 100%|#| {self._num_steps}/{self._num_steps}'
+            self._bar.set_postfix_str(fitting(others, before))
+
+    def _facts(self, step: int, scalars: Mapping[str, float]) -> Iterator[str]:
+        yield f'loss {scalars["train/loss"]:.4f}' if 'train/loss' in scalars else 'no finite loss'
+        if 'train/steps_per_second' in scalars:
+            rate = scalars['train/steps_per_second']
+            yield f'{rate:.{2 if rate < 10 else 0}f} steps/s'
+            # Evaluations and the like included, as they will come again.
+            done = step - self._start - 1
+            per_step = (time.monotonic() - (self._first_finished or self._opened)) / max(done, 1)
+            left = round(per_step * (self._num_steps - step))
+            yield f'{datetime.timedelta(seconds=left)} left'
+        if 'train/epoch' in scalars:
+            yield f'epoch {scalars["train/epoch"]:.2f}'
+        if 'train/samples_per_second' in scalars:
+            yield f'{scalars["train/samples_per_second"]:,.0f} samples/s'
+            yield f'waiting {scalars["input/wait_share_max"]:.0%}'
+        if scalars.get('train/skipped_steps'):
+            yield f'{scalars["train/skipped_steps"]:.0f} skipped'
+
+
+class _AboveTheBar:
+    """A stream that takes the bar away while it writes."""
+
+    def write(self, text: str) -> None:
+        tqdm.tqdm.write(text, file=sys.stderr, end='')
+
+    def flush(self) -> None:
+        sys.stderr.flush()
