@@ -228,7 +228,7 @@ class HugeEncoder(words.HashEncoder):
 
 
 def test_numbers_too_large_for_float16_are_refused(source, out):
-    with pytest.raises(ValueError, match=r"huge.*float16.*'a cat'"):
+    with pytest.raises(ValueError, match=r"huge: .*'a cat' .*float16"):
         embed_captions.embed(source, HugeEncoder(), out)
     assert os.listdir(out.parent) == []
 
