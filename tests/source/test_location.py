@@ -4,7 +4,6 @@ import hashlib
 import os
 import pathlib
 import re
-import time
 from collections.abc import Callable
 
 import google_crc32c
@@ -123,20 +122,12 @@ def test_one_file_is_described_as_the_source_describes_it(place: Place):
     [
         ({}, r'{root} is not a folder; expected the folder of the source data\.'),
         (
-            {'coyo11m-meta.parquet'},
-            r'No \.pt files in {root}/latents-3crop; .*Is {root} the folder',
-        ),
-        (
             {'stray.pt', 'coyo11m-meta.parquet', 'latents-3crop/._000000-000009.pt'},
-            r'No \.pt files in {root}/latents-3crop; ',
+            r'No \.pt files in {root}/latents-3crop; .*Is {root} the folder',
         ),
         (
             {'latents-3crop/000000-000009.pt', 'other.parquet'},
             r'{root}/coyo11m-meta\.parquet is missing; .*in the folder: other\.parquet\)',
-        ),
-        (
-            {'latents-3crop/000000-000009.pt'},
-            r'{root}/coyo11m-meta\.parquet is missing; .*in the folder: none\)',
         ),
     ],
 )
@@ -157,11 +148,11 @@ def test_a_file_instead_of_a_folder(place: Place):
         location.find(f'{place.root}/README.md')
 
 
-@pytest.mark.parametrize('name', ['absent.parquet', 'latents-3crop', 'README.md/x'])
-def test_a_file_that_is_not_there(place: Place, name: str):
+def test_a_file_that_is_not_there(place: Place):
     place.put(CONTENTS)
-    with pytest.raises(ValueError, match=rf'{name} is missing or a folder; expected a file'):
-        source_files.describe(f'{place.root}/{name}')
+    for name in ('absent.parquet', 'latents-3crop', 'README.md/x'):
+        with pytest.raises(ValueError, match=rf'{name} is missing or a folder; expected a file'):
+            source_files.describe(f'{place.root}/{name}')
 
 
 def test_versions_change_with_the_content_alone(place: Place):
@@ -186,16 +177,6 @@ def test_a_local_version_is_size_and_time(tmp_path: pathlib.Path):
     assert file == source_files.SourceFile(str(path), 5, '5-123', None)
     os.utime(path, ns=(0, 124))
     assert source_files.describe(path).version == '5-124'
-
-
-def test_a_source_in_the_working_folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
-    for name in ('latents-3crop/000000-000009.pt', 'coyo11m-meta.parquet'):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(b'')
-    monkeypatch.chdir(tmp_path)
-    assert [file.path for file in location.find('.').latent_files] == [
-        'latents-3crop/000000-000009.pt'
-    ]
 
 
 def test_a_link_to_nothing_is_not_overlooked(tmp_path: pathlib.Path):
@@ -284,8 +265,8 @@ def test_a_copy_is_found_with_what_mirror_recorded(mirrored: Place):
         assert file.recorded == FileState(len(content), google_crc32c.value(content))
 
 
-@pytest.mark.parametrize('name', ['latents-3crop/000000-000009.pt', 'coyo11m-meta.parquet'])
-def test_a_copy_of_another_size_is_refused(mirrored: Place, name: str):
+def test_a_copy_of_another_size_is_refused(mirrored: Place):
+    name = 'latents-3crop/000000-000009.pt'
     mirrored.put({name: b'longer than before'})
     with pytest.raises(
         ValueError, match=rf'{name}: has 18 bytes .* when it was mirrored it had [58] with'
@@ -355,9 +336,7 @@ def test_a_branch_of_the_hub(hub: Hub):
 @pytest.mark.parametrize(
     ('url', 'message'),
     [
-        ('hf://datasets/owner/other', 'is not a folder'),
         ('hf://datasets/owner/name@absent', 'is not a folder'),
-        ('hf://datasets/owner/name/absent', 'is not a folder'),
         ('hf://owner/name', 'is a model on the hub; expected hf://datasets/'),
         ('hf://datasets/owner', 'owner'),
     ],
@@ -372,7 +351,7 @@ def test_urls_of_the_hub_that_lead_nowhere(hub: Hub, url: str, message: str):
 # --- Faults -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('kind', ['429', '503', 'cut', 'slow', 'reset', 'lost'])
+@pytest.mark.parametrize('kind', ['503', 'cut'])
 def test_what_goes_wrong_twice_is_mended(remote_place: Place, kind: str):
     expected = location.find(remote_place.root)
     remote_place.server.inject(Fault(kind, count=2, seconds=0.1, match='list|info'))
@@ -382,27 +361,16 @@ def test_what_goes_wrong_twice_is_mended(remote_place: Place, kind: str):
     assert source_files.describe(expected.captions_file.path) == expected.captions_file
 
 
-def test_a_stall_is_noticed(remote_place: Place):
-    expected = location.find(remote_place.root)
-    remote_place.server.inject(Fault('stall', seconds=30, match='list|info'))
-    started = time.monotonic()
-    assert location.find(remote_place.root) == expected
-    assert time.monotonic() - started < 15
-
-
-@pytest.mark.parametrize('kind', ['503', 'reset'])
-def test_what_stays_wrong_is_one_error(remote_place: Place, kind: str):
-    remote_place.server.inject(Fault(kind, count=None))
+def test_what_stays_wrong_is_one_error(remote_place: Place):
+    remote_place.server.inject(Fault('503', count=None))
     with pytest.raises(OSError, match=r'listing .*source.*: given up after 8 attempts'):
         location.find(remote_place.root)
     tries = [r for r in remote_place.server.requests if r.action in ('list', 'info')]
-    # aiohttp asks twice when a connection is reset; no library makes eight of each of the eight.
-    assert len(tries) in (8, 16)
+    assert len(tries) == 8  # no library makes eight of each of the eight
 
 
-@pytest.mark.parametrize('kind', ['401', '403'])
-def test_missing_access_is_told_at_once(remote_place: Place, kind: str):
-    remote_place.server.inject(Fault(kind, count=None, match='list|info|stat'))
+def test_missing_access_is_told_at_once(remote_place: Place):
+    remote_place.server.inject(Fault('401', count=None, match='list|info|stat'))
     command = r'`gcloud auth application-default login`|`hf auth login`.*/datasets/owner/name '
     for look in (location.find, source_files.describe):
         remote_place.server.clear()
