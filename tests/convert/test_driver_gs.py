@@ -17,7 +17,7 @@ from tests.checkout import CHECKOUT
 from tests.convert import build_kills
 from tests.convert.build_kills import SETTINGS
 from tests.fakes.cloud import Fault, Gcs, fake_gcs
-from tests.fakes.fake_faults import KINDS
+from tests.fakes.fake_http import KINDS
 
 SOURCE = 'gs://source/coyo'
 FILES = [range(60), range(60, 90)]

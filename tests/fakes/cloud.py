@@ -8,12 +8,11 @@
         location.find('gs://bucket/source')                                     # in this process
         subprocess.run([sys.executable, ...], env={**os.environ, **gcs.env})   # TensorFlow as well
 
-gcsfs and huggingface_hub reach the stand-ins from the test process. TensorFlow reads its
+The clients of gs:// and the hub reach the stand-ins from the test process. TensorFlow reads its
 environment once, so what uses gs:// through it runs in a child process with `env`.
 """
 
 import contextlib
-import json
 import pathlib
 import tempfile
 import threading
@@ -21,8 +20,8 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from tests.fakes.fake_faults import Fault
 from tests.fakes.fake_gcs import Gcs
+from tests.fakes.fake_http import Fault
 from tests.fakes.fake_hub import Hub
 from tests.fakes.tls_proxy import TlsProxy
 
@@ -85,7 +84,6 @@ def through_proxy(env: Mapping[str, str]) -> dict[str, str]:
         'STORAGE_EMULATOR_HOST': 'https://storage.googleapis.com',
         'REQUESTS_CA_BUNDLE': certificate,
         'SSL_CERT_FILE': certificate,
-        'FSSPEC_GS': json.dumps({'token': 'anon', 'session_kwargs': {'trust_env': True}}),
     }
 
 
@@ -108,7 +106,7 @@ def fake_hub(
 
 @pytest.fixture
 def gcs(tmp_path_factory, monkeypatch) -> Iterator[Gcs]:
-    """An empty storage server without faults; gcsfs in this process reaches it."""
+    """An empty storage server without faults; this process reaches it."""
     from google.auth.compute_engine import _metadata
 
     with fake_gcs(tmp_path_factory.mktemp('gcs')) as server:

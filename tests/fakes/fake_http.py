@@ -11,7 +11,8 @@
             return Reply(status, b'not now')
 
     with Clock() as clock:
-        clock.inject(Fault('503', count=2))
+        clock.inject(Fault('503', count=2, match=r'read time$'))    # the first two of them
+        clock.inject_share(['cut', 'reset'], share=0.05, seed=1)    # one in twenty data requests
         urllib.request.urlopen(clock.url)
 
 A thread for each connection; connections are kept alive. A client in another process gets 2.4 to
@@ -23,18 +24,206 @@ import dataclasses
 import http.client
 import http.server
 import io
+import os
+import random
 import re
 import select
+import socket
+import socketserver
+import struct
+import threading
 import time
 import urllib.parse
-from collections.abc import Iterator, Mapping
-
-from tests.fakes.fake_faults import Fault, Faults, Request
-from tests.fakes.fake_loopback import LoopbackServer, reset
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 _PIECE = 1 << 18  # bytes read or sent at a time
 _SLOW_SECONDS = 0.5
 _STALL_SECONDS = 10.0  # longer than the patience that tests give their clients
+
+# Requests that carry the bytes of a file, from the server (read) or to it (upload).
+DATA_ACTIONS = ('read', 'upload')
+
+KINDS = {
+    '429': 'refused: too many requests',
+    '503': 'refused: unavailable',
+    '401': 'refused: who are you',
+    '403': 'refused: you may not',
+    'cut': 'the body ends early and the connection is closed; Content-Length promised more',
+    'stall': 'the body stops in the middle; nothing more comes, the connection stays open',
+    'flip': 'one byte of a file is changed: in what is sent (read), in what is kept (upload)',
+    'slow': 'the first byte comes late',
+    'reset': 'the connection is reset',
+    'lost': 'the request is carried out, but the connection is closed without an answer',
+}
+
+
+@dataclasses.dataclass
+class Request:
+    """One request as the log keeps it.
+
+    `path` is `bucket/object` (a listing: `bucket/prefix`) or `repo/file`, not percent-encoded.
+    `range` is the byte range asked for, or that of the part uploaded, first and last byte as in
+    HTTP: (0, 99) is 100 bytes, (100, None) all from byte 100, (-100, None) the last 100.
+    `nbytes` counts the bytes of the answer's body that the server sent (up to 256 KB too many if
+    the client hung up meanwhile), `received` those of the request's body that it read.
+    `began` and `ended` say when it came and when its answer was complete (`time.monotonic`).
+    """
+
+    method: str
+    action: str
+    path: str
+    range: tuple[int, int | None] | None
+    nbytes: int = 0
+    received: int = 0
+    status: int | None = None  # None: no status line was sent
+    fault: str | None = None
+    began: float = dataclasses.field(default_factory=time.monotonic)
+    ended: float | None = None
+
+    def __str__(self) -> str:
+        return f'{self.method} {self.action} {self.path}'
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """What goes wrong with the first `count` requests that fit; None: with all of them.
+
+    Attributes:
+        kind: one of KINDS.
+        match: regular expression, searched in 'METHOD action path', as in
+            'GET read bucket/latents-3crop/000000-000009.pt'.
+        method, action: HTTP method and action; None: any.
+        after_bytes: how much of the body passes before 'cut', 'stall' and 'reset', which byte
+            'flip' changes; None: half of it (of an upload to flip: of its first piece), for 'reset'
+            nothing.
+        seconds: how late 'slow' is (None: 0.5); how long 'stall' lasts (None: 10) if the client
+            does not leave earlier.
+    """
+
+    kind: str
+    count: int | None = 1
+    match: str = ''
+    method: str | None = None
+    action: str | None = None
+    after_bytes: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise ValueError(f'fault {self.kind!r} is none of {list(KINDS)}')
+
+    def fits(self, request: Request) -> bool:
+        return (
+            self.method in (None, request.method)
+            and self.action in (None, request.action)
+            # Metadata is protected by TLS alone: no client could notice a flipped byte in it.
+            and (self.kind != 'flip' or request.action in DATA_ACTIONS)
+            and re.search(self.match, str(request)) is not None
+        )
+
+
+class Faults:
+    """All faults of a server. For many threads."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self.clear()
+
+    def clear(self) -> None:
+        """From now on nothing goes wrong."""
+        with self._lock:
+            self._faults: list[tuple[Fault, list[int]]] = []
+            self._shares: list[tuple[Callable[[Request, int], Fault | None], Counter]] = []
+
+    def inject(self, *faults: Fault) -> None:
+        """Adds faults. The first that fits a request is the one that hits it."""
+        with self._lock:
+            self._faults += [(fault, [0]) for fault in faults]
+
+    def inject_share(
+        self,
+        kinds: Sequence[str],
+        share: float = 0.05,
+        seed: int = 0,
+        everywhere: bool = False,
+        seconds: float | None = None,
+    ) -> None:
+        """Hits `share` of the data requests (`everywhere`: of all requests), each kind as often.
+
+        Whether a request is hit depends on `seed`, on what it asks for and on how often that was
+        asked before, not on the order in which threads happen to ask.
+        """
+
+        def draw(request: Request, repetition: int) -> Fault | None:
+            chance = random.Random(f'{seed} {request} {request.range} {repetition}')
+            fitting = [fault for fault in faults if fault.fits(request)]
+            is_hit = everywhere or request.action in DATA_ACTIONS
+            return chance.choice(fitting) if is_hit and chance.random() < share else None
+
+        faults = [Fault(kind, seconds=seconds) for kind in kinds]
+        with self._lock:
+            self._shares.append((draw, Counter()))
+
+    def choose(self, request: Request) -> Fault | None:
+        """The fault that hits this request; counts it."""
+        with self._lock:
+            for fault, hits in self._faults:
+                if (fault.count is None or hits[0] < fault.count) and fault.fits(request):
+                    hits[0] += 1
+                    return fault
+            for draw, seen in self._shares:
+                what = (str(request), request.range)
+                seen[what] += 1
+                if fault := draw(request, seen[what]):
+                    return fault
+        return None
+
+
+class LoopbackServer(socketserver.ThreadingTCPServer):
+    """A server with a thread for each connection that can be closed while they are open."""
+
+    allow_reuse_address = True
+    request_queue_size = 128
+
+    def __init__(self, handler: type[socketserver.BaseRequestHandler]):
+        self._open: set[socket.socket] = set()
+        super().__init__(('127.0.0.1', 0), handler)
+
+    def start(self) -> None:
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def stop(self) -> None:
+        """Ends all connections and waits for their threads."""
+        self.shutdown()
+        for connection in list(self._open):
+            with contextlib.suppress(OSError):  # it was just closed
+                connection.shutdown(socket.SHUT_RDWR)
+        self.server_close()
+
+    @contextlib.contextmanager
+    def tracked(self, connection: socket.socket) -> Iterator[None]:
+        """While this is open, `stop` ends this connection as well."""
+        self._open.add(connection)
+        try:
+            yield
+        finally:
+            self._open.discard(connection)
+
+    def finish_request(self, request, client_address):
+        request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with self.tracked(request):
+            super().finish_request(request, client_address)
+
+
+def reset(connection: socket.socket) -> None:
+    """Closes a connection with RST.
+
+    Not by close(), because a stream made of the socket would keep it open, and not with shutdown(),
+    which would say goodbye in good form first.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))
+    os.close(connection.detach())
 
 
 class BrokenOff(Exception):
@@ -121,13 +310,6 @@ class Call:
             return -int(asked[2]), None
         uploaded = re.match(r'bytes (\d+)-(\d+)/', self.headers.get('Content-Range', ''))
         return (int(uploaded[1]), int(uploaded[2])) if uploaded else None
-
-    @property
-    def client(self) -> str:
-        agent = self.headers.get('User-Agent', '')
-        known = {'TSL': 'tensorflow', 'gcsfs': 'gcsfs', 'hf_hub': 'huggingface_hub'}
-        found = re.search('|'.join(known), agent)
-        return known[found[0]] if found else agent.split('/')[0]
 
     def file_pieces(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
         """The pieces of an uploaded file, one byte of them changed if a fault wants it."""
@@ -246,7 +428,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             fake.errors.append(error)
             self.send_error(501)
             return
-        request = Request(call.method, action, path, call.range, call.client)
+        request = Request(call.method, action, path, call.range)
         fault = fake.faults.choose(request)
         request.fault = fault and fault.kind
         fake.requests.append(request)

@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from tests.fakes.fake_loopback import LoopbackServer, reset
+from tests.fakes.fake_http import LoopbackServer, reset
 
 _HOSTS = ('storage.googleapis.com', 'www.googleapis.com', 'oauth2.googleapis.com', 'localhost')
 _PIECE = 1 << 18  # bytes passed on at a time

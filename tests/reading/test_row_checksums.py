@@ -15,7 +15,7 @@ from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.dataset.columns import AddedColumn
 from coyo11m_tfds.storage import source_files
 from tests import built
-from tests.fakes.fake_faults import Fault
+from tests.fakes.fake_http import Fault
 from tests.reading import small_dataset
 from tests.reading.batches import assert_same
 
