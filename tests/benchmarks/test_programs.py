@@ -1,4 +1,4 @@
-"""The benchmarks of texts and of reading from far run on little."""
+"""The benchmarks of texts, of joining captions and of reading from far run on little."""
 
 import importlib.util
 import subprocess
@@ -34,6 +34,12 @@ def test_texts_are_tokenized_and_embedded(tmp_path):
     peer = '`datasets.map`, 2 processes'
     expected = ' | 60' if importlib.util.find_spec('datasets') else ', left out: No module named'
     assert f'token ids: {peer}{expected}' in printed
+
+
+@pytest.mark.slow
+def test_captions_are_joined_and_read(tmp_path):
+    printed = _run(tmp_path, 'captions', '--rows=30000', '--shards=3')
+    assert '| join | ' in printed and '| open, read some shards | ' in printed
 
 
 @pytest.mark.slow
