@@ -1,36 +1,43 @@
-"""What `train_batches` and `eval_batches` give: where they are, what is in them, and whose part."""
+"""What `train_batches`, `eval_batches` and `train_arrays` give: place, content, share, end."""
 
+import contextlib
 import itertools
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import input_pipeline
 from coyo11m_tfds import schema
+from coyo11m_tfds.dataset import stored_dataset
+from coyo11m_tfds.reading.batches import Ahead
 from tests import children
 from tests.checkout import CHECKOUT
 from tests.reading import small_dataset
 from tests.reading.batches import assert_same
 from tests.reading.damaged import ORDER, damage
 
-ALL = ('key', 'latents', 'text_embedding', 'caption')
-FACES = [
-    input_pipeline.train_batches,
-    input_pipeline.eval_batches,
-    input_pipeline.train_dataset,
-    input_pipeline.eval_dataset,
-    input_pipeline.train_arrays,
-]
+ALL = stored_dataset.FEATURES
+ENGINES = ['rows', 'chunks', 'tf_data']
 
 
 def take(batches, count: int) -> list[dict]:
     return list(itertools.islice(batches, count))
+
+
+def read(path, count: int, engine: str = 'rows', **changes) -> list[dict]:
+    return take(input_pipeline.train_batches(path, engine=engine, **{**ORDER, **changes}), count)
 
 
 def one_device() -> jax.sharding.Sharding:
@@ -41,7 +48,7 @@ def one_device() -> jax.sharding.Sharding:
 # --- Where they are ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('engine', ['rows', 'chunks', 'tf_data'])
+@pytest.mark.parametrize('engine', ENGINES)
 def test_a_state_continues_where_it_was_taken(intact, engine):
     asked = dict(ORDER, engine=engine, features=ALL)
     expected = take(input_pipeline.train_batches(intact, **asked), 40)
@@ -75,7 +82,7 @@ def test_a_state_continues_with_another_batch_size_and_number_of_processes(intac
         np.testing.assert_array_equal(got, sequence[2 * process : 2 * process + 2, 12:22])
 
 
-@pytest.mark.parametrize('engine', ['rows', 'chunks', 'tf_data'])
+@pytest.mark.parametrize('engine', ENGINES)
 def test_an_evaluation_continues_where_its_state_was_taken(intact, engine):
     asked = dict(batch_size=16, engine=engine, features=ALL)
     expected = take(input_pipeline.eval_batches(intact, **asked), 9)
@@ -103,24 +110,30 @@ def test_a_state_of_another_order_is_refused(intact, mini_dataset):
             batches.set_state(wrong)
 
 
-def test_steps_of_an_epoch_are_those_of_the_order(intact):
-    batches = input_pipeline.train_batches(intact, **ORDER)
+@pytest.mark.parametrize('engine', ['rows', 'chunks'])
+@pytest.mark.parametrize('stride, part', [(2, (0, 1)), (7, (0, 1)), (3, (1, 2))])
+def test_strides_share_the_batches_of_one(intact, engine, stride, part):
+    process = dict(zip(('process_index', 'process_count'), part, strict=True))
+    expected = read(intact, 3 + 5 * stride, **process)[3:]
+    for worker in range(stride):
+        got = read(intact, 5, engine, start_step=3 + worker, stride=stride, **process)
+        assert_same(got, expected[worker::stride])
+
+
+def test_a_block_closes_them_and_counts_the_steps_of_an_epoch(intact):
     order = input_pipeline.train_order(
         intact, input_pipeline.OrderSettings(seed=5, chunk=64, lanes=4, window=24)
     )
-    assert batches.steps_per_epoch == order.lane_length / 4 == 362 // 4 / 4
-
-
-def test_a_block_closes_them(intact):
     with input_pipeline.train_batches(intact, **ORDER) as batches:
         next(batches)
+        assert batches.steps_per_epoch == order.lane_length / 4 == 362 // 4 / 4
     assert next(batches, None) is None
 
 
 # --- What is in them ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('engine', ['rows', 'chunks', 'tf_data'])
+@pytest.mark.parametrize('engine', ENGINES)
 def test_the_specification_is_that_of_the_batches(intact, engine):
     asked = dict(ORDER, engine=engine, process_count=2, features=ALL, on_bad_records='skip')
     batches = input_pipeline.train_batches(intact, **asked, caption_dropout=0.1)
@@ -131,7 +144,14 @@ def test_the_specification_is_that_of_the_batches(intact, engine):
     assert batches.spec['latents'].shape == (8, *schema.LATENT_SHAPE)
 
 
-def test_damage_has_a_type_of_its_own(copy):
+def test_options_of_reading_do_not_change_the_batches(intact):
+    whole = take(input_pipeline.train_batches(intact, **ORDER), 10)
+    for engine, options in [('chunks', dict(parallel_reads=1)), ('rows', dict(prefetch=1))]:
+        batches = input_pipeline.train_batches(intact, engine=engine, **options, **ORDER)
+        assert_same(take(batches, 10), whole)
+
+
+def test_damage_has_a_type_of_its_own(copy, tmp_path):
     damage(copy, 4, 70)
     batches = input_pipeline.train_batches(copy, **ORDER)
     with pytest.raises(input_pipeline.DamagedError, match='record 70 cannot be read'):
@@ -142,10 +162,7 @@ def test_damage_has_a_type_of_its_own(copy):
     (copy / 'features.json').write_text('{')
     with pytest.raises(input_pipeline.DamagedError, match=r'features\.json: is damaged'):
         input_pipeline.open_data(copy)
-
-
-def test_a_damaged_column_has_it_too(tmp_path):
-    path = tmp_path / '1.0.0'
+    path = tmp_path / 'here' / '1.0.0'
     small_dataset.write(path, {schema.TRAIN: (70, 97)}, source=tmp_path / 'source')
     (tmp_path / 'source' / 'train-0.pt').write_bytes(b'x')
     with pytest.raises(input_pipeline.DamagedError, match=r'train-0\.pt'):
@@ -175,6 +192,15 @@ input_pipeline.train_batches('d', batch_size=8, seed=0, strat_step=3)
     assert 'Unexpected keyword argument "strat_step" for "train_batches"' in done.stdout
 
 
+FACES = [
+    input_pipeline.train_batches,
+    input_pipeline.eval_batches,
+    input_pipeline.train_dataset,
+    input_pipeline.eval_dataset,
+    input_pipeline.train_arrays,
+]
+
+
 @pytest.mark.parametrize('face', FACES, ids=lambda face: face.__name__)
 def test_a_misspelt_argument_fails_by_its_own_name(face):
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'strat_step'"):
@@ -196,6 +222,102 @@ def test_values_of_another_type_are_named(intact, changes, message):
         share = [one_device()] if face is input_pipeline.train_arrays else []
         with pytest.raises(ValueError, match=message):
             face(intact, *share, **{**ORDER, **changes})
+
+
+# --- While they are read -----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[None]:
+    """Interrupts the main thread all the time, where it is in `Ahead.__next__`."""
+
+    def interrupt(number: int, frame) -> None:
+        while frame:
+            if frame.f_code is Ahead.__next__.__code__:
+                raise KeyboardInterrupt
+            frame = frame.f_back
+
+    def send() -> None:
+        while not over.wait(0.0002):
+            signal.pthread_kill(main, signal.SIGINT)
+
+    main = threading.get_ident()
+    before, over = signal.signal(signal.SIGINT, interrupt), threading.Event()
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        yield
+    finally:
+        over.set()
+        sender.join()
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize('pause', [0.0, 0.0005], ids=['fast', 'slow'])
+def test_an_interrupt_loses_no_item(pause):
+    def items() -> Iterator[int]:
+        for number in range(4000):
+            time.sleep(pause if number % 10 == 0 else 0)
+            yield number
+
+    numbers, count, got = Ahead(items(), 2), 0, []
+    with interrupts():
+        while len(got) < 4000:
+            try:
+                got.extend(itertools.islice(numbers, 4000 - len(got)))
+            except KeyboardInterrupt:
+                count += 1
+    assert got == list(range(4000))
+    assert count > 20
+    assert next(numbers, None) is None
+
+
+def test_an_error_is_raised_again_by_those_who_ask_again():
+    def items() -> Iterator[int]:
+        yield 1
+        raise OSError('the disk is gone')
+
+    numbers = Ahead(items(), 2)
+    assert next(numbers) == 1
+    for _ in range(2):
+        with pytest.raises(OSError, match='the disk is gone'):
+            next(numbers)
+    numbers.close()
+    assert next(numbers, None) is None
+
+
+@pytest.mark.parametrize('engine', ['rows', 'chunks'])
+def test_a_program_ends_in_silence_while_it_reads(intact, engine):
+    program = """
+        import input_pipeline
+        order = dict(batch_size=16, seed=5, chunk=64, lanes=4, window=24)
+        batches = input_pipeline.train_batches(sys.argv[1], engine=sys.argv[2], **order)
+        next(batches)
+    """
+    with children.python(program, intact, engine) as child:
+        output, errors = child.communicate(timeout=60)
+    assert (child.returncode, output, errors) == (0, '', '')
+
+
+@pytest.mark.parametrize('engine', ['rows', 'chunks'])
+def test_dropping_the_batches_ends_their_threads(intact, engine):
+    before = threading.enumerate()
+    batches = input_pipeline.train_batches(intact, engine=engine, **ORDER)
+    next(batches)
+    threads = [thread for thread in threading.enumerate() if thread not in before]
+    assert len(threads) == 1 if engine == 'rows' else len(threads) > 1
+    del batches
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize('engine', ['rows', 'chunks'])
+def test_a_batch_that_is_kept_keeps_no_others_alive(intact, engine):
+    order = dict(batch_size=16, seed=0, lanes=2, chunk=32, window=32)
+    batch = next(input_pipeline.train_batches(intact, engine=engine, **order))
+    for name, x in batch.items():
+        assert x.base is None or x.base.nbytes == x.nbytes, name
 
 
 # --- On the devices ----------------------------------------------------------------------------
@@ -223,11 +345,59 @@ def test_arrays_are_the_batches_of_the_host_and_know_their_place(intact):
     arrays.close()
 
 
-def test_columns_that_devices_would_change_are_refused_before_anything_is_read(intact):
+def test_devices_get_what_the_host_read(intact):
+    asked = dict(features=ALL, caption_dropout=0.5)
+    batches = input_pipeline.train_dataset(intact, **ORDER, **asked)
+    sent = input_pipeline.to_device(batches, one_device())
+    for batch in batches.take(4).as_numpy_iterator():
+        arrived = next(sent)
+        assert arrived.keys() == batch.keys() - {'caption'}
+        assert all(isinstance(x, jax.Array) for x in arrived.values())
+        for name in ('latents', 'text_embedding', 'drop_text'):
+            assert arrived[name].dtype == batch[name].dtype
+            np.testing.assert_array_equal(arrived[name], batch[name])
+        words = np.asarray(arrived['key']).astype(np.uint64)
+        keys = (words[:, 0] | words[:, 1] << np.uint64(32)).astype(np.int64)
+        np.testing.assert_array_equal(keys, batch['key'])
+    sent.close()
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5))
+def test_key_words_are_low_and_high(keys):
+    words = input_pipeline.key_words(np.array(keys, np.int64))
+    assert words.dtype == np.uint32 and words.shape == (len(keys), 2)
+    assert [int(low) | int(high) << 32 for low, high in words] == [k % 2**64 for k in keys]
+
+
+def test_batches_are_sent_ahead_but_not_without_limit():
+    def host_batches():
+        for i in range(20):
+            made.append(i)
+            yield {'x': np.full(2, i, np.int32)}
+
+    made, arrived = [], []
+    for batch in input_pipeline.to_device(host_batches(), one_device(), ahead=2):
+        arrived.append(int(batch['x'][0]))
+        assert len(made) <= len(arrived) + 2
+    assert arrived == made == list(range(20))
+    with pytest.raises(ValueError, match='ahead=0 must be at least 1'):
+        input_pipeline.to_device(host_batches(), one_device(), ahead=0)
+
+
+def test_numbers_that_devices_would_change_are_refused_by_name(intact):
+    for dtype in ('int64', 'float64'):
+        batch = {'key': np.arange(2), 'taken_at': np.full(2, 1_700_000_000_063, dtype)}
+        with pytest.raises(ValueError, match=f"'taken_at' is {dtype}, which devices would hold as"):
+            next(input_pipeline.to_device([batch], one_device()))
     batches = input_pipeline.train_batches(intact, **ORDER)
     batches.spec['taken_at'] = input_pipeline.ArraySpec((16,), np.dtype(np.int64))
-    with pytest.raises(ValueError, match="'taken_at' is int64, which devices would hold as"):
+    with pytest.raises(ValueError, match="'taken_at' is int64"):  # before anything is read
         input_pipeline.to_device(batches, one_device())
+    for dtype in ('int8', 'uint32', 'float16', 'bfloat16', 'float32', 'bool'):
+        x = np.array([0, 1, 127], jax.numpy.dtype(dtype))
+        [batch] = input_pipeline.to_device([{'x': x}], one_device())
+        assert batch['x'].dtype == x.dtype
+        np.testing.assert_array_equal(batch['x'], x)
 
 
 def test_the_part_of_another_process_is_refused(intact):

@@ -53,7 +53,7 @@ def planned(order: Order, size: int, start: int) -> list[tuple[int, int, int]]:
 # --- The contract ------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=30)
 @given(orders(), st.lists(st.integers(1, 40), min_size=1, max_size=6), st.data())
 def test_batches_of_any_sizes_are_those_of_the_contract_from_any_start(order, lane_parts, data):
     """One size after another, each beginning where the last one ended, over ends of epochs."""
@@ -65,7 +65,7 @@ def test_batches_of_any_sizes_are_those_of_the_contract_from_any_start(order, la
         start += size // order.settings.lanes
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=30)
 @given(
     orders(), st.integers(1, 40), st.integers(1, 4), st.sampled_from([0, 1, 100, 1000]), st.data()
 )
@@ -89,7 +89,7 @@ def test_processes_plan_their_parts_of_every_wth_batch(order, each, stride, bloc
     assert joined == expected
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=30)
 @given(orders(), st.integers(1, 40), st.data())
 def test_blocks_end_with_windows(order, each, data):
     """Or less than a batch behind: what follows lies in other chunks, but for one a lane."""
@@ -104,7 +104,7 @@ def test_blocks_end_with_windows(order, each, data):
         assert end <= ends < end + each
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=30)
 @given(orders(), st.integers(0, 3))
 def test_an_epoch_has_each_record_once_but_for_fewer_than_lanes(order, epoch):
     lanes, length = order.settings.lanes, order.lane_length
@@ -115,9 +115,9 @@ def test_an_epoch_has_each_record_once_but_for_fewer_than_lanes(order, epoch):
     assert all(0 <= record < order.shard_lengths[shard] for shard, record in records)
 
 
-@pytest.mark.parametrize('lengths', [(363,), (130, 97, 64, 71, 1)])
-def test_each_record_is_left_out_of_as_many_epochs_as_chance_allows(lengths):
+def test_each_record_is_left_out_of_as_many_epochs_as_chance_allows():
     """Of 363 records and 4 lanes an epoch leaves out 3: each is in 99.2% of all epochs."""
+    lengths = (130, 97, 64, 71, 1)
     order, epochs = make_order(lengths, chunk=64, window=1024), 3000
     first = np.cumsum([0, *lengths])
     seen = np.zeros(363)
@@ -138,32 +138,6 @@ def test_seed_and_epoch_decide_the_order():
     assert planned(make_order(seed=4), 8, 0) != first
     later = planned(order, 8, order.lane_length)
     assert [x[1:] for x in later] != [x[1:] for x in first]
-
-
-@settings(deadline=None, max_examples=50)
-@given(
-    st.integers(0, 2**64 - 1),
-    st.integers(1, 2**64 - 1),
-    st.integers(0, 2**32),
-    st.integers(1, 2**32),
-    st.sampled_from([1, 2, 4]),
-    st.integers(20, 200),
-)
-def test_another_seed_or_epoch_is_another_order(seed, to_other, epoch, to_later, lanes, window):
-    """Of the chunks as of the records in a window; 20 of them cannot come again by chance."""
-
-    def chunks_and_window(seed: int, epoch: int) -> list[list[int]]:
-        order = make_order((32 * 40, 32 * 40 + 7), seed=seed, lanes=lanes, window=window)
-        begin = epoch * order.lane_length
-        found = order.samples(range(1), begin, begin + order.lane_length)
-        place = order._permuted(epoch, np.zeros((1, 1), np.int64), np.zeros(1, np.int64))
-        return [(found.shard * 64 + found.record // 32).ravel().tolist(), place.ravel().tolist()]
-
-    first = chunks_and_window(seed, epoch)
-    assert chunks_and_window(seed, epoch) == first
-    for other in (((seed + to_other) % 2**64, epoch), (seed, epoch + to_later)):
-        chunks, window_ = chunks_and_window(*other)
-        assert chunks != first[0] and window_ != first[1]
 
 
 def test_the_order_stays_what_it_was_in_earlier_versions():
@@ -197,7 +171,7 @@ def test_a_sample_is_located_by_division():
 # --- Settings ----------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(st.integers(0, 300), min_size=1, max_size=8).filter(any),
     st.integers(-1, 200),
@@ -227,7 +201,7 @@ def test_too_few_records_are_told_in_numbers():
         make_order((0, 0))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=15)
 @given(
     st.integers(1, 300) | st.integers(2**16 - 2, 2**16 + 2) | st.integers(2**18 - 2, 2**18 + 2),
     st.integers(0, 2**64 - 1),
@@ -253,7 +227,7 @@ def test_small_permutations_are_equally_frequent():
 
 def test_large_permutations_are_uniform():
     """Where a value and its right neighbour go, counted in 16 x 16 boxes over many keys."""
-    size, keys = 2**16 + 3, 400
+    size, keys = 2**16 + 3, 150
     some = np.arange(0, size - 1, 97)
     box = np.zeros(256)
     for key in range(keys):
@@ -283,6 +257,9 @@ def test_choices_about_a_sample_depend_on_nothing_else(seed, epoch, key):
     assert crops[0] == crops[2] == order_lib.sample_crops(seed, epoch, keys[:1])[0]
     drops = order_lib.sample_drops(seed, epoch, keys, 0.5)
     assert drops[0] == drops[2] == order_lib.sample_drops(seed, epoch, keys[:1], 0.5)[0]
+    texts = order_lib.sample_texts(seed, epoch, keys, (1, 1, 1e-9, 1e9))
+    assert texts.min() >= 0 and texts.max() <= 3
+    assert texts[0] == texts[2] == order_lib.sample_texts(seed, epoch, keys[:1], (1, 1, 1e-9, 1e9))
 
 
 def test_choices_are_evenly_distributed_and_independent():
@@ -315,14 +292,6 @@ def test_a_text_is_taken_in_shares_by_weight_whatever_else_is_chosen():
             assert np.abs(share_there - share).max() < 0.02
     np.testing.assert_array_equal(texts, order_lib.sample_texts(1, 0, keys, (6, 2, 4)))
     assert not order_lib.sample_texts(1, 0, keys, (5,)).any()
-
-
-@given(st.integers(0, 2**64 - 1), st.integers(0, 100), st.integers(-(2**63), 2**63 - 1))
-def test_the_text_of_a_sample_depends_on_nothing_else(seed, epoch, key):
-    keys = np.array([key, 5, key])
-    texts = order_lib.sample_texts(seed, epoch, keys, (1, 1, 1e-9, 1e9))
-    assert texts.min() >= 0 and texts.max() <= 3
-    assert texts[0] == texts[2] == order_lib.sample_texts(seed, epoch, keys[:1], (1, 1, 1e-9, 1e9))
 
 
 def test_a_billion_records_are_planned_in_little_memory():

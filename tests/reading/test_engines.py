@@ -1,7 +1,7 @@
-"""Rows gathered out of mapped shards: damage, changes, odd records, and what is imported.
+"""Rows and chunks: what is damaged, verified, changed and lacking, and what is imported.
 
-That rows and chunks give the same batches of any data set, with any settings, is tested with the
-properties of these, in `test_properties.py`; here, with damage.
+That both give the same batches of any data set, with any settings, is tested in
+`test_properties.py`.
 """
 
 import contextlib
@@ -10,8 +10,8 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import shutil
-import threading
 import time
 
 import numpy as np
@@ -27,7 +27,16 @@ from tests import built, children
 from tests.checkout import CHECKOUT
 from tests.reading import planned, small_dataset
 from tests.reading.batches import assert_same, joined
-from tests.reading.damaged import ORDER, damage, place_of, shard_path, steps_of_an_epoch
+from tests.reading.damaged import (
+    LENGTHS,
+    ORDER,
+    damage,
+    place_of,
+    shard_path,
+    steps_of_an_epoch,
+)
+
+ENGINES = pytest.mark.parametrize('engine', ['rows', 'chunks'])
 
 
 def read(path: pathlib.Path, count: int, engine: str = 'rows', **changes) -> list[dict]:
@@ -83,46 +92,132 @@ def test_both_engines_leave_out_the_same_records(copy, do_damage):
     assert_same(joined(parts), expected[3:])
 
 
-def test_both_engines_evaluate_around_the_same_records(copy):
-    damage(copy, 1, 3, split=schema.VALIDATION)
-    arguments = dict(batch_size=8, features=stored_dataset.FEATURES, on_bad_records='skip')
-    rows, chunks = (
-        list(input_pipeline.eval_batches(copy, engine=engine, **arguments))
-        for engine in ('rows', 'chunks')
-    )
-    assert_same(rows, chunks)
-    assert sum(batch['mask'].sum() for batch in rows) == 48
-
-
+@pytest.mark.parametrize('engine', ['rows', 'chunks', 'tf_data'])
 @pytest.mark.parametrize('at', [0, 9, 100])
-def test_a_damaged_record_is_named(copy, at):
+def test_a_damaged_record_is_named(copy, engine, at):
     shard, record = place_of(copy, 3, 5)
     damage(copy, shard, record, at)
     # A damaged length costs the records after it as well, one of which may come first.
     name, number = shard_path(copy, shard).name, record if at == 100 else r'\d+'
-    with pytest.raises(ValueError, match=rf'{name}: record {number} cannot be read: its checksum'):
-        read(copy, steps_of_an_epoch(copy))
+    message = rf'{name}: record {number} cannot be read: its checksum'
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match=message):
+        read(copy, steps_of_an_epoch(copy), engine)
 
 
-def test_a_short_shard_is_named(copy):
+@ENGINES
+def test_a_short_shard_is_named(copy, engine):
     cut_off(copy, 2, 1)
     message = 'record 96 cannot be read: the file is shorter than its chunk index says'
     with pytest.raises(ValueError, match=message):
-        read(copy, 30 * steps_of_an_epoch(copy))
+        read(copy, 4 * steps_of_an_epoch(copy), engine)
 
 
+@ENGINES
 @pytest.mark.parametrize('policy', ['stop', 'skip'])
-def test_a_missing_shard_is_an_error_under_either_policy(copy, policy):
-    shard_path(copy, 3).unlink()
+def test_a_file_that_cannot_be_read_is_an_error_under_either_policy(copy, engine, policy):
+    file = shard_path(copy, 3)
+    file.unlink()
+    asked = dict(engine=engine, on_bad_records=policy)
     with pytest.raises(FileNotFoundError) as error:
-        read(copy, steps_of_an_epoch(copy), on_bad_records=policy)
-    assert str(error.value) == f'{shard_path(copy, 3)} is missing: restore it.'
+        read(copy, steps_of_an_epoch(copy), **asked)
+    assert str(error.value) == f'{file} is missing: restore it.'
+    with pytest.raises(FileNotFoundError, match='is missing: restore it'):
+        list(input_pipeline.eval_batches(copy, batch_size=8, split=schema.TRAIN, **asked))
+    file.mkdir()
+    with pytest.raises(OSError, match='cannot be read'):
+        read(copy, steps_of_an_epoch(copy), **asked)
 
 
-def test_too_many_bad_records_stop_a_run(copy):
-    blank(copy, 4)
-    with pytest.raises(ValueError, match=r'of 362 records are bad, more than max_bad_fraction'):
-        read(copy, 2 * steps_of_an_epoch(copy), on_bad_records='skip')
+@pytest.mark.skipif(os.geteuid() == 0, reason='root may read everything')
+@ENGINES
+def test_a_shard_that_may_not_be_read_is_an_error(copy, engine):
+    shard_path(copy, 3).chmod(0)
+    with pytest.raises(PermissionError, match='access was refused: let this user read the file'):
+        read(copy, steps_of_an_epoch(copy), engine, on_bad_records='skip')
+
+
+@ENGINES
+def test_evaluation_reads_around_a_damaged_record(copy, engine):
+    damage(copy, 1, 3, split=schema.VALIDATION)
+    asked = dict(batch_size=8, features=('key',), engine=engine)
+    with pytest.raises(ValueError, match='record 3 cannot be read'):
+        list(input_pipeline.eval_batches(copy, **asked))
+    batches = list(input_pipeline.eval_batches(copy, **asked, on_bad_records='skip'))
+    mask = np.concatenate([batch['mask'] for batch in batches])
+    assert mask.tolist() == [True] * 40 + [False] + [True] * 8 + [False] * 7
+
+
+def test_a_damaged_record_is_left_out_and_nothing_else_changes(intact, copy, caplog):
+    steps = steps_of_an_epoch(intact)
+    shard, record = place_of(intact, 3, 5)
+    damage(copy, shard, record)
+    counter = input_pipeline.ReadCounter()
+    expected = read(intact, steps, 'chunks')
+    got = read(copy, steps, 'chunks', on_bad_records='skip', counter=counter)
+    for step, (batch, whole) in enumerate(zip(got, expected, strict=True)):
+        bad = [5] if step == 3 else []
+        assert np.flatnonzero(~batch['mask']).tolist() == bad
+        for name, values in whole.items():
+            np.testing.assert_array_equal(batch[name][batch['mask']], values[batch['mask']])
+        assert not batch['latents'][bad].any() and not batch['key'][bad].any()
+        assert not batch['text_embedding'][bad].any() and all(
+            c == b'' for c in batch['caption'][bad]
+        )
+    assert counter.read().bad_records >= 1  # of this epoch, and of the next if it was begun
+    assert f'record {record} cannot be read' in caplog.text
+
+
+@pytest.mark.parametrize('kind', ['length', 'zeros', 'short'])
+def test_what_is_lost_with_a_record_is_left_out(intact, copy, kind):
+    shard = 4
+    if kind == 'length':
+        damage(copy, shard, 70, at=3)
+        lost = range(70, 131)  # up to where the index knows a record again, by reads of a chunk
+    elif kind == 'zeros':
+        shard_path(copy, shard).write_bytes(bytes(shard_path(copy, shard).stat().st_size))
+        lost = range(131)
+    else:
+        file = shard_path(copy, shard)
+        file.write_bytes(file.read_bytes()[:-20_000])
+        lost = range(130, 131)
+    steps = steps_of_an_epoch(intact)
+    plan = planned.of_data(intact, **ORDER)
+    got = read(copy, steps, 'chunks', on_bad_records='skip', max_bad_fraction=1)
+    expected = read(intact, steps, 'chunks')
+    left_out = set()
+    for step, (batch, whole) in enumerate(zip(got, expected, strict=True)):
+        _, shards, records = plan.batch(step)
+        bad = ~batch['mask']
+        assert (shards[bad] == shard).all()
+        left_out |= set(records[bad].tolist())
+        np.testing.assert_array_equal(batch['latents'][~bad], whole['latents'][~bad])
+    given = {
+        int(r)
+        for step in range(steps)
+        for _, s, r in zip(*plan.batch(step), strict=True)
+        if s == shard
+    }
+    # Only what is lost is missing, and of a damaged length no more than the rest of its chunk.
+    assert left_out == (given & set(lost) if kind != 'length' else left_out & set(range(70, 128)))
+    assert left_out
+
+
+def test_each_shard_is_reported_once(copy, caplog):
+    for shard in (0, 3):
+        shard_path(copy, shard).write_bytes(b'')
+    counter = input_pipeline.ReadCounter()
+    batches = read(
+        copy,
+        3 * steps_of_an_epoch(copy),
+        'chunks',
+        on_bad_records='skip',
+        max_bad_fraction=1,
+        counter=counter,
+    )
+    assert sum((~batch['mask']).sum() for batch in batches) > 200
+    reports = [r for r in caplog.records if 'It is left out' in r.getMessage()]
+    assert len(reports) == 2
+    assert counter.read().bad_records >= sum((~batch['mask']).sum() for batch in batches)
 
 
 def test_bad_records_are_counted_and_told(copy, caplog):
@@ -136,6 +231,51 @@ def test_bad_records_are_counted_and_told(copy, caplog):
     assert 1 <= counter.read().bad_records <= 2
     assert counter.read().num_bytes > epoch * 16 * schema.LATENT_NBYTES
     assert caplog.text.count(f'record {record} cannot be read') == 1
+
+
+def test_intact_data_are_the_same_under_both_policies_and_warn_of_nothing(intact, caplog):
+    count = 2 * steps_of_an_epoch(intact)
+    stop, skip = (read(intact, count, 'chunks', on_bad_records=p) for p in ('stop', 'skip'))
+    for batch in skip:
+        assert batch.pop('mask').all()
+    assert_same(skip, stop)
+    assert not caplog.records
+
+
+def test_more_bad_records_than_are_allowed_stop_it(copy):
+    for shard in range(len(LENGTHS[schema.TRAIN])):
+        shard_path(copy, shard).write_bytes(b'')
+    with pytest.raises(ValueError) as error:
+        read(copy, 60, 'chunks', on_bad_records='skip')
+    message = str(error.value)
+    assert re.search(r'[0-9]+ of 362 records are bad, more than max_bad_fraction=0.001', message)
+    assert 'python -m coyo11m_tfds.verify' in message
+
+
+@pytest.mark.parametrize(('fraction', 'stops'), [(70.5 / 362, False), (69.5 / 362, True)])
+def test_a_bad_record_counts_once_in_all_epochs(copy, fraction, stops):
+    shard_path(copy, 0).write_bytes(b'')  # 70 records
+    asked = dict(on_bad_records='skip', max_bad_fraction=fraction)
+    steps = 4 * steps_of_an_epoch(copy)
+    if stops:
+        with pytest.raises(ValueError, match='70 of 362 records are bad'):
+            read(copy, steps, 'chunks', **asked)
+    else:
+        assert sum((~batch['mask']).sum() for batch in read(copy, steps, 'chunks', **asked)) > 140
+
+
+def test_a_few_bad_records_never_stop_it(copy):
+    damage(copy, 4, 0, at=3)  # with a length all of its chunk is lost, 64 records
+    read(copy, 3 * steps_of_an_epoch(copy), 'chunks', on_bad_records='skip', max_bad_fraction=0)
+
+
+def test_one_counter_counts_what_is_read_of_several_data_sets(intact):
+    counter = input_pipeline.ReadCounter()
+    size = sum(shard_path(intact, s, schema.VALIDATION).stat().st_size for s in range(2))
+    for number in (1, 2):
+        asked = dict(batch_size=49, chunk=32, counter=counter, engine='chunks')
+        assert len(list(input_pipeline.eval_batches(intact, features=('key',), **asked))) == 1
+        assert counter.read() == (number * size, number * 3, 0, 0)
 
 
 # --- What is verified --------------------------------------------------------------------------
@@ -225,9 +365,6 @@ def test_each_file_is_looked_at_again_when_a_batch_touches_it(tmp_path, monkeypa
         files.check_unchanged(np.array([3, 7]))
 
 
-# --- Many files --------------------------------------------------------------------------------
-
-
 def read_with_limit(path: pathlib.Path, soft: int, hard: int) -> tuple[str, str]:
     """The output and the errors of a process with so many descriptors that reads a batch."""
     program = """
@@ -256,7 +393,7 @@ def test_mapped_files_take_no_descriptors(tmp_path):
     assert 'this process may have only 23 files open at once (ulimit -n)' in output and not errors
 
 
-# --- Records that others have written ----------------------------------------------------------
+# --- Records and shards ------------------------------------------------------------------------
 
 
 def rewrite(path: pathlib.Path, shard: int, change) -> None:
@@ -327,7 +464,78 @@ def test_keys_and_captions_of_every_length_are_found(keys, tmp_path):
     assert not records.RecordLayout(text_dim=6).find(files.memory, begin, end).regular.any()
 
 
-# --- The face ----------------------------------------------------------------------------------
+def test_rows_as_wide_as_any_text_vector_are_gathered():
+    memory = files_lib.Memory()
+    data = np.arange(2 * schema.MAX_TEXT_DIM + 9, dtype=np.uint8)
+    rows = memory.gather(data.ctypes.data + np.array([9, 0]), 2 * schema.MAX_TEXT_DIM)
+    np.testing.assert_array_equal(rows[0].tobytes(), data[9:].tobytes())
+    np.testing.assert_array_equal(rows[1].tobytes(), data[:-9].tobytes())
+
+
+@pytest.mark.parametrize('num_shards', [12, 100_000])
+def test_paths_of_shards_are_those_of_tfds(tmp_path, num_shards):
+    path = tmp_path / schema.NAME / '00000-of-00012' / '1.0.0'
+    path.mkdir(parents=True)
+    template = small_dataset.template(path, schema.TRAIN)
+    # Shards without records. TFDS wants to see one file.
+    template.sharded_filepath(shard_index=0, num_shards=num_shards).touch()
+    chunk_index.save(path, schema.TRAIN, [0] * num_shards, [[]] * num_shards, [0] * num_shards)
+    small_dataset.write_metadata(path, {schema.TRAIN: [0] * num_shards})
+    opened = input_pipeline.open_data(path).split(schema.TRAIN)
+    for shard in (0, 7, num_shards - 1):
+        expected = template.sharded_filepath(shard_index=shard, num_shards=num_shards)
+        assert opened.file(shard) == str(expected)
+
+
+def test_shards_whose_names_have_no_number_are_refused(copy):
+    info = json.loads((copy / 'dataset_info.json').read_text())
+    info['splits'][0]['filepathTemplate'] = '{DATASET}-{SPLIT}.{FILEFORMAT}'
+    (copy / 'dataset_info.json').write_text(json.dumps(info))
+    with pytest.raises(ValueError, match=r'names several shards alike, expected \{SHARD_X_OF_Y\}'):
+        input_pipeline.train_batches(copy, **ORDER)
+
+
+def test_other_encodings_are_refused_by_name(copy):
+    features = json.loads((copy / 'features.json').read_text())
+    features['featuresDict']['features']['latents']['tensor']['encoding'] = 'zlib'
+    (copy / 'features.json').write_text(json.dumps(features))
+    with pytest.raises(ValueError, match=f"{copy}: feature 'latents' is .*, expected the bytes"):
+        input_pipeline.train_batches(copy, engine='rows', **ORDER)
+
+
+# --- What is asked for, and what is imported -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'changes, message',
+    [
+        (dict(engine='lines'), "engine='lines' is none of 'auto', 'rows', 'chunks', 'tf_data'"),
+        (dict(verify='twice'), "verify='twice' is none of 'once', 'always', 'never'"),
+        (dict(split='train[:50%]', engine='rows'), 'reads local data sets with a chunk index'),
+        (dict(on_bad_records='drop'), "on_bad_records='drop' is none of"),
+        (dict(max_bad_fraction=1.5), r'max_bad_fraction=1.5 is not in \[0, 1\]'),
+        (dict(max_bad_fraction=float('nan')), 'max_bad_fraction=nan is not in'),
+        (dict(stride=0), 'stride=0: expected at least 1'),
+        (dict(chunk=48), 'chunk=48 is not a multiple of 32, .*; chunk=64 works'),
+        (dict(engine='chunks', parallel_reads=0), 'parallel_reads=0: expected at least 1'),
+    ],
+)
+def test_a_mistake_is_named(intact, changes, message):
+    with pytest.raises(ValueError, match=message):
+        input_pipeline.train_batches(intact, **{**ORDER, **changes})
+
+
+@ENGINES
+def test_evaluation_that_has_ended_stays_ended(intact, engine):
+    batches = input_pipeline.eval_batches(intact, batch_size=16, engine=engine)
+    assert len(list(batches)) == 4
+    assert next(batches, None) is None and list(batches) == []
+
+
+def test_rows_are_local(intact, gcs):
+    gcs.upload_folder(intact, 'gs://bucket/d/1.0.0')
+    with pytest.raises(ValueError, match=r"gs://bucket/.*: engine='rows' reads local data sets"):
+        input_pipeline.train_batches('gs://bucket/d/1.0.0', engine='rows', **ORDER)
 
 
 def test_rows_need_neither_tensorflow_nor_torch_nor_jax(intact):
@@ -379,114 +587,3 @@ def test_torch_reads_what_jax_gets_with_any_number_of_workers(intact):
         [batch['key'].tolist(), hashlib.sha256(batch['latents']).hexdigest()] for batch in batches
     ]
     assert json.loads(output) == {'0': expected, '2': expected, '3': expected}
-
-
-@pytest.mark.parametrize('engine', ['rows', 'chunks'])
-@pytest.mark.parametrize('stride, part', [(2, (0, 1)), (7, (0, 1)), (3, (1, 2))])
-def test_strides_share_the_batches_of_one(intact, engine, stride, part):
-    process = dict(zip(('process_index', 'process_count'), part, strict=True))
-    expected = read(intact, 3 + 5 * stride, 'rows', **process)[3:]
-    for worker in range(stride):
-        got = read(intact, 5, engine, start_step=3 + worker, stride=stride, **process)
-        assert_same(got, expected[worker::stride])
-
-
-@pytest.mark.parametrize('engine', ['rows', 'chunks'])
-def test_dropping_the_batches_ends_their_threads(intact, engine):
-    before = threading.enumerate()
-    batches = input_pipeline.train_batches(intact, engine=engine, **ORDER)
-    next(batches)
-    threads = [thread for thread in threading.enumerate() if thread not in before]
-    assert len(threads) == 1 if engine == 'rows' else len(threads) > 1
-    del batches
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-
-
-def test_batches_that_are_kept_stay_as_they_are(intact):
-    batches = input_pipeline.train_batches(intact, engine='rows', **ORDER)
-    kept = [next(batches) for _ in range(20)]
-    assert_same(
-        kept, read(intact, 20, features=('key', 'latents', 'text_embedding'), caption_dropout=0)
-    )
-
-
-@pytest.mark.parametrize(
-    'changes, message',
-    [
-        (dict(engine='lines'), "engine='lines' is none of 'auto', 'rows', 'chunks', 'tf_data'"),
-        (dict(verify='twice'), "verify='twice' is none of 'once', 'always', 'never'"),
-        (dict(split='train[:50%]', engine='rows'), 'reads local data sets with a chunk index'),
-        (dict(on_bad_records='drop'), "on_bad_records='drop' is none of"),
-        (dict(max_bad_fraction=2), 'max_bad_fraction=2 is not in'),
-        (dict(features=()), r"features=\(\) names no feature; features=\('key',\) works"),
-        (dict(stride=0), 'stride=0: expected at least 1'),
-        (dict(engine='chunks', parallel_reads=0), 'parallel_reads=0: expected at least 1'),
-    ],
-)
-def test_a_mistake_is_named(intact, changes, message):
-    with pytest.raises(ValueError, match=message):
-        input_pipeline.train_batches(intact, **{**ORDER, **changes})
-
-
-@pytest.mark.parametrize('engine', ['rows', 'chunks'])
-@pytest.mark.parametrize('chunk, nearest', [(0, 32), (48, 64), (-64, 32)])
-def test_evaluation_names_a_chunk_that_works(intact, engine, chunk, nearest):
-    message = f'chunk={chunk} is not a multiple of 32, .*; chunk={nearest} works'
-    with pytest.raises(ValueError, match=message):
-        input_pipeline.eval_batches(intact, batch_size=8, engine=engine, chunk=chunk)
-
-
-@pytest.mark.parametrize('engine', ['rows', 'chunks'])
-def test_evaluation_that_has_ended_stays_ended(intact, engine):
-    batches = input_pipeline.eval_batches(intact, batch_size=16, engine=engine)
-    assert len(list(batches)) == 4
-    assert next(batches, None) is None and list(batches) == []
-
-
-def test_rows_are_local(intact, gcs):
-    gcs.upload_folder(intact, 'gs://bucket/d/1.0.0')
-    with pytest.raises(ValueError, match=r"gs://bucket/.*: engine='rows' reads local data sets"):
-        input_pipeline.train_batches('gs://bucket/d/1.0.0', engine='rows', **ORDER)
-
-
-def test_other_encodings_are_refused_by_name(copy):
-    features = json.loads((copy / 'features.json').read_text())
-    features['featuresDict']['features']['latents']['tensor']['encoding'] = 'zlib'
-    (copy / 'features.json').write_text(json.dumps(features))
-    with pytest.raises(ValueError, match=f"{copy}: feature 'latents' is .*, expected the bytes"):
-        input_pipeline.train_batches(copy, engine='rows', **ORDER)
-
-
-def test_a_data_set_without_index_goes_through_tensorflow(copy):
-    for file in copy.glob('chunk_index-*'):
-        file.unlink()
-    with pytest.raises(ValueError, match='reads local data sets with a chunk index'):
-        input_pipeline.train_batches(copy, engine='rows', **ORDER)
-    batch = next(input_pipeline.train_batches(copy, **ORDER))
-    assert batch['latents'].shape == (16, *schema.LATENT_SHAPE)
-
-
-def test_rows_as_wide_as_any_text_vector_are_gathered():
-    memory = files_lib.Memory()
-    data = np.arange(2 * schema.MAX_TEXT_DIM + 9, dtype=np.uint8)
-    rows = memory.gather(data.ctypes.data + np.array([9, 0]), 2 * schema.MAX_TEXT_DIM)
-    np.testing.assert_array_equal(rows[0].tobytes(), data[9:].tobytes())
-    np.testing.assert_array_equal(rows[1].tobytes(), data[:-9].tobytes())
-
-
-@pytest.mark.parametrize('engine', ['rows', 'chunks'])
-def test_a_batch_that_is_kept_keeps_no_others_alive(intact, engine):
-    order = dict(batch_size=16, seed=0, lanes=2, chunk=32, window=32)
-    batch = next(input_pipeline.train_batches(intact, engine=engine, **order))
-    for name, x in batch.items():
-        assert x.base is None or x.base.nbytes == x.nbytes, name
-
-
-def test_shards_whose_names_have_no_number_are_refused(copy):
-    info = json.loads((copy / 'dataset_info.json').read_text())
-    info['splits'][0]['filepathTemplate'] = '{DATASET}-{SPLIT}.{FILEFORMAT}'
-    (copy / 'dataset_info.json').write_text(json.dumps(info))
-    with pytest.raises(ValueError, match=r'names several shards alike, expected \{SHARD_X_OF_Y\}'):
-        input_pipeline.train_batches(copy, **ORDER)
