@@ -125,6 +125,7 @@ def test_from_a_bucket_to_a_bucket(source, plain, tmp_path):
     assert files_of(final_folder(tmp_path / 'copy')) == plain
 
 
+@pytest.mark.slow
 def test_from_the_hub(source, plain, tmp_path):
     files = {str(p.relative_to(source)): p for p in source.rglob('*') if p.is_file()}
     with fake_hub(files) as hub:

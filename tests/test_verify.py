@@ -94,11 +94,6 @@ def edit_the_info(path: pathlib.Path) -> list[str]:
     return [f'{schema.INFO_FILE}: CRC-32C is .*, expected .*']
 
 
-def remove_the_features(path: pathlib.Path) -> list[str]:
-    (path / schema.FEATURES_FILE).unlink()
-    return [f'{schema.FEATURES_FILE}: is missing']
-
-
 DAMAGES = [
     flip_a_byte,
     flip_a_length,
@@ -108,7 +103,6 @@ DAMAGES = [
     add_a_shard,
     exchange_the_index,
     edit_the_info,
-    remove_the_features,
 ]
 
 
@@ -136,13 +130,12 @@ def test_every_damage_is_told(copy, damage):
 
 def test_many_damages_are_all_told(copy):
     flip(copy / OTHER, 5000)
-    expected = [rf'{OTHER}: CRC-32C .*', *truncate(copy), *remove_the_features(copy)]
+    expected = [rf'{OTHER}: CRC-32C .*', *truncate(copy), *edit_the_info(copy)]
     assert_told(faults(copy), expected)
 
 
-@pytest.mark.parametrize('damage', [truncate, add_a_shard, edit_the_info])
-def test_sizes_are_compared_without_reading(copy, damage):
-    expected = damage(copy)
+def test_sizes_are_compared_without_reading(copy):
+    expected = [*truncate(copy), *add_a_shard(copy), *edit_the_info(copy)]
     assert_told(faults(copy, fast=True), expected)
 
 
@@ -203,7 +196,6 @@ def older(copy) -> pathlib.Path:
                 f'{SHARD.replace("00003", "00000")}: has 86 records, expected 85 .*',
             ],
         ),
-        (remove_the_features, [f'{schema.FEATURES_FILE}: is missing']),
     ],
 )
 def test_files_are_compared_with_each_other(older, damage, expected):
@@ -226,11 +218,11 @@ def test_offsets_of_the_index_are_compared_with_the_records(older):
     )
 
 
-@pytest.mark.parametrize('name', [schema.INFO_FILE, INDEX])
-@pytest.mark.parametrize('content', [b'\xff\xfe', b'{"splits": [{}]}'])
-def test_metadata_that_make_no_sense_are_told(older, name, content):
-    (older / name).write_bytes(content)
-    assert any(fault.startswith(f'{name}: cannot be used (') for fault in faults(older))
+def test_metadata_that_make_no_sense_are_told(older):
+    for name in (INDEX, schema.INFO_FILE):
+        for content in (b'\xff\xfe', b'{"splits": [{}]}'):
+            (older / name).write_bytes(content)
+            assert any(fault.startswith(f'{name}: cannot be used (') for fault in faults(older))
 
 
 def test_a_damaged_record_of_checksums_is_told(copy):
@@ -268,11 +260,11 @@ def test_a_data_set_in_a_bucket_is_found_from_above(cloud):
     ]
 
 
-@pytest.mark.parametrize('damage', [flip_a_byte, truncate, remove])
-def test_damage_in_a_bucket_is_told(cloud, copy, damage):
-    expected = [pattern.partition(', record')[0] for pattern in damage(copy)]
+def test_damage_in_a_bucket_is_told(cloud, copy):
+    expected = [pattern.partition(', record')[0] for pattern in flip_a_byte(copy)]
+    (copy / OTHER).unlink()
     upload(cloud, copy)
-    assert_told(faults(DATA), expected)
+    assert_told(faults(DATA), [*expected, f'{OTHER}: is missing'])
 
 
 def test_the_checksums_of_the_storage_do_without_reading(cloud, copy):
@@ -341,8 +333,7 @@ def test_a_folder_above_the_only_data_set_will_do(command, mini_dataset, tmp_pat
         (['no/such/folder'], 'no/such/folder: there is no such folder'),
         (['.'], r'.: there is no dataset_info.json'),
         ([''], 'the folder is empty text'),
-        (['gs://'], 'gs://: expected a local path or gs://bucket/folder'),
-        (['hf://datasets/a/b'], 'hf://datasets/a/b: expected a local path or gs://'),
+        (['hf://datasets/a/b'], 'hf://datasets/a/b.*: expected a local path or gs://'),
         (['--parallel=0', '.'], 'parallel is 0'),
     ],
 )
