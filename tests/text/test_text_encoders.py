@@ -75,20 +75,6 @@ def test_hash_has_length_one_and_ignores_case_and_unicode_form(caption):
     np.testing.assert_array_equal(vector, decomposed)
 
 
-def test_hash_sees_words_and_their_order():
-    first, upper, swapped, other = words.HashEncoder().encode(
-        [
-            'a red circle on a blue background',
-            'A RED circle, on a blue background!',
-            'a blue circle on a red background',
-            'two dogs run through deep snow',
-        ]
-    )
-    np.testing.assert_array_equal(first, upper)
-    assert 0.5 < first @ swapped < 0.9
-    assert abs(first @ other) < 0.2
-
-
 # --- words ----------------------------------------------------------------------------------
 
 
