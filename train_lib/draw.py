@@ -46,7 +46,7 @@ class Artist:
     Attributes:
         step: of the checkpoint.
         facts: what is known of the data that it was trained on.
-        encoder: where the encoder in its step is; '' for a run without one.
+        encoder: folder or hub name of the encoder in its step; '' for a run without one.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class Artist:
         Args:
             place: `WORKDIR` of the run, for its last checkpoint, or `WORKDIR@STEP`.
             average: draw with the moving average of the weights.
-            seed: of the noise; None for that of the run.
+            seed: seed of the noise; None for that of the run.
             batch_size: pictures drawn at a time, rounded up to a multiple of the devices.
-            encoder: of a run with one in its step, where it is now; '' for where the run had it.
-            vae: that decodes, see `vae_decoder.painter`; None for that of the run's previews.
+            encoder: folder or hub name of the encoder in the run's step; '' for the run's own.
+            vae: VAE that decodes, see `vae_decoder.painter`; None for that of the run's previews.
             **changes: fields of `config.preview` to use in place of those of the run, such as
                 `guidance`; None for these.
 

@@ -30,7 +30,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import ml_collections
@@ -44,6 +44,10 @@ import train_lib
 from coyo11m_tfds.process.progress import fitting, make_bar
 from train_lib import chips, metrics
 
+if TYPE_CHECKING:
+    from train_lib.data import TrainingData
+    from train_lib.step import Program
+
 # Linux alone has it: sizes of this process in pages, the second of them what is resident.
 _OWN_MEMORY = pathlib.Path('/proc/self/statm')
 
@@ -55,22 +59,19 @@ def say(text: str, *arguments) -> None:
 
 
 def introduce(
-    config: ml_collections.ConfigDict, workdir: os.PathLike, data: Any, program: Any, start: int
+    config: ml_collections.ConfigDict,
+    workdir: os.PathLike,
+    data: 'TrainingData',
+    program: 'Program',
+    start: int,
 ) -> None:
-    """Logs the machine, data, model and length of a run.
-
-    Args:
-        config: see `configs/default.py`.
-        workdir: folder of the run.
-        data: a `data.TrainingData`.
-        program: a `step.Program`.
-        start: the step that the run begins with.
-    """
+    """Logs the machine, data, model and length of a run that begins with the step `start`."""
     state = program.abstract_state
+    placed: Any = state.step.sharding  # a NamedSharding
     say(
         'machine: %d x %s, hosts: %d of %d cores, mesh data %d x fsdp %d',
         *(jax.device_count(), jax.devices()[0].device_kind, jax.process_count(), os.cpu_count()),
-        *state.step.sharding.mesh.shape.values(),
+        *placed.mesh.shape.values(),
     )
     say('data: %s', data.description)
     if (encoder := program.encoder) is not None:
@@ -98,16 +99,6 @@ def _count(params: Any) -> int:
 # --- Averages over windows ----------------------------------------------------------------------
 
 
-class Reading(Protocol):
-    """What the log asks of a `data.TrainingData`."""
-
-    def read_counts(self) -> Any:
-        """Returns `input_pipeline.ReadCounts` of training, evaluations left out."""
-
-    def batches_ready(self) -> int:
-        """Returns how many batches could be taken without waiting."""
-
-
 class TrainLog:
     """Merges the metrics of steps and writes their averages at every multiple of so many steps.
 
@@ -126,7 +117,7 @@ class TrainLog:
         *,
         empty: metrics.TrainMetrics,
         start: int = 0,
-        data: Reading | None = None,
+        data: 'TrainingData | None' = None,
         epoch: Callable[[int], float | None] = lambda step: None,
         flops: int = 0,
         way_back: Callable[[int], str] = lambda step: 'Start afresh',
@@ -270,7 +261,7 @@ class StepClock:
         first_batch: time (`time.monotonic`) at which the batch of the first step came.
     """
 
-    def __init__(self, data: Reading | None = None):
+    def __init__(self, data: 'TrainingData | None' = None):
         """Starts; `data` tells what has been read for training, if anything counts it."""
         self._data = data
         self._watcher = concurrent.futures.ThreadPoolExecutor(1, 'step-clock')

@@ -33,16 +33,12 @@ class _Mean(clu_metrics.Average):
 def _mean_of(name: str, counts: str) -> type[_Mean]:
     """Mean of an output over the rows that another one, bool and as long, lets count (or all)."""
 
-    @flax.struct.dataclass
-    class _MeanOf(_Mean):
-        @classmethod
-        def from_model_output(cls, **outputs: jax.Array) -> clu_metrics.Metric:
-            values, mask = jnp.atleast_1d(outputs[name]), outputs.get(counts)
-            return super().from_model_output(
-                values, mask=None if mask is None else jnp.atleast_1d(mask)
-            )
+    def select(**outputs: jax.Array) -> dict[str, jax.Array | None]:
+        mask = outputs.get(counts)
+        mask = None if mask is None else jnp.atleast_1d(mask)
+        return {'values': jnp.atleast_1d(outputs[name]), 'mask': mask}
 
-    return _MeanOf
+    return _Mean.from_fun(select)
 
 
 def _most(name: str) -> type[clu_metrics.Metric]:

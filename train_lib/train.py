@@ -288,7 +288,8 @@ class Hook(NamedTuple):
             run.writer.write_scalars(step, {'train/weight_norm': norm})
             return f'{norm:.1f}'
 
-        train.HOOKS.insert(0, Hook('weight norm', every(lambda config: 1000), weight_norm))
+        due = train.every(lambda config: 1000)
+        train.HOOKS.insert(0, train.Hook('weight norm', due, weight_norm))
 
     Attributes:
         name: for the log.

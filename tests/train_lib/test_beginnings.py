@@ -270,15 +270,3 @@ def test_weights_that_do_not_fit_are_refused_by_name(
         begin(mini_dataset, tmp_path / 'run', f'{source[0]}{place}', **changes)
     assert '\n' not in str(error.value)
     assert not (tmp_path / 'run').exists()
-
-
-@pytest.mark.slow
-def test_weights_go_to_other_devices_by_the_command(mini_dataset, source, env, tmp_path):
-    workdir = tmp_path / 'run'
-    fields = SHORT | {'init_from': source[0], 'num_steps': 1, 'mesh.fsdp': 2}
-    with runs.hosts(mini_dataset, workdir, env, processes=1, devices=2, **fields) as started:
-        assert runs.wait(started) == [0], started[0].output.read_text()
-    config = small_config(mini_dataset, **SHORT, num_steps=1, init_from=str(source[0]))
-    train.train_and_evaluate(config, tmp_path / 'one')
-    ours, theirs = (runs.losses(folder)['train/loss', 1] for folder in (workdir, tmp_path / 'one'))
-    np.testing.assert_allclose(ours, theirs, rtol=1e-5)

@@ -76,9 +76,8 @@ def test_what_evaluations_read_is_not_counted_as_read_for_training(mini_dataset)
     batches.close()
 
 
-@pytest.mark.parametrize('ahead', [1, 3])
-def test_batches_are_on_the_device_before_they_are_asked_for(mini_dataset, monkeypatch, ahead):
-    made = []
+def test_batches_are_on_the_device_before_they_are_asked_for(mini_dataset, monkeypatch):
+    made, ahead = [], 3
 
     def host_batches(*_, **__):
         while True:

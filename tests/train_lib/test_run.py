@@ -88,6 +88,7 @@ def test_a_run_from_the_beginning_to_the_end(mini_dataset, silent, tmp_path):
     assert lines[-1].endswith(f'Finished already: all 4 steps are in {tmp_path}.')
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != 'linux', reason='`script` has other flags elsewhere')
 def test_a_terminal_shows_a_bar_and_lines_above_it(mini_dataset, silent, tmp_path):
     changes = {'num_steps': 4, 'log_every': 2, 'eval_every': 0, 'checkpoint_every': 2}

