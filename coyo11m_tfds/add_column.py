@@ -102,7 +102,7 @@ def add(
                     'set with the config field text_embeddings, which leaves such records out.'
                 )
             raise ValueError(
-                f'{place}: has nothing for {len(lacking):,} of {len(keys):,} records of '
+                f'{place}: has no value for {len(lacking):,} of {len(keys):,} records of '
                 f'{edit.stored.folder}, such as key {lacking[0]}, and every record needs a value. '
                 f'{remedy}'
             )
@@ -158,7 +158,7 @@ def _find_moved(
 ) -> ColumnFile:
     name = os.path.basename(before.path)
     if name not in by_name:
-        raise ValueError(f'{source}: {name} is missing, and latents lie in it. Copy it there.')
+        raise ValueError(f'{source}: {name} is missing, and latents are in it. Copy it there.')
     file = by_name[name]
     in_place.check_within_reach(file, edit.stored.folder)
     head = pt_check.fetch_head(file, edit.scratch, check_crc=False)

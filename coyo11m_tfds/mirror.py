@@ -142,7 +142,7 @@ def _open_scratch(
     if largest.size > num_bytes:
         raise ValueError(
             f'{largest.path} has {readable(largest.size)}, but the scratch folder may hold '
-            f'{readable(num_bytes)}; allow it more (--scratch_gb).'
+            f'{readable(num_bytes)}; raise --scratch_gb.'
         )
     return Scratch(folder or user_cache(schema.NAME, 'mirror'), num_bytes)
 
@@ -156,7 +156,7 @@ def _check_space(target: Destination, missing: Mapping[str, SourceFile]) -> None
     needed = sum(file.size for file in missing.values()) - come
     if free < needed:
         raise OSError(
-            f'{target.folder} has {readable(free)} free, but {readable(needed)} are yet to come. '
+            f'{target.folder} has {readable(free)} free, but needs {readable(needed)} more. '
             'Free some space or choose another destination.'
         )
 

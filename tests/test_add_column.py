@@ -218,7 +218,7 @@ BAD = [
     ([[1], [2, 3], [4]], r"column 'x' is list<.*>, expected integers, floats, or lists"),
     (np.zeros((3, 5000)), r'is fixed_size_list<.*>\[5000\], .* at most 32,768 bytes a row'),
     (pa.nulls(3, pa.float32()), r"x.parquet: column 'x' is null in every row"),
-    (np.zeros((3, 2), np.float32), r'x.parquet: has nothing for 1,173 of 1,173 records of'),
+    (np.zeros((3, 2), np.float32), r'x.parquet: has no value for 1,173 of 1,173 records of'),
 ]
 
 
@@ -407,7 +407,7 @@ def test_records_without_a_value_are_counted_over_all_splits(copy, other_embeddi
     pq.write_table(kept, tmp_path / 'other.parquet')
     before = sorted(path.name for path in copy.iterdir())
     message = (
-        f'{tmp_path}/other.parquet: has nothing for 2 of 1,173 records of {copy}, such as key '
+        f'{tmp_path}/other.parquet: has no value for 2 of 1,173 records of {copy}, such as key '
         f'{lacking[0]}, and every record needs a value. Embed a column of captions'
     )
     with pytest.raises(ValueError, match=re.escape(message)):

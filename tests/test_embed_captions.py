@@ -139,9 +139,7 @@ def built(tmp_path):
 def test_a_sidecar_of_other_captions_is_refused(built, tmp_path, change):
     source, sidecar = built
     made_sources.write_captions(source, {k: f'Caption of {k}.' for k in range(30)} | change)
-    message = (
-        r"x\.parquet: its embeddings were made of other captions than column 'caption_llava' of "
-    )
+    message = r"x\.parquet: its embeddings come from other captions than column 'caption_llava' of "
     with pytest.raises(ValueError, match=message) as error:
         build(source, sidecar, tmp_path / 'out')
     assert '\n' not in str(error.value)
@@ -242,7 +240,7 @@ def test_command_line(command, tmp_path, out):
     for further, message in (
         (['--encoder', 'clip'], "error: unknown encoder 'clip'"),
         (['--caption_column', 'alt'], "has no column 'alt'"),
-        (['--encoder', 'hash', '--tokens_only'], "the encoder 'hash' has no token ids: name words"),
+        (['--encoder', 'hash', '--tokens_only'], "the encoder 'hash' has no token ids: use words"),
     ):
         status, _, errors = command(embed_captions, *flags, *further)
         assert status == 1 and message in errors

@@ -167,10 +167,10 @@ def test_a_source_that_was_moved_is_found_again(movable, tmp_path):
     moved = source.rename(tmp_path / 'moved')
     file = latents_file(moved)
     whole = file.read_bytes()
-    with pytest.raises(ValueError, match='is missing, and latents lie in it'):
+    with pytest.raises(ValueError, match='is missing, and latents are in it'):
         read(path, 1)
     file.unlink()
-    with pytest.raises(ValueError, match=f'{moved}: {file.name} is missing, and latents lie in it'):
+    with pytest.raises(ValueError, match=f'{moved}: {file.name} is missing, and latents are in it'):
         add_column.move_latents(path, moved)
     shutil.copy(sorted(file.parent.glob('*.pt'))[0], file)
     with pytest.raises(ValueError, match=f'{file}: has changed since the data set was built'):
@@ -219,7 +219,7 @@ def test_a_source_that_is_gone_is_named(movable):
     path, source = movable
     file = latents_file(source)
     file.unlink()
-    with pytest.raises(ValueError, match=f'{file} is missing, and latents lie in it'):
+    with pytest.raises(ValueError, match=f'{file} is missing, and latents are in it'):
         input_pipeline.train_batches(path, **ORDER)
 
 

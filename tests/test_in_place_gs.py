@@ -107,7 +107,7 @@ def test_an_object_that_was_replaced_is_named_before_anything_is_read(storage):
     with pytest.raises(ValueError, match=f'{url}: has changed since the data set was built'):
         input_pipeline.train_batches(DATA, **ORDER)
     storage.remove('source', url.removeprefix('gs://source/'))
-    with pytest.raises(ValueError, match=f'{url} is missing, and latents lie in it'):
+    with pytest.raises(ValueError, match=f'{url} is missing, and latents are in it'):
         input_pipeline.train_batches(DATA, **ORDER)
 
 

@@ -305,9 +305,9 @@ def test_the_command(command, gcs, on_hub, hub, tmp_path):
 def test_empty_text_is_no_folder(local, tmp_path, monkeypatch):
     """As of a variable of the shell that is not set: neither `/` nor the current folder."""
     monkeypatch.chdir(local)
-    with pytest.raises(ValueError, match='the folder is empty text, expected that of a source'):
+    with pytest.raises(ValueError, match='no folder given, expected that of a source'):
         mirror.mirror('', tmp_path / 'to')
-    with pytest.raises(ValueError, match='the destination is empty text, expected a folder'):
+    with pytest.raises(ValueError, match='no destination given, expected a folder'):
         Destination('')
     with pytest.raises(ValueError, match='parallel is 0, expected at least 1'):
         mirror.mirror(local, tmp_path / 'to', parallel=0)
@@ -339,7 +339,7 @@ def test_a_disk_with_just_enough_for_the_rest(gcs, in_bucket, tmp_path, monkeypa
     left = sum(len(data) for data in FILES.values()) - part
     usage = shutil.disk_usage(tmp_path)._replace(free=left)
     monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage._replace(free=left - 1))
-    with pytest.raises(OSError, match=r'to has 1\.\d MB free, but 1\.\d MB are yet to come'):
+    with pytest.raises(OSError, match=r'to has 1\.\d MB free, but needs 1\.\d MB more'):
         mirror.mirror(in_bucket, tmp_path / 'to')
     monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage)
     assert part > 0 and mirror.mirror(in_bucket, tmp_path / 'to').num_copied == 5

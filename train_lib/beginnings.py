@@ -179,8 +179,8 @@ def check_same(
     if unasked := changed.keys() - set(accept_changes):
         raise OtherRunError(
             f'{where} was trained with other settings: '
-            f'{"; ".join(changed[name] for name in sorted(unasked))}. If that is meant, add '
-            f'--accept_changes={",".join(changed)}; if not, set this back.'
+            f'{"; ".join(changed[name] for name in sorted(unasked))}. To confirm this, add '
+            f'--accept_changes={",".join(changed)}; otherwise restore the settings.'
         )
     for text in changed.values():
         logging.warning('A change that is accepted: %s.', text)

@@ -198,7 +198,7 @@ def load(spec: str, facts: 'DataFacts', mesh: Mesh, *, dtype: str) -> StepEncode
             f'encoder={spec!r} is {tokenizer.name} of revision {tokenizer.revision} with '
             f'{tokenizer.vocabulary} ids, but the token ids of the data set were made by '
             f'{facts.encoder} of revision {facts.encoder_revision or "unknown"} with '
-            f'{facts.vocabulary}: expected the folder or name of that one'
+            f'{facts.vocabulary}: expected that encoder'
         )
     from coyo11m_tfds.text import gemma_weights  # needs an extra, as `_open` has told by now
 

@@ -26,8 +26,8 @@ def describe(file: SourceFile, opened: LatentShard) -> ColumnFile:
     """
     if opened.latents_start is None:
         raise ValueError(
-            f'{file.path}: its {schema.PT_LATENTS} do not lie row after row, so that they cannot '
-            "be read in place. Save it again as .contiguous(), or set latents='records'."
+            f'{file.path}: its {schema.PT_LATENTS} are not contiguous and cannot be read in place. '
+            "Save them again with .contiguous(), or set latents='records'."
         )
     version = file.version if file.is_remote else ''
     return ColumnFile(path_of(file), version, opened.digest, opened.latents_start)

@@ -217,7 +217,7 @@ def _join(
         _check_column(settings, text)
         if text.captions_digest != found.facts['digest']:
             raise ValueError(
-                f'{settings.text_embeddings}: its embeddings were made of other captions than '
+                f'{settings.text_embeddings}: its embeddings come from other captions than '
                 f"column '{settings.caption_column}' of {source.captions_file.path} has. Make it "
                 'again with coyo11m_tfds.embed_captions, or name the source that it was made from.'
             )

@@ -64,7 +64,7 @@ class ColumnFile:
             ValueError: the file is missing, or another one.
         """
         if found is None:
-            raise ValueError(f'{self.path} is missing, and latents lie in it. {_RESTORE}')
+            raise ValueError(f'{self.path} is missing, and latents are in it. {_RESTORE}')
         if found.is_remote:  # the checksum of a bucket covers the directory
             what, now, before = 'version is', found.version, self.version
         else:

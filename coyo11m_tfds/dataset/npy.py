@@ -22,7 +22,7 @@ def read_header(stream: BinaryIO, num_bytes: int) -> tuple[np.dtype, tuple[int, 
     """
     try:
         if np.lib.format.read_magic(stream) != (1, 0):
-            raise ValueError('another version of the .npy format than 1.0')
+            raise ValueError('expected version 1.0 of the .npy format')
         shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(stream)
     except _OF_DAMAGE as error:
         raise ValueError(str(error)) from error

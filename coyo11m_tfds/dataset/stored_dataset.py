@@ -473,7 +473,7 @@ def _split(info: dict, split: dict) -> StoredSplit:
     ]
     if len(set(names)) < count:
         raise ValueError(
-            f'its filepathTemplate {template!r} names several shards alike, expected '
+            f'its filepathTemplate {template!r} gives several shards one name, expected '
             '{SHARD_X_OF_Y} in it'
         )
     num_bytes = int(split.get('numBytes', 0))
@@ -528,7 +528,7 @@ def choose(folder: str | os.PathLike[str]) -> str:
     """
     folder = os.fspath(folder)
     if not folder:
-        raise ValueError('the folder is empty text, expected that of a data set.')
+        raise ValueError('no folder given, expected that of a data set.')
     found = stored_files.folders_with(folder, schema.INFO_FILE) or [folder.rstrip('/')]
     if len(found) > 1:
         raise ValueError(

@@ -170,7 +170,7 @@ _Weights = Mapping[str, Any]
 def _decode_tiny(config: Mapping[str, Any], weights: _Weights, latents: jax.Array) -> jax.Array:
     """diffusers' `DecoderTiny`, which takes latents times the scaling factor of the large VAE."""
     if config.get('act_fn', 'relu') != 'relu' or config.get('upsample_fn', 'nearest') != 'nearest':
-        raise ValueError(f'act_fn {config["act_fn"]!r} or upsample_fn is not known here')
+        raise ValueError(f'act_fn {config["act_fn"]!r} or upsample_fn is not supported')
     layers = iter(range(1000))
 
     def name() -> str:

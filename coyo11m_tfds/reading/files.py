@@ -440,8 +440,8 @@ def _naming(path: str) -> Iterator[None]:
         if error.errno == errno.EMFILE:
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             raise OSError(
-                f'{path} cannot be opened: this process may have only {limit} files open at once '
-                '(ulimit -n), and has them. Raise that limit.'
+                f'{path} cannot be opened: this process has reached its limit of {limit} open '
+                'files (ulimit -n). Raise the limit.'
             ) from error
         raise OSError(f'{path}: cannot be read ({error.strerror or error}).') from error
 

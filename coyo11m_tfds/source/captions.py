@@ -139,7 +139,7 @@ def _measure(
         each = zip(keys.tolist(), raw.to_pylist(), strict=True)
         bad = next((k for k, x in each if x and x.decode(errors='ignore').encode() != x), None)
         raise ValueError(
-            f'{name}: the text of key {bad} is not UTF-8 ({error}). Remove the row or mend it.'
+            f'{name}: the text of key {bad} is not UTF-8 ({error}). Remove or repair the row.'
         ) from None
     is_caption = pc.fill_null(pc.invert(pc.utf8_is_space(texts)), False)
     _, offsets, data = texts.buffers()

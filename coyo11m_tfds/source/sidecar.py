@@ -97,8 +97,8 @@ def find(place: str | os.PathLike[str]) -> list[SourceFile]:
     missing = [part_name(number, count) for number in range(count) if number not in parts]
     if missing:
         raise ValueError(
-            f'{folder}/{missing[0]} is missing, {len(missing)} of {count} parts are. Run the same '
-            'command of coyo11m_tfds.embed_captions again: it makes what is missing.'
+            f'{folder}/{missing[0]} is missing ({len(missing)} of {count} parts are). Run the '
+            'same command of coyo11m_tfds.embed_captions again: it makes what is missing.'
         )
     return list(parts.values())
 

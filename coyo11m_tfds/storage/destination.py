@@ -75,11 +75,11 @@ class Destination:
         """Does not touch the storage.
 
         Raises:
-            ValueError: the folder is empty text, or a URL of another kind than `gs://bucket/folder`.
+            ValueError: the folder is '', or a URL of another kind than `gs://bucket/folder`.
         """
         path = os.fspath(folder)
         if not path:
-            raise ValueError('the destination is empty text, expected a folder.')
+            raise ValueError('no destination given, expected a folder.')
         self.folder = path.rstrip('/') or '/'
 
     def __getnewargs__(self) -> tuple[str]:
@@ -377,7 +377,7 @@ def _check_size(file: SourceFile, state: FileState) -> None:
     if state.size != file.size:
         raise OSError(
             f'{file.path} has {state.size:,} bytes now, but had {file.size:,} when it was listed. '
-            'Run the same command again, when nobody writes to it any more.'
+            'Run the same command again, when no other program writes to it.'
         )
 
 

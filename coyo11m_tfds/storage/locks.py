@@ -263,8 +263,8 @@ def wait_for(
         if time.monotonic() - seen > longest_silence:
             raise RuntimeError(
                 f'{place}: the first process of the job, which makes it, has failed or was killed: '
-                f'nothing has been heard of it for {longest_silence:.0f} s. Look into its log, '
-                'mend what it says, and start the job again.'
+                f'it has given no sign of life for {longest_silence:.0f} s. Read its log, '
+                'repair the cause, and start the job again.'
             )
     raise TimeoutError(
         f'{place} is not there after {wait_seconds:.0f} s. Look into the log of the process '

@@ -95,7 +95,7 @@ def list_files(
 
     text = os.fspath(folder)
     if not text:
-        raise ValueError('the folder is empty text, expected that of a source.')
+        raise ValueError('no folder given, expected that of a source.')
     if not is_remote(text):
         return str(pathlib.Path(text)), _local_files(pathlib.Path(text), sub_folder, is_wanted)
     text, files = _list_remote(text.rstrip('/'), sub_folder)

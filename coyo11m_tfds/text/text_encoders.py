@@ -59,7 +59,7 @@ def make_tokenizer(spec: str, max_tokens: int = DEFAULT_MAX_TOKENS) -> Tokenizer
         return words.WordsTokenizer(max_tokens)
     if spec == words.HashEncoder.name:
         raise ValueError(
-            f'the encoder {spec!r} has no token ids: name words, or a model, as '
+            f'the encoder {spec!r} has no token ids: use words, or a model such as '
             'hf:google/gemma-3-270m.'
         )
     tokenizer, _, model = _classes(spec)
