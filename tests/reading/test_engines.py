@@ -491,7 +491,9 @@ def test_shards_whose_names_have_no_number_are_refused(copy):
     info = json.loads((copy / 'dataset_info.json').read_text())
     info['splits'][0]['filepathTemplate'] = '{DATASET}-{SPLIT}.{FILEFORMAT}'
     (copy / 'dataset_info.json').write_text(json.dumps(info))
-    with pytest.raises(ValueError, match=r'gives several shards one name, expected \{SHARD_X_OF_Y\}'):
+    with pytest.raises(
+        ValueError, match=r'gives several shards one name, expected \{SHARD_X_OF_Y\}'
+    ):
         input_pipeline.train_batches(copy, **ORDER)
 
 
