@@ -152,7 +152,7 @@ def _source(init_from: str, description: Description, program: Program) -> Saved
     except (ValueError, OSError) as error:
         raise type(error)(f'init_from={init_from}: {ending.describe(error)}') from error
     for text in differences(identity, description.identity).values():
-        logging.warning('The weights of %s were trained otherwise: %s.', init_from, text)
+        logging.warning('The weights of %s were trained with other settings: %s.', init_from, text)
     return source
 
 
@@ -183,7 +183,7 @@ def check_same(
             f'--accept_changes={",".join(changed)}; otherwise restore the settings.'
         )
     for text in changed.values():
-        logging.warning('A change that is accepted: %s.', text)
+        logging.warning('Accepted change: %s.', text)
 
 
 def differences(saved: Mapping, current: Mapping) -> dict[str, str]:

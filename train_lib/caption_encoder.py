@@ -108,7 +108,9 @@ def unknown_words(facts: 'DataFacts', encoder: Tokenizer, captions: Sequence[str
 def check(facts: 'DataFacts', encoder: Encoder | Tokenizer) -> None:
     """Raises a ValueError for another encoder or tokenizer than that of the data set."""
     if facts.encoder == _IN_PT and cast(Encoder, encoder).dim == facts.text_dim:
-        logging.warning('Nothing says whether %s made the text embeddings.', encoder.name)
+        logging.warning(
+            'The data set does not say whether %s made its text embeddings.', encoder.name
+        )
         return
     _check_name(facts, encoder.name)
     if facts.encoder_revision not in ('', encoder.revision):

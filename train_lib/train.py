@@ -344,7 +344,7 @@ def _call_hooks(run: Run, step: int, state: TrainState, stop: signals.StopReques
                 started = time.monotonic()
                 told = hook.call(run, step, state)
         except signals.BrokenOff:
-            logging.info('%s at step %d was broken off.', hook.name, step)
+            logging.info('%s at step %d was interrupted.', hook.name, step)
             return False
         if told is not None:
             seconds = time.monotonic() - started

@@ -61,7 +61,7 @@ def held(folder: epath.PathLike) -> Iterator[None]:
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
                 raise
-            logging.warning('%s: no locks here: take care that no other run begins.', folder)
+            logging.warning('%s: has no locks here: make sure that no other run uses it.', folder)
         yield
 
 

@@ -178,8 +178,8 @@ class DataFolder:
             size = readable(sum(there[name] for name in doomed))
             if not resumable_too and any(_builder_of(name) == other for name in there):
                 logging.warning(
-                    '%s: build %s was interrupted and has left %s. The command that began it '
-                    'resumes it with --overwrite; the next build that is completed removes them.',
+                    '%s: build %s was interrupted and has left %s. The same command with '
+                    '--overwrite resumes it; the next completed build removes the files.',
                     self.files.folder,
                     other,
                     size,

@@ -248,7 +248,7 @@ def _join_captions(
     if not (found.facts['has_checksums'] or file.recorded or file.checksum):
         logging.warning(
             '%s: its pages have no checksums, so that damage to it may go unnoticed. Write it with '
-            'write_page_checksum=True, or copy it with coyo11m_tfds.mirror while it is sound.',
+            'write_page_checksum=True, or copy it with coyo11m_tfds.mirror while it is intact.',
             file.path,
         )
     logging.info('The captions of %s are ready', file.path)

@@ -107,4 +107,4 @@ class BadRecords:
             )
         if path not in self._told:
             self._told.add(path)
-            logging.warning('%s It is left out, with what else is bad in this file.', what)
+            logging.warning('%s It is left out, like other bad records of this file.', what)

@@ -175,8 +175,9 @@ def _examples(asked: Reading, shuffle_seed: int | None = None) -> tf.data.Datase
         )
     stored.check_features((schema.KEY, *asked.features))
     logging.warning(
-        f'{stored.folder} has no chunk index for split {asked.split!r}: every process reads all of '
-        'it. The order depends on their number, and a start at a step reads all before it.'
+        f'{stored.folder} has no chunk index for split {asked.split!r}: every process reads it '
+        'whole. The order depends on the number of processes, and a start at a later step first '
+        'reads all samples before it.'
     )
     builder = stored.builder or tfds.builder_from_directory(stored.folder)
     config = tfds.ReadConfig(shuffle_seed=shuffle_seed, try_autocache=False)

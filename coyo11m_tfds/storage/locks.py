@@ -424,5 +424,5 @@ class _BucketLock:
                 logging.warning('%s: not renewed: %s', self._url, error)
                 continue
             if not is_ours:
-                logging.warning('%s: another process took over, as we seemed dead', self._url)
+                logging.warning('%s: another process took over: this one seemed dead', self._url)
                 return

@@ -252,7 +252,10 @@ def test_other_weights_are_looked_at_by_a_new_run_alone(mini_dataset, source, tm
 def test_other_data_with_another_encoder_are_told(mini_dataset, source, tmp_path, caplog):
     other = rewritten(mini_dataset, tmp_path / 'other', schema.META_TEXT_ENCODER)
     begin(other, tmp_path / 'run', source[0])
-    assert "trained otherwise: text_encoder.name was 'hash' and is now 'another'" in caplog.text
+    assert (
+        "trained with other settings: text_encoder.name was 'hash' and is now 'another'"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize(

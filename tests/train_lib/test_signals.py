@@ -134,7 +134,7 @@ def test_an_evaluation_is_broken_off_and_done_by_the_run_that_resumes(mini_datas
     stalled = env | {'STALLED': 'evaluation'}
     with one_host(mini_dataset, tmp_path, stalled, **changes) as [host]:
         output = leave(host, lambda output: 'stalled evaluation' in output, signal.SIGTERM)
-    assert 'evaluation at step 3 was broken off' in output
+    assert 'evaluation at step 3 was interrupted' in output
     assert runs.saved_steps(tmp_path) == [3]
     with one_host(mini_dataset, tmp_path, env, **changes) as [host]:
         assert runs.wait([host]) == [0]
