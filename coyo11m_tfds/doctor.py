@@ -174,13 +174,7 @@ def check_disks(
 
 
 def check_place(name: str, url: str, writes: bool = False) -> Finding:
-    """Asks a storage for a listing, and has it write a byte; a local folder passes.
-
-    Args:
-        name: Name of the place, as 'source'.
-        url: Local path, `gs://` or `hf://`.
-        writes: Whether files will be made there.
-    """
+    """Asks a storage for a listing and, if it `writes`, to store a byte; a local folder passes."""
     label = f'credentials of {name}'
     if not source_files.is_remote(url):
         return Finding(label, PASS, f'{url} is local and needs none')
@@ -366,13 +360,7 @@ def check_devices(seconds: float, dev: str = '/dev') -> Finding:
 
 
 def check_encoder(spec: str, num_captions: int, seconds: float) -> Finding:
-    """Loads an encoder in a process of its own, and encodes some captions.
-
-    Args:
-        spec: Specification for `text_encoders.make_encoder`.
-        num_captions: Captions of the source, to rate the speed by.
-        seconds: Time-out.
-    """
+    """Loads an encoder in a process of its own, and rates its speed by the captions of a source."""
     try:
         program = f'from coyo11m_tfds import doctor\ndoctor.time_encoder({spec!r})'
         dim, rate, share = ask(program, seconds)

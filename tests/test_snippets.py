@@ -96,7 +96,7 @@ def typed(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
     folder = tmp_path_factory.mktemp('typed')
     source = str(folder / 'SOURCE')
-    sample_data.make_sample(source)
+    sample_data.make_sample(source, num_samples=1200)
     embed_captions.embed(source, 'hash', folder / 'hash')
     config = Coyo11mConfig(name='hash', text_embeddings=str(folder / 'hash'))
     for chosen in ('latents', config):
