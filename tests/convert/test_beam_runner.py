@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from coyo11m_tfds.storage import scratch
 from tests import made_sources
 from tests.checkout import CHECKOUT
 from tests.convert.build_kills import files_of, final_folder, run
@@ -75,14 +74,3 @@ def test_every_file_is_fetched_once(tmp_path: pathlib.Path):
     assert files_of(final) == files_of(final_folder(tmp_path / 'plain'))
     own = tmp_path / 'tmp' / f'coyo11m_tfds-{os.getuid()}'
     assert [path.name for path in own.rglob('*') if path.is_file()] == ['.lock']
-
-
-def test_a_scratch_folder_that_others_may_use_is_refused(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr('tempfile.tempdir', str(tmp_path))
-    planted = tmp_path / f'coyo11m_tfds-{os.getuid()}'
-    planted.mkdir()
-    planted.chmod(0o777)
-    with pytest.raises(PermissionError, match='others may use it'):
-        scratch.user_temp('coyo11m_tfds')

@@ -105,14 +105,6 @@ def test_what_a_killed_build_of_another_plan_left_goes_with_the_next_that_is_com
     assert set(Destination(final).sizes()) == names_of(NEW)
 
 
-def test_files_that_a_build_had_before_it_was_made_anew_go(final: str):
-    """As added columns do."""
-    build_all(final, NEW)
-    Destination(final).put_bytes(f'column_x-train-{NEW}.npy', b'')
-    build_all(final, NEW)
-    assert set(Destination(final).sizes()) == names_of(NEW)
-
-
 def test_a_shard_that_is_not_what_was_written_is_no_success(final: str):
     build_all(final, OLD)
     states = write(final, NEW)
@@ -289,44 +281,6 @@ def test_killed_before_any_step(tmp_path: pathlib.Path, monkeypatch: pytest.Monk
     assert ended.stdout.endswith('True\n') and len(places) > 15, ended.stderr
     monkeypatch.setattr(os, 'fsync', lambda handle: None)
     assert {check_and_mend(place) for place in places} == {OLD, '', NEW}
-
-
-_KILLED_IN_BUCKET = """
-import os, signal, sys, threading
-import requests
-from tests.convert import test_data_folder as test
-
-place, die_at = sys.argv[1], int(sys.argv[2])
-send, mutex, count = requests.Session.request, threading.Lock(), 0
-
-def request(session, method, url, *args, **kwargs):
-    global count
-    if method != 'GET':
-        with mutex:
-            count += 1
-            if count == die_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-    return send(session, method, url, *args, **kwargs)
-
-states = test.write(place, test.NEW)
-requests.Session.request = request
-test.publish(place, test.NEW, states)
-print('done')
-"""
-
-
-def test_killed_before_any_request_that_changes_the_bucket(gcs):
-    outcomes = set()
-    for die_at in range(1, 40, 2):
-        place = f'gs://bucket/{die_at}/1.0.0'
-        build_all(place, OLD)
-        command = [sys.executable, '-c', _KILLED_IN_BUCKET, place, str(die_at)]
-        ended = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
-        outcomes.add(check_and_mend(place))
-        if ended.stdout == 'done\n':
-            break
-    assert ended.stdout == 'done\n', ended.stderr
-    assert outcomes == {OLD, '', NEW}
 
 
 # --- What is left beside a data set -----------------------------------------------------------

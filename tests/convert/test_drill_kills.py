@@ -17,8 +17,16 @@ import pytest
 
 from coyo11m_tfds import schema
 from tests import made_sources
-from tests.convert.build_kills import children, end, is_running, wait_until
-from tests.convert.places import BucketPlace, Files, LocalPlace, Place
+from tests.convert.build_kills import (
+    BucketPlace,
+    Files,
+    LocalPlace,
+    Place,
+    children,
+    end,
+    is_running,
+    wait_until,
+)
 from tests.fakes.cloud import Gcs, fake_gcs
 
 SHARE = float(os.environ.get('COYO11M_DRILL_SHARE', '1'))

@@ -40,12 +40,6 @@ def test_the_hash_is_splitmix64():
     np.testing.assert_array_equal(plan.unit_hash(keys), [(n >> 11) / 2**53 for n in expected])
 
 
-@given(st.floats(0, 1), st.integers(-(2**62), 2**62))
-def test_the_hash_gives_each_split_its_share(fraction: float, first: int):
-    share = (plan.unit_hash(np.arange(first, first + 4000)) < fraction).mean()
-    assert share == pytest.approx(fraction, abs=0.05)
-
-
 def test_every_kept_key_is_planned_once_in_source_order(tmp_path: pathlib.Path):
     files = [range(100, 140), range(40, 0, -1)]
     made = make_plan(made_sources.write_source(tmp_path, files), tmp_path / 'out')
@@ -217,20 +211,6 @@ def test_captions_that_are_too_long_are_bad(tmp_path: pathlib.Path):
         make_plan(source, tmp_path / 'stop', bad_data='stop')
 
 
-@pytest.mark.parametrize('num_duplicates', [3, 4])
-def test_more_bad_rows_than_allowed_stop_the_build(tmp_path: pathlib.Path, num_duplicates: int):
-    files = [range(100), [*range(100, 150), *range(num_duplicates)]]
-    source = made_sources.write_source(tmp_path / 'source', files)
-    allowed = 3 / (150 + num_duplicates)
-    if num_duplicates == 3:
-        make_plan(source, tmp_path / 'out', max_bad_fraction=allowed)
-        return
-    with pytest.raises(
-        ValueError, match=r'019\.pt: 4 of 154 rows of the source are bad \(rep.*4; e\.g'
-    ):
-        make_plan(source, tmp_path / 'out', max_bad_fraction=allowed)
-
-
 def test_a_caption_row_whose_key_came_before_is_not_used(tmp_path: pathlib.Path):
     source = made_sources.write_source(tmp_path / 'source', [range(200)])
     rows = [(key, f'Caption of {key}.') for key in range(200)] + [(5, 'another')]
@@ -291,12 +271,11 @@ def test_captions_are_joined_once_and_again_if_a_bit_of_them_flips(tmp_path: pat
     assert first.source_fingerprint == again.source_fingerprint
 
 
-@pytest.mark.parametrize('text_embeddings', ['', 'pt'])
-def test_a_source_without_rows_is_refused(tmp_path: pathlib.Path, text_embeddings: str):
+def test_a_source_without_rows_is_refused(tmp_path: pathlib.Path):
     source = made_sources.write_source(tmp_path / 'source', [[], []])
     made_sources.write_captions(source, {1: 'text'})
     with pytest.raises(ValueError, match=r'000000-000009\.pt: has no rows, nor has another file'):
-        make_plan(source, tmp_path / 'out', text_embeddings=text_embeddings)
+        make_plan(source, tmp_path / 'out', text_embeddings='pt')
 
 
 def test_a_limit_keeps_the_first_records_of_each_split(tmp_path: pathlib.Path):

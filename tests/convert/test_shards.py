@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import pathlib
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 from coyo11m_tfds import schema
 from coyo11m_tfds.convert import driver, shard_writer
 from coyo11m_tfds.dataset.chunk_index import ChunkIndex
+from coyo11m_tfds.storage import json_digest
 from tests import made_sources
 from tests.checkout import CHECKOUT
 from tests.convert.plans import data_folder, make_plan, planned_keys, write
@@ -108,7 +110,7 @@ def test_what_is_finished_is_not_written_again(tmp_path: pathlib.Path):
     data = data_folder(tmp_path / 'work')
     undisturbed = files_in(data)
     names = sorted(undisturbed)
-    lost, cut, flipped, recordless, damaged = names[:5]
+    lost, cut, flipped, recordless, damaged, of_another_version = names[:6]
     (data / lost).unlink()
     (data / cut).write_bytes(undisturbed[cut][:-1])
     middle = len(undisturbed[flipped]) // 2
@@ -119,12 +121,17 @@ def test_what_is_finished_is_not_written_again(tmp_path: pathlib.Path):
     (records / f'{recordless}.json').unlink()
     record = records / f'{damaged}.json'
     record.write_text(record.read_text().replace('"num_records": ', '"num_records": 1'))
-    before = {name: (data / name).stat() for name in names[5:]}
+    path = records / f'{of_another_version}.json'
+    record = json.loads(path.read_text())
+    del record['digest']
+    record['result']['writer'] = 'coyo11m_tfds 0.0.1, records of format 1'
+    path.write_text(json.dumps(record | {'digest': json_digest.sha256(record)}))
+    before = {name: (data / name).stat() for name in names[6:]}
 
     second = write(made, tmp_path / 'work')
 
     assert files_in(data) == undisturbed
-    after = {name: (data / name).stat() for name in names[5:]}
+    after = {name: (data / name).stat() for name in names[6:]}
     assert {n: s.st_ino for n, s in after.items()} == {n: s.st_ino for n, s in before.items()}
     assert [result.to_json() for result in second] == [result.to_json() for result in first]
 
