@@ -12,7 +12,6 @@ import tensorflow_datasets as tfds
 
 import input_pipeline
 from coyo11m_tfds import add_column, schema, verify
-from coyo11m_tfds.coyo11m_tfds_dataset_builder import Coyo11mConfig
 from coyo11m_tfds.dataset import stored_dataset
 from coyo11m_tfds.source.pt_file import LatentShard
 from tests import built, children, runs
@@ -54,14 +53,6 @@ def test_batches_are_those_of_the_converted_data_set(in_place, mini_dataset):
     assert_same(joined(parts), expected)
 
 
-def test_evaluation_is_that_of_the_converted_data_set(in_place, mini_dataset):
-    arguments = dict(batch_size=32, features=stored_dataset.FEATURES)
-    rows, expected = (
-        list(input_pipeline.eval_batches(path, **arguments)) for path in (in_place, mini_dataset)
-    )
-    assert_same(rows, expected)
-
-
 def test_it_holds_everything_but_the_latents(in_place, mini_dataset):
     size, converted = (
         sum(file.stat().st_size for file in path.glob('*.tfrecord-*'))
@@ -85,19 +76,6 @@ def test_a_build_is_the_same_however_many_write_it(in_place, sample_source, hash
     assert {p.name: p.read_bytes() for p in again.iterdir() if p.is_file()} == files
     kinds = {name.replace(schema.build_of(name), 'ID') for name in files if '-' in name}
     assert {'columns-ID.json', 'column_latents-train-ID.npy'} < kinds
-
-
-def test_tf_data_reads_the_latents_in_place(in_place):
-    expected = read(in_place, 30)
-    for engine in ('auto', 'chunks'):
-        asked = {
-            **ORDER,
-            'features': stored_dataset.FEATURES,
-            'caption_dropout': 0.3,
-            'engine': engine,
-        }
-        batches = input_pipeline.train_dataset(in_place, **asked).take(30)
-        assert_same(list(batches.as_numpy_iterator()), expected)
 
 
 def test_it_is_read_without_what_only_builds_need(in_place):
@@ -215,14 +193,6 @@ def test_a_build_that_goes_on_says_where_the_source_is_now(movable, hash_sidecar
     assert read(path, 1)
 
 
-def test_a_source_that_is_gone_is_named(movable):
-    path, source = movable
-    file = latents_file(source)
-    file.unlink()
-    with pytest.raises(ValueError, match=f'{file} is missing, and latents are in it'):
-        input_pipeline.train_batches(path, **ORDER)
-
-
 def test_verify_needs_nothing_of_what_only_builds_do(in_place):
     program = """
         import runpy
@@ -266,8 +236,7 @@ def test_a_source_that_changes_while_it_is_read_is_named(movable, monkeypatch, e
             next(batches)
 
 
-@pytest.mark.parametrize('engine', ['rows', 'chunks'])
-@pytest.mark.parametrize('is_replaced', [False, True])
+@pytest.mark.parametrize(('engine', 'is_replaced'), [('rows', False), ('chunks', True)])
 def test_a_source_that_changes_before_the_first_batch_is_named(movable, engine, is_replaced):
     """A step may be compiled for minutes between the two."""
     path, source = movable
@@ -295,11 +264,6 @@ def test_bad_rows_of_the_source_are_left_out(movable, hash_sidecar, tmp_path):
     batches = read(path, steps, features=('key', 'latents'))
     assert keys[5] not in np.concatenate([batch['key'] for batch in batches])
     assert all(np.isfinite(batch['latents']).all() for batch in batches)
-
-
-def test_a_place_that_is_none_is_refused():
-    with pytest.raises(ValueError, match="expected 'records' or 'in_place'"):
-        Coyo11mConfig(name='x', latents='elsewhere')
 
 
 # --- Training ----------------------------------------------------------------------------------

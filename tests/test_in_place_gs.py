@@ -15,7 +15,7 @@ import input_pipeline
 from coyo11m_tfds import add_column, schema, verify
 from coyo11m_tfds.convert import driver
 from coyo11m_tfds.convert.settings import BuildSettings
-from coyo11m_tfds.dataset import columns, stored_dataset
+from coyo11m_tfds.dataset import columns
 from tests import built, runs
 from tests.checkout import CHECKOUT
 from tests.convert import build_kills, build_program
@@ -64,14 +64,6 @@ def test_batches_are_those_of_the_converted_data_set(storage, described, mini_da
     for count in (2, 4):
         parts = [read(DATA, steps, process_index=p, process_count=count) for p in range(count)]
         assert_same(joined(parts), expected)
-
-
-def test_evaluation_is_that_of_the_converted_data_set(storage, mini_dataset):
-    arguments = dict(batch_size=32, features=stored_dataset.FEATURES)
-    batches, expected = (
-        list(input_pipeline.eval_batches(path, **arguments)) for path in (DATA, mini_dataset)
-    )
-    assert_same(batches, expected)
 
 
 def test_a_chunk_is_a_request_for_records_and_one_for_latents(storage, described):

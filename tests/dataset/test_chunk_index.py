@@ -154,13 +154,6 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: pathlib.Path, damage):
         ChunkIndex.load(tmp_path, 'train')
 
 
-def test_another_version_of_the_npy_format_is_refused(tmp_path: pathlib.Path):
-    with open(tmp_path / 'chunk_index-train.npy', 'wb') as file:
-        np.lib.format.write_array(file, np.array([1, 0, 7]), version=(3, 0))
-    with pytest.raises(ValueError, match=r'expected version 1\.0 of the \.npy format'):
-        ChunkIndex.load(tmp_path, 'train')
-
-
 @pytest.mark.filterwarnings('ignore')  # NumPy warns of some headers that it then refuses
 def test_a_flipped_bit_is_refused_by_name_or_changes_one_number(tmp_path: pathlib.Path):
     """No other error may come of it, and a number is only taken if the shards stay two."""
@@ -182,7 +175,7 @@ def test_a_flipped_bit_is_refused_by_name_or_changes_one_number(tmp_path: pathli
     assert 0 < changed < 8 * 8 * 7
 
 
-@pytest.mark.parametrize('at', [2, 100_000, 2**18 - 1, 2**18, 2**18 + 1, 2**19, 999_999])
+@pytest.mark.parametrize('at', [2, 2**18 - 1, 2**18, 2**18 + 1, 999_999])
 def test_offsets_that_do_not_rise_are_found_wherever_they_are(tmp_path: pathlib.Path, at: int):
     flat = np.concatenate([[32 * 1_000_000], np.arange(1_000_001) * 7, [1, 0, 9]])
     np.save(tmp_path / 'chunk_index-train.npy', flat)

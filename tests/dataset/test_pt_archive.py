@@ -95,12 +95,6 @@ def test_every_member_is_where_the_archive_says(path: pathlib.Path):
             assert zlib.crc32(expected.read(member.name)) == member.crc32
 
 
-def test_all_bytes_are_read_and_told(path: pathlib.Path):
-    told: list[int] = []
-    pt_check.check_contents(path, on_bytes=told.append)
-    assert sum(told) == path.stat().st_size
-
-
 # --- Damage -------------------------------------------------------------------------------------
 
 
