@@ -85,17 +85,17 @@ _NEED_JAX = ('Arrays', 'key_words', 'process_share', 'to_device')
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what needs JAX when it is asked for."""
+    """Imports the names that need JAX only when they are used."""
     if name in _NEED_JAX:
         return getattr(importlib.import_module('coyo11m_tfds.reading.to_device'), name)
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 
 def train_order(data: Data, settings: OrderSettings, split: str = schema.TRAIN) -> Order | None:
-    """The order in which `train_batches` reads; None for a data set without a chunk index.
+    """Returns the order of `train_batches`; None for a data set without a chunk index.
 
         order = train_order(path, OrderSettings(seed=0))
-        order.locate(sample)     # (epoch, place in the epoch) of every lane's sample
+        order.locate(sample)     # (epoch, position in the epoch) of every lane's sample
 
     Raises:
         ValueError: the data set has fewer records than lanes, or no such split.
@@ -107,22 +107,22 @@ def train_order(data: Data, settings: OrderSettings, split: str = schema.TRAIN) 
 def position_settings(
     data: Data, settings: OrderSettings, split: str = schema.TRAIN
 ) -> dict[str, str | int]:
-    """What decides, with a number of samples a lane, a place in the data.
+    """Returns what defines a position in the data, together with the samples of each lane.
 
-    A checkpoint keeps it, and a resumed run compares it entry by entry. The entry `data_set` is the
-    name, config, version and split, and a digest of these, the source's fingerprint and the lengths
-    of the shards; the others are the settings.
+    A checkpoint keeps these entries, and a resumed run compares each of them. The entry `data_set`
+    is the name, config, version and split, and a digest of these, the source's fingerprint and the
+    lengths of the shards. The other entries are the settings.
     """
     return engines.position(open_data(data), settings, split)
 
 
 def position_fingerprint(settings: Mapping[str, str | int]) -> str:
-    """One digest of `position_settings(...)`, 16 hex digits: `order` in the state of batches."""
+    """Returns a digest of `position_settings(...)`, 16 hex digits: `order` in a batches' state."""
     return engines.order_digest(settings)
 
 
 def engine_of(data: Data, engine: str = AUTO, split: str = schema.TRAIN) -> str:
-    """Returns what reads the files for `train_batches`: 'rows' or 'chunks'; raises as it does."""
+    """Returns the engine that `train_batches` uses, 'rows' or 'chunks'; raises as it does."""
     opened = engines.open_split(open_data(data), split, engine)
     return opened.engine if opened else CHUNKS
 
@@ -156,64 +156,67 @@ def train_batches(
     text: texts.Spec = '',
     stride: int = 1,
 ) -> Batches:
-    """This process's part of the training batches from `start_step` on, without end.
+    """Reads this process's part of the training batches, from `start_step` on, without end.
 
         batches = input_pipeline.train_batches(path, batch_size=256, seed=0, start_step=1000)
         next(batches)['latents']        # float16 (256, 4, 32, 32)
 
     Args:
-        data: Folder of a data set, its builder, or what `open_data` gives for one of these: then
-            several functions read its metadata and chunk index once.
+        data: Folder of a data set, its builder, or the result of `open_data`, which reads metadata
+            and chunk index once for several functions.
         batch_size: Records in a global batch; this process gets `b = batch_size / process_count`.
         seed: Seed of the order and of every choice about a sample.
-        start_step: Batches of this size that come before the first one.
-        start_sample: Samples of every lane that come before those; not 0 after batches of another
-            size, which took so many.
+        start_step: Batches of this size before the first one.
+        start_sample: Samples of every lane before these batches, for example those that batches of
+            another size have taken.
         features: Some of `key`, `latents`, `text_embedding`, `tokens`, `caption`, or names of
-            columns that `python -m coyo11m_tfds.add_column` has added.
+            columns of `python -m coyo11m_tfds.add_column`.
         chunk: Records read together, a multiple of `schema.CHUNK_STRIDE`.
-        lanes: Streams that every batch takes an equal part of; a multiple of process_count.
+        lanes: Number of streams; every batch takes an equal part of each. A multiple of
+            process_count.
         window: Records shuffled together within a lane.
-        caption_dropout: Share of samples marked in `drop_text`, if a feature asked for is text.
-        process_index, process_count: Which part of each global batch this process gets.
+        caption_dropout: Share of samples marked in `drop_text`, if a feature is text.
+        process_index, process_count: Number of this process, which chooses its part of each global
+            batch, and number of all processes.
         split: 'train', or another split of the data set.
         on_bad_records: 'stop': a damaged record is an error that names its file and number.
-            'skip': it is left out, counted and warned of; in its place are zeros, which `mask`
-            tells from records, so that everything else comes when it would have come. A file that
-            is missing, refused or out of reach is an error either way.
-        max_bad_fraction: With 'skip', share of the split's records, each counted once, that may be
-            bad; more of them, and more than 64, are an error.
-        counter: Counts what is read.
-        parallel_reads: Chunks being read at a time in each lane; rows have no use for it.
-        prefetch: Batches kept ready; a negative number keeps 2.
-        engine: 'rows' gathers out of memory-mapped files, which have to be local and must not be
-            changed meanwhile; 'chunks' fetches runs of records, each with one request; 'auto' takes
-            rows for a local data set and chunks for one on gs://; 'tf_data' reads through
-            `train_dataset`, as does a data set without a chunk index. All give the same batches.
-        verify: When `rows` compares records with their CRC-32C: 'once' when this process first
-            reads a record, 'always', or 'never'. `chunks` always does.
+            'skip': a damaged record is left out and counted, with a warning. Zeros take its place,
+            where `mask` is False, so all other records come in the same order. A file that is
+            missing, forbidden or unreachable is always an error.
+        max_bad_fraction: With 'skip', the share of the split's records, each counted once, that may
+            be bad; more of them, and more than 64, are an error.
+        counter: Counter of what is read.
+        parallel_reads: Chunks in flight in each lane; not used by 'rows'.
+        prefetch: Batches that are ready; a negative number keeps 2.
+        engine: 'rows' gathers values from memory-mapped files, which must be local and must not
+            change; 'chunks' fetches runs of records, each with one request; 'auto' chooses rows for
+            a local data set and chunks for one on gs://; 'tf_data' reads through `train_dataset`,
+            and so does a data set without a chunk index. All return the same batches.
+        verify: When 'rows' compares records with their CRC-32C: 'once', when this process first
+            reads a record, 'always', or 'never'. 'chunks' always compares them.
         text: Source of `text_embedding` or `tokens`: '' for the records, the name of an added
-            column, or several with weights, of which a hash of seed, epoch and key chooses one a
-            sample: `{'': 2, 'short': 1}`, or as a string `'records:2,short:1'`. They have to be of
-            one kind: embeddings of one encoder, or tokens of one vocabulary, which are padded with
-            -1 to the longest. See `texts.parse`.
-        stride: Only every `stride`-th batch is read. W workers that begin at `start_step + w` with
-            a stride of W read together, in turns, the batches of a single one.
+            column, or several with weights: `{'': 2, 'short': 1}`, or as a string
+            `'records:2,short:1'`. A hash of seed, epoch and key then chooses one for each sample.
+            All must be of one kind: embeddings of one encoder, or tokens of one vocabulary, which
+            are padded with -1 to the longest. See `texts.parse`.
+        stride: Only every `stride`-th batch is read. W workers that start at `start_step + w` with
+            a stride of W read, in turns, the batches of one reader.
 
     Returns:
         An iterator with `step`, `steps_per_epoch`, `spec`, `get_state`, `set_state`, `close` and
-        `check_memory`; dropping it ends its threads, too. A batch is a dict of arrays that nothing
-        else uses, of the features asked for: key=int64 `(b,)`, latents=float16|bfloat16
+        `check_memory`; to drop it ends its threads too. A batch is a dict of arrays that nothing
+        else uses, with the chosen features: key=int64 `(b,)`, latents=float16|bfloat16
         `(b, 4, 32, 32)`, text_embedding=float16 `(b, D)`, tokens=int32 `(b, T)`, caption=bytes
         `(b,)`, a column in its own dtype and shape; drop_text=bool `(b,)` with caption_dropout > 0
-        and embeddings or tokens; mask=bool `(b,)` with on_bad_records='skip'. It raises
-        `DamagedError` where a record cannot be read or too many are bad, and `OSError` where a file
-        is missing, refused, out of reach or, of `rows`, has changed since it was opened; what
-        TensorFlow reads `tf.errors.OpError`.
+        and embeddings or tokens; mask=bool `(b,)` with on_bad_records='skip'. The iterator raises
+        `DamagedError` if a record cannot be read or too many are bad, and `OSError` if a file is
+        missing, forbidden or unreachable or, with 'rows', has changed since it was opened. If
+        TensorFlow reads, it raises `tf.errors.OpError`.
 
     Raises:
         ValueError: settings do not fit together (the message names some that do), a feature is not
-            in the data set, or 'rows' is asked for files that are not local or have no chunk index.
+            in the data set, or 'rows' is chosen for files that are not local or have no chunk
+            index.
         OSError: there is no data set, or its metadata cannot be read.
     """
     return _train_batches(Training(**locals()))
@@ -246,23 +249,23 @@ def eval_batches(
     verify: str = ONCE,
     text: texts.Spec = '',
 ) -> Batches:
-    """This process's part of every record of a split, once, in the order of the shards.
+    """Reads this process's part of all records of a split, once, in the order of the shards.
 
-    The crop is always the middle one. All processes get `steps_per_epoch` batches, all of them
-    full: `mask` (bool `(b,)`) is False for rows of zeros that fill up. Process p gets the p-th of
+    The crop is always the middle one. All processes get `steps_per_epoch` full batches: `mask`
+    (bool `(b,)`) is False for the rows of zeros that fill the last ones. Process p gets the p-th of
     equal runs of consecutive records.
 
     Args:
-        text: as of `train_batches`; of several the first is taken for every record.
-        parallel_reads: chunks being read at a time.
-        data and all others: as of `train_batches`.
+        text: as for `train_batches`; of several texts, every record has the first.
+        parallel_reads: chunks in flight.
+        data and all others: as for `train_batches`.
 
     Returns:
-        An iterator as of `train_batches`; `set_state` takes states of the same batch size and
-        number of processes.
+        An iterator like that of `train_batches`; `set_state` accepts states of the same batch size
+        and number of processes.
 
     Raises:
-        ValueError, OSError: as of `train_batches`; or the split is empty.
+        ValueError, OSError: as `train_batches`; or the split is empty.
     """
     asked = Reading(**locals())
     opened = _opened(asked)
@@ -297,19 +300,19 @@ def train_dataset(
     verify: str = ONCE,
     text: texts.Spec = '',
 ) -> 'tf.data.Dataset':
-    """The batches of `train_batches` as a `tf.data.Dataset` that interleaves this host's lanes.
+    """Returns the batches of `train_batches` as a `tf.data.Dataset`, with lanes interleaved.
 
     Args:
-        prefetch: batches kept ready; a negative number leaves it to TensorFlow.
-        engine: what reads the lanes.
-        data and all others: as of `train_batches`.
+        prefetch: batches that are ready; with a negative number TensorFlow decides.
+        engine: engine that reads the lanes.
+        data and all others: as for `train_batches`.
 
     Returns:
-        Batches as of `train_batches`, captions as strings. An iterator over them raises
-        `tf.errors.OpError` where a file or a record cannot be read, or too many records are bad.
+        Batches as from `train_batches`, captions as strings. An iterator over them raises
+        `tf.errors.OpError` if a file or a record cannot be read, or too many records are bad.
 
     Raises:
-        ValueError, OSError: as of `train_batches`.
+        ValueError, OSError: as `train_batches`.
     """
     asked = Training(**locals())
     from coyo11m_tfds.reading import tf_data
@@ -335,9 +338,9 @@ def eval_dataset(
     verify: str = ONCE,
     text: texts.Spec = '',
 ) -> 'tf.data.Dataset':
-    """The batches of `eval_batches` as a `tf.data.Dataset`, whose `cardinality()` is their number.
+    """Returns the batches of `eval_batches` as a `tf.data.Dataset` with a known `cardinality()`.
 
-    Args, Returns and Raises: as of `eval_batches` and `train_dataset`.
+    Args, Returns and Raises: as `eval_batches` and `train_dataset`.
     """
     asked = Reading(**locals())
     from coyo11m_tfds.reading import tf_data
@@ -369,19 +372,19 @@ def train_arrays(
     text: texts.Spec = '',
     ahead: int = 2,
 ) -> 'Arrays':
-    """The batches of `train_batches` as global `jax.Array`s; JAX says which part is this process's.
+    """Returns the batches of `train_batches` as global `jax.Array`s, shared as the sharding says.
 
     Args:
-        sharding: of the leading axis; it is applied to every feature.
-        ahead: batches that are on the devices, or on their way, before they are asked for.
-        data and all others: as of `train_batches`.
+        sharding: sharding of the leading axis of every feature.
+        ahead: batches on the devices, or on the way, before they are needed.
+        data and all others: as for `train_batches`.
 
     Returns:
-        An iterator as of `to_device`, with `step`, `steps_per_epoch`, `spec`, `get_state`,
+        An iterator like that of `to_device`, with `step`, `steps_per_epoch`, `spec`, `get_state`,
         `set_state` and `close`.
 
     Raises:
-        ValueError, OSError: as of `train_batches` and `to_device`.
+        ValueError, OSError: as `train_batches` and `to_device`.
     """
     asked = dict(locals())
     from coyo11m_tfds.reading import to_device
