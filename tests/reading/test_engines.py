@@ -26,7 +26,7 @@ from coyo11m_tfds.reading import row_reader
 from tests import built, children
 from tests.checkout import CHECKOUT
 from tests.reading import planned, small_dataset
-from tests.reading.batches import assert_same, joined
+from tests.reading.batches import assert_same
 from tests.reading.damaged import (
     LENGTHS,
     ORDER,
@@ -49,47 +49,9 @@ def read(path: pathlib.Path, count: int, engine: str = 'rows', **changes) -> lis
 # --- Damage ------------------------------------------------------------------------------------
 
 
-def damage_bytes(path: pathlib.Path) -> None:
-    """In latents, a key, a caption, and the checksum of a length."""
-    for shard, record, at in [(4, 70, 100), (4, 10, 60), (2, 5, 35), (0, 3, 9)]:
-        damage(path, shard, record, at)
-
-
-def damage_lengths(path: pathlib.Path) -> None:
-    for shard, record, at in [(4, 66, 1), (2, 0, 0), (3, 40, 6), (0, 69, 2)]:
-        damage(path, shard, record, at)
-
-
-def damage_files(path: pathlib.Path) -> None:
-    blank(path, 4)
-    cut_off(path, 2, 60_000)
-    cut_off(path, 3, 1)
-    shard_path(path, 0).write_bytes(b'')
-
-
-def blank(path: pathlib.Path, shard: int) -> None:
-    shard_path(path, shard).write_bytes(bytes(shard_path(path, shard).stat().st_size))
-
-
 def cut_off(path: pathlib.Path, shard: int, num_bytes: int) -> None:
     file = shard_path(path, shard)
     file.write_bytes(file.read_bytes()[:-num_bytes])
-
-
-@pytest.mark.parametrize('do_damage', [damage_bytes, damage_lengths, damage_files])
-def test_both_engines_leave_out_the_same_records(copy, do_damage):
-    do_damage(copy)
-    count = steps_of_an_epoch(copy) + 5
-    changes = dict(on_bad_records='skip', max_bad_fraction=1)
-    expected = read(copy, count, 'chunks', **changes)
-    assert sum((~batch['mask']).sum() for batch in expected) >= 3
-    for verify in ('once', 'always'):
-        assert_same(read(copy, count, verify=verify, **changes), expected)
-    parts = [
-        read(copy, count - 3, start_step=3, process_index=p, process_count=2, **changes)
-        for p in range(2)
-    ]
-    assert_same(joined(parts), expected[3:])
 
 
 @pytest.mark.parametrize('engine', ['rows', 'chunks', 'tf_data'])
@@ -220,19 +182,6 @@ def test_each_shard_is_reported_once(copy, caplog):
     assert counter.read().bad_records >= sum((~batch['mask']).sum() for batch in batches)
 
 
-def test_bad_records_are_counted_and_told(copy, caplog):
-    shard, record = place_of(copy, 3, 5)
-    damage(copy, shard, record)
-    counter = input_pipeline.ReadCounter()
-    epoch = steps_of_an_epoch(copy)
-    batches = read(copy, epoch, on_bad_records='skip', counter=counter)
-    assert sum(int((~batch['mask']).sum()) for batch in batches) == 1
-    # The next epoch may have been begun meanwhile.
-    assert 1 <= counter.read().bad_records <= 2
-    assert counter.read().num_bytes > epoch * 16 * schema.LATENT_NBYTES
-    assert caplog.text.count(f'record {record} cannot be read') == 1
-
-
 def test_intact_data_are_the_same_under_both_policies_and_warn_of_nothing(intact, caplog):
     count = 2 * steps_of_an_epoch(intact)
     stop, skip = (read(intact, count, 'chunks', on_bad_records=p) for p in ('stop', 'skip'))
@@ -325,25 +274,18 @@ def test_what_is_not_verified_may_be_damaged(copy, intact):
         lambda file: os.utime(file, ns=(1, 1)),
         lambda file: os.truncate(file, file.stat().st_size + 1),
         lambda file: shutil.copy2(file, f'{file}.new') and os.replace(f'{file}.new', file),
+        pathlib.Path.unlink,
     ],
-    ids=['time', 'size', 'replaced'],
+    ids=['time', 'size', 'replaced', 'gone'],
 )
 def test_a_file_that_changes_while_it_is_read_is_named(copy, monkeypatch, change):
     monkeypatch.setattr(files_lib, '_CHECK_SECONDS', 0)
     batches = input_pipeline.train_batches(copy, engine='rows', **ORDER)
     next(batches)
     change(shard_path(copy, 4))
-    with pytest.raises(OSError, match=rf'{shard_path(copy, 4)}: has changed while it was read'):
-        for _ in range(steps_of_an_epoch(copy)):
-            next(batches)
-
-
-def test_a_file_that_vanishes_while_it_is_read_is_named(copy, monkeypatch):
-    monkeypatch.setattr(files_lib, '_CHECK_SECONDS', 0)
-    batches = input_pipeline.train_batches(copy, engine='rows', **ORDER)
-    next(batches)
-    shard_path(copy, 4).unlink()
-    with pytest.raises(FileNotFoundError, match=f'{shard_path(copy, 4)} is missing'):
+    with pytest.raises(
+        OSError, match=rf'{shard_path(copy, 4)}:? (has changed while it was|is missing)'
+    ):
         for _ in range(steps_of_an_epoch(copy)):
             next(batches)
 
@@ -396,41 +338,14 @@ def test_mapped_files_take_no_descriptors(tmp_path):
 # --- Records and shards ------------------------------------------------------------------------
 
 
-def rewrite(path: pathlib.Path, shard: int, change) -> None:
-    """Writes a shard's records anew, each as `change(number, example)` leaves it."""
-    file = shard_path(path, shard)
-    examples = [tf.train.Example.FromString(r) for r in built.split_records(file.read_bytes())]
-    with tf.io.TFRecordWriter(str(file)) as writer:
-        for number, found in enumerate(examples):
-            change(number, found)
-            writer.write(found.SerializeToString(deterministic=True))
-    data, offsets, at = file.read_bytes(), [], 0
-    for record in built.split_records(data):
-        offsets.append(at)
-        at += 16 + len(record)
-    index = chunk_index.ChunkIndex.load(path, schema.TRAIN)
-    shards = range(len(index.shard_lengths))
-    strides = [np.arange(0, n, 32) for n in index.shard_lengths]
-    counts = [
-        np.minimum(n - first, 32) for n, first in zip(index.shard_lengths, strides, strict=True)
-    ]
-    ranges = [index.byte_range(s, f, c) for s, f, c in zip(shards, strides, counts, strict=True)]
-    starts = [offset for offset, _ in ranges]
-    starts[shard] = np.array(offsets[::32])
-    sizes = [shard_path(path, s).stat().st_size for s in shards]
-    chunk_index.save(path, schema.TRAIN, index.shard_lengths, starts, sizes)
-
-
-@pytest.mark.parametrize('name', ['caption', 'latents', 'key'])
+@pytest.mark.parametrize('name', [b'caption', b'latents', b'key'])
 def test_a_record_of_another_layout_is_named(copy, name):
-    def change(number: int, found: tf.train.Example) -> None:
-        if number == 7:
-            feature = found.features.feature[name]
-            feature.Clear()
-            if name == 'latents':
-                feature.bytes_list.value.append(bytes(100))
-
-    rewrite(copy, 4, change)
+    file = shard_path(copy, 4)
+    found = list(built.split_records(file.read_bytes()))
+    found[7] = found[7].replace(name, b'x' * len(name))
+    with tf.io.TFRecordWriter(str(file)) as writer:
+        for record in found:
+            writer.write(bytes(record))
     with pytest.raises(ValueError, match=r'00004-of-00005: record 7 is not of this data set'):
         read(copy, 2 * steps_of_an_epoch(copy), on_bad_records='skip')
 
