@@ -1,14 +1,12 @@
 """Training data on gs://: how much is asked for, how many requests wait at once, what faults do."""
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
 from coyo11m_tfds import schema
+from tests import children
 from tests.fakes.cloud import Fault, Gcs
 from tests.reading import small_dataset
 
@@ -31,21 +29,32 @@ def bucket(local, gcs) -> Gcs:
     return gcs
 
 
+PROGRAM = """
+import itertools, json
+import input_pipeline
+from tests.reading.batches import wait_until_idle
+path, steps, settle, settings = json.loads(sys.argv[1])
+counter = input_pipeline.ReadCounter()
+batches = input_pipeline.train_batches(path, engine='chunks', counter=counter, **settings)
+keys, most_in_flight = [], 0
+for batch in itertools.islice(batches, steps):
+    keys.append(batch['key'].tolist())
+    most_in_flight = max(most_in_flight, counter.read().chunks_in_flight)
+if settle:
+    wait_until_idle(counter)
+found = {'keys': keys, 'most_in_flight': most_in_flight, 'counts': counter.read()}
+print(json.dumps(found | {'with_tensorflow': 'tensorflow' in sys.modules}))
+"""
+
+
 def read(path: object, steps: int, settle: bool = False, **changes) -> dict:
+    """What a process reads that does nothing else."""
     settings = ORDER | {'features': ['key']} | changes
-    asked = {'path': str(path), 'steps': steps, 'settle': settle, 'settings': settings}
-    ended = subprocess.run(
-        [sys.executable, '-m', 'tests.reading.read_program'],
-        input=json.dumps(asked),
-        env={**os.environ, 'TF_CPP_MIN_LOG_LEVEL': '2'},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    if ended.returncode:
-        raise RuntimeError(ended.stderr[-3000:])
-    return json.loads(ended.stdout)
+    with children.python(PROGRAM, json.dumps([str(path), steps, settle, settings])) as child:
+        output, errors = child.communicate(timeout=300)
+    if child.returncode:
+        raise RuntimeError(errors[-3000:])
+    return json.loads(output)
 
 
 def shard_reads(gcs: Gcs) -> list:

@@ -76,7 +76,7 @@ def read(place: tuple[str, str], run: Run, **changes) -> list[dict[str, np.ndarr
 
 
 @pytest.mark.parametrize('way', WAYS)
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(run=runs())
 @example(run=Run('unequal', 12, lanes=4, chunk=64, processes=4, start=9))
 @example(run=Run('even', 64, lanes=2, chunk=64, window=1, processes=2, start=5))
@@ -135,7 +135,7 @@ def replace(file: pathlib.Path, data: bytes) -> None:
 
 
 @pytest.mark.parametrize('processes', [1, 2, 4])
-@settings(max_examples=6)
+@settings(max_examples=5)
 @given(
     run=st.builds(
         Run,

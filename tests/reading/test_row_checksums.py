@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import input_pipeline
-from coyo11m_tfds import schema, verify
+from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.dataset.columns import AddedColumn
 from coyo11m_tfds.storage import source_files
@@ -182,13 +182,3 @@ def test_places_of_another_order_are_refused(path):
     np.save(file, np.load(file)[::-1])
     with pytest.raises(ValueError, match=f'{file}: is not a column .its CRC-32C is'):
         read(path)
-
-
-@pytest.mark.parametrize('kind', [SOURCE, COLUMN])
-def test_verify_names_the_row(path, kind):
-    assert not [fault for fault in verify.verify(path).faults if kind in fault]
-    file, at, row = place(path, kind)
-    flip(file, at)
-    [fault] = [fault for fault in verify.verify(path).faults if kind in fault]
-    assert f'{file.name}: {row} has CRC-32C ' in fault
-    assert not [fault for fault in verify.verify(path, fast=True).faults if kind in fault]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 import shutil
 
 import numpy as np
@@ -14,7 +13,7 @@ import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.reading.order import Order, sample_texts
 from tests.reading import small_dataset
-from tests.reading.batches import assert_same, check_memory, global_batches
+from tests.reading.batches import assert_same, global_batches
 from tests.reading.planned import Planned, settings_of
 
 LENGTHS = (70, 97, 64, 0, 131, 33)
@@ -103,19 +102,13 @@ def expected_texts(run: Run, step: int, keys: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize('engine', ['rows', 'chunks'])
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(run=runs('', 'two', 'three'))
 def test_a_sample_takes_the_text_that_seed_epoch_and_key_choose(data, engine, run):
     """Whatever the processes and the start; everything else is as with the records' text."""
     mixed = read_together(data, run, 5, engine=engine, features=FEATURES, caption_dropout=0.5)
-    own = read_together(
-        data,
-        dataclasses.replace(run, weights={'': 1}),
-        5,
-        engine=engine,
-        features=FEATURES,
-        caption_dropout=0.5,
-    )
+    alone = dataclasses.replace(run, weights={'': 1})
+    own = read_together(data, alone, 5, engine=engine, features=FEATURES, caption_dropout=0.5)
     number = np.array([{'': 1, 'two': 2, 'three': 3}[name] for name in run.weights])
     for step, (batch, without) in enumerate(zip(mixed, own, strict=True), run.start):
         assert batch.keys() == without.keys()
@@ -129,7 +122,7 @@ def test_a_sample_takes_the_text_that_seed_epoch_and_key_choose(data, engine, ru
 
 
 @pytest.mark.parametrize('engine', ['rows', 'chunks'])
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(run=runs('few', 'many'))
 def test_tokens_are_padded_to_the_longest_text(data, engine, run):
     features = (schema.KEY, schema.LATENTS, schema.TOKENS)
@@ -193,18 +186,6 @@ def test_what_does_not_go_together_is_refused_before_anything_is_read(data):
     assert next(read('two,records', schema.KEY)).keys() == {schema.KEY}
     with pytest.raises(ValueError, match=r"no feature 'tokens'"):
         read('', schema.TOKENS)
-
-
-def test_the_check_of_memory_counts_the_text_that_is_read(data):
-    order = {'batch_size': 8, 'lanes': 4, 'chunk': 32, 'features': ('key', 'tokens')}
-    order |= {'prefetch': 10**7, 'ram_budget_gb': 1e-3, 'engine': 'chunks'}
-    found = []
-    for text in ('few', 'many', 'few,many'):
-        with pytest.raises(ValueError, match='takes') as error:
-            check_memory(data, **order, text=text)
-        found.append(float(re.search(r'takes ([\d.]+) GB', str(error.value))[1]))
-    assert found[1] - found[0] == pytest.approx(8e7 * 2 * 4 / 1e9, abs=0.11)
-    assert found[2] == found[1]
 
 
 def test_texts_in_a_bucket_are_chosen_as_on_a_disk(data, bucket):
