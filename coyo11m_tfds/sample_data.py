@@ -120,7 +120,7 @@ def outlines(shape: str, x: np.ndarray, y: np.ndarray, radius: np.ndarray) -> np
         shape: one of `SHAPES`.
         x: centres, pixels from the left of the crop, float32 `(n,)`.
         y: centres, pixels from the top.
-        radius: of the shapes, pixels.
+        radius: radius of the shapes, pixels.
 
     Returns:
         float32 `(n, 32, 32)`: the share of every pixel that lies inside.
@@ -144,8 +144,8 @@ def make_sample(
         out_dir: folder to write; made when missing.
         num_samples: samples in all, at least 4 a file.
         num_files: `.pt` files.
-        dtype: of the latents, one of `schema.LATENT_DTYPES`.
-        seed: of everything random.
+        dtype: dtype of the latents, one of `schema.LATENT_DTYPES`.
+        seed: seed of all random choices.
 
     Raises:
         ValueError: a value out of range, or an `out_dir` that is a URL or empty text, or already

@@ -93,7 +93,7 @@ def find(
     Args:
         config: see `configs/default.py`.
         workdir: local or `gs://`.
-        data, program: of the run.
+        data, program: data and program of the run.
         accept_changes: fields that may differ from those of its last checkpoint.
 
     Raises:
@@ -162,8 +162,8 @@ def check_same(
     """Compares two descriptions, field by field.
 
     Args:
-        saved: of the checkpoint.
-        current: of this run.
+        saved: description in the checkpoint.
+        current: description of this run.
         accept_changes: settings that may differ; differences are logged.
         where: the checkpoint's path, for the message.
 

@@ -47,7 +47,7 @@ def make(facts: 'DataFacts', spec: str = '') -> Encoder | Tokenizer:
     """Loads the encoder that the text embeddings of a data set were made with, or the tokenizer.
 
     Args:
-        facts: of that data set.
+        facts: facts of that data set.
         spec: where to find it, as of `text_encoders.make_encoder`; '' where the data set's metadata
             say enough: not for a model in a local folder.
 
@@ -176,10 +176,10 @@ def load(spec: str, facts: 'DataFacts', mesh: Mesh, *, dtype: str) -> StepEncode
 
     Args:
         spec: `jax:FOLDER` or `jax:HUB_NAME`; '' for none.
-        facts: of the data set whose tokens it is to encode.
-        mesh: where its weights go.
-        dtype: of the model's computation. The encoder computes in float32 beside a model that does,
-            else in bfloat16, since Gemma's hidden states exceed the range of float16.
+        facts: facts of the data set whose tokens it encodes.
+        mesh: mesh for its weights.
+        dtype: dtype of the model's computation. The encoder computes in float32 if the model does,
+            otherwise in bfloat16, because Gemma's hidden states exceed the range of float16.
 
     Raises:
         ValueError: the records hold no tokens, or those of another encoder; or as

@@ -61,10 +61,10 @@ class Description:
     """What a run is, in plain values; a resume compares it with that of the checkpoint.
 
     Attributes:
-        identity: what no run can change: the text encoder and the model. May be nested.
-        settings: what a run can change on purpose; names of fields with their values.
+        identity: fields that no run can change: the text encoder and the model. May be nested.
+        settings: fields that a run can change on purpose, with their values.
         config: the whole configuration, as nested values; not compared.
-        facts: what a model needs to know of its data, of `data.DataFacts`; not compared.
+        facts: facts about its data that a model needs, of `data.DataFacts`; not compared.
         position: the run's place in its data: the number of the next `sample` of every lane, the
             number of `lanes` and a digest of the `order`; not compared.
     """
@@ -137,9 +137,9 @@ def save(
 
     Args:
         manager: from `open_manager`.
-        step: that the state has reached.
+        step: step of the state.
         state, window: pytrees of arrays.
-        description: of this run.
+        description: description of this run.
         interrupted: the hooks that are due after this step have not all been called.
 
     Raises:
@@ -275,7 +275,7 @@ class SavedRun:
 
     Attributes:
         folder: path of this checkpoint.
-        step: that the run had reached.
+        step: step of the checkpoint.
     """
 
     def __init__(self, workdir: epath.PathLike, step: int):

@@ -93,7 +93,7 @@ class TrainingData:
     """This process's share of a data set, as the configuration asks for it.
 
     Attributes:
-        facts: what a model has to know of the data.
+        facts: facts about the data that a model needs.
         order: order of the training samples; None for a data set without a chunk index.
         samples_a_step: samples that a step takes of every lane; without a chunk index there is one
             lane.

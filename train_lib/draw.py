@@ -44,8 +44,8 @@ class Artist:
     """A checkpoint of a run, ready to draw on the devices of this process.
 
     Attributes:
-        step: of the checkpoint.
-        facts: what is known of the data that it was trained on.
+        step: step of the checkpoint.
+        facts: facts about its training data.
         encoder: folder or hub name of the encoder in its step; '' for a run without one.
     """
 

@@ -99,7 +99,7 @@ def noise_and_times_of_keys(
 
     Args:
         keys: uint32 `(b, 2)`, low and high word of the samples' keys.
-        shape: of one sample's noise.
+        shape: shape of one sample's noise.
         seed: another seed gives other noise.
 
     Returns:

@@ -128,8 +128,8 @@ def least_bytes(params, mesh: Mesh, *, compute_bytes: int = 2, accumulate: int =
 
     Args:
         params: pytree of arrays or `jax.ShapeDtypeStruct`, as `by_shape` places them.
-        mesh: of the devices.
-        compute_bytes: of a number when it is gathered.
+        mesh: mesh of the devices.
+        compute_bytes: bytes of a gathered number.
         accumulate: parts that the batch is computed in.
     """
 

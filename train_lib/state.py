@@ -49,7 +49,7 @@ def make_schedule(
 
     Args:
         name: `cosine`, which ends at 0, or `constant`.
-        num_steps: of the whole run, warm-up included.
+        num_steps: number of steps of the whole run, warm-up included.
         learning_rate: at the end of the warm-up.
         warmup_steps: 0 for no warm-up.
 
@@ -93,9 +93,9 @@ def make_optimizer(
         name: `adamw` or `muon`.
         schedule: learning rate of AdamW.
         muon_schedule: learning rate of Muon.
-        weight_decay: of kernels, times the learning rate.
-        b1: of AdamW's first moment.
-        b2: of AdamW's second moment.
+        weight_decay: weight decay of kernels, times the learning rate.
+        b1: decay of AdamW's first moment.
+        b2: decay of AdamW's second moment.
         clip_norm: the largest norm that the whole gradient keeps.
 
     Raises:
@@ -129,7 +129,7 @@ def make_init(
         model: called as `model(x, t, text, drop_text)`.
         tx: from `make_optimizer`.
         latent_shape: `(height, width, channels)` of one sample.
-        text: of one sample as the model is given it, a pytree of `jax.ShapeDtypeStruct`. The
+        text: text of one sample as the model is given it, a pytree of `jax.ShapeDtypeStruct`. The
             weights do not depend on the number of tokens.
     """
 

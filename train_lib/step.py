@@ -69,7 +69,7 @@ def make_train_step(
         model: called as `model(z, t, text, drop_text)`.
         tx: the optimizer.
         schedule: its learning rate, for the metrics.
-        stats: to standardize latents and text embeddings.
+        stats: statistics that standardize latents and text embeddings.
         ema_decay: decay of the average in a step; the average is shorter while steps are few.
         seed: decides noise and times.
         logit_mean, logit_std: see `flow.logit_normal_times`.

@@ -102,7 +102,7 @@ def train(setup: Setup, verbose: bool = False) -> tuple[TrainState, bool]:
     """Trains up to `config.num_steps`, from the last checkpoint in the workdir if there is one.
 
     Args:
-        setup: what `set_up` has checked.
+        setup: result of `set_up`.
         verbose: logs all parameters, and all that is written for TensorBoard.
 
     Returns:

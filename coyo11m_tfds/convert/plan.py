@@ -56,7 +56,7 @@ class Plan:
         text: description of the text in the records; None for records without one.
         dropped: rows of the source that are left out, by reason.
         source_fingerprint: hex digest of everything that is read.
-        settings: what `BuildSettings.record` gives.
+        settings: result of `BuildSettings.record`.
         build: ID of the build, from all that decides its files; it is in their names.
         joined: inputs of the tasks; while they are open, no other build removes them.
     """

@@ -34,11 +34,11 @@ class Member:
 
     Attributes:
         name: with the folder that all names begin with.
-        begin: where its local header begins.
-        end: where the next member or the directory begins.
+        begin: offset of its local header.
+        end: offset of the next member or of the directory.
         size: in bytes.
-        crc32: of its contents, as recorded.
-        flags: of the zip format.
+        crc32: recorded CRC-32 of its contents.
+        flags: flags of the zip format.
     """
 
     name: str
@@ -70,7 +70,7 @@ def read_directory(tail: bytes, file_size: int, name: str) -> tuple[Member, ...]
     Args:
         tail: the last `TAIL_BYTES` of the file, or all of a smaller one.
         file_size: in bytes.
-        name: what errors call the file.
+        name: name of the file in errors.
 
     Returns:
         The members in the order of the file.
@@ -129,8 +129,8 @@ class Archive:
     """A `.pt` file whose directory and local headers are in order.
 
     Attributes:
-        name: what errors call the file.
-        size: of the file in bytes.
+        name: name of the file in errors.
+        size: bytes of the file.
         members: in the order of the file.
         starts: for each member where its contents begin.
     """
@@ -174,7 +174,7 @@ def open_archive(path: str | os.PathLike[str], name: str = '') -> Archive:
 
     Args:
         path: local file.
-        name: what errors call it, if that is not its path.
+        name: name of the file in errors, if not its path.
 
     Raises:
         ValueError: it is not a `.pt` file, or damaged.

@@ -66,17 +66,18 @@ def _pairs(spec: Spec) -> list[tuple[str | None, Any]]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Text:
-    """What is known of the embeddings or the tokens of one caption a record.
+    """Describes the embeddings or the tokens of one caption for each record.
 
     Attributes:
-        name: of the column; '' for those in the records.
-        feature: of a batch that they are: `text_embedding` or `tokens`; '' where there are none.
-        size: numbers of an embedding, or tokens with their padding.
-        encoder: name of what made them, or None.
-        revision: of that; None if unknown.
-        max_tokens: captions were cut to so many; 0 for no limit or if unknown.
-        vocabulary: ids of tokens are less than this; 0 for embeddings.
-        mean, std: of embeddings, float64 `(size,)`, over the train split; of tokens `(0,)`.
+        name: name of the column; '' for those in the records.
+        feature: feature of a batch: `text_embedding` or `tokens`; '' without a text.
+        size: numbers of an embedding, or tokens with padding.
+        encoder: name of the encoder, or None.
+        revision: revision of the encoder; None if unknown.
+        max_tokens: tokens to which captions were cut; 0 for no limit or if unknown.
+        vocabulary: number that all token ids are below; 0 for embeddings.
+        mean, std: statistics of embeddings over the train split, float64 `(size,)`; for tokens
+            `(0,)`.
     """
 
     name: str
@@ -154,7 +155,7 @@ class Chosen:
 
     Attributes:
         texts: at least one, all of one kind.
-        weights: of each of them.
+        weights: weight of each text.
         size: numbers of an embedding, or tokens of the longest with their padding.
     """
 
@@ -217,10 +218,10 @@ def choose(
     """The texts that are asked for.
 
     Args:
-        folder: of the data set, for messages.
+        folder: folder of the data set, for messages.
         spec: as of `parse`.
         own: the text in the records.
-        columns: of the data set.
+        columns: columns of the data set.
 
     Raises:
         ValueError: as of `parse`; there is no such text, or the texts are of different kinds.

@@ -40,7 +40,7 @@ def painter(vae: str) -> Paint:
     """What makes pictures of raw latents `(n, C, H, W)`: uint8 `(n, height, width, 3)`.
 
     Args:
-        vae: of `load`; '' for the linear map of `latent_rgb`, one pixel a latent position.
+        vae: as for `load`; '': the linear map of `latent_rgb`, one pixel a latent position.
 
     Raises:
         ValueError: as of `load`.
@@ -86,8 +86,8 @@ class Decoder:
 
         Args:
             config: content of config.json.
-            weights: of the decoder, by diffusers' names, float32.
-            path: of the weights, for messages.
+            weights: weights of the decoder, by diffusers' names, float32.
+            path: path of the weights, for messages.
 
         Raises:
             ValueError: they do not fit each other, or are of a kind that is not known here.

@@ -50,7 +50,7 @@ def in_one_line(
     """Ends the process as the module's docstring says; for the main thread.
 
     Args:
-        outlook: What an interrupt leaves, or what to do next: the end of its line.
+        outlook: End of the line after an interrupt: what is left, or what to do next.
         kinds: Errors that a user can mend.
         status: Exit status after such an error.
     """

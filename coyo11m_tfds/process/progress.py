@@ -63,7 +63,7 @@ class Progress:
         """Begins to count.
 
         Args:
-            what: What is being done, e.g. 'Writing shards'.
+            what: Name of the work, e.g. 'Writing shards'.
             total: How much there is to do, in `unit`; 0 for nothing. An estimate will do.
             unit: 'B' for bytes, shown as MB/s; else the name of a thing in the plural.
             goals: Final values of some of the counts, e.g. `{'shards': 2400}`.

@@ -180,7 +180,7 @@ class Batches(Resumable[Batch]):
     Attributes:
         spec: Shape and dtype of each array in a batch, by name.
         steps_per_epoch: Batches that the split makes, on average; NaN if its size is unknown.
-        process_index, process_count: Which part of the global batches it gives.
+        process_index, process_count: Number of this process, and of all processes.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ class OpenedColumn(NamedTuple):
     """One column of a split, after a comparison with what the data set says of it.
 
     Attributes:
-        name: What errors call it.
+        name: Name of the column in errors.
         files: The files that its rows lie in, as they are now.
         starts: Byte at which the first row begins in each of them.
         places: Number of the file, row, and CRC-32C of the row for each record, uint32 `(n, 3)`;

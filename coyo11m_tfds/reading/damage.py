@@ -46,7 +46,7 @@ class Checks:
         """True if records are as they were written, as far as the mode asks; bool `(n,)`.
 
         Args:
-            there: Which of some records there are, bool `(n,)`.
+            there: True for records that exist, bool `(n,)`.
             number: Number of each record in its split.
             matches: Compares all checksums of some of them, given by their indices here.
         """

@@ -134,7 +134,7 @@ class MappedFiles:
 
     Attributes:
         memory: Memory that they lie in.
-        address: Where each file begins; int64, 0 for one that is not open, or is empty.
+        address: Address of each file, int64; 0 for a file that is not open or is empty.
         size: Bytes of each file, int64.
         path_of: Gives the path of a file by its number.
     """

@@ -78,7 +78,7 @@ def check(need: Need, *, budget_gb: float, processes_on_host: int) -> None:
     """Checks that all processes on this host may take so much.
 
     Args:
-        need: What each of them takes.
+        need: Need of each of them.
         budget_gb: 10^9 bytes that all of them may take; 0 for half of the memory that this machine
             or container has.
         processes_on_host: Processes that read on this host.

@@ -74,7 +74,7 @@ class Samples(NamedTuple):
 
     Attributes:
         epoch: Epoch of the i-th sample of every lane, int64 `(n,)`.
-        shard, record: Where each sample is, int64 `(lanes, n)`.
+        shard, record: Shard and record of each sample, int64 `(lanes, n)`.
     """
 
     epoch: np.ndarray

@@ -155,7 +155,7 @@ class RowReader:
 
         Args:
             split: Split of a data set.
-            choices: What is in a batch.
+            choices: Features and choices of a batch.
             layout: Layout of the records.
             verify: One of `damage.MODES`.
             bad_records: Is told of those that cannot be read.

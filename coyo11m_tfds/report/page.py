@@ -53,7 +53,7 @@ class Report:
         in_place: True if the latents stay in the source.
 
     Attributes:
-        content: what `report.json` holds. A histogram has `edges` and `counts`. Counts of the
+        content: content of `report.json`. A histogram has `edges` and `counts`. Counts of the
             latents are, for each channel, of values below the first edge, from each edge to the
             next, and from the last edge on; those of the captions from each edge on.
         previews: records to show, evenly spaced.

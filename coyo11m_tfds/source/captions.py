@@ -39,8 +39,8 @@ def join(
     """Writes the captions of some keys into a new folder, for `joined.Joined`.
 
     Args:
-        path: of the Parquet file.
-        column: of text.
+        path: path of the Parquet file.
+        column: column with the texts.
         folder: see `joined.make`.
         wanted: keys, each once, int64 `(n,)`; place i is that of `wanted[i]`. None for all keys of
             the file; their places are the keys themselves.

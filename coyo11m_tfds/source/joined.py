@@ -53,7 +53,7 @@ class Joined:
 
     Attributes:
         folder: Path of the files.
-        facts: What their maker says of them, JSON.
+        facts: Facts about the values, JSON.
     """
 
     def __init__(self, folder: str):

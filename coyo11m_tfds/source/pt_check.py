@@ -82,7 +82,7 @@ def check_contents(
 
     Args:
         path: local file.
-        name: what errors call it, if that is not its path.
+        name: name of the file in errors, if not its path.
         check_crc: False for a file that was saved without valid checksums.
         recorded: size and CRC-32C that the whole file had when it was copied, if they are known.
         on_bytes: is told how many bytes have been read.

@@ -232,16 +232,16 @@ def join(
 ) -> None:
     """Writes the values of some keys into a new folder, for `joined.Joined`.
 
-    The facts are `dtype` and `shape` of a value, the `digest` of all keys and values, and of
-    embeddings and tokens the fields of their `header`.
+    The facts are `dtype` and `shape` of a value, the `digest` of all keys and values and, for
+    embeddings and tokens, the fields of their `header`.
 
     Args:
-        files: that have them, in their order.
+        files: files of the values, in order.
         folder: see `joined.make`.
         wanted: keys, each once, int64 `(n,)`; place i is that of `wanted[i]`.
-        hold: gives the path of a file while it is read.
-        column: of integers, floats, or lists of these of one size; a row with a null has no value.
-            '' for embeddings or tokens that `embed_captions` made.
+        hold: context manager that gives the path of a file while it is read.
+        column: column of integers, floats, or lists of one size; a row with a null has no value.
+            '' for embeddings or tokens of `embed_captions`.
 
     Raises:
         ValueError: see `KeyedFile` and `describe`; files differ in what made them or in what

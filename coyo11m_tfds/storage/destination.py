@@ -125,8 +125,8 @@ class Destination:
         storage copies by itself; other remote files pass through the scratch folder.
 
         Args:
-            file: what to copy.
-            name: of the copy, relative to the folder.
+            file: file to copy.
+            name: name of the copy, relative to the folder.
             scratch: must be given if `needs_scratch`.
             on_bytes: is told how many more bytes are done, together about `file.size`; a negative
                 number where bytes turned out wrong. What it raises ends the copying.
@@ -211,7 +211,7 @@ class Destination:
         Checksums are compared in a bucket only, where the listing has them.
 
         Args:
-            states: what they should be, by relative name.
+            states: expected states, by relative name.
 
         Raises:
             OSError: a file is missing, or differs; names it.

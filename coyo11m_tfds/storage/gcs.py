@@ -132,7 +132,7 @@ def read(url: str, found: Stat | None = None) -> bytes | None:
 
     Args:
         url: the object.
-        found: what a listing has said of it, which saves a request.
+        found: its entry in a listing, which saves a request.
     """
 
     def attempt(generation: int, state: FileState) -> bytes:

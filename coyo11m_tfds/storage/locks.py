@@ -241,7 +241,7 @@ def wait_for(
     A line in the log says once a minute what it waits for.
 
     Args:
-        place: what the process makes.
+        place: path of the folder or file that the process makes.
         is_there: called again and again.
         wait_seconds: how long to wait.
 

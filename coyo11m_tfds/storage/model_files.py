@@ -38,8 +38,8 @@ def folder(model: str, kind: str, files: Sequence[str]) -> Path:
 
     Args:
         model: a folder, or a name on the hub.
-        kind: of model, for messages.
-        files: to download, as patterns of names.
+        kind: kind of model, for messages.
+        files: patterns of the names of files to download.
 
     Raises:
         ValueError: there is no such model, or the hub does not give it.

@@ -80,7 +80,7 @@ def call(operation: Callable[[], T], what: str, *, attempts: int = 8) -> T:
     """Returns `operation()`, retried as long as it fails with a transient error.
 
     Args:
-        operation: takes nothing; must be safe to repeat.
+        operation: function without arguments that is safe to repeat.
         what: names the file or place in messages, best with its URL.
         attempts: how often it is tried at most.
 

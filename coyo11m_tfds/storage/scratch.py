@@ -72,7 +72,7 @@ def choose_folder(program: str, data_dir: str, chosen: str = '') -> str:
 
     Args:
         program: its name.
-        data_dir: where its data sets are; '' if that is not known.
+        data_dir: folder of its data sets; '' if unknown.
         chosen: the user's choice, instead of `.PROGRAM` in a local `data_dir` or else the cache.
 
     Raises:

@@ -49,7 +49,7 @@ def folders_with(folder: str, name: str) -> list[str]:
 
     Args:
         folder: local or `gs://`; also one of the levels below.
-        name: of the file.
+        name: name of the file.
 
     Returns:
         Paths or URLs, sorted; [] where there is none.

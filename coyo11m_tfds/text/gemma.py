@@ -201,7 +201,7 @@ class Gemma(nn.Module):
 
     Attributes:
         config: sizes.
-        dtype: of the computation and of the result; norms and softmax are float32 always.
+        dtype: dtype of the computation and of the result; norms and softmax are float32 always.
     """
 
     config: Config

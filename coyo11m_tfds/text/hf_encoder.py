@@ -40,7 +40,7 @@ class HfTokenizer(ModelTokenizer):
         Args:
             model: a folder, or a name on the hub.
             max_tokens: longer captions are cut to it.
-            config: of the model, if it has been read already.
+            config: config of the model, if it has been read.
 
         Raises:
             ValueError: there is no such model, or max_tokens is too small.

@@ -89,7 +89,7 @@ class JaxEncoder(JaxTokenizer, Encoder):
             max_tokens: longer captions are cut to it.
             batch_tokens: tokens in a forward pass of a device at most, padding counted in; None for
                 `CPU_BATCH_TOKENS` or `BATCH_TOKENS`.
-            dtype: of weights and computation; None for bfloat16, but float32 on CPUs.
+            dtype: dtype of weights and computation; None for bfloat16, but float32 on CPUs.
 
         Raises:
             ValueError: there is no such model, it is not a Gemma 3 or its files are unfit, or

@@ -23,7 +23,7 @@ class ModelTokenizer(Tokenizer):
     """The tokenizer of a model, whose special tokens count and stay when a caption is cut.
 
     Attributes:
-        name: What runs the model, `:`, and the name on the hub or the folder's own name.
+        name: `hf:` or `jax:`, and the name on the hub or the last part of the folder's path.
         revision: Commit of a model on the hub; digest of the files in a folder.
         max_tokens: The greatest length; the model's own if smaller.
         vocabulary, truncated: See `Tokenizer`.

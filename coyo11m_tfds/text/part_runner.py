@@ -151,8 +151,8 @@ def check_out(out: str, share: tuple[int, int]) -> None:
     """Refuses what cannot be written, before anything is read.
 
     Args:
-        out: what the user names.
-        share: which of how many hosts this is.
+        out: folder or file of the sidecar, as the user names it.
+        share: number of this host, and number of hosts.
 
     Raises:
         ValueError: it cannot be written, or not by several hosts.
@@ -226,8 +226,8 @@ def run(
     """Makes parts, after a check of those that an earlier run has finished.
 
     Args:
-        job: what is to be made.
-        numbers: of the parts to make.
+        job: description of the parts to make.
+        numbers: numbers of the parts to make.
         found: all parts that are there. Every process checks them before it adds one.
         num_workers: processes; one makes a file.
         encoder: if it is loaded already; for one process.
@@ -328,8 +328,8 @@ def choose_workers(num_workers: int, encoder: EncoderChoice, num_parts: int) -> 
             hashed words, as far as memory allows and the work is worth it, one a GPU for a model of
             `hf:`, and one for all others. Those use all cores or devices by themselves, the fast
             tokenizers among them.
-        encoder: what they run.
-        num_parts: to make.
+        encoder: encoder of the processes.
+        num_parts: parts to make.
 
     Raises:
         ValueError: the variable is not a number.

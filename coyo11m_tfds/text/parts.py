@@ -76,8 +76,8 @@ def make(
     """Makes some parts, one after the other.
 
     Args:
-        captions: to encode.
-        numbers: of the parts.
+        captions: captions to encode.
+        numbers: numbers of the parts.
         encoder: makes the embeddings, or with `tokens_only` the tokens.
         on_batch: told of what is done; may raise an exception to end it.
         tokens_only: whether to make token ids in place of embeddings.

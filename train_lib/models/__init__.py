@@ -44,9 +44,8 @@ def make(name: str, *, kind: str = 'dit', dtype: str = 'bfloat16', **fields: Any
     Args:
         name: the preset, size and patch size, `SIZE/PATCH`, such as `'S/2'`.
         kind: `dit` or `MODULE:CLASS`.
-        dtype: of the computation; parameters are float32.
-        **fields: of the model; 0 leaves the value of the preset or, where it has none, of the
-            model.
+        dtype: dtype of the computation; parameters are float32.
+        **fields: fields of the model; 0 keeps the value of the preset or, without one, the model's.
 
     Raises:
         ValueError: an unknown name; no model of that kind; a field that the kind does not have, or

@@ -177,10 +177,10 @@ class DiT(nn.Module):
         depth: number of blocks.
         patch_size: side of the square of latent positions that makes a token.
         mlp_ratio: width of the hidden layer of a block, in widths of the tokens.
-        dtype: of the computation. Parameters and the result are float32.
-        remat: what of a block is kept for the backward pass, a key of `REMAT`.
-        attention: what computes attention, one of `ATTENTION`.
-        text: what of a text conditions the blocks, one of `TEXTS`.
+        dtype: dtype of the computation. Parameters and the result are float32.
+        remat: values of a block that are kept for the backward pass, a key of `REMAT`.
+        attention: implementation of attention, one of `ATTENTION`.
+        text: parts of a text that condition the blocks, one of `TEXTS`.
         vocabulary: ids of tokens are less than this; 0: texts are embeddings.
         unroll: blocks in one turn of the compiled loop. With all 6 blocks of the tiny model in one
             turn a step takes 13% less on 2 CPU cores; large models gain nothing but compile time.
@@ -294,7 +294,7 @@ class DiT(nn.Module):
         Args:
             latent_shape: `(height, width, channels)` of one sample.
             text_dim: width of a text embedding or of an encoder's states; 0 for token ids.
-            num_tokens: of a text, padding included; used with a vocabulary alone.
+            num_tokens: tokens of a text with padding; only for models with a vocabulary.
         """
         height, columns, channels = latent_shape
         w, p = self.width, self.patch_size

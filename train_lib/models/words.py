@@ -36,8 +36,8 @@ class WordTable(nn.Module):
 
     Attributes:
         vocabulary: ids are less than this.
-        width: of the vectors.
-        dtype: of the computation; the table is float32.
+        width: width of the vectors.
+        dtype: dtype of the computation; the table is float32.
     """
 
     vocabulary: int
@@ -76,8 +76,8 @@ class WordStates(nn.Module):
     statistics of the states are needed.
 
     Attributes:
-        width: of the vectors.
-        dtype: of the computation.
+        width: width of the vectors.
+        dtype: dtype of the computation.
     """
 
     width: int
