@@ -20,7 +20,6 @@ _ONE_BUILD = 'platform_system != "Linux" or platform_machine != "x86_64"'
 CONVERT = [
     'apache-beam>=2.60',  # the `tfds` command imports it
     'duckdb>=1.4',  # sorts captions and embeddings
-    'google-cloud-storage>=3.0',
     'huggingface_hub>=2.4',
     'isal>=1.7',  # CRC-32 at the speed of the memory
     'mlcroissant>=1.0',  # the `tfds` command imports it
@@ -101,7 +100,8 @@ setuptools.setup(
         'clu>=0.0.12',
         'etils[epath]>=1.9',
         'flax>=0.10',
-        'gcsfs>=2025.1',
+        'gcsfs>=2025.1',  # epath reaches gs:// by it where TensorFlow is not imported
+        'google-cloud-storage>=3.0',
         'google-crc32c>=1.5',
         'importlib_resources>=6.0',  # tensorflow-datasets imports it
         'jax>=0.5',
@@ -112,13 +112,13 @@ setuptools.setup(
         'packaging>=23.0',
         'pillow>=10.1',
         'protobuf<7',  # tensorflow-datasets 4.9.10 calls what protobuf 7 has removed
-        'requests>=2.31',
         'safetensors>=0.5',
         'tensorboard>=2.18',  # clu.metric_writers imports it
         f'tensorflow-cpu>=2.18; {_CPU_BUILD}',
         f'tensorflow>=2.18; {_ONE_BUILD}',
         'tensorflow-datasets>=4.9.8',
         'tqdm>=4.66',
+        'urllib3>=2.0',
     ],
     extras_require={
         'convert': CONVERT,

@@ -14,7 +14,7 @@ import pytest
 from coyo11m_tfds.storage import remote, source_files
 from coyo11m_tfds.storage.source_files import SourceFile
 from tests import children
-from tests.fakes.cloud import Fault, Gcs, Hub
+from tests.fakes.cloud import Fault, Gcs, Hub, through_proxy
 from tests.fakes.fake_http import Call, FakeServer, Reply
 
 SIZE = 3_000_003
@@ -314,6 +314,16 @@ def test_a_range_of_a_file_that_has_changed(bucket: Cloud):
     bucket.server.put('bucket', f'source/{NAME}', bytes(SIZE))
     with pytest.raises(OSError, match='has changed since it was listed'):
         remote.read_range(bucket.file, 10, 10)
+
+
+def test_a_range_through_a_proxy(bucket: Cloud, monkeypatch: pytest.MonkeyPatch):
+    for name, value in through_proxy(bucket.server.env).items():
+        monkeypatch.setenv(name, value)
+    for start in (0, 5):
+        assert remote.read_range(bucket.file, start, 10) == DATA[start : start + 10]
+    monkeypatch.setenv('https_proxy', 'http://127.0.0.1:1')
+    with pytest.raises(OSError, match='given up after 8 attempts'):
+        remote.read_range(bucket.file, 0, 10)
 
 
 def test_a_range_of_a_local_file(tmp_path: pathlib.Path):
