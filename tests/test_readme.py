@@ -136,3 +136,43 @@ def test_flags_of_commands_are_those_of_the_programs(path):
                     module,
                     flag,
                 )
+
+
+def test_packages_import_only_lower_floors():
+    """As the table of docs/design.md has them; the configurations and `__init__` stand aside."""
+    floors = {}
+    for row in re.findall(r'^\| (\d) \|(.*)$', (CHECKOUT / 'docs/design.md').read_text(), re.M):
+        floors |= dict.fromkeys(re.findall(r'`([\w.]+)`', row[1]), int(row[0]))
+    places = {name: place_of(name) for name in modules()}
+    assert set(places.values()) - {''} == floors.keys()
+    upward = {
+        (place, other)
+        for name, place in places.items()
+        for other in {place_of(imported) for imported in imports(name)} - {place, ''}
+        if place and floors[other] >= floors[place]
+    }
+    assert not upward
+
+
+def modules() -> Iterator[str]:
+    for top in ('coyo11m_tfds', 'train_lib', 'input_pipeline.py'):
+        for path in [CHECKOUT / top] if top.endswith('.py') else (CHECKOUT / top).rglob('*.py'):
+            if 'dummy_data' not in path.parts:
+                yield '.'.join(path.relative_to(CHECKOUT).with_suffix('').parts)
+
+
+def imports(module: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse((CHECKOUT / f'{module.replace(".", "/")}.py').read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield from (f'{node.module}.{name.name}' for name in node.names)
+
+
+def place_of(module: str) -> str:
+    """The package or program of the table that a module belongs to; '' for others."""
+    first, part, *_ = [*module.split('.'), '', '']
+    path = CHECKOUT / first / part
+    if first == 'train_lib':
+        return f'{first}.{part}' if part and path.is_dir() else first
+    if first == 'coyo11m_tfds' and part not in ('', '__init__'):
+        return part if path.is_dir() or path.with_suffix('.py').exists() else ''
+    return first if first == 'input_pipeline' else ''
