@@ -40,28 +40,25 @@ def parse(spec: Spec) -> dict[str, float]:
     Raises:
         ValueError: it is something else.
     """
+    pairs: list[tuple[Any, Any]] = list(spec.items()) if isinstance(spec, Mapping) else []
+    if not isinstance(spec, Mapping):
+        for part in (spec or RECORDS).split(','):
+            name, colon, weight = part.partition(':')
+            pairs.append((name.strip() or None, weight if colon else 1))
     found: dict[str, float] = {}
-    for name, weight in _pairs(spec):
+    for name, weight in pairs:
         name = '' if name == RECORDS else name
         try:
             number = float(weight)
         except (TypeError, ValueError):
             number = math.nan
         if name is None or name in found or not 0 < number <= _MAX_WEIGHT:
+            found.clear()
             break
         found[name] = number
-    else:
-        if found:
-            return found
-    raise ValueError(f'text={spec!r}: expected {SYNTAX}')
-
-
-def _pairs(spec: Spec) -> list[tuple[str | None, Any]]:
-    """Names and weights as they are given; None for a name that was forgotten."""
-    if isinstance(spec, Mapping):
-        return list(spec.items())
-    parts = [part.partition(':') for part in (spec or RECORDS).split(',')]
-    return [(name.strip() or None, weight if colon else 1) for name, colon, weight in parts]
+    if not found:
+        raise ValueError(f'text={spec!r}: expected {SYNTAX}')
+    return found
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -129,9 +126,10 @@ def column_names(columns: Mapping[str, Column | AddedColumn]) -> list[str]:
 
 def _is_text(column: Column | AddedColumn | None) -> bool:
     """True for embeddings, and for tokens whose vocabulary is known."""
-    if not isinstance(column, AddedColumn) or column.feature not in schema.TEXT_DTYPES:
-        return False
-    return column.feature == schema.TEXT_EMBEDDING or 'vocabulary' in column.encoder
+    return isinstance(column, AddedColumn) and (
+        column.feature == schema.TEXT_EMBEDDING
+        or (column.feature == schema.TOKENS and 'vocabulary' in column.encoder)
+    )
 
 
 def _of_column(column: AddedColumn) -> Text:
@@ -165,12 +163,12 @@ class Chosen:
 
     @property
     def feature(self) -> str:
-        """Of a batch; see `Text`."""
+        """Feature of a batch; see `Text`."""
         return self.texts[0].feature
 
     @property
     def names(self) -> list[str]:
-        """Of the texts; see `Text`."""
+        """Names of the texts; see `Text`."""
         return [text.name for text in self.texts]
 
     @property

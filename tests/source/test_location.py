@@ -1,7 +1,6 @@
 """Finding the files of a source, on disk, in a bucket and on the hub."""
 
 import hashlib
-import os
 import pathlib
 import re
 from collections.abc import Callable
@@ -107,11 +106,6 @@ def test_the_files_of_a_source_in_order(place: Place):
     assert source.captions_file.path == f'{source.root}/{schema.CAPTIONS_FILE}'
     assert location.find(f'{place.root}/') == source
     assert location.find(source.root) == source
-
-
-def test_one_file_is_described_as_the_source_describes_it(place: Place):
-    place.put(CONTENTS)
-    source = location.find(place.root)
     for file in (*source.latent_files, source.captions_file):
         assert source_files.describe(file.path) == file
         assert file.is_remote == source_files.is_remote(place.root)
@@ -167,16 +161,6 @@ def test_versions_change_with_the_content_alone(place: Place):
 
 
 # --- On disk ----------------------------------------------------------------------------------
-
-
-def test_a_local_version_is_size_and_time(tmp_path: pathlib.Path):
-    path = tmp_path / 'x.pt'
-    path.write_bytes(b'12345')
-    os.utime(path, ns=(0, 123))
-    file = source_files.describe(path)
-    assert file == source_files.SourceFile(str(path), 5, '5-123', None)
-    os.utime(path, ns=(0, 124))
-    assert source_files.describe(path).version == '5-124'
 
 
 def test_a_link_to_nothing_is_not_overlooked(tmp_path: pathlib.Path):
@@ -324,13 +308,9 @@ def test_all_files_are_of_the_commit_that_was_found(hub: Hub):
     assert source_files.describe(source.captions_file.path) == source.captions_file
     assert location.find(root).root == f'{root}@{second}'
     assert location.find(f'{root}@{first}') == source
-
-
-def test_a_branch_of_the_hub(hub: Hub):
-    hub.commit({'README.md': b''})
     commit = hub.commit(CONTENTS, branch='refs/pr/1')
-    for root in ('hf://datasets/owner/name@refs/pr/1', 'hf://datasets/owner/name@refs%2Fpr%2F1'):
-        assert location.find(root).root == f'hf://datasets/owner/name@{commit}'
+    for url in (f'{root}@refs/pr/1', f'{root}@refs%2Fpr%2F1'):
+        assert location.find(url).root == f'{root}@{commit}'
 
 
 @pytest.mark.parametrize(
