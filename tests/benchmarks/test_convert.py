@@ -46,15 +46,6 @@ def _content(path: pathlib.Path) -> bytes:
     return path.read_bytes() if path.is_file() else b''
 
 
-def test_a_peer_may_write_a_part(tmp_path: pathlib.Path, tiny_source: pathlib.Path):
-    assert [len(list(source.samples(tiny_source, n))) for n in (0, 13, 14, 99)] == [0, 13, 14, 50]
-    pytest.importorskip('datasets')
-    found = convert.convert(
-        writer='datasets', module='datasets', made=str(tiny_source), out=str(tmp_path), limit=20
-    )
-    assert found['rate'] == pytest.approx(20 / found['seconds'])
-
-
 def test_a_writer_that_writes_too_little_fails(tmp_path, tiny_source, monkeypatch):
     monkeypatch.setattr(convert, 'cp', lambda made, out, limit: (out / 'x').write_bytes(b'x'))
     with pytest.raises(RuntimeError, match=r'cp has written [\d,]+ bytes of 50 samples'):

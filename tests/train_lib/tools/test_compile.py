@@ -105,19 +105,16 @@ def test_without_libtpu_the_command_says_what_to_install(monkeypatch):
         compile.slice_devices('v5e:4x4')
 
 
-@pytest.mark.parametrize('text', [pytest.param('pooled', marks=pytest.mark.slow), 'sequence'])
-def test_texts_are_vectors_or_tokens_as_the_configuration_says(monkeypatch, text):
+def test_texts_are_tokens_where_the_configuration_says_so(monkeypatch):
     monkeypatch.setattr(compile, 'slice_devices', lambda *_: jax.devices()[:1])
     monkeypatch.setitem(chips.CHIPS, 'cpu', CHIP)
     config = default.get_config()
-    fields = {'name': 'tiny/16', 'depth': 1, 'text': text}
-    config.update_from_flattened_dict({f'model.{name}': x for name, x in fields.items()})
-    config.batch_size = 8
+    fields = {'model.name': 'tiny/16', 'model.depth': 1, 'model.text': 'sequence', 'batch_size': 8}
+    config.update_from_flattened_dict(fields)
     report = compile.analyze(config, 'here', text_dim=24, num_tokens=9, vocabulary=64)
     assert report['fits']
-    model = networks.make(**config.model, vocabulary=64 if text == 'sequence' else 0)
-    text_dim = 24 if text == 'pooled' else 0
-    expected = 3 * 8 * model.flops((32, 32, 4), text_dim, 9) / 1e12
+    model = networks.make(**config.model, vocabulary=64)
+    expected = 3 * 8 * model.flops((32, 32, 4), 0, 9) / 1e12
     assert report[compile.ARITHMETIC] == {'model': pytest.approx(expected)}
 
 
