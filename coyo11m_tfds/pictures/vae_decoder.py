@@ -135,23 +135,18 @@ class Decoder:
         return np.concatenate(pictures)
 
 
-class _Used(Mapping[str, Any]):
+class _Used(dict[str, Any]):
     """Weights, and the names of those that were asked for."""
 
     def __init__(self, weights: Mapping[str, Any]):
-        self._weights, self.names = weights, set[str]()
+        super().__init__(weights)
+        self.names = set[str]()
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._weights:
+        if name not in self:
             raise KeyError(f'{name} is missing')
         self.names.add(name)
-        return self._weights[name]
-
-    def __iter__(self):
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
+        return super().__getitem__(name)
 
 
 def _new_name(name: str) -> str:

@@ -44,13 +44,13 @@ ARITHMETIC = 'arithmetic of a chip, TFLOP a step'
 
 # Parts of a step by the names of its operations; the first that fits counts.
 _PARTS = {
-    'text encoder': r'/Gemma\b',
+    'text encoder': r'\bGemma\b',
     'MLP': r'/mlp_\d',
     'attention: qkv and out': r'/attention/.*(qkv|out)/',
     'attention: scores and values': r'/attention/.*dot_general',
     'attention: the rest': r'/attention/',
     'modulation, time and text': r'/(modulation|conditioning|words)/',
-    'norms, sums and stacking in layers': r'/blocks\b|/while/body/',
+    'norms, sums and stacking in layers': r'/blocks\b|(jvp|transpose)\([^/]*/while/body/',
     'optimizer and the rest': '',
 }
 
