@@ -16,7 +16,7 @@ import dataclasses
 import hashlib
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -127,8 +127,7 @@ def make_plan(
     joined = _join(source, settings, latents, sidecar_files, scratch, cache_dir)
     caption_bytes = joined.values(joined.captions)
     reasons = _drop_reasons(latents, caption_bytes, joined)
-    dropped = _count_dropped(latents, joined.captions.facts, reasons, settings.max_bad_fraction)
-    _check_dropped(dropped, source.captions_file.path, settings.drop_bad)
+    dropped = _count_dropped(settings, source.captions_file.path, latents, joined, reasons)
     kept = ~np.logical_or.reduce(list(reasons.values()))
     tasks = _plan_tasks(settings, latents, joined, kept, caption_bytes, limit)
     if not any(task.split == schema.TRAIN for task in tasks):
@@ -272,36 +271,35 @@ def _drop_reasons(
 
 
 def _count_dropped(
+    settings: BuildSettings,
+    captions_path: str,
     latents: SourceLatents,
-    captions_facts: Mapping[str, Any],
+    joined: _Joined,
     reasons: dict[str, np.ndarray],
-    max_bad_fraction: float,
 ) -> Dropped:
-    dropped = Dropped(latents.num_rows, max_bad_fraction)
+    """Counts rows that are left out; raises a ValueError for too many, or as `bad_data` asks."""
+    dropped = Dropped(latents.num_rows, settings.max_bad_fraction)
     for reason, mask in reasons.items():
         rows = np.flatnonzero(mask)
-        files = (
-            latents.files_of_key(rows[0]) if reason == schema.DUPLICATE_KEY and len(rows) else []
-        )
+        is_repeated = reason == schema.DUPLICATE_KEY and len(rows)
+        files = latents.files_of_key(rows[0]) if is_repeated else []
         keys = latents.keys[rows[: Dropped.MAX_EXAMPLES]]
         dropped.add(reason, len(rows), keys, ' and '.join(files))
     if latents.disagreeing_files:
         file, keys = latents.disagreeing_files[0], latents.disagreeing
         dropped.add(schema.ROWS_DISAGREE, len(keys), keys, file)
-    examples = np.array(captions_facts['duplicate_keys'], np.int64)
-    dropped.add(schema.DUPLICATE_CAPTION, captions_facts['duplicates'], examples)
-    return dropped
-
-
-def _check_dropped(dropped: Dropped, path: str, drop_bad: bool) -> None:
-    if dropped.counts[schema.CAPTION_TOO_LONG] and not drop_bad:
+    facts = joined.captions.facts
+    examples = np.array(facts['duplicate_keys'], np.int64)
+    dropped.add(schema.DUPLICATE_CAPTION, facts['duplicates'], examples)
+    if dropped.counts[schema.CAPTION_TOO_LONG] and not settings.drop_bad:
         raise ValueError(
-            f'{path}: the caption of key {dropped.examples[schema.CAPTION_TOO_LONG][0]} has '
-            f'more than {schema.MAX_CAPTION_BYTES:,} bytes. Shorten or remove it, or set bad_data '
-            'to "drop".'
+            f'{captions_path}: the caption of key {dropped.examples[schema.CAPTION_TOO_LONG][0]} '
+            f'has more than {schema.MAX_CAPTION_BYTES:,} bytes. Shorten or remove it, or set '
+            'bad_data to "drop".'
         )
-    dropped.check_bad(path)
-    dropped.check_all(path)
+    dropped.check_bad(captions_path)
+    dropped.check_all(captions_path)
+    return dropped
 
 
 def unit_hash(keys: np.ndarray) -> np.ndarray:
@@ -337,7 +335,7 @@ def _plan_tasks(
     left_out = latents_nbytes if settings.in_place else 0
     tasks = []
     for split, rows in rows_by_split.items():
-        cuts = list(cut(rows, sizes[rows], latents.starts, groups, settings.shard_bytes))
+        cuts = list(_cut(rows, sizes[rows], latents.starts, groups, settings.shard_bytes))
         for index, (group, of_shard) in enumerate(cuts):
             name = schema.shard_filename(split, index, len(cuts))
             parts, inputs = _make_parts(of_shard, latents, joined)
@@ -377,12 +375,8 @@ def _file_bytes(
 def group_files(file_bytes: np.ndarray, shard_bytes: int) -> list[range]:
     """Groups consecutive files, each either a large one alone or several small ones.
 
-    Groups of small files have half of `shard_bytes` to twice as much, wherever as many small files
-    follow each other.
-
-    Args:
-        file_bytes: size of the records of each file, int64 `(files,)`.
-        shard_bytes: limit above which a file is large.
+    A file with more than `shard_bytes`, of `file_bytes` int64 `(files,)`, is large. Groups of small
+    files have half of `shard_bytes` to twice as much, if as many small files are neighbours.
     """
     groups: list[range] = []
     for is_large, run in itertools.groupby(
@@ -409,7 +403,7 @@ def _group_small(files: range, file_bytes: np.ndarray, shard_bytes: int) -> list
     return [range(first, end) for first, end in itertools.pairwise([*firsts, files.stop])]
 
 
-def cut(
+def _cut(
     rows: np.ndarray,
     row_bytes: np.ndarray,
     file_starts: np.ndarray,
@@ -419,14 +413,7 @@ def cut(
     """Cuts the rows of one split into shards; yields the number of the group, and the rows.
 
     The rows of a group of several files are one shard; those of one file are the fewest shards of
-    at most about `shard_bytes`, nearly equal.
-
-    Args:
-        rows: ascending, numbered over all files, int64 `(n,)`.
-        row_bytes: expected size of the record of each, int64 `(n,)`.
-        file_starts: row at which each file starts, and the number of rows, int64 `(files + 1,)`.
-        groups: those of `group_files`.
-        shard_bytes: size of a shard.
+    at most about `shard_bytes`, nearly equal. Rows are numbered over all files.
     """
     borders = np.searchsorted(rows, file_starts)
     for number, files in enumerate(groups):

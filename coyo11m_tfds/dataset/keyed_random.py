@@ -38,9 +38,9 @@ class Permutation:
 
     It is a Feistel network of splitmix64 rounds (Luby and Rackoff, "How to construct pseudorandom
     permutations from pseudorandom functions", 1988) on the smallest domain of an even number of
-    bits, and what falls outside the range is sent through again ("cycle walking": Black and
-    Rogaway, "Ciphers with arbitrary finite domains", 2002). Its halves are too narrow to be random
-    on a small domain, so up to `TABLE_SIZE` a sorted table of hashes takes its place.
+    bits; values outside the range go through it again ("cycle walking": Black and Rogaway, "Ciphers
+    with arbitrary finite domains", 2002). On a small domain its halves are too narrow to be random,
+    so up to `TABLE_SIZE` a sorted table of hashes takes its place.
     """
 
     TABLE_SIZE = 2**16

@@ -24,29 +24,17 @@ _LOCAL_MAGIC = b'PK\x03\x04'
 _ENCRYPTED, _SIZES_FOLLOW, _UTF8 = 1 << 0, 1 << 3, 1 << 11  # flags
 _IN_64_BITS = 2**32 - 1
 
-_SMALL_BYTES = 1 << 20
-_SMALL_FRACTION = 100
-
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """One member, as the directory describes it.
+    """One member, as the directory describes it."""
 
-    Attributes:
-        name: with the folder that all names begin with.
-        begin: offset of its local header.
-        end: offset of the next member or of the directory.
-        size: in bytes.
-        crc32: recorded CRC-32 of its contents.
-        flags: flags of the zip format.
-    """
-
-    name: str
-    begin: int
-    end: int
-    size: int
-    crc32: int
-    flags: int
+    name: str  # with the folder that all names begin with
+    begin: int  # offset of its local header
+    end: int  # offset of the next member or the directory
+    size: int  # in bytes
+    crc32: int  # recorded checksum of its contents
+    flags: int  # flags of the zip format
 
     @property
     def header_bytes(self) -> int:
@@ -61,7 +49,7 @@ class Member:
 
 def small_bytes(file_size: int) -> int:
     """The largest size of a member that counts as small; keys are 1/3000 of a file."""
-    return max(_SMALL_BYTES, file_size // _SMALL_FRACTION)
+    return max(1 << 20, file_size // 100)
 
 
 def read_directory(tail: bytes, file_size: int, name: str) -> tuple[Member, ...]:
@@ -70,7 +58,7 @@ def read_directory(tail: bytes, file_size: int, name: str) -> tuple[Member, ...]
     Args:
         tail: the last `TAIL_BYTES` of the file, or all of a smaller one.
         file_size: in bytes.
-        name: name of the file in errors.
+        name: what errors call the file.
 
     Returns:
         The members in the order of the file.
@@ -130,9 +118,9 @@ class Archive:
 
     Attributes:
         name: name of the file in errors.
-        size: bytes of the file.
-        members: in the order of the file.
-        starts: for each member where its contents begin.
+        size: size of the file in bytes.
+        members: members in the order of the file.
+        starts: offset of the contents of each member.
     """
 
     name: str
@@ -162,7 +150,7 @@ class Archive:
             )
 
     def parts(self) -> Iterator[tuple[int, Member | None]]:
-        """Divides the file into members and what is between; yields where each part ends."""
+        """Divides the file into members and gaps; yields the end of each part."""
         for member, start in zip(self.members, self.starts, strict=True):
             yield start, None
             yield start + member.size, member
@@ -172,12 +160,7 @@ class Archive:
 def open_archive(path: str | os.PathLike[str], name: str = '') -> Archive:
     """Reads the directory and the local headers of a local file.
 
-    Args:
-        path: local file.
-        name: name of the file in errors, if not its path.
-
-    Raises:
-        ValueError: it is not a `.pt` file, or damaged.
+    Errors call it `name`, or its path. Raises a ValueError if it is damaged, or not a `.pt` file.
     """
     with open(path, 'rb', buffering=0) as file:
         return read(file.fileno(), name or os.fspath(path))

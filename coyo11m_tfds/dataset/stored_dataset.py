@@ -205,10 +205,8 @@ class StoredDataset:
     @property
     def is_remote(self) -> bool:
         """True if the data set lies on gs://, or its latents do."""
-        latents = self.columns.get(schema.LATENTS)
-        return source_files.is_remote(self.folder) or (
-            isinstance(latents, Column) and latents.is_remote
-        )
+        in_place = [column for column in self.columns.values() if isinstance(column, Column)]
+        return source_files.is_remote(self.folder) or any(x.is_remote for x in in_place)
 
     @property
     def build(self) -> str:
@@ -217,11 +215,7 @@ class StoredDataset:
 
     @property
     def latent_dtype(self) -> str:
-        """'float16' or 'bfloat16'.
-
-        Raises:
-            ValueError: the data set has no latents, or they have another shape, dtype or encoding.
-        """
+        """'float16' or 'bfloat16'; raises a ValueError for latents of another shape or dtype."""
         column = self.columns.get(schema.LATENTS)
         if isinstance(column, Column):
             return column.dtype
@@ -257,11 +251,8 @@ class StoredDataset:
                     f'{self.folder}: feature {name!r} is encoded as {tensor["encoding"]!r}, '
                     'expected the bytes of its numbers'
                 )
-        return RecordLayout(
-            self.text_dim,
-            num_tokens=self.num_tokens,
-            with_latents=schema.LATENTS not in self.columns,
-        )
+        with_latents = schema.LATENTS not in self.columns
+        return RecordLayout(self.text_dim, num_tokens=self.num_tokens, with_latents=with_latents)
 
     @property
     def text_columns(self) -> list[str]:

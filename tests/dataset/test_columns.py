@@ -98,7 +98,7 @@ def test_a_beginning_that_is_none_is_refused(path, start):
 @pytest.mark.parametrize('start', [2**63 - 1, 2**62, 10**6, 26_000])
 def test_places_beyond_a_file_are_refused_before_anything_is_read(path, start):
     describe(path, schema.LATENTS, start=start)
-    message = rf"{path}: its column 'latents' names row \d+ of .*\.pt, which has \d+ rows"
+    message = rf"{path}: its column 'latents' names row \d+ of .*\.pt for record \d+, and there"
     with pytest.raises(ValueError, match=message):
         input_pipeline.train_batches(path, **ORDER)
 
