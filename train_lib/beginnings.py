@@ -33,14 +33,14 @@ class OtherRunError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Beginning:
-    """Where a run begins or resumes.
+    """The start of a run: from its last checkpoint, or as a new run.
 
     Attributes:
         description: description of the run from now on, at `step`.
         step: step of its last checkpoint; 0 where it has none.
-        samples_a_step: samples that a step takes of every lane.
-        has_new_config: its last checkpoint, if there is one, holds another configuration.
-        source: the checkpoint whose weights a new run begins with, or None.
+        samples_a_step: samples of each lane in a step.
+        has_new_config: True if its last checkpoint holds another configuration.
+        source: checkpoint with the first weights of a new run, or None.
     """
 
     description: Description
@@ -144,7 +144,7 @@ def _next_sample(saved: Description, now: Description) -> int:
 
 
 def _source(init_from: str, description: Description, program: Program) -> SavedRun:
-    """The checkpoint that `init_from` names, with weights that fit."""
+    """Finds the checkpoint that `init_from` names, and checks that its weights fit."""
     try:
         source = checkpoint.open_run(init_from)
         source.check_shapes(program.abstract_state.params)

@@ -80,16 +80,16 @@ class Description:
 
 
 def open_manager(workdir: epath.PathLike, keep: int, keep_every: int = 0) -> ocp.CheckpointManager:
-    """Opens `workdir/checkpoints` for the run itself, and for it alone.
+    """Opens `workdir/checkpoints` for the run itself; other programs use `open_run`.
 
-    Makes the folder and removes what a killed process left half-written, and checkpoints that are
-    more than shall stay. Saves go on in a background thread; leaving the manager's context waits
-    for them.
+    Makes the folder, and removes incomplete checkpoints of a killed process and those beyond
+    `keep`. Checkpoints are saved in a background thread; the end of the manager's context waits for
+    it.
 
     Args:
         workdir: local or `gs://` folder.
-        keep: how many checkpoints stay, the last ones.
-        keep_every: those of steps that it divides stay as well; 0 for no others.
+        keep: number of checkpoints that stay, the last ones.
+        keep_every: checkpoints of multiples of this step stay too; 0 for no others.
     """
     policies = [ocp.checkpoint_managers.LatestN(keep)]
     if keep_every:
@@ -194,7 +194,7 @@ def restore(
 
 
 def way_back(manager: ocp.CheckpointManager, step: int) -> str:
-    """How to resume from the last checkpoint before `step`, in words."""
+    """Advises how to resume from the last checkpoint before `step`."""
     saved = sorted(manager.all_steps())
     older = [number for number in saved if number < step]
     if not older:
@@ -240,13 +240,13 @@ def find(workdir: epath.PathLike) -> 'SavedRun | None':
 
 
 def open_run(place: epath.PathLike) -> 'SavedRun':
-    """Finds a checkpoint that has to be there.
+    """Finds a checkpoint, or raises an error.
 
     Args:
         place: `WORKDIR`, local or `gs://`, for its last checkpoint; or `WORKDIR@STEP`.
 
     Raises:
-        ValueError: there is none, or none of that step.
+        ValueError: there is no checkpoint, or none of that step.
         OSError: the folder does not exist or cannot be read, or the checkpoint is damaged.
     """
     workdir, at, step = os.fspath(place).rpartition('@')
@@ -268,10 +268,9 @@ def _steps(workdir: epath.PathLike) -> list[int]:
 
 
 class SavedRun:
-    """One complete checkpoint; nothing is written.
+    """One complete checkpoint, for reading only.
 
-    Neither the optimizer's state nor the run's mesh is needed: arrays go to the shardings that are
-    asked for.
+    It needs neither the optimizer's state nor the run's mesh: arrays go to any given shardings.
 
     Attributes:
         folder: path of this checkpoint.
@@ -362,8 +361,8 @@ def _write_record(folder: epath.Path) -> None:
 def _check_record(folder: epath.Path) -> None:
     """Compares this process's share of the files with the record.
 
-    Without the others no process of a run can take a step, so that each need not read all. Local
-    files are read through; of objects on `gs://` the storage knows size and checksum.
+    No process of a run can take a step without the others, so each reads only a share. Local files
+    are read whole; for objects on `gs://` the storage knows size and checksum.
 
     Raises:
         OSError: a file is missing or differs, or cannot be read; the message names it.

@@ -51,10 +51,10 @@ class Scores(NamedTuple):
 
 
 def judge(pictures: np.ndarray, scenes: Sequence[sample_data.Scene]) -> Scores:
-    """Scores pictures uint8 `(n, 32, 32, 3)` by what they were to show.
+    """Scores pictures uint8 `(n, 32, 32, 3)` by the scenes of their captions.
 
-    The colours are named by `sample_data.drawn_colours`. The shape is the one whose outline, drawn
-    as in the data at any place and size, overlaps best with the pixels in the shape's colour.
+    `sample_data.drawn_colours` names the colours. The shape is the one whose outline, drawn as in
+    the data at any place and size, has the best overlap with the pixels of the shape's colour.
     """
     colours = np.array(
         [

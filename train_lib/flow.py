@@ -36,7 +36,7 @@ class Stats:
 
 
 def no_stats(text_dim: int) -> Stats:
-    """Statistics that change nothing, for programs that are made without a data set."""
+    """Returns statistics that change nothing, for programs without a data set."""
     return Stats(*(np.full(n, x, np.float32) for n in (4, text_dim) for x in (0, 1)))
 
 
@@ -47,7 +47,7 @@ def standardize_latents(latents: jax.Array, stats: Stats) -> jax.Array:
 
 
 def raw_latents(standardized: jax.Array, stats: Stats) -> jax.Array:
-    """The inverse of `standardize_latents`: `(b, H, W, 4)` to raw float32 `(b, 4, H, W)`."""
+    """Inverts `standardize_latents`: `(b, H, W, 4)` to raw float32 `(b, 4, H, W)`."""
     return jnp.transpose(standardized * stats.latent_std + stats.latent_mean, (0, 3, 1, 2))
 
 

@@ -100,14 +100,14 @@ def _count(params: Any) -> int:
 
 
 class TrainLog:
-    """Merges the metrics of steps and writes their averages at every multiple of so many steps.
+    """Merges the metrics of steps, and writes their averages every so many steps.
 
     A context manager, for the bar on a terminal.
 
     Attributes:
-        clock: measures waiting and what is done aside; its rates are part of a report.
-        window: merged metrics of the steps since the last multiple. Part of a checkpoint, so that
-            a run that was interrupted inside a window writes what it would have written.
+        clock: clock of the steps; its rates are part of a report.
+        window: merged metrics of the steps since the last report. A checkpoint holds them, so that
+            a run that was interrupted inside a window writes the same report.
     """
 
     def __init__(
@@ -252,8 +252,8 @@ class _Mark(NamedTuple):
 class StepClock:
     """Measures the rates of steps and of reading, and how long the devices lacked data.
 
-    A thread waits for each step and notes when it was finished, so that the host need not: it is at
-    most `AHEAD` steps ahead of the devices. Steps that have only been dispatched count nowhere. The
+    A thread waits for each step and records its end. So the host need not wait: it is at most
+    `AHEAD` steps ahead of the devices. Steps that have only been dispatched do not count. The
     devices lack data from the end of a step until the host has the next batch. While they compute,
     waiting for a batch costs nothing and does not count.
 
@@ -402,7 +402,7 @@ class Console:
             logging.get_absl_handler().python_handler.stream = self._stream
 
     def started(self, step: int, update: metrics.TrainMetrics, first_batch: float) -> None:
-        """A step has been started, and the first is over; `first_batch`: when its batch arrived."""
+        """Shows a step that has started; the first is over, and its batch came at `first_batch`."""
         if self._first_finished is None:
             self._first_finished = time.monotonic()
             say(

@@ -22,7 +22,7 @@ merge = jax.jit(lambda merged, update: merged.merge(update))
 
 @flax.struct.dataclass
 class _Mean(clu_metrics.Average):
-    """Mean of what counts; NaN where nothing does."""
+    """Mean of the values that count; NaN if there are none."""
 
     def compute(self) -> np.ndarray:
         # NumPy, because JAX would send what was fetched to the device again.

@@ -46,9 +46,9 @@ def make_grid(
 
     Args:
         pictures: arrays uint8 `(n, H, W, 3)`; each gives one picture to every cell.
-        captions: n strings. Letters are drawn that DejaVu Sans has (Latin, Greek, Cyrillic, Hebrew,
-            Arabic, Armenian, Georgian) or a font of the system that is known here.
-        title: above the cells.
+        captions: n strings. Drawn are the letters of DejaVu Sans (Latin, Greek, Cyrillic, Hebrew,
+            Arabic, Armenian, Georgian) and of the system's fonts that this module knows.
+        title: text above the cells.
 
     Returns:
         uint8 `(height, width, 3)`.

@@ -76,7 +76,7 @@ def start(main: Callable[[], None], required: Sequence[str]) -> None:
 
 
 def prepare() -> None:
-    """Keeps TensorFlow off the accelerator and the log readable; call it before importing either.
+    """Keeps TensorFlow off the accelerator and the log readable; call it before other imports.
 
     TensorFlow logs its settings when it is imported.
     """

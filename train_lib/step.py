@@ -215,7 +215,7 @@ def _velocity(
 
 
 def _weights(count: int, mask: jax.Array | None) -> jax.Array:
-    """Weights of `count` samples in the mean over those that the mask leaves."""
+    """Returns the weights of `count` samples in a mean over those that the mask keeps."""
     if mask is None:
         return jnp.full(count, 1 / count, jnp.float32)
     return mask.astype(jnp.float32) / jnp.maximum(jnp.sum(mask), 1)

@@ -72,10 +72,10 @@ class WandbWriter(metric_writers.MultiWriter):
     """
 
     def __init__(self, config: ml_collections.ConfigDict, workdir: epath.Path):
-        """Begins a run of `wandb.project`, or resumes the one whose id is in the workdir.
+        """Starts a run of `wandb.project`, or resumes the one whose id is in the workdir.
 
         Raises:
-            OSError: wandb refuses, above all where nobody is logged in.
+            OSError: wandb refuses, for example because nobody is logged in.
         """
         import wandb
 
@@ -110,7 +110,7 @@ class WandbWriter(metric_writers.MultiWriter):
         self._run.log(values, step=step)
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        """Shown as they are."""
+        """Shows texts as they are."""
         values = {name: self._html(f'<pre>{html.escape(x)}</pre>') for name, x in texts.items()}
         self._run.log(values, step=step)
 

@@ -1,13 +1,13 @@
 """Models by kind, and their sizes by name.
 
     model = models.make('S/2', dtype='bfloat16')
-    model = models.make('S/2', depth=16)   # what is given replaces the preset's
+    model = models.make('S/2', depth=16)   # replaces the preset's value
     model = models.make('S/2', kind='my_package.my_module:MyModel')
 
-Another model is a `flax.linen.Module` in any module that can be imported. It is called as `dit.DiT`
-is and has its fields `dtype` and `pin`, its method `flops`, its attribute `turns`, and whatever
-fields of a preset or of the block `model` it needs. Muon trains the kernels in its module `blocks`
-(see `state.make_optimizer`). docs/training.md has an example.
+Another model is a `flax.linen.Module` in any module that can be imported. Like `dit.DiT`, it has
+the fields `dtype` and `pin`, the method `flops` and the attribute `turns`, is called with the same
+arguments, and has the fields of a preset or of the block `model` that it needs. Muon trains the
+kernels in its module `blocks` (see `state.make_optimizer`). docs/training.md has an example.
 
 A name is a size and a patch size. Sizes S to XL are those of DiT (Peebles & Xie 2023, table 1);
 `tiny` is for the demo and the tests.

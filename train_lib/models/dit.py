@@ -6,11 +6,11 @@
 
 Architecture: Peebles & Xie, "Scalable Diffusion Models with Transformers" (2023), block adaLN-Zero,
 with query and key normalization (Dehghani et al., "Scaling Vision Transformers to 22 Billion
-Parameters", 2023) and the text embedding in the place of the class label. A text may also be token
-ids, or the hidden states of a text encoder: the text embedding is then the mean of what a learned
-table or projection makes of them, and with `text='sequence'` every block's attention sees the words
-beside the picture's own tokens, as in Nichol et al., "GLIDE" (2021). The blocks are one scanned
-module: compile time and the size of the program do not grow with the depth.
+Parameters", 2023) and the text embedding instead of the class label. A text may also be token ids,
+or the hidden states of a text encoder. A learned table or projection then turns them into vectors,
+and their mean is the text embedding. With `text='sequence'`, every block's attention sees these
+vectors beside the picture's own tokens, as in Nichol et al., "GLIDE" (2021). The blocks are one
+scanned module: compile time and the size of the program do not grow with the depth.
 """
 
 from collections.abc import Callable, Sequence

@@ -28,14 +28,14 @@ class Words(NamedTuple):
 
 
 class WordTable(nn.Module):
-    """Looks tokens up, each together with those beside it.
+    """Looks up the vectors of tokens, each together with its neighbours.
 
-    Which colour belongs to which thing is said by who stands beside whom, so that a token's vector
-    is made of its own and its two neighbours' in the table: a convolution of width 3. It needs no
-    positions, and so no greatest length.
+    The order of words says which colour belongs to which thing. So a token's vector is a function
+    of its own vector and those of its two neighbours in the text: a convolution of width 3. It
+    needs no positions, and so has no greatest length.
 
     Attributes:
-        vocabulary: ids are less than this.
+        vocabulary: number that all ids are below.
         width: width of the vectors.
         dtype: dtype of the computation; the table is float32.
     """
@@ -72,8 +72,8 @@ class WordTable(nn.Module):
 class WordStates(nn.Module):
     """Normalizes and projects the hidden states of a text encoder.
 
-    RMS norm with a learned scale, then a dense layer, as in Lumina-Next (Zhuo et al., 2024): no
-    statistics of the states are needed.
+    RMS norm with a learned scale, then a dense layer, as in Lumina-Next (Zhuo et al., 2024). This
+    needs no statistics of the states.
 
     Attributes:
         width: width of the vectors.
@@ -90,8 +90,8 @@ class WordStates(nn.Module):
         """Returns the sequence and the mean of it, as `WordTable` does.
 
         Args:
-            states: hidden states `(b, T, D)`; a text may have none that is present.
-            drop_text: as of `WordTable`.
+            states: hidden states `(b, T, D)`; a text may have none.
+            drop_text: as for `WordTable`.
         """
         nothing = self.param('nothing', nn.initializers.normal(1.0), (self.width,))
         normalized = nn.RMSNorm(dtype=self.dtype, name='norm')(states.vectors)

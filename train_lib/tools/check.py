@@ -30,8 +30,8 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
     """Checks a configuration.
 
     Returns:
-        `devices` and `data` that it would use, and `unchecked`: what cannot be checked here, and
-        how it can.
+        The `devices` and `data` that the run would use, and `unchecked`: what cannot be checked on
+        this machine, and how to check it.
 
     Raises:
         ValueError: a setting is out of its range, or does not fit the devices or the data.
