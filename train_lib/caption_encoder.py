@@ -166,7 +166,7 @@ class StepEncoder:
         return self.network.config.width
 
     def encode(self, params: Any, tokens: jax.Array) -> Words:
-        """Returns the last hidden states of token ids, int32 `(b, T)`, padded with -1 at the end."""
+        """Returns the last hidden states of token ids, int32 `(b, T)`, padded with -1."""
         states: Any = self.network.apply({'params': params}, jnp.maximum(tokens, 0))
         return Words(states, tokens >= 0)
 

@@ -298,7 +298,7 @@ class TrainingData:
         )
 
     def _check_shares(self, has_lanes: bool) -> None:
-        """Raises unless processes get equal numbers of lanes, and devices equal numbers of records."""
+        """Raises unless processes get equal numbers of lanes, and devices of samples."""
         batch_size, lanes = self._config.batch_size, self._config.data.lanes
         processes, devices = jax.process_count(), self._mesh.size
         has_equal_lanes = not (batch_size % lanes or lanes % processes)

@@ -91,7 +91,7 @@ def export(place: epath.PathLike, out: epath.PathLike, *, average: bool = True) 
 
 
 def flatten(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Returns the weights by PyTorch's names: one entry a block, kernels `(out, in)` as `weight`."""
+    """Returns weights by PyTorch's names: one entry a block, kernels `(out, in)` as `weight`."""
     weights = {}
     for name, x in flax.traverse_util.flatten_dict(params, sep='.').items():
         if name.startswith('blocks.'):
