@@ -1,10 +1,10 @@
-"""The beginning of a run: its own last checkpoint, another run's weights, or a random state.
+"""The start of a run: its own last checkpoint, another run's weights, or a random state.
 
     beginning = beginnings.find(config, workdir, data, program, accept_changes=['batch_size'])
     batches = data.train_batches(beginning.sample_at(step))
     state = beginning.state(program)    # of a run without a checkpoint of its own
 
-`find` refuses all that can be refused: it reads no weights and writes nothing.
+`find` makes all checks before the run reads weights or writes anything.
 """
 
 import dataclasses

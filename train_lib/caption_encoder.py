@@ -1,4 +1,4 @@
-"""The text encoder of a data set, for captions of one's own and inside the training step.
+"""The text encoder of a data set, for new captions and inside the training step.
 
     encoder = caption_encoder.make(facts)                             # that of the data set
     encoder = caption_encoder.make(facts, 'hf:/models/gemma-3-270m')  # the same in a local folder
@@ -7,9 +7,9 @@
     # Token ids in, hidden states out; its weights are never trained.
     encoder = caption_encoder.load('jax:/models/gemma-3-270m', facts, mesh, dtype='bfloat16')
 
-Another model of the same name would give other embeddings or ids, and pictures that have nothing to
-do with their captions, so name and revision (a commit, or a digest of the files) are compared with
-those in the data set's metadata. Neither TensorFlow nor torch is imported here.
+Another model of the same name would give other embeddings or ids, and pictures that do not fit
+their captions. So name and revision (a commit, or a digest of the files) are compared with those in
+the data set's metadata. This module imports neither TensorFlow nor torch.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: saved and restored by the run itself, and read by whoever draws.
+"""Checkpoints of a run: the run saves and restores them, other programs read them.
 
     with checkpoint.open_manager(workdir, keep=3) as manager:
         restored = checkpoint.restore(manager, abstract_state, window)
@@ -11,13 +11,13 @@
     saved.description.config                        # configuration of the run, as nested values
     params = saved.restore_weights(abstract_params, average=True)
 
-`state` is a `TrainState`; `window` are the metrics of an unfinished log window. `description` says
-what the run is and how it is set: enough to draw with its weights where there is no data set.
+`state` is a `TrainState`; `window` holds the metrics of an unfinished log window. `description`
+describes the run and its settings, so that its weights can draw without the data set.
 
-Orbax writes a checkpoint under a temporary name and renames it when it is complete: a process
-killed while it saves leaves the former checkpoint as the latest. What Orbax does not do: each
-checkpoint has a record of its files, with the size and CRC-32C of each and a checksum of its own,
-and is compared with it before anything is restored.
+Orbax writes a checkpoint under a temporary name and renames it when it is complete. So a process
+killed while it saves leaves the former checkpoint as the latest. In addition to Orbax, each
+checkpoint has a record of its files, with the size and CRC-32C of each and a checksum of its own.
+The files are compared with the record before anything is restored.
 """
 
 import asyncio

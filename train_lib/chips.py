@@ -1,4 +1,4 @@
-"""Published figures of the chips that training runs on or can be compiled for.
+"""Published figures of the chips that training runs on or is compiled for.
 
     chip = chips.CHIPS[jax.devices()[0].device_kind]
 

@@ -1,11 +1,11 @@
-"""The data set as a run sees it: batches on the devices, statistics, and what identifies it.
+"""The data set of a run: batches on the devices, statistics, and its identity.
 
     data = TrainingData(config, mesh)
     batches = data.train_batches(start_sample=16_000)
     batch = next(batches)
 
-That batch is what a step takes after 16,000 samples of every lane, however often the run was
-interrupted, and whatever the batch size was before.
+This batch is the one after 16,000 samples of every lane, however often the run was interrupted and
+whatever its batch size was before.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The log of a run: an introduction, averages over windows of steps, and where the time went.
+"""The log of a run: an introduction, averages over windows of steps, and times.
 
     log.introduce(config, workdir, data, program, start=0)
     with log.TrainLog(writer, config, empty=program.no_metrics(), data=data) as train_log:
@@ -11,11 +11,11 @@
 
 A report holds the metrics of the steps (`metrics.TrainMetrics`) as `train/...`, the rates and times
 of `StepClock.lap`, and the state of this host; docs/training.md explains each scalar. `loss` and
-`grad_norm` are left out where every step of the window was skipped, rates and times of the very
+`grad_norm` are left out if every step of the window was skipped; rates and times leave out the
 first step, which includes the compiler.
 
-The host does not wait for a step that has just been started: the metrics of a window are fetched
-when the step after it has been given to the device, so the device always has something to do.
+The host does not wait for a step that has just started. It fetches the metrics of a window after it
+has dispatched the next step, so the device always has work.
 """
 
 import collections

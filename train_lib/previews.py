@@ -1,9 +1,9 @@
-"""Pictures of what the model draws, with their captions, as one PNG.
+"""Pictures that the model draws, with their captions, as one PNG.
 
     grid = previews.make_grid([data, drawn], captions, title='left: data, right: model')
     previews.write_png(workdir / previews.FOLDER / 'step_000500.png', grid)
 
-Without a VAE latents become small pictures by a linear map, which a grid shows enlarged; see
+Without a VAE, a linear map makes small pictures from latents, and the grid enlarges them; see
 `coyo11m_tfds.pictures.vae_decoder`.
 """
 

@@ -1,4 +1,4 @@
-"""How the programs of this package start and end: command line, log, errors in one line.
+"""Starts and ends the programs of this package: command line, log, errors in one line.
 
     def main():
         run.prepare()
@@ -9,10 +9,10 @@
         flags.DEFINE_string('workdir', None, 'Folder of the run.')
         run.start(main, required=['workdir'])
 
-`--config` takes a file or the name of a configuration of this package, wherever the program runs:
-`--config=demo` is `configs/demo.py` of a checkout, `train_lib/configs/demo.py` where the package is
-installed. Importing this module imports neither JAX nor TensorFlow, which read their environment
-when they are imported.
+`--config` takes a file or the name of a configuration of this package, in any working directory:
+`--config=demo` is `configs/demo.py` of a checkout, or `train_lib/configs/demo.py` of an installed
+package. This module imports neither JAX nor TensorFlow, because they read their environment when
+they are imported.
 """
 
 import collections

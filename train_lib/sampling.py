@@ -1,4 +1,4 @@
-"""Pictures out of noise: steps along the learned velocity, with classifier-free guidance.
+"""Draws pictures from noise: steps along the learned velocity, with classifier-free guidance.
 
 latents = sample(velocity, noise, text, guidance=2.0, num_steps=25, sampler='heun')
 """

@@ -3,8 +3,8 @@
     settings.check(config)               # a ValueError that names field, value and what is expected
     settings.changeable(config)          # {'optimizer.learning_rate': 2e-4, ...}
 
-Whether they fit the data and the devices is checked where these are known. Optimizer and model
-check their own fields when they are made.
+Other modules check whether the fields fit the data and the devices. Optimizer and model check their
+own fields when they are made.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""How a run ends before its time: by Ctrl-C or SIGTERM, or because one of its hosts has failed.
+"""Ends a run early: on Ctrl-C or SIGTERM, or because one of its hosts has failed.
 
     signals.install(status=75)          # of a program, before its slow imports
     signals.join_hosts()                # where there are several
@@ -8,13 +8,13 @@
             if stop.reached(step):
                 break
 
-Signals: a run saves and leaves where there is something to save, else it leaves at once. A host
-that is to be preempted gets SIGTERM and some 30 seconds; the others may get nothing. All have to
-save the same step, because all write a part of a checkpoint.
+Signals: a run saves a checkpoint if there is something to save, and ends. A host that is preempted
+gets SIGTERM and about 30 seconds; the other hosts may get nothing. All must save the same step,
+because each writes a part of a checkpoint.
 
-Failures: one process that fails ends the others too, at once and by name. Otherwise they would wait
-for minutes in a computation that needs all, and then abort. Importing this module is quick: it does
-not import JAX.
+Failures: if one process fails, the others end at once and name it. Otherwise they would wait for
+minutes in a computation that needs all processes, and then abort. This module does not import JAX,
+so it is quick to import.
 """
 
 import contextlib

@@ -6,13 +6,14 @@
 
 A batch holds `latents` `(b, 4, H, W)` raw, `key` uint32 `(b, 2)` and texts: `text_embedding`
 `(b, D)` or, for a model with a vocabulary, `tokens` int32 `(b, T)`, which a frozen encoder may turn
-into hidden states before the model sees them. For training it also holds `drop_text` bool `(b,)`
-where texts may be dropped, for evaluation `mask` bool `(b,)`, False where there is no sample. A
-training batch has a `mask` as well where records that cannot be read are skipped; a batch without
-one is compiled as if there were no masks.
+into hidden states before the model sees them. A training batch also holds `drop_text` bool `(b,)`
+if texts may be dropped. An evaluation batch holds `mask` bool `(b,)`, False for rows without a
+sample, and so does a training batch if unreadable records are skipped. The step for a batch without
+a mask is compiled without masks.
 
-The weights of a frozen text encoder are one more argument of what is compiled, and in no state.
-Neither TensorFlow nor torch is imported here, so that steps can be measured where JAX is alone.
+The weights of a frozen text encoder are one more argument of the compiled functions; no state holds
+them. This module imports neither TensorFlow nor torch, so steps can be measured where only JAX is
+installed.
 """
 
 import dataclasses
@@ -199,7 +200,7 @@ def make_text_of(stats: flow.Stats, encoder: StepEncoder | None) -> Callable[[An
 
 
 def applied(model: nn.Module, params: Any) -> Callable[..., jax.Array]:
-    """The model as a function of its inputs."""
+    """Returns the model as a function of its inputs."""
     apply: Callable[..., Any] = model.apply
     return functools.partial(apply, {'params': params})
 

@@ -5,8 +5,8 @@
     weights, config = load('FOLDER')
     latents = draw(weights, config, noise, text)    # raw latents (n, C, H, W), for a VAE's decoder
 
-Noise is standard normal, `(n, H, W, C)`. A text is what the model was trained on: an embedding
-`(n, D)`, token ids `(n, T)` padded with -1, or an encoder's hidden states, a pair of `(n, T, D)`
+Noise is standard normal, `(n, H, W, C)`. A text has the form of the training data: embeddings
+`(n, D)`, token ids `(n, T)` padded with -1, or hidden states of an encoder, a pair of `(n, T, D)`
 and bool `(n, T)`, False for padding.
 """
 

@@ -1,9 +1,9 @@
-"""The folder of a run, local or `gs://`: its absolute path, whether it will do, and its lock.
+"""The folder of a run, local or `gs://`: its absolute path, its checks and its lock.
 
     workdirs.check_writable('gs://bucket/runs/a')   # in seconds; an OSError of one line
 
-Check it first of all: TensorFlow, which writes logs, asks for a bucket that does not exist again
-and again without a word. Nothing here imports TensorFlow.
+Check the folder first: TensorFlow, which writes logs, silently retries a bucket that does not
+exist. This module does not import TensorFlow.
 """
 
 import contextlib

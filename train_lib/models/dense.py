@@ -1,12 +1,12 @@
-"""The dense layer of the models: computes in a narrow type, keeps its kernel's gradient in float32.
+"""The dense layer of the models: computes in a narrow type, with kernel gradients in float32.
 
     y = Dense(features, dtype=jnp.bfloat16, name='qkv')(x)
 
-Parameters, output and names are those of `flax.linen.Dense`, and so is every number of the forward
-pass. Where the kernel is cast before the product, as there, its gradient has the type of the
-product, and devices add up their parts of it in that type: in bfloat16 each of the additions rounds
-to 8 bits. Here the gradient's product is accumulated and given out in float32, which the matrix
-units do anyway, and is added up in float32 as well.
+Parameters, names and all numbers of the forward pass are those of `flax.linen.Dense`.
+`flax.linen.Dense` casts the kernel before the product. So the gradient has the type of the product,
+and devices add up their parts of it in that type: in bfloat16 each addition rounds to 8 bits. Here
+the product for the gradient returns float32, in which the matrix units accumulate anyway, and the
+devices add up float32.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""A text as a sequence: token ids or an encoder's hidden states, and what attention sees of them.
+"""A text as a sequence of vectors for attention, from token ids or an encoder's hidden states.
 
 words, pooled = WordTable(vocabulary=4096, width=384)(tokens, drop_text)
 words, pooled = WordStates(width=384)(states, drop_text)
