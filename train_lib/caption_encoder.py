@@ -28,7 +28,7 @@ from coyo11m_tfds.text import gemma, text_encoders
 from coyo11m_tfds.text.encoder import DEFAULT_MAX_TOKENS, Encoder, Tokenizer
 from coyo11m_tfds.text.words import split_words
 from train_lib import sharding
-from train_lib.models.words import Words
+from train_lib.models.dit import Words
 
 if TYPE_CHECKING:
     from train_lib.data import DataFacts

@@ -39,8 +39,7 @@ from train_lib import (
     workdirs,
 )
 from train_lib.data import DataFacts
-from train_lib.models.dit import DiT
-from train_lib.models.words import Words
+from train_lib.models.dit import DiT, Words
 
 FLAGS = flags.FLAGS
 

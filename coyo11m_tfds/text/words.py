@@ -96,7 +96,7 @@ class WordsTokenizer(Tokenizer):
 
     Case, punctuation and the width of letters do not count. Two of the 33 words of the demo's
     captions never have the same id; of 1,000 words one in five shares its id with another. The
-    model learns what an id means (`train_lib.models.words`).
+    model learns what an id means (`train_lib.models.dit`).
     """
 
     name = schema.WORDS

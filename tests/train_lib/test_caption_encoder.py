@@ -35,7 +35,7 @@ from train_lib import (
 )
 from train_lib import models as networks
 from train_lib.models import dit
-from train_lib.models.words import Words
+from train_lib.models.dit import Words
 
 LENGTH = 10
 CAPTIONS = ['a red circle', 'a small blue square at the left', 'a', 'a red square']

@@ -15,7 +15,7 @@ from tests import runs
 from tests.checkout import CHECKOUT
 from tests.train_lib.test_models import _randomized
 from train_lib import data, export, flow, models, torch_reference, train
-from train_lib.models.words import Words
+from train_lib.models.dit import Words
 
 PREVIEW = {
     'guidance': 3.0,

@@ -14,8 +14,8 @@ from coyo11m_tfds.text import text_encoders
 from tests import runs
 from tests.checkout import CHECKOUT
 from train_lib import draw, models, train
-from train_lib.models import dense, dit
-from train_lib.models.words import Words
+from train_lib.models import dit
+from train_lib.models.dit import Words
 
 
 def _inputs(batch=3, side=8, text_dim=16):
@@ -234,7 +234,7 @@ def test_flops_are_those_of_the_products():
 
 def test_gradients_of_kernels_are_float32_before_devices_add_them_up():
     x = jax.random.normal(jax.random.key(0), (2, 5, 8), jnp.bfloat16)
-    layer = dense.Dense(4, dtype=jnp.bfloat16)
+    layer = dit.Dense(4, dtype=jnp.bfloat16)
     variables = layer.init(jax.random.key(1), x)
 
     def gradient(layer):

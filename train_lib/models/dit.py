@@ -13,16 +13,15 @@ vectors beside the picture's own tokens, as in Nichol et al., "GLIDE" (2021). Th
 scanned module: compile time and the size of the program do not grow with the depth.
 """
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from train_lib.models.dense import Dense
-from train_lib.models.words import Words, WordStates, WordTable
+from flax.linen.dtypes import promote_dtype
 
 Dtype = jnp.dtype | type
 Pin = Callable[[jax.Array], jax.Array]
@@ -48,6 +47,163 @@ ATTENTION = ('xla', 'cudnn')  # cudnn: fused, on NVIDIA GPUs alone, in 16 bits
 _TIME_FEATURES = 256
 _MAX_PERIOD = 10_000.0  # of the sinusoids; as in DiT and Vaswani et al. (2017)
 _TIME_SCALE = 1_000.0  # t in [0, 1] to the range the sinusoids are made for
+
+
+# --- The dense layer ----------------------------------------------------------------------------
+
+# It computes in a narrow type and keeps its kernel's gradient in float32. Parameters, output and
+# names are those of `flax.linen.Dense`, and so is every number of the forward pass. In that layer
+# the kernel is cast before the product, so that its gradient has the type of the product, and
+# devices add up their parts of it in that type: in bfloat16 each of the additions rounds to 8 bits.
+# Here the gradient's product is accumulated and added up in float32, as matrix units can.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _dot(x: jax.Array, kernel: jax.Array, dimension_numbers, precision=None) -> jax.Array:
+    return jax.lax.dot_general(x, kernel.astype(x.dtype), dimension_numbers, precision=precision)
+
+
+def _dot_forward(x, kernel, dimension_numbers, precision):
+    # Not by `_dot`: policies of rematerialization look for products, and would not find this one.
+    y = jax.lax.dot_general(x, kernel.astype(x.dtype), dimension_numbers, precision=precision)
+    return y, (x, kernel)
+
+
+def _dot_backward(dimension_numbers, precision, saved, gradient):
+    x, kernel = saved
+    for_x = (((gradient.ndim - 1,), (1,)), ((), ()))
+    # As matrices: over two axes, XLA on CPUs would copy both factors, an eighth of a step's time.
+    rows, gradients = (a.reshape(-1, a.shape[-1]) for a in (x, gradient))
+    for_kernel = (((0,), (0,)), ((), ()))
+    return (
+        jax.lax.dot_general(gradient, kernel.astype(x.dtype), for_x, precision=precision),
+        jax.lax.dot_general(
+            rows, gradients, for_kernel, precision=precision, preferred_element_type=kernel.dtype
+        ),
+    )
+
+
+_dot.defvjp(_dot_forward, _dot_backward)
+
+
+def _promote_all_but_kernel(inputs, kernel, bias, *, dtype):
+    inputs, bias = promote_dtype(inputs, bias, dtype=dtype)
+    return inputs, kernel, bias
+
+
+Dense = functools.partial(
+    nn.Dense,
+    promote_dtype=_promote_all_but_kernel,  # type: ignore[arg-type]  # declared for any arrays
+    dot_general=_dot,
+)
+
+
+# --- Texts as sequences -------------------------------------------------------------------------
+
+
+class Words(NamedTuple):
+    """The texts of a batch as sequences of vectors.
+
+    Attributes:
+        vectors: `(b, n, width)`.
+        present: bool `(b, n)`, False for padding and for what is dropped. Attention needs one True
+            in every row.
+    """
+
+    vectors: jax.Array
+    present: jax.Array
+
+
+class WordTable(nn.Module):
+    """Looks up the vectors of tokens, each together with its neighbours.
+
+    The order of words says which colour belongs to which thing. So a token's vector is a function
+    of its own vector and those of its two neighbours in the text: a convolution of width 3. It
+    needs no positions, and so has no greatest length.
+
+    Attributes:
+        vocabulary: number that all ids are below.
+        width: width of the vectors.
+        dtype: dtype of the computation; the table is float32.
+    """
+
+    vocabulary: int
+    width: int
+    dtype: Dtype = jnp.bfloat16
+
+    @nn.compact
+    def __call__(
+        self, tokens: jax.Array, drop_text: jax.Array | None = None
+    ) -> tuple[Words, jax.Array]:
+        """Returns the sequence and the mean of it.
+
+        Args:
+            tokens: ids int32 `(b, T)`, padded with -1.
+            drop_text: bool `(b,)`, True where a text is to be ignored; None is False everywhere.
+
+        Returns:
+            `(words, pooled)`: words with `n = T + 1`, the first of which stands for no text and is
+            always present; the mean of the tokens' vectors, `(b, width)`, zeros for an empty text.
+        """
+        table = self.param('table', nn.initializers.normal(1.0), (self.vocabulary, self.width))
+        nothing = self.param('nothing', nn.initializers.normal(1.0), (self.width,))
+        real = tokens >= 0
+        own = jnp.where(real[..., None], table[tokens], 0).astype(self.dtype)
+        around = jnp.pad(own, [(0, 0), (1, 1), (0, 0)])
+        beside = jnp.concatenate([around[:, :-2], own, around[:, 2:]], -1)
+        vectors = nn.silu(Dense(self.width, dtype=self.dtype, name='neighbours')(beside))
+
+        return _sequence_and_mean(Words(vectors, real), nothing, drop_text)
+
+
+class WordStates(nn.Module):
+    """Normalizes and projects the hidden states of a text encoder.
+
+    RMS norm with a learned scale, then a dense layer, as in Lumina-Next (Zhuo et al., 2024). This
+    needs no statistics of the states.
+
+    Attributes:
+        width: width of the vectors.
+        dtype: dtype of the computation.
+    """
+
+    width: int
+    dtype: Dtype = jnp.bfloat16
+
+    @nn.compact
+    def __call__(
+        self, states: Words, drop_text: jax.Array | None = None
+    ) -> tuple[Words, jax.Array]:
+        """Returns the sequence and the mean of it, as `WordTable` does.
+
+        Args:
+            states: hidden states `(b, T, D)`; a text may have none.
+            drop_text: as for `WordTable`.
+        """
+        nothing = self.param('nothing', nn.initializers.normal(1.0), (self.width,))
+        normalized = nn.RMSNorm(dtype=self.dtype, name='norm')(states.vectors)
+        vectors = Dense(self.width, dtype=self.dtype, name='projection')(normalized)
+        return _sequence_and_mean(Words(vectors, states.present), nothing, drop_text)
+
+
+def _sequence_and_mean(
+    words: Words, nothing: jax.Array, drop_text: jax.Array | None
+) -> tuple[Words, jax.Array]:
+    """The words behind the vector `nothing`, without those that are dropped; the mean of all."""
+    vectors, real = words
+    dtype = vectors.dtype
+    count = jnp.maximum(jnp.sum(real, 1, keepdims=True), 1)
+    pooled = jnp.sum(jnp.where(real[..., None], vectors, 0), 1) / count.astype(dtype)
+    kept = real if drop_text is None else real & ~drop_text[:, None]
+    first = jnp.broadcast_to(nothing.astype(dtype), (len(vectors), 1, vectors.shape[-1]))
+    sequence = Words(
+        jnp.concatenate([first, vectors], 1),
+        jnp.pad(kept, [(0, 0), (1, 0)], constant_values=True),
+    )
+    return sequence, pooled
+
+
+# --- Layers -------------------------------------------------------------------------------------
 
 
 def sincos_positions_2d(rows: int, columns: int, width: int) -> np.ndarray:
@@ -167,6 +323,9 @@ class Block(nn.Module):
         h = self.pin(nn.gelu(hidden))
         h = Dense(width, dtype=self.dtype, name='mlp_2')(h)
         return self.pin(x + gate_2[:, None] * h)
+
+
+# --- The model ----------------------------------------------------------------------------------
 
 
 class DiT(nn.Module):
