@@ -37,7 +37,6 @@ import ml_collections
 import numpy as np
 import tqdm
 from absl import logging
-from clu import metric_writers
 from jax.experimental import multihost_utils
 
 import train_lib
@@ -45,6 +44,8 @@ from coyo11m_tfds.process.progress import fitting, make_bar
 from train_lib import chips, metrics
 
 if TYPE_CHECKING:
+    from clu import metric_writers  # imports TensorFlow
+
     from train_lib.data import TrainingData
     from train_lib.step import Program
 
@@ -112,7 +113,7 @@ class TrainLog:
 
     def __init__(
         self,
-        writer: metric_writers.MetricWriter,
+        writer: 'metric_writers.MetricWriter',
         config: ml_collections.ConfigDict,
         *,
         empty: metrics.TrainMetrics,
