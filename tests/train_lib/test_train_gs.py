@@ -148,7 +148,7 @@ def test_a_bucket_that_refuses_is_told_in_one_line(gcs):
     done = command('train_lib.main', '--config=configs/default.py', f'--workdir={RUN}')
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
-    assert last.startswith(f'error: writing to {RUN}: access was refused')
+    assert re.match(rf'error: writing to {RUN}/\S+: access was refused', last), last
     assert 'gcloud auth application-default login' in last
 
 
@@ -158,7 +158,7 @@ def test_a_workdir_is_checked_without_a_trace(gcs, tmp_path):
     assert gcs.objects('runs') == {}
     assert not list(tmp_path.iterdir())
     gcs.inject(Fault('403', match='delete runs'))
-    with pytest.raises(PermissionError, match='deleting from gs://runs/a'):
+    with pytest.raises(PermissionError, match='deleting gs://runs/a/'):
         workdirs.check_writable(RUN)
 
 
@@ -176,8 +176,8 @@ def test_a_workdir_that_cannot_be_is_refused(gcs, tmp_path):
             workdirs.check_writable(folder)
     gcs.put('runs', 'a/x', b'')
     workdirs.check_readable(RUN)
-    for folder in ('gs://runs/b', 'gs://no-such-bucket/a', tmp_path / 'missing'):
-        with pytest.raises(FileNotFoundError, match=re.escape(str(folder))):
+    for folder in ('gs://runs/b', 'gs://no-such-bucket', tmp_path / 'missing'):
+        with pytest.raises(OSError, match=re.escape(str(folder))):
             workdirs.check_readable(folder)
 
 
