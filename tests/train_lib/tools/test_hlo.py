@@ -36,7 +36,7 @@ def test_a_loop_of_unknown_length_is_told():
 
 # As libtpu writes a loop, a fusion that it has estimated, a kernel, and exchanges: one beside other
 # work stands in each fusion that it spans, a reduce-scatter is an all-reduce and a slice of it.
-_TPU = """HloModule m
+_TPU = """HloModule m, num_partitions=8
 
 %part.1 (a: bf16[8,16]) -> bf16[8,64] {
   %a = bf16[8,16]{1,0} parameter(0)
@@ -85,6 +85,7 @@ ENTRY %main (x: bf16[8,16], y: f32[8,64]) -> bf16[8,64] {
   %f.1 = bf16[8,64]{1,0} fusion(%x), kind=kCustom, calls=%part.1
   %f.2 = bf16[8,64]{1,0} fusion(%x), kind=kCustom, calls=%part.2, CYCLES:"7"}}
   %f.3 = f32[8,16]{1,0} fusion(%y), kind=kCustom, calls=%all-reduce-scatter.1
+  %f.4 = f32[6]{0} all-reduce(%y), channel_id=7, replica_groups={}, to_apply=%part.3
   %start = s32[]{:T(128)} constant(START)
   %start.1 = s32[]{:T(128)} copy(%start)
   %init = (s32[]{:T(128)}, bf16[8,64]{1,0:T(8,128)}) tuple(%start.1, /*index=1*/%f.2)
@@ -113,6 +114,7 @@ def test_collectives_as_libtpu_writes_them():
     found = hlo.read(_TPU.replace('START', '0')).collectives
     assert sorted((c.kind, c.members, c.nbytes, c.is_async) for c in found) == [
         ('all-gather', 4, 3 * 8 * 16 * 2, True),
+        ('all-reduce', 8, 2 * 7 / 8 * 6 * 4, False),
         ('reduce-scatter', 4, 3 / 4 * 8 * 64 * 4, False),
     ]
 
