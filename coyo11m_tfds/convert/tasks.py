@@ -15,11 +15,9 @@ import dataclasses
 import functools
 import io
 import os
-import zipfile
 from typing import Any, NamedTuple
 
 import numpy as np
-from etils import epath
 
 import coyo11m_tfds
 from coyo11m_tfds import schema
@@ -27,7 +25,7 @@ from coyo11m_tfds.dataset.columns import ColumnFile
 from coyo11m_tfds.report.statistics import ShardStatistics
 from coyo11m_tfds.source import sidecar
 from coyo11m_tfds.source.joined import Joined
-from coyo11m_tfds.storage import retry
+from coyo11m_tfds.storage import source_files, stored_files
 from coyo11m_tfds.storage.source_files import SourceFile
 
 # The package that this process runs, as a planner tells it to its writers and these record it.
@@ -101,19 +99,14 @@ class PackedInputs:
         Raises:
             OSError: it cannot be read, or arrives damaged again and again.
         """
-        return retry.call(self._read, self.path)
-
-    def _read(self) -> OpenInputs:
+        packed = stored_files.read(source_files.describe(self.path), stored_files.Content).data
         # Zip archives carry a checksum of each array, so damage is an error and not a caption.
-        try:
-            with np.load(io.BytesIO(epath.Path(self.path).read_bytes())) as arrays:
-                ends = np.cumsum(arrays['lengths'])
-                bounds = zip((ends - arrays['lengths']).tolist(), ends.tolist(), strict=True)
-                data = arrays['captions'].tobytes()
-                captions = [data[start:end] for start, end in bounds]
-                return OpenInputs(arrays['rows'], arrays['keys'], captions, arrays.get('text'))
-        except (zipfile.BadZipFile, EOFError) as error:
-            raise retry.Corrupted(f'{self.path}: {error}') from error
+        with np.load(io.BytesIO(packed)) as arrays:
+            ends = np.cumsum(arrays['lengths'])
+            bounds = zip((ends - arrays['lengths']).tolist(), ends.tolist(), strict=True)
+            data = arrays['captions'].tobytes()
+            captions = [data[start:end] for start, end in bounds]
+            return OpenInputs(arrays['rows'], arrays['keys'], captions, arrays.get('text'))
 
 
 def _open(folder: str) -> Joined:

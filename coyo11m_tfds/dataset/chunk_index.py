@@ -22,7 +22,7 @@ import numpy as np
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import npy
 from coyo11m_tfds.dataset.manifest import DamagedError
-from coyo11m_tfds.storage import remote, source_files
+from coyo11m_tfds.storage import source_files, stored_files
 
 # Entries read and looked through at a time, 2 MB of the file.
 _BLOCK = 1 << 18
@@ -60,9 +60,6 @@ class ChunkIndex:
     ) -> 'ChunkIndex | None':
         """Reads the index of a split; None if there is none.
 
-        An index on gs:// is first copied to a temporary file, whose CRC-32C is compared with that
-        of the object.
-
         Raises:
             DamagedError: the stored file is damaged.
             PermissionError: credentials are missing or refused.
@@ -73,13 +70,15 @@ class ChunkIndex:
             file = source_files.describe(path)
         except ValueError:  # no such file
             return None
-        with remote.temporary_copy(file) as local, open(local, 'rb') as stream:
-            try:
+        try:
+            if file.is_remote:
+                return cls.parse(bytes(stored_files.read(file, stored_files.Content).data))
+            with open(path, 'rb') as stream:
                 return cls(_read_compact(stream, file.size))
-            except ValueError as error:
-                raise DamagedError(
-                    f'{path}: is not a chunk index ({error}). Build the data set again.'
-                ) from error
+        except ValueError as error:
+            raise DamagedError(
+                f'{path}: is not a chunk index ({error}). Build the data set again.'
+            ) from error
 
     @classmethod
     def parse(cls, data: bytes) -> 'ChunkIndex':

@@ -16,11 +16,10 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 import threading
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import google_crc32c
@@ -80,22 +79,6 @@ def fetch(file: SourceFile, target: str, on_bytes: Callable[[int], None] | None 
             part.resume()
             retry.call(lambda: _complete(part), f'downloading {file.path}')
             part.move_to(target)
-
-
-@contextlib.contextmanager
-def temporary_copy(file: SourceFile) -> Iterator[str]:
-    """Gives the path of a verified copy, which is deleted at the end of the `with` block.
-
-    It is in the system's temporary folder, so this is for small files. A local file is not copied:
-    its own path is given. Raises as `fetch`.
-    """
-    if not file.is_remote:
-        yield file.path
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, file.name)
-        fetch(file, path)
-        yield path
 
 
 def read_range(file: SourceFile, start: int, length: int) -> bytes:

@@ -50,20 +50,15 @@ _TRANSIENT_BUILTIN = (
 
 # By the package that defines them: names of classes that are transient, with their subclasses.
 _TRANSIENT_NAMES = {
-    'aiohttp': {'ClientConnectionError', 'ClientPayloadError'},
-    'gcsfs': {'ChecksumError'},
     'google': {'TransportError', 'RetryError'},
     'httpx': {'TimeoutException', 'NetworkError', 'RemoteProtocolError', 'ProxyError'},
     'requests': {'ConnectionError', 'Timeout', 'ChunkedEncodingError', 'ContentDecodingError'},
-    'tensorflow': {'UnavailableError', 'AbortedError', 'DeadlineExceededError', 'DataLossError'},
     'urllib3': {'ProtocolError', 'TimeoutError', 'MaxRetryError', 'DecodeError', 'SSLError'},
 }
 _TRANSIENT_NAMES['httpx2'] = _TRANSIENT_NAMES['httpx']
 _REFUSED_NAMES = {
-    'gcsfs': {'NonRetryableError'},  # of its credentials only
     'google': {'DefaultCredentialsError', 'RefreshError'},
     'huggingface_hub': {'LocalTokenNotFoundError'},
-    'tensorflow': {'PermissionDeniedError', 'UnauthenticatedError'},
 }
 _PERMANENT_NAMES = {'huggingface_hub': {'OfflineModeIsEnabled'}}
 
@@ -123,7 +118,7 @@ def is_transient(error: BaseException) -> bool:
         return True
     if 'CERTIFICATE_VERIFY_FAILED' in str(error) or _is_named(error, _PERMANENT_NAMES):
         return False
-    # A token server that is down: google.auth marks it, gcsfs wraps it as a status of 401.
+    # A token server that is down is marked by google.auth.
     if any(getattr(link, 'retryable', False) is True for link in _causes(error)):
         return True
     status = _status(error)
@@ -179,10 +174,7 @@ def _refused(error: Exception, what: str) -> PermissionError | None:
         return None
     links = list(_causes(error))
     refused = any(
-        _status(link) in _REFUSED_STATUS
-        or _is_named(link, _REFUSED_NAMES)
-        or (type(link) is OSError and str(link).startswith('Forbidden:'))  # gcsfs's for 403
-        for link in links
+        _status(link) in _REFUSED_STATUS or _is_named(link, _REFUSED_NAMES) for link in links
     )
     if not refused:
         return None
@@ -211,15 +203,12 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _status(error: BaseException) -> int | None:
     """The HTTP status that an error of any library stands for."""
-    # requests, httpx, huggingface_hub; aiohttp; gcsfs (also as text), google.api_core, urllib. One
-    # after the other, because asking aiohttp for the last gives a warning.
-    for name in ('response.status_code', 'status', 'code'):
-        value: object = error
-        for part in name.split('.'):
-            value = getattr(value, part, None)
-        if re.fullmatch(r'[1-5]\d\d', str(value)):
-            return int(str(value))
-    return None
+    for name in ('status', 'code'):  # of remote, google.api_core, urllib
+        value = getattr(error, name, None)
+        if isinstance(value, int) and 100 <= value < 600:
+            return int(value)
+    # of requests, httpx, huggingface_hub
+    return getattr(getattr(error, 'response', None), 'status_code', None)
 
 
 def _is_named(error: BaseException, names: dict[str, set[str]]) -> bool:

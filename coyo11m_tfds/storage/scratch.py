@@ -26,7 +26,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from absl import logging
 
@@ -49,22 +48,6 @@ _DOWNLOADS_AT_ONCE = 8
 
 _LONGEST_POLL = 0.5  # seconds
 _SECONDS_BETWEEN_MESSAGES = 60.0
-
-
-class _Entry(NamedTuple):
-    """A folder of copies as it is found.
-
-    Attributes:
-        folder: Its path.
-        in_use: Whether a process holds it.
-        num_bytes: Room that it takes.
-        last_used: When it was held last, in seconds since 1970.
-    """
-
-    folder: pathlib.Path
-    in_use: bool
-    num_bytes: int
-    last_used: float
 
 
 def choose_folder(program: str, data_dir: str, chosen: str = '') -> str:
@@ -239,43 +222,31 @@ class Scratch:
     def _enter(self, wanted: _Wanted) -> FileLock | None:
         """Becomes a holder if the files are held already or there is room for them."""
         with FileLock(self._folder / _MUTEX):
-            folders = set(self._folder.glob(f'{_ENTRY}-*')) - {wanted.entry}
-            others = [_look_at(folder) for folder in folders]
-            used = sum(other.num_bytes for other in others if other.in_use)
-            if used + wanted.size > self._max_bytes:
+            room, idle = self._max_bytes - wanted.size, []
+            for folder in set(self._folder.glob(f'{_ENTRY}-*')) - {wanted.entry}:
+                if _is_locked(folder / _HOLDERS):
+                    room -= int(folder.name.split('-')[1])  # also what is not downloaded yet
+                else:
+                    parts = [path for path in folder.iterdir() if path.suffix != '.json']
+                    size = sum(path.stat().st_size for path in parts)
+                    idle.append((folder.stat().st_mtime, size, folder))
+            if room < 0:
                 return None
-            idle = sorted((o for o in others if not o.in_use), key=lambda o: o.last_used)
-            excess = used + wanted.size + sum(o.num_bytes for o in idle) - self._max_bytes
-            for other in idle:
-                if excess > 0 or other.num_bytes == 0:  # killed before any byte was there
-                    shutil.rmtree(other.folder)
-                    excess -= other.num_bytes
+            for _, size, folder in sorted(idle, reverse=True):  # those held last may stay
+                room -= size
+                if room < 0 or not size:
+                    shutil.rmtree(folder)
             wanted.entry.mkdir(exist_ok=True)
             return FileLock(wanted.entry / _HOLDERS, shared=True, wait=False)
 
     def _leave(self, wanted: _Wanted, held: FileLock) -> None:
-        holders = wanted.entry / _HOLDERS
-        try:
-            with FileLock(self._folder / _MUTEX):
-                os.utime(holders)
-                held.release()
-                # What a failed download has received stays for the next attempt.
-                if not _is_locked(holders) and all(map(os.path.exists, wanted.paths.values())):
-                    shutil.rmtree(wanted.entry)
-        finally:
+        with held, FileLock(self._folder / _MUTEX):
+            os.utime(wanted.entry)
             held.release()
-
-
-def _look_at(folder: pathlib.Path) -> _Entry:
-    holders = folder / _HOLDERS
-    in_use = _is_locked(holders)
-    if in_use:
-        num_bytes = int(folder.name.split('-')[1])  # also what is not downloaded yet
-    else:
-        parts = (path for path in folder.iterdir() if path.suffix != '.json')
-        num_bytes = sum(path.stat().st_size for path in parts)
-    last_used = holders.stat().st_mtime if holders.exists() else 0.0
-    return _Entry(folder, in_use, num_bytes, last_used)
+            is_held = _is_locked(wanted.entry / _HOLDERS)
+            # What a failed download has received stays for the next attempt.
+            if not is_held and all(map(os.path.exists, wanted.paths.values())):
+                shutil.rmtree(wanted.entry)
 
 
 def _is_locked(path: pathlib.Path) -> bool:

@@ -4,14 +4,10 @@ import errno
 import http.client
 import json
 import logging
-import random
 import socket
 import ssl
 import time
-import types
 
-import aiohttp
-import gcsfs.retry
 import google.api_core.exceptions
 import google.auth.exceptions
 import httpx2
@@ -20,7 +16,6 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import requests
-import tensorflow as tf
 import urllib3
 
 from coyo11m_tfds.storage import retry
@@ -66,10 +61,6 @@ def hub_answered(
     return kind(f'{status} Client Error', response=httpx2.Response(status, request=request))
 
 
-def aiohttp_answered(status: int) -> aiohttp.ClientResponseError:
-    return aiohttp.ClientResponseError(types.SimpleNamespace(real_url='x'), (), status=status)
-
-
 def caused(error: Exception, cause: Exception) -> Exception:
     error.__cause__ = cause
     return error
@@ -93,13 +84,6 @@ TRANSIENT = [
     requests.ReadTimeout(),
     requests.exceptions.ChunkedEncodingError(),
     urllib3.exceptions.ProtocolError('broken'),
-    gcsfs.retry.HttpError({'code': 503, 'message': 'Backend Error'}),
-    gcsfs.retry.HttpError({'code': '429', 'message': 'slow down'}),
-    gcsfs.retry.ChecksumError(),
-    aiohttp.ServerDisconnectedError(),
-    aiohttp.ClientPayloadError('cut'),
-    aiohttp.ServerTimeoutError(),
-    aiohttp_answered(502),
     httpx2.ReadTimeout('stalled'),
     httpx2.ReadError('reset'),
     httpx2.RemoteProtocolError('cut'),
@@ -107,15 +91,7 @@ TRANSIENT = [
     hub_answered(500),
     google.api_core.exceptions.ServiceUnavailable('later'),
     google.auth.exceptions.TransportError('no token server'),
-    # gcsfs says 'credentials' of a token server that is down.
-    caused(
-        gcsfs.retry.HttpError({'code': 401, 'message': 'Invalid Credentials'}),
-        google.auth.exceptions.RefreshError('503', retryable=True),
-    ),
-    tf.errors.UnavailableError(None, None, 'HTTP response code 503'),
-    tf.errors.AbortedError(None, None, 'stalled'),
-    tf.errors.DeadlineExceededError(None, None, 'late'),
-    tf.errors.DataLossError(None, None, 'corrupted record'),
+    google.auth.exceptions.RefreshError('503', retryable=True),  # the token server is down
 ]
 
 PERMANENT = [
@@ -129,25 +105,16 @@ PERMANENT = [
     requests.exceptions.SSLError('[SSL: CERTIFICATE_VERIFY_FAILED] self-signed certificate'),
     answered(404),
     answered(412),
-    aiohttp_answered(404),
     hub_answered(404, huggingface_hub.errors.RepositoryNotFoundError),
     huggingface_hub.errors.OfflineModeIsEnabled('HF_HUB_OFFLINE'),
-    gcsfs.retry.HttpError({'code': 400, 'message': 'requester pays'}),
-    gcsfs.retry.HttpError({'code': 'odd', 'message': ''}),
-    tf.errors.NotFoundError(None, None, 'gone'),
-    tf.errors.ResourceExhaustedError(None, None, 'No space left on device'),
     retry.GivenUp('another call has tried already'),
 ]
 
 REFUSED = [
     answered(401),
     answered(403),
-    gcsfs.retry.HttpError({'code': 401, 'message': 'Anonymous caller does not have access'}),
-    gcsfs.retry.NonRetryableError('Got error while refreshing credentials.'),
-    OSError('Forbidden: b/o/x\nsomeone does not have storage.objects.get access'),
     google.auth.exceptions.DefaultCredentialsError('not found'),
     google.auth.exceptions.RefreshError('Reauthentication is needed'),
-    tf.errors.PermissionDeniedError(None, None, 'HTTP response code 403'),
     hub_answered(401, huggingface_hub.errors.RepositoryNotFoundError),
     hub_answered(403, huggingface_hub.errors.GatedRepoError),
     huggingface_hub.errors.LocalTokenNotFoundError('no token'),
@@ -182,30 +149,23 @@ def test_what_stays_is_raised_as_it_is_and_at_once(error: Exception, sleeps: lis
 
 
 @pytest.mark.parametrize('error', REFUSED, ids=label)
-@pytest.mark.parametrize(
-    ('what', 'command'),
-    [
-        (GS, '`gcloud auth application-default login`'),
-        (HUB, '`hf auth login`'),
-        (HUB, 'https://huggingface.co/datasets/owner/name '),
-    ],
-)
-def test_missing_access_is_told_at_once_with_what_mends_it(
-    error: Exception, what: str, command: str, sleeps: list[float]
-):
-    operation = Failing(error)
-    with pytest.raises(PermissionError) as raised:
-        retry.call(operation, what)
-    assert what in str(raised.value)
-    assert command in str(raised.value)
-    assert raised.value.__cause__ is error
-    assert operation.calls == 1
+def test_missing_access_is_told_at_once_with_what_mends_it(error: Exception, sleeps: list[float]):
+    for what, commands in (
+        (GS, ['`gcloud auth application-default login`']),
+        (HUB, ['`hf auth login`', 'https://huggingface.co/datasets/owner/name ']),
+    ):
+        operation = Failing(error)
+        with pytest.raises(PermissionError) as raised:
+            retry.call(operation, what)
+        assert all(text in str(raised.value) for text in [what, *commands])
+        assert raised.value.__cause__ is error
+        assert operation.calls == 1
     assert sleeps == []
 
 
 def test_refused_access_to_what_is_not_remote_is_raised_as_it_is():
-    error = tf.errors.PermissionDeniedError(None, None, '/data; Permission denied')
-    with pytest.raises(tf.errors.PermissionDeniedError) as raised:
+    error = answered(403)
+    with pytest.raises(requests.HTTPError) as raised:
         retry.call(Failing(error), '/data/x.tfrecord')
     assert raised.value is error
 
@@ -228,16 +188,6 @@ def test_the_attempts_of_a_call_within_a_call_do_not_multiply(sleeps: list[float
     assert operation.calls == 8
 
 
-def test_interrupts_pass(sleeps: list[float]):
-    with pytest.raises(KeyboardInterrupt):
-        retry.call(Failing(KeyboardInterrupt()), GS)
-
-
-def test_no_attempts_are_refused():
-    with pytest.raises(ValueError, match='attempts is 0'):
-        retry.call(Failing(), GS, attempts=0)
-
-
 def test_every_retry_is_logged(sleeps: list[float], caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.WARNING, 'absl')
     retry.call(Failing(answered(503), TimeoutError('late')), GS)
@@ -255,19 +205,6 @@ def test_delays_are_jittered_and_doubled_up_to_32_times(first: float, attempts: 
         retry.call(Failing(*[TimeoutError()] * (attempts - 1)), GS, attempts=attempts)
     for number, seconds in enumerate(sleeps):
         assert 0 <= seconds <= first * min(2**number, 32)
-
-
-def test_delays_use_the_whole_range_and_differ_among_programs_with_one_seed(sleeps: list[float]):
-    for _ in range(200):
-        random.seed(0)
-        retry.call(Failing(TimeoutError()), GS)
-    assert len(set(sleeps)) == 200
-    assert min(sleeps) < 0.1
-    assert 0.9 < max(sleeps) <= 1.0
-    sleeps.clear()
-    for _ in range(100):
-        retry.call(Failing(*[TimeoutError()] * 7), GS)
-    assert 24 < max(sleeps) <= 32
 
 
 @pytest.mark.parametrize(
@@ -292,10 +229,3 @@ def test_seconds_that_are_none(text: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv('COYO11M_STALL_SECONDS', text)
     with pytest.raises(ValueError, match=f"COYO11M_STALL_SECONDS is '{text}'"):
         retry.stall_seconds()
-
-
-def test_the_usual_patience(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv('COYO11M_STALL_SECONDS', raising=False)
-    assert retry.stall_seconds() == 60
-    monkeypatch.setenv('COYO11M_STALL_SECONDS', '2.5')
-    assert retry.stall_seconds() == 2.5
