@@ -51,11 +51,11 @@ _TIME_SCALE = 1_000.0  # t in [0, 1] to the range the sinusoids are made for
 
 # --- The dense layer ----------------------------------------------------------------------------
 
-# It computes in a narrow type and keeps its kernel's gradient in float32. Parameters, output and
-# names are those of `flax.linen.Dense`, and so is every number of the forward pass. In that layer
-# the kernel is cast before the product, so that its gradient has the type of the product, and
-# devices add up their parts of it in that type: in bfloat16 each of the additions rounds to 8 bits.
-# Here the gradient's product is accumulated and added up in float32, as matrix units can.
+# It computes in a narrow type, with kernel gradients in float32. Parameters, names and all numbers
+# of the forward pass are those of `flax.linen.Dense`, which casts the kernel before the product. So
+# its gradient has the type of the product, and devices add up their parts of it in that type: in
+# bfloat16 each addition rounds to 8 bits. Here the product for the gradient returns float32, in
+# which the matrix units accumulate anyway, and the devices add up float32.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
