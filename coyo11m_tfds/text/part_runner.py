@@ -20,7 +20,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import numpy as np
 from absl import logging
 
 from coyo11m_tfds import schema
@@ -286,35 +285,27 @@ def _make(
     width = encoder.max_tokens if tokens_only else cast(Encoder, encoder).dim
     entries = parts.entries(encoder, job.caption_column, captions.digest, tokens_only)
     parts.check(found, entries, captions.count)
-    made = parts.make(captions, numbers, encoder, on_batch, tokens_only)
+    path, one_file = os.path.join(job.staging, uuid.uuid4().hex), is_file(job.out)
+    column = schema.TEXT_EMBEDDING if one_file else schema.PART_EMBEDDING
+    column = schema.TOKENS if tokens_only else column
     with contextlib.ExitStack() as stack:
         write = None
-        if is_file(job.out):
-            path = os.path.join(job.staging, uuid.uuid4().hex)
-            column = schema.TOKENS if tokens_only else schema.TEXT_EMBEDDING
+        if one_file:
             write = stack.enter_context(parts.open_file(path, entries, column, width))
-        for number, keys, values in made:
+        for number, keys, values in parts.make(captions, numbers, encoder, on_batch, tokens_only):
             if tokens_only:
                 longest = max(longest, int((values != schema.TOKEN_PADDING).sum(axis=1).max()))
             if write:
                 write(keys, values)
-            else:
-                metadata = entries | parts.part_entry(number, captions.count)
-                name = sidecar.part_name(number, captions.count)
-                _store(job, metadata, name, keys, values)
-    if write:
+                continue
+            metadata = entries | parts.part_entry(number, captions.count)
+            with parts.open_file(path, metadata, column, width) as write_part:
+                write_part(keys, values)
+            name = sidecar.part_name(number, captions.count)
+            Destination(job.out).put(path, name, file_state.of_file(path).crc32c)
+    if one_file:
         os.replace(path, job.out)
     return Made(encoder.name, width, encoder.truncated, longest)
-
-
-def _store(
-    job: Job, metadata: Mapping[str, str], name: str, keys: np.ndarray, values: np.ndarray
-) -> None:
-    path = os.path.join(job.staging, uuid.uuid4().hex)
-    column = schema.TOKENS if job.encoder.tokens_only else schema.PART_EMBEDDING
-    with parts.open_file(path, metadata, column, values.shape[1]) as write:
-        write(keys, values)
-    Destination(job.out).put(path, name, file_state.of_file(path).crc32c)
 
 
 # --- Several processes ----------------------------------------------------------------------

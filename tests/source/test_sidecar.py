@@ -141,7 +141,11 @@ def test_parts_are_read_as_one_file_would_be(tmp_path):
             lambda f: (f / sidecar.part_name(1, 3)).unlink(),
             r'part-00001-of-00003\.parquet is missing',
         ),
-        (shutil.rmtree, r'parts: holds no part-NNNNN-of-MMMMM\.parquet'),
+        (
+            lambda f: [path.unlink() for path in f.iterdir()],
+            r'parts: holds no part-NNNNN-of-MMMMM\.parquet',
+        ),
+        (shutil.rmtree, 'parts: there is no such folder'),
         (
             lambda f: (f / sidecar.part_name(1, 3)).rename(f / sidecar.part_name(1, 4)),
             r'00000-of-00003\.parquet and .*00001-of-00004\.parquet: parts of 3 and of 4',
@@ -156,7 +160,7 @@ def test_parts_are_read_as_one_file_would_be(tmp_path):
             r"00002-of-00003\.parquet: text_encoder_revision is 'x', but '1' in .*00000-of-00003",
         ),
     ],
-    ids=['missing', 'none', 'other count', 'key twice', 'damaged', 'other making'],
+    ids=['missing', 'none', 'no folder', 'other count', 'key twice', 'damaged', 'other making'],
 )
 def test_a_folder_that_is_not_whole_is_refused_by_name(tmp_path, change, message):
     write_parts(tmp_path / 'parts')

@@ -168,7 +168,7 @@ def test_hosts_share_the_parts_and_whoever_comes_makes_those_of_a_dead_one(
     assert sorted(files_of(out)) == [sidecar.part_name(number, 10) for number in (1, 4, 7)]
     assert len(report.missing_parts) == 7
     assert '7 parts are missing, such as part-00000-of-00010.parquet' in str(report)
-    with pytest.raises(ValueError, match=r'part-00000-of-00010\.parquet is missing, 7 of 10'):
+    with pytest.raises(ValueError, match=r'part-00000-of-00010\.parquet is missing \(7 of 10'):
         sidecar.find(out)
     embed(source, out, share=(2, 3))
     report = embed(source, out)
