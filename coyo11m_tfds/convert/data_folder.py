@@ -191,11 +191,6 @@ class DataFolder:
         self._remove(build, _files_of(build, there) - kept, there)
         self.files.sweep()
 
-    def has_leftovers(self, build: str) -> bool:
-        """True if other builds have left something, or this one what only it needed."""
-        there = self.files.sizes()
-        return bool(_builds(there) - {build}) or any('/' in name for name in there)
-
     def _recorded(self, build: str, there: Iterable[str]) -> set[str]:
         """Names in the record of checksums of a build, and its own; empty if it has none."""
         name = schema.of_build(schema.CHECKSUMS_FILE, build)
@@ -231,7 +226,8 @@ def tidy(final: str) -> None:
     folder = DataFolder(final)
     try:
         build = folder.find_build()
-        if not build or not folder.has_leftovers(build):
+        there = folder.files.sizes() if build else {}
+        if not build or not (_builds(there) - {build} or any('/' in name for name in there)):
             return
         with locks.hold(final, wait_seconds=None):
             folder.remove_others(build, resumable_too=False)

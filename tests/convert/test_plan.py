@@ -278,14 +278,6 @@ def test_a_source_without_rows_is_refused(tmp_path: pathlib.Path):
         make_plan(source, tmp_path / 'out', text_embeddings='pt')
 
 
-def test_a_limit_keeps_the_first_records_of_each_split(tmp_path: pathlib.Path):
-    source = made_sources.write_source(tmp_path, [range(30), range(30, 60)])
-    everything = planned_keys(make_plan(source, tmp_path / 'all'))
-    limited = planned_keys(make_plan(source, tmp_path / 'few', limit=7))
-    for split, shards in limited.items():
-        assert joined(shards) == joined(everything[split])[:7]
-
-
 def test_the_fingerprint_tells_sources_apart(tmp_path: pathlib.Path):
     def fingerprint(name: str, replace: dict | None = None) -> str:
         source = made_sources.write_source(tmp_path / name, [range(10)], replace=replace)
