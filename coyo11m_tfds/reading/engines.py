@@ -27,9 +27,9 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import texts
 from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.dataset.stored_dataset import IndexedSplit, StoredDataset
-from coyo11m_tfds.reading import column_reader, damage, memory, process_settings
+from coyo11m_tfds.reading import damage, memory, process_settings
 from coyo11m_tfds.reading.batches import Ahead, ArraySpec, Batch, Batches, Place
-from coyo11m_tfds.reading.column_reader import ColumnReader
+from coyo11m_tfds.reading.column_reader import ColumnReader, open_column
 from coyo11m_tfds.reading.damage import BadRecords
 from coyo11m_tfds.reading.files import MAX_FILES, FetchedFiles, Range, ReadCounter
 from coyo11m_tfds.reading.order import (
@@ -64,8 +64,6 @@ _Chunk = tuple[Range, ...]
 class Opened(NamedTuple):
     """A split with a chunk index, and the engine that reads it."""
 
-    stored: StoredDataset
-    name: str
     split: IndexedSplit
     engine: str
 
@@ -88,7 +86,7 @@ def open_split(stored: StoredDataset, name: str, engine: str) -> Opened | None:
     if engine in (AUTO, TF_DATA):
         by_rows = not stored.is_remote and len(split.index.shard_lengths) <= MAX_FILES
         engine = ROWS if by_rows else CHUNKS
-    return Opened(stored, name, split, engine)
+    return Opened(split, engine)
 
 
 # --- Batches that know their place ---------------------------------------------------------------
@@ -175,16 +173,13 @@ class _SplitReader:
     """Reads blocks of rows of one split; counts bad records of all of them together."""
 
     def __init__(self, asked: Reading, opened: Opened, text: texts.Chosen, **choices: Any):
-        self._opened, self._asked = opened, asked
-        stored, name, split, engine = opened
+        self._split, self._asked, stored = opened.split, asked, asked.stored
         _check_text(stored.folder, text, asked)
-        num_records = int(split.index.shard_lengths.sum())
+        num_records = int(self._split.index.shard_lengths.sum())
         found = stored.find_columns(asked.features, text)
+        where = stored.folder, asked.split, num_records
         try:
-            self._columns = {
-                column: column_reader.open_column(found[column], stored.folder, name, num_records)
-                for column in found
-            }
+            self._columns = {name: open_column(found[name], *where) for name in found}
         except ValueError as error:
             raise DamagedError(*error.args) from error
         of_columns = {x: ArraySpec(c.shape, c.dtype) for x, c in self._columns.items()}
@@ -199,13 +194,13 @@ class _SplitReader:
         self._bad_records = BadRecords(
             asked.on_bad_records, asked.max_bad_fraction, num_records, asked.counter
         )
-        self._mapped = self._row_reader(None) if engine == ROWS else None
+        self._mapped = self._row_reader(None) if opened.engine == ROWS else None
 
     @property
     def raw_nbytes(self) -> int:
         """Bytes of a sample in the files."""
         of_columns = sum(column.row_nbytes for column in self._columns.values())
-        return self._opened.split.record_nbytes + of_columns
+        return self._split.record_nbytes + of_columns
 
     def spec(self, size: int) -> dict[str, ArraySpec]:
         """Shape and dtype of each array in batches of `size` rows."""
@@ -213,7 +208,7 @@ class _SplitReader:
 
     def _read(self, blocks: Iterator[Block], in_flight: int) -> Iterator[Batch]:
         """The batches of all blocks, one after the other; so many chunks come at a time."""
-        split, counter = self._opened.split, self._asked.counter
+        split, counter = self._split, self._asked.counter
         if self._mapped:
             return _read_rows(self._mapped, blocks, counter)
         at_once = in_flight * (1 + len(self._columns))
@@ -223,9 +218,9 @@ class _SplitReader:
 
     def _row_reader(self, files: FetchedFiles | None) -> RowReader:
         return RowReader(
-            self._opened.split,
+            self._split,
             self._choices,
-            self._opened.stored.record_layout,
+            self._asked.stored.record_layout,
             verify=damage.ALWAYS if files else self._asked.verify,
             bad_records=self._bad_records,
             columns={name: ColumnReader(opened, files) for name, opened in self._columns.items()},
@@ -248,7 +243,7 @@ class TrainReader(_SplitReader):
         super().__init__(
             asked,
             opened,
-            opened.stored.choose_texts(asked.text),
+            asked.stored.choose_texts(asked.text),
             seed=asked.seed,
             caption_dropout=asked.caption_dropout,
             with_mask=asked.on_bad_records == damage.SKIP,
@@ -281,11 +276,11 @@ class EvalReader(_SplitReader):
         self._lengths = opened.split.index.shard_lengths
         size = int(self._lengths.sum())
         if not size:
-            raise ValueError(f'{opened.stored.folder}: split {asked.split!r} is empty')
+            raise ValueError(f'{asked.stored.folder}: split {asked.split!r} is empty')
         self.num_batches = -(-size // asked.batch_size)
         each = self.num_batches * asked.local_size
         self._own = range(size)[asked.process_index * each :][:each]
-        text = opened.stored.choose_texts(asked.text).first
+        text = asked.stored.choose_texts(asked.text).first
         super().__init__(asked, opened, text, fixed_crop=EVAL_CROP, with_mask=True)
 
     def read(self, start: int = 0) -> Iterator[Batch]:
