@@ -332,7 +332,7 @@ def test_mapped_files_take_no_descriptors(tmp_path):
     assert read_with_limit(path, 40, 40) == ('256\n', '')
     assert read_with_limit(path, 24, 100) == ('256\n', '')
     output, errors = read_with_limit(path, 23, 23)
-    assert 'this process may have only 23 files open at once (ulimit -n)' in output and not errors
+    assert 'this process has reached its limit of 23 open files' in output and not errors
 
 
 # --- Records and shards ------------------------------------------------------------------------

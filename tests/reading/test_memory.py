@@ -5,8 +5,6 @@ import json
 import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import chunk_index, records
 from coyo11m_tfds.process import machine
 from coyo11m_tfds.reading import memory
-from tests.checkout import CHECKOUT
+from tests import children
 from tests.reading import small_dataset
 from tests.reading.batches import check_memory
 
@@ -55,7 +53,7 @@ def big(tmp_path_factory) -> pathlib.Path:
 
 
 _READ = """
-import itertools, json, sys
+import itertools, json
 from coyo11m_tfds.reading import process_settings
 process_settings.keep_freed_memory()
 import input_pipeline
@@ -82,31 +80,10 @@ print(memory('VmHWM') - before)
 
 def measure(path: pathlib.Path, settings: dict) -> int:
     """Bytes that a process takes at most for four blocks of batches."""
-    ended = subprocess.run(
-        [sys.executable, '-c', _READ, json.dumps([str(path), settings])],
-        cwd=CHECKOUT,
-        env=os.environ | {'TF_CPP_MIN_LOG_LEVEL': '2'},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    return int(ended.stdout)
-
-
-def told(path: pathlib.Path, settings: dict) -> float:
-    """The bytes that the check says they take."""
-    with pytest.raises(ValueError, match='GB of memory on this host') as error:
-        check_memory(path, **settings, ram_budget_gb=1e-6)
-    return 1e9 * float(re.search(r'takes ([\d.]+) GB', str(error.value))[1])
-
-
-def check_told_is_taken(path: pathlib.Path, **changes) -> None:
-    settings = {'batch_size': 256, 'chunk': 64, 'lanes': 16, 'window': 1024, 'parallel_reads': 4}
-    settings |= changes
-    # The sum is told in tenths of a GB, and a busy machine does less at the same time.
-    assert 0.75 <= (measure(path, settings) + 5e7) / told(path, settings) <= 1.25
+    with children.python(_READ, json.dumps([str(path), settings])) as child:
+        output, errors = child.communicate(timeout=300)
+    assert child.returncode == 0, errors
+    return int(output)
 
 
 @pytest.mark.slow
@@ -116,7 +93,13 @@ def check_told_is_taken(path: pathlib.Path, **changes) -> None:
     [{}, {'lanes': 32, 'parallel_reads': 8}, {'chunk': 128, 'window': 64, 'parallel_reads': 8}],
 )
 def test_reading_takes_what_is_told(big, changes):
-    check_told_is_taken(big, **changes)
+    settings = {'batch_size': 256, 'chunk': 64, 'lanes': 16, 'window': 1024, 'parallel_reads': 4}
+    settings |= changes
+    with pytest.raises(ValueError, match='GB of memory on this host') as error:
+        check_memory(big, **settings, ram_budget_gb=1e-6)
+    told = 1e9 * float(re.search(r'takes ([\d.]+) GB', str(error.value))[1])
+    # The sum is told in tenths of a GB, and a busy machine does less at the same time.
+    assert 0.75 <= (measure(big, settings) + 5e7) / told <= 1.25
 
 
 @given(
