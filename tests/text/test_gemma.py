@@ -394,14 +394,12 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(text):
         text_encoders.make_encoder(f'jax:{text}')
 
 
-def test_a_weight_in_two_files_is_refused(text):
-    shutil.copy(text / 'model.safetensors', text / 'copy.safetensors')
-    with pytest.raises(ValueError, match=r'model\.safetensors: .* comes in another file'):
-        text_encoders.make_encoder(f'jax:{text}')
-
-
 def test_damaged_and_missing_files_are_named(text):
     data = (text / 'model.safetensors').read_bytes()
+    (text / 'copy.safetensors').write_bytes(data)
+    with pytest.raises(ValueError, match=r'model\.safetensors: .* comes in another file'):
+        text_encoders.make_encoder(f'jax:{text}')
+    (text / 'copy.safetensors').unlink()
     (text / 'model.safetensors').write_bytes(data[: len(data) // 2])
     with pytest.raises(ValueError, match=r'cannot read the text encoder .*text'):
         text_encoders.make_encoder(f'jax:{text}')
@@ -413,7 +411,7 @@ def test_damaged_and_missing_files_are_named(text):
     with pytest.raises(ValueError, match=r'tokenizer\.json is not a tokenizer'):
         text_encoders.make_encoder(f'jax:{text}')
     (text / 'model.safetensors').rename(text / 'model.gguf')
-    with pytest.raises(ValueError, match=r'model\.gguf: jax: reads \*\.safetensors'):
+    with pytest.raises(ValueError, match=r'model\.gguf: jax: expected \*\.safetensors'):
         text_encoders.make_encoder(f'jax:{text}')
 
 
