@@ -402,5 +402,7 @@ def _local(folder: epath.Path, names: Collection[str]) -> dict[str, Any]:
 
 
 def _objects(folder: epath.Path) -> dict[str, Any]:
-    files = source_files.list_tree(os.fspath(folder))
-    return {name: [file.size, file.checksum] for name, file in files.items()}
+    from coyo11m_tfds.storage import gcs  # imports the client of the storage
+
+    found = gcs.list_objects(os.fspath(folder), deep=True)
+    return {name: [x.size, f'crc32c:{x.crc32c:08x}'] for name, x in found.items()}

@@ -27,7 +27,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from typing import Protocol, Self
+from typing import Self, TypeAlias
 
 from absl import logging
 
@@ -175,30 +175,8 @@ def _remove(folder: str) -> None:
 # --- Places -----------------------------------------------------------------------------------
 
 
-class Lock(Protocol):
-    """The lock of a place; methods other than `is_ours` are for this module.
-
-    Attributes:
-        holder: Who had it at the last look.
-    """
-
-    holder: str
-
-    def acquire(self) -> bool:
-        """Returns whether the lock is ours now."""
-
-    def last_sign_of_life(self) -> float:
-        """When another holder was last seen to be alive, by `time.monotonic()`."""
-
-    def is_ours(self) -> bool:
-        """False if another process has taken it over."""
-
-    def release(self) -> None:
-        """Lets others in."""
-
-
 @contextlib.contextmanager
-def hold(place: str | os.PathLike[str], wait_seconds: float | None) -> Iterator[Lock]:
+def hold(place: str | os.PathLike[str], wait_seconds: float | None) -> Iterator['Lock']:
     """Keeps out all others that hold the same place, on this machine or another.
 
     While it waits, a line in the log says once a minute who is there.
@@ -289,7 +267,7 @@ def _looks(wait_seconds: float, line: Callable[[], str]) -> Iterator[None]:
         pause = min(1.5 * pause, _LONGEST_PAUSE)
 
 
-def _open(place: str) -> Lock:
+def _open(place: str) -> 'Lock':
     return _BucketLock(place) if source_files.is_remote(place) else _DiskLock(place)
 
 
@@ -299,13 +277,18 @@ def _describe_this_process() -> str:
 
 
 class _DiskLock:
-    """A locked file, which is removed in the end."""
+    """A locked file, which is removed in the end.
+
+    Attributes:
+        holder: Process that had it at the last look.
+    """
 
     def __init__(self, place: str):
         self._path = place + _LOCK
         self.holder = 'another process'
 
     def acquire(self) -> bool:
+        """Returns whether the lock is ours now."""
         os.makedirs(os.path.dirname(self._path) or os.curdir, exist_ok=True)
         try:
             self._lock = FileLock(self._path, wait=False)
@@ -327,6 +310,7 @@ class _DiskLock:
         return True
 
     def last_sign_of_life(self) -> float:
+        """When another holder was last seen to be alive, by `time.monotonic()`."""
         with contextlib.suppress(FileNotFoundError), open(self._path, 'rb') as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -335,6 +319,7 @@ class _DiskLock:
         return float('-inf')
 
     def is_ours(self) -> bool:
+        """False if another process has taken it over."""
         return self._lock.is_at_path()
 
     def release(self) -> None:
@@ -345,7 +330,7 @@ class _DiskLock:
 
 
 class _BucketLock:
-    """An object that its holder replaces again and again; generations tell who wins."""
+    """An object that its holder replaces again and again; methods as those of `_DiskLock`."""
 
     def __init__(self, place: str):
         from coyo11m_tfds.storage import gcs
@@ -426,3 +411,6 @@ class _BucketLock:
             if not is_ours:
                 logging.warning('%s: another process took over: this one seemed dead', self._url)
                 return
+
+
+Lock: TypeAlias = _DiskLock | _BucketLock

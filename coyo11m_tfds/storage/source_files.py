@@ -12,7 +12,6 @@ import dataclasses
 import os
 import pathlib
 import stat
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from coyo11m_tfds.storage import retry
@@ -97,8 +96,17 @@ def list_files(
     if not text:
         raise ValueError('no folder given, expected that of a source.')
     if not is_remote(text):
-        return str(pathlib.Path(text)), _local_files(pathlib.Path(text), sub_folder, is_wanted)
-    text, files = _list_remote(text.rstrip('/'), sub_folder)
+        path = pathlib.Path(text)
+        paths = list(path.iterdir())
+        if (path / sub_folder).is_dir():
+            paths += (path / sub_folder).iterdir()
+        names = {found.relative_to(path).as_posix(): found for found in paths}
+        return str(path), {name: describe(names[name]) for name in names if is_wanted(name)}
+    text = text.rstrip('/')
+    if _kind(text) == _GCS:
+        files = _gcs_files(text, sub_folder)
+    else:
+        text, files = _hub_folder(text)
     return text, {name: file for name, file in files.items() if is_wanted(name)}
 
 
@@ -126,23 +134,6 @@ def describe(path: str | os.PathLike[str]) -> SourceFile:
         return files[hub_uri(text).path_in_repo]
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f'{text} is missing or a folder; expected a file.') from None
-
-
-def list_tree(folder: str) -> dict[str, SourceFile]:
-    """Lists all files in a folder and below it by their path relative to it; hidden ones too.
-
-    Raises as `list_files`; there are no files where there is no folder.
-    """
-    folder = folder.rstrip('/')
-    if not is_remote(folder):
-        paths = [path for path in pathlib.Path(folder).rglob('*') if path.is_file()]
-        return {path.relative_to(folder).as_posix(): _local_file(path) for path in paths}
-    if _kind(folder) == _GCS:
-        from coyo11m_tfds.storage import gcs
-
-        found = gcs.list_objects(folder, deep=True)
-        return {name: _gcs_file(f'{folder}/{name}', file) for name, file in found.items()}
-    return _below(folder, _hub_files(folder)[1])
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
@@ -180,29 +171,6 @@ def _kind(url: str) -> str:
     )
 
 
-def _list_remote(folder: str, sub_folder: str) -> tuple[str, dict[str, SourceFile]]:
-    """`list_files` without the choice by name."""
-    if _kind(folder) == _GCS:
-        return folder, _gcs_files(folder, sub_folder)
-    base, files = _hub_files(folder)
-    if not (chosen := _below(folder, files)):
-        raise FileNotFoundError(folder)
-    return f'{base}/{hub_uri(folder).path_in_repo}'.rstrip('/'), chosen
-
-
-# --- Local ------------------------------------------------------------------------------------
-
-
-def _local_files(
-    folder: pathlib.Path, sub_folder: str, is_wanted: Callable[[str], bool]
-) -> dict[str, SourceFile]:
-    paths = list(folder.iterdir())
-    if (folder / sub_folder).is_dir():
-        paths += (folder / sub_folder).iterdir()
-    names = {path.relative_to(folder).as_posix(): path for path in paths}
-    return {name: describe(path) for name, path in names.items() if is_wanted(name)}
-
-
 def _local_file(path: pathlib.Path) -> SourceFile:
     state = path.stat()
     if not stat.S_ISREG(state.st_mode):
@@ -213,9 +181,6 @@ def _local_file(path: pathlib.Path) -> SourceFile:
 def local_version(state: os.stat_result) -> str:
     """The version of a local file; see `SourceFile`."""
     return f'{state.st_size}-{state.st_mtime_ns}'
-
-
-# --- gs:// ------------------------------------------------------------------------------------
 
 
 def _gcs_files(folder: str, sub_folder: str) -> dict[str, SourceFile]:
@@ -233,9 +198,6 @@ def _gcs_file(url: str, found: 'gcs.Stat') -> SourceFile:
         return SourceFile(url, found.size, f'{found.size}-{found.generation}', None)
     checksum = f'crc32c:{found.crc32c:08x}'
     return SourceFile(url, found.size, checksum, checksum)
-
-
-# --- hf:// ------------------------------------------------------------------------------------
 
 
 def _hub_files(url: str) -> tuple[str, dict[str, SourceFile]]:
@@ -259,11 +221,15 @@ def _hub_files(url: str) -> tuple[str, dict[str, SourceFile]]:
     return base, {file.rfilename: _hub_file(base, file) for file in info.siblings or ()}
 
 
-def _below(folder: str, files: Mapping[str, SourceFile]) -> dict[str, SourceFile]:
-    """The files of a data set that are in one of its folders, by name relative to that."""
-    within = hub_uri(folder).path_in_repo
+def _hub_folder(url: str) -> tuple[str, dict[str, SourceFile]]:
+    """The URL of a folder with the commit, and all files below it by name relative to it."""
+    base, files = _hub_files(url)
+    within = hub_uri(url).path_in_repo
     prefix = f'{within}/' if within else ''
-    return {name.removeprefix(prefix): f for name, f in files.items() if name.startswith(prefix)}
+    found = {name.removeprefix(prefix): f for name, f in files.items() if name.startswith(prefix)}
+    if not found:
+        raise FileNotFoundError(url)
+    return f'{base}/{within}'.rstrip('/'), found
 
 
 def _hub_file(base: str, file: 'huggingface_hub.hf_api.RepoSibling') -> SourceFile:

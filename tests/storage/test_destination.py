@@ -118,15 +118,6 @@ def test_other_places(url):
 # --- On a disk --------------------------------------------------------------------------------
 
 
-def test_put_only_renames_a_staged_file(tmp_path):
-    destination = Destination(tmp_path / 'out')
-    staged = pathlib.Path(destination.staging('/nowhere')) / 'x'
-    staged.write_bytes(b'content')
-    inode = staged.stat().st_ino
-    destination.put(staged, 'sub/x', google_crc32c.value(b'content'))
-    assert (tmp_path / 'out' / 'sub' / 'x').stat().st_ino == inode
-
-
 def test_put_from_another_file_system(tmp_path):
     if not SHARED_MEMORY.is_dir() or SHARED_MEMORY.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip('needs two file systems')

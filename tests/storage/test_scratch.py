@@ -284,17 +284,6 @@ def test_the_folder_for_temporary_files_is_this_user_s_alone(
 # --- Failures and kills -----------------------------------------------------------------------
 
 
-def test_a_download_that_failed_makes_room(bucket: Gcs, folder: pathlib.Path):
-    file, other = put(bucket, 'x.pt', 1_000_000), put(bucket, 'y.pt', 1_000_000)
-    held = Scratch(folder, 1_000_000)
-    bucket.inject(Fault('cut', action='read', after_bytes=900_000))
-    bucket.inject(Fault('503', action='read', count=7))
-    with pytest.raises(OSError, match='given up'), held.hold(file):
-        pass
-    with held.hold(other):
-        assert copies(folder) == {'y.pt': 1_000_000}
-
-
 def test_who_waits_for_a_download_takes_over_from_who_is_killed(bucket: Gcs, folder: pathlib.Path):
     size = 2_000_000
     file = put(bucket, 'x.pt', size)
