@@ -11,7 +11,7 @@ import pytest
 import tensorflow_datasets as tfds
 
 import input_pipeline
-from coyo11m_tfds import add_column, embed_captions, schema
+from coyo11m_tfds import add_column, embed_captions
 from coyo11m_tfds.text import text_encoders
 from coyo11m_tfds.text.encoder import Tokenizer
 from tests import built, made_sources, runs
@@ -195,4 +195,3 @@ def test_another_vocabulary_is_another_identity(dataset, mini_dataset):
     assert ours['model']['text'] == 'pooled'
     sequence = data.TrainingData(small_config(dataset, **{'model.text': 'sequence'}), mesh).identity
     assert sequence['model']['text'] == 'sequence'
-    assert schema.TOKENS in data.TrainingData(small_config(dataset), mesh)._features
