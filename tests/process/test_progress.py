@@ -191,14 +191,6 @@ with Console(start=0, num_steps=900_000) as console:
 """
 
 
-def test_a_terminal_gets_a_bar_with_the_same_facts():
-    writing, _, _ = run_in_terminal(columns=130)
-    assert writing.startswith('Writing shards: 100%|')
-    assert writing.endswith(
-        '100GB, in 0:01:00, 2,400 of 2,400 shards, 40,000 records/s, 2,500 MB/s, 7 dropped'
-    )
-
-
 def test_what_a_narrow_terminal_has_no_room_for_is_left_out_whole():
     """One that says nothing of its size has 80 columns."""
     shown = run_in_terminal(columns=0)
