@@ -118,7 +118,7 @@ class Builder(dataset_builder.FileReaderBuilder):
         )
 
     def _initial_features(self) -> tfds.features.FeaturesDict:
-        """The features of the data set on disk; before it is built, those that are usual."""
+        """Returns the features of the data set on disk or, before the build, the usual ones."""
         if (self.data_path / schema.FEATURES_FILE).exists():
             return tfds.features.FeatureConnector.from_config(self.data_path)
         with_text = self.builder_config.text_embeddings

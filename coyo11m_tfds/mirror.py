@@ -134,7 +134,7 @@ def mirror(
 def _open_scratch(
     target: Destination, files: Mapping[str, SourceFile], folder: str, num_bytes: int
 ) -> Scratch | None:
-    """The scratch folder, checked to be large enough; None if no file needs it."""
+    """Returns the scratch folder, which is large enough; None if no file needs it."""
     passing = [file for file in files.values() if target.needs_scratch(file)]
     if not passing:
         return None

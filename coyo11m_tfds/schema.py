@@ -151,6 +151,6 @@ def of_build(name: str, build: str) -> str:
 
 
 def build_of(name: str) -> str:
-    """The ID in what `of_build` gave, also if that is a template of TFDS; '' where none is."""
+    """Returns the ID in a name from `of_build`, or in a template of TFDS; '' if there is none."""
     found = re.search(r'-([0-9a-f]{8})\.', name)
     return found[1] if found else ''

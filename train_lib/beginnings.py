@@ -50,7 +50,7 @@ class Beginning:
     source: SavedRun | None
 
     def sample_at(self, step: int) -> int:
-        """The sample of every lane that comes next after a step."""
+        """Returns the next sample of every lane after a step."""
         return self.description.position['sample'] + (step - self.step) * self.samples_a_step
 
     def description_at(self, step: int) -> Description:

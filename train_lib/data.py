@@ -76,7 +76,7 @@ class DataFacts:
 
 @dataclasses.dataclass(frozen=True)
 class PreviewSamples:
-    """Records that are drawn again and again while the model learns.
+    """Records whose captions all previews of a run draw.
 
     Attributes:
         captions: n strings.

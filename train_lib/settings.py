@@ -108,11 +108,11 @@ _CHANGEABLE = re.compile(
 
 
 def check(config: ml_collections.ConfigDict, *, needs_data: bool = True) -> None:
-    """Checks every field that can be judged by itself.
+    """Checks every field by itself.
 
     Args:
         config: see `configs/default.py`.
-        needs_data: `data.dir` has to be given.
+        needs_data: True if `data.dir` is required.
 
     Raises:
         ValueError: names the first field that is out of its range, its value and what is expected.

@@ -180,7 +180,7 @@ class AddedColumn:
     def locate(
         self, folder: str | os.PathLike[str], split: str, num_records: int
     ) -> tuple[SourceFile, int, np.dtype]:
-        """The file of a split, the offset of its first row, and the `row_dtype` of its rows.
+        """Returns the file of a split, the offset of its first row, and the dtype of its rows.
 
         Raises:
             ValueError: the file is missing, or not as long as the split.
@@ -304,7 +304,7 @@ def _crc32c_field(dtype: np.dtype) -> str:
 
 
 def checksums(rows: np.ndarray) -> np.ndarray:
-    """The CRC-32C of the bytes of each row, uint32 `(n,)`; takes a contiguous array `(n, ...)`."""
+    """Returns the CRC-32C of each row of a contiguous array `(n, ...)`, uint32 `(n,)`."""
     nbytes = rows.dtype.itemsize * math.prod(rows.shape[1:])
     raw = rows.reshape(-1).view(np.uint8).reshape(len(rows), nbytes)
     return np.array([google_crc32c.value(row) for row in raw], np.uint32)

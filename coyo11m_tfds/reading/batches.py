@@ -125,7 +125,7 @@ class Ahead(Iterator[T]):
 
 
 class Resumable(Ahead[T]):
-    """An iterator over a sequence of batches that can be entered anywhere."""
+    """An iterator over a sequence of batches that can start at any position."""
 
     def __init__(
         self, read: Callable[[int], Iterator[T]], place: Place, ahead: int, thread_name: str

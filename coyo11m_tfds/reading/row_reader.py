@@ -237,7 +237,7 @@ class RowReader:
         return {name: self._array(name, rows, good, keys) for name in self._choices.names}
 
     def _compare(self, rows: Rows, some: np.ndarray) -> np.ndarray:
-        """Whether some records and their rows of columns have their checksums; bool `(n,)`."""
+        """Returns True where records and their rows of columns fit their checksums; bool `(n,)`."""
         good = _matches(self._files.memory, rows.begin[some], rows.end[some])
         for name, column in self.columns.items():
             good &= column.matches(rows.number[some], rows.places[name][some])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def key_words(keys: np.ndarray) -> np.ndarray:
-    """Keys as devices without 64-bit integers can hold them.
+    """Splits keys into words for devices without 64-bit integers.
 
     Args:
         keys: int64 `(b,)`.
@@ -31,15 +31,15 @@ def key_words(keys: np.ndarray) -> np.ndarray:
 
 
 class Arrays(Resumable[dict[str, jax.Array]]):
-    """Batches on the devices; `step`, `get_state` and `set_state` are of those that were taken.
+    """Batches on the devices; `step`, `get_state` and `set_state` count those that were taken.
 
     Attributes:
         spec: Shape and dtype of each global array in a batch, by name.
-        steps_per_epoch, process_index, process_count: As of the host's batches.
+        steps_per_epoch, process_index, process_count: As for the host's batches.
     """
 
     def __init__(self, batches: Batches, sharding: jax.sharding.Sharding, ahead: int):
-        """Takes batches of which this gives all that come after those taken by now."""
+        """Takes batches, and continues after those that were taken before."""
         place = batches.place
 
         def read(samples: int) -> Iterator[dict[str, jax.Array]]:

@@ -149,7 +149,7 @@ def kept(cache_dir: str, origin: Any, make_folder: Callable[[str], None]) -> Joi
 
 
 def sweep(cache_dir: str) -> None:
-    """Removes from `cache_dir` what no process has open: values of other builds."""
+    """Removes the values of other builds from `cache_dir`, except those that a process has open."""
     for folder in glob.glob(os.path.join(glob.escape(cache_dir), f'joined-{"[0-9a-f]" * 32}')):
         with (
             contextlib.suppress(BlockingIOError, FileNotFoundError),

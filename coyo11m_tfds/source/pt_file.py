@@ -205,7 +205,7 @@ class LatentShard:
 
 
 def use_one_thread() -> None:
-    """Keeps torch from starting threads of its own where there is a process per core."""
+    """Keeps torch from starting threads, because there is one process for each core."""
     torch.set_num_threads(1)
 
 

@@ -69,7 +69,7 @@ def compare(folder: str, found: Mapping[str, Any], expected: Mapping[str, Any]) 
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Puts the path into an `OSError` that names none, as that of a full disk does."""
+    """Adds the path to an `OSError` without one, such as that of a full disk."""
     try:
         yield
     except OSError as error:

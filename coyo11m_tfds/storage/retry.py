@@ -169,7 +169,7 @@ def _asked_seconds(error: Exception) -> float:
 
 
 def _refused(error: Exception, what: str) -> PermissionError | None:
-    """The error that says how to get access; None if `error` is about something else."""
+    """Returns an error that says how to get access; None if `error` has another cause."""
     if isinstance(error, PermissionError):  # of the local disk, or made here before
         return None
     links = list(_causes(error))

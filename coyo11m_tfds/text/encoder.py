@@ -1,7 +1,7 @@
-"""What tokenizers and text encoders of all kinds have in common.
+"""Interfaces of tokenizers and text encoders, and batches of similar lengths.
 
     for rows, (height, width) in plan_batches(lengths, batch_tokens=2048):
-        ...                     # rows of like length, each once
+        ...                     # rows of similar lengths, each once
 
 `Tokenizer` and `Encoder` are the interfaces for `embed_captions` and training. This module imports
 only numpy.

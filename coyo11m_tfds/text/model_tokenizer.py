@@ -20,12 +20,12 @@ _CAPTIONS_AT_ONCE = 1024
 
 
 class ModelTokenizer(Tokenizer):
-    """The tokenizer of a model, whose special tokens count and stay when a caption is cut.
+    """The tokenizer of a model; special tokens count, and stay when a caption is cut.
 
     Attributes:
         name: `hf:` or `jax:`, and the name on the hub or the last part of the folder's path.
         revision: Commit of a model on the hub; digest of the files in a folder.
-        max_tokens: The greatest length; the model's own if smaller.
+        max_tokens: Greatest length; the model's own limit if that is smaller.
         vocabulary, truncated: See `Tokenizer`.
     """
 

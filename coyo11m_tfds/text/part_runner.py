@@ -333,7 +333,7 @@ def choose_workers(num_workers: int, encoder: EncoderChoice, num_parts: int) -> 
 
 
 def _gpus(encoder: EncoderChoice) -> list[str]:
-    """The GPUs that torch may use, as `CUDA_VISIBLE_DEVICES` names them; [] if it is not asked."""
+    """Returns the GPUs for torch, as `CUDA_VISIBLE_DEVICES` names them; [] if torch is not used."""
     if encoder.tokens_only or not encoder.spec.startswith('hf:'):
         return []
     if os.environ.get(_GPUS_VARIABLE):

@@ -285,7 +285,7 @@ class Attention(nn.Module):
         )
 
     def _heads(self, x: jax.Array, parts: int, name: str) -> list[jax.Array]:
-        """One product to so many of query, key and value, each `(b, n, heads, width / heads)`."""
+        """Computes some of query, key and value in one product; `(b, n, heads, width / heads)`."""
         batch, tokens, width = x.shape
         x = self.pin(Dense(parts * width, dtype=self.dtype, name=name)(x))
         heads = x.reshape(batch, tokens, parts * self.num_heads, width // self.num_heads)

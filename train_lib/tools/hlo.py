@@ -1,8 +1,8 @@
-"""Reads the text of a compiled XLA program: estimated cycles, and what moves between devices.
+"""Reads the text of a compiled XLA program: estimated cycles, and exchanges between devices.
 
     costs = hlo.read(compiled.as_text())
     costs.cycles            # libtpu's own estimates, by the name of the operation
-    costs.collectives       # what moves, among how many devices, in which loops
+    costs.collectives       # exchanges: bytes, number of devices, loops
 
 All figures are those of one run on one device, with loops multiplied out (`cost_analysis()` counts
 the body of a loop once). The grammar is that of XLA's `HloModule::ToString`.
