@@ -127,11 +127,13 @@ class _Check:
         self._recorded = self._parse(self._checksums, manifest.parse) or {}
         # It has a digest of its own, and `add_column` replaces it after the record of checksums.
         self._recorded.pop(self._columns, None)
-        for name in self._files.keys() - {self._checksums, self._columns, schema.INFO_FILE}:
-            if not _is_large(name) and not name.startswith('chunk_index'):
-                self._parse(name, bytes)
         found = self._parse(self._columns, columns.parse) or {}
         splits = self._parse(schema.INFO_FILE, stored_dataset.parse_splits) or []
+        parsed = {self._checksums, self._columns, schema.INFO_FILE}
+        parsed |= {file_name(split.name, split.build) for split in splits}
+        for name in self._files.keys() - parsed:
+            if not _is_large(name):
+                self._parse(name, bytes)
         self.left_over = sorted(columns.left_over(self._files, found, self._build))
         self._check_names(splits)
         shards: dict[str, StoredShard] = {}
