@@ -333,6 +333,7 @@ def test_a_folder_above_the_only_data_set_will_do(command, mini_dataset, tmp_pat
         (['no/such/folder'], 'no/such/folder: there is no such folder'),
         (['.'], r'.: there is no dataset_info.json'),
         ([''], 'no folder given'),
+        (['gs://'], 'gs://: expected a local path or gs://bucket/folder'),
         (['hf://datasets/a/b'], 'hf://datasets/a/b.*: expected a local path or gs://'),
         (['--parallel=0', '.'], 'parallel is 0'),
     ],

@@ -58,10 +58,12 @@ def folders_with(folder: str, name: str) -> list[str]:
         ValueError: it is a URL of another kind.
         OSError: the storage cannot be reached.
     """
-    folder = folder.rstrip('/') or '/'
-    if source_files.is_remote(folder):
+    if is_remote := source_files.is_remote(folder):
         from coyo11m_tfds.storage import gcs
 
+        gcs.split_url(folder)
+    folder = folder.rstrip('/') or '/'
+    if is_remote:
         if gcs.stat(f'{folder}/{name}'):
             return [folder]
         names = list(gcs.list_objects(folder, deep=True))
