@@ -44,6 +44,9 @@ DEFAULT_SCRATCH_GB = 50.0
 # Long enough for the lease of a mirror that was killed on another machine to expire.
 _WAIT_SECONDS = 300
 
+# After an error the other copies end when they hear of it, but not while a server is silent.
+_END_SECONDS = 4
+
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
@@ -108,14 +111,15 @@ def mirror(
         with Progress(f'Copying to {target.folder}', num_bytes, 'B', goals) as progress:
             left = sum(file.size for file in missing.values())
             progress.skip(num_bytes - left, files=len(files) - len(missing))
-            stopped = threading.Event()
+            stopped, working = threading.Event(), threading.Semaphore(parallel)
 
             def copy(name: str) -> None:
-                share = _Share(progress, missing[name].size, stopped)
-                share.add(0)  # it may have been stopped before it began
-                state = target.copy(missing[name], name, scratch, share.add)
-                copied.save(name, missing[name], state)
-                share.finish()
+                with working:
+                    share = _Share(progress, missing[name].size, stopped)
+                    share.add(0)  # it may have been stopped before it began
+                    state = target.copy(missing[name], name, scratch, share.add)
+                    copied.save(name, missing[name], state)
+                    share.finish()
 
             # The largest first: begun last, it would be waited for alone.
             by_size = sorted(missing, key=lambda name: missing[name].size, reverse=True)
@@ -127,6 +131,8 @@ def mirror(
                         pass
             finally:
                 stopped.set()
+                for _ in range(parallel):
+                    working.acquire(timeout=_END_SECONDS / parallel)
         target.sweep()
     return Summary(len(files), num_bytes, len(missing), target.folder)
 

@@ -149,6 +149,7 @@ import numpy as np
 import pyarrow as pa
 from coyo11m_tfds.source import joined
 cache, mode = sys.argv[1:]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 
 def rows():
     for n in range(40):

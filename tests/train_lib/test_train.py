@@ -175,7 +175,7 @@ def test_another_data_set_batch_size_or_encoder_is_refused_by_name(mini_dataset,
         return str(error.value)
 
     message = refusal(batch_size=16)
-    assert 'other settings: batch_size was 8 and is now 16. If' in message  # nothing else differs
+    assert 'other settings: batch_size was 8 and is now 16. To' in message  # nothing else differs
     assert '--accept_changes=batch_size;' in message
 
     # The same files, but of another source.
@@ -195,7 +195,7 @@ def test_a_change_of_what_steps_compute_has_to_be_meant(mini_dataset, trained, t
     both = 'num_steps,optimizer.learning_rate'
     rate = 'optimizer.learning_rate was 0.0002 and is now 0.0001'
     for accepted, told in (([], f'num_steps was 3 and is now 4; {rate}'), (['num_steps'], rate)):
-        message = f'other settings: {told}. If .*--accept_changes={both};'
+        message = f'other settings: {told}. To .*--accept_changes={both};'
         with pytest.raises(beginnings.OtherRunError, match=message):
             train.set_up(config, workdir, accepted)
     with pytest.raises(ValueError, match=r'--accept_changes=model\.name: expected some'):
