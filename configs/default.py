@@ -50,7 +50,8 @@ def get_config() -> ml_collections.ConfigDict:
     model.dtype = 'bfloat16'  # dtype of the computation; weights are float32
     model.remat = 'none'  # recomputed in the backward pass: 'none', 'dots' or 'full'
     model.text = 'pooled'  # or 'sequence': attention sees the tokens too, if records hold tokens
-    model.attention = 'xla'  # or 'cudnn': fused, for NVIDIA GPUs
+    model.attention = 'xla'  # or fused: 'cudnn' on NVIDIA GPUs, 'pallas' on TPUs
+    model.unroll = 0  # blocks in one turn of the compiled loop; 0: the preset's value
 
     config.encoder = ''  # jax:FOLDER: a frozen encoder of tokens in the step; '': a learned table
 

@@ -12,6 +12,7 @@ follows the same rule, because moments have the shapes of their weights.
 import socket
 import zlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -71,10 +72,27 @@ def batch(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec((DATA_AXIS, FSDP_AXIS)))
 
 
-def pin(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
-    """Returns the function that keeps activations `(b, ...)` on the devices of their rows."""
-    rows = batch(mesh)
-    return lambda x: jax.lax.with_sharding_constraint(x, rows)
+class Rows:
+    """Keeps activations `(b, ...)` on the devices of their rows."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Says where `x` lies."""
+        return jax.lax.with_sharding_constraint(x, batch(self._mesh))
+
+    def map(self, function: Callable, rows: Any, shared: Any) -> Any:
+        """Calls `function(*rows, *shared)` on each device with its rows; gives rows.
+
+        For what the partitioner cannot split by itself, kernels.
+        """
+        split = PartitionSpec((DATA_AXIS, FSDP_AXIS))
+        specs = (split,) * len(rows) + (PartitionSpec(),) * len(shared)
+        mapped = jax.shard_map(
+            function, mesh=self._mesh, in_specs=specs, out_specs=split, check_vma=False
+        )
+        return mapped(*rows, *shared)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

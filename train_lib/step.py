@@ -370,7 +370,7 @@ def make_program(
     frozen = encoder.params if encoder else None
     text = jax.eval_shape(make_text_of(stats, encoder), frozen, raw)
     init = state.make_init(model, tx, latent_shape=latent_shape, text=text)
-    pinned = model.clone(pin=sharding.pin(mesh))
+    pinned = model.clone(pin=sharding.Rows(mesh))
     train_step = make_train_step(
         pinned,
         tx,

@@ -67,7 +67,7 @@ def make(name: str, *, kind: str = 'dit', dtype: str = 'bfloat16', **fields: Any
 
 def identity(**fields: Any) -> dict[str, Any]:
     """The fields of the block `model` that decide the weights, in plain values."""
-    return {x: fields[x] for x in fields if x not in ('dtype', 'remat', 'attention')}
+    return {x: fields[x] for x in fields if x not in ('dtype', 'remat', 'attention', 'unroll')}
 
 
 def _import(kind: str) -> Any:

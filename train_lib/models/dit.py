@@ -23,12 +23,21 @@ import jax.numpy as jnp
 import numpy as np
 from flax.linen.dtypes import promote_dtype
 
+from train_lib.models import attention_kernel
+
 Dtype = jnp.dtype | type
-Pin = Callable[[jax.Array], jax.Array]
 
 
-def _unpinned(x: jax.Array) -> jax.Array:
-    return x
+class OneDevice:
+    """Where activations lie: all of them on one device. `sharding.Rows` is the same for a mesh."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Keeps `(b, ...)` on the devices of its rows."""
+        return x
+
+    def map(self, function: Callable, rows: Any, shared: Any) -> Any:
+        """Calls `function(*rows, *shared)` with each device's rows; gives rows."""
+        return function(*rows, *shared)
 
 
 _POLICIES = jax.checkpoint_policies
@@ -42,7 +51,8 @@ REMAT = {
 }
 POOLED, SEQUENCE = 'pooled', 'sequence'
 TEXTS = POOLED, SEQUENCE  # what of a text conditions the blocks
-ATTENTION = ('xla', 'cudnn')  # cudnn: fused, on NVIDIA GPUs alone, in 16 bits
+# cudnn: fused, on NVIDIA GPUs alone, in 16 bits. pallas: `attention_kernel` on TPUs, else as xla.
+ATTENTION = ('xla', 'cudnn', 'pallas')
 
 _TIME_FEATURES = 256
 _MAX_PERIOD = 10_000.0  # of the sinusoids; as in DiT and Vaswani et al. (2017)
@@ -256,40 +266,84 @@ class Conditioning(nn.Module):
         return time + dense('text_2')(nn.silu(words))
 
 
+class _Scale(nn.Module):
+    """The parameter of `nn.RMSNorm`."""
+
+    size: int
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        return self.param('scale', nn.initializers.ones, (self.size,))
+
+
 class Attention(nn.Module):
     """Multi-head attention of tokens to each other and to words, queries and keys normalized."""
 
     num_heads: int
     dtype: Dtype = jnp.bfloat16
-    implementation: Literal['xla', 'cudnn'] = 'xla'
-    pin: Pin = _unpinned
+    implementation: Literal['xla', 'cudnn', 'pallas'] = 'xla'
+    pin: OneDevice = OneDevice()
 
     @nn.compact
     def __call__(self, x: jax.Array, words: Words | None = None) -> jax.Array:
-        query, key, value = self._heads(x, 3, 'qkv')
-        mask = None
+        width = x.shape[-1]
+        head_dim = width // self.num_heads
+        qkv = self.pin(Dense(3 * width, dtype=self.dtype, name='qkv')(x))
+        of_words: tuple[jax.Array, ...] = ()
         if words is not None:
-            of_words = self._heads(words.vectors, 2, 'words')
-            key, value = (
-                jnp.concatenate(both, 1) for both in zip((key, value), of_words, strict=True)
+            vectors = Dense(2 * width, dtype=self.dtype, name='words')(words.vectors)
+            of_words = self.pin(vectors), words.present
+        scales = _Scale(head_dim, name='query_norm')(), _Scale(head_dim, name='key_norm')()
+        num_words = of_words[0].shape[1] if of_words else 0
+        mix = self.mix_by_xla
+        if self.implementation == 'pallas' and attention_kernel.fits(
+            x.shape[1], head_dim, num_words
+        ):
+            mix = functools.partial(
+                jax.lax.platform_dependent, tpu=self.mix_by_kernel, default=self.mix_by_xla
             )
-            tokens = [(0, 0), (x.shape[1], 0)]
-            mask = jnp.pad(words.present, tokens, constant_values=True)[:, None, None]
-        query = nn.RMSNorm(dtype=self.dtype, name='query_norm')(query)
-        key = nn.RMSNorm(dtype=self.dtype, name='key_norm')(key)
-        mixed = jax.nn.dot_product_attention(
-            query, key, value, mask=mask, implementation=self.implementation
-        )
-        return self.pin(
-            Dense(x.shape[-1], dtype=self.dtype, name='out')(self.pin(mixed.reshape(x.shape)))
-        )
+        mixed = mix(scales, qkv, *of_words)
+        return self.pin(Dense(width, dtype=self.dtype, name='out')(self.pin(mixed)))
 
-    def _heads(self, x: jax.Array, parts: int, name: str) -> list[jax.Array]:
-        """Computes some of query, key and value in one product; `(b, n, heads, width / heads)`."""
-        batch, tokens, width = x.shape
-        x = self.pin(Dense(parts * width, dtype=self.dtype, name=name)(x))
-        heads = x.reshape(batch, tokens, parts * self.num_heads, width // self.num_heads)
-        return jnp.split(heads, parts, axis=2)
+    def mix_by_kernel(self, scales: Sequence[jax.Array], *arrays: jax.Array) -> jax.Array:
+        """As `mix_by_xla`, on TPUs."""
+
+        def attend(*operands):
+            *rows, query_scale, key_scale = operands
+            qkv, words, present = [*rows, None, None][:3]
+            return attention_kernel.attend(
+                qkv, query_scale, key_scale, words, present, self.num_heads
+            )
+
+        return self.pin.map(attend, arrays, scales)
+
+    def mix_by_xla(
+        self, scales: Sequence[jax.Array], qkv: jax.Array, *of_words: jax.Array
+    ) -> jax.Array:
+        """Mixed values `(b, n, width)`, of arrays as `attention_kernel.attend` takes them."""
+        query, key, value = self._heads(qkv, 3)
+        mask = None
+        if of_words:
+            words, present = of_words
+            key, value = (
+                jnp.concatenate(both, 1)
+                for both in zip((key, value), self._heads(words, 2), strict=True)
+            )
+            mask = jnp.pad(present, [(0, 0), (qkv.shape[1], 0)], constant_values=True)
+            mask = mask[:, None, None]
+        query, key = (
+            attention_kernel.normalize(x, scale)
+            for x, scale in zip((query, key), scales, strict=True)
+        )
+        cudnn = self.implementation == 'cudnn'
+        mixed = jax.nn.dot_product_attention(
+            query, key, value, mask=mask, implementation='cudnn' if cudnn else 'xla'
+        )
+        return mixed.reshape(*mixed.shape[:2], -1)
+
+    def _heads(self, x: jax.Array, parts: int) -> list[jax.Array]:
+        """Cuts a product into queries, keys and values: each `(b, n, heads, width / heads)`."""
+        return jnp.split(x.reshape(*x.shape[:2], parts * self.num_heads, -1), parts, axis=2)
 
 
 class Block(nn.Module):
@@ -298,8 +352,8 @@ class Block(nn.Module):
     num_heads: int
     mlp_ratio: float = 4
     dtype: Dtype = jnp.bfloat16
-    attention: Literal['xla', 'cudnn'] = 'xla'
-    pin: Pin = _unpinned
+    attention: Literal['xla', 'cudnn', 'pallas'] = 'xla'
+    pin: OneDevice = OneDevice()
 
     @nn.compact
     def __call__(self, x: jax.Array, condition: jax.Array, words: Words | None = None) -> jax.Array:
@@ -344,7 +398,7 @@ class DiT(nn.Module):
         unroll: blocks in one turn of the compiled loop. With all 6 blocks of the tiny model in one
             turn a step takes 13% less on 2 CPU cores; large models gain nothing but compile time.
         pin: applied to the condition, the tokens and what becomes of them, `(b, ...)`, before and
-            after each product; may say how they lie on the devices (`sharding.pin`). Left to
+            after each product; may say how they lie on the devices (`sharding.Rows`). Left to
             itself, XLA's partitioner splits them like the weights and moves them instead.
     """
 
@@ -355,11 +409,11 @@ class DiT(nn.Module):
     mlp_ratio: float = 4
     dtype: Dtype = jnp.bfloat16
     remat: str = 'none'
-    attention: Literal['xla', 'cudnn'] = 'xla'
+    attention: Literal['xla', 'cudnn', 'pallas'] = 'xla'
     text: str = POOLED
     vocabulary: int = 0
     unroll: int = 1
-    pin: Pin = _unpinned
+    pin: OneDevice = OneDevice()
 
     def __post_init__(self):
         super().__post_init__()

@@ -1,0 +1,219 @@
+"""Attention of a whole picture in one TPU kernel (Pallas): packed products in, mixed values out.
+
+    mixed = attend(qkv, query_scale, key_scale, None, None, 8)              # (b, n, width)
+    mixed = attend(qkv, query_scale, key_scale, words, present, 8)
+
+A latent of 32x32 in patches of 2 makes 256 tokens, so that all tokens of a sample lie in the chip's
+vector memory at once: scores never leave it, and neither queries, keys nor values are moved about
+between the products before and after. The grid is the samples; a head is 128 columns of the packed
+product. Queries and keys are normalized inside (RMS norm). The backward pass computes the scores
+again, as in Dao et al., "FlashAttention" (2022); with all keys at hand it needs no blocks.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+HEAD_DIM = 128  # columns of a tile of the TPU's memory
+_ROWS = 16  # rows of a tile of bfloat16
+_MAX_TOKENS = 512  # a sample's blocks, twice each for the next one's transfer, take 30 MB
+_MEMORY = 64 * 2**20  # of the 128 MB of vector memory that a v5e chip has
+_EPSILON = 1e-6  # of the norms, as in flax.linen.RMSNorm
+_FACTOR = HEAD_DIM**-0.5
+_ABSENT = -1e30  # score of a word that is not there
+
+
+def fits(num_tokens: int, head_dim: int, num_words: int = 0) -> bool:
+    """Whether the kernel takes heads and tokens of these sizes."""
+    return (
+        head_dim == HEAD_DIM and num_tokens % _ROWS == 0 and num_tokens + num_words <= _MAX_TOKENS
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def attend(
+    qkv: jax.Array,
+    query_scale: jax.Array,
+    key_scale: jax.Array,
+    words: jax.Array | None,
+    present: jax.Array | None,
+    num_heads: int,
+    interpret: bool = False,
+) -> jax.Array:
+    """Multi-head attention of tokens to each other and to words.
+
+    Args:
+        qkv: queries, keys and values of all heads side by side, `(b, n, 3 * width)`.
+        query_scale: float32 `(128,)`, of the norm of the queries.
+        key_scale: float32 `(128,)`, of the norm of the keys.
+        words: keys and values of words, `(b, t, 2 * width)`, or None.
+        present: bool `(b, t)`, False for words that are not there; with `words`.
+        num_heads: heads, `width / 128`.
+        interpret: computes on any device, slowly, for tests.
+
+    Returns:
+        `(b, n, width)` in the dtype of `qkv`.
+    """
+    return _forward(qkv, query_scale, key_scale, words, present, num_heads, interpret)[0]
+
+
+def _forward(qkv, query_scale, key_scale, words, present, num_heads, interpret):
+    batch, tokens, width = qkv.shape
+    (mixed,) = _call(
+        _forward_kernel,
+        'attend',
+        _operands(qkv, query_scale, key_scale, words, present, axis=1),
+        [jax.ShapeDtypeStruct((batch, tokens, width // 3), qkv.dtype)],
+        num_heads=num_heads,
+        interpret=interpret,
+    )
+    return mixed, (qkv, query_scale, key_scale, words, present)
+
+
+def _backward(num_heads, interpret, saved, gradient):
+    qkv, _, _, words, _ = saved
+    outputs = [
+        jax.ShapeDtypeStruct(qkv.shape, qkv.dtype),
+        jax.ShapeDtypeStruct((len(qkv), 2, HEAD_DIM), jnp.float32),
+    ]
+    if words is not None:
+        outputs.append(jax.ShapeDtypeStruct(words.shape, words.dtype))
+    for_qkv, for_scales, *for_words = _call(
+        _backward_kernel,
+        'attend_backward',
+        [gradient, *_operands(*saved, axis=2)],
+        outputs,
+        num_heads=num_heads,
+        interpret=interpret,
+    )
+    for_query_scale, for_key_scale = for_scales.sum(0)
+    return for_qkv, for_query_scale, for_key_scale, for_words[0] if for_words else None, None
+
+
+attend.defvjp(_forward, _backward)
+
+
+def _operands(qkv, query_scale, key_scale, words, present, *, axis: int) -> list[jax.Array]:
+    """What a kernel reads; `present` gets this further axis, the one of the queries."""
+    shared = [qkv, query_scale[None, None], key_scale[None, None]]
+    if words is None:
+        return shared
+    return [*shared, words, jnp.expand_dims(present.astype(jnp.float32), axis)]
+
+
+def _call(kernel, name, inputs: Sequence, outputs: Sequence, *, num_heads: int, interpret: bool):
+    """Runs a kernel for each sample; arrays of one row are the same for all."""
+
+    def block(array) -> pl.BlockSpec:
+        shared = len(array.shape) == 3 and array.shape[0] == 1 != batch
+        return pl.BlockSpec((1, *array.shape[1:]), lambda b: (0 if shared else b, 0, 0))
+
+    batch = len(inputs[0])
+    return pl.pallas_call(
+        functools.partial(kernel, num_heads=num_heads, num_inputs=len(inputs)),
+        grid=(batch,),
+        in_specs=[block(array) for array in inputs],
+        out_specs=[block(array) for array in outputs],
+        out_shape=outputs,
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_MEMORY),
+        interpret=interpret,
+        name=name,
+    )(*inputs)
+
+
+def _forward_kernel(*refs, num_heads: int, num_inputs: int) -> None:
+    inputs, (out,) = refs[:num_inputs], refs[num_inputs:]
+    for head in range(num_heads):
+        _, _, values, weights, total, _, _ = _attention(inputs, head, num_heads, of_keys=1)
+        mixed = sum(
+            _product(w.astype(v.dtype), v, 1, 0) for w, v in zip(weights, values, strict=True)
+        )
+        out[0, :, _columns(head)] = (mixed * total).astype(out.dtype)
+
+
+def _backward_kernel(*refs, num_heads: int, num_inputs: int) -> None:
+    gradient_ref, *inputs = refs[:num_inputs]
+    for_qkv, for_scales, *for_words = refs[num_inputs:]
+    query_scale, key_scale = inputs[1][0, 0] * _FACTOR, inputs[2][0, 0]
+    for_query_scale = for_key_scale = jnp.zeros(HEAD_DIM, jnp.float32)
+    for head in range(num_heads):
+        query, keys, values, weights, total, raw_query, raw_keys = _attention(
+            inputs, head, num_heads, of_keys=0
+        )
+        gradient = gradient_ref[0, :, _columns(head)]
+        weights = [weight * total for weight in weights]
+        slopes = [_product(value, gradient, 1, 1) for value in values]
+        mean = sum(jnp.sum(w * d, 0, keepdims=True) for w, d in zip(weights, slopes, strict=True))
+        scores = [
+            (w * (d - mean)).astype(query.dtype) for w, d in zip(weights, slopes, strict=True)
+        ]
+        for_query = sum(_product(x, key, 0, 0) for x, key in zip(scores, keys, strict=True))
+        for_query, of_scale = _norm_backward(raw_query, query_scale, for_query)
+        for_qkv[0, :, _columns(head)] = for_query.astype(for_qkv.dtype)
+        for_query_scale += of_scale
+        for i, target in enumerate([for_qkv, *for_words]):
+            of_keys = _norm_backward(raw_keys[i], key_scale, _product(scores[i], query, 1, 0))
+            of_values = _product(weights[i].astype(gradient.dtype), gradient, 1, 0)
+            # In `qkv` they come behind the queries.
+            first = head + (num_heads if i == 0 else 0)
+            target[0, :, _columns(first)] = of_keys[0].astype(target.dtype)
+            target[0, :, _columns(first + num_heads)] = of_values.astype(target.dtype)
+            for_key_scale += of_keys[1]
+    for_scales[0, 0] = for_query_scale * _FACTOR
+    for_scales[0, 1] = for_key_scale
+
+
+def _attention(inputs, head: int, num_heads: int, of_keys: int):
+    """Of one head: normalized queries and keys, values, weights, what makes these sum up to 1.
+
+    Keys, values and weights come in lists: those of tokens, and those of words. `of_keys` is the
+    axis of the keys in scores and weights. Each product over the rows of its first factor costs a
+    transposition: the forward pass has one by queries and keys, the backward pass two, or one by
+    keys and queries.
+    """
+    qkv, query_scale, key_scale, *of_words = inputs
+    raw_query, raw_key, value = (qkv[0, :, _columns(part * num_heads + head)] for part in range(3))
+    raw_keys, values = [raw_key], [value]
+    if of_words:
+        words, present = of_words
+        raw_keys.append(words[0, :, _columns(head)])
+        values.append(words[0, :, _columns(num_heads + head)])
+    query = normalize(raw_query, query_scale[0, 0] * _FACTOR)
+    keys = [normalize(key, key_scale[0, 0]) for key in raw_keys]
+    scores = [_product(*((query, key) if of_keys else (key, query)), 1, 1) for key in keys]
+    if of_words:
+        scores[1] = jnp.where(present[0] > 0, scores[1], _ABSENT)
+    greatest = functools.reduce(jnp.maximum, [jnp.max(x, of_keys, keepdims=True) for x in scores])
+    weights = [jnp.exp(score - greatest) for score in scores]
+    total = 1 / sum(jnp.sum(weight, of_keys, keepdims=True) for weight in weights)
+    return query, keys, values, weights, total, raw_query, raw_keys
+
+
+def _columns(head: int) -> slice:
+    return slice(head * HEAD_DIM, (head + 1) * HEAD_DIM)
+
+
+def _product(a, b, axis_a: int, axis_b: int):
+    """Sums over these axes in float32."""
+    axes = (((axis_a,), (axis_b,)), ((), ()))
+    return jax.lax.dot_general(a, b, axes, preferred_element_type=jnp.float32)
+
+
+def normalize(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """RMS norm over the last axis in float32, as `flax.linen.RMSNorm`; the result has x's dtype."""
+    wide = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + _EPSILON)
+    return (wide * (inverse * scale)).astype(x.dtype)
+
+
+def _norm_backward(x, scale, gradient):
+    """Gradients of `x` and, summed over the rows, of `scale`."""
+    wide = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + _EPSILON)
+    unit, scaled = wide * inverse, gradient * scale
+    for_x = inverse * (scaled - unit * jnp.mean(unit * scaled, -1, keepdims=True))
+    return for_x, jnp.sum(gradient * unit, 0)
