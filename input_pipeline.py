@@ -98,7 +98,7 @@ def train_order(data: Data, settings: OrderSettings, split: str = schema.TRAIN) 
         order.locate(sample)     # (epoch, position in the epoch) of every lane's sample
 
     Raises:
-        ValueError: the data set has fewer records than lanes, or no such split.
+        ValueError: The data set has fewer records than lanes, or no such split.
     """
     found = open_data(data).split(split)
     return Order(found.index.shard_lengths, settings) if found else None
@@ -214,10 +214,10 @@ def train_batches(
         TensorFlow reads, it raises `tf.errors.OpError`.
 
     Raises:
-        ValueError: settings do not fit together (the message names some that do), a feature is not
+        ValueError: Settings do not fit together (the message names some that do), a feature is not
             in the data set, or 'rows' is chosen for files that are not local or have no chunk
             index.
-        OSError: there is no data set, or its metadata cannot be read.
+        OSError: There is no data set, or its metadata cannot be read.
     """
     return _train_batches(Training(**locals()))
 
@@ -256,16 +256,16 @@ def eval_batches(
     equal runs of consecutive records.
 
     Args:
-        text: as for `train_batches`; of several texts, every record has the first.
-        parallel_reads: chunks in flight.
-        data and all others: as for `train_batches`.
+        text: As for `train_batches`; of several texts, every record has the first.
+        parallel_reads: Chunks in flight.
+        data and all others: As for `train_batches`.
 
     Returns:
         An iterator like that of `train_batches`; `set_state` accepts states of the same batch size
         and number of processes.
 
     Raises:
-        ValueError, OSError: as `train_batches`; or the split is empty.
+        ValueError, OSError: As `train_batches`; or the split is empty.
     """
     asked = Reading(**locals())
     opened = _opened(asked)
@@ -303,16 +303,16 @@ def train_dataset(
     """Returns the batches of `train_batches` as a `tf.data.Dataset`, with lanes interleaved.
 
     Args:
-        prefetch: batches that are ready; with a negative number TensorFlow decides.
-        engine: engine that reads the lanes.
-        data and all others: as for `train_batches`.
+        prefetch: Batches that are ready; with a negative number TensorFlow decides.
+        engine: Engine that reads the lanes.
+        data and all others: As for `train_batches`.
 
     Returns:
         Batches as from `train_batches`, captions as strings. An iterator over them raises
         `tf.errors.OpError` if a file or a record cannot be read, or too many records are bad.
 
     Raises:
-        ValueError, OSError: as `train_batches`.
+        ValueError, OSError: As `train_batches`.
     """
     asked = Training(**locals())
     from coyo11m_tfds.reading import tf_data
@@ -375,16 +375,16 @@ def train_arrays(
     """Returns the batches of `train_batches` as global `jax.Array`s, shared as the sharding says.
 
     Args:
-        sharding: sharding of the leading axis of every feature.
-        ahead: batches on the devices, or on the way, before they are needed.
-        data and all others: as for `train_batches`.
+        sharding: Sharding of the leading axis of every feature.
+        ahead: Batches on the devices, or on the way, before they are needed.
+        data and all others: As for `train_batches`.
 
     Returns:
         An iterator like that of `to_device`, with `step`, `steps_per_epoch`, `spec`, `get_state`,
         `set_state` and `close`.
 
     Raises:
-        ValueError, OSError: as `train_batches` and `to_device`.
+        ValueError, OSError: As `train_batches` and `to_device`.
     """
     asked = dict(locals())
     from coyo11m_tfds.reading import to_device

@@ -57,15 +57,15 @@ def convert(
     """Converts a source in this process.
 
     Args:
-        writer: a function of this module.
-        module: that it imports, before the clock starts.
-        made: folder of the source.
-        out: existing empty folder.
-        limit: samples to write at most; not of this builder and `cp`.
-        **options: of the writer.
+        writer: A function of this module.
+        module: That it imports, before the clock starts.
+        made: Folder of the source.
+        out: Existing empty folder.
+        limit: Samples to write at most; not of this builder and `cp`.
+        **options: Of the writer.
 
     Raises:
-        RuntimeError: it has written less than there are latents.
+        RuntimeError: It has written less than there are latents.
     """
     importlib.import_module(module)
     folder, samples = pathlib.Path(out), min(source.num_samples(made), limit)

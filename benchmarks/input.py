@@ -51,9 +51,9 @@ class Stream:
     """An opened reader.
 
     Attributes:
-        epoch: the batches of the rest of this epoch, at each later call those of the next one; or
+        epoch: The batches of the rest of this epoch, at each later call those of the next one; or
             batches without end.
-        state: to the position after so many batches since it was opened.
+        state: To the position after so many batches since it was opened.
     """
 
     epoch: Callable[[], Iterable[Batch]]
@@ -143,7 +143,7 @@ def read(*, seconds: float, cold: bool, samples: int, **asked: Any) -> Figures:
     """Reads for so many seconds: if `cold` from its start, an epoch at most, else when steady.
 
     Raises:
-        RuntimeError: an epoch has no batch.
+        RuntimeError: An epoch has no batch.
     """
     stream, meter = _open(**asked)
     if cold:

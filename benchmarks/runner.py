@@ -52,11 +52,11 @@ class Side:
     """One side of a comparison.
 
     Attributes:
-        title: for the table.
-        function: of a module of `benchmarks`; called with the settings in a fresh process.
-        settings: of this side, besides those of the run.
-        ours: it is this project's, and `--before` measures it twice.
-        before: folder that the project is imported from; '' for this checkout.
+        title: For the table.
+        function: Of a module of `benchmarks`; called with the settings in a fresh process.
+        settings: Of this side, besides those of the run.
+        ours: It is this project's, and `--before` measures it twice.
+        before: Folder that the project is imported from; '' for this checkout.
     """
 
     title: str
@@ -77,14 +77,14 @@ def main(
     """Measures what the command line asks for, prints the table, and returns the exit status.
 
     Args:
-        doc: of the program.
-        sides: by their names for the command line.
-        columns: of the table, by heading.
-        flags: default and help of each flag of this benchmark.
-        begin: gets all flags, a folder for data, which is removed at the end without `--keep`, and
+        doc: Of the program.
+        sides: By their names for the command line.
+        columns: Of the table, by heading.
+        flags: Default and help of each flag of this benchmark.
+        begin: Gets all flags, a folder for data, which is removed at the end without `--keep`, and
             a stack of what is to end with the benchmark. It may change `flags.sides`, those chosen,
             and returns what runs one of them.
-        arguments: of the command line; those of the process by default.
+        arguments: Of the command line; those of the process by default.
     """
     chosen = _parse(doc, sides, flags, arguments)
     folder = chosen.dir.absolute() / 'coyo11m-benchmark'

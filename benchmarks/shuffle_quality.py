@@ -46,11 +46,11 @@ class Quality(NamedTuple):
     """How well an order shuffles.
 
     Attributes:
-        pairs: of records of one global batch that come from the same chunk, on average.
-        chunks: that have records in one global batch, on average.
-        same_batch: share of neighbours of the source that are in the same batch.
-        within: share of neighbours of the source that are at most 10,000 records apart.
-        median: distance of neighbours of the source in the order, in records.
+        pairs: Of records of one global batch that come from the same chunk, on average.
+        chunks: That have records in one global batch, on average.
+        same_batch: Share of neighbours of the source that are in the same batch.
+        within: Share of neighbours of the source that are at most 10,000 records apart.
+        median: Distance of neighbours of the source in the order, in records.
     """
 
     pairs: float
@@ -115,7 +115,7 @@ def measure(order: Order, batch_size: int, epoch: int = 0) -> Quality:
     """Counts in the batches that begin with an epoch and are whole within it.
 
     Raises:
-        ValueError: there is none.
+        ValueError: There is none.
     """
     lanes, size = order.settings.lanes, order.settings.chunk
     part, begin = batch_size // lanes, epoch * order.lane_length

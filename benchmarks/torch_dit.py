@@ -162,7 +162,7 @@ def make(name: str, **fields: Any) -> DiT:
     """Makes a model by its name, `SIZE/PATCH` such as `S/2`; fields as of `DiT`.
 
     Raises:
-        ValueError: there is no such model.
+        ValueError: There is no such model.
     """
     size, _, patch = name.partition('/')
     if size not in SIZES or not patch.isdigit():
@@ -174,9 +174,9 @@ class Trainer:
     """A model being trained as `train_lib.step` does it, which skips what is not finite besides.
 
     Args:
-        model: whose weights are changed, on the device where it is trained.
+        model: Whose weights are changed, on the device where it is trained.
         stats: `latent_mean`, `latent_std` `(4,)`, `text_mean`, `text_std` `(D,)` of the data.
-        mode: of `torch.compile`, which is used on GPUs alone.
+        mode: Of `torch.compile`, which is used on GPUs alone.
     """
 
     def __init__(

@@ -140,10 +140,10 @@ class Builder(dataset_builder.FileReaderBuilder):
         settings; whether its source has changed since is not checked.
 
         Raises:
-            ValueError: the source, the config or an option is bad, or the existing data set was
+            ValueError: The source, the config or an option is bad, or the existing data set was
                 built with other settings.
-            OSError: a file cannot be read or written; what is finished is kept.
-            RuntimeError: the first process of the job failed.
+            OSError: A file cannot be read or written; what is finished is kept.
+            RuntimeError: The first process of the job failed.
         """
         config = download_config or tfds.download.DownloadConfig()
         mode = config.download_mode
@@ -303,10 +303,10 @@ def make_features(
     """Returns the features of a record.
 
     Args:
-        latent_dtype: one of `schema.LATENT_DTYPES`.
-        text_dim: numbers of a text embedding, or tokens of a text; None for records without either.
+        latent_dtype: One of `schema.LATENT_DTYPES`.
+        text_dim: Numbers of a text embedding, or tokens of a text; None for records without either.
         latents: 'in_place' for records without `latents`.
-        text: one of `schema.TEXT_DTYPES`.
+        text: One of `schema.TEXT_DTYPES`.
     """
     features = {
         schema.KEY: tfds.features.Scalar(

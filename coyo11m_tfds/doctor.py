@@ -315,7 +315,7 @@ def _footer(captions: SourceFile, column: str) -> tuple[int, int]:
     """Rows of a Parquet file, and about how many bytes the captions of a column take.
 
     Raises:
-        ValueError: it is not a Parquet file, or lacks the column.
+        ValueError: It is not a Parquet file, or lacks the column.
     """
     import pyarrow.parquet as pq
 

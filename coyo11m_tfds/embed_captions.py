@@ -48,18 +48,18 @@ class Report:
     """The outcome of `embed`.
 
     Attributes:
-        num_captions: captions that this run encoded.
-        num_kept: captions in parts that existed before.
-        num_skipped: rows without a caption (null, blank or too long).
-        num_duplicates: rows left out because an earlier row has their key.
-        num_truncated: captions that this run cut to the encoder's greatest length.
-        num_tokens: tokens that this run made or encoded.
-        longest: most token ids of a caption of this run; 0 for embeddings.
-        padding: share of padding in the encoder's computation.
-        missing_parts: names of the parts that are left to other hosts.
-        encoder: name of the encoder.
-        dim: numbers of an embedding, or token ids of a caption.
-        seconds: time for encoding and writing, without sorting captions.
+        num_captions: Captions that this run encoded.
+        num_kept: Captions in parts that existed before.
+        num_skipped: Rows without a caption (null, blank or too long).
+        num_duplicates: Rows left out because an earlier row has their key.
+        num_truncated: Captions that this run cut to the encoder's greatest length.
+        num_tokens: Tokens that this run made or encoded.
+        longest: Most token ids of a caption of this run; 0 for embeddings.
+        padding: Share of padding in the encoder's computation.
+        missing_parts: Names of the parts that are left to other hosts.
+        encoder: Name of the encoder.
+        dim: Numbers of an embedding, or token ids of a caption.
+        seconds: Time for encoding and writing, without sorting captions.
     """
 
     num_captions: int
@@ -118,29 +118,29 @@ def embed(
     on all machines; embeddings of a model are equal on equal devices.
 
     Args:
-        source_dir: folder with `schema.CAPTIONS_FILE`, local, on `gs://` or on `hf://`.
-        encoder: a specification for `text_encoders.make_encoder`, or with `tokens_only` for
+        source_dir: Folder with `schema.CAPTIONS_FILE`, local, on `gs://` or on `hf://`.
+        encoder: A specification for `text_encoders.make_encoder`, or with `tokens_only` for
             `text_encoders.make_tokenizer`; or an encoder, which runs in this process.
-        out: a folder, local or on `gs://`; or a local file `*.parquet`, which is replaced.
-        caption_column: the Parquet column to encode.
-        drop_duplicates: take the first of several rows with one key; without it they are an error.
-        tokens_only: write token ids instead of embeddings.
-        max_tokens: length to which longer captions are cut; not for `hash`.
-        batch_tokens: see `text_encoders.make_encoder`.
-        num_workers: processes; 0: `COYO11M_NUM_PROC`, or as many as `part_runner.choose_workers`
+        out: A folder, local or on `gs://`; or a local file `*.parquet`, which is replaced.
+        caption_column: The Parquet column to encode.
+        drop_duplicates: Take the first of several rows with one key; without it they are an error.
+        tokens_only: Write token ids instead of embeddings.
+        max_tokens: Length to which longer captions are cut; not for `hash`.
+        batch_tokens: See `text_encoders.make_encoder`.
+        num_workers: Processes; 0: `COYO11M_NUM_PROC`, or as many as `part_runner.choose_workers`
             finds suitable. One process writes a single file.
         share: `(i, n)`: make only the parts i, i + n, i + 2n, ...
-        part_captions: most captions of a part. Another number needs another folder.
-        scratch_dir: local folder for the captions; '': a folder in `out` or, if that is remote, in
+        part_captions: Most captions of a part. Another number needs another folder.
+        scratch_dir: Local folder for the captions; '': a folder in `out` or, if that is remote, in
             the system's folder for temporary files.
 
     Raises:
-        ValueError: the source has no captions file or the file lacks a column, a key is null or
+        ValueError: The source has no captions file or the file lacks a column, a key is null or
             repeated, there is no caption at all, the encoder cannot be loaded, one of its numbers
             is not finite in float16, or an existing part has another encoder or other captions.
-        PermissionError: credentials for the source or the folder are missing or refused.
-        OSError: the source or the folder cannot be reached, or the disk is full.
-        RuntimeError: a process died.
+        PermissionError: Credentials for the source or the folder are missing or refused.
+        OSError: The source or the folder cannot be reached, or the disk is full.
+        RuntimeError: A process died.
     """
     out = os.fspath(out).rstrip('/')
     file = source_files.describe(f'{os.fspath(source_dir).rstrip("/")}/{schema.CAPTIONS_FILE}')

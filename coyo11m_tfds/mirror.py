@@ -90,10 +90,10 @@ def mirror(
         scratch_bytes: Room that they may take there.
 
     Raises:
-        ValueError: the source lacks files, or an argument is bad.
-        PermissionError: credentials are missing or refused.
-        OSError: a file cannot be read or written. Finished copies stay, and the next call resumes.
-        TimeoutError: another mirror to this destination is running.
+        ValueError: The source lacks files, or an argument is bad.
+        PermissionError: Credentials are missing or refused.
+        OSError: A file cannot be read or written. Finished copies stay, and the next call resumes.
+        TimeoutError: Another mirror to this destination is running.
     """
     target = Destination(destination)
     if parallel < 1:

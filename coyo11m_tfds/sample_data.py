@@ -117,10 +117,10 @@ def outlines(shape: str, x: np.ndarray, y: np.ndarray, radius: np.ndarray) -> np
     """Which pixels of a crop a shape covers.
 
     Args:
-        shape: one of `SHAPES`.
-        x: centres, pixels from the left of the crop, float32 `(n,)`.
-        y: centres, pixels from the top.
-        radius: radius of the shapes, pixels.
+        shape: One of `SHAPES`.
+        x: Centres, pixels from the left of the crop, float32 `(n,)`.
+        y: Centres, pixels from the top.
+        radius: Radius of the shapes, pixels.
 
     Returns:
         float32 `(n, 32, 32)`: the share of every pixel that lies inside.
@@ -141,16 +141,16 @@ def make_sample(
     The same arguments give the same latents, keys and captions.
 
     Args:
-        out_dir: folder to write; made when missing.
-        num_samples: samples in all, at least 4 a file.
+        out_dir: Folder to write; made when missing.
+        num_samples: Samples in all, at least 4 a file.
         num_files: `.pt` files.
-        dtype: dtype of the latents, one of `schema.LATENT_DTYPES`.
-        seed: seed of all random choices.
+        dtype: Dtype of the latents, one of `schema.LATENT_DTYPES`.
+        seed: Seed of all random choices.
 
     Raises:
-        ValueError: a value out of range, or an `out_dir` that is a URL or empty text, or already
+        ValueError: A value out of range, or an `out_dir` that is a URL or empty text, or already
             holds latents.
-        OSError: a file cannot be written.
+        OSError: A file cannot be written.
     """
     import torch  # Slow to import, and only needed to write.
 

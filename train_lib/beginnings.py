@@ -36,11 +36,11 @@ class Beginning:
     """The start of a run: from its last checkpoint, or as a new run.
 
     Attributes:
-        description: description of the run from now on, at `step`.
-        step: step of its last checkpoint; 0 where it has none.
-        samples_a_step: samples of each lane in a step.
+        description: Description of the run from now on, at `step`.
+        step: Step of its last checkpoint; 0 where it has none.
+        samples_a_step: Samples of each lane in a step.
         has_new_config: True if its last checkpoint holds another configuration.
-        source: checkpoint with the first weights of a new run, or None.
+        source: Checkpoint with the first weights of a new run, or None.
     """
 
     description: Description
@@ -91,15 +91,15 @@ def find(
     """Looks for what the run begins with, and checks that it fits.
 
     Args:
-        config: see `configs/default.py`.
-        workdir: local or `gs://`.
-        data, program: data and program of the run.
-        accept_changes: fields that may differ from those of its last checkpoint.
+        config: See `configs/default.py`.
+        workdir: Local or `gs://`.
+        data, program: Data and program of the run.
+        accept_changes: Fields that may differ from those of its last checkpoint.
 
     Raises:
-        OtherRunError: the last checkpoint belongs to another run, or has other settings that are
+        OtherRunError: The last checkpoint belongs to another run, or has other settings that are
             not accepted.
-        ValueError: weights have other shapes; `init_from` has no checkpoint; or the run has been
+        ValueError: Weights have other shapes; `init_from` has no checkpoint; or the run has been
             trained for more than `num_steps`.
         OSError: `init_from` does not exist, or a checkpoint cannot be read.
     """
@@ -162,13 +162,13 @@ def check_same(
     """Compares two descriptions, field by field.
 
     Args:
-        saved: description in the checkpoint.
-        current: description of this run.
-        accept_changes: settings that may differ; differences are logged.
-        where: the checkpoint's path, for the message.
+        saved: Description in the checkpoint.
+        current: Description of this run.
+        accept_changes: Settings that may differ; differences are logged.
+        where: The checkpoint's path, for the message.
 
     Raises:
-        OtherRunError: names every field that differs with both of its values, and the way out.
+        OtherRunError: Names every field that differs with both of its values, and the way out.
     """
     if other := differences(saved.identity, current.identity):
         raise OtherRunError(

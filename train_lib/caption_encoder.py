@@ -47,12 +47,12 @@ def make(facts: 'DataFacts', spec: str = '') -> Encoder | Tokenizer:
     """Loads the encoder that the text embeddings of a data set were made with, or the tokenizer.
 
     Args:
-        facts: facts of that data set.
-        spec: where to find it, as of `text_encoders.make_encoder`; '' where the data set's metadata
+        facts: Facts of that data set.
+        spec: Where to find it, as of `text_encoders.make_encoder`; '' where the data set's metadata
             say enough: not for a model in a local folder.
 
     Raises:
-        ValueError: it is another one than that of the data set, `spec` is needed, or as of
+        ValueError: It is another one than that of the data set, `spec` is needed, or as of
             `text_encoders.make_encoder`.
     """
     wanted = facts.encoder
@@ -147,10 +147,10 @@ class StepEncoder:
     would take 164 KB.
 
     Attributes:
-        name: such as `jax:google/gemma-3-270m`, without the path of a folder.
-        revision: a commit on the hub, or `sha256:...` of the files in a folder.
-        network: the model.
-        params: its weights, whole on every device, or their shapes; those of products in the dtype
+        name: Such as `jax:google/gemma-3-270m`, without the path of a folder.
+        revision: A commit on the hub, or `sha256:...` of the files in a folder.
+        network: The model.
+        params: Its weights, whole on every device, or their shapes; those of products in the dtype
             of the computation. Split over `fsdp`, XLA moves 1.7 times as much between the chips of
             a v5e-16 that trains L/2, to save 0.4 GB a chip of Gemma-3-270M's 0.54.
     """
@@ -176,13 +176,13 @@ def load(spec: str, facts: 'DataFacts', mesh: Mesh, *, dtype: str) -> StepEncode
 
     Args:
         spec: `jax:FOLDER` or `jax:HUB_NAME`; '' for none.
-        facts: facts of the data set whose tokens it encodes.
-        mesh: mesh for its weights.
-        dtype: dtype of the model's computation. The encoder computes in float32 if the model does,
+        facts: Facts of the data set whose tokens it encodes.
+        mesh: Mesh for its weights.
+        dtype: Dtype of the model's computation. The encoder computes in float32 if the model does,
             otherwise in bfloat16, because Gemma's hidden states exceed the range of float16.
 
     Raises:
-        ValueError: the records hold no tokens, or those of another encoder; or as
+        ValueError: The records hold no tokens, or those of another encoder; or as
             `gemma_weights.load_params`.
     """
     if not spec:

@@ -61,11 +61,11 @@ class Description:
     """What a run is, in plain values; a resume compares it with that of the checkpoint.
 
     Attributes:
-        identity: fields that no run can change: the text encoder and the model. May be nested.
-        settings: fields that a run can change on purpose, with their values.
-        config: the whole configuration, as nested values; not compared.
-        facts: facts about its data that a model needs, of `data.DataFacts`; not compared.
-        position: the run's place in its data: the number of the next `sample` of every lane, the
+        identity: Fields that no run can change: the text encoder and the model. May be nested.
+        settings: Fields that a run can change on purpose, with their values.
+        config: The whole configuration, as nested values; not compared.
+        facts: Facts about its data that a model needs, of `data.DataFacts`; not compared.
+        position: The run's place in its data: the number of the next `sample` of every lane, the
             number of `lanes` and a digest of the `order`; not compared.
     """
 
@@ -87,9 +87,9 @@ def open_manager(workdir: epath.PathLike, keep: int, keep_every: int = 0) -> ocp
     it.
 
     Args:
-        workdir: local or `gs://` folder.
-        keep: number of checkpoints that stay, the last ones.
-        keep_every: checkpoints of multiples of this step stay too; 0 for no others.
+        workdir: Local or `gs://` folder.
+        keep: Number of checkpoints that stay, the last ones.
+        keep_every: Checkpoints of multiples of this step stay too; 0 for no others.
     """
     policies = [ocp.checkpoint_managers.LatestN(keep)]
     if keep_every:
@@ -136,14 +136,14 @@ def save(
     The arrays are copied to the host before this returns, so they may be donated after it.
 
     Args:
-        manager: from `open_manager`.
-        step: step of the state.
-        state, window: pytrees of arrays.
-        description: description of this run.
-        interrupted: the hooks that are due after this step have not all been called.
+        manager: From `open_manager`.
+        step: Step of the state.
+        state, window: Pytrees of arrays.
+        description: Description of this run.
+        interrupted: The hooks that are due after this step have not all been called.
 
     Raises:
-        OSError: this checkpoint or the one before it cannot be written; the message names it.
+        OSError: This checkpoint or the one before it cannot be written; the message names it.
     """
     if manager.latest_step() == step:
         return
@@ -168,16 +168,16 @@ def restore(
     """Restores the last complete checkpoint, to resume the run.
 
     Args:
-        manager: from `open_manager`.
-        state: a pytree of `jax.ShapeDtypeStruct` or arrays with the shardings that are wanted,
+        manager: From `open_manager`.
+        state: A pytree of `jax.ShapeDtypeStruct` or arrays with the shardings that are wanted,
             which need not be those that were saved.
-        window: the same for the metrics.
+        window: The same for the metrics.
 
     Returns:
         `(state, window, interrupted)`, or None where there is no checkpoint.
 
     Raises:
-        OSError: it cannot be read; the message names it.
+        OSError: It cannot be read; the message names it.
     """
     step = manager.latest_step()
     if step is None:
@@ -246,8 +246,8 @@ def open_run(place: epath.PathLike) -> 'SavedRun':
         place: `WORKDIR`, local or `gs://`, for its last checkpoint; or `WORKDIR@STEP`.
 
     Raises:
-        ValueError: there is no checkpoint, or none of that step.
-        OSError: the folder does not exist or cannot be read, or the checkpoint is damaged.
+        ValueError: There is no checkpoint, or none of that step.
+        OSError: The folder does not exist or cannot be read, or the checkpoint is damaged.
     """
     workdir, at, step = os.fspath(place).rpartition('@')
     if not (at and step.isdecimal()):
@@ -273,8 +273,8 @@ class SavedRun:
     It needs neither the optimizer's state nor the run's mesh: arrays go to any given shardings.
 
     Attributes:
-        folder: path of this checkpoint.
-        step: step of the checkpoint.
+        folder: Path of this checkpoint.
+        step: Step of the checkpoint.
     """
 
     def __init__(self, workdir: epath.PathLike, step: int):
@@ -306,12 +306,12 @@ class SavedRun:
         """Reads the weights and nothing else.
 
         Args:
-            abstract_params: a pytree of `jax.ShapeDtypeStruct` with the shardings that are wanted.
-            average: their moving average instead of the weights of the last step.
+            abstract_params: A pytree of `jax.ShapeDtypeStruct` with the shardings that are wanted.
+            average: Their moving average instead of the weights of the last step.
 
         Raises:
-            ValueError: as `check_shapes`.
-            OSError: they cannot be read.
+            ValueError: As `check_shapes`.
+            OSError: They cannot be read.
         """
         self.check_shapes(abstract_params)
         item = {_WEIGHTS[average]: abstract_params}
@@ -365,7 +365,7 @@ def _check_record(folder: epath.Path) -> None:
     are read whole; for objects on `gs://` the storage knows size and checksum.
 
     Raises:
-        OSError: a file is missing or differs, or cannot be read; the message names it.
+        OSError: A file is missing or differs, or cannot be read; the message names it.
     """
     try:
         record = json.loads((folder / RECORD).read_bytes())

@@ -20,12 +20,12 @@ class Chip(NamedTuple):
     """Published rates of one chip.
 
     Attributes:
-        name: the name of a TPU is that in a topology, `v5e:4x4`.
-        flops: rate of matrix products in bfloat16, a second.
+        name: The name of a TPU is that in a topology, `v5e:4x4`.
+        flops: Rate of matrix products in bfloat16, a second.
         memory: bytes, taking a GB for 10^9.
         link_rate: bytes a second that come in over all its links to other chips together. What
             moves along one axis of the mesh may find half of them or fewer on its way.
-        clock: cycles a second of a TPU; 0 where that is not public.
+        clock: Cycles a second of a TPU; 0 where that is not public.
     """
 
     name: str

@@ -36,15 +36,15 @@ class DataFacts:
 
     Attributes:
         latent_shape: `(height, width, channels)` of one sample.
-        stats: statistics of the train split.
-        encoder: name of what made the text embeddings, such as `hf:google/gemma-3-270m`.
-        encoder_revision: its commit on the hub, or `sha256:...` of the files in a local folder;
+        stats: Statistics of the train split.
+        encoder: Name of what made the text embeddings, such as `hf:google/gemma-3-270m`.
+        encoder_revision: Its commit on the hub, or `sha256:...` of the files in a local folder;
             empty where the data set does not tell.
-        max_tokens: captions were cut to so many tokens; 0 for no limit or where it is unknown.
+        max_tokens: Captions were cut to so many tokens; 0 for no limit or where it is unknown.
             Records that hold tokens hold so many, padding included.
-        vocabulary: ids of the tokens in the records are less than this; 0 where records hold text
+        vocabulary: Ids of the tokens in the records are less than this; 0 where records hold text
             embeddings.
-        known_tokens: for the tokenizer `words`, hex digits with a bit for each id that some caption
+        known_tokens: For the tokenizer `words`, hex digits with a bit for each id that some caption
             has; '' where that is not known.
     """
 
@@ -79,9 +79,9 @@ class PreviewSamples:
     """Records whose captions all previews of a run draw.
 
     Attributes:
-        captions: n strings.
-        latents: raw `(n, 4, H, W)`.
-        text: text embeddings float16 `(n, D)` or token ids int32 `(n, T)`, whole on every device.
+        captions: N strings.
+        latents: Raw `(n, 4, H, W)`.
+        text: Text embeddings float16 `(n, D)` or token ids int32 `(n, T)`, whole on every device.
     """
 
     captions: Sequence[str]
@@ -93,25 +93,25 @@ class TrainingData:
     """This process's share of a data set, as the configuration asks for it.
 
     Attributes:
-        facts: facts about the data that a model needs.
-        order: order of the training samples; None for a data set without a chunk index.
-        samples_a_step: samples that a step takes of every lane; without a chunk index there is one
+        facts: Facts about the data that a model needs.
+        order: Order of the training samples; None for a data set without a chunk index.
+        samples_a_step: Samples that a step takes of every lane; without a chunk index there is one
             lane.
-        position: plain values that tell the present order from another one; with the next sample
+        position: Plain values that tell the present order from another one; with the next sample
             of every lane they are the place of a run in its data.
-        identity: plain values that no resumed run can change; see `beginnings.Description`.
-        settings: plain values that it can change on purpose.
-        read_counts: returns the `input_pipeline.ReadCounts` of training in this process.
+        identity: Plain values that no resumed run can change; see `beginnings.Description`.
+        settings: Plain values that it can change on purpose.
+        read_counts: Returns the `input_pipeline.ReadCounts` of training in this process.
     """
 
     def __init__(self, config: ml_collections.ConfigDict, mesh: Mesh):
         """Opens the data set; reads its metadata and no records.
 
         Raises:
-            ValueError: a setting is out of its range; there is no data set, it lacks text
+            ValueError: A setting is out of its range; there is no data set, it lacks text
                 embeddings or a split that is evaluated or drawn; or the batch size, the lanes and
                 the chunks do not fit it, each other or the devices.
-            OSError: there is no data set.
+            OSError: There is no data set.
         """
         settings.check(config)
         self._config, self._mesh = config, mesh
@@ -160,7 +160,7 @@ class TrainingData:
         All processes call it together.
 
         Raises:
-            ValueError: it takes more than `data.ram_budget_gb`; see `reading.memory`.
+            ValueError: It takes more than `data.ram_budget_gb`; see `reading.memory`.
         """
         with self._on_host(start_sample=0) as batches:
             budget_gb = self._config.data.ram_budget_gb

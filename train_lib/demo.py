@@ -38,10 +38,10 @@ class Scores(NamedTuple):
     """Shares of the pictures, and a mean.
 
     Attributes:
-        colours: both colours are those of the caption.
-        shape: the shape is that of the caption, and an outline overlaps enough with it.
-        all_three: both of these.
-        overlap: with the best outline of the caption's shape, from 0 to 1, on average.
+        colours: Both colours are those of the caption.
+        shape: The shape is that of the caption, and an outline overlaps enough with it.
+        all_three: Both of these.
+        overlap: With the best outline of the caption's shape, from 0 to 1, on average.
     """
 
     colours: float

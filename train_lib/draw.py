@@ -44,9 +44,9 @@ class Artist:
     """A checkpoint of a run, ready to draw on the devices of this process.
 
     Attributes:
-        step: step of the checkpoint.
-        facts: facts about its training data.
-        encoder: folder or hub name of the encoder in its step; '' for a run without one.
+        step: Step of the checkpoint.
+        facts: Facts about its training data.
+        encoder: Folder or hub name of the encoder in its step; '' for a run without one.
     """
 
     def __init__(
@@ -64,18 +64,18 @@ class Artist:
 
         Args:
             place: `WORKDIR` of the run, for its last checkpoint, or `WORKDIR@STEP`.
-            average: draw with the moving average of the weights.
-            seed: seed of the noise; None for that of the run.
-            batch_size: pictures drawn at a time, rounded up to a multiple of the devices.
-            encoder: folder or hub name of the encoder in the run's step; '' for the run's own.
+            average: Draw with the moving average of the weights.
+            seed: Seed of the noise; None for that of the run.
+            batch_size: Pictures drawn at a time, rounded up to a multiple of the devices.
+            encoder: Folder or hub name of the encoder in the run's step; '' for the run's own.
             vae: VAE that decodes, see `vae_decoder.painter`; None for that of the run's previews.
-            **changes: fields of `config.preview` to use in place of those of the run, such as
+            **changes: Fields of `config.preview` to use in place of those of the run, such as
                 `guidance`; None for these.
 
         Raises:
-            ValueError: there is no such checkpoint; or as of `caption_encoder.load` or
+            ValueError: There is no such checkpoint; or as of `caption_encoder.load` or
                 `vae_decoder.load`.
-            OSError: the workdir does not exist or cannot be read.
+            OSError: The workdir does not exist or cannot be read.
         """
         self._saved = checkpoint.open_run(place)
         self.step = self._saved.step
@@ -97,7 +97,7 @@ class Artist:
         but for rounding, which depends on how many are drawn at a time.
 
         Raises:
-            ValueError: the model was trained with another encoder.
+            ValueError: The model was trained with another encoder.
         """
         caption_encoder.check(self.facts, encoder)
         text = caption_encoder.texts(self.facts, encoder, list(captions))

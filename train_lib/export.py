@@ -53,13 +53,13 @@ def export(place: epath.PathLike, out: epath.PathLike, *, average: bool = True) 
 
     Args:
         place: `WORKDIR` of the run, for its last checkpoint, or `WORKDIR@STEP`.
-        out: folder, local or `gs://`, that does not exist or holds an export.
-        average: export the moving average of the weights.
+        out: Folder, local or `gs://`, that does not exist or holds an export.
+        average: Export the moving average of the weights.
 
     Raises:
-        ValueError: there is no such checkpoint, its model is of another kind than `dit`, or the
+        ValueError: There is no such checkpoint, its model is of another kind than `dit`, or the
             folder holds something else.
-        OSError: the workdir cannot be read, or the folder cannot be written.
+        OSError: The workdir cannot be read, or the folder cannot be written.
     """
     saved = checkpoint.open_run(place)
     config = ml_collections.ConfigDict(saved.description.config)

@@ -76,10 +76,10 @@ def squared_errors(
     """The mean squared error of the predicted velocity, one number a sample.
 
     Args:
-        velocity: the model, from `(z, t)` to a velocity of the shape of z.
-        x: standardized latents `(b, H, W, C)`.
-        noise: standard normal, of the shape of x.
-        t: times `(b,)`.
+        velocity: The model, from `(z, t)` to a velocity of the shape of z.
+        x: Standardized latents `(b, H, W, C)`.
+        noise: Standard normal, of the shape of x.
+        t: Times `(b,)`.
 
     Returns:
         float32 `(b,)`.
@@ -99,8 +99,8 @@ def noise_and_times_of_keys(
 
     Args:
         keys: uint32 `(b, 2)`, low and high word of the samples' keys.
-        shape: shape of one sample's noise.
-        seed: another seed gives other noise.
+        shape: Shape of one sample's noise.
+        seed: Another seed gives other noise.
 
     Returns:
         Standard normal noise float32 `(b, *shape)` and times float32 `(b,)` in [0, 1).

@@ -106,8 +106,8 @@ class TrainLog:
     A context manager, for the bar on a terminal.
 
     Attributes:
-        clock: clock of the steps; its rates are part of a report.
-        window: merged metrics of the steps since the last report. A checkpoint holds them, so that
+        clock: Clock of the steps; its rates are part of a report.
+        window: Merged metrics of the steps since the last report. A checkpoint holds them, so that
             a run that was interrupted inside a window writes the same report.
     """
 
@@ -126,15 +126,15 @@ class TrainLog:
         """Starts with an empty window.
 
         Args:
-            writer: writer that gets the scalars.
-            config: its `log_every`, `batch_size`, `num_steps`, `max_skipped_in_a_row` and
+            writer: Writer that gets the scalars.
+            config: Its `log_every`, `batch_size`, `num_steps`, `max_skipped_in_a_row` and
                 `max_skipped`: more steps that are not finite end the run.
-            empty: metrics of zero steps, on the devices of the steps' metrics.
-            start: the step before the first one.
-            data: tells what has been read; None if nothing counts it.
-            epoch: function that returns the passes over the data up to a step.
+            empty: Metrics of zero steps, on the devices of the steps' metrics.
+            start: The step before the first one.
+            data: Tells what has been read; None if nothing counts it.
+            epoch: Function that returns the passes over the data up to a step.
             flops: FLOPs to train on one sample; 0 if unknown.
-            way_back: function that returns advice for going back to before a bad step.
+            way_back: Function that returns advice for going back to before a bad step.
         """
         self.clock = StepClock(data)
         self.window = empty
@@ -159,7 +159,7 @@ class TrainLog:
         """Adds a step that has just been started, and writes the window that ended before it.
 
         Raises:
-            FloatingPointError: too many steps up to the end of that window were skipped.
+            FloatingPointError: Too many steps up to the end of that window were skipped.
         """
         self.write_complete()
         self.window = metrics.merge(self.window, update)
@@ -177,7 +177,7 @@ class TrainLog:
         has to be safe, and a run that is to end must not overwrite its checkpoints.
 
         Raises:
-            FloatingPointError: too many steps were skipped, in the unfinished window included.
+            FloatingPointError: Too many steps were skipped, in the unfinished window included.
         """
         self.write_complete()
         self._check_skipped(step, jax.device_get(self.window))
@@ -259,7 +259,7 @@ class StepClock:
     waiting for a batch costs nothing and does not count.
 
     Attributes:
-        first_batch: time (`time.monotonic`) at which the batch of the first step came.
+        first_batch: Time (`time.monotonic`) at which the batch of the first step came.
     """
 
     def __init__(self, data: 'TrainingData | None' = None):

@@ -45,10 +45,10 @@ def make_grid(
     """Lays out a cell for each caption: its pictures side by side, the caption below them.
 
     Args:
-        pictures: arrays uint8 `(n, H, W, 3)`; each gives one picture to every cell.
-        captions: n strings. Drawn are the letters of DejaVu Sans (Latin, Greek, Cyrillic, Hebrew,
+        pictures: Arrays uint8 `(n, H, W, 3)`; each gives one picture to every cell.
+        captions: N strings. Drawn are the letters of DejaVu Sans (Latin, Greek, Cyrillic, Hebrew,
             Arabic, Armenian, Georgian) and of the system's fonts that this module knows.
-        title: text above the cells.
+        title: Text above the cells.
 
     Returns:
         uint8 `(height, width, 3)`.
@@ -79,9 +79,9 @@ def write_singles(folder: epath.PathLike, pictures: np.ndarray, captions: Sequen
     """Writes each picture as `00000.png` and so on, with its caption in `00000.txt` beside it.
 
     Args:
-        folder: local or `gs://`; made if it is not there.
+        folder: Local or `gs://`; made if it is not there.
         pictures: uint8 `(n, height, width, 3)`.
-        captions: n strings.
+        captions: N strings.
     """
     for number, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
         path = epath.Path(folder) / f'{number:05}.png'

@@ -56,8 +56,8 @@ def start(main: Callable[[], None], required: Sequence[str]) -> None:
     A wrong command line ends the process with `error: ...` in one line and status 1.
 
     Args:
-        main: reads `flags.FLAGS`.
-        required: names of the flags that must be given.
+        main: Reads `flags.FLAGS`.
+        required: Names of the flags that must be given.
     """
     flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS['verbose'])  # for --help
     try:
@@ -101,7 +101,7 @@ def errors_in_one_line(
     With `--verbose` the traceback precedes the line.
 
     Args:
-        kinds: classes of these errors; the default is for checking settings and opening files.
+        kinds: Classes of these errors; the default is for checking settings and opening files.
     """
     try:
         yield
@@ -121,7 +121,7 @@ def resolve(arguments: Sequence[str]) -> list[str]:
     default`.
 
     Raises:
-        SystemExit: there is neither such a file nor such a name.
+        SystemExit: There is neither such a file nor such a name.
     """
     if str(_CONFIGS.parent) not in sys.path:
         sys.path.append(str(_CONFIGS.parent))  # where `configs` is imported from

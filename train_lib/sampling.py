@@ -38,15 +38,15 @@ def sample(
     model `2 * num_steps - 1` times.
 
     Args:
-        velocity: the model, from `(z, t, text, drop_text)` to a velocity of the shape of z.
-        noise: standard normal `(b, H, W, C)`.
-        text: as the model takes it, a pytree of arrays `(b, ...)`.
-        guidance: strength; 1 follows the text as learned, more follows it more closely.
-        num_steps: from noise to data.
+        velocity: The model, from `(z, t, text, drop_text)` to a velocity of the shape of z.
+        noise: Standard normal `(b, H, W, C)`.
+        text: As the model takes it, a pytree of arrays `(b, ...)`.
+        guidance: Strength; 1 follows the text as learned, more follows it more closely.
+        num_steps: From noise to data.
         sampler: `euler` or `heun`.
-        time_shift: see `step_times`.
-        guidance_low: the lowest time at which guidance acts.
-        guidance_high: the highest.
+        time_shift: See `step_times`.
+        guidance_low: The lowest time at which guidance acts.
+        guidance_high: The highest.
 
     Returns:
         Standardized latents float32 `(b, H, W, C)`.

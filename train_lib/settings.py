@@ -111,11 +111,11 @@ def check(config: ml_collections.ConfigDict, *, needs_data: bool = True) -> None
     """Checks every field by itself.
 
     Args:
-        config: see `configs/default.py`.
+        config: See `configs/default.py`.
         needs_data: True if `data.dir` is required.
 
     Raises:
-        ValueError: names the first field that is out of its range, its value and what is expected.
+        ValueError: Names the first field that is out of its range, its value and what is expected.
     """
     fields = flatten(config.to_dict())
     for name, rule in _RULES.items():

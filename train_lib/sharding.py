@@ -42,12 +42,12 @@ def make_mesh(data: int = -1, fsdp: int = 1, devices: Sequence[jax.Device] | Non
     that do not follow each other, and does not do 64 x 4 of v5e:16x16.
 
     Args:
-        data: size of the data axis; -1 takes what `fsdp` leaves.
-        fsdp: over how many devices parameters are split.
-        devices: all devices of all processes by default.
+        data: Size of the data axis; -1 takes what `fsdp` leaves.
+        fsdp: Over how many devices parameters are split.
+        devices: All devices of all processes by default.
 
     Raises:
-        ValueError: the sizes do not multiply to the number of devices.
+        ValueError: The sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
     ordered = sorted(devices, key=_place)
@@ -145,10 +145,10 @@ def least_bytes(params, mesh: Mesh, *, compute_bytes: int = 2, accumulate: int =
     others that hold it, 2(d-1)/d (to reduce is half of that, to hand the sum on the other half).
 
     Args:
-        params: pytree of arrays or `jax.ShapeDtypeStruct`, as `by_shape` places them.
-        mesh: mesh of the devices.
+        params: Pytree of arrays or `jax.ShapeDtypeStruct`, as `by_shape` places them.
+        mesh: Mesh of the devices.
         compute_bytes: bytes of a gathered number.
-        accumulate: parts that the batch is computed in.
+        accumulate: Parts that the batch is computed in.
     """
 
     def of(leaf) -> float:

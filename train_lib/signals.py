@@ -53,7 +53,7 @@ def install(status: int | None = None) -> None:
     called again, with another status.
 
     Args:
-        status: exit status; None for 128 plus the number of the signal, as in a shell.
+        status: Exit status; None for 128 plus the number of the signal, as in a shell.
     """
     first = not _exit_status
     _exit_status.update({number: 128 + number if status is None else status for number in _SIGNALS})
@@ -182,7 +182,7 @@ def join_hosts(
     """Waits for the other processes of the run; without arguments JAX finds them by itself.
 
     Raises:
-        ValueError: it does not.
+        ValueError: It does not.
     """
     import jax
 

@@ -27,8 +27,8 @@ class TrainState(flax.struct.PyTreeNode):
     Attributes:
         step: int32 scalar, the number of steps done.
         params: float32 weights.
-        ema_params: exponential moving average of the weights; used to evaluate and to sample.
-        opt_state: the optimizer's state.
+        ema_params: Exponential moving average of the weights; used to evaluate and to sample.
+        opt_state: The optimizer's state.
         skipped: int32 scalar, how many of the steps changed nothing, because their loss or gradient
             was not finite.
         skipped_in_a_row: int32 scalar, how many of the last steps.
@@ -49,12 +49,12 @@ def make_schedule(
 
     Args:
         name: `cosine`, which ends at 0, or `constant`.
-        num_steps: number of steps of the whole run, warm-up included.
-        learning_rate: at the end of the warm-up.
+        num_steps: Number of steps of the whole run, warm-up included.
+        learning_rate: At the end of the warm-up.
         warmup_steps: 0 for no warm-up.
 
     Raises:
-        ValueError: another name, or a warm-up that does not end before the run does.
+        ValueError: Another name, or a warm-up that does not end before the run does.
     """
     if not 0 <= warmup_steps < num_steps:
         raise ValueError(
@@ -91,15 +91,15 @@ def make_optimizer(
 
     Args:
         name: `adamw` or `muon`.
-        schedule: learning rate of AdamW.
-        muon_schedule: learning rate of Muon.
-        weight_decay: weight decay of kernels, times the learning rate.
-        b1: decay of AdamW's first moment.
-        b2: decay of AdamW's second moment.
-        clip_norm: the largest norm that the whole gradient keeps.
+        schedule: Learning rate of AdamW.
+        muon_schedule: Learning rate of Muon.
+        weight_decay: Weight decay of kernels, times the learning rate.
+        b1: Decay of AdamW's first moment.
+        b2: Decay of AdamW's second moment.
+        clip_norm: The largest norm that the whole gradient keeps.
 
     Raises:
-        ValueError: another name; at `init`, a model without kernels of blocks for Muon.
+        ValueError: Another name; at `init`, a model without kernels of blocks for Muon.
     """
     clip = optax.clip_by_global_norm(clip_norm)
     adamw = optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay, mask=_is_kernel)
@@ -126,10 +126,10 @@ def make_init(
     """Returns the function from a random key to the state at step 0, to be jitted with shardings.
 
     Args:
-        model: called as `model(x, t, text, drop_text)`.
-        tx: from `make_optimizer`.
+        model: Called as `model(x, t, text, drop_text)`.
+        tx: From `make_optimizer`.
         latent_shape: `(height, width, channels)` of one sample.
-        text: text of one sample as the model is given it, a pytree of `jax.ShapeDtypeStruct`. The
+        text: Text of one sample as the model is given it, a pytree of `jax.ShapeDtypeStruct`. The
             weights do not depend on the number of tokens.
     """
 

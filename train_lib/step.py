@@ -67,15 +67,15 @@ def make_train_step(
     count, and the former is counted as skipped.
 
     Args:
-        model: called as `model(z, t, text, drop_text)`.
-        tx: the optimizer.
-        schedule: its learning rate, for the metrics.
-        stats: statistics that standardize latents and text embeddings.
-        ema_decay: decay of the average in a step; the average is shorter while steps are few.
-        seed: decides noise and times.
-        logit_mean, logit_std: see `flow.logit_normal_times`.
-        parts: the gradient is computed over so many parts of the batch in turn.
-        encoder: encodes tokens; None for a model that looks them up in a table of its own.
+        model: Called as `model(z, t, text, drop_text)`.
+        tx: The optimizer.
+        schedule: Its learning rate, for the metrics.
+        stats: Statistics that standardize latents and text embeddings.
+        ema_decay: Decay of the average in a step; the average is shorter while steps are few.
+        seed: Decides noise and times.
+        logit_mean, logit_std: See `flow.logit_normal_times`.
+        parts: The gradient is computed over so many parts of the batch in turn.
+        encoder: Encodes tokens; None for a model that looks them up in a table of its own.
     """
     text_of = make_text_of(stats, encoder)
 
@@ -232,7 +232,7 @@ def in_parts(value_and_grad: ValueAndGrad, count: int) -> ValueAndGrad:
         value_and_grad: `jax.value_and_grad` of a function from `(params, rows)` to a float32 sum
             over the rows and an array `(b, ...)`, one entry a row; `rows` is a pytree of arrays
             `(b, ...)`.
-        count: a divisor of the rows on each device. Part i takes every `count`-th row, starting
+        count: A divisor of the rows on each device. Part i takes every `count`-th row, starting
             with row i. So each device computes its own rows in every part, and no row moves.
     """
     if count == 1:
@@ -260,8 +260,8 @@ class Bound:
     """A jitted function whose last argument is always the same.
 
     Attributes:
-        jitted: the function.
-        frozen: that argument: the weights of a text encoder, or their shapes where the function is
+        jitted: The function.
+        frozen: That argument: the weights of a text encoder, or their shapes where the function is
             only compiled; None without an encoder.
     """
 
@@ -291,14 +291,14 @@ class Program:
     """Jitted functions; batches are split over the mesh, states as `sharding.by_shape` says.
 
     Attributes:
-        encoder: frozen encoder of token ids, or None.
-        abstract_state: shapes, dtypes and shardings of a state.
-        init: returns the state at step 0.
-        no_metrics: returns training metrics of no step.
-        train_step: from `(state, batch)` to the next state and metrics; the state is donated.
-        eval_step: from `(params, batch)` to metrics.
-        draw: from `(params, texts)` to raw latents `(n, C, H, W)`, with the same noise each time.
-        flops: from the number of tokens of a text to the FLOPs of the matrix products that the
+        encoder: Frozen encoder of token ids, or None.
+        abstract_state: Shapes, dtypes and shardings of a state.
+        init: Returns the state at step 0.
+        no_metrics: Returns training metrics of no step.
+        train_step: From `(state, batch)` to the next state and metrics; the state is donated.
+        eval_step: From `(params, batch)` to metrics.
+        draw: From `(params, texts)` to raw latents `(n, C, H, W)`, with the same noise each time.
+        flops: From the number of tokens of a text to the FLOPs of the matrix products that the
             model asks for to train on one sample; those of a frozen encoder are not among them.
     """
 
@@ -323,7 +323,7 @@ def for_data(config: ml_collections.ConfigDict, mesh: Mesh, facts: 'DataFacts') 
     """The program for a data set, with the text encoder that the configuration names.
 
     Raises:
-        ValueError: as of `make_program` or `caption_encoder.load`.
+        ValueError: As of `make_program` or `caption_encoder.load`.
     """
     return make_program(
         config,
@@ -347,15 +347,15 @@ def make_program(
     """Builds model, optimizer and steps; nothing is compiled before it is called.
 
     Args:
-        config: see `configs/default.py`.
-        mesh: from `sharding.make_mesh`.
-        stats: statistics of the data set.
+        config: See `configs/default.py`.
+        mesh: From `sharding.make_mesh`.
+        stats: Statistics of the data set.
         latent_shape: `(height, width, channels)` of one sample.
-        vocabulary: token ids of the data set are less than this; 0 for text embeddings.
-        encoder: encodes these tokens, on the same mesh; None for a learned table.
+        vocabulary: Token ids of the data set are less than this; 0 for text embeddings.
+        encoder: Encodes these tokens, on the same mesh; None for a learned table.
 
     Raises:
-        ValueError: a part of a batch cannot be split over the devices; or as of `models.make`.
+        ValueError: A part of a batch cannot be split over the devices; or as of `models.make`.
     """
     if config.accumulate < 1 or config.batch_size % (config.accumulate * mesh.size):
         raise ValueError(

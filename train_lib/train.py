@@ -74,15 +74,15 @@ def set_up(
     """Checks all that a run needs before its first step.
 
     Args:
-        config: see `configs/default.py`.
-        workdir: local or `gs://` folder for checkpoints, TensorBoard logs and previews.
-        accept_changes: fields that may differ from those of the checkpoint that is resumed, some of
+        config: See `configs/default.py`.
+        workdir: Local or `gs://` folder for checkpoints, TensorBoard logs and previews.
+        accept_changes: Fields that may differ from those of the checkpoint that is resumed, some of
             `settings.changeable`.
 
     Raises:
-        ValueError: a setting is out of its range, or does not fit the devices or the data.
+        ValueError: A setting is out of its range, or does not fit the devices or the data.
         beginnings.OtherRunError: the last checkpoint in `workdir` belongs to another run.
-        OSError: there is no data set, or `workdir` cannot be written to.
+        OSError: There is no data set, or `workdir` cannot be written to.
     """
     workdirs.check_writable(workdir)
     settings.check_changeable(accept_changes, config)
@@ -102,15 +102,15 @@ def train(setup: Setup, verbose: bool = False) -> tuple[TrainState, bool]:
     """Trains up to `config.num_steps`, from the last checkpoint in the workdir if there is one.
 
     Args:
-        setup: result of `set_up`.
-        verbose: logs all parameters, and all that is written for TensorBoard.
+        setup: Result of `set_up`.
+        verbose: Logs all parameters, and all that is written for TensorBoard.
 
     Returns:
         The last state, and whether all is done, which it is not where a signal ended the run.
 
     Raises:
-        FloatingPointError: training has diverged.
-        OSError: a record, a file of the data set or a checkpoint cannot be read, or a checkpoint,
+        FloatingPointError: Training has diverged.
+        OSError: A record, a file of the data set or a checkpoint cannot be read, or a checkpoint,
             logs or pictures cannot be written; or another run is in the workdir.
     """
     config, program, beginning = setup.config, setup.program, setup.beginning
@@ -163,7 +163,7 @@ class Run(Setup):
     """The objects that the loop and its hooks work with.
 
     Attributes:
-        start: the step that this process began with.
+        start: The step that this process began with.
     """
 
     start: int
@@ -292,11 +292,11 @@ class Hook(NamedTuple):
         train.HOOKS.insert(0, train.Hook('weight norm', due, weight_norm))
 
     Attributes:
-        name: for the log.
-        is_due: returns True for `(run, step)` if it is called after that step.
-        call: does it, with `(run, step, state)`, the state after the step; returns what to log,
+        name: For the log.
+        is_due: Returns True for `(run, step)` if it is called after that step.
+        call: Does it, with `(run, step, state)`, the state after the step; returns what to log,
             or None for nothing.
-        repeatable: a stop request may end it halfway, by an exception; the run that resumes
+        repeatable: A stop request may end it halfway, by an exception; the run that resumes
             does it.
     """
 

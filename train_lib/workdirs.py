@@ -29,9 +29,9 @@ def check_writable(folder: epath.PathLike) -> None:
     """Checks that files can be made in a folder, which need not exist yet, and removed from it.
 
     Raises:
-        PermissionError: this user may not.
-        OSError: a bucket that does not exist, a file in the place of a folder, or no connection.
-        ValueError: a URL of another kind.
+        PermissionError: This user may not.
+        OSError: A bucket that does not exist, a file in the place of a folder, or no connection.
+        ValueError: A URL of another kind.
     """
     text = os.fspath(folder)
     if not source_files.is_remote(text):
@@ -50,8 +50,8 @@ def held(folder: epath.PathLike) -> Iterator[None]:
     without a sign of life. On a disk whose file system has no locks a warning is all.
 
     Raises:
-        TimeoutError: another run is there; the message names its process and host.
-        OSError: the storage cannot be reached.
+        TimeoutError: Another run is there; the message names its process and host.
+        OSError: The storage cannot be reached.
     """
     with contextlib.ExitStack() as stack:
         try:

@@ -75,7 +75,7 @@ class WandbWriter(metric_writers.MultiWriter):
         """Starts a run of `wandb.project`, or resumes the one whose id is in the workdir.
 
         Raises:
-            OSError: wandb refuses, for example because nobody is logged in.
+            OSError: Wandb refuses, for example because nobody is logged in.
         """
         import wandb
 

@@ -42,16 +42,16 @@ def write_shards(
     """Writes shards and their records, and yields them when all are stored.
 
     Args:
-        tasks: tasks of a plan; those of one group follow each other.
-        finished: storage of shards and records; all workers must reach it by this path.
-        scratch_dir: folder of each worker for remote `.pt` files; '' for the user's own one in the
+        tasks: Tasks of a plan; those of one group follow each other.
+        finished: Storage of shards and records; all workers must reach it by this path.
+        scratch_dir: Folder of each worker for remote `.pt` files; '' for the user's own one in the
             directory of temporary files.
-        scratch_bytes: most bytes of remote files in it.
-        options: options of the pipeline.
-        runner: runner of the pipeline, if the options do not name one.
+        scratch_bytes: Most bytes of remote files in it.
+        options: Options of the pipeline.
+        runner: Runner of the pipeline, if the options do not name one.
 
     Raises:
-        RuntimeError: a worker failed; what is finished is kept.
+        RuntimeError: A worker failed; what is finished is kept.
     """
     if not tasks:
         return

@@ -47,7 +47,7 @@ class FinishedShards:
     checksum. A file alone proves nothing.
 
     Attributes:
-        folder: folder of the data set, which the shards are in.
+        folder: Folder of the data set, which the shards are in.
         build: ID of the build.
     """
 
@@ -63,7 +63,7 @@ class FinishedShards:
         """Stores a shard from a local file, and then its record.
 
         Raises:
-            OSError: it cannot be stored.
+            OSError: It cannot be stored.
         """
         self.folder.put(local_file, task.filename, result.crc32c)
         record = {'fingerprint': task.fingerprint, 'result': result.to_json()}
@@ -116,7 +116,7 @@ class DataFolder:
     """The folder of a data set, `.../NAME/CONFIG/VERSION`.
 
     Attributes:
-        files: access to its files.
+        files: Access to its files.
     """
 
     def __init__(self, final: str):
@@ -140,13 +140,13 @@ class DataFolder:
 
         Args:
             build: ID of the build.
-            files: states of all its files, by name; all but those of `local` are in the folder.
-            local: paths of the files that have no ID in their names.
-            overwrite: whether to replace a data set of another build.
+            files: States of all its files, by name; all but those of `local` are in the folder.
+            local: Paths of the files that have no ID in their names.
+            overwrite: Whether to replace a data set of another build.
 
         Raises:
-            OSError: a file differs from what was stored.
-            FileExistsError: another build has become the data set meanwhile.
+            OSError: A file differs from what was stored.
+            FileExistsError: Another build has become the data set meanwhile.
         """
         found = self.find_build()
         if found not in (None, build) and not overwrite:
@@ -219,7 +219,7 @@ def tidy(final: str) -> None:
     it never waits for a builder that is alive. Without write access it only warns.
 
     Args:
-        final: folder of the data set, local or `gs://`.
+        final: Folder of the data set, local or `gs://`.
     """
     if job.process_index():
         return

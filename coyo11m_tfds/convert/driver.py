@@ -58,12 +58,12 @@ class Built:
     """The outcome of a build.
 
     Attributes:
-        plan: plan of the build.
-        splits: results of the shards of each split, by index.
-        statistics: statistics of each split.
-        dropped: rows that were left out.
-        metadata: metadata of `dataset_info`.
-        folder: local folder for the files beside the shards.
+        plan: Plan of the build.
+        splits: Results of the shards of each split, by index.
+        statistics: Statistics of each split.
+        dropped: Rows that were left out.
+        metadata: Metadata of `dataset_info`.
+        folder: Local folder for the files beside the shards.
     """
 
     plan: Plan
@@ -91,13 +91,13 @@ def build(
     is started while one is running waits for it, too.
 
     Args:
-        final: folder of the data set, `.../NAME/CONFIG/VERSION`, local or `gs://`.
-        source: folder of the source, instead of that of the settings.
-        settings: settings of the build.
-        limit: most records of each split; None for all.
-        overwrite: replace an existing data set as soon as the new one is complete. One of the same
+        final: Folder of the data set, `.../NAME/CONFIG/VERSION`, local or `gs://`.
+        source: Folder of the source, instead of that of the settings.
+        settings: Settings of the build.
+        limit: Most records of each split; None for all.
+        overwrite: Replace an existing data set as soon as the new one is complete. One of the same
             plan is written anew.
-        beam_options, beam_runner: write with Apache Beam, not with processes of this machine, if
+        beam_options, beam_runner: Write with Apache Beam, not with processes of this machine, if
             either is given.
 
     Yields:
@@ -105,11 +105,11 @@ def build(
         nothing to make: the data set was there, or another process built it.
 
     Raises:
-        ValueError: the source or an option is bad.
-        OSError: a file cannot be read or written.
-        FileExistsError: another build was completed there meanwhile.
-        TimeoutError: another process has not finished in time.
-        RuntimeError: a worker died, or the first process of the job failed.
+        ValueError: The source or an option is bad.
+        OSError: A file cannot be read or written.
+        FileExistsError: Another build was completed there meanwhile.
+        TimeoutError: Another process has not finished in time.
+        RuntimeError: A worker died, or the first process of the job failed.
     """
     folder, wait_seconds = DataFolder(final), settings.wait_hours * 3600
     if index := job.process_index():
@@ -184,18 +184,18 @@ def write_shards(plan: Plan, finished: FinishedShards, engine: Engine) -> list[S
     """Writes the shards of a plan that are not finished yet.
 
     Args:
-        plan: plan of the build.
-        finished: storage of shards and records, which keeps them if this is interrupted.
-        engine: writer of the shards.
+        plan: Plan of the build.
+        finished: Storage of shards and records, which keeps them if this is interrupted.
+        engine: Writer of the shards.
 
     Returns:
         The results of all shards in the order train, validation, and by index.
 
     Raises:
-        ValueError: too much of the source is bad, or nothing is left of it; or as of
+        ValueError: Too much of the source is bad, or nothing is left of it; or as of
             `shard_writer.write_shard`.
-        OSError: a file cannot be fetched, written or stored; there is not enough space on the disk.
-        RuntimeError: a process died.
+        OSError: A file cannot be fetched, written or stored; there is not enough space on the disk.
+        RuntimeError: A process died.
     """
     results = finished.load(plan.tasks)
     found = {(result.split, result.index) for result in results}

@@ -22,7 +22,7 @@ def describe(file: SourceFile, opened: LatentShard) -> ColumnFile:
     """Describes a file of latents for the columns of a data set.
 
     Raises:
-        ValueError: its latents do not lie row after row.
+        ValueError: Its latents do not lie row after row.
     """
     if opened.latents_start is None:
         raise ValueError(
@@ -61,9 +61,9 @@ def write(
     """Describes the latents of a data set as a column.
 
     Args:
-        folder: local folder to write in.
+        folder: Local folder to write in.
         splits: `ShardResult.sources` of the shards of each split, in their order.
-        dtype: dtype of the latents.
+        dtype: Dtype of the latents.
         build: ID of the build.
     """
     runs = {split: list(itertools.chain.from_iterable(of)) for split, of in splits.items()}

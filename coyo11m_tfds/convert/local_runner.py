@@ -47,17 +47,17 @@ def write_shards(
     """Writes shards and their records, and yields each when it is stored.
 
     Args:
-        tasks: tasks in the order of writing; those of one group follow each other.
-        finished: storage of shards and records.
-        scratch: local folder for remote files while they are read.
-        staging: existing local folder for shards on their way.
-        num_workers: number of processes; 0 takes the environment variable `COYO11M_NUM_PROC`, else
+        tasks: Tasks in the order of writing; those of one group follow each other.
+        finished: Storage of shards and records.
+        scratch: Local folder for remote files while they are read.
+        staging: Existing local folder for shards on their way.
+        num_workers: Number of processes; 0 takes the environment variable `COYO11M_NUM_PROC`, else
             as many as there are cores and the amount of work is worth.
 
     Raises:
-        ValueError: as of `shard_writer.write_shard`, or the variable is not a number.
-        OSError: a file cannot be fetched, written or stored.
-        RuntimeError: a process died, or runs another version of the package.
+        ValueError: As of `shard_writer.write_shard`, or the variable is not a number.
+        OSError: A file cannot be fetched, written or stored.
+        RuntimeError: A process died, or runs another version of the package.
     """
     if not tasks:
         return

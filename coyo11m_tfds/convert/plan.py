@@ -50,15 +50,15 @@ class Plan:
     """The shards to write, and the reasons for rows that are left out.
 
     Attributes:
-        tasks: tasks of all shards; those of one group, which read the same files, are neighbours.
-        num_bytes: expected size of the shards, exact within 1%.
-        latent_dtype: one of `schema.LATENT_DTYPES`.
-        text: description of the text in the records; None for records without one.
-        dropped: rows of the source that are left out, by reason.
-        source_fingerprint: hex digest of everything that is read.
-        settings: result of `BuildSettings.record`.
+        tasks: Tasks of all shards; those of one group, which read the same files, are neighbours.
+        num_bytes: Expected size of the shards, exact within 1%.
+        latent_dtype: One of `schema.LATENT_DTYPES`.
+        text: Description of the text in the records; None for records without one.
+        dropped: Rows of the source that are left out, by reason.
+        source_fingerprint: Hex digest of everything that is read.
+        settings: Result of `BuildSettings.record`.
         build: ID of the build, from all that decides its files; it is in their names.
-        joined: inputs of the tasks; while they are open, no other build removes them.
+        joined: Inputs of the tasks; while they are open, no other build removes them.
     """
 
     tasks: tuple[ShardTask, ...]
@@ -104,16 +104,16 @@ def make_plan(
     """Plans the shards of a data set.
 
     Args:
-        source: files to read.
-        settings: choices of the user.
-        scratch: local folder for remote files while they are read.
-        cache_dir: existing folder for captions and embeddings, which the tasks read; it keeps them
+        source: Files to read.
+        settings: Choices of the user.
+        scratch: Local folder for remote files while they are read.
+        cache_dir: Existing folder for captions and embeddings, which the tasks read; it keeps them
             for the next build of the same source.
-        limit: number of records of each split to keep, the first ones; None for all.
+        limit: Number of records of each split to keep, the first ones; None for all.
 
     Raises:
-        ValueError: something is wrong with the source.
-        OSError: a remote file cannot be read.
+        ValueError: Something is wrong with the source.
+        OSError: A remote file cannot be read.
     """
     sidecar_files = _find_sidecar(settings)
     # Of this build alone: another one of the same source must not remove what is read here.

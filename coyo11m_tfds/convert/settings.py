@@ -41,30 +41,30 @@ class BuildSettings:
     """The settings of a build.
 
     Attributes:
-        source: folder of the source, local, `gs://` or `hf://`; '' for TFDS' `manual_dir`.
-        caption_column: column of the Parquet file that becomes `caption`.
-        validation_fraction: share of the keys in the validation split, in [0, 1).
-        shard_bytes: the records of a larger `.pt` file are cut into the fewest shards of at most
+        source: Folder of the source, local, `gs://` or `hf://`; '' for TFDS' `manual_dir`.
+        caption_column: Column of the Parquet file that becomes `caption`.
+        validation_fraction: Share of the keys in the validation split, in [0, 1).
+        shard_bytes: The records of a larger `.pt` file are cut into the fewest shards of at most
             about this size, nearly equal; smaller files share one of half to twice this size.
         text_embeddings: '' for none; 'pt' for `embeddings` in the `.pt` files; else the file or the
             folder of a sidecar that `coyo11m_tfds.embed_captions` made, of embeddings or of tokens.
         latents: 'records', or 'in_place': the records hold everything else, and readers read the
             latents in the source's files, which must not change, and must lie on gs:// for a data
             set on gs://. The order of training is the same.
-        bad_data: policy for duplicate keys, files whose tensors disagree, and numbers that are not
+        bad_data: Policy for duplicate keys, files whose tensors disagree, and numbers that are not
             finite: 'drop' and count them, or 'stop' at the first.
-        max_bad_fraction: share of the source's rows that may be dropped as bad, in [0, 1].
-        check_crc: whether contents of `.pt` files must have the CRC-32 that torch records with
+        max_bad_fraction: Share of the source's rows that may be dropped as bad, in [0, 1].
+        check_crc: Whether contents of `.pt` files must have the CRC-32 that torch records with
             them; False for files saved without valid checksums.
-        num_workers: processes that write; 0 for the environment variable COYO11M_NUM_PROC, else
+        num_workers: Processes that write; 0 for the environment variable COYO11M_NUM_PROC, else
             all cores.
-        scratch_dir: local folder for captions and text embeddings, which it keeps between builds,
+        scratch_dir: Local folder for captions and text embeddings, which it keeps between builds,
             and for remote files on their way; '' for `.coyo11m_tfds` in a local data_dir, else
             `~/.cache/coyo11m_tfds`. Beam's workers take `coyo11m_tfds-<user id>` in their
             directory of temporary files.
-        scratch_gb: most GB of remote files in it at a time; at least the largest file, and the
+        scratch_gb: Most GB of remote files in it at a time; at least the largest file, and the
             small files of one shard.
-        wait_hours: longest wait for another process that builds the same data set.
+        wait_hours: Longest wait for another process that builds the same data set.
     """
 
     source: str = ''
@@ -142,12 +142,12 @@ class BuildSettings:
         """Refuses a data set that was built with other settings; one without them is accepted.
 
         Args:
-            folder: folder of the data set, for messages.
-            metadata: metadata of its `dataset_info`.
+            folder: Folder of the data set, for messages.
+            metadata: Metadata of its `dataset_info`.
             limit: `max_examples_per_split`.
 
         Raises:
-            ValueError: the settings differ, or the sidecar is damaged.
+            ValueError: The settings differ, or the sidecar is damaged.
         """
         there = metadata.get(schema.META_SETTINGS)
         if there is None:

@@ -31,15 +31,15 @@ def write_shard(task: ShardTask, latents_paths: Sequence[str], path: str) -> Sha
     """Writes the shard's file.
 
     Args:
-        task: contents of the shard.
-        latents_paths: local path of the file of each part.
-        path: local file to write.
+        task: Contents of the shard.
+        latents_paths: Local path of the file of each part.
+        path: Local file to write.
 
     Raises:
-        ValueError: the source has changed since it was planned; or it holds numbers that are not
+        ValueError: The source has changed since it was planned; or it holds numbers that are not
             finite, and the task does not allow to drop them.
-        OSError: the file cannot be written, e.g. because the disk is full.
-        RuntimeError: this process runs another version of the package than the one that planned it.
+        OSError: The file cannot be written, e.g. because the disk is full.
+        RuntimeError: This process runs another version of the package than the one that planned it.
     """
     if task.writer != THIS_WRITER:
         raise RuntimeError(

@@ -36,10 +36,10 @@ class OpenInputs(NamedTuple):
     """The inputs of a shard besides latents, in the order of its records.
 
     Attributes:
-        rows: rows of the `.pt` files, int32 `(n,)`.
-        keys: keys of the records, int64 `(n,)`.
-        captions: captions as UTF-8.
-        text: values of a sidecar, embeddings float16 `(n, dim)` or tokens int32; None without one.
+        rows: Rows of the `.pt` files, int32 `(n,)`.
+        keys: Keys of the records, int64 `(n,)`.
+        captions: Captions as UTF-8.
+        text: Values of a sidecar, embeddings float16 `(n, dim)` or tokens int32; None without one.
     """
 
     rows: np.ndarray
@@ -53,10 +53,10 @@ class JoinedInputs:
     """Inputs on this machine.
 
     Attributes:
-        rows, keys: as of `OpenInputs`.
-        places: places of captions and text in their `Joined`, int64 `(n,)`, ascending.
-        captions: folder of a `Joined`.
-        sidecar: folder of a `Joined` that `sidecar.join` made; '' without a sidecar.
+        rows, keys: As of `OpenInputs`.
+        places: Places of captions and text in their `Joined`, int64 `(n,)`, ascending.
+        captions: Folder of a `Joined`.
+        sidecar: Folder of a `Joined` that `sidecar.join` made; '' without a sidecar.
     """
 
     rows: np.ndarray
@@ -97,7 +97,7 @@ class PackedInputs:
         """Reads all of it, some MB.
 
         Raises:
-            OSError: it cannot be read, or arrives damaged again and again.
+            OSError: It cannot be read, or arrives damaged again and again.
         """
         packed = stored_files.read(source_files.describe(self.path), stored_files.Content).data
         # Zip archives carry a checksum of each array, so damage is an error and not a caption.
@@ -126,9 +126,9 @@ class ShardPart:
     """The records of a shard that come from one file.
 
     Attributes:
-        file: the `.pt` file, local or remote.
-        digest: its `LatentShard.digest`.
-        records: their range within the shard's records.
+        file: The `.pt` file, local or remote.
+        digest: Its `LatentShard.digest`.
+        records: Their range within the shard's records.
     """
 
     file: SourceFile
@@ -141,20 +141,20 @@ class ShardTask:
     """The contents of one shard.
 
     Attributes:
-        split: name of the split.
-        index: number of the shard within the split.
-        filename: name of the file to write.
-        group: number that it shares with the tasks that read the same files, and no others.
-        parts: the files, in the order of the records.
-        inputs: rows, captions and text of the records.
-        text: description of the text in the records, None for records without one; it is that of
+        split: Name of the split.
+        index: Number of the shard within the split.
+        filename: Name of the file to write.
+        group: Number that it shares with the tasks that read the same files, and no others.
+        parts: The files, in the order of the records.
+        inputs: Rows, captions and text of the records.
+        text: Description of the text in the records, None for records without one; it is that of
             the `.pt` files if the inputs have none.
-        drop_bad: leave out and count records that are not finite, instead of stopping.
-        check_crc: compare the contents of the `.pt` files with their CRC-32.
-        num_bytes: expected size of the shard, within 1%.
-        fingerprint: hex digest of all that decides the shard's bytes.
-        in_place: leave the latents out, and record their places.
-        writer: the package that planned it; no other may write it.
+        drop_bad: Leave out and count records that are not finite, instead of stopping.
+        check_crc: Compare the contents of the `.pt` files with their CRC-32.
+        num_bytes: Expected size of the shard, within 1%.
+        fingerprint: Hex digest of all that decides the shard's bytes.
+        in_place: Leave the latents out, and record their places.
+        writer: The package that planned it; no other may write it.
     """
 
     split: str
@@ -185,15 +185,15 @@ class ShardResult:
     """One shard that was written.
 
     Attributes:
-        split, index: as of its task.
-        num_records: number of records in the file.
-        num_bytes: size of the file.
-        crc32c: checksum of the file.
-        chunk_offsets: byte offsets of the records 0, 32, 64, ..., int64.
-        statistics: statistics of the records.
-        writer: the package that wrote it.
-        read: digests of the `.pt` files that it was made of.
-        sources: places of latents that are not in the records: each file with row and CRC-32C of
+        split, index: As of its task.
+        num_records: Number of records in the file.
+        num_bytes: Size of the file.
+        crc32c: Checksum of the file.
+        chunk_offsets: Byte offsets of the records 0, 32, 64, ..., int64.
+        statistics: Statistics of the records.
+        writer: The package that wrote it.
+        read: Digests of the `.pt` files that it was made of.
+        sources: Places of latents that are not in the records: each file with row and CRC-32C of
             its records, uint32 `(n, 2)`.
     """
 

@@ -35,14 +35,14 @@ class ChunkIndex:
     """Byte offsets of every `schema.CHUNK_STRIDE`-th record of every shard.
 
     Attributes:
-        shard_lengths: number of records of each shard, int64 `(num_shards,)`.
+        shard_lengths: Number of records of each shard, int64 `(num_shards,)`.
     """
 
     def __init__(self, flat: np.ndarray):
         """Takes the array of the file as int64, or as uint32, which takes half of the memory.
 
         Raises:
-            ValueError: the array does not follow the format.
+            ValueError: The array does not follow the format.
         """
         flat = np.asarray(flat)
         if flat.ndim != 1 or flat.dtype not in (np.int64, np.uint32):
@@ -61,9 +61,9 @@ class ChunkIndex:
         """Reads the index of a split; None if there is none.
 
         Raises:
-            DamagedError: the stored file is damaged.
-            PermissionError: credentials are missing or refused.
-            OSError: the storage cannot be reached.
+            DamagedError: The stored file is damaged.
+            PermissionError: Credentials are missing or refused.
+            OSError: The storage cannot be reached.
         """
         path = os.path.join(data_dir, file_name(split, build))
         try:
@@ -85,7 +85,7 @@ class ChunkIndex:
         """Takes the content of an index file.
 
         Raises:
-            ValueError: it is damaged.
+            ValueError: It is damaged.
         """
         return cls(_read_compact(io.BytesIO(data), len(data)))
 
@@ -95,16 +95,16 @@ class ChunkIndex:
         """Finds the bytes of consecutive records; the arguments broadcast against each other.
 
         Args:
-            shard: number of the shard.
-            first: first record, a multiple of `schema.CHUNK_STRIDE`.
-            count: number of records, at least 1; a multiple of `schema.CHUNK_STRIDE`, or what
+            shard: Number of the shard.
+            first: First record, a multiple of `schema.CHUNK_STRIDE`.
+            count: Number of records, at least 1; a multiple of `schema.CHUNK_STRIDE`, or what
                 reaches the end of the shard.
 
         Returns:
             `(offset, nbytes)`, int64, of the arguments' common shape.
 
         Raises:
-            ValueError: a range starts or ends where the index has no offset.
+            ValueError: A range starts or ends where the index has no offset.
         """
         shard, first, count = np.broadcast_arrays(shard, first, count)
         if ((shard < 0) | (shard >= len(self.shard_lengths))).any():
@@ -142,10 +142,10 @@ def save(
     """Writes the index of a split into a local folder.
 
     Args:
-        data_dir: folder of the shards.
-        split: name of the split.
-        shard_lengths: number of records of each shard.
-        offsets: byte offsets of the records 0, 32, 64, ... of each shard.
+        data_dir: Folder of the shards.
+        split: Name of the split.
+        shard_lengths: Number of records of each shard.
+        offsets: Byte offsets of the records 0, 32, 64, ... of each shard.
         shard_sizes: bytes of each shard's file.
         build: ID of the build.
     """

@@ -43,10 +43,10 @@ class ColumnFile:
     """A `.pt` file that holds latents.
 
     Attributes:
-        path: absolute path, or URL on gs://.
-        version: version of a remote file, see `SourceFile`; '' for a local one.
-        digest: digest of the archive's directory, see `pt_archive.Archive`.
-        start: offset of the first row in bytes.
+        path: Absolute path, or URL on gs://.
+        version: Version of a remote file, see `SourceFile`; '' for a local one.
+        digest: Digest of the archive's directory, see `pt_archive.Archive`.
+        start: Offset of the first row in bytes.
     """
 
     path: str
@@ -58,10 +58,10 @@ class ColumnFile:
         """Compares the file with what it was, and returns it; reads no rows.
 
         Args:
-            found: file that is there now, None for a missing one.
+            found: File that is there now, None for a missing one.
 
         Raises:
-            ValueError: the file is missing, or another one.
+            ValueError: The file is missing, or another one.
         """
         if found is None:
             raise ValueError(f'{self.path} is missing, and latents are in it. {_RESTORE}')
@@ -88,9 +88,9 @@ class Column:
     """Latents in `.pt` files.
 
     Attributes:
-        name: name of the feature.
-        dtype: dtype of its numbers.
-        files: files with its rows.
+        name: Name of the feature.
+        dtype: Dtype of its numbers.
+        files: Files with its rows.
         build: ID of the build that described it.
         crc32c: CRC-32C of the places of each split, 8 hex digits.
     """
@@ -129,8 +129,8 @@ class Column:
         The array is memory-mapped, or read whole from gs://: 12 bytes a record.
 
         Raises:
-            ValueError: the file is missing or damaged, or not as long as the split.
-            OSError: it cannot be read.
+            ValueError: The file is missing or damaged, or not as long as the split.
+            OSError: It cannot be read.
         """
         path = os.path.join(folder, file_name(self.name, split, self.build))
         try:
@@ -152,13 +152,13 @@ class AddedColumn:
     """Values in files beside the shards, a row a record, in their order.
 
     Attributes:
-        name: name of the column.
+        name: Name of the column.
         dtype: NumPy's name of its dtype.
-        shape: shape of a row: `(n,)` for n numbers, `()` for a single one.
-        files: name of the file of each split.
+        shape: Shape of a row: `(n,)` for n numbers, `()` for a single one.
+        files: Name of the file of each split.
         crc32c: CRC-32C of the values of each split, 8 hex digits.
-        feature: feature of the records that it can replace; '' for none.
-        mean, std: statistics of each number of text embeddings over the train split, else empty.
+        feature: Feature of the records that it can replace; '' for none.
+        mean, std: Statistics of each number of text embeddings over the train split, else empty.
         encoder: `sidecar.Header` of embeddings and tokens, else {}.
     """
 
@@ -183,8 +183,8 @@ class AddedColumn:
         """Returns the file of a split, the offset of its first row, and the dtype of its rows.
 
         Raises:
-            ValueError: the file is missing, or not as long as the split.
-            OSError: it cannot be read.
+            ValueError: The file is missing, or not as long as the split.
+            OSError: It cannot be read.
         """
         if split not in self.files:
             raise ValueError(f'{folder}: its column {self.name!r} has no split {split!r}.')
@@ -350,12 +350,12 @@ def read(folder: str | os.PathLike[str], build: str = '') -> dict[str, Column | 
     """The columns of a data set, local or on gs://, by feature; {} for one without columns.
 
     Args:
-        folder: folder of the data set.
+        folder: Folder of the data set.
         build: ID of its build.
 
     Raises:
-        DamagedError: the description is damaged.
-        OSError: it cannot be read.
+        DamagedError: The description is damaged.
+        OSError: It cannot be read.
     """
     path = os.path.join(folder, schema.of_build(schema.COLUMNS_FILE, build))
     data = manifest.read_file(path)
@@ -371,7 +371,7 @@ def parse(data: bytes) -> dict[str, Column | AddedColumn]:
     """The columns, from the content of `schema.COLUMNS_FILE`.
 
     Raises:
-        ValueError: it is damaged, or of another format.
+        ValueError: It is damaged, or of another format.
     """
     try:
         found = manifest.parse_sealed(data, 'columns')

@@ -35,7 +35,7 @@ def parse(data: bytes) -> dict[str, FileState]:
     """Returns the states of the files by name, from the content of `schema.CHECKSUMS_FILE`.
 
     Raises:
-        ValueError: it is damaged, or of another format.
+        ValueError: It is damaged, or of another format.
     """
     try:
         return {name: _state(**state) for name, state in parse_sealed(data, 'files').items()}
@@ -63,7 +63,7 @@ def parse_sealed(data: bytes, what: str) -> Any:
     """The entries in the content of a file of `write_sealed`.
 
     Raises:
-        ValueError: it is damaged, or of another format.
+        ValueError: It is damaged, or of another format.
     """
     try:
         content = json.loads(data)
@@ -80,7 +80,7 @@ def read_file(path: str) -> bytes | None:
     """Reads a small file, local or on gs://; None if there is none.
 
     Raises:
-        OSError: it cannot be read, or the storage cannot be reached.
+        OSError: It cannot be read, or the storage cannot be reached.
     """
     try:
         file = source_files.describe(path)

@@ -17,7 +17,7 @@ def read_header(stream: BinaryIO, num_bytes: int) -> tuple[np.dtype, tuple[int, 
     """Reads the header of a file of version 1.0; returns dtype and shape of its array.
 
     Raises:
-        ValueError: the header is damaged, the array does not lie row after row, or does not fill a
+        ValueError: The header is damaged, the array does not lie row after row, or does not fill a
             file of `num_bytes`.
     """
     try:

@@ -56,15 +56,15 @@ def read_directory(tail: bytes, file_size: int, name: str) -> tuple[Member, ...]
     """Reads and checks the directory at the end of a file.
 
     Args:
-        tail: the last `TAIL_BYTES` of the file, or all of a smaller one.
-        file_size: in bytes.
-        name: what errors call the file.
+        tail: The last `TAIL_BYTES` of the file, or all of a smaller one.
+        file_size: In bytes.
+        name: What errors call the file.
 
     Returns:
         The members in the order of the file.
 
     Raises:
-        ValueError: there is no directory, or it says what torch does not write.
+        ValueError: There is no directory, or it says what torch does not write.
     """
     try:
         # Offsets are then relative to the tail.
@@ -117,10 +117,10 @@ class Archive:
     """A `.pt` file whose directory and local headers are in order.
 
     Attributes:
-        name: name of the file in errors.
-        size: size of the file in bytes.
-        members: members in the order of the file.
-        starts: offset of the contents of each member.
+        name: Name of the file in errors.
+        size: Size of the file in bytes.
+        members: Members in the order of the file.
+        starts: Offset of the contents of each member.
     """
 
     name: str

@@ -51,10 +51,10 @@ class RecordWriter:
     The last block is written when the writer's context ends without an error.
 
     Attributes:
-        num_records: number of records written so far.
-        num_bytes: size of the file so far.
+        num_records: Number of records written so far.
+        num_bytes: Size of the file so far.
         crc32c: CRC-32C of the file when the context has ended.
-        chunk_offsets: byte offsets of the records 0, 32, 64, ... (`schema.CHUNK_STRIDE`).
+        chunk_offsets: Byte offsets of the records 0, 32, 64, ... (`schema.CHUNK_STRIDE`).
     """
 
     def __init__(self, file: BinaryIO):
@@ -87,7 +87,7 @@ class RecordWriter:
         another (protobuf sorts these its own way).
 
         Args:
-            columns: for each feature int64 `(n,)`, or bytes: a list of them or uint8 `(n, size)`.
+            columns: For each feature int64 `(n,)`, or bytes: a list of them or uint8 `(n, size)`.
         """
         fields: list[tuple[str, int]] = []
         values: list[Iterable[bytes]] = []
@@ -137,9 +137,9 @@ class RecordScan:
     """Takes a file block by block and keeps account of it as `RecordWriter` does.
 
     Attributes:
-        num_records, num_bytes, crc32c, chunk_offsets: as of `RecordWriter`; records count up to the
+        num_records, num_bytes, crc32c, chunk_offsets: As of `RecordWriter`; records count up to the
             first damaged one.
-        problem: damage of the first damaged record; '' for none.
+        problem: Damage of the first damaged record; '' for none.
     """
 
     def __init__(self):
@@ -202,10 +202,10 @@ class Found(NamedTuple):
     """Places of the values of some records.
 
     Attributes:
-        regular: whether a record has the layout, bool `(n,)`; other values mean nothing where not.
+        regular: Whether a record has the layout, bool `(n,)`; other values mean nothing where not.
         keys: int64 `(n,)`.
-        captions_end: addresses at which the captions end, int64 `(n,)`.
-        places: addresses at which the values of each large feature begin, int64 `(n,)`.
+        captions_end: Addresses at which the captions end, int64 `(n,)`.
+        places: Addresses at which the values of each large feature begin, int64 `(n,)`.
     """
 
     regular: np.ndarray
@@ -311,7 +311,7 @@ def _framing(
     that of https://protobuf.dev/programming-guides/encoding.
 
     Args:
-        fields: name and kind of each feature, in the order of the record.
+        fields: Name and kind of each feature, in the order of the record.
         lengths: bytes of each value; of an integer, those of its varint.
     """
     heads = [

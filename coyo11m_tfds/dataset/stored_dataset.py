@@ -47,10 +47,10 @@ class StoredSplit:
     """A split as `schema.INFO_FILE` describes it.
 
     Attributes:
-        name: name of the split, e.g. 'train'.
-        file_names: names of its shards.
-        shard_lengths: number of records of each shard.
-        num_bytes: size of all shards together.
+        name: Name of the split, e.g. 'train'.
+        file_names: Names of its shards.
+        shard_lengths: Number of records of each shard.
+        num_bytes: Size of all shards together.
         build: ID in the names of all files of its build; '' for names without one.
     """
 
@@ -70,10 +70,10 @@ class StoredShard:
     """A shard as the metadata describe it.
 
     Attributes:
-        index_name: name of the file of `index`.
-        number: number of the shard.
-        length: number of its records.
-        index: chunk index of the split; None for one that cannot be used.
+        index_name: Name of the file of `index`.
+        number: Number of the shard.
+        length: Number of its records.
+        index: Chunk index of the split; None for one that cannot be used.
     """
 
     index_name: str
@@ -105,9 +105,9 @@ class IndexedSplit:
     """A split with a chunk index.
 
     Attributes:
-        index: chunk index of the split.
-        folder: folder of the shards.
-        file_names: names of the shards.
+        index: Chunk index of the split.
+        folder: Folder of the shards.
+        file_names: Names of the shards.
     """
 
     index: ChunkIndex
@@ -152,14 +152,14 @@ class DatasetStats:
         latent_mean, latent_std: float32 `(4,)`, over the train split in raw units.
         latent_dtype: 'float16' or 'bfloat16'.
         text_mean, text_std: float32 `(text_dim,)`; None without text embeddings.
-        text_encoder: name of the encoder of the text, or None.
-        text_revision: commit, digest of files or number of the encoder; None if unknown.
-        text_max_tokens: length limit of captions in tokens; 0 for no limit or if unknown.
-        text_dim: width of the text embeddings; 0 without them.
-        source_fingerprint: hex digest of the source files, or None.
-        num_tokens: tokens of a text with its padding; 0 for embeddings.
-        vocabulary: number of token ids; 0 for embeddings.
-        known_tokens: hex digits, a bit for each token id that occurs; '' if unknown.
+        text_encoder: Name of the encoder of the text, or None.
+        text_revision: Commit, digest of files or number of the encoder; None if unknown.
+        text_max_tokens: Length limit of captions in tokens; 0 for no limit or if unknown.
+        text_dim: Width of the text embeddings; 0 without them.
+        source_fingerprint: Hex digest of the source files, or None.
+        num_tokens: Tokens of a text with its padding; 0 for embeddings.
+        vocabulary: Number of token ids; 0 for embeddings.
+        known_tokens: Hex digits, a bit for each token id that occurs; '' if unknown.
     """
 
     latent_mean: np.ndarray
@@ -182,13 +182,13 @@ class StoredDataset:
     """The metadata of a data set.
 
     Attributes:
-        folder: folder of the data set.
-        full_name: name, config and version, as TFDS joins them.
-        splits: splits by name; {} of a mocked data set, which has every split.
-        features: features by name, each as `features.json` describes it.
-        metadata: content of `metadata.json`; {} without that file.
-        columns: features that lie elsewhere than in the records, by name.
-        builder: builder of TFDS that it was opened by, or None.
+        folder: Folder of the data set.
+        full_name: Name, config and version, as TFDS joins them.
+        splits: Splits by name; {} of a mocked data set, which has every split.
+        features: Features by name, each as `features.json` describes it.
+        metadata: Content of `metadata.json`; {} without that file.
+        columns: Features that lie elsewhere than in the records, by name.
+        builder: Builder of TFDS that it was opened by, or None.
     """
 
     folder: str
@@ -242,7 +242,7 @@ class StoredDataset:
         """The layout of its records.
 
         Raises:
-            ValueError: a feature is encoded in another way than as bytes.
+            ValueError: A feature is encoded in another way than as bytes.
         """
         for name in (schema.LATENTS, *schema.TEXT_DTYPES):
             tensor = self.features.get(name, {}).get('tensor', {'encoding': 'bytes'})
@@ -286,8 +286,8 @@ class StoredDataset:
         """A split with its chunk index, which is read once; None for one without an index.
 
         Raises:
-            ValueError: there is no such split; its index is damaged, or of other shards.
-            OSError: the index cannot be read, or is missing although the checksums name it.
+            ValueError: There is no such split; its index is damaged, or of other shards.
+            OSError: The index cannot be read, or is missing although the checksums name it.
         """
         # 'train[:50%]' is a part of 'train'.
         if self.splits and name.partition('[')[0] not in self.splits:
@@ -376,9 +376,9 @@ def open_data(data: Data) -> StoredDataset:
     A `StoredDataset` is returned as it is, so that its metadata are read once.
 
     Raises:
-        FileNotFoundError: there is no data set; the message says where one is.
-        ValueError: a file is damaged (`DamagedError`).
-        OSError: a file cannot be read.
+        FileNotFoundError: There is no data set; the message says where one is.
+        ValueError: A file is damaged (`DamagedError`).
+        OSError: A file cannot be read.
     """
     if isinstance(data, StoredDataset):
         return data
@@ -436,7 +436,7 @@ def parse_splits(data: bytes) -> list[StoredSplit]:
     """The splits, from the content of `schema.INFO_FILE`.
 
     Raises:
-        ValueError: it is damaged, or names no split.
+        ValueError: It is damaged, or names no split.
     """
     try:
         info = json.loads(data)
@@ -475,7 +475,7 @@ def find_build(folder: str | os.PathLike[str]) -> str:
     """The ID in the names of a data set's files; '' without one, or if the description is damaged.
 
     Raises:
-        OSError: the storage cannot be reached.
+        OSError: The storage cannot be reached.
     """
     data = manifest.read_file(f'{os.fspath(folder).rstrip("/")}/{schema.INFO_FILE}')
     try:
@@ -514,8 +514,8 @@ def choose(folder: str | os.PathLike[str]) -> str:
     """The data set that is meant by a folder, local or `gs://`: itself, or the only one below it.
 
     Raises:
-        ValueError: there are several below, or it is empty text or a URL of another kind.
-        OSError: the storage cannot be reached.
+        ValueError: There are several below, or it is empty text or a URL of another kind.
+        OSError: The storage cannot be reached.
     """
     folder = os.fspath(folder)
     if not folder:

@@ -35,10 +35,10 @@ def parse(spec: Spec) -> dict[str, float]:
     """The weights of texts by name, in their order; '' is the text in the records.
 
     Args:
-        spec: as `SYNTAX` says, a weight that is left out being 1; or a mapping of names to weights.
+        spec: As `SYNTAX` says, a weight that is left out being 1; or a mapping of names to weights.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: It is something else.
     """
     pairs: list[tuple[Any, Any]] = list(spec.items()) if isinstance(spec, Mapping) else []
     if not isinstance(spec, Mapping):
@@ -66,14 +66,14 @@ class Text:
     """Describes the embeddings or the tokens of one caption for each record.
 
     Attributes:
-        name: name of the column; '' for those in the records.
-        feature: feature of a batch: `text_embedding` or `tokens`; '' without a text.
-        size: numbers of an embedding, or tokens with padding.
-        encoder: name of the encoder, or None.
-        revision: revision of the encoder; None if unknown.
-        max_tokens: tokens to which captions were cut; 0 for no limit or if unknown.
-        vocabulary: number that all token ids are below; 0 for embeddings.
-        mean, std: statistics of embeddings over the train split, float64 `(size,)`; for tokens
+        name: Name of the column; '' for those in the records.
+        feature: Feature of a batch: `text_embedding` or `tokens`; '' without a text.
+        size: Numbers of an embedding, or tokens with padding.
+        encoder: Name of the encoder, or None.
+        revision: Revision of the encoder; None if unknown.
+        max_tokens: Tokens to which captions were cut; 0 for no limit or if unknown.
+        vocabulary: Number that all token ids are below; 0 for embeddings.
+        mean, std: Statistics of embeddings over the train split, float64 `(size,)`; for tokens
             `(0,)`.
     """
 
@@ -152,9 +152,9 @@ class Chosen:
     """The texts that samples take.
 
     Attributes:
-        texts: at least one, all of one kind.
-        weights: weight of each text.
-        size: numbers of an embedding, or tokens of the longest with their padding.
+        texts: At least one, all of one kind.
+        weights: Weight of each text.
+        size: Numbers of an embedding, or tokens of the longest with their padding.
     """
 
     texts: tuple[Text, ...]
@@ -216,13 +216,13 @@ def choose(
     """The texts that are asked for.
 
     Args:
-        folder: folder of the data set, for messages.
-        spec: as of `parse`.
-        own: the text in the records.
-        columns: columns of the data set.
+        folder: Folder of the data set, for messages.
+        spec: As of `parse`.
+        own: The text in the records.
+        columns: Columns of the data set.
 
     Raises:
-        ValueError: as of `parse`; there is no such text, or the texts are of different kinds.
+        ValueError: As of `parse`; there is no such text, or the texts are of different kinds.
     """
     weights = parse(spec)
     found = []

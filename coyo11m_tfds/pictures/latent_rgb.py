@@ -16,7 +16,7 @@ def latents_to_rgb(latents: np.ndarray) -> np.ndarray:
     """Turns latents into colours by a linear map that approximates the decoder.
 
     Args:
-        latents: raw latents, any float dtype, `(..., 4, H, W)`.
+        latents: Raw latents, any float dtype, `(..., 4, H, W)`.
 
     Returns:
         uint8 `(..., H, W, 3)`.

@@ -40,10 +40,10 @@ def painter(vae: str) -> Paint:
     """What makes pictures of raw latents `(n, C, H, W)`: uint8 `(n, height, width, 3)`.
 
     Args:
-        vae: as for `load`; '': the linear map of `latent_rgb`, one pixel a latent position.
+        vae: As for `load`; '': the linear map of `latent_rgb`, one pixel a latent position.
 
     Raises:
-        ValueError: as of `load`.
+        ValueError: As of `load`.
     """
     return load(vae) if vae else latent_rgb.latents_to_rgb
 
@@ -52,11 +52,11 @@ def load(model: str) -> 'Decoder':
     """Loads a decoder from a folder, or from the hub by name.
 
     Args:
-        model: a folder with config.json and safetensors, or one with such a folder `vae` in it; or
+        model: A folder with config.json and safetensors, or one with such a folder `vae` in it; or
             a name on the hub.
 
     Raises:
-        ValueError: there is no such model, it is of another kind, or its files are unfit.
+        ValueError: There is no such model, it is of another kind, or its files are unfit.
     """
     folder = model_files.folder(model, 'VAE', _HUB_FILES)
     folder = folder / 'vae' if (folder / 'vae').is_dir() else folder
@@ -78,19 +78,19 @@ class Decoder:
     """Turns raw latents into pictures, on one device.
 
     Attributes:
-        factor: pixels a latent position, in each direction.
+        factor: Pixels a latent position, in each direction.
     """
 
     def __init__(self, config: Mapping[str, Any], weights: Mapping[str, np.ndarray], path: str):
         """Checks that the weights are those of the configuration.
 
         Args:
-            config: content of config.json.
-            weights: weights of the decoder, by diffusers' names, float32.
-            path: path of the weights, for messages.
+            config: Content of config.json.
+            weights: Weights of the decoder, by diffusers' names, float32.
+            path: Path of the weights, for messages.
 
         Raises:
-            ValueError: they do not fit each other, or are of a kind that is not known here.
+            ValueError: They do not fit each other, or are of a kind that is not known here.
         """
         kinds = {'AutoencoderKL': _decode_kl, 'AutoencoderTiny': _decode_tiny}
         kind = config.get('_class_name')
@@ -121,7 +121,7 @@ class Decoder:
         """Decodes to what the network gives.
 
         Args:
-            latents: raw latents, any float dtype, `(n, C, H, W)`.
+            latents: Raw latents, any float dtype, `(n, C, H, W)`.
 
         Returns:
             float32 `(n, factor * H, factor * W, 3)`, black at -1 and white at 1, and beyond.

@@ -153,7 +153,7 @@ class Resumable(Ahead[T]):
         """Continues where `get_state` was called, with any number of processes.
 
         Raises:
-            ValueError: the state is none, or of another data set, split or order.
+            ValueError: The state is none, or of another data set, split or order.
         """
         samples, order = state.get('samples'), state.get('order')
         if not isinstance(samples, int) or samples < 0 or order != self._begun.order:
@@ -210,7 +210,7 @@ class Batches(Resumable[Batch]):
             processes_on_host: Processes of the run that share this host.
 
         Raises:
-            ValueError: it takes more; the message says how much, and what would fit.
+            ValueError: It takes more; the message says how much, and what would fit.
         """
         if self._memory_need:
             memory.check(

@@ -57,9 +57,9 @@ def open_column(
     """Compares the files of a column with what the data set says of them; reads no rows.
 
     Raises:
-        ValueError: a file is missing or has changed, or is not as long as the split; or a place is
+        ValueError: A file is missing or has changed, or is not as long as the split; or a place is
             not within its file.
-        OSError: the storage cannot be reached.
+        OSError: The storage cannot be reached.
     """
     name = f'{folder}: its column {column.name!r}'
     if isinstance(column, AddedColumn):
@@ -96,7 +96,7 @@ class ColumnReader:
             fetched: Learns its files; their `ranges` are to be taken before rows are looked for.
 
         Raises:
-            ValueError: there are too many files to map.
+            ValueError: There are too many files to map.
         """
         self._places, self._row_nbytes = opened.places, opened.row_nbytes
         self._stride = opened.row_nbytes + (_CRC_NBYTES if opened.places is None else 0)
@@ -113,8 +113,8 @@ class ColumnReader:
         """The addresses of the values of some records of the split, int64 `(n,)`.
 
         Raises:
-            ValueError: a row is not within its file.
-            OSError: a file cannot be opened.
+            ValueError: A row is not within its file.
+            OSError: A file cannot be opened.
         """
         file, row, offset = self._places_of(number)
         address, limit = self._files.locate(file, offset, self._stride)

@@ -87,7 +87,7 @@ class BadRecords:
         `place` names the first one in the file, if that is not the shard.
 
         Raises:
-            DamagedError: the policy is 'stop', or there are too many by now.
+            DamagedError: The policy is 'stop', or there are too many by now.
         """
         what = f'{path}: {place or f"record {numbers[0]}"} cannot be read: {problem}.'
         if self._stops:

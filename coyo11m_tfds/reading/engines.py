@@ -72,8 +72,8 @@ def open_split(stored: StoredDataset, name: str, engine: str) -> Opened | None:
     """The split that is read by rows or chunks; None without a chunk index.
 
     Raises:
-        ValueError: rows are asked for and cannot be had; or there is no such split.
-        OSError: the chunk index cannot be read.
+        ValueError: Rows are asked for and cannot be had; or there is no such split.
+        OSError: The chunk index cannot be read.
     """
     split = None if stored.is_remote and engine == ROWS else stored.split(name)
     if split is None and engine == ROWS:
@@ -300,7 +300,7 @@ def stored_rows(stored: StoredDataset) -> dict[str, ArraySpec]:
     """Shape and dtype of the large features in the records of a data set.
 
     Raises:
-        ValueError: the data set has no latents, or a feature of another shape or dtype.
+        ValueError: The data set has no latents, or a feature of another shape or dtype.
     """
     dtype = np.dtype(getattr(ml_dtypes, stored.latent_dtype, stored.latent_dtype))
     known: dict[str, ArraySpec] = {

@@ -145,7 +145,7 @@ class MappedFiles:
         """Opens nothing; `versions` of files that may be mapped are as in `SourceFile`.
 
         Raises:
-            ValueError: there are too many files.
+            ValueError: There are too many files.
         """
         if num_files > MAX_FILES:
             raise ValueError(
@@ -168,7 +168,7 @@ class MappedFiles:
         """Maps those that are not mapped yet.
 
         Raises:
-            OSError: a file is missing, refused, or has changed since its version was found.
+            OSError: A file is missing, refused, or has changed since its version was found.
         """
         for number in numbers.tolist():
             if number not in self._states:
@@ -190,7 +190,7 @@ class MappedFiles:
             `(address, limit)`, int64 `(n,)`: what reaches beyond the end of its file is cut there.
 
         Raises:
-            OSError: a file cannot be opened.
+            OSError: A file cannot be opened.
         """
         self.open(np.unique(number))
         start = self.address[number]
@@ -200,7 +200,7 @@ class MappedFiles:
         """Checks that open files have not changed, each at most once a second.
 
         Raises:
-            OSError: one has another size or time of change, was replaced, or is gone.
+            OSError: One has another size or time of change, was replaced, or is gone.
         """
         now = time.monotonic()
         due = np.unique(numbers[self._checked[numbers] < now - _CHECK_SECONDS])
@@ -331,7 +331,7 @@ class FetchedFiles:
         """Waits for ranges that were asked for; from now on `locate` knows them.
 
         Raises:
-            OSError: a file is missing, refused or out of reach.
+            OSError: A file is missing, refused or out of reach.
         """
         for part in ranges:
             if part not in self._held:

@@ -84,7 +84,7 @@ def check(need: Need, *, budget_gb: float, processes_on_host: int) -> None:
         processes_on_host: Processes that read on this host.
 
     Raises:
-        ValueError: they take more; names the largest window that does not, and the budget needed.
+        ValueError: They take more; names the largest window that does not, and the budget needed.
     """
     budget = 1e9 * budget_gb or machine.usable_memory() / 2
     total = processes_on_host * need.num_bytes

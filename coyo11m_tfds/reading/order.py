@@ -53,7 +53,7 @@ class OrderSettings:
         window: Records shuffled together within a lane.
 
     Raises:
-        ValueError: one is out of its range; the message names a value that works.
+        ValueError: One is out of its range; the message names a value that works.
     """
 
     seed: int
@@ -93,7 +93,7 @@ class Order:
         shard_lengths: Records in each shard, int64 `(num_shards,)`.
         settings: Settings of the order.
         num_records: N, in all shards.
-        lane_length: m, samples of a lane in an epoch.
+        lane_length: M, samples of a lane in an epoch.
         window: Records shuffled together, at most `lane_length`.
     """
 
@@ -101,7 +101,7 @@ class Order:
         """Takes the records in each shard.
 
         Raises:
-            ValueError: there are fewer records than lanes; the message names a number that works.
+            ValueError: There are fewer records than lanes; the message names a number that works.
         """
         self.shard_lengths = np.asarray(shard_lengths, np.int64)
         self.settings = settings
@@ -128,7 +128,7 @@ class Order:
         """The epoch of sample `sample` of every lane, and its place among the epoch's m.
 
         Raises:
-            ValueError: it is negative.
+            ValueError: It is negative.
         """
         if sample < 0:
             raise ValueError(f'sample={sample} is negative')
@@ -258,7 +258,7 @@ def check_share(
     """Checks that processes get equal parts of a batch, and of the lanes that it is taken from.
 
     Raises:
-        ValueError: they do not; the message names a batch size and a number of lanes that work.
+        ValueError: They do not; the message names a batch size and a number of lanes that work.
     """
     if not 0 <= process_index < process_count:
         raise ValueError(f'process_index={process_index} is not in [0, {process_count})')

@@ -163,7 +163,7 @@ class RowReader:
             files: The shards; None to map them, which are then local.
 
         Raises:
-            ValueError: there are too many shards.
+            ValueError: There are too many shards.
         """
         lengths = split.index.shard_lengths
         self._split, self._choices = split, choices
@@ -176,7 +176,7 @@ class RowReader:
         """Finds records, int64 `(n,)`, in their files; `epoch` is the one that reads each.
 
         Raises:
-            OSError: a file cannot be opened.
+            OSError: A file cannot be opened.
         """
         memory = self._files.memory
         runs, of_run = np.unique(_run_numbers(shard, record), return_inverse=True)
@@ -208,7 +208,7 @@ class RowReader:
         """Has the system read ahead a run of `prefetch`, where files are mapped.
 
         Raises:
-            OSError: its file cannot be opened.
+            OSError: Its file cannot be opened.
         """
         if isinstance(self._files, MappedFiles):
             self._files.open(np.array(run[:1]))
@@ -223,9 +223,9 @@ class RowReader:
         """The batch of some rows, in their order, with what `check` says of them.
 
         Raises:
-            ValueError: a record cannot be read and the policy is 'stop', too many cannot, or one
+            ValueError: A record cannot be read and the policy is 'stop', too many cannot, or one
                 is whole and lacks a value.
-            OSError: a file has changed since it was opened.
+            OSError: A file has changed since it was opened.
         """
         self._files.check_unchanged(rows.shard)
         for column in self.columns.values():

@@ -23,7 +23,7 @@ class Reading:
     """How a split is read; `input_pipeline.train_batches` says what each field is.
 
     Raises:
-        ValueError: one is of another type or out of its range; the message names what works.
+        ValueError: One is of another type or out of its range; the message names what works.
     """
 
     data: Data

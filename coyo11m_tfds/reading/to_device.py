@@ -69,7 +69,7 @@ def process_share(sharding: jax.sharding.Sharding) -> tuple[int, int]:
         sharding: Sharding of the leading axis.
 
     Raises:
-        ValueError: the parts of processes overlap.
+        ValueError: The parts of processes overlap.
     """
     count = len(sharding.device_set)
     rows: dict[int, set[int]] = {}

@@ -45,18 +45,18 @@ class Report:
     """What is told of a build.
 
     Args:
-        name: data set, config and version.
-        shards: records and bytes of each shard, by split.
-        statistics: statistics of the records, by split.
-        dropped: rows of the source that were left out.
-        metadata: metadata of `dataset_info`, with the keys `schema.META_*`.
+        name: Data set, config and version.
+        shards: Records and bytes of each shard, by split.
+        statistics: Statistics of the records, by split.
+        dropped: Rows of the source that were left out.
+        metadata: Metadata of `dataset_info`, with the keys `schema.META_*`.
         in_place: True if the latents stay in the source.
 
     Attributes:
-        content: content of `report.json`. A histogram has `edges` and `counts`. Counts of the
+        content: Content of `report.json`. A histogram has `edges` and `counts`. Counts of the
             latents are, for each channel, of values below the first edge, from each edge to the
             next, and from the last edge on; those of the captions from each edge on.
-        previews: records to show, evenly spaced.
+        previews: Records to show, evenly spaced.
     """
 
     def __init__(

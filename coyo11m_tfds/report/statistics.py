@@ -62,7 +62,7 @@ def mean_and_std(moments: np.ndarray) -> tuple[list[float], list[float]]:
     """Returns the mean and the (population) standard deviation of each quantity.
 
     Raises:
-        ValueError: the moments are of no value.
+        ValueError: The moments are of no value.
     """
     counts, sums, squares = moments
     if not counts.all():
@@ -76,9 +76,9 @@ class Preview(NamedTuple):
     """A record to look at.
 
     Attributes:
-        key: key of the record.
-        caption: its caption, or the beginning of one that is very long.
-        png: picture of the middle crop, 32 x 32 pixels, in base64.
+        key: Key of the record.
+        caption: Its caption, or the beginning of one that is very long.
+        png: Picture of the middle crop, 32 x 32 pixels, in base64.
     """
 
     key: int
@@ -90,21 +90,21 @@ class ShardStatistics:
     """Counts, moments and histograms of the good samples of a shard, or of several shards.
 
     Args:
-        text_dim: numbers of a text embedding; 0 where there are none.
-        vocabulary: number of token ids, those that occur are noted; 0 to note none.
+        text_dim: Numbers of a text embedding; 0 where there are none.
+        vocabulary: Number of token ids, those that occur are noted; 0 to note none.
 
     Attributes:
-        num_records: good samples, i.e. those whose latents and text embedding are finite.
+        num_records: Good samples, i.e. those whose latents and text embedding are finite.
         latent_moments: `moments` of the 4 channels.
         text_moments: `moments` of each number of the text embeddings.
         latent_histogram: int64 `(4, 122)`, of the first 64 good samples of each shard: below the
             first of `LATENT_EDGES`, from each edge to the next, from the last edge on.
         caption_histogram: int64 `(129,)`, captions by length in bytes, bins from each of
             `CAPTION_EDGES` on.
-        previews: the first good samples of each shard, at most 6.
+        previews: The first good samples of each shard, at most 6.
         known_tokens: bool `(vocabulary,)`, ids that occur in good samples.
-        non_finite: samples that are not good.
-        non_finite_keys: keys of the first of these, at most 10.
+        non_finite: Samples that are not good.
+        non_finite_keys: Keys of the first of these, at most 10.
     """
 
     def __init__(self, text_dim: int = 0, vocabulary: int = 0):
@@ -135,7 +135,7 @@ class ShardStatistics:
             keys: int64 `(n,)`.
             captions: UTF-8, one a sample.
             latents: float32 `(n, 3, 4, 32, 32)`.
-            text: text embeddings, float16 `(n, text_dim)`, where there are any.
+            text: Text embeddings, float16 `(n, text_dim)`, where there are any.
 
         Returns:
             Which samples are good, bool `(n,)`. Numbers whose squares add up to more than float32
@@ -243,13 +243,13 @@ class Dropped:
     """Rows that are dropped, by reason.
 
     Args:
-        num_rows: rows of the source.
-        max_bad_fraction: share of them that may be bad.
+        num_rows: Rows of the source.
+        max_bad_fraction: Share of them that may be bad.
 
     Attributes:
-        num_rows: rows of the source.
-        counts: rows by reason, every reason of `schema.DROP_REASONS`.
-        examples: some keys by reason, of reasons that occur.
+        num_rows: Rows of the source.
+        counts: Rows by reason, every reason of `schema.DROP_REASONS`.
+        examples: Some keys by reason, of reasons that occur.
     """
 
     MAX_EXAMPLES = 10

@@ -39,16 +39,16 @@ def join(
     """Writes the captions of some keys into a new folder, for `joined.Joined`.
 
     Args:
-        path: path of the Parquet file.
-        column: column with the texts.
-        folder: see `joined.make`.
-        wanted: keys, each once, int64 `(n,)`; place i is that of `wanted[i]`. None for all keys of
+        path: Path of the Parquet file.
+        column: Column with the texts.
+        folder: See `joined.make`.
+        wanted: Keys, each once, int64 `(n,)`; place i is that of `wanted[i]`. None for all keys of
             the file; their places are the keys themselves.
-        name: stands for the file in messages.
+        name: Stands for the file in messages.
 
     Raises:
-        ValueError: see `KeyedFile`; the column holds no text, or a text is not UTF-8.
-        OSError: the folder cannot be written.
+        ValueError: See `KeyedFile`; the column holds no text, or a text is not UTF-8.
+        OSError: The folder cannot be written.
     """
     with KeyedFile(path, column, name=name) as file:
         if not file.is_text:
@@ -124,7 +124,7 @@ def _measure(
     """Returns texts as large binary, their sizes and their CRC-32; those too long become null.
 
     Raises:
-        ValueError: one is not UTF-8; names its key, of which `keys` has one a text.
+        ValueError: One is not UTF-8; names its key, of which `keys` has one a text.
     """
     if pa.types.is_string_view(texts.type):  # Arrow cannot tell the lengths of these
         texts = texts.cast(pa.large_string())

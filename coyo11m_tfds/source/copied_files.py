@@ -84,8 +84,8 @@ def recorded_states(folder: str) -> dict[str, FileState]:
     """Returns the state of every copy in a source's folder when it was made, by name.
 
     Raises:
-        FileNotFoundError: there is no such folder.
-        OSError: the records cannot be read.
+        FileNotFoundError: There is no such folder.
+        OSError: The records cannot be read.
     """
     _, files = source_files.list_files(folder, _RECORDS, ('.json',))
     records = [file for name, file in files.items() if os.path.dirname(name) == _RECORDS]

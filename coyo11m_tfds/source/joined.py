@@ -92,13 +92,13 @@ def make(folder: str, batches: Iterable[Batch], facts: Mapping[str, Any]) -> Non
     """Sorts values into a new folder.
 
     Args:
-        folder: made by this.
-        batches: no place comes twice in them.
-        facts: kept with the values; read when all batches are there.
+        folder: Made by this.
+        batches: No place comes twice in them.
+        facts: Kept with the values; read when all batches are there.
 
     Raises:
-        OSError: the files cannot be written, e.g. because the disk is full.
-        Exception: whatever `batches` raises.
+        OSError: The files cannot be written, e.g. because the disk is full.
+        Exception: Whatever `batches` raises.
     """
     os.mkdir(folder)
     path, spilled = os.path.join(folder, _ROWS), os.path.join(folder, 'spilled')
@@ -134,9 +134,9 @@ def kept(cache_dir: str, origin: Any, make_folder: Callable[[str], None]) -> Joi
     While the result lives, `sweep` leaves it there.
 
     Args:
-        cache_dir: existing local folder.
-        origin: all that decides the content, JSON.
-        make_folder: calls `make` with the folder that it is given.
+        cache_dir: Existing local folder.
+        origin: All that decides the content, JSON.
+        make_folder: Calls `make` with the folder that it is given.
     """
     folder = os.path.join(cache_dir, f'joined-{json_digest.sha256([_FORMAT, origin])[:32]}')
     while not (found := _open_whole(folder)):

@@ -58,7 +58,7 @@ class KeyedFile:
         """Opens a file; the values are in the first of `columns` that the file has.
 
         Raises:
-            ValueError: it is not a Parquet file, is encrypted, or lacks a column or any row.
+            ValueError: It is not a Parquet file, is encrypted, or lacks a column or any row.
         """
         self.name, self._path = name or path, path
         with naming_damage(self.name):
@@ -130,10 +130,10 @@ class KeyedFile:
         """Yields the values of all rows; texts that often repeat as a `pa.DictionaryArray`.
 
         Args:
-            row_bytes: size of a value in memory, where all have the same.
+            row_bytes: Size of a value in memory, where all have the same.
 
         Raises:
-            ValueError: a page of the file is damaged.
+            ValueError: A page of the file is damaged.
         """
         most = _BYTES_AT_ONCE // max(row_bytes, self._row_bytes)
         with naming_damage(self.name):

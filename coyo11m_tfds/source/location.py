@@ -41,13 +41,13 @@ def find(root: str | os.PathLike[str]) -> Source:
     """Finds the files of a source and checks that none is missing.
 
     Args:
-        root: local folder, `gs://bucket/folder` or `hf://datasets/owner/name[@revision][/folder]`.
+        root: Local folder, `gs://bucket/folder` or `hf://datasets/owner/name[@revision][/folder]`.
 
     Raises:
-        ValueError: the folder is missing, or lacks the `.pt` files or the captions; or a file is
+        ValueError: The folder is missing, or lacks the `.pt` files or the captions; or a file is
             not what `mirror` copied there.
-        PermissionError: credentials are missing or refused.
-        OSError: there is no such bucket, or the storage cannot be reached.
+        PermissionError: Credentials are missing or refused.
+        OSError: There is no such bucket, or the storage cannot be reached.
     """
     folder = os.fspath(root)
     try:

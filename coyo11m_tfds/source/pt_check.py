@@ -38,18 +38,18 @@ def fetch_head(file: SourceFile, folder: str | os.PathLike[str], *, check_crc: b
     that is 1.1 MB in three requests.
 
     Args:
-        file: a `.pt` file; for a local one its own path is returned, after the same checks.
-        folder: local folder of the caller's own, for files of different names.
+        file: A `.pt` file; for a local one its own path is returned, after the same checks.
+        folder: Local folder of the caller's own, for files of different names.
         check_crc: False for a file that was saved without valid checksums.
 
     Returns:
         Path of the head.
 
     Raises:
-        ValueError: it is not a zip as torch writes it, or its directory is larger than that of any
+        ValueError: It is not a zip as torch writes it, or its directory is larger than that of any
             `.pt` of a source or contradicts itself; or a local file is damaged.
-        PermissionError: credentials are missing or refused.
-        OSError: the storage cannot be reached, the file is gone or has changed, or the content
+        PermissionError: Credentials are missing or refused.
+        OSError: The storage cannot be reached, the file is gone or has changed, or the content
             stays damaged.
     """
     if not file.is_remote:
@@ -81,14 +81,14 @@ def check_contents(
     """Reads a `.pt` file through once and compares all members with their CRC-32.
 
     Args:
-        path: local file.
-        name: name of the file in errors, if not its path.
+        path: Local file.
+        name: Name of the file in errors, if not its path.
         check_crc: False for a file that was saved without valid checksums.
-        recorded: size and CRC-32C that the whole file had when it was copied, if they are known.
-        on_bytes: is told how many bytes have been read.
+        recorded: Size and CRC-32C that the whole file had when it was copied, if they are known.
+        on_bytes: Is told how many bytes have been read.
 
     Raises:
-        ValueError: something differs, or it is not a `.pt` file.
+        ValueError: Something differs, or it is not a `.pt` file.
     """
     name = name or os.fspath(path)
     if not check_crc:

@@ -49,10 +49,10 @@ class LatentShard:
         """Opens a local file; errors call it `name`, or by its path.
 
         Raises:
-            ValueError: the file is truncated, is not a `.pt`, would run code when unpickled, or its
+            ValueError: The file is truncated, is not a `.pt`, would run code when unpickled, or its
                 tensors are missing, of an unexpected dtype or shape, or not stored element by
                 element.
-            RowsDisagreeError: its tensors are valid, but have unequal numbers of rows.
+            RowsDisagreeError: Its tensors are valid, but have unequal numbers of rows.
         """
         self.path, self._local_path = name or os.fspath(path), os.fspath(path)
         archive = pt_archive.open_archive(path, self.path)
@@ -143,7 +143,7 @@ class LatentShard:
         """Reads the text embeddings of some rows as float32 `(len(rows), embedding_dim)`.
 
         Raises:
-            ValueError: the file has no `embeddings`.
+            ValueError: The file has no `embeddings`.
         """
         if self._embeddings is None:
             raise ValueError(f"{self.path}: lacks '{schema.PT_EMBEDDINGS}'.")

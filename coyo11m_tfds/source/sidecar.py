@@ -57,8 +57,8 @@ def find_parts(folder: str) -> tuple[int, dict[int, SourceFile]]:
         `(count, parts)`: how many there are to be, 0 if there is none; and those that are there.
 
     Raises:
-        ValueError: it has parts of different counts.
-        OSError: the storage cannot be reached.
+        ValueError: It has parts of different counts.
+        OSError: The storage cannot be reached.
     """
     found: dict[int, dict[int, SourceFile]] = {}  # by count and number
     for name, file in stored_files.list_folder(folder, missing_ok=True).items():
@@ -79,12 +79,12 @@ def find(place: str | os.PathLike[str]) -> list[SourceFile]:
     """Finds the file of a sidecar, or all parts of one that is a folder, in their order.
 
     Args:
-        place: a Parquet file or a folder of parts; local or remote.
+        place: A Parquet file or a folder of parts; local or remote.
 
     Raises:
-        ValueError: there is no such file or folder, or a part of it is missing.
-        PermissionError: credentials are missing or refused.
-        OSError: the storage cannot be reached.
+        ValueError: There is no such file or folder, or a part of it is missing.
+        PermissionError: Credentials are missing or refused.
+        OSError: The storage cannot be reached.
     """
     text = os.fspath(place)
     if text.endswith('.parquet') or os.path.isfile(text):
@@ -155,7 +155,7 @@ def describe(path: str, column: str = '', name: str = '') -> dict[str, Any]:
     """Returns the facts of `join` that one file tells; `name` stands for it in messages.
 
     Raises:
-        ValueError: a column or an entry of the metadata is missing or of an unexpected type.
+        ValueError: A column or an entry of the metadata is missing or of an unexpected type.
     """
     with KeyedFile(path, *([column] if column else _COLUMNS), name=name) as file:
         return _describe(file, column)
@@ -236,17 +236,17 @@ def join(
     embeddings and tokens, the fields of their `header`.
 
     Args:
-        files: files of the values, in order.
-        folder: see `joined.make`.
-        wanted: keys, each once, int64 `(n,)`; place i is that of `wanted[i]`.
-        hold: context manager that gives the path of a file while it is read.
-        column: column of integers, floats, or lists of one size; a row with a null has no value.
+        files: Files of the values, in order.
+        folder: See `joined.make`.
+        wanted: Keys, each once, int64 `(n,)`; place i is that of `wanted[i]`.
+        hold: Context manager that gives the path of a file while it is read.
+        column: Column of integers, floats, or lists of one size; a row with a null has no value.
             '' for embeddings or tokens of `embed_captions`.
 
     Raises:
-        ValueError: see `KeyedFile` and `describe`; files differ in what made them or in what
+        ValueError: See `KeyedFile` and `describe`; files differ in what made them or in what
             they hold; two rows have the same key; or an embedding is null or not finite.
-        OSError: a file cannot be read, or the folder cannot be written.
+        OSError: A file cannot be read, or the folder cannot be written.
     """
     facts: dict[str, Any] = {}
     joined.make(folder, _batches(files, wanted, hold, column, facts), facts)

@@ -114,16 +114,16 @@ class SourceLatents:
         """Opens and checks every file.
 
         Args:
-            files: the files.
-            head_dir: existing, empty folder for the heads of remote files, some MB each.
-            drop_bad: mark duplicate keys and leave out files whose tensors disagree, instead of
+            files: The files.
+            head_dir: Existing, empty folder for the heads of remote files, some MB each.
+            drop_bad: Mark duplicate keys and leave out files whose tensors disagree, instead of
                 raising.
-            check_crc: compare all but the large storages with their CRC-32.
+            check_crc: Compare all but the large storages with their CRC-32.
 
         Raises:
-            ValueError: a file is bad, the files disagree, or none has a row; or `drop_bad` is false
+            ValueError: A file is bad, the files disagree, or none has a row; or `drop_bad` is false
                 and a key is a duplicate.
-            OSError: a remote file cannot be read.
+            OSError: A remote file cannot be read.
         """
 
         def read_one(file: SourceFile) -> Head:
@@ -163,7 +163,7 @@ class SourceLatents:
         """The width of `embeddings` in all files.
 
         Raises:
-            ValueError: a file has none, or another width than the first.
+            ValueError: A file has none, or another width than the first.
         """
         first_path, first = self._embedding_dims[0]
         for path, dim in self._embedding_dims:

@@ -75,7 +75,7 @@ class Destination:
         """Does not touch the storage.
 
         Raises:
-            ValueError: the folder is '', or a URL of another kind than `gs://bucket/folder`.
+            ValueError: The folder is '', or a URL of another kind than `gs://bucket/folder`.
         """
         path = os.fspath(folder)
         if not path:
@@ -97,13 +97,13 @@ class Destination:
         """Moves a local file to `name`, replacing what is there; the local file is gone afterwards.
 
         Args:
-            local_file: a file in the folder that `staging` gave.
-            name: relative to the folder; folders in it are made.
+            local_file: A file in the folder that `staging` gave.
+            name: Relative to the folder; folders in it are made.
             crc32c: CRC-32C of the file. A copy or an upload of the file must have the same.
 
         Raises:
-            OSError: the file cannot be stored, e.g. because the disk is full.
-            PermissionError: there are no credentials for the bucket, or they are refused.
+            OSError: The file cannot be stored, e.g. because the disk is full.
+            PermissionError: There are no credentials for the bucket, or they are refused.
         """
         raise NotImplementedError
 
@@ -125,15 +125,15 @@ class Destination:
         storage copies by itself; other remote files pass through the scratch folder.
 
         Args:
-            file: file to copy.
-            name: name of the copy, relative to the folder.
-            scratch: must be given if `needs_scratch`.
-            on_bytes: is told how many more bytes are done, together about `file.size`; a negative
+            file: File to copy.
+            name: Name of the copy, relative to the folder.
+            scratch: Must be given if `needs_scratch`.
+            on_bytes: Is told how many more bytes are done, together about `file.size`; a negative
                 number where bytes turned out wrong. What it raises ends the copying.
 
         Raises:
-            PermissionError: credentials are missing or refused.
-            OSError: the file cannot be read, has changed, or cannot be stored.
+            PermissionError: Credentials are missing or refused.
+            OSError: The file cannot be read, has changed, or cannot be stored.
         """
         raise NotImplementedError
 
@@ -149,8 +149,8 @@ class Destination:
         """Reads the (small) files directly in a sub-folder, by name; {} if it does not exist.
 
         Args:
-            folder: relative to the destination.
-            names: the files to read, as far as they are there; None for all.
+            folder: Relative to the destination.
+            names: The files to read, as far as they are there; None for all.
         """
         base = f'{folder}/' if folder else ''
         return self._of_all(folder, names, lambda name, found: self._read(base + name, found))
@@ -166,9 +166,9 @@ class Destination:
         Local files are read through, at the speed of the disk. Remote ones are one listing.
 
         Args:
-            folder: relative to the destination.
-            on_bytes: is told how many local bytes were read, from several threads.
-            names: the files that matter; None for all.
+            folder: Relative to the destination.
+            on_bytes: Is told how many local bytes were read, from several threads.
+            names: The files that matter; None for all.
         """
         return self._of_all(folder, names, lambda name, found: self._state(found, on_bytes))
 
@@ -211,10 +211,10 @@ class Destination:
         Checksums are compared in a bucket only, where the listing has them.
 
         Args:
-            states: expected states, by relative name.
+            states: Expected states, by relative name.
 
         Raises:
-            OSError: a file is missing, or differs; names it.
+            OSError: A file is missing, or differs; names it.
         """
         raise NotImplementedError
 

@@ -56,7 +56,7 @@ def compare(folder: str, found: Mapping[str, Any], expected: Mapping[str, Any]) 
     """Compares what is known of the files in a folder, by name, with what is expected.
 
     Raises:
-        OSError: they differ; names the first file.
+        OSError: They differ; names the first file.
     """
     for name in sorted(found.keys() | expected.keys()):
         if found.get(name) != expected.get(name):

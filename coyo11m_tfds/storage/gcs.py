@@ -69,7 +69,7 @@ def split_url(url: str) -> tuple[str, str]:
     """Returns bucket and name of `gs://bucket/name`; the name may be empty.
 
     Raises:
-        ValueError: the URL is of another kind.
+        ValueError: The URL is of another kind.
     """
     bucket, _, name = url.removeprefix('gs://').partition('/')
     if not url.startswith('gs://') or not bucket:
@@ -82,7 +82,7 @@ def list_objects(folder: str, deep: bool = False) -> dict[str, Stat]:
 
     Args:
         folder: `gs://bucket/folder`, or a bucket.
-        deep: with the objects in folders below it.
+        deep: With the objects in folders below it.
     """
     prefix = f'{split_url(folder)[1].rstrip("/")}/'.lstrip('/')
     with _plain_errors(folder):
@@ -131,8 +131,8 @@ def read(url: str, found: Stat | None = None) -> bytes | None:
     """Reads a small object; None where there is none.
 
     Args:
-        url: the object.
-        found: its entry in a listing, which saves a request.
+        url: The object.
+        found: Its entry in a listing, which saves a request.
     """
 
     def attempt(generation: int, state: FileState) -> bytes:
@@ -158,14 +158,14 @@ def write(
     """Stores a small object.
 
     Args:
-        url: the object; replaced if it is there.
-        data: its content.
-        generation: the only one that may be replaced; 0 for none, None for any.
-        attempts: how often each request is tried.
-        seconds: a request is given up after this time without a byte; 0 for the usual time.
+        url: The object; replaced if it is there.
+        data: Its content.
+        generation: The only one that may be replaced; 0 for none, None for any.
+        attempts: How often each request is tried.
+        seconds: A request is given up after this time without a byte; 0 for the usual time.
 
     Raises:
-        Conflict: the object has another generation.
+        Conflict: The object has another generation.
     """
     sent = FileState(len(data), google_crc32c.value(data))
 
@@ -190,10 +190,10 @@ def upload(
     """Stores a local file of any size; only a request that breaks off is sent again.
 
     Args:
-        url: the object; replaced if it is there.
-        path: the file.
-        crc32c: its checksum.
-        on_bytes: is told how many bytes are read to be sent; what it raises ends the upload.
+        url: The object; replaced if it is there.
+        path: The file.
+        crc32c: Its checksum.
+        on_bytes: Is told how many bytes are read to be sent; what it raises ends the upload.
     """
     sent = FileState(os.path.getsize(path), crc32c)
 
@@ -225,9 +225,9 @@ def copy(
 
     Args:
         source: URL of an object in any bucket.
-        url: the copy; replaced if it is there.
-        expected: state of the source; another is not accepted.
-        on_bytes: is told how many more bytes are copied; what it raises ends the copy.
+        url: The copy; replaced if it is there.
+        expected: State of the source; another is not accepted.
+        on_bytes: Is told how many more bytes are copied; what it raises ends the copy.
     """
 
     def attempt() -> None:
@@ -249,8 +249,8 @@ def delete(url: str, generation: int | None = None) -> None:
     """Deletes an object; nothing happens where there is none.
 
     Args:
-        url: the object.
-        generation: the only one that may be deleted; None for any.
+        url: The object.
+        generation: The only one that may be deleted; None for any.
     """
     with (
         _plain_errors(url),

@@ -42,7 +42,7 @@ def lease_seconds() -> float:
     """Seconds without a sign of life after which the holder of a lock counts as dead.
 
     Raises:
-        ValueError: the environment variable is not a positive number.
+        ValueError: The environment variable is not a positive number.
     """
     return retry.seconds('COYO11M_LEASE_SECONDS', 60.0)
 
@@ -64,9 +64,9 @@ class FileLock:
         """Takes the lock.
 
         Args:
-            path: the file, made if it is not there.
-            shared: any number may hold it shared, or one alone exclusively.
-            wait: until others release it.
+            path: The file, made if it is not there.
+            shared: Any number may hold it shared, or one alone exclusively.
+            wait: Until others release it.
 
         Raises:
             BlockingIOError: `wait` is false and others hold it.
@@ -129,8 +129,8 @@ def temporary_folder(parent: str | os.PathLike[str], prefix: str) -> Iterator[st
     lock is made before the folder and removed after it.
 
     Args:
-        parent: existing local folder.
-        prefix: begins the name of the folder; other folders of this prefix in `parent` are deleted
+        parent: Existing local folder.
+        prefix: Begins the name of the folder; other folders of this prefix in `parent` are deleted
             if no living process of this machine holds them.
     """
     pattern = glob.escape(os.path.join(parent, prefix)) + '[0-9a-f]' * 32 + _LOCK
@@ -182,14 +182,14 @@ def hold(place: str | os.PathLike[str], wait_seconds: float | None) -> Iterator[
     While it waits, a line in the log says once a minute who is there.
 
     Args:
-        place: path or URL; need not exist.
-        wait_seconds: how long to wait for another holder; 0 for not at all, None to wait only
+        place: Path or URL; need not exist.
+        wait_seconds: How long to wait for another holder; 0 for not at all, None to wait only
             until it is known to be alive or dead.
 
     Raises:
-        TimeoutError: another still holds it.
-        PermissionError: the lock must not be written, or credentials are missing or refused.
-        OSError: the file system has no locks, or the storage cannot be reached.
+        TimeoutError: Another still holds it.
+        PermissionError: The lock must not be written, or credentials are missing or refused.
+        OSError: The file system has no locks, or the storage cannot be reached.
     """
     place = os.fspath(place).rstrip('/')
     lock = _open(place)
@@ -219,13 +219,13 @@ def wait_for(
     A line in the log says once a minute what it waits for.
 
     Args:
-        place: path of the folder or file that the process makes.
-        is_there: called again and again.
-        wait_seconds: how long to wait.
+        place: Path of the folder or file that the process makes.
+        is_there: Called again and again.
+        wait_seconds: How long to wait.
 
     Raises:
-        TimeoutError: it is not there by then.
-        RuntimeError: no process has held the lock for two thirds of `COYO11M_LEASE_SECONDS` (60):
+        TimeoutError: It is not there by then.
+        RuntimeError: No process has held the lock for two thirds of `COYO11M_LEASE_SECONDS` (60):
             the first one has failed, was killed, or has not begun.
     """
     place = os.fspath(place).rstrip('/')

@@ -37,12 +37,12 @@ def folder(model: str, kind: str, files: Sequence[str]) -> Path:
     """The folder of a model, downloaded from the hub unless it is in the cache of its client.
 
     Args:
-        model: a folder, or a name on the hub.
-        kind: kind of model, for messages.
-        files: patterns of the names of files to download.
+        model: A folder, or a name on the hub.
+        kind: Kind of model, for messages.
+        files: Patterns of the names of files to download.
 
     Raises:
-        ValueError: there is no such model, or the hub does not give it.
+        ValueError: There is no such model, or the hub does not give it.
     """
     if found := local_folder(model, kind):
         return found
@@ -62,7 +62,7 @@ def gguf_file(folder: Path) -> Path | None:
     """The GGUF file to read in a model's folder, or None where safetensors are to be read.
 
     Raises:
-        ValueError: it holds neither safetensors nor exactly one GGUF file.
+        ValueError: It holds neither safetensors nor exactly one GGUF file.
     """
     if any(folder.glob('*.safetensors')):
         return None

@@ -59,15 +59,15 @@ def fetch(file: SourceFile, target: str, on_bytes: Callable[[int], None] | None 
     for each other. If a verified copy is there already, nothing happens.
 
     Args:
-        file: on gs:// or hf://.
-        target: local path in an existing folder; a file that differs is replaced.
-        on_bytes: is told how many bytes were received or found from before; a negative number
+        file: On gs:// or hf://.
+        target: Local path in an existing folder; a file that differs is replaced.
+        on_bytes: Is told how many bytes were received or found from before; a negative number
             where bytes turned out wrong. The sum is `file.size`.
 
     Raises:
-        FileNotFoundError: the file is gone.
-        PermissionError: credentials are missing or refused.
-        OSError: the storage cannot be reached, the file has changed since it was described, its
+        FileNotFoundError: The file is gone.
+        PermissionError: Credentials are missing or refused.
+        OSError: The storage cannot be reached, the file has changed since it was described, its
             checksum stays wrong, or the disk is full.
     """
     path = f'{target}.part'
@@ -85,8 +85,8 @@ def read_range(file: SourceFile, start: int, length: int) -> bytes:
     """Reads `length` bytes from byte `start` of a file, remote or local.
 
     Raises:
-        ValueError: the range is not within the file.
-        FileNotFoundError, PermissionError, OSError: as `fetch`.
+        ValueError: The range is not within the file.
+        FileNotFoundError, PermissionError, OSError: As `fetch`.
     """
     if not 0 <= start <= start + length <= file.size:
         raise ValueError(
@@ -121,9 +121,9 @@ def _get(file: SourceFile, start: int, stop: int, *, or_all: bool = False) -> 'B
     With `or_all` it may be the whole file, with status 200, from a server that ignores ranges.
 
     Raises:
-        Refused: the server refused.
-        FileNotFoundError: the file is gone.
-        Changed: it has another size or checksum.
+        Refused: The server refused.
+        FileNotFoundError: The file is gone.
+        Changed: It has another size or checksum.
         retry.Corrupted: the answer is another range.
     """
     import urllib3

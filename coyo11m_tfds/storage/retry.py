@@ -75,15 +75,15 @@ def call(operation: Callable[[], T], what: str, *, attempts: int = 8) -> T:
     """Returns `operation()`, retried as long as it fails with a transient error.
 
     Args:
-        operation: function without arguments that is safe to repeat.
-        what: names the file or place in messages, best with its URL.
-        attempts: how often it is tried at most.
+        operation: Function without arguments that is safe to repeat.
+        what: Names the file or place in messages, best with its URL.
+        attempts: How often it is tried at most.
 
     Raises:
         PermissionError: `what` is on gs:// or hf:// and credentials are missing or refused; the
             message has the command that gets access. Not retried.
-        GivenUp: an OSError; every attempt failed; names `what`, the attempts and the last cause.
-        Exception: whatever `operation` raised, at once, if it is not transient.
+        GivenUp: An OSError; every attempt failed; names `what`, the attempts and the last cause.
+        Exception: Whatever `operation` raised, at once, if it is not transient.
     """
     for attempt in range(1, attempts + 1):
         try:
@@ -138,7 +138,7 @@ def seconds(variable: str, default: float) -> float:
     """Reads a time from an environment variable; unset or empty, it is the default.
 
     Raises:
-        ValueError: it is not a positive number.
+        ValueError: It is not a positive number.
     """
     text = os.environ.get(variable, '')
     try:

@@ -54,9 +54,9 @@ def choose_folder(program: str, data_dir: str, chosen: str = '') -> str:
     """Returns the local folder where a program keeps stores and downloads; it need not exist.
 
     Args:
-        program: its name.
-        data_dir: folder of its data sets; '' if unknown.
-        chosen: the user's choice, instead of `.PROGRAM` in a local `data_dir` or else the cache.
+        program: Its name.
+        data_dir: Folder of its data sets; '' if unknown.
+        chosen: The user's choice, instead of `.PROGRAM` in a local `data_dir` or else the cache.
 
     Raises:
         ValueError: `chosen` is a URL.
@@ -84,7 +84,7 @@ def user_temp(name: str) -> str:
     """Returns a folder for temporary files that is this user's alone, made if it is not there.
 
     Raises:
-        PermissionError: another user has made it, or may write to it.
+        PermissionError: Another user has made it, or may write to it.
     """
     folder = os.path.join(tempfile.gettempdir(), f'{name}-{os.getuid()}')
     with contextlib.suppress(FileExistsError):
@@ -131,11 +131,11 @@ class Scratch:
         """Makes the folder if it is not there.
 
         Args:
-            folder: local; other files in it are left alone and do not count.
-            max_bytes: most that copies, finished or not, may take together.
+            folder: Local; other files in it are left alone and do not count.
+            max_bytes: Most that copies, finished or not, may take together.
 
         Raises:
-            ValueError: the folder is a URL.
+            ValueError: The folder is a URL.
         """
         _check_local(os.fspath(folder))
         self._folder = pathlib.Path(folder)
@@ -161,15 +161,15 @@ class Scratch:
         for more, or it may wait for itself.
 
         Args:
-            files: different ones, one or more. For a local file its own path is given.
-            on_bytes: as in `remote.fetch`, from several threads, if this holder is the one that
+            files: Different ones, one or more. For a local file its own path is given.
+            on_bytes: As in `remote.fetch`, from several threads, if this holder is the one that
                 downloads; it is called with 0 while this waits for room, so that it may raise an
                 exception to stop waiting.
 
         Raises:
-            ValueError: the files are larger than the bound.
-            PermissionError: credentials are missing or refused.
-            OSError: the download fails; what was received stays.
+            ValueError: The files are larger than the bound.
+            PermissionError: Credentials are missing or refused.
+            OSError: The download fails; what was received stays.
         """
         remote_files = [file for file in files if file.is_remote]
         if not remote_files:

@@ -69,21 +69,21 @@ def list_files(
     """Lists the files in a folder and in one of its sub-folders.
 
     Args:
-        folder: local or remote.
-        sub_folder: its name.
-        suffixes: how the names of files that are wanted may end. Hidden ones are left out.
+        folder: Local or remote.
+        sub_folder: Its name.
+        suffixes: How the names of files that are wanted may end. Hidden ones are left out.
 
     Returns:
         The folder as it stands in the paths of its files (on the hub with the commit), and the
         files by name relative to it.
 
     Raises:
-        FileNotFoundError: there is no such folder; the bucket exists.
-        NotADirectoryError: it is a file.
-        ValueError: it is empty text or a URL of another kind, or a wanted file is a link to
+        FileNotFoundError: There is no such folder; the bucket exists.
+        NotADirectoryError: It is a file.
+        ValueError: It is empty text or a URL of another kind, or a wanted file is a link to
             nothing.
-        PermissionError: credentials are missing or refused.
-        OSError: there is no such bucket, or the storage cannot be reached.
+        PermissionError: Credentials are missing or refused.
+        OSError: There is no such bucket, or the storage cannot be reached.
     """
 
     def is_wanted(name: str) -> bool:
@@ -114,9 +114,9 @@ def describe(path: str | os.PathLike[str]) -> SourceFile:
     """Looks at one file, local or remote.
 
     Raises:
-        ValueError: there is no such file.
-        PermissionError: credentials are missing or refused.
-        OSError: there is no such bucket, or the storage cannot be reached.
+        ValueError: There is no such file.
+        PermissionError: Credentials are missing or refused.
+        OSError: There is no such bucket, or the storage cannot be reached.
     """
     text = os.fspath(path)
     try:
@@ -145,7 +145,7 @@ def hub_uri(path: str) -> 'huggingface_hub.utils.HfUri':
     """Takes `hf://datasets/owner/name@revision/path` apart.
 
     Raises:
-        ValueError: it is not the URL of a data set on the hub.
+        ValueError: It is not the URL of a data set on the hub.
     """
     from huggingface_hub import utils
 

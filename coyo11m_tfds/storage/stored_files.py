@@ -28,8 +28,8 @@ def list_folder(folder: str, missing_ok: bool = False) -> dict[str, SourceFile]:
     """The visible files of a folder by name; with `missing_ok` none where there is no folder.
 
     Raises:
-        ValueError: there is no such folder.
-        OSError: the storage cannot be reached.
+        ValueError: There is no such folder.
+        OSError: The storage cannot be reached.
     """
     try:
         if source_files.is_remote(folder):
@@ -48,15 +48,15 @@ def folders_with(folder: str, name: str) -> list[str]:
     """The folders of versions that hold a file: this one, else those NAME/CONFIG/VERSION below.
 
     Args:
-        folder: local or `gs://`; also one of the levels below.
-        name: name of the file.
+        folder: Local or `gs://`; also one of the levels below.
+        name: Name of the file.
 
     Returns:
         Paths or URLs, sorted; [] where there is none.
 
     Raises:
-        ValueError: it is a URL of another kind.
-        OSError: the storage cannot be reached.
+        ValueError: It is a URL of another kind.
+        OSError: The storage cannot be reached.
     """
     if is_remote := source_files.is_remote(folder):
         from coyo11m_tfds.storage import gcs
@@ -125,7 +125,7 @@ def read(
     """Reads a file into what `new` makes; again from the start if its checksum is wrong.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: It cannot be read.
     """
 
     def attempt() -> Taken:

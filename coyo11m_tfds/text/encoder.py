@@ -63,8 +63,8 @@ class Encoder(Tokenizer, Protocol):
         """Returns float32 `(len(tokens), dim)`; the batches depend on the tokens alone.
 
         Args:
-            tokens: what `tokenize` returned.
-            on_batch: may raise an exception to end it.
+            tokens: What `tokenize` returned.
+            on_batch: May raise an exception to end it.
         """
         ...
 
@@ -95,9 +95,9 @@ def plan_batches(
     octave, and as high as its width allows; the last one only as high as a power of two allows.
 
     Args:
-        lengths: integers `(n,)`, tokens of each row.
-        batch_tokens: height times width of a batch at most, unless a row a device is more.
-        num_devices: heights are multiples of it.
+        lengths: Integers `(n,)`, tokens of each row.
+        batch_tokens: Height times width of a batch at most, unless a row a device is more.
+        num_devices: Heights are multiples of it.
 
     Yields:
         `(rows, (height, width))`: int64 `(k,)`, numbers of at most `height` rows, none of which is

@@ -179,7 +179,7 @@ class Layer(nn.Module):
         """Applies the layer, in the form that `nn.scan` asks for.
 
         Args:
-            x: hidden states `(b, T, width)`.
+            x: Hidden states `(b, T, width)`.
             is_local: bool scalar.
             kinds: `(cos, sin, mask)` of local layers, and those of the others.
         """
@@ -200,8 +200,8 @@ class Gemma(nn.Module):
     """The text model.
 
     Attributes:
-        config: sizes.
-        dtype: dtype of the computation and of the result; norms and softmax are float32 always.
+        config: Sizes.
+        dtype: Dtype of the computation and of the result; norms and softmax are float32 always.
     """
 
     config: Config

@@ -79,7 +79,7 @@ def open_checkpoint(model: str) -> 'Checkpoint':
     """Opens a folder, or a model of the hub, which is downloaded unless it is in the cache.
 
     Raises:
-        ValueError: there is no such model, it has not exactly one kind of weights that are safe to
+        ValueError: There is no such model, it has not exactly one kind of weights that are safe to
             read, or it is not a Gemma 3 that `gemma.Gemma` can compute.
     """
     folder = model_files.folder(model, 'text encoder', _HUB_FILES)
@@ -111,7 +111,7 @@ def load_params(checkpoint: 'Checkpoint', dtype: jnp.dtype | type) -> dict[str, 
         of norms float32; those of all layers stacked as `(depth, ...)`.
 
     Raises:
-        ValueError: weights are missing, unexpected, damaged, not of floating point, or not of the
+        ValueError: Weights are missing, unexpected, damaged, not of floating point, or not of the
             shape that the configuration implies.
     """
     shapes = flax.traverse_util.flatten_dict(abstract_params(checkpoint.config, dtype), sep='.')
@@ -186,7 +186,7 @@ class Checkpoint:
         """Returns the tokenizer, which gives the tokens of transformers' `AutoTokenizer`.
 
         Raises:
-            ValueError: tokenizer.json is missing or cannot be parsed.
+            ValueError: Tokenizer.json is missing or cannot be parsed.
         """
         path, settings = self.path / 'tokenizer.json', self.path / 'tokenizer_config.json'
         if not path.is_file():
@@ -216,7 +216,7 @@ def read_config(raw: Mapping[str, Any], name: str) -> gemma.Config:
     """Reads what config.json holds; of a multimodal model, the part for text.
 
     Raises:
-        ValueError: it is another model, or one that `gemma.Gemma` cannot compute.
+        ValueError: It is another model, or one that `gemma.Gemma` cannot compute.
     """
     if raw.get('model_type') not in ('gemma3', 'gemma3_text'):
         raise ValueError(

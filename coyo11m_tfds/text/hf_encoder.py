@@ -38,12 +38,12 @@ class HfTokenizer(ModelTokenizer):
         """Loads the tokenizer.
 
         Args:
-            model: a folder, or a name on the hub.
-            max_tokens: longer captions are cut to it.
-            config: config of the model, if it has been read.
+            model: A folder, or a name on the hub.
+            max_tokens: Longer captions are cut to it.
+            config: Config of the model, if it has been read.
 
         Raises:
-            ValueError: there is no such model, or max_tokens is too small.
+            ValueError: There is no such model, or max_tokens is too small.
         """
         with _naming(model) as source:
             found: Any = transformers.AutoTokenizer.from_pretrained(model, **source)
@@ -98,13 +98,13 @@ class HfEncoder(HfTokenizer, Encoder):
         """Loads tokenizer and weights.
 
         Args:
-            model: a folder, or a name on the hub.
-            max_tokens: longer captions are cut to it.
-            batch_tokens: tokens in a forward pass at most, padding counted in; None for what
+            model: A folder, or a name on the hub.
+            max_tokens: Longer captions are cut to it.
+            batch_tokens: Tokens in a forward pass at most, padding counted in; None for what
                 `BATCH_TOKENS` has for the device.
 
         Raises:
-            ValueError: there is no such model, it has no weights that are safe to read, some of
+            ValueError: There is no such model, it has no weights that are safe to read, some of
                 its weights are missing, it is not a text model, or max_tokens is too small.
         """
         self._device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')

@@ -45,11 +45,11 @@ class JaxTokenizer(ModelTokenizer):
         """Loads the tokenizer.
 
         Args:
-            model: a folder, or a name on the hub.
-            max_tokens: longer captions are cut to it.
+            model: A folder, or a name on the hub.
+            max_tokens: Longer captions are cut to it.
 
         Raises:
-            ValueError: there is no such model, it is not a Gemma 3 or its files are unfit, or
+            ValueError: There is no such model, it is not a Gemma 3 or its files are unfit, or
                 max_tokens is too small.
         """
         self.checkpoint = gemma_weights.open_checkpoint(model)
@@ -85,14 +85,14 @@ class JaxEncoder(JaxTokenizer, Encoder):
         """Loads tokenizer and weights.
 
         Args:
-            model: a folder, or a name on the hub.
-            max_tokens: longer captions are cut to it.
-            batch_tokens: tokens in a forward pass of a device at most, padding counted in; None for
+            model: A folder, or a name on the hub.
+            max_tokens: Longer captions are cut to it.
+            batch_tokens: Tokens in a forward pass of a device at most, padding counted in; None for
                 `CPU_BATCH_TOKENS` or `BATCH_TOKENS`.
-            dtype: dtype of weights and computation; None for bfloat16, but float32 on CPUs.
+            dtype: Dtype of weights and computation; None for bfloat16, but float32 on CPUs.
 
         Raises:
-            ValueError: there is no such model, it is not a Gemma 3 or its files are unfit, or
+            ValueError: There is no such model, it is not a Gemma 3 or its files are unfit, or
                 max_tokens is too small.
         """
         devices = jax.local_devices()

@@ -44,15 +44,15 @@ class ModelTokenizer(Tokenizer):
 
         Args:
             runner: `hf` or `jax`.
-            model: a folder, or a name on the hub.
-            max_tokens: longer captions are cut to it.
-            backend: the tokenizer; None for one that is not of the package.
-            vocabulary: number of ids.
-            special: tokens that every caption gets.
-            filler: token in place of none, and in padding, which is masked.
+            model: A folder, or a name on the hub.
+            max_tokens: Longer captions are cut to it.
+            backend: The tokenizer; None for one that is not of the package.
+            vocabulary: Number of ids.
+            special: Tokens that every caption gets.
+            filler: Token in place of none, and in padding, which is masked.
 
         Raises:
-            ValueError: no word has room beside the special tokens.
+            ValueError: No word has room beside the special tokens.
         """
         if max_tokens <= special:
             raise ValueError(

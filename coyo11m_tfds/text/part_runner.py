@@ -150,11 +150,11 @@ def check_out(out: str, share: tuple[int, int]) -> None:
     """Refuses what cannot be written, before anything is read.
 
     Args:
-        out: folder or file of the sidecar, as the user names it.
-        share: number of this host, and number of hosts.
+        out: Folder or file of the sidecar, as the user names it.
+        share: Number of this host, and number of hosts.
 
     Raises:
-        ValueError: it cannot be written, or not by several hosts.
+        ValueError: It cannot be written, or not by several hosts.
     """
     what = ''
     if not 0 <= share[0] < share[1]:
@@ -196,8 +196,8 @@ def finished_parts(out: str, count: int) -> dict[int, SourceFile]:
     """Returns the parts that are in a folder, by number; {} for one file, which is replaced.
 
     Raises:
-        ValueError: they are of another number than `count`.
-        OSError: the storage cannot be reached.
+        ValueError: They are of another number than `count`.
+        OSError: The storage cannot be reached.
     """
     if is_file(out):
         return {}
@@ -225,18 +225,18 @@ def run(
     """Makes parts, after a check of those that an earlier run has finished.
 
     Args:
-        job: description of the parts to make.
-        numbers: numbers of the parts to make.
-        found: all parts that are there. Every process checks them before it adds one.
-        num_workers: processes; one makes a file.
-        encoder: if it is loaded already; for one process.
-        on_batch: see `parts.make`.
+        job: Description of the parts to make.
+        numbers: Numbers of the parts to make.
+        found: All parts that are there. Every process checks them before it adds one.
+        num_workers: Processes; one makes a file.
+        encoder: If it is loaded already; for one process.
+        on_batch: See `parts.make`.
 
     Raises:
-        ValueError: a part that was found is another one, the encoder cannot be had, or it makes
+        ValueError: A part that was found is another one, the encoder cannot be had, or it makes
             numbers that are not finite in float16.
-        OSError: a part cannot be stored.
-        RuntimeError: a process died.
+        OSError: A part cannot be stored.
+        RuntimeError: A process died.
     """
     logging.info(
         'parts to make: %d; processes: %d (--num_workers or %s changes that)',
@@ -315,15 +315,15 @@ def choose_workers(num_workers: int, encoder: EncoderChoice, num_parts: int) -> 
     """Returns how many processes make so many parts.
 
     Args:
-        num_workers: what is asked for; 0 takes `COYO11M_NUM_PROC`, else what suits: one a core for
+        num_workers: What is asked for; 0 takes `COYO11M_NUM_PROC`, else what suits: one a core for
             hashed words, as far as memory allows and the work is worth it, one a GPU for a model of
             `hf:`, and one for all others. Those use all cores or devices by themselves, the fast
             tokenizers among them.
-        encoder: encoder of the processes.
-        num_parts: parts to make.
+        encoder: Encoder of the processes.
+        num_parts: Parts to make.
 
     Raises:
-        ValueError: the variable is not a number.
+        ValueError: The variable is not a number.
     """
     chosen = workers.chosen(num_workers)
     if not chosen and encoder.hashes:

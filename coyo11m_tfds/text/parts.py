@@ -76,18 +76,18 @@ def make(
     """Makes some parts, one after the other.
 
     Args:
-        captions: captions to encode.
-        numbers: numbers of the parts.
-        encoder: makes the embeddings, or with `tokens_only` the tokens.
-        on_batch: told of what is done; may raise an exception to end it.
-        tokens_only: whether to make token ids in place of embeddings.
+        captions: Captions to encode.
+        numbers: Numbers of the parts.
+        encoder: Makes the embeddings, or with `tokens_only` the tokens.
+        on_batch: Told of what is done; may raise an exception to end it.
+        tokens_only: Whether to make token ids in place of embeddings.
 
     Yields:
         `(number, keys, values)`: keys int64 `(n,)`, ascending; embeddings float16 `(n, dim)`, or
         token ids int32 `(n, encoder.max_tokens)`, padded with -1.
 
     Raises:
-        ValueError: a number is not finite in float16.
+        ValueError: A number is not finite in float16.
     """
 
     def prepare(number: int) -> tuple[list[str], Sequence[Sequence[Any]], np.ndarray]:
@@ -192,8 +192,8 @@ def check(parts: Mapping[int, SourceFile], metadata: Mapping[str, str], count: i
     """Makes sure that finished parts are those that this run would make.
 
     Raises:
-        ValueError: one was made by another encoder or of other captions, or is damaged; names it.
-        OSError: one cannot be read.
+        ValueError: One was made by another encoder or of other captions, or is damaged; names it.
+        OSError: One cannot be read.
     """
 
     def check_one(number: int) -> None:

@@ -32,12 +32,12 @@ def make_encoder(
 
     Args:
         spec: `hash`, `hf:HUB_NAME`, `hf:FOLDER`, `jax:HUB_NAME` or `jax:FOLDER`.
-        max_tokens: longer captions are cut; not for `hash`.
-        batch_tokens: tokens in a forward pass of a device at most, or None for what suits the
+        max_tokens: Longer captions are cut; not for `hash`.
+        batch_tokens: Tokens in a forward pass of a device at most, or None for what suits the
             device; not for `hash`.
 
     Raises:
-        ValueError: the specification is unknown, the model cannot be had or is unfit, or what runs
+        ValueError: The specification is unknown, the model cannot be had or is unfit, or what runs
             it is not installed.
     """
     if spec == words.HashEncoder.name:

@@ -42,13 +42,13 @@ def make(name: str, *, kind: str = 'dit', dtype: str = 'bfloat16', **fields: Any
     """Makes a model from the block `model` of a configuration.
 
     Args:
-        name: the preset, size and patch size, `SIZE/PATCH`, such as `'S/2'`.
+        name: The preset, size and patch size, `SIZE/PATCH`, such as `'S/2'`.
         kind: `dit` or `MODULE:CLASS`.
-        dtype: dtype of the computation; parameters are float32.
-        **fields: fields of the model; 0 keeps the value of the preset or, without one, the model's.
+        dtype: Dtype of the computation; parameters are float32.
+        **fields: Fields of the model; 0 keeps the value of the preset or, without one, the model's.
 
     Raises:
-        ValueError: an unknown name; no model of that kind; a field that the kind does not have, or
+        ValueError: An unknown name; no model of that kind; a field that the kind does not have, or
             a value of one that it refuses.
     """
     model = DiT if kind == 'dit' else _import(kind)

@@ -47,13 +47,13 @@ def attend(
     """Multi-head attention of tokens to each other and to words.
 
     Args:
-        qkv: queries, keys and values of all heads side by side, `(b, n, 3 * width)`.
+        qkv: Queries, keys and values of all heads side by side, `(b, n, 3 * width)`.
         query_scale: float32 `(128,)`, of the norm of the queries.
         key_scale: float32 `(128,)`, of the norm of the keys.
-        words: keys and values of words, `(b, t, 2 * width)`, or None.
+        words: Keys and values of words, `(b, t, 2 * width)`, or None.
         present: bool `(b, t)`, False for words that are not there; with `words`.
-        num_heads: heads, `width / 128`.
-        interpret: computes on any device, slowly, for tests.
+        num_heads: Heads, `width / 128`.
+        interpret: Computes on any device, slowly, for tests.
 
     Returns:
         `(b, n, width)` in the dtype of `qkv`.

@@ -132,9 +132,9 @@ class WordTable(nn.Module):
     needs no positions, and so has no greatest length.
 
     Attributes:
-        vocabulary: number that all ids are below.
-        width: width of the vectors.
-        dtype: dtype of the computation; the table is float32.
+        vocabulary: Number that all ids are below.
+        width: Width of the vectors.
+        dtype: Dtype of the computation; the table is float32.
     """
 
     vocabulary: int
@@ -148,7 +148,7 @@ class WordTable(nn.Module):
         """Returns the sequence and the mean of it.
 
         Args:
-            tokens: ids int32 `(b, T)`, padded with -1.
+            tokens: Ids int32 `(b, T)`, padded with -1.
             drop_text: bool `(b,)`, True where a text is to be ignored; None is False everywhere.
 
         Returns:
@@ -173,8 +173,8 @@ class WordStates(nn.Module):
     needs no statistics of the states.
 
     Attributes:
-        width: width of the vectors.
-        dtype: dtype of the computation.
+        width: Width of the vectors.
+        dtype: Dtype of the computation.
     """
 
     width: int
@@ -187,8 +187,8 @@ class WordStates(nn.Module):
         """Returns the sequence and the mean of it, as `WordTable` does.
 
         Args:
-            states: hidden states `(b, T, D)`; a text may have none.
-            drop_text: as for `WordTable`.
+            states: Hidden states `(b, T, D)`; a text may have none.
+            drop_text: As for `WordTable`.
         """
         nothing = self.param('nothing', nn.initializers.normal(1.0), (self.width,))
         normalized = nn.RMSNorm(dtype=self.dtype, name='norm')(states.vectors)
@@ -386,18 +386,18 @@ class DiT(nn.Module):
     """Predicts the velocity of rectified flow.
 
     Attributes:
-        width: width of the tokens; a multiple of 4 and of `num_heads`.
-        depth: number of blocks.
-        patch_size: side of the square of latent positions that makes a token.
-        mlp_ratio: width of the hidden layer of a block, in widths of the tokens.
-        dtype: dtype of the computation. Parameters and the result are float32.
-        remat: values of a block that are kept for the backward pass, a key of `REMAT`.
-        attention: implementation of attention, one of `ATTENTION`.
-        text: parts of a text that condition the blocks, one of `TEXTS`.
-        vocabulary: ids of tokens are less than this; 0: texts are embeddings.
-        unroll: blocks in one turn of the compiled loop. With all 6 blocks of the tiny model in one
+        width: Width of the tokens; a multiple of 4 and of `num_heads`.
+        depth: Number of blocks.
+        patch_size: Side of the square of latent positions that makes a token.
+        mlp_ratio: Width of the hidden layer of a block, in widths of the tokens.
+        dtype: Dtype of the computation. Parameters and the result are float32.
+        remat: Values of a block that are kept for the backward pass, a key of `REMAT`.
+        attention: Implementation of attention, one of `ATTENTION`.
+        text: Parts of a text that condition the blocks, one of `TEXTS`.
+        vocabulary: Ids of tokens are less than this; 0: texts are embeddings.
+        unroll: Blocks in one turn of the compiled loop. With all 6 blocks of the tiny model in one
             turn a step takes 13% less on 2 CPU cores; large models gain nothing but compile time.
-        pin: applied to the condition, the tokens and what becomes of them, `(b, ...)`, before and
+        pin: Applied to the condition, the tokens and what becomes of them, `(b, ...)`, before and
             after each product; may say how they lie on the devices (`sharding.Rows`). Left to
             itself, XLA's partitioner splits them like the weights and moves them instead.
     """
@@ -452,9 +452,9 @@ class DiT(nn.Module):
         """Applies the model.
 
         Args:
-            x: noisy latents, standardized, `(b, H, W, C)`.
-            t: times in [0, 1], `(b,)`; 0 is data, 1 is noise.
-            text: standardized text embeddings `(b, D)`; with a vocabulary token ids, int32
+            x: Noisy latents, standardized, `(b, H, W, C)`.
+            t: Times in [0, 1], `(b,)`; 0 is data, 1 is noise.
+            text: Standardized text embeddings `(b, D)`; with a vocabulary token ids, int32
                 `(b, T)`, padded with -1, or hidden states of these, `(b, T, D)`.
             drop_text: bool `(b,)`, True where the text is to be ignored; None is False everywhere.
 
@@ -506,8 +506,8 @@ class DiT(nn.Module):
 
         Args:
             latent_shape: `(height, width, channels)` of one sample.
-            text_dim: width of a text embedding or of an encoder's states; 0 for token ids.
-            num_tokens: tokens of a text with padding; only for models with a vocabulary.
+            text_dim: Width of a text embedding or of an encoder's states; 0 for token ids.
+            num_tokens: Tokens of a text with padding; only for models with a vocabulary.
         """
         height, columns, channels = latent_shape
         w, p = self.width, self.patch_size

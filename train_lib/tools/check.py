@@ -34,8 +34,8 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
         this machine, and how to check it.
 
     Raises:
-        ValueError: a setting is out of its range, or does not fit the devices or the data.
-        OSError: there is no data set.
+        ValueError: A setting is out of its range, or does not fit the devices or the data.
+        OSError: There is no data set.
     """
     # After `run.prepare`, because they import TensorFlow.
     import jax

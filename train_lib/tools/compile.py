@@ -69,19 +69,19 @@ def analyze(
     """Compiles the training step of a configuration and adds up what it takes of a chip.
 
     Args:
-        config: see `configs/default.py`.
-        topology: such as `v5e:4x4`.
-        text_dim: width of the text embeddings, which stand for texts with `model.text='pooled'`
+        config: See `configs/default.py`.
+        topology: Such as `v5e:4x4`.
+        text_dim: Width of the text embeddings, which stand for texts with `model.text='pooled'`
             unless an encoder is in the step.
-        num_tokens: token ids of a text otherwise.
-        vocabulary: number of different token ids.
-        num_slices: slices of that topology.
+        num_tokens: Token ids of a text otherwise.
+        vocabulary: Number of different token ids.
+        num_slices: Slices of that topology.
 
     Returns:
         `program`, `verdict`, `fits`, `mfu` and tables of numbers, all for one chip and one step.
 
     Raises:
-        ValueError: a setting is out of its range; libtpu is not installed or does not know the
+        ValueError: A setting is out of its range; libtpu is not installed or does not know the
             topology; `chips.CHIPS` does not know its chips; or the configuration does not fit their
             number.
     """

@@ -43,9 +43,9 @@ def verdict(step: list[float], batch: list[float], engine: str) -> str:
     """Says which of the two limits a run; hedges where their times overlap.
 
     Args:
-        step: seconds of a step alone, in each lap.
-        batch: seconds of a batch alone, in each lap.
-        engine: engine that reads the batches.
+        step: Seconds of a step alone, in each lap.
+        batch: Seconds of a batch alone, in each lap.
+        engine: Engine that reads the batches.
     """
     if max(batch) < min(step):
         return 'The devices are the limit. A faster input gains nothing.'
@@ -65,17 +65,17 @@ def measure(
     """Times batches alone and steps alone.
 
     Args:
-        config: see `configs/default.py`.
-        hosts: number of hosts that share the batch; the part of one is timed.
-        step_ms: milliseconds of a step; None to time one here.
-        seconds: time for reading, and for steps.
+        config: See `configs/default.py`.
+        hosts: Number of hosts that share the batch; the part of one is timed.
+        step_ms: Milliseconds of a step; None to time one here.
+        seconds: Time for reading, and for steps.
 
     Returns:
         Mean seconds of a step and of a batch in each of some laps, and the engine that reads.
 
     Raises:
-        ValueError: the settings do not fit the data set, each other or `hosts`.
-        OSError: there is no data set.
+        ValueError: The settings do not fit the data set, each other or `hosts`.
+        OSError: There is no data set.
     """
     # They import TensorFlow, which looks at the settings that `run.prepare` makes.
     import jax

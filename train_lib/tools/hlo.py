@@ -38,10 +38,10 @@ class Collective(NamedTuple):
 
     Attributes:
         kind: `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all`, `collective-permute`.
-        members: number of devices that exchange data with each other.
-        shapes: shapes of the result.
+        members: Number of devices that exchange data with each other.
+        shapes: Shapes of the result.
         nbytes: bytes that a device receives in all runs of the loops.
-        loops: loops around it.
+        loops: Loops around it.
         is_async: True if it runs beside other work.
     """
 
@@ -57,12 +57,12 @@ class Costs(NamedTuple):
     """What one run of a program takes.
 
     Attributes:
-        cycles: libtpu's estimates for fusions and single operations, by the name of the operation
+        cycles: Libtpu's estimates for fusions and single operations, by the name of the operation
             that they are for (`op_name`, '' where there is none). Kernels, exchanges and copies
             that run beside other work have none; programs for other devices have none at all.
-        collectives: exchanges between devices.
-        kernels: calls of Pallas kernels.
-        loops: number of instructions by the loops around them.
+        collectives: Exchanges between devices.
+        kernels: Calls of Pallas kernels.
+        loops: Number of instructions by the loops around them.
     """
 
     cycles: collections.Counter[str]
@@ -100,7 +100,7 @@ def read(text: str) -> Costs:
     reduction.
 
     Raises:
-        ValueError: the text has no entry computation, or a collective is written in an unknown way.
+        ValueError: The text has no entry computation, or a collective is written in an unknown way.
     """
     if devices := re.search(r'num_partitions=(\d+)', text):  # {} are all of them
         text = text.replace('replica_groups={}', f'replica_groups=[1,{devices[1]}]<=[]')
@@ -197,7 +197,7 @@ def members(attributes: str) -> int:
     members differ along `b`) or pairs of source and target.
 
     Raises:
-        ValueError: the notation is another one.
+        ValueError: The notation is another one.
     """
     if pairs := re.search(r'source_target_pairs=\{(\{.*?\})\}', attributes):
         found = re.findall(r'\{(\d+),(\d+)\}', pairs[1])
