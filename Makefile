@@ -32,9 +32,10 @@ demo: $(INSTALLED)
 	$(BIN)/python -m train_lib.main --config=configs/demo.py --workdir=$(DEMO)/run
 	@$(BIN)/python -m train_lib.demo --workdir=$(DEMO)/run
 
-# Two at a time, each file by one of them: many tests wait for processes and servers of their own.
+# Two at a time, each file by one of them: many tests wait for processes and servers of their own. In
+# the order of names, because the files with the fewest tests take longest.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # Fetches real text encoders once (0.4 GB) and runs what takes long, random kills of builds among it.
 slow: $(INSTALLED)

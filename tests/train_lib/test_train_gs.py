@@ -107,6 +107,7 @@ def test_a_run_in_buckets_killed_and_stopped_is_as_if_undisturbed(
     assert storage.objects('runs')['a/previews/captions_000012.png'].startswith(b'\x89PNG')
 
 
+@pytest.mark.slow  # locks have tests of their own
 def test_a_second_run_in_a_bucket_is_refused_while_the_first_lives(storage, env):
     settings = SETTINGS | {'num_steps': 1000, 'eval_every': 0}
     process = runs.start(DATA, RUN, env, **settings)
