@@ -15,6 +15,7 @@ import dataclasses
 import multiprocessing
 import os
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import ml_dtypes
@@ -108,8 +109,8 @@ class Builder(dataset_builder.FileReaderBuilder):
         return tfds.core.DatasetInfo(
             builder=self,
             description=(
-                'Raw latents of a VAE of the SDXL family, three crops of each image, with a '
-                'caption and, in configs that ask for it, an embedding of the caption.'
+                'Raw latents of a VAE, one or several crops of each image, with a caption and, in '
+                'configs that ask for it, an embedding of the caption.'
             ),
             features=self._initial_features(),
             citation=self.get_metadata().citation,
@@ -123,7 +124,7 @@ class Builder(dataset_builder.FileReaderBuilder):
             return tfds.features.FeatureConnector.from_config(self.data_path)
         with_text = self.builder_config.text_embeddings
         dim = schema.DEFAULT_TEXT_DIM if with_text else None
-        return make_features('float16', dim, self.builder_config.latents)
+        return make_features('float16', schema.LATENTS_SHAPE, dim, self.builder_config.latents)
 
     def download_and_prepare(
         self,
@@ -277,7 +278,7 @@ class Builder(dataset_builder.FileReaderBuilder):
         text, template = built.plan.text, schema.of_build(_TEMPLATE, built.plan.build)
         # TFDS has no setter for features, but only the source determines dtype and width.
         self.info._features = make_features(
-            built.plan.latent_dtype,
+            *built.plan.latents,
             text.dim if text else None,
             self.builder_config.latents,
             text.feature if text else schema.TEXT_EMBEDDING,
@@ -298,12 +299,17 @@ class Builder(dataset_builder.FileReaderBuilder):
 
 
 def make_features(
-    latent_dtype: str, text_dim: int | None, latents: str, text: str = schema.TEXT_EMBEDDING
+    latent_dtype: str,
+    latents_shape: Sequence[int],
+    text_dim: int | None,
+    latents: str,
+    text: str = schema.TEXT_EMBEDDING,
 ) -> tfds.features.FeaturesDict:
     """Returns the features of a record.
 
     Args:
         latent_dtype: One of `schema.LATENT_DTYPES`.
+        latents_shape: `(crops, C, H, W)`.
         text_dim: Numbers of a text embedding, or tokens of a text; None for records without either.
         latents: 'in_place' for records without `latents`.
         text: One of `schema.TEXT_DTYPES`.
@@ -316,11 +322,12 @@ def make_features(
     }
     doc = f'Latents lie {schema.IN_PLACE_DOC}.' if latents == IN_PLACE else None
     if latents != IN_PLACE:
+        crops = {1: 'one crop', 3: 'three crops'}.get(latents_shape[0], f'{latents_shape[0]} crops')
         features[schema.LATENTS] = tfds.features.Tensor(
-            shape=schema.LATENTS_SHAPE,
+            shape=tuple(latents_shape),
             dtype=np.dtype(getattr(ml_dtypes, latent_dtype, latent_dtype)),
             encoding=tfds.features.Encoding.BYTES,
-            doc='Latents of three crops, not multiplied by the scaling factor of the VAE.',
+            doc=f'Latents of {crops}, not multiplied by the scaling factor of the VAE.',
         )
     if text_dim is not None:
         features[text] = tfds.features.Tensor(

@@ -264,7 +264,8 @@ def dry_run(place: str, settings: BuildSettings) -> DryRun:
                 heads, folder, drop_bad=settings.drop_bad, check_crc=settings.check_crc
             )
             num_records = latents.num_rows * file_bytes // sum(file.size for file in heads)
-            found = _estimate(num_records, caption_bytes / max(1, num_rows), settings)
+            row_bytes = schema.latents_nbytes(latents.dtype, latents.shape)
+            found = _estimate(num_records, row_bytes, caption_bytes / max(1, num_rows), settings)
     found = dataclasses.replace(
         found,
         source=f'{len(files)} .pt files and captions, {readable(file_bytes + captions.size)}',
@@ -299,15 +300,17 @@ def describe(place: str, dry: DryRun) -> Finding:
     return Finding('source', PASS, text)
 
 
-def _estimate(num_records: int, caption_bytes: float, settings: BuildSettings) -> DryRun:
-    record_bytes = 128 + caption_bytes + schema.NUM_CROPS * schema.LATENT_NBYTES
+def _estimate(
+    num_records: int, latents_bytes: int, caption_bytes: float, settings: BuildSettings
+) -> DryRun:
+    record_bytes = 128 + caption_bytes + latents_bytes
     if settings.text_embeddings:
         record_bytes += 2 * schema.DEFAULT_TEXT_DIM
     num_shards = 0
     for share in (1 - settings.validation_fraction, settings.validation_fraction):
         num_shards += -(-int(share * num_records * record_bytes) // settings.shard_bytes)
     if settings.in_place:  # the shards are cut as if the latents lay in them
-        record_bytes -= schema.NUM_CROPS * schema.LATENT_NBYTES
+        record_bytes -= latents_bytes
     return DryRun('', num_records, num_shards, int(num_records * record_bytes))
 
 

@@ -5,7 +5,10 @@ The source is a folder `latents-3crop/` of `.pt` files and one Parquet file of c
 metadata. This module imports only numpy, so any program can import it.
 """
 
+import math
 import re
+from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 
@@ -18,7 +21,7 @@ LATENTS_FOLDER = 'latents-3crop'
 CAPTIONS_FILE = 'coyo11m-meta.parquet'
 
 PT_KEYS = 'keys'  # int64 (N,)
-PT_LATENTS = 'latents'  # float16 or bfloat16 (N, 3, 4, 32, 32)
+PT_LATENTS = 'latents'  # a dtype of LATENT_DTYPES, (N, crops, C, H, W) or (N, C, H, W)
 PT_EMBEDDINGS = 'embeddings'  # float16, bfloat16 or float32 (N, D); not in every source
 
 PARQUET_KEY = 'key'
@@ -31,7 +34,7 @@ DEFAULT_CAPTION_COLUMN = 'caption_llava'
 # --- Records --------------------------------------------------------------------------------
 
 KEY = 'key'  # int64 scalar; joins latents, captions and text embeddings
-LATENTS = 'latents'  # raw bytes of LATENTS_SHAPE in the source's dtype, little endian
+LATENTS = 'latents'  # raw bytes of (crops, C, H, W) in the source's dtype, little endian
 CAPTION = 'caption'  # UTF-8
 TEXT_EMBEDDING = 'text_embedding'  # raw bytes of float16 (D,)
 TOKENS = 'tokens'  # raw bytes of int32 (T,), padded ids; in place of the former
@@ -39,10 +42,13 @@ TOKEN_PADDING = -1
 WORDS = 'words'  # the tokenizer whose ids are hashes of words
 TEXT_DTYPES = {TEXT_EMBEDDING: 'float16', TOKENS: 'int32'}  # what a record may hold of a text
 
+LATENT_DTYPES = {'float16': 2, 'bfloat16': 2, 'float32': 4}  # with the bytes of a number
+MAX_LATENTS_NBYTES = 16 << 20  # of a row with all crops; a shape that takes more is a mistake
+
+# Of the model case; a data set has the shape and the dtype of its source.
 NUM_CROPS = 3
 LATENT_SHAPE = (4, 32, 32)  # one crop: channels, height, width
 LATENTS_SHAPE = (NUM_CROPS, *LATENT_SHAPE)
-LATENT_DTYPES = ('float16', 'bfloat16')  # both are two bytes wide
 LATENT_NBYTES = 2 * int(np.prod(LATENT_SHAPE))  # one crop
 
 DEFAULT_TEXT_DIM = 640  # hidden size of Gemma-3-270M, and the width of the `hash` encoder
@@ -92,8 +98,8 @@ DROP_REASONS = {
 # --- Metadata keys of `dataset_info` --------------------------------------------------------
 
 # Statistics are over the train split, all crops, in raw (unscaled) units.
-META_LATENT_MEAN = 'latent_mean'  # 4 floats, one a channel
-META_LATENT_STD = 'latent_std'  # 4 floats, one a channel
+META_LATENT_MEAN = 'latent_mean'  # floats, one a channel
+META_LATENT_STD = 'latent_std'  # floats, one a channel
 META_LATENT_DTYPE = 'latent_dtype'  # one of LATENT_DTYPES
 META_TEXT_MEAN = 'text_embedding_mean'  # D floats
 META_TEXT_STD = 'text_embedding_std'  # D floats
@@ -136,6 +142,22 @@ RGB_FACTORS = np.array(
     np.float32,
 )
 RGB_BIAS = np.array([0.1084, -0.0175, -0.0011], np.float32)
+
+
+def latents_nbytes(dtype: str, shape: Sequence[int]) -> int:
+    """The bytes of latents of one of `LATENT_DTYPES` and a shape."""
+    return LATENT_DTYPES[dtype] * math.prod(shape)
+
+
+def are_latents(dtype: object, shape: Sequence[object]) -> bool:
+    """True for one of `LATENT_DTYPES` and a shape `(crops, C, H, W)` that latents may have."""
+    is_shape = len(shape) == 4 and all(type(n) is int and 0 < n < 2**24 for n in shape)
+    return (
+        isinstance(dtype, str)
+        and dtype in LATENT_DTYPES
+        and is_shape
+        and latents_nbytes(dtype, cast(Sequence[int], shape)) <= MAX_LATENTS_NBYTES
+    )
 
 
 def shard_filename(split: str, index: int, count: int) -> str:

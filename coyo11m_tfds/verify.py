@@ -248,7 +248,7 @@ class _Check:
                     # All of it has the checksum that it is known by.
                     stored_files.read(there, stored_files.Checksum)
                 elif not self._fast:
-                    _read_rows(file, places[run, 1:])
+                    _read_rows(file, latents.row_nbytes, places[run, 1:])
             except (OSError, ValueError) as error:
                 if found and found.is_remote and isinstance(error, OSError):
                     raise
@@ -295,13 +295,15 @@ class _Check:
         return ', '.join(filter(None, [fault, problem]))
 
 
-def _read_rows(file: columns.ColumnFile, places: np.ndarray) -> None:
+def _read_rows(file: columns.ColumnFile, row_nbytes: int, places: np.ndarray) -> None:
     """Reads rows of a local file, given with their CRC-32Cs; ValueError for wrong ones."""
-    wrong = []
+    wrong, nbytes = [], row_nbytes // len(file.starts)
     with open(file.path, 'rb') as opened:
         for row, expected in places.tolist():
-            at = file.start + row * columns.ROW_NBYTES
-            found = google_crc32c.value(os.pread(opened.fileno(), columns.ROW_NBYTES, at))
+            pieces = [start + row * file.stride for start in file.starts]
+            found = google_crc32c.value(
+                b''.join(os.pread(opened.fileno(), nbytes, at) for at in pieces)
+            )
             if found != expected:
                 wrong.append(columns.wrong_row(row, found, expected))
     if wrong:

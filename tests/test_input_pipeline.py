@@ -57,7 +57,7 @@ def test_bfloat16_latents_stay_bit_for_bit(tmp_path):
     small_dataset.write(path, LENGTHS, dtype=ml_dtypes.bfloat16)
     batch = next(input_pipeline.train_batches(path, **ORDER))
     assert batch['latents'].dtype == ml_dtypes.bfloat16
-    crops = order_lib.sample_crops(ORDER['seed'], 0, batch['key'])
+    crops = order_lib.sample_crops(ORDER['seed'], 0, batch['key'], 3)
     _, shard, record = planned.of_data(path, **ORDER).batch(0)
     rows = np.cumsum([0, *LENGTHS[schema.TRAIN]])[shard] + record
     np.testing.assert_array_equal(batch['latents'][:, 0, 0, 0], crops)
@@ -76,7 +76,7 @@ def test_the_builder_makes_data_sets_that_are_read_by_plan(mini_dataset):
     keys = np.concatenate([batch['key'] for batch in batches])
     assert len(np.unique(keys)) == len(keys)
     for batch in batches[:5]:
-        crops = order_lib.sample_crops(0, 0, batch['key'])
+        crops = order_lib.sample_crops(0, 0, batch['key'], 3)
         for i, key in enumerate(batch['key']):
             example = source[int(key)]
             np.testing.assert_array_equal(batch['latents'][i], example['latents'][crops[i]])
@@ -101,7 +101,7 @@ def test_without_chunk_index_an_epoch_has_every_record_once(unindexed, caplog):
         assert sorted(latents[epochs == epoch, 0, 0, 1]) == list(range(COUNT))
     assert not np.array_equal(key[:COUNT], key[COUNT:])
     np.testing.assert_array_equal(text[:, 0], latents[:, 0, 0, 1])
-    np.testing.assert_array_equal(latents[:, 0, 0, 0], order_lib.sample_crops(5, epochs, key))
+    np.testing.assert_array_equal(latents[:, 0, 0, 0], order_lib.sample_crops(5, epochs, key, 3))
     np.testing.assert_array_equal(drops, order_lib.sample_drops(5, epochs, key, 0.4))
 
 

@@ -286,7 +286,7 @@ class TrainingData:
         mean, std = stats.text_mean, stats.text_std
         if mean is None or std is None:  # token ids have no statistics
             mean = std = np.zeros(0, np.float32)
-        channels, height, width = schema.LATENT_SHAPE
+        _, channels, height, width = stats.latents_shape
         return DataFacts(
             (height, width, channels),
             flow.Stats(stats.latent_mean, stats.latent_std, mean, std),

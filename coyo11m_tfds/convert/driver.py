@@ -269,7 +269,7 @@ def describe(plan: Plan, results: Sequence[ShardResult], folder: str) -> Built:
         )
     if plan.tasks[0].in_place:
         sources = {split: [x.sources for x in of_split] for split, of_split in splits.items()}
-        in_place.write(folder, sources, plan.latent_dtype, plan.build)
+        in_place.write(folder, sources, *plan.latents, plan.build)
     joined = {
         split: statistics.join([result.statistics for result in of_split])
         for split, of_split in splits.items()
@@ -285,7 +285,7 @@ def _make_metadata(plan: Plan, train: ShardStatistics, dropped: Dropped) -> dict
     metadata: dict[str, Any] = {
         schema.META_LATENT_MEAN: mean,
         schema.META_LATENT_STD: std,
-        schema.META_LATENT_DTYPE: plan.latent_dtype,
+        schema.META_LATENT_DTYPE: plan.latents[0],
         schema.META_CAPTION_COLUMN: plan.settings['caption_column'],
         schema.META_DROPPED: dropped.counts,
         schema.META_SOURCE_FINGERPRINT: plan.source_fingerprint,

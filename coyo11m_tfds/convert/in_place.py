@@ -1,7 +1,8 @@
-"""A build that leaves the latents in the source's `.pt` files and records their places.
+"""A build that leaves the latents in the source's files and records their places.
 
 file = in_place.describe(source_file, LatentShard(path))
-in_place.write(folder, {'train': [[(file, rows)], ...], 'validation': [...]}, 'float16', build)
+splits = {'train': [[(file, rows)], ...], 'validation': [...]}
+in_place.write(folder, splits, 'float16', (3, 4, 32, 32), build)
 """
 
 import itertools
@@ -13,24 +14,25 @@ import numpy as np
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.dataset.columns import Column, ColumnFile
-from coyo11m_tfds.source.pt_file import LatentShard
+from coyo11m_tfds.source.latent_file import LatentFile
 from coyo11m_tfds.storage import source_files
 from coyo11m_tfds.storage.source_files import SourceFile
 
 
-def describe(file: SourceFile, opened: LatentShard) -> ColumnFile:
+def describe(file: SourceFile, opened: LatentFile) -> ColumnFile:
     """Describes a file of latents for the columns of a data set.
 
     Raises:
-        ValueError: Its latents do not lie row after row.
+        ValueError: Its latents do not lie where rows in place can.
     """
-    if opened.latents_start is None:
+    places = opened.places
+    if places is None:
         raise ValueError(
             f'{file.path}: its {schema.PT_LATENTS} are not contiguous and cannot be read in place. '
             "Save them again with .contiguous(), or set latents='records'."
         )
     version = file.version if file.is_remote else ''
-    return ColumnFile(path_of(file), version, opened.digest, opened.latents_start)
+    return ColumnFile(path_of(file), version, opened.digest, places.starts, places.stride)
 
 
 def path_of(file: SourceFile) -> str:
@@ -56,6 +58,7 @@ def write(
     folder: str,
     splits: Mapping[str, Sequence[Sequence[tuple[ColumnFile, np.ndarray]]]],
     dtype: str,
+    shape: tuple[int, ...],
     build: str,
 ) -> None:
     """Describes the latents of a data set as a column.
@@ -64,6 +67,7 @@ def write(
         folder: Local folder to write in.
         splits: `ShardResult.sources` of the shards of each split, in their order.
         dtype: Dtype of the latents.
+        shape: Shape of a row, `(crops, C, H, W)`.
         build: ID of the build.
     """
     runs = {split: list(itertools.chain.from_iterable(of)) for split, of in splits.items()}
@@ -80,5 +84,5 @@ def write(
         )
         crc32c[split] = columns.array_crc32c(places)
         np.save(os.path.join(folder, columns.file_name(schema.LATENTS, split, build)), places)
-    column = Column(schema.LATENTS, dtype, tuple(files), build, crc32c)
+    column = Column(schema.LATENTS, dtype, shape, tuple(files), build, crc32c)
     columns.write(folder, {schema.LATENTS: column}, build)

@@ -21,7 +21,7 @@ from coyo11m_tfds.convert.shard_writer import init_worker, write_shard
 from coyo11m_tfds.convert.tasks import ShardResult, ShardTask
 from coyo11m_tfds.process import machine, workers
 from coyo11m_tfds.source import pt_check
-from coyo11m_tfds.source.pt_file import use_one_thread
+from coyo11m_tfds.source.latent_file import use_one_thread
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.source_files import SourceFile
 

@@ -52,7 +52,7 @@ class Plan:
     Attributes:
         tasks: Tasks of all shards; those of one group, which read the same files, are neighbours.
         num_bytes: Expected size of the shards, exact within 1%.
-        latent_dtype: One of `schema.LATENT_DTYPES`.
+        latents: Dtype, one of `schema.LATENT_DTYPES`, and shape `(crops, C, H, W)` of a row.
         text: Description of the text in the records; None for records without one.
         dropped: Rows of the source that are left out, by reason.
         source_fingerprint: Hex digest of everything that is read.
@@ -63,7 +63,7 @@ class Plan:
 
     tasks: tuple[ShardTask, ...]
     num_bytes: int
-    latent_dtype: str
+    latents: tuple[str, tuple[int, ...]]
     text: Header | None
     dropped: Dropped
     source_fingerprint: str
@@ -147,7 +147,7 @@ def make_plan(
             for task in tasks
         ),
         num_bytes=sum(task.num_bytes for task in tasks),
-        latent_dtype=latents.dtype,
+        latents=(latents.dtype, latents.shape),
         text=joined.text,
         dropped=dropped,
         source_fingerprint=fingerprint,
@@ -319,7 +319,7 @@ def _plan_tasks(
     caption_bytes: np.ndarray,
     limit: int | None,
 ) -> tuple[ShardTask, ...]:
-    text, latents_nbytes = joined.text, schema.NUM_CROPS * schema.LATENT_NBYTES
+    text, latents_nbytes = joined.text, schema.latents_nbytes(latents.dtype, latents.shape)
     text_nbytes = text.dim * np.dtype(schema.TEXT_DTYPES[text.feature]).itemsize if text else 0
     sizes = caption_bytes + (latents_nbytes + text_nbytes + _RECORD_OVERHEAD)
     validation = _is_validation(latents.keys, settings.validation_fraction)
@@ -354,6 +354,7 @@ def _plan_tasks(
                 check_crc=settings.check_crc,
                 num_bytes=int(sizes[of_shard].sum()) - left_out * len(of_shard),
                 in_place=settings.in_place,
+                channels=latents.shape[1],
                 fingerprint=json_digest.sha256([common, name, *itertools.chain(*digests)]),
             )
             tasks.append(task)

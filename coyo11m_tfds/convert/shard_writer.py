@@ -18,11 +18,14 @@ from coyo11m_tfds.convert.tasks import THIS_WRITER, ShardPart, ShardResult, Shar
 from coyo11m_tfds.dataset import columns, records
 from coyo11m_tfds.dataset.columns import ColumnFile
 from coyo11m_tfds.report.statistics import ShardStatistics
-from coyo11m_tfds.source import pt_file
+from coyo11m_tfds.source import latent_file, pt_file
+from coyo11m_tfds.source.latent_file import LatentFile
 from coyo11m_tfds.storage.file_state import naming
 
-# Rows read at once, 5 MB with the float32 numbers: they stay in the processor's cache.
+# Rows read at once, and their bytes: 128 rows of three crops are 9 MB with their float32 numbers,
+# which stay in the processor's cache.
 ROWS_AT_ONCE = 128
+_BYTES_AT_ONCE = 8 << 20
 
 Features = dict[str, np.ndarray | list[bytes]]
 
@@ -70,7 +73,7 @@ def write_shard(task: ShardTask, latents_paths: Sequence[str], path: str) -> Sha
 
 def init_worker() -> None:
     """Prepares a process that shares the machine with one such process per core."""
-    pt_file.use_one_thread()
+    latent_file.use_one_thread()
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
 
@@ -86,6 +89,7 @@ class _OpenSource:
             text.dim if text and self._text == schema.TEXT_EMBEDDING else 0,
             # Who draws is told of words that no caption has; ids of parts of words tell nothing.
             text.vocabulary if text and text.encoder == schema.WORDS else 0,
+            task.channels,
         )
         self.sources: list[tuple[ColumnFile, list[np.ndarray]]] = []
         self.read: list[str] = []  # digests of files
@@ -100,10 +104,11 @@ class _OpenSource:
         if self._task.in_place:
             self.sources.append((in_place.describe(part.file, file), []))
         first, stop = part.records.start, part.records.stop
-        for start in range(first, stop, ROWS_AT_ONCE):
-            yield self._read_rows(file, slice(start, min(start + ROWS_AT_ONCE, stop)))
+        step = max(1, min(ROWS_AT_ONCE, _BYTES_AT_ONCE // file.row_nbytes))
+        for start in range(first, stop, step):
+            yield self._read_rows(file, slice(start, min(start + step, stop)))
 
-    def _read_rows(self, file: pt_file.LatentShard, some: slice) -> Features:
+    def _read_rows(self, file: LatentFile, some: slice) -> Features:
         keys, rows = self._inputs.keys[some], self._inputs.rows[some]
         captions = self._inputs.captions[some]
         raw, latents = file.latents(rows)
@@ -112,7 +117,8 @@ class _OpenSource:
         good = self.statistics.add(keys, captions, latents, embeddings)
         found: Features = {schema.KEY: keys, schema.CAPTION: captions}
         if self._task.in_place:
-            places = np.stack([rows[good], columns.checksums(raw[good])], axis=1)
+            numbers = file.row_numbers(rows[good])
+            places = np.stack([numbers, columns.checksums(raw[good])], axis=1)
             self.sources[-1][1].append(places.astype('<u4'))
         else:
             found[schema.LATENTS] = raw
@@ -129,7 +135,7 @@ class _OpenSource:
             for name, column in found.items()
         }
 
-    def _read_text(self, file: pt_file.LatentShard, some: slice) -> np.ndarray | None:
+    def _read_text(self, file: LatentFile, some: slice) -> np.ndarray | None:
         if not self._task.text:
             return None
         if self._inputs.text is not None:

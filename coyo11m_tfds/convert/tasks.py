@@ -154,6 +154,7 @@ class ShardTask:
         num_bytes: Expected size of the shard, within 1%.
         fingerprint: Hex digest of all that decides the shard's bytes.
         in_place: Leave the latents out, and record their places.
+        channels: Channels of the latents.
         writer: The package that planned it; no other may write it.
     """
 
@@ -169,6 +170,7 @@ class ShardTask:
     num_bytes: int
     fingerprint: str
     in_place: bool = False
+    channels: int = 4
     writer: str = THIS_WRITER
 
     @property
@@ -225,7 +227,10 @@ class ShardResult:
             KeyError, TypeError, ValueError: `to_json` did not make it.
         """
         sources = tuple(
-            (ColumnFile(**file), _decode(rows, '<u4').reshape(-1, 2))
+            (
+                ColumnFile(**file | {'starts': tuple(file['starts'])}),
+                _decode(rows, '<u4').reshape(-1, 2),
+            )
             for file, rows in fields['sources']
         )
         return cls(

@@ -1,7 +1,7 @@
 """Columns: features outside the records, as rows of a fixed size in other files.
 
     column = columns.read(folder, build)['latents']     # {} for a data set without columns
-    column.files[3].path, column.files[3].start     # a `.pt` file, and where its latents begin
+    column.files[3].path, column.files[3].starts    # a file, and where its latents begin
     column.locate(folder, 'train', num_records)     # uint32 (records, 3): file, row, CRC-32C
 
 `columns-<build>.json` beside the shards names the files, with their versions at the time of the
@@ -22,15 +22,13 @@ import google_crc32c
 import numpy as np
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.dataset import manifest, npy, pt_archive
+from coyo11m_tfds.dataset import manifest, npy, outline
 from coyo11m_tfds.storage import remote, source_files, stored_files
 from coyo11m_tfds.storage.source_files import SourceFile
 
 RECORDS, IN_PLACE = LATENTS_LIE = ('records', 'in_place')  # the config's `latents`
 
 MAX_ROW_NBYTES = 2 * schema.MAX_TEXT_DIM  # of an added column: `reading.files` gathers no more
-
-ROW_NBYTES = schema.NUM_CROPS * schema.LATENT_NBYTES  # of latents in place
 
 _RESTORE = 'Restore it, or build the data set again.'
 _BESIDE = 'beside'  # the kind of a column in files beside the shards
@@ -40,19 +38,25 @@ _DTYPES = {np.dtype(code).name for code in np.typecodes['AllInteger'] + 'efd'}
 
 @dataclasses.dataclass(frozen=True)
 class ColumnFile:
-    """A `.pt` file that holds latents.
+    """A file of the source that holds latents.
+
+    Piece p of row r lies at `starts[p] + r * stride`, in bytes. A row has several pieces where its
+    crops lie apart, which are as many as pieces or a multiple of them.
 
     Attributes:
         path: Absolute path, or URL on gs://.
         version: Version of a remote file, see `SourceFile`; '' for a local one.
-        digest: Digest of the archive's directory, see `pt_archive.Archive`.
-        start: Offset of the first row in bytes.
+        digest: Digest of the file's outline, see `outline.digest`.
+        starts: Where each piece of row 0 begins.
+        stride: Bytes from a row to the next; less than a row in files that tell where each row
+            begins, whose rows are numbered by that place.
     """
 
     path: str
     version: str
     digest: str
-    start: int
+    starts: tuple[int, ...]
+    stride: int
 
     def check(self, found: SourceFile | None) -> SourceFile:
         """Compares the file with what it was, and returns it; reads no rows.
@@ -68,15 +72,14 @@ class ColumnFile:
         if found.is_remote:  # the checksum of a bucket covers the directory
             what, now, before = 'version is', found.version, self.version
         else:
-            now, before = pt_archive.open_archive(self.path).digest, self.digest
-            what = 'directory has digest'
+            what, now, before = 'outline has digest', outline.digest(self.path), self.digest
         if now != before:
             raise other_file(self.path, what, now, before)
         return found
 
 
 def other_file(path: str, what: str, now: str, before: str) -> ValueError:
-    """The error for a `.pt` file that is not what it was."""
+    """The error for a file of latents that is not what it was."""
     return ValueError(
         f'{path}: has changed since the data set was built, and latents lie in it: its {what} '
         f'{now}, expected {before}. {_RESTORE}'
@@ -85,11 +88,12 @@ def other_file(path: str, what: str, now: str, before: str) -> ValueError:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """Latents in `.pt` files.
+    """Latents in files of the source.
 
     Attributes:
         name: Name of the feature.
-        dtype: Dtype of its numbers.
+        dtype: Dtype of its numbers, one of `schema.LATENT_DTYPES`.
+        shape: Shape of a row, `(crops, C, H, W)`.
         files: Files with its rows.
         build: ID of the build that described it.
         crc32c: CRC-32C of the places of each split, 8 hex digits.
@@ -97,6 +101,7 @@ class Column:
 
     name: str
     dtype: str
+    shape: tuple[int, ...]
     files: tuple[ColumnFile, ...]
     build: str = ''
     crc32c: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -108,8 +113,8 @@ class Column:
 
     @property
     def row_nbytes(self) -> int:
-        """Bytes of a row in a file."""
-        return ROW_NBYTES
+        """Bytes of a row, all pieces together."""
+        return schema.latents_nbytes(self.dtype, self.shape)
 
     def find_files(self) -> list[SourceFile | None]:
         """The files that are at the paths of `files` now, None for missing ones."""
@@ -389,17 +394,21 @@ def _column(name: str, kind: str, **fields: Any) -> Column | AddedColumn:
         if not _is_possible(added):
             raise ValueError(f'column {name!r} has impossible fields: {fields}')
         return added
-    files = tuple(ColumnFile(**file) for file in fields['files'])
+    dtype, shape = fields['dtype'], tuple(fields['shape'])
+    if not schema.are_latents(dtype, shape):
+        raise ValueError(f'column {name!r} has impossible latents, {shape} of {dtype!r}')
+    files = [ColumnFile(**file | {'starts': tuple(file['starts'])}) for file in fields['files']]
     for file in files:
-        # A place in a file is a number of 64 bits; whether it is in there is checked with the file.
-        is_place = isinstance(file.path, str) and type(file.start) is int
-        if not is_place or not 0 <= file.start < 2**63:
-            raise ValueError(f'{file.path!r} begins at {file.start!r}')
-    if fields['dtype'] not in schema.LATENT_DTYPES:
-        raise ValueError(f'column {name!r} has the unknown dtype {fields["dtype"]!r}')
+        # Places in a file are numbers of 64 bits; whether they are in it is checked with the file.
+        places = *file.starts, file.stride
+        are_places = all(type(n) is int and 0 <= n < 2**62 for n in places)
+        pieces = len(file.starts)
+        fits = pieces == len(files[0].starts) > 0 == shape[0] % pieces
+        if not (isinstance(file.path, str) and are_places and fits and file.stride < 2**30):
+            raise ValueError(f'{file.path!r} has rows at {file.starts!r}, every {file.stride!r}')
     if not all(map(_is_crc32c, fields['crc32c'].values())):
         raise ValueError(f'column {name!r} has CRC-32C {fields["crc32c"]}')
-    return Column(name, fields['dtype'], files, fields['build'], fields['crc32c'])
+    return Column(name, dtype, shape, tuple(files), fields['build'], fields['crc32c'])
 
 
 def _is_possible(column: AddedColumn) -> bool:

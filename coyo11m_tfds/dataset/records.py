@@ -8,7 +8,7 @@
     scan.add(block)
     scan.num_records, scan.chunk_offsets, scan.num_bytes, scan.crc32c
 
-    layout = records.RecordLayout(text_dim=640)
+    layout = records.RecordLayout(24_576, text_dim=640)
     found = layout.find(memory, begin, end)       # places of the values of many records
     found.keys, found.places['latents'], found.regular
 
@@ -217,9 +217,10 @@ class Found(NamedTuple):
 class RecordLayout:
     """Layout of the records of one data set."""
 
-    def __init__(self, text_dim: int, *, num_tokens: int = 0, with_latents: bool = True):
-        """Takes the sizes of `text_embedding` and `tokens`; 0 for records without the feature."""
-        sizes = {schema.LATENTS: schema.NUM_CROPS * schema.LATENT_NBYTES} if with_latents else {}
+    def __init__(self, latents_nbytes: int, text_dim: int = 0, num_tokens: int = 0):
+        """Takes the bytes of `latents`, and the numbers of `text_embedding` and `tokens`; 0 for
+        records without the feature."""
+        sizes = {schema.LATENTS: latents_nbytes} if latents_nbytes else {}
         if text_dim:
             sizes[schema.TEXT_EMBEDDING] = 2 * text_dim
         if num_tokens:

@@ -1,7 +1,7 @@
 """A built data set, opened once: its metadata files, and the places of its records.
 
     data = stored_dataset.open_data('OUT/coyo11m_tfds/latents/1.0.0')
-    data.latent_dtype, data.text_dim        # 'float16', 640
+    data.latents, data.text_dim             # ('float16', (3, 4, 32, 32)), 640
     data.stats().latent_std                 # float32 (4,)
     split = data.split('train')             # None for a data set without a chunk index
     split.file(3), split.index.byte_range(3, 64, 32)
@@ -149,8 +149,9 @@ class DatasetStats:
     """The statistics of a data set that a model needs.
 
     Attributes:
-        latent_mean, latent_std: float32 `(4,)`, over the train split in raw units.
-        latent_dtype: 'float16' or 'bfloat16'.
+        latent_mean, latent_std: float32 `(C,)`, over the train split in raw units.
+        latent_dtype: One of `schema.LATENT_DTYPES`.
+        latents_shape: `(crops, C, H, W)`.
         text_mean, text_std: float32 `(text_dim,)`; None without text embeddings.
         text_encoder: Name of the encoder of the text, or None.
         text_revision: Commit, digest of files or number of the encoder; None if unknown.
@@ -165,6 +166,7 @@ class DatasetStats:
     latent_mean: np.ndarray
     latent_std: np.ndarray
     latent_dtype: str
+    latents_shape: tuple[int, ...]
     text_mean: np.ndarray | None
     text_std: np.ndarray | None
     text_encoder: str | None
@@ -214,18 +216,22 @@ class StoredDataset:
         return next(iter(self.splits.values())).build
 
     @property
-    def latent_dtype(self) -> str:
-        """'float16' or 'bfloat16'; raises a ValueError for latents of another shape or dtype."""
+    def latents(self) -> tuple[str, tuple[int, ...]]:
+        """Dtype, one of `schema.LATENT_DTYPES`, and shape `(crops, C, H, W)` of the latents.
+
+        Raises:
+            ValueError: There are none, or of another dtype or rank.
+        """
         column = self.columns.get(schema.LATENTS)
         if isinstance(column, Column):
-            return column.dtype
+            return column.dtype, column.shape
         dtype, shape = self._tensor(schema.LATENTS)
-        if shape != schema.LATENTS_SHAPE or dtype not in schema.LATENT_DTYPES:
+        if not schema.are_latents(dtype, shape):
             raise ValueError(
                 f'{self.folder}: feature {schema.LATENTS!r} is {dtype} {shape}, expected '
-                f'{schema.LATENTS_SHAPE} of {" or ".join(schema.LATENT_DTYPES)}'
+                f'(crops, C, H, W) of {" or ".join(schema.LATENT_DTYPES)}'
             )
-        return dtype
+        return dtype, shape
 
     @property
     def text_dim(self) -> int:
@@ -251,8 +257,9 @@ class StoredDataset:
                     f'{self.folder}: feature {name!r} is encoded as {tensor["encoding"]!r}, '
                     'expected the bytes of its numbers'
                 )
-        with_latents = schema.LATENTS not in self.columns
-        return RecordLayout(self.text_dim, num_tokens=self.num_tokens, with_latents=with_latents)
+        in_records = schema.LATENTS not in self.columns
+        latents_nbytes = schema.latents_nbytes(*self.latents) if in_records else 0
+        return RecordLayout(latents_nbytes, self.text_dim, self.num_tokens)
 
     @property
     def text_columns(self) -> list[str]:
@@ -324,22 +331,24 @@ class StoredDataset:
         """The statistics of the latents, and of the texts asked for or their mixture.
 
         A data set without statistics, such as a mocked one, gets mean 0, standard deviation 1 and
-        a warning in the log. Raises a ValueError as `texts.choose` and `latent_dtype` do.
+        a warning in the log. Raises a ValueError as `texts.choose` and `latents` do.
         """
         if schema.META_LATENT_MEAN not in self.metadata:
             logging.warning('%s has no latent statistics: taking mean 0, std 1', self.full_name)
         chosen = self.choose_texts(text)
         first, (mean, std) = chosen.texts[0], chosen.mean_and_std()
+        dtype, shape = self.latents
         is_embedding = chosen.feature == schema.TEXT_EMBEDDING
 
         def of_latents(name: str, default: float) -> np.ndarray:
-            values = self.metadata.get(name, [default] * schema.LATENT_SHAPE[0])
+            values = self.metadata.get(name, [default] * shape[1])
             return np.asarray(values, np.float32)
 
         return DatasetStats(
             latent_mean=of_latents(schema.META_LATENT_MEAN, 0),
             latent_std=of_latents(schema.META_LATENT_STD, 1),
-            latent_dtype=self.latent_dtype,
+            latent_dtype=dtype,
+            latents_shape=shape,
             text_mean=mean.astype(np.float32) if is_embedding else None,
             text_std=std.astype(np.float32) if is_embedding else None,
             text_encoder=first.encoder,

@@ -3,8 +3,9 @@
     rgb = latent_rgb.latents_to_rgb(latents)   # raw (..., 4, 32, 32) -> uint8 (..., 32, 32, 3)
     latents = latent_rgb.rgb_to_latents(rgb)   # the other way, for made-up data
 
-The map is linear (`schema.RGB_FACTORS`), one pixel a latent position, so a 256-pixel image gives
-a 32-pixel picture: enough to see what a model draws.
+The map is linear, one pixel a latent position, so a 256-pixel image gives a 32-pixel picture:
+enough to see what a model draws. Latents of four channels count as those of a VAE of the SDXL
+family (`schema.RGB_FACTORS`). Others show their first three principal components.
 """
 
 import numpy as np
@@ -16,14 +17,37 @@ def latents_to_rgb(latents: np.ndarray) -> np.ndarray:
     """Turns latents into colours by a linear map that approximates the decoder.
 
     Args:
-        latents: Raw latents, any float dtype, `(..., 4, H, W)`.
+        latents: Raw latents, any float dtype, `(..., C, H, W)`. If C is not 4, colours depend on
+            all of them together.
 
     Returns:
         uint8 `(..., H, W, 3)`.
     """
+    if latents.shape[-3] != len(schema.RGB_FACTORS):
+        return _principal_components(np.asarray(latents, np.float64))
     scaled = np.asarray(latents, np.float32) * schema.VAE_SCALING_FACTOR
     rgb = np.einsum('...chw,cr->...hwr', scaled, schema.RGB_FACTORS) + schema.RGB_BIAS
     return np.round((np.clip(rgb, -1, 1) + 1) * 127.5).astype(np.uint8)
+
+
+def _principal_components(latents: np.ndarray) -> np.ndarray:
+    """The three directions of most variance as red, green and blue, two deviations to each side.
+
+    The largest weight of each is positive, so that a component does not depend on the sign that an
+    implementation gives to eigenvectors.
+    """
+    channels = np.moveaxis(latents, -3, -1)
+    values = channels.reshape(-1, channels.shape[-1])
+    centred = values - values.mean(axis=0)
+    variances, vectors = np.linalg.eigh(centred.T @ centred / max(1, len(values)))
+    first = range(len(variances) - 1, -1, -1)[:3]
+    rgb = np.zeros((len(values), 3))
+    for colour, number in enumerate([*first, *[first[0]] * (3 - len(first))]):
+        vector, deviation = vectors[:, number], np.sqrt(max(variances[number], 1e-12))
+        sign = np.sign(vector[np.abs(vector).argmax()])
+        rgb[:, colour] = centred @ vector * sign / (2 * deviation)
+    pixels = np.round((np.clip(rgb, -1, 1) + 1) * 127.5).astype(np.uint8)
+    return pixels.reshape(*channels.shape[:-1], 3)
 
 
 def rgb_to_latents(rgb: np.ndarray) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 opened = column_reader.open_column(column, folder, 'train', num_records)
 latents = ColumnReader(opened)                # or ColumnReader(opened, fetched_files)
-latents.find(np.array([3, 17]))               # addresses of the values of these records
+latents.find(np.array([3, 17]))[:, 0]         # addresses of the values of these records
 """
 
 import math
@@ -13,7 +13,6 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.columns import AddedColumn, Column
 from coyo11m_tfds.reading.files import FetchedFiles, MappedFiles, Range
 from coyo11m_tfds.storage.source_files import SourceFile
@@ -31,7 +30,9 @@ class OpenedColumn(NamedTuple):
     Attributes:
         name: Name of the column in errors.
         files: The files that its rows lie in, as they are now.
-        starts: Byte at which the first row begins in each of them.
+        starts: Bytes at which the pieces of row 0 begin in each of them, int64 `(files, pieces)`;
+            see `ColumnFile`.
+        strides: Bytes from a row to the next, int64 `(files,)`.
         places: Number of the file, row, and CRC-32C of the row for each record, uint32 `(n, 3)`;
             None where the rows of the only file are those of the records, and the CRC-32C follows
             each.
@@ -40,7 +41,8 @@ class OpenedColumn(NamedTuple):
 
     name: str
     files: Sequence[SourceFile]
-    starts: Sequence[int]
+    starts: np.ndarray
+    strides: np.ndarray
     places: np.ndarray | None
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -49,6 +51,11 @@ class OpenedColumn(NamedTuple):
     def row_nbytes(self) -> int:
         """Bytes of the values of a row."""
         return self.dtype.itemsize * math.prod(self.shape)
+
+    @property
+    def piece_nbytes(self) -> int:
+        """Bytes of the values of a piece."""
+        return self.row_nbytes // self.starts.shape[1]
 
 
 def open_column(
@@ -63,17 +70,20 @@ def open_column(
     """
     name = f'{folder}: its column {column.name!r}'
     if isinstance(column, AddedColumn):
-        file, start, _ = column.locate(folder, split, num_records)
-        return OpenedColumn(name, [file], [start], None, np.dtype(column.dtype), column.shape)
+        file, start, stored = column.locate(folder, split, num_records)
+        where = np.array([[start]]), np.array([stored.itemsize])
+        return OpenedColumn(name, [file], *where, None, np.dtype(column.dtype), column.shape)
     files = column.check_files()
     places = column.locate(folder, split, num_records)
     dtype = np.dtype(getattr(ml_dtypes, column.dtype, column.dtype))
-    starts = [file.start for file in column.files]
-    opened = OpenedColumn(name, files, starts, places, dtype, schema.LATENTS_SHAPE)
-    sizes = zip(files, starts, strict=True)
-    rows = [max(0, file.size - start) // opened.row_nbytes for file, start in sizes]
-    # No file has rows behind the last one.
-    outside = places[:, 1] >= np.array([*rows, 0])[np.minimum(places[:, 0], len(files))]
+    pieces = len(column.files[0].starts) if files else 1
+    starts = np.array([file.starts for file in column.files], np.int64).reshape(-1, pieces)
+    strides = np.array([file.stride for file in column.files], np.int64)
+    opened = OpenedColumn(name, files, starts, strides, places, dtype, column.shape)
+    # What lies before the last place at which a row of each file may begin; no file is behind them.
+    room = [file.size for file in files] - starts.max(axis=1, initial=0) - opened.piece_nbytes
+    number = np.minimum(places[:, 0], len(files))
+    outside = places[:, 1] * np.append(strides, 1)[number] > np.append(room, -1)[number]
     if outside.any():
         number = int(outside.argmax())
         file, row, _ = places[number].tolist()
@@ -98,9 +108,9 @@ class ColumnReader:
         Raises:
             ValueError: There are too many files to map.
         """
-        self._places, self._row_nbytes = opened.places, opened.row_nbytes
-        self._stride = opened.row_nbytes + (_CRC_NBYTES if opened.places is None else 0)
-        self._starts = np.array(opened.starts, np.int64)
+        self._places, self._values_nbytes = opened.places, opened.piece_nbytes
+        self._nbytes = opened.piece_nbytes + (_CRC_NBYTES if opened.places is None else 0)
+        self._starts, self._strides = opened.starts, opened.strides
         self._files: MappedFiles | FetchedFiles
         if fetched:
             self._files, self._first = fetched, fetched.add(opened.files)
@@ -110,22 +120,23 @@ class ColumnReader:
             self._files, self._first = MappedFiles(paths.__getitem__, len(paths), versions), 0
 
     def find(self, number: np.ndarray) -> np.ndarray:
-        """The addresses of the values of some records of the split, int64 `(n,)`.
+        """The addresses of the pieces of the values of some records, int64 `(n, pieces)`.
 
         Raises:
             ValueError: A row is not within its file.
             OSError: A file cannot be opened.
         """
-        file, row, offset = self._places_of(number)
-        address, limit = self._files.locate(file, offset, self._stride)
-        outside = limit - address < self._stride
+        file, row, begin = self._places_of(number)
+        of_pieces = np.repeat(file, begin.shape[1])
+        address, limit = self._files.locate(of_pieces, begin.ravel(), self._nbytes)
+        outside = limit - address < self._nbytes
         if outside.any():
-            worst = int(outside.argmax())
+            worst = int(outside.argmax()) // begin.shape[1]
             raise ValueError(
                 f'{self._files.path_of(int(file[worst]))}: has no row {row[worst]}, which the data '
                 'set asks for. Build the data set again.'
             )
-        return address
+        return address.reshape(begin.shape)
 
     def matches(self, number: np.ndarray, address: np.ndarray) -> np.ndarray:
         """Whether the rows of some records have their checksums; bool `(n,)`.
@@ -135,10 +146,14 @@ class ColumnReader:
         """
         memory = self._files.memory
         if self._places is None:
-            stored = memory.gather(address + self._row_nbytes, _CRC_NBYTES).view('<u4')
+            stored = memory.gather(address[:, 0] + self._values_nbytes, _CRC_NBYTES).view('<u4')
         else:
             stored = self._places[number, 2]
-        return memory.crc32c(address, address + self._row_nbytes) == stored
+        first, *others = address.T
+        found = memory.crc32c(first, first + self._values_nbytes)
+        for begin in others:
+            found = memory.crc32c(begin, begin + self._values_nbytes, found)
+        return found == stored
 
     def place(self, number: int) -> tuple[str, int]:
         """The path of the file that a record's row is in, and the number of that row."""
@@ -154,37 +169,41 @@ class ColumnReader:
         """
         run = np.repeat(np.arange(len(first)), count)
         in_run = np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)
-        file, _, begin = self._places_of(first[run] + in_run)
-        end = begin + self._stride
-        gap = begin[1:] - end[:-1]
-        apart = (np.diff(run) != 0) | (np.diff(file) != 0) | (gap < 0) | (gap > _GAP)
-        starts = np.flatnonzero(np.concatenate([[True], apart])[: len(run)])
-        stops = np.append(starts[1:], len(run)) - 1
+        file, _, begins = self._places_of(first[run] + in_run)
         found: list[list[Range]] = [[] for _ in first]
-        parts = np.stack([run[starts], file[starts], begin[starts], end[stops]], axis=1)
-        for of_run, *part in parts.tolist():
-            found[of_run].append(tuple(part))
+        for begin in begins.T:
+            end = begin + self._nbytes
+            gap = begin[1:] - end[:-1]
+            apart = (np.diff(run) != 0) | (np.diff(file) != 0) | (gap < 0) | (gap > _GAP)
+            starts = np.flatnonzero(np.concatenate([[True], apart])[: len(run)])
+            stops = np.append(starts[1:], len(run)) - 1
+            parts = np.stack([run[starts], file[starts], begin[starts], end[stops]], axis=1)
+            for of_run, *part in parts.tolist():
+                found[of_run].append(tuple(part))
         return found
 
     def will_need(self, first: np.ndarray, last: np.ndarray) -> None:
         """Has the system read ahead the rows of runs of records, given by first and last record."""
         if not isinstance(self._files, MappedFiles):
             return
-        (file, _, begin), (last_file, _, end) = self._places_of(first), self._places_of(last)
+        (file, _, begins), (last_file, _, ends) = self._places_of(first), self._places_of(last)
         self._files.open(np.unique(file))
-        runs = zip(file.tolist(), last_file.tolist(), begin.tolist(), end.tolist(), strict=True)
-        for one, other, start, stop in runs:
-            if one == other and start <= stop:
-                self._files.will_need(one, start, stop + self._stride - start)
+        for begin, end in zip(begins.T, ends.T, strict=True):
+            runs = zip(file.tolist(), last_file.tolist(), begin.tolist(), end.tolist(), strict=True)
+            for one, other, start, stop in runs:
+                if one == other and start <= stop:
+                    self._files.will_need(one, start, stop + self._nbytes - start)
 
     def check_unchanged(self, number: np.ndarray) -> None:
         """Checks that the files of some records have not changed; see `MappedFiles`."""
         self._files.check_unchanged(self._places_of(number)[0])
 
     def _places_of(self, number: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The file, the row and the offset of some records, each int64 `(n,)`."""
+        """The file and the row of some records, int64 `(n,)`, and the offsets of the row's pieces,
+        int64 `(n, pieces)`."""
         if self._places is None:
             file, row = np.zeros_like(number), number
         else:
             file, row, _ = self._places[number].astype(np.int64).T
-        return self._first + file, row, self._starts[file] + row * self._stride
+        begin = self._starts[file] + (row * self._strides[file])[:, None]
+        return self._first + file, row, begin

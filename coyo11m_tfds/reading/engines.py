@@ -45,9 +45,6 @@ from coyo11m_tfds.reading.row_reader import RowChoices, RowReader
 from coyo11m_tfds.reading.settings import AUTO, CHUNKS, ROWS, TF_DATA, Reading, Training
 from coyo11m_tfds.storage import json_digest
 
-# Evaluation sees the middle one of the three crops, which is the one centred on the image.
-EVAL_CROP = 1
-
 # Bytes of a long caption as an object of Python, with its place in the array.
 _CAPTION_NBYTES = 600
 
@@ -281,7 +278,7 @@ class EvalReader(_SplitReader):
         each = self.num_batches * asked.local_size
         self._own = range(size)[asked.process_index * each :][:each]
         text = asked.stored.choose_texts(asked.text).first
-        super().__init__(asked, opened, text, fixed_crop=EVAL_CROP, with_mask=True)
+        super().__init__(asked, opened, text, middle_crop=True, with_mask=True)
 
     def read(self, start: int = 0) -> Iterator[Batch]:
         """Returns the batches after the first `start`, with rows of zeros to fill the last ones."""
@@ -302,9 +299,9 @@ def stored_rows(stored: StoredDataset) -> dict[str, ArraySpec]:
     Raises:
         ValueError: The data set has no latents, or a feature of another shape or dtype.
     """
-    dtype = np.dtype(getattr(ml_dtypes, stored.latent_dtype, stored.latent_dtype))
+    dtype, shape = stored.latents
     known: dict[str, ArraySpec] = {
-        schema.LATENTS: ArraySpec(schema.LATENTS_SHAPE, dtype),
+        schema.LATENTS: ArraySpec(shape, np.dtype(getattr(ml_dtypes, dtype, dtype))),
         schema.TEXT_EMBEDDING: ArraySpec((stored.text_dim,), np.dtype(np.float16)),
         schema.TOKENS: ArraySpec((stored.num_tokens,), np.dtype(np.int32)),
     }

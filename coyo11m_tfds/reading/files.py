@@ -34,6 +34,7 @@ from typing import BinaryIO, NamedTuple
 import google_crc32c
 import numpy as np
 
+from coyo11m_tfds import schema
 from coyo11m_tfds.storage import remote, source_files
 from coyo11m_tfds.storage.source_files import SourceFile
 
@@ -44,9 +45,10 @@ _CHECK_SECONDS = 1.0
 MAX_FILES = 60_000
 
 # Places in memory are counted from here, as NumPy takes no array at address 0, to what a processor
-# of 64 bits gives programs. Times the bytes of a row, 32 KB at most, it has to be less than 2**63.
+# of 64 bits gives programs. Times what is gathered at once, it has to be less than 2**63.
 _ORIGIN = 1 << 12
 _END = 1 << 48
+_GATHERED_AT_ONCE = 1 << 15
 
 # A file and a place in it make one number: 8 TB and 500,000 files.
 _FILE_SHIFT = 43
@@ -60,11 +62,19 @@ class Memory:
     def __init__(self):
         everything = (ctypes.c_ubyte * (_END - _ORIGIN)).from_address(_ORIGIN)
         self._bytes = np.frombuffer(everything, np.uint8)
-        self._zeros = np.zeros(mmap.PAGESIZE * 16, np.uint8)
-        self.zeros: int = self._zeros.ctypes.data  # an address with 64 KB of zeros
+        # The system gives no memory to zeros before somebody asks for them.
+        self._zeros = np.zeros(schema.MAX_LATENTS_NBYTES, np.uint8)
+        self.zeros: int = self._zeros.ctypes.data  # an address with as many zeros as a row may have
 
     def gather(self, addresses: np.ndarray, nbytes: int) -> np.ndarray:
         """Copies `nbytes` from each address; void `(n,)` of that size."""
+        if nbytes > _GATHERED_AT_ONCE:
+            gathered = np.empty((len(addresses), nbytes), np.uint8)
+            for begin in range(0, nbytes, _GATHERED_AT_ONCE):
+                some = min(_GATHERED_AT_ONCE, nbytes - begin)
+                rows = self.gather(addresses + begin, some).view(np.uint8)
+                gathered[:, begin : begin + some] = rows.reshape(-1, some)
+            return gathered.view((np.void, nbytes))[:, 0]
         kind = np.dtype((np.void, nbytes))
         rows = np.ndarray(_END - _ORIGIN - nbytes, kind, self._bytes, strides=(1,))
         return rows[addresses - _ORIGIN]
@@ -73,12 +83,19 @@ class Memory:
         """The bytes between two addresses as they are, uint8; not copied."""
         return self._bytes[begin - _ORIGIN : end - _ORIGIN]
 
-    def crc32c(self, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-        """The CRC-32C of the bytes from each address to another; uint32 `(n,)`."""
-        crcs = [
-            google_crc32c.value(self.view(first, last))
-            for first, last in zip(begin.tolist(), end.tolist(), strict=True)
-        ]
+    def crc32c(
+        self, begin: np.ndarray, end: np.ndarray, before: np.ndarray | None = None
+    ) -> np.ndarray:
+        """The CRC-32C of the bytes from each address to another; uint32 `(n,)`.
+
+        `before` are those of bytes that come before them.
+        """
+        places = zip(begin.tolist(), end.tolist(), strict=True)
+        if before is None:
+            crcs = [google_crc32c.value(self.view(*place)) for place in places]
+        else:
+            both = zip(before.tolist(), places, strict=True)
+            crcs = [google_crc32c.extend(crc, self.view(*place)) for crc, place in both]
         return np.array(crcs, np.uint32)
 
 

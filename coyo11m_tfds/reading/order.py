@@ -223,12 +223,12 @@ def check_chunk(chunk: int) -> None:
 # --- Choices about one sample, by a hash of seed, epoch and key ---------------------------------
 
 
-def sample_crops(seed: int, epoch: np.ndarray | int, keys: np.ndarray) -> np.ndarray:
-    """The crop (0, 1 or 2) that each key comes with; int64, same shape as `keys`.
+def sample_crops(seed: int, epoch: np.ndarray | int, keys: np.ndarray, count: int) -> np.ndarray:
+    """Which of `count` crops each key comes with; int64, same shape as `keys`.
 
     `epoch` is int64 of the same shape, or a scalar.
     """
-    return (derive(seed, CROP, epoch, keys) >> np.uint64(33)).astype(np.int64) % schema.NUM_CROPS
+    return (derive(seed, CROP, epoch, keys) >> np.uint64(33)).astype(np.int64) % count
 
 
 def sample_drops(

@@ -52,7 +52,8 @@ class RowChoices:
             a batch has one crop of latents.
         seed: Seed of the choices about samples.
         caption_dropout: Share of samples that `drop_text` marks.
-        fixed_crop: Crop that is taken of all samples; None takes one by (seed, epoch, key).
+        middle_crop: Take the middle one of the crops, or the first of two, of all samples, and not
+            one by (seed, epoch, key).
         with_mask: Whether `mask` is in the batch.
         text: Texts of columns that a sample takes one of; None for that of its record.
     """
@@ -61,7 +62,7 @@ class RowChoices:
     stored: Mapping[str, ArraySpec]
     seed: int = 0
     caption_dropout: float = 0.0
-    fixed_crop: int | None = None
+    middle_crop: bool = False
     with_mask: bool = False
     text: Chosen | None = None
 
@@ -95,11 +96,11 @@ class RowChoices:
         found = {name: known[name] for name in self.names}
         return {name: ArraySpec((size, *shape), dtype) for name, (shape, dtype) in found.items()}
 
-    def crops(self, epoch: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """The crop of each key in its epoch; int64 `(n,)`."""
-        if self.fixed_crop is not None:
-            return np.full(len(keys), self.fixed_crop)
-        return order.sample_crops(self.seed, epoch, keys)
+    def crops(self, epoch: np.ndarray, keys: np.ndarray, count: int) -> np.ndarray:
+        """Which of `count` crops each key comes with in its epoch; int64 `(n,)`."""
+        if self.middle_crop:
+            return np.full(len(keys), (count - 1) // 2)
+        return order.sample_crops(self.seed, epoch, keys, count)
 
 
 class Rows(NamedTuple):
@@ -113,7 +114,8 @@ class Rows(NamedTuple):
         regular: Whether they have the layout of this project, bool.
         keys: Their keys; as all that follows of regular ones alone.
         captions_end: Addresses at which their captions end.
-        places: Addresses of the values of features in records, and in columns, where of all.
+        places: Addresses of the values of features in records, and, of all, int64 `(n, pieces)` of
+            those in columns.
     """
 
     epoch: np.ndarray
@@ -299,7 +301,9 @@ class RowReader:
             return self._captions(rows, good)
         if choices.text and name == choices.text.feature:
             return self._text(choices.text, rows, good, keys)
-        crops = choices.crops(rows.epoch, keys) if name == schema.LATENTS else None
+        if name != schema.LATENTS:
+            return self._numbers(name, rows, good)
+        crops = choices.crops(rows.epoch, keys, choices.stored[name].shape[0])
         return self._numbers(name, rows, good, crops)
 
     def _text(self, chosen: Chosen, rows: Rows, good: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -318,11 +322,17 @@ class RowReader:
     ) -> np.ndarray:
         """Values of a fixed size, of records or of a column, of all crops one; else zeros."""
         shape, dtype = self._choices.stored[name]
-        shape = shape if crops is None else shape[1:]
+        places = rows.places[name].reshape(len(good), -1)
+        begin = places[:, 0]
+        if crops is not None:
+            in_a_piece, shape = shape[0] // places.shape[1], shape[1:]
+            piece, in_piece = np.divmod(crops, in_a_piece)
+            begin = places[np.arange(len(good)), piece]
         nbytes = dtype.itemsize * math.prod(shape)
-        begin = np.zeros_like(rows.begin) if crops is None else crops * nbytes
+        if crops is not None:
+            begin = begin + in_piece * nbytes
         memory = self._files.memory
-        values = memory.gather(np.where(good, rows.places[name] + begin, memory.zeros), nbytes)
+        values = memory.gather(np.where(good, begin, memory.zeros), nbytes)
         return values.view(dtype).reshape(len(good), *shape)
 
     def _captions(self, rows: Rows, good: np.ndarray) -> np.ndarray:

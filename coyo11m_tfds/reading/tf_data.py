@@ -22,7 +22,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import texts
 from coyo11m_tfds.reading import damage, engines, order, process_settings
 from coyo11m_tfds.reading.batches import DROP_TEXT, MASK, ArraySpec, Batches
-from coyo11m_tfds.reading.engines import EVAL_CROP, EvalReader, Opened, TrainReader
+from coyo11m_tfds.reading.engines import EvalReader, Opened, TrainReader
 from coyo11m_tfds.reading.row_reader import RowChoices
 from coyo11m_tfds.reading.settings import Reading, Training
 
@@ -149,7 +149,7 @@ def _train_ordinary(asked: Training) -> tf.data.Dataset:
 
 def _eval_ordinary(asked: Reading) -> tf.data.Dataset:
     """This process's part of every record once, filled up with zeros."""
-    choices = RowChoices(tuple(asked.features), {}, fixed_crop=EVAL_CROP, with_mask=True)
+    choices = RowChoices(tuple(asked.features), {}, middle_crop=True, with_mask=True)
     examples = _examples(asked)
     size = int(examples.cardinality())
     zeros = {name: tf.zeros(x.shape, x.dtype) for name, x in examples.element_spec.items()}
@@ -186,11 +186,13 @@ def _examples(asked: Reading, shuffle_seed: int | None = None) -> tf.data.Datase
 
 
 def _choose(choices: RowChoices, batch: Batch, epoch: tf.Tensor, mask: tf.Tensor) -> Batch:
-    """What was asked for of a batch that TFDS has decoded, with latents `(b, 3, 4, 32, 32)`."""
+    """What was asked for of a batch that TFDS has decoded, with latents `(b, crops, C, H, W)`."""
+
+    num_crops = batch[schema.LATENTS].shape[1] if schema.LATENTS in choices.features else 1
 
     def of_samples(epoch: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         drops = order.sample_drops(choices.seed, epoch, keys, choices.caption_dropout)
-        return choices.crops(epoch, keys), drops
+        return choices.crops(epoch, keys, num_crops), drops
 
     found = tf.numpy_function(of_samples, [epoch, batch[schema.KEY]], [tf.int64, tf.bool])
     crops, drops = (tf.ensure_shape(x, epoch.shape) for x in found)

@@ -48,7 +48,6 @@ MAX_DROPPED_FRACTION = 0.5
 
 # So many records of each shard are in the histogram of latents: one takes 20 us.
 _HISTOGRAM_RECORDS = 64
-_PREVIEW_CROP = schema.NUM_CROPS // 2  # the middle one
 _PREVIEW_CAPTION_CHARACTERS = 1000
 
 
@@ -78,7 +77,7 @@ class Preview(NamedTuple):
     Attributes:
         key: Key of the record.
         caption: Its caption, or the beginning of one that is very long.
-        png: Picture of the middle crop, 32 x 32 pixels, in base64.
+        png: Picture of the middle crop, a pixel a latent position, in base64.
     """
 
     key: int
@@ -92,13 +91,14 @@ class ShardStatistics:
     Args:
         text_dim: Numbers of a text embedding; 0 where there are none.
         vocabulary: Number of token ids, those that occur are noted; 0 to note none.
+        channels: Channels of the latents.
 
     Attributes:
         num_records: Good samples, i.e. those whose latents and text embedding are finite.
-        latent_moments: `moments` of the 4 channels.
+        latent_moments: `moments` of the channels.
         text_moments: `moments` of each number of the text embeddings.
-        latent_histogram: int64 `(4, 122)`, of the first 64 good samples of each shard: below the
-            first of `LATENT_EDGES`, from each edge to the next, from the last edge on.
+        latent_histogram: int64 `(channels, 122)`, of the first 64 good samples of each shard: below
+            the first of `LATENT_EDGES`, from each edge to the next, from the last edge on.
         caption_histogram: int64 `(129,)`, captions by length in bytes, bins from each of
             `CAPTION_EDGES` on.
         previews: The first good samples of each shard, at most 6.
@@ -107,8 +107,7 @@ class ShardStatistics:
         non_finite_keys: Keys of the first of these, at most 10.
     """
 
-    def __init__(self, text_dim: int = 0, vocabulary: int = 0):
-        channels = schema.LATENT_SHAPE[0]
+    def __init__(self, text_dim: int = 0, vocabulary: int = 0, channels: int = 4):
         self.num_records = 0
         self.latent_moments = np.zeros((3, channels))
         self.text_moments = np.zeros((3, text_dim))
@@ -134,7 +133,7 @@ class ShardStatistics:
         Args:
             keys: int64 `(n,)`.
             captions: UTF-8, one a sample.
-            latents: float32 `(n, 3, 4, 32, 32)`.
+            latents: float32 `(n, crops, channels, H, W)`.
             text: Text embeddings, float16 `(n, text_dim)`, where there are any.
 
         Returns:
@@ -178,13 +177,13 @@ class ShardStatistics:
         their size. `einsum` is 3.6 times as fast as `sum`; unlike BLAS, it sums in one order on all
         processors.
         """
-        channels, *rows_and_columns = schema.LATENT_SHAPE
+        count, crops, channels, *rows_and_columns = latents.shape
         size = math.prod(rows_and_columns)
-        flat = latents.reshape(len(latents), schema.NUM_CROPS, channels, size)
+        flat = latents.reshape(count, crops, channels, size)
         sums = np.einsum('ncki->nck', flat)
         squares = np.einsum('ncki,ncki->nck', flat, flat)
         added = np.isfinite(squares).all(axis=(1, 2)) & wanted
-        self.latent_moments[0] += added.sum() * schema.NUM_CROPS * size
+        self.latent_moments[0] += added.sum() * crops * size
         self.latent_moments[1] += sums[added].sum(axis=(0, 1), dtype=np.float64)
         self.latent_moments[2] += squares[added].sum(axis=(0, 1), dtype=np.float64)
         return added
@@ -219,8 +218,8 @@ def join(parts: Sequence[ShardStatistics]) -> ShardStatistics:
 
 
 def _latent_histogram(latents: np.ndarray) -> np.ndarray:
-    """Counts float32 `(n, 3, 4, 32, 32)` by channel and bin, int64 `(4, 122)`."""
-    channels, size = schema.LATENT_SHAPE[0], len(LATENT_EDGES) + 1
+    """Counts float32 `(n, crops, channels, H, W)` by channel and bin, int64 `(channels, 122)`."""
+    channels, size = latents.shape[2], len(LATENT_EDGES) + 1
     bins = np.floor(latents)
     np.clip(bins, LATENT_EDGES[0] - 1, LATENT_EDGES[-1], out=bins)
     bins += (np.arange(channels, dtype=np.float32) * size + 1 - LATENT_EDGES[0])[:, None, None]
@@ -234,7 +233,7 @@ def _make_preview(key: np.int64, caption: bytes, latents: np.ndarray) -> Preview
     if len(text) > _PREVIEW_CAPTION_CHARACTERS:
         text = text[:_PREVIEW_CAPTION_CHARACTERS] + '…'
     picture = io.BytesIO()
-    rgb = latent_rgb.latents_to_rgb(latents[_PREVIEW_CROP])
+    rgb = latent_rgb.latents_to_rgb(latents[(len(latents) - 1) // 2])  # the middle crop
     Image.fromarray(rgb).save(picture, 'PNG', optimize=True)
     return Preview(int(key), text, base64.b64encode(picture.getvalue()).decode())
 

@@ -1,4 +1,4 @@
-"""One `.pt` file: its keys, and its latents by row. Only this module of the package imports torch.
+"""One `.pt` file: its keys, and its latents by row.
 
     shard = pt_file.LatentShard('latents-3crop/000000-000009.pt')
     shard.keys                              # int64 (N,)
@@ -8,13 +8,10 @@ Opening reads the directory and the keys, not the latents. Only tensors and plai
 unpickled, so a hostile file cannot run code.
 """
 
-import functools
-import itertools
 import os
 import pickle
 import re
 import sys
-import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,6 +19,7 @@ import torch
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import pt_archive
+from coyo11m_tfds.source.latent_file import LatentFile, Places
 
 _EMBEDDING_DTYPES = ('float16', 'bfloat16', 'float32')
 
@@ -34,16 +32,8 @@ class RowsDisagreeError(ValueError):
         self.keys, self.digest = keys, digest
 
 
-class LatentShard:
-    """A validated `.pt` file, open for reading.
-
-    Attributes:
-        path: The file as errors call it.
-        keys: Keys, int64 `(N,)`.
-        dtype: Dtype of the latents, one of `schema.LATENT_DTYPES`.
-        embedding_dim: Width of `embeddings`, None where the file has none.
-        digest: Digest of the names, sizes and checksums of all members, see `pt_archive.Archive`.
-    """
+class LatentShard(LatentFile):
+    """A validated `.pt` file; latents `(N, C, H, W)` count as one crop."""
 
     def __init__(self, path: str | os.PathLike[str], name: str = ''):
         """Opens a local file; errors call it `name`, or by its path.
@@ -54,7 +44,7 @@ class LatentShard:
                 element.
             RowsDisagreeError: Its tensors are valid, but have unequal numbers of rows.
         """
-        self.path, self._local_path = name or os.fspath(path), os.fspath(path)
+        super().__init__(path, name)
         archive = pt_archive.open_archive(path, self.path)
         _check_byte_order(archive, self._local_path)
         self.digest = archive.digest
@@ -68,71 +58,37 @@ class LatentShard:
             raise ValueError(
                 f'{self.path}: {schema.PT_KEYS} has shape {tuple(keys.shape)}, expected (N,).'
             )
-        self._check_stored(schema.PT_LATENTS, schema.LATENT_DTYPES)
+        self._check_stored(schema.PT_LATENTS, tuple(schema.LATENT_DTYPES))
         if schema.PT_EMBEDDINGS in self._bare:
             self._check_stored(schema.PT_EMBEDDINGS, _EMBEDDING_DTYPES)
         tensors = _load(self._local_path, self.path, map_location='cpu', mmap=True)
         self.keys: np.ndarray = tensors[schema.PT_KEYS].detach().numpy().copy()
         self._latents = tensors[schema.PT_LATENTS].detach()
-        self._check_shape(schema.PT_LATENTS, schema.LATENTS_SHAPE)
         self.dtype = _dtype_name(self._latents)
-        self._raw = torch.empty((0, *schema.LATENTS_SHAPE), dtype=self._latents.dtype)
-        self._values = torch.empty((0, *schema.LATENTS_SHAPE), dtype=torch.float32)
+        crops = () if self._latents.ndim == 4 else ('crops',)
+        self._check_shape(schema.PT_LATENTS, (*crops, 'C', 'H', 'W'))
+        if not crops:
+            self._latents = self._latents.unsqueeze(1)
+        self.shape = tuple(self._latents.shape[1:])
+        if not schema.are_latents(self.dtype, self.shape):
+            raise ValueError(
+                f'{self.path}: {schema.PT_LATENTS} of {self.shape} have {self.row_nbytes:,} bytes '
+                f'a row, expected at most {schema.MAX_LATENTS_NBYTES:,}.'
+            )
+        start = self._latents_start()
+        self.places = None if start is None else Places((start,), self.row_nbytes)
         self._embeddings = tensors.get(schema.PT_EMBEDDINGS)
-        self.embedding_dim: int | None = None
         if self._embeddings is not None:
             self._check_shape(schema.PT_EMBEDDINGS, ('D',))
             self.embedding_dim = self._embeddings.shape[1]
 
-    def latents(self, rows: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Reads some rows.
-
-        Returns:
-            The stored bytes, uint8 `(len(rows), bytes of LATENTS_SHAPE)`, and the same numbers as
-            float32 `(len(rows), *LATENTS_SHAPE)`; both are overwritten by the next call.
-        """
-        count = len(rows)
-        # The system would clear and map new memory page by page, which takes longer than all else
-        # that is done to a record.
-        if count > len(self._raw):
-            self._raw = self._raw.new_empty((count, *schema.LATENTS_SHAPE))
-            self._values = self._values.new_empty((count, *schema.LATENTS_SHAPE))
-        raw, values = self._raw[:count], self._values[:count]
-        raw_bytes = raw.view(torch.uint8).flatten(1).numpy()
-        rows = np.asarray(rows, np.int64)
-        if self.latents_start is None:
+    def _read(self, rows: np.ndarray, raw: torch.Tensor) -> None:
+        if self.places is None:
             torch.index_select(self._latents, 0, torch.from_numpy(rows), out=raw)
         else:
-            self._read_rows(rows, raw_bytes)
-        values.copy_(raw)  # torch converts 16-bit floats about 4 times as fast as numpy does
-        return raw_bytes, values.numpy()
+            super()._read(rows, raw)
 
-    def _read_rows(self, rows: np.ndarray, out: np.ndarray) -> None:
-        """Reads rows of the latents into uint8 `(len(rows), bytes of a row)`."""
-        # Not from the mapped file: the system may map 2 MB for each row that is touched, so that
-        # the few records of a validation shard make a process as large as the file; and where the
-        # disk cannot be read, touching ends the process and reading is an error.
-        begins = np.flatnonzero(np.diff(rows, prepend=-2) != 1).tolist()
-        for begin, end in itertools.pairwise([*begins, len(rows)]):
-            part = memoryview(out[begin:end]).cast('B')
-            at = self.latents_start + int(rows[begin]) * out.shape[1]
-            while part:
-                count = os.preadv(self._file, [part], at)
-                if not count:
-                    raise ValueError(
-                        f'{self.path}: ends before its {schema.PT_LATENTS} do; it has become '
-                        'shorter since it was opened. Copy or download it again.'
-                    )
-                part, at = part[count:], at + count
-
-    @functools.cached_property
-    def _file(self) -> int:
-        file = os.open(self._local_path, os.O_RDONLY)
-        weakref.finalize(self, os.close, file)
-        return file
-
-    @functools.cached_property
-    def latents_start(self) -> int | None:
+    def _latents_start(self) -> int | None:
         """Where the latents begin in the file; None if they do not lie there row after row."""
         if not len(self.keys) or not self._latents.is_contiguous():
             return None
@@ -140,13 +96,9 @@ class LatentShard:
         return _storage_start(latents) + int(latents.storage_offset()) * latents.element_size()
 
     def embeddings(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Reads the text embeddings of some rows as float32 `(len(rows), embedding_dim)`.
-
-        Raises:
-            ValueError: The file has no `embeddings`.
-        """
+        """See `LatentFile`."""
         if self._embeddings is None:
-            raise ValueError(f"{self.path}: lacks '{schema.PT_EMBEDDINGS}'.")
+            return super().embeddings(rows)
         chosen = self._embeddings.detach()[torch.as_tensor(np.asarray(rows, np.int64))]
         return chosen.to(torch.float32).numpy()
 
@@ -202,11 +154,6 @@ class LatentShard:
         if row_fits:
             raise RowsDisagreeError(message, self.keys, self.digest)
         raise ValueError(message)
-
-
-def use_one_thread() -> None:
-    """Keeps torch from starting threads, because there is one process for each core."""
-    torch.set_num_threads(1)
 
 
 def _check_byte_order(archive: pt_archive.Archive, path: str) -> None:

@@ -34,12 +34,14 @@ class Head:
     Attributes:
         keys: Keys of the rows, int64 `(n,)`.
         dtype: Dtype of the latents, one of `schema.LATENT_DTYPES`.
+        shape: Shape of a row, `(crops, C, H, W)`.
         embedding_dim: Width of `embeddings`; None where the file has none.
         digest: Digest of the content.
     """
 
     keys: np.ndarray
     dtype: str
+    shape: tuple[int, ...]
     embedding_dim: int | None
     digest: str
     disagreement: RowsDisagreeError | None = None
@@ -53,11 +55,11 @@ def read_head(
     try:
         # Not kept open: all files together are 300 GB of mapped memory.
         shard = LatentShard(path, name=file.path)
-        return Head(shard.keys, shard.dtype, shard.embedding_dim, shard.digest)
+        return Head(shard.keys, shard.dtype, shard.shape, shard.embedding_dim, shard.digest)
     except RowsDisagreeError as error:
         if not drop_bad:
             raise
-        return Head(np.empty(0, np.int64), '', None, error.digest, error)
+        return Head(np.empty(0, np.int64), '', (), None, error.digest, error)
 
 
 class SourceLatents:
@@ -68,6 +70,7 @@ class SourceLatents:
         keys: Keys of all rows in the files' order, int64.
         starts: Row of `keys` at which each file starts, and the number of rows, int64.
         dtype: Dtype of the latents, one of `schema.LATENT_DTYPES`.
+        shape: Shape of a row, `(crops, C, H, W)`.
         digests: Digest of the content of each file.
         duplicate: Rows whose key was in an earlier row, bool, shape of `keys`.
         disagreeing: Keys of files that are left out because their tensors have unequal numbers of
@@ -93,12 +96,13 @@ class SourceLatents:
         self.disagreeing_files = tuple(path for path, _ in bad)
         self.disagreeing = np.concatenate([np.empty(0, np.int64), *(e.keys for _, e in bad)])
         good = [(file.path, head) for file, head in found if not head.disagreement]
-        self.dtype = good[0][1].dtype
+        self.dtype, self.shape = good[0][1].dtype, good[0][1].shape
         for path, head in good:
-            if head.dtype != self.dtype:
+            if (head.dtype, head.shape) != (self.dtype, self.shape):
                 raise ValueError(
-                    f'{path}: latents are {head.dtype}, but those of {good[0][0]} are '
-                    f'{self.dtype}; expected one dtype in all files. Convert one of them.'
+                    f'{path}: latents are {head.dtype} {head.shape}, but those of {good[0][0]} are '
+                    f'{self.dtype} {self.shape}; expected one kind in all files. Convert one of '
+                    'them, or make a source of each kind.'
                 )
         self._embedding_dims = [(path, head.embedding_dim) for path, head in good if len(head.keys)]
 

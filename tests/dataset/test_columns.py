@@ -78,7 +78,7 @@ def describe(path: pathlib.Path, name: str, **changes) -> None:
     """Writes fields of a column, or of its files, as somebody may who means harm: all is valid."""
     found = columns.read(path)
     column = found[name]
-    of_files = {field: x for field, x in changes.items() if field in ('start', 'path')}
+    of_files = {field: x for field, x in changes.items() if field in ('starts', 'stride', 'path')}
     if of_files:
         files = tuple(dataclasses.replace(file, **of_files) for file in column.files)
         column = dataclasses.replace(column, files=files)
@@ -88,16 +88,44 @@ def describe(path: pathlib.Path, name: str, **changes) -> None:
 
 @pytest.mark.parametrize('start', [-1, -5000, 2**63, 2**70, True, 1.5, '12', None])
 def test_a_beginning_that_is_none_is_refused(path, start):
-    describe(path, schema.LATENTS, start=start)
-    with pytest.raises(
-        ValueError, match=rf'{path}/columns\.json: is damaged .* begins at {start!r}'
-    ):
+    before = (path / schema.COLUMNS_FILE).read_bytes()
+    for places in ({'starts': (start,)}, {'starts': (0, start, 0)}, {'stride': start}):
+        (path / schema.COLUMNS_FILE).write_bytes(before)
+        describe(path, schema.LATENTS, **places)
+        message = rf'{path}/columns\.json: is damaged .* has rows at .*{start!r}'
+        with pytest.raises(ValueError, match=message):
+            read(path)
+
+
+@pytest.mark.parametrize('starts', [(), (0, 0)])
+def test_pieces_that_do_not_divide_the_crops_are_refused(path, starts):
+    describe(path, schema.LATENTS, starts=starts)
+    with pytest.raises(ValueError, match=rf'{path}/columns\.json: is damaged .* has rows at'):
         read(path)
 
 
-@pytest.mark.parametrize('start', [2**63 - 1, 2**62, 10**6, 26_000])
-def test_places_beyond_a_file_are_refused_before_anything_is_read(path, start):
-    describe(path, schema.LATENTS, start=start)
+@pytest.mark.parametrize(
+    'latents',
+    [
+        {'shape': (3, 4, 32)},
+        {'shape': (3, 4, 32, -32)},
+        {'shape': (3, 4, 32, 32.0)},
+        {'shape': (3, 4, 2**12, 2**12)},
+        {'dtype': 'float64'},
+        {'dtype': ['float16']},
+    ],
+)
+def test_latents_that_are_none_are_refused(path, latents):
+    describe(path, schema.LATENTS, **latents)
+    with pytest.raises(ValueError, match=rf'{path}/columns\.json: is damaged .* impossible'):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    'where', [{'starts': (n,)} for n in (2**62 - 1, 10**6, 26_000)] + [{'stride': 2**30 - 1}]
+)
+def test_places_beyond_a_file_are_refused_before_anything_is_read(path, where):
+    describe(path, schema.LATENTS, **where)
     message = rf"{path}: its column 'latents' names row \d+ of .*\.pt for record \d+, and there"
     with pytest.raises(ValueError, match=message):
         input_pipeline.train_batches(path, **ORDER)
@@ -147,13 +175,13 @@ def test_places_of_other_records_are_refused(path):
         read(path)
 
 
-def test_a_source_of_the_same_size_and_time_is_told_by_its_directory(path):
+def test_a_source_of_the_same_size_and_time_is_told_by_its_outline(path):
     [one, other] = (pathlib.Path(f.path) for f in columns.read(path)[schema.LATENTS].files)
     before = one.stat()
     shutil.copy(other, one)
     os.utime(one, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert one.stat().st_size == before.st_size
-    with pytest.raises(ValueError, match=f'{one}: .* its directory has digest '):
+    with pytest.raises(ValueError, match=f'{one}: .* its outline has digest '):
         read(path)
 
 

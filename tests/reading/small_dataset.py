@@ -62,7 +62,7 @@ def write(
             np.save(path / columns.file_name(schema.LATENTS, split), places)
             crc32c[split] = columns.array_crc32c(places)
             files += of_split
-        column = Column(schema.LATENTS, 'float16', tuple(files), '', crc32c)
+        column = Column(schema.LATENTS, 'float16', schema.LATENTS_SHAPE, tuple(files), '', crc32c)
         columns.write(path, {schema.LATENTS: column})
     return keys
 
@@ -83,7 +83,7 @@ def _write_sources(
         content = {schema.PT_KEYS: torch.arange(len(latents)), schema.PT_LATENTS: latents}
         torch.save({name: torch.as_tensor(x) for name, x in content.items()}, path)
         opened = LatentShard(path)
-        files.append(ColumnFile(str(path), '', opened.digest, opened.latents_start))
+        files.append(ColumnFile(str(path), '', opened.digest, *opened.places[:2]))
         crcs = columns.checksums(latents[rows])
         places.append(np.stack([np.full(len(rows), first + number), rows, crcs], axis=1))
     return np.concatenate(places).astype('<u4'), files

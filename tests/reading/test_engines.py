@@ -368,7 +368,9 @@ def test_keys_and_captions_of_every_length_are_found(keys, tmp_path):
     begin, end = row_reader.find_records(files.memory, start, np.array([10]), start + files.size)
     begin, end = begin[0, :10], end[0, :10]
     assert end[-1] + 4 == start[0] + files.size[0]
-    found = records.RecordLayout(text_dim=5).find(files.memory, begin, end)
+    found = records.RecordLayout(3 * schema.LATENT_NBYTES, text_dim=5).find(
+        files.memory, begin, end
+    )
     assert found.regular.all()
     assert found.keys.tolist() == keys
     for row, caption in enumerate(captions):
@@ -376,7 +378,11 @@ def test_keys_and_captions_of_every_length_are_found(keys, tmp_path):
         head = records.caption_head(before, whole)
         record = files.memory.view(int(begin[row]), int(end[row])).tobytes()
         assert record.startswith(head) and record[len(head) : before] == caption
-    assert not records.RecordLayout(text_dim=6).find(files.memory, begin, end).regular.any()
+    assert (
+        not records.RecordLayout(3 * schema.LATENT_NBYTES, text_dim=6)
+        .find(files.memory, begin, end)
+        .regular.any()
+    )
 
 
 def test_rows_as_wide_as_any_text_vector_are_gathered():

@@ -155,7 +155,7 @@ def test_the_order_stays_what_it_was_in_earlier_versions():
         == 'f992c08af0095783'
     )
     keys = np.arange(-500, 500) * 2**53
-    choices = [order_lib.sample_crops(2, 3, keys), order_lib.sample_drops(2, 3, keys, 0.1)]
+    choices = [order_lib.sample_crops(2, 3, keys, 3), order_lib.sample_drops(2, 3, keys, 0.1)]
     assert digest_of(choices) == '1fb42cbbb8da5710'
     assert digest_of([order_lib.sample_texts(2, 3, keys, (2, 1, 0.5))]) == '80ccd4757252007c'
 
@@ -242,7 +242,7 @@ def test_each_sample_chooses_by_its_own_epoch():
     """A batch may span the end of an epoch."""
     keys, epochs = np.arange(200), np.repeat([3, 4], 100)
     for choose in (
-        order_lib.sample_crops,
+        lambda *where: order_lib.sample_crops(*where, 3),
         lambda *where: order_lib.sample_drops(*where, 0.5),
         lambda *where: order_lib.sample_texts(*where, (1, 2)),
     ):
@@ -253,8 +253,8 @@ def test_each_sample_chooses_by_its_own_epoch():
 @given(st.integers(0, 2**64 - 1), st.integers(0, 100), st.integers(-(2**63), 2**63 - 1))
 def test_choices_about_a_sample_depend_on_nothing_else(seed, epoch, key):
     keys = np.array([key, 5, key])
-    crops = order_lib.sample_crops(seed, epoch, keys)
-    assert crops[0] == crops[2] == order_lib.sample_crops(seed, epoch, keys[:1])[0]
+    crops = order_lib.sample_crops(seed, epoch, keys, 3)
+    assert crops[0] == crops[2] == order_lib.sample_crops(seed, epoch, keys[:1], 3)[0]
     drops = order_lib.sample_drops(seed, epoch, keys, 0.5)
     assert drops[0] == drops[2] == order_lib.sample_drops(seed, epoch, keys[:1], 0.5)[0]
     texts = order_lib.sample_texts(seed, epoch, keys, (1, 1, 1e-9, 1e9))
@@ -264,10 +264,10 @@ def test_choices_about_a_sample_depend_on_nothing_else(seed, epoch, key):
 
 def test_choices_are_evenly_distributed_and_independent():
     keys = np.arange(60_000)
-    crops = order_lib.sample_crops(1, 0, keys)
+    crops = order_lib.sample_crops(1, 0, keys, 3)
     drops = order_lib.sample_drops(1, 0, keys, 0.25)
     for seed, epoch in [(1, 1), (2, 0)]:
-        others = order_lib.sample_crops(seed, epoch, keys)
+        others = order_lib.sample_crops(seed, epoch, keys, 3)
         together = np.bincount(crops * 6 + others * 2 + drops, minlength=18).reshape(9, 2)
         assert chi_square(together[:, 0]) < 40 and chi_square(together[:, 1]) < 40  # 8 degrees
         other_drops = order_lib.sample_drops(seed, epoch, keys, 0.25)
@@ -282,7 +282,7 @@ def test_a_text_is_taken_in_shares_by_weight_whatever_else_is_chosen():
     texts = order_lib.sample_texts(1, 0, keys, (3, 1, 2))
     share = np.bincount(texts, minlength=3) / len(keys)
     assert np.abs(share - [1 / 2, 1 / 6, 1 / 3]).max() < 0.01
-    crops, drops = order_lib.sample_crops(1, 0, keys), order_lib.sample_drops(1, 0, keys, 0.5)
+    crops, drops = order_lib.sample_crops(1, 0, keys, 3), order_lib.sample_drops(1, 0, keys, 0.5)
     others = [crops, drops] + [
         order_lib.sample_texts(seed, epoch, keys, (3, 1, 2)) for seed, epoch in [(1, 1), (2, 0)]
     ]

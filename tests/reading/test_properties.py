@@ -149,7 +149,7 @@ def test_batches_are_those_of_the_contract(written, engine, examples):
         expected = run.expected([run.batch_size] * count)
         for batch, (epoch, record) in zip(batches, expected, strict=True):
             np.testing.assert_array_equal(records_of(data, batch), record)
-            crops = sample_crops(run.seed, epoch, batch['key'])
+            crops = sample_crops(run.seed, epoch, batch['key'], 3)
             np.testing.assert_array_equal(batch['latents'][:, 0, 0, 0], crops)
             drops = sample_drops(run.seed, epoch, batch['key'], 0.5)
             np.testing.assert_array_equal(batch['drop_text'], drops)

@@ -70,7 +70,7 @@ def place(path: pathlib.Path, kind: str) -> tuple[pathlib.Path, int, str]:
         file, row = np.load(path / columns.file_name(schema.LATENTS, schema.TRAIN))[17, :2]
         found = latents.files[file]
         # Of the last crop, which few of the first samples take.
-        return pathlib.Path(found.path), found.start + int(row) * 24_576 + 20_000, f'row {row}'
+        return pathlib.Path(found.path), found.starts[0] + int(row) * 24_576 + 20_000, f'row {row}'
     file = path / columns.file_name('score', schema.TRAIN)
     return file, file.stat().st_size - 8 * (COUNT - 17) + 1, 'row 17'
 
