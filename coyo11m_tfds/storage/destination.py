@@ -18,7 +18,6 @@ import errno
 import hashlib
 import os
 import urllib.parse
-import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self, TypeVar
@@ -342,13 +341,9 @@ class _Disk(Destination):
 
     @contextlib.contextmanager
     def _new_file(self) -> Iterator[str]:
-        """Yields a new path in the staging folder; a file still there at the end is deleted."""
-        path = os.path.join(self.staging(''), uuid.uuid4().hex)
-        try:
-            yield path
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(path)
+        """Yields a new path, in a folder that a sweep by another process leaves alone."""
+        with locks.temporary_folder(self.staging(''), 'put-') as folder:
+            yield os.path.join(folder, 'x')
 
     def _path(self, name: str) -> str:
         if name and not stays_inside(name):

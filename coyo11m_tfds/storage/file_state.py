@@ -9,8 +9,8 @@ CRC-32C is the checksum that Google Cloud Storage keeps of every object. One cor
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import google_crc32c
 
@@ -50,21 +50,6 @@ def copy(path: str, target: str, on_bytes: Callable[[int], None] = ignore_bytes)
             size, crc32c = size + len(block), google_crc32c.extend(crc32c, block)
             on_bytes(len(block))
     return FileState(size, crc32c)
-
-
-def compare(folder: str, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Compares what is known of the files in a folder, by name, with what is expected.
-
-    Raises:
-        OSError: They differ; names the first file.
-    """
-    for name in sorted(found.keys() | expected.keys()):
-        if found.get(name) != expected.get(name):
-            raise OSError(
-                f'{folder}/{name}: found {found.get(name, "no such file")}, expected '
-                f'{expected.get(name, "no such file")}; another process has changed it. Run the '
-                'same command again.'
-            )
 
 
 @contextlib.contextmanager

@@ -3,24 +3,20 @@
     scratch = Scratch('/scratch', max_bytes=20 << 30)
     with scratch.hold(file) as path:        # waits for room, downloads, verifies
         LatentShard(path)
-    # deleted, unless another process holds it
+    # deleted
     with scratch.hold_all(files) as paths:  # several; room is reserved for all at once
         ...
 
-Threads and processes of one machine share a folder and its bound, and holders of the same file
-share one copy. Only locks record who holds a file, and they end with the process. So a killed
-process leaves nothing to clean up: its room is free at once, and its partial download is resumed by
-the next holder of the file, or deleted when its room is needed. A copy from another process is used
-only after a comparison of its size and checksum.
+Threads and processes of one machine share a folder and its bound, not the copies. Each holder has a
+temporary folder, whose lock ends with the process: the next one deletes what a killed process left.
 """
 
 import concurrent.futures
 import contextlib
-import hashlib
+import glob
 import itertools
 import os
 import pathlib
-import shutil
 import stat
 import tempfile
 import threading
@@ -30,18 +26,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from absl import logging
 
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.storage import remote
+from coyo11m_tfds.storage import locks, remote
 from coyo11m_tfds.storage.file_state import ignore_bytes
 from coyo11m_tfds.storage.locks import FileLock
 from coyo11m_tfds.storage.source_files import SourceFile, is_remote
 
-# Beside the entries: held for moments, while all entries are looked at together.
-_MUTEX = '.lock'
-_ENTRY = 'held'  # begins the names of their folders; the size of the file and a hash follow
-
-# An empty file beside the copies of an entry, locked shared by every holder; while it is, room for
-# all files is taken.
-_HOLDERS = 'holders'
+# In each temporary folder is one folder. Its name is the number of bytes that its holder may take.
+_HELD = 'held-'
+_MUTEX = '.lock'  # held for moments, while room is counted and taken
 
 # Of several files that are held together; small ones mostly wait for the storage.
 _DOWNLOADS_AT_ONCE = 8
@@ -98,32 +90,6 @@ def user_temp(name: str) -> str:
     return folder
 
 
-class _Wanted:
-    """Remote files to be held together.
-
-    Attributes:
-        size: Bytes of all of them.
-        entry: Folder of the copies.
-        paths: Path of each copy.
-    """
-
-    def __init__(self, files: Sequence[SourceFile], folder: pathlib.Path):
-        self.size = sum(file.size for file in files)
-        versions = '\n'.join(f'{file.path} {file.version}' for file in files)
-        digest = hashlib.sha256(versions.encode()).hexdigest()
-        self.entry = folder / f'{_ENTRY}-{self.size}-{digest[:16]}'
-        # Files of different folders may have the same name.
-        prefixes = [''] if len(files) == 1 else [f'{number}-' for number in range(len(files))]
-        self.paths = {
-            file: str(self.entry / f'{prefix}{file.name}')
-            for prefix, file in zip(prefixes, files, strict=True)
-        }
-
-    def __str__(self) -> str:
-        first, *others = self.paths
-        return f'{first.path} (with {len(others)} more files)' if others else first.path
-
-
 class Scratch:
     """Local copies of remote files in a folder of bounded size."""
 
@@ -144,7 +110,7 @@ class Scratch:
 
     @contextlib.contextmanager
     def hold(
-        self, file: SourceFile, *, on_bytes: Callable[[int], None] | None = None
+        self, file: SourceFile, *, on_bytes: Callable[[int], None] = ignore_bytes
     ) -> Iterator[str]:
         """Gives a local path of one file; see `hold_all`."""
         with self.hold_all([file], on_bytes=on_bytes) as paths:
@@ -152,7 +118,7 @@ class Scratch:
 
     @contextlib.contextmanager
     def hold_all(
-        self, files: Sequence[SourceFile], *, on_bytes: Callable[[int], None] | None = None
+        self, files: Sequence[SourceFile], *, on_bytes: Callable[[int], None] = ignore_bytes
     ) -> Iterator[list[str]]:
         """Gives local paths of some files, valid within the `with` block.
 
@@ -162,32 +128,32 @@ class Scratch:
 
         Args:
             files: Different ones, one or more. For a local file its own path is given.
-            on_bytes: As in `remote.fetch`, from several threads, if this holder is the one that
-                downloads; it is called with 0 while this waits for room, so that it may raise an
-                exception to stop waiting.
+            on_bytes: As in `remote.fetch`, from several threads; it is called with 0 while this
+                waits for room, so that it may raise an exception to stop waiting.
 
         Raises:
             ValueError: The files are larger than the bound.
             PermissionError: Credentials are missing or refused.
-            OSError: The download fails; what was received stays.
+            OSError: The download fails.
         """
-        remote_files = [file for file in files if file.is_remote]
-        if not remote_files:
+        wanted = [file for file in files if file.is_remote]
+        if not wanted:
             yield [file.path for file in files]
             return
-        wanted = _Wanted(remote_files, self._folder)
-        if wanted.size > self._max_bytes:
+        size = sum(file.size for file in wanted)
+        more = f' (with {len(wanted) - 1} more files)' if wanted[1:] else ''
+        what = f'{wanted[0].path}{more}'
+        if size > self._max_bytes:
             raise ValueError(
-                f'{wanted} has {wanted.size:,} bytes, but {self._folder} may take '
-                f'{self._max_bytes:,}. Allow it more.'
+                f'{what} has {size:,} bytes, but {self._folder} may take {self._max_bytes:,}. '
+                'Allow it more.'
             )
-        on_bytes = on_bytes or ignore_bytes
-        held = self._wait_for_room(wanted, on_bytes)
-        try:
-            _complete(wanted.paths, on_bytes)
-            yield [wanted.paths.get(file, file.path) for file in files]
-        finally:
-            self._leave(wanted, held)
+        with contextlib.ExitStack() as stack:
+            room = self._wait_for_room(size, what, stack, on_bytes)
+            # Files of different folders may have the same name.
+            paths = {f: os.path.join(room, f'{n}-{f.name}') for n, f in enumerate(wanted)}
+            _complete(paths, on_bytes)
+            yield [paths.get(file, file.path) for file in files]
 
     @contextlib.contextmanager
     def hold_showing(self, file: SourceFile) -> Iterator[str]:
@@ -200,68 +166,48 @@ class Scratch:
                 path = stack.enter_context(self.hold(file, on_bytes=progress.add))
             yield path
 
-    def _wait_for_room(self, wanted: _Wanted, on_bytes: Callable[[int], None]) -> FileLock:
+    def _wait_for_room(
+        self,
+        size: int,
+        what: str,
+        stack: contextlib.ExitStack,
+        on_bytes: Callable[[int], None],
+    ) -> str:
+        """Makes the folder of a holder; it is deleted when the stack is closed."""
         pause = 0.01
         message_at = time.monotonic() + _SECONDS_BETWEEN_MESSAGES
-        while (held := self._enter(wanted)) is None:
+        while (room := self._take_room(size, stack)) is None:
             if time.monotonic() >= message_at:
                 message_at += _SECONDS_BETWEEN_MESSAGES
                 logging.info(
                     'Waiting for %s bytes of %s in %s for %s: others hold files there.',
-                    f'{wanted.size:,}',
+                    f'{size:,}',
                     f'{self._max_bytes:,}',
                     self._folder,
-                    wanted,
+                    what,
                 )
             on_bytes(0)
             # Polling, because the death of a holder wakes no waiter.
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_POLL)
-        return held
+        return room
 
-    def _enter(self, wanted: _Wanted) -> FileLock | None:
-        """Becomes a holder if the files are held already or there is room for them."""
-        with FileLock(self._folder / _MUTEX):
-            room, idle = self._max_bytes - wanted.size, []
-            for folder in set(self._folder.glob(f'{_ENTRY}-*')) - {wanted.entry}:
-                if _is_locked(folder / _HOLDERS):
-                    room -= int(folder.name.split('-')[1])  # also what is not downloaded yet
-                else:
-                    parts = [path for path in folder.iterdir() if path.suffix != '.json']
-                    size = sum(path.stat().st_size for path in parts)
-                    idle.append((folder.stat().st_mtime, size, folder))
-            if room < 0:
+    def _take_room(self, size: int, stack: contextlib.ExitStack) -> str | None:
+        with FileLock(self._folder / _MUTEX), contextlib.ExitStack() as made:
+            # Deletes first what killed holders left.
+            folder = made.enter_context(locks.temporary_folder(self._folder, _HELD))
+            rooms = glob.glob(f'{_HELD}*/*', root_dir=self._folder)
+            taken = sum(int(os.path.basename(room)) for room in rooms)
+            if taken + size > self._max_bytes:
                 return None
-            for _, size, folder in sorted(idle, reverse=True):  # those held last may stay
-                room -= size
-                if room < 0 or not size:
-                    shutil.rmtree(folder)
-            wanted.entry.mkdir(exist_ok=True)
-            return FileLock(wanted.entry / _HOLDERS, shared=True, wait=False)
-
-    def _leave(self, wanted: _Wanted, held: FileLock) -> None:
-        with held, FileLock(self._folder / _MUTEX):
-            os.utime(wanted.entry)
-            held.release()
-            is_held = _is_locked(wanted.entry / _HOLDERS)
-            # What a failed download has received stays for the next attempt.
-            if not is_held and all(map(os.path.exists, wanted.paths.values())):
-                shutil.rmtree(wanted.entry)
-
-
-def _is_locked(path: pathlib.Path) -> bool:
-    """True if a process has locked this file; only the holder of the mutex may ask."""
-    if not path.exists():
-        return False
-    try:
-        FileLock(path, wait=False).release()
-    except BlockingIOError:
-        return True
-    return False
+            room = os.path.join(folder, str(size))
+            os.mkdir(room)
+            stack.push(made.pop_all())
+        return room
 
 
 def _complete(paths: Mapping[SourceFile, str], on_bytes: Callable[[int], None]) -> None:
-    """Downloads files that are not there or damaged."""
+    """Downloads files."""
     stopped = threading.Event()
 
     def tell(num_bytes: int) -> None:

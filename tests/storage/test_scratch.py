@@ -1,6 +1,5 @@
-"""Copies of remote files: bounded, shared, and no matter who is killed when."""
+"""Copies of remote files: bounded, whoever is killed when."""
 
-import concurrent.futures
 import contextlib
 import logging
 import os
@@ -19,7 +18,7 @@ from coyo11m_tfds.storage.locks import FileLock
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.source_files import SourceFile
 from tests import children
-from tests.fakes.cloud import Fault, Gcs
+from tests.fakes.cloud import Gcs
 
 SIZE = 100_000
 
@@ -70,20 +69,12 @@ HOLD = """
 """
 
 
-def leave(folder: pathlib.Path, file: SourceFile) -> pathlib.Path:
-    """Leaves the copy of a holder that was killed."""
-    with children.python(HOLD, folder, 10 * SIZE, file.path) as child:
-        path = pathlib.Path(child.stdout.readline().strip())
-        child.kill()
-    return path
-
-
 def test_a_copy_is_there_while_it_is_held(bucket: Gcs, folder: pathlib.Path):
     file = put(bucket, 'source/x.pt')
     told: list[int] = []
     with Scratch(folder, SIZE).hold(file, on_bytes=told.append) as path:
         assert pathlib.Path(path).read_bytes() == content('source/x.pt')
-        assert pathlib.Path(path).name == 'x.pt'
+        assert path.endswith('x.pt')
         assert sum(told) == SIZE
     assert copies(folder) == {}
     assert os.listdir(folder) == ['.lock']
@@ -97,37 +88,6 @@ def test_a_file_that_can_never_fit(bucket: Gcs, folder: pathlib.Path):
     ):
         pass
     assert num_reads(bucket) == 0
-
-
-def test_holders_share_a_copy_and_a_download(bucket: Gcs, folder: pathlib.Path):
-    file = put(bucket, 'x.pt')
-    bucket.inject(Fault('slow', seconds=0.3, action='read'))
-    all_in = threading.Barrier(8)
-
-    def hold(number: int) -> bytes:
-        with Scratch(folder, SIZE).hold(file) as path:
-            all_in.wait(20)  # so that nobody leaves before all are in
-            return pathlib.Path(path).read_bytes()
-
-    with concurrent.futures.ThreadPoolExecutor(8) as threads:
-        assert set(threads.map(hold, range(8))) == {content('x.pt')}
-    assert num_reads(bucket) == 1
-    assert copies(folder) == {}
-
-
-def test_processes_share_a_copy_until_the_last_leaves(bucket: Gcs, folder: pathlib.Path):
-    file = put(bucket, 'x.pt')
-    arguments = (folder, SIZE, file.path)
-    with children.python(HOLD, *arguments) as one, children.python(HOLD, *arguments) as other:
-        path = one.stdout.readline()
-        assert other.stdout.readline() == path
-        with Scratch(folder, SIZE).hold(file) as mine:
-            assert mine == path.strip()
-            one.communicate('leave\n')
-            other.communicate('leave\n')
-            assert pathlib.Path(mine).read_bytes() == content('x.pt')
-    assert num_reads(bucket) == 1
-    assert copies(folder) == {}
 
 
 def test_waiting_for_room(
@@ -157,20 +117,9 @@ def test_waiting_for_room(
     waiting.join()
 
 
-def test_who_waits_may_stop_waiting(bucket: Gcs, folder: pathlib.Path):
-    held = Scratch(folder, SIZE)
-    first, second = put(bucket, 'x.pt'), put(bucket, 'y.pt')
-
-    def stop(num_bytes: int) -> None:
-        assert num_bytes == 0
-        raise InterruptedError
-
-    def wait() -> None:
-        with held.hold(second, on_bytes=stop):
-            pass
-
-    with held.hold(first), concurrent.futures.ThreadPoolExecutor(1) as thread:
-        assert isinstance(thread.submit(wait).exception(), InterruptedError)
+def stop(num_bytes: int) -> None:
+    assert num_bytes == 0
+    raise InterruptedError
 
 
 # --- Several at once --------------------------------------------------------------------------
@@ -190,54 +139,7 @@ def test_several_files_are_there_together(bucket: Gcs, folder: pathlib.Path, tmp
     assert os.listdir(folder) == ['.lock']
 
 
-def test_of_several_files_only_what_is_missing_comes_again(bucket: Gcs, folder: pathlib.Path):
-    files = [put(bucket, f'{n}.pt') for n in range(4)]
-    held = Scratch(folder, 4 * SIZE)
-    bucket.inject(Fault('503', count=None, match=r'read bucket/2\.pt'))
-    with pytest.raises(OSError, match=r'2\.pt.*given up'), held.hold_all(files):
-        pass
-    came = set(copies(folder)) - {'2-2.pt.part'}
-    assert came
-    bucket.heal()
-    bucket.clear()
-    with held.hold_all(files) as paths:
-        contents = [pathlib.Path(path).read_bytes() for path in paths]
-    assert contents == [content(f'{n}.pt') for n in range(4)]
-    for number in range(4):
-        assert num_reads(bucket, f'/{number}.pt') == (0 if f'{number}-{number}.pt' in came else 1)
-    assert copies(folder) == {}
-
-
-# --- What others have left --------------------------------------------------------------------
-
-
-def test_copies_of_the_killed_go_when_their_room_is_needed_the_oldest_first(
-    bucket: Gcs, folder: pathlib.Path
-):
-    files = [put(bucket, f'{n}.pt') for n in range(4)]
-    for number in range(3):
-        leave(folder, files[number])
-    assert copies(folder) == {'0.pt': SIZE, '1.pt': SIZE, '2.pt': SIZE}
-    with Scratch(folder, 3 * SIZE).hold(files[3]):
-        assert copies(folder) == {'1.pt': SIZE, '2.pt': SIZE, '3.pt': SIZE}
-    with Scratch(folder, 3 * SIZE).hold(put(bucket, 'large.pt', 2 * SIZE + 1)):
-        assert copies(folder) == {'large.pt': 2 * SIZE + 1}
-
-
-@pytest.mark.parametrize('damage', ['flipped', 'cut', 'replaced'])
-def test_a_copy_that_is_found_is_compared_before_it_is_used(
-    bucket: Gcs, folder: pathlib.Path, damage: str
-):
-    file = put(bucket, 'x.pt')
-    path = leave(folder, file)
-    found = bytearray(path.read_bytes())
-    if damage == 'flipped':
-        found[SIZE // 2] ^= 1
-    path.write_bytes({'flipped': found, 'cut': found[:-1], 'replaced': bytes(SIZE)}[damage])
-    with Scratch(folder, SIZE).hold(file) as again:
-        assert again == str(path)
-        assert path.read_bytes() == content('x.pt')
-    assert num_reads(bucket) == 2
+# --- Folders ---------------------------------------------------------------------------------
 
 
 def test_the_folder_that_a_program_takes(monkeypatch: pytest.MonkeyPatch):
@@ -284,37 +186,16 @@ def test_the_folder_for_temporary_files_is_this_user_s_alone(
 # --- Failures and kills -----------------------------------------------------------------------
 
 
-def test_who_waits_for_a_download_takes_over_from_who_is_killed(bucket: Gcs, folder: pathlib.Path):
-    size = 2_000_000
-    file = put(bucket, 'x.pt', size)
-    bucket.inject(Fault('stall', action='read', after_bytes=1_500_000, seconds=30))
-    with (
-        children.python(HOLD, folder, size, file.path) as child,
-        concurrent.futures.ThreadPoolExecutor(1) as threads,
-    ):
-        wait_until(lambda: copies(folder).get('x.pt.part', 0) > 1_000_000)
-
-        def hold() -> bytes:
-            with Scratch(folder, size).hold(file) as path:
-                return pathlib.Path(path).read_bytes()
-
-        waiting = threads.submit(hold)
-        time.sleep(0.1)
-        assert not waiting.done()
-        child.kill()
-        assert waiting.result(20) == content('x.pt', size)
-    assert num_reads(bucket) == 2
-
-
-def test_the_room_of_who_is_killed_while_holding_is_free(bucket: Gcs, folder: pathlib.Path):
+def test_the_room_of_who_is_killed_is_free_and_its_copy_gone(bucket: Gcs, folder: pathlib.Path):
     file, other = put(bucket, 'x.pt'), put(bucket, 'y.pt')
-    for _ in range(2):
-        with children.python(HOLD, folder, SIZE, file.path) as child:
-            child.stdout.readline()
-            child.kill()
-    assert num_reads(bucket) == 1  # the second found the copy of the first
+    with children.python(HOLD, folder, SIZE, file.path) as child:
+        child.stdout.readline()
+        with pytest.raises(InterruptedError), Scratch(folder, SIZE).hold(other, on_bytes=stop):
+            pass
+        child.kill()
+    assert copies(folder) == {'0-x.pt': SIZE}
     with Scratch(folder, SIZE).hold(other):
-        assert copies(folder) == {'y.pt': SIZE}
+        assert copies(folder) == {'0-y.pt': SIZE}
 
 
 # Starts a worker, which never ends by itself, for each seed that it reads; tells their ids.
@@ -348,10 +229,8 @@ WORK = """
 
 
 def assert_bounded(folder: pathlib.Path, bound: int) -> None:
-    with FileLock(folder / '.lock'):  # nothing comes or goes while this counts, it only grows
-        sizes = copies(folder)
-    whole = {name.removesuffix('.part'): size for name, size in sizes.items()}
-    assert sum(whole.values()) <= bound
+    with FileLock(folder / '.lock'):  # nobody takes room while this counts
+        assert sum(copies(folder).values()) <= bound
 
 
 def test_killed_at_random_moments(bucket: Gcs, folder: pathlib.Path, tmp_path: pathlib.Path):
@@ -385,7 +264,7 @@ def test_killed_at_random_moments(bucket: Gcs, folder: pathlib.Path, tmp_path: p
     whole = Scratch(folder, sizes[5])
     with whole.hold(source_files.describe('gs://bucket/5.pt')) as path:
         assert pathlib.Path(path).read_bytes() == content('5.pt', sizes[5])
-        assert copies(folder) == {'5.pt': sizes[5]}
+        assert copies(folder) == {'0-5.pt': sizes[5]}
 
 
 def kill(process: int) -> None:
