@@ -1,4 +1,4 @@
-"""Checks a data set: compares every file with its recorded checksum, and files with each other.
+"""Checks a data set: compares every file with its recorded checksum, every record with its own.
 
     python -m coyo11m_tfds.verify gs://BUCKET/data/coyo11m_tfds/latents/1.0.0
 
@@ -6,10 +6,10 @@
     verified.faults  # ['... .tfrecord-00003-of-00100: is missing']
 
 Shards and columns are read once, several at a time. Their lengths and CRC-32Cs are compared with
-`checksums-<ID>.json`, records with the chunk index and `dataset_info.json`. Latents in place are
-checked too: each row that a record uses is compared with its CRC-32C, and an object in a bucket
-with the object's. `--fast` reads only the small files and the directories of `.pt` files; it
-compares the lengths of all other files and, on gs://, the storage's CRC-32Cs.
+`checksums-<ID>.json`, records with their own CRC-32Cs. Latents in place are checked too: each row
+that a record uses is compared with its CRC-32C, and an object in a bucket with the object's.
+`--fast` reads only the small files and the directories of `.pt` files; it compares the lengths of
+all other files and, on gs://, the storage's CRC-32Cs.
 
 Bytes from gs:// are compared with the storage's CRC-32C, and read again if they changed on the
 way: so a fault is a fault of the stored file. Files of another build are ignored, because that
@@ -36,7 +36,7 @@ import numpy as np
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import columns, manifest, records, stored_dataset
 from coyo11m_tfds.dataset.chunk_index import ChunkIndex, file_name
-from coyo11m_tfds.dataset.stored_dataset import StoredShard, StoredSplit
+from coyo11m_tfds.dataset.stored_dataset import StoredSplit
 from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.storage import stored_files
@@ -136,12 +136,10 @@ class _Check:
                 self._parse(name, bytes)
         self.left_over = sorted(columns.left_over(self._files, found, self._build))
         self._check_names(splits)
-        shards: dict[str, StoredShard] = {}
         for split in splits:
-            index = self._parse(file_name(split.name, split.build), ChunkIndex.parse)
-            shards |= self._describe_shards(split, index)
+            self._parse(file_name(split.name, split.build), ChunkIndex.parse)
         places = self._locate_columns(found, splits)
-        self._check_shards(shards)
+        self._check_shards({name for split in splits for name in split.file_names})
         latents = found.get(schema.LATENTS)
         if isinstance(latents, columns.Column):
             self._check_sources(latents, places)
@@ -191,31 +189,6 @@ class _Check:
         for name in sorted(self._files.keys() - expected - others if self._recorded else ()):
             self._add(name, f'is unexpected, a file of {self._files[name].size} bytes')
 
-    def _describe_shards(
-        self, split: StoredSplit, index: ChunkIndex | None
-    ) -> dict[str, StoredShard]:
-        """Compares the metadata of the shards with each other, and returns each shard's."""
-        states = [self._recorded.get(n) or self._files.get(n) for n in split.file_names]
-        num_bytes = sum(state.size for state in states if state)
-        if None not in states and num_bytes != split.num_bytes:
-            self._add(
-                schema.INFO_FILE,
-                f'has num_bytes={split.num_bytes} for split {split.name!r}, expected {num_bytes}, '
-                'the sum of its files',
-            )
-        lengths, index_name = list(split.shard_lengths), file_name(split.name, split.build)
-        if index is not None and index.shard_lengths.tolist() != lengths:
-            self._add(
-                index_name,
-                f'has {len(index.shard_lengths)} shards of {index.shard_lengths.sum()} records, '
-                f'expected {len(lengths)} of {sum(lengths)} as in {schema.INFO_FILE}, in its order',
-            )
-            index = None
-        return {
-            name: StoredShard(index_name, number, lengths[number], index)
-            for number, name in enumerate(split.file_names)
-        }
-
     def _locate_columns(
         self, found: Mapping[str, columns.Column | columns.AddedColumn], splits: list[StoredSplit]
     ) -> np.ndarray:
@@ -254,7 +227,7 @@ class _Check:
                     raise
                 self.faults.append(str(error))
 
-    def _check_shards(self, shards: Mapping[str, StoredShard]) -> None:
+    def _check_shards(self, shards: set[str]) -> None:
         known = sorted(self._files.keys() & {*shards, *self._recorded, *self._rows})
         names = [name for name in known if _is_large(name)]
         total = 0 if self._fast else sum(self._files[name].size for name in names)
@@ -265,7 +238,7 @@ class _Check:
         ):
 
             def check(name: str) -> str:
-                fault = self._check_shard(name, shards.get(name), progress.add)
+                fault = self._check_shard(name, progress.add)
                 progress.add(0, shards=1)
                 return fault
 
@@ -273,9 +246,7 @@ class _Check:
                 if fault:
                     self._add(name, fault)
 
-    def _check_shard(
-        self, name: str, info: StoredShard | None, on_bytes: Callable[[int], None]
-    ) -> str:
+    def _check_shard(self, name: str, on_bytes: Callable[[int], None]) -> str:
         """The fault of a shard; '' if it has none."""
         file = self._files[name]
         fault = self._differs(name, file.size, file.crc32c)
@@ -289,10 +260,7 @@ class _Check:
         fault = self._differs(name, file.size, taken.crc32c)
         if _SHARD in name:
             taken.end()
-        problem = getattr(taken, 'problem', '')
-        if info and not fault and not problem:
-            return info.compare(taken)
-        return ', '.join(filter(None, [fault, problem]))
+        return ', '.join(filter(None, [fault, getattr(taken, 'problem', '')]))
 
 
 def _read_rows(file: columns.ColumnFile, row_nbytes: int, places: np.ndarray) -> None:

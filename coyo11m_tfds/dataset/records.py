@@ -4,9 +4,9 @@
         writer.write({'key': np.array([7, 8]), 'caption': [b'A cat.', b'A dog.']})
     writer.chunk_offsets, writer.num_bytes, writer.crc32c
 
-    scan = records.RecordScan()   # the same account of a file that exists
+    scan = records.RecordScan()   # of a file that exists
     scan.add(block)
-    scan.num_records, scan.chunk_offsets, scan.num_bytes, scan.crc32c
+    scan.num_records, scan.crc32c, scan.problem
 
     layout = records.RecordLayout(24_576, text_dim=640)
     found = layout.find(memory, begin, end)       # places of the values of many records
@@ -134,33 +134,27 @@ class RecordWriter:
 
 
 class RecordScan:
-    """Takes a file block by block and keeps account of it as `RecordWriter` does.
+    """Takes a file block by block and checks its records.
 
     Attributes:
-        num_records, num_bytes, crc32c, chunk_offsets: As of `RecordWriter`; records count up to the
-            first damaged one.
+        num_records: Number of records up to the first damaged one.
+        crc32c: CRC-32C of what was taken.
         problem: Damage of the first damaged record; '' for none.
     """
 
     def __init__(self):
         self.num_records = 0
-        self.num_bytes = 0
         self.crc32c = 0
-        self.chunk_offsets: list[int] = []
         self.problem = ''
         self._rest = b''  # of a record that is not whole yet
 
     def add(self, block: bytes) -> None:
         """Takes the next block of the file."""
         self.crc32c = google_crc32c.extend(self.crc32c, block)
-        begin = self.num_bytes - len(self._rest)
-        self.num_bytes += len(block)
         if self.problem:
             return
         data, at = self._rest + block, 0
         while (size := self._whole_record(data, at)) and not self.problem:
-            if self.num_records % schema.CHUNK_STRIDE == 0:
-                self.chunk_offsets.append(begin + at)
             self.num_records += 1
             at += size
         self._rest = b'' if self.problem else data[at:]

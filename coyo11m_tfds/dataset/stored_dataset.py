@@ -25,7 +25,7 @@ from coyo11m_tfds.dataset import chunk_index, columns, manifest, texts
 from coyo11m_tfds.dataset.chunk_index import ChunkIndex
 from coyo11m_tfds.dataset.columns import AddedColumn, Column
 from coyo11m_tfds.dataset.manifest import DamagedError
-from coyo11m_tfds.dataset.records import RecordLayout, RecordScan
+from coyo11m_tfds.dataset.records import RecordLayout
 from coyo11m_tfds.storage import json_digest, source_files, stored_files
 
 if TYPE_CHECKING:
@@ -63,41 +63,6 @@ class StoredSplit:
     @property
     def num_records(self) -> int:
         return sum(self.shard_lengths)
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredShard:
-    """A shard as the metadata describe it.
-
-    Attributes:
-        index_name: Name of the file of `index`.
-        number: Number of the shard.
-        length: Number of its records.
-        index: Chunk index of the split; None for one that cannot be used.
-    """
-
-    index_name: str
-    number: int
-    length: int
-    index: ChunkIndex | None
-
-    def compare(self, scan: RecordScan) -> str:
-        """The difference between the metadata and the content of the shard; '' for none."""
-        if scan.num_records != self.length:
-            return f'has {scan.num_records} records, expected {self.length} ({schema.INFO_FILE})'
-        if self.index is None or not self.length:
-            return ''
-        first = np.arange(0, self.length, schema.CHUNK_STRIDE)
-        count = np.minimum(self.length - first, schema.CHUNK_STRIDE)
-        offsets, nbytes = self.index.byte_range(self.number, first, count)
-        expected = np.array([*offsets, offsets[-1] + nbytes[-1]])
-        found = np.array([*scan.chunk_offsets, scan.num_bytes])
-        wrong = np.flatnonzero(found != expected)
-        if not len(wrong):
-            return ''
-        place = int(wrong[0])
-        what = 'ends' if place == len(first) else f'has record {first[place]}'
-        return f'{what} at byte {found[place]}, expected {expected[place]} ({self.index_name})'
 
 
 @dataclasses.dataclass(frozen=True)

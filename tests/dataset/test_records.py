@@ -97,8 +97,7 @@ def test_a_scan_gives_the_account_of_the_writer(count: int, block: int):
     data, writer = written(count)
     scanned = scan(data, block)
     assert scanned.problem == ''
-    for name in ('num_records', 'num_bytes', 'crc32c', 'chunk_offsets'):
-        assert getattr(scanned, name) == getattr(writer, name)
+    assert (scanned.num_records, scanned.crc32c) == (writer.num_records, writer.crc32c)
 
 
 @pytest.mark.parametrize('block', [1, 1000, 10**6])
