@@ -34,16 +34,10 @@ def tree(root: pathlib.Path, groups: str, **files: str) -> pathlib.Path:
         ('150000 100000', 2),  # rounded up
     ],
 )
-def test_cpu_quota_of_version_2(tmp_path, quota, cpus):
-    assert machine.usable_cpus(tree(tmp_path, '0::/', **{'cpu.max': quota})) == cpus
-
-
-@pytest.mark.parametrize(('quota', 'cpus'), [('-1', 64), ('250000', 3)])
-@pytest.mark.parametrize('mount', ['cpu', 'cpu,cpuacct'])
-def test_cpu_quota_of_version_1(tmp_path, mount, quota, cpus):
-    files = {f'{mount}/cpu.cfs_quota_us': quota, f'{mount}/cpu.cfs_period_us': '100000'}
-    groups = '9:memory:/\n4:cpu,cpuacct:/\n0::/'
-    assert machine.usable_cpus(tree(tmp_path, groups, **files)) == cpus
+def test_cpu_quota(tmp_path, quota, cpus):
+    for mount in ('', 'unified/'):  # beside version 1
+        root = tree(tmp_path / mount, '4:memory:/x\n0::/', **{f'{mount}cpu.max': quota})
+        assert machine.usable_cpus(root) == cpus
 
 
 @pytest.mark.parametrize('limited', ['', 'kubepods/pod/'])
@@ -59,18 +53,6 @@ def test_the_least_of_the_limits_of_its_own_groups_counts(tmp_path):
     memory = {'a/memory.max': str(GB), 'a/b/memory.max': str(2 * GB), 'a/b/c/memory.max': 'max'}
     other = {'x/cpu.max': '100000 100000', 'x/memory.max': '1000'}
     root = tree(tmp_path, '0::/a/b/c', **files, **memory, **other)
-    assert (machine.usable_cpus(root), machine.usable_memory(root)) == (2, GB)
-
-
-@pytest.mark.parametrize(('limit', 'memory'), [(str(GB), GB), ('9223372036854771712', PHYSICAL)])
-def test_memory_of_version_1(tmp_path, limit, memory):
-    root = tree(tmp_path, '5:memory:/docker/1', **{'memory/docker/1/memory.limit_in_bytes': limit})
-    assert machine.usable_memory(root) == min(memory, PHYSICAL)
-
-
-def test_a_mixed_hierarchy(tmp_path):
-    files = {'unified/x/cpu.max': '200000 100000', 'memory/x/memory.limit_in_bytes': str(GB)}
-    root = tree(tmp_path, '4:memory:/x\n1:name=systemd:/\n0::/x', **files)
     assert (machine.usable_cpus(root), machine.usable_memory(root)) == (2, GB)
 
 
