@@ -4,17 +4,18 @@ import itertools
 import os
 import pathlib
 import shutil
-import signal
 
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
 import input_pipeline
-from coyo11m_tfds import add_column, schema, verify
+from coyo11m_tfds import add_column, embed_captions, schema, verify
+from coyo11m_tfds.convert.data_folder import FinishedShards
 from coyo11m_tfds.dataset import stored_dataset
+from coyo11m_tfds.reading import files as files_lib
 from coyo11m_tfds.source.pt_file import LatentShard
-from tests import built, children, runs
+from tests import built, children, made_sources, runs
 from tests.reading import planned
 from tests.reading.batches import assert_same, joined
 from train_lib import train
@@ -32,11 +33,24 @@ def in_place(sample_source, hash_sidecar, tmp_path_factory) -> pathlib.Path:
     return build(sample_source, hash_sidecar, tmp_path_factory.mktemp('in_place'))
 
 
+@pytest.fixture(scope='module')
+def small(tmp_path_factory) -> pathlib.Path:
+    """A small source, and `hash.parquet` of its captions."""
+    files = [range(80), range(80, 150), range(150, 200)]
+    source = made_sources.write_source(tmp_path_factory.mktemp('small') / 'source', files)
+    embed_captions.embed(source, 'hash', source.with_name('hash.parquet'))
+    return source
+
+
 @pytest.fixture
-def movable(sample_source, hash_sidecar, tmp_path) -> tuple[pathlib.Path, pathlib.Path]:
+def movable(small, tmp_path) -> tuple[pathlib.Path, pathlib.Path]:
     """A data set in place and its source, which a test may damage."""
-    source = pathlib.Path(shutil.copytree(sample_source, tmp_path / 'source'))
-    return build(source, hash_sidecar, tmp_path / 'data'), source
+    return make_movable(small, small.with_name('hash.parquet'), tmp_path)
+
+
+def make_movable(source, sidecar, folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
+    copy = pathlib.Path(shutil.copytree(source, folder / 'source'))
+    return build(copy, sidecar, folder / 'data'), copy
 
 
 def read(path: object, count: int, **changes) -> list[dict]:
@@ -59,6 +73,8 @@ def test_it_holds_everything_but_the_latents(in_place, mini_dataset):
         for path in (in_place, mini_dataset)
     )
     assert size < converted / 10
+    kinds = {path.name.replace(schema.build_of(path.name), 'ID') for path in in_place.glob('*-*')}
+    assert {'columns-ID.json', 'column_latents-train-ID.npy'} < kinds
     there, before = (input_pipeline.open_data(path).stats() for path in (in_place, mini_dataset))
     for name in ('latent_mean', 'latent_std', 'text_mean', 'text_std'):
         np.testing.assert_array_equal(getattr(there, name), getattr(before, name))
@@ -68,14 +84,6 @@ def test_it_holds_everything_but_the_latents(in_place, mini_dataset):
     assert next(iter(examples)).keys() == {'key', 'caption', 'text_embedding'}
     for said in ('report-*.html', 'features.json'):
         assert 'tfds.load does not' in next(in_place.glob(said)).read_text()
-
-
-def test_a_build_is_the_same_however_many_write_it(in_place, sample_source, hash_sidecar, tmp_path):
-    again = build(sample_source, hash_sidecar, tmp_path, num_workers=2)
-    files = {path.name: path.read_bytes() for path in in_place.iterdir() if path.is_file()}
-    assert {p.name: p.read_bytes() for p in again.iterdir() if p.is_file()} == files
-    kinds = {name.replace(schema.build_of(name), 'ID') for name in files if '-' in name}
-    assert {'columns-ID.json', 'column_latents-train-ID.npy'} < kinds
 
 
 def test_it_is_read_without_what_only_builds_need(in_place):
@@ -168,27 +176,21 @@ def test_latents_of_records_are_in_no_source(mini_dataset, sample_source):
         add_column.move_latents(mini_dataset, sample_source)
 
 
-def test_a_build_that_goes_on_says_where_the_source_is_now(movable, hash_sidecar, tmp_path):
+def test_a_build_that_goes_on_says_where_the_source_is_now(small, movable, tmp_path, monkeypatch):
     """Not where it was when the first shards were written."""
     _, source = movable
-    program = """
-        import itertools, os, pathlib, signal
-        from coyo11m_tfds.convert.data_folder import FinishedShards
-        from tests import test_in_place
+    sidecar, number = small.with_name('hash.parquet'), itertools.count()
 
-        def save(*arguments, original=FinishedShards.save, numbers=itertools.count()):
-            original(*arguments)
-            if next(numbers) == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
+    def save(*arguments, original=FinishedShards.save) -> None:
+        original(*arguments)
+        if next(number) == 1:
+            raise OSError('stopped')
 
-        FinishedShards.save = save
-        test_in_place.build(*map(pathlib.Path, sys.argv[1:]))
-    """
-    with children.python(program, source, hash_sidecar, tmp_path / 'other') as child:
-        child.communicate()
-    assert child.returncode == -signal.SIGKILL
+    with monkeypatch.context() as patch, pytest.raises(OSError, match='stopped'):
+        patch.setattr(FinishedShards, 'save', save)
+        build(source, sidecar, tmp_path / 'other')
     moved = source.rename(tmp_path / 'moved')
-    path = build(moved, hash_sidecar, tmp_path / 'other')
+    path = build(moved, sidecar, tmp_path / 'other')
     assert not verify.verify(path).faults
     assert read(path, 1)
 
@@ -223,11 +225,12 @@ def test_verify_reads_the_source_too(movable):
 
 
 @pytest.mark.parametrize('engine', ['rows', 'chunks'])
-def test_a_source_that_changes_while_it_is_read_is_named(movable, monkeypatch, engine):
-    from coyo11m_tfds.reading import files as files_lib
-
+def test_a_source_that_changes_while_it_is_read_is_named(
+    sample_source, hash_sidecar, tmp_path, monkeypatch, engine
+):
     monkeypatch.setattr(files_lib, '_CHECK_SECONDS', 0)
-    path, source = movable
+    # Large enough that not all of its chunks are in memory.
+    path, source = make_movable(sample_source, hash_sidecar, tmp_path)
     batches = input_pipeline.train_batches(path, engine=engine, **ORDER)
     next(batches)
     os.utime(latents_file(source), ns=(1, 1))
@@ -252,13 +255,13 @@ def test_a_source_that_changes_before_the_first_batch_is_named(movable, engine, 
             next(batches)
 
 
-def test_bad_rows_of_the_source_are_left_out(movable, hash_sidecar, tmp_path):
+def test_bad_rows_of_the_source_are_left_out(small, movable, tmp_path):
     torch = pytest.importorskip('torch')
     _, source = movable
     content = torch.load(latents_file(source), weights_only=True)
     content['latents'][5, 1, 2] = float('nan')
     torch.save(content, latents_file(source))
-    path = build(source, hash_sidecar, tmp_path / 'other')
+    path = build(source, small.with_name('hash.parquet'), tmp_path / 'other')
     keys = LatentShard(latents_file(source)).keys
     steps = planned.of_data(path, **ORDER).steps
     batches = read(path, steps, features=('key', 'latents'))

@@ -1,4 +1,4 @@
-"""Training on several captions of each image, from the captions of a source to a resumed run."""
+"""Training on several captions of each image, from the captions of a source to batches."""
 
 import collections
 import itertools
@@ -14,7 +14,7 @@ from coyo11m_tfds import add_column, embed_captions, schema
 from tests import built, runs
 from tests.reading.planned import Planned
 from tests.runs import small_config
-from train_lib import beginnings, checkpoint, data, sharding, train
+from train_lib import data, sharding
 
 TEXT = 'records:2,short:1'
 
@@ -69,21 +69,13 @@ def test_captions_are_taken_in_the_shares_asked_for_and_anew_in_each_epoch(two_c
     assert opened.settings['data.text'] == TEXT
 
 
-def test_a_run_on_several_captions_resumes_bit_for_bit(two_captions, tmp_path):
-    config = {'data.text': TEXT, 'num_steps': 6, 'eval_every': 0, 'model.depth': 1}
-    whole, resumed = tmp_path / 'whole', tmp_path / 'resumed'
-    with runs.shared_compilations(tmp_path / 'compiled'):
-        expected = train.train_and_evaluate(small_config(two_captions, **config), whole)
-        shutil.copytree(whole / checkpoint.FOLDER / '3', resumed / checkpoint.FOLDER / '3')
-        state = train.train_and_evaluate(small_config(two_captions, **config), resumed)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(expected))
-    losses = runs.losses(resumed)
-    assert [step for _, step in losses] == [4, 5, 6]
-    assert losses.items() <= runs.losses(whole).items()
-    other = small_config(two_captions, **config | {'data.text': 'records:1,short:1'})
-    message = rf"data\.text was '{TEXT}' and is now 'records:1,short:1'"
-    with pytest.raises(beginnings.OtherRunError, match=message):
-        train.train_and_evaluate(other, resumed)
+def test_training_begins_at_any_sample_of_several_captions(two_captions):
+    config = small_config(two_captions, **{'data.text': TEXT, 'data.caption_dropout': 0.5})
+    opened = data.TrainingData(config, sharding.make_mesh())
+    each = config.batch_size // config.data.lanes
+    expected = list(itertools.islice(opened.train_batches(0), 6))[3:]
+    for batch, resumed in zip(expected, opened.train_batches(3 * each), strict=False):
+        jax.tree.map(np.testing.assert_array_equal, resumed, batch)
 
 
 def test_tokens_of_several_lengths_come_in_one_shape(sample_source, tmp_path):

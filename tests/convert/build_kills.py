@@ -1,18 +1,22 @@
 """Starts builds in processes of their own, kills them, and looks at what they leave: on a disk or
 in a bucket."""
 
+import atexit
 import contextlib
 import json
+import multiprocessing
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+import types
 from typing import Any
 
 from coyo11m_tfds import schema
-from tests.checkout import CHECKOUT
+from tests.convert import build_program
 from tests.fakes.cloud import Gcs
 
 SETTINGS = {'shard_bytes': 400_000, 'validation_fraction': 0.2}
@@ -22,36 +26,63 @@ def final_folder(out: pathlib.Path) -> pathlib.Path:
     return out / 'coyo11m_tfds' / 'x' / '1.0.0'
 
 
+class Build:
+    """A build in a process of its own, forked from one that has imported all it needs.
+
+    Attributes:
+        pid: ID of the process.
+    """
+
+    def __init__(self, env: dict[str, str], *arguments: str):
+        self._folder = tempfile.mkdtemp()
+        main, sys.modules['__main__'] = sys.modules['__main__'], types.ModuleType('__main__')
+        try:  # which the process would import, and a test's is pytest
+            self._process = _FORKS.Process(
+                target=build_program.run, args=(self._folder, env, *arguments)
+            )
+            self._process.start()
+            atexit.register(self._process.kill)  # so that a failed test waits for nobody
+        finally:
+            sys.modules['__main__'] = main
+        self.pid: int = self._process.pid or 0
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def end(self) -> subprocess.CompletedProcess:
+        """Waits for the end; returns status and output."""
+        try:
+            self._process.join(300)
+        finally:
+            self._process.kill()
+            self._process.join()
+        out, err = (pathlib.Path(self._folder, name).read_text() for name in ('out', 'err'))
+        shutil.rmtree(self._folder)
+        return subprocess.CompletedProcess([], self._process.exitcode or 0, out, err)
+
+
+_FORKS = multiprocessing.get_context('forkserver')
+_FORKS.set_forkserver_preload([build_program.__name__])
+
+
 def start(
     source: object, final: object, env: dict | None = None, settings: dict | None = None, **options
-) -> subprocess.Popen:
-    command = [
-        *(sys.executable, '-m', 'tests.convert.build_program', str(source), str(final)),
-        *(json.dumps({'num_workers': 1} | options), json.dumps(SETTINGS | (settings or {}))),
-    ]
-    return subprocess.Popen(
-        command,
-        cwd=CHECKOUT,
-        env=os.environ | (env or {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+) -> Build:
+    fields = {'num_workers': 1} | options, SETTINGS | (settings or {})
+    return Build(env or {}, str(source), str(final), *map(json.dumps, fields))
 
 
 def run(source: object, final: object, **options) -> subprocess.CompletedProcess:
     """Runs a build that must succeed."""
-    ended = end(start(source, final, **options))
+    ended = start(source, final, **options).end()
     assert ended.returncode == 0, ended.stderr
     return ended
-
-
-def end(process: subprocess.Popen, timeout: float = 300) -> subprocess.CompletedProcess:
-    try:
-        out, err = process.communicate(timeout=timeout)
-    finally:
-        process.kill()
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def files_of(final: pathlib.Path) -> dict[str, bytes]:
@@ -73,10 +104,10 @@ def wait_until(condition, seconds: float = 180) -> None:
     limit = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < limit
-        time.sleep(0.002)
+        time.sleep(0.01)
 
 
-def children(process: subprocess.Popen) -> list[int]:
+def children(process: subprocess.Popen | Build) -> list[int]:
     with contextlib.suppress(FileNotFoundError):
         path = f'/proc/{process.pid}/task/{process.pid}/children'
         return [int(pid) for pid in pathlib.Path(path).read_text().split()]
@@ -106,7 +137,7 @@ class Place:
     env: dict[str, str]
     options: dict[str, Any]
 
-    def start(self, job: tuple[int, int] | None = None, **options) -> subprocess.Popen:
+    def start(self, job: tuple[int, int] | None = None, **options) -> Build:
         """Starts a build, as process `job[0]` of `job[1]` if that is given."""
         ranks = {'RANK': str(job[0]), 'WORLD_SIZE': str(job[1])} if job else {}
         return start(self.source, self.final, env=self.env | ranks, **self.options | options)

@@ -1,12 +1,10 @@
 """Builds in a process of their own, for tests that kill it: seconds lighter than `tfds build`.
 
-    python -m tests.convert.build_program SOURCE FINAL '{"num_workers": 2}' '{"shard_bytes": 30000}'
-    python -m tests.convert.build_program     # builds one after the other, each a line of JSON
-
-TensorFlow takes 5 s to start, so that many builds to gs:// share one process.
+python -m tests.convert.build_program SOURCE FINAL '{"num_workers": 2}' '{"shard_bytes": 30000}'
 """
 
 import json
+import os
 import pathlib
 import sys
 
@@ -39,18 +37,18 @@ def write_info(built: driver.Built) -> None:
 
 
 def main(*arguments: str) -> None:
-    """Does one build, or as many as there are lines on stdin; errors end only the first."""
+    """Does one build."""
     logging.set_verbosity(logging.INFO)
     logging.use_absl_handler()
-    if arguments:
-        print(build(*arguments))
-        return
-    for line in sys.stdin:
-        try:
-            outcome = build(*json.loads(line))
-        except Exception as error:
-            outcome = f'{type(error).__name__}: {error}'
-        print(json.dumps(outcome), flush=True)
+    print(build(*arguments), flush=True)
+
+
+def run(folder: str, env: dict[str, str], *arguments: str) -> None:
+    """As `main`, in a forked process whose output goes to files in a folder."""
+    for number, name in ((1, 'out'), (2, 'err')):
+        os.dup2(os.open(f'{folder}/{name}', os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.environ.update(env)
+    main(*arguments)
 
 
 if __name__ == '__main__':

@@ -9,7 +9,6 @@ import contextlib
 import os
 import pathlib
 import random
-import subprocess
 import time
 from collections.abc import Iterator
 
@@ -19,11 +18,11 @@ from coyo11m_tfds import schema
 from tests import made_sources
 from tests.convert.build_kills import (
     BucketPlace,
+    Build,
     Files,
     LocalPlace,
     Place,
     children,
-    end,
     is_running,
     wait_until,
 )
@@ -55,7 +54,7 @@ def expected(source: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> 
     both = []
     for settings in (OLD_SETTINGS, {}):
         place = LocalPlace(tmp_path_factory.mktemp('expected'), source)
-        ended = end(place.start(settings=settings))
+        ended = place.start(settings=settings).end()
         assert ended.returncode == 0, ended.stderr
         both.append(place.read())
     return both[0], both[1]
@@ -89,7 +88,7 @@ def kill_until_built(place, expected: tuple[Files, Files], overwrite: bool, choo
         check_nothing_is_lost(place, expected, overwrite)
         if not overwrite and schema.INFO_FILE in place.read():
             break  # the rest would find it there
-    ended = end(start_build(place, overwrite))
+    ended = start_build(place, overwrite).end()
     assert ended.returncode == 0, ended.stderr
     assert place.read() == new
     assert place.others() == []
@@ -130,25 +129,23 @@ def kill_one(place: Place, overwrite: bool, choose: random.Random) -> None:
     elif others:
         killed = others.pop()
         killed.kill()
-        end(killed)
+        killed.end()
     check_ends(victim, first, others)
     wait_until(lambda: not any(is_running(pid) for pid in pids), 10)
 
 
-def check_ends(victim: str, first: subprocess.Popen, others: list[subprocess.Popen]) -> None:
+def check_ends(victim: str, first: Build, others: list[Build]) -> None:
     """The first fails only if it or one of its workers was killed, the others only with it."""
-    ended = end(first)
+    ended = first.end()
     if victim == 'worker' and ended.returncode:
         assert 'A worker process died' in ended.stderr, ended.stderr
     elif victim == 'other':
         assert ended.returncode == 0, ended.stderr
-    for other in map(end, others):
+    for other in [other.end() for other in others]:
         if other.returncode:
             assert ended.returncode, other.stderr
             assert 'has failed or was killed' in other.stderr.splitlines()[-1], other.stderr
 
 
-def start_build(
-    place: Place, overwrite: bool, job: tuple[int, int] | None = None
-) -> subprocess.Popen:
+def start_build(place: Place, overwrite: bool, job: tuple[int, int] | None = None) -> Build:
     return place.start(job, num_workers=2, overwrite=overwrite)

@@ -13,9 +13,9 @@ from tests import made_sources
 from tests.checkout import CHECKOUT
 from tests.convert.build_kills import (
     SETTINGS,
+    Build,
     assert_only_the_data_set,
     children,
-    end,
     files_of,
     final_folder,
     finished_shards,
@@ -41,25 +41,20 @@ def undisturbed(source: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) 
     return files_of(final)
 
 
-def test_any_number_of_processes_builds_the_same(source, undisturbed, tmp_path):
-    final = final_folder(tmp_path)
-    run(source, final, num_workers=2)
-    assert files_of(final) == undisturbed
-    assert_only_the_data_set(final)
-
-
-def test_a_killed_build_goes_on_where_it_was(source, undisturbed, tmp_path):
+def test_a_killed_build_goes_on_where_it_was_with_any_number_of_processes(
+    source, undisturbed, tmp_path
+):
     final = final_folder(tmp_path)
     process = start(source, final, num_workers=2)
     wait_until(lambda: finished_shards(final) >= 5)
     pids = children(process)
     process.kill()
-    end(process)
+    process.end()
     wait_until(lambda: not any(is_running(pid) for pid in pids), 10)  # no orphans
     done = finished_shards(final)
     assert not is_complete(final)
 
-    ended = run(source, final, num_workers=2)
+    ended = run(source, final)
 
     assert 'Checking finished shards: 100%' in ended.stderr
     assert f'{done} of 41 shards are finished already' in ended.stderr
@@ -84,7 +79,7 @@ def test_an_interrupted_overwriting_costs_neither_the_old_data_set_nor_the_work(
     process = start(source, old, overwrite=True)
     wait_until(lambda: finished_shards(old) >= 5)
     process.kill()
-    end(process)
+    process.end()
     assert before.items() <= files_of(old).items()
     done = finished_shards(old)
     plain = run(tmp := source / 'nothing here', old)
@@ -101,7 +96,7 @@ def test_an_interrupted_overwriting_costs_neither_the_old_data_set_nor_the_work(
 def test_two_builds_at_once_build_once(source, undisturbed, tmp_path):
     final = final_folder(tmp_path)
     both = [start(source, final) for _ in range(2)]
-    ended = [end(process) for process in both]
+    ended = [process.end() for process in both]
     assert [process.returncode for process in ended] == [0, 0], ended
     outcomes = sorted(process.stdout.splitlines()[-1] for process in ended)
     assert outcomes == ['built elsewhere', 'built here']
@@ -120,10 +115,10 @@ def test_what_an_earlier_plan_left_stays_as_long_as_another_has_the_lock(source,
     holder.send_signal(signal.SIGSTOP)
     written = set(files_of(final))
     lost.send_signal(signal.SIGCONT)
-    assert end(lost).returncode == 0
+    assert lost.end().returncode == 0
     assert written <= set(files_of(final))
     holder.kill()
-    end(holder)
+    holder.end()
     assert 'was interrupted and has left' in run(source, final).stderr
 
 
@@ -142,7 +137,7 @@ def test_a_failed_build_leaves_no_empty_folder(source, tmp_path, settings):
     out = tmp_path / 'out'
     empty = tmp_path / 'empty'
     empty.mkdir()
-    ended = end(start(source if settings else empty, final_folder(out), settings=settings))
+    ended = start(source if settings else empty, final_folder(out), settings=settings).end()
     assert ended.returncode
     left = [path for path in tmp_path.rglob('*') if path.is_dir() and not any(path.iterdir())]
     assert left == [empty]
@@ -151,7 +146,7 @@ def test_a_failed_build_leaves_no_empty_folder(source, tmp_path, settings):
 # --- Jobs ---------------------------------------------------------------------------------------
 
 
-def start_rank(rank: int, source, final, **options) -> subprocess.Popen:
+def start_rank(rank: int, source, final, **options) -> Build:
     env = {'RANK': str(rank), 'WORLD_SIZE': '2', 'COYO11M_LEASE_SECONDS': '3'}
     return start(source, final, env=env, **options)
 
@@ -159,8 +154,8 @@ def start_rank(rank: int, source, final, **options) -> subprocess.Popen:
 def test_the_other_processes_of_a_job_wait_for_the_first(source, undisturbed, tmp_path):
     final = final_folder(tmp_path)
     other, first = (start_rank(rank, source, final) for rank in (1, 0))
-    assert end(first).stdout.endswith('built here\n')
-    assert end(other).stdout == 'built elsewhere\n'
+    assert first.end().stdout.endswith('built here\n')
+    assert other.end().stdout == 'built elsewhere\n'
     assert files_of(final) == undisturbed
     assert_only_the_data_set(final)
 
@@ -179,17 +174,17 @@ def test_who_waits_hears_soon_that_the_first_process_is_gone(source, tmp_path, h
         time.sleep(1)
         first.kill()
     begin = time.monotonic()
-    ended = end(other)
+    ended = other.end()
     if how != 'killed' or not is_complete(final):
         assert ended.returncode
         [last] = ended.stderr.splitlines()[-1:]
         assert last.startswith('RuntimeError') and 'has failed or was killed' in last
     assert time.monotonic() - begin < 30
-    end(first)
+    first.end()
 
 
 def test_only_the_first_process_of_a_job_may_overwrite(source, tmp_path):
-    ended = end(start_rank(1, source, final_folder(tmp_path), overwrite=True))
+    ended = start_rank(1, source, final_folder(tmp_path), overwrite=True).end()
     assert 'Overwrite it with one process' in ended.stderr.splitlines()[-1]
 
 
