@@ -9,6 +9,7 @@ from benchmarks import convert, runner, source
 from coyo11m_tfds.source.pt_file import LatentShard
 
 NUM_SAMPLES = 50
+LEFT_OUT = 'cp', 'builder2'
 
 
 @pytest.fixture(scope='module')
@@ -16,8 +17,11 @@ def tiny_source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return source.make(tmp_path_factory.mktemp('made'), NUM_SAMPLES)
 
 
-# A build with two processes is the same code with another number, and takes seconds to start them.
-@pytest.mark.parametrize('name', [name for name in convert.SIDES if name != 'builder2'])
+@pytest.mark.parametrize(
+    'name',
+    # A build with two processes is the same code with another number.
+    ['cp', *(pytest.param(x, marks=pytest.mark.slow) for x in convert.SIDES if x not in LEFT_OUT)],
+)
 def test_every_writer_writes_all_that_is_in_the_source(
     tmp_path: pathlib.Path, tiny_source: pathlib.Path, name: str
 ):

@@ -179,6 +179,7 @@ POLL = """
 """
 
 
+@pytest.mark.slow
 def test_who_polls_with_tfds_sees_the_old_data_set_or_the_new_one_or_none(gcs, tmp_path):
     """It never sees a part of one, nor records of the other."""
     source = made_sources.write_source(tmp_path / 'source', [range(40)])

@@ -107,6 +107,7 @@ def test_an_unknown_request_is_told(server):
     assert [str(error) for error in server.errors] == ['PATCH /storage/v1/b/bucket']
 
 
+@pytest.mark.slow
 def test_tensorflow_gets_over_faults_through_the_proxy(server, monkeypatch):
     for name, value in {**server.env, 'TF_CPP_MIN_LOG_LEVEL': '3'}.items():
         monkeypatch.setenv(name, value)

@@ -78,10 +78,16 @@ def test_damaged_and_missing_files_are_named(taesdxl, tmp_path):
 
 def test_a_name_on_the_hub_is_read_from_its_cache(taesdxl, tmp_path):
     offline_hub.put(taesdxl, tmp_path, 'owner/tiny', commit='0' * 40)
-    code = 'from coyo11m_tfds.pictures.vae_decoder import load\n'
-    assert offline_hub.run(f'{code}print(load("owner/tiny").factor)', tmp_path) == '8\n'
-    code += 'try: load("owner/none")\nexcept ValueError as error: print(error)'
-    said = offline_hub.run(code, tmp_path)
+    code = """
+        from coyo11m_tfds.pictures.vae_decoder import load
+        print(load('owner/tiny').factor)
+        try:
+            load('owner/none')
+        except ValueError as error:
+            print(error)
+    """
+    factor, said = offline_hub.run(code, tmp_path).split('\n', 1)
+    assert factor == '8'
     assert "cannot load the VAE 'owner/none'" in said and 'needs the network' in said
 
 

@@ -8,7 +8,7 @@ import warnings
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -141,6 +141,7 @@ def test_at_most_ten_keys_are_kept():
         mean_and_std(made.latent_moments)
 
 
+@settings(max_examples=25)
 @given(st.integers(0, 10**6), st.lists(st.integers(0, 8), max_size=4))
 def test_json_keeps_every_bit(seed: int, lengths: list[int]):
     blocks = [make_samples(count, seed + number) for number, count in enumerate(lengths)]
@@ -156,6 +157,7 @@ def test_json_keeps_every_bit(seed: int, lengths: list[int]):
     assert bits(join([back, statistics])) == bits(join([statistics, back]))
 
 
+@settings(max_examples=25)
 @given(st.lists(st.integers(0, 20), max_size=5).map(sorted), st.integers(0, 3))
 def test_the_size_of_blocks_hardly_matters(cuts: list[int], seed: int):
     samples = make_samples(20, seed)

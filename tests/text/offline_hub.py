@@ -1,7 +1,7 @@
 """Python in a process whose Hugging Face hub client has a cache folder and no network.
 
 offline_hub.put(folder, home=tmp_path, name='owner/tiny', commit='0' * 40)
-said = offline_hub.run('print(make("hf:owner/tiny").name)', home=tmp_path)
+said = offline_hub.run('...', home=tmp_path)
 """
 
 import os
@@ -9,6 +9,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import textwrap
 
 
 def put(folder: pathlib.Path, home: pathlib.Path, name: str, commit: str) -> None:
@@ -20,17 +21,11 @@ def put(folder: pathlib.Path, home: pathlib.Path, name: str, commit: str) -> Non
 
 
 def run(code: str, home: pathlib.Path) -> str:
-    """What the code prints; `make` makes a text encoder."""
-    prelude = 'from coyo11m_tfds.text.text_encoders import make_encoder as make\n'
+    """What the code prints."""
     return subprocess.run(
-        [sys.executable, '-c', prelude + code],
+        [sys.executable, '-c', textwrap.dedent(code)],
         env=os.environ | {'HF_HUB_OFFLINE': '1', 'HF_HOME': str(home)},
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-
-
-def refusal(spec: str, home: pathlib.Path) -> str:
-    """The message for an encoder that cannot be had."""
-    return run(f'try: make({spec!r})\nexcept ValueError as error: print(error)', home)

@@ -296,20 +296,17 @@ def test_tokens_are_those_of_transformers(models):
     assert VOCABULARY.index('▁▁▁') in tokens[2]
 
 
-@pytest.mark.parametrize('name', ['text', 'causal'])
-def test_a_vector_is_the_mean_of_hidden_states_in_any_company(models, name):
-    encoder = text_encoders.make_encoder(f'jax:{models / name}')
-    assert (encoder.name, encoder.dim, encoder.truncated) == (f'jax:{name}', 64, 0)
-    model = transformers.AutoModel.from_pretrained(models / name, dtype=torch.float32).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(models / name)
+def test_a_vector_is_the_mean_of_hidden_states_in_any_company(models):
+    encoder = text_encoders.make_encoder(f'jax:{models / "causal"}')
+    assert (encoder.name, encoder.dim, encoder.truncated) == ('jax:causal', 64, 0)
+    model = transformers.AutoModel.from_pretrained(models / 'causal', dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(models / 'causal')
     expected = plain_loop(model, tokenizer, CAPTIONS)
     together = encoder.encode(CAPTIONS)
     assert together.dtype == np.float32
     np.testing.assert_allclose(together, expected, atol=1e-5)
     np.testing.assert_allclose(encoder.encode(CAPTIONS[::-1])[::-1], expected, atol=1e-5)
     np.testing.assert_allclose(encoder.encode(CAPTIONS[1:2]), expected[1:2], atol=1e-5)
-    encoder = text_encoders.make_encoder(f'jax:{models / name}', batch_tokens=100)
-    np.testing.assert_allclose(encoder.encode(CAPTIONS), expected, atol=1e-5)
     assert encoder.encode([]).shape == (0, 64)
 
 
