@@ -6,10 +6,12 @@ with children.python('print(sys.argv[1])', 'hello') as child:
 """
 
 import contextlib
+import pathlib
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
@@ -27,3 +29,26 @@ def python(code: str, *arguments: object) -> Iterator[subprocess.Popen]:
             yield child
         finally:
             child.kill()
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 180) -> None:
+    """Waits for something that other threads or processes bring about."""
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def of(pid: int) -> list[int]:
+    """IDs of the processes that a process has started and that run."""
+    with contextlib.suppress(FileNotFoundError):
+        return [
+            int(x) for x in pathlib.Path(f'/proc/{pid}/task/{pid}/children').read_text().split()
+        ]
+    return []
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return pathlib.Path(f'/proc/{pid}/stat').read_text().split()[2] != 'Z'
+    return False

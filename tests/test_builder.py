@@ -181,14 +181,6 @@ def test_the_old_data_set_stays_if_the_new_one_cannot_be_built(tmp_path: pathlib
         assert files_in(final) == before
 
 
-def test_an_overwritten_data_set_has_its_own_metadata(tmp_path: pathlib.Path):
-    """TFDS loads those on disk as late as it can."""
-    source = made_sources.write_source(tmp_path / 'source', [range(20)])
-    build(source, tmp_path / 'out')
-    metadata = overwrite(source, tmp_path / 'out', caption_column='caption').info.metadata
-    assert metadata['caption_column'] == metadata['settings']['caption_column'] == 'caption'
-
-
 def test_to_remove_the_folder_is_to_have_it_replaced(tmp_path: pathlib.Path):
     """So `tfds build --overwrite` begins, whatever may go wrong afterwards."""
     source = made_sources.write_source(tmp_path / 'source', [range(20)])

@@ -10,16 +10,9 @@ import sys
 
 import pytest
 
-from tests import children as programs
-from tests import made_sources
+from tests import children, made_sources
 from tests.checkout import CHECKOUT
-from tests.convert.build_kills import (
-    children,
-    files_of,
-    final_folder,
-    is_running,
-    wait_until,
-)
+from tests.convert.build_kills import files_of, final_folder
 from tests.fakes.cloud import fake_gcs, fake_hub
 
 FILES = [range(40), range(40, 60)]
@@ -173,12 +166,14 @@ def test_the_own_command_says_only_what_matters_and_resumes_after_ctrl_c(source,
     final = final_folder(out)
     command = start_own(COYO11M_NUM_PROC='2')
     # Its workers take a second or two to start.
-    wait_until(lambda: list(final.glob('building-*/settings.json')) and children(command))
-    workers = children(command)
+    children.wait_until(
+        lambda: list(final.glob('building-*/settings.json')) and children.of(command.pid)
+    )
+    workers = children.of(command.pid)
     os.killpg(command.pid, signal.SIGINT)
     said = end(command, status=-signal.SIGINT)
     assert said.splitlines()[-1].startswith('Interrupted: what is finished is kept')
-    wait_until(lambda: not any(map(is_running, workers)), 10)
+    children.wait_until(lambda: not any(map(children.is_running, workers)), 10)
     assert not (final / 'dataset_info.json').exists()
 
     command = start_own()
@@ -196,16 +191,8 @@ def test_a_package_that_is_missing_is_named_with_what_brings_it(missing, source,
         runpy.run_module('coyo11m_tfds.build', run_name='__main__')
     """
     flags = [f'--manual_dir={source}', f'--data_dir={tmp_path / "out"}']
-    with programs.python(program, missing, *flags) as child:
+    with children.python(program, missing, *flags) as child:
         _, errors = child.communicate(timeout=60)
     assert child.returncode == 1
     assert re.fullmatch(f'error: {missing} is not installed: pip install .*convert.*\n', errors)
     assert not (tmp_path / 'out').exists()
-
-
-@pytest.mark.slow
-def test_with_beam_options(source, plain, tmp_path):
-    options = 'runner=DirectRunner,direct_running_mode=multi_processing,direct_num_workers=2'
-    said = tfds_build(source, tmp_path, f'--beam_pipeline_options={options}')
-    assert 'Starting the pipeline with' in said
-    assert files_of(final_folder(tmp_path)) == plain

@@ -11,7 +11,6 @@ from coyo11m_tfds import doctor, schema
 from coyo11m_tfds.convert.settings import BuildSettings
 from coyo11m_tfds.process import machine
 from tests import children, made_sources
-from tests.convert.build_kills import is_running, wait_until
 from tests.fakes.cloud import Fault
 
 GB = 10**9
@@ -101,11 +100,11 @@ def test_it_can_be_ended_while_a_check_hangs(tmp_path, monkeypatch):
         runpy.run_module('coyo11m_tfds.doctor', run_name='__main__')
     """
     with children.python(program) as child:
-        wait_until((tmp_path / 'pid').exists)
+        children.wait_until((tmp_path / 'pid').exists)
         child.send_signal(signal.SIGINT)
         _, errors = child.communicate(timeout=60)
     assert (child.returncode, errors) == (130, 'Interrupted: nothing was changed.\n')
-    wait_until(lambda: not is_running(int((tmp_path / 'pid').read_text())))
+    children.wait_until(lambda: not children.is_running(int((tmp_path / 'pid').read_text())))
 
 
 # --- The machine ----------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 
 import pytest
@@ -17,6 +16,7 @@ from coyo11m_tfds import mirror, schema
 from coyo11m_tfds.source import location
 from coyo11m_tfds.storage import locks, source_files
 from coyo11m_tfds.storage.destination import Destination
+from tests import children
 from tests.fakes.cloud import Fault, Gcs, Hub
 
 CAPTIONS = schema.CAPTIONS_FILE
@@ -172,23 +172,9 @@ def test_a_file_that_grows_while_it_is_copied(gcs, local, tmp_path, destination)
 # --- Faults -----------------------------------------------------------------------------------
 
 
-def test_stalls_from_hub_to_bucket(gcs, on_hub, hub, tmp_path, monkeypatch):
-    monkeypatch.setenv('COYO11M_STALL_SECONDS', '0.4')
-    for server, action in [
-        (hub, 'read'),
-        (gcs, 'upload'),
-        (gcs, 'list'),
-        (gcs, 'read'),
-    ]:
-        server.inject(Fault('stall', action=action))
-    mirror.mirror(on_hub, 'gs://bucket/to', scratch_dir=tmp_path)
-    assert _in_bucket(gcs) == FILES
-    assert mirror.mirror(on_hub, 'gs://bucket/to', scratch_dir=tmp_path).num_copied == 0
-
-
 def test_mixed_faults(gcs, on_hub, hub, tmp_path, monkeypatch):
     monkeypatch.setenv('COYO11M_STALL_SECONDS', '0.4')
-    kinds = ['429', '503', 'cut', 'reset', 'flip']
+    kinds = ['429', '503', 'cut', 'stall', 'reset', 'flip']
     hub.inject_share(kinds, share=0.2, seed=1)
     gcs.inject_share([*kinds, 'lost'], share=0.1, seed=2, everywhere=True)
     mirror.mirror(on_hub, 'gs://bucket/to', scratch_dir=tmp_path / 'scratch')
@@ -244,13 +230,6 @@ def _start(*args: object, **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def _wait_until(condition, what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_download_is_resumed(gcs, tmp_path, number):
     files = _make_files(2_000_000)
@@ -262,9 +241,8 @@ def test_a_killed_download_is_resumed(gcs, tmp_path, number):
     )
     with _start('gs://bucket/from', tmp_path / 'to', COYO11M_STALL_SECONDS='60') as child:
         parts = tmp_path / 'to' / '.staging'
-        _wait_until(
-            lambda: sum(path.stat().st_size for path in parts.glob('*.part')) > 3_000_000,
-            'four parts',
+        children.wait_until(
+            lambda: sum(path.stat().st_size for path in parts.glob('*.part')) > 3_000_000
         )
         child.send_signal(number)
         gcs.heal()

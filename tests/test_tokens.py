@@ -1,7 +1,6 @@
 """Token ids on their way: sidecar, records, both engines, training, a drawing."""
 
 import pathlib
-import shutil
 
 import jax
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 import tensorflow_datasets as tfds
 
 import input_pipeline
-from coyo11m_tfds import add_column, embed_captions
+from coyo11m_tfds import embed_captions
 from coyo11m_tfds.text import text_encoders
 from coyo11m_tfds.text.encoder import Tokenizer
 from tests import built, made_sources, runs
@@ -103,21 +102,6 @@ def test_tokens_that_the_model_cannot_look_up_are_refused(tmp_path):
     with pytest.raises(ValueError, match=message):
         build(source, path, tmp_path / 'out')
     assert not list(tmp_path.glob('out/**/dataset_info.json'))
-
-
-def test_tokens_of_a_column_come_beside_those_of_the_records(dataset, sidecar, tmp_path):
-    copy = shutil.copytree(dataset, tmp_path / 'copy')
-    scratch = str(tmp_path / 'scratch')
-    with pytest.raises(ValueError, match="cannot be called 'tokens'"):
-        add_column.add(copy, 'tokens', text=sidecar, scratch_dir=scratch)
-    add_column.add(copy, 'words', text=sidecar, scratch_dir=scratch)
-    for engine in ('rows', 'chunks'):
-        batches = input_pipeline.eval_batches(
-            copy, batch_size=16, features=('key', 'words', 'tokens'), engine=engine
-        )
-        batch = next(iter(batches))
-        assert (batch['tokens'] >= 0).any()
-        np.testing.assert_array_equal(batch['words'], batch['tokens'])
 
 
 # --- Training ---------------------------------------------------------------------------------

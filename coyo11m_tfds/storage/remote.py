@@ -26,7 +26,6 @@ import google_crc32c
 
 from coyo11m_tfds.storage import retry, source_files
 from coyo11m_tfds.storage.file_state import ignore_bytes, naming, sync
-from coyo11m_tfds.storage.locks import FileLock
 from coyo11m_tfds.storage.source_files import SourceFile
 
 if TYPE_CHECKING:
@@ -51,12 +50,12 @@ class Changed(OSError):
     """A file is not what it was when it was described."""
 
 
-def fetch(file: SourceFile, target: str, on_bytes: Callable[[int], None] | None = None) -> None:
+def fetch(file: SourceFile, target: str, on_bytes: Callable[[int], None] = ignore_bytes) -> None:
     """Downloads a remote file; `target` appears when it is whole and verified.
 
     What was received is kept in `target + '.part'`, also when the process is killed, and the next
-    call resumes from there, unless the file has another version by then. Calls for one target wait
-    for each other. If a verified copy is there already, nothing happens.
+    call resumes from there, unless the file has another version by then. If a verified copy is
+    there already, nothing happens. Only one process may download to a target at a time.
 
     Args:
         file: On gs:// or hf://.
@@ -70,15 +69,12 @@ def fetch(file: SourceFile, target: str, on_bytes: Callable[[int], None] | None 
         OSError: The storage cannot be reached, the file has changed since it was described, its
             checksum stays wrong, or the disk is full.
     """
-    path = f'{target}.part'
-    with FileLock(path):
-        if _is_copy(file, target):
-            os.remove(path)
-            return
-        with _Part(path, file, on_bytes or ignore_bytes) as part:
-            part.resume()
-            retry.call(lambda: _complete(part), f'downloading {file.path}')
-            part.move_to(target)
+    if _is_copy(file, target):
+        return
+    with _Part(f'{target}.part', file, on_bytes) as part:
+        part.resume()
+        retry.call(lambda: _complete(part), f'downloading {file.path}')
+        part.move_to(target)
 
 
 def read_range(file: SourceFile, start: int, length: int) -> bytes:
@@ -292,11 +288,12 @@ class _Part:
     """
 
     def __init__(self, path: str, file: SourceFile, on_bytes: Callable[[int], None]):
-        """Opens an existing file, which counts as empty before `resume` or `read`."""
+        """Opens or makes the file, which counts as empty before `resume` or `read`."""
         self.file = file
         self._path, self._record = path, f'{path}.json'
         self._on_bytes = on_bytes
-        self._stream = open(path, 'r+b', buffering=0)  # noqa: SIM115  closed by __exit__
+        self._stream = open(path, 'a+b', buffering=0)  # noqa: SIM115  closed by __exit__
+        self._stream.seek(0)
         self._begin()
 
     def __enter__(self) -> '_Part':

@@ -150,8 +150,10 @@ class Scratch:
             )
         with contextlib.ExitStack() as stack:
             room = self._wait_for_room(size, what, stack, on_bytes)
-            # Files of different folders may have the same name.
-            paths = {f: os.path.join(room, f'{n}-{f.name}') for n, f in enumerate(wanted)}
+            # Files of different folders may have the same name, and names may be long.
+            kinds = [os.path.splitext(file.name)[1] for file in wanted]
+            names = [f'{number}{kind}' for number, kind in enumerate(kinds)]
+            paths = {f: os.path.join(room, x) for f, x in zip(wanted, names, strict=True)}
             _complete(paths, on_bytes)
             yield [paths.get(file, file.path) for file in files]
 

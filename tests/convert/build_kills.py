@@ -2,7 +2,6 @@
 in a bucket."""
 
 import atexit
-import contextlib
 import json
 import multiprocessing
 import os
@@ -11,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import types
 from typing import Any
 
@@ -100,28 +98,8 @@ def assert_only_the_data_set(final: pathlib.Path) -> None:
     assert len({schema.build_of(path.name) for path in final.iterdir()} - {''}) == 1
 
 
-def wait_until(condition, seconds: float = 180) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.01)
-
-
-def children(process: subprocess.Popen | Build) -> list[int]:
-    with contextlib.suppress(FileNotFoundError):
-        path = f'/proc/{process.pid}/task/{process.pid}/children'
-        return [int(pid) for pid in pathlib.Path(path).read_text().split()]
-    return []
-
-
 def finished_shards(final: pathlib.Path) -> int:
     return len(list(final.glob('building-*/*.tfrecord*.json')))
-
-
-def is_running(pid: int) -> bool:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return pathlib.Path(f'/proc/{pid}/stat').read_text().split()[2] != 'Z'
-    return False
 
 
 # --- Where data sets go -------------------------------------------------------------------------

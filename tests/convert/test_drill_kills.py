@@ -15,17 +15,8 @@ from collections.abc import Iterator
 import pytest
 
 from coyo11m_tfds import schema
-from tests import made_sources
-from tests.convert.build_kills import (
-    BucketPlace,
-    Build,
-    Files,
-    LocalPlace,
-    Place,
-    children,
-    is_running,
-    wait_until,
-)
+from tests import children, made_sources
+from tests.convert.build_kills import BucketPlace, Build, Files, LocalPlace, Place
 from tests.fakes.cloud import Gcs, fake_gcs
 
 SHARE = float(os.environ.get('COYO11M_DRILL_SHARE', '1'))
@@ -119,11 +110,11 @@ def kill_one(place: Place, overwrite: bool, choose: random.Random) -> None:
     limit = time.monotonic() + 0.8 + 3.5 * choose.random()
     while time.monotonic() < limit and first.poll() is None:
         time.sleep(0.005)
-    pids = [pid for process in (first, *others) for pid in children(process)]
+    pids = [pid for process in (first, *others) for pid in children.of(process.pid)]
     if victim == 'first':
         first.kill()
     elif victim == 'worker':
-        for pid in children(first)[-1:]:
+        for pid in children.of(first.pid)[-1:]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 9)
     elif others:
@@ -131,7 +122,7 @@ def kill_one(place: Place, overwrite: bool, choose: random.Random) -> None:
         killed.kill()
         killed.end()
     check_ends(victim, first, others)
-    wait_until(lambda: not any(is_running(pid) for pid in pids), 10)
+    children.wait_until(lambda: not any(children.is_running(pid) for pid in pids), 10)
 
 
 def check_ends(victim: str, first: Build, others: list[Build]) -> None:

@@ -9,21 +9,18 @@ import time
 
 import pytest
 
-from tests import made_sources
+from tests import children, made_sources
 from tests.checkout import CHECKOUT
 from tests.convert.build_kills import (
     SETTINGS,
     Build,
     assert_only_the_data_set,
-    children,
     files_of,
     final_folder,
     finished_shards,
     is_complete,
-    is_running,
     run,
     start,
-    wait_until,
 )
 
 
@@ -46,11 +43,11 @@ def test_a_killed_build_goes_on_where_it_was_with_any_number_of_processes(
 ):
     final = final_folder(tmp_path)
     process = start(source, final, num_workers=2)
-    wait_until(lambda: finished_shards(final) >= 5)
-    pids = children(process)
+    children.wait_until(lambda: finished_shards(final) >= 5)
+    pids = children.of(process.pid)
     process.kill()
     process.end()
-    wait_until(lambda: not any(is_running(pid) for pid in pids), 10)  # no orphans
+    children.wait_until(lambda: not any(children.is_running(pid) for pid in pids), 10)  # no orphans
     done = finished_shards(final)
     assert not is_complete(final)
 
@@ -77,7 +74,7 @@ def test_an_interrupted_overwriting_costs_neither_the_old_data_set_nor_the_work(
 ):
     before = files_of(old)
     process = start(source, old, overwrite=True)
-    wait_until(lambda: finished_shards(old) >= 5)
+    children.wait_until(lambda: finished_shards(old) >= 5)
     process.kill()
     process.end()
     assert before.items() <= files_of(old).items()
@@ -107,11 +104,11 @@ def test_two_builds_at_once_build_once(source, undisturbed, tmp_path):
 def test_what_an_earlier_plan_left_stays_as_long_as_another_has_the_lock(source, tmp_path):
     final = final_folder(tmp_path)
     lost = start(source, final)
-    wait_until(lambda: finished_shards(final) >= 2)
+    children.wait_until(lambda: finished_shards(final) >= 2)
     lost.send_signal(signal.SIGSTOP)
     final.with_name('1.0.0.lock').unlink()
     holder = start(source, final, settings={'shard_bytes': 500_000})
-    wait_until(lambda: len({path.parent for path in final.glob('building-*/*.json')}) == 2)
+    children.wait_until(lambda: len({path.parent for path in final.glob('building-*/*.json')}) == 2)
     holder.send_signal(signal.SIGSTOP)
     written = set(files_of(final))
     lost.send_signal(signal.SIGCONT)
@@ -168,7 +165,7 @@ def test_who_waits_hears_soon_that_the_first_process_is_gone(source, tmp_path, h
         first = start_rank(0, tmp_path, final)
     else:
         first = start_rank(0, source, final)
-        wait_until(lambda: finished_shards(final) >= 2)
+        children.wait_until(lambda: finished_shards(final) >= 2)
     other = start_rank(1, source, final)
     if how == 'killed':
         time.sleep(1)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tests import made_sources
+from tests import children, made_sources
 from tests.convert import build_kills
 from tests.fakes.cloud import Fault, Gcs, fake_gcs
 from tests.fakes.fake_http import KINDS
@@ -167,7 +167,7 @@ def test_a_builder_that_has_lost_its_lease_does_no_harm(
     env = cloud.env | {'COYO11M_LEASE_SECONDS': '2'}
     cloud.latency = 0.05  # so that there is time to stop it
     asleep = build_kills.start(SOURCE, final, env=env, settings=settings, scratch_dir=str(tmp_path))
-    build_kills.wait_until(lambda: any('asleep' in n and '/building-' in n for n in objects(cloud)))
+    children.wait_until(lambda: any('asleep' in n and '/building-' in n for n in objects(cloud)))
     asleep.send_signal(signal.SIGSTOP)
     cloud.latency = 0
     build_kills.run(SOURCE, final, env=env, scratch_dir=str(tmp_path / 'other'))

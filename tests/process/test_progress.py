@@ -118,13 +118,6 @@ def test_what_an_earlier_run_did_counts_but_does_not_make_it_faster(lines: list[
         assert lines == ['Writing: 90%, 9 of 10 shards, 50 records/s, 10 MB/s, 0:00:10 left']
 
 
-def test_nothing_to_do_is_no_error(lines: list[str]):
-    with progress.Progress('Writing', 0, 'B', {'shards': 0}, Clock()) as made:
-        made.skip(0)
-        made.add(0)
-    assert lines == ['Writing: 0 of 0 shards, in 0:00:00']
-
-
 @given(
     st.integers(0, 10**13),
     st.sampled_from(['B', 'files']),

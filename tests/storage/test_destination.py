@@ -7,7 +7,6 @@ import pathlib
 import pickle
 import random
 import tempfile
-import time
 
 import google_crc32c
 import pytest
@@ -170,38 +169,6 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
     assert str(tmp_path) in out and 'too large' in out, errors
     assert Destination(tmp_path).inventory() == {'small': _state(bytes(4096))}
     assert list((tmp_path / '.staging').iterdir()) == []
-
-
-ENDLESS = """
-import pathlib, random
-import google_crc32c
-from coyo11m_tfds.storage.destination import Destination
-
-destination = Destination(sys.argv[1])
-staging = pathlib.Path(destination.staging('/nowhere'))
-print('started', flush=True)
-for i in range(1_000_000):
-    data = i.to_bytes(4, 'big') * random.randrange(1, 200_000)
-    (staging / 'x').write_bytes(data)
-    destination.put(staging / 'x', f'parts/x{i % 50}', google_crc32c.value(data))
-    destination.put_bytes(f'parts/y{i % 50}', data)
-"""
-
-
-def test_killed_while_putting(tmp_path):
-    for seed in range(2):
-        with children.python(ENDLESS, tmp_path) as child:
-            assert child.stdout.readline() == 'started\n'
-            time.sleep(random.Random(seed).uniform(0.05, 0.2))
-            child.kill()
-        files = Destination(tmp_path).read_all('parts')
-        assert files
-        for name, data in files.items():
-            number = int.from_bytes(data[:4], 'big')
-            assert data == data[:4] * (len(data) // 4)
-            assert int(name[1:]) == number % 50
-    Destination(tmp_path).sweep()
-    assert [p.name for p in tmp_path.iterdir()] == ['parts']
 
 
 @pytest.mark.parametrize('name', ['{abs}/x', '../x', 'a/../../x', 'a//x', './x', 'a\\x', 'a\0x'])
@@ -431,18 +398,6 @@ def test_federated_credentials_without_a_project(gcs, tmp_path, monkeypatch):
         _put(Destination(URL), tmp_path, 'a', b'content')
         assert tokens.requests
     assert gcs.objects('bucket') == {'set/a': b'content'}
-
-
-def test_mixed_faults(gcs):
-    gcs.inject_share([*PASSING[:3], 'reset', 'lost'], share=0.2, everywhere=True)
-    for number in range(10):
-        destination = Destination(f'gs://bucket/{number}')
-        destination.put_bytes('work/x', b'1')
-        destination.put_bytes('z', b'3')
-        assert destination.read_all('work') == {'x': b'1'}
-        destination.remove(['work/x'])
-        assert destination.read_all('work') == {}
-    assert len(gcs.objects('bucket')) == 10
 
 
 def test_an_upload_goes_on_where_it_broke_off(gcs, tmp_path, monkeypatch):

@@ -245,7 +245,8 @@ def test_nobody_waits_for_a_living_holder_who_need_not(place, lease):
         pass
 
 
-def test_threads_take_turns(place):
+def take_turns(place: str, count: int) -> None:
+    """Threads hold a place, one at a time."""
     inside, most = [], []
 
     def take(_: int) -> None:
@@ -256,8 +257,12 @@ def test_threads_take_turns(place):
             inside.pop()
 
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        list(pool.map(take, range(6)))
-    assert most == [1] * 6
+        list(pool.map(take, range(count)))
+    assert most == [1] * count
+
+
+def test_threads_take_turns(place):
+    take_turns(place, 6)
 
 
 def test_a_file_that_was_removed_by_hand(tmp_path):
@@ -287,19 +292,8 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
 def test_a_lease_that_is_not_renewed_expires_for_one_of_those_who_wait(gcs, lease, content):
     gcs.put('bucket', 'set.lock', content)
     start = time.monotonic()
-    inside, most = [], []
-
-    def take(_: int) -> None:
-        with locks.hold('gs://bucket/set', wait_seconds=30):
-            assert time.monotonic() - start >= lease
-            inside.append(1)
-            most.append(len(inside))
-            time.sleep(0.02)
-            inside.pop()
-
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        list(pool.map(take, range(3)))
-    assert most == [1, 1, 1]
+    take_turns('gs://bucket/set', 3)
+    assert time.monotonic() - start >= lease
     assert gcs.objects('bucket') == {}
 
 

@@ -10,11 +10,10 @@ import sys
 import time
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from coyo11m_tfds import embed_captions, schema
+from coyo11m_tfds import embed_captions
 from coyo11m_tfds.process import job
 from coyo11m_tfds.source import sidecar
 from coyo11m_tfds.text import text_encoders, words
@@ -262,10 +261,8 @@ def kill_when_begun(source, out, num_workers: int, options, random_: random.Rand
     time.sleep(random_.random() * 0.05)
     victims = [process.pid]
     if num_workers > 1 and random_.random() < 0.5:
-        with contextlib.suppress(FileNotFoundError):
-            children = pathlib.Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text()
-            # The last ones: before them there may be the tracker of shared resources.
-            victims = [int(pid) for pid in children.split()][-1:]
+        # The last one: before it there may be the tracker of shared resources.
+        victims = children.of(process.pid)[-1:]
     for pid in victims:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, 9)
@@ -310,28 +307,3 @@ def test_killed_20_times_it_makes_the_same_bytes(
     options = ['--encoder', spec, '--max_tokens=8', *['--tokens_only'] * tokens_only]
     expected = files_of(tmp_path / 'expected')
     drill(source, expected, tmp_path / 'parts', num_workers, kills=20, options=options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    'encoder', [['--encoder=hash'], ['--encoder=words', '--tokens_only', '--max_tokens=32']]
-)
-def test_two_million_captions_take_little_memory(tmp_path, encoder):
-    count = 2_000_000
-    columns = pa.schema([('key', pa.int64()), ('caption_llava', pa.string())])
-    with pq.ParquetWriter(tmp_path / schema.CAPTIONS_FILE, columns) as writer:
-        for start in range(0, count, 100_000):
-            keys = range(start, start + 100_000)
-            captions = [f'{" ".join(WORDS)} {key}' for key in keys]
-            writer.write_table(pa.table([pa.array(keys), captions], schema=columns))
-    # A process' peak counts that of its parent until it began, so the parent has to be a small one.
-    code = """
-    import resource, subprocess
-    subprocess.run([sys.executable, *sys.argv[1:]], check=True, stdout=subprocess.DEVNULL)
-    print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
-    """
-    command = ['-m', 'coyo11m_tfds.embed_captions', '--source', tmp_path, '--out', tmp_path / 'x']
-    with children.python(code, *command, *encoder, '--num_workers=1') as child:
-        peak = int(child.communicate()[0])
-    print(f'{encoder}: {peak / 1e6:.2f} GB')
-    assert peak < 2_000_000  # KB
