@@ -419,9 +419,8 @@ class _Bucket(Destination):
         if not file.is_remote:
             return self._upload(file, file.path, name, on_bytes)
         assert scratch is not None
-        halves = _Halves(on_bytes)  # every byte is downloaded, then uploaded
-        with scratch.hold(file, on_bytes=halves.add) as path:
-            return self._upload(file, path, name, halves.add)
+        with scratch.hold(file, on_bytes=on_bytes) as path:
+            return self._upload(file, path, name, lambda _: on_bytes(0))
 
     def _upload(
         self, file: SourceFile, path: str, name: str, on_bytes: Callable[[int], None]
@@ -457,17 +456,3 @@ class _Bucket(Destination):
 
     def _url(self, name: str) -> str:
         return f'{self.folder}/{name}'.rstrip('/')
-
-
-class _Halves:
-    """Passes on half of the bytes it is told of."""
-
-    def __init__(self, on_bytes: Callable[[int], None]):
-        self._on_bytes = on_bytes
-        self._heard = self._told = 0
-
-    def add(self, num_bytes: int) -> None:
-        self._heard += num_bytes
-        more = self._heard // 2 - self._told
-        self._told += more
-        self._on_bytes(more)

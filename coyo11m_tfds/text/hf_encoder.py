@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from absl import logging
 from safetensors import SafetensorError
 
 from coyo11m_tfds.storage import model_files
@@ -43,13 +42,17 @@ class HfTokenizer(ModelTokenizer):
             config: Config of the model, if it has been read.
 
         Raises:
-            ValueError: There is no such model, or max_tokens is too small.
+            ValueError: There is no such model, its tokenizer runs in Python, or max_tokens is too
+                small.
         """
         with _naming(model) as source:
             found: Any = transformers.AutoTokenizer.from_pretrained(model, **source)
             config = config or transformers.AutoConfig.from_pretrained(model, **source)
-        found.truncation_side = 'right'
-        self._tokenizer = found
+        if not found.is_fast:
+            raise ValueError(
+                f'text encoder {model!r}: its tokenizer, {type(found).__name__}, runs in Python; '
+                'expected one with a tokenizer.json, which runs many times faster.'
+            )
         positions = getattr(config, 'max_position_embeddings', None) or max_tokens
         # Many causal models have no token for padding.
         fillers = (found.pad_token_id, found.eos_token_id, 0)
@@ -57,29 +60,11 @@ class HfTokenizer(ModelTokenizer):
             'hf',
             model,
             min(max_tokens, found.model_max_length, positions),
-            backend=found.backend_tokenizer if found.is_fast else None,
+            backend=found.backend_tokenizer,
             vocabulary=len(found),
             special=found.num_special_tokens_to_add(),
             filler=next(token for token in fillers if token is not None),
         )
-        if not found.is_fast:
-            logging.warning(
-                '%s: its tokenizer, %s, runs in Python, many times slower than the fast ones (in '
-                'Rust), so that the model will wait for it. Save the model with a tokenizer.json.',
-                self.name,
-                type(found).__name__,
-            )
-
-    def _encode(self, captions: Sequence[str]) -> tuple[list[list[int]], int]:
-        if self._backend:
-            return super()._encode(captions)
-        tokens = [self._tokenizer(caption, verbose=False)['input_ids'] for caption in captions]
-        long = [row for row, ids in enumerate(tokens) if len(ids) > self.max_tokens]
-        for row in long:
-            # Not a slice: the tokenizer keeps its special tokens at both ends.
-            cut = self._tokenizer(captions[row], truncation=True, max_length=self.max_tokens)
-            tokens[row] = cut['input_ids']
-        return tokens, len(long)
 
 
 class HfEncoder(HfTokenizer, Encoder):

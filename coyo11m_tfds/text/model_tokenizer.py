@@ -5,7 +5,6 @@ model. With what transformers adds (masks, types and offsets of tokens) it takes
 """
 
 import concurrent.futures
-import itertools
 from collections.abc import Sequence
 
 import tokenizers
@@ -35,7 +34,7 @@ class ModelTokenizer(Tokenizer):
         model: str,
         max_tokens: int,
         *,
-        backend: tokenizers.Tokenizer | None,
+        backend: tokenizers.Tokenizer,
         vocabulary: int,
         special: int,
         filler: int,
@@ -46,7 +45,7 @@ class ModelTokenizer(Tokenizer):
             runner: `hf` or `jax`.
             model: A folder, or a name on the hub.
             max_tokens: Longer captions are cut to it.
-            backend: The tokenizer; None for one that is not of the package.
+            backend: The tokenizer.
             vocabulary: Number of ids.
             special: Tokens that every caption gets.
             filler: Token in place of none, and in padding, which is masked.
@@ -67,13 +66,6 @@ class ModelTokenizer(Tokenizer):
 
     def tokenize(self, captions: Sequence[str]) -> list[list[int]]:
         """Returns the tokens of every caption, at least one and at most `max_tokens`."""
-        tokens, truncated = self._encode(captions)
-        self.truncated += truncated
-        return [ids or [self._filler] for ids in tokens]
-
-    def _encode(self, captions: Sequence[str]) -> tuple[list[list[int]], int]:
-        """Returns the ids of each caption, and how many captions were cut."""
-        assert self._backend is not None
         # Whoever used the tokenizer before may have set them otherwise.
         self._backend.no_padding()
         self._backend.enable_truncation(self.max_tokens)
@@ -81,12 +73,12 @@ class ModelTokenizer(Tokenizer):
         blocks = [list(captions[start : start + _CAPTIONS_AT_ONCE]) for start in starts]
         # Of two threads one collects ids, on one core, while the other has all cores for its block.
         with concurrent.futures.ThreadPoolExecutor(2, 'tokenize') as threads:
-            encoded = list(threads.map(self._encode_block, blocks))
-        ids = list(itertools.chain.from_iterable(of_block for of_block, _ in encoded))
-        return ids, sum(num_truncated for _, num_truncated in encoded)
+            encoded = list(threads.map(self._tokenize_block, blocks))
+        self.truncated += sum(num_truncated for _, num_truncated in encoded)
+        return [ids or [self._filler] for of_block, _ in encoded for ids in of_block]
 
-    def _encode_block(self, captions: list[str]) -> tuple[list[list[int]], int]:
-        assert self._backend is not None
+    def _tokenize_block(self, captions: list[str]) -> tuple[list[list[int]], int]:
+        """Returns the ids of each caption, and how many captions were cut."""
         encodings = self._backend.encode_batch_fast(captions)
         num_truncated = sum(bool(encoding.overflowing) for encoding in encodings)
         return [encoding.ids for encoding in encodings], num_truncated

@@ -306,17 +306,12 @@ def test_batches_are_told_with_their_padding(models):
     assert told == [(3, 19, 42), (1, 1, 1)]
 
 
-def test_a_tokenizer_in_python_is_warned_of(tmp_path, caplog):
-    tokenizer = transformers.ByT5Tokenizer()  # has no fast kind
-    tokenizer.save_pretrained(tmp_path / 'slow')
+def test_a_tokenizer_in_python_is_refused(tmp_path):
+    transformers.ByT5Tokenizer().save_pretrained(tmp_path / 'slow')  # has no fast kind
     transformers.T5Config(d_model=32).save_pretrained(tmp_path / 'slow')
     (tmp_path / 'slow' / 'model.safetensors').touch()
-    text_encoders.make_tokenizer(f'hf:{tmp_path / "slow"}')
-    tokenizer = text_encoders.make_tokenizer(f'hf:{tmp_path / "slow"}', max_tokens=4)
-    assert tokenizer.tokenize(['ab', 'abcdef', '']) == [[100, 101, 1], [100, 101, 102, 1], [1]]
-    assert tokenizer.truncated == 1
-    [warning, _] = [record for record in caplog.records if record.levelname == 'WARNING']
-    assert re.search('hf:slow: its tokenizer, ByT5Tokenizer, runs in Python', warning.message)
+    with pytest.raises(ValueError, match=r'slow.: its tokenizer, ByT5Tokenizer, runs in Python'):
+        text_encoders.make_tokenizer(f'hf:{tmp_path / "slow"}')
 
 
 # --- Models that must not be used ------------------------------------------------------------
