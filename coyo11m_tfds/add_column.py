@@ -37,9 +37,9 @@ from coyo11m_tfds.dataset.stored_dataset import StoredDataset
 from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.report import statistics
-from coyo11m_tfds.source import pt_check, pt_file, sidecar
+from coyo11m_tfds.source import formats, location, sidecar
 from coyo11m_tfds.source.joined import Joined
-from coyo11m_tfds.storage import file_state, locks, source_files, stored_files
+from coyo11m_tfds.storage import file_state, locks, stored_files
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.scratch import Scratch, choose_folder
 from coyo11m_tfds.storage.source_files import SourceFile
@@ -146,25 +146,28 @@ def move_latents(data_dir: str | os.PathLike[str], source: str | os.PathLike[str
         latents = edit.stored.columns.get(schema.LATENTS)
         if not isinstance(latents, Column):
             raise ValueError(f'{edit.stored.folder}: its latents lie in its records, in no source.')
-        _, there = source_files.list_files(source, schema.LATENTS_FOLDER, ('.pt',))
-        by_name = {os.path.basename(name): file for name, file in there.items()}
-        files = [_find_moved(file, by_name, os.fspath(source), edit) for file in latents.files]
+        there = location.find(source).latent_files
+        files = [_find_moved(file, there, os.fspath(source), edit) for file in latents.files]
         moved = dataclasses.replace(latents, files=tuple(files))
         edit.commit({**edit.stored.columns, schema.LATENTS: moved})
 
 
 def _find_moved(
-    before: ColumnFile, by_name: Mapping[str, SourceFile], source: str, edit: '_Edit'
+    before: ColumnFile, there: Sequence[SourceFile], source: str, edit: '_Edit'
 ) -> ColumnFile:
-    name = os.path.basename(before.path)
-    if name not in by_name:
+    # Shards of several sub-folders have the same names.
+    same = [file for file in there if f'/{before.path}'.endswith(f'/{file.label or file.name}')]
+    if not same:
+        name = os.path.basename(before.path)
         raise ValueError(f'{source}: {name} is missing, and latents are in it. Copy it there.')
-    file = by_name[name]
+    [file] = same
     in_place.check_within_reach(file, edit.stored.folder)
-    head = pt_check.fetch_head(file, edit.scratch, check_crc=False)
-    found = in_place.describe(file, pt_file.LatentShard(head, name=file.path))
+    head = formats.fetch_head(file, edit.scratch, check_crc=False)
+    settings = edit.stored.metadata.get(schema.META_SETTINGS) or {}
+    asked = schema.parse_latents_from(settings.get('latents_from', ''))
+    found = in_place.describe(file, formats.open_file(file, head, asked))
     if found.digest != before.digest:
-        raise columns.other_file(file.path, 'directory has digest', found.digest, before.digest)
+        raise columns.other_file(file.path, 'outline has digest', found.digest, before.digest)
     return found
 
 

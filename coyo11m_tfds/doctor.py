@@ -239,16 +239,20 @@ def dry_run(place: str, settings: BuildSettings) -> DryRun:
         ValueError: The source cannot be built; see `plan.make_plan`.
         OSError: A file cannot be read.
     """
-    from coyo11m_tfds.convert.plan import make_plan  # these need an extra
+    from coyo11m_tfds.convert.plan import make_plan, read_latents  # these need an extra
     from coyo11m_tfds.source import location
-    from coyo11m_tfds.source.source_latents import SourceLatents
 
     source = location.find(place)
     files, captions = source.latent_files, source.captions_file
+    all_bytes = sum(file.size for file in source.by_name.values())
     file_bytes, is_remote = sum(file.size for file in files), files[0].is_remote
-    num_rows, caption_bytes = _footer(captions, settings.caption_column)
+    num_rows, caption_bytes = (0, 0)
+    if captions:
+        num_rows, caption_bytes = _footer(captions, settings.caption_column)
+    # What is read to the end: captions, or whole files where captions lie beside the latents.
+    read_bytes = captions.size if captions else file_bytes
     with tempfile.TemporaryDirectory() as folder:
-        if captions.size <= _EXACT_BYTES[is_remote] and (not is_remote or len(files) <= _HEADS):
+        if read_bytes <= _EXACT_BYTES[is_remote] and (not is_remote or len(files) <= _HEADS):
             files_there = scratch.Scratch(f'{folder}/source', settings.scratch_bytes)
             plan = make_plan(source, settings, files_there, folder)
             found = DryRun(
@@ -260,23 +264,21 @@ def dry_run(place: str, settings: BuildSettings) -> DryRun:
             )
         else:
             heads = files[:: -(-len(files) // _HEADS)]
-            latents = SourceLatents.read(
-                heads, folder, drop_bad=settings.drop_bad, check_crc=settings.check_crc
-            )
+            latents = read_latents(source, settings, folder, heads)
             num_records = latents.num_rows * file_bytes // sum(file.size for file in heads)
             row_bytes = schema.latents_nbytes(latents.dtype, latents.shape)
             found = _estimate(num_records, row_bytes, caption_bytes / max(1, num_rows), settings)
     found = dataclasses.replace(
         found,
-        source=f'{len(files)} .pt files and captions, {readable(file_bytes + captions.size)}',
+        source=f'{len(files)} {os.path.splitext(files[0].path)[1]} files'
+        f'{" and captions" if captions else ""}, {readable(all_bytes)}',
         store_bytes=caption_bytes + 24 * num_rows,
     )
     if is_remote:
         length, start = min(_PROBE_BYTES, files[0].size), time.monotonic()
         remote.read_range(files[0], 0, length)
         seconds = (time.monotonic() - start) * file_bytes / length / _FETCHES_AT_ONCE
-        fetched = file_bytes + captions.size
-        found = dataclasses.replace(found, fetched_bytes=fetched, fetch_seconds=seconds)
+        found = dataclasses.replace(found, fetched_bytes=all_bytes, fetch_seconds=seconds)
     return found
 
 

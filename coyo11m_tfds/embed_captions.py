@@ -24,6 +24,7 @@ local, on gs:// or on hf://.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import time
@@ -33,11 +34,12 @@ from coyo11m_tfds.process import command_line, ending, workers
 from coyo11m_tfds.process import job as ranks
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import captions as captions_source
-from coyo11m_tfds.source import sidecar
+from coyo11m_tfds.source import location, sidecar
 from coyo11m_tfds.source.joined import Joined
 from coyo11m_tfds.source.keyed_parquet import KeyedFile
 from coyo11m_tfds.storage import source_files
 from coyo11m_tfds.storage.scratch import Scratch
+from coyo11m_tfds.storage.source_files import SourceFile
 from coyo11m_tfds.text import part_runner, parts
 from coyo11m_tfds.text.encoder import DEFAULT_MAX_TOKENS, Encoder, Tokenizer
 from coyo11m_tfds.text.part_runner import EncoderChoice, Job
@@ -110,6 +112,7 @@ def embed(
     share: tuple[int, int] = (0, 1),
     part_captions: int = parts.PART_CAPTIONS,
     scratch_dir: str | os.PathLike[str] = '',
+    latents_from: str = '',
 ) -> Report:
     """Encodes the captions of a source, except those of existing parts, and writes the sidecar.
 
@@ -118,7 +121,8 @@ def embed(
     on all machines; embeddings of a model are equal on equal devices.
 
     Args:
-        source_dir: Folder with `schema.CAPTIONS_FILE`, local, on `gs://` or on `hf://`.
+        source_dir: Folder with `schema.CAPTIONS_FILE`, or with captions beside the latents; local,
+            on `gs://` or on `hf://`.
         encoder: A specification for `text_encoders.make_encoder`, or with `tokens_only` for
             `text_encoders.make_tokenizer`; or an encoder, which runs in this process.
         out: A folder, local or on `gs://`; or a local file `*.parquet`, which is replaced.
@@ -133,6 +137,7 @@ def embed(
         part_captions: Most captions of a part. Another number needs another folder.
         scratch_dir: Local folder for the captions; '': a folder in `out` or, if that is remote, in
             the system's folder for temporary files.
+        latents_from: As of the config, where captions lie beside latents that it has to choose.
 
     Raises:
         ValueError: The source has no captions file or the file lacks a column, a key is null or
@@ -143,8 +148,9 @@ def embed(
         RuntimeError: A process died.
     """
     out = os.fspath(out).rstrip('/')
-    file = source_files.describe(f'{os.fspath(source_dir).rstrip("/")}/{schema.CAPTIONS_FILE}')
-    if not file.is_remote:
+    source = os.fspath(source_dir).rstrip('/')
+    file = _find_parquet(source)
+    if file and not file.is_remote:
         KeyedFile(file.path, caption_column).close()  # it has the column
     part_runner.check_out(out, share)
     loaded: Tokenizer | None = None if isinstance(encoder, str) else encoder
@@ -157,17 +163,20 @@ def embed(
             loaded = choice.load()
     with part_runner.scratch_folder(out, scratch_dir) as folder:
         by_key = os.path.join(folder, 'captions')
-        with Scratch(os.path.join(folder, 'source'), file.size).hold_showing(file) as path:
-            captions_source.join(path, caption_column, by_key, name=file.path)
+        if file:
+            source = file.path
+            with Scratch(os.path.join(folder, 'source'), file.size).hold_showing(file) as path:
+                captions_source.join(path, caption_column, by_key, name=source)
+        else:
+            caption_column = _join_of_files(source, caption_column, latents_from, folder, by_key)
         joined = Joined(by_key)
         if not drop_duplicates:
-            captions_source.check_unique(joined, file.path)
+            captions_source.check_unique(joined, source)
         captions = parts.Captions(joined, part_captions)
         num_keys, num_duplicates = len(joined.places), joined.facts['duplicates']
         if not len(captions):
             raise ValueError(
-                f'{file.path}: all {num_keys} captions are null, blank or too long; nothing to '
-                'encode.'
+                f'{source}: all {num_keys} captions are null, blank or too long; nothing to encode.'
             )
         job = Job(choice, by_key, caption_column, part_captions, out, folder)
         start = time.perf_counter()
@@ -202,6 +211,34 @@ def embed(
         dim=made.width,
         seconds=time.perf_counter() - start,
     )
+
+
+def _find_parquet(source: str) -> SourceFile | None:
+    """The Parquet file of captions; None where captions lie beside the latents."""
+    try:
+        return source_files.describe(f'{source}/{schema.CAPTIONS_FILE}')
+    except ValueError:
+        with contextlib.suppress(ValueError):
+            location.find(source)
+            return None
+        raise  # where there is nothing at all
+
+
+def _join_of_files(source: str, column: str, latents_from: str, folder: str, by_key: str) -> str:
+    """Joins the captions beside the latents; returns the name of their column."""
+    from coyo11m_tfds.source import source_latents  # needs torch
+
+    heads = os.path.join(folder, 'heads')
+    os.mkdir(heads)
+    found = location.find(source)
+    chosen = schema.parse_latents_from(latents_from)
+    asked = source_latents.Asked(latents=chosen, captions=column, drop_bad=True)
+    try:
+        latents = source_latents.SourceLatents.read(found.latent_files, heads, asked)
+    except source_latents.NoCaptionsError as error:
+        raise ValueError(f'{found.no_captions}: {error}') from None
+    captions_source.join(latents.texts.captions, latents.texts.caption_column, by_key, name=source)
+    return latents.texts.caption_column
 
 
 def _share(text: str) -> tuple[int, int]:
@@ -251,6 +288,7 @@ def parse_flags() -> argparse.Namespace:
         help='most captions of a part (%(default)s)',
     )
     add('--scratch_dir', default='', help='local folder for temporary files')
+    add('--latents_from', default='', help='as in the config of the build')
     return parser.parse_args()
 
 

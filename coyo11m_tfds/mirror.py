@@ -6,12 +6,12 @@
     from coyo11m_tfds import mirror
     mirror.mirror('gs://bucket/coyo11m', '/data/coyo11m')
 
-The `.pt` files and the Parquet file of captions keep their names. A second call copies the files
-that are missing or have changed since. From the hub to a bucket, a file passes through a scratch
-folder of limited size; between buckets, the storage copies by itself. The destination also gets a
-folder `.mirror/` with checksums. The next call reads them to find finished copies. A build reads
-them to find damage in a Parquet file whose pages have no checksums. pandas writes such files;
-`DataFrame.to_parquet(path, write_page_checksum=True)` writes a file whose pages have checksums.
+The files of a source keep their names. A second call copies the files that are missing or have
+changed since. From the hub to a bucket, a file passes through a scratch folder of limited size;
+between buckets, the storage copies by itself. The destination also gets a folder `.mirror/` with
+checksums. The next call reads them to find finished copies. A build reads them to find damage in
+files without checksums: safetensors, MDS, tars, and a Parquet file that pandas wrote with defaults
+(`DataFrame.to_parquet(path, write_page_checksum=True)` writes a file whose pages have checksums).
 
 On 2 cores, with fake servers of hub and storage on the same machine, 1 GB in four files takes the
 hub to the disk at 650 MB/s, to a bucket at 320 MB/s, and from disk to disk at 870 MB/s (`cp` and
@@ -99,8 +99,7 @@ def mirror(
     if parallel < 1:
         raise ValueError(f'parallel is {parallel}, expected at least 1.')
     found = location.find(source)
-    files = {f'{schema.LATENTS_FOLDER}/{file.name}': file for file in found.latent_files}
-    files[schema.CAPTIONS_FILE] = found.captions_file
+    files = found.by_name
     scratch = _open_scratch(target, files, os.fspath(scratch_dir), scratch_bytes)
     num_bytes = sum(file.size for file in files.values())
     with locks.hold(target.folder, _WAIT_SECONDS):

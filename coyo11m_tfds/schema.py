@@ -8,7 +8,7 @@ metadata. This module imports only numpy, so any program can import it.
 import math
 import re
 from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -23,6 +23,7 @@ CAPTIONS_FILE = 'coyo11m-meta.parquet'
 PT_KEYS = 'keys'  # int64 (N,)
 PT_LATENTS = 'latents'  # a dtype of LATENT_DTYPES, (N, crops, C, H, W) or (N, C, H, W)
 PT_EMBEDDINGS = 'embeddings'  # float16, bfloat16 or float32 (N, D); not in every source
+PT_CAPTIONS = 'captions'  # list of N texts; where there is no Parquet file
 
 PARQUET_KEY = 'key'
 PART_EMBEDDING = 'embedding'  # of the parts that embed_captions makes; `key` is beside it
@@ -30,6 +31,36 @@ MAX_CAPTION_BYTES = 65_536  # of UTF-8; what is longer was not written by a pers
 MAX_TEXT_DIM = 16_384  # numbers of a text embedding; the widest encoders have 8,192
 MAX_TOKENS = 4096  # ids of a caption, padding included
 DEFAULT_CAPTION_COLUMN = 'caption_llava'
+
+# The text of a row that is the number of its class, as one token; name of its encoder.
+LABELS = 'labels'
+
+
+class LatentsFrom(NamedTuple):
+    """What a config says of latents that their files do not tell: `latents_from`."""
+
+    name: str = ''  # of a tensor, a column or a member
+    dtype: str = ''  # one of `LATENT_DTYPES`
+    shape: tuple[int, ...] = ()  # (C, H, W) or (crops, C, H, W)
+
+
+ANY_LATENTS = LatentsFrom()
+
+
+def parse_latents_from(text: str) -> LatentsFrom:
+    """Parses '', 'NAME' or 'NAME:DTYPE:C,H,W'; raises a ValueError for another text."""
+    name, *kind = text.split(':')
+    if not kind:
+        return LatentsFrom(name)
+    shape = tuple(int(n) if n.isdecimal() else 0 for n in kind[-1].split(','))
+    whole = (1, *shape) if len(shape) == 3 else shape
+    if len(kind) != 2 or not are_latents(kind[0], whole):
+        raise ValueError(
+            f'latents_from is {text!r}, expected NAME or NAME:DTYPE:C,H,W, as '
+            "'latents_256:float16:4,32,32'."
+        )
+    return LatentsFrom(name, kind[0], shape)
+
 
 # --- Records --------------------------------------------------------------------------------
 

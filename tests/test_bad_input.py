@@ -175,17 +175,19 @@ def test_a_damaged_pickle_of_a_file_without_checksums(source: pathlib.Path):
         ({'latents': [1, 2]}, 'latents is a list, expected a tensor'),
         (
             {'latents': LATENTS[:, 0]},
-            'latents has shape (6, 4, 32, 32), expected (6, 3, 4, 32, 32)',
+            'latents are float16 (1, 4, 32, 32), but those of',
         ),
-        ({'latents': LATENTS[:, :, :, :16]}, 'latents has shape (6, 3, 4, 16, 32)'),
+        ({'latents': LATENTS[:, :, :, :16]}, 'latents are float16 (3, 4, 16, 32), but those of'),
         ({'latents': LATENTS[:5]}, 'latents has shape (5, 3, 4, 32, 32)'),
-        ({'latents': LATENTS.float()}, 'expected a dense tensor of float16 or bfloat16'),
+        ({'latents': LATENTS.float()}, 'latents are float32 (3, 4, 32, 32), but those of'),
+        ({'latents': LATENTS.double()}, 'expected a dense tensor of float16 or bfloat16'),
+        ({'latents': LATENTS[:, 0, 0]}, 'latents has shape (6, 32, 32), expected (6, crops, C, H'),
         ({'latents': LATENTS.to_sparse()}, 'expected a dense tensor'),
         ({'keys': torch.arange(6).float()}, 'expected a dense tensor of int64'),
         ({'keys': torch.arange(6).reshape(2, 3)}, 'keys has shape (2, 3), expected (N,)'),
         ({'embeddings': torch.zeros(5, 8)}, 'embeddings has shape (5, 8), expected (6, D)'),
         ({'embeddings': torch.zeros(6, 0)}, 'embeddings has shape (6, 0)'),
-        ({'latents': LATENTS.bfloat16()}, 'latents are bfloat16, but those of'),
+        ({'latents': LATENTS.bfloat16()}, 'latents are bfloat16 (3, 4, 32, 32), but those of'),
         ({'latents': torch._neg_view(LATENTS)}, 'latents has its negative bit set'),
         ({'keys': torch._neg_view(torch.arange(6))}, 'keys has its negative bit set'),
         ({'embeddings': torch._neg_view(torch.ones(6, 8))}, 'embeddings has its negative bit set'),
@@ -276,7 +278,7 @@ def test_embeddings_that_are_missing_or_of_unequal_width(source: pathlib.Path):
 def test_folders_and_files_that_are_not_there(source: pathlib.Path, tmp_path: pathlib.Path):
     empty_folder = tmp_path / 'nothing'
     empty_folder.mkdir()
-    assert_refused(empty_folder, str(empty_folder), 'No .pt files')
+    assert_refused(empty_folder, str(empty_folder), 'No .safetensors, .mds, .tar, .pt files')
     assert_refused(tmp_path / 'absent', str(tmp_path / 'absent'), 'is not a folder')
     assert_refused(
         source, 'embeddings.parquet', 'is missing or a folder', text_embeddings='embeddings.parquet'

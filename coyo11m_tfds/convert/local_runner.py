@@ -20,7 +20,7 @@ from coyo11m_tfds.convert.data_folder import FinishedShards
 from coyo11m_tfds.convert.shard_writer import init_worker, write_shard
 from coyo11m_tfds.convert.tasks import ShardResult, ShardTask
 from coyo11m_tfds.process import machine, workers
-from coyo11m_tfds.source import pt_check
+from coyo11m_tfds.source import formats
 from coyo11m_tfds.source.latent_file import use_one_thread
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.source_files import SourceFile
@@ -140,12 +140,8 @@ class _Run:
         files = list(dict.fromkeys(part.file for task in tasks for part in task.parts))
         with self._scratch.hold_all(files, on_bytes=self._check_going_on) as paths:
             for file, path in zip(files, paths, strict=True):
-                pt_check.check_contents(
-                    path,
-                    file.path,
-                    check_crc=tasks[0].check_crc,
-                    recorded=file.recorded,
-                    on_bytes=self._check_going_on,
+                formats.check_contents(
+                    file, path, check_crc=tasks[0].check_crc, on_bytes=self._check_going_on
                 )
             yield dict(zip(files, paths, strict=True))
 

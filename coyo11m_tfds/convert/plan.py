@@ -16,7 +16,7 @@ import dataclasses
 import hashlib
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,11 +28,11 @@ from coyo11m_tfds.convert.settings import EMBEDDINGS_IN_PT, BuildSettings
 from coyo11m_tfds.convert.tasks import JoinedInputs, ShardPart, ShardTask
 from coyo11m_tfds.dataset.keyed_random import splitmix64
 from coyo11m_tfds.report.statistics import Dropped
-from coyo11m_tfds.source import captions, copied_files, joined, location, sidecar
+from coyo11m_tfds.source import captions, copied_files, formats, joined, location, sidecar
 from coyo11m_tfds.source.joined import Joined
 from coyo11m_tfds.source.sidecar import Header
-from coyo11m_tfds.source.source_latents import SourceLatents
-from coyo11m_tfds.storage import file_state, json_digest, locks
+from coyo11m_tfds.source.source_latents import Asked, NoCaptionsError, SourceLatents
+from coyo11m_tfds.storage import file_state, json_digest, locks, source_files
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.source_files import SourceFile
 
@@ -53,6 +53,7 @@ class Plan:
         tasks: Tasks of all shards; those of one group, which read the same files, are neighbours.
         num_bytes: Expected size of the shards, exact within 1%.
         latents: Dtype, one of `schema.LATENT_DTYPES`, and shape `(crops, C, H, W)` of a row.
+        caption_column: Column of the captions, as it was found.
         text: Description of the text in the records; None for records without one.
         dropped: Rows of the source that are left out, by reason.
         source_fingerprint: Hex digest of everything that is read.
@@ -64,6 +65,7 @@ class Plan:
     tasks: tuple[ShardTask, ...]
     num_bytes: int
     latents: tuple[str, tuple[int, ...]]
+    caption_column: str
     text: Header | None
     dropped: Dropped
     source_fingerprint: str
@@ -115,19 +117,23 @@ def make_plan(
         ValueError: Something is wrong with the source.
         OSError: A remote file cannot be read.
     """
-    sidecar_files = _find_sidecar(settings)
+    sidecar_files = _find_sidecar(settings, source.captions_file is not None)
     # Of this build alone: another one of the same source must not remove what is read here.
     with locks.temporary_folder(cache_dir, 'heads-') as heads:
-        latents = SourceLatents.read(
-            source.latent_files, heads, drop_bad=settings.drop_bad, check_crc=settings.check_crc
-        )
+        latents = read_latents(source, settings, heads)
+        joined = _join(source, settings, latents, sidecar_files, scratch, cache_dir)
     if not settings.check_crc:
         logging.warning('check_crc is false: no contents of .pt files are compared with a CRC-32.')
-    logging.info('%d rows in %d .pt files', latents.num_rows, len(latents.files))
-    joined = _join(source, settings, latents, sidecar_files, scratch, cache_dir)
+    if not formats.has_checksums(latents.files[0]):
+        logging.warning(
+            '%s: nothing tells of damage to it before its rows are in a data set. Copy the source '
+            'with coyo11m_tfds.mirror while it is intact.',
+            latents.files[0].path,
+        )
+    logging.info('%d rows in %d files', latents.num_rows, len(latents.files))
     caption_bytes = joined.values(joined.captions)
     reasons = _drop_reasons(latents, caption_bytes, joined)
-    dropped = _count_dropped(settings, source.captions_file.path, latents, joined, reasons)
+    dropped = _count_dropped(settings, source.captions_path, latents, joined, reasons)
     kept = ~np.logical_or.reduce(list(reasons.values()))
     tasks = _plan_tasks(settings, latents, joined, kept, caption_bytes, limit)
     if not any(task.split == schema.TRAIN for task in tasks):
@@ -140,6 +146,7 @@ def make_plan(
     )
     text = joined.text.to_json() if joined.text and joined.sidecar else settings.text_embeddings
     recorded = settings.record(limit, text)
+    column = latents.texts.caption_column or settings.caption_column
     build = json_digest.sha256([fingerprint, recorded, *(task.fingerprint for task in tasks)])[:8]
     return Plan(
         tasks=tuple(
@@ -148,6 +155,7 @@ def make_plan(
         ),
         num_bytes=sum(task.num_bytes for task in tasks),
         latents=(latents.dtype, latents.shape),
+        caption_column=column,
         text=joined.text,
         dropped=dropped,
         source_fingerprint=fingerprint,
@@ -157,10 +165,30 @@ def make_plan(
     )
 
 
-def _find_sidecar(settings: BuildSettings) -> list[SourceFile]:
+def read_latents(
+    source: location.Source,
+    settings: BuildSettings,
+    folder: str,
+    files: Sequence[SourceFile] | None = None,
+) -> SourceLatents:
+    """Reads and checks the heads of some files of a source, or all; raises as `make_plan`."""
+    asked = Asked(
+        latents=schema.parse_latents_from(settings.latents_from),
+        captions=None if source.captions_file else settings.caption_column,
+        labels=settings.text_embeddings == schema.LABELS,
+        drop_bad=settings.drop_bad,
+        check_crc=settings.check_crc,
+    )
+    try:
+        return SourceLatents.read(files or source.latent_files, folder, asked)
+    except NoCaptionsError as error:
+        raise ValueError(f'{source.no_captions}: {error}') from None
+
+
+def _find_sidecar(settings: BuildSettings, has_parquet: bool) -> list[SourceFile]:
     """Finds the files of a sidecar, and reads what a local one says; before the source is read."""
     place = settings.text_embeddings
-    if place in ('', EMBEDDINGS_IN_PT):
+    if place in ('', schema.LABELS, EMBEDDINGS_IN_PT):
         return []
     try:
         files = sidecar.find(place)
@@ -169,17 +197,18 @@ def _find_sidecar(settings: BuildSettings) -> list[SourceFile]:
             f"text_embeddings: {error} Otherwise '' or 'pt'; coyo11m_tfds.embed_captions makes "
             'such a file or folder.'
         ) from None
-    if not files[0].is_remote:
-        _check_column(settings, Header(**sidecar.describe(files[0].path)['header']))
+    if not files[0].is_remote and has_parquet:
+        header = Header(**sidecar.describe(files[0].path)['header'])
+        _check_column(settings, header, settings.caption_column)
     return files
 
 
-def _check_column(settings: BuildSettings, header: Header) -> None:
-    if header.caption_column != settings.caption_column:
+def _check_column(settings: BuildSettings, header: Header, column: str) -> None:
+    if header.caption_column != column:
         raise ValueError(
             f'{settings.text_embeddings}: its embeddings were made of column '
-            f"'{header.caption_column}', but the captions are '{settings.caption_column}'. Embed "
-            'that column, or set caption_column.'
+            f"'{header.caption_column}', but the captions are '{column}'. Embed that column, or "
+            'set caption_column.'
         )
 
 
@@ -201,10 +230,31 @@ def _join(
     places[rows] = np.arange(len(rows))
     wanted = latents.keys[rows]
     keys_digest = _sha256(wanted)
-    found = _join_captions(source.captions_file, settings, wanted, keys_digest, scratch, cache_dir)
+    column = latents.texts.caption_column or settings.caption_column
+    in_files = json_digest.sha256([*latents.versions, *(file.path for file in latents.files)])
+    if source.captions_file:
+        found = _join_captions(
+            source.captions_file, settings, wanted, keys_digest, scratch, cache_dir
+        )
+    else:
+        found = joined.kept(
+            cache_dir,
+            ['captions of files', in_files, column, keys_digest],
+            lambda folder: captions.join(
+                latents.texts.captions, column, folder, wanted, source.captions_path
+            ),
+        )
     text = values = None
     if settings.text_embeddings == EMBEDDINGS_IN_PT:
         text = Header(latents.common_embedding_dim(), EMBEDDINGS_IN_PT, '', 0, '', '')
+    elif latents.texts.labels:
+        of_labels = [source_files.describe(latents.texts.labels)]
+        values = joined.kept(
+            cache_dir,
+            ['labels of files', in_files, keys_digest],
+            lambda folder: sidecar.join(of_labels, folder, wanted, hold=scratch.hold),
+        )
+        text = Header(**values.facts['header'])
     elif sidecar_files:
         hold = scratch.hold_showing if len(sidecar_files) == 1 else scratch.hold
         values = joined.kept(
@@ -213,12 +263,12 @@ def _join(
             lambda folder: sidecar.join(sidecar_files, folder, wanted, hold=hold),
         )
         text = Header(**values.facts['header'])
-        _check_column(settings, text)
+        _check_column(settings, text, column)
         if text.captions_digest != found.facts['digest']:
             raise ValueError(
                 f'{settings.text_embeddings}: its embeddings come from other captions than '
-                f"column '{settings.caption_column}' of {source.captions_file.path} has. Make it "
-                'again with coyo11m_tfds.embed_captions, or name the source that it was made from.'
+                f"column '{column}' of {source.captions_path} has. Make it again with "
+                'coyo11m_tfds.embed_captions, or name the source that it was made from.'
             )
         logging.info('The text embeddings of %s are ready', settings.text_embeddings)
     joined.sweep(cache_dir)
@@ -355,6 +405,7 @@ def _plan_tasks(
                 num_bytes=int(sizes[of_shard].sum()) - left_out * len(of_shard),
                 in_place=settings.in_place,
                 channels=latents.shape[1],
+                latents_from=schema.parse_latents_from(settings.latents_from),
                 fingerprint=json_digest.sha256([common, name, *itertools.chain(*digests)]),
             )
             tasks.append(task)

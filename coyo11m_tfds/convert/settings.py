@@ -46,8 +46,11 @@ class BuildSettings:
         validation_fraction: Share of the keys in the validation split, in [0, 1).
         shard_bytes: The records of a larger `.pt` file are cut into the fewest shards of at most
             about this size, nearly equal; smaller files share one of half to twice this size.
-        text_embeddings: '' for none; 'pt' for `embeddings` in the `.pt` files; else the file or the
+        text_embeddings: '' for none, or the labels of a source without captions; 'labels' for the
+            labels of rows as tokens; 'pt' for `embeddings` in the `.pt` files; else the file or the
             folder of a sidecar that `coyo11m_tfds.embed_captions` made, of embeddings or of tokens.
+        latents_from: Latents of the source, where its files do not tell: 'NAME' of a tensor, a
+            column or a member, or 'NAME:DTYPE:C,H,W'; see `schema.LatentsFrom`.
         latents: 'records', or 'in_place': the records hold everything else, and readers read the
             latents in the source's files, which must not change, and must lie on gs:// for a data
             set on gs://. The order of training is the same.
@@ -72,6 +75,7 @@ class BuildSettings:
     validation_fraction: float = 0.01
     shard_bytes: int = 128 * 1024 * 1024
     text_embeddings: str = ''
+    latents_from: str = ''
     latents: str = RECORDS
     bad_data: str = 'drop'
     max_bad_fraction: float = 0.01
@@ -82,7 +86,8 @@ class BuildSettings:
     wait_hours: float = 24
 
     def __post_init__(self):
-        for name in ('source', 'caption_column', 'text_embeddings', 'scratch_dir'):
+        names = 'source', 'caption_column', 'text_embeddings', 'scratch_dir', 'latents_from'
+        for name in names:
             self._check(name, isinstance(getattr(self, name), str), 'a string')
         for name in ('shard_bytes', 'num_workers'):
             self._check(name, isinstance(getattr(self, name), int), 'an integer')
@@ -96,6 +101,7 @@ class BuildSettings:
         self._check('wait_hours', self.wait_hours >= 0, 'at least 0')
         self._check('check_crc', isinstance(self.check_crc, bool), 'true or false')
         self._check('latents', self.latents in LATENTS_LIE, "'records' or 'in_place'")
+        schema.parse_latents_from(self.latents_from)
         self._check('bad_data', self.bad_data in ('drop', 'stop'), "'drop' or 'stop'")
 
     @property
@@ -122,8 +128,10 @@ class BuildSettings:
             text_embeddings: '', 'pt' or the header of a sidecar; never a path.
         """
         # Only in these data sets, so that the metadata of others does not change.
-        in_place = {_LATENTS: self.latents} if self.in_place else {}
-        return in_place | {
+        chosen = {_LATENTS: self.latents} if self.in_place else {}
+        if self.latents_from:
+            chosen['latents_from'] = self.latents_from
+        return chosen | {
             'caption_column': self.caption_column,
             schema.SETTINGS_TEXT: text_embeddings,
             'validation_fraction': float(self.validation_fraction),
@@ -165,7 +173,9 @@ class BuildSettings:
     def _text_embeddings(self, recorded: Any) -> str | Mapping[str, Any]:
         """As a build would record them now; as recorded if the sidecar is remote or absent."""
         chosen = self.text_embeddings
-        if chosen in ('', EMBEDDINGS_IN_PT):
+        if chosen in ('', schema.LABELS) and isinstance(recorded, dict):
+            return recorded if recorded.get('encoder') == schema.LABELS else chosen
+        if chosen in ('', schema.LABELS, EMBEDDINGS_IN_PT):
             return chosen
         if source_files.is_remote(chosen) or not os.path.exists(chosen):
             return recorded if isinstance(recorded, dict) else chosen

@@ -18,7 +18,7 @@ from coyo11m_tfds.convert.tasks import THIS_WRITER, ShardPart, ShardResult, Shar
 from coyo11m_tfds.dataset import columns, records
 from coyo11m_tfds.dataset.columns import ColumnFile
 from coyo11m_tfds.report.statistics import ShardStatistics
-from coyo11m_tfds.source import latent_file, pt_file
+from coyo11m_tfds.source import formats, latent_file
 from coyo11m_tfds.source.latent_file import LatentFile
 from coyo11m_tfds.storage.file_state import naming
 
@@ -96,7 +96,7 @@ class _OpenSource:
 
     def read_part(self, part: ShardPart, latents_path: str) -> Iterator[Features]:
         """Yields the features of the good records of one file, some at a time, each overwritten."""
-        file = pt_file.LatentShard(latents_path, name=part.file.path)
+        file = formats.open_file(part.file, latents_path, self._task.latents_from)
         rows, keys = self._inputs.rows[part.records], self._inputs.keys[part.records]
         if file.digest != part.digest or not np.array_equal(file.keys[rows], keys):
             raise ValueError(f'{file.path}: has changed since the build began. Start it again.')

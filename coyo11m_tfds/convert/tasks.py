@@ -23,6 +23,7 @@ import coyo11m_tfds
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.columns import ColumnFile
 from coyo11m_tfds.report.statistics import ShardStatistics
+from coyo11m_tfds.schema import LatentsFrom
 from coyo11m_tfds.source import sidecar
 from coyo11m_tfds.source.joined import Joined
 from coyo11m_tfds.storage import source_files, stored_files
@@ -127,7 +128,7 @@ class ShardPart:
 
     Attributes:
         file: The `.pt` file, local or remote.
-        digest: Its `LatentShard.digest`.
+        digest: Its `LatentFile.digest`.
         records: Their range within the shard's records.
     """
 
@@ -155,6 +156,7 @@ class ShardTask:
         fingerprint: Hex digest of all that decides the shard's bytes.
         in_place: Leave the latents out, and record their places.
         channels: Channels of the latents.
+        latents_from: What the config says of the latents.
         writer: The package that planned it; no other may write it.
     """
 
@@ -171,6 +173,7 @@ class ShardTask:
     fingerprint: str
     in_place: bool = False
     channels: int = 4
+    latents_from: LatentsFrom = schema.ANY_LATENTS
     writer: str = THIS_WRITER
 
     @property

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 
 from absl import logging
 
-from coyo11m_tfds import schema
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.storage import remote, source_files
 from coyo11m_tfds.storage.destination import Destination, flat
@@ -52,7 +51,7 @@ class CopiedFiles:
         """
         folder = self._target.folder
         records = dict(map(_read_record, self._target.read_all(_RECORDS).values()))
-        others = [n for n in records if n.startswith(schema.LATENTS_FOLDER) and n not in files]
+        others = [n for n in records if not n.endswith(('.parquet', '.json')) and n not in files]
         if others:
             logging.warning(
                 '%s has copies of %d files that the source does not have any more, such as %s. '

@@ -9,6 +9,7 @@ imports torch, and only for the conversion of numbers here and for `.pt` files.
 """
 
 import functools
+import hashlib
 import itertools
 import os
 import weakref
@@ -16,9 +17,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.dataset.keyed_random import splitmix64
+from coyo11m_tfds.schema import LatentsFrom
 
 
 class Places(NamedTuple):
@@ -36,6 +40,10 @@ class Places(NamedTuple):
     numbers: np.ndarray | None = None
 
 
+# Names of whole numbers that are classes, each below the number of classes.
+LABELS = 'labels', 'label', 'class', 'cls'
+
+
 class LatentFile:
     """A validated local file; what a format has to find out of it.
 
@@ -47,6 +55,8 @@ class LatentFile:
         digest: Digest of the file's outline, see `dataset.outline`.
         places: Where its rows lie; None where they do not lie in one order of numbers.
         embedding_dim: Width of its text embeddings, None where it has none.
+        texts: Names of the texts of rows in it.
+        label_column: Name of the classes of rows in it, one of `LABELS`; '' where it has none.
     """
 
     path: str
@@ -56,6 +66,8 @@ class LatentFile:
     digest: str
     places: Places | None
     embedding_dim: int | None = None
+    texts: tuple[str, ...] = ()
+    label_column: str = ''
 
     def __init__(self, path: str | os.PathLike[str], name: str = ''):
         """Takes the path of a local file, and what errors call it."""
@@ -90,6 +102,38 @@ class LatentFile:
         values.copy_(raw)  # torch converts 16-bit floats about 4 times as fast as numpy does
         return _bytes_of(raw), values.numpy()
 
+    def column(self, name: str) -> pa.Array:
+        """Reads the texts, or the classes as int64, of all rows; null where a row has none.
+
+        Raises:
+            ValueError: A text is not UTF-8, or the file is damaged.
+        """
+        raise NotImplementedError
+
+    def decode(self, text: bytes, row: object) -> str:
+        """The text of a row; raises a ValueError if it is not UTF-8."""
+        try:
+            return text.decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f'{self.path}: the text of row {row} is not UTF-8 ({error}).'
+            ) from None
+
+    def check_kind(self, name: str, asked: LatentsFrom) -> None:
+        """Raises a ValueError for a dtype or a shape that latents cannot have, or not as asked."""
+        if not schema.are_latents(self.dtype, self.shape):
+            raise ValueError(
+                f'{self.path}: {name} has rows {self.shape} of {self.dtype}, expected (C, H, W) or '
+                f'(crops, C, H, W) of {" or ".join(schema.LATENT_DTYPES)}, at most '
+                f'{schema.MAX_LATENTS_NBYTES:,} bytes.'
+            )
+        shapes = (), self.shape, self.shape[1:] if self.shape[0] == 1 else self.shape
+        if asked.dtype not in ('', self.dtype) or asked.shape not in shapes:
+            raise ValueError(
+                f'{self.path}: {name} has rows {self.shape} of {self.dtype}, expected '
+                f'{asked.shape} of {asked.dtype} as latents_from says.'
+            )
+
     def row_numbers(self, rows: np.ndarray) -> np.ndarray:
         """The numbers of rows, int64 `(n,)`, as of `places`."""
         assert self.places is not None
@@ -121,6 +165,11 @@ class LatentFile:
                 self._read_into(memoryview(some).cast('B'), int(at[begin]))
                 out[begin:end, of_piece] = some
 
+    def _read_bytes(self, at: int, nbytes: int) -> bytes:
+        found = bytearray(nbytes)
+        self._read_into(memoryview(found), at)
+        return bytes(found)
+
     def _read_into(self, part: memoryview, at: int) -> None:
         # Not from the mapped file: the system may map 2 MB for each row that is touched, so that
         # the few records of a validation shard make a process as large as the file; and where the
@@ -129,8 +178,8 @@ class LatentFile:
             count = os.preadv(self._file, [part], at)
             if not count:
                 raise ValueError(
-                    f'{self.path}: ends before its {schema.PT_LATENTS} do; it has become shorter '
-                    'since it was opened. Copy or download it again.'
+                    f'{self.path}: ends before what it should hold; it is truncated, or has become '
+                    'shorter since it was opened. Copy or download it again.'
                 )
             part, at = part[count:], at + count
 
@@ -143,6 +192,13 @@ class LatentFile:
 
 def _bytes_of(raw: torch.Tensor) -> np.ndarray:
     return raw.view(torch.uint8).flatten(1).numpy()
+
+
+def made_keys(name: str, count: int) -> np.ndarray:
+    """Keys of rows that have none: hashes of their file's name and their numbers, int64 `(n,)`."""
+    first = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), 'little')
+    numbers = np.arange(count, dtype=np.uint64) + np.uint64(first)
+    return (splitmix64(numbers) >> np.uint64(1)).astype(np.int64)
 
 
 def use_one_thread() -> None:

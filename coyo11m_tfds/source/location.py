@@ -1,25 +1,34 @@
-"""Finds the source: a folder of `.pt` files and one Parquet file of captions.
+"""Finds the source: a folder of files of latents, and a Parquet file of captions if it has one.
 
     source = location.find('/data/coyo11m')         # or gs://bucket/folder,
     source = location.find('hf://datasets/KBlueLeaf/coyo11m-256px-ccrop-latent')
     source.latent_files[0].path   # '/data/coyo11m/latents-3crop/000000-000009.pt'
-    source.captions_file.size     # bytes
+    source.captions_file          # None where captions or labels lie beside the latents
 
-`find` lists names, sizes and checksums, and reads no data. A source on the hub is pinned to its
-present commit, so that all files have one version; `@revision` after its name chooses another.
-Files that `mirror` copied must still have the size that it recorded and, on gs://, the checksum.
+`find` lists names, sizes and checksums, and reads no data but the index of MDS shards. The files of
+latents are those of one format (`source.formats`), in `latents-3crop/` or else in the folder
+itself. A source on the hub is pinned to its present commit, so that all files have one version;
+`@revision` after its name chooses another. Files that `mirror` copied must still have the size that
+it recorded and, on gs://, the checksum.
 """
 
 import dataclasses
+import json
 import os
+import re
+from collections.abc import Mapping
 
 from absl import logging
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.source import copied_files
-from coyo11m_tfds.storage import source_files
+from coyo11m_tfds.storage import source_files, stored_files
 from coyo11m_tfds.storage.file_state import FileState
 from coyo11m_tfds.storage.source_files import SourceFile
+
+# Where a folder has several, the first: beside LightningDiT's latents lies latents_stats.pt.
+_SUFFIXES = '.safetensors', '.mds', '.tar', '.pt'
+_INDEX = 'index.json'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,13 +37,22 @@ class Source:
 
     Attributes:
         root: The folder; on the hub with the commit.
-        latent_files: The `.pt` files in the order of the data set.
-        captions_file: The Parquet file.
+        latent_files: The files of latents, of one format, in the order of the data set.
+        captions_file: The Parquet file; None where captions or labels lie beside the latents.
+        by_name: All its files by their paths relative to `root`.
+        no_captions: What to tell if there are no captions beside the latents either.
     """
 
     root: str
     latent_files: tuple[SourceFile, ...]
-    captions_file: SourceFile
+    captions_file: SourceFile | None
+    by_name: Mapping[str, SourceFile]
+    no_captions: str
+
+    @property
+    def captions_path(self) -> str:
+        """The Parquet file, or the first of the files that hold captions."""
+        return (self.captions_file or self.latent_files[0]).path
 
 
 def find(root: str | os.PathLike[str]) -> Source:
@@ -44,36 +62,95 @@ def find(root: str | os.PathLike[str]) -> Source:
         root: Local folder, `gs://bucket/folder` or `hf://datasets/owner/name[@revision][/folder]`.
 
     Raises:
-        ValueError: The folder is missing, or lacks the `.pt` files or the captions; or a file is
-            not what `mirror` copied there.
+        ValueError: The folder is missing or lacks files of latents, or one that its `index.json`
+            names; or a file is not what `mirror` copied there.
         PermissionError: Credentials are missing or refused.
         OSError: There is no such bucket, or the storage cannot be reached.
     """
     folder = os.fspath(root)
     try:
-        folder, files = source_files.list_files(folder, schema.LATENTS_FOLDER, ('.pt', '.parquet'))
+        folder, files = source_files.list_files(
+            folder, schema.LATENTS_FOLDER, (*_SUFFIXES, '.parquet', _INDEX)
+        )
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(
             f'{folder} is not a folder; expected the folder of the source data.'
         ) from None
-    names = [n for n in sorted(files) if n.startswith(f'{schema.LATENTS_FOLDER}/')]
-    names = [name for name in names if name.endswith('.pt')]
+    index = files.get(_INDEX)
+    if index and not any(name.startswith(f'{schema.LATENTS_FOLDER}/') for name in files):
+        names = _of_index(folder, index, files)
+    else:
+        names, index = _names(files), None
     if not names:
         raise ValueError(
-            f'No .pt files in {folder}/{schema.LATENTS_FOLDER}; expected files like '
-            f'000000-000009.pt there. Is {folder} the folder that contains '
-            f'{schema.LATENTS_FOLDER}/?'
+            f'No {", ".join(_SUFFIXES)} files in {folder}/{schema.LATENTS_FOLDER} or {folder}; '
+            'expected files of latents like 000000-000009.pt there. Is this the folder that holds '
+            'them?'
         )
-    if schema.CAPTIONS_FILE not in files:
-        tables = [name for name in sorted(files) if '/' not in name and name.endswith('.parquet')]
-        raise ValueError(
-            f'{folder}/{schema.CAPTIONS_FILE} is missing; expected the Parquet file of captions '
-            f'under this name (Parquet files in the folder: {", ".join(tables) or "none"}).'
-        )
-    used = [files[name] for name in (*names, schema.CAPTIONS_FILE)]
+    # The keys of a `.pt` file are in it.
+    files |= {x: dataclasses.replace(files[x], label=x) for x in names if not x.endswith('.pt')}
+    others = [x for x in (schema.CAPTIONS_FILE, *[_INDEX] * bool(index)) if x in files]
+    used = [files[name] for name in (*names, *others)]
     if not folder.startswith('hf://'):  # where mirror may have written
         used = _add_records(folder, used)
-    return Source(folder, tuple(used[:-1]), used[-1])
+    by_name = dict(zip((*names, *others), used, strict=True))
+    tables = [name for name in sorted(files) if '/' not in name and name.endswith('.parquet')]
+    return Source(
+        folder,
+        tuple(used[: len(names)]),
+        by_name.get(schema.CAPTIONS_FILE),
+        by_name,
+        f'{folder}/{schema.CAPTIONS_FILE} is missing; expected the Parquet file of captions under '
+        f'this name (Parquet files in the folder: {", ".join(tables) or "none"}), or captions or '
+        'labels beside the latents',
+    )
+
+
+def _names(files: Mapping[str, SourceFile]) -> list[str]:
+    """Names of the files of latents: of one folder and one format, the first that there is."""
+    for folder in (schema.LATENTS_FOLDER, ''):
+        for suffix in _SUFFIXES:
+            names = [
+                x for x in sorted(files) if x.endswith(suffix) and os.path.dirname(x) == folder
+            ]
+            if names:
+                return names
+    return []
+
+
+def _of_index(folder: str, index: SourceFile, files: dict[str, SourceFile]) -> list[str]:
+    """Names of the shards that an `index.json` of MDS names; adds those of sub-folders to `files`.
+
+    Raises:
+        ValueError: It is damaged, or a shard is missing, compressed or not whole.
+    """
+    try:
+        shards = json.loads(bytes(stored_files.read(index, stored_files.Content).data))['shards']
+        sizes = {shard['raw_data']['basename']: shard['raw_data']['bytes'] for shard in shards}
+        compressed = [
+            name for name, shard in zip(sizes, shards, strict=True) if shard['compression']
+        ]
+        folders = sorted({os.path.dirname(name) for name in sizes} - {''})
+        if not sizes or not all(re.fullmatch(r'[^./][^/]*', x) for x in folders):
+            raise ValueError(f'it has shards {list(sizes)[:3]}')
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f'{index.path}: is damaged or not an index of MDS shards ({error}). Copy it again.'
+        ) from None
+    for sub_folder in folders:
+        _, below = source_files.list_files(folder, sub_folder, _SUFFIXES)
+        files |= below
+    for name, size in sizes.items():
+        if compressed and name not in files:
+            raise ValueError(
+                f'{folder}/{name}: is compressed; write the shards again with compression=None.'
+            )
+        if name not in files or files[name].size != size:
+            has = f'has {files[name].size:,} bytes' if name in files else 'is missing'
+            raise ValueError(
+                f'{folder}/{name}: {has}, but {index.path} says {size} bytes. Copy it again.'
+            )
+    return list(sizes)
 
 
 def _add_records(folder: str, files: list[SourceFile]) -> list[SourceFile]:

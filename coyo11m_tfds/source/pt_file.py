@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from coyo11m_tfds import schema
@@ -77,10 +78,22 @@ class LatentShard(LatentFile):
             )
         start = self._latents_start()
         self.places = None if start is None else Places((start,), self.row_nbytes)
+        if isinstance(self._bare.get(schema.PT_CAPTIONS), list | tuple):
+            self.texts = (schema.PT_CAPTIONS,)
         self._embeddings = tensors.get(schema.PT_EMBEDDINGS)
         if self._embeddings is not None:
             self._check_shape(schema.PT_EMBEDDINGS, ('D',))
             self.embedding_dim = self._embeddings.shape[1]
+
+    def column(self, name: str) -> pa.Array:
+        """See `LatentFile`."""
+        texts = self._bare[name]
+        if len(texts) != len(self.keys) or not all(isinstance(x, str | None) for x in texts):
+            raise ValueError(
+                f'{self.path}: {name} has {len(texts)} entries, expected {len(self.keys)} strings '
+                'to go with its keys.'
+            )
+        return pa.array(texts, pa.large_string())
 
     def _read(self, rows: np.ndarray, raw: torch.Tensor) -> None:
         if self.places is None:

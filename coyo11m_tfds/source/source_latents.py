@@ -6,25 +6,34 @@
     latents.duplicate # bool (rows of all files,): an earlier row has the same key
 
 `read` checks every file before anything is written. It reads only the heads of remote files, a few
-at a time. Only `read_head` knows the format of the files.
+at a time. Captions and labels beside the latents become Parquet files, which are read like those of
+a source that has a Parquet file.
 """
 
 import concurrent.futures
 import dataclasses
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from absl import logging
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.source import joined, pt_check
-from coyo11m_tfds.source.pt_file import LatentShard, RowsDisagreeError
+from coyo11m_tfds.schema import LatentsFrom
+from coyo11m_tfds.source import formats, joined
+from coyo11m_tfds.source.latent_file import LABELS, LatentFile
+from coyo11m_tfds.source.pt_file import RowsDisagreeError
 from coyo11m_tfds.storage.source_files import SourceFile
 
 # A head takes a few requests, and waiting for their answers is most of the time.
 _HEADS_AT_ONCE = 8
+_USUAL_CAPTIONS = 'caption', schema.PT_CAPTIONS, 'text', 'prompt', 'txt'
+_MOST_LABELS = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +46,9 @@ class Head:
         shape: Shape of a row, `(crops, C, H, W)`.
         embedding_dim: Width of `embeddings`; None where the file has none.
         digest: Digest of the content.
+        captions: Name and texts of the captions in the file; None where they were not asked for.
+        labels: Name of the column and classes of the rows, int64 `(n,)`; None as for captions, or
+            where the file has none.
     """
 
     keys: np.ndarray
@@ -45,21 +57,140 @@ class Head:
     embedding_dim: int | None
     digest: str
     disagreement: RowsDisagreeError | None = None
+    captions: tuple[str, pa.Array] | None = None
+    labels: tuple[str, np.ndarray] | None = None
 
 
-def read_head(
-    file: SourceFile, head_dir: str | os.PathLike[str], *, drop_bad: bool, check_crc: bool
-) -> Head:
-    """Opens and checks a `.pt` file; raises as `SourceLatents.read`."""
-    path = pt_check.fetch_head(file, head_dir, check_crc=check_crc)
+class NoCaptionsError(ValueError):
+    """A file has neither captions nor labels, and no Parquet file was named."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What is wanted of the files of a source.
+
+    Attributes:
+        latents: What the config says of the latents.
+        captions: Column of the captions in the files; None for those of a Parquet file.
+        labels: Whether the labels are wanted, beside such captions.
+        drop_bad: Mark duplicate keys and leave out files whose tensors disagree, instead of
+            raising.
+        check_crc: Compare all but the large storages of `.pt` files with their CRC-32.
+    """
+
+    latents: LatentsFrom = schema.ANY_LATENTS
+    captions: str | None = None
+    labels: bool = False
+    drop_bad: bool = False
+    check_crc: bool = True
+
+
+def read_head(file: SourceFile, head_dir: str | os.PathLike[str], asked: Asked) -> Head:
+    """Opens and checks a file; raises as `SourceLatents.read`."""
+    path = formats.fetch_head(file, head_dir, check_crc=asked.check_crc)
     try:
         # Not kept open: all files together are 300 GB of mapped memory.
-        shard = LatentShard(path, name=file.path)
-        return Head(shard.keys, shard.dtype, shard.shape, shard.embedding_dim, shard.digest)
+        shard = formats.open_file(file, path, asked.latents)
+        found = Head(shard.keys, shard.dtype, shard.shape, shard.embedding_dim, shard.digest)
+        return dataclasses.replace(found, **_texts(shard, asked))
     except RowsDisagreeError as error:
-        if not drop_bad:
+        if not asked.drop_bad:
             raise
         return Head(np.empty(0, np.int64), '', (), None, error.digest, error)
+    finally:
+        if file.is_remote:
+            os.remove(path)
+
+
+def _texts(file: LatentFile, asked: Asked) -> dict[str, Any]:
+    """The captions and the labels of a file, as of `Head`."""
+    found: dict[str, Any] = {}
+    column = ''
+    if asked.captions is not None:
+        usual = _USUAL_CAPTIONS if asked.captions == schema.DEFAULT_CAPTION_COLUMN else ()
+        column = next((x for x in (asked.captions, *usual) if x in file.texts), '')
+        if not column and not (usual and file.label_column):
+            raise NoCaptionsError(
+                f"{file.path}: has no captions '{asked.captions}'; its texts are "
+                f'{list(file.texts)}. Set caption_column.'
+            )
+    if asked.labels and not file.label_column:
+        raise ValueError(f'{file.path}: has no labels; expected one of {", ".join(LABELS)}.')
+    if asked.labels or (asked.captions is not None and not column):
+        labels = file.column(file.label_column)
+        bounds = pc.min_max(labels).as_py() if len(labels) else {'min': 0, 'max': 0}
+        if labels.null_count or bounds['min'] < 0 or bounds['max'] >= _MOST_LABELS:
+            raise ValueError(
+                f'{file.path}: {file.label_column} are from {bounds["min"]} to {bounds["max"]}, '
+                f'{labels.null_count} missing; expected 0 to {_MOST_LABELS - 1}.'
+            )
+        found['labels'] = file.label_column, labels.to_numpy()
+        found['captions'] = file.label_column, labels.cast(pa.large_string())
+    if asked.captions is None:
+        found['captions'] = None
+    elif column:
+        found['captions'] = column, file.column(column)
+    return found
+
+
+class TextTables:
+    """Writes captions and labels of files, one after the other, as Parquet files with keys.
+
+    Attributes:
+        captions: Path of the captions; '' where there are none.
+        labels: Path of the labels as a sidecar of tokens, see `sidecar`; '' where there are none.
+        caption_column: Name of the captions.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        self.captions = self.labels = self.caption_column = ''
+        self._folder = os.fspath(folder)
+        self._writer: pq.ParquetWriter | None = None
+        self._labels: list[tuple[np.ndarray, np.ndarray]] = []
+        self._label_column = ''
+
+    def add(self, path: str, head: Head) -> None:
+        """Adds the rows of a file; raises a ValueError if it has others than those before."""
+        if head.disagreement:
+            return
+        if head.captions:
+            name, texts = head.captions
+            if self._writer is None:
+                self.caption_column = name
+                self.captions = os.path.join(self._folder, 'captions-of-files.parquet')
+                fields = [(schema.PARQUET_KEY, pa.int64()), (name, pa.large_string())]
+                self._writer = pq.ParquetWriter(
+                    self.captions, pa.schema(fields), write_page_checksum=True
+                )
+            if name != self.caption_column:
+                raise ValueError(
+                    f"{path}: has captions '{name}', expected '{self.caption_column}' as in the "
+                    'files before it.'
+                )
+            self._writer.write_table(pa.table([head.keys, texts], schema=self._writer.schema))
+        if head.labels:
+            self._label_column = head.labels[0]
+            self._labels.append((head.keys, head.labels[1]))
+
+    def close(self) -> None:
+        """Completes the files."""
+        if self._writer:
+            self._writer.close()
+        if not self._labels:
+            return
+        keys, labels = map(np.concatenate, zip(*self._labels, strict=True))
+        entries = {
+            schema.META_TEXT_ENCODER: schema.LABELS,
+            schema.META_TEXT_REVISION: '1',
+            schema.META_TEXT_MAX_TOKENS: '1',
+            schema.META_TEXT_VOCABULARY: str(int(labels.max(initial=0)) + 1),
+            schema.META_CAPTION_COLUMN: self._label_column,
+            schema.META_CAPTIONS_DIGEST: schema.LABELS,
+        }
+        tokens = pa.FixedSizeListArray.from_arrays(pa.array(labels.astype(np.int32)), 1)
+        table = pa.table({schema.PARQUET_KEY: keys, schema.TOKENS: tokens})
+        self.labels = os.path.join(self._folder, 'labels-of-files.parquet')
+        pq.write_table(table.replace_schema_metadata(entries), self.labels)
 
 
 class SourceLatents:
@@ -78,17 +209,25 @@ class SourceLatents:
         disagreeing_files: Paths of these files.
         versions: What changes with the content of each file; its digest alone may not without
             CRC-32s.
+        texts: Captions and labels of the files, while the folder of heads is there.
     """
 
-    def __init__(self, files: Sequence[SourceFile], heads: Sequence[Head], check_crc: bool):
-        self.files = tuple(files)
+    def __init__(
+        self,
+        files: Sequence[SourceFile],
+        heads: Sequence[Head],
+        check_crc: bool,
+        texts: TextTables,
+    ):
+        self.files, self.texts = tuple(files), texts
         self.keys = np.concatenate([head.keys for head in heads])
         self.starts = np.cumsum([0, *(len(head.keys) for head in heads)])
         self.digests = tuple(head.digest for head in heads)
-        self.versions = self.digests
-        if not check_crc:
-            pairs = zip(files, self.digests, strict=True)
-            self.versions = tuple(f'{digest} {file.version}' for file, digest in pairs)
+        pairs = zip(files, self.digests, strict=True)
+        self.versions = tuple(
+            digest if check_crc and file.path.endswith('.pt') else f'{digest} {file.version}'
+            for file, digest in pairs
+        )
         self.duplicate = np.ones(len(self.keys), bool)
         self.duplicate[joined.order_by_key(self.keys)[0]] = False
         found = list(zip(files, heads, strict=True))
@@ -111,45 +250,45 @@ class SourceLatents:
         cls,
         files: Sequence[SourceFile],
         head_dir: str | os.PathLike[str],
-        *,
-        drop_bad: bool,
-        check_crc: bool = True,
+        asked: Asked,
     ) -> 'SourceLatents':
         """Opens and checks every file.
 
         Args:
             files: The files.
-            head_dir: Existing, empty folder for the heads of remote files, some MB each.
-            drop_bad: Mark duplicate keys and leave out files whose tensors disagree, instead of
-                raising.
-            check_crc: Compare all but the large storages with their CRC-32.
+            head_dir: Existing, empty folder for the heads of remote files, some MB each, and for
+                captions and labels.
+            asked: What is wanted of them.
 
         Raises:
+            NoCaptionsError: Captions are wanted, and there are neither such nor labels.
             ValueError: A file is bad, the files disagree, or none has a row; or `drop_bad` is false
                 and a key is a duplicate.
             OSError: A remote file cannot be read.
         """
 
         def read_one(file: SourceFile) -> Head:
-            return read_head(file, head_dir, drop_bad=drop_bad, check_crc=check_crc)
+            return read_head(file, head_dir, asked)
 
-        heads = []
+        heads, texts = [], TextTables(head_dir)
         with (
             Progress('Checking the source', len(files), 'files') as progress,
             concurrent.futures.ThreadPoolExecutor(_HEADS_AT_ONCE) as threads,
         ):
-            for head in threads.map(read_one, files):
-                heads.append(head)
+            for file, head in zip(files, threads.map(read_one, files), strict=True):
+                texts.add(file.path, head)
+                heads.append(dataclasses.replace(head, captions=None, labels=None))
                 progress.add(1)
+        texts.close()
         bad = [head.disagreement for head in heads if head.disagreement]
         if len(bad) == len(heads):
             raise bad[0]
         for error in bad:
             logging.warning('left out: %s', error)
-        latents = cls(files, heads, check_crc)
+        latents = cls(files, heads, asked.check_crc, texts)
         if not len(latents.keys):
             raise ValueError(f'{files[0].path}: has no rows, nor has another file of this source.')
-        if not drop_bad:
+        if not asked.drop_bad:
             latents._check_unique()
         return latents
 

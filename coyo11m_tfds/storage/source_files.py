@@ -38,6 +38,7 @@ class SourceFile:
         checksum: `crc32c:<8 hex digits>` on gs://; on the hub `sha256:<hex>` or, for small files,
             `git-sha1:<hex>`; None where the storage knows none.
         recorded: Size and CRC-32C when `mirror` made the file; None if it did not.
+        label: Path within a source, where keys are made of it.
     """
 
     path: str
@@ -45,6 +46,7 @@ class SourceFile:
     version: str
     checksum: str | None
     recorded: FileState | None = None
+    label: str = ''
 
     @property
     def name(self) -> str:

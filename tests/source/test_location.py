@@ -1,6 +1,7 @@
 """Finding the files of a source, on disk, in a bucket and on the hub."""
 
 import hashlib
+import json
 import pathlib
 import re
 from collections.abc import Callable
@@ -116,12 +117,8 @@ def test_the_files_of_a_source_in_order(place: Place):
     [
         ({}, r'{root} is not a folder; expected the folder of the source data\.'),
         (
-            {'stray.pt', 'coyo11m-meta.parquet', 'latents-3crop/._000000-000009.pt'},
-            r'No \.pt files in {root}/latents-3crop; .*Is {root} the folder',
-        ),
-        (
-            {'latents-3crop/000000-000009.pt', 'other.parquet'},
-            r'{root}/coyo11m-meta\.parquet is missing; .*in the folder: other\.parquet\)',
+            {'coyo11m-meta.parquet', 'latents-3crop/._000000-000009.pt'},
+            r'No \.safetensors, .*, \.pt files in {root}/latents-3crop or {root}; expected files',
         ),
     ],
 )
@@ -134,6 +131,77 @@ def test_what_is_missing_is_told(place: Place, kept: set[str], message: str):
     )
     with pytest.raises(ValueError, match=message.format(root=re.escape(root))):
         location.find(place.root)
+
+
+def test_captions_may_lie_elsewhere(place: Place):
+    kept = {'latents-3crop/000000-000009.pt', 'other.parquet'}
+    place.put({name: data for name, data in CONTENTS.items() if name in kept})
+    source = location.find(place.root)
+    assert source.captions_file is None
+    message = rf'{source.root}/coyo11m-meta.parquet is missing; .*in the folder: other\.parquet\)'
+    assert re.match(message, source.no_captions)
+
+
+# Files that other programs put beside latents.
+OTHERS = {'latents_stats.pt': b'', 'index.json.bak': b'', 'README.md': b''}
+
+
+@pytest.mark.parametrize(
+    'names',
+    [
+        ['latents_rank00_shard000.safetensors', 'latents_rank01_shard000.safetensors'],
+        ['00000.tar', '00001.tar'],
+        ['a.pt', 'latents_stats.pt'],
+        ['shard.00000.mds', 'shard.00001.mds'],
+    ],
+    ids=lambda names: names[0],
+)
+def test_files_of_other_formats_beside_others(place: Place, names: list[str]):
+    place.put(OTHERS | dict.fromkeys(names, b'x'))
+    source = location.find(place.root)
+    assert list(source.by_name) == [file.name for file in source.latent_files] == names
+    assert [file.label for file in source.latent_files] == [
+        '' if name.endswith('.pt') else name for name in names
+    ]
+
+
+def index_of(sizes: dict[str, int], compression: str | None = None) -> bytes:
+    shards = [
+        {'raw_data': {'basename': name, 'bytes': size}, 'compression': compression}
+        for name, size in sizes.items()
+    ]
+    return json.dumps({'shards': shards}).encode()
+
+
+def test_shards_in_the_order_of_their_index(place: Place):
+    sizes = {'1/shard.00000.mds': 3, '0/shard.00000.mds': 2}
+    files = {name: b'x' * size for name, size in sizes.items()}
+    place.put(files | {'index.json': index_of(sizes)})
+    source = location.find(place.root)
+    assert [file.label for file in source.latent_files] == list(sizes)
+    assert list(source.by_name) == [*sizes, 'index.json']
+    for name, file in source.by_name.items():
+        assert file.path == f'{source.root}/{name}'
+
+
+@pytest.mark.parametrize(
+    ('index', 'message'),
+    [
+        (index_of({'shard.00000.mds': 1, 'shard.00001.mds': 1}), '00001.mds: is missing, but '),
+        (index_of({'shard.00000.mds': 9}), '00000.mds: has 1 bytes, but .*index.json says 9 bytes'),
+        (index_of({'shard.00001.mds': 1}, 'zstd'), r'00001\.mds: is compressed; write the shards'),
+        (index_of({'../shard.00000.mds': 1}), r'index\.json: is damaged or not an index'),
+        (index_of({'0/1/shard.00000.mds': 1}), r'index\.json: is damaged or not an index'),
+        (index_of({}), r'index\.json: is damaged or not an index'),
+        (b'{"shards": [3]}', r'index\.json: is damaged or not an index'),
+        (b'{"shards":' + b'[' * 100_000, r'index\.json: is damaged or not an index'),
+    ],
+)
+def test_an_index_that_does_not_fit_is_refused(tmp_path: pathlib.Path, index, message):
+    (tmp_path / 'shard.00000.mds').write_bytes(b'x')
+    (tmp_path / 'index.json').write_bytes(index)
+    with pytest.raises(ValueError, match=message):
+        location.find(tmp_path)
 
 
 def test_a_file_instead_of_a_folder(place: Place):

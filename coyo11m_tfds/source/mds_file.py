@@ -1,0 +1,185 @@
+"""One uncompressed shard of MosaicML Streaming (MDS), as MicroDiT and PRX write latents.
+
+    file = MdsFile('shard.00000.mds')
+    file.column('caption')      # texts beside the latents
+
+A shard is the number of samples, the offset of each (uint32), a description of the columns (JSON)
+and the samples: the sizes (uint32) of columns without a fixed size, and all columns, one after the
+other (https://docs.mosaicml.com/projects/streaming). Nothing in it has a checksum.
+"""
+
+import json
+import math
+import os
+import re
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from absl import logging
+
+from coyo11m_tfds import schema
+from coyo11m_tfds.dataset import outline
+from coyo11m_tfds.schema import LatentsFrom
+from coyo11m_tfds.source.latent_file import LABELS, LatentFile, Places, made_keys
+
+_MAX_DESCRIPTION = 1 << 20
+_WIDTHS = {f'{sign}int{bits}': bits // 8 for sign in ('', 'u') for bits in (8, 16, 32, 64)}
+_INTEGERS: dict[str, np.dtype] = {x: np.dtype(f'<{x[0]}{n}') for x, n in _WIDTHS.items()} | {
+    'int': np.dtype('<i8')
+}
+# MicroDiT's `latents_256` are the bytes of float16 (C, 32, 32): nothing else says it.
+_PIXELS_A_LATENT = 8
+_USUAL_CHANNELS = 4, 16
+
+
+class MdsFile(LatentFile):
+    """A validated shard; without an integer column `key`, keys are hashes of its name and the row.
+
+    Its latents are a column of bytes or of `ndarray` with dtype and shape.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        name: str = '',
+        asked: LatentsFrom = schema.ANY_LATENTS,
+        label: str = '',
+    ):
+        """Opens a local file; arguments as of `SafetensorsFile`, with the name of a column.
+
+        Raises:
+            ValueError: It is truncated or no shard, or lacks latents of one size; or several
+                columns hold some, or their dtype or shape is not known.
+        """
+        super().__init__(path, name)
+        size = os.path.getsize(path)
+        count = int.from_bytes(self._read_bytes(0, min(4, size)), 'little')
+        start = 4 * (count + 2)
+        if size < 4 or start > size:
+            raise self._damaged(f'it would have {count:,} samples in {size:,} bytes')
+        offsets = np.frombuffer(self._read_bytes(4, 4 * (count + 1)), '<u4').astype(np.int64)
+        first = int(offsets[0])
+        lengths = np.diff(offsets)
+        rises = bool((lengths >= 0).all()) and start <= first <= start + _MAX_DESCRIPTION
+        if not rises or offsets[-1] != size:
+            raise self._damaged('the offsets of its samples do not fit its size')
+        self._encodings, fixed = self._describe(self._read_bytes(start, first - start))
+        self._sizes, self._begins = self._lay_out(offsets[:-1], lengths, fixed)
+        chosen = asked.name or self._only_latents()
+        if chosen not in self._encodings:
+            raise ValueError(
+                f"{self.path}: lacks '{chosen}'; it has {sorted(self._encodings)}. Set "
+                'latents_from.'
+            )
+        sizes = self._sizes[chosen]
+        self.dtype, shape = self._kind(chosen, int(sizes.max(initial=0)), asked)
+        self.shape = (1, *shape) if len(shape) == 3 else shape
+        self.check_kind(chosen, asked)
+        if (sizes != self.row_nbytes).any():
+            row = int((sizes != self.row_nbytes).argmax())
+            raise ValueError(
+                f'{self.path}: {chosen} of sample {row} has {sizes[row]:,} bytes, expected '
+                f'{self.row_nbytes:,} of {self.dtype} {self.shape}. Set latents_from.'
+            )
+        self.places = Places((0,), 1, self._begins[chosen])
+        self.digest = outline.digest(path)
+        self.texts = tuple(x for x, encoding in self._encodings.items() if encoding == 'str')
+        of_integers = [x for x, encoding in self._encodings.items() if encoding in _INTEGERS]
+        self.label_column = next((x for x in LABELS if x in of_integers), '')
+        if schema.KEY in of_integers:
+            self.keys = self._integers(schema.KEY)
+        else:
+            self.keys = made_keys(label or os.path.basename(path), count)
+
+    def column(self, name: str) -> pa.Array:
+        """See `LatentFile`."""
+        if self._encodings[name] in _INTEGERS:
+            return pa.array(self._integers(name))
+        return pa.array([self.decode(x, row) for row, x in enumerate(self._bytes_of(name))])
+
+    def _integers(self, name: str) -> np.ndarray:
+        raw = b''.join(self._bytes_of(name))
+        return np.frombuffer(raw, _INTEGERS[self._encodings[name]]).astype(np.int64)
+
+    def _bytes_of(self, name: str) -> list[bytes]:
+        places = zip(self._begins[name].tolist(), self._sizes[name].tolist(), strict=True)
+        return [self._read_bytes(begin, size) for begin, size in places]
+
+    def _describe(self, text: bytes) -> tuple[dict[str, str], list[int | None]]:
+        """Encoding of each column by name, and the sizes of those that have a fixed one."""
+        try:
+            found: dict[str, Any] = json.loads(text)
+            names, kinds = found['column_names'], found['column_encodings']
+            fixed = found['column_sizes']
+            encodings = dict(zip(names, kinds, strict=True))
+            fits = len(encodings) == len(fixed) == len(names)
+            are_sizes = all(n is None or (type(n) is int and 0 <= n < 2**32) for n in fixed)
+            if not fits or not are_sizes or not all(isinstance(x, str) for x in (*names, *kinds)):
+                raise ValueError(f'columns {names} of {kinds}, {fixed} bytes')
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise self._damaged(f'its columns cannot be read ({error})') from None
+        for (name, kind), size in zip(encodings.items(), fixed, strict=True):
+            if kind in _INTEGERS and size != _INTEGERS[kind].itemsize:
+                raise self._damaged(f'{name} is {kind} of {size} bytes')
+        return encodings, fixed
+
+    def _lay_out(
+        self, offsets: np.ndarray, lengths: np.ndarray, fixed: list[int | None]
+    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Size and offset of the value of each column in each sample, int64 `(N,)`."""
+        head = 4 * fixed.count(None)
+        if (lengths < head).any():
+            raise self._damaged('a sample has no room for its sizes')
+        raw = b''.join(self._read_bytes(at, head) for at in offsets.tolist())
+        stored = iter(np.frombuffer(raw, '<u4').astype(np.int64).reshape(len(offsets), -1).T)
+        sizes, begins, at = {}, {}, offsets + head
+        for name, size in zip(self._encodings, fixed, strict=True):
+            sizes[name] = next(stored) if size is None else np.full(len(offsets), size)
+            begins[name] = at
+            at = at + sizes[name]
+        if (at != offsets + lengths).any():
+            raise self._damaged('the sizes of a sample do not add up to its own')
+        return sizes, begins
+
+    def _only_latents(self) -> str:
+        found = [
+            name
+            for name, kind in self._encodings.items()
+            if 'latent' in name
+            and not re.search('caption|text', name)
+            and (kind == 'bytes' or kind.startswith('ndarray'))
+        ]
+        if len(found) != 1:
+            raise ValueError(
+                f'{self.path}: its columns of latents are {found} of {sorted(self._encodings)}; '
+                "choose one by latents_from, e.g. 'latents_256'."
+            )
+        return found[0]
+
+    def _kind(self, name: str, nbytes: int, asked: LatentsFrom) -> tuple[str, tuple[int, ...]]:
+        """Dtype and shape of the latents: as their encoding says, as asked for, or as is usual."""
+        encoding, *described = self._encodings[name].split(':')
+        if encoding == 'ndarray' and len(described) == 2:
+            with_shape = re.fullmatch(r'[\d,]+', described[1])
+            return described[0], tuple(map(int, described[1].split(','))) if with_shape else ()
+        if encoding == 'bytes' and asked.shape:
+            return asked.dtype, asked.shape
+        pixels = re.search(r'_(\d{2,5})$', name)
+        edge = int(pixels[1]) // _PIXELS_A_LATENT if pixels else 0
+        channels, rest = divmod(nbytes, 2 * edge**2) if edge else (0, 0)
+        if encoding != 'bytes' or rest or channels not in _USUAL_CHANNELS:
+            raise ValueError(
+                f'{self.path}: nothing tells dtype and shape of {name} ({nbytes:,} bytes of '
+                f"{self._encodings[name]}). Set latents_from, e.g. '{name}:float16:4,32,32'."
+            )
+        shape = channels, edge, edge
+        logging.log_first_n(logging.INFO, '%s: float16 %s, by its name and size', 1, name, shape)
+        assert math.prod(shape) * 2 == nbytes
+        return 'float16', shape
+
+    def _damaged(self, what: str) -> ValueError:
+        return ValueError(
+            f'{self.path}: is damaged or not an uncompressed MDS shard, {what}. Copy, download or '
+            'write it again.'
+        )

@@ -1,0 +1,177 @@
+"""One safetensors file of latents, as LightningDiT writes them.
+
+    file = SafetensorsFile('latents_rank00_shard000.safetensors')
+    file.shape      # (2, 4, 32, 32): `latents` and `latents_flip` (N, C, H, W) are two crops
+
+A file is the size of its header, 8 bytes; the header, JSON; and the tensors, one after the other
+(https://github.com/huggingface/safetensors#format). Nothing in it has a checksum.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from coyo11m_tfds import schema
+from coyo11m_tfds.dataset import outline
+from coyo11m_tfds.schema import LatentsFrom
+from coyo11m_tfds.source.latent_file import LABELS, LatentFile, Places, made_keys
+from coyo11m_tfds.storage import remote, retry
+from coyo11m_tfds.storage.source_files import SourceFile
+
+_FLOATS = {'F16': 'float16', 'BF16': 'bfloat16', 'F32': 'float32'}
+_INTEGERS: dict[str, np.dtype] = {'I64': np.dtype('<i8'), 'I32': np.dtype('<i4')}
+_FLIP = '_flip'  # ends the name of the tensor with the pictures mirrored
+_MAX_HEADER = 100_000_000  # as in the library
+
+
+class _Tensor(NamedTuple):
+    kind: str
+    shape: tuple[int, ...]
+    begin: int  # in the file
+    end: int
+
+
+class SafetensorsFile(LatentFile):
+    """A validated safetensors file; without `keys`, these are hashes of its name and the row."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        name: str = '',
+        asked: LatentsFrom = schema.ANY_LATENTS,
+        label: str = '',
+    ):
+        """Opens a local file.
+
+        Args:
+            path: Path of the file.
+            name: What errors call it.
+            asked: Name of the tensor, `latents` if it is ''; no other dtype or shape than it has.
+            label: Name of the file in its source, which keys are made of.
+
+        Raises:
+            ValueError: It is truncated or no safetensors, lacks the latents, or its tensors have
+                an unexpected dtype or shape.
+        """
+        super().__init__(path, name)
+        size, read = os.path.getsize(path), self._read_bytes
+        self._tensors = _parse(read, size, self.path)
+        wanted = asked.name or schema.PT_LATENTS
+        views = [x for x in (wanted, wanted + _FLIP) if x in self._tensors]
+        if wanted not in views:
+            raise ValueError(
+                f"{self.path}: lacks '{wanted}'; it has {sorted(self._tensors)}. Set latents_from."
+            )
+        first = self._tensors[wanted]
+        views = views if len(first.shape) == 4 else views[:1]
+        count, *shape = first.shape or (0,)
+        self.shape = (len(views), *shape) if len(shape) == 3 else tuple(shape)
+        self.dtype = _FLOATS.get(first.kind, first.kind)
+        self.check_kind(wanted, asked)
+        for view in views:
+            if self._tensors[view][:2] != first[:2]:
+                raise ValueError(
+                    f'{self.path}: {view} is {self._tensors[view][:2]}, expected {first[:2]} as '
+                    f'{wanted} is.'
+                )
+        starts = tuple(self._tensors[view].begin for view in views)
+        self.places = Places(starts, self.row_nbytes // len(views))
+        self.digest = outline.digest(path)
+        self.label_column = next((x for x in LABELS if x in self._tensors), '')
+        if schema.PT_KEYS in self._tensors:
+            self.keys = self._integers(schema.PT_KEYS, count)
+        else:
+            self.keys = made_keys(label or os.path.basename(path), count)
+
+    def column(self, name: str) -> pa.Array:
+        """See `LatentFile`."""
+        return pa.array(self._integers(name, len(self.keys)))
+
+    def _integers(self, name: str, count: int) -> np.ndarray:
+        kind, shape, begin, end = self._tensors[name]
+        if kind not in _INTEGERS or shape not in ((count,), (count, 1)):
+            raise ValueError(
+                f'{self.path}: {name} is {kind} {shape}, expected {" or ".join(_INTEGERS)} '
+                f'({count},) to go with its {count} latents.'
+            )
+        values = np.frombuffer(self._read_bytes(begin, end - begin), _INTEGERS[kind])
+        return values.astype(np.int64)
+
+
+def fetch_head(file: SourceFile, path: str) -> None:
+    """Makes a local file of the size of a remote one, with holes in place of all but its header,
+    its keys and its labels; every byte is read twice, as none has a checksum.
+
+    Raises:
+        ValueError: See `SafetensorsFile`.
+        OSError: The storage cannot be reached, or the content stays damaged.
+    """
+
+    def read(begin: int, nbytes: int) -> bytes:
+        found, again = (remote.read_range(file, begin, nbytes) for _ in range(2))
+        if found != again:
+            raise retry.Corrupted(f'{file.path}: {nbytes} bytes at {begin} differ when read twice')
+        return found
+
+    def attempt() -> None:
+        tensors = _parse(read, file.size, file.path)
+        header = min((tensor.begin for tensor in tensors.values()), default=file.size)
+        ends = min(outline.END_BYTES, file.size)
+        ranges = [(0, max(header, ends)), (file.size - ends, file.size)]
+        small = (x for n, x in tensors.items() if n in (*LABELS, schema.PT_KEYS))
+        with open(path, 'wb') as stream:
+            stream.truncate(file.size)
+            for begin, end in [*ranges, *((x.begin, x.end) for x in small)]:
+                stream.seek(begin)
+                stream.write(read(begin, end - begin))
+
+    retry.call(attempt, f'reading the head of {file.path}')
+
+
+def _parse(read: Callable[[int, int], bytes], size: int, name: str) -> dict[str, _Tensor]:
+    """The tensors by name, from what `read(begin, nbytes)` gives of the file."""
+    length = int.from_bytes(read(0, min(8, size)), 'little')
+    if size < 8 or not 2 <= length <= min(_MAX_HEADER, size - 8):
+        raise _damaged(name, f'its header would have {length:,} of {size:,} bytes')
+    start = 8 + length
+    try:
+        header = json.loads(read(8, length), object_pairs_hook=_unique)
+        header.pop('__metadata__', None)
+        tensors = {}
+        for tensor, fields in header.items():
+            begin, end = fields['data_offsets']
+            shape = tuple(fields['shape'])
+            if not all(type(n) is int and 0 <= n < 2**48 for n in (begin, end, *shape)):
+                raise ValueError(f'{tensor} of {shape} lies from {begin} to {end}')
+            tensors[tensor] = _Tensor(str(fields['dtype']), shape, start + begin, start + end)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise _damaged(name, f'its header cannot be read ({error})') from None
+    for tensor, (kind, shape, begin, end) in tensors.items():
+        of_floats = schema.LATENT_DTYPES.get(_FLOATS.get(kind, ''))
+        number = of_floats or (_INTEGERS[kind].itemsize if kind in _INTEGERS else None)
+        needed = end - begin if number is None else number * math.prod(shape)
+        if needed != end - begin or end > size:
+            raise _damaged(
+                name,
+                f'{tensor} of {kind} {shape} takes {needed:,} bytes, but has bytes {begin:,} to '
+                f'{end:,} of {size:,}',
+            )
+    return tensors
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError('a name occurs twice')
+    return found
+
+
+def _damaged(name: str, what: str) -> ValueError:
+    return ValueError(
+        f'{name}: is damaged or not a safetensors file, {what}. Copy, download or save it again.'
+    )

@@ -1,0 +1,248 @@
+"""One tar of `.npy` latents with `.json` or `.txt` beside them, in WebDataset's layout.
+
+    file = TarFile('00000.tar')
+    file.column('txt'), file.column('caption')      # of `.txt`, and of a field of `.json`
+
+Members whose names are equal up to the first dot are one sample. The format is ustar, with the
+extensions of pax and GNU for long names. Only its headers have checksums.
+"""
+
+import functools
+import hashlib
+import io
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from coyo11m_tfds import schema
+from coyo11m_tfds.dataset import npy, outline
+from coyo11m_tfds.schema import LatentsFrom
+from coyo11m_tfds.source.latent_file import LABELS, LatentFile, Places
+
+_BLOCK = 512
+_ALIGNED = 16  # where arrays in `.npy` files begin; so a place within 64 GB is a number of 32 bits
+_MAX_TEXT = 1 << 20  # bytes of a `.json` or `.txt`, and of a header of pax
+_NPY_HEADER = 4096
+_CLASS = 'cls'  # WebDataset's suffix for the number of a class
+_TEXT, _JSON = 'txt', 'json'
+
+_Member = tuple[int, int]  # offset and size of the contents
+
+
+class TarFile(LatentFile):
+    """A validated tar; keys are `key` of the `.json`, a number, or hashes of the names."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        name: str = '',
+        asked: LatentsFrom = schema.ANY_LATENTS,
+        label: str = '',
+    ):
+        """Opens a local file; arguments as of `SafetensorsFile`, with the suffix of a member.
+
+        Raises:
+            ValueError: It is truncated or no tar, a sample lacks latents, or these are not all of
+                one dtype and shape.
+        """
+        super().__init__(path, name)
+        self._samples: dict[str, dict[str, _Member]] = {}
+        self._parsed = '', dict[str, Any]()  # the `.json` of one sample
+        for member, start, size in self._members(os.path.getsize(path)):
+            folder, base = os.path.split(member)
+            sample, _, suffix = base.partition('.')
+            parts = self._samples.setdefault(os.path.join(folder, sample), {})
+            if suffix in parts:
+                raise ValueError(f'{self.path}: has {member!r} twice. Remove one of them.')
+            parts[suffix] = start, size
+        chosen = self._find_latents(asked)
+        begins = []
+        kinds = set()
+        for sample, parts in self._samples.items():
+            dtype, shape, begin = self._parse_npy(sample, chosen, parts, asked)
+            kinds.add((dtype, shape))
+            begins.append(begin)
+            if len(kinds) > 1:
+                raise ValueError(
+                    f'{self.path}: latents of {sample!r} are {dtype} {shape}, those before them '
+                    f'{(kinds - {(dtype, shape)}).pop()}; expected one kind.'
+                )
+        [(self.dtype, shape)] = kinds
+        self.shape = (1, *shape) if len(shape) == 3 else shape
+        self.check_kind(chosen, asked)
+        numbers, rest = np.divmod(np.array(begins, np.int64), _ALIGNED)
+        if rest.any() or numbers.max(initial=0) >= 2**32:
+            raise ValueError(f'{self.path}: has {chosen} where NumPy does not put arrays.')
+        self.places = Places((0,), _ALIGNED, numbers)
+        self.digest = outline.digest(path)
+        first = next(iter(self._samples))
+        fields = self._json(first)
+        of_text = [x for x, value in fields.items() if isinstance(value, str)]
+        self.texts = (*[_TEXT] * any(_TEXT in x for x in self._samples.values()), *of_text)
+        of_numbers = [x for x, value in fields.items() if type(value) is int]
+        of_class = [_CLASS] * (_CLASS in self._samples[first])
+        self.label_column = next((x for x in LABELS if x in of_numbers), '') or ''.join(of_class)
+        where = label or os.path.basename(path)
+        if _is_number(fields.get(schema.KEY)):
+            self.keys = np.array([self._key(x) for x in self._samples], np.int64)
+        else:
+            self.keys = np.array([_hashed(f'{where}/{x}') for x in self._samples], np.int64)
+
+    def column(self, name: str) -> pa.Array:
+        """See `LatentFile`."""
+        if name == _CLASS and name == self.label_column:
+            return pa.array([self._class(x) for x in self._samples], pa.int64())
+        kind: type = int if name == self.label_column else str
+        values = [self._value(sample, name) for sample in self._samples]
+        values = [x if type(x) is kind else None for x in values]
+        try:
+            return pa.array(values, pa.int64() if kind is int else pa.large_string())
+        except (pa.ArrowInvalid, OverflowError, UnicodeEncodeError) as error:
+            raise ValueError(f'{self.path}: {name} of a sample cannot be read ({error}).') from None
+
+    def _members(self, size: int) -> Iterator[tuple[str, int, int]]:
+        """Yields name, offset and size of each file; all headers have to be in order."""
+        at, said = 0, dict[str, str]()
+        while any(header := self._read_bytes(at, min(_BLOCK, size - at))):
+            start = at + _BLOCK
+            try:
+                sum_of_rest = sum(header) - sum(header[148:156]) + 8 * ord(' ')
+                if len(header) < _BLOCK or int(_text(header[148:156]), 8) != sum_of_rest:
+                    raise ValueError('its checksum is another')
+                is_binary = header[124] & 0x80
+                octal = _text(header[124:136])
+                length = int.from_bytes(header[125:136]) if is_binary else int(octal or '0', 8)
+                length = int(said.get('size', length))
+                if not 0 <= length <= size - start:
+                    raise ValueError(f'it has {length:,} bytes of {size:,}')
+            except ValueError as error:
+                raise self._damaged(f'of the header at byte {at:,}: {error}') from None
+            kind = header[156:157]
+            prefix = _text(header[345:500]) if header[257:263] == b'ustar\0' else ''
+            name = said.get('path') or os.path.join(prefix, _text(header[:100]))
+            if kind == b'x' and length <= _MAX_TEXT:
+                said |= self._pax(start, length)
+            elif kind == b'L' and length <= _MAX_TEXT:
+                said |= {'path': _text(self._read_bytes(start, length))}
+            elif kind in b'0\0' and kind:
+                yield name, start, length
+                said = {}
+            elif kind not in b'g5':
+                raise ValueError(f'{self.path}: {name!r} is a link or the like, expected files.')
+            at = start + -(-length // _BLOCK) * _BLOCK
+        padding = size - at
+        if not _BLOCK <= padding <= _MAX_TEXT or any(self._read_bytes(at, padding)):
+            raise self._damaged('its end mark is not at its end')
+
+    def _pax(self, start: int, length: int) -> dict[str, str]:
+        """What matters here of records `LENGTH NAME=VALUE` about the next member."""
+        data, found = self._read_bytes(start, length), {}
+        while data:
+            digits, _, record = data.partition(b' ')
+            if not digits.isdigit() or not len(digits) < int(digits) <= len(data):
+                raise self._damaged(f'its header of pax at byte {start:,} cannot be read')
+            name, _, value = record[: int(digits) - len(digits) - 2].partition(b'=')
+            if name in (b'path', b'size'):
+                found[name.decode()] = _text(value)
+            data = data[int(digits) :]
+        return found
+
+    def _find_latents(self, asked: LatentsFrom) -> str:
+        found = sorted({x for parts in self._samples.values() for x in parts if _is_npy(x)})
+        if asked.name:
+            found = [x for x in found if x in (asked.name, f'{asked.name}.npy')]
+        if not self._samples:
+            raise ValueError(f'{self.path}: has no members.')
+        if len(found) != 1:
+            raise ValueError(
+                f'{self.path}: its samples have .npy files {found}, expected one. Choose it by '
+                "latents_from, e.g. 'latent.npy'."
+            )
+        return found[0]
+
+    def _parse_npy(
+        self, sample: str, suffix: str, parts: dict[str, _Member], asked: LatentsFrom
+    ) -> tuple[str, tuple[int, ...], int]:
+        """Dtype and shape of an array, and where it begins in the file."""
+        if suffix not in parts:
+            raise ValueError(f'{self.path}: {sample!r} has no .{suffix}; expected one each.')
+        start, size = parts[suffix]
+        head = self._read_bytes(start, min(size, _NPY_HEADER))
+        try:
+            length = 10 + int.from_bytes(head[8:10], 'little')
+            dtype, shape = _npy_header(head[:length], size)
+        except ValueError as error:
+            raise ValueError(
+                f'{self.path}: {sample}.{suffix} cannot be read ({error}). Write it again.'
+            ) from None
+        return asked.dtype if dtype == 'V2' and asked.dtype else dtype, shape, start + length
+
+    def _value(self, sample: str, name: str) -> Any:
+        if name == _TEXT and _TEXT in self._samples[sample]:
+            return self.decode(self._contents(sample, _TEXT), sample)
+        return self._json(sample).get(name)
+
+    def _class(self, sample: str) -> int:
+        text = self._contents(sample, _CLASS)
+        if not text.strip().isdigit():
+            raise ValueError(f'{self.path}: {sample}.{_CLASS} is {text[:20]!r}, expected a number.')
+        return int(text)
+
+    def _key(self, sample: str) -> int:
+        key = self._json(sample).get(schema.KEY)
+        if not _is_number(key):
+            raise ValueError(f'{self.path}: key of {sample!r} is {key!r}, expected a number.')
+        return int(str(key))
+
+    def _json(self, sample: str) -> dict[str, Any]:
+        if self._parsed[0] == sample or _JSON not in self._samples[sample]:
+            return self._parsed[1] if self._parsed[0] == sample else {}
+        try:
+            found = json.loads(self._contents(sample, _JSON))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f'{self.path}: {sample}.json is not JSON ({error}).') from None
+        self._parsed = sample, found if isinstance(found, dict) else {}
+        return self._parsed[1]
+
+    def _contents(self, sample: str, suffix: str) -> bytes:
+        start, size = self._samples[sample].get(suffix, (0, 0))
+        if size > _MAX_TEXT:
+            raise ValueError(f'{self.path}: {sample}.{suffix} has {size:,} bytes.')
+        return self._read_bytes(start, size)
+
+    def _damaged(self, what: str) -> ValueError:
+        return ValueError(
+            f'{self.path}: is damaged or not a tar, {what}. Copy, download or write it again.'
+        )
+
+
+def _text(field: bytes) -> str:
+    return field.split(b'\0')[0].decode('utf-8', 'surrogateescape').strip()
+
+
+def _is_npy(suffix: str) -> bool:
+    return suffix == 'npy' or suffix.endswith('.npy')
+
+
+def _is_number(key: object) -> bool:
+    """True for an integer that a key can be, also in decimal as WebDataset's tools write it."""
+    is_decimal = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 19
+    return is_decimal or (type(key) is int and -(2**63) <= key < 2**63)
+
+
+def _hashed(name: str) -> int:
+    data = name.encode('utf-8', 'surrogateescape')
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), 'little') >> 1
+
+
+@functools.lru_cache(maxsize=64)
+def _npy_header(head: bytes, size: int) -> tuple[str, tuple[int, ...]]:
+    """Dtype and shape in the header of a `.npy` file; those of most samples are equal."""
+    dtype, shape = npy.read_header(io.BytesIO(head), size)
+    if dtype.hasobject or dtype.str[0] == '>' or dtype.fields:
+        raise ValueError(f'its dtype is {dtype}')
+    return 'V2' if dtype.str == '|V2' else dtype.name, shape
