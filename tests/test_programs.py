@@ -22,6 +22,7 @@ REQUIRED = {
     'train_lib.tools.compile': ['--config', '--topology'],
     'train_lib.demo': ['--workdir'],
     'train_lib.draw': ['--workdir', '--prompts'],
+    'train_lib.evaluate': ['--workdir', '--features'],
     'train_lib.main': ['--config', '--workdir'],
 }
 VALUES = {'--config': 'demo'}

@@ -36,7 +36,7 @@ PLACES = {
     ' --config.eval_every=2 --config.preview.num_steps=2 --config.optimizer.warmup_steps=1',
 }
 # Installing, pods, buckets, hub, compilers and programs that do not end.
-ELSEWHERE = r'pip |make |gcloud |tensorboard |\S+=\$|.*(gs://|tools\.compile|DATA\b|--vae=|worker)'
+ELSEWHERE = r'pip |make |gcloud |tensorboard |\S+=\$|.*(gs://|tools\.compile|DATA\b|--vae=|--features=|worker)'
 
 # Loops over training batches do not end: they are left after the first.
 RUN = """

@@ -22,6 +22,7 @@ from absl import flags
 from etils import epath
 
 from coyo11m_tfds.pictures import vae_decoder
+from coyo11m_tfds.storage import json_digest, model_files
 from coyo11m_tfds.text.encoder import Encoder, Tokenizer
 from train_lib import (
     caption_encoder,
@@ -38,6 +39,7 @@ from train_lib.data import DataFacts
 FLAGS = flags.FLAGS
 
 BATCH_SIZE = 64  # pictures that are drawn at a time
+_NOT_DRAWN = 'count', 'split', 'vae'  # fields of `config.preview` that no picture depends on
 
 
 class Artist:
@@ -46,7 +48,10 @@ class Artist:
     Attributes:
         step: Step of the checkpoint.
         facts: Facts about its training data.
+        data_dir: Folder of its training data, local or `gs://`.
         encoder: Folder or hub name of the encoder in its step; '' for a run without one.
+        paint: Makes pictures uint8 `(n, height, width, 3)` of raw latents `(n, C, H, W)`.
+        settings: Plain values that decide what is drawn of a caption.
     """
 
     def __init__(
@@ -83,18 +88,35 @@ class Artist:
         config = ml_collections.ConfigDict(self._saved.description.config)
         config.preview.update({name: x for name, x in changes.items() if x is not None})
         config.seed = config.seed if seed is None else seed
-        self._paint = vae_decoder.painter(config.preview.vae if vae is None else vae)
+        vae = config.preview.vae if vae is None else vae
+        self.paint = vae_decoder.painter(vae)
+        self.data_dir = config.data.dir
         self._mesh = sharding.make_mesh(devices=jax.local_devices())
         self._batch_size = batch_size
         self._average = average
         self.encoder = config.encoder and (encoder or config.encoder)
+        self.settings = {
+            'step': self.step,
+            'average': average,
+            'seed': config.seed,
+            'config': json_digest.sha256(self._saved.description.config),
+            'preview': {name: x for name, x in config.preview.items() if name not in _NOT_DRAWN},
+            'vae': vae and f'{model_files.public_name(vae)} {model_files.revision(vae)}',
+        }
         self._draw = self._compile(config)
 
-    def draw(self, captions: Sequence[str], encoder: Encoder | Tokenizer) -> np.ndarray:
+    def draw(
+        self, captions: Sequence[str], encoder: Encoder | Tokenizer, first: int = 0
+    ) -> np.ndarray:
         """Draws one picture a caption, uint8 `(n, H, W, 3)`.
 
         The picture is a function of the weights, the seed, the caption and its place in the list,
         but for rounding, which depends on how many are drawn at a time.
+
+        Args:
+            captions: N strings.
+            encoder: Text encoder, or tokenizer, of the training data.
+            first: Place of the first caption in a longer list of which these are a part.
 
         Raises:
             ValueError: The model was trained with another encoder.
@@ -104,11 +126,11 @@ class Artist:
         devices = self._mesh.size
         size = -(-min(self._batch_size, len(text)) // devices) * devices
         pictures = []
-        for first in range(0, len(text), size):
-            part = text[first : first + size]
+        for begin in range(0, len(text), size):
+            part = text[begin : begin + size]
             padded = np.pad(part, [(0, size - len(part)), (0, 0)])
-            latents = jax.device_get(self._draw(padded, np.int32(first)))
-            pictures.append(self._paint(latents[: len(part)]))
+            latents = jax.device_get(self._draw(padded, np.int32(first + begin)))
+            pictures.append(self.paint(latents[: len(part)]))
         return np.concatenate(pictures)
 
     @functools.cached_property
@@ -134,6 +156,21 @@ class Artist:
         return lambda texts, first: bound(self.params, texts, first)
 
 
+def artist_of_flags() -> Artist:
+    """The artist that the flags of `define_flags` ask for; raises as `Artist`."""
+    workdir = workdirs.absolute(FLAGS.workdir)
+    return Artist(
+        workdir if FLAGS.step is None else f'{workdir}@{FLAGS.step}',
+        average=FLAGS.average,
+        seed=FLAGS.seed,
+        batch_size=FLAGS.batch_size,
+        encoder=FLAGS.encoder,
+        vae=FLAGS.vae,
+        guidance=FLAGS.guidance,
+        num_steps=FLAGS.num_steps,
+    )
+
+
 def main() -> None:
     """Reads captions and writes the grid."""
     with run.errors_in_one_line():
@@ -144,16 +181,7 @@ def main() -> None:
         previews_of_run = workdirs.absolute(FLAGS.workdir) / previews.FOLDER
         folder = epath.Path(FLAGS.out).parent if FLAGS.out else previews_of_run
         workdirs.check_writable(folder)
-        artist = Artist(
-            FLAGS.workdir if FLAGS.step is None else f'{FLAGS.workdir}@{FLAGS.step}',
-            average=FLAGS.average,
-            seed=FLAGS.seed,
-            batch_size=FLAGS.batch_size,
-            encoder=FLAGS.encoder,
-            vae=FLAGS.vae,
-            guidance=FLAGS.guidance,
-            num_steps=FLAGS.num_steps,
-        )
+        artist = artist_of_flags()
         encoder = caption_encoder.make(artist.facts, artist.encoder or FLAGS.encoder)
         pictures = artist.draw(captions, encoder)
         out = FLAGS.out or folder / f'{prompts.stem}_{artist.step:06}.png'
@@ -175,17 +203,22 @@ def _read_captions(path: epath.Path) -> list[str]:
     return captions
 
 
-if __name__ == '__main__':
+def define_flags() -> None:
+    """Defines the flags of programs that draw."""
     flags.DEFINE_string('workdir', None, 'Folder of the training run, local or gs://.')
-    flags.DEFINE_string('prompts', None, 'Text file with a caption in each line.')
-    flags.DEFINE_string('out', None, 'PNG file to write; default: in WORKDIR/previews.')
     flags.DEFINE_string('encoder', '', 'Text encoder; default: that of the data set.')
     flags.DEFINE_string('vae', None, "VAE decoder; default: that of the run's previews.")
-    flags.DEFINE_bool('singles', False, 'Also write each picture and its caption to a folder.')
     flags.DEFINE_integer('step', None, 'Step of the checkpoint; default: the last.', lower_bound=0)
     flags.DEFINE_bool('average', True, 'Draw with the moving average of the weights.')
     flags.DEFINE_integer('seed', None, "Seed of the noise; default: the run's.", 0, 2**31 - 1)
     flags.DEFINE_float('guidance', None, "Strength of guidance; default: the run's.")
     flags.DEFINE_integer('num_steps', None, "Sampler steps; default: the run's.", lower_bound=1)
     flags.DEFINE_integer('batch_size', BATCH_SIZE, 'Pictures drawn at a time.', lower_bound=1)
+
+
+if __name__ == '__main__':
+    define_flags()
+    flags.DEFINE_string('prompts', None, 'Text file with a caption in each line.')
+    flags.DEFINE_string('out', None, 'PNG file to write; default: in WORKDIR/previews.')
+    flags.DEFINE_bool('singles', False, 'Also write each picture and its caption to a folder.')
     run.start(main, required=['workdir', 'prompts'])

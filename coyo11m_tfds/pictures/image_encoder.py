@@ -1,0 +1,112 @@
+"""Features of pictures, and of captions, by an image encoder of transformers.
+
+    encoder = ImageEncoder('openai/clip-vit-base-patch32')   # of the Hugging Face hub, or its cache
+    encoder = ImageEncoder('dinov2-base/')                   # a folder
+    encoder.encode(pictures)        # uint8 (n, H, W, 3) -> float32 (n, encoder.dim)
+    encoder.encode_texts(captions)  # of a model with a text encoder, such as CLIP
+
+Weights are read from safetensors only, and code in a model's repository is never run.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors import SafetensorError
+
+from coyo11m_tfds.storage import model_files
+
+_BATCH = 32  # pictures, or captions, in a forward pass
+
+
+class ImageEncoder:
+    """A vision model of transformers, on the GPU where there is one; computes in float32.
+
+    The features of a picture are its projection into the space of texts, where the model has one
+    (CLIP, SigLIP); otherwise its pooled output (DINOv2, ViT, ResNet); otherwise the mean of its
+    last hidden states.
+
+    Attributes:
+        name: Name on the hub, or the folder's own name.
+        revision: Commit on the hub, or `sha256:...` of the files in a folder.
+        has_texts: True if `encode_texts` works.
+    """
+
+    def __init__(self, model: str):
+        """Loads the weights.
+
+        Args:
+            model: A folder, or a name on the hub.
+
+        Raises:
+            ValueError: There is no such model, it has no weights that are safe to read, some are
+                missing, or it makes no features from pictures alone.
+        """
+        self._device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+        with _naming(model):
+            source: dict[str, Any] = {'trust_remote_code': False}
+            self._model, report = transformers.AutoModel.from_pretrained(
+                model, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **source
+            )
+            self._processor = transformers.AutoImageProcessor.from_pretrained(model, **source)
+            self.has_texts = hasattr(self._model, 'get_text_features')
+            if self.has_texts:
+                self._tokenizer = transformers.AutoTokenizer.from_pretrained(model, **source)
+            if lacking := sorted(report['missing_keys']):
+                raise ValueError(f'the weights lack {len(lacking)} tensors, such as {lacking[0]}.')
+            self._model.eval().to(self._device)
+            self._encode([np.zeros((32, 32, 3), np.uint8)])
+        self.name, self.revision = model_files.public_name(model), model_files.revision(model)
+
+    def encode(self, pictures: np.ndarray) -> np.ndarray:
+        """Features of pictures uint8 `(n, H, W, 3)`; float32 `(n, D)`."""
+        return np.concatenate(
+            [self._encode(list(pictures[i : i + _BATCH])) for i in range(0, len(pictures), _BATCH)]
+        )
+
+    @torch.inference_mode()
+    def encode_texts(self, captions: Sequence[str]) -> np.ndarray:
+        """Features of captions, cut to the model's length; float32 `(n, D)`."""
+        positions = self._model.config.text_config.max_position_embeddings
+        features = []
+        for first in range(0, len(captions), _BATCH):
+            # SigLIP was trained with all captions padded to one length; for CLIP it is the same.
+            tokens = self._tokenizer(
+                list(captions[first : first + _BATCH]),
+                padding='max_length',
+                truncation=True,
+                max_length=positions,
+                return_tensors='pt',
+            ).to(self._device)
+            features.append(_pooled(self._model.get_text_features(**tokens)))
+        return np.concatenate(features)
+
+    @torch.inference_mode()
+    def _encode(self, pictures: Sequence[np.ndarray]) -> np.ndarray:
+        inputs = self._processor(images=pictures, return_tensors='pt').to(self._device)
+        encode = getattr(self._model, 'get_image_features', self._model)
+        return _pooled(encode(pixel_values=inputs['pixel_values']))
+
+
+def _pooled(output: Any) -> np.ndarray:
+    if not isinstance(output, torch.Tensor):
+        pooled = getattr(output, 'pooler_output', None)
+        output = output.last_hidden_state.mean(dim=1) if pooled is None else pooled
+    return output.flatten(1).float().cpu().numpy()
+
+
+@contextlib.contextmanager
+def _naming(model: str) -> Iterator[None]:
+    model_files.local_folder(model, 'image encoder')
+    try:
+        yield
+    except (OSError, ValueError, TypeError, AttributeError, ImportError, SafetensorError) as error:
+        raise ValueError(
+            f'cannot load the image encoder {model!r}: {error}\nExpected a folder with '
+            'config.json, preprocessor_config.json and *.safetensors (for a model of pictures and '
+            'texts also a tokenizer), or a name on the Hugging Face hub; pickled weights and code '
+            'in the repository are not accepted.'
+        ) from error

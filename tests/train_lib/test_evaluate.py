@@ -1,0 +1,119 @@
+"""Measuring what a run draws: stored features, resumed, compared with those made at once."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import input_pipeline
+from coyo11m_tfds import schema
+from coyo11m_tfds.pictures.image_encoder import ImageEncoder
+from coyo11m_tfds.text import text_encoders
+from tests import runs
+from tests.checkout import CHECKOUT
+from tests.fakes import image_models
+from tests.runs import small_config
+from train_lib import draw, evaluate, picture_metrics, train
+
+
+@pytest.fixture(scope='module')
+def workdir(mini_dataset, tmp_path_factory):
+    """The workdir of a run of two steps."""
+    folder = tmp_path_factory.mktemp('run')
+    config = small_config(mini_dataset, num_steps=2, eval_every=0, checkpoint_every=2)
+    train.train_and_evaluate(config, folder)
+    return folder
+
+
+@pytest.fixture(scope='module')
+def clip(tmp_path_factory):
+    return image_models.save_clip(tmp_path_factory.mktemp('models') / 'clip')
+
+
+@pytest.fixture
+def measure(workdir, mini_dataset, clip, tmp_path, monkeypatch):
+    """Evaluates the run; features are stored in `tmp_path`, those of five records in a file."""
+    monkeypatch.setattr(evaluate, 'PART', 5)
+    text_encoder = text_encoders.make_encoder('hash')
+    image_encoder = ImageEncoder(clip)
+
+    def run(count: int, **options) -> dict:
+        artist = draw.Artist(workdir, batch_size=5, **options)
+        data = evaluate.open_validation(str(mini_dataset), count)
+        return evaluate.evaluate(artist, text_encoder, image_encoder, data, tmp_path, count)
+
+    return run
+
+
+def test_the_result_is_that_of_all_pictures_at_once(measure, workdir, mini_dataset, clip, tmp_path):
+    result = measure(12)
+    [written] = (tmp_path / evaluate.FOLDER).glob('*.json')
+    assert json.loads(written.read_text()) == result
+    assert result['num_pictures'] == 12 and result['settings']['step'] == 2
+
+    features = schema.LATENTS, schema.CAPTION
+    batch = next(input_pipeline.eval_batches(mini_dataset, batch_size=12, features=features))
+    captions = [caption.decode() for caption in batch[schema.CAPTION]]
+    artist = draw.Artist(workdir)
+    image_encoder = ImageEncoder(clip)
+    drawn = image_encoder.encode(artist.draw(captions, text_encoders.make_encoder('hash')))
+    data = image_encoder.encode(artist.paint(batch[schema.LATENTS]))
+    # Pictures differ by rounding, which depends on how many are drawn at a time.
+    assert result['cmmd'] == pytest.approx(picture_metrics.cmmd(drawn, data), rel=0.02)
+    expected = picture_metrics.frechet(drawn, data)
+    assert result['frechet_distance'] == pytest.approx(expected, rel=0.02)
+    texts = image_encoder.encode_texts(captions)
+    assert result['clip_score'] == pytest.approx(picture_metrics.clip_score(drawn, texts), 0.02)
+
+
+def test_a_stopped_evaluation_goes_on(measure, tmp_path, monkeypatch):
+    made, encode = [], evaluate._encode
+
+    def noting(records, first, *others):
+        made.append(first)
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        return encode(records, first, *others)
+
+    monkeypatch.setattr(evaluate, '_encode', noting)
+    with pytest.raises(KeyboardInterrupt):
+        measure(12)
+    assert made == [0, 5, 10] and not list((tmp_path / evaluate.FOLDER).glob('*.json'))
+    resumed = measure(12)
+    assert made == [0, 5, 10, 10]
+    # More pictures: only the last file, of two records, does not fit.
+    more = measure(15)
+    assert made == [0, 5, 10, 10, 10] and more['cmmd'] != resumed['cmmd']
+    # A damaged file is made again; other settings use none.
+    [stored] = tmp_path.glob('evaluation/*/0000005-0000010.npz')
+    stored.write_bytes(stored.read_bytes()[:-40])
+    assert measure(12) == resumed
+    assert made[5:] == [5]
+    assert measure(12, seed=1)['cmmd'] != resumed['cmmd']
+    assert made[6:] == [0, 5, 10]
+
+
+def test_more_pictures_than_there_are_records_are_refused(measure):
+    with pytest.raises(ValueError, match=r'num_pictures=10000: expected 2 to \d+, .*validation'):
+        measure(10_000)
+
+
+@pytest.mark.slow
+def test_the_command_says_what_it_found(workdir, clip):
+    flags = f'--workdir={workdir}', f'--features={clip}', '--num_pictures=4', '--num_steps=1'
+    done = subprocess.run(
+        [sys.executable, '-m', 'train_lib.evaluate', *flags],
+        cwd=CHECKOUT,
+        env=os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': runs.QUICK},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = dict(line.split(': ') for line in done.stdout.splitlines())
+    names = {'num_pictures', 'cmmd', 'frechet_distance', 'clip_score', 'clip_score_of_data'}
+    assert found.keys() == names
+    assert all(np.isfinite(float(value)) for value in found.values())
+    assert '4 pictures with 12 features is far too large' in done.stderr

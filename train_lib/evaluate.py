@@ -1,0 +1,229 @@
+"""Measures the pictures that a trained model draws against those of its data.
+
+    python -m train_lib.evaluate --workdir=W --features=/models/clip
+    python -m train_lib.evaluate --workdir=gs://BUCKET/W \\
+        --features=openai/clip-vit-base-patch32 --vae=stabilityai/sdxl-vae \\
+        --num_pictures=10000 --guidance=3 --step=20000
+
+The program draws the captions of the first records of the validation split as
+`train_lib.draw` does. It decodes what it drew, and the records' own latents,
+with one VAE, so the VAE's own losses do not count. An image encoder of
+transformers turns both into features, and these are compared: CMMD, Fréchet
+distance and, with an encoder of texts too, CLIP score.
+
+Features are stored in WORKDIR/evaluation as they are computed. The same
+command resumes after an interruption, and with more pictures it goes on.
+"""
+
+import contextlib
+import io
+import json
+import zipfile
+import zlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from absl import flags, logging
+from etils import epath
+
+import input_pipeline
+from coyo11m_tfds import schema
+from coyo11m_tfds.dataset.stored_dataset import StoredDataset
+from coyo11m_tfds.storage import json_digest
+from coyo11m_tfds.storage.destination import Destination
+from coyo11m_tfds.text.encoder import Encoder, Tokenizer
+from train_lib import caption_encoder, draw, picture_metrics, run, workdirs
+
+if TYPE_CHECKING:
+    from coyo11m_tfds.pictures.image_encoder import ImageEncoder
+
+FLAGS = flags.FLAGS
+
+FOLDER = 'evaluation'  # of a run's workdir
+PART = 256  # records whose features are in one file
+
+
+class Features(NamedTuple):
+    """Features of some records, float32 `(n, D)` each.
+
+    Attributes:
+        data: Features of the records' own pictures.
+        drawn: Features of the pictures that the model drew of their captions.
+        texts: Features of their captions; `(n, 0)` from an encoder of pictures alone.
+    """
+
+    data: np.ndarray
+    drawn: np.ndarray
+    texts: np.ndarray
+
+
+class Records(NamedTuple):
+    """Some records of the validation split.
+
+    Attributes:
+        latents: Raw latents of the middle crop `(n, C, H, W)`.
+        captions: N strings.
+    """
+
+    latents: np.ndarray
+    captions: list[str]
+
+
+def open_validation(data_dir: str, num_pictures: int) -> StoredDataset:
+    """Opens a data set whose validation split has so many records.
+
+    Raises:
+        ValueError: There is no data set, or the split has fewer records.
+        OSError: A file cannot be read.
+    """
+    opened = input_pipeline.open_data(data_dir)
+    split = opened.splits.get(schema.VALIDATION)
+    there = split.num_records if split else 0
+    if not 2 <= num_pictures <= there:
+        raise ValueError(
+            f'num_pictures={num_pictures}: expected 2 to {there}, the number of records that '
+            f'{data_dir} has in its {schema.VALIDATION} split'
+        )
+    return opened
+
+
+def evaluate(
+    artist: draw.Artist,
+    text_encoder: Encoder | Tokenizer,
+    image_encoder: 'ImageEncoder',
+    data: StoredDataset,
+    workdir: epath.PathLike,
+    num_pictures: int,
+) -> dict[str, Any]:
+    """Draws what is still missing, and returns the result.
+
+    Args:
+        artist: A checkpoint, ready to draw.
+        text_encoder: As for `Artist.draw`.
+        image_encoder: Makes the features.
+        data: Data set with so many records in its validation split.
+        workdir: Local or `gs://`; features are stored in its folder `evaluation`.
+        num_pictures: Records that are compared, from the first on.
+
+    Returns:
+        `num_pictures`, the numbers of `compare`, and under `settings` what decides them. The same
+        is written to `evaluation/step_STEP_ID.json`; the ID is that of the settings.
+
+    Raises:
+        ValueError: The model was trained with another text encoder.
+        OSError: The data set cannot be read, or the workdir cannot be written.
+    """
+    settings = artist.settings | {
+        'image_encoder': f'{image_encoder.name} {image_encoder.revision}',
+        'data_set': data.identity(schema.VALIDATION),
+    }
+    name = f'step_{artist.step:06}_{json_digest.sha256(settings)[:8]}'
+    folder = Destination(epath.Path(workdir) / FOLDER)
+    parts = []
+    for first, records in _read(data, num_pictures):
+        end = first + len(records.captions)
+        stored = f'{name}/{first:07}-{end:07}.npz'
+        features = _load(folder, stored)
+        if features is None:
+            features = _encode(records, first, artist, text_encoder, image_encoder)
+            _store(folder, stored, features)
+            logging.info('%s of %s pictures are drawn.', f'{end:,}', f'{num_pictures:,}')
+        parts.append(features)
+    features = Features(*map(np.concatenate, zip(*parts, strict=True)))
+    result = {'num_pictures': num_pictures, **compare(features), 'settings': settings}
+    folder.put_bytes(f'{name}.json', json.dumps(result, indent=2).encode())
+    return result
+
+
+def compare(features: Features) -> dict[str, float]:
+    """The distances of `picture_metrics` by name; scores of captions where there are texts."""
+    num_pictures, num_features = features.data.shape
+    if num_pictures <= num_features:
+        logging.warning(
+            'The Fréchet distance of %d pictures with %d features is far too large: compare many '
+            'more pictures than there are features.',
+            num_pictures,
+            num_features,
+        )
+    found = {
+        'cmmd': picture_metrics.cmmd(features.drawn, features.data),
+        'frechet_distance': picture_metrics.frechet(features.drawn, features.data),
+    }
+    if features.texts.shape[1]:
+        found['clip_score'] = picture_metrics.clip_score(features.drawn, features.texts)
+        found['clip_score_of_data'] = picture_metrics.clip_score(features.data, features.texts)
+    return found
+
+
+def _read(data: StoredDataset, count: int) -> Iterator[tuple[int, Records]]:
+    """Yields the first records of the validation split, `PART` at a time, each with its number."""
+    features = schema.LATENTS, schema.CAPTION
+    batches = input_pipeline.eval_batches(data, batch_size=PART, features=features)
+    with contextlib.closing(batches):
+        for first in range(0, count, PART):
+            batch, size = next(batches), min(PART, count - first)
+            captions = [caption.decode() for caption in batch[schema.CAPTION][:size]]
+            yield first, Records(batch[schema.LATENTS][:size], captions)
+
+
+def _encode(
+    records: Records,
+    first: int,
+    artist: draw.Artist,
+    text_encoder: Encoder | Tokenizer,
+    image_encoder: 'ImageEncoder',
+) -> Features:
+    """Draws the captions of records, the first of which has a number, and encodes all."""
+    texts = np.zeros((len(records.captions), 0), np.float32)
+    if image_encoder.has_texts:
+        texts = image_encoder.encode_texts(records.captions)
+    drawn = artist.draw(records.captions, text_encoder, first)
+    data = artist.paint(records.latents)
+    return Features(image_encoder.encode(data), image_encoder.encode(drawn), texts)
+
+
+def _store(folder: Destination, name: str, features: Features) -> None:
+    content = io.BytesIO()
+    np.savez(content, **features._asdict())
+    folder.put_bytes(name, content.getvalue())
+
+
+def _load(folder: Destination, name: str) -> Features | None:
+    """The features in a file; None if there is none, or it is damaged."""
+    stored = folder.read(name)
+    if stored is None:
+        return None
+    try:
+        with np.load(io.BytesIO(stored), allow_pickle=False) as arrays:
+            return Features(**arrays)
+    except (ValueError, TypeError, EOFError, OSError, zipfile.BadZipFile, zlib.error) as error:
+        logging.warning('%s is damaged (%s): its pictures are drawn again.', name, error)
+        return None
+
+
+def main() -> None:
+    """Evaluates a run and prints the result."""
+    run.prepare()
+    with run.errors_in_one_line():
+        workdir = workdirs.absolute(FLAGS.workdir)
+        workdirs.check_writable(workdir / FOLDER)
+        artist = draw.artist_of_flags()
+        data = open_validation(FLAGS.data_dir or artist.data_dir, FLAGS.num_pictures)
+        text_encoder = caption_encoder.make(artist.facts, artist.encoder or FLAGS.encoder)
+        from coyo11m_tfds.pictures.image_encoder import ImageEncoder  # imports torch
+
+        image_encoder = ImageEncoder(FLAGS.features)
+        result = evaluate(artist, text_encoder, image_encoder, data, workdir, FLAGS.num_pictures)
+    for name, value in result.items():
+        if name != 'settings':
+            print(f'{name}: {value:.6g}')
+
+
+if __name__ == '__main__':
+    draw.define_flags()
+    flags.adopt_module_key_flags(draw)
+    flags.DEFINE_string('features', None, 'Image encoder of transformers: a folder or hub name.')
+    flags.DEFINE_string('data_dir', None, 'Data set to compare with; default: that of the run.')
+    flags.DEFINE_integer('num_pictures', 10_000, 'Records to compare.', lower_bound=2)
+    run.start(main, required=['workdir', 'features'])
