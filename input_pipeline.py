@@ -3,7 +3,7 @@
     path = 'OUT/coyo11m_tfds/latents/1.0.0'
     batches = input_pipeline.train_batches(path, batch_size=256, seed=0, features=('latents',))
     next(batches)['latents']                  # float16 (256, 4, 32, 32)
-    state = batches.get_state()               # {'samples': 16, 'order': '9f3a...'}, for set_state
+    state = batches.get_state()    # {'step': 1, 'samples': {'9f3a...': 16}}, for set_state
 
     for batch in input_pipeline.train_arrays(path, sharding, batch_size=256, seed=0):
         state = step(state, batch)
@@ -12,6 +12,11 @@ Training samples come in the order of `reading.order`. Every number of processes
 lanes sees the same global batches, and every batch size that the lanes divide reads the same
 sequence. A run that resumes, with these or others, starts to read at what comes next: it needs a
 number, samples of every lane, and the same data set and settings (`position_settings`).
+
+A mixture of data sets takes the place of one, in exact shares of every batch:
+
+    mix = ({'dir': A, 'weight': 3}, {'dir': B, 'where': 'aesthetic > 5.5', 'text': 'short'})
+    batches = input_pipeline.train_batches(mix, batch_size=256, seed=0)
 
 Two engines give the same batches, bit for bit, and import neither TensorFlow nor JAX. `rows`
 gathers local data out of memory-mapped shards; `chunks` fetches runs of records from gs://.
@@ -30,8 +35,11 @@ from coyo11m_tfds.reading import engines, process_settings
 from coyo11m_tfds.reading.batches import DROP_TEXT, MASK, ArraySpec, Batch, Batches
 from coyo11m_tfds.reading.damage import DEFAULT_MAX_FRACTION, ONCE, STOP
 from coyo11m_tfds.reading.files import ReadCounter, ReadCounts
+from coyo11m_tfds.reading.mixture import Place
 from coyo11m_tfds.reading.order import Order, OrderSettings, nearest_shares
 from coyo11m_tfds.reading.settings import AUTO, CHUNKS, ENGINES, ROWS, TF_DATA, Reading, Training
+from coyo11m_tfds.reading.sources import Mix, Source, open_mix
+from coyo11m_tfds.reading.sources import stats as mix_stats
 
 if TYPE_CHECKING:
     import jax
@@ -53,17 +61,23 @@ __all__ = [
     'Batches',
     'DamagedError',
     'DatasetStats',
+    'Mix',
     'Order',
     'OrderSettings',
+    'Place',
+    'Plan',
     'ReadCounter',
     'ReadCounts',
+    'Source',
     'StoredDataset',
     'engine_of',
     'eval_batches',
     'eval_dataset',
     'key_words',
+    'mix_stats',
     'nearest_shares',
     'open_data',
+    'open_mix',
     'position_fingerprint',
     'position_settings',
     'prepare_process',
@@ -74,8 +88,10 @@ __all__ = [
     'train_batches',
     'train_dataset',
     'train_order',
+    'train_plan',
 ]
 
+Plan = engines.Plan
 prepare_process = process_settings.apply
 quiet_tensorflow = process_settings.quiet_tensorflow
 
@@ -104,6 +120,25 @@ def train_order(data: Data, settings: OrderSettings, split: str = schema.TRAIN) 
     return Order(found.index.shard_lengths, settings) if found else None
 
 
+def train_plan(
+    data: Data | Mix,
+    settings: OrderSettings,
+    *,
+    batch_size: int,
+    stages: Sequence[Mapping[str, Any]] = (),
+    split: str = schema.TRAIN,
+) -> Plan:
+    """Returns what `train_batches` reads: the sources, their orders, and the place of batch 0.
+
+        plan = train_plan(mix, OrderSettings(seed=0), batch_size=256)
+        plan.place.after(1000).state()    # the state after 1000 batches
+
+    Raises:
+        ValueError, OSError: As `train_batches`.
+    """
+    return engines.plan(open_mix(data), settings, batch_size, split, stages)
+
+
 def position_settings(
     data: Data, settings: OrderSettings, split: str = schema.TRAIN
 ) -> dict[str, str | int]:
@@ -113,31 +148,31 @@ def position_settings(
     is the name, config, version and split, and a digest of these, the source's fingerprint and the
     lengths of the shards. The other entries are the settings.
     """
-    return engines.position(open_data(data), settings, split)
+    return engines.position(open_mix(data)[0], settings, split)
 
 
 def position_fingerprint(settings: Mapping[str, str | int]) -> str:
-    """Returns a digest of `position_settings(...)`, 16 hex digits: `order` in a batches' state."""
+    """Returns a digest of `position_settings(...)`, 16 hex digits: a source in a batches' state."""
     return engines.order_digest(settings)
 
 
-def engine_of(data: Data, engine: str = AUTO, split: str = schema.TRAIN) -> str:
-    """Returns the engine that `train_batches` uses, 'rows' or 'chunks'; raises as it does."""
-    opened = engines.open_split(open_data(data), split, engine)
-    return opened.engine if opened else CHUNKS
+def engine_of(data: Data | Mix, engine: str = AUTO, split: str = schema.TRAIN) -> str:
+    """Returns the engine that `train_batches` uses, 'rows' or 'chunks'; raises as it does.
 
-
-def _opened(asked: Reading) -> engines.Opened | None:
-    return engines.open_split(asked.stored, asked.split, asked.engine)
+    Of a mixture, 'chunks' if one of its sources is read so.
+    """
+    opened = [engines.open_split(x.stored, split, engine) for x in open_mix(data)]
+    return ROWS if all(x and x.engine == ROWS for x in opened) else CHUNKS
 
 
 def train_batches(
-    data: Data,
+    data: Data | Mix,
     *,
     batch_size: int,
     seed: int,
     start_step: int = 0,
-    start_sample: int = 0,
+    start: Mapping[str, Any] | None = None,
+    stages: Sequence[Mapping[str, Any]] = (),
     features: Sequence[str] = _DEFAULT_FEATURES,
     chunk: int = 64,
     lanes: int = 16,
@@ -163,12 +198,18 @@ def train_batches(
 
     Args:
         data: Folder of a data set, its builder, or the result of `open_data`, which reads metadata
-            and chunk index once for several functions.
+            and chunk index once for several functions. Or a mixture: a sequence of dicts with `dir`
+            (one of these), `weight` (1), `where` (a condition on columns of numbers and `key`, see
+            `filters.SYNTAX`), `text` (instead of the argument), `name`, and `same_vae` (True, if
+            statistics are too far apart); or the result of `open_mix`. Every batch has samples of
+            each source by weight, in steps of lanes/batch_size; the log says what was rounded.
         batch_size: Records in a global batch; this process gets `b = batch_size / process_count`.
         seed: Seed of the order and of every choice about a sample.
         start_step: Batches of this size before the first one.
-        start_sample: Samples of every lane before these batches, for example those that batches of
-            another size have taken.
+        start: State (`get_state`) before these batches, which batches of another size may have
+            given; None for the beginning.
+        stages: Of a mixture: dicts of the step that a stage begins at, `from`, and the `weights` of
+            the sources from there on, which may be 0.
         features: Some of `key`, `latents`, `text_embedding`, `tokens`, `caption`, or names of
             columns of `python -m coyo11m_tfds.add_column`.
         chunk: Records read together, a multiple of `schema.CHUNK_STRIDE`.
@@ -215,15 +256,15 @@ def train_batches(
 
     Raises:
         ValueError: Settings do not fit together (the message names some that do), a feature is not
-            in the data set, or 'rows' is chosen for files that are not local or have no chunk
-            index.
+            in the data set, 'rows' is chosen for files that are not local or have no chunk index,
+            or sources cannot be mixed: their texts or latents are of other encoders.
         OSError: There is no data set, or its metadata cannot be read.
     """
     return _train_batches(Training(**locals()))
 
 
 def _train_batches(asked: Training) -> Batches:
-    opened = _opened(asked)
+    opened = engines.open_sources(asked)
     if opened is None or asked.engine == TF_DATA:
         from coyo11m_tfds.reading import tf_data
 
@@ -232,7 +273,7 @@ def _train_batches(asked: Training) -> Batches:
 
 
 def eval_batches(
-    data: Data,
+    data: Data | Mix,
     *,
     batch_size: int,
     features: Sequence[str] = _DEFAULT_FEATURES,
@@ -251,6 +292,8 @@ def eval_batches(
 ) -> Batches:
     """Reads this process's part of all records of a split, once, in the order of the shards.
 
+    A mixture has to be of one source; its condition chooses the records.
+
     The crop is always the middle one. All processes get `steps_per_epoch` full batches: `mask`
     (bool `(b,)`) is False for the rows of zeros that fill the last ones. Process p gets the p-th of
     equal runs of consecutive records.
@@ -268,21 +311,22 @@ def eval_batches(
         ValueError, OSError: As `train_batches`; or the split is empty.
     """
     asked = Reading(**locals())
-    opened = _opened(asked)
+    opened = engines.open_sources(asked)
     if opened is None or asked.engine == TF_DATA:
         from coyo11m_tfds.reading import tf_data
 
         return tf_data.eval_batches(asked, opened)
-    return engines.eval_batches(asked, opened)
+    return engines.eval_batches(asked, opened[0])
 
 
 def train_dataset(
-    data: Data,
+    data: Data | Mix,
     *,
     batch_size: int,
     seed: int,
     start_step: int = 0,
-    start_sample: int = 0,
+    start: Mapping[str, Any] | None = None,
+    stages: Sequence[Mapping[str, Any]] = (),
     features: Sequence[str] = _DEFAULT_FEATURES,
     chunk: int = 64,
     lanes: int = 16,
@@ -317,11 +361,11 @@ def train_dataset(
     asked = Training(**locals())
     from coyo11m_tfds.reading import tf_data
 
-    return tf_data.train(asked, _opened(asked))
+    return tf_data.train(asked, engines.open_sources(asked))
 
 
 def eval_dataset(
-    data: Data,
+    data: Data | Mix,
     *,
     batch_size: int,
     features: Sequence[str] = _DEFAULT_FEATURES,
@@ -345,17 +389,18 @@ def eval_dataset(
     asked = Reading(**locals())
     from coyo11m_tfds.reading import tf_data
 
-    return tf_data.evaluate(asked, _opened(asked))
+    return tf_data.evaluate(asked, engines.open_sources(asked))
 
 
 def train_arrays(
-    data: Data,
+    data: Data | Mix,
     sharding: 'jax.sharding.Sharding',
     *,
     batch_size: int,
     seed: int,
     start_step: int = 0,
-    start_sample: int = 0,
+    start: Mapping[str, Any] | None = None,
+    stages: Sequence[Mapping[str, Any]] = (),
     features: Sequence[str] = _DEFAULT_FEATURES,
     chunk: int = 64,
     lanes: int = 16,

@@ -252,7 +252,7 @@ def ours(folder: str, state: str, engine: str, **settings: Any) -> Stream:
     process_settings.keep_freed_memory()  # as every program of this project begins
     settings |= {'batch_size': BATCH_SIZE, 'seed': SEED, 'features': (schema.KEY, schema.LATENTS)}
     if state:
-        settings['start_sample'] = json.loads(state)['sample']
+        settings['start'] = json.loads(state)
     if engine == 'tf_data':
         batches = input_pipeline.train_dataset(data, **settings).as_numpy_iterator()
     else:
@@ -260,9 +260,8 @@ def ours(folder: str, state: str, engine: str, **settings: Any) -> Stream:
 
     def state_after(taken: int) -> str:
         order = input_pipeline.OrderSettings(SEED)
-        position = input_pipeline.position_settings(data, order)
-        digest = input_pipeline.position_fingerprint(position)
-        return json.dumps({'sample': taken * BATCH_SIZE // order.lanes, 'order': digest})
+        plan = input_pipeline.train_plan(data, order, batch_size=BATCH_SIZE)
+        return json.dumps(plan.place.after(taken).state())
 
     return Stream(lambda: batches, state_after)
 

@@ -25,6 +25,8 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.data = data = ml_collections.ConfigDict()
     data.dir = ''  # folder of the built data set: .../coyo11m_tfds/CONFIG/1.0.0
+    data.mix = ()  # instead of dir: ({'dir': A, 'weight': 3}, {'dir': B, 'where': 'score > 5'})
+    data.stages = ()  # of a mixture: ({'from': STEP, 'weights': (1, 1)},), other weights from there
     data.chunk = 64  # records of one request, a multiple of 32: 64 records are 1.7 MB
     data.lanes = 16  # a multiple of the number of hosts, a divisor of batch_size
     data.window = 1024  # records shuffled together in a lane, 39 MB a lane

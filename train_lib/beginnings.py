@@ -1,7 +1,7 @@
 """The start of a run: its own last checkpoint, another run's weights, or a random state.
 
     beginning = beginnings.find(config, workdir, data, program, accept_changes=['batch_size'])
-    batches = data.train_batches(beginning.sample_at(step))
+    batches = data.train_batches(beginning.position_at(step))
     state = beginning.state(program)    # of a run without a checkpoint of its own
 
 `find` makes all checks before the run reads weights or writes anything.
@@ -11,6 +11,7 @@ import dataclasses
 import json
 import textwrap
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,25 +39,24 @@ class Beginning:
     Attributes:
         description: Description of the run from now on, at `step`.
         step: Step of its last checkpoint; 0 where it has none.
-        samples_a_step: Samples of each lane in a step.
+        data: Data of the run.
         has_new_config: True if its last checkpoint holds another configuration.
         source: Checkpoint with the first weights of a new run, or None.
     """
 
     description: Description
     step: int
-    samples_a_step: int
+    data: TrainingData
     has_new_config: bool
     source: SavedRun | None
 
-    def sample_at(self, step: int) -> int:
-        """Returns the next sample of every lane after a step."""
-        return self.description.position['sample'] + (step - self.step) * self.samples_a_step
+    def position_at(self, step: int) -> dict[str, Any]:
+        """Returns the place in the data after a step."""
+        return self.data.position_at(self.description.position, step)
 
     def description_at(self, step: int) -> Description:
         """The description of the run for the checkpoint of a step."""
-        position = {**self.description.position, 'sample': self.sample_at(step)}
-        return dataclasses.replace(self.description, position=position)
+        return dataclasses.replace(self.description, position=self.position_at(step))
 
     def state(self, program: Program) -> TrainState:
         """The state at step 0.
@@ -109,12 +109,12 @@ def find(
         # As JSON has it, to be compared with what comes back from there.
         config=json.loads(json.dumps(config.to_dict())),
         facts=data.facts.to_json(),
-        position=data.position | {'sample': 0},
+        position=data.position,
     )
     own = checkpoint.find(workdir)
     if own is None:
         source = _source(config.init_from, description, program) if config.init_from else None
-        return Beginning(description, 0, data.samples_a_step, True, source)
+        return Beginning(description, 0, data, True, source)
     saved = own.description
     check_same(saved, description, accept_changes, where=str(own.folder))
     if config.num_steps < own.step:
@@ -123,24 +123,31 @@ def find(
             'expected at least as many'
         )
     own.check_shapes(program.abstract_state.params)
-    place = data.position | {'sample': _next_sample(saved, description)}
+    place = _next_position(saved.position, description.position)
     has_new_config = saved.config != description.config
     description = dataclasses.replace(description, position=place)
-    return Beginning(description, own.step, data.samples_a_step, has_new_config, None)
+    return Beginning(description, own.step, data, has_new_config, None)
 
 
-def _next_sample(saved: Description, now: Description) -> int:
-    """The sample of every lane that a resumed run reads next; a change of the order is logged."""
-    sample = saved.position['sample']
-    if saved.position['order'] == now.position['order']:
-        return sample
-    if saved.settings[settings.DATA_SET] != now.settings[settings.DATA_SET]:
-        sample, told = 0, 'the other data set is read from its beginning'
-    else:
-        sample = -(-sample * saved.position['lanes'] // now.position['lanes'])
-        told = 'in the rest of this epoch some records come twice and others not at all'
-    logging.info('The data come in another order from sample %d of each lane on: %s.', sample, told)
-    return sample
+def _next_position(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """What a resumed run reads next of each source; a change of an order is logged."""
+    before = {tuple(x): saved['samples'][digest] for digest, x in saved['data_sets'].items()}
+    samples = dict(now['samples'])
+    for digest in samples:
+        data_set = now['data_sets'][digest]
+        if digest in saved['samples']:
+            samples[digest] = saved['samples'][digest]
+            continue
+        if tuple(data_set) in before:
+            samples[digest] = -(-before[tuple(data_set)] * saved['lanes'] // now['lanes'])
+            told = 'in the rest of this epoch some records come twice and others not at all'
+        else:
+            told = 'the other data set is read from its beginning'
+        logging.info(
+            '%s comes in another order from sample %d of each lane on: %s.',
+            *(' where '.join(data_set), samples[digest], told),
+        )
+    return {**now, 'step': saved['step'], 'samples': samples}
 
 
 def _source(init_from: str, description: Description, program: Program) -> SavedRun:

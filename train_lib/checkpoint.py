@@ -65,8 +65,7 @@ class Description:
         settings: Fields that a run can change on purpose, with their values.
         config: The whole configuration, as nested values; not compared.
         facts: Facts about its data that a model needs, of `data.DataFacts`; not compared.
-        position: The run's place in its data: the number of the next `sample` of every lane, the
-            number of `lanes` and a digest of the `order`; not compared.
+        position: The run's place in its data, see `data.TrainingData`; not compared.
     """
 
     identity: Mapping[str, Any]

@@ -1,11 +1,11 @@
 """The data set of a run: batches on the devices, statistics, and its identity.
 
     data = TrainingData(config, mesh)
-    batches = data.train_batches(start_sample=16_000)
+    batches = data.train_batches(data.position_at(data.position, step=1000))
     batch = next(batches)
 
-This batch is the one after 16,000 samples of every lane, however often the run was interrupted and
-whatever its batch size was before.
+This batch is the one after 1000 steps, however often the run was interrupted and whatever its batch
+size was before.
 """
 
 import dataclasses
@@ -94,11 +94,10 @@ class TrainingData:
 
     Attributes:
         facts: Facts about the data that a model needs.
-        order: Order of the training samples; None for a data set without a chunk index.
-        samples_a_step: Samples that a step takes of every lane; without a chunk index there is one
-            lane.
-        position: Plain values that tell the present order from another one; with the next sample
-            of every lane they are the place of a run in its data.
+        sources: The data sets of a mixture, or the only one.
+        plan: Orders and shares of the sources; without a chunk index there is one lane.
+        position: Place of step 0 in the data, in plain values: `step` and `samples` of each source
+            as in a state of `input_pipeline`, with `lanes` and what tells the `data_sets`.
         identity: Plain values that no resumed run can change; see `beginnings.Description`.
         settings: Plain values that it can change on purpose.
         read_counts: Returns the `input_pipeline.ReadCounts` of training in this process.
@@ -115,18 +114,18 @@ class TrainingData:
         """
         settings.check(config)
         self._config, self._mesh = config, mesh
-        try:
-            self._opened = input_pipeline.open_data(config.data.dir)
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f'data.dir={error}') from error
         read = config.data
+        try:
+            self.sources = input_pipeline.open_mix(read.mix or read.dir)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f'data.{"mix" if read.mix else "dir"}={error}') from error
         order = input_pipeline.OrderSettings(config.seed, read.chunk, read.lanes, read.window)
-        self.order = input_pipeline.train_order(self._opened, order)
-        self._check_shares(has_lanes=self.order is not None)
-        if self.order is None:
+        self.plan = self._plan(order)
+        self._check_shares(has_lanes=self.plan.orders is not None)
+        if self.plan.orders is None:
             order = dataclasses.replace(order, lanes=1)
+            self.plan = self._plan(order)
         self._order = order
-        self.samples_a_step = config.batch_size // order.lanes
         if config.eval_every:
             self._check_split(schema.VALIDATION, f'eval_every={config.eval_every}')
         if config.preview_every:
@@ -149,10 +148,29 @@ class TrainingData:
             'model': models.identity(**config.model),
             'optimizer': {'name': config.optimizer.name},
         }
-        decisive = input_pipeline.position_settings(self._opened, order)
-        digest = input_pipeline.position_fingerprint(decisive)
-        self.position = {'order': digest, 'lanes': order.lanes}
-        self.settings = settings.changeable(config) | {settings.DATA_SET: decisive['data_set']}
+        told = [x.identity(schema.TRAIN) for x in self.sources]
+        place = self.plan.place
+        self.position = place.state() | {
+            'lanes': order.lanes,
+            'data_sets': {n: list(x.values()) for n, x in zip(place.sources, told, strict=True)},
+        }
+        self.settings = settings.changeable(config)
+        if read.mix:
+            self.settings[settings.MIX] = [
+                {**x, 'weight': source.weight, 'text': source.text}
+                for x, source in zip(told, self.sources, strict=True)
+            ]
+        else:
+            self.settings[settings.DATA_SET] = told[0]['data_set']
+
+    def _plan(self, order: input_pipeline.OrderSettings) -> input_pipeline.Plan:
+        size, stages = self._config.batch_size, self._config.data.stages
+        return input_pipeline.train_plan(self.sources, order, batch_size=size, stages=stages)
+
+    def position_at(self, position: Mapping[str, Any], step: int) -> dict[str, Any]:
+        """The place of a step that is not before another place."""
+        place = self.plan.place.at(position)
+        return {**position, **place.after(step - place.position.step).state()}
 
     def check_memory(self) -> None:
         """Checks that what training reads fits this host; drawing and evaluating take little.
@@ -162,16 +180,16 @@ class TrainingData:
         Raises:
             ValueError: It takes more than `data.ram_budget_gb`; see `reading.memory`.
         """
-        with self._on_host(start_sample=0) as batches:
+        with self._on_host(start=None) as batches:
             budget_gb = self._config.data.ram_budget_gb
             batches.check_memory(budget_gb, sharding.processes_on_host())
 
-    def train_batches(self, start_sample: int) -> Batches:
-        """Batches without end, from sample `start_sample` of every lane on."""
+    def train_batches(self, position: Mapping[str, Any]) -> Batches:
+        """Batches without end, from a place on."""
         self._arrived = self._taken = 0
 
         def arriving() -> Iterator[dict[str, np.ndarray]]:
-            for batch in self._on_host(start_sample):
+            for batch in self._on_host(position):
                 self._arrived += 1
                 yield batch
 
@@ -183,36 +201,54 @@ class TrainingData:
         """Returns the number of training batches on the devices, or on the way, that are unused."""
         return self._arrived - self._taken
 
-    def epoch(self, sample: int) -> float | None:
-        """Returns the passes over the data before a sample of each lane; None without an order."""
-        return None if self.order is None else sample / self.order.lane_length
+    def progress(self, position: Mapping[str, Any]) -> dict[str, float]:
+        """Passes over the data up to a place; of each source of a mixture its own, and samples."""
+        orders = self.plan.orders
+        if orders is None:
+            return {}
+        samples = self.plan.place.at(position).position.samples
+        scalars = {'train/epoch': sum(samples) / sum(x.lane_length for x in orders)}
+        if len(orders) > 1:
+            for source, order, taken in zip(self.sources, orders, samples, strict=True):
+                scalars[f'data/{source.name}/epoch'] = taken / order.lane_length
+                scalars[f'data/{source.name}/samples'] = taken * self._order.lanes
+        return scalars
 
     @property
     def engine(self) -> str:
         """What reads training batches: 'rows' or 'chunks'."""
-        return input_pipeline.engine_of(self._opened, self._config.data.engine)
+        return input_pipeline.engine_of(self.sources, self._config.data.engine)
 
     @property
-    def description(self) -> str:
-        """The data set and how it is read, in one line."""
-        split = self._opened.splits.get(schema.TRAIN)
-        if split is None or self.order is None:
-            return f'{self._opened.full_name}, read without a chunk index'
-        config = self._config.data
+    def description(self) -> list[str]:
+        """The data sets and how they are read, in lines."""
+        orders, config = self.plan.orders, self._config.data
+        if orders is None:
+            return [f'{self.sources[0].stored.full_name}, read without a chunk index']
         by_rows = self.engine == input_pipeline.ROWS
         how = 'by rows' if by_rows else f'in chunks of {config.chunk} records'
         text = f', text {config.text}' if config.text else ''
+        read = f'{self.plan.steps_per_epoch:,.1f} steps an epoch, read {how}{text}'
+        told = [self._describe(*x) for x in zip(self.sources, orders, strict=True)]
         return (
-            f'{config.dir}, {split.num_records:,} records, {readable(split.num_bytes)}, '
-            f'{self.order.lane_length / self.samples_a_step:,.1f} steps an epoch, read {how}{text}'
+            [*told, *self.plan.place.rule.told, read] if len(told) > 1 else [f'{told[0]}, {read}']
         )
 
-    def eval_batches(self) -> Batches:
-        """Every record of the validation split once, with a `mask`."""
+    def _describe(self, source: input_pipeline.Source, order: input_pipeline.Order) -> str:
+        split = source.stored.splits[schema.TRAIN]
+        name = f'{source.name}: ' if len(self.sources) > 1 else ''
+        told = f'{name}{source.stored.folder}, {split.num_records:,} records'
+        if source.where:
+            share = order.num_records / split.num_records
+            told += f', of which {order.num_records:,} ({share:.1%}) have {source.where.text}'
+        return f'{told}, {readable(split.num_bytes)}'
+
+    def eval_batches(self, source: input_pipeline.Source) -> Batches:
+        """Every record of the validation split of a source once, with a `mask`."""
         config = self._config
         own_lanes = -(-config.data.lanes // jax.process_count())
         batches = input_pipeline.eval_batches(
-            self._opened,
+            (source,),
             batch_size=config.batch_size,
             features=(schema.KEY, schema.LATENTS, self._text),
             chunk=config.data.chunk,
@@ -226,9 +262,9 @@ class TrainingData:
 
     @functools.cached_property
     def preview_samples(self) -> PreviewSamples:
-        """The first records of `preview.split`, the same on every process."""
+        """The first records of `preview.split` of the first source, the same on every process."""
         batches = input_pipeline.eval_batches(
-            self._opened,
+            self.sources[:1],
             batch_size=self._config.preview.count,
             split=self._config.preview.split,
             features=(schema.LATENTS, self._text, schema.CAPTION),
@@ -242,12 +278,13 @@ class TrainingData:
             text=jax.device_put(batch[self._text][real], sharding.replicated(self._mesh)),
         )
 
-    def _on_host(self, start_sample: int) -> input_pipeline.Batches:
+    def _on_host(self, start: Mapping[str, Any] | None) -> input_pipeline.Batches:
         config = self._config
         return input_pipeline.train_batches(
-            self._opened,
+            self.sources,
             batch_size=config.batch_size,
-            start_sample=start_sample,
+            start=start,
+            stages=config.data.stages,
             features=(schema.KEY, schema.LATENTS, self._text),
             caption_dropout=config.data.caption_dropout,
             counter=self._counter,
@@ -270,11 +307,11 @@ class TrainingData:
         return input_pipeline.to_device(on_host, sharding.batch(self._mesh), ahead=ahead)
 
     def _read_facts(self) -> DataFacts:
-        stats = self._opened.stats(self._config.data.text)
+        stats = input_pipeline.mix_stats(self.sources, self._config.data.text)
         if not (stats.text_dim or stats.num_tokens):
-            added = self._opened.text_columns
+            added = self.sources[0].stored.text_columns
             raise ValueError(
-                f'{self._config.data.dir} holds no text embeddings in its records: '
+                f'{self.sources[0].stored.folder} holds no text embeddings in its records: '
                 + (
                     f'choose added ones with --config.data.text: {", ".join(added)}'
                     if added
@@ -316,15 +353,18 @@ class TrainingData:
         )
 
     def _check_split(self, split: str, asked: str) -> None:
-        splits = self._opened.splits
-        # Mocked data have records in every split and name none; 'train[:50%]' is a part of 'train'.
-        if not splits or (split.partition('[')[0] in splits and splits[split].num_records):
-            return
-        there = [name for name, info in splits.items() if info.num_records]
-        raise ValueError(
-            f'{asked}: {self._config.data.dir} has records in {there} and none in {split!r}: build '
-            'it with a larger validation_fraction, or set eval_every=0 and preview_every=0'
-        )
+        for source in self.sources:
+            splits = source.stored.splits
+            # Mocked data have records in every split and name none; 'train[:50%]' is a part of
+            # 'train'.
+            is_there = split.partition('[')[0] in splits and splits[split].num_records
+            if splits and not is_there:
+                there = [name for name, info in splits.items() if info.num_records]
+                raise ValueError(
+                    f'{asked}: {source.stored.folder} has records in {there} and none in {split!r}:'
+                    ' build it with a larger validation_fraction, or set eval_every=0 and '
+                    'preview_every=0'
+                )
 
 
 def _with_read_errors(

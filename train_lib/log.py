@@ -74,7 +74,8 @@ def introduce(
         *(jax.device_count(), jax.devices()[0].device_kind, jax.process_count(), os.cpu_count()),
         *placed.mesh.shape.values(),
     )
-    say('data: %s', data.description)
+    for line in data.description:
+        say('data: %s', line)
     if (encoder := program.encoder) is not None:
         say(
             'encoder: %s, %.4g million parameters, frozen, %.3g GFLOP a sample, %s',
@@ -119,7 +120,7 @@ class TrainLog:
         empty: metrics.TrainMetrics,
         start: int = 0,
         data: 'TrainingData | None' = None,
-        epoch: Callable[[int], float | None] = lambda step: None,
+        progress: Callable[[int], dict[str, float]] = lambda step: {},
         flops: int = 0,
         way_back: Callable[[int], str] = lambda step: 'Start afresh',
     ):
@@ -132,7 +133,7 @@ class TrainLog:
             empty: Metrics of zero steps, on the devices of the steps' metrics.
             start: The step before the first one.
             data: Tells what has been read; None if nothing counts it.
-            epoch: Function that returns the passes over the data up to a step.
+            progress: Function that returns scalars of the passes over the data up to a step.
             flops: FLOPs to train on one sample; 0 if unknown.
             way_back: Function that returns advice for going back to before a bad step.
         """
@@ -142,7 +143,7 @@ class TrainLog:
         self._writer = writer
         self._config = config
         self._data = data
-        self._epoch = epoch
+        self._progress = progress
         self._flops = flops
         self._way_back = way_back
         self._console = Console(start, config.num_steps)
@@ -216,9 +217,7 @@ class TrainLog:
 
     def _moment(self, step: int, rate: float | None) -> dict[str, float]:
         """Scalars of this moment, and those that follow from the samples a second."""
-        scalars: dict[str, float] = {}
-        if (epoch := self._epoch(step)) is not None:
-            scalars['train/epoch'] = epoch
+        scalars = self._progress(step)
         if rate and self._flops:
             flops = self._flops * rate / jax.device_count()
             scalars['device/tflops_per_chip'] = flops / 1e12

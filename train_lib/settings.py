@@ -98,13 +98,14 @@ _RULES = {
     'requeue_status': _Rule('from 0 to 255, an exit status', lambda x: 0 <= x <= 255),
 }
 
-DATA_SET = 'data.dir'  # of `changeable` the one whose value a run replaces by what is in the folder
+# Of `changeable` those whose values a run replaces by what is in the folders.
+DATA_SET, MIX = 'data.dir', 'data.mix'
 
 # Fields that decide what a step computes and which records it sees. The text encoder, the model
 # and the optimizer are in the identity of a run (`data.TrainingData`) and cannot be changed.
 _CHANGEABLE = re.compile(
     'seed|batch_size|num_steps|ema_decay|model.dtype|flow.*|optimizer.(?!name).*|'
-    'data.(dir|text|chunk|lanes|window|caption_dropout)'
+    'data.(dir|mix|stages|text|chunk|lanes|window|caption_dropout)'
 )
 
 
@@ -120,8 +121,13 @@ def check(config: ml_collections.ConfigDict, *, needs_data: bool = True) -> None
     """
     fields = flatten(config.to_dict())
     for name, rule in _RULES.items():
-        if not rule.holds(fields[name]) and (needs_data or name != 'data.dir'):
+        is_needed = name != DATA_SET or (needs_data and not fields[MIX])
+        if is_needed and not rule.holds(fields[name]):
             raise ValueError(f'{name}={fields[name]!r}: expected {rule.expected}')
+    if fields[MIX] and fields[DATA_SET]:
+        raise ValueError(f'data.mix and data.dir={fields[DATA_SET]!r}: expected one of them')
+    if fields['data.stages'] and not fields[MIX]:
+        raise ValueError(f'data.stages={fields["data.stages"]!r}: expected none without data.mix')
     low, high = config.preview.guidance_low, config.preview.guidance_high
     if low >= high:
         raise ValueError(

@@ -147,7 +147,7 @@ def train(setup: Setup, verbose: bool = False) -> tuple[TrainState, bool]:
                 empty=empty,
                 start=start,
                 data=setup.data,
-                epoch=lambda step: setup.data.epoch(beginning.sample_at(step)),
+                progress=lambda step: setup.data.progress(beginning.position_at(step)),
                 flops=program.flops(setup.data.facts.max_tokens),
                 way_back=functools.partial(checkpoint.way_back, manager),
             ) as log,
@@ -202,7 +202,7 @@ def _train(
     step = run.start
     # Whether all hooks due at this step have been called and nobody has asked to stop.
     complete = not interrupted or _call_hooks(run, step, state, stop)
-    batches = run.data.train_batches(run.beginning.sample_at(step))
+    batches = run.data.train_batches(run.beginning.position_at(step))
     while complete and step < run.config.num_steps:
         step += 1
         with run.log.clock.waiting_for_data():
@@ -232,15 +232,20 @@ def _train(
 
 
 def _evaluate(run: Run, step: int, state: TrainState) -> str:
-    """Writes the mean loss of the validation split, at fixed noise and times."""
-    merged = None
-    for batch in run.data.eval_batches():
-        update = run.program.eval_step(state.ema_params, batch)
-        merged = update if merged is None else metrics.merge(merged, update)
-    means = jax.device_get(merged).compute()
-    scalars = {f'eval/{name}': float(x) for name, x in means.items() if not math.isnan(x)}
-    run.writer.write_scalars(step, scalars)
-    return f'loss {scalars["eval/loss"]:.4f}' if 'eval/loss' in scalars else 'no finite loss'
+    """Writes the mean loss of the validation splits, at fixed noise and times; of each its own."""
+    found: dict[str, metrics.EvalMetrics] = {}
+    for source in run.data.sources:
+        for batch in run.data.eval_batches(source):
+            update, known = run.program.eval_step(state.ema_params, batch), found.get(source.name)
+            found[source.name] = update if known is None else metrics.merge(known, update)
+    means = jax.device_get(functools.reduce(metrics.merge, found.values())).compute()
+    scalars = {f'eval/{name}': float(x) for name, x in means.items()}
+    if len(found) > 1:
+        losses = {name: jax.device_get(x).compute()['loss'] for name, x in found.items()}
+        scalars |= {f'eval/loss/{name}': float(x) for name, x in losses.items()}
+    run.writer.write_scalars(step, {n: x for n, x in scalars.items() if not math.isnan(x)})
+    loss = scalars['eval/loss']
+    return 'no finite loss' if math.isnan(loss) else f'loss {loss:.4f}'
 
 
 def _preview(run: Run, step: int, state: TrainState) -> str:

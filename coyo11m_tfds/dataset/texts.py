@@ -12,7 +12,7 @@ one model can read all of them: embeddings of one encoder, or tokens of one voca
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self, cast
 
 import numpy as np
@@ -193,18 +193,24 @@ class Chosen:
         return max(limits) if all(limits) else 0
 
     def mean_and_std(self) -> tuple[np.ndarray, np.ndarray]:
-        """Those of the mixture, float64 `(size,)`; of tokens `(0,)`.
+        """Those of the mixture, float64 `(size,)`; of tokens `(0,)`."""
+        return mixed([x.mean for x in self.texts], [x.std for x in self.texts], self.weights)
 
-        With p the share of each text, the mean is sum(p * mean) and the variance
-        sum(p * (std**2 + (mean - mean of the mixture)**2)).
-        """
-        if len(self.texts) == 1:
-            return self.texts[0].mean, self.texts[0].std
-        share = np.array(self.weights)[:, None] / sum(self.weights)
-        means = np.stack([text.mean for text in self.texts])
-        variances = np.stack([text.std for text in self.texts]) ** 2
-        mean = (share * means).sum(axis=0)
-        return mean, np.sqrt((share * (variances + (means - mean) ** 2)).sum(axis=0))
+
+def mixed(
+    means: Sequence[np.ndarray], stds: Sequence[np.ndarray], weights: Sequence[float]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation of a mixture, float64 `(n,)`, of those of its parts.
+
+    With p the share of each part, the mean is sum(p * mean) and the variance
+    sum(p * (std**2 + (mean - mean of the mixture)**2)).
+    """
+    if len(means) == 1:
+        return means[0], stds[0]
+    share = np.array(weights, np.float64)[:, None] / sum(weights)
+    mean = (share * np.stack(means)).sum(axis=0)
+    variances = np.stack(stds) ** 2
+    return mean, np.sqrt((share * (variances + (np.stack(means) - mean) ** 2)).sum(axis=0))
 
 
 def choose(

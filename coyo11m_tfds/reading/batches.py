@@ -1,8 +1,8 @@
 """Batches on the host: an iterator that reads ahead and knows its position, contents and share.
 
-batches = Batches(read, Place(start=0, each=16, order='9f3a...'), spec, 29687.5, (0, 1), ahead=2)
+batches = Batches(read, place, spec, 29687.5, (0, 1), ahead=2)
 next(batches)['latents']
-state = batches.get_state()         # {'samples': 16, 'order': '9f3a...'}
+state = batches.get_state()         # {'step': 1, 'samples': {'9f3a...': 16}}
 batches.set_state(state)
 """
 
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import numpy as np
 
 from coyo11m_tfds.reading import memory
+from coyo11m_tfds.reading.mixture import Place
 
 T = TypeVar('T')
 
@@ -31,22 +32,6 @@ class ArraySpec(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: np.dtype
-
-
-class Place(NamedTuple):
-    """Position at which a sequence of batches starts.
-
-    Attributes:
-        start: Samples before the first batch: in each lane or, in evaluation, over all processes.
-        each: Samples of a batch, counted in the same way.
-        order: Digest of the data set and the settings of the order.
-        stride: The sequence has only every `stride`-th batch.
-    """
-
-    start: int
-    each: int
-    order: str
-    stride: int = 1
 
 
 class Ahead(Iterator[T]):
@@ -128,26 +113,25 @@ class Resumable(Ahead[T]):
     """An iterator over a sequence of batches that can start at any position."""
 
     def __init__(
-        self, read: Callable[[int], Iterator[T]], place: Place, ahead: int, thread_name: str
+        self, read: Callable[[Place], Iterator[T]], place: Place, ahead: int, thread_name: str
     ):
-        """Takes what reads from a number of samples on, and how many batches are kept ready."""
+        """Takes what reads from a place on, and how many batches are kept ready."""
         self._read, self._begun = read, place
-        super().__init__(read(place.start), ahead, thread_name)
+        super().__init__(read(place), ahead, thread_name)
 
     @property
     def place(self) -> Place:
         """Where the next batch begins."""
-        samples = self._begun.start + self._given * self._begun.stride * self._begun.each
-        return self._begun._replace(start=samples)
+        return self._begun.after(self._given)
 
     @property
     def step(self) -> int:
         """How many batches come before the next one, from the beginning of the data on."""
-        return self.place.start // self._begun.each
+        return self.place.position.step
 
-    def get_state(self) -> dict[str, int | str]:
-        """The place of the next batch: samples, and a digest of the data set and the order."""
-        return {'samples': self.place.start, 'order': self._begun.order}
+    def get_state(self) -> dict[str, Any]:
+        """The place of the next batch: its step, and each source's digest with its samples."""
+        return self.place.state()
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continues where `get_state` was called, with any number of processes.
@@ -155,20 +139,12 @@ class Resumable(Ahead[T]):
         Raises:
             ValueError: The state is none, or of another data set, split or order.
         """
-        samples, order = state.get('samples'), state.get('order')
-        if not isinstance(samples, int) or samples < 0 or order != self._begun.order:
-            raise ValueError(
-                f'{dict(state)} is not a state of these batches, whose order is '
-                f'{self._begun.order!r}: expected one of the same data set, split, seed, chunk, '
-                'lanes and window.'
-            )
-        self.go_to(samples)
+        self.go_to(self._begun.at(state))
 
-    def go_to(self, samples: int) -> None:
-        """Continues after so many samples of every lane, when what is under way has ended."""
+    def go_to(self, place: Place) -> None:
+        """Continues at another place, when what is under way has ended."""
         self.close()
         self._thread.shutdown()
-        place = self._begun._replace(start=samples)
         Resumable.__init__(self, self._read, place, self._count, self._thread_name)
 
 
@@ -185,7 +161,7 @@ class Batches(Resumable[Batch]):
 
     def __init__(
         self,
-        read: Callable[[int], Iterator[Batch]],
+        read: Callable[[Place], Iterator[Batch]],
         place: Place,
         spec: Mapping[str, ArraySpec],
         steps_per_epoch: float,

@@ -1,6 +1,6 @@
 """Reads a split with a chunk index: by rows of mapped files, or by chunks that are fetched.
 
-    opened = engines.open_split(stored, 'train', 'auto')     # None without a chunk index
+    opened = engines.open_sources(asked)                     # None without a chunk index
     batches = engines.train_batches(Training(data=path, batch_size=256, ...), opened)
     batches = engines.eval_batches(Reading(data=path, batch_size=256, ...), opened)
 
@@ -11,12 +11,16 @@ that the disk reads them in advance.
 By chunks, a block of batches is filled chunk by chunk. One request fetches a chunk. Its records are
 found, compared with their checksums and gathered as in mapped files, and its bytes are dropped.
 While the loop uses one block, the next one is filled.
+
+Each source of a mixture is read in one of these ways, by its own sequence. A batch is put together
+from the parts of its sources: by rows, one call gathers the values of all of them.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -28,10 +32,12 @@ from coyo11m_tfds.dataset import texts
 from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.dataset.stored_dataset import IndexedSplit, StoredDataset
 from coyo11m_tfds.reading import damage, memory, process_settings
-from coyo11m_tfds.reading.batches import Ahead, ArraySpec, Batch, Batches, Place
+from coyo11m_tfds.reading.batches import MASK, Ahead, ArraySpec, Batch, Batches
 from coyo11m_tfds.reading.column_reader import ColumnReader, open_column
 from coyo11m_tfds.reading.damage import BadRecords
 from coyo11m_tfds.reading.files import MAX_FILES, FetchedFiles, Range, ReadCounter
+from coyo11m_tfds.reading.filters import Kept
+from coyo11m_tfds.reading.mixture import Place, Position, Rule, Stage
 from coyo11m_tfds.reading.order import (
     Block,
     Order,
@@ -41,8 +47,16 @@ from coyo11m_tfds.reading.order import (
     own_lanes,
     train_blocks,
 )
-from coyo11m_tfds.reading.row_reader import RowChoices, RowReader
+from coyo11m_tfds.reading.row_reader import (
+    InMemory,
+    Part,
+    RowChoices,
+    RowReader,
+    gathered,
+    join_places,
+)
 from coyo11m_tfds.reading.settings import AUTO, CHUNKS, ROWS, TF_DATA, Reading, Training
+from coyo11m_tfds.reading.sources import Source, check_latents, choose_texts
 from coyo11m_tfds.storage import json_digest
 
 # Bytes of a long caption as an object of Python, with its place in the array.
@@ -54,6 +68,9 @@ _ATTEMPTS = 3
 # At least so many records of chunks are gathered together, so that NumPy's calls cost little.
 _GROUP_RECORDS = 1024
 
+# How keys are read that a condition compares.
+_KEYS_CHUNK, _KEYS_IN_FLIGHT = 256, 16
+
 # The ranges of files that hold the values of its records; the first one has the records.
 _Chunk = tuple[Range, ...]
 
@@ -63,6 +80,23 @@ class Opened(NamedTuple):
 
     split: IndexedSplit
     engine: str
+
+
+def open_sources(asked: Reading) -> list[Opened] | None:
+    """The split of each source; None for a single one without a chunk index.
+
+    Raises:
+        ValueError: As of `open_split`; or one of several, or one with a condition, has no index.
+        OSError: A chunk index cannot be read.
+    """
+    found = [open_split(x.stored, asked.split, asked.engine) for x in asked.sources]
+    if opened := [x for x in found if x]:
+        if len(opened) == len(found):
+            return opened
+    elif len(found) == 1 and not asked.source.where:
+        return None
+    without = asked.sources[found.index(None)].stored.folder
+    raise ValueError(f'{without}: has no chunk index, and so can be neither mixed nor filtered')
 
 
 def open_split(stored: StoredDataset, name: str, engine: str) -> Opened | None:
@@ -86,12 +120,109 @@ def open_split(stored: StoredDataset, name: str, engine: str) -> Opened | None:
     return Opened(split, engine)
 
 
+def kept_records(source: Source, split: str) -> Kept | None:
+    """The records of a split that a source's condition keeps; None for all."""
+
+    def keys(at_once: int) -> Iterator[np.ndarray]:
+        asked = Reading(
+            data=source.stored,
+            batch_size=at_once,
+            features=(schema.KEY,),
+            process_index=0,
+            process_count=1,
+            split=split,
+            chunk=_KEYS_CHUNK,
+            on_bad_records=damage.STOP,
+            max_bad_fraction=0.0,
+            counter=None,
+            parallel_reads=_KEYS_IN_FLIGHT,
+            prefetch=1,
+            engine=AUTO,
+            verify=damage.ALWAYS,
+            text='',
+        )
+        opened = open_sources(asked)
+        assert opened, 'a source with a condition has a chunk index'
+        for batch in EvalReader(asked, opened[0]).read():
+            yield batch[schema.KEY][batch[MASK]]
+
+    return source.kept(split, keys)
+
+
 # --- Batches that know their place ---------------------------------------------------------------
 
 
-def position(stored: StoredDataset, settings: OrderSettings, split: str) -> dict[str, str | int]:
+class Plan(NamedTuple):
+    """What training reads of its sources.
+
+    Attributes:
+        sources: The sources.
+        orders: Order of the samples of each; None for a single one without a chunk index.
+        place: Place of the first batch.
+        steps_per_epoch: Batches with as many samples as all sources have; NaN if that is unknown.
+    """
+
+    sources: tuple[Source, ...]
+    orders: tuple[Order, ...] | None
+    place: Place
+    steps_per_epoch: float
+
+
+def plan(
+    sources: tuple[Source, ...],
+    settings: OrderSettings,
+    batch_size: int,
+    split: str,
+    stages: Sequence[Mapping[str, Any]] = (),
+) -> Plan:
+    """Plans the training samples from the first batch on; reads what conditions compare.
+
+    Raises:
+        ValueError: Settings do not fit each other or the data sets.
+        OSError: A chunk index or a column cannot be read.
+    """
+    found = [x.stored.split(split) for x in sources]
+    orders = None
+    if all(found):
+        orders = tuple(
+            _order(source, split, of_source.index.shard_lengths, settings)
+            for source, of_source in zip(sources, found, strict=True)
+            if of_source
+        )
+    check_latents(sources)
+    rule = Rule(
+        max(1, batch_size // settings.lanes),
+        [x.weight for x in sources],
+        stages,
+        [_shape_and_dtype(x) for x in sources] if len(sources) > 1 else [()],
+        [x.name for x in sources],
+    )
+    digests = tuple(order_digest(position(x, settings, split)) for x in sources)
+    place = Place(Position(0, (0,) * len(sources)), rule, digests)
+    alone = sources[0].stored.splits.get(split)
+    samples = alone.num_records // settings.lanes if alone else math.nan
+    if orders:
+        samples = sum(x.lane_length for x in orders)
+    return Plan(sources, orders, place, samples / rule.each)
+
+
+def _shape_and_dtype(source: Source) -> tuple[str, tuple[int, ...]]:
+    """Those of one crop."""
+    dtype, shape = source.stored.latents
+    return dtype, shape[1:]
+
+
+def _order(source: Source, split: str, shard_lengths: np.ndarray, settings: OrderSettings) -> Order:
+    kept = kept_records(source, split)
+    try:
+        return Order(shard_lengths, settings, kept)
+    except ValueError as error:
+        raise ValueError(f'{source.stored.folder}: {error}') from error
+
+
+def position(source: Source, settings: OrderSettings, split: str) -> dict[str, str | int]:
     """`input_pipeline.position_settings`."""
-    return {'data_set': stored.identity(split), **dataclasses.asdict(settings)}
+    return {**source.identity(split), **dataclasses.asdict(settings)}
 
 
 def order_digest(position: Mapping[str, str | int]) -> str:
@@ -99,40 +230,42 @@ def order_digest(position: Mapping[str, str | int]) -> str:
     return json_digest.sha256(dict(position))[:16]
 
 
-def train_batches(asked: Training, opened: Opened) -> Batches:
+def plan_training(asked: Training) -> Plan:
+    """The plan from the first batch that is asked for on."""
+    found = plan(asked.sources, asked.order, asked.batch_size, asked.split, asked.stages)
+    place = found.place if asked.start is None else found.place.at(asked.start)
+    place = place.after(asked.start_step)._replace(stride=asked.stride)
+    return found._replace(place=place)
+
+
+def train_batches(asked: Training, opened: Sequence[Opened]) -> Batches:
     """`input_pipeline.train_batches`."""
     reader = TrainReader(asked, opened)
     lanes = own_lanes(asked.lanes, *asked.process)
 
-    def read(start: int) -> Iterator[Batch]:
-        return reader.read(lanes, asked.each, start, asked.stride)
+    def read(place: Place) -> Iterator[Batch]:
+        return reader.read(lanes, place)
 
-    spec = reader.spec(asked.local_size)
-    need = None
-    if opened.engine == CHUNKS:
-        need = memory.Need(
-            lanes=len(lanes),
-            window=reader.order.window,
-            in_flight=asked.parallel_reads * asked.chunk,
-            rows_ready=(asked.batches_ahead + 1) * asked.local_size,
-            row_nbytes=sum(_row_nbytes(*x) for x in reader.spec(1).values()),
-            raw_nbytes=reader.raw_nbytes,
-        )
-    return training(asked, spec, read, need)
+    return training(asked, reader.plan, reader.spec(asked.local_size), read, reader.memory_need)
 
 
 def training(
     asked: Training,
+    plan: Plan,
     spec: Mapping[str, ArraySpec],
-    read: Callable[[int], Iterator[Batch]],
+    read: Callable[[Place], Iterator[Batch]],
     need: memory.Need | None = None,
 ) -> Batches:
-    """Training batches that `read` gives from so many samples of every lane on."""
-    digest = order_digest(position(asked.stored, asked.order, asked.split))
-    place = Place(asked.start, asked.each, digest, asked.stride)
-    split = asked.stored.splits.get(asked.split)
-    steps = split.num_records // asked.lanes / asked.each if split else math.nan
-    return Batches(read, place, spec, steps, asked.process, asked.batches_ahead, need)
+    """Training batches that `read` gives from a place on."""
+    return Batches(
+        read,
+        plan.place,
+        spec,
+        plan.steps_per_epoch,
+        asked.process,
+        asked.batches_ahead,
+        need,
+    )
 
 
 def eval_batches(asked: Reading, opened: Opened) -> Batches:
@@ -151,10 +284,11 @@ def evaluation(
 
     The samples of a state are those of all processes.
     """
-    parts = [asked.stored.identity(asked.split), asked.batch_size, asked.process_count]
-    place = Place(0, asked.batch_size, json_digest.sha256(parts)[:16])
+    parts = [asked.source.identity(asked.split), asked.batch_size, asked.process_count]
+    digest = json_digest.sha256(parts)[:16]
+    place = Place(Position(0, (0,)), Rule(asked.batch_size), (digest,))
     return Batches(
-        lambda samples: read(samples // asked.batch_size),
+        lambda place: read(place.position.step),
         place,
         spec,
         num_batches,
@@ -183,7 +317,7 @@ class _SplitReader:
         self._choices = RowChoices(
             tuple(asked.features),
             stored_rows(stored) | of_columns,
-            text=text if text.in_columns else None,
+            text=text if text.in_columns or text.size > text.texts[0].size else None,
             **choices,
         )
         stored.check_features(sorted(self._choices.in_records))
@@ -203,7 +337,7 @@ class _SplitReader:
         """Shape and dtype of each array in batches of `size` rows."""
         return self._choices.spec(size)
 
-    def _read(self, blocks: Iterator[Block], in_flight: int) -> Iterator[Batch]:
+    def _read(self, blocks: Iterator[Block], in_flight: int) -> Iterator[Part]:
         """The batches of all blocks, one after the other; so many chunks come at a time."""
         split, counter = self._split, self._asked.counter
         if self._mapped:
@@ -225,39 +359,185 @@ class _SplitReader:
         )
 
 
-class TrainReader(_SplitReader):
-    """Reads samples of lanes in the planned order.
+class _SourceReader(_SplitReader):
+    """Reads samples of lanes of one source in the planned order.
 
     Attributes:
         order: Order of the samples.
     """
 
-    def __init__(self, asked: Training, opened: Opened):
+    def __init__(self, asked: Training, opened: Opened, order: Order, text: texts.Chosen):
         """Raises a ValueError for settings that do not fit each other or the data set."""
-        check_share(asked.batch_size, *asked.process, asked.lanes)
-        self.order = Order(opened.split.index.shard_lengths, asked.order)
-        self.order.locate(asked.start)
+        self.order = order
         super().__init__(
             asked,
             opened,
-            asked.stored.choose_texts(asked.text),
+            text,
             seed=asked.seed,
             caption_dropout=asked.caption_dropout,
             with_mask=asked.on_bad_records == damage.SKIP,
         )
 
-    def read(self, lanes: range, each: int, start: int, stride: int = 1) -> Iterator[Batch]:
+    @property
+    def is_mapped(self) -> bool:
+        """True if it needs no memory for windows."""
+        return self._mapped is not None
+
+    def read(
+        self, lanes: range, each: int, start: int, stride: int, parallel_reads: int
+    ) -> Iterator[Part]:
         """Some lanes' part of every `stride`-th batch, without end.
 
         A batch takes `each` samples of every lane; there are `start` samples before the first.
         """
         asked = self._asked
-        in_flight = len(lanes) * asked.parallel_reads
+        in_flight = len(lanes) * parallel_reads
         # Lanes that are read apart all plan a block before the first batch.
         is_whole = len(lanes) == self.order.settings.lanes // asked.process_count
         block_rows = 0 if self._mapped and is_whole else in_flight * asked.chunk
         blocks = train_blocks(self.order, lanes, each, start, stride, block_rows)
         return self._read(blocks, in_flight)
+
+
+class TrainReader:
+    """Reads samples of lanes of all sources.
+
+    Attributes:
+        plan: What is read.
+    """
+
+    def __init__(self, asked: Training, opened: Sequence[Opened]):
+        """Raises a ValueError for settings that do not fit each other or the data sets."""
+        check_share(asked.batch_size, *asked.process, asked.lanes)
+        self.plan, self._asked = plan_training(asked), asked
+        orders = self.plan.orders
+        assert orders is not None, 'what is opened has a chunk index'
+        chosen = choose_texts(asked.sources, asked.text)
+        self._readers = [
+            _SourceReader(asked.alone(source), *reads)
+            for source, reads in zip(
+                asked.sources, zip(opened, orders, chosen, strict=True), strict=True
+            )
+        ]
+        self._check_specs()
+        for line in self.plan.place.rule.told if len(chosen) > 1 else ():
+            logging.info('mixture: %s', line)
+
+    @property
+    def has_one_shape(self) -> bool:
+        """True if all batches have the same shapes and dtypes."""
+        specs = [x.spec(1) for x in self._readers]
+        return all(x == specs[0] for x in specs)
+
+    @property
+    def memory_need(self) -> memory.Need | None:
+        """The memory that reading takes; None where that is little."""
+        asked, readers = self._asked, [x for x in self._readers if not x.is_mapped]
+        if not readers:
+            return None
+        of_rows = [_row_nbytes(*x) for reader in readers for x in reader.spec(1).values()]
+        return memory.Need(
+            lanes=asked.lanes // asked.process_count,
+            window=max(x.order.window for x in readers),
+            in_flight=asked.parallel_reads * asked.chunk,
+            rows_ready=(asked.batches_ahead + 1) * asked.local_size,
+            row_nbytes=sum(of_rows),
+            raw_nbytes=sum(x.raw_nbytes for x in readers),
+        )
+
+    def spec(self, size: int) -> dict[str, ArraySpec]:
+        """Shape and dtype of each array in batches of `size` rows, of the first source's shape."""
+        return self._readers[0].spec(size)
+
+    def read(self, lanes: range, place: Place, together: int = 0) -> Iterator[Batch]:
+        """Some lanes' part of the batches from a place on, without end.
+
+        With `together`, the samples of one lane for so many steps come as one batch.
+        """
+        while True:
+            stage = place.rule.stage(place.position.step)
+            yield from self._read_stage(lanes, place, stage, together)
+            place = place.after(int(-(-(stage.end - place.position.step) // place.stride)))
+
+    def _read_stage(
+        self, lanes: range, place: Place, stage: Stage, together: int
+    ) -> Iterator[Batch]:
+        """The batches up to the end of the stage."""
+        shapes = sorted(set(stage.cycle.tolist()))
+        stride = place.stride if len(shapes) == 1 else 1
+        steps = {x: self._steps(lanes, place, stage, x, stride, together) for x in shapes}
+        first = at = place.position.step
+        while at < stage.end:
+            batch = next(steps[stage.shape(at)])
+            # Of several shapes, batches that are not wanted are found, but not gathered.
+            if stride == place.stride or (at - first) % place.stride == 0:
+                yield batch(stage.end - at)
+            at += stride * max(1, together)
+
+    def _steps(
+        self, lanes: range, place: Place, stage: Stage, shape: int, stride: int, together: int
+    ) -> Iterator[Callable[[float], Batch]]:
+        """What gives the batches of a shape, in turn, for so many steps at most."""
+        members = stage.members(shape)
+        # Several steps of a source are found at once, so that NumPy's calls cost as little as in
+        # batches of one source.
+        at_once = together or (len(members) if stride == 1 else 1)
+        samples = place.position.samples
+        parallel = self._asked.parallel_reads
+        streams = [
+            self._readers[i].read(
+                lanes,
+                stage.counts[i] * at_once,
+                samples[i],
+                stride,
+                -(-parallel * stage.counts[i] // place.rule.each),
+            )
+            for i in members
+        ]
+        for parts in zip(*streams, strict=True):
+            if len(members) == at_once == 1:
+                yield functools.partial(_whole, parts[0])
+                continue
+            split: list[Part] = [
+                {name: x.reshape(len(lanes), at_once, -1, *x.shape[1:]) for name, x in part.items()}
+                for part in parts
+            ]
+            for first in range(0, at_once, together or 1):
+                yield functools.partial(_join, split, first, together or 1)
+
+    def _check_specs(self) -> None:
+        """Raises a ValueError if sources have columns of other shapes or dtypes."""
+        specs = [reader.spec(1) for reader in self._readers]
+        for source, spec in zip(self.plan.sources, specs, strict=True):
+            for name, found in spec.items():
+                if name != schema.LATENTS and found != specs[0][name]:
+                    raise ValueError(
+                        f'{source.stored.folder}: {name!r} is {found.dtype} {found.shape[1:]}, '
+                        f'expected {specs[0][name].dtype} {specs[0][name].shape[1:]} as in '
+                        f'{self.plan.sources[0].stored.folder}'
+                    )
+
+
+def _whole(part: Part, limit: float) -> Batch:
+    return {name: gathered(x) for name, x in part.items()}
+
+
+def _join(parts: list[Part], first: int, count: int, limit: float) -> Batch:
+    """Some steps of all sources; a part is `(lanes, steps, samples, ...)`.
+
+    In a batch come lane after lane and, of a lane, source after source.
+    """
+    some = slice(first, first + int(min(count, limit)))
+    batch = {}
+    for name in parts[0]:
+        values = [part[name][:, some] for part in parts]
+        places = [x for x in values if isinstance(x, InMemory)]
+        if len(places) == len(values):
+            joined: np.ndarray | InMemory = join_places(places)
+        else:
+            joined = np.concatenate([gathered(x) for x in values], axis=2)
+        batch[name] = gathered(joined.reshape(-1, *joined.shape[3:]))
+    return batch
 
 
 class EvalReader(_SplitReader):
@@ -269,8 +549,11 @@ class EvalReader(_SplitReader):
 
     def __init__(self, asked: Reading, opened: Opened):
         """Raises a ValueError for settings that do not fit each other, and for an empty split."""
+        asked = asked.alone(asked.source)
         check_share(asked.batch_size, *asked.process)
-        self._lengths = opened.split.index.shard_lengths
+        self._kept = kept_records(asked.source, asked.split)
+        lengths = opened.split.index.shard_lengths
+        self._lengths = lengths if self._kept is None else self._kept.lengths
         size = int(self._lengths.sum())
         if not size:
             raise ValueError(f'{asked.stored.folder}: split {asked.split!r} is empty')
@@ -284,13 +567,13 @@ class EvalReader(_SplitReader):
         """Returns the batches after the first `start`, with rows of zeros to fill the last ones."""
         size = self._asked.local_size
         own = self._own[start * size :]
-        blocks = eval_blocks(self._lengths, own.start, own.stop, size)
+        blocks = eval_blocks(self._lengths, own.start, own.stop, size, self._kept)
         blank = {name: np.zeros(*spec) for name, spec in self.spec(0).items()}
         batches = itertools.chain(
             self._read(blocks, self._asked.parallel_reads), itertools.repeat(blank)
         )
         for batch in itertools.islice(batches, self.num_batches - start):
-            yield {name: _filled_up(x, size) for name, x in batch.items()}
+            yield {name: _filled_up(gathered(x), size) for name, x in batch.items()}
 
 
 def stored_rows(stored: StoredDataset) -> dict[str, ArraySpec]:
@@ -336,7 +619,7 @@ def _check_text(folder: str, text: texts.Chosen, asked: Reading) -> None:
 
 def _read_rows(
     reader: RowReader, blocks: Iterator[Block], counter: ReadCounter | None
-) -> Iterator[Batch]:
+) -> Iterator[Part]:
     block = next(blocks, None)
     if block is not None:
         for run in reader.prefetch(block.shard.ravel(), block.record.ravel()):
@@ -456,7 +739,7 @@ class _ChunkReader:
             if good.all():
                 path = self._files.path_of(damaged[0][0][0])
                 logging.warning('%s: a read failed and succeeded when tried again.', path)
-        return self._reader.read(found, good)
+        return {name: gathered(x) for name, x in self._reader.read(found, good).items()}
 
 
 def _ranges(chunks: Iterable[_Chunk]) -> Iterator[Range]:

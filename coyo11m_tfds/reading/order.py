@@ -17,6 +17,8 @@ Sample k of lane l is a pure function of `(seed, l, k)` and the lengths of the s
 5. The crop, the text of several, and whether the text is dropped come from hashes of
    `(seed, e, key)`.
 
+Where a condition keeps some of the records, the order is that of a data set that has only these.
+
 Batch s of B samples takes samples s*B/L to (s+1)*B/L of every lane, in lane order; it may span the
 end of an epoch. Process p of P owns the lanes `[p*L/P, (p+1)*L/P)`. So the sequence does not depend
 on B and P, and a position in the data is one number, the samples of each lane. Each epoch leaves
@@ -34,6 +36,7 @@ import numpy as np
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.keyed_random import Permutation, derive, splitmix64
+from coyo11m_tfds.reading.filters import Kept
 
 # The first number hashed after the seed, one for each purpose.
 CHUNKS, WINDOWS, CROP, DROP, TEXT, ROTATION = range(6)
@@ -90,20 +93,26 @@ class Order:
     records in 190,000 shards take 0.03 s and 16 MB.
 
     Attributes:
-        shard_lengths: Records in each shard, int64 `(num_shards,)`.
+        shard_lengths: Records in each shard that are kept, int64 `(num_shards,)`.
         settings: Settings of the order.
         num_records: N, in all shards.
         lane_length: M, samples of a lane in an epoch.
         window: Records shuffled together, at most `lane_length`.
     """
 
-    def __init__(self, shard_lengths: Sequence[int] | np.ndarray, settings: OrderSettings):
-        """Takes the records in each shard.
+    def __init__(
+        self,
+        shard_lengths: Sequence[int] | np.ndarray,
+        settings: OrderSettings,
+        kept: Kept | None = None,
+    ):
+        """Takes the records in each shard, and those that are kept; None for all.
 
         Raises:
             ValueError: There are fewer records than lanes; the message names a number that works.
         """
-        self.shard_lengths = np.asarray(shard_lengths, np.int64)
+        self.shard_lengths = np.asarray(shard_lengths if kept is None else kept.lengths, np.int64)
+        self._kept = kept
         self.settings = settings
         self.num_records = int(self.shard_lengths.sum())
         self.lane_length = self.num_records // settings.lanes
@@ -156,7 +165,8 @@ class Order:
         place = window[:, None] * self.window + self._permuted(epoch, lane, window)
         skipped = first - window[0] * self.window
         place = place.reshape(len(lanes), -1)[:, skipped : skipped + end - begin]
-        return self._stream(epoch).find(lane * self.lane_length + place)
+        shard, number = self._stream(epoch).find(lane * self.lane_length + place)
+        return shard, number if self._kept is None else self._kept.find(shard, number)
 
     def _permuted(self, epoch: int, lane: np.ndarray, window: np.ndarray) -> np.ndarray:
         """The permutation of each window of each lane; int64 `(lanes, windows, self.window)`.
@@ -344,8 +354,13 @@ def _train_block(order: Order, lanes: range, start: int, each: int, batches: ran
     return Block(rows(epoch), rows(found.shard), rows(found.record))
 
 
-def eval_blocks(shard_lengths: np.ndarray, begin: int, end: int, batch: int) -> Iterator[Block]:
-    """Records `[begin, end)`, counted over all shards, in batches; the last may be short."""
+def eval_blocks(
+    shard_lengths: np.ndarray, begin: int, end: int, batch: int, kept: Kept | None = None
+) -> Iterator[Block]:
+    """Records `[begin, end)`, counted over all shards, in batches; the last may be short.
+
+    With `kept`, these are numbers of kept records, and `shard_lengths` those of `kept`.
+    """
     ends = np.cumsum(shard_lengths)
     whole = begin + (end - begin) // batch * batch
     each = max(1, _BLOCK_ROWS // batch) * batch
@@ -354,4 +369,6 @@ def eval_blocks(shard_lengths: np.ndarray, begin: int, end: int, batch: int) -> 
             number = np.arange(start, stop).reshape(-1, min(batch, stop - start))
             shard = np.searchsorted(ends, number, side='right')
             record = number - np.where(shard > 0, ends[shard - 1], 0)
+            if kept is not None:
+                record = kept.find(shard, record)
             yield Block(np.zeros_like(number), shard, record)

@@ -4,7 +4,7 @@
     reader = RowReader(split, choices, stored.record_layout, verify='once', ...)
     rows = reader.find(epoch, shard, record)          # of many batches at once
     some = rows.part(slice(0, 256))
-    batch = reader.read(some, reader.check(some))     # dict(key=(256,), latents=(256, 4, 32, 32))
+    part = reader.read(some, reader.check(some))      # dict(key=(256,), latents=(256, 4, 32, 32))
 
 The places of rows are found for a block of batches at a time. A batch then takes a few calls of
 NumPy, which copy only the values that the caller asks for. The rest of a record is read only to
@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -31,7 +31,7 @@ from coyo11m_tfds.dataset.records import RecordLayout
 from coyo11m_tfds.dataset.stored_dataset import IndexedSplit
 from coyo11m_tfds.dataset.texts import Chosen
 from coyo11m_tfds.reading import damage, order
-from coyo11m_tfds.reading.batches import DROP_TEXT, MASK, ArraySpec, Batch
+from coyo11m_tfds.reading.batches import DROP_TEXT, MASK, ArraySpec
 from coyo11m_tfds.reading.column_reader import ColumnReader
 from coyo11m_tfds.reading.damage import BadRecords
 from coyo11m_tfds.reading.files import FetchedFiles, MappedFiles, Memory
@@ -135,6 +135,62 @@ class Rows(NamedTuple):
         return Rows(*arrays, {name: x[some] for name, x in self.places.items()})  # type: ignore
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class InMemory:
+    """Values of one shape and dtype that lie in memory, to be gathered together with others.
+
+    Attributes:
+        places: Address of each, int64 of any shape.
+        row: Shape and dtype of each.
+        memory: Memory that they lie in.
+        held: Keeps them there.
+    """
+
+    places: np.ndarray
+    row: ArraySpec
+    memory: Memory
+    held: list[Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array that `gather` makes, as of the others."""
+        return *self.places.shape, *self.row.shape
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all values."""
+        return self.places.size * self.row.dtype.itemsize * math.prod(self.row.shape)
+
+    def reshape(self, *shape: int) -> 'InMemory':
+        """The same values in other leading axes; `shape` ends with that of a value."""
+        leading = shape[: len(shape) - len(self.row.shape)]
+        return dataclasses.replace(self, places=self.places.reshape(leading))
+
+    def __getitem__(self, some: Any) -> 'InMemory':
+        return dataclasses.replace(self, places=self.places[some])
+
+    def gather(self) -> np.ndarray:
+        """Copies the values."""
+        shape, dtype = self.row
+        values = self.memory.gather(self.places.ravel(), dtype.itemsize * math.prod(shape))
+        return values.view(dtype).reshape(self.shape)
+
+
+# Rows of a batch: arrays, and values that are not gathered yet.
+Part = Mapping[str, np.ndarray | InMemory]
+
+
+def gathered(values: np.ndarray | InMemory) -> np.ndarray:
+    """The values as an array."""
+    return values.gather() if isinstance(values, InMemory) else values
+
+
+def join_places(some: list[InMemory]) -> InMemory:
+    """Values `(lanes, steps, samples, ...)` of several sources, joined along their third axis."""
+    places = np.concatenate([x.places for x in some], axis=2)
+    return dataclasses.replace(some[0], places=places, held=[x.held for x in some])
+
+
 class RowReader:
     """Reads rows of one split.
 
@@ -221,8 +277,8 @@ class RowReader:
         matches = functools.partial(self._compare, rows)
         return self._checks.check(rows.begin > 0, rows.number, matches)
 
-    def read(self, rows: Rows, good: np.ndarray) -> Batch:
-        """The batch of some rows, in their order, with what `check` says of them.
+    def read(self, rows: Rows, good: np.ndarray) -> Part:
+        """Some rows in their order, with what `check` says of them; large values by their places.
 
         Raises:
             ValueError: A record cannot be read and the policy is 'stop', too many cannot, or one
@@ -288,7 +344,9 @@ class RowReader:
                 shard, record = int(rows.shard[at]), int(rows.record[at])
                 self._bad_records.add(path, shard, [record], damage.DAMAGED_ROW, f'row {row}')
 
-    def _array(self, name: str, rows: Rows, good: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    def _array(
+        self, name: str, rows: Rows, good: np.ndarray, keys: np.ndarray
+    ) -> 'np.ndarray | InMemory':
         """One array of a batch; zeros or empty where there is no record."""
         choices = self._choices
         if name == schema.KEY:
@@ -313,13 +371,13 @@ class RowReader:
         found[good] = schema.TOKEN_PADDING
         for number, text in enumerate(chosen.texts):
             mine = picked == number
-            values = self._numbers(text.name or chosen.feature, rows, good & mine)
+            values = self._numbers(text.name or chosen.feature, rows, good & mine).gather()
             found[mine, : text.size] = values[mine]
         return found
 
     def _numbers(
         self, name: str, rows: Rows, good: np.ndarray, crops: np.ndarray | None = None
-    ) -> np.ndarray:
+    ) -> 'InMemory':
         """Values of a fixed size, of records or of a column, of all crops one; else zeros."""
         shape, dtype = self._choices.stored[name]
         places = rows.places[name].reshape(len(good), -1)
@@ -332,8 +390,9 @@ class RowReader:
         if crops is not None:
             begin = begin + in_piece * nbytes
         memory = self._files.memory
-        values = memory.gather(np.where(good, begin, memory.zeros), nbytes)
-        return values.view(dtype).reshape(len(good), *shape)
+        return InMemory(
+            np.where(good, begin, memory.zeros), ArraySpec(shape, dtype), memory, [self]
+        )
 
     def _captions(self, rows: Rows, good: np.ndarray) -> np.ndarray:
         captions = np.full(len(good), b'', object)

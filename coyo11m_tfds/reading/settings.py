@@ -1,19 +1,21 @@
 """Arguments of `input_pipeline`, with all checks that need no data set.
 
 asked = settings.Training(data=path, batch_size=256, seed=0, ...)
-asked.order, asked.each                    # OrderSettings, samples of a lane in a batch
+asked.order, asked.sources[0].stored       # OrderSettings, an opened data set
 """
 
 import dataclasses
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 from coyo11m_tfds.dataset import texts
-from coyo11m_tfds.dataset.stored_dataset import Data, StoredDataset, open_data
+from coyo11m_tfds.dataset.stored_dataset import Data, StoredDataset
 from coyo11m_tfds.reading import damage
 from coyo11m_tfds.reading.files import ReadCounter
 from coyo11m_tfds.reading.order import OrderSettings, check_chunk
+from coyo11m_tfds.reading.sources import Mix, Source, open_mix
 
 AUTO, ROWS, CHUNKS, TF_DATA = ENGINES = ('auto', 'rows', 'chunks', 'tf_data')
 
@@ -26,7 +28,7 @@ class Reading:
         ValueError: One is of another type or out of its range; the message names what works.
     """
 
-    data: Data
+    data: Data | Mix
     batch_size: int
     features: Sequence[str]
     process_index: int
@@ -67,9 +69,27 @@ class Reading:
         check_chunk(self.chunk)
 
     @functools.cached_property
+    def sources(self) -> tuple[Source, ...]:
+        """The data sets, opened."""
+        return open_mix(self.data)
+
+    @property
+    def source(self) -> Source:
+        """The only one; raises a ValueError if there are several."""
+        if len(self.sources) > 1:
+            names = ', '.join(x.name for x in self.sources)
+            raise ValueError(f'the mixture of {names} is not read as one here: give one of them')
+        return self.sources[0]
+
+    @property
     def stored(self) -> StoredDataset:
-        """The data set, opened."""
-        return open_data(self.data)
+        """The only data set."""
+        return self.source.stored
+
+    def alone(self, source: Source) -> Self:
+        """How one of several sources is read."""
+        text = self.text if source.text is None else source.text
+        return dataclasses.replace(self, data=(source,), text=text)
 
     @property
     def process(self) -> tuple[int, int]:
@@ -96,7 +116,8 @@ class Training(Reading):
     window: int
     caption_dropout: float
     start_step: int
-    start_sample: int
+    start: Mapping[str, Any] | None
+    stages: Sequence[Mapping[str, Any]]
     stride: int = 1
 
     def __post_init__(self):
@@ -105,21 +126,13 @@ class Training(Reading):
             raise ValueError(f'caption_dropout={self.caption_dropout} is not in [0, 1]')
         if self.stride < 1:
             raise ValueError(f'stride={self.stride}: expected at least 1')
+        if self.start_step < 0:
+            raise ValueError(f'start_step={self.start_step} is negative')
 
     @property
     def order(self) -> OrderSettings:
         """The settings of the order; raises a ValueError for one that is out of its range."""
         return OrderSettings(self.seed, self.chunk, self.lanes, self.window)
-
-    @property
-    def each(self) -> int:
-        """Samples of every lane in a batch."""
-        return self.batch_size // self.lanes
-
-    @property
-    def start(self) -> int:
-        """Samples of every lane before the first batch."""
-        return self.start_sample + self.start_step * self.each
 
 
 def _check_whole(name: str, value: object) -> None:

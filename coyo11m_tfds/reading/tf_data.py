@@ -11,7 +11,7 @@ without a chunk index, such as mocked ones, with an ordinary shuffle.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -23,6 +23,7 @@ from coyo11m_tfds.dataset import texts
 from coyo11m_tfds.reading import damage, engines, order, process_settings
 from coyo11m_tfds.reading.batches import DROP_TEXT, MASK, ArraySpec, Batches
 from coyo11m_tfds.reading.engines import EvalReader, Opened, TrainReader
+from coyo11m_tfds.reading.mixture import Place
 from coyo11m_tfds.reading.row_reader import RowChoices
 from coyo11m_tfds.reading.settings import Reading, Training
 
@@ -37,61 +38,75 @@ _as_it_is = tf.autograph.experimental.do_not_convert
 process_settings.end_iterators_at_exit()
 
 
-def train(asked: Training, opened: Opened | None) -> tf.data.Dataset:
+def train(asked: Training, opened: Sequence[Opened] | None) -> tf.data.Dataset:
     """`input_pipeline.train_dataset`."""
     if opened is None:
-        return _prefetched(_train_ordinary(asked), asked)
-    reader, each = TrainReader(asked, opened), asked.each
+        return _prefetched(_train_ordinary(_without_lanes(asked)), asked)
+    reader = TrainReader(asked, opened)
+    place, is_plain = reader.plan.place, reader.has_one_shape
+    each = place.rule.each
     # All batch sizes read the same sequence, so a lane may take samples of several batches at once.
-    at_once = -(-_LANE_ROWS // each) * each
-    signature = _signature(reader.spec(each), None)
+    together = -(-_LANE_ROWS // each) if is_plain else 0
+    signature = _signature(reader.spec(each), None, is_plain)
+    if len({x.stored.latents[0] for x in asked.sources}) > 1:
+        raise ValueError('a tf.data.Dataset has latents of one dtype: read with train_batches')
 
     def read(lane: int) -> Iterator[dict[str, np.ndarray]]:
-        return reader.read(range(lane, lane + 1), at_once, asked.start)
+        return reader.read(range(lane, lane + 1), place, together)
 
     def samples(lane: tf.Tensor) -> tf.data.Dataset:
         found = tf.data.Dataset.from_generator(read, args=(lane,), output_signature=signature)
-        return found.rebatch(each, drop_remainder=True)
+        return found.rebatch(each, drop_remainder=True) if is_plain else found
 
     def join(batch: Batch) -> Batch:
+        shapes = {name: tf.concat([[-1], tf.shape(x)[2:]], 0) for name, x in batch.items()}
+        return {name: tf.reshape(x, shapes[name]) for name, x in batch.items()}
+
+    def join_plain(batch: Batch) -> Batch:
         return {name: tf.reshape(x, [-1, *x.shape[2:]]) for name, x in batch.items()}
 
     lanes = order.own_lanes(asked.lanes, *asked.process)
     parts = tf.data.Dataset.range(lanes.start, lanes.stop).interleave(
         _as_it_is(samples), cycle_length=len(lanes), num_parallel_calls=len(lanes)
     )
-    return _prefetched(parts.batch(len(lanes), drop_remainder=True).map(_as_it_is(join)), asked)
+    joined = parts.batch(len(lanes), drop_remainder=True)
+    return _prefetched(joined.map(_as_it_is(join_plain if is_plain else join)), asked)
 
 
-def evaluate(asked: Reading, opened: Opened | None) -> tf.data.Dataset:
+def _without_lanes(asked: Training) -> Training:
+    """Without a chunk index there are none."""
+    return dataclasses.replace(asked, lanes=1)
+
+
+def evaluate(asked: Reading, opened: Sequence[Opened] | None) -> tf.data.Dataset:
     """`input_pipeline.eval_dataset`; in the order of the shards, so nothing is interleaved."""
     if opened is None:
         return _prefetched(_eval_ordinary(asked), asked)
-    reader = EvalReader(asked, opened)
+    reader = EvalReader(asked, opened[0])
     signature = _signature(reader.spec(asked.local_size), asked.local_size)
     found = tf.data.Dataset.from_generator(reader.read, output_signature=signature)
     count = tf.data.experimental.assert_cardinality(reader.num_batches)
     return _prefetched(found.apply(count), asked)
 
 
-def train_batches(asked: Training, opened: Opened | None) -> Batches:
+def train_batches(asked: Training, opened: Sequence[Opened] | None) -> Batches:
     """What `train` gives, as NumPy's arrays."""
-    if opened is None:  # lanes mean nothing
-        start = asked.start_step * asked.batch_size + asked.start_sample * asked.lanes
-        asked = dataclasses.replace(asked, lanes=1, start_step=0, start_sample=start)
-    asked = dataclasses.replace(asked, data=asked.stored)  # which is not opened again
+    if opened is None:
+        asked = _without_lanes(asked)
+    asked = dataclasses.replace(asked, data=asked.sources)  # which are not opened again
 
     @functools.lru_cache(maxsize=1)
-    def make(start: int) -> tf.data.Dataset:
-        return train(dataclasses.replace(asked, start_step=0, start_sample=start), opened)
+    def make(place: Place) -> tf.data.Dataset:
+        return train(dataclasses.replace(asked, start_step=0, start=place.state()), opened)
 
-    def read(start: int) -> Iterator[dict[str, np.ndarray]]:
-        return itertools.islice(make(start).as_numpy_iterator(), 0, None, asked.stride)
+    def read(place: Place) -> Iterator[dict[str, np.ndarray]]:
+        return itertools.islice(make(place).as_numpy_iterator(), 0, None, asked.stride)
 
-    return engines.training(asked, _spec(make(asked.start)), read)
+    plan = engines.plan_training(asked)
+    return engines.training(asked, plan, _spec(make(plan.place)), read)
 
 
-def eval_batches(asked: Reading, opened: Opened | None) -> Batches:
+def eval_batches(asked: Reading, opened: Sequence[Opened] | None) -> Batches:
     """What `evaluate` gives, as NumPy's arrays."""
     found = evaluate(asked, opened)
 
@@ -101,10 +116,18 @@ def eval_batches(asked: Reading, opened: Opened | None) -> Batches:
     return engines.evaluation(asked, _spec(found), int(found.cardinality()), read)
 
 
-def _signature(spec: Mapping[str, ArraySpec], size: int | None) -> dict[str, tf.TensorSpec]:
+def _signature(
+    spec: Mapping[str, ArraySpec], size: int | None, is_plain: bool = True
+) -> dict[str, tf.TensorSpec]:
+    """What a generator yields; unless `is_plain`, latents of several shapes."""
+
+    def shape(name: str) -> list[int | None]:
+        of_row = spec[name].shape[1:]
+        return [size, *(of_row if is_plain or name != schema.LATENTS else [None] * len(of_row))]
+
     return {
-        name: tf.TensorSpec([size, *shape[1:]], tf.string if dtype.hasobject else dtype)
-        for name, (shape, dtype) in spec.items()
+        name: tf.TensorSpec(shape(name), tf.string if dtype.hasobject else dtype)
+        for name, (_, dtype) in spec.items()
     }
 
 
@@ -138,7 +161,7 @@ def _train_ordinary(asked: Training) -> tf.data.Dataset:
             f'{asked.stored.folder}: split {asked.split!r} has fewer records than processes'
         )
     shuffled = examples.shuffle(min(size, _SHUFFLE_BUFFER), seed, reshuffle_each_iteration=True)
-    start = asked.start_step * asked.batch_size + asked.start_sample * asked.lanes
+    start = engines.plan_training(asked).place.position.samples[0]
     numbered = shuffled.repeat().enumerate().skip(start // asked.process_count)
 
     def part(number: tf.Tensor, batch: Batch) -> Batch:

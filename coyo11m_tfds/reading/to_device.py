@@ -12,6 +12,7 @@ import numpy as np
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.reading.batches import Ahead, ArraySpec, Batches, Resumable
+from coyo11m_tfds.reading.mixture import Place
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -42,9 +43,9 @@ class Arrays(Resumable[dict[str, jax.Array]]):
         """Takes batches, and continues after those that were taken before."""
         place = batches.place
 
-        def read(samples: int) -> Iterator[dict[str, jax.Array]]:
-            if samples != batches.place.start:
-                batches.go_to(samples)
+        def read(start: Place) -> Iterator[dict[str, jax.Array]]:
+            if start.position != batches.place.position:
+                batches.go_to(start)
             return (_send(batch, sharding) for batch in batches)
 
         super().__init__(read, place, ahead, 'to_device')

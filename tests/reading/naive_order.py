@@ -2,10 +2,15 @@
 
 batches = naive_order.batches((130, 97), OrderSettings(seed=3, lanes=4), sizes=[8, 8, 24], start=5)
 next(batches)   # [(epoch, shard, record), ...] of the first global batch
+
+`mixture` does so for several sources, filtered, weighted and of several shapes.
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fractions import Fraction
 
 import numpy as np
 
@@ -64,3 +69,81 @@ def _shuffled(
         hashes = [int(splitmix64(key ^ np.uint64(i))) for i in range(len(inside))]
         shuffled += [inside[i] for i in sorted(range(len(inside)), key=hashes.__getitem__)]
     return shuffled
+
+
+# --- Mixtures ------------------------------------------------------------------------------------
+
+
+def kept(lengths: Sequence[int], keeps: Sequence[bool]) -> list[list[int]]:
+    """The records of each shard that are kept, of what is said of all records in a row."""
+    told = iter(keeps)
+    return [[record for record in range(length) if next(told)] for length in lengths]
+
+
+def shares(weights: Sequence[Fraction], total: int) -> list[int]:
+    """Whole numbers in shares by weight, rounded so that they add up to a total."""
+    exact = [weight * total / sum(weights) for weight in weights]
+    found = [int(x) for x in exact]
+    for _ in range(total - sum(found)):
+        rests = [x - n for x, n in zip(exact, found, strict=True)]
+        found[rests.index(max(rests))] += 1
+    return found
+
+
+def counts(weights: Sequence[Fraction], shapes: Sequence[str], each: int, step: int) -> list[int]:
+    """Samples that each source gives of every lane to a batch: all are of one shape."""
+    names = list(dict.fromkeys(shapes))
+    of_shapes = [
+        sum((w for w, x in zip(weights, shapes, strict=True) if x == name), Fraction(0))
+        for name in names
+    ]
+    unit = next(n for n in itertools.count(1) if all((x * n).denominator == 1 for x in of_shapes))
+    steps = [int(x * unit) for x in of_shapes]
+    steps = [x // math.gcd(*steps) for x in steps]
+    middles = [
+        (Fraction(2 * k + 1, 2 * count), name)
+        for name, count in zip(range(len(names)), steps, strict=True)
+        for k in range(count)
+    ]
+    shape = names[sorted(middles)[step % len(middles)][1]]
+    return shares(
+        [w if x == shape else Fraction(0) for w, x in zip(weights, shapes, strict=True)], each
+    )
+
+
+def mixture(
+    sources: Sequence[list[list[int]]],
+    settings: OrderSettings,
+    weights: Callable[[int], Sequence[Fraction]],
+    sizes: Iterable[int],
+    shapes: Sequence[str] = (),
+) -> Iterator[list[tuple[int, int, int, int]]]:
+    """Global batches of these sizes: source, epoch, shard and record of each sample.
+
+    Args:
+        sources: Of each the records of its shards that are kept.
+        settings: Of the order.
+        weights: Gives the weights of a step.
+        sizes: Of the batches from step 0 on.
+        shapes: Of each source.
+    """
+
+    @functools.cache
+    def lanes_of(source: int, epoch: int) -> list[list[Record]]:
+        records = sources[source]
+        ordered = lanes([len(x) for x in records], settings, epoch)
+        return [[(shard, records[shard][number]) for shard, number in lane] for lane in ordered]
+
+    taken = [0] * len(sources)
+    for step, size in enumerate(sizes):
+        each = size // settings.lanes
+        found = counts(weights(step), shapes or [''] * len(sources), each, step)
+        batch = []
+        for lane in range(settings.lanes):
+            for source, count in enumerate(found):
+                length = sum(map(len, sources[source])) // settings.lanes
+                for k in range(taken[source], taken[source] + count):
+                    record = lanes_of(source, k // length)[lane][k % length]
+                    batch.append((source, k // length, *record))
+        yield batch
+        taken = [k + count for k, count in zip(taken, found, strict=True)]

@@ -65,7 +65,7 @@ def test_a_state_continues_where_it_was_taken(intact, engine):
     take(other, 2)
     other.set_state(state)
     assert_same(take(other, 20), expected[13:33])
-    assert other.get_state()['samples'] == 33 * 4
+    assert list(other.get_state()['samples'].values()) == [33 * 4]
 
 
 def test_a_state_continues_with_another_batch_size_and_number_of_processes(intact):
@@ -105,7 +105,9 @@ def test_a_state_of_another_order_is_refused(intact, mini_dataset):
     for other in made:
         with pytest.raises(ValueError, match=r'is not a state of these batches.*same data set'):
             other.set_state(state)
-    for wrong in ({}, state | {'samples': -1}, state | {'samples': '7'}):
+    (source,) = state['samples']
+    wrongs = [-1, '7', None, 1.0, True]
+    for wrong in ({}, state | {'samples': 7}, *(state | {'samples': {source: x}} for x in wrongs)):
         with pytest.raises(ValueError, match='is not a state'):
             batches.set_state(wrong)
 

@@ -80,6 +80,11 @@ class Run:
         found = [np.array(batch).T for batch in batches]
         return [[epoch, first[shard] + record] for epoch, shard, record in found]
 
+    def batches_from(self, data, **arguments) -> input_pipeline.Batches:
+        """The whole batches of one process."""
+        asked = self.order_settings | {'features': stored_dataset.FEATURES} | arguments
+        return input_pipeline.train_batches(data, **asked)
+
     def batches(self, data, count: int, **arguments) -> list[dict[str, np.ndarray]]:
         """Batches from `start` on, put together from those of every process."""
         return global_batches(
@@ -165,17 +170,17 @@ def test_another_batch_size_goes_on_with_the_same_sequence(written, engine, exam
     @given(run=runs(), parts=st.lists(st.integers(1, 30), min_size=2, max_size=4))
     def check(run: Run, parts: list[int]) -> None:
         data, sizes = written[run.shards], [part * run.lanes for part in parts]
-        sample = run.start * run.batch_size // run.lanes
+        batches = run.batches_from(data.builder, engine=engine, start_step=run.start)
+        state = batches.get_state()
         expected = run.expected([size for size in sizes for _ in range(2)])
-        for size, part in zip(sizes, parts, strict=True):
-            asked = run.order_settings | {'batch_size': size, 'features': stored_dataset.FEATURES}
+        for size in sizes:
             for step in range(2):
-                batches = input_pipeline.train_batches(
-                    data.builder, engine=engine, start_sample=sample, start_step=step, **asked
+                batches = run.batches_from(
+                    data.builder, engine=engine, start=state, start_step=step, batch_size=size
                 )
                 record = records_of(data, next(batches))
                 np.testing.assert_array_equal(record, expected.pop(0)[1])
-            sample += 2 * part
+            state = batches.get_state()
 
     check()
 

@@ -234,9 +234,8 @@ def with_nan(monkeypatch, steps):
     """Makes the latents of some steps NaN."""
     train_batches = data.TrainingData.train_batches
 
-    def spoilt(self, start_sample):
-        first_step = start_sample // self.samples_a_step + 1
-        for step, batch in enumerate(train_batches(self, start_sample), first_step):
+    def spoilt(self, position):
+        for step, batch in enumerate(train_batches(self, position), position['step'] + 1):
             if step in steps:
                 batch['latents'] = batch['latents'] * np.float16('nan')
             yield batch

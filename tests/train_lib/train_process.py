@@ -28,11 +28,10 @@ def main() -> None:
     folder = pathlib.Path(sys.argv.pop(1))
     train_batches = data.TrainingData.train_batches
 
-    def noted(self: data.TrainingData, start_sample: int) -> Iterator[dict[str, jax.Array]]:
+    def noted(self: data.TrainingData, position: dict) -> Iterator[dict[str, jax.Array]]:
         name = f'keys_{jax.process_index()}_of_{jax.process_count()}.jsonl'
         with (folder / name).open('a', buffering=1) as file:
-            first_step = start_sample // self.samples_a_step + 1
-            for step, batch in enumerate(train_batches(self, start_sample), first_step):
+            for step, batch in enumerate(train_batches(self, position), position['step'] + 1):
                 if os.environ.get('FAILING') == f'{jax.process_index()}:{step}':
                     raise OSError('the disk is gone')
                 rows = batch[schema.KEY].addressable_shards

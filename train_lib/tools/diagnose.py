@@ -94,7 +94,7 @@ def measure(
     config.distributed = False
     mesh = sharding.make_mesh()
     training = data.TrainingData(config, mesh)
-    batches = training.train_batches(start_sample=0)
+    batches = training.train_batches(training.position)
     begin = time.monotonic()
     for number in itertools.count():
         batch = next(batches)

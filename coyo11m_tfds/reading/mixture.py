@@ -1,0 +1,291 @@
+"""How many samples of each source every lane gives to each batch, and positions in a mixture.
+
+    rule = mixture.Rule(each=16, weights=(3, 1), stages=({'from': 1000, 'weights': (1, 1)},))
+    rule.stage(7).counts                                    # (12, 4)
+    rule.at(mixture.Position(0, (0, 0)), 1001)              # step 1001, samples (12008, 4008)
+
+    place = mixture.Place(mixture.Position(0, (0, 0)), rule, ('9f3a...', '77b0...'))
+    place.after(3).state()     # {'step': 3, 'samples': {'9f3a...': 36, '77b0...': 12}}
+
+Each source keeps the sequence that it has alone, see `reading.order`. Every lane gives `counts`
+samples of each source to a batch: the shares of the weights, in steps of one sample. A stage
+replaces the weights from a step on, and each source goes on where it was.
+
+A batch is of one shape. Steps are dealt to shapes in a cycle, by the weights of their sources, and
+the sources of a shape share its batches. So a position is a step and a number for each source, and
+the position of any later step is known without reading. A single source is a mixture of one.
+"""
+
+import bisect
+import dataclasses
+import functools
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+# Steps of a cycle at most; finer weights of shapes are rounded.
+_MAX_CYCLE = 1000
+
+
+class Position(NamedTuple):
+    """A position in a mixture.
+
+    Attributes:
+        step: Number of the next batch.
+        samples: Samples that each source has given, in every lane.
+    """
+
+    step: int
+    samples: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """The batches from one step to another.
+
+    Attributes:
+        begin, end: Its steps; the last one has no end.
+        counts: Samples that each source gives of every lane to a batch of its shape; 0 for none.
+        shapes: Number of the shape of each source.
+        cycle: Number of the shape of each step, again and again, int64 `(t,)`.
+    """
+
+    begin: int
+    end: float
+    counts: tuple[int, ...]
+    shapes: tuple[int, ...]
+    cycle: np.ndarray
+
+    def shape(self, step: int) -> int:
+        """The number of the shape of a batch."""
+        return int(self.cycle[step % len(self.cycle)])
+
+    def members(self, shape: int) -> list[int]:
+        """The sources that give samples to batches of a shape."""
+        found = zip(self.counts, self.shapes, strict=True)
+        return [number for number, (count, of) in enumerate(found) if count and of == shape]
+
+    def taken(self, begin: int, end: int) -> tuple[int, ...]:
+        """Samples of each source in the batches `[begin, end)`."""
+        steps = self._steps_before(end) - self._steps_before(begin)
+        return tuple(c * int(steps[of]) for c, of in zip(self.counts, self.shapes, strict=True))
+
+    def _steps_before(self, step: int) -> np.ndarray:
+        """Batches of each shape before a step."""
+        whole, rest = divmod(step, len(self.cycle))
+        length = max(self.shapes) + 1
+        of_rest = np.bincount(self.cycle[:rest], minlength=length)
+        return whole * np.bincount(self.cycle, minlength=length) + of_rest
+
+
+class Rule:
+    """The shares of sources in batches of one size, as a function of the step.
+
+    Attributes:
+        each: Samples of every lane in a batch.
+        stages: The stages, one after the other; the first begins at step 0.
+    """
+
+    def __init__(
+        self,
+        each: int,
+        weights: Sequence[float] = (1,),
+        stages: Sequence[Mapping[str, Any]] = (),
+        shapes: Sequence[Hashable] = (),
+        names: Sequence[str] = (),
+    ):
+        """Takes what decides the shares.
+
+        Args:
+            each: Samples of every lane in a batch.
+            weights: Of each source, at least 0.
+            stages: For each the step that it begins at, `from`, and the `weights` from there on.
+            shapes: What tells the shapes of sources apart; the same for all by default.
+            names: Of the sources, in messages.
+
+        Raises:
+            ValueError: Weights or stages are none, or a source gets no sample; the message names
+                values that work.
+        """
+        self.each = each
+        self._names = names or [str(number) for number in range(len(weights))]
+        numbers = {shape: number for number, shape in enumerate(dict.fromkeys(shapes))}
+        self._shapes = tuple(numbers[x] for x in shapes) or (0,) * len(weights)
+        asked = [(0, _fractions(weights, len(weights), 'weights'))]
+        for stage in stages:
+            first, found = _parse_stage(stage, len(weights))
+            if first < asked[-1][0] or (first == asked[-1][0] and len(asked) > 1):
+                raise ValueError(f"stages: 'from': {first} does not come after {asked[-1][0]}")
+            asked = [x for x in asked if x[0] < first] + [(first, found)]
+        ends = [first for first, _ in asked[1:]] + [math.inf]
+        self._weights = [found for _, found in asked]
+        self.stages = [
+            Stage(first, end, *self._share_out(found))
+            for (first, found), end in zip(asked, ends, strict=True)
+        ]
+        for name, *counts in zip(self._names, *(x.counts for x in self.stages), strict=True):
+            if not any(counts):
+                raise ValueError(f'source {name!r} has weight 0 in every stage: leave it out')
+
+    def stage(self, step: int) -> Stage:
+        """The stage of a batch."""
+        return self.stages[bisect.bisect(self.stages, step, key=lambda stage: stage.begin) - 1]
+
+    def at(self, position: Position, step: int) -> Position:
+        """The position of a step that is not before another position."""
+        at, samples = position
+        while at < step:
+            stage = self.stage(at)
+            end = step if step < stage.end else int(stage.end)
+            samples = tuple(map(sum, zip(samples, stage.taken(at, end), strict=True)))
+            at = end
+        return Position(step, samples)
+
+    @functools.cached_property
+    def told(self) -> list[str]:
+        """Of each stage, the shares of the sources in a line, and what would make them exact."""
+        return [self._tell(*x) for x in zip(self.stages, self._weights, strict=True)]
+
+    def _share_out(
+        self, weights: list[Fraction]
+    ) -> tuple[tuple[int, ...], tuple[int, ...], np.ndarray]:
+        """Counts of sources, their shapes, and the cycle of the shapes."""
+        of_shapes = [Fraction(0)] * (max(self._shapes) + 1)
+        for weight, shape in zip(weights, self._shapes, strict=True):
+            of_shapes[shape] += weight
+        counts = [0] * len(weights)
+        for shape, whole in enumerate(of_shapes):
+            members = [i for i, of in enumerate(self._shapes) if of == shape and weights[i]]
+            shares = [weights[i] / whole for i in members]
+            for i, count in zip(members, _largest_remainders(shares, self.each), strict=True):
+                counts[i] = count
+                if not count:
+                    self._refuse(i, weights[i] / whole)
+        unit = math.lcm(*(x.denominator for x in of_shapes))
+        quotas = [int(x * unit) for x in of_shapes]
+        quotas = [x // math.gcd(*quotas) for x in quotas]
+        if sum(quotas) > _MAX_CYCLE:
+            quotas = _largest_remainders([Fraction(x, sum(quotas)) for x in quotas], _MAX_CYCLE)
+        for number, shape in enumerate(self._shapes):
+            if weights[number] and not quotas[shape]:
+                raise ValueError(
+                    f'source {self._names[number]!r} has {float(weights[number]):.4g} of '
+                    f'{float(sum(weights)):.4g}, less than a batch of its shape in {_MAX_CYCLE} '
+                    'batches: give it a larger weight'
+                )
+        steps = [
+            (Fraction(2 * k + 1, 2 * quota), shape)
+            for shape, quota in enumerate(quotas)
+            for k in range(quota)
+        ]
+        return tuple(counts), self._shapes, np.array([shape for _, shape in sorted(steps)])
+
+    def _refuse(self, number: int, share: Fraction) -> None:
+        raise ValueError(
+            f'source {self._names[number]!r} has {float(share):.4g} of the weights, which gives it '
+            f'none of the {self.each} samples that a lane gives to a batch: a batch_size of '
+            f'{math.ceil(1 / share)} times the lanes works, fewer lanes do, or a larger weight'
+        )
+
+    def _tell(self, stage: Stage, weights: list[Fraction]) -> str:
+        whole, told, exact = sum(weights), [], 1
+        of_cycle = stage.taken(0, len(stage.cycle))
+        for name, weight, taken in zip(self._names, weights, of_cycle, strict=True):
+            asked, given = weight / whole, Fraction(taken, len(stage.cycle) * self.each)
+            told.append(f'{name} {float(given):.4g}')
+            if asked != given:
+                told[-1] += f' (asked {float(asked):.4g})'
+        if not any('asked' in x for x in told):
+            return f'shares {", ".join(told)}'
+        for shape in set(stage.cycle.tolist()):
+            members = [weights[i] for i in stage.members(shape)]
+            exact = math.lcm(exact, *((x / sum(members)).denominator for x in members))
+        given_exactly = ':'.join(str(x // math.gcd(*of_cycle)) for x in of_cycle)
+        return (
+            f'shares {", ".join(told)}, in steps of 1/{self.each} (lanes/batch_size): weights '
+            f'{given_exactly} are exact, and so is batch_size a multiple of {exact} times the lanes'
+        )
+
+
+def _parse_stage(stage: Any, count: int) -> tuple[int, list[Fraction]]:
+    if not isinstance(stage, Mapping) or stage.keys() != {'from', 'weights'}:
+        raise ValueError(
+            f"stages has {stage!r}: expected {{'from': STEP, 'weights': (A NUMBER A SOURCE)}}"
+        )
+    first = stage['from']
+    if type(first) is not int or first < 0:
+        raise ValueError(f"stages: 'from': {first!r} is no step")
+    return first, _fractions(stage['weights'], count, "stages: 'weights'")
+
+
+def _fractions(weights: Any, count: int, what: str) -> list[Fraction]:
+    """Weights as they are written: 0.1 is a tenth."""
+    try:
+        found = [Fraction(str(float(x))) for x in weights]
+    except (TypeError, ValueError):
+        found = []
+    if len(found) != count or min(found, default=-1) < 0 or not 0 < sum(found) < 10**12:
+        raise ValueError(
+            f'{what} {weights!r}: expected a number of at least 0 for each of {count} sources, not '
+            'all of them 0'
+        )
+    return found
+
+
+def _largest_remainders(shares: Sequence[Fraction], total: int) -> list[int]:
+    """Whole numbers that add up to a total, each its share rounded down or up."""
+    exact = [share * total for share in shares]
+    counts = [math.floor(x) for x in exact]
+    by_rest = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
+    for i in by_rest[: total - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
+# --- Places in a sequence of batches --------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """A place in a sequence of batches, and how the sequence goes on.
+
+    Attributes:
+        position: Position of the next batch.
+        rule: Shares of the sources.
+        sources: Digest of each source and the order of its samples.
+        stride: The sequence has only every `stride`-th batch.
+    """
+
+    position: Position
+    rule: Rule
+    sources: tuple[str, ...]
+    stride: int = 1
+
+    def after(self, count: int) -> Self:
+        """The place behind so many batches of the sequence."""
+        step = self.position.step + count * self.stride
+        return self._replace(position=self.rule.at(self.position, step))
+
+    def state(self) -> dict[str, Any]:
+        """The step, and the samples of each source by its digest, in plain values."""
+        step, samples = self.position
+        return {'step': step, 'samples': dict(zip(self.sources, samples, strict=True))}
+
+    def at(self, state: Mapping[str, Any]) -> Self:
+        """The place of a state, whatever its batch size and other sources.
+
+        Raises:
+            ValueError: It is none, or of another data set or order.
+        """
+        step, samples = state.get('step'), state.get('samples')
+        known = samples if isinstance(samples, Mapping) else {}
+        found = tuple(known.get(digest) for digest in self.sources)
+        if not all(type(x) is int and x >= 0 for x in (step, *found)):
+            raise ValueError(
+                f'{dict(state)} is not a state of these batches, whose order is '
+                f'{" and ".join(self.sources)}: expected one of the same data set, split, seed, '
+                'chunk, lanes, window and condition. A further source begins with 0 samples.'
+            )
+        return self._replace(position=Position(step, found))  # type: ignore[arg-type]

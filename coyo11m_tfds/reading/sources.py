@@ -1,0 +1,224 @@
+"""The sources of a mixture: opened, with their names, conditions and texts.
+
+    sources = sources.open_mix(({'dir': A, 'weight': 3}, {'dir': B, 'where': 'score > 5'}))
+    sources[1].name, sources[1].where        # 'hash_2', a condition
+    sources[1].kept('train', keys)           # the records it keeps, read once
+    sources.check_fit(found, text='')        # or a ValueError
+
+A data set alone is a mixture of one source without a condition.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from coyo11m_tfds import schema
+from coyo11m_tfds.dataset import texts
+from coyo11m_tfds.dataset.stored_dataset import Data, DatasetStats, StoredDataset, open_data
+from coyo11m_tfds.reading import filters
+from coyo11m_tfds.reading.filters import Kept, Where
+
+SYNTAX = (
+    "dicts with 'dir', the folder of a data set, and perhaps 'weight' (1), 'where', 'text', 'name' "
+    "and 'same_vae'"
+)
+
+# Statistics of one VAE's latents differ by less from one set of pictures to another: means in
+# standard deviations, and standard deviations as a ratio.
+_MEANS_APART, _STDS_APART = 0.5, 1.5
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Source:
+    """One data set of a mixture.
+
+    Attributes:
+        name: Name for logs and metrics.
+        stored: The data set.
+        weight: Weight in the mixture.
+        where: Condition that its records meet, or None.
+        text: Text of its samples, see `texts.parse`; None for that of the mixture.
+        same_vae: True to believe that its latents are of the other sources' VAE.
+    """
+
+    name: str
+    stored: StoredDataset
+    weight: float = 1.0
+    where: Where | None = None
+    text: texts.Spec | None = None
+    same_vae: bool = False
+    _kept: dict[str, Kept] = dataclasses.field(default_factory=dict, repr=False)
+
+    def kept(self, split: str, keys: Callable[[int], Iterator[np.ndarray]]) -> Kept | None:
+        """The records of a split that the condition keeps; None for all. Read at the first call.
+
+        Raises:
+            ValueError, OSError: As of `filters.find_kept`.
+        """
+        found = self.stored.split(split)
+        if self.where is None or found is None:
+            return None
+        if split not in self._kept:
+            lengths = found.index.shard_lengths
+            self._kept[split] = filters.find_kept(self.where, self.stored, split, lengths, keys)
+        return self._kept[split]
+
+    def identity(self, split: str) -> dict[str, str]:
+        """The data set and, if there is one, the condition with its columns' checksums."""
+        found = {'data_set': self.stored.identity(split)}
+        if self.where:
+            found['where'] = filters.identity(self.where, self.stored, split)
+        return found
+
+
+Mix: TypeAlias = Sequence[Mapping[str, Any] | Source]
+
+
+def open_mix(data: Data | Mix) -> tuple[Source, ...]:
+    """Opens the data sets of a mixture, or one alone.
+
+    Raises:
+        ValueError: It is none; a name, a condition or a source is there twice; or a condition is
+            none or compares a column that is not there.
+        OSError: There is no data set, or its metadata cannot be read.
+    """
+    if not isinstance(data, Sequence) or isinstance(data, str):
+        stored = open_data(data)
+        return (Source(_short_name(stored), stored),)
+    if not data:
+        raise ValueError(f'mix={data!r}: expected {SYNTAX}')
+    found = tuple(x if isinstance(x, Source) else _open(x) for x in data)
+    return _named(found)
+
+
+def _open(described: Any) -> Source:
+    fields = dict(described) if isinstance(described, Mapping) else {}
+    known = {'dir', 'weight', 'where', 'text', 'name', 'same_vae'}
+    if 'dir' not in fields or not fields.keys() <= known:
+        raise ValueError(f'mix has {described!r}: expected {SYNTAX}')
+    stored = open_data(fields.pop('dir'))
+    if 'where' in fields:
+        fields['where'] = filters.parse(str(fields['where']))
+        filters.check(fields['where'], stored)
+    return Source(fields.pop('name', ''), stored, **fields)
+
+
+def _named(sources: tuple[Source, ...]) -> tuple[Source, ...]:
+    """Gives a name to each that has none; raises a ValueError for what is there twice."""
+    taken, named = [x.name for x in sources if x.name], []
+    for source in sources:
+        if not source.name:
+            short = _short_name(source.stored)
+            names = itertools.chain([short], (f'{short}_{n}' for n in itertools.count(2)))
+            source = dataclasses.replace(source, name=next(x for x in names if x not in taken))
+            taken.append(source.name)
+        named.append(source)
+    if twice := {x for x in taken if taken.count(x) > 1}:
+        raise ValueError(f'mix has the name {min(twice)!r} twice')
+    read = [(x.stored.folder, x.where.text if x.where else '') for x in named]
+    if again := [x for x in read if read.count(x) > 1]:
+        raise ValueError(
+            f'mix has {again[0][0]} twice with the same records: give it once, with the sum of '
+            "the weights, and several texts as 'text'"
+        )
+    return tuple(named)
+
+
+def _short_name(stored: StoredDataset) -> str:
+    """The config of a data set of this project, else its name."""
+    parts = stored.full_name.split('/')
+    return parts[1] if len(parts) > 2 else parts[0]
+
+
+# --- Do they fit each other? ---------------------------------------------------------------------
+
+
+def choose_texts(sources: Sequence[Source], text: texts.Spec) -> list[texts.Chosen]:
+    """The texts of each source, padded to the longest of all.
+
+    Raises:
+        ValueError: As of `texts.choose`; or one model cannot read all of them.
+    """
+    found = [x.stored.choose_texts(text if x.text is None else x.text) for x in sources]
+    first = found[0].texts[0]
+    for source, chosen in zip(sources, found, strict=True):
+        if chosen.texts[0].kind != first.kind:
+            raise ValueError(
+                f'{source.stored.folder}: its text has {chosen.texts[0]}, expected {first} as '
+                f'{sources[0].stored.folder} has'
+            )
+    size = max(x.size for x in found)
+    return [dataclasses.replace(x, size=size) for x in found]
+
+
+def stats(sources: Sequence[Source], text: texts.Spec) -> DatasetStats:
+    """The statistics of a mixture by its weights, of latents and of the texts asked for.
+
+    Stages do not change them.
+
+    Raises:
+        ValueError: As of `choose_texts`.
+    """
+    found = [x.stored.stats(text if x.text is None else x.text) for x in sources]
+    if len(found) == 1:
+        return found[0]
+    chosen = choose_texts(sources, text)
+    weights = [x.weight for x in sources]
+
+    def mixed(means: list[Any], stds: list[Any]) -> tuple[np.ndarray, np.ndarray]:
+        exact = [[x.astype(np.float64) for x in of_all] for of_all in (means, stds)]
+        mean, std = texts.mixed(exact[0], exact[1], weights)
+        return mean.astype(np.float32), std.astype(np.float32)
+
+    latents = mixed([x.latent_mean for x in found], [x.latent_std for x in found])
+    of_text = found[0].text_mean, found[0].text_std
+    if of_text[0] is not None:
+        of_text = mixed([x.text_mean for x in found], [x.text_std for x in found])
+    limits = [x.text_max_tokens for x in found]
+    return dataclasses.replace(
+        found[0],
+        latent_mean=latents[0],
+        latent_std=latents[1],
+        text_mean=of_text[0],
+        text_std=of_text[1],
+        text_max_tokens=max(limits) if all(limits) else 0,
+        num_tokens=chosen[0].size if found[0].num_tokens else 0,
+        known_tokens='',
+    )
+
+
+def check_latents(sources: Sequence[Source]) -> None:
+    """Checks that latents are of one VAE, as far as data sets tell.
+
+    Raises:
+        ValueError: They have other channels, or statistics too far apart for one VAE in a source
+            without `same_vae`.
+    """
+    names = schema.META_LATENT_MEAN, schema.META_LATENT_STD
+    known = [x for x in sources if x.stored.metadata.keys() >= set(names)]
+    for source in known[1:]:
+        (mean, std), (mean_0, std_0) = (
+            [np.asarray(x.stored.metadata[name], np.float64) for name in names]
+            for x in (source, known[0])
+        )
+        told = (
+            f'{source.stored.folder}: its latents have mean {_numbers(mean)} and std '
+            f'{_numbers(std)} in each channel, those of {known[0].stored.folder} '
+            f'{_numbers(mean_0)} and {_numbers(std_0)}'
+        )
+        if len(mean) != len(mean_0):
+            raise ValueError(f'{told}: expected latents of one VAE')
+        ratio = np.maximum(std, std_0) / np.maximum(np.minimum(std, std_0), 1e-12)
+        apart = np.abs(mean - mean_0) / np.maximum(std, std_0)
+        is_other = bool((ratio > _STDS_APART).any() or (apart > _MEANS_APART).any())
+        if is_other and not source.same_vae:
+            raise ValueError(
+                f"{told}: if one VAE made both, say so with 'same_vae': True in its entry of mix"
+            )
+
+
+def _numbers(values: np.ndarray) -> str:
+    return ' '.join(f'{x:.3g}' for x in values)

@@ -1,0 +1,517 @@
+"""Mixtures: what every batch takes of each source, from files, against the naive reference."""
+
+import dataclasses
+import itertools
+import json
+import pathlib
+import random
+import re
+from fractions import Fraction
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import input_pipeline
+from coyo11m_tfds import schema
+from coyo11m_tfds.reading import filters, mixture
+from coyo11m_tfds.reading.order import OrderSettings, sample_crops
+from tests.reading import naive_order, small_dataset
+from tests.reading.batches import assert_same, global_batches
+
+LENGTHS = {
+    'unequal': (70, 97, 64, 131, 33, 64, 40, 1),
+    'in_place': (150, 150),
+    'with_empty_ones': (0, 45, 0, 0, 83, 32, 0),
+    'bfloat': (64,) * 4,  # dtypes are told apart as shapes are
+    'bfloat_too': (90, 33),
+}
+WHERES = {
+    None: lambda key, score: True,
+    'score > 3': lambda key, score: score > 3,
+    'not (score in (1, 2, -7) or 0 <= score < 1.5)': lambda key, score: (
+        score not in (1, 2, -7) and not 0 <= score < 1.5
+    ),
+    'key >= 0 and score != 9': lambda key, score: key >= 0 and score != 9,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A data set on disk, with keys and scores in the order of its shards."""
+
+    path: pathlib.Path
+    lengths: tuple[int, ...]
+    keys: np.ndarray
+    scores: np.ndarray
+
+    def kept(self, where: str | None) -> list[list[int]]:
+        rows = zip(self.keys.tolist(), self.scores.tolist(), strict=True)
+        return naive_order.kept(self.lengths, [WHERES[where](*row) for row in rows])
+
+
+@pytest.fixture(scope='module')
+def written(tmp_path_factory) -> dict[str, Written]:
+    made = {}
+    for number, (name, lengths) in enumerate(LENGTHS.items()):
+        folder = tmp_path_factory.mktemp(name)
+        path = folder / 'small' / schema.VERSION
+        where = {'source': folder / 'source'} if name == 'in_place' else {}
+        dtype = ml_dtypes.bfloat16 if 'bfloat' in name else np.float16
+        keys = small_dataset.write(path, {schema.TRAIN: lengths}, dtype=dtype, **where)
+        scores = (np.arange(sum(lengths)) * 7919 % 1009 % 10).astype(np.int8)
+        for column, values in (('score', scores), ('source', np.full_like(scores, number))):
+            small_dataset.add_column(path, column, {schema.TRAIN: values})
+        made[name] = Written(path, lengths, keys[schema.TRAIN], scores)
+    return made
+
+
+# --- Paths of runs -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Leg:
+    """A part of a run: batches of one size, by so many processes, until it is killed."""
+
+    each: int
+    processes: int
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Path:
+    """A run of several legs."""
+
+    mix: tuple[dict[str, Any], ...]
+    stages: tuple[dict[str, Any], ...]
+    settings: OrderSettings
+    legs: tuple[Leg, ...]
+
+    def weights(self, step: int) -> list[Fraction]:
+        """The weights of a step."""
+        found = [source['weight'] for source in self.mix]
+        for stage in self.stages:
+            if stage['from'] <= step:
+                found = stage['weights']
+        return [Fraction(str(weight)) for weight in found]
+
+    @property
+    def shapes(self) -> list[str]:
+        return ['bfloat' if 'bfloat' in source['name'] else '' for source in self.mix]
+
+
+def draw_path(seed: int) -> Path:
+    draw = random.Random(seed)
+    names = draw.sample(sorted(LENGTHS), draw.randint(1, 4))
+    lanes = draw.randint(1, 6)
+
+    def weights() -> tuple[float, ...]:
+        return tuple(draw.choice((0, 1, 1, 2, 3, 0.5, 0.3)) for _ in names)
+
+    mix = tuple(
+        {'name': name, 'weight': weight, 'where': draw.choice(list(WHERES))}
+        for name, weight in zip(names, weights(), strict=True)
+    )
+    begins = sorted(draw.sample(range(12), draw.randint(0, 2)))
+    dividing = [n for n in range(1, lanes + 1) if lanes % n == 0]
+    legs = [
+        Leg(draw.randint(2, 12), draw.choice(dividing), draw.randint(1, 5))
+        for _ in range(draw.randint(1, 3))
+    ]
+    settings = OrderSettings(
+        draw.randrange(2**63), draw.choice((32, 64, 320)), lanes, draw.randint(1, 200)
+    )
+    stages = tuple({'from': begin, 'weights': weights()} for begin in begins)
+    return Path(mix, stages, settings, tuple(legs))
+
+
+def is_possible(path: Path, each: int) -> bool:
+    """Whether every source with a weight gets samples, in each stage, and all do at last."""
+    begins = {stage['from'] for stage in path.stages}
+    stages = [path.weights(step) for step in {0, *begins}]
+    given = [False] * len(path.mix)
+    for weights in stages:
+        if not any(weights):
+            return False
+        for shape in set(path.shapes):
+            members = [i for i, x in enumerate(path.shapes) if x == shape and weights[i]]
+            for i, count in zip(
+                members,
+                naive_order.shares([weights[i] for i in members], each) if members else [],
+                strict=True,
+            ):
+                given[i] = True
+                if not count:
+                    return False
+    return all(given)
+
+
+def walk(path: Path, written: dict[str, Written], engine: str = 'rows') -> int:
+    """Runs a path and compares every record of it; returns how many batches there were."""
+    lanes = path.settings.lanes
+    mix = [
+        {name: x for name, x in source.items() if x is not None}
+        | {'dir': written[source['name']].path}
+        for source in path.mix
+    ]
+    asked = dict(
+        engine=engine,
+        features=('key', 'latents', 'source'),
+        stages=path.stages,
+        **dataclasses.asdict(path.settings),
+    )
+    possible = [is_possible(path, leg.each) for leg in path.legs]
+    state: dict | None = None
+    sizes = [leg.each * lanes for leg in path.legs for _ in range(leg.count)]
+    sources = [written[source['name']].kept(source['where']) for source in path.mix]
+    numbers = [list(LENGTHS).index(source['name']) for source in path.mix]
+    if all(possible):
+        expected = naive_order.mixture(sources, path.settings, path.weights, sizes, path.shapes)
+    count = 0
+    for leg, fits in zip(path.legs, possible, strict=True):
+        asked |= {'batch_size': leg.each * lanes, 'start': state}
+        if not all(possible):
+            if not fits:
+                with pytest.raises(ValueError, match=r'weight|none of the'):
+                    input_pipeline.train_batches(mix, **asked)
+            continue
+        parts = [
+            input_pipeline.train_batches(
+                mix, process_index=process, process_count=leg.processes, **asked
+            )
+            for process in range(leg.processes)
+        ]
+        for _ in range(leg.count):
+            read = [next(part) for part in parts]
+            batch = {name: np.concatenate([part[name] for part in read]) for name in read[0]}
+            compare(next(expected), batch, path, written, numbers)
+            count += 1
+        # Each of them says the same, whatever it has read ahead.
+        states = {json.dumps(part.get_state()) for part in parts}
+        assert len(states) == 1
+        state = json.loads(states.pop())
+        for part in parts:
+            part.close()
+    return count
+
+
+def compare(expected, batch, path: Path, written: dict[str, Written], numbers: list[int]) -> None:
+    source, epoch, shard, record = np.array(expected).T
+    np.testing.assert_array_equal(batch['source'], np.array(numbers)[source])
+    keys = []
+    for of, in_shard, number in zip(source, shard, record, strict=True):
+        data = written[path.mix[of]['name']]
+        keys.append(data.keys[sum(data.lengths[:in_shard]) + number])
+    np.testing.assert_array_equal(batch['key'], keys)
+    crops = sample_crops(path.settings.seed, epoch, batch['key'], schema.NUM_CROPS)
+    np.testing.assert_array_equal(batch['latents'][:, 0, 0, 0].astype(int), crops)
+
+
+def of_one_dtype(seeds) -> list[int]:
+    """Paths that tf.data can read."""
+    return [seed for seed in seeds if len(set(draw_path(seed).shapes)) == 1]
+
+
+@pytest.mark.parametrize(
+    'engine, seeds',
+    [('rows', range(40)), ('chunks', range(50, 56)), ('tf_data', of_one_dtype(range(60, 66))[:2])],
+)
+def test_random_paths_equal_the_reference(written, engine, seeds):
+    assert sum(walk(draw_path(seed), written, engine) for seed in seeds) > len(seeds)
+
+
+@pytest.mark.slow
+def test_a_thousand_random_paths_equal_the_reference(written):
+    possible = walked = seed = 0
+    while possible < 1000:
+        count = walk(draw_path(seed), written, 'chunks' if seed % 10 == 0 else 'rows')
+        possible, walked, seed = possible + bool(count), walked + count, seed + 1
+    assert walked > 4000
+
+
+# --- What is in batches --------------------------------------------------------------------------
+
+ORDER = {'seed': 3, 'chunk': 32, 'lanes': 4, 'window': 40, 'batch_size': 32}
+ALL = ('key', 'latents', 'text_embedding', 'caption', 'score')
+
+
+def take(batches, count: int) -> list[dict[str, np.ndarray]]:
+    return list(itertools.islice(batches, count))
+
+
+@pytest.mark.parametrize('engine', ['rows', 'chunks', 'tf_data'])
+def test_a_source_alone_is_a_mixture_of_one(written, engine):
+    path = written['unequal'].path
+    asked = dict(ORDER, engine=engine, features=ALL, caption_dropout=0.5)
+    expected = input_pipeline.train_batches(path, **asked)
+    alone = input_pipeline.train_batches([{'dir': path, 'weight': 0.3}], **asked)
+    assert alone.get_state() == expected.get_state()
+    assert alone.steps_per_epoch == expected.steps_per_epoch
+    assert_same(take(alone, 20), take(expected, 20))
+
+
+@pytest.mark.parametrize('engine', ['rows', 'chunks', 'tf_data'])
+def test_each_source_keeps_the_samples_that_it_has_alone(written, engine):
+    """All features of them, with the crops and the drops; in a lane source after source."""
+    names = 'unequal', 'in_place', 'with_empty_ones'
+    mix = [
+        {'dir': written[name].path, 'weight': x} for name, x in zip(names, (5, 2, 1), strict=True)
+    ]
+    asked = dict(ORDER, engine=engine, features=ALL, caption_dropout=0.5)
+    mixed = global_batches(mix, 2, 6, **asked)
+    alone = [
+        take(input_pipeline.train_batches(written[name].path, **asked | {'batch_size': size}), 6)
+        for name, size in zip(names, (20, 8, 4), strict=True)
+    ]
+    expected = [
+        {
+            name: np.concatenate(
+                [x[name].reshape(4, -1, *x[name].shape[1:]) for x in parts], axis=1
+            ).reshape(32, *parts[0][name].shape[1:])
+            for name in parts[0]
+        }
+        for parts in zip(*alone, strict=True)
+    ]
+    assert_same(mixed, expected)
+
+
+def test_batches_are_of_one_shape_and_strides_share_them(written):
+    mix = [{'dir': written[x].path} for x in ('bfloat', 'unequal', 'bfloat_too')]
+    whole = take(input_pipeline.train_batches(mix, **ORDER, features=ALL), 15)
+    dtypes = [batch['latents'].dtype.name for batch in whole]
+    assert dtypes == ['bfloat16', 'float16', 'bfloat16'] * 5
+    for worker in range(2):
+        share = dict(ORDER, start_step=worker, stride=2, features=ALL)
+        assert_same(take(input_pipeline.train_batches(mix, **share), 7), whole[worker::2][:7])
+
+
+def test_a_stage_begins_between_two_batches_of_a_stride(written):
+    mix = [{'dir': written[x].path, 'weight': w} for x, w in (('unequal', 1), ('in_place', 0))]
+    stages = ({'from': 5, 'weights': (1, 3)}, {'from': 9, 'weights': (0, 1)})
+    asked = dict(ORDER, stages=stages, features=('source',))
+    whole = take(input_pipeline.train_batches(mix, **asked), 15)
+    assert [int(batch['source'].sum()) for batch in whole] == [0] * 5 + [24] * 4 + [32] * 6
+    for worker in range(3):
+        share = take(input_pipeline.train_batches(mix, **asked, start_step=worker, stride=3), 5)
+        assert_same(share, whole[worker::3])
+
+
+def test_a_further_source_goes_on_beside_the_first(written):
+    """As one does whose data set was appended to: the new version is another source."""
+    old, new = ({'dir': written[name].path} for name in ('unequal', 'in_place'))
+    batches = input_pipeline.train_batches([old], **ORDER)
+    take(batches, 5)
+    state = batches.get_state()
+    both = input_pipeline.train_batches([old, new], **ORDER)
+    (added,) = both.get_state()['samples'].keys() - state['samples'].keys()
+    with pytest.raises(ValueError, match='A further source begins with 0 samples'):
+        both.set_state(state)
+    both.set_state({**state, 'samples': state['samples'] | {added: 0}})
+    alone = dict(ORDER, batch_size=16)
+    expected = [
+        take(input_pipeline.train_batches(source['dir'], **alone, start=start), 3)
+        for source, start in ((old, state), (new, None))
+    ]
+    for batch, *parts in zip(take(both, 3), *expected, strict=True):
+        keys = np.concatenate([part['key'].reshape(4, 4) for part in parts], axis=1)
+        np.testing.assert_array_equal(batch['key'], keys.ravel())
+
+
+def test_an_evaluation_reads_what_the_condition_keeps(written):
+    data, where = written['unequal'], 'score > 3'
+    mix = [{'dir': data.path, 'where': where}]
+    asked = dict(batch_size=64, split='train', features=('key', 'score'))
+    for engine in ('rows', 'chunks', 'tf_data'):
+        batches = list(input_pipeline.eval_batches(mix, engine=engine, **asked))
+        keys = np.concatenate([batch['key'][batch['mask']] for batch in batches])
+        np.testing.assert_array_equal(keys, data.keys[data.scores > 3])
+    with pytest.raises(ValueError, match='give one of them'):
+        input_pipeline.eval_batches([*mix, {'dir': written['in_place'].path}], **asked)
+
+
+# --- What is told, and what is refused -----------------------------------------------------------
+
+
+def test_what_was_rounded_is_told_with_what_is_exact():
+    assert mixture.Rule(16, (3, 1), names=('a', 'b')).told == ['shares a 0.75, b 0.25']
+    (told,) = mixture.Rule(16, (0.7, 0.3), names=('a', 'b')).told
+    assert told.startswith('shares a 0.6875 (asked 0.7), b 0.3125 (asked 0.3), in steps of 1/16')
+    exact, multiple = re.search(r'weights (\S+) are exact.* multiple of (\d+) times', told).groups()
+    exactly = mixture.Rule(16, [int(x) for x in exact.split(':')], names=('a', 'b'))
+    assert 'asked' not in exactly.told[0]
+    assert 'asked' not in mixture.Rule(int(multiple), (0.7, 0.3)).told[0]
+
+
+@pytest.mark.parametrize(
+    'changes, message',
+    [
+        ({'weight': 0.01}, r"source 'b' has 0\.0099.* none of the 8 samples.* a batch_size of 101"),
+        ({'weight': 0}, "source 'b' has weight 0 in every stage"),
+        ({'weight': -1}, r'weights \[1.0, -1\]: expected a number of at least 0'),
+        ({'where': ''}, "where='': .* expected comparisons"),
+        ({'where': 'score'}, "'score' is no comparison"),
+        ({'where': 'score > 99'}, "where='score > 99' keeps none of the 300 records"),
+        ({'where': 'score > 8 and key > 2**3'}, "'2 \\*\\* 3' is neither a name nor"),
+        ({'where': 'score > 8 and source == 1 and key in (1,)'}, 'keeps none'),
+        (
+            {'where': 'width > 2'},
+            "'width' is not a column of single numbers; there are .'key', 'sc",
+        ),
+        ({'where': 'text_embedding > 2'}, 'is not a column of single numbers'),
+        ({'text': 'score'}, "text='score': 'score' is not a column of text"),
+        ({'name': 'a'}, "mix has the name 'a' twice"),
+        ({'folder': 'x'}, "expected dicts with 'dir'"),
+        ({'dir': 'unequal'}, 'twice with the same records'),
+    ],
+)
+def test_a_mixture_that_makes_no_sense_is_refused(written, changes, message):
+    second = {'dir': 'in_place', 'name': 'b', **changes}
+    mix = [
+        source | {'dir': written[source['dir']].path}
+        for source in ({'dir': 'unequal', 'name': 'a'}, second)
+    ]
+    with pytest.raises(ValueError, match=message) as refused:
+        input_pipeline.train_batches(mix, **ORDER)
+    assert '\n' not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    'stages, message',
+    [
+        (({'from': 3, 'weights': (1,)},), 'for each of 2 sources'),
+        (({'from': -3, 'weights': (1, 1)},), "'from': -3 is no step"),
+        (({'weights': (1, 1)},), "expected {'from': STEP, 'weights'"),
+        (
+            tuple({'from': at, 'weights': (1, 1)} for at in (3, 3)),
+            "'from': 3 does not come after 3",
+        ),
+        (({'from': 3, 'weights': (1, float('nan'))},), 'a number of at least 0'),
+    ],
+)
+def test_stages_that_make_no_sense_are_refused(stages, message):
+    with pytest.raises(ValueError, match=message):
+        mixture.Rule(4, (1, 1), stages)
+
+
+def test_latents_and_texts_of_other_encoders_are_refused(tmp_path):
+    def make(name: str, mean: float, std: float, encoder: str) -> dict:
+        path = tmp_path / name / schema.VERSION
+        small_dataset.write(path, {schema.TRAIN: (100,)})
+        facts = {
+            schema.META_LATENT_MEAN: [mean] * 4,
+            schema.META_LATENT_STD: [std] * 4,
+            schema.META_TEXT_ENCODER: encoder,
+        }
+        (path / schema.METADATA_FILE).write_text(json.dumps(facts))
+        return {'dir': path}
+
+    first = make('first', 0.5, 5.0, 'hash')
+    like_it = make('like_it', 0.9, 6.0, 'hash')
+    shifted, wide = make('shifted', 4.0, 5.0, 'hash'), make('wide', 0.5, 8.0, 'hash')
+    other_text = make('other_text', 0.5, 5.0, 'hf:other')
+    order = dict(ORDER, chunk=32)
+    input_pipeline.train_batches([first, like_it], **order)
+    for other in (shifted, wide):
+        with pytest.raises(ValueError, match=r"have mean .* say so with 'same_vae': True"):
+            input_pipeline.train_batches([first, other], **order)
+        input_pipeline.train_batches([first, other | {'same_vae': True}], **order)
+    with pytest.raises(ValueError, match=r"of 'hf:other'.*, expected embeddings of 'hash'"):
+        input_pipeline.train_batches([first, other_text], **order)
+    stats = input_pipeline.mix_stats(input_pipeline.open_mix([first, like_it | {'weight': 3}]), '')
+    np.testing.assert_allclose(stats.latent_mean, [0.8] * 4, rtol=1e-6)
+    variance = 0.25 * (25 + 0.09) + 0.75 * (36 + 0.01)
+    np.testing.assert_allclose(stats.latent_std, [variance**0.5] * 4, rtol=1e-6)
+
+
+# --- Conditions ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'text',
+    [
+        'a > 2.5 and b >= 256',
+        'not (a < 1 or b in (1, 2, -3))',
+        '0 < a <= b != 3',
+        'a not in [1, 2] or not b == 2',
+        'a > b',
+    ],
+)
+def test_a_condition_holds_where_python_says_so(text):
+    random_ = np.random.default_rng(0)
+    columns = {
+        'a': np.append(random_.integers(-3, 8, 200) / 2, [np.nan, np.inf]).astype(np.float32),
+        'b': random_.choice([-3, 0, 1, 2, 3, 255, 256], 202),
+    }
+    found = filters.parse(text)
+    assert sorted(found.names) == ['a', 'b']
+    rows = zip(columns['a'].tolist(), columns['b'].tolist(), strict=True)
+    expected = [eval(text, {}, {'a': a, 'b': b}) for a, b in rows]
+    assert 0 < sum(expected) < len(expected)
+    np.testing.assert_array_equal(found.holds(columns), expected)
+    assert filters.parse(found.text).text == found.text
+
+
+@pytest.mark.parametrize(
+    'text',
+    [
+        'f(a) > 1',
+        '__import__("os").system("true")',
+        'a.b > 1',
+        'a[0] > 1',
+        'a > "x"',
+        'a is 1',
+        'a + 1 > 2',
+        'a > 1e999',
+        'a > 10**9',
+        'a > 99999999999999999999',
+        'a == True',
+        'a in b',
+        '1 < 2',
+        'a > 1 if a else b',
+        '[x for x in a] > 1',
+        '(' * 1000 + 'a > 1' + ')' * 1000,
+        'not ' * 490 + 'a > 1',
+        'a > 1 and ' * 300 + 'a > 2',
+        'a > 1\nb > 2',
+        'a := 3',
+        '\0',
+    ],
+)
+def test_what_is_no_condition_is_refused(text):
+    with pytest.raises(ValueError, match='expected comparisons'):
+        filters.parse(text)
+
+
+def test_numbers_are_compared_as_their_column_holds_them():
+    tenth = np.array([0.1], np.float32)
+    assert filters.parse('a == 0.1').holds({'a': tenth}).all()
+    half = np.array([1, 60000], np.float16)
+    assert filters.parse('a < 1e9').holds({'a': half}).all()
+    large = np.array([2**62 + 1], np.int64)
+    assert filters.parse(f'a == {2**62 + 1} and a != {2**62}').holds({'a': large}).all()
+    assert filters.parse('a < 300').holds({'a': np.array([255], np.uint8)}).all()
+
+
+@pytest.mark.parametrize('share', [0.0, 0.01, 0.5, 1.0])
+def test_kept_records_are_found_in_their_shards(share):
+    lengths = np.array([0, 10, 33, 7, 0, 100, 3, 64, 0])
+    keeps = np.random.default_rng(1).random(lengths.sum()) < share
+    kept = filters.Kept(lengths, [keeps[:40], keeps[40:]])
+    expected = naive_order.kept(lengths.tolist(), keeps.tolist())
+    assert kept.lengths.tolist() == [len(x) for x in expected]
+    for shard, records in enumerate(expected):
+        found = kept.find(np.full(len(records), shard), np.arange(len(records)))
+        assert found.tolist() == records
+
+
+def test_a_damaged_column_is_named(written, tmp_path):
+    path = tmp_path / 'small' / schema.VERSION
+    small_dataset.write(path, {schema.TRAIN: (100,)})
+    small_dataset.add_column(path, 'score', {schema.TRAIN: np.arange(100)})
+    file = path / 'column_score-train.npy'
+    content = bytearray(file.read_bytes())
+    content[-30] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(input_pipeline.DamagedError, match=r'column_score-train\.npy: its values'):
+        input_pipeline.train_batches([{'dir': path, 'where': 'score > 5'}], **ORDER)
