@@ -91,6 +91,29 @@ def builder(made: pathlib.Path, out: pathlib.Path, _: int, **settings: Any) -> N
     Builder(data_dir=out, config=config).download_and_prepare()
 
 
+def parts(made: pathlib.Path, out: pathlib.Path, _: int, **settings: Any) -> None:
+    """Data sets of a file each, with a column `score` of random numbers in [0, 1)."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from coyo11m_tfds import add_column
+    from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
+
+    keys = pq.read_table(made / schema.CAPTIONS_FILE, columns=[schema.PARQUET_KEY]).column(0)
+    scores = np.random.default_rng(0).random(len(keys), np.float32)
+    pq.write_table(pa.table({schema.PARQUET_KEY: keys, 'score': scores}), out / 'scores')
+    for path in source.pt_files(made):
+        part = out / f'of-{path.stem}'
+        (part / schema.LATENTS_FOLDER).mkdir(parents=True)
+        (part / schema.LATENTS_FOLDER / path.name).symlink_to(path)
+        (part / schema.CAPTIONS_FILE).symlink_to(made / schema.CAPTIONS_FILE)
+        config = Coyo11mConfig(name='bench', source=str(part), **settings)
+        built = Builder(data_dir=out / path.stem, config=config)
+        built.download_and_prepare()
+        add_column.add(built.data_dir, 'score', parquet=out / 'scores', column='score')
+
+
 def cp(made: pathlib.Path, out: pathlib.Path, _: int) -> None:
     """A copy; blocks are not shared, where the file system could."""
     subprocess.run(['cp', '--recursive', '--reflink=never', made, out], check=True)
@@ -152,6 +175,7 @@ def _side(title: str, writer: str, module: str, **options: Any) -> Side:
 
 
 _BUILDER = 'builder', 'coyo11m_tfds.coyo11m_tfds_dataset_builder'
+PARTS = _side('four data sets in place', 'parts', _BUILDER[1], num_workers=1, latents='in_place')
 SIDES = {
     'builder': _side('this builder, 1 process', *_BUILDER, num_workers=1),
     'builder2': _side('this builder, 2 processes', *_BUILDER, num_workers=2),

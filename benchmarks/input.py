@@ -36,6 +36,7 @@ _WARM_SECONDS = 1.0
 _WARM_BATCHES = 8
 _SAVED_AT, _COMPARED = 100, 8  # batches before a resume, and after it
 _SHARE_OF_DISK = 0.8  # of its free room, for the formats that copy the source
+OPTIONS = 'engine', 'verify', 'where'  # of readers
 FLAGS = {
     'gb': (1.5, 'size of the source'),
     'seconds': (5.0, 'to read for'),
@@ -127,7 +128,7 @@ def _data(side: Side, made: pathlib.Path) -> pathlib.Path | Figures:
         unfinished = folder.with_suffix('.unfinished')
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
-        writer = dataclasses.replace(convert.SIDES[name], before=side.before)
+        writer = dataclasses.replace(_WRITERS[name], before=side.before)
         found = runner.run(writer, made=made, out=unfinished, limit=samples)
         if 'rate' not in found:
             return found
@@ -216,7 +217,7 @@ def _open(
     """Opens a reader when all is imported, and measures from there."""
     for name in module.split():
         importlib.import_module(name)
-    options = {name: asked[name] for name in ('engine', 'verify') if name in asked}
+    options = {name: asked[name] for name in OPTIONS if name in asked}
     meter = runner.Meter()
     return globals()[reader](data, state, **options), meter
 
@@ -243,12 +244,19 @@ def data_dir(folder: str) -> str:
     )
 
 
-def ours(folder: str, state: str, engine: str, **settings: Any) -> Stream:
-    """`input_pipeline.train_batches`, or with `engine='tf_data'` `train_dataset`."""
+def ours(folder: str, state: str, engine: str, where: str | None = None, **settings: Any) -> Stream:
+    """`input_pipeline.train_batches`, or with `engine='tf_data'` `train_dataset`.
+
+    With `where` all data sets in the folder are mixed; '' is no condition.
+    """
     import input_pipeline
     from coyo11m_tfds.reading import process_settings
 
-    data = data_dir(folder)
+    data: Any = data_dir(folder)
+    if where is not None:
+        condition = {'where': where} if where else {}
+        parts = sorted(pathlib.Path(folder).rglob(schema.INFO_FILE))
+        data = input_pipeline.open_mix([{'dir': path.parent, **condition} for path in parts])
     process_settings.keep_freed_memory()  # as every program of this project begins
     settings |= {'batch_size': BATCH_SIZE, 'seed': SEED, 'features': (schema.KEY, schema.LATENTS)}
     if state:
@@ -316,6 +324,44 @@ def grain(folder: str, state: str) -> Stream:
         .repeat()
         .batch(BATCH_SIZE, batch_fn=_unpack)
         # An element is a batch here; a few keep two workers busy.
+        .to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4))
+        .mp_prefetch(grain.MultiprocessingOptions(_WORKERS, per_worker_buffer_size=2))
+    )
+    iterator = iter(batches)
+    if state:
+        iterator.set_state(json.loads(state))
+    return Stream(lambda: iterator, lambda taken: json.dumps(iterator.get_state()))
+
+
+class _Some:
+    """Elements of a data source for Grain, by a list of indices."""
+
+    def __init__(self, source: Any, indices: np.ndarray):
+        self._source, self._indices = source, indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> bytes:
+        return self._source[int(self._indices[index])]
+
+
+def grain_mixture(folder: str, state: str) -> Stream:
+    """Grain's mixture of four sources, of which lists of indices keep a third."""
+    import grain
+    from absl import flags
+
+    flags.FLAGS.mark_as_parsed()
+    paths = sorted(map(str, pathlib.Path(folder).glob('*.array_record')))
+    parts = []
+    for number in range(_MIXED):
+        stored = grain.sources.ArrayRecordDataSource(paths[number::_MIXED])
+        kept = np.flatnonzero(np.random.default_rng(number).random(len(stored)) < 1 / 3)
+        some = grain.MapDataset.source(_Some(stored, kept))
+        parts.append(some.seed(SEED + number).shuffle().repeat())
+    batches = (
+        grain.MapDataset.mix(parts, weights=[1] * _MIXED)
+        .batch(BATCH_SIZE, batch_fn=_unpack)
         .to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4))
         .mp_prefetch(grain.MultiprocessingOptions(_WORKERS, per_worker_buffer_size=2))
     )
@@ -434,17 +480,26 @@ def _ours(title: str, engine: str, format: str = 'builder', **options: Any) -> S
     return _side(title, 'ours', format, module, engine=engine, **options)
 
 
+_WRITERS = {**convert.SIDES, 'in_place_parts': convert.PARTS}
+_MIXED = 4  # sources
 _COPIES = 'litdata', 'datasets', 'array_record'  # formats of peers; the source's own is ''
 SIDES = {
     'rows': _ours('this pipeline by rows', 'rows'),
     'rows_always': _ours('by rows, all checksums', 'rows', verify='always'),
     'rows_in_place': _ours('by rows, latents in place', 'rows', 'in_place'),
+    'mixture': _ours('four sources in place, mixed', 'rows', 'in_place_parts', where=''),
+    'mixture_where': _ours(
+        'the same, a third of the records', 'rows', 'in_place_parts', where='score < 0.3333'
+    ),
     'chunks': _ours('by chunks', 'chunks'),
     'chunks_in_place': _ours('by chunks, latents in place', 'chunks', 'in_place'),
     'tf_data': _ours('`train_dataset`', 'tf_data'),
     'tfrecord': _side('bare TFRecord reading', 'tfrecord', 'builder', 'tensorflow'),
     'litdata': _side('litdata `StreamingDataset`', 'litdata', 'litdata', 'litdata'),
     'grain': _side('Grain over ArrayRecord', 'grain', 'array_record', 'grain'),
+    'grain_mixture': _side(
+        'Grain, four sources, a third by indices', 'grain_mixture', 'array_record', 'grain'
+    ),
     'datasets': _side(
         'HF `Dataset`, mapped Arrow', 'datasets', 'datasets', 'datasets torch.utils.data'
     ),

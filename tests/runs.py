@@ -149,8 +149,8 @@ def hosts(
             host.process.wait()
 
 
-# So that a run can be resumed for some more steps.
-_ACCEPTED = '--accept_changes=num_steps'
+# So that a run can be resumed for some more steps, also with other batches.
+_ACCEPTED = '--accept_changes=num_steps,batch_size'
 
 
 def _command(module: str) -> list[str]:

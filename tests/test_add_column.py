@@ -439,7 +439,7 @@ def test_the_trainer_takes_an_added_text(copy, sample_source, other_embeddings, 
     for text in ('', 'other'):
         config = runs.small_config(copy, **{'data.text': text})
         opened = data.TrainingData(config, sharding.make_mesh())
-        batches.append(next(opened.train_batches(0)))
+        batches.append(next(opened.train_batches()))
         assert opened.facts.stats.text_mean.shape == (640,)
     first, second = batches
     np.testing.assert_array_equal(first['key'], second['key'])

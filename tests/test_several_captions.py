@@ -45,7 +45,7 @@ def taken_in_an_epoch(opened: data.TrainingData, long, short) -> list[dict[int, 
     """Of two epochs the text that each key came with."""
     found: list[dict[int, str]] = [{}, {}]
     plan = Planned(opened.order, runs.SMALL['batch_size'])
-    for step, batch in enumerate(itertools.islice(opened.train_batches(0), 2 * plan.steps)):
+    for step, batch in enumerate(itertools.islice(opened.train_batches(), 2 * plan.steps)):
         keys = np.asarray(batch[schema.KEY]).astype('<u4').view('<i8')[:, 0]
         rows = np.asarray(batch[schema.TEXT_EMBEDDING])
         for epoch, key, row in zip(plan.batch(step)[0], keys.tolist(), rows, strict=True):
@@ -73,7 +73,7 @@ def test_training_begins_at_any_sample_of_several_captions(two_captions):
     config = small_config(two_captions, **{'data.text': TEXT, 'data.caption_dropout': 0.5})
     opened = data.TrainingData(config, sharding.make_mesh())
     each = config.batch_size // config.data.lanes
-    expected = list(itertools.islice(opened.train_batches(0), 6))[3:]
+    expected = list(itertools.islice(opened.train_batches(), 6))[3:]
     for batch, resumed in zip(expected, opened.train_batches(3 * each), strict=False):
         jax.tree.map(np.testing.assert_array_equal, resumed, batch)
 
@@ -96,7 +96,7 @@ def test_tokens_of_several_lengths_come_in_one_shape(sample_source, tmp_path):
     config = small_config(path, **{'data.text': 'short:1,records:1', 'model.text': 'sequence'})
     opened = data.TrainingData(config, sharding.make_mesh())
     assert opened.facts.max_tokens == 12
-    for batch in (next(opened.train_batches(0)), next(opened.eval_batches())):
+    for batch in (next(opened.train_batches()), next(opened.eval_batches(opened.sources[0]))):
         assert batch[schema.TOKENS].shape == (8, 12)
     held_out = np.asarray(batch[schema.TOKENS])
     assert (held_out[:, :3] >= 0).all() and (held_out[:, 5:] == schema.TOKEN_PADDING).all()

@@ -184,8 +184,8 @@ class TrainingData:
             budget_gb = self._config.data.ram_budget_gb
             batches.check_memory(budget_gb, sharding.processes_on_host())
 
-    def train_batches(self, position: Mapping[str, Any]) -> Batches:
-        """Batches without end, from a place on."""
+    def train_batches(self, position: Mapping[str, Any] | None = None) -> Batches:
+        """Batches without end, from a place on; None for the beginning."""
         self._arrived = self._taken = 0
 
         def arriving() -> Iterator[dict[str, np.ndarray]]:

@@ -68,9 +68,9 @@ def test_one_step_on_mocked_data(mini_dataset, tmp_path, monkeypatch):
 
 def test_what_evaluations_read_is_not_counted_as_read_for_training(mini_dataset):
     opened = data.TrainingData(small_config(mini_dataset), sharding.make_mesh())
-    assert sum(1 for _ in opened.eval_batches()) > 1
+    assert sum(1 for _ in opened.eval_batches(opened.sources[0])) > 1
     assert opened.read_counts().num_bytes == 0
-    batches = opened.train_batches(0)
+    batches = opened.train_batches()
     next(batches)
     assert opened.read_counts().num_bytes > 0
     batches.close()
@@ -86,7 +86,7 @@ def test_batches_are_on_the_device_before_they_are_asked_for(mini_dataset, monke
 
     monkeypatch.setattr(input_pipeline, 'train_batches', host_batches)
     config = small_config(mini_dataset, **{'data.device_prefetch': ahead})
-    batches = data.TrainingData(config, sharding.make_mesh()).train_batches(0)
+    batches = data.TrainingData(config, sharding.make_mesh()).train_batches()
     for asked in (1, 2, 3):
         next(batches)
         deadline = time.monotonic() + 60
@@ -104,7 +104,7 @@ def test_an_error_that_is_none_of_reading_keeps_its_kind(mini_dataset, monkeypat
         yield
 
     monkeypatch.setattr(input_pipeline, 'train_batches', host_batches)
-    batches = data.TrainingData(small_config(mini_dataset), sharding.make_mesh()).train_batches(0)
+    batches = data.TrainingData(small_config(mini_dataset), sharding.make_mesh()).train_batches()
     with pytest.raises(type(error)):
         next(batches)
 

@@ -9,6 +9,8 @@ from train_lib import settings
 
 # Fields that others check: the data set, its order, the model, the optimizer and the devices do.
 ELSEWHERE = {
+    'data.mix',
+    'data.stages',
     'data.chunk',
     'data.lanes',
     'data.window',

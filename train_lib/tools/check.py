@@ -51,12 +51,13 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
         unchecked['the mesh of all hosts'] = how
     mesh = sharding.make_mesh(**({} if config.distributed else config.mesh))
     described = ''
-    if config.data.dir:
+    if config.data.dir or config.data.mix:
         data = TrainingData(config, mesh)
         data.check_memory()
         step.for_data(config, mesh, data.facts)
         what = 'tokens' if data.facts.vocabulary else 'text embeddings'
-        described = f'{config.data.dir}, {what} of {data.facts.encoder}'
+        folders = ' and '.join(x.stored.folder for x in data.sources)
+        described = f'{folders}, {what} of {data.facts.encoder}'
     else:
         how = 'name a built data set: --config.data.dir'
         unchecked['the data set, its encoder and the memory for reading it'] = how

@@ -94,7 +94,7 @@ def measure(
     config.distributed = False
     mesh = sharding.make_mesh()
     training = data.TrainingData(config, mesh)
-    batches = training.train_batches(training.position)
+    batches = training.train_batches()
     begin = time.monotonic()
     for number in itertools.count():
         batch = next(batches)

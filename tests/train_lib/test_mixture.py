@@ -1,0 +1,132 @@
+"""Runs on a mixture: the same run however often it stops, and on any number of hosts."""
+
+import json
+import pathlib
+import shutil
+import signal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from coyo11m_tfds import add_column, schema
+from tests import built, runs
+from tests.runs import small_config
+from tests.train_lib import test_elastic
+from train_lib import beginnings, checkpoint, data, sharding, train
+
+# Runs share what they compile.
+pytestmark = pytest.mark.usefixtures('env')
+
+STAGES = ({'from': 5, 'weights': (1, 1)},)
+
+
+@pytest.fixture(scope='module')
+def mix(mini_dataset, sample_source, hash_sidecar, tmp_path_factory) -> tuple[dict, ...]:
+    """Two data sets: of the first, records of a third of the scores; the second in place."""
+    folder = tmp_path_factory.mktemp('mix')
+    scored = folder / 'hash' / schema.VERSION
+    shutil.copytree(mini_dataset, scored)
+    keys = pq.read_table(hash_sidecar, columns=['key']).column(0)
+    scores = np.arange(len(keys), dtype=np.float32) % 3
+    pq.write_table(pa.table({'key': keys, 'score': scores}), folder / 'scores')
+    add_column.add(scored, 'score', parquet=folder / 'scores', column='score')
+    other = built.build(sample_source, hash_sidecar, folder, name='here', latents='in_place')
+    first = {'dir': str(scored), 'weight': 3, 'where': 'score == 1'}
+    return first, {'dir': str(other), 'weight': 1}
+
+
+def mixed(mix, **changes) -> dict:
+    """Fields of a configuration."""
+    return {'data.mix': mix, 'data.stages': STAGES, 'eval_every': 6} | changes
+
+
+def run(workdir: pathlib.Path, mix, parts) -> dict[tuple[str, int], float]:
+    """Trains to these steps with these batch sizes, one part after the other."""
+    for num_steps, batch_size in parts:
+        config = small_config('', **mixed(mix, num_steps=num_steps, batch_size=batch_size))
+        train.train_and_evaluate(config, workdir, accept_changes=['num_steps', 'batch_size'])
+    return runs.losses(workdir)
+
+
+def test_a_run_that_stops_and_changes_its_batch_is_the_unbroken_one(mix, tmp_path):
+    whole = run(tmp_path / 'whole', mix, [(6, 8), (12, 16)])
+    broken = run(tmp_path / 'broken', mix, [(2, 8), (6, 8), (7, 16), (12, 16)])
+    at = {('eval/loss', 6), ('eval/loss/hash', 6), ('eval/loss/here', 6)}
+    assert at <= whole.keys()
+    assert {key: broken[key] for key in whole} == whole
+    place = checkpoint.find(tmp_path / 'broken').description.position
+    assert place['step'] == 12 and len(json.dumps(place)) < 600
+    # Of every lane 3 + 1 samples up to step 5, then 2 + 2, and 4 + 4 in the larger batch.
+    assert list(place['samples'].values()) == [5 * 3 + 2 + 6 * 4, 5 * 1 + 2 + 6 * 4]
+    # Each source's own passes; the first one is the shorter.
+    scalars = runs.read_scalars(tmp_path / 'whole')
+    assert scalars['data/hash/samples', 12] == [2 * 41]
+    assert scalars['data/hash/epoch', 12][0] > 2 * scalars['data/here/epoch', 12][0] > 0
+
+
+def test_the_log_tells_share_kept_and_share_of_the_batch(mix):
+    (first, *_, stage, read) = data.TrainingData(
+        small_config('', **mixed(mix)), sharding.make_mesh()
+    ).description
+    assert first.startswith(f'hash: {mix[0]["dir"]}, ') and 'have score == 1' in first
+    assert '(33.' in first or '(32.' in first or '(34.' in first
+    assert (stage, 'steps an epoch' in read) == ('shares hash 0.5, here 0.5', True)
+
+
+def test_a_run_on_one_data_set_goes_on_with_a_further_one(mix, tmp_path):
+    """The first goes on at its next sample, the other one begins, where that is confirmed."""
+    (first, other), alone = mix, {'eval_every': 0, 'num_steps': 4}
+    config = small_config(other['dir'], **alone)
+    train.train_and_evaluate(config, tmp_path)
+    changes = mixed((other, first), num_steps=6, eval_every=0)
+    config = small_config('', **changes, **{'data.caption_dropout': 0.1})
+    with pytest.raises(beginnings.OtherRunError, match=r'data.dir was .*data\.mix was'):
+        train.train_and_evaluate(config, tmp_path, accept_changes=['num_steps'])
+    accepted = ['num_steps', 'data.dir', 'data.mix', 'data.stages']
+    train.train_and_evaluate(config, tmp_path, accept_changes=accepted)
+    place = checkpoint.find(tmp_path).description.position
+    # 4 samples of a lane in each of 4 steps alone; then 1 + 3 in step 5, and 2 + 2 in step 6.
+    assert list(place['samples'].values()) == [4 * 4 + 1 + 2, 3 + 2]
+
+
+@pytest.mark.parametrize(
+    'changes, message',
+    [
+        ({'data.dir': 'X'}, "data.mix and data.dir='X': expected one of them"),
+        ({'data.mix': ()}, 'data.dir=.*: expected the folder'),
+        ({'data.mix': (), 'data.dir': 'X'}, r'data.stages=.*: expected none without data.mix'),
+        ({'data.mix': ({'dir': 'nowhere'},)}, 'data.mix=nowhere'),
+    ],
+)
+def test_settings_of_a_mixture_are_checked(mix, changes, message):
+    config = small_config('', **mixed(mix) | changes)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        data.TrainingData(config, sharding.make_mesh())
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_with_other_hosts_and_another_batch(mix, env, tmp_path):
+    """Killed at any moment as one host, resumed as two, then as four with twice the batch."""
+    killed, changes = tmp_path / 'killed', mixed(mix)
+    endless = test_elastic.SETTINGS | changes | {'num_steps': 10_000}
+    with runs.hosts('', killed, env, processes=1, devices=4, **endless) as started:
+        runs.wait_until(lambda: max(runs.saved_steps(killed), default=0) >= 4, started[0].process)
+        started[0].process.send_signal(signal.SIGKILL)
+        runs.wait(started)
+    saved = max(runs.saved_steps(killed))
+    ends = {'num_steps': saved + 4}, {'num_steps': saved + 8, 'batch_size': 16}
+
+    def finish(workdir, hosts):
+        keys = {}
+        for share, end in zip(hosts, ends, strict=True):
+            losses, of_part = test_elastic.run_to_the_end('', workdir, env, *share, **changes | end)
+            keys |= of_part
+        return losses, keys
+
+    losses, keys = finish(killed, ((2, 2), (4, 1)))
+    whole, whole_keys = finish(tmp_path / 'whole', ((1, 4), (1, 4)))
+    test_elastic.assert_same_keys(keys, {step: whole_keys[step] for step in keys})
+    assert len(keys) == 8 and ('eval/loss/here', saved + 8) in losses
+    test_elastic.assert_same_losses(losses, whole, ends=[saved, saved + 4])
