@@ -44,7 +44,7 @@ def texts_by_key(path, text, feature=schema.TEXT_EMBEDDING) -> dict[int, bytes]:
 def taken_in_an_epoch(opened: data.TrainingData, long, short) -> list[dict[int, str]]:
     """Of two epochs the text that each key came with."""
     found: list[dict[int, str]] = [{}, {}]
-    plan = Planned(opened.order, runs.SMALL['batch_size'])
+    plan = Planned(opened.plan.orders[0], runs.SMALL['batch_size'])
     for step, batch in enumerate(itertools.islice(opened.train_batches(), 2 * plan.steps)):
         keys = np.asarray(batch[schema.KEY]).astype('<u4').view('<i8')[:, 0]
         rows = np.asarray(batch[schema.TEXT_EMBEDDING])
@@ -72,9 +72,10 @@ def test_captions_are_taken_in_the_shares_asked_for_and_anew_in_each_epoch(two_c
 def test_training_begins_at_any_sample_of_several_captions(two_captions):
     config = small_config(two_captions, **{'data.text': TEXT, 'data.caption_dropout': 0.5})
     opened = data.TrainingData(config, sharding.make_mesh())
-    each = config.batch_size // config.data.lanes
     expected = list(itertools.islice(opened.train_batches(), 6))[3:]
-    for batch, resumed in zip(expected, opened.train_batches(3 * each), strict=False):
+    for batch, resumed in zip(
+        expected, opened.train_batches(opened.position_at(opened.position, 3)), strict=False
+    ):
         jax.tree.map(np.testing.assert_array_equal, resumed, batch)
 
 

@@ -116,6 +116,8 @@ def test_what_may_change_is_what_steps_compute_with_and_which_records_they_see()
         'data.chunk',
         'data.dir',
         'data.lanes',
+        'data.mix',
+        'data.stages',
         'data.text',
         'data.window',
         'ema_decay',
