@@ -37,6 +37,11 @@ def build(
     return pathlib.Path(builder.data_dir)
 
 
+def files_of(folder: pathlib.Path) -> dict[str, bytes]:
+    """The content of the files in a folder, by name."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
 def split_records(data: bytes) -> Iterator[bytes]:
     """The records in the content of a TFRecord file."""
     at = 0

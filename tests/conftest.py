@@ -13,7 +13,7 @@ from coyo11m_tfds import embed_captions, sample_data
 from coyo11m_tfds.process import command_line
 from tests import built
 from tests.checkout import COCO_SAMPLE
-from tests.fakes.cloud import bucket, gcs, hub  # noqa: F401, fixtures
+from tests.fakes.cloud import bucket, gcs, hub, place  # noqa: F401, fixtures
 
 # Tests compile more than they compute: this takes a third of the time.
 os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0')

@@ -53,11 +53,11 @@ def embeddings_of(path: pathlib.Path) -> dict[int, np.ndarray]:
 def test_a_second_text_column_is_read_and_nothing_else_changes(
     copy, mini_dataset, other_embeddings
 ):
-    before = {file.name: file.read_bytes() for file in mini_dataset.iterdir() if file.is_file()}
+    before = built.files_of(mini_dataset)
     column = add_column.add(copy, 'other', other_embeddings)
     expected = embeddings_of(other_embeddings)
 
-    after = {file.name: file.read_bytes() for file in copy.iterdir() if file.is_file()}
+    after = built.files_of(copy)
     assert {name for name in after if after[name] != before.get(name)} == {
         *('column_other-train-3f9a1c20.npy', 'column_other-validation-3f9a1c20.npy'),
         *(COLUMNS, CHECKSUMS),
@@ -317,9 +317,9 @@ def test_a_command_that_was_killed_is_given_again(tmp_path):
 
 
 def test_a_column_is_replaced_and_removed(copy, mini_dataset, hash_sidecar, other_embeddings):
-    before = {file.name: file.read_bytes() for file in mini_dataset.iterdir() if file.is_file()}
+    before = built.files_of(mini_dataset)
     add_column.add(copy, 'other', other_embeddings, replace=True)
-    once = {file.name: file.read_bytes() for file in copy.iterdir()}
+    once = built.files_of(copy)
     add_column.add(copy, 'other', hash_sidecar, replace=True)
     assert not verify.verify(copy).faults
     batch = next(input_pipeline.train_batches(copy, **ORDER, text='other'))
@@ -327,10 +327,10 @@ def test_a_column_is_replaced_and_removed(copy, mini_dataset, hash_sidecar, othe
     found = batch[schema.TEXT_EMBEDDING]
     np.testing.assert_array_equal(found, [wanted[key] for key in batch['key'].tolist()])
     add_column.add(copy, 'other', other_embeddings, replace=True)
-    assert {file.name: file.read_bytes() for file in copy.iterdir()} == once
+    assert built.files_of(copy) == once
     add_column.remove(copy, 'other')
     assert not verify.verify(copy).faults
-    after = {file.name: file.read_bytes() for file in copy.iterdir()}
+    after = built.files_of(copy)
     assert {name for name in after if after[name] != before.get(name)} <= {
         *(COLUMNS, CHECKSUMS),
     }
@@ -497,7 +497,7 @@ def test_a_bucket_gets_the_same_files_as_a_disk(storage, copy, other_embeddings,
     scratch = str(tmp_path / 'scratch')
     add_column.add(DATA, 'other', 'gs://data/other.parquet', scratch_dir=scratch)
     storage.remove('data', 'other.parquet')
-    assert objects(storage) == {file.name: file.read_bytes() for file in copy.iterdir()}
+    assert objects(storage) == built.files_of(copy)
     assert objects(storage).keys() - before.keys() == {
         *('column_other-train-3f9a1c20.npy', 'column_other-validation-3f9a1c20.npy', COLUMNS),
     }

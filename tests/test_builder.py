@@ -16,6 +16,7 @@ import torch
 from coyo11m_tfds import schema
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
 from tests import made_sources
+from tests.built import files_of
 from tests.checkout import CHECKOUT
 
 
@@ -161,10 +162,6 @@ def test_a_built_data_set_is_reused_unless_it_is_to_be_overwritten(tmp_path: pat
     assert len(read(again, 'train')) == again.info.splits['train'].num_examples
 
 
-def files_in(folder: pathlib.Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def overwrite(folder: pathlib.Path, out: pathlib.Path, **fields):
     mode = tfds.GenerateMode.REUSE_CACHE_IF_EXISTS
     return build(folder, out, {'download_mode': mode}, **fields)
@@ -173,12 +170,12 @@ def overwrite(folder: pathlib.Path, out: pathlib.Path, **fields):
 def test_the_old_data_set_stays_if_the_new_one_cannot_be_built(tmp_path: pathlib.Path):
     source = made_sources.write_source(tmp_path / 'source', [range(20)])
     final = pathlib.Path(build(source, tmp_path / 'out').data_dir)
-    before = files_in(final)
+    before = files_of(final)
     made_sources.latents_file(source, 0).write_bytes(b'damaged')
     for folder in (tmp_path / 'missing', source):
         with pytest.raises((ValueError, OSError)):
             overwrite(folder, tmp_path / 'out')
-        assert files_in(final) == before
+        assert files_of(final) == before
 
 
 def test_to_remove_the_folder_is_to_have_it_replaced(tmp_path: pathlib.Path):
@@ -215,13 +212,13 @@ OTHER_SETTINGS = [
 def test_a_data_set_of_other_settings_is_refused(tmp_path: pathlib.Path):
     source = made_sources.write_source(tmp_path / 'source', [range(20)])
     final = pathlib.Path(build(source, tmp_path / 'out', {'max_examples_per_split': 10}).data_dir)
-    before = files_in(final)
+    before = files_of(final)
     for fields, limit, message in OTHER_SETTINGS:
         options = {'max_examples_per_split': limit}
         with pytest.raises(ValueError, match=f'x/1.0.0 was built with .*{message}') as refused:
             build(source, tmp_path / 'out', options, **fields)
         assert 'another name, or replace the data set with --overwrite' in str(refused.value)
-        assert files_in(final) == before
+        assert files_of(final) == before
 
 
 def test_what_does_not_change_the_records_may_differ(tmp_path: pathlib.Path):

@@ -11,8 +11,9 @@ import sys
 import pytest
 
 from tests import children, made_sources
+from tests.built import files_of
 from tests.checkout import CHECKOUT
-from tests.convert.build_kills import files_of, final_folder
+from tests.convert.build_kills import final_folder
 from tests.fakes.cloud import fake_gcs, fake_hub
 
 FILES = [range(40), range(40, 60)]

@@ -17,6 +17,7 @@ from coyo11m_tfds.convert import driver
 from coyo11m_tfds.convert.settings import BuildSettings
 from coyo11m_tfds.dataset import columns
 from tests import built, runs
+from tests.built import files_of
 from tests.checkout import CHECKOUT
 from tests.convert import build_kills, build_program
 from tests.fakes.cloud import Gcs, fake_gcs
@@ -157,7 +158,7 @@ def test_a_bucket_is_built_into_as_a_disk_is(bucket, sample_source, tmp_path):
     for place in (DATA, final):
         assert build_program.build(SOURCE, str(place), options, settings) == 'built here'
     bucket.download_folder(DATA, tmp_path / 'copy')
-    assert build_kills.files_of(tmp_path / 'copy') == build_kills.files_of(final)
+    assert files_of(tmp_path / 'copy') == files_of(final)
     paths = [
         file.path
         for file in columns.read(final, schema.build_of(next(final.glob('columns-*')).name))[

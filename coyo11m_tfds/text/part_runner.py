@@ -304,7 +304,8 @@ def _make(
             name = sidecar.part_name(number, captions.count)
             Destination(job.out).put(path, name, file_state.of_file(path).crc32c)
     if one_file:
-        os.replace(path, job.out)
+        folder, name = os.path.split(os.path.abspath(job.out))
+        Destination(folder).put(path, name, file_state.of_file(path).crc32c)
     return Made(encoder.name, width, encoder.truncated, longest)
 
 

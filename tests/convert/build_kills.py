@@ -14,6 +14,7 @@ import types
 from typing import Any
 
 from coyo11m_tfds import schema
+from tests.built import files_of
 from tests.convert import build_program
 from tests.fakes.cloud import Gcs
 
@@ -81,10 +82,6 @@ def run(source: object, final: object, **options) -> subprocess.CompletedProcess
     ended = start(source, final, **options).end()
     assert ended.returncode == 0, ended.stderr
     return ended
-
-
-def files_of(final: pathlib.Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in final.iterdir() if path.is_file()}
 
 
 def is_complete(final: pathlib.Path) -> bool:

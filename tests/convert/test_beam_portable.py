@@ -16,9 +16,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import made_sources
+from tests import made_sources, runs
+from tests.built import files_of
 from tests.checkout import CHECKOUT
-from tests.convert.build_kills import files_of, final_folder
+from tests.convert.build_kills import final_folder
 from tests.fakes.cloud import fake_gcs
 
 FILES = [range(60), *(range(n, n + 5) for n in range(60, 100, 5))]  # a large one and small ones
@@ -39,12 +40,6 @@ def own_environment(home: pathlib.Path) -> dict[str, str]:
     (home / 'tmp').mkdir(parents=True)
     path = f'{sys.base_prefix}/bin:{os.environ["PATH"]}'
     return kept | {'HOME': str(home), 'PATH': path, 'TMPDIR': str(home / 'tmp')}
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(('localhost', 0))
-        return server.getsockname()[1]
 
 
 @contextlib.contextmanager
@@ -114,7 +109,7 @@ def test_the_documented_steps_end_in_the_same_bytes(home: pathlib.Path, tmp_path
     local = tmp_path / 'local'
     plain = ['build', 'coyo11m_tfds', f'--manual_dir={source}', f'--data_dir={local}']
     build(plain, dict(os.environ))
-    workers, jobs = free_port(), free_port()
+    workers, jobs = runs.free_port(), runs.free_port()
     start_workers = f'. ~/worker/bin/activate\nexec {start_workers}'.replace('50000', str(workers))
     job_service = 'apache_beam.runners.portability.local_job_service_main'
     for old, new in {

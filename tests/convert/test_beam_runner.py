@@ -9,8 +9,9 @@ import sys
 import pytest
 
 from tests import made_sources
+from tests.built import files_of
 from tests.checkout import CHECKOUT
-from tests.convert.build_kills import files_of, final_folder, run
+from tests.convert.build_kills import final_folder, run
 from tests.fakes.cloud import Gcs, fake_gcs
 
 SETTINGS = {'shard_bytes': 1_000_000, 'validation_fraction': 0.2}

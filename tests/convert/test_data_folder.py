@@ -77,13 +77,10 @@ def names_of(build: str, count: int = 3) -> set[str]:
     return {*shards_of(build, count), *small_files(build), checksums}
 
 
-@pytest.fixture(params=['local', 'bucket'])
-def final(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> str:
+@pytest.fixture
+def final(place: str) -> str:
     """Where the data set will be; nothing is there yet."""
-    if request.param == 'local':
-        return str(tmp_path / 'x' / '1.0.0')
-    request.getfixturevalue('gcs')
-    return 'gs://bucket/x/1.0.0'
+    return f'{place}/1.0.0'
 
 
 def test_a_build_takes_the_place_of_another_of_which_only_its_files_go(final: str):

@@ -10,12 +10,12 @@ import time
 import pytest
 
 from tests import children, made_sources
+from tests.built import files_of
 from tests.checkout import CHECKOUT
 from tests.convert.build_kills import (
     SETTINGS,
     Build,
     assert_only_the_data_set,
-    files_of,
     final_folder,
     finished_shards,
     is_complete,

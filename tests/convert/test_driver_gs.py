@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests import children, made_sources
+from tests.built import files_of
 from tests.convert import build_kills
 from tests.fakes.cloud import Fault, Gcs, fake_gcs
 from tests.fakes.fake_http import KINDS
@@ -64,7 +65,7 @@ def undisturbed(source: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) 
     """What the same source gives on a local disk."""
     final = build_kills.final_folder(tmp_path_factory.mktemp('undisturbed'))
     build_kills.run(source, final)
-    return build_kills.files_of(final)
+    return files_of(final)
 
 
 def final_url(name: str) -> str:
@@ -154,7 +155,7 @@ def test_a_sidecar_may_be_in_a_bucket(cloud, builder, source, tmp_path):
     local = build_kills.final_folder(tmp_path)
     settings = {'text_embeddings': str(source / 'embeddings.parquet')}
     build_kills.run(source, local, settings=settings)
-    assert files_at(cloud, final) == build_kills.files_of(local)
+    assert files_at(cloud, final) == files_of(local)
 
 
 @pytest.mark.slow

@@ -16,17 +16,14 @@ from coyo11m_tfds.convert import driver, shard_writer
 from coyo11m_tfds.dataset.chunk_index import ChunkIndex
 from coyo11m_tfds.storage import json_digest
 from tests import made_sources
+from tests.built import files_of
 from tests.checkout import CHECKOUT
 from tests.convert.plans import data_folder, make_plan, planned_keys, write
 
 
-def files_in(folder: pathlib.Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-
-
 def without_ids(folder: pathlib.Path) -> dict[str, bytes]:
     """The files by names without IDs, to compare builds of different plans."""
-    ids = [(name, schema.build_of(name)) for name in files_in(folder)]
+    ids = [(name, schema.build_of(name)) for name in files_of(folder)]
     return {name.replace(f'-{of}.', '.'): (folder / name).read_bytes() for name, of in ids}
 
 
@@ -64,7 +61,7 @@ def test_small_remote_files_are_fetched_once_and_together(gcs, tmp_path: pathlib
     reads = [request.path for request in gcs.requests if request.action == 'read']
     assert len(reads) == len(set(reads)) == 20
     write(make_plan(source, tmp_path / 'stores', **settings), tmp_path / 'local')
-    assert files_in(data_folder(tmp_path / 'work')) == files_in(data_folder(tmp_path / 'local'))
+    assert files_of(data_folder(tmp_path / 'work')) == files_of(data_folder(tmp_path / 'local'))
     assert [path.name for path in (tmp_path / 'work' / 'source').iterdir()] == ['.lock']
 
     lost = next(task for task in made.tasks if task.split == schema.VALIDATION)
@@ -73,7 +70,7 @@ def test_small_remote_files_are_fetched_once_and_together(gcs, tmp_path: pathlib
     write(made, tmp_path / 'work')
     reads = {request.path for request in gcs.requests if request.action == 'read'}
     assert {f'gs://{path}' for path in reads} == {part.file.path for part in lost.parts}
-    assert files_in(data_folder(tmp_path / 'work')) == files_in(data_folder(tmp_path / 'local'))
+    assert files_of(data_folder(tmp_path / 'work')) == files_of(data_folder(tmp_path / 'local'))
 
 
 def test_processes_start_from_a_program_that_knows_nothing_of_them(tmp_path: pathlib.Path):
@@ -108,7 +105,7 @@ def test_what_is_finished_is_not_written_again(tmp_path: pathlib.Path):
     made = make_plan(source, tmp_path / 'stores')
     first = write(made, tmp_path / 'work')
     data = data_folder(tmp_path / 'work')
-    undisturbed = files_in(data)
+    undisturbed = files_of(data)
     names = sorted(undisturbed)
     lost, cut, flipped, recordless, damaged, of_another_version = names[:6]
     (data / lost).unlink()
@@ -130,7 +127,7 @@ def test_what_is_finished_is_not_written_again(tmp_path: pathlib.Path):
 
     second = write(made, tmp_path / 'work')
 
-    assert files_in(data) == undisturbed
+    assert files_of(data) == undisturbed
     after = {name: (data / name).stat() for name in names[6:]}
     assert {n: s.st_ino for n, s in after.items()} == {n: s.st_ino for n, s in before.items()}
     assert [result.to_json() for result in second] == [result.to_json() for result in first]

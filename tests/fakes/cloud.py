@@ -25,7 +25,7 @@ from tests.fakes.fake_http import Fault
 from tests.fakes.fake_hub import Hub
 from tests.fakes.tls_proxy import TlsProxy
 
-__all__ = ['Fault', 'Gcs', 'Hub', 'bucket', 'fake_gcs', 'fake_hub', 'gcs', 'hub']
+__all__ = ['Fault', 'Gcs', 'Hub', 'bucket', 'fake_gcs', 'fake_hub', 'gcs', 'hub', 'place']
 
 # The patience of the code under test. A lease is short: those of killed processes are waited for.
 _PATIENCE = {
@@ -116,6 +116,15 @@ def gcs(tmp_path_factory, monkeypatch) -> Iterator[Gcs]:
         monkeypatch.setattr(_metadata, '_NO_GCE_CHECK', True)
         yield server
     assert server.errors == []
+
+
+@pytest.fixture(params=['local', 'bucket'])
+def place(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> str:
+    """A folder on a disk, and one in a bucket, that does not exist yet."""
+    if request.param == 'local':
+        return str(tmp_path / 'new' / 'set')
+    request.getfixturevalue('gcs')
+    return 'gs://bucket/new/set'
 
 
 @pytest.fixture

@@ -41,13 +41,10 @@ def _put(destination: Destination, fallback: pathlib.Path, name: str, data: byte
 # --- On a disk and in a bucket ----------------------------------------------------------------
 
 
-@pytest.fixture(params=['local', 'bucket'])
-def destination(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Destination:
+@pytest.fixture
+def destination(place: str) -> Destination:
     """A folder that does not exist yet."""
-    if request.param == 'local':
-        return Destination(tmp_path / 'a')
-    request.getfixturevalue('gcs')
-    return Destination('gs://bucket/a/')
+    return Destination(f'{place}/')
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -184,15 +184,6 @@ def holder(place: str) -> Iterator[subprocess.Popen[str]]:
         yield child
 
 
-@pytest.fixture(params=['local', 'bucket'])
-def place(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> str:
-    """A place that does not exist yet."""
-    if request.param == 'local':
-        return str(tmp_path / 'new' / 'set')
-    request.getfixturevalue('gcs')
-    return 'gs://bucket/new/set'
-
-
 @pytest.fixture
 def lease(monkeypatch: pytest.MonkeyPatch) -> float:
     """Short, but long enough for a holder to renew it on a busy machine."""

@@ -18,6 +18,7 @@ from coyo11m_tfds.process import job
 from coyo11m_tfds.source import sidecar
 from coyo11m_tfds.text import text_encoders, words
 from tests import children, made_sources
+from tests.built import files_of
 from tests.checkout import CHECKOUT
 from tests.fakes.cloud import Fault
 from tests.text.test_text_encoders import WORDS, save_model, save_tokenizer
@@ -62,10 +63,6 @@ def embed(source, out, encoder='hash', **options) -> embed_captions.Report:
     return embed_captions.embed(
         source, encoder, out, **{'part_captions': PART_CAPTIONS, 'num_workers': 1} | options
     )
-
-
-def files_of(folder: pathlib.Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def read(folder: pathlib.Path, column: str) -> tuple[np.ndarray, np.ndarray]:
