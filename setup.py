@@ -33,9 +33,7 @@ DATAFLOW = [
     'apache-beam[gcp]>=2.60',
 ]
 TEXT = [
-    'accelerate>=1.0',  # transformers needs it and gguf to load a GGUF file
     'duckdb>=1.4',
-    'gguf>=0.10',
     'pyarrow>=18',
     'torch>=2.6',
     'tqdm>=4.66',
@@ -55,8 +53,10 @@ FONTS = [
     'noto-cjk-sans-otc>=0.0.1',
 ]
 TEST = [
+    'accelerate>=1.0',  # with gguf, transformers unpacks an encoder for `make slow`
     'cryptography>=42',  # the certificate of a storage server for tests
     'dill>=0.3.8',  # tfds.testing.DatasetBuilderTestCase imports it
+    'gguf>=0.10',
     'hypothesis>=6.100',
     'mypy>=2.4',
     'pytest>=8.0',

@@ -3,7 +3,7 @@
 model_files.folder('google/gemma-3-270m', 'text encoder', ['config.json'])
 model_files.public_name('/models/gemma-3-270m')    # 'gemma-3-270m'
 model_files.revision('google/gemma-3-270m')        # the commit that was loaded
-model_files.gguf_file(Path('/models/gemma-q4'))    # where its weights are
+model_files.check_weights(Path('/models/gemma'))    # there are some that are safe to read
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 # Endings of the names of weights, configuration and tokenizer in a model's folder.
-_SUFFIXES = {'.safetensors', '.gguf', '.json', '.txt', '.model'}
+_SUFFIXES = {'.safetensors', '.json', '.txt', '.model'}
 
 
 def public_name(model: str) -> str:
@@ -58,23 +58,15 @@ def folder(model: str, kind: str, files: Sequence[str]) -> Path:
         ) from error
 
 
-def gguf_file(folder: Path) -> Path | None:
-    """The GGUF file to read in a model's folder, or None where safetensors are to be read.
-
-    Raises:
-        ValueError: It holds neither safetensors nor exactly one GGUF file.
-    """
-    if any(folder.glob('*.safetensors')):
-        return None
-    gguf = list(folder.glob('*.gguf'))
-    if len(gguf) == 1:
-        return gguf[0]
-    found = sorted(path.name for path in folder.iterdir())
-    raise ValueError(
-        f"text encoder '{folder}': expected *.safetensors or exactly one *.gguf in the folder, "
-        f'found {found}. Pickled weights (*.bin, *.pt) are not read, because a pickle can run '
-        'code: load them where you trust them and save_pretrained() them as safetensors.'
-    )
+def check_weights(folder: Path) -> None:
+    """Raises a ValueError for a model's folder without safetensors."""
+    if not any(folder.glob('*.safetensors')):
+        found = sorted(path.name for path in folder.iterdir())
+        raise ValueError(
+            f"text encoder '{folder}': expected *.safetensors in the folder, found {found}. "
+            'Pickled weights (*.bin, *.pt) are not read, because a pickle can run code: load them '
+            'where you trust them and save_pretrained() them as safetensors.'
+        )
 
 
 def revision(model: str) -> str:

@@ -79,12 +79,11 @@ def open_checkpoint(model: str) -> 'Checkpoint':
     """Opens a folder, or a model of the hub, which is downloaded unless it is in the cache.
 
     Raises:
-        ValueError: There is no such model, it has not exactly one kind of weights that are safe to
-            read, or it is not a Gemma 3 that `gemma.Gemma` can compute.
+        ValueError: There is no such model, it has no safetensors, or it is not a Gemma 3 that
+            `gemma.Gemma` can compute.
     """
     folder = model_files.folder(model, 'text encoder', _HUB_FILES)
-    if gguf := model_files.gguf_file(folder):
-        raise ValueError(f'{gguf}: jax: expected *.safetensors; for GGUF files use hf:.')
+    model_files.check_weights(folder)
     try:
         return Checkpoint(folder)
     except (OSError, SafetensorError, json.JSONDecodeError) as error:

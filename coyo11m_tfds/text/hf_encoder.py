@@ -2,10 +2,9 @@
 
     encoder = HfEncoder('google/gemma-3-270m', 512)  # of the Hugging Face hub, or its cache
     encoder = HfEncoder('all-MiniLM-L6-v2/', 512)    # a folder: config, safetensors, tokenizer
-    encoder = HfEncoder('gemma/', 512)               # a folder with one GGUF file
     embeddings = encoder.encode(['a cat', 'two dogs'])  # float32 (2, encoder.dim)
 
-Weights are read only from safetensors or GGUF, and code in a model's repository is never run.
+Weights are read only from safetensors, and code in a model's repository is never run.
 Padding always goes to the right. So every token has the same position as in a caption alone, also
 in models with absolute positions. Causal models never attend to such padding; in other models, and
 in the mean, a mask leaves it out.
@@ -141,17 +140,16 @@ def _naming(model: str) -> Iterator[dict[str, Any]]:
 
     What it raises becomes a ValueError that says what is expected.
     """
-    folder = model_files.local_folder(model)
-    gguf = folder and model_files.gguf_file(folder)
-    source: dict[str, Any] = {'trust_remote_code': False}
+    if folder := model_files.local_folder(model):
+        model_files.check_weights(folder)
     try:
-        yield source | ({'gguf_file': gguf.name} if gguf else {})
+        yield {'trust_remote_code': False}
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise ValueError(
             f'cannot load the text encoder {model!r}: {error}\n'
-            'Expected a folder with config.json, *.safetensors and a tokenizer, a folder with one '
-            'GGUF file, or a name on the Hugging Face hub (which needs the network unless the '
-            'model is in the cache; pickled weights and code in the repository are not accepted).'
+            'Expected a folder with config.json, *.safetensors and a tokenizer, or a name on the '
+            'Hugging Face hub (which needs the network unless the model is in the cache; pickled '
+            'weights and code in the repository are not accepted).'
         ) from error
 
 
@@ -159,11 +157,9 @@ def _load(model: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
     """Loads the model in evaluation mode, or raises an error that says why it cannot."""
     kind: Any = transformers.AutoModel
     with _naming(model) as source:
-        # The configuration of a GGUF file takes as long to read as the whole file.
-        if 'gguf_file' not in source:
-            config = transformers.AutoConfig.from_pretrained(model, **source)
-            if config.is_encoder_decoder:  # like T5, of which only the encoder is needed
-                kind = transformers.AutoModelForTextEncoding
+        config = transformers.AutoConfig.from_pretrained(model, **source)
+        if config.is_encoder_decoder:  # like T5, of which only the encoder is needed
+            kind = transformers.AutoModelForTextEncoding
         network, report = kind.from_pretrained(
             model, dtype=dtype, use_safetensors=True, output_loading_info=True, **source
         )

@@ -74,7 +74,7 @@ def check(spec: str) -> None:
     if runner not in ('hf', 'jax') or not model:
         raise ValueError(
             f'unknown encoder {spec!r}: expected hash, hf:HUB_NAME (as hf:google/gemma-3-270m) '
-            'or hf:FOLDER (with a transformers model or one GGUF file); jax: in place of hf: runs '
+            'or hf:FOLDER (with a transformers model); jax: in place of hf: runs '
             'Gemma 3 without torch; words makes tokens alone (--tokens_only)'
         )
     model_files.folder(model, 'text encoder', ['config.json'])

@@ -1,13 +1,14 @@
 """Destinations: whole files or none, on a disk and in a bucket, whatever goes wrong."""
 
 import functools
-import json
 import os
 import pathlib
 import pickle
 import random
 import tempfile
 
+import google.auth
+import google.auth.credentials
 import google_crc32c
 import pytest
 from google.cloud import storage
@@ -20,7 +21,7 @@ from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.file_state import FileState
 from tests import children
 from tests.fakes.cloud import Fault
-from tests.fakes.fake_http import Call, FakeServer, Reply
+from tests.fakes.fake_http import Call, Reply
 
 SHARED_MEMORY = pathlib.Path('/dev/shm')  # another file system, on Linux
 PASSING = ['429', '503', 'cut', 'stall', 'slow', 'reset', 'lost']
@@ -360,40 +361,14 @@ def test_no_credentials(gcs, monkeypatch):
         Destination('gs://bucket/a').inventory()
 
 
-class _TokenServer(FakeServer):
-    """Exchanges any token for one of Google's."""
-
-    def describe(self, call: Call) -> tuple[str, str]:
-        return 'token', call.path
-
-    def answer(self, call: Call) -> Reply:
-        answer = {
-            'access_token': 'token-for-tests',
-            'issued_token_type': 'urn:ietf:params:oauth:token-type:access_token',
-            'token_type': 'Bearer',
-            'expires_in': 3600,
-        }
-        return Reply(200, json.dumps(answer).encode(), {'Content-Type': 'application/json'})
-
-
-def test_federated_credentials_without_a_project(gcs, tmp_path, monkeypatch):
-    """As of a workforce pool: no file of Google's, and nothing names a default project."""
-    (tmp_path / 'subject').write_text('a token of somebody else')
-    with _TokenServer() as tokens:
-        credentials = {
-            'type': 'external_account',
-            'audience': '//iam.googleapis.com/locations/global/workforcePools/p/providers/x',
-            'subject_token_type': 'urn:ietf:params:oauth:token-type:jwt',
-            'token_url': f'{tokens.url}/v1/token',
-            'credential_source': {'file': str(tmp_path / 'subject')},
-        }
-        (tmp_path / 'credentials').write_text(json.dumps(credentials))
-        for name in ('GOOGLE_CLOUD_PROJECT', 'GCLOUD_PROJECT', 'STORAGE_EMULATOR_HOST'):
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv('GOOGLE_APPLICATION_CREDENTIALS', str(tmp_path / 'credentials'))
-        monkeypatch.setenv('API_ENDPOINT_OVERRIDE', gcs.url)
-        _put(Destination(URL), tmp_path, 'a', b'content')
-        assert tokens.requests
+def test_credentials_without_a_project(gcs, tmp_path, monkeypatch):
+    """As of a workforce pool: nothing names a default project."""
+    anonymous = google.auth.credentials.AnonymousCredentials()
+    monkeypatch.setattr(google.auth, 'default', lambda **_: (anonymous, None))
+    for name in ('GOOGLE_CLOUD_PROJECT', 'GCLOUD_PROJECT', 'STORAGE_EMULATOR_HOST'):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv('API_ENDPOINT_OVERRIDE', gcs.url)
+    _put(Destination(URL), tmp_path, 'a', b'content')
     assert gcs.objects('bucket') == {'set/a': b'content'}
 
 
