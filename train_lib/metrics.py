@@ -96,6 +96,8 @@ class EvalMetrics(clu_metrics.Collection):
     """From `loss`, `time` (float32, in [0, 1]) and `mask` (bool) of every sample, each `(b,)`.
 
     Samples that the mask leaves out count nowhere. A time bin that held no sample is NaN.
+    `text_gain` is the loss with another sample's text less that with its own, of the samples that
+    `has_other_text` (bool) names.
     """
 
     loss: clu_metrics.Average.from_output('loss')
@@ -103,3 +105,4 @@ class EvalMetrics(clu_metrics.Collection):
     loss_t1: _time_bin(1)
     loss_t2: _time_bin(2)
     loss_t3: _time_bin(3)
+    text_gain: _mean_of('text_gain', 'has_other_text')

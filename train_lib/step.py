@@ -137,16 +137,30 @@ def make_eval_step(
     """Returns the function from weights, a batch and frozen weights to the loss of its samples.
 
     Noise and a time uniform in [0, 1) come from `(seed, key)` of each sample: the loss of a split
-    does not depend on its order, the batch size or the number of hosts.
+    does not depend on its order, the batch size or the number of hosts. The gain from texts does,
+    because it compares with the text of the sample before in the batch.
     """
     text_of = make_text_of(stats, encoder)
 
     def eval_step(params: Any, batch: Batch, frozen: Any = None) -> EvalMetrics:
         x = flow.standardize_latents(batch['latents'], stats)
         noise, t = flow.noise_and_times_of_keys(batch['key'], x.shape[1:], seed)
-        velocity = _velocity(model, params, batch, functools.partial(text_of, frozen))
-        loss = flow.squared_errors(velocity, x, noise, t)
-        return EvalMetrics.single_from_model_output(loss=loss, time=t, mask=batch['mask'])
+
+        def losses(texts: Batch) -> jax.Array:
+            velocity = _velocity(model, params, texts, functools.partial(text_of, frozen))
+            return flow.squared_errors(velocity, x, noise, t)
+
+        before = {
+            name: jnp.roll(batch[name], 1, axis=0) for name in (*_TEXTS, 'mask') if name in batch
+        }
+        loss, mask = losses(batch), batch['mask']
+        return EvalMetrics.single_from_model_output(
+            loss=loss,
+            text_gain=losses(before) - loss,
+            has_other_text=mask & before['mask'],
+            time=t,
+            mask=mask,
+        )
 
     return eval_step
 

@@ -16,13 +16,23 @@ _SAMPLES = st.lists(
 )
 
 
+_ONE_SAMPLE = {
+    'loss': np.ones(1),
+    'text_gain': np.ones(1),
+    'mask': np.ones(1, bool),
+    'has_other_text': np.ones(1, bool),
+}
+
+
 @settings(max_examples=30, deadline=None)
 @given(_SAMPLES)
 def test_evaluation_metrics_are_means_over_real_samples(samples):
     loss, time, mask = (np.asarray(column) for column in zip(*samples, strict=True))
     loss, time = loss.astype(np.float32), time.astype(np.float32)
     halves = [
-        metrics.EvalMetrics.single_from_model_output(loss=loss[s], time=time[s], mask=mask[s])
+        metrics.EvalMetrics.single_from_model_output(
+            loss=loss[s], time=time[s], mask=mask[s], text_gain=time[s], has_other_text=loss[s] > 1
+        )
         for s in (slice(0, 4), slice(4, 8))
     ]
     computed = metrics.merge(*halves).compute()
@@ -30,7 +40,8 @@ def test_evaluation_metrics_are_means_over_real_samples(samples):
     def mean(chosen):
         return loss[chosen].mean() if chosen.any() else np.nan
 
-    expected = {'loss': mean(mask)}
+    gains = time[loss > 1]
+    expected = {'loss': mean(mask), 'text_gain': gains.mean() if len(gains) else np.nan}
     bins = np.minimum((time * metrics.NUM_TIME_BINS).astype(int), metrics.NUM_TIME_BINS - 1)
     for index in range(metrics.NUM_TIME_BINS):
         expected[f'loss_t{index}'] = mean(mask & (bins == index))
@@ -42,9 +53,9 @@ def test_evaluation_metrics_are_means_over_real_samples(samples):
 @pytest.mark.parametrize(('time', 'index'), [(0.0, 0), (0.25, 1), (0.7499, 2), (0.75, 3), (1.0, 3)])
 def test_time_bins_hold_their_lower_bound(time, index):
     computed = metrics.EvalMetrics.single_from_model_output(
-        loss=jnp.ones(1), time=jnp.full(1, time), mask=jnp.ones(1, bool)
+        time=jnp.full(1, time), **_ONE_SAMPLE
     ).compute()
-    held = [name for name, value in computed.items() if name != 'loss' and not np.isnan(value)]
+    held = [n for n, value in computed.items() if n.startswith('loss_') and not np.isnan(value)]
     assert held == [f'loss_t{index}']
 
 
@@ -96,8 +107,6 @@ def test_a_step_that_is_not_finite_counts_in_no_mean():
 
 
 def test_an_empty_time_bin_of_fetched_metrics_is_nan_without_a_warning():
-    update = metrics.EvalMetrics.single_from_model_output(
-        loss=jnp.ones(1), time=jnp.zeros(1), mask=jnp.ones(1, bool)
-    )
+    update = metrics.EvalMetrics.single_from_model_output(time=jnp.zeros(1), **_ONE_SAMPLE)
     with np.errstate(all='raise'), jax.transfer_guard('disallow'):
         assert np.isnan(jax.device_get(update).compute()['loss_t3'])

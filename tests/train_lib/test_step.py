@@ -176,6 +176,22 @@ def test_the_evaluation_loss_does_not_depend_on_how_samples_are_batched(trainer)
     np.testing.assert_allclose(merged.compute()['loss'], whole, rtol=1e-6)
 
 
+def test_the_gain_from_texts_is_what_the_text_of_the_sample_before_costs(trainer):
+    train_step, eval_step, current = trainer
+    for _ in range(5):
+        current, _ = train_step(current, _batch())
+    batch = _batch()
+    batch['mask'][-2:] = False
+    found = eval_step(current.params, batch).compute()
+    # All but the first sample, which comes after padding.
+    rows = {'mask': np.arange(8) % 7 % 6 > 0}
+    others = {'text_embedding': np.roll(batch['text_embedding'], 1, axis=0)}
+    own, other = (eval_step(current.params, batch | x | rows).compute() for x in ({}, others))
+    gain = other['loss'] - own['loss']
+    assert abs(gain) > 1e-4
+    np.testing.assert_allclose(found['text_gain'], gain, rtol=1e-3)
+
+
 def test_parts_give_the_step_of_the_whole_batch():
     # Not Adam: its first step is the gradient's sign, which hides the size of differences. The mask
     # leaves parts with unequal numbers of samples.
