@@ -46,8 +46,8 @@ def check_writable(folder: epath.PathLike) -> None:
 def held(folder: epath.PathLike) -> Iterator[None]:
     """Keeps other runs out of a folder; for one process of a run.
 
-    A process that was killed holds nothing: on this machine at once, and on `gs://` after a minute
-    without a sign of life. On a disk whose file system has no locks a warning is all.
+    A process that was killed holds nothing: on this machine at once, and on `gs://` after 40
+    seconds without a sign of life. On a disk whose file system has no locks a warning is all.
 
     Raises:
         TimeoutError: Another run is there; the message names its process and host.

@@ -10,7 +10,7 @@
 
 The lock of a place is the file or object `PLACE.lock`. It is advisory: it saves work that would be
 done twice, and may be lost without harm. On a disk the system locks the file (`flock`) until the
-holder ends. In a bucket the holder replaces the object three times in `COYO11M_LEASE_SECONDS` (60);
+holder ends. In a bucket the holder replaces the object three times in `COYO11M_LEASE_SECONDS` (40);
 a process that sees the same generation for that long takes the lock over. No lock ever has to be
 deleted by hand.
 """
@@ -44,7 +44,7 @@ def lease_seconds() -> float:
     Raises:
         ValueError: The environment variable is not a positive number.
     """
-    return retry.seconds('COYO11M_LEASE_SECONDS', 60.0)
+    return retry.seconds('COYO11M_LEASE_SECONDS', 40.0)
 
 
 # --- Files ------------------------------------------------------------------------------------
@@ -225,12 +225,14 @@ def wait_for(
 
     Raises:
         TimeoutError: It is not there by then.
-        RuntimeError: No process has held the lock for two thirds of `COYO11M_LEASE_SECONDS` (60):
-            the first one has failed, was killed, or has not begun.
+        RuntimeError: No process has held the lock for 1.4 times `COYO11M_LEASE_SECONDS` (40): the
+            first one has failed, was killed, or has not begun.
     """
     place = os.fspath(place).rstrip('/')
     lock = _open(place)
-    longest_silence = lease_seconds() * 2 / 3
+    # The first process of a job that was started again may first wait for the lease of the one that
+    # was killed.
+    longest_silence = 1.4 * lease_seconds()
     seen = time.monotonic()
     what = f'waiting for {place}, which the first process of the job makes'
     for _ in _looks(wait_seconds, lambda: what):

@@ -123,7 +123,7 @@ class LocalPlace(Place):
 
     def __init__(self, folder: pathlib.Path, source: pathlib.Path):
         self.source, self._folder = source, folder
-        self.env = {'COYO11M_LEASE_SECONDS': '2'}
+        self.env = {'COYO11M_LEASE_SECONDS': '4'}
         self.options: dict[str, Any] = {}
         self.final = final_folder(folder)
 
@@ -152,7 +152,7 @@ class BucketPlace(Place):
     def __init__(self, folder: pathlib.Path, server: Gcs, name: str):
         self._server, self._prefix = server, f'{name}/coyo11m_tfds/x/'
         self.source, self.final = 'gs://source/coyo', f'gs://data/{self._prefix}1.0.0'
-        self.env = server.env | {'COYO11M_LEASE_SECONDS': '2'}
+        self.env = server.env | {'COYO11M_LEASE_SECONDS': '4'}
         self.options = {'scratch_dir': str(folder)}
         self._folder = folder
 

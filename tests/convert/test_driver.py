@@ -159,7 +159,7 @@ def test_the_other_processes_of_a_job_wait_for_the_first(source, undisturbed, tm
 
 @pytest.mark.parametrize('how', ['bad source', 'killed'])
 def test_who_waits_hears_soon_that_the_first_process_is_gone(source, tmp_path, how: str):
-    """Within 40 of the 60 seconds of a lease; here of 3."""
+    """Within 56 seconds by a lease of 40; here of 3."""
     final = final_folder(tmp_path)
     if how == 'bad source':
         first = start_rank(0, tmp_path, final)
