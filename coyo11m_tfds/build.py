@@ -3,11 +3,15 @@
     python -m coyo11m_tfds.build --manual_dir=SOURCE --data_dir=OUT
     python -m coyo11m_tfds.build --manual_dir=SOURCE --data_dir=OUT \\
         --config='{"name": "gemma", "text_embeddings": "gemma"}'
+    python -m coyo11m_tfds.build --manual_dir=SOURCE --data_dir=OUT --encoder=hash
 
-SOURCE holds latents-3crop/*.pt and coyo11m-meta.parquet. SOURCE and OUT may be local or on gs://,
-SOURCE also on hf://. coyo11m_tfds/README.md describes the fields of --config.
+The last embeds the captions before the build, as coyo11m_tfds.embed_captions does: into
+OUT/text-NAME, with the name of the config, or else of the encoder. SOURCE is a folder of latents
+with captions or labels (docs/sources.md). SOURCE and OUT may be local or on gs://, SOURCE also on
+hf://. coyo11m_tfds/README.md describes the fields of --config.
 """
 
+import argparse
 import functools
 import importlib.util
 import json
@@ -35,6 +39,9 @@ _MENDABLE = (ValueError, OSError, RuntimeError, ModuleNotFoundError)
 # Subclasses of these whose messages mean nothing to users.
 _BUGS = (NotImplementedError, RecursionError)
 
+# Options that TFDS' command does not have, or without a value.
+_OWN = 'encoder', 'overwrite'
+
 _OUTLOOK = 'what is finished is kept, the same command resumes the build'
 
 
@@ -44,20 +51,51 @@ def main() -> None:
     parser.add_argument('--manual_dir', help='folder of the source')
     parser.add_argument('--data_dir', help='folder of data sets (~/tensorflow_datasets)')
     parser.add_argument('--config', help='fields of the config, as JSON')
+    parser.add_argument(
+        '--encoder', help='hash, words, hf:NAME or jax:NAME: embed the captions first'
+    )
     parser.add_argument('--overwrite', action='store_true', help='replace an existing data set')
     parser.add_argument('--max_examples_per_split', type=int, help='records of each split to keep')
     parser.add_argument('--beam_pipeline_options', help='build with Beam, e.g. runner=FlinkRunner')
-    parser.parse_args()
+    flags = parser.parse_args()
+    if flags.encoder and not (flags.manual_dir and flags.data_dir):
+        parser.error('--encoder: expected --manual_dir and --data_dir too')
     with ending.in_one_line('nothing was changed'):
         for name in _NEEDED:
             if not importlib.util.find_spec(name):
                 raise ModuleNotFoundError(name=name)
     process_settings.quiet_tensorflow()
     prepare()
+    if flags.encoder:
+        command_line.show_log()
+        with ending.in_one_line('the same command resumes it', _MENDABLE):
+            flags.config = _embed(flags)
     from tensorflow_datasets.scripts.cli import main as tfds
 
-    sys.argv = ['tfds', 'build', schema.NAME, f'--imports={schema.NAME}', *sys.argv[1:]]
+    options = [f'--{x}={value}' for x, value in vars(flags).items() if x not in _OWN and value]
+    overwrite = ['--overwrite'] * flags.overwrite
+    sys.argv = ['tfds', 'build', schema.NAME, f'--imports={schema.NAME}', *options, *overwrite]
     tfds.launch_cli()
+
+
+def _embed(flags: argparse.Namespace) -> str:
+    """Embeds the captions of the source; returns the config, JSON, that names the embeddings."""
+    from coyo11m_tfds import embed_captions
+
+    config = {'name': re.sub('[^A-Za-z0-9_.-]+', '-', flags.encoder)}
+    config |= json.loads(flags.config or '{}')
+    out = f'{flags.data_dir.rstrip("/")}/text-{config["name"]}'
+    report = embed_captions.embed(
+        flags.manual_dir,
+        flags.encoder,
+        out,
+        config.get('caption_column', schema.DEFAULT_CAPTION_COLUMN),
+        drop_duplicates=config.get('bad_data') != 'stop',
+        tokens_only=flags.encoder == schema.WORDS,
+        latents_from=config.get('latents_from', ''),
+    )
+    print(f'{report}: {out}')
+    return json.dumps(config | {'text_embeddings': out})
 
 
 def prepare() -> None:

@@ -1,19 +1,26 @@
 """Sources of other formats, shapes and dtypes: the same keys, latents and captions, anywhere."""
 
 import hashlib
+import io
 import itertools
 import json
 import pathlib
+import shutil
+import signal
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 import input_pipeline
-from coyo11m_tfds import schema, verify
+from coyo11m_tfds import add_column, doctor, embed_captions, mirror, schema, verify
+from coyo11m_tfds.convert.settings import BuildSettings
 from coyo11m_tfds.dataset.keyed_random import splitmix64
-from tests import built, made_sources
+from coyo11m_tfds.source.tar_file import TarFile
+from coyo11m_tfds.text.words import HashEncoder
+from tests import built, children, made_sources
 from tests.fakes import latent_files
 
 COUNT = 90
@@ -98,16 +105,17 @@ def test_pt_files_of_any_shape(tmp_path: pathlib.Path, shape, dtype, in_place: b
 
 FORMATS = ('pt', 'safetensors', 'mds', 'tar')
 SHAPE = (4, 32, 32)
+LIKE = {'IMAGENET': 'safetensors', 'MICRODIT': 'mds', 'SANA': 'tar'}  # of docs/sources.md
 
 
-def make_source(folder: pathlib.Path, kind: str) -> Truth:
+def make_source(folder: pathlib.Path, kind: str, count: int = COUNT) -> Truth:
     """Two files of latents with captions or labels in or beside them; what each key has."""
     folder.mkdir(parents=True)
-    halves = np.array_split(np.arange(COUNT), 2)
+    halves = np.array_split(np.arange(count), 2)
     crops = {'safetensors': 2, 'pt': 3}.get(kind, 1)
-    values = made_latents((crops, *SHAPE), 'float16')
-    captions = [f'Caption of {number}: a circle.' for number in range(COUNT)]
-    keys = list(range(COUNT))
+    values = made_latents((crops, *SHAPE), 'float16', count)
+    captions = [f'Caption of {number}: a circle.' for number in range(count)]
+    keys = list(range(count))
     if kind == 'pt':
         for number, half in enumerate(halves):
             content = {
@@ -121,7 +129,7 @@ def make_source(folder: pathlib.Path, kind: str) -> Truth:
             name = f'latents_rank00_shard{number:03}.safetensors'
             latent_files.write_safetensors(folder / name, values[half], half % 7)
             keys[half[0] : half[-1] + 1] = [hash_of(name, row) for row in range(len(half))]
-        captions = [str(number % 7) for number in range(COUNT)]
+        captions = [str(number % 7) for number in range(count)]
     elif kind == 'mds':
         shards = [
             [
@@ -202,3 +210,145 @@ def test_labels_become_tokens(tmp_path):
     stats = input_pipeline.open_data(data_set).stats()
     assert (stats.text_encoder, stats.vocabulary, stats.num_tokens) == ('labels', 7, 1)
     built.build(tmp_path / 'source', '', tmp_path / 'data')  # is the one that is there
+
+
+def test_captions_are_embedded_before_a_build(tmp_path):
+    make_source(tmp_path / 'source', 'tar')
+    embed_captions.embed(tmp_path / 'source', 'hash', tmp_path / 'hash')
+    data_set = built.build(tmp_path / 'source', tmp_path / 'hash', tmp_path / 'data')
+    features = (schema.TEXT_EMBEDDING, schema.CAPTION)
+    batch = next(
+        input_pipeline.train_batches(data_set, batch_size=8, seed=0, lanes=2, features=features)
+    )
+    expected = HashEncoder().encode([x.decode() for x in batch['caption']]).astype(np.float16)
+    np.testing.assert_array_equal(batch['text_embedding'], expected)
+
+
+def test_a_killed_build_of_a_format_goes_on(source, tmp_path):
+    folder, truth = source
+    program = """
+        import itertools, os, pathlib, signal
+        from coyo11m_tfds.convert.data_folder import FinishedShards
+        from tests import built
+
+        def save(*arguments, original=FinishedShards.save, numbers=itertools.count()):
+            original(*arguments)
+            if next(numbers) == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        FinishedShards.save = save
+        built.build(pathlib.Path(sys.argv[1]), '', pathlib.Path(sys.argv[2]), shard_bytes=100_000)
+    """
+    with children.python(program, folder, tmp_path / 'data') as child:
+        child.communicate()
+    assert child.returncode == -signal.SIGKILL
+    data_set = built.build(folder, '', tmp_path / 'data', shard_bytes=100_000)
+    assert not verify.verify(data_set).faults
+    assert_holds(data_set, truth, 'rows')
+    once = built.build(folder, '', tmp_path / 'once', shard_bytes=100_000)
+    assert {p.name: p.read_bytes() for p in once.glob('*.tfrecord-*')} == {
+        p.name: p.read_bytes() for p in data_set.glob('*.tfrecord-*')
+    }
+
+
+def test_a_mirrored_source_gives_the_same_data_set_of_other_places(source, tmp_path):
+    folder, truth = source
+    mirror.mirror(folder, tmp_path / 'copy')
+    data_set = built.build(tmp_path / 'copy', '', tmp_path / 'data', latents='in_place')
+    assert_holds(data_set, truth, 'rows')
+    add_column.move_latents(data_set, folder)
+    shutil.rmtree(tmp_path / 'copy')
+    assert_holds(data_set, truth, 'rows')
+    assert not verify.verify(data_set).faults
+
+
+def test_the_doctor_plans_a_build_of_a_format(source):
+    folder, truth = source
+    found = doctor.dry_run(str(folder), BuildSettings())
+    assert found.exact and found.num_records == len(truth) and found.source.startswith('2 .')
+
+
+# --- What is refused -----------------------------------------------------------------------------
+
+
+def test_latents_that_nothing_tells_are_asked_for(tmp_path):
+    values = made_latents((4, 32, 32), 'float16', 40)
+    samples = [
+        {'latents_256': x, 'latents_512': x, 'caption': 'x', 'width': np.int32(3)} for x in values
+    ]
+    columns = latent_files.MDS_COLUMNS | {'latents_512': 'bytes'}
+    latent_files.write_mds(tmp_path / 'source', [samples], columns)
+
+    def build(name: str, **fields) -> pathlib.Path:
+        return built.build(tmp_path / 'source', '', tmp_path / name, **fields)
+
+    with pytest.raises(ValueError, match=r'00000\.mds: its columns of latents are .* choose one'):
+        build('a')
+    with pytest.raises(ValueError, match=r'nothing tells dtype and shape of latents_512 \(8,192'):
+        build('a', latents_from='latents_512')
+    with pytest.raises(ValueError, match='has 8,192 bytes, expected 4,096 of'):
+        build('a', latents_from='latents_512:float16:2,32,32')
+    with pytest.raises(ValueError, match="lacks 'latents'; it has"):
+        build('a', latents_from='latents')
+    for wrong in ('x:float16', 'x:float64:4,32,32', 'x:float16:4,32', 'x:float16:4,32,-32'):
+        with pytest.raises(ValueError, match='expected NAME or NAME:DTYPE:C,H,W'):
+            build('a', latents_from=wrong)
+    found = build('b', latents_from='latents_512:bfloat16:16,16,16', latents='in_place')
+    assert input_pipeline.open_data(found).latents == ('bfloat16', (1, 16, 16, 16))
+    found = build('c', latents_from='latents_256')
+    assert input_pipeline.open_data(found).latents == ('float16', (1, 4, 32, 32))
+
+
+@pytest.mark.parametrize(
+    ('array', 'message'),
+    [
+        (np.zeros((4, 32, 32)), 'float64'),
+        (np.zeros((32, 32), np.float16), r'\(32, 32\) of float16'),
+        (np.zeros((4, 32, 32), '>f2'), 'its dtype is >f2'),
+        (np.asfortranarray(np.zeros((4, 32, 32), np.float16)), 'lies column after column'),
+        (np.array([{}], object), 'cannot be read'),
+    ],
+)
+def test_arrays_that_are_no_latents_are_refused(tmp_path, array, message: str):
+    stream = io.BytesIO()
+    np.lib.format.write_array(stream, array, allow_pickle=True)
+    latent_files.write_tar(
+        tmp_path / 'source.tar', {'0': {'npy': stream.getvalue(), 'txt': 'A caption.'}}
+    )
+    with pytest.raises(ValueError, match=rf'source\.tar: .*{message}'):
+        built.build(tmp_path, '', tmp_path / 'data')
+
+
+def test_a_source_without_captions_and_labels_is_refused(tmp_path):
+    save_file({'latents': made_latents(SHAPE, 'float16')}, tmp_path / 'x.safetensors')
+    with pytest.raises(ValueError, match=r"meta\.parquet is missing; .* has no captions 'caption_"):
+        built.build(tmp_path, '', tmp_path / 'data')
+
+
+# --- The formats' own libraries, where they are installed ----------------------------------------
+
+
+@pytest.mark.slow
+def test_small_writers_write_what_the_libraries_do(tmp_path):
+    streaming, webdataset = map(pytest.importorskip, ('streaming', 'webdataset'))
+    values = made_latents(SHAPE, 'float16', 5)
+    rows = [
+        {'latents_256': x, 'caption': f'Caption {n}.', 'width': np.int32(n)}
+        for n, x in enumerate(values)
+    ]
+    latent_files.write_mds(tmp_path / 'own', [rows])
+    with streaming.MDSWriter(out=str(tmp_path / 'mds'), columns=latent_files.MDS_COLUMNS) as writer:
+        for row in rows:
+            writer.write(row | {'latents_256': row['latents_256'].tobytes()})
+    for name in ('shard.00000.mds', 'index.json'):
+        assert (tmp_path / 'own' / name).read_bytes() == (tmp_path / 'mds' / name).read_bytes()
+    samples = {f'{n:06}': {'npy': x, 'json': {'caption': f'{n}'}} for n, x in enumerate(values)}
+    latent_files.write_tar(tmp_path / 'own.tar', samples)
+    with webdataset.TarWriter(str(tmp_path / 'wds.tar')) as writer:
+        for name, parts in samples.items():
+            writer.write({'__key__': name, **parts})
+    files = [TarFile(tmp_path / name, label='x') for name in ('own.tar', 'wds.tar')]
+    own, theirs = (
+        (x.keys.tolist(), x.latents(range(5))[0].tobytes(), x.column('caption')) for x in files
+    )
+    assert own == theirs

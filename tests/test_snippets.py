@@ -13,6 +13,7 @@ import sys
 
 import pytest
 
+from tests import test_formats
 from tests.checkout import CHECKOUT
 from tests.test_readme import blocks
 
@@ -23,6 +24,7 @@ PAGES = [
     'coyo11m_tfds/README.md',
     'docs/reading.md',
     'docs/training.md',
+    'docs/sources.md',
 ]
 
 # What is not here, and what takes its place.
@@ -96,6 +98,8 @@ def typed(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     source = str(folder / 'SOURCE')
     sample_data.make_sample(source, num_samples=1200)
     embed_captions.embed(source, 'hash', folder / 'hash')
+    for name in ('IMAGENET', 'MICRODIT', 'SANA'):
+        test_formats.make_source(folder / name, test_formats.LIKE[name], count=600)
     config = Coyo11mConfig(name='hash', text_embeddings=str(folder / 'hash'))
     for chosen in ('latents', config):
         builder = Builder(data_dir=folder / 'OUT', config=chosen)

@@ -80,7 +80,10 @@ def make(facts: 'DataFacts', spec: str = '') -> Encoder | Tokenizer:
 
 
 def texts(facts: 'DataFacts', encoder: Encoder | Tokenizer, captions: Sequence[str]) -> np.ndarray:
-    """Captions for the model: embeddings float16 `(n, D)`, or token ids int32 `(n, T)`."""
+    """Captions for the model: embeddings float16 `(n, D)`, or token ids int32 `(n, T)`.
+
+    Raises a ValueError for a token that the model does not know.
+    """
     if not facts.vocabulary:
         return cast(Encoder, encoder).encode(captions).astype(np.float16)
     if unknown := unknown_words(facts, encoder, captions):
@@ -89,7 +92,14 @@ def texts(facts: 'DataFacts', encoder: Encoder | Tokenizer, captions: Sequence[s
             ', '.join(map(repr, unknown)),
             'it means' if len(unknown) == 1 else 'they mean',
         )
-    return text_encoders.pad(encoder.tokenize(captions), encoder.max_tokens)
+    ids = text_encoders.pad(encoder.tokenize(captions), encoder.max_tokens)
+    if ids.max(initial=0) >= facts.vocabulary:
+        at = ids.max(axis=1).argmax()
+        raise ValueError(
+            f'{captions[at]!r} has token {ids[at].max()}, but the training data has '
+            f'{facts.vocabulary}, from 0.'
+        )
+    return ids
 
 
 def unknown_words(facts: 'DataFacts', encoder: Tokenizer, captions: Sequence[str]) -> list[str]:

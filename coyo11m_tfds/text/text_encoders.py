@@ -48,7 +48,7 @@ def make_encoder(
 
 
 def make_tokenizer(spec: str, max_tokens: int = DEFAULT_MAX_TOKENS) -> Tokenizer:
-    """Makes a tokenizer of ids: `words`, or that of a model, without its weights.
+    """Makes a tokenizer of ids: `words`, `labels`, or that of a model, without its weights.
 
     Raises:
         ValueError: `max_tokens` is above `schema.MAX_TOKENS`; or as of `make_encoder`.
@@ -57,6 +57,8 @@ def make_tokenizer(spec: str, max_tokens: int = DEFAULT_MAX_TOKENS) -> Tokenizer
         raise ValueError(f'max_tokens={max_tokens}: expected 1 to {schema.MAX_TOKENS:,}')
     if spec == words.WordsTokenizer.name:
         return words.WordsTokenizer(max_tokens)
+    if spec == words.LabelsTokenizer.name:
+        return words.LabelsTokenizer()
     if spec == words.HashEncoder.name:
         raise ValueError(
             f'the encoder {spec!r} has no token ids: use words, or a model such as '

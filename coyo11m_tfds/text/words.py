@@ -112,3 +112,20 @@ class WordsTokenizer(Tokenizer):
         found = [split_words(caption) for caption in captions]
         self.truncated += sum(len(words) > self.max_tokens for words in found)
         return [[_hash(w) % self.vocabulary for w in words[: self.max_tokens]] for words in found]
+
+
+class LabelsTokenizer(Tokenizer):
+    """The number of a class as its token: what a build makes of the labels of a source."""
+
+    name = schema.LABELS
+    revision = '1'
+    max_tokens = 1
+    vocabulary = 0  # that of a data set depends on its labels
+    truncated = 0
+
+    def tokenize(self, captions: Sequence[str]) -> list[list[int]]:
+        """See `Tokenizer`; raises a ValueError for a caption that is no number."""
+        for caption in captions:
+            if not caption.strip().isdecimal():
+                raise ValueError(f'{caption!r}: expected the number of a class, such as 207')
+        return [[int(caption)] for caption in captions]

@@ -79,4 +79,6 @@ def _encode(value: Any) -> bytes:
         stream = io.BytesIO()
         np.lib.format.write_array(stream, value)
         return stream.getvalue()
+    if isinstance(value, bytes):
+        return value
     return value.encode() if isinstance(value, str) else json.dumps(value).encode()
