@@ -3,6 +3,7 @@
 import os
 import pathlib
 import sys
+import tempfile
 import types
 from collections.abc import Callable
 
@@ -15,12 +16,28 @@ from tests import built
 from tests.checkout import COCO_SAMPLE
 from tests.fakes.cloud import bucket, gcs, hub, place  # noqa: F401, fixtures
 
-# Tests compile more than they compute: this takes a third of the time.
-os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0')
+# Tests compile more than they compute: this takes a quarter of the time.
+os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+os.environ.setdefault(
+    'XLA_FLAGS', '--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false'
+)
 
 # How long one example takes depends on what else runs on the machine.
 hypothesis.settings.register_profile('no_deadline', deadline=None)
 hypothesis.settings.load_profile('no_deadline')
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Has all tests of a session, and the programs that they start, share what JAX compiles."""
+    if 'JAX_COMPILATION_CACHE_DIR' in os.environ:  # as where the first of several processes made it
+        return
+    folder = tempfile.TemporaryDirectory(prefix='compiled-')
+    config.add_cleanup(folder.cleanup)
+    os.environ.update(
+        JAX_COMPILATION_CACHE_DIR=folder.name,
+        JAX_COMPILATION_CACHE_MAX_SIZE='1000000000',  # with a limit JAX locks the folder
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0.1',
+    )
 
 
 @pytest.fixture(scope='session')

@@ -1,7 +1,7 @@
 """Small training runs: in this process, as a command, or on several hosts, and what they wrote.
 
-process = runs.start(data_dir, workdir, env, num_steps=10)
-with runs.hosts(data_dir, workdir, env, processes=4, devices=1) as started:
+process = runs.start(data_dir, workdir, num_steps=10)
+with runs.hosts(data_dir, workdir, processes=4, devices=1) as started:
     assert runs.wait(started) == [0] * 4
 runs.losses(workdir)   # {('train/loss', 1): 1.93, ...}
 """
@@ -21,14 +21,11 @@ import jax
 import ml_collections
 import numpy as np
 import tensorflow as tf
-from jax.experimental.compilation_cache import compilation_cache
 
 from configs import default
 from coyo11m_tfds import schema
 from tests.checkout import CHECKOUT
 from train_lib import checkpoint
-
-QUICK = '--xla_backend_optimization_level=0'  # compiles in a third of the time
 
 # What makes a run small; as flags for a process, as fields in this one.
 SMALL = {
@@ -38,8 +35,12 @@ SMALL = {
     'data.lanes': 2,
     'data.window': 32,
     'model.name': 'tiny/16',  # 4 tokens
+    'model.width': 32,
+    'model.depth': 2,
+    'model.unroll': 1,
     'model.dtype': 'float32',
     # The compiled step is then the same for every number of steps.
+    'optimizer.learning_rate': 1e-2,
     'optimizer.warmup_steps': 1,
     'optimizer.schedule': 'constant',
     'preview.count': 3,
@@ -62,31 +63,11 @@ def small_config(data_dir: os.PathLike, **changes) -> ml_collections.ConfigDict:
 # --- Runs as processes -------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def shared_compilations(folder: pathlib.Path) -> Iterator[dict[str, str]]:
-    """Lets runs share what they compile; gives the environment for processes to do so too."""
-    jax.config.update('jax_compilation_cache_dir', str(folder))
-    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.1)
-    compilation_cache.reset_cache()
-    yield {
-        'JAX_COMPILATION_CACHE_DIR': str(folder),
-        'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.1',
-        'JAX_PLATFORMS': 'cpu',
-        'TF_CPP_MIN_LOG_LEVEL': '2',
-        'XLA_FLAGS': QUICK,
-    }
-    jax.config.update('jax_compilation_cache_dir', None)
-    compilation_cache.reset_cache()
-
-
-def start(
-    data_dir: os.PathLike, workdir: os.PathLike, env: dict[str, str], **changes
-) -> subprocess.Popen:
+def start(data_dir: os.PathLike, workdir: os.PathLike, **changes) -> subprocess.Popen:
     """Starts a run as a process of its own; its output is text in a pipe."""
     return subprocess.Popen(
         [*_command('train_lib.main'), *flags(data_dir, workdir, **changes), _ACCEPTED],
         cwd=CHECKOUT,
-        env=os.environ | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -109,7 +90,6 @@ class Host:
 def hosts(
     data_dir: os.PathLike,
     workdir: pathlib.Path,
-    env: dict[str, str],
     *,
     processes: int,
     devices: int,
@@ -126,7 +106,7 @@ def hosts(
             f'--coordinator_address=127.0.0.1:{free_port()}',
             f'--process_count={processes}',
         ]
-    env = env | {'XLA_FLAGS': f'{QUICK} --xla_force_host_platform_device_count={devices}'}
+    xla_flags = f'{os.environ["XLA_FLAGS"]} --xla_force_host_platform_device_count={devices}'
     workdir.mkdir(parents=True, exist_ok=True)
     started = []
     try:
@@ -137,7 +117,7 @@ def hosts(
                 process = subprocess.Popen(
                     [*_command('tests.train_lib.train_process'), str(workdir), *common, *own],
                     cwd=CHECKOUT,
-                    env=os.environ | env,
+                    env=os.environ | {'XLA_FLAGS': xla_flags},
                     stdout=file,
                     stderr=subprocess.STDOUT,
                 )

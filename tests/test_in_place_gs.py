@@ -2,12 +2,10 @@
 
 import itertools
 import json
-import os
 import pathlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
@@ -184,23 +182,17 @@ def test_a_source_that_readers_cannot_reach_is_refused(sample_source, gcs, hub, 
 # --- Programs ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def env(bucket, tmp_path_factory) -> Iterator[dict[str, str]]:
-    with runs.shared_compilations(tmp_path_factory.getbasetemp() / 'compiled') as env:
-        yield env | bucket.env
-
-
 @pytest.mark.slow
 def test_a_stopped_run_has_the_losses_of_one_on_the_converted_data_set(
-    storage, env, mini_dataset, tmp_path
+    storage, mini_dataset, tmp_path
 ):
     short = {'eval_every': 4, 'checkpoint_every': 2}
     flags = [flag for flag in runs.flags(DATA, '') if not flag.startswith('--workdir')]
     command = [sys.executable, '-m', 'train_lib.tools.check', *flags]
-    said = subprocess.check_output(command, cwd=CHECKOUT, env=os.environ | env, text=True)
+    said = subprocess.check_output(command, cwd=CHECKOUT, text=True)
     assert json.loads(said)['data'] == f'{DATA}, text embeddings of hash'
     for num_steps in (4, 8):
-        process = runs.start(DATA, tmp_path / 'there', env, num_steps=num_steps, **short)
+        process = runs.start(DATA, tmp_path / 'there', num_steps=num_steps, **short)
         output, _ = process.communicate(timeout=300)
         assert process.returncode == 0, output
     config = runs.small_config(mini_dataset, num_steps=8, **short)

@@ -22,8 +22,6 @@ from train_lib.checkpoint import Description
 SHORT = {
     'eval_every': 0,
     'checkpoint_every': 0,
-    'optimizer.learning_rate': 1e-2,
-    'optimizer.warmup_steps': 0,
 }
 
 
@@ -267,7 +265,7 @@ def test_other_data_with_another_encoder_are_told(mini_dataset, source, tmp_path
 @pytest.mark.parametrize(
     ('place', 'changes', 'message'),
     [
-        ('', {'model.name': 'S/16'}, r'parameter blocks/\S+ has shape .* there and .* here: '),
+        ('', {'model.width': 64}, r'parameter blocks/\S+ has shape .* there and .* here: '),
         ('@3', {}, 'holds no checkpoint of step 3; there are 2, 4'),
         ('/checkpoints', {}, 'holds no checkpoint: train first'),
     ],

@@ -18,7 +18,7 @@ from configs import default
 from coyo11m_tfds import embed_captions
 from coyo11m_tfds.storage import model_files
 from coyo11m_tfds.text import gemma_weights, text_encoders
-from tests import built, children, runs
+from tests import built, children
 from tests.runs import saved_steps, small_config
 from tests.text.test_gemma import VOCABULARY, models, our_states  # noqa: F401, one is a fixture
 from tests.train_lib.test_models import _randomized
@@ -160,7 +160,8 @@ def test_what_is_not_installed_is_told_with_the_command(tmp_path):
 @pytest.mark.parametrize('text', [dit.SEQUENCE, pytest.param(dit.POOLED, marks=pytest.mark.slow)])
 def test_the_loss_is_that_of_hidden_states_computed_outside(models, spec, tokens, text):  # noqa: F811
     config = default.get_config()
-    fields = {'name': 'tiny/4', 'depth': 2, 'dtype': 'float32', 'text': text}
+    fields = {'name': 'tiny/4', 'width': 32, 'depth': 2, 'unroll': 1, 'dtype': 'float32'}
+    fields['text'] = text
     config.update_from_flattened_dict({f'model.{name}': x for name, x in fields.items()})
     config.batch_size, config.encoder, config.optimizer.warmup_steps = 4, spec, 0
     facts, mesh = facts_of(spec), sharding.make_mesh()
@@ -207,10 +208,7 @@ def test_the_loss_is_that_of_hidden_states_computed_outside(models, spec, tokens
 
 _ON_MESHES = """
 import json, os
-os.environ['XLA_FLAGS'] = (
-    '--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0'
-)
-os.environ['JAX_PLATFORMS'] = 'cpu'
+os.environ['XLA_FLAGS'] += ' --xla_force_host_platform_device_count=2'
 for name in ('tensorflow', 'tensorflow_datasets', 'torch'):
     sys.modules[name] = None  # an import of it is an error
 import jax, numpy as np
@@ -324,9 +322,9 @@ def dataset(sample_source, spec, tmp_path_factory):
 @pytest.fixture(scope='module')
 def config_with(dataset, spec):
     def make(**changes):
-        fields = {'encoder': spec, 'model.text': 'sequence', 'model.depth': 2, 'num_steps': 6}
+        fields = {'encoder': spec, 'model.text': 'sequence', 'num_steps': 6}
         fields |= {'eval_every': 6, 'preview_every': 6, 'checkpoint_every': 3}
-        fields |= {'data.caption_dropout': 0.5, 'optimizer.learning_rate': 1e-2}
+        fields |= {'data.caption_dropout': 0.5}
         return small_config(dataset, **fields | changes)
 
     return make
@@ -336,9 +334,8 @@ def config_with(dataset, spec):
 def run(config_with, tmp_path_factory):
     """The workdir of a run of 6 steps, and its last state."""
     folder = tmp_path_factory.mktemp('run')
-    with runs.shared_compilations(folder / 'compiled'):
-        state = train.train_and_evaluate(config_with(), folder / 'workdir')
-    return folder / 'workdir', jax.device_get(state)
+    state = train.train_and_evaluate(config_with(), folder)
+    return folder, jax.device_get(state)
 
 
 def test_a_checkpoint_names_the_encoder_and_holds_nothing_of_it(run, spec):

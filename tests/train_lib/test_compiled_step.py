@@ -13,10 +13,7 @@ from tests import children
 
 _PROGRAM = """
 import json, os
-os.environ['XLA_FLAGS'] = (
-    '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
-)
-os.environ['JAX_PLATFORMS'] = 'cpu'
+os.environ['XLA_FLAGS'] += ' --xla_force_host_platform_device_count=8'
 import jax, jax.numpy as jnp, numpy as np
 from configs import default
 from train_lib import flow, models, sharding, step

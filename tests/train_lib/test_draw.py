@@ -16,7 +16,6 @@ from PIL import Image
 
 from coyo11m_tfds.pictures import vae_decoder
 from coyo11m_tfds.text import text_encoders, words
-from tests import runs
 from tests.checkout import CHECKOUT
 from tests.runs import small_config
 from train_lib import draw, previews, train
@@ -31,8 +30,7 @@ def run(mini_dataset, tmp_path_factory):
     """The workdir of a run of 4 steps, whose data set is gone, and its last state."""
     folder = tmp_path_factory.mktemp('run')
     shutil.copytree(mini_dataset, folder / '1.0.0')
-    changes = {'preview.guidance': 3.0, 'optimizer.learning_rate': 1e-2}
-    config = small_config(folder / '1.0.0', **ENDING, **changes)
+    config = small_config(folder / '1.0.0', **ENDING, **{'preview.guidance': 3.0})
     state = train.train_and_evaluate(config, folder / 'workdir')
     shutil.rmtree(folder / '1.0.0')
     return folder / 'workdir', jax.device_get(state)
@@ -142,11 +140,11 @@ def test_captions_of_another_encoder_are_refused(run):
 
 
 def _command(*flags, devices=1, **variables):
-    env = {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': f'{DEVICES}={devices} {runs.QUICK}', **variables}
+    variables['XLA_FLAGS'] = f'{DEVICES}={devices} {os.environ["XLA_FLAGS"]}'
     return subprocess.run(
         [sys.executable, '-m', 'train_lib.draw', *flags],
         cwd=CHECKOUT,
-        env=os.environ | env,
+        env=os.environ | variables,
         capture_output=True,
         text=True,
     )

@@ -20,10 +20,10 @@ LOSS_TOLERANCE = 1e-5
 EVAL_LOSS_TOLERANCE = 1e-6
 
 
-def run_to_the_end(data_dir, workdir, env, processes, devices, **changes):
+def run_to_the_end(data_dir, workdir, processes, devices, **changes):
     """Losses and keys of a run, or of its rest, that nothing disturbs."""
     share = {'processes': processes, 'devices': devices}
-    with runs.hosts(data_dir, workdir, env, **share, **SETTINGS | changes) as started:
+    with runs.hosts(data_dir, workdir, **share, **SETTINGS | changes) as started:
         codes = runs.wait(started)
         assert codes == [0] * processes, started[0].output.read_text()
     return runs.losses(workdir), runs.keys_of_steps(workdir, processes)
@@ -56,29 +56,29 @@ def assert_same_keys(got, expected):
 
 
 @pytest.mark.slow
-def test_any_number_of_hosts_computes_the_same(mini_dataset, env, tmp_path):
+def test_any_number_of_hosts_computes_the_same(mini_dataset, tmp_path):
     end = {'num_steps': 12, 'eval_every': 6}
-    alone, alone_keys = run_to_the_end(mini_dataset, tmp_path / '1', env, 1, 4, **end)
+    alone, alone_keys = run_to_the_end(mini_dataset, tmp_path / '1', 1, 4, **end)
     assert {step for tag, step in alone if tag == 'train/loss'} == set(range(1, 13))
     assert {step for tag, step in alone if tag == 'eval/loss'} == {6, 12}
     for processes in (2, 4):
         devices = 4 // processes
         losses, keys = run_to_the_end(
-            mini_dataset, tmp_path / str(processes), env, processes, devices, **end
+            mini_dataset, tmp_path / str(processes), processes, devices, **end
         )
         assert_same_keys(keys, alone_keys)
         assert_same_losses(losses, alone)
 
 
 @pytest.mark.slow
-def test_a_run_that_moves_from_two_hosts_to_four_and_to_one(mini_dataset, env, tmp_path):
+def test_a_run_that_moves_from_two_hosts_to_four_and_to_one(mini_dataset, tmp_path):
     """Weights are split over pairs of devices, on one host and then on two.
 
     One host gets Ctrl-C, and both stop at the same step; others go on, as if one had done it all.
     """
     together, changes = tmp_path / 'together', {'mesh.fsdp': 2, 'preview_every': 8}
     endless = SETTINGS | changes | {'num_steps': 10_000}
-    with runs.hosts(mini_dataset, together, env, processes=2, devices=2, **endless) as started:
+    with runs.hosts(mini_dataset, together, processes=2, devices=2, **endless) as started:
         runs.wait_until(lambda: max(runs.saved_steps(together), default=0) >= 4, started[0].process)
         started[1].process.send_signal(signal.SIGINT)
         codes = runs.wait(started)
@@ -90,10 +90,10 @@ def test_a_run_that_moves_from_two_hosts_to_four_and_to_one(mini_dataset, env, t
     assert stopped == {max(keys)}
     for hosts in ((4, 1), (1, 4)):
         end = changes | {'num_steps': max(keys) + 8}
-        found, later_keys = run_to_the_end(mini_dataset, together, env, *hosts, **end)
+        found, later_keys = run_to_the_end(mini_dataset, together, *hosts, **end)
         assert min(later_keys) == max(keys) + 1
         keys |= later_keys
         ends.append(max(keys))
-    alone, alone_keys = run_to_the_end(mini_dataset, tmp_path / 'alone', env, 1, 4, **end)
+    alone, alone_keys = run_to_the_end(mini_dataset, tmp_path / 'alone', 1, 4, **end)
     assert_same_keys(keys, alone_keys)
     assert_same_losses(found, alone, ends[:-1])

@@ -72,7 +72,7 @@ def test_the_page_of_pytorch_draws_the_same_latents(tmp_path, kind, text, sample
 def workdir(mini_dataset, tmp_path_factory):
     workdir = tmp_path_factory.mktemp('run')
     changes = {'num_steps': 3, 'eval_every': 0, 'checkpoint_every': 2}
-    config = runs.small_config(mini_dataset, **changes, **{'optimizer.learning_rate': 1e-2})
+    config = runs.small_config(mini_dataset, **changes)
     train.train_and_evaluate(config, workdir)
     return workdir
 

@@ -24,29 +24,27 @@ NOISE = (
 )
 
 
-@pytest.fixture
-def silent(env):
-    """The environment of a machine of which nobody has said anything."""
-    return {name: value for name, value in env.items() if 'CACHE' in name or 'XLA' in name}
+def command(flags, terminal=False, before=(), **variables):
+    """The exit status and all lines of output of `train_lib.main`, maybe started by a command.
 
-
-def command(flags, env, terminal=False, before=()):
-    """The exit status and all lines of output of `train_lib.main`, maybe started by a command."""
-    environ = {name: x for name, x in os.environ.items() if name != 'TF_CPP_MIN_LOG_LEVEL'}
+    In the environment of a machine of which nobody has said anything.
+    """
+    said = 'TF_CPP_MIN_LOG_LEVEL', 'TF_ENABLE_ONEDNN_OPTS', 'JAX_PLATFORMS'
+    env = {name: x for name, x in os.environ.items() if name not in said} | variables
     line = [*before, sys.executable, '-m', 'train_lib.main', *flags]
     if terminal:
         wide = f'stty cols 160 rows 40; {" ".join(line)}'
         line = ['script', '--quiet', '--return', '--command', wide, '/dev/null']
     done = subprocess.run(
-        line, cwd=CHECKOUT, env=environ | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        line, cwd=CHECKOUT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     return done.returncode, done.stdout.decode().splitlines()
 
 
-def test_a_run_from_the_beginning_to_the_end(mini_dataset, silent, tmp_path):
+def test_a_run_from_the_beginning_to_the_end(mini_dataset, tmp_path):
     changes = {'num_steps': 4, 'log_every': 2, 'eval_every': 4, 'preview_every': 4}
     flags = runs.flags(mini_dataset, tmp_path, **changes, checkpoint_every=2)
-    code, lines = command(flags, silent)
+    code, lines = command(flags)
     assert code == 0, lines
     assert not [line for line in lines if any(word in line for word in NOISE)]
     texts = [re.sub(r'^\d\d:\d\d:\d\d ', '', line) for line in lines]
@@ -82,7 +80,7 @@ def test_a_run_from_the_beginning_to_the_end(mini_dataset, silent, tmp_path):
     for text, shape in zip(rest, shapes, strict=True):
         assert re.fullmatch(shape, text)
 
-    code, lines = command(flags, silent)
+    code, lines = command(flags)
     assert code == 0
     assert len(lines) == 2, lines  # what was restored, and:
     assert lines[-1].endswith(f'Finished already: all 4 steps are in {tmp_path}.')
@@ -90,9 +88,9 @@ def test_a_run_from_the_beginning_to_the_end(mini_dataset, silent, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != 'linux', reason='`script` has other flags elsewhere')
-def test_a_terminal_shows_a_bar_and_lines_above_it(mini_dataset, silent, tmp_path):
+def test_a_terminal_shows_a_bar_and_lines_above_it(mini_dataset, tmp_path):
     changes = {'num_steps': 4, 'log_every': 2, 'eval_every': 0, 'checkpoint_every': 2}
-    code, lines = command(runs.flags(mini_dataset, tmp_path, **changes), silent, terminal=True)
+    code, lines = command(runs.flags(mini_dataset, tmp_path, **changes), terminal=True)
     assert code == 0, lines
     output = '\n'.join(lines)
     assert re.search(r'loss \d\.\d{4}  50%\|.*\| 2/4, \S+ steps/s, \S+ left', output), output
@@ -113,8 +111,8 @@ def test_a_terminal_shows_a_bar_and_lines_above_it(mini_dataset, silent, tmp_pat
         (['--workdir='], 'missing: --workdir; expected e.g.'),  # of a variable that is not set
     ],
 )
-def test_a_wrong_flag_is_one_line(silent, tmp_path, flags, message):
-    code, lines = command([*runs.flags('', tmp_path / 'run'), *flags], silent)
+def test_a_wrong_flag_is_one_line(tmp_path, flags, message):
+    code, lines = command([*runs.flags('', tmp_path / 'run'), *flags])
     assert code == 1
     assert len(lines) == 1, lines
     assert lines[0].startswith('error: ')
@@ -130,49 +128,47 @@ def test_a_wrong_flag_is_one_line(silent, tmp_path, flags, message):
         ("config.data.dir = {}['data']", "KeyError: 'data'$"),
     ],
 )
-def test_a_mistake_in_a_configuration_file_is_told_with_its_line(silent, tmp_path, line, message):
+def test_a_mistake_in_a_configuration_file_is_told_with_its_line(tmp_path, line, message):
     path = tmp_path / 'mine.py'
     head = 'from configs import default\n\ndef get_config():\n    config = default.get_config()\n'
     path.write_text(f'{head}    {line}\n    return config\n')
-    code, lines = command([f'--config={path}', f'--workdir={tmp_path}/run'], silent)
+    code, lines = command([f'--config={path}', f'--workdir={tmp_path}/run'])
     assert (code, len(lines)) == (1, 1), lines
     assert re.match(rf'error: --config={path}, line 5: {message}', lines[0]), lines[0]
 
 
-def test_a_run_on_several_hosts_that_are_not_known_is_told(silent, tmp_path):
-    env = silent | {'JAX_PLATFORMS': 'cpu'}
-    code, lines = command(['--config=tpu_v5e_16', f'--workdir={tmp_path}/run'], env)
+def test_a_run_on_several_hosts_that_are_not_known_is_told(tmp_path):
+    flags = '--config=tpu_v5e_16', f'--workdir={tmp_path}/run'
+    code, lines = command(flags, JAX_PLATFORMS='cpu')
     assert code == 1
     assert lines[-1].startswith('error: the hosts of this run are not known: ')
     assert '--config.distributed=False' in lines[-1] and 'Traceback' not in ''.join(lines)
 
 
-def test_a_configuration_file_that_returns_nothing_is_told(silent, tmp_path):
+def test_a_configuration_file_that_returns_nothing_is_told(tmp_path):
     path = tmp_path / 'mine.py'
     path.write_text('def get_config():\n    pass\n')
-    code, lines = command([f'--config={path}', f'--workdir={tmp_path}/run'], silent)
+    code, lines = command([f'--config={path}', f'--workdir={tmp_path}/run'])
     assert code == 1
     assert lines[-2].endswith('get_config() returned None, did you forget a return statement?')
     assert lines[-1].startswith(f'error: --config={path}: ') and 'NoneType' in lines[-1], lines
 
 
 @pytest.mark.slow
-def test_a_full_disk_and_a_damaged_checkpoint_are_told_in_the_last_line(
-    mini_dataset, silent, tmp_path
-):
+def test_a_full_disk_and_a_damaged_checkpoint_are_told_in_the_last_line(mini_dataset, tmp_path):
     flags = runs.flags(mini_dataset, tmp_path, num_steps=3, eval_every=0)
     limited = ['bash', '-c', 'ulimit -f 2000; exec "$@"', 'bash']  # no file of more than 2 MB
-    code, lines = command(flags, silent, before=limited)
+    code, lines = command(flags, before=limited)
     assert code == 1
     expected = f'error: {tmp_path}/checkpoints: a checkpoint cannot be written: '
     assert lines[-1].startswith(expected) and 'File too large' in lines[-1]
     assert not [line for line in lines if line.startswith('Traceback')]
     assert not runs.saved_steps(tmp_path)
 
-    assert command(flags, silent)[0] == 0
+    assert command(flags)[0] == 0
     for path in (tmp_path / 'checkpoints' / '3' / 'state').rglob('d/*'):
         path.write_bytes(path.read_bytes()[:-1000])
-    code, lines = command([*flags, '--config.keep_checkpoints=4'], silent)
+    code, lines = command([*flags, '--config.keep_checkpoints=4'])
     assert code == 1
     expected = f'error: {tmp_path}/checkpoints/3/state/'
     assert lines[-1].startswith(expected)
@@ -193,11 +189,11 @@ def test_a_folder_without_a_data_set_is_named(tmp_path, folder, message):
 
 
 def test_a_setting_of_the_reader_is_named_as_it_is_typed_and_nothing_is_written(
-    mini_dataset, silent, tmp_path
+    mini_dataset, tmp_path
 ):
     workdir = tmp_path / 'run'
     flags = runs.flags(mini_dataset, workdir, **{'batch_size': 2048, 'data.lanes': 2048})
-    code, lines = command(flags, silent)
+    code, lines = command(flags)
     assert code == 1
     assert re.fullmatch(
         r'error: .* records are fewer than --config\.data\.lanes=2048; '
@@ -208,11 +204,11 @@ def test_a_setting_of_the_reader_is_named_as_it_is_typed_and_nothing_is_written(
 
 
 @pytest.mark.slow
-def test_verbose_shows_configuration_parameters_and_tracebacks(mini_dataset, silent, tmp_path):
+def test_verbose_shows_configuration_parameters_and_tracebacks(mini_dataset, tmp_path):
     # It diverges in its second step.
     wrong = {'optimizer.learning_rate': 1e30, 'optimizer.clip_norm': 1e30, 'max_skipped': 0}
     flags = runs.flags(mini_dataset, tmp_path, num_steps=5, eval_every=0, **wrong)
-    code, lines = command([*flags, '--verbose'], silent)
+    code, lines = command([*flags, '--verbose'])
     assert code == 1
     output = '\n'.join(lines)
     assert 'max_skipped_in_a_row: 10' in output

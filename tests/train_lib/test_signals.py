@@ -82,8 +82,8 @@ def leave(host, when, number=signal.SIGINT):
     return output
 
 
-def one_host(mini_dataset, workdir, env, **changes):
-    return runs.hosts(mini_dataset, workdir, env, processes=1, devices=1, **ENDLESS | changes)
+def one_host(mini_dataset, workdir, **changes):
+    return runs.hosts(mini_dataset, workdir, processes=1, devices=1, **ENDLESS | changes)
 
 
 def is_loaded(process, library):
@@ -91,8 +91,8 @@ def is_loaded(process, library):
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='only Linux tells what is loaded')
-def test_ctrl_c_while_it_imports(mini_dataset, env, tmp_path):
-    process = runs.start(mini_dataset, tmp_path / 'run', env, **ENDLESS)
+def test_ctrl_c_while_it_imports(mini_dataset, tmp_path):
+    process = runs.start(mini_dataset, tmp_path / 'run', **ENDLESS)
     runs.wait_until(lambda: is_loaded(process, 'tensorflow'), process)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=SECONDS)
@@ -102,11 +102,12 @@ def test_ctrl_c_while_it_imports(mini_dataset, env, tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_it_compiles(mini_dataset, tmp_path):
+def test_ctrl_c_while_it_compiles(mini_dataset, tmp_path, monkeypatch):
     # Neither compiled before nor quickly: that takes ten seconds, of which Python sees nothing.
-    env = {'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '2', 'XLA_FLAGS': ''}
+    monkeypatch.setenv('XLA_FLAGS', '')
+    monkeypatch.delenv('JAX_COMPILATION_CACHE_DIR')
     changes = ENDLESS | {'model.name': 'tiny/8'}
-    process = runs.start(mini_dataset, tmp_path, env, **changes)
+    process = runs.start(mini_dataset, tmp_path, **changes)
     for line in process.stdout:
         if 'compiling ...' in line:
             break
@@ -120,8 +121,8 @@ def test_ctrl_c_while_it_compiles(mini_dataset, tmp_path):
     assert not runs.saved_steps(tmp_path)
 
 
-def test_ctrl_c_while_it_trains(mini_dataset, env, tmp_path):
-    with one_host(mini_dataset, tmp_path, env) as [host]:
+def test_ctrl_c_while_it_trains(mini_dataset, tmp_path):
+    with one_host(mini_dataset, tmp_path) as [host]:
         output = leave(host, lambda output: ', step 5 of ' in output)
     assert output.splitlines().count('Ctrl-C: saving, then leaving. Once more leaves at once.') == 1
     (step,) = runs.saved_steps(tmp_path)
@@ -129,23 +130,28 @@ def test_ctrl_c_while_it_trains(mini_dataset, env, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_evaluation_is_broken_off_and_done_by_the_run_that_resumes(mini_dataset, env, tmp_path):
+def test_an_evaluation_is_broken_off_and_done_by_the_run_that_resumes(
+    mini_dataset, tmp_path, monkeypatch
+):
     changes = {'eval_every': 3, 'num_steps': 5}
-    stalled = env | {'STALLED': 'evaluation'}
-    with one_host(mini_dataset, tmp_path, stalled, **changes) as [host]:
+    monkeypatch.setenv('STALLED', 'evaluation')
+    with one_host(mini_dataset, tmp_path, **changes) as [host]:
         output = leave(host, lambda output: 'stalled evaluation' in output, signal.SIGTERM)
     assert 'evaluation at step 3 was interrupted' in output
     assert runs.saved_steps(tmp_path) == [3]
-    with one_host(mini_dataset, tmp_path, env, **changes) as [host]:
+    monkeypatch.delenv('STALLED')
+    with one_host(mini_dataset, tmp_path, **changes) as [host]:
         assert runs.wait([host]) == [0]
     evaluated = {step for tag, step in runs.losses(tmp_path) if tag == 'eval/loss'}
     assert evaluated == {3, 5}
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_completed_unless_there_is_a_second_signal(mini_dataset, env, tmp_path):
-    stalled = env | {'STALLED': 'checkpoint'}
-    with one_host(mini_dataset, tmp_path, stalled, checkpoint_every=3) as [host]:
+def test_a_checkpoint_is_completed_unless_there_is_a_second_signal(
+    mini_dataset, tmp_path, monkeypatch
+):
+    monkeypatch.setenv('STALLED', 'checkpoint')
+    with one_host(mini_dataset, tmp_path, checkpoint_every=3) as [host]:
         runs.wait_until(lambda: 'stalled checkpoint' in host.output.read_text(), host.process)
         host.process.send_signal(signal.SIGINT)
         runs.wait_until(lambda: 'saving, then leaving' in host.output.read_text(), host.process)
@@ -178,9 +184,9 @@ def test_the_summary_of_an_error_is_a_line_that_says_what_happened(kind):
 
 
 @pytest.mark.parametrize('failing', [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_all_hosts_end_when_one_cannot_read(mini_dataset, env, tmp_path, failing):
-    env = env | {'FAILING': f'{failing}:5'}
-    with runs.hosts(mini_dataset, tmp_path, env, **TWO, **FAILING) as started:
+def test_all_hosts_end_when_one_cannot_read(mini_dataset, tmp_path, monkeypatch, failing):
+    monkeypatch.setenv('FAILING', f'{failing}:5')
+    with runs.hosts(mini_dataset, tmp_path, **TWO, **FAILING) as started:
         codes = runs.wait(started)
         outputs = [host.output.read_text() for host in started]
     assert codes == [1, 1], outputs
@@ -193,8 +199,8 @@ def test_all_hosts_end_when_one_cannot_read(mini_dataset, env, tmp_path, failing
 
 
 @pytest.mark.slow
-def test_all_hosts_end_when_the_first_is_killed(mini_dataset, env, tmp_path):
-    with runs.hosts(mini_dataset, tmp_path, env, **TWO, **FAILING) as started:
+def test_all_hosts_end_when_the_first_is_killed(mini_dataset, tmp_path):
+    with runs.hosts(mini_dataset, tmp_path, **TWO, **FAILING) as started:
         runs.wait_until(lambda: runs.saved_steps(tmp_path), started[1].process)
         started[0].process.send_signal(signal.SIGKILL)
         # JAX itself aborts a process whose coordinator is gone.
@@ -202,9 +208,9 @@ def test_all_hosts_end_when_the_first_is_killed(mini_dataset, env, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_host_that_was_killed_is_named_by_the_others(mini_dataset, env, tmp_path):
+def test_the_host_that_was_killed_is_named_by_the_others(mini_dataset, tmp_path):
     hosts = {'processes': 4, 'devices': 1, 'data.lanes': 4}
-    with runs.hosts(mini_dataset, tmp_path, env, **hosts, **FAILING) as started:
+    with runs.hosts(mini_dataset, tmp_path, **hosts, **FAILING) as started:
         runs.wait_until(lambda: runs.saved_steps(tmp_path), started[0].process)
         started[2].process.send_signal(signal.SIGKILL)
         codes = runs.wait(started)

@@ -22,7 +22,7 @@ SETTINGS = {'num_steps': 12, 'eval_every': 5, 'preview_every': 6, 'checkpoint_ev
 
 
 @pytest.fixture(scope='module')
-def undisturbed(mini_dataset, env, tmp_path_factory):
+def undisturbed(mini_dataset, tmp_path_factory):
     """Losses of a run on a disk."""
     workdir = tmp_path_factory.mktemp('undisturbed')
     train.train_and_evaluate(runs.small_config(mini_dataset, **SETTINGS), workdir)
@@ -53,17 +53,17 @@ def is_saving(gcs):
     return last_complete(gcs) > 0 and not all(checkpoints(gcs).values())
 
 
-def run_until(gcs, env, condition, number, pause=0.0):
+def run_until(gcs, condition, number, pause=0.0):
     """Starts the run and sends it a signal when the condition holds; its output."""
-    process = runs.start(DATA, RUN, env, **SETTINGS)
+    process = runs.start(DATA, RUN, **SETTINGS)
     runs.wait_until(condition, process)
     time.sleep(pause)
     process.send_signal(number)
     return process, process.communicate(timeout=120)[0]
 
 
-def run_to_the_end(env):
-    process = runs.start(DATA, RUN, env, **SETTINGS)
+def run_to_the_end():
+    process = runs.start(DATA, RUN, **SETTINGS)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
 
@@ -85,18 +85,14 @@ def check_end(gcs, undisturbed, folder):
     assert pictures == {f'a/previews/step_{step:06}.png' for step in (6, 12)}
 
 
-def test_a_run_in_buckets_killed_and_stopped_is_as_if_undisturbed(
-    storage, undisturbed, env, tmp_path
-):
-    run_until(storage, env, lambda: is_saving(storage), signal.SIGKILL)
+def test_a_run_in_buckets_killed_and_stopped_is_as_if_undisturbed(storage, undisturbed, tmp_path):
+    run_until(storage, lambda: is_saving(storage), signal.SIGKILL)
     first = last_complete(storage)
-    process, output = run_until(
-        storage, env, lambda: last_complete(storage) > first, signal.SIGTERM
-    )
+    process, output = run_until(storage, lambda: last_complete(storage) > first, signal.SIGTERM)
     assert process.returncode == 75, output
     if (stopped := last_complete(storage)) < SETTINGS['num_steps']:
         assert f'Stopped at step {stopped}' in output
-    run_to_the_end(env)
+    run_to_the_end()
     check_end(storage, undisturbed, tmp_path)
     assert not (runs.CHECKOUT / 'gs:').exists()
 
@@ -108,11 +104,11 @@ def test_a_run_in_buckets_killed_and_stopped_is_as_if_undisturbed(
 
 
 @pytest.mark.slow  # locks have tests of their own
-def test_a_second_run_in_a_bucket_is_refused_while_the_first_lives(storage, env):
+def test_a_second_run_in_a_bucket_is_refused_while_the_first_lives(storage):
     settings = SETTINGS | {'num_steps': 1000, 'eval_every': 0}
-    process = runs.start(DATA, RUN, env, **settings)
+    process = runs.start(DATA, RUN, **settings)
     runs.wait_until(lambda: last_complete(storage) > 0, process)
-    again = runs.start(DATA, RUN, env, **settings)
+    again = runs.start(DATA, RUN, **settings)
     output, _ = again.communicate(timeout=300)
     assert again.returncode == 1
     first = rf'process {process.pid} on {re.escape(socket.gethostname())}'
