@@ -16,9 +16,6 @@ from tests.runs import small_config
 from tests.train_lib import test_elastic
 from train_lib import beginnings, checkpoint, data, sharding, train
 
-# Runs share what they compile.
-pytestmark = pytest.mark.usefixtures('env')
-
 STAGES = ({'from': 5, 'weights': (1, 1)},)
 
 
@@ -107,11 +104,11 @@ def test_settings_of_a_mixture_are_checked(mix, changes, message):
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_with_other_hosts_and_another_batch(mix, env, tmp_path):
+def test_a_killed_run_goes_on_with_other_hosts_and_another_batch(mix, tmp_path):
     """Killed at any moment as one host, resumed as two, then as four with twice the batch."""
     killed, changes = tmp_path / 'killed', mixed(mix)
     endless = test_elastic.SETTINGS | changes | {'num_steps': 10_000}
-    with runs.hosts('', killed, env, processes=1, devices=4, **endless) as started:
+    with runs.hosts('', killed, processes=1, devices=4, **endless) as started:
         runs.wait_until(lambda: max(runs.saved_steps(killed), default=0) >= 4, started[0].process)
         started[0].process.send_signal(signal.SIGKILL)
         runs.wait(started)
@@ -121,7 +118,7 @@ def test_a_killed_run_goes_on_with_other_hosts_and_another_batch(mix, env, tmp_p
     def finish(workdir, hosts):
         keys = {}
         for share, end in zip(hosts, ends, strict=True):
-            losses, of_part = test_elastic.run_to_the_end('', workdir, env, *share, **changes | end)
+            losses, of_part = test_elastic.run_to_the_end('', workdir, *share, **changes | end)
             keys |= of_part
         return losses, keys
 
