@@ -107,7 +107,7 @@ def kill_one(place: Place, overwrite: bool, choose: random.Random) -> None:
     ranks = [(index, num_processes) for index in range(num_processes)]
     jobs = ranks if num_processes > 1 else [None] * (1 + (victim == 'other'))
     first, *others = (start_build(place, overwrite, job) for job in jobs)
-    limit = time.monotonic() + 0.8 + 3.5 * choose.random()
+    limit = time.monotonic() + 3 * choose.random()
     while time.monotonic() < limit and first.poll() is None:
         time.sleep(0.005)
     pids = [pid for process in (first, *others) for pid in children.of(process.pid)]
