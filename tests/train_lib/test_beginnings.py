@@ -189,7 +189,7 @@ def _texts(workdir):
 
 def test_tensorboard_has_each_configuration_once(mini_dataset, tmp_path):
     config = small_config(mini_dataset, **SHORT, num_steps=2)
-    for num_steps in (2, 2, 3, 3):
+    for num_steps in (2, 2, 3):
         config.num_steps = num_steps
         train.train_and_evaluate(config, tmp_path, ['num_steps'])
     texts = _texts(tmp_path)

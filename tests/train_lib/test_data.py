@@ -145,15 +145,6 @@ def test_records_that_cannot_be_read_stop_a_run_or_are_skipped_and_told(
             train.train_and_evaluate(config, tmp_path / engine)
 
 
-def test_every_engine_trains_with_the_same_losses(mini_dataset, tmp_path):
-    short, found = {'num_steps': 6, 'eval_every': 3, 'checkpoint_every': 0}, []
-    for engine in ('rows', 'chunks', 'tf_data'):
-        config = small_config(mini_dataset, **short, **{'data.engine': engine})
-        train.train_and_evaluate(config, tmp_path / engine)
-        found.append(losses(tmp_path / engine))
-    assert found[0] == found[1] == found[2] and len(found[0]) >= 8
-
-
 def test_previews_show_the_first_records_of_the_split_that_is_asked_for(mini_dataset):
     shown = {}
     for split in ('train', 'validation'):

@@ -39,7 +39,8 @@ SIDE, DIM = 8, 12
 )
 def test_the_page_of_pytorch_draws_the_same_latents(tmp_path, kind, text, sampler):
     vocabulary = 0 if kind == 'embedding' else 30
-    model = models.make('tiny/2', text=text, dtype='float32', depth=2, vocabulary=vocabulary)
+    sizes = {'width': 64, 'depth': 2, 'unroll': 1, 'vocabulary': vocabulary}
+    model = models.make('tiny/2', text=text, dtype='float32', **sizes)
     random = np.random.default_rng(1)
     stats = [random.uniform(0.5, 2, size).astype(np.float32) for size in (4, 4, DIM, DIM)]
     stats[3][:3] = 0  # features that never vary

@@ -235,7 +235,7 @@ import jax, numpy as np
 from configs import default
 from train_lib import flow, sharding, step
 config = default.get_config()
-config.model.name = 'tiny/16'
+config.model.update(name='tiny/16', width=32, depth=2, unroll=1)
 stats = flow.Stats(*(np.ones(n, np.float32) for n in (4, 4, 5, 5)))
 made = step.make_program(config, sharding.make_mesh(), stats, latent_shape=(32, 32, 4))
 batch = {

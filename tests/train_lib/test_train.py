@@ -26,7 +26,6 @@ from tests.runs import (
     read_scalars,
     saved_steps,
     small_config,
-    start,
     wait_until,
 )
 from tests.train_lib.test_data import rewritten
@@ -98,6 +97,7 @@ def test_a_small_run_does_everything_once_and_nothing_when_started_again(
     assert f'largest weight at step 4: {largest:.2f} (' in caplog.text
 
     assert int(train.train_and_evaluate(config, tmp_path).step) == 5
+    assert f'Finished already: all 5 steps are in {tmp_path}.' in caplog.text
     assert read_scalars(tmp_path) == scalars
 
 
@@ -125,25 +125,22 @@ def test_what_is_due_when_sigterm_comes_is_done_by_the_run_that_goes_on(mini_dat
 def test_killed_and_stopped_at_any_step_a_run_computes_what_it_would_have(
     mini_dataset, uninterrupted, tmp_path
 ):
-    # While a checkpoint is being written.
-    process = start(mini_dataset, tmp_path)
+    # While a checkpoint is being written; meanwhile no other run may use the folder.
+    process = runs.start(mini_dataset, tmp_path)
     folder = tmp_path / checkpoint.FOLDER
     wait_until(lambda: saved_steps(tmp_path) and list(folder.glob('*tmp*')), process)
+    time.sleep(random.uniform(0, 0.1))
+    process.send_signal(signal.SIGSTOP)
+    first = rf'{tmp_path}/training: process {process.pid} on {socket.gethostname()}, since'
+    with pytest.raises(TimeoutError, match=rf'^{first} .* another --workdir\.$'):
+        train.train_and_evaluate(small_config(mini_dataset), tmp_path)
     process.kill()
     process.communicate()
-    first = max(saved_steps(tmp_path))
-
-    # At any moment.
-    process = start(mini_dataset, tmp_path)
-    wait_until(lambda: max(saved_steps(tmp_path)) > first, process)
-    time.sleep(random.uniform(0, 0.3))
-    process.kill()
-    process.communicate()
-    second = max(saved_steps(tmp_path))
+    killed = max(saved_steps(tmp_path))
 
     # As a machine that is to be preempted is told.
-    process = start(mini_dataset, tmp_path)
-    wait_until(lambda: max(saved_steps(tmp_path)) > second, process)
+    process = runs.start(mini_dataset, tmp_path)
+    wait_until(lambda: max(saved_steps(tmp_path)) > killed, process)
     time.sleep(random.uniform(0, 0.3))
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
@@ -156,6 +153,7 @@ def test_killed_and_stopped_at_any_step_a_run_computes_what_it_would_have(
     train.train_and_evaluate(small_config(mini_dataset), tmp_path)
     assert losses(tmp_path) == uninterrupted
     assert len([key for key in uninterrupted if key[0] == 'train/loss']) == SMALL['num_steps']
+    assert not (tmp_path / 'training.lock').exists()
 
 
 @pytest.fixture(scope='module')
@@ -264,20 +262,6 @@ def test_a_step_that_is_not_finite_is_passed_and_counted_also_over_a_resume(
         config.num_steps = num_steps
         train.train_and_evaluate(config, tmp_path / 'parts', accept_changes=['num_steps'])
     assert losses(tmp_path / 'parts') == expected
-
-
-def test_a_second_run_in_a_workdir_is_refused_until_the_first_was_killed(mini_dataset, tmp_path):
-    config = small_config(mini_dataset, num_steps=9_000, eval_every=0)
-    process = runs.start(mini_dataset, tmp_path, num_steps=9_000, eval_every=0)
-    runs.wait_until(lambda: saved_steps(tmp_path), process)
-    first = rf'{tmp_path}/training: process {process.pid} on {socket.gethostname()}, since'
-    with pytest.raises(TimeoutError, match=rf'^{first} .* another --workdir\.$'):
-        train.train_and_evaluate(config, tmp_path)
-    process.kill()
-    process.communicate(timeout=60)
-    config.num_steps = max(saved_steps(tmp_path)) + 1
-    train.train_and_evaluate(config, tmp_path, accept_changes=['num_steps'])
-    assert not (tmp_path / 'training.lock').exists()
 
 
 def test_a_run_that_ended_while_another_one_looked_is_not_gone_on_with(mini_dataset, tmp_path):
