@@ -4,7 +4,6 @@ That both give the same batches of any data set, with any settings, is tested in
 `test_properties.py`.
 """
 
-import contextlib
 import hashlib
 import itertools
 import json
@@ -228,34 +227,6 @@ def test_one_counter_counts_what_is_read_of_several_data_sets(intact):
 
 
 # --- What is verified --------------------------------------------------------------------------
-
-
-def damage_unseen(path: pathlib.Path, shard: int, numbers: set[int]) -> None:
-    """As a disk does it: the file system knows nothing of it."""
-    file = shard_path(path, shard)
-    before, at = file.stat(), 12
-    with open(file, 'r+b') as opened:
-        for number, record in enumerate(built.split_records(file.read_bytes())):
-            if number in numbers:
-                opened.seek(at + 20_000)
-                opened.write(b'\xff\xff\xff')
-            at += len(record) + 16
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-@pytest.mark.parametrize('verify, fails', [('once', False), ('never', False), ('always', True)])
-def test_once_is_the_first_time_that_a_record_is_read(copy, verify, fails):
-    batches = input_pipeline.train_batches(copy, verify=verify, **ORDER)
-    plan = planned.of_data(copy, **ORDER)
-    read_before = set()
-    for step in range(plan.steps):
-        next(batches)
-        _, shards, numbers = plan.batch(step)
-        read_before |= set(numbers[shards == 4].tolist())
-    damage_unseen(copy, 4, read_before)
-    with pytest.raises(ValueError, match='its checksum') if fails else contextlib.nullcontext():
-        for _ in range(plan.steps):
-            next(batches)
 
 
 def test_what_is_not_verified_may_be_damaged(copy, intact):

@@ -140,7 +140,7 @@ def test_what_is_whole_is_read(whole, reader):
 
 
 @pytest.mark.parametrize('verify, fails', [('once', False), ('never', False), ('always', True)])
-@pytest.mark.parametrize('kind', [SOURCE, COLUMN])
+@pytest.mark.parametrize('kind', [SHARD, SOURCE, COLUMN])
 def test_once_is_the_first_time_that_a_row_is_read(path, kind, verify, fails):
     arguments = {**ORDER, 'features': FEATURES, 'verify': verify}
     batches = input_pipeline.train_batches(path, **arguments)
