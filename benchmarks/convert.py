@@ -104,10 +104,12 @@ def parts(made: pathlib.Path, out: pathlib.Path, _: int, **settings: Any) -> Non
     scores = np.random.default_rng(0).random(len(keys), np.float32)
     pq.write_table(pa.table({schema.PARQUET_KEY: keys, 'score': scores}), out / 'scores')
     for path in source.pt_files(made):
-        part = out / f'of-{path.stem}'
-        (part / schema.LATENTS_FOLDER).mkdir(parents=True)
-        (part / schema.LATENTS_FOLDER / path.name).symlink_to(path)
-        (part / schema.CAPTIONS_FILE).symlink_to(made / schema.CAPTIONS_FILE)
+        # Not in `out`, which may get another name.
+        part = made.with_name(f'{made.name}-{path.stem}')
+        if not part.exists():
+            (part / schema.LATENTS_FOLDER).mkdir(parents=True)
+            (part / schema.LATENTS_FOLDER / path.name).symlink_to(path)
+            (part / schema.CAPTIONS_FILE).symlink_to(made / schema.CAPTIONS_FILE)
         config = Coyo11mConfig(name='bench', source=str(part), **settings)
         built = Builder(data_dir=out / path.stem, config=config)
         built.download_and_prepare()

@@ -412,7 +412,7 @@ class TrainReader:
         self.plan, self._asked = plan_training(asked), asked
         orders = self.plan.orders
         assert orders is not None, 'what is opened has a chunk index'
-        chosen = choose_texts(asked.sources, asked.text)
+        chosen = choose_texts(asked.sources, asked.text, asked.features)
         self._readers = [
             _SourceReader(asked.alone(source), *reads)
             for source, reads in zip(

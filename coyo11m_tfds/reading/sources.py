@@ -136,13 +136,18 @@ def _short_name(stored: StoredDataset) -> str:
 # --- Do they fit each other? ---------------------------------------------------------------------
 
 
-def choose_texts(sources: Sequence[Source], text: texts.Spec) -> list[texts.Chosen]:
+def choose_texts(
+    sources: Sequence[Source], text: texts.Spec, features: Sequence[str] = tuple(schema.TEXT_DTYPES)
+) -> list[texts.Chosen]:
     """The texts of each source, padded to the longest of all.
 
     Raises:
-        ValueError: As of `texts.choose`; or one model cannot read all of them.
+        ValueError: As of `texts.choose`; or one model cannot read all of them, and they are among
+            the features.
     """
     found = [x.stored.choose_texts(text if x.text is None else x.text) for x in sources]
+    if not schema.TEXT_DTYPES.keys() & set(features):
+        return found
     first = found[0].texts[0]
     for source, chosen in zip(sources, found, strict=True):
         if chosen.texts[0].kind != first.kind:

@@ -6,6 +6,7 @@ import json
 import pathlib
 import random
 import re
+import tracemalloc
 from fractions import Fraction
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.reading import filters, mixture
-from coyo11m_tfds.reading.order import OrderSettings, sample_crops
+from coyo11m_tfds.reading.order import Order, OrderSettings, sample_crops, train_blocks
 from tests.reading import naive_order, small_dataset
 from tests.reading.batches import assert_same, global_batches
 
@@ -130,6 +131,8 @@ def is_possible(path: Path, each: int) -> bool:
     """Whether every source with a weight gets samples, in each stage, and all do at last."""
     begins = {stage['from'] for stage in path.stages}
     stages = [path.weights(step) for step in {0, *begins}]
+    if not any(source['weight'] for source in path.mix):
+        return False  # the statistics of the mixture are theirs
     given = [False] * len(path.mix)
     for weights in stages:
         if not any(weights):
@@ -418,6 +421,7 @@ def test_latents_and_texts_of_other_encoders_are_refused(tmp_path):
         input_pipeline.train_batches([first, other | {'same_vae': True}], **order)
     with pytest.raises(ValueError, match=r"of 'hf:other'.*, expected embeddings of 'hash'"):
         input_pipeline.train_batches([first, other_text], **order)
+    input_pipeline.train_batches([first, other_text], **order, features=('key', 'latents'))
     stats = input_pipeline.mix_stats(input_pipeline.open_mix([first, like_it | {'weight': 3}]), '')
     np.testing.assert_allclose(stats.latent_mean, [0.8] * 4, rtol=1e-6)
     variance = 0.25 * (25 + 0.09) + 0.75 * (36 + 0.01)
@@ -503,6 +507,22 @@ def test_kept_records_are_found_in_their_shards(share):
     for shard, records in enumerate(expected):
         found = kept.find(np.full(len(records), shard), np.arange(len(records)))
         assert found.tolist() == records
+
+
+@pytest.mark.slow
+def test_a_condition_on_forty_million_records_takes_little_memory():
+    lengths, block = np.full(400, 100_000), 1 << 18
+    tracemalloc.start()
+    kept = filters.Kept(
+        lengths,
+        (np.arange(at, min(at + block, 40_000_000)) % 3 == 0 for at in range(0, 40_000_000, block)),
+    )
+    planned = Order(lengths, OrderSettings(seed=0), kept)
+    (number,) = {int(x) for x in next(train_blocks(planned, range(1), 1, 10**6)).record[:1, 0]}
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept.num_records == 13_333_334 and 0 <= number < 100_000
+    assert peak < 60e6
 
 
 def test_a_damaged_column_is_named(written, tmp_path):
