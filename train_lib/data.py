@@ -172,14 +172,18 @@ class TrainingData:
         place = self.plan.place.at(position)
         return {**position, **place.after(step - place.position.step).state()}
 
-    def check_memory(self) -> None:
-        """Checks that what training reads fits this host; drawing and evaluating take little.
+    def check_reading(self) -> None:
+        """Checks that what training reads fits this host, and that evaluations have records.
 
-        All processes call it together.
+        Drawing and evaluating take little memory. All processes call it together.
 
         Raises:
-            ValueError: It takes more than `data.ram_budget_gb`; see `reading.memory`.
+            ValueError: It takes more than `data.ram_budget_gb`, see `reading.memory`; or a
+                condition keeps no record of a validation split.
+            OSError: A column or a file cannot be read.
         """
+        for source in self.sources if self._config.eval_every else ():
+            self._eval_on_host(source).close()
         with self._on_host(start=None) as batches:
             budget_gb = self._config.data.ram_budget_gb
             batches.check_memory(budget_gb, sharding.processes_on_host())
@@ -245,9 +249,12 @@ class TrainingData:
 
     def eval_batches(self, source: input_pipeline.Source) -> Batches:
         """Every record of the validation split of a source once, with a `mask`."""
+        return self._to_device(self._eval_on_host(source))
+
+    def _eval_on_host(self, source: input_pipeline.Source) -> input_pipeline.Batches:
         config = self._config
         own_lanes = -(-config.data.lanes // jax.process_count())
-        batches = input_pipeline.eval_batches(
+        return input_pipeline.eval_batches(
             (source,),
             batch_size=config.batch_size,
             features=(schema.KEY, schema.LATENTS, self._text),
@@ -258,7 +265,6 @@ class TrainingData:
             **self._share,
             **self._reading(),
         )
-        return self._to_device(batches)
 
     @functools.cached_property
     def preview_samples(self) -> PreviewSamples:

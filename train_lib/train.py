@@ -89,7 +89,7 @@ def set_up(
     writers.check(config)
     mesh = sharding.make_mesh(**config.mesh)
     data = TrainingData(config, mesh)
-    data.check_memory()
+    data.check_reading()
     paint = vae_decoder.painter(config.preview.vae if config.preview_every else '')
     if config.preview_every:
         _ = data.preview_samples  # kept; what cannot be read is told now and not in some hours

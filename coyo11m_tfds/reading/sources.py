@@ -96,12 +96,19 @@ def open_mix(data: Data | Mix) -> tuple[Source, ...]:
 
 def _open(described: Any) -> Source:
     fields = dict(described) if isinstance(described, Mapping) else {}
-    known = {'dir', 'weight', 'where', 'text', 'name', 'same_vae'}
-    if 'dir' not in fields or not fields.keys() <= known:
+    kinds: dict[str, Any] = {
+        'where': str,
+        'text': (str, Mapping),
+        'name': str,
+        'same_vae': bool,
+    }
+    is_known = fields.keys() <= {'dir', 'weight', *kinds}
+    fit = (isinstance(fields[name], kinds[name]) for name in fields.keys() & kinds.keys())
+    if 'dir' not in fields or not is_known or not all(fit):
         raise ValueError(f'mix has {described!r}: expected {SYNTAX}')
     stored = open_data(fields.pop('dir'))
     if 'where' in fields:
-        fields['where'] = filters.parse(str(fields['where']))
+        fields['where'] = filters.parse(fields['where'])
         filters.check(fields['where'], stored)
     return Source(fields.pop('name', ''), stored, **fields)
 

@@ -43,7 +43,8 @@ def train(asked: Training, opened: Sequence[Opened] | None) -> tf.data.Dataset:
     if opened is None:
         return _prefetched(_train_ordinary(_without_lanes(asked)), asked)
     reader = TrainReader(asked, opened)
-    place, is_plain = reader.plan.place, reader.has_one_shape
+    # `train_batches` leaves out what a stride does not want.
+    place, is_plain = reader.plan.place._replace(stride=1), reader.has_one_shape
     each = place.rule.each
     # All batch sizes read the same sequence, so a lane may take samples of several batches at once.
     together = -(-_LANE_ROWS // each) if is_plain else 0

@@ -16,7 +16,7 @@ import pytest
 
 import input_pipeline
 from coyo11m_tfds import schema
-from coyo11m_tfds.reading import filters, mixture
+from coyo11m_tfds.reading import engines, filters, mixture
 from coyo11m_tfds.reading.order import Order, OrderSettings, sample_crops, train_blocks
 from tests.reading import naive_order, small_dataset
 from tests.reading.batches import assert_same, global_batches
@@ -279,6 +279,16 @@ def test_each_source_keeps_the_samples_that_it_has_alone(written, engine):
     assert_same(mixed, expected)
 
 
+def test_sources_are_read_each_in_its_way(written, monkeypatch):
+    """As with some of them local and some on gs://."""
+    mix = [{'dir': written[name].path} for name in ('unequal', 'in_place')]
+    asked = dict(ORDER, features=ALL, caption_dropout=0.5)
+    expected = take(input_pipeline.train_batches(mix, **asked), 6)
+    monkeypatch.setattr(engines, 'MAX_FILES', 2)
+    assert [input_pipeline.engine_of(x['dir']) for x in mix] == ['chunks', 'rows']
+    assert_same(take(input_pipeline.train_batches(mix, **asked), 6), expected)
+
+
 def test_batches_are_of_one_shape_and_strides_share_them(written):
     mix = [{'dir': written[x].path} for x in ('bfloat', 'unequal', 'bfloat_too')]
     whole = take(input_pipeline.train_batches(mix, **ORDER, features=ALL), 15)
@@ -289,10 +299,11 @@ def test_batches_are_of_one_shape_and_strides_share_them(written):
         assert_same(take(input_pipeline.train_batches(mix, **share), 7), whole[worker::2][:7])
 
 
-def test_a_stage_begins_between_two_batches_of_a_stride(written):
+@pytest.mark.parametrize('engine', ['rows', 'tf_data'])
+def test_a_stage_begins_between_two_batches_of_a_stride(written, engine):
     mix = [{'dir': written[x].path, 'weight': w} for x, w in (('unequal', 1), ('in_place', 0))]
     stages = ({'from': 5, 'weights': (1, 3)}, {'from': 9, 'weights': (0, 1)})
-    asked = dict(ORDER, stages=stages, features=('source',))
+    asked = dict(ORDER, stages=stages, features=('source',), engine=engine)
     whole = take(input_pipeline.train_batches(mix, **asked), 15)
     assert [int(batch['source'].sum()) for batch in whole] == [0] * 5 + [24] * 4 + [32] * 6
     for worker in range(3):
@@ -365,6 +376,8 @@ def test_what_was_rounded_is_told_with_what_is_exact():
         ({'text': 'score'}, "text='score': 'score' is not a column of text"),
         ({'name': 'a'}, "mix has the name 'a' twice"),
         ({'folder': 'x'}, "expected dicts with 'dir'"),
+        ({'text': 5}, "expected dicts with 'dir'"),
+        ({'where': None}, "expected dicts with 'dir'"),
         ({'dir': 'unequal'}, 'twice with the same records'),
     ],
 )

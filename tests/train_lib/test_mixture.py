@@ -1,5 +1,6 @@
 """Runs on a mixture: the same run however often it stops, and on any number of hosts."""
 
+import itertools
 import json
 import pathlib
 import shutil
@@ -9,7 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
+import input_pipeline
 from coyo11m_tfds import add_column, schema
 from tests import built, runs
 from tests.runs import small_config
@@ -101,6 +104,42 @@ def test_settings_of_a_mixture_are_checked(mix, changes, message):
     config = small_config('', **mixed(mix) | changes)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         data.TrainingData(config, sharding.make_mesh())
+
+
+def test_a_condition_that_leaves_nothing_to_evaluate_is_told_at_the_start(mix):
+    split = input_pipeline.eval_batches(mix[0]['dir'], batch_size=400, features=('key',))
+    held_out = next(split)['key'].tolist()
+    few = ({**mix[0], 'where': f'score == 1 and key not in {held_out}'}, mix[1])
+    opened = data.TrainingData(small_config('', **mixed(few)), sharding.make_mesh())
+    with pytest.raises(ValueError, match=r"keeps none of the .* records of split 'validation'"):
+        opened.check_reading()
+
+
+@pytest.mark.slow
+def test_latents_of_several_shapes_are_learned_in_turns(sample_source, hash_sidecar, tmp_path):
+    """A step and an evaluation for each shape; steps are shared out by weight."""
+    wide = shutil.copytree(sample_source, tmp_path / 'source')
+    for path in (wide / schema.LATENTS_FOLDER).iterdir():
+        content = torch.load(path, weights_only=True)
+        latents = content[schema.PT_LATENTS][:, :1, :, :16].clone()
+        torch.save(content | {schema.PT_LATENTS: latents}, path)
+    mix = (
+        {'dir': str(built.build(sample_source, hash_sidecar, tmp_path)), 'weight': 2},
+        {'dir': str(built.build(wide, hash_sidecar, tmp_path, name='wide')), 'weight': 1},
+    )
+    config = small_config('', **mixed(mix, num_steps=6, preview_every=6) | {'data.stages': ()})
+    state = train.train_and_evaluate(config, tmp_path / 'run')
+    assert int(state.step) == 6 and int(state.skipped) == 0
+    losses = runs.losses(tmp_path / 'run')
+    assert {('eval/loss/hash', 6), ('eval/loss/wide', 6)} <= losses.keys()
+    assert all(np.isfinite(loss) for loss in losses.values())
+    opened = data.TrainingData(config, sharding.make_mesh())
+    shapes = [
+        batch[schema.LATENTS].shape[2:] for batch in itertools.islice(opened.train_batches(), 6)
+    ]
+    assert shapes == [(32, 32), (16, 32), (32, 32)] * 2
+    place = checkpoint.find(tmp_path / 'run').description.position
+    assert list(place['samples'].values()) == [4 * 4, 2 * 4]
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
     described = ''
     if config.data.dir or config.data.mix:
         data = TrainingData(config, mesh)
-        data.check_memory()
+        data.check_reading()
         step.for_data(config, mesh, data.facts)
         what = 'tokens' if data.facts.vocabulary else 'text embeddings'
         folders = ' and '.join(x.stored.folder for x in data.sources)
