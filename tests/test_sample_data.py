@@ -110,7 +110,7 @@ def test_the_same_seed_gives_the_same_data_and_another_seed_other_data(sample, t
 @pytest.mark.parametrize(
     'arguments, message',
     [
-        ({'dtype': 'float32'}, "dtype is 'float32'"),
+        ({'dtype': 'float64'}, "dtype is 'float64'"),
         ({'num_samples': 7, 'num_files': 2}, '7 samples in 2 files'),
         ({'num_files': 0}, 'in 0 files'),
         ({'seed': -1}, 'seed is -1, expected at least 0'),
