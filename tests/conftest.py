@@ -16,11 +16,15 @@ from tests import built
 from tests.checkout import COCO_SAMPLE
 from tests.fakes.cloud import bucket, gcs, hub, place  # noqa: F401, fixtures
 
-# Tests compile more than they compute: this takes a quarter of the time.
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+# Tests compile more than they compute: with these flags in a quarter of the time.
 os.environ.setdefault(
     'XLA_FLAGS', '--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false'
 )
+os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.1')
+os.environ.setdefault(
+    'JAX_COMPILATION_CACHE_MAX_SIZE', '1000000000'
+)  # so that JAX locks the folder
 
 # How long one example takes depends on what else runs on the machine.
 hypothesis.settings.register_profile('no_deadline', deadline=None)
@@ -33,11 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     folder = tempfile.TemporaryDirectory(prefix='compiled-')
     config.add_cleanup(folder.cleanup)
-    os.environ.update(
-        JAX_COMPILATION_CACHE_DIR=folder.name,
-        JAX_COMPILATION_CACHE_MAX_SIZE='1000000000',  # with a limit JAX locks the folder
-        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0.1',
-    )
+    os.environ.update(JAX_COMPILATION_CACHE_DIR=folder.name)
 
 
 @pytest.fixture(scope='session')
