@@ -22,7 +22,7 @@ from absl import logging
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.source import copied_files
-from coyo11m_tfds.storage import source_files, stored_files
+from coyo11m_tfds.storage import file_state, source_files, stored_files
 from coyo11m_tfds.storage.file_state import FileState
 from coyo11m_tfds.storage.source_files import SourceFile
 
@@ -93,6 +93,8 @@ def find(root: str | os.PathLike[str]) -> Source:
     used = [files[name] for name in (*names, *others)]
     if not folder.startswith('hf://'):  # where mirror may have written
         used = _add_records(folder, used)
+    if index and (recorded := used[-1].recorded) and not index.is_remote:
+        copied_files.compare(file_state.of_file(index.path), recorded, index.path)
     by_name = dict(zip((*names, *others), used, strict=True))
     tables = [name for name in sorted(files) if '/' not in name and name.endswith('.parquet')]
     return Source(
@@ -131,7 +133,8 @@ def _of_index(folder: str, index: SourceFile, files: dict[str, SourceFile]) -> l
             name for name, shard in zip(sizes, shards, strict=True) if shard['compression']
         ]
         folders = sorted({os.path.dirname(name) for name in sizes} - {''})
-        if not sizes or not all(re.fullmatch(r'[^./][^/]*', x) for x in folders):
+        is_plain = all(re.fullmatch(r'[^./][^/]*', x) for x in folders)
+        if not sizes or len(sizes) < len(shards) or not is_plain:
             raise ValueError(f'it has shards {list(sizes)[:3]}')
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(

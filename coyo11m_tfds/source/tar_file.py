@@ -107,7 +107,7 @@ class TarFile(LatentFile):
     def _members(self, size: int) -> Iterator[tuple[str, int, int]]:
         """Yields name, offset and size of each file; all headers have to be in order."""
         at, said = 0, dict[str, str]()
-        while any(header := self._read_bytes(at, min(_BLOCK, size - at))):
+        while any(header := self._read_bytes(at, max(0, min(_BLOCK, size - at)))):
             start = at + _BLOCK
             try:
                 sum_of_rest = sum(header) - sum(header[148:156]) + 8 * ord(' ')
