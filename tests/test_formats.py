@@ -195,7 +195,43 @@ def test_every_format_is_read_from_a_bucket(source, bucket, tmp_path, latents: s
     bucket.upload_folder(folder, 'gs://source/latents')
     data_set = built.build('gs://source/latents', '', tmp_path / 'data', latents=latents)
     assert_holds(data_set, truth, 'auto')
+    bucket.upload_folder(data_set, 'gs://data/coyo11m_tfds/x/1.0.0')
+    assert_holds('gs://data/coyo11m_tfds/x/1.0.0', truth, 'auto')
     assert not verify.verify(data_set).faults
+
+
+def test_labels_become_tokens_beside_captions(tmp_path):
+    columns = latent_files.MDS_COLUMNS | {'label': 'int32'}
+    samples = [
+        {
+            'latents_256': x,
+            'caption': f'Number {n}.',
+            'width': np.int32(n),
+            'label': np.int32(n % 5),
+        }
+        for n, x in enumerate(made_latents(SHAPE, 'float16'))
+    ]
+    latent_files.write_mds(tmp_path / 'source', [samples], columns)
+    data_set = built.build(tmp_path / 'source', '', tmp_path / 'data', text_embeddings='labels')
+    features = (schema.TOKENS, schema.CAPTION)
+    batches = input_pipeline.train_batches(
+        data_set, batch_size=8, seed=0, lanes=2, features=features
+    )
+    for batch in itertools.islice(batches, 5):
+        for tokens, caption in zip(batch['tokens'], batch['caption'], strict=True):
+            assert tokens.tolist() == [int(caption.decode().strip('Number .')) % 5]
+    samples[3]['label'] = np.int32(-1)
+    latent_files.write_mds(tmp_path / 'bad', [samples], columns)
+    with pytest.raises(ValueError, match=r'00000\.mds: label are from -1 to 4, .* expected 0 to'):
+        built.build(tmp_path / 'bad', '', tmp_path / 'x', text_embeddings='labels')
+
+
+def test_classes_of_webdataset_become_tokens(tmp_path):
+    values = made_latents(SHAPE, 'float16', 40)
+    samples = {f'{n:04}': {'npy': x, 'cls': f'{n % 3}'} for n, x in enumerate(values)}
+    latent_files.write_tar(tmp_path / 'x.tar', samples)
+    stats = input_pipeline.open_data(built.build(tmp_path, '', tmp_path / 'data')).stats()
+    assert (stats.text_encoder, stats.vocabulary) == ('labels', 3)
 
 
 def test_labels_become_tokens(tmp_path):

@@ -60,18 +60,12 @@ class TarFile(LatentFile):
                 raise ValueError(f'{self.path}: has {member!r} twice. Remove one of them.')
             parts[suffix] = start, size
         chosen = self._find_latents(asked)
-        begins = []
-        kinds = set()
-        for sample, parts in self._samples.items():
-            dtype, shape, begin = self._parse_npy(sample, chosen, parts, asked)
-            kinds.add((dtype, shape))
-            begins.append(begin)
-            if len(kinds) > 1:
-                raise ValueError(
-                    f'{self.path}: latents of {sample!r} are {dtype} {shape}, those before them '
-                    f'{(kinds - {(dtype, shape)}).pop()}; expected one kind.'
-                )
-        [(self.dtype, shape)] = kinds
+        found = [self._parse_npy(sample, chosen) for sample in self._samples]
+        if len(kinds := {kind for kind, _ in found}) > 1:
+            raise ValueError(f'{self.path}: latents are {sorted(kinds)}; expected one kind.')
+        [(dtype, shape)] = kinds
+        begins = [begin for _, begin in found]
+        self.dtype = asked.dtype if dtype == 'V2' and asked.dtype else dtype
         self.shape = (1, *shape) if len(shape) == 3 else shape
         self.check_kind(chosen, asked)
         numbers, rest = np.divmod(np.array(begins, np.int64), _ALIGNED)
@@ -83,9 +77,9 @@ class TarFile(LatentFile):
         fields = self._json(first)
         of_text = [x for x, value in fields.items() if isinstance(value, str)]
         self.texts = (*[_TEXT] * any(_TEXT in x for x in self._samples.values()), *of_text)
-        of_numbers = [x for x, value in fields.items() if type(value) is int]
-        of_class = [_CLASS] * (_CLASS in self._samples[first])
-        self.label_column = next((x for x in LABELS if x in of_numbers), '') or ''.join(of_class)
+        classes = {x for x, value in fields.items() if type(value) is int}
+        classes |= self._samples[first].keys() & {_CLASS}
+        self.label_column = next((x for x in LABELS if x in classes), '')
         where = label or os.path.basename(path)
         if _is_number(fields.get(schema.KEY)):
             self.keys = np.array([self._key(x) for x in self._samples], np.int64)
@@ -94,8 +88,6 @@ class TarFile(LatentFile):
 
     def column(self, name: str) -> pa.Array:
         """See `LatentFile`."""
-        if name == _CLASS and name == self.label_column:
-            return pa.array([self._class(x) for x in self._samples], pa.int64())
         kind: type = int if name == self.label_column else str
         values = [self._value(sample, name) for sample in self._samples]
         values = [x if type(x) is kind else None for x in values]
@@ -164,33 +156,26 @@ class TarFile(LatentFile):
             )
         return found[0]
 
-    def _parse_npy(
-        self, sample: str, suffix: str, parts: dict[str, _Member], asked: LatentsFrom
-    ) -> tuple[str, tuple[int, ...], int]:
+    def _parse_npy(self, sample: str, suffix: str) -> tuple[tuple[str, tuple[int, ...]], int]:
         """Dtype and shape of an array, and where it begins in the file."""
-        if suffix not in parts:
+        if suffix not in self._samples[sample]:
             raise ValueError(f'{self.path}: {sample!r} has no .{suffix}; expected one each.')
-        start, size = parts[suffix]
+        start, size = self._samples[sample][suffix]
         head = self._read_bytes(start, min(size, _NPY_HEADER))
         try:
             length = 10 + int.from_bytes(head[8:10], 'little')
-            dtype, shape = _npy_header(head[:length], size)
+            return _npy_header(head[:length], size), start + length
         except ValueError as error:
             raise ValueError(
                 f'{self.path}: {sample}.{suffix} cannot be read ({error}). Write it again.'
             ) from None
-        return asked.dtype if dtype == 'V2' and asked.dtype else dtype, shape, start + length
 
     def _value(self, sample: str, name: str) -> Any:
-        if name == _TEXT and _TEXT in self._samples[sample]:
-            return self.decode(self._contents(sample, _TEXT), sample)
-        return self._json(sample).get(name)
-
-    def _class(self, sample: str) -> int:
-        text = self._contents(sample, _CLASS)
-        if not text.strip().isdigit():
-            raise ValueError(f'{self.path}: {sample}.{_CLASS} is {text[:20]!r}, expected a number.')
-        return int(text)
+        if name not in (_TEXT, _CLASS) or name not in self._samples[sample]:
+            return self._json(sample).get(name)
+        text = self.decode(self._contents(sample, name), sample)
+        is_class = name == _CLASS and text.strip().isdecimal() and len(text) < 19
+        return int(text) if is_class else text
 
     def _key(self, sample: str) -> int:
         key = self._json(sample).get(schema.KEY)
@@ -209,7 +194,7 @@ class TarFile(LatentFile):
         return self._parsed[1]
 
     def _contents(self, sample: str, suffix: str) -> bytes:
-        start, size = self._samples[sample].get(suffix, (0, 0))
+        start, size = self._samples[sample][suffix]
         if size > _MAX_TEXT:
             raise ValueError(f'{self.path}: {sample}.{suffix} has {size:,} bytes.')
         return self._read_bytes(start, size)

@@ -28,3 +28,17 @@ def test_colours_that_no_screen_can_show_are_clipped():
     assert latent_rgb.latents_to_rgb(np.full((4, 1, 1), 1e4, np.float32)).tolist() == [
         [[0, 255, 255]]
     ]
+
+
+@pytest.mark.parametrize('channels', [1, 2, 3, 16, 32])
+def test_other_latents_show_their_principal_components(channels):
+    """The first follows the direction that varies most, whatever the others do."""
+    rng = np.random.default_rng(channels)
+    strength = rng.standard_normal((5, 1, 8, 12))
+    direction = np.linspace(1, 2, channels)[:, None, None]
+    latents = strength * direction + 0.01 * rng.standard_normal((5, channels, 8, 12)) + 7
+    rgb = latent_rgb.latents_to_rgb(latents.astype(np.float16))
+    assert rgb.shape == (5, 8, 12, 3) and rgb.dtype == np.uint8
+    expected = np.clip(strength[:, 0] / strength.std() / 2, -1, 1) * 127.5 + 127.5
+    assert np.abs(rgb[..., 0] - expected).mean() < 10
+    assert latent_rgb.latents_to_rgb(np.zeros((channels, 3, 3))).shape == (3, 3, 3)

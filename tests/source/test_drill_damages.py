@@ -135,7 +135,7 @@ def check(source: pathlib.Path, path: pathlib.Path, out: pathlib.Path, truth: di
             return f'the error does not name {path.name}: {message}'
         if len(message.splitlines()) != 1:
             return f'more than a line: {message}'
-        return 'left a data set behind' if final.exists() else ''
+        return 'left a data set behind' if (final / schema.INFO_FILE).exists() else ''
     except Exception as error:
         return f'{type(error).__name__}: {error}'
     found = list(read_records(final))

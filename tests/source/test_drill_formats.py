@@ -109,7 +109,7 @@ def test_random_damages_of_files_in_place(made, tmp_path, count: int):
     shutil.copytree(source, folder)
     data_set = built.build(folder, '', tmp_path / 'data', latents='in_place')
     before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-    failures, skipped = [], 0
+    failures, noticed = [], 0
     for number in range(count):
         path = damage(folder, random.Random(f'{SEED}-{number}'))
         try:
@@ -123,7 +123,7 @@ def test_random_damages_of_files_in_place(made, tmp_path, count: int):
                 features=(schema.KEY, schema.LATENTS),
             )
             for batch in itertools.islice(batches, 8):
-                skipped += int((~batch['mask']).sum())
+                noticed += int((~batch['mask']).sum())
                 for key, x in zip(
                     batch['key'][batch['mask']], batch['latents'][batch['mask']], strict=True
                 ):
@@ -131,8 +131,9 @@ def test_random_damages_of_files_in_place(made, tmp_path, count: int):
                     if x.tobytes() not in crops:
                         failures.append(f'{number}: key {key} of {path.name} is another')
         except (ValueError, OSError) as error:
+            noticed += 1
             if path.name not in str(error):
                 failures.append(f'{number}: {error}')
         replace(path, before[path])
     assert not failures, f'{len(failures)} of {count}:\n' + '\n'.join(failures[:20])
-    assert skipped or count < 10
+    assert noticed

@@ -85,6 +85,16 @@ def local(models):  # noqa: F811
     return facts_with('hf:text', model_files.revision(str(folder)), dim=32, max_tokens=20)
 
 
+def test_classes_are_drawn_by_their_numbers():
+    facts = facts_with('labels', '1', dim=0, vocabulary=10, max_tokens=1)
+    encoder = caption_encoder.make(facts)
+    assert caption_encoder.texts(facts, encoder, ['7', '0']).tolist() == [[7], [0]]
+    with pytest.raises(ValueError, match="'10' has token 10, but the training data has 10, from 0"):
+        caption_encoder.texts(facts, encoder, ['3', '10'])
+    with pytest.raises(ValueError, match="'a cat': expected the number of a class"):
+        caption_encoder.texts(facts, encoder, ['a cat'])
+
+
 def test_a_local_model_has_to_be_given(local):
     with pytest.raises(ValueError, match=r'folder named text \(sha256:.*--encoder=hf:/path/to/te'):
         caption_encoder.make(local)
