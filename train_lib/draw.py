@@ -149,6 +149,7 @@ class Artist:
                 f'{error}; name the one that the model was trained with by --encoder'
             ) from error
         model = models.make(**config.model, vocabulary=self.facts.vocabulary)
+        model = model.clone(pin=sharding.Rows(self._mesh))
         latent_shape = self.facts.latent_shape
         draw = step.make_draw(config, model, self.facts.stats, encoder, latent_shape=latent_shape)
         whole, rows = sharding.replicated(self._mesh), sharding.batch(self._mesh)

@@ -9,6 +9,7 @@ this is plain data parallelism. The whole state (weights, their average, the opt
 follows the same rule, because moments have the shapes of their weights.
 """
 
+import math
 import socket
 import zlib
 from collections.abc import Callable, Sequence
@@ -73,26 +74,45 @@ def batch(mesh: Mesh) -> NamedSharding:
 
 
 class Rows:
-    """Keeps activations `(b, ...)` on the devices of their rows."""
+    """Keeps activations `(b, ...)` on the devices of their rows.
+
+    Where the devices do not divide b, as of a few pictures on a large pod, each group of `fsdp`
+    devices computes all rows; where these do not divide it either, each device does.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
 
+    @property
+    def on_tpus(self) -> bool:
+        """Whether `map` can call kernels for TPUs."""
+        return self._mesh.devices.flat[0].platform == 'tpu'
+
     def __call__(self, x: jax.Array) -> jax.Array:
         """Says where `x` lies."""
-        return jax.lax.with_sharding_constraint(x, batch(self._mesh))
+        placed = NamedSharding(self._mesh, self._split(x.shape[0]))
+        return jax.lax.with_sharding_constraint(x, placed)
 
     def map(self, function: Callable, rows: Any, shared: Any) -> Any:
-        """Calls `function(*rows, *shared)` on each device with its rows; gives rows.
+        """Calls `function(rows, shared)` on each device with its rows; gives rows.
 
         For what the partitioner cannot split by itself, kernels.
         """
-        split = PartitionSpec((DATA_AXIS, FSDP_AXIS))
-        specs = (split,) * len(rows) + (PartitionSpec(),) * len(shared)
+        split = self._split(jax.tree.leaves(rows)[0].shape[0])
         mapped = jax.shard_map(
-            function, mesh=self._mesh, in_specs=specs, out_specs=split, check_vma=False
+            function,
+            mesh=self._mesh,
+            in_specs=(split, PartitionSpec()),
+            out_specs=split,
+            check_vma=False,
         )
-        return mapped(*rows, *shared)
+        return mapped(rows, shared)
+
+    def _split(self, count: int) -> PartitionSpec:
+        for axes in ((DATA_AXIS, FSDP_AXIS), (FSDP_AXIS,)):
+            if count % math.prod(self._mesh.shape[axis] for axis in axes) == 0:
+                return PartitionSpec(axes)
+        return PartitionSpec()
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

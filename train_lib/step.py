@@ -104,15 +104,20 @@ def make_train_step(
         # move them by the optimizer's momentum.
         useful = finite if mask is None else finite & jnp.any(mask)
 
+        def changed(new: Any, old: Any) -> Any:
+            return jax.tree.map(lambda new, old: jnp.where(useful, new, old), new, old)
+
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        # Chosen before they are averaged: else XLA goes through all weights once more to choose.
+        params = changed(optax.apply_updates(state.params, updates), state.params)
         # As in TensorFlow's ExponentialMovingAverage with `num_updates`: an average over many steps
         # would hold the random first weights for as long.
         decay = jnp.minimum(ema_decay, (1.0 + state.step) / (10.0 + state.step))
         ema_params = optax.incremental_update(params, state.ema_params, 1 - decay)
-        after = state.replace(params=params, ema_params=ema_params, opt_state=opt_state)
-        after = jax.tree.map(lambda new, old: jnp.where(useful, new, old), after, state)
-        after = after.replace(
+        after = state.replace(
+            params=params,
+            ema_params=changed(ema_params, state.ema_params),
+            opt_state=changed(opt_state, state.opt_state),
             step=state.step + 1,
             skipped=state.skipped + ~finite,
             skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
@@ -321,8 +326,8 @@ class Program:
     init: Callable[[], TrainState]
     no_metrics: Callable[[], TrainMetrics]
     train_step: Bound
-    eval_step: Callable[[Any, Batch], EvalMetrics]
-    draw: Callable[[Any, jax.Array], jax.Array]
+    eval_step: Bound
+    draw: Bound
     flops: Callable[[int], int]
 
     @property
@@ -397,7 +402,7 @@ def make_program(
         **config.flow,
     )
     eval_step = make_eval_step(pinned, stats, seed=config.seed, encoder=encoder)
-    draw = make_draw(config, model, stats, encoder, latent_shape=latent_shape)
+    draw = make_draw(config, pinned, stats, encoder, latent_shape=latent_shape)
 
     def init_from_seed() -> TrainState:
         return init(jax.random.key(config.seed))

@@ -94,7 +94,7 @@ def test_what_is_given_replaces_the_preset_and_0_leaves_it():
         ({'kind': 'json:Net'}, "'json' has no attribute 'Net'; expected 'dit' or MODULE:CLASS"),
         (
             {'kind': 'json:dumps'},
-            "model.kind='json:dumps' lacks dtype, flops, pin, turns: expected",
+            "model.kind='json:dumps' lacks dtype, flops, pin: expected",
         ),
     ],
 )
@@ -214,7 +214,7 @@ def test_remat_keeps_nothing_or_the_products_with_weights_or_all():
     block_input = 2 * 3 * 16 * 32 * 2  # blocks, samples, tokens, width, bytes
     none, dots, full = map(_saved_bytes, ('none', 'dots', 'full'))
     assert full == block_input
-    assert dots == (1 + 3 + 1 + 4 + 1) * block_input  # qkv, out, mlp_1, mlp_2
+    assert dots == (1 + 3 + 1 + 1 + 4 + 1) * block_input  # qkv, mixed, out, mlp_1, mlp_2
     assert none > 1.5 * dots
 
 

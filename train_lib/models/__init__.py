@@ -5,9 +5,9 @@
     model = models.make('S/2', kind='my_package.my_module:MyModel')
 
 Another model is a `flax.linen.Module` in any module that can be imported. Like `dit.DiT`, it has
-the fields `dtype` and `pin`, the method `flops` and the attribute `turns`, is called with the same
-arguments, and has the fields of a preset or of the block `model` that it needs. Muon trains the
-kernels in its module `blocks` (see `state.make_optimizer`). docs/training.md has an example.
+the fields `dtype` and `pin` and the method `flops`, is called with the same arguments, and has the
+fields of a preset or of the block `model` that it needs. Muon trains the kernels in its module
+`blocks` (see `state.make_optimizer`). docs/training.md has an example.
 
 A name is a size and a patch size. Sizes S to XL are those of DiT (Peebles & Xie 2023, table 1);
 `tiny` is for the demo and the tests.
@@ -79,7 +79,7 @@ def _import(kind: str) -> Any:
             f"model.kind={kind!r}: {error}; expected 'dit' or MODULE:CLASS that can be imported"
         ) from error
     has = {*dir(model), *getattr(model, '__dataclass_fields__', ())}
-    needed = ('__call__', 'dtype', 'flops', 'pin', 'turns')
+    needed = ('__call__', 'dtype', 'flops', 'pin')
     if missing := [attribute for attribute in needed if attribute not in has]:
         raise ValueError(
             f'model.kind={kind!r} lacks {", ".join(missing)}: expected a flax.linen.Module with '

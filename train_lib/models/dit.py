@@ -21,9 +21,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from flax.linen.dtypes import promote_dtype
+from jax.ad_checkpoint import checkpoint_name
 
 from train_lib.models import attention_kernel
+from train_lib.models.attention_kernel import Product
 
 Dtype = jnp.dtype | type
 
@@ -31,27 +34,33 @@ Dtype = jnp.dtype | type
 class OneDevice:
     """Where activations lie: all of them on one device. `sharding.Rows` is the same for a mesh."""
 
+    @property
+    def on_tpus(self) -> bool:
+        """Whether `map` can call kernels for TPUs."""
+        return False
+
     def __call__(self, x: jax.Array) -> jax.Array:
         """Keeps `(b, ...)` on the devices of its rows."""
         return x
 
     def map(self, function: Callable, rows: Any, shared: Any) -> Any:
-        """Calls `function(*rows, *shared)` with each device's rows; gives rows."""
-        return function(*rows, *shared)
+        """Calls `function(rows, shared)` with each device's rows, `(b, ...)`; gives rows."""
+        return function(rows, shared)
 
 
-_POLICIES = jax.checkpoint_policies
+_KEPT = 'kept'
 
 # What the backward pass finds kept of each block, besides its input; the rest it computes again.
 REMAT = {
     'none': None,
-    # Products with weights, 9 widths a token in bfloat16; not the scores of the attention.
-    'dots': _POLICIES.dots_with_no_batch_dims_saveable,
-    'full': _POLICIES.nothing_saveable,
+    # Products with weights, and what attention mixes: 10 widths a token in bfloat16, no scores.
+    'dots': jax.checkpoint_policies.save_only_these_names(_KEPT),
+    'full': jax.checkpoint_policies.nothing_saveable,
 }
 POOLED, SEQUENCE = 'pooled', 'sequence'
 TEXTS = POOLED, SEQUENCE  # what of a text conditions the blocks
-# cudnn: fused, on NVIDIA GPUs alone, in 16 bits. pallas: `attention_kernel` on TPUs, else as xla.
+# cudnn: fused, on NVIDIA GPUs alone, in 16 bits. pallas: `attention_kernel` on a mesh of TPUs, for
+# tokens and heads that it takes; else as xla.
 ATTENTION = ('xla', 'cudnn', 'pallas')
 
 _TIME_FEATURES = 256
@@ -74,9 +83,7 @@ def _dot(x: jax.Array, kernel: jax.Array, dimension_numbers, precision=None) -> 
 
 
 def _dot_forward(x, kernel, dimension_numbers, precision):
-    # Not by `_dot`: policies of rematerialization look for products, and would not find this one.
-    y = jax.lax.dot_general(x, kernel.astype(x.dtype), dimension_numbers, precision=precision)
-    return y, (x, kernel)
+    return _dot(x, kernel, dimension_numbers, precision), (x, kernel)
 
 
 def _dot_backward(dimension_numbers, precision, saved, gradient):
@@ -101,11 +108,16 @@ def _promote_all_but_kernel(inputs, kernel, bias, *, dtype):
     return inputs, kernel, bias
 
 
+def _promote_with_constant_bias(inputs, kernel, bias, *, dtype):
+    return _promote_all_but_kernel(inputs, kernel, jax.lax.stop_gradient(bias), dtype=dtype)
+
+
 Dense = functools.partial(
     nn.Dense,
     promote_dtype=_promote_all_but_kernel,  # type: ignore[arg-type]  # declared for any arrays
     dot_general=_dot,
 )
+_DenseWithConstantBias = functools.partial(Dense, promote_dtype=_promote_with_constant_bias)
 
 
 # --- Texts as sequences -------------------------------------------------------------------------
@@ -276,6 +288,17 @@ class _Scale(nn.Module):
         return self.param('scale', nn.initializers.ones, (self.size,))
 
 
+@functools.cache  # once, however often a model is traced
+def _tell_left_to_xla(num_tokens: int, num_words: int, head_dim: int) -> None:
+    logging.warning(
+        'model.attention=pallas: XLA computes the attention of %d tokens and %d words with heads '
+        'of %d, because the kernel does not take these.',
+        num_tokens,
+        num_words,
+        head_dim,
+    )
+
+
 class Attention(nn.Module):
     """Multi-head attention of tokens to each other and to words, queries and keys normalized."""
 
@@ -288,48 +311,55 @@ class Attention(nn.Module):
     def __call__(self, x: jax.Array, words: Words | None = None) -> jax.Array:
         width = x.shape[-1]
         head_dim = width // self.num_heads
-        qkv = self.pin(Dense(3 * width, dtype=self.dtype, name='qkv')(x))
-        of_words: tuple[jax.Array, ...] = ()
-        if words is not None:
-            vectors = Dense(2 * width, dtype=self.dtype, name='words')(words.vectors)
-            of_words = self.pin(vectors), words.present
+        by_kernel = self._takes_kernel(
+            x.shape[1], head_dim, words.present.shape[1] if words is not None else 0
+        )
+
+        def product(of: jax.Array, parts: int, name: str, *present: jax.Array) -> Product:
+            dense = _DenseWithConstantBias if by_kernel else Dense
+            layer = dense(parts * width, dtype=self.dtype, name=name)
+            values = checkpoint_name(self.pin(layer(of)), _KEPT)
+            return Product(values, layer.variables['params']['bias'], *present)
+
+        tokens = product(x, 3, 'qkv')
+        of_words = product(words.vectors, 2, 'words', words.present) if words is not None else None
         scales = _Scale(head_dim, name='query_norm')(), _Scale(head_dim, name='key_norm')()
-        num_words = of_words[0].shape[1] if of_words else 0
-        mix = self.mix_by_xla
-        if self.implementation == 'pallas' and attention_kernel.fits(
-            x.shape[1], head_dim, num_words
-        ):
-            mix = functools.partial(
-                jax.lax.platform_dependent, tpu=self.mix_by_kernel, default=self.mix_by_xla
-            )
-        mixed = mix(scales, qkv, *of_words)
-        return self.pin(Dense(width, dtype=self.dtype, name='out')(self.pin(mixed)))
+        mix = self._mix_by_kernel if by_kernel else self.mix_by_xla
+        mixed = checkpoint_name(self.pin(mix(tokens, of_words, *scales)), _KEPT)
+        out = Dense(width, dtype=self.dtype, name='out')(mixed)
+        return checkpoint_name(self.pin(out), _KEPT)
 
-    def mix_by_kernel(self, scales: Sequence[jax.Array], *arrays: jax.Array) -> jax.Array:
-        """As `mix_by_xla`, on TPUs."""
+    def _takes_kernel(self, num_tokens: int, head_dim: int, num_words: int) -> bool:
+        if self.implementation != 'pallas' or not self.pin.on_tpus:
+            return False
+        fits = attention_kernel.fits(num_tokens, head_dim, num_words)
+        if not fits:
+            _tell_left_to_xla(num_tokens, num_words, head_dim)
+        return fits
 
-        def attend(*operands):
-            *rows, query_scale, key_scale = operands
-            qkv, words, present = [*rows, None, None][:3]
-            return attention_kernel.attend(
-                qkv, query_scale, key_scale, words, present, self.num_heads
-            )
-
-        return self.pin.map(attend, arrays, scales)
-
-    def mix_by_xla(
-        self, scales: Sequence[jax.Array], qkv: jax.Array, *of_words: jax.Array
+    def _mix_by_kernel(
+        self, tokens: Product, words: Product | None, *scales: jax.Array
     ) -> jax.Array:
-        """Mixed values `(b, n, width)`, of arrays as `attention_kernel.attend` takes them."""
-        query, key, value = self._heads(qkv, 3)
+        of_words, of_words_bias, present = words or (None, None, None)
+
+        def attend(rows, shared):
+            values, of_words, present = rows
+            bias, of_words_bias, *scales = shared
+            words = None if of_words is None else Product(of_words, of_words_bias, present)
+            return attention_kernel.attend(Product(values, bias), words, *scales, self.num_heads)
+
+        rows, shared = (tokens.values, of_words, present), (tokens.bias, of_words_bias, *scales)
+        return self.pin.map(attend, rows, shared)
+
+    def mix_by_xla(self, tokens: Product, words: Product | None, *scales: jax.Array) -> jax.Array:
+        query, key, value = self._heads(tokens.values, 3)
         mask = None
-        if of_words:
-            words, present = of_words
+        if words is not None:
             key, value = (
                 jnp.concatenate(both, 1)
-                for both in zip((key, value), self._heads(words, 2), strict=True)
+                for both in zip((key, value), self._heads(words.values, 2), strict=True)
             )
-            mask = jnp.pad(present, [(0, 0), (qkv.shape[1], 0)], constant_values=True)
+            mask = jnp.pad(words.present, [(0, 0), (query.shape[1], 0)], constant_values=True)
             mask = mask[:, None, None]
         query, key = (
             attention_kernel.normalize(x, scale)
@@ -362,6 +392,7 @@ class Block(nn.Module):
         modulation = Dense(
             6 * width, dtype=self.dtype, kernel_init=nn.initializers.zeros, name='modulation'
         )(condition)
+        modulation = checkpoint_name(modulation, _KEPT)
         shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = jnp.split(modulation, 6, axis=-1)
 
         h = nn.LayerNorm(use_bias=False, use_scale=False, dtype=self.dtype)(x)
@@ -374,8 +405,8 @@ class Block(nn.Module):
         h = nn.LayerNorm(use_bias=False, use_scale=False, dtype=self.dtype)(x)
         h = _modulate(h, shift_2, scale_2)
         hidden = Dense(int(self.mlp_ratio * width), dtype=self.dtype, name='mlp_1')(h)
-        h = self.pin(nn.gelu(hidden))
-        h = Dense(width, dtype=self.dtype, name='mlp_2')(h)
+        h = self.pin(nn.gelu(checkpoint_name(hidden, _KEPT)))
+        h = checkpoint_name(Dense(width, dtype=self.dtype, name='mlp_2')(h), _KEPT)
         return self.pin(x + gate_2[:, None] * h)
 
 
@@ -435,11 +466,6 @@ class DiT(nn.Module):
                 f'model.mlp_ratio={self.mlp_ratio}: expected a whole number when multiplied by '
                 f'model.width={self.width}'
             )
-
-    @property
-    def turns(self) -> int:
-        """Length of the loop over the blocks."""
-        return max(1, self.depth // self.unroll)
 
     @nn.compact
     def __call__(

@@ -1,24 +1,32 @@
-"""Compiles the training step for a TPU slice and says what it takes there.
+"""Compiles a step for a TPU slice and says what it takes there.
 
     pip install -e '.[tpu]'
     python -m train_lib.tools.compile --config=tpu_v5e_16 --topology=v5e:4x4
+    python -m train_lib.tools.compile --config=tpu_v5e_16 --topology=v5e:4x4 --step=draw
 
 No TPU is needed: libtpu's compiler runs on any CPU. Neither data nor
 TensorFlow nor torch is needed. The report shows the memory of a chip, the
-traffic between chips beside the least that the mesh requires, and the time of
-a step by the compiler's own estimate, by parts of the model. The estimate
-leaves out Pallas kernels and exchanges between chips. A frozen text encoder
+traffic between chips beside the least that the mesh requires, the time of a
+step by the compiler's own estimate, by parts of the model, and each exchange
+between chips that does not run beside other work. A frozen text encoder
 (`--config.encoder=jax:FOLDER`) is included; its weights are not read. The exit
 status is 1 if the program does not fit into a chip. Examples of topologies:
 `v5e:4x4`, `v5e:16x16`, `v6e:4x4`, `v5p:2x2x4`, `v4:2x2x4`.
 """
 
+import atexit
 import collections
+import functools
 import importlib.util
 import json
+import math
 import os
+import pathlib
 import re
+import shutil
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,15 +39,17 @@ from ml_collections import config_flags
 
 from train_lib import caption_encoder, chips, flow, models, run, settings, sharding
 from train_lib.models.dit import POOLED
-from train_lib.step import make_program
+from train_lib.step import Program, make_program
 from train_lib.tools import hlo
 
 FLAGS = flags.FLAGS
 
 LATENT_SHAPE = 32, 32, 4  # height, width, channels
+TRAIN, EVALUATE, DRAW = STEPS = 'train', 'evaluate', 'draw'
 
 MEMORY, MOVED = 'memory of a chip, GB', 'received from other chips, MB a step'
-TIME, LEFT_OUT = "the compiler's estimate, ms a step", 'not in the estimate'
+TIME, WAITS = "the compiler's estimate, ms a step", 'exchanges that wait, ms a step at least'
+UNKNOWN = 'not in the estimate'
 ARITHMETIC = 'arithmetic of a chip, TFLOP a step'
 
 # Parts of a step by the names of its operations; the first that fits counts.
@@ -65,8 +75,9 @@ def analyze(
     num_tokens: int = 128,
     vocabulary: int = 4096,
     num_slices: int = 1,
+    step: str = TRAIN,
 ) -> Report:
-    """Compiles the training step of a configuration and adds up what it takes of a chip.
+    """Compiles a step of a configuration and adds up what it takes of a chip.
 
     Args:
         config: See `configs/default.py`.
@@ -76,9 +87,11 @@ def analyze(
         num_tokens: Token ids of a text otherwise.
         vocabulary: Number of different token ids.
         num_slices: Slices of that topology.
+        step: `train`, `evaluate` (a batch of that size) or `draw` (the previews).
 
     Returns:
-        `program`, `verdict`, `fits`, `mfu` and tables of numbers, all for one chip and one step.
+        `program`, `verdict`, `fits`, `mfu`, `compile_seconds` and tables of numbers, all for one
+        chip and one step.
 
     Raises:
         ValueError: A setting is out of its range; libtpu is not installed or does not know the
@@ -86,6 +99,7 @@ def analyze(
             number.
     """
     settings.check(config, needs_data=False)
+    schedules = _dumped_schedules()
     devices = slice_devices(topology, num_slices)
     chip = chips.CHIPS.get(devices[0].device_kind)
     if chip is None:
@@ -110,38 +124,86 @@ def analyze(
         encoder=encoder,
     )
     model = models.make(**config.model, vocabulary=vocabulary)
-    samples = config.batch_size / len(devices)
-    model_flops = 3 * model.flops(LATENT_SHAPE, text_dim, num_tokens) * samples
+    count, passes = _work(config, step)
     hosts = len({device.process_index for device in devices})
+    what = {TRAIN: '', EVALUATE: 'evaluation of ', DRAW: 'drawing of '}[step]
     report: Report = {
-        'program': f'{config.model.name}, remat {config.model.remat}, {config.batch_size} samples '
+        'program': f'{config.model.name}, remat {config.model.remat}, {what}{count} samples '
         f'on {len(devices)} chips of {chip.name} ({hosts} hosts), mesh '
         + ' x '.join(f'{axis} {size}' for axis, size in mesh.shape.items()),
-        ARITHMETIC: {'model': model_flops / 1e12},
+        ARITHMETIC: {
+            'model': passes
+            * model.flops(LATENT_SHAPE, text_dim, num_tokens)
+            * count
+            / len(devices)
+            / 1e12
+        },
     }
     if encoder is not None:
-        flops = encoder.network.config.flops(num_tokens) * samples
+        flops = encoder.network.config.flops(num_tokens) * count / len(devices)
         report[ARITHMETIC]['text encoder'] = flops / 1e12
-    batch = _abstract_batch(config.batch_size, text_dim, num_tokens, mesh)
+    began = time.monotonic()
     try:
-        compiled = program.train_step.lower(program.abstract_state, batch).compile()
+        compiled = _lower(program, step, count, text_dim, num_tokens, mesh).compile()
     except jax.errors.JaxRuntimeError as error:
         if 'RESOURCE_EXHAUSTED' not in str(error):
             raise
         return report | {'fits': False, 'verdict': f'does not fit: {_first_sentence(error)}'}
+    report['compile_seconds'] = time.monotonic() - began
     report[MEMORY] = _memory(compiled) | {'the chip has': chip.memory / 1e9}
     if encoder is not None:
         nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(encoder.params))
         report[MEMORY]['weights of the encoder'] = nbytes / 1e9
-    least = sharding.least_bytes(
-        program.abstract_state.params,
-        mesh,
-        compute_bytes=model.dtype.itemsize,
-        accumulate=config.accumulate,
-    )
-    report |= _of_text(hlo.read(compiled.as_text() or ''), chip, model.turns)
-    report[MOVED]['least for this mesh'] = least / 1e6
+    report |= tables(hlo.read(compiled.as_text() or ''), chip, schedules)
+    if step == TRAIN:
+        least = sharding.least_bytes(
+            program.abstract_state.params,
+            mesh,
+            compute_bytes=model.dtype.itemsize,
+            accumulate=config.accumulate,
+        )
+        report[MOVED]['least for this mesh'] = least / 1e6
     return report | judge(report, chip)
+
+
+def _work(config: ml_collections.ConfigDict, step: str) -> tuple[int, int]:
+    """Samples of a step, and how often the model's products are computed for each."""
+    if step == DRAW:
+        evaluations = config.preview.num_steps
+        if config.preview.sampler == 'heun':
+            evaluations = 2 * evaluations - 1
+        return config.preview.count, 2 * evaluations  # with and without the text
+    return config.batch_size, 3 if step == TRAIN else 1
+
+
+def _lower(
+    program: Program,
+    step: str,
+    count: int,
+    text_dim: int,
+    num_tokens: int,
+    mesh: jax.sharding.Mesh,
+) -> jax.stages.Lowered:
+    height, width, channels = LATENT_SHAPE
+
+    def rows(dtype, *shape: int) -> jax.ShapeDtypeStruct:
+        placed = sharding.replicated(mesh) if step == DRAW else sharding.batch(mesh)
+        return jax.ShapeDtypeStruct((count, *shape), dtype, sharding=placed)
+
+    texts = {'text_embedding': rows(jnp.float16, text_dim)}
+    if num_tokens:
+        texts = {'tokens': rows(jnp.int32, num_tokens)}
+    state = program.abstract_state
+    if step == DRAW:
+        return program.draw.lower(state.params, *texts.values())
+    batch = texts | {
+        'latents': rows(jnp.bfloat16, channels, height, width),
+        'key': rows(jnp.uint32, 2),
+        'drop_text' if step == TRAIN else 'mask': rows(jnp.bool_),
+    }
+    if step == TRAIN:
+        return program.train_step.lower(state, batch)
+    return program.eval_step.lower(state.params, batch)
 
 
 def slice_devices(topology: str, num_slices: int = 1) -> Sequence[jax.Device]:
@@ -164,20 +226,36 @@ def slice_devices(topology: str, num_slices: int = 1) -> Sequence[jax.Device]:
     return described.devices
 
 
-def _abstract_batch(batch_size: int, text_dim: int, num_tokens: int, mesh: jax.sharding.Mesh):
-    height, width, channels = LATENT_SHAPE
+@functools.cache
+def _dumped_schedules() -> pathlib.Path:
+    """The folder where libtpu writes how many bundles each operation is scheduled in.
 
-    def rows(dtype, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((batch_size, *shape), dtype, sharding=sharding.batch(mesh))
+    Libtpu reads the variable once, when it is loaded.
+    """
+    folder = tempfile.mkdtemp(prefix='schedules')
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    dump = (
+        f'--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true '
+        '--xla_jf_dump_llo_pass_label_regex=final_bundles'
+    )
+    os.environ['LIBTPU_INIT_ARGS'] = f'{os.environ.get("LIBTPU_INIT_ARGS", "")} {dump}'
+    return pathlib.Path(folder)
 
-    texts = {'text_embedding': rows(jnp.float16, text_dim)}
-    if num_tokens:
-        texts = {'tokens': rows(jnp.int32, num_tokens)}
-    return texts | {
-        'latents': rows(jnp.bfloat16, channels, height, width),
-        'key': rows(jnp.uint32, 2),
-        'drop_text': rows(jnp.bool_),
-    }
+
+def bundles(schedules: pathlib.Path, instruction: str) -> int:
+    """VLIW bundles of an instruction in the last program compiled; 0 without its schedule.
+
+    Of equal instructions libtpu schedules one: `x.1` may stand for `x.2`.
+    """
+    stem = re.escape(instruction.split('.')[0])
+    name = re.compile(rf'(\d+)-({stem}(?:\.\d+)?)-\d+-schedule-analysis')
+    files = [(found, x) for x in schedules.iterdir() if (found := name.match(x.name))]
+    if not files:
+        return 0
+    # They begin with the time.
+    _, file = max(files, key=lambda file: (file[0][2] == instruction, int(file[0][1])))
+    found = re.search(r'total scheduled bundles:\s*(\d+)', file.read_text())
+    return int(found[1]) if found else 0
 
 
 def _memory(compiled: jax.stages.Compiled) -> dict[str, float]:
@@ -194,44 +272,65 @@ def _memory(compiled: jax.stages.Compiled) -> dict[str, float]:
     return {name: size / 1e9 for name, size in found.items()}
 
 
-def _of_text(costs: hlo.Costs, chip: chips.Chip, turns: int) -> Report:
-    """Traffic and time of a program; `turns` is the length of the loop over layers."""
+def tables(costs: hlo.Costs, chip: chips.Chip, schedules: pathlib.Path) -> Report:
+    """Traffic and time of a program, of which kernels take a cycle for each bundle and sample."""
     moved: dict[str, float] = collections.defaultdict(float)
-    waited = 0.0
+    waits: dict[str, list[float]] = collections.defaultdict(lambda: [0, 0])
     for each in costs.collectives:
-        where = 'in layers' if turns in each.loops else 'outside'
         how = ', asynchronous' if each.is_async else ''
-        moved[f'{each.kind} of {each.members}, {where}{how}'] += each.nbytes / 1e6
-        waited += 0 if each.is_async else each.nbytes / chip.link_rate
-    time = dict.fromkeys(_PARTS, 0.0)
+        moved[f'{each.kind} of {each.members}{how}'] += each.nbytes / 1e6
+        if not each.is_async:
+            wait = waits[f'{each.kind} of {each.members}, {_largest(each)}']
+            wait[0] += each.times
+            wait[1] += each.nbytes / chip.link_rate * 1e3
+    milliseconds = 1e3 / chip.clock if chip.clock else 0
+    parts = dict.fromkeys(_PARTS, 0.0)
     for name, cycles in costs.cycles.items():
         part = next(part for part, pattern in _PARTS.items() if re.search(pattern, name))
-        time[part] += cycles / chip.clock * 1e3 if chip.clock else 0
+        parts[part] += cycles * milliseconds
+    unscheduled = 0
+    for kernel, calls in costs.kernels.items():
+        found = bundles(schedules, kernel.name)
+        unscheduled += calls if not found else 0
+        part = f'kernel {kernel.name.split(".")[0]}'
+        parts[part] = parts.get(part, 0) + found * kernel.rows * calls * milliseconds
+    ordered = sorted(waits.items(), key=lambda item: -item[1][1])
     return {
         MOVED: dict(sorted(moved.items())) | {'in all': sum(moved.values())},
-        TIME: {name: x for name, x in time.items() if x} | {'in all': sum(time.values())},
-        LEFT_OUT: {
-            'synchronous exchanges, ms at least': waited * 1e3,
-            'calls of kernels': costs.kernels,
+        TIME: {name: x for name, x in parts.items() if x} | {'in all': sum(parts.values())},
+        WAITS: {f'{count:.0f} x {name}': x for name, (count, x) in ordered}
+        | {'in all': sum(x for _, x in waits.values())},
+        UNKNOWN: {
+            'calls of kernels without a schedule': unscheduled,
             'loops of unknown length, counted once': sum(0 in loops for loops in costs.loops),
         },
     }
 
 
+def _largest(exchange: hlo.Collective) -> str:
+    """The largest array of an exchange, as XLA writes it, and how many there are."""
+    arrays = zip(exchange.shapes, exchange.dtypes, strict=True)
+    shape, dtype = max(arrays, key=lambda array: math.prod(array[0]))
+    count = len(exchange.shapes)
+    return f'{dtype}[{",".join(map(str, shape))}]' + f' and {count - 1} more' * (count > 1)
+
+
 def judge(report: Report, chip: chips.Chip) -> Report:
     """Whether the program fits, its model FLOP utilization, and both in one sentence."""
     share = report[MEMORY]['total'] * 1e9 / chip.memory
-    ratio = report[MOVED]['in all'] / max(report[MOVED]['least for this mesh'], 1e-6)
-    milliseconds = report[TIME]['in all']
-    mfu = report[ARITHMETIC]['model'] * 1e12 / chip.flops / (milliseconds / 1e3 or float('inf'))
-    time = f'{milliseconds:.0f} ms a step by the compiler, an MFU of {mfu:.0%}'
-    return {
-        'mfu': mfu,
-        'fits': share <= 1,
-        'verdict': f'{"fits" if share <= 1 else "does not fit"}: {share:.0%} of the memory, '
-        f'{ratio:.2f} times the least traffic, '
-        + (time if milliseconds else f'no estimate of the time on {chip.name}'),
-    }
+    moved, estimate, wait = report[MOVED], report[TIME]['in all'], report[WAITS]['in all']
+    least = moved.get('least for this mesh')
+    ideal = report[ARITHMETIC]['model'] * 1e12 / chip.flops * 1e3
+    mfu = ideal / (estimate or float('inf'))
+    parts = [f'{"fits" if share <= 1 else "does not fit"}: {share:.0%} of the memory']
+    if least is not None:
+        parts.append(f'{moved["in all"] / max(least, 1e-6):.2f} times the least traffic')
+    if estimate:
+        parts.append(f'{estimate:.0f} ms a step by the compiler, an MFU of {mfu:.0%}')
+        parts.append(f'{ideal / (estimate + wait):.0%} with the exchanges that wait')
+    else:
+        parts.append(f'no estimate of the time on {chip.name}')
+    return {'mfu': mfu, 'fits': share <= 1, 'verdict': ', '.join(parts)}
 
 
 def table(report: Report) -> str:
@@ -239,7 +338,8 @@ def table(report: Report) -> str:
     lines = [report['program'], '']
     for title, rows in report.items():
         if isinstance(rows, dict):
-            lines += [title, *(f'  {name:52}{value:10,.2f}' for name, value in rows.items()), '']
+            width = max(54, *map(len, rows))
+            lines += [title, *(f'  {x:{width}}{value:10,.2f}' for x, value in rows.items()), '']
     return '\n'.join([*lines, f'Verdict: {report["verdict"]}.'])
 
 
@@ -254,10 +354,12 @@ def main() -> None:
     """Prints the report; the exit status is 1 where the program does not fit."""
     jax.config.update('jax_platforms', 'cpu')  # not the devices of this machine
     with run.errors_in_one_line((ValueError,)):
-        names = 'text_dim', 'num_tokens', 'vocabulary', 'num_slices'
+        names = 'text_dim', 'num_tokens', 'vocabulary', 'num_slices', 'step'
         asked: dict[str, Any] = {name: FLAGS[name].value for name in names}
         report = analyze(FLAGS.config, FLAGS.topology, **asked)
     print(json.dumps(report, indent=2) if FLAGS.json else table(report))
+    if not FLAGS.json and report['fits']:
+        print(f'Compiled in {report["compile_seconds"] / 60:.1f} minutes.')
     sys.exit(not report['fits'])
 
 
@@ -268,5 +370,6 @@ if __name__ == '__main__':
     flags.DEFINE_integer('text_dim', 640, 'Width of the text embeddings.')
     flags.DEFINE_integer('num_tokens', 128, 'Tokens of a text, for a sequence or an encoder.')
     flags.DEFINE_integer('vocabulary', 4096, 'Number of token ids.')
+    flags.DEFINE_enum('step', TRAIN, STEPS, 'Training, evaluation or the previews.')
     flags.DEFINE_bool('json', False, 'Print the report as JSON.')
     run.start(main, required=['config', 'topology'])

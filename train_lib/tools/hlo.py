@@ -1,7 +1,8 @@
-"""Reads the text of a compiled XLA program: estimated cycles, and exchanges between devices.
+"""Reads the text of a compiled XLA program: estimated cycles, kernels, exchanges between devices.
 
     costs = hlo.read(compiled.as_text())
     costs.cycles            # libtpu's own estimates, by the name of the operation
+    costs.kernels           # how often each Pallas kernel is called
     costs.collectives       # exchanges: bytes, number of devices, loops
 
 All figures are those of one run on one device, with loops multiplied out (`cost_analysis()` counts
@@ -11,6 +12,7 @@ the body of a loop once). The grammar is that of XLA's `HloModule::ToString`.
 import collections
 import math
 import re
+import string
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -25,7 +27,7 @@ _RECEIVED = {
 }
 _KERNEL = 'custom_call_target="tpu_custom_call"'  # a Pallas kernel on a TPU
 _ENTRY = 'ENTRY'  # name of the computation where the program starts
-_ARRAY = re.compile(r'\b([a-z]+)(\d*)(?:e\d+m\d+\w*)?\[([\d,]*)\]')
+_ARRAY = re.compile(r'\b([a-z]+\d*)(?:e\d+m\d+\w*)?\[([\d,]*)\]')
 _COMPUTATION = re.compile(r'^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$')
 _INSTRUCTION = re.compile(r'^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^)]*)\)(.*)$')
 _CALLED = re.compile(r'\b(?:calls|to_apply|body|branch_computations)=(?:\{([^}]*)\}|(%?[\w.\-]+))')
@@ -39,18 +41,34 @@ class Collective(NamedTuple):
     Attributes:
         kind: `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all`, `collective-permute`.
         members: Number of devices that exchange data with each other.
-        shapes: Shapes of the result.
+        dtypes: Dtypes of the arrays of the result, as XLA writes them.
+        shapes: Their shapes.
         nbytes: bytes that a device receives in all runs of the loops.
+        times: How often it is done.
         loops: Loops around it.
         is_async: True if it runs beside other work.
     """
 
     kind: str
     members: int
+    dtypes: list[str]
     shapes: list[tuple[int, ...]]
     nbytes: float
+    times: int
     loops: Loops
     is_async: bool
+
+
+class Kernel(NamedTuple):
+    """A Pallas kernel of a TPU.
+
+    Attributes:
+        name: Name of the instruction that calls it.
+        rows: The largest first axis of its results: samples, of `models.attention_kernel`.
+    """
+
+    name: str
+    rows: int
 
 
 class Costs(NamedTuple):
@@ -61,13 +79,13 @@ class Costs(NamedTuple):
             that they are for (`op_name`, '' where there is none). Kernels, exchanges and copies
             that run beside other work have none; programs for other devices have none at all.
         collectives: Exchanges between devices.
-        kernels: Calls of Pallas kernels.
+        kernels: How often each Pallas kernel is called.
         loops: Number of instructions by the loops around them.
     """
 
     cycles: collections.Counter[str]
     collectives: list[Collective]
-    kernels: int
+    kernels: collections.Counter[Kernel]
     loops: collections.Counter[Loops]
 
 
@@ -89,6 +107,13 @@ class _Instruction(NamedTuple):
         found = re.search(pattern, self.attributes)
         return found[1] if found else ''
 
+    def arrays(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Dtypes, such as `bf16`, and shapes of the arrays of the result."""
+        return [
+            (dtype, tuple(map(int, filter(None, sizes.split(',')))))
+            for dtype, sizes in _ARRAY.findall(self.result)
+        ]
+
 
 _Program = dict[str, dict[str, _Instruction]]  # by names of computations and of instructions
 
@@ -105,15 +130,17 @@ def read(text: str) -> Costs:
     if devices := re.search(r'num_partitions=(\d+)', text):  # {} are all of them
         text = text.replace('replica_groups={}', f'replica_groups=[1,{devices[1]}]<=[]')
     program = _parse(text)
-    costs = Costs(collections.Counter(), [], 0, collections.Counter())
-    kernels, seen = 0, set[tuple[str, ...]]()
+    costs = Costs(collections.Counter(), [], collections.Counter(), collections.Counter())
+    seen = set[tuple[str, ...]]()
     stack: list[tuple[str, Loops, str]] = [(_ENTRY, (), '')]
     while stack:
         name, loops, fused_in = stack.pop()  # the computation that has the fusion around this one
         times = math.prod(length or 1 for length in loops)
         for instruction in program[name].values():
             costs.loops[loops] += 1
-            kernels += times * (_KERNEL in instruction.attributes)
+            if _KERNEL in instruction.attributes:
+                rows = max((shape[0] for _, shape in instruction.arrays() if shape), default=1)
+                costs.kernels[Kernel(instruction.name, rows)] += times
             if not fused_in:
                 estimate = int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
                 costs.cycles[instruction.attribute(r'op_name="([^"]*)"')] += times * estimate
@@ -133,7 +160,7 @@ def read(text: str) -> Costs:
             for found in _CALLED.finditer(instruction.attributes):
                 for called in (found[1] or found[2]).split(', '):
                     stack.append((called.lstrip('%'), inner, inside))
-    return costs._replace(kernels=kernels)
+    return costs
 
 
 def _parse(text: str) -> _Program:
@@ -174,20 +201,22 @@ def _collective(
     kind = instruction.opcode.removesuffix('-start')
     if kind not in _RECEIVED or (count := members(instruction.attributes)) == 1:
         return
-    arrays, is_start = _ARRAY.findall(instruction.result), kind != instruction.opcode
+    arrays, is_start = instruction.arrays(), kind != instruction.opcode
     if is_start:
         arrays = arrays[1:2] or arrays  # (operand, result, flags)
-    shapes = [tuple(map(int, filter(None, sizes.split(',')))) for *_, sizes in arrays]
-    whole = sum(
-        math.prod(shape) * int(bits or 8 * (dtype == 'pred')) / 8
-        for shape, (dtype, bits, _) in zip(shapes, arrays, strict=True)
-    )
+    dtypes, shapes = [dtype for dtype, _ in arrays], [shape for _, shape in arrays]
+    whole = float(sum(math.prod(shape) * _bits(dtype) / 8 for dtype, shape in arrays))
     if kind == 'reduce-scatter':
         whole *= count
     elif computation.startswith('all-reduce-scatter'):  # a fusion that keeps a slice, on a TPU
         kind = 'reduce-scatter'
     is_async = is_start or 'chain_id=' in instruction.attributes
-    yield Collective(kind, count, shapes, times * whole * _RECEIVED[kind](count), loops, is_async)
+    nbytes = times * whole * _RECEIVED[kind](count)
+    yield Collective(kind, count, dtypes, shapes, nbytes, times, loops, is_async)
+
+
+def _bits(dtype: str) -> int:
+    return 8 if dtype == 'pred' else int(dtype.lstrip(string.ascii_lowercase) or 0)
 
 
 def members(attributes: str) -> int:

@@ -49,6 +49,7 @@ def _report(**changes):
         compile.MEMORY: {'arguments': 2.0, 'total': 8.0},
         compile.MOVED: {'all-gather of 4': 3300.0, 'in all': 3300.0, 'least for this mesh': 3000.0},
         compile.TIME: {'MLP': 150.0, 'in all': 200.0},
+        compile.WAITS: {'all-reduce': 50.0, 'in all': 50.0},
     } | changes
     return report | compile.judge(report, CHIP)
 
@@ -59,7 +60,7 @@ def _report(**changes):
         (
             {},
             'fits: 50% of the memory, 1.10 times the least traffic, 200 ms a step by the compiler, '
-            'an MFU of 50%',
+            'an MFU of 50%, 40% with the exchanges that wait',
         ),
         ({compile.MEMORY: {'total': 17.0}}, 'does not fit: 106% of the memory'),
         ({compile.TIME: {'in all': 0.0}}, 'least traffic, no estimate of the time on v5e'),
@@ -78,7 +79,7 @@ def test_the_table_has_every_part_and_one_verdict():
     assert ' '.join(lines).count('erdict') == 1
 
 
-def test_operations_belong_to_parts_of_the_model():
+def test_operations_belong_to_parts_of_the_model(tmp_path):
     layer = 'jit(train_step)/jvp(DiT)/while/body/closed_call/blocks.body/blocks'
     names = {
         f'{layer}/mlp_2/dot_general': 'MLP',
@@ -93,11 +94,47 @@ def test_operations_belong_to_parts_of_the_model():
         'jit(train_step)/jvp(Gemma)/while/body/mlp/dot_general': 'text encoder',
     }
     estimates = dict.fromkeys(names, CHIP.clock / 1e3)
-    costs = hlo.Costs(estimates, [], 0, {})
-    time = compile._of_text(costs, CHIP, turns=1)[compile.TIME]
+    costs = hlo.Costs(estimates, [], {}, {})
+    time = compile.tables(costs, CHIP, tmp_path)[compile.TIME]
     parts = list(names.values())
     expected = {part: parts.count(part) for part in parts} | {'in all': len(names)}
     assert time == pytest.approx(expected)
+
+
+def test_kernels_take_a_cycle_for_each_bundle_of_their_schedule_and_row(tmp_path):
+    for name, count in {'9-attend.1': 7, '10-attend.1': 4000, '10-attend.11': 5}.items():
+        file = tmp_path / f'{name}-00-schedule-analysis_final_bundles.txt'
+        file.write_text(f'Schedule analysis:\n\ttotal scheduled bundles:    {count}\n')
+    kernels = {hlo.Kernel('attend.1', 64): 3, hlo.Kernel('other.2', 64): 2}
+    report = compile.tables(hlo.Costs({}, [], kernels, {}), CHIP, tmp_path)
+    time = 4000 * 64 * 3 / CHIP.clock * 1e3
+    assert report[compile.TIME] == pytest.approx({'kernel attend': time, 'in all': time})
+    assert report[compile.UNKNOWN]['calls of kernels without a schedule'] == 2
+
+
+def test_each_exchange_that_waits_is_listed_with_its_time(tmp_path):
+    def exchange(nbytes, is_async, times=24):
+        return hlo.Collective('all-reduce', 4, ['f32'], [(8, 16)], nbytes, times, (), is_async)
+
+    found = [exchange(2e8, False), exchange(1e8, False, 1), exchange(4e8, True)]
+    report = compile.tables(hlo.Costs({}, found, {}, {}), CHIP, tmp_path)
+    expected = {'25 x all-reduce of 4, f32[8,16]': 1.5, 'in all': 1.5}
+    assert report[compile.WAITS] == pytest.approx(expected)
+    moved = {'all-reduce of 4': 300, 'all-reduce of 4, asynchronous': 400, 'in all': 700}
+    assert report[compile.MOVED] == moved
+
+
+@pytest.mark.parametrize(('step', 'samples'), [('train', 3 * 8), ('evaluate', 8), ('draw', 2 * 5)])
+def test_every_step_is_compiled(monkeypatch, step, samples):
+    monkeypatch.setattr(compile, 'slice_devices', lambda *_: jax.devices()[:1])
+    monkeypatch.setitem(chips.CHIPS, 'cpu', CHIP)
+    config = default.get_config()
+    fields = {'model.name': 'tiny/16', 'model.depth': 1, 'batch_size': 8, 'preview.count': 1}
+    config.update_from_flattened_dict(fields | {'preview.num_steps': 5})
+    report = compile.analyze(config, 'here', text_dim=24, step=step)
+    assert report['fits']
+    flops = samples * networks.make(**config.model).flops((32, 32, 4), 24)
+    assert report[compile.ARITHMETIC] == {'model': pytest.approx(flops / 1e12)}
 
 
 def test_without_libtpu_the_command_says_what_to_install(monkeypatch):
@@ -160,7 +197,7 @@ def test_a_pods_configuration_does_what_its_docstring_says(name, topology):
     assert memory['total'] <= 0.9 * memory['the chip has']
     assert moved['in all'] <= 1.2 * moved['least for this mesh']
     assert report['mfu'] >= 0.3
-    assert report[compile.LEFT_OUT]['loops of unknown length, counted once'] == 0
+    assert report[compile.UNKNOWN]['loops of unknown length, counted once'] == 0
     documentation = importlib.import_module(f'configs.{name}').__doc__
     assert report['verdict'] in re.sub(r'\s+', ' ', documentation)
     assert compile.table(report) in (CHECKOUT / 'docs' / 'pods.md').read_text()

@@ -107,15 +107,15 @@ def test_estimates_and_kernels_are_counted_as_often_as_they_run(start, times):
     costs = hlo.read(_TPU.replace('START', str(start)))
     found = {name: count for name, count in costs.cycles.items() if count}
     assert found == {'jit(f)/mlp_1/dot': times * 1000, '': 7}
-    assert costs.kernels == times
+    assert costs.kernels == {hlo.Kernel('b', 64): times}
 
 
 def test_collectives_as_libtpu_writes_them():
     found = hlo.read(_TPU.replace('START', '0')).collectives
-    assert sorted((c.kind, c.members, c.nbytes, c.is_async) for c in found) == [
-        ('all-gather', 4, 3 * 8 * 16 * 2, True),
-        ('all-reduce', 8, 2 * 7 / 8 * 6 * 4, False),
-        ('reduce-scatter', 4, 3 / 4 * 8 * 64 * 4, False),
+    assert sorted((c.kind, c.members, c.dtypes, c.nbytes, c.is_async) for c in found) == [
+        ('all-gather', 4, ['bf16'], 3 * 8 * 16 * 2, True),
+        ('all-reduce', 8, ['f32'], 2 * 7 / 8 * 6 * 4, False),
+        ('reduce-scatter', 4, ['f32'], 3 / 4 * 8 * 64 * 4, False),
     ]
 
 
