@@ -56,7 +56,7 @@ ARITHMETIC = 'arithmetic of a chip, TFLOP a step'
 _PARTS = {
     'text encoder': r'\bGemma\b',
     'MLP': r'/mlp_\d',
-    'attention: qkv and out': r'/attention/.*(qkv|out)/',
+    'attention: qkv and out': r'/attention/.*(qkv|words|out)/',
     'attention: scores and values': r'/attention/.*dot_general',
     'attention: the rest': r'/attention/',
     'modulation, time and text': r'/(modulation|conditioning|words)/',
