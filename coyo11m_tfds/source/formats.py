@@ -23,7 +23,7 @@ from coyo11m_tfds.storage import file_state, remote
 from coyo11m_tfds.storage.file_state import ignore_bytes
 from coyo11m_tfds.storage.source_files import SourceFile
 
-_OTHERS: dict[str, Callable[..., LatentFile]] = {
+_OTHERS: dict[str, type[LatentFile]] = {
     '.safetensors': SafetensorsFile,
     '.mds': MdsFile,
     '.tar': TarFile,
@@ -36,9 +36,7 @@ def open_file(file: SourceFile, path: str, asked: LatentsFrom = schema.ANY_LATEN
     Raises:
         ValueError: It is damaged, or not what its format demands.
     """
-    if opener := _OTHERS.get(_suffix(file)):
-        return opener(path, file.path, asked, file.label)
-    return LatentShard(path, file.path)
+    return _OTHERS.get(_suffix(file), LatentShard)(path, file.path, asked, file.label)
 
 
 def fetch_head(file: SourceFile, folder: str | os.PathLike[str], *, check_crc: bool = True) -> str:

@@ -21,6 +21,7 @@ import pyarrow as pa
 import torch
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.dataset import outline
 from coyo11m_tfds.dataset.keyed_random import splitmix64
 from coyo11m_tfds.schema import LatentsFrom
 
@@ -45,7 +46,7 @@ LABELS = 'labels', 'label', 'class', 'cls'
 
 
 class LatentFile:
-    """A validated local file; what a format has to find out of it.
+    """A validated local file; `_open` of a format finds the attributes, the digest if need be.
 
     Attributes:
         path: The file as errors call it.
@@ -69,11 +70,36 @@ class LatentFile:
     texts: tuple[str, ...] = ()
     label_column: str = ''
 
-    def __init__(self, path: str | os.PathLike[str], name: str = ''):
-        """Takes the path of a local file, and what errors call it."""
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        name: str = '',
+        asked: LatentsFrom = schema.ANY_LATENTS,
+        label: str = '',
+    ):
+        """Opens a local file.
+
+        Args:
+            path: Path of the file.
+            name: What errors call it.
+            asked: What the config says of its latents.
+            label: Path of the file in its source, which keys are made of.
+
+        Raises:
+            ValueError: It is truncated or of another format, lacks latents, or holds some of
+                several kinds or of another one than asked for.
+        """
         self.path, self._local_path = name or os.fspath(path), os.fspath(path)
+        self._asked, self._size = asked, os.path.getsize(path)
+        self._label = label or os.path.basename(path)
         self._raw: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
+        self._open()
+        if not hasattr(self, 'digest'):
+            self.digest = outline.digest(path)
+
+    def _open(self) -> None:
+        raise NotImplementedError
 
     @property
     def row_nbytes(self) -> int:
@@ -119,8 +145,10 @@ class LatentFile:
                 f'{self.path}: the text of row {row} is not UTF-8 ({error}).'
             ) from None
 
-    def check_kind(self, name: str, asked: LatentsFrom) -> None:
-        """Raises a ValueError for a dtype or a shape that latents cannot have, or not as asked."""
+    def _set_kind(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
+        """Sets dtype and shape; a ValueError where latents cannot have them, or not as asked."""
+        self.dtype, self.shape = dtype, (1, *shape) if len(shape) == 3 else shape
+        asked = self._asked
         if not schema.are_latents(self.dtype, self.shape):
             raise ValueError(
                 f'{self.path}: {name} has rows {self.shape} of {self.dtype}, expected (C, H, W) or '
@@ -194,9 +222,15 @@ def _bytes_of(raw: torch.Tensor) -> np.ndarray:
     return raw.view(torch.uint8).flatten(1).numpy()
 
 
+def hashed(name: str) -> int:
+    """The BLAKE2b of a text in 64 bits."""
+    data = name.encode('utf-8', 'surrogateescape')
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), 'little')
+
+
 def made_keys(name: str, count: int) -> np.ndarray:
     """Keys of rows that have none: hashes of their file's name and their numbers, int64 `(n,)`."""
-    first = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), 'little')
+    first = hashed(name)
     numbers = np.arange(count, dtype=np.uint64) + np.uint64(first)
     return (splitmix64(numbers) >> np.uint64(1)).astype(np.int64)
 

@@ -9,7 +9,6 @@ other (https://docs.mosaicml.com/projects/streaming). Nothing in it has a checks
 """
 
 import json
-import os
 import re
 from typing import Any
 
@@ -18,7 +17,6 @@ import pyarrow as pa
 from absl import logging
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.dataset import outline
 from coyo11m_tfds.schema import LatentsFrom
 from coyo11m_tfds.source.latent_file import LABELS, LatentFile, Places, made_keys
 
@@ -38,21 +36,8 @@ class MdsFile(LatentFile):
     Its latents are a column of bytes or of `ndarray` with dtype and shape.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        name: str = '',
-        asked: LatentsFrom = schema.ANY_LATENTS,
-        label: str = '',
-    ):
-        """Opens a local file; arguments as of `SafetensorsFile`, with the name of a column.
-
-        Raises:
-            ValueError: It is truncated or no shard, or lacks latents of one size; or several
-                columns hold some, or their dtype or shape is not known.
-        """
-        super().__init__(path, name)
-        size = os.path.getsize(path)
+    def _open(self) -> None:
+        size, asked = self._size, self._asked
         count = int.from_bytes(self._read_bytes(0, min(4, size)), 'little')
         start = 4 * (count + 2)
         if size < 4 or start > size:
@@ -72,9 +57,7 @@ class MdsFile(LatentFile):
                 'latents_from.'
             )
         sizes = self._sizes[chosen]
-        self.dtype, shape = self._kind(chosen, int(sizes.max(initial=0)), asked)
-        self.shape = (1, *shape) if len(shape) == 3 else shape
-        self.check_kind(chosen, asked)
+        self._set_kind(chosen, *self._kind(chosen, int(sizes.max(initial=0)), asked))
         if (sizes != self.row_nbytes).any():
             row = int((sizes != self.row_nbytes).argmax())
             raise ValueError(
@@ -82,14 +65,13 @@ class MdsFile(LatentFile):
                 f'{self.row_nbytes:,} of {self.dtype} {self.shape}. Set latents_from.'
             )
         self.places = Places((0,), 1, self._begins[chosen])
-        self.digest = outline.digest(path)
         self.texts = tuple(x for x, encoding in self._encodings.items() if encoding == 'str')
         of_integers = [x for x, encoding in self._encodings.items() if encoding in _INTEGERS]
         self.label_column = next((x for x in LABELS if x in of_integers), '')
         if schema.KEY in of_integers:
             self.keys = self._integers(schema.KEY)
         else:
-            self.keys = made_keys(label or os.path.basename(path), count)
+            self.keys = made_keys(self._label, count)
 
     def column(self, name: str) -> pa.Array:
         """See `LatentFile`."""

@@ -8,7 +8,6 @@ Opening reads the directory and the keys, not the latents. Only tensors and plai
 unpickled, so a hostile file cannot run code.
 """
 
-import os
 import pickle
 import re
 import sys
@@ -36,17 +35,8 @@ class RowsDisagreeError(ValueError):
 class LatentShard(LatentFile):
     """A validated `.pt` file; latents `(N, C, H, W)` count as one crop."""
 
-    def __init__(self, path: str | os.PathLike[str], name: str = ''):
-        """Opens a local file; errors call it `name`, or by its path.
-
-        Raises:
-            ValueError: The file is truncated, is not a `.pt`, would run code when unpickled, or its
-                tensors are missing, of an unexpected dtype or shape, or not stored element by
-                element.
-            RowsDisagreeError: Its tensors are valid, but have unequal numbers of rows.
-        """
-        super().__init__(path, name)
-        archive = pt_archive.open_archive(path, self.path)
+    def _open(self) -> None:
+        archive = pt_archive.open_archive(self._local_path, self.path)
         _check_byte_order(archive, self._local_path)
         self.digest = archive.digest
         sizes = [member.size for member in archive.members]
@@ -65,17 +55,12 @@ class LatentShard(LatentFile):
         tensors = _load(self._local_path, self.path, map_location='cpu', mmap=True)
         self.keys: np.ndarray = tensors[schema.PT_KEYS].detach().numpy().copy()
         self._latents = tensors[schema.PT_LATENTS].detach()
-        self.dtype = _dtype_name(self._latents)
         crops = () if self._latents.ndim == 4 else ('crops',)
         self._check_shape(schema.PT_LATENTS, (*crops, 'C', 'H', 'W'))
         if not crops:
             self._latents = self._latents.unsqueeze(1)
-        self.shape = tuple(self._latents.shape[1:])
-        if not schema.are_latents(self.dtype, self.shape):
-            raise ValueError(
-                f'{self.path}: {schema.PT_LATENTS} of {self.shape} have {self.row_nbytes:,} bytes '
-                f'a row, expected at most {schema.MAX_LATENTS_NBYTES:,}.'
-            )
+        shape = tuple(self._latents.shape[1:])
+        self._set_kind(schema.PT_LATENTS, _dtype_name(self._latents), shape)
         start = self._latents_start()
         self.places = None if start is None else Places((start,), self.row_nbytes)
         if isinstance(self._bare.get(schema.PT_CAPTIONS), list | tuple):

@@ -9,7 +9,6 @@ A file is the size of its header, 8 bytes; the header, JSON; and the tensors, on
 
 import json
 import math
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +17,6 @@ import pyarrow as pa
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import outline
-from coyo11m_tfds.schema import LatentsFrom
 from coyo11m_tfds.source.latent_file import LABELS, LatentFile, Places, made_keys
 from coyo11m_tfds.storage import remote, retry
 from coyo11m_tfds.storage.source_files import SourceFile
@@ -39,29 +37,9 @@ class _Tensor(NamedTuple):
 class SafetensorsFile(LatentFile):
     """A validated safetensors file; without `keys`, these are hashes of its name and the row."""
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        name: str = '',
-        asked: LatentsFrom = schema.ANY_LATENTS,
-        label: str = '',
-    ):
-        """Opens a local file.
-
-        Args:
-            path: Path of the file.
-            name: What errors call it.
-            asked: Name of the tensor, `latents` if it is ''; no other dtype or shape than it has.
-            label: Name of the file in its source, which keys are made of.
-
-        Raises:
-            ValueError: It is truncated or no safetensors, lacks the latents, or its tensors have
-                an unexpected dtype or shape.
-        """
-        super().__init__(path, name)
-        size, read = os.path.getsize(path), self._read_bytes
-        self._tensors = _parse(read, size, self.path)
-        wanted = asked.name or schema.PT_LATENTS
+    def _open(self) -> None:
+        self._tensors = _parse(self._read_bytes, self._size, self.path)
+        wanted = self._asked.name or schema.PT_LATENTS
         views = [x for x in (wanted, wanted + _FLIP) if x in self._tensors]
         if wanted not in views:
             raise ValueError(
@@ -70,9 +48,8 @@ class SafetensorsFile(LatentFile):
         first = self._tensors[wanted]
         views = views if len(first.shape) == 4 else views[:1]
         count, *shape = first.shape or (0,)
-        self.shape = (len(views), *shape) if len(shape) == 3 else tuple(shape)
-        self.dtype = _FLOATS.get(first.kind, first.kind)
-        self.check_kind(wanted, asked)
+        whole = (len(views), *shape) if len(shape) == 3 else tuple(shape)
+        self._set_kind(wanted, _FLOATS.get(first.kind, first.kind), whole)
         for view in views:
             if self._tensors[view][:2] != first[:2]:
                 raise ValueError(
@@ -81,12 +58,11 @@ class SafetensorsFile(LatentFile):
                 )
         starts = tuple(self._tensors[view].begin for view in views)
         self.places = Places(starts, self.row_nbytes // len(views))
-        self.digest = outline.digest(path)
         self.label_column = next((x for x in LABELS if x in self._tensors), '')
         if schema.PT_KEYS in self._tensors:
             self.keys = self._integers(schema.PT_KEYS, count)
         else:
-            self.keys = made_keys(label or os.path.basename(path), count)
+            self.keys = made_keys(self._label, count)
 
     def column(self, name: str) -> pa.Array:
         """See `LatentFile`."""

@@ -8,7 +8,6 @@ extensions of pax and GNU for long names. Only its headers have checksums.
 """
 
 import functools
-import hashlib
 import io
 import json
 import os
@@ -19,9 +18,9 @@ import numpy as np
 import pyarrow as pa
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.dataset import npy, outline
+from coyo11m_tfds.dataset import npy
 from coyo11m_tfds.schema import LatentsFrom
-from coyo11m_tfds.source.latent_file import LABELS, LatentFile, Places
+from coyo11m_tfds.source.latent_file import LABELS, LatentFile, Places, hashed
 
 _BLOCK = 512
 _ALIGNED = 16  # where arrays in `.npy` files begin; so a place within 64 GB is a number of 32 bits
@@ -36,43 +35,28 @@ _Member = tuple[int, int]  # offset and size of the contents
 class TarFile(LatentFile):
     """A validated tar; keys are `key` of the `.json`, a number, or hashes of the names."""
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        name: str = '',
-        asked: LatentsFrom = schema.ANY_LATENTS,
-        label: str = '',
-    ):
-        """Opens a local file; arguments as of `SafetensorsFile`, with the suffix of a member.
-
-        Raises:
-            ValueError: It is truncated or no tar, a sample lacks latents, or these are not all of
-                one dtype and shape.
-        """
-        super().__init__(path, name)
+    def _open(self) -> None:
         self._samples: dict[str, dict[str, _Member]] = {}
         self._parsed = '', dict[str, Any]()  # the `.json` of one sample
-        for member, start, size in self._members(os.path.getsize(path)):
+        for member, start, size in self._members(self._size):
             folder, base = os.path.split(member)
             sample, _, suffix = base.partition('.')
             parts = self._samples.setdefault(os.path.join(folder, sample), {})
             if suffix in parts:
                 raise ValueError(f'{self.path}: has {member!r} twice. Remove one of them.')
             parts[suffix] = start, size
-        chosen = self._find_latents(asked)
+        chosen = self._find_latents(self._asked)
         found = [self._parse_npy(sample, chosen) for sample in self._samples]
         if len(kinds := {kind for kind, _ in found}) > 1:
             raise ValueError(f'{self.path}: latents are {sorted(kinds)}; expected one kind.')
         [(dtype, shape)] = kinds
         begins = [begin for _, begin in found]
-        self.dtype = asked.dtype if dtype == 'V2' and asked.dtype else dtype
-        self.shape = (1, *shape) if len(shape) == 3 else shape
-        self.check_kind(chosen, asked)
+        # NumPy has no bfloat16, and writes it as two bytes without a meaning.
+        self._set_kind(chosen, dtype if dtype != 'V2' else self._asked.dtype or dtype, shape)
         numbers, rest = np.divmod(np.array(begins, np.int64), _ALIGNED)
         if rest.any() or numbers.max(initial=0) >= 2**32:
             raise ValueError(f'{self.path}: has {chosen} where NumPy does not put arrays.')
         self.places = Places((0,), _ALIGNED, numbers)
-        self.digest = outline.digest(path)
         first = next(iter(self._samples))
         fields = self._json(first)
         of_text = [x for x, value in fields.items() if isinstance(value, str)]
@@ -80,11 +64,12 @@ class TarFile(LatentFile):
         classes = {x for x, value in fields.items() if type(value) is int}
         classes |= self._samples[first].keys() & {_CLASS}
         self.label_column = next((x for x in LABELS if x in classes), '')
-        where = label or os.path.basename(path)
         if _is_number(fields.get(schema.KEY)):
             self.keys = np.array([self._key(x) for x in self._samples], np.int64)
         else:
-            self.keys = np.array([_hashed(f'{where}/{x}') for x in self._samples], np.int64)
+            self.keys = np.array(
+                [hashed(f'{self._label}/{x}') >> 1 for x in self._samples], np.int64
+            )
 
     def column(self, name: str) -> pa.Array:
         """See `LatentFile`."""
@@ -217,11 +202,6 @@ def _is_number(key: object) -> bool:
     """True for an integer that a key can be, also in decimal as WebDataset's tools write it."""
     is_decimal = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 19
     return is_decimal or (type(key) is int and -(2**63) <= key < 2**63)
-
-
-def _hashed(name: str) -> int:
-    data = name.encode('utf-8', 'surrogateescape')
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), 'little') >> 1
 
 
 @functools.lru_cache(maxsize=64)
