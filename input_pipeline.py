@@ -11,7 +11,7 @@
 Training samples come in the order of `reading.order`. Every number of processes that divides the
 lanes sees the same global batches, and every batch size that the lanes divide reads the same
 sequence. A run that resumes, with these or others, starts to read at what comes next: it needs a
-number, samples of every lane, and the same data set and settings (`position_settings`).
+number, samples of every lane, and the same data set and settings.
 
 A mixture of data sets takes the place of one, in exact shares of every batch:
 
@@ -78,8 +78,6 @@ __all__ = [
     'nearest_shares',
     'open_data',
     'open_mix',
-    'position_fingerprint',
-    'position_settings',
     'prepare_process',
     'process_share',
     'quiet_tensorflow',
@@ -87,7 +85,6 @@ __all__ = [
     'train_arrays',
     'train_batches',
     'train_dataset',
-    'train_order',
     'train_plan',
 ]
 
@@ -107,19 +104,6 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 
-def train_order(data: Data, settings: OrderSettings, split: str = schema.TRAIN) -> Order | None:
-    """Returns the order of `train_batches`; None for a data set without a chunk index.
-
-        order = train_order(path, OrderSettings(seed=0))
-        order.locate(sample)     # (epoch, position in the epoch) of every lane's sample
-
-    Raises:
-        ValueError: The data set has fewer records than lanes, or no such split.
-    """
-    found = open_data(data).split(split)
-    return Order(found.index.shard_lengths, settings) if found else None
-
-
 def train_plan(
     data: Data | Mix,
     settings: OrderSettings,
@@ -131,29 +115,13 @@ def train_plan(
     """Returns what `train_batches` reads: the sources, their orders, and the place of batch 0.
 
         plan = train_plan(mix, OrderSettings(seed=0), batch_size=256)
+        plan.orders[0].locate(sample)     # (epoch, position in the epoch) of every lane's sample
         plan.place.after(1000).state()    # the state after 1000 batches
 
     Raises:
         ValueError, OSError: As `train_batches`.
     """
     return engines.plan(open_mix(data), settings, batch_size, split, stages)
-
-
-def position_settings(
-    data: Data, settings: OrderSettings, split: str = schema.TRAIN
-) -> dict[str, str | int]:
-    """Returns what defines a position in the data, together with the samples of each lane.
-
-    A checkpoint keeps these entries, and a resumed run compares each of them. The entry `data_set`
-    is the name, config, version and split, and a digest of these, the source's fingerprint and the
-    lengths of the shards. The other entries are the settings.
-    """
-    return engines.position(open_mix(data)[0], settings, split)
-
-
-def position_fingerprint(settings: Mapping[str, str | int]) -> str:
-    """Returns a digest of `position_settings(...)`, 16 hex digits: a source in a batches' state."""
-    return engines.order_digest(settings)
 
 
 def engine_of(data: Data | Mix, engine: str = AUTO, split: str = schema.TRAIN) -> str:

@@ -3,7 +3,6 @@
 What it promises of batches is tested in `tests/reading`.
 """
 
-import dataclasses
 import functools
 import itertools
 import json
@@ -84,12 +83,21 @@ def test_the_builder_makes_data_sets_that_are_read_by_plan(mini_dataset):
             assert batch['caption'][i] == example['caption']
 
 
+def plan_of(data, split: str = schema.TRAIN, **changes) -> input_pipeline.Plan:
+    """The plan of the settings of `ORDER` and others."""
+    asked = ORDER | changes
+    size = asked.pop('batch_size')
+    return input_pipeline.train_plan(
+        data, planned.settings_of(**asked), batch_size=size, split=split
+    )
+
+
 # --- Without a chunk index -----------------------------------------------------------------------
 
 
 def test_without_chunk_index_an_epoch_has_every_record_once(unindexed, caplog):
     settings = dict(batch_size=5, seed=5, features=ALL, caption_dropout=0.4)
-    assert input_pipeline.train_order(unindexed, input_pipeline.OrderSettings(seed=5)) is None
+    assert plan_of(unindexed).orders is None
     batches = take(input_pipeline.train_dataset(unindexed, **settings), 2 * COUNT // 5)
     assert 'no chunk index' in caplog.text
     key, latents, text, drops = (
@@ -178,7 +186,7 @@ def test_a_mocked_builder_that_was_never_built(tmp_path):
         assert [batch['mask'].tolist() for batch in held_out] == [[True] * 4, [True] * 3 + [False]]
         stats = input_pipeline.open_data(builder).stats()
         assert stats.latent_mean.tolist() == [0] * 4 and stats.latent_std.tolist() == [1] * 4
-        input_pipeline.position_settings(builder, input_pipeline.OrderSettings(seed=0))
+        assert plan_of(builder).orders is None
 
 
 # --- Metadata ------------------------------------------------------------------------------------
@@ -195,43 +203,36 @@ def test_stats_come_from_the_metadata(mini_dataset):
     assert stats.source_fingerprint == metadata[schema.META_SOURCE_FINGERPRINT]
 
 
-def test_position_settings_tell_what_differs(written, mini_dataset):
-    settings = planned.settings_of(**ORDER)
-    saved = input_pipeline.position_settings(written, settings)
-    assert json.loads(json.dumps(saved)) == saved
-    fingerprints = {input_pipeline.position_fingerprint(saved)}
-    for name in ('seed', 'chunk', 'lanes', 'window'):
-        changed = dataclasses.replace(settings, **{name: ORDER[name] * 2})
-        now = input_pipeline.position_settings(written, changed)
-        assert [key for key in saved if saved[key] != now[key]] == [name]
-        fingerprints.add(input_pipeline.position_fingerprint(now))
-    other = input_pipeline.position_settings(mini_dataset, settings)
-    assert [key for key in saved if saved[key] != other[key]] == ['data_set']
-    fingerprints.add(input_pipeline.position_fingerprint(other))
-    assert len(fingerprints) == 6
+def digest_of(data, split: str = schema.TRAIN, **changes) -> str:
+    """What a state calls the only source."""
+    (digest,) = plan_of(data, split, **changes).place.sources
+    return digest
+
+
+def test_a_state_names_data_set_split_and_order(written, mini_dataset):
+    changes = [{}] + [{name: ORDER[name] * 2} for name in ('seed', 'chunk', 'lanes', 'window')]
+    digests = {digest_of(written, **change) for change in changes} | {digest_of(mini_dataset)}
+    assert len(digests) == 6
     for path in (written, mini_dataset):
-        for split in LENGTHS:
-            by_folder = input_pipeline.position_settings(path, settings, split)
-            builder = tfds.builder_from_directory(path)
-            assert input_pipeline.position_settings(builder, settings, split) == by_folder
+        builder = tfds.builder_from_directory(path)
+        by_split = {digest_of(path, split) for split in LENGTHS}
+        assert by_split == {digest_of(builder, split) for split in LENGTHS}
+        assert len(by_split) == len(LENGTHS)
+    assert digest_of(written, batch_size=32) in digests
 
 
-def test_position_settings_know_the_shards_and_the_source(written, tmp_path):
-    settings = planned.settings_of(**ORDER)
-    saved = input_pipeline.position_settings(written, settings)['data_set']
-    for number, change in enumerate(['shards', 'source']):
-        copy = tmp_path / str(number)
-        copy.mkdir()
-        shutil.copy(written / 'features.json', copy)
+def test_a_state_knows_the_shards_and_the_source(written, tmp_path):
+    for number, change in enumerate(['nothing', 'shards', 'source']):
+        copy = shutil.copytree(written, tmp_path / str(number) / written.name)
         info = json.loads((written / 'dataset_info.json').read_text())
         if change == 'shards':
             lengths = info['splits'][0]['shardLengths']
             lengths[0], lengths[1] = lengths[1], lengths[0]
-        else:
+            next(copy.glob('chunk_index-train*')).unlink()
+        elif change == 'source':
             (copy / 'metadata.json').write_text(json.dumps({schema.META_SOURCE_FINGERPRINT: 'f'}))
         (copy / 'dataset_info.json').write_text(json.dumps(info))
-        now = input_pipeline.position_settings(copy, settings)['data_set']
-        assert now.split()[:-1] == saved.split()[:-1] and now != saved
+        assert (digest_of(copy) == digest_of(written)) == (change == 'nothing')
 
 
 # --- Mistakes and damage -------------------------------------------------------------------------
@@ -277,7 +278,7 @@ def test_an_index_that_is_lost_is_refused(mini_dataset, tmp_path, gcs, place):
         with pytest.raises(FileNotFoundError, match=message):
             input_pipeline.train_batches(path, engine=engine, **ORDER)
     with pytest.raises(FileNotFoundError, match=message):
-        input_pipeline.train_order(path, planned.settings_of(**ORDER))
+        plan_of(path)
     next(input_pipeline.eval_batches(path, batch_size=16))  # has its own
 
 
@@ -287,8 +288,7 @@ def test_what_is_opened_once_is_read_once(tmp_path, gcs):
     order = dict(batch_size=16, seed=5, chunk=64, lanes=2, window=24)
     data = input_pipeline.open_data('gs://bucket/d/1.0.0')
     assert input_pipeline.open_data(data) is data
-    input_pipeline.train_order(data, planned.settings_of(**order))
-    input_pipeline.position_settings(data, planned.settings_of(**order))
+    plan_of(data, **order)
     check_memory(data, **{n: x for n, x in order.items() if n != 'seed'})
     assert input_pipeline.engine_of(data) == 'chunks'
     batch = next(input_pipeline.train_batches(data, **order))

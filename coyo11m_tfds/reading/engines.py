@@ -197,7 +197,8 @@ def plan(
         [_shape_and_dtype(x) for x in sources] if len(sources) > 1 else [()],
         [x.name for x in sources],
     )
-    digests = tuple(order_digest(position(x, settings, split)) for x in sources)
+    told = dataclasses.asdict(settings)
+    digests = tuple(json_digest.sha256({**x.identity(split), **told})[:16] for x in sources)
     place = Place(Position(0, (0,) * len(sources)), rule, digests)
     alone = sources[0].stored.splits.get(split)
     samples = alone.num_records // settings.lanes if alone else math.nan
@@ -218,16 +219,6 @@ def _order(source: Source, split: str, shard_lengths: np.ndarray, settings: Orde
         return Order(shard_lengths, settings, kept)
     except ValueError as error:
         raise ValueError(f'{source.stored.folder}: {error}') from error
-
-
-def position(source: Source, settings: OrderSettings, split: str) -> dict[str, str | int]:
-    """`input_pipeline.position_settings`."""
-    return {**source.identity(split), **dataclasses.asdict(settings)}
-
-
-def order_digest(position: Mapping[str, str | int]) -> str:
-    """Digest of `position`, 16 hex digits."""
-    return json_digest.sha256(dict(position))[:16]
 
 
 def plan_training(asked: Training) -> Plan:

@@ -20,6 +20,7 @@ import collections
 import contextlib
 import ctypes
 import errno
+import functools
 import mmap
 import os
 import resource
@@ -56,14 +57,19 @@ _FILE_SHIFT = 43
 Range = tuple[int, int, int]  # number of the file, first byte, one past the last byte
 
 
+@functools.cache
+def _zeros() -> np.ndarray:
+    """As many zeros as a row may have; the system gives no memory to them before they are read."""
+    return np.frombuffer(mmap.mmap(-1, schema.MAX_LATENTS_NBYTES), np.uint8)
+
+
 class Memory:
     """All memory of this process as one array of NumPy; callers must know what lies where."""
 
     def __init__(self):
         everything = (ctypes.c_ubyte * (_END - _ORIGIN)).from_address(_ORIGIN)
         self._bytes = np.frombuffer(everything, np.uint8)
-        # The system gives no memory to zeros before somebody asks for them.
-        self._zeros = np.zeros(schema.MAX_LATENTS_NBYTES, np.uint8)
+        self._zeros = _zeros()
         self.zeros: int = self._zeros.ctypes.data  # an address with as many zeros as a row may have
 
     def gather(self, addresses: np.ndarray, nbytes: int) -> np.ndarray:

@@ -34,7 +34,8 @@ class Planned:
 
 def of_data(path: object, batch_size: int, **settings: int) -> Planned:
     """Of a data set, with settings of the order."""
-    return Planned(input_pipeline.train_order(path, OrderSettings(**settings)), batch_size)
+    plan = input_pipeline.train_plan(path, OrderSettings(**settings), batch_size=batch_size)
+    return Planned(plan.orders[0], batch_size)
 
 
 def settings_of(batch_size: int = 0, **settings: int) -> OrderSettings:

@@ -24,7 +24,7 @@ from coyo11m_tfds.dataset import stored_dataset
 from coyo11m_tfds.reading.batches import Ahead
 from tests import children
 from tests.checkout import CHECKOUT
-from tests.reading import small_dataset
+from tests.reading import planned, small_dataset
 from tests.reading.batches import assert_same
 from tests.reading.damaged import ORDER, damage
 
@@ -123,9 +123,7 @@ def test_strides_share_the_batches_of_one(intact, engine, stride, part):
 
 
 def test_a_block_closes_them_and_counts_the_steps_of_an_epoch(intact):
-    order = input_pipeline.train_order(
-        intact, input_pipeline.OrderSettings(seed=5, chunk=64, lanes=4, window=24)
-    )
+    order = planned.of_data(intact, 16, seed=5, chunk=64, lanes=4, window=24).order
     with input_pipeline.train_batches(intact, **ORDER) as batches:
         next(batches)
         assert batches.steps_per_epoch == order.lane_length / 4 == 362 // 4 / 4

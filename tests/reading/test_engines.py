@@ -441,8 +441,7 @@ def test_rows_need_neither_tensorflow_nor_torch_nor_jax(intact):
         keys = [next(batches)['key'].tolist() for _ in range(3)]
         held_out = list(input_pipeline.eval_batches(path, batch_size=16))
         order = input_pipeline.OrderSettings(seed=5, lanes=4, window=24)
-        input_pipeline.train_order(path, order).locate(7)
-        input_pipeline.position_settings(path, order)
+        input_pipeline.train_plan(path, order, batch_size=16).orders[0].locate(7)
         heavy = {'tensorflow', 'tensorflow_datasets', 'torch', 'jax', 'pyarrow', 'gcsfs', 'tqdm'}
         print(json.dumps([keys, len(held_out), sorted(heavy & sys.modules.keys())]))
     """
