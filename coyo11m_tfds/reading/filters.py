@@ -13,10 +13,12 @@ numbers. Nothing of it is run as code. A number is compared as the column's dtyp
 """
 
 import ast
+import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import google_crc32c
 import numpy as np
@@ -44,24 +46,23 @@ _MAX_LENGTH = 2000  # characters; what is nested deeper than that allows overflo
 _BLOCK_ROWS = 1 << 18  # of a column, read at once; a multiple of 8
 
 
+# From columns by name to what a part of a condition says of each row.
+_Holds = Callable[[Mapping[str, np.ndarray]], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
 class Where:
     """A condition.
 
     Attributes:
         text: The condition, written in one way.
         names: Columns that it compares, and perhaps `key`.
+        holds: From these columns to where it is true of their rows; bool `(n,)`.
     """
 
-    def __init__(self, tree: ast.expr):
-        """Takes a tree that `parse` has checked."""
-        self._tree = tree
-        self.text = ast.unparse(tree)
-        found = (node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
-        self.names = tuple(dict.fromkeys(found))
-
-    def holds(self, columns: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Where it is true of rows of all `names`; bool `(n,)`."""
-        return _evaluate(self._tree, columns)
+    text: str
+    names: tuple[str, ...]
+    holds: _Holds
 
 
 def parse(text: str) -> Where:
@@ -74,83 +75,65 @@ def parse(text: str) -> Where:
         if len(text) > _MAX_LENGTH:
             raise ValueError(f'it has more than {_MAX_LENGTH} characters')
         tree = ast.parse(text.strip(), mode='eval').body
-        _check(tree)
-        return Where(tree)
+        names = (node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
+        return Where(ast.unparse(tree), tuple(dict.fromkeys(names)), _condition(tree))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else error
         raise ValueError(f'where={text[:100]!r}: {reason}; expected {SYNTAX}') from None
 
 
-def _check(node: ast.expr) -> None:
-    """Raises a ValueError for anything but a condition."""
-    if isinstance(node, ast.BoolOp):
-        for value in node.values:
-            _check(value)
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        _check(node.operand)
-    elif isinstance(node, ast.Compare):
-        sides = [node.left, *node.comparators]
-        for left, kind, right in zip(sides, node.ops, sides[1:], strict=False):
-            is_list = isinstance(kind, ast.In | ast.NotIn)
-            if not is_list and type(kind) not in _COMPARE:
-                raise ValueError(f'{ast.unparse(node)!r} is no comparison of numbers')
-            if not any(isinstance(side, ast.Name) for side in (left, right)):
-                raise ValueError(f'{ast.unparse(node)!r} compares no column')
-            numbers = _members(right) if is_list else [right]
-            for side in (left, *numbers):
-                if not isinstance(side, ast.Name):
-                    _number(side)
-    else:
-        raise ValueError(f'{ast.unparse(node)!r} is no comparison')
-
-
-def _members(node: ast.expr) -> Sequence[ast.expr]:
-    if not isinstance(node, ast.List | ast.Tuple | ast.Set):
-        raise ValueError(f'{ast.unparse(node)!r} is no list of numbers')
-    return node.elts
-
-
-def _number(node: ast.expr) -> int | float:
-    """A finite number; raises a ValueError for anything else."""
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_number(node.operand)
-    value = node.value if isinstance(node, ast.Constant) else None
-    if type(value) is int and abs(value) < 2**63:
-        return value
-    if type(value) is float and math.isfinite(value):
-        return value
-    raise ValueError(f'{ast.unparse(node)!r} is neither a name nor a finite number of 64 bits')
-
-
-def _evaluate(node: ast.expr, columns: Mapping[str, np.ndarray]) -> np.ndarray:
+def _condition(node: ast.expr) -> _Holds:
+    """What evaluates a condition; raises a ValueError for anything else."""
     if isinstance(node, ast.BoolOp):
         join = operator.and_ if isinstance(node.op, ast.And) else operator.or_
-        return functools.reduce(join, (_evaluate(value, columns) for value in node.values))
-    if isinstance(node, ast.UnaryOp):
-        return ~_evaluate(node.operand, columns)
-    assert isinstance(node, ast.Compare)
+        return _joined(join, [_condition(value) for value in node.values])
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        negated = _condition(node.operand)
+        return lambda columns: ~negated(columns)
+    if not isinstance(node, ast.Compare):
+        raise ValueError(f'{ast.unparse(node)!r} is no comparison')
     sides = [node.left, *node.comparators]
-    found = [
-        _compare(kind, left, right, columns)
-        for left, kind, right in zip(sides, node.ops, sides[1:], strict=False)
-    ]
-    return functools.reduce(operator.and_, found)
+    pairs = zip(sides, node.ops, sides[1:], strict=False)
+    return _joined(operator.and_, [_comparison(*pair) for pair in pairs])
 
 
-def _compare(
-    kind: ast.cmpop, left: ast.expr, right: ast.expr, columns: Mapping[str, np.ndarray]
-) -> np.ndarray:
-    def value(side: ast.expr) -> np.ndarray | int | float:
-        return columns[side.id] if isinstance(side, ast.Name) else _number(side)
+def _joined(join: Callable, parts: list[_Holds]) -> _Holds:
+    return lambda columns: functools.reduce(join, (part(columns) for part in parts))
 
-    # A number beyond the range of float16 becomes infinite, and compares as it should.
-    with np.errstate(over='ignore'):
-        if type(kind) in _COMPARE:
-            return _COMPARE[type(kind)](value(left), value(right))
-        one_of = np.zeros(np.shape(value(left)), bool)
-        for member in _members(right):
-            one_of |= value(left) == value(member)
-    return one_of if isinstance(kind, ast.In) else ~one_of
+
+def _comparison(left: ast.expr, kind: ast.cmpop, right: ast.expr) -> _Holds:
+    told = ast.unparse(ast.Compare(left, [kind], [right]))
+    if isinstance(kind, ast.In | ast.NotIn):
+        if not isinstance(right, ast.List | ast.Tuple | ast.Set) or not right.elts:
+            raise ValueError(f'{told!r} has no list of numbers')
+        one_of = _joined(operator.or_, [_comparison(left, ast.Eq(), x) for x in right.elts])
+        return one_of if isinstance(kind, ast.In) else lambda columns: ~one_of(columns)
+    if type(kind) not in _COMPARE:
+        raise ValueError(f'{told!r} is no comparison of numbers')
+    if not any(isinstance(side, ast.Name) for side in (left, right)):
+        raise ValueError(f'{told!r} compares no column')
+    compare, first, second = _COMPARE[type(kind)], _value(left), _value(right)
+
+    def holds(columns: Mapping[str, np.ndarray]) -> np.ndarray:
+        # A number beyond the range of float16 becomes infinite, and compares as it should.
+        with np.errstate(over='ignore'):
+            return compare(first(columns), second(columns))
+
+    return holds
+
+
+def _value(node: ast.expr) -> Callable[[Mapping[str, np.ndarray]], Any]:
+    """What looks up a column, or gives a number."""
+    if isinstance(node, ast.Name):
+        return operator.itemgetter(node.id)
+    sign = 1
+    while isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        sign, node = -sign, node.operand
+    value: Any = node.value if isinstance(node, ast.Constant) else None
+    is_whole = type(value) is int and value < 2**63
+    if not is_whole and not (type(value) is float and math.isfinite(value)):
+        raise ValueError(f'{ast.unparse(node)!r} is neither a name nor a finite number of 64 bits')
+    return lambda columns: sign * value
 
 
 # --- The records that are kept -------------------------------------------------------------------
