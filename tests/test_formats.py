@@ -226,6 +226,21 @@ def test_labels_become_tokens_beside_captions(tmp_path):
         built.build(tmp_path / 'bad', '', tmp_path / 'x', text_embeddings='labels')
 
 
+def test_rows_that_repeat_a_key_are_dropped_with_their_label(tmp_path):
+    keys = np.arange(40)
+    keys[20] = 3
+    tensors = {'latents': made_latents(SHAPE, 'float16', 40), 'keys': keys, 'labels': keys % 4}
+    save_file(tensors, tmp_path / 'x.safetensors')
+    with pytest.raises(
+        ValueError, match=r'x\.safetensors: row 20 has key 3, which .* row 3 has too'
+    ):
+        built.build(tmp_path, '', tmp_path / 'a', bad_data='stop')
+    data_set = built.build(tmp_path, '', tmp_path / 'b', max_bad_fraction=0.1)
+    found = records_of(data_set, 'rows')
+    assert found.keys() == set(range(40)) - {20}
+    assert all(caption == str(key % 4).encode() for key, (_, caption) in found.items())
+
+
 def test_classes_of_webdataset_become_tokens(tmp_path):
     values = made_latents(SHAPE, 'float16', 40)
     samples = {f'{n:04}': {'npy': x, 'cls': f'{n % 3}'} for n, x in enumerate(values)}

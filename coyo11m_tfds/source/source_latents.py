@@ -179,6 +179,8 @@ class TextTables:
         if not self._labels:
             return
         keys, labels = map(np.concatenate, zip(*self._labels, strict=True))
+        firsts, _ = joined.order_by_key(keys)
+        keys, labels = keys[firsts], labels[firsts]
         entries = {
             schema.META_TEXT_ENCODER: schema.LABELS,
             schema.META_TEXT_REVISION: '1',
