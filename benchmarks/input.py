@@ -247,7 +247,7 @@ def data_dir(folder: str) -> str:
 def ours(folder: str, state: str, engine: str, where: str | None = None, **settings: Any) -> Stream:
     """`input_pipeline.train_batches`, or with `engine='tf_data'` `train_dataset`.
 
-    With `where` all data sets in the folder are mixed; '' is no condition.
+    With `where` all data sets in the folder are mixed; '' for all records.
     """
     import input_pipeline
     from coyo11m_tfds.reading import process_settings

@@ -3,7 +3,8 @@
     python -m coyo11m_tfds.build --manual_dir=SOURCE --data_dir=OUT
     python -m coyo11m_tfds.build --manual_dir=SOURCE --data_dir=OUT \\
         --config='{"name": "gemma", "text_embeddings": "gemma"}'
-    python -m coyo11m_tfds.build --manual_dir=SOURCE --data_dir=OUT --encoder=hash
+    python -m coyo11m_tfds.build --manual_dir=SOURCE --data_dir=OUT \\
+        --encoder=hash
 
 The last embeds the captions before the build, as coyo11m_tfds.embed_captions does: into
 OUT/text-NAME, with the name of the config, or else of the encoder. SOURCE is a folder of latents

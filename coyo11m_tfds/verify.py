@@ -173,7 +173,7 @@ class _Check:
         return ''
 
     def _unreadable(self, name: str, error: OSError) -> str:
-        """The fault of a local file; of a storage out of reach it is none, and is raised."""
+        """The fault of a local file; raises the error of a storage out of reach."""
         if self._files[name].is_remote:
             raise error
         return f'cannot be read ({error.strerror or error})'

@@ -137,7 +137,7 @@ class Resumable(Ahead[T]):
         """Continues where `get_state` was called, with any number of processes.
 
         Raises:
-            ValueError: The state is none, or of another data set, split or order.
+            ValueError: It is not a state, or belongs to another data set, split or order.
         """
         self.go_to(self._begun.at(state))
 

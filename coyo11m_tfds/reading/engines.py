@@ -110,7 +110,7 @@ def open_split(stored: StoredDataset, name: str, engine: str) -> Opened | None:
     if split is None and engine == ROWS:
         raise ValueError(
             f'{stored.folder}: engine={ROWS!r} reads local data sets with a chunk index of split '
-            f'{name!r} and no latents on gs://, and this is none; set engine={CHUNKS!r}'
+            f'{name!r} and no latents on gs://, which this is not: set engine={CHUNKS!r}'
         )
     if split is None:
         return None

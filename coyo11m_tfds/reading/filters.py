@@ -69,7 +69,7 @@ def parse(text: str) -> Where:
     """Reads a condition.
 
     Raises:
-        ValueError: It is none; the message says what a condition is.
+        ValueError: The text is not a condition; the message says what is.
     """
     try:
         if len(text) > _MAX_LENGTH:
@@ -91,7 +91,7 @@ def _condition(node: ast.expr) -> _Holds:
         negated = _condition(node.operand)
         return lambda columns: ~negated(columns)
     if not isinstance(node, ast.Compare):
-        raise ValueError(f'{ast.unparse(node)!r} is no comparison')
+        raise ValueError(f'{ast.unparse(node)!r} does not compare anything')
     sides = [node.left, *node.comparators]
     pairs = zip(sides, node.ops, sides[1:], strict=False)
     return _joined(operator.and_, [_comparison(*pair) for pair in pairs])
@@ -109,7 +109,7 @@ def _comparison(left: ast.expr, kind: ast.cmpop, right: ast.expr) -> _Holds:
         one_of = _joined(operator.or_, [_comparison(left, ast.Eq(), x) for x in right.elts])
         return one_of if isinstance(kind, ast.In) else lambda columns: ~one_of(columns)
     if type(kind) not in _COMPARE:
-        raise ValueError(f'{told!r} is no comparison of numbers')
+        raise ValueError(f'{told!r} does not compare numbers')
     if not any(isinstance(side, ast.Name) for side in (left, right)):
         raise ValueError(f'{told!r} compares no column')
     compare, first, second = _COMPARE[type(kind)], _value(left), _value(right)

@@ -107,7 +107,7 @@ class Rule:
             names: Of the sources, in messages.
 
         Raises:
-            ValueError: Weights or stages are none, or a source gets no sample; the message names
+            ValueError: Weights or stages are wrong, or a source gets no sample; the message names
                 values that work.
         """
         self.each = each
@@ -217,7 +217,7 @@ def _parse_stage(stage: Any, count: int) -> tuple[int, list[Fraction]]:
         )
     first = stage['from']
     if type(first) is not int or first < 0:
-        raise ValueError(f"stages: 'from': {first!r} is no step")
+        raise ValueError(f"stages: 'from': {first!r} is not a step: expected an int of at least 0")
     return first, _fractions(stage['weights'], count, "stages: 'weights'")
 
 
@@ -277,7 +277,7 @@ class Place(NamedTuple):
         """The place of a state, whatever its batch size and other sources.
 
         Raises:
-            ValueError: It is none, or of another data set or order.
+            ValueError: It is not a state, or belongs to another data set or order.
         """
         step, samples = state.get('step'), state.get('samples')
         known = samples if isinstance(samples, Mapping) else {}

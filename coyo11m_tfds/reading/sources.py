@@ -81,8 +81,8 @@ def open_mix(data: Data | Mix) -> tuple[Source, ...]:
     """Opens the data sets of a mixture, or one alone.
 
     Raises:
-        ValueError: It is none; a name, a condition or a source is there twice; or a condition is
-            none or compares a column that is not there.
+        ValueError: It is not a mixture; a name or a source occurs twice; or a condition cannot be
+            read or compares a column that is not there.
         OSError: There is no data set, or its metadata cannot be read.
     """
     if not isinstance(data, Sequence) or isinstance(data, str):

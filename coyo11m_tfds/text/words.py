@@ -124,7 +124,7 @@ class LabelsTokenizer(Tokenizer):
     truncated = 0
 
     def tokenize(self, captions: Sequence[str]) -> list[list[int]]:
-        """See `Tokenizer`; raises a ValueError for a caption that is no number."""
+        """See `Tokenizer`; raises a ValueError for a caption that is not a number."""
         for caption in captions:
             if not caption.strip().isdecimal():
                 raise ValueError(f'{caption!r}: expected the number of a class, such as 207')

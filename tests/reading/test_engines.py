@@ -403,8 +403,14 @@ def test_other_encodings_are_refused_by_name(copy):
 @pytest.mark.parametrize(
     'changes, message',
     [
-        (dict(engine='lines'), "engine='lines' is none of 'auto', 'rows', 'chunks', 'tf_data'"),
-        (dict(verify='twice'), "verify='twice' is none of 'once', 'always', 'never'"),
+        (
+            dict(engine='lines'),
+            "engine='lines' is none of 'auto', 'rows', 'chunks', 'tf_data'",
+        ),
+        (
+            dict(verify='twice'),
+            "verify='twice' is none of 'once', 'always', 'never'",
+        ),
         (dict(split='train[:50%]', engine='rows'), 'reads local data sets with a chunk index'),
         (dict(on_bad_records='drop'), "on_bad_records='drop' is none of"),
         (dict(max_bad_fraction=1.5), r'max_bad_fraction=1.5 is not in \[0, 1\]'),

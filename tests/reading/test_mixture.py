@@ -370,7 +370,7 @@ def test_what_was_rounded_is_told_with_what_is_exact():
         ({'weight': 0}, "source 'b' has weight 0 in every stage"),
         ({'weight': -1}, r'weights \[1.0, -1\]: expected a number of at least 0'),
         ({'where': ''}, "where='': .* expected comparisons"),
-        ({'where': 'score'}, "'score' is no comparison"),
+        ({'where': 'score'}, "'score' does not compare anything"),
         ({'where': 'score > 99'}, "where='score > 99' keeps none of the 300 records"),
         ({'where': 'score > 8 and key > 2**3'}, "'2 \\*\\* 3' is neither a name nor"),
         ({'where': 'score > 8 and source == 1 and key in (1,)'}, 'keeps none'),
@@ -402,7 +402,7 @@ def test_a_mixture_that_makes_no_sense_is_refused(written, changes, message):
     'stages, message',
     [
         (({'from': 3, 'weights': (1,)},), 'for each of 2 sources'),
-        (({'from': -3, 'weights': (1, 1)},), "'from': -3 is no step"),
+        (({'from': -3, 'weights': (1, 1)},), "'from': -3 is not a step"),
         (({'weights': (1, 1)},), "expected {'from': STEP, 'weights'"),
         (
             tuple({'from': at, 'weights': (1, 1)} for at in (3, 3)),

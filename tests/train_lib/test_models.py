@@ -12,7 +12,7 @@ import pytest
 from configs import default
 from coyo11m_tfds.text import text_encoders
 from tests import runs
-from tests.checkout import CHECKOUT
+from tests.test_readme import blocks
 from train_lib import draw, models, train
 from train_lib.models import dit
 from train_lib.models.dit import Words
@@ -106,8 +106,7 @@ def test_a_field_that_does_not_fit_is_refused_by_name_and_value(fields, message)
 @pytest.fixture
 def own_model(tmp_path, monkeypatch) -> str:
     """The example of docs/training.md as a module that can be imported."""
-    text = (CHECKOUT / 'docs' / 'training.md').read_text('utf-8')
-    example = re.search(r'^```python\n(.*?class MyModel.*?)^```', text, re.M | re.S)[1]
+    [example] = [text for _, text in blocks('docs/training.md') if 'class MyModel' in text]
     (tmp_path / 'a_package').mkdir()
     (tmp_path / 'a_package' / 'a_module.py').write_text(example)
     monkeypatch.syspath_prepend(tmp_path)

@@ -2,7 +2,8 @@
 
     pip install -e '.[tpu]'
     python -m train_lib.tools.compile --config=tpu_v5e_16 --topology=v5e:4x4
-    python -m train_lib.tools.compile --config=tpu_v5e_16 --topology=v5e:4x4 --step=draw
+    python -m train_lib.tools.compile --config=tpu_v5e_16 --topology=v5e:4x4 \\
+        --step=draw
 
 No TPU is needed: libtpu's compiler runs on any CPU. Neither data nor
 TensorFlow nor torch is needed. The report shows the memory of a chip, the

@@ -171,7 +171,7 @@ def _parse(text: str) -> _Program:
         elif found := _INSTRUCTION.match(re.sub(r'/\*.*?\*/', '', line)):
             lines[found[1]] = _Instruction(*found.groups())
     if _ENTRY not in program:
-        raise ValueError('the text is no compiled XLA program: it has no ENTRY computation')
+        raise ValueError('the text is not a compiled XLA program: it has no ENTRY computation')
     return program
 
 

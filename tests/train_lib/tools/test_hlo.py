@@ -120,7 +120,7 @@ def test_collectives_as_libtpu_writes_them():
 
 
 def test_text_that_is_no_program_is_refused():
-    with pytest.raises(ValueError, match='no compiled XLA program'):
+    with pytest.raises(ValueError, match='not a compiled XLA program'):
         hlo.read('module {}')
 
 
