@@ -174,7 +174,7 @@ def _work(config: ml_collections.ConfigDict, step: str) -> tuple[int, int]:
         if config.preview.sampler == 'heun':
             evaluations = 2 * evaluations - 1
         return config.preview.count, 2 * evaluations  # with and without the text
-    return config.batch_size, 3 if step == TRAIN else 1
+    return config.batch_size, 3 if step == TRAIN else 2  # evaluated with two texts
 
 
 def _lower(

@@ -124,7 +124,9 @@ def test_each_exchange_that_waits_is_listed_with_its_time(tmp_path):
     assert report[compile.MOVED] == moved
 
 
-@pytest.mark.parametrize(('step', 'samples'), [('train', 3 * 8), ('evaluate', 8), ('draw', 2 * 5)])
+@pytest.mark.parametrize(
+    ('step', 'samples'), [('train', 3 * 8), ('evaluate', 2 * 8), ('draw', 2 * 5)]
+)
 def test_every_step_is_compiled(monkeypatch, step, samples):
     monkeypatch.setattr(compile, 'slice_devices', lambda *_: jax.devices()[:1])
     monkeypatch.setitem(chips.CHIPS, 'cpu', CHIP)
