@@ -317,12 +317,16 @@ def grain(folder: str, state: str) -> Stream:
     # Grain asks for its flags, which a program without absl's `app.run` leaves unread.
     flags.FLAGS.mark_as_parsed()
     paths = sorted(map(str, pathlib.Path(folder).glob('*.array_record')))
+    source = grain.MapDataset.source(grain.sources.ArrayRecordDataSource(paths))
+    return _grain_stream(source.seed(SEED).shuffle().repeat(), state)
+
+
+def _grain_stream(records: Any, state: str) -> Stream:
+    """Batches of a `MapDataset`, read by processes."""
+    import grain
+
     batches = (
-        grain.MapDataset.source(grain.sources.ArrayRecordDataSource(paths))
-        .seed(SEED)
-        .shuffle()
-        .repeat()
-        .batch(BATCH_SIZE, batch_fn=_unpack)
+        records.batch(BATCH_SIZE, batch_fn=_unpack)
         # An element is a batch here; a few keep two workers busy.
         .to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4))
         .mp_prefetch(grain.MultiprocessingOptions(_WORKERS, per_worker_buffer_size=2))
@@ -359,16 +363,7 @@ def grain_mixture(folder: str, state: str) -> Stream:
         kept = np.flatnonzero(np.random.default_rng(number).random(len(stored)) < 1 / 3)
         some = grain.MapDataset.source(_Some(stored, kept))
         parts.append(some.seed(SEED + number).shuffle().repeat())
-    batches = (
-        grain.MapDataset.mix(parts, weights=[1] * _MIXED)
-        .batch(BATCH_SIZE, batch_fn=_unpack)
-        .to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4))
-        .mp_prefetch(grain.MultiprocessingOptions(_WORKERS, per_worker_buffer_size=2))
-    )
-    iterator = iter(batches)
-    if state:
-        iterator.set_state(json.loads(state))
-    return Stream(lambda: iterator, lambda taken: json.dumps(iterator.get_state()))
+    return _grain_stream(grain.MapDataset.mix(parts, weights=[1] * _MIXED), state)
 
 
 def datasets(folder: str, state: str) -> Stream:

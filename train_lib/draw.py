@@ -39,7 +39,6 @@ from train_lib.data import DataFacts
 FLAGS = flags.FLAGS
 
 BATCH_SIZE = 64  # pictures that are drawn at a time
-_NOT_DRAWN = 'count', 'split', 'vae'  # fields of `config.preview` that no picture depends on
 
 
 class Artist:
@@ -100,7 +99,7 @@ class Artist:
             'average': average,
             'seed': config.seed,
             'config': json_digest.sha256(self._saved.description.config),
-            'preview': {name: x for name, x in config.preview.items() if name not in _NOT_DRAWN},
+            'preview': step.sampling_settings(config.preview),
             'vae': vae and f'{model_files.public_name(vae)} {model_files.revision(vae)}',
         }
         self._draw = self._compile(config)

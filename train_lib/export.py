@@ -130,7 +130,7 @@ def draw_example(
         ids = random.integers(facts.vocabulary, size=(count, _NUM_TOKENS))
         text = np.where(present, ids, -1).astype(np.int32)
         example = {'text': text}
-    settings = {name: x for name, x in preview.items() if name != 'vae'}
+    settings = step.sampling_settings(preview)
     velocity = step.applied(model, params)
 
     @jax.jit

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 Batch = Mapping[str, jax.Array]
 
 _TEXTS = 'text_embedding', 'tokens', 'drop_text'  # of a batch, for the model
-_NOT_FOR_SAMPLING = 'count', 'split', 'vae'  # fields of `config.preview`
 
 
 # --- Pure functions -----------------------------------------------------------------------------
@@ -92,7 +91,8 @@ def make_train_step(
 
         def mean_loss(params: Any, rows: Any) -> tuple[jax.Array, jax.Array]:
             texts, x, noise, t, weights = rows
-            velocity = _velocity(model, params, texts, functools.partial(text_of, frozen))
+            text = text_of(frozen, _raw_text(texts))
+            velocity = _velocity(model, params, text, texts.get('drop_text'))
             losses = flow.squared_errors(velocity, x, noise, t)
             return jnp.sum(jnp.where(weights > 0, weights * losses, 0)), losses
 
@@ -151,23 +151,27 @@ def make_eval_step(
         x = flow.standardize_latents(batch['latents'], stats)
         noise, t = flow.noise_and_times_of_keys(batch['key'], x.shape[1:], seed)
 
-        def losses(texts: Batch) -> jax.Array:
-            velocity = _velocity(model, params, texts, functools.partial(text_of, frozen))
+        def losses(text: Any, drop_text: jax.Array | None) -> jax.Array:
+            velocity = _velocity(model, params, text, drop_text)
             return flow.squared_errors(velocity, x, noise, t)
 
-        before = {
-            name: jnp.roll(batch[name], 1, axis=0) for name in (*_TEXTS, 'mask') if name in batch
-        }
-        loss, mask = losses(batch), batch['mask']
+        mask, texts = batch['mask'], (text_of(frozen, _raw_text(batch)), batch.get('drop_text'))
+        has_before, before = jax.tree.map(lambda rows: jnp.roll(rows, 1, axis=0), (mask, texts))
+        loss = losses(*texts)
         return EvalMetrics.single_from_model_output(
             loss=loss,
-            text_gain=losses(before) - loss,
-            has_other_text=mask & before['mask'],
+            text_gain=losses(*before) - loss,
+            has_other_text=mask & has_before,
             time=t,
             mask=mask,
         )
 
     return eval_step
+
+
+def sampling_settings(preview: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `config.preview` that `sampling.sample` takes."""
+    return {name: x for name, x in preview.items() if name not in ('count', 'split', 'vae')}
 
 
 def make_draw(
@@ -184,7 +188,7 @@ def make_draw(
     `(n, C, H, W)`. The noise of a picture is a function of `config.seed` and its number, which is
     `first` for the first row. Other arguments as of `make_program`.
     """
-    settings = {name: x for name, x in config.preview.items() if name not in _NOT_FOR_SAMPLING}
+    settings = sampling_settings(config.preview)
     text_of = make_text_of(stats, encoder)
 
     def draw(params: Any, texts: jax.Array, first: int | jax.Array, frozen: Any) -> jax.Array:
@@ -224,12 +228,14 @@ def applied(model: nn.Module, params: Any) -> Callable[..., jax.Array]:
     return functools.partial(apply, {'params': params})
 
 
+def _raw_text(batch: Batch) -> jax.Array:
+    return batch['tokens'] if 'tokens' in batch else batch['text_embedding']
+
+
 def _velocity(
-    model: nn.Module, params: Any, batch: Batch, text_of: Callable[[jax.Array], Any]
+    model: nn.Module, params: Any, text: Any, drop_text: jax.Array | None
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """The model as a function of position and time, for the texts of a batch."""
-    text = text_of(batch['tokens'] if 'tokens' in batch else batch['text_embedding'])
-    drop_text = batch.get('drop_text')
+    """The model as a function of position and time, for some texts."""
     apply = applied(model, params)
     return lambda z, t: apply(z, t, text, drop_text)
 
