@@ -1,4 +1,4 @@
-"""Batches of NumPy in a planned order, and those as sharded jax.Arrays.
+"""Reads data sets in a planned order, as NumPy batches or as sharded `jax.Array`s.
 
     path = 'OUT/coyo11m_tfds/latents/1.0.0'
     batches = input_pipeline.train_batches(path, batch_size=256, seed=0, features=('latents',))
@@ -10,17 +10,17 @@
 
 Training samples come in the order of `reading.order`. Every number of processes that divides the
 lanes sees the same global batches, and every batch size that the lanes divide reads the same
-sequence. A run that resumes, with these or others, starts to read at what comes next: it needs a
-number, samples of every lane, and the same data set and settings.
+sequence. A resumed run, with the same or another batch size, starts to read at its next sample. For
+this it needs the number of samples of every lane, the same data set and the same settings.
 
-A mixture of data sets takes the place of one, in exact shares of every batch:
+A mixture of data sets can replace a data set, with exact shares of every batch:
 
     mix = ({'dir': A, 'weight': 3}, {'dir': B, 'where': 'aesthetic > 5.5', 'text': 'short'})
     batches = input_pipeline.train_batches(mix, batch_size=256, seed=0)
 
 Two engines give the same batches, bit for bit, and import neither TensorFlow nor JAX. `rows`
-gathers local data out of memory-mapped shards; `chunks` fetches runs of records from gs://.
-Features keep the dtype and the layout of the source. Scaling is the model's business.
+gathers local data from memory-mapped shards; `chunks` fetches runs of records from gs://. Features
+keep the dtype and the layout of the source. The model scales them.
 """
 
 import importlib
@@ -112,7 +112,7 @@ def train_plan(
     stages: Sequence[Mapping[str, Any]] = (),
     split: str = schema.TRAIN,
 ) -> Plan:
-    """Returns what `train_batches` reads: the sources, their orders, and the place of batch 0.
+    """Returns the plan of `train_batches`: the sources, their orders, and the place of batch 0.
 
         plan = train_plan(mix, OrderSettings(seed=0), batch_size=256)
         plan.orders[0].locate(sample)     # (epoch, position in the epoch) of every lane's sample
@@ -125,9 +125,9 @@ def train_plan(
 
 
 def engine_of(data: Data | Mix, engine: str = AUTO, split: str = schema.TRAIN) -> str:
-    """Returns the engine that `train_batches` uses, 'rows' or 'chunks'; raises as it does.
+    """Returns the engine of `train_batches`, 'rows' or 'chunks'; raises its errors.
 
-    Of a mixture, 'chunks' if one of its sources is read so.
+    For a mixture, returns 'chunks' if one of its sources is read by chunks.
     """
     opened = [engines.open_split(x.stored, split, engine) for x in open_mix(data)]
     return ROWS if all(x and x.engine == ROWS for x in opened) else CHUNKS
@@ -168,16 +168,17 @@ def train_batches(
         data: Folder of a data set, its builder, or the result of `open_data`, which reads metadata
             and chunk index once for several functions. Or a mixture: a sequence of dicts with `dir`
             (one of these), `weight` (1), `where` (a condition on columns of numbers and `key`, see
-            `filters.SYNTAX`), `text` (instead of the argument), `name`, and `same_vae` (True, if
-            statistics are too far apart); or the result of `open_mix`. Every batch has samples of
-            each source by weight, in steps of lanes/batch_size; the log says what was rounded.
+            `filters.SYNTAX`), `text` (in place of the argument), `name`, and `same_vae` (True if
+            its latents come from the VAE of the others in spite of distant statistics); or the
+            result of `open_mix`. Every batch has samples of each source by weight, in steps of
+            lanes/batch_size; the log names rounded shares.
         batch_size: Records in a global batch; this process gets `b = batch_size / process_count`.
         seed: Seed of the order and of every choice about a sample.
         start_step: Batches of this size before the first one.
-        start: State (`get_state`) before these batches, which batches of another size may have
-            given; None for the beginning.
-        stages: Of a mixture: dicts of the step that a stage begins at, `from`, and the `weights` of
-            the sources from there on, which may be 0.
+        start: State (`get_state`) to continue from, also one of another batch size; None for the
+            beginning.
+        stages: Stages of a mixture: dicts with the first step of the stage, `from`, and the
+            `weights` of the sources from this step on, which may be 0.
         features: Some of `key`, `latents`, `text_embedding`, `tokens`, `caption`, or names of
             columns of `python -m coyo11m_tfds.add_column`.
         chunk: Records read together, a multiple of `schema.CHUNK_STRIDE`.
@@ -185,47 +186,47 @@ def train_batches(
             process_count.
         window: Records shuffled together within a lane.
         caption_dropout: Share of samples marked in `drop_text`, if a feature is text.
-        process_index, process_count: Number of this process, which chooses its part of each global
-            batch, and number of all processes.
+        process_index, process_count: Number of this process, which decides its part of each global
+            batch, and number of processes.
         split: 'train', or another split of the data set.
         on_bad_records: 'stop': a damaged record is an error that names its file and number.
             'skip': a damaged record is left out and counted, with a warning. Zeros take its place,
             where `mask` is False, so all other records come in the same order. A file that is
             missing, forbidden or unreachable is always an error.
-        max_bad_fraction: With 'skip', the share of the split's records, each counted once, that may
-            be bad; more of them, and more than 64, are an error.
+        max_bad_fraction: With 'skip', the share of the split's records that may be bad, each record
+            counted once. More bad records than this share and than 64 are an error.
         counter: Counter of what is read.
         parallel_reads: Chunks in flight in each lane; not used by 'rows'.
-        prefetch: Batches that are ready; a negative number keeps 2.
+        prefetch: Number of batches to keep ready; a negative number means 2.
         engine: 'rows' gathers values from memory-mapped files, which must be local and must not
             change; 'chunks' fetches runs of records, each with one request; 'auto' chooses rows for
             a local data set and chunks for one on gs://; 'tf_data' reads through `train_dataset`,
             and so does a data set without a chunk index. All return the same batches.
-        verify: When 'rows' compares records with their CRC-32C: 'once', when this process first
-            reads a record, 'always', or 'never'. 'chunks' always compares them.
+        verify: When 'rows' compares a record with its CRC-32C: 'once', at the first read in this
+            process, 'always', or 'never'. 'chunks' always compares.
         text: Source of `text_embedding` or `tokens`: '' for the records, the name of an added
             column, or several with weights: `{'': 2, 'short': 1}`, or as a string
             `'records:2,short:1'`. A hash of seed, epoch and key then chooses one for each sample.
-            All must be of one kind: embeddings of one encoder, or tokens of one vocabulary, which
-            are padded with -1 to the longest. See `texts.parse`.
-        stride: Only every `stride`-th batch is read. W workers that start at `start_step + w` with
-            a stride of W read, in turns, the batches of one reader.
+            All must be embeddings of one encoder, or tokens of one vocabulary, which are padded
+            with -1 to the longest text. See `texts.parse`.
+        stride: Reads only every `stride`-th batch. W workers with a stride of W, which start at
+            `start_step + w`, read in turn the batches of one reader.
 
     Returns:
         An iterator with `step`, `steps_per_epoch`, `spec`, `get_state`, `set_state`, `close` and
-        `check_memory`; to drop it ends its threads too. A batch is a dict of arrays that nothing
-        else uses, with the chosen features: key=int64 `(b,)`, latents=float16|bfloat16
-        `(b, 4, 32, 32)`, text_embedding=float16 `(b, D)`, tokens=int32 `(b, T)`, caption=bytes
-        `(b,)`, a column in its own dtype and shape; drop_text=bool `(b,)` with caption_dropout > 0
-        and embeddings or tokens; mask=bool `(b,)` with on_bad_records='skip'. The iterator raises
+        `check_memory`. Its threads end at `close` or when it is garbage-collected. A batch is a
+        dict of new arrays with the chosen features: key=int64 `(b,)`, latents=float16|bfloat16 `(b,
+        4, 32, 32)`, text_embedding=float16 `(b, D)`, tokens=int32 `(b, T)`, caption=bytes `(b,)`, a
+        column in its own dtype and shape; drop_text=bool `(b,)` with caption_dropout > 0 and
+        embeddings or tokens; mask=bool `(b,)` with on_bad_records='skip'. The iterator raises
         `DamagedError` if a record cannot be read or too many are bad, and `OSError` if a file is
-        missing, forbidden or unreachable or, with 'rows', has changed since it was opened. If
-        TensorFlow reads, it raises `tf.errors.OpError`.
+        missing, forbidden or unreachable or, with 'rows', has changed since it was opened. With
+        'tf_data' it raises `tf.errors.OpError`.
 
     Raises:
         ValueError: Settings do not fit together (the message names some that do), a feature is not
             in the data set, 'rows' is chosen for files that are not local or have no chunk index,
-            or sources cannot be mixed: their texts or latents are of other encoders.
+            or sources have texts or latents of different encoders.
         OSError: There is no data set, or its metadata cannot be read.
     """
     return _train_batches(Training(**locals()))
@@ -260,14 +261,14 @@ def eval_batches(
 ) -> Batches:
     """Reads this process's part of all records of a split, once, in the order of the shards.
 
-    A mixture has to be of one source; its condition chooses the records.
+    A mixture must have only one source; its condition chooses the records.
 
     The crop is always the middle one. All processes get `steps_per_epoch` full batches: `mask`
     (bool `(b,)`) is False for the rows of zeros that fill the last ones. Process p gets the p-th of
     equal runs of consecutive records.
 
     Args:
-        text: As for `train_batches`; of several texts, every record has the first.
+        text: As for `train_batches`; with several texts, every record has the first one.
         parallel_reads: Chunks in flight.
         data and all others: As for `train_batches`.
 
@@ -315,7 +316,7 @@ def train_dataset(
     """Returns the batches of `train_batches` as a `tf.data.Dataset`, with lanes interleaved.
 
     Args:
-        prefetch: Batches that are ready; with a negative number TensorFlow decides.
+        prefetch: Number of batches to keep ready; with a negative number TensorFlow decides.
         engine: Engine that reads the lanes.
         data and all others: As for `train_batches`.
 
@@ -385,12 +386,12 @@ def train_arrays(
     text: texts.Spec = '',
     ahead: int = 2,
 ) -> 'Arrays':
-    """Returns the batches of `train_batches` as global `jax.Array`s, shared as the sharding says.
+    """Returns the batches of `train_batches` as global `jax.Array`s with a sharding.
 
     Args:
         sharding: Sharding of the leading axis of every feature.
-        ahead: Batches on the devices, or on the way, before they are needed.
-        data and all others: As for `train_batches`.
+        ahead: Number of batches that are sent to the devices before they are needed. data and all
+        others: As for `train_batches`.
 
     Returns:
         An iterator like that of `to_device`, with `step`, `steps_per_epoch`, `spec`, `get_state`,

@@ -1,4 +1,4 @@
-"""Batches on the host: an iterator that reads ahead and knows its position, contents and share.
+"""Iterators over batches in the memory of the host, which read ahead and can resume.
 
 batches = Batches(read, place, spec, 29687.5, (0, 1), ahead=2)
 next(batches)['latents']
@@ -35,11 +35,11 @@ class ArraySpec(NamedTuple):
 
 
 class Ahead(Iterator[T]):
-    """Gives the items of an iterator while a thread of its own reads up to `count` more of them.
+    """Returns the items of an iterator while a thread reads up to `count` more of them.
 
-    An error of the iterator is raised in the place of its item, and again by each `next` after it.
-    A Ctrl-C during `next` loses nothing: the next call gives the item. Reading begins when the
-    first item is asked for; the thread ends when this is closed or dropped.
+    `next` raises an error of the iterator in place of the item, and so does every later `next`.
+    After a Ctrl-C during `next`, the next call returns the item. Reading begins with the first
+    `next`; the thread ends when this object is closed or garbage-collected.
     """
 
     def __init__(self, items: Iterator[T], count: int, thread_name: str = 'ahead'):
@@ -69,7 +69,7 @@ class Ahead(Iterator[T]):
         return item
 
     def close(self) -> None:
-        """Ends the thread; there are no more items."""
+        """Ends the thread and the iteration."""
         self._is_closed = True
         self._ready = collections.deque([(None, StopIteration())])
         self._end_thread()
@@ -81,7 +81,7 @@ class Ahead(Iterator[T]):
         self.close()
 
     def _allow(self, number: int) -> None:
-        """Lets the thread make so many items in all."""
+        """Lets the thread read items up to this number."""
         with self._lock:
             self._allowed = number
             if not (self._is_filling or self._is_closed):
@@ -115,34 +115,34 @@ class Resumable(Ahead[T]):
     def __init__(
         self, read: Callable[[Place], Iterator[T]], place: Place, ahead: int, thread_name: str
     ):
-        """Takes what reads from a place on, and how many batches are kept ready."""
+        """Takes a function that reads from a place on, and the number of batches to keep ready."""
         self._read, self._begun = read, place
         super().__init__(read(place), ahead, thread_name)
 
     @property
     def place(self) -> Place:
-        """Where the next batch begins."""
+        """The position of the next batch."""
         return self._begun.after(self._given)
 
     @property
     def step(self) -> int:
-        """How many batches come before the next one, from the beginning of the data on."""
+        """Number of batches between the beginning of the data and the next batch."""
         return self.place.position.step
 
     def get_state(self) -> dict[str, Any]:
-        """The place of the next batch: its step, and each source's digest with its samples."""
+        """Returns the next batch's position: its step, and the samples of each source by digest."""
         return self.place.state()
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continues where `get_state` was called, with any number of processes.
 
         Raises:
-            ValueError: It is not a state, or belongs to another data set, split or order.
+            ValueError: `state` is malformed, or belongs to another data set, split or order.
         """
         self.go_to(self._begun.at(state))
 
     def go_to(self, place: Place) -> None:
-        """Continues at another place, when what is under way has ended."""
+        """Continues at another place, after the reads that are under way."""
         self.close()
         self._thread.shutdown()
         Resumable.__init__(self, self._read, place, self._count, self._thread_name)
@@ -155,7 +155,8 @@ class Batches(Resumable[Batch]):
 
     Attributes:
         spec: Shape and dtype of each array in a batch, by name.
-        steps_per_epoch: Batches that the split makes, on average; NaN if its size is unknown.
+        steps_per_epoch: Mean number of batches in an epoch; NaN if the size of the split is
+            unknown.
         process_index, process_count: Number of this process, and of all processes.
     """
 
@@ -177,16 +178,16 @@ class Batches(Resumable[Batch]):
     def check_memory(self, ram_budget_gb: float = 0.0, processes_on_host: int = 1) -> None:
         """Checks that reading these batches fits into the memory of this host.
 
-        `reading.memory` says what is counted. Rows, evaluation, and a data set without a chunk
-        index always fit.
+        `reading.memory` explains the estimate. The engine `rows`, evaluation, and a data set
+        without a chunk index always fit.
 
         Args:
-            ram_budget_gb: 10^9 bytes that reading may take on this host; 0 for half of the memory
-                that this machine or container has.
+            ram_budget_gb: Memory in GB (10^9 bytes) that reading may take on this host; 0 for half
+                of the memory of this machine or container.
             processes_on_host: Processes of the run that share this host.
 
         Raises:
-            ValueError: It takes more; the message says how much, and what would fit.
+            ValueError: Reading takes more; the message names the amount and settings that fit.
         """
         if self._memory_need:
             memory.check(

@@ -25,17 +25,17 @@ _CRC_NBYTES = 4
 
 
 class OpenedColumn(NamedTuple):
-    """One column of a split, after a comparison with what the data set says of it.
+    """One column of a split, whose files agree with the data set's description.
 
     Attributes:
         name: Name of the column in errors.
-        files: The files that its rows lie in, as they are now.
-        starts: Bytes at which the pieces of row 0 begin in each of them, int64 `(files, pieces)`;
-            see `ColumnFile`.
-        strides: Bytes from a row to the next, int64 `(files,)`.
-        places: Number of the file, row, and CRC-32C of the row for each record, uint32 `(n, 3)`;
-            None where the rows of the only file are those of the records, and the CRC-32C follows
-            each.
+        files: The files that hold the rows, with their present sizes and versions.
+        starts: Offsets of the pieces of row 0 in each file, int64 `(files, pieces)`; see
+            `ColumnFile`.
+        strides: Bytes from one row to the next in each file, int64 `(files,)`.
+        places: For each record the number of its file, its row, and the CRC-32C of the row, uint32
+            `(n, 3)`; None for a column of one file that has a row for each record in order, each
+            followed by its CRC-32C.
         dtype, shape: Dtype and shape of a row.
     """
 
@@ -49,23 +49,23 @@ class OpenedColumn(NamedTuple):
 
     @property
     def row_nbytes(self) -> int:
-        """Bytes of the values of a row."""
+        """Number of bytes of a row's values."""
         return self.dtype.itemsize * math.prod(self.shape)
 
     @property
     def piece_nbytes(self) -> int:
-        """Bytes of the values of a piece."""
+        """Number of bytes of a piece's values."""
         return self.row_nbytes // self.starts.shape[1]
 
 
 def open_column(
     column: Column | AddedColumn, folder: str | os.PathLike[str], split: str, num_records: int
 ) -> OpenedColumn:
-    """Compares the files of a column with what the data set says of them; reads no rows.
+    """Opens a column after comparing its files with the data set's description; reads no rows.
 
     Raises:
-        ValueError: A file is missing or has changed, or is not as long as the split; or a place is
-            not within its file.
+        ValueError: A file is missing, has changed, or has another length than the split; or a place
+            lies outside its file.
         OSError: The storage cannot be reached.
     """
     name = f'{folder}: its column {column.name!r}'
@@ -99,11 +99,12 @@ class ColumnReader:
     """Finds the rows of one column of a split in its files."""
 
     def __init__(self, opened: OpenedColumn, fetched: FetchedFiles | None = None):
-        """Reads nothing; maps the files when rows of them are looked for, unless they are fetched.
+        """Reads nothing yet: without `fetched`, `find` maps files as it needs them.
 
         Args:
             opened: The column.
-            fetched: Learns its files; their `ranges` are to be taken before rows are looked for.
+            fetched: Fetched files, to which this reader adds its own; take the ranges of `ranges`
+                from them before `find`.
 
         Raises:
             ValueError: There are too many files to map.
@@ -120,10 +121,10 @@ class ColumnReader:
             self._files, self._first = MappedFiles(paths.__getitem__, len(paths), versions), 0
 
     def find(self, number: np.ndarray) -> np.ndarray:
-        """The addresses of the pieces of the values of some records, int64 `(n, pieces)`.
+        """Returns the addresses of the pieces of some records' values, int64 `(n, pieces)`.
 
         Raises:
-            ValueError: A row is not within its file.
+            ValueError: A row lies outside its file.
             OSError: A file cannot be opened.
         """
         file, row, begin = self._places_of(number)
@@ -139,10 +140,10 @@ class ColumnReader:
         return address.reshape(begin.shape)
 
     def matches(self, number: np.ndarray, address: np.ndarray) -> np.ndarray:
-        """Whether the rows of some records have their checksums; bool `(n,)`.
+        """Compares the rows of some records with their checksums; returns bool `(n,)`.
 
-        `address` is what `find` gives for these records. Whole rows are compared, with all crops:
-        another epoch takes another one.
+        `address` is the result of `find` for these records. The comparison covers all crops of a
+        row, because another epoch uses another crop.
         """
         memory = self._files.memory
         if self._places is None:
@@ -156,16 +157,16 @@ class ColumnReader:
         return found == stored
 
     def place(self, number: int) -> tuple[str, int]:
-        """The path of the file that a record's row is in, and the number of that row."""
+        """Returns the path of the file that holds a record's row, and the number of the row."""
         file, row, _ = self._places_of(np.array([number]))
         return self._files.path_of(int(file[0])), int(row[0])
 
     def ranges(self, first: np.ndarray, count: np.ndarray) -> list[list[Range]]:
-        """What is to be fetched of the files for each run of records: rows, and small gaps.
+        """Returns the ranges to fetch for each run of records: its rows, and small gaps.
 
         Args:
-            first: Record that each run begins with, int64 `(n,)`.
-            count: Records of each run, at least 1.
+            first: First record of each run, int64 `(n,)`.
+            count: Number of records in each run, at least 1.
         """
         run = np.repeat(np.arange(len(first)), count)
         in_run = np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)
@@ -183,7 +184,7 @@ class ColumnReader:
         return found
 
     def will_need(self, first: np.ndarray, last: np.ndarray) -> None:
-        """Has the system read ahead the rows of runs of records, given by first and last record."""
+        """Asks the system to read ahead runs of rows, given by their first and last records."""
         if not isinstance(self._files, MappedFiles):
             return
         (file, _, begins), (last_file, _, ends) = self._places_of(first), self._places_of(last)

@@ -1,4 +1,4 @@
-"""Compares records with their checksums, and stops at damaged ones or leaves them out.
+"""Compares records with their checksums, and stops at damaged records or leaves them out.
 
     checks = Checks('once', num_records)
     good = checks.check(there, numbers, matches)       # bool (n,)
@@ -33,7 +33,7 @@ DAMAGED = 'its checksum is wrong, or its file has other records than its chunk i
 
 
 class Checks:
-    """Remembers which records of a split were compared, with one bit a record."""
+    """Remembers, with one bit for each record of a split, whether it was compared."""
 
     def __init__(self, mode: str, num_records: int):
         """Takes one of `MODES`."""
@@ -43,12 +43,12 @@ class Checks:
     def check(
         self, there: np.ndarray, number: np.ndarray, matches: Callable[[np.ndarray], np.ndarray]
     ) -> np.ndarray:
-        """True if records are as they were written, as far as the mode asks; bool `(n,)`.
+        """Returns False for records that are missing or found to be damaged; bool `(n,)`.
 
         Args:
             there: True for records that exist, bool `(n,)`.
-            number: Number of each record in its split.
-            matches: Compares all checksums of some of them, given by their indices here.
+            number: Number of each record within its split.
+            matches: Compares all checksums of the records at some indices of these arrays.
         """
         good = there.copy()
         if self._mode == NEVER:
@@ -67,13 +67,12 @@ class Checks:
 
 
 class BadRecords:
-    """The bad records of a split, each counted once, however many epochs meet it again."""
+    """Counts the bad records of a split, each once, in however many epochs it occurs."""
 
     def __init__(
         self, policy: str, max_fraction: float, num_records: int, counter: ReadCounter | None
     ):
-        """Takes the policy, with 'skip' the share of the split's records that may be bad, and what
-        counts every bad record in every epoch."""
+        """Takes the policy, the largest share of bad records with 'skip', and a counter."""
         self._stops, self._max_fraction = policy == STOP, max_fraction
         self._num_records, self._counter = num_records, counter
         self._found: set[tuple[int, int]] = set()  # (shard, record)
@@ -82,12 +81,12 @@ class BadRecords:
     def add(
         self, path: str, shard: int, numbers: Sequence[int], problem: str, place: str = ''
     ) -> None:
-        """Counts records of a shard, and warns once a file.
+        """Counts bad records of a shard, and warns once for each file.
 
-        `place` names the first one in the file, if that is not the shard.
+        `place` names the first one in its file, if it lies in another file than the shard.
 
         Raises:
-            DamagedError: The policy is 'stop', or there are too many by now.
+            DamagedError: The policy is 'stop', or more records are bad than `max_fraction` allows.
         """
         what = f'{path}: {place or f"record {numbers[0]}"} cannot be read: {problem}.'
         if self._stops:

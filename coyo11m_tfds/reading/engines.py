@@ -4,16 +4,16 @@
     batches = engines.train_batches(Training(data=path, batch_size=256, ...), opened)
     batches = engines.eval_batches(Reading(data=path, batch_size=256, ...), opened)
 
-By rows, no windows are held in memory: the plan names the records, and each batch is gathered from
-the page cache when it is needed. The reader announces the rows of later batches to the system, so
-that the disk reads them in advance.
+By rows, memory holds no windows: the plan names the records, and each batch is gathered from the
+page cache when it is needed. The reader announces the rows of later batches to the system, so that
+the disk reads them in advance.
 
 By chunks, a block of batches is filled chunk by chunk. One request fetches a chunk. Its records are
 found, compared with their checksums and gathered as in mapped files, and its bytes are dropped.
 While the loop uses one block, the next one is filled.
 
-Each source of a mixture is read in one of these ways, by its own sequence. A batch is put together
-from the parts of its sources: by rows, one call gathers the values of all of them.
+Each source of a mixture is read in one of these ways, in its own sequence. A batch joins the parts
+of its sources: by rows, one call gathers the values of all sources.
 """
 
 import dataclasses
@@ -83,10 +83,11 @@ class Opened(NamedTuple):
 
 
 def open_sources(asked: Reading) -> list[Opened] | None:
-    """The split of each source; None for a single one without a chunk index.
+    """Opens the split of each source; None for a single source without a chunk index.
 
     Raises:
-        ValueError: As of `open_split`; or one of several, or one with a condition, has no index.
+        ValueError: As `open_split`; or a source has no chunk index although it is one of several or
+            has a condition.
         OSError: A chunk index cannot be read.
     """
     found = [open_split(x.stored, asked.split, asked.engine) for x in asked.sources]
@@ -100,10 +101,10 @@ def open_sources(asked: Reading) -> list[Opened] | None:
 
 
 def open_split(stored: StoredDataset, name: str, engine: str) -> Opened | None:
-    """The split that is read by rows or chunks; None without a chunk index.
+    """Opens a split to read it by rows or by chunks; None without a chunk index.
 
     Raises:
-        ValueError: Rows are asked for and cannot be had; or there is no such split.
+        ValueError: The split does not exist, or `engine` is 'rows' and its files cannot be mapped.
         OSError: The chunk index cannot be read.
     """
     split = None if stored.is_remote and engine == ROWS else stored.split(name)
@@ -121,7 +122,7 @@ def open_split(stored: StoredDataset, name: str, engine: str) -> Opened | None:
 
 
 def kept_records(source: Source, split: str) -> Kept | None:
-    """The records of a split that a source's condition keeps; None for all."""
+    """Returns the records of a split that a source's condition keeps; None for all."""
 
     def keys(at_once: int) -> Iterator[np.ndarray]:
         asked = Reading(
@@ -153,13 +154,13 @@ def kept_records(source: Source, split: str) -> Kept | None:
 
 
 class Plan(NamedTuple):
-    """What training reads of its sources.
+    """The sequence of batches that training reads from its sources.
 
     Attributes:
         sources: The sources.
-        orders: Order of the samples of each; None for a single one without a chunk index.
+        orders: Order of each source's samples; None for a single source without a chunk index.
         place: Place of the first batch.
-        steps_per_epoch: Batches with as many samples as all sources have; NaN if that is unknown.
+        steps_per_epoch: Number of samples of all sources divided by the batch size; NaN if unknown.
     """
 
     sources: tuple[Source, ...]
@@ -175,7 +176,7 @@ def plan(
     split: str,
     stages: Sequence[Mapping[str, Any]] = (),
 ) -> Plan:
-    """Plans the training samples from the first batch on; reads what conditions compare.
+    """Plans the training samples; reads the columns that conditions compare.
 
     Raises:
         ValueError: Settings do not fit each other or the data sets.
@@ -222,7 +223,7 @@ def _order(source: Source, split: str, shard_lengths: np.ndarray, settings: Orde
 
 
 def plan_training(asked: Training) -> Plan:
-    """The plan from the first batch that is asked for on."""
+    """Returns the plan that begins at the first batch of `asked`."""
     found = plan(asked.sources, asked.order, asked.batch_size, asked.split, asked.stages)
     place = found.place if asked.start is None else found.place.at(asked.start)
     place = place.after(asked.start_step)._replace(stride=asked.stride)
@@ -230,7 +231,7 @@ def plan_training(asked: Training) -> Plan:
 
 
 def train_batches(asked: Training, opened: Sequence[Opened]) -> Batches:
-    """`input_pipeline.train_batches`."""
+    """Implements `input_pipeline.train_batches`."""
     reader = TrainReader(asked, opened)
     lanes = own_lanes(asked.lanes, *asked.process)
 
@@ -247,7 +248,7 @@ def training(
     read: Callable[[Place], Iterator[Batch]],
     need: memory.Need | None = None,
 ) -> Batches:
-    """Training batches that `read` gives from a place on."""
+    """Returns the training batches that `read` yields from a place on."""
     return Batches(
         read,
         plan.place,
@@ -260,7 +261,7 @@ def training(
 
 
 def eval_batches(asked: Reading, opened: Opened) -> Batches:
-    """`input_pipeline.eval_batches`."""
+    """Implements `input_pipeline.eval_batches`."""
     reader = EvalReader(asked, opened)
     return evaluation(asked, reader.spec(asked.local_size), reader.num_batches, reader.read)
 
@@ -271,9 +272,9 @@ def evaluation(
     num_batches: int,
     read: Callable[[int], Iterator[Batch]],
 ) -> Batches:
-    """All batches of an evaluation, of which `read` gives those after so many.
+    """Returns all batches of an evaluation; `read(n)` yields those after the first n.
 
-    The samples of a state are those of all processes.
+    The samples in a state count those of all processes.
     """
     parts = [asked.source.identity(asked.split), asked.batch_size, asked.process_count]
     digest = json_digest.sha256(parts)[:16]
@@ -391,10 +392,10 @@ class _SourceReader(_SplitReader):
 
 
 class TrainReader:
-    """Reads samples of lanes of all sources.
+    """Reads the samples of some lanes of all sources.
 
     Attributes:
-        plan: What is read.
+        plan: The sequence of batches.
     """
 
     def __init__(self, asked: Training, opened: Sequence[Opened]):
@@ -416,13 +417,13 @@ class TrainReader:
 
     @property
     def has_one_shape(self) -> bool:
-        """True if all batches have the same shapes and dtypes."""
+        """Whether all batches have the same shapes and dtypes."""
         specs = [x.spec(1) for x in self._readers]
         return all(x == specs[0] for x in specs)
 
     @property
     def memory_need(self) -> memory.Need | None:
-        """The memory that reading takes; None where that is little."""
+        """The memory that reading takes; None if it takes little."""
         asked, readers = self._asked, [x for x in self._readers if not x.is_mapped]
         if not readers:
             return None
@@ -443,7 +444,7 @@ class TrainReader:
     def read(self, lanes: range, place: Place, together: int = 0) -> Iterator[Batch]:
         """Some lanes' part of the batches from a place on, without end.
 
-        With `together`, the samples of one lane for so many steps come as one batch.
+        With `together`, the samples that one lane gives to that many steps come as one batch.
         """
         while True:
             stage = place.rule.stage(place.position.step)
@@ -535,7 +536,7 @@ class EvalReader(_SplitReader):
     """Reads one process's part of all records once, in the order of the shards.
 
     Attributes:
-        num_batches: Batches of every process.
+        num_batches: Number of batches that every process reads.
     """
 
     def __init__(self, asked: Reading, opened: Opened):
@@ -568,7 +569,7 @@ class EvalReader(_SplitReader):
 
 
 def stored_rows(stored: StoredDataset) -> dict[str, ArraySpec]:
-    """Shape and dtype of the large features in the records of a data set.
+    """Returns the shape and dtype of the large features in the records of a data set.
 
     Raises:
         ValueError: The data set has no latents, or a feature of another shape or dtype.

@@ -11,9 +11,9 @@
 
     files.memory.gather(address, 8192)                          # void8192 (1,)
 
-The rows of one batch may be in as many files as there are rows. So a place is an address in this
-process: one call of NumPy gathers from all files together, without Python code for each row and
-without Python's lock.
+Each row of a batch may be in another file. So the place of a row is an address in this process: one
+call of NumPy gathers from all files together, without Python code for each row and without Python's
+lock.
 """
 
 import collections
@@ -64,7 +64,7 @@ def _zeros() -> np.ndarray:
 
 
 class Memory:
-    """All memory of this process as one array of NumPy; callers must know what lies where."""
+    """All memory of this process as one NumPy array; callers must know the addresses."""
 
     def __init__(self):
         everything = (ctypes.c_ubyte * (_END - _ORIGIN)).from_address(_ORIGIN)
@@ -73,7 +73,7 @@ class Memory:
         self.zeros: int = self._zeros.ctypes.data  # an address with as many zeros as a row may have
 
     def gather(self, addresses: np.ndarray, nbytes: int) -> np.ndarray:
-        """Copies `nbytes` from each address; void `(n,)` of that size."""
+        """Copies `nbytes` bytes from each address; returns void `(n,)` with items of this size."""
         if nbytes > _GATHERED_AT_ONCE:
             gathered = np.empty((len(addresses), nbytes), np.uint8)
             for begin in range(0, nbytes, _GATHERED_AT_ONCE):
@@ -86,15 +86,15 @@ class Memory:
         return rows[addresses - _ORIGIN]
 
     def view(self, begin: int, end: int) -> np.ndarray:
-        """The bytes between two addresses as they are, uint8; not copied."""
+        """Returns the bytes between two addresses as uint8, without a copy."""
         return self._bytes[begin - _ORIGIN : end - _ORIGIN]
 
     def crc32c(
         self, begin: np.ndarray, end: np.ndarray, before: np.ndarray | None = None
     ) -> np.ndarray:
-        """The CRC-32C of the bytes from each address to another; uint32 `(n,)`.
+        """Returns the CRC-32C of the bytes from each `begin` to its `end`; uint32 `(n,)`.
 
-        `before` are those of bytes that come before them.
+        `before` holds the CRC-32C of bytes that precede these.
         """
         places = zip(begin.tolist(), end.tolist(), strict=True)
         if before is None:
@@ -109,14 +109,13 @@ class Memory:
 
 
 class ReadCounts(NamedTuple):
-    """Sums since the counter was made.
+    """Sums over the reads since a counter was made.
 
     Attributes:
-        num_bytes: Bytes of all chunks that were read, with their rows of columns, or of all batches
-            of rows.
+        num_bytes: Bytes of all chunks (with their rows of columns), or of all batches read by rows.
         num_chunks: Runs of records that were read.
         chunks_in_flight: Runs of records that are being read now.
-        bad_records: Records that could not be read and were left out, in every epoch anew.
+        bad_records: Records that could not be read and were left out, counted again in every epoch.
     """
 
     num_bytes: int = 0
@@ -126,7 +125,7 @@ class ReadCounts(NamedTuple):
 
 
 class ReadCounter:
-    """Counts what is read; one counter may serve several data sets.
+    """Counts bytes and records that are read; one counter may serve several data sets.
 
     counter = ReadCounter()
     batches = input_pipeline.train_batches(path, batch_size=256, seed=0, counter=counter)
@@ -139,11 +138,11 @@ class ReadCounter:
         self._lock = threading.Lock()  # chunks are read by several threads
 
     def read(self) -> ReadCounts:
-        """The sums until now."""
+        """Returns the sums until now."""
         return self._counts
 
     def add(self, **amounts: int) -> None:
-        """Adds to some of the sums."""
+        """Adds to the named sums."""
         with self._lock:
             sums = {name: getattr(self._counts, name) + n for name, n in amounts.items()}
             self._counts = self._counts._replace(**sums)
@@ -153,19 +152,19 @@ class ReadCounter:
 
 
 class MappedFiles:
-    """Numbered files, mapped when they are first asked for and as long as this lives.
+    """Numbered files, each mapped from its first use to the end of this object.
 
     Attributes:
         memory: Memory that they lie in.
         address: Address of each file, int64; 0 for a file that is not open or is empty.
         size: Bytes of each file, int64.
-        path_of: Gives the path of a file by its number.
+        path_of: Returns the path of a file, given its number.
     """
 
     def __init__(
         self, path_of: Callable[[int], str], num_files: int, versions: Sequence[str] | None = None
     ):
-        """Opens nothing; `versions` of files that may be mapped are as in `SourceFile`.
+        """Opens no file; `versions`, as in `SourceFile`, are those that the files must have.
 
         Raises:
             ValueError: There are too many files.
@@ -188,7 +187,7 @@ class MappedFiles:
         self._opening = threading.Lock()
 
     def open(self, numbers: np.ndarray) -> None:
-        """Maps those that are not mapped yet.
+        """Maps the files that are not mapped yet.
 
         Raises:
             OSError: A file is missing, refused, or has changed since its version was found.
@@ -202,15 +201,15 @@ class MappedFiles:
     def locate(
         self, number: np.ndarray, offset: np.ndarray, nbytes: np.ndarray | int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The addresses of places in files, and of the end of what is there of them.
+        """Returns the addresses of places in files, and the limit of the bytes wanted from each.
 
         Args:
             number: Number of each file, int64 `(n,)`.
             offset: Offset of each place in its file.
-            nbytes: How much is wanted from there on.
+            nbytes: Bytes wanted from each place on.
 
         Returns:
-            `(address, limit)`, int64 `(n,)`: what reaches beyond the end of its file is cut there.
+            `(address, limit)`, int64 `(n,)`: `limit` is at most the end of the file.
 
         Raises:
             OSError: A file cannot be opened.
@@ -220,10 +219,10 @@ class MappedFiles:
         return start + offset, start + np.minimum(offset + nbytes, self.size[number])
 
     def check_unchanged(self, numbers: np.ndarray) -> None:
-        """Checks that open files have not changed, each at most once a second.
+        """Checks that open files are unchanged, each at most once a second.
 
         Raises:
-            OSError: One has another size or time of change, was replaced, or is gone.
+            OSError: A file has another size or modification time, was replaced, or is gone.
         """
         now = time.monotonic()
         due = np.unique(numbers[self._checked[numbers] < now - _CHECK_SECONDS])
@@ -236,7 +235,7 @@ class MappedFiles:
         self._checked[due] = now
 
     def will_need(self, number: int, offset: int, nbytes: int) -> None:
-        """Has the system read a part of an open file ahead, without waiting for it."""
+        """Asks the system to read a part of an open file ahead, and does not wait for it."""
         start = offset // mmap.PAGESIZE * mmap.PAGESIZE
         end = min(offset + nbytes, int(self.size[number]))
         if end > start:
@@ -299,11 +298,11 @@ def _state(found: os.stat_result) -> tuple[int, ...]:
 
 
 class FetchedFiles:
-    """Ranges of numbered files, each fetched with one request and held while it is needed.
+    """Ranges of numbered files, each fetched with one request and held until it is dropped.
 
     Attributes:
         memory: Memory that they lie in.
-        size: Bytes of each file, int64; one that turns out to be shorter gets its true size.
+        size: Bytes of each file, int64, corrected for a file that turns out to be shorter.
     """
 
     def __init__(
@@ -316,10 +315,11 @@ class FetchedFiles:
         """Fetches nothing.
 
         Args:
-            path_of: Gives the path of a file, local or on gs://, by its number.
+            path_of: Returns the path of a file, local or on gs://, given its number.
             size: Bytes of each file.
-            most_at_once: Ranges that are on their way, or have come and wait to be taken.
-            counter: Counts every range, and as chunks those of files that were not added.
+            most_at_once: Limit of the ranges that are being fetched or wait to be taken.
+            counter: Counts the bytes of every range, and the ranges of these files (not of added
+                ones) as chunks.
         """
         self.memory = Memory()
         self.size = np.array(size, np.int64)
@@ -334,7 +334,7 @@ class FetchedFiles:
         self._index()
 
     def add(self, files: Sequence[SourceFile]) -> int:
-        """Adds files that must not change; returns the number of the first, the others follow."""
+        """Adds files that must not change; they are numbered from the result on."""
         first = len(self.size)
         self._described |= dict(enumerate(files, first))
         self.size = np.append(self.size, [file.size for file in files]).astype(np.int64)
@@ -346,12 +346,12 @@ class FetchedFiles:
         return described.path if described else self._path_of(number)
 
     def ask(self, ranges: Iterable[Range]) -> None:
-        """Begins to fetch ranges, after those that were asked for before."""
+        """Queues ranges to be fetched, after those that were queued before."""
         self._asked.extend(ranges)
         self._begin()
 
     def take(self, ranges: Iterable[Range]) -> None:
-        """Waits for ranges that were asked for; from now on `locate` knows them.
+        """Waits for ranges that `ask` has queued; after that `locate` finds them.
 
         Raises:
             OSError: A file is missing, refused or out of reach.
@@ -368,12 +368,12 @@ class FetchedFiles:
         self._index()
 
     def drop(self, ranges: Iterable[Range]) -> None:
-        """Forgets ranges; nothing may refer to their bytes any more."""
+        """Frees ranges; their addresses are invalid afterwards."""
         for part in ranges:
             del self._held[part]
 
     def close(self) -> None:
-        """Ends the threads; what is on its way comes to its end."""
+        """Ends the threads after the requests that are under way."""
         self._asked.clear()
         if not self._is_finalizing():  # or the interpreter has ended them
             self._pool.shutdown(wait=False, cancel_futures=True)
@@ -381,13 +381,13 @@ class FetchedFiles:
     def locate(
         self, number: np.ndarray, offset: np.ndarray, nbytes: np.ndarray | int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """As `MappedFiles.locate`, of places in ranges that were taken."""
+        """Like `MappedFiles.locate`, for places in ranges that were taken."""
         part = np.searchsorted(self._keys, (number << _FILE_SHIFT) + offset, side='right') - 1
         address = self._addresses[part] + offset
         return address, np.minimum(address + nbytes, self._ends[part])
 
     def check_unchanged(self, numbers: np.ndarray) -> None:
-        """Fetched bytes cannot change."""
+        """Does nothing: fetched bytes cannot change."""
 
     def _begin(self) -> None:
         while self._asked and len(self._coming) < self._most_at_once:

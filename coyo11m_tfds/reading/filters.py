@@ -7,9 +7,9 @@
     kept.lengths                                # kept records of each shard
     kept.find(shard, number)                    # their numbers among all records of the shard
 
-A condition compares names of added columns of single numbers, and `key`, with each other and with
-numbers. Nothing of it is run as code. A number is compared as the column's dtype holds it, so
-`score == 0.1` finds 0.1 in float32; NaN is unequal to every number.
+A condition compares added columns of single numbers, and `key`, with each other and with constants.
+A parser reads it; no part of it runs as code. Constants are rounded to the column's dtype, so
+`score == 0.1` finds 0.1 in float32. NaN is unequal to every number.
 """
 
 import ast
@@ -55,9 +55,9 @@ class Where:
     """A condition.
 
     Attributes:
-        text: The condition, written in one way.
-        names: Columns that it compares, and perhaps `key`.
-        holds: From these columns to where it is true of their rows; bool `(n,)`.
+        text: The condition in a canonical spelling.
+        names: Columns that the condition compares, with `key` if it compares keys.
+        holds: Maps these columns to bool `(n,)`, True for rows that meet the condition.
     """
 
     text: str
@@ -69,7 +69,7 @@ def parse(text: str) -> Where:
     """Reads a condition.
 
     Raises:
-        ValueError: The text is not a condition; the message says what is.
+        ValueError: The text is not a condition; the message describes the syntax.
     """
     try:
         if len(text) > _MAX_LENGTH:
@@ -146,7 +146,7 @@ _BITS = np.array(
 
 
 class Kept:
-    """Which records of a split are kept: a bit for each, and a count for each eight.
+    """The kept records of a split: one bit for each record, and one count for every eight.
 
     Attributes:
         lengths: Kept records of each shard, int64 `(num_shards,)`.
@@ -154,11 +154,11 @@ class Kept:
     """
 
     def __init__(self, shard_lengths: np.ndarray, blocks: Iterable[np.ndarray]):
-        """Takes for all records, one after the other, whether they are kept.
+        """Takes bools for all records in order: True for a kept one.
 
         Args:
             shard_lengths: Records in each shard.
-            blocks: Bool `(n,)`, n a multiple of 8 in all but the last.
+            blocks: Consecutive arrays, bool `(n,)`; n is a multiple of 8 in all but the last.
         """
         ends = np.cumsum(shard_lengths)
         size = int(ends[-1]) if len(ends) else 0
@@ -178,7 +178,7 @@ class Kept:
         self.lengths = kept_ends - self._first_kept
 
     def find(self, shard: np.ndarray, number: np.ndarray) -> np.ndarray:
-        """The records of shards that are kept as so many-th; int64, same shape."""
+        """Returns the number in its shard of the `number`-th kept record; int64, same shape."""
         kept = (self._first_kept[shard] + number).astype(self._before.dtype)
         byte = np.searchsorted(self._before, kept, side='right') - 1
         bit = _BITS[self._bits[byte], (kept - self._before[byte]).astype(np.int64)]
@@ -195,7 +195,7 @@ def check(where: Where, stored: StoredDataset) -> None:
     """Checks that a data set has the columns of a condition.
 
     Raises:
-        ValueError: It lacks one, or one holds no single numbers.
+        ValueError: A column is missing, or its rows are not single numbers.
     """
     there = [name for name, column in stored.columns.items() if _is_number(column)]
     for name in where.names:
@@ -212,7 +212,7 @@ def _is_number(column: object) -> bool:
 
 
 def identity(where: Where, stored: StoredDataset, split: str) -> str:
-    """The condition, and the CRC-32Cs of the columns it compares."""
+    """Returns the condition and the CRC-32Cs of the columns that it compares."""
     crcs = [f'{name} {crc}' for name in where.names if (crc := _crc32c(stored, name, split))]
     return f'{where.text} [{", ".join(crcs)}]'
 
@@ -229,14 +229,15 @@ def find_kept(
     shard_lengths: np.ndarray,
     keys: Callable[[int], Iterator[np.ndarray]],
 ) -> Kept:
-    """Reads the columns of a condition, 40 million numbers in 0.3 s, and what it keeps.
+    """Reads the columns of a condition and finds the records that it keeps (40 million in 0.3 s).
 
     Args:
-        where: A condition that `check` has found to fit.
+        where: A condition that has passed `check`.
         stored: Data set.
-        split: Split whose columns are read.
+        split: Name of the split.
         shard_lengths: Records in each of its shards.
-        keys: Reads the keys of all records, so many at a time; called if the condition needs them.
+        keys: Reads the keys of all records, in blocks of the given size; called only if the
+            condition compares `key`.
 
     Raises:
         ValueError: A column is damaged or missing, or no record is kept.

@@ -6,11 +6,11 @@
     memory.check(need, budget_gb=0, processes_on_host=1)    # ValueError: the machine has too little
 
 The sum is the memory beyond that of a process that has read a few records: blocks of windows,
-chunks in flight, and batches that are ready. The use of the batches is not included.
+chunks in flight, and batches that are ready. Memory of the batches' user comes on top.
 
 While the loop uses one block of batches, the next one is filled. A block has whole windows of each
-lane, with at least as many records as are read at once. Chunks that are in flight, or have come
-early, are held as they are in their files.
+lane, with at least as many records as are read at once. Chunks that are in flight, or have arrived
+early, take as many bytes as in their files.
 
 The factors come from the peak resident memory of child processes with records of 26 KB (2 busy
 cores, glibc told to keep freed memory, see `process_settings`): six runs of 0.7 to 1.5 GB, 8 to 32
@@ -33,13 +33,13 @@ _FIXED = 200_000_000  # also plans, threads, and chunks that are being gathered
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Need:
-    """The reading of one process, as far as memory depends on it.
+    """The quantities that decide how much memory one process needs to read.
 
     Attributes:
         lanes: Lanes of this process.
         window: Records of a window.
-        in_flight: Records of a lane that are read at once.
-        rows_ready: Rows of the batch that is used, and of those kept ready.
+        in_flight: Records of a lane that are being read at once.
+        rows_ready: Rows of the batch in use and of all batches that are ready.
         row_nbytes: Bytes of a record in a batch.
         raw_nbytes: Bytes of a record in the files.
     """
@@ -58,7 +58,7 @@ class Need:
         return int(self._for_window * self.window * windows + self._besides_windows)
 
     def largest_window(self, num_bytes: float) -> int:
-        """The largest window with which it takes at most so much; 0 if there is none."""
+        """Returns the largest window for which `num_bytes` suffice; 0 if none does."""
         largest = math.floor((num_bytes - self._besides_windows) / self._for_window)
         # A window of fewer records than are read at once takes no less.
         return largest if largest >= self.in_flight else 0
@@ -75,16 +75,17 @@ class Need:
 
 
 def check(need: Need, *, budget_gb: float, processes_on_host: int) -> None:
-    """Checks that all processes on this host may take so much.
+    """Checks that the reading of all processes on this host fits into a budget.
 
     Args:
-        need: Need of each of them.
-        budget_gb: 10^9 bytes that all of them may take; 0 for half of the memory that this machine
-            or container has.
+        need: Need of each process.
+        budget_gb: Memory in GB (10^9 bytes) that all of them may take; 0 for half of the memory of
+            this machine or container.
         processes_on_host: Processes that read on this host.
 
     Raises:
-        ValueError: They take more; names the largest window that does not, and the budget needed.
+        ValueError: They take more; the message names the largest window that fits, and the budget
+            needed.
     """
     budget = 1e9 * budget_gb or machine.usable_memory() / 2
     total = processes_on_host * need.num_bytes

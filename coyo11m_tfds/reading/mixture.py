@@ -9,11 +9,11 @@
 
 Each source keeps the sequence that it has alone, see `reading.order`. Every lane gives `counts`
 samples of each source to a batch: the shares of the weights, in steps of one sample. A stage
-replaces the weights from a step on, and each source goes on where it was.
+replaces the weights from a step on, and each source continues where it stopped.
 
-A batch is of one shape. Steps are dealt to shapes in a cycle, by the weights of their sources, and
-the sources of a shape share its batches. So a position is a step and a number for each source, and
-the position of any later step is known without reading. A single source is a mixture of one.
+All latents of a batch have one shape. A cycle deals the steps to the shapes by the weights of their
+sources, and the sources of a shape share its batches. So a position is a step and a number for each
+source, and the position of any later step can be computed. A single source is a mixture of one.
 """
 
 import bisect
@@ -35,7 +35,7 @@ class Position(NamedTuple):
 
     Attributes:
         step: Number of the next batch.
-        samples: Samples that each source has given, in every lane.
+        samples: Number of samples that each source has given in every lane.
     """
 
     step: int
@@ -44,13 +44,13 @@ class Position(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """The batches from one step to another.
+    """A range of steps with fixed shares.
 
     Attributes:
-        begin, end: Its steps; the last one has no end.
-        counts: Samples that each source gives of every lane to a batch of its shape; 0 for none.
-        shapes: Number of the shape of each source.
-        cycle: Number of the shape of each step, again and again, int64 `(t,)`.
+        begin, end: The steps `[begin, end)`; `end` is None in the last stage.
+        counts: Samples that every lane of each source gives to a batch of its shape; may be 0.
+        shapes: Number of each source's shape.
+        cycle: Numbers of the shapes of consecutive steps, int64 `(t,)`, repeated without end.
     """
 
     begin: int
@@ -60,16 +60,16 @@ class Stage:
     cycle: np.ndarray
 
     def shape(self, step: int) -> int:
-        """The number of the shape of a batch."""
+        """Returns the number of the shape of a step's batch."""
         return int(self.cycle[step % len(self.cycle)])
 
     def members(self, shape: int) -> list[int]:
-        """The sources that give samples to batches of a shape."""
+        """Returns the sources that give samples to batches of a shape."""
         found = zip(self.counts, self.shapes, strict=True)
         return [number for number, (count, of) in enumerate(found) if count and of == shape]
 
     def taken(self, begin: int, end: int) -> tuple[int, ...]:
-        """Samples of each source in the batches `[begin, end)`."""
+        """Returns how many samples each lane of each source gives to the steps `[begin, end)`."""
         steps = self._steps_before(end) - self._steps_before(begin)
         return tuple(c * int(steps[of]) for c, of in zip(self.counts, self.shapes, strict=True))
 
@@ -82,11 +82,11 @@ class Stage:
 
 
 class Rule:
-    """The shares of sources in batches of one size, as a function of the step.
+    """The shares of the sources in batches of one size, as a function of the step.
 
     Attributes:
         each: Samples of every lane in a batch.
-        stages: The stages, one after the other; the first begins at step 0.
+        stages: The stages in order; the first begins at step 0.
     """
 
     def __init__(
@@ -97,14 +97,15 @@ class Rule:
         shapes: Sequence[Hashable] = (),
         names: Sequence[str] = (),
     ):
-        """Takes what decides the shares.
+        """Computes the shares.
 
         Args:
             each: Samples of every lane in a batch.
-            weights: Of each source, at least 0.
-            stages: For each the step that it begins at, `from`, and the `weights` from there on.
-            shapes: What tells the shapes of sources apart; the same for all by default.
-            names: Of the sources, in messages.
+            weights: Weight of each source, at least 0.
+            stages: A dict for each stage: its first step, `from`, and its `weights`.
+            shapes: A value for each source, equal for sources of one shape; by default equal for
+                all.
+            names: Names of the sources in messages.
 
         Raises:
             ValueError: Weights or stages are wrong, or a source gets no sample; the message names
@@ -131,11 +132,11 @@ class Rule:
                 raise ValueError(f'source {name!r} has weight 0 in every stage: leave it out')
 
     def stage(self, step: int) -> Stage:
-        """The stage of a batch."""
+        """Returns the stage of a step."""
         return self.stages[bisect.bisect(self.stages, step, key=lambda stage: stage.begin) - 1]
 
     def at(self, position: Position, step: int) -> Position:
-        """The position of a step that is not before another position."""
+        """Returns the position of `step`, which must not be before `position`."""
         at, samples = position
         while at < step:
             stage = self.stage(at)
@@ -146,7 +147,7 @@ class Rule:
 
     @functools.cached_property
     def told(self) -> list[str]:
-        """Of each stage, the shares of the sources in a line, and what would make them exact."""
+        """Returns a line for each stage: the sources' shares, and weights that would be exact."""
         return [self._tell(*x) for x in zip(self.stages, self._weights, strict=True)]
 
     def _share_out(
@@ -249,13 +250,13 @@ def _largest_remainders(shares: Sequence[Fraction], total: int) -> list[int]:
 
 
 class Place(NamedTuple):
-    """A place in a sequence of batches, and how the sequence goes on.
+    """A position in a sequence of batches, with the rule for the following batches.
 
     Attributes:
         position: Position of the next batch.
-        rule: Shares of the sources.
-        sources: Digest of each source and the order of its samples.
-        stride: The sequence has only every `stride`-th batch.
+        rule: The shares of the sources.
+        sources: A digest of each source and of the order of its samples.
+        stride: The sequence holds only every `stride`-th batch.
     """
 
     position: Position
@@ -264,20 +265,20 @@ class Place(NamedTuple):
     stride: int = 1
 
     def after(self, count: int) -> Self:
-        """The place behind so many batches of the sequence."""
+        """Returns the place after `count` more batches of the sequence."""
         step = self.position.step + count * self.stride
         return self._replace(position=self.rule.at(self.position, step))
 
     def state(self) -> dict[str, Any]:
-        """The step, and the samples of each source by its digest, in plain values."""
+        """Returns the step and the samples of each source by digest, in plain Python values."""
         step, samples = self.position
         return {'step': step, 'samples': dict(zip(self.sources, samples, strict=True))}
 
     def at(self, state: Mapping[str, Any]) -> Self:
-        """The place of a state, whatever its batch size and other sources.
+        """Returns the place of a state, which may come from another batch size or other sources.
 
         Raises:
-            ValueError: It is not a state, or belongs to another data set or order.
+            ValueError: `state` is malformed, or belongs to another data set or order.
         """
         step, samples = state.get('step'), state.get('samples')
         known = samples if isinstance(samples, Mapping) else {}

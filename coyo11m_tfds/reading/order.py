@@ -14,10 +14,10 @@ Sample k of lane l is a pure function of `(seed, l, k)` and the lengths of the s
 3. Lane l of L owns the l-th of L equal stretches of the stream, m = N div L records.
 4. Each window of W records of a stretch is permuted by `(seed, e, lane, window)`; the last window
    of a stretch may be shorter. Sample k is at position k mod m of epoch k div m.
-5. The crop, the text of several, and whether the text is dropped come from hashes of
-   `(seed, e, key)`.
+5. Hashes of `(seed, e, key)` choose the crop and the text of a sample, and whether its text is
+   dropped.
 
-Where a condition keeps some of the records, the order is that of a data set that has only these.
+If a condition keeps only some records, the order is that of a data set with only these.
 
 Batch s of B samples takes samples s*B/L to (s+1)*B/L of every lane, in lane order; it may span the
 end of an epoch. Process p of P owns the lanes `[p*L/P, (p+1)*L/P)`. So the sequence does not depend
@@ -47,16 +47,16 @@ _BLOCK_ROWS = 8192
 
 @dataclasses.dataclass(frozen=True)
 class OrderSettings:
-    """What decides the order of a data set's samples.
+    """The settings that decide the order of a data set's samples.
 
     Attributes:
         seed: Seed of the order and of every choice about a sample.
         chunk: Records read together, a multiple of `schema.CHUNK_STRIDE`.
-        lanes: Streams that every batch takes an equal part of.
+        lanes: Number of streams; every batch takes an equal part of each.
         window: Records shuffled together within a lane.
 
     Raises:
-        ValueError: One is out of its range; the message names a value that works.
+        ValueError: A setting is out of its range; the message names a value that works.
     """
 
     seed: int
@@ -76,7 +76,7 @@ class Samples(NamedTuple):
     """Consecutive samples of some lanes.
 
     Attributes:
-        epoch: Epoch of the i-th sample of every lane, int64 `(n,)`.
+        epoch: Epoch of the i-th sample of all lanes, int64 `(n,)`.
         shard, record: Shard and record of each sample, int64 `(lanes, n)`.
     """
 
@@ -88,15 +88,15 @@ class Samples(NamedTuple):
 class Order:
     """The sequence of the training samples.
 
-    Of 7.6 million records in 80 shards an epoch is planned in 0.7 ms, and 64 batches of 256 take
-    2.2 ms (one core, median of 30). Only the number of shards counts: the first samples out of 10^9
-    records in 190,000 shards take 0.03 s and 16 MB.
+    With 7.6 million records in 80 shards, planning an epoch takes 0.7 ms, and 64 batches of 256
+    take 2.2 ms (one core, median of 30). The cost grows with the number of shards: the first
+    samples of 10^9 records in 190,000 shards take 0.03 s and 16 MB.
 
     Attributes:
-        shard_lengths: Records in each shard that are kept, int64 `(num_shards,)`.
+        shard_lengths: Number of kept records in each shard, int64 `(num_shards,)`.
         settings: Settings of the order.
-        num_records: N, in all shards.
-        lane_length: M, samples of a lane in an epoch.
+        num_records: N, the number of kept records in all shards.
+        lane_length: m, the number of samples of a lane in an epoch.
         window: Records shuffled together, at most `lane_length`.
     """
 
@@ -106,7 +106,7 @@ class Order:
         settings: OrderSettings,
         kept: Kept | None = None,
     ):
-        """Takes the records in each shard, and those that are kept; None for all.
+        """Takes the number of records in each shard, and the kept records; None for all.
 
         Raises:
             ValueError: There are fewer records than lanes; the message names a number that works.
@@ -134,24 +134,24 @@ class Order:
             )
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """The epoch of sample `sample` of every lane, and its place among the epoch's m.
+        """Returns the epoch of every lane's sample number `sample`, and its position in `[0, m)`.
 
         Raises:
-            ValueError: It is negative.
+            ValueError: `sample` is negative.
         """
         if sample < 0:
             raise ValueError(f'sample={sample} is negative')
         return divmod(sample, self.lane_length)
 
     def samples(self, lanes: range, begin: int, end: int) -> Samples:
-        """Samples `[begin, end)` of some lanes, over any number of epochs."""
+        """Returns the samples `[begin, end)` of some lanes, over any number of epochs."""
         cuts = [begin, *range(begin - begin % self.lane_length, end, self.lane_length)[1:], end]
         parts = [self._in_epoch(lanes, *cut) for cut in itertools.pairwise(cuts)]
         shard, record = (np.concatenate(x, axis=1) for x in zip(*parts, strict=True))
         return Samples(np.arange(begin, end) // self.lane_length, shard, record)
 
     def end_of_windows(self, sample: int, count: int) -> int:
-        """Where `count` windows of every lane end, beginning with the one that has a sample."""
+        """Returns the end of `count` windows of every lane; the first one holds `sample`."""
         epoch, place = self.locate(sample)
         number = epoch * self._windows_an_epoch + place // self.window + count
         epoch, window = divmod(number, self._windows_an_epoch)
@@ -234,7 +234,7 @@ def check_chunk(chunk: int) -> None:
 
 
 def sample_crops(seed: int, epoch: np.ndarray | int, keys: np.ndarray, count: int) -> np.ndarray:
-    """Which of `count` crops each key comes with; int64, same shape as `keys`.
+    """Returns the number of the crop of each key, in `[0, count)`; int64, same shape as `keys`.
 
     `epoch` is int64 of the same shape, or a scalar.
     """
@@ -244,7 +244,7 @@ def sample_crops(seed: int, epoch: np.ndarray | int, keys: np.ndarray, count: in
 def sample_drops(
     seed: int, epoch: np.ndarray | int, keys: np.ndarray, probability: float
 ) -> np.ndarray:
-    """True if the caption of each key is dropped; bool, same shape as `keys`."""
+    """Returns True for keys whose caption is dropped; bool, same shape as `keys`."""
     hashed = derive(seed, DROP, epoch, keys) >> np.uint64(11)
     return hashed.astype(np.int64) < int(probability * 2**53)
 
@@ -252,7 +252,7 @@ def sample_drops(
 def sample_texts(
     seed: int, epoch: np.ndarray | int, keys: np.ndarray, weights: Sequence[float]
 ) -> np.ndarray:
-    """Number of the text that each key comes with, in shares by weight; int64, as `keys`."""
+    """Returns the number of each key's text, in shares by weight; int64, same shape as `keys`."""
     sums = list(itertools.accumulate(weights))
     ends = np.array([int(x / sums[-1] * 2**53) for x in sums], np.int64)
     hashed = derive(seed, TEXT, epoch, keys) >> np.uint64(11)
@@ -265,10 +265,11 @@ def sample_texts(
 def check_share(
     batch_size: int, process_index: int, process_count: int, lanes: int | None = None
 ) -> None:
-    """Checks that processes get equal parts of a batch, and of the lanes that it is taken from.
+    """Checks that all processes get equal parts of a batch and equal numbers of lanes.
 
     Raises:
-        ValueError: They do not; the message names a batch size and a number of lanes that work.
+        ValueError: The parts are unequal; the message names a batch size and a number of lanes that
+            work.
     """
     if not 0 <= process_index < process_count:
         raise ValueError(f'process_index={process_index} is not in [0, {process_count})')
@@ -287,9 +288,10 @@ def check_share(
 def nearest_shares(
     batch_size: int, lanes: int, process_count: int, device_count: int = 1
 ) -> tuple[int, int]:
-    """The nearest batch size and number of lanes that go together.
+    """Returns the nearest batch size and number of lanes that work together.
 
-    Processes and devices get equal parts of the batch, processes equal numbers of its lanes.
+    All processes, and all devices, get equal parts of the batch; all processes get equal numbers of
+    lanes.
     """
     multiple = math.lcm(process_count, device_count)
     working = max(1, round(batch_size / multiple)) * multiple
@@ -298,7 +300,7 @@ def nearest_shares(
 
 
 def own_lanes(lanes: int, process_index: int, process_count: int) -> range:
-    """The lanes of one process."""
+    """Returns the lanes of one process."""
     each = lanes // process_count
     return range(process_index * each, (process_index + 1) * each)
 
@@ -307,7 +309,7 @@ def own_lanes(lanes: int, process_index: int, process_count: int) -> range:
 
 
 class Block(NamedTuple):
-    """Rows of consecutive batches of one process: epoch and place; int64 `(steps, batch)`."""
+    """The rows of one process's consecutive batches; all arrays are int64 `(steps, batch)`."""
 
     epoch: np.ndarray
     shard: np.ndarray
@@ -317,19 +319,19 @@ class Block(NamedTuple):
 def train_blocks(
     order: Order, lanes: range, each: int, start: int, stride: int = 1, block_rows: int = 0
 ) -> Iterator[Block]:
-    """Some lanes' part of every `stride`-th batch, without end.
+    """Yields some lanes' part of every `stride`-th batch, without end.
 
-    Nothing else asks an `Order` for the samples of a batch. A block ends where windows end: their
-    records lie in the same chunks. It has the fewest windows that make `block_rows` rows, or of 0
-    as many as cost little to plan.
+    Only this function asks an `Order` for the samples of a batch. A block ends where windows end,
+    because the records of a window lie in the same chunks. It has the fewest windows that hold
+    `block_rows` rows; with 0, as many as cost little to plan.
 
     Args:
         order: Order of the samples.
-        lanes: Lanes that are read.
+        lanes: The lanes to read.
         each: Samples of every lane in a batch.
         start: Samples of every lane before the first batch.
-        stride: Of W, batches 0, W, 2 W and so on after the start.
-        block_rows: Rows wanted in a block.
+        stride: W, to read the batches 0, W, 2 W and so on after the start.
+        block_rows: Least number of rows in a block.
     """
     windows = max(1, -(-(block_rows or _BLOCK_ROWS) // (order.window * len(lanes))))
     skip = 0  # batches before the next that is wanted
@@ -357,9 +359,9 @@ def _train_block(order: Order, lanes: range, start: int, each: int, batches: ran
 def eval_blocks(
     shard_lengths: np.ndarray, begin: int, end: int, batch: int, kept: Kept | None = None
 ) -> Iterator[Block]:
-    """Records `[begin, end)`, counted over all shards, in batches; the last may be short.
+    """Yields the records `[begin, end)` of all shards in batches; the last may be short.
 
-    With `kept`, these are numbers of kept records, and `shard_lengths` those of `kept`.
+    With `kept`, `begin` and `end` count kept records, and `shard_lengths` is `kept.lengths`.
     """
     ends = np.cumsum(shard_lengths)
     whole = begin + (end - begin) // batch * batch

@@ -1,4 +1,4 @@
-"""Settings of a process that reads, made before TensorFlow starts, and its clean end.
+"""Prepares a process for reading before TensorFlow starts, and ends it cleanly.
 
     process_settings.apply()
     import tensorflow as tf
@@ -33,16 +33,16 @@ def apply() -> None:
 
 
 def quiet_tensorflow() -> None:
-    """Has TensorFlow log warnings and errors only; to be called before it is imported."""
+    """Makes TensorFlow log only warnings and errors; call this before TensorFlow is imported."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
 
 
 def keep_freed_memory() -> None:
-    """Has glibc keep the memory of a batch for the next one instead of giving it back.
+    """Makes glibc keep freed memory for the next batch instead of returning it to the system.
 
-    Getting it anew from the system takes 3 page faults a record, a sixth of all processor time of
-    reading. Other C libraries are left alone.
+    New memory from the system costs 3 page faults a record, a sixth of the CPU time of reading.
+    This does nothing with other C libraries.
     """
     mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)
     if mallopt is None or any(name.startswith('MALLOC_') for name in os.environ):
@@ -55,13 +55,12 @@ def keep_freed_memory() -> None:
 
 @functools.cache
 def end_iterators_at_exit() -> None:
-    """Ends all iterators of tf.data when the program ends, so that it can end at all.
+    """Ends all iterators of tf.data at the end of the program, which could hang otherwise.
 
     An iterator that is alive when Python finalizes has threads that call Python functions. They
     wait for the interpreter's lock, which is never released again, while the iterator's destructor
-    waits for them: the program hangs, or aborts. `reading.tf_data` calls this when it is imported;
-    it then holds for every iterator of the program. A Ctrl-C during the end ends the program at
-    once.
+    waits for them: the program hangs, or aborts. `reading.tf_data` calls this at its import, for
+    all iterators of the program. A Ctrl-C during this end ends the program at once.
     """
     atexit.register(_end_at_exit)
     show = sys.excepthook

@@ -10,9 +10,9 @@ The places of rows are found for a block of batches at a time. A batch then take
 NumPy, which copy only the values that the caller asks for. The rest of a record is read only to
 compare its checksum.
 
-In front of a record are its length and the CRC-32C of the length. The chunk index has the offset of
-every `schema.CHUNK_STRIDE`-th record. From there NumPy follows and checks the lengths, in all runs
-at once: 0.15 us of a core a record.
+The length of a record, and the CRC-32C of the length, precede the record. The chunk index has the
+offset of every `schema.CHUNK_STRIDE`-th record. From each of these, NumPy follows and checks the
+lengths, in all runs at once: 0.15 us of one core for each record.
 """
 
 import dataclasses
@@ -44,18 +44,18 @@ _LARGEST_RECORD = 64 << 20  # as in `records`
 
 @dataclasses.dataclass(frozen=True)
 class RowChoices:
-    """The features of a batch, and what is chosen of each record.
+    """The features of a batch, and the choices for each record.
 
     Attributes:
         features: Names of the features in a batch.
-        stored: Shape and dtype of a stored row of each feature of numbers, in records and columns;
-            a batch has one crop of latents.
+        stored: Shape and dtype of a stored row of each numeric feature, in records and columns;
+            latents with all crops, of which a batch has one.
         seed: Seed of the choices about samples.
         caption_dropout: Share of samples that `drop_text` marks.
-        middle_crop: Take the middle one of the crops, or the first of two, of all samples, and not
-            one by (seed, epoch, key).
+        middle_crop: Whether all samples show the middle crop (of two, the first) instead of one by
+            (seed, epoch, key).
         with_mask: Whether `mask` is in the batch.
-        text: Texts of columns that a sample takes one of; None for that of its record.
+        text: Texts in columns, one of which each sample takes; None for the text in its record.
     """
 
     features: tuple[str, ...]
@@ -68,7 +68,7 @@ class RowChoices:
 
     @property
     def in_records(self) -> set[str]:
-        """What a record has to hold, unless it is a column."""
+        """The features that records must hold, unless they are columns."""
         elsewhere = {self.text.feature} if self.text and '' not in self.text.names else set()
         return {schema.KEY, *self.features} - elsewhere
 
@@ -97,25 +97,25 @@ class RowChoices:
         return {name: ArraySpec((size, *shape), dtype) for name, (shape, dtype) in found.items()}
 
     def crops(self, epoch: np.ndarray, keys: np.ndarray, count: int) -> np.ndarray:
-        """Which of `count` crops each key comes with in its epoch; int64 `(n,)`."""
+        """Returns the number of the crop of each key in its epoch; int64 `(n,)`."""
         if self.middle_crop:
             return np.full(len(keys), (count - 1) // 2)
         return order.sample_crops(self.seed, epoch, keys, count)
 
 
 class Rows(NamedTuple):
-    """Where some records lie; arrays are int64 `(n,)` and, where they are places, addresses.
+    """Where some records lie in memory; all arrays are int64 `(n,)` if not said otherwise.
 
     Attributes:
-        epoch: Epoch that reads each of them.
-        shard, record: Number of the shard, and of the record in it.
+        epoch: Epoch that reads each record.
+        shard, record: Number of the shard, and of the record in the shard.
         number: Number of the record in the split.
-        begin, end: Addresses of the serialized records; 0 where framing does not lead to one.
-        regular: Whether they have the layout of this project, bool.
-        keys: Their keys; as all that follows of regular ones alone.
-        captions_end: Addresses at which their captions end.
-        places: Addresses of the values of features in records, and, of all, int64 `(n, pieces)` of
-            those in columns.
+        begin, end: Addresses of the serialized records; 0 where the framing is damaged.
+        regular: Whether the record has the layout of this project, bool.
+        keys: Keys of the records; this and the following fields are valid for regular records only.
+        captions_end: Addresses of the ends of the captions.
+        places: Addresses of the values of each feature: int64 `(n,)` in records, `(n, pieces)` in
+            columns.
     """
 
     epoch: np.ndarray
@@ -137,13 +137,13 @@ class Rows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class InMemory:
-    """Values of one shape and dtype that lie in memory, to be gathered together with others.
+    """Values of one shape and dtype in memory, which can be gathered together with others.
 
     Attributes:
-        places: Address of each, int64 of any shape.
-        row: Shape and dtype of each.
+        places: Address of each value, int64 of any shape.
+        row: Shape and dtype of a value.
         memory: Memory that they lie in.
-        held: Keeps them there.
+        held: Objects that keep this memory valid.
     """
 
     places: np.ndarray
@@ -153,16 +153,16 @@ class InMemory:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array that `gather` makes, as of the others."""
+        """The shape of the array that `gather` returns."""
         return *self.places.shape, *self.row.shape
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all values."""
+        """The size in bytes of all values."""
         return self.places.size * self.row.dtype.itemsize * math.prod(self.row.shape)
 
     def reshape(self, *shape: int) -> 'InMemory':
-        """The same values in other leading axes; `shape` ends with that of a value."""
+        """Returns these values with other leading axes; `shape` ends with the shape of a value."""
         leading = shape[: len(shape) - len(self.row.shape)]
         return dataclasses.replace(self, places=self.places.reshape(leading))
 
@@ -181,12 +181,12 @@ Part = Mapping[str, np.ndarray | InMemory]
 
 
 def gathered(values: np.ndarray | InMemory) -> np.ndarray:
-    """The values as an array."""
+    """Returns the values as an array."""
     return values.gather() if isinstance(values, InMemory) else values
 
 
 def join_places(some: list[InMemory]) -> InMemory:
-    """Values `(lanes, steps, samples, ...)` of several sources, joined along their third axis."""
+    """Joins values `(lanes, steps, samples, ...)` of several sources along their third axis."""
     places = np.concatenate([x.places for x in some], axis=2)
     return dataclasses.replace(some[0], places=places, held=[x.held for x in some])
 
@@ -216,9 +216,9 @@ class RowReader:
             choices: Features and choices of a batch.
             layout: Layout of the records.
             verify: One of `damage.MODES`.
-            bad_records: Is told of those that cannot be read.
+            bad_records: Counts the records that cannot be read.
             columns: Readers of the features that lie elsewhere than in the records.
-            files: The shards; None to map them, which are then local.
+            files: The shards; None to map local shards.
 
         Raises:
             ValueError: There are too many shards.
@@ -231,7 +231,7 @@ class RowReader:
         self._bad_records = bad_records
 
     def find(self, epoch: np.ndarray, shard: np.ndarray, record: np.ndarray) -> Rows:
-        """Finds records, int64 `(n,)`, in their files; `epoch` is the one that reads each.
+        """Finds records in memory; `epoch` is the epoch that reads each. All are int64 `(n,)`.
 
         Raises:
             OSError: A file cannot be opened.
@@ -249,7 +249,7 @@ class RowReader:
         return Rows(epoch, shard, record, number, begin, end, *found[:-1], places)
 
     def prefetch(self, shard: np.ndarray, record: np.ndarray) -> list[tuple[int, int, int]]:
-        """Arguments of `will_need` that bring records into memory before they are asked for."""
+        """Returns arguments of `will_need` that bring records into memory ahead of their use."""
         runs = np.unique(_run_numbers(shard, record))
         shards, first, count, offset, nbytes = self._ranges(runs)
         number = self._split.first_numbers[shards] + first
@@ -263,26 +263,26 @@ class RowReader:
         )
 
     def will_need(self, run: tuple[int, int, int]) -> None:
-        """Has the system read ahead a run of `prefetch`, where files are mapped.
+        """Asks the system to read ahead a run of `prefetch` if files are mapped.
 
         Raises:
-            OSError: Its file cannot be opened.
+            OSError: The file of the run cannot be opened.
         """
         if isinstance(self._files, MappedFiles):
             self._files.open(np.array(run[:1]))
             self._files.will_need(*run)
 
     def check(self, rows: Rows) -> np.ndarray:
-        """Which rows can be read; bool `(n,)`. Compares checksums as far as `verify` asks."""
+        """Returns True for readable rows, bool `(n,)`; compares checksums as `verify` asks."""
         matches = functools.partial(self._compare, rows)
         return self._checks.check(rows.begin > 0, rows.number, matches)
 
     def read(self, rows: Rows, good: np.ndarray) -> Part:
-        """Some rows in their order, with what `check` says of them; large values by their places.
+        """Reads some rows in their order, given the result of `check`; large values are `InMemory`.
 
         Raises:
-            ValueError: A record cannot be read and the policy is 'stop', too many cannot, or one
-                is whole and lacks a value.
+            ValueError: A record cannot be read and the policy is 'stop'; too many records cannot be
+                read; or an undamaged record lacks a value.
             OSError: A file has changed since it was opened.
         """
         self._files.check_unchanged(rows.shard)
@@ -428,12 +428,12 @@ def find_records(
         memory: Memory that the files lie in.
         start: Address of each run, int64 `(n,)`.
         count: Records of each run.
-        limit: Address which no record of the run reaches beyond.
+        limit: Address at which the bytes of each run end.
 
     Returns:
         `(begin, end)`: addresses of the serialized records, int64 `(n, CHUNK_STRIDE)`. Both are 0
-        where there is no record, and from the first one that is not whole or has a damaged length,
-        because the start of the next one is unknown.
+        beyond the run, and from the first incomplete record or damaged length on, because the start
+        of the next record is unknown.
     """
     begin = np.zeros((len(start), _STRIDE), np.int64)
     end = np.zeros_like(begin)

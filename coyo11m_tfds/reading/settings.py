@@ -1,4 +1,4 @@
-"""Arguments of `input_pipeline`, with all checks that need no data set.
+"""Arguments of `input_pipeline`, and all checks of them that need no data set.
 
 asked = settings.Training(data=path, batch_size=256, seed=0, ...)
 asked.order, asked.sources[0].stored       # OrderSettings, an opened data set
@@ -22,10 +22,11 @@ AUTO, ROWS, CHUNKS, TF_DATA = ENGINES = ('auto', 'rows', 'chunks', 'tf_data')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How a split is read; `input_pipeline.train_batches` says what each field is.
+    """The settings for reading a split; `input_pipeline.train_batches` describes the fields.
 
     Raises:
-        ValueError: One is of another type or out of its range; the message names what works.
+        ValueError: A field has a wrong type or is out of its range; the message names values that
+            work.
     """
 
     data: Data | Mix
@@ -75,7 +76,7 @@ class Reading:
 
     @property
     def source(self) -> Source:
-        """The only one; raises a ValueError if there are several."""
+        """The only source; raises a ValueError if there are several."""
         if len(self.sources) > 1:
             names = ', '.join(x.name for x in self.sources)
             raise ValueError(f'the mixture of {names} is not read as one here: give one of them')
@@ -87,29 +88,29 @@ class Reading:
         return self.source.stored
 
     def alone(self, source: Source) -> Self:
-        """How one of several sources is read."""
+        """Returns the settings for one of several sources."""
         text = self.text if source.text is None else source.text
         return dataclasses.replace(self, data=(source,), text=text)
 
     @property
     def process(self) -> tuple[int, int]:
-        """Which of how many processes."""
+        """The number of this process, and the number of processes."""
         return self.process_index, self.process_count
 
     @property
     def local_size(self) -> int:
-        """Rows of this process's part of a batch."""
+        """Number of rows in this process's part of a batch."""
         return self.batch_size // self.process_count
 
     @property
     def batches_ahead(self) -> int:
-        """Batches kept ready."""
+        """Number of batches to keep ready."""
         return 2 if self.prefetch < 0 else max(1, self.prefetch)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Training(Reading):
-    """How a split is read for training."""
+    """The settings for reading a split for training."""
 
     seed: int
     lanes: int
@@ -131,7 +132,7 @@ class Training(Reading):
 
     @property
     def order(self) -> OrderSettings:
-        """The settings of the order; raises a ValueError for one that is out of its range."""
+        """The settings of the order; raises a ValueError if one is out of its range."""
         return OrderSettings(self.seed, self.chunk, self.lanes, self.window)
 
 

@@ -40,8 +40,8 @@ class Source:
         stored: The data set.
         weight: Weight in the mixture.
         where: Condition that its records meet, or None.
-        text: Text of its samples, see `texts.parse`; None for that of the mixture.
-        same_vae: True to believe that its latents are of the other sources' VAE.
+        text: Texts of its samples, see `texts.parse`; None for those of the mixture.
+        same_vae: Whether to trust that its latents come from the VAE of the other sources.
     """
 
     name: str
@@ -53,10 +53,10 @@ class Source:
     _kept: dict[str, Kept] = dataclasses.field(default_factory=dict, repr=False)
 
     def kept(self, split: str, keys: Callable[[int], Iterator[np.ndarray]]) -> Kept | None:
-        """The records of a split that the condition keeps; None for all. Read at the first call.
+        """Reads, at its first call, the records of a split that the condition keeps; None for all.
 
         Raises:
-            ValueError, OSError: As of `filters.find_kept`.
+            ValueError, OSError: As `filters.find_kept`.
         """
         found = self.stored.split(split)
         if self.where is None or found is None:
@@ -67,7 +67,7 @@ class Source:
         return self._kept[split]
 
     def identity(self, split: str) -> dict[str, str]:
-        """The data set and, if there is one, the condition with its columns' checksums."""
+        """Returns the identity of the data set and of its condition, with columns' checksums."""
         found = {'data_set': self.stored.identity(split)}
         if self.where:
             found['where'] = filters.identity(self.where, self.stored, split)
@@ -78,11 +78,11 @@ Mix: TypeAlias = Sequence[Mapping[str, Any] | Source]
 
 
 def open_mix(data: Data | Mix) -> tuple[Source, ...]:
-    """Opens the data sets of a mixture, or one alone.
+    """Opens the data sets of a mixture, or a single data set.
 
     Raises:
-        ValueError: It is not a mixture; a name or a source occurs twice; or a condition cannot be
-            read or compares a column that is not there.
+        ValueError: `data` is not a mixture; a name or a source occurs twice; or a condition has a
+            wrong syntax or compares a missing column.
         OSError: There is no data set, or its metadata cannot be read.
     """
     if not isinstance(data, Sequence) or isinstance(data, str):
@@ -146,11 +146,11 @@ def _short_name(stored: StoredDataset) -> str:
 def choose_texts(
     sources: Sequence[Source], text: texts.Spec, features: Sequence[str] = tuple(schema.TEXT_DTYPES)
 ) -> list[texts.Chosen]:
-    """The texts of each source, padded to the longest of all.
+    """Chooses the texts of each source, padded to the longest of all sources.
 
     Raises:
-        ValueError: As of `texts.choose`; or one model cannot read all of them, and they are among
-            the features.
+        ValueError: As `texts.choose`; or `features` asks for texts, and no single model can read
+            those of all sources.
     """
     found = [x.stored.choose_texts(text if x.text is None else x.text) for x in sources]
     if not schema.TEXT_DTYPES.keys() & set(features):
@@ -167,7 +167,7 @@ def choose_texts(
 
 
 def stats(sources: Sequence[Source], text: texts.Spec) -> DatasetStats:
-    """The statistics of a mixture by its weights, of latents and of the texts asked for.
+    """Returns the statistics of latents and texts over a mixture, by its weights.
 
     Stages do not change them.
 
@@ -203,11 +203,11 @@ def stats(sources: Sequence[Source], text: texts.Spec) -> DatasetStats:
 
 
 def check_latents(sources: Sequence[Source]) -> None:
-    """Checks that latents are of one VAE, as far as data sets tell.
+    """Checks that the statistics of all latents can come from one VAE.
 
     Raises:
-        ValueError: They have other channels, or statistics too far apart for one VAE in a source
-            without `same_vae`.
+        ValueError: Numbers of channels differ; or the statistics of a source without `same_vae` are
+            too far from those of the first source.
     """
     names = schema.META_LATENT_MEAN, schema.META_LATENT_STD
     known = [x for x in sources if x.stored.metadata.keys() >= set(names)]

@@ -39,7 +39,7 @@ process_settings.end_iterators_at_exit()
 
 
 def train(asked: Training, opened: Sequence[Opened] | None) -> tf.data.Dataset:
-    """`input_pipeline.train_dataset`."""
+    """Implements `input_pipeline.train_dataset`."""
     if opened is None:
         return _prefetched(_train_ordinary(_without_lanes(asked)), asked)
     reader = TrainReader(asked, opened)
@@ -80,7 +80,7 @@ def _without_lanes(asked: Training) -> Training:
 
 
 def evaluate(asked: Reading, opened: Sequence[Opened] | None) -> tf.data.Dataset:
-    """`input_pipeline.eval_dataset`; in the order of the shards, so nothing is interleaved."""
+    """Implements `input_pipeline.eval_dataset`, in the order of the shards."""
     if opened is None:
         return _prefetched(_eval_ordinary(asked), asked)
     reader = EvalReader(asked, opened[0])
@@ -91,7 +91,7 @@ def evaluate(asked: Reading, opened: Sequence[Opened] | None) -> tf.data.Dataset
 
 
 def train_batches(asked: Training, opened: Sequence[Opened] | None) -> Batches:
-    """What `train` gives, as NumPy's arrays."""
+    """Returns the batches of `train` as NumPy arrays."""
     if opened is None:
         asked = _without_lanes(asked)
     asked = dataclasses.replace(asked, data=asked.sources)  # which are not opened again
@@ -108,7 +108,7 @@ def train_batches(asked: Training, opened: Sequence[Opened] | None) -> Batches:
 
 
 def eval_batches(asked: Reading, opened: Sequence[Opened] | None) -> Batches:
-    """What `evaluate` gives, as NumPy's arrays."""
+    """Returns the batches of `evaluate` as NumPy arrays."""
     found = evaluate(asked, opened)
 
     def read(start: int) -> Iterator[dict[str, np.ndarray]]:

@@ -32,7 +32,7 @@ def key_words(keys: np.ndarray) -> np.ndarray:
 
 
 class Arrays(Resumable[dict[str, jax.Array]]):
-    """Batches on the devices; `step`, `get_state` and `set_state` count those that were taken.
+    """Batches on the devices; `step`, `get_state` and `set_state` count returned batches.
 
     Attributes:
         spec: Shape and dtype of each global array in a batch, by name.
@@ -40,7 +40,7 @@ class Arrays(Resumable[dict[str, jax.Array]]):
     """
 
     def __init__(self, batches: Batches, sharding: jax.sharding.Sharding, ahead: int):
-        """Takes batches, and continues after those that were taken before."""
+        """Takes an iterator of host batches, and continues at its position."""
         place = batches.place
 
         def read(start: Place) -> Iterator[dict[str, jax.Array]]:
@@ -62,9 +62,10 @@ class Arrays(Resumable[dict[str, jax.Array]]):
 
 
 def process_share(sharding: jax.sharding.Sharding) -> tuple[int, int]:
-    """Which part of a global batch this process holds, and of how many, by JAX.
+    """Returns which part of a global batch this process holds, and the number of parts.
 
-    Processes that hold the same rows, as with a batch that is copied to all devices, have one part.
+    Processes that hold the same rows, for example of a batch that is copied to all devices, share
+    one part.
 
     Args:
         sharding: Sharding of the leading axis.
@@ -92,27 +93,28 @@ def to_device(
     ahead: int = ...,
 ) -> Ahead[dict[str, jax.Array]]: ...
 def to_device(batches, sharding, ahead=2):
-    """Sends batches to the devices while earlier ones are being worked on.
+    """Sends batches to the devices while the devices use earlier ones.
 
-    Every process gives its rows of the global batch. `key` arrives as `key_words`; `caption`
-    stays behind, since devices hold no strings. A thread reads and sends: with a step of 20 ms and
-    batches of 256 on 2 busy cores the loop waited 0.3 to 0.8 ms for a batch, without it 2.8 to 4.2.
+    Every process passes its rows of the global batch. `key` arrives as `key_words`; `caption` is
+    left out, because devices hold no strings. A thread reads and sends: with a step of 20 ms and
+    batches of 256 on 2 busy cores, the loop waited 0.3 to 0.8 ms for a batch, and 2.8 to 4.2 ms
+    without the thread.
 
     Args:
-        batches: What `train_batches` or `eval_batches` gives, a data set of TensorFlow, or other
-            host batches.
-        sharding: Sharding of the leading axis; it is applied to every feature.
-        ahead: Batches that are on the devices, or on their way, before they are asked for.
+        batches: The result of `train_batches` or `eval_batches`, a `tf.data.Dataset`, or other host
+            batches.
+        sharding: Sharding of the leading axis of every feature.
+        ahead: Number of batches that are sent before they are needed.
 
     Returns:
-        An iterator of global arrays, the leading axis `b * process_count` long. It goes on after a
-        Ctrl-C; `close()` ends its thread. For batches that know their place it is an `Arrays`,
-        which knows it, too.
+        An iterator of global arrays with a leading axis of length `b * process_count`. It can be
+        used after a Ctrl-C; `close()` ends its thread. For batches with a position it is an
+        `Arrays`.
 
     Raises:
-        ValueError: `ahead` is less than 1; the batches are another process's part than JAX says; or
-            (others than those of `train_batches` when the first one comes) there is a column whose
-            numbers JAX would change, such as int64.
+        ValueError: `ahead` is less than 1; the batches are the part of another process than JAX
+            says; or JAX would change the numbers of a column, such as int64 (for batches of other
+            readers, the first batch raises this).
     """
     if ahead < 1:
         raise ValueError(f'ahead={ahead} must be at least 1; 2 lets one arrive while one is used')
