@@ -16,10 +16,9 @@ import input_pipeline
 from coyo11m_tfds import add_column, embed_captions, schema, verify
 from coyo11m_tfds.dataset import stored_dataset
 from coyo11m_tfds.storage import locks
-from tests import built, children, made_sources, runs
+from tests import built, children, made_sources
 from tests.reading import planned
 from tests.reading.batches import assert_same, check_memory, wait_until_idle
-from train_lib import data, sharding
 
 COLUMNS, CHECKSUMS = 'columns-3f9a1c20.json', 'checksums-3f9a1c20.json'
 ORDER = dict(batch_size=16, seed=0, lanes=4, chunk=32, window=64)
@@ -180,14 +179,6 @@ def test_tokens_and_embeddings_come_side_by_side(copy, other_embeddings, tmp_pat
     stats = input_pipeline.open_data(copy).stats('words')
     found = stats.num_tokens, stats.vocabulary, stats.text_max_tokens, stats.text_dim
     assert (*found, stats.text_mean) == (7, 1000, 7, 0, None)
-    message = r"features has 'text_embedding', expected 'tokens', which text='words' is"
-    with pytest.raises(ValueError, match=message):
-        input_pipeline.train_batches(copy, **ORDER, text='words')
-    with pytest.raises(ValueError, match=r"no feature 'score'; there are \[.*'words', 'other'\]"):
-        input_pipeline.train_batches(copy, **ORDER, features=('score',))
-    chunks = input_pipeline.train_batches(copy, **ORDER, engine='chunks', features=('words',))
-    rows = input_pipeline.train_batches(copy, **ORDER, engine='rows', features=('words',))
-    np.testing.assert_array_equal(next(chunks)['words'], next(rows)['words'])
 
 
 BAD = [
@@ -416,40 +407,6 @@ def test_what_is_no_data_set_is_refused(tmp_path, gcs, other_embeddings):
     assert list(gcs.objects('bucket')) == ['other'] and not list(tmp_path.iterdir())
 
 
-def test_a_column_that_is_not_there_is_named(copy, other_embeddings):
-    for read in (input_pipeline.train_batches, input_pipeline.eval_batches):
-        order = ORDER if read is input_pipeline.train_batches else {'batch_size': 16}
-        with pytest.raises(
-            ValueError, match=r"text='other': 'other' is not a column of text.*; there are \[\]"
-        ):
-            read(copy, text='other', **order)
-    with pytest.raises(ValueError, match="'other' is not a column of text embeddings"):
-        input_pipeline.open_data(copy).stats('other')
-    add_column.add(copy, 'other', other_embeddings)
-    shutil.copy(
-        copy / 'column_other-validation-3f9a1c20.npy', copy / 'column_other-train-3f9a1c20.npy'
-    )
-    with pytest.raises(ValueError, match=r'column_other-train-3f9a1c20.npy: holds .*, expected'):
-        input_pipeline.train_batches(copy, text='other', **ORDER)
-
-
-def test_the_trainer_takes_an_added_text(copy, sample_source, other_embeddings, tmp_path):
-    add_column.add(copy, 'other', other_embeddings)
-    batches = []
-    for text in ('', 'other'):
-        config = runs.small_config(copy, **{'data.text': text})
-        opened = data.TrainingData(config, sharding.make_mesh())
-        batches.append(next(opened.train_batches()))
-        assert opened.facts.stats.text_mean.shape == (640,)
-    first, second = batches
-    np.testing.assert_array_equal(first['key'], second['key'])
-    assert not np.array_equal(first[schema.TEXT_EMBEDDING], second[schema.TEXT_EMBEDDING])
-    bare = built.build(sample_source, '', tmp_path / 'bare')
-    add_column.add(bare, 'other', other_embeddings)
-    with pytest.raises(ValueError, match=r'no text embeddings.* --config\.data\.text: other$'):
-        data.TrainingData(runs.small_config(bare), sharding.make_mesh())
-
-
 def test_memory_counts_an_added_column(copy, tmp_path):
     keys = keys_of(copy)
     values = as_lists(np.zeros((len(keys), 4000), np.float32))
@@ -532,9 +489,3 @@ def test_a_column_in_a_bucket_is_read_as_from_a_disk(storage, copy, other_embedd
     storage.clear()
     next(read(DATA, features=('key',)))
     assert sum('column_' in r.path and r.action == 'read' for r in storage.requests) == 0
-    batches = read(DATA)
-    next(batches)
-    path = 'coyo11m_tfds/hash/1.0.0/column_half-train-3f9a1c20.npy'
-    storage.put('data', path, storage.objects('data')[path][:-1] + b'x')
-    with pytest.raises(OSError, match=f'{path} has changed since'):
-        list(itertools.islice(batches, 200))

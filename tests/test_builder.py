@@ -162,22 +162,6 @@ def test_a_built_data_set_is_reused_unless_it_is_to_be_overwritten(tmp_path: pat
     assert len(read(again, 'train')) == again.info.splits['train'].num_examples
 
 
-def overwrite(folder: pathlib.Path, out: pathlib.Path, **fields):
-    mode = tfds.GenerateMode.REUSE_CACHE_IF_EXISTS
-    return build(folder, out, {'download_mode': mode}, **fields)
-
-
-def test_the_old_data_set_stays_if_the_new_one_cannot_be_built(tmp_path: pathlib.Path):
-    source = made_sources.write_source(tmp_path / 'source', [range(20)])
-    final = pathlib.Path(build(source, tmp_path / 'out').data_dir)
-    before = files_of(final)
-    made_sources.latents_file(source, 0).write_bytes(b'damaged')
-    for folder in (tmp_path / 'missing', source):
-        with pytest.raises((ValueError, OSError)):
-            overwrite(folder, tmp_path / 'out')
-        assert files_of(final) == before
-
-
 def test_to_remove_the_folder_is_to_have_it_replaced(tmp_path: pathlib.Path):
     """So `tfds build --overwrite` begins, whatever may go wrong afterwards."""
     source = made_sources.write_source(tmp_path / 'source', [range(20)])
@@ -260,15 +244,6 @@ def test_a_sidecar_is_compared_by_what_it_says_about_itself(tmp_path: pathlib.Pa
         ValueError, match=r"text_embeddings is {.*'made-up'.*} there, '' is asked for"
     ):
         build(source, tmp_path / 'out')
-
-
-def test_the_default_config_is_told_even_if_the_first_build_could_not(tmp_path: pathlib.Path):
-    source = made_sources.write_source(tmp_path / 'source', [range(20)])
-    build(source, tmp_path / 'out')
-    told = tmp_path / 'out' / 'coyo11m_tfds' / '.config' / 'metadata.json'
-    told.unlink()
-    build(source, tmp_path / 'out')
-    assert json.loads(told.read_text()) == {'default_config_name': 'latents'}
 
 
 def test_a_data_set_that_is_there_needs_no_torch(tmp_path: pathlib.Path):

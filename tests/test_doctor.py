@@ -70,9 +70,7 @@ def test_what_fails_is_in_the_exit_status_and_in_the_document(command, tmp_path,
     ('argument', 'message'),
     [
         ('--build_config={"shard_bytes": 0}', 'shard_bytes is 0'),
-        ('--build_config={"shards": 0}', "unknown field 'shards'; the fields are name, "),
         ('--build_config=x', '--build_config=x: is not JSON'),
-        ('--build_config=["ab"]', '--build_config=["ab"]: expected a JSON object'),
         ('--timeout=inf', '--timeout: inf: expected a number above 0'),
     ],
 )
@@ -132,13 +130,6 @@ def test_disks_without_room(tmp_path):
     assert 'scratch_dir in the config' in found[1].mend
 
 
-def test_a_file_in_the_place_of_the_folder(tmp_path):
-    (tmp_path / 'file').touch()
-    [found] = doctor.check_disks({'data_dir': (str(tmp_path / 'file' / 'x'), 0)})
-    assert (found.status, 'is a file' in found.text) == ('fail', True)
-    assert 'another --data_dir' in found.mend
-
-
 @pytest.mark.parametrize(
     ('name', 'said'), [('nvidia0', 'a GPU'), ('accel0', 'a TPU'), ('nvidiactl', '')]
 )
@@ -156,8 +147,6 @@ def test_a_device_that_jax_does_not_see(tmp_path, monkeypatch, name, said):
         ('import time; time.sleep(60)', 'no answer within'),
         ('import os; os.kill(os.getpid(), 9)', 'memory ran out'),
         ('raise SystemExit("error: no device")', '^no device$'),
-        ('print("hello")', 'no answer, but: hello'),
-        ('', 'no answer'),
     ],
 )
 def test_a_process_that_gives_no_answer(code, message):
@@ -179,16 +168,6 @@ def test_a_bucket_that_lets_in_passes_and_keeps_nothing(gcs):
     assert (found.status, 'writing to' in found.text) == ('fail', True)
 
 
-def test_a_bucket_that_does_not_let_in(gcs):
-    found = doctor.check_place('data_dir', 'gs://no-such-bucket/d', writes=True)
-    assert found.status == 'fail'
-    assert 'gcloud storage buckets create gs://no-such-bucket' in found.text
-    gcs.inject(Fault('401', count=None))
-    found = doctor.check_place('source', 'gs://bucket/d')
-    assert (found.status, 'access was refused' in found.text) == ('fail', True)
-    assert found.mend == 'gcloud auth application-default login'
-
-
 def test_a_hub(hub):
     hub.commit({'a.txt': b'x'})
     assert doctor.check_place('source', 'hf://datasets/owner/name').status == 'pass'
@@ -196,15 +175,6 @@ def test_a_hub(hub):
     assert (found.status, found.mend) == ('fail', 'hf auth login')
     found = doctor.check_place('data_dir', 'hf://datasets/owner/name', writes=True)
     assert (found.status, 'cannot be written to' in found.text) == ('fail', True)
-    hub.inject(Fault('403', count=None))
-    found = doctor.check_place('source', 'hf://datasets/owner/name')
-    assert (found.status, found.mend) == ('fail', 'hf auth login')
-
-
-@pytest.mark.parametrize('url', ['s3://bucket/d', 'gs://'])
-def test_other_places(url):
-    found = doctor.check_place('source', url)
-    assert (found.status, f'{url}: expected a local path' in found.text) == ('fail', True)
 
 
 # --- The source -----------------------------------------------------------------------------------
@@ -252,23 +222,6 @@ def test_a_remote_source_is_timed_by_its_storage(gcs, tmp_path, monkeypatch):
     assert 0 < read <= (folder / schema.CAPTIONS_FILE).stat().st_size
 
 
-def test_many_rows_that_are_left_out_are_a_warning(tmp_path):
-    folder = made_sources.write_source(tmp_path / 's', [range(40)])
-    made_sources.write_captions(folder, {key: f'Caption {key}.' for key in range(30)})
-    line = doctor.describe('s', doctor.dry_run(folder, SETTINGS))
-    assert line.status == 'warn'
-    assert 'left out: 10 no_row (25.0% of the rows)' in line.text
-
-
-def test_what_is_wrong_with_the_captions_is_named(tmp_path):
-    folder = made_sources.write_source(tmp_path / 's', [range(40)])
-    with pytest.raises(ValueError, match=r"lacks the column 'nonesuch'; its columns are .*caption"):
-        doctor.dry_run(folder, BuildSettings(caption_column='nonesuch'))
-    os.truncate(folder / schema.CAPTIONS_FILE, 100)
-    with pytest.raises(ValueError, match='cannot be read as Parquet'):
-        doctor.dry_run(folder, SETTINGS)
-
-
 # --- Encoders -------------------------------------------------------------------------------------
 
 
@@ -276,9 +229,3 @@ def test_many_captions_make_an_encoder_slow():
     found = doctor.check_encoder('hash', num_captions=10**12, seconds=60)
     assert (found.status, 'embeddings of 640 numbers' in found.text) == ('warn', True)
     assert 'GPU' in found.mend
-
-
-def test_an_encoder_that_does_not_load_fails_with_its_message():
-    found = doctor.check_encoder('hf:/no/such/folder', num_captions=10, seconds=60)
-    assert found.status == 'fail'
-    assert '/no/such/folder' in found.text and 'Traceback' not in found.text

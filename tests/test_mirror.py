@@ -183,38 +183,6 @@ def test_mixed_faults(gcs, on_hub, hub, tmp_path, monkeypatch):
     assert _in_bucket(gcs) == _in_bucket(gcs, 'again/') == _read(tmp_path / 'back') == FILES
 
 
-@pytest.mark.parametrize('side', ['hub', 'bucket'])
-def test_a_file_that_is_refused(gcs, on_hub, hub, tmp_path, side):
-    refused = f'{LATENTS}/000010-000019.pt'
-    server, action = (hub, 'resolve') if side == 'hub' else (gcs, 'upload')
-    server.inject(Fault('403', count=None, match=refused if side == 'hub' else '', action=action))
-    mends = 'hf auth login' if side == 'hub' else 'gcloud auth application-default login'
-    with pytest.raises(PermissionError, match=mends):
-        mirror.mirror(on_hub, 'gs://bucket/to', scratch_dir=tmp_path, parallel=1)
-    before = _in_bucket(gcs)
-    assert set(before.items()) < set(FILES.items())
-    server.heal()
-    summary = mirror.mirror(on_hub, 'gs://bucket/to', scratch_dir=tmp_path)
-    assert summary.num_copied == len(FILES) - len(before)
-    assert _in_bucket(gcs) == FILES
-
-
-def test_an_error_ends_the_other_files_soon(hub, tmp_path, monkeypatch):
-    monkeypatch.setenv('COYO11M_STALL_SECONDS', '0.5')
-    files = _make_files(900_000)
-    hub.commit(files)
-    hub.inject(Fault('403', match='resolve .*000000-000009.pt'))
-    # The others come a bit further with every request.
-    hub.inject(Fault('stall', count=None, action='read', after_bytes=300_000))
-    with pytest.raises(PermissionError):
-        mirror.mirror('hf://datasets/owner/name', tmp_path / 'to', parallel=5)
-    assert _read(tmp_path / 'to') == {}
-    assert len(hub.requests) < 20
-    hub.heal()
-    assert mirror.mirror('hf://datasets/owner/name', tmp_path / 'to').num_copied == 5
-    assert _read(tmp_path / 'to') == files
-
-
 # --- Kills ------------------------------------------------------------------------------------
 
 
@@ -291,19 +259,9 @@ def test_empty_text_is_no_folder(local, tmp_path, monkeypatch):
         mirror.mirror(local, tmp_path / 'to', parallel=0)
 
 
-def test_buckets_that_do_not_exist(gcs, local, tmp_path):
-    with pytest.raises(OSError, match=r'^gs://no-such-bucket: there is no such bucket'):
-        mirror.mirror(local, 'gs://no-such-bucket/to')
-    with pytest.raises(OSError, match=r'^gs://no-such-bucket: there is no such bucket'):
-        mirror.mirror('gs://no-such-bucket/from', tmp_path / 'to')
-    assert not (tmp_path / 'to').exists()
-
-
 def test_a_scratch_folder_that_is_too_small(gcs, on_hub, tmp_path):
     with pytest.raises(ValueError, match=r'parquet has 300\.0 kB, but .* 300\.0 kB.*--scratch_gb'):
         mirror.mirror(on_hub, 'gs://bucket/to', scratch_dir=tmp_path, scratch_bytes=300_000)
-    with pytest.raises(ValueError, match="scratch_dir is 'gs://bucket/s', expected a local folder"):
-        mirror.mirror(on_hub, 'gs://bucket/to', scratch_dir='gs://bucket/s')
     assert gcs.objects('bucket') == {}
 
 

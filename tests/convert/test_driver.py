@@ -1,19 +1,13 @@
 """Builds from beginning to end: alone, disturbed, killed, and several at a time."""
 
-import json
 import pathlib
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
 from tests import children, made_sources
 from tests.built import files_of
-from tests.checkout import CHECKOUT
 from tests.convert.build_kills import (
-    SETTINGS,
     Build,
     assert_only_the_data_set,
     final_folder,
@@ -157,60 +151,6 @@ def test_the_other_processes_of_a_job_wait_for_the_first(source, undisturbed, tm
     assert_only_the_data_set(final)
 
 
-@pytest.mark.parametrize('how', ['bad source', 'killed'])
-def test_who_waits_hears_soon_that_the_first_process_is_gone(source, tmp_path, how: str):
-    """Within 56 seconds by a lease of 40; here of 3."""
-    final = final_folder(tmp_path)
-    if how == 'bad source':
-        first = start_rank(0, tmp_path, final)
-    else:
-        first = start_rank(0, source, final)
-        children.wait_until(lambda: finished_shards(final) >= 2)
-    other = start_rank(1, source, final)
-    if how == 'killed':
-        time.sleep(1)
-        first.kill()
-    begin = time.monotonic()
-    ended = other.end()
-    if how != 'killed' or not is_complete(final):
-        assert ended.returncode
-        [last] = ended.stderr.splitlines()[-1:]
-        assert last.startswith('RuntimeError') and 'has failed or was killed' in last
-    assert time.monotonic() - begin < 30
-    first.end()
-
-
 def test_only_the_first_process_of_a_job_may_overwrite(source, tmp_path):
     ended = start_rank(1, source, final_folder(tmp_path), overwrite=True).end()
     assert 'Overwrite it with one process' in ended.stderr.splitlines()[-1]
-
-
-def test_a_full_disk_ends_it_and_what_is_finished_stays(source, undisturbed, tmp_path):
-    """A small file system that fills up during the build; skips where none may be mounted."""
-    disk = tmp_path / 'disk'
-    disk.mkdir()
-    final = final_folder(disk)
-    script = f"""
-mount -t tmpfs -o size=17m none {disk} || exit 77
-{sys.executable} -m tests.convert.build_program {source} {final} \
-    '{{"scratch_dir": "{tmp_path}/scratch"}}' '{json.dumps(SETTINGS)}' > {tmp_path}/log 2>&1 &
-until ls {final}/building-*/*.tfrecord*.json > {tmp_path}/ls 2>&1; do sleep 0.002; done
-head -c 17M /dev/zero > {disk}/filler 2> {tmp_path}/filler
-wait $!
-test $? = 1 || exit 1
-rm {disk}/filler
-cp -r {disk} {tmp_path}/kept
-"""
-    command = ['unshare', '--user', '--map-root-user', '--mount', 'bash', '-c', script]
-    ended = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
-    if ended.returncode == 77 or 'Operation not permitted' in ended.stderr:
-        pytest.skip(f'cannot mount here: {ended.stderr.strip()}')
-    log = (tmp_path / 'log').read_text()
-    assert ended.returncode == 0, log
-    assert log.splitlines()[-1].startswith('OSError'), log
-    assert 'No space left' in log.splitlines()[-1]
-    kept = final_folder(tmp_path / 'kept')
-    assert not is_complete(kept)
-    assert finished_shards(kept) > 0
-    run(source, kept)
-    assert files_of(kept) == undisturbed

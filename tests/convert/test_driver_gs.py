@@ -1,13 +1,11 @@
 """Builds from a bucket to a bucket: whatever goes wrong on the way, the same bytes arrive."""
 
 import pathlib
-import signal
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
-from tests import children, made_sources
+from tests import made_sources
 from tests.built import files_of
 from tests.convert import build_kills
 from tests.fakes.cloud import Fault, Gcs, fake_gcs
@@ -20,10 +18,7 @@ PASSING = [kind for kind in KINDS if kind not in ('401', '403')]
 
 @pytest.fixture(scope='module')
 def source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    folder = made_sources.write_source(tmp_path_factory.mktemp('source'), FILES)
-    embeddings = {key: np.full(8, key) for key in range(90)}
-    made_sources.write_sidecar(folder / 'embeddings.parquet', embeddings, folder)
-    return folder
+    return made_sources.write_source(tmp_path_factory.mktemp('source'), FILES)
 
 
 @pytest.fixture(scope='module')
@@ -134,57 +129,3 @@ def test_a_lasting_fault_is_one_clear_error_and_what_is_finished_stays(
     assert builder.build(final) == 'built here'
     assert files_at(cloud, final) == undisturbed
     assert place == 'source' or finished
-
-
-def test_a_bucket_that_does_not_exist_is_named_before_anything_is_read(cloud, builder):
-    cloud.clear()
-    outcome = builder.build('gs://no-such-bucket/coyo11m_tfds/x/1.0.0')
-    assert outcome == (
-        'OSError: gs://no-such-bucket: there is no such bucket. Make it with `gcloud storage '
-        'buckets create gs://no-such-bucket`, or correct the name.'
-    )
-    assert not any(request.path.startswith('source/') for request in cloud.requests)
-
-
-def test_a_sidecar_may_be_in_a_bucket(cloud, builder, source, tmp_path):
-    final = final_url('embeddings')
-    embeddings = f'{SOURCE}/embeddings.parquet'
-    assert builder.build(final, text_embeddings=embeddings) == 'built here'
-    local = build_kills.final_folder(tmp_path)
-    settings = {'text_embeddings': str(source / 'embeddings.parquet')}
-    build_kills.run(source, local, settings=settings)
-    assert files_at(cloud, final) == files_of(local)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('settings', [{}, {'shard_bytes': 300_000}], ids=['equal', 'other'])
-def test_a_builder_that_has_lost_its_lease_does_no_harm(
-    cloud, builder, undisturbed, tmp_path, settings: dict
-):
-    """It sleeps while another one builds; one of the same plan goes on, of another is refused."""
-    final = final_url(f'asleep-{len(settings)}')
-    env = cloud.env | {'COYO11M_LEASE_SECONDS': '2'}
-    cloud.latency = 0.05  # so that there is time to stop it
-    asleep = build_kills.start(SOURCE, final, env=env, settings=settings, scratch_dir=str(tmp_path))
-    children.wait_until(lambda: any('asleep' in n and '/building-' in n for n in objects(cloud)))
-    asleep.send_signal(signal.SIGSTOP)
-    cloud.latency = 0
-    build_kills.run(SOURCE, final, env=env, scratch_dir=str(tmp_path / 'other'))
-    asleep.send_signal(signal.SIGCONT)
-    ended = asleep.end()
-    if settings:
-        assert 'FileExistsError' in ended.stderr.splitlines()[-1]
-        assert 'took over' in ended.stderr
-    else:
-        assert ended.returncode == 0, ended.stderr
-    found = {n.removeprefix(final.removeprefix('gs://data/') + '/'): d for n, d in all_at(cloud)}
-    assert undisturbed.items() <= found.items()
-    assert builder.build(final, shard_bytes=500_000) == 'built elsewhere'
-
-
-def all_at(cloud: Gcs) -> list[tuple[str, bytes]]:
-    return list(cloud.objects('data').items())
-
-
-def objects(cloud: Gcs) -> list[str]:
-    return list(cloud.objects('data'))
