@@ -1,1 +1,1 @@
-"""The files of a data set: records, chunk index, columns and checksums; and how it is opened."""
+"""The files of a data set (records, chunk index, columns, checksums), and how readers open it."""

@@ -35,11 +35,11 @@ class ChunkIndex:
     """Byte offsets of every `schema.CHUNK_STRIDE`-th record of every shard.
 
     Attributes:
-        shard_lengths: Number of records of each shard, int64 `(num_shards,)`.
+        shard_lengths: Number of records in each shard, int64 `(num_shards,)`.
     """
 
     def __init__(self, flat: np.ndarray):
-        """Takes the array of the file as int64, or as uint32, which takes half of the memory.
+        """Takes the array in the file, as int64 or, to halve the memory, as uint32.
 
         Raises:
             ValueError: The array does not follow the format.
@@ -58,7 +58,7 @@ class ChunkIndex:
     def load(
         cls, data_dir: str | os.PathLike[str], split: str, build: str = ''
     ) -> 'ChunkIndex | None':
-        """Reads the index of a split; None if there is none.
+        """Reads the index of a split; None if the data set has none.
 
         Raises:
             DamagedError: The stored file is damaged.
@@ -82,10 +82,10 @@ class ChunkIndex:
 
     @classmethod
     def parse(cls, data: bytes) -> 'ChunkIndex':
-        """Takes the content of an index file.
+        """Parses the content of an index file.
 
         Raises:
-            ValueError: It is damaged.
+            ValueError: The content is damaged.
         """
         return cls(_read_compact(io.BytesIO(data), len(data)))
 
@@ -97,11 +97,11 @@ class ChunkIndex:
         Args:
             shard: Number of the shard.
             first: First record, a multiple of `schema.CHUNK_STRIDE`.
-            count: Number of records, at least 1; a multiple of `schema.CHUNK_STRIDE`, or what
-                reaches the end of the shard.
+            count: Number of records, at least 1: a multiple of `schema.CHUNK_STRIDE`, or all up to
+                the end of the shard.
 
         Returns:
-            `(offset, nbytes)`, int64, of the arguments' common shape.
+            `(offset, nbytes)`, int64, in the common shape of the arguments.
 
         Raises:
             ValueError: A range starts or ends where the index has no offset.
@@ -146,7 +146,7 @@ def save(
         split: Name of the split.
         shard_lengths: Number of records of each shard.
         offsets: Byte offsets of the records 0, 32, 64, ... of each shard.
-        shard_sizes: bytes of each shard's file.
+        shard_sizes: Size of each shard in bytes.
         build: ID of the build.
     """
     parts = [

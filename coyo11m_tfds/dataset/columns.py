@@ -1,4 +1,4 @@
-"""Columns: features outside the records, as rows of a fixed size in other files.
+"""Columns: features that lie outside the records, as rows of a fixed size in other files.
 
     column = columns.read(folder, build)['latents']     # {} for a data set without columns
     column.files[3].path, column.files[3].starts    # a file, and where its latents begin
@@ -40,16 +40,16 @@ _DTYPES = {np.dtype(code).name for code in np.typecodes['AllInteger'] + 'efd'}
 class ColumnFile:
     """A file of the source that holds latents.
 
-    Piece p of row r lies at `starts[p] + r * stride`, in bytes. A row has several pieces where its
-    crops lie apart, which are as many as pieces or a multiple of them.
+    Piece p of row r lies at byte `starts[p] + r * stride`. If the crops of a row lie apart, the row
+    has several pieces with one or more crops each.
 
     Attributes:
         path: Absolute path, or URL on gs://.
         version: Version of a remote file, see `SourceFile`; '' for a local one.
         digest: Digest of the file's outline, see `outline.digest`.
-        starts: Where each piece of row 0 begins.
-        stride: Bytes from a row to the next; less than a row in files that tell where each row
-            begins, whose rows are numbered by that place.
+        starts: Offset of each piece of row 0.
+        stride: Bytes from one row to the next. It is less than a row in formats with an offset for
+            each row; there the numbers of rows, times `stride`, are their offsets.
     """
 
     path: str
@@ -59,13 +59,13 @@ class ColumnFile:
     stride: int
 
     def check(self, found: SourceFile | None) -> SourceFile:
-        """Compares the file with what it was, and returns it; reads no rows.
+        """Compares a file with its description and returns it; reads no rows.
 
         Args:
-            found: File that is there now, None for a missing one.
+            found: The file at `path` now; None if it is missing.
 
         Raises:
-            ValueError: The file is missing, or another one.
+            ValueError: The file is missing or has changed.
         """
         if found is None:
             raise ValueError(f'{self.path} is missing, and latents are in it. {_RESTORE}')
@@ -79,7 +79,7 @@ class ColumnFile:
 
 
 def other_file(path: str, what: str, now: str, before: str) -> ValueError:
-    """The error for a file of latents that is not what it was."""
+    """Returns the error for a file of latents that has changed since the build."""
     return ValueError(
         f'{path}: has changed since the data set was built, and latents lie in it: its {what} '
         f'{now}, expected {before}. {_RESTORE}'
@@ -88,14 +88,14 @@ def other_file(path: str, what: str, now: str, before: str) -> ValueError:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """Latents in files of the source.
+    """A column of latents in the files of the source.
 
     Attributes:
         name: Name of the feature.
         dtype: Dtype of its numbers, one of `schema.LATENT_DTYPES`.
         shape: Shape of a row, `(crops, C, H, W)`.
         files: Files with its rows.
-        build: ID of the build that described it.
+        build: ID of the build that wrote this description.
         crc32c: CRC-32C of the places of each split, 8 hex digits.
     """
 
@@ -108,34 +108,34 @@ class Column:
 
     @property
     def is_remote(self) -> bool:
-        """True if reading it waits for a network."""
+        """Whether its files are on a network."""
         return any(source_files.is_remote(file.path) for file in self.files)
 
     @property
     def row_nbytes(self) -> int:
-        """Bytes of a row, all pieces together."""
+        """Size of a row in bytes, with all pieces."""
         return schema.latents_nbytes(self.dtype, self.shape)
 
     def find_files(self) -> list[SourceFile | None]:
-        """The files that are at the paths of `files` now, None for missing ones."""
+        """Finds the files at the paths of `files`; None for missing ones."""
         folders = {os.path.dirname(file.path) for file in self.files}
         listed = [stored_files.list_folder(folder, missing_ok=True) for folder in sorted(folders)]
         found = {file.path: file for files in listed for file in files.values()}
         return [found.get(file.path) for file in self.files]
 
     def check_files(self) -> list[SourceFile]:
-        """The files, each after `ColumnFile.check`, which may raise."""
+        """Returns the files after `ColumnFile.check`, which may raise, of each."""
         found = zip(self.files, self.find_files(), strict=True)
         return [file.check(there) for file, there in found]
 
     def locate(self, folder: str | os.PathLike[str], split: str, num_records: int) -> np.ndarray:
-        """Number of the file, row in it and its CRC-32C for each record; uint32 `(n, 3)`.
+        """Returns the file's number, the row and its CRC-32C for each record; uint32 `(n, 3)`.
 
         The array is memory-mapped, or read whole from gs://: 12 bytes a record.
 
         Raises:
-            ValueError: The file is missing or damaged, or not as long as the split.
-            OSError: It cannot be read.
+            ValueError: The file is missing or damaged, or has another length than the split.
+            OSError: The file cannot be read.
         """
         path = os.path.join(folder, file_name(self.name, split, self.build))
         try:
@@ -154,17 +154,18 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class AddedColumn:
-    """Values in files beside the shards, a row a record, in their order.
+    """A column in files beside the shards, with one row for each record, in the records' order.
 
     Attributes:
         name: Name of the column.
-        dtype: NumPy's name of its dtype.
+        dtype: NumPy's name of the dtype.
         shape: Shape of a row: `(n,)` for n numbers, `()` for a single one.
         files: Name of the file of each split.
         crc32c: CRC-32C of the values of each split, 8 hex digits.
-        feature: Feature of the records that it can replace; '' for none.
-        mean, std: Statistics of each number of text embeddings over the train split, else empty.
-        encoder: `sidecar.Header` of embeddings and tokens, else {}.
+        feature: Feature of the records that this column can replace; '' for none.
+        mean, std: Statistics of each dimension of text embeddings over the train split; empty for
+            other columns.
+        encoder: Fields of `sidecar.Header` for embeddings and tokens; {} for other columns.
     """
 
     name: str
@@ -179,7 +180,7 @@ class AddedColumn:
 
     @property
     def row_nbytes(self) -> int:
-        """Bytes of a row in a batch; in a file its CRC-32C follows."""
+        """Size of a row's values in bytes; in the file their CRC-32C follows."""
         return np.dtype(self.dtype).itemsize * math.prod(self.shape)
 
     def locate(
@@ -188,8 +189,8 @@ class AddedColumn:
         """Returns the file of a split, the offset of its first row, and the dtype of its rows.
 
         Raises:
-            ValueError: The file is missing, or not as long as the split.
-            OSError: It cannot be read.
+            ValueError: The file is missing, or has another length than the split.
+            OSError: The file cannot be read.
         """
         if split not in self.files:
             raise ValueError(f'{folder}: its column {self.name!r} has no split {split!r}.')
@@ -210,10 +211,10 @@ class AddedColumn:
 
 
 class Writer:
-    """Writes the file of an added column: the values of each record, and their CRC-32C.
+    """Writes the file of an added column: the values of each record, each row with its CRC-32C.
 
-    The CRC-32C of all values stands in the header, at the end of a field's name, and in the
-    description of the columns, so that readers do not take the file of another column for this one.
+    The header (at the end of a field's name) and the description of the columns hold the CRC-32C of
+    all values, so that readers notice the file of another column.
     """
 
     def __init__(
@@ -236,7 +237,7 @@ class Writer:
         self._file.write(rows.data)
 
     def finish(self) -> str:
-        """Completes the file; returns its checksum for `AddedColumn`."""
+        """Completes the file; returns the checksum for `AddedColumn`."""
         self._file.seek(0)
         self._write_header()
         return f'{self._crc32c:08x}'
@@ -249,10 +250,10 @@ class Writer:
 
 
 class RowScan:
-    """Takes the file of an added column in blocks, and compares its rows with their CRC-32C.
+    """Checks the file of an added column block by block: compares each row with its CRC-32C.
 
     Attributes:
-        crc32c: CRC-32C of the blocks so far.
+        crc32c: CRC-32C of all blocks so far.
     """
 
     def __init__(self, start: int, dtype: np.dtype):
@@ -283,7 +284,7 @@ class RowScan:
 
     @property
     def problem(self) -> str:
-        """The damage of the rows; '' for none."""
+        """Describes the damage of the rows; '' if there is none."""
         if self._num_wrong > 1:
             return f'{self._first_wrong}; so have {self._num_wrong - 1} more rows others'
         of_values = f'{self._values_crc32c:08x}'
@@ -293,12 +294,12 @@ class RowScan:
 
 
 def wrong_row(row: int, found: int, expected: int) -> str:
-    """The message about a row with another CRC-32C."""
+    """Returns the message about a row with a wrong CRC-32C."""
     return f'row {row} has CRC-32C {found:08x}, expected {expected:08x}'
 
 
 def row_dtype(dtype: np.typing.DTypeLike, shape: tuple[int, ...], crc32c: int) -> np.dtype:
-    """The dtype of a row in the file of an added column; `crc32c` is that of all values."""
+    """Returns the dtype of a row in the file of an added column; `crc32c` is that of all values."""
     value = ('value', np.dtype(dtype).newbyteorder('<'), shape)
     return np.dtype([value, (f'crc32c_{crc32c:08x}', '<u4')])
 
@@ -316,19 +317,19 @@ def checksums(rows: np.ndarray) -> np.ndarray:
 
 
 def file_name(column: str, split: str, build: str = '') -> str:
-    """The name of the file with the values, or the places, of a column in one split."""
+    """Returns the name of the file with a column's values, or places, in one split."""
     return schema.of_build(f'column_{column}-{split}.npy', build)
 
 
 def is_file_name(name: str) -> bool:
-    """True for a name of `file_name`."""
+    """Whether `file_name` can have returned this name."""
     return name.startswith('column_') and name.endswith('.npy') and '/' not in name
 
 
 def left_over(
     names: Iterable[str], columns: Mapping[str, Column | AddedColumn], build: str
 ) -> set[str]:
-    """Names of files of columns that no column names: a killed command left them."""
+    """Returns the files of columns that no column names, left by a killed command."""
     used = {
         file for x in columns.values() if isinstance(x, AddedColumn) for file in x.files.values()
     }
@@ -339,7 +340,7 @@ def left_over(
 def write(
     folder: str | os.PathLike[str], columns: Mapping[str, Column | AddedColumn], build: str = ''
 ) -> None:
-    """Describes the columns of a build in a local folder; replaces what is there."""
+    """Writes the description of a build's columns into a local folder; replaces an old one."""
     kinds = {Column: IN_PLACE, AddedColumn: _BESIDE}
     described = {
         name: {'kind': kinds[type(column)], **dataclasses.asdict(column)}
@@ -352,7 +353,7 @@ def write(
 
 
 def read(folder: str | os.PathLike[str], build: str = '') -> dict[str, Column | AddedColumn]:
-    """The columns of a data set, local or on gs://, by feature; {} for one without columns.
+    """Reads the columns of a data set, local or on gs://, by feature; {} if it has none.
 
     Args:
         folder: Folder of the data set.
@@ -360,7 +361,7 @@ def read(folder: str | os.PathLike[str], build: str = '') -> dict[str, Column | 
 
     Raises:
         DamagedError: The description is damaged.
-        OSError: It cannot be read.
+        OSError: The description cannot be read.
     """
     path = os.path.join(folder, schema.of_build(schema.COLUMNS_FILE, build))
     data = manifest.read_file(path)
@@ -373,10 +374,10 @@ def read(folder: str | os.PathLike[str], build: str = '') -> dict[str, Column | 
 
 
 def parse(data: bytes) -> dict[str, Column | AddedColumn]:
-    """The columns, from the content of `schema.COLUMNS_FILE`.
+    """Parses the content of `schema.COLUMNS_FILE`.
 
     Raises:
-        ValueError: It is damaged, or of another format.
+        ValueError: The content is damaged, or in another format.
     """
     try:
         found = manifest.parse_sealed(data, 'columns')
@@ -449,7 +450,7 @@ def _load_places(path: str, crc32c: str) -> np.ndarray:
 
 
 def array_crc32c(array: np.ndarray) -> str:
-    """The CRC-32C of the bytes of a contiguous array, in 8 hex digits."""
+    """Returns the CRC-32C of a contiguous array's bytes, in 8 hex digits."""
     return f'{google_crc32c.value(array.reshape(-1).view(np.uint8)):08x}'
 
 

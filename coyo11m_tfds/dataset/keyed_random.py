@@ -3,8 +3,8 @@
     key = keyed_random.derive(seed, purpose, epoch)     # uint64
     keyed_random.Permutation(10**9, key).apply(np.arange(8))
 
-They are the same on every machine and with every version of NumPy. NumPy guarantees this for the
-streams of its bit generators, but not for the numbers of `Generator`.
+The numbers are the same on every machine and with every version of NumPy. NumPy gives this
+guarantee for its bit generators, but not for `Generator`.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ SHIFTS = (30, 27, 31)
 
 
 def splitmix64(x: np.ndarray | int) -> np.ndarray:
-    """Mixes uint64 values of any shape; a bijection, so different values stay different."""
+    """Mixes uint64 values of any shape, as a bijection: different values stay different."""
     with np.errstate(over='ignore'):
         z = np.asarray(x, np.uint64) + np.uint64(GOLDEN)
         z = (z ^ (z >> np.uint64(SHIFTS[0]))) * np.uint64(MULTIPLIERS[0])
@@ -26,7 +26,7 @@ def splitmix64(x: np.ndarray | int) -> np.ndarray:
 
 
 def derive(seed: int, *numbers: int | np.ndarray) -> np.ndarray:
-    """Hashes the numbers in turn into the seed; uint64 of the numbers' common shape."""
+    """Hashes the numbers in turn into the seed; returns uint64 in their common shape."""
     key = splitmix64(seed & 0xFFFFFFFFFFFFFFFF)
     for number in numbers:
         key = splitmix64(key ^ np.asarray(number).astype(np.uint64))
@@ -34,13 +34,13 @@ def derive(seed: int, *numbers: int | np.ndarray) -> np.ndarray:
 
 
 class Permutation:
-    """A permutation of `range(size)` that depends on a 64-bit key, computed and not stored.
+    """A permutation of `range(size)` that is computed from a 64-bit key without a table.
 
     It is a Feistel network of splitmix64 rounds (Luby and Rackoff, "How to construct pseudorandom
     permutations from pseudorandom functions", 1988) on the smallest domain of an even number of
-    bits; values outside the range go through it again ("cycle walking": Black and Rogaway, "Ciphers
-    with arbitrary finite domains", 2002). On a small domain its halves are too narrow to be random,
-    so up to `TABLE_SIZE` a sorted table of hashes takes its place.
+    bits; values outside the range pass it again ("cycle walking": Black and Rogaway, "Ciphers with
+    arbitrary finite domains", 2002). On a small domain the halves are too narrow to be random, so a
+    sorted table of hashes replaces the network up to `TABLE_SIZE`.
     """
 
     TABLE_SIZE = 2**16
@@ -58,13 +58,13 @@ class Permutation:
             self._inverse = np.argsort(self._table)
 
     def apply(self, place: np.ndarray) -> np.ndarray:
-        """The number at each place; int64, same shape."""
+        """Returns the number at each place; int64, same shape."""
         if self._table is not None:
             return self._table[place]
         return self._walk(place, self._round_keys)
 
     def invert(self, value: np.ndarray) -> np.ndarray:
-        """The place at which each value stands; int64, same shape."""
+        """Returns the place of each number; int64, same shape."""
         if self._inverse is not None:
             return self._inverse[value]
         # Run backwards, a Feistel network is itself with its halves and its rounds turned round.

@@ -19,11 +19,11 @@ _FORMAT = 1
 
 
 class DamagedError(ValueError):
-    """A file of a data set does not hold what was written; the message names it."""
+    """A file of a data set differs from what was written; the message names the file."""
 
 
 def write(folder: str | os.PathLike[str], files: Mapping[str, FileState], build: str = '') -> None:
-    """Writes `schema.CHECKSUMS_FILE` of a build into a local folder, the same bytes always."""
+    """Writes `schema.CHECKSUMS_FILE` of a build into a local folder, deterministically."""
     states = {
         name: {'size': state.size, 'crc32c': f'{state.crc32c:08x}'}
         for name, state in sorted(files.items())
@@ -35,7 +35,7 @@ def parse(data: bytes) -> dict[str, FileState]:
     """Returns the states of the files by name, from the content of `schema.CHECKSUMS_FILE`.
 
     Raises:
-        ValueError: It is damaged, or of another format.
+        ValueError: The content is damaged, or in another format.
     """
     try:
         return {name: _state(**state) for name, state in parse_sealed(data, 'files').items()}
@@ -50,7 +50,7 @@ def _state(size: int, crc32c: str) -> FileState:
 
 
 def write_sealed(folder: str | os.PathLike[str], name: str, what: str, entries: Any) -> None:
-    """Writes a JSON file with a digest of its content, in place of the one that is there."""
+    """Writes a JSON file with a digest of its content; replaces an old one."""
     content = {'format': _FORMAT, what: entries}
     path = os.path.join(folder, name)
     with open(f'{path}.part', 'w') as file:
@@ -60,10 +60,10 @@ def write_sealed(folder: str | os.PathLike[str], name: str, what: str, entries: 
 
 
 def parse_sealed(data: bytes, what: str) -> Any:
-    """The entries in the content of a file of `write_sealed`.
+    """Parses the content of a file of `write_sealed` and returns its entries.
 
     Raises:
-        ValueError: It is damaged, or of another format.
+        ValueError: The content is damaged, or in another format.
     """
     try:
         content = json.loads(data)
@@ -77,10 +77,10 @@ def parse_sealed(data: bytes, what: str) -> Any:
 
 
 def read_file(path: str) -> bytes | None:
-    """Reads a small file, local or on gs://; None if there is none.
+    """Reads a small file, local or on gs://; None if it is missing.
 
     Raises:
-        OSError: It cannot be read, or the storage cannot be reached.
+        OSError: The file cannot be read, or the storage cannot be reached.
     """
     try:
         file = source_files.describe(path)

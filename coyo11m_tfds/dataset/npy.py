@@ -17,8 +17,8 @@ def read_header(stream: BinaryIO, num_bytes: int) -> tuple[np.dtype, tuple[int, 
     """Reads the header of a file of version 1.0; returns dtype and shape of its array.
 
     Raises:
-        ValueError: The header is damaged, the array does not lie row after row, or does not fill a
-            file of `num_bytes`.
+        ValueError: The header is damaged, the array is not in C order, or the size of the file is
+            not `num_bytes`.
     """
     try:
         if np.lib.format.read_magic(stream) != (1, 0):

@@ -1,10 +1,10 @@
-"""The digest of a file of latents without its latents, to tell versions of it apart in a moment.
+"""A digest of a file of latents that reads none of the latents, to detect another version fast.
 
 outline.digest('000000-000009.pt')      # of the names, sizes and CRC-32s of its members
 outline.digest('shard.00000.mds')       # of its size, its beginning and its end
 
-Only the directory of a `.pt` file has checksums of what the file holds. Other files may change
-between beginning and end without another digest; their rows in place have checksums of their own.
+The directory of a `.pt` file has checksums of all contents. The middle of other files may change
+without a change of the digest; each row in place has its own checksum, which reveals that.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ END_BYTES = 64 << 10  # at each end
 
 
 def digest(path: str | os.PathLike[str]) -> str:
-    """Returns hex digits; raises a ValueError for a damaged `.pt` file."""
+    """Returns the digest as hex digits; raises a ValueError for a damaged `.pt` file."""
     if os.fspath(path).endswith('.pt'):
         return pt_archive.open_archive(path).digest
     with open(path, 'rb', buffering=0) as file:

@@ -3,8 +3,8 @@
     archive = pt_archive.open_archive('000000-000009.pt')
     archive.members[0]      # Member(name='000000-000009/data.pkl', begin=0, size=269, ...)
 
-Only archives as torch writes them are accepted: members stored without compression, one after the
-other, from the first byte on. In any other zip archive, two readers could find different contents.
+Only archives in torch's form are accepted: uncompressed members without gaps, from the first byte
+on. In any other zip archive, two readers could find different contents.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ _IN_64_BITS = 2**32 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """One member, as the directory describes it."""
+    """A member of the archive, as the directory describes it."""
 
     name: str  # with the folder that all names begin with
     begin: int  # offset of its local header
@@ -38,17 +38,17 @@ class Member:
 
     @property
     def header_bytes(self) -> int:
-        """Size of the local header without padding."""
+        """Size of the local header in bytes, without padding."""
         return _LOCAL_HEADER.size + len(self.raw_name)
 
     @property
     def raw_name(self) -> bytes:
-        """The name as it stands in the file."""
+        """The name as bytes, as in the file."""
         return self.name.encode('utf-8' if self.flags & _UTF8 else 'cp437')
 
 
 def small_bytes(file_size: int) -> int:
-    """The largest size of a member that counts as small; keys are 1/3000 of a file."""
+    """Returns the largest size of a *small* member; keys take 1/3000 of a file."""
     return max(1 << 20, file_size // 100)
 
 
@@ -57,14 +57,14 @@ def read_directory(tail: bytes, file_size: int, name: str) -> tuple[Member, ...]
 
     Args:
         tail: The last `TAIL_BYTES` of the file, or all of a smaller one.
-        file_size: In bytes.
-        name: What errors call the file.
+        file_size: Size of the file in bytes.
+        name: Name of the file in errors.
 
     Returns:
         The members in the order of the file.
 
     Raises:
-        ValueError: There is no directory, or it says what torch does not write.
+        ValueError: There is no directory, or torch cannot have written it.
     """
     try:
         # Offsets are then relative to the tail.
@@ -114,7 +114,7 @@ def read_directory(tail: bytes, file_size: int, name: str) -> tuple[Member, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Archive:
-    """A `.pt` file whose directory and local headers are in order.
+    """A `.pt` file with a valid directory and valid local headers.
 
     Attributes:
         name: Name of the file in errors.
@@ -132,7 +132,7 @@ class Archive:
     def digest(self) -> str:
         """Hex digest of the members' names, sizes and checksums.
 
-        It tells versions of a file apart without reading them, unless they have no checksums.
+        It differs between versions of a file if the members have checksums.
         """
         # The first folder of every name is the name under which the file was first saved.
         return json_digest.sha256(
@@ -140,7 +140,7 @@ class Archive:
         )
 
     def check(self, member: Member, crc32: int) -> None:
-        """Raises a ValueError if this is not the CRC-32 of the member."""
+        """Raises a ValueError if `crc32` differs from the member's CRC-32."""
         if crc32 != member.crc32:
             raise ValueError(
                 f'{self.name}: {member.name!r} has CRC-32 {crc32:08x}, but {member.crc32:08x} is '
@@ -160,14 +160,15 @@ class Archive:
 def open_archive(path: str | os.PathLike[str], name: str = '') -> Archive:
     """Reads the directory and the local headers of a local file.
 
-    Errors call it `name`, or its path. Raises a ValueError if it is damaged, or not a `.pt` file.
+    `name`, by default the path, stands for the file in errors. Raises a ValueError if the file is
+    damaged, or not a `.pt` file.
     """
     with open(path, 'rb', buffering=0) as file:
         return read(file.fileno(), name or os.fspath(path))
 
 
 def read(file: int, name: str) -> Archive:
-    """As `open_archive`, of an open file's descriptor."""
+    """Like `open_archive`, for the descriptor of an open file."""
     size = os.fstat(file).st_size
     tail_bytes = min(TAIL_BYTES, size)
     members = read_directory(os.pread(file, tail_bytes, size - tail_bytes), size, name)

@@ -17,8 +17,8 @@ the file are known without a second reading, a worker process starts in 1.4 s wi
 of 5 s with 900 MB, and a record of 25 KB takes 4 us on one of 2 cores, checksums included.
 
 Features are sorted by name (caption, key, latents, text embedding, tokens), and all but the caption
-have a known size, so that readers count places from the end of a record. They compare the name and
-the lengths in front of each value with what has to be there.
+have a known size. So readers compute the place of each value from the end of its record, and check
+the name and the lengths in front of the value.
 """
 
 import functools
@@ -46,14 +46,14 @@ _BLOCK_BYTES = 1_000_000
 
 
 class RecordWriter:
-    """Writes records to a binary file, a block at a time, and keeps account of it.
+    """Writes records to a binary file in blocks, and keeps their offsets and checksum.
 
-    The last block is written when the writer's context ends without an error.
+    The end of the writer's context writes the last block, unless there was an error.
 
     Attributes:
         num_records: Number of records written so far.
         num_bytes: Size of the file so far.
-        crc32c: CRC-32C of the file when the context has ended.
+        crc32c: CRC-32C of the file, valid after the end of the context.
         chunk_offsets: Byte offsets of the records 0, 32, 64, ... (`schema.CHUNK_STRIDE`).
     """
 
@@ -80,14 +80,15 @@ class RecordWriter:
             self._write_block()
 
     def write(self, columns: Mapping[str, np.ndarray | Sequence[bytes]]) -> None:
-        """Appends a record for each row of the columns, which are of equal length.
+        """Appends one record for each row of the columns, which have equal lengths.
 
-        A record is a `tf.train.Example` whose features hold one value each. It is equal to
-        `Example.SerializeToString(deterministic=True)`, as long as no name is the beginning of
-        another (protobuf sorts these its own way).
+        A record is a `tf.train.Example` whose features hold one value each. Its bytes equal those
+        of `Example.SerializeToString(deterministic=True)` as long as no feature's name is a prefix
+        of another one, because protobuf sorts such names differently.
 
         Args:
-            columns: For each feature int64 `(n,)`, or bytes: a list of them or uint8 `(n, size)`.
+            columns: Values of each feature: integers as int64 `(n,)`, bytes as a list or as uint8
+                `(n, size)`.
         """
         fields: list[tuple[str, int]] = []
         values: list[Iterable[bytes]] = []
@@ -134,12 +135,12 @@ class RecordWriter:
 
 
 class RecordScan:
-    """Takes a file block by block and checks its records.
+    """Checks the records of a file, which it takes block by block.
 
     Attributes:
-        num_records: Number of records up to the first damaged one.
-        crc32c: CRC-32C of what was taken.
-        problem: Damage of the first damaged record; '' for none.
+        num_records: Number of records before the first damaged one.
+        crc32c: CRC-32C of all blocks so far.
+        problem: Description of the first damaged record; '' if there is none.
     """
 
     def __init__(self):
@@ -160,7 +161,7 @@ class RecordScan:
         self._rest = b'' if self.problem else data[at:]
 
     def end(self) -> None:
-        """Takes note of the end of the file."""
+        """Checks that the file ends after a whole record."""
         if self._rest:
             self._set_problem('is not whole')
 
@@ -184,7 +185,7 @@ class RecordScan:
 
 
 class Memory(Protocol):
-    """Files in memory, see `reading.files`."""
+    """Protocol of files in memory; see `reading.files`."""
 
     zeros: int  # address of readable zeros
 
@@ -193,13 +194,14 @@ class Memory(Protocol):
 
 
 class Found(NamedTuple):
-    """Places of the values of some records.
+    """Addresses of the values of some records.
 
     Attributes:
-        regular: Whether a record has the layout, bool `(n,)`; other values mean nothing where not.
-        keys: int64 `(n,)`.
-        captions_end: Addresses at which the captions end, int64 `(n,)`.
-        places: Addresses at which the values of each large feature begin, int64 `(n,)`.
+        regular: Whether a record has the layout, bool `(n,)`; if not, the other fields are
+            undefined.
+        keys: Keys of the records, int64 `(n,)`.
+        captions_end: Addresses of the ends of the captions, int64 `(n,)`.
+        places: Addresses of the values of each large feature, int64 `(n,)`.
     """
 
     regular: np.ndarray
@@ -209,11 +211,10 @@ class Found(NamedTuple):
 
 
 class RecordLayout:
-    """Layout of the records of one data set."""
+    """The layout of one data set's records."""
 
     def __init__(self, latents_nbytes: int, text_dim: int = 0, num_tokens: int = 0):
-        """Takes the bytes of `latents`, and the numbers of `text_embedding` and `tokens`; 0 for
-        records without the feature."""
+        """Takes the bytes of `latents`, and the lengths of the texts; 0 for a missing feature."""
         sizes = {schema.LATENTS: latents_nbytes} if latents_nbytes else {}
         if text_dim:
             sizes[schema.TEXT_EMBEDDING] = 2 * text_dim
@@ -236,7 +237,7 @@ class RecordLayout:
         self._window = self._key_heads.shape[1] + _MAX_VARINT
 
     def find(self, memory: Memory, begin: np.ndarray, end: np.ndarray) -> Found:
-        """Finds the values of serialized records, given the addresses of their bytes."""
+        """Finds the values of serialized records between addresses, `[begin, end)` for each."""
         regular = end - begin >= self._key_end + self._window
         safe = np.where(regular, end, memory.zeros + self._key_end + self._window)
         for from_end, head in self._heads.items():
@@ -275,11 +276,11 @@ class RecordLayout:
 
 @functools.lru_cache(65536)
 def caption_head(before_key: int, whole: int) -> bytes | None:
-    """The bytes of a record before its caption; None if no record has these sizes.
+    """Returns the bytes of a record before its caption; None if no record has these sizes.
 
     Args:
-        before_key: bytes of the record before its key, caption included.
-        whole: bytes of the record.
+        before_key: Size in bytes of the part before the key, which includes the caption.
+        whole: Size of the record in bytes.
     """
     payload = _size_behind(lambda size: _tag(1, size), whole)
     example = b'' if payload is None else _tag(1, payload)

@@ -49,9 +49,9 @@ class StoredSplit:
     Attributes:
         name: Name of the split, e.g. 'train'.
         file_names: Names of its shards.
-        shard_lengths: Number of records of each shard.
+        shard_lengths: Number of records in each shard.
         num_bytes: Size of all shards together.
-        build: ID in the names of all files of its build; '' for names without one.
+        build: ID in the names of its build's files; '' if the names have none.
     """
 
     name: str
@@ -81,17 +81,17 @@ class IndexedSplit:
 
     @property
     def is_remote(self) -> bool:
-        """True if reading waits for a network."""
+        """Whether the shards are on a network."""
         return source_files.is_remote(self.folder)
 
     @property
     def record_nbytes(self) -> int:
-        """Average size of a record in the files; 0 for a split without records."""
+        """Mean size of a record in bytes, as stored; 0 for a split without records."""
         return int(self.file_sizes.sum() // max(1, self.index.shard_lengths.sum()))
 
     @property
     def file_sizes(self) -> np.ndarray:
-        """Bytes of each shard as in the index, int64 `(num_shards,)`."""
+        """Size of each shard in bytes, from the index, int64 `(num_shards,)`."""
         lengths = self.index.shard_lengths
         shards = np.flatnonzero(lengths)
         sizes = np.zeros(len(lengths), np.int64)
@@ -100,12 +100,12 @@ class IndexedSplit:
 
     @functools.cached_property
     def first_numbers(self) -> np.ndarray:
-        """The number in the split of the first record of each shard, int64 `(num_shards,)`."""
+        """Number within the split of each shard's first record, int64 `(num_shards,)`."""
         lengths = self.index.shard_lengths
         return np.cumsum(lengths) - lengths
 
     def file(self, shard: int) -> str:
-        """The path of a shard."""
+        """Returns the path of a shard."""
         return f'{self.folder}/{self.file_names[shard]}'
 
 
@@ -120,12 +120,12 @@ class DatasetStats:
         text_mean, text_std: float32 `(text_dim,)`; None without text embeddings.
         text_encoder: Name of the encoder of the text, or None.
         text_revision: Commit, digest of files or number of the encoder; None if unknown.
-        text_max_tokens: Length limit of captions in tokens; 0 for no limit or if unknown.
+        text_max_tokens: Length limit of captions in tokens; 0 if there is none or it is unknown.
         text_dim: Width of the text embeddings; 0 without them.
         source_fingerprint: Hex digest of the source files, or None.
-        num_tokens: Tokens of a text with its padding; 0 for embeddings.
+        num_tokens: Number of tokens of a text, with padding; 0 for embeddings.
         vocabulary: Number of token ids; 0 for embeddings.
-        known_tokens: Hex digits, a bit for each token id that occurs; '' if unknown.
+        known_tokens: A bit for each token id, set if the id occurs, as hex digits; '' if unknown.
     """
 
     latent_mean: np.ndarray
@@ -151,11 +151,11 @@ class StoredDataset:
     Attributes:
         folder: Folder of the data set.
         full_name: Name, config and version, as TFDS joins them.
-        splits: Splits by name; {} of a mocked data set, which has every split.
+        splits: Splits by name; {} for a mocked data set, which accepts every split.
         features: Features by name, each as `features.json` describes it.
         metadata: Content of `metadata.json`; {} without that file.
-        columns: Features that lie elsewhere than in the records, by name.
-        builder: Builder of TFDS that it was opened by, or None.
+        columns: Features outside the records, by name.
+        builder: The TFDS builder that opened it, or None.
     """
 
     folder: str
@@ -171,13 +171,13 @@ class StoredDataset:
 
     @property
     def is_remote(self) -> bool:
-        """True if the data set lies on gs://, or its latents do."""
+        """Whether the data set or its latents lie on gs://."""
         in_place = [column for column in self.columns.values() if isinstance(column, Column)]
         return source_files.is_remote(self.folder) or any(x.is_remote for x in in_place)
 
     @property
     def build(self) -> str:
-        """The ID in the names of the files of its build; '' where they have none."""
+        """ID in the names of its build's files; '' if the names have none."""
         return next(iter(self.splits.values())).build
 
     @property
@@ -185,7 +185,7 @@ class StoredDataset:
         """Dtype, one of `schema.LATENT_DTYPES`, and shape `(crops, C, H, W)` of the latents.
 
         Raises:
-            ValueError: There are none, or of another dtype or rank.
+            ValueError: There are no latents, or they have another dtype or rank.
         """
         column = self.columns.get(schema.LATENTS)
         if isinstance(column, Column):
@@ -200,12 +200,12 @@ class StoredDataset:
 
     @property
     def text_dim(self) -> int:
-        """The width of the text embeddings, 0 for a data set without them."""
+        """Width of the text embeddings in the records; 0 without them."""
         return self._text_size(schema.TEXT_EMBEDDING)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a text in the records, 0 for a data set without them."""
+        """Number of tokens of a text in the records; 0 without them."""
         return self._text_size(schema.TOKENS)
 
     @property
@@ -213,7 +213,7 @@ class StoredDataset:
         """The layout of its records.
 
         Raises:
-            ValueError: A feature is encoded in another way than as bytes.
+            ValueError: A feature is not encoded as bytes.
         """
         for name in (schema.LATENTS, *schema.TEXT_DTYPES):
             tensor = self.features.get(name, {}).get('tensor', {'encoding': 'bytes'})
@@ -232,14 +232,14 @@ class StoredDataset:
         return texts.column_names(self.columns)
 
     def choose_texts(self, spec: texts.Spec) -> texts.Chosen:
-        """The texts that are asked for; raises a ValueError as `texts.choose` does."""
+        """Returns the texts of a specification; raises the ValueErrors of `texts.choose`."""
         own = texts.of_records(self.metadata, self.text_dim, self.num_tokens)
         return texts.choose(self.folder, spec, own, self.columns)
 
     def find_columns(
         self, features: Sequence[str], text: texts.Chosen | None = None
     ) -> dict[str, Column | AddedColumn]:
-        """The columns that some features of a batch are read from, by name."""
+        """Returns the columns that hold features of a batch, by name."""
         names = [*features, *(text.names if text and text.feature in features else [])]
         return {name: self.columns[name] for name in names if name in self.columns}
 
@@ -255,10 +255,11 @@ class StoredDataset:
             )
 
     def split(self, name: str) -> IndexedSplit | None:
-        """A split with its chunk index, which is read once; None for one without an index.
+        """Returns a split with its chunk index, read at the first call; None without an index.
 
         Raises:
-            ValueError: There is no such split; its index is damaged, or of other shards.
+            ValueError: The split does not exist; or its index is damaged or belongs to other
+                shards.
             OSError: The index cannot be read, or is missing although the checksums name it.
         """
         # 'train[:50%]' is a part of 'train'.
@@ -286,17 +287,17 @@ class StoredDataset:
         return IndexedSplit(index, self.folder, found.file_names)
 
     def identity(self, split: str) -> str:
-        """The name, config, version and split, and a digest of these, the source and the shards."""
+        """Returns the name of the split, and a digest of the name, the source and the shards."""
         name = f'{self.full_name} {split}'
         source = self.metadata.get(schema.META_SOURCE_FINGERPRINT)
         lengths = self.splits[split].shard_lengths if split in self.splits else []
         return f'{name} {json_digest.sha256([name, source, *lengths])[:16]}'
 
     def stats(self, text: texts.Spec = '') -> DatasetStats:
-        """The statistics of the latents, and of the texts asked for or their mixture.
+        """Returns the statistics of the latents and of a text, or of a mixture of texts.
 
-        A data set without statistics, such as a mocked one, gets mean 0, standard deviation 1 and
-        a warning in the log. Raises a ValueError as `texts.choose` and `latents` do.
+        A data set without statistics, such as a mocked one, gets mean 0, standard deviation 1 and a
+        warning in the log. Raises the ValueErrors of `texts.choose` and `latents`.
         """
         if schema.META_LATENT_MEAN not in self.metadata:
             logging.warning('%s has no latent statistics: taking mean 0, std 1', self.full_name)
@@ -345,12 +346,12 @@ class StoredDataset:
 
 
 def open_data(data: Data) -> StoredDataset:
-    """Opens the data set in a folder, local or on gs://, or of a builder of TFDS.
+    """Opens the data set in a folder, local or on gs://, or of a TFDS builder.
 
-    A `StoredDataset` is returned as it is, so that its metadata are read once.
+    Returns a `StoredDataset` unchanged, so that callers can reuse its metadata.
 
     Raises:
-        FileNotFoundError: There is no data set; the message says where one is.
+        FileNotFoundError: There is no data set; the message names the places with one.
         ValueError: A file is damaged (`DamagedError`).
         OSError: A file cannot be read.
     """
@@ -407,10 +408,10 @@ def _read_json(path: str) -> dict | None:
 
 
 def parse_splits(data: bytes) -> list[StoredSplit]:
-    """The splits, from the content of `schema.INFO_FILE`.
+    """Parses the splits in the content of `schema.INFO_FILE`.
 
     Raises:
-        ValueError: It is damaged, or names no split.
+        ValueError: The content is damaged, or names no split.
     """
     try:
         info = json.loads(data)
@@ -446,7 +447,7 @@ def _split(info: dict, split: dict) -> StoredSplit:
 
 
 def find_build(folder: str | os.PathLike[str]) -> str:
-    """The ID in the names of a data set's files; '' without one, or if the description is damaged.
+    """Reads the ID in the names of a data set's files; '' if there is none or the file is damaged.
 
     Raises:
         OSError: The storage cannot be reached.
@@ -485,10 +486,10 @@ def _no_data_set(folder: str) -> FileNotFoundError:
 
 
 def choose(folder: str | os.PathLike[str]) -> str:
-    """The data set that is meant by a folder, local or `gs://`: itself, or the only one below it.
+    """Returns the data set at a folder, local or `gs://`, or the only one below it.
 
     Raises:
-        ValueError: There are several below, or it is empty text or a URL of another kind.
+        ValueError: There are several below, or `folder` is empty or a URL of another kind.
         OSError: The storage cannot be reached.
     """
     folder = os.fspath(folder)

@@ -1,4 +1,4 @@
-"""Chooses the text of a sample: that of its record, that of an added column, or one of several.
+"""Chooses the text of a sample: from its record, from an added column, or one of several texts.
 
     weights = texts.parse('records:2,short:1')               # {'': 2.0, 'short': 1.0}
     chosen = texts.choose(folder, 'records:2,short:1', own, columns)
@@ -32,13 +32,14 @@ _MAX_WEIGHT = 1e9
 
 
 def parse(spec: Spec) -> dict[str, float]:
-    """The weights of texts by name, in their order; '' is the text in the records.
+    """Returns the weights of texts by name, in their order; '' is the text in the records.
 
     Args:
-        spec: As `SYNTAX` says, a weight that is left out being 1; or a mapping of names to weights.
+        spec: Text in the form of `SYNTAX`, with a default weight of 1; or a mapping of names to
+            weights.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: `spec` has another form.
     """
     pairs: list[tuple[Any, Any]] = list(spec.items()) if isinstance(spec, Mapping) else []
     if not isinstance(spec, Mapping):
@@ -66,13 +67,13 @@ class Text:
     """Describes the embeddings or the tokens of one caption for each record.
 
     Attributes:
-        name: Name of the column; '' for those in the records.
+        name: Name of the column; '' for the text in the records.
         feature: Feature of a batch: `text_embedding` or `tokens`; '' without a text.
-        size: Numbers of an embedding, or tokens with padding.
+        size: Width of an embedding, or number of tokens with padding.
         encoder: Name of the encoder, or None.
         revision: Revision of the encoder; None if unknown.
-        max_tokens: Tokens to which captions were cut; 0 for no limit or if unknown.
-        vocabulary: Number that all token ids are below; 0 for embeddings.
+        max_tokens: Length limit of captions in tokens; 0 if there is none or it is unknown.
+        vocabulary: All token ids are below this number; 0 for embeddings.
         mean, std: Statistics of embeddings over the train split, float64 `(size,)`; for tokens
             `(0,)`.
     """
@@ -95,13 +96,13 @@ class Text:
 
     @property
     def kind(self) -> tuple:
-        """What texts that one model takes have in common."""
+        """The properties that texts for one model must share."""
         size = 0 if self.feature == schema.TOKENS else self.size
         return self.feature, self.encoder, self.revision, self.vocabulary, size
 
 
 def of_records(metadata: Mapping[str, Any], text_dim: int, num_tokens: int) -> Text:
-    """The text in the records of a data set, of its metadata and the sizes of its features."""
+    """Returns the text in the records, from the metadata and the sizes of features."""
     built_with = metadata.get(schema.META_SETTINGS) or {}
     sidecar = built_with.get(schema.SETTINGS_TEXT)
     sidecar = sidecar if isinstance(sidecar, Mapping) else {}  # else 'pt'
@@ -120,7 +121,7 @@ def of_records(metadata: Mapping[str, Any], text_dim: int, num_tokens: int) -> T
 
 
 def column_names(columns: Mapping[str, Column | AddedColumn]) -> list[str]:
-    """Names of the columns that are texts."""
+    """Returns the names of columns that are texts."""
     return [name for name, column in columns.items() if _is_text(column)]
 
 
@@ -152,9 +153,9 @@ class Chosen:
     """The texts that samples take.
 
     Attributes:
-        texts: At least one, all of one kind.
+        texts: At least one text; all have the same `kind`.
         weights: Weight of each text.
-        size: Numbers of an embedding, or tokens of the longest with their padding.
+        size: Width of an embedding, or number of tokens of the longest text with padding.
     """
 
     texts: tuple[Text, ...]
@@ -163,44 +164,44 @@ class Chosen:
 
     @property
     def feature(self) -> str:
-        """Feature of a batch; see `Text`."""
+        """Feature of a batch; see `Text.feature`."""
         return self.texts[0].feature
 
     @property
     def names(self) -> list[str]:
-        """Names of the texts; see `Text`."""
+        """Names of the texts; see `Text.name`."""
         return [text.name for text in self.texts]
 
     @property
     def in_columns(self) -> bool:
-        """True unless they are the text in the records alone."""
+        """Whether any text is in a column."""
         return any(self.names)
 
     @property
     def row_nbytes(self) -> int:
-        """Bytes of a text in a batch."""
+        """Size of a text in a batch, in bytes."""
         return self.size * np.dtype(schema.TEXT_DTYPES[self.feature]).itemsize
 
     @property
     def first(self) -> Self:
-        """The first of them alone, as long as all are."""
+        """Only the first text, with the padded size of all."""
         return dataclasses.replace(self, texts=self.texts[:1], weights=self.weights[:1])
 
     @property
     def max_tokens(self) -> int:
-        """The greatest of all texts, 0 where one has no limit."""
+        """Largest `max_tokens` of all texts; 0 if one has no limit."""
         limits = [text.max_tokens for text in self.texts]
         return max(limits) if all(limits) else 0
 
     def mean_and_std(self) -> tuple[np.ndarray, np.ndarray]:
-        """Those of the mixture, float64 `(size,)`; of tokens `(0,)`."""
+        """Mean and standard deviation of the mixture, float64 `(size,)`; `(0,)` for tokens."""
         return mixed([x.mean for x in self.texts], [x.std for x in self.texts], self.weights)
 
 
 def mixed(
     means: Sequence[np.ndarray], stds: Sequence[np.ndarray], weights: Sequence[float]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation of a mixture, float64 `(n,)`, of those of its parts.
+    """Returns the mean and the standard deviation, float64 `(n,)`, of a mixture of parts.
 
     With p the share of each part, the mean is sum(p * mean) and the variance
     sum(p * (std**2 + (mean - mean of the mixture)**2)).
@@ -219,16 +220,16 @@ def choose(
     own: Text,
     columns: Mapping[str, Column | AddedColumn],
 ) -> Chosen:
-    """The texts that are asked for.
+    """Returns the texts of a specification.
 
     Args:
         folder: Folder of the data set, for messages.
-        spec: As of `parse`.
-        own: The text in the records.
+        spec: See `parse`.
+        own: The text in the records of the data set.
         columns: Columns of the data set.
 
     Raises:
-        ValueError: As of `parse`; there is no such text, or the texts are of different kinds.
+        ValueError: As `parse`; a text does not exist; or the texts are of different kinds.
     """
     weights = parse(spec)
     found = []

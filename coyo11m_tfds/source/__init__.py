@@ -1,4 +1,4 @@
-"""The source: `.pt` files and Parquet. Finds and checks them; joins captions and values by key.
+"""Finds and checks the files of a source, and joins captions and other values by key.
 
-Import any module. Builds and commands use this package; training does not.
+Builds and commands import its modules; training does not.
 """

@@ -1,4 +1,4 @@
-"""Captions of a Parquet file, checked, in the order of given keys.
+"""Checks the captions of a Parquet file and sorts them into the order of given keys.
 
     captions.join(path, 'caption_llava', folder, keys, name='gs://bucket/meta.parquet')
     found = joined.Joined(folder)
@@ -6,10 +6,10 @@
     found.sizes         # bytes of their captions; 0: null, empty or blank; TOO_LONG
     found.read(found.places[:9])    # list of UTF-8 bytes, exactly as in the source
 
-All rows of the file are checked. The facts are the number of `duplicates` (rows left out because an
-earlier row has their key), the first 10 of their keys, the `digest` of keys and captions, and
-whether the pages have checksums (`has_checksums`). The digest depends neither on the order of the
-rows nor on keys without a caption.
+`join` checks all rows of the file. The facts of the result are the number of `duplicates` (rows
+left out because an earlier row has their key), the first 10 of their keys, the `digest` of keys and
+captions, and `has_checksums`, which says whether the pages have checksums. The order of the rows,
+and keys without a caption, do not change the digest.
 """
 
 import hashlib
@@ -42,9 +42,9 @@ def join(
         path: Path of the Parquet file.
         column: Column with the texts.
         folder: See `joined.make`.
-        wanted: Keys, each once, int64 `(n,)`; place i is that of `wanted[i]`. None for all keys of
-            the file; their places are the keys themselves.
-        name: Stands for the file in messages.
+        wanted: Distinct keys, int64 `(n,)`; `wanted[i]` gets place i. None for all keys of the
+            file; each key is then its own place.
+        name: Name of the file in messages.
 
     Raises:
         ValueError: See `KeyedFile`; the column holds no text, or a text is not UTF-8.
@@ -65,7 +65,7 @@ def join(
 
 
 def check_unique(found: joined.Joined, name: str) -> None:
-    """Raises ValueError, with the `name` of the file, if rows of it repeat a key."""
+    """Raises a ValueError, with the `name` of the file, if rows of the file repeat a key."""
     facts, options = found.facts, '--drop_duplicates of embed_captions, bad_data="drop" of a build'
     remedy = f', or take the first of each key: {options}'
     joined.check_unique(facts['duplicates'], facts['duplicate_keys'], name, remedy)

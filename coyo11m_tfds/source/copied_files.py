@@ -33,7 +33,7 @@ class CopiedFiles:
         self._target = target
 
     def save(self, name: str, file: SourceFile, state: FileState) -> None:
-        """Writes the record of a copy that is safely there, in `state`, by its relative name."""
+        """Writes the record of a complete copy with its state, under its relative name."""
         record = {
             'name': name,
             'source': file.path,
@@ -45,9 +45,9 @@ class CopiedFiles:
         self._target.put_bytes(f'{_RECORDS}/{flat(name)}.json', data)  # all are in one folder
 
     def missing(self, files: Mapping[str, SourceFile]) -> dict[str, SourceFile]:
-        """Returns the files whose copy is not there, not whole, or of another version.
+        """Returns the files whose copy is missing, incomplete, or of another version.
 
-        Copies on a local disk are read through for that.
+        This reads all copies on a local disk.
         """
         folder = self._target.folder
         records = dict(map(_read_record, self._target.read_all(_RECORDS).values()))
@@ -80,10 +80,10 @@ class CopiedFiles:
 
 
 def recorded_states(folder: str) -> dict[str, FileState]:
-    """Returns the state of every copy in a source's folder when it was made, by name.
+    """Returns the recorded state of every copy in a source's folder, by name.
 
     Raises:
-        FileNotFoundError: There is no such folder.
+        FileNotFoundError: The folder does not exist.
         OSError: The records cannot be read.
     """
     _, files = source_files.list_files(folder, _RECORDS, ('.json',))
@@ -95,7 +95,7 @@ def recorded_states(folder: str) -> dict[str, FileState]:
 
 
 def compare(found: FileState, recorded: FileState, path: str) -> None:
-    """Raises a ValueError if the file at `path` has another state than when it was copied."""
+    """Raises a ValueError if the state of the file at `path` differs from the recorded one."""
     if found != recorded:
         raise ValueError(
             f'{path}: has {found.size:,} bytes with CRC-32C {found.crc32c:08x}, but when it '

@@ -31,26 +31,27 @@ _OTHERS: dict[str, type[LatentFile]] = {
 
 
 def open_file(file: SourceFile, path: str, asked: LatentsFrom = schema.ANY_LATENTS) -> LatentFile:
-    """Opens a file of a source at a local path, maybe that of a copy or a head.
+    """Opens a file of a source from a local path: of the file, a copy or a head.
 
     Raises:
-        ValueError: It is damaged, or not what its format demands.
+        ValueError: The file is damaged, or violates its format.
     """
     return _OTHERS.get(_suffix(file), LatentShard)(path, file.path, asked, file.label)
 
 
 def fetch_head(file: SourceFile, folder: str | os.PathLike[str], *, check_crc: bool = True) -> str:
-    """Gives a local file that can be opened and has everything but, if possible, the latents.
+    """Returns a local file to open in place of a file; if possible, without the latents.
 
-    Of a shard of MDS and of a tar, whose samples lie one after the other, it is the whole file.
+    For MDS and tar files, whose samples lie one after the other, it is the whole file.
 
     Args:
-        file: For a local one its own path is returned, after a comparison with its record.
+        file: A file of the source; a local one is compared with its record, and its own path
+            returned.
         folder: Local folder of the caller's own.
         check_crc: See `pt_check.fetch_head`.
 
     Raises:
-        ValueError: It is damaged.
+        ValueError: The file is damaged.
         PermissionError: Credentials are missing or refused.
         OSError: The storage cannot be reached, or the content stays damaged.
     """
@@ -76,10 +77,10 @@ def check_contents(
     check_crc: bool = True,
     on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> None:
-    """Compares a local copy with what is known of it: what `mirror` recorded, and checksums in it.
+    """Compares a local copy with the record of `mirror` and with the checksums in the file.
 
     Raises:
-        ValueError: Something differs, or it is damaged.
+        ValueError: A checksum differs, or the file is damaged.
     """
     if _suffix(file) not in _OTHERS:
         pt_check.check_contents(
@@ -90,7 +91,7 @@ def check_contents(
 
 
 def has_checksums(file: SourceFile) -> bool:
-    """Whether a change of its latents is noticed: by its format, its storage or `mirror`."""
+    """Whether the format, the storage or `mirror` has checksums of the file's latents."""
     return _suffix(file) not in _OTHERS or bool(file.recorded or file.checksum)
 
 

@@ -1,13 +1,13 @@
-"""Values of other files, sorted into the order in which a program reads them.
+"""Sorts values of other files into the order in which a program reads them.
 
     joined.make(folder, batches, facts)     # places, sizes and values, in any order
     found = joined.Joined(folder)
     found.places, found.sizes               # int64 (n,) ascending, int32 (n,)
     found.read(found.places[:256])          # list of bytes
 
-A place is any number, and values are sorted by place. DuckDB sorts them into one Parquet file of
-small row groups, on the disk if they exceed its share of memory. 11.4 million captions of 200 to
-600 bytes take 64 s on two cores and at most 1.30 GB, including reading and checking.
+A place is any number. DuckDB sorts the values by place into one Parquet file of small row groups,
+on the disk if they exceed its share of memory. 11.4 million captions of 200 to 600 bytes take 64 s
+on two cores and at most 1.30 GB, including reading and checking.
 """
 
 import contextlib
@@ -49,11 +49,11 @@ _THREADS = 4  # at most; each takes some of the memory
 
 
 class Joined:
-    """Values in the order of their places; opening them does not read them through.
+    """Values in the order of their places; `read` reads them.
 
     Attributes:
-        folder: Path of the files.
-        facts: Facts about the values, JSON.
+        folder: Folder of the values.
+        facts: Facts about the values, as JSON.
     """
 
     def __init__(self, folder: str):
@@ -63,16 +63,16 @@ class Joined:
 
     @functools.cached_property
     def places(self) -> np.ndarray:
-        """Places that have a row, each once, int64 `(n,)`, ascending."""
+        """Places that have a value, distinct and ascending, int64 `(n,)`."""
         return self._file.read(['place']).column(0).to_numpy()
 
     @functools.cached_property
     def sizes(self) -> np.ndarray:
-        """Bytes of each value, or what stands for it, int32 `(n,)`."""
+        """Size of each value in bytes, or a code in place of a value, int32 `(n,)`."""
         return self._file.read(['size']).column(0).to_numpy()
 
     def read(self, places: np.ndarray) -> list[bytes]:
-        """Returns the values of some places, int64 `(m,)`, ascending, that all have one."""
+        """Returns the values of some places, int64 `(m,)`, ascending; all must have a value."""
         if not len(places):
             return []
         first, last = np.searchsorted(self._starts, places[[0, -1]], side='right') - 1
@@ -92,13 +92,13 @@ def make(folder: str, batches: Iterable[Batch], facts: Mapping[str, Any]) -> Non
     """Sorts values into a new folder.
 
     Args:
-        folder: Made by this.
-        batches: No place comes twice in them.
-        facts: Kept with the values; read when all batches are there.
+        folder: Folder to make.
+        batches: Tables of places, sizes and values, with distinct places.
+        facts: Stored with the values; read after the last batch.
 
     Raises:
         OSError: The files cannot be written, e.g. because the disk is full.
-        Exception: Whatever `batches` raises.
+        Exception: Any error that `batches` raises.
     """
     os.mkdir(folder)
     path, spilled = os.path.join(folder, _ROWS), os.path.join(folder, 'spilled')
@@ -129,14 +129,14 @@ def make(folder: str, batches: Iterable[Batch], facts: Mapping[str, Any]) -> Non
 
 
 def kept(cache_dir: str, origin: Any, make_folder: Callable[[str], None]) -> Joined:
-    """Opens what is in `cache_dir` if it is whole and of the same origin; else makes it.
+    """Opens the values in `cache_dir`; makes them if they are incomplete or of another origin.
 
-    While the result lives, `sweep` leaves it there.
+    `sweep` keeps them as long as the result exists.
 
     Args:
         cache_dir: Existing local folder.
-        origin: All that decides the content, JSON.
-        make_folder: Calls `make` with the folder that it is given.
+        origin: Everything that decides the content, as JSON.
+        make_folder: Calls `make` with a given folder.
     """
     folder = os.path.join(cache_dir, f'joined-{json_digest.sha256([_FORMAT, origin])[:32]}')
     while not (found := _open_whole(folder)):
@@ -161,8 +161,8 @@ def sweep(cache_dir: str) -> None:
 def order_by_key(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns `(order, duplicates)` of `keys` int64 `(n,)`.
 
-    `order` int64 `(m,)` are the first rows of each key, sorted by key; `duplicates`
-    int64 `(n - m,)` are the keys of the other rows, ascending.
+    `order`, int64 `(m,)`, holds the first row of each key, sorted by key; `duplicates`, int64 `(n -
+    m,)`, holds the keys of the other rows, ascending.
     """
     order = np.argsort(keys, kind='stable')
     ascending = keys[order]
@@ -172,7 +172,7 @@ def order_by_key(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_unique(count: int, keys: Sequence[int] | np.ndarray, name: str, or_: str = '') -> None:
-    """Raises ValueError if `count` rows of a file repeat one of these keys; `or_` is a way out."""
+    """Raises a ValueError if `count` > 0 rows repeat one of `keys`; `or_` is another remedy."""
     if count:
         raise ValueError(
             f'{name}: {count} rows repeat the key of another, e.g. key {keys[0]}; expected one row '
@@ -181,7 +181,7 @@ def check_unique(count: int, keys: Sequence[int] | np.ndarray, name: str, or_: s
 
 
 class Places:
-    """Places of keys: the key `wanted[i]`, unique, has place i; with None each key is its place."""
+    """Places of keys: i for the key `wanted[i]`; with None, each key is its own place."""
 
     def __init__(self, wanted: np.ndarray | None):
         self._wanted = wanted

@@ -1,12 +1,12 @@
-"""One column of a Parquet file and the keys of its rows, read and checked.
+"""Reads and checks one column of a Parquet file and the keys of its rows.
 
     with KeyedFile('coyo11m-meta.parquet', 'caption_llava') as file:
         keys = file.keys()                  # int64 (n,)
         for values in file.values():        # pyarrow.Array, a few MB at a time, in file order
             ...
 
-Reading takes 150 MB with all libraries, for a file and row groups of any size. Frequent texts are
-read as a dictionary. Checksums of pages are compared if there are any.
+Reading takes 150 MB of memory with all libraries, for a file and row groups of any size. Frequent
+texts are read as a dictionary. Checksums of pages are compared if the file has them.
 """
 
 import contextlib
@@ -41,24 +41,24 @@ _WITH_CHECKSUM = re.compile(rb'(?:\x15[\x80-\xff]*[\x00-\x7f]){4}', re.DOTALL)
 class KeyedFile:
     """An open Parquet file with keys; a context manager.
 
-    The keys are a column `key`. pandas writes a named index as such a column, except an index of
-    evenly spaced numbers, which it only describes in the metadata. That description is used if
-    there is no column.
+    The keys are the column `key`. pandas writes a named index as such a column, except an index of
+    evenly spaced numbers, which it only describes in the metadata. Without the column, this
+    description gives the keys.
 
     Attributes:
-        name: The file in messages; the path may be that of a copy.
+        name: Name of the file in messages; the path may be that of a copy.
         column: Name of the column of values.
         kind: Arrow's type of the values.
-        num_rows: Rows of the file.
-        num_bytes: Size of the values, uncompressed but encoded.
-        metadata: Entries of the schema.
+        num_rows: Number of rows.
+        num_bytes: Size of the encoded values before compression, in bytes.
+        metadata: Metadata of the schema.
     """
 
     def __init__(self, path: str, *columns: str, name: str = ''):
-        """Opens a file; the values are in the first of `columns` that the file has.
+        """Opens a file; its values are in the first of `columns` that exists.
 
         Raises:
-            ValueError: It is not a Parquet file, is encrypted, or lacks a column or any row.
+            ValueError: The file is not Parquet, is encrypted, or lacks a column or has no rows.
         """
         self.name, self._path = name or path, path
         with naming_damage(self.name):
@@ -96,7 +96,7 @@ class KeyedFile:
 
     @property
     def is_text(self) -> bool:
-        """Whether the values are text, of whichever of Arrow's types."""
+        """Whether the values have any of Arrow's text types."""
         kind = self.kind.value_type if pa.types.is_dictionary(self.kind) else self.kind
         return str(kind) in ('string', 'large_string', 'string_view')
 
@@ -112,7 +112,7 @@ class KeyedFile:
         return True
 
     def keys(self) -> np.ndarray:
-        """Reads the keys of all rows, int64 `(n,)`; ValueError if one is null or not int64."""
+        """Reads all keys, int64 `(n,)`; raises a ValueError if one is null or not int64."""
         if self._range is not None:
             return np.arange(self._range.start, self._range.stop, self._range.step)
         with naming_damage(self.name):
@@ -130,7 +130,7 @@ class KeyedFile:
         """Yields the values of all rows; texts that often repeat as a `pa.DictionaryArray`.
 
         Args:
-            row_bytes: Size of a value in memory, where all have the same.
+            row_bytes: Size of a value in memory, if all values have the same size.
 
         Raises:
             ValueError: A page of the file is damaged.
@@ -171,9 +171,9 @@ class KeyedFile:
 
 @contextlib.contextmanager
 def naming_damage(name: str) -> Iterator[None]:
-    """Turns whatever Arrow raises for a damaged or encrypted file into a ValueError that names it.
+    """Turns Arrow's errors for a damaged or encrypted file into a ValueError that names the file.
 
-    Errors that begin with the `name` already pass unchanged, and so do those of the disk.
+    Errors that begin with `name`, and errors of the disk, pass unchanged.
     """
     try:
         yield
@@ -191,9 +191,9 @@ def naming_damage(name: str) -> Iterator[None]:
 
 
 def check_readable(file: pq.ParquetFile, columns: list[str], groups: int | None = None) -> None:
-    """Reads a row of each row group, or of the first `groups`; OSError if columns are encrypted.
+    """Reads a row of the first `groups` row groups, or of all; raises an OSError if encrypted.
 
-    Asking such a file for facts about these columns would abort the process.
+    Reading the metadata of encrypted columns without this check would abort the process.
     """
     for group in range(file.metadata.num_row_groups)[:groups]:
         next(file.iter_batches(1, row_groups=[group], columns=columns, use_threads=False), None)

@@ -4,8 +4,8 @@
     raw, values = file.latents([0, 5, 7])   # uint8 (3, 24576), float32 (3, 3, 4, 32, 32)
     file.places                             # where rows lie, for those who read them in place
 
-A format has a subclass, which finds all this without reading latents. Only the package `source`
-imports torch, and only for the conversion of numbers here and for `.pt` files.
+Each format has a subclass, which finds these attributes without reading latents. Only the package
+`source` imports torch, for `.pt` files and to convert numbers here.
 """
 
 import functools
@@ -30,10 +30,10 @@ class Places(NamedTuple):
     """Where the rows of a file lie: piece p of row i at `starts[p] + numbers[i] * stride`.
 
     Attributes:
-        starts: Offsets of the pieces of a row in bytes; a row has several where its crops lie
-            apart.
+        starts: Offsets of the pieces of row number 0 in bytes; a row has several pieces if its
+            crops lie apart.
         stride: Bytes from one number to the next.
-        numbers: Number of each row, int64 `(N,)`; None where row i has number i.
+        numbers: Number of each row, int64 `(N,)`; None if row i has number i.
     """
 
     starts: tuple[int, ...]
@@ -46,18 +46,18 @@ LABELS = 'labels', 'label', 'class', 'cls'
 
 
 class LatentFile:
-    """A validated local file; `_open` of a format finds the attributes, the digest if need be.
+    """A validated local file; the `_open` of each format sets the attributes.
 
     Attributes:
-        path: The file as errors call it.
-        keys: Keys, int64 `(N,)`.
+        path: Name of the file in errors.
+        keys: Keys of the rows, int64 `(N,)`.
         dtype: Dtype of the latents, one of `schema.LATENT_DTYPES`.
         shape: Shape of a row, `(crops, C, H, W)`.
         digest: Digest of the file's outline, see `dataset.outline`.
-        places: Where its rows lie; None where they do not lie in one order of numbers.
-        embedding_dim: Width of its text embeddings, None where it has none.
-        texts: Names of the texts of rows in it.
-        label_column: Name of the classes of rows in it, one of `LABELS`; '' where it has none.
+        places: Places of the rows; None if `Places` cannot describe them.
+        embedding_dim: Width of the text embeddings; None if there are none.
+        texts: Names of the columns of texts.
+        label_column: Name of the column of class labels, one of `LABELS`; '' if there is none.
     """
 
     path: str
@@ -81,13 +81,13 @@ class LatentFile:
 
         Args:
             path: Path of the file.
-            name: What errors call it.
-            asked: What the config says of its latents.
-            label: Path of the file in its source, which keys are made of.
+            name: Name of the file in errors.
+            asked: Description of the latents from the config.
+            label: Path of the file within its source, from which missing keys are computed.
 
         Raises:
-            ValueError: It is truncated or of another format, lacks latents, or holds some of
-                several kinds or of another one than asked for.
+            ValueError: The file is truncated or in another format; or its latents are missing, of
+                several kinds, or of another kind than `asked`.
         """
         self.path, self._local_path = name or os.fspath(path), os.fspath(path)
         self._asked, self._size = asked, os.path.getsize(path)
@@ -103,19 +103,19 @@ class LatentFile:
 
     @property
     def row_nbytes(self) -> int:
-        """Bytes of a row with all crops."""
+        """Size of a row in bytes, with all crops."""
         return schema.latents_nbytes(self.dtype, self.shape)
 
     def latents(self, rows: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Reads some rows.
 
         Returns:
-            The stored bytes, uint8 `(len(rows), bytes of a row)`, and the same numbers as float32
-            `(len(rows), *shape)`; both are overwritten by the next call.
+            The stored bytes, uint8 `(len(rows), row_nbytes)`, and the same numbers as float32
+            `(len(rows), *shape)`. The next call overwrites both arrays.
 
         Raises:
             ValueError: The file has become shorter.
-            OSError: It cannot be read.
+            OSError: The file cannot be read.
         """
         count = len(rows)
         # The system would clear and map new memory page by page, which takes longer than all else
@@ -129,7 +129,7 @@ class LatentFile:
         return _bytes_of(raw), values.numpy()
 
     def column(self, name: str) -> pa.Array:
-        """Reads the texts, or the classes as int64, of all rows; null where a row has none.
+        """Reads the texts, or the class labels as int64, of all rows; null for a row without one.
 
         Raises:
             ValueError: A text is not UTF-8, or the file is damaged.
@@ -137,7 +137,7 @@ class LatentFile:
         raise NotImplementedError
 
     def decode(self, text: bytes, row: object) -> str:
-        """The text of a row; raises a ValueError if it is not UTF-8."""
+        """Decodes the text of a row; raises a ValueError if it is not UTF-8."""
         try:
             return text.decode()
         except UnicodeDecodeError as error:
@@ -163,7 +163,7 @@ class LatentFile:
             )
 
     def row_numbers(self, rows: np.ndarray) -> np.ndarray:
-        """The numbers of rows, int64 `(n,)`, as of `places`."""
+        """Returns the numbers of rows in `places`, int64 `(n,)`."""
         assert self.places is not None
         return rows if self.places.numbers is None else self.places.numbers[rows]
 
@@ -171,7 +171,7 @@ class LatentFile:
         """Reads the text embeddings of some rows as float32 `(len(rows), embedding_dim)`.
 
         Raises:
-            ValueError: The file has none.
+            ValueError: The file has no embeddings.
         """
         raise ValueError(f"{self.path}: lacks '{schema.PT_EMBEDDINGS}'.")
 
@@ -223,18 +223,18 @@ def _bytes_of(raw: torch.Tensor) -> np.ndarray:
 
 
 def hashed(name: str) -> int:
-    """The BLAKE2b of a text in 64 bits."""
+    """Returns the 64-bit BLAKE2b digest of a text."""
     data = name.encode('utf-8', 'surrogateescape')
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), 'little')
 
 
 def made_keys(name: str, count: int) -> np.ndarray:
-    """Keys of rows that have none: hashes of their file's name and their numbers, int64 `(n,)`."""
+    """Makes keys for rows without keys, by hashing the file's name and the row; int64 `(n,)`."""
     first = hashed(name)
     numbers = np.arange(count, dtype=np.uint64) + np.uint64(first)
     return (splitmix64(numbers) >> np.uint64(1)).astype(np.int64)
 
 
 def use_one_thread() -> None:
-    """Keeps torch from starting threads, because there is one process for each core."""
+    """Limits torch to one thread, because builds run one process for each core."""
     torch.set_num_threads(1)

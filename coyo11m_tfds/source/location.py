@@ -1,15 +1,15 @@
-"""Finds the source: a folder of files of latents, and a Parquet file of captions if it has one.
+"""Finds the files of a source: latents in a folder and, in most sources, captions in Parquet.
 
     source = location.find('/data/coyo11m')         # or gs://bucket/folder,
     source = location.find('hf://datasets/KBlueLeaf/coyo11m-256px-ccrop-latent')
     source.latent_files[0].path   # '/data/coyo11m/latents-3crop/000000-000009.pt'
     source.captions_file          # None where captions or labels lie beside the latents
 
-`find` lists names, sizes and checksums, and reads no data but the index of MDS shards. The files of
-latents are those of one format (`source.formats`), in `latents-3crop/` or else in the folder
-itself. A source on the hub is pinned to its present commit, so that all files have one version;
-`@revision` after its name chooses another. Files that `mirror` copied must still have the size that
-it recorded and, on gs://, the checksum.
+`find` lists names, sizes and checksums, and reads only the index of MDS shards. All files of
+latents have one format (`source.formats`), and lie in `latents-3crop/` or, without this folder, in
+the folder itself. A source on the hub is pinned to its present commit, so that all files have one
+version; `@revision` after its name chooses another commit. Files that `mirror` copied must still
+have the recorded size and, on gs://, the recorded checksum.
 """
 
 import dataclasses
@@ -36,11 +36,12 @@ class Source:
     """The files of a source.
 
     Attributes:
-        root: The folder; on the hub with the commit.
-        latent_files: The files of latents, of one format, in the order of the data set.
-        captions_file: The Parquet file; None where captions or labels lie beside the latents.
-        by_name: All its files by their paths relative to `root`.
-        no_captions: What to tell if there are no captions beside the latents either.
+        root: The folder; with its commit on the hub.
+        latent_files: The files of latents, all of one format, in the order of the data set.
+        captions_file: The Parquet file of captions; None if captions or labels lie beside the
+            latents.
+        by_name: All files by their paths relative to `root`.
+        no_captions: Message for the case that there are no captions beside the latents either.
     """
 
     root: str
@@ -51,21 +52,21 @@ class Source:
 
     @property
     def captions_path(self) -> str:
-        """The Parquet file, or the first of the files that hold captions."""
+        """Path of the Parquet file, or of the first file that holds captions."""
         return (self.captions_file or self.latent_files[0]).path
 
 
 def find(root: str | os.PathLike[str]) -> Source:
-    """Finds the files of a source and checks that none is missing.
+    """Finds the files of a source and checks that all are there.
 
     Args:
         root: Local folder, `gs://bucket/folder` or `hf://datasets/owner/name[@revision][/folder]`.
 
     Raises:
-        ValueError: The folder is missing or lacks files of latents, or one that its `index.json`
-            names; or a file is not what `mirror` copied there.
+        ValueError: The folder is missing or has no latents, lacks a file that its `index.json`
+            names, or holds a file that differs from the record of `mirror`.
         PermissionError: Credentials are missing or refused.
-        OSError: There is no such bucket, or the storage cannot be reached.
+        OSError: The bucket does not exist, or the storage cannot be reached.
     """
     folder = os.fspath(root)
     try:

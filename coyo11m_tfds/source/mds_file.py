@@ -3,9 +3,10 @@
     file = MdsFile('shard.00000.mds')
     file.column('caption')      # texts beside the latents
 
-A shard is the number of samples, the offset of each (uint32), a description of the columns (JSON)
-and the samples: the sizes (uint32) of columns without a fixed size, and all columns, one after the
-other (https://docs.mosaicml.com/projects/streaming). Nothing in it has a checksum.
+A shard holds the number of samples, the offset of each sample (uint32), a description of the
+columns (JSON), and the samples. A sample holds the sizes (uint32) of columns without a fixed size,
+and then all columns in turn (https://docs.mosaicml.com/projects/streaming). The format has no
+checksums.
 """
 
 import json
@@ -31,9 +32,9 @@ _USUAL_CHANNELS = 4, 16
 
 
 class MdsFile(LatentFile):
-    """A validated shard; without an integer column `key`, keys are hashes of its name and the row.
+    """A validated shard. Without an integer column `key`, keys are hashes of its name and the row.
 
-    Its latents are a column of bytes or of `ndarray` with dtype and shape.
+    The latents are a column of bytes, or of `ndarray` with dtype and shape.
     """
 
     def _open(self) -> None:

@@ -1,4 +1,4 @@
-"""Checks `.pt` files against the records in their archives before use, without torch.
+"""Compares `.pt` files with the checksums in their archives before use, without torch.
 
     head = pt_check.fetch_head(file, '/scratch')  # some MB of disk, whatever the file's size
     LatentShard(head, file.path).keys             # int64 (N,), as of the whole file
@@ -6,7 +6,7 @@
 
 A head is a local file with holes in place of the latents. torch maps a head like any other file and
 reads keys, dtypes and shapes; only the latents are zeros. So a remote source can be checked before
-it is downloaded. torch itself compares no CRC-32 when it maps a file.
+it is downloaded. torch does not compare CRC-32s when it maps a file.
 """
 
 import os
@@ -31,14 +31,14 @@ _GAP = 64 << 10  # reading more costs less than another request
 
 
 def fetch_head(file: SourceFile, folder: str | os.PathLike[str], *, check_crc: bool = True) -> str:
-    """Makes a local file of the size of `file` that holds everything but its big storages.
+    """Makes a local file of the size of `file` that holds all but its large storages.
 
-    It contains the zip's directory, which is read twice, since no checksum covers it, and every
-    member of at most 1 MB or 1% of the file, which is compared with its CRC-32. Of a file of 2.9 GB
-    that is 1.1 MB in three requests.
+    It contains the zip's directory and every member of at most 1 MB or 1% of the file. The
+    directory has no checksum, so it is read twice; the members are compared with their CRC-32. For
+    a file of 2.9 GB this takes 1.1 MB in three requests.
 
     Args:
-        file: A `.pt` file; for a local one its own path is returned, after the same checks.
+        file: A `.pt` file. A local one gets the same checks, and its own path is returned.
         folder: Local folder of the caller's own, for files of different names.
         check_crc: False for a file that was saved without valid checksums.
 
@@ -46,8 +46,8 @@ def fetch_head(file: SourceFile, folder: str | os.PathLike[str], *, check_crc: b
         Path of the head.
 
     Raises:
-        ValueError: It is not a zip as torch writes it, or its directory is larger than that of any
-            `.pt` of a source or contradicts itself; or a local file is damaged.
+        ValueError: The file is not a zip archive in torch's form; its directory is inconsistent, or
+            larger than any source's; or a local file is damaged.
         PermissionError: Credentials are missing or refused.
         OSError: The storage cannot be reached, the file is gone or has changed, or the content
             stays damaged.
@@ -62,7 +62,7 @@ def fetch_head(file: SourceFile, folder: str | os.PathLike[str], *, check_crc: b
 
 
 def check_small(path: str | os.PathLike[str], name: str = '') -> None:
-    """As `pt_archive.open_archive`; also compares all small members, such as the keys."""
+    """Like `pt_archive.open_archive`, but also compares all small members, such as the keys."""
     with open(path, 'rb', buffering=0) as file:
         archive = pt_archive.read(file.fileno(), name or os.fspath(path))
         for member, start in zip(archive.members, archive.starts, strict=True):
@@ -78,17 +78,17 @@ def check_contents(
     recorded: FileState | None = None,
     on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> None:
-    """Reads a `.pt` file through once and compares all members with their CRC-32.
+    """Reads a whole `.pt` file once and compares all members with their CRC-32.
 
     Args:
         path: Local file.
-        name: Name of the file in errors, if not its path.
+        name: Name of the file in errors, by default its path.
         check_crc: False for a file that was saved without valid checksums.
-        recorded: Size and CRC-32C that the whole file had when it was copied, if they are known.
-        on_bytes: Is told how many bytes have been read.
+        recorded: Size and CRC-32C of the whole file from the time of its copy, if known.
+        on_bytes: Called with the number of bytes of each read.
 
     Raises:
-        ValueError: Something differs, or it is not a `.pt` file.
+        ValueError: A checksum differs, or the file is not a `.pt` file.
     """
     name = name or os.fspath(path)
     if not check_crc:

@@ -25,7 +25,7 @@ _EMBEDDING_DTYPES = ('float16', 'bfloat16', 'float32')
 
 
 class RowsDisagreeError(ValueError):
-    """The tensors of one file have unequal numbers of rows; has its `keys` and its `digest`."""
+    """The tensors of a file (`keys`, `digest`) have unequal numbers of rows."""
 
     def __init__(self, message: str, keys: np.ndarray, digest: str):
         super().__init__(message)
@@ -33,7 +33,7 @@ class RowsDisagreeError(ValueError):
 
 
 class LatentShard(LatentFile):
-    """A validated `.pt` file; latents `(N, C, H, W)` count as one crop."""
+    """A validated `.pt` file. Latents `(N, C, H, W)` have one crop."""
 
     def _open(self) -> None:
         archive = pt_archive.open_archive(self._local_path, self.path)

@@ -3,8 +3,8 @@
     file = SafetensorsFile('latents_rank00_shard000.safetensors')
     file.shape      # (2, 4, 32, 32): `latents` and `latents_flip` (N, C, H, W) are two crops
 
-A file is the size of its header, 8 bytes; the header, JSON; and the tensors, one after the other
-(https://github.com/huggingface/safetensors#format). Nothing in it has a checksum.
+A file holds the size of its header (8 bytes), the header (JSON), and the tensors in turn
+(https://github.com/huggingface/safetensors#format). The format has no checksums.
 """
 
 import json
@@ -35,7 +35,7 @@ class _Tensor(NamedTuple):
 
 
 class SafetensorsFile(LatentFile):
-    """A validated safetensors file; without `keys`, these are hashes of its name and the row."""
+    """A validated safetensors file. Without `keys`, keys are hashes of its name and the row."""
 
     def _open(self) -> None:
         self._tensors = _parse(self._read_bytes, self._size, self.path)
@@ -80,8 +80,9 @@ class SafetensorsFile(LatentFile):
 
 
 def fetch_head(file: SourceFile, path: str) -> None:
-    """Makes a local file of the size of a remote one, with holes in place of all but its header,
-    its keys and its labels; every byte is read twice, as none has a checksum.
+    """Makes a sparse copy of a remote file that holds its header, keys and labels.
+
+    The copy has the file's size. It is read twice, because the format has no checksums.
 
     Raises:
         ValueError: See `SafetensorsFile`.

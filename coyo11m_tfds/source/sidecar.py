@@ -1,4 +1,4 @@
-"""Embeddings, tokens and numbers of other files, in the order of given keys.
+"""Sorts embeddings, tokens and numbers of other files into the order of given keys.
 
     files = sidecar.find('gs://bucket/gemma')       # all parts, or an error that names one
     sidecar.describe(files[0].path)['header']       # encoder and captions of the embeddings
@@ -8,9 +8,9 @@
     sidecar.read(found, found.places[:256])         # float16 (256, header.dim)
 
 A sidecar of `coyo11m_tfds.embed_captions` is a Parquet file with the columns `key` and
-`text_embedding` or `tokens`, which are lists of a fixed size. The metadata of its schema hold the
-fields of `Header`. Or it is a folder of such files, `part-00000-of-00007.parquet`, in which
-`text_embedding` is called `embedding`.
+`text_embedding` or `tokens` (lists of a fixed size), and with the fields of `Header` in the
+metadata of its schema. A sidecar may also be a folder of such files, `part-00000-of-00007.parquet`,
+in which the column `text_embedding` is called `embedding`.
 """
 
 import contextlib
@@ -46,18 +46,19 @@ _NUMBER_BYTES = 16
 
 
 def part_name(number: int, count: int) -> str:
-    """The name of part `number` of `count`, from 0."""
+    """Returns the name of part `number` of `count`, counted from 0."""
     return f'part-{number:05}-of-{count:05}.parquet'
 
 
 def find_parts(folder: str) -> tuple[int, dict[int, SourceFile]]:
-    """Finds the parts in a folder, local or remote, which need not exist.
+    """Finds the parts in a local or remote folder, which may be missing.
 
     Returns:
-        `(count, parts)`: how many there are to be, 0 if there is none; and those that are there.
+        `(count, parts)`: the number of parts in the complete sidecar, 0 if none is there; and the
+        existing parts.
 
     Raises:
-        ValueError: It has parts of different counts.
+        ValueError: The names of parts have different counts.
         OSError: The storage cannot be reached.
     """
     found: dict[int, dict[int, SourceFile]] = {}  # by count and number
@@ -76,13 +77,13 @@ def find_parts(folder: str) -> tuple[int, dict[int, SourceFile]]:
 
 
 def find(place: str | os.PathLike[str]) -> list[SourceFile]:
-    """Finds the file of a sidecar, or all parts of one that is a folder, in their order.
+    """Finds the file of a sidecar, or all its parts in order if it is a folder.
 
     Args:
         place: A Parquet file or a folder of parts; local or remote.
 
     Raises:
-        ValueError: There is no such file or folder, or a part of it is missing.
+        ValueError: The file or folder does not exist, or a part is missing.
         PermissionError: Credentials are missing or refused.
         OSError: The storage cannot be reached.
     """
@@ -111,13 +112,13 @@ class Header:
     """Describes how the embeddings or tokens of a sidecar were made.
 
     Attributes:
-        dim: Numbers of an embedding, or tokens of a caption with padding.
+        dim: Width of an embedding, or number of tokens of a caption with padding.
         encoder: Name of the encoder.
         revision: Revision of the encoder.
-        max_tokens: Number of tokens to which captions were cut; 0 for no limit.
+        max_tokens: Length limit of captions in tokens; 0 for no limit.
         caption_column: Column of the captions.
         captions_digest: Digest of the captions, see `captions.join`.
-        vocabulary: Number that all token ids are below; 0 for embeddings.
+        vocabulary: All token ids are below this number; 0 for embeddings.
     """
 
     dim: int
@@ -130,11 +131,11 @@ class Header:
 
     @property
     def feature(self) -> str:
-        """Name of the feature that the values become in a batch: `tokens` or `text_embedding`."""
+        """Name of the values in a batch: `tokens` or `text_embedding`."""
         return schema.TOKENS if self.vocabulary else schema.TEXT_EMBEDDING
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields; `vocabulary` only for tokens."""
+        """Returns the fields, with `vocabulary` only for tokens."""
         fields = dataclasses.asdict(self)
         if not self.vocabulary:
             del fields['vocabulary']
@@ -152,7 +153,7 @@ _ENTRIES = {
 
 
 def describe(path: str, column: str = '', name: str = '') -> dict[str, Any]:
-    """Returns the facts of `join` that one file tells; `name` stands for it in messages.
+    """Returns those facts of `join` that one file holds; `name` is its name in messages.
 
     Raises:
         ValueError: A column or an entry of the metadata is missing or of an unexpected type.
@@ -162,7 +163,7 @@ def describe(path: str, column: str = '', name: str = '') -> dict[str, Any]:
 
 
 def check_same(expected: Mapping[str, Any], found: Mapping[str, Any], name: str, of: str) -> None:
-    """Raises a ValueError if a file, `name`, says else of itself than what is expected, `of`."""
+    """Raises a ValueError if an entry of the file `name` differs from the one expected, `of`."""
     for entry in sorted(expected.keys() | found.keys()):
         if expected.get(entry) != found.get(entry):
             raise ValueError(
@@ -232,20 +233,20 @@ def join(
 ) -> None:
     """Writes the values of some keys into a new folder, for `joined.Joined`.
 
-    The facts are `dtype` and `shape` of a value, the `digest` of all keys and values and, for
-    embeddings and tokens, the fields of their `header`.
+    The facts are the `dtype` and the `shape` of a value, the `digest` of all keys and values and,
+    for embeddings and tokens, the fields of the `header`.
 
     Args:
-        files: Files of the values, in order.
+        files: Files with the values, in order.
         folder: See `joined.make`.
-        wanted: Keys, each once, int64 `(n,)`; place i is that of `wanted[i]`.
-        hold: Context manager that gives the path of a file while it is read.
+        wanted: Distinct keys, int64 `(n,)`; `wanted[i]` gets place i.
+        hold: Context manager that returns the local path of a file and keeps the file there.
         column: Column of integers, floats, or lists of one size; a row with a null has no value.
             '' for embeddings or tokens of `embed_captions`.
 
     Raises:
-        ValueError: See `KeyedFile` and `describe`; files differ in what made them or in what
-            they hold; two rows have the same key; or an embedding is null or not finite.
+        ValueError: See `KeyedFile` and `describe`; files differ in their headers or in the kind of
+            values; two rows have the same key; or an embedding is null or not finite.
         OSError: A file cannot be read, or the folder cannot be written.
     """
     facts: dict[str, Any] = {}

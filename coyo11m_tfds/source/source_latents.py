@@ -5,9 +5,9 @@
     latents.starts    # int64 (files + 1,): row i of file f is row starts[f] + i of `keys`
     latents.duplicate # bool (rows of all files,): an earlier row has the same key
 
-`read` checks every file before anything is written. It reads only the heads of remote files, a few
-at a time. Captions and labels beside the latents become Parquet files, which are read like those of
-a source that has a Parquet file.
+`read` checks every file before the build writes anything. It reads only the heads of remote files,
+a few at a time. It copies captions and labels beside the latents into Parquet files, for the reader
+of a source's Parquet file.
 """
 
 import concurrent.futures
@@ -38,17 +38,17 @@ _MOST_LABELS = 1 << 24
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """What one file says of its rows; no keys, but the error, if its tensors disagree.
+    """The rows of one file, or an error in place of the keys if its tensors disagree.
 
     Attributes:
         keys: Keys of the rows, int64 `(n,)`.
         dtype: Dtype of the latents, one of `schema.LATENT_DTYPES`.
         shape: Shape of a row, `(crops, C, H, W)`.
-        embedding_dim: Width of `embeddings`; None where the file has none.
+        embedding_dim: Width of `embeddings`; None if the file has none.
         digest: Digest of the content.
-        captions: Name and texts of the captions in the file; None where they were not asked for.
-        labels: Name of the column and classes of the rows, int64 `(n,)`; None as for captions, or
-            where the file has none.
+        captions: Name of the column and captions of the rows; None if they were not asked for.
+        labels: Name of the column and class labels of the rows, int64 `(n,)`; None if they were not
+            asked for or do not exist.
     """
 
     keys: np.ndarray
@@ -62,20 +62,21 @@ class Head:
 
 
 class NoCaptionsError(ValueError):
-    """A file has neither captions nor labels, and no Parquet file was named."""
+    """A file has neither captions nor labels, and the source has no Parquet file."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What is wanted of the files of a source.
+    """The contents to read from the files of a source.
 
     Attributes:
-        latents: What the config says of the latents.
-        captions: Column of the captions in the files; None for those of a Parquet file.
-        labels: Whether the labels are wanted, beside such captions.
-        drop_bad: Mark duplicate keys and leave out files whose tensors disagree, instead of
-            raising.
-        check_crc: Compare all but the large storages of `.pt` files with their CRC-32.
+        latents: Description of the latents from the config.
+        captions: Column of the captions beside the latents; None if captions come from a Parquet
+            file.
+        labels: Whether to read labels in addition to such captions.
+        drop_bad: Whether to mark duplicate keys and leave out files whose tensors disagree, instead
+            of raising an error.
+        check_crc: Whether to compare the small members of `.pt` files with their CRC-32.
     """
 
     latents: LatentsFrom = schema.ANY_LATENTS
@@ -86,7 +87,7 @@ class Asked:
 
 
 def read_head(file: SourceFile, head_dir: str | os.PathLike[str], asked: Asked) -> Head:
-    """Opens and checks a file; raises as `SourceLatents.read`."""
+    """Opens and checks a file; raises the errors of `SourceLatents.read`."""
     path = formats.fetch_head(file, head_dir, check_crc=asked.check_crc)
     try:
         # Not kept open: all files together are 300 GB of mapped memory.
@@ -134,12 +135,12 @@ def _texts(file: LatentFile, asked: Asked) -> dict[str, Any]:
 
 
 class TextTables:
-    """Writes captions and labels of files, one after the other, as Parquet files with keys.
+    """Writes the captions and labels of files, in turn, into Parquet files with keys.
 
     Attributes:
-        captions: Path of the captions; '' where there are none.
-        labels: Path of the labels as a sidecar of tokens, see `sidecar`; '' where there are none.
-        caption_column: Name of the captions.
+        captions: Path of the file of captions; '' if there are none.
+        labels: Path of the labels, as a sidecar of tokens (see `sidecar`); '' if there are none.
+        caption_column: Name of the column of captions.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
@@ -150,7 +151,7 @@ class TextTables:
         self._label_column = ''
 
     def add(self, path: str, head: Head) -> None:
-        """Adds the rows of a file; raises a ValueError if it has others than those before."""
+        """Adds the rows of a file; raises a ValueError if its columns differ from those before."""
         if head.disagreement:
             return
         if head.captions:
@@ -196,22 +197,22 @@ class TextTables:
 
 
 class SourceLatents:
-    """Keys and kinds of all latent files.
+    """The keys and properties of all files of latents.
 
     Attributes:
         files: The files.
         keys: Keys of all rows in the files' order, int64.
-        starts: Row of `keys` at which each file starts, and the number of rows, int64.
+        starts: Index in `keys` of each file's first row and, last, the number of all rows, int64.
         dtype: Dtype of the latents, one of `schema.LATENT_DTYPES`.
         shape: Shape of a row, `(crops, C, H, W)`.
         digests: Digest of the content of each file.
-        duplicate: Rows whose key was in an earlier row, bool, shape of `keys`.
+        duplicate: Whether an earlier row has the same key, bool, shape of `keys`.
         disagreeing: Keys of files that are left out because their tensors have unequal numbers of
-            rows, so that nothing tells which row belongs to which key; int64.
+            rows, so that keys cannot be assigned to rows; int64.
         disagreeing_files: Paths of these files.
-        versions: What changes with the content of each file; its digest alone may not without
-            CRC-32s.
-        texts: Captions and labels of the files, while the folder of heads is there.
+        versions: A version of each file that changes with its content, also if the file has no
+            checksums.
+        texts: Captions and labels of the files, valid as long as the folder of heads exists.
     """
 
     def __init__(
@@ -260,12 +261,12 @@ class SourceLatents:
             files: The files.
             head_dir: Existing, empty folder for the heads of remote files, some MB each, and for
                 captions and labels.
-            asked: What is wanted of them.
+            asked: The contents to read.
 
         Raises:
-            NoCaptionsError: Captions are wanted, and there are neither such nor labels.
-            ValueError: A file is bad, the files disagree, or none has a row; or `drop_bad` is false
-                and a key is a duplicate.
+            NoCaptionsError: `asked` wants captions, and the files have neither captions nor labels.
+            ValueError: A file is bad, the files disagree, or all are empty; or `drop_bad` is False
+                and two rows have the same key.
             OSError: A remote file cannot be read.
         """
 
@@ -296,19 +297,19 @@ class SourceLatents:
 
     @property
     def num_rows(self) -> int:
-        """Rows of all files, including files that are left out."""
+        """Number of rows in all files, including files that are left out."""
         return len(self.keys) + len(self.disagreeing)
 
     def files_of_key(self, row: int) -> list[str]:
-        """Paths of the files that hold the key of this row, up to the row's own file."""
+        """Returns the paths of files that hold the key of this row, up to the row's own file."""
         rows = np.flatnonzero(self.keys[: row + 1] == self.keys[row])
         return [self.files[file].path for file in np.unique(self._file_of(rows)).tolist()]
 
     def common_embedding_dim(self) -> int:
-        """The width of `embeddings` in all files.
+        """Returns the width of `embeddings`, equal in all files.
 
         Raises:
-            ValueError: A file has none, or another width than the first.
+            ValueError: A file has no embeddings, or another width than the first.
         """
         first_path, first = self._embedding_dims[0]
         for path, dim in self._embedding_dims:

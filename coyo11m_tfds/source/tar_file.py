@@ -3,8 +3,8 @@
     file = TarFile('00000.tar')
     file.column('txt'), file.column('caption')      # of `.txt`, and of a field of `.json`
 
-Members whose names are equal up to the first dot are one sample. The format is ustar, with the
-extensions of pax and GNU for long names. Only its headers have checksums.
+Members whose names are equal up to the first dot form one sample. The format is ustar, with the
+extensions of pax and GNU for long names. Only the headers have checksums.
 """
 
 import functools
@@ -33,7 +33,7 @@ _Member = tuple[int, int]  # offset and size of the contents
 
 
 class TarFile(LatentFile):
-    """A validated tar; keys are `key` of the `.json`, a number, or hashes of the names."""
+    """A validated tar. Keys are `key` of the `.json` members, or hashes of the names."""
 
     def _open(self) -> None:
         self._samples: dict[str, dict[str, _Member]] = {}
