@@ -1,4 +1,4 @@
-"""A build: from the plan through its tasks, run by processes or Beam, to the final folder.
+"""Builds a data set: plans tasks, runs them in processes or with Beam, and publishes the result.
 
-Import `driver` and `settings`. This package reads `source` and writes through `storage`.
+`driver` and `settings` are the interface. This package reads `source` and writes through `storage`.
 """

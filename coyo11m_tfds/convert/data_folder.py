@@ -8,10 +8,10 @@
     folder.publish('3f9a1c20', files, small, overwrite=True)   # makes the build the data set
     folder.remove_others('3f9a1c20')                # removes files of other builds
 
-All files of a build except three have its ID in their names, and are written to this folder
-directly. `dataset_info.json` is written last and has the ID in its template for the names of
-shards: this makes the files the data set. So nothing is ever moved or copied, and readers see the
-old data set until then.
+All files of a build except three have its ID in their names, and are written straight into this
+folder. The last file, `dataset_info.json`, has the ID in its template for the names of shards and
+so makes the files the data set. Until then readers see the old data set. No file is moved or
+copied.
 """
 
 import json
@@ -35,19 +35,19 @@ _SUB_FOLDER = 'building-'
 
 
 def sub_folder(build: str) -> str:
-    """The folder, within that of the data set, of what only a build needs."""
+    """Returns the sub-folder of a data set that holds the working files of a build."""
     return f'{_SUB_FOLDER}{build}'
 
 
 class FinishedShards:
-    """The shards of a build under way, and their records, from which a killed build resumes.
+    """The finished shards of a running build, and the records from which it can resume.
 
-    A shard is finished if its record says that it was made from the same source, rows and settings
-    as are planned now, by this version of the package, and its file has the recorded size and
-    checksum. A file alone proves nothing.
+    A shard is finished if its record names the planned source, rows and settings and this version
+    of the package, and its file has the recorded size and checksum. A file without a record does
+    not count.
 
     Attributes:
-        folder: Folder of the data set, which the shards are in.
+        folder: Folder of the data set, which holds the shards.
         build: ID of the build.
     """
 
@@ -56,14 +56,14 @@ class FinishedShards:
         self.folder, self.build = folder, build
 
     def begin(self, settings: Mapping[str, Any]) -> None:
-        """Marks the build as under way, so that what it writes is known to be its own."""
+        """Marks the build as under way, so that its files can be attributed to it."""
         self._put(_SETTINGS_FILE, settings)
 
     def save(self, task: ShardTask, local_file: str, result: ShardResult) -> None:
         """Stores a shard from a local file, and then its record.
 
         Raises:
-            OSError: It cannot be stored.
+            OSError: The shard cannot be stored.
         """
         self.folder.put(local_file, task.filename, result.crc32c)
         record = {'fingerprint': task.fingerprint, 'result': result.to_json()}
@@ -71,9 +71,9 @@ class FinishedShards:
         self._put(f'{task.filename}.json', record)
 
     def load(self, tasks: Sequence[ShardTask]) -> list[ShardResult]:
-        """Returns the results of the tasks that are finished.
+        """Returns the results of the finished tasks.
 
-        Local shards are read for their checksums; in a bucket the storage reports them.
+        Local shards are read to compute their checksums; a bucket reports its own.
         """
         by_name = {f'{task.filename}.json': task for task in tasks}
         records = self.folder.read_all(sub_folder(self.build), by_name)
@@ -120,11 +120,11 @@ class DataFolder:
     """
 
     def __init__(self, final: str):
-        """Takes its path or `gs://` URL; does not touch the storage."""
+        """Takes the path or `gs://` URL of the folder; does not touch the storage."""
         self.files = Destination(final)
 
     def find_build(self) -> str | None:
-        """The ID of the data set; '' if its files have none, None if there is no data set."""
+        """Returns the ID of the data set; '' if its files have none, None without a data set."""
         data = self.files.read(schema.INFO_FILE)
         if data is None:
             return None
@@ -136,16 +136,17 @@ class DataFolder:
     def publish(
         self, build: str, files: Mapping[str, FileState], local: Mapping[str, str], overwrite: bool
     ) -> None:
-        """Makes a build the data set, in place of the one that is there, if any.
+        """Makes a build the data set; replaces an existing one only with `overwrite`.
 
         Args:
             build: ID of the build.
-            files: States of all its files, by name; all but those of `local` are in the folder.
-            local: Paths of the files that have no ID in their names.
+            files: States of all files of the build, by name; the folder holds all but those in
+                `local`.
+            local: Local paths of the files without an ID in their names.
             overwrite: Whether to replace a data set of another build.
 
         Raises:
-            OSError: A file differs from what was stored.
+            OSError: A file in the folder differs from its state.
             FileExistsError: Another build has become the data set meanwhile.
         """
         found = self.find_build()
@@ -164,11 +165,11 @@ class DataFolder:
         self.files.verify({name: files[name] for name in local})
 
     def remove_others(self, build: str, resumable_too: bool = True) -> None:
-        """Removes what other builds have left beside the data set, and the records of its own.
+        """Removes the files of other builds, and the records of the data set's own build.
 
         Args:
             build: ID of the data set.
-            resumable_too: False to keep builds that were interrupted, and to warn of them.
+            resumable_too: Whether to remove interrupted builds too, instead of a warning.
         """
         there = self.files.sizes()
         kept = self._recorded(build, there)
@@ -213,10 +214,10 @@ class DataFolder:
 
 
 def tidy(final: str) -> None:
-    """Removes what builds that were killed at their end have left beside a data set.
+    """Removes the files of builds that were killed after they completed a data set.
 
-    Where nothing is left this is one listing. Of the processes of a job only the first does it, and
-    it never waits for a builder that is alive. Without write access it only warns.
+    If there are none, this takes one listing. In a job only the first process does this. It never
+    waits for a running build. Without write access it only warns.
 
     Args:
         final: Folder of the data set, local or `gs://`.

@@ -1,16 +1,16 @@
-"""One build from start to end: resumable, one at a time in a folder.
+"""Runs one build from start to end. A build can resume; one runs at a time in a folder.
 
     with driver.build('OUT/coyo11m_tfds/latents/1.0.0', 'gs://bucket/coyo11m', settings) as built:
         if built:                               # None if the data set was there
             write_info(built, built.folder)     # TFDS' own files
 
 The digest of its plan names a build. The shards go straight into the folder of the data set, under
-names with this ID, and their records into a sub-folder, from which a later call resumes. When the
-description of the data set is written, the shards become the data set; see `data_folder`.
+names with this ID, and their records into a sub-folder, from which a later call resumes. The
+description of the data set, written last, makes the shards the data set; see `data_folder`.
 
-The files depend neither on the number of processes nor on interruptions: a shard is a function of
-its task, and results are joined in the order of the shards. One core writes 30,000 records (740 MB)
-a second, with statistics and checksums, if the disk can.
+Any number of processes and interruptions gives the same files, because a shard is a function of its
+task, and results are joined in the order of the shards. On a fast disk, one core writes 30,000
+records (740 MB) a second, with statistics and checksums.
 """
 
 import contextlib
@@ -85,29 +85,29 @@ def build(
     beam_options: 'PipelineOptions | None' = None,
     beam_runner: 'str | PipelineRunner | None' = None,
 ) -> Iterator[Built | None]:
-    """Makes sure that the data set is complete in `final` when the block has ended.
+    """Makes the data set in `final` complete by the end of the block.
 
-    In a job of several processes the first builds and the others wait for it. A second build that
-    is started while one is running waits for it, too.
+    In a job of several processes the first one builds, and the others wait for it. A second build
+    of the same data set also waits.
 
     Args:
         final: Folder of the data set, `.../NAME/CONFIG/VERSION`, local or `gs://`.
-        source: Folder of the source, instead of that of the settings.
+        source: Folder of the source; overrides the settings.
         settings: Settings of the build.
-        limit: Most records of each split; None for all.
-        overwrite: Replace an existing data set as soon as the new one is complete. One of the same
-            plan is written anew.
-        beam_options, beam_runner: Write with Apache Beam, not with processes of this machine, if
-            either is given.
+        limit: Largest number of records in each split; None for all.
+        overwrite: Whether to replace an existing data set as soon as the new one is complete. A
+            data set of the same plan is written again.
+        beam_options, beam_runner: If either is given, Apache Beam writes, instead of processes of
+            this machine.
 
     Yields:
-        What this call has made; the block adds TFDS' own files to its folder. None if there was
-        nothing to make: the data set was there, or another process built it.
+        The result of this call; the block adds TFDS' own files to its folder. None if the data set
+        existed or another process built it.
 
     Raises:
         ValueError: The source or an option is bad.
         OSError: A file cannot be read or written.
-        FileExistsError: Another build was completed there meanwhile.
+        FileExistsError: Another build has been completed in `final` meanwhile.
         TimeoutError: Another process has not finished in time.
         RuntimeError: A worker died, or the first process of the job failed.
     """
@@ -185,16 +185,16 @@ def write_shards(plan: Plan, finished: FinishedShards, engine: Engine) -> list[S
 
     Args:
         plan: Plan of the build.
-        finished: Storage of shards and records, which keeps them if this is interrupted.
-        engine: Writer of the shards.
+        finished: Storage of shards and records, which an interruption leaves intact.
+        engine: Function that writes the shards.
 
     Returns:
         The results of all shards in the order train, validation, and by index.
 
     Raises:
-        ValueError: Too much of the source is bad, or nothing is left of it; or as of
+        ValueError: Too much of the source is bad, or no row is good; or as
             `shard_writer.write_shard`.
-        OSError: A file cannot be fetched, written or stored; there is not enough space on the disk.
+        OSError: A file cannot be fetched, written or stored; or the disk has too little space.
         RuntimeError: A process died.
     """
     results = finished.load(plan.tasks)

@@ -1,4 +1,4 @@
-"""A build that leaves the latents in the source's files and records their places.
+"""Builds that leave the latents in the source's files and record their places.
 
 file = in_place.describe(source_file, LatentShard(path))
 splits = {'train': [[(file, rows)], ...], 'validation': [...]}
@@ -23,7 +23,7 @@ def describe(file: SourceFile, opened: LatentFile) -> ColumnFile:
     """Describes a file of latents for the columns of a data set.
 
     Raises:
-        ValueError: Its latents do not lie where rows in place can.
+        ValueError: The places of its latents cannot be described as rows in place.
     """
     places = opened.places
     if places is None:
@@ -36,14 +36,14 @@ def describe(file: SourceFile, opened: LatentFile) -> ColumnFile:
 
 
 def path_of(file: SourceFile) -> str:
-    """The path or URL of a file of the source, for readers in other folders."""
+    """Returns the absolute path or the URL of a file of the source."""
     return file.path if file.is_remote else os.path.abspath(file.path)
 
 
 def check_within_reach(file: SourceFile, final: str) -> None:
-    """Raises a ValueError unless readers of a data set in `final` can read a file of its source.
+    """Raises a ValueError if readers of a data set in `final` could not read a file of its source.
 
-    The file has to be on gs://, or local like the data set.
+    The file must be on gs://, or local if the data set is local.
     """
     is_remote = source_files.is_remote(final)
     if not file.path.startswith('gs://') and (file.is_remote or is_remote):
@@ -65,7 +65,7 @@ def write(
 
     Args:
         folder: Local folder to write in.
-        splits: `ShardResult.sources` of the shards of each split, in their order.
+        splits: `ShardResult.sources` of each split's shards, in order.
         dtype: Dtype of the latents.
         shape: Shape of a row, `(crops, C, H, W)`.
         build: ID of the build.

@@ -44,18 +44,18 @@ def write_shards(
     staging: str,
     num_workers: int = 0,
 ) -> Iterator[Outcome]:
-    """Writes shards and their records, and yields each when it is stored.
+    """Writes shards and their records; yields each result when its shard is stored.
 
     Args:
         tasks: Tasks in the order of writing; those of one group follow each other.
         finished: Storage of shards and records.
-        scratch: Local folder for remote files while they are read.
-        staging: Existing local folder for shards on their way.
-        num_workers: Number of processes; 0 takes the environment variable `COYO11M_NUM_PROC`, else
-            as many as there are cores and the amount of work is worth.
+        scratch: Local folder for remote files during their use.
+        staging: Existing local folder for shards before they are stored.
+        num_workers: Number of processes; 0 for the environment variable `COYO11M_NUM_PROC` or,
+            without it, the number of cores, fewer for little work.
 
     Raises:
-        ValueError: As of `shard_writer.write_shard`, or the variable is not a number.
+        ValueError: As `shard_writer.write_shard`; or the variable is not a number.
         OSError: A file cannot be fetched, written or stored.
         RuntimeError: A process died, or runs another version of the package.
     """
@@ -73,7 +73,7 @@ def write_shards(
 
 
 def choose_workers(num_workers: int, num_bytes: int) -> int:
-    """The number of processes for so many bytes of shards; see `write_shards`."""
+    """Returns the number of processes for `num_bytes` of shards; see `write_shards`."""
     chosen = workers.chosen(num_workers)
     return chosen or min(machine.usable_cpus(), 1 + num_bytes // _BYTES_WORTH_A_WORKER)
 

@@ -1,4 +1,4 @@
-"""Decides what every shard will hold, before anything is written.
+"""Decides the contents of every shard before anything is written.
 
     plan = make_plan(location.find('/data/coyo11m'), settings, scratch, cache_dir)
     plan.tasks            # one a shard, with the exact rows of its records
@@ -6,10 +6,10 @@
 
 Planning opens and checks every file of the source, joins captions and text embeddings by key, and
 chooses the split of each key. So it finds faults before hours of writing. For 12 million rows it
-takes about 80 s of CPU, besides reading the heads, and about 1.5 GB of memory.
+takes about 80 s of CPU (without reading the heads) and about 1.5 GB of memory.
 
-A large file is cut into shards of its own. Small files share a shard with their neighbours and are
-never cut. So a file belongs to one group of shards, and is fetched once.
+A large file is cut into several shards. Small files share a shard with their neighbours and are
+never cut. So each file belongs to one group of shards, and is fetched once.
 """
 
 import dataclasses
@@ -50,16 +50,16 @@ class Plan:
     """The shards to write, and the reasons for rows that are left out.
 
     Attributes:
-        tasks: Tasks of all shards; those of one group, which read the same files, are neighbours.
+        tasks: Tasks of all shards. Tasks that read the same files form a group and are neighbours.
         num_bytes: Expected size of the shards, exact within 1%.
         latents: Dtype, one of `schema.LATENT_DTYPES`, and shape `(crops, C, H, W)` of a row.
-        caption_column: Column of the captions, as it was found.
-        text: Description of the text in the records; None for records without one.
+        caption_column: Column in which captions were found.
+        text: Description of the text in the records; None without text.
         dropped: Rows of the source that are left out, by reason.
-        source_fingerprint: Hex digest of everything that is read.
+        source_fingerprint: Hex digest of everything that the build reads.
         settings: Result of `BuildSettings.record`.
-        build: ID of the build, from all that decides its files; it is in their names.
-        joined: Inputs of the tasks; while they are open, no other build removes them.
+        build: ID of the build, a digest of all inputs and settings; file names contain it.
+        joined: Inputs of the tasks, held open so that no other build removes them.
     """
 
     tasks: tuple[ShardTask, ...]
@@ -107,14 +107,14 @@ def make_plan(
 
     Args:
         source: Files to read.
-        settings: Choices of the user.
-        scratch: Local folder for remote files while they are read.
-        cache_dir: Existing folder for captions and embeddings, which the tasks read; it keeps them
-            for the next build of the same source.
-        limit: Number of records of each split to keep, the first ones; None for all.
+        settings: Settings of the build.
+        scratch: Local folder for remote files during their use.
+        cache_dir: Existing folder for the captions and embeddings that the tasks read. They stay
+            there for the next build of the same source.
+        limit: Number of first records to keep in each split; None for all.
 
     Raises:
-        ValueError: Something is wrong with the source.
+        ValueError: The source has a fault.
         OSError: A remote file cannot be read.
     """
     sidecar_files = _find_sidecar(settings, source.captions_file is not None)
@@ -171,7 +171,7 @@ def read_latents(
     folder: str,
     files: Sequence[SourceFile] | None = None,
 ) -> SourceLatents:
-    """Reads and checks the heads of some files of a source, or all; raises as `make_plan`."""
+    """Reads and checks the heads of some or all files of a source; raises as `make_plan`."""
     asked = Asked(
         latents=schema.parse_latents_from(settings.latents_from),
         captions=None if source.captions_file else settings.caption_column,
@@ -425,10 +425,10 @@ def _file_bytes(
 
 
 def group_files(file_bytes: np.ndarray, shard_bytes: int) -> list[range]:
-    """Groups consecutive files, each either a large one alone or several small ones.
+    """Groups consecutive files: one large file alone, or several small files.
 
-    A file with more than `shard_bytes`, of `file_bytes` int64 `(files,)`, is large. Groups of small
-    files have half of `shard_bytes` to twice as much, if as many small files are neighbours.
+    A file is large if its entry in `file_bytes`, int64 `(files,)`, exceeds `shard_bytes`. A group
+    of small files has half to twice `shard_bytes`, unless too few small files are neighbours.
     """
     groups: list[range] = []
     for is_large, run in itertools.groupby(

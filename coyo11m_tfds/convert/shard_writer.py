@@ -2,8 +2,8 @@
 
     result = shard_writer.write_shard(task, ['/scratch/000000-000009.pt'], '/scratch/shard')
 
-One file of the source is open at a time, and its rows are read `ROWS_AT_ONCE` at a time, so memory
-grows neither with the files nor with the shard.
+It opens one file of the source at a time and reads `ROWS_AT_ONCE` rows at a time, so its memory is
+independent of the sizes of files and shards.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,14 +35,14 @@ def write_shard(task: ShardTask, latents_paths: Sequence[str], path: str) -> Sha
 
     Args:
         task: Contents of the shard.
-        latents_paths: Local path of the file of each part.
+        latents_paths: Local path of each part's file.
         path: Local file to write.
 
     Raises:
         ValueError: The source has changed since it was planned; or it holds numbers that are not
-            finite, and the task does not allow to drop them.
+            finite, and the task does not drop them.
         OSError: The file cannot be written, e.g. because the disk is full.
-        RuntimeError: This process runs another version of the package than the one that planned it.
+        RuntimeError: Another version of the package has planned the task.
     """
     if task.writer != THIS_WRITER:
         raise RuntimeError(
@@ -72,7 +72,7 @@ def write_shard(task: ShardTask, latents_paths: Sequence[str], path: str) -> Sha
 
 
 def init_worker() -> None:
-    """Prepares a process that shares the machine with one such process per core."""
+    """Limits this process to one thread, because one such process runs on each core."""
     latent_file.use_one_thread()
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)

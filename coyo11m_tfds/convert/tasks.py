@@ -1,4 +1,4 @@
-"""Tasks and results of a build, one of each for every shard, and the inputs of a task.
+"""The tasks of a build, one for each shard, with their inputs and results.
 
     task.inputs = JoinedInputs(rows, keys, places, captions=folder, sidecar='')
     opened = task.inputs.open()
@@ -6,8 +6,8 @@
     opened.captions                          # list of UTF-8 bytes
     opened.text                              # float16 (n, dim), int32 (n, dim), or None
 
-On one machine all tasks read the files that `source.joined` made (`JoinedInputs`). A worker on
-another machine reads a copy of the inputs of one shard, some MB (`PackedInputs`).
+On one machine all tasks read the files of `source.joined` (`JoinedInputs`). A worker on another
+machine reads a copy of the inputs of one shard, some MB (`PackedInputs`).
 """
 
 import base64
@@ -34,13 +34,14 @@ THIS_WRITER = f'{schema.NAME} {coyo11m_tfds.__version__}, records of format {sch
 
 
 class OpenInputs(NamedTuple):
-    """The inputs of a shard besides latents, in the order of its records.
+    """The inputs of a shard except the latents, in the order of its records.
 
     Attributes:
         rows: Rows of the `.pt` files, int32 `(n,)`.
         keys: Keys of the records, int64 `(n,)`.
         captions: Captions as UTF-8.
-        text: Values of a sidecar, embeddings float16 `(n, dim)` or tokens int32; None without one.
+        text: Values of a sidecar, float16 `(n, dim)` for embeddings or int32 for tokens; None
+            without a sidecar.
     """
 
     rows: np.ndarray
@@ -51,13 +52,13 @@ class OpenInputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class JoinedInputs:
-    """Inputs on this machine.
+    """Inputs in local files of `source.joined`.
 
     Attributes:
-        rows, keys: As of `OpenInputs`.
-        places: Places of captions and text in their `Joined`, int64 `(n,)`, ascending.
-        captions: Folder of a `Joined`.
-        sidecar: Folder of a `Joined` that `sidecar.join` made; '' without a sidecar.
+        rows, keys: See `OpenInputs`.
+        places: Places of the captions and texts in their `Joined`, int64 `(n,)`, ascending.
+        captions: Folder of the `Joined` captions.
+        sidecar: Folder of the `Joined` of `sidecar.join`; '' without a sidecar.
     """
 
     rows: np.ndarray
@@ -67,13 +68,13 @@ class JoinedInputs:
     sidecar: str = ''
 
     def open(self) -> OpenInputs:
-        """Reads all of it, some MB."""
+        """Reads all inputs, some MB."""
         captions = _open(self.captions).read(self.places)
         text = sidecar.read(_open(self.sidecar), self.places) if self.sidecar else None
         return OpenInputs(self.rows, self.keys, captions, text)
 
     def pack(self) -> bytes:
-        """The content of the file of a `PackedInputs`."""
+        """Returns the content of the file of a `PackedInputs`."""
         opened = self.open()
         arrays: dict[str, Any] = {
             'rows': opened.rows,
@@ -95,10 +96,10 @@ class PackedInputs:
     path: str
 
     def open(self) -> OpenInputs:
-        """Reads all of it, some MB.
+        """Reads all inputs, some MB.
 
         Raises:
-            OSError: It cannot be read, or arrives damaged again and again.
+            OSError: The file cannot be read, or arrives damaged at every attempt.
         """
         packed = stored_files.read(source_files.describe(self.path), stored_files.Content).data
         # Zip archives carry a checksum of each array, so damage is an error and not a caption.
@@ -128,8 +129,8 @@ class ShardPart:
 
     Attributes:
         file: The `.pt` file, local or remote.
-        digest: Its `LatentFile.digest`.
-        records: Their range within the shard's records.
+        digest: `LatentFile.digest` of the file.
+        records: Range of these records within the shard.
     """
 
     file: SourceFile
@@ -145,19 +146,20 @@ class ShardTask:
         split: Name of the split.
         index: Number of the shard within the split.
         filename: Name of the file to write.
-        group: Number that it shares with the tasks that read the same files, and no others.
+        group: Number of the group of tasks that read the same files.
         parts: The files, in the order of the records.
         inputs: Rows, captions and text of the records.
-        text: Description of the text in the records, None for records without one; it is that of
-            the `.pt` files if the inputs have none.
-        drop_bad: Leave out and count records that are not finite, instead of stopping.
-        check_crc: Compare the contents of the `.pt` files with their CRC-32.
+        text: Description of the text in the records; None without text. The text comes from the
+            `.pt` files if the inputs have none.
+        drop_bad: Whether to leave out and count records that are not finite, instead of raising an
+            error.
+        check_crc: Whether to compare the contents of `.pt` files with their CRC-32.
         num_bytes: Expected size of the shard, within 1%.
         fingerprint: Hex digest of all that decides the shard's bytes.
-        in_place: Leave the latents out, and record their places.
-        channels: Channels of the latents.
-        latents_from: What the config says of the latents.
-        writer: The package that planned it; no other may write it.
+        in_place: Whether to leave the latents out and record their places.
+        channels: Number of channels of the latents.
+        latents_from: Description of the latents from the config.
+        writer: Version of the package that planned the task; no other version may write it.
     """
 
     split: str
@@ -178,7 +180,7 @@ class ShardTask:
 
     @property
     def source(self) -> str:
-        """The file or files that it reads, for messages."""
+        """Names the file or files of the task in messages."""
         first = self.parts[0].file.path
         if len(self.parts) == 1:
             return first
@@ -187,19 +189,19 @@ class ShardTask:
 
 @dataclasses.dataclass(frozen=True)
 class ShardResult:
-    """One shard that was written.
+    """A shard that has been written.
 
     Attributes:
-        split, index: As of its task.
+        split, index: See `ShardTask`.
         num_records: Number of records in the file.
         num_bytes: Size of the file.
         crc32c: Checksum of the file.
         chunk_offsets: Byte offsets of the records 0, 32, 64, ..., int64.
         statistics: Statistics of the records.
-        writer: The package that wrote it.
-        read: Digests of the `.pt` files that it was made of.
-        sources: Places of latents that are not in the records: each file with row and CRC-32C of
-            its records, uint32 `(n, 2)`.
+        writer: Version of the package that wrote the shard.
+        read: Digests of the source files of the shard.
+        sources: Places of latents outside the records: each file with the row and the CRC-32C for
+            each of its records, uint32 `(n, 2)`.
     """
 
     split: str
@@ -214,7 +216,7 @@ class ShardResult:
     sources: tuple[tuple[ColumnFile, np.ndarray], ...] = ()
 
     def to_json(self) -> dict:
-        """Returns it as JSON can hold it, exactly."""
+        """Returns the result as JSON values, without a loss."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return fields | {
             'chunk_offsets': _encode(self.chunk_offsets, '<i8'),
@@ -227,7 +229,7 @@ class ShardResult:
         """The inverse of `to_json`.
 
         Raises:
-            KeyError, TypeError, ValueError: `to_json` did not make it.
+            KeyError, TypeError, ValueError: `fields` is not a result of `to_json`.
         """
         sources = tuple(
             (

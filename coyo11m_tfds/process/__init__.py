@@ -1,1 +1,1 @@
-"""A process: its command line, cores and memory, job, workers, progress, and how it ends."""
+"""The process: command line, cores and memory, job, workers, progress, and its end."""

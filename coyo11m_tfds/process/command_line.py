@@ -1,4 +1,4 @@
-"""Command lines of all programs: `--help` from the docstring, errors in one line.
+"""Command lines of the programs: `--help` from the docstring, errors in one line.
 
     parser = command_line.Parser('coyo11m_tfds.verify', __doc__)
     parser.add_argument('data_dir', help='folder of a built data set')
@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors end the program with `error: ...` in one line, and status 2."""
 
     def __init__(self, program: str, doc: str):
-        """`program` is the module that is run, `doc` its docstring with an indented command."""
+        """Takes the name of the module that is run, and its docstring with an indented command."""
         width = min(shutil.get_terminal_size().columns, 100) - 1
         wrap = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
         parts = doc.strip().split('\n\n')
@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(text: str) -> float:
-    """The `type` of an argument that is a finite number above 0."""
+    """Parses an argument that must be a finite number above 0."""
     value = float(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f'{text}: expected a number above 0')
@@ -50,7 +50,7 @@ def positive(text: str) -> float:
 
 
 def advice(program: str, doc: str | None) -> str:
-    """Advises the first command in `doc` that begins with `program`, after a wrong command line."""
+    """Returns advice: the first command in `doc` that begins with `program`."""
     found = re.search(rf'^ {{4}}({re.escape(program)} (?:.*\\\n)*.*)', doc or '', re.MULTILINE)
     if not found:
         return 'see --help'
@@ -58,6 +58,6 @@ def advice(program: str, doc: str | None) -> str:
 
 
 def show_log() -> None:
-    """Shows what the program logs, such as its progress: lines with the time of day."""
+    """Shows the log of the program, such as its progress, in lines with the time of day."""
     logging.basicConfig(format='%(asctime)s %(message)s', datefmt='%H:%M:%S')
     absl.logging.set_verbosity(absl.logging.INFO)

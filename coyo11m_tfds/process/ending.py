@@ -1,4 +1,4 @@
-"""Ends the programs of this package: with one line for an error or an interrupt.
+"""Ends the programs of this package with one line after an error or an interrupt.
 
     def main() -> None:
         with ending.in_one_line('the same command resumes the copy'):
@@ -7,7 +7,7 @@
 An error that a user can mend ends the process with `error: ...` and status 1, Ctrl-C with
 `Interrupted: ...` and status 130, SIGTERM with status 143. All three unwind the stack, so locks and
 scratch folders are released; a second Ctrl-C ends the process at once. If the system ends the
-process, for example because a mapped file was truncated, the process shows its place in the code.
+process, for example because a mapped file was truncated, the place in the code is shown.
 `COYO11M_TRACEBACK=1` in the environment shows the traceback instead of one line.
 """
 
@@ -47,11 +47,11 @@ def in_one_line(
     kinds: tuple[type[BaseException], ...] = (ValueError, OSError),
     status: int = 1,
 ) -> Iterator[None]:
-    """Ends the process as the module's docstring says; for the main thread.
+    """Ends the process in the way of this module; use it in the main thread.
 
     Args:
-        outlook: End of the line after an interrupt: what is left, or what to do next.
-        kinds: Errors that a user can mend.
+        outlook: End of the line after an interrupt, such as how to continue.
+        kinds: Types of errors that a user can mend.
         status: Exit status after such an error.
     """
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -73,9 +73,9 @@ def in_one_line(
 
 
 def interrupt_once() -> None:
-    """Has the first Ctrl-C raise KeyboardInterrupt, and the second end the process at once.
+    """Makes the first Ctrl-C raise KeyboardInterrupt, and the second end the process at once.
 
-    A process that ignores it, such as one in the background, still does.
+    A process that ignores Ctrl-C, such as one in the background, still ignores it.
     """
 
     def interrupt(number: int, frame: types.FrameType | None) -> None:
@@ -94,19 +94,19 @@ def interrupt_once() -> None:
 
 
 def wants_traceback() -> bool:
-    """True if the user asks for tracebacks."""
+    """Whether the user asks for tracebacks."""
     return bool(os.environ.get(TRACEBACK_VARIABLE))
 
 
 def say(error: BaseException, outlook: str) -> None:
-    """Prints the one line; see `in_one_line`."""
+    """Prints the line of an error; see `in_one_line`."""
     is_interrupt = isinstance(error, KeyboardInterrupt)
     line = f'Interrupted: {outlook}.' if is_interrupt else f'error: {describe(error)}'
     print(line, file=sys.stderr, flush=True)
 
 
 def describe(error: BaseException) -> str:
-    """The message of an error in one line; of the system's and of an import's with what to do."""
+    """Returns the message of an error in one line, often with advice."""
     text = str(error)
     if isinstance(error, ModuleNotFoundError) and 'pip install' not in text:
         text = f"{error.name} is not installed: pip install -c constraints.txt -e '.[convert,text]'"

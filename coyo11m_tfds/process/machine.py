@@ -1,4 +1,4 @@
-"""Cores and memory that this process may use; in a container, less than the machine has.
+"""Cores and memory that this process may use: in a container, less than the machine has.
 
     machine.usable_cpus()     # 4
     machine.usable_memory()   # 17179869184 bytes
@@ -12,7 +12,7 @@ import pathlib
 
 
 def usable_cpus(root: str | os.PathLike[str] = '/') -> int:
-    """Returns how many cores this process can keep busy, at least 1; `root` holds proc and sys."""
+    """Returns how many cores this process can use, at least 1; `root` holds proc and sys."""
     if hasattr(os, 'sched_getaffinity'):
         num_cpus = len(os.sched_getaffinity(0))
     else:
@@ -24,7 +24,7 @@ def usable_cpus(root: str | os.PathLike[str] = '/') -> int:
 
 
 def usable_memory(root: str | os.PathLike[str] = '/') -> int:
-    """Returns the bytes of memory that this process and the others of its group can use."""
+    """Returns the memory in bytes that this process and the others of its group can use."""
     physical = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
     return min([physical, *(limit for found in _limits(root, 'memory.max') for limit in found)])
 

@@ -4,7 +4,7 @@ _UNITS = 'bytes', 'kB', 'MB', 'GB', 'TB'
 
 
 def readable(num_bytes: float) -> str:
-    """One decimal in the largest unit that the number fills: '8.7 MB'; a kB is 1,000 bytes."""
+    """Formats a number of bytes in its largest unit, as '8.7 MB'; 1 kB is 1,000 bytes."""
     power = 0
     while round(num_bytes) >= 1000 and power < len(_UNITS) - 1:
         num_bytes, power = num_bytes / 1000, power + 1

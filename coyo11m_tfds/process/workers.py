@@ -1,4 +1,4 @@
-"""A pool of processes that inherit nothing from their parent, and end with it.
+"""Pools of processes that inherit nothing from their parent, and end with their parent.
 
 with workers.pool(4, init) as pool:
     pool.submit(function, argument)
@@ -21,7 +21,7 @@ VARIABLE = 'COYO11M_NUM_PROC'
 
 
 def chosen(num_workers: int) -> int:
-    """Returns `num_workers`; if it is 0, the environment variable, or 0 if that is not set.
+    """Returns `num_workers`; for 0, the value of COYO11M_NUM_PROC, or 0 without this variable.
 
     Raises:
         ValueError: The variable is not a number.
@@ -41,7 +41,7 @@ def pool(
     """Yields a pool of processes, each of which calls `init` before any work.
 
     Raises:
-        RuntimeError: One of them died.
+        RuntimeError: A process died.
     """
     with concurrent.futures.ProcessPoolExecutor(num_workers, CONTEXT, _begin, (init,)) as processes:
         try:

@@ -4,9 +4,9 @@
     report.write(folder)                                        # report-ID.json, report-ID.html
     print(report.summary('OUT/coyo11m_tfds/latents/1.0.0', seconds=12.3))
 
-Both files depend only on the build, so the same build gives the same bytes. The page has no script
-and needs no other file and no network. Captions come from the open internet: all text is escaped,
-and a policy in the page forbids it to run code or to load anything except its own pictures.
+The same build always gives the same bytes of both files. The page needs no script, no other file
+and no network. Captions come from the open internet, so all text is escaped, and a policy in the
+page forbids it to run code or to load anything except its own pictures.
 """
 
 import html
@@ -42,7 +42,7 @@ _TOLD = (
 
 
 class Report:
-    """What is told of a build.
+    """The report of a build.
 
     Args:
         name: Data set, config and version.
@@ -50,12 +50,12 @@ class Report:
         statistics: Statistics of the records, by split.
         dropped: Rows of the source that were left out.
         metadata: Metadata of `dataset_info`, with the keys `schema.META_*`.
-        in_place: True if the latents stay in the source.
+        in_place: Whether the latents stay in the source.
 
     Attributes:
-        content: Content of `report.json`. A histogram has `edges` and `counts`. Counts of the
-            latents are, for each channel, of values below the first edge, from each edge to the
-            next, and from the last edge on; those of the captions from each edge on.
+        content: Content of `report.json`. A histogram has `edges` and `counts`. For each channel of
+            the latents, the counts are those of values below the first edge, from each edge to the
+            next, and from the last edge on; for captions, those from each edge on.
         previews: Records to show, evenly spaced.
     """
 
@@ -97,8 +97,7 @@ class Report:
             path.write_text(written, encoding='utf-8', newline='\n')
 
     def summary(self, folder: str, seconds: float) -> str:
-        """Says in a few lines what was written, what was dropped and why, with examples of what is
-        bad in the source (`statistics.BAD`)."""
+        """Returns some lines about written and dropped rows, with examples of bad rows."""
         lines = ['']
         for name, split in [*self.content['splits'].items(), ('total', self.content)]:
             plural = '' if split['shards'] == 1 else 's'
@@ -169,9 +168,9 @@ class Report:
 
 
 def quantiles(caption_histogram: np.ndarray) -> dict[str, int] | None:
-    """Returns quantiles of the captions' lengths in bytes, None if there is no caption.
+    """Returns quantiles of the captions' lengths in bytes; None without captions.
 
-    Lengths are taken as evenly spread within their bin, those in the last bin as its edge.
+    Lengths count as evenly spread within their bin, and as the edge in the last bin.
     """
     up_to = np.cumsum(caption_histogram)
     if not up_to[-1]:

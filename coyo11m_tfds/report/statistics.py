@@ -1,4 +1,4 @@
-"""Statistics of a build: of the records of a shard, and of the rows that are dropped.
+"""Statistics of a build: of the records in shards, and of dropped rows.
 
     statistics = ShardStatistics(text_dim=640)
     good = statistics.add(keys, captions, latents, text)    # bool (n,); write only those
@@ -9,8 +9,8 @@
     dropped.add(schema.NO_CAPTION, 17, keys[:10])
     dropped.check_bad('/data/x.parquet')                    # raises if too many are bad
 
-The same blocks of samples in the same order give the same statistics to the last bit, also through
-JSON. So a resumed build can reuse the statistics of finished shards.
+The same blocks of samples in the same order give exactly the same statistics, also after a way
+through JSON. So a resumed build can reuse the statistics of finished shards.
 """
 
 import base64
@@ -52,7 +52,7 @@ _PREVIEW_CAPTION_CHARACTERS = 1000
 
 
 def moments(vectors: np.ndarray) -> np.ndarray:
-    """Counts, sums and sums of squares of finite vectors `(n, size)`: float64 `(3, size)`."""
+    """Returns count, sum and sum of squares of finite vectors `(n, size)`; float64 `(3, size)`."""
     exact = np.asarray(vectors, np.float64)
     return np.stack([np.full(exact.shape[1], len(exact)), exact.sum(0), (exact**2).sum(0)])
 
@@ -61,7 +61,7 @@ def mean_and_std(moments: np.ndarray) -> tuple[list[float], list[float]]:
     """Returns the mean and the (population) standard deviation of each quantity.
 
     Raises:
-        ValueError: The moments are of no value.
+        ValueError: The moments count no vector.
     """
     counts, sums, squares = moments
     if not counts.all():
@@ -72,12 +72,12 @@ def mean_and_std(moments: np.ndarray) -> tuple[list[float], list[float]]:
 
 
 class Preview(NamedTuple):
-    """A record to look at.
+    """A record to show in the report.
 
     Attributes:
         key: Key of the record.
-        caption: Its caption, or the beginning of one that is very long.
-        png: Picture of the middle crop, a pixel a latent position, in base64.
+        caption: Caption of the record; only the beginning of a very long one.
+        png: Picture of the middle crop in base64, one pixel for each latent position.
     """
 
     key: int
@@ -89,22 +89,23 @@ class ShardStatistics:
     """Counts, moments and histograms of the good samples of a shard, or of several shards.
 
     Args:
-        text_dim: Numbers of a text embedding; 0 where there are none.
-        vocabulary: Number of token ids, those that occur are noted; 0 to note none.
-        channels: Channels of the latents.
+        text_dim: Width of the text embeddings; 0 without them.
+        vocabulary: Number of token ids; 0 without tokens.
+        channels: Number of channels of the latents.
 
     Attributes:
-        num_records: Good samples, i.e. those whose latents and text embedding are finite.
+        num_records: Number of good samples: those with finite latents and text embeddings.
         latent_moments: `moments` of the channels.
-        text_moments: `moments` of each number of the text embeddings.
-        latent_histogram: int64 `(channels, 122)`, of the first 64 good samples of each shard: below
-            the first of `LATENT_EDGES`, from each edge to the next, from the last edge on.
-        caption_histogram: int64 `(129,)`, captions by length in bytes, bins from each of
-            `CAPTION_EDGES` on.
+        text_moments: `moments` of the dimensions of the text embeddings.
+        latent_histogram: Counts of latents in the first 64 good samples of each shard, int64
+            `(channels, 122)`: below the first of `LATENT_EDGES`, from each edge to the next, from
+            the last edge on.
+        caption_histogram: Counts of captions by length in bytes, int64 `(129,)`; each bin begins at
+            one of `CAPTION_EDGES`.
         previews: The first good samples of each shard, at most 6.
-        known_tokens: bool `(vocabulary,)`, ids that occur in good samples.
-        non_finite: Samples that are not good.
-        non_finite_keys: Keys of the first of these, at most 10.
+        known_tokens: Whether each id occurs in good samples, bool `(vocabulary,)`.
+        non_finite: Number of samples that are not good.
+        non_finite_keys: Keys of the first 10 such samples.
     """
 
     def __init__(self, text_dim: int = 0, vocabulary: int = 0, channels: int = 4):
@@ -125,20 +126,20 @@ class ShardStatistics:
         latents: np.ndarray,
         text: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Adds samples in the order of the shard; those that are not finite are only counted.
+        """Adds samples in the order of the shard; only counts those that are not finite.
 
-        In blocks of 256 and shards of 5,000 it takes 2.5 us a record, with text embeddings of 640
-        numbers 3.6 us, on one of 2 cores; a block with a bad sample takes twice that.
+        In blocks of 256 and shards of 5,000, on one of 2 cores, a record takes 2.5 us, and 3.6 us
+        with a text embedding of 640 numbers. A block with a bad sample takes twice that time.
 
         Args:
-            keys: int64 `(n,)`.
-            captions: UTF-8, one a sample.
-            latents: float32 `(n, crops, channels, H, W)`.
-            text: Text embeddings, float16 `(n, text_dim)`, where there are any.
+            keys: Keys, int64 `(n,)`.
+            captions: Captions as UTF-8, one for each sample.
+            latents: Latents, float32 `(n, crops, channels, H, W)`.
+            text: Text embeddings, float16 `(n, text_dim)`, or None.
 
         Returns:
-            Which samples are good, bool `(n,)`. Numbers whose squares add up to more than float32
-            holds (1e19 is one) count as not finite.
+            Which samples are good, bool `(n,)`. Numbers whose squares overflow float32 (such as
+            1e20) count as not finite.
         """
         wanted = np.ones(len(keys), bool)
         if text is not None:
@@ -189,8 +190,7 @@ class ShardStatistics:
         return added
 
     def to_json(self) -> dict:
-        """Returns values from which `from_json` restores these statistics to the last bit, also
-        after writing them to JSON and reading them."""
+        """Returns values for JSON, from which `from_json` restores exactly these statistics."""
         return {
             name: value.tolist() if isinstance(value, np.ndarray) else value
             for name, value in vars(self).items()
@@ -239,16 +239,16 @@ def _make_preview(key: np.int64, caption: bytes, latents: np.ndarray) -> Preview
 
 
 class Dropped:
-    """Rows that are dropped, by reason.
+    """Counts dropped rows by reason.
 
     Args:
         num_rows: Rows of the source.
-        max_bad_fraction: Share of them that may be bad.
+        max_bad_fraction: Largest share of bad rows.
 
     Attributes:
         num_rows: Rows of the source.
-        counts: Rows by reason, every reason of `schema.DROP_REASONS`.
-        examples: Some keys by reason, of reasons that occur.
+        counts: Number of rows for every reason of `schema.DROP_REASONS`.
+        examples: Some keys for each reason that occurs.
     """
 
     MAX_EXAMPLES = 10
@@ -261,11 +261,11 @@ class Dropped:
 
     @property
     def num_latents(self) -> int:
-        """Rows of `.pt` files among them: what the data set lacks of its source."""
+        """Number of dropped rows of latents: the rows of the source that the data set lacks."""
         return sum(self.counts.values()) - self.counts[schema.DUPLICATE_CAPTION]
 
     def add(self, reason: str, count: int, keys: Iterable[int], file: str = '') -> None:
-        """Counts `count` rows; `keys` are some of theirs, and `file` holds the first of them."""
+        """Counts `count` rows; `keys` are some of their keys, and `file` holds the first row."""
         if count:
             self._files.setdefault(reason, file)
             self.counts[reason] += count
@@ -275,7 +275,7 @@ class Dropped:
     def check_bad(self, file: str) -> None:
         """Raises a ValueError if more rows are bad than allowed.
 
-        It names the file that the most frequent kind of bad rows was added with, else `file`.
+        The error names the file of the most frequent kind of bad rows, or `file` if there is none.
         """
         num_bad = sum(self.counts[reason] for reason in BAD)
         if num_bad > self._max_bad_fraction * self.num_rows:
@@ -288,7 +288,7 @@ class Dropped:
             )
 
     def check_all(self, captions: str) -> None:
-        """Raises a ValueError that names the file of `captions` if half of the rows are lost."""
+        """Raises a ValueError, which names `captions`, if more than half of the rows are lost."""
         if self.num_latents > MAX_DROPPED_FRACTION * self.num_rows:
             raise ValueError(
                 f'{captions}: {self.num_latents:,} of {self.num_rows:,} rows would be dropped '

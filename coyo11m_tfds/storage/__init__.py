@@ -1,5 +1,5 @@
-"""Files on disks, in buckets and on the hub: lists, fetches, stores and locks them, with retries.
+"""Lists, fetches, stores and locks files on disks, in buckets and on the hub, with retries.
 
-`destination`, `source_files`, `remote` and `locks` choose between the kinds of places. This room
-knows nothing of what files hold.
+`destination`, `source_files`, `remote` and `locks` choose the kind of place. No module here depends
+on the contents of files.
 """

@@ -1,4 +1,4 @@
-"""Objects of Google Cloud Storage: all operations that this package needs.
+"""All operations on objects of Google Cloud Storage that this package needs.
 
     gcs.write('gs://bucket/a/b', b'hello')       # Stat(size=5, crc32c=..., generation=...)
     gcs.list_objects('gs://bucket/a')            # {'b': Stat(...)}
@@ -6,8 +6,8 @@
     gcs.read('gs://bucket/a/b')                  # b'hello'
     gcs.delete('gs://bucket/a/b')
 
-No answer of the storage is cached. Requests are retried as by `retry.call`. After every upload or
-copy, the size and CRC-32C that the storage reports are compared with what was sent; an object that
+Nothing is cached. Requests are retried like those of `retry.call`. After every upload or copy, the
+size and the CRC-32C from the storage are compared with those of the original; an object that
 differs is deleted and sent again. `remote` reads whole files and ranges. All functions raise
 PermissionError if credentials are missing or refused, and OSError with one line that names the URL
 if the bucket does not exist or cannot be reached.
@@ -43,11 +43,11 @@ _ENVIRONMENT = ('STORAGE_EMULATOR_HOST', 'API_ENDPOINT_OVERRIDE', 'GOOGLE_APPLIC
 
 
 class Stat(NamedTuple):
-    """What the storage knows of an object.
+    """The properties of an object, as the storage reports them.
 
     Attributes:
-        size: Bytes.
-        crc32c: Checksum; -1 for an object that is encrypted by a customer's key.
+        size: Size in bytes.
+        crc32c: Checksum; -1 for an object that is encrypted with a customer's key.
         generation: Number of this version of the object.
     """
 
@@ -57,12 +57,12 @@ class Stat(NamedTuple):
 
     @property
     def state(self) -> FileState:
-        """Size and checksum."""
+        """The size and the checksum."""
         return FileState(self.size, self.crc32c)
 
 
 class Conflict(OSError):
-    """The object has another generation than the one that was to be replaced."""
+    """The object has another generation than the one to replace."""
 
 
 def split_url(url: str) -> tuple[str, str]:
@@ -78,11 +78,11 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 def list_objects(folder: str, deep: bool = False) -> dict[str, Stat]:
-    """Lists the objects in a folder by name relative to it; without markers of folders.
+    """Lists the objects in a folder by relative name, without the markers of folders.
 
     Args:
         folder: `gs://bucket/folder`, or a bucket.
-        deep: With the objects in folders below it.
+        deep: Whether to list the objects in sub-folders too.
     """
     prefix = f'{split_url(folder)[1].rstrip("/")}/'.lstrip('/')
     with _plain_errors(folder):
@@ -99,7 +99,7 @@ def list_objects(folder: str, deep: bool = False) -> dict[str, Stat]:
 
 
 def is_folder(folder: str) -> bool:
-    """True if there is an object in a folder or below it, be it a marker."""
+    """Whether a folder, or a folder below it, has any object or marker."""
     bucket, name = split_url(folder)
     with _plain_errors(folder):
         blobs = _client().list_blobs(
@@ -113,7 +113,7 @@ def is_folder(folder: str) -> bool:
 
 
 def stat(url: str) -> Stat | None:
-    """Looks at an object; None where there is none."""
+    """Returns the properties of an object; None if it does not exist."""
     if not split_url(url)[1]:
         return None
     with _plain_errors(url):
@@ -128,7 +128,7 @@ def stat(url: str) -> Stat | None:
 
 
 def read(url: str, found: Stat | None = None) -> bytes | None:
-    """Reads a small object; None where there is none.
+    """Reads a small object; None if it does not exist.
 
     Args:
         url: The object.
@@ -158,11 +158,11 @@ def write(
     """Stores a small object.
 
     Args:
-        url: The object; replaced if it is there.
-        data: Its content.
-        generation: The only one that may be replaced; 0 for none, None for any.
-        attempts: How often each request is tried.
-        seconds: A request is given up after this time without a byte; 0 for the usual time.
+        url: URL of the object, which is replaced if it exists.
+        data: Content of the object.
+        generation: The only generation that may be replaced; 0 for none, None for any.
+        attempts: Number of attempts for each request.
+        seconds: Time without a byte after which a request is given up; 0 for the usual time.
 
     Raises:
         Conflict: The object has another generation.
@@ -187,13 +187,14 @@ def write(
 def upload(
     url: str, path: str, crc32c: int, on_bytes: Callable[[int], None] = ignore_bytes
 ) -> None:
-    """Stores a local file of any size; only a request that breaks off is sent again.
+    """Stores a local file of any size; after an error it repeats only the failed request.
 
     Args:
-        url: The object; replaced if it is there.
+        url: URL of the object, which is replaced if it exists.
         path: The file.
-        crc32c: Its checksum.
-        on_bytes: Is told how many bytes are read to be sent; what it raises ends the upload.
+        crc32c: Checksum of the file.
+        on_bytes: Called with the number of bytes of each block that is sent; its exceptions end the
+            upload.
     """
     sent = FileState(os.path.getsize(path), crc32c)
 
@@ -221,13 +222,13 @@ def upload(
 def copy(
     source: str, url: str, expected: FileState, on_bytes: Callable[[int], None] = ignore_bytes
 ) -> None:
-    """Has the storage copy an object; no byte of it passes through this machine.
+    """Makes the storage copy an object; its bytes do not pass through this machine.
 
     Args:
         source: URL of an object in any bucket.
-        url: The copy; replaced if it is there.
-        expected: State of the source; another is not accepted.
-        on_bytes: Is told how many more bytes are copied; what it raises ends the copy.
+        url: URL of the copy, which is replaced if it exists.
+        expected: State that the source must have.
+        on_bytes: Called with the number of bytes of each step; its exceptions end the copy.
     """
 
     def attempt() -> None:
@@ -246,11 +247,11 @@ def copy(
 
 
 def delete(url: str, generation: int | None = None) -> None:
-    """Deletes an object; nothing happens where there is none.
+    """Deletes an object, if it exists.
 
     Args:
         url: The object.
-        generation: The only one that may be deleted; None for any.
+        generation: The only generation that may be deleted; None for any.
     """
     with (
         _plain_errors(url),
@@ -267,7 +268,7 @@ def check_writable(folder: str) -> None:
 
 
 def download_address(url: str) -> str:
-    """The address from which an object is downloaded."""
+    """Returns the address from which to download an object."""
     bucket, name = (urllib.parse.quote(part, safe='') for part in split_url(url))
     return f'{_client().api_endpoint}/download/storage/v1/b/{bucket}/o/{name}?alt=media'
 

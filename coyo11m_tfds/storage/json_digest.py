@@ -1,4 +1,4 @@
-"""A digest of plain values that is the same on every machine.
+"""A digest of plain Python values that is equal on every machine.
 
 json_digest.sha256(['train', 3, {'rows': [0, 15]}])    # 64 hex digits
 """
@@ -8,5 +8,5 @@ import json
 
 
 def sha256(value: object) -> str:
-    """Returns the hex SHA-256 of the value as JSON; dicts count as equal in any order."""
+    """Returns the hex SHA-256 of the value as JSON; the order of a dict does not matter."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

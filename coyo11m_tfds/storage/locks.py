@@ -8,11 +8,11 @@
     with locks.temporary_folder('/scratch', 'heads-') as folder:            # /scratch/heads-8f3a...
         ...
 
-The lock of a place is the file or object `PLACE.lock`. It is advisory: it saves work that would be
-done twice, and may be lost without harm. On a disk the system locks the file (`flock`) until the
-holder ends. In a bucket the holder replaces the object three times in `COYO11M_LEASE_SECONDS` (40);
-a process that sees the same generation for that long takes the lock over. No lock ever has to be
-deleted by hand.
+The lock of a place is the file or object `PLACE.lock`. It is advisory: it saves double work, and
+its loss does no harm. On a disk the system locks the file (`flock`) until the holder ends. In a
+bucket the holder replaces the object three times in `COYO11M_LEASE_SECONDS` (40); a process that
+sees the same generation for that time takes over the lock. Nobody ever has to delete a lock by
+hand.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between two looks
 
 
 def lease_seconds() -> float:
-    """Seconds without a sign of life after which the holder of a lock counts as dead.
+    """Returns the seconds without a renewal after which the holder of a lock counts as dead.
 
     Raises:
         ValueError: The environment variable is not a positive number.
@@ -55,21 +55,21 @@ _held: 'set[FileLock]' = set()
 class FileLock:
     """An `flock` on a file, held until it is released; a context manager.
 
-    It excludes threads and processes of one machine alike. The kernel releases it when the last
-    descriptor is closed. A forked child has copies of its parent's, so it closes them at once, or a
-    worker would keep the locks of a parent that was killed.
+    It excludes both threads and processes of one machine. The kernel releases it when the last
+    descriptor is closed. A forked child closes its copies of the parent's descriptors at once, so
+    that a worker does not keep the locks of a killed parent.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, shared: bool = False, wait: bool = True):
         """Takes the lock.
 
         Args:
-            path: The file, made if it is not there.
-            shared: Any number may hold it shared, or one alone exclusively.
-            wait: Until others release it.
+            path: The file, which is made if it does not exist.
+            shared: Whether to share the lock with other shared holders, or to exclude all others.
+            wait: Whether to wait until others release it.
 
         Raises:
-            BlockingIOError: `wait` is false and others hold it.
+            BlockingIOError: `wait` is False, and others hold the lock.
         """
         self._path = path
         how = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
@@ -93,14 +93,14 @@ class FileLock:
         self.release()
 
     def is_at_path(self) -> bool:
-        """False if the file was moved or removed since it was locked."""
+        """Whether the locked file still has its path."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
         except FileNotFoundError:
             return False
 
     def release(self) -> None:
-        """Releases it, unless that was done before."""
+        """Releases the lock; a second call does nothing."""
         if self in _held:
             _held.remove(self)
             # Closing alone would not do while a child that is just being forked has a copy.
@@ -123,14 +123,14 @@ _LOCK = '.lock'
 
 @contextlib.contextmanager
 def temporary_folder(parent: str | os.PathLike[str], prefix: str) -> Iterator[str]:
-    """Makes a new, empty folder that is deleted at the end of the `with` block.
+    """Makes a new, empty folder, and deletes it at the end of the `with` block.
 
-    A lock beside it ends with the process, so a folder whose lock is free belongs to nobody. The
+    A lock beside the folder ends with the process, so a folder with a free lock is a leftover. The
     lock is made before the folder and removed after it.
 
     Args:
         parent: Existing local folder.
-        prefix: Begins the name of the folder; other folders of this prefix in `parent` are deleted
+        prefix: Prefix of the folder's name. Other folders in `parent` with this prefix are deleted
             if no living process of this machine holds them.
     """
     pattern = glob.escape(os.path.join(parent, prefix)) + '[0-9a-f]' * 32 + _LOCK
@@ -177,18 +177,18 @@ def _remove(folder: str) -> None:
 
 @contextlib.contextmanager
 def hold(place: str | os.PathLike[str], wait_seconds: float | None) -> Iterator['Lock']:
-    """Keeps out all others that hold the same place, on this machine or another.
+    """Excludes all others that hold the same place, on this machine or another.
 
-    While it waits, a line in the log says once a minute who is there.
+    While it waits, it logs the holder once a minute.
 
     Args:
-        place: Path or URL; need not exist.
-        wait_seconds: How long to wait for another holder; 0 for not at all, None to wait only
-            until it is known to be alive or dead.
+        place: Path or URL, which need not exist.
+        wait_seconds: Longest wait for another holder; 0 to try once, None to wait only until the
+            holder is known to be alive or dead.
 
     Raises:
-        TimeoutError: Another still holds it.
-        PermissionError: The lock must not be written, or credentials are missing or refused.
+        TimeoutError: Another holder still has the place.
+        PermissionError: This user may not write the lock, or credentials are missing or refused.
         OSError: The file system has no locks, or the storage cannot be reached.
     """
     place = os.fspath(place).rstrip('/')
@@ -214,19 +214,19 @@ def hold(place: str | os.PathLike[str], wait_seconds: float | None) -> Iterator[
 def wait_for(
     place: str | os.PathLike[str], is_there: Callable[[], bool], wait_seconds: float
 ) -> None:
-    """Waits for what the first process of a job makes, which holds the lock of a place meanwhile.
+    """Waits until the first process of a job, which holds a place, has made its result.
 
-    A line in the log says once a minute what it waits for.
+    Logs once a minute what it waits for.
 
     Args:
-        place: Path of the folder or file that the process makes.
-        is_there: Called again and again.
-        wait_seconds: How long to wait.
+        place: Path of the folder or file that the first process makes.
+        is_there: Returns whether the result exists; called repeatedly.
+        wait_seconds: Longest wait.
 
     Raises:
-        TimeoutError: It is not there by then.
+        TimeoutError: The result does not exist after that time.
         RuntimeError: No process has held the lock for 1.4 times `COYO11M_LEASE_SECONDS` (40): the
-            first one has failed, was killed, or has not begun.
+            first process has failed, was killed, or has not begun.
     """
     place = os.fspath(place).rstrip('/')
     lock = _open(place)

@@ -1,4 +1,4 @@
-"""The files of a model, which is a folder or a name on the Hugging Face hub.
+"""The files of a model, given by a folder or by a name on the Hugging Face hub.
 
 model_files.folder('google/gemma-3-270m', 'text encoder', ['config.json'])
 model_files.public_name('/models/gemma-3-270m')    # 'gemma-3-270m'
@@ -15,15 +15,15 @@ _SUFFIXES = {'.safetensors', '.json', '.txt', '.model'}
 
 
 def public_name(model: str) -> str:
-    """The name on the hub, or the folder's own name: metadata hold no paths of a machine."""
+    """Returns the name on the hub, or the last part of a path, for metadata without local paths."""
     return Path(model).resolve().name if Path(model).exists() else model
 
 
 def local_folder(model: str, kind: str = 'text encoder') -> Path | None:
-    """The folder of a model, or None for a name on the hub.
+    """Returns the folder of a model, or None for a name on the hub.
 
     Raises:
-        ValueError: `model` looks like a path and there is no such folder.
+        ValueError: `model` looks like a path, and the folder does not exist.
     """
     folder = Path(model)
     if folder.is_dir():
@@ -34,7 +34,7 @@ def local_folder(model: str, kind: str = 'text encoder') -> Path | None:
 
 
 def folder(model: str, kind: str, files: Sequence[str]) -> Path:
-    """The folder of a model, downloaded from the hub unless it is in the cache of its client.
+    """Returns the folder of a model; downloads it from the hub if the hub's cache lacks it.
 
     Args:
         model: A folder, or a name on the hub.
@@ -42,7 +42,7 @@ def folder(model: str, kind: str, files: Sequence[str]) -> Path:
         files: Patterns of the names of files to download.
 
     Raises:
-        ValueError: There is no such model, or the hub does not give it.
+        ValueError: The model does not exist, or the hub refuses access.
     """
     if found := local_folder(model, kind):
         return found
@@ -70,7 +70,7 @@ def check_weights(folder: Path) -> None:
 
 
 def revision(model: str) -> str:
-    """The commit of a model on the hub that has been loaded, or a digest of a folder's files."""
+    """Returns the commit of a downloaded model, or a digest of a folder's files."""
     folder = Path(model)
     if not folder.is_dir():
         import huggingface_hub

@@ -2,10 +2,10 @@
 
     listing = retry.call(lambda: bucket.list('latents-3crop/'), 'gs://bucket/latents-3crop')
 
-This module decides which errors are transient, for all storage libraries, by the names of the
-errors' classes, so that it imports none of these libraries. The environment sets the times:
+This module decides which errors of the storage libraries are transient, by the names of their
+classes, so that it need not import the libraries. The environment sets the times:
 `COYO11M_RETRY_SECONDS` (1) is the longest first delay, `COYO11M_STALL_SECONDS` (60) the longest
-time of a request without a byte.
+time that a request may wait for a byte.
 """
 
 import errno
@@ -68,7 +68,7 @@ class GivenUp(OSError):
 
 
 class Corrupted(OSError):
-    """Other bytes arrived than were sent: a wrong checksum or length. A retry may do better."""
+    """The received bytes have a wrong checksum or length. A retry may succeed."""
 
 
 def call(operation: Callable[[], T], what: str, *, attempts: int = 8) -> T:
@@ -77,13 +77,13 @@ def call(operation: Callable[[], T], what: str, *, attempts: int = 8) -> T:
     Args:
         operation: Function without arguments that is safe to repeat.
         what: Names the file or place in messages, best with its URL.
-        attempts: How often it is tried at most.
+        attempts: Largest number of attempts.
 
     Raises:
-        PermissionError: `what` is on gs:// or hf:// and credentials are missing or refused; the
-            message has the command that gets access. Not retried.
-        GivenUp: An OSError; every attempt failed; names `what`, the attempts and the last cause.
-        Exception: Whatever `operation` raised, at once, if it is not transient.
+        PermissionError: `what` is on gs:// or hf://, and credentials are missing or refused; the
+            message names the command that gets access. This is not retried.
+        GivenUp: Every attempt failed; the message names `what`, the attempts and the last cause.
+        Exception: Any other error of `operation`, at once.
     """
     for attempt in range(1, attempts + 1):
         try:
@@ -113,7 +113,7 @@ def call(operation: Callable[[], T], what: str, *, attempts: int = 8) -> T:
 
 
 def is_transient(error: BaseException) -> bool:
-    """True if another attempt may succeed where one raised `error`."""
+    """Whether another attempt may succeed after `error`."""
     if isinstance(error, Corrupted):
         return True
     if 'CERTIFICATE_VERIFY_FAILED' in str(error) or _is_named(error, _PERMANENT_NAMES):
@@ -130,15 +130,15 @@ def is_transient(error: BaseException) -> bool:
 
 
 def stall_seconds() -> float:
-    """Seconds after which a request that receives no byte is given up (and retried)."""
+    """Returns the seconds after which a request without a byte is given up and retried."""
     return seconds('COYO11M_STALL_SECONDS', 60.0)
 
 
 def seconds(variable: str, default: float) -> float:
-    """Reads a time from an environment variable; unset or empty, it is the default.
+    """Reads a time from an environment variable; `default` if it is unset or empty.
 
     Raises:
-        ValueError: It is not a positive number.
+        ValueError: The value is not a positive number.
     """
     text = os.environ.get(variable, '')
     try:

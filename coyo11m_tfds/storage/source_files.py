@@ -32,13 +32,13 @@ class SourceFile:
 
     Attributes:
         path: Local path, or URL on gs:// or hf://.
-        size: Bytes.
-        version: Text that changes when the content does: the checksum if the storage knows one,
-            else size and time of the last change.
+        size: Size in bytes.
+        version: Text that changes with the content: the checksum if the storage knows one,
+            otherwise the size and the modification time.
         checksum: `crc32c:<8 hex digits>` on gs://; on the hub `sha256:<hex>` or, for small files,
-            `git-sha1:<hex>`; None where the storage knows none.
-        recorded: Size and CRC-32C when `mirror` made the file; None if it did not.
-        label: Path within a source, where keys are made of it.
+            `git-sha1:<hex>`; None if the storage knows none.
+        recorded: Size and CRC-32C from the record of `mirror`; None without a record.
+        label: Path within a source, for formats that compute keys from it.
     """
 
     path: str
@@ -55,12 +55,12 @@ class SourceFile:
 
     @property
     def is_remote(self) -> bool:
-        """True if it has to be fetched before it can be memory-mapped."""
+        """Whether it must be fetched before it can be memory-mapped."""
         return is_remote(self.path)
 
     @property
     def crc32c(self) -> int | None:
-        """The CRC-32C that the storage keeps of it; None where it keeps none."""
+        """The CRC-32C that the storage keeps; None if it keeps none."""
         kind, _, digits = (self.checksum or '').partition(':')
         return int(digits, 16) if kind == 'crc32c' else None
 
@@ -72,20 +72,19 @@ def list_files(
 
     Args:
         folder: Local or remote.
-        sub_folder: Its name.
-        suffixes: How the names of files that are wanted may end. Hidden ones are left out.
+        sub_folder: Name of the sub-folder.
+        suffixes: Suffixes of the names of wanted files. Hidden files are left out.
 
     Returns:
-        The folder as it stands in the paths of its files (on the hub with the commit), and the
-        files by name relative to it.
+        The folder as in the paths of its files (on the hub with the commit), and the files by
+        relative name.
 
     Raises:
-        FileNotFoundError: There is no such folder; the bucket exists.
-        NotADirectoryError: It is a file.
-        ValueError: It is empty text or a URL of another kind, or a wanted file is a link to
-            nothing.
+        FileNotFoundError: The folder does not exist, but its bucket does.
+        NotADirectoryError: The path is that of a file.
+        ValueError: The path is empty or a URL of another kind, or a wanted file is a broken link.
         PermissionError: Credentials are missing or refused.
-        OSError: There is no such bucket, or the storage cannot be reached.
+        OSError: The bucket does not exist, or the storage cannot be reached.
     """
 
     def is_wanted(name: str) -> bool:
@@ -113,12 +112,12 @@ def list_files(
 
 
 def describe(path: str | os.PathLike[str]) -> SourceFile:
-    """Looks at one file, local or remote.
+    """Describes one file, local or remote.
 
     Raises:
-        ValueError: There is no such file.
+        ValueError: The file does not exist.
         PermissionError: Credentials are missing or refused.
-        OSError: There is no such bucket, or the storage cannot be reached.
+        OSError: The bucket does not exist, or the storage cannot be reached.
     """
     text = os.fspath(path)
     try:
@@ -139,15 +138,15 @@ def describe(path: str | os.PathLike[str]) -> SourceFile:
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """True if `path` is a URL."""
+    """Whether `path` is a URL."""
     return '://' in os.fspath(path)
 
 
 def hub_uri(path: str) -> 'huggingface_hub.utils.HfUri':
-    """Takes `hf://datasets/owner/name@revision/path` apart.
+    """Splits `hf://datasets/owner/name@revision/path` into its parts.
 
     Raises:
-        ValueError: It is not the URL of a data set on the hub.
+        ValueError: `path` is not the URL of a data set on the hub.
     """
     from huggingface_hub import utils
 
@@ -160,7 +159,7 @@ def hub_uri(path: str) -> 'huggingface_hub.utils.HfUri':
 
 
 def hub_endpoint() -> str | None:
-    """Address of the hub if it is not the usual one; read at each call, unlike huggingface_hub."""
+    """Returns the address of another hub from the present environment; None for the usual hub."""
     return os.environ.get('HF_ENDPOINT') or None
 
 
@@ -181,7 +180,7 @@ def _local_file(path: pathlib.Path) -> SourceFile:
 
 
 def local_version(state: os.stat_result) -> str:
-    """The version of a local file; see `SourceFile`."""
+    """Returns the version of a local file; see `SourceFile`."""
     return f'{state.st_size}-{state.st_mtime_ns}'
 
 

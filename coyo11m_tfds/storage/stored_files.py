@@ -1,4 +1,4 @@
-"""Lists folders of stored files, and reads files whole with a check of their checksum.
+"""Lists folders of stored files, and reads whole files with a check of their checksum.
 
 files = stored_files.list_folder('gs://bucket/data/coyo11m_tfds/latents/1.0.0')
 stored_files.read(files['features.json'], stored_files.Content).data
@@ -25,10 +25,10 @@ Taken = TypeVar('Taken', bound='Taker')
 
 
 def list_folder(folder: str, missing_ok: bool = False) -> dict[str, SourceFile]:
-    """The visible files of a folder by name; with `missing_ok` none where there is no folder.
+    """Returns the visible files of a folder by name; with `missing_ok`, {} for a missing folder.
 
     Raises:
-        ValueError: There is no such folder.
+        ValueError: The folder does not exist.
         OSError: The storage cannot be reached.
     """
     try:
@@ -45,17 +45,17 @@ def list_folder(folder: str, missing_ok: bool = False) -> dict[str, SourceFile]:
 
 
 def folders_with(folder: str, name: str) -> list[str]:
-    """The folders of versions that hold a file: this one, else those NAME/CONFIG/VERSION below.
+    """Finds folders of data sets that hold a file: this one, or NAME/CONFIG/VERSION below it.
 
     Args:
-        folder: Local or `gs://`; also one of the levels below.
+        folder: Folder, local or `gs://`; any level of NAME/CONFIG/VERSION.
         name: Name of the file.
 
     Returns:
-        Paths or URLs, sorted; [] where there is none.
+        Paths or URLs, sorted; [] if there is none.
 
     Raises:
-        ValueError: It is a URL of another kind.
+        ValueError: `folder` is a URL of another kind.
         OSError: The storage cannot be reached.
     """
     if is_remote := source_files.is_remote(folder):
@@ -81,15 +81,15 @@ def folders_with(folder: str, name: str) -> list[str]:
 
 
 def is_version(name: str) -> bool:
-    """True for what TFDS names the folders of data sets, `1.0.0`.
+    """Whether TFDS gives this name to folders of data sets, such as `1.0.0`.
 
-    Not for the folder of a data set that a user put aside, `1.0.0.old`.
+    A user's `1.0.0.old` is none.
     """
     return re.fullmatch(r'\d+\.\d+\.\d+', name) is not None
 
 
 class Taker(Protocol):
-    """Takes the content of a file, block by block."""
+    """Protocol for the content of a file, block by block."""
 
     crc32c: int  # of what was added
 
@@ -98,7 +98,7 @@ class Taker(Protocol):
 
 
 class Checksum:
-    """Keeps nothing but the checksum."""
+    """Keeps only the checksum."""
 
     def __init__(self):
         self.crc32c = 0
@@ -108,7 +108,7 @@ class Checksum:
 
 
 class Content(Checksum):
-    """Keeps a small file."""
+    """Keeps the content of a small file."""
 
     def __init__(self):
         super().__init__()
@@ -122,10 +122,10 @@ class Content(Checksum):
 def read(
     file: SourceFile, new: Callable[[], Taken], on_bytes: Callable[[int], None] = ignore_bytes
 ) -> Taken:
-    """Reads a file into what `new` makes; again from the start if its checksum is wrong.
+    """Reads a file into a `Taker` from `new`, and again into a new one if its checksum is wrong.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
 
     def attempt() -> Taken:
