@@ -29,7 +29,7 @@ from train_lib.step import Program
 
 
 class OtherRunError(ValueError):
-    """A checkpoint belongs to a run with other data, another order, model or settings."""
+    """A checkpoint belongs to a run with other data, order, model or settings."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Beginning:
     """The start of a run: from its last checkpoint, or as a new run.
 
     Attributes:
-        description: Description of the run from now on, at `step`.
-        step: Step of its last checkpoint; 0 where it has none.
+        description: Description of the run at `step`, with its present settings.
+        step: Step of the last checkpoint; 0 without a checkpoint.
         data: Data of the run.
-        has_new_config: True if its last checkpoint holds another configuration.
+        has_new_config: Whether the last checkpoint holds another configuration.
         source: Checkpoint with the first weights of a new run, or None.
     """
 
@@ -55,14 +55,14 @@ class Beginning:
         return self.data.position_at(self.description.position, step)
 
     def description_at(self, step: int) -> Description:
-        """The description of the run for the checkpoint of a step."""
+        """Returns the description of the run for the checkpoint of a step."""
         return dataclasses.replace(self.description, position=self.position_at(step))
 
     def state(self, program: Program) -> TrainState:
-        """The state at step 0.
+        """Returns the state at step 0.
 
-        Weights are random or those of `source`; their average begins at them, and the optimizer
-        knows nothing yet.
+        Weights are random or those of `source`; their average equals them, and the optimizer's
+        state is new.
         """
         state = program.init()
         if self.source is None:
@@ -74,7 +74,7 @@ class Beginning:
         return state.replace(params=params, ema_params=copied)
 
     def show_config(self, writer: metric_writers.MetricWriter) -> None:
-        """Writes the configuration as text, where it has not been written yet."""
+        """Writes the configuration as text, if it has not been written yet."""
         if self.has_new_config:
             text = json.dumps(self.description.config, indent=2)
             # Markdown shows lines as they are if they are indented by four spaces.
@@ -88,19 +88,19 @@ def find(
     program: Program,
     accept_changes: Collection[str] = (),
 ) -> Beginning:
-    """Looks for what the run begins with, and checks that it fits.
+    """Finds the start of a run, and checks that it fits.
 
     Args:
         config: See `configs/default.py`.
-        workdir: Local or `gs://`.
+        workdir: Folder of the run, local or `gs://`.
         data, program: Data and program of the run.
-        accept_changes: Fields that may differ from those of its last checkpoint.
+        accept_changes: Fields that may differ from the last checkpoint.
 
     Raises:
-        OtherRunError: The last checkpoint belongs to another run, or has other settings that are
-            not accepted.
-        ValueError: Weights have other shapes; `init_from` has no checkpoint; or the run has been
-            trained for more than `num_steps`.
+        OtherRunError: The last checkpoint belongs to another run, or its settings differ in fields
+            that are not accepted.
+        ValueError: Weights have other shapes; `init_from` has no checkpoint; or the last checkpoint
+            is beyond `num_steps`.
         OSError: `init_from` does not exist, or a checkpoint cannot be read.
     """
     description = Description(
@@ -171,11 +171,12 @@ def check_same(
     Args:
         saved: Description in the checkpoint.
         current: Description of this run.
-        accept_changes: Settings that may differ; differences are logged.
-        where: The checkpoint's path, for the message.
+        accept_changes: Settings that may differ; their differences are logged.
+        where: Path of the checkpoint, for the message.
 
     Raises:
-        OtherRunError: Names every field that differs with both of its values, and the way out.
+        OtherRunError: The descriptions differ; the message names every field with both values, and
+            what to do.
     """
     if other := differences(saved.identity, current.identity):
         raise OtherRunError(
@@ -194,7 +195,7 @@ def check_same(
 
 
 def differences(saved: Mapping, current: Mapping) -> dict[str, str]:
-    """Names of fields that differ, to what they were and are."""
+    """Returns the fields that differ, with their saved and current values."""
     # As JSON, because that makes lists of tuples, and so on.
     before, now = (settings.flatten(json.loads(json.dumps(x))) for x in (saved, current))
     words = [{name: repr(x) for name, x in values.items()} for values in (before, now)]

@@ -1,4 +1,4 @@
-"""The text encoder of a data set, for new captions and inside the training step.
+"""Loads the text encoder of a data set, for new captions and for the training step.
 
     encoder = caption_encoder.make(facts)                             # that of the data set
     encoder = caption_encoder.make(facts, 'hf:/models/gemma-3-270m')  # the same in a local folder
@@ -7,9 +7,9 @@
     # Token ids in, hidden states out; its weights are never trained.
     encoder = caption_encoder.load('jax:/models/gemma-3-270m', facts, mesh, dtype='bfloat16')
 
-Another model of the same name would give other embeddings or ids, and pictures that do not fit
-their captions. So name and revision (a commit, or a digest of the files) are compared with those in
-the data set's metadata. This module imports neither TensorFlow nor torch.
+Another model of the same name would give other embeddings or ids, and so pictures that do not match
+their captions. So this module compares the name and the revision (a commit, or a digest of the
+files) with those in the data set's metadata. It imports neither TensorFlow nor torch.
 """
 
 import dataclasses
@@ -44,15 +44,15 @@ _OF_FOLDER = 'sha256:'  # how the revision of a model in a local folder begins
 
 
 def make(facts: 'DataFacts', spec: str = '') -> Encoder | Tokenizer:
-    """Loads the encoder that the text embeddings of a data set were made with, or the tokenizer.
+    """Loads the encoder, or the tokenizer, that made the texts of a data set.
 
     Args:
         facts: Facts of that data set.
-        spec: Where to find it, as of `text_encoders.make_encoder`; '' where the data set's metadata
-            say enough: not for a model in a local folder.
+        spec: Place of the encoder, see `text_encoders.make_encoder`; '' to take it from the
+            metadata of the data set, which do not hold a local folder.
 
     Raises:
-        ValueError: It is another one than that of the data set, `spec` is needed, or as of
+        ValueError: The encoder is not that of the data set, or `spec` is needed; or as
             `text_encoders.make_encoder`.
     """
     wanted = facts.encoder
@@ -80,9 +80,9 @@ def make(facts: 'DataFacts', spec: str = '') -> Encoder | Tokenizer:
 
 
 def texts(facts: 'DataFacts', encoder: Encoder | Tokenizer, captions: Sequence[str]) -> np.ndarray:
-    """Captions for the model: embeddings float16 `(n, D)`, or token ids int32 `(n, T)`.
+    """Encodes captions: embeddings float16 `(n, D)`, or token ids int32 `(n, T)`.
 
-    Raises a ValueError for a token that the model does not know.
+    Raises a ValueError if a token is not in the vocabulary of the data set.
     """
     if not facts.vocabulary:
         return cast(Encoder, encoder).encode(captions).astype(np.float16)
@@ -103,9 +103,9 @@ def texts(facts: 'DataFacts', encoder: Encoder | Tokenizer, captions: Sequence[s
 
 
 def unknown_words(facts: 'DataFacts', encoder: Tokenizer, captions: Sequence[str]) -> list[str]:
-    """Words of captions that no caption of the training data has, each once; [] if unknown.
+    """Returns the words of captions that do not occur in the training data; [] if unknown.
 
-    A few are missed, because their ids are those of other words.
+    It misses a few words, whose ids equal those of other words.
     """
     if not facts.known_tokens:
         return []
@@ -116,7 +116,7 @@ def unknown_words(facts: 'DataFacts', encoder: Tokenizer, captions: Sequence[str
 
 
 def check(facts: 'DataFacts', encoder: Encoder | Tokenizer) -> None:
-    """Raises a ValueError for another encoder or tokenizer than that of the data set."""
+    """Raises a ValueError if an encoder or tokenizer is not that of the data set."""
     if facts.encoder == _IN_PT and cast(Encoder, encoder).dim == facts.text_dim:
         logging.warning(
             'The data set does not say whether %s made its text embeddings.', encoder.name
@@ -153,16 +153,17 @@ def _model_name(name: str) -> str:
 class StepEncoder:
     """A Gemma 3 text model with its weights on a mesh.
 
-    For a caption of 128 tokens records hold 0.5 KB of ids, where hidden states of Gemma-3-270M
-    would take 164 KB.
+    For a caption of 128 tokens, records hold 0.5 KB of ids; its hidden states of Gemma-3-270M take
+    164 KB.
 
     Attributes:
-        name: Such as `jax:google/gemma-3-270m`, without the path of a folder.
+        name: Name such as `jax:google/gemma-3-270m`, without the path of a folder.
         revision: A commit on the hub, or `sha256:...` of the files in a folder.
         network: The model.
-        params: Its weights, whole on every device, or their shapes; those of products in the dtype
-            of the computation. Split over `fsdp`, XLA moves 1.7 times as much between the chips of
-            a v5e-16 that trains L/2, to save 0.4 GB a chip of Gemma-3-270M's 0.54.
+        params: Weights of the model, whole on every device, or their shapes. Weights of products
+            have the dtype of the computation. If weights were split over `fsdp`, the chips of a
+            v5e-16 that trains L/2 would exchange 1.7 times as much, to save 0.4 GB of
+            Gemma-3-270M's 0.54 GB a chip.
     """
 
     name: str
@@ -172,7 +173,7 @@ class StepEncoder:
 
     @property
     def dim(self) -> int:
-        """Numbers of a hidden state."""
+        """Width of a hidden state."""
         return self.network.config.width
 
     def encode(self, params: Any, tokens: jax.Array) -> Words:
@@ -186,13 +187,13 @@ def load(spec: str, facts: 'DataFacts', mesh: Mesh, *, dtype: str) -> StepEncode
 
     Args:
         spec: `jax:FOLDER` or `jax:HUB_NAME`; '' for none.
-        facts: Facts of the data set whose tokens it encodes.
-        mesh: Mesh for its weights.
+        facts: Facts of the data set with the tokens.
+        mesh: Mesh for the weights.
         dtype: Dtype of the model's computation. The encoder computes in float32 if the model does,
             otherwise in bfloat16, because Gemma's hidden states exceed the range of float16.
 
     Raises:
-        ValueError: The records hold no tokens, or those of another encoder; or as
+        ValueError: The records hold no tokens, or tokens of another encoder; or as
             `gemma_weights.load_params`.
     """
     if not spec:
@@ -227,7 +228,7 @@ def load(spec: str, facts: 'DataFacts', mesh: Mesh, *, dtype: str) -> StepEncode
 
 
 def abstract(spec: str, mesh: Mesh, *, dtype: str) -> StepEncoder | None:
-    """As `load`, but with shapes in the place of weights, and for no data set."""
+    """Like `load`, but with shapes in place of weights, and without a data set."""
     return _abstract(_open(spec, schema.MAX_TOKENS), dtype, mesh) if spec else None
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the run saves and restores them, other programs read them.
+"""Checkpoints of a run: the run saves and restores them, and other programs read them.
 
     with checkpoint.open_manager(workdir, keep=3) as manager:
         restored = checkpoint.restore(manager, abstract_state, window)
@@ -12,12 +12,12 @@
     params = saved.restore_weights(abstract_params, average=True)
 
 `state` is a `TrainState`; `window` holds the metrics of an unfinished log window. `description`
-describes the run and its settings, so that its weights can draw without the data set.
+holds the settings of the run and facts of its data, so that programs can draw without the data set.
 
-Orbax writes a checkpoint under a temporary name and renames it when it is complete. So a process
-killed while it saves leaves the former checkpoint as the latest. In addition to Orbax, each
-checkpoint has a record of its files, with the size and CRC-32C of each and a checksum of its own.
-The files are compared with the record before anything is restored.
+Orbax writes a checkpoint under a temporary name and renames it when it is complete. So if a process
+is killed while it saves, the previous checkpoint remains the latest. This module adds a record of
+all files, with the size and the CRC-32C of each, and compares the files with it before it restores
+anything.
 """
 
 import asyncio
@@ -58,14 +58,16 @@ _THREADS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What a run is, in plain values; a resume compares it with that of the checkpoint.
+    """The description of a run in plain values; a resume compares it with the checkpoint's.
 
     Attributes:
-        identity: Fields that no run can change: the text encoder and the model. May be nested.
-        settings: Fields that a run can change on purpose, with their values.
-        config: The whole configuration, as nested values; not compared.
-        facts: Facts about its data that a model needs, of `data.DataFacts`; not compared.
-        position: The run's place in its data, see `data.TrainingData`; not compared.
+        identity: Fields that a resumed run cannot change: the text encoder and the model. May be
+            nested.
+        settings: Fields that a resumed run can change on purpose, with their values.
+        config: The whole configuration as nested values; not compared.
+        facts: Fields of `data.DataFacts`, the facts about the data that a model needs; not
+            compared.
+        position: Position of the run in its data, see `data.TrainingData`; not compared.
     """
 
     identity: Mapping[str, Any]
@@ -81,14 +83,13 @@ class Description:
 def open_manager(workdir: epath.PathLike, keep: int, keep_every: int = 0) -> ocp.CheckpointManager:
     """Opens `workdir/checkpoints` for the run itself; other programs use `open_run`.
 
-    Makes the folder, and removes incomplete checkpoints of a killed process and those beyond
-    `keep`. Checkpoints are saved in a background thread; the end of the manager's context waits for
-    it.
+    Makes the folder, and removes incomplete checkpoints and those beyond `keep`. A background
+    thread saves checkpoints; the end of the manager's context waits for the thread.
 
     Args:
         workdir: Local or `gs://` folder.
-        keep: Number of checkpoints that stay, the last ones.
-        keep_every: Checkpoints of multiples of this step stay too; 0 for no others.
+        keep: Number of last checkpoints to keep.
+        keep_every: Keeps the checkpoints of multiples of this step too; 0 to keep no others.
     """
     policies = [ocp.checkpoint_managers.LatestN(keep)]
     if keep_every:
@@ -130,19 +131,19 @@ def save(
     *,
     interrupted: bool = False,
 ) -> None:
-    """Starts to save; does nothing where this step is saved already.
+    """Starts to save a checkpoint; does nothing if this step has one.
 
-    The arrays are copied to the host before this returns, so they may be donated after it.
+    It copies the arrays to the host before it returns, so callers may donate them afterwards.
 
     Args:
         manager: From `open_manager`.
         step: Step of the state.
         state, window: Pytrees of arrays.
         description: Description of this run.
-        interrupted: The hooks that are due after this step have not all been called.
+        interrupted: Whether some hooks that are due after this step have not been called.
 
     Raises:
-        OSError: This checkpoint or the one before it cannot be written; the message names it.
+        OSError: This or the previous checkpoint cannot be written; the message names it.
     """
     if manager.latest_step() == step:
         return
@@ -156,7 +157,7 @@ def save(
 
 
 def wait(manager: ocp.CheckpointManager) -> None:
-    """Waits until the last checkpoint is complete; raises as `save`."""
+    """Waits until the last checkpoint is complete; raises the errors of `save`."""
     with _errors_of_writing(manager):
         manager.wait_until_finished()
 
@@ -168,15 +169,15 @@ def restore(
 
     Args:
         manager: From `open_manager`.
-        state: A pytree of `jax.ShapeDtypeStruct` or arrays with the shardings that are wanted,
-            which need not be those that were saved.
-        window: The same for the metrics.
+        state: A pytree of arrays or `jax.ShapeDtypeStruct` with the wanted shardings, which may
+            differ from the saved ones.
+        window: The same for the metrics of the log window.
 
     Returns:
-        `(state, window, interrupted)`, or None where there is no checkpoint.
+        `(state, window, interrupted)`, or None without a checkpoint.
 
     Raises:
-        OSError: It cannot be read; the message names it.
+        OSError: The checkpoint cannot be read; the message names it.
     """
     step = manager.latest_step()
     if step is None:
@@ -193,7 +194,7 @@ def restore(
 
 
 def way_back(manager: ocp.CheckpointManager, step: int) -> str:
-    """Advises how to resume from the last checkpoint before `step`."""
+    """Returns advice for a resume from the last checkpoint before `step`."""
     saved = sorted(manager.all_steps())
     older = [number for number in saved if number < step]
     if not older:
@@ -233,7 +234,7 @@ def _first_line(error: Exception) -> str:
 
 
 def find(workdir: epath.PathLike) -> 'SavedRun | None':
-    """The last checkpoint of a run, or None where there is none; `OSError` if it is damaged."""
+    """Returns a run's last checkpoint, or None without one; raises an OSError if it is damaged."""
     steps = _steps(workdir)
     return SavedRun(workdir, steps[-1]) if steps else None
 
@@ -245,7 +246,7 @@ def open_run(place: epath.PathLike) -> 'SavedRun':
         place: `WORKDIR`, local or `gs://`, for its last checkpoint; or `WORKDIR@STEP`.
 
     Raises:
-        ValueError: There is no checkpoint, or none of that step.
+        ValueError: The run has no checkpoint, or none of that step.
         OSError: The folder does not exist or cannot be read, or the checkpoint is damaged.
     """
     workdir, at, step = os.fspath(place).rpartition('@')
@@ -267,9 +268,9 @@ def _steps(workdir: epath.PathLike) -> list[int]:
 
 
 class SavedRun:
-    """One complete checkpoint, for reading only.
+    """A complete checkpoint, for reading only.
 
-    It needs neither the optimizer's state nor the run's mesh: arrays go to any given shardings.
+    Its weights can be restored without the optimizer's state, to any shardings.
 
     Attributes:
         folder: Path of this checkpoint.
@@ -277,13 +278,13 @@ class SavedRun:
     """
 
     def __init__(self, workdir: epath.PathLike, step: int):
-        """Compares the checkpoint with its record; an `OSError` names a file that differs."""
+        """Compares the checkpoint with its record; raises an `OSError` that names a wrong file."""
         self.folder, self.step = workdirs.absolute(workdir) / FOLDER / str(step), step
         _check_record(self.folder)
 
     @functools.cached_property
     def description(self) -> Description:
-        """The run's description in the checkpoint."""
+        """The description of the run in the checkpoint."""
         reader = ocp.Checkpointer(ocp.JsonCheckpointHandler())
         with _errors_of_reading(self.folder), reader:
             run = reader.restore(self.folder / _RUN)
@@ -291,7 +292,7 @@ class SavedRun:
         return Description(**{name: run[name] for name in names})
 
     def check_shapes(self, abstract_params: Any) -> None:
-        """Raises a ValueError that names the first parameter that has another shape here."""
+        """Raises a ValueError that names the first parameter with another shape."""
         saved, wanted = _by_name(self._metadata), _by_name(abstract_params)
         for name in sorted(saved.keys() | wanted.keys()):
             there, here = saved.get(name, 'absent'), wanted.get(name, 'absent')
@@ -302,15 +303,15 @@ class SavedRun:
                 )
 
     def restore_weights(self, abstract_params: Any, *, average: bool) -> Any:
-        """Reads the weights and nothing else.
+        """Reads only the weights.
 
         Args:
-            abstract_params: A pytree of `jax.ShapeDtypeStruct` with the shardings that are wanted.
-            average: Their moving average instead of the weights of the last step.
+            abstract_params: A pytree of `jax.ShapeDtypeStruct` with the wanted shardings.
+            average: Whether to read the moving average instead of the weights of the last step.
 
         Raises:
             ValueError: As `check_shapes`.
-            OSError: They cannot be read.
+            OSError: The weights cannot be read.
         """
         self.check_shapes(abstract_params)
         item = {_WEIGHTS[average]: abstract_params}
@@ -326,7 +327,7 @@ class SavedRun:
         return restored[_WEIGHTS[average]]
 
     def abstract_weights(self, placed: jax.sharding.Sharding) -> Any:
-        """Shapes and dtypes of the weights, all with this sharding."""
+        """Returns the shapes and dtypes of the weights, all with this sharding."""
         return jax.tree.map(lambda saved: sharding.abstract(saved, placed), self._metadata)
 
     @functools.cached_property

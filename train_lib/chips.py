@@ -4,13 +4,13 @@
 
 Sources: the pages "TPU v4", "TPU v5e", "TPU v5p" and "TPU v6e" of Google Cloud's documentation,
 cloud.google.com/tpu/docs; for the links and the clock of v4 Jouppi et al., "TPU v4: An Optically
-Reconfigurable Supercomputer" (2023), table 4. They give links in gigabits, in one direction (v5e:
-1,600, v6e: 3,200) or in gigabytes, both directions together (v5e: 400, v5p: 1,200); here one
-direction counts. The clocks of v5e and v5p follow from the peak rate and the number of multipliers,
-four units of 128 x 128 in each core (of v4 the same gives 1.05 GHz, as published); that of v6e is
-not public. For GPUs NVIDIA's data sheets "H100 Tensor Core GPU" and "H200 Tensor Core GPU", columns
-SXM: 1,979 TFLOP/s "with sparsity" are half of that with dense matrices, NVLink has 900 GB/s, both
-directions.
+Reconfigurable Supercomputer" (2023), table 4. They give the rate of links in gigabits for one
+direction (v5e: 1,600, v6e: 3,200) or in gigabytes for both directions together (v5e: 400, v5p:
+1,200); this table gives one direction. The clocks of v5e and v5p follow from the peak rate and the
+number of multipliers, four units of 128 x 128 in each core (for v4 this gives 1.05 GHz, as
+published); the clock of v6e is not public. For GPUs: NVIDIA's data sheets "H100 Tensor Core GPU"
+and "H200 Tensor Core GPU", columns SXM. Dense matrices reach half of the 1,979 TFLOP/s "with
+sparsity", and NVLink has 900 GB/s in both directions together.
 """
 
 from typing import NamedTuple
@@ -20,12 +20,12 @@ class Chip(NamedTuple):
     """Published rates of one chip.
 
     Attributes:
-        name: The name of a TPU is that in a topology, `v5e:4x4`.
-        flops: Rate of matrix products in bfloat16, a second.
-        memory: bytes, taking a GB for 10^9.
-        link_rate: bytes a second that come in over all its links to other chips together. What
-            moves along one axis of the mesh may find half of them or fewer on its way.
-        clock: Cycles a second of a TPU; 0 where that is not public.
+        name: Name of the chip; for a TPU, as in a topology such as `v5e:4x4`.
+        flops: Floating-point operations a second of dense matrix products in bfloat16.
+        memory: Size of the memory in bytes, with a GB of 10^9 bytes.
+        link_rate: Bytes a second that a chip receives over all its links to other chips together.
+            An exchange along one axis of the mesh may use only half of the links or fewer.
+        clock: Cycles a second of a TPU; 0 if not public.
     """
 
     name: str

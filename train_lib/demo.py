@@ -35,13 +35,13 @@ _BATCH = 1024  # outlines drawn at a time
 
 
 class Scores(NamedTuple):
-    """Shares of the pictures, and a mean.
+    """Scores of a set of pictures: three shares, and a mean.
 
     Attributes:
-        colours: Both colours are those of the caption.
-        shape: The shape is that of the caption, and an outline overlaps enough with it.
-        all_three: Both of these.
-        overlap: With the best outline of the caption's shape, from 0 to 1, on average.
+        colours: Share with both colours of the caption.
+        shape: Share whose best outline is of the caption's shape and overlaps enough.
+        all_three: Share with both.
+        overlap: Mean overlap with the best outline of the caption's shape, from 0 to 1.
     """
 
     colours: float
@@ -53,8 +53,8 @@ class Scores(NamedTuple):
 def judge(pictures: np.ndarray, scenes: Sequence[sample_data.Scene]) -> Scores:
     """Scores pictures uint8 `(n, 32, 32, 3)` by the scenes of their captions.
 
-    `sample_data.drawn_colours` names the colours. The shape is the one whose outline, drawn as in
-    the data at any place and size, has the best overlap with the pixels of the shape's colour.
+    `sample_data.drawn_colours` names the colours. The shape is the one with the best overlap
+    between an outline, at any place and size of the data, and the pixels of the shape's colour.
     """
     colours = np.array(
         [

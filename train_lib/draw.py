@@ -48,9 +48,9 @@ class Artist:
         step: Step of the checkpoint.
         facts: Facts about its training data.
         data_dir: Folder of its training data, local or `gs://`.
-        encoder: Folder or hub name of the encoder in its step; '' for a run without one.
-        paint: Makes pictures uint8 `(n, height, width, 3)` of raw latents `(n, C, H, W)`.
-        settings: Plain values that decide what is drawn of a caption.
+        encoder: Folder or hub name of the encoder in the run's step; '' for a run without one.
+        paint: Turns raw latents `(n, C, H, W)` into pictures, uint8 `(n, height, width, 3)`.
+        settings: Plain values that decide the picture of a caption.
     """
 
     def __init__(
@@ -64,20 +64,22 @@ class Artist:
         vae: str | None = None,
         **changes: float | None,
     ):
-        """Finds the checkpoint; reads its weights when they are needed.
+        """Finds the checkpoint; the weights are read at their first use.
 
         Args:
             place: `WORKDIR` of the run, for its last checkpoint, or `WORKDIR@STEP`.
-            average: Draw with the moving average of the weights.
-            seed: Seed of the noise; None for that of the run.
-            batch_size: Pictures drawn at a time, rounded up to a multiple of the devices.
+            average: Whether to draw with the moving average of the weights.
+            seed: Seed of the noise; None for the run's seed.
+            batch_size: Number of pictures to draw at a time, rounded up to a multiple of the
+                devices.
             encoder: Folder or hub name of the encoder in the run's step; '' for the run's own.
-            vae: VAE that decodes, see `vae_decoder.painter`; None for that of the run's previews.
-            **changes: Fields of `config.preview` to use in place of those of the run, such as
-                `guidance`; None for these.
+            vae: VAE that decodes, see `vae_decoder.painter`; None for the VAE of the run's
+                previews.
+            **changes: Fields that replace those of the run's `config.preview`, such as `guidance`;
+                None keeps a field.
 
         Raises:
-            ValueError: There is no such checkpoint; or as of `caption_encoder.load` or
+            ValueError: The checkpoint does not exist; or as `caption_encoder.load` and
                 `vae_decoder.load`.
             OSError: The workdir does not exist or cannot be read.
         """
@@ -107,15 +109,15 @@ class Artist:
     def draw(
         self, captions: Sequence[str], encoder: Encoder | Tokenizer, first: int = 0
     ) -> np.ndarray:
-        """Draws one picture a caption, uint8 `(n, H, W, 3)`.
+        """Draws one picture for each caption, uint8 `(n, H, W, 3)`.
 
-        The picture is a function of the weights, the seed, the caption and its place in the list,
-        but for rounding, which depends on how many are drawn at a time.
+        A picture is a function of the weights, the seed, the caption and its place in the list,
+        except for rounding, which depends on the number of pictures drawn at a time.
 
         Args:
             captions: N strings.
-            encoder: Text encoder, or tokenizer, of the training data.
-            first: Place of the first caption in a longer list of which these are a part.
+            encoder: Text encoder or tokenizer of the training data.
+            first: Place of the first caption, if the captions are part of a longer list.
 
         Raises:
             ValueError: The model was trained with another encoder.
@@ -134,7 +136,7 @@ class Artist:
 
     @functools.cached_property
     def params(self):
-        """The weights that it draws with, whole on every device."""
+        """The weights, whole on every device."""
         abstract = self._saved.abstract_weights(sharding.replicated(self._mesh))
         return self._saved.restore_weights(abstract, average=self._average)
 
@@ -157,7 +159,7 @@ class Artist:
 
 
 def artist_of_flags() -> Artist:
-    """The artist that the flags of `define_flags` ask for; raises as `Artist`."""
+    """Makes an artist from the flags of `define_flags`; raises the errors of `Artist`."""
     workdir = workdirs.absolute(FLAGS.workdir)
     return Artist(
         workdir if FLAGS.step is None else f'{workdir}@{FLAGS.step}',

@@ -49,8 +49,8 @@ class Features(NamedTuple):
 
     Attributes:
         data: Features of the records' own pictures.
-        drawn: Features of the pictures that the model drew of their captions.
-        texts: Features of their captions; `(n, 0)` from an encoder of pictures alone.
+        drawn: Features of the pictures that the model drew for their captions.
+        texts: Features of their captions; `(n, 0)` if the encoder only encodes pictures.
     """
 
     data: np.ndarray
@@ -62,7 +62,7 @@ class Records(NamedTuple):
     """Some records of the validation split.
 
     Attributes:
-        latents: Raw latents of the middle crop `(n, C, H, W)`.
+        latents: Raw latents of the middle crops, `(n, C, H, W)`.
         captions: N strings.
     """
 
@@ -71,10 +71,10 @@ class Records(NamedTuple):
 
 
 def open_validation(data_dir: str, num_pictures: int) -> StoredDataset:
-    """Opens a data set whose validation split has so many records.
+    """Opens a data set whose validation split must have `num_pictures` records.
 
     Raises:
-        ValueError: There is no data set, or the split has fewer records.
+        ValueError: The data set does not exist, or the split has fewer records.
         OSError: A file cannot be read.
     """
     opened = input_pipeline.open_data(data_dir)
@@ -96,19 +96,20 @@ def evaluate(
     workdir: epath.PathLike,
     num_pictures: int,
 ) -> dict[str, Any]:
-    """Draws what is still missing, and returns the result.
+    """Draws the missing pictures, and returns the comparison of all.
 
     Args:
         artist: A checkpoint, ready to draw.
         text_encoder: As for `Artist.draw`.
         image_encoder: Makes the features.
-        data: Data set with so many records in its validation split.
-        workdir: Local or `gs://`; features are stored in its folder `evaluation`.
-        num_pictures: Records that are compared, from the first on.
+        data: Data set from `open_validation`.
+        workdir: Folder of the run, local or `gs://`; its sub-folder `evaluation` stores features.
+        num_pictures: Number of first records to compare.
 
     Returns:
-        `num_pictures`, the numbers of `compare`, and under `settings` what decides them. The same
-        is written to `evaluation/step_STEP_ID.json`; the ID is that of the settings.
+        `num_pictures`, the numbers of `compare`, and `settings` with everything that decides them.
+        This also writes the result to `evaluation/step_STEP_ID.json`, where ID is a digest of the
+        settings.
 
     Raises:
         ValueError: The model was trained with another text encoder.
@@ -137,7 +138,7 @@ def evaluate(
 
 
 def compare(features: Features) -> dict[str, float]:
-    """The distances of `picture_metrics` by name; scores of captions where there are texts."""
+    """Returns the distances of `picture_metrics` by name; with texts also their scores."""
     num_pictures, num_features = features.data.shape
     if num_pictures <= num_features:
         logging.warning(

@@ -53,12 +53,12 @@ def export(place: epath.PathLike, out: epath.PathLike, *, average: bool = True) 
 
     Args:
         place: `WORKDIR` of the run, for its last checkpoint, or `WORKDIR@STEP`.
-        out: Folder, local or `gs://`, that does not exist or holds an export.
-        average: Export the moving average of the weights.
+        out: Folder, local or `gs://`; it must be new, or hold an export.
+        average: Whether to export the moving average of the weights.
 
     Raises:
-        ValueError: There is no such checkpoint, its model is of another kind than `dit`, or the
-            folder holds something else.
+        ValueError: The checkpoint does not exist, its model is not a `dit`, or the folder holds
+            other files.
         OSError: The workdir cannot be read, or the folder cannot be written.
     """
     saved = checkpoint.open_run(place)
@@ -90,7 +90,7 @@ def export(place: epath.PathLike, out: epath.PathLike, *, average: bool = True) 
 
 
 def flatten(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Returns weights by PyTorch's names: one entry a block, kernels `(out, in)` as `weight`."""
+    """Returns weights by PyTorch's names, block by block; kernels become `weight` `(out, in)`."""
     weights = {}
     for name, x in flax.traverse_util.flatten_dict(params, sep='.').items():
         if name.startswith('blocks.'):
@@ -108,10 +108,10 @@ def flatten(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
 def draw_example(
     model: DiT, params: Any, facts: DataFacts, preview: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
-    """Noise, a made-up text and the raw latents that the model draws of them.
+    """Returns noise, a random text, and the raw latents that the model draws from them.
 
     `text` holds embeddings, token ids or, for a model with an encoder in its step, hidden states
-    with `present` beside them.
+    and `present`.
     """
     random, count = np.random.default_rng(0), _NUM_EXAMPLES
     noise = random.normal(size=(count, *facts.latent_shape)).astype(np.float32)

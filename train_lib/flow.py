@@ -23,10 +23,10 @@ class Stats:
     """Statistics of the train split, float32, in raw units.
 
     Attributes:
-        latent_mean: `(4,)`, one a channel.
-        latent_std: `(4,)`.
-        text_mean: `(D,)`.
-        text_std: `(D,)`.
+        latent_mean: Mean of each channel of the latents, `(4,)`.
+        latent_std: Standard deviation of each channel, `(4,)`.
+        text_mean: Mean of each dimension of the text embeddings, `(D,)`.
+        text_std: Standard deviation of each dimension, `(D,)`.
     """
 
     latent_mean: np.ndarray
@@ -36,23 +36,23 @@ class Stats:
 
 
 def no_stats(text_dim: int) -> Stats:
-    """Returns statistics that change nothing, for programs without a data set."""
+    """Returns statistics with mean 0 and deviation 1, for programs without a data set."""
     return Stats(*(np.full(n, x, np.float32) for n in (4, text_dim) for x in (0, 1)))
 
 
 def standardize_latents(latents: jax.Array, stats: Stats) -> jax.Array:
-    """Raw latents `(b, 4, H, W)`, any float dtype, to standardized float32 `(b, H, W, 4)`."""
+    """Standardizes raw latents `(b, 4, H, W)` of any float dtype: float32 `(b, H, W, 4)`."""
     latents = jnp.transpose(latents.astype(jnp.float32), (0, 2, 3, 1))
     return (latents - stats.latent_mean) / stats.latent_std
 
 
 def raw_latents(standardized: jax.Array, stats: Stats) -> jax.Array:
-    """Inverts `standardize_latents`: `(b, H, W, 4)` to raw float32 `(b, 4, H, W)`."""
+    """Inverts `standardize_latents`: from `(b, H, W, 4)` to raw float32 `(b, 4, H, W)`."""
     return jnp.transpose(standardized * stats.latent_std + stats.latent_mean, (0, 3, 1, 2))
 
 
 def standardize_text(text: jax.Array, stats: Stats) -> jax.Array:
-    """Text embeddings `(b, D)`, any float dtype, to float32 with mean 0 and deviation 1."""
+    """Standardizes text embeddings `(b, D)` of any float dtype: float32, mean 0, deviation 1."""
     # A feature that never varies tells nothing: it becomes 0 instead of a division by zero.
     varies = stats.text_std > 1e-6
     scale = jnp.where(varies, 1 / jnp.where(varies, stats.text_std, 1), 0)
@@ -60,9 +60,9 @@ def standardize_text(text: jax.Array, stats: Stats) -> jax.Array:
 
 
 def logit_normal_times(rng: jax.Array, count: int, mean: float, std: float) -> jax.Array:
-    """Times in (0, 1), float32 `(count,)`: the sigmoid of a normal variable.
+    """Draws times in (0, 1), float32 `(count,)`: the sigmoid of a normal variable.
 
-    A positive `mean` favours noisy times, where the coarse layout is decided.
+    A positive `mean` favours noisy times, which decide the coarse layout of a picture.
     """
     return jax.nn.sigmoid(mean + std * jax.random.normal(rng, (count,)))
 
@@ -73,12 +73,12 @@ def squared_errors(
     noise: jax.Array,
     t: jax.Array,
 ) -> jax.Array:
-    """The mean squared error of the predicted velocity, one number a sample.
+    """Returns the mean squared error of the predicted velocity for each sample.
 
     Args:
-        velocity: The model, from `(z, t)` to a velocity of the shape of z.
+        velocity: The model, a function from `(z, t)` to a velocity in the shape of z.
         x: Standardized latents `(b, H, W, C)`.
-        noise: Standard normal, of the shape of x.
+        noise: Standard normal noise in the shape of x.
         t: Times `(b,)`.
 
     Returns:
@@ -92,13 +92,13 @@ def squared_errors(
 def noise_and_times_of_keys(
     keys: jax.Array, shape: tuple[int, ...], seed: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Noise and a uniform time for every sample that depend on its key alone.
+    """Returns noise and a uniform time for every sample, functions of its key and the seed.
 
-    An evaluation that uses them gives the same loss whatever the order of the samples, the size
-    of a batch or the number of hosts.
+    So an evaluation gives the same loss for any order of the samples, batch size and number of
+    hosts.
 
     Args:
-        keys: uint32 `(b, 2)`, low and high word of the samples' keys.
+        keys: Low and high words of the samples' keys, uint32 `(b, 2)`.
         shape: Shape of one sample's noise.
         seed: Another seed gives other noise.
 

@@ -1,4 +1,4 @@
-"""Metrics as clu collections: built inside the step, merged, computed when logged.
+"""Metrics as clu collections: built in the step, merged over steps, computed for the log.
 
 update = TrainMetrics.single_from_model_output(
     loss=losses, counts=mask, grad_norm=optax.tree.norm(grads), finite=finite, ...)
@@ -67,11 +67,12 @@ def _most(name: str) -> type[clu_metrics.Metric]:
 
 @flax.struct.dataclass
 class TrainMetrics(clu_metrics.Collection):
-    """From one step: `loss` of every sample, `grad_norm` (before clipping) and `learning_rate`.
+    """Metrics of training: `loss` of every sample, `grad_norm` (unclipped), `learning_rate`.
 
-    `counts` (bool, as long as `loss`) leaves out samples that could not be read and those of a step
-    that is not `finite`. It is not called `mask`, because clu would apply that to everything.
-    `skipped_steps` and `skipped_in_a_row` are those of the state after the step; merged, the most.
+    `counts` (bool, same length as `loss`) leaves out samples that could not be read and those of a
+    step that is not `finite`. Its name is not `mask`, because clu would apply a `mask` to all
+    metrics. `skipped_steps` and `skipped_in_a_row` come from the state after the step; merging
+    takes their maximum.
     """
 
     loss: _mean_of('loss', 'counts')
@@ -93,11 +94,11 @@ def _time_bin(index: int) -> type[_Mean]:
 
 @flax.struct.dataclass
 class EvalMetrics(clu_metrics.Collection):
-    """From `loss`, `time` (float32, in [0, 1]) and `mask` (bool) of every sample, each `(b,)`.
+    """Metrics of evaluation, from `loss`, `time` (in [0, 1]) and `mask` (bool), each `(b,)`.
 
-    Samples that the mask leaves out count nowhere. A time bin that held no sample is NaN.
-    `text_gain` is the loss with another sample's text less that with its own, of the samples that
-    `has_other_text` (bool) names.
+    Samples outside of the mask do not count. A time bin without samples is NaN. `text_gain` is the
+    loss with the text of another sample minus the loss with the own text, over samples with
+    `has_other_text` (bool).
     """
 
     loss: clu_metrics.Average.from_output('loss')

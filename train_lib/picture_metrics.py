@@ -4,7 +4,7 @@
     picture_metrics.frechet(drawn, data)
     picture_metrics.clip_score(drawn, captions)  # up to 100
 
-All take features of one image encoder, float `(n, D)`, and compute in float64.
+All functions take features of one image encoder, float `(n, D)`, and compute in float64.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ _ROWS = 1024  # of a matrix of distances at a time
 
 
 def cmmd(x: np.ndarray, y: np.ndarray) -> float:
-    """CLIP maximum mean discrepancy, times 1,000.
+    """Returns the CLIP maximum mean discrepancy, times 1,000.
 
     The estimator is that of Jayasumana et al. (arXiv 2401.09603): the squared maximum mean
     discrepancy with a Gaussian kernel of width 10 on features of length 1. The mean includes the
@@ -33,11 +33,11 @@ def cmmd(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def frechet(x: np.ndarray, y: np.ndarray) -> float:
-    """The Fréchet distance of two normal distributions with the means and covariances of features.
+    """Returns the Fréchet distance of normal distributions fitted to the features.
 
     With the features of Inception it is the FID of Heusel et al., "GANs Trained by a Two Time-Scale
     Update Rule", 2017 (arXiv 1706.08500): |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)). It grows as
-    the number of pictures falls, above all when that is not many times D.
+    the number of pictures falls, most of all below many times D.
 
     Args:
         x, y: Features `(n, D)` and `(m, D)`; n and m are at least 2.
@@ -53,10 +53,10 @@ def frechet(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def clip_score(images: np.ndarray, texts: np.ndarray) -> float:
-    """100 times the mean cosine between pictures and their captions, negative cosines as 0.
+    """Returns 100 times the mean cosine of pictures and their captions; negative ones count as 0.
 
-    Hessel et al., "CLIPScore", 2021 (arXiv 2104.08718), equation 1, with the factor 100 that is in
-    use since then instead of 2.5.
+    Hessel et al., "CLIPScore", 2021 (arXiv 2104.08718), equation 1, with today's usual factor of
+    100 instead of 2.5.
 
     Args:
         images, texts: Features `(n, D)` of an image encoder and of its text encoder.

@@ -1,4 +1,4 @@
-"""Pictures that the model draws, with their captions, as one PNG.
+"""Lays out the model's pictures with their captions, and writes them as PNG.
 
     grid = previews.make_grid([data, drawn], captions, title='left: data, right: model')
     previews.write_png(workdir / previews.FOLDER / 'step_000500.png', grid)
@@ -46,8 +46,8 @@ def make_grid(
 
     Args:
         pictures: Arrays uint8 `(n, H, W, 3)`; each gives one picture to every cell.
-        captions: N strings. Drawn are the letters of DejaVu Sans (Latin, Greek, Cyrillic, Hebrew,
-            Arabic, Armenian, Georgian) and of the system's fonts that this module knows.
+        captions: N strings, in the letters of DejaVu Sans (Latin, Greek, Cyrillic, Hebrew, Arabic,
+            Armenian, Georgian) and of those system fonts that this module knows.
         title: Text above the cells.
 
     Returns:
@@ -67,7 +67,7 @@ def make_grid(
 
 
 def write_png(path: epath.PathLike, picture: np.ndarray) -> None:
-    """Writes uint8 `(height, width, 3)` to a local or `gs://` path; makes its folder."""
+    """Writes a picture, uint8 `(height, width, 3)`, to a local or `gs://` path."""
     encoded = io.BytesIO()
     Image.fromarray(picture).save(encoded, 'PNG')
     path = epath.Path(path)
@@ -79,8 +79,8 @@ def write_singles(folder: epath.PathLike, pictures: np.ndarray, captions: Sequen
     """Writes each picture as `00000.png` and so on, with its caption in `00000.txt` beside it.
 
     Args:
-        folder: Local or `gs://`; made if it is not there.
-        pictures: uint8 `(n, height, width, 3)`.
+        folder: Folder, local or `gs://`; made if it does not exist.
+        pictures: Pictures, uint8 `(n, height, width, 3)`.
         captions: N strings.
     """
     for number, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):

@@ -1,4 +1,4 @@
-"""Starts and ends the programs of this package: command line, log, errors in one line.
+"""Starts and ends the programs of this package: command line, log, one-line errors.
 
     def main():
         run.prepare()
@@ -101,7 +101,7 @@ def errors_in_one_line(
     With `--verbose` the traceback precedes the line.
 
     Args:
-        kinds: Classes of these errors; the default is for checking settings and opening files.
+        kinds: Classes of these errors; the default covers wrong settings and unreadable files.
     """
     try:
         yield
@@ -115,13 +115,13 @@ def errors_in_one_line(
 
 
 def resolve(arguments: Sequence[str]) -> list[str]:
-    """Replaces the name of a configuration in a command line by the path of its file.
+    """Replaces the name of a configuration on a command line by the path of its file.
 
-    A file that exists stays as it is, and may import those of this package: `from configs import
-    default`.
+    The path of an existing file stays unchanged; the file may import this package's configurations:
+    `from configs import default`.
 
     Raises:
-        SystemExit: There is neither such a file nor such a name.
+        SystemExit: Neither a file nor a configuration has this name.
     """
     if str(_CONFIGS.parent) not in sys.path:
         sys.path.append(str(_CONFIGS.parent))  # where `configs` is imported from

@@ -1,10 +1,10 @@
-"""Rules for the fields of a configuration, and which of them a resumed run compares.
+"""Rules for the fields of a configuration, and the fields that a resumed run compares.
 
     settings.check(config)               # a ValueError that names field, value and what is expected
     settings.changeable(config)          # {'optimizer.learning_rate': 2e-4, ...}
 
-Other modules check whether the fields fit the data and the devices. Optimizer and model check their
-own fields when they are made.
+Other modules check whether the fields fit the data and the devices. The optimizer and the model
+check their own fields.
 """
 
 import math
@@ -110,14 +110,15 @@ _CHANGEABLE = re.compile(
 
 
 def check(config: ml_collections.ConfigDict, *, needs_data: bool = True) -> None:
-    """Checks every field by itself.
+    """Checks the value of every field.
 
     Args:
         config: See `configs/default.py`.
-        needs_data: True if `data.dir` is required.
+        needs_data: Whether `data.dir` is required.
 
     Raises:
-        ValueError: Names the first field that is out of its range, its value and what is expected.
+        ValueError: A field is out of its range; the message names it, its value and the expected
+            values.
     """
     fields = flatten(config.to_dict())
     for name, rule in _RULES.items():
@@ -145,7 +146,7 @@ def changeable(config: ml_collections.ConfigDict) -> dict[str, Any]:
 
 
 def check_changeable(names: Collection[str], config: ml_collections.ConfigDict) -> None:
-    """Raises a ValueError for names that are not among those of `changeable`."""
+    """Raises a ValueError for names that `changeable` does not have."""
     there = changeable(config)
     unknown = [name for name in names if name not in there]
     if unknown:
@@ -155,7 +156,7 @@ def check_changeable(names: Collection[str], config: ml_collections.ConfigDict) 
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
-    """Nested dicts to one: `{'data': {'seed': 0}}` to `{'data.seed': 0}`."""
+    """Flattens nested dicts: `{'data': {'seed': 0}}` becomes `{'data.seed': 0}`."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):

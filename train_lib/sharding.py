@@ -1,4 +1,4 @@
-"""The placement of arrays on devices: the mesh, and one rule from shapes to shardings.
+"""The placement of arrays on devices: the mesh, and one rule that maps shapes to shardings.
 
     mesh = sharding.make_mesh(data=-1, fsdp=4)
     states = sharding.by_shape(jax.eval_shape(init, rng), mesh)   # pytree of NamedSharding
@@ -31,20 +31,19 @@ MIN_SHARDED_SIZE = 2**16
 def make_mesh(data: int = -1, fsdp: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Lays all devices out as `(data, fsdp)`.
 
-    Processes come in their order, so that process p holds the p-th part of the rows of a batch,
-    whatever the hardware: the same batch gives the same global array on any number of hosts. It
-    also puts the members of an `fsdp` group on one host where they fit, on neighbouring hosts
-    where they do not, and inside one of several slices, whose processes follow each other.
-    Inside a host chips come such that each is linked to the next: the four of a TPU host make a
+    Devices are in the order of processes, so process p holds the p-th part of a batch's rows on all
+    hardware, and the same batch gives the same global array on any number of hosts. This order also
+    puts the members of an `fsdp` group on one host if they fit, otherwise on neighbouring hosts of
+    one slice. Within a host each chip is linked to the next: the four chips of a TPU host form a
     ring, along which they gather weights, and chips with the same place in their hosts reduce
     gradients.
 
-    `jax.experimental.mesh_utils.create_device_mesh` keeps to links as well, but gives a host rows
-    that do not follow each other, and does not do 64 x 4 of v5e:16x16.
+    `jax.experimental.mesh_utils.create_device_mesh` also follows the links, but gives a host rows
+    that are not consecutive, and cannot make 64 x 4 of v5e:16x16.
 
     Args:
-        data: Size of the data axis; -1 takes what `fsdp` leaves.
-        fsdp: Over how many devices parameters are split.
+        data: Size of the data axis; -1 for all devices divided by `fsdp`.
+        fsdp: Number of devices over which parameters are split.
         devices: All devices of all processes by default.
 
     Raises:
@@ -69,15 +68,15 @@ def _place(device: jax.Device) -> tuple:
 
 
 def batch(mesh: Mesh) -> NamedSharding:
-    """The first axis of a batch is split over all devices."""
+    """Returns the sharding of batches: the first axis is split over all devices."""
     return NamedSharding(mesh, PartitionSpec((DATA_AXIS, FSDP_AXIS)))
 
 
 class Rows:
     """Keeps activations `(b, ...)` on the devices of their rows.
 
-    Where the devices do not divide b, as of a few pictures on a large pod, each group of `fsdp`
-    devices computes all rows; where these do not divide it either, each device does.
+    If the number of devices does not divide b (a few pictures on a large pod), each group of `fsdp`
+    devices computes all rows; if `fsdp` does not divide b either, each device does.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -89,14 +88,14 @@ class Rows:
         return self._mesh.devices.flat[0].platform == 'tpu'
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Says where `x` lies."""
+        """Pins `x`, `(b, ...)`, to the devices of its rows."""
         placed = NamedSharding(self._mesh, self._split(x.shape[0]))
         return jax.lax.with_sharding_constraint(x, placed)
 
     def map(self, function: Callable, rows: Any, shared: Any) -> Any:
-        """Calls `function(rows, shared)` on each device with its rows; gives rows.
+        """Calls `function(rows, shared)` on each device with its rows; returns all rows.
 
-        For what the partitioner cannot split by itself, kernels.
+        Kernels need this, because the partitioner cannot split them.
         """
         split = self._split(jax.tree.leaves(rows)[0].shape[0])
         mapped = jax.shard_map(
@@ -116,14 +115,14 @@ class Rows:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The same whole array on every device."""
+    """Returns the sharding of an array that is whole on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def partition_spec(shape: Sequence[int], fsdp: int) -> PartitionSpec:
-    """Splits the largest dimension that `fsdp` divides; of equals, the last one.
+    """Splits the largest dimension that `fsdp` divides; of equal ones, the last.
 
-    Arrays of fewer than `MIN_SHARDED_SIZE` elements, and arrays with no such dimension, are
+    Arrays of fewer than `MIN_SHARDED_SIZE` elements, and arrays without such a dimension, are
     replicated.
     """
     if fsdp == 1 or np.prod(shape, dtype=np.int64) < MIN_SHARDED_SIZE:
@@ -136,39 +135,40 @@ def partition_spec(shape: Sequence[int], fsdp: int) -> PartitionSpec:
 
 
 def by_shape(tree, mesh: Mesh):
-    """Maps a pytree of arrays or `jax.ShapeDtypeStruct` to one of `NamedSharding`."""
+    """Maps a pytree of arrays or `jax.ShapeDtypeStruct` to a pytree of `NamedSharding`."""
     fsdp = mesh.shape[FSDP_AXIS]
     return jax.tree.map(lambda leaf: NamedSharding(mesh, partition_spec(leaf.shape, fsdp)), tree)
 
 
 def abstract(array, placed: jax.sharding.Sharding | None = None) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of an array; another sharding than its own where one is given."""
+    """Returns the shape, dtype and sharding of an array, or the given sharding."""
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed or array.sharding)
 
 
 def processes_on_host() -> int:
-    """How many processes of the run share this host's memory: those with the same host name.
+    """Counts the processes of the run on this host, by its host name.
 
-    Containers have names of their own, as they have memory of their own. All processes call it
-    together.
+    A container counts as a host: it has its own name and its own memory. All processes must call
+    this together.
     """
     own = np.uint32(zlib.crc32(socket.gethostname().encode()))
     return int((multihost_utils.process_allgather(own) == own).sum())
 
 
 def least_bytes(params, mesh: Mesh, *, compute_bytes: int = 2, accumulate: int = 1) -> float:
-    """Bytes that a device has to receive in a training step if nothing but weights is moved.
+    """Returns the bytes that a device receives in a training step if only weights move.
 
-    A weight that is split over f devices is gathered for the forward and again for the backward
-    pass, in the type of the computation: (f-1)/f of it each time, for each part of the batch. Its
-    gradient is reduced in float32 over those f, (f-1)/f of it, and the own f-th of that over the d
-    others that hold it, 2(d-1)/d (to reduce is half of that, to hand the sum on the other half).
+    Devices gather a weight that is split over f devices once for the forward and once for the
+    backward pass, for each part of the batch, in the dtype of the computation: (f-1)/f of the
+    weight each time. They reduce its gradient in float32 over the f devices: (f-1)/f of it. The d
+    groups then reduce each f-th part: 2(d-1)/d of the part, half to form the sum and half to
+    distribute it.
 
     Args:
         params: Pytree of arrays or `jax.ShapeDtypeStruct`, as `by_shape` places them.
         mesh: Mesh of the devices.
-        compute_bytes: bytes of a gathered number.
-        accumulate: Parts that the batch is computed in.
+        compute_bytes: Size of a gathered number in bytes.
+        accumulate: Number of parts in which the batch is computed.
     """
 
     def of(leaf) -> float:

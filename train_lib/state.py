@@ -1,4 +1,4 @@
-"""The state of training: weights, their moving average, the optimizer's state.
+"""The state of training: weights, their moving average and the optimizer's state.
 
     schedule = state.make_schedule('cosine', num_steps=9_000, learning_rate=1e-4, warmup_steps=500)
     tx = state.make_optimizer(
@@ -7,7 +7,7 @@
     init = state.make_init(model, tx, latent_shape=(32, 32, 4), text=text)
     train_state = jax.jit(init)(jax.random.key(seed))
 
-`TrainState` is a plain pytree of arrays: it can be sharded, donated and checkpointed as it is.
+`TrainState` is a plain pytree of arrays, which can be sharded, donated and checkpointed.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,16 +22,16 @@ import optax.contrib
 
 
 class TrainState(flax.struct.PyTreeNode):
-    """Everything that the next step needs besides its batch.
+    """Everything that the next step needs except its batch.
 
     Attributes:
-        step: int32 scalar, the number of steps done.
+        step: Number of steps done, int32 scalar.
         params: float32 weights.
-        ema_params: Exponential moving average of the weights; used to evaluate and to sample.
+        ema_params: Exponential moving average of the weights, for evaluation and sampling.
         opt_state: The optimizer's state.
-        skipped: int32 scalar, how many of the steps changed nothing, because their loss or gradient
-            was not finite.
-        skipped_in_a_row: int32 scalar, how many of the last steps.
+        skipped: Number of steps without effect, because their loss or gradient was not finite;
+            int32 scalar.
+        skipped_in_a_row: Number of such steps since the last step with an effect, int32 scalar.
     """
 
     step: jax.Array
@@ -45,16 +45,16 @@ class TrainState(flax.struct.PyTreeNode):
 def make_schedule(
     name: str, *, num_steps: int, learning_rate: float, warmup_steps: int
 ) -> optax.Schedule:
-    """Learning rate as a function of the step: linear warm-up, then what `name` says.
+    """Returns the learning rate as a function of the step: linear warm-up, then `name`.
 
     Args:
-        name: `cosine`, which ends at 0, or `constant`.
+        name: `cosine` (decay to 0) or `constant`.
         num_steps: Number of steps of the whole run, warm-up included.
-        learning_rate: At the end of the warm-up.
-        warmup_steps: 0 for no warm-up.
+        learning_rate: Learning rate at the end of the warm-up.
+        warmup_steps: Number of steps of the warm-up; may be 0.
 
     Raises:
-        ValueError: Another name, or a warm-up that does not end before the run does.
+        ValueError: The name is unknown, or the warm-up is as long as the run or longer.
     """
     if not 0 <= warmup_steps < num_steps:
         raise ValueError(
@@ -81,25 +81,25 @@ def make_optimizer(
     b2: float,
     clip_norm: float,
 ) -> optax.GradientTransformation:
-    """AdamW, or Muon for the kernels of blocks, behind clipping by the global norm.
+    """Returns AdamW, or Muon for the kernels of blocks, after clipping by the global norm.
 
     AdamW: Loshchilov and Hutter, arXiv:1711.05101. Muon: Jordan, "Muon: An optimizer for hidden
-    layers in neural networks" (2024), with the updates scaled to the root mean square of AdamW's
-    as in Liu et al., arXiv:2502.16982; all but the kernels of blocks is left to AdamW, and so are
-    those that make the modulation. Kernels decay; biases, scales and the vector that stands for no
-    text do not.
+    layers in neural networks" (2024), with updates scaled to the root mean square of AdamW's, as in
+    Liu et al., arXiv:2502.16982. AdamW trains all other parameters, and the kernels of the
+    modulation. Weight decay applies to kernels, and not to biases, scales and the vector for no
+    text.
 
     Args:
         name: `adamw` or `muon`.
         schedule: Learning rate of AdamW.
         muon_schedule: Learning rate of Muon.
-        weight_decay: Weight decay of kernels, times the learning rate.
+        weight_decay: Weight decay of kernels, which is multiplied by the learning rate.
         b1: Decay of AdamW's first moment.
         b2: Decay of AdamW's second moment.
-        clip_norm: The largest norm that the whole gradient keeps.
+        clip_norm: Global norm to which larger gradients are scaled.
 
     Raises:
-        ValueError: Another name; at `init`, a model without kernels of blocks for Muon.
+        ValueError: The name is unknown; at `init`, a model has no kernels of blocks for Muon.
     """
     clip = optax.clip_by_global_norm(clip_norm)
     adamw = optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay, mask=_is_kernel)
@@ -123,14 +123,14 @@ def make_init(
     latent_shape: Sequence[int],
     text: Any,
 ) -> Callable[[jax.Array], TrainState]:
-    """Returns the function from a random key to the state at step 0, to be jitted with shardings.
+    """Returns a function, to be jitted with shardings, from a random key to the state at step 0.
 
     Args:
-        model: Called as `model(x, t, text, drop_text)`.
+        model: Model that is called as `model(x, t, text, drop_text)`.
         tx: From `make_optimizer`.
         latent_shape: `(height, width, channels)` of one sample.
-        text: Text of one sample as the model is given it, a pytree of `jax.ShapeDtypeStruct`. The
-            weights do not depend on the number of tokens.
+        text: Input text of one sample, a pytree of `jax.ShapeDtypeStruct`. The weights do not
+            depend on the number of tokens.
     """
 
     def init(rng: jax.Array) -> TrainState:

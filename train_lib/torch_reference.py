@@ -1,4 +1,4 @@
-"""Draws with an exported model in PyTorch; one page that imports nothing of this project.
+"""Draws with an exported model in PyTorch, without any other file of this project.
 
     python reference.py FOLDER      # draws the example of the export again and compares
 
@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 
 def load(folder):
-    """Weights by name, float32, and the configuration."""
+    """Returns the weights by name, float32, and the configuration."""
     config = json.loads((Path(folder) / 'config.json').read_text())
     return load_file(Path(folder) / 'model.safetensors'), config
 
@@ -56,7 +56,7 @@ def draw(weights, config, noise, text):
 
 
 def velocity(weights, config, z, t, text, drop):
-    """The transformer: `(n, H, W, C)`, times `(n,)`, text, and which texts to ignore."""
+    """Applies the transformer to z `(n, H, W, C)`, times `(n,)` and texts that are not dropped."""
     model, (n, height, width, channels) = config['model'], z.shape
     p, w = model['patch_size'], model['width']
     words, pooled = _words(weights, text, drop) if 'words.nothing' in weights else (None, text[0])

@@ -2,7 +2,7 @@
 
     workdirs.check_writable('gs://bucket/runs/a')   # in seconds; an OSError of one line
 
-Check the folder first: TensorFlow, which writes logs, silently retries a bucket that does not
+Check the folder before TensorFlow writes logs, because it silently retries a bucket that does not
 exist. This module does not import TensorFlow.
 """
 
@@ -19,19 +19,20 @@ from coyo11m_tfds.storage import locks, source_files
 
 
 def absolute(folder: epath.PathLike) -> epath.Path:
-    """The absolute path; a URL is one."""
+    """Returns the absolute path of a folder; a URL stays unchanged."""
     path = epath.Path(folder)
     # `epath` puts the current folder even before gs://.
     return path if source_files.is_remote(os.fspath(path)) else path.absolute()
 
 
 def check_writable(folder: epath.PathLike) -> None:
-    """Checks that files can be made in a folder, which need not exist yet, and removed from it.
+    """Checks that files can be made and removed in a folder, which need not exist yet.
 
     Raises:
-        PermissionError: This user may not.
-        OSError: A bucket that does not exist, a file in the place of a folder, or no connection.
-        ValueError: A URL of another kind.
+        PermissionError: This user may not write there.
+        OSError: The bucket does not exist, the path is that of a file, or the storage cannot be
+            reached.
+        ValueError: `folder` is a URL of another kind.
     """
     text = os.fspath(folder)
     if not source_files.is_remote(text):
@@ -44,13 +45,13 @@ def check_writable(folder: epath.PathLike) -> None:
 
 @contextlib.contextmanager
 def held(folder: epath.PathLike) -> Iterator[None]:
-    """Keeps other runs out of a folder; for one process of a run.
+    """Keeps other runs out of a folder; one process of a run calls this.
 
-    A process that was killed holds nothing: on this machine at once, and on `gs://` after 40
-    seconds without a sign of life. On a disk whose file system has no locks a warning is all.
+    A killed process releases the folder: on this machine at once, and on `gs://` after 40 seconds
+    without a renewal. On a file system without locks this only warns.
 
     Raises:
-        TimeoutError: Another run is there; the message names its process and host.
+        TimeoutError: Another run holds the folder; the message names its process and host.
         OSError: The storage cannot be reached.
     """
     with contextlib.ExitStack() as stack:
@@ -66,7 +67,7 @@ def held(folder: epath.PathLike) -> Iterator[None]:
 
 
 def check_readable(folder: epath.PathLike) -> None:
-    """Checks that a folder exists and can be listed; raises as `check_writable`."""
+    """Checks that a folder exists and can be listed; raises the errors of `check_writable`."""
     text = os.fspath(folder)
     if not source_files.is_remote(text):
         os.scandir(text).close()

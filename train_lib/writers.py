@@ -29,7 +29,7 @@ _ID_FILE = 'wandb_id.txt'  # in the workdir
 
 
 def check(config: ml_collections.ConfigDict) -> None:
-    """Raises a ValueError for a writer that is asked for and not installed."""
+    """Raises a ValueError if the configuration asks for a writer that is not installed."""
     if config.wandb.project and importlib.util.find_spec('wandb') is None:
         raise ValueError(
             f'wandb.project={config.wandb.project!r}: wandb is not installed: '
@@ -40,7 +40,7 @@ def check(config: ml_collections.ConfigDict) -> None:
 def make(
     config: ml_collections.ConfigDict, workdir: epath.Path, verbose: bool = False
 ) -> metric_writers.MetricWriter:
-    """Opens all writers; `verbose` logs everything that is written as well."""
+    """Opens all writers; with `verbose`, one of them writes to the log."""
     if jax.process_index():
         return metric_writers.MultiWriter([])
     writers = [metric_writers.SummaryWriter(os.fspath(workdir))]
@@ -64,18 +64,18 @@ def errors_named(workdir: epath.Path) -> Iterator[None]:
 
 
 class WandbWriter(metric_writers.MultiWriter):
-    """Sends scalars, images and texts to Weights & Biases; ignores all else.
+    """Sends scalars, images and texts to Weights & Biases; ignores other kinds of data.
 
-    `WANDB_MODE=offline` keeps all on this machine; `wandb sync` sends it later. The run's id lies
-    in the workdir, so that a resumed run continues the same chart. A run that was killed sends
-    again what came after its last checkpoint; that is the same, and wandb ignores it.
+    `WANDB_MODE=offline` keeps the data on this machine; `wandb sync` sends them later. The run's id
+    lies in the workdir, so that a resumed run continues the same chart. A resumed run sends the
+    steps after its last checkpoint again; wandb ignores these duplicates.
     """
 
     def __init__(self, config: ml_collections.ConfigDict, workdir: epath.Path):
         """Starts a run of `wandb.project`, or resumes the one whose id is in the workdir.
 
         Raises:
-            OSError: Wandb refuses, for example because nobody is logged in.
+            OSError: Wandb refuses the run, for example because nobody is logged in.
         """
         import wandb
 
@@ -105,15 +105,15 @@ class WandbWriter(metric_writers.MultiWriter):
         self._run.log({name: float(x) for name, x in scalars.items()}, step=step)
 
     def write_images(self, step: int, images: Mapping[str, Any]) -> None:
-        """Images `(n, H, W, C)`."""
+        """Sends images `(n, H, W, C)`."""
         values = {name: [self._image(one) for one in np.asarray(x)] for name, x in images.items()}
         self._run.log(values, step=step)
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        """Shows texts as they are."""
+        """Sends texts without formatting."""
         values = {name: self._html(f'<pre>{html.escape(x)}</pre>') for name, x in texts.items()}
         self._run.log(values, step=step)
 
     def close(self) -> None:
-        """Ends the run and waits until all is sent."""
+        """Ends the run and waits until all data are sent."""
         self._run.finish()

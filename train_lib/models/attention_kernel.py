@@ -4,13 +4,13 @@
     mixed = attend(tokens, None, query_scale, key_scale, 8)                 # (b, n, width)
     mixed = attend(tokens, Product(of_words, bias_2, present), query_scale, key_scale, 8)
 
-A latent of 32x32 in patches of 2 makes 256 tokens, so that all tokens of a sample lie in the chip's
-vector memory at once: scores never leave it, and neither queries, keys nor values are moved about
-between the products before and after. The grid is the samples; a head is 128 columns of the packed
-product. Queries and keys are normalized inside (RMS norm). The backward pass computes the scores
-again, as in Dao et al., "FlashAttention" (2022); with all keys at hand it needs no blocks. It also
-sums up the gradients of the biases of the products: the compiler would read all gradients of
-queries, keys and values once more for that, a tenth of a step's time of L/2 by its estimate.
+A latent of 32x32 in patches of 2 has 256 tokens, so the chip's vector memory holds all tokens of a
+sample at once: scores stay there, and queries, keys and values need no transposition between the
+products before and after. The grid runs over the samples; a head takes 128 columns of the packed
+product. The kernel normalizes queries and keys (RMS norm). The backward pass computes the scores
+again, as in Dao et al., "FlashAttention" (2022); it needs no blocks, because all keys are in
+memory. It also sums the gradients of the products' biases: otherwise the compiler would read all
+gradients of queries, keys and values once more, a tenth of a step's time of L/2 by its estimate.
 """
 
 import functools
@@ -32,7 +32,7 @@ _ABSENT = -1e30  # score of a word that is not there
 
 
 def fits(num_tokens: int, head_dim: int, num_words: int = 0) -> bool:
-    """Whether the kernel takes heads and tokens of these sizes."""
+    """Whether the kernel supports heads and tokens of these sizes."""
     return (
         head_dim == HEAD_DIM and num_tokens % _ROWS == 0 and num_tokens + num_words <= _MAX_TOKENS
     )
@@ -42,10 +42,10 @@ class Product(NamedTuple):
     """Queries, keys and values of tokens, or keys and values of words.
 
     Attributes:
-        values: Of all heads side by side, `(b, n, 3 * width)` or `(b, t, 2 * width)`.
-        bias: `(3 * width,)` or `(2 * width,)`. It is in the values already, as a constant, and
-            gets its gradient here.
-        present: bool `(b, t)`, False for words that are not there; None for tokens.
+        values: Values of all heads side by side, `(b, n, 3 * width)` or `(b, t, 2 * width)`.
+        bias: Bias of the product, `(3 * width,)` or `(2 * width,)`. `values` include it as a
+            constant; its gradient flows through this field.
+        present: bool `(b, t)`, False for missing words; None for tokens.
     """
 
     values: jax.Array
@@ -67,10 +67,10 @@ def attend(
     Args:
         tokens: Queries, keys and values.
         words: Further keys and values, or None.
-        query_scale: float32 `(128,)`, of the norm of the queries.
-        key_scale: float32 `(128,)`, of the norm of the keys.
-        num_heads: Heads, `width / 128`.
-        interpret: Computes on any device, slowly, for tests.
+        query_scale: Scale of the norm of the queries, float32 `(128,)`.
+        key_scale: Scale of the norm of the keys, float32 `(128,)`.
+        num_heads: Number of heads, `width / 128`.
+        interpret: Whether to compute slowly on any device, for tests.
 
     Returns:
         `(b, n, width)` in the dtype of the tokens' values.

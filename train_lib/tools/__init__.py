@@ -1,1 +1,1 @@
-"""Programs about a run: what a pod would do, what limits a run, whether a configuration fits."""
+"""Programs about a run: cost on a pod, limit of the speed, check of a configuration."""

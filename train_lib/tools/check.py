@@ -30,12 +30,12 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
     """Checks a configuration.
 
     Returns:
-        The `devices` and `data` that the run would use, and `unchecked`: what cannot be checked on
-        this machine, and how to check it.
+        The `devices` and `data` that the run would use, and `unchecked`: checks that this machine
+        cannot make, and how to make them.
 
     Raises:
         ValueError: A setting is out of its range, or does not fit the devices or the data.
-        OSError: There is no data set.
+        OSError: The data set does not exist.
     """
     # After `run.prepare`, because they import TensorFlow.
     import jax
@@ -76,7 +76,7 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
 
 
 def main() -> None:
-    """Prints what `check` returns as one line of JSON."""
+    """Prints the result of `check` as one line of JSON."""
     run.prepare()
     with run.errors_in_one_line():
         print(json.dumps(check(FLAGS.config)))

@@ -78,17 +78,17 @@ def analyze(
     num_slices: int = 1,
     step: str = TRAIN,
 ) -> Report:
-    """Compiles a step of a configuration and adds up what it takes of a chip.
+    """Compiles a step of a configuration and adds up its cost for one chip.
 
     Args:
         config: See `configs/default.py`.
-        topology: Such as `v5e:4x4`.
-        text_dim: Width of the text embeddings, which stand for texts with `model.text='pooled'`
+        topology: Topology of a slice, such as `v5e:4x4`.
+        text_dim: Width of the text embeddings. They are the texts with `model.text='pooled'`,
             unless an encoder is in the step.
-        num_tokens: Token ids of a text otherwise.
+        num_tokens: Number of token ids of a text in all other cases.
         vocabulary: Number of different token ids.
-        num_slices: Slices of that topology.
-        step: `train`, `evaluate` (a batch of that size) or `draw` (the previews).
+        num_slices: Number of slices of that topology.
+        step: `train`, `evaluate` (a batch of the same size) or `draw` (the previews).
 
     Returns:
         `program`, `verdict`, `fits`, `mfu`, `compile_seconds` and tables of numbers, all for one
@@ -96,8 +96,8 @@ def analyze(
 
     Raises:
         ValueError: A setting is out of its range; libtpu is not installed or does not know the
-            topology; `chips.CHIPS` does not know its chips; or the configuration does not fit their
-            number.
+            topology; `chips.CHIPS` lacks its chips; or the configuration does not fit the number of
+            chips.
     """
     settings.check(config, needs_data=False)
     schedules = _dumped_schedules()
@@ -208,7 +208,7 @@ def _lower(
 
 
 def slice_devices(topology: str, num_slices: int = 1) -> Sequence[jax.Device]:
-    """The chips of a slice to compile for, whatever this machine has; see `analyze`."""
+    """Returns the chips of a slice, which this machine need not have; see `analyze`."""
     if importlib.util.find_spec('libtpu') is None:
         raise ValueError("libtpu is not installed: pip install -c constraints.txt -e '.[tpu]'")
     # Nothing is run: libtpu need not ask a cloud machine what it has, nor be alone with it.
@@ -244,9 +244,9 @@ def _dumped_schedules() -> pathlib.Path:
 
 
 def bundles(schedules: pathlib.Path, instruction: str) -> int:
-    """VLIW bundles of an instruction in the last program compiled; 0 without its schedule.
+    """Returns an instruction's VLIW bundles in the last program compiled; 0 without a schedule.
 
-    Of equal instructions libtpu schedules one: `x.1` may stand for `x.2`.
+    Libtpu schedules only one of equal instructions, so `x.1` may stand for `x.2`.
     """
     stem = re.escape(instruction.split('.')[0])
     name = re.compile(rf'(\d+)-({stem}(?:\.\d+)?)-\d+-schedule-analysis')
@@ -274,7 +274,7 @@ def _memory(compiled: jax.stages.Compiled) -> dict[str, float]:
 
 
 def tables(costs: hlo.Costs, chip: chips.Chip, schedules: pathlib.Path) -> Report:
-    """Traffic and time of a program, of which kernels take a cycle for each bundle and sample."""
+    """Returns a program's traffic and time; kernels take a cycle for each bundle and sample."""
     moved: dict[str, float] = collections.defaultdict(float)
     waits: dict[str, list[float]] = collections.defaultdict(lambda: [0, 0])
     for each in costs.collectives:
@@ -317,7 +317,7 @@ def _largest(exchange: hlo.Collective) -> str:
 
 
 def judge(report: Report, chip: chips.Chip) -> Report:
-    """Whether the program fits, its model FLOP utilization, and both in one sentence."""
+    """Returns whether the program fits, its model FLOP utilization, and a sentence about both."""
     share = report[MEMORY]['total'] * 1e9 / chip.memory
     moved, estimate, wait = report[MOVED], report[TIME]['in all'], report[WAITS]['in all']
     least = moved.get('least for this mesh')
@@ -335,7 +335,7 @@ def judge(report: Report, chip: chips.Chip) -> Report:
 
 
 def table(report: Report) -> str:
-    """The report as text for people."""
+    """Formats the report as text for people."""
     lines = [report['program'], '']
     for title, rows in report.items():
         if isinstance(rows, dict):
@@ -352,7 +352,7 @@ def _first_sentence(error: Exception) -> str:
 
 
 def main() -> None:
-    """Prints the report; the exit status is 1 where the program does not fit."""
+    """Prints the report; the exit status is 1 if the program does not fit."""
     jax.config.update('jax_platforms', 'cpu')  # not the devices of this machine
     with run.errors_in_one_line((ValueError,)):
         names = 'text_dim', 'num_tokens', 'vocabulary', 'num_slices', 'step'

@@ -40,7 +40,7 @@ _ADVICE = {
 
 
 def verdict(step: list[float], batch: list[float], engine: str) -> str:
-    """Says which of the two limits a run; hedges where their times overlap.
+    """Says whether steps or batches limit a run; hedges if their times overlap.
 
     Args:
         step: Seconds of a step alone, in each lap.
@@ -66,16 +66,16 @@ def measure(
 
     Args:
         config: See `configs/default.py`.
-        hosts: Number of hosts that share the batch; the part of one is timed.
-        step_ms: Milliseconds of a step; None to time one here.
-        seconds: Time for reading, and for steps.
+        hosts: Number of hosts that share the batch; this times the part of one host.
+        step_ms: Time of a step in milliseconds; None to time steps here.
+        seconds: Time for reading, and again for steps.
 
     Returns:
-        Mean seconds of a step and of a batch in each of some laps, and the engine that reads.
+        Mean seconds of a step, and of a batch, in each of some laps; and the engine that reads.
 
     Raises:
         ValueError: The settings do not fit the data set, each other or `hosts`.
-        OSError: There is no data set.
+        OSError: The data set does not exist.
     """
     # They import TensorFlow, which looks at the settings that `run.prepare` makes.
     import jax

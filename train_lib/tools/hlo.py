@@ -5,8 +5,8 @@
     costs.kernels           # how often each Pallas kernel is called
     costs.collectives       # exchanges: bytes, number of devices, loops
 
-All figures are those of one run on one device, with loops multiplied out (`cost_analysis()` counts
-the body of a loop once). The grammar is that of XLA's `HloModule::ToString`.
+All figures are those of one run on one device and count every turn of a loop (`cost_analysis()`
+counts the body of a loop once). The grammar is that of XLA's `HloModule::ToString`.
 """
 
 import collections
@@ -42,11 +42,11 @@ class Collective(NamedTuple):
         kind: `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all`, `collective-permute`.
         members: Number of devices that exchange data with each other.
         dtypes: Dtypes of the arrays of the result, as XLA writes them.
-        shapes: Their shapes.
-        nbytes: bytes that a device receives in all runs of the loops.
-        times: How often it is done.
-        loops: Loops around it.
-        is_async: True if it runs beside other work.
+        shapes: Shapes of these arrays.
+        nbytes: Bytes that a device receives in all turns of the loops.
+        times: Number of times it runs.
+        loops: Number of loops around it.
+        is_async: Whether it runs beside other work.
     """
 
     kind: str
@@ -64,7 +64,8 @@ class Kernel(NamedTuple):
 
     Attributes:
         name: Name of the instruction that calls it.
-        rows: The largest first axis of its results: samples, of `models.attention_kernel`.
+        rows: Largest first axis of its results; for `models.attention_kernel`, the number of
+            samples.
     """
 
     name: str
@@ -72,15 +73,15 @@ class Kernel(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """What one run of a program takes.
+    """The costs of one run of a program.
 
     Attributes:
-        cycles: Libtpu's estimates for fusions and single operations, by the name of the operation
-            that they are for (`op_name`, '' where there is none). Kernels, exchanges and copies
-            that run beside other work have none; programs for other devices have none at all.
+        cycles: Libtpu's estimates for fusions and single operations, by name (`op_name`, '' without
+            one). There are no estimates for kernels, for exchanges and copies that run beside other
+            work, and in programs for other devices.
         collectives: Exchanges between devices.
-        kernels: How often each Pallas kernel is called.
-        loops: Number of instructions by the loops around them.
+        kernels: Number of calls of each Pallas kernel.
+        loops: Number of instructions by the number of loops around them.
     """
 
     cycles: collections.Counter[str]
@@ -119,9 +120,9 @@ _Program = dict[str, dict[str, _Instruction]]  # by names of computations and of
 
 
 def read(text: str) -> Costs:
-    """Adds up what `compiled.as_text()` says.
+    """Adds up the costs in the text of `compiled.as_text()`.
 
-    Left out are the conditions of loops, and what only combines two numbers, such as the sum of a
+    It leaves out the conditions of loops and functions of two numbers, such as the sum of a
     reduction.
 
     Raises:
@@ -220,13 +221,13 @@ def _bits(dtype: str) -> int:
 
 
 def members(attributes: str) -> int:
-    """How many devices exchange data with each other.
+    """Returns how many devices exchange data with each other.
 
-    XLA writes `{{0,1},{2,3}}`, `[2,2]<=[4]` (rows of so many), `mesh['a'=2,'b'=2] {'b'}` (the
+    XLA writes `{{0,1},{2,3}}`, `[2,2]<=[4]` (groups and members), `mesh['a'=2,'b'=2] {'b'}` (the
     members differ along `b`) or pairs of source and target.
 
     Raises:
-        ValueError: The notation is another one.
+        ValueError: The notation is unknown.
     """
     if pairs := re.search(r'source_target_pairs=\{(\{.*?\})\}', attributes):
         found = re.findall(r'\{(\d+),(\d+)\}', pairs[1])
