@@ -1,14 +1,10 @@
 """Every program: its `--help` is complete, and a wrong command line is answered in one line."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests.checkout import CHECKOUT
+from tests import forked
 
 # With the flags that each requires.
 REQUIRED = {
@@ -29,29 +25,6 @@ VALUES = {'--config': 'demo'}
 # Also required, as one of several; named when the others are there.
 FURTHER = {'coyo11m_tfds.add_column': ['--text=x']}
 
-# Forks after the slow imports, so that each program begins at once in a process of its own.
-START = """
-import importlib, json, os, runpy, sys
-commands = json.loads(sys.argv[1])
-for program in {program for program, _ in commands} - {'train_lib.main'}:  # defines its flags
-    importlib.import_module(program)
-
-print('=== ended with 0', flush=True)
-for program, arguments in commands:
-    child = os.fork()
-    if not child:
-        sys.argv = [program, *arguments]
-        try:
-            runpy.run_module(program, run_name='__main__', alter_sys=True)
-        except SystemExit as end:
-            if isinstance(end.code, str):
-                print(end.code)
-            sys.stdout.flush()
-            os._exit(1 if isinstance(end.code, str) else end.code or 0)
-    _, status = os.waitpid(child, 0)
-    print('=== ended with', os.waitstatus_to_exitcode(status), flush=True)
-"""
-
 
 @pytest.fixture(scope='module')
 def said() -> dict[tuple[str, str], tuple[int, list[str]]]:
@@ -68,24 +41,9 @@ def said() -> dict[tuple[str, str], tuple[int, list[str]]]:
             (program, [*enough, '--nope=1']),
             (program, [*enough, 'stray']),
         ]
-    command = [sys.executable, '-W', 'ignore', '-c', START, json.dumps(commands)]
-    ended = subprocess.run(
-        command,
-        cwd=CHECKOUT,
-        env=os.environ | {'COLUMNS': '80'},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=True,
-    )
-    _, *parts = re.split(r'=== ended with (\d+)\n', ended.stdout)[1:]
-    return {
-        (program, (arguments or [''])[-1]): (int(status), output.splitlines())
-        for (program, arguments), output, status in zip(
-            commands, parts[::2], parts[1::2], strict=False
-        )
-    }
+    ended = forked.run(commands)
+    names = [(program, (arguments or [''])[-1]) for program, arguments in commands]
+    return dict(zip(names, ended, strict=True))
 
 
 @pytest.mark.parametrize('program', [name for name, required in REQUIRED.items() if required])

@@ -5,7 +5,6 @@ import itertools
 import pathlib
 import shutil
 
-import jax
 import numpy as np
 import pytest
 
@@ -67,16 +66,6 @@ def test_captions_are_taken_in_the_shares_asked_for_and_anew_in_each_epoch(two_c
     assert len(both) > 900
     assert 0.3 < np.mean([first[key] != second[key] for key in both]) < 0.6  # 4/9 are expected
     assert opened.settings['data.text'] == TEXT
-
-
-def test_training_begins_at_any_sample_of_several_captions(two_captions):
-    config = small_config(two_captions, **{'data.text': TEXT, 'data.caption_dropout': 0.5})
-    opened = data.TrainingData(config, sharding.make_mesh())
-    expected = list(itertools.islice(opened.train_batches(), 6))[3:]
-    for batch, resumed in zip(
-        expected, opened.train_batches(opened.position_at(opened.position, 3)), strict=False
-    ):
-        jax.tree.map(np.testing.assert_array_equal, resumed, batch)
 
 
 def test_tokens_of_several_lengths_come_in_one_shape(sample_source, tmp_path):

@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 import tensorflow_datasets as tfds
 
-import input_pipeline
 from coyo11m_tfds import embed_captions
 from coyo11m_tfds.text import text_encoders
 from coyo11m_tfds.text.encoder import Tokenizer
@@ -18,7 +17,6 @@ from tests.runs import small_config
 from train_lib import caption_encoder, data, draw, sharding, train
 
 LENGTH = 12
-FEATURES = 'key', 'latents', 'tokens', 'caption'
 
 
 @pytest.fixture(scope='module')
@@ -42,21 +40,6 @@ def dataset(sample_source, sidecar, tmp_path_factory) -> pathlib.Path:
     return build(sample_source, sidecar, tmp_path_factory.mktemp('data'))
 
 
-def test_a_sidecar_says_what_made_its_tokens(sidecar, words):
-    table = pq.read_table(sidecar)
-    assert table.column_names == ['key', 'tokens']
-    assert str(table.schema.field('tokens').type) == f'fixed_size_list<element: int32>[{LENGTH}]'
-    entries = {name.decode(): x.decode() for name, x in table.schema.metadata.items()}
-    assert entries.pop('captions_digest')
-    assert entries == {
-        'text_encoder': 'words',
-        'text_encoder_revision': '1',
-        'text_max_tokens': str(LENGTH),
-        'text_vocabulary': str(words.vocabulary),
-        'caption_column': 'caption_llava',
-    }
-
-
 def test_records_hold_the_tokens_of_their_captions(dataset, words):
     builder = tfds.builder_from_directory(dataset)
     feature = builder.info.features['tokens']
@@ -69,24 +52,6 @@ def test_records_hold_the_tokens_of_their_captions(dataset, words):
     metadata = builder.info.metadata
     assert (metadata['text_encoder'], metadata['text_vocabulary']) == ('words', words.vocabulary)
     assert not {'text_embedding_dim', 'text_embedding_mean', 'text_embedding_std'} & set(metadata)
-
-
-def test_both_engines_give_the_same_tokens(dataset, words):
-    asked = {'batch_size': 16, 'features': FEATURES, 'chunk': 32, 'lanes': 2, 'window': 64}
-    first = {}
-    for engine in ('rows', 'chunks'):
-        batches = input_pipeline.train_batches(
-            dataset, seed=3, start_step=5, caption_dropout=0.5, engine=engine, **asked
-        )
-        first[engine] = next(iter(batches))
-    rows, chunks = first['rows'], first['chunks']
-    assert (rows['tokens'].dtype, rows['tokens'].shape) == (np.int32, (16, LENGTH))
-    captions = [caption.decode() for caption in rows['caption']]
-    expected = text_encoders.pad(words.tokenize(captions), LENGTH)
-    np.testing.assert_array_equal(rows['tokens'], expected)
-    assert rows.keys() == {*FEATURES, 'drop_text'}
-    for name, values in rows.items():
-        np.testing.assert_array_equal(values, chunks[name], err_msg=name)
 
 
 def test_tokens_that_the_model_cannot_look_up_are_refused(tmp_path):
@@ -159,12 +124,6 @@ def test_words_that_no_caption_of_the_data_has_are_named(dataset, words, caplog)
     caplog.clear()
     caption_encoder.texts(facts, words, captions[:1])
     assert not caplog.text
-
-
-def test_sequences_of_a_data_set_of_embeddings_are_refused(mini_dataset, tmp_path):
-    config = small_config(mini_dataset, **{'model.text': 'sequence'})
-    with pytest.raises(ValueError, match=r"model\.text='sequence'.*tokens"):
-        train.train_and_evaluate(config, tmp_path / 'workdir')
 
 
 def test_another_vocabulary_is_another_identity(dataset, mini_dataset):

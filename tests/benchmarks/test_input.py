@@ -1,10 +1,7 @@
 """The benchmark of the input on little data: same samples for all input, right arithmetic."""
 
-import argparse
 import itertools
 import pathlib
-import shutil
-import time
 
 import numpy as np
 import pytest
@@ -14,6 +11,7 @@ from benchmarks.input import BATCH_SIZE, Stream
 from coyo11m_tfds import schema
 from coyo11m_tfds.source.pt_file import LatentShard
 
+pytestmark = pytest.mark.slow
 NUM_SAMPLES = 20 * BATCH_SIZE
 COMPARED = 3  # batches
 OURS = [name for name, side in input.SIDES.items() if side.ours]
@@ -81,7 +79,6 @@ def test_bare_reading_gives_the_records_of_the_files(made):
     assert all(record in written for record in batch[:8])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('cold', [False, True])
 def test_the_command_measures_every_side(tmp_path: pathlib.Path, capsys, cold: bool):
     arguments = [f'--dir={tmp_path}', '--gb=0.05', '--repeats=1', '--seconds=0.2']
@@ -105,63 +102,3 @@ def test_the_command_measures_every_side(tmp_path: pathlib.Path, capsys, cold: b
         assert row['same batches'] == ('' if cold or bare else 'yes'), row['side']
         assert bool(row['words']) == (cold or bare)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_peers_copy_what_the_disk_has_room_for(tmp_path: pathlib.Path, monkeypatch):
-    free = int(2 * 100 * source.SAMPLE_BYTES / input._SHARE_OF_DISK) + 1
-    monkeypatch.setattr(shutil, 'disk_usage', lambda path: argparse.Namespace(free=free))
-    sides = {name: input.SIDES[name] for name in ('rows_in_place', 'torch', 'litdata', 'grain')}
-    flags = argparse.Namespace(
-        sides=sides, gb=300 * source.SAMPLE_BYTES / 1e9, seconds=1, cold=True
-    )
-
-    input.begin(flags, tmp_path, None)
-
-    samples = {name: side.settings['samples'] for name, side in flags.sides.items()}
-    assert samples == {'rows_in_place': 300, 'torch': 300, 'litdata': 100, 'grain': 100}
-    assert flags.sides['litdata'].title == 'litdata `StreamingDataset`, 0 GB of it'
-    assert flags.sides['torch'].title == input.SIDES['torch'].title
-
-
-# --- Arithmetic --------------------------------------------------------------------------------
-
-
-class Clock:
-    """Time that passes only when a made-up reader lets it."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.now = 100.0
-        monkeypatch.setattr(time, 'monotonic', lambda: self.now)
-        monkeypatch.setattr(runner.Meter, '_now', lambda meter: (self.now, 2 * self.now, 0))
-
-    def stream(self, lengths: list[int], before_epoch: float, a_batch: float) -> Stream:
-        """Epochs of so many batches; all but the first as long as the last."""
-        lengths = iter([*lengths, *itertools.repeat(lengths[-1], 1000)])
-
-        def epoch():
-            self.now += before_epoch
-            for number in range(next(lengths)):
-                self.now += a_batch
-                yield number
-
-        return Stream(epoch)
-
-
-def test_a_rate_counts_neither_the_warm_up_nor_the_gaps_between_epochs(monkeypatch):
-    stream = Clock(monkeypatch).stream([100], before_epoch=50, a_batch=0.125)
-
-    found = input.steady(stream, 40, runner.Meter())
-
-    assert found['batches'] / found['seconds'] == 8
-    assert found['seconds'] == 40 and found['first'] == 50.125
-    assert found['cpu'] == 2 * found['seconds']
-
-
-@pytest.mark.parametrize(('seconds', 'batches', 'taken'), [(99, 16, 10), (5, 6, 5)])
-def test_a_cold_rate_counts_all_from_the_start(monkeypatch, seconds, batches, taken):
-    stream, meter = Clock(monkeypatch).stream([20], before_epoch=2, a_batch=0.5), runner.Meter()
-
-    found = input.timed(itertools.islice(stream.epoch(), 16), seconds, meter)
-
-    assert (found['batches'], found['seconds'], found['cpu']) == (batches, taken, 2 * taken)
-    assert found['first'] == 2.5

@@ -2,9 +2,6 @@
 
 import os
 import pathlib
-import subprocess
-import sys
-import time
 
 import pytest
 
@@ -28,35 +25,6 @@ def lack():
 
 def die():
     os._exit(3)
-
-
-def where():
-    import configs
-
-    return {'where': list(configs.__path__)}
-
-
-def take_memory(size: int):
-    """Two processes share `size` bytes and map a file of as many."""
-    path = pathlib.Path('mapped')
-    path.write_bytes(b'x' * size)
-    own = bytearray(size)
-    own[::4096] = bytes(size // 4096)  # so that all of it is there
-    program = f"""
-import mmap, os, time
-own = bytearray({size})
-own[::4096] = bytes({size} // 4096)
-with open('mapped', 'rb') as file:
-    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    sum(mapped[::4096])
-if os.fork():
-    os.wait()
-else:
-    time.sleep(1.5)
-    os._exit(0)
-"""
-    subprocess.run([sys.executable, '-c', program], check=True)
-    return {}
 
 
 @pytest.fixture
@@ -118,56 +86,3 @@ def test_what_cannot_run_is_named_and_tried_once(here: pathlib.Path, capfd):
     with pytest.raises(SystemExit):
         main(here, sides, '--only=a,mdz')
     assert "--only: 'mdz' is none of a, f, d, l." in capfd.readouterr().err
-
-
-def test_ours_is_measured_as_before_too(here: pathlib.Path):
-    before = here / 'before'
-    (before / 'configs').mkdir(parents=True)
-    (before / 'configs' / '__init__.py').touch()
-    side = Side('ours', where, ours=True)
-    found = {}
-
-    def begin(flags, folder, stack):
-        def once(each):
-            found[each.title] = runner.run(each)['where']
-            return answer()
-
-        return once
-
-    sides = {'o': side, 'p': Side('peer', where)}
-    arguments = [f'--dir={here}', '--before=before', '--repeats=1']
-    assert runner.main('A test.', sides, {}, {}, begin, arguments) == 0
-    checkout = [str(pathlib.Path(runner.__file__).parents[1] / 'configs')]
-    expected = {'ours': checkout, 'peer': checkout, 'ours, before': [str(before / 'configs')]}
-    assert found == expected
-
-
-def test_memory_that_processes_share_counts_once_and_mapped_files_do_not(here: pathlib.Path):
-    size = 64 << 20
-    found = runner.run(Side('', take_memory), size=size)
-    assert 2 * size < found['peak'] < 2.8 * size
-    assert 0 <= found['others'] <= 1
-
-
-def test_a_meter_counts_processes_that_still_run_and_what_comes_from_the_disk(tmp_path):
-    (tmp_path / 'x').write_bytes(bytes(1 << 20))
-    runner.prepare_cache([tmp_path], cold=True)
-    own, meter = time.process_time(), runner.Meter()
-    code = 'import time\nwhile time.process_time() < 0.5: pass\nprint(flush=True)\ninput()'
-    with subprocess.Popen(
-        [sys.executable, '-c', code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        process.stdout.readline()  # it has used its half second, and waits
-        running = meter.read()
-        process.communicate(b'\n')
-    assert running['cpu'] > 0.45 > time.process_time() - own
-    assert meter.read()['cpu'] >= running['cpu']
-    assert running['disk'] < 1 << 20
-    (tmp_path / 'x').read_bytes()
-    found = meter.read()
-    assert found['disk'] - running['disk'] >= 1 << 20
-    assert running['seconds'] < found['seconds'] <= meter.seconds()
-    runner.prepare_cache([tmp_path], cold=False)
-    warm = runner.Meter()
-    (tmp_path / 'x').read_bytes()
-    assert warm.read()['disk'] == 0

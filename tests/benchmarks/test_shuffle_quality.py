@@ -5,7 +5,6 @@ import itertools
 import math
 import statistics
 
-import numpy as np
 import pytest
 
 from benchmarks import shuffle_quality
@@ -47,39 +46,6 @@ def test_an_epoch_is_measured_as_counted_batch_by_batch(epoch: int, monkeypatch)
     assert quality.within == statistics.mean(d <= 500 for d in distances)
 
 
-def test_the_formulas_of_a_perfect_shuffle_are_those_of_drawn_permutations(monkeypatch):
-    order = Order((100, 64, 40), OrderSettings(seed=0, chunk=64, lanes=1))
-    chunk = np.repeat([0, 1, 2, 3], [64, 36, 64, 40])
-    rng = np.random.default_rng(0)
-    pairs, chunks, together, distances = [], [], [], []
-    for _ in range(4000):
-        place = rng.permutation(204)
-        counts = np.bincount(chunk[np.argsort(place)[:12]])
-        pairs.append((counts * (counts - 1) // 2).sum())
-        chunks.append((counts > 0).sum())
-        together.append((place[:-1] // 12 == place[1:] // 12).mean())
-        distances.append(np.abs(np.diff(place)))
-
-    best = shuffle_quality.perfect(order, 12)
-
-    # Three standard errors of the mean.
-    assert best.pairs == pytest.approx(np.mean(pairs), abs=3 * np.std(pairs) / 4000**0.5)
-    assert best.chunks == pytest.approx(np.mean(chunks), abs=3 * np.std(chunks) / 4000**0.5)
-    assert best.same_batch == pytest.approx(np.mean(together), rel=0.01)
-    assert best.median == pytest.approx(np.median(distances), abs=1)
-    assert best.within == 1
-    monkeypatch.setattr(shuffle_quality, '_FAR', 60)
-    share = np.mean(np.array(distances) <= 60)
-    assert shuffle_quality.perfect(order, 12).within == pytest.approx(share, rel=0.02)
-
-
-def test_a_data_set_is_cut_into_shards_of_the_usual_size():
-    lengths = shuffle_quality.shard_lengths(7_600_001)
-    assert lengths.sum() == 7_600_001
-    assert lengths.max() - lengths.min() <= 1
-    assert 60e6 < lengths.max() * 25_000 < 130e6
-
-
 def test_the_command_prints_a_table(capsys: pytest.CaptureFixture):
     shuffle_quality.main(['--records=100000', '--window=512'])
 
@@ -99,8 +65,3 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture):
     pairs = [float(row['pairs of a batch from one chunk'].replace(',', '')) for row in by_name]
     assert pairs[1] < pairs[0] < pairs[2] < pairs[3] and pairs[-1] < pairs[6] < pairs[5] < pairs[4]
     assert pairs[-2] == 0
-
-
-def test_too_few_records_are_an_error_in_one_line():
-    with pytest.raises(SystemExit, match=r'^error: 100 records are fewer than batch_size=256$'):
-        shuffle_quality.main(['--records=100'])

@@ -73,6 +73,7 @@ def test_small_remote_files_are_fetched_once_and_together(gcs, tmp_path: pathlib
     assert files_of(data_folder(tmp_path / 'work')) == files_of(data_folder(tmp_path / 'local'))
 
 
+@pytest.mark.slow
 def test_processes_start_from_a_program_that_knows_nothing_of_them(tmp_path: pathlib.Path):
     """One that finds the package by itself, as `tfds build` does, and has no guarded main part."""
     made_sources.write_source(tmp_path, [range(20)])

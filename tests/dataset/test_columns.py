@@ -50,7 +50,7 @@ def test_a_flipped_bit_of_a_header_is_refused_by_name_or_does_no_harm(path, name
         return found.tolist() if name == schema.LATENTS else [found[0].path, found[1]]
 
     expected = locate()
-    for bit in range(8 * 128):
+    for bit in range(0, 8 * 128, 3):
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
         file.write_bytes(damaged)
@@ -59,7 +59,7 @@ def test_a_flipped_bit_of_a_header_is_refused_by_name_or_does_no_harm(path, name
         except ValueError as error:
             assert str(error).startswith(f'{path}') and name in str(error)
             refused += 1
-    assert refused > 8 * 40
+    assert refused > 8 * 13
 
 
 def test_a_place_in_a_file_that_is_not_there_is_named(path):

@@ -1,11 +1,10 @@
 """The archive of a `.pt`: whatever happened to it is told, or has done no harm."""
 
 import io
+import json
 import pathlib
 import random
 import struct
-import subprocess
-import sys
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -18,8 +17,7 @@ from coyo11m_tfds.source import pt_check
 from coyo11m_tfds.source.pt_file import LatentShard
 from coyo11m_tfds.storage import file_state
 from coyo11m_tfds.storage.file_state import FileState
-from tests import made_sources
-from tests.checkout import CHECKOUT
+from tests import children, made_sources
 
 NAME = '000000-000009.pt'
 LATENTS = made_sources.make_latents(5)
@@ -122,11 +120,11 @@ def test_any_damaged_byte_of_the_directory_is_told_or_does_no_harm(path: pathlib
     with zipfile.ZipFile(path) as archive:
         directory = archive.start_dir
     refused = 0
-    for at in range(directory, len(data)):
-        change = (0x01, 0x80, 0xFF)[at % 3]
+    for at in range(directory, len(data), 2):
+        change = (0x01, 0x80, 0xFF)[at // 2 % 3]
         path.write_bytes(patched(data, at, bytes([data[at] ^ change])))
         refused += assert_refused_or_unharmed(path, expected)
-    assert refused > (len(data) - directory) / 2
+    assert refused > (len(data) - directory) / 4
 
 
 def random_damages(data: bytes, count: int) -> Iterator[bytes]:
@@ -240,55 +238,47 @@ def test_a_copy_must_be_what_was_recorded(path: pathlib.Path, check_crc: bool):
 
 # --- Bombs --------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    ('content', 'message'),
-    [
-        ({'keys': torch.zeros(1, dtype=torch.int64).expand(10**8)}, 'keys .*share memory'),
-        (
-            {'latents': torch.zeros(1).half().expand(10**6, 3, 4, 32, 32)},
-            'latents .* strides .*share memory',
-        ),
-        (
-            {'latents': torch.zeros(12_388).half().as_strided((100, 3, 4, 32, 32), (1,) * 5)},
-            'share memory',
-        ),
-        ({'embeddings': torch.zeros(1).expand(50, 10**8)}, 'embeddings .*share memory'),
-    ],
-    ids=['keys', 'latents', 'overlapping', 'embeddings'],
-)
-def test_tensors_that_are_not_stored_are_refused(
-    tmp_path: pathlib.Path, content: dict, message: str
-):
-    made_sources.write_pt(tmp_path / NAME, range(50), replace=content)
-    assert_refused_for_little_memory(tmp_path / NAME, message)
+BOMBS = {
+    'keys .*share memory': {'keys': torch.zeros(1, dtype=torch.int64).expand(10**8)},
+    'latents .* strides .*share memory': {
+        'latents': torch.zeros(1).half().expand(10**6, 3, 4, 32, 32)
+    },
+    'latents .*share memory': {
+        'latents': torch.zeros(12_388).half().as_strided((100, 3, 4, 32, 32), (1,) * 5)
+    },
+    'embeddings .*share memory': {'embeddings': torch.zeros(1).expand(50, 10**8)},
+}
 
 
-def test_a_tensor_that_claims_more_than_is_stored_is_refused(tmp_path: pathlib.Path):
-    made_sources.write_pt(tmp_path / NAME, range(300), replace={'latents': LATENTS})
-    data = (tmp_path / NAME).read_bytes()
-    in_pickle = [b'M' + struct.pack('<H', count) for count in (300, 60_000)]
-    (tmp_path / NAME).write_bytes(data.replace(*in_pickle))
-    message = r'keys of shape \(60000,\) takes 480,000 bytes, but 2,400 are stored'
-    assert_refused_for_little_memory(tmp_path / NAME, message)
-
-
-def assert_refused_for_little_memory(path: pathlib.Path, message: str) -> None:
+def test_tensors_that_are_not_stored_are_refused_for_little_memory(tmp_path):
     """In a process of its own, whose memory may grow by 100 MB."""
+    refused = {}
+    for number, (message, content) in enumerate(BOMBS.items()):
+        refused[f'{tmp_path}/{number}.pt'] = message
+        made_sources.write_pt(tmp_path / f'{number}.pt', range(50), replace=content)
+    claims = tmp_path / 'claims.pt'
+    made_sources.write_pt(claims, range(300), replace={'latents': LATENTS})
+    in_pickle = [b'M' + struct.pack('<H', count) for count in (300, 60_000)]
+    claims.write_bytes(claims.read_bytes().replace(*in_pickle))
+    message = r'keys of shape \(60000,\) takes 480,000 bytes, but 2,400 are stored'
+    refused[str(claims)] = message
     program = """
-import re, sys
-from coyo11m_tfds.source.pt_file import LatentShard
-def peak():
-    with open('/proc/self/status') as status:
-        return int(re.search('VmHWM:(.*)kB', status.read())[1])
-before = peak()
-try:
-    LatentShard(sys.argv[1])
-except ValueError as error:
-    assert str(error).startswith(sys.argv[1] + ': ') and re.search(sys.argv[2], str(error)), error
-else:
-    sys.exit('accepted')
-assert peak() - before < 100_000, peak() - before
-"""
-    command = [sys.executable, '-c', program, path, message]
-    subprocess.run(command, check=True, cwd=CHECKOUT, timeout=60)
+        import json, re
+        from coyo11m_tfds.source.pt_file import LatentShard
+        def peak():
+            with open('/proc/self/status') as status:
+                return int(re.search('VmHWM:(.*)kB', status.read())[1])
+        before = peak()
+        for path, message in json.loads(sys.argv[1]).items():
+            try:
+                LatentShard(path)
+            except ValueError as error:
+                said = str(error)
+                assert said.startswith(path + ': ') and re.search(message, said), error
+            else:
+                sys.exit(path)
+        assert peak() - before < 100_000, peak() - before
+    """
+    with children.python(program, json.dumps(refused)) as child:
+        _, errors = child.communicate(timeout=60)
+    assert child.returncode == 0, errors

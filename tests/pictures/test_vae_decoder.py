@@ -76,6 +76,7 @@ def test_damaged_and_missing_files_are_named(taesdxl, tmp_path):
         vae_decoder.load(str(tmp_path / 'empty'))
 
 
+@pytest.mark.slow
 def test_a_name_on_the_hub_is_read_from_its_cache(taesdxl, tmp_path):
     offline_hub.put(taesdxl, tmp_path, 'owner/tiny', commit='0' * 40)
     code = """

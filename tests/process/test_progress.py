@@ -72,19 +72,6 @@ def test_a_line_tells_goals_speeds_counts_and_the_time_left(lines: list[str]):
         ]
 
 
-def test_the_last_line_has_the_speed_of_the_whole_run(lines: list[str]):
-    clock = Clock()
-    with progress.Progress('Encoding', 5000, 'captions', clock=clock) as made:
-        clock.now += 100
-        made.add(4000)
-        clock.now += 100
-        made.add(1000)
-    assert lines[1:] == [
-        'Encoding: 100%, 5,000 of 5,000 captions, 10 captions/s, 0:00:00 left',
-        'Encoding: 100%, 5,000 of 5,000 captions, 25 captions/s, in 0:03:20',
-    ]
-
-
 def test_it_says_so_when_the_work_was_broken_off(lines: list[str]):
     clock = Clock()
     with (

@@ -319,6 +319,7 @@ def test_long_captions_are_cut_and_counted(models):
         text_encoders.make_encoder(f'jax:{models / "text"}', max_tokens=1)
 
 
+@pytest.mark.slow
 def test_several_devices_share_a_batch_without_torch_and_tensorflow(models, tmp_path):
     program = f"""
 import sys
@@ -356,18 +357,6 @@ def test_batches_hold_each_row_once(lengths, batch_tokens, num_devices):
         assert height == num_devices or height * width <= batch_tokens
         seen += rows.tolist()
     assert sorted(seen) == list(range(len(lengths)))
-
-
-def test_batches_have_little_padding_and_few_shapes():
-    rng = np.random.default_rng(0)
-    of_captions = np.clip(rng.lognormal(4.2, 0.5, 32_768).astype(int), 3, 512)  # of a part
-    for lengths in (of_captions, rng.integers(10, 251, 32_768)):
-        for devices in (1, 4):
-            tokens = devices * jax_encoder.BATCH_TOKENS
-            batches = list(base.plan_batches(lengths, tokens, devices))
-            slots = sum(height * width for _, (height, width) in batches)
-            assert lengths.sum() > 0.95 * slots
-            assert len({shape for _, shape in batches}) <= 64
 
 
 # --- Files that must not be used ------------------------------------------------------------

@@ -239,6 +239,7 @@ def test_the_revision_of_a_folder_changes_with_weights_and_tokenizer_alone(bert)
     assert len({first, second, revision()}) == 3
 
 
+@pytest.mark.slow
 def test_a_model_on_the_hub_is_known_by_its_commit_and_one_that_cannot_be_had_is_named(
     models, tmp_path
 ):
@@ -288,22 +289,14 @@ def test_a_tokenizer_alone_is_that_of_the_encoder_without_its_weights(models, tm
     text_encoders.make_tokenizer(f'hf:{folder}')
 
 
-@pytest.mark.parametrize('count', [0, 1024, 2500])
-def test_thousands_of_captions_keep_their_order_and_are_all_counted(models, count):
+def test_thousands_of_captions_keep_their_order_and_are_all_counted(models):
+    count = 2500
     tokenizer = text_encoders.make_tokenizer(f'hf:{models / "bert"}', max_tokens=9)
     words = [WORDS[i % len(WORDS)] for i in range(count)]
     ids = {word: tokenizer.tokenize([word])[0] for word in WORDS}
     assert tokenizer.tokenize(words) == [ids[word] for word in words]
     assert tokenizer.tokenize([LONG] * count) == tokenizer.tokenize([LONG])[:1] * count
     assert tokenizer.truncated == count + 1
-
-
-def test_batches_are_told_with_their_padding(models):
-    told = []
-    encoder = text_encoders.make_encoder(f'hf:{models / "llama"}', batch_tokens=48)
-    tokens = encoder.tokenize(['a', SHORT, 'a red', LONG])
-    encoder.encode_tokens(tokens, lambda *counts: told.append(counts))
-    assert told == [(3, 19, 42), (1, 1, 1)]
 
 
 def test_a_tokenizer_in_python_is_refused(tmp_path):
@@ -357,19 +350,6 @@ def test_missing_and_damaged_weights_are_refused(bert):
     (bert / 'model.safetensors').write_bytes(data[: len(data) // 2])
     with pytest.raises(ValueError, match=r'cannot load the text encoder .*bert'):
         text_encoders.make_encoder(f'hf:{bert}')
-
-
-def test_a_model_that_needs_more_than_text_is_refused(tmp_path):
-    folder = tmp_path / 'clip'
-    config = transformers.CLIPConfig(
-        text_config={**SIZES, **WIDE, 'intermediate_size': 64},
-        vision_config={**SIZES, 'intermediate_size': 64, 'image_size': 32, 'patch_size': 16},
-        projection_dim=32,
-    )
-    transformers.CLIPModel(config).save_pretrained(folder)
-    save_tokenizer(folder, ends=True, pad_token='[PAD]')
-    with pytest.raises(ValueError, match=r'hf:clip: CLIPModel makes no hidden states from text'):
-        text_encoders.make_encoder(f'hf:{folder}')
 
 
 # --- Real encoders --------------------------------------------------------------------------

@@ -5,7 +5,6 @@ The encoder is a tiny random Gemma; its tokenizer makes the token ids of the dat
 
 import dataclasses
 import functools
-import json
 import shutil
 
 import jax
@@ -18,7 +17,7 @@ from configs import default
 from coyo11m_tfds import embed_captions
 from coyo11m_tfds.storage import model_files
 from coyo11m_tfds.text import gemma_weights, text_encoders
-from tests import built, children
+from tests import built
 from tests.runs import saved_steps, small_config
 from tests.text.test_gemma import VOCABULARY, models, our_states  # noqa: F401, one is a fixture
 from tests.train_lib.test_models import _randomized
@@ -65,17 +64,6 @@ def facts_of(spec, **changes):
 def facts_with(encoder, revision='', dim=640, **fields):
     stats = flow.Stats(*(np.ones(n, np.float32) for n in (4, 4, dim, dim)))
     return data.DataFacts((32, 32, 4), stats, encoder, revision, **fields)
-
-
-def test_facts_survive_json():
-    made = facts_with('hf:g', 'sha256:1', dim=3, max_tokens=77)
-    made.stats.text_mean[:] = np.float32([1 / 3, 1e-30, -7])
-    back = data.DataFacts.from_json(json.loads(json.dumps(made.to_json())))
-    for name, values in vars(made.stats).items():
-        np.testing.assert_array_equal(getattr(back.stats, name), values)
-        assert getattr(back.stats, name).dtype == np.float32
-    assert back.to_json() == made.to_json()
-    assert back.latent_shape == (32, 32, 4)
 
 
 @pytest.fixture
@@ -131,39 +119,6 @@ def test_embeddings_of_unknown_origin_need_an_encoder_of_their_size(caplog):
         caption_encoder.make(facts_with('pt', dim=7), 'hash')
 
 
-@pytest.mark.parametrize('spec', ['hf:/no/such/other', 'hash'])
-def test_a_model_of_another_name_is_refused_before_it_is_loaded(local, spec):
-    message = rf"'({spec}|hf:other)', but the model was trained with 'hf:text' \(revision sha256:"
-    with pytest.raises(ValueError, match=message):
-        caption_encoder.make(local, spec)
-
-
-_WITHOUT = """
-from coyo11m_tfds.text import text_encoders
-for runner, missing in (('hf', 'torch'), ('hf', 'transformers'), ('jax', 'tokenizers')):
-    sys.modules[missing] = None  # an import of it is an error
-    try:
-        text_encoders.make_encoder(f'{runner}:{sys.argv[1]}')
-    except ValueError as error:
-        print(error)
-    del sys.modules[missing]
-"""
-
-
-def test_what_is_not_installed_is_told_with_the_command(tmp_path):
-    with children.python(_WITHOUT, tmp_path) as child:
-        lines = child.communicate()[0].splitlines()
-    for line, (name, extra) in zip(
-        lines,
-        [('torch', 'text'), ('transformers', 'text'), ('tokenizers', 'text-jax')],
-        strict=True,
-    ):
-        assert (
-            f"needs {name}, which is not installed: pip install -c constraints.txt -e '.[" in line
-        )
-        assert line.endswith(f"[{extra}]'")
-
-
 # --- In the step ----------------------------------------------------------------------------------
 
 
@@ -214,57 +169,6 @@ def test_the_loss_is_that_of_hidden_states_computed_outside(models, spec, tokens
     projection = after.params['words']['projection']
     assert np.any(projection['kernel'] != before['words']['projection']['kernel'])
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(encoder.params), frozen)
-
-
-_ON_MESHES = """
-import json, os
-os.environ['XLA_FLAGS'] += ' --xla_force_host_platform_device_count=2'
-for name in ('tensorflow', 'tensorflow_datasets', 'torch'):
-    sys.modules[name] = None  # an import of it is an error
-import jax, numpy as np
-from configs import default
-from train_lib import caption_encoder, data, sharding, step
-
-spec, facts = sys.argv[1], data.DataFacts.from_json(json.loads(sys.argv[2]))
-tokens = np.array(json.loads(sys.argv[3]), np.int32)
-config = default.get_config()
-config.update_from_flattened_dict({
-    'batch_size': 4, 'num_steps': 20, 'model.name': 'tiny/4', 'model.depth': 2, 'encoder': spec,
-    'model.dtype': 'float32', 'model.text': 'sequence', 'optimizer.warmup_steps': 1,
-    'optimizer.learning_rate': 3e-3, 'accumulate': 2,
-})
-rng = np.random.default_rng(0)
-batch = {
-    'latents': rng.standard_normal((4, 4, 8, 8)).astype(np.float16),
-    'key': np.zeros((4, 2), np.uint32), 'tokens': tokens, 'drop_text': np.arange(4) == 3,
-}
-
-def on_mesh(data, fsdp):
-    mesh = sharding.make_mesh(data, fsdp)
-    encoder = caption_encoder.load(spec, facts, mesh, dtype='float32')
-    made = step.make_program(
-        config, mesh, facts.stats, latent_shape=(8, 8, 4), vocabulary=facts.vocabulary,
-        encoder=encoder)
-    state, losses = made.init(), []
-    placed = jax.device_put(batch, sharding.batch(mesh))
-    for _ in range(6):
-        state, update = made.train_step(state, placed)
-        losses.append(float(update.compute()['loss']))
-    return losses
-
-print(json.dumps([on_mesh(2, 1), on_mesh(1, 2)]))
-"""
-
-
-@pytest.mark.slow
-def test_two_devices_compute_the_same_however_the_weights_lie(spec, tokens):
-    facts = json.dumps(facts_of(spec).to_json())
-    with children.python(_ON_MESHES, spec, facts, json.dumps(tokens.tolist())) as child:
-        out, error = child.communicate()
-    assert child.returncode == 0, error
-    whole, split = json.loads(out)
-    np.testing.assert_allclose(split, whole, rtol=1e-3)
-    assert whole[-1] < whole[0]
 
 
 # --- Which encoder is in the step ---------------------------------------------------------------

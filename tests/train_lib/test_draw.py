@@ -88,11 +88,10 @@ def test_a_vae_decodes_what_is_drawn(run, encoder, vae):
         draw.Artist(run[0], vae='/none/x')
 
 
-@pytest.mark.parametrize('batch_size', [1, 16])
-def test_a_picture_is_the_same_however_many_are_drawn_at_a_time(run, encoder, batch_size):
+def test_a_picture_is_the_same_however_many_are_drawn_at_a_time(run, encoder):
     captions = [f'a caption with the number {number}' for number in range(20)]
     whole = draw.Artist(run[0], batch_size=20).draw(captions, encoder).astype(int)
-    drawn = draw.Artist(run[0], batch_size=batch_size).draw(captions, encoder)
+    drawn = draw.Artist(run[0], batch_size=16).draw(captions, encoder)
     assert np.abs(drawn - whole).max() <= 1  # of 255, by rounding
     assert len({picture.tobytes() for picture in drawn}) == 20
 
@@ -170,25 +169,13 @@ def test_workdir_and_prompts_are_enough_for_the_command_on_any_devices(run, enco
         assert single.with_suffix('.txt').read_text() == f'{caption}\n'
 
 
-@pytest.mark.parametrize(
-    ('prompts', 'encoder', 'message'),
-    [
-        (None, '', r'{prompts}: No such file or directory: correct the path\.'),
-        ('ein Käfer'.encode('latin-1'), '', r'{prompts}: byte 5 is not UTF-8; save it as UTF-8\.'),
-        (b'a cat', 'hf:/no/such/one', r"the captions are encoded by 'hf:/no/such/one', but .*"),
-    ],
-)
-def test_what_is_wrong_is_told_in_one_line_before_anything_is_written(
-    run, tmp_path, prompts, encoder, message
-):
+def test_what_is_wrong_is_told_in_one_line_before_anything_is_written(run, tmp_path):
     path, out = tmp_path / 'captions.txt', tmp_path / 'new' / 'grid.png'
-    if prompts is not None:
-        path.write_bytes(prompts)
-    flags = f'--prompts={path}', f'--out={out}', f'--encoder={encoder}'
-    done = _command(f'--workdir={run[0]}', *flags, PYTHONPROFILEIMPORTTIME='1')
+    path.write_bytes('ein Käfer'.encode('latin-1'))
+    flags = f'--workdir={run[0]}', f'--prompts={path}', f'--out={out}'
+    done = _command(*flags, PYTHONPROFILEIMPORTTIME='1')
     assert done.returncode == 1
     *lines, last = done.stderr.splitlines()
-    assert re.fullmatch(f'error: {message}'.replace('{prompts}', str(path)), last)
+    assert last == f'error: {path}: byte 5 is not UTF-8; save it as UTF-8.'
     assert 'Traceback' not in done.stderr and not out.parent.exists()
-    if not encoder:
-        assert not [line for line in lines if re.search(r'\| +(tensorflow|torch)$', line)]
+    assert not [line for line in lines if re.search(r'\| +(tensorflow|torch)$', line)]

@@ -89,16 +89,6 @@ def test_guidance_goes_from_the_unconditional_through_the_conditional():
         np.testing.assert_allclose(out, -expected, rtol=1e-6)
 
 
-def test_the_sampler_asks_for_times_from_one_downwards():
-    def velocity(z, t, text, drop_text):
-        return jnp.broadcast_to(t[:, None, None, None], z.shape)
-
-    out = sampling.sample(
-        velocity, jnp.zeros((1, 2, 2, 1)), jnp.zeros((1, 5)), guidance=1.0, num_steps=4
-    )
-    np.testing.assert_allclose(out, -(1.0 + 0.75 + 0.5 + 0.25) / 4)
-
-
 def _decay(z, t, text, drop_text):
     """Velocity `z + t`, whose path from z at time 1 to time 0 is known: `(z + 2) / e - 1`."""
     return z + t[:, None, None, None]

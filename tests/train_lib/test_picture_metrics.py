@@ -51,18 +51,3 @@ def test_a_score_counts_directions_and_no_negative_ones():
     images = np.array([[2.0, 0.0], [0.0, 3.0], [1.0, 1.0]])
     texts = np.array([[1.0, 0.0], [0.0, -1.0], [0.0, 5.0]])
     assert picture_metrics.clip_score(images, texts) == pytest.approx(100 * (1 + 0.5**0.5) / 3)
-
-
-@pytest.mark.slow  # `make slow` installs torchmetrics
-def test_frechet_is_that_of_torchmetrics():
-    fid = pytest.importorskip('torchmetrics.image.fid')
-    import torch
-
-    x, y = features(500, 64, 0), features(700, 64, 1, shift=0.2)
-    parts = [
-        part
-        for z in (x, y)
-        for part in (torch.from_numpy(z.astype('f8').mean(0)), torch.from_numpy(np.cov(z.T)))
-    ]
-    theirs = fid._compute_fid(*parts).item()
-    assert picture_metrics.frechet(x, y) == pytest.approx(theirs, rel=1e-6)

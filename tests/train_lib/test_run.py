@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests import children, runs
+from tests import children, forked, runs
 from tests.checkout import CHECKOUT
 from train_lib import run, train
 
@@ -92,60 +92,50 @@ def test_a_terminal_shows_a_bar_and_lines_above_it(mini_dataset, tmp_path):
     assert ' of 4, ' not in output  # no lines for what the bar shows
 
 
-@pytest.mark.parametrize(
-    ('flags', 'message'),
-    [
-        (['--config=configs/none.py'], '--config=configs/none.py: there is no such file; .*demo'),
-        (['--config.modle.name=S'], "--config.modle.name: .* 'modle'; did you mean 'model.name'"),
-        (['--config.learning_rate=3'], "'learning_rate'; did you mean 'optimizer.learning_rate'"),
-        (['--config.opt.nam=S'], "'opt'; did you mean 'optimizer.name'"),
-        (['--config.model.zzz=S'], "--config.model.zzz: there is no field 'zzz'$"),
-        (['--config.batch_size=many'], "--config.batch_size=many: .* 'many'"),
-        (['--no_such_flag=3'], "'no_such_flag'"),
-        (['--workdir='], 'missing: --workdir; expected e.g.'),  # of a variable that is not set
-    ],
-)
-def test_a_wrong_flag_is_one_line(tmp_path, flags, message):
-    code, lines = command([*runs.flags('', tmp_path / 'run'), *flags])
-    assert code == 1
-    assert len(lines) == 1, lines
-    assert lines[0].startswith('error: ')
-    assert re.search(message, lines[0]), lines[0]
+WRONG_FLAGS = {
+    '--config=configs/none.py': '--config=configs/none.py: there is no such file; .*demo',
+    '--config.modle.name=S': "--config.modle.name: .* 'modle'; did you mean 'model.name'",
+    '--config.learning_rate=3': "'learning_rate'; did you mean 'optimizer.learning_rate'",
+    '--config.model.zzz=S': "--config.model.zzz: there is no field 'zzz'$",
+    '--config.batch_size=many': "--config.batch_size=many: .* 'many'",
+    '--workdir=': 'missing: --workdir; expected e.g.',  # of a variable that is not set
+}
+WRONG_LINES = {
+    "config.modle.name = 'S/4'": "there is no field 'modle'; did you mean 'model'",
+    "config.batch_size = '3'": 'TypeError: .*batch_size',
+    "config.data.dir = {}['data']": "KeyError: 'data'$",
+}
 
 
-@pytest.mark.parametrize(
-    ('line', 'message'),
-    [
-        ("config.modle.name = 'S/4'", "there is no field 'modle'; did you mean 'model'"),
-        ('config.batch_sise = 3', "there is no field 'batch_sise'; did you mean 'batch_size'"),
-        ("config.batch_size = '3'", r'TypeError: .*batch_size'),
-        ("config.data.dir = {}['data']", "KeyError: 'data'$"),
-    ],
-)
-def test_a_mistake_in_a_configuration_file_is_told_with_its_line(tmp_path, line, message):
-    path = tmp_path / 'mine.py'
+def test_a_mistake_is_told_in_one_line(tmp_path):
+    """Of a flag, or of a line in a configuration file."""
+    commands = [[*runs.flags('', tmp_path / 'run'), flag] for flag in WRONG_FLAGS]
+    expected = [f'error: .*{message}' for message in WRONG_FLAGS.values()]
     head = 'from configs import default\n\ndef get_config():\n    config = default.get_config()\n'
-    path.write_text(f'{head}    {line}\n    return config\n')
-    code, lines = command([f'--config={path}', f'--workdir={tmp_path}/run'])
-    assert (code, len(lines)) == (1, 1), lines
-    assert re.match(rf'error: --config={path}, line 5: {message}', lines[0]), lines[0]
+    for number, (line, message) in enumerate(WRONG_LINES.items()):
+        path = tmp_path / f'mine_{number}.py'
+        path.write_text(f'{head}    {line}\n    return config\n')
+        commands.append([f'--config={path}', f'--workdir={tmp_path}/run'])
+        expected.append(rf'error: --config={path}, line 5: {message}')
+    path = tmp_path / 'nothing.py'
+    path.write_text('def get_config():\n    pass\n')
+    commands.append([f'--config={path}', f'--workdir={tmp_path}/run'])
+    expected.append(f'error: --config={path}: .*NoneType')
+    ended = forked.run([('train_lib.main', flags) for flags in commands])
+    for (code, lines), message in zip(ended, expected, strict=True):
+        assert code == 1
+        assert re.match(message, lines[-1]), lines
+    assert [len(lines) for _, lines in ended[:-1]] == [1] * (len(ended) - 1)
+    assert ended[-1][1][-2].endswith('did you forget a return statement?')
 
 
+@pytest.mark.slow
 def test_a_run_on_several_hosts_that_are_not_known_is_told(tmp_path):
     flags = '--config=tpu_v5e_16', f'--workdir={tmp_path}/run'
     code, lines = command(flags, JAX_PLATFORMS='cpu')
     assert code == 1
     assert lines[-1].startswith('error: the hosts of this run are not known: ')
     assert '--config.distributed=False' in lines[-1] and 'Traceback' not in ''.join(lines)
-
-
-def test_a_configuration_file_that_returns_nothing_is_told(tmp_path):
-    path = tmp_path / 'mine.py'
-    path.write_text('def get_config():\n    pass\n')
-    code, lines = command([f'--config={path}', f'--workdir={tmp_path}/run'])
-    assert code == 1
-    assert lines[-2].endswith('get_config() returned None, did you forget a return statement?')
-    assert lines[-1].startswith(f'error: --config={path}: ') and 'NoneType' in lines[-1], lines
 
 
 @pytest.mark.slow
@@ -180,21 +170,6 @@ def test_a_full_disk_and_a_damaged_checkpoint_are_told_in_the_last_line(mini_dat
 def test_a_folder_without_a_data_set_is_named(tmp_path, folder, message):
     with pytest.raises(OSError, match=message):
         train.set_up(runs.small_config(folder), tmp_path / 'run')
-
-
-def test_a_setting_of_the_reader_is_named_as_it_is_typed_and_nothing_is_written(
-    mini_dataset, tmp_path
-):
-    workdir = tmp_path / 'run'
-    flags = runs.flags(mini_dataset, workdir, **{'batch_size': 2048, 'data.lanes': 2048})
-    code, lines = command(flags)
-    assert code == 1
-    assert re.fullmatch(
-        r'error: .* records are fewer than --config\.data\.lanes=2048; '
-        r'--config\.data\.lanes=\d+ works',
-        lines[-1],
-    ), lines
-    assert not workdir.exists()
 
 
 @pytest.mark.slow
