@@ -26,7 +26,6 @@ CONVERT = [
     'pandas>=2.2',
     'pyarrow>=18',
     'torch>=2.6',
-    'tqdm>=4.66',
 ]
 # Apart from CONVERT, because it brings 50 more packages that only Dataflow has use for.
 DATAFLOW = [
@@ -36,7 +35,6 @@ TEXT = [
     'duckdb>=1.4',
     'pyarrow>=18',
     'torch>=2.6',
-    'tqdm>=4.66',
     'transformers>=5.0',
 ]
 # Gemma 3 in JAX, without torch and transformers.
@@ -46,7 +44,6 @@ TEXT_JAX = [
     'pyarrow>=18',
     'safetensors>=0.5',
     'tokenizers>=0.21',
-    'tqdm>=4.66',
 ]
 # Letters of captions in previews that DejaVu Sans lacks: Chinese, Japanese, Korean.
 FONTS = [
@@ -117,7 +114,6 @@ setuptools.setup(
         f'tensorflow-cpu>=2.18; {_CPU_BUILD}',
         f'tensorflow>=2.18; {_ONE_BUILD}',
         'tensorflow-datasets>=4.9.8',
-        'tqdm>=4.66',
         'urllib3>=2.0',
     ],
     extras_require={

@@ -90,7 +90,7 @@ def ours(*, source: str, captions: int, model: str, runner_name: str = 'hf', **o
     encoder = name if options else text_encoders.make_encoder(name)
     out = pathlib.Path(source, f'ours-{os.getpid()}')
     meter = runner.Meter()
-    report = embed_captions.embed(pathlib.Path(source), encoder, out, num_workers=1, **options)
+    report = embed_captions.embed(pathlib.Path(source), encoder, out, **options)
     found = meter.rate(captions)
     shutil.rmtree(out)
     return found | {'captions': captions, 'padding': report.padding}

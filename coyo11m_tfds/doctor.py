@@ -7,16 +7,14 @@
     pass  machine: 8 cores, 64.0 GB of memory
     fail  disk of data_dir: OUT has 20.0 GB free, expected 310.0 GB -> ...
 
-Each finding is one line: pass, warn or fail, and after the arrow what to do. `--json` prints all
-findings as one document. The exit status is 1 if a check fails, and 2 for a wrong command line. The
-program plans a build of the source but builds nothing. It writes only temporary files, and to a
-bucket one file of one byte, which it removes.
+Each finding is one line: pass, warn or fail, and after the arrow what to do. The exit status is 1
+if a check fails, and 2 for a wrong command line. The program plans a build of the source but builds
+nothing. It writes only temporary files, and to a bucket one file of one byte, which it removes.
 """
 
 import argparse
 import collections
 import dataclasses
-import datetime
 import io
 import json
 import os
@@ -38,7 +36,7 @@ from coyo11m_tfds.storage.source_files import SourceFile
 
 PASS, WARN, FAIL = 'pass', 'warn', 'fail'
 
-DEFAULT_TIMEOUT = 240.0  # seconds; a large model takes a minute to load
+_TIMEOUT = 240.0  # seconds for JAX and for the encoder; a large model takes a minute to load
 
 # A storage that answers does so in a moment; one that does not should be told soon.
 _IMPATIENCE = {'COYO11M_RETRY_SECONDS': '0.2', 'COYO11M_STALL_SECONDS': '5'}
@@ -47,12 +45,12 @@ _IMPATIENCE = {'COYO11M_RETRY_SECONDS': '0.2', 'COYO11M_STALL_SECONDS': '5'}
 _LEAST_MEMORY, _AMPLE_MEMORY = 500_000_000, 2_000_000_000
 _LEAST_ROOM = 1_000_000_000  # bytes on a disk, for logs and unfinished files besides the data
 
-_HEADS = 8  # .pt files whose heads stand for all
-# Captions of at most this size are read through, in seconds; 11 million of 400 bytes take 13 s.
+# A source of more files, or with more captions, is not planned: the heads of some files stand for
+# all. Captions of this size are read in seconds.
+_HEADS = 8
 _EXACT_BYTES = {False: 500_000_000, True: 30_000_000}  # by whether they are remote
 _USUAL_CAPTIONS = 11_000_000  # to rate an encoder by where no source is named
 _MUCH = 0.1  # share of the rows; hardly anybody means to leave out one in ten
-_PROBE_BYTES, _FETCHES_AT_ONCE = 8 << 20, 4
 
 _LOG_IN = {'gs://': 'gcloud auth application-default login', 'hf://': 'hf auth login'}
 
@@ -104,7 +102,7 @@ def findings(flags: argparse.Namespace, settings: BuildSettings) -> Iterator[Fin
     """Runs all checks that `flags` of `parse_flags` ask for; a build would have `settings`."""
     source, data_dir, encoder = flags.source, flags.data_dir, flags.encoder
     yield check_machine()
-    yield check_devices(flags.timeout)
+    yield check_devices()
     dry, room = DryRun(), {}
     if source:
         yield check_place('source', source)
@@ -123,7 +121,7 @@ def findings(flags: argparse.Namespace, settings: BuildSettings) -> Iterator[Fin
         room['scratch'] = folder, min(dry.fetched_bytes, settings.scratch_bytes) + dry.store_bytes
     yield from check_disks(room)
     if encoder:
-        yield check_encoder(encoder, dry.num_records or _USUAL_CAPTIONS, flags.timeout)
+        yield check_encoder(encoder, dry.num_records or _USUAL_CAPTIONS)
 
 
 # --- The machine ----------------------------------------------------------------------------------
@@ -209,31 +207,28 @@ class DryRun:
     Attributes:
         source: Number and size of the files of the source.
         num_records: Records of all splits.
-        num_shards: Shards of all splits.
         num_bytes: Size of the shards.
-        store_bytes: Size of the captions as plain text, which stay in the scratch folder.
+        num_shards: Shards of all splits; 0 for an estimate.
+        store_bytes: Size of the captions, which stay in the scratch folder.
         fetched_bytes: Size of the remote files, which pass through the scratch folder.
-        fetch_seconds: Time for these, at the speed of a trial.
         dropped: Counts of the rows that are left out, by reason; {} for an estimate.
-        exact: Whether records and shards are those of the build.
     """
 
     source: str = ''
     num_records: int = 0
-    num_shards: int = 0
     num_bytes: int = 0
+    num_shards: int = 0
     store_bytes: int = 0
     fetched_bytes: int = 0
-    fetch_seconds: float = 0
     dropped: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    exact: bool = False
 
 
 def dry_run(place: str, settings: BuildSettings) -> DryRun:
     """Plans the build of a source.
 
     Where the captions are few enough to be read in seconds, the plan is that of the build, to the
-    row. Elsewhere rows and sizes are those of some heads and of the Parquet file's footer, scaled.
+    row. Elsewhere heads and the Parquet file's footer are checked, and the sizes of the files stand
+    for those of the shards.
 
     Raises:
         ValueError: The source cannot be built; see `plan.make_plan`.
@@ -244,54 +239,44 @@ def dry_run(place: str, settings: BuildSettings) -> DryRun:
 
     source = location.find(place)
     files, captions = source.latent_files, source.captions_file
-    all_bytes = sum(file.size for file in source.by_name.values())
     file_bytes, is_remote = sum(file.size for file in files), files[0].is_remote
-    num_rows, caption_bytes = (0, 0)
+    all_bytes = sum(file.size for file in source.by_name.values())
     if captions:
-        num_rows, caption_bytes = _footer(captions, settings.caption_column)
+        _check_column(captions, settings.caption_column)
+    found = DryRun(
+        source=f'{len(files)} {os.path.splitext(files[0].path)[1]} files'
+        f'{" and captions" if captions else ""}, {readable(all_bytes)}',
+        store_bytes=captions.size if captions else 0,
+        fetched_bytes=all_bytes if is_remote else 0,
+    )
     # What is read to the end: captions, or whole files where captions lie beside the latents.
     read_bytes = captions.size if captions else file_bytes
     with tempfile.TemporaryDirectory() as folder:
         if read_bytes <= _EXACT_BYTES[is_remote] and (not is_remote or len(files) <= _HEADS):
             files_there = scratch.Scratch(f'{folder}/source', settings.scratch_bytes)
             plan = make_plan(source, settings, files_there, folder)
-            found = DryRun(
+            return dataclasses.replace(
+                found,
                 num_records=sum(task.parts[-1].records.stop for task in plan.tasks),
-                num_shards=len(plan.tasks),
                 num_bytes=plan.num_bytes,
+                num_shards=len(plan.tasks),
                 dropped=plan.dropped.counts,
-                exact=True,
             )
-        else:
-            heads = files[:: -(-len(files) // _HEADS)]
-            latents = read_latents(source, settings, folder, heads)
-            num_records = latents.num_rows * file_bytes // sum(file.size for file in heads)
-            row_bytes = schema.latents_nbytes(latents.dtype, latents.shape)
-            found = _estimate(num_records, row_bytes, caption_bytes / max(1, num_rows), settings)
-    found = dataclasses.replace(
-        found,
-        source=f'{len(files)} {os.path.splitext(files[0].path)[1]} files'
-        f'{" and captions" if captions else ""}, {readable(all_bytes)}',
-        store_bytes=caption_bytes + 24 * num_rows,
-    )
-    if is_remote:
-        length, start = min(_PROBE_BYTES, files[0].size), time.monotonic()
-        remote.read_range(files[0], 0, length)
-        seconds = (time.monotonic() - start) * file_bytes / length / _FETCHES_AT_ONCE
-        found = dataclasses.replace(found, fetched_bytes=all_bytes, fetch_seconds=seconds)
-    return found
+        heads = files[:: -(-len(files) // _HEADS)]
+        latents = read_latents(source, settings, folder, heads)
+        num_records = latents.num_rows * file_bytes // sum(file.size for file in heads)
+        num_bytes = found.store_bytes + (0 if settings.in_place else file_bytes)
+        return dataclasses.replace(found, num_records=num_records, num_bytes=num_bytes)
 
 
 def describe(place: str, dry: DryRun) -> Finding:
     """Says what the build would be."""
-    about = '' if dry.exact else 'about '
+    shards = f'{dry.num_shards:,} shards of ' if dry.num_shards else ''
+    about = '' if shards else 'about '
     text = (
-        f'{place}: {dry.source}, become {about}{dry.num_records:,} records in {about}'
-        f'{dry.num_shards:,} shards of {readable(dry.num_bytes)}'
+        f'{place}: {dry.source}, become {about}{dry.num_records:,} records in {shards}{about}'
+        f'{readable(dry.num_bytes)}'
     )
-    if dry.fetched_bytes:
-        time_taken = datetime.timedelta(seconds=max(1, round(dry.fetch_seconds)))
-        text += f'; fetching {readable(dry.fetched_bytes)} takes about {time_taken}'
     left_out = {reason: count for reason, count in dry.dropped.items() if count}
     if left_out:
         text += '; left out: ' + ', '.join(f'{n:,} {reason}' for reason, n in left_out.items())
@@ -302,26 +287,8 @@ def describe(place: str, dry: DryRun) -> Finding:
     return Finding('source', PASS, text)
 
 
-def _estimate(
-    num_records: int, latents_bytes: int, caption_bytes: float, settings: BuildSettings
-) -> DryRun:
-    record_bytes = 128 + caption_bytes + latents_bytes
-    if settings.text_embeddings:
-        record_bytes += 2 * schema.DEFAULT_TEXT_DIM
-    num_shards = 0
-    for share in (1 - settings.validation_fraction, settings.validation_fraction):
-        num_shards += -(-int(share * num_records * record_bytes) // settings.shard_bytes)
-    if settings.in_place:  # the shards are cut as if the latents lay in them
-        record_bytes -= latents_bytes
-    return DryRun('', num_records, num_shards, int(num_records * record_bytes))
-
-
-def _footer(captions: SourceFile, column: str) -> tuple[int, int]:
-    """Rows of a Parquet file, and about how many bytes the captions of a column take.
-
-    Raises:
-        ValueError: It is not a Parquet file, or lacks the column.
-    """
+def _check_column(captions: SourceFile, column: str) -> None:
+    """Raises a ValueError unless the footer of a Parquet file has a column."""
     import pyarrow.parquet as pq
 
     size = min(captions.size, 8)
@@ -329,27 +296,23 @@ def _footer(captions: SourceFile, column: str) -> tuple[int, int]:
     size = min(captions.size, 8 + int.from_bytes(end[:4], 'little'))
     end = remote.read_range(captions, captions.size - size, size)
     try:
-        footer = pq.read_metadata(io.BytesIO(end))
+        names = pq.read_schema(io.BytesIO(end)).names
     except ValueError as error:  # Arrow's errors are such
         raise ValueError(f'{captions.path}: cannot be read as Parquet: {error}') from error
-    groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
-    chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
-    chunks = [chunk for chunk in chunks if chunk.path_in_schema == column]
-    if not chunks:
+    if column not in names:
         raise ValueError(
-            f"{captions.path}: lacks the column '{column}'; its columns are "
-            f'{", ".join(footer.schema.names)}. Set caption_column.'
+            f"{captions.path}: lacks the column '{column}'; its columns are {', '.join(names)}. "
+            'Set caption_column.'
         )
-    return footer.num_rows, sum(chunk.total_uncompressed_size for chunk in chunks)
 
 
 # --- Accelerators and the encoder -----------------------------------------------------------------
 
 
-def check_devices(seconds: float, dev: str = '/dev') -> Finding:
+def check_devices(dev: str = '/dev') -> Finding:
     """Asks JAX for the devices of this host; `dev` is the folder that shows what is plugged in."""
     try:
-        version, devices = ask(_LIST_DEVICES, seconds)
+        version, devices = ask(_LIST_DEVICES)
     except (ValueError, OSError) as error:
         mend = 'end what else uses the devices, or set JAX_PLATFORMS=cpu to do without them'
         return of_error('accelerators', error, mend)
@@ -364,18 +327,17 @@ def check_devices(seconds: float, dev: str = '/dev') -> Finding:
     return Finding('accelerators', PASS, text)
 
 
-def check_encoder(spec: str, num_captions: int, seconds: float) -> Finding:
+def check_encoder(spec: str, num_captions: int) -> Finding:
     """Loads an encoder in a process of its own, and rates its speed by the captions of a source."""
     try:
         program = f'from coyo11m_tfds import doctor\ndoctor.time_encoder({spec!r})'
-        dim, rate, share = ask(program, seconds)
+        dim, rate = ask(program)
     except (ValueError, OSError) as error:
         return Finding('encoder', FAIL, f'{spec}: {error}')
     hours = num_captions / rate / 3600
     text = (
-        f'{spec} loads, embeddings of {dim} numbers, {rate:,.1f} captions/s here, '
-        f'{share:.0%} of the time in the tokenizer: {hours:,.1f} hours for {num_captions:,} '
-        'captions'
+        f'{spec} loads, embeddings of {dim} numbers, {rate:,.1f} captions/s here: {hours:,.1f} '
+        f'hours for {num_captions:,} captions'
     )
     if hours > _SLOW_HOURS:
         mend = (
@@ -387,25 +349,22 @@ def check_encoder(spec: str, num_captions: int, seconds: float) -> Finding:
 
 
 def time_encoder(spec: str) -> None:
-    """Prints numbers an embedding, captions a second, and the tokenizer's share of the time."""
+    """Prints numbers an embedding and captions a second."""
     from coyo11m_tfds.text import text_encoders
 
     with ending.in_one_line('nothing was changed', (ValueError, OSError, ImportError)):
         encoder = text_encoders.make_encoder(spec)
-        encoder.encode(_CAPTIONS[:2])  # the first call compiles, and makes threads
-        count, seconds, tokenizing = 4, 0.0, 0.0
-        while seconds < 1 and count < _MOST_CAPTIONS:  # a GPU is only fast at many
-            count *= 4
-            captions = (_CAPTIONS * (1 + count // len(_CAPTIONS)))[:count]
+        encoder.encode(_CAPTIONS)  # the first call compiles, and makes threads
+        captions, seconds = _CAPTIONS, 0.0
+        while seconds < 1 and len(captions) < _MOST_CAPTIONS:  # a GPU is only fast at many
+            captions = captions * 4
             start = time.perf_counter()
-            tokens = encoder.tokenize(captions)
-            tokenizing = time.perf_counter() - start
-            encoder.encode_tokens(tokens)
+            encoder.encode(captions)
             seconds = time.perf_counter() - start
-    print(json.dumps([encoder.dim, count / seconds, tokenizing / seconds]))
+    print(json.dumps([encoder.dim, len(captions) / seconds]))
 
 
-def ask(program: str, seconds: float) -> Any:
+def ask(program: str, seconds: float = _TIMEOUT) -> Any:
     """Runs Python code in a process of its own, which may claim devices, hang or crash.
 
     Returns:
@@ -426,7 +385,7 @@ def ask(program: str, seconds: float) -> Any:
             text=True,
         )
     except subprocess.TimeoutExpired:
-        raise TimeoutError(f'no answer within {seconds:g} s; wait longer with --timeout') from None
+        raise TimeoutError(f'no answer within {seconds:g} s') from None
     if ended.returncode == -9:
         raise ValueError('the process was killed, most likely because memory ran out')
     if ended.returncode:
@@ -466,13 +425,6 @@ def parse_flags() -> argparse.Namespace:
     add('--data_dir', default='', help='--data_dir of the build, local or gs://')
     add('--encoder', default='', help='text encoder: hash, hf:NAME or jax:NAME')
     add('--build_config', default='{}', help='--config of the build, as JSON')
-    add(
-        '--timeout',
-        type=command_line.positive,
-        default=DEFAULT_TIMEOUT,
-        help='seconds for JAX and for the encoder to answer (%(default)g)',
-    )
-    add('--json', action='store_true', help='print one JSON document')
     return parser.parse_args()
 
 
@@ -486,15 +438,10 @@ def main() -> None:
         settings = read_build_config(flags.build_config)
         for one in findings(flags, settings):
             found.append(one)
-            if not flags.json:
-                print(one, flush=True)
+            print(one, flush=True)
     counts = collections.Counter(one.status for one in found)
-    if flags.json:
-        listed = [dataclasses.asdict(one) for one in found]
-        print(json.dumps({'ok': not counts[FAIL], 'findings': listed}, indent=1))
-    else:
-        said = ', '.join(f'{counts[status]} {status}' for status in (FAIL, WARN) if counts[status])
-        print(f'{len(found)} checks: {said or "all pass"}')
+    said = ', '.join(f'{counts[status]} {status}' for status in (FAIL, WARN) if counts[status])
+    print(f'{len(found)} checks: {said or "all pass"}')
     sys.exit(bool(counts[FAIL]))
 
 

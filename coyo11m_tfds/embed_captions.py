@@ -15,9 +15,10 @@ and `embedding` (FixedSizeList<float16>[D]); in one file the second is `text_emb
 the schema name the encoder and the captions, so that the builder can refuse those of others.
 
 A part appears only when it is complete. The same command resumes an interrupted run: it keeps
-existing parts, and refuses parts of another encoder or of other captions. Several hosts share the
-work in a job of `torchrun`, `srun` or `mpirun`, or with `--part 0/4` to `--part 3/4`. If a host
-ends early, the same command on any host makes the parts that are missing.
+existing parts, and refuses parts of another encoder or of other captions. Several processes, on one
+machine or on many, share the work in a job of `torchrun`, `srun` or `mpirun`, or with `--part 0/4`
+to `--part 3/4`; those of a machine take its GPUs in turn. If one ends early, the same command makes
+the parts that are missing.
 
 Captions that are null, blank or longer than `schema.MAX_CAPTION_BYTES` get no row. SOURCE may be
 local, on gs:// or on hf://.
@@ -28,21 +29,26 @@ import contextlib
 import dataclasses
 import os
 import time
+from collections.abc import Iterable
+from typing import cast
+
+import numpy as np
+from absl import logging
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.process import command_line, ending, workers
+from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process import job as ranks
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.source import captions as captions_source
 from coyo11m_tfds.source import location, sidecar
 from coyo11m_tfds.source.joined import Joined
 from coyo11m_tfds.source.keyed_parquet import KeyedFile
-from coyo11m_tfds.storage import source_files
+from coyo11m_tfds.storage import file_state, source_files
+from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.source_files import SourceFile
-from coyo11m_tfds.text import part_runner, parts
+from coyo11m_tfds.text import parts, text_encoders
 from coyo11m_tfds.text.encoder import DEFAULT_MAX_TOKENS, Encoder, Tokenizer
-from coyo11m_tfds.text.part_runner import EncoderChoice, Job
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +114,6 @@ def embed(
     tokens_only: bool = False,
     max_tokens: int = DEFAULT_MAX_TOKENS,
     batch_tokens: int | None = None,
-    num_workers: int = 0,
     share: tuple[int, int] = (0, 1),
     part_captions: int = parts.PART_CAPTIONS,
     scratch_dir: str | os.PathLike[str] = '',
@@ -124,19 +129,17 @@ def embed(
         source_dir: Folder with `schema.CAPTIONS_FILE`, or with captions beside the latents; local,
             on `gs://` or on `hf://`.
         encoder: A specification for `text_encoders.make_encoder`, or with `tokens_only` for
-            `text_encoders.make_tokenizer`; or an encoder, which runs in this process.
+            `text_encoders.make_tokenizer`; or an encoder.
         out: A folder, local or on `gs://`; or a local file `*.parquet`, which is replaced.
         caption_column: The Parquet column to encode.
         drop_duplicates: Take the first of several rows with one key; without it they are an error.
         tokens_only: Write token ids instead of embeddings.
         max_tokens: Length to which longer captions are cut; not for `hash`.
         batch_tokens: See `text_encoders.make_encoder`.
-        num_workers: Processes; 0: `COYO11M_NUM_PROC`, or as many as `part_runner.choose_workers`
-            finds suitable. One process writes a single file.
         share: `(i, n)`: make only the parts i, i + n, i + 2n, ...
         part_captions: Most captions of a part. Another number needs another folder.
         scratch_dir: Local folder for the captions; '': a folder in `out` or, if that is remote, in
-            the system's folder for temporary files.
+            the user's cache.
         latents_from: As of the config, where captions lie beside latents that it has to choose.
 
     Raises:
@@ -145,23 +148,21 @@ def embed(
             is not finite in float16, or an existing part has another encoder or other captions.
         PermissionError: Credentials for the source or the folder are missing or refused.
         OSError: The source or the folder cannot be reached, or the disk is full.
-        RuntimeError: A process died.
     """
     out = os.fspath(out).rstrip('/')
     source = os.fspath(source_dir).rstrip('/')
     file = _find_parquet(source)
     if file and not file.is_remote:
         KeyedFile(file.path, caption_column).close()  # it has the column
-    part_runner.check_out(out, share)
-    loaded: Tokenizer | None = None if isinstance(encoder, str) else encoder
-    spec = encoder if isinstance(encoder, str) else encoder.name
-    choice = EncoderChoice(spec, max_tokens, batch_tokens, tokens_only)
-    if not loaded:  # before captions are fetched in vain
-        choice.check()
-        # However much there is to do, this process will encode it itself.
-        if part_runner.is_file(out) or part_runner.choose_workers(num_workers, choice, 2**63) == 1:
-            loaded = choice.load()
-    with part_runner.scratch_folder(out, scratch_dir) as folder:
+    parts.check_out(out, share)
+    loaded: Tokenizer
+    if not isinstance(encoder, str):
+        loaded = encoder
+    elif tokens_only:  # before captions are fetched in vain
+        loaded = text_encoders.make_tokenizer(encoder, max_tokens)
+    else:
+        loaded = text_encoders.make_encoder(encoder, max_tokens, batch_tokens)
+    with parts.scratch_folder(out, scratch_dir) as folder:
         by_key = os.path.join(folder, 'captions')
         if file:
             source = file.path
@@ -178,39 +179,96 @@ def embed(
             raise ValueError(
                 f'{source}: all {num_keys} captions are null, blank or too long; nothing to encode.'
             )
-        job = Job(choice, by_key, caption_column, part_captions, out, folder)
         start = time.perf_counter()
-        finished = part_runner.finished_parts(out, captions.count)
+        entries = parts.entries(loaded, caption_column, captions.digest, tokens_only)
+        finished = parts.finished(out, captions.count)
+        parts.check(finished, entries, captions.count)
         mine = range(captions.count)[share[0] :: share[1]]
         missing = [number for number in mine if number not in finished]
         num_captions = sum(len(captions.keys(number)) for number in missing)
         num_kept = sum(len(captions.keys(number)) for number in mine) - num_captions
-        processes = 1
-        if not loaded:
-            processes = part_runner.choose_workers(num_workers, choice, len(missing))
+        logging.info('parts to make: %d', len(missing))
         with Progress('Embedding', num_kept + num_captions, 'captions') as progress:
             if num_kept:
                 progress.skip(num_kept)
-            counter = part_runner.Counter(progress)
-            made = part_runner.run(job, missing, finished, processes, loaded, counter)
+            counter = _Counter(progress)
+            made = parts.make(captions, missing, loaded, counter, tokens_only)
+            width = loaded.max_tokens if tokens_only else cast(Encoder, loaded).dim
+            longest = _store(made, out, folder, entries, captions.count, width)
         left: list[int] = []
-        if not part_runner.is_file(out):
-            there = part_runner.finished_parts(out, captions.count)
+        if not parts.is_file(out):
+            there = parts.finished(out, captions.count)
             left = [number for number in range(captions.count) if number not in there]
     return Report(
         num_captions=num_captions,
         num_kept=num_kept,
         num_skipped=num_keys - len(captions),
         num_duplicates=num_duplicates,
-        num_truncated=made.num_truncated,
+        num_truncated=loaded.truncated,
         num_tokens=counter.tokens,
-        longest=made.longest,
+        longest=longest,
         padding=counter.padding,
         missing_parts=tuple(sidecar.part_name(number, captions.count) for number in left),
-        encoder=made.encoder,
-        dim=made.width,
+        encoder=loaded.name,
+        dim=width,
         seconds=time.perf_counter() - start,
     )
+
+
+class _Counter:
+    """Tokens so far, and tokens with padding; tells a progress of them."""
+
+    def __init__(self, progress: Progress):
+        self._progress = progress
+        self.tokens = self.slots = 0
+
+    def __call__(self, captions: int, tokens: int, slots: int) -> None:
+        self.tokens += tokens
+        self.slots += slots
+        if self.slots > self.tokens:
+            self._progress.note = f'{self.padding:.1%} padding'
+        self._progress.add(captions, tokens=tokens)
+
+    @property
+    def padding(self) -> float:
+        return 1 - self.tokens / self.slots if self.slots else 0.0
+
+
+def _store(
+    made: Iterable[tuple[int, np.ndarray, np.ndarray]],
+    out: str,
+    staging: str,
+    entries: dict[str, str],
+    count: int,
+    width: int,
+) -> int:
+    """Stores parts, or all of them as one file; returns the most token ids of a caption."""
+    one_file, path = parts.is_file(out), os.path.join(staging, 'part')
+    tokens_only, longest = schema.META_TEXT_VOCABULARY in entries, 0
+    column = schema.TEXT_EMBEDDING if one_file else schema.PART_EMBEDDING
+    column = schema.TOKENS if tokens_only else column
+    place, name = os.path.split(os.path.abspath(out)) if one_file else (out, '')
+    with contextlib.ExitStack() as stack:
+        write = None
+        if one_file:
+            write = stack.enter_context(parts.open_file(path, entries, column, width))
+        for number, keys, values in made:
+            if tokens_only:
+                longest = max(longest, int((values != schema.TOKEN_PADDING).sum(axis=1).max()))
+            if write:
+                write(keys, values)
+                continue
+            metadata = entries | parts.part_entry(number, count)
+            with parts.open_file(path, metadata, column, width) as write_part:
+                write_part(keys, values)
+            _put(path, place, sidecar.part_name(number, count))
+    if one_file:
+        _put(path, place, name)
+    return longest
+
+
+def _put(path: str, folder: str, name: str) -> None:
+    Destination(folder).put(path, name, file_state.of_file(path).crc32c)
 
 
 def _find_parquet(source: str) -> SourceFile | None:
@@ -270,16 +328,10 @@ def parse_flags() -> argparse.Namespace:
     )
     add('--batch_tokens', type=int, help='tokens in a forward pass; fewer take less memory')
     add(
-        '--num_workers',
-        type=int,
-        default=0,
-        help=f'processes (by default {workers.VARIABLE}, or as many as suit encoder and machine)',
-    )
-    add(
         '--part',
         type=_share,
         metavar='I/N',
-        help="this host's number, from 0, and the number of hosts (by default from the launcher)",
+        help='number of this process, from 0, and of all (by default from the launcher)',
     )
     add(
         '--part_captions',
@@ -296,7 +348,7 @@ def main() -> None:
     """Runs the command line; bad input ends it with one message and exit status 1."""
     flags = parse_flags()
     command_line.show_log()
-    with ending.in_one_line('the same command resumes it', (ValueError, OSError, RuntimeError)):
+    with ending.in_one_line('the same command resumes it'):
         options = vars(flags)
         part, source = options.pop('part'), options.pop('source')
         report = embed(source, share=part or ranks.share(), **options)

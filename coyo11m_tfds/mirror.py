@@ -3,9 +3,6 @@
     python -m coyo11m_tfds.mirror \\
         hf://datasets/KBlueLeaf/coyo11m-256px-ccrop-latent gs://BUCKET/coyo11m
 
-    from coyo11m_tfds import mirror
-    mirror.mirror('gs://bucket/coyo11m', '/data/coyo11m')
-
 The files of a source keep their names. A second call copies the files that are missing or have
 changed since. From the hub to a bucket, a file passes through a scratch folder of limited size;
 between buckets, the storage copies by itself. The destination also gets a folder `.mirror/` with
@@ -22,7 +19,6 @@ import argparse
 import dataclasses
 import multiprocessing.pool
 import os
-import pathlib
 import shutil
 import threading
 from collections.abc import Mapping
@@ -43,9 +39,6 @@ DEFAULT_SCRATCH_GB = 50.0
 
 # Long enough for the lease of a mirror that was killed on another machine to expire.
 _WAIT_SECONDS = 300
-
-# After an error the other copies end when they hear of it, but not while a server is silent.
-_END_SECONDS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,15 +103,18 @@ def mirror(
         with Progress(f'Copying to {target.folder}', num_bytes, 'B', goals) as progress:
             left = sum(file.size for file in missing.values())
             progress.skip(num_bytes - left, files=len(files) - len(missing))
-            stopped, working = threading.Event(), threading.Semaphore(parallel)
+            stopped = threading.Event()
+
+            def on_bytes(num_bytes: int) -> None:
+                if stopped.is_set():
+                    raise _Stopped
+                progress.add(num_bytes)
 
             def copy(name: str) -> None:
-                with working:
-                    share = _Share(progress, missing[name].size, stopped)
-                    share.add(0)  # it may have been stopped before it began
-                    state = target.copy(missing[name], name, scratch, share.add)
-                    copied.save(name, missing[name], state)
-                    share.finish()
+                on_bytes(0)  # it may have been stopped before it began
+                state = target.copy(missing[name], name, scratch, on_bytes)
+                copied.save(name, missing[name], state)
+                progress.add(0, files=1)
 
             # The largest first: begun last, it would be waited for alone.
             by_size = sorted(missing, key=lambda name: missing[name].size, reverse=True)
@@ -130,8 +126,6 @@ def mirror(
                         pass
             finally:
                 stopped.set()
-                for _ in range(parallel):
-                    working.acquire(timeout=_END_SECONDS / parallel)
         target.sweep()
     return Summary(len(files), num_bytes, len(missing), target.folder)
 
@@ -155,10 +149,8 @@ def _open_scratch(
 def _check_space(target: Destination, missing: Mapping[str, SourceFile]) -> None:
     if target.is_remote or not missing:
         return
-    staging = target.staging('')
-    free = shutil.disk_usage(staging).free
-    come = sum(path.stat().st_size for path in pathlib.Path(staging).iterdir())
-    needed = sum(file.size for file in missing.values()) - come
+    free = shutil.disk_usage(target.staging('')).free
+    needed = sum(file.size for file in missing.values())
     if free < needed:
         raise OSError(
             f'{target.folder} has {readable(free)} free, but needs {readable(needed)} more. '
@@ -168,27 +160,6 @@ def _check_space(target: Destination, missing: Mapping[str, SourceFile]) -> None
 
 class _Stopped(Exception):
     """Ends the copying of a file because that of another failed."""
-
-
-class _Share:
-    """The progress of one file, which never exceeds its size, however often bytes are sent."""
-
-    def __init__(self, progress: Progress, size: int, stopped: threading.Event):
-        self._progress, self._size, self._stopped = progress, size, stopped
-        self._heard = self._told = 0
-
-    def add(self, num_bytes: int) -> None:
-        if self._stopped.is_set():
-            raise _Stopped
-        self._heard += num_bytes
-        self._tell(min(self._heard, self._size))
-
-    def finish(self) -> None:
-        self._tell(self._size, files=1)
-
-    def _tell(self, done: int, **counts: int) -> None:
-        self._progress.add(done - self._told, **counts)
-        self._told = done
 
 
 def parse_flags() -> argparse.Namespace:

@@ -50,20 +50,19 @@ def test_a_whole_way_is_examined(command, sample_source, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_fails_is_in_the_exit_status_and_in_the_document(command, tmp_path, monkeypatch):
+def test_what_fails_is_in_the_exit_status(command, tmp_path, monkeypatch):
     monkeypatch.setenv('JAX_PLATFORMS', 'nonesuch')
     source = made_sources.write_source(tmp_path / 's', [range(40)])
     os.truncate(made_sources.latents_file(source, 0), 1000)
-    status, said, errors = command(doctor, f'--source={source}', '--encoder=clip', '--json')
+    status, said, errors = command(doctor, f'--source={source}', '--encoder=clip')
     assert status == 1 and 'Traceback' not in errors
-    document = json.loads(said)
-    assert document['ok'] is False
-    failed = {one['name']: one for one in document['findings'] if one['status'] == 'fail'}
+    lines = [line.partition('  ')[2] for line in said.splitlines() if line.startswith('fail')]
+    failed = dict(line.split(': ', 1) for line in lines)
     assert failed.keys() == {'accelerators', 'source', 'encoder'}
-    assert 'nonesuch' in failed['accelerators']['text']
-    assert 'JAX_PLATFORMS=cpu' in failed['accelerators']['mend']
-    assert '.pt' in failed['source']['text']
-    assert "unknown encoder 'clip'" in failed['encoder']['text']
+    assert 'nonesuch' in failed['accelerators']
+    assert 'JAX_PLATFORMS=cpu' in failed['accelerators']
+    assert '.pt' in failed['source']
+    assert "unknown encoder 'clip'" in failed['encoder']
 
 
 @pytest.mark.parametrize(
@@ -71,7 +70,6 @@ def test_what_fails_is_in_the_exit_status_and_in_the_document(command, tmp_path,
     [
         ('--build_config={"shard_bytes": 0}', 'shard_bytes is 0'),
         ('--build_config=x', '--build_config=x: is not JSON'),
-        ('--timeout=inf', '--timeout: inf: expected a number above 0'),
     ],
 )
 def test_unusable_arguments_end_it_with_status_2(command, argument, message):
@@ -134,9 +132,9 @@ def test_disks_without_room(tmp_path):
     ('name', 'said'), [('nvidia0', 'a GPU'), ('accel0', 'a TPU'), ('nvidiactl', '')]
 )
 def test_a_device_that_jax_does_not_see(tmp_path, monkeypatch, name, said):
-    monkeypatch.setattr(doctor, 'ask', lambda *arguments: ['0.10', [['cpu', 'cpu']]])
+    monkeypatch.setattr(doctor, 'ask', lambda program: ['0.10', [['cpu', 'cpu']]])
     (tmp_path / name).touch()
-    found = doctor.check_devices(60, str(tmp_path))
+    found = doctor.check_devices(str(tmp_path))
     assert found.status == ('warn' if said else 'pass')
     assert said in found.text and '1 x cpu' in found.text
 
@@ -193,28 +191,26 @@ def test_a_dry_run_is_as_the_build(sample_source, hash_sidecar, mini_dataset, mo
     )
     records, shards, num_bytes = built(mini_dataset)
     found = doctor.dry_run(sample_source, settings)
-    assert (found.exact, found.num_records, found.num_shards) == (True, records, shards)
+    assert (found.num_records, found.num_shards) == (records, shards)
     assert found.num_bytes == pytest.approx(num_bytes, rel=0.01)
     line = doctor.describe(sample_source, found)
     assert (line.status, '1,173 records in 15 shards of 30.6 MB' in line.text) == ('pass', True)
 
     monkeypatch.setattr(doctor, '_EXACT_BYTES', {False: 0, True: 0})  # as of a large source
     found = doctor.dry_run(sample_source, settings)
-    assert not found.exact
+    assert found.num_shards == 0
     assert found.num_records == pytest.approx(records, rel=0.03)
-    assert found.num_bytes == pytest.approx(num_bytes, rel=0.05)
-    assert found.num_shards == pytest.approx(shards, abs=3)
+    assert found.num_bytes == pytest.approx(num_bytes, rel=0.1)
     assert 'become about 1,200 records' in doctor.describe(sample_source, found).text
 
 
-def test_a_remote_source_is_timed_by_its_storage(gcs, tmp_path, monkeypatch):
+def test_a_remote_source(gcs, tmp_path, monkeypatch):
     folder = made_sources.write_source(tmp_path / 's', [range(40), range(40, 90)])
     gcs.upload_folder(folder, 'gs://bucket/s')
     found = doctor.dry_run('gs://bucket/s', SETTINGS)
-    assert (found.exact, found.num_records) == (True, 90)
+    assert (found.num_shards > 0, found.num_records) == (True, 90)
     files = [path for path in folder.rglob('*') if path.is_file()]
     assert found.fetched_bytes == sum(file.stat().st_size for file in files)
-    assert found.fetch_seconds > 0
     monkeypatch.setattr(doctor, '_EXACT_BYTES', {False: 0, True: 0})
     gcs.clear()
     assert doctor.dry_run('gs://bucket/s', SETTINGS).num_records == pytest.approx(90, rel=0.02)
@@ -226,6 +222,6 @@ def test_a_remote_source_is_timed_by_its_storage(gcs, tmp_path, monkeypatch):
 
 
 def test_many_captions_make_an_encoder_slow():
-    found = doctor.check_encoder('hash', num_captions=10**12, seconds=60)
+    found = doctor.check_encoder('hash', num_captions=10**12)
     assert (found.status, 'embeddings of 640 numbers' in found.text) == ('warn', True)
     assert 'GPU' in found.mend

@@ -264,14 +264,13 @@ def test_tokens_are_reported_with_the_length_that_would_do(tmp_path):
     assert '--max_tokens' not in str(embed_captions.embed(source, 'hash', tmp_path / 'h.parquet'))
 
 
-@pytest.mark.parametrize('num_workers', [1, 2])
 @pytest.mark.parametrize('encoder', ['words', 'hf:/no/such/folder'])
-def test_a_wrong_encoder_is_noticed_before_captions_are_read(tmp_path, encoder, num_workers):
+def test_a_wrong_encoder_is_noticed_before_captions_are_read(tmp_path, encoder):
     source = make_source(tmp_path / 'source', {})
     raw = pa.array([b'a', b'not \xff UTF-8'])
     text = pa.StringArray.from_buffers(len(raw), *raw.buffers()[1:])
     pq.write_table(pa.table({'key': [1, 2], 'caption_llava': text}), source / schema.CAPTIONS_FILE)
     with pytest.raises(ValueError, match=r'no such folder|unknown encoder'):
-        embed_captions.embed(source, encoder, tmp_path / 'out', num_workers=num_workers)
+        embed_captions.embed(source, encoder, tmp_path / 'out')
     with pytest.raises(ValueError, match='key 2 is not UTF-8'):
-        embed_captions.embed(source, 'hash', tmp_path / 'out', num_workers=num_workers)
+        embed_captions.embed(source, 'hash', tmp_path / 'out')

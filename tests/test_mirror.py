@@ -14,7 +14,7 @@ import pytest
 
 from coyo11m_tfds import mirror, schema
 from coyo11m_tfds.source import location
-from coyo11m_tfds.storage import locks, source_files
+from coyo11m_tfds.storage import json_digest, locks, source_files
 from coyo11m_tfds.storage.destination import Destination
 from tests import children
 from tests.fakes.cloud import Fault, Gcs, Hub
@@ -145,7 +145,7 @@ def test_only_what_changed_is_copied_again(gcs, local, tmp_path, destination):
     (pathlib.Path(local) / fourth).unlink()
     # At the destination one is gone, one has other bytes of the same length, one lost its record.
     damaged = bytes([FILES[third][0] ^ 1]) + FILES[third][1:]
-    record = f'.mirror/{CAPTIONS}.json'
+    record = f'.mirror/{json_digest.sha256(CAPTIONS)[:32]}.json'
     if destination == 'bucket':
         gcs.remove('bucket', f'to/{second}')
         gcs.put('bucket', f'to/{third}', damaged)
@@ -199,7 +199,7 @@ def _start(*args: object, **environment: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_download_is_resumed(gcs, tmp_path, number):
+def test_a_killed_mirror_leaves_nothing_half_made(gcs, tmp_path, number):
     files = _make_files(2_000_000)
     for name, data in files.items():
         gcs.put('bucket', f'from/{name}', data)
@@ -210,7 +210,7 @@ def test_a_killed_download_is_resumed(gcs, tmp_path, number):
     with _start('gs://bucket/from', tmp_path / 'to', COYO11M_STALL_SECONDS='60') as child:
         parts = tmp_path / 'to' / '.staging'
         children.wait_until(
-            lambda: sum(path.stat().st_size for path in parts.glob('*.part')) > 3_000_000
+            lambda: sum(path.stat().st_size for path in parts.glob('*/x')) > 3_000_000
         )
         child.send_signal(number)
         gcs.heal()
@@ -222,11 +222,8 @@ def test_a_killed_download_is_resumed(gcs, tmp_path, number):
         assert not (tmp_path / 'to.lock').exists()
     assert not set(files) & set(_read(tmp_path / 'to'))
     gcs.heal()
-    gcs.clear()
     assert mirror.mirror('gs://bucket/from', tmp_path / 'to').num_copied == 5
     assert _read(tmp_path / 'to') == files
-    reads = [r for r in gcs.requests if r.action == 'read' and 'from/' in r.path]
-    assert sum(r.nbytes for r in reads) < 7_500_000  # of ten million
     assert not (tmp_path / 'to' / '.staging').exists()
 
 
@@ -265,20 +262,14 @@ def test_a_scratch_folder_that_is_too_small(gcs, on_hub, tmp_path):
     assert gcs.objects('bucket') == {}
 
 
-def test_a_disk_with_just_enough_for_the_rest(gcs, in_bucket, tmp_path, monkeypatch):
-    gcs.inject(Fault('cut', action='read', after_bytes=290_000))
-    gcs.inject(Fault('403', count=None, action='read'))
-    with pytest.raises(PermissionError):
-        mirror.mirror(in_bucket, tmp_path / 'to', parallel=1)
-    gcs.heal()
-    part = sum(path.stat().st_size for path in (tmp_path / 'to' / '.staging').iterdir())
-    left = sum(len(data) for data in FILES.values()) - part
+def test_a_disk_with_just_enough_for_the_rest(in_bucket, tmp_path, monkeypatch):
+    left = sum(len(data) for data in FILES.values())
     usage = shutil.disk_usage(tmp_path)._replace(free=left)
     monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage._replace(free=left - 1))
     with pytest.raises(OSError, match=r'to has 1\.\d MB free, but needs 1\.\d MB more'):
         mirror.mirror(in_bucket, tmp_path / 'to')
     monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage)
-    assert part > 0 and mirror.mirror(in_bucket, tmp_path / 'to').num_copied == 5
+    assert mirror.mirror(in_bucket, tmp_path / 'to').num_copied == 5
 
 
 def test_another_mirror_to_the_same_place(local, tmp_path, monkeypatch):

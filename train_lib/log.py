@@ -1,13 +1,13 @@
 """The log of a run: an introduction, averages over windows of steps, and times.
 
     log.introduce(config, workdir, data, program, start=0)
-    with log.TrainLog(writer, config, empty=program.no_metrics(), data=data) as train_log:
-        for step in range(1, num_steps + 1):
-            with train_log.clock.waiting_for_data():
-                batch = next(batches)
-            state, update = train_step(state, batch)
-            train_log.add(step, update)
-        train_log.settle(step)
+    train_log = log.TrainLog(writer, config, empty=program.no_metrics(), data=data)
+    for step in range(1, num_steps + 1):
+        with train_log.clock.waiting_for_data():
+            batch = next(batches)
+        state, update = train_step(state, batch)
+        train_log.add(step, update)
+    train_log.settle(step)
 
 A report holds the metrics of the steps (`metrics.TrainMetrics`) as `train/...`, the rates and times
 of `StepClock.lap`, and the state of this host; docs/training.md explains each scalar. `loss` and
@@ -27,7 +27,6 @@ import math
 import os
 import pathlib
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,12 +34,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import ml_collections
 import numpy as np
-import tqdm
 from absl import logging
 from jax.experimental import multihost_utils
 
 import train_lib
-from coyo11m_tfds.process.progress import fitting, make_bar
 from train_lib import chips, metrics
 
 if TYPE_CHECKING:
@@ -104,8 +101,6 @@ def _count(params: Any) -> int:
 class TrainLog:
     """Merges the metrics of steps, and writes their averages every so many steps.
 
-    A context manager, for the bar on a terminal.
-
     Attributes:
         clock: Clock of the steps; its rates are part of a report.
         window: Merged metrics of the steps since the last report. A checkpoint holds them, so that
@@ -146,15 +141,10 @@ class TrainLog:
         self._progress = progress
         self._flops = flops
         self._way_back = way_back
-        self._console = Console(start, config.num_steps)
+        self._start = start
+        self._opened = time.monotonic()
+        self._first_finished: float | None = None
         self._complete: tuple[int, metrics.TrainMetrics] | None = None
-
-    def __enter__(self) -> 'TrainLog':
-        self._console.__enter__()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self._console.__exit__(*exception)
 
     def add(self, step: int, update: metrics.TrainMetrics) -> None:
         """Adds a step that has just been started, and writes the window that ended before it.
@@ -165,8 +155,8 @@ class TrainLog:
         self.write_complete()
         self.window = metrics.merge(self.window, update)
         self.clock.step_started(update)
-        if self.clock.first_batch is not None:
-            self._console.started(step, update, self.clock.first_batch)
+        if self._first_finished is None:
+            self._tell_first(step, update)
         if step % self._config.log_every == 0:
             self._complete = step, self.window
             self.window = self._empty
@@ -199,7 +189,7 @@ class TrainLog:
         scalars |= self.clock.lap(self._config.batch_size)
         scalars |= self._moment(step, scalars.get('train/samples_per_second'))
         self._writer.write_scalars(step, scalars)
-        self._console.report(step, scalars)
+        say('%s', ', '.join(self._facts(step, scalars)))
 
     def _check_skipped(self, step: int, window: metrics.TrainMetrics) -> None:
         in_a_row = int(window.skipped_in_a_row.compute())
@@ -231,6 +221,40 @@ class TrainLog:
             pages = int(_OWN_MEMORY.read_text('ascii').split()[1])
             scalars['host/memory_gb'] = pages * os.sysconf('SC_PAGE_SIZE') / 1e9
         return scalars
+
+    def _tell_first(self, step: int, update: metrics.TrainMetrics) -> None:
+        """Tells how long the first step took, which `StepClock.step_started` has waited for."""
+        self._first_finished = time.monotonic()
+        first_batch = self.clock.first_batch or self._opened
+        say(
+            'loss %.4f, step %d after %.0f s: %.0f s to begin, %.1f s for the first batch, '
+            '%.0f s to compile and compute it',
+            *(jax.device_get(update.loss).compute(), step),
+            self._first_finished - train_lib.STARTED,
+            self._opened - train_lib.STARTED,
+            first_batch - self._opened,
+            self._first_finished - first_batch,
+        )
+
+    def _facts(self, step: int, scalars: Mapping[str, float]) -> Iterator[str]:
+        """A window of steps for people: loss 0.4123, step 350 of 900, 2.2 steps/s, ..."""
+        yield f'loss {scalars["train/loss"]:.4f}' if 'train/loss' in scalars else 'no finite loss'
+        yield f'step {step} of {self._config.num_steps}'
+        if 'train/steps_per_second' in scalars:
+            rate = scalars['train/steps_per_second']
+            yield f'{rate:.{2 if rate < 10 else 0}f} steps/s'
+            # Evaluations and the like included, as they will come again.
+            seconds = time.monotonic() - (self._first_finished or self._opened)
+            done = max(step - self._start - 1, 1)
+            left = round(seconds / done * (self._config.num_steps - step))
+            yield f'{datetime.timedelta(seconds=left)} left'
+        if 'train/epoch' in scalars:
+            yield f'epoch {scalars["train/epoch"]:.2f}'
+        if 'train/samples_per_second' in scalars:
+            yield f'{scalars["train/samples_per_second"]:,.0f} samples/s'
+            yield f'waiting {scalars["input/wait_share_max"]:.0%}'
+        if scalars.get('train/skipped_steps'):
+            yield f'{scalars["train/skipped_steps"]:.0f} skipped'
 
 
 # --- Where the time went ------------------------------------------------------------------------
@@ -365,91 +389,3 @@ def _moment(at: float) -> _Moment:
     moment = _Moment()
     moment.set_result(at)
     return moment
-
-
-# --- For people ---------------------------------------------------------------------------------
-
-_BAR_FORMAT = '{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}'
-
-
-class Console:
-    """Shows a run to a person: a bar on a terminal, elsewhere a line for each window of steps.
-
-        loss 0.4123, step 350 of 900, 2.2 steps/s, 0:04:10 left, epoch 5.69, 141 samples/s, ...
-
-    A context manager that shows the bar, with log lines above it. Process 0 alone shows a run.
-    """
-
-    def __init__(self, start: int, num_steps: int):
-        """Starts at step `start` of `num_steps`."""
-        self._start, self._num_steps = start, num_steps
-        self._opened = time.monotonic()
-        self._first_finished: float | None = None
-        self._bar = make_bar(
-            jax.process_index() == 0, total=num_steps, initial=start, bar_format=_BAR_FORMAT
-        )
-        self._stream: Any = None
-
-    def __enter__(self) -> 'Console':
-        if not self._bar.disable:
-            handler = logging.get_absl_handler().python_handler
-            self._stream, handler.stream = handler.stream, _AboveTheBar()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self._bar.close()
-        if self._stream is not None:
-            logging.get_absl_handler().python_handler.stream = self._stream
-
-    def started(self, step: int, update: metrics.TrainMetrics, first_batch: float) -> None:
-        """Shows a step that has started; the first is over, and its batch came at `first_batch`."""
-        if self._first_finished is None:
-            self._first_finished = time.monotonic()
-            say(
-                'loss %.4f, step %d after %.0f s: %.0f s to begin, %.1f s for the first batch, '
-                '%.0f s to compile and compute it',
-                *(jax.device_get(update.loss).compute(), step),
-                self._first_finished - train_lib.STARTED,
-                self._opened - train_lib.STARTED,
-                first_batch - self._opened,
-                self._first_finished - first_batch,
-            )
-        self._bar.update()
-
-    def report(self, step: int, scalars: Mapping[str, float]) -> None:
-        """A window of steps has been finished."""
-        loss, *others = self._facts(step, scalars)
-        if self._bar.disable:
-            say('%s', ', '.join([loss, f'step {step} of {self._num_steps}', *others]))
-        else:
-            self._bar.set_description_str(f'{loss} ', refresh=False)
-            before = f'{loss} 100%|#| {self._num_steps}/{self._num_steps}'
-            self._bar.set_postfix_str(fitting(others, before))
-
-    def _facts(self, step: int, scalars: Mapping[str, float]) -> Iterator[str]:
-        yield f'loss {scalars["train/loss"]:.4f}' if 'train/loss' in scalars else 'no finite loss'
-        if 'train/steps_per_second' in scalars:
-            rate = scalars['train/steps_per_second']
-            yield f'{rate:.{2 if rate < 10 else 0}f} steps/s'
-            # Evaluations and the like included, as they will come again.
-            done = step - self._start - 1
-            per_step = (time.monotonic() - (self._first_finished or self._opened)) / max(done, 1)
-            left = round(per_step * (self._num_steps - step))
-            yield f'{datetime.timedelta(seconds=left)} left'
-        if 'train/epoch' in scalars:
-            yield f'epoch {scalars["train/epoch"]:.2f}'
-        if 'train/samples_per_second' in scalars:
-            yield f'{scalars["train/samples_per_second"]:,.0f} samples/s'
-            yield f'waiting {scalars["input/wait_share_max"]:.0%}'
-        if scalars.get('train/skipped_steps'):
-            yield f'{scalars["train/skipped_steps"]:.0f} skipped'
-
-
-class _AboveTheBar:
-    """A stream that takes the bar away while it writes."""
-
-    def write(self, text: str) -> None:
-        tqdm.tqdm.write(text, file=sys.stderr, end='')
-
-    def flush(self) -> None:
-        sys.stderr.flush()

@@ -150,7 +150,7 @@ def _watch(told: socket.socket) -> None:
 def _say(text: str) -> None:
     # Not by `print`: the main thread may hold the lock of the stream, and never give it back.
     with contextlib.suppress(OSError):
-        start = '\n' if sys.stderr.isatty() else ''  # below a progress bar or a ^C
+        start = '\n' if sys.stderr.isatty() else ''  # below a ^C
         os.write(2, f'{start}{text}\n'.encode())
 
 

@@ -141,7 +141,8 @@ def train(setup: Setup, verbose: bool = False) -> tuple[TrainState, bool]:
         with (
             writers.errors_named(setup.workdir),
             contextlib.closing(writers.make(config, setup.workdir, verbose)) as writer,
-            TrainLog(
+        ):
+            log = TrainLog(
                 writer,
                 config,
                 empty=empty,
@@ -150,8 +151,7 @@ def train(setup: Setup, verbose: bool = False) -> tuple[TrainState, bool]:
                 progress=lambda step: setup.data.progress(beginning.position_at(step)),
                 flops=program.flops(setup.data.facts.max_tokens),
                 way_back=functools.partial(checkpoint.way_back, manager),
-            ) as log,
-        ):
+            )
             log.window = window
             beginning.show_config(writer)
             run = Run(**vars(setup), start=start, writer=writer, manager=manager, log=log)

@@ -26,7 +26,7 @@ from coyo11m_tfds.convert.data_folder import FinishedShards, sub_folder
 from coyo11m_tfds.convert.tasks import JoinedInputs, PackedInputs, ShardResult, ShardTask
 from coyo11m_tfds.storage import locks
 from coyo11m_tfds.storage.destination import Destination
-from coyo11m_tfds.storage.scratch import Scratch, user_temp
+from coyo11m_tfds.storage.scratch import Scratch, user_cache
 
 _UPLOADS_AT_ONCE = 8
 
@@ -44,9 +44,8 @@ def write_shards(
     Args:
         tasks: Tasks of a plan; those of one group follow each other.
         finished: Storage of shards and records; all workers must reach it by this path.
-        scratch_dir: Folder of each worker for remote `.pt` files; '' for the user's own one in the
-            directory of temporary files.
-        scratch_bytes: Most bytes of remote files in it.
+        scratch_dir: Folder of each worker for remote `.pt` files; '' for the user's cache.
+        scratch_bytes: Most bytes of remote files of a process in it.
         options: Options of the pipeline.
         runner: Runner of the pipeline, if the options do not name one.
 
@@ -95,7 +94,7 @@ def _write_group(
 ) -> None:
     """Runs on a worker, in as many processes as the runner starts there."""
     finished = FinishedShards(Destination(folder), build)
-    own = os.path.expanduser(scratch_dir) or user_temp(schema.NAME)
+    own = os.path.expanduser(scratch_dir) or user_cache(schema.NAME)
     scratch = Scratch(os.path.join(own, 'source'), scratch_bytes)
     beside = finished.folder.staging(fallback=os.path.join(own, 'staging'))
     with locks.temporary_folder(beside, 'worker-') as staging:

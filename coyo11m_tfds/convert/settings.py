@@ -62,11 +62,10 @@ class BuildSettings:
         num_workers: Processes that write; 0 for the environment variable COYO11M_NUM_PROC, else
             all cores.
         scratch_dir: Local folder for captions and text embeddings, which it keeps between builds,
-            and for remote files on their way; '' for `.coyo11m_tfds` in a local data_dir, else
-            `~/.cache/coyo11m_tfds`. Beam's workers take `coyo11m_tfds-<user id>` in their
-            directory of temporary files.
-        scratch_gb: Most GB of remote files in it at a time; at least the largest file, and the
-            small files of one shard.
+            and for remote files on their way; '' for `.coyo11m_tfds` in a local data_dir, else, as
+            for Beam's workers, `~/.cache/coyo11m_tfds`.
+        scratch_gb: Most GB of remote files in it at a time, of each process of Beam; at least the
+            largest file, and the small files of one shard.
         wait_hours: Longest wait for another process that builds the same data set.
     """
 

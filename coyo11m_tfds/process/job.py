@@ -16,6 +16,8 @@ _LAUNCHERS = {
     'SLURM_PROCID': 'SLURM_NTASKS',
     'OMPI_COMM_WORLD_RANK': 'OMPI_COMM_WORLD_SIZE',
 }
+# Their variables with the number of a process among those of its machine.
+_ON_MACHINE = 'LOCAL_RANK', 'SLURM_LOCALID', 'OMPI_COMM_WORLD_LOCAL_RANK'
 
 
 def process_index() -> int:
@@ -54,3 +56,9 @@ def share() -> tuple[int, int]:
         return index, int(count)
     jax = sys.modules.get('jax')
     return index, jax.process_count() if jax and jax.distributed.is_initialized() else 1
+
+
+def index_on_machine() -> int:
+    """Returns the number of this process among those of its job on this machine."""
+    numbers = [os.environ.get(name, '') for name in _ON_MACHINE]
+    return next((int(number) for number in numbers if number.isdecimal()), 0)

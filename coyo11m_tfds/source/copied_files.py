@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from absl import logging
 
 from coyo11m_tfds.process.progress import Progress
-from coyo11m_tfds.storage import remote, source_files
-from coyo11m_tfds.storage.destination import Destination, flat
+from coyo11m_tfds.storage import json_digest, remote, source_files
+from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.file_state import FileState
 from coyo11m_tfds.storage.source_files import SourceFile
 
@@ -42,7 +42,8 @@ class CopiedFiles:
             'crc32c': f'{state.crc32c:08x}',
         }
         data = json.dumps(record, indent=1).encode()
-        self._target.put_bytes(f'{_RECORDS}/{flat(name)}.json', data)  # all are in one folder
+        # All are in one folder, and names may be long.
+        self._target.put_bytes(f'{_RECORDS}/{json_digest.sha256(name)[:32]}.json', data)
 
     def missing(self, files: Mapping[str, SourceFile]) -> dict[str, SourceFile]:
         """Returns the files whose copy is missing, incomplete, or of another version.

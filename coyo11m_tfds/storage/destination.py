@@ -15,9 +15,7 @@ from the file itself or from the storage's own record, never from a cache.
 
 import contextlib
 import errno
-import hashlib
 import os
-import urllib.parse
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self, TypeVar
@@ -32,8 +30,6 @@ T = TypeVar('T')
 _STAGING = '.staging'
 # They only wait for the storage or the disk. The client of gs:// keeps ten connections.
 _THREADS = 10
-# A disk takes names of 255 bytes, and others put something before and behind it.
-_LONGEST_NAME = 200
 
 
 def stays_inside(name: str) -> bool:
@@ -43,15 +39,6 @@ def stays_inside(name: str) -> bool:
     `.`, `..`, a backslash or a NUL, may lead elsewhere.
     """
     return {'', '.', '..'}.isdisjoint(name.split('/')) and '\\' not in name and '\0' not in name
-
-
-def flat(name: str) -> str:
-    """Returns a name without slashes, another for every path; long ones end in a digest."""
-    quoted = urllib.parse.quote(name, safe='')
-    if len(quoted) <= _LONGEST_NAME:
-        return quoted
-    digest = hashlib.sha256(name.encode()).hexdigest()[:32]
-    return f'{quoted[: _LONGEST_NAME - len(digest) - 1]}-{digest}'
 
 
 class Destination:
@@ -120,8 +107,8 @@ class Destination:
         """Copies a file of a source and returns the state of the copy.
 
         The original is checked by its own checksum where it has one, the copy by that of its
-        storage. A download to a disk resumes where an earlier one broke off. Between buckets the
-        storage copies by itself; other remote files pass through the scratch folder.
+        storage. Between buckets the storage copies by itself; other remote files pass through the
+        scratch folder on their way to a bucket.
 
         Args:
             file: File to copy.
@@ -281,16 +268,15 @@ class _Disk(Destination):
         scratch: Scratch | None = None,
         on_bytes: Callable[[int], None] = ignore_bytes,
     ) -> FileState:
-        # The same name each time, so that the next call finds what was downloaded.
-        path = os.path.join(self.staging(''), flat(name))
-        if file.is_remote:
-            remote.fetch(file, path, on_bytes)
-            known = file.crc32c  # by which `fetch` has checked it
-            state = file_state.of_file(path) if known is None else FileState(file.size, known)
-        else:
-            state = file_state.copy(file.path, path, on_bytes)
-            _check_size(file, state)
-        self.put(path, name, state.crc32c)
+        with self._new_file() as path:
+            if file.is_remote:
+                remote.fetch(file, path, on_bytes)
+                known = file.crc32c  # by which `fetch` has checked it
+                state = file_state.of_file(path) if known is None else FileState(file.size, known)
+            else:
+                state = file_state.copy(file.path, path, on_bytes)
+                _check_size(file, state)
+            self.put(path, name, state.crc32c)
         return state
 
     def _read(self, name: str, found: str | None) -> bytes | None:

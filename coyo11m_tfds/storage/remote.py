@@ -1,19 +1,19 @@
 """Reads remote files: a whole one to the local disk, verified, or a few bytes.
 
     file = source_files.describe('gs://bucket/latents-3crop/000000-000009.pt')
-    remote.fetch(file, '/scratch/000000-000009.pt')   # resumes an earlier download
+    remote.fetch(file, '/scratch/000000-000009.pt')
     remote.read_range(file, 0, 4)                     # b'PK\\x03\\x04'
 
 The clients of gs:// and the hub give addresses and credentials. urllib3 reads the bytes, one stream
-a file, because neither library notices a stall in reasonable time, or resumes a file that another
-process began. Ranges of 1.6 MB over TLS cost 28 to 34 us of CPU for each 24.6 KB; with requests 42
-to 50, with http.client, into a new buffer or a reused one, 22 to 30.
+a file, because neither library notices a stall in reasonable time. Ranges of 1.6 MB over TLS cost
+28 to 34 us of CPU for each 24.6 KB; with requests 42 to 50, with http.client, into a new buffer or
+a reused one, 22 to 30.
 """
 
 import base64
 import contextlib
 import hashlib
-import json
+import io
 import os
 import re
 import threading
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import google_crc32c
 
 from coyo11m_tfds.storage import retry, source_files
-from coyo11m_tfds.storage.file_state import ignore_bytes, naming, sync
+from coyo11m_tfds.storage.file_state import ignore_bytes, naming
 from coyo11m_tfds.storage.source_files import SourceFile
 
 if TYPE_CHECKING:
@@ -51,17 +51,15 @@ class Changed(OSError):
 
 
 def fetch(file: SourceFile, target: str, on_bytes: Callable[[int], None] = ignore_bytes) -> None:
-    """Downloads a remote file; `target` appears when it is whole and verified.
+    """Downloads a remote file; it is whole, verified and on the disk when this returns.
 
-    What was received is kept in `target + '.part'`, also when the process is killed, and the next
-    call resumes from there, unless the file has another version by then. If a verified copy is
-    there already, nothing happens. Only one process may download to a target at a time.
+    After a break only the rest is requested. After an error the target may hold a part of the file.
 
     Args:
         file: On gs:// or hf://.
-        target: Local path in an existing folder; a file that differs is replaced.
-        on_bytes: Is told how many bytes were received or found from before; a negative number
-            where bytes turned out wrong. The sum is `file.size`.
+        target: Local path in an existing temporary folder.
+        on_bytes: Is told how many bytes were received; a negative number where bytes turned out
+            wrong. The sum is `file.size`.
 
     Raises:
         FileNotFoundError: The file is gone.
@@ -69,12 +67,10 @@ def fetch(file: SourceFile, target: str, on_bytes: Callable[[int], None] = ignor
         OSError: The storage cannot be reached, the file has changed since it was described, its
             checksum stays wrong, or the disk is full.
     """
-    if _is_copy(file, target):
-        return
-    with _Part(f'{target}.part', file, on_bytes) as part:
-        part.resume()
+    with open(target, 'wb', buffering=0) as stream:
+        part = _Part(file, stream, on_bytes)
         retry.call(lambda: _complete(part), f'downloading {file.path}')
-        part.move_to(target)
+        os.fsync(stream.fileno())
 
 
 def read_range(file: SourceFile, start: int, length: int) -> bytes:
@@ -242,15 +238,6 @@ def _connect(url: str) -> 'urllib3.PoolManager':
 # --- Whole files ------------------------------------------------------------------------------
 
 
-def _is_copy(file: SourceFile, path: str) -> bool:
-    """True if a local file is there, of the right size and, if it is known, checksum."""
-    if not os.path.exists(path) or os.path.getsize(path) != file.size:
-        return False
-    with _Part(path, file, ignore_bytes) as copy:
-        copy.read()
-        return copy.is_whole()
-
-
 def _complete(part: '_Part') -> None:
     """Downloads what is missing and checks the whole."""
     file = part.file
@@ -280,54 +267,26 @@ def _append(part: '_Part') -> None:
 
 
 class _Part:
-    """The beginning of a file on disk, and the version of that file in `.json` beside it.
+    """The beginning of a file in a stream, and its checksum.
 
     Attributes:
         file: The file that it will be.
         size: Bytes that are there.
     """
 
-    def __init__(self, path: str, file: SourceFile, on_bytes: Callable[[int], None]):
-        """Opens or makes the file, which counts as empty before `resume` or `read`."""
-        self.file = file
-        self._path, self._record = path, f'{path}.json'
-        self._on_bytes = on_bytes
-        self._stream = open(path, 'a+b', buffering=0)  # noqa: SIM115  closed by __exit__
-        self._stream.seek(0)
+    def __init__(self, file: SourceFile, stream: io.FileIO, on_bytes: Callable[[int], None]):
+        self.file, self._stream, self._on_bytes = file, stream, on_bytes
         self._begin()
-
-    def __enter__(self) -> '_Part':
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._stream.close()
-
-    def resume(self) -> None:
-        """Reads what an earlier process left, or drops it if it is of another version."""
-        record = {'version': self.file.version}
-        try:
-            with open(self._record, encoding='utf-8') as stream:
-                is_same = json.load(stream) == record
-        except (FileNotFoundError, ValueError):  # or a half-written one
-            is_same = False
-        if not is_same:
-            self._stream.truncate(0)
-            with naming(self._record), open(self._record, 'w', encoding='utf-8') as stream:
-                json.dump(record, stream)
-        self.read()
-
-    def read(self) -> None:
-        """Reads what is there as the beginning of the file."""
-        while block := self._stream.read(_BLOCK):
-            self._count(block)
 
     def append(self, block: bytes) -> None:
         """Writes the next block."""
         rest = memoryview(block)
-        with naming(self._path):
+        with naming(self._stream.name):
             while rest:
                 rest = rest[self._stream.write(rest) :]
-        self._count(block)
+        self._hash.update(block)
+        self.size += len(block)
+        self._on_bytes(len(block))
 
     def restart(self) -> None:
         """Drops everything."""
@@ -345,13 +304,6 @@ class _Part:
         found = self.checksum()
         return self.size == self.file.size and found == (self.file.checksum or found)
 
-    def move_to(self, target: str) -> None:
-        """Makes it the whole file, which survives a loss of power when this returns."""
-        os.fsync(self._stream.fileno())
-        os.replace(self._path, target)
-        os.unlink(self._record)
-        sync(os.path.dirname(target))
-
     def _begin(self) -> None:
         self.size = 0
         self._kind = (self.file.checksum or 'sha256:').partition(':')[0]
@@ -361,8 +313,3 @@ class _Part:
             self._hash = hashlib.new(self._kind.removeprefix('git-'), usedforsecurity=False)
         if self._kind == 'git-sha1':
             self._hash.update(b'blob %d\0' % self.file.size)
-
-    def _count(self, block: bytes) -> None:
-        self._hash.update(block)
-        self.size += len(block)
-        self._on_bytes(len(block))

@@ -7,39 +7,26 @@
     with scratch.hold_all(files) as paths:  # several; room is reserved for all at once
         ...
 
-Threads and processes of one machine share a folder and its bound, not the copies. Each holder has a
-temporary folder, whose lock ends with the process: the next one deletes what a killed process left.
+The threads of a process share the bound, not the copies. Each holder has a temporary folder, whose
+lock ends with the process: the next one deletes what a killed process left.
 """
 
 import concurrent.futures
 import contextlib
-import glob
 import itertools
 import os
-import pathlib
-import stat
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-
-from absl import logging
 
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.storage import locks, remote
 from coyo11m_tfds.storage.file_state import ignore_bytes
-from coyo11m_tfds.storage.locks import FileLock
 from coyo11m_tfds.storage.source_files import SourceFile, is_remote
-
-# In each temporary folder is one folder. Its name is the number of bytes that its holder may take.
-_HELD = 'held-'
-_MUTEX = '.lock'  # held for moments, while room is counted and taken
 
 # Of several files that are held together; small ones mostly wait for the storage.
 _DOWNLOADS_AT_ONCE = 8
 
-_LONGEST_POLL = 0.5  # seconds
-_SECONDS_BETWEEN_MESSAGES = 60.0
+_SECONDS_BETWEEN_LOOKS = 0.5  # of who waits for room, whether it is to stop
 
 
 def choose_folder(program: str, data_dir: str, chosen: str = '') -> str:
@@ -72,24 +59,6 @@ def user_cache(*names: str) -> str:
     return os.path.join(cache, *names)
 
 
-def user_temp(name: str) -> str:
-    """Returns a folder for temporary files that is this user's alone, made if it is not there.
-
-    Raises:
-        PermissionError: Another user has made it, or may write to it.
-    """
-    folder = os.path.join(tempfile.gettempdir(), f'{name}-{os.getuid()}')
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(folder, mode=0o700)
-    found = os.lstat(folder)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(
-            f'{folder}: is a link, or others may use it; expected a folder of mode 0700 that '
-            f'belongs to user {os.getuid()}. Remove it, or set scratch_dir in the config.'
-        )
-    return folder
-
-
 class Scratch:
     """Local copies of remote files in a folder of bounded size."""
 
@@ -98,15 +67,16 @@ class Scratch:
 
         Args:
             folder: Local; other files in it are left alone and do not count.
-            max_bytes: Most that copies, finished or not, may take together.
+            max_bytes: Most that the copies of this object, finished or not, may take together.
 
         Raises:
             ValueError: The folder is a URL.
         """
         _check_local(os.fspath(folder))
-        self._folder = pathlib.Path(folder)
-        self._max_bytes = max_bytes
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder = os.fspath(folder)
+        self._max_bytes = self._free = max_bytes
+        self._changed = threading.Condition()
+        os.makedirs(self._folder, exist_ok=True)
 
     @contextlib.contextmanager
     def hold(
@@ -148,8 +118,10 @@ class Scratch:
                 f'{what} has {size:,} bytes, but {self._folder} may take {self._max_bytes:,}. '
                 'Allow it more.'
             )
-        with contextlib.ExitStack() as stack:
-            room = self._wait_for_room(size, what, stack, on_bytes)
+        with (
+            self._room(size, on_bytes),
+            locks.temporary_folder(self._folder, 'held-') as room,
+        ):
             # Files of different folders may have the same name, and names may be long.
             kinds = [os.path.splitext(file.name)[1] for file in wanted]
             names = [f'{number}{kind}' for number, kind in enumerate(kinds)]
@@ -168,44 +140,19 @@ class Scratch:
                 path = stack.enter_context(self.hold(file, on_bytes=progress.add))
             yield path
 
-    def _wait_for_room(
-        self,
-        size: int,
-        what: str,
-        stack: contextlib.ExitStack,
-        on_bytes: Callable[[int], None],
-    ) -> str:
-        """Makes the folder of a holder; it is deleted when the stack is closed."""
-        pause = 0.01
-        message_at = time.monotonic() + _SECONDS_BETWEEN_MESSAGES
-        while (room := self._take_room(size, stack)) is None:
-            if time.monotonic() >= message_at:
-                message_at += _SECONDS_BETWEEN_MESSAGES
-                logging.info(
-                    'Waiting for %s bytes of %s in %s for %s: others hold files there.',
-                    f'{size:,}',
-                    f'{self._max_bytes:,}',
-                    self._folder,
-                    what,
-                )
-            on_bytes(0)
-            # Polling, because the death of a holder wakes no waiter.
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_POLL)
-        return room
-
-    def _take_room(self, size: int, stack: contextlib.ExitStack) -> str | None:
-        with FileLock(self._folder / _MUTEX), contextlib.ExitStack() as made:
-            # Deletes first what killed holders left.
-            folder = made.enter_context(locks.temporary_folder(self._folder, _HELD))
-            rooms = glob.glob(f'{_HELD}*/*', root_dir=self._folder)
-            taken = sum(int(os.path.basename(room)) for room in rooms)
-            if taken + size > self._max_bytes:
-                return None
-            room = os.path.join(folder, str(size))
-            os.mkdir(room)
-            stack.push(made.pop_all())
-        return room
+    @contextlib.contextmanager
+    def _room(self, size: int, on_bytes: Callable[[int], None]) -> Iterator[None]:
+        with self._changed:
+            while self._free < size:
+                on_bytes(0)
+                self._changed.wait(_SECONDS_BETWEEN_LOOKS)
+            self._free -= size
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += size
+                self._changed.notify_all()
 
 
 def _complete(paths: Mapping[SourceFile, str], on_bytes: Callable[[int], None]) -> None:

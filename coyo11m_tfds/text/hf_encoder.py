@@ -19,6 +19,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
+from coyo11m_tfds.process import job
 from coyo11m_tfds.storage import model_files
 from coyo11m_tfds.text.encoder import Encoder, OnBatch, ignore_batch, one_behind, plan_batches
 from coyo11m_tfds.text.model_tokenizer import ModelTokenizer
@@ -67,7 +68,7 @@ class HfTokenizer(ModelTokenizer):
 
 
 class HfEncoder(HfTokenizer, Encoder):
-    """An encoder or a causal language model of transformers, on the GPU where there is one.
+    """An encoder or a causal language model of transformers, on a GPU where there is one.
 
     Computes in float32 on CPUs and in bfloat16 on GPUs that have it; averages in float32. The
     embedding of a caption does not depend on its batch but for rounding (about 1e-6 of its length
@@ -91,7 +92,9 @@ class HfEncoder(HfTokenizer, Encoder):
             ValueError: There is no such model, it has no weights that are safe to read, some of
                 its weights are missing, it is not a text model, or max_tokens is too small.
         """
-        self._device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+        self._device = torch.device('cpu')
+        if num_gpus := torch.cuda.device_count():
+            self._device = torch.device('cuda', job.index_on_machine() % num_gpus)
         # Not float16: activations of models trained in bfloat16 (Gemma's) overflow in it.
         bfloat16 = self._device.type == 'cuda' and torch.cuda.is_bf16_supported()
         dtype = torch.bfloat16 if bfloat16 else torch.float32

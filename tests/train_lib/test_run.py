@@ -24,7 +24,7 @@ NOISE = (
 )
 
 
-def command(flags, terminal=False, before=(), **variables):
+def command(flags, before=(), **variables):
     """The exit status and all lines of output of `train_lib.main`, maybe started by a command.
 
     In the environment of a machine of which nobody has said anything.
@@ -32,9 +32,6 @@ def command(flags, terminal=False, before=(), **variables):
     said = 'TF_CPP_MIN_LOG_LEVEL', 'TF_ENABLE_ONEDNN_OPTS', 'JAX_PLATFORMS'
     env = {name: x for name, x in os.environ.items() if name not in said} | variables
     line = [*before, sys.executable, '-m', 'train_lib.main', *flags]
-    if terminal:
-        wide = f'stty cols 160 rows 40; {" ".join(line)}'
-        line = ['script', '--quiet', '--return', '--command', wide, '/dev/null']
     done = subprocess.run(
         line, cwd=CHECKOUT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
@@ -78,18 +75,6 @@ def test_a_run_from_the_beginning_to_the_end(mini_dataset, tmp_path):
     assert len(rest) == len(shapes), rest
     for text, shape in zip(rest, shapes, strict=True):
         assert re.fullmatch(shape, text)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != 'linux', reason='`script` has other flags elsewhere')
-def test_a_terminal_shows_a_bar_and_lines_above_it(mini_dataset, tmp_path):
-    changes = {'num_steps': 4, 'log_every': 2, 'eval_every': 0, 'checkpoint_every': 2}
-    code, lines = command(runs.flags(mini_dataset, tmp_path, **changes), terminal=True)
-    assert code == 0, lines
-    output = '\n'.join(lines)
-    assert re.search(r'loss \d\.\d{4}  50%\|.*\| 2/4, \S+ steps/s, \S+ left', output), output
-    assert re.search(r'\d\d:\d\d:\d\d checkpoint at step 2: ', output)
-    assert ' of 4, ' not in output  # no lines for what the bar shows
 
 
 WRONG_FLAGS = {
