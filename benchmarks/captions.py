@@ -1,9 +1,9 @@
-"""Times the joining of captions, of a Parquet file as large as the real one.
+"""Times the join of captions, in a Parquet file as large as the real one.
 
     python -m benchmarks.captions --dir=/tmp/captions    # takes 15 GB there and three minutes
 
-Joins 11.4 million captions of 200 to 600 bytes, under random keys in no order, to the same keys in
-another order; then reads the captions of some shards.
+It joins 11.4 million captions of 200 to 600 bytes, with random unsorted keys, to the same keys in
+another order, and then reads the captions of some shards.
 """
 
 import pathlib
@@ -43,7 +43,7 @@ def _keys(numbers: np.ndarray) -> np.ndarray:
 
 
 def join(*, cache: str, path: str, rows: int, shards: int) -> Figures:
-    """Joins the captions to all keys, in another order than they have in the file."""
+    """Joins the captions to all keys, in another order than that of the file."""
     from coyo11m_tfds.source import captions
 
     shutil.rmtree(f'{cache}/joined', ignore_errors=True)
@@ -54,7 +54,7 @@ def join(*, cache: str, path: str, rows: int, shards: int) -> Figures:
 
 
 def read(*, cache: str, path: str, rows: int, shards: int) -> Figures:
-    """Opens what was joined, and reads the captions of some shards."""
+    """Opens the joined captions, and reads those of some shards."""
     from coyo11m_tfds.source.joined import Joined
 
     firsts = np.random.default_rng(2).integers(0, max(1, rows - _ROWS_OF_SHARD), shards)

@@ -3,10 +3,10 @@
     python -m benchmarks.convert --dir /tmp/bench                # 2 GB, 3 repeats, five minutes
     python -m benchmarks.convert --dir /tmp/bench --gb 8 --only builder2,cp
 
-All read the same `.pt` files memory-mapped and write key, latents and caption of every sample, as
-their documentation advises for speed: latents as raw bytes, nothing compressed, shards of 128 MB.
-A run counts from when all is imported until all is flushed to the disk; the output is then deleted.
-benchmarks/README.md says more, and what came out.
+All writers read the same memory-mapped `.pt` files and write key, latents and caption of every
+sample in the fastest way of their documentation: latents as raw bytes, no compression, shards of
+128 MB. The clock runs from the end of the imports until the output is flushed to the disk; the
+output is then deleted. benchmarks/README.md has details and results.
 """
 
 import importlib
@@ -35,7 +35,7 @@ _COLUMNS = {
 
 
 def begin(flags, folder: pathlib.Path, stack) -> runner.Once:
-    """Makes the source; a run converts it, and deletes what came of the one before."""
+    """Makes the source; each run deletes the output before it and converts the source."""
     made, out = source.make(folder, source.num_samples_of(flags.gb)), folder / 'out'
 
     def once(side: Side) -> Figures:
@@ -58,14 +58,14 @@ def convert(
 
     Args:
         writer: A function of this module.
-        module: That it imports, before the clock starts.
+        module: Module that the writer imports before the clock starts.
         made: Folder of the source.
         out: Existing empty folder.
-        limit: Samples to write at most; not of this builder and `cp`.
-        **options: Of the writer.
+        limit: Largest number of samples to write; this builder and `cp` ignore it.
+        **options: Options of the writer.
 
     Raises:
-        RuntimeError: It has written less than there are latents.
+        RuntimeError: The output is smaller than the latents.
     """
     importlib.import_module(module)
     folder, samples = pathlib.Path(out), min(source.num_samples(made), limit)
@@ -84,7 +84,7 @@ def convert(
 
 
 def builder(made: pathlib.Path, out: pathlib.Path, _: int, **settings: Any) -> None:
-    """This project's, which writes all samples."""
+    """This project's builder, which writes all samples."""
     from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
 
     config = Coyo11mConfig(name='bench', source=str(made), shard_bytes=SHARD_BYTES, **settings)
@@ -92,7 +92,7 @@ def builder(made: pathlib.Path, out: pathlib.Path, _: int, **settings: Any) -> N
 
 
 def parts(made: pathlib.Path, out: pathlib.Path, _: int, **settings: Any) -> None:
-    """Data sets of a file each, with a column `score` of random numbers in [0, 1)."""
+    """Builds a data set from each file, with a column `score` of random numbers in [0, 1)."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -117,7 +117,7 @@ def parts(made: pathlib.Path, out: pathlib.Path, _: int, **settings: Any) -> Non
 
 
 def cp(made: pathlib.Path, out: pathlib.Path, _: int) -> None:
-    """A copy; blocks are not shared, where the file system could."""
+    """A copy without shared blocks (reflinks)."""
     subprocess.run(['cp', '--recursive', '--reflink=never', made, out], check=True)
 
 

@@ -6,9 +6,10 @@
         --only rows_in_place,chunks_in_place,torch,litdata       # a set larger than the memory
 
 The samples are made once and written in every reader's own format. A run reads files in the page
-cache until it is steady, and then for some seconds; another one resumes after 100 batches. With
-`--cold` the files are on the disk alone, and a run reads from its start for so many seconds, or one
-epoch. benchmarks/README.md says how to install the peers, what is measured, and what came out.
+cache until its speed is steady, and then for some seconds; another run resumes after 100 batches.
+With `--cold` the files are only on the disk, and a run is timed from its start for that many
+seconds, or for one epoch. benchmarks/README.md describes the peers, the measurement and the
+results.
 """
 
 import dataclasses
@@ -52,9 +53,9 @@ class Stream:
     """An opened reader.
 
     Attributes:
-        epoch: The batches of the rest of this epoch, at each later call those of the next one; or
-            batches without end.
-        state: To the position after so many batches since it was opened.
+        epoch: Returns the remaining batches of this epoch, at each later call those of the next
+            epoch; or batches without end.
+        state: Returns the state after a number of batches since the opening.
     """
 
     epoch: Callable[[], Iterable[Batch]]
@@ -78,7 +79,7 @@ _COLUMNS = {
 
 
 def begin(flags, folder: pathlib.Path, stack) -> runner.Once:
-    """Makes the source; its copies in other formats are made when they are needed."""
+    """Makes the source; copies in other formats are made at their first use."""
     made = source.make(folder, source.num_samples_of(flags.gb))
     flags.sides = _fitted(flags.sides, made)
     return lambda side: _once(side, made, flags.seconds, flags.cold)
@@ -141,10 +142,10 @@ def _data(side: Side, made: pathlib.Path) -> pathlib.Path | Figures:
 
 
 def read(*, seconds: float, cold: bool, samples: int, **asked: Any) -> Figures:
-    """Reads for so many seconds: if `cold` from its start, an epoch at most, else when steady.
+    """Reads for `seconds`: if `cold` from the start and at most an epoch, otherwise once steady.
 
     Raises:
-        RuntimeError: An epoch has no batch.
+        RuntimeError: An epoch has no batches.
     """
     stream, meter = _open(**asked)
     if cold:
@@ -160,7 +161,7 @@ def read(*, seconds: float, cold: bool, samples: int, **asked: Any) -> Figures:
 
 
 def steady(stream: Stream, seconds: float, meter: runner.Meter) -> Figures:
-    """Reads for so many seconds; neither the warm-up nor the gaps between epochs are among them."""
+    """Reads for `seconds`, without the warm-up and the gaps between epochs."""
     total, first = dict.fromkeys(('batches', 'seconds', 'cpu', 'disk'), 0), 0.0
     warm_batches = _WARM_BATCHES
     while total['seconds'] < seconds:
@@ -179,10 +180,11 @@ def steady(stream: Stream, seconds: float, meter: runner.Meter) -> Figures:
 
 
 def timed(batches: Iterable[Batch], seconds: float, meter: runner.Meter) -> Figures:
-    """Reads until `meter` has counted so many seconds, or to the end.
+    """Reads until `meter` has counted `seconds`, or to the end.
 
     Returns:
-        What `meter` says of the last batch, their number `batches`, and the seconds to the `first`.
+        The figures of `meter` after the last batch, the number of `batches`, and the seconds to the
+        `first`.
     """
     count, first, last = 0, 0.0, 0.0
     for _ in batches:
@@ -194,7 +196,7 @@ def timed(batches: Iterable[Batch], seconds: float, meter: runner.Meter) -> Figu
 
 
 def save(**asked: Any) -> Figures:
-    """Stops in an epoch; tells the state, and the batches that come after it."""
+    """Stops within an epoch; returns the state, and digests of the batches after it."""
     stream, _ = _open(**asked)
     batches = iter(stream.epoch())
     middle = min(_SAVED_AT, asked['samples'] // BATCH_SIZE // 2)
@@ -203,7 +205,7 @@ def save(**asked: Any) -> Figures:
 
 
 def resume(**asked: Any) -> Figures:
-    """Goes on from a state; tells how long the first batch took, and the batches."""
+    """Resumes from a state; returns the time to the first batch, and digests of the batches."""
     stream, meter = _open(**asked)
     batches = iter(stream.epoch())
     first = next(batches)
@@ -236,7 +238,7 @@ def _digests(batches: Iterator[Batch]) -> list[str]:
 
 
 def data_dir(folder: str) -> str:
-    """The folder of the data set that the builder has made in this one; of a URL itself."""
+    """Returns the folder of the data set that the builder made in `folder`, or the URL."""
     return (
         folder
         if '://' in folder
@@ -245,9 +247,9 @@ def data_dir(folder: str) -> str:
 
 
 def ours(folder: str, state: str, engine: str, where: str | None = None, **settings: Any) -> Stream:
-    """`input_pipeline.train_batches`, or with `engine='tf_data'` `train_dataset`.
+    """Opens `input_pipeline.train_batches` or, with `engine='tf_data'`, `train_dataset`.
 
-    With `where` all data sets in the folder are mixed; '' for all records.
+    With `where`, it mixes all data sets in the folder; '' keeps all records.
     """
     import input_pipeline
     from coyo11m_tfds.reading import process_settings
@@ -275,7 +277,7 @@ def ours(folder: str, state: str, engine: str, where: str | None = None, **setti
 
 
 def tfrecord(folder: str, state: str) -> Stream:
-    """Records as they are in the files, in batches: nothing that reads these files is faster."""
+    """Reads serialized records in batches, the fastest way to read these files in TensorFlow."""
     import tensorflow as tf
 
     files = sorted(map(str, pathlib.Path(data_dir(folder)).glob(f'*-{schema.TRAIN}*.tfrecord-*')))
@@ -293,7 +295,7 @@ def tfrecord(folder: str, state: str) -> Stream:
 
 
 def litdata(folder: str, state: str) -> Stream:
-    """litdata `StreamingDataset` and `StreamingDataLoader`."""
+    """Opens litdata's `StreamingDataset` and `StreamingDataLoader`."""
     import litdata
 
     loader = litdata.StreamingDataLoader(
@@ -351,7 +353,7 @@ class _Some:
 
 
 def grain_mixture(folder: str, state: str) -> Stream:
-    """Grain's mixture of four sources, of which lists of indices keep a third."""
+    """Grain's mixture of four sources, a third of which a list of indices keeps."""
     import grain
     from absl import flags
 
@@ -367,7 +369,7 @@ def grain_mixture(folder: str, state: str) -> Stream:
 
 
 def datasets(folder: str, state: str) -> Stream:
-    """HF datasets: whole batches from the mapped Arrow files."""
+    """HF datasets: reads whole batches from mapped Arrow files."""
     import datasets
 
     files = sorted(map(str, pathlib.Path(folder).rglob('*.arrow')))

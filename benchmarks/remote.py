@@ -1,9 +1,9 @@
-"""Reads training batches from a storage server on this machine, near and far.
+"""Reads training batches from a storage server on this machine, with and without latency.
 
     python -m benchmarks.remote --dir /tmp/bench        # 400 MB, three repeats, two minutes
 
-The server and the way to it, through a proxy that adds TLS, are those of the tests. A run reads
-batches with the default settings of training but for a smaller window, and times the second half.
+The server of the tests answers through a proxy that adds TLS. A run reads batches with the default
+settings of training, except for a smaller window, and times the second half.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ FLAGS = {'gb': (0.4, 'size of the source'), 'steps': (180, 'batches of 256 in ea
 
 
 def begin(flags, folder: pathlib.Path, stack) -> runner.Once:
-    """Builds data sets and starts the server that has them."""
+    """Builds data sets and starts the server for them."""
     from tests.fakes.cloud import fake_gcs, through_proxy
 
     server = stack.enter_context(fake_gcs(pathlib.Path(tempfile.mkdtemp(dir=folder))))
@@ -39,7 +39,7 @@ def begin(flags, folder: pathlib.Path, stack) -> runner.Once:
 
 
 def read(*, data: str, steps: int, latency: float) -> Figures:
-    """Reads so many batches and times the second half; `latency` is the server's business."""
+    """Reads batches and times the second half; the server adds `latency`."""
     batches = iter(input.ours(data, '', engine='chunks', window=256).epoch())
     before = sum(1 for _ in itertools.islice(batches, steps // 2))
     meter = runner.Meter()

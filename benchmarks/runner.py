@@ -9,9 +9,9 @@
 
     sys.exit(runner.main(__doc__, SIDES, {'s': runner.median('seconds', '.1f')}, FLAGS, begin))
 
-A side is a function that takes the settings of a run (JSON) and returns its figures (JSON). One
-that lacks a package is left out, one that fails is named below the table; the others are measured
-all the same. Linux only: /proc says what processes take.
+A side is a function that takes the settings of a run (JSON) and returns its figures (JSON). A side
+that lacks a package is left out, and a side that fails is named below the table. This runs only on
+Linux, because /proc tells the memory and time of processes.
 """
 
 import argparse
@@ -52,11 +52,11 @@ class Side:
     """One side of a comparison.
 
     Attributes:
-        title: For the table.
-        function: Of a module of `benchmarks`; called with the settings in a fresh process.
-        settings: Of this side, besides those of the run.
-        ours: It is this project's, and `--before` measures it twice.
-        before: Folder that the project is imported from; '' for this checkout.
+        title: Name in the table.
+        function: Function of a module of `benchmarks`, called with the settings in a fresh process.
+        settings: Settings of this side, in addition to those of the run.
+        ours: Whether it is this project's side, which `--before` measures twice.
+        before: Folder from which the project is imported; '' for this checkout.
     """
 
     title: str
@@ -74,17 +74,17 @@ def main(
     begin: Callable[[argparse.Namespace, pathlib.Path, contextlib.ExitStack], Once],
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """Measures what the command line asks for, prints the table, and returns the exit status.
+    """Runs the sides of the command line, prints the table, and returns the exit status.
 
     Args:
-        doc: Of the program.
-        sides: By their names for the command line.
-        columns: Of the table, by heading.
+        doc: Docstring of the program.
+        sides: Sides by their names on the command line.
+        columns: Columns of the table, by heading.
         flags: Default and help of each flag of this benchmark.
-        begin: Gets all flags, a folder for data, which is removed at the end without `--keep`, and
-            a stack of what is to end with the benchmark. It may change `flags.sides`, those chosen,
-            and returns what runs one of them.
-        arguments: Of the command line; those of the process by default.
+        begin: Prepares the runs and returns a function that runs a side. It gets all flags, a
+            folder for data (removed at the end without `--keep`), and an `ExitStack` that ends with
+            the benchmark. It may change `flags.sides`, the chosen sides.
+        arguments: Arguments of the command line; by default those of the process.
     """
     chosen = _parse(doc, sides, flags, arguments)
     folder = chosen.dir.absolute() / 'coyo11m-benchmark'
@@ -127,9 +127,9 @@ def _parse(doc, sides, flags, arguments) -> argparse.Namespace:
 
 
 def compare(sides: Mapping[str, Side], repeats: int, once: Once) -> dict[str, list[Figures]]:
-    """Calls `once` for every side, `repeats` times in turns; for one that has failed not again.
+    """Calls `once` for every side in turns, `repeats` times; skips sides that have failed.
 
-    Each repeat begins with another side, so that none always follows the same one.
+    Each repeat begins with another side.
     """
     runs: dict[str, list[Figures]] = {name: [] for name in sides}
     for repeat in range(repeats):
@@ -145,10 +145,10 @@ def run(side: Side, env: Mapping[str, str] | None = None, **settings: Any) -> Fi
     """Runs a side in a fresh process.
 
     Returns:
-        Its figures, with `peak`, the most bytes of memory that all its processes had together (a
-        page that n of them share counts an n-th for each, pages of mapped files not at all), and
-        `others`, the share of all cores' time that other programs took. A side that could not run
-        has `missing` or `failed` instead of figures: why.
+        Its figures, with `peak`, the largest memory in bytes of all its processes together (a page
+        that n of them share counts 1/n for each, pages of mapped files do not count), and `others`,
+        the share of all cores' time that other programs used. Instead of figures, a side that could
+        not run has the reason in `missing` or `failed`.
     """
     module = sys.modules[side.function.__module__].__spec__.name  # not __main__
     environment = {**os.environ, **(env or {})}
@@ -208,22 +208,22 @@ def _measure(command: Sequence[str], environment: Mapping[str, str]) -> tuple[Fi
 
 
 class Meter:
-    """What this process and all that it starts take from now on."""
+    """Measures time and resources of this process and its children since its creation."""
 
     def __init__(self):
         self._start = self._now()
 
     def seconds(self) -> float:
-        """How long it is ago."""
+        """Seconds since the creation."""
         return time.monotonic() - self._start[0]
 
     def read(self) -> Figures:
-        """`seconds`, `cpu` seconds, and bytes read from the `disk`."""
+        """Returns `seconds`, `cpu` seconds, and bytes read from the `disk`."""
         names = 'seconds', 'cpu', 'disk'
         return {n: now - was for n, now, was in zip(names, self._now(), self._start, strict=True)}
 
     def rate(self, samples: int) -> Figures:
-        """`seconds`, `rate` and `cpu_per_sample` of so many samples since then."""
+        """Returns `seconds`, `rate` and `cpu_per_sample` for a number of samples."""
         found = self.read()
         rate, cpu = samples / found['seconds'], found['cpu'] / samples
         return {'seconds': found['seconds'], 'rate': rate, 'cpu_per_sample': cpu}
@@ -272,7 +272,7 @@ def _lines(name: str) -> list[str]:
 
 
 def prepare_cache(folders: Iterable[pathlib.Path], cold: bool) -> None:
-    """Has the next reader find files in the page cache, or if `cold` on the disk alone."""
+    """Puts files into the page cache or, if `cold`, drops them from it."""
     for path in (path for folder in folders for path in folder.rglob('*') if path.is_file()):
         with open(path, 'rb', buffering=0) as file:
             if cold:
@@ -288,7 +288,7 @@ def prepare_cache(folders: Iterable[pathlib.Path], cold: bool) -> None:
 def column(
     name: str, spec: str = ',.0f', scale: float = 1, of: Callable = statistics.median
 ) -> Column:
-    """The median of a figure, times `scale`, or another one `of` all; empty where no run has it."""
+    """Makes a column: the median (or another function `of` the runs) of a figure times `scale`."""
 
     def words(runs: list[Figures]) -> str:
         values = [scale * run[name] for run in runs if run.get(name) is not None]
@@ -298,7 +298,7 @@ def column(
 
 
 def all_runs(name: str, spec: str = ',.0f', scale: float = 1) -> Column:
-    """The least and the largest of a figure, times `scale`."""
+    """Makes a column: the smallest and the largest of a figure, times `scale`."""
     least, largest = (column(name, spec, scale, of) for of in (min, max))
     return lambda runs: f'{least(runs)} to {largest(runs)}'
 
@@ -313,7 +313,7 @@ RATE = {
 def show(
     sides: Mapping[str, Side], columns: Mapping[str, Column], runs: Mapping[str, list[Figures]]
 ) -> int:
-    """Prints the table, and below it what could not be measured; returns the exit status."""
+    """Prints the table, and below it the sides without figures; returns the exit status."""
     of_all = {
         'peak MB': column('peak', scale=1e-6, of=max),
         'others': column('others', '.0%', of=max),
@@ -336,13 +336,13 @@ def _reason(runs: Sequence[Figures]) -> str:
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Rows as Markdown; the first column holds names, the others figures."""
+    """Formats rows as Markdown; the first column holds names, the others figures."""
     lines = [columns, ['---', *['---:'] * (len(columns) - 1)], *rows]
     return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
 
 
 def describe_machine() -> str:
-    """A line on the machine and the versions of what is installed of the packages compared."""
+    """Returns a line about the machine and the versions of the compared packages."""
     cpu = next((x.partition(': ')[2] for x in _lines('cpuinfo') if x.startswith('model name')), '')
     memory = int(_lines('meminfo')[0].split()[1]) / 2**20
     installed = {x.name: x.version for x in importlib.metadata.distributions()}

@@ -3,11 +3,11 @@
     python -m benchmarks.shuffle_quality                       # 7.6 million records, ten seconds
     python -m benchmarks.shuffle_quality --records 1000000 --chunk 128 --window 4096
 
-Two questions are asked of one epoch. How many pairs of records of a global batch come from the same
-chunk? And how far apart in the order are two records that were neighbours in the source? For a
-perfect shuffle, one drawn from all permutations of the records with equal probability, formulas
-give the answers. With N records, B in a batch, b = B / L of them from each of L lanes, chunks of C
-and windows of W records:
+It answers two questions about one epoch. How many pairs of records of a global batch come from the
+same chunk? And how far apart in the order are two records that were neighbours in the source? For a
+perfect shuffle, drawn from all permutations with equal probability, formulas give the answers. With
+N records, B in a batch, b = B / L of them from each of L lanes, chunks of C and windows of W
+records:
 
     pairs, as planned       L b (b - 1) / 2 (C - 1) / (W - 1), about: some chunks are not full
     pairs, perfect          B (B - 1) / 2 (C - 1) / (N - 1)
@@ -43,11 +43,11 @@ _COLUMNS = (
 
 
 class Quality(NamedTuple):
-    """How well an order shuffles.
+    """Measures of how well an order shuffles.
 
     Attributes:
-        pairs: Of records of one global batch that come from the same chunk, on average.
-        chunks: That have records in one global batch, on average.
+        pairs: Mean number of pairs of records of one global batch that come from the same chunk.
+        chunks: Mean number of chunks with records in one global batch.
         same_batch: Share of neighbours of the source that are in the same batch.
         within: Share of neighbours of the source that are at most 10,000 records apart.
         median: Distance of neighbours of the source in the order, in records.
@@ -80,15 +80,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def shard_lengths(num_records: int) -> np.ndarray:
-    """Records in each shard of a data set of the usual size of shards; int64 `(num_shards,)`."""
+    """Returns the number of records in each shard of a usual data set; int64 `(num_shards,)`."""
     num_shards = -(-num_records * _RECORD_BYTES // _SHARD_BYTES)
     return np.diff(num_records * np.arange(num_shards + 1) // num_shards)
 
 
 def variants(order: Order, batch_size: int) -> Iterator[Order]:
-    """An order, then others: chunks, windows, more lanes with windows that take the same memory.
+    """Yields an order and its variants: other chunks, windows, and lanes with equal memory.
 
-    Those that do not fit the batch or the records are left out.
+    It leaves out variants that do not fit the batch or the records.
     """
     settings, seen = order.settings, set()
     changes = [{}, *({'chunk': chunk} for chunk in (32, 64, 128, 256))]
@@ -112,10 +112,10 @@ def _settings(order: Order) -> tuple[int, int, int]:
 
 
 def measure(order: Order, batch_size: int, epoch: int = 0) -> Quality:
-    """Counts in the batches that begin with an epoch and are whole within it.
+    """Measures an order over the whole batches of an epoch.
 
     Raises:
-        ValueError: There is none.
+        ValueError: The epoch has no whole batch.
     """
     lanes, size = order.settings.lanes, order.settings.chunk
     part, begin = batch_size // lanes, epoch * order.lane_length
@@ -142,7 +142,7 @@ def measure(order: Order, batch_size: int, epoch: int = 0) -> Quality:
 
 
 def perfect(order: Order, batch: int) -> Quality:
-    """Expectations for a perfect shuffle of the same records, for batches of a size."""
+    """Returns the expectations for a perfect shuffle of the same records, in batches of `batch`."""
     total, drawn, far = order.num_records, np.arange(batch), min(_FAR, order.num_records - 1)
     full, last = np.divmod(order.shard_lengths, order.settings.chunk)
     sizes = np.concatenate([np.full(full.sum(), order.settings.chunk), last])

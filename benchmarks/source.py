@@ -1,10 +1,10 @@
-"""A made-up source of any size, in the layout of the real one; it takes little memory to make.
+"""Makes a synthetic source of any size in the layout of the real one, with little memory.
 
     made = source.make(folder, num_samples=81_380)
 
-Latents are normal noise of the real ones' mean and spread, captions are 200 to 600 bytes of words.
-Every key has a caption, and the rows of the Parquet file are in another order than the latents. The
-same arguments give the same numbers.
+Latents are normal noise with the mean and deviation of real ones; captions are 200 to 600 bytes of
+words. Every key has a caption, and the rows of the Parquet file are in another order than the
+latents. The same arguments give the same numbers.
 """
 
 import os
@@ -28,12 +28,12 @@ _CAPTION_BYTES = 200, 600
 
 
 def num_samples_of(gigabytes: float) -> int:
-    """Samples whose latents are so many GB."""
+    """Returns the number of samples with that many GB of latents."""
     return round(gigabytes * 1e9 / SAMPLE_BYTES)
 
 
 def make(folder: pathlib.Path, num_samples: int, seed: int = 0) -> pathlib.Path:
-    """Makes a source of so many samples in a folder, unless it is there; returns its folder."""
+    """Makes a source of `num_samples` in a folder, unless it exists; returns its folder."""
     made = folder / f'source-{num_samples}-{seed}'
     if made.exists():
         return made
@@ -52,19 +52,19 @@ def make(folder: pathlib.Path, num_samples: int, seed: int = 0) -> pathlib.Path:
 
 
 def num_samples(made: str | os.PathLike[str]) -> int:
-    """Of all files of a source."""
+    """Returns the number of samples of a source."""
     return int(pathlib.Path(made).name.split('-')[1])
 
 
 def pt_files(made: str | os.PathLike[str]) -> list[pathlib.Path]:
-    """The files of latents."""
+    """Returns the files of latents."""
     return sorted(pathlib.Path(made, schema.LATENTS_FOLDER).iterdir())
 
 
 def samples(made: pathlib.Path, limit: int) -> Iterator[tuple[int, np.ndarray, str]]:
-    """Yields key, latents float16 `(3, 4, 32, 32)` (in mapped memory) and caption of some samples.
+    """Yields key, latents (mapped float16 `(3, 4, 32, 32)`) and caption of some samples.
 
-    Captions are looked up in a dict, which is fine for a few of them.
+    Captions are in a dict, which is only suitable for small sources.
     """
     import torch
 
@@ -98,7 +98,7 @@ def _write_latents(path: pathlib.Path, keys: np.ndarray, seed: int) -> None:
 
 
 def write_captions(path: pathlib.Path, keys: np.ndarray, random: np.random.Generator) -> None:
-    """Writes a Parquet file of captions, each cut out of 2 MB of made-up words."""
+    """Writes a Parquet file of captions, each a part of 2 MB of random words."""
     words = [bytes(random.integers(97, 123, n, np.uint8)) for n in random.integers(2, 11, 20_000)]
     text = b' '.join(words[i] for i in random.integers(0, len(words), 300_000)).decode()
     names = schema.PARQUET_KEY, 'url', schema.DEFAULT_CAPTION_COLUMN

@@ -3,9 +3,9 @@
     python -m benchmarks.step --dir /tmp/step --models=S/2,B/2,L/2,XL/2 --batch_size=256
     python -m benchmarks.step --dir /tmp/step --models=XL/2 --only=jax:cudnn:dots,torch:full
 
-`jax` is `train_lib`'s own step of the default configuration, `torch` that of `torch_dit`. Samples
-are made up and lie on the device; one device is used, in bfloat16. Neither TensorFlow nor data are
-needed. benchmarks/README.md says what the options are and what is measured.
+`jax` is the step of `train_lib` with the default configuration, `torch` that of `torch_dit`. Both
+compute random samples on one device, in bfloat16. Neither TensorFlow nor data are needed.
+benchmarks/README.md describes the options and the measurement.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ _COLUMNS = {
 
 
 def begin(flags, folder: pathlib.Path, stack) -> runner.Once:
-    """Has every side run with each model."""
+    """Makes every side run with each model."""
     sides, flags.sides = flags.sides, {}
     for model, side in itertools.product(flags.models.split(','), sides.values()):
         title = f'{model}, {side.title}'
@@ -55,7 +55,7 @@ def begin(flags, folder: pathlib.Path, stack) -> runner.Once:
 def measure_jax(
     *, model: str, batch_size: int, steps: int, warmup: int, cache: str, **fields: str
 ) -> Figures:
-    """The step of `train_lib` with the default configuration and these fields of its model."""
+    """Times the step of `train_lib`'s default configuration with these fields of its model."""
     # All of the device's memory but what the driver needs: nothing else uses it in this turn.
     os.environ.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', '0.95')
     import jax
@@ -92,7 +92,7 @@ def measure_torch(
     *, model: str, batch_size: int, steps: int, warmup: int, cache: str,
     mode: str = 'default', **fields: str,
 ) -> Figures:  # fmt: skip
-    """The step of `torch_dit` with these fields of `DiT`; `mode` is that of `torch.compile`."""
+    """Times the step of `torch_dit` with these fields of `DiT` and a mode of `torch.compile`."""
     os.environ.setdefault('TORCHINDUCTOR_CACHE_DIR', os.path.join(cache, 'torch'))
     import torch
 

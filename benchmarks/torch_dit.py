@@ -1,13 +1,13 @@
-"""The model and the training step of `train_lib`, written a second time in PyTorch.
+"""The model and the training step of `train_lib`, reimplemented in PyTorch.
 
     model = make('S/2').to('cuda')
     loss = Trainer(model, stats).step(batch, noise, t)
 
-`benchmarks.step` measures it beside the one in JAX. It is written as one would in PyTorch, to be
-fast: scaled dot product attention, `torch.compile`, fused AdamW, lists of tensors updated at once.
-Same weights and noise give the outputs, gradients and new weights of `train_lib`
-(tests/benchmarks/test_step.py). Weights are float32; products, residuals and norms have the type of
-`DiT.dtype`. JAX is not imported here.
+`benchmarks.step` measures it beside the step in JAX. It uses the fast idioms of PyTorch: scaled dot
+product attention, `torch.compile`, fused AdamW, updates of lists of tensors. Equal weights and
+noise give the outputs, gradients and new weights of `train_lib` (tests/benchmarks/test_step.py).
+Weights are float32; products, residuals and norms have the type `DiT.dtype`. This module does not
+import JAX.
 """
 
 import math
@@ -31,7 +31,7 @@ _EPSILON = 1e-6  # of the norms, as in Flax
 
 
 class Linear(nn.Linear):
-    """Computes in the type of its input; weights stay float32."""
+    """A linear layer that computes in the type of its input; its weights stay float32."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
@@ -51,7 +51,7 @@ class HeadNorm(nn.RMSNorm):
 
 
 class Conditioning(nn.Module):
-    """Adds up what the time and the text embedding say: `(b, width)`."""
+    """Embeds the time and the text and adds both, `(b, width)`."""
 
     def __init__(self, width: int, text_dim: int):
         super().__init__()
@@ -104,8 +104,8 @@ class Block(nn.Module):
 class DiT(nn.Module):
     """Predicts the velocity of rectified flow for latents of `side * side` positions.
 
-    With `remat='full'` each block is computed again in the backward pass; 'none' leaves to
-    `torch.compile` what to keep.
+    With `remat='full'` the backward pass computes each block again; with 'none' `torch.compile`
+    decides what to keep.
     """
 
     def __init__(
@@ -123,9 +123,9 @@ class DiT(nn.Module):
         self.register_buffer('positions', positions, persistent=False)
 
     def forward(self, x: Tensor, t: Tensor, text: Tensor, drop_text: Tensor) -> Tensor:
-        """Noisy latents `(b, H, W, C)`, times `(b,)` and texts `(b, D)` to float32 `(b, H, W, C)`.
+        """Maps noisy latents `(b, H, W, C)`, times `(b,)`, texts `(b, D)` to float32 velocities.
 
-        Texts are ignored where `drop_text`, bool `(b,)`, says so.
+        Texts with a True in `drop_text`, bool `(b,)`, are ignored.
         """
         p, n = self.patch_size, x.shape[1] // self.patch_size
         x = x.unflatten(2, (n, p)).unflatten(1, (n, p)).transpose(2, 3).flatten(3).flatten(1, 2)
@@ -147,7 +147,7 @@ class DiT(nn.Module):
         )
 
     def flops(self) -> int:
-        """Of the matrix products of one sample, forward alone, counted on the layers themselves."""
+        """Returns the forward FLOPs of one sample's matrix products, counted on the layers."""
         tokens, width = self.positions.shape
         products = sum(
             layer.weight.numel()
@@ -159,10 +159,10 @@ class DiT(nn.Module):
 
 
 def make(name: str, **fields: Any) -> DiT:
-    """Makes a model by its name, `SIZE/PATCH` such as `S/2`; fields as of `DiT`.
+    """Makes a model by its name, `SIZE/PATCH` such as `S/2`; for fields see `DiT`.
 
     Raises:
-        ValueError: There is no such model.
+        ValueError: The name is unknown.
     """
     size, _, patch = name.partition('/')
     if size not in SIZES or not patch.isdigit():
@@ -171,12 +171,12 @@ def make(name: str, **fields: Any) -> DiT:
 
 
 class Trainer:
-    """A model being trained as `train_lib.step` does it, which skips what is not finite besides.
+    """Trains a model like `train_lib.step`, but does not skip steps that are not finite.
 
     Args:
-        model: Whose weights are changed, on the device where it is trained.
+        model: The model, on the device of the training.
         stats: `latent_mean`, `latent_std` `(4,)`, `text_mean`, `text_std` `(D,)` of the data.
-        mode: Of `torch.compile`, which is used on GPUs alone.
+        mode: Mode of `torch.compile`, which is used only on GPUs.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class Trainer:
         self._loss = torch.compile(loss, mode=mode) if self._params[0].is_cuda else loss
 
     def step(self, batch: Mapping[str, Tensor], noise: Tensor, t: Tensor) -> Tensor:
-        """One step; arguments and result as of `flow_loss`."""
+        """Takes a step; for arguments and result see `flow_loss`."""
         loss = self._loss(batch, noise, t)
         self._optimizer.zero_grad()
         loss.backward()
@@ -217,7 +217,7 @@ class Trainer:
 def flow_loss(
     model: DiT, stats: Mapping[str, Tensor], batch: Mapping[str, Tensor], noise: Tensor, t: Tensor
 ) -> Tensor:
-    """The mean squared error of the velocity, for noise `(b, H, W, 4)` and times `(b,)`.
+    """Returns the mean squared error of the velocity, given noise `(b, H, W, 4)` and times `(b,)`.
 
     A batch has raw `latents` `(b, 4, H, W)` and `text_embedding` `(b, D)`, and `drop_text` `(b,)`.
     """

@@ -10,7 +10,7 @@ import ml_collections
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """All fields; a locked `ConfigDict`."""
+    """Returns all fields as a locked `ConfigDict`."""
     config = ml_collections.ConfigDict()
 
     config.seed = 0  # seed of weights, noise, times and the order of the data

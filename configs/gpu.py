@@ -10,7 +10,7 @@ from configs import default
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """Fields that differ from the default."""
+    """Returns the default with other values of some fields."""
     config = default.get_config()
     config.model.name = 'B/2'
     # The whole batch on one device takes 15 GB with 'full' and 134 GB with 'none', besides 2 GB of

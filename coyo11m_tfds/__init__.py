@@ -5,10 +5,10 @@
     import tensorflow_datasets as tfds
     ds = tfds.load('coyo11m_tfds', data_dir='OUT', split='train')
 
-Importing this package is cheap: TensorFlow, TFDS, pyarrow and torch are imported by the modules
-that use them, so that `coyo11m_tfds.schema` serves programs that have none of these. Import
-`coyo11m_tfds.coyo11m_tfds_dataset_builder` to register the builder's code.
-In the `tfds` command importing the package is enough, so that this works from everywhere:
+An import of this package is cheap: only the modules that use TensorFlow, TFDS, pyarrow or torch
+import them, so programs without these can import `coyo11m_tfds.schema`. Import
+`coyo11m_tfds.coyo11m_tfds_dataset_builder` to register the builder. In the `tfds` command, an
+import of the package suffices, so this works in any folder:
 
     tfds build coyo11m_tfds -i coyo11m_tfds --manual_dir=SOURCE --data_dir=OUT
 """

@@ -1,4 +1,4 @@
-"""Builds the data set, like `tfds build coyo11m_tfds`, from any folder.
+"""Builds the data set like `tfds build coyo11m_tfds`, in any working directory.
 
     python -m coyo11m_tfds.build --manual_dir=SOURCE --data_dir=OUT
     python -m coyo11m_tfds.build --manual_dir=SOURCE --data_dir=OUT \\
@@ -6,10 +6,10 @@
     python -m coyo11m_tfds.build --manual_dir=SOURCE --data_dir=OUT \\
         --encoder=hash
 
-The last embeds the captions before the build, as coyo11m_tfds.embed_captions does: into
-OUT/text-NAME, with the name of the config, or else of the encoder. SOURCE is a folder of latents
-with captions or labels (docs/sources.md). SOURCE and OUT may be local or on gs://, SOURCE also on
-hf://. coyo11m_tfds/README.md describes the fields of --config.
+The last command embeds the captions before the build, as coyo11m_tfds.embed_captions does, into
+OUT/text-NAME. NAME is the name of the config or, without a config, of the encoder. SOURCE is a
+folder of latents with captions or labels (docs/sources.md). SOURCE and OUT may be local or on
+gs://, SOURCE also on hf://. coyo11m_tfds/README.md describes the fields of --config.
 """
 
 import argparse
@@ -47,7 +47,7 @@ _OUTLOOK = 'what is finished is kept, the same command resumes the build'
 
 
 def main() -> None:
-    """Checks what is installed, prepares the process, and runs TFDS' command."""
+    """Checks the installation, prepares the process, and runs TFDS' command."""
     parser = command_line.Parser('coyo11m_tfds.build', __doc__)
     parser.add_argument('--manual_dir', help='folder of the source')
     parser.add_argument('--data_dir', help='folder of data sets (~/tensorflow_datasets)')
@@ -100,10 +100,10 @@ def _embed(flags: argparse.Namespace) -> str:
 
 
 def prepare() -> None:
-    """Prepares a process for the `tfds` command: it ends in one line, and logs less.
+    """Prepares a process for the `tfds` command: one-line errors, and fewer log lines.
 
-    TFDS imports the package of a data set and catches nothing, so this hooks into the process. The
-    package calls this in the `tfds` command alone: in a script of yours nothing changes.
+    TFDS imports the package of a data set and catches no errors, so this hooks into the process.
+    The package calls this only in the `tfds` command, so your own scripts do not change.
     """
     import tensorflow_datasets as tfds
 

@@ -8,7 +8,7 @@
     config = Coyo11mConfig(name='hash', source='SOURCE', text_embeddings='hash.parquet')
     Builder(data_dir='OUT', config=config).download_and_prepare()
 
-Reading a built data set needs neither this module nor torch: `tfds.builder_from_directory`.
+`tfds.builder_from_directory` reads a built data set without this module and without torch.
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ _to_be_replaced: set[str] = set()
 
 @dataclasses.dataclass(eq=False)
 class Coyo11mConfig(BuildSettings, tfds.core.BuilderConfig):
-    """`BuildSettings` and the name of the config, which is also that of its folder."""
+    """`BuildSettings` and the name of the config, which is also the name of its folder."""
 
     name: str = ''
 
@@ -100,7 +100,7 @@ class Builder(dataset_builder.FileReaderBuilder):
 
     @property
     def data_path(self) -> epath.Path:
-        """Folder of the data set. Removing it makes the next build replace it."""
+        """Folder of the data set. Its removal makes the next build replace the data set."""
         path = _DataPath(super().data_path)
         path.is_of_data_set = True
         return path
@@ -134,16 +134,16 @@ class Builder(dataset_builder.FileReaderBuilder):
         file_format: str | tfds.core.FileFormat | None = None,
         **options,
     ) -> None:
-        """Builds the data set, unless it is there; see `tfds.core.DatasetBuilder`.
+        """Builds the data set if it does not exist; see `tfds.core.DatasetBuilder`.
 
-        A later call resumes an interrupted build, and a data set that is to be overwritten stays
-        until the new one is complete. An existing data set must have been built with the same
-        settings; whether its source has changed since is not checked.
+        A later call resumes an interrupted build. With `overwrite`, the old data set stays until
+        the new one is complete. An existing data set must have the same settings; this does not
+        check whether its source has changed.
 
         Raises:
             ValueError: The source, the config or an option is bad, or the existing data set was
                 built with other settings.
-            OSError: A file cannot be read or written; what is finished is kept.
+            OSError: A file cannot be read or written; finished shards are kept.
             RuntimeError: The first process of the job failed.
         """
         config = download_config or tfds.download.DownloadConfig()
@@ -310,8 +310,8 @@ def make_features(
     Args:
         latent_dtype: One of `schema.LATENT_DTYPES`.
         latents_shape: `(crops, C, H, W)`.
-        text_dim: Numbers of a text embedding, or tokens of a text; None for records without either.
-        latents: 'in_place' for records without `latents`.
+        text_dim: Width of the text embeddings, or number of tokens; None without text.
+        latents: 'in_place' for records without `latents`, otherwise 'records'.
         text: One of `schema.TEXT_DTYPES`.
     """
     features = {

@@ -8,9 +8,9 @@ crops of each picture go to `DIR/latents-3crop/*.pt` as raw latents, and the cap
 in the real source, the Parquet rows are in another order than the latents, a few keys have no row,
 and a few captions are empty or null.
 
-The program never makes one in five of the combinations (colour, shape, background). So a trained
-model can draw captions that are new to it: `held_out_prompts` returns such captions,
-`drawn_colours` says which colours a picture shows, and `outlines` returns the outlines of shapes.
+The program leaves out one in five of the combinations (colour, shape, background), so a trained
+model can draw captions that are new to it. `held_out_prompts` returns such captions,
+`drawn_colours` names the colours of a picture, and `outlines` returns the outlines of shapes.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ class Scene:
 
 
 def split_scenes() -> tuple[list[Scene], list[Scene]]:
-    """The combinations that are made and those that are held out, in a fixed order."""
+    """Returns the combinations that are made and those that are held out, in a fixed order."""
     combinations = itertools.product(COLOURS, SHAPES, COLOURS)
     scenes = [Scene(*each) for each in combinations if each[0] != each[2]]
     order = np.random.Generator(np.random.Philox(key=11)).permutation(len(scenes))
@@ -79,7 +79,7 @@ def split_scenes() -> tuple[list[Scene], list[Scene]]:
 
 
 def held_out_prompts(count: int, seed: int = 0) -> list[tuple[str, Scene]]:
-    """Captions of combinations that no sample shows, with what they ask for."""
+    """Returns captions of combinations that no sample shows, with their scenes."""
     _, held_out = split_scenes()
     rng = np.random.Generator(np.random.Philox(key=seed))
     scenes = [held_out[i % len(held_out)] for i in rng.permutation(max(count, len(held_out)))]
@@ -89,17 +89,17 @@ def held_out_prompts(count: int, seed: int = 0) -> list[tuple[str, Scene]]:
 
 
 def drawn_colours(picture: np.ndarray) -> tuple[str | None, str]:
-    """Tells the colours of the shape and of the background in a picture.
+    """Names the colours of the shape and of the background in a picture.
 
-    Every pixel is named by the nearest of `COLOURS`. The background is the commonest name along
-    the border; the shape is the commonest other name, if it covers at least a twentieth of the
-    picture (the smallest shape that is ever drawn covers more).
+    Every pixel takes the nearest of `COLOURS`. The background is the commonest colour along the
+    border. The shape is the commonest other colour, if it covers at least a twentieth of the
+    picture (every shape in the data covers more).
 
     Args:
         picture: uint8 `(H, W, 3)`.
 
     Returns:
-        `(shape colour, background colour)`; the first is None where nothing stands out.
+        `(shape colour, background colour)`; the first is None without a visible shape.
     """
     palette = np.array(list(COLOURS.values()), np.float32)
     distance = np.linalg.norm(picture[:, :, None].astype(np.float32) - palette, axis=-1)
@@ -114,16 +114,16 @@ def drawn_colours(picture: np.ndarray) -> tuple[str | None, str]:
 
 
 def outlines(shape: str, x: np.ndarray, y: np.ndarray, radius: np.ndarray) -> np.ndarray:
-    """Which pixels of a crop a shape covers.
+    """Returns how much of each pixel of a crop a shape covers.
 
     Args:
         shape: One of `SHAPES`.
-        x: Centres, pixels from the left of the crop, float32 `(n,)`.
-        y: Centres, pixels from the top.
-        radius: Radius of the shapes, pixels.
+        x: Centres in pixels from the left of the crop, float32 `(n,)`.
+        y: Centres in pixels from the top, float32 `(n,)`.
+        radius: Radius of the shape in pixels.
 
     Returns:
-        float32 `(n, 32, 32)`: the share of every pixel that lies inside.
+        float32 `(n, 32, 32)`: the share of every pixel that lies inside the shape.
     """
     size = schema.LATENT_SHAPE[-1]
     return _coverage([shape] * len(x), np.stack([x, y, radius], axis=1))[:, :, :size]
@@ -141,15 +141,15 @@ def make_sample(
     The same arguments give the same latents, keys and captions.
 
     Args:
-        out_dir: Folder to write; made when missing.
-        num_samples: Samples in all, at least 4 a file.
-        num_files: `.pt` files.
+        out_dir: Folder to write; made if it does not exist.
+        num_samples: Number of all samples, at least 4 for each file.
+        num_files: Number of `.pt` files.
         dtype: Dtype of the latents, one of `schema.LATENT_DTYPES`.
         seed: Seed of all random choices.
 
     Raises:
-        ValueError: A value out of range, or an `out_dir` that is a URL or empty text, or already
-            holds latents.
+        ValueError: A value is out of range; or `out_dir` is a URL, is empty, or already holds
+            latents.
         OSError: A file cannot be written.
     """
     import torch  # Slow to import, and only needed to write.

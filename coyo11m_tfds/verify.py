@@ -1,4 +1,4 @@
-"""Checks a data set: compares every file with its recorded checksum, every record with its own.
+"""Checks a data set: compares every file and every record with its checksum.
 
     python -m coyo11m_tfds.verify gs://BUCKET/data/coyo11m_tfds/latents/1.0.0
 
@@ -11,8 +11,8 @@ that a record uses is compared with its CRC-32C, and an object in a bucket with 
 `--fast` reads only the small files and the directories of `.pt` files; it compares the lengths of
 all other files and, on gs://, the storage's CRC-32Cs.
 
-Bytes from gs:// are compared with the storage's CRC-32C, and read again if they changed on the
-way: so a fault is a fault of the stored file. Files of another build are ignored, because that
+Bytes from gs:// are compared with the storage's CRC-32C, and read again if they changed on the way,
+so every reported fault is in the stored file. Files of another build are ignored, because that
 build may be running.
 
 The exit status is 0 without faults, 1 with faults (one line each), and 2 if the data set cannot be
@@ -56,9 +56,9 @@ class Verified:
 
     Attributes:
         faults: Lines `FILE: what was found, expected what`.
-        left_over: Names of files that a killed `add_column` left; they do no harm.
+        left_over: Names of harmless files that a killed `add_column` left.
         num_files: Number of files in the folder.
-        num_bytes: Size of these.
+        num_bytes: Size of these files.
     """
 
     faults: list[str]
@@ -74,11 +74,11 @@ def verify(
 
     Args:
         data_dir: Folder of the data set, local or `gs://`.
-        fast: Whether to leave shards unread.
+        fast: Whether to read only small files and the directories of `.pt` files.
         parallel: Number of files that are read at a time.
 
     Raises:
-        ValueError: There is no data set in the folder, or an argument is bad.
+        ValueError: The folder holds no data set, or an argument is bad.
         PermissionError: Credentials are missing or refused.
         OSError: The storage cannot be reached.
     """

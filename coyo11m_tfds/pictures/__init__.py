@@ -1,1 +1,1 @@
-"""Latents as pictures: linear factors for each pixel, or the decoder of a VAE."""
+"""Turns latents into pictures: by linear factors for each pixel, or by the decoder of a VAE."""

@@ -1,4 +1,4 @@
-"""Features of pictures, and of captions, by an image encoder of transformers.
+"""Encodes pictures and captions with an image encoder of transformers.
 
     encoder = ImageEncoder('openai/clip-vit-base-patch32')   # of the Hugging Face hub, or its cache
     encoder = ImageEncoder('dinov2-base/')                   # a folder
@@ -23,16 +23,16 @@ _BATCH = 32  # pictures, or captions, in a forward pass
 
 
 class ImageEncoder:
-    """A vision model of transformers, on the GPU where there is one; computes in float32.
+    """A vision model of transformers, on the GPU if there is one; computes in float32.
 
-    The features of a picture are its projection into the space of texts, where the model has one
-    (CLIP, SigLIP); otherwise its pooled output (DINOv2, ViT, ResNet); otherwise the mean of its
-    last hidden states.
+    The features of a picture are its projection into the space of texts, if the model has one
+    (CLIP, SigLIP); otherwise the pooled output (DINOv2, ViT, ResNet) or, without one, the mean of
+    the last hidden states.
 
     Attributes:
-        name: Name on the hub, or the folder's own name.
+        name: Name on the hub, or last part of the folder's path.
         revision: Commit on the hub, or `sha256:...` of the files in a folder.
-        has_texts: True if `encode_texts` works.
+        has_texts: Whether the model encodes texts.
     """
 
     def __init__(self, model: str):
@@ -42,8 +42,8 @@ class ImageEncoder:
             model: A folder, or a name on the hub.
 
         Raises:
-            ValueError: There is no such model, it has no weights that are safe to read, some are
-                missing, or it makes no features from pictures alone.
+            ValueError: The model does not exist, has no safetensors, lacks weights, or cannot make
+                features from pictures alone.
         """
         self._device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
         with _naming(model):
@@ -62,14 +62,14 @@ class ImageEncoder:
         self.name, self.revision = model_files.public_name(model), model_files.revision(model)
 
     def encode(self, pictures: np.ndarray) -> np.ndarray:
-        """Features of pictures uint8 `(n, H, W, 3)`; float32 `(n, D)`."""
+        """Returns the features of pictures, uint8 `(n, H, W, 3)`; float32 `(n, D)`."""
         return np.concatenate(
             [self._encode(list(pictures[i : i + _BATCH])) for i in range(0, len(pictures), _BATCH)]
         )
 
     @torch.inference_mode()
     def encode_texts(self, captions: Sequence[str]) -> np.ndarray:
-        """Features of captions, cut to the model's length; float32 `(n, D)`."""
+        """Returns the features of captions, cut to the model's length; float32 `(n, D)`."""
         positions = self._model.config.text_config.max_position_embeddings
         features = []
         for first in range(0, len(captions), _BATCH):

@@ -1,11 +1,12 @@
-"""Pictures from latents without a VAE, and latents from pictures.
+"""Turns latents into pictures without a VAE, and pictures into latents.
 
     rgb = latent_rgb.latents_to_rgb(latents)   # raw (..., 4, 32, 32) -> uint8 (..., 32, 32, 3)
     latents = latent_rgb.rgb_to_latents(rgb)   # the other way, for made-up data
 
-The map is linear, one pixel a latent position, so a 256-pixel image gives a 32-pixel picture:
-enough to see what a model draws. Latents of four channels count as those of a VAE of the SDXL
-family (`schema.RGB_FACTORS`). Others show their first three principal components.
+The map is linear with one pixel for each latent position, so a 256-pixel image gives a 32-pixel
+picture, in which a person can recognize the motif. Latents of four channels count as those of a VAE
+of the SDXL family (`schema.RGB_FACTORS`). Pictures of other latents show their first three
+principal components.
 """
 
 import numpy as np
@@ -17,8 +18,8 @@ def latents_to_rgb(latents: np.ndarray) -> np.ndarray:
     """Turns latents into colours by a linear map that approximates the decoder.
 
     Args:
-        latents: Raw latents, any float dtype, `(..., C, H, W)`. If C is not 4, colours depend on
-            all of them together.
+        latents: Raw latents, any float dtype, `(..., C, H, W)`. If C is not 4, the colours of one
+            picture depend on all of them.
 
     Returns:
         uint8 `(..., H, W, 3)`.
@@ -53,10 +54,10 @@ def _principal_components(latents: np.ndarray) -> np.ndarray:
 def rgb_to_latents(rgb: np.ndarray) -> np.ndarray:
     """Finds raw latents whose linear preview is the given picture.
 
-    Four latent channels hold more than three colours, so many latents give one picture; the
-    Moore-Penrose inverse picks those of least norm. It is a right inverse:
-    `latents_to_rgb(rgb_to_latents(x)) == x`, also after rounding to float16 or bfloat16 within
-    the rounding of one grey level or two.
+    Four channels hold more than three colours, so many latents give the same picture; the
+    Moore-Penrose inverse chooses those of least norm. It is a right inverse:
+    `latents_to_rgb(rgb_to_latents(x)) == x`, and up to two grey levels if the latents are rounded
+    to float16 or bfloat16.
 
     Args:
         rgb: uint8 `(..., H, W, 3)`.

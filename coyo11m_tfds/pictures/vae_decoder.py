@@ -1,4 +1,4 @@
-"""Pictures from latents by the decoder of a VAE, in JAX.
+"""Decodes latents into pictures with the decoder of a VAE, in JAX.
 
     decoder = vae_decoder.load('madebyollin/taesdxl')   # of the Hugging Face hub, or its cache
     decoder = vae_decoder.load('sdxl-vae/')             # a folder in diffusers' layout
@@ -6,7 +6,7 @@
 
 It reads the decoders of diffusers' `AutoencoderKL` (the VAEs of Stable Diffusion, SDXL and similar
 models) and `AutoencoderTiny` (TAESD, Ollin Boer Bohan: a distilled decoder of 1.2 million weights),
-from config.json and safetensors. It needs neither torch nor diffusers, and unpickles nothing.
+from config.json and safetensors. It needs neither torch nor diffusers, and reads no pickles.
 """
 
 import functools
@@ -37,13 +37,13 @@ Paint = Callable[[np.ndarray], np.ndarray]
 
 
 def painter(vae: str) -> Paint:
-    """What makes pictures of raw latents `(n, C, H, W)`: uint8 `(n, height, width, 3)`.
+    """Returns a function from raw latents `(n, C, H, W)` to uint8 `(n, height, width, 3)`.
 
     Args:
-        vae: As for `load`; '': the linear map of `latent_rgb`, one pixel a latent position.
+        vae: See `load`; '' for the linear map of `latent_rgb`.
 
     Raises:
-        ValueError: As of `load`.
+        ValueError: As `load`.
     """
     return load(vae) if vae else latent_rgb.latents_to_rgb
 
@@ -52,11 +52,11 @@ def load(model: str) -> 'Decoder':
     """Loads a decoder from a folder, or from the hub by name.
 
     Args:
-        model: A folder with config.json and safetensors, or one with such a folder `vae` in it; or
-            a name on the hub.
+        model: A folder with config.json and safetensors, a folder that contains such a folder
+            `vae`, or a name on the hub.
 
     Raises:
-        ValueError: There is no such model, it is of another kind, or its files are unfit.
+        ValueError: The model does not exist, is of an unknown kind, or has unusable files.
     """
     folder = model_files.folder(model, 'VAE', _HUB_FILES)
     folder = folder / 'vae' if (folder / 'vae').is_dir() else folder
@@ -78,19 +78,20 @@ class Decoder:
     """Turns raw latents into pictures, on one device.
 
     Attributes:
-        factor: Pixels a latent position, in each direction.
+        factor: Number of pixels for a latent position, in each direction.
     """
 
     def __init__(self, config: Mapping[str, Any], weights: Mapping[str, np.ndarray], path: str):
-        """Checks that the weights are those of the configuration.
+        """Checks that the weights fit the configuration.
 
         Args:
             config: Content of config.json.
-            weights: Weights of the decoder, by diffusers' names, float32.
+            weights: Weights of the decoder by diffusers' names, float32.
             path: Path of the weights, for messages.
 
         Raises:
-            ValueError: They do not fit each other, or are of a kind that is not known here.
+            ValueError: The weights do not fit the configuration, or this class does not know their
+                kind.
         """
         kinds = {'AutoencoderKL': _decode_kl, 'AutoencoderTiny': _decode_tiny}
         kind = config.get('_class_name')
@@ -118,13 +119,14 @@ class Decoder:
         return np.round((np.clip(self.decode(latents), -1, 1) + 1) * 127.5).astype(np.uint8)
 
     def decode(self, latents: np.ndarray) -> np.ndarray:
-        """Decodes to what the network gives.
+        """Decodes to the output of the network.
 
         Args:
             latents: Raw latents, any float dtype, `(n, C, H, W)`.
 
         Returns:
-            float32 `(n, factor * H, factor * W, 3)`, black at -1 and white at 1, and beyond.
+            float32 `(n, factor * H, factor * W, 3)`: black is -1, white is 1; values may lie
+            outside.
         """
         pictures = []
         for first in range(0, len(latents), _BATCH):

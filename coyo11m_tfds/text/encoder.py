@@ -1,4 +1,4 @@
-"""Interfaces of tokenizers and text encoders, and batches of similar lengths.
+"""Interfaces of tokenizers and text encoders, and batches of texts of similar lengths.
 
     for rows, (height, width) in plan_batches(lengths, batch_tokens=2048):
         ...                     # rows of similar lengths, each once
@@ -28,11 +28,11 @@ class Tokenizer(Protocol):
     """Turns captions into tokens.
 
     Attributes:
-        name: Name in the metadata of a data set; free of paths of this machine.
-        revision: Changes when the same caption may get other tokens, or another embedding.
-        max_tokens: Captions are cut to so many tokens; 0 for no limit.
-        vocabulary: Ids are less than this; 0 where tokens are not ids.
-        truncated: Captions cut to the greatest length so far.
+        name: Name in the metadata of a data set, without paths of this machine.
+        revision: Text that changes if a caption may get other tokens or another embedding.
+        max_tokens: Length to which captions are cut, in tokens; 0 for no limit.
+        vocabulary: All ids are below this number; 0 if tokens are not ids.
+        truncated: Number of captions cut so far.
     """
 
     name: str
@@ -47,12 +47,12 @@ class Tokenizer(Protocol):
 
 
 class Encoder(Tokenizer, Protocol):
-    """Turns captions into embeddings, each of its caption alone whatever is encoded beside it.
+    """Turns captions into embeddings. Each embedding depends only on its own caption.
 
     Attributes:
-        dim: Numbers of an embedding.
+        dim: Width of an embedding.
         dtype: Dtype of the weights and of the computation.
-        pooling: How the states of the tokens become one embedding.
+        pooling: Name of the rule that turns the states of tokens into one embedding.
     """
 
     dim: int
@@ -60,11 +60,11 @@ class Encoder(Tokenizer, Protocol):
     pooling: str
 
     def encode_tokens(self, tokens: Sequence[Sequence[Any]], on_batch: OnBatch = ...) -> np.ndarray:
-        """Returns float32 `(len(tokens), dim)`; the batches depend on the tokens alone.
+        """Returns float32 `(len(tokens), dim)`; the batches depend only on the tokens.
 
         Args:
-            tokens: What `tokenize` returned.
-            on_batch: May raise an exception to end it.
+            tokens: Result of `tokenize`.
+            on_batch: Called after each batch; its exceptions end the encoding.
         """
         ...
 
@@ -74,11 +74,11 @@ class Encoder(Tokenizer, Protocol):
 
 
 def ignore_batch(captions: int, tokens: int, slots: int) -> None:
-    """The `on_batch` of a caller that shows no progress."""
+    """Ignores a batch: the `on_batch` of a caller that shows no progress."""
 
 
 def one_behind(results: Iterator[T]) -> Iterator[T]:
-    """Yields each result after the next one has been started, so that a device is never idle."""
+    """Yields each result after the next one has started, so that a device is never idle."""
     waiting: list[T] = []
     for result in results:
         yield from waiting
@@ -89,19 +89,20 @@ def one_behind(results: Iterator[T]) -> Iterator[T]:
 def plan_batches(
     lengths: np.ndarray, batch_tokens: int, num_devices: int = 1
 ) -> Iterator[tuple[np.ndarray, tuple[int, int]]]:
-    """Groups rows of like length, longest first, so that little of a batch is padding.
+    """Groups rows of similar length, longest first, so that batches have little padding.
 
-    The shapes are few: a batch is as wide as its longest row, rounded up to one of 16 widths an
-    octave, and as high as its width allows; the last one only as high as a power of two allows.
+    Batches have few shapes. A width is that of the longest row, rounded up to one of 16 widths an
+    octave. A height is the largest for this width; with few rows left, it is the next power of two.
 
     Args:
-        lengths: Integers `(n,)`, tokens of each row.
-        batch_tokens: Height times width of a batch at most, unless a row a device is more.
-        num_devices: Heights are multiples of it.
+        lengths: Number of tokens of each row, integers `(n,)`.
+        batch_tokens: Limit for the height times the width of a batch; one row a device is always
+            allowed.
+        num_devices: All heights are multiples of this number.
 
     Yields:
-        `(rows, (height, width))`: int64 `(k,)`, numbers of at most `height` rows, none of which is
-        longer than `width`; each row comes once.
+        `(rows, (height, width))`: the numbers of at most `height` rows, int64 `(k,)`, none longer
+        than `width`. Each row comes once.
     """
     order = np.argsort(-lengths, kind='stable')
     start = 0

@@ -6,11 +6,11 @@
     vectors = gemma.mean_states(states, lengths)        # int32 (b,) -> float32 (b, width)
 
 Architecture: Gemma Team, "Gemma 3 Technical Report" (2025). The results are those of transformers'
-`Gemma3TextModel`; `Config` lists its names of the settings. Padding goes to the right. The
-attention is causal, so the states of real tokens do not depend on the padding, and only code that
-averages states or attends to them needs a mask. All functions are pure functions of arrays, so a
-jitted training step can call them. The layers are one scanned module, so that compile time does not
-grow with depth.
+`Gemma3TextModel`; `Config` lists its names of the settings. Padding is on the right. The attention
+is causal, so the states of real tokens do not depend on the padding, and only code that averages
+states or attends to them needs a mask. All functions are pure functions of arrays, so a jitted
+training step can call them. The layers are one scanned module, so that compile time does not grow
+with depth.
 """
 
 import dataclasses
@@ -25,12 +25,12 @@ Dtype = jnp.dtype | type
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary positions (Su et al., "RoFormer", 2021) of one kind of layer.
+    """Rotary positions (Su et al., "RoFormer", 2021) for one kind of layer.
 
     Attributes:
         base: Base of the geometric series of wavelengths (`rope_theta`, `rope_local_base_freq`).
-        factor: Positions are divided by it (Chen et al., "Extending Context Window of Large
-            Language Models via Position Interpolation", 2023; `rope_scaling` of type `linear`).
+        factor: Divisor of positions (Chen et al., "Extending Context Window of Large Language
+            Models via Position Interpolation", 2023; `rope_scaling` of type `linear`).
     """
 
     base: float
@@ -42,21 +42,22 @@ class Config:
     """Sizes of a model; in parentheses the name in transformers' config.json.
 
     Attributes:
-        vocab_size: Rows of the embedding table (`vocab_size`).
-        width: Numbers of a hidden state (`hidden_size`).
+        vocab_size: Number of rows of the embedding table (`vocab_size`).
+        width: Width of a hidden state (`hidden_size`).
         mlp_width: Width of the feed-forward layers (`intermediate_size`).
-        num_heads: Heads of queries (`num_attention_heads`).
-        num_kv_heads: Heads of keys and values, each shared by as many heads of queries as it takes
+        num_heads: Number of heads of queries (`num_attention_heads`).
+        num_kv_heads: Number of heads of keys and values, shared by equal groups of queries' heads
             (Ainslie et al., "GQA", 2023; `num_key_value_heads`).
-        head_dim: Numbers a head (`head_dim`).
-        is_local: For each layer, whether a token attends to the last `window` tokens only, itself
-            counted in, or to all before it (`layer_types`).
+        head_dim: Width of a head (`head_dim`).
+        is_local: For each layer, whether a token attends only to the last `window` tokens (with
+            itself), or to all tokens before it (`layer_types`).
         window: Window of local layers, in tokens (`sliding_window`).
         local_rope: Positions in local layers.
-        global_rope: Positions in the others.
-        query_scalar: Attention logits are divided by its square root (`query_pre_attn_scalar`).
-        norm_epsilon: Added under the root in all norms (`rms_norm_eps`).
-        max_positions: Longest text the model was made for (`max_position_embeddings`).
+        global_rope: Positions in all other layers.
+        query_scalar: Number whose square root divides attention logits (`query_pre_attn_scalar`).
+        norm_epsilon: Number added under the root in all norms (`rms_norm_eps`).
+        max_positions: Number of tokens of the longest text for the model
+            (`max_position_embeddings`).
     """
 
     vocab_size: int
@@ -79,7 +80,7 @@ class Config:
         return len(self.is_local)
 
     def flops(self, num_tokens: int) -> int:
-        """Operations of the matrix products of one text forward, with padding and masked scores."""
+        """Returns the forward FLOPs of a text's matrix products, with padding and masked scores."""
         heads = self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         weights = self.width * (heads + 3 * self.mlp_width)
         scores = 2 * num_tokens * self.num_heads * self.head_dim
@@ -90,7 +91,7 @@ def mean_states(states: jax.Array, lengths: jax.Array) -> jax.Array:
     """Averages hidden states `(b, T, width)` over the first `lengths` `(b,)` tokens of each row.
 
     Returns:
-        float32 `(b, width)`, 0 where a length is 0.
+        float32 `(b, width)`; zeros if a length is 0.
     """
     real = jnp.arange(states.shape[1]) < lengths[:, None]
     total = jnp.sum(states.astype(jnp.float32), axis=1, where=real[..., None])
@@ -125,7 +126,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with normalized, rotated queries and keys."""
+    """Causal grouped-query attention with normalized and rotated queries and keys."""
 
     config: Config
     dtype: Dtype
@@ -167,7 +168,7 @@ class GatedMLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """One layer: attention and feed-forward, each with a norm before it and one behind it."""
+    """One layer: attention and feed-forward, each with a norm before and after it."""
 
     config: Config
     dtype: Dtype
@@ -176,12 +177,12 @@ class Layer(nn.Module):
     def __call__(
         self, x: jax.Array, is_local: jax.Array, kinds: tuple[tuple[jax.typing.ArrayLike, ...], ...]
     ) -> tuple[jax.Array, None]:
-        """Applies the layer, in the form that `nn.scan` asks for.
+        """Applies the layer, with the signature that `nn.scan` needs.
 
         Args:
             x: Hidden states `(b, T, width)`.
-            is_local: bool scalar.
-            kinds: `(cos, sin, mask)` of local layers, and those of the others.
+            is_local: Whether the layer is local, bool scalar.
+            kinds: `(cos, sin, mask)` for local layers, and for all others.
         """
 
         def norm(name: str) -> RMSNorm:
@@ -201,7 +202,7 @@ class Gemma(nn.Module):
 
     Attributes:
         config: Sizes.
-        dtype: Dtype of the computation and of the result; norms and softmax are float32 always.
+        dtype: Dtype of the computation and of the result; norms and softmax are always float32.
     """
 
     config: Config
@@ -212,8 +213,8 @@ class Gemma(nn.Module):
         """Returns the last hidden states.
 
         Args:
-            tokens: int32 `(b, T)`, each text at the start of its row; what stands behind it is
-                arbitrary, and so are the states there.
+            tokens: Token ids, int32 `(b, T)`, each text at the start of its row. The ids after a
+                text are arbitrary, and so are their states.
 
         Returns:
             `dtype` `(b, T, width)`.

@@ -1,12 +1,12 @@
-"""Reads Gemma 3's text model from the files that transformers reads: sizes, weights, tokenizer.
+"""Reads sizes, weights and tokenizer of Gemma 3's text model from transformers' files.
 
     checkpoint = open_checkpoint('google/gemma-3-270m')  # of the Hugging Face hub, or its cache
     checkpoint = open_checkpoint('gemma-3-270m/')        # config.json, *.safetensors, tokenizer
     params = load_params(checkpoint, jnp.bfloat16)       # for gemma.Gemma(checkpoint.config)
     tokenizer = checkpoint.tokenizer()
 
-From the multimodal sizes (4B and more) it reads only the text model. It needs neither torch nor
-transformers, and unpickles nothing.
+Of the multimodal sizes (4B and more) it reads only the text model. It needs neither torch nor
+transformers, and reads no pickles.
 """
 
 import json
@@ -76,11 +76,11 @@ _FIXED = {
 
 
 def open_checkpoint(model: str) -> 'Checkpoint':
-    """Opens a folder, or a model of the hub, which is downloaded unless it is in the cache.
+    """Opens a folder, or a model of the hub, which it downloads if the cache lacks it.
 
     Raises:
-        ValueError: There is no such model, it has no safetensors, or it is not a Gemma 3 that
-            `gemma.Gemma` can compute.
+        ValueError: The model does not exist, has no safetensors, or is not a Gemma 3 that
+            `gemma.Gemma` supports.
     """
     folder = model_files.folder(model, 'text encoder', _HUB_FILES)
     model_files.check_weights(folder)
@@ -91,7 +91,7 @@ def open_checkpoint(model: str) -> 'Checkpoint':
 
 
 def abstract_params(config: gemma.Config, dtype: jnp.dtype | type) -> dict[str, Any]:
-    """Shapes and dtypes of what `load_params` returns, as `jax.ShapeDtypeStruct`."""
+    """Returns the shapes and dtypes of `load_params`, as `jax.ShapeDtypeStruct`."""
     init = gemma.Gemma(config).init
     shapes = jax.eval_shape(init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))['params']
 
@@ -106,12 +106,12 @@ def load_params(checkpoint: 'Checkpoint', dtype: jnp.dtype | type) -> dict[str, 
     """Reads all weights, each once.
 
     Returns:
-        The parameters of `gemma.Gemma(checkpoint.config)` as NumPy arrays: of `dtype`, but scales
-        of norms float32; those of all layers stacked as `(depth, ...)`.
+        The parameters of `gemma.Gemma(checkpoint.config)` as NumPy arrays, in `dtype`, except for
+        the scales of norms in float32. Those of all layers are stacked as `(depth, ...)`.
 
     Raises:
-        ValueError: Weights are missing, unexpected, damaged, not of floating point, or not of the
-            shape that the configuration implies.
+        ValueError: Weights are missing, unexpected or damaged, have another shape than the
+            configuration implies, or are not floating-point numbers.
     """
     shapes = flax.traverse_util.flatten_dict(abstract_params(checkpoint.config, dtype), sep='.')
     params = {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
@@ -147,12 +147,12 @@ def _targets(params: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 class Checkpoint:
-    """A folder as `save_pretrained` of transformers writes it.
+    """A folder in the form of transformers' `save_pretrained`.
 
     Attributes:
         path: Path of the folder.
         config: Sizes of the model.
-        names: Names of the text model's weights, without the prefix that they share.
+        names: Names of the text model's weights, without their common prefix.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -177,15 +177,15 @@ class Checkpoint:
         self.names = frozenset(name.removeprefix(self._prefix) for name in text)
 
     def read(self, name: str) -> np.ndarray:
-        """Returns the weight of a name in `names`."""
+        """Reads the weight with a name in `names`."""
         name = self._prefix + name
         return self._files[name].get_tensor(name)
 
     def tokenizer(self) -> tokenizers.Tokenizer:
-        """Returns the tokenizer, which gives the tokens of transformers' `AutoTokenizer`.
+        """Returns the tokenizer, with the tokens of transformers' `AutoTokenizer`.
 
         Raises:
-            ValueError: Tokenizer.json is missing or cannot be parsed.
+            ValueError: The file tokenizer.json is missing or cannot be parsed.
         """
         path, settings = self.path / 'tokenizer.json', self.path / 'tokenizer_config.json'
         if not path.is_file():
@@ -212,10 +212,10 @@ class Checkpoint:
 
 
 def read_config(raw: Mapping[str, Any], name: str) -> gemma.Config:
-    """Reads what config.json holds; of a multimodal model, the part for text.
+    """Reads the content of config.json; for a multimodal model, the part for text.
 
     Raises:
-        ValueError: It is another model, or one that `gemma.Gemma` cannot compute.
+        ValueError: `gemma.Gemma` does not support the model.
     """
     if raw.get('model_type') not in ('gemma3', 'gemma3_text'):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Text embeddings from Gemma 3 in JAX: its last hidden states, averaged over the tokens.
+"""Embeds texts with Gemma 3 in JAX: its last hidden states, averaged over the tokens.
 
     encoder = JaxEncoder('google/gemma-3-270m', 512)    # of the Hugging Face hub, or its cache
     encoder = JaxEncoder('gemma/', 512)                 # a folder with safetensors
@@ -35,7 +35,7 @@ _PADDING = 0  # Gemma's own token for it; any other gives the same embeddings
 
 
 class JaxTokenizer(ModelTokenizer):
-    """The tokenizer of a Gemma 3, always the fast one; see `ModelTokenizer`.
+    """The fast tokenizer of a Gemma 3; see `ModelTokenizer`.
 
     Attributes:
         checkpoint: Files of the model.
@@ -46,10 +46,10 @@ class JaxTokenizer(ModelTokenizer):
 
         Args:
             model: A folder, or a name on the hub.
-            max_tokens: Longer captions are cut to it.
+            max_tokens: Length to which captions are cut, in tokens.
 
         Raises:
-            ValueError: There is no such model, it is not a Gemma 3 or its files are unfit, or
+            ValueError: The model does not exist, is not a Gemma 3, or has unusable files; or
                 max_tokens is too small.
         """
         self.checkpoint = gemma_weights.open_checkpoint(model)
@@ -68,9 +68,9 @@ class JaxTokenizer(ModelTokenizer):
 class JaxEncoder(JaxTokenizer, Encoder):
     """A Gemma 3 text model on the local devices.
 
-    Computes in float32 on CPUs and in bfloat16 elsewhere; norms, softmax and averages are float32
-    always. The embedding of a caption does not depend on its batch but for rounding, because the
-    order of sums in a matrix product depends on the product's shape.
+    It computes in float32 on CPUs and in bfloat16 elsewhere; norms, softmax and averages are always
+    float32. The batch changes an embedding only by rounding, because the order of sums in a matrix
+    product depends on the product's shape.
     """
 
     pooling = 'mean'
@@ -86,13 +86,14 @@ class JaxEncoder(JaxTokenizer, Encoder):
 
         Args:
             model: A folder, or a name on the hub.
-            max_tokens: Longer captions are cut to it.
-            batch_tokens: Tokens in a forward pass of a device at most, padding counted in; None for
+            max_tokens: Length to which captions are cut, in tokens.
+            batch_tokens: Limit of the tokens in a device's forward pass, with padding; None for
                 `CPU_BATCH_TOKENS` or `BATCH_TOKENS`.
-            dtype: Dtype of weights and computation; None for bfloat16, but float32 on CPUs.
+            dtype: Dtype of weights and computation; None for float32 on CPUs and bfloat16
+                elsewhere.
 
         Raises:
-            ValueError: There is no such model, it is not a Gemma 3 or its files are unfit, or
+            ValueError: The model does not exist, is not a Gemma 3, or has unusable files; or
                 max_tokens is too small.
         """
         devices = jax.local_devices()

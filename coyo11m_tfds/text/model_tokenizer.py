@@ -1,7 +1,8 @@
-"""Token ids from a model's tokenizer, of the package `tokenizers`, which is written in Rust.
+"""Token ids from a model's tokenizer in the package `tokenizers`, which is written in Rust.
 
 The tokenizer runs on all cores and without the interpreter's lock, so another thread can run a
-model. With what transformers adds (masks, types and offsets of tokens) it takes 1.5 times as long.
+model. Through transformers, which adds masks, types and offsets of tokens, it takes 1.5 times as
+long.
 """
 
 import concurrent.futures
@@ -19,12 +20,13 @@ _CAPTIONS_AT_ONCE = 1024
 
 
 class ModelTokenizer(Tokenizer):
-    """The tokenizer of a model; special tokens count, and stay when a caption is cut.
+    """The tokenizer of a model; a cut caption keeps its special tokens.
 
     Attributes:
-        name: `hf:` or `jax:`, and the name on the hub or the last part of the folder's path.
-        revision: Commit of a model on the hub; digest of the files in a folder.
-        max_tokens: Greatest length; the model's own limit if that is smaller.
+        name: `hf:` or `jax:`, followed by the name on the hub or the last part of the folder's
+            path.
+        revision: Commit of a model on the hub, or digest of the files in a folder.
+        max_tokens: Length to which captions are cut, at most the model's own limit.
         vocabulary, truncated: See `Tokenizer`.
     """
 
@@ -44,14 +46,14 @@ class ModelTokenizer(Tokenizer):
         Args:
             runner: `hf` or `jax`.
             model: A folder, or a name on the hub.
-            max_tokens: Longer captions are cut to it.
+            max_tokens: Length to which captions are cut, in tokens, special tokens included.
             backend: The tokenizer.
             vocabulary: Number of ids.
-            special: Tokens that every caption gets.
-            filler: Token in place of none, and in padding, which is masked.
+            special: Number of special tokens in every caption.
+            filler: Token for empty captions, and for padding, which is masked.
 
         Raises:
-            ValueError: No word has room beside the special tokens.
+            ValueError: `max_tokens` leaves no room beside the special tokens.
         """
         if max_tokens <= special:
             raise ValueError(

@@ -9,8 +9,8 @@
     tokenizer = make_tokenizer('words', 16)             # or 'hf:FOLDER'; reads no weights
     pad(tokenizer.tokenize(['a cat']), 16)              # int32 (1, 16), padded with -1
 
-`hash` (`words`) needs no weights and is the default; `hf:` runs a transformers model
-(`hf_encoder`), `jax:` a Gemma 3 in JAX (`jax_encoder`). Both are imported only when needed.
+`hash` (for tokens `words`) needs no weights; `hf:` runs a transformers model (`hf_encoder`), `jax:`
+a Gemma 3 in JAX (`jax_encoder`). Both modules are imported only when needed.
 """
 
 from collections.abc import Sequence
@@ -32,13 +32,13 @@ def make_encoder(
 
     Args:
         spec: `hash`, `hf:HUB_NAME`, `hf:FOLDER`, `jax:HUB_NAME` or `jax:FOLDER`.
-        max_tokens: Longer captions are cut; not for `hash`.
-        batch_tokens: Tokens in a forward pass of a device at most, or None for what suits the
-            device; not for `hash`.
+        max_tokens: Length to which captions are cut, in tokens; not for `hash`.
+        batch_tokens: Limit of the tokens in a device's forward pass, or None for the device's
+            default; not for `hash`.
 
     Raises:
-        ValueError: The specification is unknown, the model cannot be had or is unfit, or what runs
-            it is not installed.
+        ValueError: The specification is unknown, the model is missing or unusable, or a package
+            that runs it is not installed.
     """
     if spec == words.HashEncoder.name:
         return words.HashEncoder()
@@ -48,10 +48,10 @@ def make_encoder(
 
 
 def make_tokenizer(spec: str, max_tokens: int = DEFAULT_MAX_TOKENS) -> Tokenizer:
-    """Makes a tokenizer of ids: `words`, `labels`, or that of a model, without its weights.
+    """Makes a tokenizer: `words`, `labels`, or that of a model (without reading its weights).
 
     Raises:
-        ValueError: `max_tokens` is above `schema.MAX_TOKENS`; or as of `make_encoder`.
+        ValueError: `max_tokens` is above `schema.MAX_TOKENS`; or as `make_encoder`.
     """
     if max_tokens > schema.MAX_TOKENS or (spec == words.WordsTokenizer.name and max_tokens < 1):
         raise ValueError(f'max_tokens={max_tokens}: expected 1 to {schema.MAX_TOKENS:,}')
@@ -69,7 +69,7 @@ def make_tokenizer(spec: str, max_tokens: int = DEFAULT_MAX_TOKENS) -> Tokenizer
 
 
 def check(spec: str) -> None:
-    """Looks in seconds whether there is such an encoder; raises as `make_encoder` if not."""
+    """Checks in seconds that an encoder exists; raises the errors of `make_encoder`."""
     runner, _, model = spec.partition(':')
     if spec == words.HashEncoder.name:
         return
@@ -83,7 +83,7 @@ def check(spec: str) -> None:
 
 
 def pad(tokens: Sequence[Sequence[int]], width: int) -> np.ndarray:
-    """Returns rows of ids as int32 `(len(tokens), width)`, with `schema.TOKEN_PADDING` behind."""
+    """Pads rows of ids with `schema.TOKEN_PADDING`: int32 `(len(tokens), width)`."""
     padded = np.full((len(tokens), width), schema.TOKEN_PADDING, np.int32)
     for row, ids in zip(padded, tokens, strict=True):
         row[: len(ids)] = ids

@@ -1,9 +1,9 @@
-"""Hashed words: embeddings and token ids that need neither weights nor other files.
+"""Hashed words: embeddings and token ids without weights or other files.
 
     HashEncoder().encode(['a cat', 'two dogs'])         # float32 (2, 640)
     WordsTokenizer(16).tokenize(['a cat', 'two dogs'])  # [[2112, 1843], [3829, 3130]]
 
-They are the same on every machine and in every process, unlike `hash()`.
+Results are the same on every machine and in every process, unlike those of `hash()`.
 """
 
 import functools
@@ -25,7 +25,7 @@ _ROWS_AT_ONCE = 1024  # few enough for their arrays to stay in a cache
 
 
 def split_words(caption: str) -> list[str]:
-    """The words of a caption, in small letters, without punctuation."""
+    """Splits a caption into words, in small letters, without punctuation."""
     return _WORD.findall(unicodedata.normalize('NFKC', caption).lower())
 
 
@@ -35,15 +35,16 @@ def _hash(word: str) -> int:
 
 
 class HashEncoder(Encoder):
-    """Signed feature hashing of words and pairs of neighbouring words; nothing is learned.
+    """Signed feature hashing of words and pairs of neighbouring words, without learning.
 
     Weinberger et al. 2009, "Feature Hashing for Large Scale Multitask Learning": each feature adds
     +1 or -1 to a bucket, so that inner products are kept on average. Here each feature goes to 4
-    buckets (as in the sparse projections of Kane and Nelson 2014): of the 50 features of a caption
-    two share a bucket nearly always, and a model could not tell them apart if they had no other. It
-    costs a fifth of the speed. Embeddings have length 1, or 0 where a caption has no word.
+    buckets (as in the sparse projections of Kane and Nelson 2014): nearly always two of a caption's
+    50 features share a bucket, and with only one bucket each, a model could not tell them apart.
+    The 4 buckets cost a fifth of the speed. Embeddings have length 1, or 0 for a caption without
+    words.
 
-    On one core, of captions in COCO: 110,000/s of 10 words, 46,000/s of 42 words.
+    Speed on one core with captions of COCO: 110,000/s of 10 words, 46,000/s of 42 words.
     """
 
     name = 'hash'
@@ -92,11 +93,11 @@ class HashEncoder(Encoder):
 
 
 class WordsTokenizer(Tokenizer):
-    """One token a word: the word's hash, so that nothing has to be counted or stored.
+    """Each word becomes a token, its hash; so there is no vocabulary to store.
 
-    Case, punctuation and the width of letters do not count. Two of the 33 words of the demo's
-    captions never have the same id; of 1,000 words one in five shares its id with another. The
-    model learns what an id means (`train_lib.models.dit`).
+    Case, punctuation and the width of letters do not matter. The 33 words of the demo's captions
+    have different ids; of 1,000 words, one in five shares its id with another word. The model
+    learns a vector for each id (`train_lib.models.dit`).
     """
 
     name = schema.WORDS
@@ -115,7 +116,7 @@ class WordsTokenizer(Tokenizer):
 
 
 class LabelsTokenizer(Tokenizer):
-    """The number of a class as its token: what a build makes of the labels of a source."""
+    """The number of a class becomes its token, as in builds from sources with labels."""
 
     name = schema.LABELS
     revision = '1'
