@@ -247,7 +247,7 @@ def _join(
     text = values = None
     if settings.text_embeddings == EMBEDDINGS_IN_PT:
         text = Header(latents.common_embedding_dim(), EMBEDDINGS_IN_PT, '', 0, '', '')
-    elif latents.texts.labels:
+    elif latents.texts.labels and not sidecar_files:
         of_labels = [source_files.describe(latents.texts.labels)]
         values = joined.kept(
             cache_dir,
