@@ -8,11 +8,13 @@
     input_pipeline.train_batches(data_dir, text='other', ...)
     input_pipeline.train_batches(data_dir, features=('key', 'other'), ...)
 
-The values are text embeddings or token ids from `embed_captions` (`--text`), or numbers from any
-Parquet file with a column `key` (`--parquet FILE --column NAME`). Every record needs a value. The
-new file has a row for each record, in the order of the shards. The description of the columns is
-replaced last. Until then the data set is unchanged, and a killed command can be repeated. The
-program reads the keys from the shards; if the data set is on gs://, it fetches all their bytes.
+The values are text embeddings or token ids from `embed_captions` (`--text`), numbers from any
+Parquet file with a column `key` (`--parquet FILE --column NAME`), or numbers beside the latents of
+the source, in MDS shards or in `.json` members of tars (`--source FOLDER --column NAME`). Every
+record needs a value. The new file has a row for each record, in the order of the shards. The
+description of the columns is replaced last. Until then the data set is unchanged, and a killed
+command can be repeated. The program reads the keys from the shards; if the data set is on gs://, it
+fetches all their bytes.
 
 `--replace` replaces an existing column of that name, `--remove` removes the column. If the source
 of latents in place has been moved or copied, `--name=latents --source=FOLDER` records the new
@@ -37,7 +39,7 @@ from coyo11m_tfds.dataset.stored_dataset import StoredDataset
 from coyo11m_tfds.process import command_line, ending
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.report import statistics
-from coyo11m_tfds.source import formats, location, sidecar
+from coyo11m_tfds.source import formats, location, sidecar, source_latents
 from coyo11m_tfds.source.joined import Joined
 from coyo11m_tfds.storage import file_state, locks, stored_files
 from coyo11m_tfds.storage.destination import Destination
@@ -56,6 +58,7 @@ def add(
     text: str | os.PathLike[str] = '',
     *,
     parquet: str | os.PathLike[str] = '',
+    source: str | os.PathLike[str] = '',
     column: str = '',
     replace: bool = False,
     scratch_dir: str = '',
@@ -68,8 +71,9 @@ def add(
         text: Output of `embed_captions`, embeddings or tokens, of any column of captions: a file or
             a folder, local or remote.
         parquet: Any Parquet file, or a folder of `part-NNNNN-of-MMMMM.parquet`, local or remote.
+        source: The source of the data set, with numbers beside its latents.
         column: Column of `parquet`: integers, floats, or lists of these of one length. It keeps its
-            dtype.
+            dtype. Or the numbers of `source`; fractions of `.json` become float32.
         replace: Whether the name may be that of an added column.
         scratch_dir: Local folder for the values on their way, with room for twice their size; ''
             for `.coyo11m_tfds` beside the folder of the data set, or this user's cache for a data
@@ -81,12 +85,17 @@ def add(
         TimeoutError: Another process writes this data set.
         OSError: A file cannot be read or written.
     """
-    if bool(text) == bool(parquet) or bool(parquet) != bool(column):
-        raise ValueError('expected either text, or parquet with column.')
+    given = [x for x in (text, parquet, source) if x]
+    if len(given) != 1 or bool(text) == bool(column):
+        raise ValueError('expected either text, or parquet or source with column.')
     with _editing(data_dir, scratch_dir) as edit:
         _check_name(edit.stored, name, replace)
-        place = os.fspath(text or parquet)
-        files = sidecar.find(place)
+        place = os.fspath(given[0])
+        numbers = ''
+        if source:
+            there = location.find(source).latent_files
+            numbers = source_latents.write_numbers(there, column, edit.scratch, _asked(edit))
+        files = sidecar.find(numbers or place)
         if not files[0].is_remote:  # before the shards are read for their keys
             sidecar.describe(files[0].path, column)
         keys = np.concatenate([np.empty(0, np.int64), *_keys(edit.stored)])
@@ -163,12 +172,15 @@ def _find_moved(
     [file] = same
     in_place.check_within_reach(file, edit.stored.folder)
     head = formats.fetch_head(file, edit.scratch, check_crc=False)
-    settings = edit.stored.metadata.get(schema.META_SETTINGS) or {}
-    asked = schema.parse_latents_from(settings.get('latents_from', ''))
-    found = in_place.describe(file, formats.open_file(file, head, asked))
+    found = in_place.describe(file, formats.open_file(file, head, _asked(edit)))
     if found.digest != before.digest:
         raise columns.other_file(file.path, 'outline has digest', found.digest, before.digest)
     return found
+
+
+def _asked(edit: '_Edit') -> schema.LatentsFrom:
+    settings = edit.stored.metadata.get(schema.META_SETTINGS) or {}
+    return schema.parse_latents_from(settings.get('latents_from', ''))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,16 +329,19 @@ def parse_flags() -> argparse.Namespace:
     source('--text', default='', help='output of coyo11m_tfds.embed_captions: a file or a folder')
     source('--parquet', default='', help='any Parquet file with a column key')
     source('--remove', action='store_true', help='remove the column')
-    source('--source', default='', help='folder where the latents in place lie now')
-    what = 'column of --parquet: numbers, or lists of one length; devices take at most 32 bits'
+    what = 'folder of the source: of --column, or where the latents in place lie now'
+    source('--source', default='', help=what)
+    what = 'of --parquet or --source: numbers, or lists of one length; devices take at most 32 bits'
     add('--column', default='', help=what)
     add('--replace', action='store_true', help='replace a column of this name')
     add('--scratch_dir', default='', help='local folder for the values on their way')
     flags = parser.parse_args()
-    if bool(flags.parquet) != bool(flags.column):
-        parser.error('--parquet and --column: expected both or neither')
-    if flags.source and flags.name != schema.LATENTS:
-        parser.error(f'--source: only latents lie in one, expected --name={schema.LATENTS}')
+    if flags.column and not (flags.parquet or flags.source):
+        parser.error('--column: expected only with --parquet or --source')
+    if flags.parquet and not flags.column:
+        parser.error('--parquet: expected with --column')
+    if flags.source and not flags.column and flags.name != schema.LATENTS:
+        parser.error(f'--source: expected --column, or --name={schema.LATENTS}')
     return flags
 
 
@@ -343,10 +358,10 @@ def _run(flags: argparse.Namespace) -> str:
     """Does what the flags say; returns what to tell of it."""
     flags.data_dir = stored_dataset.choose(flags.data_dir)
     options = vars(flags)
-    is_removed, source = options.pop('remove'), options.pop('source')
-    if source:
-        move_latents(flags.data_dir, source)
-        return f'its latents are read from {source}.'
+    is_removed = options.pop('remove')
+    if flags.source and not flags.column:
+        move_latents(flags.data_dir, flags.source)
+        return f'its latents are read from {flags.source}.'
     if is_removed:
         remove(flags.data_dir, flags.name)
         return f'column {flags.name!r} is removed.'

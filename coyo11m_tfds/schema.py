@@ -132,6 +132,7 @@ DROP_REASONS = {
 META_LATENT_MEAN = 'latent_mean'  # floats, one a channel
 META_LATENT_STD = 'latent_std'  # floats, one a channel
 META_LATENT_DTYPE = 'latent_dtype'  # one of LATENT_DTYPES
+META_VAE = 'vae'  # name of the VAE, where the settings have one
 META_TEXT_MEAN = 'text_embedding_mean'  # D floats
 META_TEXT_STD = 'text_embedding_std'  # D floats
 META_TEXT_ENCODER = 'text_encoder'  # name, e.g. 'hash' or 'hf:google/gemma-3-270m'

@@ -216,7 +216,7 @@ def test_mistakes_of_a_command_are_named(copy, other_embeddings, tmp_path):
         add_column.add(copy, 'y', text=ids)
     both = {'text': path, 'parquet': path, 'column': 'x'}
     for sources in ({}, {'parquet': path}, {'text': path, 'column': 'x'}, {'column': 'x'}, both):
-        with pytest.raises(ValueError, match='expected either text, or parquet with column'):
+        with pytest.raises(ValueError, match='expected either text, or parquet or source'):
             add_column.add(copy, 'y', **sources)
     for name in ('tokens', 'mask', 'records', '../x', ''):
         with pytest.raises(ValueError, match='a new column cannot be called'):
@@ -233,8 +233,9 @@ def test_mistakes_of_a_command_are_named(copy, other_embeddings, tmp_path):
 @pytest.mark.parametrize(
     ('flags', 'words'),
     [
-        (['--source=x'], 'only latents lie in one, expected --name=latents'),
-        (['--parquet=x'], '--parquet and --column: expected both or neither'),
+        (['--text=x', '--column=y'], '--column: expected only with --parquet or --source'),
+        (['--source=x'], '--source: expected --column, or --name=latents'),
+        (['--parquet=x'], '--parquet: expected with --column'),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(command, flags, words):

@@ -105,6 +105,8 @@ def test_pt_files_of_any_shape(tmp_path: pathlib.Path, shape, dtype, in_place: b
 
 FORMATS = ('pt', 'safetensors', 'mds', 'tar')
 SHAPE = (4, 32, 32)
+# The shards, their indexes, and the places of latents.
+WRITTEN = 'coyo11m_tfds-', 'column'
 LIKE = {'IMAGENET': 'safetensors', 'MICRODIT': 'mds', 'SANA': 'tar'}  # of docs/sources.md
 
 
@@ -147,10 +149,10 @@ def make_source(folder: pathlib.Path, kind: str, count: int = COUNT) -> Truth:
         keys = [hash_of(names[n], row) for n in (0, 1) for row in range(len(halves[n]))]
     else:
         for number, half in enumerate(halves):
-            samples = {
-                f'{row:06}': {'npy': values[row, 0], 'json': {'caption': captions[row], 'w': 3}}
-                for row in half
-            }
+            samples = {}
+            for row in half:
+                fields = {'caption': captions[row], 'width': row / 2}
+                samples[f'{row:06}'] = {'npy': values[row, 0], 'json': fields}
             latent_files.write_tar(folder / f'{number:05}.tar', samples)
         keys = [
             blake(f'{number:05}.tar/{row:06}') >> 1 for number in (0, 1) for row in halves[number]
@@ -263,6 +265,36 @@ def test_labels_become_tokens(tmp_path):
     built.build(tmp_path / 'source', '', tmp_path / 'data')  # is the one that is there
 
 
+def test_numbers_beside_latents_become_columns_for_conditions(source, tmp_path):
+    folder, truth = source
+    data_set = built.build(folder, '', tmp_path / 'data', latents='in_place')
+    numbers = dict(zip(truth, range(COUNT), strict=True))
+    if folder.name in ('pt', 'safetensors'):
+        with pytest.raises(ValueError, match=r"\.(pt|safetensors): has no numbers 'width'; it has"):
+            add_column.add(data_set, 'size', source=folder, column='width')
+        return
+    added = add_column.add(data_set, 'size', source=folder, column='width')
+    assert added.dtype == {'mds': 'int32', 'tar': 'float32'}[folder.name]
+
+    def rows_of(data) -> set[int]:
+        asked = {'split': 'train', 'batch_size': COUNT, 'features': ('key',)}
+        batch = next(input_pipeline.eval_batches(data, **asked))
+        return {numbers[key] for key in batch['key'][batch['mask']].tolist()}
+
+    wide = 20 if folder.name == 'mds' else 40
+    rows = rows_of([{'dir': data_set, 'where': 'size > 20'}])
+    assert rows == {row for row in rows_of(data_set) if row > wide} and rows
+
+
+def test_the_name_of_the_vae_is_kept(tmp_path):
+    make_source(tmp_path / 'source', 'tar')
+    data_set = built.build(tmp_path / 'source', '', tmp_path / 'data', vae='sdxl <1>')
+    assert input_pipeline.open_data(data_set).metadata['vae'] == 'sdxl <1>'
+    assert 'sdxl &lt;1&gt;' in next(data_set.glob('report-*.html')).read_text()
+    with pytest.raises(ValueError, match="vae is 'sdxl <1>' there, 'flux' is asked for"):
+        built.build(tmp_path / 'source', '', tmp_path / 'data', vae='flux')
+
+
 def test_captions_are_embedded_before_a_build(tmp_path):
     make_source(tmp_path / 'source', 'tar')
     embed_captions.embed(tmp_path / 'source', 'hash', tmp_path / 'hash')
@@ -275,10 +307,12 @@ def test_captions_are_embedded_before_a_build(tmp_path):
     np.testing.assert_array_equal(batch['text_embedding'], expected)
 
 
-def test_a_killed_build_of_a_format_goes_on(source, tmp_path):
+@pytest.mark.parametrize('latents', [pytest.param('records', marks=pytest.mark.slow), 'in_place'])
+def test_a_killed_build_of_a_format_goes_on(source, tmp_path, latents: str):
     folder, truth = source
+    fields = {'shard_bytes': 100_000, 'latents': latents}
     program = """
-        import itertools, os, pathlib, signal
+        import itertools, json, os, pathlib, signal
         from coyo11m_tfds.convert.data_folder import FinishedShards
         from tests import built
 
@@ -288,18 +322,21 @@ def test_a_killed_build_of_a_format_goes_on(source, tmp_path):
                 os.kill(os.getpid(), signal.SIGKILL)
 
         FinishedShards.save = save
-        built.build(pathlib.Path(sys.argv[1]), '', pathlib.Path(sys.argv[2]), shard_bytes=100_000)
+        folder, out, fields = sys.argv[1:]
+        built.build(pathlib.Path(folder), '', pathlib.Path(out), **json.loads(fields))
     """
-    with children.python(program, folder, tmp_path / 'data') as child:
+    with children.python(program, folder, tmp_path / 'data', json.dumps(fields)) as child:
         child.communicate()
     assert child.returncode == -signal.SIGKILL
-    data_set = built.build(folder, '', tmp_path / 'data', shard_bytes=100_000)
+    data_set = built.build(folder, '', tmp_path / 'data', **fields)
     assert not verify.verify(data_set).faults
     assert_holds(data_set, truth, 'rows')
-    once = built.build(folder, '', tmp_path / 'once', shard_bytes=100_000)
-    assert {p.name: p.read_bytes() for p in once.glob('*.tfrecord-*')} == {
-        p.name: p.read_bytes() for p in data_set.glob('*.tfrecord-*')
-    }
+    once = built.build(folder, '', tmp_path / 'once', **fields)
+    records, again = (
+        {name: data for name, data in built.files_of(path).items() if name.startswith(WRITTEN)}
+        for path in (data_set, once)
+    )
+    assert records == again and len(records) > 3
 
 
 def test_a_mirrored_source_gives_the_same_data_set_of_other_places(source, tmp_path):

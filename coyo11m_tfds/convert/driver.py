@@ -304,6 +304,8 @@ def _make_metadata(plan: Plan, train: ShardStatistics, dropped: Dropped) -> dict
             schema.META_TEXT_ENCODER: plan.text.encoder,
             schema.META_TEXT_DIM: plan.text.dim,
         }
+    if vae := plan.settings.get(schema.META_VAE):
+        metadata[schema.META_VAE] = vae
     return metadata | {schema.META_SETTINGS: plan.settings}
 
 

@@ -51,6 +51,8 @@ class BuildSettings:
             folder of a sidecar that `coyo11m_tfds.embed_captions` made, of embeddings or of tokens.
         latents_from: Latents of the source, where its files do not tell: 'NAME' of a tensor, a
             column or a member, or 'NAME:DTYPE:C,H,W'; see `schema.LatentsFrom`.
+        vae: Name of the VAE of the latents, stored with the data set: sources of a mixture that
+            have another name are refused. '' for unknown.
         latents: 'records', or 'in_place': the records hold everything else, and readers read the
             latents in the source's files, which must not change, and must lie on gs:// for a data
             set on gs://. The order of training is the same.
@@ -75,6 +77,7 @@ class BuildSettings:
     shard_bytes: int = 128 * 1024 * 1024
     text_embeddings: str = ''
     latents_from: str = ''
+    vae: str = ''
     latents: str = RECORDS
     bad_data: str = 'drop'
     max_bad_fraction: float = 0.01
@@ -85,7 +88,7 @@ class BuildSettings:
     wait_hours: float = 24
 
     def __post_init__(self):
-        names = 'source', 'caption_column', 'text_embeddings', 'scratch_dir', 'latents_from'
+        names = 'source', 'caption_column', 'text_embeddings', 'scratch_dir', 'latents_from', 'vae'
         for name in names:
             self._check(name, isinstance(getattr(self, name), str), 'a string')
         for name in ('shard_bytes', 'num_workers'):
@@ -128,8 +131,9 @@ class BuildSettings:
         """
         # Only in these data sets, so that the metadata of others does not change.
         chosen = {_LATENTS: self.latents} if self.in_place else {}
-        if self.latents_from:
-            chosen['latents_from'] = self.latents_from
+        for name in ('latents_from', schema.META_VAE):
+            if value := getattr(self, name):
+                chosen[name] = value
         return chosen | {
             'caption_column': self.caption_column,
             schema.SETTINGS_TEXT: text_embeddings,
@@ -160,7 +164,7 @@ class BuildSettings:
         if there is None:
             return
         text_embeddings = self._text_embeddings(there.get(schema.SETTINGS_TEXT))
-        lie = {_LATENTS: RECORDS}
+        lie = {_LATENTS: RECORDS, schema.META_VAE: ''}
         differing = list(_differences(lie | there, lie | self.record(limit, text_embeddings)))
         if differing:
             raise ValueError(

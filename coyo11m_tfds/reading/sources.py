@@ -203,12 +203,20 @@ def stats(sources: Sequence[Source], text: texts.Spec) -> DatasetStats:
 
 
 def check_latents(sources: Sequence[Source]) -> None:
-    """Checks that the statistics of all latents can come from one VAE.
+    """Checks that all latents can come from one VAE, by its recorded name and by statistics.
 
     Raises:
-        ValueError: Numbers of channels differ; or the statistics of a source without `same_vae` are
-            too far from those of the first source.
+        ValueError: Numbers of channels or recorded names differ; or the statistics of a source
+            without `same_vae` are too far from those of the first source.
     """
+    named = [x for x in sources if schema.META_VAE in x.stored.metadata]
+    for source in named[1:]:
+        vae, first = (x.stored.metadata[schema.META_VAE] for x in (source, named[0]))
+        if vae != first:
+            raise ValueError(
+                f'{source.stored.folder}: its latents are of VAE {vae!r}, expected {first!r} as '
+                f'those of {named[0].stored.folder}'
+            )
     names = schema.META_LATENT_MEAN, schema.META_LATENT_STD
     known = [x for x in sources if x.stored.metadata.keys() >= set(names)]
     for source in known[1:]:

@@ -58,6 +58,7 @@ class LatentFile:
         embedding_dim: Width of the text embeddings; None if there are none.
         texts: Names of the columns of texts.
         label_column: Name of the column of class labels, one of `LABELS`; '' if there is none.
+        numbers: Names of the columns of numbers.
     """
 
     path: str
@@ -69,6 +70,7 @@ class LatentFile:
     embedding_dim: int | None = None
     texts: tuple[str, ...] = ()
     label_column: str = ''
+    numbers: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -129,7 +131,7 @@ class LatentFile:
         return _bytes_of(raw), values.numpy()
 
     def column(self, name: str) -> pa.Array:
-        """Reads the texts, or the class labels as int64, of all rows; null for a row without one.
+        """Reads the texts, class labels or numbers of all rows; null for a row without one.
 
         Raises:
             ValueError: A text is not UTF-8, or the file is damaged.

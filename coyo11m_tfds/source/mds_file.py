@@ -26,6 +26,7 @@ _WIDTHS = {f'{sign}int{bits}': bits // 8 for sign in ('', 'u') for bits in (8, 1
 _INTEGERS: dict[str, np.dtype] = {x: np.dtype(f'<{x[0]}{n}') for x, n in _WIDTHS.items()} | {
     'int': np.dtype('<i8')
 }
+_NUMBERS = _INTEGERS | {f'float{n}': np.dtype(f'<f{n // 8}') for n in (16, 32, 64)}
 # MicroDiT's `latents_256` are the bytes of float16 (C, 32, 32): nothing else says it.
 _PIXELS_A_LATENT = 8
 _USUAL_CHANNELS = 4, 16
@@ -69,20 +70,20 @@ class MdsFile(LatentFile):
         self.texts = tuple(x for x, encoding in self._encodings.items() if encoding == 'str')
         of_integers = [x for x, encoding in self._encodings.items() if encoding in _INTEGERS]
         self.label_column = next((x for x in LABELS if x in of_integers), '')
+        self.numbers = tuple(x for x, encoding in self._encodings.items() if encoding in _NUMBERS)
         if schema.KEY in of_integers:
-            self.keys = self._integers(schema.KEY)
+            self.keys = self._read_numbers(schema.KEY).astype(np.int64)
         else:
             self.keys = made_keys(self._label, count)
 
     def column(self, name: str) -> pa.Array:
         """See `LatentFile`."""
-        if self._encodings[name] in _INTEGERS:
-            return pa.array(self._integers(name))
+        if self._encodings[name] in _NUMBERS:
+            return pa.array(self._read_numbers(name))
         return pa.array([self.decode(x, row) for row, x in enumerate(self._bytes_of(name))])
 
-    def _integers(self, name: str) -> np.ndarray:
-        raw = b''.join(self._bytes_of(name))
-        return np.frombuffer(raw, _INTEGERS[self._encodings[name]]).astype(np.int64)
+    def _read_numbers(self, name: str) -> np.ndarray:
+        return np.frombuffer(b''.join(self._bytes_of(name)), _NUMBERS[self._encodings[name]])
 
     def _bytes_of(self, name: str) -> list[bytes]:
         places = zip(self._begins[name].tolist(), self._sizes[name].tolist(), strict=True)
@@ -102,7 +103,7 @@ class MdsFile(LatentFile):
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise self._damaged(f'its columns cannot be read ({error})') from None
         for (name, kind), size in zip(encodings.items(), fixed, strict=True):
-            if kind in _INTEGERS and size != _INTEGERS[kind].itemsize:
+            if kind in _NUMBERS and size != _NUMBERS[kind].itemsize:
                 raise self._damaged(f'{name} is {kind} of {size} bytes')
         return encodings, fixed
 

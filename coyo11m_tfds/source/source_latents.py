@@ -11,9 +11,10 @@ of a source's Parquet file.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -88,16 +89,59 @@ class Asked:
 
 def read_head(file: SourceFile, head_dir: str | os.PathLike[str], asked: Asked) -> Head:
     """Opens and checks a file; raises the errors of `SourceLatents.read`."""
-    path = formats.fetch_head(file, head_dir, check_crc=asked.check_crc)
     try:
-        # Not kept open: all files together are 300 GB of mapped memory.
-        shard = formats.open_file(file, path, asked.latents)
-        found = Head(shard.keys, shard.dtype, shard.shape, shard.embedding_dim, shard.digest)
-        return dataclasses.replace(found, **_texts(shard, asked))
+        with _opened(file, head_dir, asked) as shard:
+            found = Head(shard.keys, shard.dtype, shard.shape, shard.embedding_dim, shard.digest)
+            return dataclasses.replace(found, **_texts(shard, asked))
     except RowsDisagreeError as error:
         if not asked.drop_bad:
             raise
         return Head(np.empty(0, np.int64), '', (), None, error.digest, error)
+
+
+def write_numbers(
+    files: Sequence[SourceFile], column: str, folder: str | os.PathLike[str], latents: LatentsFrom
+) -> str:
+    """Writes numbers that lie beside latents, and the keys, as Parquet; the first row of each key.
+
+    Args:
+        files: All files of the source.
+        column: Name of the numbers.
+        folder: As `head_dir` of `SourceLatents.read`; the Parquet file goes there too.
+        latents: As of `Asked`.
+
+    Returns:
+        Path of the Parquet file.
+
+    Raises:
+        ValueError: A file is bad, or has no such numbers.
+        OSError: A remote file cannot be read.
+    """
+
+    def read_one(file: SourceFile) -> pa.Table:
+        with _opened(file, folder, Asked(latents)) as opened:
+            if column not in opened.numbers:
+                raise ValueError(
+                    f"{file.path}: has no numbers '{column}'; it has {list(opened.numbers)}."
+                )
+            return pa.table({schema.PARQUET_KEY: opened.keys, column: opened.column(column)})
+
+    with concurrent.futures.ThreadPoolExecutor(_HEADS_AT_ONCE) as threads:
+        table = pa.concat_tables(threads.map(read_one, files), promote_options='permissive')
+    firsts, _ = joined.order_by_key(table.column(0).to_numpy())
+    path = os.path.join(folder, 'numbers-of-files.parquet')
+    pq.write_table(table.take(firsts), path)
+    return path
+
+
+@contextlib.contextmanager
+def _opened(
+    file: SourceFile, head_dir: str | os.PathLike[str], asked: Asked
+) -> Iterator[LatentFile]:
+    path = formats.fetch_head(file, head_dir, check_crc=asked.check_crc)
+    try:
+        # Not kept open: all files together are 300 GB of mapped memory.
+        yield formats.open_file(file, path, asked.latents)
     finally:
         if file.is_remote:
             os.remove(path)

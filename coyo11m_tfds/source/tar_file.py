@@ -61,7 +61,8 @@ class TarFile(LatentFile):
         fields = self._json(first)
         of_text = [x for x, value in fields.items() if isinstance(value, str)]
         self.texts = (*[_TEXT] * any(_TEXT in x for x in self._samples.values()), *of_text)
-        classes = {x for x, value in fields.items() if type(value) is int}
+        self.numbers = tuple(x for x, value in fields.items() if type(value) in (int, float))
+        classes = {x for x in self.numbers if type(fields[x]) is int}
         classes |= self._samples[first].keys() & {_CLASS}
         self.label_column = next((x for x in LABELS if x in classes), '')
         if _is_number(fields.get(schema.KEY)):
@@ -73,11 +74,15 @@ class TarFile(LatentFile):
 
     def column(self, name: str) -> pa.Array:
         """See `LatentFile`."""
-        kind: type = int if name == self.label_column else str
         values = [self._value(sample, name) for sample in self._samples]
-        values = [x if type(x) is kind else None for x in values]
+        kinds: tuple[type, ...] = (str,)
+        if name in (self.label_column, *self.numbers):
+            kinds = (int,) if name == self.label_column else (int, float)
+        values = [x if type(x) in kinds else None for x in values]
+        is_float = any(type(x) is float for x in values)
+        numbers = pa.float32() if is_float else pa.int64()
         try:
-            return pa.array(values, pa.int64() if kind is int else pa.large_string())
+            return pa.array(values, pa.large_string() if kinds == (str,) else numbers)
         except (pa.ArrowInvalid, OverflowError, UnicodeEncodeError) as error:
             raise ValueError(f'{self.path}: {name} of a sample cannot be read ({error}).') from None
 

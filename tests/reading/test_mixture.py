@@ -417,10 +417,10 @@ def test_stages_that_make_no_sense_are_refused(stages, message):
 
 
 def test_latents_and_texts_of_other_encoders_are_refused(tmp_path):
-    def make(name: str, mean: float, std: float, encoder: str) -> dict:
+    def make(name: str, mean: float, std: float, encoder: str, **facts: str) -> dict:
         path = tmp_path / name / schema.VERSION
         small_dataset.write(path, {schema.TRAIN: (100,)})
-        facts = {
+        facts |= {
             schema.META_LATENT_MEAN: [mean] * 4,
             schema.META_LATENT_STD: [std] * 4,
             schema.META_TEXT_ENCODER: encoder,
@@ -441,6 +441,10 @@ def test_latents_and_texts_of_other_encoders_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"of 'hf:other'.*, expected embeddings of 'hash'"):
         input_pipeline.train_batches([first, other_text], **order)
     input_pipeline.train_batches([first, other_text], **order, features=('key', 'latents'))
+    of_one, of_another = (make(vae, 0.5, 5.0, 'hash', vae=vae) for vae in ('sdxl', 'flux'))
+    input_pipeline.train_batches([first, of_one], **order)
+    with pytest.raises(ValueError, match=r"flux/.* are of VAE 'flux', expected 'sdxl' as those"):
+        input_pipeline.train_batches([of_one, first, of_another | {'same_vae': True}], **order)
     stats = input_pipeline.mix_stats(input_pipeline.open_mix([first, like_it | {'weight': 3}]), '')
     np.testing.assert_allclose(stats.latent_mean, [0.8] * 4, rtol=1e-6)
     variance = 0.25 * (25 + 0.09) + 0.75 * (36 + 0.01)
