@@ -390,8 +390,8 @@ def train_arrays(
 
     Args:
         sharding: Sharding of the leading axis of every feature.
-        ahead: Number of batches that are sent to the devices before they are needed. data and all
-        others: As for `train_batches`.
+        ahead: Number of batches that are sent to the devices before they are needed.
+        data and all others: As for `train_batches`.
 
     Returns:
         An iterator like that of `to_device`, with `step`, `steps_per_epoch`, `spec`, `get_state`,

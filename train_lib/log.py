@@ -10,9 +10,9 @@
     train_log.settle(step)
 
 A report holds the metrics of the steps (`metrics.TrainMetrics`) as `train/...`, the rates and times
-of `StepClock.lap`, and the state of this host; docs/training.md explains each scalar. `loss` and
-`grad_norm` are left out if every step of the window was skipped; rates and times leave out the
-first step, which includes the compiler.
+of `StepClock.lap`, and the state of this host; docs/training.md explains each scalar. A report
+lacks `loss` and `grad_norm` if every step of its window was skipped. Rates and times leave out the
+first step, which includes the compilation.
 
 The host does not wait for a step that has just started. It fetches the metrics of a window after it
 has dispatched the next step, so the device always has work.
@@ -51,7 +51,7 @@ _OWN_MEMORY = pathlib.Path('/proc/self/statm')
 
 
 def say(text: str, *arguments) -> None:
-    """Logs a line in process 0 alone, for what is the same on all."""
+    """Logs a line in process 0 only, for facts that are equal on all processes."""
     if jax.process_index() == 0:
         logging.info(text, *arguments)
 
@@ -99,12 +99,12 @@ def _count(params: Any) -> int:
 
 
 class TrainLog:
-    """Merges the metrics of steps, and writes their averages every so many steps.
+    """Merges the metrics of steps, and writes their averages every `log_every` steps.
 
     Attributes:
         clock: Clock of the steps; its rates are part of a report.
         window: Merged metrics of the steps since the last report. A checkpoint holds them, so that
-            a run that was interrupted inside a window writes the same report.
+            a run that is interrupted within a window later writes the same report.
     """
 
     def __init__(
@@ -123,14 +123,14 @@ class TrainLog:
 
         Args:
             writer: Writer that gets the scalars.
-            config: Its `log_every`, `batch_size`, `num_steps`, `max_skipped_in_a_row` and
-                `max_skipped`: more steps that are not finite end the run.
+            config: Configuration; this uses `log_every`, `batch_size`, `num_steps`, and the limits
+                of skipped steps, `max_skipped_in_a_row` and `max_skipped`.
             empty: Metrics of zero steps, on the devices of the steps' metrics.
             start: The step before the first one.
-            data: Tells what has been read; None if nothing counts it.
-            progress: Function that returns scalars of the passes over the data up to a step.
+            data: Data of the run, which counts what it reads; None without a count.
+            progress: Returns scalars of the passes over the data up to a step.
             flops: FLOPs to train on one sample; 0 if unknown.
-            way_back: Function that returns advice for going back to before a bad step.
+            way_back: Returns advice for a resume from before a bad step.
         """
         self.clock = StepClock(data)
         self.window = empty
@@ -147,7 +147,7 @@ class TrainLog:
         self._complete: tuple[int, metrics.TrainMetrics] | None = None
 
     def add(self, step: int, update: metrics.TrainMetrics) -> None:
-        """Adds a step that has just been started, and writes the window that ended before it.
+        """Adds a step that has just started, and writes the window that ended before it.
 
         Raises:
             FloatingPointError: Too many steps up to the end of that window were skipped.
@@ -162,20 +162,21 @@ class TrainLog:
             self.window = self._empty
 
     def settle(self, step: int) -> None:
-        """Waits for all steps up to `step`, writes what is complete, and flushes the writer.
+        """Waits for all steps up to `step`, writes a complete window, and flushes the writer.
 
-        Call it before a checkpoint: what precedes a checkpoint is not trained again, so its log
-        has to be safe, and a run that is to end must not overwrite its checkpoints.
+        Call it before a checkpoint: steps before a checkpoint are not trained again, so their log
+        must be safe; and a run that is about to fail must not replace its checkpoints.
 
         Raises:
-            FloatingPointError: Too many steps were skipped, in the unfinished window included.
+            FloatingPointError: Too many steps were skipped, including those in the unfinished
+                window.
         """
         self.write_complete()
         self._check_skipped(step, jax.device_get(self.window))
         self._writer.flush()
 
     def write_complete(self) -> None:
-        """Waits for the steps of a window that is complete, and writes it; raises as `add`."""
+        """Waits for the steps of a complete window, and writes it; raises the errors of `add`."""
         if self._complete is None:
             return
         step, window = self._complete
@@ -276,17 +277,16 @@ class _Mark(NamedTuple):
 class StepClock:
     """Measures the rates of steps and of reading, and how long the devices lacked data.
 
-    A thread waits for each step and records its end. So the host need not wait: it is at most
-    `AHEAD` steps ahead of the devices. Steps that have only been dispatched do not count. The
-    devices lack data from the end of a step until the host has the next batch. While they compute,
-    waiting for a batch costs nothing and does not count.
+    A thread waits for each step and records its end, so that the host can run up to `AHEAD` steps
+    ahead of the devices. Only finished steps count. The devices lack data from the end of a step
+    until the host has the next batch. A wait for a batch while they compute does not count.
 
     Attributes:
-        first_batch: Time (`time.monotonic`) at which the batch of the first step came.
+        first_batch: Time (`time.monotonic`) at which the first step's batch arrived.
     """
 
     def __init__(self, data: 'TrainingData | None' = None):
-        """Starts; `data` tells what has been read for training, if anything counts it."""
+        """Starts the clock; `data` counts what training reads, if given."""
         self._data = data
         self._watcher = concurrent.futures.ThreadPoolExecutor(1, 'step-clock')
         self._in_flight: collections.deque[_Moment] = collections.deque()
@@ -296,7 +296,7 @@ class StepClock:
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """The host waits for a batch here."""
+        """Marks a block in which the host waits for a batch."""
         asked = time.monotonic()
         if self._data is not None:
             self._ready.append(self._data.batches_ready())
@@ -308,9 +308,9 @@ class StepClock:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Time in this block (an evaluation, say) counts neither as training nor as waiting.
+        """Excludes a block, such as an evaluation, from the times of training and of waiting.
 
-        Reading goes on, for the steps that follow, and is counted. Waits for the steps before.
+        It first waits for the steps before. Reading for later steps continues and counts.
         """
         if self._last is not None:
             self._last.result()
@@ -322,8 +322,8 @@ class StepClock:
     def step_started(self, result: Any) -> None:
         """Counts a step, whose arrays `result` are still being computed.
 
-        Waits for the first step of all and does not count it, because it includes the compiler;
-        and for the step that was started `AHEAD` steps before this one.
+        Waits for the step that started `AHEAD` steps before this one. It also waits for the first
+        step, which does not count, because it includes the compilation.
         """
         is_first = self._last is None
         self._last = finished = self._watcher.submit(_finished_at, result)
@@ -337,9 +337,9 @@ class StepClock:
             self._in_flight.popleft().result()
 
     def lap(self, batch_size: int) -> dict[str, float]:
-        """Rates, times and shares since the last lap; empty where no step was counted.
+        """Returns rates, times and shares since the last lap; empty if no step was counted.
 
-        Waits for the steps that have been started. All processes call it after the same step.
+        Waits for all started steps. All processes must call it after the same step.
         """
         seconds = [
             after.at.result() - before.at.result()

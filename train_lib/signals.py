@@ -8,13 +8,13 @@
             if stop.reached(step):
                 break
 
-Signals: a run saves a checkpoint if there is something to save, and ends. A host that is preempted
-gets SIGTERM and about 30 seconds; the other hosts may get nothing. All must save the same step,
-because each writes a part of a checkpoint.
+Signals: a run saves a checkpoint if it has new steps, and ends. A preempted host gets SIGTERM and
+    about 30 seconds; the other hosts may get no signal. All hosts must save the same step, because
+    each writes a part of a checkpoint.
 
-Failures: if one process fails, the others end at once and name it. Otherwise they would wait for
-minutes in a computation that needs all processes, and then abort. This module does not import JAX,
-so it is quick to import.
+Failures: if one process fails, the others end at once and name it. Without this they would wait for
+    minutes in a computation that needs all processes, and then abort. The import of this module is
+    fast, because it does not import JAX.
 """
 
 import contextlib
@@ -41,16 +41,15 @@ _exit_status: dict[int, int] = {}  # by signal, for leaving at once
 
 
 class BrokenOff(BaseException):
-    """A stop was requested during something that can be repeated; no error, and no `Exception`."""
+    """A stop was requested during repeatable work; this is not an `Exception`."""
 
 
 def install(status: int | None = None) -> None:
-    """Ends the process at once, with one line, when a signal comes and nothing is to be saved.
+    """Makes signals end the process at once with one line, as long as nothing must be saved.
 
-    Python runs signal handlers between two steps of its main thread, which may be in the compiler
-    for minutes; a thread that is told of each signal is not. It ends the process by `os._exit`,
-    because TensorFlow and XLA cannot be interrupted while the interpreter shuts down. May be
-    called again, with another status.
+    Python runs signal handlers in its main thread, which may be in the compiler for minutes. So a
+    thread learns of each signal, and ends the process by `os._exit`, because TensorFlow and XLA
+    cannot be interrupted while the interpreter shuts down. Another call may change the status.
 
     Args:
         status: Exit status; None for 128 plus the number of the signal, as in a shell.
@@ -68,14 +67,15 @@ def install(status: int | None = None) -> None:
 
 
 class StopRequest:
-    """Notes SIGTERM and Ctrl-C instead of dying of them, for as long as the context lasts.
+    """Makes SIGTERM and Ctrl-C request a stop, within its context, instead of ending the process.
 
-    With one process these are signal handlers. With several it is JAX's preemption service, which
-    `jax.distributed.initialize` starts: it catches SIGTERM, tells the other processes and lets
-    them agree on a step that none has passed. 15 microseconds a step (two processes, one machine).
+    One process uses signal handlers. Several use JAX's preemption service, which
+    `jax.distributed.initialize` starts: it catches SIGTERM, tells the other processes, and lets
+    them agree on a step that no process has passed. This costs 15 microseconds a step (two
+    processes, one machine).
 
-    After `install` a signal that comes before the first step has been taken, and a second one at
-    any time, end the process at once.
+    After `install`, a signal before the end of the first step, or a second signal at any time, ends
+    the process at once.
     """
 
     def __init__(self):
@@ -104,15 +104,16 @@ class StopRequest:
         _requests.remove(self)
 
     def reached(self, step: int) -> bool:
-        """True if the run stops after this step; every process has to ask after every step."""
+        """Whether the run stops after this step; every process must call this after every step."""
         self.can_save = True
         return self._noted if self._alone else self._agreed(step)
 
     @contextlib.contextmanager
     def repeatable(self) -> Iterator[None]:
-        """Work in this block may be interrupted, by a `BrokenOff` in the main thread.
+        """Allows a stop request to interrupt a block, by a `BrokenOff` in the main thread.
 
-        Of several processes none may leave the others alone in a computation, so it is completed.
+        With several processes the block always completes, because its computations need all of
+        them.
         """
         self._repeatable = self._alone
         try:
@@ -182,7 +183,7 @@ def join_hosts(
     """Waits for the other processes of the run; without arguments JAX finds them by itself.
 
     Raises:
-        ValueError: It does not.
+        ValueError: JAX does not find them.
     """
     import jax
 
@@ -203,12 +204,12 @@ def failures_shared() -> Iterator[None]:
     """Ends this process when another one fails here, and the others when this one does.
 
     The first process that fails leaves its error with JAX's coordinator, where a thread of every
-    other one looks for it. Where a computation of all fails it asks first who is still there, since
-    a process that was killed leaves nothing. Processes that wait for each other cannot unwind: all
-    end by `os._exit(1)`.
+    other process looks for it. If a shared computation fails, a process first asks which others
+    still answer, because a killed process leaves no error. Processes that wait for each other
+    cannot unwind, so all end by `os._exit(1)`.
 
-    With a single process it does nothing. May be entered again inside of itself, where leaving it
-    by an error would wait for other processes.
+    With a single process it does nothing. Contexts may be nested; use an inner one where leaving a
+    block after an error would wait for other processes.
     """
     import jax
 
@@ -231,7 +232,7 @@ def failures_shared() -> Iterator[None]:
 
 
 def summary(error: BaseException) -> str:
-    """One line. TensorFlow's errors quote those of Python functions with their whole traceback."""
+    """Summarizes an error in one line, without the tracebacks that TensorFlow quotes."""
     lines = str(error).splitlines() or ['']
     # With the module of the error, unless it is one of Python's own.
     quoted = [found for line in lines[1:] if (found := re.match(r'(?:\w+\.)*(\w+Error: .*)', line))]

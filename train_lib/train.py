@@ -3,9 +3,9 @@
     from configs import demo
     state = train.train_and_evaluate(demo.get_config(), workdir='W')
 
-A run can be killed at any moment. The same command then resumes it from the last checkpoint, and it
-computes what it would have computed. SIGTERM and Ctrl-C make it save and return. `HOOKS` lists
-everything that a run does beside its steps.
+A run can be killed at any moment. The same command then resumes it from the last checkpoint with
+the same results as an uninterrupted run. After SIGTERM or Ctrl-C it saves and returns. `HOOKS`
+lists everything that a run does beside its steps.
 """
 
 import contextlib
@@ -49,14 +49,14 @@ def train_and_evaluate(
     workdir: epath.PathLike,
     accept_changes: Collection[str] = (),
 ) -> TrainState:
-    """The state of `train(set_up(...))`."""
+    """Returns the state of `train(set_up(...))`."""
     state, _ = train(set_up(config, workdir, accept_changes))
     return state
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A run whose settings have been checked; nothing is compiled or written yet."""
+    """A run with checked settings, before anything is compiled or written."""
 
     config: ml_collections.ConfigDict
     workdir: epath.Path
@@ -71,18 +71,17 @@ def set_up(
     workdir: epath.PathLike,
     accept_changes: Collection[str] = (),
 ) -> Setup:
-    """Checks all that a run needs before its first step.
+    """Checks everything that a run needs before its first step.
 
     Args:
         config: See `configs/default.py`.
-        workdir: Local or `gs://` folder for checkpoints, TensorBoard logs and previews.
-        accept_changes: Fields that may differ from those of the checkpoint that is resumed, some of
-            `settings.changeable`.
+        workdir: Folder for checkpoints, TensorBoard logs and previews, local or `gs://`.
+        accept_changes: Fields of `settings.changeable` that may differ from the last checkpoint.
 
     Raises:
         ValueError: A setting is out of its range, or does not fit the devices or the data.
-        beginnings.OtherRunError: the last checkpoint in `workdir` belongs to another run.
-        OSError: There is no data set, or `workdir` cannot be written to.
+        beginnings.OtherRunError: The last checkpoint in `workdir` belongs to another run.
+        OSError: The data set does not exist, or `workdir` cannot be written to.
     """
     workdirs.check_writable(workdir)
     settings.check_changeable(accept_changes, config)
@@ -103,15 +102,15 @@ def train(setup: Setup, verbose: bool = False) -> tuple[TrainState, bool]:
 
     Args:
         setup: Result of `set_up`.
-        verbose: Logs all parameters, and all that is written for TensorBoard.
+        verbose: Whether to log all parameters, and everything that TensorBoard gets.
 
     Returns:
-        The last state, and whether all is done, which it is not where a signal ended the run.
+        The last state, and whether the run is complete; it is not if a signal ended it.
 
     Raises:
         FloatingPointError: Training has diverged.
-        OSError: A record, a file of the data set or a checkpoint cannot be read, or a checkpoint,
-            logs or pictures cannot be written; or another run is in the workdir.
+        OSError: A record, a file of the data set or a checkpoint cannot be read; a checkpoint, a
+            log or a picture cannot be written; or another run holds the workdir.
     """
     config, program, beginning = setup.config, setup.program, setup.beginning
     with (
@@ -163,7 +162,7 @@ class Run(Setup):
     """The objects that the loop and its hooks work with.
 
     Attributes:
-        start: The step that this process began with.
+        start: The step at which this process started.
     """
 
     start: int
@@ -172,10 +171,11 @@ class Run(Setup):
     log: TrainLog
 
     def save(self, step: int, state: TrainState, interrupted: bool = False) -> bool:
-        """Starts a checkpoint of a step, after what was logged up to it is safe.
+        """Starts a checkpoint of a step, after the log up to this step is safe.
 
         Returns:
-            False if there is none because the last step was skipped: its weights may be lost.
+            False if it starts none, because the last step was skipped and the weights may be
+            broken.
         """
         self.log.settle(step)
         if int(state.skipped_in_a_row):
@@ -188,7 +188,7 @@ class Run(Setup):
 
     @functools.cached_property
     def preview_of_data(self) -> np.ndarray:
-        """The pictures that previews show beside those of the model."""
+        """The pictures of the data that previews show beside those of the model."""
         return self.paint(self.data.preview_samples.latents)
 
 
@@ -286,7 +286,7 @@ def _save(run: Run, step: int, state: TrainState) -> str:
 
 
 class Hook(NamedTuple):
-    """Something that is done after some steps, by all processes.
+    """Work that all processes do after some steps.
 
         def weight_norm(run, step, state):
             norm = float(optax.tree.norm(state.params))
@@ -297,12 +297,12 @@ class Hook(NamedTuple):
         train.HOOKS.insert(0, train.Hook('weight norm', due, weight_norm))
 
     Attributes:
-        name: For the log.
-        is_due: Returns True for `(run, step)` if it is called after that step.
-        call: Does it, with `(run, step, state)`, the state after the step; returns what to log,
-            or None for nothing.
-        repeatable: A stop request may end it halfway, by an exception; the run that resumes
-            does it.
+        name: Name in the log.
+        is_due: Takes `(run, step)` and returns whether the hook is due after this step.
+        call: Does the work, given `(run, step, state)` with the state after the step; returns a
+            text for the log, or None.
+        repeatable: Whether a stop request may interrupt it by an exception; the resumed run then
+            repeats it.
     """
 
     name: str
@@ -312,7 +312,7 @@ class Hook(NamedTuple):
 
 
 def every(steps: Callable[[ml_collections.ConfigDict], int]) -> Callable[[Run, int], bool]:
-    """Returns the `is_due` for every so many steps of a configuration and the last; 0 is never."""
+    """Returns an `is_due` for every `steps(config)` steps, and for the last; 0 means never."""
 
     def is_due(run: Run, step: int) -> bool:
         count = steps(run.config)

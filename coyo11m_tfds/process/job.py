@@ -21,10 +21,10 @@ _ON_MACHINE = 'LOCAL_RANK', 'SLURM_LOCALID', 'OMPI_COMM_WORLD_LOCAL_RANK'
 
 
 def process_index() -> int:
-    """Returns the number of this process in its job, 0 if it is alone.
+    """Returns the number of this process in its job; 0 without a job.
 
-    It is the environment variable `RANK`, `SLURM_PROCID` or `OMPI_COMM_WORLD_RANK`, else that of
-    `jax.distributed` where a program has set that up. Asking does not start JAX.
+    It is the environment variable `RANK`, `SLURM_PROCID` or `OMPI_COMM_WORLD_RANK` or, if a program
+    has initialized it, the number in `jax.distributed`. This call does not start JAX.
 
     Raises:
         ValueError: The variable is not a number.
@@ -40,10 +40,11 @@ def process_index() -> int:
 
 
 def share() -> tuple[int, int]:
-    """Returns the number of this process and how many there are, `(0, 1)` if it is alone.
+    """Returns the number of this process and the number of processes, `(0, 1)` without a job.
 
     Raises:
-        ValueError: A variable is not a number, or that of the count is missing or too small.
+        ValueError: A variable is not a number, or the variable of the count is missing or too
+            small.
     """
     index = process_index()
     for rank in filter(os.environ.get, _LAUNCHERS):

@@ -35,10 +35,10 @@ _Moment = tuple[float, collections.Counter[str]]  # seconds, and all that was do
 
 
 class Progress:
-    """Counts what is done; a context manager. Several threads may use one.
+    """Counts finished work; a context manager, which several threads may share.
 
     Attributes:
-        note: Text behind the speeds; may be changed at any time.
+        note: Text after the speeds; may be changed at any time.
     """
 
     note = ''
@@ -55,8 +55,8 @@ class Progress:
 
         Args:
             what: Name of the work, e.g. 'Writing shards'.
-            total: How much there is to do, in `unit`; 0 for nothing. An estimate will do.
-            unit: 'B' for bytes, shown as MB/s; else the name of a thing in the plural.
+            total: Amount of the whole work in `unit`, at least an estimate; 0 for no work.
+            unit: 'B' for bytes, shown as MB/s; otherwise a plural noun such as 'captions'.
             goals: Final values of some of the counts, e.g. `{'shards': 2400}`.
             clock: Function that returns the time in seconds.
         """
@@ -78,12 +78,12 @@ class Progress:
         self._log(self._beginning, f'{ended} {_duration(self._clock() - self._beginning[0])}')
 
     def add(self, amount: int, **counts: int) -> None:
-        """Counts work that was just done.
+        """Counts work that is done now.
 
         Args:
             amount: Work in the unit of the total.
-            **counts: Increments; `records` and `tokens` become speeds, a name with a goal 'n of m',
-                and any other is shown as a number.
+            **counts: Increments of counts. `records` and `tokens` are shown as speeds, a count with
+                a goal as 'n of m', others as numbers.
         """
         with self._lock:
             now, work = self._clock(), self._latest[1].copy()
@@ -96,7 +96,7 @@ class Progress:
             self._count(now, amount, counts)
 
     def skip(self, amount: int, **counts: int) -> None:
-        """Counts what an earlier run did: it is done, but says nothing about the speed."""
+        """Counts work of an earlier run, which does not enter the speed."""
         with self._lock:
             self._count(self._clock(), amount, counts)
 

@@ -1,13 +1,13 @@
-"""Reads remote files: a whole one to the local disk, verified, or a few bytes.
+"""Reads remote files: downloads and verifies a whole file, or reads a few bytes.
 
     file = source_files.describe('gs://bucket/latents-3crop/000000-000009.pt')
     remote.fetch(file, '/scratch/000000-000009.pt')
     remote.read_range(file, 0, 4)                     # b'PK\\x03\\x04'
 
-The clients of gs:// and the hub give addresses and credentials. urllib3 reads the bytes, one stream
-a file, because neither library notices a stall in reasonable time. Ranges of 1.6 MB over TLS cost
-28 to 34 us of CPU for each 24.6 KB; with requests 42 to 50, with http.client, into a new buffer or
-a reused one, 22 to 30.
+The clients of gs:// and the hub give addresses and credentials. urllib3 reads the bytes, in one
+stream a file, because neither client notices a stall in reasonable time. Ranges of 1.6 MB over TLS
+cost 28 to 34 us of CPU for each 24.6 KB; with requests they cost 42 to 50 us, with http.client 22
+to 30.
 """
 
 import base64
@@ -47,19 +47,20 @@ _ENVIRONMENT = (*_CERTIFICATES, *_PROXIES, *map(str.upper, _PROXIES))
 
 
 class Changed(OSError):
-    """A file is not what it was when it was described."""
+    """A file has changed since it was described."""
 
 
 def fetch(file: SourceFile, target: str, on_bytes: Callable[[int], None] = ignore_bytes) -> None:
-    """Downloads a remote file; it is whole, verified and on the disk when this returns.
+    """Downloads and verifies a remote file; afterwards all of it is on the disk.
 
-    After a break only the rest is requested. After an error the target may hold a part of the file.
+    If the connection breaks, it requests only the rest. After an error the target may hold a part
+    of the file.
 
     Args:
         file: On gs:// or hf://.
         target: Local path in an existing temporary folder.
-        on_bytes: Is told how many bytes were received; a negative number where bytes turned out
-            wrong. The sum is `file.size`.
+        on_bytes: Called with the number of received bytes, or a negative number for bytes that
+            proved wrong. The sum is `file.size`.
 
     Raises:
         FileNotFoundError: The file is gone.
@@ -74,10 +75,10 @@ def fetch(file: SourceFile, target: str, on_bytes: Callable[[int], None] = ignor
 
 
 def read_range(file: SourceFile, start: int, length: int) -> bytes:
-    """Reads `length` bytes from byte `start` of a file, remote or local.
+    """Reads `length` bytes at offset `start` of a file, remote or local.
 
     Raises:
-        ValueError: The range is not within the file.
+        ValueError: The range exceeds the file.
         FileNotFoundError, PermissionError, OSError: As `fetch`.
     """
     if not 0 <= start <= start + length <= file.size:
@@ -152,7 +153,7 @@ class Refused(OSError):
 
     Attributes:
         response: The answer.
-        status: Its status.
+        status: HTTP status of the answer.
     """
 
     def __init__(self, response: 'BaseHTTPResponse'):

@@ -1,13 +1,13 @@
-"""Text embeddings from a transformers model: its last hidden states, averaged over the tokens.
+"""Embeds texts with a transformers model: its last hidden states, averaged over the tokens.
 
     encoder = HfEncoder('google/gemma-3-270m', 512)  # of the Hugging Face hub, or its cache
     encoder = HfEncoder('all-MiniLM-L6-v2/', 512)    # a folder: config, safetensors, tokenizer
     embeddings = encoder.encode(['a cat', 'two dogs'])  # float32 (2, encoder.dim)
 
-Weights are read only from safetensors, and code in a model's repository is never run.
-Padding always goes to the right. So every token has the same position as in a caption alone, also
-in models with absolute positions. Causal models never attend to such padding; in other models, and
-in the mean, a mask leaves it out.
+Weights are read only from safetensors, and code in a model's repository is never run. Padding is
+always on the right. So every token has the same position as in a caption alone, also in models with
+absolute positions. Causal models do not attend to such padding; in other models, and in the mean, a
+mask leaves it out.
 """
 
 import contextlib
@@ -38,11 +38,11 @@ class HfTokenizer(ModelTokenizer):
 
         Args:
             model: A folder, or a name on the hub.
-            max_tokens: Longer captions are cut to it.
+            max_tokens: Length to which captions are cut, in tokens.
             config: Config of the model, if it has been read.
 
         Raises:
-            ValueError: There is no such model, its tokenizer runs in Python, or max_tokens is too
+            ValueError: The model does not exist, its tokenizer runs in Python, or max_tokens is too
                 small.
         """
         with _naming(model) as source:
@@ -68,13 +68,13 @@ class HfTokenizer(ModelTokenizer):
 
 
 class HfEncoder(HfTokenizer, Encoder):
-    """An encoder or a causal language model of transformers, on a GPU where there is one.
+    """An encoder or a causal language model of transformers, on a GPU if there is one.
 
-    Computes in float32 on CPUs and in bfloat16 on GPUs that have it; averages in float32. The
-    embedding of a caption does not depend on its batch but for rounding (about 1e-6 of its length
-    in float32), because the order of sums in a matrix product depends on the product's shape.
+    It computes in float32 on CPUs and in bfloat16 on GPUs that support it; averages are float32.
+    The batch changes an embedding only by rounding (about 1e-6 of its length in float32), because
+    the order of sums in a matrix product depends on the product's shape.
 
-    Captions of 50 tokens a second and CPU core: Gemma-3-270M 9, MiniLM-L6 83.
+    A CPU core encodes 9 captions of 50 tokens a second with Gemma-3-270M, and 83 with MiniLM-L6.
     """
 
     pooling = 'mean'
@@ -84,13 +84,13 @@ class HfEncoder(HfTokenizer, Encoder):
 
         Args:
             model: A folder, or a name on the hub.
-            max_tokens: Longer captions are cut to it.
-            batch_tokens: Tokens in a forward pass at most, padding counted in; None for what
-                `BATCH_TOKENS` has for the device.
+            max_tokens: Length to which captions are cut, in tokens.
+            batch_tokens: Limit of the tokens in a forward pass, with padding; None for the device's
+                default in `BATCH_TOKENS`.
 
         Raises:
-            ValueError: There is no such model, it has no weights that are safe to read, some of
-                its weights are missing, it is not a text model, or max_tokens is too small.
+            ValueError: The model does not exist, has no safetensors, lacks weights, or is not a
+                text model; or max_tokens is too small.
         """
         self._device = torch.device('cpu')
         if num_gpus := torch.cuda.device_count():

@@ -7,12 +7,12 @@
             write(keys, values)                         # float16 (n, dim)
 
 A part is a range of keys. Equal captions of a part are encoded once, and a part is tokenized while
-the model works on the one before. The batches of a part depend only on its captions, so its bytes
-do not depend on the process or on other parts.
+the model works on the previous part. The batches of a part depend only on its captions, so its
+bytes do not depend on the process or on other parts.
 
 A part appears in its folder only when it is complete, and its metadata hold everything that decides
-its contents. So there is nothing to lock and nothing to clean up: any process makes a part that is
-missing, and two processes that make the same part write the same bytes.
+its contents. So parts need neither locks nor a clean-up: any process makes a missing part, and two
+processes that make the same part write the same bytes.
 """
 
 import concurrent.futures
@@ -59,7 +59,7 @@ class Captions:
     """
 
     def __init__(self, captions: Joined, part_captions: int = PART_CAPTIONS):
-        """Takes what `captions.join` made of all keys; parts have at most `part_captions` each."""
+        """Takes the `captions.join` of all keys; each part has at most `part_captions`."""
         self.digest: str = captions.facts['digest']
         self._captions = captions
         self._keys = captions.places[captions.sizes > 0]
@@ -85,13 +85,13 @@ def make(
     on_batch: OnBatch,
     tokens_only: bool = False,
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Makes some parts, one after the other.
+    """Makes some parts in turn.
 
     Args:
         captions: Captions to encode.
         numbers: Numbers of the parts.
-        encoder: Makes the embeddings, or with `tokens_only` the tokens.
-        on_batch: Told of what is done; may raise an exception to end it.
+        encoder: Encoder of the captions or, with `tokens_only`, their tokenizer.
+        on_batch: Called after each batch; its exceptions end the work.
         tokens_only: Whether to make token ids in place of embeddings.
 
     Yields:
@@ -144,19 +144,19 @@ def _encode(
 
 
 def is_file(out: str) -> bool:
-    """True if `out` names one file."""
+    """Whether `out` names one file."""
     return out.endswith(_FILE)
 
 
 def check_out(out: str, share: tuple[int, int]) -> None:
-    """Refuses what cannot be written, before anything is read.
+    """Refuses an output that cannot be written, before anything is read.
 
     Args:
-        out: Folder or file of the sidecar, as the user names it.
+        out: Folder or file of the sidecar.
         share: Number of this host, and number of hosts.
 
     Raises:
-        ValueError: It cannot be written, or not by several hosts.
+        ValueError: `out` cannot be written, or not by several hosts.
     """
     what = ''
     if not 0 <= share[0] < share[1]:
@@ -180,7 +180,7 @@ def check_out(out: str, share: tuple[int, int]) -> None:
 
 @contextlib.contextmanager
 def scratch_folder(out: str, chosen: str | os.PathLike[str]) -> Iterator[str]:
-    """A folder of this run alone; in or beside a local `out`, so that parts are only renamed."""
+    """Makes a folder for this run, in or beside a local `out` so that parts are only renamed."""
     if is_file(out):
         parent, prefix = Path(out).parent, f'.{Path(out).name}.'
     elif source_files.is_remote(out):
@@ -195,10 +195,10 @@ def scratch_folder(out: str, chosen: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def finished(out: str, count: int) -> dict[int, SourceFile]:
-    """Returns the parts that are in a folder, by number; {} for one file, which is replaced.
+    """Returns the parts in a folder by number; {} for a single file, which will be replaced.
 
     Raises:
-        ValueError: They are of another number than `count`.
+        ValueError: The names of parts have another count than `count`.
         OSError: The storage cannot be reached.
     """
     if is_file(out):
@@ -219,7 +219,7 @@ def finished(out: str, count: int) -> dict[int, SourceFile]:
 def entries(
     encoder: Encoder | Tokenizer, caption_column: str, captions_digest: str, tokens_only: bool
 ) -> dict[str, str]:
-    """Returns what decides embeddings or tokens, as the files have it in their metadata."""
+    """Returns the metadata of files: everything that decides embeddings or tokens."""
     common = {
         schema.META_TEXT_ENCODER: encoder.name,
         schema.META_TEXT_REVISION: encoder.revision,
@@ -238,7 +238,7 @@ def entries(
 
 
 def part_entry(number: int, count: int) -> dict[str, str]:
-    """The entry that tells a part from the others."""
+    """Returns the metadata entry that distinguishes a part from the others."""
     return {schema.META_PART: f'{number} of {count}'}
 
 
@@ -248,7 +248,8 @@ def open_file(
 ) -> Iterator[Callable[[np.ndarray, np.ndarray], None]]:
     """Writes a file; yields a function that adds a row group.
 
-    It takes keys int64 `(n,)` and values `(n, width)`, int32 of `schema.TOKENS`, else float16.
+    The function takes keys int64 `(n,)` and values `(n, width)`: int32 for `schema.TOKENS`,
+    otherwise float16.
     """
     kind = pa.int32() if column == schema.TOKENS else pa.float16()
     columns = pa.schema(
@@ -274,11 +275,12 @@ def open_file(
 
 
 def check(parts: Mapping[int, SourceFile], metadata: Mapping[str, str], count: int) -> None:
-    """Makes sure that finished parts are those that this run would make.
+    """Checks that this run would make the same finished parts.
 
     Raises:
-        ValueError: One was made by another encoder or of other captions, or is damaged; names it.
-        OSError: One cannot be read.
+        ValueError: A part has another encoder or other captions, or is damaged; the message names
+            it.
+        OSError: A part cannot be read.
     """
 
     def check_one(number: int) -> None:
