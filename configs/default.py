@@ -59,7 +59,7 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.optimizer = optimizer = ml_collections.ConfigDict()
     optimizer.name = 'adamw'  # or 'muon': Muon for kernels of blocks, AdamW for the rest
-    optimizer.learning_rate = 2e-4  # AdamW's, at the end of the warm-up
+    optimizer.learning_rate = 2e-4  # AdamW's, at the end of the warm-up; see set_learning_rates
     optimizer.muon_learning_rate = 2e-4  # Muon's; its updates are as large as AdamW's
     optimizer.warmup_steps = 5_000  # steps of linear increase from 0
     optimizer.schedule = 'cosine'  # after the warm-up: cosine (to 0) or constant
@@ -108,3 +108,21 @@ def get_config() -> ml_collections.ConfigDict:
     wandb.project = ''  # project of Weights & Biases, which gets what TensorBoard gets; '': none
 
     return config.lock()
+
+
+def set_learning_rates(config: ml_collections.ConfigDict, width: int) -> None:
+    """Sets the learning rates of a long run by the batch size and the width of the model.
+
+    The rate is 1e-4 for 256 samples and a width of 1,152, as Peebles & Xie (2023) train DiT-XL/2.
+    It grows with the square root of the batch size (Malladi et al., arXiv:2205.10287, for AdamW;
+    their rule also changes b1 and b2, this one does not) and falls with the inverse of the width
+    (muP, which Zheng et al., arXiv:2505.15270, derive for DiT: for kernels between hidden layers,
+    here for all weights). Muon has the same rate, because its updates are as large as AdamW's. No
+    run here has tested the rule. It gives 2.8e-4 where MicroDiT-XL/2 (Sehwag et al.,
+    arXiv:2407.15811) takes 2.4e-4, with 2,048 samples.
+
+    `--config.batch_size` changes the rates, unless the command line sets them.
+    """
+    for name in ('learning_rate', 'muon_learning_rate'):
+        samples = config.get_oneway_ref('batch_size').to_float()
+        config.optimizer[name] = 1e-4 * (1152 / width) * (samples / 256) ** 0.5

@@ -13,6 +13,7 @@ def get_config() -> ml_collections.ConfigDict:
     """Returns the default with other values of some fields."""
     config = default.get_config()
     config.model.name = 'B/2'
+    default.set_learning_rates(config, width=768)
     # The whole batch on one device takes 15 GB with 'full' and 134 GB with 'none', besides 2 GB of
     # state (XLA's figures, compiled for a CPU).
     config.model.remat = 'full'

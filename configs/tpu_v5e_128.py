@@ -25,5 +25,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.attention = 'pallas'  # one kernel: scores never leave the chip
     config.model.remat = 'dots'  # products, and what attention mixes
     config.model.unroll = 28  # all blocks: 208 ms with the loop over them, 157 without
+    default.set_learning_rates(config, width=1152)
     config.mesh.fsdp = 4  # the chips of a host
     return config

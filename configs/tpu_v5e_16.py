@@ -25,5 +25,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.attention = 'pallas'  # one kernel: scores never leave the chip
     config.model.remat = 'dots'  # products, and what attention mixes
     config.model.unroll = 24  # all blocks: 282 ms with the loop over them, 213 without
+    default.set_learning_rates(config, width=1024)
     config.mesh.fsdp = 4  # the chips of a host
     return config

@@ -6,11 +6,14 @@ import re
 import jax
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
+from configs import default
 from coyo11m_tfds import schema
 from tests.checkout import CHECKOUT
-from train_lib import flow, sharding, step
+from train_lib import caption_encoder, flow, models, sharding, step
 
 NAMES = sorted(path.stem for path in (CHECKOUT / 'configs').glob('*.py'))
 
@@ -24,32 +27,28 @@ def _get(name):
     return importlib.import_module(f'configs.{name}').get_config()
 
 
-def _stats():
-    return flow.Stats(*(np.ones(n, np.float32) for n in (4, 4, 640, 640)))
-
-
 def test_the_configurations_that_were_promised_are_there():
     assert set(NAMES) == {'default', 'demo', 'gpu', *PODS}
 
 
 @pytest.mark.parametrize('name', NAMES)
 def test_fields_are_those_of_the_default_and_locked(name):
-    config, default = _get(name), _get('default')
+    config, base = _get(name), _get('default')
     assert config.is_locked
-    assert jax.tree.structure(config.to_dict()) == jax.tree.structure(default.to_dict())
+    assert jax.tree.structure(config.to_dict()) == jax.tree.structure(base.to_dict())
     with pytest.raises(AttributeError):
         config.learning_rte = 1
 
 
 @pytest.mark.parametrize('name', NAMES)
 def test_lanes_and_chunks_are_such_as_the_pipeline_takes(name):
-    config, default = _get(name), _get('default')
+    config, base = _get(name), _get('default')
     assert config.batch_size % config.data.lanes == 0
     assert config.data.chunk % schema.CHUNK_STRIDE == 0
     assert config.checkpoint_every > 0
     # Or more of a batch would come from the same chunks.
     share = config.batch_size // config.data.lanes
-    assert share <= default.batch_size // default.data.lanes
+    assert share <= base.batch_size // base.data.lanes
 
 
 @pytest.mark.parametrize(('name', 'pod'), PODS.items())
@@ -66,32 +65,65 @@ def test_a_pod_divides_lanes_and_batch(name, pod):
     assert chips % config.mesh.fsdp == 0  # weights are gathered inside a host
 
 
-@pytest.mark.parametrize('name', NAMES)
-def test_a_program_can_be_made(name):
-    config = _get(name)
+def _state(config):
+    """Shapes of the state, on one device."""
     config.mesh.fsdp = 1
     mesh = sharding.make_mesh(**config.mesh)
-    vocabulary = 4096 if config.model.text == 'sequence' else 0
-    made = step.make_program(
-        config, mesh, _stats(), latent_shape=(32, 32, 4), vocabulary=vocabulary
-    )
-    assert made.abstract_state.step.shape == ()
+    encoder = caption_encoder.abstract(config.encoder, mesh, dtype=config.model.dtype)
+    vocabulary = encoder.network.config.vocab_size if encoder else 0
+    if config.model.text == 'sequence' and not encoder:
+        vocabulary = 4096
+    stats = flow.Stats(*(np.ones(n, np.float32) for n in (4, 4, 640, 640)))
+    return step.make_program(
+        config, mesh, stats, latent_shape=(32, 32, 4), vocabulary=vocabulary, encoder=encoder
+    ).abstract_state
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_a_program_can_be_made(name):
+    assert _state(_get(name)).step.shape == ()
 
 
 @pytest.mark.parametrize('name', PODS)
 def test_state_and_gradient_leave_half_of_a_chip_to_activations(name):
     config = _get(name)
     fsdp = config.mesh.fsdp
-    config.mesh.fsdp = 1
-    mesh = sharding.make_mesh(**config.mesh)
-    abstract = step.make_program(config, mesh, _stats(), latent_shape=(32, 32, 4)).abstract_state
+    state = _state(config)
 
     def nbytes(leaf):
         split = sharding.partition_spec(leaf.shape, fsdp) != P()
         return np.prod(leaf.shape) * leaf.dtype.itemsize / (fsdp if split else 1)
 
-    total = sum(map(nbytes, jax.tree.leaves((abstract, abstract.params))))
-    assert total < V5E_MEMORY / 2
+    assert sum(map(nbytes, jax.tree.leaves((state, state.params)))) < V5E_MEMORY / 2
+
+
+@pytest.mark.parametrize('name', [*PODS, 'gpu'])
+def test_learning_rates_are_those_of_the_width(name):
+    config, same = _get(name), _get('default')
+    same.batch_size = config.batch_size
+    default.set_learning_rates(same, models.make(**config.model, vocabulary=8).width)
+    assert config.optimizer.to_dict() == same.optimizer.to_dict()
+
+
+@given(st.integers(1, 2**16), st.sampled_from([384, 768, 1024, 1152]))
+def test_learning_rates_follow_batch_size_and_width(samples, width):
+    def rate(samples, width):
+        config = _get('default')
+        default.set_learning_rates(config, width)
+        config.batch_size = samples  # as on the command line, later
+        assert config.optimizer.muon_learning_rate == config.optimizer.learning_rate
+        return config.optimizer.learning_rate
+
+    assert rate(256, 1152) == 1e-4
+    assert rate(4 * samples, width) == pytest.approx(2 * rate(samples, width))
+    assert rate(samples, 2 * width) == pytest.approx(rate(samples, width) / 2)
+
+
+def test_a_learning_rate_that_is_asked_for_stays():
+    config = _get('tpu_v5e_16')
+    config.optimizer.learning_rate = 1e-3
+    config.batch_size = 4096
+    assert config.optimizer.learning_rate == 1e-3 > config.optimizer.muon_learning_rate
 
 
 def test_the_default_configuration_explains_every_field():

@@ -215,7 +215,8 @@ def load(spec: str, facts: 'DataFacts', mesh: Mesh, *, dtype: str) -> StepEncode
         )
     from coyo11m_tfds.text import gemma_weights  # needs an extra, as `_open` has told by now
 
-    encoder = _abstract(tokenizer, dtype, mesh)
+    config = tokenizer.checkpoint.config
+    encoder = _abstract(tokenizer.name, tokenizer.revision, config, dtype, mesh)
     params = gemma_weights.load_params(tokenizer.checkpoint, encoder.network.dtype)
     placed = jax.tree.map(
         lambda leaf, values: jax.make_array_from_callback(
@@ -228,8 +229,15 @@ def load(spec: str, facts: 'DataFacts', mesh: Mesh, *, dtype: str) -> StepEncode
 
 
 def abstract(spec: str, mesh: Mesh, *, dtype: str) -> StepEncoder | None:
-    """Like `load`, but with shapes in place of weights, and without a data set."""
-    return _abstract(_open(spec, schema.MAX_TOKENS), dtype, mesh) if spec else None
+    """Like `load`, but with shapes in place of weights, and without a data set.
+
+    It reads no files of a model in `gemma.PUBLISHED`.
+    """
+    if not spec:
+        return None
+    config = gemma.PUBLISHED.get(spec.removeprefix('jax:'))
+    config = config or _open(spec, schema.MAX_TOKENS).checkpoint.config
+    return _abstract(spec, '', config, dtype, mesh)
 
 
 def _open(spec: str, max_tokens: int) -> Any:
@@ -242,14 +250,12 @@ def _open(spec: str, max_tokens: int) -> Any:
         raise ValueError(f'encoder={spec!r}: {error}') from error
 
 
-def _abstract(tokenizer: Any, dtype: str, mesh: Mesh) -> StepEncoder:
-    from coyo11m_tfds.text import gemma_weights
-
+def _abstract(
+    name: str, revision: str, config: gemma.Config, dtype: str, mesh: Mesh
+) -> StepEncoder:
     computed = jnp.dtype(jnp.float32 if dtype == 'float32' else jnp.bfloat16)
-    network = gemma.Gemma(tokenizer.checkpoint.config, computed)
     whole = sharding.replicated(mesh)
     params = jax.tree.map(
-        lambda leaf: sharding.abstract(leaf, whole),
-        gemma_weights.abstract_params(network.config, computed),
+        lambda leaf: sharding.abstract(leaf, whole), gemma.abstract_params(config, computed)
     )
-    return StepEncoder(tokenizer.name, tokenizer.revision, network, params)
+    return StepEncoder(name, revision, gemma.Gemma(config, computed), params)

@@ -14,6 +14,7 @@ with depth.
 """
 
 import dataclasses
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -85,6 +86,37 @@ class Config:
         weights = self.width * (heads + 3 * self.mlp_width)
         scores = 2 * num_tokens * self.num_heads * self.head_dim
         return 2 * num_tokens * self.depth * (weights + scores)
+
+
+# Sizes of models on the hub by name, for programs that only compile them.
+PUBLISHED = {
+    'google/gemma-3-270m': Config(
+        vocab_size=262_144,
+        width=640,
+        mlp_width=2048,
+        num_heads=4,
+        num_kv_heads=1,
+        head_dim=256,
+        is_local=(*[True] * 5, False) * 3,
+        window=512,
+        max_positions=32_768,
+    )
+}
+
+
+def abstract_params(config: Config, dtype: Dtype) -> dict[str, Any]:
+    """Shapes and dtypes of the weights of `Gemma(config)`, as `jax.ShapeDtypeStruct`.
+
+    Scales of norms are float32, the rest is of `dtype`.
+    """
+    init = Gemma(config).init
+    shapes = jax.eval_shape(init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))['params']
+
+    def stored(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        kind = np.float32 if path[-1].key == 'scale' else dtype
+        return jax.ShapeDtypeStruct(leaf.shape, kind)
+
+    return jax.tree_util.tree_map_with_path(stored, shapes)
 
 
 def mean_states(states: jax.Array, lengths: jax.Array) -> jax.Array:

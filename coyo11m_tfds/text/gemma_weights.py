@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import flax.traverse_util
-import jax
 import jax.numpy as jnp
 import numpy as np
 import tokenizers
@@ -90,18 +89,6 @@ def open_checkpoint(model: str) -> 'Checkpoint':
         raise ValueError(f'cannot read the text encoder {model!r}: {error}') from error
 
 
-def abstract_params(config: gemma.Config, dtype: jnp.dtype | type) -> dict[str, Any]:
-    """Returns the shapes and dtypes of `load_params`, as `jax.ShapeDtypeStruct`."""
-    init = gemma.Gemma(config).init
-    shapes = jax.eval_shape(init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))['params']
-
-    def stored(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        kind = np.float32 if path[-1].key == 'scale' else dtype
-        return jax.ShapeDtypeStruct(leaf.shape, kind)
-
-    return jax.tree_util.tree_map_with_path(stored, shapes)
-
-
 def load_params(checkpoint: 'Checkpoint', dtype: jnp.dtype | type) -> dict[str, Any]:
     """Reads all weights, each once.
 
@@ -113,7 +100,9 @@ def load_params(checkpoint: 'Checkpoint', dtype: jnp.dtype | type) -> dict[str, 
         ValueError: Weights are missing, unexpected or damaged, have another shape than the
             configuration implies, or are not floating-point numbers.
     """
-    shapes = flax.traverse_util.flatten_dict(abstract_params(checkpoint.config, dtype), sep='.')
+    shapes = flax.traverse_util.flatten_dict(
+        gemma.abstract_params(checkpoint.config, dtype), sep='.'
+    )
     params = {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
     targets = _targets(params)
     missing, unexpected = targets.keys() - checkpoint.names, checkpoint.names - targets.keys()

@@ -144,7 +144,12 @@ def test_other_tokens_and_heads_are_left_to_xla_with_a_warning(
 
 
 @pytest.mark.slow
-def test_losses_of_200_steps_are_those_with_xla(interpreted):
+def test_losses_of_200_steps_in_bfloat16_are_those_with_xla(interpreted, monkeypatch):
+    """Means of 20 steps differ by no more than those of runs that differ by rounding alone.
+
+    These begin with weights that are changed at random by half a unit in the last place of bfloat16
+    at most. Six of their standard deviations count as noise, which grows in the course of a run.
+    """
     config = default.get_config()
     config.update_from_flattened_dict(
         {
@@ -155,7 +160,6 @@ def test_losses_of_200_steps_are_those_with_xla(interpreted):
             'model.num_heads': 1,
             'model.depth': 2,
             'model.unroll': 1,
-            'model.dtype': 'float32',  # in bfloat16 curves of equal means part by rounding
         }
     )
     random = np.random.default_rng(0)
@@ -169,19 +173,33 @@ def test_losses_of_200_steps_are_those_with_xla(interpreted):
         for _ in range(8)
     ]
 
-    def losses(attention):
+    def make(attention):
         config.model.attention = attention
-        program = step.make_program(
-            config, sharding.make_mesh(), flow.no_stats(24), latent_shape=(8, 8, 4)
-        )
+        mesh = sharding.make_mesh()
+        return step.make_program(config, mesh, flow.no_stats(24), latent_shape=(8, 8, 4))
+
+    def losses(program, rounding=0.0):
+        def rounded(x):
+            return np.float32(x * (1 + random.uniform(-rounding, rounding, x.shape)))
+
         state, found = program.init(), []
+        weights = jax.tree.map(rounded, state.params)
+        state = state.replace(params=jax.device_put(weights, program.abstract_state.step.sharding))
         for i in range(200):
             state, update = program.train_step(state, batches[i % 8])
             found.append(float(update.loss.total) / 16)
-        return np.array(found)
+        return np.reshape(found, (10, 20)).mean(1)
 
-    ours, theirs = losses('pallas'), losses('xla')
-    print(f'{theirs[:20].mean():.4f} to {theirs[-20:].mean():.6f}, {ours[-20:].mean():.6f}')
-    print(f'largest difference of a step, as a share: {np.abs(ours / theirs - 1).max():.1e}')
-    assert theirs[-20:].mean() < theirs[:20].mean()
-    np.testing.assert_allclose(ours, theirs, rtol=0.01)
+    xla = make('xla')
+    same = [losses(xla), *(losses(xla, 2**-9) for _ in range(4))]
+    noise = 6 * np.maximum.accumulate(np.std(same, 0, ddof=1))
+
+    def far(attention):
+        difference = np.abs(losses(make(attention)) - np.mean(same, 0))
+        print(difference / noise)
+        return difference > noise
+
+    assert not far('pallas').any()
+    monkeypatch.setattr(attention_kernel, '_FACTOR', 0.8 * attention_kernel._FACTOR)
+    assert far('pallas').sum() >= 3
+    assert same[0][-1] < 0.7 * same[0][0]  # it learns

@@ -52,7 +52,7 @@ def on_mesh(data, fsdp, optimizer='adamw', text='pooled'):
         state, update = compiled(state, placed, made.train_step.frozen)
         losses.append(float(update.loss.total) / 16)
     moved = [
-        {'kind': c.kind, 'members': c.members, 'layers': 3 in c.loops, 'shapes': c.shapes}
+        dict(kind=c.kind, members=c.members, layers=3 in c.loops, shapes=[x for _, x in c.arrays])
         for c in hlo.read(compiled.as_text()).collectives
     ]
     of_state = sum(

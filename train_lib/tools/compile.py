@@ -8,11 +8,11 @@
 No TPU is needed: libtpu's compiler runs on any CPU. Neither data nor
 TensorFlow nor torch is needed. The report shows the memory of a chip, the
 traffic between chips beside the least that the mesh requires, the time of a
-step by the compiler's own estimate, by parts of the model, and each exchange
-between chips that does not run beside other work. A frozen text encoder
-(`--config.encoder=jax:FOLDER`) is included; its weights are not read. The exit
-status is 1 if the program does not fit into a chip. Examples of topologies:
-`v5e:4x4`, `v5e:16x16`, `v6e:4x4`, `v5p:2x2x4`, `v4:2x2x4`.
+step by the compiler's own estimate, by parts of the model, and the exchanges
+between chips that do not run beside other work. A frozen text encoder is
+included, but its weights are not read. The exit status is 1 if the program does
+not fit into a chip. Examples of topologies: `v5e:4x4`, `v5e:16x16`, `v6e:4x4`,
+`v5p:2x2x4`, `v4:2x2x4`.
 """
 
 import atexit
@@ -46,12 +46,14 @@ from train_lib.tools import hlo
 FLAGS = flags.FLAGS
 
 LATENT_SHAPE = 32, 32, 4  # height, width, channels
+TEXT_DIM, VOCABULARY = 640, 4096  # of texts without an encoder in the step
 TRAIN, EVALUATE, DRAW = STEPS = 'train', 'evaluate', 'draw'
 
 MEMORY, MOVED = 'memory of a chip, GB', 'received from other chips, MB a step'
 TIME, WAITS = "the compiler's estimate, ms a step", 'exchanges that wait, ms a step at least'
-UNKNOWN = 'not in the estimate'
 ARITHMETIC = 'arithmetic of a chip, TFLOP a step'
+LEFT_OUT = 'left out of the estimate'
+_LISTED = 0.05  # ms; shorter exchanges are added up
 
 # Parts of a step by the names of its operations; the first that fits counts.
 _PARTS = {
@@ -69,25 +71,14 @@ Report = dict[str, Any]
 
 
 def analyze(
-    config: ml_collections.ConfigDict,
-    topology: str,
-    *,
-    text_dim: int,
-    num_tokens: int = 128,
-    vocabulary: int = 4096,
-    num_slices: int = 1,
-    step: str = TRAIN,
+    config: ml_collections.ConfigDict, topology: str, *, num_tokens: int = 128, step: str = TRAIN
 ) -> Report:
     """Compiles a step of a configuration and adds up its cost for one chip.
 
     Args:
         config: See `configs/default.py`.
         topology: Topology of a slice, such as `v5e:4x4`.
-        text_dim: Width of the text embeddings. They are the texts with `model.text='pooled'`,
-            unless an encoder is in the step.
-        num_tokens: Number of token ids of a text in all other cases.
-        vocabulary: Number of different token ids.
-        num_slices: Number of slices of that topology.
+        num_tokens: Number of token ids of a text, with `model.text='sequence'` or an encoder.
         step: `train`, `evaluate` (a batch of the same size) or `draw` (the previews).
 
     Returns:
@@ -101,7 +92,7 @@ def analyze(
     """
     settings.check(config, needs_data=False)
     schedules = _dumped_schedules()
-    devices = slice_devices(topology, num_slices)
+    devices = slice_devices(topology)
     chip = chips.CHIPS.get(devices[0].device_kind)
     if chip is None:
         raise ValueError(
@@ -113,9 +104,9 @@ def analyze(
     if encoder is not None:
         text_dim, vocabulary = encoder.dim, encoder.network.config.vocab_size
     elif config.model.text == POOLED:
-        vocabulary = num_tokens = 0
+        text_dim, vocabulary, num_tokens = TEXT_DIM, 0, 0
     else:
-        text_dim = 0
+        text_dim, vocabulary = 0, VOCABULARY
     program = make_program(
         config,
         mesh,
@@ -127,22 +118,16 @@ def analyze(
     model = models.make(**config.model, vocabulary=vocabulary)
     count, passes = _work(config, step)
     hosts = len({device.process_index for device in devices})
+    axes = ' x '.join(f'{axis} {size}' for axis, size in mesh.shape.items())
     what = {TRAIN: '', EVALUATE: 'evaluation of ', DRAW: 'drawing of '}[step]
+    flops = {'model': passes * model.flops(LATENT_SHAPE, text_dim, num_tokens)}
+    if encoder is not None:
+        flops['text encoder'] = encoder.network.config.flops(num_tokens)
     report: Report = {
         'program': f'{config.model.name}, remat {config.model.remat}, {what}{count} samples '
-        f'on {len(devices)} chips of {chip.name} ({hosts} hosts), mesh '
-        + ' x '.join(f'{axis} {size}' for axis, size in mesh.shape.items()),
-        ARITHMETIC: {
-            'model': passes
-            * model.flops(LATENT_SHAPE, text_dim, num_tokens)
-            * count
-            / len(devices)
-            / 1e12
-        },
+        f'on {len(devices)} chips of {chip.name} ({hosts} hosts), mesh {axes}',
+        ARITHMETIC: {name: x * count / len(devices) / 1e12 for name, x in flops.items()},
     }
-    if encoder is not None:
-        flops = encoder.network.config.flops(num_tokens) * count / len(devices)
-        report[ARITHMETIC]['text encoder'] = flops / 1e12
     began = time.monotonic()
     try:
         compiled = _lower(program, step, count, text_dim, num_tokens, mesh).compile()
@@ -178,17 +163,12 @@ def _work(config: ml_collections.ConfigDict, step: str) -> tuple[int, int]:
 
 
 def _lower(
-    program: Program,
-    step: str,
-    count: int,
-    text_dim: int,
-    num_tokens: int,
-    mesh: jax.sharding.Mesh,
+    program: Program, step: str, count: int, text_dim: int, num_tokens: int, mesh: jax.sharding.Mesh
 ) -> jax.stages.Lowered:
     height, width, channels = LATENT_SHAPE
+    placed = sharding.replicated(mesh) if step == DRAW else sharding.batch(mesh)
 
     def rows(dtype, *shape: int) -> jax.ShapeDtypeStruct:
-        placed = sharding.replicated(mesh) if step == DRAW else sharding.batch(mesh)
         return jax.ShapeDtypeStruct((count, *shape), dtype, sharding=placed)
 
     texts = {'text_embedding': rows(jnp.float16, text_dim)}
@@ -207,16 +187,15 @@ def _lower(
     return program.eval_step.lower(state.params, batch)
 
 
-def slice_devices(topology: str, num_slices: int = 1) -> Sequence[jax.Device]:
+def slice_devices(topology: str) -> Sequence[jax.Device]:
     """Returns the chips of a slice, which this machine need not have; see `analyze`."""
     if importlib.util.find_spec('libtpu') is None:
         raise ValueError("libtpu is not installed: pip install -c constraints.txt -e '.[tpu]'")
     # Nothing is run: libtpu need not ask a cloud machine what it has, nor be alone with it.
     os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
     os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')
-    more: dict[str, Any] = {'num_slices': num_slices} if num_slices > 1 else {}
-    if topology.startswith('v4:'):
-        more['chip_config_name'] = 'megacore'  # one device a chip, as JAX has it on a real one
+    # One device a chip, as JAX has it on a real v4.
+    more = {'chip_config_name': 'megacore'} if topology.startswith('v4:') else {}
     try:
         described = topologies.get_topology_desc(platform='tpu', topology_name=topology, **more)
     except jax.errors.JaxRuntimeError as error:
@@ -268,8 +247,7 @@ def _memory(compiled: jax.stages.Compiled) -> dict[str, float]:
         'temporaries': sizes.temp_size_in_bytes,
         'code': sizes.generated_code_size_in_bytes,
     }
-    found['total'] = sum(found.values())
-    found |= {'peak': sizes.peak_memory_in_bytes, 'in the host': sizes.host_temp_size_in_bytes}
+    found |= {'total': sum(found.values()), 'peak': sizes.peak_memory_in_bytes}
     return {name: size / 1e9 for name, size in found.items()}
 
 
@@ -278,41 +256,38 @@ def tables(costs: hlo.Costs, chip: chips.Chip, schedules: pathlib.Path) -> Repor
     moved: dict[str, float] = collections.defaultdict(float)
     waits: dict[str, list[float]] = collections.defaultdict(lambda: [0, 0])
     for each in costs.collectives:
-        how = ', asynchronous' if each.is_async else ''
-        moved[f'{each.kind} of {each.members}{how}'] += each.nbytes / 1e6
+        kind = f'{each.kind} of {each.members}'
+        moved[kind + ', asynchronous' * each.is_async] += each.nbytes / 1e6
         if not each.is_async:
-            wait = waits[f'{each.kind} of {each.members}, {_largest(each)}']
+            wait = waits[f'{kind}, {_largest(each)}']
             wait[0] += each.times
             wait[1] += each.nbytes / chip.link_rate * 1e3
+    listed = {f'{count:.0f} x {name}': x for name, (count, x) in waits.items() if x >= _LISTED}
+    waiting = sum(x for _, x in waits.values())
     milliseconds = 1e3 / chip.clock if chip.clock else 0
     parts = dict.fromkeys(_PARTS, 0.0)
     for name, cycles in costs.cycles.items():
         part = next(part for part, pattern in _PARTS.items() if re.search(pattern, name))
         parts[part] += cycles * milliseconds
-    unscheduled = 0
+    left_out = ['loops of unknown length'] if any(0 in loops for loops in costs.loops) else []
     for kernel, calls in costs.kernels.items():
         found = bundles(schedules, kernel.name)
-        unscheduled += calls if not found else 0
         part = f'kernel {kernel.name.split(".")[0]}'
         parts[part] = parts.get(part, 0) + found * kernel.rows * calls * milliseconds
-    ordered = sorted(waits.items(), key=lambda item: -item[1][1])
+        left_out += [] if found else [f'{part}, which has no schedule']
     return {
+        LEFT_OUT: left_out,
         MOVED: dict(sorted(moved.items())) | {'in all': sum(moved.values())},
         TIME: {name: x for name, x in parts.items() if x} | {'in all': sum(parts.values())},
-        WAITS: {f'{count:.0f} x {name}': x for name, (count, x) in ordered}
-        | {'in all': sum(x for _, x in waits.values())},
-        UNKNOWN: {
-            'calls of kernels without a schedule': unscheduled,
-            'loops of unknown length, counted once': sum(0 in loops for loops in costs.loops),
-        },
+        WAITS: dict(sorted(listed.items(), key=lambda item: -item[1]))
+        | {'shorter ones': waiting - sum(listed.values()), 'in all': waiting},
     }
 
 
 def _largest(exchange: hlo.Collective) -> str:
     """The largest array of an exchange, as XLA writes it, and how many there are."""
-    arrays = zip(exchange.shapes, exchange.dtypes, strict=True)
-    shape, dtype = max(arrays, key=lambda array: math.prod(array[0]))
-    count = len(exchange.shapes)
+    dtype, shape = max(exchange.arrays, key=lambda array: math.prod(array[1]))
+    count = len(exchange.arrays)
     return f'{dtype}[{",".join(map(str, shape))}]' + f' and {count - 1} more' * (count > 1)
 
 
@@ -320,17 +295,17 @@ def judge(report: Report, chip: chips.Chip) -> Report:
     """Returns whether the program fits, its model FLOP utilization, and a sentence about both."""
     share = report[MEMORY]['total'] * 1e9 / chip.memory
     moved, estimate, wait = report[MOVED], report[TIME]['in all'], report[WAITS]['in all']
-    least = moved.get('least for this mesh')
     ideal = report[ARITHMETIC]['model'] * 1e12 / chip.flops * 1e3
     mfu = ideal / (estimate or float('inf'))
     parts = [f'{"fits" if share <= 1 else "does not fit"}: {share:.0%} of the memory']
-    if least is not None:
-        parts.append(f'{moved["in all"] / max(least, 1e-6):.2f} times the least traffic')
+    if least := moved.get('least for this mesh'):
+        parts.append(f'{moved["in all"] / least:.2f} times the least traffic')
     if estimate:
         parts.append(f'{estimate:.0f} ms a step by the compiler, an MFU of {mfu:.0%}')
         parts.append(f'{ideal / (estimate + wait):.0%} with the exchanges that wait')
     else:
         parts.append(f'no estimate of the time on {chip.name}')
+    parts += [f'without {what}' for what in report.get(LEFT_OUT, ())]
     return {'mfu': mfu, 'fits': share <= 1, 'verdict': ', '.join(parts)}
 
 
@@ -355,9 +330,7 @@ def main() -> None:
     """Prints the report; the exit status is 1 if the program does not fit."""
     jax.config.update('jax_platforms', 'cpu')  # not the devices of this machine
     with run.errors_in_one_line((ValueError,)):
-        names = 'text_dim', 'num_tokens', 'vocabulary', 'num_slices', 'step'
-        asked: dict[str, Any] = {name: FLAGS[name].value for name in names}
-        report = analyze(FLAGS.config, FLAGS.topology, **asked)
+        report = analyze(FLAGS.config, FLAGS.topology, num_tokens=FLAGS.num_tokens, step=FLAGS.step)
     print(json.dumps(report, indent=2) if FLAGS.json else table(report))
     if not FLAGS.json and report['fits']:
         print(f'Compiled in {report["compile_seconds"] / 60:.1f} minutes.')
@@ -367,10 +340,7 @@ def main() -> None:
 if __name__ == '__main__':
     config_flags.DEFINE_config_file('config', None, run.CONFIG_HELP, lock_config=True)
     flags.DEFINE_string('topology', None, 'Slice to compile for, such as v5e:4x4.')
-    flags.DEFINE_integer('num_slices', 1, 'Number of slices.')
-    flags.DEFINE_integer('text_dim', 640, 'Width of the text embeddings.')
     flags.DEFINE_integer('num_tokens', 128, 'Tokens of a text, for a sequence or an encoder.')
-    flags.DEFINE_integer('vocabulary', 4096, 'Number of token ids.')
     flags.DEFINE_enum('step', TRAIN, STEPS, 'Training, evaluation or the previews.')
     flags.DEFINE_bool('json', False, 'Print the report as JSON.')
     run.start(main, required=['config', 'topology'])

@@ -32,6 +32,7 @@ _COMPUTATION = re.compile(r'^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$')
 _INSTRUCTION = re.compile(r'^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^)]*)\)(.*)$')
 _CALLED = re.compile(r'\b(?:calls|to_apply|body|branch_computations)=(?:\{([^}]*)\}|(%?[\w.\-]+))')
 
+Array = tuple[str, tuple[int, ...]]
 Loops = tuple[int, ...]  # lengths, outermost first; 0 for one that cannot be read, counted as 1
 
 
@@ -41,18 +42,16 @@ class Collective(NamedTuple):
     Attributes:
         kind: `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all`, `collective-permute`.
         members: Number of devices that exchange data with each other.
-        dtypes: Dtypes of the arrays of the result, as XLA writes them.
-        shapes: Shapes of these arrays.
+        arrays: Dtypes, such as `bf16`, and shapes of the result.
         nbytes: Bytes that a device receives in all turns of the loops.
         times: Number of times it runs.
-        loops: Number of loops around it.
+        loops: Lengths of the loops around it.
         is_async: Whether it runs beside other work.
     """
 
     kind: str
     members: int
-    dtypes: list[str]
-    shapes: list[tuple[int, ...]]
+    arrays: list[Array]
     nbytes: float
     times: int
     loops: Loops
@@ -81,13 +80,13 @@ class Costs(NamedTuple):
             work, and in programs for other devices.
         collectives: Exchanges between devices.
         kernels: Number of calls of each Pallas kernel.
-        loops: Number of instructions by the number of loops around them.
+        loops: Lengths of the loops around each computation.
     """
 
     cycles: collections.Counter[str]
     collectives: list[Collective]
     kernels: collections.Counter[Kernel]
-    loops: collections.Counter[Loops]
+    loops: set[Loops]
 
 
 class _Instruction(NamedTuple):
@@ -108,8 +107,8 @@ class _Instruction(NamedTuple):
         found = re.search(pattern, self.attributes)
         return found[1] if found else ''
 
-    def arrays(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Dtypes, such as `bf16`, and shapes of the arrays of the result."""
+    def arrays(self) -> list[Array]:
+        """Those of the result."""
         return [
             (dtype, tuple(map(int, filter(None, sizes.split(',')))))
             for dtype, sizes in _ARRAY.findall(self.result)
@@ -131,14 +130,14 @@ def read(text: str) -> Costs:
     if devices := re.search(r'num_partitions=(\d+)', text):  # {} are all of them
         text = text.replace('replica_groups={}', f'replica_groups=[1,{devices[1]}]<=[]')
     program = _parse(text)
-    costs = Costs(collections.Counter(), [], collections.Counter(), collections.Counter())
+    costs = Costs(collections.Counter(), [], collections.Counter(), set())
     seen = set[tuple[str, ...]]()
     stack: list[tuple[str, Loops, str]] = [(_ENTRY, (), '')]
     while stack:
         name, loops, fused_in = stack.pop()  # the computation that has the fusion around this one
         times = math.prod(length or 1 for length in loops)
+        costs.loops.add(loops)
         for instruction in program[name].values():
-            costs.loops[loops] += 1
             if _KERNEL in instruction.attributes:
                 rows = max((shape[0] for _, shape in instruction.arrays() if shape), default=1)
                 costs.kernels[Kernel(instruction.name, rows)] += times
@@ -205,7 +204,6 @@ def _collective(
     arrays, is_start = instruction.arrays(), kind != instruction.opcode
     if is_start:
         arrays = arrays[1:2] or arrays  # (operand, result, flags)
-    dtypes, shapes = [dtype for dtype, _ in arrays], [shape for _, shape in arrays]
     whole = float(sum(math.prod(shape) * _bits(dtype) / 8 for dtype, shape in arrays))
     if kind == 'reduce-scatter':
         whole *= count
@@ -213,7 +211,7 @@ def _collective(
         kind = 'reduce-scatter'
     is_async = is_start or 'chain_id=' in instruction.attributes
     nbytes = times * whole * _RECEIVED[kind](count)
-    yield Collective(kind, count, dtypes, shapes, nbytes, times, loops, is_async)
+    yield Collective(kind, count, arrays, nbytes, times, loops, is_async)
 
 
 def _bits(dtype: str) -> int:
