@@ -83,6 +83,7 @@ WRONG_FLAGS = {
     '--config.learning_rate=3': "'learning_rate'; did you mean 'optimizer.learning_rate'",
     '--config.model.zzz=S': "--config.model.zzz: there is no field 'zzz'$",
     '--config.batch_size=many': "--config.batch_size=many: .* 'many'",
+    '--config.data.dir=/none': '--config.data.dir=/none: there is no such folder',
     '--workdir=': 'missing: --workdir; expected e.g.',  # of a variable that is not set
 }
 WRONG_LINES = {
