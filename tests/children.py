@@ -6,12 +6,15 @@ with children.python('print(sys.argv[1])', 'hello') as child:
 """
 
 import contextlib
+import os
 import pathlib
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+
+from tests.checkout import CHECKOUT
 
 
 @contextlib.contextmanager
@@ -29,6 +32,17 @@ def python(code: str, *arguments: object) -> Iterator[subprocess.Popen]:
             yield child
         finally:
             child.kill()
+
+
+def program(name: str, *flags: object, **variables: str) -> subprocess.CompletedProcess:
+    """Runs a program of the project to its end, with more in its environment."""
+    return subprocess.run(
+        [sys.executable, '-m', name, *map(str, flags)],
+        cwd=CHECKOUT,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+    )
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 180) -> None:

@@ -2,15 +2,17 @@
 
 import os
 import pathlib
+import shutil
 import sys
 import tempfile
 import types
 from collections.abc import Callable
+from typing import Any
 
 import hypothesis
 import pytest
 
-from coyo11m_tfds import embed_captions, sample_data
+from coyo11m_tfds import embed_captions, sample_data, schema
 from coyo11m_tfds.process import command_line
 from tests import built
 from tests.checkout import COCO_SAMPLE
@@ -41,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope='session')
-def sample_source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def sample_source(tmp_path_factory) -> pathlib.Path:
     """A source of 1,200 made-up samples in three `.pt` files; tests must not change it."""
     folder = tmp_path_factory.mktemp('source')
     sample_data.make_sample(folder, num_samples=1200, num_files=3)
@@ -49,9 +51,7 @@ def sample_source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.fixture(scope='session')
-def hash_sidecar(
-    sample_source: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
-) -> pathlib.Path:
+def hash_sidecar(sample_source, tmp_path_factory) -> pathlib.Path:
     """Text embeddings of `sample_source`, made by the `hash` encoder."""
     path = tmp_path_factory.mktemp('sidecar') / 'hash.parquet'
     embed_captions.embed(sample_source, 'hash', path)
@@ -59,15 +59,30 @@ def hash_sidecar(
 
 
 @pytest.fixture(scope='session')
-def mini_dataset(
-    sample_source: pathlib.Path,
-    hash_sidecar: pathlib.Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> pathlib.Path:
+def mini_dataset(sample_source, hash_sidecar, tmp_path_factory) -> pathlib.Path:
     """The folder of a built data set: text embeddings, a dozen train shards of unequal lengths
     (none a multiple of 32, except by chance), a tenth of the records in `validation`."""
     folder = built.build(sample_source, hash_sidecar, tmp_path_factory.mktemp('data'))
     return built.with_known_id(folder)
+
+
+@pytest.fixture(scope='session')
+def small_run(mini_dataset, tmp_path_factory) -> tuple[pathlib.Path, Any]:
+    """The workdir of a run of 4 steps with checkpoints of 2 and 4, and its last state.
+
+    Tests must not change it. The data set that it was trained on is gone.
+    """
+    import jax
+
+    from tests import runs
+    from train_lib import train
+
+    folder = tmp_path_factory.mktemp('run')
+    data = shutil.copytree(mini_dataset, folder / schema.NAME / 'hash' / schema.VERSION)
+    changes = {'num_steps': 4, 'eval_every': 0, 'checkpoint_every': 2, 'preview.guidance': 3.0}
+    state = train.train_and_evaluate(runs.small_config(data, **changes), folder / 'workdir')
+    shutil.rmtree(data)
+    return folder / 'workdir', jax.device_get(state)
 
 
 @pytest.fixture(scope='session')
@@ -79,9 +94,7 @@ def coco_sample() -> pathlib.Path:
 
 
 @pytest.fixture
-def command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
+def command(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
     """`command(verify, '--fast', folder)` runs a program in this process.
 
     Returns its exit status, and what it printed as output and as errors, without its log.

@@ -400,14 +400,6 @@ def test_a_null_is_no_value(copy, tmp_path):
     np.testing.assert_array_equal(np.concatenate(found), wanted)
 
 
-def test_what_is_no_data_set_is_refused(tmp_path, gcs, other_embeddings):
-    gcs.put('bucket', 'other', b'')
-    for folder in (tmp_path, 'gs://bucket/d'):
-        with pytest.raises(FileNotFoundError, match=f'{folder}: expected the folder of a built'):
-            add_column.add(folder, 'other', other_embeddings)
-    assert list(gcs.objects('bucket')) == ['other'] and not list(tmp_path.iterdir())
-
-
 def test_memory_counts_an_added_column(copy, tmp_path):
     keys = keys_of(copy)
     values = as_lists(np.zeros((len(keys), 4000), np.float32))

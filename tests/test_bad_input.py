@@ -186,6 +186,6 @@ def test_embeddings_that_are_missing_or_of_unequal_width(source):
         ({'text_embeddings': None}, 'text_embeddings is None, expected a string'),
     ],
 )
-def test_a_config_with_a_bad_field(fields: dict, message: str):
+def test_a_config_with_a_bad_field(fields, message):
     with pytest.raises(ValueError, match=message):
         Coyo11mConfig(**({'name': 'x'} | fields))

@@ -14,7 +14,7 @@ from tests import children, made_sources
 from tests.built import files_of
 from tests.checkout import CHECKOUT
 from tests.convert.build_kills import final_folder
-from tests.fakes.cloud import fake_gcs, fake_hub
+from tests.fakes.cloud import fake_hub
 
 FILES = [range(40), range(40, 60)]
 CONFIG = {'name': 'x', 'shard_bytes': 400_000, 'validation_fraction': 0.2}
@@ -68,7 +68,7 @@ def end(command: subprocess.Popen, status: int = 0) -> str:
 
 
 @pytest.fixture(scope='module')
-def source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def source(tmp_path_factory) -> pathlib.Path:
     return made_sources.write_source(tmp_path_factory.mktemp('source'), FILES)
 
 
@@ -92,7 +92,7 @@ BAD = {
 
 
 @pytest.fixture(scope='module')
-def built(source: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> tuple:
+def built(source, tmp_path_factory) -> tuple:
     """The folder of a local build, and what bad commands and then the build said.
 
     All run in one process, because TensorFlow takes seconds to start.
@@ -108,12 +108,12 @@ def built(source: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> tup
 
 
 @pytest.fixture(scope='module')
-def plain(built: tuple) -> dict:
+def plain(built) -> dict:
     """The files of a local build."""
     return files_of(final_folder(built[0]))
 
 
-def test_it_ends_with_where_the_report_and_the_data_set_are(built: tuple):
+def test_it_ends_with_where_the_report_and_the_data_set_are(built):
     out, said, _ = built
     assert 'total       60 records' in said
     assert sorted(path.name for path in out.iterdir()) == ['.coyo11m_tfds', 'coyo11m_tfds']
@@ -127,17 +127,6 @@ def test_it_ends_with_where_the_report_and_the_data_set_are(built: tuple):
 
 
 @pytest.mark.slow
-def test_from_a_bucket_to_a_bucket(source, plain, tmp_path):
-    with fake_gcs(tmp_path) as gcs:
-        gcs.upload_folder(source, 'gs://in/coyo')
-        env = gcs.env | {'XDG_CACHE_HOME': str(tmp_path / 'cache')}
-        tfds_build('gs://in/coyo', 'gs://out/data', env=env)
-        gcs.download_folder('gs://out/data', tmp_path / 'copy')
-        assert not gcs.errors
-    assert files_of(final_folder(tmp_path / 'copy')) == plain
-
-
-@pytest.mark.slow
 def test_from_the_hub(source, plain, tmp_path):
     files = {str(p.relative_to(source)): p for p in source.rglob('*') if p.is_file()}
     with fake_hub(files) as hub:
@@ -145,7 +134,7 @@ def test_from_the_hub(source, plain, tmp_path):
     assert files_of(final_folder(tmp_path)) == plain
 
 
-def test_a_bad_command_is_answered_with_one_line_that_shows_a_good_one(built: tuple):
+def test_a_bad_command_is_answered_with_one_line_that_shows_a_good_one(built):
     errors = [line for line in built[2].splitlines() if line.startswith('error: ')]
     for error, said in zip(errors, BAD, strict=True):
         assert error.startswith(f'error: {said}')

@@ -17,7 +17,7 @@ from coyo11m_tfds import embed_captions, sample_data, schema
 from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
 from coyo11m_tfds.source import sidecar
 from coyo11m_tfds.text import words
-from tests import joins, made_sources
+from tests import made_sources
 from tests.fakes.cloud import Fault
 
 
@@ -63,20 +63,6 @@ def test_every_caption_has_its_vector_under_its_key(source, out):
     assert report.num_duplicates == 0
     assert '3 captions encoded by hash, 640 numbers each' in str(report)
     assert os.listdir(out.parent) == [out.name]
-
-
-def test_the_builder_reads_it(source, out, tmp_path):
-    embed_captions.embed(source, 'hash', out)
-    columns = pq.read_schema(out)
-    assert columns.field('key').type == pa.int64()
-    assert columns.field('text_embedding').type == pa.list_(pa.float16(), 640)
-    found = joins.of_values(out, tmp_path / 'joined', [90, 5, 7])
-    digest = made_sources.captions_digest(source)
-    header = sidecar.Header(640, 'hash', '1', 0, 'caption_llava', digest)
-    assert sidecar.Header(**found.facts['header']) == header
-    assert found.places.tolist() == [0, 2]
-    expected = words.HashEncoder().encode(['a red circle', 'a cat']).astype(np.float16)
-    np.testing.assert_array_equal(sidecar.read(found, found.places), expected)
 
 
 def test_same_bytes_whatever_the_order_and_batches(tmp_path, monkeypatch):

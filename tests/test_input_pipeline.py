@@ -64,25 +64,6 @@ def test_bfloat16_latents_stay_bit_for_bit(tmp_path):
     np.testing.assert_array_equal(batch['latents'][:, 0, 0, 1], expected)
 
 
-def test_the_builder_makes_data_sets_that_are_read_by_plan(mini_dataset):
-    builder = tfds.builder_from_directory(mini_dataset)
-    settings = dict(batch_size=16, seed=0, lanes=4, chunk=32, window=64)
-    steps = planned.of_data(builder, **settings).steps
-    source = {
-        int(example['key']): example for example in tfds.as_numpy(builder.as_dataset(split='train'))
-    }
-    batches = take(input_pipeline.train_dataset(builder, features=ALL, **settings), steps)
-    keys = np.concatenate([batch['key'] for batch in batches])
-    assert len(np.unique(keys)) == len(keys)
-    for batch in batches[:5]:
-        crops = order_lib.sample_crops(0, 0, batch['key'], 3)
-        for i, key in enumerate(batch['key']):
-            example = source[int(key)]
-            np.testing.assert_array_equal(batch['latents'][i], example['latents'][crops[i]])
-            np.testing.assert_array_equal(batch['text_embedding'][i], example['text_embedding'])
-            assert batch['caption'][i] == example['caption']
-
-
 def plan_of(data, split: str = schema.TRAIN, **changes) -> input_pipeline.Plan:
     """The plan of the settings of `ORDER` and others."""
     asked = ORDER | changes

@@ -5,13 +5,12 @@ import functools
 import importlib
 import importlib.util
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 from packaging.utils import canonicalize_name
 
+from tests import children
 from tests.checkout import CHECKOUT
 
 TEXTS = [
@@ -118,9 +117,7 @@ def test_extras_that_are_named_anywhere_are_those_of_setup_py():
 
 @functools.cache
 def help_of(module: str) -> str:
-    done = subprocess.run(
-        [sys.executable, '-m', module, '--help'], cwd=CHECKOUT, capture_output=True, text=True
-    )
+    done = children.program(module, '--help')
     assert done.returncode == 0, done.stderr
     return done.stdout
 

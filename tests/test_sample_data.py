@@ -68,11 +68,6 @@ def test_every_crop_shows_what_its_caption_says(sample):
     assert checked > 1700
 
 
-def test_a_picture_without_a_shape_shows_none():
-    plain = np.full((32, 32, 3), sample_data.COLOURS['blue'], np.uint8)
-    assert sample_data.drawn_colours(plain) == (None, 'blue')
-
-
 def test_held_out_combinations_are_never_made(sample):
     made, held_out = sample_data.split_scenes()
     assert len(made) + len(held_out) == 168
@@ -123,18 +118,3 @@ def test_values_out_of_range_are_refused(tmp_path, monkeypatch, arguments, messa
     with pytest.raises(ValueError, match=message):
         sample_data.make_sample(**{'out_dir': tmp_path} | arguments)
     assert not list(tmp_path.iterdir())
-
-
-def test_an_error_of_the_command_is_one_line(command, sample, tmp_path):
-    (tmp_path / 'file').touch()
-    commands = {
-        'is not empty: remove it': [f'--out={sample}'],
-        'file/latents-3crop: Not a directory: a part of this path is a file': [
-            f'--out={tmp_path}/file'
-        ],
-        'expected at least 4 samples a file': [f'--out={tmp_path}', '--num_samples=1'],
-    }
-    for words, flags in commands.items():
-        status, said, errors = command(sample_data, *flags)
-        assert (status, said) == (1, '')
-        assert re.fullmatch(rf'error: .*{words}.*\n', errors)

@@ -87,7 +87,7 @@ def run(command: list[str], folder: pathlib.Path) -> str:
 
 
 @pytest.fixture(scope='module')
-def typed(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def typed(tmp_path_factory) -> pathlib.Path:
     """The folder of somebody who has typed what *Your own data* prints."""
     import tensorflow_datasets as tfds
 

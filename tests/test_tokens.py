@@ -4,15 +4,12 @@ import pathlib
 
 import jax
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import tensorflow_datasets as tfds
 
 from coyo11m_tfds import embed_captions
 from coyo11m_tfds.text import text_encoders
 from coyo11m_tfds.text.encoder import Tokenizer
-from tests import built, made_sources
+from tests import built
 from tests.runs import small_config
 from train_lib import caption_encoder, data, draw, sharding, train
 
@@ -38,35 +35,6 @@ def build(source, sidecar, out, **fields) -> pathlib.Path:
 @pytest.fixture(scope='module')
 def dataset(sample_source, sidecar, tmp_path_factory) -> pathlib.Path:
     return build(sample_source, sidecar, tmp_path_factory.mktemp('data'))
-
-
-def test_records_hold_the_tokens_of_their_captions(dataset, words):
-    builder = tfds.builder_from_directory(dataset)
-    feature = builder.info.features['tokens']
-    assert (feature.shape, feature.np_dtype) == ((LENGTH,), np.int32)
-    examples = list(tfds.as_numpy(builder.as_dataset('train').take(50)))
-    assert examples[0].keys() == {'key', 'latents', 'caption', 'tokens'}
-    captions = [example['caption'].decode() for example in examples]
-    found = np.stack([example['tokens'] for example in examples])
-    np.testing.assert_array_equal(found, text_encoders.pad(words.tokenize(captions), LENGTH))
-    metadata = builder.info.metadata
-    assert (metadata['text_encoder'], metadata['text_vocabulary']) == ('words', words.vocabulary)
-    assert not {'text_embedding_dim', 'text_embedding_mean', 'text_embedding_std'} & set(metadata)
-
-
-def test_tokens_that_the_model_cannot_look_up_are_refused(tmp_path):
-    source = made_sources.write_source(tmp_path / 'source', [range(20)])
-    path = tmp_path / 'words.parquet'
-    embed_captions.embed(source, 'words', path, tokens_only=True, max_tokens=2)
-    table = pq.read_table(path)
-    rows = table.column('tokens').to_pylist()
-    rows[table.column('key').to_pylist().index(3)] = [5, 4096]
-    kind = table.schema.field('tokens')
-    pq.write_table(table.set_column(1, kind, pa.array(rows, kind.type)), path)
-    message = r'key 3 has tokens \[5, 4096\], expected ids from 0 to 4095'
-    with pytest.raises(ValueError, match=message):
-        build(source, path, tmp_path / 'out')
-    assert not list(tmp_path.glob('out/**/dataset_info.json'))
 
 
 # --- Training ---------------------------------------------------------------------------------

@@ -13,11 +13,12 @@ import pytest
 from tests import made_sources
 from tests.checkout import CHECKOUT
 
+pytestmark = pytest.mark.slow
 PARTS = ('coyo11m_tfds', 'train_lib', 'configs', 'input_pipeline.py', 'setup.py', 'pyproject.toml')
 
 
 @pytest.fixture(scope='module')
-def installed(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def installed(tmp_path_factory) -> pathlib.Path:
     """The Python of an environment with the wheel, and with the packages that are here."""
     folder = tmp_path_factory.mktemp('wheel')
     (folder / 'tree').mkdir()
@@ -64,7 +65,6 @@ print(sorted(path.name for path in folder.glob('configs/de*')))
     assert said[3:5] == ["['DejaVuSans.ttf', 'LICENSE']", "['default.py', 'demo.py']"]
 
 
-@pytest.mark.slow
 def test_it_builds_a_data_set(installed, tmp_path):
     made_sources.write_source(tmp_path / 'source', [range(40)])
     (tmp_path / 'empty').mkdir()
@@ -75,10 +75,3 @@ def test_it_builds_a_data_set(installed, tmp_path):
     )
     assert 'total       40 records' in said
     assert list(tmp_path.glob('out/coyo11m_tfds/latents/1.0.0/*.tfrecord*'))
-
-
-@pytest.mark.slow
-def test_it_trains_with_a_configuration_by_name(installed, tmp_path):
-    command = [installed, '-m', 'train_lib.main', '--config=demo', '--workdir=w']
-    said = run(*command, '--config.data.dir=/nowhere', cwd=tmp_path, status=1)
-    assert '/nowhere' in said.splitlines()[-1]

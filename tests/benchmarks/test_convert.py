@@ -13,7 +13,7 @@ LEFT_OUT = 'cp', 'builder2'
 
 
 @pytest.fixture(scope='module')
-def tiny_source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def tiny_source(tmp_path_factory) -> pathlib.Path:
     return source.make(tmp_path_factory.mktemp('made'), NUM_SAMPLES)
 
 
@@ -22,9 +22,7 @@ def tiny_source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     # A build with two processes is the same code with another number.
     ['cp', *(pytest.param(x, marks=pytest.mark.slow) for x in convert.SIDES if x not in LEFT_OUT)],
 )
-def test_every_writer_writes_all_that_is_in_the_source(
-    tmp_path: pathlib.Path, tiny_source: pathlib.Path, name: str
-):
+def test_every_writer_writes_all_that_is_in_the_source(tmp_path, tiny_source, name):
     side = convert.SIDES[name]
     pytest.importorskip(side.settings['module'])
     out = tmp_path / 'out'
@@ -50,7 +48,7 @@ def _content(path: pathlib.Path) -> bytes:
     return path.read_bytes() if path.is_file() else b''
 
 
-def test_a_source_is_what_the_builder_expects_and_is_made_once(tmp_path: pathlib.Path):
+def test_a_source_is_what_the_builder_expects_and_is_made_once(tmp_path):
     made = source.make(tmp_path, num_samples=7, seed=1)
 
     shards = [LatentShard(path) for path in source.pt_files(made)]
@@ -69,7 +67,7 @@ def test_a_source_is_what_the_builder_expects_and_is_made_once(tmp_path: pathlib
 
 
 @pytest.mark.slow
-def test_the_command_prints_a_table_and_leaves_nothing(tmp_path: pathlib.Path, capsys):
+def test_the_command_prints_a_table_and_leaves_nothing(tmp_path, capsys):
     flags = convert.FLAGS, convert.begin
     arguments = [f'--dir={tmp_path}', '--gb=0.001', '--repeats=1', '--only=cp,in_place', '--cold']
 

@@ -1,20 +1,16 @@
 """The benchmarks of texts, of joining captions and of reading from far run on little."""
 
 import importlib.util
-import subprocess
-import sys
 
 import pytest
 
-from tests.checkout import CHECKOUT
+from tests import children
 from tests.text.test_text_encoders import save_model, save_tokenizer
 
 
 def _run(tmp_path, program: str, *arguments: str) -> str:
-    command = [sys.executable, '-m', f'benchmarks.{program}', f'--dir={tmp_path}/dir']
-    ended = subprocess.run(
-        [*command, '--repeats=1', *arguments], cwd=CHECKOUT, capture_output=True, text=True
-    )
+    flags = f'--dir={tmp_path}/dir', '--repeats=1', *arguments
+    ended = children.program(f'benchmarks.{program}', *flags)
     assert ended.returncode == 0, ended.stderr
     assert list((tmp_path / 'dir').iterdir()) == []
     return ended.stdout

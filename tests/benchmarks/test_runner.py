@@ -28,7 +28,7 @@ def die():
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
+def here(monkeypatch, tmp_path) -> pathlib.Path:
     """A folder to work in, from which the checkout is found."""
     monkeypatch.setenv('PYTHONPATH', os.getcwd())
     monkeypatch.chdir(tmp_path)
@@ -48,7 +48,7 @@ def main(folder: pathlib.Path, sides: dict[str, Side], *arguments: str) -> int:
     return runner.main('A test.', sides, columns, flags, begin, given)
 
 
-def test_sides_run_in_fresh_processes_and_make_a_table(here: pathlib.Path, capfd):
+def test_sides_run_in_fresh_processes_and_make_a_table(here, capfd):
     sides = {'a': Side('side a', answer, {'x': 1}), 'b': Side('side b', answer, {'x': 2})}
 
     assert main(here, sides, '--repeats=2') == 0
@@ -65,7 +65,7 @@ def test_sides_run_in_fresh_processes_and_make_a_table(here: pathlib.Path, capfd
     assert list(here.iterdir()) == []
 
 
-def test_what_cannot_run_is_named_and_tried_once(here: pathlib.Path, capfd):
+def test_what_cannot_run_is_named_and_tried_once(here, capfd):
     sides = {
         'a': Side('a', answer),
         'f': Side('f', fail),

@@ -14,7 +14,7 @@ LENGTHS = (901, 640, 0, 33, 777, 1, 850)
 
 
 @pytest.mark.parametrize('epoch', [0, 2])
-def test_an_epoch_is_measured_as_counted_batch_by_batch(epoch: int, monkeypatch):
+def test_an_epoch_is_measured_as_counted_batch_by_batch(epoch, monkeypatch):
     monkeypatch.setattr(shuffle_quality, '_FAR', 500)
     order = Order(LENGTHS, OrderSettings(seed=1, chunk=64, lanes=4, window=200))
     first = epoch * order.lane_length
@@ -46,7 +46,7 @@ def test_an_epoch_is_measured_as_counted_batch_by_batch(epoch: int, monkeypatch)
     assert quality.within == statistics.mean(d <= 500 for d in distances)
 
 
-def test_the_command_prints_a_table(capsys: pytest.CaptureFixture):
+def test_the_command_prints_a_table(capsys):
     shuffle_quality.main(['--records=100000', '--window=512'])
 
     header, _, *rows = [

@@ -11,12 +11,10 @@ import subprocess
 import sys
 import tempfile
 import types
-from typing import Any
 
 from coyo11m_tfds import schema
-from tests.built import files_of
+from coyo11m_tfds.storage.destination import Destination
 from tests.convert import build_program
-from tests.fakes.cloud import Gcs
 
 SETTINGS = {'shard_bytes': 400_000, 'validation_fraction': 0.2}
 
@@ -101,78 +99,35 @@ def finished_shards(final: pathlib.Path) -> int:
 
 # --- Where data sets go -------------------------------------------------------------------------
 
-Files = dict[str, bytes]
-
 
 class Place:
-    """Where a data set goes; `options` and `env` are of all builds."""
+    """Where builds of a source put one data set, on a disk or in a bucket, in a folder `out`."""
 
-    source: object
-    final: object
-    env: dict[str, str]
-    options: dict[str, Any]
+    def __init__(self, source: object, out: str, scratch: pathlib.Path, env: dict[str, str]):
+        self._source, self._folder = source, Destination(f'{out}/coyo11m_tfds/x')
+        self._env = env | {'COYO11M_LEASE_SECONDS': '4'}
+        self._final = Destination(f'{self._folder.folder}/1.0.0')
+        self._scratch = scratch
 
     def start(self, job: tuple[int, int] | None = None, **options) -> Build:
         """Starts a build, as process `job[0]` of `job[1]` if that is given."""
         ranks = {'RANK': str(job[0]), 'WORLD_SIZE': str(job[1])} if job else {}
-        return start(self.source, self.final, env=self.env | ranks, **self.options | options)
+        options |= {'scratch_dir': str(self._scratch)}
+        return start(self._source, self._final.folder, env=self._env | ranks, **options)
 
-
-class LocalPlace(Place):
-    """Data sets in local folders."""
-
-    def __init__(self, folder: pathlib.Path, source: pathlib.Path):
-        self.source, self._folder = source, folder
-        self.env = {'COYO11M_LEASE_SECONDS': '4'}
-        self.options: dict[str, Any] = {}
-        self.final = final_folder(folder)
-
-    def put(self, files: Files) -> None:
+    def put(self, files: dict[str, bytes]) -> None:
         """Makes them the data set."""
-        self.final.mkdir(parents=True)
         for name, data in files.items():
-            (self.final / name).write_bytes(data)
+            self._final.put_bytes(name, data)
 
-    def read(self) -> Files:
+    def read(self) -> dict[str, bytes]:
         """The data set's files."""
-        return files_of(self.final) if self.final.exists() else {}
+        return self._final.read_all('')
 
-    def others(self) -> list[str]:
+    def others(self) -> set[str]:
         """What is there beside the files of the data set."""
-        beside = [path.name for path in self.final.parent.iterdir() if path != self.final]
-        return beside + [path.name for path in self.final.iterdir() if not path.is_file()]
+        return self._folder.sizes().keys() - {f'1.0.0/{name}' for name in self.read()}
 
     def clear(self) -> None:
-        shutil.rmtree(self._folder)
-
-
-class BucketPlace(Place):
-    """Data sets in a bucket."""
-
-    def __init__(self, folder: pathlib.Path, server: Gcs, name: str):
-        self._server, self._prefix = server, f'{name}/coyo11m_tfds/x/'
-        self.source, self.final = 'gs://source/coyo', f'gs://data/{self._prefix}1.0.0'
-        self.env = server.env | {'COYO11M_LEASE_SECONDS': '4'}
-        self.options = {'scratch_dir': str(folder)}
-        self._folder = folder
-
-    def put(self, files: Files) -> None:
-        for name, data in files.items():
-            self._server.put('data', f'{self._prefix}1.0.0/{name}', data)
-
-    def read(self) -> Files:
-        return {name: data for name, data in self._below('1.0.0/').items() if '/' not in name}
-
-    def others(self) -> list[str]:
-        found = self._below('')
-        return [name for name in found if name.count('/') != 1 or not name.startswith('1.0.0/')]
-
-    def clear(self) -> None:
-        for name in self._below(''):
-            self._server.remove('data', self._prefix + name)
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _below(self, folder: str) -> Files:
-        prefix = self._prefix + folder
-        found = self._server.objects('data')
-        return {n.removeprefix(prefix): d for n, d in found.items() if n.startswith(prefix)}
+        self._folder.remove(self._folder.sizes())
+        shutil.rmtree(self._scratch, ignore_errors=True)

@@ -90,14 +90,14 @@ def not_of_the_project(folder: str, names: list[str]) -> set[str]:
 
 
 @pytest.fixture
-def home(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+def home(tmp_path) -> Iterator[pathlib.Path]:
     """The workers' home; the environment in it has 4 GB."""
     yield tmp_path / 'home'
     shutil.rmtree(tmp_path / 'home')
 
 
 @pytest.mark.slow
-def test_the_documented_steps_end_in_the_same_bytes(home: pathlib.Path, tmp_path: pathlib.Path):
+def test_the_documented_steps_end_in_the_same_bytes(home, tmp_path):
     install, start_workers, command = documented_steps()
     env = own_environment(home)
     copy = tmp_path / 'checkout'
@@ -129,9 +129,13 @@ def test_the_documented_steps_end_in_the_same_bytes(home: pathlib.Path, tmp_path
     ):
         gcs.upload_folder(source, 'gs://in/coyo')
         submitter = os.environ | gcs.env | {'XDG_CACHE_HOME': str(tmp_path / 'cache')}
+        gcs.clear()
         said = build(command.split()[1:], submitter)
+        reads = [r.range for r in gcs.requests if r.action == 'read' and r.path.endswith('.pt')]
         gcs.download_folder('gs://out/data', tmp_path / 'copy')
     assert 'Starting the pipeline with' in said
+    fetched = sum(last - first + 1 for first, last in reads)  # each file once, by one worker
+    assert fetched <= 1.1 * sum(path.stat().st_size for path in source.rglob('*.pt'))
     assert 'Starting worker with command' in logs[0].read_text()
     assert files_of(final_folder(tmp_path / 'copy')) == files_of(final_folder(local))
     left = [path.name for path in (home / 'tmp').rglob('*') if path.is_file()]

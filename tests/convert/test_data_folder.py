@@ -77,12 +77,12 @@ def names_of(build: str, count: int = 3) -> set[str]:
 
 
 @pytest.fixture
-def final(place: str) -> str:
+def final(place) -> str:
     """Where the data set will be; nothing is there yet."""
     return f'{place}/1.0.0'
 
 
-def test_a_build_takes_the_place_of_another_of_which_only_its_files_go(final: str):
+def test_a_build_takes_the_place_of_another_of_which_only_its_files_go(final):
     files = Destination(final)
     build_all(final, OLD, 4)
     files.put_bytes('mine.txt', b'of the user')
@@ -94,14 +94,14 @@ def test_a_build_takes_the_place_of_another_of_which_only_its_files_go(final: st
         assert set(files.sizes()) == names_of(build) | kept
 
 
-def test_what_a_killed_build_of_another_plan_left_goes_with_the_next_that_is_completed(final: str):
+def test_what_a_killed_build_of_another_plan_left_goes_with_the_next_that_is_completed(final):
     build_all(final, OLD)
     write(final, OTHER)
     build_all(final, NEW)
     assert set(Destination(final).sizes()) == names_of(NEW)
 
 
-def test_a_shard_that_is_not_what_was_written_is_no_success(final: str):
+def test_a_shard_that_is_not_what_was_written_is_no_success(final):
     build_all(final, OLD)
     states = write(final, NEW)
     shard = min(shards_of(NEW))
@@ -111,7 +111,7 @@ def test_a_shard_that_is_not_what_was_written_is_no_success(final: str):
     assert DataFolder(final).find_build() == OLD
 
 
-def test_another_build_that_was_completed_meanwhile_is_replaced_only_if_that_is_asked(final: str):
+def test_another_build_that_was_completed_meanwhile_is_replaced_only_if_that_is_asked(final):
     states = write(final, NEW)
     build_other = write(final, OTHER)
     publish_without_removing(final, OTHER, build_other)
@@ -226,7 +226,7 @@ def check_and_mend(final: str) -> str:
     return found or ''
 
 
-def test_killed_before_any_step(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+def test_killed_before_any_step(tmp_path, monkeypatch):
     command = [sys.executable, '-c', _KILLED, str(tmp_path / 'x')]
     ended = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
     places = [line.split()[0] for line in ended.stdout.splitlines()]
@@ -238,7 +238,7 @@ def test_killed_before_any_step(tmp_path: pathlib.Path, monkeypatch: pytest.Monk
 # --- What is left beside a data set -----------------------------------------------------------
 
 
-def test_what_can_be_resumed_is_told_and_stays(final: str, caplog):
+def test_what_can_be_resumed_is_told_and_stays(final, caplog):
     build_all(final, OLD)
     write(final, NEW)
     left = Destination(final).sizes()
@@ -248,7 +248,7 @@ def test_what_can_be_resumed_is_told_and_stays(final: str, caplog):
     assert Destination(final).sizes() == left
 
 
-def test_nothing_but_a_look_where_nothing_is_left(final: str, monkeypatch):
+def test_nothing_but_a_look_where_nothing_is_left(final, monkeypatch):
     build_all(final, OLD)
 
     def refuse(*_, **__):
@@ -265,13 +265,13 @@ def leave_records(final: str) -> set[str]:
     return set(Destination(final).sizes())
 
 
-def test_what_only_its_build_needed_is_removed(final: str):
+def test_what_only_its_build_needed_is_removed(final):
     leave_records(final)
     data_folder.tidy(final)
     assert set(Destination(final).sizes()) == names_of(NEW)
 
 
-def test_what_a_living_process_does_is_left_alone(final: str, caplog):
+def test_what_a_living_process_does_is_left_alone(final, caplog):
     left = leave_records(final)
     with caplog.at_level('INFO', logger='absl'), locks.hold(final, 0):
         data_folder.tidy(final)
@@ -279,7 +279,7 @@ def test_what_a_living_process_does_is_left_alone(final: str, caplog):
     assert 'is working there' in caplog.text
 
 
-def test_only_the_first_process_of_a_job_cleans_up(final: str, monkeypatch):
+def test_only_the_first_process_of_a_job_cleans_up(final, monkeypatch):
     left = leave_records(final)
     monkeypatch.setenv('RANK', '1')
     data_folder.tidy(final)

@@ -10,41 +10,32 @@ import os
 import pathlib
 import random
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from coyo11m_tfds import schema
 from tests import children, made_sources
-from tests.convert.build_kills import BucketPlace, Build, Files, LocalPlace, Place
-from tests.fakes.cloud import Gcs, fake_gcs
+from tests.convert.build_kills import Build, Place
 
 SHARE = float(os.environ.get('COYO11M_DRILL_SHARE', '1'))
+Files = dict[str, bytes]
 KILLS = {'local': 100 * SHARE, 'bucket': 50 * SHARE}  # of builds, and as many of overwrites
 SEED = int(os.environ.get('COYO11M_DRILL_SEED', '0'))
 OLD_SETTINGS = {'validation_fraction': 0.4}
 
 
 @pytest.fixture(scope='module')
-def source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def source(tmp_path_factory) -> pathlib.Path:
     files = [range(100), range(100, 160)]
     return made_sources.write_source(tmp_path_factory.mktemp('source'), files)
 
 
 @pytest.fixture(scope='module')
-def server(source: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gcs]:
-    with fake_gcs(tmp_path_factory.mktemp('gcs')) as server:
-        server.upload_folder(source, 'gs://source/coyo')
-        server.latency = 0.005  # so that there is time to kill
-        yield server
-
-
-@pytest.fixture(scope='module')
-def expected(source: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Files, Files]:
+def expected(source, tmp_path_factory) -> tuple[Files, Files]:
     """The data sets before and after an overwrite."""
     both = []
     for settings in (OLD_SETTINGS, {}):
-        place = LocalPlace(tmp_path_factory.mktemp('expected'), source)
+        place = Place(source, str(tmp_path_factory.mktemp('expected')), source / 'scratch', {})
         ended = place.start(settings=settings).end()
         assert ended.returncode == 0, ended.stderr
         both.append(place.read())
@@ -54,21 +45,23 @@ def expected(source: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize('overwrite', [False, True], ids=['build', 'overwrite'])
 @pytest.mark.parametrize('kind', ['local', 'bucket'])
-def test_killed_at_random_moments(source, server, expected, tmp_path, kind: str, overwrite: bool):
+def test_killed_at_random_moments(source, gcs, expected, tmp_path, kind, overwrite):
     choose = random.Random(f'{SEED}-{kind}-{overwrite}')
+    gcs.upload_folder(source, 'gs://source/coyo')
+    gcs.latency = 0.005  # so that there is time to kill
     kills = number = 0
     while kills < KILLS[kind]:
         number += 1
-        folder = tmp_path / str(number)
-        if kind == 'local':
-            place = LocalPlace(folder, source)
-        else:
-            place = BucketPlace(folder, server, f'{overwrite}-{number}')
+        out = str(tmp_path / str(number)) if kind == 'local' else f'gs://data/{number}'
+        read = source if kind == 'local' else 'gs://source/coyo'
+        place = Place(read, out, tmp_path / 'scratch', gcs.env)
         kills += kill_until_built(place, expected, overwrite, choose)
         place.clear()
 
 
-def kill_until_built(place, expected: tuple[Files, Files], overwrite: bool, choose) -> int:
+def kill_until_built(
+    place: Place, expected: tuple[Files, Files], overwrite: bool, choose: random.Random
+) -> int:
     """Kills builds of one data set a few times, then lets one finish; returns the kills."""
     old, new = expected
     if overwrite:
@@ -82,11 +75,11 @@ def kill_until_built(place, expected: tuple[Files, Files], overwrite: bool, choo
     ended = start_build(place, overwrite).end()
     assert ended.returncode == 0, ended.stderr
     assert place.read() == new
-    assert place.others() == []
+    assert place.others() == set()
     return kills
 
 
-def check_nothing_is_lost(place, expected: tuple[Files, Files], overwrite: bool) -> None:
+def check_nothing_is_lost(place: Place, expected: tuple[Files, Files], overwrite: bool) -> None:
     """One of the two data sets is whole; what says that it is complete, is."""
     old, new = expected
     found = place.read()

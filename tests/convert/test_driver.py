@@ -19,14 +19,14 @@ from tests.convert.build_kills import (
 
 
 @pytest.fixture(scope='module')
-def source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def source(tmp_path_factory) -> pathlib.Path:
     """600 records in three files, 41 shards of at most 16: a build takes a second or two."""
     files = [range(200), range(200, 400), range(400, 600)]
     return made_sources.write_source(tmp_path_factory.mktemp('source'), files)
 
 
 @pytest.fixture(scope='module')
-def undisturbed(source: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+def undisturbed(source, tmp_path_factory) -> dict:
     final = final_folder(tmp_path_factory.mktemp('undisturbed'))
     assert run(source, final).stdout.endswith('built here\n')
     return files_of(final)

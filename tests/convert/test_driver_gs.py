@@ -17,12 +17,12 @@ PASSING = [kind for kind in KINDS if kind not in ('401', '403')]
 
 
 @pytest.fixture(scope='module')
-def source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def source(tmp_path_factory) -> pathlib.Path:
     return made_sources.write_source(tmp_path_factory.mktemp('source'), FILES)
 
 
 @pytest.fixture(scope='module')
-def server(source: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gcs]:
+def server(source, tmp_path_factory) -> Iterator[Gcs]:
     with fake_gcs(tmp_path_factory.mktemp('gcs')) as server:
         server.upload_folder(source, SOURCE)
         yield server
@@ -30,7 +30,7 @@ def server(source: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @pytest.fixture
-def cloud(server: Gcs) -> Iterator[Gcs]:
+def cloud(server) -> Iterator[Gcs]:
     """The storage server, without faults at first."""
     server.heal()
     yield server
@@ -51,12 +51,12 @@ class Builder:
 
 
 @pytest.fixture(scope='module')
-def builder(server: Gcs, tmp_path_factory: pytest.TempPathFactory) -> Builder:
+def builder(server, tmp_path_factory) -> Builder:
     return Builder(server.env, tmp_path_factory.mktemp('scratch'))
 
 
 @pytest.fixture(scope='module')
-def undisturbed(source: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+def undisturbed(source, tmp_path_factory) -> dict:
     """What the same source gives on a local disk."""
     final = build_kills.final_folder(tmp_path_factory.mktemp('undisturbed'))
     build_kills.run(source, final)
@@ -93,7 +93,7 @@ def test_a_bucket_gets_the_same_bytes_as_a_disk(cloud, builder, undisturbed):
 @pytest.mark.parametrize(
     'seed', [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
 )
-def test_faults_in_a_tenth_of_all_requests_change_nothing(cloud, builder, undisturbed, seed: int):
+def test_faults_in_a_tenth_of_all_requests_change_nothing(cloud, builder, undisturbed, seed):
     final = final_url(f'mixed-{seed}')
     cloud.inject_share(PASSING, share=0.1, seed=seed, everywhere=True, seconds=3)
     assert builder.build(final) == 'built here'
@@ -109,7 +109,7 @@ def test_faults_in_a_tenth_of_all_requests_change_nothing(cloud, builder, undist
     ],
 )
 def test_a_lasting_fault_is_one_clear_error_and_what_is_finished_stays(
-    cloud, builder, undisturbed, place: str, kind: str, message: str
+    cloud, builder, undisturbed, place, kind, message
 ):
     final = final_url(f'lasting-{place}-{kind}')
     match = {

@@ -1,6 +1,5 @@
 """The chunk index against the files that it describes."""
 
-import pathlib
 import tracemalloc
 
 import numpy as np
@@ -35,7 +34,7 @@ def make_large(num_records: int, stride_bytes: int = 800_000) -> np.ndarray:
 
 
 @given(st.lists(RECORD_SIZES, min_size=1, max_size=4), st.data())
-def test_byte_range_covers_exactly_the_records(shards: list[list[int]], data: st.DataObject):
+def test_byte_range_covers_exactly_the_records(shards, data):
     index = make_index(shards)
     np.testing.assert_array_equal(index.shard_lengths, [len(sizes) for sizes in shards])
     shard = data.draw(st.integers(0, len(shards) - 1))
@@ -63,13 +62,13 @@ def test_byte_range_covers_exactly_the_records(shards: list[list[int]], data: st
         ([0, 0], [0, 32], [32, 31], r'\[32, 63\)'),
     ],
 )
-def test_a_range_without_an_offset_is_refused(shard, first, count, message: str):
+def test_a_range_without_an_offset_is_refused(shard, first, count, message):
     index = make_index([[10] * 100])
     with pytest.raises(ValueError, match=message):
         index.byte_range(np.array(shard), np.array(first), np.array(count))
 
 
-def test_what_is_saved_is_loaded(tmp_path: pathlib.Path):
+def test_what_is_saved_is_loaded(tmp_path):
     chunk_index.save(
         tmp_path,
         'train',
@@ -87,7 +86,7 @@ def test_what_is_saved_is_loaded(tmp_path: pathlib.Path):
     np.testing.assert_array_equal(flat, [33, 0, 320, 330, 1, 0, 7])
 
 
-def test_shards_of_4_gib_and_more_are_indexed_exactly(tmp_path: pathlib.Path):
+def test_shards_of_4_gib_and_more_are_indexed_exactly(tmp_path):
     """The last entries alone are large, far behind what is read first."""
     small = make_large(20_000_000)
     end = 2**32 + 5
@@ -120,7 +119,7 @@ def test_a_shard_may_be_empty():
         np.array([1, None], object),
     ],
 )
-def test_a_damaged_index_is_refused_by_name(tmp_path: pathlib.Path, content: np.ndarray):
+def test_a_damaged_index_is_refused_by_name(tmp_path, content):
     np.save(tmp_path / 'chunk_index-train.npy', content)
     with pytest.raises(ValueError, match=r'chunk_index-train\.npy: is not a chunk index'):
         ChunkIndex.load(tmp_path, 'train')
@@ -137,7 +136,7 @@ def test_a_damaged_index_is_refused_by_name(tmp_path: pathlib.Path, content: np.
         lambda whole: whole.replace(b" 'fortran_order'", b"b'fortran_order'"),
     ],
 )
-def test_a_damaged_file_is_refused_by_name(tmp_path: pathlib.Path, damage):
+def test_a_damaged_file_is_refused_by_name(tmp_path, damage):
     path = tmp_path / 'chunk_index-train.npy'
     chunk_index.save(tmp_path, 'train', [1], [np.array([0])], [7])
     path.write_bytes(damage(path.read_bytes()))
@@ -146,7 +145,7 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: pathlib.Path, damage):
 
 
 @pytest.mark.filterwarnings('ignore')  # NumPy warns of some headers that it then refuses
-def test_a_flipped_bit_is_refused_by_name_or_changes_one_number(tmp_path: pathlib.Path):
+def test_a_flipped_bit_is_refused_by_name_or_changes_one_number(tmp_path):
     """No other error may come of it, and a number is only taken if the shards stay two."""
     path = tmp_path / 'chunk_index-train.npy'
     chunk_index.save(tmp_path, 'train', [33, 1], [np.array([0, 320]), np.array([0])], [330, 7])
@@ -167,7 +166,7 @@ def test_a_flipped_bit_is_refused_by_name_or_changes_one_number(tmp_path: pathli
 
 
 @pytest.mark.parametrize('at', [2, 2**18 - 1, 2**18, 2**18 + 1, 999_999])
-def test_offsets_that_do_not_rise_are_found_wherever_they_are(tmp_path: pathlib.Path, at: int):
+def test_offsets_that_do_not_rise_are_found_wherever_they_are(tmp_path, at):
     flat = np.concatenate([[32 * 1_000_000], np.arange(1_000_001) * 7, [1, 0, 9]])
     np.save(tmp_path / 'chunk_index-train.npy', flat)
     assert ChunkIndex.load(tmp_path, 'train').shard_lengths.tolist() == [32_000_000, 1]
@@ -177,7 +176,7 @@ def test_offsets_that_do_not_rise_are_found_wherever_they_are(tmp_path: pathlib.
         ChunkIndex.load(tmp_path, 'train')
 
 
-def test_an_index_takes_little_more_than_half_of_its_file(tmp_path: pathlib.Path):
+def test_an_index_takes_little_more_than_half_of_its_file(tmp_path):
     flat = make_large(100_000_000)
     np.save(tmp_path / 'chunk_index-train.npy', flat)
     tracemalloc.start()

@@ -20,7 +20,7 @@ ORDER = {'batch_size': 8, 'seed': 0, 'lanes': 2, 'chunk': 32}
 
 
 @pytest.fixture
-def path(tmp_path: pathlib.Path) -> pathlib.Path:
+def path(tmp_path) -> pathlib.Path:
     """A data set whose latents lie in place, with an added column of numbers."""
     path = tmp_path / schema.VERSION
     small_dataset.write(path, LENGTHS, source=tmp_path / 'source')

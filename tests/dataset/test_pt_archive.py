@@ -7,7 +7,7 @@ import random
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ LATENTS = made_sources.make_latents(5)
 
 
 @pytest.fixture
-def path(tmp_path: pathlib.Path) -> pathlib.Path:
+def path(tmp_path) -> pathlib.Path:
     """A good file of 100 KB."""
     made_sources.write_pt(
         tmp_path / NAME, range(50, 54), replace={'embeddings': torch.rand(4, 5).half()}
@@ -76,14 +76,14 @@ def shared_storages() -> dict:
     ],
     ids=['plain', 'empty', 'shared', 'strided'],
 )
-def test_what_torch_saves_is_accepted(tmp_path: pathlib.Path, content: dict):
+def test_what_torch_saves_is_accepted(tmp_path, content):
     torch.save(content, tmp_path / NAME)
     keys, raw, _, _ = contents(tmp_path / NAME)
     assert keys == content['keys'].tolist()
     assert raw == content['latents'].contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def test_every_member_is_where_the_archive_says(path: pathlib.Path):
+def test_every_member_is_where_the_archive_says(path):
     archive = pt_archive.open_archive(path)
     data = path.read_bytes()
     with zipfile.ZipFile(path) as expected:
@@ -96,7 +96,7 @@ def test_every_member_is_where_the_archive_says(path: pathlib.Path):
 # --- Damage -------------------------------------------------------------------------------------
 
 
-def test_a_part_that_was_not_copied_yet_is_told(path: pathlib.Path):
+def test_a_part_that_was_not_copied_yet_is_told(path):
     data = path.read_bytes()
     path.write_bytes(patched(data, 40_000, bytes(20_000)))
     with pytest.raises(ValueError, match=r'data/1. has CRC-32 \w{8}, but \w{8} is recorded: it is'):
@@ -104,7 +104,7 @@ def test_a_part_that_was_not_copied_yet_is_told(path: pathlib.Path):
     pt_check.check_contents(path, check_crc=False)
 
 
-def test_damaged_keys_are_told_without_reading_the_rest(tmp_path: pathlib.Path):
+def test_damaged_keys_are_told_without_reading_the_rest(tmp_path):
     made_sources.write_pt(tmp_path / NAME, range(400, 460))  # 1.5 MB
     data = (tmp_path / NAME).read_bytes()
     at = data.index(struct.pack('<q', 450))
@@ -115,7 +115,7 @@ def test_damaged_keys_are_told_without_reading_the_rest(tmp_path: pathlib.Path):
     pt_check.check_small(tmp_path / NAME)
 
 
-def test_any_damaged_byte_of_the_directory_is_told_or_does_no_harm(path: pathlib.Path):
+def test_any_damaged_byte_of_the_directory_is_told_or_does_no_harm(path):
     data, expected = path.read_bytes(), contents(path)
     with zipfile.ZipFile(path) as archive:
         directory = archive.start_dir
@@ -146,7 +146,7 @@ def random_damages(data: bytes, count: int) -> Iterator[bytes]:
         )[: len(data) + 1]
 
 
-def test_any_damage_is_told_or_does_no_harm(path: pathlib.Path):
+def test_any_damage_is_told_or_does_no_harm(path):
     data, expected = path.read_bytes(), contents(path)
     refused = 0
     for damaged in random_damages(data, 300):
@@ -180,9 +180,7 @@ def rewritten(path: pathlib.Path, method: int = zipfile.ZIP_STORED, **members: b
     ],
     ids=['deflated', 'same name', 'prepended', 'empty zip', 'empty'],
 )
-def test_other_archives_are_refused(
-    path: pathlib.Path, make: Callable[[pathlib.Path], bytes], message: str
-):
+def test_other_archives_are_refused(path, make, message):
     path.write_bytes(make(path))
     for check in (pt_check.check_contents, pt_check.check_small, LatentShard):
         with pytest.raises(ValueError, match=rf'^{path}: .*{message}'):
@@ -197,7 +195,7 @@ def zip_of(members: dict[str, bytes]) -> bytes:
     return made.getvalue()
 
 
-def test_a_header_that_contradicts_the_directory_is_refused(path: pathlib.Path):
+def test_a_header_that_contradicts_the_directory_is_refused(path):
     data = path.read_bytes()
     for offset, replacement in ((0, b'QK'), (8, b'\x08'), (30, b'x'), (28, b'\xff\xff')):
         begin = pt_archive.open_archive(path).members[4].begin
@@ -210,7 +208,7 @@ def test_a_header_that_contradicts_the_directory_is_refused(path: pathlib.Path):
 # --- Without checksums, and with those of a copy ------------------------------------------------
 
 
-def test_a_file_saved_without_checksums_needs_to_be_told(tmp_path: pathlib.Path):
+def test_a_file_saved_without_checksums_needs_to_be_told(tmp_path):
     torch.serialization.set_crc32_options(False)
     try:
         made_sources.write_pt(tmp_path / NAME, range(3))
@@ -222,7 +220,7 @@ def test_a_file_saved_without_checksums_needs_to_be_told(tmp_path: pathlib.Path)
 
 
 @pytest.mark.parametrize('check_crc', [True, False])
-def test_a_copy_must_be_what_was_recorded(path: pathlib.Path, check_crc: bool):
+def test_a_copy_must_be_what_was_recorded(path, check_crc):
     recorded = file_state.of_file(path)
     pt_check.check_contents(path, check_crc=check_crc, recorded=recorded)
     data = path.read_bytes()

@@ -2,7 +2,6 @@
 
 import io
 import itertools
-import pathlib
 
 import google_crc32c
 import numpy as np
@@ -23,7 +22,7 @@ FEATURES = st.dictionaries(
 
 
 @given(FEATURES)
-def test_a_record_has_the_bytes_that_tensorflow_gives_it(features: dict[str, bytes | int]):
+def test_a_record_has_the_bytes_that_tensorflow_gives_it(features):
     names = sorted(features)
     assume(not any(b.startswith(a) for a, b in itertools.pairwise(names)))
     example = tf.train.Example()
@@ -46,9 +45,7 @@ def test_a_record_has_the_bytes_that_tensorflow_gives_it(features: dict[str, byt
 
 
 @pytest.mark.parametrize('count', [0, 1, 32, 33, 100])
-def test_tensorflow_reads_what_is_written_and_the_account_is_right(
-    tmp_path: pathlib.Path, count: int
-):
+def test_tensorflow_reads_what_is_written_and_the_account_is_right(tmp_path, count):
     # Some are longer than what is written at once.
     texts = [bytes([i]) * (i * 7 if i % 40 else 1_200_000) for i in range(count)]
     rows = np.arange(2 * count, dtype=np.uint8).reshape(count, 2)
@@ -93,7 +90,7 @@ def scan(data: bytes, block: int) -> records.RecordScan:
 
 @pytest.mark.parametrize('block', [1, 13, 1000, 10**6])
 @pytest.mark.parametrize('count', [0, 1, 33, 200])
-def test_a_scan_gives_the_account_of_the_writer(count: int, block: int):
+def test_a_scan_gives_the_account_of_the_writer(count, block):
     data, writer = written(count)
     scanned = scan(data, block)
     assert scanned.problem == ''
@@ -101,7 +98,7 @@ def test_a_scan_gives_the_account_of_the_writer(count: int, block: int):
 
 
 @pytest.mark.parametrize('block', [1, 1000, 10**6])
-def test_a_scan_finds_the_first_record_that_is_damaged(block: int):
+def test_a_scan_finds_the_first_record_that_is_damaged(block):
     data, _ = written(100)
     starts = np.cumsum([0, *(16 + len(record) for record in built.split_records(data))])
     for at, problem in [

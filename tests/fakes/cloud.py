@@ -119,7 +119,7 @@ def gcs(tmp_path_factory, monkeypatch) -> Iterator[Gcs]:
 
 
 @pytest.fixture(params=['local', 'bucket'])
-def place(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> str:
+def place(request, tmp_path) -> str:
     """A folder on a disk, and one in a bucket, that does not exist yet."""
     if request.param == 'local':
         return str(tmp_path / 'new' / 'set')

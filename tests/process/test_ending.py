@@ -3,8 +3,6 @@
 import re
 import signal
 
-import pytest
-
 from coyo11m_tfds.process import ending
 from tests import children
 
@@ -75,7 +73,7 @@ def test_an_error_of_the_system_says_what_to_do():
     )
 
 
-def test_a_bug_and_who_asks_for_it_get_the_traceback(monkeypatch: pytest.MonkeyPatch):
+def test_a_bug_and_who_asks_for_it_get_the_traceback(monkeypatch):
     status, _, said = end('has a bug')
     assert status == 1
     assert said.startswith('Traceback') and said.endswith("KeyError: 'x'\n")

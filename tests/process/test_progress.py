@@ -49,7 +49,7 @@ def lines() -> Iterator[list[str]]:
         yield messages
 
 
-def test_a_line_tells_goals_speeds_counts_and_the_time_left(lines: list[str]):
+def test_a_line_tells_goals_speeds_counts_and_the_time_left(lines):
     clock = Clock()
     with progress.Progress('Writing shards', 10**9, 'B', {'shards': 2400}, clock) as made:
         clock.now += 10
@@ -64,7 +64,7 @@ def test_a_line_tells_goals_speeds_counts_and_the_time_left(lines: list[str]):
         ]
 
 
-def test_it_says_so_when_the_work_was_broken_off(lines: list[str]):
+def test_it_says_so_when_the_work_was_broken_off(lines):
     clock = Clock()
     with (
         pytest.raises(OSError, match='disk full'),
@@ -76,7 +76,7 @@ def test_it_says_so_when_the_work_was_broken_off(lines: list[str]):
     assert lines == ['Copying: 10%, 2.0 MB/s, ended after 0:00:05']
 
 
-def test_the_speed_is_that_of_the_last_minute(lines: list[str]):
+def test_the_speed_is_that_of_the_last_minute(lines):
     clock = Clock()
     with progress.Progress('Copying', 10**10, 'B', clock=clock) as made:
         for megabytes in [100] * 100 + [1] * 62:
@@ -88,7 +88,7 @@ def test_the_speed_is_that_of_the_last_minute(lines: list[str]):
     assert ', 62 MB/s, in 0:02:42' in lines[-1]
 
 
-def test_what_an_earlier_run_did_counts_but_does_not_make_it_faster(lines: list[str]):
+def test_what_an_earlier_run_did_counts_but_does_not_make_it_faster(lines):
     clock = Clock()
     with progress.Progress('Writing', 10**9, 'B', {'shards': 10}, clock) as made:
         made.skip(8 * 10**8, shards=8, records=4000)
@@ -102,7 +102,7 @@ def test_what_an_earlier_run_did_counts_but_does_not_make_it_faster(lines: list[
     st.sampled_from(['B', 'files']),
     st.lists(st.tuples(st.integers(0, 10**13), st.floats(0, 1e6), st.booleans()), max_size=20),
 )
-def test_no_course_of_events_makes_it_fail(total: int, unit: str, steps: list[tuple]):
+def test_no_course_of_events_makes_it_fail(total, unit, steps):
     """Hours of work must not end because of a line in the log; nor is more than all ever done."""
     clock = Clock()
     with (
@@ -131,7 +131,7 @@ class SlowOne(int):
         return other + 1
 
 
-def test_threads_may_share_one(lines: list[str]):
+def test_threads_may_share_one(lines):
     with progress.Progress('Copying', 400, 'B', {'files': 400}) as made:
         threads = [
             threading.Thread(target=lambda: [made.add(SlowOne(), files=1) for _ in range(50)])

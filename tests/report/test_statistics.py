@@ -100,7 +100,7 @@ def test_previews_are_the_middle_crops_of_the_first_good_records():
 
 @pytest.mark.parametrize('place', ['latents', 'text'])
 @pytest.mark.parametrize('value', [np.nan, np.inf])
-def test_what_is_not_finite_touches_nothing_else(place: str, value: float):
+def test_what_is_not_finite_touches_nothing_else(place, value):
     samples = make_samples(30)
     for row in (0, 7, 29):
         samples[place][row].flat[-1 - row % DIM] = value
@@ -143,7 +143,7 @@ def test_at_most_ten_keys_are_kept():
 
 @settings(max_examples=25)
 @given(st.integers(0, 10**6), st.lists(st.integers(0, 8), max_size=4))
-def test_json_keeps_every_bit(seed: int, lengths: list[int]):
+def test_json_keeps_every_bit(seed, lengths):
     blocks = [make_samples(count, seed + number) for number, count in enumerate(lengths)]
     for block in blocks:
         block['latents'][3:4] = np.nan
@@ -159,7 +159,7 @@ def test_json_keeps_every_bit(seed: int, lengths: list[int]):
 
 @settings(max_examples=25)
 @given(st.lists(st.integers(0, 20), max_size=5).map(sorted), st.integers(0, 3))
-def test_the_size_of_blocks_hardly_matters(cuts: list[int], seed: int):
+def test_the_size_of_blocks_hardly_matters(cuts, seed):
     samples = make_samples(20, seed)
     blocks = [choose(samples, range(*run)) for run in itertools.pairwise([0, *cuts, 20])]
     whole = added(samples)

@@ -3,7 +3,6 @@
 import functools
 import os
 import pathlib
-import pickle
 import random
 import tempfile
 
@@ -43,7 +42,7 @@ def _put(destination: Destination, fallback: pathlib.Path, name: str, data: byte
 
 
 @pytest.fixture
-def destination(place: str) -> Destination:
+def destination(place) -> Destination:
     """A folder that does not exist yet."""
     return Destination(f'{place}/')
 
@@ -99,11 +98,6 @@ def test_verify_names_the_file_that_differs(destination):
     destination.put_bytes('sub/b', b'1')
     with pytest.raises(OSError, match=r'sub/b: found .*1.*, expected .*2'):
         destination.verify(states)
-
-
-def test_a_destination_goes_to_other_processes(destination):
-    destination.put_bytes('x', b'1')
-    assert pickle.loads(pickle.dumps(destination)).read_all('') == {'x': b'1'}
 
 
 @pytest.mark.parametrize('url', ['gs://', 's3://bucket/x', 'hf://datasets/a/b', 'gs:///x'])
@@ -297,16 +291,8 @@ def test_markers_of_folders_and_objects_beside_are_left_alone(gcs):
     assert Destination('gs://bucket').sizes() == {'a/bc': 10}
 
 
-def test_more_files_than_a_page_of_a_listing(gcs):
-    files = {f'{i:04d}': str(i).encode() for i in range(1_050)}
-    for name, data in files.items():
-        gcs.put('bucket', f'a/{name}', data)
-    assert Destination('gs://bucket/a').inventory() == {n: _state(d) for n, d in files.items()}
-    assert sum(request.action == 'list' for request in gcs.requests) == 2
-
-
 @pytest.mark.parametrize('then', [b'new', None])
-def test_what_others_replace_or_delete_while_it_is_read(gcs, monkeypatch, then: bytes | None):
+def test_what_others_replace_or_delete_while_it_is_read(gcs, monkeypatch, then):
     gcs.put('bucket', 'a/x', b'old')
     answer = gcs._on_read
 
@@ -340,11 +326,6 @@ def test_no_bucket(gcs, tmp_path):
         with pytest.raises(OSError, match=line):
             act()
         assert len(gcs.requests) == 1
-
-
-def test_another_refusal_is_one_line_that_names_the_url(gcs):
-    with pytest.raises(OSError, match=r'^gs://bucket/gone: .*No such object: bucket/gone$'):
-        gcs_objects.copy('gs://bucket/gone', 'gs://bucket/x', _state(b''))
 
 
 def test_empty_objects_of_which_no_size_is_told(gcs):
@@ -404,7 +385,7 @@ def test_an_upload_of_which_less_was_kept_than_sent(gcs, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('kind', ['503', 'lost'])
-def test_a_copy_that_takes_several_requests(gcs, kind: str):
+def test_a_copy_that_takes_several_requests(gcs, kind):
     """As between places far apart."""
     gcs.copied_at_once = 400
     data = random.Random(2).randbytes(1000)

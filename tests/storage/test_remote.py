@@ -48,7 +48,7 @@ def on_hub(server: Hub) -> Cloud:
 
 
 @pytest.fixture(params=['gs', 'hf'])
-def cloud(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cloud:
+def cloud(request, monkeypatch) -> Cloud:
     """One file of SIZE bytes on each storage."""
     server = request.getfixturevalue('gcs' if request.param == 'gs' else 'hub')
     monkeypatch.setenv('COYO11M_RETRY_SECONDS', '0.002')
@@ -56,14 +56,14 @@ def cloud(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cl
 
 
 @pytest.fixture
-def bucket(gcs: Gcs, monkeypatch: pytest.MonkeyPatch) -> Cloud:
+def bucket(gcs, monkeypatch) -> Cloud:
     """The same on gs:// alone, where what is tested does not depend on the storage."""
     monkeypatch.setenv('COYO11M_RETRY_SECONDS', '0.002')
     return in_bucket(gcs)
 
 
 @pytest.fixture
-def target(tmp_path: pathlib.Path) -> pathlib.Path:
+def target(tmp_path) -> pathlib.Path:
     return tmp_path / 'folder' / 'x.pt'
 
 
@@ -81,7 +81,7 @@ def assert_fetched(target: pathlib.Path, data: bytes = DATA) -> None:
     assert os.listdir(target.parent) == [target.name]
 
 
-def test_a_file_comes_in_one_request(cloud: Cloud, target: pathlib.Path):
+def test_a_file_comes_in_one_request(cloud, target):
     told = fetch(cloud.file, target)
     assert_fetched(target)
     assert cloud.reads() == [(0, SIZE - 1)]
@@ -90,14 +90,14 @@ def test_a_file_comes_in_one_request(cloud: Cloud, target: pathlib.Path):
 
 
 @pytest.mark.parametrize('kind', PASSING)
-def test_what_goes_wrong_twice_is_mended(cloud: Cloud, target: pathlib.Path, kind: str):
+def test_what_goes_wrong_twice_is_mended(cloud, target, kind):
     cloud.inject(kind, count=2, seconds=0.1)
     told = fetch(cloud.file, target)
     assert_fetched(target)
     assert sum(told) == SIZE
 
 
-def test_a_stall_is_noticed(cloud: Cloud, target: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_stall_is_noticed(cloud, target, monkeypatch):
     monkeypatch.setenv('COYO11M_STALL_SECONDS', '0.2')
     cloud.inject('stall', after_bytes=2_000_000)
     started = time.monotonic()
@@ -109,7 +109,7 @@ def test_a_stall_is_noticed(cloud: Cloud, target: pathlib.Path, monkeypatch: pyt
     assert second[0] > 1_500_000
 
 
-def test_after_a_cut_only_the_rest_comes_again(cloud: Cloud, target: pathlib.Path):
+def test_after_a_cut_only_the_rest_comes_again(cloud, target):
     for place in (1_000_000, 500_000, 700_000):
         cloud.inject('cut', after_bytes=place)
     fetch(cloud.file, target)
@@ -120,9 +120,7 @@ def test_after_a_cut_only_the_rest_comes_again(cloud: Cloud, target: pathlib.Pat
     assert sum(r.nbytes for r in cloud.server.requests if r.action == 'read') < 1.4 * SIZE
 
 
-def test_progress_makes_up_for_many_breaks(
-    bucket: Cloud, target: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_progress_makes_up_for_many_breaks(bucket, target, monkeypatch):
     monkeypatch.setattr(remote, '_PROGRESS', 1_000_000)
     bucket.inject('cut', count=10, after_bytes=280_000)
     fetch(bucket.file, target)
@@ -131,7 +129,7 @@ def test_progress_makes_up_for_many_breaks(
 
 
 @pytest.mark.parametrize('kind', ['503', 'reset', 'cut'])
-def test_what_stays_wrong_ends_in_one_error(cloud: Cloud, target: pathlib.Path, kind: str):
+def test_what_stays_wrong_ends_in_one_error(cloud, target, kind):
     cloud.inject('cut', after_bytes=2_000_000)
     cloud.inject(kind, count=7, after_bytes=0 if kind == 'cut' else None)
     with pytest.raises(OSError) as raised:
@@ -140,7 +138,7 @@ def test_what_stays_wrong_ends_in_one_error(cloud: Cloud, target: pathlib.Path, 
     assert 'given up after 8 attempts' in str(raised.value)
 
 
-def test_a_checksum_that_stays_wrong_is_told_with_the_right_one(cloud: Cloud, target: pathlib.Path):
+def test_a_checksum_that_stays_wrong_is_told_with_the_right_one(cloud, target):
     cloud.inject('flip', count=None)
     with pytest.raises(OSError) as raised:
         fetch(cloud.file, target)
@@ -155,9 +153,7 @@ def test_a_checksum_that_stays_wrong_is_told_with_the_right_one(cloud: Cloud, ta
 
 @pytest.mark.parametrize('kind', ['401', '403'])
 @pytest.mark.parametrize('operation', ['fetch', 'read_range'])
-def test_missing_access_is_told_at_once(
-    cloud: Cloud, target: pathlib.Path, kind: str, operation: str
-):
+def test_missing_access_is_told_at_once(cloud, target, kind, operation):
     cloud.inject(kind, count=None)
     with pytest.raises(PermissionError, match=r'`(gcloud|hf) auth .*login`') as raised:
         if operation == 'fetch':
@@ -173,13 +169,13 @@ def test_missing_access_is_told_at_once(
     assert_fetched(target)
 
 
-def test_an_empty_file(bucket: Cloud, target: pathlib.Path):
+def test_an_empty_file(bucket, target):
     bucket.server.put('bucket', 'empty', b'')
     assert fetch(source_files.describe('gs://bucket/empty'), target) == []
     assert_fetched(target, b'')
 
 
-def test_a_small_file_of_the_hub(hub: Hub, target: pathlib.Path):
+def test_a_small_file_of_the_hub(hub, target):
     """It is known by git's checksum, and comes from another place than the large ones."""
     hub.commit({'README.md': b'A data set.'})
     file = source_files.describe('hf://datasets/owner/name/README.md')
@@ -189,7 +185,7 @@ def test_a_small_file_of_the_hub(hub: Hub, target: pathlib.Path):
     assert_fetched(target, b'A data set.')
 
 
-def test_a_file_that_is_gone(bucket: Cloud, target: pathlib.Path):
+def test_a_file_that_is_gone(bucket, target):
     bucket.server.remove('bucket', f'source/{NAME}')
     with pytest.raises(FileNotFoundError, match=rf'{bucket.file.path} is gone'):
         fetch(bucket.file, target)
@@ -199,7 +195,7 @@ def test_a_file_that_is_gone(bucket: Cloud, target: pathlib.Path):
 @pytest.mark.parametrize(
     'data', [DATA[:-1] + b'x', DATA + b'x', DATA[:-1], DATA[:1_000_000]], ids=len
 )
-def test_a_file_that_has_changed_is_not_mixed(bucket: Cloud, target: pathlib.Path, data: bytes):
+def test_a_file_that_has_changed_is_not_mixed(bucket, target, data):
     bucket.server.put('bucket', f'source/{NAME}', data)
     with pytest.raises(OSError, match='has changed since it was listed'):
         fetch(bucket.file, target)
@@ -216,12 +212,12 @@ def test_a_file_that_has_changed_is_not_mixed(bucket: Cloud, target: pathlib.Pat
 @pytest.mark.parametrize(
     ('start', 'length'), [(0, 1), (0, SIZE), (SIZE - 1, 1), (1000, 2_000_000), (7, 0)]
 )
-def test_a_range(cloud: Cloud, start: int, length: int):
+def test_a_range(cloud, start, length):
     assert remote.read_range(cloud.file, start, length) == DATA[start : start + length]
     assert len(cloud.reads()) == (1 if length else 0)
 
 
-def test_a_range_that_is_not_in_the_file_or_not_any_more(bucket: Cloud):
+def test_a_range_that_is_not_in_the_file_or_not_any_more(bucket):
     for start, length in ((-1, 1), (0, SIZE + 1), (SIZE, 1), (1, -1)):
         message = rf'{bucket.file.path}: has .* expected {length} from byte {start} '
         with pytest.raises(ValueError, match=message):
@@ -233,12 +229,12 @@ def test_a_range_that_is_not_in_the_file_or_not_any_more(bucket: Cloud):
 
 
 @pytest.mark.parametrize('kind', [kind for kind in PASSING if kind != 'flip'])
-def test_a_range_is_asked_for_again(cloud: Cloud, kind: str):
+def test_a_range_is_asked_for_again(cloud, kind):
     cloud.inject(kind, count=2, seconds=0.1)
     assert remote.read_range(cloud.file, 10, 1_000_000) == DATA[10:1_000_010]
 
 
-def test_a_range_through_a_proxy(bucket: Cloud, monkeypatch: pytest.MonkeyPatch):
+def test_a_range_through_a_proxy(bucket, monkeypatch):
     for name, value in through_proxy(bucket.server.env).items():
         monkeypatch.setenv(name, value)
     for start in (0, 5):
@@ -248,7 +244,7 @@ def test_a_range_through_a_proxy(bucket: Cloud, monkeypatch: pytest.MonkeyPatch)
         remote.read_range(bucket.file, 0, 10)
 
 
-def test_a_range_of_a_local_file(tmp_path: pathlib.Path):
+def test_a_range_of_a_local_file(tmp_path):
     path = tmp_path / 'x.pt'
     path.write_bytes(DATA)
     file = source_files.describe(path)
@@ -260,9 +256,7 @@ def test_a_range_of_a_local_file(tmp_path: pathlib.Path):
         remote.read_range(file, 10, 1000)
 
 
-def test_a_server_that_knows_no_ranges(
-    bucket: Cloud, target: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_server_that_knows_no_ranges(bucket, target, monkeypatch):
     """Then the part is of no use, and no byte of the answer may be put behind it."""
     answer = bucket.server._on_read
 
@@ -291,7 +285,7 @@ FETCH = """
 """
 
 
-def test_a_full_disk_is_told(bucket: Cloud, target: pathlib.Path):
+def test_a_full_disk_is_told(bucket, target):
     target.parent.mkdir()
     limited = f'import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({1 << 20}, {1 << 20}))'
     code = f'{limited}\n{textwrap.dedent(FETCH)}'
@@ -302,7 +296,7 @@ def test_a_full_disk_is_told(bucket: Cloud, target: pathlib.Path):
     assert 'trying again' not in errors
 
 
-def test_a_forked_process_has_connections_of_its_own(bucket: Cloud):
+def test_a_forked_process_has_connections_of_its_own(bucket):
     """Else both would read answers to the other from one connection."""
     code = """
         import os

@@ -25,7 +25,7 @@ HUB = 'downloading hf://datasets/owner/name@0123/x.pt'
 
 
 @pytest.fixture
-def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def sleeps(monkeypatch) -> list[float]:
     """The delays, which are noted instead of waited for."""
     noted: list[float] = []
     monkeypatch.setattr(time, 'sleep', noted.append)
@@ -131,7 +131,7 @@ def label(error: Exception) -> str:
 
 
 @pytest.mark.parametrize('error', TRANSIENT, ids=label)
-def test_what_may_pass_is_tried_again(error: Exception, sleeps: list[float]):
+def test_what_may_pass_is_tried_again(error, sleeps):
     operation = Failing(error, error)
     assert retry.call(operation, GS) == 'done'
     assert operation.calls == 3
@@ -139,7 +139,7 @@ def test_what_may_pass_is_tried_again(error: Exception, sleeps: list[float]):
 
 
 @pytest.mark.parametrize('error', PERMANENT, ids=label)
-def test_what_stays_is_raised_as_it_is_and_at_once(error: Exception, sleeps: list[float]):
+def test_what_stays_is_raised_as_it_is_and_at_once(error, sleeps):
     operation = Failing(error)
     with pytest.raises(type(error)) as raised:
         retry.call(operation, GS)
@@ -149,7 +149,7 @@ def test_what_stays_is_raised_as_it_is_and_at_once(error: Exception, sleeps: lis
 
 
 @pytest.mark.parametrize('error', REFUSED, ids=label)
-def test_missing_access_is_told_at_once_with_what_mends_it(error: Exception, sleeps: list[float]):
+def test_missing_access_is_told_at_once_with_what_mends_it(error, sleeps):
     for what, commands in (
         (GS, ['`gcloud auth application-default login`']),
         (HUB, ['`hf auth login`', 'https://huggingface.co/datasets/owner/name ']),
@@ -170,7 +170,7 @@ def test_refused_access_to_what_is_not_remote_is_raised_as_it_is():
     assert raised.value is error
 
 
-def test_after_the_last_attempt_it_says_what_failed_how_often_and_why(sleeps: list[float]):
+def test_after_the_last_attempt_it_says_what_failed_how_often_and_why(sleeps):
     operation = Failing(*[answered(503)] * 9)
     with pytest.raises(OSError) as raised:
         retry.call(operation, GS, attempts=5)
@@ -181,14 +181,14 @@ def test_after_the_last_attempt_it_says_what_failed_how_often_and_why(sleeps: li
     assert isinstance(raised.value.__cause__, requests.HTTPError)
 
 
-def test_the_attempts_of_a_call_within_a_call_do_not_multiply(sleeps: list[float]):
+def test_the_attempts_of_a_call_within_a_call_do_not_multiply(sleeps):
     operation = Failing(*[TimeoutError()] * 99)
     with pytest.raises(retry.GivenUp):
         retry.call(lambda: retry.call(operation, GS), GS)
     assert operation.calls == 8
 
 
-def test_every_retry_is_logged(sleeps: list[float], caplog: pytest.LogCaptureFixture):
+def test_every_retry_is_logged(sleeps, caplog):
     caplog.set_level(logging.WARNING, 'absl')
     retry.call(Failing(answered(503), TimeoutError('late')), GS)
     first, second = (record.getMessage() for record in caplog.records)
@@ -197,7 +197,7 @@ def test_every_retry_is_logged(sleeps: list[float], caplog: pytest.LogCaptureFix
 
 
 @hypothesis.given(first=st.floats(0.001, 100.0), attempts=st.integers(2, 12))
-def test_delays_are_jittered_and_doubled_up_to_32_times(first: float, attempts: int):
+def test_delays_are_jittered_and_doubled_up_to_32_times(first, attempts):
     with pytest.MonkeyPatch.context() as patch:
         sleeps: list[float] = []
         patch.setattr(time, 'sleep', sleeps.append)
@@ -217,15 +217,13 @@ def test_delays_are_jittered_and_doubled_up_to_32_times(first: float, attempts: 
         ({'RateLimit': '"resolvers";r=2999;t=212'}, 0, 1),
     ],
 )
-def test_a_server_that_asks_for_time_gets_it(
-    headers: dict[str, str], least: float, most: float, sleeps: list[float]
-):
+def test_a_server_that_asks_for_time_gets_it(headers, least, most, sleeps):
     retry.call(Failing(answered(429, **headers)), GS)
     assert least <= sleeps[0] <= most
 
 
 @pytest.mark.parametrize('text', ['soon', '0', '-1', 'nan', 'inf'])
-def test_seconds_that_are_none(text: str, monkeypatch: pytest.MonkeyPatch):
+def test_seconds_that_are_none(text, monkeypatch):
     monkeypatch.setenv('COYO11M_STALL_SECONDS', text)
     with pytest.raises(ValueError, match=f"COYO11M_STALL_SECONDS is '{text}'"):
         retry.stall_seconds()

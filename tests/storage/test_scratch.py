@@ -18,7 +18,7 @@ SIZE = 100_000
 
 
 @pytest.fixture
-def folder(tmp_path: pathlib.Path) -> pathlib.Path:
+def folder(tmp_path) -> pathlib.Path:
     return tmp_path / 'scratch'
 
 
@@ -56,7 +56,7 @@ HOLD = """
 """
 
 
-def test_a_copy_is_there_while_it_is_held(bucket: Gcs, folder: pathlib.Path):
+def test_a_copy_is_there_while_it_is_held(bucket, folder):
     file = put(bucket, 'source/x.pt')
     told: list[int] = []
     with Scratch(folder, SIZE).hold(file, on_bytes=told.append) as path:
@@ -67,7 +67,7 @@ def test_a_copy_is_there_while_it_is_held(bucket: Gcs, folder: pathlib.Path):
     assert os.listdir(folder) == []
 
 
-def test_a_file_that_can_never_fit(bucket: Gcs, folder: pathlib.Path):
+def test_a_file_that_can_never_fit(bucket, folder):
     file = put(bucket, 'x.pt')
     with (
         pytest.raises(ValueError, match=r'gs://bucket/x\.pt has 100,000 bytes.*may take 99,999\.'),
@@ -77,7 +77,7 @@ def test_a_file_that_can_never_fit(bucket: Gcs, folder: pathlib.Path):
     assert num_reads(bucket) == 0
 
 
-def test_waiting_for_room(bucket: Gcs, folder: pathlib.Path):
+def test_waiting_for_room(bucket, folder):
     held = Scratch(folder, 2 * SIZE)
     first, second, third = (put(bucket, f'{n}.pt') for n in range(3))
     entered = threading.Event()
@@ -107,7 +107,7 @@ def stop(num_bytes: int) -> None:
 # --- Several at once --------------------------------------------------------------------------
 
 
-def test_several_files_are_there_together(bucket: Gcs, folder: pathlib.Path, tmp_path):
+def test_several_files_are_there_together(bucket, folder, tmp_path):
     local = tmp_path / 'local.pt'
     local.write_bytes(b'content')
     remote = [put(bucket, name) for name in ('a/x.pt', 'b/x.pt', 'y.pt')]
@@ -124,7 +124,7 @@ def test_several_files_are_there_together(bucket: Gcs, folder: pathlib.Path, tmp
 # --- Folders ---------------------------------------------------------------------------------
 
 
-def test_the_folder_that_a_program_takes(monkeypatch: pytest.MonkeyPatch):
+def test_the_folder_that_a_program_takes(monkeypatch):
     monkeypatch.setenv('HOME', '/home')
     monkeypatch.setenv('XDG_CACHE_HOME', '/cache')
     for data_dir, chosen, expected in (
@@ -142,7 +142,7 @@ def test_the_folder_that_a_program_takes(monkeypatch: pytest.MonkeyPatch):
 # --- Kills -----------------------------------------------------------------------------------
 
 
-def test_what_a_killed_process_left_is_gone(bucket: Gcs, folder: pathlib.Path):
+def test_what_a_killed_process_left_is_gone(bucket, folder):
     file, other = put(bucket, 'x.pt'), put(bucket, 'y.pt')
     with children.python(HOLD, folder, SIZE, file.path) as child:
         child.stdout.readline()

@@ -90,16 +90,14 @@ def test_a_checkpoint_can_be_restored_to_other_shardings(tmp_path):
 
 # --- Damages ------------------------------------------------------------------------------------
 
-STEP = 2
+STEP = 4
 
 
 @pytest.fixture(scope='module')
-def run(mini_dataset, tmp_path_factory):
+def run(small_run, mini_dataset):
     """What has been checked of a run before its first step, and its workdir with a checkpoint."""
-    workdir = tmp_path_factory.mktemp('run')
-    config = small_config(mini_dataset, num_steps=STEP, eval_every=0, checkpoint_every=0)
-    train.train_and_evaluate(config, workdir)
-    return train.set_up(config, workdir)
+    changes = {'num_steps': STEP, 'eval_every': 0, 'preview.guidance': 3.0}
+    return train.set_up(small_config(mini_dataset, **changes), small_run[0])
 
 
 def flip_a_bit(data):

@@ -63,13 +63,3 @@ def test_pictures_of_something_else_are_all_wrong_in_that(truth, part, expected)
         for scene in scenes
     ]
     assert demo.judge(pictures, others)[:3] == expected
-
-
-def test_a_blob_is_no_shape(truth):
-    pictures, scenes = truth
-    # Every square of 4 x 4 pixels as its neighbour is, here and there: what little training draws.
-    rng = np.random.default_rng(0)
-    moved = np.roll(pictures, 8, axis=2)
-    torn = np.repeat(np.repeat(rng.random((_COUNT, 8, 8)) < 0.4, 4, 1), 4, 2)[..., None]
-    blobs = np.where(torn, moved, pictures)
-    assert demo.judge(blobs, scenes).shape < 0.1

@@ -3,9 +3,6 @@
 import json
 import os
 import re
-import shutil
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -16,24 +13,12 @@ from PIL import Image
 
 from coyo11m_tfds.pictures import vae_decoder
 from coyo11m_tfds.text import text_encoders, words
-from tests.checkout import CHECKOUT
+from tests import children
 from tests.runs import small_config
 from train_lib import draw, previews, train
 
 DEVICES = '--xla_force_host_platform_device_count'
-ENDING = {'num_steps': 4, 'eval_every': 0, 'checkpoint_every': 2}
 CAPTIONS = ['a red circle', 'a blue square', 'a red circle']
-
-
-@pytest.fixture(scope='module')
-def run(mini_dataset, tmp_path_factory):
-    """The workdir of a run of 4 steps, whose data set is gone, and its last state."""
-    folder = tmp_path_factory.mktemp('run')
-    shutil.copytree(mini_dataset, folder / '1.0.0')
-    config = small_config(folder / '1.0.0', **ENDING, **{'preview.guidance': 3.0})
-    state = train.train_and_evaluate(config, folder / 'workdir')
-    shutil.rmtree(folder / '1.0.0')
-    return folder / 'workdir', jax.device_get(state)
 
 
 @pytest.fixture(scope='module')
@@ -42,16 +27,16 @@ def encoder():
 
 
 @pytest.fixture(scope='module')
-def pictures(run, encoder):
-    return draw.Artist(run[0]).draw(CAPTIONS, encoder)
+def pictures(small_run, encoder):
+    return draw.Artist(small_run[0]).draw(CAPTIONS, encoder)
 
 
-def test_every_caption_gets_a_picture_of_its_own(run, encoder, pictures):
-    assert draw.Artist(run[0]).step == 4
+def test_every_caption_gets_a_picture_of_its_own(small_run, encoder, pictures):
+    assert draw.Artist(small_run[0]).step == 4
     assert (pictures.shape, pictures.dtype) == ((3, 32, 32, 3), np.uint8)
     assert not np.array_equal(pictures[0], pictures[1])
     assert not np.array_equal(pictures[0], pictures[2])  # other noise
-    again = draw.Artist(run[0]).draw(['a red circle'] * 3, encoder)
+    again = draw.Artist(small_run[0]).draw(['a red circle'] * 3, encoder)
     np.testing.assert_array_equal(again[2], pictures[2])
 
 
@@ -80,34 +65,38 @@ def test_the_run_previews_by_its_vae(mini_dataset, vae, tmp_path):
         assert grid.width == 4 * (2 * 64 + 8) + 5 * 8
 
 
-def test_a_vae_decodes_what_is_drawn(run, encoder, vae):
-    drawn = draw.Artist(run[0], vae=str(vae)).draw(CAPTIONS, encoder)
+def test_a_vae_decodes_what_is_drawn(small_run, encoder, vae):
+    drawn = draw.Artist(small_run[0], vae=str(vae)).draw(CAPTIONS, encoder)
     assert (drawn.shape, drawn.dtype) == ((3, 64, 64, 3), np.uint8)
     assert not np.array_equal(drawn[0], drawn[1])
     with pytest.raises(ValueError, match=r"cannot load the VAE '/none/x'"):
-        draw.Artist(run[0], vae='/none/x')
+        draw.Artist(small_run[0], vae='/none/x')
 
 
-def test_a_picture_is_the_same_however_many_are_drawn_at_a_time(run, encoder):
+def test_a_picture_is_the_same_however_many_are_drawn_at_a_time(small_run, encoder):
     captions = [f'a caption with the number {number}' for number in range(20)]
-    whole = draw.Artist(run[0], batch_size=20).draw(captions, encoder).astype(int)
-    drawn = draw.Artist(run[0], batch_size=16).draw(captions, encoder)
+    whole = draw.Artist(small_run[0], batch_size=20).draw(captions, encoder).astype(int)
+    drawn = draw.Artist(small_run[0], batch_size=16).draw(captions, encoder)
     assert np.abs(drawn - whole).max() <= 1  # of 255, by rounding
     assert len({picture.tobytes() for picture in drawn}) == 20
 
 
-def test_options_and_an_earlier_checkpoint_change_the_picture(run, encoder, pictures):
+def test_options_and_an_earlier_checkpoint_change_the_picture(small_run, encoder, pictures):
     for options in ({'seed': 1}, {'guidance': 1.0}, {'num_steps': 3}):
-        assert not np.array_equal(draw.Artist(run[0], **options).draw(CAPTIONS, encoder), pictures)
-    same = draw.Artist(run[0], seed=0, guidance=3.0, num_steps=2, average=True)
+        assert not np.array_equal(
+            draw.Artist(small_run[0], **options).draw(CAPTIONS, encoder), pictures
+        )
+    same = draw.Artist(small_run[0], seed=0, guidance=3.0, num_steps=2, average=True)
     np.testing.assert_array_equal(same.draw(CAPTIONS, encoder), pictures)
-    earlier = draw.Artist(f'{run[0]}@2')
+    earlier = draw.Artist(f'{small_run[0]}@2')
     assert earlier.step == 2
     assert not np.array_equal(earlier.draw(CAPTIONS, encoder), pictures)
 
 
 @pytest.mark.parametrize(('average', 'field'), [(True, 'ema_params'), (False, 'params')])
-def test_the_weights_that_are_asked_for_are_read_and_nothing_else(run, monkeypatch, average, field):
+def test_the_weights_that_are_asked_for_are_read_and_nothing_else(
+    small_run, monkeypatch, average, field
+):
     read, deserialize = [], ocp.type_handlers.ArrayHandler.deserialize
 
     def noting(self, infos, args=None):
@@ -115,7 +104,7 @@ def test_the_weights_that_are_asked_for_are_read_and_nothing_else(run, monkeypat
         return deserialize(self, infos, args)
 
     monkeypatch.setattr(ocp.type_handlers.ArrayHandler, 'deserialize', noting)
-    workdir, state = run
+    workdir, state = small_run
     params = jax.device_get(draw.Artist(workdir, average=average).params)
     jax.tree.map(np.testing.assert_array_equal, params, getattr(state, field))
     assert read == [field] * len(jax.tree.leaves(params))
@@ -129,35 +118,31 @@ class _NextEncoder(words.HashEncoder):
     revision = '2'
 
 
-def test_captions_of_another_encoder_are_refused(run):
+def test_captions_of_another_encoder_are_refused(small_run):
     with pytest.raises(ValueError, match="by 'hf:other', but the model was trained with 'hash'"):
-        draw.Artist(run[0]).draw(['a cat'], _OtherEncoder())
+        draw.Artist(small_run[0]).draw(['a cat'], _OtherEncoder())
     with pytest.raises(
         ValueError, match='of revision 2, but the model was trained with revision 1:'
     ):
-        draw.Artist(run[0]).draw(['a cat'], _NextEncoder())
+        draw.Artist(small_run[0]).draw(['a cat'], _NextEncoder())
 
 
 def _command(*flags, devices=1, **variables):
     variables['XLA_FLAGS'] = f'{DEVICES}={devices} {os.environ["XLA_FLAGS"]}'
-    return subprocess.run(
-        [sys.executable, '-m', 'train_lib.draw', *flags],
-        cwd=CHECKOUT,
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-    )
+    return children.program('train_lib.draw', *flags, **variables)
 
 
-def test_workdir_and_prompts_are_enough_for_the_command_on_any_devices(run, encoder, tmp_path):
+def test_workdir_and_prompts_are_enough_for_the_command_on_any_devices(
+    small_run, encoder, tmp_path
+):
     prompts = tmp_path / 'captions.txt'
     captions = ['a red circle', 'a blue square on a green background']
     prompts.write_text('\n\n'.join(captions), 'utf-8-sig')  # as some editors begin a file
-    done = _command(f'--workdir={run[0]}', f'--prompts={prompts}', '--singles', devices=3)
+    done = _command(f'--workdir={small_run[0]}', f'--prompts={prompts}', '--singles', devices=3)
     assert done.returncode == 0, done.stderr
-    path = run[0] / previews.FOLDER / 'captions_000004.png'
+    path = small_run[0] / previews.FOLDER / 'captions_000004.png'
     assert re.search(f'^pictures: {path} and {path.with_suffix("")}/$', done.stdout, re.MULTILINE)
-    drawn = draw.Artist(run[0]).draw(captions, encoder)
+    drawn = draw.Artist(small_run[0]).draw(captions, encoder)
     expected = previews.make_grid([drawn], captions).astype(int)
     with Image.open(path) as picture:
         # By rounding, and what makes the pictures four times as large.
@@ -169,10 +154,10 @@ def test_workdir_and_prompts_are_enough_for_the_command_on_any_devices(run, enco
         assert single.with_suffix('.txt').read_text() == f'{caption}\n'
 
 
-def test_what_is_wrong_is_told_in_one_line_before_anything_is_written(run, tmp_path):
+def test_what_is_wrong_is_told_in_one_line_before_anything_is_written(small_run, tmp_path):
     path, out = tmp_path / 'captions.txt', tmp_path / 'new' / 'grid.png'
     path.write_bytes('ein Käfer'.encode('latin-1'))
-    flags = f'--workdir={run[0]}', f'--prompts={path}', f'--out={out}'
+    flags = f'--workdir={small_run[0]}', f'--prompts={path}', f'--out={out}'
     done = _command(*flags, PYTHONPROFILEIMPORTTIME='1')
     assert done.returncode == 1
     *lines, last = done.stderr.splitlines()

@@ -1,8 +1,6 @@
 """Measuring what a run draws: stored features, resumed, compared with those made at once."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -11,19 +9,9 @@ import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.pictures.image_encoder import ImageEncoder
 from coyo11m_tfds.text import text_encoders
-from tests.checkout import CHECKOUT
+from tests import children
 from tests.fakes import image_models
-from tests.runs import small_config
-from train_lib import draw, evaluate, picture_metrics, train
-
-
-@pytest.fixture(scope='module')
-def workdir(mini_dataset, tmp_path_factory):
-    """The workdir of a run of two steps."""
-    folder = tmp_path_factory.mktemp('run')
-    config = small_config(mini_dataset, num_steps=2, eval_every=0, checkpoint_every=2)
-    train.train_and_evaluate(config, folder)
-    return folder
+from train_lib import draw, evaluate, picture_metrics
 
 
 @pytest.fixture(scope='module')
@@ -32,30 +20,32 @@ def clip(tmp_path_factory):
 
 
 @pytest.fixture
-def measure(workdir, mini_dataset, clip, tmp_path, monkeypatch):
+def measure(small_run, mini_dataset, clip, tmp_path, monkeypatch):
     """Evaluates the run; features are stored in `tmp_path`, those of five records in a file."""
     monkeypatch.setattr(evaluate, 'PART', 5)
     text_encoder = text_encoders.make_encoder('hash')
     image_encoder = ImageEncoder(clip)
 
     def run(count: int, **options) -> dict:
-        artist = draw.Artist(workdir, batch_size=5, **options)
+        artist = draw.Artist(small_run[0], batch_size=5, **options)
         data = evaluate.open_validation(str(mini_dataset), count)
         return evaluate.evaluate(artist, text_encoder, image_encoder, data, tmp_path, count)
 
     return run
 
 
-def test_the_result_is_that_of_all_pictures_at_once(measure, workdir, mini_dataset, clip, tmp_path):
+def test_the_result_is_that_of_all_pictures_at_once(
+    measure, small_run, mini_dataset, clip, tmp_path
+):
     result = measure(12)
     [written] = (tmp_path / evaluate.FOLDER).glob('*.json')
     assert json.loads(written.read_text()) == result
-    assert result['num_pictures'] == 12 and result['settings']['step'] == 2
+    assert result['num_pictures'] == 12 and result['settings']['step'] == 4
 
     features = schema.LATENTS, schema.CAPTION
     batch = next(input_pipeline.eval_batches(mini_dataset, batch_size=12, features=features))
     captions = [caption.decode() for caption in batch[schema.CAPTION]]
-    artist = draw.Artist(workdir)
+    artist = draw.Artist(small_run[0])
     image_encoder = ImageEncoder(clip)
     drawn = image_encoder.encode(artist.draw(captions, text_encoders.make_encoder('hash')))
     data = image_encoder.encode(artist.paint(batch[schema.LATENTS]))
@@ -100,14 +90,10 @@ def test_more_pictures_than_there_are_records_are_refused(measure):
 
 
 @pytest.mark.slow
-def test_the_command_says_what_it_found(workdir, clip):
-    flags = f'--workdir={workdir}', f'--features={clip}', '--num_pictures=4', '--num_steps=1'
-    done = subprocess.run(
-        [sys.executable, '-m', 'train_lib.evaluate', *flags],
-        cwd=CHECKOUT,
-        capture_output=True,
-        text=True,
-    )
+def test_the_command_says_what_it_found(small_run, mini_dataset, clip):
+    flags = f'--workdir={small_run[0]}', f'--features={clip}', f'--data_dir={mini_dataset}'
+    flags += '--num_pictures=4', '--num_steps=1'
+    done = children.program('train_lib.evaluate', *flags)
     assert done.returncode == 0, done.stderr
     found = dict(line.split(': ') for line in done.stdout.splitlines())
     names = {'num_pictures', 'cmmd', 'frechet_distance', 'clip_score', 'clip_score_of_data'}

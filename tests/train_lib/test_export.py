@@ -11,10 +11,9 @@ import pytest
 import safetensors.numpy
 import torch
 
-from tests import runs
 from tests.checkout import CHECKOUT
 from tests.train_lib.test_models import _randomized
-from train_lib import data, export, flow, models, torch_reference, train
+from train_lib import data, export, flow, models, torch_reference
 from train_lib.models.dit import Words
 
 PREVIEW = {
@@ -32,9 +31,9 @@ SIDE, DIM = 8, 12
     ('kind', 'text', 'sampler'),
     [
         ('embedding', 'pooled', 'euler'),
-        ('tokens', 'pooled', 'heun'),
-        ('tokens', 'sequence', 'euler'),
         ('states', 'sequence', 'heun'),
+        pytest.param('tokens', 'pooled', 'heun', marks=pytest.mark.slow),
+        pytest.param('tokens', 'sequence', 'euler', marks=pytest.mark.slow),
     ],
 )
 def test_the_page_of_pytorch_draws_the_same_latents(tmp_path, kind, text, sampler):
@@ -69,17 +68,14 @@ def test_the_page_of_pytorch_draws_the_same_latents(tmp_path, kind, text, sample
     np.testing.assert_allclose(drawn.numpy(), example['latents'], atol=1e-4 * drawn.std().item())
 
 
-@pytest.fixture(scope='module')
-def workdir(mini_dataset, tmp_path_factory):
-    workdir = tmp_path_factory.mktemp('run')
-    changes = {'num_steps': 3, 'eval_every': 0, 'checkpoint_every': 2}
-    config = runs.small_config(mini_dataset, **changes)
-    train.train_and_evaluate(config, workdir)
-    return workdir
-
-
-def test_a_run_is_exported_and_its_page_runs_alone(workdir, tmp_path):
-    command = [sys.executable, '-m', 'train_lib.export', f'--workdir={workdir}', '--out=exported']
+def test_a_run_is_exported_and_its_page_runs_alone(small_run, tmp_path):
+    command = [
+        sys.executable,
+        '-m',
+        'train_lib.export',
+        f'--workdir={small_run[0]}',
+        '--out=exported',
+    ]
     ended = subprocess.run(
         command,
         cwd=tmp_path,
@@ -96,8 +92,8 @@ def test_a_run_is_exported_and_its_page_runs_alone(workdir, tmp_path):
     assert float(said.split()[-3]) < 1e-4
 
 
-def test_an_interrupted_export_is_no_export_and_is_made_again(workdir, tmp_path, monkeypatch):
-    out = tmp_path / 'out'
+def test_an_interrupted_export_is_no_export_and_is_made_again(small_run, tmp_path, monkeypatch):
+    workdir, out = small_run[0], tmp_path / 'out'
     export.export(workdir, out)
     files = {path.name: path.read_bytes() for path in out.iterdir()}
     with monkeypatch.context() as context:
@@ -111,8 +107,8 @@ def test_an_interrupted_export_is_no_export_and_is_made_again(workdir, tmp_path,
     assert (out / 'model.safetensors').read_bytes() != files['model.safetensors']
 
 
-def test_a_folder_of_something_else_is_left_alone(workdir, tmp_path):
+def test_a_folder_of_something_else_is_left_alone(small_run, tmp_path):
     (tmp_path / 'thesis.tex').write_text('x')
     with pytest.raises(ValueError, match=r'holds thesis\.tex: expected a new folder'):
-        export.export(workdir, tmp_path)
+        export.export(small_run[0], tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ['thesis.tex']

@@ -53,11 +53,3 @@ def test_letters_beyond_ascii_are_drawn_as_themselves(caption):
     pictures = {drawn(letter) for letter in letters}
     assert len(pictures) == len(set(letters))
     assert drawn('\ufffe') not in pictures  # which no font has: a box
-
-
-def test_no_line_is_wider_than_its_cell():
-    wide = 'Привет ' * 3 + 'Шшшшшшшшшшшшшшшшшшш ' + '猫' * 30
-    pictures = [_flat([(1, 2, 3)]).repeat(4, 2)]
-    plain, captioned = (previews.make_grid(pictures, [text]) for text in ('', wide))
-    assert captioned.shape[1] == plain.shape[1]
-    assert (captioned[48:, -9:] == 255).all()  # nothing is cut off at the right

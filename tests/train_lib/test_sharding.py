@@ -117,32 +117,6 @@ def test_least_bytes_of_a_step(data, fsdp, expected):
     assert sharding.least_bytes(params, mesh) == pytest.approx(expected)
 
 
-_PLACED = """
-    import os
-    os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=4'
-    os.environ['JAX_PLATFORMS'] = 'cpu'
-    import jax, jax.numpy as jnp
-    from train_lib import sharding
-    mesh = sharding.make_mesh(-1, 2)
-    tree = {'kernel': jnp.zeros((256, 512)), 'bias': jnp.zeros(512)}
-    placed = jax.device_put(tree, sharding.by_shape(tree, mesh))
-    print({name: x.addressable_shards[0].data.shape for name, x in placed.items()})
-    batch = jax.device_put(jnp.arange(8), sharding.batch(mesh))
-    print([shard.data.tolist() for shard in batch.addressable_shards])
-    print(jax.device_put(jnp.arange(3), sharding.replicated(mesh)).is_fully_replicated)
-"""
-
-
-def test_arrays_land_as_told():
-    with children.python(_PLACED) as child:
-        out, error = child.communicate()
-    assert out.splitlines() == [
-        "{'bias': (512,), 'kernel': (256, 256)}",
-        '[[0, 1], [2, 3], [4, 5], [6, 7]]',
-        'True',
-    ], error
-
-
 _COUNT = """
 import os, socket
 os.environ['JAX_PLATFORMS'] = 'cpu'

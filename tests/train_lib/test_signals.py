@@ -101,26 +101,6 @@ def test_ctrl_c_while_it_imports(mini_dataset, tmp_path):
     assert not (tmp_path / 'run').exists()
 
 
-@pytest.mark.slow
-def test_ctrl_c_while_it_compiles(mini_dataset, tmp_path, monkeypatch):
-    # Neither compiled before nor quickly: that takes ten seconds, of which Python sees nothing.
-    monkeypatch.setenv('XLA_FLAGS', '')
-    monkeypatch.delenv('JAX_COMPILATION_CACHE_DIR')
-    changes = ENDLESS | {'model.name': 'tiny/8'}
-    process = runs.start(mini_dataset, tmp_path, **changes)
-    for line in process.stdout:
-        if 'compiling ...' in line:
-            break
-    time.sleep(1)
-    process.send_signal(signal.SIGINT)
-    sent = time.monotonic()
-    output, _ = process.communicate(timeout=SECONDS)
-    assert time.monotonic() - sent < 5
-    assert process.returncode == REQUEUE
-    assert output.strip() == 'Ctrl-C: left at once, there was nothing to save.'
-    assert not runs.saved_steps(tmp_path)
-
-
 def test_ctrl_c_while_it_trains(mini_dataset, tmp_path):
     with one_host(mini_dataset, tmp_path) as [host]:
         output = leave(host, lambda output: ', step 5 of ' in output)

@@ -111,16 +111,6 @@ def test_samples_are_weighed_by_the_mask():
     jax.tree.map(np.testing.assert_array_equal, step_with(**zeros)[0], some)
 
 
-def test_a_mask_that_leaves_all_changes_nothing(trainer):
-    train_step, _, first = trainer
-    batch = _batch()
-    masked, update = train_step(first, batch)
-    del batch['mask']
-    unmasked, plain_update = train_step(first, batch)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), masked, unmasked)
-    np.testing.assert_allclose(update.compute()['loss'], plain_update.compute()['loss'], rtol=1e-6)
-
-
 def test_a_batch_without_any_sample_leaves_everything_as_it_is(trainer):
     train_step, _, current = trainer
     # Moments, averages and weights that would move on by themselves.

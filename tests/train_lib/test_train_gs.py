@@ -6,13 +6,11 @@ The commands are those of a user, as processes; the storage server is on loopbac
 import pathlib
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
-from tests import runs
+from tests import children, runs
 from tests.fakes.cloud import Fault
 from train_lib import train, workdirs
 
@@ -67,13 +65,6 @@ def run_to_the_end():
     assert process.returncode == 0, output
 
 
-def command(name, *flags):
-    """Runs a program of train_lib to its end."""
-    return subprocess.run(
-        [sys.executable, '-m', name, *flags], cwd=runs.CHECKOUT, capture_output=True, text=True
-    )
-
-
 def check_end(gcs, undisturbed, folder):
     """What a run leaves that ended: as if it had never been disturbed, and nothing besides."""
     gcs.download_folder(RUN, folder)
@@ -96,7 +87,8 @@ def test_a_run_in_buckets_killed_and_stopped_is_as_if_undisturbed(storage, undis
     assert not (runs.CHECKOUT / 'gs:').exists()
 
     (tmp_path / 'captions.txt').write_text('a red circle\n')
-    drawn = command('train_lib.draw', f'--workdir={RUN}', f'--prompts={tmp_path}/captions.txt')
+    prompts = f'--prompts={tmp_path}/captions.txt'
+    drawn = children.program('train_lib.draw', f'--workdir={RUN}', prompts)
     assert drawn.returncode == 0, drawn.stderr
     assert 'pictures: gs://runs/a/previews/captions_000012.png' in drawn.stdout
     assert storage.objects('runs')['a/previews/captions_000012.png'].startswith(b'\x89PNG')
