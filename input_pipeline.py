@@ -31,7 +31,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import texts
 from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.dataset.stored_dataset import Data, DatasetStats, StoredDataset, open_data
-from coyo11m_tfds.reading import engines, process_settings
+from coyo11m_tfds.reading import engines, evaluation, process_settings, training
 from coyo11m_tfds.reading.batches import DROP_TEXT, MASK, ArraySpec, Batch, Batches
 from coyo11m_tfds.reading.damage import DEFAULT_MAX_FRACTION, ONCE, STOP
 from coyo11m_tfds.reading.files import ReadCounter, ReadCounts
@@ -88,7 +88,7 @@ __all__ = [
     'train_plan',
 ]
 
-Plan = engines.Plan
+Plan = training.Plan
 prepare_process = process_settings.apply
 quiet_tensorflow = process_settings.quiet_tensorflow
 
@@ -121,7 +121,7 @@ def train_plan(
     Raises:
         ValueError, OSError: As `train_batches`.
     """
-    return engines.plan(open_mix(data), settings, batch_size, split, stages)
+    return training.plan(open_mix(data), settings, batch_size, split, stages)
 
 
 def engine_of(data: Data | Mix, engine: str = AUTO, split: str = schema.TRAIN) -> str:
@@ -238,7 +238,7 @@ def _train_batches(asked: Training) -> Batches:
         from coyo11m_tfds.reading import tf_data
 
         return tf_data.train_batches(asked, opened)
-    return engines.train_batches(asked, opened)
+    return training.train_batches(asked, opened)
 
 
 def eval_batches(
@@ -285,7 +285,7 @@ def eval_batches(
         from coyo11m_tfds.reading import tf_data
 
         return tf_data.eval_batches(asked, opened)
-    return engines.eval_batches(asked, opened[0])
+    return evaluation.eval_batches(asked, opened[0])
 
 
 def train_dataset(

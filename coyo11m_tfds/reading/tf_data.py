@@ -20,12 +20,14 @@ from absl import logging
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import texts
-from coyo11m_tfds.reading import damage, engines, order, process_settings
+from coyo11m_tfds.reading import damage, evaluation, order, process_settings, training
 from coyo11m_tfds.reading.batches import DROP_TEXT, MASK, ArraySpec, Batches
-from coyo11m_tfds.reading.engines import EvalReader, Opened, TrainReader
+from coyo11m_tfds.reading.engines import Opened
+from coyo11m_tfds.reading.evaluation import EvalReader
 from coyo11m_tfds.reading.mixture import Place
 from coyo11m_tfds.reading.row_reader import RowChoices
 from coyo11m_tfds.reading.settings import Reading, Training
+from coyo11m_tfds.reading.training import TrainReader
 
 Batch = dict[str, tf.Tensor]
 
@@ -103,8 +105,9 @@ def train_batches(asked: Training, opened: Sequence[Opened] | None) -> Batches:
     def read(place: Place) -> Iterator[dict[str, np.ndarray]]:
         return itertools.islice(make(place).as_numpy_iterator(), 0, None, asked.stride)
 
-    plan = engines.plan_training(asked)
-    return engines.training(asked, plan, _spec(make(plan.place)), read)
+    plan = training.plan_training(asked)
+    spec, ahead = _spec(make(plan.place)), asked.batches_ahead
+    return Batches(read, plan.place, spec, plan.steps_per_epoch, asked.process, ahead)
 
 
 def eval_batches(asked: Reading, opened: Sequence[Opened] | None) -> Batches:
@@ -114,7 +117,7 @@ def eval_batches(asked: Reading, opened: Sequence[Opened] | None) -> Batches:
     def read(start: int) -> Iterator[dict[str, np.ndarray]]:
         return found.skip(start).as_numpy_iterator()
 
-    return engines.evaluation(asked, _spec(found), int(found.cardinality()), read)
+    return evaluation.evaluation(asked, _spec(found), int(found.cardinality()), read)
 
 
 def _signature(
@@ -162,7 +165,7 @@ def _train_ordinary(asked: Training) -> tf.data.Dataset:
             f'{asked.stored.folder}: split {asked.split!r} has fewer records than processes'
         )
     shuffled = examples.shuffle(min(size, _SHUFFLE_BUFFER), seed, reshuffle_each_iteration=True)
-    start = engines.plan_training(asked).place.position.samples[0]
+    start = training.plan_training(asked).place.position.samples[0]
     numbered = shuffled.repeat().enumerate().skip(start // asked.process_count)
 
     def part(number: tf.Tensor, batch: Batch) -> Batch:

@@ -1,0 +1,129 @@
+"""Reads all records of a split once, or those that a condition keeps.
+
+batches = evaluation.eval_batches(Reading(data=path, batch_size=256, ...), opened)
+kept = evaluation.kept_records(source, 'train')     # None without a condition
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+
+from coyo11m_tfds import schema
+from coyo11m_tfds.reading import damage
+from coyo11m_tfds.reading.batches import MASK, ArraySpec, Batch, Batches
+from coyo11m_tfds.reading.engines import Opened, open_sources
+from coyo11m_tfds.reading.filters import Kept
+from coyo11m_tfds.reading.mixture import Place, Position, Rule
+from coyo11m_tfds.reading.order import check_share, eval_blocks
+from coyo11m_tfds.reading.row_reader import gathered
+from coyo11m_tfds.reading.settings import AUTO, Reading
+from coyo11m_tfds.reading.sources import Source
+from coyo11m_tfds.reading.split_reader import SplitReader
+from coyo11m_tfds.storage import json_digest
+
+# How keys are read that a condition compares.
+_KEYS_CHUNK, _KEYS_IN_FLIGHT = 256, 16
+
+
+def kept_records(source: Source, split: str) -> Kept | None:
+    """Returns the records of a split that a source's condition keeps; None for all."""
+
+    def keys(at_once: int) -> Iterator[np.ndarray]:
+        asked = Reading(
+            data=source.stored,
+            batch_size=at_once,
+            features=(schema.KEY,),
+            process_index=0,
+            process_count=1,
+            split=split,
+            chunk=_KEYS_CHUNK,
+            on_bad_records=damage.STOP,
+            max_bad_fraction=0.0,
+            counter=None,
+            parallel_reads=_KEYS_IN_FLIGHT,
+            prefetch=1,
+            engine=AUTO,
+            verify=damage.ALWAYS,
+            text='',
+        )
+        opened = open_sources(asked)
+        assert opened, 'a source with a condition has a chunk index'
+        for batch in EvalReader(asked, opened[0]).read():
+            yield batch[schema.KEY][batch[MASK]]
+
+    return source.kept(split, keys)
+
+
+def eval_batches(asked: Reading, opened: Opened) -> Batches:
+    """Implements `input_pipeline.eval_batches`."""
+    reader = EvalReader(asked, opened)
+    return evaluation(asked, reader.spec(asked.local_size), reader.num_batches, reader.read)
+
+
+def evaluation(
+    asked: Reading,
+    spec: Mapping[str, ArraySpec],
+    num_batches: int,
+    read: Callable[[int], Iterator[Batch]],
+) -> Batches:
+    """Returns all batches of an evaluation; `read(n)` yields those after the first n.
+
+    The samples in a state count those of all processes.
+    """
+    parts = [asked.source.identity(asked.split), asked.batch_size, asked.process_count]
+    digest = json_digest.sha256(parts)[:16]
+    place = Place(Position(0, (0,)), Rule(asked.batch_size), (digest,))
+    return Batches(
+        lambda place: read(place.position.step),
+        place,
+        spec,
+        num_batches,
+        asked.process,
+        asked.batches_ahead,
+    )
+
+
+class EvalReader(SplitReader):
+    """Reads one process's part of all records once, in the order of the shards.
+
+    Attributes:
+        num_batches: Number of batches that every process reads.
+    """
+
+    def __init__(self, asked: Reading, opened: Opened):
+        """Raises a ValueError for settings that do not fit each other, and for an empty split."""
+        asked = asked.alone(asked.source)
+        check_share(asked.batch_size, *asked.process)
+        self._kept = kept_records(asked.source, asked.split)
+        lengths = opened.split.index.shard_lengths
+        self._lengths = lengths if self._kept is None else self._kept.lengths
+        size = int(self._lengths.sum())
+        if not size:
+            raise ValueError(f'{asked.stored.folder}: split {asked.split!r} is empty')
+        self.num_batches = -(-size // asked.batch_size)
+        each = self.num_batches * asked.local_size
+        self._own = range(size)[asked.process_index * each :][:each]
+        text = asked.stored.choose_texts(asked.text).first
+        super().__init__(asked, opened, text, middle_crop=True, with_mask=True)
+
+    def read(self, start: int = 0) -> Iterator[Batch]:
+        """Returns the batches after the first `start`, with rows of zeros to fill the last ones."""
+        size = self.asked.local_size
+        own = self._own[start * size :]
+        blocks = eval_blocks(self._lengths, own.start, own.stop, size, self._kept)
+        blank = {name: np.zeros(*spec) for name, spec in self.spec(0).items()}
+        batches = itertools.chain(
+            self.read_blocks(blocks, self.asked.parallel_reads), itertools.repeat(blank)
+        )
+        for batch in itertools.islice(batches, self.num_batches - start):
+            yield {name: _filled_up(gathered(x), size) for name, x in batch.items()}
+
+
+def _filled_up(x: np.ndarray, size: int) -> np.ndarray:
+    """Puts rows of zeros, or of empty strings, after those of an array."""
+    if len(x) == size:
+        return x
+    shape = (size - len(x), *x.shape[1:])
+    pad = np.full(shape, b'', object) if x.dtype == object else np.zeros(shape, x.dtype)
+    return np.concatenate([x, pad])

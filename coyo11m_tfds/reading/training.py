@@ -1,0 +1,310 @@
+"""Reads training samples of one data set or of a mixture, in the planned order.
+
+    batches = training.train_batches(Training(data=path, batch_size=256, ...), opened)
+    training.plan(sources, settings, 256, 'train').steps_per_epoch
+
+Each source of a mixture is read by rows or by chunks, in its own sequence. A batch is put together
+from the parts of its sources: by rows, one call gathers the values of all of them.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from absl import logging
+
+from coyo11m_tfds import schema
+from coyo11m_tfds.dataset import texts
+from coyo11m_tfds.reading import damage, memory
+from coyo11m_tfds.reading.batches import ArraySpec, Batch, Batches
+from coyo11m_tfds.reading.engines import Opened
+from coyo11m_tfds.reading.evaluation import kept_records
+from coyo11m_tfds.reading.mixture import Place, Position, Rule, Stage
+from coyo11m_tfds.reading.order import Order, OrderSettings, check_share, own_lanes, train_blocks
+from coyo11m_tfds.reading.row_reader import InMemory, Part, gathered, join_places
+from coyo11m_tfds.reading.settings import Training
+from coyo11m_tfds.reading.sources import Source, check_latents, choose_texts
+from coyo11m_tfds.reading.split_reader import SplitReader
+from coyo11m_tfds.storage import json_digest
+
+# Bytes of a long caption as an object of Python, with its place in the array.
+_CAPTION_NBYTES = 600
+
+
+class Plan(NamedTuple):
+    """The sequence of batches that training reads from its sources.
+
+    Attributes:
+        sources: The sources.
+        orders: Order of each source's samples; None for a single source without a chunk index.
+        place: Place of the first batch.
+        steps_per_epoch: Number of samples of all sources divided by the batch size; NaN if unknown.
+    """
+
+    sources: tuple[Source, ...]
+    orders: tuple[Order, ...] | None
+    place: Place
+    steps_per_epoch: float
+
+
+def plan(
+    sources: tuple[Source, ...],
+    settings: OrderSettings,
+    batch_size: int,
+    split: str,
+    stages: Sequence[Mapping[str, Any]] = (),
+) -> Plan:
+    """Plans the training samples; reads the columns that conditions compare.
+
+    Raises:
+        ValueError: Settings do not fit each other or the data sets.
+        OSError: A chunk index or a column cannot be read.
+    """
+    found = [x.stored.split(split) for x in sources]
+    orders = None
+    if all(found):
+        orders = tuple(
+            _order(source, split, of_source.index.shard_lengths, settings)
+            for source, of_source in zip(sources, found, strict=True)
+            if of_source
+        )
+    check_latents(sources)
+    rule = Rule(
+        max(1, batch_size // settings.lanes),
+        [x.weight for x in sources],
+        stages,
+        [_shape_and_dtype(x) for x in sources] if len(sources) > 1 else [()],
+        [x.name for x in sources],
+    )
+    told = dataclasses.asdict(settings)
+    digests = tuple(json_digest.sha256({**x.identity(split), **told})[:16] for x in sources)
+    place = Place(Position(0, (0,) * len(sources)), rule, digests)
+    alone = sources[0].stored.splits.get(split)
+    samples = alone.num_records // settings.lanes if alone else math.nan
+    if orders:
+        samples = sum(x.lane_length for x in orders)
+    return Plan(sources, orders, place, samples / rule.each)
+
+
+def _shape_and_dtype(source: Source) -> tuple[str, tuple[int, ...]]:
+    """Those of one crop."""
+    dtype, shape = source.stored.latents
+    return dtype, shape[1:]
+
+
+def _order(source: Source, split: str, shard_lengths: np.ndarray, settings: OrderSettings) -> Order:
+    kept = kept_records(source, split)
+    try:
+        return Order(shard_lengths, settings, kept)
+    except ValueError as error:
+        raise ValueError(f'{source.stored.folder}: {error}') from error
+
+
+def plan_training(asked: Training) -> Plan:
+    """Returns the plan that begins at the first batch of `asked`."""
+    found = plan(asked.sources, asked.order, asked.batch_size, asked.split, asked.stages)
+    place = found.place if asked.start is None else found.place.at(asked.start)
+    place = place.after(asked.start_step)._replace(stride=asked.stride)
+    return found._replace(place=place)
+
+
+def train_batches(asked: Training, opened: Sequence[Opened]) -> Batches:
+    """Implements `input_pipeline.train_batches`."""
+    reader = TrainReader(asked, opened)
+    lanes = own_lanes(asked.lanes, *asked.process)
+
+    def read(place: Place) -> Iterator[Batch]:
+        return reader.read(lanes, place)
+
+    return Batches(
+        read,
+        reader.plan.place,
+        reader.spec(asked.local_size),
+        reader.plan.steps_per_epoch,
+        asked.process,
+        asked.batches_ahead,
+        reader.memory_need,
+    )
+
+
+class _SourceReader(SplitReader):
+    """Reads samples of lanes of one source in the planned order.
+
+    Attributes:
+        order: Order of the samples.
+    """
+
+    def __init__(self, asked: Training, opened: Opened, order: Order, text: texts.Chosen):
+        """Raises a ValueError for settings that do not fit each other or the data set."""
+        self.order = order
+        super().__init__(
+            asked,
+            opened,
+            text,
+            seed=asked.seed,
+            caption_dropout=asked.caption_dropout,
+            with_mask=asked.on_bad_records == damage.SKIP,
+        )
+
+    def read(
+        self, lanes: range, each: int, start: int, stride: int, parallel_reads: int
+    ) -> Iterator[Part]:
+        """Some lanes' part of every `stride`-th batch, without end.
+
+        A batch takes `each` samples of every lane; there are `start` samples before the first.
+        """
+        asked = self.asked
+        in_flight = len(lanes) * parallel_reads
+        # Lanes that are read apart all plan a block before the first batch.
+        is_whole = len(lanes) == self.order.settings.lanes // asked.process_count
+        block_rows = 0 if self.is_mapped and is_whole else in_flight * asked.chunk
+        blocks = train_blocks(self.order, lanes, each, start, stride, block_rows)
+        return self.read_blocks(blocks, in_flight)
+
+
+class TrainReader:
+    """Reads the samples of some lanes of all sources.
+
+    Attributes:
+        plan: The sequence of batches.
+    """
+
+    def __init__(self, asked: Training, opened: Sequence[Opened]):
+        """Raises a ValueError for settings that do not fit each other or the data sets."""
+        check_share(asked.batch_size, *asked.process, asked.lanes)
+        self.plan, self._asked = plan_training(asked), asked
+        orders = self.plan.orders
+        assert orders is not None, 'what is opened has a chunk index'
+        chosen = choose_texts(asked.sources, asked.text, asked.features)
+        self._readers = [
+            _SourceReader(asked.alone(source), *reads)
+            for source, reads in zip(
+                asked.sources, zip(opened, orders, chosen, strict=True), strict=True
+            )
+        ]
+        self._check_specs()
+        for line in self.plan.place.rule.told if len(chosen) > 1 else ():
+            logging.info('mixture: %s', line)
+
+    @property
+    def has_one_shape(self) -> bool:
+        """Whether all batches have the same shapes and dtypes."""
+        specs = [x.spec(1) for x in self._readers]
+        return all(x == specs[0] for x in specs)
+
+    @property
+    def memory_need(self) -> memory.Need | None:
+        """The memory that reading takes; None if it takes little."""
+        asked, readers = self._asked, [x for x in self._readers if not x.is_mapped]
+        if not readers:
+            return None
+        of_rows = [_row_nbytes(*x) for reader in readers for x in reader.spec(1).values()]
+        return memory.Need(
+            lanes=asked.lanes // asked.process_count,
+            window=max(x.order.window for x in readers),
+            in_flight=asked.parallel_reads * asked.chunk,
+            rows_ready=(asked.batches_ahead + 1) * asked.local_size,
+            row_nbytes=sum(of_rows),
+            raw_nbytes=sum(x.raw_nbytes for x in readers),
+        )
+
+    def spec(self, size: int) -> dict[str, ArraySpec]:
+        """Shape and dtype of each array in batches of `size` rows, of the first source's shape."""
+        return self._readers[0].spec(size)
+
+    def read(self, lanes: range, place: Place, together: int = 0) -> Iterator[Batch]:
+        """Some lanes' part of the batches from a place on, without end.
+
+        With `together`, the samples that one lane gives to that many steps come as one batch.
+        """
+        while True:
+            stage = place.rule.stage(place.position.step)
+            yield from self._read_stage(lanes, place, stage, together)
+            place = place.after(int(-(-(stage.end - place.position.step) // place.stride)))
+
+    def _read_stage(
+        self, lanes: range, place: Place, stage: Stage, together: int
+    ) -> Iterator[Batch]:
+        """The batches up to the end of the stage."""
+        shapes = sorted(set(stage.cycle.tolist()))
+        stride = place.stride if len(shapes) == 1 else 1
+        steps = {x: self._steps(lanes, place, stage, x, stride, together) for x in shapes}
+        first = at = place.position.step
+        while at < stage.end:
+            batch = next(steps[stage.shape(at)])
+            # Of several shapes, batches that are not wanted are found, but not gathered.
+            if stride == place.stride or (at - first) % place.stride == 0:
+                yield batch(stage.end - at)
+            at += stride * max(1, together)
+
+    def _steps(
+        self, lanes: range, place: Place, stage: Stage, shape: int, stride: int, together: int
+    ) -> Iterator[Callable[[float], Batch]]:
+        """What gives the batches of a shape, in turn, for so many steps at most."""
+        members = stage.members(shape)
+        # Several steps of a source are found at once, so that NumPy's calls cost as little as in
+        # batches of one source.
+        at_once = together or (len(members) if stride == 1 else 1)
+        samples = place.position.samples
+        parallel = self._asked.parallel_reads
+        streams = [
+            self._readers[i].read(
+                lanes,
+                stage.counts[i] * at_once,
+                samples[i],
+                stride,
+                -(-parallel * stage.counts[i] // place.rule.each),
+            )
+            for i in members
+        ]
+        for parts in zip(*streams, strict=True):
+            if len(members) == at_once == 1:
+                yield functools.partial(_whole, parts[0])
+                continue
+            split: list[Part] = [
+                {name: x.reshape(len(lanes), at_once, -1, *x.shape[1:]) for name, x in part.items()}
+                for part in parts
+            ]
+            for first in range(0, at_once, together or 1):
+                yield functools.partial(_join, split, first, together or 1)
+
+    def _check_specs(self) -> None:
+        """Raises a ValueError if sources have columns of other shapes or dtypes."""
+        specs = [reader.spec(1) for reader in self._readers]
+        for source, spec in zip(self.plan.sources, specs, strict=True):
+            for name, found in spec.items():
+                if name != schema.LATENTS and found != specs[0][name]:
+                    raise ValueError(
+                        f'{source.stored.folder}: {name!r} is {found.dtype} {found.shape[1:]}, '
+                        f'expected {specs[0][name].dtype} {specs[0][name].shape[1:]} as in '
+                        f'{self.plan.sources[0].stored.folder}'
+                    )
+
+
+def _whole(part: Part, limit: float) -> Batch:
+    return {name: gathered(x) for name, x in part.items()}
+
+
+def _join(parts: list[Part], first: int, count: int, limit: float) -> Batch:
+    """Some steps of all sources; a part is `(lanes, steps, samples, ...)`.
+
+    In a batch come lane after lane and, of a lane, source after source.
+    """
+    some = slice(first, first + int(min(count, limit)))
+    batch = {}
+    for name in parts[0]:
+        values = [part[name][:, some] for part in parts]
+        places = [x for x in values if isinstance(x, InMemory)]
+        if len(places) == len(values):
+            joined: np.ndarray | InMemory = join_places(places)
+        else:
+            joined = np.concatenate([gathered(x) for x in values], axis=2)
+        batch[name] = gathered(joined.reshape(-1, *joined.shape[3:]))
+    return batch
+
+
+def _row_nbytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    return (_CAPTION_NBYTES if dtype.hasobject else dtype.itemsize) * math.prod(shape)
