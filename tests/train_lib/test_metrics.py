@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from train_lib import metrics
@@ -25,6 +25,7 @@ _ONE_SAMPLE = {
 
 @settings(max_examples=30, deadline=None)
 @given(_SAMPLES)
+@example([(1.0, time, True) for time in (0.0, 0.1, 0.25, 0.7499, 0.75, 0.9, 1.0, 0.5)])
 def test_evaluation_metrics_are_means_over_real_samples(samples):
     loss, time, mask = (np.asarray(column) for column in zip(*samples, strict=True))
     loss, time = loss.astype(np.float32), time.astype(np.float32)
