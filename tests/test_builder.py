@@ -279,13 +279,3 @@ def test_options_without_effect_are_refused(tmp_path):
     builder = Builder(data_dir=tmp_path / 'out', config=config, file_format='array_record')
     with pytest.raises(ValueError, match='file_format=array_record is not supported'):
         builder.download_and_prepare()
-
-
-def test_it_can_be_mocked_before_it_is_built(tmp_path):
-    config = Coyo11mConfig(name='x', text_embeddings='pt')
-    with tfds.testing.mock_data(num_examples=3):
-        data = tfds.load('coyo11m_tfds', split='train', data_dir=tmp_path)
-        with_text = Builder(data_dir=tmp_path, config=config).as_dataset(split='train')
-    assert {example['latents'].shape for example in tfds.as_numpy(data)} == {(3, 4, 32, 32)}
-    assert len(list(data)) == 3
-    assert with_text.element_spec['text_embedding'].shape == (schema.DEFAULT_TEXT_DIM,)

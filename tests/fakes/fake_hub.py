@@ -26,7 +26,6 @@ from tests.fakes.fake_http import Call, FakeServer, Reply, select_range
 
 _LFS_BYTES = 1 << 20
 _LFS_NAMES = ('.pt', '.parquet', '.bin')
-_DATE = '2026-11-01T12:00:00.000Z'
 
 # Paths, percent-encoded; a repository's name is two segments.
 _REPO = r'datasets/([^/]+/[^/]+)'
@@ -169,22 +168,7 @@ class Hub(FakeServer):
                         'size': len(file.data),
                         'pointerSize': len(file.blob),
                     }
-        info = {
-            '_id': '0' * 24,
-            'id': repo,
-            'author': repo.split('/')[0],
-            'sha': commit,
-            'createdAt': _DATE,
-            'lastModified': _DATE,
-            'private': False,
-            'gated': 'manual' if self.gated else False,
-            'disabled': False,
-            'downloads': 0,
-            'likes': 0,
-            'tags': [],
-            'siblings': siblings,
-        }
-        return _json(info)
+        return _json({'id': repo, 'sha': commit, 'siblings': siblings})
 
     def _on_harnesses(self, call: Call, _: str) -> Reply:
         return _json({'standardEnvVars': [], 'harnesses': {}})

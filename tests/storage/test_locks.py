@@ -124,13 +124,6 @@ HOLD_FOLDER = """
 """
 
 
-def test_a_temporary_folder_is_there_within_the_block_only(tmp_path):
-    with locks.temporary_folder(tmp_path, 'x-') as folder:
-        assert pathlib.Path(folder).parent == tmp_path and os.listdir(folder) == []
-        pathlib.Path(folder, 'a').write_text('1')
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_what_a_killed_process_left_is_swept_and_what_others_hold_is_not(tmp_path):
     number = '0' * 32
     names = [f'y-{number}', 'x-more', f'x-{number}', f'y-{number}.lock', f'x-{number}.lock.md']

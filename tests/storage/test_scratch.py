@@ -56,17 +56,6 @@ HOLD = """
 """
 
 
-def test_a_copy_is_there_while_it_is_held(bucket, folder):
-    file = put(bucket, 'source/x.pt')
-    told: list[int] = []
-    with Scratch(folder, SIZE).hold(file, on_bytes=told.append) as path:
-        assert pathlib.Path(path).read_bytes() == content('source/x.pt')
-        assert path.endswith('.pt')
-        assert sum(told) == SIZE
-    assert copies(folder) == {}
-    assert os.listdir(folder) == []
-
-
 def test_a_file_that_can_never_fit(bucket, folder):
     file = put(bucket, 'x.pt')
     with (

@@ -56,21 +56,6 @@ def assert_same_keys(got, expected):
 
 
 @pytest.mark.slow
-def test_any_number_of_hosts_computes_the_same(mini_dataset, tmp_path):
-    end = {'num_steps': 12, 'eval_every': 6}
-    alone, alone_keys = run_to_the_end(mini_dataset, tmp_path / '1', 1, 4, **end)
-    assert {step for tag, step in alone if tag == 'train/loss'} == set(range(1, 13))
-    assert {step for tag, step in alone if tag == 'eval/loss'} == {6, 12}
-    for processes in (2, 4):
-        devices = 4 // processes
-        losses, keys = run_to_the_end(
-            mini_dataset, tmp_path / str(processes), processes, devices, **end
-        )
-        assert_same_keys(keys, alone_keys)
-        assert_same_losses(losses, alone)
-
-
-@pytest.mark.slow
 def test_a_run_that_moves_from_two_hosts_to_four_and_to_one(mini_dataset, tmp_path):
     """Weights are split over pairs of devices, on one host and then on two.
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import default
 from coyo11m_tfds.text import text_encoders
 from tests import runs
 from tests.test_readme import blocks
@@ -302,21 +301,6 @@ def test_an_empty_text_is_one_like_any_other(model):
     assert np.isfinite(velocity).all()
     assert np.abs(velocity - model(EMPTY, np.ones(3, bool))).max() > 1e-3
     assert np.abs(velocity - model(TOKENS)).max() > 1e-3
-
-
-def test_words_reach_the_blocks_only_as_a_sequence():
-    config = default.get_config().model.to_dict() | {'dtype': 'float32', 'depth': 2}
-
-    def names(text):
-        made = models.make(**config | {'text': text}, vocabulary=12)
-        init = jax.eval_shape(made.init, jax.random.key(0), *_text_inputs(), None)
-        return {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(init)}
-
-    more = names('sequence') - names('pooled')
-    assert more == {
-        "['params']['blocks']['attention']['words']['kernel']",
-        "['params']['blocks']['attention']['words']['bias']",
-    }
 
 
 @pytest.mark.parametrize(
