@@ -79,7 +79,9 @@ def convert(
         os.close(descriptor)
     found = meter.rate(samples)
     if written < samples * source.SAMPLE_BYTES and 'latents' not in options:
-        raise RuntimeError(f'{writer} has written {written:,} bytes of {samples:,} samples')
+        raise RuntimeError(
+            f'{writer} has written {written:,} bytes, too few for {samples:,} samples'
+        )
     return found
 
 

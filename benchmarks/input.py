@@ -40,8 +40,8 @@ _SHARE_OF_DISK = 0.8  # of its free room, for the formats that copy the source
 OPTIONS = 'engine', 'verify', 'where'  # of readers
 FLAGS = {
     'gb': (1.5, 'size of the source'),
-    'seconds': (5.0, 'to read for'),
-    'cold': (False, 'from the disk, each sample once at most'),
+    'seconds': (5.0, 'seconds of reading in a run'),
+    'cold': (False, 'read from the disk, each sample at most once'),
 }
 
 

@@ -27,7 +27,7 @@ TEXT_DIM = 640
 FLAGS = {
     'models': ('S/2,B/2,L/2,XL/2', 'SIZE/PATCH of each'),
     'batch_size': (256, 'samples a step'),
-    'steps': (20, 'that are timed in a turn'),
+    'steps': (20, 'steps that are timed in a turn'),
     'warmup': (5, 'steps before, compilation included'),
 }
 _COLUMNS = {

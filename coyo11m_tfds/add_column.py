@@ -168,7 +168,7 @@ def _find_moved(
     same = [file for file in there if f'/{before.path}'.endswith(f'/{file.label or file.name}')]
     if not same:
         name = os.path.basename(before.path)
-        raise ValueError(f'{source}: {name} is missing, and latents are in it. Copy it there.')
+        raise ValueError(f'{source}: {name} is missing, but holds latents. Copy it there.')
     [file] = same
     in_place.check_within_reach(file, edit.stored.folder)
     head = formats.fetch_head(file, edit.scratch, check_crc=False)

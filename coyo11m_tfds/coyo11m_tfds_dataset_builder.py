@@ -190,9 +190,9 @@ class Builder(dataset_builder.FileReaderBuilder):
         known = [config.name for config in self.BUILDER_CONFIGS]
         if name and name not in known:
             raise ValueError(
-                f"config '{name}' is not predefined, as {', '.join(known)} is; to read what was "
-                'built with it name its folder (tfds.builder_from_directory, --config.data.dir), '
-                f'to define it give its fields: {CONFIG_EXAMPLE}'
+                f"config '{name}' is not predefined; predefined: {', '.join(known)}. To read a "
+                'data set with this config, name its folder (tfds.builder_from_directory, '
+                f'--config.data.dir). To define the config, give its fields: {CONFIG_EXAMPLE}'
             )
         return super()._create_builder_config(builder_config, version)
 

@@ -300,7 +300,12 @@ def main() -> None:
     add('--out', required=True, help='folder to write')
     add('--num_samples', type=int, default=4096, help='pictures (%(default)s)')
     add('--num_files', type=int, default=3, help='.pt files (%(default)s)')
-    add('--dtype', choices=schema.LATENT_DTYPES, default='float16', help='of latents (%(default)s)')
+    add(
+        '--dtype',
+        choices=schema.LATENT_DTYPES,
+        default='float16',
+        help='dtype of the latents (%(default)s)',
+    )
     add('--seed', type=int, default=0, help='seed of the pictures and captions (%(default)s)')
     args = parser.parse_args()
     outlook = f'{args.out} is incomplete: remove it, then run the same command again'

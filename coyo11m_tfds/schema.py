@@ -56,7 +56,7 @@ def parse_latents_from(text: str) -> LatentsFrom:
     whole = (1, *shape) if len(shape) == 3 else shape
     if len(kind) != 2 or not are_latents(kind[0], whole):
         raise ValueError(
-            f'latents_from is {text!r}, expected NAME or NAME:DTYPE:C,H,W, as '
+            f'latents_from is {text!r}, expected NAME or NAME:DTYPE:C,H,W, such as '
             "'latents_256:float16:4,32,32'."
         )
     return LatentsFrom(name, kind[0], shape)

@@ -84,7 +84,7 @@ for flags in json.loads(sys.argv[1]):
         sys.excepthook(*sys.exc_info())
 """
 BAD = {
-    "config 'gemma' is not predefined, as latents is": ['--config=gemma'],
+    "config 'gemma' is not predefined; predefined: latents": ['--config=gemma'],
     "{'name': 'x'} is not JSON": ["--config={'name': 'x'}"],
     "config has an unknown field 'text'": ['--config={"name": "x", "text": "pt"}'],
     '--manual_dir is missing': None,

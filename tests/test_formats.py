@@ -371,9 +371,9 @@ def test_latents_that_nothing_tells_are_asked_for(tmp_path):
     def build(name: str, **fields) -> pathlib.Path:
         return built.build(tmp_path / 'source', '', tmp_path / name, **fields)
 
-    with pytest.raises(ValueError, match=r'00000\.mds: its columns of latents are .* choose one'):
+    with pytest.raises(ValueError, match=r'00000\.mds: found latents in the columns .* choose it'):
         build('a')
-    with pytest.raises(ValueError, match=r'nothing tells dtype and shape of latents_512 \(8,192'):
+    with pytest.raises(ValueError, match=r'not say the dtype and shape of latents_512 \(8,192'):
         build('a', latents_from='latents_512')
     with pytest.raises(ValueError, match='has 8,192 bytes, expected 4,096 of'):
         build('a', latents_from='latents_512:float16:2,32,32')
@@ -394,7 +394,7 @@ def test_latents_that_nothing_tells_are_asked_for(tmp_path):
         (np.zeros((4, 32, 32)), 'float64'),
         (np.zeros((32, 32), np.float16), r'\(32, 32\) of float16'),
         (np.zeros((4, 32, 32), '>f2'), 'its dtype is >f2'),
-        (np.asfortranarray(np.zeros((4, 32, 32), np.float16)), 'lies column after column'),
+        (np.asfortranarray(np.zeros((4, 32, 32), np.float16)), 'is in Fortran order'),
         (np.array([{}], object), 'cannot be read'),
     ],
 )

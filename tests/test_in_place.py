@@ -153,10 +153,10 @@ def test_a_source_that_was_moved_is_found_again(movable, tmp_path):
     moved = source.rename(tmp_path / 'moved')
     file = latents_file(moved)
     whole = file.read_bytes()
-    with pytest.raises(ValueError, match='is missing, and latents are in it'):
+    with pytest.raises(ValueError, match='is missing, but holds latents'):
         read(path, 1)
     file.unlink()
-    with pytest.raises(ValueError, match=f'{moved}: {file.name} is missing, and latents are in it'):
+    with pytest.raises(ValueError, match=f'{moved}: {file.name} is missing, but holds latents'):
         add_column.move_latents(path, moved)
     shutil.copy(sorted(file.parent.glob('*.pt'))[0], file)
     with pytest.raises(ValueError, match=f'{file}: has changed since the data set was built'):

@@ -98,7 +98,7 @@ def test_an_object_that_was_replaced_is_named_before_anything_is_read(storage):
     with pytest.raises(ValueError, match=f'{url}: has changed since the data set was built'):
         input_pipeline.train_batches(DATA, **ORDER)
     storage.remove('source', url.removeprefix('gs://source/'))
-    with pytest.raises(ValueError, match=f'{url} is missing, and latents are in it'):
+    with pytest.raises(ValueError, match=f'{url}: is missing, but holds latents'):
         input_pipeline.train_batches(DATA, **ORDER)
 
 

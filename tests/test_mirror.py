@@ -248,7 +248,7 @@ def test_the_command(command, gcs, on_hub, hub, tmp_path):
 def test_empty_text_is_no_folder(local, tmp_path, monkeypatch):
     """As of a variable of the shell that is not set: neither `/` nor the current folder."""
     monkeypatch.chdir(local)
-    with pytest.raises(ValueError, match='no folder given, expected that of a source'):
+    with pytest.raises(ValueError, match='no folder given, expected the folder of a source'):
         mirror.mirror('', tmp_path / 'to')
     with pytest.raises(ValueError, match='no destination given, expected a folder'):
         Destination('')

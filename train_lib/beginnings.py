@@ -120,7 +120,7 @@ def find(
     if config.num_steps < own.step:
         raise ValueError(
             f'num_steps={config.num_steps}: {own.folder} has been trained for {own.step} steps, '
-            'expected at least as many'
+            f'expected at least {own.step}'
         )
     own.check_shapes(program.abstract_state.params)
     place = _next_position(saved.position, description.position)
@@ -181,7 +181,7 @@ def check_same(
     if other := differences(saved.identity, current.identity):
         raise OtherRunError(
             f'{where} belongs to another run: {"; ".join(other.values())}. '
-            'To resume it set this back; to start afresh use another --workdir.'
+            'To resume that run, restore these; to start a new one, use another --workdir.'
         )
     changed = differences(saved.settings, current.settings)
     if unasked := changed.keys() - set(accept_changes):

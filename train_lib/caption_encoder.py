@@ -59,8 +59,8 @@ def make(facts: 'DataFacts', spec: str = '') -> Encoder | Tokenizer:
     runner, _, folder = wanted.partition(':')
     if not spec and wanted == _IN_PT:
         raise ValueError(
-            'the text embeddings came with the latents, and nothing says what made them: name the '
-            'text encoder with --encoder.'
+            'the text embeddings came with the latents, and the data set does not name the encoder '
+            'that made them: name it with --encoder.'
         )
     if not spec and facts.encoder_revision.startswith(_OF_FOLDER):
         raise ValueError(
@@ -96,8 +96,8 @@ def texts(facts: 'DataFacts', encoder: Encoder | Tokenizer, captions: Sequence[s
     if ids.max(initial=0) >= facts.vocabulary:
         at = ids.max(axis=1).argmax()
         raise ValueError(
-            f'{captions[at]!r} has token {ids[at].max()}, but the training data has '
-            f'{facts.vocabulary}, from 0.'
+            f'{captions[at]!r} has token {ids[at].max()}, expected one of the {facts.vocabulary} '
+            'tokens of the training data, numbered from 0.'
         )
     return ids
 

@@ -255,7 +255,7 @@ def open_run(place: epath.PathLike) -> 'SavedRun':
     workdirs.check_readable(workdir)
     steps = _steps(workdir)
     if not steps:
-        raise ValueError(f'{workdir} holds no checkpoint: train first, or name another one.')
+        raise ValueError(f'{workdir} holds no checkpoint: train first, or name another workdir.')
     if step and int(step) not in steps:
         there = ', '.join(map(str, steps))
         raise ValueError(f'{workdir} holds no checkpoint of step {step}; there are {there}.')

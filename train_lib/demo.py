@@ -3,10 +3,10 @@
     python -m train_lib.demo --workdir=demo/run
 
 The captions are combinations of colour, shape and background that
-`coyo11m_tfds.sample_data` leaves out of the data. The program prints where the
-pictures are. It also prints three shares of the pictures: those with the
-caption's colours of shape and background, those with the caption's shape, and
-those with all three.
+`coyo11m_tfds.sample_data` leaves out of the data. The program prints the path
+of the pictures and three shares: of the pictures with the caption's colours of
+shape and background, of those with the caption's shape, and of those with all
+three.
 """
 
 import functools

@@ -6,10 +6,10 @@
         --noaverage --encoder=hf:/models/gemma
 
 The captions are the lines of a text file. Everything else comes from the run's
-checkpoints: drawing does not need the configuration, the data set or the
-machines of the run. The program encodes captions with the encoder of the
-training data. If the data set's metadata do not say where this encoder is, as
-for a model in a local folder, `--encoder` does. Another encoder is refused.
+checkpoints, so the program needs neither the configuration nor the data set
+nor the machines of the run. It encodes captions with the encoder of the
+training data. Give `--encoder` if the data set does not record the place of
+this encoder, such as a local folder. Another encoder is refused.
 """
 
 import functools

@@ -6,13 +6,14 @@
         --num_pictures=10000 --guidance=3 --step=20000
 
 The program draws the captions of the first records of the validation split as
-`train_lib.draw` does. It decodes what it drew, and the records' own latents,
-with one VAE, so the VAE's own losses do not count. An image encoder of
-transformers turns both into features, and these are compared: CMMD, Fréchet
-distance and, with an encoder of texts too, CLIP score.
+`train_lib.draw` does. It decodes the drawn latents and the records' own
+latents with the same VAE, so that the VAE's errors are in both. An image
+encoder of transformers computes features of all pictures. The program compares
+these features: CMMD, Fréchet distance and, if the encoder also encodes texts,
+CLIP score.
 
-Features are stored in WORKDIR/evaluation as they are computed. The same
-command resumes after an interruption, and with more pictures it goes on.
+It stores features in WORKDIR/evaluation as it computes them. After an
+interruption, or with more pictures, the same command continues.
 """
 
 import contextlib

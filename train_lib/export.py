@@ -1,4 +1,4 @@
-"""Exports a trained model: its weights, and a page of PyTorch that draws with
+"""Exports a trained model: its weights, and a PyTorch program that draws with
 them.
 
     python -m train_lib.export --workdir=W --out=EXPORT
@@ -10,8 +10,8 @@ them.
     example.safetensors  noise, a text, and the raw latents drawn from them
     reference.py         model and sampler in PyTorch (torch_reference.py)
 
-`config.json` is written last, so a folder with it is complete. The same
-command replaces what an interrupted one left.
+`config.json` is written last, so a folder with this file is complete. After
+an interruption, the same command replaces the files of the folder.
 """
 
 import json

@@ -3,9 +3,9 @@
     python -m train_lib.main --config=configs/demo.py --workdir=W
 
 The hosts of a TPU pod, and those of a Slurm or Open MPI job, find each other
-by themselves. Elsewhere add `--coordinator_address=HOST:PORT --process_count=P
---process_index=I`, with another I on each host. `--verbose` shows the
-configuration, the parameters and the messages of libraries.
+by themselves. On other hosts add `--coordinator_address=HOST:PORT
+--process_count=P --process_index=I`, with another I on each host. `--verbose`
+shows the configuration, the parameters and the messages of libraries.
 
 The exit status is 0 if the run is complete, `config.requeue_status` if Ctrl-C
 or SIGTERM ended it earlier, and 1 for an error.

@@ -126,7 +126,7 @@ def check(config: ml_collections.ConfigDict, *, needs_data: bool = True) -> None
         if is_needed and not rule.holds(fields[name]):
             raise ValueError(f'{name}={fields[name]!r}: expected {rule.expected}')
     if fields[MIX] and fields[DATA_SET]:
-        raise ValueError(f'data.mix and data.dir={fields[DATA_SET]!r}: expected one of them')
+        raise ValueError(f'data.mix and data.dir={fields[DATA_SET]!r}: expected only one of them')
     if fields['data.stages'] and not fields[MIX]:
         raise ValueError(f'data.stages={fields["data.stages"]!r}: expected none without data.mix')
     low, high = config.preview.guidance_low, config.preview.guidance_high

@@ -123,11 +123,13 @@ def make_plan(
         latents = read_latents(source, settings, heads)
         joined = _join(source, settings, latents, sidecar_files, scratch, cache_dir)
     if not settings.check_crc:
-        logging.warning('check_crc is false: no contents of .pt files are compared with a CRC-32.')
+        logging.warning(
+            'check_crc is false: contents of .pt files are not compared with their CRC-32.'
+        )
     if not formats.has_checksums(latents.files[0]):
         logging.warning(
-            '%s: nothing tells of damage to it before its rows are in a data set. Copy the source '
-            'with coyo11m_tfds.mirror while it is intact.',
+            '%s: this format has no checksums of latents, so damage to it goes unnoticed. Copy '
+            'the source with coyo11m_tfds.mirror while it is intact.',
             latents.files[0].path,
         )
     logging.info('%d rows in %d files', latents.num_rows, len(latents.files))
@@ -194,8 +196,8 @@ def _find_sidecar(settings: BuildSettings, has_parquet: bool) -> list[SourceFile
         files = sidecar.find(place)
     except ValueError as error:
         raise ValueError(
-            f"text_embeddings: {error} Otherwise '' or 'pt'; coyo11m_tfds.embed_captions makes "
-            'such a file or folder.'
+            f'text_embeddings: {error} Expected a file or folder that coyo11m_tfds.embed_captions '
+            "made, 'pt', 'labels' or ''."
         ) from None
     if not files[0].is_remote and has_parquet:
         header = Header(**sidecar.describe(files[0].path)['header'])
@@ -206,9 +208,9 @@ def _find_sidecar(settings: BuildSettings, has_parquet: bool) -> list[SourceFile
 def _check_column(settings: BuildSettings, header: Header, column: str) -> None:
     if header.caption_column != column:
         raise ValueError(
-            f'{settings.text_embeddings}: its embeddings were made of column '
-            f"'{header.caption_column}', but the captions are '{column}'. Embed that column, or "
-            'set caption_column.'
+            f'{settings.text_embeddings}: its embeddings are those of column '
+            f"'{header.caption_column}', but caption_column is '{column}'. Embed that column, or "
+            'change caption_column.'
         )
 
 
@@ -267,8 +269,8 @@ def _join(
         if text.captions_digest != found.facts['digest']:
             raise ValueError(
                 f'{settings.text_embeddings}: its embeddings come from other captions than '
-                f"column '{column}' of {source.captions_path} has. Make it again with "
-                'coyo11m_tfds.embed_captions, or name the source that it was made from.'
+                f"those in column '{column}' of {source.captions_path}. Make them again with "
+                'coyo11m_tfds.embed_captions, or name the source that they were made from.'
             )
         logging.info('The text embeddings of %s are ready', settings.text_embeddings)
     joined.sweep(cache_dir)

@@ -108,7 +108,7 @@ class ChunkIndex:
         """
         shard, first, count = np.broadcast_arrays(shard, first, count)
         if ((shard < 0) | (shard >= len(self.shard_lengths))).any():
-            raise ValueError(f'no such shard among {len(self.shard_lengths)}: {shard}')
+            raise ValueError(f'shard {shard} is not in [0, {len(self.shard_lengths)})')
         length = self.shard_lengths[shard]
         end = first + count
         ends_well = (end == length) | ((end < length) & (end % schema.CHUNK_STRIDE == 0))

@@ -68,7 +68,7 @@ class ColumnFile:
             ValueError: The file is missing or has changed.
         """
         if found is None:
-            raise ValueError(f'{self.path} is missing, and latents are in it. {_RESTORE}')
+            raise ValueError(f'{self.path}: is missing, but holds latents. {_RESTORE}')
         if found.is_remote:  # the checksum of a bucket covers the directory
             what, now, before = 'version is', found.version, self.version
         else:
@@ -442,7 +442,7 @@ def _load_places(path: str, crc32c: str) -> np.ndarray:
         data = np.memmap(path, np.uint8, 'r')
     dtype, shape, start = _parse_header(bytes(data[:_NPY_HEADER]), file.size)
     if dtype != np.uint32 or shape[1:] != (3,):
-        raise ValueError(f'it has {dtype} {shape}')
+        raise ValueError(f'found {dtype} {shape}, expected uint32 (n, 3)')
     places = np.frombuffer(data, dtype, offset=start).reshape(shape)
     if (found := array_crc32c(places)) != crc32c:
         raise ValueError(f'its CRC-32C is {found}, expected {crc32c}')

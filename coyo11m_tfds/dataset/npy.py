@@ -27,7 +27,7 @@ def read_header(stream: BinaryIO, num_bytes: int) -> tuple[np.dtype, tuple[int, 
     except _OF_DAMAGE as error:
         raise ValueError(str(error)) from error
     if is_fortran:
-        raise ValueError('its array lies column after column')
+        raise ValueError('its array is in Fortran order, expected C order')
     expected = stream.tell() + dtype.itemsize * math.prod(shape)
     if num_bytes != expected:
         raise ValueError(f'it has {num_bytes:,} bytes, expected {expected:,}')

@@ -387,8 +387,9 @@ def _parse(folder: str, content: bytes, builder: Any) -> StoredDataset:
     build = next(iter(splits.values())).build
     if metadata.get(schema.META_BUILD, build) != build:
         raise OSError(
-            f'{folder}: {schema.METADATA_FILE} is of another build than {schema.INFO_FILE}; it is '
-            'being replaced. Open it again in a moment; if that does not help, build it again.'
+            f'{folder}: {schema.METADATA_FILE} and {schema.INFO_FILE} are of two builds, because '
+            'the data set is being replaced. Open it again in a moment; if that does not help, '
+            'build it again.'
         )
     found = columns.read(folder, build)
     return StoredDataset(folder, full_name, splits, features, metadata, found, builder)
@@ -494,7 +495,7 @@ def choose(folder: str | os.PathLike[str]) -> str:
     """
     folder = os.fspath(folder)
     if not folder:
-        raise ValueError('no folder given, expected that of a data set.')
+        raise ValueError('no folder given, expected the folder of a data set.')
     found = stored_files.folders_with(folder, schema.INFO_FILE) or [folder.rstrip('/')]
     if len(found) > 1:
         raise ValueError(

@@ -89,8 +89,8 @@ def open_column(
         file, row, _ = places[number].tolist()
         path = files[file].path if file < len(files) else 'a file that is not named'
         raise ValueError(
-            f'{name} names row {row} of {path} for record {number}, and there is none. Build the '
-            'data set again.'
+            f'{name} names row {row} of {path} for record {number}, but the file has no such row. '
+            'Build the data set again.'
         )
     return opened
 

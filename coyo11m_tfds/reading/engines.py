@@ -34,7 +34,9 @@ def open_sources(asked: Reading) -> list[Opened] | None:
     elif len(found) == 1 and not asked.source.where:
         return None
     without = asked.sources[found.index(None)].stored.folder
-    raise ValueError(f'{without}: has no chunk index, and so can be neither mixed nor filtered')
+    raise ValueError(
+        f'{without}: cannot be mixed or filtered without a chunk index. Build it again.'
+    )
 
 
 def open_split(stored: StoredDataset, name: str, engine: str) -> Opened | None:
@@ -47,8 +49,8 @@ def open_split(stored: StoredDataset, name: str, engine: str) -> Opened | None:
     split = None if stored.is_remote and engine == ROWS else stored.split(name)
     if split is None and engine == ROWS:
         raise ValueError(
-            f'{stored.folder}: engine={ROWS!r} reads local data sets with a chunk index of split '
-            f'{name!r} and no latents on gs://, which this is not: set engine={CHUNKS!r}'
+            f'{stored.folder}: engine={ROWS!r} needs local files, also of latents in place, and a '
+            f'chunk index of split {name!r}: set engine={CHUNKS!r}'
         )
     if split is None:
         return None

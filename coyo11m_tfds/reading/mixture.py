@@ -174,7 +174,7 @@ class Rule:
             if weights[number] and not quotas[shape]:
                 raise ValueError(
                     f'source {self._names[number]!r} has {float(weights[number]):.4g} of '
-                    f'{float(sum(weights)):.4g}, less than a batch of its shape in {_MAX_CYCLE} '
+                    f'{float(sum(weights)):.4g}, less than one batch of its shape in {_MAX_CYCLE} '
                     'batches: give it a larger weight'
                 )
         steps = [
@@ -186,9 +186,9 @@ class Rule:
 
     def _refuse(self, number: int, share: Fraction) -> None:
         raise ValueError(
-            f'source {self._names[number]!r} has {float(share):.4g} of the weights, which gives it '
-            f'none of the {self.each} samples that a lane gives to a batch: a batch_size of '
-            f'{math.ceil(1 / share)} times the lanes works, fewer lanes do, or a larger weight'
+            f'source {self._names[number]!r} has {float(share):.4g} of the weights, too little for '
+            f'one of the {self.each} samples that a lane gives to a batch: give it a larger '
+            f'weight, or set fewer lanes or a batch_size of {math.ceil(1 / share)} times the lanes'
         )
 
     def _tell(self, stage: Stage, weights: list[Fraction]) -> str:

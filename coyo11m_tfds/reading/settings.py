@@ -79,7 +79,9 @@ class Reading:
         """The only source; raises a ValueError if there are several."""
         if len(self.sources) > 1:
             names = ', '.join(x.name for x in self.sources)
-            raise ValueError(f'the mixture of {names} is not read as one here: give one of them')
+            raise ValueError(
+                f'this reads one data set, not the mixture of {names}: give one of them'
+            )
         return self.sources[0]
 
     @property

@@ -121,8 +121,8 @@ def _check_text(folder: str, text: texts.Chosen, asked: Reading) -> None:
     other = schema.TEXT_DTYPES.keys() & set(asked.features) - {text.feature}
     if text.in_columns and other:
         raise ValueError(
-            f'{folder}: features has {min(other)!r}, expected {text.feature!r}, which text='
-            f'{text.names[0] or texts.RECORDS!r} is.'
+            f'{folder}: features has {min(other)!r}, but text={text.names[0] or texts.RECORDS!r} '
+            f'holds {text.feature!r}, expected that.'
         )
 
 

@@ -56,9 +56,9 @@ def join(
         mean = file.num_bytes // file.num_rows
         if mean > schema.MAX_CAPTION_BYTES:
             raise ValueError(
-                f"{file.name}: column '{column}' has {mean:,} bytes a row, expected at most "
-                f'{schema.MAX_CAPTION_BYTES:,} as of captions. Choose another column, or leave out '
-                'what is too long.'
+                f"{file.name}: column '{column}' has {mean:,} bytes a row on average, expected "
+                f'captions of at most {schema.MAX_CAPTION_BYTES:,}. Choose another column, or '
+                'remove longer texts.'
             )
         facts: dict[str, Any] = {'has_checksums': file.has_checksums}
         joined.make(folder, _batches(file, wanted, facts), facts)

@@ -208,7 +208,7 @@ class LatentFile:
             count = os.preadv(self._file, [part], at)
             if not count:
                 raise ValueError(
-                    f'{self.path}: ends before what it should hold; it is truncated, or has become '
+                    f'{self.path}: ends before its last row; it is truncated, or has become '
                     'shorter since it was opened. Copy or download it again.'
                 )
             part, at = part[count:], at + count

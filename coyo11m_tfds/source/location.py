@@ -173,7 +173,7 @@ def _add_records(folder: str, files: list[SourceFile]) -> list[SourceFile]:
     if others:
         more = f'; so are {len(others) - 1} more' if others[1:] else ''
         logging.warning(
-            '%s: is not a file that mirror has copied, unlike others of this folder%s.',
+            '%s: mirror did not copy this file, unlike others in the folder%s.',
             others[0],
             more,
         )

@@ -135,8 +135,8 @@ class MdsFile(LatentFile):
         ]
         if len(found) != 1:
             raise ValueError(
-                f'{self.path}: its columns of latents are {found} of {sorted(self._encodings)}; '
-                "choose one by latents_from, e.g. 'latents_256'."
+                f'{self.path}: found latents in the columns {found} of {sorted(self._encodings)}, '
+                "expected one; choose it with latents_from, e.g. 'latents_256'."
             )
         return found[0]
 
@@ -153,7 +153,7 @@ class MdsFile(LatentFile):
         channels, rest = divmod(nbytes, 2 * edge**2) if edge else (0, 0)
         if encoding != 'bytes' or rest or channels not in _USUAL_CHANNELS:
             raise ValueError(
-                f'{self.path}: nothing tells dtype and shape of {name} ({nbytes:,} bytes of '
+                f'{self.path}: does not say the dtype and shape of {name} ({nbytes:,} bytes of '
                 f"{self._encodings[name]}). Set latents_from, e.g. '{name}:float16:4,32,32'."
             )
         shape = channels, edge, edge

@@ -55,7 +55,7 @@ class TarFile(LatentFile):
         self._set_kind(chosen, dtype if dtype != 'V2' else self._asked.dtype or dtype, shape)
         numbers, rest = np.divmod(np.array(begins, np.int64), _ALIGNED)
         if rest.any() or numbers.max(initial=0) >= 2**32:
-            raise ValueError(f'{self.path}: has {chosen} where NumPy does not put arrays.')
+            raise ValueError(f'{self.path}: a {chosen} has its array at an unusual offset.')
         self.places = Places((0,), _ALIGNED, numbers)
         first = next(iter(self._samples))
         fields = self._json(first)
@@ -94,7 +94,7 @@ class TarFile(LatentFile):
             try:
                 sum_of_rest = sum(header) - sum(header[148:156]) + 8 * ord(' ')
                 if len(header) < _BLOCK or int(_text(header[148:156]), 8) != sum_of_rest:
-                    raise ValueError('its checksum is another')
+                    raise ValueError('its checksum is wrong')
                 is_binary = header[124] & 0x80
                 octal = _text(header[124:136])
                 length = int.from_bytes(header[125:136]) if is_binary else int(octal or '0', 8)
@@ -114,7 +114,7 @@ class TarFile(LatentFile):
                 yield name, start, length
                 said = {}
             elif kind not in b'g5':
-                raise ValueError(f'{self.path}: {name!r} is a link or the like, expected files.')
+                raise ValueError(f'{self.path}: {name!r} is a link or device, expected only files.')
             at = start + -(-length // _BLOCK) * _BLOCK
         padding = size - at
         if not _BLOCK <= padding <= _MAX_TEXT or any(self._read_bytes(at, padding)):
@@ -149,7 +149,7 @@ class TarFile(LatentFile):
     def _parse_npy(self, sample: str, suffix: str) -> tuple[tuple[str, tuple[int, ...]], int]:
         """Dtype and shape of an array, and where it begins in the file."""
         if suffix not in self._samples[sample]:
-            raise ValueError(f'{self.path}: {sample!r} has no .{suffix}; expected one each.')
+            raise ValueError(f'{self.path}: {sample!r} has no .{suffix}, unlike other samples.')
         start, size = self._samples[sample][suffix]
         head = self._read_bytes(start, min(size, _NPY_HEADER))
         try:

@@ -247,8 +247,8 @@ def wait_for(
                 'repair the cause, and start the job again.'
             )
     raise TimeoutError(
-        f'{place} is not there after {wait_seconds:.0f} s. Look into the log of the process '
-        'that makes it, the first of the job; if it is still at work, wait longer.'
+        f'{place} does not exist after {wait_seconds:.0f} s. Read the log of the first process of '
+        'the job, which makes it; if that process is still at work, wait longer.'
     )
 
 

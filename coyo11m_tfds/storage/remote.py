@@ -101,7 +101,7 @@ def _read_once(file: SourceFile, start: int, length: int) -> bytes:
     with _get(file, start, start + length) as response:
         content = response.read(decode_content=False)
     if len(content) != length:
-        raise retry.Corrupted(f'{len(content)} bytes came, expected {length}')
+        raise retry.Corrupted(f'received {len(content)} bytes, expected {length}')
     return content
 
 

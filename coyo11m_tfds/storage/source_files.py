@@ -95,7 +95,7 @@ def list_files(
 
     text = os.fspath(folder)
     if not text:
-        raise ValueError('no folder given, expected that of a source.')
+        raise ValueError('no folder given, expected the folder of a source.')
     if not is_remote(text):
         path = pathlib.Path(text)
         paths = list(path.iterdir())

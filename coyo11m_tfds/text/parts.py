@@ -160,7 +160,7 @@ def check_out(out: str, share: tuple[int, int]) -> None:
     """
     what = ''
     if not 0 <= share[0] < share[1]:
-        raise ValueError(f'part {share[0]} of {share[1]}: expected one of 0 to n - 1, of n.')
+        raise ValueError(f'part {share[0]}/{share[1]}: expected I/N with I from 0 to N - 1.')
     if not is_file(out):
         if os.path.isfile(out):
             what = f'is a file; expected a folder, or a name ending in {_FILE}.'

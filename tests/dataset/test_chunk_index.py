@@ -58,7 +58,7 @@ def test_byte_range_covers_exactly_the_records(shards, data):
         (0, 0, 128, r'\[0, 128\)'),
         (0, 0, 0, r'\[0, 0\)'),
         (0, -32, 64, r'\[-32, 32\)'),
-        (1, 0, 32, 'no such shard'),
+        (1, 0, 32, 'shard 1 is not in'),
         ([0, 0], [0, 32], [32, 31], r'\[32, 63\)'),
     ],
 )

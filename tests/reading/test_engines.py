@@ -411,7 +411,7 @@ def test_other_encodings_are_refused_by_name(copy):
             dict(verify='twice'),
             "verify='twice' is none of 'once', 'always', 'never'",
         ),
-        (dict(split='train[:50%]', engine='rows'), 'reads local data sets with a chunk index'),
+        (dict(split='train[:50%]', engine='rows'), 'needs local files, .* and a chunk index'),
         (dict(on_bad_records='drop'), "on_bad_records='drop' is none of"),
         (dict(max_bad_fraction=1.5), r'max_bad_fraction=1.5 is not in \[0, 1\]'),
         (dict(max_bad_fraction=float('nan')), 'max_bad_fraction=nan is not in'),
@@ -434,7 +434,7 @@ def test_evaluation_that_has_ended_stays_ended(intact, engine):
 
 def test_rows_are_local(intact, gcs):
     gcs.upload_folder(intact, 'gs://bucket/d/1.0.0')
-    with pytest.raises(ValueError, match=r"gs://bucket/.*: engine='rows' reads local data sets"):
+    with pytest.raises(ValueError, match=r"gs://bucket/.*: engine='rows' needs local files"):
         input_pipeline.train_batches('gs://bucket/d/1.0.0', engine='rows', **ORDER)
 
 

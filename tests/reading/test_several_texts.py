@@ -178,7 +178,7 @@ def test_what_does_not_go_together_is_refused_before_anything_is_read(data):
 
     with pytest.raises(ValueError, match=r"'few' has tokens .*, expected embeddings"):
         read('records,few', schema.TEXT_EMBEDDING)
-    message = r"features has 'tokens', expected 'text_embedding', which text='two' is"
+    message = r"features has 'tokens', but text='two' holds 'text_embedding'"
     with pytest.raises(ValueError, match=message):
         read('two', schema.TOKENS)
     with pytest.raises(ValueError, match=r"text='two:0': expected .* weights above 0"):

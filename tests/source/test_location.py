@@ -343,7 +343,7 @@ def test_a_file_that_mirror_did_not_copy_is_told(mirrored: Place, caplog: pytest
     mirrored.put({'latents-3crop/000010-000019.pt': b'second file'})
     source = location.find(mirrored.root)
     assert [file.recorded is None for file in source.latent_files] == [False, True]
-    assert f'{source.latent_files[1].path}: is not a file that mirror has copied' in caplog.text
+    assert f'{source.latent_files[1].path}: mirror did not copy this file' in caplog.text
 
 
 def test_a_damaged_record_counts_as_none(gcs: Gcs, caplog: pytest.LogCaptureFixture):
@@ -351,7 +351,7 @@ def test_a_damaged_record_counts_as_none(gcs: Gcs, caplog: pytest.LogCaptureFixt
         gcs.put('bucket', f'copy/{name}', data)
     gcs.put('bucket', 'copy/.mirror/coyo11m-meta.parquet.json', b'{"version": ')
     assert location.find('gs://bucket/copy').captions_file.recorded is None
-    assert 'mirror has copied' not in caplog.text
+    assert 'mirror did not copy' not in caplog.text
 
 
 # --- On the hub -------------------------------------------------------------------------------

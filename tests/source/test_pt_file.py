@@ -112,5 +112,5 @@ def test_a_file_that_becomes_shorter_while_it_is_open_is_an_error(tmp_path: path
     with path.open('r+b') as file:
         file.truncate(path.stat().st_size // 2)
 
-    with pytest.raises(ValueError, match=r'x\.pt: ends before what it should hold'):
+    with pytest.raises(ValueError, match=r'x\.pt: ends before its last row'):
         shard.latents([49])

@@ -339,7 +339,7 @@ def test_wait_for_what_comes(place, caplog):
     assert time.monotonic() - begin > 0.3
     with (
         caplog.at_level('INFO', logger='absl'),
-        pytest.raises(TimeoutError, match=f'{place} is not there after 0 s. Look into'),
+        pytest.raises(TimeoutError, match=f'{place} does not exist after 0 s. Read'),
     ):
         locks.wait_for(place, lambda: False, wait_seconds=0.3)
     assert caplog.text.count(f'waiting for {place}') == 1

@@ -100,7 +100,7 @@ def test_a_run_on_one_data_set_goes_on_with_a_further_one(mix, tmp_path):
 @pytest.mark.parametrize(
     'changes, message',
     [
-        ({'data.dir': 'X'}, "data.mix and data.dir='X': expected one of them"),
+        ({'data.dir': 'X'}, "data.mix and data.dir='X': expected only one of them"),
         ({'data.mix': ()}, 'data.dir=.*: expected the folder'),
         ({'data.mix': (), 'data.dir': 'X'}, r'data.stages=.*: expected none without data.mix'),
         ({'data.mix': ({'dir': 'nowhere'},)}, 'data.mix=nowhere'),

@@ -4,11 +4,11 @@
         --config.data.dir=OUT/coyo11m_tfds/hash/1.0.0
     {"devices": "1 x cpu", "data": "OUT/..., text embeddings of hash", ...}
 
-Like a run before its first step, the program checks settings, mesh, data set,
-the memory for reading, model and optimizer. It compiles nothing. An error ends
-it in one line with exit status 1. For a configuration of several hosts
-(`distributed`), it checks what one host can check, with a mesh of this host's
-devices.
+Like a run before its first step, the program checks the settings, the mesh,
+the data set, the memory for reading, the model and the optimizer. It compiles
+nothing. After an error it ends with one line and exit status 1. If the
+configuration is for several hosts (`distributed`), the program makes the
+checks that one host can make, with a mesh of this host's devices.
 """
 
 import json

@@ -5,10 +5,11 @@
     python -m train_lib.tools.diagnose --config=default --step_ms=120 \\
         --config.data.dir=gs://BUCKET/DATA
 
-The program times batches alone, read as the run would read them. It then times
-steps alone, on one batch that stays on the devices of this machine. It says
-which of the two takes longer, as far as the times allow. A step of a large
-model takes minutes on a CPU; `--step_ms` gives its time instead.
+The program first times batches without steps, read as in the run. It then
+times steps without reading, on one batch that stays on the devices of this
+machine. It says which of the two takes longer, unless their times overlap. A
+step of a large model takes minutes on a CPU; `--step_ms` gives its time
+instead.
 """
 
 import itertools
