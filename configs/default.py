@@ -26,17 +26,17 @@ def get_config() -> ml_collections.ConfigDict:
     config.data = data = ml_collections.ConfigDict()
     data.dir = ''  # folder of the built data set: .../coyo11m_tfds/CONFIG/1.0.0
     data.mix = ()  # instead of dir: ({'dir': A, 'weight': 3}, {'dir': B, 'where': 'score > 5'})
-    data.stages = ()  # of a mixture: ({'from': STEP, 'weights': (1, 1)},), other weights from there
+    data.stages = ()  # later weights of a mixture: ({'from': STEP, 'weights': (1, 1)},)
     data.chunk = 64  # records of one request, a multiple of 32: 64 records are 1.7 MB
     data.lanes = 16  # a multiple of the number of hosts, a divisor of batch_size
     data.window = 1024  # records shuffled together in a lane, 39 MB a lane
-    data.text = ''  # '': the records' text; or a column's name; or both: 'records:2,short:1'
+    data.text = ''  # '': the records' text; or a column's name; or shares: 'records:2,short:1'
     data.caption_dropout = 0.1  # share of samples whose text is dropped, for guidance
     data.on_bad_records = 'stop'  # or 'skip': leave out damaged records and count them
     data.max_bad_fraction = 0.001  # share of a split's records that 'skip' may leave out
-    data.engine = 'auto'  # or 'rows', 'chunks', 'tf_data': the same batches in other ways
-    data.verify = 'once'  # checksums; 'always' takes 3 us of a core more a sample; or 'never'
-    data.parallel_reads = 4  # chunks in flight a lane; 64 in all read 40,000 samples/s 0.1 s away
+    data.engine = 'auto'  # 'rows', 'chunks' and 'tf_data' read the same batches
+    data.verify = 'once'  # when to compare checksums; 'always': 3 us of CPU a sample; 'never'
+    data.parallel_reads = 4  # chunks in flight a lane; with 0.1 s of latency, 40,000 samples/s
     data.prefetch = 2  # batches ready on the host: one to send, one to even out slow reads
     data.device_prefetch = 2  # batches on the devices: one in use, one arriving
     data.ram_budget_gb = 0.0  # limit for reading on a host; 0: half of its memory
@@ -44,23 +44,23 @@ def get_config() -> ml_collections.ConfigDict:
     config.model = model = ml_collections.ConfigDict()
     model.kind = 'dit'  # or MODULE:CLASS, your own model: docs/training.md has an example
     model.name = 'S/2'  # preset, size and patch size: tiny, S, B, L or XL
-    model.width = 0  # of tokens; 0: the preset's value, as in the next three fields
+    model.width = 0  # width of tokens; in this and the next three fields 0 is the preset's value
     model.depth = 0  # blocks
-    model.num_heads = 0  # attention heads; a divisor of the width
-    model.patch_size = 0  # side of a token's square of latent positions
+    model.num_heads = 0  # attention heads, a divisor of the width
+    model.patch_size = 0  # side of the square of latent positions that makes a token
     model.mlp_ratio = 0.0  # hidden width of a block's MLP over the width; 0: 4
     model.dtype = 'bfloat16'  # dtype of the computation; weights are float32
     model.remat = 'none'  # recomputed in the backward pass: 'none', 'dots' or 'full'
     model.text = 'pooled'  # or 'sequence': attention sees the tokens too, if records hold tokens
-    model.attention = 'xla'  # or fused: 'cudnn' on NVIDIA GPUs, 'pallas' on TPUs
+    model.attention = 'xla'  # or a fused kernel: 'cudnn' on NVIDIA GPUs, 'pallas' on TPUs
     model.unroll = 0  # blocks in one turn of the compiled loop; 0: the preset's value
 
     config.encoder = ''  # jax:FOLDER: a frozen encoder of tokens in the step; '': a learned table
 
     config.optimizer = optimizer = ml_collections.ConfigDict()
     optimizer.name = 'adamw'  # or 'muon': Muon for kernels of blocks, AdamW for the rest
-    optimizer.learning_rate = 2e-4  # AdamW's, at the end of the warm-up; see set_learning_rates
-    optimizer.muon_learning_rate = 2e-4  # Muon's; its updates are as large as AdamW's
+    optimizer.learning_rate = 2e-4  # for AdamW, after the warm-up; see set_learning_rates
+    optimizer.muon_learning_rate = 2e-4  # for Muon, whose updates are as large as AdamW's
     optimizer.warmup_steps = 5_000  # steps of linear increase from 0
     optimizer.schedule = 'cosine'  # after the warm-up: cosine (to 0) or constant
     optimizer.weight_decay = 0.01  # applies to kernels only
@@ -78,7 +78,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.distributed = False  # call jax.distributed.initialize; TPU hosts find each other
 
     config.mesh = mesh = ml_collections.ConfigDict()
-    mesh.data = -1  # devices that split only the batch; -1: all that fsdp leaves
+    mesh.data = -1  # devices that split only the batch; -1: all devices / fsdp
     mesh.fsdp = 1  # devices that also split the weights and the optimizer state
 
     config.preview = preview = ml_collections.ConfigDict()
@@ -86,26 +86,26 @@ def get_config() -> ml_collections.ConfigDict:
     preview.split = 'validation'  # split whose first records are drawn
     preview.vae = ''  # decoder: a folder or a name on the hub; '': a linear map, 32 pixels
     preview.guidance = 4.0  # strength of classifier-free guidance; 1 is none
-    preview.guidance_low = 0.0  # guidance acts between these times: 0 is data
-    preview.guidance_high = 1.0  # 1 is noise
-    preview.num_steps = 50  # from noise to data
+    preview.guidance_low = 0.0  # lowest time at which guidance acts; 0 is data
+    preview.guidance_high = 1.0  # highest time at which guidance acts; 1 is noise
+    preview.num_steps = 50  # steps from noise to data
     preview.sampler = 'euler'  # or 'heun': second order, twice the time a step
     preview.time_shift = 1.0  # above 1: more of the steps at noisy times
 
-    config.log_every = 100  # steps that a logged metric averages
+    config.log_every = 100  # steps over which logged metrics are averages
 
-    # Every so many steps; 0: never.
+    # Intervals in steps; 0: never.
     config.eval_every = 5_000  # a pass over the validation split
     config.preview_every = 5_000  # a grid of pictures
     config.checkpoint_every = 2_500  # also at the end and on SIGTERM
     config.keep_checkpoints = 3  # the last three
-    config.keep_every = 0  # also keep for good every so many steps; 0: none
+    config.keep_every = 0  # also keep the checkpoints of multiples of this step; 0: none
     config.profile_steps = 0  # steps to profile, after the first ten of a process; 0: no profile
 
     config.requeue_status = 75  # exit status after a signal, before the run is complete
 
     config.wandb = wandb = ml_collections.ConfigDict()
-    wandb.project = ''  # project of Weights & Biases, which gets what TensorBoard gets; '': none
+    wandb.project = ''  # project of Weights & Biases, which gets the same as TensorBoard; '': none
 
     return config.lock()
 

@@ -1,4 +1,4 @@
-"""The demo: a tiny model on the made-up pictures of `coyo11m_tfds.sample_data`, on two CPU cores.
+"""The demo: a tiny model on the synthetic pictures of `coyo11m_tfds.sample_data`, on two CPU cores.
 
     python -m train_lib.main --config=configs/demo.py --workdir=demo/run
 
@@ -25,8 +25,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.data.window = 256
 
     config.model.name = 'tiny/4'  # 64 tokens; with patches of 8 the width is too small for a token
-    # After a quarter of the demo all colours are right; with one embedding a caption, those of 5
-    # in 6 pictures.
+    # After a quarter of the demo, all pictures have the right colours; with one embedding a
+    # caption, 5 in 6 pictures do.
     config.model.text = 'sequence'
     config.model.dtype = 'float32'  # CPUs are no faster at bfloat16
 
@@ -36,7 +36,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.optimizer.learning_rate = 2e-3
     config.optimizer.warmup_steps = 200
 
-    config.flow.logit_mean = 1.0  # large plain shapes: what is where is decided at noisy times
+    config.flow.logit_mean = 1.0  # large plain shapes: noisy times decide their places
 
     config.preview.guidance = 3.0
     config.preview.num_steps = 25

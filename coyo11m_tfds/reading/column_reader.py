@@ -17,7 +17,7 @@ from coyo11m_tfds.dataset.columns import AddedColumn, Column
 from coyo11m_tfds.reading.files import FetchedFiles, MappedFiles, Range
 from coyo11m_tfds.storage.source_files import SourceFile
 
-# Two rows with a gap of at most so many bytes are fetched together: another request would take
+# Two rows with at most this gap in bytes are fetched together: another request would take
 # longer. The rows of a chunk are neighbours in the source, but for dropped rows and other splits.
 _GAP = 128 << 10
 

@@ -46,7 +46,7 @@ _MAX_LENGTH = 2000  # characters; what is nested deeper than that allows overflo
 _BLOCK_ROWS = 1 << 18  # of a column, read at once; a multiple of 8
 
 
-# From columns by name to what a part of a condition says of each row.
+# Maps columns by name to the value of a part of a condition for each row.
 _Holds = Callable[[Mapping[str, np.ndarray]], np.ndarray]
 
 
@@ -83,7 +83,7 @@ def parse(text: str) -> Where:
 
 
 def _condition(node: ast.expr) -> _Holds:
-    """What evaluates a condition; raises a ValueError for anything else."""
+    """Returns a function that evaluates a condition; raises a ValueError for anything else."""
     if isinstance(node, ast.BoolOp):
         join = operator.and_ if isinstance(node.op, ast.And) else operator.or_
         return _joined(join, [_condition(value) for value in node.values])
@@ -123,7 +123,7 @@ def _comparison(left: ast.expr, kind: ast.cmpop, right: ast.expr) -> _Holds:
 
 
 def _value(node: ast.expr) -> Callable[[Mapping[str, np.ndarray]], Any]:
-    """What looks up a column, or gives a number."""
+    """Returns a function that looks up a column or returns a constant."""
     if isinstance(node, ast.Name):
         return operator.itemgetter(node.id)
     sign = 1
@@ -139,7 +139,7 @@ def _value(node: ast.expr) -> Callable[[Mapping[str, np.ndarray]], Any]:
 # --- The records that are kept -------------------------------------------------------------------
 
 
-# By byte and number, the place of its so many-th bit that is set, from the lowest.
+# By byte and n, the place of the byte's n-th set bit, from the lowest.
 _BITS = np.array(
     [([bit for bit in range(8) if byte >> bit & 1] + [0] * 8)[:8] for byte in range(256)], np.int64
 )

@@ -41,7 +41,7 @@ from coyo11m_tfds.reading.filters import Kept
 # The first number hashed after the seed, one for each purpose.
 CHUNKS, WINDOWS, CROP, DROP, TEXT, ROTATION = range(6)
 
-# At least so many rows are planned together, so that NumPy's calls cost little for each.
+# Fewest rows to plan together, so that NumPy's calls cost little for each.
 _BLOCK_ROWS = 8192
 
 

@@ -86,6 +86,6 @@ def _end_at_exit() -> None:
     living = [thing for thing in gc.get_objects() if type(thing) is iterator_ops.OwnedIterator]
     for iterator in living:
         # References to an iterator's resource are in places that cannot be cleared, such as the
-        # frames of an error. So the resource stays, and what it holds is replaced by nothing.
+        # frames of an error. So the resource stays, but is emptied.
         nothing = iterator._dataset.take(0)
         gen_dataset_ops.make_iterator(nothing._variant_tensor, iterator._iterator_resource)

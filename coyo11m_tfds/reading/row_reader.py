@@ -378,7 +378,7 @@ class RowReader:
     def _numbers(
         self, name: str, rows: Rows, good: np.ndarray, crops: np.ndarray | None = None
     ) -> 'InMemory':
-        """Values of a fixed size, of records or of a column, of all crops one; else zeros."""
+        """Values of a fixed size, from records or a column, with one crop; zeros for bad rows."""
         shape, dtype = self._choices.stored[name]
         places = rows.places[name].reshape(len(good), -1)
         begin = places[:, 0]

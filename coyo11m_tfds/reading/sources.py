@@ -135,7 +135,7 @@ def _named(sources: tuple[Source, ...]) -> tuple[Source, ...]:
 
 
 def _short_name(stored: StoredDataset) -> str:
-    """The config of a data set of this project, else its name."""
+    """The config of a data set, or the name of a data set that this project did not build."""
     parts = stored.full_name.split('/')
     return parts[1] if len(parts) > 2 else parts[0]
 

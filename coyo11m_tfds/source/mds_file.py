@@ -27,7 +27,7 @@ _INTEGERS: dict[str, np.dtype] = {x: np.dtype(f'<{x[0]}{n}') for x, n in _WIDTHS
     'int': np.dtype('<i8')
 }
 _NUMBERS = _INTEGERS | {f'float{n}': np.dtype(f'<f{n // 8}') for n in (16, 32, 64)}
-# MicroDiT's `latents_256` are the bytes of float16 (C, 32, 32): nothing else says it.
+# MicroDiT's `latents_256` are the bytes of float16 (C, 32, 32), which only their name tells.
 _PIXELS_A_LATENT = 8
 _USUAL_CHANNELS = 4, 16
 

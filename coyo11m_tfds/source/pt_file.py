@@ -41,7 +41,7 @@ class LatentShard(LatentFile):
         self.digest = archive.digest
         sizes = [member.size for member in archive.members]
         self._sizes = dict(zip(archive.starts, sizes, strict=True))
-        # Tensors without data: what they claim to be is checked before anything is allocated.
+        # Tensors without data: their claims are checked before anything is allocated.
         self._bare = _load(self._local_path, self.path, map_location='meta')
         self._check_stored(schema.PT_KEYS, ('int64',))
         keys = self._bare[schema.PT_KEYS]

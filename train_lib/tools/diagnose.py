@@ -118,7 +118,7 @@ def measure(
 
 
 def _time(call: Callable[[], Any], seconds: float) -> list[float]:
-    """Mean seconds of a call in each lap; all laps together take so many seconds or a call each."""
+    """Mean seconds of a call in each lap; all laps together take `seconds`, or one call each."""
     laps = []
     for _ in range(_LAPS):
         begin, count = time.monotonic(), 0

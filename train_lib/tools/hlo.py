@@ -176,7 +176,7 @@ def _parse(text: str) -> _Program:
 
 
 def _length(program: _Program, around: str, loop: _Instruction) -> int:
-    """How often the body of a `while` runs, where it counts up by one to a constant; else 0."""
+    """How often the body of a `while` runs, if it counts up by one to a constant; otherwise 0."""
     if known := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
         return int(known)
     condition = program[loop.attribute(r'condition=%?([\w.\-]+)')]
