@@ -40,8 +40,7 @@ test: $(INSTALLED)
 # Fetches real text encoders once (0.4 GB) and runs what takes long, random kills of builds among it.
 slow: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[text-jax,wandb]'
-	$(BIN)/python -m pip install --quiet --no-deps diffusers==0.42.1 torchmetrics==1.9.0 \
-		lightning-utilities==0.15.3
+	$(BIN)/python -m pip install --quiet --no-deps diffusers==0.42.1
 	$(BIN)/python tests/text/fetch_encoders.py --out $(ENCODERS)
 	COYO11M_ENCODERS=$(ENCODERS) $(BIN)/python -m pytest -m slow
 	$(BIN)/python -m pytest tests/train_lib/test_writers.py

@@ -1,4 +1,4 @@
-"""Token ids on their way: sidecar, records, both engines, training, a drawing."""
+"""Token ids of a data set in training and in a drawing."""
 
 import pathlib
 

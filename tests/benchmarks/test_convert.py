@@ -1,4 +1,4 @@
-"""The benchmark of the conversion on a tiny source: same work for all writers, right arithmetic."""
+"""The benchmark of the conversion on a tiny source: same work for all writers."""
 
 import pathlib
 

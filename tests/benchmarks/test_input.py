@@ -1,4 +1,4 @@
-"""The benchmark of the input on little data: same samples for all input, right arithmetic."""
+"""The benchmark of the input on little data: all sides resume, and are measured."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The figures of the shuffle against counting and drawing by hand."""
+"""The figures of the shuffle against counting by hand."""
 
 import collections
 import itertools

@@ -1,4 +1,4 @@
-"""Distances of sets of pictures, against their definitions and a published implementation."""
+"""Distances of sets of pictures against their definitions."""
 
 import itertools
 
