@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from coyo11m_tfds import embed_captions
+import input_pipeline
+from coyo11m_tfds import add_column, embed_captions, schema
 from coyo11m_tfds.text import text_encoders
 from coyo11m_tfds.text.encoder import Tokenizer
 from tests import built
@@ -103,3 +104,32 @@ def test_another_vocabulary_is_another_identity(dataset, mini_dataset):
     assert ours['model']['text'] == 'pooled'
     sequence = data.TrainingData(small_config(dataset, **{'model.text': 'sequence'}), mesh).identity
     assert sequence['model']['text'] == 'sequence'
+
+
+def test_tokens_of_several_lengths_come_in_one_shape(sample_source, tmp_path):
+    """Padded alike in training, evaluation and previews."""
+    sidecars = {}
+    for name, column, length in [
+        ('long', schema.DEFAULT_CAPTION_COLUMN, 12),
+        ('short', 'caption_llava_short', 5),
+    ]:
+        sidecars[name] = tmp_path / f'{name}.parquet'
+        embed_captions.embed(
+            sample_source, 'words', sidecars[name], column, tokens_only=True, max_tokens=length
+        )
+    path = built.build(sample_source, sidecars['long'], tmp_path / 'data', name='words')
+    add_column.add(path, 'short', text=sidecars['short'])
+    stats = input_pipeline.open_data(path).stats('short:1,records:1')
+    assert (stats.num_tokens, stats.text_max_tokens, stats.text_dim) == (12, 12, 0)
+    config = small_config(path, **{'data.text': 'short:1,records:1', 'model.text': 'sequence'})
+    opened = data.TrainingData(config, sharding.make_mesh())
+    assert opened.facts.max_tokens == 12
+    assert opened.settings['data.text'] == 'short:1,records:1'
+    trained, evaluated = next(opened.train_batches()), next(opened.eval_batches(opened.sources[0]))
+    for batch in (trained, evaluated):
+        assert batch[schema.TOKENS].shape == (8, 12)
+    lengths = (np.asarray(trained[schema.TOKENS]) >= 0).sum(axis=1)
+    assert lengths.min() <= 5 < lengths.max()  # some of each
+    held_out = np.asarray(evaluated[schema.TOKENS])
+    assert (held_out[:, :3] >= 0).all() and (held_out[:, 5:] == schema.TOKEN_PADDING).all()
+    assert opened.preview_samples.text.shape == (3, 12)

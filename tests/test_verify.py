@@ -175,10 +175,9 @@ def test_the_command_says_it_in_lines_and_in_its_exit_status(command, copy):
 
 
 def test_a_folder_above_the_only_data_set_will_do(command, mini_dataset, tmp_path):
-    for above in ('', 'hash', 'hash/1.0.0'):
-        status, said, errors = command(verify, '--fast', mini_dataset.parents[1] / above)
-        assert status == 0, errors
-        assert said.startswith(f'{mini_dataset}: ')
+    status, said, errors = command(verify, '--fast', mini_dataset.parents[1])
+    assert status == 0, errors
+    assert said.startswith(f'{mini_dataset}: ')
     for name in ('a', 'b'):
         (tmp_path / name).mkdir()
         (tmp_path / name / '1.0.0').symlink_to(mini_dataset)

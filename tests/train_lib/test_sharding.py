@@ -130,6 +130,7 @@ print(sharding.processes_on_host())
 """
 
 
+@pytest.mark.slow
 def test_processes_of_one_host_share_its_memory():
     port = runs.free_port()
     with contextlib.ExitStack() as stack:
