@@ -1,5 +1,5 @@
-# `make demo` and `make test` are all a newcomer types: both set up .venv by themselves.
-# Other targets: `make slow` (what takes minutes), `make pods` (compiles for TPU slices), `make lint`,
+# Start with `make demo` or `make test`: both set up .venv.
+# Other targets: `make slow` (the long tests), `make pods` (compiles for TPU slices), `make lint`,
 # `make clean`.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -10,7 +10,7 @@ ENCODERS ?= .encoders
 DEMO := demo
 TOKENS := $(DEMO)/source/words.parquet
 
-# TensorFlow's notes on the machine help nobody here.
+# Hides TensorFlow's messages about the machine.
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 export TF_ENABLE_ONEDNN_OPTS ?= 0
 
@@ -21,7 +21,7 @@ $(INSTALLED): setup.py constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[convert,text,test]'
 	touch $@
 
-# The whole way once, by the commands that serve real data as well.
+# The whole way once, with the same commands as for real data.
 demo: $(INSTALLED)
 	rm -rf $(DEMO)
 	$(BIN)/python -m coyo11m_tfds.sample_data --out $(DEMO)/source
@@ -32,12 +32,12 @@ demo: $(INSTALLED)
 	$(BIN)/python -m train_lib.main --config=configs/demo.py --workdir=$(DEMO)/run
 	@$(BIN)/python -m train_lib.demo --workdir=$(DEMO)/run
 
-# Two at a time, each file by one of them: many tests wait for processes and servers of their own. In
-# the order of names, because the files with the fewest tests take longest.
+# Two processes take one file each, in the order of names: many tests wait for their own processes
+# and servers, and the files with the fewest tests take longest.
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-# Fetches real text encoders once (0.4 GB) and runs what takes long, random kills of builds among it.
+# Fetches real text encoders once (0.4 GB) and runs the long tests, such as random kills of builds.
 slow: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[text-jax,wandb]'
 	$(BIN)/python -m pip install --quiet --no-deps diffusers==0.42.1
@@ -45,7 +45,7 @@ slow: $(INSTALLED)
 	COYO11M_ENCODERS=$(ENCODERS) $(BIN)/python -m pytest -m slow
 	$(BIN)/python -m pytest tests/train_lib/test_writers.py
 
-# Brings libtpu (0.3 GB); no TPU is needed.
+# Downloads libtpu (0.3 GB), which compiles without a TPU.
 pods: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[tpu]'
 	$(BIN)/python -m pytest -m slow tests/train_lib/tools/test_compile.py

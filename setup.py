@@ -2,9 +2,9 @@
 
     pip install -c constraints.txt -e '.[convert,text,test]'
 
-Training needs no torch: the extra `convert` is for the machine that runs `tfds build`, `text` for
-the one that makes text embeddings with a transformers model, `dataflow` for the one that starts a
-build on Dataflow.
+Training does not need torch. The extra `convert` is for the machine that runs `tfds build`, `text`
+for the one that makes text embeddings with a transformers model, and `dataflow` for the one that
+starts a build on Dataflow.
 """
 
 import pathlib
@@ -12,8 +12,8 @@ import re
 
 import setuptools
 
-# TensorFlow only reads records here, so its CPU build is enough everywhere, also beside a GPU or
-# TPU; it exists for Linux on x86-64 alone.
+# TensorFlow only reads records here, so its CPU build suffices, also beside a GPU or TPU. It exists
+# only for Linux on x86-64.
 _CPU_BUILD = 'platform_system == "Linux" and platform_machine == "x86_64"'
 _ONE_BUILD = 'platform_system != "Linux" or platform_machine != "x86_64"'
 
@@ -27,7 +27,7 @@ CONVERT = [
     'pyarrow>=18',
     'torch>=2.6',
 ]
-# Apart from CONVERT, because it brings 50 more packages that only Dataflow has use for.
+# Separate from CONVERT, because it brings 50 more packages that only Dataflow uses.
 DATAFLOW = [
     'apache-beam[gcp]>=2.60',
 ]

@@ -82,7 +82,8 @@ class SafetensorsFile(LatentFile):
 def fetch_head(file: SourceFile, path: str) -> None:
     """Makes a sparse copy of a remote file that holds its header, keys and labels.
 
-    The copy has the file's size. It is read twice, because the format has no checksums.
+    The copy has the size of the file. Each byte is fetched twice, because the format has no
+    checksums.
 
     Raises:
         ValueError: See `SafetensorsFile`.
