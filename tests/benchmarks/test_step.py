@@ -1,5 +1,6 @@
 """The benchmark of training steps: both models compute the same, and the command does its work."""
 
+import copy
 import functools
 import os
 import subprocess
@@ -134,6 +135,42 @@ def test_same_weights_give_the_same_outputs_and_gradients(ours, theirs):
         assert _difference(expected, weights.grad.numpy()) < 1e-5, name
     count = sum(weights.numel() for weights in theirs.parameters())
     assert count == sum(leaf.size for leaf in jax.tree.leaves(gradients))
+
+
+def _weights_after(trainer, model):
+    """New weights and their average by name."""
+    names = (name for name, _ in model.named_parameters())
+    pairs = zip(model.parameters(), trainer.average, strict=True)
+    return {
+        name: [x.detach().numpy() for x in pair] for name, pair in zip(names, pairs, strict=True)
+    }
+
+
+@pytest.mark.slow
+def test_three_steps_lead_to_the_same_weights_and_average(ours, theirs):
+    config, compiled, state = ours
+    remat = copy.deepcopy(theirs)
+    remat.remat = 'full'
+    settings = {'ema_decay': config.ema_decay}
+    for name in ('learning_rate', 'weight_decay', 'b1', 'b2', 'clip_norm'):
+        settings[name] = config.optimizer[name]
+    trainers = [torch_dit.Trainer(m, _in_torch(_stats()), **settings) for m in (theirs, remat)]
+    before = state.params
+    # Placed as the step wants it: otherwise it would be compiled twice.
+    state = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), state, compiled.abstract_state)
+    for number in range(3):
+        state, metrics = compiled.train_step(state, _batch())
+        losses = [t.step(_in_torch(_batch()), *_noise_and_times(number)).item() for t in trainers]
+        assert losses == pytest.approx([float(metrics.compute()['loss'])] * 2, rel=1e-5)
+    assert metrics.compute()['grad_norm'] > config.optimizer.clip_norm
+    state = jax.tree.map(np.array, state)
+    after, remat_after = map(_weights_after, trainers, (theirs, remat))
+    for name, pair in after.items():
+        start = _as_torch_has_it(name, before)
+        for expected, new in zip((state.params, state.ema_params), pair, strict=True):
+            # Adam makes steps of full length of gradients that are no more than rounding errors.
+            assert _difference(_as_torch_has_it(name, expected) - start, new - start) < 1e-3, name
+        np.testing.assert_allclose(remat_after[name], pair, atol=1e-6)
 
 
 def test_sizes_and_flops_are_those_of_train_lib():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coyo11m_tfds import mirror, schema
+from coyo11m_tfds import schema
 from coyo11m_tfds.convert import plan
 from coyo11m_tfds.convert.tasks import ShardTask
 from coyo11m_tfds.source import pt_file
@@ -232,38 +232,6 @@ def test_a_misspelt_sidecar_is_noticed_before_the_source_is_read(tmp_path):
     other = made_sources.write_sidecar(tmp_path / 'x.parquet', vectors, caption_column='caption')
     with pytest.raises(ValueError, match="made of column 'caption', but the captions are"):
         make_plan(source, tmp_path / 'out', text_embeddings=str(other))
-
-
-@pytest.mark.parametrize('vouched', ['', 'pages', 'mirror'])
-def test_a_build_says_that_pages_have_no_checksums(tmp_path, caplog, vouched):
-    source = made_sources.write_source(tmp_path / 'source', [range(20)])
-    captions = source / schema.CAPTIONS_FILE
-    if vouched == 'pages':
-        pq.write_table(pq.read_table(captions), captions, write_page_checksum=True)
-    if vouched == 'mirror':
-        mirror.mirror(source, tmp_path / 'copy')
-        source = tmp_path / 'copy'
-    for _ in range(2):
-        caplog.clear()
-        make_plan(source, tmp_path / 'out')
-        told = [line for line in caplog.messages if 'pages have no checksums' in line]
-        assert len(told) == (not vouched)
-
-
-def test_captions_are_joined_once_and_again_if_a_bit_of_them_flips(tmp_path):
-    source = made_sources.write_source(tmp_path / 'source', [range(200)])
-    first = make_plan(source, tmp_path / 'out')
-    (folder,) = (tmp_path / 'out').glob('joined-*')
-    before = (folder / 'rows.parquet').stat().st_mtime_ns
-    make_plan(source, tmp_path / 'out')
-    assert (folder / 'rows.parquet').stat().st_mtime_ns == before
-    content = bytearray((folder / 'rows.parquet').read_bytes())
-    content[len(content) // 2] ^= 1
-    (folder / 'rows.parquet').write_bytes(content)
-    again = make_plan(source, tmp_path / 'out')
-    texts = [t for task in again.tasks for t in task.inputs.open().captions]
-    assert sorted(texts) == sorted(b'Caption of %d.' % key for key in range(200))
-    assert first.source_fingerprint == again.source_fingerprint
 
 
 def test_a_source_without_rows_is_refused(tmp_path):

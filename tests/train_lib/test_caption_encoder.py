@@ -97,19 +97,6 @@ def test_the_same_files_are_the_same_model_whatever_runs_them(local, models):  #
     np.testing.assert_allclose(ours.encode(captions), theirs.encode(captions), atol=1e-4)
 
 
-def test_other_files_of_the_same_name_are_refused_with_both_revisions(
-    local,
-    models,  # noqa: F811
-    tmp_path,
-):
-    shutil.copytree(models / 'text', tmp_path / 'text')
-    (tmp_path / 'text' / 'more.txt').write_text('x')
-    with pytest.raises(ValueError, match='by jax:text of revision sha256:') as error:
-        caption_encoder.make(local, f'jax:{tmp_path}/text')
-    assert local.encoder_revision in str(error.value)
-    assert model_files.revision(str(tmp_path / 'text')) in str(error.value)
-
-
 def test_embeddings_of_unknown_origin_need_an_encoder_of_their_size(caplog):
     with pytest.raises(ValueError, match='name the text encoder with --encoder'):
         caption_encoder.make(facts_with('pt'))

@@ -2,14 +2,12 @@
 
 import json
 import shutil
-import time
 
 import jax
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-import input_pipeline
 from coyo11m_tfds import schema
 from tests import runs
 from tests.runs import losses, read_scalars, small_config
@@ -73,27 +71,6 @@ def test_what_evaluations_read_is_not_counted_as_read_for_training(mini_dataset)
     batches = opened.train_batches()
     next(batches)
     assert opened.read_counts().num_bytes > 0
-    batches.close()
-
-
-def test_batches_are_on_the_device_before_they_are_asked_for(mini_dataset, monkeypatch):
-    made, ahead = [], 3
-
-    def host_batches(*_, **__):
-        while True:
-            made.append({'key': np.zeros(8, np.int64)})
-            yield made[-1]
-
-    monkeypatch.setattr(input_pipeline, 'train_batches', host_batches)
-    config = small_config(mini_dataset, **{'data.device_prefetch': ahead})
-    batches = data.TrainingData(config, sharding.make_mesh()).train_batches()
-    for asked in (1, 2, 3):
-        next(batches)
-        deadline = time.monotonic() + 60
-        while len(made) < asked + ahead:
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-    assert len(made) == 3 + ahead
     batches.close()
 
 
