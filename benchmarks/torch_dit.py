@@ -24,6 +24,7 @@ SIZES = {'tiny': (128, 6, 4), 'S': (384, 12, 6), 'B': (768, 12, 12), 'L': (1024,
 SIZES['XL'] = 1152, 28, 16
 
 _TIME_FEATURES = 256
+_ROTARY_PERIOD = 100.0
 _MAX_PERIOD = 10_000.0
 _TIME_SCALE = 1_000.0
 _CHANNELS = 4  # of a latent
@@ -67,7 +68,7 @@ class Conditioning(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention with normalized queries and keys."""
+    """Multi-head self-attention; queries and keys are normalized and turned by position."""
 
     def __init__(self, width: int, num_heads: int):
         super().__init__()
@@ -76,10 +77,10 @@ class Attention(nn.Module):
         self.query_norm = HeadNorm(width // num_heads)
         self.key_norm = HeadNorm(width // num_heads)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each (b, heads, n, width / heads)
-        query, key = self.query_norm(query), self.key_norm(key)
+        query, key = _turn(self.query_norm(query), turns), _turn(self.key_norm(key), turns)
         mixed = F.scaled_dot_product_attention(query, key, value)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
@@ -93,10 +94,10 @@ class Block(nn.Module):
         self.attention = Attention(width, num_heads)
         self.mlp_1, self.mlp_2 = Linear(width, 4 * width), Linear(4 * width, width)
 
-    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+    def forward(self, x: Tensor, condition: Tensor, turns: Tensor) -> Tensor:
         parts = self.modulation(condition)[:, None].chunk(6, dim=-1)
         shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = parts
-        x = x + gate_1 * self.attention(_norm(x) * (1 + scale_1) + shift_1)
+        x = x + gate_1 * self.attention(_norm(x) * (1 + scale_1) + shift_1, turns)
         h = self.mlp_1(_norm(x) * (1 + scale_2) + shift_2)
         return x + gate_2 * self.mlp_2(F.gelu(h, approximate='tanh'))
 
@@ -121,6 +122,8 @@ class DiT(nn.Module):
         self.velocity = Linear(width, patch_size**2 * _CHANNELS).zeros()
         positions = _sincos_positions_2d(side // patch_size, width)
         self.register_buffer('positions', positions, persistent=False)
+        turns = _turns(side // patch_size, width // num_heads)
+        self.register_buffer('turns', turns, persistent=False)
 
     def forward(self, x: Tensor, t: Tensor, text: Tensor, drop_text: Tensor) -> Tensor:
         """Maps noisy latents `(b, H, W, C)`, times `(b,)`, texts `(b, D)` to float32 velocities.
@@ -133,9 +136,9 @@ class DiT(nn.Module):
         x = self.patches(x.to(self.dtype)) + self.positions.to(self.dtype)
         for block in self.blocks:
             if self.remat == 'full':
-                x = checkpoint.checkpoint(block, x, condition, use_reentrant=False)
+                x = checkpoint.checkpoint(block, x, condition, self.turns, use_reentrant=False)
             else:
-                x = block(x, condition)
+                x = block(x, condition, self.turns)
         shift, scale = self.modulation(condition)[:, None].chunk(2, dim=-1)
         x = self.velocity((_norm(x) * (1 + scale) + shift).float())
         return (
@@ -248,3 +251,20 @@ def _sincos_positions_2d(side: int, width: int) -> Tensor:
     axis = torch.cat([angles.sin(), angles.cos()], dim=-1)
     rows, columns = axis.repeat_interleave(side, 0), axis.repeat(side, 1)
     return torch.cat([rows, columns], dim=-1).float()
+
+
+def _turns(side: int, head_dim: int) -> Tensor:
+    """Cosines and sines, float32 `(2, side * side, head_dim / 2)`: half says the row."""
+    frequencies = _ROTARY_PERIOD ** -(
+        torch.arange(head_dim // 4, dtype=torch.float64) / (head_dim // 4)
+    )
+    axis = torch.arange(side)[:, None] * frequencies
+    angles = torch.cat([axis.repeat_interleave(side, 0), axis.repeat(side, 1)], dim=-1)
+    return torch.stack([angles.cos(), angles.sin()]).float()
+
+
+def _turn(x: Tensor, turns: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    cosine, sine = turns
+    turned = [first * cosine - second * sine, second * cosine + first * sine]
+    return torch.cat(turned, dim=-1).to(x.dtype)

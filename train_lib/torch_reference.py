@@ -58,7 +58,7 @@ def draw(weights, config, noise, text):
 def velocity(weights, config, z, t, text, drop):
     """Applies the transformer to z `(n, H, W, C)`, times `(n,)` and texts that are not dropped."""
     model, (n, height, width, channels) = config['model'], z.shape
-    p, w = model['patch_size'], model['width']
+    p = model['patch_size']
     words, pooled = _words(weights, text, drop) if 'words.nothing' in weights else (None, text[0])
     if model['text'] != 'sequence':
         words = None
@@ -74,16 +74,17 @@ def velocity(weights, config, z, t, text, drop):
 
     x = z.reshape(n, height // p, p, width // p, p, channels).transpose(2, 3)
     x = _dense(weights, 'patches', x.reshape(n, -1, p * p * channels))
-    x = x + _positions(height // p, width // p, w)
+    x = x + _positions(height // p, width // p, model['width'])
+    turns = _turns(height // p, width // p, model['width'] // model['num_heads'])
     for block in range(model['depth']):
-        x = _block(weights, f'blocks.{block}', model['num_heads'], x, condition, words)
+        x = _block(weights, f'blocks.{block}', model['num_heads'], x, condition, turns, words)
     shift, scale = _dense(weights, 'modulation', condition)[:, None].chunk(2, -1)
     x = _dense(weights, 'velocity', _norm(x) * (1 + scale) + shift)
     x = x.reshape(n, height // p, width // p, p, p, channels).transpose(2, 3)
     return x.reshape(n, height, width, channels)
 
 
-def _block(weights, name, num_heads, x, condition, words):
+def _block(weights, name, num_heads, x, condition, turns, words):
     parts = _dense(weights, f'{name}.modulation', condition)[:, None].chunk(6, -1)
     shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = parts
 
@@ -92,14 +93,15 @@ def _block(weights, name, num_heads, x, condition, words):
         return y.unflatten(-1, (count, num_heads, -1)).permute(2, 0, 3, 1, 4)
 
     query, key, value = heads(_norm(x) * (1 + scale_1) + shift_1, 'qkv', 3)
+    query_scale = weights[f'{name}.attention.query_norm.scale']
+    key_scale = weights[f'{name}.attention.key_norm.scale']
+    query, key = _turn(_rms(query, query_scale), turns), _turn(_rms(key, key_scale), turns)
     mask = None
     if words is not None:
         vectors, present = words
-        of_words = heads(vectors, 'words', 2)
-        key, value = torch.cat([key, of_words[0]], 2), torch.cat([value, of_words[1]], 2)
+        of_words, values = heads(vectors, 'words', 2)
+        key, value = torch.cat([key, _rms(of_words, key_scale)], 2), torch.cat([value, values], 2)
         mask = F.pad(present, (x.shape[1], 0), value=True)[:, None, None]
-    query = _rms(query, weights[f'{name}.attention.query_norm.scale'])
-    key = _rms(key, weights[f'{name}.attention.key_norm.scale'])
     mixed = F.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2).flatten(2)
     x = x + gate_1 * _dense(weights, f'{name}.attention.out', mixed)
     hidden = _dense(weights, f'{name}.mlp_1', _norm(x) * (1 + scale_2) + shift_2)
@@ -142,6 +144,18 @@ def _positions(rows, columns, width):
     row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing='ij')
     angles = [place.flatten()[:, None] * frequencies for place in (row, column)]
     return torch.cat([f(angle) for angle in angles for f in (torch.sin, torch.cos)], -1).float()
+
+
+def _turns(rows, columns, head_dim):
+    frequencies = 100 ** -(torch.arange(head_dim // 4, dtype=torch.float64) / (head_dim // 4))
+    places = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing='ij')
+    angles = torch.cat([place.flatten()[:, None] * frequencies for place in places], 1).float()
+    return angles.cos(), angles.sin()
+
+
+def _turn(x, turns):
+    (cosine, sine), (a, b) = turns, x.chunk(2, -1)
+    return torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1)
 
 
 def _tuple(text):

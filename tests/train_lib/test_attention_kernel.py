@@ -9,7 +9,7 @@ from configs import default
 from train_lib import flow, sharding, step
 from train_lib.models import attention_kernel
 from train_lib.models.attention_kernel import Product
-from train_lib.models.dit import Attention, DiT, OneDevice
+from train_lib.models.dit import Attention, DiT, OneDevice, make_turns
 
 HEADS, WIDTH = 2, 256
 
@@ -44,7 +44,7 @@ def by_xla(tokens, words, *scales):
         and product._replace(values=product.values + _nothing(product.bias, product.values.dtype))
         for product in (tokens, words)
     )
-    return attention.mix_by_xla(tokens, words, *scales)
+    return attention.mix_by_xla(tokens, words, *scales, turns_of(tokens))
 
 
 def _nothing(bias, dtype):
@@ -53,7 +53,11 @@ def _nothing(bias, dtype):
 
 
 def by_kernel(*operands):
-    return attention_kernel.attend(*operands, HEADS, True)
+    return attention_kernel.attend(*operands, turns_of(operands[0]), HEADS, True)
+
+
+def turns_of(tokens):
+    return jnp.asarray(make_turns(4, tokens.values.shape[1] // 4, 128))
 
 
 @pytest.mark.parametrize(

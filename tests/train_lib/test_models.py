@@ -13,7 +13,7 @@ from coyo11m_tfds.text import text_encoders
 from tests import runs
 from tests.test_readme import blocks
 from train_lib import draw, models, train
-from train_lib.models import dit
+from train_lib.models import attention_kernel, dit
 from train_lib.models.dit import Words
 
 
@@ -82,8 +82,8 @@ def test_what_is_given_replaces_the_preset_and_0_leaves_it():
         ({'attention': 'flash'}, "model.attention='flash': expected one of xla, cudnn"),
         ({'text': 'both'}, "model.text='both': expected one of pooled, sequence"),
         ({'text': 'sequence'}, "model.text='sequence': the data set holds embeddings, expected"),
-        ({'width': 50}, 'model.width=50: expected a multiple of 4 and of model.num_heads=6'),
-        ({'num_heads': 5}, 'model.width=384: expected a multiple of 4 and of model.num_heads=5'),
+        ({'width': 50}, 'model.width=50: expected a multiple of 24, 4 times model.num_heads=6'),
+        ({'num_heads': 5}, 'model.width=384: expected a multiple of 20, 4 times model.num_heads=5'),
         ({'mlp_ratio': 1.001}, 'model.mlp_ratio=1.001: expected a whole number'),
         ({'experts': 8}, "model.experts=8: expected 0, a model of kind 'dit' has no such field"),
         ({'kind': 'unet'}, "model.kind='unet': No module named 'unet'; expected 'dit' or MODULE:"),
@@ -142,6 +142,18 @@ def test_time_text_and_place_matter(small):
     # Without position vectors a transformer would commute with a shift by whole patches.
     shifted = jnp.roll(model.apply(variables, jnp.roll(x, 2, axis=1), t, text), -2, axis=1)
     assert not np.allclose(out, shifted, atol=1e-3)
+
+
+def test_products_of_turned_vectors_depend_on_the_difference_of_positions_alone():
+    query, key = jax.random.normal(jax.random.key(3), (2, 16))
+    turns = dit.make_turns(5, 7, 16).reshape(5, 7, 32)
+
+    def product(a, b):
+        return np.dot(*(attention_kernel.turn(x, turns[at]) for x, at in ((query, a), (key, b))))
+
+    assert product((1, 2), (3, 3)) == pytest.approx(product((2, 5), (4, 6)), abs=1e-5)
+    others = [product((1, 2), at) for at in ((3, 2), (2, 3), (1, 3), (3, 1))]
+    assert np.abs(others - product((1, 2), (3, 3))).min() > 1e-3
 
 
 def test_a_token_is_a_square_of_positions(small):

@@ -6,11 +6,12 @@
 
 Architecture: Peebles & Xie, "Scalable Diffusion Models with Transformers" (2023), block adaLN-Zero,
 with query and key normalization (Dehghani et al., "Scaling Vision Transformers to 22 Billion
-Parameters", 2023) and the text embedding instead of the class label. A text may also be token ids,
-or the hidden states of a text encoder. A learned table or projection then turns them into vectors,
-and their mean is the text embedding. With `text='sequence'`, every block's attention sees these
-vectors beside the picture's own tokens, as in Nichol et al., "GLIDE" (2021). The blocks are one
-scanned module: compile time and the size of the program do not grow with the depth.
+Parameters", 2023), rotary position embedding besides the fixed positions, and the text embedding
+instead of the class label. A text may also be token ids, or the hidden states of a text encoder. A
+learned table or projection then turns them into vectors, and their mean is the text embedding. With
+`text='sequence'`, every block's attention sees these vectors beside the picture's own tokens, as in
+Nichol et al., "GLIDE" (2021). The blocks are one scanned module: compile time and the size of the
+program do not grow with the depth.
 """
 
 import functools
@@ -65,6 +66,7 @@ ATTENTION = ('xla', 'cudnn', 'pallas')
 
 _TIME_FEATURES = 256
 _MAX_PERIOD = 10_000.0  # of the sinusoids; as in DiT and Vaswani et al. (2017)
+_ROTARY_PERIOD = 100.0  # tokens; a picture has 16 in a row
 _TIME_SCALE = 1_000.0  # t in [0, 1] to the range the sinusoids are made for
 
 
@@ -246,6 +248,23 @@ def sincos_positions_2d(rows: int, columns: int, width: int) -> np.ndarray:
     return np.concatenate([vectors[0], vectors[1]], axis=-1).astype(np.float32)
 
 
+def make_turns(rows: int, columns: int, head_dim: int) -> np.ndarray:
+    """Turns of queries and keys by the positions of their tokens.
+
+    Rotary position embedding (Su et al., "RoFormer", 2021), half of a head for each axis, with the
+    period of Heo et al., "Rotary Position Embedding for Vision Transformer" (2024), section 3.2.
+
+    Returns:
+        float32 `(rows * columns, 2 * head_dim)` for `attention_kernel.turn`, in row-major order of
+        the positions.
+    """
+    frequencies = _ROTARY_PERIOD ** -(np.arange(head_dim // 4) / (head_dim // 4))
+    grid = np.stack(np.meshgrid(np.arange(rows), np.arange(columns), indexing='ij'))
+    angles = np.concatenate(list(grid.reshape(2, -1, 1) * frequencies), axis=-1)
+    cosine, sine = np.cos(angles), np.sin(angles)
+    return np.concatenate([cosine, cosine, -sine, sine], axis=-1).astype(np.float32)
+
+
 def time_features(t: jax.Array) -> jax.Array:
     """Sinusoids of the time: `(b,)` in [0, 1] to float32 `(b, 256)`."""
     half = _TIME_FEATURES // 2
@@ -308,7 +327,7 @@ class Attention(nn.Module):
     pin: OneDevice = OneDevice()
 
     @nn.compact
-    def __call__(self, x: jax.Array, words: Words | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, turns: jax.Array, words: Words | None = None) -> jax.Array:
         width = x.shape[-1]
         head_dim = width // self.num_heads
         by_kernel = self._takes_kernel(
@@ -325,7 +344,7 @@ class Attention(nn.Module):
         of_words = product(words.vectors, 2, 'words', words.present) if words is not None else None
         scales = _Scale(head_dim, name='query_norm')(), _Scale(head_dim, name='key_norm')()
         mix = self._mix_by_kernel if by_kernel else self.mix_by_xla
-        mixed = checkpoint_name(self.pin(mix(tokens, of_words, *scales)), _KEPT)
+        mixed = checkpoint_name(self.pin(mix(tokens, of_words, *scales, turns)), _KEPT)
         out = Dense(width, dtype=self.dtype, name='out')(mixed)
         return checkpoint_name(self.pin(out), _KEPT)
 
@@ -338,36 +357,49 @@ class Attention(nn.Module):
         return fits
 
     def _mix_by_kernel(
-        self, tokens: Product, words: Product | None, *scales: jax.Array
+        self, tokens: Product, words: Product | None, *scales_and_turns: jax.Array
     ) -> jax.Array:
         of_words, of_words_bias, present = words or (None, None, None)
 
         def attend(rows, shared):
             values, of_words, present = rows
-            bias, of_words_bias, *scales = shared
+            bias, of_words_bias, *others = shared
             words = None if of_words is None else Product(of_words, of_words_bias, present)
-            return attention_kernel.attend(Product(values, bias), words, *scales, self.num_heads)
+            return attention_kernel.attend(Product(values, bias), words, *others, self.num_heads)
 
-        rows, shared = (tokens.values, of_words, present), (tokens.bias, of_words_bias, *scales)
+        rows, shared = (
+            (tokens.values, of_words, present),
+            (tokens.bias, of_words_bias, *scales_and_turns),
+        )
         return self.pin.map(attend, rows, shared)
 
-    def mix_by_xla(self, tokens: Product, words: Product | None, *scales: jax.Array) -> jax.Array:
+    def mix_by_xla(
+        self,
+        tokens: Product,
+        words: Product | None,
+        query_scale: jax.Array,
+        key_scale: jax.Array,
+        turns: jax.Array,
+    ) -> jax.Array:
         query, key, value = self._heads(tokens.values, 3)
+        query, key = (
+            attention_kernel.turn(attention_kernel.normalize(x, scale), turns[:, None])
+            for x, scale in ((query, query_scale), (key, key_scale))
+        )
         mask = None
         if words is not None:
-            key, value = (
-                jnp.concatenate(both, 1)
-                for both in zip((key, value), self._heads(words.values, 2), strict=True)
-            )
+            of_words, values = self._heads(words.values, 2)
+            of_words = attention_kernel.normalize(of_words, key_scale)
+            key, value = jnp.concatenate([key, of_words], 1), jnp.concatenate([value, values], 1)
             mask = jnp.pad(words.present, [(0, 0), (query.shape[1], 0)], constant_values=True)
             mask = mask[:, None, None]
-        query, key = (
-            attention_kernel.normalize(x, scale)
-            for x, scale in zip((query, key), scales, strict=True)
-        )
         cudnn = self.implementation == 'cudnn'
         mixed = jax.nn.dot_product_attention(
-            query, key, value, mask=mask, implementation='cudnn' if cudnn else 'xla'
+            query.astype(value.dtype),
+            key.astype(value.dtype),
+            value,
+            mask=mask,
+            implementation='cudnn' if cudnn else 'xla',
         )
         return mixed.reshape(*mixed.shape[:2], -1)
 
@@ -386,7 +418,13 @@ class Block(nn.Module):
     pin: OneDevice = OneDevice()
 
     @nn.compact
-    def __call__(self, x: jax.Array, condition: jax.Array, words: Words | None = None) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        condition: jax.Array,
+        turns: jax.Array,
+        words: Words | None = None,
+    ) -> jax.Array:
         x, condition = self.pin(x), self.pin(condition)
         width = x.shape[-1]
         modulation = Dense(
@@ -399,7 +437,7 @@ class Block(nn.Module):
         attention = Attention(
             self.num_heads, self.dtype, self.attention, self.pin, name='attention'
         )
-        h = attention(_modulate(h, shift_1, scale_1), words)
+        h = attention(_modulate(h, shift_1, scale_1), turns, words)
         x = x + gate_1[:, None] * h
 
         h = nn.LayerNorm(use_bias=False, use_scale=False, dtype=self.dtype)(x)
@@ -417,7 +455,7 @@ class DiT(nn.Module):
     """Predicts the velocity of rectified flow.
 
     Attributes:
-        width: Width of the tokens; a multiple of 4 and of `num_heads`.
+        width: Width of the tokens; a multiple of 4 times `num_heads`.
         depth: Number of blocks.
         patch_size: Side of the square of latent positions that makes a token.
         mlp_ratio: Width of the hidden layer of a block, in widths of the tokens.
@@ -456,9 +494,9 @@ class DiT(nn.Module):
                 "model.text='sequence': the data set holds embeddings, expected tokens "
                 "(embed_captions --tokens_only), or model.text='pooled'"
             )
-        if self.width % 4 or self.width % self.num_heads:
+        if self.width % (4 * self.num_heads):
             raise ValueError(
-                f'model.width={self.width}: expected a multiple of 4 and of '
+                f'model.width={self.width}: expected a multiple of {4 * self.num_heads}, 4 times '
                 f'model.num_heads={self.num_heads}'
             )
         if self.mlp_ratio * self.width % 1:
@@ -509,7 +547,8 @@ class DiT(nn.Module):
         )
         tokens = Dense(self.width, dtype=self.dtype, name='patches')(_to_patches(x, p))
         tokens += sincos_positions_2d(rows, columns, self.width).astype(self.dtype)
-        tokens = self._blocks()(self.pin(tokens), self.pin(condition), words)
+        turns = jnp.asarray(make_turns(rows, columns, self.width // self.num_heads))
+        tokens = self._blocks()(self.pin(tokens), self.pin(condition), turns, words)
 
         modulation = Dense(
             2 * self.width, dtype=self.dtype, kernel_init=nn.initializers.zeros, name='modulation'
