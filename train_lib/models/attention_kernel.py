@@ -272,7 +272,7 @@ def turn(x: jax.Array, turns: jax.Array) -> jax.Array:
     return x * cosines + jnp.roll(x, x.shape[-1] // 2, -1) * sines
 
 
-def _turn(x, turns, dtype, sign: int = 1):
+def _turn(x: jax.Array, turns: jax.Array, dtype: Any, sign: int = 1) -> jax.Array:
     """As `turn`, or back; a product swaps the halves, rounded to `dtype`.
 
     The matrix unit has time left. For L/2 on v5e the forward pass of a sample takes 8,134 bundles,
