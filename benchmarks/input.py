@@ -101,7 +101,7 @@ def _fitted(sides: dict[str, Side], made: pathlib.Path) -> dict[str, Side]:
 
 
 def _once(side: Side, made: pathlib.Path, seconds: float, cold: bool) -> Figures:
-    """One run, and of one that reads from the page cache a resume as well."""
+    """Runs a side once and, if it reads from the page cache, resumes it too."""
     data = _data(side, made)
     if isinstance(data, dict):
         return data
@@ -225,7 +225,7 @@ def _open(
 
 
 def _digests(batches: Iterator[Batch]) -> list[str]:
-    """One for each of the next batches."""
+    """Returns a digest of each of the next batches."""
     return [
         hashlib.sha256(
             b''.join(np.asarray(batch[name]).tobytes() for name in (schema.KEY, schema.LATENTS))
@@ -408,7 +408,7 @@ def torch(folder: str, state: str) -> Stream:
 
 
 class _Reads:
-    """What a `DataLoader` takes a batch from."""
+    """A data set for `DataLoader` that returns whole batches."""
 
     def __init__(self, read: Callable[[np.ndarray], Batch]):
         self._read = read

@@ -131,7 +131,7 @@ def _timed(run: Callable[[int], float], warmup: int, steps: int) -> tuple[float,
 
 
 def _figures(seconds, loss, flops, batch_size, device, memory) -> Figures:
-    """Of a turn; `flops` are those of one sample, forward alone."""
+    """Returns the figures of a turn; `flops` counts the forward pass of one sample."""
     rate, chip = batch_size / seconds, chips.CHIPS.get(device)
     found = {'seconds': seconds, 'loss': loss, 'rate': rate, 'flops_per_second': 3 * flops * rate}
     mfu = chip and found['flops_per_second'] / chip.flops
@@ -139,7 +139,7 @@ def _figures(seconds, loss, flops, batch_size, device, memory) -> Figures:
 
 
 def _stats() -> dict[str, np.ndarray]:
-    """Such as the real data have."""
+    """Returns statistics like those of the real data."""
     values = {'latent_mean': (0, CHANNELS), 'latent_std': (6, CHANNELS)}
     values |= {'text_mean': (0, TEXT_DIM), 'text_std': (1, TEXT_DIM)}
     return {name: np.full(size, value, np.float32) for name, (value, size) in values.items()}

@@ -79,7 +79,7 @@ def choose_workers(num_workers: int, num_bytes: int) -> int:
 
 
 class _Run:
-    """One thread for each group that is in work, one for each shard that is being stored."""
+    """A run: one thread for each group in work, and one for each shard that is being stored."""
 
     def __init__(
         self,

@@ -76,7 +76,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class _Joined:
-    """What records hold besides latents, by place: all rows split by split, without duplicates."""
+    """The contents of records except latents, by place: all rows split by split, no duplicates."""
 
     places: np.ndarray  # of each row of the `.pt` files, int64 `(n,)`; -1 of one that repeats a key
     captions: Joined

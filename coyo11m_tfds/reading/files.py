@@ -59,7 +59,7 @@ Range = tuple[int, int, int]  # number of the file, first byte, one past the las
 
 @functools.cache
 def _zeros() -> np.ndarray:
-    """As many zeros as a row may have; the system gives no memory to them before they are read."""
+    """Returns zeros for the longest possible row; the system allocates no memory for them."""
     return np.frombuffer(mmap.mmap(-1, schema.MAX_LATENTS_NBYTES), np.uint8)
 
 

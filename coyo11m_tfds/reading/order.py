@@ -344,11 +344,11 @@ def train_blocks(
 
 
 def _train_block(order: Order, lanes: range, start: int, each: int, batches: range) -> Block:
-    """Some of the batches after `start`."""
+    """Returns the block of some batches after `start`."""
     found = order.samples(lanes, start + batches.start * each, start + batches.stop * each)
 
     def rows(x: np.ndarray) -> np.ndarray:
-        """From `(lanes, steps * each)` to `(steps, lanes * each)`, and of the steps some."""
+        """Maps `(lanes, steps * each)` to `(steps, lanes * each)`, for some of the steps."""
         by_step = x.reshape(len(lanes), -1, each).transpose(1, 0, 2)
         return by_step[:: batches.step].reshape(len(batches), -1)
 

@@ -302,7 +302,7 @@ class RowReader:
         return good
 
     def _ranges(self, runs: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Of each run its shard, first record, records, first byte, and bytes."""
+        """Returns shard, first record, number of records, first byte and size of each run."""
         shard, first = runs >> 32, (runs & 0xFFFFFFFF) * _STRIDE
         count = np.minimum(self._split.index.shard_lengths[shard] - first, _STRIDE)
         return shard, first, count, *self._split.index.byte_range(shard, first, count)
@@ -347,7 +347,7 @@ class RowReader:
     def _array(
         self, name: str, rows: Rows, good: np.ndarray, keys: np.ndarray
     ) -> 'np.ndarray | InMemory':
-        """One array of a batch; zeros or empty where there is no record."""
+        """Returns one array of a batch, with zeros or '' for rows without a record."""
         choices = self._choices
         if name == schema.KEY:
             return keys

@@ -141,7 +141,7 @@ def _make_head(file: SourceFile, path: str, check_crc: bool) -> None:
 def _ranges(
     file: SourceFile, members: Sequence[pt_archive.Member], stop: int
 ) -> list[tuple[int, int]]:
-    """Where the small members before `stop` are, and the local headers of the others."""
+    """Returns the ranges of small members before `stop`, and of the others' local headers."""
     small = pt_archive.small_bytes(file.size)
     total, merged = 0, [(0, 0)]
     for member in members:

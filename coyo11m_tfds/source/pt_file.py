@@ -87,7 +87,7 @@ class LatentShard(LatentFile):
             super()._read(rows, raw)
 
     def _latents_start(self) -> int | None:
-        """Where the latents begin in the file; None if they do not lie there row after row."""
+        """Returns the offset of the latents in the file; None if they are not contiguous."""
         if not len(self.keys) or not self._latents.is_contiguous():
             return None
         latents = self._bare[schema.PT_LATENTS]
@@ -195,7 +195,7 @@ def _load(path: str, name: str, **options) -> dict[str, torch.Tensor]:
 
 
 def _storage_start(tensor: torch.Tensor) -> int:
-    """Where in the file the storage of a tensor without data begins; -1 if that is unknown."""
+    """Returns the offset in the file of a tensor's storage; -1 if unknown."""
     return getattr(tensor.untyped_storage(), '_checkpoint_offset', -1)
 
 

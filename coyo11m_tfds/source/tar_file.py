@@ -121,7 +121,7 @@ class TarFile(LatentFile):
             raise self._damaged('its end mark is not at its end')
 
     def _pax(self, start: int, length: int) -> dict[str, str]:
-        """What matters here of records `LENGTH NAME=VALUE` about the next member."""
+        """Reads the needed records `LENGTH NAME=VALUE` about the next member."""
         data, found = self._read_bytes(start, length), {}
         while data:
             digits, _, record = data.partition(b' ')

@@ -126,7 +126,7 @@ def load_params(checkpoint: 'Checkpoint', dtype: jnp.dtype | type) -> dict[str, 
 
 
 def _targets(params: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Where to write each weight, by its name in the files, in the files' order of axes."""
+    """Returns the place of each weight, by its name and in the axis order of the files."""
     targets = {f'{theirs}.weight': params[ours] for ours, theirs in _REST.items()}
     for ours, theirs in _LAYER.items():
         for i, stacked in enumerate(params[f'layers.{ours}']):

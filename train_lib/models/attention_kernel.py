@@ -218,7 +218,7 @@ def _give(product, head: int, gradient) -> None:
 
 
 def _attention(inputs, head: int, num_heads: int, of_keys: int):
-    """Of one head: normalized queries and keys, values, weights, what makes these sum up to 1.
+    """Computes one head: normalized queries and keys, values, weights and their normalization.
 
     Keys, values and weights come in lists: those of tokens, and those of words. `of_keys` is the
     axis of the keys in scores and weights. Each product over the rows of its first factor costs a

@@ -103,7 +103,7 @@ class _Instruction(NamedTuple):
         return self.operands.split(', ')[index].lstrip('%')
 
     def attribute(self, pattern: str) -> str:
-        """What the group of the pattern finds in the attributes; '' for nothing."""
+        """Returns the match of the pattern's group in the attributes; '' without a match."""
         found = re.search(pattern, self.attributes)
         return found[1] if found else ''
 
