@@ -15,10 +15,9 @@ from coyo11m_tfds.convert.data_folder import FinishedShards
 from coyo11m_tfds.dataset import stored_dataset
 from coyo11m_tfds.reading import files as files_lib
 from coyo11m_tfds.source.pt_file import LatentShard
-from tests import built, children, made_sources, runs
+from tests import built, children, made_sources
 from tests.reading import planned
 from tests.reading.batches import assert_same, joined
-from train_lib import train
 
 ORDER = dict(batch_size=16, seed=0, lanes=4, chunk=32, window=64)
 
@@ -267,18 +266,3 @@ def test_bad_rows_of_the_source_are_left_out(small, movable, tmp_path):
     batches = read(path, steps, features=('key', 'latents'))
     assert keys[5] not in np.concatenate([batch['key'] for batch in batches])
     assert all(np.isfinite(batch['latents']).all() for batch in batches)
-
-
-# --- Training ----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_run_on_it_has_the_losses_of_one_on_the_converted_data_set(
-    in_place, mini_dataset, tmp_path
-):
-    short = {'num_steps': 4, 'eval_every': 4, 'checkpoint_every': 2}
-    found = []
-    for name, path in {'converted': mini_dataset, 'in_place': in_place}.items():
-        train.train_and_evaluate(runs.small_config(path, **short), tmp_path / name)
-        found.append(runs.losses(tmp_path / name))
-    assert found[0] == found[1] and len(found[0]) >= 4

@@ -4,8 +4,6 @@ import itertools
 import json
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -14,15 +12,13 @@ from coyo11m_tfds import add_column, schema, verify
 from coyo11m_tfds.convert import driver
 from coyo11m_tfds.convert.settings import BuildSettings
 from coyo11m_tfds.dataset import columns
-from tests import built, runs
+from tests import built
 from tests.built import files_of
-from tests.checkout import CHECKOUT
 from tests.convert import build_kills, build_program
 from tests.fakes.cloud import Gcs, fake_gcs
 from tests.reading import planned
 from tests.reading.batches import assert_same, check_memory, joined, wait_until_idle
 from tests.test_in_place import ORDER, read
-from train_lib import train
 
 SOURCE, DATA = 'gs://source/coyo', 'gs://data/coyo11m_tfds/here/1.0.0'
 LATENTS = f'coyo/{schema.LATENTS_FOLDER}'
@@ -85,12 +81,6 @@ def test_a_chunk_is_a_request_for_records_and_one_for_latents(storage, described
     counts = counter.read()
     assert (counts.num_chunks, counts.chunks_in_flight) == (len(shards), 0)
     assert counts.num_bytes == asked + sum(r.range[1] + 1 - r.range[0] for r in shards)
-
-
-def test_passing_faults_change_nothing(storage, mini_dataset):
-    storage.inject_share(['503', '429', 'cut', 'reset'], share=0.1, seed=3)
-    assert_same(read(DATA, 40), read(mini_dataset, 40))
-    assert any(r.fault and r.path.endswith('.pt') for r in storage.requests)
 
 
 def test_an_object_that_was_replaced_is_named_before_anything_is_read(storage):
@@ -177,25 +167,3 @@ def test_a_source_that_readers_cannot_reach_is_refused(sample_source, gcs, hub, 
     hub.commit({p.relative_to(sample_source).as_posix(): p for p in sample_source.rglob('*.*')})
     with pytest.raises(ValueError, match=r"\.pt: latents='in_place' .* local or on gs://\. Mirror"):
         build('hf://datasets/owner/name', str(tmp_path / 'a' / 'b' / 'c' / '1.0.0'))
-
-
-# --- Programs ------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_stopped_run_has_the_losses_of_one_on_the_converted_data_set(
-    storage, mini_dataset, tmp_path
-):
-    short = {'eval_every': 4, 'checkpoint_every': 2}
-    flags = [flag for flag in runs.flags(DATA, '') if not flag.startswith('--workdir')]
-    command = [sys.executable, '-m', 'train_lib.tools.check', *flags]
-    said = subprocess.check_output(command, cwd=CHECKOUT, text=True)
-    assert json.loads(said)['data'] == f'{DATA}, text embeddings of hash'
-    for num_steps in (4, 8):
-        process = runs.start(DATA, tmp_path / 'there', num_steps=num_steps, **short)
-        output, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, output
-    config = runs.small_config(mini_dataset, num_steps=8, **short)
-    train.train_and_evaluate(config, tmp_path / 'converted')
-    expected = runs.losses(tmp_path / 'converted')
-    assert len(expected) >= 8 and runs.losses(tmp_path / 'there') == expected

@@ -68,20 +68,6 @@ def test_a_state_continues_where_it_was_taken(intact, engine):
     assert list(other.get_state()['samples'].values()) == [33 * 4]
 
 
-def test_a_state_continues_with_another_batch_size_and_number_of_processes(intact):
-    keys = [batch['key'] for batch in take(input_pipeline.train_batches(intact, **ORDER), 12)]
-    sequence = np.concatenate([key.reshape(4, 4) for key in keys], axis=1)  # a row a lane
-    batches = input_pipeline.train_batches(intact, **ORDER)
-    take(batches, 3)
-    state = batches.get_state()
-    for process in range(2):
-        share = dict(ORDER, batch_size=8, process_index=process, process_count=2)
-        part = input_pipeline.train_batches(intact, **share)
-        part.set_state(state)
-        got = np.concatenate([batch['key'].reshape(2, 2) for batch in take(part, 5)], axis=1)
-        np.testing.assert_array_equal(got, sequence[2 * process : 2 * process + 2, 12:22])
-
-
 @pytest.mark.parametrize('engine', ENGINES)
 def test_an_evaluation_continues_where_its_state_was_taken(intact, engine):
     asked = dict(batch_size=16, engine=engine, features=ALL)

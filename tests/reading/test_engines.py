@@ -356,14 +356,6 @@ def test_keys_and_captions_of_every_length_are_found(keys, tmp_path):
     )
 
 
-def test_rows_as_wide_as_any_text_vector_are_gathered():
-    memory = files_lib.Memory()
-    data = np.arange(2 * schema.MAX_TEXT_DIM + 9, dtype=np.uint8)
-    rows = memory.gather(data.ctypes.data + np.array([9, 0]), 2 * schema.MAX_TEXT_DIM)
-    np.testing.assert_array_equal(rows[0].tobytes(), data[9:].tobytes())
-    np.testing.assert_array_equal(rows[1].tobytes(), data[:-9].tobytes())
-
-
 @pytest.mark.parametrize('num_shards', [12, 100_000])
 def test_paths_of_shards_are_those_of_tfds(tmp_path, num_shards):
     path = tmp_path / schema.NAME / '00000-of-00012' / '1.0.0'
@@ -423,19 +415,6 @@ def test_other_encodings_are_refused_by_name(copy):
 def test_a_mistake_is_named(intact, changes, message):
     with pytest.raises(ValueError, match=message):
         input_pipeline.train_batches(intact, **{**ORDER, **changes})
-
-
-@ENGINES
-def test_evaluation_that_has_ended_stays_ended(intact, engine):
-    batches = input_pipeline.eval_batches(intact, batch_size=16, engine=engine)
-    assert len(list(batches)) == 4
-    assert next(batches, None) is None and list(batches) == []
-
-
-def test_rows_are_local(intact, gcs):
-    gcs.upload_folder(intact, 'gs://bucket/d/1.0.0')
-    with pytest.raises(ValueError, match=r"gs://bucket/.*: engine='rows' needs local files"):
-        input_pipeline.train_batches('gs://bucket/d/1.0.0', engine='rows', **ORDER)
 
 
 def test_rows_need_neither_tensorflow_nor_torch_nor_jax(intact):

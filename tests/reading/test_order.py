@@ -90,21 +90,6 @@ def test_processes_plan_their_parts_of_every_wth_batch(order, each, stride, bloc
 
 
 @settings(max_examples=30)
-@given(orders(), st.integers(1, 40), st.data())
-def test_blocks_end_with_windows(order, each, data):
-    """Or less than a batch behind: what follows lies in other chunks, but for one a lane."""
-    start = data.draw(st.integers(0, 2 * order.lane_length))
-    ends, lane = start, range(order.settings.lanes)
-    blocks = order_lib.train_blocks(order, lane, each, start, block_rows=1)
-    for block in itertools.islice(blocks, 5):
-        place = ends % order.lane_length
-        next_window = ends - place + (place // order.window + 1) * order.window
-        end = min(next_window, ends - place + order.lane_length)
-        ends += len(block.shard) * each
-        assert end <= ends < end + each
-
-
-@settings(max_examples=30)
 @given(orders(), st.integers(0, 3))
 def test_an_epoch_has_each_record_once_but_for_fewer_than_lanes(order, epoch):
     lanes, length = order.settings.lanes, order.lane_length
@@ -131,15 +116,6 @@ def test_each_record_is_left_out_of_as_many_epochs_as_chance_allows():
     assert np.abs(seen / epochs - share).max() < 5 * chance
 
 
-def test_seed_and_epoch_decide_the_order():
-    order = make_order()
-    first = planned(order, 8, 0)
-    assert planned(make_order(), 8, 0) == first
-    assert planned(make_order(seed=4), 8, 0) != first
-    later = planned(order, 8, order.lane_length)
-    assert [x[1:] for x in later] != [x[1:] for x in first]
-
-
 def test_the_order_stays_what_it_was_in_earlier_versions():
     """Checkpoints name a place in this order: a change would make them mean another place."""
 
@@ -158,14 +134,6 @@ def test_the_order_stays_what_it_was_in_earlier_versions():
     choices = [order_lib.sample_crops(2, 3, keys, 3), order_lib.sample_drops(2, 3, keys, 0.1)]
     assert digest_of(choices) == '1fb42cbbb8da5710'
     assert digest_of([order_lib.sample_texts(2, 3, keys, (2, 1, 0.5))]) == '80ccd4757252007c'
-
-
-def test_a_sample_is_located_by_division():
-    order = make_order()
-    assert order.lane_length == 131
-    assert [order.locate(k) for k in (0, 130, 131, 400)] == [(0, 0), (0, 130), (1, 0), (3, 7)]
-    with pytest.raises(ValueError, match='sample=-1 is negative'):
-        order.locate(-1)
 
 
 # --- Settings ----------------------------------------------------------------------------------

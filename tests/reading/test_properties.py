@@ -72,18 +72,13 @@ class Run:
     def plan(self) -> Planned:
         return Planned(Order(SHARDS[self.shards], self.settings), self.batch_size)
 
-    def expected(self, sizes: list[int]) -> list[list[np.ndarray]]:
+    def expected(self, count: int) -> list[list[np.ndarray]]:
         """Batches from `start` on: of each the epochs and the numbers of its records."""
-        first = np.cumsum([0, *SHARDS[self.shards]])
+        first, sizes = np.cumsum([0, *SHARDS[self.shards]]), [self.batch_size] * count
         start = self.start * self.batch_size // self.lanes
         batches = naive_order.batches(SHARDS[self.shards], self.settings, sizes, start)
         found = [np.array(batch).T for batch in batches]
         return [[epoch, first[shard] + record] for epoch, shard, record in found]
-
-    def batches_from(self, data, **arguments) -> input_pipeline.Batches:
-        """The whole batches of one process."""
-        asked = self.order_settings | {'features': stored_dataset.FEATURES} | arguments
-        return input_pipeline.train_batches(data, **asked)
 
     def batches(self, data, count: int, **arguments) -> list[dict[str, np.ndarray]]:
         """Batches from `start` on, put together from those of every process."""
@@ -151,36 +146,12 @@ def test_batches_are_those_of_the_contract(written, engine, examples):
     def check(run: Run) -> None:
         data, count = written[run.shards], 7
         batches = run.batches(data.builder, count, engine=engine)
-        expected = run.expected([run.batch_size] * count)
-        for batch, (epoch, record) in zip(batches, expected, strict=True):
+        for batch, (epoch, record) in zip(batches, run.expected(count), strict=True):
             np.testing.assert_array_equal(records_of(data, batch), record)
             crops = sample_crops(run.seed, epoch, batch['key'], 3)
             np.testing.assert_array_equal(batch['latents'][:, 0, 0, 0], crops)
             drops = sample_drops(run.seed, epoch, batch['key'], 0.5)
             np.testing.assert_array_equal(batch['drop_text'], drops)
-
-    check()
-
-
-@EXAMPLES
-def test_another_batch_size_goes_on_with_the_same_sequence(written, engine, examples):
-    """From any sample, which need not be one that a batch of the new size begins with."""
-
-    @settings(max_examples=-(-examples // 4))
-    @given(run=runs(), parts=st.lists(st.integers(1, 30), min_size=2, max_size=4))
-    def check(run: Run, parts: list[int]) -> None:
-        data, sizes = written[run.shards], [part * run.lanes for part in parts]
-        batches = run.batches_from(data.builder, engine=engine, start_step=run.start)
-        state = batches.get_state()
-        expected = run.expected([size for size in sizes for _ in range(2)])
-        for size in sizes:
-            for step in range(2):
-                batches = run.batches_from(
-                    data.builder, engine=engine, start=state, start_step=step, batch_size=size
-                )
-                record = records_of(data, next(batches))
-                np.testing.assert_array_equal(record, expected.pop(0)[1])
-            state = batches.get_state()
 
     check()
 

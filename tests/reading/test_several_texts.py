@@ -13,7 +13,7 @@ import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.reading.order import Order, sample_texts
 from tests.reading import small_dataset
-from tests.reading.batches import assert_same, global_batches
+from tests.reading.batches import global_batches
 from tests.reading.planned import Planned, settings_of
 
 LENGTHS = (70, 97, 64, 0, 131, 33)
@@ -186,17 +186,3 @@ def test_what_does_not_go_together_is_refused_before_anything_is_read(data):
     assert next(read('two,records', schema.KEY)).keys() == {schema.KEY}
     with pytest.raises(ValueError, match=r"no feature 'tokens'"):
         read('', schema.TOKENS)
-
-
-def test_texts_in_a_bucket_are_chosen_as_on_a_disk(data, bucket):
-    place = f'gs://data/texts/{schema.VERSION}'
-    bucket.upload_folder(data, place)
-    for weights, feature in [
-        ({'': 2, 'two': 1, 'three': 1}, schema.TEXT_EMBEDDING),
-        ({'few': 1, 'many': 2}, schema.TOKENS),
-    ]:
-        run = Run(seed=3, window=64, start=30, processes=2, weights=weights)
-        there, local = (
-            read_together(path, run, 40, features=(schema.KEY, feature)) for path in (place, data)
-        )
-        assert_same(there, local)
