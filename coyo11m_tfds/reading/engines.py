@@ -1,15 +1,47 @@
-"""Opens splits with a chunk index, and chooses how each is read: by rows or by chunks.
+"""Reads a split with a chunk index in one of two ways: by rows of mapped files, or by chunks.
 
-    opened = engines.open_sources(asked)                     # None without a chunk index
+    opened = engines.open_sources(asked)        # None without a chunk index
+    reader = engines.SplitReader(asked, opened[0], text)
+    parts = reader.read_blocks(blocks, in_flight=64)
 
-`rows` reads mapped local files, `chunks` fetches; see `split_reader`.
+By rows, no windows are held in memory: the plan names the records, and each batch is gathered from
+the page cache when it is needed. The reader announces the rows of later batches to the system, so
+that the disk reads them in advance.
+
+By chunks, a block of batches is filled chunk by chunk. One request fetches a chunk. Its records are
+found, compared with their checksums and gathered as in mapped files, and its bytes are dropped.
+While the loop uses one block, the next one is filled.
 """
 
-from typing import NamedTuple
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
+import ml_dtypes
+import numpy as np
+from absl import logging
+
+from coyo11m_tfds import schema
+from coyo11m_tfds.dataset import texts
+from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.dataset.stored_dataset import IndexedSplit, StoredDataset
-from coyo11m_tfds.reading.files import MAX_FILES
+from coyo11m_tfds.reading import damage, process_settings
+from coyo11m_tfds.reading.batches import Ahead, ArraySpec, Batch
+from coyo11m_tfds.reading.column_reader import ColumnReader, open_column
+from coyo11m_tfds.reading.damage import BadRecords
+from coyo11m_tfds.reading.files import MAX_FILES, FetchedFiles, Range, ReadCounter
+from coyo11m_tfds.reading.order import Block
+from coyo11m_tfds.reading.row_reader import Part, RowChoices, RowReader, gathered
 from coyo11m_tfds.reading.settings import AUTO, CHUNKS, ROWS, TF_DATA, Reading
+
+# How often a chunk with a damaged record is fetched: its bytes may have been changed on the way.
+_ATTEMPTS = 3
+
+# At least so many records of chunks are gathered together, so that NumPy's calls cost little.
+_GROUP_RECORDS = 1024
+
+# The ranges of files that hold the values of its records; the first one has the records.
+_Chunk = tuple[Range, ...]
 
 
 class Opened(NamedTuple):
@@ -58,3 +90,237 @@ def open_split(stored: StoredDataset, name: str, engine: str) -> Opened | None:
         by_rows = not stored.is_remote and len(split.index.shard_lengths) <= MAX_FILES
         engine = ROWS if by_rows else CHUNKS
     return Opened(split, engine)
+
+
+# --- Readers of a split --------------------------------------------------------------------------
+
+
+class SplitReader:
+    """Reads blocks of rows of one split; counts bad records of all of them together.
+
+    Attributes:
+        asked: The settings.
+    """
+
+    def __init__(self, asked: Reading, opened: Opened, text: texts.Chosen, **choices: Any):
+        """Opens the columns; `choices` are further fields of `RowChoices`.
+
+        Raises:
+            ValueError: Features or texts are not in the data set.
+            DamagedError: A file of a column is missing or has changed.
+        """
+        self._split, self.asked, stored = opened.split, asked, asked.stored
+        _check_text(stored.folder, text, asked)
+        num_records = int(self._split.index.shard_lengths.sum())
+        found = stored.find_columns(asked.features, text)
+        where = stored.folder, asked.split, num_records
+        try:
+            self._columns = {name: open_column(found[name], *where) for name in found}
+        except ValueError as error:
+            raise DamagedError(*error.args) from error
+        of_columns = {x: ArraySpec(c.shape, c.dtype) for x, c in self._columns.items()}
+        self._choices = RowChoices(
+            tuple(asked.features),
+            _stored_rows(stored) | of_columns,
+            text=text if text.in_columns or text.size > text.texts[0].size else None,
+            **choices,
+        )
+        stored.check_features(sorted(self._choices.in_records))
+        process_settings.keep_freed_memory()
+        self._bad_records = BadRecords(
+            asked.on_bad_records, asked.max_bad_fraction, num_records, asked.counter
+        )
+        self._mapped = self._row_reader(None) if opened.engine == ROWS else None
+
+    @property
+    def is_mapped(self) -> bool:
+        """True if rows are read from mapped files, which takes no memory for windows."""
+        return self._mapped is not None
+
+    @property
+    def raw_nbytes(self) -> int:
+        """Bytes of a sample in the files."""
+        of_columns = sum(column.row_nbytes for column in self._columns.values())
+        return self._split.record_nbytes + of_columns
+
+    def spec(self, size: int) -> dict[str, ArraySpec]:
+        """Shape and dtype of each array in batches of `size` rows."""
+        return self._choices.spec(size)
+
+    def read_blocks(self, blocks: Iterator[Block], in_flight: int) -> Iterator[Part]:
+        """Yields the batches of all blocks; fetches `in_flight` chunks at once."""
+        split, counter = self._split, self.asked.counter
+        if self._mapped:
+            return _read_rows(self._mapped, blocks, counter)
+        at_once = in_flight * (1 + len(self._columns))
+        files = FetchedFiles(split.file, split.file_sizes, at_once, counter)
+        reader = self._row_reader(files)
+        return _ChunkReader(split, reader, files, self.asked.chunk).read(blocks)
+
+    def _row_reader(self, files: FetchedFiles | None) -> RowReader:
+        return RowReader(
+            self._split,
+            self._choices,
+            self.asked.stored.record_layout,
+            verify=damage.ALWAYS if files else self.asked.verify,
+            bad_records=self._bad_records,
+            columns={name: ColumnReader(opened, files) for name, opened in self._columns.items()},
+            files=files,
+        )
+
+
+def _stored_rows(stored: StoredDataset) -> dict[str, ArraySpec]:
+    """Returns the shape and dtype of the large features in the records of a data set.
+
+    Raises:
+        ValueError: The data set has no latents, or a feature of another shape or dtype.
+    """
+    dtype, shape = stored.latents
+    known: dict[str, ArraySpec] = {
+        schema.LATENTS: ArraySpec(shape, np.dtype(getattr(ml_dtypes, dtype, dtype))),
+        schema.TEXT_EMBEDDING: ArraySpec((stored.text_dim,), np.dtype(np.float16)),
+        schema.TOKENS: ArraySpec((stored.num_tokens,), np.dtype(np.int32)),
+    }
+    return {n: x for n, x in known.items() if n not in stored.columns and all(x.shape)}
+
+
+def _check_text(folder: str, text: texts.Chosen, asked: Reading) -> None:
+    """Raises a ValueError where texts of columns are asked for, and features of the other kind."""
+    other = schema.TEXT_DTYPES.keys() & set(asked.features) - {text.feature}
+    if text.in_columns and other:
+        raise ValueError(
+            f'{folder}: features has {min(other)!r}, but text={text.names[0] or texts.RECORDS!r} '
+            f'holds {text.feature!r}, expected that.'
+        )
+
+
+# --- By rows --------------------------------------------------------------------------------------
+
+
+def _read_rows(
+    reader: RowReader, blocks: Iterator[Block], counter: ReadCounter | None
+) -> Iterator[Part]:
+    block = next(blocks, None)
+    if block is not None:
+        for run in reader.prefetch(block.shard.ravel(), block.record.ravel()):
+            reader.will_need(run)
+    while block is not None:
+        steps, size = block.shard.shape
+        rows = reader.find(*(x.ravel() for x in block))
+        block = next(blocks, None)
+        runs = [] if block is None else reader.prefetch(block.shard.ravel(), block.record.ravel())
+        for step in range(steps):
+            for run in runs[step::steps]:
+                reader.will_need(run)
+            some = rows.part(slice(step * size, (step + 1) * size))
+            batch = reader.read(some, reader.check(some))
+            if counter:
+                counter.add(num_bytes=sum(x.nbytes for x in batch.values()))
+            yield batch
+
+
+# --- By chunks ------------------------------------------------------------------------------------
+
+
+class _Plan(NamedTuple):
+    """A block of rows, and the chunks that they are in.
+
+    Attributes:
+        block: The rows.
+        chunks: All chunks that hold any of the rows.
+        rows: Places in the block, ordered by their chunks.
+        ends: For each chunk one past its last place in `rows`.
+    """
+
+    block: Block
+    chunks: list[_Chunk]
+    rows: np.ndarray
+    ends: np.ndarray
+
+
+class _ChunkReader:
+    """Reads blocks of rows with a reader of fetched files, so many records at a time."""
+
+    def __init__(self, split: IndexedSplit, reader: RowReader, files: FetchedFiles, chunk: int):
+        self._split = split
+        self._reader, self._files, self._chunk = reader, files, chunk
+
+    def read(self, blocks: Iterator[Block]) -> Iterator[Batch]:
+        for (steps, size), values in Ahead(self._fill(blocks), 1, 'chunks'):
+            for step in range(steps):
+                part = slice(step * size, (step + 1) * size)
+                # A batch that is kept must not keep its block.
+                yield {name: x[part].copy() for name, x in values.items()}
+
+    def _fill(self, blocks: Iterator[Block]) -> Iterator[tuple[tuple[int, ...], Batch]]:
+        """Yields for each block its batches and their rows, and all values one after the other."""
+        try:
+            plans = itertools.chain(map(self._plan, blocks), [None])
+            plan = next(plans)
+            self._files.ask(_ranges(plan.chunks if plan else []))
+            while plan:
+                following = next(plans)
+                both = set(following.chunks).intersection(plan.chunks) if following else set()
+                if following:
+                    self._files.ask(_ranges(x for x in following.chunks if x not in both))
+                yield plan.block.shard.shape, self._gather(plan, both)
+                plan = following
+        finally:
+            self._files.close()
+
+    def _plan(self, block: Block) -> _Plan:
+        shard, record = block.shard.ravel(), block.record.ravel()
+        chunks, of_chunk = np.unique((shard << 32) + record // self._chunk, return_inverse=True)
+        rows = np.argsort(of_chunk, kind='stable')
+        ends = np.cumsum(np.bincount(of_chunk))
+        found = self._find_chunks(chunks >> 32, (chunks & 0xFFFFFFFF) * self._chunk)
+        return _Plan(block, found, rows, ends)
+
+    def _find_chunks(self, shard: np.ndarray, first: np.ndarray) -> list[_Chunk]:
+        """What the chunks that begin with some records need of the files."""
+        count = np.minimum(self._split.index.shard_lengths[shard] - first, self._chunk)
+        begin, nbytes = self._split.index.byte_range(shard, first, count)
+        records = zip(shard.tolist(), begin.tolist(), (begin + nbytes).tolist(), strict=True)
+        number = self._split.first_numbers[shard] + first
+        of_columns = [column.ranges(number, count) for column in self._reader.columns.values()]
+        return [
+            (record, *itertools.chain(*rows))
+            for record, *rows in zip(records, *of_columns, strict=True)
+        ]
+
+    def _gather(self, plan: _Plan, kept: set[_Chunk]) -> Batch:
+        """The values of a block; forgets its chunks but for those that are kept."""
+        values: Batch = {}
+        each = -(-_GROUP_RECORDS // self._chunk)
+        for first in range(0, len(plan.chunks), each):
+            chunks = plan.chunks[first : first + each]
+            start = plan.ends[first - 1] if first else 0
+            rows = plan.rows[start : plan.ends[first + len(chunks) - 1]]
+            self._files.take(_ranges(chunks))
+            for name, x in self._gather_some(plan.block, rows).items():
+                if name not in values:
+                    values[name] = np.empty((len(plan.rows), *x.shape[1:]), x.dtype)
+                values[name][rows] = x
+            self._files.drop(_ranges(chunk for chunk in chunks if chunk not in kept))
+        return values
+
+    def _gather_some(self, block: Block, rows: np.ndarray) -> Batch:
+        """The values of some rows; those of damaged records come from the last attempt."""
+        where = Block(*(x.ravel()[rows] for x in block))
+        found = self._reader.find(*where)
+        good = self._reader.check(found)
+        for _ in range(_ATTEMPTS - 1):
+            if good.all():
+                break
+            damaged = self._plan(Block(*(x[~good] for x in where))).chunks
+            self._files.take_again(_ranges(damaged))
+            found = self._reader.find(*where)
+            good = self._reader.check(found)
+            if good.all():
+                path = self._files.path_of(damaged[0][0][0])
+                logging.warning('%s: a read failed and succeeded when tried again.', path)
+        return {name: gathered(x) for name, x in self._reader.read(found, good).items()}
+
+
+def _ranges(chunks: Iterable[_Chunk]) -> Iterator[Range]:
+    return itertools.chain.from_iterable(chunks)

@@ -10,16 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.reading import damage
 from coyo11m_tfds.reading.batches import MASK, ArraySpec, Batch, Batches
-from coyo11m_tfds.reading.engines import Opened, open_sources
+from coyo11m_tfds.reading.engines import Opened, SplitReader, open_sources
 from coyo11m_tfds.reading.filters import Kept
 from coyo11m_tfds.reading.mixture import Place, Position, Rule
 from coyo11m_tfds.reading.order import check_share, eval_blocks
 from coyo11m_tfds.reading.row_reader import gathered
-from coyo11m_tfds.reading.settings import AUTO, Reading
+from coyo11m_tfds.reading.settings import Reading
 from coyo11m_tfds.reading.sources import Source
-from coyo11m_tfds.reading.split_reader import SplitReader
 from coyo11m_tfds.storage import json_digest
 
 # How keys are read that a condition compares.
@@ -34,18 +32,9 @@ def kept_records(source: Source, split: str) -> Kept | None:
             data=source.stored,
             batch_size=at_once,
             features=(schema.KEY,),
-            process_index=0,
-            process_count=1,
             split=split,
             chunk=_KEYS_CHUNK,
-            on_bad_records=damage.STOP,
-            max_bad_fraction=0.0,
-            counter=None,
             parallel_reads=_KEYS_IN_FLIGHT,
-            prefetch=1,
-            engine=AUTO,
-            verify=damage.ALWAYS,
-            text='',
         )
         opened = open_sources(asked)
         assert opened, 'a source with a condition has a chunk index'

@@ -32,18 +32,18 @@ class Reading:
     data: Data | Mix
     batch_size: int
     features: Sequence[str]
-    process_index: int
-    process_count: int
     split: str
     chunk: int
-    on_bad_records: str
-    max_bad_fraction: float
-    counter: ReadCounter | None
     parallel_reads: int
-    prefetch: int
-    engine: str
-    verify: str
-    text: texts.Spec
+    process_index: int = 0
+    process_count: int = 1
+    on_bad_records: str = damage.STOP
+    max_bad_fraction: float = 0.0
+    counter: ReadCounter | None = None
+    prefetch: int = 1
+    engine: str = AUTO
+    verify: str = damage.ALWAYS
+    text: texts.Spec = ''
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

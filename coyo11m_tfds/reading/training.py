@@ -20,14 +20,13 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import texts
 from coyo11m_tfds.reading import damage, memory
 from coyo11m_tfds.reading.batches import ArraySpec, Batch, Batches
-from coyo11m_tfds.reading.engines import Opened
+from coyo11m_tfds.reading.engines import Opened, SplitReader
 from coyo11m_tfds.reading.evaluation import kept_records
 from coyo11m_tfds.reading.mixture import Place, Position, Rule, Stage
 from coyo11m_tfds.reading.order import Order, OrderSettings, check_share, own_lanes, train_blocks
 from coyo11m_tfds.reading.row_reader import InMemory, Part, gathered, join_places
 from coyo11m_tfds.reading.settings import Training
 from coyo11m_tfds.reading.sources import Source, check_latents, choose_texts
-from coyo11m_tfds.reading.split_reader import SplitReader
 from coyo11m_tfds.storage import json_digest
 
 # Bytes of a long caption as an object of Python, with its place in the array.

@@ -102,16 +102,13 @@ def read_head(file: SourceFile, head_dir: str | os.PathLike[str], asked: Asked) 
 def write_numbers(
     files: Sequence[SourceFile], column: str, folder: str | os.PathLike[str], latents: LatentsFrom
 ) -> str:
-    """Writes numbers that lie beside latents, and the keys, as Parquet; the first row of each key.
+    """Writes a Parquet file with a column of numbers beside the latents of all files, by key.
 
     Args:
-        files: All files of the source.
-        column: Name of the numbers.
-        folder: As `head_dir` of `SourceLatents.read`; the Parquet file goes there too.
-        latents: As of `Asked`.
+        folder: Like `head_dir` of `SourceLatents.read`; also for the Parquet file.
 
     Returns:
-        Path of the Parquet file.
+        The path of the Parquet file, which has the first row of each key.
 
     Raises:
         ValueError: A file is bad, or has no such numbers.
@@ -127,7 +124,14 @@ def write_numbers(
             return pa.table({schema.PARQUET_KEY: opened.keys, column: opened.column(column)})
 
     with concurrent.futures.ThreadPoolExecutor(_HEADS_AT_ONCE) as threads:
-        table = pa.concat_tables(threads.map(read_one, files), promote_options='permissive')
+        tables = list(threads.map(read_one, files))
+    try:
+        table = pa.concat_tables(tables, promote_options='permissive')
+    except pa.ArrowException as error:
+        raise ValueError(
+            f"{files[0].path}: its numbers '{column}' and those of other files are of types that "
+            f'do not go together ({error}).'
+        ) from None
     firsts, _ = joined.order_by_key(table.column(0).to_numpy())
     path = os.path.join(folder, 'numbers-of-files.parquet')
     pq.write_table(table.take(firsts), path)
