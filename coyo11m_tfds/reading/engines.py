@@ -4,9 +4,9 @@
     reader = engines.SplitReader(asked, opened[0], text)
     parts = reader.read_blocks(blocks, in_flight=64)
 
-By rows, no windows are held in memory: the plan names the records, and each batch is gathered from
-the page cache when it is needed. The reader announces the rows of later batches to the system, so
-that the disk reads them in advance.
+By rows, memory holds no windows: the plan names the records, and each batch is gathered from the
+page cache when it is needed. The reader announces the rows of later batches to the system, so that
+the disk reads them in advance.
 
 By chunks, a block of batches is filled chunk by chunk. One request fetches a chunk. Its records are
 found, compared with their checksums and gathered as in mapped files, and its bytes are dropped.
@@ -96,14 +96,14 @@ def open_split(stored: StoredDataset, name: str, engine: str) -> Opened | None:
 
 
 class SplitReader:
-    """Reads blocks of rows of one split; counts bad records of all of them together.
+    """Reads blocks of rows of one split, and counts the bad records of all blocks together.
 
     Attributes:
-        asked: The settings.
+        asked: The settings for reading.
     """
 
     def __init__(self, asked: Reading, opened: Opened, text: texts.Chosen, **choices: Any):
-        """Opens the columns; `choices` are further fields of `RowChoices`.
+        """Opens the columns; `choices` holds further fields of `RowChoices`.
 
         Raises:
             ValueError: Features or texts are not in the data set.
@@ -134,12 +134,12 @@ class SplitReader:
 
     @property
     def is_mapped(self) -> bool:
-        """True if rows are read from mapped files, which takes no memory for windows."""
+        """Whether rows are read from mapped files, without memory for windows."""
         return self._mapped is not None
 
     @property
     def raw_nbytes(self) -> int:
-        """Bytes of a sample in the files."""
+        """Size of a sample in the files, in bytes."""
         of_columns = sum(column.row_nbytes for column in self._columns.values())
         return self._split.record_nbytes + of_columns
 
@@ -185,7 +185,7 @@ def _stored_rows(stored: StoredDataset) -> dict[str, ArraySpec]:
 
 
 def _check_text(folder: str, text: texts.Chosen, asked: Reading) -> None:
-    """Raises a ValueError where texts of columns are asked for, and features of the other kind."""
+    """Raises a ValueError if the features include another kind of text than `text`."""
     other = schema.TEXT_DTYPES.keys() & set(asked.features) - {text.feature}
     if text.in_columns and other:
         raise ValueError(
@@ -239,7 +239,7 @@ class _Plan(NamedTuple):
 
 
 class _ChunkReader:
-    """Reads blocks of rows with a reader of fetched files, so many records at a time."""
+    """Reads blocks of rows with a reader of fetched files, some records at a time."""
 
     def __init__(self, split: IndexedSplit, reader: RowReader, files: FetchedFiles, chunk: int):
         self._split = split
@@ -253,7 +253,7 @@ class _ChunkReader:
                 yield {name: x[part].copy() for name, x in values.items()}
 
     def _fill(self, blocks: Iterator[Block]) -> Iterator[tuple[tuple[int, ...], Batch]]:
-        """Yields for each block its batches and their rows, and all values one after the other."""
+        """Yields the batches of each block with their rows, and all values in turn."""
         try:
             plans = itertools.chain(map(self._plan, blocks), [None])
             plan = next(plans)
@@ -277,7 +277,7 @@ class _ChunkReader:
         return _Plan(block, found, rows, ends)
 
     def _find_chunks(self, shard: np.ndarray, first: np.ndarray) -> list[_Chunk]:
-        """What the chunks that begin with some records need of the files."""
+        """Returns the ranges of files for the chunks that begin with some records."""
         count = np.minimum(self._split.index.shard_lengths[shard] - first, self._chunk)
         begin, nbytes = self._split.index.byte_range(shard, first, count)
         records = zip(shard.tolist(), begin.tolist(), (begin + nbytes).tolist(), strict=True)
@@ -289,7 +289,7 @@ class _ChunkReader:
         ]
 
     def _gather(self, plan: _Plan, kept: set[_Chunk]) -> Batch:
-        """The values of a block; forgets its chunks but for those that are kept."""
+        """Gathers the values of a block; frees all its chunks except those in `kept`."""
         values: Batch = {}
         each = -(-_GROUP_RECORDS // self._chunk)
         for first in range(0, len(plan.chunks), each):
@@ -305,7 +305,7 @@ class _ChunkReader:
         return values
 
     def _gather_some(self, block: Block, rows: np.ndarray) -> Batch:
-        """The values of some rows; those of damaged records come from the last attempt."""
+        """Gathers the values of some rows; those of damaged records come from the last attempt."""
         where = Block(*(x.ravel()[rows] for x in block))
         found = self._reader.find(*where)
         good = self._reader.check(found)

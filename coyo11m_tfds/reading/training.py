@@ -3,8 +3,8 @@
     batches = training.train_batches(Training(data=path, batch_size=256, ...), opened)
     training.plan(sources, settings, 256, 'train').steps_per_epoch
 
-Each source of a mixture is read by rows or by chunks, in its own sequence. A batch is put together
-from the parts of its sources: by rows, one call gathers the values of all of them.
+Each source of a mixture is read by rows or by chunks, in its own sequence. A batch joins the parts
+of its sources: by rows, one call gathers the values of all sources.
 """
 
 import dataclasses
@@ -89,7 +89,7 @@ def plan(
 
 
 def _shape_and_dtype(source: Source) -> tuple[str, tuple[int, ...]]:
-    """Those of one crop."""
+    """Returns the dtype and the shape of one crop."""
     dtype, shape = source.stored.latents
     return dtype, shape[1:]
 
@@ -151,7 +151,7 @@ class _SourceReader(SplitReader):
     def read(
         self, lanes: range, each: int, start: int, stride: int, parallel_reads: int
     ) -> Iterator[Part]:
-        """Some lanes' part of every `stride`-th batch, without end.
+        """Yields some lanes' part of every `stride`-th batch, without end.
 
         A batch takes `each` samples of every lane; there are `start` samples before the first.
         """
@@ -215,7 +215,7 @@ class TrainReader:
         return self._readers[0].spec(size)
 
     def read(self, lanes: range, place: Place, together: int = 0) -> Iterator[Batch]:
-        """Some lanes' part of the batches from a place on, without end.
+        """Yields some lanes' part of the batches from a place on, without end.
 
         With `together`, the samples that one lane gives to that many steps come as one batch.
         """
@@ -227,7 +227,7 @@ class TrainReader:
     def _read_stage(
         self, lanes: range, place: Place, stage: Stage, together: int
     ) -> Iterator[Batch]:
-        """The batches up to the end of the stage."""
+        """Yields the batches up to the end of the stage."""
         shapes = sorted(set(stage.cycle.tolist()))
         stride = place.stride if len(shapes) == 1 else 1
         steps = {x: self._steps(lanes, place, stage, x, stride, together) for x in shapes}
@@ -242,7 +242,7 @@ class TrainReader:
     def _steps(
         self, lanes: range, place: Place, stage: Stage, shape: int, stride: int, together: int
     ) -> Iterator[Callable[[float], Batch]]:
-        """What gives the batches of a shape, in turn, for so many steps at most."""
+        """Returns an iterator over the batches of a shape, for a limited number of steps."""
         members = stage.members(shape)
         # Several steps of a source are found at once, so that NumPy's calls cost as little as in
         # batches of one source.
@@ -288,9 +288,9 @@ def _whole(part: Part, limit: float) -> Batch:
 
 
 def _join(parts: list[Part], first: int, count: int, limit: float) -> Batch:
-    """Some steps of all sources; a part is `(lanes, steps, samples, ...)`.
+    """Joins some steps of all sources; a part is `(lanes, steps, samples, ...)`.
 
-    In a batch come lane after lane and, of a lane, source after source.
+    A batch is in the order of the lanes and, within a lane, of the sources.
     """
     some = slice(first, first + int(min(count, limit)))
     batch = {}
