@@ -32,7 +32,7 @@ from coyo11m_tfds.dataset import texts
 from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.dataset.stored_dataset import Data, DatasetStats, StoredDataset, open_data
 from coyo11m_tfds.reading import engines, evaluation, process_settings, training
-from coyo11m_tfds.reading.batches import DROP_TEXT, MASK, ArraySpec, Batch, Batches
+from coyo11m_tfds.reading.batches import CROP, DROP_TEXT, MASK, ArraySpec, Batch, Batches
 from coyo11m_tfds.reading.damage import DEFAULT_MAX_FRACTION, ONCE, STOP
 from coyo11m_tfds.reading.files import ReadCounter, ReadCounts
 from coyo11m_tfds.reading.mixture import Place
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 __all__ = [
     'AUTO',
     'CHUNKS',
+    'CROP',
     'DROP_TEXT',
     'ENGINES',
     'MASK',
@@ -93,7 +94,7 @@ prepare_process = process_settings.apply
 quiet_tensorflow = process_settings.quiet_tensorflow
 
 _AUTOTUNE = -1  # as `tf.data.AUTOTUNE`
-_DEFAULT_FEATURES = (schema.KEY, schema.LATENTS, schema.TEXT_EMBEDDING)
+_DEFAULT_FEATURES = (schema.KEY, schema.LATENTS, CROP, schema.TEXT_EMBEDDING)
 _NEED_JAX = ('Arrays', 'key_words', 'process_share', 'to_device')
 
 
@@ -179,8 +180,8 @@ def train_batches(
             beginning.
         stages: Stages of a mixture: dicts with the first step of the stage, `from`, and the
             `weights` of the sources from this step on, which may be 0.
-        features: Some of `key`, `latents`, `text_embedding`, `tokens`, `caption`, or names of
-            columns of `python -m coyo11m_tfds.add_column`.
+        features: Some of `key`, `latents`, `crop`, `text_embedding`, `tokens`, `caption`, or names
+            of columns of `python -m coyo11m_tfds.add_column`.
         chunk: Records read together, a multiple of `schema.CHUNK_STRIDE`.
         lanes: Number of streams; every batch takes an equal part of each. A multiple of
             process_count.
@@ -216,12 +217,13 @@ def train_batches(
         An iterator with `step`, `steps_per_epoch`, `spec`, `get_state`, `set_state`, `close` and
         `check_memory`. Its threads end at `close` or when it is garbage-collected. A batch is a
         dict of new arrays with the chosen features: key=int64 `(b,)`, latents=float16|bfloat16 `(b,
-        4, 32, 32)`, text_embedding=float16 `(b, D)`, tokens=int32 `(b, T)`, caption=bytes `(b,)`, a
-        column in its own dtype and shape; drop_text=bool `(b,)` with caption_dropout > 0 and
-        embeddings or tokens; mask=bool `(b,)` with on_bad_records='skip'. The iterator raises
-        `DamagedError` if a record cannot be read or too many are bad, and `OSError` if a file is
-        missing, forbidden or unreachable or, with 'rows', has changed since it was opened. With
-        'tf_data' it raises `tf.errors.OpError`.
+        4, 32, 32)`, crop=int32 `(b,)` (which crop of the image the latents are, counted from the
+        middle one: 0 is the middle one, or the first of two), text_embedding=float16 `(b, D)`,
+        tokens=int32 `(b, T)`, caption=bytes `(b,)`, a column in its own dtype and shape;
+        drop_text=bool `(b,)` with caption_dropout > 0 and embeddings or tokens; mask=bool `(b,)`
+        with on_bad_records='skip'. The iterator raises `DamagedError` if a record cannot be read or
+        too many are bad, and `OSError` if a file is missing, forbidden or unreachable or, with
+        'rows', has changed since it was opened. With 'tf_data' it raises `tf.errors.OpError`.
 
     Raises:
         ValueError: Settings do not fit together (the message names some that do), a feature is not
@@ -263,9 +265,9 @@ def eval_batches(
 
     A mixture must have only one source; its condition chooses the records.
 
-    The crop is always the middle one. All processes get `steps_per_epoch` full batches: `mask`
-    (bool `(b,)`) is False for the rows of zeros that fill the last ones. Process p gets the p-th of
-    equal runs of consecutive records.
+    The crop is always the middle one, `crop` is 0. All processes get `steps_per_epoch` full
+    batches: `mask` (bool `(b,)`) is False for the rows of zeros that fill the last ones. Process p
+    gets the p-th of equal runs of consecutive records.
 
     Args:
         text: As for `train_batches`; with several texts, every record has the first one.

@@ -52,6 +52,7 @@ def get_config() -> ml_collections.ConfigDict:
     model.dtype = 'bfloat16'  # dtype of the computation; weights are float32
     model.remat = 'none'  # recomputed in the backward pass: 'none', 'dots' or 'full'
     model.text = 'pooled'  # or 'sequence': attention sees the tokens too, if records hold tokens
+    model.crops = 0  # crops of an image told apart; 0: those of the data set; 1: none
     model.attention = 'xla'  # or a fused kernel: 'cudnn' on NVIDIA GPUs, 'pallas' on TPUs
     model.unroll = 0  # blocks in one turn of the compiled loop; 0: the preset's value
 

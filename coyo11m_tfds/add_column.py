@@ -47,7 +47,8 @@ from coyo11m_tfds.storage.scratch import Scratch, choose_folder
 from coyo11m_tfds.storage.source_files import SourceFile
 
 _NAME = re.compile(r'[a-z][a-z0-9_]*')
-_TAKEN = {*stored_dataset.READABLE, input_pipeline.DROP_TEXT, input_pipeline.MASK, texts.RECORDS}
+_OF_BATCHES = input_pipeline.CROP, input_pipeline.DROP_TEXT, input_pipeline.MASK
+_TAKEN = {*stored_dataset.READABLE, *_OF_BATCHES, texts.RECORDS}
 _ROWS_AT_ONCE = 4096
 _CHUNKS_AT_ONCE = 32  # requests to gs://
 

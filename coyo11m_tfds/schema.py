@@ -181,6 +181,11 @@ def latents_nbytes(dtype: str, shape: Sequence[int]) -> int:
     return LATENT_DTYPES[dtype] * math.prod(shape)
 
 
+def middle_crop(count: int) -> int:
+    """Which of so many crops stands for its image: the middle one, or the first of two."""
+    return (count - 1) // 2
+
+
 def are_latents(dtype: object, shape: Sequence[object]) -> bool:
     """True for one of `LATENT_DTYPES` and a shape `(crops, C, H, W)` that latents may have."""
     is_shape = len(shape) == 4 and all(type(n) is int and 0 < n < 2**24 for n in shape)

@@ -218,7 +218,7 @@ def test_mistakes_of_a_command_are_named(copy, other_embeddings, tmp_path):
     for sources in ({}, {'parquet': path}, {'text': path, 'column': 'x'}, {'column': 'x'}, both):
         with pytest.raises(ValueError, match='expected either text, or parquet or source'):
             add_column.add(copy, 'y', **sources)
-    for name in ('tokens', 'mask', 'records', '../x', ''):
+    for name in ('tokens', 'mask', 'crop', 'records', '../x', ''):
         with pytest.raises(ValueError, match='a new column cannot be called'):
             add_column.add(copy, name, other_embeddings)
     with pytest.raises(ValueError, match="scratch_dir is 'gs://b/s', expected a local folder"):

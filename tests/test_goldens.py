@@ -105,7 +105,9 @@ def digest_batches(data_set: pathlib.Path, engine: str, **arguments: Any) -> str
 
 
 def digest_evaluation(data_set: pathlib.Path, engine: str) -> str:
-    return _digest_batches(input_pipeline.eval_batches(data_set, engine=engine, batch_size=16))
+    features = schema.KEY, schema.LATENTS, schema.TEXT_EMBEDDING
+    asked = {'engine': engine, 'batch_size': 16, 'features': features}
+    return _digest_batches(input_pipeline.eval_batches(data_set, **asked))
 
 
 def train(data_set: pathlib.Path, workdir: pathlib.Path) -> list[float]:

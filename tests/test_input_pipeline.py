@@ -25,7 +25,7 @@ from tests.reading.batches import check_memory
 LENGTHS = {schema.TRAIN: (70, 97, 64, 131, 33), schema.VALIDATION: (37, 12)}
 COUNT = 395
 ORDER = dict(batch_size=16, seed=5, chunk=32, lanes=4, window=24)
-ALL = stored_dataset.FEATURES
+ALL = (*stored_dataset.FEATURES, 'crop')
 
 
 @pytest.fixture(scope='module')
@@ -81,9 +81,9 @@ def test_without_chunk_index_an_epoch_has_every_record_once(unindexed, caplog):
     assert plan_of(unindexed).orders is None
     batches = take(input_pipeline.train_dataset(unindexed, **settings), 2 * COUNT // 5)
     assert 'no chunk index' in caplog.text
-    key, latents, text, drops = (
+    key, latents, crop, text, drops = (
         np.concatenate([b[k] for b in batches])
-        for k in ('key', 'latents', 'text_embedding', 'drop_text')
+        for k in ('key', 'latents', 'crop', 'text_embedding', 'drop_text')
     )
     epochs = np.repeat([0, 1], COUNT)
     for epoch in (0, 1):
@@ -91,6 +91,7 @@ def test_without_chunk_index_an_epoch_has_every_record_once(unindexed, caplog):
     assert not np.array_equal(key[:COUNT], key[COUNT:])
     np.testing.assert_array_equal(text[:, 0], latents[:, 0, 0, 1])
     np.testing.assert_array_equal(latents[:, 0, 0, 0], order_lib.sample_crops(5, epochs, key, 3))
+    np.testing.assert_array_equal(crop + 1, latents[:, 0, 0, 0])
     np.testing.assert_array_equal(drops, order_lib.sample_drops(5, epochs, key, 0.4))
 
 
@@ -119,6 +120,7 @@ def test_without_chunk_index_evaluation_reads_every_record_once(unindexed, proce
     record = real['latents'][:, 0, 0, 1]
     assert sorted(record) == list(range(49))
     assert (real['latents'][:, 0, 0, 0] == 1).all(), 'not the middle crop'
+    assert not real['crop'].any()
     assert real['caption'].tolist() == [f'record {r:.0f}'.encode() for r in record]
     assert not found['latents'][~found['mask']].any()
 

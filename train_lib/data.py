@@ -46,6 +46,7 @@ class DataFacts:
             embeddings.
         known_tokens: For the tokenizer `words`, hex digits with a bit for each id that some caption
             has; '' where that is not known.
+        num_crops: Crops of an image, of the source that has the most.
     """
 
     latent_shape: tuple[int, int, int]
@@ -55,6 +56,7 @@ class DataFacts:
     max_tokens: int = 0
     vocabulary: int = 0
     known_tokens: str = ''
+    num_crops: int = 1
 
     @property
     def text_dim(self) -> int:
@@ -286,12 +288,13 @@ class TrainingData:
 
     def _on_host(self, start: Mapping[str, Any] | None) -> input_pipeline.Batches:
         config = self._config
+        crop = [input_pipeline.CROP] * (self.facts.num_crops > 1)
         return input_pipeline.train_batches(
             self.sources,
             batch_size=config.batch_size,
             start=start,
             stages=config.data.stages,
-            features=(schema.KEY, schema.LATENTS, self._text),
+            features=(schema.KEY, schema.LATENTS, self._text, *crop),
             caption_dropout=config.data.caption_dropout,
             counter=self._counter,
             parallel_reads=config.data.parallel_reads,
@@ -338,6 +341,7 @@ class TrainingData:
             stats.text_max_tokens,
             stats.vocabulary,
             stats.known_tokens,
+            max(x.stored.latents[1][0] for x in self.sources),
         )
 
     def _check_shares(self, has_lanes: bool) -> None:

@@ -69,6 +69,7 @@ _RULES = {
     'model.width': _at_least(0),
     'model.depth': _at_least(0),
     'model.num_heads': _at_least(0),
+    'model.crops': _at_least(0),
     'model.unroll': _at_least(0),
     'model.patch_size': _at_least(0),
     'model.mlp_ratio': _at_least(0),

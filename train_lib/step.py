@@ -7,9 +7,9 @@
 A batch holds `latents` `(b, 4, H, W)` raw, `key` uint32 `(b, 2)` and texts: `text_embedding`
 `(b, D)` or, for a model with a vocabulary, `tokens` int32 `(b, T)`, which a frozen encoder may turn
 into hidden states before the model sees them. A training batch also holds `drop_text` bool `(b,)`
-if texts may be dropped. An evaluation batch holds `mask` bool `(b,)`, False for rows without a
-sample, and so does a training batch if unreadable records are skipped. The step for a batch without
-a mask is compiled without masks.
+if texts may be dropped, and `crop` int32 `(b,)` if images have several. An evaluation batch holds
+`mask` bool `(b,)`, False for rows without a sample, and so does a training batch if unreadable
+records are skipped. The step for a batch without a mask is compiled without masks.
 
 The weights of a frozen text encoder are one more argument of the compiled functions; no state holds
 them. This module imports neither TensorFlow nor torch, so steps can be measured where only JAX is
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 Batch = Mapping[str, jax.Array]
 
-_TEXTS = 'text_embedding', 'tokens', 'drop_text'  # of a batch, for the model
+_TEXTS = 'text_embedding', 'tokens'  # of a batch
 
 
 # --- Pure functions -----------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def make_train_step(
     count, and the former is counted as skipped.
 
     Args:
-        model: Called as `model(z, t, text, drop_text)`.
+        model: Called as `model(z, t, text, drop_text)`, and with the crop if it tells them apart.
         tx: The optimizer.
         schedule: Its learning rate, for the metrics.
         stats: Statistics that standardize latents and text embeddings.
@@ -77,6 +77,7 @@ def make_train_step(
         encoder: Encodes tokens; None for a model that looks them up in a table of its own.
     """
     text_of = make_text_of(stats, encoder)
+    told = ('drop_text', 'crop') if getattr(model, 'crops', 1) > 1 else ('drop_text',)
 
     def train_step(
         state: TrainState, batch: Batch, frozen: Any = None
@@ -86,13 +87,13 @@ def make_train_step(
         noise = jax.random.normal(noise_rng, x.shape)
         t = flow.logit_normal_times(time_rng, x.shape[0], logit_mean, logit_std)
         mask = batch.get('mask')
-        texts = {name: batch[name] for name in _TEXTS if name in batch}
-        rows = texts, x, noise, t, _weights(x.shape[0], mask)
+        given = {name: batch[name] for name in (*_TEXTS, *told) if name in batch}
+        rows = given, x, noise, t, _weights(x.shape[0], mask)
 
         def mean_loss(params: Any, rows: Any) -> tuple[jax.Array, jax.Array]:
-            texts, x, noise, t, weights = rows
-            text = text_of(frozen, _raw_text(texts))
-            velocity = _velocity(model, params, text, texts.get('drop_text'))
+            given, x, noise, t, weights = rows
+            text = text_of(frozen, _raw_text(given))
+            velocity = _velocity(model, params, text, *map(given.get, told))
             losses = flow.squared_errors(velocity, x, noise, t)
             return jnp.sum(jnp.where(weights > 0, weights * losses, 0)), losses
 
@@ -233,11 +234,11 @@ def _raw_text(batch: Batch) -> jax.Array:
 
 
 def _velocity(
-    model: nn.Module, params: Any, text: Any, drop_text: jax.Array | None
+    model: nn.Module, params: Any, *told: Any
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """The model as a function of position and time, for some texts."""
+    """The model as a function of position and time, for some texts, drops and perhaps crops."""
     apply = applied(model, params)
-    return lambda z, t: apply(z, t, text, drop_text)
+    return lambda z, t: apply(z, t, *told)
 
 
 def _weights(count: int, mask: jax.Array | None) -> jax.Array:
@@ -356,6 +357,7 @@ def for_data(config: ml_collections.ConfigDict, mesh: Mesh, facts: 'DataFacts') 
         facts.stats,
         latent_shape=facts.latent_shape,
         vocabulary=facts.vocabulary,
+        num_crops=facts.num_crops,
         encoder=caption_encoder.load(config.encoder, facts, mesh, dtype=config.model.dtype),
     )
 
@@ -367,6 +369,7 @@ def make_program(
     *,
     latent_shape: Sequence[int],
     vocabulary: int = 0,
+    num_crops: int = 1,
     encoder: StepEncoder | None = None,
 ) -> Program:
     """Builds model, optimizer and steps; nothing is compiled before it is called.
@@ -377,6 +380,7 @@ def make_program(
         stats: Statistics of the data set.
         latent_shape: `(height, width, channels)` of one sample.
         vocabulary: Token ids of the data set are less than this; 0 for text embeddings.
+        num_crops: Crops of an image in the data set.
         encoder: Encodes these tokens, on the same mesh; None for a learned table.
 
     Raises:
@@ -387,7 +391,7 @@ def make_program(
             f'batch_size={config.batch_size} in accumulate={config.accumulate} parts cannot be '
             f'split over {mesh.size} devices: expected a multiple of their product'
         )
-    model = models.make(**config.model, vocabulary=vocabulary)
+    model = models.make(**config.model, vocabulary=vocabulary, num_crops=num_crops)
     schedule, tx = _make_optimizer(config)
     raw = jax.ShapeDtypeStruct((1, len(stats.text_mean)), jnp.float32)
     if vocabulary:

@@ -23,6 +23,7 @@ T = TypeVar('T')
 # What was asked for of some samples. Added columns come under names of their own.
 Batch = dict[str, np.ndarray]
 
+CROP = 'crop'  # int32 (b,); place among the crops of its image, 0 for the middle one
 DROP_TEXT = 'drop_text'  # bool (b,); with caption_dropout > 0
 MASK = 'mask'  # bool (b,); False for rows of zeros that stand for no record
 

@@ -170,7 +170,7 @@ class SplitReader:
 
 
 def _stored_rows(stored: StoredDataset) -> dict[str, ArraySpec]:
-    """Returns the shape and dtype of the large features in the records of a data set.
+    """Returns the shape and dtype of the large features of a data set.
 
     Raises:
         ValueError: The data set has no latents, or a feature of another shape or dtype.
@@ -181,7 +181,7 @@ def _stored_rows(stored: StoredDataset) -> dict[str, ArraySpec]:
         schema.TEXT_EMBEDDING: ArraySpec((stored.text_dim,), np.dtype(np.float16)),
         schema.TOKENS: ArraySpec((stored.num_tokens,), np.dtype(np.int32)),
     }
-    return {n: x for n, x in known.items() if n not in stored.columns and all(x.shape)}
+    return {n: x for n, x in known.items() if all(x.shape)}
 
 
 def _check_text(folder: str, text: texts.Chosen, asked: Reading) -> None:

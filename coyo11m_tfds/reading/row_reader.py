@@ -31,7 +31,7 @@ from coyo11m_tfds.dataset.records import RecordLayout
 from coyo11m_tfds.dataset.stored_dataset import IndexedSplit
 from coyo11m_tfds.dataset.texts import Chosen
 from coyo11m_tfds.reading import damage, order
-from coyo11m_tfds.reading.batches import DROP_TEXT, MASK, ArraySpec
+from coyo11m_tfds.reading.batches import CROP, DROP_TEXT, MASK, ArraySpec
 from coyo11m_tfds.reading.column_reader import ColumnReader
 from coyo11m_tfds.reading.damage import BadRecords
 from coyo11m_tfds.reading.files import FetchedFiles, MappedFiles, Memory
@@ -70,7 +70,7 @@ class RowChoices:
     def in_records(self) -> set[str]:
         """The features that records must hold, unless they are columns."""
         elsewhere = {self.text.feature} if self.text and '' not in self.text.names else set()
-        return {schema.KEY, *self.features} - elsewhere
+        return {schema.KEY, *self.features} - elsewhere - {CROP}
 
     @property
     def names(self) -> list[str]:
@@ -84,6 +84,7 @@ class RowChoices:
             **self.stored,
             schema.KEY: ArraySpec((), np.dtype(np.int64)),
             schema.CAPTION: ArraySpec((), np.dtype(object)),
+            CROP: ArraySpec((), np.dtype(np.int32)),
             DROP_TEXT: ArraySpec((), np.dtype(bool)),
             MASK: ArraySpec((), np.dtype(bool)),
         }
@@ -99,7 +100,7 @@ class RowChoices:
     def crops(self, epoch: np.ndarray, keys: np.ndarray, count: int) -> np.ndarray:
         """Returns the number of the crop of each key in its epoch; int64 `(n,)`."""
         if self.middle_crop:
-            return np.full(len(keys), (count - 1) // 2)
+            return np.full(len(keys), schema.middle_crop(count))
         return order.sample_crops(self.seed, epoch, keys, count)
 
 
@@ -359,9 +360,12 @@ class RowReader:
             return self._captions(rows, good)
         if choices.text and name == choices.text.feature:
             return self._text(choices.text, rows, good, keys)
-        if name != schema.LATENTS:
+        if name not in (schema.LATENTS, CROP):
             return self._numbers(name, rows, good)
-        crops = choices.crops(rows.epoch, keys, choices.stored[name].shape[0])
+        count = choices.stored[schema.LATENTS].shape[0]
+        crops = choices.crops(rows.epoch, keys, count)
+        if name == CROP:
+            return np.where(good, crops - schema.middle_crop(count), 0).astype(np.int32)
         return self._numbers(name, rows, good, crops)
 
     def _text(self, chosen: Chosen, rows: Rows, good: np.ndarray, keys: np.ndarray) -> np.ndarray:

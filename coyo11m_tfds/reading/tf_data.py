@@ -21,7 +21,7 @@ from absl import logging
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import texts
 from coyo11m_tfds.reading import damage, evaluation, order, process_settings, training
-from coyo11m_tfds.reading.batches import DROP_TEXT, MASK, ArraySpec, Batches
+from coyo11m_tfds.reading.batches import CROP, DROP_TEXT, MASK, ArraySpec, Batches
 from coyo11m_tfds.reading.engines import Opened
 from coyo11m_tfds.reading.evaluation import EvalReader
 from coyo11m_tfds.reading.mixture import Place
@@ -200,7 +200,7 @@ def _examples(asked: Reading, shuffle_seed: int | None = None) -> tf.data.Datase
             f'{stored.folder}: text={asked.text!r} or features={asked.features!r} names a '
             'column, and without a chunk index it cannot be read'
         )
-    stored.check_features((schema.KEY, *asked.features))
+    stored.check_features([x for x in (schema.KEY, *asked.features) if x != CROP])
     logging.warning(
         f'{stored.folder} has no chunk index for split {asked.split!r}: every process reads it '
         'whole. The order depends on the number of processes, and a start at a later step first '
@@ -214,8 +214,8 @@ def _examples(asked: Reading, shuffle_seed: int | None = None) -> tf.data.Datase
 
 def _choose(choices: RowChoices, batch: Batch, epoch: tf.Tensor, mask: tf.Tensor) -> Batch:
     """What was asked for of a batch that TFDS has decoded, with latents `(b, crops, C, H, W)`."""
-
-    num_crops = batch[schema.LATENTS].shape[1] if schema.LATENTS in choices.features else 1
+    has_crops = {schema.LATENTS, CROP} & set(choices.features)
+    num_crops = batch[schema.LATENTS].shape[1] if has_crops else 1
 
     def of_samples(epoch: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         drops = order.sample_drops(choices.seed, epoch, keys, choices.caption_dropout)
@@ -223,7 +223,8 @@ def _choose(choices: RowChoices, batch: Batch, epoch: tf.Tensor, mask: tf.Tensor
 
     found = tf.numpy_function(of_samples, [epoch, batch[schema.KEY]], [tf.int64, tf.bool])
     crops, drops = (tf.ensure_shape(x, epoch.shape) for x in found)
-    known = batch | {DROP_TEXT: drops, MASK: mask}
+    places = tf.cast(crops - schema.middle_crop(num_crops), tf.int32)
+    known = batch | {CROP: places, DROP_TEXT: drops, MASK: mask}
     if schema.LATENTS in choices.features:
         known[schema.LATENTS] = tf.gather(batch[schema.LATENTS], crops, axis=1, batch_dims=1)
     return {name: known[name] for name in choices.names}

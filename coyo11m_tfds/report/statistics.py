@@ -233,7 +233,7 @@ def _make_preview(key: np.int64, caption: bytes, latents: np.ndarray) -> Preview
     if len(text) > _PREVIEW_CAPTION_CHARACTERS:
         text = text[:_PREVIEW_CAPTION_CHARACTERS] + '…'
     picture = io.BytesIO()
-    rgb = latent_rgb.latents_to_rgb(latents[(len(latents) - 1) // 2])  # the middle crop
+    rgb = latent_rgb.latents_to_rgb(latents[schema.middle_crop(len(latents))])
     Image.fromarray(rgb).save(picture, 'PNG', optimize=True)
     return Preview(int(key), text, base64.b64encode(picture.getvalue()).decode())
 

@@ -242,7 +242,7 @@ def test_a_thousand_random_paths_equal_the_reference(written, short_blocks):
 # --- What is in batches --------------------------------------------------------------------------
 
 ORDER = {'seed': 3, 'chunk': 32, 'lanes': 4, 'window': 40, 'batch_size': 32}
-ALL = ('key', 'latents', 'text_embedding', 'caption', 'score')
+ALL = ('key', 'latents', 'crop', 'text_embedding', 'caption', 'score')
 
 
 def take(batches, count: int) -> list[dict[str, np.ndarray]]:

@@ -32,6 +32,8 @@ SHARDS = {
     'even': (64,) * 6,
 }
 
+FEATURES = (*stored_dataset.FEATURES, input_pipeline.CROP)
+
 # Of tf.data there are few, as it makes a graph for every process.
 EXAMPLES = pytest.mark.parametrize(
     ('engine', 'examples'), [('rows', 30), ('chunks', 30), ('tf_data', 2)]
@@ -86,7 +88,7 @@ class Run:
             data,
             self.processes,
             count,
-            features=stored_dataset.FEATURES,
+            features=FEATURES,
             caption_dropout=0.5,
             start_step=self.start,
             **self.order_settings,
@@ -126,6 +128,8 @@ def records_of(data: Written, batch: dict[str, np.ndarray]) -> np.ndarray:
     record = by_key[np.searchsorted(data.keys, batch['key'], sorter=by_key)]
     np.testing.assert_array_equal(data.keys[record], batch['key'])
     np.testing.assert_array_equal(batch['latents'][:, 0, 0, 1], record)
+    assert batch['crop'].dtype == np.int32
+    np.testing.assert_array_equal(batch['crop'] + 1, batch['latents'][:, 0, 0, 0])
     np.testing.assert_array_equal(batch['text_embedding'][:, 0], record)
     assert batch['caption'].tolist() == [f'record {r}'.encode() for r in record]
     return record
@@ -173,7 +177,7 @@ def test_evaluation_reads_every_record_once_over_all_processes(
     for process in range(processes):
         arguments = dict(
             batch_size=processes * local,
-            features=stored_dataset.FEATURES,
+            features=FEATURES,
             split=schema.TRAIN,
             chunk=chunk,
             process_index=process,
@@ -194,7 +198,8 @@ def test_evaluation_reads_every_record_once_over_all_processes(
     seen = np.concatenate([records_of(data, batch) for batch in real])
     assert seen.tolist() == list(range(len(data.keys)))
     assert all((batch['latents'][:, 0, 0, 0] == 1).all() for batch in real), 'not the middle crop'
-    assert not any(batch['latents'][~batch['mask']].any() for batch in batches)
+    for name in ('latents', 'crop'):
+        assert not any(batch[name][~batch['mask']].any() for batch in batches)
 
 
 def test_a_start_reads_the_same_few_chunks_wherever_it_is(written):

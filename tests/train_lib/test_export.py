@@ -38,7 +38,7 @@ SIDE, DIM = 8, 12
 )
 def test_the_page_of_pytorch_draws_the_same_latents(tmp_path, kind, text, sampler):
     vocabulary = 0 if kind == 'embedding' else 30
-    sizes = {'width': 64, 'depth': 2, 'unroll': 1, 'vocabulary': vocabulary}
+    sizes = {'width': 64, 'depth': 2, 'unroll': 1, 'vocabulary': vocabulary, 'crops': 3}
     model = models.make('tiny/2', text=text, dtype='float32', **sizes)
     random = np.random.default_rng(1)
     stats = [random.uniform(0.5, 2, size).astype(np.float32) for size in (4, 4, DIM, DIM)]
@@ -90,6 +90,8 @@ def test_a_run_is_exported_and_its_page_runs_alone(small_run, tmp_path):
     code += f'runpy.run_path("{folder}/reference.py", run_name="__main__")'
     said = subprocess.check_output([sys.executable, '-c', code], text=True)
     assert float(said.split()[-3]) < 1e-4
+    weights = safetensors.numpy.load_file(folder / 'model.safetensors')
+    assert weights['conditioning.crops.weight'].any(axis=0).tolist() == [True, True]
 
 
 def test_an_interrupted_export_is_no_export_and_is_made_again(small_run, tmp_path, monkeypatch):

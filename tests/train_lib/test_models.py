@@ -85,6 +85,10 @@ def test_what_is_given_replaces_the_preset_and_0_leaves_it():
         ({'width': 50}, 'model.width=50: expected a multiple of 24, 4 times model.num_heads=6'),
         ({'num_heads': 5}, 'model.width=384: expected a multiple of 20, 4 times model.num_heads=5'),
         ({'mlp_ratio': 1.001}, 'model.mlp_ratio=1.001: expected a whole number'),
+        (
+            {'crops': 2, 'num_crops': 3},
+            'model.crops=2: the data set has 3 crops of an image, expec',
+        ),
         ({'experts': 8}, "model.experts=8: expected 0, a model of kind 'dit' has no such field"),
         ({'kind': 'unet'}, "model.kind='unet': No module named 'unet'; expected 'dit' or MODULE:"),
         ({'kind': 'json:Net'}, "'json' has no attribute 'Net'; expected 'dit' or MODULE:CLASS"),
@@ -122,6 +126,30 @@ def test_the_model_of_the_docs_is_trained_and_draws(own_model, mini_dataset, tmp
     assert state.params['Dense_0']['kernel'].shape == (641, 32)
     pictures = draw.Artist(tmp_path / 'W').draw(['a cat'], text_encoders.make_encoder('hash'))
     assert pictures.shape == (1, 32, 32, 3)
+
+
+@pytest.mark.parametrize(('count', 'asked', 'told'), [(3, 0, 3), (3, 1, 1), (3, 5, 5), (1, 0, 1)])
+def test_crops_are_told_apart_as_many_as_there_are_unless_asked(count, asked, told):
+    assert models.make('S/2', crops=asked, num_crops=count).crops == told
+
+
+def test_each_crop_matters_but_the_middle_one_which_is_the_model_without_crops(small):
+    model, _, inputs = small
+    telling = model.clone(crops=4)
+    first = telling.init(jax.random.key(1), *inputs, None)['params']['conditioning']['crops']
+    np.testing.assert_array_equal(first['kernel'], np.zeros((3, 32)))
+    params = _randomized(telling, *inputs)['params']
+    velocities = [
+        np.asarray(telling.apply({'params': params}, *inputs, None, jnp.full(3, crop)))
+        for crop in (-1, 0, 1, 2)
+    ]
+    for one, other in itertools.combinations(velocities, 2):
+        assert np.abs(one - other).max() > 1e-3
+    mixed = telling.apply({'params': params}, *inputs, None, jnp.array([2, 0, -1]))
+    expected = [velocities[3][0], velocities[1][1], velocities[0][2]]
+    np.testing.assert_allclose(mixed, expected, atol=1e-5)
+    np.testing.assert_array_equal(model.apply({'params': params}, *inputs), velocities[1])
+    np.testing.assert_array_equal(telling.apply({'params': params}, *inputs), velocities[1])
 
 
 def test_a_new_model_predicts_zero_in_float32(small):

@@ -61,6 +61,7 @@ BAD = {
     'model.depth': -1,
     'model.mlp_ratio': -0.5,
     'model.num_heads': -1,
+    'model.crops': -1,
     'model.unroll': -1,
     'model.patch_size': -1,
     'model.width': -1,

@@ -36,7 +36,7 @@ def _batch(size=8, side=8, seed=0):
 
 
 def _make_trainer(tx, schedule, parts=1):
-    model = dit.DiT(width=16, depth=1, num_heads=2, patch_size=2, dtype=jnp.float32)
+    model = dit.DiT(width=16, depth=1, num_heads=2, patch_size=2, crops=3, dtype=jnp.float32)
     first = state.make_init(model, tx, latent_shape=(8, 8, 4), text=TEXT)(jax.random.key(0))
     fields = {'ema_decay': 0.9, 'seed': 0, 'logit_mean': 0.0, 'logit_std': 1.0}
     train_step = steps.make_train_step(model, tx, schedule, STATS, **fields, parts=parts)
@@ -182,7 +182,7 @@ def test_parts_give_the_step_of_the_whole_batch():
     # Not Adam: its first step is the gradient's sign, which hides the size of differences. The mask
     # leaves parts with unequal numbers of samples.
     batch = _batch(12) | {'mask': np.array([1, 0, 1, 1, 0, 0, 1, 1, 1, 1, 0, 1], bool)}
-    batch['drop_text'] = np.arange(12) % 3 == 0
+    batch |= {'drop_text': np.arange(12) % 3 == 0, 'crop': np.arange(12) % 3 - 1}
 
     def after(parts):
         train_step, _, current = _make_trainer(optax.sgd(0.1), lambda step: 0.1, parts)
@@ -193,6 +193,18 @@ def test_parts_give_the_step_of_the_whole_batch():
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), after(1), after(3)
     )
+
+
+def test_the_step_learns_of_each_crop_that_it_is_told(trainer):
+    train_step, _, current = trainer
+    for _ in range(3):  # at the first weights nothing depends on the condition
+        current, _ = train_step(current, _batch())
+    for crops, learned in (([0], []), ([1, 0], [0]), ([-1, 0, 1], [0, 1])):
+        state = current
+        for _ in range(2):
+            state, _ = train_step(state, _batch() | {'crop': np.resize(crops, 8)})
+        kernel = state.params['conditioning']['crops']['kernel']
+        assert np.flatnonzero(np.any(kernel, axis=1)).tolist() == learned
 
 
 def test_entries_of_rows_come_in_the_order_of_rows():

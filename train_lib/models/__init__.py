@@ -6,7 +6,8 @@
 
 Another model is a `flax.linen.Module` in any module that can be imported. Like `dit.DiT`, it has
 the fields `dtype` and `pin` and the method `flops`, is called with the same arguments, and has the
-fields of a preset or of the block `model` that it needs. Muon trains the kernels in its module
+fields of a preset or of the block `model` that it needs. It is told the crop, by the last argument,
+if it has the field `crops` and that is above 1. Muon trains the kernels in its module
 `blocks` (see `state.make_optimizer`). docs/training.md has an example.
 
 A name is a size and a patch size. Sizes S to XL are those of DiT (Peebles & Xie 2023, table 1);
@@ -38,18 +39,21 @@ _DEFAULTS = {
 }
 
 
-def make(name: str, *, kind: str = 'dit', dtype: str = 'bfloat16', **fields: Any) -> nn.Module:
+def make(
+    name: str, *, kind: str = 'dit', dtype: str = 'bfloat16', num_crops: int = 1, **fields: Any
+) -> nn.Module:
     """Makes a model from the block `model` of a configuration.
 
     Args:
         name: The preset, size and patch size, `SIZE/PATCH`, such as `'S/2'`.
         kind: `dit` or `MODULE:CLASS`.
         dtype: Dtype of the computation; parameters are float32.
+        num_crops: Crops of an image in the data set; the field `crops` where that is 0.
         **fields: Fields of the model; 0 keeps the value of the preset or, without one, the model's.
 
     Raises:
         ValueError: An unknown name; no model of that kind; a field that the kind does not have, or
-            a value of one that it refuses.
+            a value of one that it refuses; or `crops` tells some of the crops apart, and not all.
     """
     model = DiT if kind == 'dit' else _import(kind)
     known = {field.name for field in dataclasses.fields(model)}
@@ -61,7 +65,13 @@ def make(name: str, *, kind: str = 'dit', dtype: str = 'bfloat16', **fields: Any
                 f'model.{field}={value!r}: expected {unset!r}, a model of kind {kind!r} has no '
                 'such field'
             )
-    used = {field: x for field, x in (_preset(name) | given).items() if field in known}
+    if 1 < given.get('crops', 1) < num_crops:
+        raise ValueError(
+            f'model.crops={given["crops"]}: the data set has {num_crops} crops of an image, '
+            'expected 0, 1 or at least as many'
+        )
+    fields = {'crops': num_crops} | _preset(name) | given
+    used = {field: x for field, x in fields.items() if field in known}
     return model(**used, dtype=jnp.dtype(dtype))
 
 

@@ -278,15 +278,22 @@ def _modulate(x: jax.Array, shift: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 class Conditioning(nn.Module):
-    """Adds up what the time and the text embedding say: `(b, width)`."""
+    """Adds up what the time, the text embedding and the crop say: `(b, width)`."""
 
     width: int
+    crops: int = 1
     dtype: Dtype = jnp.bfloat16
 
     @nn.compact
-    def __call__(self, t: jax.Array, text: jax.Array, drop_text: jax.Array | None) -> jax.Array:
-        def dense(name: str) -> nn.Module:
-            return Dense(self.width, dtype=self.dtype, name=name)
+    def __call__(
+        self,
+        t: jax.Array,
+        text: jax.Array,
+        drop_text: jax.Array | None,
+        crop: jax.Array | None = None,
+    ) -> jax.Array:
+        def dense(name: str, **options: Any) -> nn.Module:
+            return Dense(self.width, dtype=self.dtype, name=name, **options)
 
         time = dense('time_2')(nn.silu(dense('time_1')(time_features(t))))
         words = dense('text_1')(text)
@@ -294,7 +301,14 @@ class Conditioning(nn.Module):
         nothing = self.param('no_text', nn.initializers.normal(0.02), (self.width,))
         if drop_text is not None:
             words = jnp.where(drop_text[:, None], nothing.astype(self.dtype), words)
-        return time + dense('text_2')(nn.silu(words))
+        condition = time + dense('text_2')(nn.silu(words))
+        if self.crops == 1:
+            return condition
+        # Nothing is added for the middle crop, so drawing needs to know of none.
+        place = jnp.zeros(t.shape, jnp.int32) if crop is None else crop % self.crops
+        which = jax.nn.one_hot(place - 1, self.crops - 1, dtype=self.dtype)
+        embed = dense('crops', use_bias=False, kernel_init=nn.initializers.zeros)
+        return condition + embed(which)
 
 
 class _Scale(nn.Module):
@@ -464,6 +478,7 @@ class DiT(nn.Module):
         attention: Implementation of attention, one of `ATTENTION`.
         text: Parts of a text that condition the blocks, one of `TEXTS`.
         vocabulary: Ids of tokens are less than this; 0: texts are embeddings.
+        crops: Crops of an image that are told apart; 1: none are.
         unroll: Blocks in one turn of the compiled loop. With all 6 blocks of the tiny model in one
             turn a step takes 13% less on 2 CPU cores; large models gain nothing but compile time.
         pin: Applied to the condition, the tokens and what becomes of them, `(b, ...)`, before and
@@ -481,6 +496,7 @@ class DiT(nn.Module):
     attention: Literal['xla', 'cudnn', 'pallas'] = 'xla'
     text: str = POOLED
     vocabulary: int = 0
+    crops: int = 1
     unroll: int = 1
     pin: OneDevice = OneDevice()
 
@@ -512,6 +528,7 @@ class DiT(nn.Module):
         t: jax.Array,
         text: jax.Array | Words,
         drop_text: jax.Array | None = None,
+        crop: jax.Array | None = None,
     ) -> jax.Array:
         """Applies the model.
 
@@ -521,6 +538,8 @@ class DiT(nn.Module):
             text: Standardized text embeddings `(b, D)`; with a vocabulary token ids, int32
                 `(b, T)`, padded with -1, or hidden states of these, `(b, T, D)`.
             drop_text: bool `(b,)`, True where the text is to be ignored; None is False everywhere.
+            crop: int32 `(b,)`, place of the crop among those of its image, 0 for the middle one;
+                None is 0 everywhere.
 
         Returns:
             float32 velocity `(b, H, W, C)`.
@@ -543,7 +562,9 @@ class DiT(nn.Module):
             words, embedding = self._words(text, drop_text)
             words = jax.tree.map(self.pin, words) if self.text == SEQUENCE else None
         condition = nn.silu(
-            Conditioning(self.width, self.dtype, name='conditioning')(t, embedding, drop_text)
+            Conditioning(self.width, self.crops, self.dtype, name='conditioning')(
+                t, embedding, drop_text, crop
+            )
         )
         tokens = Dense(self.width, dtype=self.dtype, name='patches')(_to_patches(x, p))
         tokens += sincos_positions_2d(rows, columns, self.width).astype(self.dtype)
@@ -585,7 +606,7 @@ class DiT(nn.Module):
             text_dim = w
         if self.text == SEQUENCE:  # and no text
             block += (num_tokens + 1) * (2 * w**2 + 2 * tokens * w)
-        condition = (_TIME_FEATURES + text_dim + 2 * w) * w
+        condition = (_TIME_FEATURES + text_dim + 2 * w + self.crops - 1) * w
         return round(2 * (self.depth * block + ends + condition))
 
     def _words(
