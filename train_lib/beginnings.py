@@ -19,6 +19,7 @@ import ml_collections
 from absl import logging
 from clu import metric_writers
 from etils import epath
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from coyo11m_tfds.process import ending
 from train_lib import checkpoint, settings
@@ -68,7 +69,12 @@ class Beginning:
         if self.source is None:
             return state
         average = self.description.config['init_average']
-        params = self.source.restore_weights(program.abstract_state.params, average=average)
+        abstract = program.abstract_state.params
+        others = self.source.other_shapes(abstract)
+        wanted = {x: y for x, y in flatten_dict(abstract, sep='/').items() if x not in others}
+        taken = self.source.restore_weights(unflatten_dict(wanted, sep='/'), average=average)
+        own = flatten_dict(state.params, sep='/')
+        params = unflatten_dict(own | flatten_dict(taken, sep='/'), sep='/')
         # A copy: a donated state must not hold one buffer twice.
         copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(params)
         return state.replace(params=params, ema_params=copied)
@@ -154,13 +160,31 @@ def _source(init_from: str, description: Description, program: Program) -> Saved
     """Finds the checkpoint that `init_from` names, and checks that its weights fit."""
     try:
         source = checkpoint.open_run(init_from)
-        source.check_shapes(program.abstract_state.params)
+        _check_shares(source, program)
         identity = source.description.identity
     except (ValueError, OSError) as error:
         raise type(error)(f'init_from={init_from}: {ending.describe(error)}') from error
     for text in differences(identity, description.identity).values():
         logging.warning('The weights of %s were trained with other settings: %s.', init_from, text)
+    for name, shapes in source.other_shapes(program.abstract_state.params).items():
+        logging.warning(
+            'Not taken from %s: parameter %s, of shape %s. What this run has of it begins anew.',
+            *(init_from, name, shapes),
+        )
     return source
+
+
+def _check_shares(source: SavedRun, program: Program) -> None:
+    """Raises a ValueError where no kernel fits, of those in `blocks` if there are any."""
+    params = flatten_dict(program.abstract_state.params, sep='/')
+    kernels = [name for name in params if name.endswith('/kernel')] or list(params)
+    needed = [name for name in kernels if name.startswith('blocks/')] or kernels
+    others = source.other_shapes(program.abstract_state.params)
+    if others.keys() >= set(needed):
+        raise ValueError(
+            f'no kernel fits: parameter {needed[0]} has shape {others[needed[0]]}; expected a run '
+            'with the same model.width and model.depth'
+        )
 
 
 def check_same(

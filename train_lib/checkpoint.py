@@ -50,6 +50,7 @@ NOT_RECORDED = '_CHECKPOINT_METADATA', 'commit_success.txt'
 STATE = 'state'
 _RUN = 'run'  # JSON: the fields of the description, and:
 _INTERRUPTED = 'interrupted'
+_COMPLETED = 'completed'  # file: the hooks of an interrupted one have been called since
 _WINDOW = 'window'
 
 _WEIGHTS = {True: 'ema_params', False: 'params'}  # in `TrainState`, by `average`
@@ -156,6 +157,13 @@ def save(
         manager.save(step, args=ocp.args.Composite(**items))
 
 
+def complete(manager: ocp.CheckpointManager, step: int) -> None:
+    """Notes that the hooks due after a saved step have all been called; raises as `save`."""
+    if jax.process_index() == 0:
+        with _errors_of_writing(manager):
+            (manager.directory / str(step) / _COMPLETED).write_text('')
+
+
 def wait(manager: ocp.CheckpointManager) -> None:
     """Waits until the last checkpoint is complete; raises the errors of `save`."""
     with _errors_of_writing(manager):
@@ -190,7 +198,8 @@ def restore(
     with _errors_of_reading(manager.directory / str(step)):
         restored = manager.restore(step, args=ocp.args.Composite(**items))
     logging.info('Restored step %d from %s.', step, manager.directory)
-    return restored[STATE], restored[_WINDOW], restored[_RUN][_INTERRUPTED]
+    completed = (manager.directory / str(step) / _COMPLETED).exists()
+    return restored[STATE], restored[_WINDOW], restored[_RUN][_INTERRUPTED] and not completed
 
 
 def way_back(manager: ocp.CheckpointManager, step: int) -> str:
@@ -292,28 +301,34 @@ class SavedRun:
         return Description(**{name: run[name] for name in names})
 
     def check_shapes(self, abstract_params: Any) -> None:
-        """Raises a ValueError that names the first parameter with another shape."""
-        saved, wanted = _by_name(self._metadata), _by_name(abstract_params)
-        for name in sorted(saved.keys() | wanted.keys()):
-            there, here = saved.get(name, 'absent'), wanted.get(name, 'absent')
-            if there != here:
-                raise ValueError(
-                    f'{self.folder}: parameter {name} has shape {there} there and {here} here: '
-                    'expected the same model, trained on text embeddings of the same size.'
-                )
+        """Raises a ValueError that names the first parameter that differs in shape."""
+        for name, shapes in self.other_shapes(abstract_params).items():
+            raise ValueError(
+                f'{self.folder}: parameter {name} has shape {shapes}: expected the same model, '
+                'trained on texts of the same kind and size and on as many crops of an image.'
+            )
+
+    def other_shapes(self, abstract_params: Any) -> dict[str, str]:
+        """The shapes of parameters that differ, by name: `'(2, 3) there and absent here'`."""
+        there, here = _by_name(self._metadata), _by_name(abstract_params)
+        found = {x: (there.get(x), here.get(x)) for x in sorted(there.keys() | here.keys())}
+        return {
+            name: f'{saved or "absent"} there and {wanted or "absent"} here'
+            for name, (saved, wanted) in found.items()
+            if saved != wanted
+        }
 
     def restore_weights(self, abstract_params: Any, *, average: bool) -> Any:
-        """Reads only the weights.
+        """Reads some of the weights and nothing else.
 
         Args:
-            abstract_params: A pytree of `jax.ShapeDtypeStruct` with the wanted shardings.
-            average: Whether to read the moving average instead of the weights of the last step.
+            abstract_params: A pytree of `jax.ShapeDtypeStruct` with the wanted shardings, whose
+                parameters have their shapes in the checkpoint.
+            average: Their moving average instead of the weights of the last step.
 
         Raises:
-            ValueError: As `check_shapes`.
-            OSError: The weights cannot be read.
+            OSError: They cannot be read.
         """
-        self.check_shapes(abstract_params)
         item = {_WEIGHTS[average]: abstract_params}
         args = ocp.args.PyTreeRestore(
             item=item,

@@ -215,6 +215,8 @@ def _train(
     is_saved = run.save(step, state, interrupted=not complete)
     # Before anything is torn down: after SIGTERM there may be seconds left.
     checkpoint.wait(run.manager)
+    if interrupted and complete and step == run.start:
+        checkpoint.complete(run.manager, step)
     if not is_saved:
         skipped = int(state.skipped_in_a_row)
         told = f'Step {step} is not saved: the last {skipped} steps were not finite.'

@@ -2,12 +2,14 @@
 
 import itertools
 import json
+import re
 import shutil
 
 import jax
 import numpy as np
 import pytest
 import tensorflow as tf
+from flax.traverse_util import flatten_dict
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +18,7 @@ from coyo11m_tfds import schema
 from tests import runs
 from tests.runs import small_config
 from tests.train_lib.test_data import rewritten
-from train_lib import beginnings, checkpoint, data, train
+from train_lib import beginnings, checkpoint, data, flow, sharding, step, train
 from train_lib.checkpoint import Description
 
 SHORT = {
@@ -253,6 +255,64 @@ def test_other_weights_are_looked_at_by_a_new_run_alone(mini_dataset, source, tm
     assert losses[0] < losses[1]
 
 
+@pytest.mark.parametrize(
+    ('changes', 'text_dim', 'arguments', 'begun'),
+    [
+        ({}, 640, {'latent_shape': (16, 16, 4), 'num_crops': 3}, set()),
+        (
+            {},
+            5,
+            {'latent_shape': (32, 32, 4), 'num_crops': 5},
+            {'conditioning/text_1/kernel', 'conditioning/crops/kernel'},
+        ),
+        (
+            {'model.patch_size': 8},
+            0,
+            {'latent_shape': (32, 32, 4), 'vocabulary': 7},
+            {'patches/kernel', 'velocity/kernel', 'velocity/bias', 'conditioning/text_1/kernel'}
+            | {f'words/{x}' for x in ('table', 'nothing', 'neighbours/kernel', 'neighbours/bias')},
+        ),
+    ],
+    ids=['resolution', 'texts and crops', 'patches and tokens'],
+)
+def test_what_does_not_fit_another_model_begins_anew_and_is_named(
+    mini_dataset, source, tmp_path, caplog, changes, text_dim, arguments, begun
+):
+    config = small_config(mini_dataset, **SHORT, init_from=str(source[0]), seed=5, **changes)
+    mesh = sharding.make_mesh()
+    program = step.make_program(config, mesh, flow.no_stats(text_dim), **arguments)
+    opened = data.TrainingData(config, mesh)
+    beginning = beginnings.find(config, tmp_path / 'run', opened, program)
+    told = set(re.findall(r'Not taken from \S+: parameter (\S+), of shape \S', caplog.text))
+    is_here = flatten_dict(program.abstract_state.params, sep='/').keys()
+    assert told & is_here == begun
+    assert told - is_here == ({'conditioning/crops/kernel'} if changes else set())
+    taken = flatten_dict(source[1].ema_params, sep='/')
+    fresh = program.init()
+    state = beginning.state(program)
+    expected = {
+        name: x if name in begun else taken[name]
+        for name, x in flatten_dict(fresh.params, sep='/').items()
+    }
+    for weights in (state.params, state.ema_params):
+        found = flatten_dict(weights, sep='/')
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        assert {name: x.sharding for name, x in found.items()} == {
+            name: x.sharding for name, x in flatten_dict(fresh.params, sep='/').items()
+        }
+
+
+@pytest.mark.slow
+def test_a_run_of_larger_patches_begins_with_the_weights_of_another(mini_dataset, source, tmp_path):
+    changes = {'model.patch_size': 8, 'init_from': source[0], 'num_steps': 2}
+    run = runs.start(mini_dataset, tmp_path, **SHORT | changes)
+    said, _ = run.communicate()
+    assert run.returncode == 0, said
+    shapes = r'\(1024, 32\) there and \(256, 32\) here'
+    assert re.search(rf'Not taken from \S+: parameter patches/kernel, of shape {shapes}', said)
+    assert checkpoint.find(tmp_path).step == 2
+
+
 def test_other_data_with_another_encoder_are_told(mini_dataset, source, tmp_path, caplog):
     other = rewritten(mini_dataset, tmp_path / 'other', schema.META_TEXT_ENCODER)
     begin(other, tmp_path / 'run', source[0])
@@ -265,7 +325,12 @@ def test_other_data_with_another_encoder_are_told(mini_dataset, source, tmp_path
 @pytest.mark.parametrize(
     ('place', 'changes', 'message'),
     [
-        ('', {'model.width': 64}, r'parameter blocks/\S+ has shape .* there and .* here: '),
+        (
+            '',
+            {'model.width': 64},
+            r'parameter blocks/\S+ has shape .* there and .* here; expected .* model.width and mod',
+        ),
+        ('', {'model.depth': 3}, r'parameter blocks/\S+ has shape .* there and .* here; '),
         ('@3', {}, 'holds no checkpoint of step 3; there are 2, 4'),
         ('/checkpoints', {}, 'holds no checkpoint: train first'),
     ],

@@ -46,7 +46,10 @@ def test_the_last_checkpoint_comes_back_bit_for_bit(tmp_path):
     assert _kept(tmp_path) == [2, 3]
     with _open(tmp_path) as manager:
         restored = checkpoint.restore(manager, _state(0), _window(0))
-    jax.tree.map(np.testing.assert_array_equal, restored, (_state(3 / 3), _window(3 / 3), True))
+        jax.tree.map(np.testing.assert_array_equal, restored, (_state(3 / 3), _window(3 / 3), True))
+        checkpoint.complete(manager, 3)
+        assert checkpoint.restore(manager, _state(0), _window(0))[2] is False
+    assert checkpoint.find(tmp_path).step == 3
 
 
 @pytest.mark.parametrize(('keep_every', 'kept'), [(0, [5, 6]), (2, [2, 4, 5, 6])])

@@ -115,6 +115,11 @@ def test_what_is_due_when_sigterm_comes_is_done_by_the_run_that_goes_on(mini_dat
     stopper.join()
     # The signal may come between the evaluation and the picture.
     assert not (tmp_path / 'previews' / f'step_{stopped:06}.png').exists()
+    config.num_steps, written = stopped, []  # as if that was the last step
+    for _ in range(2):
+        train.train_and_evaluate(config, tmp_path, accept_changes=['num_steps'])
+        written.append(read_scalars(tmp_path))
+    assert ('eval/loss', stopped) in written[0] and written[0] == written[1]
     config.num_steps = stopped + 1
     train.train_and_evaluate(config, tmp_path, accept_changes=['num_steps'])
     evaluated = {step for tag, step in losses(tmp_path) if tag == 'eval/loss'}
