@@ -11,6 +11,7 @@ import pathlib
 import pickle
 import re
 import shutil
+import sys
 import unicodedata
 
 import numpy as np
@@ -22,7 +23,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coyo11m_tfds import sample_data
+from coyo11m_tfds import sample_data, text
 from coyo11m_tfds.text import text_encoders, words
 from tests.text import offline_hub
 
@@ -117,6 +118,22 @@ def test_no_two_words_of_the_demo_have_the_same_id():
 def test_what_is_no_encoder_or_no_tokenizer_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ('runner', 'missing', 'extra'),
+    [('hf', 'transformers', 'text'), ('jax', 'tokenizers', 'text-jax')],
+)
+def test_what_is_not_installed_is_told_with_the_command(
+    tmp_path, monkeypatch, runner, missing, extra
+):
+    for name in (f'{runner}_encoder', 'model_tokenizer', 'gemma_weights'):  # imported anew
+        monkeypatch.delitem(sys.modules, f'coyo11m_tfds.text.{name}', raising=False)
+        monkeypatch.delattr(text, name, raising=False)
+    monkeypatch.setitem(sys.modules, missing, None)  # an import of it is an error
+    message = rf'needs {missing}, which is not installed: pip install .*\[{extra}\]'
+    with pytest.raises(ValueError, match=message):
+        text_encoders.make_encoder(f'{runner}:{tmp_path}')
 
 
 # --- transformers models --------------------------------------------------------------------

@@ -1,0 +1,77 @@
+"""Shards written with Apache Beam: what its workers fetch, and where they put it."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tests import made_sources
+from tests.built import files_of
+from tests.checkout import CHECKOUT
+from tests.convert.build_kills import final_folder, run
+from tests.fakes.cloud import Gcs, fake_gcs
+
+SETTINGS = {'shard_bytes': 1_000_000, 'validation_fraction': 0.2}
+ROWS = 200  # in a file, 5 MB: six shards, and little of it in the head that planning reads
+FILES = 6
+WORKERS = 3
+
+PROGRAM = """
+import json, sys
+import apache_beam as beam
+from coyo11m_tfds.convert import driver
+from coyo11m_tfds.convert.settings import BuildSettings
+from tests.convert import build_program
+source, final, settings, scratch_bytes, workers = sys.argv[1:]
+flags = ['--direct_running_mode=multi_processing', f'--direct_num_workers={workers}']
+settings = BuildSettings(scratch_gb=int(scratch_bytes) / 1e9, **json.loads(settings))
+options = beam.options.pipeline_options.PipelineOptions(flags)
+if __name__ == '__main__':
+    beam = {'beam_options': options, 'beam_runner': 'DirectRunner'}
+    with driver.build(final, source, settings, **beam) as built:
+        if built:
+            build_program.write_info(built)
+"""
+
+
+def run_with_beam(
+    source: object, final: pathlib.Path, folder: pathlib.Path, scratch_bytes: int, gcs: Gcs
+) -> None:
+    """Builds with several worker processes, whose temporary files are in `folder / 'tmp'`."""
+    program = folder / 'program.py'
+    program.write_text(PROGRAM)
+    (folder / 'tmp').mkdir()
+    paths = {'PYTHONPATH': str(CHECKOUT), 'TMPDIR': str(folder / 'tmp')}
+    ended = subprocess.run(
+        [
+            *(sys.executable, str(program), str(source), str(final)),
+            *(json.dumps(SETTINGS), str(scratch_bytes), str(WORKERS)),
+        ],
+        env=os.environ | gcs.env | paths,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.slow
+def test_every_file_is_fetched_once(tmp_path):
+    """By as many workers as have room for a file each, so that none is there for a second time."""
+    files = [range(ROWS * n, ROWS * (n + 1)) for n in range(FILES)]
+    source = made_sources.write_source(tmp_path / 'source', files)
+    sizes = [path.stat().st_size for path in source.rglob('*.pt')]
+    run(source, final_folder(tmp_path / 'plain'), settings=SETTINGS)
+    with fake_gcs(tmp_path) as gcs:
+        gcs.upload_folder(source, 'gs://in/coyo')
+        final = final_folder(tmp_path / 'out')
+        run_with_beam('gs://in/coyo', final, tmp_path, WORKERS * max(sizes), gcs)
+        reads = [r.range for r in gcs.requests if r.action == 'read' and r.path.endswith('.pt')]
+    asked_for = sum(last - first + 1 for first, last in reads)
+    assert asked_for <= 1.1 * sum(sizes)
+    assert files_of(final) == files_of(final_folder(tmp_path / 'plain'))
+    own = tmp_path / 'tmp' / f'coyo11m_tfds-{os.getuid()}'
+    assert [path.name for path in own.rglob('*') if path.is_file()] == ['.lock']
