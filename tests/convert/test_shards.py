@@ -62,7 +62,7 @@ def test_small_remote_files_are_fetched_once_and_together(gcs, tmp_path):
     assert len(reads) == len(set(reads)) == 20
     write(make_plan(source, tmp_path / 'stores', **settings), tmp_path / 'local')
     assert files_of(data_folder(tmp_path / 'work')) == files_of(data_folder(tmp_path / 'local'))
-    assert [path.name for path in (tmp_path / 'work' / 'source').iterdir()] == ['.lock']
+    assert not any((tmp_path / 'work' / 'source').iterdir())
 
     lost = next(task for task in made.tasks if task.split == schema.VALIDATION)
     (data_folder(tmp_path / 'work') / lost.filename).unlink()
