@@ -173,7 +173,7 @@ def _texts(file: LatentFile, asked: Asked) -> dict[str, Any]:
                 f'{file.path}: {file.label_column} are from {bounds["min"]} to {bounds["max"]}, '
                 f'{labels.null_count} missing; expected 0 to {_MOST_LABELS - 1}.'
             )
-        found['labels'] = file.label_column, labels.to_numpy()
+        found['labels'] = file.label_column, labels.cast(pa.int64()).to_numpy()
         found['captions'] = file.label_column, labels.cast(pa.large_string())
     if asked.captions is None:
         found['captions'] = None
