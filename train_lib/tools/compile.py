@@ -9,8 +9,8 @@ No TPU is needed: libtpu's compiler runs on any CPU. Neither data nor
 TensorFlow nor torch is needed. The report shows the memory of a chip, the
 traffic between chips beside the least that the mesh requires, the time of a
 step by the compiler's own estimate, by parts of the model, and the exchanges
-between chips that do not run beside other work. A frozen text encoder is
-included, but its weights are not read. The exit status is 1 if the program does
+between chips that do not run beside other work. It includes a frozen text
+encoder without reading its weights. The exit status is 1 if the program does
 not fit into a chip. Examples of topologies: `v5e:4x4`, `v5e:16x16`, `v6e:4x4`,
 `v5p:2x2x4`, `v4:2x2x4`.
 """
