@@ -293,7 +293,11 @@ class RowReader:
         if not good.all():
             self._report_bad(rows, np.flatnonzero(~good))
         keys = np.where(good, rows.keys, 0)
-        return {name: self._array(name, rows, good, keys) for name in self._choices.names}
+        names, crops = self._choices.names, None
+        if schema.LATENTS in names or CROP in names:
+            count = self._choices.stored[schema.LATENTS].shape[0]
+            crops = self._choices.crops(rows.epoch, keys, count)
+        return {name: self._array(name, rows, good, keys, crops) for name in names}
 
     def _compare(self, rows: Rows, some: np.ndarray) -> np.ndarray:
         """Returns True where records and their rows of columns fit their checksums; bool `(n,)`."""
@@ -346,7 +350,7 @@ class RowReader:
                 self._bad_records.add(path, shard, [record], damage.DAMAGED_ROW, f'row {row}')
 
     def _array(
-        self, name: str, rows: Rows, good: np.ndarray, keys: np.ndarray
+        self, name: str, rows: Rows, good: np.ndarray, keys: np.ndarray, crops: np.ndarray | None
     ) -> 'np.ndarray | InMemory':
         """Returns one array of a batch, with zeros or '' for rows without a record."""
         choices = self._choices
@@ -360,13 +364,10 @@ class RowReader:
             return self._captions(rows, good)
         if choices.text and name == choices.text.feature:
             return self._text(choices.text, rows, good, keys)
-        if name not in (schema.LATENTS, CROP):
-            return self._numbers(name, rows, good)
-        count = choices.stored[schema.LATENTS].shape[0]
-        crops = choices.crops(rows.epoch, keys, count)
-        if name == CROP:
-            return np.where(good, crops - schema.middle_crop(count), 0).astype(np.int32)
-        return self._numbers(name, rows, good, crops)
+        if name == CROP and crops is not None:
+            middle = schema.middle_crop(choices.stored[schema.LATENTS].shape[0])
+            return np.where(good, crops - middle, 0).astype(np.int32)
+        return self._numbers(name, rows, good, crops if name == schema.LATENTS else None)
 
     def _text(self, chosen: Chosen, rows: Rows, good: np.ndarray, keys: np.ndarray) -> np.ndarray:
         """The text that each sample takes; tokens are padded to the longest of all texts."""
