@@ -168,21 +168,21 @@ def _source(init_from: str, description: Description, program: Program) -> Saved
         logging.warning('The weights of %s were trained with other settings: %s.', init_from, text)
     for name, shapes in source.other_shapes(program.abstract_state.params).items():
         logging.warning(
-            'Not taken from %s: parameter %s, of shape %s. What this run has of it begins anew.',
+            'Not taken from %s: parameter %s has shape %s. If this run has it, it begins anew.',
             *(init_from, name, shapes),
         )
     return source
 
 
 def _check_shares(source: SavedRun, program: Program) -> None:
-    """Raises a ValueError where no kernel fits, of those in `blocks` if there are any."""
+    """Raises a ValueError if no kernel fits (of those in `blocks`, if there are any)."""
     params = flatten_dict(program.abstract_state.params, sep='/')
     kernels = [name for name in params if name.endswith('/kernel')] or list(params)
     needed = [name for name in kernels if name.startswith('blocks/')] or kernels
     others = source.other_shapes(program.abstract_state.params)
     if others.keys() >= set(needed):
         raise ValueError(
-            f'no kernel fits: parameter {needed[0]} has shape {others[needed[0]]}; expected a run '
+            f'no kernel fits: parameter {needed[0]} has shape {others[needed[0]]}, expected a run '
             'with the same model.width and model.depth'
         )
 

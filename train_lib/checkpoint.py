@@ -158,7 +158,7 @@ def save(
 
 
 def complete(manager: ocp.CheckpointManager, step: int) -> None:
-    """Notes that the hooks due after a saved step have all been called; raises as `save`."""
+    """Records that all hooks due after a saved step have been called; raises as `save`."""
     if jax.process_index() == 0:
         with _errors_of_writing(manager):
             (manager.directory / str(step) / _COMPLETED).write_text('')
@@ -301,7 +301,7 @@ class SavedRun:
         return Description(**{name: run[name] for name in names})
 
     def check_shapes(self, abstract_params: Any) -> None:
-        """Raises a ValueError that names the first parameter that differs in shape."""
+        """Raises a ValueError that names the first parameter with another shape."""
         for name, shapes in self.other_shapes(abstract_params).items():
             raise ValueError(
                 f'{self.folder}: parameter {name} has shape {shapes}: expected the same model, '
@@ -309,7 +309,7 @@ class SavedRun:
             )
 
     def other_shapes(self, abstract_params: Any) -> dict[str, str]:
-        """The shapes of parameters that differ, by name: `'(2, 3) there and absent here'`."""
+        """Returns the parameters whose shapes differ, by name: `'(2, 3) there and absent here'`."""
         there, here = _by_name(self._metadata), _by_name(abstract_params)
         found = {x: (there.get(x), here.get(x)) for x in sorted(there.keys() | here.keys())}
         return {
@@ -319,15 +319,15 @@ class SavedRun:
         }
 
     def restore_weights(self, abstract_params: Any, *, average: bool) -> Any:
-        """Reads some of the weights and nothing else.
+        """Reads only some of the weights.
 
         Args:
-            abstract_params: A pytree of `jax.ShapeDtypeStruct` with the wanted shardings, whose
-                parameters have their shapes in the checkpoint.
-            average: Their moving average instead of the weights of the last step.
+            abstract_params: A pytree of `jax.ShapeDtypeStruct` with the shapes in the checkpoint
+                and the wanted shardings.
+            average: Whether to read the moving average instead of the weights of the last step.
 
         Raises:
-            OSError: They cannot be read.
+            OSError: The weights cannot be read.
         """
         item = {_WEIGHTS[average]: abstract_params}
         args = ocp.args.PyTreeRestore(

@@ -4,8 +4,7 @@
     batches = data.train_batches(data.position_at(data.position, step=1000))
     batch = next(batches)
 
-This batch is the one after 1000 steps, however often the run was interrupted and whatever its batch
-size was before.
+This is the batch after 1000 steps, for any number of interruptions and for any former batch size.
 """
 
 import dataclasses
@@ -32,21 +31,20 @@ class ReadError(OSError):
 
 @dataclasses.dataclass(frozen=True)
 class DataFacts:
-    """What a model needs to know of its data; a checkpoint holds it, so that it draws without them.
+    """The facts about its data that a model needs; a checkpoint holds them for drawing.
 
     Attributes:
         latent_shape: `(height, width, channels)` of one sample.
         stats: Statistics of the train split.
-        encoder: Name of what made the text embeddings, such as `hf:google/gemma-3-270m`.
-        encoder_revision: Its commit on the hub, or `sha256:...` of the files in a local folder;
-            empty where the data set does not tell.
-        max_tokens: Captions were cut to so many tokens; 0 for no limit or where it is unknown.
-            Records that hold tokens hold so many, padding included.
-        vocabulary: Ids of the tokens in the records are less than this; 0 where records hold text
-            embeddings.
-        known_tokens: For the tokenizer `words`, hex digits with a bit for each id that some caption
-            has; '' where that is not known.
-        num_crops: Crops of an image, of the source that has the most.
+        encoder: Name of the encoder of the texts, such as `hf:google/gemma-3-270m`.
+        encoder_revision: Commit of the encoder on the hub, or `sha256:...` of the files in a local
+            folder; '' if unknown.
+        max_tokens: Length limit of captions in tokens; 0 if there is none or it is unknown. Records
+            with tokens have this number of them, padding included.
+        vocabulary: All token ids in the records are below this number; 0 for text embeddings.
+        known_tokens: For the tokenizer `words`, a bit for each id, set if a caption has it, as hex
+            digits; '' if unknown.
+        num_crops: Number of crops of an image, the largest of all sources.
     """
 
     latent_shape: tuple[int, int, int]
@@ -60,11 +58,11 @@ class DataFacts:
 
     @property
     def text_dim(self) -> int:
-        """Numbers of a text embedding; 0 where there is none."""
+        """Width of a text embedding; 0 without text embeddings."""
         return len(self.stats.text_mean)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values that JSON can carry; floats come back bit for bit."""
+        """Returns plain values for JSON, from which floats return bit for bit."""
         stats = {name: values.tolist() for name, values in vars(self.stats).items()}
         return vars(self) | {'latent_shape': list(self.latent_shape), 'stats': stats}
 
@@ -78,12 +76,13 @@ class DataFacts:
 
 @dataclasses.dataclass(frozen=True)
 class PreviewSamples:
-    """Records whose captions all previews of a run draw.
+    """The records whose captions all previews of a run draw.
 
     Attributes:
         captions: N strings.
-        latents: Raw `(n, 4, H, W)`.
-        text: Text embeddings float16 `(n, D)` or token ids int32 `(n, T)`, whole on every device.
+        latents: Raw latents, `(n, 4, H, W)`.
+        text: Text embeddings, float16 `(n, D)`, or token ids, int32 `(n, T)`, whole on every
+            device.
     """
 
     captions: Sequence[str]
@@ -92,27 +91,28 @@ class PreviewSamples:
 
 
 class TrainingData:
-    """This process's share of a data set, as the configuration asks for it.
+    """This process's share of a data set, as the configuration defines it.
 
     Attributes:
         facts: Facts about the data that a model needs.
         sources: The data sets of a mixture, or the only one.
-        plan: Orders and shares of the sources; without a chunk index there is one lane.
+        plan: Orders and shares of the sources; with one lane if there is no chunk index.
         position: Place of step 0 in the data, in plain values: `step` and `samples` of each source
-            as in a state of `input_pipeline`, with `lanes` and what tells the `data_sets`.
-        identity: Plain values that no resumed run can change; see `beginnings.Description`.
-        settings: Plain values that it can change on purpose.
-        read_counts: Returns the `input_pipeline.ReadCounts` of training in this process.
+            as in a state of `input_pipeline`, the number of `lanes`, and the identities of the
+            `data_sets`.
+        identity: Plain values that a resumed run cannot change; see `checkpoint.Description`.
+        settings: Plain values that a resumed run can change on purpose.
+        read_counts: Returns the `input_pipeline.ReadCounts` of this process's training.
     """
 
     def __init__(self, config: ml_collections.ConfigDict, mesh: Mesh):
         """Opens the data set; reads its metadata and no records.
 
         Raises:
-            ValueError: A setting is out of its range; there is no data set, it lacks text
-                embeddings or a split that is evaluated or drawn; or the batch size, the lanes and
-                the chunks do not fit it, each other or the devices.
-            OSError: There is no data set.
+            ValueError: A setting is out of its range; the data set does not exist, or lacks text
+                embeddings or a split for evaluation or previews; or the batch size, the lanes and
+                the chunks do not fit the data set, each other or the devices.
+            OSError: The data set does not exist.
         """
         settings.check(config)
         self._config, self._mesh = config, mesh
@@ -170,17 +170,17 @@ class TrainingData:
         return input_pipeline.train_plan(self.sources, order, batch_size=size, stages=stages)
 
     def position_at(self, position: Mapping[str, Any], step: int) -> dict[str, Any]:
-        """The place of a step that is not before another place."""
+        """Returns the place of `step`, which must not be before `position`."""
         place = self.plan.place.at(position)
         return {**position, **place.after(step - place.position.step).state()}
 
     def check_reading(self) -> None:
-        """Checks that what training reads fits this host, and that evaluations have records.
+        """Checks that reading fits into this host's memory, and that evaluations have records.
 
-        Drawing and evaluating take little memory. All processes call it together.
+        Drawing and evaluation take little memory. All processes must call this together.
 
         Raises:
-            ValueError: It takes more than `data.ram_budget_gb`, see `reading.memory`; or a
+            ValueError: Reading takes more than `data.ram_budget_gb`, see `reading.memory`; or a
                 condition keeps no record of a validation split.
             OSError: A column or a file cannot be read.
         """
@@ -191,7 +191,7 @@ class TrainingData:
             batches.check_memory(budget_gb, sharding.processes_on_host())
 
     def train_batches(self, position: Mapping[str, Any] | None = None) -> Batches:
-        """Batches without end, from a place on; None for the beginning."""
+        """Returns batches from a place on, without end; None for the beginning."""
         self._arrived = self._taken = 0
 
         def arriving() -> Iterator[dict[str, np.ndarray]]:
@@ -204,11 +204,11 @@ class TrainingData:
             yield batch
 
     def batches_ready(self) -> int:
-        """Returns the number of training batches on the devices, or on the way, that are unused."""
+        """Returns the number of unused training batches on the devices or on their way."""
         return self._arrived - self._taken
 
     def progress(self, position: Mapping[str, Any]) -> dict[str, float]:
-        """Passes over the data up to a place; of each source of a mixture its own, and samples."""
+        """Returns the passes over the data up to a place, in a mixture also of each source."""
         orders = self.plan.orders
         if orders is None:
             return {}
@@ -222,12 +222,12 @@ class TrainingData:
 
     @property
     def engine(self) -> str:
-        """What reads training batches: 'rows' or 'chunks'."""
+        """The engine that reads training batches: 'rows' or 'chunks'."""
         return input_pipeline.engine_of(self.sources, self._config.data.engine)
 
     @property
     def description(self) -> list[str]:
-        """The data sets and how they are read, in lines."""
+        """Describes the data sets and how they are read, in lines."""
         orders, config = self.plan.orders, self._config.data
         if orders is None:
             return [f'{self.sources[0].stored.full_name}, read without a chunk index']
@@ -250,7 +250,7 @@ class TrainingData:
         return f'{told}, {readable(split.num_bytes)}'
 
     def eval_batches(self, source: input_pipeline.Source) -> Batches:
-        """Every record of the validation split of a source once, with a `mask`."""
+        """Returns every record of a source's validation split once, with a `mask`."""
         return self._to_device(self._eval_on_host(source))
 
     def _eval_on_host(self, source: input_pipeline.Source) -> input_pipeline.Batches:
@@ -270,7 +270,7 @@ class TrainingData:
 
     @functools.cached_property
     def preview_samples(self) -> PreviewSamples:
-        """The first records of `preview.split` of the first source, the same on every process."""
+        """Reads the first records of `preview.split` in the first source; all processes agree."""
         batches = input_pipeline.eval_batches(
             self.sources[:1],
             batch_size=self._config.preview.count,

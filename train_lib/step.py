@@ -11,9 +11,9 @@ if texts may be dropped, and `crop` int32 `(b,)` if images have several. An eval
 `mask` bool `(b,)`, False for rows without a sample, and so does a training batch if unreadable
 records are skipped. The step for a batch without a mask is compiled without masks.
 
-The weights of a frozen text encoder are one more argument of the compiled functions; no state holds
-them. This module imports neither TensorFlow nor torch, so steps can be measured where only JAX is
-installed.
+The weights of a frozen text encoder are a separate argument of the compiled functions, outside of
+the state. This module imports neither TensorFlow nor torch, so steps can be measured with JAX
+alone.
 """
 
 import dataclasses
@@ -59,22 +59,24 @@ def make_train_step(
 ) -> Callable[..., tuple[TrainState, TrainMetrics]]:
     """Returns the function that turns a state and a batch into the next state and metrics.
 
-    It takes the frozen weights of the encoder as a third argument, None without one.
+    The function takes the frozen weights of the encoder as a third argument; None without an
+    encoder.
 
-    Noise and times depend on `(seed, state.step)` alone, so a resumed run repeats them exactly. A
-    step whose loss or gradient is not finite, or whose batch has no sample, changes nothing but its
-    count, and the former is counted as skipped.
+    Noise and times depend only on `(seed, state.step)`, so a resumed run repeats them exactly. A
+    step whose loss or gradient is not finite, or whose batch has no samples, only counts itself;
+    the former also counts as skipped.
 
     Args:
-        model: Called as `model(z, t, text, drop_text)`, and with the crop if it tells them apart.
+        model: Model that is called as `model(z, t, text, drop_text)`, and with the crop if it has
+            several `crops`.
         tx: The optimizer.
-        schedule: Its learning rate, for the metrics.
+        schedule: Learning rate of the optimizer, for the metrics.
         stats: Statistics that standardize latents and text embeddings.
-        ema_decay: Decay of the average in a step; the average is shorter while steps are few.
-        seed: Decides noise and times.
+        ema_decay: Decay of the average in a step; smaller in the first steps.
+        seed: Seed of noise and times.
         logit_mean, logit_std: See `flow.logit_normal_times`.
-        parts: The gradient is computed over so many parts of the batch in turn.
-        encoder: Encodes tokens; None for a model that looks them up in a table of its own.
+        parts: Number of parts of the batch over which the gradient is computed in turn.
+        encoder: Encoder of tokens; None for a model with a table of its own.
     """
     text_of = make_text_of(stats, encoder)
     told = ('drop_text', 'crop') if getattr(model, 'crops', 1) > 1 else ('drop_text',)
@@ -140,11 +142,11 @@ def make_train_step(
 def make_eval_step(
     model: nn.Module, stats: flow.Stats, *, seed: int, encoder: StepEncoder | None = None
 ) -> Callable[..., EvalMetrics]:
-    """Returns the function from weights, a batch and frozen weights to the loss of its samples.
+    """Returns a function from weights, a batch and frozen weights to metrics of the batch.
 
     Noise and a time uniform in [0, 1) come from `(seed, key)` of each sample: the loss of a split
-    does not depend on its order, the batch size or the number of hosts. The gain from texts does,
-    because it compares with the text of the sample before in the batch.
+    does not depend on its order, the batch size or the number of hosts. The gain from texts does
+    depend on them, because it uses the text of the previous sample in the batch.
     """
     text_of = make_text_of(stats, encoder)
 
@@ -171,7 +173,7 @@ def make_eval_step(
 
 
 def sampling_settings(preview: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `config.preview` that `sampling.sample` takes."""
+    """Returns the fields of `config.preview` that `sampling.sample` takes."""
     return {name: x for name, x in preview.items() if name not in ('count', 'split', 'vae')}
 
 
@@ -183,11 +185,11 @@ def make_draw(
     *,
     latent_shape: Sequence[int],
 ) -> Callable[..., jax.Array]:
-    """Returns the function from `(params, texts, first, frozen)` to raw latents, for `bind`.
+    """Returns a function from `(params, texts, first, frozen)` to raw latents, for `bind`.
 
-    Texts are raw text embeddings, `(n, D)`, or token ids, int32 `(n, T)`; latents are float32
-    `(n, C, H, W)`. The noise of a picture is a function of `config.seed` and its number, which is
-    `first` for the first row. Other arguments as of `make_program`.
+    Texts are raw text embeddings, `(n, D)`, or token ids, int32 `(n, T)`; latents are float32 `(n,
+    C, H, W)`. The noise of a picture is a function of `config.seed` and of its number, which is
+    `first` for the first row. For other arguments see `make_program`.
     """
     settings = sampling_settings(config.preview)
     text_of = make_text_of(stats, encoder)
@@ -209,10 +211,10 @@ def make_draw(
 
 
 def make_text_of(stats: flow.Stats, encoder: StepEncoder | None) -> Callable[[Any, jax.Array], Any]:
-    """Returns the function from frozen weights and raw texts to what the model is given.
+    """Returns a function from frozen weights and raw texts to the texts that the model takes.
 
-    Text embeddings `(b, D)` are standardized, token ids int32 `(b, T)` encoded if there is an
-    encoder.
+    The function standardizes text embeddings `(b, D)`, and encodes token ids, int32 `(b, T)`, if
+    there is an encoder.
     """
 
     def text_of(frozen: Any, texts: jax.Array) -> Any:
@@ -252,7 +254,7 @@ ValueAndGrad = Callable[[Any, Any], tuple[tuple[jax.Array, jax.Array], Any]]
 
 
 def in_parts(value_and_grad: ValueAndGrad, count: int) -> ValueAndGrad:
-    """Returns the same function, computed part by part of the rows to save memory.
+    """Returns the same function, computed over parts of the rows in turn to save memory.
 
     Args:
         value_and_grad: `jax.value_and_grad` of a function from `(params, rows)` to a float32 sum
@@ -283,30 +285,30 @@ def in_parts(value_and_grad: ValueAndGrad, count: int) -> ValueAndGrad:
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """A jitted function whose last argument is always the same.
+    """A jitted function with a fixed last argument.
 
     Attributes:
         jitted: The function.
-        frozen: That argument: the weights of a text encoder, or their shapes where the function is
-            only compiled; None without an encoder.
+        frozen: The last argument: the weights of a text encoder, or their shapes for a function
+            that is only compiled; None without an encoder.
     """
 
     jitted: jax.stages.Wrapped
     frozen: Any
 
     def __call__(self, *arguments: Any) -> Any:
-        """Calls it."""
+        """Calls the function."""
         return self.jitted(*arguments, self.frozen)
 
     def lower(self, *arguments: Any) -> jax.stages.Lowered:
-        """Lowers it; what is compiled of that takes `frozen` too."""
+        """Lowers the function; its compiled form also takes `frozen`."""
         return self.jitted.lower(*arguments, self.frozen)
 
 
 def bind(
     function: Callable, encoder: StepEncoder | None, *in_shardings: Any, **options: Any
 ) -> Bound:
-    """Jits a function whose last argument are the weights of the encoder, where they lie."""
+    """Jits a function with the encoder's weights, on their devices, as its last argument."""
     frozen = encoder.params if encoder else None
     of_frozen = jax.tree.map(lambda leaf: leaf.sharding, frozen)
     return Bound(jax.jit(function, in_shardings=(*in_shardings, of_frozen), **options), frozen)
@@ -314,18 +316,19 @@ def bind(
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Jitted functions; batches are split over the mesh, states as `sharding.by_shape` says.
+    """Jitted functions: batches are split over the mesh, states by `sharding.by_shape`.
 
     Attributes:
         encoder: Frozen encoder of token ids, or None.
         abstract_state: Shapes, dtypes and shardings of a state.
         init: Returns the state at step 0.
         no_metrics: Returns training metrics of no step.
-        train_step: From `(state, batch)` to the next state and metrics; the state is donated.
-        eval_step: From `(params, batch)` to metrics.
-        draw: From `(params, texts)` to raw latents `(n, C, H, W)`, with the same noise each time.
-        flops: From the number of tokens of a text to the FLOPs of the matrix products that the
-            model asks for to train on one sample; those of a frozen encoder are not among them.
+        train_step: Maps `(state, batch)` to the next state and metrics; donates the state.
+        eval_step: Maps `(params, batch)` to metrics.
+        draw: Maps `(params, texts)` to raw latents `(n, C, H, W)`, with the same noise at each
+            call.
+        flops: Maps the number of tokens of a text to the FLOPs of the model's matrix products for
+            the training on one sample, without those of a frozen encoder.
     """
 
     encoder: StepEncoder | None
@@ -339,17 +342,17 @@ class Program:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What no resume can change, in plain values; see `beginnings.Description`."""
+        """Plain values that a resumed run cannot change; see `checkpoint.Description`."""
         if self.encoder is None:
             return {}
         return {'encoder': {'name': self.encoder.name, 'revision': self.encoder.revision}}
 
 
 def for_data(config: ml_collections.ConfigDict, mesh: Mesh, facts: 'DataFacts') -> Program:
-    """The program for a data set, with the text encoder that the configuration names.
+    """Makes the program for a data set, with the text encoder of the configuration.
 
     Raises:
-        ValueError: As of `make_program` or `caption_encoder.load`.
+        ValueError: As `make_program` and `caption_encoder.load`.
     """
     return make_program(
         config,
@@ -372,19 +375,19 @@ def make_program(
     num_crops: int = 1,
     encoder: StepEncoder | None = None,
 ) -> Program:
-    """Builds model, optimizer and steps; nothing is compiled before it is called.
+    """Builds model, optimizer and steps; each function is compiled at its first call.
 
     Args:
         config: See `configs/default.py`.
         mesh: From `sharding.make_mesh`.
         stats: Statistics of the data set.
         latent_shape: `(height, width, channels)` of one sample.
-        vocabulary: Token ids of the data set are less than this; 0 for text embeddings.
-        num_crops: Crops of an image in the data set.
-        encoder: Encodes these tokens, on the same mesh; None for a learned table.
+        vocabulary: All token ids of the data set are below this number; 0 for text embeddings.
+        num_crops: Number of crops of an image in the data set.
+        encoder: Encoder of these tokens on the same mesh; None for a learned table.
 
     Raises:
-        ValueError: A part of a batch cannot be split over the devices; or as of `models.make`.
+        ValueError: A part of a batch cannot be split over the devices; or as `models.make`.
     """
     if config.accumulate < 1 or config.batch_size % (config.accumulate * mesh.size):
         raise ValueError(

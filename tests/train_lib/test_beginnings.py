@@ -283,7 +283,7 @@ def test_what_does_not_fit_another_model_begins_anew_and_is_named(
     program = step.make_program(config, mesh, flow.no_stats(text_dim), **arguments)
     opened = data.TrainingData(config, mesh)
     beginning = beginnings.find(config, tmp_path / 'run', opened, program)
-    told = set(re.findall(r'Not taken from \S+: parameter (\S+), of shape \S', caplog.text))
+    told = set(re.findall(r'Not taken from \S+: parameter (\S+) has shape \S', caplog.text))
     is_here = flatten_dict(program.abstract_state.params, sep='/').keys()
     assert told & is_here == begun
     assert told - is_here == ({'conditioning/crops/kernel'} if changes else set())
@@ -309,7 +309,7 @@ def test_a_run_of_larger_patches_begins_with_the_weights_of_another(mini_dataset
     said, _ = run.communicate()
     assert run.returncode == 0, said
     shapes = r'\(1024, 32\) there and \(256, 32\) here'
-    assert re.search(rf'Not taken from \S+: parameter patches/kernel, of shape {shapes}', said)
+    assert re.search(rf'Not taken from \S+: parameter patches/kernel has shape {shapes}', said)
     assert checkpoint.find(tmp_path).step == 2
 
 

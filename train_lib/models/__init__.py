@@ -4,11 +4,11 @@
     model = models.make('S/2', depth=16)   # replaces the preset's value
     model = models.make('S/2', kind='my_package.my_module:MyModel')
 
-Another model is a `flax.linen.Module` in any module that can be imported. Like `dit.DiT`, it has
-the fields `dtype` and `pin` and the method `flops`, is called with the same arguments, and has the
-fields of a preset or of the block `model` that it needs. It is told the crop, by the last argument,
-if it has the field `crops` and that is above 1. Muon trains the kernels in its module
-`blocks` (see `state.make_optimizer`). docs/training.md has an example.
+Another model is a `flax.linen.Module` in any importable module. Like `dit.DiT`, it has the fields
+`dtype` and `pin` and the method `flops`, takes the same arguments, and declares the fields of a
+preset or of the block `model` that it needs. If it has a field `crops` above 1, its last argument
+is the crop. Muon trains the kernels in its module `blocks` (see `state.make_optimizer`).
+docs/training.md has an example.
 
 A name is a size and a patch size. Sizes S to XL are those of DiT (Peebles & Xie 2023, table 1);
 `tiny` is for the demo and the tests.
@@ -48,8 +48,9 @@ def make(
         name: The preset, size and patch size, `SIZE/PATCH`, such as `'S/2'`.
         kind: `dit` or `MODULE:CLASS`.
         dtype: Dtype of the computation; parameters are float32.
-        num_crops: Crops of an image in the data set; the field `crops` where that is 0.
-        **fields: Fields of the model; 0 keeps the value of the preset or, without one, the model's.
+        num_crops: Number of crops of an image in the data set, for a field `crops` of 0.
+        **fields: Fields of the model; 0 keeps the value of the preset or, without a preset, of the
+            model.
 
     Raises:
         ValueError: An unknown name; no model of that kind; a field that the kind does not have, or
@@ -76,7 +77,7 @@ def make(
 
 
 def identity(**fields: Any) -> dict[str, Any]:
-    """The fields of the block `model` that decide the weights, in plain values."""
+    """Returns the fields of the block `model` that decide the weights, as plain values."""
     return {x: fields[x] for x in fields if x not in ('dtype', 'remat', 'attention', 'unroll')}
 
 

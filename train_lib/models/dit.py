@@ -10,8 +10,8 @@ Parameters", 2023), rotary position embedding besides the fixed positions, and t
 instead of the class label. A text may also be token ids, or the hidden states of a text encoder. A
 learned table or projection then turns them into vectors, and their mean is the text embedding. With
 `text='sequence'`, every block's attention sees these vectors beside the picture's own tokens, as in
-Nichol et al., "GLIDE" (2021). The blocks are one scanned module: compile time and the size of the
-program do not grow with the depth.
+Nichol et al., "GLIDE" (2021). The blocks are one scanned module, so compile time and program size
+do not grow with the depth unless `unroll` does.
 """
 
 import functools
@@ -33,7 +33,7 @@ Dtype = jnp.dtype | type
 
 
 class OneDevice:
-    """Where activations lie: all of them on one device. `sharding.Rows` is the same for a mesh."""
+    """Keeps all activations on one device; `sharding.Rows` is the same for a mesh."""
 
     @property
     def on_tpus(self) -> bool:
@@ -45,7 +45,7 @@ class OneDevice:
         return x
 
     def map(self, function: Callable, rows: Any, shared: Any) -> Any:
-        """Calls `function(rows, shared)` with each device's rows, `(b, ...)`; gives rows."""
+        """Calls `function(rows, shared)` with each device's rows, `(b, ...)`; returns all rows."""
         return function(rows, shared)
 
 
@@ -129,9 +129,9 @@ class Words(NamedTuple):
     """The texts of a batch as sequences of vectors.
 
     Attributes:
-        vectors: `(b, n, width)`.
-        present: bool `(b, n)`, False for padding and for what is dropped. Attention needs one True
-            in every row.
+        vectors: Vectors of the words, `(b, n, width)`.
+        present: bool `(b, n)`, False for padding and dropped texts. Attention needs one True in
+            every row.
     """
 
     vectors: jax.Array
@@ -141,12 +141,12 @@ class Words(NamedTuple):
 class WordTable(nn.Module):
     """Looks up the vectors of tokens, each together with its neighbours.
 
-    The order of words says which colour belongs to which thing. So a token's vector is a function
-    of its own vector and those of its two neighbours in the text: a convolution of width 3. It
-    needs no positions, and so has no greatest length.
+    The order of words tells which colour belongs to which thing. So the result for a token is a
+    function of its own vector and those of its two neighbours in the text: a convolution of width
+    3. It needs no positions and has no length limit.
 
     Attributes:
-        vocabulary: Number that all ids are below.
+        vocabulary: All ids are below this number.
         width: Width of the vectors.
         dtype: Dtype of the computation; the table is float32.
     """
@@ -163,11 +163,12 @@ class WordTable(nn.Module):
 
         Args:
             tokens: Ids int32 `(b, T)`, padded with -1.
-            drop_text: bool `(b,)`, True where a text is to be ignored; None is False everywhere.
+            drop_text: bool `(b,)`, True for texts to ignore; None for no text.
 
         Returns:
-            `(words, pooled)`: words with `n = T + 1`, the first of which stands for no text and is
-            always present; the mean of the tokens' vectors, `(b, width)`, zeros for an empty text.
+            `(words, pooled)`: `words` with `n = T + 1`, whose first vector stands for no text and
+            is always present; and the mean of the tokens' vectors, `(b, width)`, zeros for an empty
+            text.
         """
         table = self.param('table', nn.initializers.normal(1.0), (self.vocabulary, self.width))
         nothing = self.param('nothing', nn.initializers.normal(1.0), (self.width,))
@@ -183,8 +184,8 @@ class WordTable(nn.Module):
 class WordStates(nn.Module):
     """Normalizes and projects the hidden states of a text encoder.
 
-    RMS norm with a learned scale, then a dense layer, as in Lumina-Next (Zhuo et al., 2024). This
-    needs no statistics of the states.
+    It applies an RMS norm with a learned scale and a dense layer, as in Lumina-Next (Zhuo et al.,
+    2024), and needs no statistics of the states.
 
     Attributes:
         width: Width of the vectors.
@@ -231,7 +232,7 @@ def _sequence_and_mean(
 
 
 def sincos_positions_2d(rows: int, columns: int, width: int) -> np.ndarray:
-    """Fixed sine-cosine position vectors, half of the width for each axis.
+    """Returns fixed sine-cosine position vectors, with half of the width for each axis.
 
     Returns:
         float32 `(rows * columns, width)`, in row-major order of the positions.
@@ -266,7 +267,7 @@ def make_turns(rows: int, columns: int, head_dim: int) -> np.ndarray:
 
 
 def time_features(t: jax.Array) -> jax.Array:
-    """Sinusoids of the time: `(b,)` in [0, 1] to float32 `(b, 256)`."""
+    """Returns sinusoids of times `(b,)` in [0, 1]: float32 `(b, 256)`."""
     half = _TIME_FEATURES // 2
     frequencies = jnp.exp(-jnp.log(_MAX_PERIOD) * jnp.arange(half, dtype=jnp.float32) / half)
     angles = _TIME_SCALE * t.astype(jnp.float32)[:, None] * frequencies
@@ -278,7 +279,7 @@ def _modulate(x: jax.Array, shift: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 class Conditioning(nn.Module):
-    """Adds up what the time, the text embedding and the crop say: `(b, width)`."""
+    """Embeds the time, the text and the crop and adds them, `(b, width)`."""
 
     width: int
     crops: int = 1
@@ -472,18 +473,19 @@ class DiT(nn.Module):
         width: Width of the tokens; a multiple of 4 times `num_heads`.
         depth: Number of blocks.
         patch_size: Side of the square of latent positions that makes a token.
-        mlp_ratio: Width of the hidden layer of a block, in widths of the tokens.
+        mlp_ratio: Width of a block's hidden layer divided by the width of the tokens.
         dtype: Dtype of the computation. Parameters and the result are float32.
         remat: Values of a block that are kept for the backward pass, a key of `REMAT`.
         attention: Implementation of attention, one of `ATTENTION`.
         text: Parts of a text that condition the blocks, one of `TEXTS`.
-        vocabulary: Ids of tokens are less than this; 0: texts are embeddings.
-        crops: Crops of an image that are told apart; 1: none are.
+        vocabulary: All token ids are below this number; 0 if texts are embeddings.
+        crops: Number of crops of an image that the model distinguishes; 1 for no distinction.
         unroll: Blocks in one turn of the compiled loop. With all 6 blocks of the tiny model in one
-            turn a step takes 13% less on 2 CPU cores; large models gain nothing but compile time.
-        pin: Applied to the condition, the tokens and what becomes of them, `(b, ...)`, before and
-            after each product; may say how they lie on the devices (`sharding.Rows`). Left to
-            itself, XLA's partitioner splits them like the weights and moves them instead.
+            turn, a step takes 13% less time on 2 CPU cores. On TPUs, large models gain a quarter
+            (docs/pods.md); the price is the compilation.
+        pin: Function that places activations `(b, ...)` on devices (`sharding.Rows`), called before
+            and after each product. Without it, XLA's partitioner splits activations like the
+            weights and moves them.
     """
 
     width: int
@@ -537,7 +539,7 @@ class DiT(nn.Module):
             t: Times in [0, 1], `(b,)`; 0 is data, 1 is noise.
             text: Standardized text embeddings `(b, D)`; with a vocabulary token ids, int32
                 `(b, T)`, padded with -1, or hidden states of these, `(b, T, D)`.
-            drop_text: bool `(b,)`, True where the text is to be ignored; None is False everywhere.
+            drop_text: bool `(b,)`, True for texts to ignore; None to ignore none.
             crop: int32 `(b,)`, place of the crop among those of its image, 0 for the middle one;
                 None is 0 everywhere.
 
@@ -583,17 +585,17 @@ class DiT(nn.Module):
         return _from_patches(patches, rows, columns, p)
 
     def flops(self, latent_shape: Sequence[int], text_dim: int, num_tokens: int = 0) -> int:
-        """Of the matrix products of one sample, forward alone: training takes three times that.
+        """Returns the forward FLOPs of a sample's matrix products; training takes three times that.
 
-        Two for each multiplication and addition, as in Kaplan et al., "Scaling Laws for Neural
-        Language Models" (2020), table 1, with the scores of the attention counted as in Chowdhery
-        et al., "PaLM" (2022), appendix B; the backward pass has two products for each one. What is
-        computed again to save memory does not count.
+        A multiplication with its addition counts two, as in Kaplan et al., "Scaling Laws for Neural
+        Language Models" (2020), table 1; the scores of the attention count as in Chowdhery et al.,
+        "PaLM" (2022), appendix B. The backward pass has two products for each one. Recomputation to
+        save memory does not count.
 
         Args:
             latent_shape: `(height, width, channels)` of one sample.
             text_dim: Width of a text embedding or of an encoder's states; 0 for token ids.
-            num_tokens: Tokens of a text with padding; only for models with a vocabulary.
+            num_tokens: Number of tokens of a text with padding; only for models with a vocabulary.
         """
         height, columns, channels = latent_shape
         w, p = self.width, self.patch_size
