@@ -71,11 +71,12 @@ def plan(
             if of_source
         )
     check_latents(sources)
+    of_latents = [x.stored.latents for x in sources] if len(sources) > 1 else []
     rule = Rule(
         max(1, batch_size // settings.lanes),
         [x.weight for x in sources],
         stages,
-        [_shape_and_dtype(x) for x in sources] if len(sources) > 1 else [()],
+        [(dtype, shape[1:]) for dtype, shape in of_latents],
         [x.name for x in sources],
     )
     told = dataclasses.asdict(settings)
@@ -86,12 +87,6 @@ def plan(
     if orders:
         samples = sum(x.lane_length for x in orders)
     return Plan(sources, orders, place, samples / rule.each)
-
-
-def _shape_and_dtype(source: Source) -> tuple[str, tuple[int, ...]]:
-    """Returns the dtype and the shape of one crop."""
-    dtype, shape = source.stored.latents
-    return dtype, shape[1:]
 
 
 def _order(source: Source, split: str, shard_lengths: np.ndarray, settings: OrderSettings) -> Order:
