@@ -182,7 +182,7 @@ def _check_shares(source: SavedRun, program: Program) -> None:
     others = source.other_shapes(program.abstract_state.params)
     if others.keys() >= set(needed):
         raise ValueError(
-            f'no kernel fits: parameter {needed[0]} has shape {others[needed[0]]}, expected a run '
+            f'no kernel fits: parameter {needed[0]} has shape {others[needed[0]]}; expected a run '
             'with the same model.width and model.depth'
         )
 
