@@ -74,4 +74,4 @@ def test_every_file_is_fetched_once(tmp_path):
     assert asked_for <= 1.1 * sum(sizes)
     assert files_of(final) == files_of(final_folder(tmp_path / 'plain'))
     own = tmp_path / 'tmp' / f'coyo11m_tfds-{os.getuid()}'
-    assert own.is_dir() and not any(own.iterdir())
+    assert not [path for path in own.rglob('*') if path.is_file()]

@@ -230,7 +230,7 @@ def test_a_misspelt_sidecar_is_noticed_before_the_source_is_read(tmp_path):
         make_plan(source, tmp_path / 'out', text_embeddings=str(tmp_path / 'nothing'))
     vectors = dict.fromkeys(range(20), np.ones(3))
     other = made_sources.write_sidecar(tmp_path / 'x.parquet', vectors, caption_column='caption')
-    with pytest.raises(ValueError, match="made of column 'caption', but the captions are"):
+    with pytest.raises(ValueError, match="those of column 'caption', but caption_column is"):
         make_plan(source, tmp_path / 'out', text_embeddings=str(other))
 
 
