@@ -38,7 +38,7 @@ from absl import flags
 from jax.experimental import topologies
 from ml_collections import config_flags
 
-from train_lib import caption_encoder, chips, flow, models, run, settings, sharding
+from train_lib import caption_encoder, chips, flow, run, settings, sharding
 from train_lib.models.dit import POOLED
 from train_lib.step import Program, make_program
 from train_lib.tools import hlo
@@ -115,12 +115,11 @@ def analyze(
         vocabulary=vocabulary,
         encoder=encoder,
     )
-    model = models.make(**config.model, vocabulary=vocabulary)
     count, passes = _work(config, step)
     hosts = len({device.process_index for device in devices})
     axes = ' x '.join(f'{axis} {size}' for axis, size in mesh.shape.items())
     what = {TRAIN: '', EVALUATE: 'evaluation of ', DRAW: 'drawing of '}[step]
-    flops = {'model': passes * model.flops(LATENT_SHAPE, text_dim, num_tokens)}
+    flops = {'model': passes * program.flops(num_tokens) / 3}  # of training, which has three
     if encoder is not None:
         flops['text encoder'] = encoder.network.config.flops(num_tokens)
     report: Report = {
@@ -145,7 +144,7 @@ def analyze(
         least = sharding.least_bytes(
             program.abstract_state.params,
             mesh,
-            compute_bytes=model.dtype.itemsize,
+            compute_bytes=jnp.dtype(config.model.dtype).itemsize,
             accumulate=config.accumulate,
         )
         report[MOVED]['least for this mesh'] = least / 1e6
@@ -269,7 +268,7 @@ def tables(costs: hlo.Costs, chip: chips.Chip, schedules: pathlib.Path) -> Repor
     for name, cycles in costs.cycles.items():
         part = next(part for part, pattern in _PARTS.items() if re.search(pattern, name))
         parts[part] += cycles * milliseconds
-    left_out = ['loops of unknown length'] if any(0 in loops for loops in costs.loops) else []
+    left_out = ['most turns of a loop'] if any(0 in loops for loops in costs.loops) else []
     for kernel, calls in costs.kernels.items():
         found = bundles(schedules, kernel.name)
         part = f'kernel {kernel.name.split(".")[0]}'

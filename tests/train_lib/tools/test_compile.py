@@ -19,7 +19,13 @@ from train_lib import chips
 from train_lib import models as networks
 from train_lib.tools import compile, hlo
 
-PODS = {'tpu_v5e_16': 'v5e:4x4', 'tpu_v5e_128': 'v5e:8x16', 'tpu_v5e_256': 'v5e:16x16'}
+# As their docstrings say. A loop over the blocks takes less than half of the time to compile.
+LOOP = '--config.model.unroll=1'
+PODS = {
+    'tpu_v5e_16': ('--topology=v5e:4x4',),
+    'tpu_v5e_128': ('--topology=v5e:8x16', LOOP),
+    'tpu_v5e_256': ('--topology=v5e:16x16', LOOP),
+}
 
 CHIP = chips.CHIPS['TPU v5 lite']
 
@@ -111,7 +117,7 @@ def test_kernels_take_a_cycle_for_each_bundle_of_their_schedule_and_row(tmp_path
     time = 4000 * 64 * 3 / CHIP.clock * 1e3
     assert report[compile.TIME] == pytest.approx({'kernel attend': time, 'in all': time})
     assert report[compile.LEFT_OUT] == [
-        'loops of unknown length',
+        'most turns of a loop',
         'kernel other, which has no schedule',
     ]
 
@@ -201,20 +207,21 @@ def _figures(text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(('name', 'topology'), PODS.items())
-def test_a_pods_configuration_does_what_its_docstring_says(name, topology):
+@pytest.mark.parametrize(('name', 'how'), PODS.items())
+def test_a_pods_configuration_does_what_its_docstring_says(name, how):
     pytest.importorskip('libtpu')
-    done = _run(f'--config=configs/{name}.py', f'--topology={topology}', '--json')
+    done = _run(f'--config=configs/{name}.py', *how, '--json')
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report[compile.MEMORY]['total'] <= 15.75 * 1.024**3  # what the compiler allows
     assert report[compile.MOVED]['in all'] <= 1.2 * report[compile.MOVED]['least for this mesh']
-    assert report['mfu'] >= 0.6
+    assert report['mfu'] >= (0.45 if LOOP in how else 0.6)
     assert not report[compile.LEFT_OUT]
     # Small changes of the model or the compiler need no new figures.
-    documentation = importlib.import_module(f'configs.{name}').__doc__
+    documentation = re.sub(r'\s+', ' ', importlib.import_module(f'configs.{name}').__doc__)
+    assert ' '.join(how) in documentation
     said, found = (
-        re.findall(r'[\d.]+', text[text.index('fits:') :])[:6]
+        re.findall(r'[\d.]+', text[text.index('fits:') :])[:5]
         for text in (documentation, report['verdict'])
     )
     assert [*map(float, said)] == pytest.approx([*map(float, found)], rel=0.02, abs=1)
@@ -236,8 +243,8 @@ def test_policies_of_rematerialization_trade_arithmetic_for_memory():
     pytest.importorskip('libtpu')
     memory, time = [], []
     for remat in ('none', 'dots', 'full'):
-        fields = f'--config.model.remat={remat}', '--topology=v5e:2x2', '--json'
-        done = _run('--config=configs/default.py', *fields)
+        fields = f'--config.model.remat={remat}', '--config.model.depth=3'
+        done = _run('--config=configs/default.py', *fields, '--topology=v5e:2x2', '--json')
         assert done.returncode == 0, done.stderr
         report = json.loads(done.stdout)
         memory.append(report[compile.MEMORY]['temporaries'])
