@@ -8,7 +8,7 @@ INSTALLED := .venv/installed
 ENCODERS ?= .encoders
 
 DEMO := demo
-TOKENS := $(DEMO)/source/words.parquet
+TOKENS := $(DEMO)/source/words
 
 # Hides TensorFlow's messages about the machine.
 export TF_CPP_MIN_LOG_LEVEL ?= 2

@@ -59,10 +59,7 @@ def convert(
     Args:
         writer: A function of this module.
         module: Module that the writer imports before the clock starts.
-        made: Folder of the source.
-        out: Existing empty folder.
         limit: Largest number of samples to write; this builder and `cp` ignore it.
-        **options: Options of the writer.
 
     Raises:
         RuntimeError: The output is smaller than the latents.

@@ -52,7 +52,6 @@ class Side:
     """One side of a comparison.
 
     Attributes:
-        title: Name in the table.
         function: Function of a module of `benchmarks`, called with the settings in a fresh process.
         settings: Settings of this side, in addition to those of the run.
         ours: Whether it is this project's side, which `--before` measures twice.
@@ -77,14 +76,9 @@ def main(
     """Runs the sides of the command line, prints the table, and returns the exit status.
 
     Args:
-        doc: Docstring of the program.
-        sides: Sides by their names on the command line.
-        columns: Columns of the table, by heading.
-        flags: Default and help of each flag of this benchmark.
         begin: Prepares the runs and returns a function that runs a side. It gets all flags, a
             folder for data (removed at the end without `--keep`), and an `ExitStack` that ends with
             the benchmark. It may change `flags.sides`, the chosen sides.
-        arguments: Arguments of the command line; by default those of the process.
     """
     chosen = _parse(doc, sides, flags, arguments)
     folder = chosen.dir.absolute() / 'coyo11m-benchmark'

@@ -1,9 +1,9 @@
 """Adds a column to a built data set, in files beside its shards; the shards do not change.
 
     python -m coyo11m_tfds.embed_captions --source=SOURCE --encoder=hf:NAME \\
-        --out=other.parquet
+        --out=other
     python -m coyo11m_tfds.add_column --data_dir=DATA_SET --name=other \\
-        --text=other.parquet
+        --text=other
 
     input_pipeline.train_batches(data_dir, text='other', ...)
     input_pipeline.train_batches(data_dir, features=('key', 'other'), ...)
@@ -67,7 +67,6 @@ def add(
     """Adds a column to a data set: embeddings, tokens, or a column of a Parquet file.
 
     Args:
-        data_dir: Folder of the data set, local or on gs://.
         name: Name of the new column: small letters, digits and '_'.
         text: Output of `embed_captions`, embeddings or tokens, of any column of captions: a file or
             a folder, local or remote.
@@ -75,7 +74,6 @@ def add(
         source: The source of the data set, with numbers beside its latents.
         column: Column of `parquet`: integers, floats, or lists of these of one length. It keeps its
             dtype. Or the numbers of `source`; fractions of `.json` become float32.
-        replace: Whether the name may be that of an added column.
         scratch_dir: Local folder for the values on their way, with room for twice their size; ''
             for `.coyo11m_tfds` beside the folder of the data set, or this user's cache for a data
             set on gs://.
@@ -84,7 +82,6 @@ def add(
         ValueError: There is no data set, or already a column of this name; the files hold something
             else, or lack the value of a record; or a record is damaged.
         TimeoutError: Another process writes this data set.
-        OSError: A file cannot be read or written.
     """
     given = [x for x in (text, parquet, source) if x]
     if len(given) != 1 or bool(text) == bool(column):
@@ -101,7 +98,7 @@ def add(
             sidecar.describe(files[0].path, column)
         keys = np.concatenate([np.empty(0, np.int64), *_keys(edit.stored)])
         folder = os.path.join(edit.scratch, 'joined')
-        downloads = Scratch(os.path.join(edit.scratch, 'source'), max(x.size for x in files))
+        downloads = Scratch(os.path.join(edit.scratch, 'source'))
         sidecar.join(files, folder, keys, hold=downloads.hold_showing, column=column)
         values = Joined(folder)
         if len(lacking := np.delete(keys, values.places)):
@@ -129,7 +126,6 @@ def remove(data_dir: str | os.PathLike[str], name: str) -> None:
 
     Raises:
         ValueError: There is no data set, or no such column.
-        TimeoutError, OSError: As of `add`.
     """
     with _editing(data_dir) as edit:
         added = {n for n, x in edit.stored.columns.items() if isinstance(x, AddedColumn)}
@@ -144,13 +140,11 @@ def move_latents(data_dir: str | os.PathLike[str], source: str | os.PathLike[str
     """Says where the `.pt` files of a data set whose latents lie in place are now.
 
     Args:
-        data_dir: Folder of the data set, local or on gs://.
         source: Folder of the source, whose files of the same names have the same contents, as far
             as the CRC-32s in their directories tell.
 
     Raises:
         ValueError: There is no data set in place, or a file is missing or another one.
-        TimeoutError, OSError: As of `add`.
     """
     with _editing(data_dir) as edit:
         latents = edit.stored.columns.get(schema.LATENTS)
@@ -189,11 +183,8 @@ class _Edit:
     """A data set whose columns this process changes, under its lock.
 
     Attributes:
-        stored: The data set.
-        destination: Its folder.
         staging: Local folder for files that `commit` puts into the destination.
         scratch: Local folder for other files, empty at first.
-        lock: Lock of the data set.
     """
 
     stored: StoredDataset
@@ -232,7 +223,7 @@ def _editing(data_dir: str | os.PathLike[str], scratch_dir: str = '') -> Iterato
     """Within it nobody else changes the data set; nothing is left of what it puts elsewhere."""
     folder = os.fspath(data_dir).rstrip('/')
     stored_dataset.open_data(folder)  # where there is no data set there shall be no lock
-    with locks.hold(folder, wait_seconds=None) as lock:
+    with locks.hold(folder, wait=False) as lock:
         stored = stored_dataset.open_data(folder)
         parent = choose_folder(schema.NAME, f'{folder}/../../..', os.fspath(scratch_dir))
         os.makedirs(parent, exist_ok=True)
@@ -357,7 +348,6 @@ def main() -> None:
 
 def _run(flags: argparse.Namespace) -> str:
     """Does what the flags say; returns what to tell of it."""
-    flags.data_dir = stored_dataset.choose(flags.data_dir)
     options = vars(flags)
     is_removed = options.pop('remove')
     if flags.source and not flags.column:

@@ -3,9 +3,9 @@
     tfds build coyo11m_tfds --manual_dir=SOURCE --data_dir=OUT
     tfds build coyo11m_tfds --manual_dir=gs://BUCKET/coyo11m --data_dir=gs://BUCKET/tfds
     tfds build coyo11m_tfds --manual_dir=SOURCE --data_dir=OUT \
-        --config='{"name": "gemma", "text_embeddings": "gemma.parquet"}'
+        --config='{"name": "gemma", "text_embeddings": "gemma"}'
 
-    config = Coyo11mConfig(name='hash', source='SOURCE', text_embeddings='hash.parquet')
+    config = Coyo11mConfig(name='hash', source='SOURCE', text_embeddings='hash')
     Builder(data_dir='OUT', config=config).download_and_prepare()
 
 `tfds.builder_from_directory` reads a built data set without this module and without torch.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from coyo11m_tfds.convert import driver
 
 # How to give `tfds build` a config that is not predefined.
-CONFIG_EXAMPLE = """--config='{"name": "gemma", "text_embeddings": "gemma.parquet"}\'"""
+CONFIG_EXAMPLE = """--config='{"name": "gemma", "text_embeddings": "gemma"}\'"""
 
 # That of TFDS, into which the ID of the build is put.
 _TEMPLATE = '{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}'

@@ -15,7 +15,6 @@ nothing. It writes only temporary files, and to a bucket one file of one byte, w
 import argparse
 import collections
 import dataclasses
-import io
 import json
 import os
 import pathlib
@@ -31,7 +30,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.convert.settings import BuildSettings, check_names
 from coyo11m_tfds.process import command_line, ending, machine
 from coyo11m_tfds.process.sizes import readable
-from coyo11m_tfds.storage import remote, scratch, source_files
+from coyo11m_tfds.storage import scratch, source_files
 from coyo11m_tfds.storage.source_files import SourceFile
 
 PASS, WARN, FAIL = 'pass', 'warn', 'fail'
@@ -50,6 +49,7 @@ _LEAST_ROOM = 1_000_000_000  # bytes on a disk, for logs and unfinished files be
 _HEADS = 8
 _EXACT_BYTES = {False: 500_000_000, True: 30_000_000}  # by whether they are remote
 _USUAL_CAPTIONS = 11_000_000  # to rate an encoder by where no source is named
+_FETCHED_AT_ONCE = 4  # large files that a build holds at a time
 _MUCH = 0.1  # share of the rows; hardly anybody means to leave out one in ten
 
 _LOG_IN = {'gs://': 'gcloud auth application-default login', 'hf://': 'hf auth login'}
@@ -77,9 +77,7 @@ class Finding:
     """One line of the examination.
 
     Attributes:
-        name: Name of the check.
         status: `PASS`, `WARN` or `FAIL`.
-        text: What was found.
         mend: Command or change that mends it; '' if nothing is wrong or `text` says it.
     """
 
@@ -118,7 +116,7 @@ def findings(flags: argparse.Namespace, settings: BuildSettings) -> Iterator[Fin
         room['data_dir'] = data_dir, dry.num_bytes
     if source:
         folder = scratch.choose_folder(schema.NAME, data_dir, settings.scratch_dir)
-        room['scratch'] = folder, min(dry.fetched_bytes, settings.scratch_bytes) + dry.store_bytes
+        room['scratch'] = folder, dry.fetched_bytes + dry.store_bytes
     yield from check_disks(room)
     if encoder:
         yield check_encoder(encoder, dry.num_records or _USUAL_CAPTIONS)
@@ -206,11 +204,9 @@ class DryRun:
 
     Attributes:
         source: Number and size of the files of the source.
-        num_records: Records of all splits.
-        num_bytes: Size of the shards.
         num_shards: Shards of all splits; 0 for an estimate.
         store_bytes: Size of the captions, which stay in the scratch folder.
-        fetched_bytes: Size of the remote files, which pass through the scratch folder.
+        fetched_bytes: Size of the remote files that are in the scratch folder at a time.
         dropped: Counts of the rows that are left out, by reason; {} for an estimate.
     """
 
@@ -232,7 +228,6 @@ def dry_run(place: str, settings: BuildSettings) -> DryRun:
 
     Raises:
         ValueError: The source cannot be built; see `plan.make_plan`.
-        OSError: A file cannot be read.
     """
     from coyo11m_tfds.convert.plan import make_plan, read_latents  # these need an extra
     from coyo11m_tfds.source import location
@@ -240,20 +235,20 @@ def dry_run(place: str, settings: BuildSettings) -> DryRun:
     source = location.find(place)
     files, captions = source.latent_files, source.captions_file
     file_bytes, is_remote = sum(file.size for file in files), files[0].is_remote
-    all_bytes = sum(file.size for file in source.by_name.values())
+    sizes = [file.size for file in source.by_name.values()]
     if captions:
         _check_column(captions, settings.caption_column)
     found = DryRun(
         source=f'{len(files)} {os.path.splitext(files[0].path)[1]} files'
-        f'{" and captions" if captions else ""}, {readable(all_bytes)}',
+        f'{" and captions" if captions else ""}, {readable(sum(sizes))}',
         store_bytes=captions.size if captions else 0,
-        fetched_bytes=all_bytes if is_remote else 0,
+        fetched_bytes=sum(sorted(sizes)[-_FETCHED_AT_ONCE:]) if is_remote else 0,
     )
     # What is read to the end: captions, or whole files where captions lie beside the latents.
     read_bytes = captions.size if captions else file_bytes
     with tempfile.TemporaryDirectory() as folder:
         if read_bytes <= _EXACT_BYTES[is_remote] and (not is_remote or len(files) <= _HEADS):
-            files_there = scratch.Scratch(f'{folder}/source', settings.scratch_bytes)
+            files_there = scratch.Scratch(f'{folder}/source')
             plan = make_plan(source, settings, files_there, folder)
             return dataclasses.replace(
                 found,
@@ -289,16 +284,9 @@ def describe(place: str, dry: DryRun) -> Finding:
 
 def _check_column(captions: SourceFile, column: str) -> None:
     """Raises a ValueError unless the footer of a Parquet file has a column."""
-    import pyarrow.parquet as pq
+    from coyo11m_tfds.source import keyed_parquet
 
-    size = min(captions.size, 8)
-    end = remote.read_range(captions, captions.size - size, size)
-    size = min(captions.size, 8 + int.from_bytes(end[:4], 'little'))
-    end = remote.read_range(captions, captions.size - size, size)
-    try:
-        names = pq.read_schema(io.BytesIO(end)).names
-    except ValueError as error:  # Arrow's errors are such
-        raise ValueError(f'{captions.path}: cannot be read as Parquet: {error}') from error
+    names = keyed_parquet.read_schema(captions).names
     if column not in names:
         raise ValueError(
             f"{captions.path}: lacks the column '{column}'; its columns are {', '.join(names)}. "

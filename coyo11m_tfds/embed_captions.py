@@ -6,13 +6,12 @@
         --config='{"name": "gemma", "text_embeddings": "gs://BUCKET/gemma"}'
 
     from coyo11m_tfds import embed_captions
-    report = embed_captions.embed('SOURCE', 'hash', 'hash.parquet')  # one file
+    report = embed_captions.embed('SOURCE', 'hash', 'hash')
 
-OUT is a folder, local or on gs://, that receives parts `part-00000-of-00700.parquet`. If its name
-ends in `.parquet`, it is one local file. A part has the columns `key` (int64, ascending, unique)
-and `embedding` (FixedSizeList<float16>[D]); in one file the second is `text_embedding`. With
-`--tokens_only` it is `tokens` (FixedSizeList<int32>[max_tokens], padded with -1). The metadata of
-the schema name the encoder and the captions, so that the builder can refuse those of others.
+OUT is a folder, local or on gs://, that receives parts `part-00000-of-00700.parquet`. A part has
+the columns `key` (int64, ascending, unique) and `embedding` (FixedSizeList<float16>[D]) or, with
+`--tokens_only`, `tokens` (FixedSizeList<int32>[max_tokens], padded with -1). The metadata of the
+schema name the encoder and the captions, so that the builder can refuse those of others.
 
 A part appears only when it is complete. The same command resumes an interrupted run: it keeps
 existing parts, and refuses parts of another encoder or of other captions. Several processes, on one
@@ -61,11 +60,8 @@ class Report:
         num_skipped: Rows without a caption (null, blank or too long).
         num_duplicates: Rows left out because an earlier row has their key.
         num_truncated: Captions that this run cut to the encoder's greatest length.
-        num_tokens: Tokens that this run made or encoded.
         longest: Most token ids of a caption of this run; 0 for embeddings.
-        padding: Share of padding in the encoder's computation.
         missing_parts: Names of the parts that are left to other hosts.
-        encoder: Name of the encoder.
         dim: Numbers of an embedding, or token ids of a caption.
         seconds: Time for encoding and writing, without sorting captions.
     """
@@ -75,9 +71,7 @@ class Report:
     num_skipped: int
     num_duplicates: int
     num_truncated: int
-    num_tokens: int
     longest: int
-    padding: float
     missing_parts: tuple[str, ...]
     encoder: str
     dim: int
@@ -130,12 +124,9 @@ def embed(
             on `gs://` or on `hf://`.
         encoder: A specification for `text_encoders.make_encoder`, or with `tokens_only` for
             `text_encoders.make_tokenizer`; or an encoder.
-        out: A folder, local or on `gs://`; or a local file `*.parquet`, which is replaced.
-        caption_column: The Parquet column to encode.
+        out: A folder, local or on `gs://`.
         drop_duplicates: Take the first of several rows with one key; without it they are an error.
-        tokens_only: Write token ids instead of embeddings.
         max_tokens: Length to which longer captions are cut; not for `hash`.
-        batch_tokens: See `text_encoders.make_encoder`.
         share: `(i, n)`: make only the parts i, i + n, i + 2n, ...
         part_captions: Most captions of a part. Another number needs another folder.
         scratch_dir: Local folder for the captions; '': a folder in `out` or, if that is remote, in
@@ -166,7 +157,7 @@ def embed(
         by_key = os.path.join(folder, 'captions')
         if file:
             source = file.path
-            with Scratch(os.path.join(folder, 'source'), file.size).hold_showing(file) as path:
+            with Scratch(os.path.join(folder, 'source')).hold_showing(file) as path:
                 captions_source.join(path, caption_column, by_key, name=source)
         else:
             caption_column = _join_of_files(source, caption_column, latents_from, folder, by_key)
@@ -191,47 +182,26 @@ def embed(
         with Progress('Embedding', num_kept + num_captions, 'captions') as progress:
             if num_kept:
                 progress.skip(num_kept)
-            counter = _Counter(progress)
-            made = parts.make(captions, missing, loaded, counter, tokens_only)
-            width = loaded.max_tokens if tokens_only else cast(Encoder, loaded).dim
-            longest = _store(made, out, folder, entries, captions.count, width)
-        left: list[int] = []
-        if not parts.is_file(out):
-            there = parts.finished(out, captions.count)
-            left = [number for number in range(captions.count) if number not in there]
+
+            def on_batch(num_captions: int, num_tokens: int) -> None:
+                progress.add(num_captions, tokens=num_tokens)
+
+            made = parts.make(captions, missing, loaded, on_batch, tokens_only)
+            longest = _store(made, out, folder, entries, captions.count)
+        there = parts.finished(out, captions.count)
+        left = [number for number in range(captions.count) if number not in there]
     return Report(
         num_captions=num_captions,
         num_kept=num_kept,
         num_skipped=num_keys - len(captions),
         num_duplicates=num_duplicates,
         num_truncated=loaded.truncated,
-        num_tokens=counter.tokens,
         longest=longest,
-        padding=counter.padding,
         missing_parts=tuple(sidecar.part_name(number, captions.count) for number in left),
         encoder=loaded.name,
-        dim=width,
+        dim=loaded.max_tokens if tokens_only else cast(Encoder, loaded).dim,
         seconds=time.perf_counter() - start,
     )
-
-
-class _Counter:
-    """Tokens so far, and tokens with padding; tells a progress of them."""
-
-    def __init__(self, progress: Progress):
-        self._progress = progress
-        self.tokens = self.slots = 0
-
-    def __call__(self, captions: int, tokens: int, slots: int) -> None:
-        self.tokens += tokens
-        self.slots += slots
-        if self.slots > self.tokens:
-            self._progress.note = f'{self.padding:.1%} padding'
-        self._progress.add(captions, tokens=tokens)
-
-    @property
-    def padding(self) -> float:
-        return 1 - self.tokens / self.slots if self.slots else 0.0
 
 
 def _store(
@@ -240,35 +210,18 @@ def _store(
     staging: str,
     entries: dict[str, str],
     count: int,
-    width: int,
 ) -> int:
-    """Stores parts, or all of them as one file; returns the most token ids of a caption."""
-    one_file, path = parts.is_file(out), os.path.join(staging, 'part')
-    tokens_only, longest = schema.META_TEXT_VOCABULARY in entries, 0
-    column = schema.TEXT_EMBEDDING if one_file else schema.PART_EMBEDDING
-    column = schema.TOKENS if tokens_only else column
-    place, name = os.path.split(os.path.abspath(out)) if one_file else (out, '')
-    with contextlib.ExitStack() as stack:
-        write = None
-        if one_file:
-            write = stack.enter_context(parts.open_file(path, entries, column, width))
-        for number, keys, values in made:
-            if tokens_only:
-                longest = max(longest, int((values != schema.TOKEN_PADDING).sum(axis=1).max()))
-            if write:
-                write(keys, values)
-                continue
-            metadata = entries | parts.part_entry(number, count)
-            with parts.open_file(path, metadata, column, width) as write_part:
-                write_part(keys, values)
-            _put(path, place, sidecar.part_name(number, count))
-    if one_file:
-        _put(path, place, name)
+    """Stores parts; returns the most token ids of a caption."""
+    path, folder, longest = os.path.join(staging, 'part'), Destination(out), 0
+    tokens_only = schema.META_TEXT_VOCABULARY in entries
+    column = schema.TOKENS if tokens_only else schema.PART_EMBEDDING
+    for number, keys, values in made:
+        if tokens_only:
+            longest = max(longest, int((values != schema.TOKEN_PADDING).sum(axis=1).max()))
+        metadata = entries | parts.part_entry(number, count)
+        parts.write_file(path, metadata, column, keys, values)
+        folder.put(path, sidecar.part_name(number, count), file_state.of_file(path).crc32c)
     return longest
-
-
-def _put(path: str, folder: str, name: str) -> None:
-    Destination(folder).put(path, name, file_state.of_file(path).crc32c)
 
 
 def _find_parquet(source: str) -> SourceFile | None:
@@ -310,7 +263,7 @@ def parse_flags() -> argparse.Namespace:
     add = parser.add_argument
     column, length = schema.DEFAULT_CAPTION_COLUMN, DEFAULT_MAX_TOKENS
     add('--source', required=True, help=f'folder with {schema.CAPTIONS_FILE}, also gs:// or hf://')
-    add('--out', required=True, help='folder to fill, also gs://; or a local file, *.parquet')
+    add('--out', required=True, help='folder to fill, also gs://')
     add(
         '--encoder',
         default='hash',

@@ -4,7 +4,7 @@
         hf://datasets/KBlueLeaf/coyo11m-256px-ccrop-latent gs://BUCKET/coyo11m
 
 The files of a source keep their names. A second call copies the files that are missing or have
-changed since. From the hub to a bucket, a file passes through a scratch folder of limited size;
+changed since. From the hub to a bucket, a file passes through a scratch folder;
 between buckets, the storage copies by itself. The destination also gets a folder `.mirror/` with
 checksums. The next call reads them to find finished copies. A build reads them to find damage in
 files without checksums: safetensors, MDS, tars, and a Parquet file that pandas wrote with defaults
@@ -35,10 +35,6 @@ from coyo11m_tfds.storage.scratch import Scratch, user_cache
 from coyo11m_tfds.storage.source_files import SourceFile
 
 DEFAULT_PARALLEL = 4
-DEFAULT_SCRATCH_GB = 50.0
-
-# Long enough for the lease of a mirror that was killed on another machine to expire.
-_WAIT_SECONDS = 300
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +42,7 @@ class Summary:
     """The files that are at the destination now.
 
     Attributes:
-        num_files: Number of files of the source.
-        num_bytes: Size of these.
         num_copied: Number of files that this call copied, and no earlier one.
-        destination: Folder that they are in.
     """
 
     num_files: int
@@ -70,17 +63,12 @@ def mirror(
     *,
     parallel: int = DEFAULT_PARALLEL,
     scratch_dir: str | os.PathLike[str] = '',
-    scratch_bytes: int = int(DEFAULT_SCRATCH_GB * 1e9),
 ) -> Summary:
     """Copies what is missing at the destination.
 
     Args:
-        source: Local folder, `gs://bucket/folder` or `hf://datasets/owner/name[@revision]`.
-        destination: Local folder or `gs://bucket/folder`.
-        parallel: Number of files that are copied at a time.
         scratch_dir: Local folder for files on their way from the hub to a bucket; '' for one in
             the user's cache.
-        scratch_bytes: Room that they may take there.
 
     Raises:
         ValueError: The source lacks files, or an argument is bad.
@@ -93,9 +81,9 @@ def mirror(
         raise ValueError(f'parallel is {parallel}, expected at least 1.')
     found = location.find(source)
     files = found.by_name
-    scratch = _open_scratch(target, files, os.fspath(scratch_dir), scratch_bytes)
+    scratch = Scratch(scratch_dir or user_cache(schema.NAME, 'mirror'))
     num_bytes = sum(file.size for file in files.values())
-    with locks.hold(target.folder, _WAIT_SECONDS):
+    with locks.hold(target.folder, wait=False):
         copied = CopiedFiles(target)
         missing = copied.missing(files)
         _check_space(target, missing)
@@ -105,16 +93,15 @@ def mirror(
             progress.skip(num_bytes - left, files=len(files) - len(missing))
             stopped = threading.Event()
 
-            def on_bytes(num_bytes: int) -> None:
+            def check_going_on(num_bytes: int = 0) -> None:
                 if stopped.is_set():
                     raise _Stopped
-                progress.add(num_bytes)
 
             def copy(name: str) -> None:
-                on_bytes(0)  # it may have been stopped before it began
-                state = target.copy(missing[name], name, scratch, on_bytes)
+                check_going_on()
+                state = target.copy(missing[name], name, scratch, check_going_on)
                 copied.save(name, missing[name], state)
-                progress.add(0, files=1)
+                progress.add(missing[name].size, files=1)
 
             # The largest first: begun last, it would be waited for alone.
             by_size = sorted(missing, key=lambda name: missing[name].size, reverse=True)
@@ -128,22 +115,6 @@ def mirror(
                 stopped.set()
         target.sweep()
     return Summary(len(files), num_bytes, len(missing), target.folder)
-
-
-def _open_scratch(
-    target: Destination, files: Mapping[str, SourceFile], folder: str, num_bytes: int
-) -> Scratch | None:
-    """Returns the scratch folder, which is large enough; None if no file needs it."""
-    passing = [file for file in files.values() if target.needs_scratch(file)]
-    if not passing:
-        return None
-    largest = max(passing, key=lambda file: file.size)
-    if largest.size > num_bytes:
-        raise ValueError(
-            f'{largest.path} has {readable(largest.size)}, but the scratch folder may hold '
-            f'{readable(num_bytes)}; raise --scratch_gb.'
-        )
-    return Scratch(folder or user_cache(schema.NAME, 'mirror'), num_bytes)
 
 
 def _check_space(target: Destination, missing: Mapping[str, SourceFile]) -> None:
@@ -170,12 +141,6 @@ def parse_flags() -> argparse.Namespace:
     add('destination', help='local folder or gs://bucket/folder')
     add('--parallel', type=int, default=DEFAULT_PARALLEL, help='files at a time (%(default)s)')
     add('--scratch', default='', help="local folder for temporary files (in the user's cache)")
-    add(
-        '--scratch_gb',
-        type=command_line.positive,
-        default=DEFAULT_SCRATCH_GB,
-        help='size limit of that folder (%(default)g)',
-    )
     return parser.parse_args()
 
 
@@ -189,7 +154,6 @@ def main() -> None:
             flags.destination,
             parallel=flags.parallel,
             scratch_dir=flags.scratch,
-            scratch_bytes=int(flags.scratch_gb * 1e9),
         )
         print(summary)
 

@@ -43,7 +43,7 @@ from coyo11m_tfds.storage import stored_files
 from coyo11m_tfds.storage.file_state import FileState
 from coyo11m_tfds.storage.source_files import SourceFile
 
-DEFAULT_PARALLEL = 8
+_PARALLEL = 8  # files that are read at a time
 
 _SHARD = '.tfrecord'  # in the names of shards, and of no other file
 
@@ -57,8 +57,6 @@ class Verified:
     Attributes:
         faults: Lines `FILE: what was found, expected what`.
         left_over: Names of harmless files that a killed `add_column` left.
-        num_files: Number of files in the folder.
-        num_bytes: Size of these files.
     """
 
     faults: list[str]
@@ -67,24 +65,20 @@ class Verified:
     num_bytes: int
 
 
-def verify(
-    data_dir: str | os.PathLike[str], *, fast: bool = False, parallel: int = DEFAULT_PARALLEL
-) -> Verified:
+def verify(data_dir: str | os.PathLike[str], *, fast: bool = False) -> Verified:
     """Checks all files of a data set.
 
     Args:
-        data_dir: Folder of the data set, local or `gs://`.
         fast: Whether to read only small files and the directories of `.pt` files.
-        parallel: Number of files that are read at a time.
 
     Raises:
         ValueError: The folder holds no data set, or an argument is bad.
         PermissionError: Credentials are missing or refused.
         OSError: The storage cannot be reached.
     """
-    if parallel < 1:
-        raise ValueError(f'parallel is {parallel}, expected at least 1.')
-    folder = os.fspath(data_dir).rstrip('/') or '/'
+    folder = os.fspath(data_dir).rstrip('/')
+    if not folder or ('://' in folder and not folder.startswith('gs://')):
+        raise ValueError(f'{folder!r}: expected a local path or gs://bucket/folder of a data set.')
     files = stored_files.list_folder(folder)
     build = _find_build(files)
     files = {n: file for n, file in files.items() if schema.build_of(n) in ('', build)}
@@ -94,7 +88,7 @@ def verify(
             f'{folder}: there is no {schema.INFO_FILE}. Expected the folder of a built data set, '
             '.../coyo11m_tfds/CONFIG/1.0.0.'
         )
-    check = _Check(files, build, fast, parallel)
+    check = _Check(files, build, fast)
     check.run()
     num_bytes = sum(file.size for file in files.values())
     return Verified(check.faults, check.left_over, len(files), num_bytes)
@@ -113,8 +107,8 @@ def _find_build(files: Mapping[str, SourceFile]) -> str:
 class _Check:
     """One verification; `faults` and `left_over` are as in `Verified`."""
 
-    def __init__(self, files: Mapping[str, SourceFile], build: str, fast: bool, parallel: int):
-        self._files, self._fast, self._parallel, self._build = files, fast, parallel, build
+    def __init__(self, files: Mapping[str, SourceFile], build: str, fast: bool):
+        self._files, self._fast, self._build = files, fast, build
         self._checksums = schema.of_build(schema.CHECKSUMS_FILE, build)
         self._columns = schema.of_build(schema.COLUMNS_FILE, build)
         self.faults: list[str] = []
@@ -234,7 +228,7 @@ class _Check:
         with (
             Progress('Verifying shards', total, 'B', {'shards': len(names)}) as progress,
             # Its threads do not keep the program from ending after an error.
-            multiprocessing.pool.ThreadPool(self._parallel) as pool,
+            multiprocessing.pool.ThreadPool(_PARALLEL) as pool,
         ):
 
             def check(name: str) -> str:
@@ -290,7 +284,6 @@ def parse_flags() -> argparse.Namespace:
     add = parser.add_argument
     add('data_dir', help=stored_dataset.FOLDER_HELP + '; also gs://')
     add('--fast', action='store_true', help='compare the sizes of shards and do not read them')
-    add('--parallel', type=int, default=DEFAULT_PARALLEL, help='files read at a time (%(default)s)')
     return parser.parse_args()
 
 
@@ -299,8 +292,8 @@ def main() -> None:
     flags = parse_flags()
     command_line.show_log()
     with ending.in_one_line('nothing was changed', status=2):
-        folder = stored_dataset.choose(flags.data_dir)
-        found = verify(folder, fast=flags.fast, parallel=flags.parallel)
+        folder = flags.data_dir
+        found = verify(folder, fast=flags.fast)
     for name in found.left_over:
         print(f'{name}: was left by a killed add_column; the next one removes it.')
     for fault in found.faults:

@@ -43,7 +43,7 @@ def embeddings_of(path: pathlib.Path) -> dict[int, np.ndarray]:
     return dict(
         zip(
             table['key'].to_pylist(),
-            np.array(table[schema.TEXT_EMBEDDING].to_pylist(), np.float16),
+            np.array(table.column(1).to_pylist(), np.float16),
             strict=True,
         )
     )
@@ -224,7 +224,7 @@ def test_mistakes_of_a_command_are_named(copy, other_embeddings, tmp_path):
     with pytest.raises(ValueError, match="scratch_dir is 'gs://b/s', expected a local folder"):
         add_column.add(copy, 'y', other_embeddings, scratch_dir='gs://b/s')
     with (
-        locks.hold(copy, wait_seconds=0),
+        locks.hold(copy),
         pytest.raises(TimeoutError, match=f'{copy}: .* is working there'),
     ):
         add_column.add(copy, 'y', parquet=path, column='x')
@@ -356,7 +356,7 @@ def test_a_column_is_verified_with_the_shards(copy, other_embeddings):
 
 
 def test_the_command_adds_a_column_once(command, copy, other_embeddings, tmp_path):
-    flags = [f'--data_dir={copy.parents[1]}', '--name=other', f'--text={other_embeddings}']
+    flags = [f'--data_dir={copy}', '--name=other', f'--text={other_embeddings}']
     status, said, errors = command(add_column, *flags)
     assert status == 0, errors
     assert said == f"{copy}: text='other' has float16 (640,) for each record.\n"
@@ -442,7 +442,8 @@ def objects(storage) -> dict[str, bytes]:
 def test_a_bucket_gets_the_same_files_as_a_disk(storage, copy, other_embeddings, tmp_path):
     before = objects(storage)
     add_column.add(copy, 'other', other_embeddings)
-    storage.put('data', 'other.parquet', other_embeddings.read_bytes())
+    [part] = other_embeddings.iterdir()
+    storage.put('data', 'other.parquet', part.read_bytes())
     storage.clear()
     scratch = str(tmp_path / 'scratch')
     add_column.add(DATA, 'other', 'gs://data/other.parquet', scratch_dir=scratch)

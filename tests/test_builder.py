@@ -194,7 +194,7 @@ def test_a_data_set_of_other_settings_is_refused(tmp_path):
 def test_what_does_not_change_the_records_may_differ(tmp_path):
     source = made_sources.write_source(tmp_path / 'source', [range(20)])
     final = pathlib.Path(build(source, tmp_path / 'out').data_dir)
-    other = {'max_bad_fraction': 0.5, 'num_workers': 2, 'source': 'elsewhere', 'scratch_gb': 1}
+    other = {'max_bad_fraction': 0.5, 'num_workers': 2, 'source': 'elsewhere'}
     build(source, tmp_path / 'out', **other)
 
     metadata = json.loads((final / 'metadata.json').read_text())

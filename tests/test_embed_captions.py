@@ -18,6 +18,7 @@ from coyo11m_tfds.coyo11m_tfds_dataset_builder import Builder, Coyo11mConfig
 from coyo11m_tfds.source import sidecar
 from coyo11m_tfds.text import words
 from tests import made_sources
+from tests.built import files_of
 from tests.fakes.cloud import Fault
 
 
@@ -32,8 +33,8 @@ def make_source(folder: pathlib.Path, rows: dict, key_type=None, column='caption
 
 
 def read_sidecar(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
-    table = pq.read_table(path)
-    flat = table.column(schema.TEXT_EMBEDDING).combine_chunks().values.to_numpy()
+    table = pq.read_table(path / sidecar.part_name(0, 1))
+    flat = table.column(schema.PART_EMBEDDING).combine_chunks().values.to_numpy()
     return table.column(schema.PARQUET_KEY).to_numpy(), flat.reshape(len(table), -1)
 
 
@@ -47,7 +48,7 @@ def source(tmp_path):
 @pytest.fixture
 def out(tmp_path):
     """A path in a folder that holds nothing else."""
-    return tmp_path / 'sidecars' / 'hash.parquet'
+    return tmp_path / 'sidecars' / 'hash'
 
 
 # --- What is in it --------------------------------------------------------------------------
@@ -67,21 +68,20 @@ def test_every_caption_has_its_vector_under_its_key(source, out):
 
 def test_same_bytes_whatever_the_order_and_batches(tmp_path, monkeypatch):
     rows = {0: 'a', -(2**63): 'b \U0001f98a', 2**63 - 1: '', 5: None, 7: 'a b a', -1: 'b'}
-    embed_captions.embed(make_source(tmp_path / 'first', rows), 'hash', tmp_path / 'x.parquet')
+    embed_captions.embed(make_source(tmp_path / 'first', rows), 'hash', tmp_path / 'x')
     for batch_size in (1, 3):
         monkeypatch.setattr(words, '_ROWS_AT_ONCE', batch_size)
         shuffled = dict(random.Random(batch_size).sample(list(rows.items()), len(rows)))
         second = make_source(tmp_path / f'{batch_size}', shuffled)
-        embed_captions.embed(second, 'hash', tmp_path / 'y.parquet')
-        assert (tmp_path / 'y.parquet').read_bytes() == (tmp_path / 'x.parquet').read_bytes()
+        embed_captions.embed(second, 'hash', tmp_path / f'y{batch_size}')
+        assert files_of(tmp_path / f'y{batch_size}') == files_of(tmp_path / 'x')
 
 
-def test_another_column_and_an_old_sidecar(tmp_path, out):
+def test_another_column(tmp_path, out):
     source = make_source(tmp_path / 'source', {1: 'a cat'}, column='tags')
-    out.parent.mkdir()
-    out.write_bytes(b'an older one')
     embed_captions.embed(source, 'hash', out, caption_column='tags')
-    assert sidecar.describe(str(out))['header']['caption_column'] == 'tags'
+    [file] = sidecar.find(out)
+    assert sidecar.describe(file.path)['header']['caption_column'] == 'tags'
 
 
 def test_of_duplicate_keys_the_first_row_wins_if_asked(tmp_path, out):
@@ -104,12 +104,12 @@ def build(source: pathlib.Path, sidecar: pathlib.Path, out: pathlib.Path, **fiel
 
 def test_a_sidecar_of_other_captions_is_refused(tmp_path):
     source = made_sources.write_source(tmp_path / 'source', [range(30)])
-    sidecar = tmp_path / 'x.parquet'
+    sidecar = tmp_path / 'x'
     embed_captions.embed(source, 'hash', sidecar)
     build(source, sidecar, tmp_path / 'good')
     captions = {k: f'Caption of {k}.' for k in range(30)}
     made_sources.write_captions(source, captions | {3: 'caption of 3.'})
-    message = r'x\.parquet: its embeddings come from other captions than those in column '
+    message = r'x: its embeddings come from other captions than those in column '
     with pytest.raises(ValueError, match=message) as error:
         build(source, sidecar, tmp_path / 'out')
     assert '\n' not in str(error.value)
@@ -120,11 +120,11 @@ def test_a_sidecar_of_other_captions_is_refused(tmp_path):
 
 
 def test_a_remote_source_gives_the_same_file(source, out, tmp_path, gcs):
-    embed_captions.embed(source, 'hash', tmp_path / 'local.parquet')
+    embed_captions.embed(source, 'hash', tmp_path / 'local')
     gcs.upload_folder(source, 'gs://bucket/source')
     gcs.inject(Fault('503'), Fault('cut', match='GET read'))
     embed_captions.embed('gs://bucket/source/', 'hash', out)
-    assert out.read_bytes() == (tmp_path / 'local.parquet').read_bytes()
+    assert files_of(out) == files_of(tmp_path / 'local')
     assert os.listdir(out.parent) == [out.name]
 
 
@@ -141,29 +141,19 @@ REPEATED = {'key': [4, 9, 4], 'caption_llava': ['a', 'b', 'c']}
         ({'key': [4, 5], 'caption_llava': ['', ' ']}, r'meta\.parquet.*all 2 captions are null'),
     ],
 )
-def test_a_bad_source_is_refused_and_an_old_sidecar_stays(tmp_path, out, table, message):
+def test_a_bad_source_is_refused(tmp_path, out, table, message):
     pq.write_table(pa.table(table), tmp_path / schema.CAPTIONS_FILE)
-    out.parent.mkdir()
-    out.write_bytes(b'an older one')
     with pytest.raises(ValueError, match=message):
         embed_captions.embed(tmp_path, 'hash', out)
-    assert os.listdir(out.parent) == [out.name]
-    assert out.read_bytes() == b'an older one'
+    assert not out.exists()
 
 
 def test_paths_that_cannot_be_are_refused(source, tmp_path):
-    with pytest.raises(ValueError, match=r'gs://bucket/out\.parquet is remote'):
-        embed_captions.embed(source, 'hash', 'gs://bucket/out.parquet')
-    (tmp_path / 'folder.parquet').mkdir()
-    with pytest.raises(ValueError, match=r'folder\.parquet is a folder'):
-        embed_captions.embed(source, 'hash', tmp_path / 'folder.parquet')
     (tmp_path / 'file').touch()
-    with pytest.raises(ValueError, match=r'file is a file; expected a folder, or a name ending in'):
+    with pytest.raises(ValueError, match=r'file is a file; expected a folder'):
         embed_captions.embed(source, 'hash', tmp_path / 'file')
     with pytest.raises(ValueError, match=r'hf://datasets/a/b'):
         embed_captions.embed(source, 'hash', 'hf://datasets/a/b')
-    with pytest.raises(ValueError, match='which one process makes, and this is one of 2'):
-        embed_captions.embed(source, 'hash', tmp_path / 'x.parquet', share=(0, 2))
     with pytest.raises(ValueError, match=r'part 2/2: expected I/N with I from 0 to N - 1'):
         embed_captions.embed(source, 'hash', tmp_path / 'x', share=(2, 2))
 
@@ -180,7 +170,7 @@ class HugeEncoder(words.HashEncoder):
 def test_numbers_too_large_for_float16_are_refused(source, out):
     with pytest.raises(ValueError, match=r"huge: .*'a cat' .*float16"):
         embed_captions.embed(source, HugeEncoder(), out)
-    assert os.listdir(out.parent) == []
+    assert not out.exists()
 
 
 # --- Command line ---------------------------------------------------------------------------
@@ -225,29 +215,29 @@ def test_nothing_stays_when_it_is_stopped(source, out, number):
     command = [sys.executable, '-c', program, '--source', str(source), '--out', str(out)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout.readline() == b'encoding\n'
-        assert os.listdir(out.parent) != []
+        assert os.listdir(out) != []
         process.send_signal(number)
         process.communicate(timeout=30)
     assert process.returncode != 0
     if number == signal.SIGKILL:
-        assert os.listdir(out.parent) != []
+        assert os.listdir(out) != []
         embed_captions.embed(source, 'hash', out)  # sweeps
-        out.unlink()
-    assert os.listdir(out.parent) == []
+        assert os.listdir(out) == [sidecar.part_name(0, 1)]
+    else:
+        assert not out.exists()
 
 
 def test_tokens_are_reported_with_the_length_that_would_do(tmp_path):
     source = make_source(tmp_path / 'source', {1: 'a cat', 2: 'two dogs in a red boat', 3: 'a'})
-    for out in ('one.parquet', 'parts'):
-        report = embed_captions.embed(source, 'words', tmp_path / out, tokens_only=True)
-        assert (report.longest, report.dim) == (6, 512)
-        assert 'the longest has 6 tokens, so that --max_tokens=6 keeps all of' in str(report)
+    report = embed_captions.embed(source, 'words', tmp_path / 'parts', tokens_only=True)
+    assert (report.longest, report.dim) == (6, 512)
+    assert 'the longest has 6 tokens, so that --max_tokens=6 keeps all of' in str(report)
     for limit in (6, 5):
-        out = tmp_path / f'{limit}.parquet'
+        out = tmp_path / f'{limit}'
         report = embed_captions.embed(source, 'words', out, tokens_only=True, max_tokens=limit)
         assert '--max_tokens' not in str(report)
     assert '1 truncated' in str(report)
-    assert '--max_tokens' not in str(embed_captions.embed(source, 'hash', tmp_path / 'h.parquet'))
+    assert '--max_tokens' not in str(embed_captions.embed(source, 'hash', tmp_path / 'h'))
 
 
 @pytest.mark.parametrize('encoder', ['words', 'hf:/no/such/folder'])

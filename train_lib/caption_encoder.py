@@ -47,7 +47,6 @@ def make(facts: 'DataFacts', spec: str = '') -> Encoder | Tokenizer:
     """Loads the encoder, or the tokenizer, that made the texts of a data set.
 
     Args:
-        facts: Facts of that data set.
         spec: Place of the encoder, see `text_encoders.make_encoder`; '' to take it from the
             metadata of the data set, which do not hold a local folder.
 
@@ -159,7 +158,6 @@ class StepEncoder:
     Attributes:
         name: Name such as `jax:google/gemma-3-270m`, without the path of a folder.
         revision: A commit on the hub, or `sha256:...` of the files in a folder.
-        network: The model.
         params: Weights of the model, whole on every device, or their shapes. Weights of products
             have the dtype of the computation. If weights were split over `fsdp`, the chips of a
             v5e-16 that trains L/2 would exchange 1.7 times as much, to save 0.4 GB of
@@ -187,8 +185,6 @@ def load(spec: str, facts: 'DataFacts', mesh: Mesh, *, dtype: str) -> StepEncode
 
     Args:
         spec: `jax:FOLDER` or `jax:HUB_NAME`; '' for none.
-        facts: Facts of the data set with the tokens.
-        mesh: Mesh for the weights.
         dtype: Dtype of the model's computation. The encoder computes in float32 if the model does,
             otherwise in bfloat16, because Gemma's hidden states exceed the range of float16.
 

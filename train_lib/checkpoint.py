@@ -88,7 +88,6 @@ def open_manager(workdir: epath.PathLike, keep: int, keep_every: int = 0) -> ocp
     thread saves checkpoints; the end of the manager's context waits for the thread.
 
     Args:
-        workdir: Local or `gs://` folder.
         keep: Number of last checkpoints to keep.
         keep_every: Keeps the checkpoints of multiples of this step too; 0 to keep no others.
     """
@@ -137,10 +136,7 @@ def save(
     It copies the arrays to the host before it returns, so callers may donate them afterwards.
 
     Args:
-        manager: From `open_manager`.
-        step: Step of the state.
         state, window: Pytrees of arrays.
-        description: Description of this run.
         interrupted: Whether some hooks that are due after this step have not been called.
 
     Raises:
@@ -176,7 +172,6 @@ def restore(
     """Restores the last complete checkpoint, to resume the run.
 
     Args:
-        manager: From `open_manager`.
         state: A pytree of arrays or `jax.ShapeDtypeStruct` with the wanted shardings, which may
             differ from the saved ones.
         window: The same for the metrics of the log window.
@@ -280,10 +275,6 @@ class SavedRun:
     """A complete checkpoint, for reading only.
 
     Its weights can be restored without the optimizer's state, to any shardings.
-
-    Attributes:
-        folder: Path of this checkpoint.
-        step: Step of the checkpoint.
     """
 
     def __init__(self, workdir: epath.PathLike, step: int):
@@ -378,9 +369,6 @@ def _check_record(folder: epath.Path) -> None:
 
     No process of a run can take a step without the others, so each reads only a share. Local files
     are read whole; for objects on `gs://` the storage knows size and checksum.
-
-    Raises:
-        OSError: A file is missing or differs, or cannot be read; the message names it.
     """
     try:
         record = json.loads((folder / RECORD).read_bytes())

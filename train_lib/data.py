@@ -35,7 +35,6 @@ class DataFacts:
 
     Attributes:
         latent_shape: `(height, width, channels)` of one sample.
-        stats: Statistics of the train split.
         encoder: Name of the encoder of the texts, such as `hf:google/gemma-3-270m`.
         encoder_revision: Commit of the encoder on the hub, or `sha256:...` of the files in a local
             folder; '' if unknown.
@@ -79,7 +78,6 @@ class PreviewSamples:
     """The records whose captions all previews of a run draw.
 
     Attributes:
-        captions: N strings.
         latents: Raw latents, `(n, 4, H, W)`.
         text: Text embeddings, float16 `(n, D)`, or token ids, int32 `(n, T)`, whole on every
             device.
@@ -94,7 +92,6 @@ class TrainingData:
     """This process's share of a data set, as the configuration defines it.
 
     Attributes:
-        facts: Facts about the data that a model needs.
         sources: The data sets of a mixture, or the only one.
         plan: Orders and shares of the sources; with one lane if there is no chunk index.
         position: Place of step 0 in the data, in plain values: `step` and `samples` of each source
@@ -325,7 +322,7 @@ class TrainingData:
                     f'choose added ones with --config.data.text: {", ".join(added)}'
                     if added
                     else 'build it with the config field text_embeddings, as in '
-                    '--config=\'{"name": "hash", "text_embeddings": "SIDE.parquet"}\', '
+                    '--config=\'{"name": "hash", "text_embeddings": "SIDECAR"}\', '
                     'or add some with python -m coyo11m_tfds.add_column'
                 )
             )

@@ -45,8 +45,6 @@ class Artist:
     """A checkpoint of a run, ready to draw on the devices of this process.
 
     Attributes:
-        step: Step of the checkpoint.
-        facts: Facts about its training data.
         data_dir: Folder of its training data, local or `gs://`.
         encoder: Folder or hub name of the encoder in the run's step; '' for a run without one.
         paint: Turns raw latents `(n, C, H, W)` into pictures, uint8 `(n, height, width, 3)`.
@@ -115,8 +113,6 @@ class Artist:
         except for rounding, which depends on the number of pictures drawn at a time.
 
         Args:
-            captions: N strings.
-            encoder: Text encoder or tokenizer of the training data.
             first: Place of the first caption, if the captions are part of a longer list.
 
         Raises:

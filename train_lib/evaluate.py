@@ -64,7 +64,6 @@ class Records(NamedTuple):
 
     Attributes:
         latents: Raw latents of the middle crops, `(n, C, H, W)`.
-        captions: N strings.
     """
 
     latents: np.ndarray
@@ -100,10 +99,6 @@ def evaluate(
     """Draws the missing pictures, and returns the comparison of all.
 
     Args:
-        artist: A checkpoint, ready to draw.
-        text_encoder: As for `Artist.draw`.
-        image_encoder: Makes the features.
-        data: Data set from `open_validation`.
         workdir: Folder of the run, local or `gs://`; its sub-folder `evaluation` stores features.
         num_pictures: Number of first records to compare.
 

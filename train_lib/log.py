@@ -122,7 +122,6 @@ class TrainLog:
         """Starts with an empty window.
 
         Args:
-            writer: Writer that gets the scalars.
             config: Configuration; this uses `log_every`, `batch_size`, `num_steps`, and the limits
                 of skipped steps, `max_skipped_in_a_row` and `max_skipped`.
             empty: Metrics of zero steps, on the devices of the steps' metrics.

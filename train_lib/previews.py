@@ -48,7 +48,6 @@ def make_grid(
         pictures: Arrays uint8 `(n, H, W, 3)`; each gives one picture to every cell.
         captions: N strings, in the letters of DejaVu Sans (Latin, Greek, Cyrillic, Hebrew, Arabic,
             Armenian, Georgian) and of those system fonts that this module knows.
-        title: Text above the cells.
 
     Returns:
         uint8 `(height, width, 3)`.
@@ -79,9 +78,7 @@ def write_singles(folder: epath.PathLike, pictures: np.ndarray, captions: Sequen
     """Writes each picture as `00000.png` and so on, with its caption in `00000.txt` beside it.
 
     Args:
-        folder: Folder, local or `gs://`; made if it does not exist.
         pictures: Pictures, uint8 `(n, height, width, 3)`.
-        captions: N strings.
     """
     for number, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
         path = epath.Path(folder) / f'{number:05}.png'

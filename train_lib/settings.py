@@ -114,7 +114,6 @@ def check(config: ml_collections.ConfigDict, *, needs_data: bool = True) -> None
     """Checks the value of every field.
 
     Args:
-        config: See `configs/default.py`.
         needs_data: Whether `data.dir` is required.
 
     Raises:

@@ -28,7 +28,6 @@ class TrainState(flax.struct.PyTreeNode):
         step: Number of steps done, int32 scalar.
         params: float32 weights.
         ema_params: Exponential moving average of the weights, for evaluation and sampling.
-        opt_state: The optimizer's state.
         skipped: Number of steps without effect, because their loss or gradient was not finite;
             int32 scalar.
         skipped_in_a_row: Number of such steps since the last step with an effect, int32 scalar.
@@ -127,7 +126,6 @@ def make_init(
 
     Args:
         model: Model that is called as `model(x, t, text, drop_text)`.
-        tx: From `make_optimizer`.
         latent_shape: `(height, width, channels)` of one sample.
         text: Input text of one sample, a pytree of `jax.ShapeDtypeStruct`. The weights do not
             depend on the number of tokens.

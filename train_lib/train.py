@@ -21,7 +21,7 @@ import ml_collections
 import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
-from clu import metric_writers, parameter_overview
+from clu import metric_writers, parameter_overview, periodic_actions
 from etils import epath
 
 from coyo11m_tfds.pictures import vae_decoder
@@ -74,7 +74,6 @@ def set_up(
     """Checks everything that a run needs before its first step.
 
     Args:
-        config: See `configs/default.py`.
         workdir: Folder for checkpoints, TensorBoard logs and previews, local or `gs://`.
         accept_changes: Fields of `settings.changeable` that may differ from the last checkpoint.
 
@@ -101,7 +100,6 @@ def train(setup: Setup, verbose: bool = False) -> tuple[TrainState, bool]:
     """Trains up to `config.num_steps`, from the last checkpoint in the workdir if there is one.
 
     Args:
-        setup: Result of `set_up`.
         verbose: Whether to log all parameters, and everything that TensorBoard gets.
 
     Returns:
@@ -203,6 +201,13 @@ def _train(
     # Whether all hooks due at this step have been called and nobody has asked to stop.
     complete = not interrupted or _call_hooks(run, step, state, stop)
     batches = run.data.train_batches(run.beginning.position_at(step))
+    profile = periodic_actions.Profile(
+        logdir=run.workdir,
+        num_profile_steps=run.config.profile_steps,
+        profile_duration_ms=1,
+        first_profile=step + _PROFILE_AFTER if run.config.profile_steps else -1,
+        every_secs=None,
+    )
     while complete and step < run.config.num_steps:
         step += 1
         with run.log.clock.waiting_for_data():
@@ -211,6 +216,7 @@ def _train(
         with jax.transfer_guard('disallow'):
             state, update = run.program.train_step(state, batch)
             run.log.add(step, update)
+        profile(step)
         complete = not stop.reached(step) and _call_hooks(run, step, state, stop)
     is_saved = run.save(step, state, interrupted=not complete)
     # Before anything is torn down: after SIGTERM there may be seconds left.
@@ -263,24 +269,6 @@ def _preview(run: Run, step: int, state: TrainState) -> str:
     return f'{len(samples.captions)} pictures in {path}'
 
 
-def _profiled(config: ml_collections.ConfigDict, start: int) -> tuple[int, int]:
-    """The steps after which a profile begins and ends; equal ones if there is none."""
-    last = config.num_steps
-    # Of a short run the last steps, but never the first, which includes the compiler.
-    begin = max(start + 1, min(start + _PROFILE_AFTER, last - config.profile_steps))
-    return begin, max(begin, min(begin + config.profile_steps, last))
-
-
-def _profile(run: Run, step: int, state: TrainState) -> str | None:
-    """Writes a profile of some steps for TensorBoard, once."""
-    begin, end = _profiled(run.config, run.start)
-    if step == begin:
-        jax.profiler.start_trace(str(run.workdir))
-        return None
-    jax.profiler.stop_trace()
-    return f'of {end - begin} steps'
-
-
 def _save(run: Run, step: int, state: TrainState) -> str:
     if not run.save(step, state):
         return 'put off, as the last step was skipped'
@@ -299,7 +287,6 @@ class Hook(NamedTuple):
         train.HOOKS.insert(0, train.Hook('weight norm', due, weight_norm))
 
     Attributes:
-        name: Name in the log.
         is_due: Takes `(run, step)` and returns whether the hook is due after this step.
         call: Does the work, given `(run, step, state)` with the state after the step; returns a
             text for the log, or None.
@@ -323,16 +310,10 @@ def every(steps: Callable[[ml_collections.ConfigDict], int]) -> Callable[[Run, i
     return is_due
 
 
-def _is_profile_due(run: Run, step: int) -> bool:
-    begin, end = _profiled(run.config, run.start)
-    return begin < end and step in (begin, end)
-
-
 # A checkpoint comes last, so that nothing due at its step is missing after a run is killed.
 HOOKS = [
     Hook('evaluation', every(lambda config: config.eval_every), _evaluate),
     Hook('preview', every(lambda config: config.preview_every), _preview),
-    Hook('profile', _is_profile_due, _profile),
     Hook('checkpoint', every(lambda config: config.checkpoint_every), _save, repeatable=False),
 ]
 

@@ -56,9 +56,9 @@ def held(folder: epath.PathLike) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(locks.hold(absolute(folder) / 'training', wait_seconds=None))
+            stack.enter_context(locks.hold(absolute(folder) / 'training', wait=False))
         except TimeoutError as error:
-            raise TimeoutError(f'{error} End that run, or use another --workdir.') from None
+            raise TimeoutError(f'{error} Or use another --workdir.') from None
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
                 raise

@@ -1,6 +1,6 @@
 """Writes shards with Apache Beam, on as many machines as its runner has.
 
-    for task, result in write_shards(tasks, finished, scratch_dir, scratch_bytes, options):
+    for task, result in write_shards(tasks, finished, scratch_dir, options):
         ...
 
 An element of the only collection describes all shards of one group of files, in some kilobytes. So
@@ -35,7 +35,6 @@ def write_shards(
     tasks: Sequence[ShardTask],
     finished: FinishedShards,
     scratch_dir: str,
-    scratch_bytes: int,
     options: PipelineOptions | None,
     runner: str | beam.runners.PipelineRunner | None = None,
 ) -> Iterator[tuple[ShardTask, ShardResult]]:
@@ -45,9 +44,6 @@ def write_shards(
         tasks: Tasks of a plan; those of one group follow each other.
         finished: Storage of shards and records; all workers must reach it by this path.
         scratch_dir: Folder of each worker for remote `.pt` files; '' for the user's cache.
-        scratch_bytes: Most bytes of remote files of a process in it.
-        options: Options of the pipeline.
-        runner: Runner of the pipeline, if the options do not name one.
 
     Raises:
         RuntimeError: A worker failed; what is finished is kept.
@@ -63,7 +59,7 @@ def write_shards(
             pipeline
             | 'Groups' >> beam.Create(groups, reshuffle=False)
             | beam.Reshuffle()
-            | 'Write' >> beam.Map(_write_group, place, finished.build, scratch_dir, scratch_bytes)
+            | 'Write' >> beam.Map(_write_group, place, finished.build, scratch_dir)
         )
     by_place = {(task.split, task.index): task for task in tasks}
     for result in finished.load(packed):
@@ -89,13 +85,11 @@ def _pack(tasks: Sequence[ShardTask], finished: FinishedShards) -> list[ShardTas
         return list(threads.map(pack_one, tasks))
 
 
-def _write_group(
-    tasks: Sequence[ShardTask], folder: str, build: str, scratch_dir: str, scratch_bytes: int
-) -> None:
+def _write_group(tasks: Sequence[ShardTask], folder: str, build: str, scratch_dir: str) -> None:
     """Runs on a worker, in as many processes as the runner starts there."""
     finished = FinishedShards(Destination(folder), build)
     own = os.path.expanduser(scratch_dir) or user_cache(schema.NAME)
-    scratch = Scratch(os.path.join(own, 'source'), scratch_bytes)
+    scratch = Scratch(os.path.join(own, 'source'))
     beside = finished.folder.staging(fallback=os.path.join(own, 'staging'))
     with locks.temporary_folder(beside, 'worker-') as staging:
         for _ in local_runner.write_shards(tasks, finished, scratch, staging, num_workers=1):

@@ -45,10 +45,6 @@ class FinishedShards:
     A shard is finished if its record names the planned source, rows and settings and this version
     of the package, and its file has the recorded size and checksum. A file without a record does
     not count.
-
-    Attributes:
-        folder: Folder of the data set, which holds the shards.
-        build: ID of the build.
     """
 
     def __init__(self, folder: Destination, build: str):
@@ -60,11 +56,7 @@ class FinishedShards:
         self._put(_SETTINGS_FILE, settings)
 
     def save(self, task: ShardTask, local_file: str, result: ShardResult) -> None:
-        """Stores a shard from a local file, and then its record.
-
-        Raises:
-            OSError: The shard cannot be stored.
-        """
+        """Stores a shard from a local file, and then its record."""
         self.folder.put(local_file, task.filename, result.crc32c)
         record = {'fingerprint': task.fingerprint, 'result': result.to_json()}
         record['digest'] = json_digest.sha256(record)
@@ -113,11 +105,7 @@ def _read_record(data: bytes, task: ShardTask) -> ShardResult | None:
 
 
 class DataFolder:
-    """The folder of a data set, `.../NAME/CONFIG/VERSION`.
-
-    Attributes:
-        files: Access to its files.
-    """
+    """The folder of a data set, `.../NAME/CONFIG/VERSION`."""
 
     def __init__(self, final: str):
         """Takes the path or `gs://` URL of the folder; does not touch the storage."""
@@ -139,7 +127,6 @@ class DataFolder:
         """Makes a build the data set; replaces an existing one only with `overwrite`.
 
         Args:
-            build: ID of the build.
             files: States of all files of the build, by name; the folder holds all but those in
                 `local`.
             local: Local paths of the files without an ID in their names.
@@ -168,7 +155,6 @@ class DataFolder:
         """Removes the files of other builds, and the records of the data set's own build.
 
         Args:
-            build: ID of the data set.
             resumable_too: Whether to remove interrupted builds too, instead of a warning.
         """
         there = self.files.sizes()
@@ -218,9 +204,6 @@ def tidy(final: str) -> None:
 
     If there are none, this takes one listing. In a job only the first process does this. It never
     waits for a running build. Without write access it only warns.
-
-    Args:
-        final: Folder of the data set, local or `gs://`.
     """
     if job.process_index():
         return
@@ -230,7 +213,7 @@ def tidy(final: str) -> None:
         there = folder.files.sizes() if build else {}
         if not build or not (_builds(there) - {build} or any('/' in name for name in there)):
             return
-        with locks.hold(final, wait_seconds=None):
+        with locks.hold(final, wait=False):
             folder.remove_others(build, resumable_too=False)
     except TimeoutError as error:
         logging.info('%s', error)

@@ -58,11 +58,7 @@ class Built:
     """The outcome of a build.
 
     Attributes:
-        plan: Plan of the build.
         splits: Results of the shards of each split, by index.
-        statistics: Statistics of each split.
-        dropped: Rows that were left out.
-        metadata: Metadata of `dataset_info`.
         folder: Local folder for the files beside the shards.
     """
 
@@ -93,7 +89,6 @@ def build(
     Args:
         final: Folder of the data set, `.../NAME/CONFIG/VERSION`, local or `gs://`.
         source: Folder of the source; overrides the settings.
-        settings: Settings of the build.
         limit: Largest number of records in each split; None for all.
         overwrite: Whether to replace an existing data set as soon as the new one is complete. A
             data set of the same plan is written again.
@@ -105,20 +100,17 @@ def build(
         existed or another process built it.
 
     Raises:
-        ValueError: The source or an option is bad.
-        OSError: A file cannot be read or written.
         FileExistsError: Another build has been completed in `final` meanwhile.
-        TimeoutError: Another process has not finished in time.
         RuntimeError: A worker died, or the first process of the job failed.
     """
-    folder, wait_seconds = DataFolder(final), settings.wait_hours * 3600
+    folder = DataFolder(final)
     if index := job.process_index():
         if overwrite:
             raise ValueError(
                 f'{final}: process {index} of the job was told to overwrite it, while others may '
                 'read it. Overwrite it with one process, then start the job.'
             )
-        locks.wait_for(final, lambda: folder.find_build() is not None, wait_seconds)
+        locks.wait_for(final, lambda: folder.find_build() is not None)
         yield None
         return
     local = scratch.choose_folder(schema.NAME, f'{final}/../../..', settings.scratch_dir)
@@ -127,8 +119,8 @@ def build(
         if beam_options or beam_runner:
             from coyo11m_tfds.convert.beam_runner import write_shards as write_with_beam
 
-            limits = settings.scratch_dir, settings.scratch_bytes
-            yield from write_with_beam(tasks, finished, *limits, beam_options, beam_runner)
+            scratch_dir = settings.scratch_dir
+            yield from write_with_beam(tasks, finished, scratch_dir, beam_options, beam_runner)
             return
         with locks.temporary_folder(folder.files.staging(local), 'staging-') as staging:
             yield from local_runner.write_shards(
@@ -137,7 +129,7 @@ def build(
 
     with (
         _leaving_no_empty_folders(final, f'{local}/source'),
-        locks.hold(final, wait_seconds) as lock,
+        locks.hold(final) as lock,
     ):
         found = folder.find_build()
         if found is not None and not overwrite:
@@ -148,7 +140,7 @@ def build(
         start = time.monotonic()
         folder.files.sweep()
         os.makedirs(local, exist_ok=True)
-        files = Scratch(os.path.join(local, 'source'), settings.scratch_bytes)
+        files = Scratch(os.path.join(local, 'source'))
         there = location.find(source)
         if settings.in_place:
             in_place.check_within_reach(there.latent_files[0], final)
@@ -182,11 +174,6 @@ def _leaving_no_empty_folders(*places: str) -> Iterator[None]:
 
 def write_shards(plan: Plan, finished: FinishedShards, engine: Engine) -> list[ShardResult]:
     """Writes the shards of a plan that are not finished yet.
-
-    Args:
-        plan: Plan of the build.
-        finished: Storage of shards and records, which an interruption leaves intact.
-        engine: Function that writes the shards.
 
     Returns:
         The results of all shards in the order train, validation, and by index.

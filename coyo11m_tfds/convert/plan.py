@@ -53,11 +53,8 @@ class Plan:
         tasks: Tasks of all shards. Tasks that read the same files form a group and are neighbours.
         num_bytes: Expected size of the shards, exact within 1%.
         latents: Dtype, one of `schema.LATENT_DTYPES`, and shape `(crops, C, H, W)` of a row.
-        caption_column: Column in which captions were found.
         text: Description of the text in the records; None without text.
-        dropped: Rows of the source that are left out, by reason.
         source_fingerprint: Hex digest of everything that the build reads.
-        settings: Result of `BuildSettings.record`.
         build: ID of the build, a digest of all inputs and settings; file names contain it.
         joined: Inputs of the tasks, held open so that no other build removes them.
     """
@@ -106,9 +103,6 @@ def make_plan(
     """Plans the shards of a data set.
 
     Args:
-        source: Files to read.
-        settings: Settings of the build.
-        scratch: Local folder for remote files during their use.
         cache_dir: Existing folder for the captions and embeddings that the tasks read. They stay
             there for the next build of the same source.
         limit: Number of first records to keep in each split; None for all.

@@ -1,6 +1,6 @@
 """The settings of a build: handed down from the config to the workers, and kept with a data set.
 
-    settings = BuildSettings(source='/data/coyo11m', text_embeddings='gemma.parquet')
+    settings = BuildSettings(source='/data/coyo11m', text_embeddings='gemma')
     metadata[schema.META_SETTINGS] = settings.record(limit, text_embeddings)
     settings.check_recorded(folder, metadata, limit)
 
@@ -9,7 +9,6 @@ folder is to read all its files.
 """
 
 import dataclasses
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -64,11 +63,9 @@ class BuildSettings:
         num_workers: Processes that write; 0 for the environment variable COYO11M_NUM_PROC, else
             all cores.
         scratch_dir: Local folder for captions and text embeddings, which it keeps between builds,
-            and for remote files on their way; '' for `.coyo11m_tfds` in a local data_dir, else, as
-            for Beam's workers, `~/.cache/coyo11m_tfds`.
-        scratch_gb: Most GB of remote files in it at a time, of each process of Beam; at least the
-            largest file, and the small files of one shard.
-        wait_hours: Longest wait for another process that builds the same data set.
+            and for remote files on their way, at most four of the large ones at a time; '' for
+            `.coyo11m_tfds` in a local data_dir, else, as for Beam's workers,
+            `~/.cache/coyo11m_tfds`.
     """
 
     source: str = ''
@@ -84,8 +81,6 @@ class BuildSettings:
     check_crc: bool = True
     num_workers: int = 0
     scratch_dir: str = ''
-    scratch_gb: float = 32
-    wait_hours: float = 24
 
     def __post_init__(self):
         names = 'source', 'caption_column', 'text_embeddings', 'scratch_dir', 'latents_from', 'vae'
@@ -95,12 +90,10 @@ class BuildSettings:
             self._check(name, isinstance(getattr(self, name), int), 'an integer')
         self._check('shard_bytes', self.shard_bytes > 0, 'at least 1')
         self._check('num_workers', self.num_workers >= 0, 'at least 0')
-        for name in ('validation_fraction', 'max_bad_fraction', 'scratch_gb', 'wait_hours'):
+        for name in ('validation_fraction', 'max_bad_fraction'):
             self._check(name, isinstance(getattr(self, name), (int, float)), 'a number')
         self._check('validation_fraction', 0 <= self.validation_fraction < 1, 'one in [0, 1)')
         self._check('max_bad_fraction', 0 <= self.max_bad_fraction <= 1, 'one in [0, 1]')
-        self._check('scratch_gb', 0 < self.scratch_gb < math.inf, 'more than 0, and finite')
-        self._check('wait_hours', self.wait_hours >= 0, 'at least 0')
         self._check('check_crc', isinstance(self.check_crc, bool), 'true or false')
         self._check('latents', self.latents in LATENTS_LIE, "'records' or 'in_place'")
         schema.parse_latents_from(self.latents_from)
@@ -114,10 +107,6 @@ class BuildSettings:
     def in_place(self) -> bool:
         return self.latents == IN_PLACE
 
-    @property
-    def scratch_bytes(self) -> int:
-        return int(self.scratch_gb * 10**9)
-
     def _check(self, name: str, good: bool, expected: str) -> None:
         if not good:
             raise ValueError(f'config: {name} is {getattr(self, name)!r}, expected {expected}.')
@@ -126,7 +115,6 @@ class BuildSettings:
         """Returns what decides the records, as JSON for the metadata.
 
         Args:
-            limit: `max_examples_per_split`.
             text_embeddings: '', 'pt' or the header of a sidecar; never a path.
         """
         # Only in these data sets, so that the metadata of others does not change.
@@ -151,11 +139,6 @@ class BuildSettings:
         self, folder: str | os.PathLike[str], metadata: Mapping[str, Any], limit: int | None
     ) -> None:
         """Refuses a data set that was built with other settings; one without them is accepted.
-
-        Args:
-            folder: Folder of the data set, for messages.
-            metadata: Metadata of its `dataset_info`.
-            limit: `max_examples_per_split`.
 
         Raises:
             ValueError: The settings differ, or the sidecar is damaged.

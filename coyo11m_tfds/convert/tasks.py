@@ -39,7 +39,6 @@ class OpenInputs(NamedTuple):
     Attributes:
         rows: Rows of the `.pt` files, int32 `(n,)`.
         keys: Keys of the records, int64 `(n,)`.
-        captions: Captions as UTF-8.
         text: Values of a sidecar, float16 `(n, dim)` for embeddings or int32 for tokens; None
             without a sidecar.
     """
@@ -128,7 +127,6 @@ class ShardPart:
     """The records of a shard that come from one file.
 
     Attributes:
-        file: The `.pt` file, local or remote.
         digest: `LatentFile.digest` of the file.
         records: Range of these records within the shard.
     """
@@ -143,12 +141,7 @@ class ShardTask:
     """The contents of one shard.
 
     Attributes:
-        split: Name of the split.
-        index: Number of the shard within the split.
-        filename: Name of the file to write.
         group: Number of the group of tasks that read the same files.
-        parts: The files, in the order of the records.
-        inputs: Rows, captions and text of the records.
         text: Description of the text in the records; None without text. The text comes from the
             `.pt` files if the inputs have none.
         drop_bad: Whether to leave out and count records that are not finite, instead of raising an
@@ -157,8 +150,6 @@ class ShardTask:
         num_bytes: Expected size of the shard, within 1%.
         fingerprint: Hex digest of all that decides the shard's bytes.
         in_place: Whether to leave the latents out and record their places.
-        channels: Number of channels of the latents.
-        latents_from: Description of the latents from the config.
         writer: Version of the package that planned the task; no other version may write it.
     """
 
@@ -193,11 +184,7 @@ class ShardResult:
 
     Attributes:
         split, index: See `ShardTask`.
-        num_records: Number of records in the file.
-        num_bytes: Size of the file.
-        crc32c: Checksum of the file.
         chunk_offsets: Byte offsets of the records 0, 32, 64, ..., int64.
-        statistics: Statistics of the records.
         writer: Version of the package that wrote the shard.
         read: Digests of the source files of the shard.
         sources: Places of latents outside the records: each file with the row and the CRC-32C for

@@ -91,10 +91,8 @@ class Column:
     """A column of latents in the files of the source.
 
     Attributes:
-        name: Name of the feature.
         dtype: Dtype of its numbers, one of `schema.LATENT_DTYPES`.
         shape: Shape of a row, `(crops, C, H, W)`.
-        files: Files with its rows.
         build: ID of the build that wrote this description.
         crc32c: CRC-32C of the places of each split, 8 hex digits.
     """
@@ -135,7 +133,6 @@ class Column:
 
         Raises:
             ValueError: The file is missing or damaged, or has another length than the split.
-            OSError: The file cannot be read.
         """
         path = os.path.join(folder, file_name(self.name, split, self.build))
         try:
@@ -157,7 +154,6 @@ class AddedColumn:
     """A column in files beside the shards, with one row for each record, in the records' order.
 
     Attributes:
-        name: Name of the column.
         dtype: NumPy's name of the dtype.
         shape: Shape of a row: `(n,)` for n numbers, `()` for a single one.
         files: Name of the file of each split.
@@ -190,7 +186,6 @@ class AddedColumn:
 
         Raises:
             ValueError: The file is missing, or has another length than the split.
-            OSError: The file cannot be read.
         """
         if split not in self.files:
             raise ValueError(f'{folder}: its column {self.name!r} has no split {split!r}.')
@@ -355,13 +350,8 @@ def write(
 def read(folder: str | os.PathLike[str], build: str = '') -> dict[str, Column | AddedColumn]:
     """Reads the columns of a data set, local or on gs://, by feature; {} if it has none.
 
-    Args:
-        folder: Folder of the data set.
-        build: ID of its build.
-
     Raises:
         DamagedError: The description is damaged.
-        OSError: The description cannot be read.
     """
     path = os.path.join(folder, schema.of_build(schema.COLUMNS_FILE, build))
     data = manifest.read_file(path)

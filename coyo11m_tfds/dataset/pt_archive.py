@@ -57,8 +57,6 @@ def read_directory(tail: bytes, file_size: int, name: str) -> tuple[Member, ...]
 
     Args:
         tail: The last `TAIL_BYTES` of the file, or all of a smaller one.
-        file_size: Size of the file in bytes.
-        name: Name of the file in errors.
 
     Returns:
         The members in the order of the file.
@@ -117,8 +115,6 @@ class Archive:
     """A `.pt` file with a valid directory and valid local headers.
 
     Attributes:
-        name: Name of the file in errors.
-        size: Size of the file in bytes.
         members: Members in the order of the file.
         starts: Offset of the contents of each member.
     """

@@ -51,8 +51,6 @@ class RecordWriter:
     The end of the writer's context writes the last block, unless there was an error.
 
     Attributes:
-        num_records: Number of records written so far.
-        num_bytes: Size of the file so far.
         crc32c: CRC-32C of the file, valid after the end of the context.
         chunk_offsets: Byte offsets of the records 0, 32, 64, ... (`schema.CHUNK_STRIDE`).
     """
@@ -139,7 +137,6 @@ class RecordScan:
 
     Attributes:
         num_records: Number of records before the first damaged one.
-        crc32c: CRC-32C of all blocks so far.
         problem: Description of the first damaged record; '' if there is none.
     """
 
@@ -305,10 +302,6 @@ def _framing(
 
     The field numbers are those of tensorflow/core/example/{example,feature}.proto, the encoding is
     that of https://protobuf.dev/programming-guides/encoding.
-
-    Args:
-        fields: Name and kind of each feature, in the order of the record.
-        lengths: bytes of each value; of an integer, those of its varint.
     """
     heads = [
         _value_head(name, length, is_int=kind == _INT64_LIST)

@@ -26,17 +26,14 @@ from coyo11m_tfds.dataset.chunk_index import ChunkIndex
 from coyo11m_tfds.dataset.columns import AddedColumn, Column
 from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.dataset.records import RecordLayout
-from coyo11m_tfds.storage import json_digest, source_files, stored_files
+from coyo11m_tfds.storage import json_digest, source_files
 
 if TYPE_CHECKING:
     import tensorflow_datasets as tfds
 
 Data: TypeAlias = Union[str, os.PathLike[str], 'tfds.core.DatasetBuilder', 'StoredDataset']
 
-FOLDER_HELP = (
-    'folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0, or the --data_dir of `tfds build` '
-    'if that holds only one data set'
-)
+FOLDER_HELP = 'folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0'
 
 FEATURES = (schema.KEY, schema.LATENTS, schema.TEXT_EMBEDDING, schema.CAPTION)
 READABLE = (*FEATURES, schema.TOKENS)
@@ -47,10 +44,6 @@ class StoredSplit:
     """A split as `schema.INFO_FILE` describes it.
 
     Attributes:
-        name: Name of the split, e.g. 'train'.
-        file_names: Names of its shards.
-        shard_lengths: Number of records in each shard.
-        num_bytes: Size of all shards together.
         build: ID in the names of its build's files; '' if the names have none.
     """
 
@@ -67,13 +60,7 @@ class StoredSplit:
 
 @dataclasses.dataclass(frozen=True)
 class IndexedSplit:
-    """A split with a chunk index.
-
-    Attributes:
-        index: Chunk index of the split.
-        folder: Folder of the shards.
-        file_names: Names of the shards.
-    """
+    """A split with a chunk index."""
 
     index: ChunkIndex
     folder: str
@@ -118,7 +105,6 @@ class DatasetStats:
         latent_dtype: One of `schema.LATENT_DTYPES`.
         latents_shape: `(crops, C, H, W)`.
         text_mean, text_std: float32 `(text_dim,)`; None without text embeddings.
-        text_encoder: Name of the encoder of the text, or None.
         text_revision: Commit, digest of files or number of the encoder; None if unknown.
         text_max_tokens: Length limit of captions in tokens; 0 if there is none or it is unknown.
         text_dim: Width of the text embeddings; 0 without them.
@@ -149,7 +135,6 @@ class StoredDataset:
     """The metadata of a data set.
 
     Attributes:
-        folder: Folder of the data set.
         full_name: Name, config and version, as TFDS joins them.
         splits: Splits by name; {} for a mocked data set, which accepts every split.
         features: Features by name, each as `features.json` describes it.
@@ -351,9 +336,8 @@ def open_data(data: Data) -> StoredDataset:
     Returns a `StoredDataset` unchanged, so that callers can reuse its metadata.
 
     Raises:
-        FileNotFoundError: There is no data set; the message names the places with one.
+        FileNotFoundError: There is no data set.
         ValueError: A file is damaged (`DamagedError`).
-        OSError: A file cannot be read.
     """
     if isinstance(data, StoredDataset):
         return data
@@ -448,11 +432,7 @@ def _split(info: dict, split: dict) -> StoredSplit:
 
 
 def find_build(folder: str | os.PathLike[str]) -> str:
-    """Reads the ID in the names of a data set's files; '' if there is none or the file is damaged.
-
-    Raises:
-        OSError: The storage cannot be reached.
-    """
+    """Reads the ID in the names of a data set's files; '' without one or if it is damaged."""
     data = manifest.read_file(f'{os.fspath(folder).rstrip("/")}/{schema.INFO_FILE}')
     try:
         return parse_splits(data)[0].build if data else ''
@@ -476,29 +456,8 @@ def _check_not_lost(folder: str, index: str, build: str) -> None:
 
 
 def _no_data_set(folder: str) -> FileNotFoundError:
-    below = stored_files.folders_with(folder, schema.INFO_FILE)
-    if below:
-        advice = f'name a data set below it: {", ".join(below)}'
-    elif source_files.is_remote(folder) or os.path.exists(folder):
+    if source_files.is_remote(folder) or os.path.exists(folder):
         advice = 'expected the folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0'
     else:
         advice = 'there is no such folder; build the data set with `tfds build coyo11m_tfds`'
     return FileNotFoundError(f'{folder}: {advice}')
-
-
-def choose(folder: str | os.PathLike[str]) -> str:
-    """Returns the data set at a folder, local or `gs://`, or the only one below it.
-
-    Raises:
-        ValueError: There are several below, or `folder` is empty or a URL of another kind.
-        OSError: The storage cannot be reached.
-    """
-    folder = os.fspath(folder)
-    if not folder:
-        raise ValueError('no folder given, expected the folder of a data set.')
-    found = stored_files.folders_with(folder, schema.INFO_FILE) or [folder.rstrip('/')]
-    if len(found) > 1:
-        raise ValueError(
-            f'{folder}: holds {len(found)} data sets. Name one of them: {", ".join(found)}'
-        )
-    return found[0]

@@ -154,7 +154,6 @@ class Chosen:
 
     Attributes:
         texts: At least one text; all have the same `kind`.
-        weights: Weight of each text.
         size: Width of an embedding, or number of tokens of the longest text with padding.
     """
 
@@ -223,10 +222,7 @@ def choose(
     """Returns the texts of a specification.
 
     Args:
-        folder: Folder of the data set, for messages.
-        spec: See `parse`.
         own: The text in the records of the data set.
-        columns: Columns of the data set.
 
     Raises:
         ValueError: As `parse`; a text does not exist; or the texts are of different kinds.

@@ -85,9 +85,7 @@ class Decoder:
         """Checks that the weights fit the configuration.
 
         Args:
-            config: Content of config.json.
             weights: Weights of the decoder by diffusers' names, float32.
-            path: Path of the weights, for messages.
 
         Raises:
             ValueError: The weights do not fit the configuration, or this class does not know their

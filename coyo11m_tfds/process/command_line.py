@@ -10,7 +10,6 @@ The programs of `train_lib` use absl's flags, as ml_collections requires, and sh
 
 import argparse
 import logging
-import math
 import re
 import shutil
 import textwrap
@@ -39,14 +38,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Ends the process with an error and advice; argparse calls this."""
         self.exit(2, f'error: {message}; {advice(self.prog, self.description)}\n')
-
-
-def positive(text: str) -> float:
-    """Parses an argument that must be a finite number above 0."""
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f'{text}: expected a number above 0')
-    return value
 
 
 def advice(program: str, doc: str | None) -> str:

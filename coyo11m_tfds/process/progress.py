@@ -35,13 +35,7 @@ _Moment = tuple[float, collections.Counter[str]]  # seconds, and all that was do
 
 
 class Progress:
-    """Counts finished work; a context manager, which several threads may share.
-
-    Attributes:
-        note: Text after the speeds; may be changed at any time.
-    """
-
-    note = ''
+    """Counts finished work; a context manager, which several threads may share."""
 
     def __init__(
         self,
@@ -58,7 +52,6 @@ class Progress:
             total: Amount of the whole work in `unit`, at least an estimate; 0 for no work.
             unit: 'B' for bytes, shown as MB/s; otherwise a plural noun such as 'captions'.
             goals: Final values of some of the counts, e.g. `{'shards': 2400}`.
-            clock: Function that returns the time in seconds.
         """
         self._what, self._total, self._unit = what, total, unit
         self._goals, self._clock, self._lock = dict(goals or {}), clock, threading.Lock()
@@ -81,7 +74,6 @@ class Progress:
         """Counts work that is done now.
 
         Args:
-            amount: Work in the unit of the total.
             **counts: Increments of counts. `records` and `tokens` are shown as speeds, a count with
                 a goal as 'n of m', others as numbers.
         """
@@ -125,8 +117,7 @@ class Progress:
             facts.append(f'{_round(speed / 1e6)} MB/s')
         shown = {*self._goals, *RATED, _AMOUNT}
         facts += [f'{count:,} {name}' for name, count in counts.items() if name not in shown]
-        facts = [*facts, self.note, last]
-        logging.info('%s: %s', self._what, ', '.join(filter(None, facts)))
+        logging.info('%s: %s', self._what, ', '.join(filter(None, [*facts, last])))
 
     def _speed(self, name: str, since: _Moment) -> float:
         """A count per second; 0 as long as no time has passed."""

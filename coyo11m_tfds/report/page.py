@@ -47,8 +47,6 @@ class Report:
     Args:
         name: Data set, config and version.
         shards: Records and bytes of each shard, by split.
-        statistics: Statistics of the records, by split.
-        dropped: Rows of the source that were left out.
         metadata: Metadata of `dataset_info`, with the keys `schema.META_*`.
         in_place: Whether the latents stay in the source.
 

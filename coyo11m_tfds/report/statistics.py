@@ -75,7 +75,6 @@ class Preview(NamedTuple):
     """A record to show in the report.
 
     Attributes:
-        key: Key of the record.
         caption: Caption of the record; only the beginning of a very long one.
         png: Picture of the middle crop in base64, one pixel for each latent position.
     """
@@ -91,7 +90,6 @@ class ShardStatistics:
     Args:
         text_dim: Width of the text embeddings; 0 without them.
         vocabulary: Number of token ids; 0 without tokens.
-        channels: Number of channels of the latents.
 
     Attributes:
         num_records: Number of good samples: those with finite latents and text embeddings.
@@ -242,7 +240,6 @@ class Dropped:
     """Counts dropped rows by reason.
 
     Args:
-        num_rows: Rows of the source.
         max_bad_fraction: Largest share of bad rows.
 
     Attributes:

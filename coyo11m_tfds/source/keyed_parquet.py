@@ -20,6 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.storage import remote
+from coyo11m_tfds.storage.source_files import SourceFile
 
 # The most that is read at once.
 _ROWS_AT_ONCE = 16384
@@ -29,6 +31,8 @@ _DIFFERENCES_AT_ONCE = 1024
 # Texts that take less in the file occur often: a dictionary of them takes little memory. A
 # dictionary of texts that all differ would take 20 times as long to read.
 _REPEATED_BYTES = 16
+
+_TAIL_BYTES = 1 << 15  # most footers are shorter
 
 # What Arrow, or the reading of its metadata, raises, depending on which byte is damaged.
 _OF_DAMAGE = (pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError)
@@ -167,6 +171,26 @@ class KeyedFile:
             raise ValueError(
                 f"{self.name}: column '{schema.PARQUET_KEY}' is {kind}, expected int64."
             )
+
+
+def read_schema(file: SourceFile) -> pa.Schema:
+    """Reads the schema from the end of a file, local or remote.
+
+    Raises:
+        ValueError: The file is damaged, encrypted, or not a Parquet file.
+        OSError: It cannot be read.
+    """
+
+    def read_tail(length: int) -> bytes:
+        length = min(length, file.size)
+        return remote.read_range(file, file.size - length, length)
+
+    with naming_damage(file.path):
+        tail = read_tail(_TAIL_BYTES)
+        footer = int.from_bytes(tail[-8:-4], 'little') + 8
+        if footer > len(tail):
+            tail = read_tail(footer)
+        return pq.read_schema(pa.BufferReader(tail))
 
 
 @contextlib.contextmanager

@@ -88,7 +88,7 @@ def find(place: str | os.PathLike[str]) -> list[SourceFile]:
         OSError: The storage cannot be reached.
     """
     text = os.fspath(place)
-    if text.endswith('.parquet') or os.path.isfile(text):
+    if os.path.isfile(text) or (text.endswith('.parquet') and not os.path.isdir(text)):
         return [source_files.describe(text)]
     folder = text.rstrip('/')
     count, parts = find_parts(folder)

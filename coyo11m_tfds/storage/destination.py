@@ -44,17 +44,17 @@ def stays_inside(name: str) -> bool:
 class Destination:
     """A folder that files are put into; it need not exist yet. Safe to use from many threads.
 
-    `Destination(path)` is the kind of destination that suits the path.
+    `Destination('gs://...')` gives a destination of the same methods in a bucket. On a disk, files
+    are staged in a hidden folder inside it, flushed and renamed.
 
     Attributes:
         folder: Its path or URL, without a slash at the end.
-        is_remote: Whether it is in a bucket.
     """
 
     is_remote = False
 
     def __new__(cls, folder: str | os.PathLike[str]) -> Self:
-        kind = _Bucket if source_files.is_remote(folder) else _Disk
+        kind = _Bucket if source_files.is_remote(folder) else cls
         return super().__new__(kind)  # type: ignore[return-value]
 
     def __init__(self, folder: str | os.PathLike[str]):
@@ -77,7 +77,9 @@ class Destination:
         For a local destination this is a hidden folder inside it, so that `put` only renames; for a
         remote one it is `fallback`.
         """
-        raise NotImplementedError
+        folder = os.path.join(self.folder, _STAGING)
+        _make_folders(folder)
+        return folder
 
     def put(self, local_file: str | os.PathLike[str], name: str, crc32c: int) -> None:
         """Moves a local file to `name`, replacing what is there; the local file is gone afterwards.
@@ -89,13 +91,32 @@ class Destination:
 
         Raises:
             OSError: The file cannot be stored, e.g. because the disk is full.
-            PermissionError: There are no credentials for the bucket, or they are refused.
         """
-        raise NotImplementedError
+        local_file, target = os.fspath(local_file), self._path(name)
+        _make_folders(os.path.dirname(target))
+        try:
+            _move(local_file, target)
+        except OSError as error:
+            if error.errno != errno.EXDEV:  # from another file system it has to be copied
+                raise
+            with self._new_file() as path:
+                copied = file_state.copy(local_file, path).crc32c
+                if copied != crc32c:
+                    raise OSError(
+                        f'{local_file}: CRC-32C is {copied:08x}, expected {crc32c:08x}; write it '
+                        'again.'
+                    ) from None
+                _move(path, target)
+            os.remove(local_file)
 
     def put_bytes(self, name: str, data: bytes) -> None:
         """Stores a small file, replacing what is there; raises as `put` does."""
-        raise NotImplementedError
+        target = self._path(name)
+        _make_folders(os.path.dirname(target))
+        with self._new_file() as path:
+            with naming(path), open(path, 'wb') as file:
+                file.write(data)
+            _move(path, target)
 
     def copy(
         self,
@@ -111,21 +132,22 @@ class Destination:
         scratch folder on their way to a bucket.
 
         Args:
-            file: File to copy.
-            name: Name of the copy, relative to the folder.
-            scratch: Must be given if `needs_scratch`.
-            on_bytes: Is told how many more bytes are done, together about `file.size`; a negative
-                number where bytes turned out wrong. What it raises ends the copying.
+            scratch: Must be given for a remote file without a CRC-32C that goes to a bucket.
+            on_bytes: As in `remote.fetch`, for a file that is downloaded.
 
         Raises:
-            PermissionError: Credentials are missing or refused.
             OSError: The file cannot be read, has changed, or cannot be stored.
         """
-        raise NotImplementedError
-
-    def needs_scratch(self, file: SourceFile) -> bool:
-        """True if `copy` needs a scratch folder for a file."""
-        return self.is_remote and file.is_remote and file.crc32c is None
+        with self._new_file() as path:
+            if file.is_remote:
+                remote.fetch(file, path, on_bytes)
+                known = file.crc32c  # by which `fetch` has checked it
+                state = file_state.of_file(path) if known is None else FileState(file.size, known)
+            else:
+                state = file_state.copy(file.path, path)
+                _check_size(file, state)
+            self.put(path, name, state.crc32c)
+        return state
 
     def read(self, name: str) -> bytes | None:
         """Reads a small file; None if there is none."""
@@ -179,17 +201,30 @@ class Destination:
 
     def _list(self, folder: str) -> Mapping[str, Any]:
         """The files directly in a sub-folder: by name, what `_read` and `_state` take."""
-        raise NotImplementedError
+        try:
+            with os.scandir(self._path(folder)) as entries:
+                return {entry.name: entry.path for entry in entries if entry.is_file()}
+        except FileNotFoundError:
+            return {}
 
     def _read(self, name: str, found: Any) -> bytes | None:
-        raise NotImplementedError
+        path = found or self._path(name)
+        with contextlib.suppress(FileNotFoundError), naming(path), open(path, 'rb') as file:
+            return file.read()
+        return None
 
     def _state(self, found: Any, on_bytes: Callable[[int], None]) -> FileState:
-        raise NotImplementedError
+        return file_state.of_file(found, on_bytes)
 
     def sizes(self) -> dict[str, int]:
         """Bytes of all files in the folder and below it, by relative name; {} if there is none."""
-        raise NotImplementedError
+        found = {}
+        for folder, _, names in os.walk(self.folder):
+            for name in names:
+                path = os.path.join(folder, name)
+                with contextlib.suppress(FileNotFoundError):
+                    found[os.path.relpath(path, self.folder)] = os.path.getsize(path)
+        return found
 
     def verify(self, states: Mapping[str, FileState]) -> None:
         """Checks that files are there, by one listing; others do not matter.
@@ -202,7 +237,7 @@ class Destination:
         Raises:
             OSError: A file is missing, or differs; names it.
         """
-        raise NotImplementedError
+        self._compare(self.sizes(), {name: state.size for name, state in states.items()})
 
     def _compare(self, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
         for name in sorted(expected):
@@ -214,100 +249,6 @@ class Destination:
 
     def sweep(self) -> None:
         """Removes what killed processes left: in the staging folder, and empty sub-folders."""
-        raise NotImplementedError
-
-    def remove(self, names: Iterable[str]) -> None:
-        """Removes files, by relative name, and sub-folders that are empty then.
-
-        Names of nothing are ignored.
-        """
-        raise NotImplementedError
-
-
-# --- On a disk --------------------------------------------------------------------------------
-
-
-class _Disk(Destination):
-    """Files are staged in a hidden folder of the same disk, flushed and renamed."""
-
-    def staging(self, fallback: str | os.PathLike[str]) -> str:
-        folder = os.path.join(self.folder, _STAGING)
-        _make_folders(folder)
-        return folder
-
-    def put(self, local_file: str | os.PathLike[str], name: str, crc32c: int) -> None:
-        local_file, target = os.fspath(local_file), self._path(name)
-        _make_folders(os.path.dirname(target))
-        try:
-            _move(local_file, target)
-        except OSError as error:
-            if error.errno != errno.EXDEV:  # from another file system it has to be copied
-                raise
-            with self._new_file() as path:
-                copied = file_state.copy(local_file, path).crc32c
-                if copied != crc32c:
-                    raise OSError(
-                        f'{local_file}: CRC-32C is {copied:08x}, expected {crc32c:08x}; write it '
-                        'again.'
-                    ) from None
-                _move(path, target)
-            os.remove(local_file)
-
-    def put_bytes(self, name: str, data: bytes) -> None:
-        target = self._path(name)
-        _make_folders(os.path.dirname(target))
-        with self._new_file() as path:
-            with naming(path), open(path, 'wb') as file:
-                file.write(data)
-            _move(path, target)
-
-    def copy(
-        self,
-        file: SourceFile,
-        name: str,
-        scratch: Scratch | None = None,
-        on_bytes: Callable[[int], None] = ignore_bytes,
-    ) -> FileState:
-        with self._new_file() as path:
-            if file.is_remote:
-                remote.fetch(file, path, on_bytes)
-                known = file.crc32c  # by which `fetch` has checked it
-                state = file_state.of_file(path) if known is None else FileState(file.size, known)
-            else:
-                state = file_state.copy(file.path, path, on_bytes)
-                _check_size(file, state)
-            self.put(path, name, state.crc32c)
-        return state
-
-    def _read(self, name: str, found: str | None) -> bytes | None:
-        path = found or self._path(name)
-        with contextlib.suppress(FileNotFoundError), naming(path), open(path, 'rb') as file:
-            return file.read()
-        return None
-
-    def _state(self, found: str, on_bytes: Callable[[int], None]) -> FileState:
-        return file_state.of_file(found, on_bytes)
-
-    def _list(self, folder: str) -> dict[str, str]:
-        try:
-            with os.scandir(self._path(folder)) as entries:
-                return {entry.name: entry.path for entry in entries if entry.is_file()}
-        except FileNotFoundError:
-            return {}
-
-    def sizes(self) -> dict[str, int]:
-        found = {}
-        for folder, _, names in os.walk(self.folder):
-            for name in names:
-                path = os.path.join(folder, name)
-                with contextlib.suppress(FileNotFoundError):
-                    found[os.path.relpath(path, self.folder)] = os.path.getsize(path)
-        return found
-
-    def verify(self, states: Mapping[str, FileState]) -> None:
-        self._compare(self.sizes(), {name: state.size for name, state in states.items()})
-
-    def sweep(self) -> None:
         locks.sweep(os.path.join(self.folder, _STAGING))
         with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as entries:
             for entry in entries:
@@ -315,6 +256,10 @@ class _Disk(Destination):
                     os.rmdir(entry.path)
 
     def remove(self, names: Iterable[str]) -> None:
+        """Removes files, by relative name, and sub-folders that are empty then.
+
+        Names of nothing are ignored.
+        """
         folders = set()
         for name in names:
             with contextlib.suppress(FileNotFoundError):
@@ -400,20 +345,18 @@ class _Bucket(Destination):
     ) -> FileState:
         if file.crc32c is not None:
             state = FileState(file.size, file.crc32c)
-            self._gcs.copy(file.path, self._url(name), state, on_bytes)
+            self._gcs.copy(file.path, self._url(name), state)
             return state
         if not file.is_remote:
-            return self._upload(file, file.path, name, on_bytes)
+            return self._upload(file, file.path, name)
         assert scratch is not None
         with scratch.hold(file, on_bytes=on_bytes) as path:
-            return self._upload(file, path, name, lambda _: on_bytes(0))
+            return self._upload(file, path, name)
 
-    def _upload(
-        self, file: SourceFile, path: str, name: str, on_bytes: Callable[[int], None]
-    ) -> FileState:
+    def _upload(self, file: SourceFile, path: str, name: str) -> FileState:
         state = file_state.of_file(path)
         _check_size(file, state)
-        self._gcs.upload(self._url(name), path, state.crc32c, on_bytes)
+        self._gcs.upload(self._url(name), path, state.crc32c)
         return state
 
     def _read(self, name: str, found: Any) -> bytes | None:

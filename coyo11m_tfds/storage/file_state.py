@@ -41,14 +41,13 @@ def of_file(
     return FileState(size, int.from_bytes(checksum.digest(), 'big'))
 
 
-def copy(path: str, target: str, on_bytes: Callable[[int], None] = ignore_bytes) -> FileState:
-    """Copies a local file and returns the state of the copy; `on_bytes(n)` counts the bytes."""
+def copy(path: str, target: str) -> FileState:
+    """Copies a local file and returns the state of the copy."""
     size, crc32c = 0, 0
     with open(path, 'rb', buffering=0) as source, naming(target), open(target, 'wb') as file:
         while block := source.read(_BLOCK):
             file.write(block)
             size, crc32c = size + len(block), google_crc32c.extend(crc32c, block)
-            on_bytes(len(block))
     return FileState(size, crc32c)
 
 

@@ -18,7 +18,6 @@ Importing this module imports the client of the storage, which takes 0.2 s.
 import base64
 import contextlib
 import functools
-import io
 import os
 import re
 import urllib.parse
@@ -32,7 +31,7 @@ from google.api_core import exceptions
 from google.cloud import storage
 
 from coyo11m_tfds.storage import retry
-from coyo11m_tfds.storage.file_state import FileState, ignore_bytes
+from coyo11m_tfds.storage.file_state import FileState
 
 T = TypeVar('T')
 
@@ -46,7 +45,6 @@ class Stat(NamedTuple):
     """The properties of an object, as the storage reports them.
 
     Attributes:
-        size: Size in bytes.
         crc32c: Checksum; -1 for an object that is encrypted with a customer's key.
         generation: Number of this version of the object.
     """
@@ -131,7 +129,6 @@ def read(url: str, found: Stat | None = None) -> bytes | None:
     """Reads a small object; None if it does not exist.
 
     Args:
-        url: The object.
         found: Its entry in a listing, which saves a request.
     """
 
@@ -152,17 +149,12 @@ def read(url: str, found: Stat | None = None) -> bytes | None:
         return None
 
 
-def write(
-    url: str, data: bytes, generation: int | None = None, attempts: int = 8, seconds: float = 0
-) -> Stat:
+def write(url: str, data: bytes, generation: int | None = None) -> Stat:
     """Stores a small object.
 
     Args:
         url: URL of the object, which is replaced if it exists.
-        data: Content of the object.
         generation: The only generation that may be replaced; 0 for none, None for any.
-        attempts: Number of attempts for each request.
-        seconds: Time without a byte after which a request is given up; 0 for the usual time.
 
     Raises:
         Conflict: The object has another generation.
@@ -176,32 +168,26 @@ def write(
             _CONTENT_TYPE,
             checksum=None,
             if_generation_match=generation,
-            **_patience(f'writing to {url}', attempts, seconds),
+            **_patience(f'writing to {url}'),
         )
         return _check(blob, sent)
 
     with _plain_errors(url):
-        return retry.call(attempt, f'writing to {url}', attempts=attempts)
+        return retry.call(attempt, f'writing to {url}')
 
 
-def upload(
-    url: str, path: str, crc32c: int, on_bytes: Callable[[int], None] = ignore_bytes
-) -> None:
+def upload(url: str, path: str, crc32c: int) -> None:
     """Stores a local file of any size; after an error it repeats only the failed request.
 
     Args:
         url: URL of the object, which is replaced if it exists.
-        path: The file.
-        crc32c: Checksum of the file.
-        on_bytes: Called with the number of bytes of each block that is sent; its exceptions end the
-            upload.
     """
     sent = FileState(os.path.getsize(path), crc32c)
 
     def attempt() -> None:
         blob = _blob(url)
         blob.chunk_size = _CHUNK
-        with _CountingReader(path, on_bytes) as file:
+        with open(path, 'rb') as file:
             try:
                 blob.upload_from_file(
                     file,
@@ -219,25 +205,20 @@ def upload(
         retry.call(attempt, f'storing {url}')
 
 
-def copy(
-    source: str, url: str, expected: FileState, on_bytes: Callable[[int], None] = ignore_bytes
-) -> None:
+def copy(source: str, url: str, expected: FileState) -> None:
     """Makes the storage copy an object; its bytes do not pass through this machine.
 
     Args:
         source: URL of an object in any bucket.
         url: URL of the copy, which is replaced if it exists.
         expected: State that the source must have.
-        on_bytes: Called with the number of bytes of each step; its exceptions end the copy.
     """
 
     def attempt() -> None:
-        blob, token, before = _blob(url), None, 0
+        blob, token = _blob(url), None
         while True:
             options = _patience(f'storing {url}')
-            token, copied, _ = blob.rewrite(_blob(source), token=token, **options)
-            on_bytes(copied - before)
-            before = copied
+            token, _, _ = blob.rewrite(_blob(source), token=token, **options)
             if token is None:
                 break
         _check(blob, expected)
@@ -250,7 +231,6 @@ def delete(url: str, generation: int | None = None) -> None:
     """Deletes an object, if it exists.
 
     Args:
-        url: The object.
         generation: The only generation that may be deleted; None for any.
     """
     with (
@@ -307,12 +287,12 @@ def _stat(blob: storage.Blob) -> Stat:
     return Stat(blob.size or 0, crc32c, blob.generation)  # some servers omit the size 0
 
 
-def _patience(what: str, attempts: int = 8, seconds: float = 0) -> dict[str, Any]:
+def _patience(what: str) -> dict[str, Any]:
     """Arguments that give a request of the library the patience of `retry`."""
-    seconds = seconds or retry.stall_seconds()
+    seconds = retry.stall_seconds()
 
     def repeat(request: Callable[[], T]) -> Callable[[], T]:
-        return lambda: retry.call(request, what, attempts=attempts)
+        return lambda: retry.call(request, what)
 
     # The library expects a google.api_core.retry.Retry and calls it like this, to decorate single
     # requests; ours knows more transient errors, and what to do about refused credentials.
@@ -349,16 +329,3 @@ def _check(blob: storage.Blob, sent: FileState) -> Stat:
             f'{stored.size} bytes with {stored.crc32c:08x} stored.'
         )
     return stored
-
-
-class _CountingReader(io.BufferedReader):
-    """A file that reports how much of it is read."""
-
-    def __init__(self, path: str, on_bytes: Callable[[int], None]):
-        super().__init__(io.FileIO(path))
-        self._on_bytes = on_bytes
-
-    def read(self, size: int | None = -1) -> bytes:
-        data = super().read(size)
-        self._on_bytes(len(data))
-        return data

@@ -1,8 +1,8 @@
 """Locks and temporary folders that a killed process cannot leave behind.
 
-    with locks.hold('gs://bucket/data/coyo11m_tfds/latents/1.0.0', wait_seconds=600):
+    with locks.hold('gs://bucket/data/coyo11m_tfds/latents/1.0.0'):
         ...    # one writer at a time
-    locks.wait_for(path, lambda: os.path.exists(path), wait_seconds=3600)   # the others of a job
+    locks.wait_for(path, lambda: os.path.exists(path))   # the other processes of a job
     with locks.FileLock('/scratch/.lock'):
         ...
     with locks.temporary_folder('/scratch', 'heads-') as folder:            # /scratch/heads-8f3a...
@@ -176,44 +176,35 @@ def _remove(folder: str) -> None:
 
 
 @contextlib.contextmanager
-def hold(place: str | os.PathLike[str], wait_seconds: float | None) -> Iterator['Lock']:
+def hold(place: str | os.PathLike[str], *, wait: bool = True) -> Iterator['Lock']:
     """Excludes all others that hold the same place, on this machine or another.
 
     While it waits, it logs the holder once a minute.
 
     Args:
         place: Path or URL, which need not exist.
-        wait_seconds: Longest wait for another holder; 0 to try once, None to wait only until the
-            holder is known to be alive or dead.
+        wait: Whether to wait for a holder that is alive. A holder that was killed is waited for
+            until its lease expires.
 
     Raises:
-        TimeoutError: Another holder still has the place.
+        TimeoutError: Another holder is alive, and `wait` is False.
         PermissionError: This user may not write the lock, or credentials are missing or refused.
         OSError: The file system has no locks, or the storage cannot be reached.
     """
     place = os.fspath(place).rstrip('/')
-    lock = _open(place)
-    longest = 2 * lease_seconds() if wait_seconds is None else wait_seconds
-    start = time.monotonic()
-    for _ in _looks(longest, lambda: f'{place}: waiting for {lock.holder}, which is working there'):
+    lock, start = _open(place), time.monotonic()
+    for _ in _looks(lambda: f'{place}: waiting for {lock.holder}, which is working there'):
         if lock.acquire():
             break
-        if wait_seconds is None and lock.last_sign_of_life() > start:
-            raise TimeoutError(f'{place}: {lock.holder} is working there.')
-    else:
-        raise TimeoutError(
-            f'{place}: {lock.holder} is still working there after {longest:.0f} s. Wait for it or '
-            'end it, then run the same command again.'
-        )
+        if not wait and lock.last_sign_of_life() > start:
+            raise TimeoutError(f'{place}: {lock.holder} is working there. Wait for it, or end it.')
     try:
         yield lock
     finally:
         lock.release()
 
 
-def wait_for(
-    place: str | os.PathLike[str], is_there: Callable[[], bool], wait_seconds: float
-) -> None:
+def wait_for(place: str | os.PathLike[str], is_there: Callable[[], bool]) -> None:
     """Waits until the first process of a job, which holds a place, has made its result.
 
     Logs once a minute what it waits for.
@@ -221,10 +212,8 @@ def wait_for(
     Args:
         place: Path of the folder or file that the first process makes.
         is_there: Returns whether the result exists; called repeatedly.
-        wait_seconds: Longest wait.
 
     Raises:
-        TimeoutError: The result does not exist after that time.
         RuntimeError: No process has held the lock for 1.4 times `COYO11M_LEASE_SECONDS` (40): the
             first process has failed, was killed, or has not begun.
     """
@@ -234,8 +223,7 @@ def wait_for(
     # was killed.
     longest_silence = 1.4 * lease_seconds()
     seen = time.monotonic()
-    what = f'waiting for {place}, which the first process of the job makes'
-    for _ in _looks(wait_seconds, lambda: what):
+    for _ in _looks(lambda: f'waiting for {place}, which the first process of the job makes'):
         # In this order: the lock is released after it is there.
         seen = max(seen, lock.last_sign_of_life())
         if is_there():
@@ -246,26 +234,19 @@ def wait_for(
                 f'it has given no sign of life for {longest_silence:.0f} s. Read its log, '
                 'repair the cause, and start the job again.'
             )
-    raise TimeoutError(
-        f'{place} does not exist after {wait_seconds:.0f} s. Read the log of the first process of '
-        'the job, which makes it; if that process is still at work, wait longer.'
-    )
 
 
-def _looks(wait_seconds: float, line: Callable[[], str]) -> Iterator[None]:
-    """Yields after pauses that grow, for a limited time; logs a line once a minute."""
+def _looks(line: Callable[[], str]) -> Iterator[None]:
+    """Yields after pauses that grow, without end; logs a line once a minute."""
     start = next_line = time.monotonic()
     pause = _FIRST_PAUSE
     while True:
         yield
         now = time.monotonic()
-        left = start + wait_seconds - now
-        if left <= 0:
-            return
         if now >= next_line:
             next_line = now + _SECONDS_BETWEEN_LINES
-            logging.info('%s (for %.0f s, at most %.0f s)', line(), now - start, left)
-        time.sleep(min(pause, left, lease_seconds() / 6))
+            logging.info('%s (for %.0f s)', line(), now - start)
+        time.sleep(min(pause, lease_seconds() / 6))
         pause = min(1.5 * pause, _LONGEST_PAUSE)
 
 
@@ -390,10 +371,10 @@ class _BucketLock:
         self._seen = generation
         return generation
 
-    def _write(self, generation: int, attempts: int = 8, seconds: float = 0) -> bool:
+    def _write(self, generation: int) -> bool:
         """Replaces this generation, 0 for none, by our lock; False if another one is there."""
         try:
-            written = self._gcs.write(self._url, self._content, generation, attempts, seconds)
+            written = self._gcs.write(self._url, self._content, generation)
         except self._gcs.Conflict:
             found = self._gcs.stat(self._url)
             if not found or self._gcs.read(self._url, found) != self._content:
@@ -406,7 +387,7 @@ class _BucketLock:
         """Renews the lock until it is released; run in a thread."""
         while not self._stop.wait(self._seconds / 3):
             try:
-                is_ours = self._write(self._generation, attempts=1, seconds=self._seconds / 3)
+                is_ours = self._write(self._generation)
             except Exception as error:  # whatever it is, the next renewal may work
                 logging.warning('%s: not renewed: %s', self._url, error)
                 continue

@@ -108,17 +108,8 @@ def _read_once(file: SourceFile, start: int, length: int) -> bytes:
 # --- Requests ---------------------------------------------------------------------------------
 
 
-def _get(file: SourceFile, start: int, stop: int, *, or_all: bool = False) -> 'BaseHTTPResponse':
-    """Requests bytes `start` to `stop`; the answer's body is just these.
-
-    With `or_all` it may be the whole file, with status 200, from a server that ignores ranges.
-
-    Raises:
-        Refused: The server refused.
-        FileNotFoundError: The file is gone.
-        Changed: It has another size or checksum.
-        retry.Corrupted: the answer is another range.
-    """
+def _get(file: SourceFile, start: int, stop: int) -> 'BaseHTTPResponse':
+    """Requests bytes `start` to `stop`; the answer's body is just these."""
     import urllib3
 
     url, authorize = _gcs_address(file) if file.path.startswith('gs://') else _hub_address(file)
@@ -141,8 +132,7 @@ def _get(file: SourceFile, start: int, stop: int, *, or_all: bool = False) -> 'B
             raise _changed(file, response.headers.get('Content-Range', 'it is shorter'))
         if response.status >= 400:
             raise Refused(response)
-        if response.status != 200 or not or_all:
-            _check_range(file, start, stop, response)
+        _check_range(file, start, stop, response)
         _check_version(file, response)
         stack.pop_all()
     return response
@@ -152,7 +142,6 @@ class Refused(OSError):
     """The answer of a server has status 4xx or 5xx.
 
     Attributes:
-        response: The answer.
         status: HTTP status of the answer.
     """
 
@@ -260,20 +249,13 @@ def _complete(part: '_Part') -> None:
 
 def _append(part: '_Part') -> None:
     """One request for all that is missing."""
-    with _get(part.file, part.size, part.file.size, or_all=True) as response:
-        if response.status == 200:
-            part.restart()
+    with _get(part.file, part.size, part.file.size) as response:
         for block in response.stream(_BLOCK, decode_content=False):
             part.append(block)
 
 
 class _Part:
-    """The beginning of a file in a stream, and its checksum.
-
-    Attributes:
-        file: The file that it will be.
-        size: Bytes that are there.
-    """
+    """The beginning of a file in a stream, and its checksum."""
 
     def __init__(self, file: SourceFile, stream: io.FileIO, on_bytes: Callable[[int], None]):
         self.file, self._stream, self._on_bytes = file, stream, on_bytes

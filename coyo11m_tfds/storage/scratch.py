@@ -1,14 +1,14 @@
-"""A folder of bounded size that holds remote files while they are needed.
+"""A folder that holds remote files while they are needed.
 
-    scratch = Scratch('/scratch', max_bytes=20 << 30)
-    with scratch.hold(file) as path:        # waits for room, downloads, verifies
+    scratch = Scratch('/scratch')
+    with scratch.hold(file) as path:        # downloads, verifies
         LatentShard(path)
     # deleted
-    with scratch.hold_all(files) as paths:  # several; room is reserved for all at once
+    with scratch.hold_all(files) as paths:
         ...
 
-The threads of a process share the bound, not the copies. Each holder has a temporary folder, whose
-lock ends with the process: the next one deletes what a killed process left.
+Each holder has a temporary folder, whose lock ends with the process: the next one deletes what a
+killed process left.
 """
 
 import concurrent.futures
@@ -26,14 +26,11 @@ from coyo11m_tfds.storage.source_files import SourceFile, is_remote
 # Of several files that are held together; small ones mostly wait for the storage.
 _DOWNLOADS_AT_ONCE = 8
 
-_SECONDS_BETWEEN_LOOKS = 0.5  # of who waits for room, whether it is to stop
-
 
 def choose_folder(program: str, data_dir: str, chosen: str = '') -> str:
     """Returns the local folder where a program keeps stores and downloads; it need not exist.
 
     Args:
-        program: Its name.
         data_dir: Folder of its data sets; '' if unknown.
         chosen: The user's choice, instead of `.PROGRAM` in a local `data_dir` or else the cache.
 
@@ -60,23 +57,12 @@ def user_cache(*names: str) -> str:
 
 
 class Scratch:
-    """Local copies of remote files in a folder of bounded size."""
+    """Local copies of remote files. Callers bound how many they hold at a time."""
 
-    def __init__(self, folder: str | os.PathLike[str], max_bytes: int):
-        """Makes the folder if it is not there.
-
-        Args:
-            folder: Local; other files in it are left alone and do not count.
-            max_bytes: Most that the copies of this object, finished or not, may take together.
-
-        Raises:
-            ValueError: The folder is a URL.
-        """
+    def __init__(self, folder: str | os.PathLike[str]):
+        """Takes a local folder, which need not exist; raises a ValueError for a URL."""
         _check_local(os.fspath(folder))
         self._folder = os.fspath(folder)
-        self._max_bytes = self._free = max_bytes
-        self._changed = threading.Condition()
-        os.makedirs(self._folder, exist_ok=True)
 
     @contextlib.contextmanager
     def hold(
@@ -92,36 +78,19 @@ class Scratch:
     ) -> Iterator[list[str]]:
         """Gives local paths of some files, valid within the `with` block.
 
-        Waits while others hold so much that there is no room for all of them. Room is taken for all
-        or none, so that holders never wait for each other. A thread that holds files must not ask
-        for more, or it may wait for itself.
-
         Args:
             files: Different ones, one or more. For a local file its own path is given.
-            on_bytes: As in `remote.fetch`, from several threads; it is called with 0 while this
-                waits for room, so that it may raise an exception to stop waiting.
+            on_bytes: As in `remote.fetch`, from several threads.
 
         Raises:
-            ValueError: The files are larger than the bound.
-            PermissionError: Credentials are missing or refused.
             OSError: The download fails.
         """
         wanted = [file for file in files if file.is_remote]
         if not wanted:
             yield [file.path for file in files]
             return
-        size = sum(file.size for file in wanted)
-        more = f' (with {len(wanted) - 1} more files)' if wanted[1:] else ''
-        what = f'{wanted[0].path}{more}'
-        if size > self._max_bytes:
-            raise ValueError(
-                f'{what} has {size:,} bytes, but {self._folder} may take {self._max_bytes:,}. '
-                'Allow it more.'
-            )
-        with (
-            self._room(size, on_bytes),
-            locks.temporary_folder(self._folder, 'held-') as room,
-        ):
+        os.makedirs(self._folder, exist_ok=True)
+        with locks.temporary_folder(self._folder, 'held-') as room:
             # Files of different folders may have the same name, and names may be long.
             kinds = [os.path.splitext(file.name)[1] for file in wanted]
             names = [f'{number}{kind}' for number, kind in enumerate(kinds)]
@@ -131,7 +100,7 @@ class Scratch:
 
     @contextlib.contextmanager
     def hold_showing(self, file: SourceFile) -> Iterator[str]:
-        """Does as `hold`, and shows the progress of a download in the log or on the terminal."""
+        """Does as `hold`, and logs the progress of a download."""
         if not file.is_remote:
             yield file.path
             return
@@ -139,20 +108,6 @@ class Scratch:
             with Progress(f'Downloading {file.path}', file.size, 'B') as progress:
                 path = stack.enter_context(self.hold(file, on_bytes=progress.add))
             yield path
-
-    @contextlib.contextmanager
-    def _room(self, size: int, on_bytes: Callable[[int], None]) -> Iterator[None]:
-        with self._changed:
-            while self._free < size:
-                on_bytes(0)
-                self._changed.wait(_SECONDS_BETWEEN_LOOKS)
-            self._free -= size
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._free += size
-                self._changed.notify_all()
 
 
 def _complete(paths: Mapping[SourceFile, str], on_bytes: Callable[[int], None]) -> None:

@@ -32,7 +32,6 @@ class SourceFile:
 
     Attributes:
         path: Local path, or URL on gs:// or hf://.
-        size: Size in bytes.
         version: Text that changes with the content: the checksum if the storage knows one,
             otherwise the size and the modification time.
         checksum: `crc32c:<8 hex digits>` on gs://; on the hub `sha256:<hex>` or, for small files,
@@ -72,7 +71,6 @@ def list_files(
 
     Args:
         folder: Local or remote.
-        sub_folder: Name of the sub-folder.
         suffixes: Suffixes of the names of wanted files. Hidden files are left out.
 
     Returns:
@@ -83,7 +81,6 @@ def list_files(
         FileNotFoundError: The folder does not exist, but its bucket does.
         NotADirectoryError: The path is that of a file.
         ValueError: The path is empty or a URL of another kind, or a wanted file is a broken link.
-        PermissionError: Credentials are missing or refused.
         OSError: The bucket does not exist, or the storage cannot be reached.
     """
 

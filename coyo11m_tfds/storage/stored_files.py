@@ -4,9 +4,7 @@ files = stored_files.list_folder('gs://bucket/data/coyo11m_tfds/latents/1.0.0')
 stored_files.read(files['features.json'], stored_files.Content).data
 """
 
-import glob
 import pathlib
-import re
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -15,8 +13,6 @@ import google_crc32c
 from coyo11m_tfds.storage import remote, retry, source_files
 from coyo11m_tfds.storage.file_state import ignore_bytes
 from coyo11m_tfds.storage.source_files import SourceFile
-
-_LEVELS = 3  # of NAME/CONFIG/VERSION
 
 # Bytes in a request; each file that is being read takes a few times as much memory.
 _BLOCK = 8 << 20
@@ -29,7 +25,6 @@ def list_folder(folder: str, missing_ok: bool = False) -> dict[str, SourceFile]:
 
     Raises:
         ValueError: The folder does not exist.
-        OSError: The storage cannot be reached.
     """
     try:
         if source_files.is_remote(folder):
@@ -42,50 +37,6 @@ def list_folder(folder: str, missing_ok: bool = False) -> dict[str, SourceFile]:
             return {}
         raise ValueError(f'{folder}: there is no such folder.') from None
     return {name: file for name, file in files.items() if not name.startswith('.')}
-
-
-def folders_with(folder: str, name: str) -> list[str]:
-    """Finds folders of data sets that hold a file: this one, or NAME/CONFIG/VERSION below it.
-
-    Args:
-        folder: Folder, local or `gs://`; any level of NAME/CONFIG/VERSION.
-        name: Name of the file.
-
-    Returns:
-        Paths or URLs, sorted; [] if there is none.
-
-    Raises:
-        ValueError: `folder` is a URL of another kind.
-        OSError: The storage cannot be reached.
-    """
-    if is_remote := source_files.is_remote(folder):
-        from coyo11m_tfds.storage import gcs
-
-        gcs.split_url(folder)
-    folder = folder.rstrip('/') or '/'
-    if is_remote:
-        if gcs.stat(f'{folder}/{name}'):
-            return [folder]
-        names = list(gcs.list_objects(folder, deep=True))
-    else:
-        if pathlib.Path(folder, name).exists():
-            return [folder]
-        patterns = ['/'.join([*'*' * level, '[0-9]*', name]) for level in range(_LEVELS)]
-        names = [path for pattern in patterns for path in glob.glob(pattern, root_dir=folder)]
-    below = [path.split('/')[:-1] for path in names if path.endswith(f'/{name}')]
-    found = [path for path in below if is_version(path[-1])]
-    for level in range(1, _LEVELS + 1):
-        if at_level := [f'{folder}/{"/".join(path)}' for path in found if len(path) == level]:
-            return sorted(at_level)
-    return []
-
-
-def is_version(name: str) -> bool:
-    """Whether TFDS gives this name to folders of data sets, such as `1.0.0`.
-
-    A user's `1.0.0.old` is none.
-    """
-    return re.fullmatch(r'\d+\.\d+\.\d+', name) is not None
 
 
 class Taker(Protocol):

@@ -14,9 +14,7 @@ import numpy as np
 
 DEFAULT_MAX_TOKENS = 512
 
-# Told after each forward pass of its captions, their tokens, and what it computed of tokens and
-# padding together.
-OnBatch = Callable[[int, int, int], None]
+OnBatch = Callable[[int, int], None]  # told of the captions and the tokens of each forward pass
 
 _WIDTHS_AN_OCTAVE = 16  # of batches; more of them mean less padding and more programs to compile
 _SHORTEST = 16  # no batch is narrower
@@ -63,7 +61,6 @@ class Encoder(Tokenizer, Protocol):
         """Returns float32 `(len(tokens), dim)`; the batches depend only on the tokens.
 
         Args:
-            tokens: Result of `tokenize`.
             on_batch: Called after each batch; its exceptions end the encoding.
         """
         ...
@@ -73,7 +70,7 @@ class Encoder(Tokenizer, Protocol):
         return self.encode_tokens(self.tokenize(captions))
 
 
-def ignore_batch(captions: int, tokens: int, slots: int) -> None:
+def ignore_batch(captions: int, tokens: int) -> None:
     """Ignores a batch: the `on_batch` of a caller that shows no progress."""
 
 

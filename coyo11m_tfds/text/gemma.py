@@ -233,7 +233,6 @@ class Gemma(nn.Module):
     """The text model.
 
     Attributes:
-        config: Sizes.
         dtype: Dtype of the computation and of the result; norms and softmax are always float32.
     """
 

@@ -83,8 +83,6 @@ class HfEncoder(HfTokenizer, Encoder):
         """Loads tokenizer and weights.
 
         Args:
-            model: A folder, or a name on the hub.
-            max_tokens: Length to which captions are cut, in tokens.
             batch_tokens: Limit of the tokens in a forward pass, with padding; None for the device's
                 default in `BATCH_TOKENS`.
 
@@ -121,7 +119,7 @@ class HfEncoder(HfTokenizer, Encoder):
         started = ((rows, self._pool([tokens[row] for row in rows])) for rows, _ in batches)
         for rows, means in one_behind(started):
             embeddings[rows] = means.cpu().numpy()
-            on_batch(len(rows), int(lengths[rows].sum()), len(rows) * int(lengths[rows[0]]))
+            on_batch(len(rows), int(lengths[rows].sum()))
         return embeddings
 
     @torch.inference_mode()

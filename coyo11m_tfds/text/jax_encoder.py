@@ -35,18 +35,10 @@ _PADDING = 0  # Gemma's own token for it; any other gives the same embeddings
 
 
 class JaxTokenizer(ModelTokenizer):
-    """The fast tokenizer of a Gemma 3; see `ModelTokenizer`.
-
-    Attributes:
-        checkpoint: Files of the model.
-    """
+    """The fast tokenizer of a Gemma 3; see `ModelTokenizer`."""
 
     def __init__(self, model: str, max_tokens: int) -> None:
         """Loads the tokenizer.
-
-        Args:
-            model: A folder, or a name on the hub.
-            max_tokens: Length to which captions are cut, in tokens.
 
         Raises:
             ValueError: The model does not exist, is not a Gemma 3, or has unusable files; or
@@ -85,8 +77,6 @@ class JaxEncoder(JaxTokenizer, Encoder):
         """Loads tokenizer and weights.
 
         Args:
-            model: A folder, or a name on the hub.
-            max_tokens: Length to which captions are cut, in tokens.
             batch_tokens: Limit of the tokens in a device's forward pass, with padding; None for
                 `CPU_BATCH_TOKENS` or `BATCH_TOKENS`.
             dtype: Dtype of weights and computation; None for float32 on CPUs and bfloat16
@@ -120,15 +110,15 @@ class JaxEncoder(JaxTokenizer, Encoder):
         """Returns the means of the hidden states of each row of tokens, float32 `(n, dim)`."""
         lengths = np.array([len(ids) for ids in tokens], np.int32)
         embeddings = np.empty((len(lengths), self.dim), np.float32)
-        for rows, slots, means in one_behind(self._results(tokens, lengths)):
+        for rows, means in one_behind(self._results(tokens, lengths)):
             embeddings[rows] = np.asarray(means)[: len(rows)]
-            on_batch(len(rows), int(lengths[rows].sum()), slots)
+            on_batch(len(rows), int(lengths[rows].sum()))
         return embeddings
 
     def _results(
         self, tokens: Sequence[Sequence[int]], lengths: np.ndarray
-    ) -> Iterator[tuple[np.ndarray, int, jax.Array]]:
-        """Starts batch after batch; yields its rows, its size and what will be its means."""
+    ) -> Iterator[tuple[np.ndarray, jax.Array]]:
+        """Starts batch after batch; yields the rows and what will be their means."""
         for rows, shape in plan_batches(lengths, self._batch_tokens, self._num_devices):
             padded = np.full(shape, _PADDING, np.int32)
             for i, row in enumerate(rows):
@@ -136,7 +126,7 @@ class JaxEncoder(JaxTokenizer, Encoder):
             padded_lengths = np.zeros(shape[0], np.int32)
             padded_lengths[: len(rows)] = lengths[rows]
             batch = jax.device_put((padded, padded_lengths), self._rows)
-            yield rows, shape[0] * shape[1], self._pool(self._params, *batch)
+            yield rows, self._pool(self._params, *batch)
 
 
 def _pool(network: gemma.Gemma, params, tokens: jax.Array, lengths: jax.Array) -> jax.Array:

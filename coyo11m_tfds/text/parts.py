@@ -3,8 +3,7 @@
     captions = Captions(joined, part_captions=32768)
     finished = parts.finished('gs://bucket/gemma', captions.count)
     for number, keys, values in parts.make(captions, [0, 3], encoder, on_batch):
-        with parts.open_file(path, entries, schema.PART_EMBEDDING, encoder.dim) as write:
-            write(keys, values)                         # float16 (n, dim)
+        parts.write_file(path, entries, schema.PART_EMBEDDING, keys, values)  # float16 (n, dim)
 
 A part is a range of keys. Equal captions of a part are encoded once, and a part is tokenized while
 the model works on the previous part. The batches of a part depend only on its captions, so its
@@ -20,7 +19,7 @@ import contextlib
 import itertools
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,7 +30,7 @@ import pyarrow.parquet as pq
 from coyo11m_tfds import schema
 from coyo11m_tfds.source import keyed_parquet, sidecar
 from coyo11m_tfds.source.joined import Joined
-from coyo11m_tfds.storage import locks, remote, source_files
+from coyo11m_tfds.storage import locks, source_files
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.storage.file_state import naming
 from coyo11m_tfds.storage.scratch import user_cache
@@ -43,10 +42,6 @@ from coyo11m_tfds.text.encoder import Encoder, OnBatch, Tokenizer
 # interrupted: an hour of Gemma-3-270M on a core. 42 MB of 640 numbers each.
 PART_CAPTIONS = 32768
 
-_FILE = '.parquet'
-
-# This much of a file is read to check it, and more if its footer is longer.
-_TAIL_BYTES = 1 << 15
 _CHECKED_AT_ONCE = 16
 
 
@@ -54,7 +49,6 @@ class Captions:
     """The captions of a source in the order of their keys, cut into parts.
 
     Attributes:
-        digest: Digest of all captions.
         count: Number of parts.
     """
 
@@ -88,11 +82,8 @@ def make(
     """Makes some parts in turn.
 
     Args:
-        captions: Captions to encode.
-        numbers: Numbers of the parts.
         encoder: Encoder of the captions or, with `tokens_only`, their tokenizer.
         on_batch: Called after each batch; its exceptions end the work.
-        tokens_only: Whether to make token ids in place of embeddings.
 
     Yields:
         `(number, keys, values)`: keys int64 `(n,)`, ascending; embeddings float16 `(n, dim)`, or
@@ -118,11 +109,10 @@ def make(
                 coming = thread.submit(prepare, following)
             if tokens_only:
                 values = text_encoders.pad(tokens, encoder.max_tokens)
-                num_tokens = sum(map(len, tokens))
-                on_batch(len(values), num_tokens, num_tokens)
+                on_batch(len(values), sum(map(len, tokens)))
             else:
                 values = _encode(texts, tokens, cast(Encoder, encoder), on_batch)
-            on_batch(len(places) - len(values), 0, 0)
+            on_batch(len(places) - len(values), 0)
             yield number, captions.keys(number), values[places]
 
 
@@ -143,66 +133,39 @@ def _encode(
 # --- Where they go --------------------------------------------------------------------------
 
 
-def is_file(out: str) -> bool:
-    """Whether `out` names one file."""
-    return out.endswith(_FILE)
-
-
 def check_out(out: str, share: tuple[int, int]) -> None:
-    """Refuses an output that cannot be written, before anything is read.
-
-    Args:
-        out: Folder or file of the sidecar.
-        share: Number of this host, and number of hosts.
-
-    Raises:
-        ValueError: `out` cannot be written, or not by several hosts.
-    """
-    what = ''
+    """Raises a ValueError for a folder that cannot be written, or a wrong `(number, count)`."""
     if not 0 <= share[0] < share[1]:
         raise ValueError(f'part {share[0]}/{share[1]}: expected I/N with I from 0 to N - 1.')
-    if not is_file(out):
-        if os.path.isfile(out):
-            what = f'is a file; expected a folder, or a name ending in {_FILE}.'
-        else:
-            Destination(out)
-    elif source_files.is_remote(out):
-        what = 'is remote; expected a local path, which can be copied there, or a folder.'
-    elif os.path.isdir(out):
-        what = 'is a folder; expected the path of a file to write.'
-    elif share[1] > 1:
-        what = (
-            f'is one file, which one process makes, and this is one of {share[1]}. Name a folder.'
-        )
-    if what:
-        raise ValueError(f'{out} {what}')
+    if os.path.isfile(out):
+        raise ValueError(f'{out} is a file; expected a folder.')
+    Destination(out)
 
 
 @contextlib.contextmanager
 def scratch_folder(out: str, chosen: str | os.PathLike[str]) -> Iterator[str]:
-    """Makes a folder for this run, in or beside a local `out` so that parts are only renamed."""
-    if is_file(out):
-        parent, prefix = Path(out).parent, f'.{Path(out).name}.'
-    elif source_files.is_remote(out):
+    """Makes a folder for this run, in a local `out` so that parts are only renamed."""
+    if source_files.is_remote(out):
         parent, prefix = Path(chosen or user_cache(schema.NAME)), 'embed-'
     else:
         # What another host of a shared disk has must stay, even if locks do not reach so far.
         parent, prefix = Path(chosen or out), f'.{platform.node()}-'
         Path(out).mkdir(parents=True, exist_ok=True)
     parent.mkdir(parents=True, exist_ok=True)
-    with locks.temporary_folder(parent, prefix) as folder:
-        yield folder
+    try:
+        with locks.temporary_folder(parent, prefix) as folder:
+            yield folder
+    finally:
+        with contextlib.suppress(OSError):  # a bucket, or a folder that is not empty
+            os.rmdir(out)
 
 
 def finished(out: str, count: int) -> dict[int, SourceFile]:
-    """Returns the parts in a folder by number; {} for a single file, which will be replaced.
+    """Returns the parts in a folder by number.
 
     Raises:
         ValueError: The names of parts have another count than `count`.
-        OSError: The storage cannot be reached.
     """
-    if is_file(out):
-        return {}
     found_count, found = sidecar.find_parts(out)
     if found and found_count != count:
         raise ValueError(
@@ -242,36 +205,29 @@ def part_entry(number: int, count: int) -> dict[str, str]:
     return {schema.META_PART: f'{number} of {count}'}
 
 
-@contextlib.contextmanager
-def open_file(
-    path: str, metadata: Mapping[str, str], column: str, width: int
-) -> Iterator[Callable[[np.ndarray, np.ndarray], None]]:
-    """Writes a file; yields a function that adds a row group.
-
-    The function takes keys int64 `(n,)` and values `(n, width)`: int32 for `schema.TOKENS`,
-    otherwise float16.
-    """
-    kind = pa.int32() if column == schema.TOKENS else pa.float16()
+def write_file(
+    path: str, metadata: Mapping[str, str], column: str, keys: np.ndarray, values: np.ndarray
+) -> None:
+    """Writes keys int64 `(n,)` and values `(n, width)`, int32 of `schema.TOKENS`, else float16."""
+    kind = pa.list_(pa.from_numpy_dtype(values.dtype), values.shape[1])
     columns = pa.schema(
         [
             pa.field(schema.PARQUET_KEY, pa.int64(), nullable=False),
-            pa.field(column, pa.list_(kind, width), nullable=False),
+            pa.field(column, kind, nullable=False),
         ],
         metadata=dict(metadata),
     )
-    options = {
-        'compression': 'zstd',
-        'use_dictionary': False,  # of numbers that seldom repeat it only costs
-        'write_page_checksum': True,
-    }
-    with naming(path), pq.ParquetWriter(path, columns, **options) as writer:
-
-        def write(keys: np.ndarray, values: np.ndarray) -> None:
-            lists = pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), width)
-            table = pa.Table.from_arrays([pa.array(keys), lists], schema=columns)
-            writer.write_table(table, row_group_size=len(keys))
-
-        yield write
+    lists = pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1])
+    table = pa.Table.from_arrays([pa.array(keys), lists], schema=columns)
+    with naming(path):
+        pq.write_table(
+            table,
+            path,
+            row_group_size=len(keys),
+            compression='zstd',
+            use_dictionary=False,  # of numbers that seldom repeat it only costs
+            write_page_checksum=True,
+        )
 
 
 def check(parts: Mapping[int, SourceFile], metadata: Mapping[str, str], count: int) -> None:
@@ -280,28 +236,13 @@ def check(parts: Mapping[int, SourceFile], metadata: Mapping[str, str], count: i
     Raises:
         ValueError: A part has another encoder or other captions, or is damaged; the message names
             it.
-        OSError: A part cannot be read.
     """
 
     def check_one(number: int) -> None:
         expected, file = {**metadata, **part_entry(number, count)}, parts[number]
-        sidecar.check_same(expected, _read_metadata(file), file.path, 'is what this command makes')
+        found = keyed_parquet.read_schema(file).metadata or {}
+        found = {key.decode(): value.decode() for key, value in found.items()}
+        sidecar.check_same(expected, found, file.path, 'is what this command makes')
 
     with concurrent.futures.ThreadPoolExecutor(_CHECKED_AT_ONCE) as threads:
         list(threads.map(check_one, parts))
-
-
-def _read_metadata(file: SourceFile) -> dict[str, str]:
-    """Reads the metadata of the schema from the end of a file."""
-
-    def read_tail(length: int) -> bytes:
-        length = min(length, file.size)
-        return remote.read_range(file, file.size - length, length)
-
-    with keyed_parquet.naming_damage(file.path):
-        tail = read_tail(_TAIL_BYTES)
-        footer = int.from_bytes(tail[-8:-4], 'little') + 8
-        if footer > len(tail):
-            tail = read_tail(footer)
-        found = pq.read_schema(pa.BufferReader(tail)).metadata or {}
-    return {key.decode(): value.decode() for key, value in found.items()}

@@ -76,7 +76,7 @@ class HashEncoder(Encoder):
                 np.concatenate([rows, rows[1:][neighbours]]),
                 len(words),
             )
-            on_batch(len(words), len(rows), len(rows))
+            on_batch(len(words), len(rows))
         return embeddings
 
     def _project(self, features: np.ndarray, rows: np.ndarray, num_rows: int) -> np.ndarray:

@@ -21,7 +21,7 @@ def make_plan(
     return plan.make_plan(
         location.find(source),
         BuildSettings(**(defaults | settings)),
-        Scratch(folder / 'source', 10**9),
+        Scratch(folder / 'source'),
         str(folder),
         limit,
     )
@@ -32,7 +32,7 @@ def write(made: plan.Plan, work: pathlib.Path, num_workers: int = 1) -> list[Sha
 
     def engine(tasks: Sequence[ShardTask], finished: FinishedShards):
         staging = finished.folder.staging('')
-        scratch = Scratch(work / 'source', 10**9)
+        scratch = Scratch(work / 'source')
         return local_runner.write_shards(tasks, finished, scratch, staging, num_workers)
 
     finished = FinishedShards(Destination(data_folder(work)), made.build)

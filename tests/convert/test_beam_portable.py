@@ -134,5 +134,5 @@ def test_the_documented_steps_end_in_the_same_bytes(home, tmp_path):
     assert 'Starting the pipeline with' in said
     assert 'Starting worker with command' in logs[0].read_text()
     assert files_of(final_folder(tmp_path / 'copy')) == files_of(final_folder(local))
-    left = [path.name for path in (home / 'tmp').rglob('*') if path.is_file()]
-    assert not left
+    cache = home / '.cache' / 'coyo11m_tfds'  # of the workers' user
+    assert cache.is_dir() and not [path for path in cache.rglob('*') if path.is_file()]

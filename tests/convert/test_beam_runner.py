@@ -25,9 +25,9 @@ import apache_beam as beam
 from coyo11m_tfds.convert import driver
 from coyo11m_tfds.convert.settings import BuildSettings
 from tests.convert import build_program
-source, final, settings, scratch_bytes, workers = sys.argv[1:]
+source, final, settings, workers = sys.argv[1:]
 flags = ['--direct_running_mode=multi_processing', f'--direct_num_workers={workers}']
-settings = BuildSettings(scratch_gb=int(scratch_bytes) / 1e9, **json.loads(settings))
+settings = BuildSettings(**json.loads(settings))
 options = beam.options.pipeline_options.PipelineOptions(flags)
 if __name__ == '__main__':
     beam = {'beam_options': options, 'beam_runner': 'DirectRunner'}
@@ -37,18 +37,15 @@ if __name__ == '__main__':
 """
 
 
-def run_with_beam(
-    source: object, final: pathlib.Path, folder: pathlib.Path, scratch_bytes: int, gcs: Gcs
-) -> None:
-    """Builds with several worker processes, whose temporary files are in `folder / 'tmp'`."""
+def run_with_beam(source: object, final: pathlib.Path, folder: pathlib.Path, gcs: Gcs) -> None:
+    """Builds with several worker processes, whose cache is `folder / 'cache'`."""
     program = folder / 'program.py'
     program.write_text(PROGRAM)
-    (folder / 'tmp').mkdir()
-    paths = {'PYTHONPATH': str(CHECKOUT), 'TMPDIR': str(folder / 'tmp')}
+    paths = {'PYTHONPATH': str(CHECKOUT), 'XDG_CACHE_HOME': str(folder / 'cache')}
     ended = subprocess.run(
         [
             *(sys.executable, str(program), str(source), str(final)),
-            *(json.dumps(SETTINGS), str(scratch_bytes), str(WORKERS)),
+            *(json.dumps(SETTINGS), str(WORKERS)),
         ],
         env=os.environ | gcs.env | paths,
         capture_output=True,
@@ -60,7 +57,6 @@ def run_with_beam(
 
 @pytest.mark.slow
 def test_every_file_is_fetched_once(tmp_path):
-    """By as many workers as have room for a file each, so that none is there for a second time."""
     files = [range(ROWS * n, ROWS * (n + 1)) for n in range(FILES)]
     source = made_sources.write_source(tmp_path / 'source', files)
     sizes = [path.stat().st_size for path in source.rglob('*.pt')]
@@ -68,10 +64,10 @@ def test_every_file_is_fetched_once(tmp_path):
     with fake_gcs(tmp_path) as gcs:
         gcs.upload_folder(source, 'gs://in/coyo')
         final = final_folder(tmp_path / 'out')
-        run_with_beam('gs://in/coyo', final, tmp_path, WORKERS * max(sizes), gcs)
+        run_with_beam('gs://in/coyo', final, tmp_path, gcs)
         reads = [r.range for r in gcs.requests if r.action == 'read' and r.path.endswith('.pt')]
     asked_for = sum(last - first + 1 for first, last in reads)
     assert asked_for <= 1.1 * sum(sizes)
     assert files_of(final) == files_of(final_folder(tmp_path / 'plain'))
-    own = tmp_path / 'tmp' / f'coyo11m_tfds-{os.getuid()}'
-    assert not [path for path in own.rglob('*') if path.is_file()]
+    cache = tmp_path / 'cache' / 'coyo11m_tfds'
+    assert cache.is_dir() and not [path for path in cache.rglob('*') if path.is_file()]

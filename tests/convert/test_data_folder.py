@@ -273,7 +273,7 @@ def test_what_only_its_build_needed_is_removed(final):
 
 def test_what_a_living_process_does_is_left_alone(final, caplog):
     left = leave_records(final)
-    with caplog.at_level('INFO', logger='absl'), locks.hold(final, 0):
+    with caplog.at_level('INFO', logger='absl'), locks.hold(final):
         data_folder.tidy(final)
     assert set(Destination(final).sizes()) == left
     assert 'is working there' in caplog.text

@@ -96,13 +96,13 @@ def test_damaged_embeddings_are_refused(tmp_path: pathlib.Path):
     """Pages that embed_captions writes have checksums."""
     (tmp_path / 'source').mkdir()
     made_sources.write_captions(tmp_path / 'source', {key: f'caption {key}' for key in range(50)})
-    path = tmp_path / 'x.parquet'
-    embed_captions.embed(tmp_path / 'source', 'hash', path)
+    embed_captions.embed(tmp_path / 'source', 'hash', tmp_path / 'x')
+    path = tmp_path / 'x' / sidecar.part_name(0, 1)
     column = pq.read_metadata(path).row_group(0).column(1)
     whole, start = path.read_bytes(), column.data_page_offset
     for at in range(start, start + column.total_compressed_size, 397):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        with pytest.raises(ValueError, match=r'x\.parquet: is damaged'):
+        with pytest.raises(ValueError, match=r'1\.parquet: is damaged'):
             join(path)
 
 

@@ -360,11 +360,8 @@ def test_an_upload_goes_on_where_it_broke_off(gcs, tmp_path, monkeypatch):
     gcs.inject(
         Fault('cut', match='upload', after_bytes=300_000), Fault('503', count=2, match='uplo')
     )
-    counted: list[int] = []
-    crc32c = google_crc32c.value(data)
-    gcs_objects.upload('gs://bucket/a', str(tmp_path / 'large'), crc32c, counted.append)
+    gcs_objects.upload('gs://bucket/a', str(tmp_path / 'large'), google_crc32c.value(data))
     assert gcs.objects('bucket') == {'a': data}
-    assert sum(counted) == len(data)
     received = sum(request.received for request in gcs.requests)
     assert received < len(data) + (4 << 20)
 
@@ -392,8 +389,6 @@ def test_a_copy_that_takes_several_requests(gcs, kind):
     gcs.put('bucket', 'x', data)
     gcs.clear()
     gcs.inject(Fault(kind, action='copy', count=2))
-    counted: list[int] = []
-    gcs_objects.copy('gs://bucket/x', 'gs://bucket/y', _state(data), counted.append)
+    gcs_objects.copy('gs://bucket/x', 'gs://bucket/y', _state(data))
     assert gcs.objects('bucket') == {'x': data, 'y': data}
-    assert counted == [400, 400, 200]
     assert len(gcs.requests) == 5

@@ -13,7 +13,7 @@ from coyo11m_tfds.storage import remote, source_files
 from coyo11m_tfds.storage.source_files import SourceFile
 from tests import children
 from tests.fakes.cloud import Fault, Gcs, Hub, through_proxy
-from tests.fakes.fake_http import Call, FakeServer, Reply
+from tests.fakes.fake_http import FakeServer
 
 SIZE = 3_000_003
 DATA = random.Random(0).randbytes(SIZE)
@@ -254,24 +254,6 @@ def test_a_range_of_a_local_file(tmp_path):
         OSError, match=r'x\.pt has changed since it was listed \(it ends at byte 500'
     ):
         remote.read_range(file, 10, 1000)
-
-
-def test_a_server_that_knows_no_ranges(bucket, target, monkeypatch):
-    """Then the part is of no use, and no byte of the answer may be put behind it."""
-    answer = bucket.server._on_read
-
-    def answer_all(call: Call, *names: str) -> Reply:
-        del call.headers['Range']
-        return answer(call, *names)
-
-    monkeypatch.setattr(bucket.server, '_on_read', answer_all)
-    bucket.inject('cut', after_bytes=1_000_000)
-    told = fetch(bucket.file, target)
-    assert_fetched(target)
-    assert sum(told) == SIZE
-    assert len(bucket.reads()) == 2
-    with pytest.raises(OSError, match=r"asked for bytes 10 to 19, the answer is 200 ''"):
-        remote.read_range(bucket.file, 10, 10)
 
 
 # --- Processes --------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Stored files are read whole and right; data sets are found from the folders above them."""
+"""Stored files are read whole and right."""
 
 import pytest
 
@@ -18,13 +18,3 @@ def test_what_is_flipped_on_its_way_is_read_again(bucket):
     bucket.inject(Fault('flip', count=None))
     with pytest.raises(OSError, match=rf'{DATA}/x: given up .* the storage has crc32c:'):
         stored_files.read(file, stored_files.Content)
-
-
-def test_a_data_set_is_found_from_above(bucket):
-    for name in ('', '/building-01234567', '.old'):
-        bucket.put('bucket', f'd/1.0.0{name}/info', b'')
-    for folder in ('gs://bucket', 'gs://bucket/d/', DATA):
-        assert stored_files.folders_with(folder, 'info') == [DATA]
-    assert stored_files.folders_with('gs://bucket/no', 'info') == []
-    bucket.put('bucket', 'a[1]/d/1.0.0/info', b'')
-    assert stored_files.folders_with('gs://bucket/a[1]', 'info') == ['gs://bucket/a[1]/d/1.0.0']

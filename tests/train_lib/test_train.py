@@ -312,14 +312,8 @@ def test_logs_that_cannot_be_written_end_a_run_in_one_line(mini_dataset, tmp_pat
 
 
 @pytest.mark.slow  # in a process that has traced much already, the profiler takes minutes
-@pytest.mark.parametrize(('num_steps', 'profile_steps', 'profiled'), [(13, 2, 2), (3, 50, 2)])
-def test_a_profile_has_its_steps_or_those_of_a_short_run(
-    mini_dataset, tmp_path, caplog, num_steps, profile_steps, profiled
-):
-    caplog.set_level('INFO')
-    changes = {'num_steps': num_steps, 'eval_every': 0, 'checkpoint_every': 0}
-    config = runs.small_config(mini_dataset, **changes, profile_steps=profile_steps)
+def test_a_profile_of_some_steps(mini_dataset, tmp_path):
+    changes = {'num_steps': 13, 'eval_every': 0, 'checkpoint_every': 0}
+    config = runs.small_config(mini_dataset, **changes, profile_steps=2)
     train.train_and_evaluate(config, tmp_path)
     assert list(tmp_path.glob('plugins/profile/*/*.xplane.pb'))
-    end = min(10 + profile_steps, num_steps)
-    assert f'profile at step {end}: of {profiled} steps (' in caplog.text
