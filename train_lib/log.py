@@ -67,7 +67,7 @@ def introduce(
     state = program.abstract_state
     placed: Any = state.step.sharding  # a NamedSharding
     say(
-        'machine: %d x %s, hosts: %d of %d cores, mesh data %d x fsdp %d',
+        'machine: %d x %s, processes: %d, cores of this host: %d, mesh data %d x fsdp %d',
         *(jax.device_count(), jax.devices()[0].device_kind, jax.process_count(), os.cpu_count()),
         *placed.mesh.shape.values(),
     )
