@@ -12,9 +12,9 @@ The values are text embeddings or token ids from `embed_captions` (`--text`), nu
 Parquet file with a column `key` (`--parquet FILE --column NAME`), or numbers beside the latents of
 the source, in MDS shards or in `.json` members of tars (`--source FOLDER --column NAME`). Every
 record needs a value. The new file has a row for each record, in the order of the shards. The
-description of the columns is replaced last. Until then the data set is unchanged, and a killed
-command can be repeated. The program reads the keys from the shards; if the data set is on gs://, it
-fetches all their bytes.
+program replaces the description of the columns last. Until then the data set is unchanged, and a
+killed command can be repeated. The program reads the keys from the shards; if the data set is on
+gs://, it fetches all bytes of the shards.
 
 `--replace` replaces an existing column of that name, `--remove` removes the column. If the source
 of latents in place has been moved or copied, `--name=latents --source=FOLDER` records the new
@@ -68,19 +68,19 @@ def add(
 
     Args:
         name: Name of the new column: small letters, digits and '_'.
-        text: Output of `embed_captions`, embeddings or tokens, of any column of captions: a file or
-            a folder, local or remote.
+        text: Folder that `embed_captions` made of any column of captions, with embeddings or
+            tokens; local or remote.
         parquet: Any Parquet file, or a folder of `part-NNNNN-of-MMMMM.parquet`, local or remote.
         source: The source of the data set, with numbers beside its latents.
-        column: Column of `parquet`: integers, floats, or lists of these of one length. It keeps its
-            dtype. Or the numbers of `source`; fractions of `.json` become float32.
-        scratch_dir: Local folder for the values on their way, with room for twice their size; ''
-            for `.coyo11m_tfds` beside the folder of the data set, or this user's cache for a data
-            set on gs://.
+        column: Column of `parquet` (integers, floats, or lists of these of one length), which keeps
+            its dtype; or numbers of `source`, whose `.json` fractions become float32.
+        scratch_dir: Local folder for temporary files, with room for twice the size of the values;
+            '' for `.coyo11m_tfds` beside the folder of the data set, or this user's cache for a
+            data set on gs://.
 
     Raises:
-        ValueError: There is no data set, or already a column of this name; the files hold something
-            else, or lack the value of a record; or a record is damaged.
+        ValueError: The data set does not exist, or has a column of this name; the files hold other
+            values, or lack the value of a record; or a record is damaged.
         TimeoutError: Another process writes this data set.
     """
     given = [x for x in (text, parquet, source) if x]
@@ -125,7 +125,7 @@ def remove(data_dir: str | os.PathLike[str], name: str) -> None:
     """Removes an added column; runs that read it end with an error.
 
     Raises:
-        ValueError: There is no data set, or no such column.
+        ValueError: The data set or the column does not exist.
     """
     with _editing(data_dir) as edit:
         added = {n for n, x in edit.stored.columns.items() if isinstance(x, AddedColumn)}
@@ -137,14 +137,14 @@ def remove(data_dir: str | os.PathLike[str], name: str) -> None:
 
 
 def move_latents(data_dir: str | os.PathLike[str], source: str | os.PathLike[str]) -> None:
-    """Says where the `.pt` files of a data set whose latents lie in place are now.
+    """Records the present folder of a data set's latents in place.
 
     Args:
-        source: Folder of the source, whose files of the same names have the same contents, as far
-            as the CRC-32s in their directories tell.
+        source: Folder of the source, with the same files as before, by the CRC-32s in their
+            directories.
 
     Raises:
-        ValueError: There is no data set in place, or a file is missing or another one.
+        ValueError: The data set has no latents in place, or a file is missing or has changed.
     """
     with _editing(data_dir) as edit:
         latents = edit.stored.columns.get(schema.LATENTS)
@@ -194,10 +194,10 @@ class _Edit:
     lock: locks.Lock
 
     def commit(self, found: Mapping[str, Column | AddedColumn], files: Sequence[str] = ()) -> None:
-        """Puts files into their place, then what describes these columns; removes what is over.
+        """Stores files, then the description of the columns; removes files without a use.
 
-        Checksums are put before the description of the columns: a column that this does not name
-        does not exist, so that after a kill in between the same command is given again.
+        Checksums are stored before the description: a column that the description does not name
+        does not exist, so after a kill in between the same command can be repeated.
         """
         build, folder = self.stored.build, self.destination.folder
         columns.write(self.staging, found, build)
@@ -220,7 +220,7 @@ class _Edit:
 
 @contextlib.contextmanager
 def _editing(data_dir: str | os.PathLike[str], scratch_dir: str = '') -> Iterator[_Edit]:
-    """Within it nobody else changes the data set; nothing is left of what it puts elsewhere."""
+    """Excludes other writers of the data set, and removes its temporary files at the end."""
     folder = os.fspath(data_dir).rstrip('/')
     stored_dataset.open_data(folder)  # where there is no data set there shall be no lock
     with locks.hold(folder, wait=False) as lock:
@@ -318,7 +318,7 @@ def parse_flags() -> argparse.Namespace:
     add('--data_dir', required=True, help=stored_dataset.FOLDER_HELP)
     add('--name', required=True, help='name of the column, for data.text or features=')
     source = parser.add_mutually_exclusive_group(required=True).add_argument
-    source('--text', default='', help='output of coyo11m_tfds.embed_captions: a file or a folder')
+    source('--text', default='', help='folder that coyo11m_tfds.embed_captions made')
     source('--parquet', default='', help='any Parquet file with a column key')
     source('--remove', action='store_true', help='remove the column')
     what = 'folder of the source: of --column, or where the latents in place lie now'
@@ -347,7 +347,7 @@ def main() -> None:
 
 
 def _run(flags: argparse.Namespace) -> str:
-    """Does what the flags say; returns what to tell of it."""
+    """Runs the command of the flags; returns the message about its result."""
     options = vars(flags)
     is_removed = options.pop('remove')
     if flags.source and not flags.column:

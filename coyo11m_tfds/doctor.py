@@ -7,9 +7,9 @@
     pass  machine: 8 cores, 64.0 GB of memory
     fail  disk of data_dir: OUT has 20.0 GB free, expected 310.0 GB -> ...
 
-Each finding is one line: pass, warn or fail, and after the arrow what to do. The exit status is 1
-if a check fails, and 2 for a wrong command line. The program plans a build of the source but builds
-nothing. It writes only temporary files, and to a bucket one file of one byte, which it removes.
+Each finding is one line: pass, warn or fail, and advice after the arrow. The exit status is 1 if a
+check fails, and 2 for a wrong command line. The program plans a build of the source but builds
+nothing. It writes only temporary files and, into a bucket, one file of one byte, which it removes.
 """
 
 import argparse
@@ -78,7 +78,7 @@ class Finding:
 
     Attributes:
         status: `PASS`, `WARN` or `FAIL`.
-        mend: Command or change that mends it; '' if nothing is wrong or `text` says it.
+        mend: Command or change that repairs the fault; '' if there is none or `text` says it.
     """
 
     name: str
@@ -92,12 +92,12 @@ class Finding:
 
 
 def of_error(name: str, error: BaseException, mend: str = '') -> Finding:
-    """An error as a failure of one line."""
+    """Returns the finding of an error."""
     return Finding(name, FAIL, ending.describe(error), mend)
 
 
 def findings(flags: argparse.Namespace, settings: BuildSettings) -> Iterator[Finding]:
-    """Runs all checks that `flags` of `parse_flags` ask for; a build would have `settings`."""
+    """Runs all checks of `flags` from `parse_flags`; `settings` are those of the build."""
     source, data_dir, encoder = flags.source, flags.data_dir, flags.encoder
     yield check_machine()
     yield check_devices()
@@ -142,7 +142,7 @@ def check_disks(
     """Checks that local folders, which need not exist yet, can be written to and have room.
 
     Args:
-        places: For each name the folder, and the bytes that will be written to it.
+        places: Folder, and bytes that the build will write to it, by name.
         usage: Function that returns `(total, used, free)` bytes of the disk of a folder.
     """
     taken: collections.Counter[int] = collections.Counter()
@@ -170,7 +170,7 @@ def check_disks(
 
 
 def check_place(name: str, url: str, writes: bool = False) -> Finding:
-    """Asks a storage for a listing and, if it `writes`, to store a byte; a local folder passes."""
+    """Asks a storage for a listing and, with `writes`, to store a byte; a local folder passes."""
     label = f'credentials of {name}'
     if not source_files.is_remote(url):
         return Finding(label, PASS, f'{url} is local and needs none')
@@ -200,14 +200,14 @@ def check_place(name: str, url: str, writes: bool = False) -> Finding:
 
 @dataclasses.dataclass(frozen=True)
 class DryRun:
-    """A build that was planned, or estimated, but not made.
+    """The plan, or an estimate, of a build.
 
     Attributes:
         source: Number and size of the files of the source.
-        num_shards: Shards of all splits; 0 for an estimate.
+        num_shards: Number of shards of all splits; 0 for an estimate.
         store_bytes: Size of the captions, which stay in the scratch folder.
-        fetched_bytes: Size of the remote files that are in the scratch folder at a time.
-        dropped: Counts of the rows that are left out, by reason; {} for an estimate.
+        fetched_bytes: Size of the remote files that the scratch folder holds at a time.
+        dropped: Number of dropped rows by reason; {} for an estimate.
     """
 
     source: str = ''
@@ -222,9 +222,9 @@ class DryRun:
 def dry_run(place: str, settings: BuildSettings) -> DryRun:
     """Plans the build of a source.
 
-    Where the captions are few enough to be read in seconds, the plan is that of the build, to the
-    row. Elsewhere heads and the Parquet file's footer are checked, and the sizes of the files stand
-    for those of the shards.
+    If the captions can be read in seconds, the plan is exactly that of the build. Otherwise this
+    checks heads and the Parquet file's footer, and the sizes of the files stand for those of the
+    shards.
 
     Raises:
         ValueError: The source cannot be built; see `plan.make_plan`.
@@ -265,7 +265,7 @@ def dry_run(place: str, settings: BuildSettings) -> DryRun:
 
 
 def describe(place: str, dry: DryRun) -> Finding:
-    """Says what the build would be."""
+    """Describes the build in a finding."""
     shards = f'{dry.num_shards:,} shards of ' if dry.num_shards else ''
     about = '' if shards else 'about '
     text = (
@@ -283,7 +283,7 @@ def describe(place: str, dry: DryRun) -> Finding:
 
 
 def _check_column(captions: SourceFile, column: str) -> None:
-    """Raises a ValueError unless the footer of a Parquet file has a column."""
+    """Raises a ValueError if the footer of a Parquet file lacks a column."""
     from coyo11m_tfds.source import keyed_parquet
 
     names = keyed_parquet.read_schema(captions).names
@@ -298,7 +298,7 @@ def _check_column(captions: SourceFile, column: str) -> None:
 
 
 def check_devices(dev: str = '/dev') -> Finding:
-    """Asks JAX for the devices of this host; `dev` is the folder that shows what is plugged in."""
+    """Asks JAX for the devices of this host; `dev` is the system's folder of devices."""
     try:
         version, devices = ask(_LIST_DEVICES)
     except (ValueError, OSError) as error:
@@ -316,7 +316,7 @@ def check_devices(dev: str = '/dev') -> Finding:
 
 
 def check_encoder(spec: str, num_captions: int) -> Finding:
-    """Loads an encoder in a process of its own, and rates its speed by the captions of a source."""
+    """Loads an encoder in its own process, and rates its speed by the captions of a source."""
     try:
         program = f'from coyo11m_tfds import doctor\ndoctor.time_encoder({spec!r})'
         dim, rate = ask(program)
@@ -337,7 +337,7 @@ def check_encoder(spec: str, num_captions: int) -> Finding:
 
 
 def time_encoder(spec: str) -> None:
-    """Prints numbers an embedding and captions a second."""
+    """Prints the width of an embedding and the captions a second."""
     from coyo11m_tfds.text import text_encoders
 
     with ending.in_one_line('nothing was changed', (ValueError, OSError, ImportError)):
@@ -353,14 +353,15 @@ def time_encoder(spec: str) -> None:
 
 
 def ask(program: str, seconds: float = _TIMEOUT) -> Any:
-    """Runs Python code in a process of its own, which may claim devices, hang or crash.
+    """Runs Python code in its own process, because it may claim devices, hang or crash.
 
     Returns:
-        What it printed last, as JSON.
+        The last line of its output, parsed as JSON.
 
     Raises:
-        ValueError: It ended with an error, whose last line this quotes, or printed no JSON.
-        TimeoutError: It was killed after `seconds`.
+        ValueError: The process ended with an error, whose last line this quotes, or printed no
+            JSON.
+        TimeoutError: The process was killed after `seconds`.
     """
     try:
         ended = subprocess.run(
@@ -389,10 +390,10 @@ def ask(program: str, seconds: float = _TIMEOUT) -> Any:
 
 
 def read_build_config(text: str) -> BuildSettings:
-    """The settings of `tfds build --config=TEXT`.
+    """Returns the settings of `tfds build --config=TEXT`.
 
     Raises:
-        ValueError: It is not a JSON object, or has a field that is unknown or bad.
+        ValueError: The text is not a JSON object, or has a field that is unknown or wrong.
     """
     try:
         fields = json.loads(text)

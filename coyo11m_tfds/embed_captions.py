@@ -11,13 +11,13 @@
 OUT is a folder, local or on gs://, that receives parts `part-00000-of-00700.parquet`. A part has
 the columns `key` (int64, ascending, unique) and `embedding` (FixedSizeList<float16>[D]) or, with
 `--tokens_only`, `tokens` (FixedSizeList<int32>[max_tokens], padded with -1). The metadata of the
-schema name the encoder and the captions, so that the builder can refuse those of others.
+schema name the encoder and the captions, so that the builder can refuse parts of other captions.
 
 A part appears only when it is complete. The same command resumes an interrupted run: it keeps
 existing parts, and refuses parts of another encoder or of other captions. Several processes, on one
 machine or on many, share the work in a job of `torchrun`, `srun` or `mpirun`, or with `--part 0/4`
 to `--part 3/4`; those of a machine take its GPUs in turn. If one ends early, the same command makes
-the parts that are missing.
+the missing parts.
 
 Captions that are null, blank or longer than `schema.MAX_CAPTION_BYTES` get no row. SOURCE may be
 local, on gs:// or on hf://.
@@ -59,10 +59,10 @@ class Report:
         num_kept: Captions in parts that existed before.
         num_skipped: Rows without a caption (null, blank or too long).
         num_duplicates: Rows left out because an earlier row has their key.
-        num_truncated: Captions that this run cut to the encoder's greatest length.
-        longest: Most token ids of a caption of this run; 0 for embeddings.
-        missing_parts: Names of the parts that are left to other hosts.
-        dim: Numbers of an embedding, or token ids of a caption.
+        num_truncated: Captions that this run cut to the length limit.
+        longest: Largest number of token ids of a caption of this run; 0 for embeddings.
+        missing_parts: Names of the parts that other processes have to make.
+        dim: Width of an embedding, or number of token ids of a caption.
         seconds: Time for encoding and writing, without sorting captions.
     """
 
@@ -115,28 +115,29 @@ def embed(
 ) -> Report:
     """Encodes the captions of a source, except those of existing parts, and writes the sidecar.
 
-    First it sorts the captions by key on disk, in a hidden folder that takes as much room as their
-    text. So it needs only 100 bytes of memory a row. Hashed words and token ids are the same bytes
-    on all machines; embeddings of a model are equal on equal devices.
+    It first sorts the captions by key on disk, in a hidden folder of the size of the captions, and
+    so needs only 100 bytes of memory a row. Hashed words and token ids are equal on all machines;
+    embeddings of a model are equal on equal devices.
 
     Args:
         source_dir: Folder with `schema.CAPTIONS_FILE`, or with captions beside the latents; local,
             on `gs://` or on `hf://`.
-        encoder: A specification for `text_encoders.make_encoder`, or with `tokens_only` for
+        encoder: A specification for `text_encoders.make_encoder` or, with `tokens_only`, for
             `text_encoders.make_tokenizer`; or an encoder.
         out: A folder, local or on `gs://`.
-        drop_duplicates: Take the first of several rows with one key; without it they are an error.
-        max_tokens: Length to which longer captions are cut; not for `hash`.
-        share: `(i, n)`: make only the parts i, i + n, i + 2n, ...
-        part_captions: Most captions of a part. Another number needs another folder.
+        drop_duplicates: Whether to take the first of several rows with one key, instead of raising
+            an error.
+        max_tokens: Length to which captions are cut, in tokens; not for `hash`.
+        share: `(i, n)` to make only the parts i, i + n, i + 2n, ...
+        part_captions: Largest number of captions in a part. Another number needs another folder.
         scratch_dir: Local folder for the captions; '': a folder in `out` or, if that is remote, in
             the user's cache.
-        latents_from: As of the config, where captions lie beside latents that it has to choose.
+        latents_from: See the config of a build; for captions beside latents that it must choose.
 
     Raises:
-        ValueError: The source has no captions file or the file lacks a column, a key is null or
-            repeated, there is no caption at all, the encoder cannot be loaded, one of its numbers
-            is not finite in float16, or an existing part has another encoder or other captions.
+        ValueError: The source has no captions, or lacks the column; a key is null or repeated; all
+            captions are empty; the encoder cannot be loaded, or one of its numbers is not finite in
+            float16; or an existing part has another encoder or other captions.
         PermissionError: Credentials for the source or the folder are missing or refused.
         OSError: The source or the folder cannot be reached, or the disk is full.
     """
@@ -211,7 +212,7 @@ def _store(
     entries: dict[str, str],
     count: int,
 ) -> int:
-    """Stores parts; returns the most token ids of a caption."""
+    """Stores parts; returns the largest number of token ids of a caption."""
     path, folder, longest = os.path.join(staging, 'part'), Destination(out), 0
     tokens_only = schema.META_TEXT_VOCABULARY in entries
     column = schema.TOKENS if tokens_only else schema.PART_EMBEDDING
@@ -225,7 +226,7 @@ def _store(
 
 
 def _find_parquet(source: str) -> SourceFile | None:
-    """The Parquet file of captions; None where captions lie beside the latents."""
+    """Returns the Parquet file of captions; None if captions lie beside the latents."""
     try:
         return source_files.describe(f'{source}/{schema.CAPTIONS_FILE}')
     except ValueError:

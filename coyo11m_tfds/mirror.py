@@ -4,15 +4,16 @@
         hf://datasets/KBlueLeaf/coyo11m-256px-ccrop-latent gs://BUCKET/coyo11m
 
 The files of a source keep their names. A second call copies the files that are missing or have
-changed since. From the hub to a bucket, a file passes through a scratch folder;
-between buckets, the storage copies by itself. The destination also gets a folder `.mirror/` with
-checksums. The next call reads them to find finished copies. A build reads them to find damage in
-files without checksums: safetensors, MDS, tars, and a Parquet file that pandas wrote with defaults
-(`DataFrame.to_parquet(path, write_page_checksum=True)` writes a file whose pages have checksums).
+changed since. From the hub to a bucket, a file passes through a scratch folder; between buckets,
+the storage copies by itself. The destination also gets a folder `.mirror/` with checksums. The next
+call reads them to find finished copies. A build reads them to find damage in files without
+checksums: safetensors, MDS, tars, and Parquet files that pandas writes by default
+(`DataFrame.to_parquet(path, write_page_checksum=True)` writes checksums of pages).
 
-On 2 cores, with fake servers of hub and storage on the same machine, 1 GB in four files takes the
-hub to the disk at 650 MB/s, to a bucket at 320 MB/s, and from disk to disk at 870 MB/s (`cp` and
-`sync`: 1,170), start of the program included. Finished copies are checked at 3,500 MB/s.
+Speed for 1 GB in four files on 2 cores, with fake servers of hub and storage on the same machine
+and the start of the program included: 650 MB/s from the hub to the disk, 320 MB/s from the hub to a
+bucket, and 870 MB/s from disk to disk (`cp` and `sync`: 1,170). A check of finished copies runs at
+3,500 MB/s.
 """
 
 import argparse
@@ -39,10 +40,10 @@ DEFAULT_PARALLEL = 4
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """The files that are at the destination now.
+    """The files at the destination after a copy.
 
     Attributes:
-        num_copied: Number of files that this call copied, and no earlier one.
+        num_copied: Number of files that this call copied.
     """
 
     num_files: int
@@ -64,11 +65,11 @@ def mirror(
     parallel: int = DEFAULT_PARALLEL,
     scratch_dir: str | os.PathLike[str] = '',
 ) -> Summary:
-    """Copies what is missing at the destination.
+    """Copies the files that are missing at the destination.
 
     Args:
-        scratch_dir: Local folder for files on their way from the hub to a bucket; '' for one in
-            the user's cache.
+        scratch_dir: Local folder for temporary copies between the hub and a bucket; '' for a folder
+            in the user's cache.
 
     Raises:
         ValueError: The source lacks files, or an argument is bad.
@@ -130,7 +131,7 @@ def _check_space(target: Destination, missing: Mapping[str, SourceFile]) -> None
 
 
 class _Stopped(Exception):
-    """Ends the copying of a file because that of another failed."""
+    """Ends the copy of a file because another copy failed."""
 
 
 def parse_flags() -> argparse.Namespace:

@@ -3,11 +3,11 @@
     for task, result in write_shards(tasks, finished, scratch_dir, options):
         ...
 
-An element of the only collection describes all shards of one group of files, in some kilobytes. So
-one worker fetches each file, once. Workers on other machines do not see the captions and text
-embeddings of this one, so these are first copied beside the records of the build, some MB a shard.
-A worker writes the shards of its group as `local_runner` does, to the same place, so that either
-runner can resume a build of the other.
+Each element of the collection describes all shards of one group of files, in some kilobytes. So
+only one worker fetches each file, and only once. Workers on other machines cannot read the captions
+and text embeddings of this machine, so this module first copies them beside the records of the
+build, some MB a shard. A worker writes the shards of its group as `local_runner` does, to the same
+place, so either runner can resume a build of the other.
 """
 
 import concurrent.futures
@@ -38,15 +38,15 @@ def write_shards(
     options: PipelineOptions | None,
     runner: str | beam.runners.PipelineRunner | None = None,
 ) -> Iterator[tuple[ShardTask, ShardResult]]:
-    """Writes shards and their records, and yields them when all are stored.
+    """Writes shards and their records; yields the results when all shards are stored.
 
     Args:
-        tasks: Tasks of a plan; those of one group follow each other.
+        tasks: Tasks of a plan; tasks of one group are neighbours.
         finished: Storage of shards and records; all workers must reach it by this path.
         scratch_dir: Folder of each worker for remote `.pt` files; '' for the user's cache.
 
     Raises:
-        RuntimeError: A worker failed; what is finished is kept.
+        RuntimeError: A worker failed; finished shards are kept.
     """
     if not tasks:
         return

@@ -190,8 +190,8 @@ def _find_sidecar(settings: BuildSettings, has_parquet: bool) -> list[SourceFile
         files = sidecar.find(place)
     except ValueError as error:
         raise ValueError(
-            f'text_embeddings: {error} Expected a file or folder that coyo11m_tfds.embed_captions '
-            "made, 'pt', 'labels' or ''."
+            f'text_embeddings: {error} Expected a folder that coyo11m_tfds.embed_captions made, '
+            "'pt', 'labels' or ''."
         ) from None
     if not files[0].is_remote and has_parquet:
         header = Header(**sidecar.describe(files[0].path)['header'])

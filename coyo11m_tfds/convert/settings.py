@@ -1,11 +1,11 @@
-"""The settings of a build: handed down from the config to the workers, and kept with a data set.
+"""The settings of a build, which go from the config to the workers and into the metadata.
 
     settings = BuildSettings(source='/data/coyo11m', text_embeddings='gemma')
     metadata[schema.META_SETTINGS] = settings.record(limit, text_embeddings)
     settings.check_recorded(folder, metadata, limit)
 
-The source is not compared. Its fingerprint is in the metadata, but to compute the fingerprint of a
-folder is to read all its files.
+`check_recorded` does not compare the source: the metadata hold its fingerprint, but a comparison
+would have to read all files.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ _NOT_COMPARED = ('max_bad_fraction', 'check_crc', 'package_version')
 
 
 def check_names(names: Iterable[str], known: Sequence[str], where: str) -> None:
-    """Raises a ValueError that begins with `where` for a name that is not a known field."""
+    """Raises a ValueError that begins with `where` if a name is not a known field."""
     for name in names:
         if name not in known:
             raise ValueError(
@@ -43,29 +43,29 @@ class BuildSettings:
         source: Folder of the source, local, `gs://` or `hf://`; '' for TFDS' `manual_dir`.
         caption_column: Column of the Parquet file that becomes `caption`.
         validation_fraction: Share of the keys in the validation split, in [0, 1).
-        shard_bytes: The records of a larger `.pt` file are cut into the fewest shards of at most
-            about this size, nearly equal; smaller files share one of half to twice this size.
-        text_embeddings: '' for none, or the labels of a source without captions; 'labels' for the
-            labels of rows as tokens; 'pt' for `embeddings` in the `.pt` files; else the file or the
-            folder of a sidecar that `coyo11m_tfds.embed_captions` made, of embeddings or of tokens.
-        latents_from: Latents of the source, where its files do not tell: 'NAME' of a tensor, a
+        shard_bytes: Approximate size of a shard: the records of a larger `.pt` file are cut into
+            the fewest nearly equal shards of at most about this size; smaller files share a shard
+            of half to twice this size.
+        text_embeddings: '' for none, or the class labels of a source without captions; 'labels' for
+            class labels as tokens; 'pt' for the `embeddings` in the `.pt` files; otherwise the
+            folder that `coyo11m_tfds.embed_captions` made, with embeddings or tokens.
+        latents_from: Description of the latents, if the files do not say it: 'NAME' of a tensor, a
             column or a member, or 'NAME:DTYPE:C,H,W'; see `schema.LatentsFrom`.
-        vae: Name of the VAE of the latents, stored with the data set: sources of a mixture that
-            have another name are refused. '' for unknown.
-        latents: 'records', or 'in_place': the records hold everything else, and readers read the
-            latents in the source's files, which must not change, and must lie on gs:// for a data
-            set on gs://. The order of training is the same.
+        vae: Name of the VAE of the latents, which the data set records; a mixture refuses sources
+            with different names. '' if unknown.
+        latents: 'records', or 'in_place' to leave the latents in the source's files, from which
+            readers read them. These files must not change, and must lie on gs:// for a data set on
+            gs://. The order of training is the same.
         bad_data: Policy for duplicate keys, files whose tensors disagree, and numbers that are not
-            finite: 'drop' and count them, or 'stop' at the first.
-        max_bad_fraction: Share of the source's rows that may be dropped as bad, in [0, 1].
+            finite: 'drop' leaves such rows out and counts them, 'stop' ends the build at the first.
+        max_bad_fraction: Largest share of the source's rows that may be bad, in [0, 1].
         check_crc: Whether contents of `.pt` files must have the CRC-32 that torch records with
             them; False for files saved without valid checksums.
-        num_workers: Processes that write; 0 for the environment variable COYO11M_NUM_PROC, else
-            all cores.
-        scratch_dir: Local folder for captions and text embeddings, which it keeps between builds,
-            and for remote files on their way, at most four of the large ones at a time; '' for
-            `.coyo11m_tfds` in a local data_dir, else, as for Beam's workers,
-            `~/.cache/coyo11m_tfds`.
+        num_workers: Number of processes that write; 0 for the environment variable COYO11M_NUM_PROC
+            or, without it, all cores.
+        scratch_dir: Local folder for captions and text embeddings, which stay there between builds,
+            and for downloads, at most four large files at a time; '' for `.coyo11m_tfds` in a local
+            data_dir or, with a remote one and for Beam's workers, `~/.cache/coyo11m_tfds`.
     """
 
     source: str = ''
@@ -112,10 +112,10 @@ class BuildSettings:
             raise ValueError(f'config: {name} is {getattr(self, name)!r}, expected {expected}.')
 
     def record(self, limit: int | None, text_embeddings: str | Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what decides the records, as JSON for the metadata.
+        """Returns the settings that decide the records, as JSON for the metadata.
 
         Args:
-            text_embeddings: '', 'pt' or the header of a sidecar; never a path.
+            text_embeddings: '', 'pt' or the header of a sidecar, but no path.
         """
         # Only in these data sets, so that the metadata of others does not change.
         chosen = {_LATENTS: self.latents} if self.in_place else {}
@@ -138,7 +138,7 @@ class BuildSettings:
     def check_recorded(
         self, folder: str | os.PathLike[str], metadata: Mapping[str, Any], limit: int | None
     ) -> None:
-        """Refuses a data set that was built with other settings; one without them is accepted.
+        """Refuses a data set with other settings; accepts one that records no settings.
 
         Raises:
             ValueError: The settings differ, or the sidecar is damaged.
@@ -157,7 +157,7 @@ class BuildSettings:
             )
 
     def _text_embeddings(self, recorded: Any) -> str | Mapping[str, Any]:
-        """As a build would record them now; as recorded if the sidecar is remote or absent."""
+        """Returns what a build would record now; `recorded` if the sidecar is remote or absent."""
         chosen = self.text_embeddings
         if chosen in ('', schema.LABELS) and isinstance(recorded, dict):
             return recorded if recorded.get('encoder') == schema.LABELS else chosen

@@ -96,7 +96,7 @@ class ChunkIndex:
 
 
 def file_name(split: str, build: str = '') -> str:
-    """The name of the index file of a split."""
+    """Returns the name of a split's index file."""
     return schema.of_build(f'chunk_index-{split}.npy', build)
 
 

@@ -8,9 +8,9 @@
     folder.verify({'parts/x': FileState(size, crc32c)})
     folder.remove(['parts/x'])
 
-A name stands for a whole file or for none: nothing half-written is ever seen under it, and when
-`put` returns, the file survives a loss of power. What is there is identified by its checksum, read
-from the file itself or from the storage's own record, never from a cache.
+Under a name there is always a complete file or none, and after `put` returns, the file survives a
+loss of power. Files are identified by their checksums, from the file itself or from the storage's
+own record, never from a cache.
 """
 
 import contextlib
@@ -33,22 +33,22 @@ _THREADS = 10
 
 
 def stays_inside(name: str) -> bool:
-    """True if a file of this name, relative to a folder, is below it on every kind of system.
+    """Whether a file with this relative name lies below its folder on every system.
 
-    Objects of a bucket may have any name. As a path, one that is absolute, or has an empty part,
-    `.`, `..`, a backslash or a NUL, may lead elsewhere.
+    Objects of a bucket may have any name. A name that is absolute, or has an empty part, `.`, `..`,
+    a backslash or a NUL, could lead out of the folder as a path.
     """
     return {'', '.', '..'}.isdisjoint(name.split('/')) and '\\' not in name and '\0' not in name
 
 
 class Destination:
-    """A folder that files are put into; it need not exist yet. Safe to use from many threads.
+    """A folder for finished files, which need not exist yet. Several threads may use it.
 
-    `Destination('gs://...')` gives a destination of the same methods in a bucket. On a disk, files
-    are staged in a hidden folder inside it, flushed and renamed.
+    `Destination('gs://...')` returns a destination in a bucket with the same methods. On a disk,
+    files are staged in a hidden sub-folder, flushed and renamed.
 
     Attributes:
-        folder: Its path or URL, without a slash at the end.
+        folder: Path or URL of the folder, without a slash at the end.
     """
 
     is_remote = False
@@ -72,9 +72,9 @@ class Destination:
         return (self.folder,)
 
     def staging(self, fallback: str | os.PathLike[str]) -> str:
-        """Returns an existing local folder to write files in that will be `put`.
+        """Returns an existing local folder in which to write files for `put`.
 
-        For a local destination this is a hidden folder inside it, so that `put` only renames; for a
+        For a local destination this is a hidden sub-folder, so that `put` only renames; for a
         remote one it is `fallback`.
         """
         folder = os.path.join(self.folder, _STAGING)
@@ -82,12 +82,12 @@ class Destination:
         return folder
 
     def put(self, local_file: str | os.PathLike[str], name: str, crc32c: int) -> None:
-        """Moves a local file to `name`, replacing what is there; the local file is gone afterwards.
+        """Moves a local file to `name`, and replaces a file of this name.
 
         Args:
-            local_file: A file in the folder that `staging` gave.
-            name: Relative to the folder; folders in it are made.
-            crc32c: CRC-32C of the file. A copy or an upload of the file must have the same.
+            local_file: A file in the folder of `staging`.
+            name: Name relative to the folder; its folders are made.
+            crc32c: CRC-32C of the file, which a copy or an upload must have too.
 
         Raises:
             OSError: The file cannot be stored, e.g. because the disk is full.
@@ -110,7 +110,7 @@ class Destination:
             os.remove(local_file)
 
     def put_bytes(self, name: str, data: bytes) -> None:
-        """Stores a small file, replacing what is there; raises as `put` does."""
+        """Stores a small file, and replaces a file of this name; raises the errors of `put`."""
         target = self._path(name)
         _make_folders(os.path.dirname(target))
         with self._new_file() as path:
@@ -127,13 +127,14 @@ class Destination:
     ) -> FileState:
         """Copies a file of a source and returns the state of the copy.
 
-        The original is checked by its own checksum where it has one, the copy by that of its
+        The original is compared with its own checksum, if it has one, and the copy with that of its
         storage. Between buckets the storage copies by itself; other remote files pass through the
         scratch folder on their way to a bucket.
 
         Args:
-            scratch: Must be given for a remote file without a CRC-32C that goes to a bucket.
-            on_bytes: As in `remote.fetch`, for a file that is downloaded.
+            scratch: Scratch folder; required for a remote file without a CRC-32C that goes to a
+                bucket.
+            on_bytes: See `remote.fetch`; called for a download.
 
         Raises:
             OSError: The file cannot be read, has changed, or cannot be stored.
@@ -150,7 +151,7 @@ class Destination:
         return state
 
     def read(self, name: str) -> bytes | None:
-        """Reads a small file; None if there is none."""
+        """Reads a small file; None if it is missing."""
         return self._read(name, None)
 
     def read_all(self, folder: str, names: Collection[str] | None = None) -> dict[str, bytes]:
@@ -158,7 +159,7 @@ class Destination:
 
         Args:
             folder: Relative to the destination.
-            names: The files to read, as far as they are there; None for all.
+            names: Names of files to read, if they exist; None for all.
         """
         base = f'{folder}/' if folder else ''
         return self._of_all(folder, names, lambda name, found: self._read(base + name, found))
@@ -169,14 +170,14 @@ class Destination:
         on_bytes: Callable[[int], None] = ignore_bytes,
         names: Collection[str] | None = None,
     ) -> dict[str, FileState]:
-        """Returns the state of the files directly in a sub-folder, by name; {} if there is none.
+        """Returns the states of the files directly in a sub-folder, by name; {} if it is missing.
 
-        Local files are read through, at the speed of the disk. Remote ones are one listing.
+        It reads local files completely, at the speed of the disk; remote files take one listing.
 
         Args:
             folder: Relative to the destination.
-            on_bytes: Is told how many local bytes were read, from several threads.
-            names: The files that matter; None for all.
+            on_bytes: Called with the number of local bytes read, from several threads.
+            names: Names of files to look at; None for all.
         """
         return self._of_all(folder, names, lambda name, found: self._state(found, on_bytes))
 
@@ -186,7 +187,7 @@ class Destination:
         names: Collection[str] | None,
         look: Callable[[str, Any], T | None],
     ) -> dict[str, T]:
-        """Looks at files; leaves out those that others have removed since they were listed."""
+        """Looks at files; leaves out files that have been removed since the listing."""
         listed = self._list(folder)
         wanted = [name for name in sorted(listed) if names is None or name in names]
 
@@ -200,7 +201,7 @@ class Destination:
             return {name: value for name, value in found if value is not None}
 
     def _list(self, folder: str) -> Mapping[str, Any]:
-        """The files directly in a sub-folder: by name, what `_read` and `_state` take."""
+        """Returns the files directly in a sub-folder, by name, for `_read` and `_state`."""
         try:
             with os.scandir(self._path(folder)) as entries:
                 return {entry.name: entry.path for entry in entries if entry.is_file()}
@@ -217,7 +218,7 @@ class Destination:
         return file_state.of_file(found, on_bytes)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of all files in the folder and below it, by relative name; {} if there is none."""
+        """Returns the sizes of all files below the folder, by relative name; {} without files."""
         found = {}
         for folder, _, names in os.walk(self.folder):
             for name in names:
@@ -227,15 +228,15 @@ class Destination:
         return found
 
     def verify(self, states: Mapping[str, FileState]) -> None:
-        """Checks that files are there, by one listing; others do not matter.
+        """Checks with one listing that files exist; ignores other files.
 
-        Checksums are compared in a bucket only, where the listing has them.
+        It compares checksums only in a bucket, whose listing has them.
 
         Args:
-            states: Expected states, by relative name.
+            states: Expected states by relative name.
 
         Raises:
-            OSError: A file is missing, or differs; names it.
+            OSError: A file is missing or differs; the message names it.
         """
         self._compare(self.sizes(), {name: state.size for name, state in states.items()})
 
@@ -248,7 +249,7 @@ class Destination:
                 )
 
     def sweep(self) -> None:
-        """Removes what killed processes left: in the staging folder, and empty sub-folders."""
+        """Removes leftovers of killed processes in the staging folder, and empty sub-folders."""
         locks.sweep(os.path.join(self.folder, _STAGING))
         with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as entries:
             for entry in entries:
@@ -256,9 +257,9 @@ class Destination:
                     os.rmdir(entry.path)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes files, by relative name, and sub-folders that are empty then.
+        """Removes files by relative name, and sub-folders that become empty.
 
-        Names of nothing are ignored.
+        It ignores names of missing files.
         """
         folders = set()
         for name in names:
@@ -283,7 +284,7 @@ class Destination:
 
 
 def _move(path: str, target: str) -> None:
-    """Renames a file; when it returns, content and new name are safely on the disk."""
+    """Renames a file, and waits until content and new name are on the disk."""
     sync(path)
     os.replace(path, target)
     sync(os.path.dirname(target))
@@ -311,7 +312,7 @@ def _check_size(file: SourceFile, state: FileState) -> None:
 
 
 class _Bucket(Destination):
-    """Files are uploaded; see `gcs`."""
+    """A folder in a bucket, to which files are uploaded; see `gcs`."""
 
     is_remote = True
 
@@ -377,7 +378,7 @@ class _Bucket(Destination):
         self._compare({name: x.state for name, x in found.items()}, states)
 
     def sweep(self) -> None:
-        """Does nothing: nothing is staged in a bucket."""
+        """Does nothing, because a bucket has no staging folder."""
 
     def remove(self, names: Iterable[str]) -> None:
         with ThreadPoolExecutor(_THREADS) as pool:

@@ -183,8 +183,8 @@ def hold(place: str | os.PathLike[str], *, wait: bool = True) -> Iterator['Lock'
 
     Args:
         place: Path or URL, which need not exist.
-        wait: Whether to wait for a holder that is alive. A holder that was killed is waited for
-            until its lease expires.
+        wait: Whether to wait for a holder that is alive. The lease of a killed holder is always
+            waited for.
 
     Raises:
         TimeoutError: Another holder is alive, and `wait` is False.

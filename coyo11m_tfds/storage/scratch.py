@@ -7,8 +7,8 @@
     with scratch.hold_all(files) as paths:
         ...
 
-Each holder has a temporary folder, whose lock ends with the process: the next one deletes what a
-killed process left.
+Each holder has a temporary folder, whose lock ends with the process. The next holder deletes the
+leftovers of killed processes.
 """
 
 import concurrent.futures
@@ -28,11 +28,12 @@ _DOWNLOADS_AT_ONCE = 8
 
 
 def choose_folder(program: str, data_dir: str, chosen: str = '') -> str:
-    """Returns the local folder where a program keeps stores and downloads; it need not exist.
+    """Returns the local folder for a program's stores and downloads, which need not exist.
 
     Args:
-        data_dir: Folder of its data sets; '' if unknown.
-        chosen: The user's choice, instead of `.PROGRAM` in a local `data_dir` or else the cache.
+        data_dir: Folder of the program's data sets; '' if unknown.
+        chosen: The user's choice; without one, `.PROGRAM` in a local `data_dir`, or the user's
+            cache.
 
     Raises:
         ValueError: `chosen` is a URL.
@@ -57,7 +58,7 @@ def user_cache(*names: str) -> str:
 
 
 class Scratch:
-    """Local copies of remote files. Callers bound how many they hold at a time."""
+    """Local copies of remote files; callers limit how many they hold at a time."""
 
     def __init__(self, folder: str | os.PathLike[str]):
         """Takes a local folder, which need not exist; raises a ValueError for a URL."""
@@ -68,7 +69,7 @@ class Scratch:
     def hold(
         self, file: SourceFile, *, on_bytes: Callable[[int], None] = ignore_bytes
     ) -> Iterator[str]:
-        """Gives a local path of one file; see `hold_all`."""
+        """Returns the local path of a file; see `hold_all`."""
         with self.hold_all([file], on_bytes=on_bytes) as paths:
             yield paths[0]
 
@@ -76,11 +77,11 @@ class Scratch:
     def hold_all(
         self, files: Sequence[SourceFile], *, on_bytes: Callable[[int], None] = ignore_bytes
     ) -> Iterator[list[str]]:
-        """Gives local paths of some files, valid within the `with` block.
+        """Returns the local paths of some files, valid within the `with` block.
 
         Args:
-            files: Different ones, one or more. For a local file its own path is given.
-            on_bytes: As in `remote.fetch`, from several threads.
+            files: One or more different files. A local file has its own path.
+            on_bytes: See `remote.fetch`; called from several threads.
 
         Raises:
             OSError: The download fails.
@@ -100,7 +101,7 @@ class Scratch:
 
     @contextlib.contextmanager
     def hold_showing(self, file: SourceFile) -> Iterator[str]:
-        """Does as `hold`, and logs the progress of a download."""
+        """Like `hold`, but logs the progress of a download."""
         if not file.is_remote:
             yield file.path
             return
