@@ -59,6 +59,7 @@ def convert(
     Args:
         writer: A function of this module.
         module: Module that the writer imports before the clock starts.
+        out: Existing empty folder.
         limit: Largest number of samples to write; this builder and `cp` ignore it.
 
     Raises:

@@ -76,9 +76,11 @@ def main(
     """Runs the sides of the command line, prints the table, and returns the exit status.
 
     Args:
+        flags: Default and help of each flag of this benchmark.
         begin: Prepares the runs and returns a function that runs a side. It gets all flags, a
             folder for data (removed at the end without `--keep`), and an `ExitStack` that ends with
             the benchmark. It may change `flags.sides`, the chosen sides.
+        arguments: Arguments of the command line; None for those of the process.
     """
     chosen = _parse(doc, sides, flags, arguments)
     folder = chosen.dir.absolute() / 'coyo11m-benchmark'

@@ -162,7 +162,11 @@ class DiT(nn.Module):
 
 
 def make(name: str, **fields: Any) -> DiT:
-    """Makes a model by its name, `SIZE/PATCH` such as `S/2`; for fields see `DiT`."""
+    """Makes a model by its name, `SIZE/PATCH` such as `S/2`; for fields see `DiT`.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
     size, _, patch = name.partition('/')
     if size not in SIZES or not patch.isdigit():
         raise ValueError(f'model {name!r}: expected SIZE/PATCH with SIZE one of {", ".join(SIZES)}')
@@ -173,6 +177,7 @@ class Trainer:
     """Trains a model like `train_lib.step`, but does not skip steps that are not finite.
 
     Args:
+        model: The model, on the device of the training.
         stats: `latent_mean`, `latent_std` `(4,)`, `text_mean`, `text_std` `(D,)` of the data.
         mode: Mode of `torch.compile`, which is used only on GPUs.
     """

@@ -67,6 +67,7 @@ def add(
     """Adds a column to a data set: embeddings, tokens, or a column of a Parquet file.
 
     Args:
+        data_dir: Folder of the data set, local or on gs://.
         name: Name of the new column: small letters, digits and '_'.
         text: Folder that `embed_captions` made of any column of captions, with embeddings or
             tokens; local or remote.
@@ -74,6 +75,7 @@ def add(
         source: The source of the data set, with numbers beside its latents.
         column: Column of `parquet` (integers, floats, or lists of these of one length), which keeps
             its dtype; or numbers of `source`, whose `.json` fractions become float32.
+        replace: Whether the name may be that of an added column.
         scratch_dir: Local folder for temporary files, with room for twice the size of the values;
             '' for `.coyo11m_tfds` beside the folder of the data set, or this user's cache for a
             data set on gs://.
@@ -81,6 +83,7 @@ def add(
     Raises:
         ValueError: The data set does not exist, or has a column of this name; the files hold other
             values, or lack the value of a record; or a record is damaged.
+        OSError: A file cannot be read or written.
         TimeoutError: Another process writes this data set.
     """
     given = [x for x in (text, parquet, source) if x]
@@ -126,6 +129,7 @@ def remove(data_dir: str | os.PathLike[str], name: str) -> None:
 
     Raises:
         ValueError: The data set or the column does not exist.
+        TimeoutError, OSError: As `add`.
     """
     with _editing(data_dir) as edit:
         added = {n for n, x in edit.stored.columns.items() if isinstance(x, AddedColumn)}
@@ -140,11 +144,13 @@ def move_latents(data_dir: str | os.PathLike[str], source: str | os.PathLike[str
     """Records the present folder of a data set's latents in place.
 
     Args:
+        data_dir: Folder of the data set, local or on gs://.
         source: Folder of the source, with the same files as before, by the CRC-32s in their
             directories.
 
     Raises:
         ValueError: The data set has no latents in place, or a file is missing or has changed.
+        TimeoutError, OSError: As `add`.
     """
     with _editing(data_dir) as edit:
         latents = edit.stored.columns.get(schema.LATENTS)

@@ -228,6 +228,7 @@ def dry_run(place: str, settings: BuildSettings) -> DryRun:
 
     Raises:
         ValueError: The source cannot be built; see `plan.make_plan`.
+        OSError: A file cannot be read, or the storage cannot be reached.
     """
     from coyo11m_tfds.convert.plan import make_plan, read_latents  # these need an extra
     from coyo11m_tfds.source import location

@@ -128,6 +128,7 @@ def embed(
         drop_duplicates: Whether to take the first of several rows with one key, instead of raising
             an error.
         max_tokens: Length to which captions are cut, in tokens; not for `hash`.
+        batch_tokens: See `text_encoders.make_encoder`.
         share: `(i, n)` to make only the parts i, i + n, i + 2n, ...
         part_captions: Largest number of captions in a part. Another number needs another folder.
         scratch_dir: Local folder for the captions; '': a folder in `out` or, if that is remote, in

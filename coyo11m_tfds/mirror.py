@@ -68,6 +68,9 @@ def mirror(
     """Copies the files that are missing at the destination.
 
     Args:
+        source: Local folder, `gs://bucket/folder` or `hf://datasets/owner/name[@revision]`.
+        destination: Local folder or `gs://bucket/folder`.
+        parallel: Number of files that are copied at a time.
         scratch_dir: Local folder for temporary copies between the hub and a bucket; '' for a folder
             in the user's cache.
 

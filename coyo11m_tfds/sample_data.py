@@ -117,6 +117,7 @@ def outlines(shape: str, x: np.ndarray, y: np.ndarray, radius: np.ndarray) -> np
     """Returns how much of each pixel of a crop a shape covers.
 
     Args:
+        shape: One of `SHAPES`.
         x: Centres in pixels from the left of the crop, float32 `(n,)`.
         y: Centres in pixels from the top, float32 `(n,)`.
         radius: Radius of the shape in pixels.
@@ -140,6 +141,8 @@ def make_sample(
     The same arguments give the same latents, keys and captions.
 
     Args:
+        out_dir: Local folder to write; made if it does not exist.
+        num_samples: Number of all samples, at least 4 for each file.
         dtype: Dtype of the latents, one of `schema.LATENT_DTYPES`.
 
     Raises:

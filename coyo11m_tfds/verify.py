@@ -69,6 +69,7 @@ def verify(data_dir: str | os.PathLike[str], *, fast: bool = False) -> Verified:
     """Checks all files of a data set.
 
     Args:
+        data_dir: Folder of the data set, local or `gs://`.
         fast: Whether to read only small files and the directories of `.pt` files.
 
     Raises:

@@ -88,6 +88,7 @@ def open_manager(workdir: epath.PathLike, keep: int, keep_every: int = 0) -> ocp
     thread saves checkpoints; the end of the manager's context waits for the thread.
 
     Args:
+        workdir: Folder of the run, local or `gs://`.
         keep: Number of last checkpoints to keep.
         keep_every: Keeps the checkpoints of multiples of this step too; 0 to keep no others.
     """

@@ -78,6 +78,7 @@ def write_singles(folder: epath.PathLike, pictures: np.ndarray, captions: Sequen
     """Writes each picture as `00000.png` and so on, with its caption in `00000.txt` beside it.
 
     Args:
+        folder: Folder, local or `gs://`; made if it does not exist.
         pictures: Pictures, uint8 `(n, height, width, 3)`.
     """
     for number, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):

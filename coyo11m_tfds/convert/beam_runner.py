@@ -44,6 +44,7 @@ def write_shards(
         tasks: Tasks of a plan; tasks of one group are neighbours.
         finished: Storage of shards and records; all workers must reach it by this path.
         scratch_dir: Folder of each worker for remote `.pt` files; '' for the user's cache.
+        runner: Runner of the pipeline; None for the one that the options name.
 
     Raises:
         RuntimeError: A worker failed; finished shards are kept.

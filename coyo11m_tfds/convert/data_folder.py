@@ -56,7 +56,11 @@ class FinishedShards:
         self._put(_SETTINGS_FILE, settings)
 
     def save(self, task: ShardTask, local_file: str, result: ShardResult) -> None:
-        """Stores a shard from a local file, and then its record."""
+        """Stores a shard from a local file, and then its record.
+
+        Raises:
+            OSError: The shard or its record cannot be stored.
+        """
         self.folder.put(local_file, task.filename, result.crc32c)
         record = {'fingerprint': task.fingerprint, 'result': result.to_json()}
         record['digest'] = json_digest.sha256(record)
@@ -204,6 +208,9 @@ def tidy(final: str) -> None:
 
     If there are none, this takes one listing. In a job only the first process does this. It never
     waits for a running build. Without write access it only warns.
+
+    Args:
+        final: Folder of the data set, local or `gs://`.
     """
     if job.process_index():
         return

@@ -100,7 +100,10 @@ def build(
         existed or another process built it.
 
     Raises:
+        ValueError: The source or a setting is bad; or a process other than the first of a job is
+            told to overwrite the data set.
         FileExistsError: Another build has been completed in `final` meanwhile.
+        OSError: A file cannot be read, written or stored.
         RuntimeError: A worker died, or the first process of the job failed.
     """
     folder = DataFolder(final)

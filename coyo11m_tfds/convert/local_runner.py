@@ -48,6 +48,7 @@ def write_shards(
 
     Args:
         tasks: Tasks in the order of writing; those of one group follow each other.
+        staging: Existing local folder for shards before they are stored.
         num_workers: Number of processes; 0 for the environment variable `COYO11M_NUM_PROC` or,
             without it, the number of cores, fewer for little work.
 

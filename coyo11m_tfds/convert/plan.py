@@ -55,6 +55,7 @@ class Plan:
         latents: Dtype, one of `schema.LATENT_DTYPES`, and shape `(crops, C, H, W)` of a row.
         text: Description of the text in the records; None without text.
         source_fingerprint: Hex digest of everything that the build reads.
+        settings: Result of `BuildSettings.record`.
         build: ID of the build, a digest of all inputs and settings; file names contain it.
         joined: Inputs of the tasks, held open so that no other build removes them.
     """

@@ -115,6 +115,7 @@ class BuildSettings:
         """Returns the settings that decide the records, as JSON for the metadata.
 
         Args:
+            limit: `max_examples_per_split` of the build; None for all records.
             text_embeddings: '', 'pt' or the header of a sidecar, but no path.
         """
         # Only in these data sets, so that the metadata of others does not change.
@@ -139,6 +140,9 @@ class BuildSettings:
         self, folder: str | os.PathLike[str], metadata: Mapping[str, Any], limit: int | None
     ) -> None:
         """Refuses a data set with other settings; accepts one that records no settings.
+
+        Args:
+            limit: See `record`.
 
         Raises:
             ValueError: The settings differ, or the sidecar is damaged.

@@ -35,6 +35,7 @@ def write_shard(task: ShardTask, latents_paths: Sequence[str], path: str) -> Sha
 
     Args:
         latents_paths: Local path of each part's file.
+        path: Local file to write.
 
     Raises:
         ValueError: The source has changed since it was planned; or it holds numbers that are not

@@ -39,6 +39,7 @@ class OpenInputs(NamedTuple):
     Attributes:
         rows: Rows of the `.pt` files, int32 `(n,)`.
         keys: Keys of the records, int64 `(n,)`.
+        captions: Captions as UTF-8.
         text: Values of a sidecar, float16 `(n, dim)` for embeddings or int32 for tokens; None
             without a sidecar.
     """

@@ -50,6 +50,8 @@ class ChunkIndex:
 
         Raises:
             DamagedError: The stored file is damaged.
+            PermissionError: Credentials are missing or refused.
+            OSError: The storage cannot be reached, or the file cannot be read.
         """
         path = os.path.join(data_dir, file_name(split, build))
         try:
@@ -112,6 +114,7 @@ def save(
 
     Args:
         offsets: Byte offsets of the records 0, 32, 64, ... of each shard.
+        shard_sizes: Size of each shard in bytes.
     """
     parts = [
         part

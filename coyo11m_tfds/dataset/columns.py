@@ -133,6 +133,7 @@ class Column:
 
         Raises:
             ValueError: The file is missing or damaged, or has another length than the split.
+            OSError: The file cannot be read.
         """
         path = os.path.join(folder, file_name(self.name, split, self.build))
         try:
@@ -186,6 +187,7 @@ class AddedColumn:
 
         Raises:
             ValueError: The file is missing, or has another length than the split.
+            OSError: The file cannot be read.
         """
         if split not in self.files:
             raise ValueError(f'{folder}: its column {self.name!r} has no split {split!r}.')
@@ -352,6 +354,7 @@ def read(folder: str | os.PathLike[str], build: str = '') -> dict[str, Column | 
 
     Raises:
         DamagedError: The description is damaged.
+        OSError: The description cannot be read.
     """
     path = os.path.join(folder, schema.of_build(schema.COLUMNS_FILE, build))
     data = manifest.read_file(path)

@@ -57,6 +57,7 @@ def read_directory(tail: bytes, file_size: int, name: str) -> tuple[Member, ...]
 
     Args:
         tail: The last `TAIL_BYTES` of the file, or all of a smaller one.
+        file_size: Size of the file in bytes.
 
     Returns:
         The members in the order of the file.
@@ -115,6 +116,7 @@ class Archive:
     """A `.pt` file with a valid directory and valid local headers.
 
     Attributes:
+        size: Size of the file in bytes.
         members: Members in the order of the file.
         starts: Offset of the contents of each member.
     """

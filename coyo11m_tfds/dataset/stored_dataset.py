@@ -105,6 +105,7 @@ class DatasetStats:
         latent_dtype: One of `schema.LATENT_DTYPES`.
         latents_shape: `(crops, C, H, W)`.
         text_mean, text_std: float32 `(text_dim,)`; None without text embeddings.
+        text_encoder: Name of the encoder of the text; None without text or if unknown.
         text_revision: Commit, digest of files or number of the encoder; None if unknown.
         text_max_tokens: Length limit of captions in tokens; 0 if there is none or it is unknown.
         text_dim: Width of the text embeddings; 0 without them.
@@ -338,6 +339,7 @@ def open_data(data: Data) -> StoredDataset:
     Raises:
         FileNotFoundError: There is no data set.
         ValueError: A file is damaged (`DamagedError`).
+        OSError: A file cannot be read, or the data set is being replaced.
     """
     if isinstance(data, StoredDataset):
         return data
@@ -432,7 +434,11 @@ def _split(info: dict, split: dict) -> StoredSplit:
 
 
 def find_build(folder: str | os.PathLike[str]) -> str:
-    """Reads the ID in the names of a data set's files; '' without one or if it is damaged."""
+    """Reads the ID in the names of a data set's files; '' without one or if it is damaged.
+
+    Raises:
+        OSError: The file cannot be read, or the storage cannot be reached.
+    """
     data = manifest.read_file(f'{os.fspath(folder).rstrip("/")}/{schema.INFO_FILE}')
     try:
         return parse_splits(data)[0].build if data else ''

@@ -38,6 +38,9 @@ class ImageEncoder:
     def __init__(self, model: str):
         """Loads the weights.
 
+        Args:
+            model: A folder, or a name on the hub.
+
         Raises:
             ValueError: The model does not exist, has no safetensors, lacks weights, or cannot make
                 features from pictures alone.

@@ -85,6 +85,7 @@ class Decoder:
         """Checks that the weights fit the configuration.
 
         Args:
+            config: Content of config.json.
             weights: Weights of the decoder by diffusers' names, float32.
 
         Raises:

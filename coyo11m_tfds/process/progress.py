@@ -52,6 +52,7 @@ class Progress:
             total: Amount of the whole work in `unit`, at least an estimate; 0 for no work.
             unit: 'B' for bytes, shown as MB/s; otherwise a plural noun such as 'captions'.
             goals: Final values of some of the counts, e.g. `{'shards': 2400}`.
+            clock: Function that returns the time in seconds.
         """
         self._what, self._total, self._unit = what, total, unit
         self._goals, self._clock, self._lock = dict(goals or {}), clock, threading.Lock()
@@ -74,6 +75,7 @@ class Progress:
         """Counts work that is done now.
 
         Args:
+            amount: Work in the unit of the total.
             **counts: Increments of counts. `records` and `tokens` are shown as speeds, a count with
                 a goal as 'n of m', others as numbers.
         """

@@ -90,6 +90,7 @@ class Destination:
             crc32c: CRC-32C of the file, which a copy or an upload must have too.
 
         Raises:
+            PermissionError: Credentials for the bucket are missing or refused.
             OSError: The file cannot be stored, e.g. because the disk is full.
         """
         local_file, target = os.fspath(local_file), self._path(name)
@@ -132,11 +133,13 @@ class Destination:
         scratch folder on their way to a bucket.
 
         Args:
+            name: Name of the copy, relative to the folder.
             scratch: Scratch folder; required for a remote file without a CRC-32C that goes to a
                 bucket.
             on_bytes: See `remote.fetch`; called for a download.
 
         Raises:
+            PermissionError: Credentials are missing or refused.
             OSError: The file cannot be read, has changed, or cannot be stored.
         """
         with self._new_file() as path:

@@ -45,6 +45,7 @@ class Stat(NamedTuple):
     """The properties of an object, as the storage reports them.
 
     Attributes:
+        size: Size in bytes.
         crc32c: Checksum; -1 for an object that is encrypted with a customer's key.
         generation: Number of this version of the object.
     """

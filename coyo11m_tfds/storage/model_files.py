@@ -37,6 +37,7 @@ def folder(model: str, kind: str, files: Sequence[str]) -> Path:
     """Returns the folder of a model; downloads it from the hub if the hub's cache lacks it.
 
     Args:
+        model: A folder, or a name on the hub.
         files: Patterns of the names of files to download.
 
     Raises:

@@ -84,6 +84,7 @@ class Scratch:
             on_bytes: See `remote.fetch`; called from several threads.
 
         Raises:
+            PermissionError: Credentials are missing or refused.
             OSError: The download fails.
         """
         wanted = [file for file in files if file.is_remote]

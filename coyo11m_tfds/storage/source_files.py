@@ -32,6 +32,7 @@ class SourceFile:
 
     Attributes:
         path: Local path, or URL on gs:// or hf://.
+        size: Size in bytes.
         version: Text that changes with the content: the checksum if the storage knows one,
             otherwise the size and the modification time.
         checksum: `crc32c:<8 hex digits>` on gs://; on the hub `sha256:<hex>` or, for small files,
@@ -81,6 +82,7 @@ def list_files(
         FileNotFoundError: The folder does not exist, but its bucket does.
         NotADirectoryError: The path is that of a file.
         ValueError: The path is empty or a URL of another kind, or a wanted file is a broken link.
+        PermissionError: Credentials are missing or refused.
         OSError: The bucket does not exist, or the storage cannot be reached.
     """
 

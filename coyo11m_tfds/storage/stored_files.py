@@ -25,6 +25,7 @@ def list_folder(folder: str, missing_ok: bool = False) -> dict[str, SourceFile]:
 
     Raises:
         ValueError: The folder does not exist.
+        OSError: The storage cannot be reached.
     """
     try:
         if source_files.is_remote(folder):

@@ -83,6 +83,7 @@ class HfEncoder(HfTokenizer, Encoder):
         """Loads tokenizer and weights.
 
         Args:
+            model: A folder, or a name on the hub.
             batch_tokens: Limit of the tokens in a forward pass, with padding; None for the device's
                 default in `BATCH_TOKENS`.
 

@@ -40,6 +40,9 @@ class JaxTokenizer(ModelTokenizer):
     def __init__(self, model: str, max_tokens: int) -> None:
         """Loads the tokenizer.
 
+        Args:
+            model: A folder, or a name on the hub.
+
         Raises:
             ValueError: The model does not exist, is not a Gemma 3, or has unusable files; or
                 max_tokens is too small.
@@ -77,6 +80,7 @@ class JaxEncoder(JaxTokenizer, Encoder):
         """Loads tokenizer and weights.
 
         Args:
+            model: A folder, or a name on the hub.
             batch_tokens: Limit of the tokens in a device's forward pass, with padding; None for
                 `CPU_BATCH_TOKENS` or `BATCH_TOKENS`.
             dtype: Dtype of weights and computation; None for float32 on CPUs and bfloat16

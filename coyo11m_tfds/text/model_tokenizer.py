@@ -44,7 +44,10 @@ class ModelTokenizer(Tokenizer):
         """Takes a tokenizer.
 
         Args:
+            runner: `hf` or `jax`.
+            model: A folder, or a name on the hub.
             max_tokens: Length to which captions are cut, in tokens, special tokens included.
+            vocabulary: Number of ids.
             special: Number of special tokens in every caption.
             filler: Token for empty captions, and for padding, which is masked.
 

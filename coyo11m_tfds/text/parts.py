@@ -165,6 +165,7 @@ def finished(out: str, count: int) -> dict[int, SourceFile]:
 
     Raises:
         ValueError: The names of parts have another count than `count`.
+        OSError: The storage cannot be reached.
     """
     found_count, found = sidecar.find_parts(out)
     if found and found_count != count:
@@ -236,6 +237,7 @@ def check(parts: Mapping[int, SourceFile], metadata: Mapping[str, str], count: i
     Raises:
         ValueError: A part has another encoder or other captions, or is damaged; the message names
             it.
+        OSError: A part cannot be read.
     """
 
     def check_one(number: int) -> None:
