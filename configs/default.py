@@ -63,7 +63,7 @@ def get_config() -> ml_collections.ConfigDict:
     optimizer.learning_rate = 2e-4  # for AdamW, after the warm-up; see set_learning_rates
     optimizer.muon_learning_rate = 2e-4  # for Muon, whose updates are as large as AdamW's
     optimizer.warmup_steps = 5_000  # steps of linear increase from 0
-    optimizer.schedule = 'cosine'  # after the warm-up: cosine (to 0) or constant
+    optimizer.schedule = 'cosine'  # after the warm-up: cosine (to 0), wsd or constant
     optimizer.weight_decay = 0.01  # applies to kernels only
     optimizer.b1 = 0.9  # AdamW, first moment
     optimizer.b2 = 0.99  # AdamW, second moment; less than usual: random times add noise

@@ -35,6 +35,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.optimizer.muon_learning_rate = 8e-3
     config.optimizer.learning_rate = 2e-3
     config.optimizer.warmup_steps = 200
+    config.optimizer.schedule = 'wsd'
 
     config.flow.logit_mean = 1.0  # large plain shapes: noisy times decide their places
 

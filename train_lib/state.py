@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
+_DECAY_SHARE = 0.3  # of a run, for the schedule `wsd`
+
 
 class TrainState(flax.struct.PyTreeNode):
     """Everything that the next step needs except its batch.
@@ -47,7 +49,8 @@ def make_schedule(
     """Returns the learning rate as a function of the step: linear warm-up, then `name`.
 
     Args:
-        name: `cosine` (decay to 0) or `constant`.
+        name: `cosine` (decay to 0), `constant`, or `wsd` (warm-up, stable, decay): constant, then
+            linear to 0 over the last 30% of the run, as in Hägele et al., arXiv:2405.18392.
         num_steps: Number of steps of the whole run, warm-up included.
         learning_rate: Learning rate at the end of the warm-up.
         warmup_steps: Number of steps of the warm-up; may be 0.
@@ -65,8 +68,12 @@ def make_schedule(
         after = optax.cosine_decay_schedule(learning_rate, num_steps - warmup_steps)
     elif name == 'constant':
         after = optax.constant_schedule(learning_rate)
+    elif name == 'wsd':
+        decay = round(_DECAY_SHARE * num_steps)
+        stable = max(num_steps - warmup_steps - decay, 0)
+        after = optax.linear_schedule(learning_rate, 0.0, decay, transition_begin=stable)
     else:
-        raise ValueError(f"optimizer.schedule={name!r}: expected 'cosine' or 'constant'")
+        raise ValueError(f"optimizer.schedule={name!r}: expected 'cosine', 'wsd' or 'constant'")
     return optax.join_schedules([warmup, after], [warmup_steps])
 
 

@@ -66,6 +66,12 @@ def test_kernels_decay_by_the_rate_of_what_changes_them_and_nothing_else_does(na
         np.testing.assert_allclose(decayed[full] - plain[full], expected, atol=1e-7)
 
 
+def test_a_rate_rises_stays_and_falls():
+    rate = state.make_schedule('wsd', num_steps=100, learning_rate=1.0, warmup_steps=10)
+    steps = 0, 5, 10, 40, 70, 85, 100
+    np.testing.assert_allclose([rate(x) for x in steps], [0, 0.5, 1, 1, 1, 0.5, 0], atol=1e-6)
+
+
 def test_what_cannot_be_optimized_is_refused():
     with pytest.raises(ValueError, match=r"optimizer.name='lion': expected 'adamw' or 'muon'"):
         _updates('lion')
