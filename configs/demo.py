@@ -17,7 +17,7 @@ def get_config() -> ml_collections.ConfigDict:
     with config.unlocked():
         config.data.dir = 'demo/data/coyo11m_tfds/words/1.0.0'
     config.batch_size = 32
-    config.num_steps = 2_300
+    config.num_steps = 1_400
     config.ema_decay = 0.99  # remembers the last 100 steps: the run is short
 
     config.data.chunk = 32  # the data set has a few thousand records
@@ -34,7 +34,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.optimizer.name = 'muon'
     config.optimizer.muon_learning_rate = 8e-3
     config.optimizer.learning_rate = 2e-3
-    config.optimizer.warmup_steps = 200
+    config.optimizer.warmup_steps = 120
     config.optimizer.schedule = 'wsd'
 
     config.flow.logit_mean = 1.0  # large plain shapes: noisy times decide their places
@@ -43,7 +43,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.preview.num_steps = 25
 
     config.log_every = 100
-    config.eval_every = 600
-    config.preview_every = 600
-    config.checkpoint_every = 600
+    config.eval_every = 350
+    config.preview_every = 350
+    config.checkpoint_every = 350
     return config
