@@ -23,7 +23,7 @@ from train_lib.tools import compile, hlo
 LOOP = '--config.model.unroll=1'
 PODS = {
     'tpu_v5e_16': ('--topology=v5e:4x4',),
-    'tpu_v5e_128': ('--topology=v5e:8x16', LOOP),
+    'tpu_v5e_128': ('--topology=v5e:8x16',),
     'tpu_v5e_256': ('--topology=v5e:16x16', LOOP),
 }
 
