@@ -126,7 +126,7 @@ def test_latents_that_are_none_are_refused(path, latents):
 )
 def test_places_beyond_a_file_are_refused_before_anything_is_read(path, where):
     describe(path, schema.LATENTS, **where)
-    message = rf"{path}: its column 'latents' names row \d+ of .*\.pt for record \d+, and there"
+    message = rf"{path}: its column 'latents' names row \d+ of .*\.pt for record \d+, but the file"
     with pytest.raises(ValueError, match=message):
         input_pipeline.train_batches(path, **ORDER)
 

@@ -155,6 +155,7 @@ def test_damage_has_a_type_of_its_own(copy, tmp_path):
         input_pipeline.train_batches(path, **ORDER)
 
 
+@pytest.mark.slow
 def test_types_of_batches_are_known(tmp_path):
     program = tmp_path / 'program.py'
     program.write_text("""

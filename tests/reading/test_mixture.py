@@ -366,7 +366,10 @@ def test_what_was_rounded_is_told_with_what_is_exact():
 @pytest.mark.parametrize(
     'changes, message',
     [
-        ({'weight': 0.01}, r"source 'b' has 0\.0099.* none of the 8 samples.* a batch_size of 101"),
+        (
+            {'weight': 0.01},
+            r"source 'b' has 0\.0099.* too little for one of the 8 samples.* a batch_size of 101",
+        ),
         ({'weight': 0}, "source 'b' has weight 0 in every stage"),
         ({'weight': -1}, r'weights \[1.0, -1\]: expected a number of at least 0'),
         ({'where': ''}, "where='': .* expected comparisons"),

@@ -98,7 +98,7 @@ def test_the_same_files_are_the_same_model_whatever_runs_them(local, models):  #
 
 
 def test_embeddings_of_unknown_origin_need_an_encoder_of_their_size(caplog):
-    with pytest.raises(ValueError, match='name the text encoder with --encoder'):
+    with pytest.raises(ValueError, match='name it with --encoder'):
         caption_encoder.make(facts_with('pt'))
     assert caption_encoder.make(facts_with('pt'), 'hash').name == 'hash'
     assert 'does not say whether hash made' in caplog.text
