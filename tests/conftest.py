@@ -42,11 +42,6 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.update(JAX_COMPILATION_CACHE_DIR=folder.name)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the folder with the longest files first: two processes that share files end together."""
-    items.sort(key=lambda item: 'train_lib' not in item.path.parts)
-
-
 @pytest.fixture(scope='session')
 def sample_source(tmp_path_factory) -> pathlib.Path:
     """A source of 1,200 made-up samples in three `.pt` files; tests must not change it."""
