@@ -243,7 +243,12 @@ def test_a_run_begins_with_the_weights_of_another(mini_dataset, source, tmp_path
 def test_other_weights_are_looked_at_by_a_new_run_alone(mini_dataset, source, tmp_path, caplog):
     gone = shutil.copytree(source[0], tmp_path / 'source')
     # Of another seed, so that at first sight of the same samples it could not know them.
-    changes = SHORT | {'init_from': str(gone), 'seed': 1, 'log_every': 1}
+    changes = SHORT | {
+        'init_from': str(gone),
+        'seed': 1,
+        'log_every': 1,
+        'optimizer.warmup_steps': 0,
+    }
     random = small_config(mini_dataset, **changes | {'init_from': '', 'num_steps': 1})
     train.train_and_evaluate(random, tmp_path / 'random')
     for num_steps in (1, 2):
