@@ -75,12 +75,11 @@ def small_run(mini_dataset, tmp_path_factory) -> tuple[pathlib.Path, Any]:
     import jax
 
     from tests import runs
-    from train_lib import train
 
     folder = tmp_path_factory.mktemp('run')
     data = shutil.copytree(mini_dataset, folder / schema.NAME / 'hash' / schema.VERSION)
     changes = {'num_steps': 4, 'eval_every': 0, 'checkpoint_every': 2, 'preview.guidance': 3.0}
-    state = train.train_and_evaluate(runs.small_config(data, **changes), folder / 'workdir')
+    state = runs.train(data, folder / 'workdir', **changes)
     shutil.rmtree(data)
     return folder / 'workdir', jax.device_get(state)
 

@@ -1,5 +1,6 @@
 """Small training runs: in this process, as a command, or on several hosts, and what they wrote.
 
+state = runs.train(data_dir, workdir, num_steps=10)
 process = runs.start(data_dir, workdir, num_steps=10)
 with runs.hosts(data_dir, workdir, processes=4, devices=1) as started:
     assert runs.wait(started) == [0] * 4
@@ -8,9 +9,11 @@ runs.losses(workdir)   # {('train/loss', 1): 1.93, ...}
 
 import collections
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -25,7 +28,8 @@ import tensorflow as tf
 from configs import default
 from coyo11m_tfds import schema
 from tests.checkout import CHECKOUT
-from train_lib import checkpoint
+from train_lib import checkpoint, settings, state, step
+from train_lib import train as loop
 
 # What makes a run small; as flags for a process, as fields in this one.
 SMALL = {
@@ -60,6 +64,37 @@ def small_config(data_dir: os.PathLike, **changes) -> ml_collections.ConfigDict:
     return config
 
 
+# What the jitted functions of a run do not depend on, given what it knows of its data.
+_NOT_COMPILED = re.compile(
+    r'data\.|keep_|max_skipped|profile_|(log|eval|preview|checkpoint)_every|init_'
+    r'|preview\.(count|split|vae)|num_steps$'
+)
+_programs: dict[str, step.Program] = {}
+
+
+def train(
+    data_dir: os.PathLike, workdir: os.PathLike, accept: Sequence[str] = (), **changes
+) -> state.TrainState:
+    """Trains a small run in this process; its last state."""
+    return train_config(small_config(data_dir, **changes), workdir, accept)
+
+
+def train_config(
+    config: ml_collections.ConfigDict, workdir: os.PathLike, accept: Sequence[str] = ()
+) -> state.TrainState:
+    """`train.train_and_evaluate` with the jitted functions of an earlier run that had equal ones.
+
+    To trace and compile them takes most of the time of a small run.
+    """
+    setup = loop.set_up(config, workdir, accept)
+    fields = settings.flatten(config.to_dict())
+    assert config.optimizer.schedule == 'constant'  # others depend on the number of steps
+    compiled = {name: x for name, x in fields.items() if not _NOT_COMPILED.match(name)}
+    key = repr((compiled, setup.data.facts.to_json(), setup.program.abstract_state))
+    program = _programs.setdefault(key, setup.program)
+    return loop.train(dataclasses.replace(setup, program=program))[0]
+
+
 # --- Runs as processes -------------------------------------------------------------------------
 
 
@@ -88,12 +123,7 @@ class Host:
 
 @contextlib.contextmanager
 def hosts(
-    data_dir: os.PathLike,
-    workdir: pathlib.Path,
-    *,
-    processes: int,
-    devices: int,
-    **changes,
+    data_dir: os.PathLike, workdir: pathlib.Path, *, processes: int, devices: int, **changes
 ) -> Iterator[list[Host]]:
     """Starts a run on several processes of so many devices each; kills what is left of it at last.
 
@@ -102,10 +132,7 @@ def hosts(
     """
     common = [*flags(data_dir, workdir, **changes), _ACCEPTED]
     if processes > 1:
-        common += [
-            f'--coordinator_address=127.0.0.1:{free_port()}',
-            f'--process_count={processes}',
-        ]
+        common += [f'--coordinator_address=127.0.0.1:{free_port()}', f'--process_count={processes}']
     xla_flags = f'{os.environ["XLA_FLAGS"]} --xla_force_host_platform_device_count={devices}'
     workdir.mkdir(parents=True, exist_ok=True)
     started = []
@@ -167,7 +194,7 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen) -> None
     while not condition():
         assert process.poll() is None, process.stdout and process.communicate()[0]
         assert time.monotonic() < deadline
-        time.sleep(0.002)
+        time.sleep(0.01)
 
 
 # --- What runs wrote ---------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import functools
 import itertools
 import json
 import pathlib
-import re
 import shutil
 
 import numpy as np
@@ -18,7 +17,7 @@ from coyo11m_tfds.dataset import stored_dataset
 from coyo11m_tfds.storage import locks
 from tests import built, children, made_sources
 from tests.reading import planned
-from tests.reading.batches import assert_same, check_memory, wait_until_idle
+from tests.reading.batches import assert_same, wait_until_idle
 
 COLUMNS, CHECKSUMS = 'columns-3f9a1c20.json', 'checksums-3f9a1c20.json'
 ORDER = dict(batch_size=16, seed=0, lanes=4, chunk=32, window=64)
@@ -42,9 +41,7 @@ def embeddings_of(path: pathlib.Path) -> dict[int, np.ndarray]:
     table = pq.read_table(path)
     return dict(
         zip(
-            table['key'].to_pylist(),
-            np.array(table.column(1).to_pylist(), np.float16),
-            strict=True,
+            table['key'].to_pylist(), np.array(table.column(1).to_pylist(), np.float16), strict=True
         )
     )
 
@@ -223,10 +220,7 @@ def test_mistakes_of_a_command_are_named(copy, other_embeddings, tmp_path):
             add_column.add(copy, name, other_embeddings)
     with pytest.raises(ValueError, match="scratch_dir is 'gs://b/s', expected a local folder"):
         add_column.add(copy, 'y', other_embeddings, scratch_dir='gs://b/s')
-    with (
-        locks.hold(copy),
-        pytest.raises(TimeoutError, match=f'{copy}: .* is working there'),
-    ):
+    with locks.hold(copy), pytest.raises(TimeoutError, match=f'{copy}: .* is working there'):
         add_column.add(copy, 'y', parquet=path, column='x')
 
 
@@ -323,9 +317,7 @@ def test_a_column_is_replaced_and_removed(copy, mini_dataset, hash_sidecar, othe
     add_column.remove(copy, 'other')
     assert not verify.verify(copy).faults
     after = built.files_of(copy)
-    assert {name for name in after if after[name] != before.get(name)} <= {
-        *(COLUMNS, CHECKSUMS),
-    }
+    assert {name for name in after if after[name] != before.get(name)} <= {*(COLUMNS, CHECKSUMS)}
     for name in ('other', 'latents'):
         with pytest.raises(ValueError, match=rf'{copy}: no column {name!r} was added; there are'):
             add_column.remove(copy, name)
@@ -400,29 +392,6 @@ def test_a_null_is_no_value(copy, tmp_path):
     np.testing.assert_array_equal(np.concatenate(found), wanted)
 
 
-def test_memory_counts_an_added_column(copy, tmp_path):
-    keys = keys_of(copy)
-    values = as_lists(np.zeros((len(keys), 4000), np.float32))
-    add_column.add(
-        copy, 'wide', parquet=write_column(tmp_path / 'x.parquet', 'x', keys, values), column='x'
-    )
-    order = {name: x for name, x in ORDER.items() if name != 'seed'} | {'window': 10**6}
-    needs = []
-    for feature in ('key', 'wide'):
-        with pytest.raises(ValueError, match=r'takes [\d.]+ GB') as error:
-            check_memory(
-                copy,
-                **order,
-                engine='chunks',
-                parallel_reads=1000,
-                features=('key', feature),
-                ram_budget_gb=1e-9,
-            )
-        needs.append(float(re.search(r'takes ([\d.]+) GB', str(error.value))[1]))
-    # 4 lanes with 1,000 chunks of 32 records on their way each, by the factor of `memory`.
-    assert needs[1] - needs[0] >= 4 * 1000 * 32 * 16_000 / 1e9
-
-
 # --- In a bucket ---------------------------------------------------------------------------------
 
 DATA = 'gs://data/coyo11m_tfds/hash/1.0.0'
@@ -450,12 +419,10 @@ def test_a_bucket_gets_the_same_files_as_a_disk(storage, copy, other_embeddings,
     storage.remove('data', 'other.parquet')
     assert objects(storage) == built.files_of(copy)
     assert objects(storage).keys() - before.keys() == {
-        *('column_other-train-3f9a1c20.npy', 'column_other-validation-3f9a1c20.npy', COLUMNS),
+        *('column_other-train-3f9a1c20.npy', 'column_other-validation-3f9a1c20.npy', COLUMNS)
     }
     written = [r.path for r in storage.requests if r.action == 'upload' and 'lock' not in r.path]
-    assert [path.rpartition('/')[2] for path in written][-2:] == [
-        *(CHECKSUMS, COLUMNS),
-    ]
+    assert [path.rpartition('/')[2] for path in written][-2:] == [*(CHECKSUMS, COLUMNS)]
     assert not verify.verify(DATA).faults
     assert not list((tmp_path / 'scratch').glob('column-*'))
 

@@ -77,13 +77,6 @@ def test_same_bytes_whatever_the_order_and_batches(tmp_path, monkeypatch):
         assert files_of(tmp_path / f'y{batch_size}') == files_of(tmp_path / 'x')
 
 
-def test_another_column(tmp_path, out):
-    source = make_source(tmp_path / 'source', {1: 'a cat'}, column='tags')
-    embed_captions.embed(source, 'hash', out, caption_column='tags')
-    [file] = sidecar.find(out)
-    assert sidecar.describe(file.path)['header']['caption_column'] == 'tags'
-
-
 def test_of_duplicate_keys_the_first_row_wins_if_asked(tmp_path, out):
     pq.write_table(pa.table(REPEATED), tmp_path / schema.CAPTIONS_FILE)
     report = embed_captions.embed(tmp_path, 'hash', out, drop_duplicates=True)

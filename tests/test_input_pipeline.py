@@ -9,7 +9,6 @@ import json
 import pathlib
 import shutil
 
-import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -49,19 +48,6 @@ def take(dataset: tf.data.Dataset, count: int) -> list[dict[str, np.ndarray]]:
 
 def shapes(batch: dict[str, np.ndarray]) -> dict:
     return {name: (x.shape, x.dtype) for name, x in batch.items()}
-
-
-def test_bfloat16_latents_stay_bit_for_bit(tmp_path):
-    path = tmp_path / 'b' / '1.0.0'
-    small_dataset.write(path, LENGTHS, dtype=ml_dtypes.bfloat16)
-    batch = next(input_pipeline.train_batches(path, **ORDER))
-    assert batch['latents'].dtype == ml_dtypes.bfloat16
-    crops = order_lib.sample_crops(ORDER['seed'], 0, batch['key'], 3)
-    _, shard, record = planned.of_data(path, **ORDER).batch(0)
-    rows = np.cumsum([0, *LENGTHS[schema.TRAIN]])[shard] + record
-    np.testing.assert_array_equal(batch['latents'][:, 0, 0, 0], crops)
-    expected = rows.astype(ml_dtypes.bfloat16)
-    np.testing.assert_array_equal(batch['latents'][:, 0, 0, 1], expected)
 
 
 def plan_of(data, split: str = schema.TRAIN, **changes) -> input_pipeline.Plan:

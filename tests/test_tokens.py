@@ -10,9 +10,9 @@ import input_pipeline
 from coyo11m_tfds import add_column, embed_captions, schema
 from coyo11m_tfds.text import text_encoders
 from coyo11m_tfds.text.encoder import Tokenizer
-from tests import built
+from tests import built, runs
 from tests.runs import small_config
-from train_lib import caption_encoder, data, draw, sharding, train
+from train_lib import caption_encoder, data, draw, sharding
 
 LENGTH = 12
 
@@ -47,7 +47,7 @@ def run(dataset, tmp_path_factory):
     folder = tmp_path_factory.mktemp('run')
     changes = {'eval_every': 0, 'num_steps': 4}
     changes |= {'model.text': 'sequence', 'data.caption_dropout': 0.5}
-    state = train.train_and_evaluate(small_config(dataset, **changes), folder)
+    state = runs.train(dataset, folder, **changes)
     return folder, jax.device_get(state)
 
 

@@ -21,10 +21,7 @@ from tests.train_lib.test_data import rewritten
 from train_lib import beginnings, checkpoint, data, flow, sharding, step, train
 from train_lib.checkpoint import Description
 
-SHORT = {
-    'eval_every': 0,
-    'checkpoint_every': 0,
-}
+SHORT = {'eval_every': 0, 'checkpoint_every': 0}
 
 
 @pytest.fixture
@@ -59,24 +56,6 @@ def samples_at(workdir):
 # --- What is compared --------------------------------------------------------------------------
 
 
-IDENTITY = {'text_encoder': {'name': 'hash', 'width': 640}, 'model': 'tiny/4'}
-
-
-@pytest.mark.parametrize(
-    ('field', 'value', 'message'),
-    [
-        ('name', 'hf:g', "text_encoder.name was 'hash' and is now 'hf:g'"),
-        ('revision', '1', "text_encoder.revision was absent and is now '1'"),
-    ],
-)
-def test_another_run_is_refused_with_the_culprit(field, value, message):
-    other = IDENTITY | {'text_encoder': IDENTITY['text_encoder'] | {field: value}}
-    with pytest.raises(beginnings.OtherRunError, match=f'^W/1 .*{message}.* another --workdir'):
-        beginnings.check_same(
-            Description(IDENTITY), Description(other), [f'text_encoder.{field}'], where='W/1'
-        )
-
-
 _PLAIN = st.dictionaries(
     st.sampled_from('abc'),
     st.one_of(st.integers(), st.text('xyz', max_size=3), st.tuples(st.integers()), st.none()),
@@ -104,47 +83,13 @@ def test_settings_are_equal_or_accepted_or_every_other_one_is_named(saved, curre
 # --- Resuming with another order ---------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_run_resumes_with_another_batch_size_and_then_as_ever(
-    mini_dataset, keys, tmp_path, caplog
-):
-    caplog.set_level('INFO')
-
-    def resume(num_steps, batch_size, *accepted):
-        config = small_config(mini_dataset, **SHORT, num_steps=num_steps, batch_size=batch_size)
-        return train.train_and_evaluate(config, tmp_path, ['num_steps', *accepted])
-
-    resume(5, 8)
-    with pytest.raises(beginnings.OtherRunError, match='batch_size was 8 and is now 16'):
-        resume(7, 16)
-    resume(7, 16, 'batch_size')
-    resume(9, 16)
-    with pytest.raises(beginnings.OtherRunError, match='batch_size was 16 and is now 8'):
-        resume(11, 8)
-    state = resume(11, 8, 'batch_size')
-    assert int(state.step) == 11
-
-    expected = [
-        *keys_of(mini_dataset, 0, 5),
-        *keys_of(mini_dataset, 20, 4, batch_size=16),
-        *keys_of(mini_dataset, 52, 2),
-    ]
-    assert len(keys) == 11
-    jax.tree.map(np.testing.assert_array_equal, keys, expected)
-    assert len(set(np.concatenate(keys))) == 5 * 8 + 4 * 16 + 2 * 8
-    assert 'in another order' not in caplog.text
-    assert samples_at(tmp_path) == 60
-
-
 def test_a_run_resumes_with_another_permutation(mini_dataset, keys, tmp_path, caplog):
     caplog.set_level('INFO')
-    config = small_config(mini_dataset, **SHORT, num_steps=2)
-    train.train_and_evaluate(config, tmp_path)
-    config.data.lanes, config.data.window, config.num_steps = 4, 64, 4
-    fields = 'data.lanes,data.window,num_steps'
-    with pytest.raises(beginnings.OtherRunError, match=f'--accept_changes={fields};'):
-        train.train_and_evaluate(config, tmp_path)
-    train.train_and_evaluate(config, tmp_path, fields.split(','))
+    runs.train(mini_dataset, tmp_path, **SHORT, num_steps=2)
+    changes = {'data.lanes': 4, 'data.window': 64, 'num_steps': 4}
+    with pytest.raises(beginnings.OtherRunError, match=f'--accept_changes={",".join(changes)};'):
+        runs.train(mini_dataset, tmp_path, **SHORT, **changes)
+    runs.train(mini_dataset, tmp_path, [*changes], **SHORT, **changes)
     expected = keys_of(mini_dataset, 0, 2) + keys_of(mini_dataset, 4, 2, lanes=4, window=64)
     jax.tree.map(np.testing.assert_array_equal, keys, expected)
     told = 'from sample 4 of each lane on: in the rest of this epoch some records come twice and'
@@ -156,10 +101,9 @@ def test_a_run_resumes_with_another_data_set_at_its_beginning(mini_dataset, keys
     caplog.set_level('INFO')
     other = rewritten(mini_dataset, tmp_path / 'other', schema.META_SOURCE_FINGERPRINT)
     workdir = tmp_path / 'run'
-    train.train_and_evaluate(small_config(mini_dataset, **SHORT, num_steps=3), workdir)
+    runs.train(mini_dataset, workdir, **SHORT, num_steps=3)
     for num_steps in (5, 6):  # changed, then resumed
-        config = small_config(other, **SHORT, num_steps=num_steps)
-        train.train_and_evaluate(config, workdir, ['num_steps', 'data.dir'])
+        runs.train(other, workdir, ['num_steps', 'data.dir'], **SHORT, num_steps=num_steps)
     expected = keys_of(mini_dataset, 0, 3) + keys_of(other, 0, 3)
     jax.tree.map(np.testing.assert_array_equal, keys, expected)
     assert caplog.text.count('the other data set is read from its beginning') == 1
@@ -167,10 +111,9 @@ def test_a_run_resumes_with_another_data_set_at_its_beginning(mini_dataset, keys
     assert samples_at(workdir) == 3 * 4 and len(json.dumps(place)) < 300
 
 
-def test_a_data_set_that_has_moved_is_the_same(mini_dataset, source, tmp_path):
-    moved = shutil.copytree(mini_dataset, tmp_path / '1.0.0')
-    config = small_config(moved, **SHORT | {'checkpoint_every': 2}, num_steps=4)
-    assert train.set_up(config, source[0]).beginning.step == 4
+def test_a_data_set_that_has_moved_is_the_same(mini_dataset, small_run):
+    config = small_config(mini_dataset, **SHORT, num_steps=4)
+    assert train.set_up(config, small_run[0]).beginning.step == 4
 
 
 # --- The configuration -------------------------------------------------------------------------
@@ -190,13 +133,11 @@ def _texts(workdir):
 
 
 def test_tensorboard_has_each_configuration_once(mini_dataset, tmp_path):
-    config = small_config(mini_dataset, **SHORT, num_steps=2)
     for num_steps in (2, 2, 3):
-        config.num_steps = num_steps
-        train.train_and_evaluate(config, tmp_path, ['num_steps'])
+        runs.train(mini_dataset, tmp_path, ['num_steps'], **SHORT, num_steps=num_steps)
     texts = _texts(tmp_path)
     assert [text[:2] for text in texts] == [('config', 0), ('config', 2)]
-    config.num_steps = 2
+    config = small_config(mini_dataset, **SHORT, num_steps=2)
     assert json.loads(texts[0][2]) == json.loads(json.dumps(config.to_dict()))
     assert all(line.startswith('    ') for line in texts[0][2].splitlines())  # as code
     assert '"num_steps": 3' in texts[1][2]
@@ -204,14 +145,6 @@ def test_tensorboard_has_each_configuration_once(mini_dataset, tmp_path):
 
 
 # --- The weights of another run ----------------------------------------------------------------
-
-
-@pytest.fixture(scope='module')
-def source(mini_dataset, tmp_path_factory):
-    """The workdir of a run of 4 steps, and its last state."""
-    workdir = tmp_path_factory.mktemp('source')
-    config = small_config(mini_dataset, **SHORT | {'checkpoint_every': 2}, num_steps=4)
-    return workdir, jax.device_get(train.train_and_evaluate(config, workdir))
 
 
 def begin(data_dir, workdir, init_from, **changes):
@@ -222,10 +155,10 @@ def begin(data_dir, workdir, init_from, **changes):
 
 
 @pytest.mark.parametrize('average', [True, False])
-def test_a_run_begins_with_the_weights_of_another(mini_dataset, source, tmp_path, average):
+def test_a_run_begins_with_the_weights_of_another(mini_dataset, small_run, tmp_path, average):
     changes = {'init_average': average, 'batch_size': 16, 'seed': 3, 'optimizer.b1': 0.5}
-    state, fresh = begin(mini_dataset, tmp_path / 'new', source[0], **changes)
-    expected = source[1].ema_params if average else source[1].params
+    state, fresh = begin(mini_dataset, tmp_path / 'new', small_run[0], **changes)
+    expected = small_run[1].ema_params if average else small_run[1].params
     for weights in (state.params, state.ema_params):
         jax.tree.map(np.testing.assert_array_equal, weights, expected)
     empty = {'params': None, 'ema_params': None}
@@ -233,15 +166,15 @@ def test_a_run_begins_with_the_weights_of_another(mini_dataset, source, tmp_path
     assert int(state.step) == 0
     assert not (tmp_path / 'new').exists()  # so far nothing has been written
     if average:
-        earlier, _ = begin(mini_dataset, tmp_path / 'new', f'{source[0]}@2')
+        earlier, _ = begin(mini_dataset, tmp_path / 'new', f'{small_run[0]}@2')
         assert not np.array_equal(
             earlier.params['patches']['kernel'], state.params['patches']['kernel']
         )
 
 
 @pytest.mark.slow
-def test_other_weights_are_looked_at_by_a_new_run_alone(mini_dataset, source, tmp_path, caplog):
-    gone = shutil.copytree(source[0], tmp_path / 'source')
+def test_other_weights_are_looked_at_by_a_new_run_alone(mini_dataset, small_run, tmp_path, caplog):
+    gone = shutil.copytree(small_run[0], tmp_path / 'source')
     # Of another seed, so that at first sight of the same samples it could not know them.
     changes = SHORT | {
         'init_from': str(gone),
@@ -249,11 +182,11 @@ def test_other_weights_are_looked_at_by_a_new_run_alone(mini_dataset, source, tm
         'log_every': 1,
         'optimizer.warmup_steps': 0,
     }
-    random = small_config(mini_dataset, **changes | {'init_from': '', 'num_steps': 1})
-    train.train_and_evaluate(random, tmp_path / 'random')
+    random = changes | {'init_from': '', 'num_steps': 1}
+    runs.train(mini_dataset, tmp_path / 'random', **random)
     for num_steps in (1, 2):
-        config = small_config(mini_dataset, **changes, num_steps=num_steps)
-        state = train.train_and_evaluate(config, tmp_path / 'run', ['num_steps'])
+        changes['num_steps'] = num_steps
+        state = runs.train(mini_dataset, tmp_path / 'run', ['num_steps'], **changes)
         shutil.rmtree(gone, ignore_errors=True)
     assert int(state.step) == 2
     losses = [runs.losses(tmp_path / name)['train/loss', 1] for name in ('run', 'random')]
@@ -281,9 +214,9 @@ def test_other_weights_are_looked_at_by_a_new_run_alone(mini_dataset, source, tm
     ids=['resolution', 'texts and crops', 'patches and tokens'],
 )
 def test_what_does_not_fit_another_model_begins_anew_and_is_named(
-    mini_dataset, source, tmp_path, caplog, changes, text_dim, arguments, begun
+    mini_dataset, small_run, tmp_path, caplog, changes, text_dim, arguments, begun
 ):
-    config = small_config(mini_dataset, **SHORT, init_from=str(source[0]), seed=5, **changes)
+    config = small_config(mini_dataset, **SHORT, init_from=str(small_run[0]), seed=5, **changes)
     mesh = sharding.make_mesh()
     program = step.make_program(config, mesh, flow.no_stats(text_dim), **arguments)
     opened = data.TrainingData(config, mesh)
@@ -292,7 +225,7 @@ def test_what_does_not_fit_another_model_begins_anew_and_is_named(
     is_here = flatten_dict(program.abstract_state.params, sep='/').keys()
     assert told & is_here == begun
     assert told - is_here == ({'conditioning/crops/kernel'} if changes else set())
-    taken = flatten_dict(source[1].ema_params, sep='/')
+    taken = flatten_dict(small_run[1].ema_params, sep='/')
     fresh = program.init()
     state = beginning.state(program)
     expected = {
@@ -307,20 +240,9 @@ def test_what_does_not_fit_another_model_begins_anew_and_is_named(
         }
 
 
-@pytest.mark.slow
-def test_a_run_of_larger_patches_begins_with_the_weights_of_another(mini_dataset, source, tmp_path):
-    changes = {'model.patch_size': 8, 'init_from': source[0], 'num_steps': 2}
-    run = runs.start(mini_dataset, tmp_path, **SHORT | changes)
-    said, _ = run.communicate()
-    assert run.returncode == 0, said
-    shapes = r'\(1024, 32\) there and \(256, 32\) here'
-    assert re.search(rf'Not taken from \S+: parameter patches/kernel has shape {shapes}', said)
-    assert checkpoint.find(tmp_path).step == 2
-
-
-def test_other_data_with_another_encoder_are_told(mini_dataset, source, tmp_path, caplog):
+def test_other_data_with_another_encoder_are_told(mini_dataset, small_run, tmp_path, caplog):
     other = rewritten(mini_dataset, tmp_path / 'other', schema.META_TEXT_ENCODER)
-    begin(other, tmp_path / 'run', source[0])
+    begin(other, tmp_path / 'run', small_run[0])
     assert (
         "trained with other settings: text_encoder.name was 'hash' and is now 'another'"
         in caplog.text
@@ -341,9 +263,11 @@ def test_other_data_with_another_encoder_are_told(mini_dataset, source, tmp_path
     ],
 )
 def test_weights_that_do_not_fit_are_refused_by_name(
-    mini_dataset, source, tmp_path, place, changes, message
+    mini_dataset, small_run, tmp_path, place, changes, message
 ):
-    with pytest.raises(ValueError, match=rf'^init_from={source[0]}{place}: .*{message}') as error:
-        begin(mini_dataset, tmp_path / 'run', f'{source[0]}{place}', **changes)
+    with pytest.raises(
+        ValueError, match=rf'^init_from={small_run[0]}{place}: .*{message}'
+    ) as error:
+        begin(mini_dataset, tmp_path / 'run', f'{small_run[0]}{place}', **changes)
     assert '\n' not in str(error.value)
     assert not (tmp_path / 'run').exists()

@@ -39,7 +39,7 @@ def test_a_data_set_without_text_embeddings_is_refused(mini_dataset, tmp_path):
     del features['featuresDict']['features'][schema.TEXT_EMBEDDING]
     path.write_text(json.dumps(features))
     with pytest.raises(ValueError, match='holds no text embeddings in its records: build it with'):
-        train.train_and_evaluate(small_config(bare), tmp_path / 'run')
+        train.set_up(small_config(bare), tmp_path / 'run')
 
 
 def test_a_validation_split_that_will_be_needed_is_missed_at_once(mini_dataset, tmp_path):
@@ -49,7 +49,7 @@ def test_a_validation_split_that_will_be_needed_is_missed_at_once(mini_dataset, 
     info['splits'] = [split for split in info['splits'] if split['name'] != schema.VALIDATION]
     path.write_text(json.dumps(info))
     with pytest.raises(ValueError, match=r"eval_every=10: .* none in 'validation': build it"):
-        train.train_and_evaluate(small_config(bare), tmp_path / 'run')
+        train.set_up(small_config(bare), tmp_path / 'run')
 
 
 def test_one_step_on_mocked_data(mini_dataset, tmp_path, monkeypatch):
@@ -57,9 +57,8 @@ def test_one_step_on_mocked_data(mini_dataset, tmp_path, monkeypatch):
     # Opened first: under mock_data TFDS does not read the features of a folder.
     builder = tfds.builder_from_directory(bare)
     monkeypatch.setattr(tfds, 'builder_from_directory', lambda folder: builder)
-    config = small_config(bare, num_steps=2, eval_every=2)
     with tfds.testing.mock_data(num_examples=16):
-        state = train.train_and_evaluate(config, tmp_path / 'run')
+        state = runs.train(bare, tmp_path / 'run', num_steps=2, eval_every=2)
     assert int(state.step) == 2
     assert all(np.isfinite(loss) for loss in losses(tmp_path / 'run').values())
 
@@ -109,8 +108,7 @@ def test_records_that_cannot_be_read_stop_a_run_or_are_skipped_and_told(
 ):
     bad = damaged(mini_dataset, tmp_path / 'bad')
     short = {'num_steps': 12, 'eval_every': 0, 'checkpoint_every': 0}
-    config = small_config(bad, **short, **{'data.on_bad_records': 'skip'})
-    state = train.train_and_evaluate(config, tmp_path / 'run')
+    state = runs.train(bad, tmp_path / 'run', **short, **{'data.on_bad_records': 'skip'})
     assert int(state.step) == 12
     told = [
         value
@@ -124,7 +122,7 @@ def test_records_that_cannot_be_read_stop_a_run_or_are_skipped_and_told(
 
     message = r'^/[^\n]*train[^\n]*\.tfrecord[^\n]*: record \d+ cannot be read[^\n]*$'
     with pytest.raises(data.ReadError, match=message):
-        train.train_and_evaluate(small_config(bad, **short), tmp_path / 'stop')
+        runs.train(bad, tmp_path / 'stop', **short)
 
 
 def test_previews_show_the_first_records_of_the_split_that_is_asked_for(mini_dataset):
@@ -140,10 +138,7 @@ def test_previews_show_the_first_records_of_the_split_that_is_asked_for(mini_dat
 
 @pytest.mark.parametrize(
     ('processes', 'changes', 'lanes'),
-    [
-        (3, {'batch_size': 48, 'data.lanes': 16}, 12),
-        (16, {'batch_size': 64, 'data.lanes': 8}, 16),
-    ],
+    [(3, {'batch_size': 48, 'data.lanes': 16}, 12), (16, {'batch_size': 64, 'data.lanes': 8}, 16)],
 )
 def test_hosts_that_lanes_cannot_be_shared_by_are_refused_at_once(
     mini_dataset, tmp_path, monkeypatch, processes, changes, lanes

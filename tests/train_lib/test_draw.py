@@ -13,9 +13,8 @@ from PIL import Image
 
 from coyo11m_tfds.pictures import vae_decoder
 from coyo11m_tfds.text import text_encoders, words
-from tests import children
-from tests.runs import small_config
-from train_lib import draw, previews, train
+from tests import children, runs
+from train_lib import draw, previews
 
 DEVICES = '--xla_force_host_platform_device_count'
 CAPTIONS = ['a red circle', 'a blue square', 'a red circle']
@@ -59,8 +58,7 @@ def vae(tmp_path_factory):
 def test_the_run_previews_by_its_vae(mini_dataset, vae, tmp_path):
     changes = {'num_steps': 2, 'eval_every': 0, 'checkpoint_every': 0, 'preview_every': 2}
     changes |= {'preview.vae': str(vae), 'preview.count': 16}
-    config = small_config(mini_dataset, **changes)
-    train.train_and_evaluate(config, tmp_path)
+    runs.train(mini_dataset, tmp_path, **changes)
     with Image.open(tmp_path / 'previews' / 'step_000002.png') as grid:
         assert grid.width == 4 * (2 * 64 + 8) + 5 * 8
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from tests import runs
-from train_lib import beginnings, state, train
+from train_lib import beginnings, state
 from train_lib.models import dit
 
 LAYERS, WIDTH = 2, 16
@@ -85,8 +85,7 @@ def test_what_cannot_be_optimized_is_refused():
 def test_a_run_by_muon_resumes_as_if_it_had_not_stopped_and_stays_with_muon(mini_dataset, tmp_path):
     def run(folder, num_steps, **changes):
         settings = {'optimizer.name': 'muon', 'eval_every': 0, 'num_steps': num_steps} | changes
-        config = runs.small_config(mini_dataset, **settings)
-        return train.train_and_evaluate(config, tmp_path / folder, ['num_steps'])
+        return runs.train(mini_dataset, tmp_path / folder, ['num_steps'], **settings)
 
     whole = run('whole', 6)
     run('parts', 3)
