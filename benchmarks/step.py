@@ -61,7 +61,8 @@ def measure_jax(
     import jax
 
     from configs import default
-    from train_lib import flow, models, sharding, step
+    from coyo11m_tfds.dataset.stored_dataset import DatasetStats
+    from train_lib import models, sharding, step
 
     jax.config.update('jax_compilation_cache_dir', cache)
     config = default.get_config()
@@ -69,7 +70,7 @@ def measure_jax(
     config.model.update(name=model, **fields)
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     shape = SIDE, SIDE, CHANNELS
-    compiled = step.make_program(config, mesh, flow.Stats(**_stats()), latent_shape=shape)
+    compiled = step.make_program(config, mesh, DatasetStats(**_stats()))
     batch = _batch(batch_size)
     batch['latents'] = batch['latents'].astype(jax.numpy.bfloat16)
     batch = jax.device_put(batch, sharding.batch(mesh))

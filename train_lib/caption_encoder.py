@@ -14,7 +14,7 @@ files) with those in the data set's metadata. It imports neither TensorFlow nor 
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +23,13 @@ from absl import logging
 from jax.sharding import Mesh
 
 from coyo11m_tfds import schema
+from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from coyo11m_tfds.storage import model_files
 from coyo11m_tfds.text import gemma, text_encoders
 from coyo11m_tfds.text.encoder import DEFAULT_MAX_TOKENS, Encoder, Tokenizer
 from coyo11m_tfds.text.words import split_words
 from train_lib import sharding
 from train_lib.models.dit import Words
-
-if TYPE_CHECKING:
-    from train_lib.data import DataFacts
 
 # Run the same models: on the same files their embeddings agree to a cosine of 0.99997.
 _RUNNERS = 'hf', 'jax'
@@ -43,7 +41,7 @@ _OF_FOLDER = 'sha256:'  # how the revision of a model in a local folder begins
 # --- Captions of one's own ----------------------------------------------------------------------
 
 
-def make(facts: 'DataFacts', spec: str = '') -> Encoder | Tokenizer:
+def make(facts: DatasetStats, spec: str = '') -> Encoder | Tokenizer:
     """Loads the encoder, or the tokenizer, that made the texts of a data set.
 
     Args:
@@ -54,31 +52,31 @@ def make(facts: 'DataFacts', spec: str = '') -> Encoder | Tokenizer:
         ValueError: The encoder is not that of the data set, or `spec` is needed; or as
             `text_encoders.make_encoder`.
     """
-    wanted = facts.encoder
+    wanted = facts.text_encoder
     runner, _, folder = wanted.partition(':')
     if not spec and wanted == _IN_PT:
         raise ValueError(
             'the text embeddings came with the latents, and the data set does not name the encoder '
             'that made them: name it with --encoder.'
         )
-    if not spec and facts.encoder_revision.startswith(_OF_FOLDER):
+    if not spec and facts.text_revision.startswith(_OF_FOLDER):
         raise ValueError(
             f'the model was trained on text embeddings of {wanted}, whose files are in a folder '
-            f'named {folder} ({facts.encoder_revision}): give it with '
+            f'named {folder} ({facts.text_revision}): give it with '
             f'--encoder={runner}:/path/to/{folder}.'
         )
     spec = spec or wanted
     runner, colon, model = spec.partition(':')
     if colon and wanted != _IN_PT:  # before minutes are spent with loading it
-        _check_name(facts, f'{runner}:{model_files.public_name(model)}')
-    max_tokens = facts.max_tokens or DEFAULT_MAX_TOKENS
+        _check_same(facts, f'{runner}:{model_files.public_name(model)}')
+    max_tokens = facts.text_max_tokens or DEFAULT_MAX_TOKENS
     make_one = text_encoders.make_tokenizer if facts.vocabulary else text_encoders.make_encoder
     encoder = make_one(spec, max_tokens)
     check(facts, encoder)
     return encoder
 
 
-def texts(facts: 'DataFacts', encoder: Encoder | Tokenizer, captions: Sequence[str]) -> np.ndarray:
+def texts(facts: DatasetStats, encoder: Encoder | Tokenizer, captions: Sequence[str]) -> np.ndarray:
     """Encodes captions: embeddings float16 `(n, D)`, or token ids int32 `(n, T)`.
 
     Raises a ValueError if a token is not in the vocabulary of the data set.
@@ -101,7 +99,7 @@ def texts(facts: 'DataFacts', encoder: Encoder | Tokenizer, captions: Sequence[s
     return ids
 
 
-def unknown_words(facts: 'DataFacts', encoder: Tokenizer, captions: Sequence[str]) -> list[str]:
+def unknown_words(facts: DatasetStats, encoder: Tokenizer, captions: Sequence[str]) -> list[str]:
     """Returns the words of captions that do not occur in the training data; [] if unknown.
 
     It misses a few words, whose ids equal those of other words.
@@ -114,28 +112,33 @@ def unknown_words(facts: 'DataFacts', encoder: Tokenizer, captions: Sequence[str
     return [word for word, [token] in zip(words, ids, strict=True) if not known[token]]
 
 
-def check(facts: 'DataFacts', encoder: Encoder | Tokenizer) -> None:
+def check(facts: DatasetStats, encoder: Encoder | Tokenizer) -> None:
     """Raises a ValueError if an encoder or tokenizer is not that of the data set."""
-    if facts.encoder == _IN_PT and cast(Encoder, encoder).dim == facts.text_dim:
+    if facts.text_encoder == _IN_PT and cast(Encoder, encoder).dim == facts.text_dim:
         logging.warning(
             'The data set does not say whether %s made its text embeddings.', encoder.name
         )
         return
-    _check_name(facts, encoder.name)
-    if facts.encoder_revision not in ('', encoder.revision):
-        raise ValueError(
-            f'the captions are encoded by {encoder.name} of revision {encoder.revision}, but the '
-            f'model was trained with revision {facts.encoder_revision}: '
-            'name that one with --encoder.'
+    _check_same(facts, encoder.name, encoder.revision)
+
+
+def _check_same(facts: DatasetStats, name: str, revision: str = '', vocabulary: int = 0) -> None:
+    """Raises a ValueError for another encoder; '' and 0 stand for what is not known."""
+    same_name = _model_name(name) == _model_name(facts.text_encoder)
+    same_revision = '' in (revision, facts.text_revision) or revision == facts.text_revision
+    if not (same_name and same_revision and vocabulary in (0, facts.vocabulary)):
+        given, wanted = (
+            f'{name!r}'
+            + f' of revision {revision}' * bool(revision)
+            + f' with {ids} ids' * bool(ids)
+            for name, revision, ids in (
+                (name, revision, vocabulary),
+                (facts.text_encoder, facts.text_revision, facts.vocabulary),
+            )
         )
-
-
-def _check_name(facts: 'DataFacts', name: str) -> None:
-    if _model_name(name) != _model_name(facts.encoder):
-        revision = f' (revision {facts.encoder_revision})' if facts.encoder_revision else ''
         raise ValueError(
-            f'the captions are encoded by {name!r}, but the model was trained with '
-            f'{facts.encoder!r}{revision}: name that one with --encoder.'
+            f'{given} encodes the captions, but {wanted} made the texts of the training data: '
+            'expected that encoder'
         )
 
 
@@ -180,7 +183,7 @@ class StepEncoder:
         return Words(states, tokens >= 0)
 
 
-def load(spec: str, facts: 'DataFacts', mesh: Mesh, *, dtype: str) -> StepEncoder | None:
+def load(spec: str, facts: DatasetStats, mesh: Mesh, *, dtype: str) -> StepEncoder | None:
     """Loads the encoder that `config.encoder` names.
 
     Args:
@@ -196,19 +199,10 @@ def load(spec: str, facts: 'DataFacts', mesh: Mesh, *, dtype: str) -> StepEncode
         return None
     if not facts.vocabulary:
         raise ValueError(
-            f'encoder={spec!r}: the data set holds embeddings of {facts.encoder!r}, expected token '
-            "ids (embed_captions --tokens_only), or encoder=''"
+            f'encoder={spec!r}: the data set holds embeddings of {facts.text_encoder!r}, expected '
+            "token ids (embed_captions --tokens_only), or encoder=''"
         )
-    tokenizer = _open(spec, facts.max_tokens)
-    same_name = _model_name(tokenizer.name) == _model_name(facts.encoder)
-    same_revision = facts.encoder_revision in ('', tokenizer.revision)
-    if not (same_name and same_revision and tokenizer.vocabulary == facts.vocabulary):
-        raise ValueError(
-            f'encoder={spec!r} is {tokenizer.name} of revision {tokenizer.revision} with '
-            f'{tokenizer.vocabulary} ids, but the token ids of the data set were made by '
-            f'{facts.encoder} of revision {facts.encoder_revision or "unknown"} with '
-            f'{facts.vocabulary}: expected that encoder'
-        )
+    tokenizer = _open(spec, facts.text_max_tokens, facts)
     from coyo11m_tfds.text import gemma_weights  # needs an extra, as `_open` has told by now
 
     config = tokenizer.checkpoint.config
@@ -236,14 +230,17 @@ def abstract(spec: str, mesh: Mesh, *, dtype: str) -> StepEncoder | None:
     return _abstract(spec, '', config, dtype, mesh)
 
 
-def _open(spec: str, max_tokens: int) -> Any:
-    """The `JaxTokenizer` of `spec`, which knows the model's files."""
+def _open(spec: str, max_tokens: int, facts: DatasetStats | None = None) -> Any:
+    """The `JaxTokenizer` of `spec`, which knows the model's files; that of `facts`, if given."""
     if not spec.startswith('jax:'):
         raise ValueError(f"encoder={spec!r}: expected jax:FOLDER, jax:HUB_NAME or ''")
     try:
-        return text_encoders.make_tokenizer(spec, max_tokens)
+        tokenizer = text_encoders.make_tokenizer(spec, max_tokens)
+        if facts is not None:
+            _check_same(facts, tokenizer.name, tokenizer.revision, tokenizer.vocabulary)
     except ValueError as error:
         raise ValueError(f'encoder={spec!r}: {error}') from error
+    return tokenizer
 
 
 def _abstract(

@@ -66,8 +66,7 @@ class Description:
             nested.
         settings: Fields that a resumed run can change on purpose, with their values.
         config: The whole configuration as nested values; not compared.
-        facts: Fields of `data.DataFacts`, the facts about the data that a model needs; not
-            compared.
+        facts: Fields of `DatasetStats`, the facts about the data that a model needs; not compared.
         position: Position of the run in its data, see `data.TrainingData`; not compared.
     """
 

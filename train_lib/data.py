@@ -20,57 +20,13 @@ from jax.sharding import Mesh
 import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.process.sizes import readable
-from train_lib import flow, models, settings, sharding, signals
+from train_lib import models, settings, sharding, signals
 
 Batches = Iterator[dict[str, jax.Array]]
 
 
 class ReadError(OSError):
     """A record or a file of the data set cannot be read; the message names it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class DataFacts:
-    """The facts about its data that a model needs; a checkpoint holds them for drawing.
-
-    Attributes:
-        latent_shape: `(height, width, channels)` of one sample.
-        encoder: Name of the encoder of the texts, such as `hf:google/gemma-3-270m`.
-        encoder_revision: Commit of the encoder on the hub, or `sha256:...` of the files in a local
-            folder; '' if unknown.
-        max_tokens: Length limit of captions in tokens; 0 if there is none or it is unknown. Records
-            with tokens have this number of them, padding included.
-        vocabulary: All token ids in the records are below this number; 0 for text embeddings.
-        known_tokens: For the tokenizer `words`, a bit for each id, set if a caption has it, as hex
-            digits; '' if unknown.
-        num_crops: Number of crops of an image, the largest of all sources.
-    """
-
-    latent_shape: tuple[int, int, int]
-    stats: flow.Stats
-    encoder: str
-    encoder_revision: str = ''
-    max_tokens: int = 0
-    vocabulary: int = 0
-    known_tokens: str = ''
-    num_crops: int = 1
-
-    @property
-    def text_dim(self) -> int:
-        """Width of a text embedding; 0 without text embeddings."""
-        return len(self.stats.text_mean)
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns plain values for JSON, from which floats return bit for bit."""
-        stats = {name: values.tolist() for name, values in vars(self.stats).items()}
-        return vars(self) | {'latent_shape': list(self.latent_shape), 'stats': stats}
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> 'DataFacts':
-        """The inverse of `to_json`."""
-        stats = {name: np.asarray(x, np.float32) for name, x in fields['stats'].items()}
-        made = {'latent_shape': tuple(fields['latent_shape']), 'stats': flow.Stats(**stats)}
-        return cls(**dict(fields) | made)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +93,7 @@ class TrainingData:
         self._arrived = self._taken = 0
         self.facts = self._read_facts()
         self._text = schema.TOKENS if self.facts.vocabulary else schema.TEXT_EMBEDDING
-        encoder = {'name': self.facts.encoder, 'revision': self.facts.encoder_revision}
+        encoder = {'name': self.facts.text_encoder, 'revision': self.facts.text_revision}
         if self.facts.vocabulary:
             size = {'vocabulary': self.facts.vocabulary}
         else:
@@ -285,7 +241,7 @@ class TrainingData:
 
     def _on_host(self, start: Mapping[str, Any] | None) -> input_pipeline.Batches:
         config = self._config
-        crop = [input_pipeline.CROP] * (self.facts.num_crops > 1)
+        crop = [input_pipeline.CROP] * (self.facts.latents_shape[0] > 1)
         return input_pipeline.train_batches(
             self.sources,
             batch_size=config.batch_size,
@@ -312,33 +268,20 @@ class TrainingData:
         on_host = _with_read_errors(batches)
         return input_pipeline.to_device(on_host, sharding.batch(self._mesh), ahead=ahead)
 
-    def _read_facts(self) -> DataFacts:
-        stats = input_pipeline.mix_stats(self.sources, self._config.data.text)
-        if not (stats.text_dim or stats.num_tokens):
-            added = self.sources[0].stored.text_columns
-            raise ValueError(
-                f'{self.sources[0].stored.folder} holds no text embeddings in its records: '
-                + (
-                    f'choose added ones with --config.data.text: {", ".join(added)}'
-                    if added
-                    else 'build it with the config field text_embeddings, as in '
-                    '--config=\'{"name": "hash", "text_embeddings": "SIDECAR"}\', '
-                    'or add some with python -m coyo11m_tfds.add_column'
-                )
+    def _read_facts(self) -> input_pipeline.DatasetStats:
+        facts = input_pipeline.mix_stats(self.sources, self._config.data.text)
+        if facts.text_dim or facts.num_tokens:
+            return facts
+        added = self.sources[0].stored.text_columns
+        raise ValueError(
+            f'{self.sources[0].stored.folder} holds no text embeddings in its records: '
+            + (
+                f'choose added ones with --config.data.text: {", ".join(added)}'
+                if added
+                else 'build it with the config field text_embeddings, as in '
+                '--config=\'{"name": "hash", "text_embeddings": "SIDECAR"}\', '
+                'or add some with python -m coyo11m_tfds.add_column'
             )
-        mean, std = stats.text_mean, stats.text_std
-        if mean is None or std is None:  # token ids have no statistics
-            mean = std = np.zeros(0, np.float32)
-        _, channels, height, width = stats.latents_shape
-        return DataFacts(
-            (height, width, channels),
-            flow.Stats(stats.latent_mean, stats.latent_std, mean, std),
-            stats.text_encoder or '',
-            stats.text_revision or '',
-            stats.text_max_tokens,
-            stats.vocabulary,
-            stats.known_tokens,
-            max(x.stored.latents[1][0] for x in self.sources),
         )
 
     def _check_shares(self, has_lanes: bool) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 from absl import flags
 from etils import epath
 
+from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from coyo11m_tfds.pictures import vae_decoder
 from coyo11m_tfds.storage import json_digest, model_files
 from coyo11m_tfds.text.encoder import Encoder, Tokenizer
@@ -34,7 +35,6 @@ from train_lib import (
     step,
     workdirs,
 )
-from train_lib.data import DataFacts
 
 FLAGS = flags.FLAGS
 
@@ -83,7 +83,7 @@ class Artist:
         """
         self._saved = checkpoint.open_run(place)
         self.step = self._saved.step
-        self.facts = DataFacts.from_json(self._saved.description.facts)
+        self.facts = DatasetStats.from_json(self._saved.description.facts)
         config = ml_collections.ConfigDict(self._saved.description.config)
         config.preview.update({name: x for name, x in changes.items() if x is not None})
         config.seed = config.seed if seed is None else seed
@@ -147,8 +147,7 @@ class Artist:
             ) from error
         model = models.make(**config.model, vocabulary=self.facts.vocabulary)
         model = model.clone(pin=sharding.Rows(self._mesh))
-        latent_shape = self.facts.latent_shape
-        draw = step.make_draw(config, model, self.facts.stats, encoder, latent_shape=latent_shape)
+        draw = step.make_draw(config, model, self.facts, encoder)
         whole, rows = sharding.replicated(self._mesh), sharding.batch(self._mesh)
         bound = step.bind(draw, encoder, whole, rows, whole, out_shardings=rows)
         return lambda texts, first: bound(self.params, texts, first)

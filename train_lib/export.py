@@ -28,6 +28,7 @@ import safetensors.numpy
 from absl import flags
 from etils import epath
 
+from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from train_lib import (
     checkpoint,
     flow,
@@ -38,7 +39,6 @@ from train_lib import (
     step,
     workdirs,
 )
-from train_lib.data import DataFacts
 from train_lib.models.dit import DiT, Words
 
 FLAGS = flags.FLAGS
@@ -63,7 +63,7 @@ def export(place: epath.PathLike, out: epath.PathLike, *, average: bool = True) 
     """
     saved = checkpoint.open_run(place)
     config = ml_collections.ConfigDict(saved.description.config)
-    facts = DataFacts.from_json(saved.description.facts)
+    facts = DatasetStats.from_json(saved.description.facts)
     with config.unlocked():
         config.model.dtype = 'float32'
     model = models.make(**config.model, vocabulary=facts.vocabulary)
@@ -106,7 +106,7 @@ def flatten(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def draw_example(
-    model: DiT, params: Any, facts: DataFacts, preview: Mapping[str, Any]
+    model: DiT, params: Any, facts: DatasetStats, preview: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
     """Returns noise, a random text, and the raw latents that the model draws from them.
 
@@ -114,13 +114,14 @@ def draw_example(
     and `present`.
     """
     random, count = np.random.default_rng(0), _NUM_EXAMPLES
-    noise = random.normal(size=(count, *facts.latent_shape)).astype(np.float32)
+    _, channels, height, width = facts.latents_shape
+    noise = random.normal(size=(count, height, width, channels)).astype(np.float32)
     present = np.arange(_NUM_TOKENS) < random.integers(1, _NUM_TOKENS, (count, 1))
     text: Any
     if not facts.vocabulary:
         normal = random.normal(size=(count, facts.text_dim))
-        raw = (normal * facts.stats.text_std + facts.stats.text_mean).astype(np.float16)
-        example, text = {'text': raw}, flow.standardize_text(jnp.asarray(raw), facts.stats)
+        raw = (normal * facts.text_std + facts.text_mean).astype(np.float16)
+        example, text = {'text': raw}, flow.standardize_text(jnp.asarray(raw), facts)
     elif 'projection' in params['words']:
         width = params['words']['projection']['kernel'].shape[0]
         states = random.normal(size=(count, _NUM_TOKENS, width)).astype(np.float32)
@@ -138,7 +139,7 @@ def draw_example(
         return sampling.sample(velocity, noise, text, **settings)
 
     with jax.default_matmul_precision('highest'):
-        latents = flow.raw_latents(sample(noise, text), facts.stats)
+        latents = flow.raw_latents(sample(noise, text), facts)
     return {'noise': noise, **example, 'latents': np.asarray(latents)}
 
 

@@ -1,6 +1,5 @@
 """Rectified flow: straight paths from data to noise, and the velocity along them.
 
-    stats = Stats(latent_mean, latent_std, text_mean, text_std)
     x = standardize_latents(batch['latents'], stats)
     t = logit_normal_times(rng, n, mean=0.0, std=1.0)
     loss = jnp.mean(squared_errors(predict, x, noise, t))
@@ -11,47 +10,33 @@ logit-normal as in Esser et al., "Scaling Rectified Flow Transformers" (2024), s
 """
 
 from collections.abc import Callable
+from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-
-@flax.struct.dataclass
-class Stats:
-    """Statistics of the train split, float32, in raw units.
-
-    Attributes:
-        latent_mean: Mean of each channel of the latents, `(4,)`.
-        latent_std: Standard deviation of each channel, `(4,)`.
-        text_mean: Mean of each dimension of the text embeddings, `(D,)`.
-        text_std: Standard deviation of each dimension, `(D,)`.
-    """
-
-    latent_mean: np.ndarray
-    latent_std: np.ndarray
-    text_mean: np.ndarray
-    text_std: np.ndarray
+from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 
 
-def no_stats(text_dim: int) -> Stats:
+def no_stats(text_dim: int, **facts: Any) -> DatasetStats:
     """Returns statistics with mean 0 and deviation 1, for programs without a data set."""
-    return Stats(*(np.full(n, x, np.float32) for n in (4, text_dim) for x in (0, 1)))
+    arrays: Any = (np.full(n, x, np.float32) for n in (4, text_dim) for x in (0, 1))
+    return DatasetStats(*arrays, **facts)
 
 
-def standardize_latents(latents: jax.Array, stats: Stats) -> jax.Array:
+def standardize_latents(latents: jax.Array, stats: DatasetStats) -> jax.Array:
     """Standardizes raw latents `(b, 4, H, W)` of any float dtype: float32 `(b, H, W, 4)`."""
     latents = jnp.transpose(latents.astype(jnp.float32), (0, 2, 3, 1))
     return (latents - stats.latent_mean) / stats.latent_std
 
 
-def raw_latents(standardized: jax.Array, stats: Stats) -> jax.Array:
+def raw_latents(standardized: jax.Array, stats: DatasetStats) -> jax.Array:
     """Inverts `standardize_latents`: from `(b, H, W, 4)` to raw float32 `(b, 4, H, W)`."""
     return jnp.transpose(standardized * stats.latent_std + stats.latent_mean, (0, 3, 1, 2))
 
 
-def standardize_text(text: jax.Array, stats: Stats) -> jax.Array:
+def standardize_text(text: jax.Array, stats: DatasetStats) -> jax.Array:
     """Standardizes text embeddings `(b, D)` of any float dtype: float32, mean 0, deviation 1."""
     # A feature that never varies tells nothing: it becomes 0 instead of a division by zero.
     varies = stats.text_std > 1e-6

@@ -78,14 +78,14 @@ def introduce(
             'encoder: %s, %.4g million parameters, frozen, %.3g GFLOP a sample, %s',
             encoder.name,
             _count(encoder.params) / 1e6,
-            encoder.network.config.flops(data.facts.max_tokens) / 1e9,
+            encoder.network.config.flops(data.facts.text_max_tokens) / 1e9,
             encoder.network.dtype,
         )
     say(
         'model: %s, %.4g million parameters, %.3g GFLOP to train on a sample, %s',
         config.model.name,
         _count(state.params) / 1e6,
-        program.flops(data.facts.max_tokens) / 1e9,
+        program.flops(data.facts.text_max_tokens) / 1e9,
         config.model.dtype,
     )
     say('steps %d to %d, into %s; compiling ...', start + 1, config.num_steps, workdir)

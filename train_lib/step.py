@@ -4,7 +4,7 @@
     state = program.init()
     state, update = program.train_step(state, batch)   # donates the state
 
-A batch holds `latents` `(b, 4, H, W)` raw, `key` uint32 `(b, 2)` and texts: `text_embedding`
+A batch holds `latents` `(b, C, H, W)` raw, `key` uint32 `(b, 2)` and texts: `text_embedding`
 `(b, D)` or, for a model with a vocabulary, `tokens` int32 `(b, T)`, which a frozen encoder may turn
 into hidden states before the model sees them. A training batch also holds `drop_text` bool `(b,)`
 if texts may be dropped, and `crop` int32 `(b,)` if images have several. An evaluation batch holds
@@ -18,8 +18,8 @@ alone.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -28,13 +28,11 @@ import ml_collections
 import optax
 from jax.sharding import Mesh
 
+from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from train_lib import caption_encoder, flow, models, sampling, sharding, state
 from train_lib.caption_encoder import StepEncoder
 from train_lib.metrics import EvalMetrics, TrainMetrics
 from train_lib.state import TrainState
-
-if TYPE_CHECKING:
-    from train_lib.data import DataFacts
 
 Batch = Mapping[str, jax.Array]
 
@@ -48,7 +46,7 @@ def make_train_step(
     model: nn.Module,
     tx: optax.GradientTransformation,
     schedule: optax.Schedule,
-    stats: flow.Stats,
+    stats: DatasetStats,
     *,
     ema_decay: float,
     seed: int,
@@ -140,7 +138,7 @@ def make_train_step(
 
 
 def make_eval_step(
-    model: nn.Module, stats: flow.Stats, *, seed: int, encoder: StepEncoder | None = None
+    model: nn.Module, stats: DatasetStats, *, seed: int, encoder: StepEncoder | None = None
 ) -> Callable[..., EvalMetrics]:
     """Returns a function from weights, a batch and frozen weights to metrics of the batch.
 
@@ -180,24 +178,23 @@ def sampling_settings(preview: Mapping[str, Any]) -> dict[str, Any]:
 def make_draw(
     config: ml_collections.ConfigDict,
     model: nn.Module,
-    stats: flow.Stats,
+    stats: DatasetStats,
     encoder: StepEncoder | None,
-    *,
-    latent_shape: Sequence[int],
 ) -> Callable[..., jax.Array]:
     """Returns a function from `(params, texts, first, frozen)` to raw latents, for `bind`.
 
     Texts are raw text embeddings, `(n, D)`, or token ids, int32 `(n, T)`; latents are float32 `(n,
     C, H, W)`. The noise of a picture is a function of `config.seed` and of its number, which is
-    `first` for the first row. For other arguments see `make_program`.
+    `first` for the first row.
     """
     settings = sampling_settings(config.preview)
+    _, channels, height, width = stats.latents_shape
     text_of = make_text_of(stats, encoder)
 
     def draw(params: Any, texts: jax.Array, first: int | jax.Array, frozen: Any) -> jax.Array:
         def noise_of(number: jax.Array) -> jax.Array:
             rng = jax.random.fold_in(jax.random.key(config.seed), number)
-            return jax.random.normal(rng, latent_shape)
+            return jax.random.normal(rng, (height, width, channels))
 
         drawn = sampling.sample(
             applied(model, params),
@@ -210,7 +207,9 @@ def make_draw(
     return draw
 
 
-def make_text_of(stats: flow.Stats, encoder: StepEncoder | None) -> Callable[[Any, jax.Array], Any]:
+def make_text_of(
+    stats: DatasetStats, encoder: StepEncoder | None
+) -> Callable[[Any, jax.Array], Any]:
     """Returns a function from frozen weights and raw texts to the texts that the model takes.
 
     The function standardizes text embeddings `(b, D)`, and encodes token ids, int32 `(b, T)`, if
@@ -348,31 +347,20 @@ class Program:
         return {'encoder': {'name': self.encoder.name, 'revision': self.encoder.revision}}
 
 
-def for_data(config: ml_collections.ConfigDict, mesh: Mesh, facts: 'DataFacts') -> Program:
+def for_data(config: ml_collections.ConfigDict, mesh: Mesh, stats: DatasetStats) -> Program:
     """Makes the program for a data set, with the text encoder of the configuration.
 
     Raises:
         ValueError: As `make_program` and `caption_encoder.load`.
     """
-    return make_program(
-        config,
-        mesh,
-        facts.stats,
-        latent_shape=facts.latent_shape,
-        vocabulary=facts.vocabulary,
-        num_crops=facts.num_crops,
-        encoder=caption_encoder.load(config.encoder, facts, mesh, dtype=config.model.dtype),
-    )
+    encoder = caption_encoder.load(config.encoder, stats, mesh, dtype=config.model.dtype)
+    return make_program(config, mesh, stats, encoder)
 
 
 def make_program(
     config: ml_collections.ConfigDict,
     mesh: Mesh,
-    stats: flow.Stats,
-    *,
-    latent_shape: Sequence[int],
-    vocabulary: int = 0,
-    num_crops: int = 1,
+    stats: DatasetStats,
     encoder: StepEncoder | None = None,
 ) -> Program:
     """Builds model, optimizer and steps; each function is compiled at its first call.
@@ -380,11 +368,8 @@ def make_program(
     Args:
         config: See `configs/default.py`.
         mesh: From `sharding.make_mesh`.
-        stats: Statistics of the data set.
-        latent_shape: `(height, width, channels)` of one sample.
-        vocabulary: All token ids of the data set are below this number; 0 for text embeddings.
-        num_crops: Number of crops of an image in the data set.
-        encoder: Encoder of these tokens on the same mesh; None for a learned table.
+        stats: Facts about the data set.
+        encoder: Encoder of its tokens on the same mesh; None for a learned table.
 
     Raises:
         ValueError: A part of a batch cannot be split over the devices; or as `models.make`.
@@ -394,10 +379,12 @@ def make_program(
             f'batch_size={config.batch_size} in accumulate={config.accumulate} parts cannot be '
             f'split over {mesh.size} devices: expected a multiple of their product'
         )
-    model = models.make(**config.model, vocabulary=vocabulary, num_crops=num_crops)
+    num_crops, channels, height, width = stats.latents_shape
+    latent_shape = height, width, channels
+    model = models.make(**config.model, vocabulary=stats.vocabulary, num_crops=num_crops)
     schedule, tx = _make_optimizer(config)
-    raw = jax.ShapeDtypeStruct((1, len(stats.text_mean)), jnp.float32)
-    if vocabulary:
+    raw = jax.ShapeDtypeStruct((1, stats.text_dim), jnp.float32)
+    if stats.vocabulary:
         raw = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     frozen = encoder.params if encoder else None
     text = jax.eval_shape(make_text_of(stats, encoder), frozen, raw)
@@ -415,7 +402,7 @@ def make_program(
         **config.flow,
     )
     eval_step = make_eval_step(pinned, stats, seed=config.seed, encoder=encoder)
-    draw = make_draw(config, pinned, stats, encoder, latent_shape=latent_shape)
+    draw = make_draw(config, pinned, stats, encoder)
 
     def init_from_seed() -> TrainState:
         return init(jax.random.key(config.seed))
@@ -428,7 +415,7 @@ def make_program(
         return draw(params, texts, 0, frozen)
 
     def flops(num_tokens: int) -> int:
-        text_dim = encoder.dim if encoder else len(stats.text_mean)
+        text_dim = encoder.dim if encoder else stats.text_dim
         return 3 * model.flops(latent_shape, text_dim, num_tokens)
 
     return Program(

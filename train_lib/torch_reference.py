@@ -30,7 +30,8 @@ def load(folder):
 def draw(weights, config, noise, text):
     """Integrates the velocity from noise at time 1 to data at time 0, with guidance."""
     facts, preview = config['data'], config['preview']
-    count, stats = len(noise), {name: torch.tensor(x) for name, x in facts['stats'].items()}
+    names = 'latent_mean', 'latent_std', 'text_mean', 'text_std'
+    count, stats = len(noise), {name: torch.tensor(facts[name]) for name in names}
     if not facts['vocabulary']:
         std = stats['text_std']
         text = torch.where(std > 1e-6, (text.float() - stats['text_mean']) / std, 0)

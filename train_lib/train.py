@@ -146,7 +146,7 @@ def train(setup: Setup, verbose: bool = False) -> tuple[TrainState, bool]:
                 start=start,
                 data=setup.data,
                 progress=lambda step: setup.data.progress(beginning.position_at(step)),
-                flops=program.flops(setup.data.facts.max_tokens),
+                flops=program.flops(setup.data.facts.text_max_tokens),
                 way_back=functools.partial(checkpoint.way_back, manager),
             )
             log.window = window

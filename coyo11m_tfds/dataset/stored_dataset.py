@@ -98,37 +98,54 @@ class IndexedSplit:
 
 @dataclasses.dataclass(frozen=True)
 class DatasetStats:
-    """The statistics of a data set that a model needs.
+    """The facts about a data set that a model needs; a checkpoint holds them for drawing.
 
     Attributes:
         latent_mean, latent_std: float32 `(C,)`, over the train split in raw units.
+        text_mean, text_std: The same of text embeddings, `(text_dim,)`; `(0,)` for tokens.
+        latents_shape: `(crops, C, H, W)`; the crops are the most that a source of a mixture has.
         latent_dtype: One of `schema.LATENT_DTYPES`.
-        latents_shape: `(crops, C, H, W)`.
-        text_mean, text_std: float32 `(text_dim,)`; None without text embeddings.
-        text_encoder: Name of the encoder of the text; None without text or if unknown.
-        text_revision: Commit, digest of files or number of the encoder; None if unknown.
+        text_encoder: Name such as `hf:google/gemma-3-270m`; '' without text or if unknown.
+        text_revision: Commit of the encoder on the hub, `sha256:...` of its files in a local
+            folder, or its number; '' if unknown.
         text_max_tokens: Length limit of captions in tokens; 0 if there is none or it is unknown.
-        text_dim: Width of the text embeddings; 0 without them.
-        source_fingerprint: Hex digest of the source files, or None.
         num_tokens: Number of tokens of a text, with padding; 0 for embeddings.
-        vocabulary: Number of token ids; 0 for embeddings.
+        vocabulary: All token ids are below this number; 0 for embeddings.
         known_tokens: A bit for each token id, set if the id occurs, as hex digits; '' if unknown.
+        source_fingerprint: Hex digest of the source files, or None.
     """
 
     latent_mean: np.ndarray
     latent_std: np.ndarray
-    latent_dtype: str
-    latents_shape: tuple[int, ...]
-    text_mean: np.ndarray | None
-    text_std: np.ndarray | None
-    text_encoder: str | None
-    text_revision: str | None
-    text_max_tokens: int
-    text_dim: int
-    source_fingerprint: str | None
+    text_mean: np.ndarray
+    text_std: np.ndarray
+    latents_shape: tuple[int, ...] = (1, *schema.LATENT_SHAPE)
+    latent_dtype: str = 'float16'
+    text_encoder: str = ''
+    text_revision: str = ''
+    text_max_tokens: int = 0
     num_tokens: int = 0
     vocabulary: int = 0
     known_tokens: str = ''
+    source_fingerprint: str | None = None
+
+    @property
+    def text_dim(self) -> int:
+        """Width of the text embeddings; 0 without them."""
+        return len(self.text_mean)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain values for JSON, from which floats return bit for bit."""
+        return {
+            name: x.tolist() if isinstance(x, np.ndarray) else x for name, x in vars(self).items()
+        }
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> 'DatasetStats':
+        """The inverse of `to_json`."""
+        names = 'latent_mean', 'latent_std', 'text_mean', 'text_std'
+        made: dict[str, Any] = {name: np.asarray(fields[name], np.float32) for name in names}
+        return cls(**{**fields, **made, 'latents_shape': tuple(fields['latents_shape'])})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,7 +307,6 @@ class StoredDataset:
         chosen = self.choose_texts(text)
         first, (mean, std) = chosen.texts[0], chosen.mean_and_std()
         dtype, shape = self.latents
-        is_embedding = chosen.feature == schema.TEXT_EMBEDDING
 
         def of_latents(name: str, default: float) -> np.ndarray:
             values = self.metadata.get(name, [default] * shape[1])
@@ -299,19 +315,18 @@ class StoredDataset:
         return DatasetStats(
             latent_mean=of_latents(schema.META_LATENT_MEAN, 0),
             latent_std=of_latents(schema.META_LATENT_STD, 1),
-            latent_dtype=dtype,
+            text_mean=mean.astype(np.float32),
+            text_std=std.astype(np.float32),
             latents_shape=shape,
-            text_mean=mean.astype(np.float32) if is_embedding else None,
-            text_std=std.astype(np.float32) if is_embedding else None,
-            text_encoder=first.encoder,
-            text_revision=first.revision,
+            latent_dtype=dtype,
+            text_encoder=first.encoder or '',
+            text_revision=first.revision or '',
             text_max_tokens=chosen.max_tokens,
-            text_dim=chosen.size if is_embedding else 0,
-            source_fingerprint=self.metadata.get(schema.META_SOURCE_FINGERPRINT),
             num_tokens=chosen.size if chosen.feature == schema.TOKENS else 0,
             vocabulary=first.vocabulary,
             # Texts of added columns may hold others.
             known_tokens='' if text else self.metadata.get(schema.META_TEXT_KNOWN, ''),
+            source_fingerprint=self.metadata.get(schema.META_SOURCE_FINGERPRINT),
         )
 
     def _text_size(self, name: str) -> int:

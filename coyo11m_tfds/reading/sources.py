@@ -186,9 +186,7 @@ def stats(sources: Sequence[Source], text: texts.Spec) -> DatasetStats:
         return mean.astype(np.float32), std.astype(np.float32)
 
     latents = mixed([x.latent_mean for x in found], [x.latent_std for x in found])
-    of_text = found[0].text_mean, found[0].text_std
-    if of_text[0] is not None:
-        of_text = mixed([x.text_mean for x in found], [x.text_std for x in found])
+    of_text = mixed([x.text_mean for x in found], [x.text_std for x in found])
     limits = [x.text_max_tokens for x in found]
     return dataclasses.replace(
         found[0],
@@ -196,6 +194,7 @@ def stats(sources: Sequence[Source], text: texts.Spec) -> DatasetStats:
         latent_std=latents[1],
         text_mean=of_text[0],
         text_std=of_text[1],
+        latents_shape=(max(x.latents_shape[0] for x in found), *found[0].latents_shape[1:]),
         text_max_tokens=max(limits) if all(limits) else 0,
         num_tokens=chosen[0].size if found[0].num_tokens else 0,
         known_tokens='',

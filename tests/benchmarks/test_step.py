@@ -13,6 +13,7 @@ import torch
 
 from benchmarks import torch_dit
 from configs import default
+from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from tests.checkout import CHECKOUT
 from train_lib import flow, models, sharding
 from train_lib.step import make_program
@@ -75,8 +76,8 @@ def ours():
     """The program in JAX, and a state as NumPy arrays whose weights have no zeros."""
     config = _config()
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
-    stats = flow.Stats(**_stats())
-    compiled = make_program(config, mesh, stats, latent_shape=_LATENT_SHAPE)
+    stats = DatasetStats(**_stats())
+    compiled = make_program(config, mesh, stats)
     state = jax.tree.map(np.array, compiled.init())
     rng = np.random.default_rng(3)
 
@@ -106,7 +107,7 @@ def _difference(ours, theirs):
 @pytest.mark.slow
 def test_same_weights_give_the_same_outputs_and_gradients(ours, theirs):
     config, _, state = ours
-    batch, stats = _batch(), flow.Stats(**_stats())
+    batch, stats = _batch(), DatasetStats(**_stats())
     noise, t = _noise_and_times(0)
     model = models.make(**config.model)
 

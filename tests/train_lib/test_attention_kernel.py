@@ -180,7 +180,7 @@ def test_losses_of_200_steps_in_bfloat16_are_those_with_xla(interpreted, monkeyp
     def make(attention):
         config.model.attention = attention
         mesh = sharding.make_mesh()
-        return step.make_program(config, mesh, flow.no_stats(24), latent_shape=(8, 8, 4))
+        return step.make_program(config, mesh, flow.no_stats(24, latents_shape=(1, 4, 8, 8)))
 
     def losses(program, rounding=0.0):
         def rounded(x):

@@ -196,17 +196,17 @@ def test_other_weights_are_looked_at_by_a_new_run_alone(mini_dataset, small_run,
 @pytest.mark.parametrize(
     ('changes', 'text_dim', 'arguments', 'begun'),
     [
-        ({}, 640, {'latent_shape': (16, 16, 4), 'num_crops': 3}, set()),
+        ({}, 640, {'latents_shape': (3, 4, 16, 16)}, set()),
         (
             {},
             5,
-            {'latent_shape': (32, 32, 4), 'num_crops': 5},
+            {'latents_shape': (5, 4, 32, 32)},
             {'conditioning/text_1/kernel', 'conditioning/crops/kernel'},
         ),
         (
             {'model.patch_size': 8},
             0,
-            {'latent_shape': (32, 32, 4), 'vocabulary': 7},
+            {'vocabulary': 7},
             {'patches/kernel', 'velocity/kernel', 'velocity/bias', 'conditioning/text_1/kernel'}
             | {f'words/{x}' for x in ('table', 'nothing', 'neighbours/kernel', 'neighbours/bias')},
         ),
@@ -218,7 +218,7 @@ def test_what_does_not_fit_another_model_begins_anew_and_is_named(
 ):
     config = small_config(mini_dataset, **SHORT, init_from=str(small_run[0]), seed=5, **changes)
     mesh = sharding.make_mesh()
-    program = step.make_program(config, mesh, flow.no_stats(text_dim), **arguments)
+    program = step.make_program(config, mesh, flow.no_stats(text_dim, **arguments))
     opened = data.TrainingData(config, mesh)
     beginning = beginnings.find(config, tmp_path / 'run', opened, program)
     told = set(re.findall(r'Not taken from \S+: parameter (\S+) has shape \S', caplog.text))

@@ -25,7 +25,6 @@ from train_lib import (
     beginnings,
     caption_encoder,
     checkpoint,
-    data,
     draw,
     flow,
     sharding,
@@ -53,28 +52,27 @@ def tokens(spec):
 def facts_of(spec, **changes):
     """Of a data set that holds token ids of this encoder."""
     made = text_encoders.make_tokenizer(spec, LENGTH)
-    stats = flow.Stats(*(np.full(n, v, np.float32) for n, v in ((4, 0), (4, 1), (0, 0), (0, 1))))
-    known = made.name, made.revision, made.max_tokens, made.vocabulary
-    return dataclasses.replace(data.DataFacts((8, 8, 4), stats, *known), **changes)
+    known = {'text_encoder': made.name, 'text_revision': made.revision}
+    known |= {'text_max_tokens': made.max_tokens, 'vocabulary': made.vocabulary}
+    return flow.no_stats(text_dim=0, latents_shape=(1, 4, 8, 8), **known | changes)
 
 
 # --- Captions of one's own ----------------------------------------------------------------------
 
 
 def facts_with(encoder, revision='', dim=640, **fields):
-    stats = flow.Stats(*(np.ones(n, np.float32) for n in (4, 4, dim, dim)))
-    return data.DataFacts((32, 32, 4), stats, encoder, revision, **fields)
+    return flow.no_stats(dim, text_encoder=encoder, text_revision=revision, **fields)
 
 
 @pytest.fixture
 def local(models):  # noqa: F811
     """Facts of a data set whose embeddings a model in a local folder has made."""
     folder = models / 'text'
-    return facts_with('hf:text', model_files.revision(str(folder)), dim=32, max_tokens=20)
+    return facts_with('hf:text', model_files.revision(str(folder)), dim=32, text_max_tokens=20)
 
 
 def test_classes_are_drawn_by_their_numbers():
-    facts = facts_with('labels', '1', dim=0, vocabulary=10, max_tokens=1)
+    facts = facts_with('labels', '1', dim=0, vocabulary=10, text_max_tokens=1)
     encoder = caption_encoder.make(facts)
     assert caption_encoder.texts(facts, encoder, ['7', '0']).tolist() == [[7], [0]]
     with pytest.raises(ValueError, match="'10' has token 10, expected one of the 10 tokens"):
@@ -102,7 +100,9 @@ def test_embeddings_of_unknown_origin_need_an_encoder_of_their_size(caplog):
         caption_encoder.make(facts_with('pt'))
     assert caption_encoder.make(facts_with('pt'), 'hash').name == 'hash'
     assert 'does not say whether hash made' in caplog.text
-    with pytest.raises(ValueError, match="by 'hash', but the model was trained with 'pt'"):
+    with pytest.raises(
+        ValueError, match=r"'hash' of revision 1 encodes .*, but 'pt' made the texts"
+    ):
         caption_encoder.make(facts_with('pt', dim=7), 'hash')
 
 
@@ -118,10 +118,7 @@ def test_the_loss_is_that_of_hidden_states_computed_outside(models, spec, tokens
     config.batch_size, config.encoder, config.optimizer.warmup_steps = 4, spec, 0
     facts, mesh = facts_of(spec), sharding.make_mesh()
     encoder = caption_encoder.load(spec, facts, mesh, dtype='float32')
-    made = step.make_program(
-        config, mesh, facts.stats, latent_shape=(8, 8, 4), vocabulary=facts.vocabulary,
-        encoder=encoder,
-    )  # fmt: skip
+    made = step.make_program(config, mesh, facts, encoder)
 
     states = our_states(models / 'text', np.maximum(tokens, 0).tolist()).copy()
     states[tokens < 0] = 7  # no zeros, which would be too easy
@@ -134,7 +131,7 @@ def test_the_loss_is_that_of_hidden_states_computed_outside(models, spec, tokens
         'tokens': tokens,
         'drop_text': np.array([False, False, False, True]),
     }
-    x = flow.standardize_latents(jnp.asarray(batch['latents']), facts.stats)
+    x = flow.standardize_latents(jnp.asarray(batch['latents']), facts)
     model = networks.make(**config.model, vocabulary=facts.vocabulary)
     params = _randomized(model, x, jnp.zeros(4), words)['params']
     noise, t = flow.noise_and_times_of_keys(batch['key'], (8, 8, 4), config.seed)
@@ -177,14 +174,14 @@ def test_the_encoder_has_to_be_the_one_of_the_token_ids(models, spec, tmp_path):
     assert caption_encoder.load(spec, by_hf, mesh, dtype='bfloat16').name == 'jax:text'
 
     words = facts_of('words', vocabulary=4096)
-    assert 'made by words of revision 1 with 4096: expected that encoder' in refusal(spec, words)
+    assert "but 'words' of revision 1 with 4096 ids made the texts" in refusal(spec, words)
     other = shutil.copytree(models / 'text', tmp_path / 'text')
     (other / 'more.txt').write_text('x')
     message = refusal(f'jax:{other}', facts)
-    assert f"encoder='jax:{other}' is jax:text of revision sha256:" in message
-    assert f'made by jax:text of revision {facts.encoder_revision} with' in message
-    silent = dataclasses.replace(facts, encoder_revision='', vocabulary=99)
-    assert 'of revision unknown with 99' in refusal(spec, silent)
+    assert f"encoder='jax:{other}': 'jax:text' of revision sha256:" in message
+    assert f"but 'jax:text' of revision {facts.text_revision} with" in message
+    silent = dataclasses.replace(facts, text_revision='', vocabulary=99)
+    assert "but 'jax:text' with 99 ids made the texts" in refusal(spec, silent)
     embeddings = dataclasses.replace(facts, vocabulary=0)
     assert "holds embeddings of 'jax:text', expected token ids" in refusal(spec, embeddings)
     assert "encoder='hf:text': expected jax:FOLDER" in refusal('hf:text', facts)
@@ -242,9 +239,9 @@ def run(config_with, tmp_path_factory):
 def test_a_checkpoint_names_the_encoder_and_holds_nothing_of_it(run, spec):
     workdir, state = run
     saved = checkpoint.open_run(workdir)
-    revision = facts_of(spec).encoder_revision
-    assert saved.description.facts['encoder_revision'] == revision
-    assert saved.description.facts['max_tokens'] == LENGTH
+    revision = facts_of(spec).text_revision
+    assert saved.description.facts['text_revision'] == revision
+    assert saved.description.facts['text_max_tokens'] == LENGTH
     assert saved.description.identity['encoder'] == {'name': 'jax:text', 'revision': revision}
     stored = ocp.PyTreeCheckpointHandler().metadata(saved.folder / checkpoint.STATE)
     shapes = [tuple(leaf.shape) for leaf in jax.tree.leaves(stored.tree)]

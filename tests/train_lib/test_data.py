@@ -75,7 +75,7 @@ def test_what_evaluations_read_is_not_counted_as_read_for_training(mini_dataset)
 
 def test_the_step_is_told_the_crops_of_a_data_set_with_several(mini_dataset):
     opened = data.TrainingData(small_config(mini_dataset), sharding.make_mesh())
-    assert opened.facts.num_crops == schema.NUM_CROPS
+    assert opened.facts.latents_shape[0] == schema.NUM_CROPS
     batches = opened.train_batches()
     seen = {}
     examples = tfds.builder_from_directory(mini_dataset).as_dataset(split='train')

@@ -11,9 +11,10 @@ import pytest
 import safetensors.numpy
 import torch
 
+from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from tests.checkout import CHECKOUT
 from tests.train_lib.test_models import _randomized
-from train_lib import data, export, flow, models, torch_reference
+from train_lib import export, models, torch_reference
 from train_lib.models.dit import Words
 
 PREVIEW = {
@@ -43,7 +44,7 @@ def test_the_page_of_pytorch_draws_the_same_latents(tmp_path, kind, text, sample
     random = np.random.default_rng(1)
     stats = [random.uniform(0.5, 2, size).astype(np.float32) for size in (4, 4, DIM, DIM)]
     stats[3][:3] = 0  # features that never vary
-    facts = data.DataFacts((SIDE, SIDE, 4), flow.Stats(*stats), 'x', vocabulary=vocabulary)
+    facts = DatasetStats(*stats, (3, 4, SIDE, SIDE), vocabulary=vocabulary)
     given = {
         'embedding': np.zeros((1, DIM), np.float32),
         'tokens': np.zeros((1, 5), np.int32),

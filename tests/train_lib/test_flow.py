@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from train_lib import flow, sampling
 
-STATS = flow.Stats(
+STATS = DatasetStats(
     latent_mean=np.array([1.0, -2.0, 3.0, 0.5], np.float32),
     latent_std=np.array([5.0, 6.0, 7.0, 8.0], np.float32),
     text_mean=np.linspace(-1, 1, 16, dtype=np.float32),

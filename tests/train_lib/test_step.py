@@ -7,19 +7,21 @@ import optax
 import pytest
 
 from configs import default
+from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from tests import children
-from train_lib import flow, sharding, state
+from train_lib import sharding, state
 from train_lib import step as steps
 from train_lib.models import dit
 
 TEXT = jax.ShapeDtypeStruct((1, 16), jnp.float32)
 
 
-STATS = flow.Stats(
+STATS = DatasetStats(
     latent_mean=np.array([1.0, -2.0, 3.0, 0.5], np.float32),
     latent_std=np.array([5.0, 6.0, 7.0, 8.0], np.float32),
     text_mean=np.linspace(-1, 1, 16, dtype=np.float32),
     text_std=np.array([0.0] + 15 * [2.0], np.float32),
+    latents_shape=(3, 4, 8, 8),
 )
 
 
@@ -227,7 +229,7 @@ def test_parts_and_devices_that_do_not_divide_a_batch_are_refused(parts, devices
     mesh = jax.sharding.AbstractMesh((devices, 1), (sharding.DATA_AXIS, sharding.FSDP_AXIS))
     expected = f'batch_size=256 in accumulate={parts} parts cannot be split over {devices} devices'
     with pytest.raises(ValueError, match=expected):
-        steps.make_program(config, mesh, STATS, latent_shape=(8, 8, 4))
+        steps.make_program(config, mesh, STATS)
 
 
 _ALONE = """
@@ -238,8 +240,7 @@ from configs import default
 from train_lib import flow, sharding, step
 config = default.get_config()
 config.model.update(name='tiny/16', width=32, depth=2, unroll=1)
-stats = flow.Stats(*(np.ones(n, np.float32) for n in (4, 4, 5, 5)))
-made = step.make_program(config, sharding.make_mesh(), stats, latent_shape=(32, 32, 4))
+made = step.make_program(config, sharding.make_mesh(), flow.no_stats(text_dim=5))
 batch = {
     'key': np.zeros((2, 2), np.uint32),
     'latents': np.zeros((2, 4, 32, 32), np.float16),

@@ -17,7 +17,6 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from coyo11m_tfds import schema
 from coyo11m_tfds.pictures import vae_decoder
 from train_lib import run
 
@@ -57,19 +56,13 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
         step.for_data(config, mesh, data.facts)
         what = 'tokens' if data.facts.vocabulary else 'text embeddings'
         folders = ' and '.join(x.stored.folder for x in data.sources)
-        described = f'{folders}, {what} of {data.facts.encoder}'
+        described = f'{folders}, {what} of {data.facts.text_encoder}'
     else:
         how = 'name a built data set: --config.data.dir'
         unchecked['the data set, its encoder and the memory for reading it'] = how
         settings.check(config, needs_data=False)
-        channels, height, width = schema.LATENT_SHAPE
-        step.make_program(
-            config,
-            mesh,
-            flow.no_stats(text_dim=1),
-            latent_shape=(height, width, channels),
-            vocabulary=int(config.model.text == 'sequence'),
-        )
+        vocabulary = int(config.model.text == 'sequence')
+        step.make_program(config, mesh, flow.no_stats(text_dim=1, vocabulary=vocabulary))
     kinds = [device.device_kind for device in jax.local_devices()]
     devices = ', '.join(f'{kinds.count(kind)} x {kind}' for kind in dict.fromkeys(kinds))
     return {'devices': devices, 'data': described, 'unchecked': unchecked}

@@ -38,6 +38,7 @@ from absl import flags
 from jax.experimental import topologies
 from ml_collections import config_flags
 
+from coyo11m_tfds import schema
 from train_lib import caption_encoder, chips, flow, run, settings, sharding
 from train_lib.models.dit import POOLED
 from train_lib.step import Program, make_program
@@ -45,7 +46,6 @@ from train_lib.tools import hlo
 
 FLAGS = flags.FLAGS
 
-LATENT_SHAPE = 32, 32, 4  # height, width, channels
 TEXT_DIM, VOCABULARY = 640, 4096  # of texts without an encoder in the step
 TRAIN, EVALUATE, DRAW = STEPS = 'train', 'evaluate', 'draw'
 
@@ -107,14 +107,8 @@ def analyze(
         text_dim, vocabulary, num_tokens = TEXT_DIM, 0, 0
     else:
         text_dim, vocabulary = 0, VOCABULARY
-    program = make_program(
-        config,
-        mesh,
-        flow.no_stats(text_dim),
-        latent_shape=LATENT_SHAPE,
-        vocabulary=vocabulary,
-        encoder=encoder,
-    )
+    stats = flow.no_stats(text_dim, vocabulary=vocabulary)
+    program = make_program(config, mesh, stats, encoder)
     count, passes = _work(config, step)
     hosts = len({device.process_index for device in devices})
     axes = ' x '.join(f'{axis} {size}' for axis, size in mesh.shape.items())
@@ -164,7 +158,6 @@ def _work(config: ml_collections.ConfigDict, step: str) -> tuple[int, int]:
 def _lower(
     program: Program, step: str, count: int, text_dim: int, num_tokens: int, mesh: jax.sharding.Mesh
 ) -> jax.stages.Lowered:
-    height, width, channels = LATENT_SHAPE
     placed = sharding.replicated(mesh) if step == DRAW else sharding.batch(mesh)
 
     def rows(dtype, *shape: int) -> jax.ShapeDtypeStruct:
@@ -177,7 +170,7 @@ def _lower(
     if step == DRAW:
         return program.draw.lower(state.params, *texts.values())
     batch = texts | {
-        'latents': rows(jnp.bfloat16, channels, height, width),
+        'latents': rows(jnp.bfloat16, *schema.LATENT_SHAPE),
         'key': rows(jnp.uint32, 2),
         'drop_text' if step == TRAIN else 'mask': rows(jnp.bool_),
     }
