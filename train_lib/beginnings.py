@@ -43,13 +43,15 @@ class Beginning:
         data: Data of the run.
         has_new_config: Whether the last checkpoint holds another configuration.
         source: Checkpoint with the first weights of a new run, or None.
+        others: Names of parameters that are not taken from there, because their shapes differ.
     """
 
     description: Description
     step: int
     data: TrainingData
     has_new_config: bool
-    source: SavedRun | None
+    source: SavedRun | None = None
+    others: Collection[str] = ()
 
     def position_at(self, step: int) -> dict[str, Any]:
         """Returns the place in the data after a step."""
@@ -69,9 +71,8 @@ class Beginning:
         if self.source is None:
             return state
         average = self.description.config['init_average']
-        abstract = program.abstract_state.params
-        others = self.source.other_shapes(abstract)
-        wanted = {x: y for x, y in flatten_dict(abstract, sep='/').items() if x not in others}
+        abstract = flatten_dict(program.abstract_state.params, sep='/')
+        wanted = {name: x for name, x in abstract.items() if name not in self.others}
         taken = self.source.restore_weights(unflatten_dict(wanted, sep='/'), average=average)
         own = flatten_dict(state.params, sep='/')
         params = unflatten_dict(own | flatten_dict(taken, sep='/'), sep='/')
@@ -97,9 +98,6 @@ def find(
     """Finds the start of a run, and checks that it fits.
 
     Args:
-        config: See `configs/default.py`.
-        workdir: Folder of the run, local or `gs://`.
-        data, program: Data and program of the run.
         accept_changes: Fields that may differ from the last checkpoint.
 
     Raises:
@@ -119,8 +117,8 @@ def find(
     )
     own = checkpoint.find(workdir)
     if own is None:
-        source = _source(config.init_from, description, program) if config.init_from else None
-        return Beginning(description, 0, data, True, source)
+        source = _source(config.init_from, description, program) if config.init_from else ()
+        return Beginning(description, 0, data, True, *source)
     saved = own.description
     check_same(saved, description, accept_changes, where=str(own.folder))
     if config.num_steps < own.step:
@@ -132,7 +130,7 @@ def find(
     place = _next_position(saved.position, description.position)
     has_new_config = saved.config != description.config
     description = dataclasses.replace(description, position=place)
-    return Beginning(description, own.step, data, has_new_config, None)
+    return Beginning(description, own.step, data, has_new_config)
 
 
 def _next_position(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,30 +154,32 @@ def _next_position(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str
     return {**now, 'step': saved['step'], 'samples': samples}
 
 
-def _source(init_from: str, description: Description, program: Program) -> SavedRun:
-    """Finds the checkpoint that `init_from` names, and checks that its weights fit."""
+def _source(
+    init_from: str, description: Description, program: Program
+) -> tuple[SavedRun, Collection[str]]:
+    """The checkpoint that `init_from` names, and the parameters that do not fit."""
     try:
         source = checkpoint.open_run(init_from)
-        _check_shares(source, program)
+        others = source.other_shapes(program.abstract_state.params)
+        _check_shares(others, program)
         identity = source.description.identity
     except (ValueError, OSError) as error:
         raise type(error)(f'init_from={init_from}: {ending.describe(error)}') from error
     for text in differences(identity, description.identity).values():
         logging.warning('The weights of %s were trained with other settings: %s.', init_from, text)
-    for name, shapes in source.other_shapes(program.abstract_state.params).items():
+    for name, shapes in others.items():
         logging.warning(
             'Not taken from %s: parameter %s has shape %s. If this run has it, it begins anew.',
             *(init_from, name, shapes),
         )
-    return source
+    return source, others
 
 
-def _check_shares(source: SavedRun, program: Program) -> None:
+def _check_shares(others: Mapping[str, str], program: Program) -> None:
     """Raises a ValueError if no kernel fits (of those in `blocks`, if there are any)."""
     params = flatten_dict(program.abstract_state.params, sep='/')
     kernels = [name for name in params if name.endswith('/kernel')] or list(params)
     needed = [name for name in kernels if name.startswith('blocks/')] or kernels
-    others = source.other_shapes(program.abstract_state.params)
     if others.keys() >= set(needed):
         raise ValueError(
             f'no kernel fits: parameter {needed[0]} has shape {others[needed[0]]}; expected a run '
@@ -190,13 +190,10 @@ def _check_shares(source: SavedRun, program: Program) -> None:
 def check_same(
     saved: Description, current: Description, accept_changes: Collection[str], where: str
 ) -> None:
-    """Compares two descriptions, field by field.
+    """Compares the description in the checkpoint at `where` with that of this run.
 
     Args:
-        saved: Description in the checkpoint.
-        current: Description of this run.
         accept_changes: Settings that may differ; their differences are logged.
-        where: Path of the checkpoint, for the message.
 
     Raises:
         OtherRunError: The descriptions differ; the message names every field with both values, and
@@ -222,10 +219,9 @@ def differences(saved: Mapping, current: Mapping) -> dict[str, str]:
     """Returns the fields that differ, with their saved and current values."""
     # As JSON, because that makes lists of tuples, and so on.
     before, now = (settings.flatten(json.loads(json.dumps(x))) for x in (saved, current))
-    words = [{name: repr(x) for name, x in values.items()} for values in (before, now)]
-    told = {name: [x.get(name, 'absent') for x in words] for name in before.keys() | now.keys()}
-    return {
-        name: f'{name} was {was} and is now {is_now}'
-        for name, (was, is_now) in sorted(told.items())
-        if was != is_now
-    }
+    told = {}
+    for name in sorted(before.keys() | now.keys()):
+        was, is_now = (repr(x[name]) if name in x else 'absent' for x in (before, now))
+        if was != is_now:
+            told[name] = f'{name} was {was} and is now {is_now}'
+    return told

@@ -6,18 +6,13 @@
         checkpoint.save(manager, step, state, window, description)
         checkpoint.wait(manager)
 
-    saved = checkpoint.find('W')                    # the last one; None where there is none
-    saved = checkpoint.open_run('gs://bucket/W@2000')   # or a ValueError
+    saved = checkpoint.open_run('gs://bucket/W@2000')
     saved.description.config                        # configuration of the run, as nested values
     params = saved.restore_weights(abstract_params, average=True)
 
-`state` is a `TrainState`; `window` holds the metrics of an unfinished log window. `description`
-holds the settings of the run and facts of its data, so that programs can draw without the data set.
-
 Orbax writes a checkpoint under a temporary name and renames it when it is complete. So if a process
 is killed while it saves, the previous checkpoint remains the latest. This module adds a record of
-all files, with the size and the CRC-32C of each, and compares the files with it before it restores
-anything.
+all files with their sizes and CRC-32Cs, and compares the files with it before it restores anything.
 """
 
 import asyncio
@@ -59,15 +54,14 @@ _THREADS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """The description of a run in plain values; a resume compares it with the checkpoint's.
+    """The description of a run in plain values; a resume compares the first two fields.
 
     Attributes:
-        identity: Fields that a resumed run cannot change: the text encoder and the model. May be
-            nested.
-        settings: Fields that a resumed run can change on purpose, with their values.
-        config: The whole configuration as nested values; not compared.
-        facts: Fields of `DatasetStats`, the facts about the data that a model needs; not compared.
-        position: Position of the run in its data, see `data.TrainingData`; not compared.
+        identity: Fields that a resumed run cannot change: the text encoder and the model.
+        settings: Fields that a resumed run can change on purpose.
+        config: The whole configuration as nested values.
+        facts: Fields of `DatasetStats`, so that programs can draw without the data set.
+        position: Position of the run in its data, see `data.TrainingData`.
     """
 
     identity: Mapping[str, Any]
@@ -87,7 +81,6 @@ def open_manager(workdir: epath.PathLike, keep: int, keep_every: int = 0) -> ocp
     thread saves checkpoints; the end of the manager's context waits for the thread.
 
     Args:
-        workdir: Folder of the run, local or `gs://`.
         keep: Number of last checkpoints to keep.
         keep_every: Keeps the checkpoints of multiples of this step too; 0 to keep no others.
     """
@@ -136,7 +129,7 @@ def save(
     It copies the arrays to the host before it returns, so callers may donate them afterwards.
 
     Args:
-        state, window: Pytrees of arrays.
+        window: Metrics of an unfinished log window.
         interrupted: Whether some hooks that are due after this step have not been called.
 
     Raises:
@@ -172,9 +165,8 @@ def restore(
     """Restores the last complete checkpoint, to resume the run.
 
     Args:
-        state: A pytree of arrays or `jax.ShapeDtypeStruct` with the wanted shardings, which may
-            differ from the saved ones.
-        window: The same for the metrics of the log window.
+        state, window: Arrays or `jax.ShapeDtypeStruct` with the wanted shardings, which may differ
+            from the saved ones.
 
     Returns:
         `(state, window, interrupted)`, or None without a checkpoint.
@@ -208,30 +200,23 @@ def way_back(manager: ocp.CheckpointManager, step: int) -> str:
     return f'{removing} from {manager.directory}/{older[-1]}'
 
 
-@contextlib.contextmanager
-def _errors_of_reading(folder: epath.Path) -> Iterator[None]:
-    """Turns Orbax's errors into an `OSError` of one line that names the checkpoint."""
-    try:
-        yield
-    except Exception as error:  # Orbax raises errors of all kinds
-        raise OSError(
-            f'{folder}: the checkpoint cannot be read: {_first_line(error)}; if it is damaged, '
-            'remove this folder to use the checkpoint before it.'
-        ) from error
+def _errors_of_reading(folder: epath.Path) -> contextlib.AbstractContextManager[None]:
+    advice = '; if it is damaged, remove this folder to use the checkpoint before it.'
+    return _errors_in_one_line(f'{folder}: the checkpoint cannot be read', advice)
+
+
+def _errors_of_writing(manager: ocp.CheckpointManager) -> contextlib.AbstractContextManager[None]:
+    return _errors_in_one_line(f'{manager.directory}: a checkpoint cannot be written')
 
 
 @contextlib.contextmanager
-def _errors_of_writing(manager: ocp.CheckpointManager) -> Iterator[None]:
+def _errors_in_one_line(told: str, advice: str = '') -> Iterator[None]:
     try:
         yield
     except Exception as error:  # Orbax raises errors of all kinds
-        message = f'{manager.directory}: a checkpoint cannot be written: {_first_line(error)}'
-        raise OSError(message) from error
-
-
-def _first_line(error: Exception) -> str:
-    line = str(error.__cause__ or error).partition('\n')[0]
-    return re.sub(r" \[\w+='.*", '', line)  # TensorStore adds details
+        line = str(error.__cause__ or error).partition('\n')[0]
+        line = re.sub(r" \[\w+='.*", '', line)  # TensorStore adds details
+        raise OSError(f'{told}: {line}{advice}') from error
 
 
 # --- From outside -------------------------------------------------------------------------------
@@ -272,10 +257,7 @@ def _steps(workdir: epath.PathLike) -> list[int]:
 
 
 class SavedRun:
-    """A complete checkpoint, for reading only.
-
-    Its weights can be restored without the optimizer's state, to any shardings.
-    """
+    """A complete checkpoint, for reading only."""
 
     def __init__(self, workdir: epath.PathLike, step: int):
         """Compares the checkpoint with its record; raises an `OSError` that names a wrong file."""
@@ -355,12 +337,7 @@ def _by_name(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _write_record(folder: epath.Path) -> None:
-    if source_files.is_remote(os.fspath(folder)):
-        files = _objects(folder)
-    else:
-        paths = [path for path in pathlib.Path(folder).rglob('*') if path.is_file()]
-        files = _local(folder, [path.relative_to(folder).as_posix() for path in paths])
-    files = {name: state for name, state in files.items() if name not in NOT_RECORDED}
+    files = {name: x for name, x in _states(folder).items() if name not in NOT_RECORDED}
     (folder / RECORD).write_text(json.dumps({'files': files, 'crc32c': _checksum(files)}))
 
 
@@ -378,8 +355,7 @@ def _check_record(folder: epath.Path) -> None:
     wrong = [RECORD]
     if files is not None:
         share = sorted(files)[jax.process_index() :: jax.process_count()]
-        is_remote = source_files.is_remote(os.fspath(folder))
-        found = _objects(folder) if is_remote else _local(folder, share)
+        found = _states(folder, share)
         wrong = [name for name in share if found.get(name) != files[name]]
     if wrong:
         raise OSError(
@@ -392,20 +368,22 @@ def _checksum(files: dict[str, Any]) -> int:
     return google_crc32c.value(json.dumps(files, sort_keys=True).encode())
 
 
-def _local(folder: epath.Path, names: Collection[str]) -> dict[str, Any]:
-    def state(name: str) -> list[Any] | None:
+def _states(folder: epath.Path, names: Collection[str] | None = None) -> dict[str, Any]:
+    """Size and CRC-32C of files below a folder, of all without names; None if there is no file."""
+    if source_files.is_remote(os.fspath(folder)):
+        from coyo11m_tfds.storage import gcs  # imports the client of the storage
+
+        found = gcs.list_objects(os.fspath(folder), deep=True)
+        return {name: list(x.state) for name, x in found.items()}
+    if names is None:
+        paths = pathlib.Path(folder).rglob('*')
+        names = [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
+
+    def state(name: str) -> list[int] | None:
         try:
-            size, crc32c = file_state.of_file(folder / name)
+            return list(file_state.of_file(folder / name))
         except FileNotFoundError:
             return None
-        return [size, f'crc32c:{crc32c:08x}']
 
     with ThreadPoolExecutor(_THREADS) as pool:
         return dict(zip(names, pool.map(state, names), strict=True))
-
-
-def _objects(folder: epath.Path) -> dict[str, Any]:
-    from coyo11m_tfds.storage import gcs  # imports the client of the storage
-
-    found = gcs.list_objects(os.fspath(folder), deep=True)
-    return {name: [x.size, f'crc32c:{x.crc32c:08x}'] for name, x in found.items()}

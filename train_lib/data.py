@@ -1,10 +1,8 @@
 """The data set of a run: batches on the devices, statistics, and its identity.
 
-    data = TrainingData(config, mesh)
-    batches = data.train_batches(data.position_at(data.position, step=1000))
-    batch = next(batches)
-
-This is the batch after 1000 steps, for any number of interruptions and for any former batch size.
+data = TrainingData(config, mesh)
+batches = data.train_batches(data.position_at(data.position, step=1000))
+next(batches)    # after 1000 steps, however often interrupted, for any former batch size
 """
 
 import dataclasses

@@ -1,6 +1,5 @@
 """The log of a run: an introduction, averages over windows of steps, and times.
 
-    log.introduce(config, workdir, data, program, start=0)
     train_log = log.TrainLog(writer, config, empty=program.no_metrics(), data=data)
     for step in range(1, num_steps + 1):
         with train_log.clock.waiting_for_data():
@@ -10,9 +9,8 @@
     train_log.settle(step)
 
 A report holds the metrics of the steps (`metrics.TrainMetrics`) as `train/...`, the rates and times
-of `StepClock.lap`, and the state of this host; docs/training.md explains each scalar. A report
-lacks `loss` and `grad_norm` if every step of its window was skipped. Rates and times leave out the
-first step, which includes the compilation.
+of `StepClock.lap`, and the state of this host; docs/training.md explains each scalar. Rates and
+times leave out the first step, which includes the compilation.
 
 The host does not wait for a step that has just started. It fetches the metrics of a window after it
 has dispatched the next step, so the device always has work.
@@ -29,7 +27,7 @@ import pathlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import ml_collections
@@ -122,8 +120,6 @@ class TrainLog:
         """Starts with an empty window.
 
         Args:
-            config: Configuration; this uses `log_every`, `batch_size`, `num_steps`, and the limits
-                of skipped steps, `max_skipped_in_a_row` and `max_skipped`.
             empty: Metrics of zero steps, on the devices of the steps' metrics.
             start: The step before the first one.
             data: Data of the run, which counts what it reads; None without a count.
@@ -131,16 +127,9 @@ class TrainLog:
             flops: FLOPs to train on one sample; 0 if unknown.
             way_back: Returns advice for a resume from before a bad step.
         """
-        self.clock = StepClock(data)
-        self.window = empty
-        self._empty = empty
-        self._writer = writer
-        self._config = config
-        self._data = data
-        self._progress = progress
-        self._flops = flops
-        self._way_back = way_back
-        self._start = start
+        self.clock, self.window = StepClock(data), empty
+        self._writer, self._config, self._empty, self._start = writer, config, empty, start
+        self._data, self._progress, self._flops, self._way_back = data, progress, flops, way_back
         self._opened = time.monotonic()
         self._first_finished: float | None = None
         self._complete: tuple[int, metrics.TrainMetrics] | None = None
@@ -167,8 +156,7 @@ class TrainLog:
         must be safe; and a run that is about to fail must not replace its checkpoints.
 
         Raises:
-            FloatingPointError: Too many steps were skipped, including those in the unfinished
-                window.
+            FloatingPointError: Too many steps were skipped, including those in the last window.
         """
         self.write_complete()
         self._check_skipped(step, jax.device_get(self.window))
@@ -178,8 +166,7 @@ class TrainLog:
         """Waits for the steps of a complete window, and writes it; raises the errors of `add`."""
         if self._complete is None:
             return
-        step, window = self._complete
-        self._complete = None
+        (step, window), self._complete = self._complete, None
         window = jax.device_get(window)
         self._check_skipped(step, window)
         means = window.compute()
@@ -266,11 +253,7 @@ AHEAD = 2
 _Moment = concurrent.futures.Future[float]  # `time.monotonic`, once it is known
 
 
-class _Mark(NamedTuple):
-    """A moment: the end of a step, or the begin of a stretch of them."""
-
-    at: _Moment
-    ends_step: bool
+_Mark = tuple[_Moment, bool]  # and whether it is the end of a step, or else the begin of a stretch
 
 
 class StepClock:
@@ -316,7 +299,7 @@ class StepClock:
         try:
             yield
         finally:
-            self._marks.append(_Mark(_moment(time.monotonic()), ends_step=False))
+            self._marks.append((_moment(time.monotonic()), False))
 
     def step_started(self, result: Any) -> None:
         """Counts a step, whose arrays `result` are still being computed.
@@ -330,7 +313,7 @@ class StepClock:
             finished.result()
             self._restart(finished)
             return
-        self._marks.append(_Mark(finished, ends_step=True))
+        self._marks.append((finished, True))
         self._in_flight.append(finished)
         if len(self._in_flight) > AHEAD:
             self._in_flight.popleft().result()
@@ -341,16 +324,15 @@ class StepClock:
         Waits for all started steps. All processes must call it after the same step.
         """
         seconds = [
-            after.at.result() - before.at.result()
-            for before, after in itertools.pairwise(self._marks)
-            if after.ends_step
+            after.result() - before.result()
+            for (before, _), (after, ends_step) in itertools.pairwise(self._marks)
+            if ends_step
         ]
         if not seconds:
             return {}
         total = sum(seconds)
-        waited = sum(
-            max(0.0, came - max(asked, idle.result())) for asked, idle, came in self._waits
-        )
+        waits = (came - max(asked, idle.result()) for asked, idle, came in self._waits)
+        waited = sum(max(0.0, wait) for wait in waits)
         # The one thing that hosts tell each other, once a lap.
         with jax.transfer_guard('allow'):
             shares = multihost_utils.process_allgather(np.float32(waited / total))
@@ -368,11 +350,11 @@ class StepClock:
             num_bytes = self._data.read_counts().num_bytes - self._num_bytes
             scalars['input/read_mb_per_second'] = num_bytes / 1e6 / total
         # The end of the last step, or of what was aside since.
-        self._restart(self._marks[-1].at)
+        self._restart(self._marks[-1][0])
         return scalars
 
     def _restart(self, moment: _Moment) -> None:
-        self._marks = [_Mark(moment, ends_step=False)]
+        self._marks: list[_Mark] = [(moment, False)]
         self._waits: list[tuple[float, _Moment, float]] = []
         self._ready: list[int] = []
         if self._data is not None:

@@ -15,7 +15,7 @@ import math
 import pathlib
 import re
 import string
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from absl import logging
@@ -62,7 +62,8 @@ def make_grid(
         size = max(_FONT_SIZE, round(width * _TITLE_SHARE))
         longest = max(width, _FONT_SIZE * len(title))
         rows.insert(0, _write_lines([title], longest, 'gray', size))
-    return _pad(_join(rows, axis=0), _MARGIN, _MARGIN)
+    margins = (_MARGIN, _MARGIN), (_MARGIN, _MARGIN), (0, 0)
+    return np.pad(_join(rows, axis=0), margins, constant_values=255)
 
 
 def write_png(path: epath.PathLike, picture: np.ndarray) -> None:
@@ -75,12 +76,7 @@ def write_png(path: epath.PathLike, picture: np.ndarray) -> None:
 
 
 def write_singles(folder: epath.PathLike, pictures: np.ndarray, captions: Sequence[str]) -> None:
-    """Writes each picture as `00000.png` and so on, with its caption in `00000.txt` beside it.
-
-    Args:
-        folder: Folder, local or `gs://`; made if it does not exist.
-        pictures: Pictures, uint8 `(n, height, width, 3)`.
-    """
+    """Writes pictures, uint8 `(n, H, W, 3)`, as `00000.png`, with their captions in `00000.txt`."""
     for number, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
         path = epath.Path(folder) / f'{number:05}.png'
         write_png(path, picture)
@@ -144,7 +140,14 @@ def _runs(text: str, size: int) -> Iterator[tuple[ImageFont.FreeTypeFont, str]]:
 @functools.cache
 def _font_index(letter: str) -> int | None:
     """The number of the first font that has a letter; None if none has."""
-    return next((index for index, has in enumerate(_coverages()) if has(letter)), None)
+
+    def drawn(font: ImageFont.FreeTypeFont, text: str) -> tuple[tuple[int, int], bytes]:
+        mask = font.getmask(text)
+        return mask.size, bytes(mask)
+
+    # A font draws a letter that it lacks like a code without one.
+    fonts = enumerate(_fonts(_FONT_SIZE))
+    return next((i for i, font in fonts if drawn(font, letter) != drawn(font, '\uffff')), None)
 
 
 @functools.cache  # the same captions are drawn again and again
@@ -156,21 +159,6 @@ def _tell_missing(letters: str) -> None:
             len(letters),
             letters[:10],
         )
-
-
-@functools.cache
-def _coverages() -> list[Callable[[str], bool]]:
-    """For each font, whether it has a letter. It draws a missing letter like a code without one."""
-
-    def coverage(font: ImageFont.FreeTypeFont) -> Callable[[str], bool]:
-        def draw(letter: str) -> tuple[tuple[int, int], bytes]:
-            mask = font.getmask(letter)
-            return mask.size, bytes(mask)
-
-        lacking = draw('\uffff')
-        return lambda letter: draw(letter) != lacking
-
-    return [coverage(font) for font in _fonts(_FONT_SIZE)]
 
 
 @functools.cache
@@ -197,19 +185,15 @@ def _enlarge(picture: np.ndarray) -> np.ndarray:
 
 
 def _join(pictures: Sequence[np.ndarray], axis: int) -> np.ndarray:
-    """Puts pictures next to one another, a margin between them, at the upper left of each place."""
-    other = 1 - axis
-    extent = max(picture.shape[other] for picture in pictures)
-    padded = []
-    for number, picture in enumerate(pictures):
-        after = [0, 0]
-        after[other] = extent - picture.shape[other]
-        after[axis] = _MARGIN if number + 1 < len(pictures) else 0
-        padded.append(_pad(picture, (0, after[0]), (0, after[1])))
-    return np.concatenate(padded, axis=axis)
-
-
-def _pad(picture: np.ndarray, rows, columns) -> np.ndarray:
-    """Adds white pixels; `rows` and `columns` as in `numpy.pad`."""
-    pairs = [np.broadcast_to(amount, 2) for amount in (rows, columns, 0)]
-    return np.pad(picture, pairs, constant_values=255)
+    """Puts pictures next to one another on white, with a margin between them."""
+    sizes = np.array([picture.shape[:2] for picture in pictures])
+    sizes[:-1, axis] += _MARGIN
+    whole = sizes.max(0)
+    whole[axis] = sizes[:, axis].sum()
+    joined = np.full((*whole, 3), 255, np.uint8)
+    start = np.zeros(2, int)
+    for picture, size in zip(pictures, sizes, strict=True):
+        (y, x), (height, width) = start, picture.shape[:2]
+        joined[y : y + height, x : x + width] = picture
+        start[axis] += size[axis]
+    return joined

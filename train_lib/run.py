@@ -15,7 +15,6 @@ package. This module imports neither JAX nor TensorFlow, because they read their
 they are imported.
 """
 
-import collections
 import contextlib
 import difflib
 import functools
@@ -51,13 +50,10 @@ flags.DEFINE_bool('verbose', False, 'Show messages of libraries, and tracebacks 
 
 
 def start(main: Callable[[], None], required: Sequence[str]) -> None:
-    """Parses the command line and calls `main`.
+    """Parses the command line and calls `main`, which reads `flags.FLAGS`.
 
-    A wrong command line ends the process with `error: ...` in one line and status 1.
-
-    Args:
-        main: Reads `flags.FLAGS`.
-        required: Names of the flags that must be given.
+    A wrong command line, or one without a required flag, ends the process with `error: ...` in one
+    line and status 1.
     """
     flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS['verbose'])  # for --help
     try:
@@ -98,10 +94,8 @@ def errors_in_one_line(
 ) -> Iterator[None]:
     """Ends the process with `error: ...` and status 1 for errors that the user can mend.
 
-    With `--verbose` the traceback precedes the line.
-
-    Args:
-        kinds: Classes of these errors; the default covers wrong settings and unreadable files.
+    With `--verbose` the traceback precedes the line. By default these errors are wrong settings and
+    unreadable files.
     """
     try:
         yield
@@ -179,12 +173,8 @@ def _parse_flags(argv: Sequence[str], required: Sequence[str]) -> list[str]:
 
 def _wrong_config(argv: Sequence[str], error: Exception) -> str:
     """Names the flag, or the line of the file, and what is wrong there."""
-    path, fields = '', []
-    for argument in argv:
-        if found := re.match(r'--?config=(.*)', argument):
-            path = found[1]
-        elif found := re.match(r'--?config\.([\w.]+)', argument):
-            fields.append(found[1])
+    given = dict(re.findall(r'^--?(config[\w.]*)=(.*)', '\n'.join(argv), re.MULTILINE))
+    path = given.pop('config', '')
     if isinstance(error, OSError):
         return f'--config={path}: {error}'
     trace = ''.join(traceback.format_exception(error))  # quotes that of the file
@@ -197,24 +187,14 @@ def _wrong_config(argv: Sequence[str], error: Exception) -> str:
         return f'{where}: {said}'
     # The message begins with the field in quotes, unless the field is being added.
     found = re.search(r'Key "(\w+)"', str(error)) or re.search(r'(\w+)', str(error))
-    missing = found[1] if found else ''
-    given = [field for field in fields if missing in field.split('.')]
-    if given and not own:
-        where = f'--config.{given[0]}'
-    likely = _likely_field(given[0] if given else missing)
-    advice = f'; did you mean {likely!r}?' if likely else ''
+    missing = asked = found[1] if found else ''
+    if not own and (names := [name for name in given if missing in name.split('.')]):
+        where, asked = f'--{names[0]}', names[0].removeprefix('config.')
+    known = {part for name in _fields() for part in (name, name.rpartition('.')[0])}
+    likely = difflib.get_close_matches(asked, sorted(known), n=1, cutoff=0.72)
+    likely += re.findall(r'Did you mean "(\w+)"', str(error))  # within the block
+    advice = f'; did you mean {likely[0]!r}?' if likely else ''
     return f'{where}: there is no field {missing!r}{advice}'
-
-
-def _likely_field(given: str) -> str:
-    """The field or block whose own name is most like that of a given one; '' if none is."""
-    by_end = collections.defaultdict(set)
-    for name in _fields():
-        for known in (name, name.rpartition('.')[0]):
-            by_end[known.rpartition('.')[2]].add(known)
-    for end in difflib.get_close_matches(given.rpartition('.')[2], by_end, n=1):
-        return difflib.get_close_matches(given, sorted(by_end[end]), n=1, cutoff=0)[0]
-    return ''
 
 
 def _as_flags(message: str) -> str:

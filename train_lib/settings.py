@@ -1,8 +1,5 @@
 """Rules for the fields of a configuration, and the fields that a resumed run compares.
 
-    settings.check(config)               # a ValueError that names field, value and what is expected
-    settings.changeable(config)          # {'optimizer.learning_rate': 2e-4, ...}
-
 Other modules check whether the fields fit the data and the devices. The optimizer and the model
 check their own fields.
 """

@@ -8,13 +8,12 @@
             if stop.reached(step):
                 break
 
-Signals: a run saves a checkpoint if it has new steps, and ends. A preempted host gets SIGTERM and
-    about 30 seconds; the other hosts may get no signal. All hosts must save the same step, because
-    each writes a part of a checkpoint.
+After a signal a run saves a checkpoint if it has new steps, and ends. A preempted host gets SIGTERM
+and about 30 seconds; the other hosts may get no signal. All hosts must save the same step, because
+each writes a part of a checkpoint. If one process fails, the others end at once and name it; else
+they would wait for minutes in a computation that needs all processes, and then abort.
 
-Failures: if one process fails, the others end at once and name it. Without this they would wait for
-    minutes in a computation that needs all processes, and then abort. The import of this module is
-    fast, because it does not import JAX.
+This module is imported fast, because it does not import JAX.
 """
 
 import contextlib
@@ -84,12 +83,10 @@ class StopRequest:
 
         self._alone = jax.process_count() == 1
         self._agreed = multihost_utils.reached_preemption_sync_point
-        self._noted = False
-        self._repeatable = False
+        self._noted = self._repeatable = False
         self._previous = {}
         # For the thread of `install`: whether a step has been taken, and when it was told to stop.
-        self.can_save = False
-        self.told_at = None
+        self.can_save, self.told_at = False, None
 
     def __enter__(self) -> 'StopRequest':
         _requests.append(self)
@@ -112,8 +109,7 @@ class StopRequest:
     def repeatable(self) -> Iterator[None]:
         """Allows a stop request to interrupt a block, by a `BrokenOff` in the main thread.
 
-        With several processes the block always completes, because its computations need all of
-        them.
+        With several processes the block completes: its computations need all of them.
         """
         self._repeatable = self._alone
         try:
@@ -139,25 +135,22 @@ def _watch(told: socket.socket) -> None:
             continue
         request = _requests[0] if _requests else None
         name = 'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'
+        leaves = True
         if request is None or not request.can_save:
-            _leave(number, f'{name}: left at once, there was nothing to save.')
-        if request.told_at is None:
-            request.told_at = time.monotonic()
-            _say(f'{name}: saving, then leaving. Once more leaves at once.')
+            text = f'{name}: left at once, there was nothing to save.'
+        elif request.told_at is None:
+            request.told_at, leaves = time.monotonic(), False
+            text = f'{name}: saving, then leaving. Once more leaves at once.'
         elif time.monotonic() - request.told_at > _SECONDS_OF_ONE_REQUEST:
-            _leave(number, f'{name} again: left at once; the last checkpoint is what is kept.')
-
-
-def _say(text: str) -> None:
-    # Not by `print`: the main thread may hold the lock of the stream, and never give it back.
-    with contextlib.suppress(OSError):
-        start = '\n' if sys.stderr.isatty() else ''  # below a ^C
-        os.write(2, f'{start}{text}\n'.encode())
-
-
-def _leave(number: int, text: str) -> NoReturn:
-    _say(text)
-    os._exit(_exit_status[number])
+            text = f'{name} again: left at once; the last checkpoint is what is kept.'
+        else:
+            continue
+        # Not by `print`: the main thread may hold the lock of the stream, and never give it back.
+        with contextlib.suppress(OSError):
+            start = '\n' if sys.stderr.isatty() else ''  # below a ^C
+            os.write(2, f'{start}{text}\n'.encode())
+        if leaves:
+            os._exit(_exit_status[number])
 
 
 # --- Several hosts ------------------------------------------------------------------------------
@@ -205,11 +198,8 @@ def failures_shared() -> Iterator[None]:
 
     The first process that fails leaves its error with JAX's coordinator, where a thread of every
     other process looks for it. If a shared computation fails, a process first asks which others
-    still answer, because a killed process leaves no error. Processes that wait for each other
-    cannot unwind, so all end by `os._exit(1)`.
-
-    With a single process it does nothing. Contexts may be nested; use an inner one where leaving a
-    block after an error would wait for other processes.
+    still answer, because a killed process leaves no error. All end by `os._exit(1)`: processes that
+    wait for each other cannot unwind. Use a nested context in a block whose end would wait so.
     """
     import jax
 
@@ -268,9 +258,8 @@ class _Hosts:
         message = str(error).removeprefix('error: ') if is_message else summary(error)
         failure = f'{self._name} has failed: {message}'
         if self._is_of_a_computation(error) and (dead := self._silent()):
-            failure = (
-                f'{dead} does not answer: it was killed, maybe for lack of memory, or is cut off.'
-            )
+            what = 'it was killed, maybe for lack of memory, or is cut off.'
+            failure = f'{dead} does not answer: {what}'
         try:
             self._client.key_value_set(_FIRST, failure)
         except self._computing_failed:  # another was first, and this error is what came of it

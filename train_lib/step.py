@@ -11,9 +11,8 @@ if texts may be dropped, and `crop` int32 `(b,)` if images have several. An eval
 `mask` bool `(b,)`, False for rows without a sample, and so does a training batch if unreadable
 records are skipped. The step for a batch without a mask is compiled without masks.
 
-The weights of a frozen text encoder are a separate argument of the compiled functions, outside of
-the state. This module imports neither TensorFlow nor torch, so steps can be measured with JAX
-alone.
+The weights of a frozen text encoder, or None, are the first argument of the functions, outside of
+the state. This module imports neither TensorFlow nor torch: steps can be measured with JAX alone.
 """
 
 import dataclasses
@@ -55,10 +54,7 @@ def make_train_step(
     parts: int = 1,
     encoder: StepEncoder | None = None,
 ) -> Callable[..., tuple[TrainState, TrainMetrics]]:
-    """Returns the function that turns a state and a batch into the next state and metrics.
-
-    The function takes the frozen weights of the encoder as a third argument; None without an
-    encoder.
+    """Returns a function from frozen weights, a state and a batch to the next state and metrics.
 
     Noise and times depend only on `(seed, state.step)`, so a resumed run repeats them exactly. A
     step whose loss or gradient is not finite, or whose batch has no samples, only counts itself;
@@ -67,21 +63,15 @@ def make_train_step(
     Args:
         model: Model that is called as `model(z, t, text, drop_text)`, and with the crop if it has
             several `crops`.
-        tx: The optimizer.
         schedule: Learning rate of the optimizer, for the metrics.
-        stats: Statistics that standardize latents and text embeddings.
         ema_decay: Decay of the average in a step; smaller in the first steps.
-        seed: Seed of noise and times.
-        logit_mean, logit_std: See `flow.logit_normal_times`.
         parts: Number of parts of the batch over which the gradient is computed in turn.
-        encoder: Encoder of tokens; None for a model with a table of its own.
+        encoder: Encoder of tokens, whose weights are frozen; None for a model with its own table.
     """
     text_of = make_text_of(stats, encoder)
     told = ('drop_text', 'crop') if getattr(model, 'crops', 1) > 1 else ('drop_text',)
 
-    def train_step(
-        state: TrainState, batch: Batch, frozen: Any = None
-    ) -> tuple[TrainState, TrainMetrics]:
+    def train_step(frozen: Any, state: TrainState, batch: Batch) -> tuple[TrainState, TrainMetrics]:
         noise_rng, time_rng = jax.random.split(jax.random.fold_in(jax.random.key(seed), state.step))
         x = flow.standardize_latents(batch['latents'], stats)
         noise = jax.random.normal(noise_rng, x.shape)
@@ -140,7 +130,7 @@ def make_train_step(
 def make_eval_step(
     model: nn.Module, stats: DatasetStats, *, seed: int, encoder: StepEncoder | None = None
 ) -> Callable[..., EvalMetrics]:
-    """Returns a function from weights, a batch and frozen weights to metrics of the batch.
+    """Returns a function from frozen weights, weights and a batch to metrics of the batch.
 
     Noise and a time uniform in [0, 1) come from `(seed, key)` of each sample: the loss of a split
     does not depend on its order, the batch size or the number of hosts. The gain from texts does
@@ -148,7 +138,7 @@ def make_eval_step(
     """
     text_of = make_text_of(stats, encoder)
 
-    def eval_step(params: Any, batch: Batch, frozen: Any = None) -> EvalMetrics:
+    def eval_step(frozen: Any, params: Any, batch: Batch) -> EvalMetrics:
         x = flow.standardize_latents(batch['latents'], stats)
         noise, t = flow.noise_and_times_of_keys(batch['key'], x.shape[1:], seed)
 
@@ -181,17 +171,16 @@ def make_draw(
     stats: DatasetStats,
     encoder: StepEncoder | None,
 ) -> Callable[..., jax.Array]:
-    """Returns a function from `(params, texts, first, frozen)` to raw latents, for `bind`.
+    """Returns a function from `(frozen, params, texts, first)` to raw latents, for `bind`.
 
     Texts are raw text embeddings, `(n, D)`, or token ids, int32 `(n, T)`; latents are float32 `(n,
     C, H, W)`. The noise of a picture is a function of `config.seed` and of its number, which is
     `first` for the first row.
     """
-    settings = sampling_settings(config.preview)
     _, channels, height, width = stats.latents_shape
     text_of = make_text_of(stats, encoder)
 
-    def draw(params: Any, texts: jax.Array, first: int | jax.Array, frozen: Any) -> jax.Array:
+    def draw(frozen: Any, params: Any, texts: jax.Array, first: int | jax.Array) -> jax.Array:
         def noise_of(number: jax.Array) -> jax.Array:
             rng = jax.random.fold_in(jax.random.key(config.seed), number)
             return jax.random.normal(rng, (height, width, channels))
@@ -200,7 +189,7 @@ def make_draw(
             applied(model, params),
             jax.vmap(noise_of)(first + jnp.arange(len(texts))),
             text_of(frozen, texts),
-            **settings,
+            **sampling_settings(config.preview),
         )
         return flow.raw_latents(drawn, stats)
 
@@ -243,7 +232,7 @@ def _velocity(
 
 
 def _weights(count: int, mask: jax.Array | None) -> jax.Array:
-    """Returns the weights of `count` samples in a mean over those that the mask keeps."""
+    """The weights of `count` samples in a mean over those that the mask keeps."""
     if mask is None:
         return jnp.full(count, 1 / count, jnp.float32)
     return mask.astype(jnp.float32) / jnp.maximum(jnp.sum(mask), 1)
@@ -282,35 +271,17 @@ def in_parts(value_and_grad: ValueAndGrad, count: int) -> ValueAndGrad:
 # --- Compiled for a mesh ------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Bound:
-    """A jitted function with a fixed last argument.
-
-    Attributes:
-        jitted: The function.
-        frozen: The last argument: the weights of a text encoder, or their shapes for a function
-            that is only compiled; None without an encoder.
-    """
-
-    jitted: jax.stages.Wrapped
-    frozen: Any
-
-    def __call__(self, *arguments: Any) -> Any:
-        """Calls the function."""
-        return self.jitted(*arguments, self.frozen)
-
-    def lower(self, *arguments: Any) -> jax.stages.Lowered:
-        """Lowers the function; its compiled form also takes `frozen`."""
-        return self.jitted.lower(*arguments, self.frozen)
-
-
 def bind(
     function: Callable, encoder: StepEncoder | None, *in_shardings: Any, **options: Any
-) -> Bound:
-    """Jits a function with the encoder's weights, on their devices, as its last argument."""
+) -> functools.partial:
+    """Jits a function with the encoder's weights, on their devices, as its first argument.
+
+    `step.func.lower(*step.args, ...)` lowers the result, also if the encoder holds only shapes.
+    """
     frozen = encoder.params if encoder else None
-    of_frozen = jax.tree.map(lambda leaf: leaf.sharding, frozen)
-    return Bound(jax.jit(function, in_shardings=(*in_shardings, of_frozen), **options), frozen)
+    placed = jax.tree.map(lambda leaf: leaf.sharding, frozen)
+    jitted = jax.jit(function, in_shardings=(placed, *in_shardings), **options)
+    return functools.partial(jitted, frozen)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,8 +295,7 @@ class Program:
         no_metrics: Returns training metrics of no step.
         train_step: Maps `(state, batch)` to the next state and metrics; donates the state.
         eval_step: Maps `(params, batch)` to metrics.
-        draw: Maps `(params, texts)` to raw latents `(n, C, H, W)`, with the same noise at each
-            call.
+        draw: Maps `(params, texts, first)` to raw latents `(n, C, H, W)`; see `make_draw`.
         flops: Maps the number of tokens of a text to the FLOPs of the model's matrix products for
             the training on one sample, without those of a frozen encoder.
     """
@@ -334,9 +304,9 @@ class Program:
     abstract_state: TrainState
     init: Callable[[], TrainState]
     no_metrics: Callable[[], TrainMetrics]
-    train_step: Bound
-    eval_step: Bound
-    draw: Bound
+    train_step: Callable[..., tuple[TrainState, TrainMetrics]]
+    eval_step: Callable[..., EvalMetrics]
+    draw: Callable[..., jax.Array]
     flops: Callable[[int], int]
 
     @property
@@ -411,9 +381,6 @@ def make_program(
     states, batches = sharding.by_shape(abstract, mesh), sharding.batch(mesh)
     whole = sharding.replicated(mesh)
 
-    def draw_first(params: Any, texts: jax.Array, frozen: Any) -> jax.Array:
-        return draw(params, texts, 0, frozen)
-
     def flops(num_tokens: int) -> int:
         text_dim = encoder.dim if encoder else stats.text_dim
         return 3 * model.flops(latent_shape, text_dim, num_tokens)
@@ -424,10 +391,10 @@ def make_program(
         init=jax.jit(init_from_seed, out_shardings=states),
         no_metrics=jax.jit(TrainMetrics.empty, out_shardings=whole),
         train_step=bind(
-            train_step, encoder, states, batches, out_shardings=(states, whole), donate_argnums=0
+            train_step, encoder, states, batches, out_shardings=(states, whole), donate_argnums=1
         ),
         eval_step=bind(eval_step, encoder, states.params, batches, out_shardings=whole),
-        draw=bind(draw_first, encoder, states.params, whole, out_shardings=whole),
+        draw=bind(draw, encoder, states.params, whole, whole, out_shardings=whole),
         flops=flops,
     )
 

@@ -259,7 +259,7 @@ def _evaluate(run: Run, step: int, state: TrainState) -> str:
 def _preview(run: Run, step: int, state: TrainState) -> str:
     """Writes a grid of pictures as PNG and to TensorBoard."""
     samples = run.data.preview_samples
-    drawn = run.program.draw(state.ema_params, samples.text)
+    drawn = run.program.draw(state.ema_params, samples.text, 0)
     path = run.workdir / previews.FOLDER / f'step_{step:06}.png'
     if jax.process_index() == 0:
         pictures = [run.preview_of_data, run.paint(jax.device_get(drawn))]

@@ -29,18 +29,21 @@ def check_writable(folder: epath.PathLike) -> None:
     """Checks that files can be made and removed in a folder, which need not exist yet.
 
     Raises:
-        PermissionError: This user may not write there.
-        OSError: The bucket does not exist, the path is that of a file, or the storage cannot be
-            reached.
+        OSError: This user may not write there, the bucket does not exist, the path is that of a
+            file, or the storage cannot be reached.
         ValueError: `folder` is a URL of another kind.
     """
-    text = os.fspath(folder)
-    if not source_files.is_remote(text):
-        _check_local(pathlib.Path(text).absolute())
-        return
-    from coyo11m_tfds.storage import gcs  # imports the client of the storage
+    if source_files.is_remote(os.fspath(folder)):
+        from coyo11m_tfds.storage import gcs  # imports the client of the storage
 
-    gcs.check_writable(text)
+        gcs.check_writable(os.fspath(folder))
+        return
+    path = pathlib.Path(folder).absolute()
+    there = next(place for place in (path, *path.parents) if place.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(f'{path}: {there} is a file; name another folder.')
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(f'{path}: {there} cannot be written to by this user.')
 
 
 @contextlib.contextmanager
@@ -76,11 +79,3 @@ def check_readable(folder: epath.PathLike) -> None:
 
     if not gcs.is_folder(text):
         raise FileNotFoundError(f'{text}: there is no such folder.')
-
-
-def _check_local(folder: pathlib.Path) -> None:
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir():
-        raise NotADirectoryError(f'{folder}: {there} is a file; name another folder.')
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise PermissionError(f'{folder}: {there} cannot be written to by this user.')

@@ -66,17 +66,12 @@ def errors_named(workdir: epath.Path) -> Iterator[None]:
 class WandbWriter(metric_writers.MultiWriter):
     """Sends scalars, images and texts to Weights & Biases; ignores other kinds of data.
 
-    `WANDB_MODE=offline` keeps the data on this machine; `wandb sync` sends them later. The run's id
-    lies in the workdir, so that a resumed run continues the same chart. A resumed run sends the
+    The run's id lies in the workdir, so that a resumed run continues the same chart. It sends the
     steps after its last checkpoint again; wandb ignores these duplicates.
     """
 
     def __init__(self, config: ml_collections.ConfigDict, workdir: epath.Path):
-        """Starts a run of `wandb.project`, or resumes the one whose id is in the workdir.
-
-        Raises:
-            OSError: Wandb refuses the run, for example because nobody is logged in.
-        """
+        """Raises an OSError if wandb refuses the run, for example because nobody is logged in."""
         import wandb
 
         super().__init__([])

@@ -45,10 +45,10 @@ def on_mesh(data, fsdp, optimizer='adamw', text='pooled'):
     if vocabulary:
         own = {'tokens': words} | {name: batch[name] for name in ('latents', 'key')}
     placed = jax.device_put(own, sharding.batch(mesh))
-    compiled = made.train_step.lower(made.abstract_state, placed).compile()
+    compiled = made.train_step.func.lower(None, made.abstract_state, placed).compile()
     state, losses = made.init(), []
     for _ in range(8):
-        state, update = compiled(state, placed, made.train_step.frozen)
+        state, update = compiled(None, state, placed)
         losses.append(float(update.loss.total) / 16)
     moved = [
         dict(kind=c.kind, members=c.members, layers=3 in c.loops, shapes=[x for _, x in c.arrays])

@@ -1,5 +1,7 @@
 """One step learns, repeats exactly, weighs by masks, and changes nothing where it is not finite."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,7 +45,8 @@ def _make_trainer(tx, schedule, parts=1):
     fields = {'ema_decay': 0.9, 'seed': 0, 'logit_mean': 0.0, 'logit_std': 1.0}
     train_step = steps.make_train_step(model, tx, schedule, STATS, **fields, parts=parts)
     eval_step = steps.make_eval_step(model, STATS, seed=0)
-    return jax.jit(train_step), jax.jit(eval_step), first
+    steps_of_none = (functools.partial(jax.jit(x), None) for x in (train_step, eval_step))
+    return *steps_of_none, first
 
 
 @pytest.fixture(scope='module')

@@ -35,10 +35,7 @@ Dtype = jnp.dtype | type
 class OneDevice:
     """Keeps all activations on one device; `sharding.Rows` is the same for a mesh."""
 
-    @property
-    def on_tpus(self) -> bool:
-        """Whether `map` can call kernels for TPUs."""
-        return False
+    on_tpus = False  # whether `map` can call kernels for TPUs
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Keeps `(b, ...)` on the devices of its rows."""
@@ -138,12 +135,15 @@ class Words(NamedTuple):
     present: jax.Array
 
 
-class WordTable(nn.Module):
-    """Looks up the vectors of tokens, each together with its neighbours.
+class WordVectors(nn.Module):
+    """Makes the vectors of a text's words from token ids or from hidden states of a text encoder.
 
-    The order of words tells which colour belongs to which thing. So the result for a token is a
-    function of its own vector and those of its two neighbours in the text: a convolution of width
-    3. It needs no positions and has no length limit.
+    Token ids are looked up in a learned table. The order of words tells which colour belongs to
+    which thing, so the vector of a token is a function of its own entry and of those of its two
+    neighbours: a convolution of width 3, which needs no positions and has no length limit.
+
+    Hidden states get an RMS norm with a learned scale and a dense layer, as in Lumina-Next (Zhuo et
+    al., 2024), and need no statistics.
 
     Attributes:
         vocabulary: All ids are below this number.
@@ -157,75 +157,38 @@ class WordTable(nn.Module):
 
     @nn.compact
     def __call__(
-        self, tokens: jax.Array, drop_text: jax.Array | None = None
+        self, text: jax.Array | Words, drop_text: jax.Array | None = None
     ) -> tuple[Words, jax.Array]:
-        """Returns the sequence and the mean of it.
+        """Returns the sequence of the words, and the mean of their vectors.
 
         Args:
-            tokens: Ids int32 `(b, T)`, padded with -1.
-            drop_text: bool `(b,)`, True for texts to ignore; None for no text.
+            text: Ids int32 `(b, T)`, padded with -1, or states `(b, T, D)`; a text may have none.
+            drop_text: bool `(b,)`, True for texts to ignore; None to ignore none.
 
         Returns:
             `(words, pooled)`: `words` with `n = T + 1`, whose first vector stands for no text and
-            is always present; and the mean of the tokens' vectors, `(b, width)`, zeros for an empty
+            is always present; and the mean, `(b, width)`, also of ignored texts, zeros for an empty
             text.
         """
-        table = self.param('table', nn.initializers.normal(1.0), (self.vocabulary, self.width))
+        dense = functools.partial(Dense, self.width, dtype=self.dtype)
+        if isinstance(text, Words):
+            normalized = nn.RMSNorm(dtype=self.dtype, name='norm')(text.vectors)
+            vectors, real = dense(name='projection')(normalized), text.present
+        else:
+            table = self.param('table', nn.initializers.normal(1.0), (self.vocabulary, self.width))
+            real = text >= 0
+            own = jnp.where(real[..., None], table[text], 0).astype(self.dtype)
+            around = jnp.pad(own, [(0, 0), (1, 1), (0, 0)])
+            beside = jnp.concatenate([around[:, :-2], own, around[:, 2:]], -1)
+            vectors = nn.silu(dense(name='neighbours')(beside))
         nothing = self.param('nothing', nn.initializers.normal(1.0), (self.width,))
-        real = tokens >= 0
-        own = jnp.where(real[..., None], table[tokens], 0).astype(self.dtype)
-        around = jnp.pad(own, [(0, 0), (1, 1), (0, 0)])
-        beside = jnp.concatenate([around[:, :-2], own, around[:, 2:]], -1)
-        vectors = nn.silu(Dense(self.width, dtype=self.dtype, name='neighbours')(beside))
 
-        return _sequence_and_mean(Words(vectors, real), nothing, drop_text)
-
-
-class WordStates(nn.Module):
-    """Normalizes and projects the hidden states of a text encoder.
-
-    It applies an RMS norm with a learned scale and a dense layer, as in Lumina-Next (Zhuo et al.,
-    2024), and needs no statistics of the states.
-
-    Attributes:
-        width: Width of the vectors.
-        dtype: Dtype of the computation.
-    """
-
-    width: int
-    dtype: Dtype = jnp.bfloat16
-
-    @nn.compact
-    def __call__(
-        self, states: Words, drop_text: jax.Array | None = None
-    ) -> tuple[Words, jax.Array]:
-        """Returns the sequence and the mean of it, as `WordTable` does.
-
-        Args:
-            states: Hidden states `(b, T, D)`; a text may have none.
-            drop_text: As for `WordTable`.
-        """
-        nothing = self.param('nothing', nn.initializers.normal(1.0), (self.width,))
-        normalized = nn.RMSNorm(dtype=self.dtype, name='norm')(states.vectors)
-        vectors = Dense(self.width, dtype=self.dtype, name='projection')(normalized)
-        return _sequence_and_mean(Words(vectors, states.present), nothing, drop_text)
-
-
-def _sequence_and_mean(
-    words: Words, nothing: jax.Array, drop_text: jax.Array | None
-) -> tuple[Words, jax.Array]:
-    """The words behind the vector `nothing`, without those that are dropped; the mean of all."""
-    vectors, real = words
-    dtype = vectors.dtype
-    count = jnp.maximum(jnp.sum(real, 1, keepdims=True), 1)
-    pooled = jnp.sum(jnp.where(real[..., None], vectors, 0), 1) / count.astype(dtype)
-    kept = real if drop_text is None else real & ~drop_text[:, None]
-    first = jnp.broadcast_to(nothing.astype(dtype), (len(vectors), 1, vectors.shape[-1]))
-    sequence = Words(
-        jnp.concatenate([first, vectors], 1),
-        jnp.pad(kept, [(0, 0), (1, 0)], constant_values=True),
-    )
-    return sequence, pooled
+        count = jnp.maximum(jnp.sum(real, 1, keepdims=True), 1)
+        pooled = jnp.sum(jnp.where(real[..., None], vectors, 0), 1) / count.astype(self.dtype)
+        kept = real if drop_text is None else real & ~drop_text[:, None]
+        first = jnp.broadcast_to(nothing.astype(self.dtype), (len(vectors), 1, self.width))
+        present = jnp.pad(kept, [(0, 0), (1, 0)], constant_values=True)
+        return Words(jnp.concatenate([first, vectors], 1), present), pooled
 
 
 # --- Layers -------------------------------------------------------------------------------------
@@ -242,11 +205,9 @@ def sincos_positions_2d(rows: int, columns: int, width: int) -> np.ndarray:
     """
     if width % 4:
         raise ValueError(f'width is {width}, expected a multiple of 4.')
-    frequencies = _MAX_PERIOD ** -(np.arange(width // 4) / (width // 4))
-    grid = np.stack(np.meshgrid(np.arange(rows), np.arange(columns), indexing='ij'))
-    angles = grid.reshape(2, -1, 1) * frequencies
+    angles = _angles(rows, columns, _MAX_PERIOD, width // 4)
     vectors = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
-    return np.concatenate([vectors[0], vectors[1]], axis=-1).astype(np.float32)
+    return np.concatenate(list(vectors), axis=-1).astype(np.float32)
 
 
 def make_turns(rows: int, columns: int, head_dim: int) -> np.ndarray:
@@ -259,11 +220,15 @@ def make_turns(rows: int, columns: int, head_dim: int) -> np.ndarray:
         float32 `(rows * columns, 2 * head_dim)` for `attention_kernel.turn`, in row-major order of
         the positions.
     """
-    frequencies = _ROTARY_PERIOD ** -(np.arange(head_dim // 4) / (head_dim // 4))
-    grid = np.stack(np.meshgrid(np.arange(rows), np.arange(columns), indexing='ij'))
-    angles = np.concatenate(list(grid.reshape(2, -1, 1) * frequencies), axis=-1)
+    angles = np.concatenate(list(_angles(rows, columns, _ROTARY_PERIOD, head_dim // 4)), axis=-1)
     cosine, sine = np.cos(angles), np.sin(angles)
     return np.concatenate([cosine, cosine, -sine, sine], axis=-1).astype(np.float32)
+
+
+def _angles(rows: int, columns: int, period: float, count: int) -> np.ndarray:
+    """The angles of each axis, position and frequency, `(2, rows * columns, count)`."""
+    grid = np.stack(np.meshgrid(np.arange(rows), np.arange(columns), indexing='ij'))
+    return grid.reshape(2, -1, 1) * period ** -(np.arange(count) / count)
 
 
 def time_features(t: jax.Array) -> jax.Array:
@@ -322,15 +287,16 @@ class _Scale(nn.Module):
         return self.param('scale', nn.initializers.ones, (self.size,))
 
 
-@functools.cache  # once, however often a model is traced
-def _tell_left_to_xla(num_tokens: int, num_words: int, head_dim: int) -> None:
+@functools.cache  # warns once, however often a model is traced
+def _kernel_takes(num_tokens: int, num_words: int, head_dim: int) -> bool:
+    if attention_kernel.fits(num_tokens, head_dim, num_words):
+        return True
     logging.warning(
         'model.attention=pallas: XLA computes the attention of %d tokens and %d words with heads '
         'of %d, because the kernel does not take these.',
-        num_tokens,
-        num_words,
-        head_dim,
+        *(num_tokens, num_words, head_dim),
     )
+    return False
 
 
 class Attention(nn.Module):
@@ -345,9 +311,9 @@ class Attention(nn.Module):
     def __call__(self, x: jax.Array, turns: jax.Array, words: Words | None = None) -> jax.Array:
         width = x.shape[-1]
         head_dim = width // self.num_heads
-        by_kernel = self._takes_kernel(
-            x.shape[1], head_dim, words.present.shape[1] if words is not None else 0
-        )
+        num_words = words.present.shape[1] if words is not None else 0
+        by_kernel = self.implementation == 'pallas' and self.pin.on_tpus
+        by_kernel = by_kernel and _kernel_takes(x.shape[1], num_words, head_dim)
 
         def product(of: jax.Array, parts: int, name: str, *present: jax.Array) -> Product:
             dense = _DenseWithConstantBias if by_kernel else Dense
@@ -363,14 +329,6 @@ class Attention(nn.Module):
         out = Dense(width, dtype=self.dtype, name='out')(mixed)
         return checkpoint_name(self.pin(out), _KEPT)
 
-    def _takes_kernel(self, num_tokens: int, head_dim: int, num_words: int) -> bool:
-        if self.implementation != 'pallas' or not self.pin.on_tpus:
-            return False
-        fits = attention_kernel.fits(num_tokens, head_dim, num_words)
-        if not fits:
-            _tell_left_to_xla(num_tokens, num_words, head_dim)
-        return fits
-
     def _mix_by_kernel(
         self, tokens: Product, words: Product | None, *scales_and_turns: jax.Array
     ) -> jax.Array:
@@ -382,11 +340,8 @@ class Attention(nn.Module):
             words = None if of_words is None else Product(of_words, of_words_bias, present)
             return attention_kernel.attend(Product(values, bias), words, *others, self.num_heads)
 
-        rows, shared = (
-            (tokens.values, of_words, present),
-            (tokens.bias, of_words_bias, *scales_and_turns),
-        )
-        return self.pin.map(attend, rows, shared)
+        rows = tokens.values, of_words, present
+        return self.pin.map(attend, rows, (tokens.bias, of_words_bias, *scales_and_turns))
 
     def mix_by_xla(
         self,
@@ -408,13 +363,12 @@ class Attention(nn.Module):
             key, value = jnp.concatenate([key, of_words], 1), jnp.concatenate([value, values], 1)
             mask = jnp.pad(words.present, [(0, 0), (query.shape[1], 0)], constant_values=True)
             mask = mask[:, None, None]
-        cudnn = self.implementation == 'cudnn'
         mixed = jax.nn.dot_product_attention(
             query.astype(value.dtype),
             key.astype(value.dtype),
             value,
             mask=mask,
-            implementation='cudnn' if cudnn else 'xla',
+            implementation='cudnn' if self.implementation == 'cudnn' else 'xla',
         )
         return mixed.reshape(*mixed.shape[:2], -1)
 
@@ -483,9 +437,8 @@ class DiT(nn.Module):
         unroll: Blocks in one turn of the compiled loop. With all 6 blocks of the tiny model in one
             turn, a step takes 13% less time on 2 CPU cores. On TPUs, large models gain a quarter
             (docs/pods.md); the price is the compilation.
-        pin: Function that places activations `(b, ...)` on devices (`sharding.Rows`), called before
-            and after each product. Without it, XLA's partitioner splits activations like the
-            weights and moves them.
+        pin: Places activations `(b, ...)` on devices (`sharding.Rows`) before and after each
+            product. Without it, XLA's partitioner splits them like the weights and moves them.
     """
 
     width: int
@@ -561,7 +514,8 @@ class DiT(nn.Module):
         words: Words | None = None
         embedding: Any = text
         if self.vocabulary:
-            words, embedding = self._words(text, drop_text)
+            vectors = WordVectors(self.vocabulary, self.width, self.dtype, name='words')
+            words, embedding = vectors(text, drop_text)
             words = jax.tree.map(self.pin, words) if self.text == SEQUENCE else None
         condition = nn.silu(
             Conditioning(self.width, self.crops, self.dtype, name='conditioning')(
@@ -611,19 +565,10 @@ class DiT(nn.Module):
         condition = (_TIME_FEATURES + text_dim + 2 * w + self.crops - 1) * w
         return round(2 * (self.depth * block + ends + condition))
 
-    def _words(
-        self, text: jax.Array | Words, drop_text: jax.Array | None
-    ) -> tuple[Words, jax.Array]:
-        """The sequence of a text's vectors, and their mean."""
-        if isinstance(text, Words):
-            return WordStates(self.width, self.dtype, name='words')(text, drop_text)
-        return WordTable(self.vocabulary, self.width, self.dtype, name='words')(text, drop_text)
-
     def _blocks(self):
         """The stack of blocks as one scanned module."""
-        block = Block
-        if policy := REMAT[self.remat]:
-            block = nn.remat(Block, prevent_cse=False, policy=policy)
+        policy = REMAT[self.remat]
+        block = nn.remat(Block, prevent_cse=False, policy=policy) if policy else Block
 
         def body(module: nn.Module, tokens: jax.Array, *context: Any):
             return module(tokens, *context), None

@@ -168,15 +168,20 @@ def _lower(
         texts = {'tokens': rows(jnp.int32, num_tokens)}
     state = program.abstract_state
     if step == DRAW:
-        return program.draw.lower(state.params, *texts.values())
+        first = jax.ShapeDtypeStruct((), jnp.int32)
+        return _lowered(program.draw, state.params, *texts.values(), first)
     batch = texts | {
         'latents': rows(jnp.bfloat16, *schema.LATENT_SHAPE),
         'key': rows(jnp.uint32, 2),
         'drop_text' if step == TRAIN else 'mask': rows(jnp.bool_),
     }
     if step == TRAIN:
-        return program.train_step.lower(state, batch)
-    return program.eval_step.lower(state.params, batch)
+        return _lowered(program.train_step, state, batch)
+    return _lowered(program.eval_step, state.params, batch)
+
+
+def _lowered(step: Any, *arguments: Any) -> jax.stages.Lowered:
+    return step.func.lower(*step.args, *arguments)  # a partial of the encoder's weights
 
 
 def slice_devices(topology: str) -> Sequence[jax.Device]:
