@@ -12,7 +12,7 @@ from coyo11m_tfds.text import text_encoders
 from coyo11m_tfds.text.encoder import Tokenizer
 from tests import built, runs
 from tests.runs import small_config
-from train_lib import caption_encoder, data, draw, sharding
+from train_lib import data, draw, sharding
 
 LENGTH = 12
 
@@ -71,7 +71,7 @@ def test_a_drawing_takes_its_captions_apart_itself(run, words):
         words.vocabulary,
         LENGTH,
     )
-    encoder = caption_encoder.make(artist.facts)
+    encoder = draw.load_encoder(artist.facts)
     pictures = artist.draw(['a red circle', 'A RED CIRCLE!', 'a blue square'], encoder)
     assert pictures.shape == (3, 32, 32, 3)
     alone = artist.draw(['a blue square', 'a red circle', 'a blue square'], words)
@@ -85,11 +85,11 @@ def test_words_that_no_caption_of_the_data_has_are_named(dataset, words, caplog)
     facts = data.TrainingData(small_config(dataset), sharding.make_mesh()).facts
     assert type(facts).from_json(facts.to_json()).known_tokens == facts.known_tokens
     captions = ['A red circle.', 'a red Zebra on a blue Sofa, a zebra']
-    assert caption_encoder.unknown_words(facts, words, captions) == ['zebra', 'sofa']
-    caption_encoder.texts(facts, words, captions)
+    assert draw.unknown_words(facts, words, captions) == ['zebra', 'sofa']
+    draw.encode(facts, words, captions)
     assert "has 'zebra', 'sofa': the model does not know what they mean" in caplog.text
     caplog.clear()
-    caption_encoder.texts(facts, words, captions[:1])
+    draw.encode(facts, words, captions[:1])
     assert not caplog.text
 
 

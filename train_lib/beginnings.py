@@ -126,7 +126,11 @@ def find(
             f'num_steps={config.num_steps}: {own.folder} has been trained for {own.step} steps, '
             f'expected at least {own.step}'
         )
-    own.check_shapes(program.abstract_state.params)
+    for name, shapes in own.other_shapes(program.abstract_state.params).items():
+        raise ValueError(
+            f'{own.folder}: parameter {name} has shape {shapes}: expected the same model, trained '
+            'on texts of the same kind and size and on as many crops of an image.'
+        )
     place = _next_position(saved.position, description.position)
     has_new_config = saved.config != description.config
     description = dataclasses.replace(description, position=place)

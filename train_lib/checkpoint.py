@@ -273,14 +273,6 @@ class SavedRun:
         names = [field.name for field in dataclasses.fields(Description)]
         return Description(**{name: run[name] for name in names})
 
-    def check_shapes(self, abstract_params: Any) -> None:
-        """Raises a ValueError that names the first parameter with another shape."""
-        for name, shapes in self.other_shapes(abstract_params).items():
-            raise ValueError(
-                f'{self.folder}: parameter {name} has shape {shapes}: expected the same model, '
-                'trained on texts of the same kind and size and on as many crops of an image.'
-            )
-
     def other_shapes(self, abstract_params: Any) -> dict[str, str]:
         """Returns the parameters whose shapes differ, by name: `'(2, 3) there and absent here'`."""
         there, here = _by_name(self._metadata), _by_name(abstract_params)
@@ -292,16 +284,19 @@ class SavedRun:
         }
 
     def restore_weights(self, abstract_params: Any, *, average: bool) -> Any:
-        """Reads only some of the weights.
+        """Reads weights.
 
         Args:
             abstract_params: A pytree of `jax.ShapeDtypeStruct` with the shapes in the checkpoint
-                and the wanted shardings.
+                and the wanted shardings, of all weights or some; or a sharding for all.
             average: Whether to read the moving average instead of the weights of the last step.
 
         Raises:
             OSError: The weights cannot be read.
         """
+        if isinstance(abstract_params, jax.sharding.Sharding):
+            place = functools.partial(sharding.abstract, placed=abstract_params)
+            abstract_params = jax.tree.map(place, self._metadata)
         item = {_WEIGHTS[average]: abstract_params}
         args = ocp.args.PyTreeRestore(
             item=item,
@@ -313,10 +308,6 @@ class SavedRun:
         kind = 'average of the weights' if average else 'weights'
         logging.info('Read the %s at step %d from %s.', kind, self.step, self.folder)
         return restored[_WEIGHTS[average]]
-
-    def abstract_weights(self, placed: jax.sharding.Sharding) -> Any:
-        """Returns the shapes and dtypes of the weights, all with this sharding."""
-        return jax.tree.map(lambda saved: sharding.abstract(saved, placed), self._metadata)
 
     @functools.cached_property
     def _metadata(self) -> Any:

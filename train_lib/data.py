@@ -23,10 +23,6 @@ from train_lib import models, settings, sharding, signals
 Batches = Iterator[dict[str, jax.Array]]
 
 
-class ReadError(OSError):
-    """A record or a file of the data set cannot be read; the message names it."""
-
-
 @dataclasses.dataclass(frozen=True)
 class PreviewSamples:
     """The records whose captions all previews of a run draw.
@@ -48,11 +44,11 @@ class TrainingData:
     Attributes:
         sources: The data sets of a mixture, or the only one.
         plan: Orders and shares of the sources; with one lane if there is no chunk index.
+        facts: Facts about the data, in a mixture about all sources.
         position: Place of step 0 in the data, in plain values: `step` and `samples` of each source
             as in a state of `input_pipeline`, the number of `lanes`, and the identities of the
             `data_sets`.
-        identity: Plain values that a resumed run cannot change; see `checkpoint.Description`.
-        settings: Plain values that a resumed run can change on purpose.
+        identity, settings: Plain values, see `checkpoint.Description`.
         read_counts: Returns the `input_pipeline.ReadCounts` of this process's training.
     """
 
@@ -60,9 +56,9 @@ class TrainingData:
         """Opens the data set; reads its metadata and no records.
 
         Raises:
-            ValueError: A setting is out of its range; the data set does not exist, or lacks text
-                embeddings or a split for evaluation or previews; or the batch size, the lanes and
-                the chunks do not fit the data set, each other or the devices.
+            ValueError: A setting is out of its range; the data set lacks text embeddings or a split
+                for evaluation or previews; or the batch size, the lanes and the chunks do not fit
+                the data set, each other or the devices.
             OSError: The data set does not exist.
         """
         settings.check(config)
@@ -92,12 +88,10 @@ class TrainingData:
         self.facts = self._read_facts()
         self._text = schema.TOKENS if self.facts.vocabulary else schema.TEXT_EMBEDDING
         encoder = {'name': self.facts.text_encoder, 'revision': self.facts.text_revision}
-        if self.facts.vocabulary:
-            size = {'vocabulary': self.facts.vocabulary}
-        else:
-            size = {'width': self.facts.text_dim}
+        vocabulary, width = self.facts.vocabulary, self.facts.text_dim
         self.identity = {
-            'text_encoder': encoder | size,
+            'text_encoder': encoder
+            | ({'vocabulary': vocabulary} if vocabulary else {'width': width}),
             'model': models.identity(**config.model),
             'optimizer': {'name': config.optimizer.name},
         }
@@ -303,8 +297,7 @@ class TrainingData:
     def _check_split(self, split: str, asked: str) -> None:
         for source in self.sources:
             splits = source.stored.splits
-            # Mocked data have records in every split and name none; 'train[:50%]' is a part of
-            # 'train'.
+            # Mocked data name no split and have all; 'train[:50%]' is a part of 'train'.
             is_there = split.partition('[')[0] in splits and splits[split].num_records
             if splits and not is_there:
                 there = [name for name, info in splits.items() if info.num_records]
@@ -318,7 +311,7 @@ class TrainingData:
 def _with_read_errors(
     batches: Iterator[dict[str, np.ndarray]],
 ) -> Iterator[dict[str, np.ndarray]]:
-    """The same batches; errors of reading as `ReadError`, without TensorFlow's traces."""
+    """The same batches; errors of reading as an `OSError`, without TensorFlow's traces."""
     try:
         yield from batches
     except Exception as error:
@@ -326,4 +319,4 @@ def _with_read_errors(
         of_tensorflow = type(error).__module__.startswith('tensorflow.')
         if not (of_tensorflow or isinstance(error, (OSError, ValueError))):
             raise
-        raise ReadError(signals.summary(error).partition(': ')[2]) from error
+        raise OSError(signals.summary(error).partition(': ')[2]) from error

@@ -18,8 +18,8 @@ from absl import flags
 from etils import epath
 
 from coyo11m_tfds import sample_data, schema
-from train_lib import caption_encoder, previews, run, workdirs
-from train_lib.draw import Artist
+from train_lib import previews, run, workdirs
+from train_lib.draw import Artist, load_encoder
 
 FLAGS = flags.FLAGS
 
@@ -113,7 +113,7 @@ def main() -> None:
     with run.errors_in_one_line():
         workdirs.check_writable(folder)
         artist = Artist(FLAGS.workdir)
-        pictures = artist.draw(captions, caption_encoder.make(artist.facts))
+        pictures = artist.draw(captions, load_encoder(artist.facts))
         path = folder / 'held_out.png'
         previews.write_png(path, previews.make_grid([pictures], captions))
 

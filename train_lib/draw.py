@@ -14,17 +14,20 @@ this encoder, such as a local folder. Another encoder is refused.
 
 import functools
 from collections.abc import Sequence
+from typing import cast
 
 import jax
 import ml_collections
 import numpy as np
-from absl import flags
+from absl import flags, logging
 from etils import epath
 
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
 from coyo11m_tfds.pictures import vae_decoder
 from coyo11m_tfds.storage import json_digest, model_files
-from coyo11m_tfds.text.encoder import Encoder, Tokenizer
+from coyo11m_tfds.text import text_encoders
+from coyo11m_tfds.text.encoder import DEFAULT_MAX_TOKENS, Encoder, Tokenizer
+from coyo11m_tfds.text.words import split_words
 from train_lib import (
     caption_encoder,
     checkpoint,
@@ -39,6 +42,9 @@ from train_lib import (
 FLAGS = flags.FLAGS
 
 BATCH_SIZE = 64  # pictures that are drawn at a time
+
+_IN_PT = 'pt'  # embeddings that came with the latents, from an encoder that nothing names
+_OF_FOLDER = 'sha256:'  # how the revision of a model in a local folder begins
 
 
 class Artist:
@@ -118,8 +124,8 @@ class Artist:
         Raises:
             ValueError: The model was trained with another encoder.
         """
-        caption_encoder.check(self.facts, encoder)
-        text = caption_encoder.texts(self.facts, encoder, list(captions))
+        check_encoder(self.facts, encoder)
+        text = encode(self.facts, encoder, list(captions))
         devices = self._mesh.size
         size = -(-min(self._batch_size, len(text)) // devices) * devices
         pictures = []
@@ -133,8 +139,8 @@ class Artist:
     @functools.cached_property
     def params(self):
         """The weights, whole on every device."""
-        abstract = self._saved.abstract_weights(sharding.replicated(self._mesh))
-        return self._saved.restore_weights(abstract, average=self._average)
+        whole = sharding.replicated(self._mesh)
+        return self._saved.restore_weights(whole, average=self._average)
 
     def _compile(self, config: ml_collections.ConfigDict):
         """The jitted function; pictures are shared out over the devices, each has all weights."""
@@ -151,6 +157,95 @@ class Artist:
         whole, rows = sharding.replicated(self._mesh), sharding.batch(self._mesh)
         bound = step.bind(draw, encoder, whole, rows, whole, out_shardings=rows)
         return lambda texts, first: bound(self.params, texts, first)
+
+
+# --- Captions ---------------------------------------------------------------------------------
+
+
+def load_encoder(facts: DatasetStats, spec: str = '') -> Encoder | Tokenizer:
+    """Loads the encoder, or the tokenizer, that made the texts of a data set.
+
+    Args:
+        spec: Place of the encoder, see `text_encoders.make_encoder`; '' to take it from the
+            metadata of the data set, which do not hold a local folder.
+
+    Raises:
+        ValueError: The encoder is not that of the data set, or `spec` is needed; or as
+            `text_encoders.make_encoder`.
+    """
+    wanted = facts.text_encoder
+    runner, _, folder = wanted.partition(':')
+    if not spec and wanted == _IN_PT:
+        raise ValueError(
+            'the text embeddings came with the latents, and the data set does not name the encoder '
+            'that made them: name it with --encoder.'
+        )
+    if not spec and facts.text_revision.startswith(_OF_FOLDER):
+        raise ValueError(
+            f'the model was trained on text embeddings of {wanted}, whose files are in a folder '
+            f'named {folder} ({facts.text_revision}): give it with '
+            f'--encoder={runner}:/path/to/{folder}.'
+        )
+    spec = spec or wanted
+    runner, colon, model = spec.partition(':')
+    if colon and wanted != _IN_PT:  # before minutes are spent with loading it
+        caption_encoder.check_same(facts, f'{runner}:{model_files.public_name(model)}')
+    max_tokens = facts.text_max_tokens or DEFAULT_MAX_TOKENS
+    make_one = text_encoders.make_tokenizer if facts.vocabulary else text_encoders.make_encoder
+    encoder = make_one(spec, max_tokens)
+    check_encoder(facts, encoder)
+    return encoder
+
+
+def encode(
+    facts: DatasetStats, encoder: Encoder | Tokenizer, captions: Sequence[str]
+) -> np.ndarray:
+    """Encodes captions: embeddings float16 `(n, D)`, or token ids int32 `(n, T)`.
+
+    Raises a ValueError if a token is not in the vocabulary of the data set.
+    """
+    if not facts.vocabulary:
+        return cast(Encoder, encoder).encode(captions).astype(np.float16)
+    if unknown := unknown_words(facts, encoder, captions):
+        logging.warning(
+            'No caption of the training data has %s: the model does not know what %s.',
+            ', '.join(map(repr, unknown)),
+            'it means' if len(unknown) == 1 else 'they mean',
+        )
+    ids = text_encoders.pad(encoder.tokenize(captions), encoder.max_tokens)
+    if ids.max(initial=0) >= facts.vocabulary:
+        at = ids.max(axis=1).argmax()
+        raise ValueError(
+            f'{captions[at]!r} has token {ids[at].max()}, expected one of the {facts.vocabulary} '
+            'tokens of the training data, numbered from 0.'
+        )
+    return ids
+
+
+def unknown_words(facts: DatasetStats, encoder: Tokenizer, captions: Sequence[str]) -> list[str]:
+    """Returns the words of captions that do not occur in the training data; [] if unknown.
+
+    It misses a few words, whose ids equal those of other words.
+    """
+    if not facts.known_tokens:
+        return []
+    known = np.unpackbits(np.frombuffer(bytes.fromhex(facts.known_tokens), np.uint8))
+    words = dict.fromkeys(w for caption in captions for w in split_words(caption))
+    ids = encoder.tokenize(list(words))
+    return [word for word, [token] in zip(words, ids, strict=True) if not known[token]]
+
+
+def check_encoder(facts: DatasetStats, encoder: Encoder | Tokenizer) -> None:
+    """Raises a ValueError if an encoder or tokenizer is not that of the data set."""
+    if facts.text_encoder == _IN_PT and cast(Encoder, encoder).dim == facts.text_dim:
+        logging.warning(
+            'The data set does not say whether %s made its text embeddings.', encoder.name
+        )
+        return
+    caption_encoder.check_same(facts, encoder.name, encoder.revision)
+
+
+# --- The program ---------------------------------------------------------------------------------
 
 
 def artist_of_flags() -> Artist:
@@ -179,14 +274,22 @@ def main() -> None:
         folder = epath.Path(FLAGS.out).parent if FLAGS.out else previews_of_run
         workdirs.check_writable(folder)
         artist = artist_of_flags()
-        encoder = caption_encoder.make(artist.facts, artist.encoder or FLAGS.encoder)
+        encoder = load_encoder(artist.facts, artist.encoder or FLAGS.encoder)
         pictures = artist.draw(captions, encoder)
         out = FLAGS.out or folder / f'{prompts.stem}_{artist.step:06}.png'
         previews.write_png(out, previews.make_grid([pictures], captions))
         if FLAGS.singles:
             singles = epath.Path(out).with_suffix('')
-            previews.write_singles(singles, pictures, captions)
+            _write_singles(singles, pictures, captions)
     print(f'pictures: {out}' + (f' and {singles}/' if FLAGS.singles else ''))
+
+
+def _write_singles(folder: epath.PathLike, pictures: np.ndarray, captions: Sequence[str]) -> None:
+    """Writes pictures, uint8 `(n, H, W, 3)`, as `00000.png`, with their captions in `00000.txt`."""
+    for number, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
+        path = epath.Path(folder) / f'{number:05}.png'
+        previews.write_png(path, picture)
+        path.with_suffix('.txt').write_text(f'{caption}\n')
 
 
 def _read_captions(path: epath.Path) -> list[str]:

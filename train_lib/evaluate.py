@@ -34,7 +34,7 @@ from coyo11m_tfds.dataset.stored_dataset import StoredDataset
 from coyo11m_tfds.storage import json_digest
 from coyo11m_tfds.storage.destination import Destination
 from coyo11m_tfds.text.encoder import Encoder, Tokenizer
-from train_lib import caption_encoder, draw, picture_metrics, run, workdirs
+from train_lib import draw, picture_metrics, run, workdirs
 
 if TYPE_CHECKING:
     from coyo11m_tfds.pictures.image_encoder import ImageEncoder
@@ -207,7 +207,7 @@ def main() -> None:
         workdirs.check_writable(workdir / FOLDER)
         artist = draw.artist_of_flags()
         data = open_validation(FLAGS.data_dir or artist.data_dir, FLAGS.num_pictures)
-        text_encoder = caption_encoder.make(artist.facts, artist.encoder or FLAGS.encoder)
+        text_encoder = draw.load_encoder(artist.facts, artist.encoder or FLAGS.encoder)
         from coyo11m_tfds.pictures.image_encoder import ImageEncoder  # imports torch
 
         image_encoder = ImageEncoder(FLAGS.features)

@@ -73,7 +73,7 @@ def export(place: epath.PathLike, out: epath.PathLike, *, average: bool = True) 
         )
     folder = _prepare(epath.Path(out))
     placed = sharding.replicated(sharding.make_mesh(devices=jax.local_devices()[:1]))
-    params = saved.restore_weights(saved.abstract_weights(placed), average=average)
+    params = saved.restore_weights(placed, average=average)
     preview = {name: x for name, x in config.preview.items() if name not in ('count', 'split')}
     content = {
         'step': saved.step,

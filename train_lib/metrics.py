@@ -41,28 +41,25 @@ def _mean_of(name: str, counts: str) -> type[_Mean]:
     return _Mean.from_fun(select)
 
 
-def _most(name: str) -> type[clu_metrics.Metric]:
+@flax.struct.dataclass
+class _Most(clu_metrics.Metric):
     """The largest value of an output that is a count."""
 
-    @flax.struct.dataclass
-    class _Most(clu_metrics.Metric):
-        value: jax.Array
+    value: jax.Array
 
-        @classmethod
-        def empty(cls) -> clu_metrics.Metric:
-            return cls(value=jnp.zeros((), jnp.int32))
+    @classmethod
+    def empty(cls) -> clu_metrics.Metric:
+        return cls(value=jnp.zeros((), jnp.int32))
 
-        @classmethod
-        def from_model_output(cls, **outputs: jax.Array) -> clu_metrics.Metric:
-            return cls(value=outputs[name])
+    @classmethod
+    def from_model_output(cls, value: jax.Array, **_) -> clu_metrics.Metric:
+        return cls(value=value)
 
-        def merge(self, other: clu_metrics.Metric) -> clu_metrics.Metric:
-            return type(self)(value=jnp.maximum(self.value, other.value))
+    def merge(self, other: clu_metrics.Metric) -> clu_metrics.Metric:
+        return type(self)(value=jnp.maximum(self.value, other.value))
 
-        def compute(self) -> jax.Array:
-            return self.value
-
-    return _Most
+    def compute(self) -> jax.Array:
+        return self.value
 
 
 @flax.struct.dataclass
@@ -78,8 +75,8 @@ class TrainMetrics(clu_metrics.Collection):
     loss: _mean_of('loss', 'counts')
     grad_norm: _mean_of('grad_norm', 'finite')
     learning_rate: clu_metrics.LastValue.from_output('learning_rate')
-    skipped_steps: _most('skipped_steps')
-    skipped_in_a_row: _most('skipped_in_a_row')
+    skipped_steps: _Most.from_output('skipped_steps')
+    skipped_in_a_row: _Most.from_output('skipped_in_a_row')
 
 
 def _time_bin(index: int) -> type[_Mean]:

@@ -75,14 +75,6 @@ def write_png(path: epath.PathLike, picture: np.ndarray) -> None:
     path.write_bytes(encoded.getvalue())
 
 
-def write_singles(folder: epath.PathLike, pictures: np.ndarray, captions: Sequence[str]) -> None:
-    """Writes pictures, uint8 `(n, H, W, 3)`, as `00000.png`, with their captions in `00000.txt`."""
-    for number, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
-        path = epath.Path(folder) / f'{number:05}.png'
-        write_png(path, picture)
-        path.with_suffix('.txt').write_text(f'{caption}\n')
-
-
 def _make_cell(pictures: Sequence[np.ndarray], caption: str) -> np.ndarray:
     joined = _join([_enlarge(picture) for picture in pictures], axis=1)
     width = joined.shape[1]

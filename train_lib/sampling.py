@@ -42,11 +42,9 @@ def sample(
         noise: Standard normal `(b, H, W, C)`.
         text: As the model takes it, a pytree of arrays `(b, ...)`.
         guidance: Strength; 1 follows the text as learned, more follows it more closely.
-        num_steps: From noise to data.
         sampler: `euler` or `heun`.
         time_shift: See `step_times`.
-        guidance_low: The lowest time at which guidance acts.
-        guidance_high: The highest.
+        guidance_low, guidance_high: The lowest and the highest time at which guidance acts.
 
     Returns:
         Standardized latents float32 `(b, H, W, C)`.

@@ -38,62 +38,41 @@ def _is_text(spec: str) -> bool:
         return False
 
 
-_FINITE = _Rule('a finite number', math.isfinite)
 _SHARE = _Rule('from 0 to 1', lambda x: 0 <= x <= 1)
-_BELOW_1 = _Rule('at least 0 and less than 1', lambda x: 0 <= x < 1)
 
 _RULES = {
-    'seed': _Rule('from 0 to 2**31 - 1', lambda x: 0 <= x < 2**31),
-    'batch_size': _at_least(1),
-    'accumulate': _at_least(1),
-    'num_steps': _at_least(1),
-    'ema_decay': _BELOW_1,
-    'max_skipped_in_a_row': _at_least(0),
-    'max_skipped': _at_least(0),
-    'data.dir': _Rule('the folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0', bool),
-    'data.text': _Rule(texts.SYNTAX, _is_text),
-    'data.caption_dropout': _SHARE,
-    'data.on_bad_records': _one_of('stop', 'skip'),
-    'data.max_bad_fraction': _SHARE,
-    'data.engine': _one_of('auto', 'rows', 'chunks', 'tf_data'),
-    'data.verify': _one_of('once', 'always', 'never'),
-    'data.parallel_reads': _at_least(1),
-    'data.prefetch': _at_least(-1),  # -1: the engine chooses
-    'data.device_prefetch': _Rule(
-        'at least 1; 2 lets one batch arrive while another is used', lambda x: x >= 1
-    ),
-    'data.ram_budget_gb': _at_least(0),
-    'model.width': _at_least(0),
-    'model.depth': _at_least(0),
-    'model.num_heads': _at_least(0),
-    'model.crops': _at_least(0),
-    'model.unroll': _at_least(0),
-    'model.patch_size': _at_least(0),
-    'model.mlp_ratio': _at_least(0),
-    'model.dtype': _one_of('bfloat16', 'float16', 'float32'),
-    'optimizer.learning_rate': _above(0),
-    'optimizer.muon_learning_rate': _above(0),
-    'optimizer.weight_decay': _at_least(0),
-    'optimizer.b1': _BELOW_1,
-    'optimizer.b2': _BELOW_1,
-    'optimizer.clip_norm': _above(0),
-    'flow.logit_mean': _FINITE,
-    'flow.logit_std': _above(0),
-    'preview.count': _at_least(1),
-    'preview.guidance': _FINITE,
-    'preview.guidance_low': _BELOW_1,
-    'preview.guidance_high': _SHARE,
-    'preview.num_steps': _at_least(1),
-    'preview.sampler': _one_of('euler', 'heun'),
-    'preview.time_shift': _above(0),
-    'log_every': _at_least(1),
-    'eval_every': _at_least(0),
-    'preview_every': _at_least(0),
-    'checkpoint_every': _at_least(0),
-    'keep_checkpoints': _at_least(1),
-    'keep_every': _at_least(0),
-    'profile_steps': _at_least(0),
-    'requeue_status': _Rule('from 0 to 255, an exit status', lambda x: 0 <= x <= 255),
+    name: rule
+    for rule, names in (
+        (_Rule('from 0 to 2**31 - 1', lambda x: 0 <= x < 2**31), 'seed'),
+        (_at_least(1), 'batch_size accumulate num_steps log_every keep_checkpoints'),
+        (_at_least(1), 'preview.count preview.num_steps data.parallel_reads'),
+        (_at_least(0), 'max_skipped_in_a_row max_skipped data.ram_budget_gb'),
+        (_at_least(0), 'model.width model.depth model.num_heads model.crops model.unroll'),
+        (_at_least(0), 'model.patch_size model.mlp_ratio optimizer.weight_decay'),
+        (_at_least(0), 'eval_every preview_every checkpoint_every keep_every profile_steps'),
+        (_at_least(-1), 'data.prefetch'),  # -1: the engine chooses
+        (_above(0), 'optimizer.learning_rate optimizer.muon_learning_rate optimizer.clip_norm'),
+        (_above(0), 'flow.logit_std preview.time_shift'),
+        (_SHARE, 'data.caption_dropout data.max_bad_fraction preview.guidance_high'),
+        (
+            _Rule('at least 0 and less than 1', lambda x: 0 <= x < 1),
+            'ema_decay optimizer.b1 optimizer.b2 preview.guidance_low',
+        ),
+        (_Rule('a finite number', math.isfinite), 'flow.logit_mean preview.guidance'),
+        (_Rule('the folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0', bool), 'data.dir'),
+        (_Rule(texts.SYNTAX, _is_text), 'data.text'),
+        (_one_of('stop', 'skip'), 'data.on_bad_records'),
+        (_one_of('auto', 'rows', 'chunks', 'tf_data'), 'data.engine'),
+        (_one_of('once', 'always', 'never'), 'data.verify'),
+        (
+            _Rule('at least 1; 2 lets one batch arrive while another is used', lambda x: x >= 1),
+            'data.device_prefetch',
+        ),
+        (_one_of('bfloat16', 'float16', 'float32'), 'model.dtype'),
+        (_one_of('euler', 'heun'), 'preview.sampler'),
+        (_Rule('from 0 to 255, an exit status', lambda x: 0 <= x <= 255), 'requeue_status'),
+    )
+    for name in names.split()
 }
 
 # Of `changeable` those whose values a run replaces by what is in the folders.

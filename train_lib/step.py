@@ -171,11 +171,10 @@ def make_draw(
     stats: DatasetStats,
     encoder: StepEncoder | None,
 ) -> Callable[..., jax.Array]:
-    """Returns a function from `(frozen, params, texts, first)` to raw latents, for `bind`.
+    """Returns a function from `(frozen, params, texts, first)` to raw latents `(n, C, H, W)`.
 
-    Texts are raw text embeddings, `(n, D)`, or token ids, int32 `(n, T)`; latents are float32 `(n,
-    C, H, W)`. The noise of a picture is a function of `config.seed` and of its number, which is
-    `first` for the first row.
+    Texts are raw text embeddings, `(n, D)`, or token ids, int32 `(n, T)`. The noise of a picture is
+    a function of `config.seed` and of its number, which is `first` for the first row.
     """
     _, channels, height, width = stats.latents_shape
     text_of = make_text_of(stats, encoder)
@@ -201,8 +200,7 @@ def make_text_of(
 ) -> Callable[[Any, jax.Array], Any]:
     """Returns a function from frozen weights and raw texts to the texts that the model takes.
 
-    The function standardizes text embeddings `(b, D)`, and encodes token ids, int32 `(b, T)`, if
-    there is an encoder.
+    It standardizes embeddings `(b, D)`, and encodes ids, int32 `(b, T)`, if there is an encoder.
     """
 
     def text_of(frozen: Any, texts: jax.Array) -> Any:
@@ -289,7 +287,6 @@ class Program:
     """Jitted functions: batches are split over the mesh, states by `sharding.by_shape`.
 
     Attributes:
-        encoder: Frozen encoder of token ids, or None.
         abstract_state: Shapes, dtypes and shardings of a state.
         init: Returns the state at step 0.
         no_metrics: Returns training metrics of no step.
@@ -336,10 +333,7 @@ def make_program(
     """Builds model, optimizer and steps; each function is compiled at its first call.
 
     Args:
-        config: See `configs/default.py`.
-        mesh: From `sharding.make_mesh`.
-        stats: Facts about the data set.
-        encoder: Encoder of its tokens on the same mesh; None for a learned table.
+        encoder: Encoder of the data set's tokens on the same mesh; None for a learned table.
 
     Raises:
         ValueError: A part of a batch cannot be split over the devices; or as `models.make`.

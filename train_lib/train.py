@@ -4,8 +4,7 @@
     state = train.train_and_evaluate(demo.get_config(), workdir='W')
 
 A run can be killed at any moment. The same command then resumes it from the last checkpoint with
-the same results as an uninterrupted run. After SIGTERM or Ctrl-C it saves and returns. `HOOKS`
-lists everything that a run does beside its steps.
+the same results as an uninterrupted run. `HOOKS` lists what a run does beside its steps.
 """
 
 import contextlib
@@ -74,6 +73,7 @@ def set_up(
     """Checks everything that a run needs before its first step.
 
     Args:
+        config: See `configs/default.py`.
         workdir: Folder for checkpoints, TensorBoard logs and previews, local or `gs://`.
         accept_changes: Fields of `settings.changeable` that may differ from the last checkpoint.
 
@@ -157,13 +157,9 @@ def train(setup: Setup, verbose: bool = False) -> tuple[TrainState, bool]:
 
 @dataclasses.dataclass(frozen=True)
 class Run(Setup):
-    """The objects that the loop and its hooks work with.
+    """The objects that the loop and its hooks work with."""
 
-    Attributes:
-        start: The step at which this process started.
-    """
-
-    start: int
+    start: int  # the step at which this process started
     writer: metric_writers.MetricWriter
     manager: ocp.CheckpointManager
     log: TrainLog
@@ -171,17 +167,13 @@ class Run(Setup):
     def save(self, step: int, state: TrainState, interrupted: bool = False) -> bool:
         """Starts a checkpoint of a step, after the log up to this step is safe.
 
-        Returns:
-            False if it starts none, because the last step was skipped and the weights may be
-            broken.
+        Returns False without one after a skipped step, because the weights may be broken.
         """
         self.log.settle(step)
         if int(state.skipped_in_a_row):
             return False
-        description = self.beginning.description_at(step)
-        checkpoint.save(
-            self.manager, step, state, self.log.window, description, interrupted=interrupted
-        )
+        saved = state, self.log.window, self.beginning.description_at(step)
+        checkpoint.save(self.manager, step, *saved, interrupted=interrupted)
         return True
 
     @functools.cached_property
@@ -287,11 +279,9 @@ class Hook(NamedTuple):
         train.HOOKS.insert(0, train.Hook('weight norm', due, weight_norm))
 
     Attributes:
-        is_due: Takes `(run, step)` and returns whether the hook is due after this step.
-        call: Does the work, given `(run, step, state)` with the state after the step; returns a
-            text for the log, or None.
-        repeatable: Whether a stop request may interrupt it by an exception; the resumed run then
-            repeats it.
+        is_due: Whether the hook is due after a step of a run.
+        call: Does the work with the state after the step; returns a text for the log, or None.
+        repeatable: Whether a stop request may interrupt it; the resumed run then repeats it.
     """
 
     name: str

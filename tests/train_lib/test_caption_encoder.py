@@ -73,23 +73,23 @@ def local(models):  # noqa: F811
 
 def test_classes_are_drawn_by_their_numbers():
     facts = facts_with('labels', '1', dim=0, vocabulary=10, text_max_tokens=1)
-    encoder = caption_encoder.make(facts)
-    assert caption_encoder.texts(facts, encoder, ['7', '0']).tolist() == [[7], [0]]
+    encoder = draw.load_encoder(facts)
+    assert draw.encode(facts, encoder, ['7', '0']).tolist() == [[7], [0]]
     with pytest.raises(ValueError, match="'10' has token 10, expected one of the 10 tokens"):
-        caption_encoder.texts(facts, encoder, ['3', '10'])
+        draw.encode(facts, encoder, ['3', '10'])
     with pytest.raises(ValueError, match="'a cat': expected the number of a class"):
-        caption_encoder.texts(facts, encoder, ['a cat'])
+        draw.encode(facts, encoder, ['a cat'])
 
 
 def test_a_local_model_has_to_be_given(local):
     with pytest.raises(ValueError, match=r'folder named text \(sha256:.*--encoder=hf:/path/to/te'):
-        caption_encoder.make(local)
+        draw.load_encoder(local)
 
 
 def test_the_same_files_are_the_same_model_whatever_runs_them(local, models):  # noqa: F811
     captions = ['a b c', 'd']
-    theirs = caption_encoder.make(local, f'hf:{models}/text')
-    ours = caption_encoder.make(local, f'jax:{models}/text')
+    theirs = draw.load_encoder(local, f'hf:{models}/text')
+    ours = draw.load_encoder(local, f'jax:{models}/text')
     assert (theirs.name, ours.name) == ('hf:text', 'jax:text')
     assert theirs.max_tokens == ours.max_tokens == 20
     np.testing.assert_allclose(ours.encode(captions), theirs.encode(captions), atol=1e-4)
@@ -97,13 +97,13 @@ def test_the_same_files_are_the_same_model_whatever_runs_them(local, models):  #
 
 def test_embeddings_of_unknown_origin_need_an_encoder_of_their_size(caplog):
     with pytest.raises(ValueError, match='name it with --encoder'):
-        caption_encoder.make(facts_with('pt'))
-    assert caption_encoder.make(facts_with('pt'), 'hash').name == 'hash'
+        draw.load_encoder(facts_with('pt'))
+    assert draw.load_encoder(facts_with('pt'), 'hash').name == 'hash'
     assert 'does not say whether hash made' in caplog.text
     with pytest.raises(
         ValueError, match=r"'hash' of revision 1 encodes .*, but 'pt' made the texts"
     ):
-        caption_encoder.make(facts_with('pt', dim=7), 'hash')
+        draw.load_encoder(facts_with('pt', dim=7), 'hash')
 
 
 # --- In the step ----------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ def test_another_encoder_or_none_is_refused_on_resume(run, config_with):
 def test_a_drawing_encodes_its_captions_in_the_same_way(run, spec, models, tmp_path):  # noqa: F811
     artist = draw.Artist(run[0])
     assert artist.encoder == spec
-    tokenizer = caption_encoder.make(artist.facts, artist.encoder)
+    tokenizer = draw.load_encoder(artist.facts, artist.encoder)
     pictures = artist.draw(CAPTIONS, tokenizer)
     assert pictures.shape == (4, 32, 32, 3)
     moved = shutil.copytree(models / 'text', tmp_path / 'text')

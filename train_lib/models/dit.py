@@ -7,11 +7,10 @@
 Architecture: Peebles & Xie, "Scalable Diffusion Models with Transformers" (2023), block adaLN-Zero,
 with query and key normalization (Dehghani et al., "Scaling Vision Transformers to 22 Billion
 Parameters", 2023), rotary position embedding besides the fixed positions, and the text embedding
-instead of the class label. A text may also be token ids, or the hidden states of a text encoder. A
-learned table or projection then turns them into vectors, and their mean is the text embedding. With
-`text='sequence'`, every block's attention sees these vectors beside the picture's own tokens, as in
-Nichol et al., "GLIDE" (2021). The blocks are one scanned module, so compile time and program size
-do not grow with the depth unless `unroll` does.
+instead of the class label. For token ids or hidden states of a text encoder, this is the mean of
+the words' vectors. With `text='sequence'`, every block's attention sees these vectors beside the
+picture's own tokens, as in Nichol et al., "GLIDE" (2021). The blocks are one scanned module, so
+compile time and program size do not grow with the depth unless `unroll` does.
 """
 
 import functools
@@ -69,8 +68,7 @@ _TIME_SCALE = 1_000.0  # t in [0, 1] to the range the sinusoids are made for
 
 # --- The dense layer ----------------------------------------------------------------------------
 
-# It computes in a narrow type, with kernel gradients in float32. Parameters, names and all numbers
-# of the forward pass are those of `flax.linen.Dense`, which casts the kernel before the product. So
+# `flax.linen.Dense` with kernel gradients in float32. Flax casts the kernel before the product, so
 # its gradient has the type of the product, and devices add up their parts of it in that type: in
 # bfloat16 each addition rounds to 8 bits. Here the product for the gradient returns float32, in
 # which the matrix units accumulate anyway, and the devices add up float32.
@@ -197,21 +195,19 @@ class WordVectors(nn.Module):
 def sincos_positions_2d(rows: int, columns: int, width: int) -> np.ndarray:
     """Returns fixed sine-cosine position vectors, with half of the width for each axis.
 
+    Args:
+        width: A multiple of 4.
+
     Returns:
         float32 `(rows * columns, width)`, in row-major order of the positions.
-
-    Raises:
-        ValueError: `width` is not a multiple of 4.
     """
-    if width % 4:
-        raise ValueError(f'width is {width}, expected a multiple of 4.')
     angles = _angles(rows, columns, _MAX_PERIOD, width // 4)
     vectors = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
     return np.concatenate(list(vectors), axis=-1).astype(np.float32)
 
 
 def make_turns(rows: int, columns: int, head_dim: int) -> np.ndarray:
-    """Turns of queries and keys by the positions of their tokens.
+    """Returns the turns of queries and keys by the positions of their tokens.
 
     Rotary position embedding (Su et al., "RoFormer", 2021), half of a head for each axis, with the
     period of Heo et al., "Rotary Position Embedding for Vision Transformer" (2024), section 3.2.
@@ -252,11 +248,7 @@ class Conditioning(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        t: jax.Array,
-        text: jax.Array,
-        drop_text: jax.Array | None,
-        crop: jax.Array | None = None,
+        self, t: jax.Array, text: jax.Array, drop_text: jax.Array | None, crop: jax.Array | None
     ) -> jax.Array:
         def dense(name: str, **options: Any) -> nn.Module:
             return Dense(self.width, dtype=self.dtype, name=name, **options)
@@ -388,24 +380,18 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        x: jax.Array,
-        condition: jax.Array,
-        turns: jax.Array,
-        words: Words | None = None,
+        self, x: jax.Array, condition: jax.Array, turns: jax.Array, words: Words | None = None
     ) -> jax.Array:
         x, condition = self.pin(x), self.pin(condition)
         width = x.shape[-1]
-        modulation = Dense(
-            6 * width, dtype=self.dtype, kernel_init=nn.initializers.zeros, name='modulation'
-        )(condition)
-        modulation = checkpoint_name(modulation, _KEPT)
+        zeros = nn.initializers.zeros
+        dense = Dense(6 * width, dtype=self.dtype, kernel_init=zeros, name='modulation')
+        modulation = checkpoint_name(dense(condition), _KEPT)
         shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = jnp.split(modulation, 6, axis=-1)
 
         h = nn.LayerNorm(use_bias=False, use_scale=False, dtype=self.dtype)(x)
-        attention = Attention(
-            self.num_heads, self.dtype, self.attention, self.pin, name='attention'
-        )
+        fields = self.num_heads, self.dtype, self.attention, self.pin
+        attention = Attention(*fields, name='attention')
         h = attention(_modulate(h, shift_1, scale_1), turns, words)
         x = x + gate_1[:, None] * h
 
@@ -485,7 +471,7 @@ class DiT(nn.Module):
         drop_text: jax.Array | None = None,
         crop: jax.Array | None = None,
     ) -> jax.Array:
-        """Applies the model.
+        """Returns the velocity, float32 `(b, H, W, C)`.
 
         Args:
             x: Noisy latents, standardized, `(b, H, W, C)`.
@@ -495,9 +481,6 @@ class DiT(nn.Module):
             drop_text: bool `(b,)`, True for texts to ignore; None to ignore none.
             crop: int32 `(b,)`, place of the crop among those of its image, 0 for the middle one;
                 None is 0 everywhere.
-
-        Returns:
-            float32 velocity `(b, H, W, C)`.
 
         Raises:
             ValueError: H or W is not a multiple of `patch_size`.
@@ -517,26 +500,20 @@ class DiT(nn.Module):
             vectors = WordVectors(self.vocabulary, self.width, self.dtype, name='words')
             words, embedding = vectors(text, drop_text)
             words = jax.tree.map(self.pin, words) if self.text == SEQUENCE else None
-        condition = nn.silu(
-            Conditioning(self.width, self.crops, self.dtype, name='conditioning')(
-                t, embedding, drop_text, crop
-            )
-        )
+        conditioning = Conditioning(self.width, self.crops, self.dtype, name='conditioning')
+        condition = nn.silu(conditioning(t, embedding, drop_text, crop))
         tokens = Dense(self.width, dtype=self.dtype, name='patches')(_to_patches(x, p))
         tokens += sincos_positions_2d(rows, columns, self.width).astype(self.dtype)
         turns = jnp.asarray(make_turns(rows, columns, self.width // self.num_heads))
         tokens = self._blocks()(self.pin(tokens), self.pin(condition), turns, words)
 
-        modulation = Dense(
-            2 * self.width, dtype=self.dtype, kernel_init=nn.initializers.zeros, name='modulation'
-        )(condition)
+        zeros = nn.initializers.zeros
+        modulation = Dense(2 * self.width, dtype=self.dtype, kernel_init=zeros, name='modulation')
         tokens = nn.LayerNorm(use_bias=False, use_scale=False, dtype=self.dtype)(tokens)
-        tokens = _modulate(tokens, *jnp.split(modulation, 2, axis=-1))
+        tokens = _modulate(tokens, *jnp.split(modulation(condition), 2, axis=-1))
         # float32 from here on: the loss is a difference of numbers of like size.
-        patches = Dense(
-            p * p * channels, dtype=jnp.float32, kernel_init=nn.initializers.zeros, name='velocity'
-        )(tokens.astype(jnp.float32))
-        return _from_patches(patches, rows, columns, p)
+        velocity = Dense(p * p * channels, dtype=jnp.float32, kernel_init=zeros, name='velocity')
+        return _from_patches(velocity(tokens.astype(jnp.float32)), rows, columns, p)
 
     def flops(self, latent_shape: Sequence[int], text_dim: int, num_tokens: int = 0) -> int:
         """Returns the forward FLOPs of a sample's matrix products; training takes three times that.
@@ -581,9 +558,8 @@ class DiT(nn.Module):
             length=self.depth,
             unroll=self.unroll,
         )
-        stack = block(
-            self.num_heads, self.mlp_ratio, self.dtype, self.attention, self.pin, name='blocks'
-        )
+        fields = self.num_heads, self.mlp_ratio, self.dtype, self.attention, self.pin
+        stack = block(*fields, name='blocks')
         return lambda tokens, *context: scanned(stack, tokens, *context)[0]
 
 
