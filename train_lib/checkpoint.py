@@ -77,12 +77,9 @@ class Description:
 def open_manager(workdir: epath.PathLike, keep: int, keep_every: int = 0) -> ocp.CheckpointManager:
     """Opens `workdir/checkpoints` for the run itself; other programs use `open_run`.
 
-    Makes the folder, and removes incomplete checkpoints and those beyond `keep`. A background
-    thread saves checkpoints; the end of the manager's context waits for the thread.
-
-    Args:
-        keep: Number of last checkpoints to keep.
-        keep_every: Keeps the checkpoints of multiples of this step too; 0 to keep no others.
+    Makes the folder, and removes incomplete checkpoints and all but the last `keep` and those of
+    multiples of the step `keep_every` (0: none). A background thread saves checkpoints; the end of
+    the manager's context waits for the thread.
     """
     policies = [ocp.checkpoint_managers.LatestN(keep)]
     if keep_every:

@@ -64,10 +64,7 @@ def squared_errors(
         velocity: The model, a function from `(z, t)` to a velocity in the shape of z.
         x: Standardized latents `(b, H, W, C)`.
         noise: Standard normal noise in the shape of x.
-        t: Times `(b,)`.
-
-    Returns:
-        float32 `(b,)`.
+        t: Times `(b,)`, as the result.
     """
     time = t[:, None, None, None]
     predicted = velocity((1 - time) * x + time * noise, t)
@@ -85,7 +82,6 @@ def noise_and_times_of_keys(
     Args:
         keys: Low and high words of the samples' keys, uint32 `(b, 2)`.
         shape: Shape of one sample's noise.
-        seed: Another seed gives other noise.
 
     Returns:
         Standard normal noise float32 `(b, *shape)` and times float32 `(b,)` in [0, 1).

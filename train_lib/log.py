@@ -180,10 +180,9 @@ class TrainLog:
 
     def _check_skipped(self, step: int, window: metrics.TrainMetrics) -> None:
         in_a_row = int(window.skipped_in_a_row.compute())
-        for skipped, field, words in (
-            (in_a_row, 'max_skipped_in_a_row', ' in a row'),
-            (int(window.skipped_steps.compute()), 'max_skipped', ''),
-        ):
+        in_all = int(window.skipped_steps.compute())
+        limits = (in_a_row, 'max_skipped_in_a_row', ' in a row'), (in_all, 'max_skipped', '')
+        for skipped, field, words in limits:
             if skipped > self._config[field]:
                 raise FloatingPointError(
                     f'{skipped} steps{words} up to step {step} had a loss or a gradient that was '
@@ -304,8 +303,8 @@ class StepClock:
     def step_started(self, result: Any) -> None:
         """Counts a step, whose arrays `result` are still being computed.
 
-        Waits for the step that started `AHEAD` steps before this one. It also waits for the first
-        step, which does not count, because it includes the compilation.
+        Waits for the step that started `AHEAD` steps before this one, and for the first step, which
+        does not count, because it includes the compilation.
         """
         is_first = self._last is None
         self._last = finished = self._watcher.submit(_finished_at, result)

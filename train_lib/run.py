@@ -9,10 +9,9 @@
         flags.DEFINE_string('workdir', None, 'Folder of the run.')
         run.start(main, required=['workdir'])
 
-`--config` takes a file or the name of a configuration of this package, in any working directory:
 `--config=demo` is `configs/demo.py` of a checkout, or `train_lib/configs/demo.py` of an installed
-package. This module imports neither JAX nor TensorFlow, because they read their environment when
-they are imported.
+package, in any working directory. This module imports neither JAX nor TensorFlow, because they read
+their environment when they are imported.
 """
 
 import contextlib
@@ -72,10 +71,7 @@ def start(main: Callable[[], None], required: Sequence[str]) -> None:
 
 
 def prepare() -> None:
-    """Keeps TensorFlow off the accelerator and the log readable; call it before other imports.
-
-    TensorFlow logs its settings when it is imported.
-    """
+    """Keeps TensorFlow off the accelerator and the log readable; call it before other imports."""
     if not _is_verbose():
         handler = logging.get_absl_handler()
         handler.addFilter(_is_worth_reading)
@@ -111,11 +107,8 @@ def errors_in_one_line(
 def resolve(arguments: Sequence[str]) -> list[str]:
     """Replaces the name of a configuration on a command line by the path of its file.
 
-    The path of an existing file stays unchanged; the file may import this package's configurations:
-    `from configs import default`.
-
-    Raises:
-        SystemExit: Neither a file nor a configuration has this name.
+    The path of an existing file stays unchanged; the file may import this package's configurations.
+    Raises a `SystemExit` if neither a file nor a configuration has the name.
     """
     if str(_CONFIGS.parent) not in sys.path:
         sys.path.append(str(_CONFIGS.parent))  # where `configs` is imported from

@@ -48,10 +48,9 @@ def install(status: int | None = None) -> None:
 
     Python runs signal handlers in its main thread, which may be in the compiler for minutes. So a
     thread learns of each signal, and ends the process by `os._exit`, because TensorFlow and XLA
-    cannot be interrupted while the interpreter shuts down. Another call may change the status.
+    cannot be interrupted while the interpreter shuts down.
 
-    Args:
-        status: Exit status; None for 128 plus the number of the signal, as in a shell.
+    The exit status is `status` of the last call, or 128 plus the number of the signal for None.
     """
     first = not _exit_status
     _exit_status.update({number: 128 + number if status is None else status for number in _SIGNALS})

@@ -99,8 +99,7 @@ def set_up(
 def train(setup: Setup, verbose: bool = False) -> tuple[TrainState, bool]:
     """Trains up to `config.num_steps`, from the last checkpoint in the workdir if there is one.
 
-    Args:
-        verbose: Whether to log all parameters, and everything that TensorBoard gets.
+    With `verbose` it logs all parameters, and everything that TensorBoard gets.
 
     Returns:
         The last state, and whether the run is complete; it is not if a signal ended it.
@@ -185,10 +184,7 @@ class Run(Setup):
 def _train(
     run: Run, state: TrainState, stop: signals.StopRequest, interrupted: bool
 ) -> tuple[TrainState, bool]:
-    """The loop over steps; ends with a checkpoint.
-
-    `interrupted`: a stop request came before all hooks due at the step of `state` had been called.
-    """
+    """The loop over steps; ends with a checkpoint. `interrupted`: see `checkpoint.save`."""
     step = run.start
     # Whether all hooks due at this step have been called and nobody has asked to stop.
     complete = not interrupted or _call_hooks(run, step, state, stop)

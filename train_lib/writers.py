@@ -96,7 +96,7 @@ class WandbWriter(metric_writers.MultiWriter):
         self._image, self._html = wandb.Image, wandb.Html
 
     def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
-        """See `clu.metric_writers.MetricWriter`, also for the other methods."""
+        """Sends scalars."""
         self._run.log({name: float(x) for name, x in scalars.items()}, step=step)
 
     def write_images(self, step: int, images: Mapping[str, Any]) -> None:

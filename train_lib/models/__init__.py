@@ -1,7 +1,6 @@
 """Models by kind, and their sizes by name.
 
-    model = models.make('S/2', dtype='bfloat16')
-    model = models.make('S/2', depth=16)   # replaces the preset's value
+    model = models.make('S/2', dtype='bfloat16', depth=16)   # instead of the preset's depth
     model = models.make('S/2', kind='my_package.my_module:MyModel')
 
 Another model is a `flax.linen.Module` in any importable module. Like `dit.DiT`, it has the fields
@@ -45,9 +44,6 @@ def make(
     """Makes a model from the block `model` of a configuration.
 
     Args:
-        name: The preset, size and patch size, `SIZE/PATCH`, such as `'S/2'`.
-        kind: `dit` or `MODULE:CLASS`.
-        dtype: Dtype of the computation; parameters are float32.
         num_crops: Number of crops of an image in the data set, for a field `crops` of 0.
         **fields: Fields of the model; 0 keeps the value of the preset or, without a preset, of the
             model.
