@@ -107,8 +107,10 @@ def find(
             is beyond `num_steps`.
         OSError: `init_from` does not exist, or a checkpoint cannot be read.
     """
+    encoder = program.encoder
+    name = {'encoder': {'name': encoder.name, 'revision': encoder.revision}} if encoder else {}
     description = Description(
-        identity=data.identity | program.identity,
+        identity=data.identity | name,
         settings=data.settings,
         # As JSON has it, to be compared with what comes back from there.
         config=json.loads(json.dumps(config.to_dict())),

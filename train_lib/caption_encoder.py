@@ -34,10 +34,8 @@ class StepEncoder:
     Attributes:
         name: Name such as `jax:google/gemma-3-270m`, without the path of a folder.
         revision: A commit on the hub, or `sha256:...` of the files in a folder.
-        params: Weights of the model, whole on every device, or their shapes. Weights of products
-            have the dtype of the computation. If weights were split over `fsdp`, the chips of a
-            v5e-16 that trains L/2 would exchange 1.7 times as much, to save 0.4 GB of
-            Gemma-3-270M's 0.54 GB a chip.
+        params: Weights, or their shapes, whole on every device (docs/pods.md says why). Weights of
+            products have the dtype of the computation.
     """
 
     name: str
@@ -92,10 +90,7 @@ def load(spec: str, facts: DatasetStats, mesh: Mesh, *, dtype: str) -> StepEncod
 
 
 def abstract(spec: str, mesh: Mesh, *, dtype: str) -> StepEncoder | None:
-    """Like `load`, but with shapes in place of weights, and without a data set.
-
-    It reads no files of a model in `gemma.PUBLISHED`.
-    """
+    """Like `load`, with shapes for weights; reads no files of a model in `gemma.PUBLISHED`."""
     if not spec:
         return None
     config = gemma.PUBLISHED.get(spec.removeprefix('jax:'))

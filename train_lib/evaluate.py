@@ -59,17 +59,6 @@ class Features(NamedTuple):
     texts: np.ndarray
 
 
-class Records(NamedTuple):
-    """Some records of the validation split.
-
-    Attributes:
-        latents: Raw latents of the middle crops, `(n, C, H, W)`.
-    """
-
-    latents: np.ndarray
-    captions: list[str]
-
-
 def open_validation(data_dir: str, num_pictures: int) -> StoredDataset:
     """Opens a data set whose validation split must have `num_pictures` records.
 
@@ -118,13 +107,16 @@ def evaluate(
     name = f'step_{artist.step:06}_{json_digest.sha256(settings)[:8]}'
     folder = Destination(epath.Path(workdir) / FOLDER)
     parts = []
-    for first, records in _read(data, num_pictures):
-        end = first + len(records.captions)
+    for first, latents, captions in _read(data, num_pictures):
+        end = first + len(captions)
         stored = f'{name}/{first:07}-{end:07}.npz'
         features = _load(folder, stored)
         if features is None:
-            features = _encode(records, first, artist, text_encoder, image_encoder)
-            _store(folder, stored, features)
+            drawn = artist.draw(captions, text_encoder, first)
+            features = _encode(image_encoder, artist.paint(latents), drawn, captions)
+            content = io.BytesIO()
+            np.savez(content, **features._asdict())
+            folder.put_bytes(stored, content.getvalue())
             logging.info('%s of %s pictures are drawn.', f'{end:,}', f'{num_pictures:,}')
         parts.append(features)
     features = Features(*map(np.concatenate, zip(*parts, strict=True)))
@@ -153,37 +145,24 @@ def compare(features: Features) -> dict[str, float]:
     return found
 
 
-def _read(data: StoredDataset, count: int) -> Iterator[tuple[int, Records]]:
-    """Yields the first records of the validation split, `PART` at a time, each with its number."""
+def _read(data: StoredDataset, count: int) -> Iterator[tuple[int, np.ndarray, list[str]]]:
+    """Yields number, latents and captions of the first validation records, `PART` at a time."""
     features = schema.LATENTS, schema.CAPTION
     batches = input_pipeline.eval_batches(data, batch_size=PART, features=features)
     with contextlib.closing(batches):
         for first in range(0, count, PART):
             batch, size = next(batches), min(PART, count - first)
             captions = [caption.decode() for caption in batch[schema.CAPTION][:size]]
-            yield first, Records(batch[schema.LATENTS][:size], captions)
+            yield first, batch[schema.LATENTS][:size], captions
 
 
 def _encode(
-    records: Records,
-    first: int,
-    artist: draw.Artist,
-    text_encoder: Encoder | Tokenizer,
-    image_encoder: 'ImageEncoder',
+    encoder: 'ImageEncoder', data: np.ndarray, drawn: np.ndarray, captions: list[str]
 ) -> Features:
-    """Draws the captions of records, the first of which has a number, and encodes all."""
-    texts = np.zeros((len(records.captions), 0), np.float32)
-    if image_encoder.has_texts:
-        texts = image_encoder.encode_texts(records.captions)
-    drawn = artist.draw(records.captions, text_encoder, first)
-    data = artist.paint(records.latents)
-    return Features(image_encoder.encode(data), image_encoder.encode(drawn), texts)
-
-
-def _store(folder: Destination, name: str, features: Features) -> None:
-    content = io.BytesIO()
-    np.savez(content, **features._asdict())
-    folder.put_bytes(name, content.getvalue())
+    texts = np.zeros((len(captions), 0), np.float32)
+    if encoder.has_texts:
+        texts = encoder.encode_texts(captions)
+    return Features(encoder.encode(data), encoder.encode(drawn), texts)
 
 
 def _load(folder: Destination, name: str) -> Features | None:

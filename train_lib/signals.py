@@ -276,11 +276,7 @@ class _Hosts:
     def _silent(self) -> str:
         """The processes that do not answer, by name; '' if all do."""
         self._set(f'{_ASKED}who')
-        deadline = time.monotonic() + _ANSWER_SECONDS
-        while len(here := dict(self._client.key_value_dir_get(_HERE))) < self._count:
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.1)
+        here = self._wait_for(_HERE, self._count, _ANSWER_SECONDS)
         hosts = dict(self._client.key_value_dir_get(_HOSTS))
         silent = [index for index in range(self._count) if f'{_HERE}{index}' not in here]
         return ' and '.join(hosts.get(f'{_HOSTS}{index}', f'process {index}') for index in silent)
@@ -290,13 +286,18 @@ class _Hosts:
         logging.flush()
         print(f'error: {failure}', file=sys.stderr, flush=True)
         self._set(f'{_FOLDER}known_to_{self._index}')
-        deadline = time.monotonic() + _LAST_SECONDS
-        # The coordinator lives in process 0, and the others abort when it is gone.
-        while self._index == 0 and time.monotonic() < deadline:
-            if len(self._client.key_value_dir_get(_FOLDER)) > self._count:
+        if self._index == 0:  # the coordinator lives here, and the others abort when it is gone
+            self._wait_for(_FOLDER, self._count + 1, _LAST_SECONDS)
+        os._exit(1)
+
+    def _wait_for(self, folder: str, count: int, seconds: float) -> dict[str, str]:
+        """What is in a folder as soon as there are `count` keys, or after some seconds."""
+        deadline = time.monotonic() + seconds
+        while len(found := dict(self._client.key_value_dir_get(folder))) < count:
+            if time.monotonic() > deadline:
                 break
             time.sleep(0.1)
-        os._exit(1)
+        return found
 
     def _set(self, key: str, value: str = '') -> None:
         self._client.key_value_set(key, value, allow_overwrite=True)

@@ -306,13 +306,6 @@ class Program:
     draw: Callable[..., jax.Array]
     flops: Callable[[int], int]
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Plain values that a resumed run cannot change; see `checkpoint.Description`."""
-        if self.encoder is None:
-            return {}
-        return {'encoder': {'name': self.encoder.name, 'revision': self.encoder.revision}}
-
 
 def for_data(config: ml_collections.ConfigDict, mesh: Mesh, stats: DatasetStats) -> Program:
     """Makes the program for a data set, with the text encoder of the configuration.

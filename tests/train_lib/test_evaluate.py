@@ -58,15 +58,15 @@ def test_the_result_is_that_of_all_pictures_at_once(
 
 
 def test_a_stopped_evaluation_goes_on(measure, tmp_path, monkeypatch):
-    made, encode = [], evaluate._encode
+    made, drawn = [], draw.Artist.draw
 
-    def noting(records, first, *others):
+    def noting(self, captions, encoder, first=0):
         made.append(first)
         if len(made) == 3:
             raise KeyboardInterrupt
-        return encode(records, first, *others)
+        return drawn(self, captions, encoder, first)
 
-    monkeypatch.setattr(evaluate, '_encode', noting)
+    monkeypatch.setattr(draw.Artist, 'draw', noting)
     with pytest.raises(KeyboardInterrupt):
         measure(12)
     assert made == [0, 5, 10] and not list((tmp_path / evaluate.FOLDER).glob('*.json'))

@@ -520,8 +520,7 @@ class DiT(nn.Module):
 
         A multiplication with its addition counts two, as in Kaplan et al., "Scaling Laws for Neural
         Language Models" (2020), table 1; the scores of the attention count as in Chowdhery et al.,
-        "PaLM" (2022), appendix B. The backward pass has two products for each one. Recomputation to
-        save memory does not count.
+        "PaLM" (2022), appendix B. Recomputation to save memory does not count.
 
         Args:
             latent_shape: `(height, width, channels)` of one sample.

@@ -36,8 +36,7 @@ def check(config: ml_collections.ConfigDict) -> dict[str, str | dict[str, str]]:
         ValueError: A setting is out of its range, or does not fit the devices or the data.
         OSError: The data set does not exist.
     """
-    # After `run.prepare`, because they import TensorFlow.
-    import jax
+    import jax  # after `run.prepare`, as the others, which import TensorFlow
 
     from train_lib import flow, settings, sharding, step, writers
     from train_lib.data import TrainingData

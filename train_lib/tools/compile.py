@@ -76,7 +76,6 @@ def analyze(
     """Compiles a step of a configuration and adds up its cost for one chip.
 
     Args:
-        config: See `configs/default.py`.
         topology: Topology of a slice, such as `v5e:4x4`.
         num_tokens: Number of token ids of a text, with `model.text='sequence'` or an encoder.
         step: `train`, `evaluate` (a batch of the same size) or `draw` (the previews).
@@ -101,12 +100,11 @@ def analyze(
         )
     mesh = sharding.make_mesh(**config.mesh, devices=devices)
     encoder = caption_encoder.abstract(config.encoder, mesh, dtype=config.model.dtype)
+    text_dim, vocabulary = 0, VOCABULARY
     if encoder is not None:
         text_dim, vocabulary = encoder.dim, encoder.network.config.vocab_size
     elif config.model.text == POOLED:
         text_dim, vocabulary, num_tokens = TEXT_DIM, 0, 0
-    else:
-        text_dim, vocabulary = 0, VOCABULARY
     stats = flow.no_stats(text_dim, vocabulary=vocabulary)
     program = make_program(config, mesh, stats, encoder)
     count, passes = _work(config, step)

@@ -66,7 +66,6 @@ def measure(
     """Times batches alone and steps alone.
 
     Args:
-        config: See `configs/default.py`.
         hosts: Number of hosts that share the batch; this times the part of one host.
         step_ms: Time of a step in milliseconds; None to time steps here.
         seconds: Time for reading, and again for steps.

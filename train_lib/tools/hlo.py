@@ -1,9 +1,6 @@
 """Reads the text of a compiled XLA program: estimated cycles, kernels, exchanges between devices.
 
     costs = hlo.read(compiled.as_text())
-    costs.cycles            # libtpu's own estimates, by the name of the operation
-    costs.kernels           # how often each Pallas kernel is called
-    costs.collectives       # exchanges: bytes, number of devices, loops
 
 All figures are those of one run on one device and count every turn of a loop (`cost_analysis()`
 counts the body of a loop once). The grammar is that of XLA's `HloModule::ToString`.
@@ -40,12 +37,10 @@ class Collective(NamedTuple):
     """One exchange among `members` devices.
 
     Attributes:
-        kind: `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all`, `collective-permute`.
-        members: Number of devices that exchange data with each other.
+        kind: A key of `_RECEIVED`.
         arrays: Dtypes, such as `bf16`, and shapes of the result.
         nbytes: Bytes that a device receives in all turns of the loops.
         times: Number of times it runs.
-        loops: Lengths of the loops around it.
         is_async: Whether it runs beside other work.
     """
 
@@ -59,10 +54,9 @@ class Collective(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A Pallas kernel of a TPU.
+    """A Pallas kernel of a TPU, by the instruction that calls it.
 
     Attributes:
-        name: Name of the instruction that calls it.
         rows: Largest first axis of its results; for `models.attention_kernel`, the number of
             samples.
     """
@@ -78,7 +72,6 @@ class Costs(NamedTuple):
         cycles: Libtpu's estimates for fusions and single operations, by name (`op_name`, '' without
             one). There are no estimates for kernels, for exchanges and copies that run beside other
             work, and in programs for other devices.
-        collectives: Exchanges between devices.
         kernels: Number of calls of each Pallas kernel.
         loops: Lengths of the loops around each computation.
     """
