@@ -1,9 +1,5 @@
 """The start of a run: its own last checkpoint, another run's weights, or a random state.
 
-    beginning = beginnings.find(config, workdir, data, program, accept_changes=['batch_size'])
-    batches = data.train_batches(beginning.position_at(step))
-    state = beginning.state(program)    # of a run without a checkpoint of its own
-
 `find` makes all checks before the run reads weights or writes anything.
 """
 

@@ -1,11 +1,5 @@
 """Checkpoints of a run: the run saves and restores them, and other programs read them.
 
-    with checkpoint.open_manager(workdir, keep=3) as manager:
-        restored = checkpoint.restore(manager, abstract_state, window)
-        state, window, interrupted = restored or fresh_start()
-        checkpoint.save(manager, step, state, window, description)
-        checkpoint.wait(manager)
-
     saved = checkpoint.open_run('gs://bucket/W@2000')
     saved.description.config                        # configuration of the run, as nested values
     params = saved.restore_weights(abstract_params, average=True)

@@ -1,8 +1,6 @@
 """The data set of a run: batches on the devices, statistics, and its identity.
 
-data = TrainingData(config, mesh)
-batches = data.train_batches(data.position_at(data.position, step=1000))
-next(batches)    # after 1000 steps, however often interrupted, for any former batch size
+A position says which batch comes next, after any interruptions and for any former batch size.
 """
 
 import dataclasses

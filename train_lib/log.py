@@ -1,13 +1,5 @@
 """The log of a run: an introduction, averages over windows of steps, and times.
 
-    train_log = log.TrainLog(writer, config, empty=program.no_metrics(), data=data)
-    for step in range(1, num_steps + 1):
-        with train_log.clock.waiting_for_data():
-            batch = next(batches)
-        state, update = train_step(state, batch)
-        train_log.add(step, update)
-    train_log.settle(step)
-
 A report holds the metrics of the steps (`metrics.TrainMetrics`) as `train/...`, the rates and times
 of `StepClock.lap`, and the state of this host; docs/training.md explains each scalar. Rates and
 times leave out the first step, which includes the compilation.
@@ -111,8 +103,8 @@ class TrainLog:
         config: ml_collections.ConfigDict,
         *,
         empty: metrics.TrainMetrics,
+        data: 'TrainingData',
         start: int = 0,
-        data: 'TrainingData | None' = None,
         progress: Callable[[int], dict[str, float]] = lambda step: {},
         flops: int = 0,
         way_back: Callable[[int], str] = lambda step: 'Start afresh',
@@ -122,7 +114,7 @@ class TrainLog:
         Args:
             empty: Metrics of zero steps, on the devices of the steps' metrics.
             start: The step before the first one.
-            data: Data of the run, which counts what it reads; None without a count.
+            data: Data of the run, which counts what it reads.
             progress: Returns scalars of the passes over the data up to a step.
             flops: FLOPs to train on one sample; 0 if unknown.
             way_back: Returns advice for a resume from before a bad step.
@@ -199,10 +191,9 @@ class TrainLog:
             scalars['device/tflops_per_chip'] = flops / 1e12
             if (chip := chips.CHIPS.get(jax.devices()[0].device_kind)) is not None:
                 scalars['device/model_flop_utilization'] = flops / chip.flops
-        if self._data is not None:
-            counts = self._data.read_counts()
-            scalars['input/chunks_in_flight'] = counts.chunks_in_flight
-            scalars['input/bad_records'] = counts.bad_records
+        counts = self._data.read_counts()
+        scalars['input/chunks_in_flight'] = counts.chunks_in_flight
+        scalars['input/bad_records'] = counts.bad_records
         if _OWN_MEMORY.exists():
             pages = int(_OWN_MEMORY.read_text('ascii').split()[1])
             scalars['host/memory_gb'] = pages * os.sysconf('SC_PAGE_SIZE') / 1e9
@@ -266,8 +257,8 @@ class StepClock:
         first_batch: Time (`time.monotonic`) at which the first step's batch arrived.
     """
 
-    def __init__(self, data: 'TrainingData | None' = None):
-        """Starts the clock; `data` counts what training reads, if given."""
+    def __init__(self, data: 'TrainingData'):
+        """Starts the clock; `data` counts what training reads."""
         self._data = data
         self._watcher = concurrent.futures.ThreadPoolExecutor(1, 'step-clock')
         self._in_flight: collections.deque[_Moment] = collections.deque()
@@ -279,8 +270,7 @@ class StepClock:
     def waiting_for_data(self) -> Iterator[None]:
         """Marks a block in which the host waits for a batch."""
         asked = time.monotonic()
-        if self._data is not None:
-            self._ready.append(self._data.batches_ready())
+        self._ready.append(self._data.batches_ready())
         yield
         if self._last is not None:
             self._waits.append((asked, self._last, time.monotonic()))
@@ -343,11 +333,10 @@ class StepClock:
             'input/wait_share_min': float(np.min(shares)),
             'input/wait_share_max': float(np.max(shares)),
         }
-        if self._data is not None:
-            if self._ready:
-                scalars['input/batches_ready'] = statistics.fmean(self._ready)
-            num_bytes = self._data.read_counts().num_bytes - self._num_bytes
-            scalars['input/read_mb_per_second'] = num_bytes / 1e6 / total
+        if self._ready:
+            scalars['input/batches_ready'] = statistics.fmean(self._ready)
+        num_bytes = self._data.read_counts().num_bytes - self._num_bytes
+        scalars['input/read_mb_per_second'] = num_bytes / 1e6 / total
         # The end of the last step, or of what was aside since.
         self._restart(self._marks[-1][0])
         return scalars
@@ -356,8 +345,7 @@ class StepClock:
         self._marks: list[_Mark] = [(moment, False)]
         self._waits: list[tuple[float, _Moment, float]] = []
         self._ready: list[int] = []
-        if self._data is not None:
-            self._num_bytes = self._data.read_counts().num_bytes
+        self._num_bytes = self._data.read_counts().num_bytes
 
 
 def _finished_at(result: Any) -> float:

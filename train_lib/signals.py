@@ -1,13 +1,5 @@
 """Ends a run early: on Ctrl-C or SIGTERM, or because one of its hosts has failed.
 
-    signals.install(status=75)          # of a program, before its slow imports
-    signals.join_hosts()                # where there are several
-    with signals.failures_shared(), signals.StopRequest() as stop:
-        for step in ...:
-            ...
-            if stop.reached(step):
-                break
-
 After a signal a run saves a checkpoint if it has new steps, and ends. A preempted host gets SIGTERM
 and about 30 seconds; the other hosts may get no signal. All hosts must save the same step, because
 each writes a part of a checkpoint. If one process fails, the others end at once and name it; else

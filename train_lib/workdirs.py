@@ -1,7 +1,5 @@
 """The folder of a run, local or `gs://`: its absolute path, its checks and its lock.
 
-    workdirs.check_writable('gs://bucket/runs/a')   # in seconds; an OSError of one line
-
 Check the folder before TensorFlow writes logs, because it silently retries a bucket that does not
 exist. This module does not import TensorFlow.
 """

@@ -56,7 +56,9 @@ def _make_log(every, data=None):
     writer = _Notes()
     fields = {'log_every': every, 'max_skipped_in_a_row': 2, 'max_skipped': 4}
     config = ml_collections.ConfigDict(fields | {'batch_size': 1, 'num_steps': 9})
-    return TrainLog(writer, config, empty=metrics.TrainMetrics.empty(), data=data), writer
+    return TrainLog(
+        writer, config, empty=metrics.TrainMetrics.empty(), data=data or _Reading()
+    ), writer
 
 
 def _losses(scalars):
@@ -117,7 +119,7 @@ class _Step:
 
 
 def test_waiting_counts_while_the_device_is_idle_alone():
-    clock = StepClock()
+    clock = StepClock(_Reading())
     clock.step_started(jnp.zeros(()))  # not counted
     assert clock.lap(batch_size=10) == {}
     for _ in range(3):
@@ -155,7 +157,7 @@ def test_what_was_read_is_told_as_rate_moment_and_sum():
 
 
 def test_what_is_aside_slows_nothing_down():
-    clock = StepClock()
+    clock = StepClock(_Reading())
 
     def start_step():
         return jnp.zeros(())
@@ -180,7 +182,7 @@ def test_what_is_aside_slows_nothing_down():
 
 
 def test_steps_count_when_they_are_finished_and_few_are_started_ahead():
-    clock = StepClock()
+    clock = StepClock(_Reading())
     clock.step_started(jnp.zeros(()))
     steps = [_Step() for _ in range(AHEAD + 1)]
     for step in steps[:-1]:
