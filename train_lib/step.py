@@ -301,9 +301,9 @@ class Program:
     abstract_state: TrainState
     init: Callable[[], TrainState]
     no_metrics: Callable[[], TrainMetrics]
-    train_step: Callable[..., tuple[TrainState, TrainMetrics]]
-    eval_step: Callable[..., EvalMetrics]
-    draw: Callable[..., jax.Array]
+    train_step: functools.partial[tuple[TrainState, TrainMetrics]]
+    eval_step: functools.partial[EvalMetrics]
+    draw: functools.partial[jax.Array]
     flops: Callable[[int], int]
 
 

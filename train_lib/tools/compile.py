@@ -165,21 +165,18 @@ def _lower(
     if num_tokens:
         texts = {'tokens': rows(jnp.int32, num_tokens)}
     state = program.abstract_state
-    if step == DRAW:
-        first = jax.ShapeDtypeStruct((), jnp.int32)
-        return _lowered(program.draw, state.params, *texts.values(), first)
     batch = texts | {
         'latents': rows(jnp.bfloat16, *schema.LATENT_SHAPE),
         'key': rows(jnp.uint32, 2),
         'drop_text' if step == TRAIN else 'mask': rows(jnp.bool_),
     }
-    if step == TRAIN:
-        return _lowered(program.train_step, state, batch)
-    return _lowered(program.eval_step, state.params, batch)
-
-
-def _lowered(step: Any, *arguments: Any) -> jax.stages.Lowered:
-    return step.func.lower(*step.args, *arguments)  # a partial of the encoder's weights
+    first = jax.ShapeDtypeStruct((), jnp.int32)
+    function, arguments = {
+        TRAIN: (program.train_step, (state, batch)),
+        EVALUATE: (program.eval_step, (state.params, batch)),
+        DRAW: (program.draw, (state.params, *texts.values(), first)),
+    }[step]
+    return function.func.lower(*function.args, *arguments)  # a partial of the encoder's weights
 
 
 def slice_devices(topology: str) -> Sequence[jax.Device]:
