@@ -1,9 +1,5 @@
 """Rectified flow: straight paths from data to noise, and the velocity along them.
 
-    x = standardize_latents(batch['latents'], stats)
-    t = logit_normal_times(rng, n, mean=0.0, std=1.0)
-    loss = jnp.mean(squared_errors(predict, x, noise, t))
-
 With data x, noise e and time t in [0, 1] the path is `z = (1 - t) x + t e` and its velocity
 `dz/dt = e - x`, which the model learns (Liu et al., "Flow Straight and Fast", 2022). Times are
 logit-normal as in Esser et al., "Scaling Rectified Flow Transformers" (2024), section 3.1.

@@ -54,7 +54,7 @@ def introduce(
     start: int,
 ) -> None:
     """Logs the machine, data, model and length of a run that begins with the step `start`."""
-    state = program.abstract_state
+    state, num_tokens = program.abstract_state, data.facts.text_max_tokens
     placed: Any = state.step.sharding  # a NamedSharding
     say(
         'machine: %d x %s, processes: %d, cores of this host: %d, mesh data %d x fsdp %d',
@@ -66,17 +66,13 @@ def introduce(
     if (encoder := program.encoder) is not None:
         say(
             'encoder: %s, %.4g million parameters, frozen, %.3g GFLOP a sample, %s',
-            encoder.name,
-            _count(encoder.params) / 1e6,
-            encoder.network.config.flops(data.facts.text_max_tokens) / 1e9,
-            encoder.network.dtype,
+            *(encoder.name, _count(encoder.params) / 1e6),
+            *(encoder.network.config.flops(num_tokens) / 1e9, encoder.network.dtype),
         )
     say(
         'model: %s, %.4g million parameters, %.3g GFLOP to train on a sample, %s',
-        config.model.name,
-        _count(state.params) / 1e6,
-        program.flops(data.facts.text_max_tokens) / 1e9,
-        config.model.dtype,
+        *(config.model.name, _count(state.params) / 1e6),
+        *(program.flops(num_tokens) / 1e9, config.model.dtype),
     )
     say('steps %d to %d, into %s; compiling ...', start + 1, config.num_steps, workdir)
 

@@ -1,7 +1,5 @@
 """Metrics as clu collections: built in the step, merged over steps, computed for the log.
 
-update = TrainMetrics.single_from_model_output(
-    loss=losses, counts=mask, grad_norm=optax.tree.norm(grads), finite=finite, ...)
 merged = metrics.merge(merged, update)
 scalars = jax.device_get(merged).compute()   # {'loss': ..., 'grad_norm': ..., ...}
 """

@@ -1,8 +1,5 @@
 """Lays out the model's pictures with their captions, and writes them as PNG.
 
-    grid = previews.make_grid([data, drawn], captions, title='left: data, right: model')
-    previews.write_png(workdir / previews.FOLDER / 'step_000500.png', grid)
-
 Without a VAE, a linear map makes small pictures from latents, and the grid enlarges them; see
 `coyo11m_tfds.pictures.vae_decoder`.
 """

@@ -1,7 +1,4 @@
-"""Draws pictures from noise: steps along the learned velocity, with classifier-free guidance.
-
-latents = sample(velocity, noise, text, guidance=2.0, num_steps=25, sampler='heun')
-"""
+"""Draws pictures from noise: steps along the learned velocity, with classifier-free guidance."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,7 @@
 """Rules for the fields of a configuration, and the fields that a resumed run compares.
 
-Other modules check whether the fields fit the data and the devices. The optimizer and the model
-check their own fields.
+Other modules check whether the fields fit the data and the devices. Readers, the optimizer and the
+model check their own fields.
 """
 
 import math
@@ -10,8 +10,6 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import ml_collections
-
-from coyo11m_tfds.dataset import texts
 
 
 class _Rule(NamedTuple):
@@ -31,21 +29,12 @@ def _one_of(*values: str) -> _Rule:
     return _Rule(' or '.join(map(repr, values)), lambda x: x in values)
 
 
-def _is_text(spec: str) -> bool:
-    try:
-        return bool(texts.parse(spec))
-    except ValueError:
-        return False
-
-
-_SHARE = _Rule('from 0 to 1', lambda x: 0 <= x <= 1)
-
 _RULES = {
     name: rule
     for rule, names in (
         (_Rule('from 0 to 2**31 - 1', lambda x: 0 <= x < 2**31), 'seed'),
         (_at_least(1), 'batch_size accumulate num_steps log_every keep_checkpoints'),
-        (_at_least(1), 'preview.count preview.num_steps data.parallel_reads'),
+        (_at_least(1), 'preview.count preview.num_steps'),
         (_at_least(0), 'max_skipped_in_a_row max_skipped data.ram_budget_gb'),
         (_at_least(0), 'model.width model.depth model.num_heads model.crops model.unroll'),
         (_at_least(0), 'model.patch_size model.mlp_ratio optimizer.weight_decay'),
@@ -53,17 +42,13 @@ _RULES = {
         (_at_least(-1), 'data.prefetch'),  # -1: the engine chooses
         (_above(0), 'optimizer.learning_rate optimizer.muon_learning_rate optimizer.clip_norm'),
         (_above(0), 'flow.logit_std preview.time_shift'),
-        (_SHARE, 'data.caption_dropout data.max_bad_fraction preview.guidance_high'),
         (
             _Rule('at least 0 and less than 1', lambda x: 0 <= x < 1),
             'ema_decay optimizer.b1 optimizer.b2 preview.guidance_low',
         ),
+        (_Rule('from 0 to 1', lambda x: 0 <= x <= 1), 'preview.guidance_high'),
         (_Rule('a finite number', math.isfinite), 'flow.logit_mean preview.guidance'),
         (_Rule('the folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0', bool), 'data.dir'),
-        (_Rule(texts.SYNTAX, _is_text), 'data.text'),
-        (_one_of('stop', 'skip'), 'data.on_bad_records'),
-        (_one_of('auto', 'rows', 'chunks', 'tf_data'), 'data.engine'),
-        (_one_of('once', 'always', 'never'), 'data.verify'),
         (
             _Rule('at least 1; 2 lets one batch arrive while another is used', lambda x: x >= 1),
             'data.device_prefetch',

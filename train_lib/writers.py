@@ -1,9 +1,5 @@
 """Writers of a run's scalars, pictures and texts: TensorBoard and, if chosen, Weights & Biases.
 
-    writers.check(config)                  # before anything is written
-    with writers.errors_named(workdir), contextlib.closing(writers.make(config, workdir)) as writer:
-        writer.write_scalars(step, scalars)
-
 To add a writer, add a `clu.metric_writers.MetricWriter` to the list in `make`. Each writer writes
 in a thread of its own, in process 0.
 """

@@ -9,7 +9,8 @@ from train_lib import settings
 
 # Fields that others check: the data set, its order, the model, the optimizer and the devices do.
 ELSEWHERE = re.compile(
-    r'data\.(mix|stages|chunk|lanes|window)|distributed|encoder|init_(average|from)|mesh\..*'
+    r'data\.(mix|stages|chunk|lanes|window|text|engine|verify|.*bad.*|parallel_reads|caption_dropout)'
+    r'|distributed|encoder|init_(average|from)|mesh\..*'
     r'|model\.(kind|name|attention|remat|text)|optimizer\.(name|schedule|warmup_steps)'
     r'|preview\.(split|vae)|wandb\.project'
 )
@@ -22,16 +23,10 @@ BAD = {
     'accumulate': 0,
     'batch_size': 0,
     'checkpoint_every': -1,
-    'data.caption_dropout': 1.5,
     'data.device_prefetch': 0,
     'data.dir': '',
-    'data.engine': 'lines',
-    'data.on_bad_records': 'ignore',
-    'data.parallel_reads': 0,
     'data.prefetch': -2,
     'data.ram_budget_gb': -1.0,
-    'data.text': 'records:2,short:0',
-    'data.verify': 'twice',
     'ema_decay': 1.0,
     'eval_every': -1,
     'flow.logit_mean': float('inf'),
@@ -39,7 +34,6 @@ BAD = {
     'keep_checkpoints': 0,
     'keep_every': -1,
     'log_every': 0,
-    'data.max_bad_fraction': 1.5,
     'max_skipped': -1,
     'max_skipped_in_a_row': -1,
     'model.dtype': 'int32',
