@@ -104,9 +104,9 @@ def find(
         OSError: `init_from` does not exist, or a checkpoint cannot be read.
     """
     encoder = program.encoder
-    name = {'encoder': {'name': encoder.name, 'revision': encoder.revision}} if encoder else {}
+    told = {'encoder': {'name': encoder.name, 'revision': encoder.revision}} if encoder else {}
     description = Description(
-        identity=data.identity | name,
+        identity=data.identity | told,
         settings=data.settings,
         # As JSON has it, to be compared with what comes back from there.
         config=json.loads(json.dumps(config.to_dict())),

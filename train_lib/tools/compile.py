@@ -171,11 +171,12 @@ def _lower(
         'drop_text' if step == TRAIN else 'mask': rows(jnp.bool_),
     }
     first = jax.ShapeDtypeStruct((), jnp.int32)
-    function, arguments = {
+    steps: dict[str, tuple[functools.partial, tuple]] = {
         TRAIN: (program.train_step, (state, batch)),
         EVALUATE: (program.eval_step, (state.params, batch)),
         DRAW: (program.draw, (state.params, *texts.values(), first)),
-    }[step]
+    }
+    function, arguments = steps[step]
     return function.func.lower(*function.args, *arguments)  # a partial of the encoder's weights
 
 
