@@ -171,7 +171,7 @@ def _lower(
         'drop_text' if step == TRAIN else 'mask': rows(jnp.bool_),
     }
     first = jax.ShapeDtypeStruct((), jnp.int32)
-    steps: dict[str, tuple[functools.partial, tuple]] = {
+    steps: dict[str, tuple[Any, tuple]] = {
         TRAIN: (program.train_step, (state, batch)),
         EVALUATE: (program.eval_step, (state.params, batch)),
         DRAW: (program.draw, (state.params, *texts.values(), first)),
