@@ -240,13 +240,14 @@ def test_what_does_not_fit_is_refused_with_the_sum():
 @pytest.mark.slow
 def test_policies_of_rematerialization_trade_arithmetic_for_memory():
     pytest.importorskip('libtpu')
-    memory, time = [], []
+    memory, mlp = {}, {}
     for remat in ('none', 'dots', 'full'):
         fields = f'--config.model.remat={remat}', '--config.model.depth=3'
         done = _run('--config=configs/default.py', *fields, '--topology=v5e:2x2', '--json')
         assert done.returncode == 0, done.stderr
         report = json.loads(done.stdout)
-        memory.append(report[compile.MEMORY]['temporaries'])
-        time.append(report[compile.TIME]['MLP'])
-    assert memory == sorted(memory, reverse=True)
-    assert time[0] < time[2]
+        memory[remat] = report[compile.MEMORY]['temporaries']
+        mlp[remat] = report[compile.TIME]['MLP']
+    assert memory['none'] > memory['dots'] > memory['full']
+    # `none` computes least, but what the loop stacks for it takes longer than computing again.
+    assert mlp['dots'] < mlp['full']
