@@ -3,11 +3,8 @@
 import contextlib
 import itertools
 import json
-import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,10 +20,9 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import stored_dataset
 from coyo11m_tfds.reading.batches import Ahead
 from tests import children
-from tests.checkout import CHECKOUT
-from tests.reading import planned, small_dataset
+from tests.reading import planned
 from tests.reading.batches import assert_same
-from tests.reading.damaged import ORDER, damage
+from tests.reading.damaged import ORDER
 
 ALL = stored_dataset.FEATURES
 ENGINES = ['rows', 'chunks', 'tf_data']
@@ -135,48 +131,6 @@ def test_options_of_reading_do_not_change_the_batches(intact):
     for engine, options in [('chunks', dict(parallel_reads=1)), ('rows', dict(prefetch=1))]:
         batches = input_pipeline.train_batches(intact, engine=engine, **options, **ORDER)
         assert_same(take(batches, 10), whole)
-
-
-def test_damage_has_a_type_of_its_own(copy, tmp_path):
-    damage(copy, 4, 70)
-    batches = input_pipeline.train_batches(copy, **ORDER)
-    with pytest.raises(input_pipeline.DamagedError, match='record 70 cannot be read'):
-        take(batches, 40)
-    (copy / 'chunk_index-train.npy').write_bytes(b'x')
-    with pytest.raises(input_pipeline.DamagedError, match='is not a chunk index'):
-        input_pipeline.train_batches(copy, **ORDER)
-    (copy / 'features.json').write_text('{')
-    with pytest.raises(input_pipeline.DamagedError, match=r'features\.json: is damaged'):
-        input_pipeline.open_data(copy)
-    path = tmp_path / 'here' / '1.0.0'
-    small_dataset.write(path, {schema.TRAIN: (70, 97)}, source=tmp_path / 'source')
-    (tmp_path / 'source' / 'train-0.pt').write_bytes(b'x')
-    with pytest.raises(input_pipeline.DamagedError, match=r'train-0\.pt'):
-        input_pipeline.train_batches(path, **ORDER)
-
-
-@pytest.mark.slow
-def test_types_of_batches_are_known(tmp_path):
-    program = tmp_path / 'program.py'
-    program.write_text("""
-import input_pipeline
-
-batches = input_pipeline.train_batches('d', batch_size=8, seed=0)
-reveal_type(next(batches)['latents'])
-reveal_type(batches.spec['latents'].shape)
-reveal_type(batches.get_state())
-input_pipeline.train_batches('d', batch_size=8, seed=0, strat_step=3)
-""")
-    done = subprocess.run(
-        [sys.executable, '-m', 'mypy', f'--config-file={CHECKOUT}/pyproject.toml', str(program)],
-        cwd=CHECKOUT,
-        capture_output=True,
-        text=True,
-    )
-    found = re.findall(r'Revealed type is "(.*)"', done.stdout)
-    assert len(found) == 3, done.stdout
-    assert 'ndarray' in found[0] and 'tuple[' in found[1] and 'dict[' in found[2]
-    assert 'Unexpected keyword argument "strat_step" for "train_batches"' in done.stdout
 
 
 FACES = [

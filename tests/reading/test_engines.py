@@ -1,7 +1,6 @@
 """Rows and chunks: what is damaged, verified, changed and lacking, and what is imported.
 
-That both give the same batches of any data set, with any settings, is tested in
-`test_properties.py`.
+`test_properties.py` tests that both give the same batches of any data set, with any settings.
 """
 
 import hashlib
@@ -24,8 +23,7 @@ from coyo11m_tfds.reading import files as files_lib
 from coyo11m_tfds.reading import row_reader
 from tests import built, children
 from tests.checkout import CHECKOUT
-from tests.reading import planned, small_dataset
-from tests.reading.batches import assert_same
+from tests.reading import small_dataset
 from tests.reading.damaged import (
     LENGTHS,
     ORDER,
@@ -48,11 +46,6 @@ def read(path: pathlib.Path, count: int, engine: str = 'rows', **changes) -> lis
 # --- Damage ------------------------------------------------------------------------------------
 
 
-def cut_off(path: pathlib.Path, shard: int, num_bytes: int) -> None:
-    file = shard_path(path, shard)
-    file.write_bytes(file.read_bytes()[:-num_bytes])
-
-
 @pytest.mark.parametrize('engine', ['rows', 'chunks', 'tf_data'])
 @pytest.mark.parametrize('at', [0, 9, 100])
 def test_a_damaged_record_is_named(copy, engine, at):
@@ -61,13 +54,15 @@ def test_a_damaged_record_is_named(copy, engine, at):
     # A damaged length costs the records after it as well, one of which may come first.
     name, number = shard_path(copy, shard).name, record if at == 100 else r'\d+'
     message = rf'{name}: record {number} cannot be read: its checksum'
-    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match=message):
+    kinds = input_pipeline.DamagedError, tf.errors.InvalidArgumentError
+    with pytest.raises(kinds, match=message):
         read(copy, steps_of_an_epoch(copy), engine)
 
 
 @ENGINES
 def test_a_short_shard_is_named(copy, engine):
-    cut_off(copy, 2, 1)
+    file = shard_path(copy, 2)
+    file.write_bytes(file.read_bytes()[:-1])
     message = 'record 96 cannot be read: the file is shorter than its chunk index says'
     with pytest.raises(ValueError, match=message):
         read(copy, 4 * steps_of_an_epoch(copy), engine)
@@ -108,86 +103,16 @@ def test_evaluation_reads_around_a_damaged_record(copy, engine):
     assert mask.tolist() == [True] * 40 + [False] + [True] * 8 + [False] * 7
 
 
-def test_a_damaged_record_is_left_out_and_nothing_else_changes(intact, copy, caplog):
-    steps = steps_of_an_epoch(intact)
-    shard, record = place_of(intact, 3, 5)
-    damage(copy, shard, record)
-    counter = input_pipeline.ReadCounter()
-    expected = read(intact, steps, 'chunks')
-    got = read(copy, steps, 'chunks', on_bad_records='skip', counter=counter)
-    for step, (batch, whole) in enumerate(zip(got, expected, strict=True)):
-        bad = [5] if step == 3 else []
-        assert np.flatnonzero(~batch['mask']).tolist() == bad
-        for name, values in whole.items():
-            np.testing.assert_array_equal(batch[name][batch['mask']], values[batch['mask']])
-        assert not batch['latents'][bad].any() and not batch['key'][bad].any()
-        assert not batch['text_embedding'][bad].any() and all(
-            c == b'' for c in batch['caption'][bad]
-        )
-    assert counter.read().bad_records >= 1  # of this epoch, and of the next if it was begun
-    assert f'record {record} cannot be read' in caplog.text
-
-
-@pytest.mark.parametrize('kind', ['length', 'zeros', 'short'])
-def test_what_is_lost_with_a_record_is_left_out(intact, copy, kind):
-    shard = 4
-    if kind == 'length':
-        damage(copy, shard, 70, at=3)
-        lost = range(70, 131)  # up to where the index knows a record again, by reads of a chunk
-    elif kind == 'zeros':
-        shard_path(copy, shard).write_bytes(bytes(shard_path(copy, shard).stat().st_size))
-        lost = range(131)
-    else:
-        file = shard_path(copy, shard)
-        file.write_bytes(file.read_bytes()[:-20_000])
-        lost = range(130, 131)
-    steps = steps_of_an_epoch(intact)
-    plan = planned.of_data(intact, **ORDER)
-    got = read(copy, steps, 'chunks', on_bad_records='skip', max_bad_fraction=1)
-    expected = read(intact, steps, 'chunks')
-    left_out = set()
-    for step, (batch, whole) in enumerate(zip(got, expected, strict=True)):
-        _, shards, records = plan.batch(step)
-        bad = ~batch['mask']
-        assert (shards[bad] == shard).all()
-        left_out |= set(records[bad].tolist())
-        np.testing.assert_array_equal(batch['latents'][~bad], whole['latents'][~bad])
-    given = {
-        int(r)
-        for step in range(steps)
-        for _, s, r in zip(*plan.batch(step), strict=True)
-        if s == shard
-    }
-    # Only what is lost is missing, and of a damaged length no more than the rest of its chunk.
-    assert left_out == (given & set(lost) if kind != 'length' else left_out & set(range(70, 128)))
-    assert left_out
-
-
 def test_each_shard_is_reported_once(copy, caplog):
     for shard in (0, 3):
         shard_path(copy, shard).write_bytes(b'')
     counter = input_pipeline.ReadCounter()
-    batches = read(
-        copy,
-        3 * steps_of_an_epoch(copy),
-        'chunks',
-        on_bad_records='skip',
-        max_bad_fraction=1,
-        counter=counter,
-    )
+    asked = dict(on_bad_records='skip', max_bad_fraction=1, counter=counter)
+    batches = read(copy, 3 * steps_of_an_epoch(copy), 'chunks', **asked)
     assert sum((~batch['mask']).sum() for batch in batches) > 200
     reports = [r for r in caplog.records if 'It is left out' in r.getMessage()]
     assert len(reports) == 2
     assert counter.read().bad_records >= sum((~batch['mask']).sum() for batch in batches)
-
-
-def test_intact_data_are_the_same_under_both_policies_and_warn_of_nothing(intact, caplog):
-    count = 2 * steps_of_an_epoch(intact)
-    stop, skip = (read(intact, count, 'chunks', on_bad_records=p) for p in ('stop', 'skip'))
-    for batch in skip:
-        assert batch.pop('mask').all()
-    assert_same(skip, stop)
-    assert not caplog.records
 
 
 def test_more_bad_records_than_are_allowed_stop_it(copy):
@@ -226,16 +151,6 @@ def test_one_counter_counts_what_is_read_of_several_data_sets(intact):
         assert counter.read() == (number * size, number * 3, 0, 0)
 
 
-# --- What is verified --------------------------------------------------------------------------
-
-
-def test_what_is_not_verified_may_be_damaged(copy, intact):
-    damage(copy, 4, 70, at=20_000)
-    count = steps_of_an_epoch(intact)
-    got = read(copy, count, verify='never', features=('key',))
-    assert_same(got, read(intact, count, features=('key',)))
-
-
 # --- Files that change -------------------------------------------------------------------------
 
 
@@ -254,11 +169,9 @@ def test_a_file_that_changes_while_it_is_read_is_named(copy, monkeypatch, change
     batches = input_pipeline.train_batches(copy, engine='rows', **ORDER)
     next(batches)
     change(shard_path(copy, 4))
-    with pytest.raises(
-        OSError, match=rf'{shard_path(copy, 4)}:? (has changed while it was|is missing)'
-    ):
-        for _ in range(steps_of_an_epoch(copy)):
-            next(batches)
+    message = rf'{shard_path(copy, 4)}:? (has changed while it was|is missing)'
+    with pytest.raises(OSError, match=message):
+        list(itertools.islice(batches, steps_of_an_epoch(copy)))
 
 
 def test_each_file_is_looked_at_again_when_a_batch_touches_it(tmp_path, monkeypatch):
@@ -321,8 +234,8 @@ def test_a_record_of_another_layout_is_named(copy, name):
         read(copy, 2 * steps_of_an_epoch(copy), on_bad_records='skip')
 
 
-@pytest.mark.parametrize('keys', [[0, 1, -1, 127, 128, 2**62, -(2**63), 2**63 - 1, 300, 2**35]])
-def test_keys_and_captions_of_every_length_are_found(keys, tmp_path):
+def test_keys_and_captions_of_every_length_are_found(tmp_path):
+    keys = [0, 1, -1, 127, 128, 2**62, -(2**63), 2**63 - 1, 300, 2**35]
     captions = [b'x' * n for n in (0, 1, 90, 100, 120, 127, 128, 200, 16_300, 70_000)]
     file = tmp_path / 'some.tfrecord'
     columns = {
@@ -339,21 +252,15 @@ def test_keys_and_captions_of_every_length_are_found(keys, tmp_path):
     begin, end = row_reader.find_records(files.memory, start, np.array([10]), start + files.size)
     begin, end = begin[0, :10], end[0, :10]
     assert end[-1] + 4 == start[0] + files.size[0]
-    found = records.RecordLayout(3 * schema.LATENT_NBYTES, text_dim=5).find(
-        files.memory, begin, end
-    )
-    assert found.regular.all()
+    layouts = [records.RecordLayout(3 * schema.LATENT_NBYTES, text_dim=n) for n in (5, 6)]
+    found, other = (layout.find(files.memory, begin, end) for layout in layouts)
+    assert found.regular.all() and not other.regular.any()
     assert found.keys.tolist() == keys
     for row, caption in enumerate(captions):
         before, whole = int(found.captions_end[row] - begin[row]), int(end[row] - begin[row])
         head = records.caption_head(before, whole)
         record = files.memory.view(int(begin[row]), int(end[row])).tobytes()
         assert record.startswith(head) and record[len(head) : before] == caption
-    assert (
-        not records.RecordLayout(3 * schema.LATENT_NBYTES, text_dim=6)
-        .find(files.memory, begin, end)
-        .regular.any()
-    )
 
 
 @pytest.mark.parametrize('num_shards', [12, 100_000])
@@ -375,18 +282,19 @@ def test_shards_whose_names_have_no_number_are_refused(copy):
     info = json.loads((copy / 'dataset_info.json').read_text())
     info['splits'][0]['filepathTemplate'] = '{DATASET}-{SPLIT}.{FILEFORMAT}'
     (copy / 'dataset_info.json').write_text(json.dumps(info))
-    with pytest.raises(
-        ValueError, match=r'gives several shards one name, expected \{SHARD_X_OF_Y\}'
-    ):
+    with pytest.raises(ValueError, match=r'gives several shards one name, expected .SHARD_X'):
         input_pipeline.train_batches(copy, **ORDER)
 
 
-def test_other_encodings_are_refused_by_name(copy):
+def test_other_encodings_and_damaged_features_are_refused_by_name(copy):
     features = json.loads((copy / 'features.json').read_text())
     features['featuresDict']['features']['latents']['tensor']['encoding'] = 'zlib'
     (copy / 'features.json').write_text(json.dumps(features))
     with pytest.raises(ValueError, match=f"{copy}: feature 'latents' is .*, expected the bytes"):
         input_pipeline.train_batches(copy, engine='rows', **ORDER)
+    (copy / 'features.json').write_text('{')
+    with pytest.raises(input_pipeline.DamagedError, match=r'features\.json: is damaged'):
+        input_pipeline.open_data(copy)
 
 
 # --- What is asked for, and what is imported -----------------------------------------------------
@@ -395,14 +303,8 @@ def test_other_encodings_are_refused_by_name(copy):
 @pytest.mark.parametrize(
     'changes, message',
     [
-        (
-            dict(engine='lines'),
-            "engine='lines' is none of 'auto', 'rows', 'chunks', 'tf_data'",
-        ),
-        (
-            dict(verify='twice'),
-            "verify='twice' is none of 'once', 'always', 'never'",
-        ),
+        (dict(engine='lines'), "engine='lines' is none of 'auto', 'rows', 'chunks', 'tf_data'"),
+        (dict(verify='twice'), "verify='twice' is none of 'once', 'always', 'never'"),
         (dict(split='train[:50%]', engine='rows'), 'needs local files, .* and a chunk index'),
         (dict(on_bad_records='drop'), "on_bad_records='drop' is none of"),
         (dict(max_bad_fraction=1.5), r'max_bad_fraction=1.5 is not in \[0, 1\]'),
@@ -417,7 +319,12 @@ def test_a_mistake_is_named(intact, changes, message):
         input_pipeline.train_batches(intact, **{**ORDER, **changes})
 
 
-def test_rows_need_neither_tensorflow_nor_torch_nor_jax(intact):
+@pytest.mark.parametrize('place', ['local', 'bucket'])
+def test_reading_needs_neither_tensorflow_nor_torch_nor_jax(intact, request, place):
+    path = intact
+    if place == 'bucket':
+        path = 'gs://bucket/d/1.0.0'
+        request.getfixturevalue('gcs').upload_folder(intact, path)
     program = """
         import input_pipeline, json
         path = sys.argv[1]
@@ -430,7 +337,7 @@ def test_rows_need_neither_tensorflow_nor_torch_nor_jax(intact):
         heavy = {'tensorflow', 'tensorflow_datasets', 'torch', 'jax', 'pyarrow', 'gcsfs', 'tqdm'}
         print(json.dumps([keys, len(held_out), sorted(heavy & sys.modules.keys())]))
     """
-    with children.python(program, intact) as child:
+    with children.python(program, path) as child:
         output, errors = child.communicate()
     assert not errors
     keys, num_batches, heavy = json.loads(output)

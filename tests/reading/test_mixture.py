@@ -127,31 +127,11 @@ def draw_path(seed: int) -> Path:
     return Path(mix, stages, settings, tuple(legs))
 
 
-def is_possible(path: Path, each: int) -> bool:
-    """Whether every source with a weight gets samples, in each stage, and all do at last."""
-    begins = {stage['from'] for stage in path.stages}
-    stages = [path.weights(step) for step in {0, *begins}]
-    if not any(source['weight'] for source in path.mix):
-        return False  # the statistics of the mixture are theirs
-    given = [False] * len(path.mix)
-    for weights in stages:
-        if not any(weights):
-            return False
-        for shape in set(path.shapes):
-            members = [i for i, x in enumerate(path.shapes) if x == shape and weights[i]]
-            for i, count in zip(
-                members,
-                naive_order.shares([weights[i] for i in members], each) if members else [],
-                strict=True,
-            ):
-                given[i] = True
-                if not count:
-                    return False
-    return all(given)
-
-
 def walk(path: Path, written: dict[str, Written], engine: str = 'rows') -> int:
-    """Runs a path and compares every record of it; returns how many batches there were."""
+    """Runs a path and compares every record of it.
+
+    Returns how many batches there were: none if a source or shape gets no sample by its weight.
+    """
     lanes = path.settings.lanes
     mix = [
         {name: x for name, x in source.items() if x is not None}
@@ -164,21 +144,19 @@ def walk(path: Path, written: dict[str, Written], engine: str = 'rows') -> int:
         stages=path.stages,
         **dataclasses.asdict(path.settings),
     )
-    possible = [is_possible(path, leg.each) for leg in path.legs]
+    try:
+        for leg in path.legs:
+            input_pipeline.train_batches(mix, batch_size=leg.each * lanes, **asked).close()
+    except ValueError as refused:
+        assert re.search('weight|none of the', str(refused))
+        return 0
     state: dict | None = None
     sizes = [leg.each * lanes for leg in path.legs for _ in range(leg.count)]
     sources = [written[source['name']].kept(source['where']) for source in path.mix]
     numbers = [list(LENGTHS).index(source['name']) for source in path.mix]
-    if all(possible):
-        expected = naive_order.mixture(sources, path.settings, path.weights, sizes, path.shapes)
-    count = 0
-    for leg, fits in zip(path.legs, possible, strict=True):
+    expected = naive_order.mixture(sources, path.settings, path.weights, sizes, path.shapes)
+    for leg in path.legs:
         asked |= {'batch_size': leg.each * lanes, 'start': state}
-        if not all(possible):
-            if not fits:
-                with pytest.raises(ValueError, match=r'weight|none of the'):
-                    input_pipeline.train_batches(mix, **asked)
-            continue
         parts = [
             input_pipeline.train_batches(
                 mix, process_index=process, process_count=leg.processes, **asked
@@ -189,14 +167,13 @@ def walk(path: Path, written: dict[str, Written], engine: str = 'rows') -> int:
             read = [next(part) for part in parts]
             batch = {name: np.concatenate([part[name] for part in read]) for name in read[0]}
             compare(next(expected), batch, path, written, numbers)
-            count += 1
         # Each of them says the same, whatever it has read ahead.
         states = {json.dumps(part.get_state()) for part in parts}
         assert len(states) == 1
         state = json.loads(states.pop())
         for part in parts:
             part.close()
-    return count
+    return len(sizes)
 
 
 def compare(expected, batch, path: Path, written: dict[str, Written], numbers: list[int]) -> None:
@@ -366,10 +343,7 @@ def test_what_was_rounded_is_told_with_what_is_exact():
 @pytest.mark.parametrize(
     'changes, message',
     [
-        (
-            {'weight': 0.01},
-            r"source 'b' has 0\.0099.* too little for one of the 8 samples.* a batch_size of 101",
-        ),
+        ({'weight': 0.01}, r"source 'b' has 0\.0099.* too little for one of the 8 .*size of 101"),
         ({'weight': 0}, "source 'b' has weight 0 in every stage"),
         ({'weight': -1}, r'weights \[1.0, -1\]: expected a number of at least 0'),
         ({'where': ''}, "where='': .* expected comparisons"),
@@ -377,10 +351,7 @@ def test_what_was_rounded_is_told_with_what_is_exact():
         ({'where': 'score > 99'}, "where='score > 99' keeps none of the 300 records"),
         ({'where': 'score > 8 and key > 2**3'}, "'2 \\*\\* 3' is neither a name nor"),
         ({'where': 'score > 8 and source == 1 and key in (1,)'}, 'keeps none'),
-        (
-            {'where': 'width > 2'},
-            "'width' is not a column of single numbers; there are .'key', 'sc",
-        ),
+        ({'where': 'width > 2'}, "'width' is not a column of single numbers; there are .'key', 's"),
         ({'where': 'text_embedding > 2'}, 'is not a column of single numbers'),
         ({'text': 'score'}, "text='score': 'score' is not a column of text"),
         ({'name': 'a'}, "mix has the name 'a' twice"),
@@ -407,10 +378,7 @@ def test_a_mixture_that_makes_no_sense_is_refused(written, changes, message):
         (({'from': 3, 'weights': (1,)},), 'for each of 2 sources'),
         (({'from': -3, 'weights': (1, 1)},), "'from': -3 is not a step"),
         (({'weights': (1, 1)},), "expected {'from': STEP, 'weights'"),
-        (
-            tuple({'from': at, 'weights': (1, 1)} for at in (3, 3)),
-            "'from': 3 does not come after 3",
-        ),
+        (({'from': 3, 'weights': (1, 1)},) * 2, "'from': 3 does not come after 3"),
         (({'from': 3, 'weights': (1, float('nan'))},), 'a number of at least 0'),
     ],
 )

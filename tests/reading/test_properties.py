@@ -1,50 +1,52 @@
 """What reading promises for any data set, any settings and any number of processes, from files.
 
-`test_order.py` holds the plan to the contract; here the batches of all engines are held to it, over
-shards of all lengths (empty ones too) and settings drawn at random.
+`test_order.py` holds the plan to the contract. Here the batches of all engines are held to it,
+from records and from latents in place, on a disk and in a bucket.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import math
+import os
+import pathlib
 import re
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-import tensorflow_datasets as tfds
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import input_pipeline
 from coyo11m_tfds import schema
-from coyo11m_tfds.dataset import stored_dataset
+from coyo11m_tfds.dataset import columns, stored_dataset
 from coyo11m_tfds.reading.order import Order, OrderSettings, sample_crops, sample_drops
+from coyo11m_tfds.storage import source_files
+from tests import built
+from tests.fakes.cloud import Gcs, fake_gcs
 from tests.reading import naive_order, small_dataset
 from tests.reading.batches import assert_same, global_batches, wait_until_idle
-from tests.reading.planned import Planned, settings_of
+from tests.reading.planned import Planned
 
 SHARDS = {
     'unequal': (70, 97, 64, 131, 33, 64, 40, 1),
-    'with empty ones': (0, 45, 0, 0, 83, 32, 0),
+    'with_empty_ones': (0, 45, 0, 0, 83, 32, 0),
     'one': (300,),
-    'of a single record': (1,) * 60,
+    'of_a_single_record': (1,) * 60,
     'even': (64,) * 6,
 }
-
+FORMS = ('records', 'in place', 'in a bucket')
 FEATURES = (*stored_dataset.FEATURES, input_pipeline.CROP)
-
-# Of tf.data there are few, as it makes a graph for every process.
-EXAMPLES = pytest.mark.parametrize(
-    ('engine', 'examples'), [('rows', 30), ('chunks', 30), ('tf_data', 2)]
-)
+COUNT = 7  # batches of a run
 
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """A data set on disk; keys in the order of the shards."""
+    """A data set in all its forms, by `FORMS`; keys in the order of the shards."""
 
-    builder: tfds.core.DatasetBuilder
+    paths: dict[str, str]
     keys: np.ndarray
 
 
@@ -62,38 +64,26 @@ class Run:
     start: int = 0
 
     @property
-    def order_settings(self) -> dict[str, int]:
-        names = ('batch_size', 'seed', 'chunk', 'lanes', 'window')
-        return {name: getattr(self, name) for name in names}
-
-    @property
     def settings(self) -> OrderSettings:
-        return settings_of(**self.order_settings)
+        return OrderSettings(self.seed, self.chunk, self.lanes, self.window)
 
     @property
     def plan(self) -> Planned:
         return Planned(Order(SHARDS[self.shards], self.settings), self.batch_size)
 
-    def expected(self, count: int) -> list[list[np.ndarray]]:
+    def expected(self) -> list[list[np.ndarray]]:
         """Batches from `start` on: of each the epochs and the numbers of its records."""
-        first, sizes = np.cumsum([0, *SHARDS[self.shards]]), [self.batch_size] * count
+        first, sizes = np.cumsum([0, *SHARDS[self.shards]]), [self.batch_size] * COUNT
         start = self.start * self.batch_size // self.lanes
         batches = naive_order.batches(SHARDS[self.shards], self.settings, sizes, start)
         found = [np.array(batch).T for batch in batches]
         return [[epoch, first[shard] + record] for epoch, shard, record in found]
 
-    def batches(self, data, count: int, **arguments) -> list[dict[str, np.ndarray]]:
+    def batches(self, data, **arguments) -> list[dict[str, np.ndarray]]:
         """Batches from `start` on, put together from those of every process."""
-        return global_batches(
-            data,
-            self.processes,
-            count,
-            features=FEATURES,
-            caption_dropout=0.5,
-            start_step=self.start,
-            **self.order_settings,
-            **arguments,
-        )
+        order = dataclasses.asdict(self.settings) | {'batch_size': self.batch_size}
+        asked = dict(features=FEATURES, caption_dropout=0.5, start_step=self.start, **order)
+        return global_batches(data, self.processes, COUNT, **asked, **arguments)
 
 
 @st.composite
@@ -113,13 +103,35 @@ def runs(draw) -> Run:
 
 
 @pytest.fixture(scope='module')
-def written(tmp_path_factory) -> dict[str, Written]:
-    made = {}
-    for name, lengths in SHARDS.items():
-        path = tmp_path_factory.mktemp('written') / 'small' / schema.VERSION
-        keys = small_dataset.write(path, {schema.TRAIN: lengths})
-        made[name] = Written(tfds.builder_from_directory(path), keys[schema.TRAIN])
-    return made
+def server(tmp_path_factory) -> Iterator[Gcs]:
+    with pytest.MonkeyPatch.context() as patch, fake_gcs(tmp_path_factory.mktemp('gcs')) as server:
+        for variable, value in server.env.items():
+            patch.setenv(variable, value)
+        yield server
+
+
+@pytest.fixture(scope='module')
+def written(server, tmp_path_factory) -> dict[str, Written]:
+    return {name: write(server, tmp_path_factory.mktemp(name), name) for name in SHARDS}
+
+
+def write(server: Gcs, folder: pathlib.Path, name: str) -> Written:
+    splits, url = {schema.TRAIN: SHARDS[name]}, f'gs://data/{name}'
+    records, in_place, uploaded = (folder / form / schema.VERSION for form in FORMS)
+    keys = small_dataset.write(records, splits)[schema.TRAIN]
+    for path in (in_place, uploaded):
+        small_dataset.write(path, splits, source=path.parent / 'source')
+    server.upload_folder(uploaded.parent / 'source', f'{url}/source')
+    column = columns.read(uploaded)[schema.LATENTS]
+    files = []
+    for file in column.files:
+        path = f'{url}/source/{os.path.basename(file.path)}'
+        version = source_files.describe(path).version
+        files.append(dataclasses.replace(file, path=path, version=version))
+    columns.write(uploaded, {schema.LATENTS: dataclasses.replace(column, files=tuple(files))})
+    server.upload_folder(uploaded, f'{url}/{schema.VERSION}')
+    paths = str(records), str(in_place), f'{url}/{schema.VERSION}'
+    return Written(dict(zip(FORMS, paths, strict=True)), keys)
 
 
 def records_of(data: Written, batch: dict[str, np.ndarray]) -> np.ndarray:
@@ -135,22 +147,32 @@ def records_of(data: Written, batch: dict[str, np.ndarray]) -> np.ndarray:
     return record
 
 
-@EXAMPLES
-def test_batches_are_those_of_the_contract(written, engine, examples):
+@pytest.mark.parametrize(
+    ('form', 'engine', 'examples'),
+    [
+        ('records', 'rows', 25),
+        ('records', 'chunks', 15),
+        ('records', 'tf_data', 2),  # it makes a graph for every process
+        ('in place', 'rows', 10),
+        ('in place', 'chunks', 5),
+        ('in a bucket', 'chunks', 8),
+    ],
+)
+def test_batches_are_those_of_the_contract(written, form, engine, examples):
     """Whatever the processes and the start, over the ends of epochs."""
 
     @settings(max_examples=examples)
     @given(run=runs())
     @example(run=Run('unequal', 12, lanes=6, window=10**6, processes=2, start=20))  # window > lane
-    @example(run=Run('with empty ones', 12, lanes=2, window=4, processes=2, start=7))  # < B/L
+    @example(run=Run('with_empty_ones', 12, lanes=2, window=4, processes=2, start=7))  # < B/L
     @example(run=Run('unequal', 4, lanes=2, chunk=320, start=50))  # chunk > shard
     @example(run=Run('even', 64, lanes=2, chunk=64, window=1, start=5))  # each block is a batch
     @example(run=Run('one', 3, lanes=3, window=400, processes=3, start=150))  # several epochs in
-    @example(run=Run('of a single record', 240, lanes=6, processes=3, start=1))  # 4 epochs a batch
+    @example(run=Run('of_a_single_record', 240, lanes=6, processes=3, start=1))  # 4 epochs a batch
     def check(run: Run) -> None:
-        data, count = written[run.shards], 7
-        batches = run.batches(data.builder, count, engine=engine)
-        for batch, (epoch, record) in zip(batches, run.expected(count), strict=True):
+        data = written[run.shards]
+        batches = run.batches(data.paths[form], engine=engine)
+        for batch, (epoch, record) in zip(batches, run.expected(), strict=True):
             np.testing.assert_array_equal(records_of(data, batch), record)
             crops = sample_crops(run.seed, epoch, batch['key'], 3)
             np.testing.assert_array_equal(batch['latents'][:, 0, 0, 0], crops)
@@ -167,13 +189,13 @@ def test_batches_are_those_of_the_contract(written, engine, examples):
     local=st.integers(1, 40),
     chunk=st.sampled_from([32, 64, 320]),
 )
-@example(shards='with empty ones', processes=4, local=60, chunk=32)  # one has padding alone
-@example(shards='of a single record', processes=3, local=20, chunk=64)  # no padding at all
+@example(shards='with_empty_ones', processes=4, local=60, chunk=32)  # one has padding alone
+@example(shards='of_a_single_record', processes=3, local=20, chunk=64)  # no padding at all
 def test_evaluation_reads_every_record_once_over_all_processes(
     written, shards, processes, local, chunk
 ):
     data = written[shards]
-    parts = []
+    path, parts = data.paths['records'], []
     for process in range(processes):
         arguments = dict(
             batch_size=processes * local,
@@ -185,10 +207,10 @@ def test_evaluation_reads_every_record_once_over_all_processes(
             parallel_reads=2,
             prefetch=1,
         )
-        batches = input_pipeline.eval_dataset(data.builder, **arguments)
+        batches = input_pipeline.eval_dataset(path, **arguments)
         parts.append(list(batches.as_numpy_iterator()))
         for engine in ('rows', 'chunks'):
-            others = input_pipeline.eval_batches(data.builder, engine=engine, **arguments)
+            others = input_pipeline.eval_batches(path, engine=engine, **arguments)
             assert_same(list(others), parts[-1])
         assert batches.cardinality() == len(parts[-1])
     assert {len(part) for part in parts} == {math.ceil(len(data.keys) / (processes * local))}
@@ -208,13 +230,14 @@ def test_a_start_reads_the_same_few_chunks_wherever_it_is(written):
     for start in (0, run.plan.steps - 1, run.plan.steps):
         counter = input_pipeline.ReadCounter()
         batches = input_pipeline.train_batches(
-            written['even'].builder,
+            written['even'].paths['records'],
+            batch_size=8,
             engine='chunks',
             start_step=start,
             parallel_reads=1,
             prefetch=1,
             counter=counter,
-            **run.order_settings,
+            **dataclasses.asdict(run.settings),
         )
         next(batches)
         wait_until_idle(counter)
@@ -229,16 +252,108 @@ def test_a_start_reads_the_same_few_chunks_wherever_it_is(written):
 def test_a_number_of_processes_that_does_not_fit_gets_settings_that_do(
     written, batch_size, lanes, processes
 ):
-    """Advice that is followed leads to reading."""
     fields = {'batch_size': batch_size, 'lanes': lanes}
-    make = functools.partial(
-        input_pipeline.train_batches,
-        written['one'].builder,
-        seed=0,
-        chunk=32,
-        process_count=processes,
-    )
+    path = written['one'].paths['records']
+    asked = {'seed': 0, 'chunk': 32, 'process_count': processes}
     with pytest.raises(ValueError, match='works') as error:
-        make(**fields)
+        input_pipeline.train_batches(path, **asked, **fields)
     advice = re.findall(r'(batch_size|lanes)=(\d+)', str(error.value).rpartition(';')[2])
-    make(**fields | {name: int(value) for name, value in advice})
+    fields |= {name: int(value) for name, value in advice}
+    input_pipeline.train_batches(path, **asked, **fields)
+
+
+# --- Damaged records ---------------------------------------------------------------------------
+
+# What one byte that is changed belongs to; or the file ends there.
+KINDS = ('length', 'value', 'checksum', 'end')
+
+
+def damaged(data: bytes, record: int, kind: str) -> bytes:
+    """A shard, of which a record, or what follows it, cannot be read."""
+    sizes = [16 + len(x) for x in built.split_records(data)]
+    begin, end = list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))[record]
+    if kind == 'end':
+        return data[: end - 1]
+    at = {'length': begin, 'value': end - 5, 'checksum': end - 1}[kind]
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+@contextlib.contextmanager
+def all_damaged(server: Gcs, data: Written, damages: dict[int, tuple[int, str]]) -> Iterator[None]:
+    """In its `with` block records are damaged in all forms: by shards a number and a kind."""
+    with contextlib.ExitStack() as stack:
+        for folder in data.paths.values():
+            for shard, (record, kind) in damages.items():
+                content, put = open_shard(server, folder, f'.tfrecord-{shard:05}-of-')
+                stack.callback(put, content)
+                put(damaged(content, record, kind))
+        yield
+
+
+def open_shard(server: Gcs, folder: str, name: str) -> tuple[bytes, Callable[[bytes], None]]:
+    """The content of a file, and what puts another one in its place."""
+    if folder.startswith('gs://'):
+        bucket, _, prefix = folder.removeprefix('gs://').partition('/')
+        objects = server.objects(bucket)
+        [found] = [x for x in objects if x.startswith(prefix) and name in x]
+        return objects[found], functools.partial(server.put, bucket, found)
+    [file] = pathlib.Path(folder).glob(f'*{name}*')
+    return file.read_bytes(), functools.partial(replace, file)
+
+
+def replace(file: pathlib.Path, data: bytes) -> None:
+    """By another file: what is mapped must not be truncated."""
+    new = file.with_suffix('.new')
+    new.write_bytes(data)
+    os.replace(new, file)
+
+
+def may_be_lost(damages: dict[int, tuple[int, str]], chunk: int, shard: int, record: int) -> bool:
+    """Behind a damaged length no record is found before the next chunk, behind the end none."""
+    at, kind = damages.get(shard, (record + 1, ''))
+    behind = {'length': (at // chunk + 1) * chunk, 'end': record + 1}.get(kind, at + 1)
+    return at <= record < behind
+
+
+@settings(max_examples=10)
+@given(
+    run=st.builds(
+        Run,
+        shards=st.sampled_from(['unequal', 'with_empty_ones', 'even']),
+        batch_size=st.integers(1, 9).map(lambda n: 4 * n),
+        seed=st.integers(0, 2**64 - 1),
+        chunk=st.sampled_from([32, 64]),
+        lanes=st.just(4),
+        window=st.integers(1, 200),
+        processes=st.sampled_from([1, 2, 4]),
+        start=st.integers(0, 60),
+    ),
+    places=st.lists(
+        st.tuples(st.integers(0, COUNT - 1), st.integers(0, 35), st.sampled_from(KINDS)),
+        min_size=1,
+        max_size=4,
+    ),
+)
+def test_what_is_damaged_is_left_out_alike_and_nothing_else_changes(server, written, run, places):
+    """Each place is one of a record in a batch that is read."""
+    damages = {}
+    for step, place, kind in places:
+        _, shard, record = (x[place % run.batch_size] for x in run.plan.batch(run.start + step))
+        damages[int(shard)] = int(record), kind
+    data, skip = written[run.shards], {'on_bad_records': 'skip', 'max_bad_fraction': 1}
+    with all_damaged(server, data, damages):
+        expected = run.batches(data.paths['in place'], engine='rows', **skip)
+        for form, engine in zip(FORMS, ('rows', 'chunks', 'chunks'), strict=True):
+            assert_same(run.batches(data.paths[form], engine=engine, **skip), expected)
+    whole = run.batches(data.paths['in place'], engine='rows')
+    lost = set()
+    for step, (batch, before) in enumerate(zip(expected, whole, strict=True), run.start):
+        mask = batch.pop('mask')
+        _, shards, numbers = run.plan.batch(step)
+        lost |= set(zip(shards[~mask].tolist(), numbers[~mask].tolist(), strict=True))
+        for name, values in before.items():
+            np.testing.assert_array_equal(batch[name][mask], values[mask])
+        assert not any(batch[name][~mask].any() for name in batch.keys() - {'caption', 'drop_text'})
+        assert set(batch['caption'][~mask]) <= {b''}
+    assert {(shard, record) for shard, (record, _) in damages.items()} <= lost
+    assert all(may_be_lost(damages, run.chunk, *place) for place in lost)
